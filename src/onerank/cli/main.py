@@ -17,6 +17,7 @@ SECTIONS = {
         "predict": "predict",
         "gpus": "annotate",
         "bench": "bench",
+        "plan": "plan",
     },
     "Read it": {
         "show": "show_diff_replay",

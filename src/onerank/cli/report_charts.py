@@ -24,6 +24,7 @@ from onerank.cli.terminal import short_kernel, visible_line
 from onerank.display import size, time
 from onerank.ir import Graph
 from onerank.ir.errors import OneRankError
+from onerank.plan.layouts import Range
 
 Figure = dict[str, Any]
 
@@ -327,6 +328,65 @@ def peak_chart(memory: MemoryTimeline) -> Figure:
         90 + 24 * len(rows),
         xaxis={"title": {"text": "GB at the peak"}},
         yaxis={"automargin": True, "tickfont": {"size": 11}},
+    )
+
+
+def pareto_chart(
+    title: str,
+    steps_s: Sequence[Range],
+    values: Sequence[Range],
+    names: Sequence[str],
+    fitting: int,
+    front: Sequence[int],
+) -> Figure:
+    """Draw layouts by step time and another figure, and the front of the best ones.
+
+    Args:
+        title: name and unit of the figure.
+        steps_s: step time of each layout, in s.
+        values: the figure of each layout.
+        names: the layouts.
+        fitting: how many fit into memory; they are the first. The others are crosses.
+        front: those that no other beats in both figures, by step time.
+    """
+
+    def points(indices: Sequence[int], **style: Any) -> Figure:
+        return {
+            "type": "scatter",
+            "x": [steps_s[i].value for i in indices],
+            "y": [values[i].value for i in indices],
+            "text": [_escaped(names[i]) for i in indices],
+            "hovertemplate": "%{text}<br>%{x:.4g} s, %{y:.4g}<extra></extra>",
+            **style,
+        }
+
+    def interval(ranges: Sequence[Range]) -> Figure:
+        return {
+            "type": "data",
+            "symmetric": False,
+            "array": [ranges[i].high - ranges[i].value for i in front],
+            "arrayminus": [ranges[i].value - ranges[i].low for i in front],
+            "thickness": 1,
+            "width": 3,
+        }
+
+    behind = [i for i in range(fitting) if i not in front]
+    cross = {"color": "#d62728", "symbol": "x", "size": 7}
+    data = [
+        points(range(fitting, len(names)), mode="markers", marker=cross),
+        points(behind, mode="markers", marker={"color": _PALETTE[8], "size": 7}),
+        # Intervals of all points would hide them.
+        points(
+            front,
+            mode="lines+markers",
+            marker={"color": _PALETTE[0], "size": 10},
+            line={"shape": "hv", "width": 1},
+            error_x=interval(steps_s),
+            error_y=interval(values),
+        ),
+    ]
+    return _figure(
+        data, 420, xaxis={"title": {"text": "step (s)"}}, yaxis={"title": {"text": title}}
     )
 
 

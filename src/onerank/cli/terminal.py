@@ -192,6 +192,23 @@ def advancing(total: int, label: str) -> Generator[Callable[[], Any]]:
         yield lambda: bars.advance(task)
 
 
+@contextlib.contextmanager
+def advancing_parts() -> Generator[Callable[[str, int, int], None]]:
+    """Show a progress bar for each part of the work; yield the callback that advances one.
+
+    The callback takes the name of the part, how much of it is complete, and the whole.
+    """
+    with _bars() as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def advance(name: str, complete: int, whole: int) -> None:
+            if name not in tasks:
+                tasks[name] = bars.add_task(visible_line(name), total=whole)
+            bars.update(tasks[name], completed=complete)
+
+        yield advance
+
+
 _FILES_PER_UPDATE = 50
 
 

@@ -13,19 +13,16 @@ import importlib
 import os
 import tempfile
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from importlib.metadata import version
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from onerank.converters.expand.pipeline import Schedule
 from onerank.ir import World
 from onerank.ir.errors import OneRankError
 from onerank.plan.cluster import CAPTURED_MICRO_BATCHES, PlannedJob
 from onerank.plan.layouts import Layout, PlanError
-from onerank.plan.tasks import Task
+from onerank.plan.tasks import Task, content_key
 
 TRAIN_MODEL = Path(__file__).with_name("train_model.py")
 """The training loop for a transformers configuration."""
@@ -164,13 +161,8 @@ def stage_sources(job: PlannedJob, layout: Layout, layers: int) -> tuple[StageSo
 
 def capture_key(job: PlannedJob, capture: StageCapture) -> str:
     """Return a key of a capture: equal keys have equal results."""
-    content = {
-        "script": hashlib.sha256(job.model.script.read_bytes()).hexdigest(),
-        "gpu": _described(job.cluster.gpu),
-        "capture": asdict(capture),
-        "onerank": version("onerank"),
-    }
-    return hashlib.sha256(msgspec.json.encode(content, order="sorted")).hexdigest()
+    script = job.model.digest or hashlib.sha256(job.model.script.read_bytes()).hexdigest()
+    return content_key(script, _described(job.cluster.gpu), capture)
 
 
 def _described(gpu: str) -> str:
@@ -202,7 +194,9 @@ def plan_captures(job: PlannedJob, layouts: Iterable[Layout], layers: int) -> li
 
 
 def _task(job: PlannedJob, capture: StageCapture, label: str) -> Task:
-    arguments = (str(job.model.script), job.cluster.gpu, capture)
+    # A worker on another machine may have onerank elsewhere.
+    script = "" if job.model.script == TRAIN_MODEL else str(job.model.script)
+    arguments = (script, job.cluster.gpu, capture)
     return Task(capture_key(job, capture), label, f"{__name__}:capture_stage", arguments)
 
 
@@ -221,7 +215,7 @@ def capture_stage(script: str, gpu: str, capture: StageCapture) -> dict[str, Any
     """Run a capture, each in a fork of this process.
 
     Args:
-        script: the script.
+        script: the script; "" for `TRAIN_MODEL`.
         gpu: the GPU that it sees.
         capture: what to capture.
 
@@ -237,7 +231,7 @@ def capture_stage(script: str, gpu: str, capture: StageCapture) -> dict[str, Any
     from onerank.capture.options import Options
     from onerank.capture.parallelize.fewer_layers import Depth
 
-    path = Path(script)
+    path = Path(script) if script else TRAIN_MODEL
     _import_libraries(path, capture.arguments)
     depth = Depth(capture.layers, tuple(sorted({capture.layers, *DEPTHS})))
     options = Options(

@@ -3,12 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.converters.nccl import Topology, choose, interconnect_of, wire_bytes
-from onerank.ir.input_files import load_toml
-from onerank.plan.layouts import Choices, PlanError
+from onerank.plan.layouts import Choices
 
 CAPTURED_MICRO_BATCHES = 3
 """Micro-batches of a captured step: the first writes gradients, the last synchronises them, and
@@ -23,10 +20,12 @@ class Model:
         script: the script.
         arguments: its arguments. `{seq}`, `{micro_batch}`, `{micro_batches}` and `{recompute}`
             stand for the values of a layout; others are as written.
+        digest: of the files that decide a capture of the script.
     """
 
     script: Path
     arguments: tuple[str, ...]
+    digest: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,24 +132,6 @@ class Network:
             ).latency_us
         # Bytes over GB/s are nanoseconds.
         return latency_us * 1e3 + wire_bytes(collective, size_bytes, len(ranks)) / rate
-
-
-def read_cluster(path: Path) -> Cluster:
-    """Read the table [cluster] of a plan's configuration.
-
-    Raises:
-        PlanError: there is none, or a field is missing, unknown or of another type.
-    """
-    table = load_toml(path, error=PlanError).get("cluster", {})
-    fields = dict(table)
-    # A cluster of one node needs no link between nodes.
-    fields.setdefault("inter_node", fields.get("intra_node"))
-    if "memory_gb" in fields:
-        fields["memory_bytes"] = round(fields.pop("memory_gb") * 1e9)
-    try:
-        return msgspec.convert(fields, Cluster)
-    except msgspec.ValidationError as error:
-        raise PlanError(f"{path}: [cluster]: {error}", code="plan-wrong-type") from None
 
 
 def network_of(cluster: Cluster, gpu: Gpu) -> Network:

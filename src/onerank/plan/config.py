@@ -10,8 +10,8 @@
     gpus_per_node = 8
     price_per_gpu_hour = 2.5                  # optional
     memory_gb = 80                            # optional; default: the GPU's
-    intra_node = { busbw_gb_per_s = 370, latency_us = 10 }
-    inter_node = { busbw_gb_per_s = 45, latency_us = 25 }
+    intra_node = { busbw_gb_per_s = 370 }     # of nccl-tests; latency_us is optional
+    inter_node = { busbw_gb_per_s = 45 }      # of one GPU's network interface
 
     [job]
     global_batch = 1024                       # sequences
@@ -29,125 +29,74 @@ import dataclasses
 import hashlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
 import msgspec
 
-from onerank.annotate import Gpu, load_gpu
+from onerank.annotate import load_gpu
 from onerank.annotate.gpus.spec_schema import did_you_mean
 from onerank.converters.expand.pipeline import Schedule
 from onerank.ir.errors import OneRankError
 from onerank.ir.input_files import load_toml
-from onerank.plan.layouts import REST, SHARDINGS, Choices, Layout, PlanError
+from onerank.plan.captures import TRAIN_MODEL
+from onerank.plan.cluster import Cluster, Link, Model, PlannedJob
+from onerank.plan.layouts import REST, SHARDINGS, Choices, PlanError
 
 _T = TypeVar("_T")
 
 
-class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is trained: a script, or a model that onerank's own training loop runs.
-
-    Attributes:
-        script: a training script; None with `config`.
-        arguments: its arguments; `{seq}` stands for the value of a layout, as do its other fields.
-        config: `config.json` of a transformers model; None with `script`.
-    """
+class _Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The table [model]: a script and its arguments, or the `config.json` of a model."""
 
     script: str | None = None
     arguments: tuple[str, ...] = ()
     config: str | None = None
 
-    def arguments_for(self, layout: Layout) -> tuple[str, ...]:
-        """Return the script's arguments with the values of a layout."""
-        values = {name: str(getattr(layout, name)) for name in _PLACEHOLDERS}
-        return tuple(_PLACEHOLDER.sub(lambda m: values[m[1]], text) for text in self.arguments)
 
-    @property
-    def placeholders(self) -> frozenset[str]:
-        """Names in braces in the arguments."""
-        return frozenset(_PLACEHOLDER.findall(" ".join(self.arguments)))
-
-
-class Links(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The network within a node or between nodes, as nccl-tests measures it for one GPU."""
 
     busbw_gb_per_s: float
-    latency_us: float
+    latency_us: float | None = None
 
 
-class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The machines of a job; `inter_node` may be absent with one node."""
+class _Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The table [cluster]; `inter_node` may be absent with one node."""
 
     gpu: str
     nodes: int
     gpus_per_node: int
-    intra_node: Links
-    inter_node: Links | None = None
+    intra_node: _Link
+    inter_node: _Link | None = None
     price_per_gpu_hour: float | None = None
     memory_gb: float | None = None
 
-    @property
-    def gpus(self) -> int:
-        """Number of GPUs."""
-        return self.nodes * self.gpus_per_node
 
-
-class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A training step: its sequences on all GPUs, and the tokens of each."""
+class _Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The table [job]: the sequences of a step on all GPUs, and the tokens of each."""
 
     global_batch: int
     seq: int
 
 
-class PlanConfig(msgspec.Struct, frozen=True):
+@dataclass(frozen=True)
+class PlanConfig:
     """A validated configuration.
 
     Attributes:
         path: the file.
-        model: what is trained.
-        cluster: the machines.
-        job: the step.
-        choices: what may vary.
+        job: what it describes; its paths are relative to the file.
     """
 
     path: Path
-    model: Model
-    cluster: Cluster
-    job: Job
-    choices: Choices
+    job: PlannedJob
 
     @property
     def directory(self) -> Path:
         """The directory that the paths of the configuration are relative to."""
         return self.path.absolute().parent
-
-    def load_gpu(self) -> Gpu:
-        """Return the description of the cluster's GPU.
-
-        Raises:
-            TargetError: the GPU is unknown, or its description is malformed.
-        """
-        description = self.directory / self.cluster.gpu
-        return load_gpu(description if description.is_file() else self.cluster.gpu)
-
-    def model_digest(self) -> str:
-        """Return a digest of the files that decide a capture.
-
-        They are the configuration of the model, or the script and the other Python files of its
-        directory, which it may import.
-        """
-        name = self.model.script or self.model.config
-        assert name is not None, "checked by `read_config`"
-        model = self.directory / name
-        files = [model]
-        if self.model.script:
-            files += sorted(path for path in model.parent.rglob("*.py") if _is_source(path, model))
-        digest = hashlib.sha256()
-        for file in files:
-            content = file.read_bytes()
-            digest.update(f"{file.relative_to(model.parent)} {len(content)}\n".encode())
-            digest.update(content)
-        return digest.hexdigest()
 
 
 class _Bounds(NamedTuple):
@@ -173,7 +122,12 @@ _BOUNDS = {
     **dict.fromkeys(("tp", "cp", "pp", "dp", "ep"), _SIZE),
 }
 
-_PLACEHOLDERS = tuple(field.name for field in dataclasses.fields(Layout))
+_PLACEHOLDERS = ("seq", "micro_batch", "micro_batches", "recompute")
+
+_LOOP_ARGUMENTS = tuple(
+    text for name in _PLACEHOLDERS for text in (f"--{name.replace('_', '-')}", f"{{{name}}}")
+)
+"""Arguments of `train_model` after the model's configuration."""
 
 # Braces around anything but a name, such as JSON's, are the script's.
 _PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
@@ -191,17 +145,28 @@ def read_config(path: Path) -> PlanConfig:
     """
     tables = load_toml(path, error=PlanError)
     _check_names(f"{path}: ", tables, ("model", "cluster", "job", "vary"))
-    job = _convert(f"{path}: [job]", tables.get("job"), Job)
-    config = PlanConfig(
-        path=path,
-        model=_convert(f"{path}: [model]", tables.get("model"), Model),
-        cluster=_convert(f"{path}: [cluster]", tables.get("cluster"), Cluster),
-        job=job,
-        choices=_choices(f"{path}: [vary]", tables.get("vary", {}), job.seq),
+    job = _convert(f"{path}: [job]", tables.get("job"), _Job)
+    choices = _choices(f"{path}: [vary]", tables.get("vary", {}), job.seq)
+    model = _convert(f"{path}: [model]", tables.get("model"), _Model)
+    return PlanConfig(
+        path,
+        PlannedJob(
+            model=_model(path, model, choices),
+            cluster=_cluster(path, tables.get("cluster")),
+            global_batch=job.global_batch,
+            choices=choices,
+        ),
     )
-    _check_model(config)
-    _check_cluster(config)
-    return config
+
+
+def read_cluster(path: Path) -> Cluster:
+    """Read and validate the table [cluster] of a configuration.
+
+    Raises:
+        PlanError: a field is missing, unknown, of another type or out of range.
+        TargetError: the GPU is unknown.
+    """
+    return _cluster(path, load_toml(path, error=PlanError).get("cluster"))
 
 
 def _choices(where: str, table: object, seq: int) -> Choices:
@@ -261,7 +226,7 @@ def _of_field(where: str, message: str, kind: type) -> PlanError:
         return PlanError(f"{where} lacks {missing[1]}{meaning}", code="plan-missing-field")
     unknown = re.match(r"Object contains unknown field `(.*)`", what)
     if unknown:
-        fields = Links.__struct_fields__ if place else getattr(kind, "__struct_fields__", ())
+        fields = _Link.__struct_fields__ if place else getattr(kind, "__struct_fields__", ())
         return PlanError(
             f'{where} has an unknown field "{unknown[1]}"{did_you_mean(unknown[1], fields)}',
             code="plan-unknown-field",
@@ -297,18 +262,19 @@ def _check_ranges(where: str, values: Mapping[str, object]) -> None:
                 )
 
 
-def _check_model(config: PlanConfig) -> None:
-    """Check that the model's file exists, and that the script takes what varies."""
-    where, model = f"{config.path}: [model]", config.model
+def _model(path: Path, model: _Model, choices: Choices) -> Model:
+    """Return the model; check that its file exists, and that the script takes what varies."""
+    where = f"{path}: [model]"
     name = model.script or model.config
     if name is None or (model.script and model.config):
         raise PlanError(
             f"{where} names {'both' if name else 'neither'} script and config; name one",
             code="plan-model-source",
         )
-    if not (config.directory / name).is_file():
+    if not (path.parent / name).is_file():
         raise PlanError(
-            f"{where} {name}: there is no such file in {config.directory}", code="plan-no-file"
+            f"{where} {name}: there is no such file in {path.absolute().parent}",
+            code="plan-no-file",
         )
     if model.config:
         if model.arguments:
@@ -316,8 +282,9 @@ def _check_model(config: PlanConfig) -> None:
                 f"{where} arguments are those of a script, and config names a model",
                 code="plan-model-source",
             )
-        return
-    for placeholder in model.placeholders:
+        return Model(TRAIN_MODEL, (name, *_LOOP_ARGUMENTS), _digest([path.parent / name]))
+    placeholders = _PLACEHOLDER.findall(" ".join(model.arguments))
+    for placeholder in placeholders:
         if placeholder not in _PLACEHOLDERS:
             raise PlanError(
                 f"{where} arguments: {{{placeholder}}} is no field of a layout"
@@ -325,27 +292,50 @@ def _check_model(config: PlanConfig) -> None:
                 code="plan-unknown-placeholder",
             )
     for axis in _SET_BY_SCRIPT:
-        varied = getattr(config.choices, axis)
-        if len(set(varied)) > 1 and axis not in model.placeholders:
+        varied = getattr(choices, axis)
+        if len(set(varied)) > 1 and axis not in placeholders:
             values = ", ".join(map(str, varied))
             raise PlanError(
                 f"{where} {axis} varies ({values}), and no argument of the script has {{{axis}}}\n"
                 f'  pass it, such as arguments = ["--{axis.replace("_", "-")}", "{{{axis}}}"]',
                 code="plan-no-placeholder",
             )
+    script = path.parent / name
+    sources = sorted(file for file in script.parent.rglob("*.py") if _is_source(file, script))
+    return Model(Path(name), model.arguments, _digest([script, *sources]))
 
 
-def _check_cluster(config: PlanConfig) -> None:
-    """Check that the GPU is known, and that several nodes have a network."""
-    cluster = config.cluster
-    if cluster.nodes > 1 and cluster.inter_node is None:
+def _digest(files: Sequence[Path]) -> str:
+    """Return a digest of the files that decide a capture; the first one's directory is the root."""
+    digest = hashlib.sha256()
+    for file in files:
+        content = file.read_bytes()
+        digest.update(f"{file.relative_to(files[0].parent)} {len(content)}\n".encode())
+        digest.update(content)
+    return digest.hexdigest()
+
+
+def _cluster(path: Path, table: object) -> Cluster:
+    """Return the cluster; check that the GPU is known, and that several nodes have a network."""
+    read = _convert(f"{path}: [cluster]", table, _Cluster)
+    if read.nodes > 1 and read.inter_node is None:
         raise PlanError(
-            f"{config.path}: [cluster] has {cluster.nodes} nodes and lacks inter_node, the network "
-            "between them\n  write inter_node = { busbw_gb_per_s = 45, latency_us = 25 }, with "
-            "figures of nccl-tests",
+            f"{path}: [cluster] has {read.nodes} nodes and lacks inter_node, the network between "
+            "them\n  write inter_node = { busbw_gb_per_s = ... }, the bus bandwidth of one GPU's "
+            "network interface",
             code="plan-missing-field",
         )
-    config.load_gpu()
+    load_gpu(path.parent / read.gpu if (path.parent / read.gpu).is_file() else read.gpu)
+    inter_node = read.inter_node or read.intra_node
+    return Cluster(
+        gpu=read.gpu,
+        nodes=read.nodes,
+        gpus_per_node=read.gpus_per_node,
+        intra_node=Link(read.intra_node.busbw_gb_per_s, read.intra_node.latency_us),
+        inter_node=Link(inter_node.busbw_gb_per_s, inter_node.latency_us),
+        price_per_gpu_hour=read.price_per_gpu_hour,
+        memory_bytes=None if read.memory_gb is None else round(read.memory_gb * 1e9),
+    )
 
 
 def _is_source(path: Path, script: Path) -> bool:

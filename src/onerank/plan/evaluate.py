@@ -33,25 +33,19 @@ from onerank.plan.layouts import Dropped, Layout, Outcome, PlanError, Range
 from onerank.plan.pipeline_step import PipelineStep
 from onerank.plan.reproduction import commands_of
 from onerank.plan.stage_times import StageTimes, at_depth, memory_of, stage_times
-from onerank.plan.tasks import Task
+from onerank.plan.tasks import Task, content_key
 
 _SIMULATED_PEAK_ERROR = 0.01
 """Largest error of peak memory without a device against captures on an H100 (0.85%), rounded up."""
 
 
-def plan_evaluations(
-    job: PlannedJob,
-    layouts: Sequence[Layout],
-    layers: int,
-    captures: Mapping[str, Mapping[str, Any]],
-) -> list[Task]:
+def plan_evaluations(job: PlannedJob, layouts: Sequence[Layout], layers: int) -> list[Task]:
     """Return the tasks that evaluate layouts; each has the layouts that share their captures.
 
     Args:
         job: the job.
         layouts: the layouts.
         layers: layers of the model.
-        captures: results of `plan_captures`, by key.
     """
     batches: dict[tuple[Any, ...], list[Layout]] = {}
     for layout in layouts:
@@ -65,23 +59,17 @@ def plan_evaluations(
             if layout.stages <= layers:
                 for source in stage_sources(job, layout, layers):
                     keys |= dict.fromkeys(capture_key(job, each) for each in source.captures)
-        needed = {key: captures[key] for key in keys}
-        content = msgspec.json.encode([job, batch, layers, [*keys]], enc_hook=str)
         tasks.append(
             Task(
-                _digest(content),
+                content_key(job, batch, layers, [*keys]),
                 f"evaluate {len(batch)} layouts with tp {batch[0].tp}",
                 f"{__name__}:evaluate",
-                (job, tuple(batch), layers, needed),
+                (job, tuple(batch), layers),
+                needs=tuple(keys),
+                amount=len(batch),
             )
         )
     return tasks
-
-
-def _digest(content: bytes) -> str:
-    import hashlib
-
-    return hashlib.sha256(content).hexdigest()
 
 
 def outcomes_of(result: Mapping[str, Any]) -> tuple[list[Outcome], list[Dropped]]:
@@ -93,18 +81,18 @@ def outcomes_of(result: Mapping[str, Any]) -> tuple[list[Outcome], list[Dropped]
 
 
 def evaluate(
+    captures: Mapping[str, Mapping[str, Any]],
     job: PlannedJob,
     layouts: Sequence[Layout],
     layers: int,
-    captures: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, Any]:
     """Return the outcomes of layouts, as builtin types; see `outcomes_of`.
 
     Args:
+        captures: results of their captures, by key.
         job: the job.
         layouts: layouts that share captures.
         layers: layers of the model.
-        captures: results of their captures, by key.
     """
     evaluator = _Evaluator(job, layers, captures)
     outcomes: list[Outcome] = []

@@ -182,13 +182,12 @@ def _call(task: Task, needed: Sequence[bytes]) -> bytes:
 
 @dataclass(frozen=True)
 class LocalPool:
-    """Processes of this machine, a new one for each task.
+    """Processes of this machine. Each runs one task after another.
 
-    A capture must not inherit memory or caches of another one. The processes are forks of a server
-    that has imported what the tasks need, so that a process starts within 40 ms.
+    They are forks of a server that has imported what the tasks need, and keep what they import.
 
     Attributes:
-        workers: processes at a time.
+        workers: number of processes.
         directory: working directory of the tasks.
         preload: modules that the server imports.
     """
@@ -204,59 +203,77 @@ class LocalPool:
         workers end with their tasks.
         """
         waiting = deque((task, 1) for task in tasks)
-        running: list[_Worker] = []
+        workers: list[_Worker] = []
         try:
             with sigterm_interrupts():
-                while waiting or running:
-                    while waiting and len(running) < self.workers:
-                        running.append(self._start(*waiting.popleft(), store))
-                    for worker in [worker for worker in _wait(running) if worker.ended()]:
-                        running.remove(worker)
-                        if worker.task.key in store:
-                            yield worker.task
-                        elif worker.attempt < ATTEMPTS:
-                            waiting.appendleft((worker.task, worker.attempt + 1))
-                        else:
-                            raise _died(worker.task, worker.cause())
+                while waiting or any(worker.task for worker in workers):
+                    idle = [worker for worker in workers if worker.task is None]
+                    while waiting and (idle or len(workers) < self.workers):
+                        if not idle:
+                            workers.append(self._start(store))
+                        worker = idle.pop() if idle else workers[-1]
+                        worker.task, worker.attempt = waiting.popleft()
+                        with contextlib.suppress(OSError):  # it died while it was idle
+                            worker.connection.send(worker.task)
+                    for worker in _answering(workers):
+                        task = worker.task
+                        assert task is not None, "an idle worker answers nothing"
+                        if worker.completed():
+                            yield task
+                            continue
+                        workers.remove(worker)
+                        if worker.attempt == ATTEMPTS:
+                            raise _died(task, worker.cause())
+                        waiting.appendleft((task, worker.attempt + 1))
         finally:
-            for worker in running:
+            for worker in workers:
                 end_process(worker.process)
 
-    def _start(self, task: Task, attempt: int, store: Store) -> "_Worker":
+    def _start(self, store: Store) -> "_Worker":
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__, *self.preload])
-        receiver, sender = context.Pipe(duplex=False)
-        call = (task, store.directory.absolute(), self.directory, dict(os.environ), sender)
-        process = context.Process(target=_work, args=call, name=task.label)
+        connection, other = context.Pipe()
+        setting = (store.directory.absolute(), self.directory, dict(os.environ), other)
+        process = context.Process(target=_work, args=setting)
         sys.stdout.flush()
         sys.stderr.flush()
         with unseen_by_spawned_processes(dict(os.environ)):
             process.start()
-        sender.close()
-        return _Worker(task, attempt, process, receiver)
+        other.close()
+        return _Worker(process, connection)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Worker:
-    """A process that runs a task; `receiver` yields the error that the task raised."""
+    """A process that runs tasks, and the one that it runs now.
 
-    task: Task
-    attempt: int
+    It answers a task with None when the result is stored, or with the error that the task raised.
+    """
+
     process: Any
-    receiver: Connection
+    connection: "Connection[Any, Any]"
+    task: Task | None = None
+    attempt: int = 0
 
-    def ended(self) -> bool:
-        """Return whether the process ended.
+    def completed(self) -> bool:
+        """Return whether the task is complete; False if the process died.
 
         Raises:
             Exception: what the task raised.
         """
-        if self.receiver.poll():
-            try:
-                raise self.receiver.recv()
-            except EOFError:  # it has closed the pipe, and is about to end
-                self.process.join()
-        return not self.process.is_alive()
+        answered = self.connection.poll()
+        error: Exception | None = None
+        try:
+            error = self.connection.recv() if answered else None
+        except (EOFError, ConnectionError):
+            answered = False
+        if not answered:
+            self.process.join()
+            return False
+        self.task = None
+        if error is not None:
+            raise error
+        return True
 
     def cause(self) -> str:
         """Return how the process ended."""
@@ -264,33 +281,39 @@ class _Worker:
         return f"signal {-code}" if code < 0 else f"status {code}"
 
 
-def _wait(workers: Sequence[_Worker]) -> Sequence[_Worker]:
-    """Return `workers` when one of them has ended or sent an error.
+def _answering(workers: Sequence[_Worker]) -> list[_Worker]:
+    """Wait until workers have answered or died; return those.
 
     A process that a task started may outlive the worker and hold the pipe open, so the end of the
     worker is awaited too.
     """
-    wait([item for worker in workers for item in (worker.receiver, worker.process.sentinel)])
-    return workers
+    busy = [worker for worker in workers if worker.task is not None]
+    ready = wait([item for worker in busy for item in (worker.connection, worker.process.sentinel)])
+    return [worker for worker in busy if {worker.connection, worker.process.sentinel} & {*ready}]
 
 
 def _work(
-    task: Task, store: Path, directory: Path, environment: dict[str, str], sender: Connection
+    store: Path, directory: Path, environment: dict[str, str], connection: "Connection[Any, Any]"
 ) -> None:
-    """Run a task in a new process and store its result, or send the error."""
+    """Run the tasks that arrive in a new process, and store their results."""
     os.environ.clear()
     os.environ.update(environment)
     results = Store(store)
-    try:
-        os.chdir(directory)
-        needed = [_stored(results, key) for key in task.needs]
-        results.write(task.key, _call(task, needed))
-    except KeyboardInterrupt:
-        pass  # the command reports the interruption
-    except Exception as error:  # noqa: BLE001  raised again by the command
-        if not isinstance(error, (OneRankError, OSError)):
-            error.add_note(traceback.format_exc())
-        sender.send(error)
+    with contextlib.suppress(
+        EOFError, KeyboardInterrupt
+    ):  # the command ended, or ends this process
+        while True:
+            task = connection.recv()
+            error: Exception | None = None
+            try:
+                os.chdir(directory)
+                needed = [_stored(results, key) for key in task.needs]
+                results.write(task.key, _call(task, needed))
+            except Exception as raised:  # noqa: BLE001  raised again by the command
+                error = raised
+                if not isinstance(error, (OneRankError, OSError)):
+                    error.add_note(traceback.format_exc())
+            connection.send(error)
 
 
 def _stored(store: Store, key: str) -> bytes:

@@ -194,7 +194,8 @@ def _replay_job(trace: Path, cluster: Path, options: ReplayOptions, *, as_json: 
     from onerank import export
     from onerank.annotate import load_gpu
     from onerank.converters.expand.pipeline import Schedule
-    from onerank.plan.cluster import network_of, read_cluster
+    from onerank.plan.cluster import network_of
+    from onerank.plan.config import read_cluster
     from onerank.plan.job_replay import replay_job
 
     if options.busbw_gb_s is not None or options.perfetto is not None:

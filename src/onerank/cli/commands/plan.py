@@ -1,0 +1,374 @@
+"""`onerank plan`: the best layout of a job on a cluster, without a device."""
+
+import contextlib
+import csv
+import html
+import io
+import math
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import click
+import msgspec
+
+from onerank.cli.click_options import SIZE, option, with_options
+from onerank.cli.common import INPUT, OUTPUT_DIRECTORY, as_json, reports_errors
+from onerank.cli.terminal import advancing_parts, counted, lines, print_json, say, table
+from onerank.display import size
+
+if TYPE_CHECKING:
+    from onerank.plan.config import PlanConfig
+    from onerank.plan.layouts import Layout, Outcome, Range
+    from onerank.plan.make_plan import Plan
+    from onerank.plan.tasks import Executor
+
+THIS_MACHINE = "this machine"
+
+# Notes below the title; plan.json has those of each row.
+_NOTES = 5
+
+# Layouts that do not fit, of which plan.csv has all.
+_NEAREST = 3
+
+_AXES = ("tp", "cp", "ep", "pp", "dp")
+
+_TABLES = ("plan.csv", "plan.json", "pareto.html")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """Where the plan and the results it is made from are written, and what runs the work."""
+
+    output: Path = option("Directory to write.", "-o", "--output", type=OUTPUT_DIRECTORY)
+    store: Path | None = option(
+        "Directory of results, which later runs reuse. Default: store in the output.",
+        default=None,
+        type=OUTPUT_DIRECTORY,
+    )
+    workers: int | None = option(
+        "Processes of this machine. Default: one per core.", default=None, type=SIZE
+    )
+    ray: str | None = option(
+        "Run on a Ray cluster: that of ADDRESS or RAY_ADDRESS, else a new one on this machine.",
+        default=None,
+        metavar="[ADDRESS]",
+        is_flag=False,
+        flag_value=THIS_MACHINE,
+    )
+    rows: int = option("Rows of the table.", default=10, type=SIZE, show_default=True)
+
+
+@click.command()
+@click.argument("config", type=INPUT)
+@with_options(PlanOptions)
+@as_json
+@reports_errors
+def plan(config: Path, options: PlanOptions, as_json: bool) -> None:
+    """Find the fastest layouts of a job on a cluster, without a device.
+
+    CONFIG (TOML) names a model or a script, a cluster, a batch, and what may vary: tensor, pipeline
+    and data parallelism, schedule, sharding, micro-batch, recomputation. The stages that differ are
+    captured without a device; each layout is laid out from them. Results are stored as they come:
+    after a kill, the same command goes on from there.
+    """
+    from onerank.cli.report_charts import plotly_js
+    from onerank.plan.config import read_config
+    from onerank.plan.make_plan import make_plan
+    from onerank.plan.tasks import Store
+
+    read = read_config(config)
+    library = plotly_js()  # first, so that a missing Plotly is reported at once
+    output = options.output.absolute()
+    output.mkdir(exist_ok=True)
+    for name in _TABLES:  # a table of an earlier run must not pass for one of a failed run
+        (output / name).unlink(missing_ok=True)
+    store = Store((options.store or output / "store").absolute())
+    executor = _executor(read, options, store.directory)
+    with contextlib.chdir(read.directory), advancing_parts() as progress:
+        try:
+            made = make_plan(read, store, executor, progress)
+        except KeyboardInterrupt:
+            say("results so far are stored: the same command goes on from there", err=True)
+            raise
+    commands = _write(made, output, options.rows, library)
+    if as_json:
+        print_json(_record(made))
+    else:
+        render_plan(made, options.rows, str(config))
+        lines(
+            [
+                ("all layouts", f"{options.output / 'plan.csv'}, {options.output / 'plan.json'}"),
+                ("Pareto fronts", str(options.output / "pareto.html")),
+                ("commands of a row", f"{options.output / 'commands'}/1.sh to {commands}.sh"),
+            ],
+            "Files",
+        )
+
+
+def _executor(config: "PlanConfig", options: PlanOptions, store: Path) -> "Executor":
+    from onerank.plan.make_plan import PRELOAD
+    from onerank.plan.tasks import LocalPool, RayCluster
+
+    if options.ray is None:
+        workers = options.workers or len(os.sched_getaffinity(0))
+        return LocalPool(workers, config.directory, PRELOAD)
+    if options.workers is not None:
+        raise click.UsageError("--workers is of this machine; Ray decides on its workers")
+    address = None if options.ray == THIS_MACHINE else options.ray
+    return RayCluster(config.directory, address, (store, options.output))
+
+
+def render_plan(made: "Plan", rows: int, title: str) -> None:
+    """Print the best layouts, those that do not fit, and those that are none."""
+    best = made.fitting[:rows]
+    cluster = made.config.job.cluster
+    varied = _varied(made.outcomes)
+    layout = made.outcomes[0].layout
+    common = _layout_parts(
+        layout,
+        [
+            name
+            for name in type(layout).__slots__
+            if name not in varied and not (name in _AXES and getattr(layout, name) == 1)
+        ],
+    )
+    pairs = [
+        ("cluster", f"{cluster.gpus} x {cluster.gpu}, {counted(cluster.nodes, 'node')}"),
+        ("model", f"{counted(made.layers, 'layer')}"),
+    ]
+    if common:
+        pairs.append(("all layouts", ", ".join(common)))
+    pairs += [("note", note) for note in _notes(best)]
+    lines(pairs, title)
+    cells: list[tuple[Any, ...]] = []
+    for number, outcome in enumerate(best, start=1):
+        layout, _, rest = _layout_text(outcome.layout, varied).partition("; ")
+        figures = _figures(outcome)
+        cells.append((number, layout, *(value for value, _ in figures)))
+        cells.append(("", rest, *(interval for _, interval in figures)))
+    columns = ["", "layout", "step", "tokens/s/GPU", "MFU", "memory", "energy"]
+    columns += ["price/M tokens"] if best[0].money else []
+    shown = f"{len(best)} of {len(made.fitting)}"
+    table(f"Layouts by step time, with 80% intervals ({shown})", columns, cells, texts=(0, 1))
+    if made.misfits:
+        lines(
+            [(size(miss.over_bytes), str(miss.layout)) for miss in made.misfits[:_NEAREST]],
+            f"Too large for memory: {counted(len(made.misfits), 'layout')}. The nearest, by",
+        )
+    if made.dropped:
+        codes = Counter(dropped.code for dropped in made.dropped)
+        pairs = []
+        for code, count in codes.items():
+            first = next(dropped for dropped in made.dropped if dropped.code == code)
+            others = f" and {counted(count - 1, 'other')}" if count > 1 else ""
+            pairs.append((f"{first.choice}{others}", first.reason))
+        lines(pairs, f"Not possible: {counted(len(made.dropped), 'combination')}")
+
+
+def _figures(outcome: "Outcome") -> list[tuple[str, str]]:
+    """Return each figure of a row, and its interval."""
+    million = 1e6 / outcome.layout.tokens_per_step
+    figures = [
+        _in_unit(outcome.step_ns * 1e-9, "s"),
+        _plain(outcome.tokens_per_s_per_gpu),
+        _plain(outcome.mfu * 100, " %"),
+        _in_unit(outcome.peak_bytes, "B"),
+        _in_unit(outcome.energy_j, "J"),
+    ]
+    return figures + ([_plain(outcome.money * million)] if outcome.money else [])
+
+
+_PREFIXES = {"P": 1e15, "T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3, "": 1.0, "m": 1e-3, "u": 1e-6}
+
+
+def _in_unit(figure: "Range", unit: str) -> tuple[str, str]:
+    """Return a figure and its interval with the largest prefix that keeps it above 1."""
+    prefix = next((name for name, scale in _PREFIXES.items() if figure.value >= scale), "")
+    return _plain(figure * (1 / _PREFIXES[prefix]), f" {prefix}{unit}")
+
+
+def _plain(figure: "Range", unit: str = "") -> tuple[str, str]:
+    """Return a figure and its interval, to three digits of the figure."""
+    digits = 2 - math.floor(math.log10(figure.value)) if figure.value > 0 else 0
+    digits = max(0, digits)
+    return (
+        f"{figure.value:,.{digits}f}{unit}",
+        f"{figure.low:,.{digits}f} to {figure.high:,.{digits}f}",
+    )
+
+
+def _notes(outcomes: "Sequence[Outcome]") -> list[str]:
+    """Return the notes of rows, each with the number of the first row that has it."""
+    rows: dict[str, int] = {}
+    for number, outcome in enumerate(outcomes, start=1):
+        for note in outcome.notes:
+            rows.setdefault(note, number)
+    return [f"row {number}: {note}" for note, number in rows.items()][:_NOTES]
+
+
+# Layouts ------------------------------------------------------------------------------------------
+
+
+def _varied(outcomes: "Sequence[Outcome]") -> set[str]:
+    """Return the fields in which layouts differ."""
+    names = type(outcomes[0].layout).__slots__
+    return {
+        name for name in names if len({getattr(outcome.layout, name) for outcome in outcomes}) > 1
+    }
+
+
+def _layout_text(layout: "Layout", varied: set[str]) -> str:
+    """Return what distinguishes a layout: its axes, then "; ", then the rest."""
+    axes = [name for name in _AXES if name in varied]
+    rest = [name for name in type(layout).__slots__ if name in varied and name not in axes]
+    return "; ".join(
+        (" ".join(_layout_parts(layout, axes)), ", ".join(_layout_parts(layout, rest)))
+    )
+
+
+def _layout_parts(layout: "Layout", names: Sequence[str]) -> list[str]:
+    """Return the fields of a layout in the words of a configuration."""
+    parts: list[str] = []
+    for name in names:
+        value = getattr(layout, name)
+        if name in ("schedule", "sharding"):
+            # A schedule without a pipeline, and a sharding without replicas, are no choice.
+            parts += [value] if (layout.pp if name == "schedule" else layout.dp) > 1 else []
+        elif name == "sp":
+            parts += ["sp"] if value else []
+        elif name == "micro_batch":
+            parts += [] if "micro_batches" in names else [f"micro-batch {value}"]
+        elif name == "micro_batches":
+            parts.append(f"{value} micro-batches of {layout.micro_batch}")
+        else:
+            parts.append(f"{name.replace('_', '-')} {value}")
+    return parts
+
+
+# Files --------------------------------------------------------------------------------------------
+
+
+def _write(made: "Plan", output: Path, rows: int, library: str) -> int:
+    """Write the tables, the page and the commands; no file appears before all are complete.
+
+    Returns:
+        The number of rows whose commands are written.
+    """
+    from onerank.ir.output_files import replacing
+
+    best = made.fitting[:rows]
+    scripts = {f"{number}.sh": _script(made, row) for number, row in enumerate(best, start=1)}
+    commands = output / "commands"
+    commands.mkdir(exist_ok=True)
+    for path in commands.glob("*.sh"):
+        path.unlink()
+    page = _page(made, library)
+    content = {
+        **{commands / name: text for name, text in scripts.items()},
+        output / "plan.csv": _csv(made),
+        output / "plan.json": msgspec.json.format(msgspec.json.encode(_record(made))).decode(),
+        output / "pareto.html": page,
+    }
+    with contextlib.ExitStack() as stack:
+        for path, text in content.items():
+            file = stack.enter_context(replacing(path))
+            file.write(text.encode())
+            file.flush()
+    return len(scripts)
+
+
+def _script(made: "Plan", outcome: "Outcome") -> str:
+    commands = "\n".join(outcome.commands)
+    head = f"# {outcome.layout}\n# Run it in the directory of {made.config.path.name}."
+    return f"{head}\nset -e\n{commands}\n"
+
+
+def _record(made: "Plan") -> dict[str, Any]:
+    """Return the plan as data: rows by step time, those that do not fit, those dropped."""
+    return {
+        "gpu": made.config.job.cluster.gpu,
+        "gpus": made.config.job.cluster.gpus,
+        "layers": made.layers,
+        "fitting": made.fitting,
+        "misfits": made.misfits,
+        "dropped": made.dropped,
+    }
+
+
+def _csv(made: "Plan") -> str:
+    """Return a line for each layout, with the ends of each interval in columns."""
+    text = io.StringIO(newline="")
+    records: list[dict[str, Any]] = []
+    for outcome in made.outcomes:
+        record: dict[str, Any] = msgspec.to_builtins(outcome)
+        row: dict[str, Any] = {}
+        for name, value in record.items():
+            if name == "layout":
+                row |= value
+            elif isinstance(value, dict):
+                ends = cast("dict[str, float]", value)
+                suffixes = {"value": name, "low": f"{name}_low", "high": f"{name}_high"}
+                row |= {suffixes[end]: figure for end, figure in ends.items()}
+            elif name == "notes":
+                row[name] = "; ".join(outcome.notes)
+            elif name != "commands":
+                row[name] = value
+        records.append(row)
+    writer = csv.DictWriter(text, records[0], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(records)
+    return text.getvalue()
+
+
+def _page(made: "Plan", library: str) -> str:
+    """Return the page of Pareto fronts: throughput against memory, energy and price."""
+    from importlib.resources import files
+    from string import Template
+
+    from onerank.cli.report_charts import pareto_chart
+    from onerank.plan.make_plan import pareto_front
+
+    varied = _varied(made.outcomes)
+    names = [_layout_text(outcome.layout, varied) for outcome in made.outcomes]
+    fitting = made.fitting
+    steps = [outcome.step_ns * 1e-9 for outcome in made.outcomes]
+    charts = {
+        "memory of the fullest GPU (GB)": [o.peak_bytes * 1e-9 for o in made.outcomes],
+        "energy per million tokens (kJ)": [
+            o.energy_j * (1e3 / o.layout.tokens_per_step) for o in fitting
+        ],
+    }
+    # With one number of GPUs, price is proportional to time.
+    if len({outcome.gpus for outcome in fitting}) > 1:
+        charts["price per million tokens"] = [
+            o.money * (1e6 / o.layout.tokens_per_step) for o in fitting if o.money
+        ]
+    figures: dict[str, Any] = {}
+    parts = [f"<h1>{html.escape(made.config.path.name)}</h1>", _KEY]
+    for place, (title, values) in enumerate(charts.items()):
+        if not values:
+            continue
+        front = pareto_front([(steps[i].value, values[i].value) for i in range(len(fitting))])
+        figures[f"figure-{place}"] = pareto_chart(
+            title, steps[: len(values)], values, names[: len(values)], len(fitting), front
+        )
+        parts.append(f'<h2>Step time and {title}</h2><div id="figure-{place}"></div>')
+    template = files("onerank.cli").joinpath("report_page.html").read_text("utf-8")
+    # "</" in a name would end the script element.
+    data = msgspec.json.encode(figures).decode().replace("</", "<\\/")
+    return Template(template).substitute(
+        title=html.escape(made.config.path.name),
+        library=library,
+        body="\n".join(parts),
+        figures=data,
+    )
+
+
+_KEY = (
+    "<p>Each point is a layout. The line joins those that no other beats in both figures; bars are "
+    "their 80% intervals. Crosses do not fit into memory. Hover for the layout.</p>"
+)
