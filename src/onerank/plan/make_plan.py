@@ -1,6 +1,6 @@
 """A plan from its configuration: captures, then the evaluation of each layout."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from shlex import quote
 
@@ -73,22 +73,25 @@ def make_plan(config: PlanConfig, store: Store, executor: Executor, progress: Pr
     outcomes: list[Outcome] = []
     for result in results.values():
         evaluated, refused = outcomes_of(result)
-        outcomes += [_with_config(outcome, config) for outcome in evaluated]
+        outcomes += evaluated
         dropped += refused
-    # Ties keep the order of [vary], so that every run prints the same table.
-    place = {layout: number for number, layout in enumerate(layouts)}
-    outcomes.sort(key=lambda outcome: (outcome.step_ns.value, place[outcome.layout]))
-    plan = Plan(
+    plan = sorted_plan(config, layers, outcomes, dropped)
+    check_fits(plan)
+    return plan
+
+
+def sorted_plan(
+    config: PlanConfig, layers: int, outcomes: Sequence[Outcome], dropped: Sequence[Dropped]
+) -> Plan:
+    """Return the plan with these outcomes; ties keep their order, so that all runs agree."""
+    named = [_with_config(outcome, config) for outcome in outcomes]
+    return Plan(
         config,
         layers,
-        fitting=tuple(outcome for outcome in outcomes if outcome.fits),
-        misfits=tuple(
-            sorted((o for o in outcomes if not o.fits), key=lambda outcome: outcome.over_bytes)
-        ),
+        fitting=tuple(sorted((o for o in named if o.fits), key=lambda o: o.step_ns.value)),
+        misfits=tuple(sorted((o for o in named if not o.fits), key=lambda o: o.over_bytes)),
         dropped=tuple(dropped),
     )
-    _check_fits(plan)
-    return plan
 
 
 def _with_config(outcome: Outcome, config: PlanConfig) -> Outcome:
@@ -98,7 +101,7 @@ def _with_config(outcome: Outcome, config: PlanConfig) -> Outcome:
     return replace(outcome, commands=commands)
 
 
-def _check_fits(plan: Plan) -> None:
+def check_fits(plan: Plan) -> None:
     """Check that there is something to choose from.
 
     Raises:
