@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from onerank.converters.expand.pipeline import Schedule
 from onerank.ir import World
 from onerank.ir.errors import OneRankError

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, cast
 import click
 import msgspec
 
-from onerank.cli.click_options import SIZE, option, with_options
 from onerank.cli.common import INPUT, OUTPUT_DIRECTORY, as_json, reports_errors
+from onerank.cli.dataclass_to_click import SIZE, option, with_options
 from onerank.cli.terminal import advancing_parts, counted, lines, print_json, say, table
 from onerank.display import size
 
@@ -161,12 +161,12 @@ def render_plan(made: "Plan", rows: int, title: str) -> None:
         )
     if made.dropped:
         codes = Counter(dropped.code for dropped in made.dropped)
-        pairs = []
+        reasons: list[tuple[str, str]] = []
         for code, count in codes.items():
             first = next(dropped for dropped in made.dropped if dropped.code == code)
             others = f" and {counted(count - 1, 'other')}" if count > 1 else ""
-            pairs.append((f"{first.choice}{others}", first.reason))
-        lines(pairs, f"Not possible: {counted(len(made.dropped), 'combination')}")
+            reasons.append((f"{first.choice}{others}", first.reason))
+        lines(reasons, f"Not possible: {counted(len(made.dropped), 'combination')}")
 
 
 def _figures(outcome: "Outcome") -> list[tuple[str, str]]:
