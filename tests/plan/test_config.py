@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from onerank.ir.errors import OneRankError
+from onerank.plan.captures import TRAIN_MODEL
+from onerank.plan.cluster import Link
 from onerank.plan.config import PlanConfig, read_config
-from onerank.plan.layouts import Layout
 
 CONFIG = """\
 [model]
@@ -50,27 +51,27 @@ def read(tmp_path: Path) -> Read:
     return read_text
 
 
-def layout(**values: object) -> Layout:
-    sizes = {"tp": 1, "sp": False, "cp": 1, "pp": 1, "schedule": "1f1b", "dp": 1, "sharding": "ddp"}
-    batch = {"ep": 1, "micro_batch": 1, "micro_batches": 1, "recompute": "none", "seq": 4096}
-    return Layout(**{**sizes, **batch, **values})  # type: ignore[arg-type]
-
-
 def test_a_single_value_is_a_list_of_one(read: Read):
-    config = read(CONFIG)
-    assert config.choices.tp == (1, 2)
-    assert config.choices.pp == (2,)
-    assert config.choices.seq == (4096,)
-    assert config.choices.dp == "rest"
-    assert config.cluster.gpus == 16
-    assert config.load_gpu().name == "H100-SXM"
+    job = read(CONFIG).job
+    assert job.choices.tp == (1, 2)
+    assert job.choices.pp == (2,)
+    assert job.choices.seq == (4096,)
+    assert job.choices.dp == "rest"
+    assert (job.cluster.gpus, job.global_batch) == (16, 64)
+    assert job.cluster.inter_node == Link(45, 25)
+    assert job.model.arguments[3] == '{"a": 1}'
 
 
-def test_arguments_take_the_values_of_a_layout(read: Read):
-    model = read(CONFIG).model
-    assert model.arguments_for(layout(seq=8192, recompute="full")) == (
-        *("--seq", "8192", "--json", '{"a": 1}', "--recompute=full"),
-    )
+def test_one_node_needs_no_network_between_nodes(read: Read):
+    config = read(CONFIG.replace("nodes = 2", "nodes = 1").replace("inter_node", "#"))
+    assert config.job.cluster.inter_node == Link(370, 10)
+
+
+def test_a_model_is_trained_by_the_loop_of_onerank(read: Read):
+    script = CONFIG[: CONFIG.index("[cluster]")]
+    config = read(CONFIG.replace(script, '[model]\nconfig = "train.py"\n'))
+    assert config.job.model.script == TRAIN_MODEL
+    assert config.job.model.arguments[:3] == ("train.py", "--seq", "{seq}")
 
 
 @pytest.mark.parametrize(
@@ -78,7 +79,7 @@ def test_arguments_take_the_values_of_a_layout(read: Read):
     [
         ("nodes = 2", "", "plan-missing-field", "[cluster] lacks nodes"),
         ("[job]\nglobal_batch = 64\nseq = 4096", "", "plan-missing-field", "[job]"),
-        (", latency_us = 25", "", "plan-missing-field", "[cluster] inter_node lacks latency_us"),
+        ("busbw_gb_per_s = 45, ", "", "plan-missing-field", "inter_node lacks busbw_gb_per_s"),
         ("inter_node", "#", "plan-missing-field", "[cluster]"),
         ("latency_us = 25", "latency_ns = 2", "plan-unknown-field", "[cluster] inter_node"),
         ("nodes = 2", "nodes = 2\nnode = 2", "plan-unknown-field", '"node"; did you mean nodes?'),
@@ -112,13 +113,13 @@ def test_a_bad_field_is_named(read: Read, before: str, after: str, code: str, pl
 
 
 def test_the_digest_follows_what_the_script_may_import(read: Read, tmp_path: Path):
-    digests = [read(CONFIG).model_digest()]
+    digests = [read(CONFIG).job.model.digest]
     for name in ("local.py", "package/module.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("VALUE = 1\n")
-        digests.append(read(CONFIG).model_digest())
+        digests.append(read(CONFIG).job.model.digest)
     assert len(set(digests)) == 3
     (tmp_path / "notes.txt").write_text("not imported\n")
     (tmp_path / ".venv").mkdir()
     (tmp_path / ".venv" / "library.py").write_text("VALUE = 2\n")
-    assert read(CONFIG.replace("2.5", "3.5")).model_digest() == digests[-1]
+    assert read(CONFIG.replace("2.5", "3.5")).job.model.digest == digests[-1]

@@ -235,7 +235,8 @@ def capture_stage(script: str, gpu: str, capture: StageCapture) -> dict[str, Any
 
     path = Path(script) if script else TRAIN_MODEL
     _import_libraries(path, capture.arguments)
-    depth = Depth(capture.layers, tuple(sorted({capture.layers, *DEPTHS})))
+    # The probe builds a single layer, which every model has.
+    depth = Depth(capture.layers, DEPTHS if capture.layers in DEPTHS else (capture.layers,))
     options = Options(
         device="none", like=gpu, depth=depth if capture.layers else None, **capture.options()
     )
