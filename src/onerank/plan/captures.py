@@ -235,8 +235,7 @@ def capture_stage(script: str, gpu: str, capture: StageCapture) -> dict[str, Any
 
     path = Path(script) if script else TRAIN_MODEL
     _import_libraries(path, capture.arguments)
-    # The probe builds a single layer, which every model has.
-    depth = Depth(capture.layers, DEPTHS if capture.layers in DEPTHS else (capture.layers,))
+    depth = Depth(capture.layers, tuple(sorted({capture.layers, *DEPTHS})))
     options = Options(
         device="none", like=gpu, depth=depth if capture.layers else None, **capture.options()
     )
