@@ -261,6 +261,7 @@ def model_of(
     """Return the fitted model with its errors, and the steps with their modelled power."""
     coefficients = fit(measured)
     left_out = np.concatenate([without_its_class(calls) for calls in measured])
+    # The errors are predicted over measured, and an interval needs the inverse.
     low, high = np.quantile(-np.log1p(left_out), [0.1, 0.9])
     names = ", ".join(calls.gpu.name for calls in measured)
     count = sum(len(calls.share) for calls in measured)
@@ -269,6 +270,7 @@ def model_of(
         fitted=f"{datetime.now(UTC):%Y-%m-%d}, to {count} calls of every class on {names}",
         kernel_low=round(float(low), 3),
         kernel_high=round(float(high), 3),
+        # Set below: the steps' power needs a model with these coefficients.
         step_error=0.0,
         step_errors="",
         coefficients=Coefficients(*(round(float(coefficient), 3) for coefficient in coefficients)),
@@ -325,6 +327,7 @@ def table(measured: list[Powers], products: list[Powers], steps: list[Step]) -> 
         lines.append(_line(f"{calls.gpu.name}, fitted to", errors_of(coefficients, calls)))
         error = without_its_class(calls)
         names = np.array(calls.names)
+        # Weighted by energy, as the sum over a step is.
         watts = calls.share * calls.duration_s
         mean_error = ((1 + error) * watts).sum() / watts.sum() - 1
         lines.append(_line("  each class left out", Errors(float(mean_error), error)))

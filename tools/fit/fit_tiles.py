@@ -104,6 +104,7 @@ def fit_gemm(products: Products, gpus: Sequence[Gpu], *, shapes: int = 1500) -> 
     parts: list[tuple[Gpu, Rates, F64, float]] = []
     for gpu, name in zip(gpus, families, strict=True):
         rates = rates_of(gpu, products.dtype, len(drawn))
+        # Residuals are squared, so the root gives each family the weight of one GPU.
         weight = families.count(name) ** -0.5
         parts.append((gpu, rates, np.log(products.times_ns[gpu.name][drawn]), weight))
     shapes_drawn = products.shapes[drawn]
@@ -176,6 +177,7 @@ def to_vector(c: GemmCoefficients) -> F64:
     pipelines = [
         getattr(getattr(c, g), n) for g in _GENERATIONS for n in Pipeline.__struct_fields__
     ]
+    # All coefficients are positive, and in logarithms no step of the solver can change that.
     return np.log([*(getattr(c, n) for n in _SHARED), *pipelines])
 
 

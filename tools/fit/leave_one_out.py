@@ -149,6 +149,7 @@ def retyped_cases(folder: Path, factor: Factor = roofline_ratio) -> Iterator[Cas
     wide, narrow = read_products(folder), read_products(folder, "fp8")
     place = {tuple(shape): row for row, shape in enumerate(wide.shapes[:, 1:4].tolist())}
     rows = np.array([place.get(tuple(shape), -1) for shape in narrow.shapes[:, 1:4].tolist()])
+    # The campaign measured some sizes in one type only.
     both = np.flatnonzero(rows >= 0)
     before = replace(wide, shapes=wide.shapes[rows[both]])
     after = replace(narrow, shapes=narrow.shapes[both])
@@ -161,6 +162,7 @@ def retyped_cases(folder: Path, factor: Factor = roofline_ratio) -> Iterator[Cas
 
 def errors_of(cases: Iterable[Case]) -> Error:
     """Return the error distribution of the cases of one kind, for GPUs near those of the fit."""
+    # An interval is widened by this factor when it is applied, so the stored errors are without it.
     errors = [case.error / case.widening for case in cases]
     means = np.array([np.mean(e) for e in errors])
     pooled = np.concatenate(errors)
@@ -208,6 +210,7 @@ def datasheet_cases(folder: Path, fits: dict[str, Coefficients]) -> Iterator[Cas
     def from_description(without: str) -> PredictFromDescription:
         return lambda kernels, target: predict_from_description(kernels, target, fits[without])
 
+    # Other GPUs known by their datasheet have the kind `gemm_uncalibrated` in `every_case`.
     cases = [c for c in gemm_cases(products, described, learned) if c.kind == "gemm_same_die"]
     for case in gemm_cases(products, described, lambda _: scale_measured.predict):
         cases.append(replace(case, kind="product"))

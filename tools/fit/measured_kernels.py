@@ -94,6 +94,7 @@ def read_attention(folder: Path) -> Attention:
     table = grouped.pivot(on="gpu", index=index, values="time_us").drop_nulls()
     batch, seq, heads, key_heads, d = (table[name].to_numpy().astype(np.float64) for name in index)
     ones = np.ones(len(table))
+    # 1 is causal, 0 is no mask, as `attention_ns` reads the last two.
     shapes = np.stack([batch, heads, key_heads, seq, seq, d, d, ones, 0 * ones], axis=1)
     return Attention(shapes, _times(table, len(index)))
 

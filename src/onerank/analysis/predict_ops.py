@@ -197,6 +197,7 @@ def predict_calls(
         record = TermRecord(np.arange(len(on_gpu)))
         graph = _cpu_capture([calls[index] for index in on_gpu])
         nodes = recost(graph, gpu, databases=databases, record=record).nodes
+        # Rows of the predictions are matched with calls by place.
         assert len(nodes.id) == len(on_gpu), "an operator was dropped"
         for row, index in enumerate(on_gpu):
             predictions[index] = OpPrediction(
@@ -272,6 +273,7 @@ def _operator(call: OpCall) -> tuple[str, _Operands, list[Any], _Operands]:
     """Return (operator, inputs, their values, outputs) as a trace records them."""
     tensor = DTYPES[call.dtype]
     if call.op == "gemm":
+        # torch calls mm for one product, and only its key finds the rows of a database.
         first = [] if call.batch == 1 else [call.batch]
         inputs = [(tensor, [*first, call.m, call.k]), (tensor, [*first, call.k, call.n])]
         name = "aten::mm" if call.batch == 1 else "aten::bmm"

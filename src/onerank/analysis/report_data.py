@@ -135,6 +135,7 @@ def timeline(graph: Graph, times: Schedule) -> list[Lane]:
     if not graph.gpu_compute.any():
         shown = np.flatnonzero(graph.mask(Kind.HOST_OP) | graph.communication)
         lane_of, title = nodes.thread, "thread"
+    # Nodes of 0 ns would be invisible bars that count against the limit of spans.
     shown = shown[times.end_ns[shown] > times.start_ns[shown]]
     names = _class_names(graph, shown)
     first = int(times.start_ns.min()) if len(graph) else 0

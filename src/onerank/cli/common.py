@@ -254,6 +254,7 @@ class ReportingMain(click.Command):
 
     def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
         """Run as click does; print every error with hidden characters escaped."""
+        # Tests and other programs call a command as a function and handle its errors.
         if not standalone_mode:
             return super().main(*args, standalone_mode=False, **extra)
         reserve_standard_streams()
@@ -269,6 +270,7 @@ class ReportingMain(click.Command):
             except click.ClickException as error:
                 text = io.StringIO()
                 error.show(file=text)
+                # click formats usage and hint itself; only the label of the message is replaced.
                 coded = text.getvalue().replace("Error: ", f"error[{usage_code(error)}]: ", 1)
                 say(coded, err=True, newline=False)
                 sys.exit(error.exit_code)

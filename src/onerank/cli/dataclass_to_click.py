@@ -99,6 +99,7 @@ class OptionSpec:
             return INPUT
         if self.output_directory:
             return OUTPUT_DIRECTORY
+        # With `multiple` click collects the values of a tuple itself.
         members = get_args(annotation) if _is_union(annotation) else (annotation,)
         if any(get_origin(m) is tuple for m in members) and not self.settings.get("multiple"):
             return _Integers([w for m in members if get_origin(m) is Literal for w in get_args(m)])

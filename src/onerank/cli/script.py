@@ -66,6 +66,7 @@ class ScriptCommand(SectionedCommand):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse; an unknown option may be one of the script's."""
+        # The arguments are not parsed when click finds the unknown option.
         script = next((arg for arg in args if arg.endswith(".py")), "SCRIPT")
         try:
             return super().parse_args(ctx, args)
@@ -174,9 +175,11 @@ def script_streams(*, stdout_to_stderr: bool) -> Generator[Callable[[str], None]
 @contextlib.contextmanager
 def _crashes_named(shown: TextIO | None) -> Generator[None]:
     """Print the script's traceback if a library crashes the process (SIGSEGV, SIGABRT)."""
+    # A script or PYTHONFAULTHANDLER may have enabled it with another stream.
     if shown is None or faulthandler.is_enabled():
         yield
         return
+    # To the copy, since the script may close stderr before it crashes.
     faulthandler.enable(shown)
     try:
         yield

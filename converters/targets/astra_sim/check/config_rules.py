@@ -394,6 +394,7 @@ def _ranks(value: Any) -> list[int] | None:
         entries = [entry for _, entry in sorted(cast("Mapping[str, Any]", value).items())]
     else:
         entries = cast("list[Any]", value) if isinstance(value, list) else [value]
+    # nlohmann converts 1.0, and true, to an int too.
     whole = all(isinstance(entry, int | float) and entry == int(entry) for entry in entries)
     return [int(entry) for entry in entries] if whole else None
 

@@ -306,6 +306,8 @@ def _check_names(
     for name in values:
         if name in schema:
             continue
+        # The cutoff is high, so that only slips of spelling are noted and not the keys of another
+        # version.
         near = difflib.get_close_matches(name.lower().replace("_", "-"), absent, cutoff=0.9)
         if near:
             message = f"{name} is not read by ASTRA-sim; did you mean {near[0]}?"

@@ -37,6 +37,7 @@ def _real(text: str) -> float:
 
 def _whole(text: str) -> int | float:
     # nlohmann reads an integer beyond 64 bits as a floating-point number.
+    # The length first: Python refuses to convert an integer of more than 4300 digits.
     if len(text) > 20 or not -(2**63) <= int(text) < 2**64:
         return _real(text)
     return int(text)
@@ -156,9 +157,11 @@ def _yaml_root(path: Path, report: Report) -> yaml.MappingNode | None:
         return None
     try:
         octets = path.read_bytes()
+        # yaml-cpp detects UTF-16 by its mark, as PyYAML does with bytes.
         wide = octets.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
         text = octets if wide else octets.decode("utf-8-sig", errors="replace")
         loader = yaml.SafeLoader(text)
+        # The first document only, as `YAML::LoadFile` reads.
         root = loader.get_node() if loader.check_node() else None
     except (yaml.YAMLError, ValueError, OSError, RecursionError) as error:
         place = " ".join(str(error).split())
@@ -240,6 +243,7 @@ class Script:
         if not path.is_file():
             return cls("")
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        # An option that is commented out is not passed.
         return cls("\n".join(line for line in lines if not line.lstrip().startswith("#")))
 
     @property

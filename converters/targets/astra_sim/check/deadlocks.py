@@ -94,6 +94,7 @@ class CommRun:
     def _advance(self, rank: int) -> None:
         state = self.states[rank]
         while True:
+            # Communication first: ASTRA-sim issues whatever is free before any compute node ends.
             if state.communicating and state.in_flight is None:
                 self._issue(rank, heapq.heappop(state.communicating))
             elif state.computing:
@@ -141,6 +142,8 @@ class CommRun:
         collective = self.open_collectives.setdefault(key, Rendezvous(*key))
         collective.arrived[rank] = node
         self.states[rank].in_flight = node
+        # Members that disagree never finish in ASTRA-sim, so the collective stays open and is
+        # reported.
         if len(collective.arrived) == len(self.members[call.group]) and self.agrees(collective):
             del self.open_collectives[key]
             for member, its_node in collective.arrived.items():

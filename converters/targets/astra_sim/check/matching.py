@@ -97,6 +97,7 @@ class _SharedRanks:
         key = (first, second)
         if key not in self._known:
             few, many = sorted((self._members[first], self._members[second]), key=len)
+            # The rank itself is in both.
             self._known[key] = sum(rank in many for rank in few) > 1
         return self._known[key]
 
@@ -217,6 +218,7 @@ def rank_classes(
         before, count = count, int(of_rank.max(initial=-1)) + 1
         if count * _MIN_RANKS_PER_CLASS > len(programs):
             return None
+        # Refinement only splits classes, so an equal number means equal classes.
         if count == before:
             if _cross(memberships, of_rank):
                 return None
@@ -252,6 +254,7 @@ class _Segments:
         """
         order = np.lexsort((rows[:, 1], rows[:, 0], self._number))
         row_bytes = np.ascontiguousarray(rows[order]).tobytes()
+        # As bytes, which compare and hash faster than rows of an array.
         size = rows.itemsize * 2
         segments = [row_bytes[first * size : last * size] for first, last in self._spans]
         if before is None:
@@ -448,6 +451,7 @@ def _surplus(
 ) -> _Unmatched:
     unmatched = _Unmatched()
     for channel, calls in mine.items():
+        # Messages of a channel match in order, so the last ones are left over.
         rest = calls[len(theirs.get(channel, ())) :]
         if rest:
             unmatched[channel] = rest

@@ -77,6 +77,7 @@ class _NodeChecker:
 
     def check(self, node: Record) -> CommCall | None:
         """Check one node; return it as a call when it is communication that can be matched."""
+        # Absent means false in ASTRA-sim's feeder.
         on_cpu = self._read(node, "is_cpu_op", "bool_val", required=False)
         if on_cpu is True:
             self._add("host-node", node, "is a CPU operation (is_cpu_op); leave it out", "cpu")
@@ -239,6 +240,7 @@ class _NodeChecker:
         groups = self.setting.groups
         if name is None:
             return None if "pg_name" in node.attributes else WORLD
+        # ASTRA-sim takes both as the group of all ranks.
         if name in ("", "0"):
             return WORLD
         number = stoi(name)
@@ -368,6 +370,7 @@ def _check_drift(nodes: list[Record], file: str, report: Report) -> None:
         if node.type == NodeType.COMP and duration is not None:
             exact += duration
             simulated += node.duration_micros * 1000 or 1  # 0 us run as 1 ns
+    # One microsecond is what rounding without a loss leaves.
     if abs(simulated - exact) > max(1000, exact * _DRIFT):
         report.add(
             "time-drift",
