@@ -51,6 +51,7 @@ def driver() -> Any:
             f"collective kernels need the CUDA driver: {error}", code="collective-no-driver"
         ) from error
     pointer, count = ctypes.c_void_p, ctypes.c_uint
+    # Without them ctypes would pass an address as a 32-bit int.
     library.cuLaunchKernel.argtypes = [pointer, *[count] * 7, pointer, pointer, pointer]
     return library
 
@@ -257,6 +258,7 @@ class CollectiveKernels:
                 )
         if self._paced is not None:
             self._check(
+                # A kernel may use more than 48 KB of dynamic shared memory only if it opts in.
                 self._driver.cuFuncSetAttribute(
                     self._paced, _MAX_DYNAMIC_SHARED, ctypes.c_int(SHARED_BYTES)
                 )
@@ -306,8 +308,10 @@ class CollectiveKernels:
             work.peers, work.own = _FLAGS[collective]
             work.pass_count, work.ranks = len(PASSES[collective]), plan.ranks
             work.buffer, work.buffer_bytes = self._buffer, BUFFER_BYTES
+            # The call's latency counts once, however many launches it takes.
             work.latency_ns = max(0.0, plan.latency_ns - LAUNCH_OVERHEAD_NS) if first == 0 else 0.0
             if total_bytes:
+                # Of one channel: each moves its share of the bytes while the others move theirs.
                 work.ns_per_byte = plan.transfer_ns * channels / (total_bytes * work.pass_count)
             work.movers = plan.threads
             threads = min(plan.threads + LINK_THREADS, MAX_THREADS)
@@ -362,6 +366,7 @@ def _segments(source: Memory, target: Memory | None) -> list[Segment]:
     if size == 0 or period == 0:
         return []
     whole = size // 16 * 16
+    # A repeated source would change its alignment from one repetition to the next.
     if size > period or (start | end) % 16 or whole in (0, size):
         return [Segment(start, end, size, period)]
     tail = end + whole if end else 0
@@ -391,6 +396,7 @@ class Streams:
             self._streams[stream_key] = torch.cuda.Stream(device, priority=-1 if high else 0)
         side = self._streams[stream_key]
         previous = torch.cuda.current_stream(device.index)  # an index is faster than a device
+        # As ProcessGroupNCCL does: the call reads what the caller's stream has computed so far.
         side.wait_event(previous.record_event())
         torch.cuda.set_stream(side)
         return previous, side

@@ -168,9 +168,11 @@ def plan_launch(
     topology = Topology(len(ranks), nodes, interconnect, network.nvls)
     choice = choose(collective, count_bytes, topology, scaled=scaled)
     latency_ns = 1000 * (choice.latency_us if link.latency_us is None else link.latency_us)
+    # Bytes over GB/s are nanoseconds.
     transfer_ns = wire_bytes(collective, count_bytes, len(ranks)) / link.busbw_gb_per_s
     if collective in link.measured:
         measured_ns = 1000 * link.measured[collective].time_us(count_bytes)
+        # Measured times contain the latency; only their sum is known.
         latency_ns = min(latency_ns, measured_ns)
         transfer_ns = measured_ns - latency_ns
     total = count_bytes * (len(ranks) if collective == "all_gather" else 1)

@@ -52,6 +52,7 @@ class Curve:
         """
         size, time = self.points[-1]
         if count_bytes >= size:
+            # Large messages are limited by bandwidth, so the time grows with the bytes.
             return time * count_bytes / size
         index = bisect.bisect(self.points, count_bytes, key=lambda point: point[0])
         if index == 0:

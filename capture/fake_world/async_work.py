@@ -82,6 +82,8 @@ class AsyncWork(_c10d.Work):
                 torch.cuda.current_stream(self._stream.device_index).wait_event(self._event)
         finally:
             _torch.autograd._record_function_with_args_exit(wait_range)
+        # The current stream has the event in its queue now, so torch's allocator cannot reuse the
+        # tensors too early.
         self._kept = ()
         self._pending.discard(self)
         return True
@@ -96,6 +98,7 @@ class AsyncWork(_c10d.Work):
 
     def get_future(self) -> Any:
         """Return the call's future; waiting for the future records no range."""
+        # A CPU has no streams: the call has completed.
         if self._stream is None:
             return completed_future(self.result(), asynchronous=True)
         with torch.cuda.stream(self._stream):
@@ -148,6 +151,7 @@ class Pending:
     def add(self, work: AsyncWork) -> None:
         """Add a handle, and release the tensors of completed calls."""
         with self._lock:
+            # During a capture every handle stays as if its call were running.
             if not _capturing():
                 for key, earlier in list(self._running.items()):
                     if earlier.is_completed():

@@ -166,6 +166,7 @@ class C10dOperators:
             details: further arguments of `Recorder.record`.
         """
         group = self._recorder.group_of(dist.ProcessGroup.unbox(args.process_group))
+        # Sends and receives have no such argument: c10d issues all of them asynchronously.
         if "asynchronous" not in details:
             details["asynchronous"] = args.async_op
         if hasattr(args, "reduce_op"):
@@ -304,6 +305,7 @@ class C10dOperators:
             if launch.group.rank == args.root_rank:
                 self._take_parts(launch, outputs, inputs)
             else:
+                # Before `keep`, which only counts the bytes of the call's kernel.
                 if not known:
                     self._fill(outputs)
                 launch.keep(outputs)

@@ -257,6 +257,7 @@ class C10dPatches:
                 ),
                 stacklevel=3,
             )
+        # A script under torchrun calls it although the world exists since the start.
         if not dist.is_initialized():
             self.create_world()
         world = c10d._get_default_group()
@@ -315,6 +316,7 @@ class C10dPatches:
             return -1
         process_group: Any = args.group or c10d._get_default_group()
         process_group.recv_anysource([args.tensor], args.tag).wait()
+        # Any rank would do; the call returns the sender, and the script may answer it.
         return next((rank for rank in group.ranks if rank != self._recorder.rank), group.ranks[0])
 
     def _barrier(self, args: Any) -> object:

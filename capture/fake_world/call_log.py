@@ -157,6 +157,7 @@ class CallLog:
         Raises:
             CaptureError: this rank is not a member, or the name is in use for other ranks.
         """
+        # torch sorts the ranks of a group too (`new_group`).
         members = tuple(sorted(ranks))
         if self.rank not in members:
             raise CaptureError(
@@ -184,6 +185,8 @@ class CallLog:
             name = WORLD
         elif name in ("", "undefined"):
             name = group.group_name
+        # Scripts give the same description to the groups of all replicas, and a name must mean one
+        # set of ranks.
         if self.groups.setdefault(name, ranks) != ranks:
             name = f"{name}/{group.group_name}"
             self.groups[name] = ranks

@@ -74,6 +74,7 @@ def sum_equal_parts(part: Tensor, operation: Any, ranks: int) -> None:
     narrow = part.dtype == torch.bool or (part.is_floating_point() and part.element_size() == 1)
     if not narrow:  # torch multiplies no float8 tensors
         with torch.inference_mode(part.is_inference()):
+            # Through `data`, which leaves autograd's version counter alone, as NCCL's write does.
             part.data.mul_(ranks)
 
 
@@ -132,6 +133,7 @@ class CollectiveLaunch:
     def __enter__(self) -> CollectiveLaunch:
         """Begin the range, and switch to the stream where the call runs."""
         self._range.__enter__()
+        # A synchronous call runs on the caller's stream, as ProcessGroupNCCL's do since torch 2.8.
         if self._device is not None and self._call.asynchronous:
             self._caller_stream, self._stream = self._recorder.engine.enter(
                 self._key, self._device, high_priority=self.group.high_priority

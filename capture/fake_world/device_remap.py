@@ -82,6 +82,7 @@ class DeviceRemap:
 
     def _is_absent(self, index: Any) -> bool:
         """Whether an index names a GPU of the job's node that this host lacks."""
+        # An index beyond the node's GPUs stays, so that torch reports the script's mistake.
         return isinstance(index, int) and 0 < self._present <= index < self._ranks
 
 

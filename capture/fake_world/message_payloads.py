@@ -97,6 +97,7 @@ class ObjectCollectives:
         if group := self._recorder.group_if_member(args.group):
             root = _root(group, args.src, args.group_src)
             objects = self._root_objects("broadcast_object_list", group, root, args.object_list)
+            # Else the sender passed another number, on which torch would fail in the real job.
             if len(objects) == len(args.object_list):
                 args.object_list[:] = objects
             self._sizes("broadcast", group, len(args.object_list), root)
@@ -166,6 +167,7 @@ class ObjectCollectives:
     def _pickles(
         self, collective: str, group: Group, objects: list[Any], peer: int | None = None
     ) -> list[bytes]:
+        # torch pickles with the same default protocol, so the sizes are those of the job.
         pickled = [pickle.dumps(item) for item in objects]
         size = sum(len(item) for item in pickled)
         self._record(collective, group, Payload("uint8", size, size), peer)
@@ -346,6 +348,7 @@ class IntegerPayloads:
             return False
         for tensor, data in zip(tensors, payloads, strict=True):
             values = _tensor(data, tensor.dtype, pinned=tensor.is_cuda)
+            # Not blocking, because a receive of NCCL does not block the host either.
             raw(tensor).copy_(values.view(tensor.shape), non_blocking=True)
         return True
 
@@ -391,6 +394,7 @@ def _bytes(tensor: Tensor) -> bytes:
 @lru_cache(maxsize=64)
 def _tensor(data: bytes, dtype: torch.dtype, *, pinned: bool) -> Tensor:
     """Return values on the host."""
+    # A bytearray, because torch warns of buffers that cannot be written.
     values = torch.frombuffer(bytearray(data), dtype=dtype)
     # From pageable memory the copy to the GPU would block the host, and delay launches.
     return values.pin_memory() if pinned else values

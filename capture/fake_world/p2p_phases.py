@@ -243,6 +243,8 @@ class BackwardMatcher:
             for chunk in chunks:
                 first = self._parameters[chunk[0]]
                 shared = len(parameters & first)
+                # More than half: a tied embedding is shared by chunks, and frozen or unused
+                # parameters differ.
                 if parameters == first or 2 * shared > max(len(parameters), len(first)):
                     chunk.append(part)
                     break
@@ -336,6 +338,7 @@ class StepPurposes:
         run_backward = autograd._engine_run_backward
 
         def watched(outputs: Sequence[Any], gradients: Sequence[Any], *args: Any, **kw: Any) -> Any:
+            # A backward within a backward (activation checkpointing) belongs to the outer one.
             matcher = None if in_backward() or is_traced() else self._matcher
             backward = None if matcher is None else matcher.begin(outputs, gradients)
             results = run_backward(outputs, gradients, *args, **kw)

@@ -77,6 +77,7 @@ class Recorder(CallLog):
     def _leave(self) -> None:
         if dist.is_initialized():  # a script may have called destroy_process_group
             dist.destroy_process_group()
+        # They are keyed by groups that are destroyed now.
         self._known.clear()
 
 

@@ -114,6 +114,7 @@ def balance_over_sequence(
         )
         counted = balance.counted
         if counted is not None:
+            # The router sees this rank's shard of the sequence, and the mask covers all of it.
             counted = counted.chunk(group.size(), dim=1)[group.rank()]
         BALANCE.set(
             replace(balance, groups=(*balance.groups, group), counted=counted, summed=group)

@@ -165,6 +165,7 @@ def gather_tokens(model: nn.Module, name: str, group: dist.ProcessGroup) -> None
         weights = gather_rows(scores, lengths, group).narrow(
             1, group.rank() * local_experts, local_experts
         )
+        # Expert by expert, as Llama-4's experts view their input.
         routed = tokens.repeat(local_experts, 1) * weights.t().reshape(-1, 1)
         partial_sum = self.experts(routed).view(local_experts, *tokens.shape).sum(0)
         # The shared expert is replicated and sees this rank's tokens only, so its output is added
@@ -302,11 +303,13 @@ def _keep_experts(module: Any, name: str, group: dist.ProcessGroup) -> None:
             f"({experts} = {size} x {experts // size} + {experts % size})",
             code="ep-indivisible-experts",
         )
+    # The forward of transformers reads its number of experts here.
     module.num_experts = experts // size
     for parameter in module.parameters(recurse=False):
         with torch.no_grad():
             # A copy: a view would keep the memory of all experts.
             parameter.data = parameter.data.chunk(size)[group.rank()].clone()
+            # It would have the shape of all experts.
             parameter.grad = None
     _mark_expert_axis(module)
 
@@ -360,6 +363,7 @@ def _dispatching_forward(
         ).tolist()
         sends, receives = host_counts[:size], host_counts[size : 2 * size]
         lengths = host_counts[2 * size :]
+        # Entry i of the flat indices belongs to token i // top_k.
         rows = exchange_rows(hidden[order // top_k], receives, sends, group)
         if gathered_over is not None:
             rows = gather_rows(rows, lengths, gathered_over)

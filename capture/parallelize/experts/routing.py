@@ -86,6 +86,8 @@ class Routing:
         if self.table:
             weights = [Fraction(w) for w in self.table[layer if len(self.table) > 1 else 0]]
         else:
+            # Fractions, so that shares of equal ranks compare equal and counts do not depend on
+            # rounding.
             weights = [Fraction((i + 1) ** -self.exponent) for i in range(experts)]
         total = sum(weights)
         return [weight / total for weight in weights]
@@ -168,6 +170,7 @@ class StaticRouting:
         if key not in self._indices:
             counts = self._routing.tokens_per_expert(layer, experts, *chosen.shape)
             index = chosen_experts(counts, chosen.shape[1])
+            # Copied once, so that later steps have no copy that the job lacks.
             self._indices[key] = index.to(chosen.device, chosen.dtype)
         return self._indices[key]
 
@@ -192,6 +195,7 @@ def _apportion_tokens(weights: list[Fraction], tokens: int, top_k: int) -> list[
         overfull = {expert for expert, value in exact.items() if value > tokens}
         if not overfull:
             break
+        # Their excess raises the others' counts, which may fill further experts: hence the loop.
         saturated |= overfull
     counts = [
         tokens if expert in saturated else math.floor(exact[expert])
