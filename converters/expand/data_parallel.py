@@ -157,6 +157,7 @@ class _ReplicaMapping:
             ranks = tuple(range(self._new.size))
         elif axis and sorted(group.ranks) == [*old.line(axis, self._job.rank)]:
             ranks = self._new.line(axis, self.rank(self._job.rank))
+        # A group inside one replica, such as tp, exists in each replica.
         elif len(replicas) == 1:
             ranks = tuple(self.rank(rank) for rank in group.ranks)
         else:

@@ -46,6 +46,7 @@ def insert_host_delays(graph: Graph, *, one_at_a_time: bool = False) -> tuple[Gr
     busy = np.flatnonzero(compute | other_work)
     busy = busy[np.argsort(graph.nodes.start_ns[busy], kind="stable")]
     start = graph.nodes.start_ns[busy]
+    # The running maximum, because a long node of one stream can end after later ones of another.
     end = np.maximum.accumulate(start + graph.nodes.duration_ns[busy])
     before: I64 = np.concatenate([start[:1], end[:-1]])
     gaps = np.maximum(start - before, 0)
@@ -57,6 +58,7 @@ def insert_host_delays(graph: Graph, *, one_at_a_time: bool = False) -> tuple[Gr
     idle = np.diff(idle_sum, prepend=0)
     delayed = np.flatnonzero(idle)
     last_compute = np.maximum.accumulate(np.where(compute[busy], np.arange(len(busy)), -1))
+    # A delay needs a stream, which it takes from the compute before it.
     delayed = delayed[last_compute[delayed - 1] >= 0]
     note = (
         f"The GPU waits {idle[delayed].sum()} ns for its host, in {len(delayed)} nodes: the "
@@ -163,10 +165,12 @@ def _shares(graph: Graph, members: I64) -> I64:
     change = np.zeros(len(times), dtype=np.int64)
     np.add.at(change, np.searchsorted(times, start), 1)
     np.add.at(change, np.searchsorted(times, end), -1)
+    # Where none runs, 1 avoids a division by 0, and no share has this time.
     running = np.maximum(np.cumsum(change)[:-1], 1)
     shared_ns = np.concatenate([[0], np.cumsum(np.diff(times) / running)])
     share = shared_ns[np.searchsorted(times, end)] - shared_ns[np.searchsorted(times, start)]
     durations = graph.nodes.duration_ns.copy()
+    # At least 1 ns: nodes of 0 ns are not simulated.
     durations[members] = np.maximum(np.rint(share), 1)
     return durations
 

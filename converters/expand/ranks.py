@@ -52,6 +52,7 @@ def expand_ranks(graphs: Sequence[Graph]) -> list[RankGraph]:
         return _one_graph_per_rank(graphs)
     by_class: dict[int, Graph] = {}
     for graph in graphs:
+        # By the class and not the rank: any member of a class may have been captured.
         number = first.classes.index(_rank_class(graph.job, first))
         if number in by_class:
             rank, other = by_class[number].job.rank, graph.job.rank

@@ -253,6 +253,8 @@ def group_placement(name: str, job: Job, world: World, unequal_along: str) -> Pl
 
 
 def _has_axis(world: World, axis: str) -> bool:
+    # Experts divide dp and cp, so these two axes are lines of a world without being among its
+    # sizes.
     return axis in ("ep", "edp") or all(name in world.sizes for name in axis.split("+"))
 
 

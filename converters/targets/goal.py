@@ -135,6 +135,7 @@ def _lanes(graph: Graph, communications: Iterable[int]) -> list[Hashable | None]
     for index in communications:
         node = graph.node(index)
         if node.kind is Kind.RECV:
+            # Receives of one route stay in order; receives of others may complete before them.
             lanes[index] = (node.value("comm_src"), tag_of(node), node.value("comm_bytes"))
         elif node.kind is Kind.SEND:
             lanes[index] = SENDS
@@ -177,6 +178,7 @@ class TagAllocator:
         """
         key = members, instance
         if key not in self._calls:
+            # One tag per step, since two messages of a call can have the same ends.
             self._calls[key] = call, self._allocate(count_steps(call))
         known, tag = self._calls[key]
         if (known.collective, known.size_bytes) != (call.collective, call.size_bytes):
@@ -526,5 +528,6 @@ def _algorithms(lowered_ranks: Sequence[LoweredRank], machine: Machine) -> dict[
                 interconnect=machine.interconnect,
             )
             counts[f"{node.collective.name.lower()} by {call.choice.algorithm}"] += 1
+        # Counters join by the larger count.
         maximum |= counts
     return dict(maximum)

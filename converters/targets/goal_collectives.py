@@ -174,6 +174,7 @@ def messages(call: CollectiveCall, position: int) -> list[Message]:
 
 def _share(size: int, parts: int, part: int) -> int:
     """Return the bytes of one of nearly equal parts, at least 1."""
+    # Differences of running sums, so that the parts add up to the size.
     return max(1, size * (part + 1) // parts - size * part // parts)
 
 
@@ -195,6 +196,7 @@ def _ring(
     for step in range(first, last):
         after = () if received is None else (received,)
         bytes_out, bytes_in = size((position - step) % count), size((position - 1 - step) % count)
+        # Sends of a ring start in order: NCCL's channel is one FIFO.
         ring.append(Message(True, (position + 1) % count, bytes_out, step, after, sent))
         ring.append(Message(False, (position - 1) % count, bytes_in, step))
         sent, received = len(ring) - 2, len(ring) - 1
@@ -239,6 +241,7 @@ def _recursive_doubling(call: CollectiveCall, position: int) -> list[Message]:
         started = None if step == 0 else 2 * (step - 1)
         doubling.append(Message(True, (position + distance) % count, size, step, received, started))
         doubling.append(Message(False, (position - distance) % count, size, step))
+        # A later step forwards everything received so far, so it waits for all of it.
         received = (*received, len(doubling) - 1)
     return doubling
 
@@ -276,6 +279,7 @@ def _chain(call: CollectiveCall, position: int) -> list[Message]:
 
 def _trees(call: CollectiveCall) -> list[list[int]]:
     """Return the trees: a pair for each GPU of a node at which a channel starts."""
+    # NCCL duplicates its channels for the pair of trees, so half of them have their own start.
     heads = min(*(len(node) for node in call.nodes), max(1, call.choice.channels // 2))
     return [tree(call.nodes, number) for number in range(2 * heads)]
 

@@ -158,6 +158,7 @@ def lower(graph: Graph, lanes: Sequence[Hashable | None]) -> LoweredStep:
     Raises:
         GraphError: the graph has a cycle.
     """
+    # Lists, since elements of numpy arrays are several times slower to read.
     starts, source = graph.edges.offsets.tolist(), graph.edges.source.tolist()
     step = LoweredStep([], [])
     # A lane is a chain, so its newest node implies all earlier ones. A set of ancestors is
@@ -174,6 +175,8 @@ def lower(graph: Graph, lanes: Sequence[Hashable | None]) -> LoweredStep:
             continue
         if lane in newest:
             frontier = {**frontier, lane: newest[lane]}
+        # Without those that another one implies: every dependency costs the simulators time and
+        # memory.
         waits_for = sorted(
             number
             for ancestor_lane, number in frontier.items()
@@ -187,6 +190,7 @@ def lower(graph: Graph, lanes: Sequence[Hashable | None]) -> LoweredStep:
         ancestors.append(
             {**_newest_by_lane([ancestors[other] for other in waits_for]), lane: number}
         )
+        # The node waits for all of its frontier, so it alone stands for them.
         frontiers[node] = {lane: number}
         step.index.append(node)
         step.waits_for.append(waits_for)

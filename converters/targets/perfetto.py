@@ -107,6 +107,7 @@ def _without_overlaps(
             continue
         ends = ends_by_track.setdefault(track, [])
         place = next((n for n, end in enumerate(ends) if end <= begin), len(ends))
+        # Replaces the entry, or appends at the end of the list.
         ends[place : place + 1] = [begin + int(shown_ns[index])]
         if place:
             free_tracks[index] = (track[0], f"{track[1]}, at once {place}")
@@ -160,6 +161,7 @@ def _arrows(graph: Graph, start: I64, lanes: list[int], process: int) -> Iterato
         if lanes[source] == lanes[target]:
             continue
         name = Reason(int(edges.reason[flow])).name.lower()
+        # Ids of flows are global, so each process has its own range.
         common = {"cat": name, "name": name, "pid": process, "id": process * (1 << 32) + flow}
         # A launch can return after its kernel starts; an arrow must not point back in time.
         end = int(start[source] + graph.nodes.duration_ns[source])

@@ -438,6 +438,7 @@ def export(
     stages = max(pipeline, key=lambda of_rank: sum(stage.total_ns for stage in of_rank))
     rows, count = _rows(stages, micro_batches)
     world = stages[0].graph.job.world
+    # A capture has one stage per rank of its world; with chunks a rank runs several.
     ranks, chunks = world.sizes.get(AXIS, 1) // len(stages), len(stages)
     sent_bytes = max(stage.sent_bytes for stage in captured)
     # SimAI crashes (SIGFPE) if the header lacks ep, pp, vpp or ga.

@@ -141,11 +141,14 @@ class SlotAssigner:
         if group == "ep":
             return SlotCall(slot, f"{name}_EP", size)
         if group == "edp":
+            # SimAI has the DP groups in this column only.
             self._count_moved(slot, "edp")
             return SlotCall(Slot.WEIGHT, f"{name}_DP_EP", size)
         if group == "dp":
             self._count_moved(slot, "dp")
             return SlotCall(Slot.WEIGHT, name, size)
+        # Without suffix the weight-gradient column would mean DP, so a TP call goes to the input
+        # gradient.
         return SlotCall(Slot.INPUT if slot is Slot.WEIGHT else slot, name, size)
 
     def _count_moved(self, slot: Slot, group: str) -> None:

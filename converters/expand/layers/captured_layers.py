@@ -316,6 +316,8 @@ def _add_pass(
             "  capture the model at its own depth",
             code="depth-interleaved-layers",
         )
+    # The last layer ends with its last node that names it; what follows belongs to the norm or the
+    # head.
     ends = [at for at, _ in starts[1:]] + [walk[-1][0] + 1]
     number = len(layered.passes)
     for (start, layer), end in zip(starts, ends, strict=True):
@@ -518,6 +520,7 @@ def _equal_layers(layered: LayeredGraph, signatures: list[Signature], pattern: P
             if kept]  # fmt: skip
     if not runs:
         return range(0)
+    # Inner pairs count, since layers at the ends may differ for their neighbours' sake.
     run = max(runs, key=lambda members: sum(at in inner for at in members))
     repeating = range(run[0], run[-1] + period + 1)
     at_ends = max(repeating[0] - pattern.first, count - 1 - repeating[-1])

@@ -166,6 +166,8 @@ def compose(
     copy = np.array([tag for _, tag in instances], dtype=np.int64)
     duration = _durations(work, old, copy)
     start = _starts(work, old, copy, duration)
+    # Ties keep the order of the lanes, so that a node never precedes one that it follows on its
+    # lane.
     order = np.lexsort((np.arange(len(old)), start))
     for number, place in enumerate(order):
         work.number[instances[int(place)]] = number
@@ -216,6 +218,7 @@ def _lane_with_copies(work: _Composition, members: list[int]) -> list[Instance]:
         finished.add(number)
         section = work.sections[number]
         end = int(start[nodes[-1]] + duration[nodes[-1]])
+        # To the start of the next node, so that idle time within the layers is repeated with them.
         if position < len(members):
             end = max(int(start[members[position]]), int(start[nodes[0]]))
         section.span_ns = max(section.span_ns, end - int(start[nodes[0]]))
@@ -249,6 +252,7 @@ def _starts(work: _Composition, old: I64, copy: I64, duration: I64) -> I64:
     for section in work.sections:
         last = max(int(issued[node]) for node in section.nodes)
         first = min(int(issued[node]) for node in section.nodes)
+        # Copies before the nodes delay these too; copies after them delay only what follows.
         events.append((first if section.before else last + 1, section.copies * section.span_ns))
     for node, columns in work.changes.columns.items():
         if (growth := columns.get("duration_ns", 0) - int(nodes.duration_ns[node])) > 0:
