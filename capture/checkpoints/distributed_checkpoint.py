@@ -86,6 +86,7 @@ def skip_checkpoints() -> Generator[SkippedCheckpoints]:
             return save(*args, **kwargs)
         skipped.count += 1
         skipped.places.add(_place(arguments["storage_writer"]))
+        # What a save returns; its content is what all ranks wrote, here nothing.
         return Metadata(state_dict_metadata={})
 
     def load_state_dict(*args: Any, **kwargs: Any) -> None:

@@ -116,6 +116,7 @@ class Loads:
         """
         for name, value in sharded.items():
             elements, whole = _local_elements(value), gathered.get(name)
+            # A shard that is the whole tensor lacks nothing.
             if elements is None or not isinstance(whole, Tensor) or elements == whole.numel():
                 continue
             source = self._source_of(value)
@@ -174,6 +175,7 @@ def gathered_loads(loads: Loads) -> Generator[None]:
 
     def shard_orig_param_state(info: Any, name: str, optim_state: dict[str, Any]) -> Any:
         nonlocal reads
+        # torch drops the state of a parameter that is not on this rank, so it need not be read.
         reads = info.handle.flat_param._shard_param_infos[info.param_indices[name]].in_shard
         try:
             return shard(info, name, optim_state)
@@ -266,6 +268,8 @@ def emulated_optim_states() -> Generator[None]:
         states = share_info(state, inputs)
         for rank in range(len(states)):
             if rank != state.rank:
+                # FSDP1 cuts the flat parameter evenly, so the parts of every rank follow from the
+                # sizes.
                 elements = _shard_elements(unit.handle, rank)
                 states[rank] = {
                     name: _state_info(models[name], elements[unit.param_indices[name]])

@@ -121,6 +121,8 @@ def compare_reordered(
         return _mismatched(what, module, name, actual)
     error, largest = _largest(actual.double() - expected.double()), _largest(expected)
     noise = max(ABSOLUTE * max(1.0, largest), ROUNDINGS * rounding)
+    # The smaller of both: noise alone would allow a wrong small tensor, the relative limit alone a
+    # wrong large one.
     allowed = min(noise, SLICES_RELATIVE * largest + floor)
     breach = not error <= allowed  # not `error > allowed`: NaN must be a breach
     equal = bool(torch.equal(actual, expected))
@@ -175,6 +177,7 @@ def _difference(
     if actual.numel() and bool(both_nan.any()):
         errors = errors.masked_fill(both_nan, 0.0)
     error = 0.0 if equal else _largest(errors)
+    # One NaN would make every relative error NaN.
     largest = _largest(expected.double().nan_to_num())
     relative = error / largest if largest else (math.inf if error else 0.0)
     dtype = str(actual.dtype).removeprefix("torch.")

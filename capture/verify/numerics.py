@@ -199,12 +199,14 @@ def _flat(tensor: Any) -> tuple[Tensor, Tensor]:
 def _checksum(tensor: Any) -> int:
     """Return the sum of the elements' bits, weighted by position, modulo 2 ** 64."""
     flat = _flat(tensor)[1]
+    # The bits of a complex128 have no integer type.
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
     bits = flat.view(torch.uint8 if flat.dtype == torch.bool else _BITS[flat.element_size()])
     total = 0
     for block in bits.split(_BLOCK):
         weights = torch.arange(1, block.numel() + 1, device=block.device).remainder_(_PERIOD)
+        # Weights begin again in each block, so the factor keeps a swap of blocks visible.
         total = total * 31 + int((block.long() * weights).sum())
     return total % (1 << 64)
 
@@ -309,6 +311,7 @@ def _compare_steps(instrumented: list[StepRecord], plain: list[StepRecord]) -> l
     tolerance = "torch.allclose"
     differences: dict[str, list[Difference]] = {"plain": [], "profiled": []}
     for number, (actual, expected) in enumerate(zip(instrumented, plain, strict=True)):
+        # Different inputs, such as random batches, would show as different numerics.
         if actual.inputs != expected.inputs:
             raise CaptureError(
                 f"the inputs of step {number} differ between two runs of the script, so that its "

@@ -60,6 +60,7 @@ def run_step(model: nn.Module, batch: Any, named: Any, *, what: str = "logits") 
     """
     partials = partial_gradients(model)
     for _, partial in partials:
+        # As in the last micro-batch of a step, whose sums are one flat all-reduce.
         partial.deferred = True
     with torch.autocast(next(model.parameters()).device.type, enabled=False):
         output = model(*batch, **named)
@@ -271,6 +272,7 @@ def _compare(
     options: Options,
     progress: Progress,
 ) -> tuple[list[Comparison], str, list[str]]:
+    # `eval` turns dropout off, whose random numbers the slices would draw in another order.
     whole_model = copy.deepcopy(model).float().eval()
     for parameter in whole_model.parameters():
         parameter.grad = None
@@ -401,6 +403,7 @@ def _compare_parameters(
             for peer in peers
             if name in peer.positions and torch.equal(peer.positions[name], positions)
         ]
+        # Each rank of `peers` runs a batch, and each holder of the expert gets its share of them.
         batches = len(peers) // len(holders)
         sequence = [holder for holder in holders if holder.rank in part.shares_sequence]
         gradient = _mean_gradient(name, sequence)
@@ -409,6 +412,7 @@ def _compare_parameters(
             continue
         gradient = torch.zeros_like(part.weights[name]) if gradient is None else gradient
         if whole_gradient is None:
+            # An expert without tokens has no gradient in one model and zeros in the other.
             whole_gradient = torch.zeros_like(parameters[origin])
         differences.append(
             compare_reordered(

@@ -94,6 +94,7 @@ class ThreadedGroup(_native.ProcessGroup):
         # Here and below through `.data`: autograd must not see writes to tensors that it tracks.
         def finish(parts: list[list[Tensor]]) -> None:
             for tensors_of_ranks in zip(*parts, strict=True):
+                # One sum for all ranks, so that rounding cannot differ between them.
                 total = _reduced(tensors_of_ranks, operation)
                 for tensor in tensors_of_ranks:
                     tensor.data.copy_(total)
@@ -267,6 +268,7 @@ def _reduced(tensors: Sequence[Tensor], operation: Any) -> Tensor:
     reductions = {"SUM": "sum", "AVG": "mean", "MAX": "amax", "MIN": "amin", "PRODUCT": "prod"}
     for name, method in reductions.items():
         if operation == getattr(_ReduceOp, name):
+            # Sums of integers would become int64.
             return getattr(stacked, method)(0).to(stacked.dtype)
     raise CaptureError(
         f"reduction {operation} between slices cannot be verified: supported are "
@@ -398,6 +400,7 @@ class ThreadedWorld:
             patches = _current_functions()
             self._blocked[rank] = (done, call)
             self._check_deadlock()
+            # It releases the lock, which lets another rank run.
             self._baton.wait_for(lambda: done() or self._failure is not None)
             del self._blocked[rank]
             _install(patches)

@@ -290,6 +290,7 @@ class Encoder:
         values = chosen.get(field.column)
         if values is None:
             return
+        # A reader gives absent attributes the same default, so they need no bytes.
         rows = np.flatnonzero(values != _DEFAULTS[field.column])
         if field.words is not None:
             pieces.add_one_of(rows, _word_attributes(field), values[rows])
@@ -330,6 +331,7 @@ def group_equal_rows(columns: Sequence[npt.NDArray[Any]]) -> tuple[I64, I64]:
     first = order[is_first]
     combination = np.empty(len(hashes), dtype=np.int64)
     combination[order] = np.cumsum(is_first) - 1
+    # The hash is not collision-free: compare the values themselves.
     representative = first[combination]
     if all(np.array_equal(column, column[representative]) for column in columns):
         return first, combination

@@ -46,6 +46,7 @@ def frame(messages: Iterable[bytes]) -> bytes:
     parts: list[bytes] = []
     for message in messages:
         length = len(message)
+        # Varints: seven bits per byte, the lowest first, the top bit set on all but the last.
         while length > 0x7F:
             parts.append(_BYTES[length & 0x7F | 0x80])
             length >>= 7
@@ -180,7 +181,9 @@ class ChakraFile:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        # The size of a pipe is unknown, and it cannot be read again at an offset.
         check_regular(self.path, error=ChakraError)
+        # Unbuffered: chunks are larger than Python's buffer, which would copy every one.
         self._file: BinaryIO = self.path.open("rb", buffering=0)
         try:
             self._size = self._file.seek(0, 2)
@@ -290,6 +293,7 @@ class ChakraFile:
             limit = len(octets) - PADDING
             if begin + len(octets) >= self._size or len(octets) < read_bytes:
                 limit, octets = len(octets), octets + bytes(PADDING)
+                # The file may have been cut while it is read.
                 self._size = begin + limit
             position = 0
             while True:
@@ -328,6 +332,7 @@ class ChakraFile:
     def _length(self, octets: bytes, start: int, base: int, message: int) -> tuple[int, int]:
         """Return the length of the message at `start` of `octets`, and where its bytes begin."""
         length = 0
+        # A varint32 has at most 5 bytes.
         for place, shift in enumerate(range(0, 35, 7), start):
             if place == len(octets):
                 raise TruncatedError(

@@ -151,6 +151,7 @@ class RankDiff:
         endings: list[bytes] = []
         for place in self._firsts:
             begin = self._begin(tuple(map(len, endings)))
+            # The lengths of the endings so far tell where the next slot's first node begins.
             length, first = _length(octets, begin)
             last = first + length
             endings.append(octets[min(first + len(self._bodies[place]), last) : last])

@@ -174,6 +174,7 @@ class _Collected:
                 kinds[index] = GPU_OPS.get(text, Kind.KERNEL)
         for index, flag in self._rows["is_cpu_op"].items():
             if flag and self._type[index] == COMP_NODE:
+                # After `gpu_op`, which a host flag overrides.
                 kinds[index] = Kind.HOST_OP
         return np.array(kinds, dtype=np.uint8)
 
@@ -260,6 +261,7 @@ def _read_times(decoder: ColumnDecoder) -> None:
 
 
 def _kinds(decoder: ColumnDecoder) -> U8:
+    # One more than the known types, for all others.
     by_type = np.full(max(NODE_TYPES.values()) + 2, Kind.INVALID, dtype=np.uint8)
     for kind, node_type in NODE_TYPES.items():
         by_type[node_type] = kind
@@ -352,6 +354,7 @@ def _sources(path: Path, nodes: Nodes, deps: Dependencies) -> I64:
         )
     if not len(deps.ids):
         return np.empty(0, dtype=np.int64)
+    # An id above all others has no place in the array.
     places = np.minimum(np.searchsorted(by_id, deps.ids), len(by_id) - 1)
     is_there = by_id[places] == deps.ids
     sources = order[places]
@@ -454,6 +457,8 @@ def _repaired(nodes: Nodes, dependencies: Dependencies, sources: I64) -> tuple[E
     dangling, on_itself = sources < 0, sources == targets
     is_kept = ~(dangling | on_itself)
     edges = _edges(len(nodes), sources, targets, dependencies, is_kept)
+    # First the order, because the search is slow and needed only for the nodes on cycles and after
+    # them.
     leftover = topological_order(edges)[1]
     cyclic = 0
     if len(leftover):
