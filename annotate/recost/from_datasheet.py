@@ -220,7 +220,6 @@ def recost_cpu_capture(
         duration_ns=swapped_ns, notes=(*predicted.notes, *attention_notes)
     )
     # A looked-up time is of the whole call and includes all its launches.
-    # A looked-up time is of the whole call and includes all its launches.
     measured = membership_mask(predicted.rules, (*BY_DATABASE, Rule.DROPPED))
     predicted_ns = add_launches(
         work.graph,
@@ -337,7 +336,6 @@ def _write_prediction(  # noqa: PLR0917
             getattr(nodes, name)[costs.index] = np.rint(values)
     for name in ("flops", "bytes_read", "bytes_written"):
         getattr(nodes, name)[costs.index] = getattr(costs, name)
-    # Host operators that are no compute (annotations, autograd nodes) exist on no GPU stream.
     # Host operators that are no compute (annotations, autograd nodes) exist on no GPU stream.
     dropped = graph.mask(Kind.HOST_OP) & ~compute_mask(graph)
     dropped[costs.index[removed]] = True

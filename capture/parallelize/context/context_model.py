@@ -113,6 +113,7 @@ def _mask(
         allowed = allowed & (
             documents[:, query_positions][:, None, :, None] == documents[:, None, None, :]
         )
+    # Only the stride is padded: the slice at the end has the sequence's length.
     padded = inputs.length + -inputs.length % _ALIGNED
     scores = torch.zeros((*allowed.shape[:-1], padded), dtype=dtype, device=query_positions.device)
     # Eager attention adds the mask before a softmax over rows that may be masked throughout; with
@@ -226,6 +227,7 @@ def shard_batch(
     for name in ("input_ids", "inputs_embeds", "labels"):
         if arguments.get(name) is not None:
             arguments[name] = cut(arguments[name])
+    # Each part needs its positions: without them a model counts from 0.
     local = {**arguments, "attention_mask": None, "position_ids": cut(positions)}
     if labels is not None and shifted is not None:
         if local.get("num_items_in_batch") is None:
@@ -310,6 +312,8 @@ def _packed(
     # checkpoints activations.
     if caches and not (model.training and model.is_gradient_checkpointing):
         return positions, None
+    # The first position continues what stands before it, so a row's first token starts no new
+    # sequence.
     starts = torch.diff(positions, prepend=positions[:, :1] - 1, dim=1) != 1
     if arguments.get("attention_mask") is not None or not bool(starts.any()):
         return positions, None
@@ -450,8 +454,10 @@ def apply_context_parallel(
             else logits_when_read(type(output), gather)
         )
 
+    # First, so that the hooks of the other axes see this rank's part of the batch.
     model.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
     trunk: Any = model.base_model
+    # A script that calls the trunk itself would run it on the whole sequence.
     if trunk is not model:
         trunk.register_forward_pre_hook(enter_trunk)
     model.register_forward_hook(leave, always_call=True)
@@ -578,6 +584,7 @@ def _attention(
         window = None  # the mask already contains the window
     if torch.is_autocast_enabled(query.device.type):
         lower = torch.get_autocast_dtype(query.device.type)
+        # The kernels are called below autocast, which would have cast their operands.
         query, key, value = query.to(lower), key.to(lower), value.to(lower)
     scale = options.get("scaling")
     if scale is None:

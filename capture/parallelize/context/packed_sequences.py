@@ -100,6 +100,8 @@ def packing_of(documents: Tensor, rank: int, size: int) -> Packing:
         for number, index in enumerate((rank, 2 * size - 1 - rank)):
             halves[number].extend(range(len(token_indices), len(token_indices) + chunk))
             token_indices += range(start + index * chunk, start + (index + 1) * chunk)
+    # Built on the host as lists and copied once, since each small tensor operation would be a
+    # kernel.
     device = documents.device
     indices = [torch.tensor(positions, device=device) for positions in (token_indices, *halves)]
     whole, half = (Lengths.of([n * chunk for chunk in chunks], device) for n in (2, 1))
@@ -233,6 +235,7 @@ def _kernel_lengths(lengths: tuple[Lengths, Lengths]) -> tuple[Any, ...]:
 
 def _check_flash(query: Tensor, value: Tensor) -> None:
     """Raise SliceError for dtypes and widths that torch's FlashAttention does not support."""
+    # FlashAttention has 16-bit kernels with one width only.
     if query.dtype not in _HALVES or query.shape[-1] != value.shape[-1]:
         raise SliceError(
             f"--cp-comm p2p: packed sequences on a ring need FlashAttention's kernels, for "

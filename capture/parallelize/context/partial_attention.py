@@ -209,6 +209,7 @@ def attend(
         scale=mode.scale,
         window_size=mode.window if mask is None else None,
     )
+    # Without the kernel's padding, which parts of other lengths do not have.
     return AttentionOutput(output.transpose(1, 2), sums[:, :, : query.shape[2]], (seed, offset))
 
 

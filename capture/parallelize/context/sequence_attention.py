@@ -83,6 +83,8 @@ class GatheringAttention(torch.autograd.Function):
         query, key, value, mask, *saved = ctx.saved_tensors
         group, states_per_part = ctx.group, len(saved) // 2
         keys, values = (_gather_sequence(x, group) for x in (key, value))
+        # Zeros, because both chunks of queries add to keys that they share, and later keys get
+        # none.
         grad_keys, grad_values = torch.zeros_like(keys), torch.zeros_like(values)
         grad_query: list[Tensor] = []
         grad_outputs = grads[0].transpose(1, 2).chunk(2, dim=2)
@@ -171,6 +173,7 @@ def _gather_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     size, (batch, heads, part, width) = group.size(), x.shape
     gathered = x.new_empty((size, batch, heads, part, width))
     all_gather(gathered.view(-1, heads, part, width), x.contiguous(), group=group)
+    # First chunks ascend with the rank and second chunks descend.
     halves = [shard.chunk(2, dim=2) for shard in gathered]
     return torch.cat([half[0] for half in halves] + [half[1] for half in halves[::-1]], dim=2)
 
@@ -179,6 +182,7 @@ def _reduce_scatter_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Sum [batch, heads, sequence, width] over the ranks and return this rank's chunks."""
     size = group.size()
     chunks = x.chunk(2 * size, dim=2)
+    # The collective scatters consecutive pieces, so each rank's two chunks are put together.
     order = [chunk for rank in range(size) for chunk in (rank, 2 * size - 1 - rank)]
     shards = torch.stack([chunks[chunk] for chunk in order])
     local = x.new_empty((2, *shards.shape[1:]))
@@ -208,6 +212,7 @@ class RingAttention(torch.autograd.Function):
         ctx.group, ctx.mode, ctx.shapes = group, mode, (key.shape, value.shape)
         ctx.packing = packing
         size, rank = group.size(), group.rank()
+        # One message: their widths may differ, so they are flat.
         kv = torch.cat([key.reshape(-1), value.reshape(-1)])
         output = sums = query.new_empty(0)
         dropout_state: list[Tensor] = []
@@ -225,6 +230,7 @@ class RingAttention(torch.autograd.Function):
                 part = attend_packed(*operands, mode=mode, causal=step == 0, lengths=lengths)
             dropout_state += part.dropout_state
             if step == 0:
+                # fp32, because every step of the ring adds to it and bf16 would round each time.
                 output, sums = part.output.float(), part.logsumexp.clone()
             else:
                 _merge(output, sums, rows.indices, part)
