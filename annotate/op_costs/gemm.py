@@ -281,7 +281,9 @@ def _recurrent(weights: Sequence[int], state: int, times: int) -> Formula:
 
     def formula(call: Call) -> Work | None:
         x = call.tensor(0)
-        given = [one for at in weights if at < len(call.inputs) for one in call.inputs[at] or ()]
+        given = [
+            tensor for at in weights if at < len(call.inputs) for tensor in call.inputs[at] or ()
+        ]
         matrices = [weight for weight in given if len(weight.shape) == 2]
         # Biases have one dimension; only matrices have products.
         met = sum(matrix.numel for matrix in matrices)

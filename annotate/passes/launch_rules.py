@@ -288,19 +288,20 @@ def _multi_tensor(tensors: Sequence[Tensor], depth: int, *, with_scalars: bool) 
     limit = (_MOST_TENSORS_WITH_SCALARS if with_scalars else _MOST_TENSORS)[depth - 1]
     elements = sum(tensor.numel for tensor in tensors)
     launches: list[tuple[int, int]] = []  # blocks, elements
-    blocks = held = done = 0
+    blocks = tensor_count = done = 0
     for tensor in tensors:
         left = tensor.numel
-        held += left > 0
+        tensor_count += left > 0
         while left > 0:
             taken = min(ceil(left / _CHUNK_ELEMENTS), _MOST_BLOCKS - blocks)
             done += min(left, taken * _CHUNK_ELEMENTS)
             left -= min(left, taken * _CHUNK_ELEMENTS)
             blocks += taken
-            if blocks == _MOST_BLOCKS or (held == limit and not left):
+            if blocks == _MOST_BLOCKS or (tensor_count == limit and not left):
                 launches.append((blocks, done))
                 blocks = done = 0
-                held = int(left > 0)  # the next launch begins with the rest of this tensor
+                # The next launch begins with the rest of this tensor.
+                tensor_count = int(left > 0)
     if blocks:
         launches.append((blocks, done))
     return [

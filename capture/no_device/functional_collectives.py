@@ -70,7 +70,7 @@ class FunctionalCollectives:
     def _all_reduce_coalesced(
         self, tensors: Sequence[Tensor], operation: str, group: str
     ) -> list[Tensor]:
-        return self._all_reduce_coalesced_([one.clone() for one in tensors], operation, group)
+        return self._all_reduce_coalesced_([tensor.clone() for tensor in tensors], operation, group)
 
     def _all_reduce_coalesced_(
         self, tensors: Sequence[Tensor], operation: str, group: str
@@ -94,7 +94,7 @@ class FunctionalCollectives:
     def _all_gather_into_tensor_coalesced(
         self, tensors: Sequence[Tensor], size: int, group: str
     ) -> list[Tensor]:
-        outputs = [one.new_empty((one.shape[0] * size, *one.shape[1:])) for one in tensors]
+        outputs = [x.new_empty((x.shape[0] * size, *x.shape[1:])) for x in tensors]
         work = _group(group).allgather_into_tensor_coalesced(outputs, [*tensors])
         self._started(work, outputs)
         return outputs
@@ -111,7 +111,7 @@ class FunctionalCollectives:
     def _reduce_scatter_tensor_coalesced(
         self, tensors: Sequence[Tensor], operation: str, size: int, group: str
     ) -> list[Tensor]:
-        outputs = [one.new_empty((one.shape[0] // size, *one.shape[1:])) for one in tensors]
+        outputs = [x.new_empty((x.shape[0] // size, *x.shape[1:])) for x in tensors]
         options = _c10d.ReduceScatterOptions()
         options.reduceOp = _reduction(operation)
         work = _group(group).reduce_scatter_tensor_coalesced(outputs, [*tensors], options)

@@ -38,8 +38,8 @@ class Known:
     def set(self, tensor: Any, value: Any) -> None:
         """Keep the numbers of a fake tensor, or of each of several."""
         if isinstance(tensor, list | tuple):
-            for one, number in zip(tensor, value, strict=True):
-                self.set(one, number)
+            for item, number in zip(tensor, value, strict=True):
+                self.set(item, number)
         elif (
             isinstance(tensor, FakeTensor)
             and isinstance(value, Tensor)
