@@ -115,6 +115,7 @@ def _program_order(graph: Graph) -> I64:
     order = np.argsort(graph.nodes.start_ns, kind="stable").astype(np.int64)
     rank = np.empty_like(order)
     rank[order] = np.arange(len(order))
+    # Start times of other tools' traces may be missing or equal.
     if (rank[graph.edges.source] < rank[graph.edges.target]).all():
         return order
     return graph.topological_order()
@@ -129,6 +130,7 @@ def _with_stream(
     source: I64, waiter: I64, reason: U8, chain: I64, kernel: Mask
 ) -> tuple[I64, I64, U8]:
     """Return the edges with the kernels' program order replaced by a chain of their stream."""
+    # Only among kernels: the order between operators and communication stays.
     replaced = (reason == Reason.PROGRAM_ORDER) & kernel[source] & kernel[waiter]
     links = np.full(max(0, len(chain) - 1), Reason.STREAM_ORDER, dtype=np.uint8)
     return one_per_pair(
@@ -422,6 +424,7 @@ def recost_counts(graph: Graph, target: Gpu) -> Graph:
     compute = nodes.flops[counted] / rate
     memory = (nodes.bytes_read + nodes.bytes_written)[counted] / target.bandwidth_bytes_per_s
     columns = {"duration_ns": nodes.duration_ns.copy(), "evidence": nodes.evidence.copy()}
+    # Nanoseconds of the floor plus seconds of the roofline.
     predicted_ns = target.launch_floor_ns + 1e9 * np.maximum(compute, memory)
     columns["duration_ns"][counted] = np.rint(predicted_ns).astype(np.int64)
     columns["evidence"][counted] = Evidence.DATASHEET

@@ -245,6 +245,7 @@ def _write_prediction(  # noqa: PLR0917
         record.rules = {row: Rule(int(prediction.rules[row])) for row in record.rows.tolist()}
     costs, kernels, predicted_ns, rules, changed, pass_notes = prediction
     source, target = gpus
+    # Overridden figures do not make it another GPU.
     same_gpu = source == target.as_described
     differs = changed | reshaped | ((rules != Rule.SAME_GPU) & (kernels.duration_ns > 0))
     unchanged = same_gpu and not differs.any()
@@ -259,6 +260,7 @@ def _write_prediction(  # noqa: PLR0917
         )
         evidence = evidence_of(rules, evidence.astype(np.uint8))
         evidence = np.where(rules == Rule.RESIZED, np.uint8(Evidence.EXTRAPOLATED), evidence)
+        # Nodes that stay as measured keep the evidence of their capture.
         columns["evidence"][costs.index[predicted]] = evidence[predicted]
     interval: Interval | None = None
     if model.has_intervals and not unchanged:
@@ -277,6 +279,7 @@ def _write_prediction(  # noqa: PLR0917
         for name, values in zip(("p10_ns", "p90_ns"), ends, strict=True):
             columns[name][costs.index[predicted]] = np.rint(values[predicted])
     annotated = graph.with_columns(**columns)
+    # Measured nodes were not predicted by any rule.
     details = details_of(annotated, costs, rules[:0] if unchanged else rules, interval)
     annotation = Annotation(target.name, model.name, source.name, details)
     note = (

@@ -92,6 +92,7 @@ def override_note(target: Gpu, rules: U8) -> tuple[str, ...]:
     counts = [(int((rules == rule).sum()), effect) for rule, effect in effects]
     sentences = [f"{count} of {len(rules)} nodes {effect}" for count, effect in counts if count]
     peaks = {figure for figure in target.changed if figure.endswith(("_tflops", "_tops"))}
+    # A description's peak rates are of the whole chip and do not follow from its SMs.
     if "sm_count" in target.changed and not peaks:
         sentences.append(
             "the peak rates stay, so each of more SMs gets a smaller part, and products and "
@@ -181,6 +182,7 @@ def predict_compute(
             record,
         )
     prediction = swap_kernels(step.resized, prediction, gpus, passes, model=model, record=record)
+    # A changed kernel has no measured time that the ratio could correct.
     return prediction, overrides._replace(known=overrides.known & ~prediction.changed)
 
 
@@ -264,6 +266,7 @@ def details_of(
     interval_entry: dict[str, Any] = {}
     if interval is not None:
         total_ns = int(graph.nodes.duration_ns[costs.index].sum())
+        # Inputs of other steps take other times, which no error of a model includes.
         interval = interval.widened(total_ns, graph.job.measurement.input_spread)
         interval_entry = {"interval": [interval.p10_ns, interval.p90_ns]}
     return {

@@ -129,6 +129,7 @@ def promote_types(tensors: list[Tensor], numbers: list[object] | None = None) ->
     """
     dimensioned = [tensor.type for tensor in tensors if tensor.shape]
     scalars = [tensor.type for tensor in tensors if not tensor.shape]
+    # As in torch.result_type, tensors with dimensions decide before those without.
     result = _widest(dimensioned or scalars)
     category = type_category(result)
     if dimensioned and scalars and type_category(_widest(scalars)) > category:
@@ -137,6 +138,7 @@ def promote_types(tensors: list[Tensor], numbers: list[object] | None = None) ->
         result = "float" if result == "double" else result
         category = type_category(result)
     for number in numbers or ():
+        # A Python float with an integer tensor gives torch's default dtype, float32.
         if isinstance(number, float) and category < _CATEGORIES.index("float"):
             return "float"
         if type(number) is int and category < _CATEGORIES.index("int"):
@@ -159,6 +161,7 @@ def broadcast(shapes: list[Shape]) -> Shape | None:
     """Return the shape that all shapes broadcast to; None if they do not broadcast."""
     reversed_shape: list[int] = []
     for place in range(max(map(len, shapes), default=0)):
+        # Sizes of 1 broadcast to any other.
         sizes = {shape[-1 - place] for shape in shapes if place < len(shape)} - {1}
         if len(sizes) > 1:
             return None

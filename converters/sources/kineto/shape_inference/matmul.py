@@ -28,6 +28,7 @@ def _product(first: int, second: int, *, types: int | None = None, name: str = "
         batch = broadcast([left.shape[:-2], right.shape[:-2]])
         if batch is None or left.shape[-1] != right.shape[-2:][0]:
             return None
+        # A vector has no row or column, so its side is missing in the result.
         sizes = (*batch, *left.shape[-2:-1], *right.shape[-1:][: len(right.shape) - 1])
         dtype = name or left.type
         return (
@@ -56,6 +57,7 @@ def _grouped(inputs: Inputs) -> tuple[Result, ...] | None:
     if ranks == (2, 2):
         if offsets is None:
             return None
+        # One matrix per expert: each offset is the end of a group.
         return (Tensor((offsets.numel, left.shape[0], right.shape[1]), left.type),)
     if ranks in ((2, 3), (3, 2)):
         return (Tensor((left.shape[-2], right.shape[-1]), left.type),)

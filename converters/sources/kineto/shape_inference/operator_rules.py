@@ -124,6 +124,7 @@ def _pad(inputs: Inputs) -> tuple[Result, ...] | None:
         return None
     shape = list(operand.shape)
     for place in range(len(pads) // 2):
+        # Pads start from the last dimension, before and after it.
         shape[-1 - place] += pads[2 * place] + pads[2 * place + 1]
     return (Tensor(tuple(shape), operand.type),) if min(shape) >= 0 else None
 
@@ -167,6 +168,7 @@ def _reduced_shape(shape: Shape, dims: list[int] | None, *, keep: bool) -> Shape
     rank = len(shape)
     if any(not -max(rank, 1) <= dim < max(rank, 1) for dim in dims or ()):
         return None
+    # Negative dimensions count from the end.
     reduced = {dim % rank for dim in dims} if dims and rank else set(range(rank))
     sizes = [1 if at in reduced else size for at, size in enumerate(shape)]
     return tuple(size for at, size in enumerate(sizes) if keep or at not in reduced)
