@@ -50,6 +50,7 @@ def without_placeholders(node: I64, caller: I64, marks: I64) -> I64:
     if not len(first):
         return caller
     order = np.argsort(first, kind="stable")
+    # Ranges of two threads can overlap, so the end is that of any range before.
     end = np.maximum.accumulate(last[order])
     place = np.searchsorted(first[order], caller) - 1  # the last range that begins before
     return np.where((place >= 0) & (caller < end[place]), node.min(), caller)
@@ -96,6 +97,7 @@ def check_callers(path: Path, node: I64, caller: I64) -> int:
             "was cut, or its nodes changed",
             code="et-missing-caller",
         )
+    # A node without a caller is its own, like the root.
     above = np.where(absent, np.arange(len(ids)), order[place])
     climbed = above
     # Each round climbs twice as far, so log2(n) rounds reach the root of the longest chain.
@@ -153,6 +155,7 @@ def load_execution_trace(
     callers: list[I64] = []
     marks: list[int] = []
     for part in ArrayFile(path, "nodes", kind, expected):
+        # An empty file has one part, whose columns have the right types.
         if part.nodes or not parts:
             parts.append(_part(path, part.nodes, strings, keep))
             callers.append(_callers(path, part.nodes))
@@ -181,12 +184,15 @@ def _drop_contiguous(operands: I32, strings: StringTable) -> None:
     shapes, strides = operands[_SHAPES], operands[_STRIDES]
     rows = np.flatnonzero(strides)
     pairs, place = np.unique(
-        shapes[rows].astype(np.int64) << 32 | strides[rows], return_inverse=True
+        # Pairs of 32-bit codes as one number; a trace has few distinct ones.
+        shapes[rows].astype(np.int64) << 32 | strides[rows],
+        return_inverse=True,
     )
     contiguous = [
         _are_contiguous(*(_decoded(strings[code]) for code in (pair >> 32, pair & 0xFFFFFFFF)))
         for pair in pairs.tolist()
     ]
+    # Most inputs are contiguous, and a graph needs strides of the others only.
     strides[rows[np.array(contiguous, dtype=np.bool_)[place]]] = 0
 
 

@@ -87,6 +87,7 @@ class ArrayFile(Generic[_T]):
 
     def _open(self) -> BinaryIO:
         with self._path.open("rb") as file:
+            # By its first bytes, since a compressed trace may be called .json.
             zipped = file.read(2) == b"\x1f\x8b"
         return gzip.open(self._path) if zipped else self._path.open("rb")  # type: ignore[return-value]
 
@@ -108,6 +109,7 @@ class ArrayFile(Generic[_T]):
                 # memory.
                 if len(text) > _LONGEST_HEAD:
                     raise self._malformed(f"no element ends within {len(text)} bytes")
+                # Doubled, so that a long element is parsed a few times and not once per piece.
                 wanted = 2 * len(text)
                 continue
             yield part
@@ -145,6 +147,8 @@ class ArrayFile(Generic[_T]):
         An element begins as the first one does, with the same key: other objects seldom do.
         """
         begins = _OBJECT.match(text)
+        # The first element's beginning seldom occurs inside another one; any brace is the second
+        # choice.
         for opening in (begins.group().strip(), b"{") if begins else (b"{",):
             end = len(text)
             for _ in range(_TRIES):

@@ -314,6 +314,7 @@ def load_kineto(
             devices += part.device_properties
         read = read_distributed(part.distributed)
         lost_run |= read is None and bool(bytes(part.distributed))
+        # A part without the field must not replace the one that has it.
         distributed = read or distributed
     # Kineto shortens long lists of ranks in a call with `...`; `distributedInfo` has them whole.
     # Groups that the script does not describe are all called `undefined`, so the name is the key.
@@ -366,6 +367,7 @@ def _group_by_kind(events: Iterable[Event], unread: Counter[str]) -> dict[str, l
             groups["memory"].append(event)
         elif take := takes.get(event.cat):
             take(event)
+        # Other phases (flows, metadata) have no duration and are never work.
         elif event.ph == "X":
             unread[event.cat] += 1
     groups["host"] = [event for event in groups["host"] if event.ph == "X"]
@@ -498,6 +500,7 @@ def _earlier_work_ns(trace: KinetoTrace, step: ProfilerStep) -> int:
     running = (launched_ns < step.start_ns) & (end > step.start_ns)
     begin, end = np.maximum(gpu.start_ns[running], step.start_ns), end[running]
     order = np.argsort(begin)
+    # Operations of several streams overlap, and their time counts once.
     begin, end = begin[order], np.maximum.accumulate(end[order])
     before = np.concatenate([begin[:1], end[:-1]])
     return int(np.maximum(end - np.maximum(begin, before), 0).sum())

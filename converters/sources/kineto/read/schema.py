@@ -247,6 +247,7 @@ def last_of(keys: I64, wanted: I64, usable: Mask | None = None) -> I64:
     places = np.arange(len(keys)) if usable is None else np.flatnonzero(usable)
     if not len(places):
         return np.full(len(wanted), -1)
+    # Stable, so that the last of equal keys is the last in the file.
     order = places[np.argsort(keys[places], kind="stable")]
     at = np.searchsorted(keys[order], wanted, side="right") - 1
     last = order[np.maximum(at, 0)]
