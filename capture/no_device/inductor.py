@@ -8,6 +8,7 @@ are, and a launch of a kernel records the kernel's name and what it reads and wr
 """
 
 import contextlib
+import functools
 import re
 import sys
 from collections import Counter
@@ -106,8 +107,8 @@ class InductorOnShapes:
         this module cannot compile into an error of the script.
         """
         if model is None:
-            return lambda model: self._compiled(
-                model, backend=backend, disable=disable, dynamic=dynamic
+            return functools.partial(
+                self._compiled, backend=backend, disable=disable, dynamic=dynamic
             )
         if disable:
             return model
