@@ -11,6 +11,7 @@ import hashlib
 import importlib
 import multiprocessing
 import os
+import socket
 import sys
 import traceback
 import typing
@@ -29,6 +30,9 @@ from onerank.capture.isolation import end_process, sigterm_interrupts, unseen_by
 from onerank.ir.errors import OneRankError, first_line
 from onerank.ir.output_files import remove_abandoned, replace_file
 from onerank.plan.layouts import PlanError
+
+# Time in which a Ray cluster has to answer, in seconds.
+_ANSWER_S = 10
 
 ATTEMPTS = 2
 """Processes that may die of a task before the plan fails."""
@@ -381,9 +385,14 @@ class RayCluster:
             ) from error
         if ray.is_initialized():
             return ray
-        hidden = [".*", "__pycache__", *self._excluded()]
-        environment = {"working_dir": str(self.directory), "excludes": hidden}
+        # The pattern ".*" would match the directory itself.
+        excluded = [".git", ".venv", "__pycache__", *self._excluded()]
+        environment = {"working_dir": str(self.directory), "excludes": excluded}
         try:
+            # Ray itself waits for minutes for a cluster that does not answer.
+            host, _, port = (self.address or "").removeprefix("ray://").rpartition(":")
+            if port.isdecimal():
+                socket.create_connection((host, int(port)), timeout=_ANSWER_S).close()
             ray.init(address=self.address, runtime_env=environment, log_to_driver=False)
         except (OSError, ValueError, RuntimeError) as error:
             raise PlanError(
