@@ -78,7 +78,7 @@ def main() -> None:
         for task in plan_captures(JOB, [each], LAYERS):
             captures[task.key] = capture_stage(*task.arguments)
         start = time.process_time()
-        result = evaluate(JOB, [each], LAYERS, captures)
+        result = evaluate(captures, JOB, [each], LAYERS)
         spent = time.process_time() - start
         if result["dropped"]:
             print(f"{each!s:62}{result['dropped'][0]['code']}", flush=True)

@@ -114,7 +114,7 @@ def _executor(config: "PlanConfig", options: PlanOptions, store: Path) -> "Execu
     from onerank.plan.tasks import LocalPool, RayCluster
 
     if options.ray is None:
-        workers = options.workers or len(os.sched_getaffinity(0))
+        workers = options.workers or os.cpu_count() or 1
         return LocalPool(workers, config.directory, PRELOAD)
     if options.workers is not None:
         raise click.UsageError("--workers is of this machine; Ray decides on its workers")
