@@ -50,6 +50,8 @@ from onerank.ir.chakra.metadata import SCHEMA, SECTIONS
 from onerank.ir.enums import Collective, Reason
 from onerank.ir.job import Job
 from onerank.ir.nodes import Nodes
+from onerank.plan.job_replay import JobReplay
+from onerank.plan.make_plan import PlanRecord
 
 DIRECTORY = Path(__file__).parents[1] / "docs" / "reference"
 
@@ -155,6 +157,7 @@ PRINTED: Mapping[str, tuple[type, str]] = {
     "onerank bench show": (StoredOperator, "A list, one record per operator and data type."),
     "onerank show --granularity": (Part, "A list, one record per layer, sub-module or kernel."),
     "onerank replay": (Replay, "One record."),
+    "onerank replay --cluster": (JobReplay, "One record."),
     "onerank diff": (Difference, "One record."),
     "onerank memory": (MemoryReport, "One record."),
     "onerank energy": (EnergyReport, "One record."),
@@ -162,6 +165,7 @@ PRINTED: Mapping[str, tuple[type, str]] = {
     "onerank export astra-sim": (AstraSimExport, "One record."),
     "onerank export simai": (SimaiExport, "One record."),
     "onerank export goal": (GoalExport, "One record."),
+    "onerank plan": (PlanRecord, "One record."),
     "onerank check": (Finding, "A list, one record per finding."),
 }
 """Command -> the record that it prints with `--json`, and how many of them, in help's order."""

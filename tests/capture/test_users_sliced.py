@@ -1,5 +1,6 @@
 """Users' scripts whose models are sliced: what they do with weights and with parts of a model."""
 
+import re
 import textwrap
 
 import pytest
@@ -116,7 +117,8 @@ def test_matrices_that_are_updated_slice_by_slice_are_told(tmp_path):
         "SGD(model.parameters())", "Muon([p for p in model.parameters() if p.ndim > 1])"
     )
     notes = run(tmp_path, script, World.of(tp=2)).job.measurement.notes
-    assert any(note.startswith("Muon does not update element by element") for note in notes)
+    # Optimizers of scripts before, which nothing has collected yet, stand in the note too.
+    assert any(re.match(r"[\w, ]*Muon does not update element by element", n) for n in notes)
 
 
 TRUNK_AND_HEAD = """

@@ -30,6 +30,8 @@ REFUSED = {
     ("annotate", *H100, "--explain", 139, "--fuse", "elementwise", "gpu.et"): "explain-with-passes",
     ("show", "gpu.et", "--text", "--granularity", "layer"): "show-two-forms",
     ("show", "pipe"): "input-no-file",
+    ("replay", "."): "replay-directory",
+    ("replay", ".", "--cluster", "gpu.et", "--busbw-gb-s", 9): "replay-cluster-alone",
     ("report", "gpu.et", "gpu.et", "gpu.et", "-o", "r.html"): "report-trace-count",
     ("predict", "rows.csv", *H100, "--m", 8): "predict-file-and-sizes",
     ("export", "goal", "gpu.et", "-o", "g", "--schedule", "1f1b"): "export-schedule-micro-batches",

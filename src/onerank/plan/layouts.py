@@ -90,7 +90,13 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """A predicted figure with its 80% interval."""
+    """A predicted figure with its 80% interval.
+
+    Attributes:
+        value: the figure.
+        low: lower end of the interval.
+        high: upper end of the interval.
+    """
 
     value: float
     low: float

@@ -41,6 +41,34 @@ class Plan:
         """All outcomes, those that fit first."""
         return self.fitting + self.misfits
 
+    def record(self) -> "PlanRecord":
+        """Return what `onerank plan --json` prints."""
+        cluster = self.config.job.cluster
+        return PlanRecord(
+            cluster.gpu, cluster.gpus, self.layers, self.fitting, self.misfits, self.dropped
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRecord:
+    """The layouts of a job on a cluster.
+
+    Attributes:
+        gpu: the cluster's GPU.
+        gpus: number of its GPUs.
+        layers: layers of the model.
+        fitting: outcomes that fit into memory, by step time.
+        misfits: outcomes that do not, by the bytes that are missing.
+        dropped: combinations that are no layout.
+    """
+
+    gpu: str
+    gpus: int
+    layers: int
+    fitting: tuple[Outcome, ...]
+    misfits: tuple[Outcome, ...]
+    dropped: tuple[Dropped, ...]
+
 
 def make_plan(config: PlanConfig, store: Store, executor: Executor, progress: Progress) -> Plan:
     """Return the plan of a configuration.

@@ -180,13 +180,11 @@ def test_what_happens_before_the_first_step_is_reported(tmp_path, monkeypatch):
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
-@pytest.mark.parametrize(
-    ("data", "code"), [("cpu", "script-raised"), ("meta", "script-meta-model")]
-)
-def test_a_model_on_the_meta_device_is_refused_with_advice(tmp_path, data, code):
+@pytest.mark.parametrize("data", ["cpu", "meta"])
+def test_a_model_on_the_meta_device_is_refused_with_advice(tmp_path, data):
     script = tmp_path / "train.py"
     text = LARGE.replace("Linear(8, 8)", "Linear(8, 8, device='meta')")
     script.write_text(text.replace("randn(4, 8)", f"randn(4, 8, device='{data}')"))
-    with raises_code(code, ScriptError) as info:
+    with raises_code("script-meta-model", ScriptError) as info:
         capture(script, [], Options(windows=WindowPlan(1, 1)))
     assert "model.to_empty(device=...)" in str(info.value)

@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING, Any, cast
 import click
 import msgspec
 
-from onerank.cli.common import INPUT, OUTPUT_DIRECTORY, as_json, reports_errors
+from onerank.cli.common import (
+    INPUT,
+    OUTPUT_DIRECTORY,
+    UsageError,
+    as_json,
+    reports_errors,
+)
 from onerank.cli.dataclass_to_click import SIZE, option, with_options
 from onerank.cli.terminal import advancing_parts, counted, lines, print_json, say, table
 from onerank.display import size
@@ -96,7 +102,7 @@ def plan(config: Path, options: PlanOptions, as_json: bool) -> None:
             raise
     commands = _write(made, output, options.rows, library)
     if as_json:
-        print_json(_record(made))
+        print_json(made.record())
     else:
         render_plan(made, options.rows, str(config))
         lines(
@@ -117,7 +123,10 @@ def _executor(config: "PlanConfig", options: PlanOptions, store: Path) -> "Execu
         workers = options.workers or os.cpu_count() or 1
         return LocalPool(workers, config.directory, PRELOAD)
     if options.workers is not None:
-        raise click.UsageError("--workers is of this machine; Ray decides on its workers")
+        raise UsageError(
+            "--workers counts processes of this machine; Ray decides on its workers",
+            code="plan-workers-ray",
+        )
     address = None if options.ray == THIS_MACHINE else options.ray
     return RayCluster(config.directory, address, (store, options.output))
 
@@ -270,7 +279,7 @@ def _write(made: "Plan", output: Path, rows: int, library: str) -> int:
     content = {
         **{commands / name: text for name, text in scripts.items()},
         output / "plan.csv": _csv(made),
-        output / "plan.json": msgspec.json.format(msgspec.json.encode(_record(made))).decode(),
+        output / "plan.json": msgspec.json.format(msgspec.json.encode(made.record())).decode(),
         output / "pareto.html": page,
     }
     with contextlib.ExitStack() as stack:
@@ -285,18 +294,6 @@ def _script(made: "Plan", outcome: "Outcome") -> str:
     commands = "\n".join(outcome.commands)
     head = f"# {outcome.layout}\n# Run it in the directory of {made.config.path.name}."
     return f"{head}\nset -e\n{commands}\n"
-
-
-def _record(made: "Plan") -> dict[str, Any]:
-    """Return the plan as data: rows by step time, those that do not fit, those dropped."""
-    return {
-        "gpu": made.config.job.cluster.gpu,
-        "gpus": made.config.job.cluster.gpus,
-        "layers": made.layers,
-        "fitting": made.fitting,
-        "misfits": made.misfits,
-        "dropped": made.dropped,
-    }
 
 
 def _csv(made: "Plan") -> str:

@@ -166,7 +166,10 @@ def replay(trace: Path, options: ReplayOptions, as_json: bool) -> None:
         _replay_job(trace, options.cluster, options, as_json=as_json)
         return
     if trace.is_dir():
-        raise click.UsageError(f"{trace} is a directory; with --cluster its traces are one job")
+        raise UsageError(
+            f"{trace} is a directory; with --cluster its traces are one job",
+            code="replay-directory",
+        )
     import onerank as package
     from onerank.analysis.step_time import with_communication
     from onerank.ir.replay import schedule
@@ -199,7 +202,9 @@ def _replay_job(trace: Path, cluster: Path, options: ReplayOptions, *, as_json: 
     from onerank.plan.job_replay import replay_job
 
     if options.busbw_gb_s is not None or options.perfetto is not None:
-        raise click.UsageError("with --cluster leave out --busbw-gb-s and --perfetto")
+        raise UsageError(
+            "with --cluster leave out --busbw-gb-s and --perfetto", code="replay-cluster-alone"
+        )
     described = read_cluster(cluster)
     network = network_of(described, load_gpu(described.gpu))
     seen: set[str] = set()
