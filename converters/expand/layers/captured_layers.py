@@ -175,10 +175,12 @@ def find_layers(graph: Graph, module: str, layers: int) -> LayeredGraph:
     nodes = graph.nodes
     # Gradient reductions overlap the operators of their thread; in its lane they would delay them.
     concurrent = _concurrent_calls(graph)
+    # Without a device operators are on streams and nothing launches them: threads order them.
+    launched_from_host = bool((nodes.stream == UNKNOWN).any())
     for node in np.argsort(position).tolist():
         if concurrent[node]:
             lane = "concurrent", int(nodes.group[node])
-        elif nodes.stream[node] != UNKNOWN:
+        elif launched_from_host and nodes.stream[node] != UNKNOWN:
             lane = "stream", int(nodes.stream[node])
         else:
             lane = "thread", int(nodes.thread[node])

@@ -403,3 +403,17 @@ def test_attention_of_32_bits_is_memory_efficient(tmp_path):
     # five products of the same sizes after two
     forward = flops["aten::_efficient_attention_forward"]
     assert flops["aten::_efficient_attention_backward"] == 2.5 * forward > 0
+
+
+def test_fewer_layers_of_a_sharded_model_give_the_whole_capture(tmp_path):
+    options = ("--dp", 4, "--fsdp")
+    whole, deep = (
+        capture(EXAMPLES / "train_llama.py", tmp_path / name, *options, *more, args=("--layers", 4))
+        for name, more in (("whole.et", ()), ("deep.et", ("--capture-layers", "2,3")))
+    )
+    assert len(deep) == len(whole)
+    assert collectives(deep) == collectives(whole)
+    assert flops_by_operator(deep) == flops_by_operator(whole)
+    assert Counter(deep.nodes.stream.tolist()) == Counter(whole.nodes.stream.tolist())
+    peaks = [onerank.memory(graph).peak_bytes for graph in (deep, whole)]
+    assert peaks[0] == peaks[1]
