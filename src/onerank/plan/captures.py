@@ -128,7 +128,9 @@ def stage_sources(job: PlannedJob, layout: Layout, layers: int) -> tuple[StageSo
     Raises:
         PlanError: the model has fewer layers than the pipeline stages.
     """
-    arguments = arguments_of(job, layout, CAPTURED_MICRO_BATCHES)
+    # A single micro-batch accumulates nothing: no gradient stands beside that of an earlier one.
+    captured = 1 if layout.micro_batches == 1 else CAPTURED_MICRO_BATCHES
+    arguments = arguments_of(job, layout, captured)
     # A gradient all-reduce moves the same bytes for every number of replicas.
     two = layout.sharding == "ddp" and layout.ep == 1
     dp = min(layout.dp, 2) if two else layout.dp

@@ -18,7 +18,8 @@ def commands_of(job: PlannedJob, layout: Layout, layers: int) -> tuple[str, ...]
     name = _directory(layout)
     gpu = shlex.quote(job.cluster.gpu)
     pipelined = layout.pp > 1
-    micro_batches = CAPTURED_MICRO_BATCHES if pipelined else layout.micro_batches
+    several = pipelined and layout.micro_batches > 1
+    micro_batches = CAPTURED_MICRO_BATCHES if several else layout.micro_batches
     axes = {"tp": layout.tp, "cp": layout.cp, "pp": layout.stages, "ep": layout.ep,
             "dp": layout.dp}  # fmt: skip
     options = [f"--{axis} {size}" for axis, size in axes.items() if size > 1]
