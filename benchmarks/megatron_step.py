@@ -30,10 +30,11 @@ SCRIPT = Path(__file__).parent / "jobs" / "megatron_gpt.py"
 VOCABULARY = 50257
 NODE = 8  # GPUs
 
-# What a collective costs that overlaps with products, as a share of its own time alone. On H200s, a
-# product of 4096 x 14336 x 4096 takes 690 us alone and 850 to 920 us during collectives of 512 MiB,
-# which take 1.55 to 1.8 times as long during products (collectives_under_load.py, 2026-11-22): the
-# products lose 0.32 to 0.44 of the collective's time, in six lines of two hosts.
+# Time that products lose to a collective that overlaps them, as a share of the time that the
+# collective takes without products. On H200s, a product of 4096 x 14336 x 4096 takes 690 us, and
+# 850 to 920 us during collectives of 512 MiB, which take 1.55 to 1.8 times as long during products
+# (collectives_under_load.py, 2026-11-22). So products lose 0.32 to 0.44 of the collective's time,
+# in six lines of two hosts.
 SLOWED = 0.38
 
 

@@ -257,7 +257,7 @@ def op_class(op: str, kernel_name: str = "", kind: Kind = Kind.KERNEL) -> OpClas
         return OpClass.MEMSET
     known = _of_operator(op)
     # A view launches nothing, so a kernel under one was launched by
-    # something that the trace does not name; its own name tells more.
+    # something that the trace does not name; the kernel's name says more.
     if kind == Kind.KERNEL and known in (OpClass.UNKNOWN, OpClass.NOTHING):
         return _of_kernel(kernel_name)
     if known is OpClass.UNKNOWN and "::" not in op:

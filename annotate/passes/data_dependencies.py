@@ -382,7 +382,7 @@ class _DependencyWalk:
 
     def _add_call(self, call: int, access: MemoryAccess) -> None:
         dependencies = self._dependencies.of[call] = CallDependencies()
-        # Before conflicts are looked up: a use of memory that was reused since is none.
+        # First, because an earlier use of memory that was freed and reused since is no conflict.
         self._drop_old_uses(call, access)
         for use, writes in self._conflicts(call, access):
             (dependencies.calls if self._communicates[use.node] else dependencies.compute).add(

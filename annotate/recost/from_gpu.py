@@ -209,7 +209,7 @@ def _replace_weaker_predictions(
 def _can_look_up(prediction: ComputePrediction, passes: PassOptions) -> Mask:
     """Return the nodes that keep their captured dtype and attention kernel, bool[n]."""
     kernels = prediction.kernels
-    # Rows are of the kernel that ran; another dtype or attention kernel is none of theirs.
+    # The rows of a database hold the kernel that ran, not one of another dtype or attention kernel.
     swapped_attention = (kernels.attention[:, 0] > 0)[kernels.call] & (passes.attention != "usual")
     return ~membership_mask(prediction.rules, [*AS_MEASURED, Rule.RETYPED]) & ~swapped_attention
 

@@ -155,7 +155,7 @@ def _priority_order(gpu: EmulatedGpu) -> list[SDPBackend]:
     numbers: list[int] = _torch._C._get_sdp_priority_order()
     order = [backend for backend in map(SDPBackend, numbers) if backend in _BACKENDS]
     cudnn = SDPBackend.CUDNN_ATTENTION
-    # A script that sets an order gets it; torch itself moves cuDNN to the front of its own.
+    # torch keeps an order that the script sets, and moves cuDNN to the front of the default order.
     preferred = gpu.capability in _CUDNN_CAPABILITIES and not _cudnn_is_deprioritized()
     if order == _DEFAULT_ORDER and preferred:
         order = [cudnn, *(backend for backend in order if backend != cudnn)]

@@ -119,7 +119,7 @@ class StreamWait:
     """A stream waits for what another one was given before.
 
     Attributes:
-        tick: when it was told to.
+        tick: when the wait was issued.
         stream: number of the stream that waits.
         awaited: number of the stream that it waits for.
         until: tick before which the awaited operators began.
