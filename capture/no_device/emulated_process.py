@@ -4,6 +4,7 @@ import contextlib
 import functools
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,9 @@ class EmulatedProcess:
             return storages.address_of_storage(storage) or storage_address(storage)
 
         with contextlib.ExitStack() as stack:
+            # torch warns when Dynamo asks for the address of a fake storage that has none.
+            stack.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             for context in (
                 emulated_cuda(self.gpu, self.log),
                 choose_attention(self.gpu),

@@ -9,6 +9,7 @@ are, and a launch of a kernel records the kernel's name and what it reads and wr
 
 import contextlib
 import functools
+import importlib
 import re
 import sys
 from collections import Counter
@@ -75,12 +76,16 @@ class InductorOnShapes:
         self.eager: dict[str, None] = {}
         self._operators = operators
         self._compile = torch.compile
+        self._settings = contextlib.ExitStack()
+        self._failed_before = 0
 
     @contextlib.contextmanager
     def installed(self) -> Generator[None]:
         """Let `torch.compile` and Inductor run without a GPU, while the context lasts."""
         triton = "torch._inductor.codegen.triton"
+        self._failed_before = _failed_frames()
         with (
+            self._settings,
             patched("torch", {"compile": self._compiled}),
             after_import(_INTERFACE, _interface),
             after_import("torch._inductor.scheduler", _scheduler),
@@ -115,8 +120,16 @@ class InductorOnShapes:
         if backend != "inductor":
             self.eager[str(backend)] = None
             return model
-        _configure()
+        self._configure()
         return self._compile(model, backend="inductor", dynamic=dynamic)
+
+    def _configure(self) -> None:
+        """Set what Dynamo and Inductor do, which the script may have set otherwise."""
+        dynamo: Any = importlib.import_module("torch._dynamo.config")
+        inductor: Any = importlib.import_module("torch._inductor.config")
+        # What neither can compile runs eager, as `notes` says.
+        self._settings.enter_context(dynamo.patch(suppress_errors=True))
+        self._settings.enter_context(inductor.patch(_SETTINGS))
 
     def _kernels(self) -> contextlib.AbstractContextManager[None]:
         """Let generated kernels be recorded in the place of compiling them."""
@@ -148,6 +161,11 @@ class InductorOnShapes:
                 f"{self.graphs} graphs were compiled by Inductor as scheduled for this GPU, "
                 "without tuning: products run in cuBLAS"
             )
+        if failed := _failed_frames() - self._failed_before:
+            notes.append(
+                "functions under torch.compile that Dynamo or Inductor could not compile, so that "
+                f"they were captured eager: {failed}"
+            )
         if self.eager:
             notes.append(
                 f"code compiled by the backend {', '.join(self.eager)} was captured eager: what "
@@ -156,18 +174,11 @@ class InductorOnShapes:
         return notes
 
 
-def _configure() -> None:
-    """Set what Dynamo and Inductor do, which the script may have set otherwise."""
-    import torch._dynamo.config as dynamo
-    import torch._inductor.config as inductor
-
-    dynamo.suppress_errors = True
-    for name, value in _SETTINGS.items():
-        owner: Any = inductor
-        *parents, last = name.split(".")
-        for parent in parents:
-            owner = getattr(owner, parent)
-        setattr(owner, last, value)
+def _failed_frames() -> int:
+    """Return how many functions of this process Dynamo or Inductor could not compile."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    frames = dynamo.counters["frames"] if dynamo is not None else {}
+    return frames.get("total", 0) - frames.get("ok", 0)
 
 
 def _interface() -> contextlib.AbstractContextManager[None]:
