@@ -18,35 +18,27 @@ import torch
 from harness import parser_of
 
 from onerank.plan.captures import capture_stage, plan_captures
-from onerank.plan.cluster import Cluster, Link, Model, PlannedJob
+from onerank.plan.config import read_config
 from onerank.plan.evaluate import evaluate
-from onerank.plan.layouts import Choices, Layout
+from onerank.plan.layouts import Layout
 
-SCRIPT = Path(__file__).parent.parent / "examples" / "train_llama.py"
+SCRIPT = Path(__file__).resolve().parent.parent / "examples" / "train_llama.py"
 LAYERS = 16
-CONFIG = """
+CONFIG = f"""
 [model]
-script = "train.py"
+script = "{SCRIPT}"
+arguments = ["--shape", "8b", "--layers", "{LAYERS}", "--seq", "{{seq}}",
+             "--batch", "{{micro_batch}}", "--accumulate", "{{micro_batches}}"]
 [cluster]
 gpu = "H100"
 nodes = 2
 gpus_per_node = 4
-intra_node = { busbw_gb_per_s = 300, latency_us = 10 }
-inter_node = { busbw_gb_per_s = 45, latency_us = 25 }
+intra_node = {{ busbw_gb_per_s = 300, latency_us = 10 }}
+inter_node = {{ busbw_gb_per_s = 45, latency_us = 25 }}
 [job]
 global_batch = 16
 seq = 1024
 """
-JOB = PlannedJob(
-    Model(
-        SCRIPT,
-        ("--shape", "8b", "--layers", str(LAYERS), "--seq", "{seq}", "--batch", "{micro_batch}",
-         "--accumulate", "{micro_batches}"),
-    ),
-    Cluster("H100", 2, 4, Link(300, 10), Link(45, 25)),
-    16,
-    Choices(seq=(1024,)),
-)  # fmt: skip
 
 
 def layout(pp: int, dp: int, schedule: str, sharding: str) -> Layout:
@@ -68,17 +60,19 @@ def main() -> None:
     parser.add_argument("directory", type=Path)
     directory: Path = parser.parse_args().directory
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "plan.toml").write_text(CONFIG)
+    config = directory / "plan.toml"
+    config.write_text(CONFIG)
+    job = read_config(config).job
     print(f"{datetime.now(UTC):%Y-%m-%d}, {os.cpu_count()} cores; torch {torch.__version__}")
     print((__doc__ or "").split("\n\n", 2)[2])
     columns = f"{'row':>10}{'commands':>10}{'error':>9}"
     print(f"{'':62}{'step, ms':^29}{'peak memory, GB':^29}\n{'':62}{columns}{columns}", flush=True)
     for each in LAYOUTS:
         captures = {}
-        for task in plan_captures(JOB, [each], LAYERS):
+        for task in plan_captures(job, [each], LAYERS):
             captures[task.key] = capture_stage(*task.arguments)
         start = time.process_time()
-        result = evaluate(captures, JOB, [each], LAYERS)
+        result = evaluate(captures, job, [each], LAYERS)
         spent = time.process_time() - start
         if result["dropped"]:
             print(f"{each!s:62}{result['dropped'][0]['code']}", flush=True)

@@ -17,9 +17,9 @@ from pathlib import Path
 import msgspec
 from harness import parser_of
 
-from onerank.plan.captures import TRAIN_MODEL, plan_captures
-from onerank.plan.cluster import Cluster, Link, Model, PlannedJob
-from onerank.plan.layouts import Choices, enumerate_layouts
+from onerank.plan.captures import plan_captures
+from onerank.plan.config import read_config
+from onerank.plan.layouts import enumerate_layouts
 
 MODEL = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 8192,
@@ -60,11 +60,10 @@ def main() -> None:
     (directory / "config.json").write_bytes(msgspec.json.encode(MODEL))
     (directory / "plan.toml").write_text(CONFIG)
     print(f"{datetime.now(UTC):%Y-%m-%d}, {os.cpu_count()} cores, Python {sys.version.split()[0]}")
-    choices = Choices(seq=(SEQ,), **{name: tuple(values) for name, values in VARY.items()})
-    placeholders = ("config.json", "{seq}", "{micro_batch}", "{micro_batches}", "{recompute}")
-    cluster = Cluster("H100", 64, 8, Link(370, 10), Link(45, 25))
-    job = PlannedJob(Model(TRAIN_MODEL, placeholders), cluster, GLOBAL_BATCH, choices)
-    layouts, dropped = enumerate_layouts(choices, gpus=cluster.gpus, global_batch=GLOBAL_BATCH)
+    job = read_config(directory / "plan.toml").job
+    layouts, dropped = enumerate_layouts(
+        job.choices, gpus=job.cluster.gpus, global_batch=job.global_batch
+    )
     captures = plan_captures(job, layouts, int(str(MODEL["num_hidden_layers"])))
     print(f"{len(layouts)} layouts from {len(captures)} captures; {len(dropped)} dropped")
     if options.count:

@@ -119,6 +119,13 @@ def _added_ns(graph: Graph, index: I64, factor: F64) -> int:
     return int((np.rint(before * factor) - before).sum())
 
 
+def lacking_figures(target: Gpu) -> list[str]:
+    """Return the figures that the pass needs and a GPU's description lacks."""
+    return [
+        name for name in ("nvlink_active_w", "tdp_w", "idle_w") if getattr(target, name) is None
+    ]
+
+
 def _check(graph: Graph, target: Gpu) -> None:
     names = [graph.strings[code].casefold() for code in _call_names(graph)]
     if not names:
@@ -133,10 +140,7 @@ def _check(graph: Graph, target: Gpu) -> None:
             "  leave out `--nvlink-active`",
             code="nvlink-already-active",
         )
-    lacking = [
-        name for name in ("nvlink_active_w", "tdp_w", "idle_w") if getattr(target, name) is None
-    ]
-    if lacking:
+    if lacking := lacking_figures(target):
         settings = " ".join(f"--override {name}=WATTS" for name in lacking)
         raise AnnotateError(
             f"the description of {target.name} lacks {' and '.join(lacking)}\n  give "

@@ -1,9 +1,9 @@
 """The captures without a device that layouts need: as few as differ.
 
 Work of a stage depends on the axes within a replica, the micro-batch and the kind of the stage:
-first, inner, last, or a whole model. Stages of a deep model are captured
-with 2 and with 4 layers, as by `capture run --capture-layers 2,4`, once for all depths. Schedules
-share captures.
+first, inner, last, or a whole model. A deep stage is captured with 2 and with 4 layers, once for
+all depths, as `capture run --capture-layers 2,4` does. Schedules share captures. Shards have other
+sizes for each number of replicas, so each needs its own captures; only DDP shares them.
 """
 
 import ast
@@ -128,7 +128,7 @@ def stage_sources(job: PlannedJob, layout: Layout, layers: int) -> tuple[StageSo
     Raises:
         PlanError: the model has fewer layers than the pipeline stages.
     """
-    # A single micro-batch accumulates nothing: no gradient stands beside that of an earlier one.
+    # With one micro-batch nothing accumulates: a new gradient never coexists with an earlier one.
     captured = 1 if layout.micro_batches == 1 else CAPTURED_MICRO_BATCHES
     arguments = arguments_of(job, layout, captured)
     # A gradient all-reduce moves the same bytes for every number of replicas.

@@ -98,7 +98,7 @@ class Network:
         gpus_per_node: ranks of a node.
         intra_node: link within a node.
         inter_node: link of a GPU to other nodes.
-        capability: compute capability of the GPUs, for NCCL's latency.
+        capability: compute capability of the GPUs, for NCCL's latency; Hopper's if it is unknown.
         gpu: their name.
     """
 

@@ -13,6 +13,8 @@ from onerank.annotate import load_gpu
 from onerank.annotate.energy import PowerTimeline, report_energy
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.memory.memory_report import report_memory
+from onerank.annotate.models.power import coefficients_of, power_model
+from onerank.annotate.passes.nvlink_power import lacking_figures
 from onerank.converters.expand.layers import extrapolate
 from onerank.converters.expand.pipeline.schedules import FORWARD
 from onerank.converters.expand.pipeline.stages import Block
@@ -24,6 +26,7 @@ from onerank.plan.captures import (
     StageCapture,
     StageSource,
     capture_key,
+    keys_of,
     schedule_of,
     stage_sources,
 )
@@ -32,7 +35,7 @@ from onerank.plan.job_replay import step_of
 from onerank.plan.layouts import Dropped, Layout, Outcome, PlanError, Range
 from onerank.plan.pipeline_step import PipelineStep
 from onerank.plan.reproduction import commands_of
-from onerank.plan.stage_times import StageTimes, at_depth, memory_of, stage_times
+from onerank.plan.stage_times import Figures, StageTimes, at_depth, memory_of, stage_times
 from onerank.plan.tasks import Task, content_key
 
 _SIMULATED_PEAK_ERROR = 0.01
@@ -57,8 +60,7 @@ def plan_evaluations(job: PlannedJob, layouts: Sequence[Layout], layers: int) ->
         keys: dict[str, None] = {}
         for layout in batch:
             if layout.stages <= layers:
-                for source in stage_sources(job, layout, layers):
-                    keys |= dict.fromkeys(capture_key(job, each) for each in source.captures)
+                keys |= dict.fromkeys(keys_of(job, stage_sources(job, layout, layers)))
         tasks.append(
             Task(
                 content_key(job, batch, layers, [*keys]),
@@ -199,7 +201,9 @@ class _Evaluator:
                 raise PlanError(result["message"], code=result["code"])
             captured = _read(result["trace"])
             memory = report_memory(captured)
-            graph = onerank.recost(captured, self.job.cluster.gpu, nvlink_active=True)
+            # In the job the links are active; on one GPU there are none.
+            active = bool(captured.communication.any()) and not lacking_figures(self.gpu)
+            graph = onerank.recost(captured, self.job.cluster.gpu, nvlink_active=active)
             energy_uj, factors = _energy(graph, self.gpu)
             reserved = memory.simulated_reserved_bytes or memory.peak_bytes
             self.costed[capture] = _Costed(
@@ -230,7 +234,8 @@ class _Evaluator:
         # model.
         forward = sum(stage.blocks[Block(FORWARD)].flops for stage in stages)
         model_flops = 3 * forward * layout.micro_batches * layout.gpus / layout.pp
-        peak_flops = self.gpu.peak_tensor_flops_per_s("bfloat16") or float("nan")
+        peak_flops = self.gpu.peak_tensor_flops_per_s("bfloat16")
+        energy_j = self._energy_j(layout, step, costed)
         price = self.job.cluster.price_per_gpu_hour
         hours = step_ns * (1 / 3.6e12)
         return Outcome(
@@ -238,25 +243,32 @@ class _Evaluator:
             gpus=layout.gpus,
             step_ns=step_ns,
             tokens_per_s_per_gpu=step_ns.per(tokens / layout.gpus * 1e9),
-            mfu=step_ns.per(model_flops / layout.gpus / peak_flops * 1e9),
+            mfu=step_ns.per(model_flops / layout.gpus / peak_flops * 1e9) if peak_flops else None,
             peak_bytes=peak_bytes,
             fits=peak <= capacity,
             over_bytes=max(0, round(peak - capacity)),
-            energy_j=self._energy_j(layout, step, costed),
+            energy_j=energy_j,
             money=None if price is None else hours * (price * layout.gpus),
             compute_ns=slowest.busy.compute_ns,
             exposed_communication_ns=slowest.busy.exposed_ns,
             bubble_ns=max(0.0, slowest.end_ns - slowest.busy.elapsed_ns),
-            commands=commands_of(self.job, layout, self.layers),
-            notes=_notes(self.job, stages, step_ns),
+            commands=commands_of(
+                self.job, layout, self.layers, links_active=not lacking_figures(self.gpu)
+            ),
+            notes=_notes(self.gpu, stages, layout),
         )
 
-    def _energy_j(self, layout: Layout, step: PipelineStep, costed: Sequence[_Costed]) -> Range:
-        """Return the energy of all GPUs: kernels, communication at base power, the rest idle."""
-        if any(each.energy_uj is None for each in costed):
-            return Range(float("nan"), float("nan"), float("nan"))
-        tdp_w, idle_w = self.gpu.tdp_w or 0.0, self.gpu.idle_w or 0.0
-        base_w = report_base(self.gpu) * tdp_w
+    def _energy_j(
+        self, layout: Layout, step: PipelineStep, costed: Sequence[_Costed]
+    ) -> Range | None:
+        """Return the energy of all GPUs: kernels, communication at base power, the rest idle.
+
+        None if the GPU's description lacks its power.
+        """
+        tdp_w, idle_w = self.gpu.tdp_w, self.gpu.idle_w
+        if tdp_w is None or idle_w is None:
+            return None
+        base_w = coefficients_of(self.gpu, power_model()).base * tdp_w
         total_ns = step.slowest.end_ns
         joules = 0.0
         for rank in step.ranks:
@@ -293,14 +305,7 @@ def _energy(graph: Graph, gpu: Gpu) -> tuple[I64 | None, tuple[float, float]]:
     return energy_uj, (report.step_low_uj / total, report.step_high_uj / total)
 
 
-def report_base(gpu: Gpu) -> float:
-    """Return the base power of a GPU as a share of its limit."""
-    from onerank.annotate.models.power import coefficients_of, power_model
-
-    return coefficients_of(gpu, power_model()).base
-
-
-def _step_range(step_ns: float, busy: Any, stages: Sequence[StageTimes]) -> Range:
+def _step_range(step_ns: float, busy: Figures, stages: Sequence[StageTimes]) -> Range:
     """Return the step with its interval.
 
     Compute, and the time in which a rank waits for the compute of others, scale with the interval
@@ -318,9 +323,13 @@ def _step_range(step_ns: float, busy: Any, stages: Sequence[StageTimes]) -> Rang
     return Range(step_ns, max(ends[0], 0.0), ends[1])
 
 
-def _notes(job: PlannedJob, stages: Sequence[StageTimes], step_ns: Range) -> tuple[str, ...]:
+def _notes(gpu: Gpu, stages: Sequence[StageTimes], layout: Layout) -> tuple[str, ...]:
     notes: list[str] = []
-    if stages[0].micro_batches == 1:
+    if lacking := lacking_figures(gpu):
+        notes.append(
+            f"the description of {gpu.name} lacks {', '.join(lacking)}: active links slow no kernel"
+        )
+    if stages[0].micro_batches == 1 and layout.micro_batches > 1:
         notes.append(
             "the script captures one micro-batch per step: with several, each would synchronise "
             "gradients; give it a {micro_batches} argument"

@@ -119,11 +119,12 @@ class Outcome:
         gpus: number of GPUs.
         step_ns: duration of a step.
         tokens_per_s_per_gpu: trained tokens per second and GPU.
-        mfu: FLOPs of the model, without recomputation, over the peak rate of the GPUs.
+        mfu: FLOPs of the model, without recomputation, over the peak rate of the GPUs in bfloat16;
+            None without that rate.
         peak_bytes: memory of the fullest rank.
         fits: whether that is within the memory of a GPU.
         over_bytes: missing bytes; 0 if it fits.
-        energy_j: energy of a step on all GPUs.
+        energy_j: energy of a step on all GPUs; None if the description of the GPU lacks its power.
         money: price of a step on all GPUs; None without a price.
         compute_ns: time in which the slowest rank computes.
         exposed_communication_ns: time in which it communicates and computes nothing.
@@ -136,11 +137,11 @@ class Outcome:
     gpus: int
     step_ns: Range
     tokens_per_s_per_gpu: Range
-    mfu: Range
+    mfu: Range | None
     peak_bytes: Range
     fits: bool
     over_bytes: int
-    energy_j: Range
+    energy_j: Range | None
     money: Range | None
     compute_ns: float
     exposed_communication_ns: float

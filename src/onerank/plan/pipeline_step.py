@@ -67,9 +67,9 @@ def pipeline_step(
     count = len(stages) // schedule.chunks
     actions = schedule.actions(count, micro_batches)
     numbers = [[schedule.stage(count, r, c) for c in range(schedule.chunks)] for r in range(count)]
-    rank_of = {stage: rank for rank, held in enumerate(numbers) for stage in held}
-    clock = [_sum(stages[n].blocks.get(Block(BEFORE), NO_FIGURES) for n in held).elapsed_ns
-             for held in numbers]  # fmt: skip
+    rank_of = {stage: rank for rank, of_rank in enumerate(numbers) for stage in of_rank}
+    clock = [_sum(stages[n].blocks.get(Block(BEFORE), NO_FIGURES) for n in of_rank).elapsed_ns
+             for of_rank in numbers]  # fmt: skip
     messages = _messages(stages, rank_of, message_ns)
     # When the activation or the gradient that a stage computes exists: (stage, micro-batch) -> ns.
     forward: dict[tuple[int, int], float] = {}
@@ -92,8 +92,7 @@ def pipeline_step(
                     arrival = None if ready is None else ready + messages[stage + 1][1]
                 if arrival is None:
                     break
-                source = 2 if micro_batch == micro_batches - 1 else min(micro_batch, 1)
-                key = stage, phase, source
+                key = stage, phase, _position(micro_batch, micro_batches)
                 if key not in elapsed:
                     figures = stages[stage].block(phase, micro_batch, micro_batches)
                     elapsed[key] = figures.elapsed_ns
@@ -113,6 +112,11 @@ def pipeline_step(
             for rank in range(count)
         )
     )
+
+
+def _position(micro_batch: int, micro_batches: int) -> int:
+    """Return 0 for the first micro-batch, 2 for the last, 1 for those between, which are equal."""
+    return 2 if micro_batch == micro_batches - 1 else min(micro_batch, 1)
 
 
 def _messages(
@@ -139,11 +143,10 @@ def _rank_step(
     after = _sum(chunk.blocks.get(block, NO_FIGURES) for chunk in chunks for block in outside[1:])
     calls = defaultdict[tuple[int, str, int], int](int)
     for phase, micro_batch, chunk in actions:
-        first_last = 2 if micro_batch == micro_batches - 1 else min(micro_batch, 1)
-        calls[chunk, phase, first_last] += 1
+        calls[chunk, phase, _position(micro_batch, micro_batches)] += 1
     busy = _sum(chunk.blocks.get(block, NO_FIGURES) for chunk in chunks for block in outside)
-    for (chunk, phase, first_last), times in calls.items():
-        micro_batch = (0, 1, micro_batches - 1)[first_last]
+    for (chunk, phase, position), times in calls.items():
+        micro_batch = (0, 1, micro_batches - 1)[position]
         busy += chunks[chunk].block(phase, micro_batch, micro_batches) * times
     activations = {n: round(chunk.activation_bytes) for n, chunk in enumerate(chunks)}
     peak = sum(chunk.start_bytes for chunk in chunks)

@@ -3,17 +3,20 @@
 import shlex
 
 from onerank.plan.captures import DEPTHS, arguments_of, stage_layers
-from onerank.plan.cluster import CAPTURED_MICRO_BATCHES, PlannedJob
+from onerank.plan.cluster import CAPTURED_MICRO_BATCHES, Cluster, PlannedJob
 from onerank.plan.layouts import Layout
 
 
-def commands_of(job: PlannedJob, layout: Layout, layers: int) -> tuple[str, ...]:
+def commands_of(
+    job: PlannedJob, layout: Layout, layers: int, *, links_active: bool
+) -> tuple[str, ...]:
     """Return shell commands: capture each stage, re-cost them, replay the step, export it.
 
     Args:
         job: the job.
         layout: the layout.
         layers: layers of the model.
+        links_active: whether the re-costing counts the power of active links.
     """
     name = _directory(layout)
     gpu = shlex.quote(job.cluster.gpu)
@@ -34,17 +37,23 @@ def commands_of(job: PlannedJob, layout: Layout, layers: int) -> tuple[str, ...]
     arguments = " ".join(map(shlex.quote, arguments_of(job, layout, micro_batches)))
     script = shlex.quote(str(job.model.script))
     schedule = f" --schedule {layout.schedule} --micro-batches {layout.micro_batches}"
-    cluster = job.cluster
-    return (
+    # One GPU has neither links nor other ranks, and the commands refuse options on these.
+    several_gpus = layout.gpus > 1
+    links = " --nvlink-active" if links_active and several_gpus else ""
+    options += ["--ranks distinct"] if several_gpus else []
+    commands = (
         f"mkdir -p {name} {name}.target",
-        f"capture run {script} --device none --like {gpu} {' '.join(options)} --ranks distinct "
+        f"capture run {script} --device none --like {gpu} {' '.join(options)} "
         f"-o {name}/trace.et -- {arguments}",
-        f"for t in {name}/*.et; do annotate --target {gpu} --nvlink-active $t "
+        f"for t in {name}/*.et; do annotate --target {gpu}{links} $t "
         f"-o {name}.target/$(basename $t); done",
         f"onerank replay {name}.target --cluster CONFIG{schedule}",
-        f"onerank export astra-sim {name}.target{schedule if pipelined else ''} "
-        f"--busbw-gb-s {_bandwidth(layout, cluster.gpus_per_node, cluster):g} -o {name}.astra-sim",
     )
+    export = (
+        f"onerank export astra-sim {name}.target{schedule if pipelined else ''} "
+        f"--busbw-gb-s {_bandwidth(layout, job.cluster):g} -o {name}.astra-sim"
+    )
+    return (*commands, export) if several_gpus else commands
 
 
 def _directory(layout: Layout) -> str:
@@ -54,11 +63,8 @@ def _directory(layout: Layout) -> str:
     return "-".join(parts) + ("-sp" if layout.sp else "")
 
 
-def _bandwidth(layout: Layout, gpus_per_node: int, cluster: object) -> float:
-    """Return the bus bandwidth of the slowest group, which one switch stands for."""
-    from onerank.plan.cluster import Cluster
-
-    assert isinstance(cluster, Cluster)
-    if layout.gpus <= gpus_per_node:
+def _bandwidth(layout: Layout, cluster: Cluster) -> float:
+    """Return the bus bandwidth of the slowest link; the export has one switch for all groups."""
+    if layout.gpus <= cluster.gpus_per_node:
         return cluster.intra_node.busbw_gb_per_s
     return min(cluster.intra_node.busbw_gb_per_s, cluster.inter_node.busbw_gb_per_s)

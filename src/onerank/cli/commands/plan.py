@@ -109,7 +109,7 @@ def plan(config: Path, options: PlanOptions, as_json: bool) -> None:
             [
                 ("all layouts", f"{options.output / 'plan.csv'}, {options.output / 'plan.json'}"),
                 ("Pareto fronts", str(options.output / "pareto.html")),
-                ("commands of a row", f"{options.output / 'commands'}/1.sh to {commands}.sh"),
+                ("commands of a row", f"{options.output / 'commands'}, 1.sh to {commands}.sh"),
             ],
             "Files",
         )
@@ -160,7 +160,7 @@ def render_plan(made: "Plan", rows: int, title: str) -> None:
         cells.append((number, layout, *(value for value, _ in figures)))
         cells.append(("", rest, *(interval for _, interval in figures)))
     columns = ["", "layout", "step", "tokens/s/GPU", "MFU", "memory", "energy"]
-    columns += ["price/M tokens"] if best[0].money else []
+    columns += ["price/M tokens"] if cluster.price_per_gpu_hour is not None else []
     shown = f"{len(best)} of {len(made.fitting)}"
     table(f"Layouts by step time, with 80% intervals ({shown})", columns, cells, texts=(0, 1))
     if made.misfits:
@@ -184,11 +184,14 @@ def _figures(outcome: "Outcome") -> list[tuple[str, str]]:
     figures = [
         _in_unit(outcome.step_ns * 1e-9, "s"),
         _plain(outcome.tokens_per_s_per_gpu),
-        _plain(outcome.mfu * 100, " %"),
+        _plain(outcome.mfu * 100, " %") if outcome.mfu else _UNKNOWN,
         _in_unit(outcome.peak_bytes, "B"),
-        _in_unit(outcome.energy_j, "J"),
+        _in_unit(outcome.energy_j, "J") if outcome.energy_j else _UNKNOWN,
     ]
     return figures + ([_plain(outcome.money * million)] if outcome.money else [])
+
+
+_UNKNOWN = ("-", "")
 
 
 _PREFIXES = {"P": 1e15, "T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3, "": 1.0, "m": 1e-3, "u": 1e-6}
@@ -336,7 +339,7 @@ def _page(made: "Plan", library: str) -> str:
     charts = {
         "memory of the fullest GPU (GB)": [o.peak_bytes * 1e-9 for o in made.outcomes],
         "energy per million tokens (kJ)": [
-            o.energy_j * (1e3 / o.layout.tokens_per_step) for o in fitting
+            o.energy_j * (1e3 / o.layout.tokens_per_step) for o in fitting if o.energy_j
         ],
     }
     # With one number of GPUs, price is proportional to time.
