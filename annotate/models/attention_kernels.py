@@ -181,12 +181,13 @@ class ShapeFactors:
         )
         per_sm: F64 = batch * heads * np.ceil(rows / _TILE) / gpu.sm_count
         tail: F64 = np.where(backward, self.backward_tail, self.forward_tail)
-        # With few tiles the model's time is that of the longest tile already.
         waiting: F64 = 1 + 2 * tail / np.maximum(per_sm, _FEW_TILES)
         return np.where(causal > 0, by_head * waiting, by_head)
 
 
+# Tiles per SM below which the wait grows no further: the model's time is that of the longest tile.
 _FEW_TILES = 4
+# Of benchmarks/results/2026-11-26-attention-kernels-h100.txt; the factors are fitted to all of it.
 _H100 = "measured on an H100 SXM, torch 2.11 and CUDA 13, heads of 64 to 256"
 # (family, architecture) -> factors of the operators that torch runs there: geometric means over
 # 4096 tokens and more without a mask; the tails fit the causal calls.
