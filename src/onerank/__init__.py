@@ -125,6 +125,7 @@ def convert(
         with tempfile.TemporaryDirectory(prefix="onerank-") as directory:
             trace = Path(directory) / "trace.et"
             from_json(path, trace)
+            # The file of groups is next to the JSON, not in the temporary directory.
             return _read(trace, path, repair=repair)
     execution_trace = None if et is None else Path(et)
     profiled = tuple(map(Path, profiles))

@@ -359,6 +359,7 @@ def _interconnect(graph: Graph, requested: int | None) -> tuple[Interconnect, li
     capability = known if requested is None else requested
     name = graph.job.device.name
     if capability is not None:
+        # The name tells NVLink from PCIe only for the GPU that has this capability.
         return interconnect_of(capability, name if known in (None, capability) else ""), []
     interconnect = interconnect_of(H100.capability, name)
     device = name or "the trace's GPU"

@@ -84,6 +84,7 @@ def shares_by_phase(graph: Graph) -> list[Share]:
     compute = np.flatnonzero(graph.compute)
     names = ["" if phase is Phase.NONE else phase.name.lower() for phase in Phase]
     shares = _shares(graph, compute, graph.nodes.phase[compute].astype(np.int64), names)
+    # Work outside all phases comes last, although its code is the lowest.
     return sorted(shares, key=lambda share: (not share.name, names.index(share.name)))
 
 

@@ -206,6 +206,7 @@ def predict_calls(
                 int(nodes.duration_ns[row]),
                 int(nodes.p10_ns[row]),
                 int(nodes.p90_ns[row]),
+                # A time from a database has no parts; the model's time, which it replaced, has.
                 _bound(record.modelled.get(row, record.roots[row])),
                 Evidence(int(nodes.evidence[row])).name.lower(),
                 record.roots[row],

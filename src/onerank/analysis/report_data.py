@@ -182,6 +182,7 @@ def roofline(graph: Graph) -> tuple[list[RooflinePoints], str]:
     """
     costs = op_costs_of(graph)
     duration = graph.nodes.duration_ns[costs.index]
+    # Unknown bytes are -1.
     moved = np.maximum(costs.bytes_read, 0) + np.maximum(costs.bytes_written, 0)
     is_known = graph.gpu_compute[costs.index] & (costs.flops > 0) & (moved > 0) & (duration > 0)
     names = graph.nodes.name[costs.index].astype(np.int64)
@@ -226,6 +227,7 @@ def memory_timeline(graph: Graph) -> MemoryTimeline | None:
     phases: dict[str, int] = {}
     for event, phase in sorted(zip(log.blocks.allocated_at, log.blocks.phase, strict=True)):
         if event >= 0 and phase != Phase.NONE:
+            # Column 0 of the levels is the start of the step.
             phases.setdefault(Phase(phase).name.lower(), event + 1)
     used = levels[classes]
     return MemoryTimeline(

@@ -201,6 +201,8 @@ def _critical_path(graph: Graph, times: Schedule) -> list[PathShare]:
     The walk goes back from the last end, from each node to the node that determined its start.
     """
     time, count = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+    # A node that waited for nothing ends the walk. The time before it counts as its own, so that
+    # the shares sum to the step.
     begun_ns = np.where(times.blocked_by == UNKNOWN, times.start_ns.min(), times.start_ns)
     node = int(np.argmax(times.end_ns))
     end_ns = int(times.end_ns[node])
@@ -317,7 +319,9 @@ def _combined(step_ns: int, compute: Sequence[int], host: Sequence[int]) -> list
     """
     ends: list[int] = []
     for sign, causes in zip((-1, 1), zip(compute or host, host, strict=True), strict=True):
+        # Without an interval of compute, `zip` pairs the host's ends with themselves.
         used = causes if compute else causes[:1]
+        # An end on the wrong side of the step widens nothing.
         logs = [max(0.0, sign * math.log(end / step_ns)) for end in used]
         ends.append(round(step_ns * math.exp(sign * math.hypot(*logs))))
     return ends

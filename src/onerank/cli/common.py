@@ -260,12 +260,15 @@ class ReportingMain(click.Command):
         reserve_standard_streams()
         with exit_on_errors({}):
             try:
+                # click's standalone mode prints errors itself, without a code and with hidden
+                # characters.
                 code = super().main(*args, standalone_mode=False, **extra)
                 # None if it was closed before the process started.
                 if sys.stdout is not None:
                     # The interpreter's flush at exit would report a full disk as exit code 120.
                     sys.stdout.flush()
             except click.exceptions.Abort as abort:
+                # click turns Ctrl-C into Abort, and would exit with 1 where a shell expects 130.
                 raise KeyboardInterrupt from abort
             except click.ClickException as error:
                 text = io.StringIO()
@@ -284,6 +287,7 @@ def keep_inputs(output: Path, *inputs: Path | None) -> None:
         UsageError: `output` is one of `inputs`.
     """
     for path in inputs:
+        # Compares files, not names: a link or another spelling may lead to the input.
         if path is not None and output.exists() and output.samefile(path):
             raise UsageError(
                 f"--output {output} is the input {path}; name another file", code="output-is-input"
@@ -312,6 +316,7 @@ def repeat_notes(graph: "Graph", *, seen: set[str] | None = None) -> None:
     for note in graph.job.measurement.notes:
         if note not in known:
             known.add(note)
+            # Notes go to stderr, so that a pipe receives only the result.
             say(f"note: {note}", err=True)
 
 
@@ -324,6 +329,8 @@ def ends_despite_threads(command: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(command)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        # A program that calls the command as a function may have daemon threads, which do not
+        # count.
         before = set(threading.enumerate())
         try:
             result = command(*args, **kwargs)

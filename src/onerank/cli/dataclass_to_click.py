@@ -140,6 +140,7 @@ class DeclaredOption:
         keywords["type"] = self.spec.click_type(self.annotation)
         if self.default is dataclasses.MISSING:
             keywords["required"] = True
+        # click gives an absent repeated option an empty tuple.
         elif not keywords.get("multiple"):
             keywords["default"] = self.default
         return keywords
@@ -211,6 +212,7 @@ def with_options(
     options = [option for option in declared_options(kind) if option.name not in without]
 
     def decorate(command: Command) -> Command:
+        # `wraps` also copies `__click_params__`, where click keeps the options of decorators below.
         @functools.wraps(command)
         def called(*args: Any, **values: Any) -> Any:
             fields = {option.name: values.pop(option.name) for option in options}
@@ -279,6 +281,7 @@ class SectionedGroup(ReportingMain, click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names of all commands, without importing their modules."""
+        # A command is in both once its module is imported.
         return list(dict.fromkeys([*self._modules, *self.commands]))
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
@@ -311,6 +314,7 @@ def _write_lists(
     listed = {name for names in sections.values() for name in names}
     last = list(sections)[-1]
     for heading, names in sections.items():
+        # --json and --help are declared under no heading.
         unlisted = [name for name in records if name not in listed] if heading == last else []
         rows = [record for name in (*names, *unlisted) if (record := records.get(name))]
         if rows:

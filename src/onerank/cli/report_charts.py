@@ -34,6 +34,7 @@ MOST_SPANS = 20_000
 # Points of a memory chart; the largest value of each group of events is kept.
 _MOST_EVENTS = 4_000
 
+# The whole step has an empty path, and Plotly's treemap refers to parents by id.
 _ROOT = "step"
 
 # Tableau's 20 colours without its two reds and two greys: red is communication's, grey idle time's.
@@ -113,6 +114,7 @@ def timeline_chart(graph: Graph, lanes: Sequence[Lane]) -> tuple[Figure, int]:
     durations = np.concatenate(lengths) if lengths else np.zeros(0, dtype=np.int64)
     shortest = 0
     if len(durations) > MOST_SPANS:
+        # The +1 drops all spans as short as the limit: ties would exceed MOST_SPANS.
         shortest = int(np.partition(durations, -MOST_SPANS)[-MOST_SPANS]) + 1
     names, modules = graph.text("name"), graph.text("module")
     titles = [lane.title for lane in lanes]
@@ -145,6 +147,7 @@ def timeline_chart(graph: Graph, lanes: Sequence[Lane]) -> tuple[Figure, int]:
         barmode="overlay",
         dragmode="zoom",
         xaxis={"title": {"text": "ms from the start of the step, replayed"}},
+        # Plotly puts the first category at the bottom.
         yaxis={"categoryarray": titles[::-1], "categoryorder": "array", "fixedrange": True},
     )
     return figure, int((durations < shortest).sum())
@@ -264,6 +267,7 @@ def memory_chart(memory: MemoryTimeline, capacity_bytes: int) -> Figure:
             "name": name,
             "x": events.tolist(),
             "y": (memory.bytes[row][events] / 1e9).tolist(),
+            # Memory does not change between two events.
             "line": {"width": 0, "shape": "hv"},
             "fillcolor": colours[name],
             "hovertemplate": "%{y:.3f} GB",
@@ -310,6 +314,7 @@ def memory_chart(memory: MemoryTimeline, capacity_bytes: int) -> Figure:
 
 def peak_chart(memory: MemoryTimeline) -> Figure:
     """Draw the blocks that the step allocated and that are in use at the peak, by module."""
+    # Reversed, because Plotly draws the first bar at the bottom.
     rows = memory.at_peak[:16][::-1]
     labels = [f"{_escaped(row.module) or '(none)'} · {row.memory_class}" for row in rows]
     return _figure(
@@ -380,6 +385,7 @@ def pareto_chart(
             front,
             mode="lines+markers",
             marker={"color": _PALETTE[0], "size": 10},
+            # A staircase: every point above it is beaten by a point of the front.
             line={"shape": "hv", "width": 1},
             error_x=interval(steps_s),
             error_y=interval(values),

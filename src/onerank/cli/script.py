@@ -149,6 +149,7 @@ def script_streams(*, stdout_to_stderr: bool) -> Generator[Callable[[str], None]
     """
     # A buffer that is flushed after `dup2` would arrive at the other stream.
     _flush()
+    # Copies, since the script may close or redirect the descriptors.
     saved = {number: os.dup(number) for number in (0, 1, 2) if _is_open(number)}
     shown = os.fdopen(os.dup(2), "w", errors="backslashreplace") if 2 in saved else None
     if stdout_to_stderr and 2 in saved:
@@ -205,6 +206,7 @@ def _restore(name: str, number: int) -> None:
     """Set `sys.NAME` to the interpreter's original stream, or to a new one if that was closed."""
     stream: Any = getattr(sys, f"__{name}__")
     if stream is None or stream.closed:
+        # As for Python's stderr, text that the stream cannot encode is escaped and raises no error.
         stream = open(number, "w", closefd=False, errors="backslashreplace")  # noqa: SIM115
         setattr(sys, f"__{name}__", stream)
     setattr(sys, name, stream)
@@ -292,6 +294,7 @@ class _SharedStream:
             self.write(line)
 
     def __iter__(self) -> Any:
+        # `iter()` looks up the method on the class, where `__getattr__` has no effect.
         return iter(self._stream)
 
     def __getattr__(self, name: str) -> Any:

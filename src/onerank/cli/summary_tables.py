@@ -158,6 +158,7 @@ def _render_pipeline(stage: StageSummary) -> None:
 
 def _step(summary: Summary) -> str:
     if summary.measured_step_ns is None:
+        # No step ran at this depth, but the captures with fewer layers measured theirs.
         line = summary.depths.step_ns if summary.depths is not None else None
         return f"not measured; {time(line.at_depth)} extrapolated" if line else "not measured"
     spread = f"{time(min(summary.step_ns))} to {time(max(summary.step_ns))}"

@@ -141,6 +141,7 @@ def stage_sources(job: PlannedJob, layout: Layout, layers: int) -> tuple[StageSo
         kind = 0 if stage == 0 else 2 if stage == stages - 1 else 1
         if (kind, count) not in by_kind:
             canonical = _CANONICAL_STAGES if stages > 1 else 1
+            # A stage of the canonical pipeline must hold as many layers as the deepest capture.
             shared = layers // canonical >= DEPTHS[-1]
             depths = ((count,) if count in DEPTHS else DEPTHS) if shared else (0,)
             captures = (
@@ -170,6 +171,7 @@ def capture_key(job: PlannedJob, capture: StageCapture) -> str:
 
 
 def _described(gpu: str) -> str:
+    # The content and not the name: a description's file may change.
     path = Path(gpu)
     return path.read_text(encoding="utf-8") if path.is_file() else gpu
 
@@ -177,6 +179,7 @@ def _described(gpu: str) -> str:
 def probe_task(job: PlannedJob, layout: Layout) -> Task:
     """Return the task that finds the number of layers of the model; see `layers_of`."""
     arguments = arguments_of(job, layout, 1)
+    # One layer on one GPU is the cheapest capture that tells the layers of the model.
     capture = StageCapture(arguments, 1, False, 1, 1, 1, "ddp", 1, 0, 1)
     return _task(job, capture, "layers of the model")
 
@@ -191,6 +194,7 @@ def plan_captures(job: PlannedJob, layouts: Iterable[Layout], layers: int) -> li
     """
     captures: dict[StageCapture, None] = {}
     for layout in layouts:
+        # Other layouts are refused, with a reason, when they are evaluated.
         if layout.stages <= layers:
             for source in stage_sources(job, layout, layers):
                 captures |= dict.fromkeys(source.captures)
@@ -247,6 +251,7 @@ def capture_stage(script: str, gpu: str, capture: StageCapture) -> dict[str, Any
                 capture_rank, path, list(capture.arguments), options, progress=lambda _: None
             )
     except OneRankError as error:
+        # A refusal is a result, too: a later run finds it stored and does not try again.
         return {"trace": b"", "layers": 0, "code": error.code, "message": str(error)}
     with tempfile.TemporaryDirectory(prefix="onerank-") as directory:
         trace = Path(directory) / "trace.et"
@@ -258,6 +263,7 @@ def capture_stage(script: str, gpu: str, capture: StageCapture) -> dict[str, Any
 @contextlib.contextmanager
 def _quiet() -> Generator[None]:
     """Drop what a script and its libraries print, in this process and its forks."""
+    # Descriptors and not `sys.stdout`: forks and C++ code write to them.
     kept = {stream: os.dup(stream) for stream in (1, 2)}
     null = os.open(os.devnull, os.O_WRONLY)
     try:

@@ -175,6 +175,7 @@ def _choices(where: str, table: object, seq: int) -> Choices:
         raise PlanError(f"{where} is {table!r}, not a table", code="plan-wrong-type")
     names = [field.name for field in dataclasses.fields(Choices)]
     _check_names(f"{where} ", cast("dict[str, Any]", table), names)
+    # A `seq` of [vary] replaces that of [job].
     values: dict[str, Any] = {"seq": [seq]}
     for name, value in cast("dict[str, Any]", table).items():
         single = not isinstance(value, list) and (name, value) != ("dp", REST)
@@ -301,6 +302,7 @@ def _model(path: Path, model: _Model, choices: Choices) -> Model:
                 code="plan-no-placeholder",
             )
     script = path.parent / name
+    # The script may import any of them, so an edit of one ends the reuse of its captures.
     sources = sorted(file for file in script.parent.rglob("*.py") if _is_source(file, script))
     return Model(Path(name), model.arguments, _digest([script, *sources]))
 
@@ -310,6 +312,7 @@ def _digest(files: Sequence[Path]) -> str:
     digest = hashlib.sha256()
     for file in files:
         content = file.read_bytes()
+        # Name and length keep two files apart from one with the content of both.
         digest.update(f"{file.relative_to(files[0].parent)} {len(content)}\n".encode())
         digest.update(content)
     return digest.hexdigest()
@@ -326,6 +329,7 @@ def _cluster(path: Path, table: object) -> Cluster:
             code="plan-missing-field",
         )
     load_gpu(path.parent / read.gpu if (path.parent / read.gpu).is_file() else read.gpu)
+    # No group of a single node uses it.
     inter_node = read.inter_node or read.intra_node
     return Cluster(
         gpu=read.gpu,

@@ -52,6 +52,8 @@ def plan_evaluations(job: PlannedJob, layouts: Sequence[Layout], layers: int) ->
     """
     batches: dict[tuple[Any, ...], list[Layout]] = {}
     for layout in layouts:
+        # Layouts that differ in pp, dp or schedule only have captures in common, and one task
+        # re-costs each of these once.
         shared = (layout.tp, layout.sp, layout.cp, layout.ep, layout.micro_batch, layout.recompute,
                   layout.seq, layout.sharding)  # fmt: skip
         batches.setdefault(shared, []).append(layout)
@@ -316,6 +318,7 @@ def _step_range(step_ns: float, busy: Figures, stages: Sequence[StageTimes]) -> 
     compute_ns = max(0.0, step_ns - host_ns) * (1 - exposed)
     ends: list[float] = []
     for side in (0, 1):
+        # The least certain stage decides.
         factor = (min, max)[side](stage.compute_factors[side] for stage in stages)
         host = (min, max)[side](stage.host_factors[side] for stage in stages)
         by_compute, by_host = (factor - 1) * compute_ns, (host - 1) * host_ns

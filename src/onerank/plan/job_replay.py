@@ -63,12 +63,14 @@ def replay_job(
         of_stages = [graphs[0]]
     else:
         of_stages = [stage.graph for stage in group_stages(graphs)[0].stages]
+    # Each captured stage is a rank of the capture; some schedules put several on one rank.
     ranks = stages // schedule.chunks
     sizes = {axis: ranks if axis == AXIS else size for axis, size in captured.sizes.items()}
     world = World({axis: size for axis, size in sizes.items() if size > 1}, captured.ep)
     splits = schedule.kind == "zbv"
     by_graph: dict[int, StageTimes] = {}
     for graph in of_stages:
+        # A graph may stand for several stages, and is replayed once.
         if id(graph) not in by_graph:
             by_graph[id(graph)] = stage_times(graph, network, world, splits_backward=splits)
     stages_of_rank = [by_graph[id(graph)] for graph in of_stages]

@@ -77,6 +77,7 @@ def pipeline_step(
     place = [0] * count
     elapsed: dict[tuple[int, str, int], float] = {}
     pending = True
+    # Ranks wait for each other's messages: each round takes every rank as far as it can go.
     while pending:
         pending = False
         for rank in range(count):
@@ -92,6 +93,7 @@ def pipeline_step(
                     arrival = None if ready is None else ready + messages[stage + 1][1]
                 if arrival is None:
                     break
+                # Three positions serve all micro-batches of a phase.
                 key = stage, phase, _position(micro_batch, micro_batches)
                 if key not in elapsed:
                     figures = stages[stage].block(phase, micro_batch, micro_batches)
@@ -103,6 +105,7 @@ def pipeline_step(
                     backward[stage, micro_batch] = clock[rank]
                 place[rank] += 1
                 pending = True
+    # The loop also ends when all ranks wait, which no valid schedule does.
     assert all(at == len(of_rank) for at, of_rank in zip(place, actions, strict=True))
     return PipelineStep(
         tuple(
@@ -130,6 +133,7 @@ def _messages(
         each: list[float] = []
         for size, neighbour in zip(stage.sent_bytes, (number + 1, number - 1), strict=True):
             peer, rank = rank_of.get(neighbour), rank_of[number]
+            # Two stages on one rank pass tensors without a message.
             absent = peer is None or peer == rank
             each.append(0.0 if absent or peer is None else message_ns(size, rank, peer))
         times.append((each[0], each[1]))
@@ -150,6 +154,7 @@ def _rank_step(
         busy += chunks[chunk].block(phase, micro_batch, micro_batches) * times
     activations = {n: round(chunk.activation_bytes) for n, chunk in enumerate(chunks)}
     peak = sum(chunk.start_bytes for chunk in chunks)
+    # A rank runs one block at a time, so temporaries of two chunks never coexist.
     peak += max(chunk.temporary_bytes for chunk in chunks) + most_in_flight(actions, activations)
     return RankStep(
         clock_ns + after.elapsed_ns, busy, peak, max(chunk.other_bytes for chunk in chunks)

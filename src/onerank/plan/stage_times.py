@@ -140,6 +140,7 @@ def stage_times(
         for block, indices in stage.blocks.items()
     }
     after_ns = int(times.end_ns[device].max(initial=begin_ns))
+    # The step ends with its last operation, communication included.
     ends[Block(AFTER)] = after_ns
     previous_ns = begin_ns
     for block in sorted(ends, key=lambda block: (block.phase == AFTER, ends[block])):
@@ -173,6 +174,7 @@ def stage_times(
         sent_bytes=sent_bytes,
         **memory_of(graph.job.measurement),
         other_bytes=non_allocator_bytes(graph),
+        # (1, 1) stands for a re-costing without an interval.
         compute_factors=(low / total, high / total) if high > 1 else (1.0, 1.0),
         host_factors=(host[0], host[1]),
         host_bound_share=host_bound_share,
@@ -199,6 +201,7 @@ def with_network(graph: Graph, network: Network, world: World) -> tuple[Graph, t
     nodes, job = graph.nodes, graph.job
     captured = job.world
     duration = nodes.duration_ns.copy()
+    # The layout may have fewer stages or replicas than the capture.
     rank = world.at({axis: min(at, world.sizes.get(axis, 1) - 1)
                      for axis, at in captured.point(job.rank).items()})  # fmt: skip
     sent = {Phase.FORWARD: 0, Phase.BACKWARD: 0}

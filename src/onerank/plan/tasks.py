@@ -70,6 +70,7 @@ class Store:
 
     def __post_init__(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
+        # A killed run may have left unfinished files; those of running ones are locked.
         remove_abandoned(self.directory)
 
     def __contains__(self, key: str) -> bool:
@@ -132,6 +133,7 @@ def run_tasks(
 
 def content_key(*content: object) -> str:
     """Return a key of what decides a result: `content`, onerank's code, and torch's version."""
+    # Sorted, because the order of a dict or set must not change the key.
     encoded = msgspec.json.encode((*content, _code()), enc_hook=str, order="sorted")
     return hashlib.sha256(encoded).hexdigest()[:32]
 
@@ -145,6 +147,7 @@ def _code() -> tuple[str, ...]:
     digest = hashlib.sha256()
     # src/onerank links to the packages at the root, so links are followed.
     for folder, folders, names in os.walk(Path(__file__).parents[1], followlinks=True):
+        # `os.walk` lists folders in the file system's order.
         folders.sort()
         for name in sorted(names):
             if name.endswith((".py", ".toml", ".parquet")):
@@ -243,6 +246,7 @@ class LocalPool:
         sys.stderr.flush()
         with unseen_by_spawned_processes(dict(os.environ)):
             process.start()
+        # Only when the worker alone holds this end does its death end a `recv` here.
         other.close()
         return _Worker(process, connection)
 
@@ -272,6 +276,7 @@ class _Worker:
         except (EOFError, ConnectionError):
             answered = False
         if not answered:
+            # Sets `exitcode`, which `cause` reads.
             self.process.join()
             return False
         self.task = None
@@ -300,6 +305,7 @@ def _work(
     store: Path, directory: Path, environment: dict[str, str], connection: "Connection[Any, Any]"
 ) -> None:
     """Run the tasks that arrive in a new process, and store their results."""
+    # The fork server keeps the environment of the moment it started.
     os.environ.clear()
     os.environ.update(environment)
     results = Store(store)
@@ -316,6 +322,7 @@ def _work(
             except Exception as raised:  # noqa: BLE001  raised again by the command
                 error = raised
                 if not isinstance(error, (OneRankError, OSError)):
+                    # A traceback does not pickle; an error that the user can correct needs none.
                     error.add_note(traceback.format_exc())
             connection.send(error)
 
@@ -364,6 +371,7 @@ class RayCluster:
             return
         ray = self._connected()
         call = ray.remote(num_cpus=1, max_retries=ATTEMPTS - 1)(_call_on_ray)
+        # Put once, because several tasks need the same capture.
         needs = {key: ray.put(_stored(store, key)) for task in tasks for key in task.needs}
         waiting: dict[Any, Task] = {}
         for task in tasks:
@@ -410,6 +418,7 @@ class RayCluster:
 
 
 def _call_on_ray(task: Task, code: tuple[str, ...], *needed: bytes) -> bytes:
+    # A result of other code would be stored under the key of this one.
     if code != _code():
         raise PlanError(
             f"a worker has another onerank, torch or transformers than this machine "

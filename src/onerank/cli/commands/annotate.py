@@ -201,6 +201,7 @@ def annotate(trace: Path, options: AnnotateOptions, as_json: bool) -> None:
         print_json(explanation) if as_json else render_explanation(explanation)
         return
     output = options.output or default_output(trace, options.target, gpu.name)
+    # Target and host may be files, which the output must not replace.
     description = Path(options.target) if Path(options.target).is_file() else None
     host = Path(options.host) if Path(options.host).is_file() else None
     keep_inputs(output, trace, description, host, *options.database)
@@ -235,6 +236,7 @@ def _check_explains(options: AnnotateOptions, what_if: dict[str, Any]) -> None:
         raise UsageError(
             f"--explain writes nothing; leave out {refused}", code="explain-writes-nothing"
         )
+    # The values of what-ifs that change nothing.
     as_captured = {None, False, "usual", "as-captured"}
     if not as_captured.issuperset(what_if.values()):
         raise UsageError(
@@ -368,6 +370,7 @@ def _step(recosting: "Recosting", step: "StepChange") -> list[tuple[str, str]]:
     how = "steady state" if step.source == "steady_state" else "replayed"
     text = f"{time(step.after.step_ns)} on {recosting.target}"
     if step.before is not None:
+        # In steady state the step before is the measured one, and stands there already.
         another = step.measured_ns not in {None, step.before.step_ns}
         measured = f" ({time(step.measured_ns)} without the profiler)" if another else ""
         text = f"{time(step.before.step_ns)} on {recosting.source}{measured} -> {text}"

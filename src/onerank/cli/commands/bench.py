@@ -276,6 +276,7 @@ def measure(traces: tuple[Path, ...], options: MeasureOptions, as_json: bool) ->
             "give traces, or --grid training or power, or both", code="bench-nothing-to-measure"
         )
     output, update = options.output, options.update
+    # --update may be the output: its rows are read first, and written with the new ones.
     keep_inputs(output, *traces)
     from onerank.annotate.kernel_db.database import merge, read_database, table_of, write_database
     from onerank.capture.bench.bench_runner import child_on, measure_isolated, on_device, versions

@@ -86,6 +86,7 @@ def run(
     output = how.output or _default_output(script)
     # All checks come before torch is imported, so that a wrong option is an error within a second.
     keep_inputs(output, script, _plan_file(job))
+    # --rank has a default, so only click knows whether it was given.
     source = click.get_current_context().get_parameter_source("rank")
     check_in_turn(job, how, names_rank=source is click.core.ParameterSource.COMMANDLINE)
     options = dataclasses.replace(job, module=module, windows=windows)
@@ -265,6 +266,7 @@ _TITLES = {
     sections=headings(ScriptOptions, Options),
     epilog="The script's own arguments come after --: capture verify train.py --tp 4 -- --lr 1",
 )
+# A capture without a device computes no values to compare, and verify writes no traces.
 @job_options(without=("raw_dir", "record_real_job", "device", "like"))
 @as_json
 @ends_despite_threads

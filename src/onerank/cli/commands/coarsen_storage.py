@@ -50,6 +50,7 @@ def coarsen(trace: Path, options: CoarsenOptions, as_json: bool) -> None:
     from onerank.export import at_granularity
 
     keep_inputs(options.output, trace)
+    # Not `read_trace`, because the summary prints the notes.
     coarse = at_granularity(package.read(trace), options.granularity)
     coarse.write(options.output)
     summary = summarise(coarse)
@@ -128,6 +129,7 @@ def storage(trace: Path, options: StorageOptions, as_json: bool) -> None:
     after = with_storage(before, traffic)
     after.write(options.output)
     nodes = [_storage_node(after, index) for index in range(len(before), len(after))]
+    # `read_trace` has printed those of the trace.
     notes = after.job.measurement.notes[len(before.job.measurement.notes) :]
     if as_json:
         print_json(StorageAdded(options.output, nodes, notes))
@@ -139,5 +141,6 @@ def storage(trace: Path, options: StorageOptions, as_json: bool) -> None:
 
 def _storage_node(graph: "Graph", index: int) -> StorageNode:
     node = graph.node(index)
+    # A node reads or writes; the other figure is unknown, -1.
     moved_bytes = max(node.value("bytes_read"), node.value("bytes_written"))
     return StorageNode(node.name, node.kind.name.lower(), moved_bytes, node.duration_ns)

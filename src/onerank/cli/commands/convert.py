@@ -237,6 +237,7 @@ def _convert_directory(source: Path, options: ConvertOptions, *, as_json: bool) 
         raise UsageError(
             "--step is for traces with steps; a capture has one step", code="convert-no-steps"
         )
+    # The command names the directory, but the files in it are the inputs.
     _check_output(options.output, *source.iterdir())
     graph, report = convert_directory(source)
     _write(graph, report, options.output, as_json=as_json)

@@ -208,6 +208,7 @@ def astra_sim(traces: tuple[Path, ...], options: AstraSimOptions, as_json: bool)
 
     files = export.trace_files(traces)
     for file in files:
+        # The library gets graphs here, whose paths it cannot check.
         export.refuse_input_in(options.output, file)
     done = export.astra_sim(_graphs(files), **vars(options))
     if as_json:

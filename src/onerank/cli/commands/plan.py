@@ -88,6 +88,7 @@ def plan(config: Path, options: PlanOptions, as_json: bool) -> None:
 
     read = read_config(config)
     library = plotly_js()  # first, so that a missing Plotly is reported at once
+    # Absolute, because the work runs in the configuration's directory.
     output = options.output.absolute()
     output.mkdir(exist_ok=True)
     for name in _TABLES:  # a table of an earlier run must not pass for one of a failed run
@@ -277,6 +278,7 @@ def _write(made: "Plan", output: Path, rows: int, library: str) -> int:
     commands = output / "commands"
     commands.mkdir(exist_ok=True)
     for path in commands.glob("*.sh"):
+        # An earlier run may have written more rows.
         path.unlink()
     page = _page(made, library)
     content = {
@@ -289,6 +291,7 @@ def _write(made: "Plan", output: Path, rows: int, library: str) -> int:
         for path, text in content.items():
             file = stack.enter_context(replacing(path))
             file.write(text.encode())
+            # A full disk must be an error here, before the first file is renamed.
             file.flush()
     return len(scripts)
 
@@ -318,6 +321,7 @@ def _csv(made: "Plan") -> str:
             elif name != "commands":
                 row[name] = value
         records.append(row)
+    # All rows have the same GPU and price, so a figure is unknown in all or in none.
     writer = csv.DictWriter(text, records[0], lineterminator="\n")
     writer.writeheader()
     writer.writerows(records)
@@ -354,7 +358,13 @@ def _page(made: "Plan", library: str) -> str:
             continue
         front = pareto_front([(steps[i].value, values[i].value) for i in range(len(fitting))])
         figures[f"figure-{place}"] = pareto_chart(
-            title, steps[: len(values)], values, names[: len(values)], len(fitting), front
+            # Layouts that fit come first, and energy and price are of those only.
+            title,
+            steps[: len(values)],
+            values,
+            names[: len(values)],
+            len(fitting),
+            front,
         )
         parts.append(f'<h2>Step time and {title}</h2><div id="figure-{place}"></div>')
     template = files("onerank.cli").joinpath("report_page.html").read_text("utf-8")
