@@ -126,6 +126,7 @@ def read_page(path: Path) -> Page:
                     page.setup.append(text)
                 else:
                     pending[kind] = text
+        # A fence with a language cannot close one: inside a fence it is text.
         elif fence and not fence[2]:
             indent, language, first = opened
             page.blocks.append(
@@ -219,6 +220,7 @@ def _exec(source: str, names: dict[str, object], directory: Path, where: str) ->
     before = Path.cwd()
     os.chdir(directory)
     try:
+        # Pages show no output of Python blocks, so only that they run is checked.
         with contextlib.redirect_stdout(io.StringIO()):
             exec(compile(source, where, "exec"), names)
     except Exception as error:

@@ -121,6 +121,7 @@ def _unwrapped(text: str) -> str:
     """Return help text with one line per paragraph; preformatted blocks keep their lines."""
     paragraphs: list[str] = []
     for paragraph in text.split("\n\n"):
+        # click's mark of a paragraph whose lines it must keep.
         if paragraph.lstrip().startswith("\b"):
             paragraphs.append("```text\n" + paragraph.replace("\b", "").strip("\n") + "\n```")
         else:
@@ -282,6 +283,7 @@ def json_type(annotation: Any, nested: dict[str, type]) -> str:
     """Return the JSON type of an annotation; a record is a link to its table."""
     origin, members = get_origin(annotation), get_args(annotation)
     if origin in (Union, types.UnionType):
+        # msgspec leaves an unset field out of the JSON.
         kinds = [m for m in members if m not in (type(None), msgspec.UnsetType)]
         texts = list(dict.fromkeys(json_type(member, nested) for member in kinds))
         return " or ".join([*texts, *(["null"] if type(None) in members else [])])
@@ -290,6 +292,7 @@ def json_type(annotation: Any, nested: dict[str, type]) -> str:
     if isinstance(origin, type):
         return _container_type(origin, members, nested)
     if isinstance(annotation, type) and issubclass(annotation, Enum):
+        # msgspec writes a member of an enum as its value.
         return _SCALARS[type(next(iter(annotation)).value)]
     if _is_record(annotation):
         nested[annotation.__name__] = annotation

@@ -179,6 +179,7 @@ def as_calibrated(gpus: Sequence[Gpu], products: Products) -> Described:
             "measured_gemm_tflops": reached(target, LARGE_SHAPES).flops / 1e12,
             "measured_skinny_gb_per_s": reached(target, SKINNY_SHAPES).bytes / 1e9,
         }
+        # A figure must name a source of its description; which one does not matter here.
         source = next(iter(target.sources))
         figures = {n: Figure(value, source, "measured") for n, value in measured.items()}
         known = forget(target)
@@ -225,6 +226,7 @@ def campaigns(folder: Path) -> Iterator[Campaigns]:
         if not (folder / name).is_file():
             continue
         rows = pl.read_parquet(folder / name).with_columns(pl.col("gpu").cast(pl.String))
+        # vidur's table has layers of all kinds, in milliseconds.
         if "time_ms" in rows.columns:
             rows = rows.filter(pl.col("kind").cast(pl.String) == "gemm")
             rows = rows.with_columns(time_us=pl.col("time_ms") * 1000)

@@ -130,10 +130,13 @@ def _results(call: Call, tensors: list[Tensor]) -> list[Tensor]:
     operator_class = op_class(f"aten::{call.op}")
     if call.op in ("mm", "_scaled_mm"):
         left, right = tensors[:2]
+        # Products in fp8 write 16 bits.
         item = ("bfloat16", 2) if call.op == "_scaled_mm" else (left.dtype, left.item_bytes)
         return [Tensor((left.shape[0], right.shape[1]), *item)]
     if operator_class is OpClass.ATTENTION:
+        # The gradients are shaped like query, key and value, which follow the output's gradient.
         return tensors[1:4] if "backward" in call.op else tensors[:1]
+    # Together the operands are as large as the result.
     if call.op == "cat":
         return tensors
     if call.op == "embedding":
@@ -142,6 +145,7 @@ def _results(call: Call, tensors: list[Tensor]) -> list[Tensor]:
     if call.op == "embedding_dense_backward":
         gradient, rows = tensors[0], call.value(2)
         return [Tensor((rows, gradient.shape[-1]), gradient.dtype, gradient.item_bytes)]
+    # By broadcasting, the result is as large as the largest operand.
     return [max(tensors, key=lambda tensor: tensor.numel)] if operator_class in _AS_OPERAND else []
 
 
@@ -246,6 +250,7 @@ def step_of(name: str, graph: Graph, model: PowerModel) -> Step:
         )
     gpu = load_gpu(graph.job.device.name)
     step = measured.median_step_ns or 0
+    # Only the profiled step's busy time is known, so its share is taken.
     busy = round(step * min(1, measured.gpu_busy_ns / max(1, measured.profiled_step_ns)))
     course = PowerTimeline(step, busy, "measured")
     report = report_energy(graph, gpu, course, model=model)

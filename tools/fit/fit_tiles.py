@@ -138,6 +138,7 @@ def fit_attention(attention: Attention, gpus: Sequence[Gpu]) -> AttentionCoeffic
             for gpu, rate in zip(measured_gpus, rates, strict=True)
         ]
         parts = zip(predicted_ns, logs, families, strict=True)
+        # Weights of families as in `fit_gemm`.
         return np.concatenate([families.count(f) ** -0.5 * (np.log(m) - t) for m, t, f in parts])
 
     start = [getattr(ATTENTION_START, n) for n in AttentionCoefficients.__struct_fields__]
@@ -184,6 +185,7 @@ def to_vector(c: GemmCoefficients) -> F64:
 def from_vector(x: F64) -> GemmCoefficients:
     """Return the coefficients of their logarithms, see `to_vector`."""
     values = np.exp(x).tolist()
+    # The values of the pipelines follow the shared ones.
     shared = dict(zip(_SHARED, values, strict=False))
     rest = values[len(_SHARED) :]
     return GemmCoefficients(Pipeline(*rest[:2]), Pipeline(*rest[2:]), **shared)

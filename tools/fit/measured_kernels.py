@@ -69,6 +69,7 @@ def read_products(folder: Path, dtype: str = "bfloat16") -> Products:
     """
     columns = ["gpu", "dtype", "m", "n", "k", "time_us"]
     rows = _read(folder / GEMM_FILE, columns).filter(pl.col("dtype").cast(pl.String) == dtype)
+    # Only shapes that every GPU measured can be compared.
     table = rows.pivot(on="gpu", index=["m", "n", "k"], values="time_us").drop_nulls()
     ones = np.ones(len(table))
     sizes = [table[name].to_numpy().astype(np.float64) for name in ("m", "n", "k")]
