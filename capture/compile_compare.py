@@ -207,6 +207,7 @@ def _calling(module: Any) -> Callable[..., Any]:
 
 
 def _is_compiled(module: Any) -> bool:
+    # `torch.compile(module)` wraps the module, and `module.compile()` sets the attribute.
     return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
 
 
@@ -492,6 +493,7 @@ def _communication_follows(
             calls.setdefault(number, []).append(node)
     for number, nodes in calls.items():
         written = code.get(number, [])
+        # The code may run several times in a step.
         matches = bool(written) and len(nodes) % len(written) == 0
         for place, node in enumerate(nodes):
             modules[node] = (

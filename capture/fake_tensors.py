@@ -38,6 +38,7 @@ def _internals() -> frozenset[str]:
         return frozenset(vars(torch.empty(0)))
 
 
+# A fake tensor keeps its state in the dictionary that holds a script's attributes, too.
 _INTERNALS = _internals()
 
 
@@ -61,6 +62,7 @@ def as_subclass(tensor: Tensor, kind: type[Tensor]) -> Tensor:
     if not isinstance(tensor, FakeTensor):
         return tensor.as_subclass(kind)
     disabled: Any = torch._C.DisableTorchFunctionSubclass  # pyright: ignore[reportPrivateUsage]
+    # A subclass must not see this view in its `__torch_function__`.
     with disabled():
         alias = tensor.view_as(tensor)
     if kind is Tensor:

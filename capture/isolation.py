@@ -18,8 +18,8 @@ the import takes 2.4 s of CPU):
     first      0.05    5.0           5.0 to 6.5
     later      0.03    0.04          4.2 to 6.4
 
-`fake_world/senders.py` starts its processes itself: they inherit the state of the captured rank,
-which does not pickle, and exchange messages with it in both directions.
+`fake_world/sender_processes.py` starts its processes itself: they inherit the state of the captured
+rank, which does not pickle, and exchange messages with it in both directions.
 """
 
 import atexit
@@ -170,9 +170,11 @@ def process_events(
         args=(sender, _Call(function, tuple(args), variables, str(Path.cwd()), list(sys.path))),
     )
     with sigterm_interrupts():
+        # A fork would inherit what is buffered, and print it again.
         sys.stdout.flush()
         sys.stderr.flush()
         with unseen_by_spawned_processes(variables):
+        # Only when the child alone holds the sending end does its death end a `recv` here.
             process.start()
         sender.close()
         try:

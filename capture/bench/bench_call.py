@@ -168,6 +168,7 @@ def _texts(argument: Any, ids: Iterator[int]) -> tuple[Any, str, Any]:
     if isinstance(argument, Operand):
         place = "cpu" if argument.host else "cuda:0"
         size = ITEM_BYTES[argument.dtype]
+        # Each operand has its own id: `_same` takes equal values for one tensor.
         value = [next(ids), 0, 0, prod(argument.shape), size, place]
         return list(argument.shape), TENSOR_TYPES[argument.dtype], value
     if isinstance(argument, tuple):

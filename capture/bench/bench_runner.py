@@ -206,6 +206,7 @@ class Bench:
             attempts.append((at, request, runs, outcome))
         ops = [call.op for _, _, runs, _ in attempts for call in runs]
         launch_records = iter(launched(functions, ops, on_gpu=self.on_gpu, flush=self._flush))
+        # Else the operands of the whole batch would stay allocated while its calls are timed.
         functions.clear()
         warm_call = None
         profiled = [
@@ -283,6 +284,7 @@ class Bench:
         calls = [self._warm(call).function for _ in range(copies)]
         power: Power | None = None
         try:
+            # The driver's copies are slower in a CUDA graph, see `Replays`.
             queued = call.op in _NOT_IN_GRAPHS or any(
                 name.startswith("Memcpy") for name in kernels.names
             )

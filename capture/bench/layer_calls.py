@@ -137,6 +137,7 @@ def norms(model: Model, tokens: int) -> Iterator[BenchCall]:
     yield BenchCall("aten::mul", (wide, wide))
     yield BenchCall("aten::sum", (wide, (2,), True, None))
     yield BenchCall("aten::mul", (wide, epsilon))
+    # The backward of a mean expands its gradient over the reduced dimension.
     spread = replace(wide, strides=(tokens, 1, 0))
     yield BenchCall("aten::div", (spread, two))
     yield BenchCall("aten::add_", (wide, wide, 1))
@@ -309,6 +310,7 @@ def head(model: Model, tp: int, tokens: int) -> Iterator[BenchCall]:
 def embedding(model: Model, tokens: int) -> Iterator[BenchCall]:
     """Yield the embedding lookup, its gradient, and the dispatch of tokens to experts."""
     table, hidden = Operand((model.vocabulary, model.hidden)), Operand((tokens, model.hidden))
+    # `index_select` calls `gather` with its index expanded over the columns.
     index = Operand((tokens, model.hidden), "int64", strides=(1, 0))
     yield BenchCall("aten::gather", (table, 0, index, False, hidden))
     yield BenchCall("aten::embedding_dense_backward",

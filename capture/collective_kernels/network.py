@@ -135,6 +135,7 @@ def load_network(path: Path) -> Network:
             code="network-empty",
         )
     node_size = content.get("node_size", NODE_SIZE)
+    # A boolean of TOML is an int in Python.
     if not isinstance(node_size, int) or isinstance(node_size, bool) or node_size < 1:
         raise CaptureError(
             f"--network {path}: node_size is {node_size!r}; expected a whole number of GPUs, "
@@ -153,6 +154,7 @@ def load_network(path: Path) -> Network:
     }
     sizes: dict[int, Link] = {}
     for name, entry in _table(path, "[size]", content.get("size", {})).items():
+        # Nine digits exceed any world, and `int` refuses texts of more than 4,300.
         if not name.isdecimal() or len(name) > 9 or int(name) < 2:
             raise CaptureError(
                 f"--network {path}: [size.{name}]: expected a number of ranks, 2 or more",

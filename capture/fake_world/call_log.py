@@ -181,6 +181,7 @@ class CallLog:
         A group without a description gets torch's name.
         """
         name = group.group_desc
+        # torch's description of the default group.
         if name == "default_pg":
             name = WORLD
         elif name in ("", "undefined"):
@@ -253,6 +254,8 @@ class CallLog:
             total = total.times(group.size)
         purpose = None
         if collective in ("send", "recv") and tensors is not None:
+            # Stages of torch.distributed.pipelining know; a pipeline written by hand is classified
+            # by its backwards.
             purpose = self._purposes.of(collective, tensors)
             if purpose is None:
                 key = Key(collective, group.name, peer, total.bytes)

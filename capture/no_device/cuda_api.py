@@ -211,6 +211,7 @@ def emulated_cuda(gpu: EmulatedGpu, log: EventLog) -> Generator[None]:
             {
                 "allocated_bytes.all.current": current,
                 "allocated_bytes.all.peak": peak,
+                # No allocator runs, so what is allocated counts as reserved.
                 "reserved_bytes.all.current": current,
                 "reserved_bytes.all.peak": peak,
                 "active_bytes.all.current": current,
@@ -222,6 +223,7 @@ def emulated_cuda(gpu: EmulatedGpu, log: EventLog) -> Generator[None]:
         log.peak_bytes = log.live_bytes
 
     def memory_info() -> tuple[int, int]:
+        # Never negative: a step that does not fit this GPU is captured, too.
         return max(0, gpu.memory_bytes - log.live_bytes), gpu.memory_bytes
 
     cuda: dict[str, Any] = {
@@ -295,6 +297,7 @@ def emulated_cuda(gpu: EmulatedGpu, log: EventLog) -> Generator[None]:
         "empty_cache": _call(_nothing),
     }
     nccl = {"version": _call(lambda: _NCCL_VERSION), "is_available": _call(lambda: True)}
+    # `torch.cuda` re-exports functions of these modules, and scripts import them from either.
     memory = {name: cuda[name] for name in cuda if hasattr(torch.cuda.memory, name)}
     random = {name: cuda[name] for name in cuda if hasattr(torch.cuda.random, name)}
     with contextlib.ExitStack() as undo:

@@ -110,6 +110,7 @@ class EmulatedProcess:
                     "torch.UntypedStorage",
                     {"resize_": resize_storage, "data_ptr": address_of_storage},
                 ),
+                # torch decides this by `torch.cuda.is_available`, which answers as on the GPU.
                 patched(_FAKE_TENSORS + ".FakeTensorMode", {"avoid_device_init": property(_yes)}),
                 patched(
                     _FAKE_TENSORS + ".FakeTensor",
@@ -119,6 +120,7 @@ class EmulatedProcess:
                 *_nccl_class(),
                 patched("torch", {"save": self._save_function()}),
                 patched("torch._C", {"_get_accelerator": _accelerator}),
+                # The checks of its arguments compare numbers.
                 patched("torch.distributions.Distribution", {"_validate_args": False}),
                 self.inductor.installed(),
                 patched("torch.utils", {"swap_tensors": _swap}),

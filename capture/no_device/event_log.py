@@ -290,6 +290,7 @@ class Describer:
 
     def _tensor(self, tensor: Tensor) -> tuple[Any, Any, str, Any]:
         type_ = _TYPES.get(tensor.dtype, _UNKNOWN_TYPE)
+        # Tensors of other layouts have no storage to number.
         if tensor.layout != torch.strided:
             return "<Object>", [], type_, []
         storage = self._storage_of(tensor)
@@ -359,6 +360,7 @@ def _kineto_events(log: EventLog, kept: Sequence[Event]) -> list[dict[str, Any]]
         )
     for number, allocation in enumerate(log.allocations, start=len(kept) + 1):
         args = {
+            # No allocator runs; what it would reserve is simulated from these events later.
             "Total Reserved": 0,
             "Total Allocated": allocation.allocated,
             "Bytes": allocation.bytes,
@@ -380,6 +382,7 @@ def _kineto_events(log: EventLog, kept: Sequence[Event]) -> list[dict[str, Any]]
                 "args": args,
             }
         )
+    # With one stream, waits between streams order nothing.
     events += [_kineto_wait(wait) for wait in log.waits if with_streams]
     return events
 

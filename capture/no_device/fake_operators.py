@@ -256,6 +256,7 @@ class FakeOperators(TorchDispatchMode):
     def _dispatch(  # noqa: PLR0911  one line per sort of operator
         self, func: Any, types: Sequence[type], args: Any, kwargs: Any
     ) -> Any:
+        # torch's own answer would be the meta device, on which fake tensors are.
         if func is _torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device
         if not all(kind in _PLAIN or issubclass(kind, FakeTensor) for kind in types):
@@ -509,6 +510,7 @@ class FakeOperators(TorchDispatchMode):
         except (RuntimeError, NotImplementedError):
             # The kernel reads numbers, or the memory of a tensor: as one operator it has none.
             self._log.forget_since(mark)
+            # Later calls of the operator skip the attempt.
             self._schemas[call.func] = replace(call.schema, is_composite=False)
             return _FAILED
         finally:

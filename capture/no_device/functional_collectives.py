@@ -58,7 +58,10 @@ class FunctionalCollectives:
 
     def _all_reduce(self, tensor: Tensor, operation: str, group: str) -> Tensor:
         return self._all_reduce_(
-            tensor.clone(memory_format=torch.contiguous_format), operation, group
+            # torch's Functional.cpp clones its input into this layout, too.
+            tensor.clone(memory_format=torch.contiguous_format),
+            operation,
+            group,
         )
 
     def _all_reduce_(self, tensor: Tensor, operation: str, group: str) -> Tensor:
@@ -121,6 +124,7 @@ class FunctionalCollectives:
     def _all_to_all_single(
         self, tensor: Tensor, out_sizes: Sequence[int], in_sizes: Sequence[int], group: str
     ) -> Tensor:
+        # The schema has the sizes of the output before those of the input.
         output = tensor.new_empty((sum(out_sizes), *tensor.shape[1:]))
         work = _group(group).alltoall_base(output, tensor, [*out_sizes], [*in_sizes])
         self._started(work, [output])

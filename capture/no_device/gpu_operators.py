@@ -145,6 +145,7 @@ def _cudnn_backward(args: Sequence[Any], _: Any) -> Inner:
 def _flash(args: Sequence[Any], _: Any) -> Inner:
     query, key, value, dropout, is_causal, debug, scale = args
     sizes = query.shape[2], key.shape[2]
+    # Flash attention's kernels take the sequence before the heads.
     turned = [_turned(tensor) for tensor in (query, key, value)]
     rest = dropout, is_causal, debug, scale
     return Inner("aten::_flash_attention_forward", (*turned, None, None, *sizes, *rest))

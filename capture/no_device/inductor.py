@@ -193,6 +193,7 @@ def _interface() -> contextlib.AbstractContextManager[None]:
 
 
 def _ask_cuda(name: str) -> Callable[..., Any]:
+    # `torch.cuda` has these two under private names.
     own = f"_{name}" if name.endswith("exchange_device") else name
 
     def ask(*args: Any, **kwargs: Any) -> Any:
@@ -256,6 +257,7 @@ def _load(key: str, path: str) -> ModuleType:
     wrapper.__file__ = path
     with open(path, encoding="utf-8") as file:
         source = file.read()
+    # Only a CUDA build of torch has this function.
     raw_stream = "from torch._C import _cuda_getCurrentRawStream as get_raw_stream"
     source = source.replace(raw_stream, "get_raw_stream = None")
     stubs: dict[str, Any] = {}
@@ -268,6 +270,7 @@ def _load(key: str, path: str) -> ModuleType:
         get_raw_stream=_first_stream,
         empty_strided_cuda=_empty,
         reinterpret_tensor=_reinterpret,
+        # Addresses of fake tensors are made up, so their alignment means nothing.
         copy_if_misaligned=_same,
         assert_size_stride=_nothing,
         assert_alignment=_nothing,
@@ -309,6 +312,7 @@ class _Accesses:
         signature = re.search(rf"def {re.escape(name)}\(([^)]*)\)|def triton_\(([^)]*)\)", source)
         text = (signature.group(1) or signature.group(2) or "") if signature else ""
         parameters = tuple(part.split(":")[0].strip() for part in text.split(","))
+        # The source states the sizes that Inductor knows; others are arguments of the launch.
         sizes = re.findall(r"^    (\w+numel) = (\d+)$", source, re.MULTILINE)
         return cls(
             parameters,

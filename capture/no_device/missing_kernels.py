@@ -62,6 +62,7 @@ def _grouped_product(
     del bias
     rows, columns = left.shape[-2], right.shape[-1]
     if left.dim() == 2 and right.dim() == 2:
+        # Two matrices are grouped along their inner size, so torch requires the ends of groups.
         assert ends is not None
         shape: tuple[int, ...] = (ends.shape[0], rows, columns)
     elif left.dim() == 3 and right.dim() == 3:

@@ -22,6 +22,7 @@ def logits_when_read(kind: Any, change: Callable[[Tensor], Tensor]) -> Any:
         change: transforms the logits. Pass the same object in all calls of a model, because the
             function caches one class per object.
     """
+    # `kind` may transform its logits already: each class in the chain keeps its own result.
     inner, place = getattr(kind, "logits", None), f"logits_{len(kind.__mro__)}"
 
     class Changing(kind):

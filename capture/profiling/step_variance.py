@@ -99,6 +99,7 @@ def shapes_of(arguments: Any) -> Shapes:
             nested = value.is_nested
             shapes.append((value.dim(),) if nested else tuple(map(int, value.shape)))
         elif isinstance(value, Mapping):
+            # Reversed, because the stack returns the last first.
             pending += reversed([*value.values()])
         elif isinstance(value, list | tuple):
             pending += reversed(value)

@@ -179,6 +179,7 @@ def begin_sequence(
         reduced: whether the first layer gets the embedding's whole sum, else this rank's part.
         peers_absent: whether the group's other ranks do not run.
     """
+    # Absent peers add no rows: the embedding of a token of theirs would stay zero.
     substitute = (
         RandomFill(embedding, group.rank()) if peers_absent and embedding is not None else None
     )

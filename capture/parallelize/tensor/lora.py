@@ -65,6 +65,7 @@ class LoraLinear:
         adapters = {
             id(matrix.owner.get_parameter(matrix.key)) for matrix in (*self.downs, *self.ups)
         }
+        # If the layer is a subclass of nn.Linear, A and B are its parameters next to W.
         cut_module(self.base, self.name, group, cut=cut | adapters, **options)
 
     @property
@@ -191,6 +192,7 @@ def _with_dimension(owner: nn.Module, key: str, features: int, label: str) -> _M
     """Return the matrix with the dimension that has `features` entries, the layer's."""
     shape = tuple(owner.get_parameter(key).shape)
     if isinstance(owner, nn.Linear) and key == "weight":
+        # A reads the layer's input and B writes its output; a square weight's shape would not tell.
         return _Matrix(owner, key, 1 if label.endswith("A") else 0)
     if len(shape) != 2 or shape.count(features) != 1:
         raise SliceError(

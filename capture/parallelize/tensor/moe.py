@@ -116,6 +116,7 @@ def cut_experts(
         )
     if hasattr(module, _DOWN_BIAS):
         module.register_forward_pre_hook(_divide_bias_hook(group))
+        # Also after an error in the forward, or the parameter would stay hidden.
         module.register_forward_hook(_restore_bias, always_call=True)
     if hasattr(module, "intermediate_dim"):
         # Their forward splits the fused projection by this width.

@@ -36,6 +36,7 @@ class PartialGradients:
         self._names = names
 
     def __deepcopy__(self, _: Any) -> "PartialGradients":
+        # A process group cannot be copied, so a copy of the model (EMA) shares it.
         return PartialGradients(self.group, self._names)
 
     def add(self, names: Collection[str] | None) -> None:

@@ -92,6 +92,7 @@ def add_megatron_styles(
                 for key, style in _known_styles(model, module).items():
                     # After a gathered projection every rank norms all heads: gradients are whole.
                     if not (gathered and key in _NORMS):
+                        # The plan's own style takes precedence.
                         result.setdefault(f"{name}.{key}".removesuffix("."), style)
     result |= latent_styles(model, styles, complete=complete)
     planned = (name for name, style in styles.items() if style in EXPERTS)
@@ -270,6 +271,7 @@ def _styles(
         defaults = add_megatron_styles(
             model, planned_styles(model), complete=tp_style == "megatron"
         )
+        # A rule of the user's plan replaces that of the model's.
         return defaults | explicit
     raise SliceError(without_plan(model), code="tp-no-plan")
 
