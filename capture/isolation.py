@@ -174,8 +174,8 @@ def process_events(
         sys.stdout.flush()
         sys.stderr.flush()
         with unseen_by_spawned_processes(variables):
-        # Only when the child alone holds the sending end does its death end a `recv` here.
             process.start()
+        # Only when the child alone holds the sending end does its death end a `recv` here.
         sender.close()
         try:
             yield _events(receiver, process, function.__name__)
