@@ -218,6 +218,7 @@ def report_cost(
         bills.append(_bill("rent", rent.per_gpu_hour, job, (line,)))
     if own := prices.own.get(name):
         lines = _own_lines(own, prices.currency, list_text, energy())
+        # The lines in other units are inputs of these.
         hourly = sum(line.value for line in lines if line.unit == f"{prices.currency}/h")
         bills.append(_bill("own", hourly, job, tuple(lines)))
     if not bills:

@@ -220,6 +220,7 @@ def report_energy(
     idle_uj = (idle + links) * idle_ns * 1e-3
     step = busy.uj + idle_uj
     shorter, longer = time_ends(graph)
+    # Both errors are independent, so they add in squares.
     less, more = (float(np.hypot(model.step_error, end)) for end in (1 - shorter, longer - 1))
     unknown = int((timed & np.isnan(kernels.bytes) & np.isnan(kernels.flops)).sum())
     wanted_w = busy.wanted_uj / course.busy_ns * 1e3 if busy.wanted_uj > busy.uj else None
@@ -306,6 +307,7 @@ def _node_ends(graph: Graph, index: I64, model: PowerModel) -> tuple[F64, F64]:
     """
     nodes, ns = graph.nodes, graph.nodes.duration_ns[index]
     p10_ns, p90_ns = nodes.p10_ns[index], nodes.p90_ns[index]
+    # For a measured time only the error of the power model counts.
     timed = (p10_ns > 0) & (ns > 0)
     below = np.log(np.where(timed, ns, 1) / np.where(timed, p10_ns, 1))
     above = np.log(np.where(timed, p90_ns, 1) / np.where(timed, ns, 1))

@@ -154,6 +154,7 @@ def _lines(
     lines += [fact for fact in facts if fact[0] != "80% interval"]
     lines += [(term.name, term_text(term)) for term in root.named()]
     lines.append(("predicted", f"{root.value:,.0f} ns on {target.name}"))
+    # After the prediction that the interval is of.
     lines += [fact for fact in facts if fact[0] == "80% interval"]
     if is_by_tiles:
         lines += _coefficient_lines(kernels, row, target)

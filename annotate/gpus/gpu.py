@@ -240,8 +240,11 @@ class Gpu(Displayed, msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def _parts_of(self, peak: str) -> list[str]:
         """Return the figures whose geometric mean is the sustained fraction of a peak."""
+        # The fraction of the data type comes first, then one for all matrix units.
         specific, *_ = names = FRACTIONS[peak]
         known = [name for name in names if name in self.figures][:1]
+        # The benchmark multiplies 16-bit operands, so it counts for another type only where that
+        # has no fraction of its own.
         if (
             _GEMM in self.figures
             and peak in TENSOR.values()

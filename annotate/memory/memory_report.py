@@ -333,6 +333,7 @@ def _fits(log: MemoryLog, pieces: Mapping[MemoryClass, Sequence[Piece]], capacit
 def _nodes(graph: Graph) -> tuple[NodeMemory, ...]:
     nodes = graph.nodes
     touched = np.flatnonzero((nodes.bytes_allocated != 0) | (nodes.bytes_freed != 0))
+    # In order of time, because the live bytes are a running sum.
     order = touched[np.argsort(nodes.start_ns[touched], kind="stable")]
     change = nodes.bytes_allocated[order] - nodes.bytes_freed[order]
     live = graph.job.measurement.start_memory_bytes + np.cumsum(change)

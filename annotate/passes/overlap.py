@@ -240,6 +240,7 @@ def _lane_keys(graph: Graph) -> list[int]:
     nodes = graph.nodes
     first = np.max(nodes.stream, initial=0) + 1
     on_thread = np.unique(nodes.thread, return_inverse=True)[1].reshape(-1) + first
+    # A node on no stream and no thread is in order with no other.
     single = np.arange(len(graph)) + first + len(graph)
     on_thread = np.where(nodes.thread == UNKNOWN, single, on_thread)
     return np.where(nodes.stream == UNKNOWN, on_thread, nodes.stream).tolist()
@@ -504,6 +505,7 @@ def _separating_edges(graph: Graph) -> tuple[I64, I64]:
     order = device[_in_issue_order(graph, device)]
     is_call = communicates[order]
     section = np.cumsum(np.concatenate([[0], is_call[1:] != is_call[:-1]]))
+    # Threads get negative numbers, which no stream has.
     lane = np.where(nodes.stream[order] != UNKNOWN, nodes.stream[order], -1 - nodes.thread[order])
     last = _last_of(section, lane)
     first = len(section) - 1 - _last_of(section[::-1], lane[::-1])

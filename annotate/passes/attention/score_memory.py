@@ -54,6 +54,7 @@ def without_scores(
     measurement = graph.job.measurement
     log = measurement.memory
     if log is None:
+        # 0 stands for unknown: the captured peak includes the scores.
         unknown = msgspec.structs.replace(measurement, peak_memory_bytes=0, activation_bytes=())
         return unknown, "the peak of memory is unknown."
     block_of = _blocks_by_content(graph, flow, log)
@@ -70,6 +71,7 @@ def without_scores(
     peak_drop = most_in_use(log) - most_in_use(new_log)
     added_bytes = [_added_activations(log, change, start) for start in _backward_starts(log)]
     activations = measurement.activation_bytes
+    # The log may show fewer backwards than micro-batches; the first then stands for all.
     if len(added_bytes) != len(activations):
         added_bytes = added_bytes[:1] * len(activations)
     changed = msgspec.structs.replace(

@@ -68,6 +68,7 @@ def with_score_memory(graph: Graph, calls: Sequence[CallMemory]) -> tuple[Measur
     measurement = graph.job.measurement
     log = measurement.memory
     if log is None:
+        # 0 stands for unknown: the captured peak lacks the scores.
         unknown = msgspec.structs.replace(measurement, peak_memory_bytes=0, activation_bytes=())
         kept = sum(call.memory.kept for call in calls if not call.is_backward)
         return unknown, f"its calls keep {kept} bytes for backward, and the peak is unknown."
@@ -81,7 +82,9 @@ def with_score_memory(graph: Graph, calls: Sequence[CallMemory]) -> tuple[Measur
         memory=new_log,
         peak_memory_bytes=measurement.peak_memory_bytes + rise,
         activation_bytes=tuple(
-            bytes_ + kept // micro_batches for bytes_ in measurement.activation_bytes
+            # The calls are those of all micro-batches.
+            bytes_ + kept // micro_batches
+            for bytes_ in measurement.activation_bytes
         ),
     )
     return changed, f"the peak of memory rises by {rise} bytes."

@@ -145,6 +145,7 @@ class _SegmentMemo:
         ]
         of_calls, codes = (
             _row_codes(calls.signature, calls.value),
+            # Distances and not ids: equal segments use other tensors in the same places.
             _row_codes(*back, accesses.offset),
         )
         storage_ids = _first_uses(accesses.storage, back[0], begin)
@@ -181,6 +182,7 @@ class _SegmentMemo:
                 before.append(None)
             else:
                 before += storage.growth, storage.elements, tensor, storage.written
+        # All that the result of a segment depends on.
         key = (*same, *before)
         known = self._known.get(key)
         if known is None:
@@ -296,6 +298,7 @@ def _cuts(signature: I64) -> I64:
     """
     mixed = signature * _HASH_MULTIPLIERS[0]
     mixed[1:] += signature[:-1] * _HASH_MULTIPLIERS[1]
+    # One hash in SEGMENT_LENGTH is below 2**32 / SEGMENT_LENGTH.
     begins = np.flatnonzero((mixed & 0xFFFFFFFF) * SEGMENT_LENGTH >> 32 == 0)
     ends = np.unique(np.concatenate([[0], begins, [len(signature)]]))
     lengths = np.diff(ends)

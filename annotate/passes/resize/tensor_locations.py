@@ -194,6 +194,7 @@ def tensor_accesses(
     start = starts[which]
     extra: list[TensorLocation | None] = []
     for row in np.flatnonzero(counts[which] != count).tolist():
+        # Tensors of such texts are appended to the columns of the others.
         start[row] = len(tensor) + len(extra)
         extra += parse_unusual(row // 2, bool(row % 2), texts.distinct[int(which[row])])
     more = np.array(
