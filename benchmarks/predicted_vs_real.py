@@ -5,7 +5,7 @@
     python benchmarks/predicted_vs_real.py kernels DIR
 
 `capture` needs a host with two GPUs or more (or none: --tiny runs all of it on the CPU with gloo).
-It measures the link between them (collective_bandwidth.py); then for each form the real job under
+It measures the link between them (`onerank bench link`); then for each form the real job under
 torchrun, one GPU a rank, and the slices, each on one GPU in its own process: rank r on GPU r, all
 at once, which excludes differences between GPUs of one host (--one-gpu makes all on GPU 0, in
 turn). Slices with collectives emulate them, on a network fitted to the measured link.
@@ -182,15 +182,16 @@ class Capturing:
     def link(self) -> None:
         """Measure the link, and write the network file of the emulated collectives."""
         self.say("link")
-        table = self.out / "link.json"
-        command = [*self.torchrun(), str(HERE / "collective_bandwidth.py"), "-o", str(table)]
+        network = self.out / "network.toml"
+        command = [*self.torchrun(), "-m", "onerank", "bench", "link", "-o", str(network)]
         self.quietly("link", [*command, *(["--most-mib", "1"] if self.arguments.tiny else [])])
-        self.results["link"] = json.loads(table.read_text())
-        from simulated_steps import network_file
+        # The first line names the ranks, their device and the versions.
+        self.results["link"] = network.read_text().split("\n", 1)[0].removeprefix("# ")
+        from onerank.capture.collective_kernels.network import load_network
 
-        network = network_file(self.results["link"]["rows"], self.arguments.gpus)
-        (self.out / "network.toml").write_text(network)
-        self.say("link: " + ", ".join(network.splitlines()[1:3]))
+        for ranks, link in load_network(network).sizes.items():
+            latency_us = link.latency_us
+            self.say(f"link of {ranks} ranks: {link.busbw_gb_per_s:.2f} GB/s, {latency_us} us")
 
     def form(self, name: str, form: Form) -> None:
         """Measure the real job and capture the slices; a failure is recorded in the results."""

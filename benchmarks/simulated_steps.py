@@ -30,7 +30,8 @@ import slice_comparison as compared
 
 import onerank
 from onerank.analysis.step_time import replay
-from onerank.capture.collective_kernels.network import Curve
+from onerank.capture.bench.measure_link import fit_latency_and_bytes
+from onerank.capture.collective_kernels.network import Curve, Network, load_network
 from onerank.converters.expand.host_delays import insert_host_delays_by_rank
 from onerank.converters.expand.pipeline import Schedule, expand
 from onerank.converters.expand.ranks import RankGraph, expand_ranks
@@ -41,95 +42,63 @@ from onerank.converters.targets.goal import export as export_goal
 from onerank.converters.targets.goal import export_ranks as export_goals
 from onerank.ir import Graph
 
-Row = dict[str, Any]
+Call = tuple[str, int, int]
+"""Name, ranks of the group, input bytes of a rank."""
 
 STEPS: dict[str, Callable[[int], int]] = {
     "all_reduce": lambda n: 2 * (n - 1),
     "all_gather": lambda n: n - 1,
     "reduce_scatter": lambda n: n - 1,
     "all_to_all": lambda n: n - 1,
-    "send_recv": lambda _: 1,
+    "send": lambda _: 1,
 }
 
 """Messages that follow each other in a call, as ASTRA-sim and the GOAL export have it."""
 
 
-def fitted(rows: Sequence[Row], call: str, ranks: int) -> tuple[float, float]:
-    """Return the latency of an empty call in ns, and its bus bandwidth in GB/s."""
-    measured = [row for row in rows if row["call"] == call and "ns" in row]
-    calls = {(call, row["bytes"]): 1.0 / row["ns"] for row in measured}
-    latency, ns_per_byte = _fit(rows, calls, ranks)
-    return latency * STEPS[call](ranks), 1 / ns_per_byte
+def link_for(network: Network, graphs: Sequence[Graph]) -> tuple[float, float]:
+    """Return the latency in ns of a message and the bandwidth in GB/s, for the calls of graphs.
 
-
-def network_file(rows: Sequence[Row], ranks: int) -> str:
-    """Return the text of a network file for `capture run --network`: the link as measured."""
-    latency_ns, busbw = fitted(rows, "all_reduce", ranks)
-    latency_us = max(latency_ns, 1) / 1e3
-    text = f"[default]\nbusbw_gb_per_s = {busbw:.2f}\nlatency_us = {latency_us:.3f}\n"
-    for call in STEPS:
-        points = [[int(size), round(us, 3)] for size, us in curve(rows, call).points]
-        for name in ("send", "recv") if call == "send_recv" else (call,):
-            text += f"{name} = {points}\n"
-    return text
-
-
-def link_for(rows: Sequence[Row], graphs: Sequence[Any], ranks: int) -> tuple[float, float]:
-    """Return the latency in ns of a message and the bandwidth in GB/s, for the calls of graphs."""
-    calls: Counter[tuple[str, int]] = Counter()
+    Each call has the times that were measured in groups of its own group's size.
+    """
+    calls: Counter[Call] = Counter()
     for graph in graphs:
         for index in np.flatnonzero(graph.communication).tolist():
             node = graph.node(index)
-            kind = node.collective.name if node.kind.name == "COLLECTIVE" else "send_recv"
-            name = kind.lower().removesuffix("_block")
+            is_message = node.kind.name != "COLLECTIVE"
+            name = "send" if is_message else node.collective.name.lower().removesuffix("_block")
             if name in STEPS:
-                calls[name, int(node.value("comm_bytes"))] += 1
-    weights = {
-        (call, size): count / (1e3 * curve(rows, call).time_us(size))
-        for (call, size), count in calls.items()
-    }
-    latency, ns_per_byte = _fit(rows, weights, ranks)
-    return latency, 1 / ns_per_byte
-
-
-def curve(rows: Sequence[Row], call: str) -> Curve:
-    """Return the measured times of a call by size."""
-    points = sorted(
-        (row["bytes"], row["ns"] / 1e3) for row in rows if row["call"] == call and "ns" in row
-    )
-    if not points:
-        raise SystemExit(f"the link was not measured for {call}")
-    return Curve(tuple(points))
-
-
-def _fit(
-    rows: Sequence[Row], weights: dict[tuple[str, int], float], ranks: int
-) -> tuple[float, float]:
-    """Return the latency of a message and the ns per byte that fit the calls' times best.
-
-    Weighted least squares. The smallest call of each kind has a small weight, so that the latency
-    is determined.
-    """
-    weights = dict(weights)
+                group = graph.job.group(node.text("group"))
+                ranks = len(group.ranks) if group else graph.job.world.size
+                calls[name, ranks, int(node.value("comm_bytes"))] += 1
+    times = {call: 1e3 * curve(network, *call[:2]).time_us(call[2]) for call in calls}
+    weights = {call: count / times[call] for call, count in calls.items()}
+    # The smallest measured call of each kind has a small weight, so that the latency is determined.
     least = 1e-3 * min(weights.values())
-    for call in {call for call, _ in weights}:
-        smallest = min(row["bytes"] for row in rows if row["call"] == call)
-        weights.setdefault((call, smallest), least)
-    model = np.array([(STEPS[c](ranks), wire_bytes(c, size, ranks)) for c, size in weights])
-    times = np.array([1e3 * curve(rows, call).time_us(size) for call, size in weights])
-    weight = np.array([*weights.values()])[:, None] ** 0.5
-    latency, per_byte = np.linalg.lstsq(model * weight, times * weight[:, 0], rcond=None)[0]
-    if latency < 0 or per_byte < 0:
-        nonnegative = int(latency < 0)  # the other is 0
-        model_column = model[:, nonnegative] * weight[:, 0]
-        coefficient = (model_column @ (times * weight[:, 0])) / (model_column @ model_column)
-        latency, per_byte = (0.0, coefficient) if nonnegative else (coefficient, 0.0)
-    return float(latency), max(float(per_byte), 1e-9)
+    for name, ranks in {call[:2] for call in calls}:
+        smallest, time_us = curve(network, name, ranks).points[0]
+        times.setdefault((name, ranks, smallest), 1e3 * time_us)
+        weights.setdefault((name, ranks, smallest), least)
+    latency, ns_per_byte = fit_latency_and_bytes(
+        [(STEPS[name](ranks), wire_bytes(name, size, ranks)) for name, ranks, size in weights],
+        [times[call] for call in weights],
+        [*weights.values()],
+    )
+    return latency, 1 / max(ns_per_byte, 1e-9)
+
+
+def curve(network: Network, call: str, ranks: int) -> Curve:
+    """Return the measured times of a call by size, in groups of this size."""
+    measured = network.link("", ranks).measured
+    if call not in measured:
+        raise SystemExit(f"the link was not measured for {call} of {ranks} ranks")
+    return measured[call]
 
 
 def compare(directory: Path) -> None:
     """Print the table of a captured directory, and write it as JSON next to the results."""
     results = json.loads((directory / "results.json").read_text())
+    network = load_network(directory / "network.toml")
     _conditions(results)
     columns = ("slice", "replay", *SIMULATED)
     print(f"{'form':16}{'real, ms':>30}" + "".join(f"{name:>24}" for name in columns))
@@ -145,7 +114,7 @@ def compare(directory: Path) -> None:
         real = slowest["step_ns"] / 1e6
         low, high = (edge(slowest["steps_ns"]) / 1e6 for edge in (min, max))
         paths = [directory / owner / record["trace"] for record in slices]
-        simulated = predictions(paths, form["schedule"], results)
+        simulated = predictions(paths, form["schedule"], results, network)
         piped = name.startswith("pp")  # a stage's own step has no other stage in it
         simulated["slice"] = None if piped else max(record["step_ns"] for record in slices) / 1e6
         table[name] = {"real_ms": real, "low_ms": low, "high_ms": high, **simulated}
@@ -181,12 +150,9 @@ def kernels(directory: Path) -> None:
 
 
 def _conditions(results: Any) -> None:
-    link = results["link"]
     form = next(form for form in results["forms"].values() if form.get("slices"))
     versions = ", ".join(f"{k} {v}" for k, v in form["slices"][0]["versions"].items())
-    print(
-        f"{results['date']}, {results['gpus']} x {link['device']}, {versions}, {link['versions']}"
-    )
+    print(f"{results['date']}, {versions}; link: {results['link']}")
     print(
         f"slices on {results['slices_on']}; {results['micro_batches']} micro-batches of pipelines\n"
     )
@@ -237,13 +203,15 @@ class Job:
         return expand(graphs, Schedule.parse(self.schedule), self.micro_batches)
 
 
-def predictions(paths: Sequence[Path], schedule: str, results: Any) -> dict[str, Any]:
+def predictions(
+    paths: Sequence[Path], schedule: str, results: Any, network: Network
+) -> dict[str, Any]:
     """Return steps in ms by column; the slowest, if each slice represents all ranks."""
     graphs = [onerank.read(path) for path in paths]
     on_cpu = graphs[0].job.device.type == "cpu"
     if on_cpu:  # a dry run
         graphs = [onerank.recost(graph, "H100") for graph in graphs]
-    latency, bandwidth = link_for(results["link"]["rows"], graphs, results["gpus"])
+    latency, bandwidth = link_for(network, graphs)
     simulated: dict[str, Any] = {"network": f"{bandwidth:.2f} GB/s, {latency:.0f} ns a message"}
     single_class = not schedule and len(graphs[0].job.classes) <= 1
     if single_class:

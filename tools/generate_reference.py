@@ -30,6 +30,7 @@ from onerank.annotate.cost import CostReport
 from onerank.annotate.energy import EnergyReport
 from onerank.annotate.memory.memory_report import MemoryReport
 from onerank.capture.bench.gpu_limits import Microbenchmarks
+from onerank.capture.bench.measure_link import MeasuredLink
 from onerank.capture.verify.numerics import Verification
 from onerank.cli import annotate, capture, onerank
 from onerank.cli.commands.bench import Benched, Described, Merged, StoredOperator
@@ -154,6 +155,7 @@ PRINTED: Mapping[str, tuple[type, str]] = {
     "onerank gpus": (Gpu, "A list, one record per GPU."),
     "onerank bench": (Benched, "One record."),
     "onerank bench describe": (Described, "One record."),
+    "onerank bench link": (MeasuredLink, "One record."),
     "onerank bench merge": (Merged, "One record."),
     "onerank bench show": (StoredOperator, "A list, one record per operator and data type."),
     "onerank show --granularity": (Part, "A list, one record per layer, sub-module or kernel."),

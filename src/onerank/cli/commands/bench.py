@@ -1,4 +1,7 @@
-"""`onerank bench`: measure calls into a kernel database, describe the GPU, merge databases."""
+"""`onerank bench`: measure calls into a kernel database, describe the GPU, merge databases.
+
+`onerank bench link` is in `bench_link`.
+"""
 
 import contextlib
 import dataclasses
@@ -10,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from onerank.cli.commands.bench_link import link
 from onerank.cli.common import (
     INPUT,
     MINUTES,
@@ -258,6 +262,7 @@ def bench() -> None:
 
 
 bench.add_command(describe)
+bench.add_command(link)
 
 
 @bench.command()
