@@ -184,6 +184,7 @@ class _Coarsening:
         self._micro_batch: list[int] = graph.nodes.micro_batch.tolist()
         self._groups: list[_Group] = []
         self._newest: dict[int, int] = {}
+        # All entries share one dict, which is safe: an entry is replaced, never changed in place.
         self._frontiers: list[dict[int, int]] = [{}] * len(graph)
         self._group_of = np.full(len(graph), -1, dtype=np.int64)
         self._host_group: list[tuple[int, int]] = []
@@ -244,6 +245,7 @@ class _Coarsening:
                 launched_group.setdefault(int(source), int(self._group_of[target]))
         next_group: dict[int, int] = {}
         threads = graph.nodes.thread.tolist()
+        # Operators after a thread's last launch have no next group; their bytes go to the last one.
         last = len(self._groups) - 1
         # Backwards in time, so that `next_group` is the group that the thread launches next.
         for node in np.argsort(graph.nodes.start_ns, kind="stable")[::-1].tolist():
@@ -293,6 +295,7 @@ class _Coarsening:
             "kind": Kind.KERNEL if nodes.kind[first] != Kind.HOST_OP else Kind.HOST_OP,
             "module": scope.path,
             "start_ns": int(nodes.start_ns[members].min()),
+            # A sum rests on no more steps than its least measured part.
             "samples": int(nodes.samples[members].min()),
             # A sum is as well founded as its least certain part.
             "evidence": int(nodes.evidence[members].min()),

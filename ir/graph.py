@@ -51,6 +51,7 @@ class Edges:
     @classmethod
     def from_pairs(cls, count: int, source: I64, target: I64, reason: U8) -> Self:
         """Build from one (source, target, reason) per edge; order within a target is kept."""
+        # The order of a node's dependencies reaches files and golden texts, so the sort is stable.
         order = np.argsort(target, kind="stable")
         offsets = np.zeros(count + 1, dtype=np.int64)
         np.cumsum(np.bincount(target, minlength=count), out=offsets[1:])
@@ -214,6 +215,7 @@ class Graph(Displayed):
             else:
                 encoded[name] = values.astype(getattr(self.nodes, name).dtype, copy=False)
         if "input_shapes" in encoded and "input_strides" not in encoded:
+            # The strides of the old shape would be wrong for a new one. Code 0 means contiguous.
             kept = encoded["input_shapes"] == self.nodes.input_shapes
             encoded["input_strides"] = np.where(kept, self.nodes.input_strides, 0)
         return replace(self, nodes=replace(self.nodes, **encoded), strings=strings)

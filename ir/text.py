@@ -62,6 +62,7 @@ _LABELS = {
 
 _ALWAYS = ("start_ns", "duration_ns")
 _ENUMS: dict[str, type[IntEnum]] = {"evidence": Evidence, "phase": Phase}
+# No spaces, commas or "=": a line still splits into its words.
 _BARE = re.compile(r"[\w.:/+@<>*-]+")
 
 
@@ -171,6 +172,7 @@ def _depths(depths: LayerExtrapolation) -> Iterator[str]:
 
 def _ranks(ranks: Sequence[int]) -> str:
     """Spell ranks: `0-3` for a run, `0-12:4` for equal strides, else a list."""
+    # Two ranks always have an equal stride, so they are listed.
     if len(ranks) > 2:
         stride = ranks[1] - ranks[0]
         even = all(b - a == stride for a, b in itertools.pairwise(ranks))

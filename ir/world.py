@@ -98,6 +98,7 @@ class World(msgspec.Struct, frozen=True, omit_defaults=True):
             return plane[first : first + self.ep]
         free = axis.split("+")
         coordinates = self.point(rank)
+        # Outermost axis first, so that `product` gives the ranks in ascending order.
         spans = [
             range(n) if a in free else (coordinates[a],) for a, n in reversed(self.sizes.items())
         ]

@@ -169,8 +169,11 @@ def _values(path: Path) -> Iterator[tuple[int, Any]]:
             position += 1
         if position == len(text):
             return
+        # From the last place on: counting from the start for each value would take quadratic time.
         line, counted = line + text.count("\n", counted, position), position
         try:
+            # Not `json.loads`, which rejects text after the first value: a jsonizer writes a
+            # sequence.
             value, position = decoder.raw_decode(text, position)
         except (ValueError, RecursionError) as error:
             # Python raises a plain ValueError for numbers of more than 4,300 digits.

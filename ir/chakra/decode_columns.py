@@ -37,6 +37,7 @@ class BytesInterner:
         places = zip(spans.first.tolist(), spans.last.tolist(), strict=True)
         assigned = [number_of[octets[a:b]] for a, b in places]
         numbers = np.fromiter(assigned, np.int64, len(assigned))
+        # A dict keeps the order of insertion, so the new strings are its last entries.
         new_strings = list(islice(reversed(number_of), len(number_of) - known_count))
         return numbers, new_strings[::-1]
 
@@ -130,6 +131,7 @@ _SORTED = np.argsort(_BEGINNINGS)
 _BY_LENGTH = np.array([(1 << 8 * min(8, 2 + length)) - 1 for length in range(256)], dtype=np.uint64)
 
 # Most attributes of a run that is parsed here; protobuf parses a run with more.
+# `_split` takes one pass per attribute, so one odd run must not cause thousands of passes.
 _MOST_ATTRIBUTES = 64
 
 
@@ -257,10 +259,13 @@ class RunDecoder:
     def _read_all(self) -> None:
         attributes, buffer = self._attributes, self._buffer
         words = buffer.words(attributes.first)
+        # The second byte is the name's length; bytes behind a shorter name are cleared, as in
+        # `_begin`.
         words &= _BY_LENGTH[(words >> np.uint64(8)) & np.uint64(0xFF)]
         place = np.minimum(np.searchsorted(_BEGINNINGS[_SORTED], words), len(_SORTED) - 1)
         field_index = np.where(_BEGINNINGS[_SORTED][place] == words, _SORTED[place], len(_HEADS))
         self._check_order(field_index)
+        # numpy sorts 8-bit numbers by radix, in linear time; int64 would take a merge sort.
         order = np.argsort(field_index.astype(np.uint8), kind="stable")
         ends = np.cumsum(np.bincount(field_index, minlength=len(_HEADS) + 1)).tolist()
         start = 0
@@ -314,6 +319,7 @@ class RunDecoder:
             words = {int(member): member.name.lower() for member in field.words}
             values = self._words(spans, [words.get(n, "") for n in range(max(words) + 1)])
             self._keep(field, rows, values, values >= 0)
+            # onerank leaves out a value that equals the default, so it did not write this one.
             self.exact[rows[values == default_of(SPECS[field.column])]] = False
         elif field.variant == "string_val":
             codes = self._context.codes(self._buffer, self._sized(rows, spans))
@@ -335,6 +341,7 @@ class RunDecoder:
         ends = varints.short & (spans.first + varints.length == spans.last)
         values = np.where(fits, varints.value, np.uint64(0)).astype(np.int64)
         self._keep(field, rows, values, fits, ends)
+        # As for words, onerank writes no defaults.
         self.exact[rows[~varints.minimal | (values == default_of(spec))]] = False
 
     def _words(self, spans: Spans, words: Sequence[str]) -> I64:

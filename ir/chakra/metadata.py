@@ -92,6 +92,8 @@ def amend_job(message: bytes, read: Job, job: Job) -> bytes:
     before, after = _sections(read), _sections(job)
     metadata = GlobalMetadata.FromString(message)
     for name in dict.fromkeys([*before, *after]):
+        # A section that the job no longer has becomes null. Deleting it could reveal an earlier
+        # attribute of the same name, which readers would take instead.
         text = after.get(name, "null")
         if text != before.get(name):
             # Readers take the last of several attributes with one name.

@@ -113,6 +113,7 @@ def write_records(records: Records) -> None:
             duration_micros=record.duration_micros,
         )
         for name, attribute in record.attributes.items():
+            # Nodes repeat most attributes, so each distinct one is built and checked only once.
             key = (name, attribute.variant, attribute.value)
             if key not in encoded:
                 encoded[key] = _proto(name, attribute, f"{place}: node {record.id}")

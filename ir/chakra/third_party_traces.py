@@ -68,6 +68,7 @@ def with_groups(graph: Graph, path: Path) -> Graph:
                 "one",
                 code="groups-contradict",
             )
+    # Where both name a group, they agree, or the node's list is empty and means all ranks.
     ranks_of_groups = in_file | in_nodes
     if not ranks_of_groups:
         return graph

@@ -61,6 +61,7 @@ def find_changes(nodes: Nodes, deps: Dependencies, read: Nodes, read_deps: Depen
 def _differing_rows(left: Dependencies, right: Dependencies) -> Mask:
     counts = np.diff(left.offsets)
     is_different = counts != np.diff(right.offsets)
+    # A row with another count shifts the ids of all later rows, so the arrays do not align.
     if is_different.any():
         for row in np.flatnonzero(~is_different).tolist():
             left_span = slice(left.offsets[row], left.offsets[row + 1])
@@ -106,6 +107,7 @@ def _take_over(node: Node, new: Node, name: str) -> None:
     ]
     replacement = next((attribute for attribute in new.attr if attribute.name == name), None)
     if replacement is None:
+        # From the end, so that the places still to be deleted stay valid.
         for index in reversed(readable_places):
             del node.attr[index]
     elif readable_places:
@@ -161,6 +163,7 @@ def _metadata(graph: Graph) -> bytes:
 def _nodes(graph: Graph) -> Iterator[bytes]:
     """Yield the node messages, each after its length."""
     nodes = graph.nodes
+    # Ascending ids, as onerank numbers nodes, are unique without a sort.
     if not (nodes.id[1:] > nodes.id[:-1]).all():
         _require_unique(nodes.id)
     deps = dependencies(nodes, graph.edges)
