@@ -180,6 +180,7 @@ def number_groups(
     # were used unequally. Number 0 fails an assertion there.
     groups = {1: _line(world, WORLD, 0)}
     numbered = {groups[1]}
+    # The caller's placements come from a set; sorting keeps the numbers equal from run to run.
     by_axis = sorted(
         uses, key=lambda use: (axis_order.get(use[0].axis, len(axis_order)), use[0].axis)
     )

@@ -238,6 +238,7 @@ def _recursive_doubling(call: CollectiveCall, position: int) -> list[Message]:
     received: tuple[int, ...] = ()
     for step, distance in enumerate(_distances(call)):
         size = max(1, shard) * -(-(count - distance) // (2 * distance))
+        # Each step adds a send and then a receive, so this is the send of the step before.
         started = None if step == 0 else 2 * (step - 1)
         doubling.append(Message(True, (position + distance) % count, size, step, received, started))
         doubling.append(Message(False, (position - distance) % count, size, step))

@@ -89,6 +89,8 @@ def _sharing_groups(
             graphs_by_group.setdefault(members, set()).add(number)
     sharing: list[set[int]] = []
     for numbers in graphs_by_group.values():
+        # A graph has one size per call for all its ranks, so groups with a graph in common share
+        # it.
         joined = numbers.union(*(other for other in sharing if other & numbers))
         sharing = [other for other in sharing if not other & joined] + [joined]
     return [sorted(numbers) for numbers in sharing if len(numbers) > 1]
@@ -215,6 +217,7 @@ def lower_workload(graph: Graph, lanes: Sequence[Hashable | None]) -> LoweredSte
 
 def _newest_by_lane(frontiers: list[dict[Hashable, int]]) -> dict[Hashable, int]:
     """Return the highest number of each lane."""
+    # Shared, not copied: no caller changes a frontier in place.
     if len(frontiers) == 1:
         return frontiers[0]
     merged: dict[Hashable, int] = {}

@@ -254,6 +254,7 @@ def _row_names(graph: Graph, grain: Grain) -> list[str]:
 
 
 def _without_spaces(path: str) -> str:
+    # SimAI splits a row into its columns at white space.
     return re.sub(r"\s+", "_", path)
 
 

@@ -219,6 +219,7 @@ def _communication_dag(workload: Workload) -> tuple[list[int], Dag]:
             # The exporter put collectives and sends on one lane, so they are one chain.
             lanes[number] = -1
     contracted: LoweredStep = lower(graph, lanes)
+    # `Dag` requires ascending ids; `lower` gives a topological order.
     numbers = sorted(contracted.index)
     position = {number: at for at, number in enumerate(numbers)}
     waits = [0] * len(numbers)
