@@ -146,5 +146,6 @@ def _operands(node: Node, column: str) -> list[Operand]:
                 tensor, storage, offset, elements, size = value[:5]
                 operands.append(Operand(tensor, storage, offset, elements * size))
         else:
+            # Not appended: `_reads` takes the first operand as the target.
             pending = value + pending
     return operands

@@ -237,6 +237,7 @@ def _lower(
     notes: list[str] = []
     if sources.et is not None:
         et, notes = join(timeline, et, sources.kineto)
+    # In this order: phases need the modules, and gradient reductions need the phases.
     attribute(timeline, et.tid)
     assign_phases(timeline, et.tid)
     attribute_grad_reductions(timeline, et)

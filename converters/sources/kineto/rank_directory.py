@@ -73,6 +73,7 @@ def ranks_in(directory: Path, *, operators: bool = False) -> list[Rank]:
     if captures:
         names = [_trace_name(path.name) for path in captures]
         if len(set(names)) < len(names):
+            # `rank-3` and `worker_3` would both become trace.3.
             names = [path.name for path in captures]
         return [Rank(name, path) for name, path in zip(names, captures, strict=True)]
     kineto: dict[int, Path] = {}

@@ -244,6 +244,7 @@ def _axes(distributed: Distributed, groups: Iterable[ProcessGroup]) -> dict[str,
     """Return the sizes of the axes that groups span, innermost first."""
     sizes: dict[str, int] = {}
     reach = 1
+    # By stride: each axis builds on the reach of those inside it.
     for stride, count, name in sorted(_lines(distributed, groups)):
         if stride % reach:
             continue  # the line crosses several axes
@@ -267,6 +268,7 @@ def _lines(distributed: Distributed, groups: Iterable[ProcessGroup]) -> set[tupl
         if distributed.rank not in ranks or not 1 < count < distributed.size:
             continue
         stride = ranks[1] - ranks[0]
+        # The rank minus its own position along the line.
         first = distributed.rank - distributed.rank // stride % count * stride
         if ranks == list(range(first, first + count * stride, stride)):
             # torch's DeviceMesh describes the group of axis `tp` as `mesh_tp`.

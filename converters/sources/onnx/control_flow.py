@@ -81,6 +81,7 @@ class _Inliner:
         import onnx
 
         for tensor in tensors:
+            # The file of an external weight need not be there.
             inside = tensor.data_location != onnx.TensorProto.EXTERNAL
             if inside and list(tensor.dims) in ([], [1]):
                 self.constants[tensor.name] = data_of(self.path, tensor).reshape(())[()]
@@ -115,6 +116,7 @@ class _Inliner:
         except (LookupError, ValueError, TypeError, ArithmeticError):
             replacement = None
         if replacement is None:
+            # A rule may have adopted weights of the body before it gave up.
             del self.weights[weights:]
         return replacement
 
@@ -239,6 +241,7 @@ class _Inliner:
             data = onnx.numpy_helper.from_array(np.array([axis], dtype=np.int64))
             at = self._node("Constant", [], value=data)
             parts = [
+                # Since opset 13 the axes are an operand, before an attribute.
                 self._node("Unsqueeze", [results[place], at.output[0]])
                 if self.opset >= 13
                 else self._node("Unsqueeze", [results[place]], axes=[axis])

@@ -259,6 +259,7 @@ def convolution(*, transposed: bool) -> Rule:
         x, weight = node.tensor(0), node.tensor(1)
         axes = len(x.shape) - 2
         get = node.attributes.get
+        # ONNX gives the padding before all axes, then after them; PyTorch has one number per axis.
         pads = list(get("pads", [0] * (2 * axes)))[:axes]
         arguments: list[Argument] = [
             *(x, weight, node.optional(2)),

@@ -267,6 +267,7 @@ class StreamTimelines:
         )
         for stream, timeline in self.timelines.items():
             for at in range(timeline.backlog):
+                # All of the backlog was launched before the trace began, so no launch is too late.
                 if wait := self._find_cause(backlogs, stream, at, np.iinfo(np.int64).max):
                     yield wait
 
@@ -291,6 +292,7 @@ class StreamTimelines:
 
         That is the operation launched before that ended last before the call returned.
         """
+        # One nanosecond less, since `last` excludes its lower bound.
         since_ns = max(start_ns, end_ns - RELEASE_NS - 1)
         place = self._ends.last(since_ns, end_ns + CLOCK_NS, start_ns)
         if place is None:

@@ -76,6 +76,7 @@ def launch_queue(trace: KinetoTrace) -> LaunchQueue:
     depth = 0
     _, stream_of = np.unique(np.stack([gpu.device, gpu.stream]), axis=1, return_inverse=True)
     launched = np.flatnonzero(call >= 0)
+    # numpy 2.0 returns the inverse of an axis with two dimensions; other versions return one.
     for members in groups(stream_of.reshape(-1)[launched]):
         rows = launched[members]
         if len(rows) < LEAST_PENDING:

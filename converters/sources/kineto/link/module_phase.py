@@ -469,6 +469,7 @@ def forward_backward_pairs(timeline: HostTimeline, et_threads: I64) -> ForwardBa
     """Pair backward operators with the last forward operator of their thread and sequence."""
     rows = timeline.rows
     et_thread = pick(et_threads, timeline.et, NONE)
+    # Reversed, because `np.unique` returns the first of equal keys and the last operator is wanted.
     candidates = np.flatnonzero((timeline.phase == Phase.FORWARD) & (rows.sequence >= 0))[::-1]
     width = int(rows.sequence.max(initial=0)) + 1
     keys, last = np.unique(

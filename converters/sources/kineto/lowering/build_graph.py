@@ -270,6 +270,7 @@ def types_by_kernels(names: I32, types: list[I32], strings: StringTable) -> list
         if kinds := _list_types(name):
             types_filled[number] = strings.encode([_fill_types(text, kinds) for text in texts])
     filled = [column.copy() for column in types]
+    # `reshape`, since numpy 2.0 returns the inverse of an axis with two dimensions.
     for at, column in enumerate(filled):
         column[rows] = types_filled[place.reshape(-1), at]
     return filled

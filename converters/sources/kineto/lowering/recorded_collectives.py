@@ -185,6 +185,7 @@ class CallPlacement:
         """
         rows = self._timeline.rows
         operators = OperatorsByStart(self._timeline, self._kept)
+        # Groups get stream numbers above those of the script.
         last = max(stream for _, stream in self._streams)
         groups: dict[str, int] = {}
         unplaced: list[RecordedCall] = []
@@ -209,6 +210,7 @@ class CallPlacement:
                 placed.stream = caller[1]
                 sequence.insert_by_launch(number)
                 unplaced.append(call)
+        # After all calls are placed: the first node after a wait may be a later call.
         for call, number in asynchronous:
             self._await_on_stream(call, number, operators)
         return unplaced

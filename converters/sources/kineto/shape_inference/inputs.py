@@ -74,6 +74,7 @@ class Inputs:
     def numbers(self, position: int) -> list[int] | None:
         """Return the list of integers at `position`, or None."""
         values = self.list_of(position)
+        # A list of booleans is no list of sizes.
         if values is None or any(type(value) is not int for value in values):
             return None
         return values
@@ -111,6 +112,7 @@ def cpp_name(dtype: str) -> str:
 
 def requested_type(inputs: Inputs, position: int, default: str) -> str:
     """Return the C++ type that the ScalarType number at `position` requests, else `default`."""
+    # Not isinstance: a boolean would count as the number 0 or 1 of a type.
     code = inputs.value(position)
     return cpp_name(BY_CODE[code]) if type(code) is int and code in BY_CODE else default
 

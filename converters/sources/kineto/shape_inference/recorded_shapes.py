@@ -43,6 +43,7 @@ def use_profiler_shapes(timeline: HostTimeline) -> None:
         texts = _columns(name, values, shapes, types)
         if texts:
             codes[number] = strings.encode(texts)
+    # numpy 2.0 returns the inverse of an axis with two dimensions.
     timeline.operands[:, index] = codes[place.reshape(-1)].T
 
 
