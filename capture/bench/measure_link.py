@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.cuda import nccl
 
 from onerank.converters.nccl import wire_bytes
 from onerank.display import visible_line
@@ -27,14 +28,14 @@ from onerank.ir.errors import CaptureError, first_line
 
 SEND_RECV = "send_recv"
 
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+CALLS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", SEND_RECV)
 
 # Each size is four times the previous one; a capture interpolates between them.
 _SMALLEST_BYTES, _FACTOR = 4 << 10, 4
 
-_WARM_UP_CALLS = 3
+_WARM_UP_CALLS = 2
 # A time is the median of windows, each of the calls that fit into its time.
-_WINDOWS, _WINDOW_NS, _MIN_CALLS, _MAX_CALLS = 5, 2e7, 2, 20
+_WINDOWS, _WINDOW_NS, _MIN_CALLS, _MAX_CALLS = 5, 1e7, 2, 20
 
 # Sums of an all-reduce in place grow by the number of ranks with each call. From 2**-100, those of
 # a window stay finite in bfloat16 on up to 1,700 ranks; infinities would draw less power than data.
@@ -49,8 +50,8 @@ class LinkRequest:
     """A call to measure.
 
     Attributes:
-        call: name of the collective, or `SEND_RECV`.
-        ranks: size of the groups that call it; 2 for a message.
+        call: one of `CALLS`.
+        ranks: size of the groups that call it.
         input_bytes: input of one rank.
     """
 
@@ -65,7 +66,7 @@ class LinkTime:
 
     Attributes:
         call: name of the collective, or `send_recv`.
-        ranks: size of the groups that call it at once; 2 for a message.
+        ranks: size of the groups that call it at once.
         input_bytes: input of one rank.
         time_ns: time of the slowest rank.
         busbw_gb_per_s: bus bandwidth as nccl-tests defines it.
@@ -116,24 +117,22 @@ class MeasuredLink:
     times: tuple[LinkTime, ...]
 
     def curve(self, call: str, ranks: int) -> tuple[LinkTime, ...]:
-        """Return the times of a call by ascending size; a message has those of all groups."""
-        size = 2 if call == SEND_RECV else ranks
-        return tuple(time for time in self.times if (time.call, time.ranks) == (call, size))
+        """Return the times of a call in groups of this size, by ascending input."""
+        return tuple(time for time in self.times if (time.call, time.ranks) == (call, ranks))
 
 
 def link_requests(ranks: int, largest_bytes: int) -> tuple[LinkRequest, ...]:
-    """Return the calls to measure: each collective in groups of each size, and messages."""
+    """Return the calls to measure, in groups of every size that divides the ranks."""
     sizes: list[int] = []
     while (size := _SMALLEST_BYTES * _FACTOR ** len(sizes)) <= largest_bytes:
         sizes.append(size)
-    requests = [
+    return tuple(
         # Whole bfloat16 elements for each rank of the group.
         LinkRequest(call, group, size // (2 * group) * 2 * group)
         for group in _group_sizes(ranks)
-        for call in COLLECTIVES
+        for call in CALLS
         for size in sizes
-    ]
-    return (*requests, *(LinkRequest(SEND_RECV, 2, size) for size in sizes))
+    )
 
 
 def _group_sizes(ranks: int) -> tuple[int, ...]:
@@ -158,7 +157,7 @@ def measure_link(requests: Sequence[LinkRequest], advance: Callable[[], Any]) ->
             device_id=device if device.type == "cuda" else None,
         )
         with warnings.catch_warnings():
-            # torch 2.13 renames two of the calls, which torch 2.11 knows by the old names alone.
+            # torch 2.13 warns of the names of two calls; see `_call`.
             warnings.simplefilter("ignore", FutureWarning)
             times = _measured(requests, device, advance)
     except (dist.DistError, torch.OutOfMemoryError) as error:
@@ -200,7 +199,7 @@ def _versions(device: torch.device) -> dict[str, str]:
     versions = {"torch": str(torch.__version__)}
     if device.type == "cuda":
         versions["cuda"] = str(torch.version.cuda or torch.version.hip or "")
-        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        versions["nccl"] = ".".join(map(str, nccl.version()))
     return versions
 
 
@@ -225,7 +224,7 @@ def _measured(
 def _groups() -> dict[int, Any]:
     """Return this rank's group of each size: neighbours, as the inner groups of a job."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    groups: dict[int, Any] = {2: None}  # a message between two ranks of an odd world has no group
+    groups: dict[int, Any] = {}
     for size in _group_sizes(ranks):
         for first in range(0, ranks, size):
             # Every rank takes part in the creation of every group.
@@ -260,27 +259,29 @@ def _max_of_ranks(value: float, device: torch.device) -> float:
 
 def _call(request: LinkRequest, group: Any, tensor: Tensor) -> Callable[[], Any]:
     """Return a function that makes the call once."""
+    # torch 2.13 renames two of these and types them as deprecated; torch 2.11 has no other names.
+    calls: Any = dist
     if request.call == SEND_RECV:
-        return _message(tensor)
+        return _message(group, tensor)
     if request.call == "all_reduce":
-        return lambda: dist.all_reduce(tensor, group=group)
+        return lambda: calls.all_reduce(tensor, group=group)
     if request.call == "all_gather":
         gathered = tensor.new_empty(request.ranks * tensor.numel())
-        return lambda: dist.all_gather_into_tensor(gathered, tensor, group=group)
+        return lambda: calls.all_gather_into_tensor(gathered, tensor, group=group)
     if request.call == "reduce_scatter":
         shard = tensor.new_empty(tensor.numel() // request.ranks)
-        return lambda: dist.reduce_scatter_tensor(shard, tensor, group=group)
+        return lambda: calls.reduce_scatter_tensor(shard, tensor, group=group)
     received = torch.empty_like(tensor)
-    return lambda: dist.all_to_all_single(received, tensor, group=group)
+    return lambda: calls.all_to_all_single(received, tensor, group=group)
 
 
-def _message(tensor: Tensor) -> Callable[[], Any]:
-    """Return a function that sends from every even rank to the next one."""
-    rank = dist.get_rank()
-    if rank % 2:
-        return lambda: dist.recv(tensor, rank - 1)
-    if rank + 1 < dist.get_world_size():
-        return lambda: dist.send(tensor, rank + 1)
+def _message(group: Any, tensor: Tensor) -> Callable[[], Any]:
+    """Return a function that sends from every even rank of the group to the next one."""
+    rank, place = dist.get_rank(), dist.get_rank(group)
+    if place % 2:
+        return lambda: dist.recv(tensor, rank - 1, group)
+    if place + 1 < dist.get_world_size(group):
+        return lambda: dist.send(tensor, rank + 1, group)
     return lambda: None  # the last of an odd number of ranks
 
 
@@ -360,7 +361,7 @@ def to_network_file(link: MeasuredLink) -> str:
             f"busbw_gb_per_s = {fit.busbw_gb_per_s:.6g}",
             f"latency_us = {fit.latency_us:.6g}",
         ]
-        for call in (*COLLECTIVES, SEND_RECV):
+        for call in CALLS:
             points = [[t.input_bytes, t.time_ns / 1e3] for t in link.curve(call, fit.ranks)]
             names = call.split("_") if call == SEND_RECV else [call]
             lines += [f"{name} = {points}" for name in names]

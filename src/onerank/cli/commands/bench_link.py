@@ -74,17 +74,16 @@ def _rank_of_torchrun() -> tuple[int, int]:
 
 def render_link(measured: "MeasuredLink", output: str) -> None:
     """Print the bus bandwidth by call and size, a table for each group size."""
-    from onerank.capture.bench.measure_link import COLLECTIVES, SEND_RECV
+    from onerank.capture.bench.measure_link import CALLS
 
-    calls = (*COLLECTIVES, SEND_RECV)
     for fit in measured.groups:
-        curves = [measured.curve(call, fit.ranks) for call in calls]
+        curves = [measured.curve(call, fit.ranks) for call in CALLS]
         rows = [
             (_binary_size(times[0].input_bytes), *(f"{t.busbw_gb_per_s:.4g}" for t in times))
             for times in zip(*curves, strict=True)
         ]
         title = f"groups of {fit.ranks} ranks: bus bandwidth, GB/s"
-        table(title, ("input", *(call.replace("_", "-") for call in calls)), rows)
+        table(title, ("input", *(call.replace("_", "-") for call in CALLS)), rows)
     software = ", ".join(f"{name} {version}" for name, version in measured.versions.items())
     fits = [
         (f"{fit.ranks} ranks", f"{fit.busbw_gb_per_s:.4g} GB/s, {fit.latency_us:.4g} us")
