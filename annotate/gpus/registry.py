@@ -83,8 +83,8 @@ def is_called(gpu: Gpu, device_name: str) -> bool:
 
 
 def _key(name: str) -> str:
-    # Drivers write "NVIDIA H100 80GB HBM3" and users
-    # "h100-sxm": separators and case distinguish no two GPUs.
+    # Drivers write "NVIDIA H100 80GB HBM3" and users "h100-sxm": separators and case distinguish
+    # no two GPUs.
     return re.sub(r"[-_\s]", "", name).casefold()
 
 

@@ -70,8 +70,8 @@ def best_of(
     (`benchmarks/kernel_db_accuracy.py`, "looked up"). A GEMM that was measured on another cut of
     the target's die is predicted better from there: H100 to H200 and back 6% off
     (`benchmarks/accuracy.py`). Interpolated calls must lie close to rows. If the graph was not
-    measured (a CPU capture), the database
-    always wins: the models' intervals apply to measured sources.
+    measured (a CPU capture), the database always wins: the models' intervals apply to measured
+    sources.
 
     Args:
         graph: the measured graph.
@@ -199,8 +199,8 @@ def best_resized(
     library = basis.library
     # Only a ratio of two rows needs one clock; a looked-up time is that of the profiler's run.
     rows = at_one_clock(library.target) if basis.source == target else library.target
-    # Without rows of the source: on the GPU that measured
-    # the step its deviation is in the measured time already.
+    # Without rows of the source: on the GPU that measured the step, its deviation is in the
+    # measured time already.
     library = Library(rows, {}, library.versions)
     basis = basis._replace(library=library)
     records = [None if record is None else TermRecord(record.rows) for _ in sizes]
@@ -263,6 +263,7 @@ def _times(measured_ns: F64, before: Lookups, after: Lookups) -> Lookups:
         measured_ns * after.time_ns / before.time_ns,
         np.where(exact, Rule.RESIZED_BY_ROWS, Rule.RESIZED_BETWEEN).astype(np.uint8),
         Uncertainty(
+            # Standard deviations in ln of a ratio's two ends add in squares.
             np.hypot(before.doubt.spread, after.doubt.spread),
             before.doubt.otherwise | after.doubt.otherwise,
             before.doubt.loosely | after.doubt.loosely,

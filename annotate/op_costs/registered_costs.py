@@ -94,8 +94,8 @@ def _count(
             f"  it has to take arguments of shapes {inputs} and results of shapes {outputs}",
             code="operator-cost-invalid",
         ) from error
-    # `__index__` accepts NumPy's and torch's integers
-    # but no float, which would hide a rounded count.
+    # `__index__` accepts NumPy's and torch's integers but no float, which would hide a rounded
+    # count.
     count = result.__index__() if isinstance(result, SupportsIndex) else -1
     if count < 0:
         raise AnnotateError(

@@ -247,6 +247,7 @@ def _operator_instances(graph: Graph) -> list[tuple[list[int], int, Access]]:
         key = (int(launcher[node]), -1) if launcher[node] >= 0 else (-1, node)
         groups.setdefault(key, []).append(node)
     no_access = Access((), ())
+    # The operands are the operator's, so each of its operations records the same ones.
     return [(nodes, key[0], access.get(nodes[0], no_access)) for key, nodes in groups.items()]
 
 

@@ -421,6 +421,7 @@ def _for_captured_attention(graph: Graph, requested: PassOptions) -> PassOptions
         return requested
     if kernel != "fused" and op_costs_of(graph).is_class(OpClass.ATTENTION).any():
         return requested
+    # Eager attention has no fused kernel to swap; a later pass fuses it with the named kernel.
     return replace(requested, attention="usual")
 
 
@@ -549,6 +550,7 @@ def _durations_before(before: Graph, ids: npt.NDArray[np.uint64]) -> I64:
 
 def _class_row(after: Graph, op_class: OpClass, index: I64, old: I64) -> ClassRow:
     sums = {
+        # UNKNOWN is -1 and must not reduce the sum.
         name: int(np.maximum(getattr(after.nodes, name)[index], 0).sum())
         for name in ("flops", "bytes_read", "bytes_written")
     }

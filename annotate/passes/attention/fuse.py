@@ -290,6 +290,7 @@ class FusedAttention:
         host_operators = int((removal.dropped & graph.mask(Kind.HOST_OP)).sum())
         fused = _with_kernels(graph, calls, (removal.heads, removal.launchers), resolution.runs)
         fused = remove_and_shift(fused, removal.dropped)
+        # By id, because the removal has changed the indices.
         fused_nodes = np.flatnonzero(np.isin(fused.nodes.id, graph.nodes.id[removal.heads]))
         kernel_name = resolution.runs or "one kernel"
         notes = tuple[str, ...]()

@@ -492,6 +492,7 @@ def _repetitions(flow: Flow, read: Operand) -> int:
     elements, stored = read.tensor.numel, flow.contents[read.content].tensor.numel
     if stored < elements and not elements % stored:
         return elements // stored
+    # transformers' repeat_kv expands [batch, key heads, repetitions, rows, width].
     return read.tensor.shape[2] if len(read.tensor.shape) == 5 else 1
 
 

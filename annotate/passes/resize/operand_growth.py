@@ -207,6 +207,7 @@ RULES: dict[str, Rule] = {
     "_embedding_bag_dense_backward": _constant,
     "embedding_dense_backward": _constant,
     "embedding_backward": _constant,
+    # Its first input is the gradient of the loss, mostly a scalar.
     "nll_loss_backward": _like_second_input,
     **dict.fromkeys(FORWARD_CONVOLUTIONS, _convolution),
     **dict.fromkeys(("copy_", "constant_pad_nd", "pad", "sort", "scatter_add_"), _like_first_input),

@@ -170,6 +170,8 @@ def input_growth(instance: CallInstance, storages: Storages, sizing: Sizing) -> 
             known[location.storage]
         )
         if not (is_kept or _writes_part(call, locations, known)):
+            # Only from this copy. `_analyse` records the removal, which then also applies to equal
+            # calls.
             del known[location.storage]
             overwritten.append(position)
     # Parts grow like the whole, so an unknown part takes the growth of a known one.
@@ -458,6 +460,7 @@ class Propagator:
             parts += (
                 location_numbers.setdefault(location, len(location_numbers)),
                 storage_numbers.setdefault(storage_id, len(storage_numbers)),
+                # Of an offset only its presence matters (`_writes_part`).
                 offset > 0,
             )
             if (storage := storage_of(storage_id)) is not None:

@@ -345,6 +345,7 @@ def resized_memory(graph: Graph, growth: StepGrowth, sizing: Sizing) -> ResizedM
         )
     sizes, unmatched = _block_sizes(graph, log, growth, sizing)
     new_blocks = msgspec.structs.replace(log.blocks, bytes=tuple(sizes.tolist()))
+    # What the allocator would reserve at the new size is not known; 0 says so.
     resized = msgspec.structs.replace(log, blocks=new_blocks, reserved_bytes=0)
     peaks = [most_in_use(block_log) for block_log in (log, resized)]
     saved = [_saved_activations(block_log) for block_log in (log, resized)]
@@ -493,6 +494,7 @@ def _columns(graph: Graph, log: MemoryLog, sizes: I64) -> tuple[dict[str, I64], 
     in_step = (np.array(blocks.allocated_at) >= 0) & (ids >= 0)
     allocator_node = order[np.searchsorted(nodes.id[order], ids[in_step].astype(np.uint64))]
     allocated = nodes.bytes_allocated.copy()
+    # Not `+=`, which would count only one of several blocks of a node.
     np.add.at(allocated, allocator_node, growth[in_step])
     freed = nodes.bytes_freed.copy()
     freed_at = np.array(blocks.freed_at, dtype=np.int64)

@@ -66,6 +66,7 @@ def parse_change(option: str, text: str) -> Change:
     return Change(*map(int, sizes)) if equals else Change(0, int(text))
 
 
+# Without slots: `cached_property` needs the instance's dict.
 @dataclass(frozen=True)
 class Sizing:
     """Sequence length and micro-batch, captured and new.
