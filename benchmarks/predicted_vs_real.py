@@ -1,6 +1,6 @@
 """Compare the step of a real job with simulations of slices captured on one GPU.
 
-    python benchmarks/predicted_vs_real.py capture -o DIR [--forms pp,tp] [--minutes 7]
+    python benchmarks/predicted_vs_real.py capture -o DIR --gpus 4 [--forms sp,fsdp] [--minutes 9]
     python benchmarks/predicted_vs_real.py compare DIR
     python benchmarks/predicted_vs_real.py kernels DIR
 
@@ -9,7 +9,9 @@ It measures the link between them (`onerank bench link`); then for each form the
 torchrun, one GPU a rank, and the slices, each on one GPU in its own process: rank r on GPU r, all
 at once, which excludes differences between GPUs of one host (--one-gpu makes all on GPU 0, in
 turn). Slices with collectives emulate them, on a network fitted to the measured link.
-Each form is written as soon as it is done.
+Each form is written as soon as it is done, so a run that is cut off loses one form. A second run
+into the same DIR takes forms without results first. --torchtitan CHECKOUT adds torchtitan's
+train.py (its commit 9dec370), which needs GPUs, torchdata, tiktoken and datasets.
 
 `compare` needs no GPU. It hands the slices to ASTRA-sim (if ASTRA_SIM_BIN is set), LogGOPSim (if
 LOGGOPSIM_DIR is) and `onerank replay`, each with the link as measured, and prints their steps
@@ -21,7 +23,6 @@ import argparse
 import datetime
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -33,7 +34,9 @@ from typing import Any
 
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parent / "examples"
-WINDOWS = ["--warm-up", "10", "--timed-steps", "20", "--repeat", "3"]
+WINDOWS = ("--warm-up", "10", "--timed-steps", "20", "--repeat", "3")
+# A step of a pipeline, or of a whole model, lasts long enough to settle the clocks in fewer steps.
+LONG_STEPS = ("--warm-up", "4", "--timed-steps", "10", "--repeat", "2")
 MICRO_BATCHES = 8
 
 
@@ -47,28 +50,41 @@ class Form:
         slices: likewise for the slices.
         ranks: rank of each slice.
         schedule: pipeline schedule of the export; "" for none.
-        together: whether one run captures all slices, because the script communicates by itself
-            and its ranks refer to each other.
+        distinct: whether the slices of all ranks are one job, because the script itself decides
+            which ranks do the same work.
+        windows: options for the measured steps.
     """
 
     real: list[str] | str
     slices: list[str] | str
     ranks: range
     schedule: str = ""
-    together: bool = False
+    distinct: bool = False
+    windows: tuple[str, ...] = WINDOWS
 
 
 def forms(n: int, *, tiny: bool) -> dict[str, Form]:
     """Return the forms for `n` GPUs, the most informative first."""
-    llama = ["--shape", "8b", "--layers", "4", "--seq", "4096", "--batch", "1"]
-    deep = ["--shape", "8b", "--layers", str(4 * n), "--seq", "4096", "--batch", "1"]
-    mixtral = ["--shape", "8x7b", "--layers", "2", "--seq", "4096", "--batch", "1"]
-    if tiny:
-        llama, deep = (["--layers", str(k), "--seq", "32", "--batch", "1"] for k in (2, 2 * n))
-        mixtral = ["--layers", "1", "--seq", "32", "--batch", "1"]
 
-    for shape in (llama, deep, mixtral):
-        shape += ["--steps", "200"]  # the windows end it
+    def shaped(shape: str, layers: int, seq: int) -> list[str]:
+        small = ["--layers", str(layers), "--seq", "32"]
+        large = ["--shape", shape, "--layers", str(layers), "--seq", str(seq)]
+        # The windows end the script.
+        return [*(small if tiny else large), "--batch", "1", "--steps", "200"]
+
+    llama, long = shaped("8b", 4, 4096), shaped("8b", 4, 16384)
+    deep = shaped("8b", (2 if tiny else 4) * n, 4096)
+    mixtral = shaped("8x7b", 1 if tiny else 2, 4096)
+
+    def alike(script: str, shape: list[str], *options: str) -> Form:
+        run = [script, *options, "--", *shape]
+        return Form(run, run, range(n))
+
+    def parallel(sizes: str, shape: list[str], *arguments: str) -> Form:
+        """Return a form of a script that uses torch's own parallelism."""
+        run = ["../benchmarks/jobs/llama_parallel.py", *sizes.split(), "--", *shape, *arguments]
+        windows = LONG_STEPS if "--pp" in arguments else WINDOWS
+        return Form(run, run, range(n), distinct=True, windows=windows)
 
     def piped(*args: str) -> list[str]:
         script_options = ["--micro-batches", str(MICRO_BATCHES), *args]
@@ -77,26 +93,92 @@ def forms(n: int, *, tiny: bool) -> dict[str, Form]:
     def stages(chunks: int) -> list[str]:
         return ["train_llama.py", "--pp", str(n * chunks), "--", *deep, "--accumulate", "3"]
 
-    def alike(script: str, shape: list[str], *options: str) -> Form:
-        run = [script, *options, "--", *shape]
-        return Form(run, run, range(n))
-
-    return {
-        "pp-1f1b": Form(piped(), stages(1), range(n), "1f1b"),
-        "tp": alike("train_llama.py", llama, "--tp", str(n)),
-        "ddp": alike("train_llama.py", llama, "--dp", str(n)),
-        "fsdp": alike("train_llama.py", llama, "--dp", str(n), "--fsdp"),
-        "pp-gpipe": Form(piped("--schedule", "gpipe"), "pp-1f1b", range(n), "gpipe"),
-        "sp": alike("train_llama.py", llama, "--tp", str(n), "--sp"),
-        "cp": alike("train_llama.py", llama, "--cp", str(n)),
-        "ep": alike("train_mixtral.py", mixtral, "--ep", str(n)),
-        "fsdp-compiled": alike(
-            *("train_llama_fsdp.py", [*llama, "--mixed", "--recompute", "--compile"]),
-            *("--dp", str(n)),
+    tp, fsdp = ("--tp", str(n)), ("--dp", str(n), "--fsdp")
+    recomputed = [*llama, "--mixed", "--recompute", "--compile"]
+    alone = {
+        "sp": alike("train_llama.py", llama, *tp, "--sp"),
+        "fsdp": alike("train_llama.py", llama, *fsdp),
+        "pp-interleaved": Form(
+            *(piped("--chunks", "2"), stages(2), range(2 * n), "interleaved:2"),
+            windows=LONG_STEPS,
         ),
-        "pp-script": Form("pp-1f1b", piped(), range(n), together=True),
-        "pp-interleaved": Form(piped("--chunks", "2"), stages(2), range(2 * n), "interleaved:2"),
+        "ep": alike("train_mixtral.py", mixtral, "--ep", str(n)),
+        "cp": alike("train_llama.py", llama, "--cp", str(n)),
+        "fsdp-compiled": alike("train_llama_fsdp.py", recomputed, "--dp", str(n)),
+        "sp-16k": alike("train_llama.py", long, *tp, "--sp"),
+        "fsdp-16k": alike("train_llama.py", long, *fsdp),
+        "cp-16k": alike("train_llama.py", long, "--cp", str(n)),
+        "pp-1f1b": Form(piped(), stages(1), range(n), "1f1b", windows=LONG_STEPS),
+        "tp": alike("train_llama.py", llama, *tp),
+        "ddp": alike("train_llama.py", llama, "--dp", str(n)),
+        "pp-gpipe": Form(piped("--schedule", "gpipe"), "pp-1f1b", range(n), "gpipe"),
+        "pp-script": Form("pp-1f1b", piped(), range(n), distinct=True, windows=LONG_STEPS),
     }
+    if n < 4:
+        return alone
+    half = n // 2
+    together = {
+        "tp-dp": alike("train_llama.py", llama, "--tp", str(half), "--dp", "2"),
+        "hsdp": parallel(f"--dp {n}", llama, "--shard", str(half)),
+        "tp-pp": parallel(
+            *(f"--tp {half} --pp 2", shaped("8b", 4 if tiny else 8, 4096)),
+            *("--tp", str(half), "--pp", "2"),
+        ),
+        "tp-fsdp-compiled": parallel(
+            f"--tp {half} --dp 2",
+            llama,
+            *("--tp", str(half), "--shard", "2", "--recompute", "--compile"),
+        ),
+    }
+    if n >= 8:
+        quarter = n // 4
+        together["tp-pp-dp"] = parallel(
+            *(f"--tp {quarter} --pp 2 --dp 2", shaped("8b", 4 if tiny else 8, 4096)),
+            *("--tp", str(quarter), "--pp", "2", "--shard", "2"),
+        )
+    first = ("sp", "fsdp")
+    return {name: alone[name] for name in first} | together | alone
+
+
+def torchtitan_forms(n: int, checkout: Path, work: Path) -> dict[str, Form]:
+    """Return forms of torchtitan's train.py: Llama 3 8B, as its configuration says.
+
+    Args:
+        n: number of GPUs.
+        checkout: the checkout.
+        work: directory for tokenizer, text, and the configuration without torchtitan's profiler.
+    """
+    if not work.exists():
+        import no_device_vs_torchtitan
+
+        no_device_vs_torchtitan.write_inputs(work)
+        preset = (checkout / "train_configs" / "llama3_8b.toml").read_text()
+        for switch in ("enable_profiling", "enable_tensorboard"):
+            preset = preset.replace(f"{switch} = true", f"{switch} = false")
+        (work / "llama3_8b.toml").write_text(preset)
+    common = [
+        *("--job.config_file", str(work / "llama3_8b.toml")),
+        *("--job.dump_folder", str(work / "out")),
+        *("--model.tokenizer_path", str(work / "tokenizer.model")),
+        *("--training.dataset", "c4_test", "--training.dataset_path", str(work / "text")),
+    ]
+
+    def titan(sizes: str, *options: str, distinct: bool = False) -> Form:
+        run = [str(checkout / "train.py"), "--torchrun", *sizes.split(), "--", *common, *options]
+        return Form(run, run, range(n), distinct=distinct, windows=LONG_STEPS)
+
+    parallel = {"titan-fsdp": titan(f"--dp {n}")}
+    if n >= 4:
+        parallel["titan-tp-pp"] = titan(
+            f"--tp {n // 2} --pp 2",
+            *("--training.tensor_parallel_degree", str(n // 2)),
+            *("--experimental.pipeline_parallel_degree", "2"),
+            *("--experimental.pipeline_parallel_schedule", "1F1B"),
+            *("--experimental.pipeline_parallel_microbatches", str(MICRO_BATCHES)),
+            *("--training.batch_size", str(MICRO_BATCHES), "--training.seq_len", "4096"),
+            distinct=True,
+        )
+    return parallel
 
 
 def main() -> None:
@@ -107,9 +189,10 @@ def main() -> None:
     capturing.add_argument("-o", "--output", type=Path, required=True)
     capturing.add_argument("--gpus", type=int, default=2)
     capturing.add_argument("--forms", default="", help="of these names alone, as pp-1f1b,tp")
-    capturing.add_argument("--minutes", type=float, default=7, help="begin no form after these")
+    capturing.add_argument("--minutes", type=float, default=9, help="begin no form after these")
     capturing.add_argument("--form-seconds", type=float, default=120, help="limit of each run")
     capturing.add_argument("--one-gpu", action="store_true", help="all slices on GPU 0, in turn")
+    capturing.add_argument("--torchtitan", type=Path, help="a checkout, for forms of it")
     capturing.add_argument("--tiny", action="store_true", help="on the CPU")
     comparing = phases.add_parser("compare")
     comparing.add_argument("directory", type=Path)
@@ -132,6 +215,9 @@ class Capturing:
         self.out: Path = arguments.output.resolve()
         self.begun = time.monotonic()
         self.forms = forms(arguments.gpus, tiny=arguments.tiny)
+        if arguments.torchtitan is not None:
+            checkout = arguments.torchtitan.resolve()
+            self.forms |= torchtitan_forms(arguments.gpus, checkout, self.out / "torchtitan")
         self.results: dict[str, Any] = {}
 
     def run(self) -> None:
@@ -141,7 +227,9 @@ class Capturing:
         path = self.out / "results.json"
         if path.exists():  # a second run for more forms
             self.results = json.loads(path.read_text())
+        done = self.results.get("forms", {})
         names = arguments.forms.split(",") if arguments.forms else [*self.forms]
+        names.sort(key=lambda name: name in done and not done[name]["errors"])
         if unknown := [name for name in names if name not in self.forms]:
             sys.exit(f"no form {', '.join(unknown)}: there are {', '.join(self.forms)}")
         self.results.setdefault("forms", {})
@@ -197,7 +285,11 @@ class Capturing:
         """Measure the real job and capture the slices; a failure is recorded in the results."""
         directory = self.out / name
         directory.mkdir(exist_ok=True)
-        result: dict[str, Any] = {"schedule": form.schedule, "errors": []}
+        result: dict[str, Any] = {
+            "schedule": form.schedule,
+            "distinct": form.distinct,
+            "errors": [],
+        }
         self.results["forms"][name] = result
         for phase, task in (("real", self.real), ("slices", self.slices)):
             begun = time.monotonic()
@@ -214,7 +306,7 @@ class Capturing:
             result["real_of"] = form.real
             return
         command = [*self.torchrun(), "-m", "onerank", "capture", "run", "--record-real-job"]
-        command += [*self.windows(), "-o", str(directory / "real.et")]
+        command += [*self.windows(form), "-o", str(directory / "real.et")]
         result["real_command"] = " ".join(form.real)
         self.quietly(f"{name}.real", [*command, str(EXAMPLES / form.real[0]), *form.real[1:]])
         result["real"] = [
@@ -230,7 +322,7 @@ class Capturing:
             return
         script, *script_options = form.slices
         run = [str(EXAMPLES / script), *script_options]
-        command = [sys.executable, "-m", "onerank", "capture", "run", *self.windows()]
+        command = [sys.executable, "-m", "onerank", "capture", "run", *self.windows(form)]
         if not self.arguments.tiny:
             command += ["--network", str(self.out / "network.toml")]
         result["slice_command"] = " ".join(form.slices)
@@ -240,16 +332,6 @@ class Capturing:
             lanes.setdefault(gpu, []).append(rank)
 
         def lane(gpu: int) -> None:
-            if form.together:  # on each GPU
-                ranks = ",".join(map(str, form.ranks))
-                gpu_directory = directory / f"gpu{gpu}"
-                options = ["--ranks", ranks, "-o", str(gpu_directory / "slice.et")]
-                gpu_directory.mkdir(exist_ok=True)
-                self.quietly(f"{name}.slices.{gpu}", [*command, *options, *run], gpu)
-                for rank in lanes[gpu]:
-                    (gpu_directory / f"slice.{rank}.et").replace(directory / f"slice.{rank}.et")
-                shutil.rmtree(gpu_directory)
-                return
             for rank in lanes[gpu]:
                 options = ["--rank", str(rank), "-o", str(directory / f"slice.{rank}.et")]
                 self.quietly(f"{name}.slice.{rank}", [*command, *options, *run], gpu)
@@ -266,9 +348,9 @@ class Capturing:
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         return [*launch, "--nproc-per-node", str(self.arguments.gpus)]
 
-    def windows(self) -> list[str]:
+    def windows(self, form: Form) -> tuple[str, ...]:
         """Return the options for the measured steps."""
-        return ["--warm-up", "3", "--timed-steps", "4"] if self.arguments.tiny else WINDOWS
+        return ("--warm-up", "3", "--timed-steps", "4") if self.arguments.tiny else form.windows
 
     def quietly(self, log: str, command: list[str], gpu: int | None = None) -> None:
         """Run a command, if requested with only one GPU visible; its output goes to a log."""

@@ -4,7 +4,7 @@ Columns of the table, each a step in ms and how far it is from the real one:
 
 - real: median of the slowest rank's steps by CUDA events, no profiler; lowest and highest.
 - slice: the slice's own such step. It has emulated collectives and no other rank.
-- replay: `onerank replay` of the slice, its profiled step by the graph's edges alone.
+- replay: `onerank replay` of the slice in steady state; of pipeline stages, of the whole job.
 - ASTRA, GPU time: the exported kernels and ASTRA-sim's communication.
 - ASTRA, host time: the same with --include-host-delays.
 - LogGOPSim, host time: the GOAL export with --include-host-delays, messages eager.
@@ -41,6 +41,8 @@ from onerank.converters.targets.astra_sim.exporter import export_ranks as export
 from onerank.converters.targets.goal import export as export_goal
 from onerank.converters.targets.goal import export_ranks as export_goals
 from onerank.ir import Graph
+from onerank.plan import cluster
+from onerank.plan.job_replay import replay_job
 
 Call = tuple[str, int, int]
 """Name, ranks of the group, input bytes of a rank."""
@@ -114,14 +116,64 @@ def compare(directory: Path) -> None:
         real = slowest["step_ns"] / 1e6
         low, high = (edge(slowest["steps_ns"]) / 1e6 for edge in (min, max))
         paths = [directory / owner / record["trace"] for record in slices]
-        simulated = predictions(paths, form["schedule"], results, network)
-        piped = name.startswith("pp")  # a stage's own step has no other stage in it
+        simulated = predictions(paths, form, results, network)
+        # A stage's own step waits for no other stage.
+        piped = "--pp" in results["forms"][owner]["slice_command"]
         simulated["slice"] = None if piped else max(record["step_ns"] for record in slices) / 1e6
         table[name] = {"real_ms": real, "low_ms": low, "high_ms": high, **simulated}
+        table[name] |= parts(directory, name, form, results)
         cells = "".join(f"{_cell(simulated.get(column), real):>24}" for column in columns)
         print(f"{name:16}{f'{real:.3f} ({low:.3f} - {high:.3f})':>30}{cells}", flush=True)
         print(f"{'':16}{_told(simulated)}")
+    _print_parts(table)
     (directory / "predicted.json").write_text(json.dumps(table, indent=1) + "\n")
+
+
+def parts(directory: Path, name: str, form: Any, results: Any) -> dict[str, Any]:
+    """Return what the slices say of a rank's compute, communication and memory, and the real rank.
+
+    Compute and exposed communication are of the profiled steps, memory is the allocator's peak.
+    Without a schedule each slice is compared with the real rank of its number; with one only the
+    spread of the real ranks is given.
+    """
+    real_form = form.get("real_of", name)
+    real = results["forms"][real_form]["real"]
+    steps = [rank["step_ns"] for rank in real]
+    row: dict[str, Any] = {"spread": max(steps) / min(steps) - 1, "ranks": []}
+    if form["schedule"]:
+        return row
+    owner = form.get("slices_of", name)
+    for record in results["forms"][owner]["slices"]:
+        pair = [
+            onerank.read(directory / owner / record["trace"]),
+            onerank.read(directory / real_form / real[record["rank"]]["trace"]),
+        ]
+        replays = [replay(graph) for graph in pair]
+        row["ranks"].append(
+            {
+                "rank": record["rank"],
+                "compute_ms": [compared.compute_ms(graph) for graph in pair],
+                "exposed_ms": [done.exposed_communication_ns / 1e6 for done in replays],
+                "peak_gb": [compared.peak_gb(graph) for graph in pair],
+                "step_ms": [compared.step_ms(graph) for graph in pair],
+            }
+        )
+    return row
+
+
+def _print_parts(table: dict[str, Any]) -> None:
+    columns = ("compute_ms", "exposed_ms", "peak_gb", "step_ms")
+    print("\nslice and real rank, each on the same GPU; spread: slowest over fastest real rank")
+    print(f"{'form':16}{'spread':>8}{'rank':>6}" + "".join(f"{column:>30}" for column in columns))
+    for name, row in table.items():
+        print(f"{name:16}{row['spread']:>8.1%}" + ("" if row["ranks"] else "     -"))
+        for rank in row["ranks"]:
+            cells = ""
+            for column in columns:
+                slice_value, real_value = rank[column]
+                gap = f"{slice_value / real_value - 1:+.2%}" if real_value else "-"
+                cells += f"{f'{slice_value:.3f} {real_value:.3f} ({gap})':>30}"
+            print(f"{'':24}{rank['rank']:>6}{cells}")
 
 
 def kernels(directory: Path) -> None:
@@ -204,18 +256,23 @@ class Job:
 
 
 def predictions(
-    paths: Sequence[Path], schedule: str, results: Any, network: Network
+    paths: Sequence[Path], form: Any, results: Any, network: Network
 ) -> dict[str, Any]:
     """Return steps in ms by column; the slowest, if each slice represents all ranks."""
+    schedule = form["schedule"]
     graphs = [onerank.read(path) for path in paths]
     on_cpu = graphs[0].job.device.type == "cpu"
     if on_cpu:  # a dry run
         graphs = [onerank.recost(graph, "H100") for graph in graphs]
     latency, bandwidth = link_for(network, graphs)
     simulated: dict[str, Any] = {"network": f"{bandwidth:.2f} GB/s, {latency:.0f} ns a message"}
-    single_class = not schedule and len(graphs[0].job.classes) <= 1
+    single_class = not schedule and not form["distinct"]
     if single_class:
-        simulated["replay"] = max(replay(graph).step_time_ns for graph in graphs) / 1e6
+        simulated["replay"] = max(_replayed_ns(graph) for graph in graphs) / 1e6
+    elif schedule:
+        fitted = cluster.Network(results["gpus"], cluster.Link(bandwidth, latency / 1e3))
+        job = replay_job(graphs, fitted, Schedule.parse(schedule), results["micro_batches"])
+        simulated["replay"] = job.step_ns / 1e6
     for column, (simulate, host_time, nvlink_active) in SIMULATED.items():
         if on_cpu and host_time and simulate is astra_sim:
             continue
@@ -234,6 +291,12 @@ def predictions(
         simulated[column] = None if None in steps else max(step for step in steps if step) / 1e6
         simulated[f"{column}, each"] = steps
     return simulated
+
+
+def _replayed_ns(graph: Graph) -> int:
+    replayed = replay(graph)
+    steady = replayed.steady_state
+    return steady.step_ns if steady is not None else replayed.step_time_ns
 
 
 def astra_sim(job: Job, *, host_time: bool) -> int | None:

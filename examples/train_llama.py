@@ -58,7 +58,8 @@ def main() -> None:
         attn_implementation=args.attention,
         **SHAPES[args.shape],
     )
-    model = LlamaForCausalLM(config).to(device, dtype)
+    with torch.device(device):  # a GPU draws the weights much faster than a CPU
+        model = LlamaForCausalLM(config).to(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 
     for step in range(args.steps):

@@ -38,7 +38,8 @@ def main() -> None:
     config = LlamaConfig(
         num_hidden_layers=args.layers, max_position_embeddings=args.seq, **SHAPES[args.shape]
     )
-    model = LlamaForCausalLM(config).to(device, torch.float32 if args.mixed else torch.bfloat16)
+    with torch.device(device):
+        model = LlamaForCausalLM(config).to(torch.float32 if args.mixed else torch.bfloat16)
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if args.mixed else None, reduce_dtype=torch.float32
     )

@@ -140,8 +140,9 @@ def main() -> None:
         max_position_embeddings=args.seq,
         **SHAPES[args.shape],
     )
-    own = [Stage(config, chunk * ranks + rank, stages) for chunk in range(args.chunks)]
-    model = nn.ModuleList(own).to(device, dtype)
+    with torch.device(device):
+        own = [Stage(config, chunk * ranks + rank, stages) for chunk in range(args.chunks)]
+    model = nn.ModuleList(own).to(dtype)
     hidden = torch.empty(args.batch, args.seq, config.hidden_size, device=device, dtype=dtype)
     pipeline = Pipeline(own, hidden)
     order = list(actions(args.schedule, rank, ranks, args.micro_batches, args.chunks))

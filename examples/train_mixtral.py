@@ -49,7 +49,8 @@ def main() -> None:
         max_position_embeddings=args.seq,
         **SHAPES[args.shape],
     )
-    model = MixtralForCausalLM(config).to(device, dtype)
+    with torch.device(device):  # a GPU draws the weights much faster than a CPU
+        model = MixtralForCausalLM(config).to(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 
     for step in range(args.steps):
