@@ -71,7 +71,9 @@ def link_for(network: Network, graphs: Sequence[Graph]) -> tuple[float, float]:
             name = "send" if is_message else node.collective.name.lower().removesuffix("_block")
             if name in STEPS:
                 group = graph.job.group(node.text("group"))
-                ranks = len(group.ranks) if group else graph.job.world.size
+                # A message has two ends, however many stages the group has.
+                size = len(group.ranks) if group else graph.job.world.size
+                ranks = 2 if is_message else size
                 calls[name, ranks, int(node.value("comm_bytes"))] += 1
     times = {call: 1e3 * curve(network, *call[:2]).time_us(call[2]) for call in calls}
     weights = {call: count / times[call] for call, count in calls.items()}
@@ -255,9 +257,7 @@ class Job:
         return expand(graphs, Schedule.parse(self.schedule), self.micro_batches)
 
 
-def predictions(
-    paths: Sequence[Path], form: Any, results: Any, network: Network
-) -> dict[str, Any]:
+def predictions(paths: Sequence[Path], form: Any, results: Any, network: Network) -> dict[str, Any]:
     """Return steps in ms by column; the slowest, if each slice represents all ranks."""
     schedule = form["schedule"]
     graphs = [onerank.read(path) for path in paths]
@@ -270,7 +270,8 @@ def predictions(
     if single_class:
         simulated["replay"] = max(_replayed_ns(graph) for graph in graphs) / 1e6
     elif schedule:
-        fitted = cluster.Network(results["gpus"], cluster.Link(bandwidth, latency / 1e3))
+        link = cluster.Link(bandwidth, latency / 1e3)
+        fitted = cluster.Network(results["gpus"], link, link)
         job = replay_job(graphs, fitted, Schedule.parse(schedule), results["micro_batches"])
         simulated["replay"] = job.step_ns / 1e6
     for column, (simulate, host_time, nvlink_active) in SIMULATED.items():

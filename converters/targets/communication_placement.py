@@ -1,10 +1,11 @@
 """Place one rank's communication on all ranks of the world, by the symmetry of its axes."""
 
 import itertools
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 
 from onerank.converters.expand.pipeline import AXIS
+from onerank.converters.expand.ranks import RankGraph
 from onerank.ir import Collective, Graph, Job, Kind, Node, ProcessGroup, World
 from onerank.ir.errors import ExportError
 from onerank.ir.world import WORLD
@@ -67,12 +68,15 @@ def opposite_shift(world: World, shift: Shift) -> Shift:
     )
 
 
-def unequal_axis(world: World) -> str:
+def unequal_axis(rank_graphs: Sequence[RankGraph]) -> str:
     """Return the axis along which ranks may have different graphs.
 
-    This is the pipeline axis. In a world without known axes, any two ranks may differ.
+    This is the pipeline axis. In a world without known axes, or with a graph for each rank, any two
+    ranks may differ.
     """
-    return WORLD if WORLD in world.sizes else AXIS
+    world = rank_graphs[0].graph.job.world
+    one_each = all(len(entry.ranks) == 1 for entry in rank_graphs)
+    return WORLD if one_each or WORLD in world.sizes else AXIS
 
 
 def world_of(job: Job, ranks: int | None) -> World:
@@ -234,14 +238,17 @@ def group_placement(name: str, job: Job, world: World, unequal_along: str) -> Pl
         return Placement(axis=WORLD)
     if len(ranks) == 1:
         return None
+    has_axis = bool(group.axis) and _has_axis(world, group.axis)
     # Along this axis each graph records its own groups, so a group of only some pipeline stages is
-    # known without being a whole line.
-    if unequal_along and job.rank in ranks:
+    # known without being a whole line. In a world that differs everywhere, an axis of the group
+    # still says more: all-to-alls are compared along it.
+    on_axis = has_axis and unequal_along == WORLD and ranks == _line(world, group.axis, job.rank)
+    if unequal_along and job.rank in ranks and not on_axis:
         line = _line(world, unequal_along, job.rank)
         if set(ranks) <= set(line):
             shifts = (shift_between(world, job.rank, rank) for rank in ranks)
             return Placement(member_shifts=tuple(shifts))
-    if not group.axis or not _has_axis(world, group.axis):
+    if not has_axis:
         raise ExportError(_unplaceable(group, world), code="export-group-not-placeable")
     line = _line(world, group.axis, job.rank)
     if ranks != line:

@@ -454,7 +454,7 @@ def export_ranks(
     for entry in rank_graphs:
         world_of(entry.graph.job, None)
     world = rank_graphs[0].graph.job.world
-    axis = unequal_axis(world)
+    axis = unequal_axis(rank_graphs)
     equalized, changed = equalize_all_to_alls(rank_graphs, world, unequal_along=axis)
     lowered = [
         lower_rank(entry.graph, world, entry.ranks, unequal_along=axis) for entry in equalized

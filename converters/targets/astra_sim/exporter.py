@@ -256,7 +256,7 @@ def export_ranks(
         substitutions |= dict.fromkeys(graph_notes)
         supported.append(replace(entry, graph=graph))
     world = rank_graphs[0].graph.job.world
-    axis = unequal_axis(world)
+    axis = unequal_axis(rank_graphs)
     equalized, changed = equalize_all_to_alls(supported, world, unequal_along=axis)
     all_dropped: Counter[str] = Counter()
     all_placements: list[dict[int, Placement]] = []

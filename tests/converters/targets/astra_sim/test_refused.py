@@ -1,6 +1,7 @@
 """Graphs and arguments that the ASTRA-sim export refuses; no file remains."""
 
 import errno
+import json
 import re
 import resource
 from pathlib import Path
@@ -11,7 +12,8 @@ from astra_sim_steps import TP2_DP2, TP4, Step, one_collective, small_step, step
 from raised import raises_code
 
 from onerank.annotate.passes.storage_nodes import Storage, with_storage
-from onerank.converters.targets.astra_sim.exporter import export
+from onerank.converters.expand.ranks import expand_ranks
+from onerank.converters.targets.astra_sim.exporter import export, export_ranks
 from onerank.ir import (
     Annotation,
     Collective,
@@ -124,6 +126,23 @@ def test_a_group_inside_an_axis_gets_the_axes_to_capture_with(ranks, hint, tmp_p
     with raises_code("export-group-not-placeable") as caught:
         export(one_collective(Collective.ALL_GATHER, 64, "mesh_dim_1", job), tmp_path)
     assert re.search(hint, str(caught.value))
+
+
+def test_a_group_inside_an_axis_is_placed_by_the_traces_of_all_ranks(tmp_path) -> None:
+    """HSDP of a script: each rank's own trace names its group."""
+    pairs = ((0, 1), (2, 3))
+    graphs = []
+    for rank in range(4):
+        job = Job(
+            rank=rank,
+            world=World.of(dp=4),
+            groups=(ProcessGroup("mesh_shard", pairs[rank // 2]),),
+        )
+        graphs.append(one_collective(Collective.ALL_GATHER, 64, "mesh_shard", job))
+    export_ranks(expand_ranks(graphs), tmp_path / "out", name="job")
+    groups = json.loads((tmp_path / "out" / "comm_groups.json").read_text())
+    assert [0, 1] in groups.values()
+    assert [2, 3] in groups.values()
 
 
 def test_findings_leave_nothing_behind(tmp_path: Path) -> None:
