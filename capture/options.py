@@ -188,6 +188,7 @@ class Options:
         """
         from onerank.ir import World
 
+        # The smallest dp with which ep divides cp * dp.
         dp = self.dp or self.ep // math.gcd(self.ep, self.cp)
         return World.of(tp=self.tp, cp=self.cp, dp=dp, pp=self.pp, ep=self.ep)
 

@@ -664,6 +664,7 @@ class _ImportHook:
         callbacks = self.callbacks.get(name)
         if not callbacks:
             return None
+        # Without itself, or it would ask itself without end.
         others = (finder for finder in sys.meta_path if finder is not self)
         specs = (finder.find_spec(name, path, target) for finder in others)
         spec = next((spec for spec in specs if spec is not None), None)
@@ -812,6 +813,7 @@ def _rebind(old: list[Any], new: list[Any]) -> None:
             value = module.__dict__.get(name)
             if id(value) in swaps:
                 setattr(module, name, swaps[id(value)])
+    # A replacement that is gone may be freed, and its identity given to another object.
     _rebindable.difference_update(swaps.keys() - _originals.keys())
 
 

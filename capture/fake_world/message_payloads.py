@@ -38,6 +38,7 @@ LEARNED_STEPS = 2
 
 def group_address(ranks: tuple[int, ...]) -> Address:
     """Return the address of all ranks of a group, the same in every process."""
+    # Hashes of integers, unlike those of texts, are the same in every process.
     return len(ranks), hash(ranks)
 
 

@@ -88,6 +88,7 @@ def serve(connection: Connection, run_as_rank: RunAsRank) -> NoReturn:
                 )
                 connection.send(message)
             except CaptureError as error:
+                # Text, which the receiver distinguishes from the bytes of a message.
                 connection.send(str(error))
     leave()
 
@@ -111,6 +112,7 @@ def _resolve(
             )
         sent, needs = _run_sender(request, log, run_as_rank, senders)
         for to, messages in sent.items():
+            # Each run repeats the messages of earlier runs, so the longest list has them all.
             log.sent[request.src, to] = max(log.sent.get((request.src, to), []), messages, key=len)
         if log.find(request) is not None:
             continue

@@ -249,6 +249,7 @@ class FewerLayers:
         """Return the layers of the whole model, built on the meta device."""
         from transformers.models.auto.modeling_auto import AutoModel
 
+        # The probe builds the same classes; it must be neither cut nor counted.
         self._probing = True
         try:
             with torch.device("meta"):
@@ -302,6 +303,7 @@ def _without_indices(layers: list[Fingerprint]) -> list[Fingerprint]:
     counts = {
         key
         for key, value in layers[0].items()
+        # Not isinstance: a boolean that is False, then True, would look like a count.
         if type(value) is int
         and all(layer.get(key) == at + value for at, layer in enumerate(layers))
     }

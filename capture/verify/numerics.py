@@ -162,6 +162,7 @@ class Probe:
 def load_steps(directory: Path) -> list[StepRecord]:
     """Read the records that a probe wrote, in the order of steps."""
     files = sorted(directory.glob("*.pt"), key=lambda path: int(path.stem))
+    # Weights only would refuse `StepRecord`; the files are from our own process.
     return [torch.load(path, weights_only=False) for path in files]
 
 
@@ -447,6 +448,7 @@ def _slices(
         if not torch.is_grad_enabled() or not models.slices(model):
             return original(model, *inputs, **keywords)
         nn.Module.__call__ = original  # the comparison itself calls modules
+        # So that `run_script` takes the exception for the end of a complete capture.
         windows.complete = True
         try:
             results.append(compare_slices(model, inputs, keywords, options, progress))

@@ -166,6 +166,7 @@ class ThreadedGroup(_native.ProcessGroup):
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], _: Any = None) -> Any:
         def finish(parts: list[Any]) -> None:
+            # Clones: a rank may receive into its inputs, which others have still to read.
             sources = [[tensor.data.clone() for tensor in pieces] for _, pieces in parts]
             for receiver, (targets, _) in enumerate(parts):
                 for sender, target in enumerate(targets):

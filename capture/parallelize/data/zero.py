@@ -77,6 +77,7 @@ class Bucket:
         self._reduction: tuple[Any, Tensor, Tensor] | None = None
         self._sum: Tensor | None = None
         self._tied: Any = getattr(parameters[0], TIED, None)
+        # A view of the buffer, so that the optimizer's update lands in it.
         self.shard = nn.Parameter(self._flat.chunk(group.size())[group.rank()])
         self._checksum: tuple[str, list[int]] | None = None
 

@@ -102,6 +102,7 @@ def parallel_embedding(
         ids = input
         outside_shard = (ids < start) | (ids >= start + rows)
         local = ids - start
+        # Any valid row will do: the mask below zeroes its result.
         local[outside_shard] = 0
         embedded = look_up(self, local)
         substitute = (
