@@ -56,6 +56,8 @@ class Options:
         module: the script's name as a module, to run it by; None runs it by its path.
         windows: steps of each measurement window.
         depth: number of layers to build Hugging Face models with; None builds all.
+        micro_batches: micro-batches of each step after the script's first; None if they are not
+            known: then the first two steps show them.
     """
 
     torchrun: bool | None = _option(
@@ -177,6 +179,7 @@ class Options:
     module: str | None = None
     windows: WindowPlan = field(default_factory=WindowPlan)
     depth: "Depth | None" = None
+    micro_batches: int | None = None
 
     # Cached in the instance's __dict__, which a frozen dataclass allows.
     @cached_property

@@ -21,7 +21,7 @@ from onerank.capture.fake_world.c10d_patches import hidden_group
 from onerank.capture.fake_world.recorder import Peers, RealPeers, Recorder, peers_of
 from onerank.capture.fake_world.sender_processes import SenderProcesses
 from onerank.capture.no_device.emulated_process import EmulatedProcess
-from onerank.capture.no_device.recorded_step import RecordedStep
+from onerank.capture.no_device.recorded_step import UNRECORDED, RecordedStep
 from onerank.capture.options import Options
 from onerank.capture.parallelize.data.auto_wrap import DataParallelism
 from onerank.capture.parallelize.data.data_groups import Groups, data_ranks
@@ -100,7 +100,9 @@ def run_as_rank(
         raw = stack.enter_context(scratch_directory())
         emulated = EmulatedProcess.of(options.emulated_gpu, script)
         if emulated is not None:
-            make_windows = functools.partial(RecordedStep, emulated)
+            make_windows = functools.partial(
+                RecordedStep, emulated, unrecorded=_unrecorded_steps(options, copies)
+            )
         messages = None
         if script_distributed and not options.record_real_job:
             # Before the script can initialise CUDA: senders are forks, and CUDA works in no fork
@@ -167,6 +169,17 @@ def run_as_rank(
         yield RankRun(raw, peers, models, modules, windows, fewer_layers, script_distributed)
 
 
+def _unrecorded_steps(options: Options, copies: int) -> int:
+    """Return the steps before the recorded one, of a capture without a device.
+
+    Args:
+        options: as for `capture`.
+        copies: number of data-parallel ranks.
+    """
+    settles_late = copies > 1 and options.data_parallel != "fsdp"
+    return UNRECORDED if options.micro_batches is None or settles_late else 1
+
+
 def _check_parallel(
     script: Path, options: Options, peers: Peers, models: ModelSlicing | None, steps: int
 ) -> None:
@@ -221,11 +234,14 @@ def _parallel(
         strategy = options.data_parallel or "ddp"
         # --zero 2 reduces gradients as they arrive, so no sum over micro-batches can be deferred.
         if models is not None and options.tp_style == "megatron" and strategy != "zero2":
-            stack.enter_context(DeferredGradSync(models.slices_of).installed())
+            deferred_sums = DeferredGradSync(models.slices_of, options.micro_batches)
+            stack.enter_context(deferred_sums.installed())
         if copies > 1:
             deferred = strategy == "fsdp" and models is None and has_accelerator()
             groups = Groups(peers.new_group, world, rank)
-            data = DataParallelism(strategy, groups, deferred=deferred)
+            data = DataParallelism(
+                strategy, groups, deferred=deferred, micro_batches=options.micro_batches
+            )
             stack.enter_context(data.installed())
             shards = data.shards
         if models is not None:

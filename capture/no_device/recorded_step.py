@@ -13,7 +13,8 @@ from onerank.converters.sources.kineto import EXECUTION_TRACE, STRUCTURE
 
 UNRECORDED = 2
 """Steps before the recorded one: the first creates optimizer states, and in the second DDP orders
-its buckets by the first's backward."""
+its buckets by the first's backward, and ZeRO still computes a checksum of its weights. Two equal
+steps also show the rounds of micro-batches."""
 
 
 class _Scopes:
@@ -42,6 +43,14 @@ class _Scopes:
 class RecordedStep:
     """Lets the script take its steps and records the last; in the place of `Windows`.
 
+    Args:
+        process: runs the script on shapes alone.
+        plan: optimizer steps of each step; its windows do not exist without a device.
+        directory: where the traces are written.
+        modules: records module calls.
+        progress: receives a short description of each phase.
+        unrecorded: steps before the recorded one.
+
     Attributes:
         observed: what the job's record needs.
         steps: steps so far.
@@ -57,6 +66,8 @@ class RecordedStep:
         modules: Modules,
         progress: Progress,
         _: object = None,
+        *,
+        unrecorded: int = UNRECORDED,
     ) -> None:
         self.observed = Observations()
         self.steps = 0
@@ -67,7 +78,8 @@ class RecordedStep:
         self._directory = directory
         self._modules = modules
         self._progress = progress
-        self._progress(f"step 1 of {UNRECORDED + 1} on shapes alone")
+        self._unrecorded = unrecorded
+        self._progress(f"step 1 of {self._unrecorded + 1} on shapes alone")
 
     @property
     def optimizer_steps(self) -> int:
@@ -77,7 +89,7 @@ class RecordedStep:
     @property
     def least_steps(self) -> int:
         """Steps of the optimizer that the script must take."""
-        return (UNRECORDED + 1) * self.optimizer_steps
+        return (self._unrecorded + 1) * self.optimizer_steps
 
     def steps_needed(self) -> str:
         """Return how many steps the capture needs and how a script can provide them.
@@ -94,15 +106,15 @@ class RecordedStep:
         self.steps += 1
         self.skipped += skipped
         log = self._process.log
-        if self.steps <= UNRECORDED:
-            self._progress(f"step {self.steps + 1} of {UNRECORDED + 1} on shapes alone")
-        if self.steps == UNRECORDED:
+        if self.steps <= self._unrecorded:
+            self._progress(f"step {self.steps + 1} of {self._unrecorded + 1} on shapes alone")
+        if self.steps == self._unrecorded:
             self._modules.listener = _Scopes(self._process.operators, log)
             # Before recording begins: what lives now is resident throughout the step.
             self.observed.resident_bytes = self._process.resident_bytes()
             self.observed.start_memory_bytes.append(log.live_bytes)
             log.begin_step()
-        elif self.steps > UNRECORDED:
+        elif self.steps > self._unrecorded:
             log.end_step()
             self._modules.listener = None
             self.observed.peak_memory_bytes.append(log.peak_bytes)

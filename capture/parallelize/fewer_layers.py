@@ -43,10 +43,13 @@ class Depth:
     Attributes:
         layers: layers to build; under pipeline parallelism, of the stage.
         captured: all depths of the capture, ascending.
+        any_depth: whether the capture stands for stages of any depth. If all layers are equal, the
+            model then has the deepest captured depth in each stage, which is quicker to build.
     """
 
     layers: int
     captured: tuple[int, ...]
+    any_depth: bool = False
 
 
 @dataclass(frozen=True)
@@ -186,14 +189,25 @@ class FewerLayers:
                 f"{depth}: --capture-layers supports one depth: leave it out",
                 code="layers-two-depths",
             )
+        built = depth
         if self.layers is None:
-            self.layers = self._whole_layers(requested, model, text, depth)
+            self.layers, kinds = self._whole_layers(requested, model, text, depth)
             self._model, self._model_depth = model, depth
+            if requested.any_depth and self.layers.pattern == Pattern(0, 1):
+                built = requested.captured[-1] * (self._stage.stages if self._stage else 1)
+                _configure(config, text, depth, built)
+            if self._stage is not None:
+                self._build_on_meta(requested, kinds, built)
         if self._stage is None:
-            _configure(config, text, depth, requested.layers)
+            _configure(config, text, built, requested.layers)
 
-    def _whole_layers(self, requested: Depth, model: str, text: Any, depth: int) -> Layers:
-        """Return the configured layers after checking that the captured depths suffice."""
+    def _whole_layers(
+        self, requested: Depth, model: str, text: Any, depth: int
+    ) -> tuple[Layers, set[type[nn.Module]]]:
+        """Return the configured layers, after checking that the captured depths suffice.
+
+        The second result are the classes of the layers.
+        """
         captured = ",".join(map(str, requested.captured))
         deepest = requested.captured[-1]
         members = range(depth) if self._stage is None else self._stage.of_model(depth)
@@ -217,13 +231,22 @@ class FewerLayers:
                 code="layers-not-repeating",
             )
         check_depths(list(requested.captured), len(members), pattern, model)
-        if self._stage is not None:
-            self._built = members[: requested.layers]
-            for kind in {type(layer) for layer in layers}:
-                self._undo.enter_context(
-                    replaced(kind, "__init__", self._layer_init(kind.__init__, depth))
-                )
-        return Layers(len(members), pattern)
+        return Layers(len(members), pattern), {type(layer) for layer in layers}
+
+    def _build_on_meta(self, requested: Depth, kinds: set[type[nn.Module]], depth: int) -> None:
+        """Build the layers outside the requested ones of the stage on the meta device.
+
+        Args:
+            requested: the layers to build.
+            kinds: classes of the layers.
+            depth: layers of the model.
+        """
+        assert self._stage is not None
+        self._built = self._stage.of_model(depth)[: requested.layers]
+        for kind in kinds:
+            self._undo.enter_context(
+                replaced(kind, "__init__", self._layer_init(kind.__init__, depth))
+            )
 
     def _layer_init(self, original: Callable[..., None], depth: int) -> Callable[..., None]:
         """Return a layer's `__init__` that builds layers outside the stage on the meta device."""

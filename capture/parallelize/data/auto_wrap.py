@@ -142,10 +142,12 @@ class TrainedModel(Protocol):
 class _Trained:
     """A trained model: its strategy, parameter ids and accumulation rounds."""
 
-    def __init__(self, distributed: TrainedModel | None, parameters: set[int]) -> None:
+    def __init__(
+        self, distributed: TrainedModel | None, parameters: set[int], micro_batches: int | None
+    ) -> None:
         self.distributed = distributed
         self.parameters = parameters
-        self.rounds = AccumulationRounds()
+        self.rounds = AccumulationRounds(micro_batches)
         self.communicates = True  # whether the newest forward's backward does
 
 
@@ -156,16 +158,23 @@ class DataParallelism:
         strategy: the strategy.
         groups: the data-parallel groups.
         deferred: whether the weights of Hugging Face models are created during sharding.
+        micro_batches: as for `AccumulationRounds`.
 
     Attributes:
         shards: optimizers that step on shards; None for strategies with whole optimizers.
     """
 
     def __init__(
-        self, strategy: DataParallelStrategy, groups: Groups, *, deferred: bool = False
+        self,
+        strategy: DataParallelStrategy,
+        groups: Groups,
+        *,
+        deferred: bool = False,
+        micro_batches: int | None = None,
     ) -> None:
         assert strategy == "fsdp" or not deferred
         self._strategy = strategy
+        self._micro_batches = micro_batches
         self._deferred = DeferredModels(self._train_early) if deferred else None
         self._groups = groups
         self._trained: dict[nn.Module, _Trained] = {}
@@ -312,7 +321,7 @@ class DataParallelism:
                 self._managed |= set(replica.modules())
             distributed = sharded
             trained_ids = {id(p) for p in module.parameters() if p.requires_grad}
-        self._trained[module] = _Trained(distributed, trained_ids)
+        self._trained[module] = _Trained(distributed, trained_ids, self._micro_batches)
 
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -38,9 +38,15 @@ from onerank.ir.errors import CaptureError
 
 
 class AccumulationRounds:
-    """The micro-batches of a model in the current step, and the pattern of previous steps."""
+    """The micro-batches of a model in the current step, and the pattern of previous steps.
 
-    def __init__(self) -> None:
+    Args:
+        micro_batches: micro-batches of each step after the first, which then make one round; None
+            learns the rounds from the first two steps.
+    """
+
+    def __init__(self, micro_batches: int | None = None) -> None:
+        self._micro_batches = micro_batches
         self._ends: list[bool] = []  # whether each forward is the last micro-batch of its round
         self._newest = -1  # index of the last forward that a backward followed
         self._last: list[bool] = []
@@ -93,7 +99,9 @@ class AccumulationRounds:
             return
         count, known = len(self._ends), len(self._expected)
         self._ends[self._newest] = True
-        if count != known:
+        if self._micro_batches is not None:
+            self._expected = [False] * (self._micro_batches - 1) + [True]
+        elif count != known:
             # Two equal steps in succession: a first step may differ, for example by a warm-up.
             self._expected = self._ends if self._ends == self._last else []
             self._last = [] if known else self._ends
@@ -117,11 +125,11 @@ class _Model:
         never_clears: whether a step added to the gradients of the previous step.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, micro_batches: int | None) -> None:
         self.steps_within = False
         self.never_clears = False
         self._partials = partial_gradients(model)
-        self._rounds = AccumulationRounds()
+        self._rounds = AccumulationRounds(micro_batches)
         self._last = self._known = self._adds = False
 
     def begin_forward(self) -> None:
@@ -169,10 +177,12 @@ class DeferredGradSync:
 
     Args:
         slices: sliced model -> summary; may grow.
+        micro_batches: as for `AccumulationRounds`.
     """
 
-    def __init__(self, slices: Mapping[nn.Module, Any]) -> None:
+    def __init__(self, slices: Mapping[nn.Module, Any], micro_batches: int | None = None) -> None:
         self._slices = slices
+        self._micro_batches = micro_batches
         self._models: WeakKeyDictionary[nn.Module, _Model] = WeakKeyDictionary()
         self._in_grad = False  # whether torch.autograd.grad is running
 
@@ -198,7 +208,7 @@ class DeferredGradSync:
         model = getattr(module, "_orig_mod", module)  # what torch.compile wraps
         if model in self._slices:
             if model not in self._models:
-                self._models[model] = _Model(model)
+                self._models[model] = _Model(model, self._micro_batches)
             self._models[model].begin_forward()
 
     def _sum_at_once_in_grad(self, engine: Any) -> Any:

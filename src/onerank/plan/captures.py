@@ -46,6 +46,7 @@ class StageCapture:
         stages: stages of the pipeline; 1: no pipeline.
         stage: the captured one.
         layers: layers to build; 0: all of the stage.
+        micro_batches: captured micro-batches; 0 if the script decides.
     """
 
     arguments: tuple[str, ...]
@@ -58,6 +59,7 @@ class StageCapture:
     stages: int
     stage: int
     layers: int
+    micro_batches: int = 0
 
     @property
     def world(self) -> World:
@@ -131,6 +133,7 @@ def stage_sources(job: PlannedJob, layout: Layout, layers: int) -> tuple[StageSo
     # With one micro-batch nothing accumulates: a new gradient never coexists with an earlier one.
     captured = 1 if layout.micro_batches == 1 else CAPTURED_MICRO_BATCHES
     arguments = arguments_of(job, layout, captured)
+    takes_micro_batches = any("{micro_batches}" in each for each in job.model.arguments)
     # A gradient all-reduce moves the same bytes for every number of replicas.
     two = layout.sharding == "ddp" and layout.ep == 1
     dp = min(layout.dp, 2) if two else layout.dp
@@ -156,6 +159,7 @@ def stage_sources(job: PlannedJob, layout: Layout, layers: int) -> tuple[StageSo
                     stages=canonical if shared else stages,
                     stage=(0, canonical // 2, canonical - 1)[kind] if shared else stage,
                     layers=depth,
+                    micro_batches=captured if takes_micro_batches else 0,
                 )
                 for depth in depths
             )
@@ -241,15 +245,21 @@ def capture_stage(script: str, gpu: str, capture: StageCapture) -> dict[str, Any
 
     path = Path(script) if script else TRAIN_MODEL
     _import_libraries(path, capture.arguments)
-    depth = Depth(capture.layers, tuple(sorted({capture.layers, *DEPTHS})))
+    depth = Depth(capture.layers, tuple(sorted({capture.layers, *DEPTHS})), any_depth=True)
     options = Options(
-        device="none", like=gpu, depth=depth if capture.layers else None, **capture.options()
+        device="none",
+        like=gpu,
+        depth=depth if capture.layers else None,
+        micro_batches=capture.micro_batches or None,
+        **capture.options(),
     )
+    arguments = [*capture.arguments]
+    if not script and capture.micro_batches:
+        # The first step only creates optimizer states.
+        arguments += ["--first-micro-batches", "1"]
     try:
         with _quiet(), forked_processes() as run:
-            captured = run(
-                capture_rank, path, list(capture.arguments), options, progress=lambda _: None
-            )
+            captured = run(capture_rank, path, arguments, options, progress=lambda _: None)
     except OneRankError as error:
         # A refusal is a result, too: a later run finds it stored and does not try again.
         return {"trace": b"", "layers": 0, "code": error.code, "message": str(error)}

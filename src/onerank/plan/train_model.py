@@ -16,6 +16,7 @@ def main() -> None:
     parser.add_argument("--seq", type=int, default=2048)
     parser.add_argument("--micro-batch", type=int, default=1)
     parser.add_argument("--micro-batches", type=int, default=1)
+    parser.add_argument("--first-micro-batches", type=int, help="of the first step")
     parser.add_argument("--recompute", choices=("none", "full"), default="none")
     parser.add_argument("--steps", type=int, default=50)
     args = parser.parse_args()
@@ -27,12 +28,15 @@ def main() -> None:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device == "cuda")
-    for _ in range(args.steps):
-        for _ in range(args.micro_batches):
+    for step in range(args.steps):
+        micro_batches = args.micro_batches
+        if step == 0 and args.first_micro_batches is not None:
+            micro_batches = args.first_micro_batches
+        for _ in range(micro_batches):
             shape = args.micro_batch, args.seq
             tokens = torch.randint(0, config.vocab_size, shape, device=device)
             loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
-            (loss / args.micro_batches).backward()
+            (loss / micro_batches).backward()
         optimizer.step()
         optimizer.zero_grad()
 
