@@ -208,12 +208,14 @@ _KERNELS = (
     (OpClass.ELEMENTWISE, r"^triton_poi_"),
     (OpClass.COMMUNICATION, r"nccl|rccl|nvshmem|\bdeep_ep::|\bep::(intra|inter)node"),
     (OpClass.COMMUNICATION, r"multimem|cross_device_reduce|all_?reduce_?(kernel|fusion)"),
+    # Before attention: vLLM's `reshape_and_cache_flash` copies keys and values.
     (OpClass.COPY, r"(reshape|concat)_and_cache"),
     (OpClass.ATTENTION, r"flash|fmha|attention|sdpa|attn_(fwd|bwd)|bwd_kernel_d(k_dv|q)|sage_fwd"),
     (OpClass.LOSS, r"nll_loss|cross_entropy"),
     (OpClass.SOFTMAX, r"softmax"),
     (OpClass.NORM, r"layer_?norm|rms_?norm|batch_?norm|bn_(fw|bw)|group_?norm"),
     (OpClass.OPTIMIZER, r"multi_tensor_apply|fused_?adam"),
+    # Before embedding: a rotary embedding looks nothing up.
     (OpClass.ELEMENTWISE, r"rotary_embedding|\broi_(align|pool)"),
     (OpClass.EMBEDDING, r"embedding"),
     (OpClass.RANDOM, r"distribution_(elementwise|nullary)|philox|dropout"),

@@ -136,6 +136,7 @@ def _runs(
         ):
             group.append(node)
             continue
+        # Only neighbours fuse, so any other kernel on the stream ends the group.
         open_groups.pop(stream, None)
         if can_fuse:
             open_groups[stream] = [node]
@@ -231,6 +232,7 @@ def _chain(graph: Graph, group: list[int], access: dict[int, Access], later: _La
             if place.storage in produced:
                 read_inside.add(place.storage)
                 continue
+            # Views of one storage count once, as the largest: the fused kernel loads it only once.
             largest = reads.get(place.storage)
             if largest is None or largest.nbytes < tensor.nbytes:
                 reads[place.storage] = _outer_tensor(tensor, place, kind)
@@ -312,6 +314,7 @@ class FuseChains:
         fused = _drop_fused(fused, chains)
         removed = sum(len(chain.nodes) - 1 for chain in chains)
         before = sum(int(graph.nodes.duration_ns[list(chain.nodes)].sum()) for chain in chains)
+        # By id, since removing nodes has moved the indices.
         heads = np.isin(fused.nodes.id, graph.nodes.id[[chain.nodes[0] for chain in chains]])
         after = int(fused.nodes.duration_ns[heads].sum())
         saved_bytes = sum(chain.bytes_before - chain.bytes_after for chain in chains)

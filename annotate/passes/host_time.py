@@ -94,6 +94,7 @@ def _tensors(graph: Graph, node: I64) -> I64:
     for code in codes.tolist():
         shapes: Any = json.loads(graph.strings[code] or "[]")
         listed: Any = shapes[0] if shapes else None
+        # The first input of a foreach operator is its list of tensors, of others a single shape.
         counts.append(len(listed) if listed and isinstance(listed[0], list) else 1)
     return np.array(counts, dtype=np.int64)[which]
 
@@ -143,6 +144,7 @@ def _owners(module: npt.NDArray[np.int32], known: npt.NDArray[np.bool_]) -> I64:
     before = np.maximum.accumulate(np.where(known, position, -1))
     after = np.minimum.accumulate(np.where(known, position, len(known))[::-1])[::-1]
     last = len(known) - 1
+    # The one before by default, the one after only if it alone has the module.
     is_next = (before < 0) | ((module != module[before]) & (after <= last))
     is_next &= (before < 0) | (module == module[np.minimum(after, last)])
     return np.minimum(np.where(is_next, after, before), last)
@@ -179,6 +181,7 @@ def _with_interval(graph: Graph, captured: Graph, host: Host) -> Graph:
     calls = launched_calls(captured, captured.nodes.start_ns)
     host_step_ns = captured.job.measurement.host_step_ns
     typical_ns = calls.step_ns(host, "p50_ns")
+    # A capture that recorded no host time counts as a host of p50.
     measured_ns = statistics.median(host_step_ns) if host_step_ns else typical_ns
     low, high = (calls.step_ns(host, name) / measured_ns for name in ("p10_ns", "p90_ns"))
     *earlier, annotation = graph.job.annotations

@@ -224,7 +224,7 @@ class Bench:
         yield from profiled
 
     def _flush(self) -> None:
-        """Evict the cache by a copy of its size: half is read, half written."""
+        """Evict the cache: a copy reads half of its size and writes the other half."""
         self._cache_filler[0].copy_(self._cache_filler[1])
 
     def _warm(self, call: BenchCall) -> RunnableCall:

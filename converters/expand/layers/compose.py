@@ -260,6 +260,7 @@ def _starts(work: _Composition, old: I64, copy: I64, duration: I64) -> I64:
     events.sort()
     total = np.concatenate([[0], np.cumsum([amount for _, amount in events], dtype=np.int64)])
     delay = total[np.searchsorted([at for at, _ in events], issued, side="right")]
+    # Nodes outside all sections have section -1, which selects the 0 at the end.
     step = np.array(
         [(-1 if section.before else 1) * section.span_ns for section in work.sections] + [0]
     )
@@ -318,6 +319,7 @@ def _with_changes(graph: Graph, changes: NonlayerChanges, old: I64) -> Graph:
     changed = np.isin(old, list(changes.columns))
     for place in np.flatnonzero(changed).tolist():
         where[int(old[place])].append(place)
+    # `_durations` has applied these.
     columns = {name for values in changes.columns.values() for name in values} - {"duration_ns"}
     for name in columns:
         values = graph.text(name) if name in TEXT_COLUMNS else getattr(graph.nodes, name).copy()
@@ -372,6 +374,8 @@ def _sources(work: _Composition, source: int, node: int, tag: int) -> list[int]:
     layer = plan.layer(place[1], tag) + other[1] - place[1]
     captured, copied = plan.instance(layer)
     block = deep.passes[other[0]].blocks.get(captured, [])
+    # The layer at that distance may be the first or last, which can have other nodes at this
+    # position.
     if other[2] < len(block) and _same_name(deep, block[other[2]], source):
         return [work.number.get((block[other[2]], copied), captured_source)]
     return [captured_source]

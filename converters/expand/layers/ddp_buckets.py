@@ -290,6 +290,7 @@ class _Insertion:
         self._edges: list[tuple[int, int, Reason]] = []
         self._closed: set[tuple[int, int]] = set()
         views = chain.from_iterable(captured.views)
+        # By number of dimensions, which a parameter shares with the view that it is modelled on.
         self._views = {len(operand_shapes(captured.graph, view)[1]): view for view in views}
         self._latest = self._next = -1
         self._free_ns = 0
@@ -297,6 +298,7 @@ class _Insertion:
     def add(self, bucket: int) -> None:
         """Add the call of a bucket, its launcher and its edges."""
         captured, nodes = self._captured, self._graph.nodes
+        # The model has more buckets than the capture; the others are copies of its last one.
         template = min(bucket, len(captured.calls) - 1)
         last = self._buckets.last(bucket)
         size = self._buckets.bytes[bucket]
@@ -341,6 +343,7 @@ class _Insertion:
         shapes = operand_shapes(self._captured.graph, template)
         if not shapes:
             return {}
+        # An all-reduce takes a list of tensors, a view a single one.
         inner = shapes[0] if isinstance(shapes[0][0], int) else shapes[0][0]
         inner[0] = elements
         text = json.dumps(shapes, separators=(",", ":"))

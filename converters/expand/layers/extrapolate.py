@@ -418,6 +418,7 @@ def _extrapolate(
         job, measurement=measured, modules=module_table(job.modules, names)
     )
     graph = replace(graph, job=job)
+    # Captures that timed no step have a line of zeros.
     return with_step_time(graph, depths.step_ns.at_depth) if depths.step_ns.at_depth > 0 else graph
 
 

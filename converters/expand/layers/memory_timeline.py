@@ -111,7 +111,9 @@ class MemoryTimeline:
         span = self.copied.get(event)
         if span is None:
             return event, 0, event
+        # The block may come from a range with more copies than the range of its free.
         tag = min(tag, span.copies)
+        # In a backward the copies run before their original, the last copy first.
         return span.first, span.copies - tag if span.before else tag, event
 
     def freed(self, allocated: int, tag: int, freed: int) -> Moment:
@@ -145,9 +147,11 @@ class MemoryTimeline:
         if other == layer:
             return self.moment(freed, tag)
         number = self.plan.layer(layer, tag) + other - layer
+        # At an end of the model no layer has that distance; the nearest one frees the block.
         captured, copy = self.plan.instance(min(max(number, 0), self.depth - 1))
         layer_of_pass = number_of_pass, captured
         event = self.first[layer_of_pass] + freed - self.first[number_of_pass, other]
+        # A first or last layer may have fewer events than the captured one.
         return self.moment(min(event, self.stop[layer_of_pass] - 1), copy)
 
 
@@ -366,6 +370,7 @@ def _numbered(instances: list[_Instance], log: MemoryLog) -> MemoryLog:
         (place.get((at, 0), NONE), place.get((at, 1), NONE), instance.node, instance.block)
         for at, instance in enumerate(instances)
     ]
+    # A block from before the step has no allocation, so its free places it.
     rows.sort(key=lambda row: row[0] if row[0] >= 0 else row[1])
     allocated, freed, node, blocks = zip(*rows, strict=True) if rows else ((), (), (), ())
 

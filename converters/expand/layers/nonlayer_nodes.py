@@ -88,6 +88,7 @@ def align(
         trail = ("same", start, j - (i - start), i - start, trail)
         if i == len(shallow) and j == len(deep):
             return _retrace(trail)
+        # What follows depends on the place alone, so a place that failed once fails on every path.
         if (i, j) in seen:
             continue
         seen.add((i, j))
@@ -158,6 +159,7 @@ def align_loosely(
             continue
         after = _same_names(shallow[i:i_end][::-1], deep[j:j_end][::-1])
         units = range((j_end - after - j) // between, 0, -1)
+        # One more than the surplus: the last repetition that both captures have must be equal too.
         unit = next((u for u in units if _repeats(deep, j - u, u, between + 1)), 0)
         if unit:
             alignment.units.append((j + unit * (between - 1), unit))

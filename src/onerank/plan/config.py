@@ -178,6 +178,7 @@ def _choices(where: str, table: object, seq: int) -> Choices:
     # A `seq` of [vary] replaces that of [job].
     values: dict[str, Any] = {"seq": [seq]}
     for name, value in cast("dict[str, Any]", table).items():
+        # "rest" is all of `dp`, not a member of its list.
         single = not isinstance(value, list) and (name, value) != ("dp", REST)
         values[name] = [value] if single else value
         if value == []:

@@ -201,6 +201,8 @@ def enumerate_layouts(
     Raises:
         PlanError: no combination is a layout; the message has the first reason.
     """
+    # Dicts as ordered sets: several combinations give one layout, and the order of the choices
+    # stays.
     layouts: dict[Layout, None] = {}
     dropped: dict[Dropped, None] = {}
     for sizes in product(choices.tp, choices.cp, choices.pp, choices.ep, choices.schedule):

@@ -125,6 +125,8 @@ def sorted_plan(
 def _with_config(outcome: Outcome, config: PlanConfig) -> Outcome:
     """Return an outcome whose commands name the configuration's file."""
     name = quote(config.path.name)
+    # Stored outcomes have a placeholder, since the same work may be asked for under another file
+    # name.
     commands = tuple(command.replace(" CONFIG ", f" {name} ") for command in outcome.commands)
     return replace(outcome, commands=commands)
 
@@ -164,6 +166,7 @@ def pareto_front(points: list[tuple[float, float]]) -> list[int]:
     """Return the indices of the points that no other beats in both coordinates, lower is better."""
     front: list[int] = []
     best = float("inf")
+    # By the first coordinate, so that only earlier points can beat a later one.
     for index in sorted(range(len(points)), key=lambda index: points[index]):
         if points[index][1] < best:
             front.append(index)

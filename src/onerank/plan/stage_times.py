@@ -143,6 +143,7 @@ def stage_times(
     # The step ends with its last operation, communication included.
     ends[Block(AFTER)] = after_ns
     previous_ns = begin_ns
+    # AFTER last, even where a backward ends at the same time.
     for block in sorted(ends, key=lambda block: (block.phase == AFTER, ends[block])):
         indices = np.array(stage.blocks.get(block, []), dtype=np.int64)
         begin, end = previous_ns, max(previous_ns, ends[block])

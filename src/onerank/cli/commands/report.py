@@ -105,6 +105,7 @@ def report(traces: tuple[Path, ...], options: ReportOptions) -> None:
     data = json.dumps(figures, separators=(",", ":")).replace("</", "<\\/")
     title = html.escape(" and ".join(visible_line(trace.name) for trace in traces))
     template = files("onerank.cli").joinpath("report_page.html").read_text("utf-8")
+    # Not `str.format`: the page's CSS and JavaScript are full of braces.
     page = Template(template).substitute(
         title=title, library=library, body="\n".join(parts), figures=data
     )
