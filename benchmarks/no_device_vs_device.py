@@ -41,10 +41,17 @@ FORMS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
 }
 
 
-def capture_form(form: str, device: str | None, output: Path) -> None:
-    """Capture a form in this process; `device` is "none" or None, the GPU."""
+def _device_name() -> str:
+    """Return the GPU of this machine; the H100, of the kept device captures, without one."""
     import torch
 
+    if not torch.cuda.is_available():
+        return "H100"
+    return torch.cuda.get_device_name().removeprefix("NVIDIA ").split()[0]
+
+
+def capture_form(form: str, device: str | None, output: Path) -> None:
+    """Capture a form in this process; `device` is "none" or None, the GPU."""
     from onerank.capture.capture_script import capture
     from onerank.capture.options import Options
     from onerank.capture.profiling.window_plan import WindowPlan
@@ -52,7 +59,7 @@ def capture_form(form: str, device: str | None, output: Path) -> None:
     name, job, args = FORMS[form]
     options = Options(
         device="none" if device else None,
-        like=torch.cuda.get_device_name().removeprefix("NVIDIA ").split()[0],
+        like=_device_name(),
         windows=WindowPlan(warm_up=3, pure=2),
         collective_kernels="off",
         **job,

@@ -166,9 +166,9 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         "torch._subclasses.fake_tensor.FakeTensor",
-        ("data", "numpy", "__format__"),
+        ("data", "numpy", "tolist", "__format__"),
         "FSDP1 moves a parameter by its data, which leaves a fake tensor's device as it was. "
-        "Scripts log a loss by way of NumPy.",
+        "Scripts log a loss by way of NumPy, and read counts as a list.",
         ("no_device.emulated_process",),
     ),
     Patch(

@@ -190,7 +190,7 @@ def _flash_attention_backward(call: Call, target: Gpu) -> Sequence[Launch]:
         _WHOLE,
         Launch("flash_bwd_convert_dq_kernel", internal_bytes=3 * elements_bytes),
     ]
-    return (*launches, *_reduce_heads(call, "reduce_kernel"))
+    return (*launches, *_reduce_heads(call, "reduce_kernel", op="aten::sum"))
 
 
 def _efficient_attention_backward(call: Call, target: Gpu) -> Sequence[Launch]:
@@ -204,13 +204,19 @@ def _efficient_attention_backward(call: Call, target: Gpu) -> Sequence[Launch]:
     )
 
 
-def _reduce_heads(call: Call, name: str) -> Sequence[Launch]:
+def _reduce_heads(call: Call, name: str, op: str = "") -> Sequence[Launch]:
     """Return sums of the gradients of key and value over query heads that share them."""
     query, key = call.tensor(1), call.tensor(2)
-    if query is None or key is None or query.numel <= key.numel:
+    if query is None or key is None or len(query.shape) < 3:
+        return ()
+    # FlashAttention has the heads after the sequence; the operators that PyTorch calls, and cuDNN,
+    # have them before it.
+    axis = -2 if call.op.startswith("_flash") else 1
+    sharing = query.shape[axis] // max(1, key.shape[axis])
+    if sharing <= 1:
         return ()
     # The gradients of every query head are written, then summed into those of the key's heads.
-    return (Launch(name, internal_bytes=query.nbytes + key.nbytes),) * 2
+    return (Launch(name, op=op, internal_bytes=(sharing + 1) * key.nbytes),) * 2
 
 
 # Lists of tensors. Source: aten/src/ATen/native/cuda/MultiTensorApply.cuh.
@@ -397,8 +403,11 @@ def _index_put(call: Call, target: Gpu) -> Sequence[Launch]:
     if call.value(3) is not True or rows is None or indices is None or not rows.shape:
         return ()
     sort = _sorted_keys(indices.numel, max(1, (rows.shape[0] - 1).bit_length()))
-    linear = Launch("vectorized_elementwise_kernel", op="aten::remainder")
-    return (*[linear] * 3, _COUNT_UP, *sort, Launch("indexing_backward_kernel", 1.0))
+    linear = [
+        Launch("vectorized_elementwise_kernel", op=f"aten::{name}")
+        for name in ("remainder", "mul", "div_")
+    ]
+    return (*linear, _COUNT_UP, *sort, Launch("indexing_backward_kernel", 1.0))
 
 
 # Longest row that a block sorts: `sort_size` in Sort.cu.
@@ -443,6 +452,11 @@ def _cumsum(call: Call, target: Gpu) -> Sequence[Launch]:
         return ()
     init, scan = _SCAN
     return (init, scan._replace(share=1.0))
+
+
+def _read_number(call: Call, target: Gpu) -> Sequence[Launch]:
+    """Return the launch of `.item()`: a copy to the host, which waits for it."""
+    return (_TO_HOST._replace(share=1.0),)
 
 
 _NONZERO_SINGLE = 4096
@@ -708,6 +722,7 @@ _RULES: dict[str, Rule] = {
     "argsort": _sort,
     "topk": _topk,
     "cumsum": _cumsum,
+    "_local_scalar_dense": _read_number,
     "nonzero": _nonzero,
     "masked_select": _masked_select,
     "_unique2": _unique,

@@ -150,7 +150,9 @@ class OperatorsToKernels:
         target_as_described = target.as_described
         templates = _columns_of(calls, graph, target_as_described)
         launches = templates.launches[call]
-        if not len(index) or launches.max() == 1:
+        # A single kernel keeps its operator's node as it is; a copy to the host is another kind.
+        other_kind = templates.kind[templates.first[call]] != Kind.KERNEL
+        if not len(index) or not ((launches > 1) | other_kind).any():
             return graph
         counts = np.ones(len(graph), dtype=np.int64)
         counts[index] = launches
@@ -158,8 +160,9 @@ class OperatorsToKernels:
         owner = np.repeat(np.arange(len(graph)), counts)
         template = np.full(len(graph), -1, dtype=np.int64)
         template[index] = templates.first[call]
-        several = counts[owner] > 1
-        rows = np.flatnonzero(several)
+        changed = counts > 1
+        changed[index] |= other_kind
+        rows = np.flatnonzero(changed[owner])
         which = template[owner[rows]] + rows - first[owner[rows]]
         nodes = _with_launches(graph, owner, rows, templates, which, target_as_described)
         edges = _chained(graph, first, first + counts - 1, rows, owner)

@@ -114,7 +114,12 @@ class EmulatedProcess:
                 patched(_FAKE_TENSORS + ".FakeTensorMode", {"avoid_device_init": property(_yes)}),
                 patched(
                     _FAKE_TENSORS + ".FakeTensor",
-                    {"data": _data, "numpy": self._numpy_function(), "__format__": _format},
+                    {
+                        "data": _data,
+                        "numpy": self._numpy_function(),
+                        "tolist": self._tolist_function(),
+                        "__format__": _format,
+                    },
                 ),
                 rebound("torch.distributed.distributed_c10d", {"is_nccl_available": _nccl}),
                 *_nccl_class(),
@@ -195,6 +200,18 @@ class EmulatedProcess:
                 return numbers.detach().numpy()
 
         return numpy
+
+    def _tolist_function(self) -> Callable[..., Any]:
+        def tolist(tensor: Any) -> Any:
+            numbers = self.operators.known.get(tensor)
+            # torch copies the whole tensor to the host; of a subclass it reads every element.
+            tensor.cpu()
+            with unset_fake_temporarily():
+                if numbers is None:
+                    numbers = torch.full(tensor.shape, self.values.scalar(tensor))
+                return numbers.tolist()
+
+        return tolist
 
     def _save_function(self) -> Callable[..., Any]:
         original = torch.save

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from onerank.capture.no_device.gpu_operators import Shaped, WrappedNumber
+from onerank.converters.sources.kineto.lowering.select_nodes import HOST_READS
 from onerank.ir.dtypes import TENSOR_TYPES
 
 Category = Literal["cpu_op", "user_annotation"]
@@ -345,7 +346,7 @@ def _kineto_events(log: EventLog, kept: Sequence[Event]) -> list[dict[str, Any]]
         args: dict[str, Any] = {"Record function id": number, "Ev Idx": number}
         if event.sequence >= 0:
             args |= {"Sequence number": event.sequence, "Fwd thread id": event.forward_thread}
-        if with_streams:
+        if with_streams or (event.on_device and event.name in HOST_READS):
             args["stream"] = event.stream
         events.append(
             {

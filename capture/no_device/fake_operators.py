@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_map_only
 from onerank.capture.fake_tensors import mark_written
 from onerank.capture.no_device.event_log import Describer, Event, EventLog
 from onerank.capture.no_device.functional_collectives import FunctionalCollectives
-from onerank.capture.no_device.gpu_operators import Shaped, WrappedNumber, inner_of
+from onerank.capture.no_device.gpu_operators import Shaped, WrappedNumber, inner_of, run_before
 from onerank.capture.no_device.missing_kernels import lacks_fake, shapes_of
 from onerank.capture.no_device.storages import Storages, Workspaces
 from onerank.capture.no_device.tensor_values import KNOWN_ELEMENTS, Known, UnknownValues
@@ -51,6 +51,9 @@ _WITHOUT_EFFECT = ("record_stream", "_assert_async", "_assert_scalar")
 _CHECKS = ("_amp_foreach_non_finite_check_and_unscale_",)
 
 _ZEROS = ("zero_", "_foreach_zero_")
+
+# What autograd writes into a tensor of zeros, or adds to a gradient.
+_IN_PLACE_OF_AUTOGRAD = ("add", "index_put", "scatter", "scatter_add", "index_add")
 
 # Above the sequence numbers of autograd: nodes such as AccumulateGrad have the largest integer.
 _UNNUMBERED = 1 << 62
@@ -314,14 +317,19 @@ class FakeOperators(TorchDispatchMode):
     def _record(self, call: _Call) -> Any:
         """Run an operator with fake operands, and record it."""
         schema = call.schema
-        accumulates = schema.name == "aten::add" and self._accumulates(call)
-        event = self._begin("aten::add_" if accumulates else schema.name)
+        in_place = schema.base in _IN_PLACE_OF_AUTOGRAD and self._is_in_place(call)
+        prepared = self._prepare(call)
+        event = self._begin(f"{schema.name}_" if in_place else schema.name)
         if event is not None and not schema.is_view:
             event.inputs = self.describe(call.operands)
         try:
-            result = call.args[0] if accumulates else self._run(call)
+            result = call.args[0] if in_place else self._run(call)
+            del prepared
             outputs = [*tensors_in((result,))]
-            on_device = any(tensor.is_cuda for tensor in (*call.tensors, *outputs))
+            # An operator on empty tensors launches nothing.
+            on_device = any(
+                tensor.is_cuda and tensor.numel() for tensor in (*call.tensors, *outputs)
+            ) and not (schema.base == "copy_" and _is_same_data(*call.tensors[:2]))
             if on_device and schema.base in _PRODUCTS:
                 self.workspaces.use()
             for tensor in outputs:
@@ -339,29 +347,40 @@ class FakeOperators(TorchDispatchMode):
         event.outputs = self.describe(result if isinstance(result, tuple) else (result,))
         if not event.on_device:
             return
-        inner = inner_of(call.schema.name, call.operands, result)
+        inner = inner_of(event.name, call.operands, result)
         if inner is not None:
             event.name = inner.name
             event.inputs = self.describe(inner.args)
             if inner.results is not None:
                 event.outputs = self.describe(inner.results)
 
-    def _accumulates(self, call: _Call) -> bool:
-        """Whether autograd adds two gradients of one tensor, which it would do in place.
+    def _prepare(self, call: _Call) -> object:
+        """Run the operators that an operator's CUDA implementation calls first."""
+        if call.schema.is_composite or not any(tensor.is_cuda for tensor in call.tensors):
+            return None
+        with self:
+            return run_before(call.schema.name, call.operands)
 
-        `accumulate` in torch/csrc/autograd/input_buffer.cpp adds in place if nothing else has the
-        first gradient's memory. It never does so for tensors of a subclass, such as fake ones.
+    def _is_in_place(self, call: _Call) -> bool:
+        """Whether autograd would write an operator's result into its first operand.
+
+        It adds two gradients of one tensor in place if nothing else has the first one's memory
+        (`accumulate` in torch/csrc/autograd/input_buffer.cpp), and writes the gradient of an
+        indexed tensor into zeros that it creates (`index_backward` and others in
+        FunctionsManual.cpp). It never does so for tensors of a subclass, such as fake ones.
         """
         if _torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
-            return False
-        if len(call.tensors) != 2 or len(call.args) != 2 or call.kwargs:
-            return False
-        first, second = call.tensors
-        if (first.shape, first.dtype) != (second.shape, second.dtype):
             return False
         innermost = self._log.innermost()
         if innermost is not None and innermost.category == "cpu_op" and innermost.node is None:
             return False  # a part of another operator
+        first = call.tensors[0]
+        if call.schema.base == "add":
+            if len(call.tensors) != 2 or len(call.args) != 2 or call.kwargs:
+                return False
+            second = call.tensors[1]
+            if (first.shape, first.dtype) != (second.shape, second.dtype):
+                return False
         storage: Any = first.untyped_storage()
         holders = 2  # the tensor, and the Python object of its storage
         return _torch._C._storage_Use_Count(storage._cdata) <= holders
@@ -570,6 +589,20 @@ def tensors_in(operands: Sequence[Any]) -> Iterator[Tensor]:
             yield operand
         elif isinstance(operand, list | tuple):
             yield from tensors_in(operand)
+
+
+def _is_same_data(target: Tensor, source: Tensor) -> bool:
+    """Whether two tensors are the same elements, which `copy_` leaves as they are.
+
+    Python copies so at the end of `x[:n] += y`.
+    """
+    return (
+        target.untyped_storage()._cdata == source.untyped_storage()._cdata
+        and target.storage_offset() == source.storage_offset()
+        and target.shape == source.shape
+        and target.stride() == source.stride()
+        and target.dtype == source.dtype
+    )
 
 
 def _answer_on_finiteness(call: _Call) -> bool | None:

@@ -1,16 +1,20 @@
-"""Operators whose CUDA implementation calls another operator, which launches the kernel.
+"""Operators whose CUDA implementation calls other operators, which launch kernels.
 
 A profile shows the inner operator inside the outer one, and a graph has the inner one. A CPU build
 of torch has no CUDA implementations, so they are listed here; each was seen in captures on an H100
-and an H200 (torch 2.11).
+and an H200 (torch 2.11). `inner_of` describes an operator that does the work in the outer one's
+place. `run_before` runs those that prepare operands, so that their memory is accounted for too.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import ceil, sqrt
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+_torch: Any = torch  # operators by name have no types
 
 
 class Shaped:
@@ -94,8 +98,10 @@ def _filled(args: Sequence[Any], _: Any) -> Inner:
     return Inner("aten::fill_", (args[0], 0))
 
 
-def _drawn(_: Sequence[Any], result: Any) -> Inner:
-    return Inner("aten::random_", (result, None))
+def _drawn(args: Sequence[Any], result: Any) -> Inner:
+    # `randint(low, high, size)` has two numbers before the size, `randint(high, size)` one.
+    numbers = [value for value in args[:3] if isinstance(value, int)]
+    return Inner("aten::random_", (result, *([0, *numbers][-2:]), None))
 
 
 def _drawn_normal(_: Sequence[Any], result: Any) -> Inner:
@@ -107,16 +113,39 @@ def _drawn_uniform(_: Sequence[Any], result: Any) -> Inner:
 
 
 def _put(args: Sequence[Any], _: Any) -> Inner:
-    return Inner("aten::_index_put_impl_", (*args, False))
+    """`index_put_` fills where a mask is set if it is given one number (`canDispatchToMaskedFill`).
+
+    `x[mask] = 0` leaves that number on the CPU.
+    """
+    tensor, indices, value, accumulate = args[:4]
+    mask = indices[0] if len(indices) == 1 else None
+    is_mask = mask is not None and mask.dtype in (torch.bool, torch.uint8)
+    if is_mask and not accumulate and value.numel() == 1 and not value.is_cuda:
+        shape = (*mask.shape, *[1] * (tensor.dim() - mask.dim()))
+        return Inner("aten::masked_fill_", (tensor, Shaped(mask, mask.dtype, shape), 0))
+    return Inner("aten::_index_put_impl_", (*args[:4], False))
 
 
 def _gathered(args: Sequence[Any], result: Any) -> Inner:
     tensor, dimension, index = args
-    return Inner("aten::gather", (tensor, dimension, Shaped(result, index.dtype), False))
+    return Inner("aten::gather", (tensor, dimension, Shaped(result, index.dtype), False, result))
 
 
-def _copied(args: Sequence[Any], result: Any) -> Inner:
-    return Inner("aten::copy_", (result, args[0], False))
+def _repeated(args: Sequence[Any], result: Any) -> Inner:
+    """`repeat` copies into its output: for each axis, one of repeats and one of the input."""
+    tensor, repeats = args
+    sizes = (*[1] * (len(repeats) - tensor.dim()), *tensor.shape)
+    shape = (*repeats, *sizes)
+    views = [Shaped(each, each.dtype, shape) for each in (result, tensor)]
+    return Inner("aten::copy_", (*views, False))
+
+
+def _of_one_number(args: Sequence[Any], result: Any) -> Inner | None:
+    """`all` and `any` of one element copy it (`allany_impl` in ReduceOps.cpp)."""
+    if args[0].numel() != 1:
+        return None
+    flag = Shaped(result, torch.bool)
+    return Inner("aten::copy_", (flag, flag, False))
 
 
 def _power(args: Sequence[Any], result: Any) -> Inner | None:
@@ -188,9 +217,12 @@ _INNER: dict[str, _Call] = {
     "rand": _drawn_uniform,
     "rand_like": _drawn_uniform,
     "index_put_": _put,
+    "_index_put_impl_": _put,
     "index_select": _gathered,
     "pow": _power,
-    "repeat": _copied,
+    "repeat": _repeated,
+    "all": _of_one_number,
+    "any": _of_one_number,
     "_scaled_dot_product_cudnn_attention": _cudnn,
     "_scaled_dot_product_cudnn_attention_backward": _cudnn_backward,
     "_scaled_dot_product_flash_attention": _flash,
@@ -204,3 +236,97 @@ def _turned(tensor: Tensor) -> Shaped:
     """Return (batch, sequence, heads, head size) of a tensor whose heads come before."""
     batch, heads, length, size = tensor.shape
     return Shaped(tensor, tensor.dtype, (batch, length, heads, size))
+
+
+def run_before(name: str, args: Sequence[Any]) -> object:
+    """Run the operators that an operator's CUDA implementation calls before its own kernel.
+
+    Args:
+        name: its name, with its namespace.
+        args: its arguments, in the schema's order; a tensor among them is on the GPU.
+
+    Returns:
+        Their results, whose memory is freed when the operator ends.
+    """
+    call = _BEFORE.get(name.removeprefix("aten::"))
+    return call(args) if call is not None else None
+
+
+def _converted(tensor: Tensor, dtype: torch.dtype | None) -> Tensor | None:
+    """Convert the operand of a sum: integers and flags to 64 bits unless a dtype is given."""
+    whole = not tensor.dtype.is_floating_point and not tensor.dtype.is_complex
+    dtype = dtype or (torch.int64 if whole else tensor.dtype)
+    # The kernels that sum 16-bit numbers in float32 convert them as they read them.
+    widened = tensor.dtype in (torch.float16, torch.bfloat16) and dtype == torch.float32
+    if dtype == tensor.dtype or widened:
+        return None
+    return _torch.ops.aten._to_copy.default(tensor, dtype=dtype)
+
+
+def _sum(args: Sequence[Any]) -> Tensor | None:
+    return _converted(args[0], args[-1])
+
+
+def _scan(args: Sequence[Any]) -> Tensor | None:
+    tensor, _, dtype = args
+    return _converted(tensor, dtype)
+
+
+def _weighted(args: Sequence[Any]) -> Tensor:
+    """`softmax_backward_cuda_out` multiplies the gradient by the output first (SoftMax.cu)."""
+    return args[0] * args[1]
+
+
+def _ends(args: Sequence[Any]) -> Tensor:
+    """`repeat_interleave` sums up the repeats (Repeat.h)."""
+    return args[0].cumsum(0)
+
+
+# FSDP2's copies take a list of addresses and a split of each tensor among blocks, which the host
+# writes and copies to the GPU (`pack_vecs` in TensorShape.cu).
+_TILE_BYTES = 128 * 16
+
+_BLOCK_THREADS = 128
+
+
+def _split_plan(args: Sequence[Any]) -> Tensor:
+    """Copy what `split_with_sizes_copy` packs: three numbers per part, one per block, one more."""
+    tensor, sizes, dimension = args[:3]
+    chunk_bytes = [int(size) * tensor.stride(dimension) * tensor.element_size() for size in sizes]
+    chunks = tensor.shape[:dimension].numel()
+    gpu: Any = torch.cuda.get_device_properties(tensor.device)
+    most = gpu.multi_processor_count * gpu.max_threads_per_multi_processor // _BLOCK_THREADS * 2
+    tiles = sum(ceil(size / _TILE_BYTES) for size in chunk_bytes)
+    rounds = ceil(tiles * chunks / most)
+    per_chunk = ceil(rounds / min(ceil(sqrt(rounds)), chunks))
+    blocks = sum(ceil(size / (_TILE_BYTES * per_chunk)) for size in chunk_bytes)
+    return _from_host(4 * len(sizes) + 1 + blocks)
+
+
+def _concatenation_plan(args: Sequence[Any]) -> Tensor:
+    """Copy what `_chunk_cat` packs: six numbers per tensor, one per block, two more."""
+    tensors, dimension, chunks, result = args
+    blocks = 0
+    for tensor in tensors:
+        rows = ceil(tensor.shape[dimension] / chunks)
+        elements = rows * tensor.shape[dimension + 1 :].numel()
+        blocks += ceil(elements * result.element_size() / _TILE_BYTES)
+    return _from_host(6 * len(tensors) + 2 + blocks)
+
+
+def _from_host(numbers: int) -> Tensor:
+    packed = torch.empty(numbers, dtype=torch.int64)
+    return _torch.ops.aten._to_copy.default(packed, device=torch.device("cuda"), non_blocking=True)
+
+
+_BEFORE: dict[str, Callable[[Sequence[Any]], Any]] = {
+    "sum": _sum,
+    "nansum": _sum,
+    "prod": _sum,
+    "cumsum": _scan,
+    "cumprod": _scan,
+    "_softmax_backward_data": _weighted,
+    "repeat_interleave": _ends,
+    "fsdp::split_with_sizes_copy": _split_plan,
+    "fsdp::chunk_cat": _concatenation_plan,
+}

@@ -171,13 +171,18 @@ def test_sorts_and_selections_as_on_an_h100(tokens, expected):
 
 
 def test_attention_as_on_an_h100():
-    grouped = tensor(2, 8, 4096, 128), tensor(2, 2, 4096, 128)
+    heads_first = tensor(2, 8, 4096, 128), tensor(2, 2, 4096, 128)
+    heads_last = tensor(2, 4096, 8, 128), tensor(2, 4096, 2, 128)
     for name, forward, backward in (("cudnn", 2, 4), ("flash", 1, 3), ("efficient", 1, 2)):
+        grouped = heads_last if name == "flash" else heads_first
         for (query, key), more in (((grouped[0], grouped[0]), 0), (grouped, 2)):
             more_launches = 0 if name == "efficient" else more
             assert len(launched(f"_{name}_attention_forward", query, key, key)) == forward
             launches = launched(f"_{name}_attention_backward", query, query, key, key)
             assert len(launches) == backward + more_launches
+    # The keys of a context-parallel rank are longer than its queries.
+    longer = tensor(2, 16384, 2, 128)
+    assert len(launched("_flash_attention_backward", *[heads_last[0]] * 2, *[longer] * 2)) == 5
 
 
 @pytest.mark.parametrize("target", ["H200", "A100", "MI300X"])

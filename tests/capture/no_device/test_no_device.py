@@ -259,6 +259,50 @@ def test_a_script_that_reads_values_and_scales_its_loss(tmp_path):
     assert any("train.py" in note for note in graph.job.measurement.notes)
 
 
+OF_A_GPU = """
+    import torch
+    from torch import nn
+
+    table = nn.Parameter(torch.zeros(8, 8, device="cuda"))
+    optimizer = torch.optim.SGD([table], lr=0.1, foreach=False)
+    tokens = torch.arange(3, device="cuda")
+    for step in range(20):
+        mask = tokens > 1
+        mask.cumsum(0)
+        tokens[mask] = 0
+        torch.zeros(0, device="cuda")
+        tokens.tolist(), mask[:1].all().item()
+        tokens.repeat_interleave(tokens + 1, output_size=3), tokens.repeat(2)
+        rows = table[tokens]
+        rows[:2] += 1.0
+        rows.softmax(-1).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_operators_that_a_gpu_runs_within_others(tmp_path):
+    """Each was seen in captures on an H100 (torch 2.11)."""
+    graph = capture(script(tmp_path, OF_A_GPU), tmp_path / "trace.et", "--like", "H100")
+    nodes = graph.nodes
+    order = np.argsort(nodes.start_ns, kind="stable")
+    operators = [graph.strings[int(code)].removeprefix("aten::") for code in nodes.op[order]]
+    shapes = [graph.strings[int(code)] for code in nodes.input_shapes[order]]
+    before_backward = "gt copy_ cumsum masked_fill_ copy_ copy_ _local_scalar_dense add cumsum "
+    before_backward += "repeat_interleave gather copy_ index add_ _softmax pow sum fill_"
+    assert operators[: len(before_backward.split())] == before_backward.split()
+    assert shapes[operators.index("masked_fill_")] == "[[3],[3],[]]"
+    assert shapes[len(before_backward.split()) - 7] == "[[2,3],[2,3],[]]"  # of `repeat`
+    backward = operators[len(before_backward.split()) :]
+    # The product of gradient and output precedes the softmax's; the indexed gradient is written in
+    # place, into zeros.
+    assert backward[backward.index("_softmax_backward_data") - 1] == "mul"
+    assert backward[-3:] == ["fill_", "_index_put_impl_", "add_"]
+    predicted = onerank.recost(graph, "H100", host="none")
+    names = [predicted.strings[int(code)] for code in predicted.nodes.name]
+    assert names.count("Memcpy DtoH (Device -> Pinned)") == 1
+
+
 COMPILED = """
     import torch
     from torch import nn
@@ -359,16 +403,16 @@ def test_too_few_steps_are_counted_without_windows(tmp_path):
 
 
 def test_launches_by_class_and_their_time_are_those_of_the_device(llama_8b, on_h200):
-    """Within 2%; a class also by four, of kernels that the versions of the software add or drop."""
+    """Within 2%; a class also by two, of kernels that the versions of the software add or drop."""
     predicted = onerank.recost(llama_8b, "H200")
     classes: list[Counter[int]] = []
     for graph in (predicted, on_h200):
         index = np.flatnonzero(graph.gpu_compute)
         classes.append(Counter(classify(graph, index).tolist()))
     here, there = classes
-    assert (here.total(), there.total()) == (847, 850)
+    assert (here.total(), there.total()) == (850, 850)
     for code in {*here, *there}:
-        assert abs(here[code] - there[code]) <= max(4, 0.02 * there[code]), CLASSES[code]
+        assert abs(here[code] - there[code]) <= max(2, 0.02 * there[code]), CLASSES[code]
     for name, launches in (("optimizer", 184), ("attention", 24), ("memset", 101)):
         code = CLASSES.index(OpClass(name))
         assert here[code] == there[code] == launches

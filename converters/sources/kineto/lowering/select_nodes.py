@@ -72,6 +72,10 @@ _NO_WORK = frozenset(
     "output_nr can_cast promote_types size stride tensor_split unsafe_chunk transpose_ t_".split()
 )
 
+HOST_READS = ("aten::_local_scalar_dense",)
+"""Operators that copy a number to the host if it is on a GPU, and else do no work. A capture
+without a device states the stream of such a copy; a CPU capture cannot contain one."""
+
 _SUBCLASS, _MODE = "PythonSubclass", "PythonDispatchMode"
 
 _DISPATCHERS = frozenset((_SUBCLASS, _MODE))
@@ -162,7 +166,12 @@ def _compute_names(timeline: HostTimeline) -> tuple[list[bool], list[str]]:
         for name, base in zip(names, bases, strict=True)
     ]
     at = places.tolist()
-    return [works[place] for place in at], [bases[place] for place in at]
+    copied = np.isin(places, [at for at, name in enumerate(names) if name in HOST_READS])
+    copied &= timeline.rows.stream >= 0
+    works_at = [works[place] for place in at]
+    for index in np.flatnonzero(copied).tolist():
+        works_at[index] = True
+    return works_at, [bases[place] for place in at]
 
 
 def _base_name(name: str) -> str:
