@@ -1,6 +1,5 @@
 """Read a PyTorch execution trace (ET) into columns, and check its tree of callers."""
 
-from dataclasses import replace
 from itertools import compress
 from pathlib import Path
 from typing import Any
@@ -157,18 +156,17 @@ def load_execution_trace(
     for part in ArrayFile(path, "nodes", kind, expected):
         # An empty file has one part, whose columns have the right types.
         if part.nodes or not parts:
-            parts.append(_part(path, part.nodes, strings, keep))
+            parts.append(_part(path, part, strings, keep))
             callers.append(_callers(path, part.nodes))
             marks += [node.id for node in part.nodes if node.name == PLACEHOLDERS]
     ids, above = np.concatenate(callers, axis=1)
     above = without_placeholders(ids, above, np.array(marks, dtype=np.int64))
     without_caller = check_callers(path, ids, above)
-    if len(parts) == 1:
-        return replace(parts[0], without_caller=without_caller, whole=keep is None)
     columns = {
         name: np.concatenate([getattr(part, name) for part in parts], axis=-1)
         for name in ("id", "name", "rf_id", "tid", "operands")
     }
+    _drop_contiguous(columns["operands"], strings)
     return ExecutionTrace(path, **columns, without_caller=without_caller, whole=keep is None)
 
 
@@ -237,25 +235,34 @@ def _callers(path: Path, nodes: list[NestedNode] | list[FlatNode]) -> I64:
 
 def _part(
     path: Path,
-    nodes: list[NestedNode] | list[FlatNode],
+    part: NestedFile | FlatFile,
     strings: StringTable,
     keep: frozenset[int] | None,
 ) -> ExecutionTrace:
-    # A node without a record id, such as the root, is no event of the Kineto trace.
-    numbered = [(rf_id, node) for node in nodes if (rf_id := node.rf_id)]
-    kept = [keep is None or rf_id in keep for rf_id, _ in numbered]
-    texts = (raw for _, node in compress(numbered, kept) for raw in node.operands)
-    operands = np.zeros((7, len(numbered)), dtype=np.int32)
-    operands[:, kept] = strings.encode(decode_raw(path, texts)).reshape(-1, 7).T
-    _drop_contiguous(operands, strings)
     try:
+        pairs = [node.rf_id_and_tid for node in part.nodes]
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise TraceError(
+            f"{path}: the attributes of a node are malformed ({error}): record the trace again",
+            code="trace-malformed",
+        ) from error
+    # A node without a record id, such as the root, is no event of the Kineto trace.
+    numbered = [rf_id != 0 for rf_id, _ in pairs]
+    kept = [rf_id != 0 and (keep is None or rf_id in keep) for rf_id, _ in pairs]
+    operands = np.zeros((7, len(kept)), dtype=np.int32)
+    operands[:, np.array(kept, dtype=np.bool_)] = [
+        strings.encode(decode_raw(path, values)) for values in part.operands(kept)
+    ]
+    nodes = [*compress(part.nodes, numbered)]
+    try:
+        rf_id, tid = np.array([*compress(pairs, numbered)], dtype=np.int64).reshape(-1, 2).T
         return ExecutionTrace(
             path=path,
-            id=np.array([node.id for _, node in numbered], dtype=np.int64),
-            name=strings.encode(node.name for _, node in numbered),
-            rf_id=np.array([rf_id for rf_id, _ in numbered], dtype=np.int64),
-            tid=np.array([node.tid for _, node in numbered], dtype=np.int64),
-            operands=operands,
+            id=np.array([node.id for node in nodes], dtype=np.int64),
+            name=strings.encode([node.name for node in nodes]),
+            rf_id=rf_id,
+            tid=tid,
+            operands=operands[:, numbered],
         )
     except OverflowError as error:
         raise TraceError(

@@ -220,20 +220,19 @@ class ArrayFile(Generic[_T]):
         )
 
 
-def decode_raw(path: Path, values: Iterable[msgspec.Raw]) -> Iterator[str]:
-    """Yield JSON values as text.
+def decode_raw(path: Path, values: Iterable[msgspec.Raw]) -> list[str]:
+    """Return JSON values as text.
 
     Raises:
         TraceError: a value is not UTF-8. msgspec does not check a value that it leaves undecoded.
     """
-    for value in values:
-        try:
-            yield str(value, "utf-8")
-        except UnicodeDecodeError as error:
-            raise TraceError(
-                f"{path}: an operand is not UTF-8 ({error}): the file is damaged",
-                code="trace-not-utf8",
-            ) from error
+    try:
+        return [str(value, "utf-8") for value in values]
+    except UnicodeDecodeError as error:
+        raise TraceError(
+            f"{path}: an operand is not UTF-8 ({error}): the file is damaged",
+            code="trace-not-utf8",
+        ) from error
 
 
 _BYTES = 1 << 20

@@ -1,6 +1,9 @@
 """The JSON fields that conversion reads, and the columns built from them."""
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
+from itertools import compress
 from pathlib import Path
 from typing import Any, Self
 
@@ -107,6 +110,22 @@ class Attribute(msgspec.Struct, gc=False, frozen=True):
     value: msgspec.Raw
 
 
+# torch writes `rf_id` first and `tid` fifth. A brace before an unescaped quote is outside of any
+# string, so a match is an attribute and not text that looks like one.
+_RF_ID_AND_TID = re.compile(
+    rb"""
+    \[ \s* \{ \s* "name" \s*:\s* "rf_id" \s*,\s*
+        "type" \s*:\s* "uint64" \s*,\s* "value" \s*:\s* (\d{1,19}) \s* \}
+    (?: [^}]* \} ){3} \s*,\s*
+    \{ \s* "name" \s*:\s* "tid" \s*,\s*
+        "type" \s*:\s* "uint64" \s*,\s* "value" \s*:\s* (\d{1,19}) \s* \}
+    """,
+    re.VERBOSE,
+)
+
+_ATTRIBUTES = msgspec.json.Decoder(list[Attribute], strict=False)
+
+
 class NestedNode(msgspec.Struct, gc=False, frozen=True):
     """One node of an execution trace; `ctrl_deps` is its caller."""
 
@@ -115,7 +134,8 @@ class NestedNode(msgspec.Struct, gc=False, frozen=True):
     ctrl_deps: int
     inputs: Values
     outputs: Values
-    attrs: list[Attribute]
+    # Undecoded: objects of all ten attributes take over half of the time of decoding a node.
+    attrs: msgspec.Raw
 
     @property
     def caller(self) -> int:
@@ -123,38 +143,41 @@ class NestedNode(msgspec.Struct, gc=False, frozen=True):
         return self.ctrl_deps
 
     @property
-    def operands(self) -> tuple[msgspec.Raw, ...]:
-        """Values, shapes and types of the inputs, then of the outputs; strides of the inputs."""
-        ins, outs = self.inputs, self.outputs
-        return (
-            *(ins.values, ins.shapes, ins.types),
-            *(outs.values, outs.shapes, outs.types),
-            ins.strides,
-        )
+    def rf_id_and_tid(self) -> tuple[int, int]:
+        """Record function id, and thread as RecordFunction numbers them; 0 if missing.
 
-    def attribute(self, name: str) -> int:
-        """Return an integer attribute, 0 if it is missing."""
-        for attribute in self.attrs:
-            if attribute.name == name:
-                text = bytes(attribute.value)
-                return int(text) if text.isdigit() and len(text) < 20 else 0  # 2^64 has 20 digits
-        return 0
-
-    @property
-    def rf_id(self) -> int:
-        """Record function id."""
-        return self.attribute("rf_id")
-
-    @property
-    def tid(self) -> int:
-        """Thread, as RecordFunction numbers them."""
-        return self.attribute("tid")
+        Raises:
+            msgspec.DecodeError, UnicodeDecodeError: the attributes are malformed.
+        """
+        match = _RF_ID_AND_TID.match(self.attrs)
+        if match:
+            return int(match[1]), int(match[2])
+        values = {"rf_id": 0, "tid": 0}
+        for attribute in reversed(_ATTRIBUTES.decode(self.attrs)):  # the first of a name counts
+            text = bytes(attribute.value)
+            # 2^64 has 20 digits.
+            values[attribute.name] = int(text) if text.isdigit() and len(text) < 20 else 0
+        return values["rf_id"], values["tid"]
 
 
 class NestedFile(msgspec.Struct):
     """A part of an execution trace."""
 
     nodes: list[NestedNode]
+
+    def operands(self, kept: Iterable[bool]) -> tuple[list[msgspec.Raw], ...]:
+        """Return columns of the kept nodes, as `ExecutionTrace.operands` orders them."""
+        nodes = [*compress(self.nodes, kept)]
+        ins, outs = [node.inputs for node in nodes], [node.outputs for node in nodes]
+        return (
+            [side.values for side in ins],
+            [side.shapes for side in ins],
+            [side.types for side in ins],
+            [side.values for side in outs],
+            [side.shapes for side in outs],
+            [side.types for side in outs],
+            [side.strides for side in ins],
+        )
 
 
 class FlatNode(msgspec.Struct, gc=False, frozen=True):
@@ -178,23 +201,28 @@ class FlatNode(msgspec.Struct, gc=False, frozen=True):
         return self.parent
 
     @property
-    def operands(self) -> tuple[msgspec.Raw, ...]:
-        """Values, shapes and types of the inputs, then of the outputs; strides of the inputs."""
-        return (
-            self.inputs,
-            self.input_shapes,
-            self.input_types,
-            self.outputs,
-            self.output_shapes,
-            self.output_types,
-            _NO_STRIDES,
-        )
+    def rf_id_and_tid(self) -> tuple[int, int]:
+        """Record function id, and thread as RecordFunction numbers them."""
+        return self.rf_id, self.tid
 
 
 class FlatFile(msgspec.Struct):
     """A part of an execution trace of the first schemas."""
 
     nodes: list[FlatNode]
+
+    def operands(self, kept: Iterable[bool]) -> tuple[list[msgspec.Raw], ...]:
+        """Return columns of the kept nodes, as `ExecutionTrace.operands` orders them."""
+        nodes = [*compress(self.nodes, kept)]
+        return (
+            [node.inputs for node in nodes],
+            [node.input_shapes for node in nodes],
+            [node.input_types for node in nodes],
+            [node.outputs for node in nodes],
+            [node.output_shapes for node in nodes],
+            [node.output_types for node in nodes],
+            [_NO_STRIDES] * len(nodes),
+        )
 
 
 class SchemaFile(msgspec.Struct):
