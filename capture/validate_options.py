@@ -331,6 +331,7 @@ def distributes_itself(script: Path, options: Options) -> bool | None:
     """
     if not script.is_file():
         raise CaptureError(f"{script}: no such script", code="script-missing")
+    # A plan slices the script's models, so its script does not distribute itself.
     if options.plan is not None or options.torchrun is not None:
         return bool(options.torchrun)
     if not names_torch_distributed(script, options):

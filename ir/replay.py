@@ -324,10 +324,11 @@ class ReplayedRank:
                 source = sources[edge]
                 if delay[edge] == NO_DELAY:
                     continue
-
                 time = (start if from_start[edge] else end)[source] + delay[edge]
                 # A negative delay lets a node overlap its predecessor, never precede its start.
                 time = max(time, start[source])
+                # The delays include unrecorded waits, so the first edge replaces `earliest`, even
+                # by an earlier time.
                 if time > ready or last_source == UNKNOWN:
                     ready, last_source, by_launch = time, source, is_launch[edge]
             ready = max(ready, floors[node])

@@ -74,6 +74,7 @@ def predict_by_ratio(
         unknown_flops = kernels.matmul_class & np.isnan(kernels.flops)
         factors = np.where(unknown_flops, by_matmul, factors)
         rule = np.where(unknown_flops, Rule.MATMUL_WITHOUT_FLOPS, rule)
+    # Copies over a link stay as measured: neither the GPU's memory nor its FLOPs limit them.
     factors = np.where(kernels.over_link, 1.0, factors)
     rule = np.where(kernels.over_link, Rule.KEPT, rule)
     if record is not None:

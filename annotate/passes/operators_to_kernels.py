@@ -68,6 +68,7 @@ def add_launches(  # noqa: PLR0917
         attention: requested kernel for attention that was captured on a CPU.
         record: takes the added time as a term.
     """
+    # The rules for launches are those of PyTorch's kernels, cuBLAS and cuDNN on NVIDIA's GPUs.
     if not target.is_nvidia:
         return predicted_ns
     calls, call = _distinct_calls(graph, costs.index, target, attention)
@@ -289,6 +290,7 @@ def _with_launches(  # noqa: PLR0917
     changed["duration_ns"][rows] = _rounded_parts(
         of_rows, main, duration_ns, graph.nodes.duration_ns
     )
+    # A helper's time follows from the description, even if that of its operator was looked up.
     changed["evidence"][rows[share == 0]] = Evidence.DATASHEET
     changed["start_ns"] = _starts(graph, owner, changed["duration_ns"])
     return replace(nodes, **changed)

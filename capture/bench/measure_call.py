@@ -96,6 +96,7 @@ def _device(events: list[Any]) -> dict[int, list[_Run]]:
     for event in events:
         name = event.name()
         if event.device_type() == DeviceType.CUDA:
+            # The profiler reports a label once more, as a range on the GPU.
             if not name.startswith(_LABEL):
                 kernels[event.correlation_id()].append(event)
         elif name.startswith(_LABEL):

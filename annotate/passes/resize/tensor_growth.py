@@ -133,6 +133,8 @@ class _SegmentMemo:
         self._sides = list[tuple[CallSignature, tuple[Powers, ...], tuple[Powers, ...]]]()
         self._place = dict[tuple[int, int, int], int]()
         self._of = np.full(len(calls.signature), -1, dtype=np.int64)
+        # The propagator never visits the calls of a replayed segment, and asks here for their
+        # powers.
         propagator.earlier_powers = self._earlier_powers
 
     def result(self) -> PropagationResult:
@@ -156,6 +158,7 @@ class _SegmentMemo:
             same = of_calls[start:end].tobytes(), codes[inside].tobytes()
             local = {tensor: place for place, tensor in enumerate(tensors(number))}
             self._visit(slice(start, end), same, storage_ids(number), as_results(number), local)
+        # Growth that was found later may have changed calls of earlier segments.
         for node in {*self._propagator.inputs, *self._propagator.outputs}:
             signature = calls.signatures[int(calls.signature[node])]
             assert signature is not None, "a visited call has tensors"

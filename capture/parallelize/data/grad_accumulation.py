@@ -65,6 +65,7 @@ class AccumulationRounds:
 
     def begin_micro_batch(self) -> bool:
         """Begin a forward; return whether its backward communicates."""
+        # Gradients cleared since the last backward show that it ended a round within the step.
         if self._ends and self._filled and all(map(cleared, self._filled)):
             self._ends[self._newest] = True
             self._filled = []
@@ -233,6 +234,7 @@ class DeferredGradSync:
         return run_backward
 
     def _end_backward(self) -> None:
+        # `torch.autograd.grad` accumulates nothing, so its end is that of no micro-batch.
         if self._in_grad:
             return
         for model in self._models.values():

@@ -190,6 +190,7 @@ def begin_sequence(
     def split(x: Tensor) -> Tensor:
         return split_to_sequence(x, group)
 
+    # Only partial sums must reach the first layer unchanged; a whole sum may pass through anything.
     if not reduced:
         first.register_forward_pre_hook(_refuse_nonlinear_nodes, with_kwargs=True)
         called.register_forward_pre_hook(_refuse_inputs_embeds, with_kwargs=True)

@@ -409,6 +409,7 @@ def _note_on_idle_time(graphs: Sequence[Graph]) -> str:
     step_ns, source = measurement.median_step_ns, "the median step without the profiler"
     if step_ns is None and measurement.profiled_step_ns:
         step_ns, source = measurement.profiled_step_ns, "the profiled step"
+    # Starts that are all 0 mean that the graph has none.
     if step_ns is None and graph.nodes.start_ns.any():
         ends = graph.nodes.start_ns + graph.nodes.duration_ns
         step_ns, source = int(ends.max() - graph.nodes.start_ns.min()), "the span of the trace"
