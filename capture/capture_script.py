@@ -403,6 +403,7 @@ def keep(raw: Path, directory: Path) -> None:
     # The scratch directory is next to the target: a rename across file systems would fail.
     with scratch_directory(directory.absolute().parent) as scratch:
         copy = shutil.copytree(raw, scratch / "raw")
+        # It is empty: `check_raw_dir` refuses any other.
         if directory.exists():
             directory.rmdir()
         copy.rename(directory)

@@ -239,6 +239,8 @@ class C10dOperators:
         with self._launch("reduce_scatter", args, inputs, outputs) as launch:
             rank = launch.group.rank
             self._take_parts(launch, outputs, args.input_tensors)
+            # The call's kernel reads the parts of all ranks, and `_take_parts` only that of this
+            # rank.
             for row in args.input_tensors:
                 launch.read([*row[:rank], *row[rank + 1 :]])
             return outputs, launch.finish(outputs)

@@ -121,6 +121,7 @@ def _torch_optimizers_watched(first: list[Any], end: Callable[..., None]) -> Gen
         inner = getattr(
             optimizer, "optimizer", optimizer
         )  # accelerate wraps the script's optimizer
+        # A scaler that skips a step does not call the optimizer's.
         if not taken and (not first or first[0] in (optimizer, inner)):
             end(skipped=True)
         return result
@@ -328,8 +329,10 @@ class CustomOptimizers:
     def after_backward(self) -> None:
         """Search for optimizers; called after each backward pass."""
         self._backwards += 1
+        # n & (n - 1) is 0 for powers of two only.
         if self._first or self._backwards & (self._backwards - 1) or self._backwards == 1:
             return
+        # Else this search would wrap the methods that the previous one wrapped.
         self._undo.close()
         for owner in {_step_owner(type(value)) for value in gc.get_objects() if _trains(value)}:
             self._undo.enter_context(replaced(owner, "step", self._watched(owner.__dict__["step"])))
