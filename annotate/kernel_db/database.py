@@ -294,6 +294,7 @@ def _holes(*lists: str) -> pl.Expr:
 def _refuse(
     table: pl.DataFrame, invalid: pl.Expr, reason: str, code: str = "database-bad-value"
 ) -> None:
+    # Only optional columns have nulls here, and those are valid.
     rows: Any = table.select(invalid.fill_null(value=False).arg_true()).to_series()
     if len(rows):
         operator = table["operator"][int(rows[0])]

@@ -94,6 +94,7 @@ class EncoderDecoderInputs:
                     code="pp-other-inputs",
                 )
         decoded = arguments.get("decoder_input_ids")
+        # Without decoder ids the model shifts the labels, whose shape stays.
         decoded = arguments.get("labels") if decoded is None else decoded
         if decoded is None:
             raise SliceError(
@@ -108,6 +109,7 @@ class EncoderDecoderInputs:
 
         ids = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
         shapes: list[tuple[int, ...]] = [self.encoder_shape(ids)]
+        # The first decoder stage embeds its tokens itself.
         if not self._first_decoder_stage:
             shapes.insert(0, self._decoded)
         *hidden, encoder_output = self.boundary.receive_all(shapes, ids.device)
