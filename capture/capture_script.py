@@ -87,29 +87,62 @@ def capture(
     """Run `script` as one rank of a job whose other ranks do not exist, and return its graph.
 
     Args:
-        script: a training script that steps an optimizer.
+        script: a script that trains or infers.
         args: arguments of the script.
         options: what to capture.
         progress: receives a short description of each phase.
 
     Raises:
-        CaptureError: the script cannot be captured with these options.
+        CaptureError: the script cannot be captured with these options, or it infers and several
+            steps are captured.
+    """
+    captures = capture_steps(script, args, options, progress)
+    if len(captures) > 1:
+        raise CaptureError(
+            f"{script} infers, and its capture has {len(captures)} steps ({', '.join(captures)}), "
+            "where one is expected\n  name one: --steps decode",
+            code="steps-several",
+        )
+    return next(iter(captures.values()))
+
+
+def capture_steps(
+    script: Path, args: Sequence[str], options: Options, progress: Progress = lambda _: None
+) -> dict[str, Capture]:
+    """Run `script` as one rank of a job whose other ranks do not exist, and return its steps.
+
+    Arguments and errors are those of `capture`.
+
+    Returns:
+        "prefill", "decode" or the number of a forward -> its capture, if the script infers;
+        "" -> the training step otherwise.
     """
     with run_as_rank(script, args, options, progress) as rank_run:
-        job = job_of(rank_run, options)
-        progress("linking the traces")
         raw = rank_run.raw
-        if options.emulated_gpu is None:
-            compress(raw / PLAIN_EXECUTION_TRACE, raw / EXECUTION_TRACE)
-        # The job is a file next to the traces, so that a directory that --raw-dir kept can be
-        # converted again.
-        (raw / JOB).write_bytes(msgspec.json.format(msgspec.json.encode(job)))
+        steps = [(f.label, f.raw, f.windows.observed, f.step) for f in rank_run.forwards]
+        if not steps:
+            steps = [("", raw, rank_run.windows.observed, None)]
+        progress("linking the traces")
+        for _, directory, observed, inference in steps:
+            job = msgspec.structs.replace(job_of(rank_run, options, observed), inference=inference)
+            if options.emulated_gpu is None:
+                compress(directory / PLAIN_EXECUTION_TRACE, directory / EXECUTION_TRACE)
+            # The job is a file next to the traces, so that a directory that --raw-dir kept can be
+            # converted again.
+            (directory / JOB).write_bytes(msgspec.json.format(msgspec.json.encode(job)))
         if options.raw_dir is not None:
-            keep(raw, options.raw_dir)
-        graph, conversion = convert_directory(raw)
-        # The script's process knows the costs that the script registered; later ones do not.
-        graph = with_registered_costs(graph)
-        return Capture(graph, conversion, rank_run.models.sliced, rank_run.fewer_layers.layers)
+            keep(raw if len(steps) > 1 else steps[0][1], options.raw_dir)
+        captures: dict[str, Capture] = {}
+        for label, directory, _, _ in steps:
+            graph, conversion = convert_directory(directory)
+            # The script's process knows the costs that the script registered; later ones do not.
+            captures[label] = Capture(
+                with_registered_costs(graph),
+                conversion,
+                rank_run.models.sliced,
+                rank_run.fewer_layers.layers,
+            )
+        return captures
 
 
 def capture_at_depths(
@@ -299,9 +332,9 @@ def _with_represented(captures: dict[int, Capture], world: World) -> CapturedRan
     return CapturedRanks(dict(sorted(captures.items())), represents, missing)
 
 
-def job_of(rank_run: RankRun, options: Options) -> Job:
+def job_of(rank_run: RankRun, options: Options, observed: Observations) -> Job:
     """Return the job metadata of a graph: world, groups, device, measurement, modules."""
-    peers, observed = rank_run.peers, rank_run.windows.observed
+    peers = rank_run.peers
     # Scripts and torch create groups that a job never uses; a graph names only those with calls.
     used = {call.group for call in peers.calls} if isinstance(peers, Recorder) else peers.groups
     groups = tuple(

@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from onerank.capture.profiling.window_plan import WindowPlan
+from onerank.capture.profiling.window_plan import StepChoice, WindowPlan
 
 if TYPE_CHECKING:
     from onerank.capture.collective_kernels import CollectiveEmulation
@@ -134,6 +134,14 @@ class Options:
         default=None,
     )
     rank: int = _option("Rank to capture.  [default: 0]", heading=CAPTURED, default=0, minimum=0)
+    steps: tuple[StepChoice, ...] | None = _option(
+        "Steps to capture of a script that infers, each a forward of its model: the first prefill, "
+        "the first decode, or forwards by number, from 1. Several write NAME.STEP.et each.  "
+        "[default: prefill,decode if the script does not train]",
+        heading=CAPTURED,
+        default=None,
+        metavar="prefill|decode|N[,...]",
+    )
     record_real_job: bool = _option(
         "Capture a real job: torchrun -m onerank capture run --record-real-job ... communicates, "
         "and writes a trace.RANK.et on each rank, to compare slices with.",

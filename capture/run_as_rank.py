@@ -20,6 +20,7 @@ from onerank.capture.emulate_torchrun import (
 from onerank.capture.fake_world.c10d_patches import hidden_group
 from onerank.capture.fake_world.recorder import Peers, RealPeers, Recorder, peers_of
 from onerank.capture.fake_world.sender_processes import SenderProcesses
+from onerank.capture.isolation import named_progress
 from onerank.capture.no_device.emulated_process import EmulatedProcess
 from onerank.capture.no_device.recorded_step import UNRECORDED, RecordedStep
 from onerank.capture.options import Options
@@ -37,8 +38,9 @@ from onerank.capture.profiling.measurement_windows import Windows
 from onerank.capture.profiling.module_scopes import Modules
 from onerank.capture.profiling.window_plan import Progress
 from onerank.capture.script.before_first_step import BeforeFirstStep
+from onerank.capture.script.inference_steps import InferenceSteps, MeasuredForward
 from onerank.capture.script.runner import run_script
-from onerank.capture.validate_options import validate
+from onerank.capture.validate_options import names_training, validate
 from onerank.ir.errors import CaptureError
 from onerank.ir.output_files import scratch_directory
 
@@ -48,11 +50,13 @@ class RankRun:
     """The result of running a script as one rank.
 
     Attributes:
-        raw: directory with the traces of the windows; removed at the end of `run_as_rank`.
+        raw: directory with the traces of the windows, or a directory for each forward in it;
+            removed at the end of `run_as_rank`.
         peers: the other ranks: emulated, or real processes.
         models: the sliced models.
         modules: modules that the script called.
-        windows: the measurement windows and their observations.
+        windows: the measurement windows of a training step, and their observations.
+        forwards: the captured forwards of a script that infers; () for a script that trains.
         fewer_layers: number of layers that models were built with.
         script_distributed: whether the script distributes itself.
     """
@@ -62,6 +66,7 @@ class RankRun:
     models: ModelSlicing
     modules: Modules
     windows: Windows
+    forwards: tuple[MeasuredForward, ...]
     fewer_layers: FewerLayers
     script_distributed: bool
 
@@ -139,18 +144,31 @@ def run_as_rank(
         stack.enter_context(fewer_layers.installed())
         windows: Any = make_windows(options.windows, raw, modules, progress, peers)
 
-        def at_step() -> None:
+        def windows_of_forward(directory: Path, **state: Any) -> Any:
+            return make_windows(
+                *(options.windows, directory, modules),
+                *(named_progress(directory.name, progress), peers),
+                **state,
+            )
+
+        inference = InferenceSteps(
+            modules,
+            options.steps or (),
+            raw,
+            windows_of_forward,
+            recognise=not names_training(script, options),
+        )
+
+        def at_step(windows: Any) -> None:
             if script_distributed and isinstance(peers, Recorder):
                 peers.next_step()
             fewer_layers.check_built(script)
             if isinstance(peers, Recorder) and peers.refused is not None:
                 raise peers.refused
             _check_parallel(script, options, peers, models if slices else None, windows.steps)
-            if windows.steps == 0 and options.moe_routing != BALANCED and not models.sliced:
-                raise nothing_routed_error(script, options)
-            has_slices = slices and world.sizes.get("tp", 1) > 1
-            if windows.steps == 0 and has_slices and (note := note_of_slices()) is not None:
-                windows.observed.notes.append(note)
+            _check_routed(script, options, models, windows.steps)
+            if windows.steps == 0 and slices and world.sizes.get("tp", 1) > 1:
+                windows.observed.notes += filter(None, [note_of_slices()])
 
         progress(f"running {script.name}")
         stack.enter_context(emulated.running(peers) if emulated else contextlib.nullcontext())
@@ -160,13 +178,20 @@ def run_as_rank(
             fsdp_shards=options.data_parallel == "fsdp",
             partial_sequence=slices and world.sizes.get("cp", 1) > 1,
             before=BeforeFirstStep(script, progress, modules),
+            inference=inference,
         )
-        sums_note = peers.partial_sums.note() if isinstance(peers, Recorder) else None
-        windows.observed.notes += [
-            *skipped_checkpoints.notes(windows.steps),
-            *filter(None, [sums_note]),
-        ]
-        yield RankRun(raw, peers, models, modules, windows, fewer_layers, script_distributed)
+        forwards = tuple(inference.measured)
+        for done in [forward.windows for forward in forwards] or [windows]:
+            done.observed.notes += _notes_of_emulation(peers, skipped_checkpoints, done.steps)
+        yield RankRun(
+            raw, peers, models, modules, windows, forwards, fewer_layers, script_distributed
+        )
+
+
+def _notes_of_emulation(peers: Peers, checkpoints: SkippedCheckpoints, steps: int) -> list[str]:
+    """Return notes on what the capture did in the place of the job."""
+    sums_note = peers.partial_sums.note() if isinstance(peers, Recorder) else None
+    return [*checkpoints.notes(steps), *filter(None, [sums_note])]
 
 
 def _unrecorded_steps(options: Options, copies: int) -> int:
@@ -205,6 +230,12 @@ def _check_parallel(
         finding = "no model was sliced" if models is not None else "nothing was communicated"
         passed_over = models.passed_over if models is not None else None
         raise nothing_parallel_error(script, options, finding, passed_over)
+
+
+def _check_routed(script: Path, options: Options, models: ModelSlicing, steps: int) -> None:
+    """Raise if `--moe-routing` has no model to apply to; `steps` as for `_check_parallel`."""
+    if steps == 0 and options.moe_routing != BALANCED and not models.sliced:
+        raise nothing_routed_error(script, options)
 
 
 @contextlib.contextmanager

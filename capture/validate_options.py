@@ -113,6 +113,7 @@ def _check(script: Path, options: Options, distributed: bool | None) -> None:
             code="rank-out-of-range",
         )
     check_raw_dir(options.raw_dir)
+    _check_steps(options)
     parse_routing(options.moe_routing)
     if options.torchrun and options.plan is not None:
         raise CaptureError(
@@ -131,6 +132,20 @@ def _check(script: Path, options: Options, distributed: bool | None) -> None:
             "  leave them out (--dp then sets only the shape of the world), or give --no-torchrun",
             code="dp-strategy-unused",
         )
+
+
+def _check_steps(options: Options) -> None:
+    """Check the steps to capture of a script that infers."""
+    steps = options.steps or ()
+    text = ",".join(map(str, steps))
+    if any(isinstance(step, int) and step < 1 for step in steps):
+        raise CaptureError(
+            f"--steps {text}: forwards are numbered from 1; expected prefill, decode or numbers of "
+            "at least 1",
+            code="steps-below-one",
+        )
+    if len(set(steps)) < len(steps):
+        raise CaptureError(f"--steps {text}: expected each step once", code="steps-repeated")
 
 
 def _check_device(script: Path, options: Options, distributed: bool | None) -> None:
@@ -342,6 +357,19 @@ def distributes_itself(script: Path, options: Options) -> bool | None:
 def uses_torch_distributed(script: Path, options: Options) -> bool:
     """Return whether the script distributes itself, by its text where no option decides."""
     return distributes_itself(script, options) is not False
+
+
+# Names in the text of a script that trains.
+_TRAINS = re.compile(r"\.backward\(|\boptim\b|Optimizer\b|Trainer\b|\.fit\(")
+
+
+def names_training(script: Path, options: Options) -> bool:
+    """Return whether the text of a script, or of a local module that it imports, trains."""
+    root = Path.cwd() if options.module else script.resolve().parent
+    return any(
+        _TRAINS.search(path.read_text(errors="replace"))
+        for path in (script, *local_imports(script, root))
+    )
 
 
 # By text: importing the script, or a run of it, takes seconds and has effects.

@@ -1,6 +1,6 @@
 """The job of a graph: rank, modules, annotations, and compiled kernels compared with eager ones."""
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -111,6 +111,26 @@ class Annotation(msgspec.Struct, frozen=True):
     details: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
 
 
+class InferenceStep(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The forward of a model that a graph shows, of a script that only infers.
+
+    Attributes:
+        kind: "prefill", "decode" (one new token per sequence and a KV cache that is not empty), or
+            "forward" of a model without tokens.
+        number: of the forward in the script, from 1.
+        batch: sequences.
+        new_tokens: tokens of each sequence that the step computes, padding included.
+        context_lengths: tokens of each sequence in the KV cache before the step, without padding
+            that an attention mask marks.
+    """
+
+    kind: Literal["prefill", "decode", "forward"]
+    number: int
+    batch: int = 0
+    new_tokens: int = 0
+    context_lengths: tuple[int, ...] = ()
+
+
 class Module(msgspec.Struct, frozen=True, omit_defaults=True):
     """A module of the captured model, and its enclosing scopes.
 
@@ -145,6 +165,7 @@ class Job(msgspec.Struct, frozen=True):
             implements one itself.
         classes: classes of equivalent ranks, which partition the world; () if not known.
         compilation: comparison of the compiled step with the eager one; None if not captured.
+        inference: the forward that the graph shows; None for a step of training.
         host_factor: host time over that of the measured host; start times stay those of the
             measured host.
     """
@@ -159,6 +180,7 @@ class Job(msgspec.Struct, frozen=True):
     pipeline: Pipeline | None = None
     classes: tuple[RankClass, ...] = ()
     compilation: Compilation | None = None
+    inference: InferenceStep | None = None
     host_factor: float = 1.0
 
     @property

@@ -1,5 +1,6 @@
 """Which step of a script is recorded without a device."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,8 @@ class RecordedStep:
         _: object = None,
         *,
         unrecorded: int = UNRECORDED,
+        before_step: Callable[[], None] | None = None,
+        on_gpu: object = None,
     ) -> None:
         self.observed = Observations()
         self.steps = 0
@@ -79,6 +82,7 @@ class RecordedStep:
         self._modules = modules
         self._progress = progress
         self._unrecorded = unrecorded
+        self._before_step = before_step or (lambda: None)
         self._progress(f"step 1 of {self._unrecorded + 1} on shapes alone")
 
     @property
@@ -105,24 +109,29 @@ class RecordedStep:
         """End a step of the script and begin the next."""
         self.steps += 1
         self.skipped += skipped
-        log = self._process.log
-        if self.steps <= self._unrecorded:
-            self._progress(f"step {self.steps + 1} of {self._unrecorded + 1} on shapes alone")
+        if self.steps > self._unrecorded:
+            self._end_recorded()
+            return
+        self._progress(f"step {self.steps + 1} of {self._unrecorded + 1} on shapes alone")
+        self._before_step()
         if self.steps == self._unrecorded:
+            log = self._process.log
             self._modules.listener = _Scopes(self._process.operators, log)
             # Before recording begins: what lives now is resident throughout the step.
             self.observed.resident_bytes = self._process.resident_bytes()
             self.observed.start_memory_bytes.append(log.live_bytes)
             log.begin_step()
-        elif self.steps > self._unrecorded:
-            log.end_step()
-            self._modules.listener = None
-            self.observed.peak_memory_bytes.append(log.peak_bytes)
-            self.observed.profiled_step_ns.append(0)
-            self._progress("writing the recorded step")
-            write(log, self._directory / STRUCTURE, self._directory / EXECUTION_TRACE)
-            self.observed.notes += self._process.notes()
-            self.complete = True
+
+    def _end_recorded(self) -> None:
+        log = self._process.log
+        log.end_step()
+        self._modules.listener = None
+        self.observed.peak_memory_bytes.append(log.peak_bytes)
+        self.observed.profiled_step_ns.append(0)
+        self._progress("writing the recorded step")
+        write(log, self._directory / STRUCTURE, self._directory / EXECUTION_TRACE)
+        self.observed.notes += self._process.notes()
+        self.complete = True
 
     def close(self) -> None:
         """Do nothing: an incomplete step is no capture."""

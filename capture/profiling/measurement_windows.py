@@ -23,7 +23,7 @@ import contextlib
 import itertools
 import statistics
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import torch
@@ -73,7 +73,21 @@ class Windows:
         modules: Modules,
         progress: Progress,
         others: OtherRanks | None = None,
+        *,
+        before_step: Callable[[], None] | None = None,
+        on_gpu: bool | None = None,
     ) -> None:
+        """Prepare the windows of a script.
+
+        Args:
+            plan: number of steps of each window.
+            directory: receives their traces.
+            modules: modules of the script.
+            progress: called with a short description of each step.
+            others: the other ranks of the job.
+            before_step: as in `WindowContext`.
+            on_gpu: whether the steps run on a GPU; None finds out whether the first step does.
+        """
         self.observed = Observations()
         self.steps = 0
         self.skipped = 0
@@ -86,10 +100,13 @@ class Windows:
         self._memory = StepMemory(self.observed, directory)
         self._work = WorkOfSteps(modules, lambda: others.communicated if others else 0)
         self._modules = modules
-        context = WindowContext(plan, directory, modules, progress, self.observed, self._work)
+        context = WindowContext(
+            plan, directory, modules, progress, self.observed, self._work, before_step
+        )
         self._unprofiled = UnprofiledWindows(context, self._memory)
         self._profiled = ProfiledWindows(context, self._memory, others)
         self._schedule = self._windows()
+        self._on_gpu = on_gpu
         self._allocated = _gpu_allocations()
 
     def boundary(self, *, skipped: bool = False) -> None:
@@ -150,6 +167,7 @@ class Windows:
     def close(self) -> None:
         """Close the current window; if a structure step is on disk, the capture is complete."""
         self._schedule.close()
+        self._work.close()
         if self._profiled.structured and not self.complete:
             self._end()
 
@@ -184,7 +202,8 @@ class Windows:
 
     def _windows(self) -> Window:
         """Run the windows in order; the script's first training step is before the first window."""
-        self.observed.on_gpu = _gpu_allocations() > self._allocated
+        allocated = _gpu_allocations() > self._allocated
+        self.observed.on_gpu = allocated if self._on_gpu is None else self._on_gpu
         yield from self._unprofiled.warm_up()
         yield from self._unprofiled.pure()
         if self.observed.on_gpu:
@@ -226,6 +245,7 @@ class UnprofiledWindows:
         self._observed = context.observed
         self._memory = memory
         self._works = context.steps.by_step
+        self._before_step = context.before_step
 
     def warm_up(self) -> Window:
         """Run warm-up steps, on a GPU until the durations of the last three differ by under 2%."""
@@ -251,6 +271,7 @@ class UnprofiledWindows:
             if history is not None:
                 history.begin()
             collector.begin_step()
+            self._prepare_step(clock)
             skipped = yield
             clock.mark(counts=not skipped)
             step += not skipped
@@ -277,6 +298,8 @@ class UnprofiledWindows:
         """Measure the host time of steps that begin with an idle GPU."""
         while (taken := len(self._observed.host_step_ns)) < HOST:
             self._progress(f"host time, step {taken + 1} of {HOST}")
+            if self._before_step is not None:
+                self._before_step()
             # As before a profiled step: the converter compares the host times of the two, to learn
             # how much the profiler slows the host.
             torch.cuda.synchronize()
@@ -307,6 +330,7 @@ class UnprofiledWindows:
         works: list[Work] = []
         while len(works) < count:
             self._progress(f"{label}, step {len(works) + 1} of {count}")
+            self._prepare_step(clock)
             skipped = yield
             clock.mark(counts=not skipped)
             if modules is not None:
@@ -314,6 +338,12 @@ class UnprofiledWindows:
             if not skipped:
                 works.append(self._works[-1])
         return works
+
+    def _prepare_step(self, clock: StepClock) -> None:
+        """Call `before_step`, in no step's time."""
+        if self._before_step is not None:
+            self._before_step()
+            clock.mark(counts=False)
 
 
 def _spread(durations_ns: tuple[int, ...]) -> float:

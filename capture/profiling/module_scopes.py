@@ -202,6 +202,13 @@ class Modules:
         finally:
             self.listener = None
 
+    def call_of(self, model: nn.Module) -> Callable[..., Any]:
+        """Return what the script called where it called `model`: the module, or its compiled call.
+
+        For functions in `on_model_call`.
+        """
+        return model
+
     def table(self) -> tuple[Module, ...]:
         """Return the description of each module, by path.
 

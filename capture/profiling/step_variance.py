@@ -125,6 +125,11 @@ class WorkOfSteps:
         self._inputs: list[Shapes] = []
         modules.on_model_call.append(self._before_forward)
 
+    def close(self) -> None:
+        """Count no further calls."""
+        if self._before_forward in self._modules.on_model_call:
+            self._modules.on_model_call.remove(self._before_forward)
+
     def _before_forward(self, _: nn.Module, arguments: Arguments) -> None:
         self._inputs.append(shapes_of(arguments))
 

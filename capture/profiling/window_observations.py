@@ -1,6 +1,6 @@
 """Observations of a capture's windows, and the state that the windows share."""
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -88,6 +88,8 @@ class WindowContext:
         progress: called with a short description of each step.
         observed: receives their observations.
         steps: counts the work of each step.
+        before_step: called before a step of any window begins, outside of what is measured: it
+            restores what a repeated forward changed. A training script needs nothing restored.
     """
 
     plan: WindowPlan
@@ -96,3 +98,4 @@ class WindowContext:
     progress: Progress
     observed: Observations
     steps: WorkOfSteps
+    before_step: Callable[[], None] | None = None

@@ -5,11 +5,15 @@ This module does not import torch: the command line reads the options from it to
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from typing import Literal
 
 TIMED = HOST = 3
 """Steps of the module and host windows: three is the least whose median is not an extreme."""
 
 Progress = Callable[[str], None]
+
+StepChoice = int | Literal["prefill", "decode"]
+"""A step of a script that infers: the first prefill, the first decode, or a forward by number."""
 
 
 _STEPS = {"heading": "How a step is measured", "minimum": 1, "show_default": True}

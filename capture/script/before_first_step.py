@@ -14,14 +14,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch
 from torch import nn
 
-from onerank.capture.patches import live
 from onerank.capture.profiling.module_scopes import Arguments, Modules
 from onerank.capture.profiling.window_plan import Progress
 from onerank.capture.script.error_hints import META_ADVICE
-from onerank.capture.script.optimizer_steps import after_backward, custom_optimizer_exists
+from onerank.capture.script.optimizer_steps import after_backward, optimizer_exists
 from onerank.ir.errors import ScriptError
 
 HEARTBEAT_S = 10.0
@@ -100,12 +98,14 @@ class BeforeFirstStep:
         elif not self._backwards:
             count = f"{self._forwards} forwards of {self._model}"
             self._report_power_of_two(self._forwards, f"{count} and no backward pass so far")
-            if self._forwards == MOST_FORWARDS and not _optimizer_exists():
+            if self._forwards == MOST_FORWARDS and not optimizer_exists():
                 self._refuse(
                     ScriptError(
                         f"{self._script}: {count}, no backward pass and no optimizer: the script "
-                        "only infers\n  a capture measures training steps: call loss.backward() "
-                        "and optimizer.step() after each forward",
+                        "neither trains nor infers without gradients\n  a script that infers: "
+                        "call the model under torch.inference_mode(), or name its steps "
+                        "(--steps prefill,decode). A script that trains: call loss.backward() and "
+                        "optimizer.step()",
                         code="script-no-step",
                     )
                 )
@@ -119,7 +119,7 @@ class BeforeFirstStep:
             self._report(f"first backward pass done, {seconds:.1f} s after the start")
         count = f"{self._backwards} backward passes"
         self._report_power_of_two(self._backwards, f"{count} and no optimizer step so far")
-        if self._backwards == MOST_BACKWARDS and not _optimizer_exists():
+        if self._backwards == MOST_BACKWARDS and not optimizer_exists():
             self._refuse(
                 ScriptError(
                     f"{self._script}: {count}, and there is no optimizer\n  a step ends where a "
@@ -189,7 +189,3 @@ def _parameters(model: nn.Module) -> str:
     # Of a DTensor, the local shard.
     count = sum(getattr(p, "_local_tensor", p).numel() for p in parameters)
     return f"{count:,} parameters on this rank"
-
-
-def _optimizer_exists() -> bool:
-    return bool(live(torch.optim.Optimizer)) or custom_optimizer_exists()

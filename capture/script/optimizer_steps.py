@@ -27,7 +27,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.autograd.profiler import record_function
 from torch.optim import Optimizer
 
-from onerank.capture.patches import patched, replaced
+from onerank.capture.patches import live, patched, replaced
 
 
 @contextlib.contextmanager
@@ -368,9 +368,9 @@ class CustomOptimizers:
         return watched
 
 
-def custom_optimizer_exists() -> bool:
-    """Return whether an object with a method `step` refers to trainable tensors."""
-    return any(_trains(value) for value in gc.get_objects())
+def optimizer_exists() -> bool:
+    """Return whether there is an optimizer of torch.optim or of a class of the script."""
+    return bool(live(Optimizer)) or any(_trains(value) for value in gc.get_objects())
 
 
 def _trains(instance: object) -> bool:

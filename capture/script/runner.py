@@ -18,8 +18,10 @@ import torch
 
 from onerank.capture.patches import patched
 from onerank.capture.profiling.measurement_windows import Windows
+from onerank.capture.profiling.window_observations import Observations
 from onerank.capture.script.before_first_step import BeforeFirstStep
 from onerank.capture.script.error_hints import explained, library_line, script_line
+from onerank.capture.script.inference_steps import InferenceSteps
 from onerank.capture.script.optimizer_steps import after_step
 from onerank.ir.errors import CaptureError, OneRankError, ScriptError
 
@@ -88,12 +90,13 @@ def run_script(
     script: Path,
     args: Sequence[str],
     windows: Windows,
-    at_step: Callable[[], None],
+    at_step: Callable[[Windows], None],
     *,
     module: str | None = None,
     fsdp_shards: bool = False,
     partial_sequence: bool = False,
     before: BeforeFirstStep | None = None,
+    inference: InferenceSteps | None = None,
 ) -> None:
     """Run `script` as `__main__` until the windows are complete.
 
@@ -101,20 +104,28 @@ def run_script(
         script: path of the script.
         args: command-line arguments of the script.
         windows: receive every optimizer step.
-        at_step: called after each optimizer step, before the windows.
+        at_step: called with the windows after each step, before the windows end it.
         module: as for `play_script`.
         fsdp_shards: as for `explained`.
         partial_sequence: as for `explained`.
         before: observes the script until its first step.
+        inference: captures forwards of a script that infers.
 
     Raises:
-        ScriptError: the script raised, exited, never stepped, or took too few steps.
+        ScriptError: the script raised, exited, took too few steps, or neither trained nor inferred.
     """
     eviction = Eviction(CaptureComplete, below=play_script)
-    boundary = _Boundary(windows, at_step, eviction, before)
+    boundary = _Boundary(windows, at_step, eviction, before, inference)
     watched = before.observing(boundary.fail) if before else contextlib.nullcontext()
     try:
-        with after_step(boundary), _exits_seen(), _ending_children(), eviction, watched:
+        with (
+            after_step(boundary),
+            boundary.watching_forwards(),
+            _exits_seen(),
+            _ending_children(),
+            eviction,
+            watched,
+        ):
             play_script(script, args, module)
     except CaptureComplete:
         pass
@@ -123,14 +134,14 @@ def run_script(
     except SystemExit as exit_:
         # A script that exits after the first structure step has shown all that is needed.
         windows.close()
-        if not windows.complete and boundary.failure is None:
+        if not boundary.ended(script) and boundary.failure is None:
             raise ScriptError(
                 _exited(exit_, script, args, windows, boundary.taken), code="script-exited"
             ) from exit_
     except (KeyboardInterrupt, GeneratorExit):
         raise
     except BaseException as error:  # CheckpointException of torch.distributed is no Exception
-        if windows.complete:  # raised while the script ended: the capture is not affected
+        if boundary.complete:  # raised while the script ended: the capture is not affected
             return
         why = explained(error, script, fsdp_shards=fsdp_shards, partial_sequence=partial_sequence)
         raise ScriptError(
@@ -143,19 +154,20 @@ def run_script(
     if boundary.failure is not None:
         raise boundary.failure
     if eviction.begun:
-        windows.observed.notes.append(
+        boundary.observed.notes.append(
             f"the script caught its end {_MAX_CAUGHT_ENDS} times and continued, so it was "
             "interrupted"
         )
     # Also after a normal return: a script may catch the exit, or step in another thread.
-    if windows.complete:
+    if boundary.ended(script):
         return
     if boundary.taken == 0:
         raise ScriptError(
-            f"{script} ended without an optimizer step\n"
+            f"{script} ended without a step\n"
             "  a step is a call of step() of a torch.optim optimizer, or of an object with the "
-            "parameters in its attributes, that no loss scaler skips: let the script train, or "
-            "update parameters in such a method",
+            "parameters in its attributes, that no loss scaler skips. In a script that infers, it "
+            "is a forward of a model under torch.inference_mode() or no_grad(); if its text also "
+            "trains, name the steps: --steps prefill,decode",
             code="script-no-step",
         )
     raise ScriptError(
@@ -175,15 +187,17 @@ class _Boundary:
     def __init__(
         self,
         windows: Windows,
-        at_step: Callable[[], None],
+        at_step: Callable[[Windows], None],
         eviction: Eviction,
         before: BeforeFirstStep | None,
+        inference: InferenceSteps | None,
     ) -> None:
         self.failure: OneRankError | None = None
         self._windows = windows
         self._at_step = at_step
         self._eviction = eviction
         self._before = before
+        self._inference = inference
         self._process = os.getpid()
         self._ends = 0
         self.taken = 0
@@ -197,21 +211,60 @@ class _Boundary:
         if os.getpid() != self._process:
             return  # in a child that the script forked, which is not captured
         self.taken += 1
+        if self._inference is not None:
+            if self._inference.chosen:
+                return  # the user names forwards, of a script that also trains
+            self._inference.discard()
         self._skipped |= skipped
         if self.taken % self._windows.optimizer_steps and self.failure is None:
             return
         skipped, self._skipped = self._skipped, False
         if not self._windows.complete and self.failure is None:
-            try:
-                if self._before is not None:
-                    self._before.first_step_taken()
-                self._at_step()
-                self._windows.boundary(skipped=skipped)
-            except OneRankError as error:
-                self.failure = error
-            except OSError as error:  # from writing traces: the script does not run here
-                self.failure = _unwritten(error)
+            self._end_step(self._windows, skipped=skipped)
         if self.failure is not None or self._windows.complete:
+            self._leave_script()
+
+    def _end_step(self, windows: Windows, *, skipped: bool = False) -> None:
+        try:
+            if self._before is not None:
+                self._before.first_step_taken()
+            self._at_step(windows)
+            windows.boundary(skipped=skipped)
+        except OneRankError as error:
+            self.failure = error
+        except OSError as error:  # from writing traces: the script does not run here
+            self.failure = _unwritten(error)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all windows are complete: of the training step, or of the chosen forwards."""
+        forwards = self._inference is not None and self._inference.complete
+        return self._windows.complete or forwards
+
+    @property
+    def observed(self) -> Observations:
+        """Observations of the last windows."""
+        measured = self._inference.measured if self._inference is not None else []
+        return measured[-1].windows.observed if measured else self._windows.observed
+
+    def ended(self, script: Path) -> bool:
+        """Return whether the capture is complete at the script's end.
+
+        Raises:
+            ScriptError: as for `InferenceSteps.end`.
+        """
+        forwards = self._inference is not None and self._inference.end(script)
+        return self._windows.complete or forwards
+
+    def watching_forwards(self) -> contextlib.AbstractContextManager[None]:
+        """Return the context in which the script's forwards are captured."""
+        if self._inference is None:
+            return contextlib.nullcontext()
+        return self._inference.watching(self._end_forward, self._leave_script)
+
+    def _end_forward(self, windows: Windows) -> None:
+        self._end_step(windows)
+        if self.failure is not None:
             self._leave_script()
 
     def fail(self, error: OneRankError) -> None:

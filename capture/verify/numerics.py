@@ -461,7 +461,7 @@ def _slices(
     windows = _PlainSteps(options.windows, Path(os.devnull), Modules(), progress)
     # Not a global forward hook: those get no keyword arguments.
     with patched("torch.nn.Module", {"__call__": compare_first_call}), _repeatable():
-        run_script(script, args, windows, lambda: None, module=options.module)
+        run_script(script, args, windows, lambda _: None, module=options.module)
     if failures:
         raise failures[0]
     if results:

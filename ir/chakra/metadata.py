@@ -7,7 +7,7 @@ import msgspec
 from onerank.ir.chakra.attributes import encode_attribute, variant_of
 from onerank.ir.chakra.et_def_pb2 import AttributeProto, GlobalMetadata
 from onerank.ir.errors import ChakraError
-from onerank.ir.job import Annotation, Compilation, Job, Module
+from onerank.ir.job import Annotation, Compilation, InferenceStep, Job, Module
 from onerank.ir.measurement import Device, Measurement
 from onerank.ir.world import Pipeline, ProcessGroup, RankClass, World
 
@@ -28,6 +28,7 @@ SECTIONS: dict[str, tuple[str, Any]] = {
     "pipeline": ("pipeline", Pipeline | None),
     "rank_classes": ("classes", tuple[RankClass, ...]),
     "compilation": ("compilation", Compilation | None),
+    "inference": ("inference", InferenceStep | None),
     "host_factor": ("host_factor", float),
 }
 """Attribute -> (field of `Job`, its type); each is a JSON text."""

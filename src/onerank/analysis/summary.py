@@ -19,6 +19,7 @@ from onerank.ir import (
     Compilation,
     Evidence,
     Graph,
+    InferenceStep,
     Job,
     Kind,
     LayerExtrapolation,
@@ -110,6 +111,7 @@ class Summary(msgspec.Struct, frozen=True):
         depths: how the trace was extrapolated from captures with fewer layers; None if it was not.
         compilation: the compiled step compared with the eager one; None if not captured.
         classes: classes of equal ranks; () if not known.
+        inference: the forward that a script which infers is captured at; None for training.
     """
 
     nodes: int
@@ -152,6 +154,31 @@ class Summary(msgspec.Struct, frozen=True):
     depths: LayerExtrapolation | None = None
     compilation: Compilation | None = None
     classes: tuple[RankClass, ...] = ()
+    inference: InferenceStep | None = None
+
+
+class StepSummary(msgspec.Struct, frozen=True):
+    """One of several captured steps of a script that infers.
+
+    Attributes:
+        step: "prefill", "decode" or the number of the forward, as chosen.
+        trace: file that was written.
+        summary: summary of the trace.
+    """
+
+    step: str
+    trace: Path
+    summary: Summary
+
+
+class StepSummaries(msgspec.Struct, frozen=True):
+    """All captured steps of a script that infers.
+
+    Attributes:
+        steps: one record each.
+    """
+
+    steps: list[StepSummary]
 
 
 class RankSummary(msgspec.Struct, frozen=True):
@@ -250,6 +277,7 @@ def summarise(graph: Graph) -> Summary:
         depths=measured.depths,
         compilation=job.compilation,
         classes=job.classes,
+        inference=job.inference,
     )
 
 

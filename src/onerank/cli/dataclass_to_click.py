@@ -29,25 +29,32 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 SIZE = click.IntRange(1)
 
 
-class _Integers(click.ParamType[tuple[int, ...] | str]):
-    """Integers with commas between, or one of some words."""
+class _Integers(click.ParamType[tuple[int | str, ...] | str]):
+    """Integers with commas between, or one of some words.
+
+    Args:
+        words: values in the place of all integers.
+        items: values in the place of one integer.
+    """
 
     name = "integers"
 
-    def __init__(self, words: Sequence[str] = ()) -> None:
+    def __init__(self, words: Sequence[str] = (), items: Sequence[str] = ()) -> None:
         self._words = words
+        self._items = items
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[int, ...] | str:
+    ) -> tuple[int | str, ...] | str:
         if isinstance(value, tuple):  # click converts the default, too
-            return cast("tuple[int, ...]", value)
+            return cast("tuple[int | str, ...]", value)
         if value in self._words:
             return value
         try:
-            return tuple(int(part) for part in str(value).split(","))
+            parts = str(value).split(",")
+            return tuple(part if part in self._items else int(part) for part in parts)
         except ValueError:
-            expected = " or ".join([*self._words, "integers such as 2,4"])
+            expected = " or ".join([*self._words, *self._items, "integers such as 2,4"])
             raise InvalidValue(
                 f"'{value}': expected {expected}", param, ctx, code="option-not-integers"
             ) from None
@@ -102,8 +109,14 @@ class OptionSpec:
         # With `multiple` click collects the values of a tuple itself.
         members = get_args(annotation) if _is_union(annotation) else (annotation,)
         if any(get_origin(m) is tuple for m in members) and not self.settings.get("multiple"):
-            return _Integers([w for m in members if get_origin(m) is Literal for w in get_args(m)])
+            items = [get_args(m)[0] for m in members if get_origin(m) is tuple]
+            return _Integers(_words(members), _words(get_args(items[0])))
         return _click_type(annotation)
+
+
+def _words(members: Sequence[Any]) -> list[str]:
+    """Return the values of the Literals among the members of a union."""
+    return [word for m in members if get_origin(m) is Literal for word in get_args(m)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """The summary of a trace, which `capture run`, `convert`, `coarsen`, `show` and `report` print."""
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from onerank.analysis.breakdown import Share
 from onerank.analysis.summary import StageSummary, Summary
@@ -93,6 +93,7 @@ def render_summary(summary: Summary, title: str) -> None:
         ("device", f"{summary.device or 'not known'}{kind}"),
         ("world", f"{world}; this is rank {summary.rank}"),
         *_classes(summary),
+        *_inference(summary),
         ("nodes", f"{summary.nodes}{kinds}; {counted(summary.edges, 'edge')}"),
         (
             "compute",
@@ -137,6 +138,25 @@ def _classes(summary: Summary) -> list[tuple[str, str]]:
     first = [str(rank_class.representative) for rank_class in summary.classes]
     representatives = ", ".join(first[:RANKS]) + (", ..." if len(first) > RANKS else "")
     return [("rank classes", f"{len(first)}; one rank of each: {representatives}")]
+
+
+def _inference(summary: Summary) -> list[tuple[str, str]]:
+    """Return the line on the forward of a script that infers."""
+    step = summary.inference
+    if step is None:
+        return []
+    if not step.batch:
+        return [("forward", f"number {step.number} of the script")]
+    text = f"number {step.number}, batch {step.batch}, {counted(step.new_tokens, 'new token')}"
+    return [(step.kind, f"{text}, context {context_text(step.context_lengths)}")]
+
+
+def context_text(lengths: Sequence[int]) -> str:
+    """Return the context lengths of a batch as text: one length, or a range."""
+    if not lengths:
+        return "-"
+    low, high = min(lengths), max(lengths)
+    return str(low) if low == high else f"{low} to {high}"
 
 
 def _render_pipeline(stage: StageSummary) -> None:

@@ -26,7 +26,7 @@ from onerank.display import size, time
 
 if TYPE_CHECKING:
     from onerank.analysis.summary import RankSummary
-    from onerank.capture import CapturedRanks
+    from onerank.capture import Capture, CapturedRanks
     from onerank.capture.verify.numerics import Verification
     from onerank.ir import Graph
 
@@ -100,8 +100,11 @@ def run(
         options = dataclasses.replace(options, rank=rank, raw_dir=raw_dir, windows=windows)
     validate_early(script, options, how)
     with loading_capture():
-        from onerank.capture.capture_script import capture as capture_script
-        from onerank.capture.capture_script import capture_at_depths, capture_ranks
+        from onerank.capture.capture_script import (
+            capture_at_depths,
+            capture_ranks,
+            capture_steps,
+        )
         from onerank.capture.compile_compare import capture_compiled
         from onerank.capture.isolation import forked_processes, sigterm_interrupts
 
@@ -119,6 +122,7 @@ def run(
             )
         _write_ranks(several, str(options.world), output, as_json=as_json)
         return
+    steps: dict[str, Capture] = {}
     with sigterm_interrupts(), script_streams(stdout_to_stderr=as_json) as progress:
         if how.capture_layers is not None:
             with forked_processes() as run_process:
@@ -132,12 +136,16 @@ def run(
             pair.eager.graph.write(output.with_suffix(f".eager{output.suffix}"))
             captured = pair.compiled
         else:
-            captured = capture_script(script, args, options, progress)
+            steps = capture_steps(script, args, options, progress)
+            captured = next(iter(steps.values()))
     # Imported after the script has run: they import polars, whose threads would run next to it.
     from onerank.analysis.summary import summarise
     from onerank.cli.commands.convert import render_conversion
     from onerank.cli.summary_tables import render_summary
 
+    if len(steps) > 1:
+        _write_steps(steps, output, as_json=as_json)
+        return
     captured.graph.write(output)
     summary = summarise(captured.graph)
     if as_json:
@@ -172,6 +180,46 @@ def _launched_rank() -> int:
             code="real-job-no-rank",
         )
     return int(text)
+
+
+def _write_steps(steps: "Mapping[str, Capture]", output: Path, *, as_json: bool) -> None:
+    """Write `NAME.STEP.et` next to `output` for each captured forward, and show a table of them."""
+    from onerank.analysis.summary import StepSummaries, StepSummary, summarise
+    from onerank.cli.commands.convert import render_conversion
+    from onerank.cli.summary_tables import context_text
+
+    traces = {label: output.with_suffix(f".{label}{output.suffix}") for label in steps}
+    _write_all({traces[label]: step.graph for label, step in steps.items()})
+    summaries = [
+        StepSummary(label, traces[label], summarise(step.graph)) for label, step in steps.items()
+    ]
+    if as_json:
+        print_json(StepSummaries(summaries))
+        return
+    for label, step in steps.items():
+        render_conversion(step.conversion, step.sliced, f"Linked, {label}")
+    rows: list[tuple[object, ...]] = []
+    for done in summaries:
+        forward, summary = done.summary.inference, done.summary
+        assert forward is not None
+        rows.append(
+            (
+                forward.kind,
+                forward.number,
+                forward.batch or "-",
+                forward.new_tokens or "-",
+                context_text(forward.context_lengths),
+                summary.nodes,
+                size(summary.peak_memory_bytes) if summary.peak_memory_bytes else "-",
+                time(summary.measured_step_ns),
+                done.trace.name,
+            )
+        )
+    columns = (
+        *("step", "forward", "batch", "new tokens", "context"),
+        *("nodes", "peak memory", "time", "trace"),
+    )
+    table("Captured steps, one rank", columns, rows, texts=(0, len(columns) - 1))
 
 
 def _write_ranks(done: "CapturedRanks", world: str, output: Path, *, as_json: bool) -> None:

@@ -1,0 +1,203 @@
+"""Restore what a call of a model changed, so that the same call can be repeated.
+
+A forward with a KV cache changes its arguments: a dynamic cache replaces its tensors by longer
+ones, a static cache writes into its tensors and advances counters. Three kinds of changes are
+restored:
+
+- What containers hold: lists, dictionaries and objects among the arguments, and the model's own
+  attributes.
+- Small integer tensors, such as the length of a static cache, in place: compiled code depends on
+  their addresses.
+- Nothing else in place: the keys and values that a static cache writes are the same each time.
+
+A tensor that the call replaces must not live on during the repetitions, because the script frees it
+as well: the peak memory would include it. It is kept in host memory, and copied back before each
+repetition.
+"""
+
+import contextlib
+from collections.abc import Generator, Iterator
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+
+from onerank.capture.profiling.module_scopes import Arguments
+
+# Bytes up to which an integer tensor counts as lengths or positions, not as quantised data.
+_MOST_COUNTER_BYTES = 1 << 16
+
+# Entries up to which a container is searched. A cache has one per layer; a vocabulary has more.
+_MOST_ENTRIES = 4096
+
+_SEARCHED_OUT = (nn.Module, type, FunctionType, ModuleType, torch.dtype, torch.device)
+
+# Attributes in which nn.Module keeps what is no state of a forward.
+_MODULE_INTERNALS = frozenset(vars(nn.Module())) - {"_buffers"}
+
+
+class RepeatableCall:
+    """The state that a call of a model may change, as it was before the call.
+
+    Args:
+        model: the module that is called.
+        arguments: arguments of the call.
+    """
+
+    def __init__(self, model: nn.Module, arguments: Arguments) -> None:
+        self._entries: list[tuple[Any, dict[Any, Any]]] = []  # container, what it held
+        self._fixed: list[tuple[Any, dict[Any, Any]]] = []  # of modules: lazily added entries stay
+        self._counters: list[Tensor] = []
+        self._seen: set[int] = set()
+        for value in arguments:
+            self._search(value)
+        for module in model.modules():
+            self._search_module(module)
+        self._counts = [counter.clone() for counter in self._counters]
+
+    def after_first_call(self) -> None:
+        """Find out what the call changed; move the tensors that it replaced to host memory."""
+        memo: dict[int, _InHostMemory] = {}
+        for container, held in (*self._entries, *self._fixed):
+            now = _contents(container)
+            for key, value in held.items():
+                if isinstance(value, Tensor) and now.get(key) is not value and value.numel():
+                    held[key] = memo.setdefault(id(value), _InHostMemory(value))
+        pairs = [*zip(self._counters, self._counts, strict=True)]
+        changed = [
+            (counter, count)
+            for counter, count in pairs
+            if isinstance(counter, FakeTensor) or not torch.equal(counter, count)
+        ]
+        self._counters = [counter for counter, _ in changed]
+        self._counts = [count for _, count in changed]
+
+    def restore(self) -> None:
+        """Restore all that the call changed."""
+        copies: dict[int, Tensor] = {}
+
+        def value_of(kept: Any) -> Any:
+            if not isinstance(kept, _InHostMemory):
+                return kept
+            return copies.setdefault(id(kept), kept.on_device())
+
+        for container, held in self._entries:
+            now = _contents(container)
+            if now.keys() == held.keys() and all(now[key] is held[key] for key in held):
+                continue
+            _set_contents(container, {key: value_of(kept) for key, kept in held.items()})
+        for container, held in self._fixed:
+            for key, kept in held.items():
+                # None: the module created something on its first call, which it keeps.
+                if kept is not None and container.get(key) is not kept:
+                    container[key] = value_of(kept)
+        for counter, count in zip(self._counters, self._counts, strict=True):
+            counter.copy_(count)
+
+    def cache_tensors(self) -> Iterator[Tensor]:
+        """Yield the tensors that containers among the arguments hold: the KV cache."""
+        for container, _ in self._entries:
+            for value in _contents(container).values():
+                if isinstance(value, Tensor):
+                    yield value
+
+    def _search(self, value: Any) -> None:
+        """Store the contents of the containers that can be reached from a value."""
+        pending = [value]
+        while pending:
+            value = pending.pop()
+            if isinstance(value, Tensor):
+                self._add_counter(value)
+                continue
+            if id(value) in self._seen or isinstance(value, _SEARCHED_OUT):
+                continue
+            self._seen.add(id(value))
+            if isinstance(value, tuple):
+                pending += value
+                continue
+            if not isinstance(value, list | dict) and not hasattr(value, "__dict__"):
+                continue
+            held = _contents(value)
+            if len(held) <= _MOST_ENTRIES:
+                self._entries.append((value, held))
+                pending += held.values()
+
+    def _search_module(self, module: nn.Module) -> None:
+        """Store what a module's own attributes hold, and the caches among them."""
+        attributes = vars(module)
+        held = {name: attributes[name] for name in attributes.keys() - _MODULE_INTERNALS}
+        self._fixed.append((attributes, held))
+        self._fixed.append((module._buffers, dict(module._buffers)))
+        for value in (*held.values(), *module._buffers.values()):
+            if isinstance(value, Tensor):
+                self._add_counter(value)
+            elif _holds_tensors(value):
+                self._search(value)
+
+    def _add_counter(self, tensor: Tensor) -> None:
+        small = tensor.nbytes <= _MOST_COUNTER_BYTES
+        if small and not tensor.is_floating_point() and id(tensor) not in self._seen:
+            self._seen.add(id(tensor))
+            self._counters.append(tensor)
+
+
+def _contents(container: Any) -> dict[Any, Any]:
+    """Return what a list, a dictionary or an object holds, by index, key or attribute."""
+    if isinstance(container, list):
+        return dict(enumerate(container))  # pyright: ignore[reportUnknownVariableType]
+    return dict(container if isinstance(container, dict) else vars(container))
+
+
+def _set_contents(container: Any, contents: dict[Any, Any]) -> None:
+    if isinstance(container, list):
+        container[:] = contents.values()
+        return
+    target: dict[Any, Any] = container if isinstance(container, dict) else vars(container)
+    target.clear()
+    target.update(contents)
+
+
+def _holds_tensors(value: Any) -> bool:
+    """Return whether a container holds tensors, directly or in containers in it."""
+    if not isinstance(value, list | tuple | dict) and not hasattr(value, "__dict__"):
+        return False
+    if isinstance(value, _SEARCHED_OUT):
+        return False
+    parts = value if isinstance(value, tuple) else _contents(value).values()
+    return any(isinstance(part, Tensor | list | tuple) for part in parts)
+
+
+class _InHostMemory:
+    """A tensor in host memory, as bytes, so that it does not count as a live tensor."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._shape, self._strides = tensor.shape, tensor.stride()
+        self._dtype, self._device = tensor.dtype, tensor.device
+        # No device computed the values of a fake tensor: its shape is all there is.
+        self._bytes = None
+        if not isinstance(tensor, FakeTensor):
+            self._bytes = tensor.contiguous().view(-1).view(torch.uint8).cpu().numpy().copy()
+
+    def on_device(self) -> Tensor:
+        """Return a new tensor with the shape, the strides and the values of the kept one."""
+        tensor = torch.empty_strided(
+            self._shape, self._strides, dtype=self._dtype, device=self._device
+        )
+        if self._bytes is not None:
+            values = torch.from_numpy(self._bytes).view(self._dtype).view(self._shape)
+            tensor.copy_(values)
+        return tensor
+
+
+@contextlib.contextmanager
+def kept_random_state(model: nn.Module) -> Generator[None]:
+    """Restore the state of the random number generators at the end of the context."""
+    first = next(model.parameters(), None)
+    if isinstance(first, FakeTensor):  # no device draws numbers
+        yield
+        return
+    devices = [first.device] if first is not None and first.device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        yield
