@@ -23,7 +23,7 @@ import msgspec
 from onerank.analysis.breakdown import Part
 from onerank.analysis.predict_ops import OpPrediction
 from onerank.analysis.step_time import Replay, StepChange
-from onerank.analysis.summary import RankSummaries, Summary
+from onerank.analysis.summary import RankSummaries, StepSummaries, Summary
 from onerank.analysis.trace_diff import Difference
 from onerank.annotate import Explanation, Gpu, Recosting
 from onerank.annotate.cost import CostReport
@@ -142,6 +142,7 @@ def _code_cell(text: str) -> str:
 PRINTED: Mapping[str, tuple[type, str]] = {
     "capture run": (Summary, "One record. `onerank show` and `onerank coarsen` print it too."),
     "capture run --ranks": (RankSummaries, "One record."),
+    "capture run --steps": (StepSummaries, "One record, of several steps."),
     "capture verify": (Verification, "One record."),
     "onerank convert": (Conversion, "One record, for recorded traces."),
     "onerank convert DIRECTORY": (Converted, "A list, one record per rank."),

@@ -51,6 +51,8 @@ class RecordedStep:
         modules: records module calls.
         progress: receives a short description of each phase.
         unrecorded: steps before the recorded one.
+        before_step: as for `Windows`.
+        on_gpu: ignored; as for `Windows`.
 
     Attributes:
         observed: what the job's record needs.

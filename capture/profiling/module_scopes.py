@@ -10,6 +10,7 @@ returns another module, whose hooks run as usual.
 """
 
 import contextlib
+import functools
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Generator, Iterator, MutableMapping, Sequence
@@ -180,6 +181,7 @@ class Modules:
         # parameters compares their values.
         self._known: MutableMapping[nn.Parameter, dict[str, int]] = WeakIdKeyDictionary()
         self._numbers: dict[nn.Module, int] = {}  # of models
+        self._compiled_calls: dict[nn.Module, CompiledCall] = {}  # of models that are being called
 
     @contextlib.contextmanager
     def installed(self) -> Generator[None]:
@@ -187,7 +189,10 @@ class Modules:
         before = register_module_forward_pre_hook(self._enter)
         after = register_module_forward_hook(self._leave, always_call=True)
         try:
-            with hooks_around_compiled(self._enter, self._leave_compiled):
+            with (
+                hooks_around_compiled(self._enter, self._leave_compiled),
+                patched("torch", {"compile": self._compile_function()}),
+            ):
                 yield
         finally:
             before.remove()
@@ -207,7 +212,31 @@ class Modules:
 
         For functions in `on_model_call`.
         """
-        return model
+        return self._compiled_calls.get(model, model)
+
+    def _compile_function(self) -> Callable[..., Any]:
+        """Return torch.compile; a compiled `model.__call__` gets hooks outside of compiled code."""
+        original: Callable[..., Any] = torch.compile
+
+        @functools.wraps(original)
+        def compile_watched(model: Any = None, *args: Any, **kwargs: Any) -> Any:
+            compiled = original(model, *args, **kwargs)
+            owner = getattr(model, "__self__", None)
+            if not isinstance(owner, nn.Module) or model != owner.__call__:
+                return compiled
+            call = CompiledCall(owner, compiled)
+
+            def enter(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+                self._compiled_calls[module] = call
+                try:
+                    self._enter(module, args, kwargs)
+                finally:
+                    del self._compiled_calls[module]
+
+            call.register(enter, self._leave_compiled)
+            return call
+
+        return compile_watched
 
     def table(self) -> tuple[Module, ...]:
         """Return the description of each module, by path.

@@ -315,7 +315,7 @@ _TITLES = {
     epilog="The script's own arguments come after --: capture verify train.py --tp 4 -- --lr 1",
 )
 # A capture without a device computes no values to compare, and verify writes no traces.
-@job_options(without=("raw_dir", "record_real_job", "device", "like"))
+@job_options(without=("raw_dir", "record_real_job", "device", "like", "steps"))
 @as_json
 @ends_despite_threads
 @reports_errors
