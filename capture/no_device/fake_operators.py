@@ -553,6 +553,10 @@ class FakeOperators(TorchDispatchMode):
                 return torch.full(call.tensors[0].shape, answer)
         numbers = {id(tensor): self.known.get(tensor) for tensor in call.tensors}
         known = all(value is not None for value in numbers.values())
+        if not known and call.schema.base == "isin":
+            # Generated tokens against the end of a sequence: a generation must reach its length.
+            with unset_fake_temporarily():
+                return torch.full(call.tensors[0].shape, fill_value=self._unknown.answer())
         if not known or (not numbers and not _is_small_factory(call.args)):
             return None
         args, kwargs = tree_map_only(

@@ -231,7 +231,7 @@ class Modules:
                 try:
                     self._enter(module, args, kwargs)
                 finally:
-                    del self._compiled_calls[module]
+                    self._compiled_calls.pop(module, None)  # a repeated call has removed it
 
             call.register(enter, self._leave_compiled)
             return call

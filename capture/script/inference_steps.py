@@ -93,7 +93,7 @@ class InferenceSteps:
         self._make_windows = make_windows
         self._pending = [*(chosen or DEFAULT_STEPS)]
         self._repeating = False
-        self._cached = 0  # tokens of each sequence since the last prefill, if no argument says
+        self._cached = 0  # tokens of each sequence after the last forward
         self._end_forward: Callable[[Windows], None] = lambda _: None
         self._captured: Callable[[], None] = lambda: None
 
@@ -166,11 +166,12 @@ class InferenceSteps:
 
     def _with_context(self, tokens: ForwardTokens) -> ForwardTokens:
         """Return the tokens with a context: the new tokens so far, if no argument shows it."""
-        if tokens.context is not None:
-            return tokens
-        cached = self._cached if tokens.new_tokens == 1 else 0
-        self._cached = cached + tokens.new_tokens
-        return ForwardTokens(tokens.batch, tokens.new_tokens, (cached,) * tokens.batch)
+        context = tokens.context
+        if context is None:
+            cached = self._cached if tokens.new_tokens == 1 else 0
+            context = (cached,) * tokens.batch
+        self._cached = max(context, default=0) + tokens.new_tokens
+        return ForwardTokens(tokens.batch, tokens.new_tokens, context)
 
     def _capture(
         self, model: nn.Module, arguments: Arguments, label: str, tokens: ForwardTokens
