@@ -2,8 +2,8 @@
 
 Work of a stage depends on the axes within a replica, the micro-batch and the kind of the stage:
 first, inner, last, or a whole model. A deep stage is captured with 2 and with 4 layers, once for
-all depths, as `capture run --capture-layers 2,4` does. Schedules share captures. Shards have other
-sizes for each number of replicas, so each needs its own captures; only DDP shares them.
+all depths, as `capture run --capture-layers 2,4` does. Schedules share captures, and so do numbers
+of replicas: the shards among more of them are derived from the capture with two (`shards`).
 """
 
 import ast
@@ -31,6 +31,9 @@ TRAIN_MODEL = Path(__file__).with_name("train_model.py")
 
 DEPTHS = (2, 4)
 """Numbers of layers to capture of a deep stage."""
+
+_CAPTURED_REPLICAS = 2
+"""Replicas of a capture that stands for all even numbers of them."""
 
 _CANONICAL_STAGES = 3
 """Stages of the pipeline that deep stages are captured in: one of each kind."""
@@ -124,8 +127,16 @@ def stage_layers(layers: int, stages: int) -> tuple[int, ...]:
     return tuple(layers // stages + (stage < layers % stages) for stage in range(stages))
 
 
-def stage_sources(job: PlannedJob, layout: Layout, layers: int) -> tuple[StageSource, ...]:
+def stage_sources(
+    job: PlannedJob, layout: Layout, layers: int, *, exact: bool = False
+) -> tuple[StageSource, ...]:
     """Return the source of each pipeline stage of a layout.
+
+    Args:
+        job: the job.
+        layout: the layout.
+        layers: layers of the model.
+        exact: whether the captures have the layout's own number of replicas.
 
     Raises:
         PlanError: the model has fewer layers than the pipeline stages.
@@ -134,9 +145,9 @@ def stage_sources(job: PlannedJob, layout: Layout, layers: int) -> tuple[StageSo
     captured = 1 if layout.micro_batches == 1 else CAPTURED_MICRO_BATCHES
     arguments = arguments_of(job, layout, captured)
     takes_micro_batches = any("{micro_batches}" in each for each in job.model.arguments)
-    # A gradient all-reduce moves the same bytes for every number of replicas.
-    two = layout.sharding == "ddp" and layout.ep == 1
-    dp = min(layout.dp, 2) if two else layout.dp
+    # Of an expert-parallel group, two replicas may be too few.
+    shared_replicas = layout.ep == 1 and layout.dp % _CAPTURED_REPLICAS == 0 and not exact
+    dp = _CAPTURED_REPLICAS if shared_replicas else layout.dp
     stages = layout.stages
     by_kind: dict[tuple[int, int], StageSource] = {}
     sources: list[StageSource] = []
@@ -188,19 +199,22 @@ def probe_task(job: PlannedJob, layout: Layout) -> Task:
     return _task(job, capture, "layers of the model")
 
 
-def plan_captures(job: PlannedJob, layouts: Iterable[Layout], layers: int) -> list[Task]:
+def plan_captures(
+    job: PlannedJob, layouts: Iterable[Layout], layers: int, *, exact: bool = False
+) -> list[Task]:
     """Return the captures that layouts need, each once.
 
     Args:
         job: the job.
         layouts: the layouts; those with more stages than layers need none.
         layers: layers of the model.
+        exact: as for `stage_sources`.
     """
     captures: dict[StageCapture, None] = {}
     for layout in layouts:
         # Other layouts are refused, with a reason, when they are evaluated.
         if layout.stages <= layers:
-            for source in stage_sources(job, layout, layers):
+            for source in stage_sources(job, layout, layers, exact=exact):
                 captures |= dict.fromkeys(source.captures)
     return [_task(job, capture, f"capture {capture}") for capture in captures]
 

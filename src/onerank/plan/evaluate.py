@@ -35,6 +35,7 @@ from onerank.plan.job_replay import step_of
 from onerank.plan.layouts import Dropped, Layout, Outcome, PlanError, Range
 from onerank.plan.pipeline_step import PipelineStep
 from onerank.plan.reproduction import commands_of
+from onerank.plan.shards import ShardError, with_shards
 from onerank.plan.stage_times import Figures, StageTimes, at_depth, memory_of, stage_times
 from onerank.plan.tasks import Task, content_key
 
@@ -42,13 +43,16 @@ _SIMULATED_PEAK_ERROR = 0.01
 """Largest error of peak memory without a device against captures on an H100 (0.85%), rounded up."""
 
 
-def plan_evaluations(job: PlannedJob, layouts: Sequence[Layout], layers: int) -> list[Task]:
+def plan_evaluations(
+    job: PlannedJob, layouts: Sequence[Layout], layers: int, *, exact: bool = False
+) -> list[Task]:
     """Return the tasks that evaluate layouts; each has the layouts that share their captures.
 
     Args:
         job: the job.
         layouts: the layouts.
         layers: layers of the model.
+        exact: as for `stage_sources`.
     """
     batches: dict[tuple[Any, ...], list[Layout]] = {}
     for layout in layouts:
@@ -62,13 +66,14 @@ def plan_evaluations(job: PlannedJob, layouts: Sequence[Layout], layers: int) ->
         keys: dict[str, None] = {}
         for layout in batch:
             if layout.stages <= layers:
-                keys |= dict.fromkeys(keys_of(job, stage_sources(job, layout, layers)))
+                sources = stage_sources(job, layout, layers, exact=exact)
+                keys |= dict.fromkeys(keys_of(job, sources))
         tasks.append(
             Task(
                 content_key(job, batch, layers, [*keys]),
                 f"evaluate {len(batch)} layouts with tp {batch[0].tp}",
                 f"{__name__}:evaluate",
-                (job, tuple(batch), layers),
+                (job, tuple(batch), layers, exact),
                 needs=tuple(keys),
                 amount=len(batch),
             )
@@ -84,29 +89,39 @@ def outcomes_of(result: Mapping[str, Any]) -> tuple[list[Outcome], list[Dropped]
     )
 
 
+def underived_of(result: Mapping[str, Any]) -> list[Layout]:
+    """Return the layouts of an evaluation that need captures with their own replicas."""
+    return msgspec.convert(result["underived"], list[Layout])
+
+
 def evaluate(
     captures: Mapping[str, Mapping[str, Any]],
     job: PlannedJob,
     layouts: Sequence[Layout],
     layers: int,
+    exact: bool = False,
 ) -> dict[str, Any]:
-    """Return the outcomes of layouts, as builtin types; see `outcomes_of`.
+    """Return the outcomes of layouts, as builtin types; see `outcomes_of` and `underived_of`.
 
     Args:
         captures: results of their captures, by key.
         job: the job.
         layouts: layouts that share captures.
         layers: layers of the model.
+        exact: as for `stage_sources`.
     """
-    evaluator = _Evaluator(job, layers, captures)
+    evaluator = _Evaluator(job, layers, captures, exact)
     outcomes: list[Outcome] = []
     dropped: list[Dropped] = []
+    underived: list[Layout] = []
     for layout in layouts:
         try:
             outcomes.append(evaluator.outcome(layout))
+        except ShardError:
+            underived.append(layout)
         except OneRankError as error:
             dropped.append(Dropped(str(layout), error.code, str(error)))
-    return msgspec.to_builtins({"outcomes": outcomes, "dropped": dropped})
+    return msgspec.to_builtins({"outcomes": outcomes, "dropped": dropped, "underived": underived})
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,11 +150,15 @@ class _Evaluator:
     job: PlannedJob
     layers: int
     captures: Mapping[str, Mapping[str, Any]]
+    exact: bool
     gpu: Gpu = field(init=False)
-    costed: dict[StageCapture, _Costed] = field(default_factory=dict[StageCapture, _Costed])
+    graphs: dict[StageCapture, Graph] = field(default_factory=dict[StageCapture, Graph])
+    costed: dict[tuple[StageCapture, int], _Costed] = field(
+        default_factory=dict[tuple[StageCapture, int], _Costed]
+    )
     times: dict[Any, StageTimes] = field(default_factory=dict[Any, StageTimes])
-    memory: dict[StageSource, Measurement | None] = field(
-        default_factory=dict[StageSource, Measurement | None]
+    memory: dict[tuple[StageSource, int], Measurement | None] = field(
+        default_factory=dict[tuple[StageSource, int], Measurement | None]
     )
 
     def __post_init__(self) -> None:
@@ -151,7 +170,7 @@ class _Evaluator:
         Raises:
             OneRankError: a capture was refused, or the layout does not fit the model.
         """
-        sources = stage_sources(self.job, layout, self.layers)
+        sources = stage_sources(self.job, layout, self.layers, exact=self.exact)
         network = network_of(self.job.cluster, self.gpu)
         stages = [self._stage(source, layout, network) for source in sources]
         schedule = schedule_of(layout)
@@ -168,7 +187,7 @@ class _Evaluator:
             for capture in source.captures:
                 of_capture = capture, ranks, splits
                 if of_capture not in self.times:
-                    costed = self._costed(capture)
+                    costed = self._costed(capture, layout.dp)
                     self.times[of_capture] = stage_times(
                         costed.graph,
                         network,
@@ -177,41 +196,49 @@ class _Evaluator:
                         splits_backward=splits,
                     )
                 each.append(self.times[of_capture])
-            self.times[key] = each[0] if len(each) == 1 else self._deepened(source, each)
+            self.times[key] = each[0] if len(each) == 1 else self._deepened(source, layout.dp, each)
         return self.times[key]
 
-    def _deepened(self, source: StageSource, each: Sequence[StageTimes]) -> StageTimes:
+    def _deepened(self, source: StageSource, dp: int, each: Sequence[StageTimes]) -> StageTimes:
         """Return a stage with its own number of layers, from captures with fewer."""
         stage = at_depth(each[0], each[1], DEPTHS, source.layers)
-        if source not in self.memory:
-            graphs = [self._costed(capture).captured for capture in source.captures]
+        if (source, dp) not in self.memory:
+            graphs = [self._costed(capture, dp).captured for capture in source.captures]
             # The peak lies on no line: at another depth another moment of the step is the highest.
             # With a line the peak of a Llama of 16 layers was 8% low.
             try:
                 deep = extrapolate(dict(zip(DEPTHS, graphs, strict=True)), source.layers)
-                self.memory[source] = deep.job.measurement
+                self.memory[source, dp] = deep.job.measurement
             except DepthError:
                 # Calls of ZeRO 1 and 2 span layers, so their steps cannot be composed.
-                self.memory[source] = None
-        measured = self.memory[source]
+                self.memory[source, dp] = None
+        measured = self.memory[source, dp]
         return stage if measured is None else replace(stage, **memory_of(measured))
 
-    def _costed(self, capture: StageCapture) -> _Costed:
-        if capture not in self.costed:
+    def _captured(self, capture: StageCapture) -> Graph:
+        if capture not in self.graphs:
             result = self.captures[capture_key(self.job, capture)]
             if result["code"]:
                 raise PlanError(result["message"], code=result["code"])
-            captured = _read(result["trace"])
+            self.graphs[capture] = _read(result["trace"])
+        return self.graphs[capture]
+
+    def _costed(self, capture: StageCapture, dp: int) -> _Costed:
+        """Return a re-costed capture, of a job with `dp` replicas."""
+        # DDP's buckets and all-reduces have the same size for every number of replicas.
+        dp = capture.dp if capture.sharding == "ddp" else dp
+        if (capture, dp) not in self.costed:
+            captured = with_shards(self._captured(capture), dp)
             memory = report_memory(captured)
             # In the job the links are active; on one GPU there are none.
             active = bool(captured.communication.any()) and not lacking_figures(self.gpu)
             graph = onerank.recost(captured, self.job.cluster.gpu, nvlink_active=active)
             energy_uj, factors = _energy(graph, self.gpu)
             reserved = memory.simulated_reserved_bytes or memory.peak_bytes
-            self.costed[capture] = _Costed(
+            self.costed[capture, dp] = _Costed(
                 captured, graph, energy_uj, factors, max(1.0, reserved / max(1, memory.peak_bytes))
             )
-        return self.costed[capture]
+        return self.costed[capture, dp]
 
     def _summary(
         self,
@@ -221,7 +248,7 @@ class _Evaluator:
         step: PipelineStep,
     ) -> Outcome:
         slowest, fullest = step.slowest, step.fullest
-        costed = [self.costed[source.captures[-1]] for source in sources]
+        costed = [self._costed(source.captures[-1], layout.dp) for source in sources]
         step_ns = _step_range(slowest.end_ns, slowest.busy, stages)
         peak = fullest.peak_bytes + fullest.other_bytes
         fragmentation = max(each.fragmentation for each in costed)

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from shlex import quote
 
 from onerank.display import size
 from onerank.plan.captures import layers_of, plan_captures, probe_task
 from onerank.plan.config import PlanConfig
-from onerank.plan.evaluate import outcomes_of, plan_evaluations
+from onerank.plan.evaluate import outcomes_of, plan_evaluations, underived_of
 from onerank.plan.layouts import Dropped, Outcome, PlanError, enumerate_layouts
 from onerank.plan.tasks import Executor, Store, Task, run_tasks
 
@@ -94,15 +95,20 @@ def make_plan(config: PlanConfig, store: Store, executor: Executor, progress: Pr
     layers = layers_of(
         run_tasks([probe], store, executor, _part("model", [probe], progress))[probe.key]
     )
-    captures = plan_captures(job, layouts, layers)
-    run_tasks(captures, store, executor, _part("captures", captures, progress))
-    evaluations = plan_evaluations(job, layouts, layers)
-    results = run_tasks(evaluations, store, executor, _part("layouts", evaluations, progress))
     outcomes: list[Outcome] = []
-    for result in results.values():
-        evaluated, refused = outcomes_of(result)
-        outcomes += evaluated
-        dropped += refused
+    # Layouts whose shards cannot be derived are captured with their own number of replicas.
+    for exact in (False, True):
+        captures = plan_captures(job, layouts, layers, exact=exact)
+        run_tasks(captures, store, executor, _part("captures", captures, progress))
+        evaluations = plan_evaluations(job, layouts, layers, exact=exact)
+        results = run_tasks(evaluations, store, executor, _part("layouts", evaluations, progress))
+        layouts = [*chain.from_iterable(map(underived_of, results.values()))]
+        for result in results.values():
+            evaluated, refused = outcomes_of(result)
+            outcomes += evaluated
+            dropped += refused
+        if not layouts:
+            break
     plan = sorted_plan(config, layers, outcomes, dropped)
     check_fits(plan)
     return plan
