@@ -35,7 +35,8 @@ def deduplicate(columns: Sequence[npt.NDArray[Any]]) -> tuple[I64, I64]:
             key, count = _in_range(key, table)
     key, count = _rank(key, count)
     first = np.empty(count, dtype=np.int64)
-    first[key[::-1]] = np.arange(rows - 1, -1, -1)  # the last to be written is the first row
+    # The last to be written is the first row.
+    first[key[::-1]] = np.arange(rows - 1, -1, -1)
     return first, key
 
 

@@ -177,7 +177,8 @@ def capture_at_depths(
     with scratch_directory() as directory:
         raw = directory / "raw"
         if options.raw_dir is not None:
-            raw.mkdir()  # each capture writes its traces here before it renames them
+            # Each capture writes its traces here before it renames them.
+            raw.mkdir()
         for count in layers:
             depth_options = replace(
                 options,

@@ -154,7 +154,8 @@ def payload_of(collective: str, tensors: Sequence[Tensor]) -> Payload:
         return Payload("uint8", 0, 0)
     if len(dtypes) == 1:
         return Payload(dtypes.pop(), elements, size)
-    if collective == "all_gather":  # moves bytes only: NCCL accepts mixed dtypes in it
+    # An all-gather only moves bytes, so NCCL accepts mixed dtypes in it.
+    if collective == "all_gather":
         return Payload("uint8", size, size)
     raise CaptureError(
         f"a single {collective} of several dtypes ({', '.join(sorted(dtypes))}): issue a call for "

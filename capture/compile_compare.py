@@ -592,7 +592,8 @@ class _Modules:
             self._ops[side][module] += 1
             self._time[side][module] += share
             remaining_ns -= share
-        self._time[side][next(iter(weights))] += remaining_ns  # integer division leaves a remainder
+        # Integer division leaves a remainder.
+        self._time[side][next(iter(weights))] += remaining_ns
 
     def rows(self) -> tuple[ModuleTime, ...]:
         """Return a row per sub-module, most eager time first."""

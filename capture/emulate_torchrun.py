@@ -100,7 +100,8 @@ def _probe(
     for stream in (0, 1, 2):
         os.dup2(silence, stream)
     sys.stdout = sys.stderr = os.fdopen(1, "w")
-    torch.set_num_threads(1)  # a forked process has lost the threads of its parent's pool
+    # A forked process has lost the threads of its parent's pool.
+    torch.set_num_threads(1)
     register_module_forward_pre_hook(before_forward)
     with contextlib.ExitStack() as stack:
         stack.enter_context(emulated(options.emulated_gpu, script))
@@ -129,7 +130,8 @@ def sender_runner(script: Path, args: Sequence[str], options: Options) -> RunAsR
             if optimizer_steps % options.windows.optimizer_steps == 0:
                 recorder.next_step()
 
-        torch.set_num_threads(1)  # a forked process has lost the threads of its parent's pool
+        # A forked process has lost the threads of its parent's pool.
+        torch.set_num_threads(1)
         recorder.start()
         fewer_layers = FewerLayers(options.depth)
         with contextlib.ExitStack() as stack:
@@ -155,7 +157,8 @@ def emulated_launch(options: Options, rank: int) -> Generator[None]:
     local = rank % per_node if options.true_local_rank else 0
     variables = torchrun_variables(rank, size, per_node, local)
     if size == 1 and not options.torchrun:
-        variables = {}  # a script that sees RANK in its environment uses several GPUs
+        # No variables: a script that sees RANK in its environment uses several GPUs.
+        variables = {}
     with contextlib.ExitStack() as stack:
         for context in (
             environment(variables),

@@ -210,7 +210,8 @@ def _checked(field: "Field[Any]", value: Any) -> Any:
 
 
 def _is_integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)  # True is an int in Python
+    # True is an int in Python.
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _choices(annotation: Any) -> tuple[Any, ...]:

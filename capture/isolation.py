@@ -250,7 +250,8 @@ def _run(sender: Connection, call: _Call) -> None:
     gc.collect()
 
     def report(event: Any) -> None:
-        with contextlib.suppress(OSError):  # the command that listened has ended
+        # It fails if the command that listened has ended.
+        with contextlib.suppress(OSError):
             sender.send((_EVENT, event))
 
     try:

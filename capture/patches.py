@@ -674,7 +674,8 @@ class _ImportHook:
             execute = loader.exec_module
 
             def executed(module: Any) -> None:
-                del loader.exec_module  # an attribute of the instance, which hid the method
+                # An attribute of the instance, which hid the method.
+                del loader.exec_module
                 execute(module)
                 for callback in list(callbacks):
                     callback()

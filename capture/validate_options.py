@@ -346,7 +346,7 @@ def distributes_itself(script: Path, options: Options) -> bool | None:
     """
     if not script.is_file():
         raise CaptureError(f"{script}: no such script", code="script-missing")
-    # A plan slices the script's models, so its script does not distribute itself.
+    # A plan slices the script's models, so a script with one counts as not distributing itself.
     if options.plan is not None or options.torchrun is not None:
         return bool(options.torchrun)
     if not names_torch_distributed(script, options):

@@ -44,7 +44,8 @@ class OneRankError(Exception):
     def __init__(self, message: str, *, code: str = "") -> None:
         super().__init__(message)
         if code:
-            self.code = code  # in __dict__, so that it survives pickling between processes
+            # In __dict__, so that it survives pickling between processes.
+            self.code = code
 
     def at(self, place: object) -> Self:
         """Return the error, with the same code, whose message begins with the place."""

@@ -88,7 +88,8 @@ def _locked_file(target: Path) -> tuple[Path, int]:
 
 def _lock(path: Path, descriptor: int) -> bool:
     """Lock a new entry; close it and return False if another run's sweep has removed it."""
-    with contextlib.suppress(OSError):  # a file system without locks: nothing is swept there
+    # On a file system without locks nothing is swept.
+    with contextlib.suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_EX)
     # A sweep may have removed the entry between its creation and the lock.
     if path.exists():
@@ -110,7 +111,8 @@ def remove_abandoned(directory: Path) -> None:
         *directory.glob(f".{PREFIX}*"),
         *directory.glob(f".*{SUFFIX}"),
     ]:
-        with contextlib.suppress(OSError):  # locked, already gone, or a file system without locks
+        # An entry may be locked, already gone, or on a file system without locks.
+        with contextlib.suppress(OSError):
             # Other users' entries and links may lead anywhere; a shared temporary directory has
             # both.
             if path.lstat().st_uid != os.getuid() or path.is_symlink():
@@ -135,7 +137,8 @@ def replacing(path: Path) -> Generator[BinaryIO]:
     Raises:
         OSError: the file cannot be written; the error names `path`.
     """
-    if path.exists() and not path.is_file():  # a pipe or a device cannot be replaced by a rename
+    # A pipe or a device cannot be replaced by a rename.
+    if path.exists() and not path.is_file():
         try:
             with path.open("wb") as device:
                 yield device

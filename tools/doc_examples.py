@@ -204,7 +204,8 @@ def _run(command: str, directory: Path, exit_code: int, where: str) -> list[str]
         ["bash", "-c", command],
         cwd=directory,
         env=environment,
-        stdin=subprocess.DEVNULL,  # an example that reads stdin would wait for ever
+        # An example that reads stdin would wait for ever.
+        stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         timeout=_TIMEOUT_S,
@@ -239,7 +240,8 @@ def _matches(expected: tuple[str, ...], actual: list[str]) -> bool:
     for line in expected:
         words = " ".join(line.split())
         if words == "...":
-            pattern += r"(?:[^\n]*\n)*?"  # lazy: as few lines as the rest allows
+            # Lazy: as few lines as the rest allows.
+            pattern += r"(?:[^\n]*\n)*?"
         elif words:
             pattern += "[^\n]*".join(map(re.escape, words.split("..."))) + r"\n"
     lines = (" ".join(line.split()) for line in actual)

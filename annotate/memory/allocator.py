@@ -527,7 +527,8 @@ def simulate_reserved(
                 live[row] = allocator.allocate(*pieces[row])
             elif what is BlockEvent.FREED:
                 block = live.pop(row, None)
-                if block is None and kept.get(pieces[row]):  # allocated by the previous step
+                # A block that this step frees and did not allocate is one of the previous step.
+                if block is None and kept.get(pieces[row]):
                     block = kept[pieces[row]].pop(0)
                 if block is not None:
                     allocator.free(block, lingers=lingers[row] > 0)
@@ -536,7 +537,8 @@ def simulate_reserved(
                 allocator.finish(ended[row])
         for row, block in live.items():
             kept.setdefault(pieces[row], []).append(block)
-        _allocate_all(allocator, late)  # if the optimizer's step allocates nothing itself
+        # What is left, if the optimizer's step allocates nothing itself.
+        _allocate_all(allocator, late)
     return ReservedMemory(
         allocator.peak_allocated_bytes,
         allocator.peak_reserved_bytes,

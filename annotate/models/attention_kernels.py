@@ -474,7 +474,8 @@ def attention_terms(
         tiles * (mean * block + prologue) / gpu.sm_count,
         blocks * block + prologue,
     )
-    tensors = np.where(backward, 2.0, 1.0) * 2  # the backward also reads and writes gradients
+    # The backward also reads and writes gradients.
+    tensors = np.where(backward, 2.0, 1.0) * 2
     moved = tensors * batch * (rows * heads + keys * key_heads) * (d + dv)
     shared = heads > key_heads
     sums = np.where(shared, (keys * (heads + key_heads)) * (d + dv), 0.0)

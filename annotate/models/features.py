@@ -179,7 +179,8 @@ class KernelFeatures:
 
     def select(self, rows: slice | npt.NDArray[np.int64]) -> "KernelFeatures":
         """Return the features of the nodes at `rows`."""
-        shared = ("dtypes", "gemm", "attention", "parts")  # indexed by call or dtype, not by node
+        # Indexed by call or dtype, not by node.
+        shared = ("dtypes", "gemm", "attention", "parts")
         columns = {
             f.name: getattr(self, f.name)[rows] for f in fields(self) if f.name not in shared
         }
@@ -308,7 +309,8 @@ def matmul_ratio(source: Gpu, target: Gpu, *, sustained: bool) -> float | None:
 
     For GEMMs whose operands were not recorded; bfloat16, or float16 if bfloat16 is missing.
     """
-    for dtype in ("bfloat16", "float16"):  # a V100 or a T4 has units for float16 only
+    # A V100 or a T4 has units for float16 only.
+    for dtype in ("bfloat16", "float16"):
         rates = [
             gpu.tensor_flops_per_s(dtype) if sustained else gpu.peak_tensor_flops_per_s(dtype)
             for gpu in (source, target)

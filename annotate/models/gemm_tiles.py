@@ -137,7 +137,8 @@ _CHUNK = 512
 
 _STEP = 64  # elements of the inner size that a tile loads at once
 
-_COLD_COPIES = 6  # operands are reread after about six other GEMMs, so six must fit into the cache
+# Operands are reread after about six other GEMMs, so six must fit into the cache.
+_COLD_COPIES = 6
 
 _MISSES = 8  # exponent: how sharply misses set in as the working set fills the cache
 

@@ -62,7 +62,8 @@ def predict_by_ratio(
     rates, new_rates = kernels.rates(source), kernels.rates(target)
     peak, new_peak = rates.peak, new_rates.peak
     ridge = peak / source.peak_bandwidth_bytes_per_s
-    compute = kernels.flops > kernels.bytes * ridge  # nan compares false: memory-bound
+    # nan compares false, so unknown work counts as memory-bound.
+    compute = kernels.flops > kernels.bytes * ridge
     rated = np.isfinite(peak / new_peak)
     factors = np.where(compute & rated, peak / new_peak, by_memory)
     rule = np.where(compute, Rule.COMPUTE, Rule.MEMORY)

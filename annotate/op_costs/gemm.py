@@ -184,7 +184,8 @@ class _Sizes(NamedTuple):
 def _sizes(x: Tensor, weight: Tensor, out: Tensor, *, transposed: bool) -> _Sizes | None:
     """Return the sizes of x, weight [out, in / groups, ...], transposed [in, out / groups, ...]."""
     large, small = (out, x) if transposed else (x, out)
-    axis = 0 if len(large.shape) == len(weight.shape) - 1 else 1  # of an image without a batch
+    # An image without a batch begins with its channels.
+    axis = 0 if len(large.shape) == len(weight.shape) - 1 else 1
     if min(len(large.shape), len(weight.shape)) < 2 or not min(x.numel, out.numel, weight.numel):
         return None
     groups = max(1, large.shape[axis] // weight.shape[1])

@@ -186,7 +186,8 @@ def _loss(call: Call) -> Work:
     if scores is None or target is None:
         return vector(call, 0)
     picked = target.numel * scores.item_bytes
-    if backward:  # a separate kernel writes the zeros around the picked elements
+    # In the backward a separate kernel writes the zeros around the picked elements.
+    if backward:
         return vector(call, target.numel, target.nbytes + call.list_bytes(0, 3), picked)
     return vector(call, target.numel, picked + target.nbytes + call.list_bytes(2))
 
@@ -210,7 +211,8 @@ def _rows_of_bags(call: Call) -> Work:
 
     The backward reads the gradient of a bag once and adds it to the row of each index.
     """
-    at, indices = _TABLE_AT.get(call.op, (0, 1))  # of the dense backward, 0 is the bags' gradient
+    # Argument 0 of the dense backward is the gradient of the bags.
+    at, indices = _TABLE_AT.get(call.op, (0, 1))
     table = call.tensor(at)
     if table is None or not table.shape:
         return bytes_only(call)
@@ -241,7 +243,8 @@ def _index(call: Call) -> Work:
     changed = elements * table.item_bytes
     # An addition reads what it changes.
     added = changed if "add" in name or "reduce" in name else 0
-    copied = 0 if call.op.endswith("_") else table.nbytes  # out of place: a copy is changed
+    # Out of place, a copy of the table is changed.
+    copied = 0 if call.op.endswith("_") else table.nbytes
     return vector(call, elements if added else 0, operands + added + copied, changed + copied)
 
 
@@ -311,7 +314,8 @@ _COUNTED = {
     "native_group_norm_backward": 5 / 3,
 }
 
-_LONG_SOFTMAX, _LONG_SOFTMAX_BACKWARD = 1.85, 1.4  # measured in the same way as `PASSES`
+# Measured in the same way as `PASSES`.
+_LONG_SOFTMAX, _LONG_SOFTMAX_BACKWARD = 1.85, 1.4
 # Measured on `index_add_` of rows of 4 and 8 kB in the same database; in 16 bits the additions
 # retry a compare-and-swap.
 _ADDED_IN_16_BITS = 5.7

@@ -96,7 +96,8 @@ def work_of_call(op: str, call: Call) -> Work:
     # First: a user's formula overrides any formula of ours for the same name.
     if is_registered(op):
         return registered_work(op, call, memory_bound.bytes_only(call))
-    if is_generated(op):  # its name tells the outer loop, and not what it computes
+    # The name of a generated kernel tells its outer loop, and not what it computes.
+    if is_generated(op):
         return memory_bound.bytes_only(call)
     formula = _FORMULAS.get(call.op) or memory_bound.BY_CLASS.get(op_class(op))
     work = (formula(call) if formula else None) or memory_bound.bytes_only(call)
@@ -340,7 +341,8 @@ def _shares(graph: Graph, index: I64, call: I64) -> _Shares:
     kernel = ~membership_mask(nodes.kind[index], [Kind.MEMCPY, Kind.MEMSET])
     count = int(instance.max(initial=-1)) + 1
     with_kernel = np.bincount(instance, weights=kernel, minlength=count) > 0
-    takes = kernel | ~with_kernel[instance]  # its copies and fills are not the operator's work
+    # Beside kernels, copies and fills are not the operator's work.
+    takes = kernel | ~with_kernel[instance]
     weight = np.maximum(nodes.duration_ns[index], 0).astype(np.float64) * takes
     total: F64 = np.bincount(instance, weights=weight, minlength=count).astype(np.float64)
     # An instance without durations is divided evenly.

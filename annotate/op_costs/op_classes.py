@@ -221,7 +221,8 @@ _KERNELS = (
     (OpClass.RANDOM, r"distribution_(elementwise|nullary)|philox|dropout"),
     (OpClass.INDEX, r"sort|scan|topk|index|gather|scatter|cub::|\bnms_kernel"),
     (OpClass.GEMM, r"gemm|gemv|cutlass|cublas|nvjet|xmma|convolve|wgrad|dgrad|_conv_|splitk"),
-    (OpClass.GEMM, r"^cijk_|^bmm_"),  # of Tensile, used by AMD's libraries, and of TensorRT-LLM
+    # Of Tensile, which AMD's libraries use, and of TensorRT-LLM.
+    (OpClass.GEMM, r"^cijk_|^bmm_"),
     (OpClass.MEMSET, r"fillfunctor|memset"),
     (OpClass.COPY, r"catarray|copy|memcpy|transpose"),
     (OpClass.REDUCTION, r"reduce"),
@@ -275,7 +276,8 @@ def _of_operator(op: str) -> OpClass:
     if namespace in _NAMESPACES:
         return _NAMESPACES[namespace]
     name = base_name(op)
-    if name.startswith("_foreach_"):  # only optimizers and gradient clipping call these
+    # Only optimizers and gradient clipping call these.
+    if name.startswith("_foreach_"):
         return OpClass.COPY if name.startswith("_foreach_copy") else OpClass.OPTIMIZER
     # The exact name first: `fill_` and `copy_` have entries, and
     # only others fall back to the form that is not in place.

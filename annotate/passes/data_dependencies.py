@@ -225,7 +225,8 @@ def _byte_ranges(operands: tuple[Operand, ...], text: str) -> tuple[ByteRange, .
         if place is None:
             if tensor.shape:
                 return None
-            continue  # a Python number that torch wrapped in a tensor has no location
+            # A Python number that torch wrapped in a tensor has no location.
+            continue
         first_byte = place.offset * tensor.item_bytes
         byte_ranges.append(ByteRange(place.storage, first_byte, first_byte + tensor.nbytes))
     return tuple(byte_ranges)

@@ -71,10 +71,12 @@ def accesses_of(graph: Graph, device: I64, *, scalars: bool = False) -> dict[int
         if any(place is None for _, place in located):
             continue
         results = {place for _, place in writes}
-        if call.op in OVERWRITES:  # the operator does not read its first operand
+        # These operators do not read their first operand.
+        if call.op in OVERWRITES:
             reads = reads[1:]
         elif len(reads) > 1 and reads[-1][1] in results and not call.op.endswith("_"):
-            reads = reads[:-1]  # the result of an out= variant is listed among its inputs
+            # The result of an out= variant is listed among its inputs.
+            reads = reads[:-1]
         accesses[node] = Access(_typed(reads, scalars), _typed(writes, scalars))
     return accesses
 

@@ -514,7 +514,8 @@ def _separating_edges(graph: Graph) -> tuple[I64, I64]:
     count = np.searchsorted(section[starts], section[ends] + 1, side="right") - begin
     offset = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
     earlier, later = np.repeat(ends, count), starts[np.repeat(begin, count) + offset]
-    across_lanes = lane[earlier] != lane[later]  # nodes of one stream are ordered by its edges
+    # Nodes of one stream are ordered by its edges.
+    across_lanes = lane[earlier] != lane[later]
     return order[earlier[across_lanes]], order[later[across_lanes]]
 
 

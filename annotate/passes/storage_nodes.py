@@ -114,7 +114,8 @@ def _row(kind: Kind, name: str, size: int, storage: Storage) -> dict[str, Any]:
         "kind": int(kind),
         "name": name,
         "op": name,
-        "duration_ns": round(size / storage.gb_per_s),  # 1 GB/s is 1 byte per ns
+        # 1 GB/s is 1 byte per ns.
+        "duration_ns": round(size / storage.gb_per_s),
         "bytes_read" if kind is Kind.MEM_LOAD else "bytes_written": size,
         "evidence": int(Evidence.DATASHEET),
     }

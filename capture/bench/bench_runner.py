@@ -353,7 +353,8 @@ def _refuse_waiting(function: Callable[[], Any]) -> None:
     # Checked before the graph capture: a capture that fails half-way would leave the state of
     # torch's allocator and generator behind.
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the warning that this mode is a prototype
+        # torch warns that this mode is a prototype.
+        warnings.simplefilter("ignore")
         torch.cuda.set_sync_debug_mode("error")
     try:
         function()

@@ -35,7 +35,8 @@ def layouts(call: BenchCall) -> list[BenchCall]:
         if all(operand.dtype == "float32" for operand in call.operands()):
             candidates += [replace(candidate, tf32=True) for candidate in candidates]
         return candidates
-    if base == "_scaled_mm":  # torch accepts float8 operands in this layout only
+    # torch accepts float8 operands in this layout only.
+    if base == "_scaled_mm":
         return [_placed(call, {1: _transposed})]
     # Attention kernels need a contiguous last dimension, and do not always check it.
     if "attention" in base:
@@ -260,7 +261,8 @@ def _tensor(operand: Operand, device: torch.device, bound: int, *, positive: boo
             int(operand.host), bound, (count,), device=where, dtype=torch.int64
         ).to(dtype)
     else:
-        drawn = dtype if dtype.itemsize > 1 else torch.bfloat16  # torch draws no float8
+        # torch draws no float8.
+        drawn = dtype if dtype.itemsize > 1 else torch.bfloat16
         flat = torch.randn(count, device=where, dtype=drawn)
         # Host operands are scalars, often factors: near one they keep results finite.
         if positive or operand.host:

@@ -100,7 +100,8 @@ class Loads:
             reader: its storage reader.
             planner: copy of its planner before the load.
         """
-        reader = copy.copy(reader)  # a script may point its reader at another checkpoint
+        # A script may point its reader at another checkpoint.
+        reader = copy.copy(reader)
         flat, paths = _nested.flatten_state_dict(state_dict)
         for name, value in flat.items():
             if _local_elements(value) is not None:

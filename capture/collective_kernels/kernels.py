@@ -395,7 +395,8 @@ class Streams:
             high = high_priority or os.environ.get("TORCH_NCCL_HIGH_PRIORITY", "0") == "1"
             self._streams[stream_key] = torch.cuda.Stream(device, priority=-1 if high else 0)
         side = self._streams[stream_key]
-        previous = torch.cuda.current_stream(device.index)  # an index is faster than a device
+        # By index, which is faster than by device.
+        previous = torch.cuda.current_stream(device.index)
         # As ProcessGroupNCCL does: the call reads what the caller's stream has computed so far.
         side.wait_event(previous.record_event())
         torch.cuda.set_stream(side)

@@ -176,7 +176,8 @@ def plan_launch(
         latency_ns = min(latency_ns, measured_ns)
         transfer_ns = measured_ns - latency_ns
     total = count_bytes * (len(ranks) if collective == "all_gather" else 1)
-    if collective == "scatter":  # `count_bytes` are all ranks' parts; a rank moves one of them
+    # `count_bytes` of a scatter are all ranks' parts, and a rank moves one of them.
+    if collective == "scatter":
         total //= len(ranks)
     # A reduce-scatter loads every part and stores only this rank's.
     loads_per_store = len(ranks) if collective == "reduce_scatter" else 1

@@ -146,7 +146,8 @@ class Pending:
     def __init__(self) -> None:
         self._running: dict[int, AsyncWork] = {}
         self._completed: dict[int, AsyncWork] = {}
-        self._lock = threading.Lock()  # backward issues calls from autograd's threads
+        # Backward issues calls from autograd's threads.
+        self._lock = threading.Lock()
 
     def add(self, work: AsyncWork) -> None:
         """Add a handle, and release the tensors of completed calls."""

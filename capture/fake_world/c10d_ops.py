@@ -60,7 +60,8 @@ class Receiver:
         return self._generators[device]
 
 
-_c10d: Any = distributed_c10d  # torch's group registry has no public names and no types
+# torch's group registry has no public names and no types.
+_c10d: Any = distributed_c10d
 
 _REDUCTIONS = {
     kind.value: name.lower() for name, kind in dist.ReduceOp.RedOpType.__members__.items()
@@ -142,7 +143,8 @@ class C10dOperators:
         error = CaptureError(
             f"c10d::{operator} cannot be recorded: {reason}", code="collective-unsupported"
         )
-        self._recorder.refused = error  # a script may catch it, and the trace would lack the call
+        # A script may catch it, and the trace would lack the call.
+        self._recorder.refused = error
         return error
 
     def _launch(
@@ -172,7 +174,8 @@ class C10dOperators:
         if hasattr(args, "reduce_op"):
             details["reduction"] = _REDUCTIONS[args.reduce_op.op()]
         tensors = [*payload, *other_tensors]
-        if collective == "barrier":  # no payload, but an empty tensor that has the device
+        # A barrier has no payload, but an empty tensor that has the device.
+        if collective == "barrier":
             tensors = [tensor for tensor in [getattr(args, "tensor", None)] if tensor is not None]
         call = self._recorder.record(collective, group, payload, **details)
         return CollectiveLaunch(self._recorder, group, call, tensors, stream)

@@ -121,7 +121,8 @@ def _bytes(value: str | bytes) -> bytes:
     return value.encode() if isinstance(value, str) else bytes(value)
 
 
-_torch: Any = torch  # the dispatcher has no public names and no types in torch
+# torch's dispatcher has no public names and no types.
+_torch: Any = torch
 
 _namedtuple: Any = collections.namedtuple  # of fields that only a schema knows
 
@@ -186,7 +187,8 @@ def _group_operators() -> Iterator[tuple[str, Any]]:
 
 
 def _with_schema_names(schema: Any, kernel: Kernel) -> Callable[..., object]:
-    optional = [a for a in schema.arguments if a.has_default_value()]  # always the last ones
+    # Arguments with defaults are always the last ones.
+    optional = [a for a in schema.arguments if a.has_default_value()]
     arguments = _namedtuple(
         "Arguments",
         [argument.name for argument in schema.arguments],
@@ -243,7 +245,8 @@ class C10dPatches:
     def create_world(self) -> None:
         """Initialise the default group."""
         rank, size = self._recorder.rank, self._recorder.world_size
-        self._store = FakeStore(rank, size)  # C++ does not keep the Python object alive
+        # C++ does not keep the Python object alive.
+        self._store = FakeStore(rank, size)
         self._torch_init("fake", store=self._store, rank=rank, world_size=size)
 
     def _init_process_group(self, args: Any) -> None:
@@ -273,7 +276,8 @@ class C10dPatches:
         # call NCCL.
         args.backend, args.backend_options, args.device_id = "fake", None, None
         group, store = self._torch_helper(**vars(args))
-        if isinstance(group, dist.ProcessGroup):  # else this rank is not a member
+        # Anything else stands for a group that this rank is not in.
+        if isinstance(group, dist.ProcessGroup):
             ranks = args.global_ranks_in_group or range(args.group_size)
             self._recorder.register(group, tuple(ranks), high_priority=high_priority)
             self._show_backend(group, backend)
@@ -303,7 +307,8 @@ class C10dPatches:
                     # As in torch, a part inherits the options of its parent group.
                     pg_options=args.pg_options or _PriorityOptions(parent.high_priority),
                     group_desc=args.group_desc,
-                    use_local_synchronization=True,  # a name from its ranks, not from a counter
+                    # The group's name is then from its ranks, not from a counter.
+                    use_local_synchronization=True,
                 )
         return None
 

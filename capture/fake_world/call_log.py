@@ -16,7 +16,8 @@ from onerank.capture.fake_world.p2p_phases import Key, StagePurposes, StepPurpos
 from onerank.capture.fake_world.vocab_partial_sums import PartialSums
 from onerank.ir.errors import CaptureError
 
-c10d: Any = distributed_c10d  # the group registry has no public names and no types in torch
+# torch's group registry has no public names and no types.
+c10d: Any = distributed_c10d
 
 WORLD = "world"
 
@@ -114,7 +115,8 @@ class CallLog:
         self._known: dict[dist.ProcessGroup, Group] = {}
         self._purposes = StagePurposes()
         self._exchanges = StepPurposes()
-        self._lock = threading.Lock()  # backward issues calls from autograd's threads
+        # Backward issues calls from autograd's threads.
+        self._lock = threading.Lock()
 
     @property
     def script_communicates(self) -> bool:
@@ -250,7 +252,8 @@ class CallLog:
             )
         tensors = None if isinstance(payload, Payload) else payload
         total = payload if isinstance(payload, Payload) else payload_of(collective, payload)
-        if collective == "scatter":  # NCCL counts the parts of all ranks, on every rank
+        # NCCL counts the parts of all ranks, on every rank.
+        if collective == "scatter":
             total = total.times(group.size)
         purpose = None
         if collective in ("send", "recv") and tensors is not None:

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from onerank.capture.collective_record import Group
     from onerank.capture.fake_world.call_log import CallLog
 
-_profiling: Any = torch.autograd  # its ranges have no public names and no types in torch
+# torch's profiler ranges have no public names and no types.
+_profiling: Any = torch.autograd
 
 # Not `record_param_comms`: torch's observers parse ranges of that name, and a range of that name
 # from Python crashes the process (SIGSEGV).
@@ -123,7 +124,8 @@ class CollectiveLaunch:
         self._key = (group.name, key)
         self._range = CallRange(call, tensors)
         self._device = next((tensor.device for tensor in tensors if on_gpu(tensor)), None)
-        if torch.version.cuda is None:  # ROCm: the emulation kernels are CUDA code
+        # The emulation kernels are CUDA code, which ROCm does not run.
+        if torch.version.cuda is None:
             self._device = None
         self.paced = self._device is not None and recorder.paced and group.size > 1
         self._moves: list[Move] = []

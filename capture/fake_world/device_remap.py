@@ -49,7 +49,8 @@ def node_sized_groups(ranks: int) -> Generator[None]:
         yield
 
 
-_torch: Any = torch  # its device constructors have no public names and no types
+# torch's device constructors have no public names and no types.
+_torch: Any = torch
 
 _NAMES = (torch.device, str, int)
 
@@ -130,7 +131,8 @@ def _remapped(
         return function(*args, **named)
 
     builtin = _torch.jit._builtins._find_builtin(function)
-    if builtin is not None:  # otherwise torch.jit.script would compile the wrapper
+    # Unless the wrapper is registered, torch.jit.script would compile it.
+    if builtin is not None:
         _torch.jit._builtins._register_builtin(wrapped, builtin)
     return wrapped
 

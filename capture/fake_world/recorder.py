@@ -75,7 +75,8 @@ class Recorder(CallLog):
         self._undo.close()
 
     def _leave(self) -> None:
-        if dist.is_initialized():  # a script may have called destroy_process_group
+        # A script may have called destroy_process_group.
+        if dist.is_initialized():
             dist.destroy_process_group()
         # They are keyed by groups that are destroyed now.
         self._known.clear()

@@ -108,7 +108,8 @@ class PartialSums:
 @torch.no_grad()
 def _lacks_rows(part: Tensor) -> bool:
     """Whether some rows, but not all, are zero: other ranks may contribute these rows."""
-    wide = part.is_floating_point() and part.element_size() > 1  # torch has no norm of float8
+    # torch has no norm of float8.
+    wide = part.is_floating_point() and part.element_size() > 1
     if not wide or part.is_meta or part.numel() == 0 or not part.is_contiguous():
         return False
     if part.is_cuda and torch.cuda.is_current_stream_capturing():

@@ -177,7 +177,8 @@ def _cudnn(attention: _Attention) -> Tensor:
 
 def _flash(attention: _Attention) -> Tensor:
     tensors, scale = (attention.query, attention.key, attention.value), attention.scale
-    padding = -attention.head % 8  # the kernel needs heads of a multiple of 8 elements
+    # The kernel needs heads of a multiple of 8 elements.
+    padding = -attention.head % 8
     if padding:
         scale = attention.head**-0.5 if scale is None else scale
         tensors = tuple(functional.pad(tensor, (0, padding)) for tensor in tensors)

@@ -149,7 +149,8 @@ def _install_hooks(code: _MachineCode) -> object:
     ctypes.cast(address, ctypes.POINTER(_Pointer))[0] = methods.address
     is_built = _find_is_built(methods, code)
     methods[is_built] = code.one
-    methods[is_built + 2] = code.one  # hasPrimaryContext: autograd then compares streams
+    # This is hasPrimaryContext: where it is true, autograd compares streams.
+    methods[is_built + 2] = code.one
     return methods
 
 

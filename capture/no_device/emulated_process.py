@@ -31,7 +31,8 @@ from onerank.capture.profiling.step_memory import resident_storages
 _torch: Any = torch
 _distributed: Any = torch.distributed
 _modes: Any = _python_dispatch
-_optimizers: Any = sys.modules[torch.optim.Optimizer.__module__]  # torch.optim hides its name
+# torch.optim hides the name of this module.
+_optimizers: Any = sys.modules[torch.optim.Optimizer.__module__]
 
 
 class EmulatedProcess:

@@ -35,7 +35,8 @@ from onerank.capture.no_device.missing_kernels import lacks_fake, shapes_of
 from onerank.capture.no_device.storages import Storages, Workspaces
 from onerank.capture.no_device.tensor_values import KNOWN_ELEMENTS, Known, UnknownValues
 
-_torch: Any = torch  # the dispatcher and autograd's nodes have no public names and no types
+# torch's dispatcher and autograd's nodes have no public names and no types.
+_torch: Any = torch
 
 REAL_ELEMENTS = 1 << 20
 """Largest tensor that is created on the CPU with its numbers: 4 MB in 32 bits. Larger ones are
@@ -263,7 +264,8 @@ class FakeOperators(TorchDispatchMode):
         if func is _torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device
         if not all(kind in _PLAIN or issubclass(kind, FakeTensor) for kind in types):
-            return NotImplemented  # a subclass such as DTensor runs operators on what it wraps
+            # A subclass such as DTensor runs operators on what it wraps.
+            return NotImplemented
         if isinstance(func, HigherOrderOperator):
             return self._run_higher_order(func, args, kwargs or {})
         schema = self._schemas.get(func)
@@ -274,7 +276,8 @@ class FakeOperators(TorchDispatchMode):
             kwargs["pin_memory"] = False  # pinned memory needs a driver
         if schema.namespace == "profiler":
             return self._annotate(schema, args)
-        if schema.base == "is_pinned":  # DDP's reducer insists on it for a tensor that it pinned
+        # DDP's reducer insists on True for a tensor that it pinned.
+        if schema.base == "is_pinned":
             return True
         if schema.namespace in _UNRECORDED:
             return func(*args, **kwargs)
@@ -287,7 +290,8 @@ class FakeOperators(TorchDispatchMode):
 
     def _run_higher_order(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an operator that takes functions: DTensor's random numbers, flex attention."""
-        if func.name() == "run_dtensor_rng_op":  # around it only the generator's state changes
+        # Around the operator only the generator's state changes.
+        if func.name() == "run_dtensor_rng_op":
             _, _, operator, *rest = args
             with self:
                 return operator(*rest, **kwargs)
@@ -642,7 +646,8 @@ def _run_with_numbers(call: _Call, args: Any, kwargs: dict[str, Any]) -> Any:
         except (RuntimeError, NotImplementedError):
             return None
         if call.schema.base.startswith(("empty", "new_empty")):
-            results.zero_()  # collectives write parts of it, which are known then
+            # Collectives write parts of it, which are known then.
+            results.zero_()
         return results
 
 

@@ -261,7 +261,8 @@ def _load(key: str, path: str) -> ModuleType:
     raw_stream = "from torch._C import _cuda_getCurrentRawStream as get_raw_stream"
     source = source.replace(raw_stream, "get_raw_stream = None")
     stubs: dict[str, Any] = {}
-    if "triton" not in sys.modules:  # the wrapper imports it, and does not use it
+    # The wrapper imports triton, and does not use it.
+    if "triton" not in sys.modules:
         stubs = {name: ModuleType(name) for name in ("triton", "triton.language")}
         stubs["triton"].language = stubs["triton.language"]
     with mock.patch.dict(sys.modules, stubs):

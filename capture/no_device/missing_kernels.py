@@ -14,7 +14,8 @@ _custom: Any = custom_ops
 def lacks_fake(func: Any) -> bool:
     """Whether an operator has no fake implementation, which would give its results' shapes."""
     definition = _custom.OPDEFS.get(func._schema.name)
-    if definition is not None:  # torch gives each of them an implementation that may only raise
+    # torch gives each custom operator an implementation that may only raise.
+    if definition is not None:
         return definition._abstract_fn is None
     return not _library.has_fake_kernel(func)
 

@@ -28,7 +28,8 @@ class _Scopes:
 
     def enter(self, path: str, model: int) -> None:
         """Begin a module's forward."""
-        self._operators.follow_backward()  # a checkpoint calls modules within a node
+        # A checkpoint calls modules within a node.
+        self._operators.follow_backward()
         names = [f"{MODEL}{model}"] if model else []
         names.append(SCOPE + path)
         self._open.append([self._log.begin(name, "user_annotation") for name in names])

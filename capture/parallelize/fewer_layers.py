@@ -128,7 +128,8 @@ class FewerLayers:
             with self._undo, after_import(MODELING, lambda: self._patched(depth)):
                 yield
         finally:
-            if self._failure is not None:  # the script may have caught it where it was raised
+            # The script may have caught it where it was raised.
+            if self._failure is not None:
                 raise self._failure
 
     @contextlib.contextmanager
@@ -140,7 +141,8 @@ class FewerLayers:
         @functools.wraps(original)  # transformers reads the signature
         def built(model: PreTrainedModel, config: Any, *args: Any, **kwargs: Any) -> None:
             if not self._probing and isinstance(config, PretrainedConfig):
-                self._constructed = 0  # a model's layers follow its base class's __init__
+                # A model's layers follow its base class's __init__.
+                self._constructed = 0
                 try:
                     self._shrink(depth, type(model).__name__, config)
                 except OneRankError as error:
@@ -253,7 +255,8 @@ class FewerLayers:
 
         @functools.wraps(original)
         def init(layer: nn.Module, *args: Any, **kwargs: Any) -> None:
-            if self._inside_layer or self._probing:  # also a base class that is a layer itself
+            # The __init__ of a base class that is a layer itself is inside a layer too.
+            if self._inside_layer or self._probing:
                 original(layer, *args, **kwargs)
                 return
             # A script may build several models of this depth in turn.
@@ -305,7 +308,8 @@ def _configure(config: Any, text: Any, depth: int, layers: int) -> None:
             setattr(text, name, value[:layers])
     text.num_hidden_layers = layers
     parts = (getattr(config, name, None) for name in config.sub_configs)
-    for part in (config, text, *parts):  # an inner model gets one of these configurations
+    # An inner model gets one of these configurations.
+    for part in (config, text, *parts):
         if part is not None:
             setattr(part, _SEEN, depth)
 

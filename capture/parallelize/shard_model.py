@@ -267,7 +267,8 @@ class ModelSlicing:
             raise
         self.sliced.append((type(model).__name__, self.slices_of[model]))
         for part in parts:
-            setattr(part, _SLICED, True)  # an attribute, so that a deep copy has it too
+            # An attribute, so that a deep copy has it too.
+            setattr(part, _SLICED, True)
 
     def _before_forward(self, module: nn.Module) -> None:
         if self._loading or module in self._done:

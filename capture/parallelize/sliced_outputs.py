@@ -36,7 +36,8 @@ def logits_when_read(kind: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
         @logits.setter
         def logits(self, value: Tensor) -> None:
-            self.__dict__[place] = value  # set by the script, or copied from another output
+            # Set by the script, or copied from another output.
+            self.__dict__[place] = value
 
         def __getitem__(self, key: Any) -> Any:
             name = list(self.keys())[key] if isinstance(key, int) else key
@@ -78,7 +79,8 @@ class LogitsWhenUsed:
         return self._changed
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("_given", "_change", "_changed"):  # `copy` reads attributes before __init__ ran
+        # `copy` reads attributes before __init__ ran.
+        if name in ("_given", "_change", "_changed"):
             raise AttributeError(name)
         return getattr(self.changed(), name)
 

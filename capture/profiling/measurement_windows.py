@@ -195,7 +195,8 @@ class Windows:
             observed.notes.append(note)
         observed.input_spread = input_spread(self._work.by_step, captured)
         equal = [work.has_inputs_of(captured) for work in observed.step_work]
-        if any(equal):  # otherwise the median over other shapes is the only known step time
+        # If no step is equal, the median over other shapes is the only known step time.
+        if any(equal):
             observed.step_ns = tuple(itertools.compress(observed.step_ns, equal))
         equal = [work.has_inputs_of(captured) for work in observed.host_step_work]
         observed.host_step_ns = [*itertools.compress(observed.host_step_ns, equal)]
@@ -261,7 +262,8 @@ class UnprofiledWindows:
         limit = self._plan.warm_up * (MAX_WARM_UP_FACTOR if settles else 1)
         clock = StepClock(on_gpu=self._observed.on_gpu)
         clock.mark()
-        step = 2  # the first training step is before the windows, and warms up too
+        # The first training step is before the windows, and warms up too.
+        step = 2
         while step <= limit:
             # Only a GPU takes steps to settle, and reading the durations synchronises with it.
             last = clock.durations_ns()[-3:] if self._observed.on_gpu else ()

@@ -138,7 +138,8 @@ class _ModelWalk:
         return next((role for role, holds in rules.items() if holds), "")
 
     def _is_vocabulary(self, module: nn.Module) -> bool:
-        weight = getattr(module, "weight", None)  # may be a module that computes the weight
+        # A weight may be a module that computes it.
+        weight = getattr(module, "weight", None)
         return isinstance(weight, Tensor) and tuple(weight.shape) in self._vocabularies
 
 
@@ -252,7 +253,8 @@ def _expert_count(module: nn.Module) -> int:
         same_class = len({type(child) for child in module}) == 1
         repeated = same_class and len(module) > 1 and all(map(_has_projection, module))
         return len(module) if repeated else 0
-    if isinstance(module, _ConvNd):  # the weight of a 1-D convolution has three dimensions too
+    # No experts: the weight of a 1-D convolution has three dimensions too.
+    if isinstance(module, _ConvNd):
         return 0
     cubes = [p.shape[0] for p in module.parameters(recurse=False) if p.dim() == 3]
     named = type(module).__name__.lower()

@@ -96,7 +96,8 @@ def _push_placeholders(count: int) -> None:
     # Ranges that begin while the observer runs and end while it does not stay on its stack.
     ranges = [record_function(PLACEHOLDERS) for _ in range(count)]
     _torch._C._profiler._enable_execution_trace_observer()
-    with record_function(PLACEHOLDERS):  # the observer writes only ranges that end while it runs
+    # The observer writes only ranges that end while it runs.
+    with record_function(PLACEHOLDERS):
         pass
     for scope in ranges:
         scope.__enter__()
@@ -362,7 +363,8 @@ class ProfiledWindows:
                 with trace as observer, self._kineto(record_shapes=True) as profiler:
                     observer.start()
                     skipped = yield
-                    end_open_ranges()  # the observer writes only ranges that end while it runs
+                    # The observer writes only ranges that end while it runs.
+                    end_open_ranges()
                     observer.stop()
                 if not skipped:
                     write(profiler, self._directory / f"{number}.{STRUCTURE}")
@@ -433,7 +435,8 @@ class ProfiledWindows:
             for number in range(len(self._profiles)):
                 if number not in profiles:
                     (self._directory / name(number)).unlink(missing_ok=True)
-            for number, path in enumerate(kept):  # ascending: no target holds another kept step
+            # Ascending, so that no target holds another kept step.
+            for number, path in enumerate(kept):
                 if path.exists():
                     path.replace(self._directory / name(number))
         for number in range(len(self._structures)):

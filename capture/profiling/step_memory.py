@@ -215,9 +215,11 @@ def _is_parameter(tensor: torch.Tensor) -> bool:
 
 
 def _gradient(tensor: torch.Tensor, *, fake: bool) -> torch.Tensor | None:
-    if isinstance(tensor, FakeTensor) and not fake:  # torch.compile's have no gradient to read
+    # The fake tensors of torch.compile have no gradient to read.
+    if isinstance(tensor, FakeTensor) and not fake:
         return None
-    with contextlib.suppress(RuntimeError):  # torch.compile leaves tensors without a storage
+    # torch.compile leaves tensors without a storage.
+    with contextlib.suppress(RuntimeError):
         return tensor.grad if tensor.is_leaf else None
     return None
 
@@ -278,5 +280,6 @@ def _inside(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     names, _ = tensor.__tensor_flatten__()
     for name in names:
         inner = getattr(tensor, name)
-        if isinstance(inner, torch.Tensor):  # a DTensor names its mesh as well
+        # A DTensor names its mesh as well.
+        if isinstance(inner, torch.Tensor):
             yield from _inside(inner)

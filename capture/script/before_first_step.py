@@ -151,7 +151,8 @@ class BeforeFirstStep:
             yield
             return
         signal.signal(signal.SIGALRM, self._alarm)
-        signal.siginterrupt(signal.SIGALRM, False)  # system calls of C libraries are restarted
+        # System calls of C libraries are then restarted.
+        signal.siginterrupt(signal.SIGALRM, False)
         signal.setitimer(signal.ITIMER_REAL, HEARTBEAT_S, HEARTBEAT_S)
         try:
             yield

@@ -245,7 +245,8 @@ class WrapperSteps:
         @functools.wraps(method)
         def step(this: Any, *args: Any, **kwargs: Any) -> Any:
             self.running += 1
-            self._first_frame = None  # a frame would keep the tensors of its variables alive
+            # A frame would keep the tensors of its variables alive.
+            self._first_frame = None
             try:
                 # The name that torch gives to optimizer steps: it marks the optimizer phase.
                 with record_function(f"Optimizer.step#{type(this).__name__}.step"):
@@ -364,7 +365,8 @@ class CustomOptimizers:
             return result
 
         watched: Any = step
-        watched.hooked = True  # torch's mark: `WrapperSteps` does not take it for a wrapper
+        # torch's mark, so that `WrapperSteps` does not take it for a wrapper.
+        watched.hooked = True
         return watched
 
 

@@ -141,7 +141,8 @@ def run_script(
     except (KeyboardInterrupt, GeneratorExit):
         raise
     except BaseException as error:  # CheckpointException of torch.distributed is no Exception
-        if boundary.complete:  # raised while the script ended: the capture is not affected
+        # An error while the script ends does not affect a complete capture.
+        if boundary.complete:
             return
         why = explained(error, script, fsdp_shards=fsdp_shards, partial_sequence=partial_sequence)
         raise ScriptError(
@@ -280,7 +281,8 @@ class _Boundary:
         if self.failure is not None:
             raise self.failure
         in_main = threading.current_thread() is threading.main_thread()
-        raise CaptureComplete if in_main else SystemExit  # threads print any subclass
+        # A thread prints the traceback of any subclass of SystemExit.
+        raise CaptureComplete if in_main else SystemExit
 
 
 def _unwritten(error: OSError) -> CaptureError:

@@ -124,7 +124,8 @@ def compare_reordered(
     # The smaller of both: noise alone would allow a wrong small tensor, the relative limit alone a
     # wrong large one.
     allowed = min(noise, SLICES_RELATIVE * largest + floor)
-    breach = not error <= allowed  # not `error > allowed`: NaN must be a breach
+    # Not `error > allowed`: NaN must be a breach.
+    breach = not error <= allowed
     equal = bool(torch.equal(actual, expected))
     return _difference(what, module, name, actual, expected, equal=equal, breach=breach)
 

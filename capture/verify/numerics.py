@@ -213,7 +213,8 @@ def _checksum(tensor: Any) -> int:
 
 
 _ENVIRONMENT = {
-    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # without it cuBLAS is not deterministic
+    # Without it cuBLAS is not deterministic.
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     "PYTHONHASHSEED": "0",
 }
 
@@ -453,7 +454,8 @@ def _slices(
         try:
             results.append(compare_slices(model, inputs, keywords, options, progress))
         except OneRankError as error:
-            failures.append(error)  # the script may catch an exception that passes through it
+            # The script may catch an exception that passes through it.
+            failures.append(error)
         raise CaptureComplete
 
     models = slicing(ThreadedPeers(options.rank, ThreadedWorld(options.world.size)), options)

@@ -165,7 +165,8 @@ def _change(actual: Tensor, expected: Tensor) -> Tensor:
     if not expected.numel():
         return torch.zeros(())
     change = (actual.double() - expected.double()).abs().max()
-    return change.nan_to_num(0.0, 0.0, 0.0)  # NaN or infinite noise must not widen the tolerance
+    # NaN or infinite noise must not widen the tolerance.
+    return change.nan_to_num(0.0, 0.0, 0.0)
 
 
 _TOLERANCE = (

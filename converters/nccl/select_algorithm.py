@@ -269,7 +269,8 @@ def _grid(whole: int, algorithm: str, protocol: str, topology: Topology) -> tupl
     if algorithm == "tree":
         return channels, _MAX_THREADS
     if protocol == "simple":
-        threads += _WARP  # the simple protocol has one more warp, which signals
+        # The simple protocol has one more warp, which signals.
+        threads += _WARP
     return channels, max(threads, 3 * _WARP)
 
 

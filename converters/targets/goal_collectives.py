@@ -64,7 +64,8 @@ def _parent(count: int, node: int, *, complement: bool) -> int:
     """Return a node's parent in the binary tree over `count` nodes, or in its complement."""
     if not complement:
         return _binary(count, node)
-    if count % 2:  # the complement of an odd number of nodes is the tree shifted by one
+    # The complement of an odd number of nodes is the tree shifted by one.
+    if count % 2:
         up = _binary(count, (node - 1) % count)
         return ROOT if up == ROOT else (up + 1) % count
     up = _binary(count, count - 1 - node)  # the mirrored tree

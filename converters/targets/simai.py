@@ -203,7 +203,8 @@ def layer_times(graph: Graph, grain: Grain) -> LayerTimes:
     evaluating: list[bool] = graph.evaluating.tolist()
     sent, phaseless_ns = Counter[tuple[int, Phase]](), 0
     after_backward = False
-    number = 0  # micro-batch; a node without a number belongs to that of the node before it
+    # A node without a micro-batch belongs to that of the node before it.
+    number = 0
     newest = ""  # scope of the newest compute, to which a gradient bucket belongs
     for index in order:
         node = graph.node(index)

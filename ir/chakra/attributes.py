@@ -34,7 +34,8 @@ def whole_micros(nodes: Nodes) -> I64:
     micros, rest_ns = np.divmod(nodes.duration_ns, 1000)
     if not rest_ns.any():
         return micros
-    order = np.lexsort((nodes.thread, nodes.stream))  # stable: node order within a lane
+    # Stable, so nodes of a lane stay in order.
+    order = np.lexsort((nodes.thread, nodes.stream))
     stream, thread = nodes.stream[order], nodes.thread[order]
     first = np.ones(len(order), dtype=bool)
     first[1:] = (stream[1:] != stream[:-1]) | (thread[1:] != thread[:-1])

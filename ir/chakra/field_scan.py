@@ -71,7 +71,8 @@ class Buffer:
         used_bits = end_bit ^ (end_bit - _ONE)
         digits = word & used_bits & _DIGITS
         length = ((used_bits & _BYTES) * _BYTES >> np.uint64(56)).astype(np.int64)
-        minimal = digits >= used_bits >> np.uint64(8)  # else its last digit is a zero too many
+        # Else its last digit is a zero too many.
+        minimal = digits >= used_bits >> np.uint64(8)
         return Varints(_packed(digits), length, end != 0, minimal)
 
 

@@ -112,7 +112,8 @@ class Displayed:
         units: field -> unit, such as "bytes", of fields whose names do not end with a unit.
     """
 
-    __slots__ = ()  # otherwise records with `slots=True` would have a `__dict__`
+    # Otherwise records with `slots=True` would have a `__dict__`.
+    __slots__ = ()
 
     units: ClassVar[Mapping[str, str]] = {}
 

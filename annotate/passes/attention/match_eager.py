@@ -235,10 +235,12 @@ def _match_call(flow: Flow, softmax: int) -> EagerCall | None:
         return None
     masks = [operand for operand in scores.others if operand.tensor.numel > 1]
     if any(len(mask.tensor.shape) > 2 and mask.tensor.shape[-3] > 1 for mask in masks):
-        return None  # a bias per head, as in T5, which fused kernels do not support
+        # A bias per head, as in T5, which fused kernels do not support.
+        return None
     added = flow.calls[scores.product].reads[:-2]
     if any(1 < operand.tensor.numel < probabilities.tensor.numel for operand in added):
-        return None  # `baddbmm` adds a bias per head to the product, as in Bloom
+        # `baddbmm` adds a bias per head to the product, as in Bloom.
+        return None
     softmax_backward = next((index for index in flow.readers[probabilities.content]
                  if flow.calls[index].op == "_softmax_backward_data"), None)  # fmt: skip
     backward = (

@@ -317,7 +317,8 @@ def _options(size: int, position: int, rank: int, sizing: Sizing) -> list[tuple[
         options.append((merged + _MULTIPLE + 1, TOKENS))
     if size and size % (batch * sizing.unit**2) == 0:
         options.append((merged + 2 * _MULTIPLE + 1, (2, 1)))
-    if size and size % sizing.unit**2 == 0:  # pairs of positions, for relative position embeddings
+    # Pairs of positions, for relative position embeddings.
+    if size and size % sizing.unit**2 == 0:
         options.append((merged + 2 * _MULTIPLE + 2, (2, 0)))
     # Size 1 is often a broadcast dimension, and a small batch may equal the experts per token.
     by_chance = batch == 1 or size in sizing.routes

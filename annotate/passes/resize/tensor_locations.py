@@ -223,7 +223,8 @@ def parse_tensor_ids(texts: Sequence[str]) -> tuple[I64, I64, I64, I64]:
     for number in range(_TUPLE_NUMBERS):
         value, place = _parse_numbers(buffer, place, good)
         good &= buffer[place] == _COMMA
-        place += good  # only valid positions advance, so none passes the end of the buffer
+        # Only valid positions advance, so none passes the end of the buffer.
+        place += good
         if number < _LOCATION_NUMBERS:
             kept.append(value)
     good &= buffer[place] == _QUOTE

@@ -156,7 +156,8 @@ def _query_parts(
     parts = query.chunk(2, dim=2)
     length = parts[0].shape[2]
     starts = [chunk * length for chunk in chunks_of(group)]
-    if mask is not None:  # from key 0 on, because kernels need aligned mask rows
+    # With a mask, from key 0 on: kernels need aligned mask rows.
+    if mask is not None:
         return [
             (part, slice(0, start + length), rows[..., : start + length])
             for part, start, rows in zip(parts, starts, mask.chunk(2, dim=2), strict=True)
@@ -330,7 +331,8 @@ def _merge(output: Tensor, logsumexp: Tensor, rows: slice | Tensor, part: Attent
     weight = torch.sigmoid(part.logsumexp - merged_logsumexp).unsqueeze(-1)
     merged_logsumexp.sub_(nn.functional.logsigmoid(merged_logsumexp - part.logsumexp))
     merged.add_(weight * (part.output - merged))
-    if isinstance(rows, Tensor):  # indexing by a tensor copies, so write the results back
+    # Indexing by a tensor copies, so the results are written back.
+    if isinstance(rows, Tensor):
         output[:, :, rows], logsumexp[:, :, rows] = merged, merged_logsumexp
 
 
@@ -381,7 +383,8 @@ class Context:
     comm: ContextComm = "all_gather"
 
     def __deepcopy__(self, _: Any) -> "Context":
-        return self  # hooks of a deep-copied model keep sharing one object, as functions do
+        # Hooks of a deep-copied model keep sharing one object, as functions do.
+        return self
 
     def local_chunks(self, x: Tensor) -> Tensor:
         """Return this rank's chunks of [batch, sequence, ...], concatenated.

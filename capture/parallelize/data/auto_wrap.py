@@ -311,12 +311,14 @@ class DataParallelism:
             distributed = ReplicatedModel(module, self._groups)
         else:
             copies = [replica for replica in copies_of(module) if replica not in self._managed]
-            root = getattr(module, "_orig_mod", module)  # what torch.compile wraps
+            # torch.compile's wrapper has the module as `_orig_mod`.
+            root = getattr(module, "_orig_mod", module)
             copies += [replica for replica in references_of(root) if replica not in copies]
             self._references.follow(module)
             sharded = FullyShardedModel(module, self._groups, called=called)
             sharded.replace_in(optimizers)
-            for replica in copies:  # scripts average parameters shard by shard
+            # Scripts average parameters shard by shard.
+            for replica in copies:
                 FullyShardedModel(replica, self._groups, called=False)
                 self._managed |= set(replica.modules())
             distributed = sharded

@@ -88,7 +88,8 @@ class DeferredModels:
             init(model, *args, **kwargs)
             if self._building is None and not self._loading:
                 self._building = model
-                setattr(model, _DEFERRED, True)  # an attribute, so that a deep copy has it too
+                # An attribute, so that a deep copy has it too.
+                setattr(model, _DEFERRED, True)
 
         def complete(model: PreTrainedModel) -> None:
             post_init(model)

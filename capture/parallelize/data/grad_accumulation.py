@@ -170,7 +170,8 @@ class _Model:
     def _sum(self) -> None:
         if any(partial.pending for _, partial in self._partials):
             reduce_deferred(self._partials)
-            self.defer(False)  # a second backward of the same forward sums immediately
+            # A second backward of the same forward sums immediately.
+            self.defer(False)
 
 
 class DeferredGradSync:
@@ -206,7 +207,8 @@ class DeferredGradSync:
     def _before_forward(self, module: nn.Module, _: Any) -> None:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
-        model = getattr(module, "_orig_mod", module)  # what torch.compile wraps
+        # torch.compile's wrapper has the module as `_orig_mod`.
+        model = getattr(module, "_orig_mod", module)
         if model in self._slices:
             if model not in self._models:
                 self._models[model] = _Model(model, self._micro_batches)

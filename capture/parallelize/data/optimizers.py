@@ -133,7 +133,8 @@ def note_of_slices() -> str | None:
 
 
 def _steps_on_matrices(optimizer: Optimizer) -> bool:
-    groups = vars(optimizer).get("param_groups", [])  # a wrapper may lack its own
+    # A wrapper may lack groups of its own.
+    groups = vars(optimizer).get("param_groups", [])
     return any(isinstance(p, torch.Tensor) and p.ndim > 1 for g in groups for p in g["params"])
 
 

@@ -96,7 +96,8 @@ class Bucket:
         return self._checksum is not None and self._checksum != self._compute_checksum()
 
     def _compute_checksum(self) -> tuple[str, list[int]]:
-        total = str(self._flat.sum(dtype=torch.float64).item())  # as text, because nan != nan
+        # As text, because nan != nan.
+        total = str(self._flat.sum(dtype=torch.float64).item())
         return total, [parameter.data_ptr() for parameter in self._views]
 
     def move_gradient(self, parameter: Tensor) -> bool:
@@ -223,7 +224,8 @@ _OUTSIDE = (
     "  use --ddp or --fsdp"
 )
 
-_WATCHED_STEPS = 2  # later steps repeat the first; a checksum reads all weights
+# Later steps repeat the first, and a checksum reads all weights.
+_WATCHED_STEPS = 2
 
 
 class ShardedOptimizers:

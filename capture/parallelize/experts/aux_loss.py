@@ -167,7 +167,8 @@ def _partial_loss(
         probabilities = probabilities + (weights.float() * rows.unsqueeze(-1)).sum(0)
     for group in balance.groups:
         if balance.peers_absent:
-            counts *= group.size()  # absent ranks are assumed to route as this rank does
+            # Absent ranks are assumed to route as this rank does.
+            counts *= group.size()
         dist.all_reduce(counts, group=group)
     tokens = counts[-1]
     loss = (counts[:-1] / tokens * probabilities / tokens).sum() * experts

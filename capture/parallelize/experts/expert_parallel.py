@@ -342,7 +342,8 @@ def _dispatching_forward(
     def forward(self: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         local, top_k = self.num_experts, index.shape[-1]
         expert_ids = index.reshape(-1)
-        order = torch.argsort(expert_ids)  # groups tokens by expert, and so by rank
+        # This groups tokens by expert, and so by rank.
+        order = torch.argsort(expert_ids)
         send_counts = torch.zeros(size * local, dtype=torch.long, device=expert_ids.device)
         send_counts = send_counts.scatter_add_(0, expert_ids, torch.ones_like(expert_ids))
         counts_per_pair = torch.empty(

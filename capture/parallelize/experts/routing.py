@@ -140,7 +140,8 @@ def chosen_experts(counts: list[int], top_k: int) -> "Tensor":
     The experts of a token differ. A fixed seed shuffles the tokens and each token's top-k slots;
     torch's global generators keep their state.
     """
-    import torch  # imported here, because the command line parses --moe-routing without torch
+    # Imported here, because the command line parses --moe-routing without torch.
+    import torch
 
     tokens = sum(counts) // top_k
     experts = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))

@@ -68,7 +68,8 @@ class EncoderDecoderInputs:
         model.register_forward_pre_hook(self._enter, with_kwargs=True)
 
     def __deepcopy__(self, _: Any) -> "EncoderDecoderInputs":
-        return self  # hooks of a deep-copied model keep sharing one object, as functions do
+        # Hooks of a deep-copied model keep sharing one object, as functions do.
+        return self
 
     def replace_encoder(self, encoder: nn.Module) -> None:
         """Empty an encoder on a decoder stage; its forward returns the received encoder output."""
@@ -313,7 +314,8 @@ def stage_encoder_decoder(
     tied: list[TiedEmbedding] = []
     for name, by_stage in holders.items():
         members = [ranks[at] for at in by_stage] if stage in by_stage else [ranks[stage]]
-        sharing = new_group(name, members)  # every stage creates a group: torch numbers them
+        # Every stage creates a group, because torch numbers them.
+        sharing = new_group(name, members)
         if stage in by_stage:
             tied.append(TiedEmbedding(by_stage[stage], sharing))
     free_parameters(dropped, model)

@@ -66,7 +66,8 @@ class TiedEmbedding:
         register_optimizer_step_pre_hook(self._before_step)
 
     def __deepcopy__(self, _: Any) -> "TiedEmbedding":
-        return self  # hooks of a deep-copied model keep sharing one object, as functions do
+        # Hooks of a deep-copied model keep sharing one object, as functions do.
+        return self
 
     @property
     def is_copy(self) -> bool:
@@ -222,7 +223,8 @@ def _keep_layers(parts: ModelParts, kept: slice) -> None:
         # Forwards index layer_types by the position in the list of layers, which now starts with
         # this stage's first layer. Rotating keeps the length at num_hidden_layers.
         trunk = parts.trunk
-        trunk.config = copy.copy(trunk.config)  # other modules share the configuration
+        # Other modules share the configuration.
+        trunk.config = copy.copy(trunk.config)
         rotated = parts.types[kept.start :] + parts.types[: kept.start]
         try:
             trunk.config.layer_types = rotated
@@ -232,7 +234,8 @@ def _keep_layers(parts: ModelParts, kept: slice) -> None:
                 "stage cannot adapt to its layer indices: leave --pp out",
                 code="pp-layer-types",
             ) from error
-        for module in parts.layers.modules():  # key-value caches use the same indices
+        # Key-value caches use the same indices.
+        for module in parts.layers.modules():
             if isinstance(layer_index := getattr(module, "layer_idx", None), int):
                 module.layer_idx = layer_index - kept.start
 

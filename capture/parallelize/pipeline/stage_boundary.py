@@ -128,7 +128,8 @@ class StageBoundary:
         self._scalars: dict[torch.device, Tensor] = {}
 
     def __deepcopy__(self, _: Any) -> "StageBoundary":
-        return self  # hooks of a deep-copied model keep sharing one object, as functions do
+        # Hooks of a deep-copied model keep sharing one object, as functions do.
+        return self
 
     @property
     def dtype(self) -> torch.dtype:

@@ -355,7 +355,8 @@ def _stack_role(model: PreTrainedModel, module: Any, layers: str) -> StackRole:
     for name, child in module.named_children():
         if child is model.get_submodule(layers) or not any(True for _ in child.parameters()):
             continue
-        norm = "norm" in name and "embedding" not in name  # BART has an embedding norm too
+        # BART has an embedding norm too.
+        norm = "norm" in name and "embedding" not in name
         (final_norms if norm else before).append(child)
     token_embedding = getattr(module, "embed_tokens", None)
     adds_to_embedding = any(child is not token_embedding for child in before) or adds_positions(

@@ -109,7 +109,8 @@ class BlockBoundary:
         self._gathered: list[SequenceInput] = []
 
     def __deepcopy__(self, _: Any) -> "BlockBoundary":
-        return self  # hooks of a deep-copied model keep sharing one object, as functions do
+        # Hooks of a deep-copied model keep sharing one object, as functions do.
+        return self
 
     def place_before(self, block: nn.Module) -> None:
         """Register hooks that apply the boundary before the block and release it after."""

@@ -114,7 +114,8 @@ class LatentSequence:
                 child.register_forward_hook(self._gather if key == _NORM else self._replace_output)
 
     def __deepcopy__(self, _: Any) -> "LatentSequence":
-        return self  # hooks of a deep-copied model keep sharing one object, as functions do
+        # Hooks of a deep-copied model keep sharing one object, as functions do.
+        return self
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Apply an up projection; gathers its input unless the latents are gathered already."""

@@ -50,7 +50,8 @@ def planned_styles(model: PreTrainedModel) -> dict[str, str]:
     for name, module in model.named_modules():
         style = next((plan for key, plan in patterns.items() if key.fullmatch(name)), None)
         if style is None and module is embedding and isinstance(module, nn.Embedding):
-            style = EMBEDDING[0]  # older plans omit it; the vocabulary is sliced nevertheless
+            # Older plans omit it; the vocabulary is sliced nevertheless.
+            style = EMBEDDING[0]
         if style is None and module is head and tied:
             style = GATHERED[0]  # its weight is cut with the embedding's
         if style is None:
@@ -234,7 +235,8 @@ def qkv_widths(attention: Any) -> list[int]:
     if not (isinstance(heads, int) and isinstance(pairs, int) and isinstance(width, int)):
         return []
     widths = [heads * width, pairs * width, pairs * width]
-    fused = getattr(attention.qkv_proj, "base_layer", attention.qkv_proj)  # of an adapter's
+    # An adapter may wrap the layer.
+    fused = getattr(attention.qkv_proj, "base_layer", attention.qkv_proj)
     return widths if sum(widths) == fused.weight.shape[0] else []
 
 

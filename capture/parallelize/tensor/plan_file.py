@@ -93,7 +93,8 @@ class ModuleRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def proportions(self) -> tuple[int, ...]:
         """Proportions of a fused layer's parts."""
         if self.parts == GROUPED:
-            return (1,)  # groups follow each other, so a rank's share is contiguous
+            # Groups follow each other, so a rank's share is contiguous.
+            return (1,)
         return (1,) * self.parts if isinstance(self.parts, int) else self.parts
 
 
@@ -221,7 +222,8 @@ def rules_for(model: "nn.Module", plan: ShardingPlan | None) -> dict[str, Module
         return plan_rules
     shipped = shipped_plan(model)
     rules = shipped.rules_of(model) if shipped else {}
-    for name, rule in plan_rules.items():  # the plan only adds adapters and modules to keep whole
+    # The plan only adds adapters and modules to keep whole.
+    for name, rule in plan_rules.items():
         shipped_rule = rules.get(name, ModuleRule())
         rules[name] = msgspec.structs.replace(
             shipped_rule, adapter=rule.adapter, style=rule.style or shipped_rule.style
@@ -270,7 +272,8 @@ def _pattern(name: str) -> str:
 
 
 def _shape(module: "nn.Module") -> str | None:
-    from torch import nn  # late: the command line reads a plan file without torch
+    # Late, because the command line reads a plan file without torch.
+    from torch import nn
 
     if isinstance(module, nn.Embedding):
         return f"Embedding {module.num_embeddings} x {module.embedding_dim}"

@@ -394,7 +394,8 @@ def _boundaries(
         block = parent_of(name)
         narrows = block in rules and rules[block].narrow_input
         if style in GATHERED and block not in closed:
-            continue  # the gathered output is whole again: the next layer gets its own boundary
+            # The gathered output is whole again: the next layer gets its own boundary.
+            continue
         if name == head or style not in (*COLUMN, *GATHERED) or block in boundaries:
             continue
         if tp_style == "megatron" or narrows:

@@ -195,7 +195,8 @@ class SequenceInput:
         features, size = x.shape[-1], x.numel()
         same_size = (features, size) == (self.whole.shape[-1], self.whole.numel())
         is_view = x is self.whole or (x._base is self.whole and x.is_contiguous() and same_size)
-        return is_view and self.whole._version == self._version  # not modified in place
+        # A change in place raises the version.
+        return is_view and self.whole._version == self._version
 
 
 class LayerInput:
@@ -205,7 +206,8 @@ class LayerInput:
         self._group = group
 
     def __deepcopy__(self, _: Any) -> "LayerInput":
-        return self  # hooks of a deep-copied model keep sharing one object, as functions do
+        # Hooks of a deep-copied model keep sharing one object, as functions do.
+        return self
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Apply the layer to a shard: [batch, sequence / size, in] -> [batch, sequence, out]."""

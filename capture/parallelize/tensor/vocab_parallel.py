@@ -162,7 +162,8 @@ class VocabularyParallelCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         softmax, outside_shard, local = ctx.saved_tensors
         if not torch.compiler.is_compiling() and _retains_graph():
-            softmax = softmax.clone()  # another backward of the same forward reads it
+            # Another backward of the same forward reads it.
+            softmax = softmax.clone()
         rows = torch.arange(softmax.shape[0], device=softmax.device)
         scaled_one_hot = torch.rsub(outside_shard.float(), ctx.scale, alpha=ctx.scale)
         softmax[rows, local] -= scaled_one_hot
@@ -204,7 +205,8 @@ def parallel_head(
 
     def loss_function(*args: Any, **kwargs: Any) -> Tensor:
         nonlocal has_loss
-        if not running:  # the head gathered: this call began before the model was sliced
+        # The head gathered: this call began before the model was sliced.
+        if not running:
             return ForCausalLMLoss(*args, **kwargs)
         has_loss = True
         return causal_loss(group, peers_absent, *args, **kwargs)
@@ -316,7 +318,8 @@ def refuse_unused_head(model: nn.Module, head: nn.Module, name: str) -> None:
     def after(*_: Any) -> None:
         if called or not torch.is_grad_enabled():
             return
-        if model.get_submodule(name) is head:  # a pipeline stage may have replaced it
+        # A pipeline stage may have replaced it.
+        if model.get_submodule(name) is head:
             raise SliceError(
                 f"--tp: the forward of {type(model).__name__} did not call {name}; it probably "
                 "multiplies by its weight (fused loss of TRL or Liger), which is a shard\n"

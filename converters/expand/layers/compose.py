@@ -350,7 +350,8 @@ def _edges(work: _Composition, old: I64, copy: I64) -> Edges:
         reason = Reason.PROGRAM_ORDER if kind == "thread" else Reason.STREAM_ORDER
         for a, b in pairwise(lane):
             if a[1] == b[1] == 0 and (a[0], b[0]) in unordered:
-                continue  # these concurrent calls do not wait for each other in the capture
+                # These concurrent calls do not wait for each other in the capture.
+                continue
             edges.setdefault((work.number[a], work.number[b]), int(reason))
     pairs = np.array(list(edges), dtype=np.int64).reshape(-1, 2)
     reasons = np.fromiter(edges.values(), dtype=np.uint8, count=len(edges))

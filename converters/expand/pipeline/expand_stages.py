@@ -133,7 +133,8 @@ class RankBuilder:
         for index in stage.blocks.get(captured, []):
             included = part is None or index in part
             if not included and index in copies:
-                continue  # it belongs to the other part, which is already in the graph
+                # It belongs to the other part, which is already in the graph.
+                continue
             awaited = self._dependencies(chunk, index, captured, target, ends_at_entry)
             lanes = _lanes(stage.graph, index)
             if included:
@@ -143,7 +144,8 @@ class RankBuilder:
                 entered_lanes.update(lanes)
             message = self._message(chunk, index, target) if included else None
             if not included or (message is not None and message[0] is None):
-                copies[index] = [*awaited]  # followers of the dropped node inherit its dependencies
+                # Followers of the dropped node inherit its dependencies.
+                copies[index] = [*awaited]
                 continue
             number = len(self.nodes)
             micro_batch = target.micro_batch if target.phase in (FORWARD, BACKWARD) else UNKNOWN

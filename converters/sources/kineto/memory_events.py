@@ -124,7 +124,8 @@ def _begin(rows: MemoryRows, address: I64, allocates: I64) -> int | None:
     recorded = (address * 2 + allocates).astype(np.int64).tobytes()
     # `bytes.find` takes linear time; comparing at every row takes rows x events.
     begin = profiled.find(recorded)
-    while begin > 0 and begin % _EVENT_BYTES:  # a match that begins within an integer is none
+    # A match that begins within an integer is none.
+    while begin > 0 and begin % _EVENT_BYTES:
         begin = profiled.find(recorded, begin + 1)
     return begin // _EVENT_BYTES if begin >= 0 else None
 
@@ -222,7 +223,8 @@ def blocks(
     """
     allocated, freed = _pairs(rows)
     event = np.where(allocated >= 0, allocated, freed)
-    scope = np.where(around >= 0, around, op)  # Python code between operators continues the phase
+    # Python code between operators continues the phase of the operator before.
+    scope = np.where(around >= 0, around, op)
     phase = pick(timeline.phase, scope, int(Phase.NONE))
     root, communicates = _find_roots(timeline, around)
     within_operator = (

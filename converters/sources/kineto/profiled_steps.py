@@ -214,7 +214,8 @@ def merge_steps(steps: Sequence[tuple[Graph, Conversion]]) -> tuple[Graph, Conve
     for number, step_sequences in enumerate(sequences):
         compute = {key: names for key, (names, _) in step_sequences.items() if key[0] == "compute"}
         steps_by_compute[tuple(sorted(compute.items()))].append(number)
-    used = max(steps_by_compute.values(), key=len)  # max returns the first of equals
+    # Of equally many, max returns the first.
+    used = max(steps_by_compute.values(), key=len)
     totals = {number: _total_ns(steps[number][0], sequences[number]) for number in used}
     typical = _most_similar([sequences[number] for number in used])
     candidates = sorted((used[place] for place in typical), key=lambda number: totals[number])

@@ -106,7 +106,8 @@ class StepBuilder:
             results = [name for name in node.output if name in self._needs]
             ready = {index for name in results for index in gradients[name]}
             if not ready and not any(name in self._outputs for name in results):
-                continue  # no gradient arrives, since nothing uses the results
+                # No gradient arrives, since nothing uses the results.
+                continue
             # An output of the model starts the backward: nothing produces its gradient, so it
             # follows the forward.
             before = ready or {tail}

@@ -430,7 +430,8 @@ def _notes_on_streams(graph: Graph) -> list[str]:
     notes: list[str] = []
     if len(streams) > 1:
         note = f"GPU compute is on {len(streams)} streams; ASTRA-sim runs one node at a time"
-        has_delays = NAME in graph.strings.values  # the note on host delays reports overlaps
+        # With host delays, their note reports the overlap.
+        has_delays = NAME in graph.strings.values
         if graph.nodes.start_ns.any() and not graph.job.annotations and not has_delays:
             start, duration = graph.nodes.start_ns[compute], graph.nodes.duration_ns[compute]
             overlap_ns = int(duration.sum()) - union_duration_ns(start, start + duration)

@@ -192,7 +192,8 @@ def roofline(graph: Graph) -> tuple[list[RooflinePoints], str]:
         rows = np.flatnonzero(is_known & (costs.op_class == code))
         work = np.stack([names[rows], costs.flops[rows], moved[rows]])
         _, first, point = np.unique(work, axis=1, return_index=True, return_inverse=True)
-        point = point.reshape(-1)  # numpy 2.0 returns the inverse with the dimensions of `work`
+        # numpy 2.0 returns the inverse with the dimensions of `work`.
+        point = point.reshape(-1)
         time = np.zeros(len(first), dtype=np.int64)
         np.add.at(time, point, duration[rows])
         calls = np.bincount(point)

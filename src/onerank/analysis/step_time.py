@@ -173,7 +173,8 @@ def with_communication(graph: Graph, bandwidth_gb_per_s: float) -> Graph:
                 code="replay-unknown-communication",
             )
         wire = wire_bytes(node.collective.name.lower(), size, max(ranks, 1))
-        duration[index] = round(wire / bandwidth_gb_per_s)  # bytes over GB/s are nanoseconds
+        # Bytes over GB/s are nanoseconds.
+        duration[index] = round(wire / bandwidth_gb_per_s)
     return graph.with_columns(duration_ns=duration)
 
 

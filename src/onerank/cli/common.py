@@ -109,9 +109,11 @@ class _OutputFile(click.Path):
         path = Path(os.fsdecode(super().convert(value, param, ctx)))
         parent = path.parent
         if path.exists() and not path.is_file():
-            return path  # a pipe or a device is written directly, without a temporary file
+            # A pipe or a device is written directly, without a temporary file.
+            return path
         if not self.dir_okay and not parent.exists() and parent.parent.is_dir():
-            parent = parent.parent  # `output_files.replacing` creates one missing directory
+            # `output_files.replacing` creates one missing directory.
+            parent = parent.parent
         if not parent.is_dir():
             raise InvalidValue(
                 f"'{path}': there is no directory '{parent}'; create it first.",
@@ -119,7 +121,8 @@ class _OutputFile(click.Path):
                 ctx,
                 code="output-no-directory",
             )
-        try:  # for root, os.access reports /proc and read-only mounts as writable
+        # For root, os.access reports /proc and read-only mounts as writable.
+        try:
             with tempfile.TemporaryFile(dir=parent):
                 pass
         except OSError as error:
@@ -233,7 +236,8 @@ def exit_on_errors(arguments: Mapping[str, Any]) -> Generator[None]:
         else:
             raise
         if isinstance(error, OSError) and not error.filename:
-            discard_stdout()  # stdout may be the stream that cannot be written
+            # stdout may be the stream that cannot be written.
+            discard_stdout()
         sys.exit(2)
     except KeyboardInterrupt:
         say("interrupted: nothing was written", err=True)

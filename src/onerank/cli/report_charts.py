@@ -168,7 +168,8 @@ def module_chart(modules: Sequence[ModuleTime]) -> Figure:
                 ],
                 "labels": labels,
                 "values": [module.time_ns for module in ordered],
-                "branchvalues": "total",  # the value of a module includes its sub-modules
+                # The value of a module includes its sub-modules.
+                "branchvalues": "total",
                 "customdata": [
                     [time(module.time_ns), f"{module.time_ns / total:.1%}", module.nodes]
                     for module in ordered
@@ -422,7 +423,8 @@ def _figure(data: list[Figure], height: int, **layout: Any) -> Figure:
         "layout": {
             "height": height,
             "margin": {"l": 60, "r": 12, "t": 24, "b": 48},
-            "showlegend": False,  # the page has a key above the figures, shared by two traces
+            # The page has a key above the figures, shared by two traces.
+            "showlegend": False,
             "treemapcolorway": list(_MODULE_PALETTE),
             "modebar": {"bgcolor": "rgba(0,0,0,0)"},
             **layout,

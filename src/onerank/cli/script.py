@@ -198,7 +198,8 @@ def _is_open(number: int) -> bool:
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, None, or no stream
+        # A stream may be closed, None, or no stream at all.
+        with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
 
 

@@ -259,7 +259,8 @@ def reserve_standard_streams() -> None:
         try:
             os.fstat(number)
         except OSError:
-            opened = os.open(os.devnull, os.O_RDWR)  # POSIX takes the lowest free number
+            # POSIX takes the lowest free number.
+            opened = os.open(os.devnull, os.O_RDWR)
             assert opened == number, f"descriptor {opened}, not {number}"
 
 

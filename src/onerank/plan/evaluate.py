@@ -56,8 +56,8 @@ def plan_evaluations(
     """
     batches: dict[tuple[Any, ...], list[Layout]] = {}
     for layout in layouts:
-        # Layouts that differ in pp, dp or schedule only have captures in common, and one task
-        # re-costs each of these once.
+        # Layouts that differ only in pp, dp or schedule share captures, and one task re-costs each
+        # of these once.
         shared = (layout.tp, layout.sp, layout.cp, layout.ep, layout.micro_batch, layout.recompute,
                   layout.seq, layout.sharding)  # fmt: skip
         batches.setdefault(shared, []).append(layout)

@@ -220,7 +220,8 @@ class LocalPool:
                             workers.append(self._start(store))
                         worker = idle.pop() if idle else workers[-1]
                         worker.task, worker.attempt = waiting.popleft()
-                        with contextlib.suppress(OSError):  # it died while it was idle
+                        # It fails if the worker died while it was idle.
+                        with contextlib.suppress(OSError):
                             worker.connection.send(worker.task)
                     for worker in _answering(workers):
                         task = worker.task

@@ -188,7 +188,8 @@ class HostTimeline:
         itself = np.where(chosen, np.arange(len(self)), NONE)
         outermost = np.where(nearest >= 0, nearest, itself)
         inner = np.flatnonzero(outermost >= 0)
-        while len(inner):  # as in `nearest`, each round doubles the number of skipped callers
+        # As in `nearest`, each round doubles the number of skipped callers.
+        while len(inner):
             inner = inner[outermost[outermost[inner]] != outermost[inner]]
             outermost[inner] = outermost[outermost[inner]]
         return outermost
@@ -216,7 +217,8 @@ def host_timeline(trace: KinetoTrace) -> HostTimeline:
     rows = trace.host
     distinct, first = np.unique(rows.thread, return_index=True)
     appearance = np.empty(len(trace.threads), dtype=np.int64)
-    appearance[distinct] = first  # threads in the order in which the file names them
+    # Threads in the order in which the file names them.
+    appearance[distinct] = first
     # At equal starts the longer event is the caller; equal intervals keep the file's order.
     order = np.lexsort((rows.event_index, -rows.end_ns, rows.start_ns, appearance[rows.thread]))
     rows = rows.take(order)

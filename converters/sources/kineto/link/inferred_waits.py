@@ -104,7 +104,8 @@ class _OperationEnds:
         launched = np.concatenate([line.launched for line in lines])
         following = np.concatenate([np.append(line.launched[1:], never) for line in lines])
         stream = np.repeat(np.array([*timelines]), [len(line.ended) for line in lines])
-        order = np.lexsort((stream, ended))  # stable, so operations of a stream stay in order
+        # Stable, so operations of a stream stay in order.
+        order = np.lexsort((stream, ended))
         return cls(ended[order], stream[order], launched[order], following[order])
 
     def last(

@@ -324,7 +324,8 @@ def _gradient_reductions(
             continue
         name = timeline.name(index)
         shares_storage = name.endswith("_") or name in _VIEWS
-        if not outputs and name.endswith("_"):  # in-place operators on lists record no outputs
+        # In-place operators on lists record no outputs.
+        if not outputs and name.endswith("_"):
             outputs = [*_tensors(inputs[:1])]
         fewest_elements = min(sizes.values()) if sizes and phases[index] == Phase.NONE else None
         for tensor in outputs:
@@ -609,7 +610,8 @@ def _connected_runs(count: int, groups: Iterable[list[int]]) -> list[int]:
 
     def root(run: int) -> int:
         while part[run] != run:
-            part[run] = part[part[run]]  # halves the path: long chains stay cheap
+            # This halves the path, so that long chains stay cheap.
+            part[run] = part[part[run]]
             run = part[run]
         return run
 
@@ -630,7 +632,8 @@ def _numbers(calls: list[_ModelCall], begins: list[int], parts: list[int]) -> di
     """
     backward_ns: dict[int, int] = {}
     for part, begin in zip(parts, begins, strict=True):
-        backward_ns.setdefault(part, begin)  # runs are in the order of their time
+        # Runs are in the order of their time, so the first begin of a part stays.
+        backward_ns.setdefault(part, begin)
     of_model: defaultdict[tuple[int, int], dict[int, int]] = defaultdict(dict)
     calls_of_part: defaultdict[tuple[int, int], Counter[int]] = defaultdict(Counter)
     for call in sorted(calls):

@@ -98,7 +98,8 @@ class EventRecords:
         for event in sorted(first, reverse=True):
             position = min(bisect_right(starts, first[event]) - 1, ceiling - (above - event))
             if position < 0:
-                break  # this event and the older ones were there before the trace began
+                # This event and the older ones were there before the trace began.
+                break
             positions[event] = position
             ceiling, above = position, event
         return positions

@@ -242,7 +242,8 @@ def _list_types(kernel: str) -> tuple[str, ...]:
     arguments = [_tensor_type(text) for text in split_types(functor[2])[:2]]
     if not arguments[0]:
         return ()
-    if functor[1] == "Copy":  # the destination may have another type than the source
+    # The destination may have another type than the source.
+    if functor[1] == "Copy":
         return tuple(arguments) if all(arguments) else ()
     same = (arguments[0],) * int(lists[1])
     return same + ((_STEPS,) if functor[1].startswith("Fused") else ())

@@ -153,7 +153,8 @@ class CallPlacement:
         self, calls: list[RecordedCall], gloo_calls: list[GlooCall]
     ) -> list[RecordedCall]:
         """Add the calls recorded on a CPU and those of Gloo; return the calls assumed blocking."""
-        if self._streams:  # a capture without a device, whose operators have streams
+        # In a capture without a device, operators have streams.
+        if self._streams:
             return self._on_emulated_streams(calls)
         timeline = self._timeline
         operators = OperatorsByStart(timeline, self._kept)

@@ -269,7 +269,8 @@ class _DeviceWideWaits:
     def last_end_ns(self) -> int:
         """End of the last operation that a wait waits for."""
         while self._last[self._ends[0][2]] != self._ends[0][1]:
-            heappop(self._ends)  # its stream has launched another operation since
+            # Its stream has launched another operation since.
+            heappop(self._ends)
         return -self._ends[0][0]
 
 
@@ -362,7 +363,8 @@ class SyncEdges:
         """Let the thread's next operator wait for the operation that freed a place in the queue."""
         for wait in waits:
             if (wait.thread, wait.start_ns) in self.blocked:
-                continue  # the call waited for a copy that it launched, longer than for queue room
+                # The call waited for a copy that it launched, longer than for queue room.
+                continue
             self.queued.append(wait)
             stream, thread = self._streams.get(wait.stream_key), self._threads.get(wait.thread)
             source = stream.last_ended(wait.freed_ns) if stream else None

@@ -319,7 +319,8 @@ def load_kineto(
     # Kineto shortens long lists of ranks in a call with `...`; `distributedInfo` has them whole.
     # Groups that the script does not describe are all called `undefined`, so the name is the key.
     described = distributed.groups if distributed else ()
-    ranks_of = {group.name: group.ranks for group in reversed(described)}  # the first of a name
+    # Reversed, so that the first of a name counts.
+    ranks_of = {group.name: group.ranks for group in reversed(described)}
     return KinetoTrace(
         path=path,
         strings=reader.strings,

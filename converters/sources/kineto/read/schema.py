@@ -153,7 +153,8 @@ class NestedNode(msgspec.Struct, gc=False, frozen=True):
         if match:
             return int(match[1]), int(match[2])
         values = {"rf_id": 0, "tid": 0}
-        for attribute in reversed(_ATTRIBUTES.decode(self.attrs)):  # the first of a name counts
+        # Reversed, so that the first of a name counts.
+        for attribute in reversed(_ATTRIBUTES.decode(self.attrs)):
             text = bytes(attribute.value)
             # 2^64 has 20 digits.
             values[attribute.name] = int(text) if text.isdigit() and len(text) < 20 else 0

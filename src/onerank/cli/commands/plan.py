@@ -87,11 +87,13 @@ def plan(config: Path, options: PlanOptions, as_json: bool) -> None:
     from onerank.plan.tasks import Store
 
     read = read_config(config)
-    library = plotly_js()  # first, so that a missing Plotly is reported at once
+    # First, so that a missing Plotly is reported at once.
+    library = plotly_js()
     # Absolute, because the work runs in the configuration's directory.
     output = options.output.absolute()
     output.mkdir(exist_ok=True)
-    for name in _TABLES:  # a table of an earlier run must not pass for one of a failed run
+    # A table of an earlier run must not pass for one of a failed run.
+    for name in _TABLES:
         (output / name).unlink(missing_ok=True)
     store = Store((options.store or output / "store").absolute())
     executor = _executor(read, options, store.directory)

@@ -119,7 +119,8 @@ def predict(what: str, options: PredictOptions, as_json: bool) -> None:
         if name not in _NOT_SIZES and value is not None
     }
     path = None if what in OPS else Path(what)
-    if path is not None and len(sizes) > 1:  # --no-causal has a value in any case
+    # --no-causal has a value in any case.
+    if path is not None and len(sizes) > 1:
         raise UsageError(
             "FILE has the sizes: give only --target, --database and --output",
             code="predict-file-and-sizes",

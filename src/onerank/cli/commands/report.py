@@ -69,7 +69,8 @@ def report(traces: tuple[Path, ...], options: ReportOptions) -> None:
             f"{len(traces)} traces given; a report shows one or two", code="report-trace-count"
         )
     keep_inputs(options.output, *traces)
-    library = plotly_js()  # first, so that a missing Plotly is reported at once
+    # First, so that a missing Plotly is reported at once.
+    library = plotly_js()
     figures: dict[str, Any] = {}
     sections: dict[str, list[str]] = {}
     wide: set[str] = set()
