@@ -36,6 +36,7 @@ from onerank.annotate.gpus.gpu import Gpu
 from onerank.display import Displayed
 from onerank.ir.errors import AnnotateError, FormatError
 from onerank.ir.input_files import load_toml
+from onerank.ir.notes import Note
 
 
 class Rent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -179,7 +180,7 @@ class CostReport(Displayed, msgspec.Struct, frozen=True):
     tokens: int | None
     tokens_source: str
     bills: tuple[Bill, ...]
-    notes: tuple[str, ...]
+    notes: tuple[Note, ...]
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -227,10 +228,19 @@ def report_cost(
             f"{path}: no price for {name}; it has prices for {known}", code="prices-no-gpu"
         )
     notes = [
-        "the step is as long as this rank's; time for a slower rank or the network is not included"
+        Note(
+            "the step is as long as this rank's; time for a slower rank or the network is not "
+            "included",
+            code="cost-of-this-rank",
+        )
     ]
     if job.tokens is None:
-        notes.append("the number of tokens per step is not known: give `--tokens`")
+        notes.append(
+            Note(
+                "the number of tokens per step is not known: give `--tokens`",
+                code="cost-tokens-unknown",
+            )
+        )
     return CostReport(
         gpu=gpu.name,
         gpus=job.gpus,

@@ -21,6 +21,7 @@ from onerank.annotate.op_costs.op_classes import CLASSES
 from onerank.display import Displayed
 from onerank.ir import Evidence, Graph
 from onerank.ir.errors import AnnotateError
+from onerank.ir.notes import Note
 
 SETTLED_S = 1.5
 """Seconds of steps after which a board's sensor shows their power.
@@ -29,50 +30,75 @@ An H200's sensor still showed earlier work after 0.6 s.
 """
 
 
-def interval_notes(graph: Graph, gpu: Gpu, model: PowerModel) -> tuple[str, ...]:
+def interval_notes(graph: Graph, gpu: Gpu, model: PowerModel) -> tuple[Note, ...]:
     """Return notes on the data of the coefficients and on the errors in the step's interval."""
     shorter, longer = time_ends(graph)
     notes = (
         _fitted_on(gpu, model),
-        f"the step's interval is the largest error of summed energy outside the fit: "
-        f"{model.step_errors}",
+        Note(
+            f"the step's interval is the largest error of summed energy outside the fit: "
+            f"{model.step_errors}",
+            code="energy-interval-source",
+        ),
     )
     if longer > 1:
         times = f"x {shorter:.3f} to x {longer:.3f}"
-        return *notes, f"the step's interval includes the interval of the predicted times, {times}"
+        return *notes, Note(
+            f"the step's interval includes the interval of the predicted times, {times}",
+            code="energy-interval-with-times",
+        )
     if graph.job.annotations and _predicted(graph):
-        return *notes, "the interval does not include the error of predicted times: it is unknown"
+        return *notes, Note(
+            "the interval does not include the error of predicted times: it is unknown",
+            code="energy-interval-without-times",
+        )
     return notes
 
 
-def limit_notes(wanted_w: float | None, tdp_w: float) -> tuple[str, ...]:
+def limit_notes(wanted_w: float | None, tdp_w: float) -> tuple[Note, ...]:
     """Return a note if the power limit slows the step; `wanted_w` is the power without it."""
     if wanted_w is None:
         return ()
     return (
-        f"the step is at the power limit: its kernels would draw {wanted_w:.0f} W while busy, and "
-        f"the limit is {tdp_w:g} W",
+        Note(
+            f"the step is at the power limit: its kernels would draw {wanted_w:.0f} W while busy, "
+            f"and the limit is {tdp_w:g} W",
+            code="energy-power-limit",
+        ),
     )
 
 
-def sensor_notes(graph: Graph) -> tuple[str, ...]:
+def sensor_notes(graph: Graph) -> tuple[Note, ...]:
     """Return a note if the sensor was read too briefly to show the step's power."""
     window = sum(graph.job.measurement.step_ns) * 1e-9
     if measured_mw(graph) is None or window >= SETTLED_S:
         return ()
     return (
-        f"the sensor was read over {window:.1f} s of steps, and shows earlier work for some 0.6 s: "
-        f"capture with --timed-steps for {SETTLED_S:g} s or more",
+        Note(
+            f"the sensor was read over {window:.1f} s of steps, and shows earlier work for some "
+            f"0.6 s: capture with --timed-steps for {SETTLED_S:g} s or more",
+            code="energy-sensor-too-brief",
+        ),
     )
 
 
-def work_notes(links_w: float, unknown: int) -> tuple[str, ...]:
+def work_notes(links_w: float, unknown: int) -> tuple[Note, ...]:
     """Return notes on the power of active NVLinks and on nodes whose work is unknown."""
-    notes: tuple[str, ...] = ()
+    notes: tuple[Note, ...] = ()
     if links_w:
-        notes += (f"NVLinks to peers are active and draw {links_w:g} W all the time",)
+        notes += (
+            Note(
+                f"NVLinks to peers are active and draw {links_w:g} W all the time",
+                code="energy-links-active",
+            ),
+        )
     if unknown:
-        notes += (f"{unknown} nodes have unknown FLOPs and bytes and draw the base power",)
+        notes += (
+            Note(
+                f"{unknown} nodes have unknown FLOPs and bytes and draw the base power",
+                code="energy-unknown-work",
+            ),
+        )
     return notes
 
 
@@ -96,11 +122,14 @@ def _predicted(graph: Graph) -> bool:
     return bool((graph.nodes.evidence[compute_mask(graph)] != Evidence.MEASURED).any())
 
 
-def _fitted_on(gpu: Gpu, model: PowerModel) -> str:
+def _fitted_on(gpu: Gpu, model: PowerModel) -> Note:
     if gpu.power_coefficients is None:
-        return f"power model fitted {model.fitted}: {model.source}"
+        return Note(f"power model fitted {model.fitted}: {model.source}", code="energy-power-model")
     figure = gpu.figures["power_base"]
-    return f"coefficients by the description: {gpu.sources[figure.source]}"
+    return Note(
+        f"coefficients by the description: {gpu.sources[figure.source]}",
+        code="energy-described-coefficients",
+    )
 
 
 F64 = npt.NDArray[np.float64]
@@ -164,7 +193,7 @@ class EnergyReport(Displayed, msgspec.Struct, frozen=True):
     node_uj: tuple[int, ...]
     node_low_uj: tuple[int, ...]
     node_high_uj: tuple[int, ...]
-    notes: tuple[str, ...]
+    notes: tuple[Note, ...]
 
 
 class PowerTimeline(msgspec.Struct, frozen=True):

@@ -60,6 +60,7 @@ from onerank.ir import (
     axis_of,
 )
 from onerank.ir.errors import CaptureError
+from onerank.ir.notes import Note
 from onerank.ir.output_files import scratch_directory
 
 
@@ -347,11 +348,26 @@ def job_of(rank_run: RankRun, options: Options, observed: Observations) -> Job:
     notes = list(observed.notes)
     gpu = options.emulated_gpu
     if gpu is not None:
-        notes.append(f"run on no device, on shapes alone, as on a {gpu.name}: no time was measured")
+        notes.append(
+            Note(
+                f"run on no device, on shapes alone, as on a {gpu.name}: no time was measured",
+                code="captured-without-device",
+            )
+        )
     elif not observed.on_gpu:
-        notes.append("measured on a CPU: its compute nodes are operators, not kernels")
+        notes.append(
+            Note(
+                "measured on a CPU: its compute nodes are operators, not kernels",
+                code="captured-on-cpu",
+            )
+        )
         if options.emulation.network is not None:
-            notes.append("no kernels emulated the collectives: that needs a GPU")
+            notes.append(
+                Note(
+                    "no kernels emulated the collectives: that needs a GPU",
+                    code="collectives-not-emulated",
+                )
+            )
     return Job(
         world=options.world,
         rank=options.rank,

@@ -42,6 +42,7 @@ from onerank.capture.script.inference_steps import InferenceSteps, MeasuredForwa
 from onerank.capture.script.runner import run_script
 from onerank.capture.validate_options import names_training, validate
 from onerank.ir.errors import CaptureError
+from onerank.ir.notes import Note
 from onerank.ir.output_files import scratch_directory
 
 
@@ -188,7 +189,7 @@ def run_as_rank(
         )
 
 
-def _notes_of_emulation(peers: Peers, checkpoints: SkippedCheckpoints, steps: int) -> list[str]:
+def _notes_of_emulation(peers: Peers, checkpoints: SkippedCheckpoints, steps: int) -> list[Note]:
     """Return notes on what the capture did in the place of the job."""
     sums_note = peers.partial_sums.note() if isinstance(peers, Recorder) else None
     return [*checkpoints.notes(steps), *filter(None, [sums_note])]

@@ -13,6 +13,7 @@ from onerank.ir.errors import GraphError
 from onerank.ir.graph import Graph, GraphBuilder
 from onerank.ir.job import Job, Module
 from onerank.ir.nodes import TEXT_COLUMNS, UNKNOWN, Nodes
+from onerank.ir.notes import Note
 
 Grain = Literal["layer", "submodule"]
 
@@ -315,18 +316,17 @@ class _Coarsening:
         graph = self._graph
         compute, is_kept = np.array(self._compute), np.array(self._kept)
         group_count = sum(group.key is not None for group in self._groups)
-        note = (
+        text = (
             f"coarsened to one node per {grain}: "
             f"{int(compute.sum())} compute nodes became {group_count}"
         )
         if not is_kept.all():
             host_ns = int(graph.nodes.duration_ns[~is_kept].sum())
-            note += f"; {int((~is_kept).sum())} host operators ({host_ns} ns) were contracted"
+            text += f"; {int((~is_kept).sum())} host operators ({host_ns} ns) were contracted"
         unknown = int((graph.nodes.flops[compute] == UNKNOWN).sum())
         if unknown:
-            note += f"; {unknown} nodes with unknown FLOPs count as 0"
+            text += f"; {unknown} nodes with unknown FLOPs count as 0"
         # The memory log refers to nodes by id, and the merged nodes have lost theirs.
-        measurement = msgspec.structs.replace(
-            graph.job.measurement, notes=(*graph.job.measurement.notes, note), memory=None
-        )
+        notes = (*graph.job.measurement.notes, Note(text, code="graph-coarsened"))
+        measurement = msgspec.structs.replace(graph.job.measurement, notes=notes, memory=None)
         return msgspec.structs.replace(graph.job, measurement=measurement)

@@ -11,6 +11,8 @@ from typing import Self
 
 import msgspec
 
+from onerank.ir.notes import Note
+
 
 class MemoryClass(IntEnum):
     """Purpose of a block of device memory."""
@@ -259,7 +261,7 @@ class Measurement(msgspec.Struct, frozen=True, omit_defaults=True):
         peak_memory_bytes: allocator's peak over the profiled step, 0 if not known.
         start_memory_bytes: allocated bytes when the profiled step began.
         versions: software name -> version.
-        notes: statements on the quality of the trace, one sentence each.
+        notes: statements on the quality of the trace.
         input_spread: root mean square, over the script's steps, of ln(elements of the model inputs
             / elements in the graph's step); 0 if all steps have the same shapes. A prediction's
             interval is wider by it.
@@ -292,7 +294,7 @@ class Measurement(msgspec.Struct, frozen=True, omit_defaults=True):
     peak_memory_bytes: int = 0
     start_memory_bytes: int = 0
     versions: dict[str, str] = msgspec.field(default_factory=dict[str, str])
-    notes: tuple[str, ...] = ()
+    notes: tuple[Note, ...] = ()
     gpu_busy_ns: int = 0
     timed_step_ns: tuple[int, ...] = ()
     scopes: tuple[ScopeTime, ...] = ()
@@ -315,7 +317,7 @@ class Measurement(msgspec.Struct, frozen=True, omit_defaults=True):
 
         return round(statistics.median(self.step_ns)) if self.step_ns else None
 
-    def untimed(self, *notes: str) -> Self:
+    def untimed(self, *notes: Note) -> Self:
         """Return the measurement without the times of steps and modules, with added notes.
 
         A graph whose durations were changed was never timed as a whole.

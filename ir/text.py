@@ -106,7 +106,7 @@ def _job_lines(graph: Graph) -> Iterator[str]:
     for name, version in measured.versions.items():
         yield f"version {_text(name)} {_text(version)}"
     for note in measured.notes:
-        yield f"note {_quoted(note)}"
+        yield f"note {note.code} {_quoted(note.text)}"
     for scope in measured.scopes:
         yield (
             f"timed {_text(scope.path)} phase={scope.phase} calls={scope.calls}"

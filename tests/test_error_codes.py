@@ -1,8 +1,8 @@
-"""Every error that a user can cause has a stable code: commands print it, tests assert it."""
+"""Every error, warning and note has a stable code: commands print it, tests assert it."""
 
 import ast
 import re
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -22,31 +22,51 @@ CLASSES = {
 }
 
 
-CLASSES |= {"CaptureWarning", "UsageError", "InvalidValue"}
+CLASSES |= {"CaptureWarning", "UsageError", "InvalidValue", "Note"}
 
 
-def calls() -> Iterator[tuple[str, ast.Call]]:
-    """Yield the place and the node of every call in the package."""
-    for package in PACKAGES:
-        for path in sorted((ROOT / package).rglob("*.py")):
-            for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.Call):
-                    yield f"{path.relative_to(ROOT)}:{node.lineno}", node
+@cache
+def nodes(*folders: str) -> list[tuple[str, ast.AST]]:
+    """Return the place and the syntax node of every call and constant in the folders' modules."""
+    return [
+        (f"{path.relative_to(ROOT)}:{node.lineno}", node)
+        for folder in folders
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call | ast.Constant)
+    ]
 
 
-def raised() -> Iterator[tuple[str, ast.Call]]:
-    """Yield the place and the call of every construction of an error in the package."""
-    for place, node in calls():
-        if isinstance(node.func, ast.Name) and node.func.id in CLASSES:
-            yield place, node
+def calls() -> list[tuple[str, ast.Call]]:
+    """Return the place and the node of every call in the package."""
+    return [(place, node) for place, node in nodes(*PACKAGES) if isinstance(node, ast.Call)]
 
 
-def codes() -> Iterator[tuple[str, str]]:
-    """Yield the place and the literal code of every error that names one."""
-    for place, call in raised():
-        for keyword in call.keywords:
-            if keyword.arg == "code" and isinstance(keyword.value, ast.Constant):
-                yield place, str(keyword.value.value)
+def raised() -> list[tuple[str, ast.Call]]:
+    """Return the place and the call of every construction of an error, a warning or a note."""
+    return [
+        (place, node)
+        for place, node in calls()
+        if isinstance(node.func, ast.Name) and node.func.id in CLASSES
+    ]
+
+
+def codes(*classes: str) -> list[tuple[str, str]]:
+    """Return the place and the literal code of every error, warning and note of the classes."""
+    return [
+        (place, str(keyword.value.value))
+        for place, call in raised()
+        for keyword in call.keywords
+        if keyword.arg == "code" and isinstance(keyword.value, ast.Constant)
+        if ast.unparse(call.func) in (classes or CLASSES)
+    ]
+
+
+def constants(folder: str) -> set[str]:
+    """Return every string constant of a folder's modules."""
+    folders = PACKAGES if folder == "package" else (folder,)
+    return {node.value for _, node in nodes(*folders)
+            if isinstance(node, ast.Constant) and isinstance(node.value, str)}  # fmt: skip
 
 
 def test_every_error_has_a_code():
@@ -57,7 +77,11 @@ def test_every_error_has_a_code():
 def test_errors_of_click_are_raised_with_a_code():
     """Ours, `UsageError` and `InvalidValue`, have a code; click's own classes have none."""
     refusals = ("click.UsageError", "click.BadParameter", "click.ClickException", "self.fail")
-    assert [place for place, node in calls() if ast.unparse(node.func) in refusals] == []
+    assert [
+        place
+        for place, node in calls()
+        if isinstance(node.func, ast.Attribute) and ast.unparse(node.func) in refusals
+    ] == []
 
 
 def test_codes_are_words_joined_by_hyphens():
@@ -66,6 +90,26 @@ def test_codes_are_words_joined_by_hyphens():
     assert [
         code for code in found.values() if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)+", code)
     ] == []
+
+
+def test_an_error_and_a_note_share_no_code():
+    notes = {code for _, code in codes("Note")}
+    assert len(notes) > 100
+    assert notes & {code for _, code in codes(*(CLASSES - {"Note"}))} == set()
+
+
+def test_notes_that_tests_look_for_exist():
+    """A test that a note is absent would otherwise hold for a misspelt code, whatever happens."""
+    wanted = [
+        (place, node.args[1].value)
+        for place, node in nodes("tests")
+        if isinstance(node, ast.Call)
+        if isinstance(node.func, ast.Name) and node.func.id in ("has_note", "note_of")
+        if isinstance(node.args[1], ast.Constant)
+    ]
+    assert len(wanted) > 100
+    known = constants("package")
+    assert [(place, code) for place, code in wanted if code not in known] == []
 
 
 def test_a_code_survives_another_process():

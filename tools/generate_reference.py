@@ -51,6 +51,7 @@ from onerank.ir.chakra.metadata import SCHEMA, SECTIONS
 from onerank.ir.enums import Collective, Reason
 from onerank.ir.job import Job
 from onerank.ir.nodes import Nodes
+from onerank.ir.notes import Note
 from onerank.plan.job_replay import JobReplay
 from onerank.plan.make_plan import PlanRecord
 
@@ -178,7 +179,7 @@ FURTHER = (StepChange,)
 """Records that a command adds to the fields of another record."""
 
 # The commands import these for type checkers only, so that help loads neither numpy nor torch.
-_ANNOTATED = {kind.__name__: kind for kind in (Gpu, Microbenchmarks, Repairs)}
+_ANNOTATED = {kind.__name__: kind for kind in (Gpu, Microbenchmarks, Note, Repairs)}
 
 UNITS = {
     "ns": "ns",

@@ -21,6 +21,7 @@ from onerank.annotate.gpus.spec_schema import (
     VECTOR,
     Figure,
 )
+from onerank.ir.notes import Note
 
 REFERENCES = ("A100-SXM-80GB", "L40S", "H100-SXM", "H200", "B200")
 """Shipped descriptions whose figures were all measured in one campaign (see their `sources`)."""
@@ -72,16 +73,19 @@ def with_estimates(gpu: Gpu, references: Callable[[], Sequence[Gpu]]) -> Gpu:
     )
 
 
-def estimate_notes(gpu: Gpu) -> tuple[str, ...]:
-    """Return a sentence that lists the estimated figures; none if no figure is estimated."""
+def estimate_notes(gpu: Gpu) -> tuple[Note, ...]:
+    """Return a note that lists the estimated figures; none if no figure is estimated."""
     estimated = [
         f"{n} {f.value:.4g}" for n, f in gpu.figures.items() if f.source == ESTIMATE_SOURCE
     ]
     if not estimated:
         return ()
     return (
-        f"The description of {gpu.name} does not state {', '.join(estimated)}: estimated from "
-        "measured GPUs. Intervals have the errors of such estimates.",
+        Note(
+            f"The description of {gpu.name} does not state {', '.join(estimated)}: estimated from "
+            "measured GPUs. Intervals have the errors of such estimates.",
+            code="target-figures-estimated",
+        ),
     )
 
 

@@ -22,6 +22,7 @@ from onerank.annotate.op_costs.node_costs import OpCosts
 from onerank.annotate.op_costs.op_classes import OpClass, op_class
 from onerank.ir import Evidence, Graph
 from onerank.ir.arrays import membership_mask
+from onerank.ir.notes import Note
 
 
 class Best(NamedTuple):
@@ -37,10 +38,12 @@ class Best(NamedTuple):
     moved_ns: F64
     rules: U8
     doubt: Uncertainty
-    notes: tuple[str, ...]
+    notes: tuple[Note, ...]
 
     @classmethod
-    def of(cls, lookups: Lookups, better: Mask, predicted: tuple[F64, U8], note: str) -> Self:
+    def of(
+        cls, lookups: Lookups, better: Mask, predicted: tuple[F64, U8], notes: tuple[Note, ...]
+    ) -> Self:
         """Return the database's durations at `better`, else the model's (durations, rules)."""
         return cls(
             np.where(better, lookups.time_ns, predicted[0]),
@@ -50,7 +53,7 @@ class Best(NamedTuple):
                 lookups.doubt.otherwise & better,
                 lookups.doubt.loosely & better,
             ),
-            (note,),
+            notes,
         )
 
 
@@ -102,8 +105,8 @@ def best_of(
                 record.facts[row].append(("database", reason))
             elif where[row]:
                 record.facts[row].append(("database", _no_row(basis, scratch.facts[row])))
-    note = note_of(graph, basis.library, better, known & ~better)
-    return Best.of(lookups, better, predicted, note)
+    notes = notes_of(graph, basis.library, better, known & ~better)
+    return Best.of(lookups, better, predicted, notes)
 
 
 def _no_row(basis: Basis, facts: Sequence[tuple[str, str]]) -> str:
@@ -115,8 +118,8 @@ def _no_row(basis: Basis, facts: Sequence[tuple[str, str]]) -> str:
     return "no row of this call, and it does not lie between rows"
 
 
-def note_of(graph: Graph, library: Library, better: Mask, worse: Mask) -> str:
-    """Return a note on the database: the nodes that it covers, and its library versions.
+def notes_of(graph: Graph, library: Library, better: Mask, worse: Mask) -> tuple[Note, ...]:
+    """Return notes on the database: the nodes that it covers, and its library versions.
 
     Args:
         graph: the measured graph.
@@ -129,17 +132,25 @@ def note_of(graph: Graph, library: Library, better: Mask, worse: Mask) -> str:
     dates = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
     count = f"{len(rows)} row" + "s" * (len(rows) > 1)
     text = f"Kernel database: {count} of {rows[0].gpu} ({_versions(rows)}; {dates})"
-    text += f" gave the durations of {int(better.sum())} of {len(better)} nodes"
+    text += f" gave the durations of {int(better.sum())} of {len(better)} nodes."
+    notes = [Note(text, code="kernel-database")]
     if count := int(worse.sum()):
-        text += f"; {count} more keep the model's duration, whose interval is narrower"
+        text = (
+            f"Kernel database: its intervals of {count} more nodes are wider than the model's, so "
+            "these keep the model's duration."
+        )
+        notes.append(Note(text, code="kernel-database-wider"))
     if not any(library.ran_with(row) for row in rows):
         ran = graph.job.measurement.versions
         pairs = (("torch", ran.get("torch")), ("CUDA", ran.get("cuda")))
         recorded = ", ".join(f"{name} {release(version)}" for name, version in pairs if version)
         trace_text = f"ran {recorded}" if recorded else "does not record its versions"
-        text += f". The trace {trace_text}: other versions may run other kernels, so intervals are "
-        text += "those between campaigns"
-    return text + "."
+        text = (
+            f"Kernel database: the trace {trace_text}. Other versions may run other kernels, so "
+            "intervals are those between campaigns."
+        )
+        notes.append(Note(text, code="kernel-database-other-versions"))
+    return tuple(notes)
 
 
 def _versions(rows: Sequence[KernelRow]) -> str:
@@ -224,8 +235,8 @@ def best_resized(
                 measured = quantity("measured", float(kernels.duration_ns[row]))
                 new = product(measured, quotient(new, old), name="other size")
             record.roots[row] = new
-    note = note_of(sizes[0].graph, library, better, known & ~better)
-    return Best.of(lookups, better, predicted, note)
+    notes = notes_of(sizes[0].graph, library, better, known & ~better)
+    return Best.of(lookups, better, predicted, notes)
 
 
 def at_one_clock(rows: Mapping[CallKey, Sequence[KernelRow]]) -> dict[CallKey, list[KernelRow]]:

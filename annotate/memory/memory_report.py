@@ -41,6 +41,7 @@ from onerank.annotate.token_count import micro_batch_of
 from onerank.display import Displayed
 from onerank.ir import Collective, Graph, Kind, MemoryClass, MemoryLog, Phase
 from onerank.ir.errors import AnnotateError
+from onerank.ir.notes import Note
 
 # The sources of these figures are in the module's docstring.
 _CONTEXT = 806_000_000
@@ -195,7 +196,7 @@ class MemoryReport(Displayed, msgspec.Struct, frozen=True):
     fits: bool | None
     fits_without_overhead: bool | None
     mitigations: tuple[Mitigation, ...]
-    notes: tuple[str, ...]
+    notes: tuple[Note, ...]
 
 
 def report_memory(
@@ -271,8 +272,11 @@ def _without_blocks(graph: Graph, nodes: tuple[NodeMemory, ...], device: _Device
         fits_without_overhead=peak <= device.capacity_bytes if known else None,
         mitigations=(),
         notes=(
-            "the graph does not distinguish blocks of memory (it is coarsened, expanded, or of an "
-            "older version), so classes and reserved memory are not known",
+            Note(
+                "the graph does not distinguish blocks of memory (it is coarsened, expanded, or "
+                "of an older version), so classes and reserved memory are not known",
+                code="memory-blocks-unknown",
+            ),
         ),
     )
 
@@ -291,9 +295,14 @@ def _with_blocks(
     # reserved memory, such as that of a trace without snapshots.
     reserved = log.reserved_bytes or cold.reserved_bytes
     fits = _fits(log, pieces, room) if capacity else None
-    changes, notes = tuple[Mitigation, ...](), tuple[str, ...]()
+    changes, notes = tuple[Mitigation, ...](), tuple[Note, ...]()
     if fits is False and room <= 0:
-        notes = (f"memory outside the allocator by itself exceeds the capacity of {device.name}",)
+        notes = (
+            Note(
+                f"memory outside the allocator by itself exceeds the capacity of {device.name}",
+                code="memory-outside-allocator",
+            ),
+        )
     elif fits is False:
         recomputed, layers = recomputable(graph, log, peak.at)
         # Fragmentation of the changed step is unknown and assumed to be that of the capture.

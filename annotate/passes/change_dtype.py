@@ -13,6 +13,7 @@ from onerank.annotate.op_costs.op_classes import base_name
 from onerank.ir import UNKNOWN, Graph
 from onerank.ir.dtypes import TENSOR_TYPES
 from onerank.ir.errors import AnnotateError
+from onerank.ir.notes import Note
 
 I64 = npt.NDArray[np.int64]
 
@@ -50,7 +51,7 @@ _MULTIPLE = 16
 
 def run_in_float16(
     costs: OpCosts, dtype: str | None, gpus: tuple[Gpu | None, Gpu]
-) -> tuple[OpCosts, str | None, tuple[str, ...]]:
+) -> tuple[OpCosts, str | None, tuple[Note, ...]]:
     """Return the work of the nodes in float16, the dtype left for `change_dtype`, and a note.
 
     Both have 16 bits, and GPUs with units for both run them at the same rate. A measurement in one
@@ -74,9 +75,10 @@ def run_in_float16(
     names = tuple("float16" if name == "bfloat16" else name for name in costs.dtypes)
     renamed = replace(costs, dtypes=names)
     rate_note = "" if source is None else f", which {source.name} runs at the same rate"
-    note = (
+    note = Note(
         f"What if fp16: {count} kernels of products, convolutions and attention in bfloat16 run in "
-        f"float16{rate_note}. Bytes and other kernels are as captured; loss scaling is not added."
+        f"float16{rate_note}. Bytes and other kernels are as captured; loss scaling is not added.",
+        code="what-if-float16",
     )
     return renamed, None, (note,)
 
@@ -87,8 +89,8 @@ def _has_equal_rates(gpu: Gpu) -> bool:
     return rates[0] is not None and rates[0] == rates[1]
 
 
-def missing_units_notes(costs: OpCosts, target: Gpu) -> tuple[str, ...]:
-    """Return a sentence if the target has matrix units for float16, but none for bfloat16."""
+def missing_units_notes(costs: OpCosts, target: Gpu) -> tuple[Note, ...]:
+    """Return a note if the target has matrix units for float16, but none for bfloat16."""
     # A V100 or a T4 runs bfloat16 products at its float32 rate, so training there uses float16.
     rates = target.tensor_flops_per_s("bfloat16"), target.tensor_flops_per_s("float16")
     count = int((_has_dtype(costs, "bfloat16") & costs.matmul).sum())
@@ -97,15 +99,18 @@ def missing_units_notes(costs: OpCosts, target: Gpu) -> tuple[str, ...]:
         return ()
     fallback = f"in float32, at {rate / 1e12:.1f} TFLOP/s" if rate else "at an unknown rate"
     return (
-        f"{target.name} has no matrix units for bfloat16: {count} kernels of products and of "
-        f"attention run {fallback}. For training in float16, at {rates[1] / 1e12:.1f} TFLOP/s, "
-        "give `--dtype fp16`.",
+        Note(
+            f"{target.name} has no matrix units for bfloat16: {count} kernels of products and of "
+            f"attention run {fallback}. For training in float16, at {rates[1] / 1e12:.1f} TFLOP/s, "
+            "give `--dtype fp16`.",
+            code="no-bfloat16-units",
+        ),
     )
 
 
 def change_dtype(
     graph: Graph, costs: OpCosts, dtype: str, target: Gpu
-) -> tuple[OpCosts, Mask, str]:
+) -> tuple[OpCosts, Mask, Note]:
     """Return the work of the nodes with products in `dtype`, the changed nodes, and a note.
 
     Dense and grouped products change; convolutions, attention and all else stay. No cast or scale
@@ -143,13 +148,14 @@ def change_dtype(
     code = np.where(can_change, dtypes.index(change.dtype), costs.dtype)
     wide = _has_dtype(costs, *change.replaced)
     total, others = int(can_change.sum()), int((costs.matmul & wide & ~can_change).sum())
-    note = (
+    note = Note(
         f"What if {dtype}: {total} of {total + others} kernels of products in "
         f"{' or '.join(change.replaced)} change: an element of operands has "
         f"{8 * change.operand_bytes} bits, of results {8 * change.result_bytes}. The others "
         "(attention, convolutions, sizes that the type does not support) stay as captured, and no "
         "casts are added. The nodes keep the captured operand types, and the energy estimate uses "
-        "these."
+        "these.",
+        code="what-if-dtype",
     )
     changed_costs = replace(
         costs, works=works, dtypes=dtypes, dtype=code, bytes_read=read, bytes_written=written

@@ -26,6 +26,7 @@ from onerank.annotate.passes.resize.tensor_locations import TensorLocation, laun
 from onerank.annotate.passes.swap_kernels import MIN_KERNEL_NS
 from onerank.ir import UNKNOWN, Edges, Evidence, Graph, Kind, Reason
 from onerank.ir.errors import AnnotateError
+from onerank.ir.notes import Note
 
 I64 = npt.NDArray[np.int64]
 
@@ -318,10 +319,11 @@ class FuseChains:
         heads = np.isin(fused.nodes.id, graph.nodes.id[[chain.nodes[0] for chain in chains]])
         after = int(fused.nodes.duration_ns[heads].sum())
         saved_bytes = sum(chain.bytes_before - chain.bytes_after for chain in chains)
-        note = (
+        note = Note(
             f"What if fused ({self.what}): {removed + len(chains)} kernels become {len(chains)}, "
             f"{saved_bytes} bytes less are moved, {before} ns become {after} ns. Tensors saved for "
-            "backward are still written; host operators and memory are as captured."
+            "backward are still written; host operators and memory are as captured.",
+            code="what-if-fused",
         )
         measurement = fused.job.measurement.untimed(note)
         return replace(fused, job=msgspec.structs.replace(fused.job, measurement=measurement))

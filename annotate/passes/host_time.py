@@ -14,6 +14,7 @@ from onerank.annotate.op_costs.op_classes import CLASSES, OpClass, classify
 from onerank.ir import Edges, Evidence, Graph, Kind, Nodes, Reason
 from onerank.ir.errors import AnnotateError
 from onerank.ir.measurement import HostOverhead
+from onerank.ir.notes import Note
 from onerank.ir.replay import launches, with_host_factor
 
 I64 = npt.NDArray[np.int64]
@@ -245,9 +246,10 @@ def add_host(graph: Graph, captured: Graph, host: Host) -> Graph:
     job = graph.job
     rest_ns = round(host.figures["step"].p50_ns)
     step_ns = int(each_ns["p50_ns"].sum()) + rest_ns
-    note = (
+    note = Note(
         f"{count} calls take {step_ns / 1e6:.3f} ms of the host in a step, by the "
-        f'description "{host.name}"; no host was measured.'
+        f'description "{host.name}"; no host was measured.',
+        code="host-described",
     )
     measurement = msgspec.structs.replace(
         job.measurement,
@@ -287,9 +289,8 @@ def scale_host(graph: Graph, factor: float) -> Graph:
     scaled = scaled.with_columns(evidence=np.where(host, Evidence.SCALED, graph.nodes.evidence))
     effect = "take no time" if factor == 0 else f"take {factor:g} times as long as measured"
     job = graph.job
-    measurement = job.measurement.untimed(
-        f"another host: {int(host.sum())} host operators {effect}"
-    )
+    text = f"another host: {int(host.sum())} host operators {effect}"
+    measurement = job.measurement.untimed(Note(text, code="host-scaled"))
     annotations = job.annotations
     if annotations:
         details = {**annotations[-1].details, "host_factor": factor}

@@ -21,6 +21,7 @@ from onerank.annotate.models.prediction_terms import by_evidence
 from onerank.annotate.op_costs.node_costs import op_costs_of
 from onerank.ir import UNKNOWN, Evidence, Graph
 from onerank.ir.errors import AnnotateError
+from onerank.ir.notes import Note
 
 F64 = npt.NDArray[np.float64]
 
@@ -53,10 +54,11 @@ class NvlinkActive:
         _check(graph, target)
         compute, index, factor = _slowed_nodes(graph, target)
         added_ns = _added_ns(graph, index, factor)
-        note = (
+        note = Note(
             f"NVLink active: links draw {target.nvlink_active_w:g} W of the {target.tdp_w:g} W "
             f"limit, so {len(index)} kernels at the limit take up to "
-            f"{factor.max(initial=1) - 1:.1%} longer, {added_ns / 1e6:.3f} ms in all."
+            f"{factor.max(initial=1) - 1:.1%} longer, {added_ns / 1e6:.3f} ms in all.",
+            code="nvlink-active",
         )
         measurement = graph.job.measurement
         if len(index):
@@ -70,7 +72,7 @@ class NvlinkActive:
         return _with_annotation(slowed_graph, compute, added_ns, target)
 
 
-def nvlink_idle_note(graph: Graph, target: Gpu) -> tuple[str, ...]:
+def nvlink_idle_note(graph: Graph, target: Gpu) -> tuple[Note, ...]:
     """Return a note on the effect of active links on a graph for `target`; empty for no effect."""
     try:
         _check(graph, target)
@@ -80,9 +82,12 @@ def nvlink_idle_note(graph: Graph, target: Gpu) -> tuple[str, ...]:
     if not len(index):
         return ()
     return (
-        "NVLink was idle during this capture. In the job the links are active, and kernels "
-        f"at the power limit take {_added_ns(graph, index, factor) / 1e6:.3f} ms longer in total; "
-        "`--nvlink-active` adds that.",
+        Note(
+            "NVLink was idle during this capture. In the job the links are active, and kernels "
+            f"at the power limit take {_added_ns(graph, index, factor) / 1e6:.3f} ms longer in "
+            "total; `--nvlink-active` adds that.",
+            code="nvlink-idle",
+        ),
     )
 
 

@@ -21,6 +21,7 @@ from onerank.annotate.passes.launch_rules import (
     launches_of,
 )
 from onerank.ir import UNKNOWN, Edges, Evidence, Graph, Kind, Nodes, Reason
+from onerank.ir.notes import Note
 
 I64 = npt.NDArray[np.int64]
 F64 = npt.NDArray[np.float64]
@@ -412,9 +413,10 @@ def _noted(graph: Graph, expanded: Graph, operators: int, launches: int, target:
     details = {**annotation.details, "launches": launches}
     annotation = msgspec.structs.replace(annotation, details=details)
     measurement = graph.job.measurement
-    note = (
+    note = Note(
         f"{operators} operators launch {launches} kernels, copies and fills on {target.name}, by "
-        "rules for the kernels of PyTorch 2.11, cuBLAS and cuDNN."
+        "rules for the kernels of PyTorch 2.11, cuBLAS and cuDNN.",
+        code="launches-by-rules",
     )
     measurement = msgspec.structs.replace(measurement, notes=(*measurement.notes, note))
     job = msgspec.structs.replace(

@@ -22,6 +22,7 @@ from onerank.annotate.passes.resize.tensor_locations import launchers
 from onerank.ir import UNKNOWN, Edges, Evidence, Graph, Kind, Reason
 from onerank.ir.errors import AnnotateError
 from onerank.ir.graph import topological_order
+from onerank.ir.notes import Note
 from onerank.ir.replay import launches
 
 I64 = npt.NDArray[np.int64]
@@ -396,7 +397,7 @@ def _check(graph: Graph) -> None:
         )
 
 
-def _note(dependencies: Dependencies, before: I64, after: I64) -> str:
+def _note(dependencies: Dependencies, before: I64, after: I64) -> Note:
     """Return a note on the numbers of calls that moved and stayed."""
     moved = after > before
     unread = ~moved & np.isin(list(dependencies.of), list(dependencies.unread))
@@ -415,10 +416,11 @@ def _note(dependencies: Dependencies, before: I64, after: I64) -> str:
         (len(dependencies.fixed), "stay as captured, because their tensors are not recorded"),
     )
     counts = "; ".join(f"{count} {state}" for count, state in parts if count)
-    return (
+    return Note(
         f"Overlap on: of {len(dependencies.of) + len(dependencies.fixed)} calls, {counts}. "
         "Overlapping kernels keep their captured times, although contention would slow them, and "
-        "memory is as captured."
+        "memory is as captured.",
+        code="overlap-on",
     )
 
 
@@ -468,10 +470,11 @@ class SerializeOverlap:
         known = compute_mask(graph) & (uncontended != UNKNOWN) & (evidence == Evidence.MEASURED)
         duration[known] = uncontended[known]
         serialized = replace(graph, edges=new_edges).with_columns(duration_ns=duration)
-        note = (
+        note = Note(
             f"Overlap off: {len(source)} added edges make communication and compute wait for each "
             f"other in issue order; {int(known.sum())} kernels have the time measured without "
-            "concurrent communication."
+            "concurrent communication.",
+            code="overlap-off",
         )
         measurement = serialized.job.measurement.untimed(note)
         _, leftover = topological_order(new_edges)

@@ -11,6 +11,7 @@ from onerank.annotate.memory.peak import resident_blocks
 from onerank.ir import Edges, Evidence, Graph, Kind, MemoryClass, Nodes, Reason
 from onerank.ir.errors import AnnotateError
 from onerank.ir.nodes import default_of, dtype_of, is_text
+from onerank.ir.notes import Note
 
 I64 = npt.NDArray[np.int64]
 
@@ -49,18 +50,26 @@ def with_storage(graph: Graph, storage: Storage) -> Graph:
     """
     _check(storage)
     rows: list[dict[str, Any]] = []
-    notes: list[str] = []
+    notes: list[Note] = []
     if storage.batch_bytes:
         rows.append(_row(Kind.MEM_LOAD, LOAD, storage.batch_bytes, storage))
         order = "concurrently with the step" if storage.prefetch else "before the step"
-        notes.append(f"{storage.batch_bytes} bytes are loaded {order} at {storage.gb_per_s:g} GB/s")
+        notes.append(
+            Note(
+                f"{storage.batch_bytes} bytes are loaded {order} at {storage.gb_per_s:g} GB/s",
+                code="storage-load",
+            )
+        )
     if storage.checkpoint_every:
         checkpoint_bytes = _checkpoint_bytes(graph, storage)
         share = round(checkpoint_bytes / storage.checkpoint_every)
         rows.append(_row(Kind.MEM_STORE, STORE, share, storage))
         notes.append(
-            f"a checkpoint of {checkpoint_bytes} bytes every {storage.checkpoint_every} steps at "
-            f"{storage.gb_per_s:g} GB/s: each step writes {share} bytes"
+            Note(
+                f"a checkpoint of {checkpoint_bytes} bytes every {storage.checkpoint_every} steps "
+                f"at {storage.gb_per_s:g} GB/s: each step writes {share} bytes",
+                code="storage-checkpoint",
+            )
         )
     extended = _appended(graph, rows, storage)
     # The measured steps had no such reads and writes, so their times hold no longer.

@@ -38,6 +38,7 @@ from onerank.annotate.passes.pass_options import PassOptions
 from onerank.ir import Graph
 from onerank.ir.arrays import membership_mask
 from onerank.ir.errors import AnnotateError
+from onerank.ir.notes import Note
 
 
 class ComputePrediction(NamedTuple):
@@ -57,7 +58,7 @@ class ComputePrediction(NamedTuple):
     predicted_ns: F64
     rules: U8
     changed: Mask
-    notes: tuple[str, ...]
+    notes: tuple[Note, ...]
 
     @property
     def predicted(self) -> tuple[F64, U8]:
@@ -225,7 +226,7 @@ def _swap_attention(  # noqa: PLR0917
     gpus: tuple[Gpu, Gpu],
     requested: str,
     record: TermRecord | None = None,
-) -> tuple[F64, Mask, tuple[str, ...]]:
+) -> tuple[F64, Mask, tuple[Note, ...]]:
     """Return times with the target's attention kernels, which nodes changed, and notes.
 
     A note names a kernel that becomes another one, or that was requested.
@@ -261,14 +262,22 @@ def _swap_attention(  # noqa: PLR0917
         if family:
             counts[family] += count
     notes = [
-        f"Attention: {counts[name]} {name} kernels on {source.name} -> {resolution.runs} on "
-        f"{target.name}, forward x{resolution.forward:.2f}, "
-        f"backward x{resolution.backward:.2f} ({resolution.reason})."
+        Note(
+            f"Attention: {counts[name]} {name} kernels on {source.name} -> {resolution.runs} on "
+            f"{target.name}, forward x{resolution.forward:.2f}, "
+            f"backward x{resolution.backward:.2f} ({resolution.reason}).",
+            code="attention-kernel-swapped",
+        )
         for name, resolution in resolutions.items()
         if requested not in ("usual", "eager") or resolution.runs != name
     ]
     if requested not in ("usual", "eager") and not resolutions:
-        notes.append(f"Attention: no kernel belongs to a known family, so none became {requested}.")
+        notes.append(
+            Note(
+                f"Attention: no kernel belongs to a known family, so none became {requested}.",
+                code="attention-not-swapped",
+            )
+        )
     return swapped, swapped != predicted_ns, tuple(notes)
 
 
@@ -280,7 +289,7 @@ def swap_unmeasured_attention(  # noqa: PLR0917
     requested: str,
     operators: Sequence[str],
     record: TermRecord | None = None,
-) -> tuple[F64, tuple[str, ...]]:
+) -> tuple[F64, tuple[Note, ...]]:
     """Return times with the kernels that unmeasured attention runs, and notes.
 
     Without a request, operators that name a kernel, such as `_flash_attention_forward` of a capture
@@ -315,7 +324,7 @@ def swap_unmeasured_attention(  # noqa: PLR0917
     families, place = np.unique(np.array(names), return_inverse=True)
     shapes = kernels.attention[kernels.call]
     backward = shapes[:, 8] > 0
-    factors, notes = np.ones(len(fused)), list[str]()
+    factors, notes = np.ones(len(fused)), list[Note]()
     by_place: list[Resolution] = []
     for at, family in enumerate(families.tolist()):
         rows = np.flatnonzero(fused & (place == at))
@@ -349,10 +358,11 @@ def _mean(values: F64) -> float:
     return float(values.mean()) if len(values) else 1.0
 
 
-def _attention_note(count: int, target: Gpu, kernel: Resolution) -> str:
-    return (
+def _attention_note(count: int, target: Gpu, kernel: Resolution) -> Note:
+    return Note(
         f"Attention: {count} calls by {kernel.runs} on {target.name}, forward "
-        f"x{kernel.forward:.2f}, backward x{kernel.backward:.2f} ({kernel.reason})."
+        f"x{kernel.forward:.2f}, backward x{kernel.backward:.2f} ({kernel.reason}).",
+        code="attention-kernel-assumed",
     )
 
 

@@ -35,7 +35,7 @@ from onerank.annotate.recost.predict_nodes import (
     apply_overrides,
     details_of,
     job_for,
-    override_note,
+    override_notes,
     record_overrides,
     target_notes,
 )
@@ -44,6 +44,7 @@ from onerank.ir.arrays import membership_mask
 from onerank.ir.chakra.third_party_traces import MOST, counts_elements
 from onerank.ir.dtypes import ITEM_BYTES
 from onerank.ir.errors import AnnotateError
+from onerank.ir.notes import Note
 
 I64 = npt.NDArray[np.int64]
 
@@ -155,7 +156,7 @@ class _OperatorWork(NamedTuple):
     costs: OpCosts
     has_dtype: Mask
     removed: Mask
-    notes: tuple[str, ...]
+    notes: tuple[Note, ...]
 
 
 class _OperatorDurations(NamedTuple):
@@ -175,7 +176,7 @@ class _OperatorDurations(NamedTuple):
     rules: U8
     doubt: Uncertainty
     overrides: OverrideEffect
-    notes: tuple[str, ...]
+    notes: tuple[Note, ...]
 
 
 def recost_cpu_capture(
@@ -278,7 +279,7 @@ def _predict(  # noqa: PLR0917
     doubt, overrides, notes = (
         Uncertainty.none(len(predicted_ns)),
         OverrideEffect.none(rules),
-        tuple[str, ...](),
+        tuple[Note, ...](),
     )
     # The choice between model and database compares intervals, so the model must have them.
     if library is not None and model.has_intervals:
@@ -303,7 +304,7 @@ def _predict(  # noqa: PLR0917
         )
         doubt, notes = best.doubt, best.notes
     return _OperatorDurations(
-        kernels, predicted_ns, rules, doubt, overrides, (*notes, *override_note(target, rules))
+        kernels, predicted_ns, rules, doubt, overrides, (*notes, *override_notes(target, rules))
     )
 
 
@@ -370,8 +371,8 @@ def _check_shapes(costs: OpCosts) -> None:
         )
 
 
-def _note(target: Gpu, rules: U8) -> str:
-    """Return a sentence on how the operators of a CPU capture were costed."""
+def _note(target: Gpu, rules: U8) -> Note:
+    """Return a note on how the operators of a CPU capture were costed."""
     tiles = int(membership_mask(rules, (*BY_TILES, Rule.PARTS)).sum())
     rows = int(membership_mask(rules, BY_DATABASE).sum())
     rest = len(rules) - tiles - rows - int((rules == Rule.DROPPED).sum())
@@ -381,9 +382,10 @@ def _note(target: Gpu, rules: U8) -> str:
         (rest, "by launch floor and roofline"),
     )
     counts = ", ".join(f"{count} {method}" for count, method in methods if count)
-    return (
+    return Note(
         "No GPU time was measured: kernel durations are predicted for "
-        f"{target.name} from each operator's shapes, the weakest evidence: {counts}."
+        f"{target.name} from each operator's shapes, the weakest evidence: {counts}.",
+        code="recost-from-shapes",
     )
 
 
@@ -437,11 +439,12 @@ def recost_counts(graph: Graph, target: Gpu) -> Graph:
     rules[counted[costs.index]] = np.where(compute > memory, Rule.COMPUTE, Rule.MEMORY)
     annotation = Annotation(target.name, MODEL, "no GPU", details_of(timed, costs, rules))
     unit = f"elements of {ITEM_BYTES[dtype]} bytes, also for communication"
-    note = (
+    note = Note(
         f"No time was measured: {int(counted.sum())} durations are predicted for {target.name} "
         f"from the num_ops and tensor_size ({unit if elements else 'bytes'}) that the trace's "
         f"generator counted, at the rate of {dtype} products, the weakest evidence; there are no "
-        "intervals."
+        "intervals.",
+        code="recost-from-counts",
     )
     return replace(timed, job=job_for(graph.job, target, annotation, note))
 

@@ -31,7 +31,7 @@ from onerank.annotate.recost.predict_nodes import (
     apply_overrides,
     details_of,
     job_for,
-    override_note,
+    override_notes,
     predict_compute,
     record_overrides,
     target_notes,
@@ -39,6 +39,7 @@ from onerank.annotate.recost.predict_nodes import (
 from onerank.ir import UNKNOWN, Annotation, Evidence, Graph
 from onerank.ir.arrays import membership_mask
 from onerank.ir.errors import AnnotateError
+from onerank.ir.notes import Note
 
 I64 = npt.NDArray[np.int64]
 
@@ -105,7 +106,7 @@ def recost_measured(
     )
     prediction = _drop_missing_durations(step.resized, prediction, record)
     prediction = prediction._replace(
-        notes=(*prediction.notes, *override_note(gpus[1], prediction.rules))
+        notes=(*prediction.notes, *override_notes(gpus[1], prediction.rules))
     )
     return _write_prediction(step, prediction, (doubt, overrides), gpus, model, record)
 
@@ -282,10 +283,11 @@ def _write_prediction(  # noqa: PLR0917
     # Measured nodes were not predicted by any rule.
     details = details_of(annotated, costs, rules[:0] if unchanged else rules, interval)
     annotation = Annotation(target.name, model.name, source.name, details)
-    note = (
+    note = Note(
         f"Durations of GPU compute are predicted for {target.name} from a measurement on "
         f"{source.name} ({model.name} model); communication, host operators and host copies are as "
-        "measured there."
+        "measured there.",
+        code="recost-from-measurement",
     )
     notes = () if same_gpu else (note,)
     notes += () if source == target else target_notes(graph, target)

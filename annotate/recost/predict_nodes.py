@@ -35,6 +35,7 @@ from onerank.annotate.passes.pass_options import PassOptions
 from onerank.annotate.passes.swap_kernels import ComputePrediction, scale_to_shapes, swap_kernels
 from onerank.ir import UNKNOWN, Annotation, Device, Evidence, Graph, Job
 from onerank.ir.arrays import membership_mask
+from onerank.ir.notes import Note
 
 # Two predictions that agree to this part are equal: the override does not affect the node.
 _ROUNDING = 1e-9
@@ -79,8 +80,8 @@ def apply_overrides(
     )
 
 
-def override_note(target: Gpu, rules: U8) -> tuple[str, ...]:
-    """Return a sentence on the effect of overridden figures; empty without overrides."""
+def override_notes(target: Gpu, rules: U8) -> tuple[Note, ...]:
+    """Return notes on the effect of overridden figures; none without overrides."""
     described = target.as_described
     if target == described:
         return ()
@@ -91,18 +92,19 @@ def override_note(target: Gpu, rules: U8) -> tuple[str, ...]:
     )  # fmt: skip
     counts = [(int((rules == rule).sum()), effect) for rule, effect in effects]
     sentences = [f"{count} of {len(rules)} nodes {effect}" for count, effect in counts if count]
+    notes: list[Note] = []
+    if sentences:
+        text = f"What if {described.name} had {target.changes}: {'; '.join(sentences)}."
+        notes.append(Note(text, code="what-if-figures"))
     peaks = {figure for figure in target.changed if figure.endswith(("_tflops", "_tops"))}
     # A description's peak rates are of the whole chip and do not follow from its SMs.
     if "sm_count" in target.changed and not peaks:
-        sentences.append(
-            "the peak rates stay, so each of more SMs gets a smaller part, and products and "
-            "attention with few tiles take longer; for a larger chip, override its peak rates too"
+        text = (
+            "The peak rates stay, so each of more SMs gets a smaller part, and products and "
+            "attention with few tiles take longer; for a larger chip, override its peak rates too."
         )
-    return (
-        (f"What if {described.name} had {target.changes}: {'; '.join(sentences)}.",)
-        if sentences
-        else ()
-    )
+        notes.append(Note(text, code="what-if-peaks-stay"))
+    return tuple(notes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,23 +281,26 @@ def details_of(
     }
 
 
-def target_notes(graph: Graph, target: Gpu) -> tuple[str, ...]:
-    """Return sentences on estimated figures of the target, and on memory that it lacks."""
+def target_notes(graph: Graph, target: Gpu) -> tuple[Note, ...]:
+    """Return notes on estimated figures of the target, and on memory that it lacks."""
     return (*estimate_notes(target), *_memory_notes(graph, target))
 
 
-def _memory_notes(graph: Graph, target: Gpu) -> tuple[str, ...]:
+def _memory_notes(graph: Graph, target: Gpu) -> tuple[Note, ...]:
     peak, non_allocator = graph.job.measurement.peak_memory_bytes, non_allocator_bytes(graph)
     if peak + non_allocator <= target.memory_bytes:
         return ()
     return (
-        f"The step would not fit: its peak is {peak} bytes, non-allocator memory takes about "
-        f"{non_allocator}, and {target.name} has {target.memory_bytes}.",
+        Note(
+            f"The step would not fit: its peak is {peak} bytes, non-allocator memory takes about "
+            f"{non_allocator}, and {target.name} has {target.memory_bytes}.",
+            code="target-memory-exceeded",
+        ),
     )
 
 
 def job_for(
-    job: Job, target: Gpu, annotation: Annotation, *notes: str, as_measured: bool = False
+    job: Job, target: Gpu, annotation: Annotation, *notes: Note, as_measured: bool = False
 ) -> Job:
     """Return the job on its new device.
 

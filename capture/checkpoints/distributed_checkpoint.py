@@ -30,6 +30,7 @@ from onerank.capture.checkpoints.fsdp1_states import (
     gathered_loads,
 )
 from onerank.capture.patches import patched
+from onerank.ir.notes import Note
 
 _api: Any = api  # none of these has a public name
 _loader: Any = state_dict_loader
@@ -55,18 +56,19 @@ class SkippedCheckpoints:
     places: set[str | None] = field(default_factory=set[str | None])
     gathered: Loads = field(default_factory=Loads)
 
-    def notes(self, steps: int) -> list[str]:
+    def notes(self, steps: int) -> list[Note]:
         """Return the notes for a trace of a script that took `steps` steps."""
         return [note for note in (self._note(steps), self.gathered.note()) if note is not None]
 
-    def _note(self, steps: int) -> str | None:
+    def _note(self, steps: int) -> Note | None:
         if not self.count:
             return None
         loads = f"; {self.loads} loads of them left the tensors as they were" if self.loads else ""
-        return (
+        return Note(
             f"{self.count} saves of torch.distributed.checkpoint in {steps} steps were skipped, "
             "because the shards of absent ranks are unknown: nothing was written, and no step "
-            f"contains the time or the object exchange of a save{loads}"
+            f"contains the time or the object exchange of a save{loads}",
+            code="checkpoints-skipped",
         )
 
 

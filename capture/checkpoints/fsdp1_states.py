@@ -29,6 +29,7 @@ from torch.distributed.fsdp import _optim_utils, _state_dict_utils
 
 from onerank.capture.patches import patched
 from onerank.ir.errors import CaptureError
+from onerank.ir.notes import Note
 
 _nested: Any = _nested_dict  # none of these has a public name
 _loader: Any = state_dict_loader
@@ -132,14 +133,15 @@ class Loads:
         reference, source = self._sources.get(id(value), (None, None))
         return source if reference is not None and reference() is value else None
 
-    def note(self) -> str | None:
+    def note(self) -> Note | None:
         """Return the note on tensors with unknown values; None if there are no such tensors."""
         if not self._unknown:
             return None
-        return (
+        return Note(
             f"{self._unknown} sharded tensors that FSDP1 loaded (parameters or optimizer states) "
             "came from no checkpoint that was read: the shards of absent ranks repeat this rank's "
-            "shard, so values may be wrong in its own part too"
+            "shard, so values may be wrong in its own part too",
+            code="fsdp1-shards-unknown",
         )
 
 

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from onerank.capture.collective_kernels.kernels import allocate_outside_torch
 from onerank.capture.patches import live
 from onerank.capture.script.optimizer_steps import in_backward
+from onerank.ir.notes import Note
 
 if TYPE_CHECKING:
     from onerank.capture.collective_record import CommCall
@@ -62,16 +63,17 @@ class PartialSums:
         if self._steps < _WATCHED_STEPS:
             self._known.clear()
 
-    def note(self) -> str | None:
+    def note(self) -> Note | None:
         """Return the note about random sums; None if there are none."""
         count = sum(lacks for _, lacks in self._known)
         if not count:
             return None
         exception = ", except in steps whose sums differ from the second step's" * self._mismatched
-        return (
+        return Note(
             f"{count} sums in a step's forward lack rows that only absent ranks have, as of a "
             "vocabulary-parallel embedding: their results are random, with the spread of this "
-            f"rank's part{exception}"
+            f"rank's part{exception}",
+            code="partial-sums-random",
         )
 
     def may_lack_rows(self, result: Tensor) -> bool:

@@ -27,6 +27,7 @@ from onerank.capture.no_device.tensor_values import Known, UnknownValues
 from onerank.capture.patches import after_import, patched, rebound, resolve
 from onerank.capture.profiling.allocator_snapshots import ByMemoryClass, sizes_of
 from onerank.capture.profiling.step_memory import resident_storages
+from onerank.ir.notes import Note
 
 _torch: Any = torch
 _distributed: Any = torch.distributed
@@ -226,9 +227,12 @@ class EmulatedProcess:
 
         return save
 
-    def notes(self) -> list[str]:
+    def notes(self) -> list[Note]:
         """Return notes on where the recorded step differs from the job's."""
-        saved = "torch.save wrote nothing, since no device computed the values"
+        saved = Note(
+            "torch.save wrote nothing, since no device computed the values",
+            code="no-device-save-skipped",
+        )
         return [
             *self.values.notes(),
             *self.inductor.notes(),

@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_map_only
 from onerank.capture.no_device.fake_operators import FakeOperators
 from onerank.capture.no_device.gpu_operators import Shaped
 from onerank.capture.patches import after_import, patched, resolve, untraced
+from onerank.ir.notes import Note
 
 _torch: Any = torch
 
@@ -153,23 +154,32 @@ class InductorOnShapes:
 
         return patched(cache, {"load_by_key_path": classmethod(load)})
 
-    def notes(self) -> list[str]:
+    def notes(self) -> list[Note]:
         """Return notes on compiled code."""
-        notes: list[str] = []
+        notes: list[Note] = []
         if self.graphs:
             notes.append(
-                f"{self.graphs} graphs were compiled by Inductor as scheduled for this GPU, "
-                "without tuning: products run in cuBLAS"
+                Note(
+                    f"{self.graphs} graphs were compiled by Inductor as scheduled for this GPU, "
+                    "without tuning: products run in cuBLAS",
+                    code="inductor-as-scheduled",
+                )
             )
         if failed := _failed_frames() - self._failed_before:
             notes.append(
-                "functions under torch.compile that Dynamo or Inductor could not compile, so that "
-                f"they were captured eager: {failed}"
+                Note(
+                    "functions under torch.compile that Dynamo or Inductor could not compile, so "
+                    f"that they were captured eager: {failed}",
+                    code="compile-failed",
+                )
             )
         if self.eager:
             notes.append(
-                f"code compiled by the backend {', '.join(self.eager)} was captured eager: what "
-                "that backend fuses reads and writes less memory"
+                Note(
+                    f"code compiled by the backend {', '.join(self.eager)} was captured eager: "
+                    "what that backend fuses reads and writes less memory",
+                    code="compile-backend-eager",
+                )
             )
         return notes
 

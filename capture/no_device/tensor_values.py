@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from onerank.capture.no_device.storages import Storages
 from onerank.ir.errors import CaptureError
+from onerank.ir.notes import Note
 
 KNOWN_ELEMENTS = 1 << 16
 """Largest tensor on the GPU whose numbers are kept: token ids and masks of a sequence."""
@@ -122,12 +123,17 @@ class UnknownValues:
             code="no-device-operator",
         )
 
-    def notes(self) -> list[str]:
+    def notes(self) -> list[Note]:
         """Return a note on the numbers that the script read, if any."""
         if not self._reads:
             return []
         places = ", ".join(f"{place} read {value}" for place, value in sorted(self._reads))
-        return [f"no device computed these numbers, so the script got stand-ins: {places}"]
+        return [
+            Note(
+                f"no device computed these numbers, so the script got stand-ins: {places}",
+                code="no-device-stand-ins",
+            )
+        ]
 
     def place(self) -> str:
         """Return the innermost line of the script that runs, else the script's name."""

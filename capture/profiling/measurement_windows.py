@@ -50,6 +50,7 @@ from onerank.capture.profiling.window_observations import (
 )
 from onerank.capture.profiling.window_plan import HOST, TIMED, Progress, WindowPlan, more_steps
 from onerank.ir.errors import ScriptError
+from onerank.ir.notes import Note
 
 # Consecutive skipped steps after which a script is refused, because it would run forever. A scale
 # of 2^16 halved 100 times is far below float16's range.
@@ -184,8 +185,11 @@ class Windows:
             self.observed.notes.append(overflow_note)
         if self.skipped:
             self.observed.notes.append(
-                f"{self.skipped} of {self.steps} steps were skipped by a loss scaler because of "
-                "infinite gradients; no skipped step is part of the measurement"
+                Note(
+                    f"{self.skipped} of {self.steps} steps were skipped by a loss scaler because "
+                    "of infinite gradients; no skipped step is part of the measurement",
+                    code="steps-skipped",
+                )
             )
 
     def _keep_equal_shapes(self) -> None:
@@ -280,7 +284,10 @@ class UnprofiledWindows:
         last = clock.durations_ns()[-3:]
         if len(last) == 3 and _spread(last) >= SETTLED_SPREAD:
             self._observed.notes.append(
-                f"the last three warm-up steps still differed by {_spread(last):.1%}"
+                Note(
+                    f"the last three warm-up steps still differed by {_spread(last):.1%}",
+                    code="warm-up-unsettled",
+                )
             )
 
     def pure(self) -> Window:
@@ -294,7 +301,7 @@ class UnprofiledWindows:
         self._memory.note_reserved()
         self._observed.sensors = sampler.result()
         if sampler.missing:
-            self._observed.notes.append(sampler.missing)
+            self._observed.notes.append(Note(sampler.missing, code="sensors-not-read"))
 
     def host(self) -> Window:
         """Measure the host time of steps that begin with an idle GPU."""

@@ -43,6 +43,7 @@ from onerank.converters.sources.kineto import (
 )
 from onerank.converters.sources.kineto.read.execution_trace import PLACEHOLDERS
 from onerank.ir.errors import ScriptError
+from onerank.ir.notes import Note
 
 _torch: Any = torch  # the observer has no public name
 
@@ -415,8 +416,11 @@ class ProfiledWindows:
             # Ranks of a real job cannot take further steps: each would stop at a different one.
             profiles = [*range(len(self._profiles))]
             self._observed.notes.append(
-                "no profiled step has the input shapes of the structure step: times and shapes "
-                "belong to different steps"
+                Note(
+                    "no profiled step has the input shapes of the structure step: times and shapes "
+                    "belong to different steps",
+                    code="times-of-other-shapes",
+                )
             )
         self.work = self._profiles[profiles[-1]]
         self._keep(profiles, chosen)
@@ -449,8 +453,11 @@ class ProfiledWindows:
         if self._uncontended is not None and not self._uncontended.has_inputs_of(self.work):
             (self._directory / UNCONTENDED).unlink()
             observed.notes.append(
-                "kernel times without concurrent communication are unknown: no such step had the "
-                "input shapes of the profiled one"
+                Note(
+                    "kernel times without concurrent communication are unknown: no such step had "
+                    "the input shapes of the profiled one",
+                    code="uncontended-step-missing",
+                )
             )
 
     def _pass_after(self, *, skipped: bool) -> Window:
@@ -468,8 +475,11 @@ class ProfiledWindows:
         # late rank slows the kernels that overlap it.
         if self._others is not None and not self._others.rendezvous():
             self._observed.notes.append(
-                "a profiled step began before all ranks were ready: kernels that overlap a "
-                "collective waiting for a late rank are slower than in other steps"
+                Note(
+                    "a profiled step began before all ranks were ready: kernels that overlap a "
+                    "collective waiting for a late rank are slower than in other steps",
+                    code="ranks-not-ready",
+                )
             )
 
     @contextlib.contextmanager

@@ -34,6 +34,7 @@ from onerank.capture.profiling.allocator_snapshots import (
 )
 from onerank.capture.profiling.window_observations import Observations
 from onerank.converters.sources.kineto import History, history_name
+from onerank.ir.notes import Note
 
 # Share of the peak memory below which collector runs get no note.
 _NOTED_SHARE = 0.01
@@ -54,14 +55,15 @@ class Collector:
         """Reset `most_bytes` at the begin of a step."""
         self.most_bytes = 0
 
-    def note(self, peak_bytes: int) -> str:
-        """Return a note on the last step; "" if the collector freed under 1% of the peak."""
+    def note(self, peak_bytes: int) -> Note | None:
+        """Return a note on the last step; None if the collector freed under 1% of the peak."""
         if self.most_bytes < _NOTED_SHARE * peak_bytes:
-            return ""
-        return (
+            return None
+        return Note(
             f"tensors in reference cycles wait for Python's garbage collector, which freed up to "
             f"{self.most_bytes} bytes at once: peak memory depends on when it runs, in the job as "
-            "in this capture, and may differ by as much from step to step"
+            "in this capture, and may differ by as much from step to step",
+            code="memory-waits-for-collector",
         )
 
     def _called(self, phase: Literal["start", "stop"], _: object) -> None:
@@ -136,8 +138,11 @@ class StepMemory:
         snapshots = history.before, history.after
         if not is_complete(*snapshots, device):
             self._observed.notes.append(
-                f"profiled step {number + 1}: the memory history that the script records is "
-                "incomplete for this step, so the streams of its blocks are not known"
+                Note(
+                    f"profiled step {number + 1}: the memory history that the script records is "
+                    "incomplete for this step, so the streams of its blocks are not known",
+                    code="memory-history-incomplete",
+                )
             )
             return
         recorded_history = history_of(*snapshots, device, self._pools, self._reserved_bytes)
@@ -145,8 +150,11 @@ class StepMemory:
             recorded_history = lingering_as(recorded_history, self._unprofiled)
         if not recorded_history.lingers and recorded_history.action:
             self._observed.notes.append(
-                f"profiled step {number + 1}: how long memory lingers without a profiler is not "
-                "known; it is taken as under the profiler"
+                Note(
+                    f"profiled step {number + 1}: how long memory lingers without a profiler is "
+                    "not known; it is taken as under the profiler",
+                    code="memory-linger-unknown",
+                )
             )
         (self._directory / history_name(number)).write_bytes(msgspec.json.encode(recorded_history))
 
@@ -155,8 +163,11 @@ class StepMemory:
         peaks = self._observed.peak_memory_bytes
         if len(set(peaks)) > 1:
             self._observed.notes.append(
-                f"peak memory differs between profiled steps, from {min(peaks)} to {max(peaks)} "
-                "bytes; the graph records the largest"
+                Note(
+                    f"peak memory differs between profiled steps, from {min(peaks)} to "
+                    f"{max(peaks)} bytes; the graph records the largest",
+                    code="peak-memory-varies",
+                )
             )
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from onerank.capture.profiling.module_scopes import Arguments, Modules
+from onerank.ir.notes import Note
 
 _torch: Any = torch  # foreach functions have no public names
 
@@ -23,8 +24,8 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 @torch.no_grad()
-def note_of_overflow(modules: Modules) -> str:
-    """Return the note on parameters that are not finite; "" if all are finite."""
+def note_of_overflow(modules: Modules) -> Note | None:
+    """Return the note on parameters that are not finite; None if all are finite."""
     parameter_by_id = {
         id(parameter): parameter
         for module, _ in modules
@@ -35,11 +36,12 @@ def note_of_overflow(modules: Modules) -> str:
     largest = _torch._foreach_norm(local_shards, ord=float("inf")) if local_shards else []
     infinite = sum(not bool(norm.isfinite()) for norm in largest)
     if not infinite:
-        return ""
-    return (
+        return None
+    return Note(
         f"{infinite} of {len(local_shards)} parameters are not finite after the last step, so "
         "kernel times may differ from the job's. Without real peers a rank trains on other "
-        "gradients and can diverge: capture with a smaller learning rate"
+        "gradients and can diverge: capture with a smaller learning rate",
+        code="parameters-not-finite",
     )
 
 
@@ -151,8 +153,10 @@ def period_of(calls: Sequence[int]) -> int | None:
     return None
 
 
-def note_of(work: Sequence[Work], profiled: Work, optimizer_steps: int, warm_up: int) -> str:
-    """Return a note if the steps do different work; "" if all do the same.
+def note_of(
+    work: Sequence[Work], profiled: Work, optimizer_steps: int, warm_up: int
+) -> Note | None:
+    """Return a note if the steps do different work; None if all do the same.
 
     Args:
         work: work of each step.
@@ -167,7 +171,7 @@ def note_of(work: Sequence[Work], profiled: Work, optimizer_steps: int, warm_up:
     elif len(set(messages)) > 1:
         counts, profiled_count, verb = messages, profiled.messages, "communicate"
     else:
-        return ""
+        return None
     period = period_of(counts)
     span_text = "one step" if optimizer_steps == 1 else f"{optimizer_steps} steps"
     advice = (
@@ -176,10 +180,11 @@ def note_of(work: Sequence[Work], profiled: Work, optimizer_steps: int, warm_up:
         if period
         else "--optimizer-steps N captures N optimizer steps as one"
     )
-    return (
+    return Note(
         f"steps do different work: they {verb} {min(counts)} to {max(counts)} times, the one in "
         f"this graph {profiled_count}. A step is {span_text} of the script's first optimizer; "
-        f"{advice}"
+        f"{advice}",
+        code="steps-differ",
     )
 
 
@@ -197,8 +202,8 @@ def input_spread(work: Sequence[Work], captured: Work) -> float:
     return math.sqrt(sum(value**2 for value in logs) / len(logs))
 
 
-def note_of_inputs(work: Sequence[Work], captured: Work, timed: Sequence[Work]) -> str:
-    """Return a note if model inputs differ in shape between steps; "" if all are equal.
+def note_of_inputs(work: Sequence[Work], captured: Work, timed: Sequence[Work]) -> Note | None:
+    """Return a note if model inputs differ in shape between steps; None if all are equal.
 
     Args:
         work: work of each step.
@@ -206,11 +211,12 @@ def note_of_inputs(work: Sequence[Work], captured: Work, timed: Sequence[Work]) 
         timed: work of the steps that were timed without a profiler.
     """
     if all(step.has_inputs_of(captured) for step in work):
-        return ""
+        return None
     sizes = [step.elements for step in work]
     equal = sum(step.has_inputs_of(captured) for step in timed)
     of = f"{equal} of {len(timed)} timed steps have" if equal else "no timed step has"
-    return (
+    return Note(
         f"the shapes of model inputs differ between steps, from {min(sizes)} to {max(sizes)} "
-        f"elements; this graph's step has {captured.elements}, and {of} its shapes"
+        f"elements; this graph's step has {captured.elements}, and {of} its shapes",
+        code="input-shapes-vary",
     )

@@ -10,6 +10,7 @@ from onerank.capture.profiling.module_scopes import Modules
 from onerank.capture.profiling.step_variance import Work, WorkOfSteps
 from onerank.capture.profiling.window_plan import Progress, WindowPlan
 from onerank.ir import ScopeTime, Sensors
+from onerank.ir.notes import Note
 
 Window = Generator[None, bool, None]
 """Yields once per step of the script; receives whether a loss scaler skipped the step."""
@@ -35,7 +36,7 @@ class Observations:
         resident_bytes: storages resident at the start of the last profiled step, by class.
         resident_pools: allocator pool of each of these storages.
         input_spread: spread of the input sizes of the steps, as in `ir.Measurement`.
-        notes: sentences that are stored with the trace.
+        notes: notes to store with the trace.
     """
 
     on_gpu: bool = False
@@ -53,7 +54,7 @@ class Observations:
     resident_bytes: ByMemoryClass = field(default_factory=ByMemoryClass)
     resident_pools: ByMemoryClass = field(default_factory=ByMemoryClass)
     input_spread: float = 0.0
-    notes: list[str] = field(default_factory=list[str])
+    notes: list[Note] = field(default_factory=list[Note])
 
 
 class OtherRanks(Protocol):

@@ -24,6 +24,7 @@ from onerank.capture.script.error_hints import explained, library_line, script_l
 from onerank.capture.script.inference_steps import InferenceSteps
 from onerank.capture.script.optimizer_steps import after_step
 from onerank.ir.errors import CaptureError, OneRankError, ScriptError
+from onerank.ir.notes import Note
 
 _EVICTION_INTERVAL_S = 1e-4
 
@@ -156,8 +157,11 @@ def run_script(
         raise boundary.failure
     if eviction.begun:
         boundary.observed.notes.append(
-            f"the script caught its end {_MAX_CAUGHT_ENDS} times and continued, so it was "
-            "interrupted"
+            Note(
+                f"the script caught its end {_MAX_CAUGHT_ENDS} times and continued, so it was "
+                "interrupted",
+                code="script-caught-end",
+            )
         )
     # Also after a normal return: a script may catch the exit, or step in another thread.
     if boundary.ended(script):

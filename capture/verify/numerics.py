@@ -55,6 +55,7 @@ from onerank.capture.verify.comparison import (
 from onerank.capture.verify.slice_check import compare_slices, without_replicas
 from onerank.capture.verify.threaded_world import ThreadedPeers, ThreadedWorld
 from onerank.ir.errors import CaptureError, OneRankError
+from onerank.ir.notes import Note
 from onerank.ir.output_files import scratch_directory
 
 SAMPLES = 16384
@@ -235,7 +236,7 @@ class Verification(msgspec.Struct, frozen=True):
 
     comparisons: list[Comparison]
     not_checked: list[str]
-    notes: list[str]
+    notes: list[Note]
 
     @property
     def breaches(self) -> int:
@@ -281,14 +282,17 @@ def verify(
 
 def _instruments(
     script: Path, args: Sequence[str], options: Options, progress: Progress
-) -> tuple[list[Comparison], list[str]]:
+) -> tuple[list[Comparison], list[Note]]:
     # The shortest plan: both runs write the tensors of every step to disk.
     options = replace(options, windows=WindowPlan(warm_up=1, pure=1, settle=False), raw_dir=None)
     notes = [
-        f"tolerance of repeated steps: torch.allclose with atol {ABSOLUTE:g} and rtol "
-        + ", ".join(f"{rtol:g} ({_name(dtype)})" for dtype, rtol in RELATIVE.items())
-        + f", {RELATIVE_OTHERS:g} (fp32 and others); of large tensors a checksum of all bits, the "
-        "norm and 16,384 elements are compared"
+        Note(
+            f"tolerance of repeated steps: torch.allclose with atol {ABSOLUTE:g} and rtol "
+            + ", ".join(f"{rtol:g} ({_name(dtype)})" for dtype, rtol in RELATIVE.items())
+            + f", {RELATIVE_OTHERS:g} (fp32 and others); of large tensors a checksum of all bits, "
+            "the norm and 16,384 elements are compared",
+            code="verify-tolerance",
+        )
     ]
     with scratch_directory() as directory:
         instrumented, plain = directory / "instrumented", directory / "plain"
@@ -305,7 +309,12 @@ def _instruments(
             environment=_ENVIRONMENT,
         )
         if kernels:
-            notes.append("without a deterministic implementation: " + ", ".join(kernels))
+            notes.append(
+                Note(
+                    "without a deterministic implementation: " + ", ".join(kernels),
+                    code="verify-nondeterministic",
+                )
+            )
         return _compare_steps(load_steps(instrumented), load_steps(plain)), notes
 
 
@@ -436,13 +445,13 @@ def _repeatable() -> Generator[None]:
 
 def _slices(
     script: Path, args: list[str], options: Options, progress: Progress
-) -> tuple[list[Comparison], str, list[str]]:
+) -> tuple[list[Comparison], str, list[Note]]:
     """Run the script up to its first batch, and run that through the whole model and its slices.
 
     Returns:
         The comparisons; the reason if there are none, otherwise ""; and notes.
     """
-    results: list[tuple[list[Comparison], str, list[str]]] = []
+    results: list[tuple[list[Comparison], str, list[Note]]] = []
     failures: list[OneRankError] = []
 
     def compare_first_call(model: nn.Module, *inputs: Any, **keywords: Any) -> Any:

@@ -38,6 +38,7 @@ from onerank.capture.verify.comparison import (
 )
 from onerank.capture.verify.threaded_world import ThreadedPeers, ThreadedWorld
 from onerank.ir import World
+from onerank.ir.notes import Note
 
 
 @dataclass
@@ -205,7 +206,7 @@ def compare_slices(
     keywords: Mapping[str, Any],
     options: Options,
     progress: Progress,
-) -> tuple[list[Comparison], str, list[str]]:
+) -> tuple[list[Comparison], str, list[Note]]:
     """Run `model` whole and as slices on one batch, in fp32 and without dropout.
 
     Args:
@@ -241,8 +242,11 @@ def compare_slices(
         return [], does_not_fit, []
     if routed.moe_routing != options.moe_routing and expert_layers(model):
         notes.append(
-            f"the model's routers chose the experts, not --moe-routing {options.moe_routing}: "
-            "static routes are per rank, and each rank has only a part of the sequence"
+            Note(
+                f"the model's routers chose the experts, not --moe-routing {options.moe_routing}: "
+                "static routes are per rank, and each rank has only a part of the sequence",
+                code="verify-model-routing",
+            )
         )
     return rows, missing_reason, notes
 
@@ -272,7 +276,7 @@ def _compare(
     world: World,
     options: Options,
     progress: Progress,
-) -> tuple[list[Comparison], str, list[str]]:
+) -> tuple[list[Comparison], str, list[Note]]:
     # `eval` turns dropout off, whose random numbers the slices would draw in another order.
     whole_model = copy.deepcopy(model).float().eval()
     for parameter in whole_model.parameters():
@@ -321,9 +325,12 @@ def _compare(
         allowed = f"{_TOLERANCE}; {_ROUNDED}"
     rows = summarize("slices", allowed, differences)
     notes = [
-        f"the slices of {world} ran as threads of one process with real communication, in fp32 "
-        f"without TF32, autocast and dropout, on the first batch of {type(model).__name__}; "
-        f"tolerance of a tensor: {allowed}"
+        Note(
+            f"the slices of {world} ran as threads of one process with real communication, in fp32 "
+            f"without TF32, autocast and dropout, on the first batch of {type(model).__name__}; "
+            f"tolerance of a tensor: {allowed}",
+            code="verify-slices",
+        )
     ]
     return rows, "", notes
 

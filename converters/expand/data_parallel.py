@@ -7,6 +7,7 @@ from onerank.converters.expand.ranks import with_peers, with_roots
 from onerank.ir import Collective, Graph, Job, ProcessGroup, RankClass, World, axis_of
 from onerank.ir.errors import ExportError
 from onerank.ir.graph import I64
+from onerank.ir.notes import Note
 
 AXIS = "dp"
 
@@ -67,18 +68,20 @@ def _rescaled_shards(graph: Graph, groups: tuple[ProcessGroup, ...], new: World)
     return comm_bytes
 
 
-def replica_notes(graphs: list[Graph], dp: int) -> list[str]:
+def replica_notes(graphs: list[Graph], dp: int) -> list[Note]:
     """Return limitations to print for graphs that `with_replicas` scaled to `dp`."""
     old = graphs[0].job.world.sizes.get(AXIS, 1)
     if dp == old:
         return []
-    note = f"Captured with dp {old}, exported with dp {dp}: each replica repeats the captured work."
+    text = f"Captured with dp {old}, exported with dp {dp}: each replica repeats the captured work."
+    notes = [Note(text, code="replicas-repeat-work")]
     if any(_gathers_shards(graph) for graph in graphs):
-        note = (
-            f"{note[:-1]}, but gathers shards of {old}/{dp} the size; compute on a shard (the "
-            f"optimizer's step) keeps its time with dp {old}."
+        text = (
+            f"Replicas gather shards of {old}/{dp} the size; compute on a shard (the optimizer's "
+            f"step) keeps its time with dp {old}."
         )
-    return [note]
+        notes.append(Note(text, code="replicas-gather-shards"))
+    return notes
 
 
 def _gathers_shards(graph: Graph) -> bool:

@@ -12,13 +12,14 @@ from onerank.converters.expand.preconditions import prefetched_storage, storage_
 from onerank.ir import UNKNOWN, Edges, Graph, Kind, Nodes, Reason
 from onerank.ir.errors import ExportError
 from onerank.ir.graph import I64
+from onerank.ir.notes import Note
 from onerank.ir.replay import steady_state_step
 
 NAME = "idle: waiting for the host"
 
 
-def insert_host_delays(graph: Graph, *, one_at_a_time: bool = False) -> tuple[Graph, str]:
-    """Return the graph with a node for each idle interval of the GPU, and a note on them.
+def insert_host_delays(graph: Graph, *, one_at_a_time: bool = False) -> tuple[Graph, list[Note]]:
+    """Return the graph with a node for each idle interval of the GPU, and notes on them.
 
     If the host was timed without the profiler, `steady_state_step` replays the graph with that
     host and gives the idle intervals. Otherwise they come from the profiled step, scaled to the
@@ -60,12 +61,13 @@ def insert_host_delays(graph: Graph, *, one_at_a_time: bool = False) -> tuple[Gr
     last_compute = np.maximum.accumulate(np.where(compute[busy], np.arange(len(busy)), -1))
     # A delay needs a stream, which it takes from the compute before it.
     delayed = delayed[last_compute[delayed - 1] >= 0]
-    note = (
+    text = (
         f"The GPU waits {idle[delayed].sum()} ns for its host, in {len(delayed)} nodes: the "
         f"{target.step} ({target.step_ns - target.slower_ns} ns) less GPU busy time "
         f"({busy_ns} ns), placed where the GPU waited {target.gaps_from}. Network time hides a "
         "part of it, which the simulator cannot know."
     )
+    notes = [Note(text, code="host-delays")]
     ends = busy[last_compute[delayed - 1]], busy[delayed]
     shares = _shares(graph, np.flatnonzero(compute))
     durations = graph.nodes.duration_ns.copy()
@@ -73,7 +75,8 @@ def insert_host_delays(graph: Graph, *, one_at_a_time: bool = False) -> tuple[Gr
     # overlap its products, took 1.9% longer than its compute covers.
     if one_at_a_time:
         if overlap_ns := int(durations.sum() - shares.sum()):
-            note += f" Streams overlap by {overlap_ns} ns, divided among the operations."
+            text = f"Streams overlap by {overlap_ns} ns, divided among the operations."
+            notes.append(Note(text, code="host-delays-divided-overlap"))
         durations = shares.copy()
     if target.slower_ns:
         # A GPU at its power limit is slower in consecutive steps than in one after a pause. The
@@ -81,11 +84,12 @@ def insert_host_delays(graph: Graph, *, one_at_a_time: bool = False) -> tuple[Gr
         # For a pipeline stage on an H200 the difference was 2.4% of the kernel time.
         share = target.slower_ns / int(shares[compute].sum())
         durations[compute] = np.rint(durations[compute] * (1 + share))
-        note += (
-            f" The {target.slower_step} ({target.step_ns} ns) is longer by "
-            f"{target.slower_ns} ns: its compute took {share:.1%} longer."
+        text = (
+            f"The {target.slower_step} ({target.step_ns} ns) is longer by {target.slower_ns} ns: "
+            f"its compute took {share:.1%} longer."
         )
-    return _insert(graph.with_columns(duration_ns=durations), *ends, idle[delayed]), note
+        notes.append(Note(text, code="host-delays-slower-compute"))
+    return _insert(graph.with_columns(duration_ns=durations), *ends, idle[delayed]), notes
 
 
 @dataclass(frozen=True)
@@ -177,8 +181,8 @@ def _shares(graph: Graph, members: I64) -> I64:
 
 def insert_host_delays_by_rank(
     graphs: Sequence[Graph], *, one_at_a_time: bool = False
-) -> tuple[list[Graph], list[str]]:
-    """Return the graphs of several ranks with host delays, and one note per rank.
+) -> tuple[list[Graph], list[Note]]:
+    """Return the graphs of several ranks with host delays, and the notes of each rank.
 
     For a pipeline, pass the captured stages before a schedule orders them. A delay then moves and
     repeats with the node that it holds back. It follows the previous work of its GPU, so a pipeline
@@ -188,8 +192,11 @@ def insert_host_delays_by_rank(
         ExportError: as for `insert_host_delays`.
     """
     results = [insert_host_delays(graph, one_at_a_time=one_at_a_time) for graph in graphs]
-    notes = [f"Rank {graph.job.rank} as captured: {note}" for graph, (_, note) in
-             zip(graphs, results, strict=True)]  # fmt: skip
+    notes = [
+        note.at(f"Rank {graph.job.rank} as captured")
+        for graph, (_, rank_notes) in zip(graphs, results, strict=True)
+        for note in rank_notes
+    ]
     return [graph for graph, _ in results], notes
 
 

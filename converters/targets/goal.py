@@ -45,6 +45,7 @@ from onerank.converters.targets.lower_step import (
 from onerank.display import Displayed
 from onerank.ir import Graph, Kind, World
 from onerank.ir.errors import ExportError
+from onerank.ir.notes import Note
 from onerank.ir.output_files import replacing
 
 MOST_CPUS = 256
@@ -380,7 +381,7 @@ class GoalExport(Displayed):
         cpus: number of cpus of the rank with most: streams and communication lanes.
         algorithms: number of calls by collective and algorithm, the maximum over the ranks.
         dropped: nodes of the graph that are not in the schedule, by reason.
-        notes: caveats for the reader of the simulator's figures, one sentence each.
+        notes: caveats for the reader of the simulator's figures.
     """
 
     path: Path
@@ -390,7 +391,7 @@ class GoalExport(Displayed):
     cpus: int
     algorithms: dict[str, int]
     dropped: dict[str, int]
-    notes: list[str]
+    notes: list[Note]
 
 
 def export(
@@ -401,7 +402,7 @@ def export(
     gpus_per_node: int = GPUS_PER_NODE,
     interconnect: Interconnect = H100,
     host_time: bool = False,
-    notes: Sequence[str] = (),
+    notes: Sequence[Note] = (),
 ) -> GoalExport:
     """Write the step of one rank as the step of every rank of its job.
 
@@ -421,12 +422,12 @@ def export(
     """
     check_all_equal(graph.job)
     world = world_of(graph.job, ranks)
-    idle = f"{NO_IDLE_TIME}."
+    idle = [Note(f"{NO_IDLE_TIME}.", code="idle-time-not-exported")]
     if host_time:
         graph, idle = insert_host_delays(graph)
     lowered = lower_rank(graph, world, range(world.size))
     check_peers(graph, lowered.step, lowered.placements, world)
-    return _write([lowered], Path(path), Machine(gpus_per_node, interconnect), [*notes, idle])
+    return _write([lowered], Path(path), Machine(gpus_per_node, interconnect), [*notes, *idle])
 
 
 def export_ranks(
@@ -435,7 +436,7 @@ def export_ranks(
     *,
     gpus_per_node: int = GPUS_PER_NODE,
     interconnect: Interconnect = H100,
-    notes: Sequence[str] = (),
+    notes: Sequence[Note] = (),
 ) -> GoalExport:
     """Write the steps of unequal ranks, each for the ranks that it represents.
 
@@ -460,13 +461,13 @@ def export_ranks(
         lower_rank(entry.graph, world, entry.ranks, unequal_along=axis) for entry in equalized
     ]
     has_delays = any(NAME in entry.graph.strings.values for entry in equalized)
-    idle = [] if has_delays else [f"{NO_IDLE_TIME}."]
+    idle = [] if has_delays else [Note(f"{NO_IDLE_TIME}.", code="idle-time-not-exported")]
     notes = [*notes, *([UNEVEN] if changed else []), *idle]
     return _write(lowered, Path(path), Machine(gpus_per_node, interconnect), notes)
 
 
 def _write(
-    lowered_ranks: Sequence[LoweredRank], path: Path, machine: Machine, notes: Sequence[str]
+    lowered_ranks: Sequence[LoweredRank], path: Path, machine: Machine, notes: Sequence[Note]
 ) -> GoalExport:
     if machine.gpus_per_node < 1:
         raise ExportError(
@@ -499,10 +500,16 @@ def _write(
         dropped={reason: count for reason, count in dropped.items() if count},
         notes=[
             *notes,
-            "Messages are payload only: reductions and launches take no time, except for the "
-            "simulator's o and g.",
-            f"Every {machine.gpus_per_node} consecutive ranks share a node, which determines "
-            "NCCL's algorithms. Every rank has one interface, nic 0, for all its messages.",
+            Note(
+                "Messages are payload only: reductions and launches take no time, except for the "
+                "simulator's o and g.",
+                code="goal-payload-only",
+            ),
+            Note(
+                f"Every {machine.gpus_per_node} consecutive ranks share a node, which determines "
+                "NCCL's algorithms. Every rank has one interface, nic 0, for all its messages.",
+                code="goal-node-placement",
+            ),
         ],
     )
 

@@ -18,10 +18,12 @@ from onerank.converters.targets.communication_placement import (
 from onerank.ir import Collective, Edges, Graph, Kind, Node, World
 from onerank.ir.errors import ExportError
 from onerank.ir.graph import Mask, topological_order
+from onerank.ir.notes import Note
 
-UNEVEN = (
+UNEVEN = Note(
     "All-to-alls of uneven sizes run as even ones: every rank sends as many bytes as the busiest "
-    "rank sends or receives."
+    "rank sends or receives.",
+    code="uneven-all-to-alls",
 )
 
 

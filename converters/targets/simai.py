@@ -32,6 +32,7 @@ from onerank.ir import Graph, Job, Kind, Node, Phase
 from onerank.ir.coarsen import Grain, scopes_of
 from onerank.ir.errors import ExportError
 from onerank.ir.graph import Mask
+from onerank.ir.notes import Note
 from onerank.ir.output_files import replace_file
 
 _GEMMS = ("mm", "addmm", "linear", "_grouped_mm", "_scaled_mm")
@@ -329,8 +330,8 @@ def losses_of(
         )
 
 
-def notes_on(stages: Sequence[LayerTimes], rows: Sequence[WorkloadRow]) -> Iterator[str]:
-    """Yield the caveats for the reader of SimAI's figures, one sentence each.
+def notes_on(stages: Sequence[LayerTimes], rows: Sequence[WorkloadRow]) -> Iterator[Note]:
+    """Yield the caveats for the reader of SimAI's figures.
 
     Args:
         stages: stages of the rank that the file describes.
@@ -340,35 +341,55 @@ def notes_on(stages: Sequence[LayerTimes], rows: Sequence[WorkloadRow]) -> Itera
     if by_shape:
         unclear = sum(stage.split.unclear_ns for stage in stages)
         yield (
-            f"The trace records no operands in {by_shape} backwards: GEMMs were assigned to input "
-            "and weight gradients by shapes, and all other nodes to input gradients"
-            + (f", with {unclear} ns of GEMMs that fit both." if unclear else ".")
+            Note(
+                f"The trace records no operands in {by_shape} backwards: GEMMs were assigned to "
+                "input and weight gradients by shapes, and all other nodes to input gradients"
+                + (f", with {unclear} ns of GEMMs that fit both." if unclear else "."),
+                code="gradients-split-by-shapes",
+            )
         )
     else:
-        yield "Input and weight gradients were separated by the operands of each operator."
+        yield Note(
+            "Input and weight gradients were separated by the operands of each operator.",
+            code="gradients-split-by-operands",
+        )
     if phaseless := sum(stage.phaseless_ns for stage in stages):
-        yield f"{phaseless} ns without a phase count as forward."
+        yield Note(
+            f"{phaseless} ns without a phase count as forward.", code="phaseless-counts-as-forward"
+        )
     times = np.array([row.times_ns for row in rows], dtype=np.int64)
     rounded = times.astype(np.float32).astype(np.int64) - times
     if rounded.any():
         yield (
-            f"{int((rounded != 0).sum())} cells over {_EXACT_NS} ns are rounded by SimAI's "
-            f"float32; their sum will be {int(rounded.sum()):+d} ns off."
+            Note(
+                f"{int((rounded != 0).sum())} cells over {_EXACT_NS} ns are rounded by SimAI's "
+                f"float32; their sum will be {int(rounded.sum()):+d} ns off.",
+                code="simai-float32-rounding",
+            )
         )
     calls = [call for row in rows for call in row.calls.values()]
     small = sum(call.size_bytes < _SMALL_BYTES for call in calls)
     if small:
         yield (
-            f"{small} collectives under 1 MiB take a fixed latency in SimAI-Analytical, and no "
-            f"time in groups of sizes other than {', '.join(map(str, _TABLED_SIZES))}."
+            Note(
+                f"{small} collectives under 1 MiB take a fixed latency in SimAI-Analytical, and no "
+                f"time in groups of sizes other than {', '.join(map(str, _TABLED_SIZES))}.",
+                code="simai-small-collectives",
+            )
         )
     if any(stage.updates.backward for stage in stages):
         yield (
-            "The optimizer is the first row's weight gradient, since SimAI does not count "
-            "update_ns as compute."
+            Note(
+                "The optimizer is the first row's weight gradient, since SimAI does not count "
+                "update_ns as compute.",
+                code="simai-optimizer-row",
+            )
         )
         if stages[0].updates.name == EMBEDDING:
-            yield f"That row is called {EMBEDDING}, so that SimAI excludes it from the bubble."
+            yield Note(
+                f"That row is called {EMBEDDING}, so that SimAI excludes it from the bubble.",
+                code="simai-embedding-row",
+            )
 
 
 POLICY = "HYBRID_TRANSFORMER_FWD_IN_BCKWD"
@@ -390,7 +411,7 @@ class SimaiExport(Displayed):
         weight_gradient_ns: sum of the weight-gradient column without the optimizer.
         optimizer_ns: time of the optimizer.
         losses: losses of the format, one clause each.
-        notes: caveats for the reader of the simulator's figures, one sentence each.
+        notes: caveats for the reader of the simulator's figures.
     """
 
     path: Path
@@ -403,7 +424,7 @@ class SimaiExport(Displayed):
     weight_gradient_ns: int
     optimizer_ns: int
     losses: list[str]
-    notes: list[str]
+    notes: list[Note]
 
 
 def export(
@@ -413,7 +434,7 @@ def export(
     schedule: Schedule | None = None,
     micro_batches: int | None = None,
     grain: Grain = "submodule",
-    notes: Sequence[str] = (),
+    notes: Sequence[Note] = (),
 ) -> SimaiExport:
     """Write the workload of a job.
 

@@ -28,6 +28,7 @@ from onerank.ir.enums import COMMUNICATION, GPU_COMPUTE, Kind, Reason
 from onerank.ir.errors import ChakraError, GraphError
 from onerank.ir.graph import Edges, Graph, topological_order
 from onerank.ir.nodes import Nodes, StringTable, default_of, dtype_of, is_text
+from onerank.ir.notes import Note
 
 # Most distinct attributes that stay decoded; further ones (exact times, counts) hardly repeat.
 _REMEMBERED = 1 << 16
@@ -409,12 +410,13 @@ class Repairs:
         return self.dangling + self.self_dependencies + self.cyclic
 
     @property
-    def note(self) -> str:
-        """A sentence for the notes of the trace."""
-        return (
+    def note(self) -> Note:
+        """The counts as a note on the trace."""
+        return Note(
             f"{self.total} broken dependencies were dropped: {self.dangling} on nodes that are "
             f"not in the file, {self.self_dependencies} of nodes on themselves, {self.cyclic} "
-            "that closed a cycle; start times in replay may be too early"
+            "that closed a cycle; start times in replay may be too early",
+            code="dependencies-dropped",
         )
 
 

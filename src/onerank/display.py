@@ -197,7 +197,9 @@ def _tables(record: Any, title: str) -> list[_Table]:
     figures: list[tuple[str, str]] = []
     tables: list[_Table] = []
     for name, value in fields.items():
-        if _is_record(value):
+        if name == "notes":
+            figures += [("note", visible_line(str(note))) for note in cast("Sequence[Any]", value)]
+        elif _is_record(value):
             tables += _tables(value, name)
         elif isinstance(value, Mapping) and value:
             entries = cast("Mapping[Any, Any]", value)
@@ -206,8 +208,6 @@ def _tables(record: Any, title: str) -> list[_Table]:
             tables.append(_Table(name, ("", ""), rows[:ROWS], max(len(rows) - ROWS, 0)))
         elif isinstance(value, (list, tuple)) and value and _is_record(value[0]):
             tables.append(_row_table(name, cast("Sequence[Any]", value)))
-        elif name == "notes":
-            figures += [("note", visible_line(note)) for note in cast("Sequence[str]", value)]
         else:
             figures.append((name, _cell(name, value)))
     return [_Table(title, ("", ""), figures), *tables]

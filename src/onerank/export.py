@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from onerank.converters.targets.goal import GoalExport
     from onerank.converters.targets.simai import SimaiExport
     from onerank.ir import Graph
+    from onerank.ir.notes import Note
 
     Trace = Graph | str | Path
     Traces = Trace | Iterable[Trace]
@@ -266,7 +267,7 @@ class _CapturedJob:
     """The graphs to export, with the requested replicas, and notes on them."""
 
     graphs: list[Graph]
-    notes: list[str]
+    notes: list[Note]
 
 
 def _job_of(traces: Traces, dp: int | None, granularity: Granularity) -> _CapturedJob:
@@ -291,7 +292,7 @@ class _Expansion:
 
     def ranks_of(
         self, job: _CapturedJob, *, one_at_a_time: bool
-    ) -> tuple[list[RankGraph] | None, list[str]]:
+    ) -> tuple[list[RankGraph] | None, list[Note]]:
         """Return the graphs of all ranks and notes; None if one graph represents all.
 
         Host delays are inserted into these graphs. The export of a single graph inserts its own.
@@ -345,7 +346,7 @@ def _links_of(graph: Graph) -> dict[str, Any]:
     return rates
 
 
-def _interconnect(graph: Graph, requested: int | None) -> tuple[Interconnect, list[str]]:
+def _interconnect(graph: Graph, requested: int | None) -> tuple[Interconnect, list[Note]]:
     """Return the interconnect that NCCL sees, and a note if the capability is an assumption.
 
     Args:
@@ -353,6 +354,7 @@ def _interconnect(graph: Graph, requested: int | None) -> tuple[Interconnect, li
         requested: compute capability that the user gave; it must not contradict the GPU's.
     """
     from onerank.converters.nccl import H100, interconnect_of
+    from onerank.ir.notes import Note
 
     gpu = _described(graph)
     known = None if gpu is None else gpu.capability
@@ -364,8 +366,11 @@ def _interconnect(graph: Graph, requested: int | None) -> tuple[Interconnect, li
     interconnect = interconnect_of(H100.capability, name)
     device = name or "the trace's GPU"
     return interconnect, [
-        f"the compute capability of {device} is not known: NCCL's algorithms are chosen as for an "
-        f"H100{'' if interconnect.nvlink else ' on PCIe'}; give --compute-capability"
+        Note(
+            f"the compute capability of {device} is not known: NCCL's algorithms are chosen as "
+            f"for an H100{'' if interconnect.nvlink else ' on PCIe'}; give --compute-capability",
+            code="compute-capability-assumed",
+        )
     ]
 
 

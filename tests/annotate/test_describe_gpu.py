@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from notes import note_of
 from raised import raises_code
 
 from onerank.annotate import load_gpu
@@ -79,7 +80,7 @@ def test_energy_goes_by_the_measured_coefficients(trace, mm) -> None:
     )
     # 2 * 4096^3 FLOPs in 343.6 us at 800 TFLOPS: half; 3 * 2 * 4096^2 bytes at 4 TB/s: 7.3 %
     assert found.source == "the GPU's description"
-    assert found.notes[0] == "coefficients by the description: by hand"
+    note_of(found.notes, "energy-described-coefficients", "by hand")
     assert found.node_uj[0] == pytest.approx((0.35 + 0.25 + 0.3 * 0.073) * 700 * 343.6, rel=0.02)
 
 

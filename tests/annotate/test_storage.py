@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from notes import has_note, note_of
 from raised import raises_code
 
 import onerank
@@ -36,7 +37,7 @@ def test_a_step_bears_its_share_of_a_checkpoint_of_parameters_and_optimizer(h200
     assert replay(made).step_time_ns == pytest.approx(
         replay(h200).step_time_ns + share // 2, abs=2_000
     )
-    assert "a checkpoint of 2887999488 bytes every 500 steps" in made.job.measurement.notes[-1]
+    note_of(made.job.measurement.notes, "storage-checkpoint", 2887999488, 500)
 
 
 def test_a_batch_read_beside_the_step_costs_nothing_and_one_before_it_all_its_time(h200: Graph):
@@ -60,7 +61,7 @@ def test_nodes_survive_the_file_and_are_delays_for_simulators(h200: Graph, tmp_p
         made = with_storage(h200, replace(given, prefetch=prefetch))
         done = export(made, tmp_path / "workload")
         assert done.gpu_time_ns == 29_865_307
-        assert any("for the next step (1000000 ns)" in note for note in done.notes) is prefetch
+        assert has_note(done.notes, "storage-prefetch-not-exported", 1000000) is prefetch
         nodes = onerank.read(tmp_path / "workload" / "workload.0.et").nodes
         assert nodes.duration_ns.sum() - 29_865_307 == sum(delays)
     schedule = export_goal(made, tmp_path / "job.goal")

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from notes import note_of
 from pair import Json, node, pair, write
 
 from onerank.cli import onerank
@@ -168,19 +169,19 @@ def test_an_execution_trace_of_another_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "code", "naming"),
     [
         (
             lambda events: events[6].update(ts=25.0),
-            "1 of 2 GPU operations begin before the previous",
+            "gpu-operations-overlap",
+            ("1 of 2", "1 pairs", "'add' within 'gemm' (1)"),
         ),
-        (lambda events: events[6].update(ts=25.0), "of 1 pairs: 'add' within 'gemm' (1))"),
-        (lambda events: events[3].update(ts=1.0), "start before they are launched, by 11000 ns"),
-        (lambda events: events[3].update(ts=-50.0), "start before they are launched, by 62000 ns"),
+        (lambda events: events[3].update(ts=1.0), "gpu-starts-before-launch", (11_000,)),
+        (lambda events: events[3].update(ts=-50.0), "gpu-starts-before-launch", (62_000,)),
     ],
 )
 def test_times_of_the_gpu_that_contradict_each_other_are_told(
-    change: Change, told: str, tmp_path: Path
+    change: Change, code: str, naming: tuple[str | int, ...], tmp_path: Path
 ) -> None:
     """Real traces have such: kernels that start early, clocks that disagree."""
     kineto, et = pair()
@@ -189,7 +190,7 @@ def test_times_of_the_gpu_that_contradict_each_other_are_told(
     names = ["--kineto", str(paths[0]), "--et", str(paths[1]), "-o", str(tmp_path / "out.et")]
     done = CliRunner().invoke(onerank, ["convert", *names, "--json"])
     assert done.exit_code == 0, done.output
-    assert any(told in note for note in json.loads(done.stdout)["notes"])
+    note_of(json.loads(done.stdout)["notes"], code, *naming)
 
 
 def test_a_deep_call_stack(tmp_path: Path) -> None:

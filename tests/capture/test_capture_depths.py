@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 from job_options import axes
+from notes import has_note, note_of
 from own_process import run_command
 from raised import raises_code
 
@@ -244,8 +245,7 @@ def test_a_shard_of_the_optimizer_grows_with_the_layers_of_the_stage(tmp_path):
     difference = (nodes(extrapolated) - nodes(whole)) + (nodes(whole) - nodes(extrapolated))
     assert {key[1] for key in difference} == {"aten::linalg_vector_norm", "aten::cat"}
     assert len(whole) - len(extrapolated) == 5
-    noted = "4 operators outside the layers are in only one of the captures, and stay as captured"
-    assert any(note.startswith(noted) for note in extrapolated.job.measurement.notes)
+    note_of(extrapolated.job.measurement.notes, "extrapolated-operators-unmatched", 4)
 
 
 def test_a_stage_of_too_few_layers_is_refused_by_name(tmp_path):
@@ -295,8 +295,8 @@ def compare(
     assert rise == pytest.approx(expected_rise, rel=1e-4)
     assert blocks(extrapolated, above_bytes) == blocks(whole, above_bytes)
 
-    falls = "step time: the line through the captures falls by 1000000 ns with each layer"
-    assert any(note.startswith(falls) for note in extrapolated.job.measurement.notes)
+    falls = "step time", 1_000_000
+    assert has_note(extrapolated.job.measurement.notes, "extrapolated-time-falls", *falls)
     depths = extrapolated.job.measurement.depths
     assert depths is not None
     assert depths.comm_bytes.at_depth == expected_bytes(whole)

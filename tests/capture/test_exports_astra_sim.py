@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from notes import note_of
 from small_job import capture_small
 
 from onerank.converters.expand.data_parallel import replica_notes, with_replicas
@@ -81,10 +82,7 @@ def test_replicas_of_pipeline_stages_and_slices(captured, tmp_path):
     graphs = captured("pp-tp-dp")
     workload = exported(graphs, tmp_path / "out", 8)
     assert workload.ranks == 2 * 8 * 2
-    assert (
-        "Captured with dp 2, exported with dp 8: each replica repeats the captured work."
-        in workload.notes
-    )
+    note_of(workload.notes, "replicas-repeat-work", "dp 2", "dp 8")
     first, last = calls(workload, 5), calls(workload, 16 + 5)  # tp 1, dp 2 of both stages
     replicas = tuple(range(1, 16, 2))
     assert {ranks for _, _, ranks in first} == {(4, 5), replicas}
@@ -135,4 +133,4 @@ def test_shards_gathered_by_more_replicas_are_smaller(captured, tmp_path):
     others = [(a, b) for (k, a, _), (_, b, _) in zip(few, many, strict=True) if k != GATHER]
     assert all(a == b for a, b in others)
     notes = exported(graphs, tmp_path / "8", 8).notes
-    assert any("4/8 the size" in note for note in notes)
+    note_of(notes, "replicas-gather-shards", "4/8")

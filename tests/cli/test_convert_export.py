@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from invoke_cli import GPU_NS, TRACES, empty, invoke, refused
+from notes import has_note, note_of
 
 from onerank.cli import annotate, onerank
 from onerank.ir import Collective, Device, GraphBuilder, Job, Kind, ProcessGroup, World
@@ -78,7 +79,7 @@ def test_goal_goes_by_the_compute_capability(device, options, algorithm, tmp_pat
     export = ("export", "goal", trace, "-o", tmp_path / "job.goal", "--json", *options)
     report = json.loads(invoke(onerank, *export).stdout)
     assert report["algorithms"] == {f"all_reduce by {algorithm}": 1}
-    assert not any("compute capability" in note for note in report["notes"])
+    assert not has_note(report["notes"], "compute-capability-assumed")
 
 
 def test_goal_of_a_board_without_description_goes_by_its_name(tmp_path):
@@ -86,9 +87,8 @@ def test_goal_of_a_board_without_description_goes_by_its_name(tmp_path):
     done = invoke(onerank, "export", "goal", trace, "-o", tmp_path / "job.goal", "--json")
     report = json.loads(done.stdout)
     assert report["algorithms"] == {"all_reduce by ring": 1}
-    assert any(
-        "NVIDIA PG506-232 PCIe" in note and "H100 on PCIe" in note for note in report["notes"]
-    )
+    naming = "NVIDIA PG506-232 PCIe", "H100 on PCIe"
+    note_of(report["notes"], "compute-capability-assumed", *naming)
 
 
 def test_goal_notes_an_assumed_compute_capability(tmp_path):

@@ -5,6 +5,7 @@ import re
 
 import pytest
 from invoke_cli import ROOT, invoke, refused
+from notes import note_of
 
 from onerank.cli import onerank
 
@@ -83,7 +84,7 @@ def test_storage_is_added_as_nodes(traces, tmp_path):
         ("mem_load", 100_000),
         ("mem_store", 5_775_999),
     ]
-    assert told["notes"][1].startswith("a checkpoint of 2887999488 bytes every 500 steps at 2 GB/s")
+    note_of(told["notes"], "storage-checkpoint", 2887999488, 500, 2)
     args = ("-o", out, "--storage-gb-s", 0, "--batch-bytes", 1)
     refused(
         *(onerank, "storage", traces / "gpu.et", *args),

@@ -10,6 +10,7 @@ from click.testing import CliRunner, Result
 
 from onerank.cli import onerank
 from onerank.ir.errors import OneRankError
+from onerank.ir.notes import Note
 from onerank.plan import make_plan
 from onerank.plan.config import PlanConfig
 from onerank.plan.layouts import Layout, Outcome, Range, enumerate_layouts
@@ -57,7 +58,7 @@ def outcome(layout: Layout) -> Outcome:
         exposed_communication_ns=1.0,
         bubble_ns=0.0,
         commands=("capture run train.py", "onerank replay row --cluster CONFIG --schedule 1f1b"),
-        notes=("the host is slow",) if layout.tp == 2 else (),
+        notes=(Note("the host is slow", code="plan-host-bound"),) if layout.tp == 2 else (),
     )
 
 

@@ -26,13 +26,14 @@ from onerank.ir.chakra.et_def_pb2 import (
     GlobalMetadata,
 )
 from onerank.ir.chakra.metadata import SECTIONS
+from onerank.ir.notes import Note
 
 JOB = Job(
     world=World({"tp": 4, "dp": 2}),
     rank=3,
     groups=(ProcessGroup("tp", (0, 1, 2, 3), "tp"),),
     device=Device("cuda", "NVIDIA H200", 150, 132),
-    measurement=Measurement((5, 6), 7, 8, 9, {"torch": "2.11"}, ("a note",)),
+    measurement=Measurement((5, 6), 7, 8, 9, {"torch": "2.11"}, (Note("a note", code="noted"),)),
     annotations=(Annotation("h100", "ratio", "NVIDIA H200", {"scaled": [1, 2.5, None]}),),
     modules=(Module("layers.0.fc", "Linear", "mlp", "layers.0"),),
     pipeline=Pipeline(0, (2, 1)),
@@ -65,7 +66,8 @@ def test_job_is_the_metadata(tmp_path: Path):
             attr(
                 "measurement",
                 string_val='{"step_ns":[5,6],"profiled_step_ns":7,"peak_memory_bytes":8,'
-                '"start_memory_bytes":9,"versions":{"torch":"2.11"},"notes":["a note"]}',
+                '"start_memory_bytes":9,"versions":{"torch":"2.11"},'
+                '"notes":[{"text":"a note","code":"noted"}]}',
             ),
             attr(
                 "annotations",

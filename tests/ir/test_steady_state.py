@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from notes import note_of
 
 from onerank import read
 from onerank.analysis.step_time import Replay, replay
@@ -85,9 +86,9 @@ def test_a_step_that_reads_its_result_has_no_lead():
 
 def test_what_a_measured_step_took_longer_stays():
     assert steady_state_ns(replay(with_step_time(launches(20), 63_000))) == 63_000
-    _, note = insert_host_delays(with_step_time(launches(20), 63_000))
-    assert "measured without the profiler (63000 ns) is longer by 3000 ns: its compute" in note
-    assert "median step" not in note  # of this graph none was measured
+    _, notes = insert_host_delays(with_step_time(launches(20), 63_000))
+    note = note_of(notes, "host-delays-slower-compute", 63_000, 3000)
+    assert "median step" not in note.text  # of this graph none was measured
     slower = with_step_time(launches(20), 63_000)
     slower = slower.with_columns(
         duration_ns=np.where(slower.gpu_compute, 2, 1) * slower.nodes.duration_ns
@@ -141,8 +142,7 @@ def test_a_host_that_no_factor_explains_is_told(captured: dict[int, Path]):
     measurement = with_host_overhead(replace(graph, job=Job(measurement=altered))).job.measurement
     assert measurement.host_overhead is not None
     assert measurement.host_overhead.host_factor == 1.2
-    (note,) = measurement.notes
-    assert "took 90000000 ns per step without the profiler and 34913331 ns with it" in note
+    note_of(measurement.notes, "host-factor-out-of-range", 90_000_000, 34_913_331)
 
 
 def test_the_figures_of_a_capture(captured: dict[int, Path]):
@@ -179,19 +179,19 @@ def test_waits_of_another_gpu(captured: dict[int, Path], tmp_path: Path):
     options = ["--target", "H100", "-o", str(trace)]
     assert CliRunner().invoke(command, ["annotate", *options, str(captured[1024])]).exit_code == 0
     graph = read(trace)
-    waiting, note = insert_host_delays(graph)
+    waiting, notes = insert_host_delays(graph)
     idle = waiting.nodes.duration_ns[[node.name == NAME for node in waiting]]
     total = waiting.nodes.duration_ns[waiting.gpu_compute].sum()
     assert idle.sum() > 0
     assert total == pytest.approx(steady_state_ns(replay(graph)), rel=0.001)
-    assert "steady-state step of the replay" in note
+    note_of(notes, "host-delays", "steady-state step")
 
 
 def test_waits_of_the_gpu_that_measured_it(captured: dict[int, Path]):
     """They lie where a replay in a row has them; with them the step lasts what was measured."""
     graph = read(captured[2048])
-    waiting, note = insert_host_delays(graph)
-    assert "steady-state step of the replay" in note
+    waiting, notes = insert_host_delays(graph)
+    note_of(notes, "host-delays", "steady-state step")
     total = waiting.nodes.duration_ns[waiting.gpu_compute].sum()
     assert total == pytest.approx(graph.job.measurement.median_step_ns, rel=0.001)
 

@@ -23,6 +23,7 @@ from onerank.ir import (
     Sensors,
     World,
 )
+from onerank.ir.notes import Note
 from onerank.ir.text import to_text
 
 
@@ -70,7 +71,7 @@ def test_graph_of_three_nodes():
             step_ns=(5000, 5100),
             peak_memory_bytes=99,
             versions={"torch": "2.11.0+cu130"},
-            notes=("rank 1 stood in for all",),
+            notes=(Note("rank 1 stood in for all", code="rank-stood-in"),),
         ),
         annotations=(Annotation("h100", "ratio", "NVIDIA H200", {"scaled": 2}),),
     )
@@ -80,7 +81,7 @@ def test_graph_of_three_nodes():
         "group dp_1 ranks=1,5",
         "measured steps=5000,5100 peak_memory=99",
         "version torch 2.11.0+cu130",
-        'note "rank 1 stood in for all"',
+        'note rank-stood-in "rank 1 stood in for all"',
         'annotated target=h100 model=ratio source="NVIDIA H200" details={"scaled": 2}',
         '0 host_op "aten::mm" op=aten::mm thread=1 start=10 dur=900 deps=[]',
         '1 kernel "ampere_bf16_gemm" op=aten::mm stream=7 start=1000 dur=1234 evidence=measured'

@@ -27,6 +27,7 @@ from onerank.annotate.passes.dataflow import TEXTS, Flow, Operand, as_text
 from onerank.annotate.passes.remove_nodes import contract
 from onerank.ir import UNKNOWN, Edges, Evidence, Graph, Kind, Measurement, Reason
 from onerank.ir.errors import AnnotateError
+from onerank.ir.notes import Note
 
 I64 = npt.NDArray[np.int64]
 
@@ -236,7 +237,7 @@ class LookedUpDurations(NamedTuple):
     rules: U8
     evidence: U8
     uncertainty: Uncertainty
-    notes: tuple[str, ...]
+    notes: tuple[Note, ...]
 
 
 LookUp = Callable[[Graph, OpCosts, KernelFeatures, tuple[F64, U8], Mask], LookedUpDurations]
@@ -293,27 +294,30 @@ class FusedAttention:
         # By id, because the removal has changed the indices.
         fused_nodes = np.flatnonzero(np.isin(fused.nodes.id, graph.nodes.id[removal.heads]))
         kernel_name = resolution.runs or "one kernel"
-        notes = tuple[str, ...]()
-        note = f"What if attention were fused ({kernel_name}): {len(calls)} calls, "
+        notes = tuple[Note, ...]()
+        text = f"What if attention were fused ({kernel_name}): {len(calls)} calls, "
         if graph.job.device.runs_operators:
             before = int(removal.dropped.sum()) + len(fused_nodes)
-            note += f"{before} operators become {len(fused_nodes)}; {peak_note}"
+            text += f"{before} operators become {len(fused_nodes)}; {peak_note}"
         else:
             fused, notes = self._predict(fused, fused_nodes, target, resolution)
             after_ns = int(fused.nodes.duration_ns[fused_nodes].sum())
-            note += (
+            text += (
                 f"{kernels} kernels become {len(fused_nodes)}, {before_ns} ns become {after_ns} ns "
                 f"on {target.name}, {host_operators} host operators are removed; {peak_note}"
             )
-        note += _mask_notes(calls) + _remaining_note(softmaxes(flow) - len(calls))
-        measurement = _without_dropped_nodes(measurement, graph, removal.dropped).untimed(
-            note, *notes
+        notes = (
+            Note(text, code="what-if-fused-attention"),
+            *_mask_notes(calls),
+            *_remaining_note(softmaxes(flow) - len(calls)),
+            *notes,
         )
+        measurement = _without_dropped_nodes(measurement, graph, removal.dropped).untimed(*notes)
         return replace(fused, job=msgspec.structs.replace(fused.job, measurement=measurement))
 
     def _predict(
         self, graph: Graph, fused_nodes: I64, target: Gpu, kernel: Resolution
-    ) -> tuple[Graph, tuple[str, ...]]:
+    ) -> tuple[Graph, tuple[Note, ...]]:
         """Return the graph with times of the new kernels, and notes on them."""
         costs = op_costs_of(graph)
         kernels = KernelFeatures.of(graph, costs)
@@ -413,32 +417,46 @@ def _reason_none(graph: Graph, softmaxes_: int) -> str:
     )
 
 
-def _mask_notes(calls: list[EagerCall]) -> str:
+def _mask_notes(calls: list[EagerCall]) -> tuple[Note, ...]:
     """Return notes on the assumptions about masks and dropout."""
-    notes = ""
-    if compared := sum(call.causal == "compared" for call in calls):
-        notes += f" {compared} are causal, because their masks come from comparing positions."
-    if square := sum(call.causal == "square" for call in calls):
-        notes += (
-            f" {square} are assumed to be causal: they add a square mask shared by all sequences, "
-            "whose values the trace does not record."
-        )
-    if padded := sum(call.padded for call in calls):
-        notes += (
-            f" {padded} lose a mask that is not causal (padding), which fused kernels do not read."
-        )
-    if dropout := sum(call.dropout for call in calls):
-        notes += f" {dropout} use dropout, which adds no time to the predicted fused kernel."
-    return notes
-
-
-def _remaining_note(count: int) -> str:
-    if not count:
-        return ""
-    return (
-        f" {count} more calls stay eager: other operators read their scores, they add a bias per "
-        "head, or part of their backward pass is missing."
+    counts = (
+        (
+            sum(call.causal == "compared" for call in calls),
+            "are causal, because their masks come from comparing positions",
+            "fused-causal",
+        ),
+        (
+            sum(call.causal == "square" for call in calls),
+            "are assumed to be causal: they add a square mask shared by all sequences, whose "
+            "values the trace does not record",
+            "fused-assumed-causal",
+        ),
+        (
+            sum(call.padded for call in calls),
+            "lose a mask that is not causal (padding), which fused kernels do not read",
+            "fused-without-padding",
+        ),
+        (
+            sum(call.dropout for call in calls),
+            "use dropout, which adds no time to the predicted fused kernel",
+            "fused-dropout",
+        ),
     )
+    return tuple(
+        Note(f"Fused attention: {count} calls {what}.", code=code)
+        for count, what, code in counts
+        if count
+    )
+
+
+def _remaining_note(count: int) -> tuple[Note, ...]:
+    if not count:
+        return ()
+    text = (
+        f"Fused attention: {count} more calls stay eager, because other operators read their "
+        "scores, they add a bias per head, or part of their backward pass is missing."
+    )
+    return (Note(text, code="fused-stays-eager"),)
 
 
 def _without_dropped_nodes(

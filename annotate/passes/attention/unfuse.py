@@ -44,6 +44,7 @@ from onerank.ir import (
 )
 from onerank.ir.dtypes import ITEM_BYTES
 from onerank.ir.errors import AnnotateError
+from onerank.ir.notes import Note
 
 I64 = npt.NDArray[np.int64]
 
@@ -209,16 +210,19 @@ class EagerAttention:
             for call in fused_calls
         ]
         measurement, peak_note = with_score_memory(graph, call_memory)
-        note = (
+        text = (
             f"What if attention were eager: {sum(len(call.members) for call in fused_calls)} "
             f"kernels of fused attention become {len(new)}, {before} ns become {after} ns, by "
             f"{target.name}'s description; {peak_note}"
         )
+        notes = [Note(text, code="what-if-eager-attention")]
         if remaining := _remaining(graph, fused_calls):
-            note += (
-                f" {remaining} more attention kernels of unknown sizes or other dtypes stay fused."
+            text = (
+                f"Eager attention: {remaining} more attention kernels of unknown sizes or other "
+                "dtypes stay fused."
             )
-        measurement = measurement.untimed(note)
+            notes.append(Note(text, code="eager-stays-fused"))
+        measurement = measurement.untimed(*notes)
         return replace(expanded, job=msgspec.structs.replace(expanded.job, measurement=measurement))
 
     def _predict(self, graph: Graph, new: I64, target: Gpu) -> Graph:

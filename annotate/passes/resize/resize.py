@@ -31,6 +31,7 @@ from onerank.annotate.passes.resize.size_change import (
 from onerank.annotate.passes.resize.tensor_growth import Operands, StepGrowth, step_growth
 from onerank.ir import UNKNOWN, Graph, Measurement, MemoryClass, MemoryLog, Phase, StringTable
 from onerank.ir.errors import AnnotateError
+from onerank.ir.notes import Note
 
 Mask = npt.NDArray[np.bool_]
 Columns = dict[str, npt.NDArray[Any]]
@@ -49,7 +50,7 @@ class Resized(NamedTuple):
 
     graph: Graph
     changed: Mask
-    notes: tuple[str, ...]
+    notes: tuple[Note, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +239,7 @@ def _comm_ratio(operands: Operands, sizing: Sizing) -> float:
     return sum(map(numel, new_shapes(pairs, sizing))) / before if before else 1.0
 
 
-def _unresized_note(graph: Graph, growth: StepGrowth) -> tuple[str, ...]:
+def _unresized_note(graph: Graph, growth: StepGrowth) -> tuple[Note, ...]:
     """Return a note if kernels have no recorded operands."""
     compute = np.flatnonzero(compute_mask(graph) & (graph.nodes.phase != Phase.OPTIMIZER))
     unresized = compute[growth.of[compute] < 0]
@@ -246,8 +247,11 @@ def _unresized_note(graph: Graph, growth: StepGrowth) -> tuple[str, ...]:
     if not time_ns:
         return ()
     return (
-        f"{len(unresized)} kernels of forward and backward, {time_ns} ns, do not record their "
-        "operands and stay as captured.",
+        Note(
+            f"{len(unresized)} kernels of forward and backward, {time_ns} ns, do not record their "
+            "operands and stay as captured.",
+            code="resize-operands-unknown",
+        ),
     )
 
 
@@ -255,7 +259,7 @@ def _unresized_note(graph: Graph, growth: StepGrowth) -> tuple[str, ...]:
 _ALIGNED_ELEMENTS = 8
 
 
-def _misaligned_note(before: Graph, after: Graph, sizing: Sizing) -> tuple[str, ...]:
+def _misaligned_note(before: Graph, after: Graph, sizing: Sizing) -> tuple[Note, ...]:
     """Return a note if the new size moves rows of matrix products off 16-byte boundaries."""
     has_sequence = sizing.seq != NO_SEQUENCE
     name, change = ("sequence", sizing.seq) if has_sequence else ("micro-batch", sizing.batch)
@@ -270,9 +274,12 @@ def _misaligned_note(before: Graph, after: Graph, sizing: Sizing) -> tuple[str, 
     lower = size - size % _ALIGNED_ELEMENTS
     nearest = " or ".join(str(size) for size in (lower, lower + _ALIGNED_ELEMENTS) if size)
     return (
-        f"A {name} of {size} is no multiple of {_ALIGNED_ELEMENTS}: in 16 bits the rows of "
-        f"{resized} matrix products begin off 16-byte boundaries (as captured: {captured}), and "
-        f"libraries then run slower kernels. Compare with {nearest}.",
+        Note(
+            f"A {name} of {size} is no multiple of {_ALIGNED_ELEMENTS}: in 16 bits the rows of "
+            f"{resized} matrix products begin off 16-byte boundaries (as captured: {captured}), "
+            f"and libraries then run slower kernels. Compare with {nearest}.",
+            code="resize-misaligned-rows",
+        ),
     )
 
 
@@ -285,7 +292,7 @@ def _misaligned_products(graph: Graph) -> int:
     return int((operands | results)[kernels.call].sum())
 
 
-def _note(growth: StepGrowth, changed: Mask, sizing: Sizing) -> str:
+def _note(growth: StepGrowth, changed: Mask, sizing: Sizing) -> Note:
     seq, batch = sizing.seq, sizing.batch
     changes = [
         f"the {name} were {change.after} instead of {change.before}"
@@ -299,11 +306,12 @@ def _note(growth: StepGrowth, changed: Mask, sizing: Sizing) -> str:
     by_sizes_note = (
         f" Results that only sizes determine: {', '.join(by_sizes[:6])}." if by_sizes else ""
     )
-    return (
+    return Note(
         f"What if {' and '.join(changes)}: {int(changed.sum())} of {len(changed)} nodes have other "
         "shapes. Products and attention scale by the cost model's ratio of both sizes, other "
         "kernels by their bytes. Host operators, other argument values and kernel choices stay as "
-        f"captured, although libraries may pick other kernels at another size.{by_sizes_note}"
+        f"captured, although libraries may pick other kernels at another size.{by_sizes_note}",
+        code="what-if-size",
     )
 
 
@@ -321,7 +329,7 @@ class ResizedMemory(NamedTuple):
 
     columns: dict[str, I64]
     measurement: Measurement
-    notes: tuple[str, ...]
+    notes: tuple[Note, ...]
 
 
 def resized_memory(graph: Graph, growth: StepGrowth, sizing: Sizing) -> ResizedMemory:
@@ -341,7 +349,9 @@ def resized_memory(graph: Graph, growth: StepGrowth, sizing: Sizing) -> ResizedM
             measurement, peak_memory_bytes=0, activation_bytes=()
         )
         return ResizedMemory(
-            columns, without_peak, ("The peak of memory at the new size is unknown.",)
+            columns,
+            without_peak,
+            (Note("The peak of memory at the new size is unknown.", code="resize-peak-unknown"),),
         )
     sizes, unmatched = _block_sizes(graph, log, growth, sizing)
     new_blocks = msgspec.structs.replace(log.blocks, bytes=tuple(sizes.tolist()))
@@ -363,13 +373,19 @@ def resized_memory(graph: Graph, growth: StepGrowth, sizing: Sizing) -> ResizedM
     )  # fmt: skip
     columns, unattributed = _columns(graph, log, sizes)
     notes = [
-        f"Memory: {unmatched} bytes of the step's blocks match no known operand and stay as "
-        "captured; so does memory that is resident throughout the step."
+        Note(
+            f"Memory: {unmatched} bytes of the step's blocks match no known operand and stay as "
+            "captured; so does memory that is resident throughout the step.",
+            code="resize-blocks-unmatched",
+        )
     ] * bool(unmatched)
     if unattributed:
         notes.append(
-            f"Memory: blocks that change by {unattributed} bytes have no known freeing node; freed "
-            "bytes of nodes stay as captured for these."
+            Note(
+                f"Memory: blocks that change by {unattributed} bytes have no known freeing node; "
+                "freed bytes of nodes stay as captured for these.",
+                code="resize-blocks-without-free",
+            )
         )
     return ResizedMemory(columns, measurement, tuple(notes))
 

@@ -21,6 +21,7 @@ from onerank.annotate.passes.resize.tensor_locations import has_tensor_ids
 from onerank.annotate.token_count import token_ids
 from onerank.ir import Graph, Job, Phase
 from onerank.ir.errors import AnnotateError
+from onerank.ir.notes import Note
 
 Power = tuple[int, int]
 """Growth of a size: its powers of sequence length and of micro-batch."""
@@ -223,7 +224,7 @@ def check_products(before: Graph, after: Graph, changed: Mask) -> None:
             )
 
 
-def mismatch_notes(after: Graph, changed: Mask) -> tuple[str, ...]:
+def mismatch_notes(after: Graph, changed: Mask) -> tuple[Note, ...]:
     """Return a note if binary operators have operands that no longer broadcast.
 
     Args:
@@ -242,8 +243,11 @@ def mismatch_notes(after: Graph, changed: Mask) -> tuple[str, ...]:
         return ()
     names = sorted({strings[code] for code in nodes.op[rows[is_mismatched]].tolist()})
     return (
-        f"{int(is_mismatched.sum())} calls of {', '.join(names)} have operands that no longer "
-        "broadcast: a size was not followed, and their shapes and bytes are unreliable.",
+        Note(
+            f"{int(is_mismatched.sum())} calls of {', '.join(names)} have operands that no longer "
+            "broadcast: a size was not followed, and their shapes and bytes are unreliable.",
+            code="resize-no-broadcast",
+        ),
     )
 
 

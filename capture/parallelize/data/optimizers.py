@@ -23,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from onerank.capture.patches import live, patched
 from onerank.ir.errors import SliceError
+from onerank.ir.notes import Note
 
 
 @contextlib.contextmanager
@@ -117,7 +118,7 @@ def elementwise(optimizer: Optimizer) -> bool:
     )
 
 
-def note_of_slices() -> str | None:
+def note_of_slices() -> Note | None:
     """Return a note on optimizers that cannot step exactly on --tp slices; None without any."""
     kinds = {
         type(optimizer).__name__
@@ -126,9 +127,10 @@ def note_of_slices() -> str | None:
     }
     if not kinds:
         return None
-    return (
+    return Note(
         f"{', '.join(sorted(kinds))} does not update element by element; each rank of --tp updates "
-        "only its slices, without communication"
+        "only its slices, without communication",
+        code="tp-optimizer-inexact",
     )
 
 

@@ -47,6 +47,7 @@ from onerank.converters.expand.layers.nonlayer_nodes import (
 )
 from onerank.ir import UNKNOWN, Graph, Kind, LayerExtrapolation, Line, Measurement, MemoryLog
 from onerank.ir.errors import DepthError
+from onerank.ir.notes import Note
 from onerank.ir.replay import with_step_time
 
 
@@ -204,8 +205,11 @@ def extrapolated_measurement(
     deepest = captured.measured[-1]
     if log is None and deepest.memory is not None:
         notes.append(
-            "memory by class and allocator blocks are unknown: a capture records none, or the "
-            "allocations of its layers overlap"
+            Note(
+                "memory by class and allocator blocks are unknown: a capture records none, or the "
+                "allocations of its layers overlap",
+                code="extrapolated-blocks-unknown",
+            )
         )
     return msgspec.structs.replace(
         deepest,
@@ -253,7 +257,7 @@ def _layer_ns(capture: LayeredGraph, layer: int) -> int:
 
 def _peak(
     captured: Captured, depths: LayerExtrapolation, log: MemoryLog | None
-) -> tuple[int, list[str]]:
+) -> tuple[int, list[Note]]:
     """Return the peak memory of the whole model, and notes on it.
 
     With a memory log, the peak is the replay of the composed graph plus the error of the replay of
@@ -270,11 +274,19 @@ def _peak(
     ]
     fitted = depths.peak_memory_bytes.at_depth
     if len(replay_errors) < len(depths.layers):
-        return 0, ["a capture records no peak memory, so the peak is unknown"]
+        return 0, [
+            Note(
+                "a capture records no peak memory, so the peak is unknown",
+                code="extrapolated-peak-unknown",
+            )
+        ]
     if captured.lacks_copied_layers:
         return depths.replayed_peak_bytes + replay_errors[-1], [
-            "peak memory: from the replay of the graph's allocations; the line does not apply, "
-            "since the shallowest capture has none of the copied layers"
+            Note(
+                "peak memory: from the replay of the graph's allocations; the line does not apply, "
+                "since the shallowest capture has none of the copied layers",
+                code="extrapolated-peak-by-replay",
+            )
         ]
     correction = replay_errors[-1] if log is not None else captured.line(replay_errors).at_depth
     replayed = depths.replayed_peak_bytes + correction
@@ -282,44 +294,61 @@ def _peak(
         return fitted if log is None else replayed, []
     peak, which = (max(replayed, fitted), "higher") if log is None else (replayed, "latter")
     return peak, [
-        f"peak memory: the line through the captures gives {fitted} bytes, the replay of the "
-        f"graph's allocations {replayed}: another moment of the step is the highest at "
-        f"{depths.depth} layers; the {which} is used"
+        Note(
+            f"peak memory: the line through the captures gives {fitted} bytes, the replay of the "
+            f"graph's allocations {replayed}: another moment of the step is the highest at "
+            f"{depths.depth} layers; the {which} is used",
+            code="extrapolated-peaks-differ",
+        )
     ]
 
 
-def _notes(captured: Captured, depths: LayerExtrapolation, changes: NonlayerChanges) -> list[str]:
+def _notes(captured: Captured, depths: LayerExtrapolation, changes: NonlayerChanges) -> list[Note]:
     listed = ", ".join(map(str, depths.layers[:-1])) + f" and {depths.layers[-1]}"
     pipeline = captured.deep.graph.job.pipeline
     stage = "" if pipeline is None else f"stage {pipeline.stage} "
     copies = "layer of {} is a copy" if depths.copied == 1 else "layers of {} are copies"
     notes = [
-        f"{stage}extrapolated to {depths.depth} layers from captures with {listed}: "
-        f"{depths.copied} {copies.format(depths.module)}"
+        Note(
+            f"{stage}extrapolated to {depths.depth} layers from captures with {listed}: "
+            f"{depths.copied} {copies.format(depths.module)}",
+            code="layers-extrapolated",
+        )
     ]
     if len(depths.layers) == 2:
         notes.append(
-            "a line through two depths has no residual; it is confirmed by equal layers in both "
-            "captures"
+            Note(
+                "a line through two depths has no residual; it is confirmed by equal layers in "
+                "both captures",
+                code="extrapolated-from-two-depths",
+            )
         )
     notes += [
-        f"{what}: the line through the captures falls by {-fitted.slope:.0f} ns with each layer, "
-        "so other work slowed the steps with fewer layers: capture again on an idle machine"
+        Note(
+            f"{what}: the line through the captures falls by {-fitted.slope:.0f} ns with each "
+            "layer, so other work slowed the steps with fewer layers: capture again on an idle "
+            "machine",
+            code="extrapolated-time-falls",
+        )
         for what, fitted in (("step time", depths.step_ns), ("compute", depths.compute_ns))
         # Other work on the machine gave -14 ms per layer once; the line would hide it.
         if round(fitted.slope) < 0
     ]
     if differing := captured.differing_layers:
         notes.append(
-            f"layers {', '.join(map(str, differing))} of the {depths.layers[-1]} captured differ "
-            "from the others, and stay as captured"
+            Note(
+                f"layers {', '.join(map(str, differing))} of the {depths.layers[-1]} captured "
+                "differ from the others, and stay as captured",
+                code="extrapolated-layers-differ",
+            )
         )
-    for counts, what in (
-        (changes.unmatched, "operators outside the layers are in only one of the captures"),
-        (changes.unruled, "operators outside the layers have operands that follow no line"),
+    for counts, what, code in (
+        (changes.unmatched, "are in only one of the captures", "extrapolated-operators-unmatched"),
+        (changes.unruled, "have operands that follow no line", "extrapolated-operands-unruled"),
     ):
         if counts:
-            notes.append(f"{counts.total()} {what}, and stay as captured: {_most(counts)}")
+            text = f"{counts.total()} operators outside the layers {what}, and stay as captured: "
+            notes.append(Note(text + _most(counts), code=code))
     return notes
 
 

@@ -55,6 +55,7 @@ from onerank.converters.sources.kineto.trace_job import (
 )
 from onerank.ir import Evidence, Graph, Job, StringTable
 from onerank.ir.errors import TraceError
+from onerank.ir.notes import Note
 
 # Files of a capture's directory, written by `capture run --raw-dir`.
 JOB = "job.json"
@@ -136,7 +137,7 @@ def convert(
         report.notes.extend(dropped)
         return graph, report
     steps: list[tuple[Graph, Conversion]] = []
-    mismatched: list[str] = []
+    mismatched: list[Note] = []
     spread = 0.0
     # Times come from windows without the execution trace observer: with it a CPU operator takes 111
     # us longer, under Kineto alone 3 to 6 us.
@@ -144,7 +145,8 @@ def convert(
         trace, timeline, _ = _read(path, strings)
         rf_id, difference = copy_record_ids(timeline, structure_timeline)
         if rf_id is None:
-            mismatched.append(f"{path.name}: {difference}")
+            if difference is not None:
+                mismatched.append(difference.at(path.name))
             continue
         timeline.rows.rf_id[:] = rf_id
         unknown = drop_unknown_calls(timeline)
@@ -162,7 +164,7 @@ def convert(
     return with_host_overhead(_with_mismatch(graph, mismatched, spread)), report
 
 
-def _with_mismatch(graph: Graph, notes: list[str], spread: float) -> Graph:
+def _with_mismatch(graph: Graph, notes: list[Note], spread: float) -> Graph:
     """Record in the graph's measurement that its times belong to other shapes.
 
     Args:
@@ -186,7 +188,7 @@ def _read(
     *,
     calls: bool = False,
     operands: bool = False,
-) -> tuple[KinetoTrace, HostTimeline, list[str]]:
+) -> tuple[KinetoTrace, HostTimeline, list[Note]]:
     """Read a trace, or one of its steps.
 
     Args:
@@ -197,14 +199,13 @@ def _read(
         operands: whether to read the operands that the profiler recorded.
 
     Returns:
-        The trace without its host events; the host events; a note on dropped steps, if any.
+        The trace without its host events; the host events; notes on dropped steps.
     """
     trace = load_kineto(path, strings, operands=operands)
-    notes: list[str] = []
+    notes: list[Note] = []
     selected = choose(trace, step)
     if selected is not None:
-        trace, note = cut(trace, selected)
-        notes.append(note)
+        trace, notes = cut(trace, selected)
     timeline = host_timeline(trace)
     if calls:
         trace, timeline = with_unattributed_launches(trace, timeline)
@@ -234,7 +235,7 @@ def _lower(
     Raises:
         TraceError: the traces cannot be joined, or nothing in them computes.
     """
-    notes: list[str] = []
+    notes: list[Note] = []
     if sources.et is not None:
         et, notes = join(timeline, et, sources.kineto)
     # In this order: phases need the modules, and gradient reductions need the phases.
@@ -288,15 +289,23 @@ def _lower(
     graph = replace(graph, job=with_world(graph.job, trace.distributed))
     report.notes.extend(notes)
     if on_gpu and (gloo_calls := int(timeline.is_run.sum())):
-        report.notes.append(f"{gloo_calls} calls by Gloo are dropped: only CPU traces have them")
+        report.notes.append(
+            Note(
+                f"{gloo_calls} calls by Gloo are dropped: only CPU traces have them",
+                code="gloo-calls-dropped",
+            )
+        )
     report.notes.extend(of_unread(trace, et))
     if usage.note:
         report.notes.append(usage.note)
     report.notes.extend(overlap_notes(trace.path, timeline, gpu))
     if unpaired:
         report.notes.append(
-            f"the uncontended time of {unpaired} GPU operations is unknown: the window without "
-            "communication lacks them"
+            Note(
+                f"the uncontended time of {unpaired} GPU operations is unknown: the window without "
+                "communication lacks them",
+                code="uncontended-time-unknown",
+            )
         )
     return graph, report
 
@@ -335,14 +344,17 @@ def _without_times(graph: Graph) -> Graph:
     return replace(graph, job=job).with_columns(duration_ns=nothing, evidence=evidence)
 
 
-def _read_job(directory: Path) -> tuple[Job, list[str]]:
+def _read_job(directory: Path) -> tuple[Job, list[Note]]:
     """Return the job of a capture, and a note if its file is missing."""
     path = directory / JOB
     # Traces are passed on without the job too: the Kineto trace names world, groups and device.
     if not path.exists() and is_capture(directory):
         return Job(), [
-            f"{directory} has no {JOB}: world, groups and device come from the Kineto trace; the "
-            "time of a step without the profiler is unknown"
+            Note(
+                f"{directory} has no {JOB}: world, groups and device come from the Kineto trace; "
+                "the time of a step without the profiler is unknown",
+                code="job-file-missing",
+            )
         ]
     try:
         return msgspec.json.decode(path.read_bytes(), type=Job), []

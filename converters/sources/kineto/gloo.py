@@ -25,6 +25,7 @@ from onerank.converters.sources.kineto.read.schema import ExecutionTrace
 from onerank.ir import UNKNOWN, Collective, Kind, ProcessGroup
 from onerank.ir.arrays import I64, Mask
 from onerank.ir.nodes import ROOT_COLUMNS
+from onerank.ir.notes import Note
 
 _OPERATOR = "c10d::"
 _NAMES = {**NCCL_NAMES, "sparse_all_reduce": Collective.ALL_REDUCE}
@@ -79,21 +80,31 @@ class GlooCalls:
                 inside[span.start + first : span.start + last] = True
         return inside
 
-    def notes(self) -> list[str]:
+    def notes(self) -> list[Note]:
         """Return notes on unknown collectives, issuers and groups."""
         notes = [
-            f"{count} {name!r} records are dropped: unknown collective"
+            Note(
+                f"{count} {name!r} records are dropped: unknown collective",
+                code="gloo-unknown-collective",
+            )
             for name, count in self.unknown.items()
         ]
         if without_caller := sum(call.caller == NONE for call in self.calls):
             notes.append(
-                f"{without_caller} calls by Gloo have no issuing operator in the trace; a "
-                "replay keeps the time between them"
+                Note(
+                    f"{without_caller} calls by Gloo have no issuing operator in the trace; a "
+                    "replay keeps the time between them",
+                    code="gloo-without-issuer",
+                )
             )
         if self.calls and self.of_groups > 1:
             notes.append(
-                f"the process group of {len(self.calls)} calls by Gloo is unknown: the trace has "
-                f"{self.of_groups} groups, and torch's profiler names the group only for NCCL"
+                Note(
+                    f"the process group of {len(self.calls)} calls by Gloo is unknown: the trace "
+                    f"has {self.of_groups} groups, and torch's profiler names the group only for "
+                    "NCCL",
+                    code="gloo-unknown-group",
+                )
             )
         return notes
 

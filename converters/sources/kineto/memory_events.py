@@ -19,6 +19,7 @@ from onerank.converters.sources.kineto.read.schema import MemoryRows, pick
 from onerank.ir import AllocatorSettings, Blocks, MemoryClass, MemoryLog, Phase
 from onerank.ir.arrays import I64, Mask
 from onerank.ir.errors import TraceError
+from onerank.ir.notes import Note
 
 _EVENT_BYTES = np.dtype(np.int64).itemsize
 
@@ -332,7 +333,7 @@ class Memory:
         peak_reserved_bytes: most that the caching allocator had reserved, before the profiler
             started if the history shows it; 0 on a CPU.
         blocks: the blocks behind these figures, None without events.
-        note: a note if the allocator's history does not belong to these events, else "".
+        note: set if the allocator's history does not belong to these events.
     """
 
     allocated: dict[int, int] = field(default_factory=dict[int, int])
@@ -345,7 +346,7 @@ class Memory:
     peak_total_bytes: int = 0
     peak_reserved_bytes: int = 0
     blocks: BlockRows | None = None
-    note: str = ""
+    note: Note | None = None
 
 
 def on_device(rows: MemoryRows, *, on_gpu: bool) -> MemoryRows:
@@ -355,23 +356,26 @@ def on_device(rows: MemoryRows, *, on_gpu: bool) -> MemoryRows:
     return rows.take(chosen[order])
 
 
-def differing_steps(profile: MemoryRows, structure: MemoryRows) -> tuple[str, float]:
+def differing_steps(profile: MemoryRows, structure: MemoryRows) -> tuple[Note | None, float]:
     """Return a note if the steps of two windows used different amounts of memory, and the ratio.
 
     Returns:
-        The note, "" without a difference; and |ln| of the ratio of the amounts.
+        The note, None without a difference; and |ln| of the ratio of the amounts.
     """
     on_gpu = bool((structure.device_type != _CPU).any())
     sizes_of_steps = [on_device(rows, on_gpu=on_gpu).bytes for rows in (profile, structure)]
     profiled, structured = (int(sizes[sizes > 0].sum()) for sizes in sizes_of_steps)
     if abs(profiled - structured) <= _TOLERANCE * max(profiled, structured):
-        return "", 0.0
+        return None, 0.0
     # A step without recorded memory counts as one byte: the interval then excludes nothing.
     spread = abs(math.log(max(profiled, 1) / max(structured, 1)))
     return (
-        f"the step with the times allocated {profiled} bytes and the step with the shapes "
-        f"{structured}: the script's steps differ (for example in batch shapes), so times and "
-        "shapes do not match; use batches of one shape"
+        Note(
+            f"the step with the times allocated {profiled} bytes and the step with the shapes "
+            f"{structured}: the script's steps differ (for example in batch shapes), so times and "
+            "shapes do not match; use batches of one shape",
+            code="step-memory-differs",
+        )
     ), spread
 
 
@@ -409,9 +413,10 @@ def memory(
         usage.peak_reserved_bytes = history.reserved_bytes
     history_columns = join_history(history, memory_rows) if history is not None else None
     if history is not None and history_columns is None:
-        usage.note = (
+        usage.note = Note(
             f"the allocator's history of {len(history.action)} actions does not match the "
-            f"profiler's {len(memory_rows)} allocations and frees: block streams are unknown"
+            f"profiler's {len(memory_rows)} allocations and frees: block streams are unknown",
+            code="memory-history-mismatch",
         )
     usage.blocks = blocks(memory_rows, timeline, around, op, history_columns)
     for account, chosen in (

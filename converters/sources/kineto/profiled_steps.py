@@ -26,6 +26,7 @@ from onerank.converters.sources.kineto.link.kernel_launches import GpuOps, link
 from onerank.converters.sources.kineto.lowering.diagnostics import Conversion
 from onerank.converters.sources.kineto.read.schema import I32, KinetoTrace, Mask
 from onerank.ir import UNKNOWN, Graph, Kind
+from onerank.ir.notes import Note
 
 I64 = npt.NDArray[np.int64]
 
@@ -42,7 +43,9 @@ Pairs = list[tuple[I64, I64]]
 """Runs of paired events: indices in the first window, indices in the second."""
 
 
-def copy_record_ids(profile: HostTimeline, structure: HostTimeline) -> tuple[I64 | None, str]:
+def copy_record_ids(
+    profile: HostTimeline, structure: HostTimeline
+) -> tuple[I64 | None, Note | None]:
     """Copy the record ids of the structure window to the paired events of a profiled window.
 
     Args:
@@ -51,7 +54,7 @@ def copy_record_ids(profile: HostTimeline, structure: HostTimeline) -> tuple[I64
 
     Returns:
         The record ids of `profile`, None if too few events pair up; and a note on the differences,
-        "" without any.
+        None without any.
     """
     # Which Gloo thread runs a call varies from step to step, so Gloo's calls are paired by name on
     # any thread. The structure window sorts them by record id, the order of Gloo's queue.
@@ -72,22 +75,26 @@ def copy_record_ids(profile: HostTimeline, structure: HostTimeline) -> tuple[I64
     count, structure_count = _count_events(profile), _count_events(structure)
     if paired < MIN_PAIRED_SHARE * max(count, structure_count):
         return None, (
-            f"only {paired} host events pair up, of {count} in the profiled and {structure_count} "
-            "in the structure window: the profiled times are dropped. Without another profiled "
-            "step (`capture run --repeat`) times come from the structure window, recorded under "
-            "the execution trace observer"
+            Note(
+                f"only {paired} host events pair up, of {count} in the profiled and "
+                f"{structure_count} in the structure window: the profiled times are dropped. "
+                "Without another profiled step (`capture run --repeat`) times come from the "
+                "structure window, recorded under the execution trace observer",
+                code="profiled-times-dropped",
+            )
         )
-    difference = ""
+    difference = None
     if paired < max(count, structure_count):
-        difference = (
+        difference = Note(
             f"{count - paired} host events occur only in the profiled window and have no shapes; "
-            f"{structure_count - paired} occur only in the structure window"
+            f"{structure_count - paired} occur only in the structure window",
+            code="host-events-unpaired",
         )
     return rf_id, difference
 
 
-def drop_unknown_calls(profile: HostTimeline) -> str:
-    """Clear the marks of recorded calls that the structure window lacks; return a note, or "".
+def drop_unknown_calls(profile: HostTimeline) -> Note | None:
+    """Clear the marks of recorded calls that the structure window lacks; return a note, or None.
 
     A step that logs may reduce its loss. Only the structure window records a call's arguments.
     """
@@ -96,11 +103,12 @@ def drop_unknown_calls(profile: HostTimeline) -> str:
     profile.is_mark &= ~unknown
     profile.is_wait &= ~unknown
     if not count:
-        return ""
+        return None
     calls = "1 communication call" if count == 1 else f"{count} communication calls"
-    return (
+    return Note(
         f"dropped {calls} that the profiled step has and the structure step lacks: the arguments "
-        "are unknown (does the script log in some steps?)"
+        "are unknown (does the script log in some steps?)",
+        code="calls-without-arguments",
     )
 
 
@@ -225,13 +233,19 @@ def merge_steps(steps: Sequence[tuple[Graph, Conversion]]) -> tuple[Graph, Conve
     notes = list(report.notes)
     if len(used) < len(steps):
         notes.append(
-            f"{len(steps) - len(used)} of {len(steps)} profiled steps are dropped: their sequence "
-            "of compute differs from the most frequent one"
+            Note(
+                f"{len(steps) - len(used)} of {len(steps)} profiled steps are dropped: their "
+                "sequence of compute differs from the most frequent one",
+                code="profiled-steps-differ",
+            )
         )
     if differing:
         notes.append(
-            f"{differing} sequences of host work or communication differ between steps: their "
-            "durations come from the steps that agree"
+            Note(
+                f"{differing} sequences of host work or communication differ between steps: their "
+                "durations come from the steps that agree",
+                code="step-sequences-differ",
+            )
         )
     return merged, replace(
         report,

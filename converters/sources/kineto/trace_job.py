@@ -33,6 +33,7 @@ from onerank.ir import (
     replay,
 )
 from onerank.ir.arrays import union_duration_ns
+from onerank.ir.notes import Note
 from onerank.ir.world import axis_of
 
 # Range in which the factor on host times is searched.
@@ -58,10 +59,13 @@ def with_host_overhead(graph: Graph) -> Graph:
     notes = measurement.notes
     if overhead.host_factor in _HOST_FACTORS:
         notes += (
-            f"the host took {statistics.median(measurement.host_step_ns):.0f} ns per step without "
-            f"the profiler and {measurement.profiled_host_ns[0]} ns with it: the factor on host "
-            f"times is outside {_HOST_FACTORS[0]} to {_HOST_FACTORS[1]}, and the nearer end is "
-            "used",
+            Note(
+                f"the host took {statistics.median(measurement.host_step_ns):.0f} ns per step "
+                f"without the profiler and {measurement.profiled_host_ns[0]} ns with it: the "
+                f"factor on host times is outside {_HOST_FACTORS[0]} to {_HOST_FACTORS[1]}, and "
+                "the nearer end is used",
+                code="host-factor-out-of-range",
+            ),
         )
     measurement = msgspec.structs.replace(measurement, host_overhead=overhead, notes=notes)
     job = msgspec.structs.replace(graph.job, measurement=measurement)

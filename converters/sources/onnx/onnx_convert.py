@@ -24,6 +24,7 @@ from onerank.converters.sources.onnx.shapes import Shapes
 from onerank.ir import Device, Graph, Job, Kind, Measurement, Phase, Reason
 from onerank.ir.errors import OnnxError
 from onerank.ir.graph import GraphBuilder
+from onerank.ir.notes import Note
 
 # Operator -> positions of operands that are statistics, not parameters.
 _BUFFERS = {"BatchNormalization": (3, 4)}
@@ -249,7 +250,7 @@ class OnnxConversion:
     weights: int
     weight_bytes: int
     sizes: dict[str, int]
-    notes: list[str] = field(default_factory=list[str])
+    notes: list[Note] = field(default_factory=list[Note])
 
 
 def convert_onnx(
@@ -298,11 +299,18 @@ def _convert(model: Model, path: Path, *, train: bool) -> tuple[Graph, OnnxConve
         builder.backward()
     parameters = [tensor for tensor in model.weights.values() if tensor.floating]
     unknown_shapes = Counter(shapes.problems.values())
-    notes = ["never run: the operators of an ONNX model, in the model's order"]
+    notes = [
+        Note(
+            "never run: the operators of an ONNX model, in the model's order", code="onnx-never-run"
+        )
+    ]
     if train:
         notes.append(
-            "backward and AdamW are derived: every floating-point weight of more than one element "
-            "is trained, and gradients start at the model's outputs"
+            Note(
+                "backward and AdamW are derived: every floating-point weight of more than one "
+                "element is trained, and gradients start at the model's outputs",
+                code="onnx-derived-backward",
+            )
         )
     report = OnnxConversion(
         nodes=len(model.nodes),

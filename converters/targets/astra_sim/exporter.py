@@ -44,6 +44,7 @@ from onerank.display import Displayed
 from onerank.ir import UNKNOWN, Collective, Graph
 from onerank.ir.arrays import union_duration_ns
 from onerank.ir.errors import ExportError
+from onerank.ir.notes import Note
 
 # Target ------------------------------------------------------------------------------------------
 
@@ -70,10 +71,10 @@ class _Target:
     bandwidth_gb_per_s: float
     latency_ns: float
     memory_gb_per_s: float | None
-    notes: list[str]
+    notes: list[Note]
     overwrite: bool = False
 
-    def with_notes(self, notes: Iterable[str]) -> "_Target":
+    def with_notes(self, notes: Iterable[Note]) -> "_Target":
         """Return the target with further notes."""
         return replace(self, notes=[*self.notes, *notes])
 
@@ -108,14 +109,15 @@ class _Target:
         check_target(self.directory, overwrite=self.overwrite)
 
     @property
-    def assumptions(self) -> str:
+    def assumptions(self) -> Note:
         """The simulated network as a note."""
         memory = f"{self.memory_gb_per_s} GB/s of memory"
         if self.memory_gb_per_s is None:
             memory = "reductions included"
-        return (
+        return Note(
             f"Assumed: one switch, {self.bandwidth_gb_per_s} GB/s and {self.latency_ns} ns between "
-            f"any two ranks, {memory}."
+            f"any two ranks, {memory}.",
+            code="assumed-network",
         )
 
 
@@ -135,7 +137,7 @@ class AstraSimExport(Displayed):
             has them.
         groups: number of each process group -> its ranks.
         dropped: nodes of the graph that are not in the workload, by reason.
-        notes: caveats for the reader of the simulator's figures, one sentence each.
+        notes: caveats for the reader of the simulator's figures.
         peak_memory_bytes: (stages, peak) of each rank of a pipeline, where known.
     """
 
@@ -146,7 +148,7 @@ class AstraSimExport(Displayed):
     gpu_time_ns: int
     groups: dict[int, tuple[int, ...]]
     dropped: dict[str, int]
-    notes: list[str]
+    notes: list[Note]
     peak_memory_bytes: list[tuple[tuple[int, ...], int]] = field(
         default_factory=list[tuple[tuple[int, ...], int]]
     )
@@ -162,7 +164,7 @@ def export(
     latency_ns: float = config_files.LATENCY_NS,
     memory_gb_per_s: float | None = config_files.MEMORY_GB_PER_S,
     host_time: bool = False,
-    notes: Sequence[str] = (),
+    notes: Sequence[Note] = (),
     overwrite: bool = False,
 ) -> AstraSimExport:
     """Write the step of one rank as the step of every rank of its job.
@@ -198,8 +200,8 @@ def export(
     check_all_equal(graph.job)
     world = world_of(graph.job, ranks)
     if host_time:
-        graph, delay_note = insert_host_delays(graph, one_at_a_time=True)
-        target = target.with_notes([delay_note])
+        graph, delay_notes = insert_host_delays(graph, one_at_a_time=True)
+        target = target.with_notes(delay_notes)
     # Placements are by node index, so host delays and substitutes come before them.
     graph, substitutions = substitute(graph, world.size)
     placements, dropped = place_communications(graph, world, SUPPORTED)
@@ -223,7 +225,7 @@ def export_ranks(
     bandwidth_gb_per_s: float = config_files.BANDWIDTH_GB_PER_S,
     latency_ns: float = config_files.LATENCY_NS,
     memory_gb_per_s: float | None = config_files.MEMORY_GB_PER_S,
-    notes: Sequence[str] = (),
+    notes: Sequence[Note] = (),
     overwrite: bool = False,
 ) -> AstraSimExport:
     """Write the steps of unequal ranks, each for the ranks that it represents.
@@ -248,7 +250,7 @@ def export_ranks(
     network = bandwidth_gb_per_s, latency_ns, memory_gb_per_s
     target = _Target(Path(directory), name, *network, notes=[*notes], overwrite=overwrite)
     target.check()
-    substitutions: dict[str, None] = {}
+    substitutions: dict[Note, None] = {}
     supported: list[RankGraph] = []
     for entry in rank_graphs:
         _check_nodes(entry.graph)
@@ -372,7 +374,7 @@ def _gpu_time_ns(graph: Graph) -> int:
 # Notes -------------------------------------------------------------------------------------------
 
 
-def _notes(workloads: Sequence[Workload]) -> list[str]:
+def _notes(workloads: Sequence[Workload]) -> list[Note]:
     """Return the limitations of all steps, each once."""
     graphs = [workload.graph for workload in workloads]
     has_delays = any(NAME in graph.strings.values for graph in graphs)
@@ -389,23 +391,27 @@ def _notes(workloads: Sequence[Workload]) -> list[str]:
     return [*idle, *dict.fromkeys(limitations)]
 
 
-def _note_on_check(read_back: set[int], ranks: int) -> str:
-    return (
+def _note_on_check(read_back: set[int], ranks: int) -> Note:
+    return Note(
         f"Of {ranks} ranks the files of {', '.join(map(str, sorted(read_back)))} were read back "
-        "and checked; the other files repeat these steps, and their communication was matched."
+        "and checked; the other files repeat these steps, and their communication was matched.",
+        code="files-checked-in-part",
     )
 
 
-def _note_on_idle_time(graphs: Sequence[Graph]) -> str:
+def _note_on_idle_time(graphs: Sequence[Graph]) -> Note:
     """Return the note that idle time is dropped; for a single graph, with its share of the step."""
     if len(graphs) > 1:
-        return f"{NO_IDLE_TIME}."
+        return Note(f"{NO_IDLE_TIME}.", code="idle-time-not-exported")
     (graph,) = graphs
     compute_ns = _gpu_time_ns(graph)
     measurement = graph.job.measurement
     if graph.job.annotations:
         target = graph.job.annotations[-1].target
-        return f"{NO_IDLE_TIME}; for {target} they are not known (GPU compute: {compute_ns} ns)."
+        return Note(
+            f"{NO_IDLE_TIME}; for {target} they are not known (GPU compute: {compute_ns} ns).",
+            code="idle-time-not-exported",
+        )
     step_ns, source = measurement.median_step_ns, "the median step without the profiler"
     if step_ns is None and measurement.profiled_step_ns:
         step_ns, source = measurement.profiled_step_ns, "the profiled step"
@@ -414,52 +420,72 @@ def _note_on_idle_time(graphs: Sequence[Graph]) -> str:
         ends = graph.nodes.start_ns + graph.nodes.duration_ns
         step_ns, source = int(ends.max() - graph.nodes.start_ns.min()), "the span of the trace"
     if step_ns is None:
-        return (
-            f"{NO_IDLE_TIME}; the duration of the step is not known (GPU compute: {compute_ns} ns)."
+        return Note(
+            f"{NO_IDLE_TIME}; the duration of the step is not known (GPU compute: {compute_ns} "
+            "ns).",
+            code="idle-time-not-exported",
         )
     idle_ns = step_ns - compute_ns
     difference = (
         f"the difference {idle_ns} ns" if idle_ns >= 0 else "which is more, as streams overlap"
     )
-    return f"{NO_IDLE_TIME}: {source} is {step_ns} ns, GPU compute {compute_ns} ns, {difference}."
+    return Note(
+        f"{NO_IDLE_TIME}: {source} is {step_ns} ns, GPU compute {compute_ns} ns, {difference}.",
+        code="idle-time-not-exported",
+    )
 
 
-def _notes_on_streams(graph: Graph) -> list[str]:
+def _notes_on_streams(graph: Graph) -> list[Note]:
     compute = timed_compute(graph)
     streams = np.unique(graph.nodes.stream[compute])
-    notes: list[str] = []
+    notes: list[Note] = []
     if len(streams) > 1:
-        note = f"GPU compute is on {len(streams)} streams; ASTRA-sim runs one node at a time"
+        text = f"GPU compute is on {len(streams)} streams; ASTRA-sim runs one node at a time"
         # With host delays, their note reports the overlap.
         has_delays = NAME in graph.strings.values
         if graph.nodes.start_ns.any() and not graph.job.annotations and not has_delays:
             start, duration = graph.nodes.start_ns[compute], graph.nodes.duration_ns[compute]
             overlap_ns = int(duration.sum()) - union_duration_ns(start, start + duration)
-            note += f", and in the trace they overlap for {overlap_ns} ns"
-        notes.append(f"{note}.")
+            text += f", and in the trace they overlap for {overlap_ns} ns"
+        notes.append(Note(f"{text}.", code="compute-on-several-streams"))
     without_stream = int((compute & (graph.nodes.stream == UNKNOWN)).sum())
     if without_stream:
-        notes.append(f"{without_stream} GPU nodes have no stream; they run one after another.")
+        notes.append(
+            Note(
+                f"{without_stream} GPU nodes have no stream; they run one after another.",
+                code="nodes-without-stream",
+            )
+        )
     return notes
 
 
-def _notes_on_storage(graph: Graph) -> list[str]:
+def _notes_on_storage(graph: Graph) -> list[Note]:
     prefetch_ns = graph.nodes.duration_ns[prefetched_storage(graph)]
     if not len(prefetch_ns):
         return []
     return [
-        f"Storage reads for the next step ({prefetch_ns.max()} ns) are not in the workload, since "
-        "ASTRA-sim overlaps nothing with a GPU's compute. No step is shorter than that."
+        Note(
+            f"Storage reads for the next step ({prefetch_ns.max()} ns) are not in the workload, "
+            "since ASTRA-sim overlaps nothing with a GPU's compute. No step is shorter than that.",
+            code="storage-prefetch-not-exported",
+        )
     ]
 
 
-def _notes_on_communication(workload: Workload) -> list[str]:
+def _notes_on_communication(workload: Workload) -> list[Note]:
     graph, ranks = workload.graph, workload.world.size
     if not workload.placements:
-        return ["The ranks do not communicate; they run independently."]
-    notes: list[str] = []
+        return [
+            Note("The ranks do not communicate; they run independently.", code="ranks-independent")
+        ]
+    notes: list[Note] = []
     if len(set(workload.placements.values())) > 1:
-        notes.append("A rank's communications run one at a time, in the order of the trace.")
+        notes.append(
+            Note(
+                "A rank's communications run one at a time, in the order of the trace.",
+                code="communication-in-order",
+            )
+        )
     small = sum(
         not placement.shift
         and int(graph.nodes.comm_bytes[index]) < ranks
@@ -467,5 +493,10 @@ def _notes_on_communication(workload: Workload) -> list[str]:
         for index, placement in workload.placements.items()
     )
     if small:
-        notes.append(f"ASTRA-sim rounds {small} collectives of under {ranks} bytes up to {ranks}.")
+        notes.append(
+            Note(
+                f"ASTRA-sim rounds {small} collectives of under {ranks} bytes up to {ranks}.",
+                code="small-collectives-rounded",
+            )
+        )
     return notes

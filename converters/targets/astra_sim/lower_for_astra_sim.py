@@ -8,6 +8,7 @@ from onerank.converters.expand.preconditions import prefetched_storage, storage_
 from onerank.converters.targets.communication_placement import Placement
 from onerank.converters.targets.lower_step import LoweredStep, lower_workload, tag_of, timed_compute
 from onerank.ir import Collective, Graph, Kind
+from onerank.ir.notes import Note
 
 SUPPORTED = (
     Collective.ALL_REDUCE,
@@ -56,7 +57,7 @@ _FALLBACKS = {
 }
 
 
-def substitute(graph: Graph, ranks: int) -> tuple[Graph, list[str]]:
+def substitute(graph: Graph, ranks: int) -> tuple[Graph, list[Note]]:
     """Return the graph without collectives that ASTRA-sim lacks, and a note on each replacement.
 
     Args:
@@ -85,10 +86,10 @@ def substitute(graph: Graph, ranks: int) -> tuple[Graph, list[str]]:
     return graph.with_columns(collective=collective, comm_bytes=size), notes
 
 
-def _note(kind: Collective, count: int) -> str:
+def _note(kind: Collective, count: int) -> Note:
     fallback = _FALLBACKS[kind]
     became = f"{count} became {_spelled(fallback.collective)} {fallback.reason}"
-    return f"ASTRA-sim has no {_spelled(kind)}: {became}."
+    return Note(f"ASTRA-sim has no {_spelled(kind)}: {became}.", code="collective-substituted")
 
 
 def _spelled(collective: Collective) -> str:

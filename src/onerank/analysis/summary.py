@@ -27,6 +27,7 @@ from onerank.ir import (
     RankClass,
     Sensors,
 )
+from onerank.ir.notes import Note
 
 
 class CollectiveUse(msgspec.Struct, frozen=True):
@@ -149,7 +150,7 @@ class Summary(msgspec.Struct, frozen=True):
     collectives: list[CollectiveUse]
     annotations: list[str]
     versions: dict[str, str]
-    notes: list[str]
+    notes: list[Note]
     pipeline: StageSummary | None = None
     depths: LayerExtrapolation | None = None
     compilation: Compilation | None = None

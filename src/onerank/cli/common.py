@@ -24,6 +24,7 @@ from onerank.cli.terminal import discard_stdout, flush_streams, reserve_standard
 
 if TYPE_CHECKING:
     from onerank.ir import Graph
+    from onerank.ir.notes import Note
 
 
 class UsageError(click.UsageError):
@@ -298,7 +299,7 @@ def keep_inputs(output: Path, *inputs: Path | None) -> None:
             )
 
 
-def read_trace(path: Path, *, seen: set[str] | None = None) -> "Graph":
+def read_trace(path: Path, *, seen: "set[Note] | None" = None) -> "Graph":
     """Read a trace and repeat its notes on stderr: results are no better than their trace.
 
     Commands that show the trace's summary print the notes there, and read with `onerank.read`.
@@ -314,14 +315,14 @@ def read_trace(path: Path, *, seen: set[str] | None = None) -> "Graph":
     return graph
 
 
-def repeat_notes(graph: "Graph", *, seen: set[str] | None = None) -> None:
+def repeat_notes(graph: "Graph", *, seen: "set[Note] | None" = None) -> None:
     """Print a trace's notes on stderr, except those in `seen`, which receives them."""
-    known = set[str]() if seen is None else seen
+    known: set[Note] = set() if seen is None else seen
     for note in graph.job.measurement.notes:
         if note not in known:
             known.add(note)
             # Notes go to stderr, so that a pipe receives only the result.
-            say(f"note: {note}", err=True)
+            say(f"note[{note.code}]: {note.text}", err=True)
 
 
 def ends_despite_threads(command: Callable[P, R]) -> Callable[P, R]:

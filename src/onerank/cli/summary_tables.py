@@ -113,7 +113,7 @@ def render_summary(summary: Summary, title: str) -> None:
     pairs += _measured(summary)
     if summary.annotations:
         pairs.append(("annotated", "; ".join(summary.annotations)))
-    pairs += [("note", note) for note in summary.notes]
+    pairs += [("note", str(note)) for note in summary.notes]
     lines(pairs, title)
     if summary.depths is not None:
         render_depths(summary.depths)

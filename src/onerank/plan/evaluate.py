@@ -21,6 +21,7 @@ from onerank.converters.expand.pipeline.stages import Block
 from onerank.ir import Graph, Measurement
 from onerank.ir.arrays import I64
 from onerank.ir.errors import DepthError, OneRankError
+from onerank.ir.notes import Note
 from onerank.plan.captures import (
     DEPTHS,
     StageCapture,
@@ -353,18 +354,27 @@ def _step_range(step_ns: float, busy: Figures, stages: Sequence[StageTimes]) -> 
     return Range(step_ns, max(ends[0], 0.0), ends[1])
 
 
-def _notes(gpu: Gpu, stages: Sequence[StageTimes], layout: Layout) -> tuple[str, ...]:
-    notes: list[str] = []
+def _notes(gpu: Gpu, stages: Sequence[StageTimes], layout: Layout) -> tuple[Note, ...]:
+    notes: list[Note] = []
     if lacking := lacking_figures(gpu):
         notes.append(
-            f"the description of {gpu.name} lacks {', '.join(lacking)}: active links slow no kernel"
+            Note(
+                f"the description of {gpu.name} lacks {', '.join(lacking)}: active links slow no "
+                "kernel",
+                code="plan-link-power-unknown",
+            )
         )
     if stages[0].micro_batches == 1 and layout.micro_batches > 1:
         notes.append(
-            "the script captures one micro-batch per step: with several, each would synchronise "
-            "gradients; give it a {micro_batches} argument"
+            Note(
+                "the script captures one micro-batch per step: with several, each would "
+                "synchronise gradients; give it a {micro_batches} argument",
+                code="plan-one-micro-batch",
+            )
         )
     share = max(stage.host_bound_share for stage in stages)
     if share > 0.05:
-        notes.append(f"the GPU waits for its host in {share:.0%} of the step")
+        notes.append(
+            Note(f"the GPU waits for its host in {share:.0%} of the step", code="plan-host-bound")
+        )
     return tuple(notes)

@@ -12,6 +12,7 @@ from typing import Literal
 from onerank.converters.expand.pipeline import Schedule
 from onerank.ir import World
 from onerank.ir.errors import ExportError, JobError, OneRankError
+from onerank.ir.notes import Note
 
 SHARDINGS = ("ddp", "zero1", "zero2", "fsdp")
 """What data-parallel ranks share: nothing, optimizer states, also gradients, also parameters."""
@@ -147,7 +148,7 @@ class Outcome:
     exposed_communication_ns: float
     bubble_ns: float
     commands: tuple[str, ...]
-    notes: tuple[str, ...]
+    notes: tuple[Note, ...]
 
 
 @dataclass(frozen=True, slots=True)

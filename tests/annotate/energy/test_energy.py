@@ -8,6 +8,7 @@ import numpy as np
 import polars as pl
 import pytest
 from database_row import ROW
+from notes import has_note, note_of
 from raised import raises_code
 
 from onerank.annotate import PassOptions, load_gpu, recost, with_figures
@@ -45,8 +46,7 @@ def test_a_kernel_at_full_rate_is_held_to_the_limit_and_gaps_draw_idle_power(tra
     assert found.step_low_uj < found.step_uj < found.step_high_uj
     memory = 3 * 4096**2 * 2 / 204_970e-9 / (4.8e12 * 0.856)
     share = C.base + C.active * (1 - 2640 / 204_970) + C.tensor + C.memory * memory
-    said = next(note for note in found.notes if "at the power limit" in note)
-    assert f"would draw {share * 700:.0f} W while busy, and the limit is 700 W" in said
+    note_of(found.notes, "energy-power-limit", round(share * 700), 700)
 
 
 def test_among_others_a_kernel_may_pass_the_limit_that_holds_the_mean(trace, mm, add):
@@ -55,7 +55,7 @@ def test_among_others_a_kernel_may_pass_the_limit_that_holds_the_mean(trace, mm,
     found = report_energy(graph, gpu, PowerTimeline(1_004_970, 1_004_970, "made"))
     product, rest = (uj / us for uj, us in zip(found.node_uj, (204.97, 800), strict=True))
     assert product > 700 > found.mean_power_mw / 1e3 > rest
-    assert not any("the step is at the power limit" in note for note in found.notes)
+    assert not has_note(found.notes, "energy-power-limit")
 
 
 def test_links_that_are_active_draw_their_power_all_the_time(trace, mm, add):
@@ -68,7 +68,7 @@ def test_links_that_are_active_draw_their_power_all_the_time(trace, mm, add):
     assert after.idle_uj - before.idle_uj == pytest.approx(23 * 200, abs=1)
     assert after.node_uj[1] - before.node_uj[1] == pytest.approx(23 * 800, abs=1)
     assert before.coefficients == after.coefficients
-    assert any("draw 23 W" in note for note in after.notes)
+    note_of(after.notes, "energy-links-active", 23)
 
 
 def test_a_stream_of_bytes_draws_less_than_the_limit(trace, add):
@@ -118,11 +118,10 @@ def test_the_interval_holds_that_of_predicted_times(trace, mm):
             0 if name == "H200" else np.log(made.nodes.p90_ns[node] / made.nodes.duration_ns[node])
         )
         assert above == pytest.approx(np.hypot(model.kernel_high, time), rel=1e-3)
-        assert ("interval of the predicted times" in " ".join(found.notes)) == (name != "H200")
+        assert has_note(found.notes, "energy-interval-with-times") == (name != "H200")
     fused = recost(trace(mm(4096, 4096, 4096)), "A100", model="ratio")
-    assert "does not include the error of predicted times" in " ".join(
-        report_energy(fused, load_gpu("A100"), course).notes
-    )
+    notes = report_energy(fused, load_gpu("A100"), course).notes
+    assert has_note(notes, "energy-interval-without-times")
 
 
 def test_a_gpu_without_power_figures_is_an_error_that_says_what_to_set(trace, mm):

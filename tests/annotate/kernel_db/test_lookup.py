@@ -15,6 +15,7 @@ import numpy as np
 import polars as pl
 import pytest
 from click.testing import CliRunner
+from notes import has_note, note_of
 from raised import raises_code
 
 from onerank.annotate import PassOptions, explain, load_gpu, recost, summarise
@@ -93,25 +94,19 @@ def versioned(graph: Graph, **versions: str) -> Graph:
 
 
 @pytest.mark.parametrize(
-    ("versions", "kind", "more"),
+    ("versions", "kind", "naming"),
     [
-        ({"torch": "2.11.0+cu130", "cuda": "13.0"}, "looked_up", ""),
+        ({"torch": "2.11.0+cu130", "cuda": "13.0"}, "looked_up", None),
         (
             {"torch": "2.13.0+cu130", "cuda": "13.0"},
             "looked_up_otherwise",
-            ". The trace ran torch 2.13.0, CUDA 13.0: other versions may run other kernels, so "
-            "intervals are those between campaigns",
+            ("torch 2.13.0", "CUDA 13.0"),
         ),
-        (
-            {},
-            "looked_up_otherwise",
-            ". The trace does not record its versions: other versions may run other kernels, so "
-            "intervals are those between campaigns",
-        ),
+        ({}, "looked_up_otherwise", ()),
     ],
 )
 def test_a_row_of_the_call_gives_its_time_and_the_interval_of_look_ups(
-    trace, mm, add, *, database, versions, kind, more
+    trace, mm, add, *, database, versions, kind, naming
 ):
     graph = versioned(trace(add(10**6), mm(512, 512, 512)), **versions)
     path = database(row(add(10**6), **ends(23_000, 22_000, 24_000) | {"kernel_ns": (20_000,)}))
@@ -125,11 +120,11 @@ def test_a_row_of_the_call_gives_its_time_and_the_interval_of_look_ups(
     first = np.flatnonzero(made.gpu_compute)[0]
     assert made.nodes.p10_ns[first] == round(20_000 * math.exp(-reach))
     assert made.nodes.p90_ns[first] == round(20_000 * math.exp(reach))
-    (note,) = [one for one in made.job.measurement.notes if one.startswith("Kernel database")]
-    assert note == (
-        "Kernel database: 1 row of NVIDIA A100-SXM4-80GB (torch 2.11.0, CUDA 13.0; 2026-11-21) "
-        f"gave the durations of 1 of 2 nodes{more}."
-    )
+    notes = made.job.measurement.notes
+    rows = "NVIDIA A100-SXM4-80GB", "torch 2.11.0", "CUDA 13.0", "2026-11-21", "1 of 2"
+    note_of(notes, "kernel-database", *rows)
+    code = "kernel-database-other-versions"
+    assert has_note(notes, code, *(naming or ())) == (naming is not None)
 
 
 def test_the_kernels_of_a_call_share_its_row_and_a_fill_has_its_own_time(trace, mm, database):
@@ -198,8 +193,8 @@ def test_of_several_rows_those_of_the_traces_versions_come_first_then_the_latest
     rows = row(add(10**6)), other
     made = recost(graph, "A100", databases=[database(*rows)])
     assert times(made) == [taken]
-    told = any("The trace ran torch 2.13.0" in note for note in made.job.measurement.notes)
-    assert told == ("torch" not in fields)
+    code = "kernel-database-other-versions"
+    assert has_note(made.job.measurement.notes, code, "torch 2.13.0") == ("torch" not in fields)
 
 
 def test_a_kernel_takes_what_the_one_of_its_name_takes(trace, mm, database):
@@ -267,7 +262,7 @@ def test_what_lies_between_rows_that_do_not_agree_is_left_to_the_model(trace, mm
     made = recost(graph, "A100", databases=[path])
     assert evidence(made) == [Evidence.CALIBRATED]
     assert times(made) == times(recost(graph, "A100", model="learned"))
-    assert any("1 more keep the model's duration" in n for n in made.job.measurement.notes)
+    note_of(made.job.measurement.notes, "kernel-database-wider", 1)
     told = dict(explain(graph, "A100", int(graph.nodes.id[1]), databases=[path]).lines)
     assert told["database"] == "not used: the model's interval is narrower"
 

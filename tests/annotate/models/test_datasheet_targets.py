@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from notes import note_of
 
 from onerank.annotate import load_gpu, recost
 from onerank.annotate.models.coefficients import shipped
@@ -50,8 +51,7 @@ def test_intervals_have_the_errors_of_the_estimates(trace, mm, add, datasheet):
         [gemm.high * widening(gpu, c, "gemm_same_die"), c.datasheet_errors["memory"].high], rel=1e-3
     )
     assert all(a > b for a, b in zip(reach(by_sheet), reach(described), strict=True))
-    (note,) = [n for n in by_sheet.job.measurement.notes if "does not state" in n]
-    assert "launch_floor_ns" in note
+    note_of(by_sheet.job.measurement.notes, "target-figures-estimated", "launch_floor_ns")
 
 
 def test_the_estimates_are_near_the_measured_figures(datasheet):

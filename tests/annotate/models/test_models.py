@@ -5,6 +5,7 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 import pytest
+from notes import codes, note_of
 from raised import raises_code
 
 from onerank.annotate import load_gpu, recost
@@ -181,7 +182,7 @@ class TestBoth:
         assert (made.job.device.type, made.job.device.name) == ("cuda", "B200")
         assert made.job.measurement.step_ns == ()
         assert made.job.measurement.peak_memory_bytes == 5
-        assert "predicted for B200 from a measurement on H200" in made.job.measurement.notes[0]
+        note_of(made.job.measurement.notes, "recost-from-measurement", "B200", "H200")
         last = made.job.annotations[-1]
         assert (last.target, last.model, last.source) == ("B200", model, "H200")
         assert last.details["evidence"] == {"calibrated": 2}
@@ -227,11 +228,10 @@ class TestBoth:
         measured = msgspec.structs.replace(graph.job.measurement, peak_memory_bytes=16 * 10**9 + 1)
         graph = replace(graph, job=msgspec.structs.replace(graph.job, measurement=measured))
         notes = recost(graph, "T4", model=model).job.measurement.notes
-        assert notes[1] == (
-            "The step would not fit: its peak is 16000000001 bytes, non-allocator memory takes "
-            "about 806000000, and T4 has 15630000000."
-        )
-        assert len(recost(graph, "L4", model=model).job.measurement.notes) == 1
+        figures = 16_000_000_001, 806_000_000, 15_630_000_000
+        note_of(notes, "target-memory-exceeded", *figures, "T4")
+        roomy = recost(graph, "L4", model=model).job.measurement.notes
+        assert codes(roomy) == ["recost-from-measurement"]
 
     def test_empty_graph(self, model, trace):
         assert len(recost(trace(), "H100-SXM", model=model)) == 0

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from notes import note_of
 from own_process import run_command
 from raised import raises_code
 
@@ -99,10 +100,7 @@ def test_the_cpu_capture_becomes_the_gpu_step_at_that_size(capture):
     resized = recost(capture(64, 2), "H100", passes=passes)
     real = recost(capture(128, 3), "H100")
     assert (resized.nodes.duration_ns == real.nodes.duration_ns).all()
-    assert any(
-        note.startswith("What if the sequence were 128 instead of 64 and the micro-batch were 3")
-        for note in resized.job.measurement.notes
-    )
+    note_of(resized.job.measurement.notes, "what-if-size", 128, 64, 3)
 
 
 def test_unfused_attention_equals_the_eager_model(capture):
@@ -173,9 +171,8 @@ def test_fused_attention_equals_the_fused_model(capture):
     kept = [graph.job.measurement.activation_bytes[0] for graph in (fused, real, before)]
     assert kept[0] == pytest.approx(kept[1], rel=1e-3)
     assert kept[1] < 0.9 * kept[2]
-    notes = [note for note in fused.job.measurement.notes if note.startswith("What if attention")]
-    assert "fused (cudnn): 2 calls" in notes[0]
-    assert "2 are causal, because their masks come from comparing positions" in notes[0]
+    note_of(fused.job.measurement.notes, "what-if-fused-attention", "cudnn", 2)
+    note_of(fused.job.measurement.notes, "fused-causal", 2)
     unfused = EagerAttention().apply(fused, load_gpu("H100"))
     unfused_capture = EagerAttention().apply(real, load_gpu("H100"))
     assert only_positions(kernels(unfused) - kernels(unfused_capture))
@@ -241,9 +238,8 @@ def test_host_operators_are_removed_with_their_kernels(capture):
     assert 5_000 * gone < last[0] - last[1] <= 10_000 * gone
     assert (np.diff(nodes.start_ns[kernels[1]]) >= 0).all()
     assert replay(changed).step_time_ns < replay(before).step_time_ns
-    note = changed.job.measurement.notes[-1]
-    assert f"2 calls, {gone + 4} kernels become 4" in note
-    assert f"{gone} host operators are removed" in note
+    figures = 2, int(gone + 4), 4, int(gone)
+    note_of(changed.job.measurement.notes, "what-if-fused-attention", *figures)
 
 
 def test_unfused_attention_cannot_be_fused_again(capture):
@@ -285,7 +281,7 @@ def test_fused_attention_with_recomputation(tmp_path):
         graphs.append(onerank.read(out))
     fused = recost(graphs[0], "H100", passes=PassOptions(attention="fused"))
     real = recost(graphs[1], "H100")
-    assert any("fused (cudnn): 8 calls" in note for note in fused.job.measurement.notes)
+    note_of(fused.job.measurement.notes, "what-if-fused-attention", "cudnn", 8)
     assert product_flops(fused) == product_flops(real)
     assert 0 <= len(fused) - len(real) <= 12  # positions of masks that nothing reads
     peaks = [report_memory(graph).peak_bytes for graph in (fused, real, graphs[0])]
@@ -345,11 +341,10 @@ def test_attention_by_hand(tmp_path):
         assert done.returncode == 0, done.stderr
         graphs.append(onerank.read(out))
     fused, real = (recost(g, "H100", passes=PassOptions(attention="flash2")) for g in graphs)
-    note = next(n for n in fused.job.measurement.notes if n.startswith("What if attention"))
-    assert "fused (flash2): 2 calls" in note
-    assert "1 are assumed to be causal: they add a square mask shared by all sequences" in note
-    assert "1 use dropout" in note
-    assert "1 more calls stay eager" in note
+    notes = fused.job.measurement.notes
+    note_of(notes, "what-if-fused-attention", "flash2", 2)
+    for code in ("fused-assumed-causal", "fused-dropout", "fused-stays-eager"):
+        note_of(notes, code, 1)
     assert fused.text("op").count("aten::_softmax") == real.text("op").count("aten::_softmax") == 1
     assert product_flops(fused) == product_flops(real)
     forward_flops = 2 * 3 * 4 * 32 * 32 * 16 * 2  # both products of all scores

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from notes import has_note, note_of
 from raised import raises_code
 
 from onerank.annotate import PassOptions, load_gpu, recost, summarise
@@ -28,10 +29,8 @@ def test_a_bf16_trace_on_a_gpu_without_bf16_units_runs_in_fp16(h200: Graph, name
     """The products near what float16 sustains: 8.588 TFLOP, 99 TFLOP/s on a V100, 33 on a T4."""
     gpu = load_gpu(name)
     slow, converted = recost(h200, name), recost(h200, name, passes=FP16)
-    (note,) = [n for n in slow.job.measurement.notes if "no matrix units for bfloat16" in n]
-    assert "111 kernels of products and of attention run in float32, at " in note
-    assert "give `--dtype fp16`" in note
-    assert "no matrix units" not in " ".join(converted.job.measurement.notes)
+    note_of(slow.job.measurement.notes, "no-bfloat16-units", 111, "float32", "--dtype fp16")
+    assert not has_note(converted.job.measurement.notes, "no-bfloat16-units")
     was, now = classes(h200, slow), classes(h200, converted)
     rate = gpu.tensor_flops_per_s("float16")
     assert rate is not None
@@ -69,9 +68,9 @@ def test_fp16_from_a_cpu_capture():
     """Captured in float32: its products change by their width, as for bf16 on an A100."""
     graph = convert_directory(TRACES / "cpu-llama-2l-tp4")[0]
     slow, converted = recost(graph, "T4"), recost(graph, "T4", passes=FP16)
-    assert "give `--dtype fp16`" not in " ".join(slow.job.measurement.notes)
+    assert not has_note(slow.job.measurement.notes, "no-bfloat16-units")
     assert classes(graph, converted)["gemm"] < classes(graph, slow)["gemm"]
-    assert "45 of 49 kernels" in " ".join(converted.job.measurement.notes)
+    note_of(converted.job.measurement.notes, "what-if-dtype", "45 of 49")
 
 
 def test_tf32_takes_three_passes_on_a_tpu_and_float32_six(trace, mm):

@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from notes import has_note, note_of
 from raised import raises_code
 
 from onerank.analysis.step_time import replay
@@ -131,7 +132,7 @@ class TestTwiceTheSequence:
         assert resized.nodes.evidence[node] == Evidence.LOOKED_UP
         rules = summarise(h200, resized).rules
         assert rules["measured at another size, times the looked-up ratio of both sizes"] > 300
-        assert "Kernel database: " in resized.job.measurement.notes[-1]
+        assert has_note(resized.job.measurement.notes, "kernel-database")
         elsewhere = longer(h200, "H100", model="auto")
         assert elsewhere.nodes.evidence[node] == Evidence.CALIBRATED, "no rows of this GPU ship"
 
@@ -184,7 +185,7 @@ class TestFused:
 
     def test_fusion_keeps_the_first_of_a_chain_and_all_other_nodes(self, h200):
         fused = FuseChains("norm").apply(h200)
-        named = fused.job.measurement.notes[-1]
+        named = note_of(fused.job.measurement.notes, "what-if-fused").text
         count = int(named.split("): ")[1].split(" kernels")[0])
         fused_count = int(named.split("become ")[1].split(",")[0])
         assert len(h200) - len(fused) == count - fused_count > 300
@@ -299,10 +300,8 @@ def test_kernels_without_operands_are_counted(h200):
         column[node] = ""
     resized = longer(h200.with_columns(**texts))
     assert resized.nodes.duration_ns[node] == h200.nodes.duration_ns[node]
-    note_start = (
-        f"1 kernels of forward and backward, {h200.nodes.duration_ns[node]} ns, do not record"
-    )
-    assert any(note.startswith(note_start) for note in resized.job.measurement.notes)
+    figures = 1, int(h200.nodes.duration_ns[node])
+    note_of(resized.job.measurement.notes, "resize-operands-unknown", *figures)
 
 
 def test_the_command(h200, tmp_path):

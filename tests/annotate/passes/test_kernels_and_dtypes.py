@@ -2,6 +2,7 @@
 
 import pytest
 from click.testing import CliRunner
+from notes import note_of
 from raised import raises_code
 
 from onerank.annotate import MODELS, PassOptions, load_gpu, recost
@@ -99,11 +100,9 @@ def test_flash_attention_2_on_hopper_takes_173_hundredths_of_the_usual(trace):
     usual, second = recost(graph, "H100"), recost_with(graph, "H100", attention="flash2")
     ratio = above_floor(second, "H100") / above_floor(usual, "H100")
     assert ratio == pytest.approx(1.73, abs=1e-4)
-    assert any(
-        "1 flash2 kernels on A100-SXM-80GB -> flash3 on H100-SXM" in note
-        for note in usual.job.measurement.notes
-    )
-    assert "measured on an H200" in second.job.measurement.notes[-1]
+    swap = 1, "flash2", "A100-SXM-80GB", "flash3", "H100-SXM"
+    note_of(usual.job.measurement.notes, "attention-kernel-swapped", *swap)
+    note_of(second.job.measurement.notes, "attention-kernel-swapped", "measured on an H200")
     assert kernels(usual) == kernels(recost_with(graph, "H100", attention="same"))
 
 
@@ -130,11 +129,11 @@ def test_a_kernel_without_a_figure_is_kept_and_noted(trace):
     graph = trace(attention(CUDNN), device="A100")
     changed = recost_with(graph, "H100", attention="flash2")
     assert kernels(changed) == kernels(recost(graph, "H100"))
-    assert "no figure for cudnn on ampere" in changed.job.measurement.notes[-1]
+    note_of(changed.job.measurement.notes, "attention-kernel-swapped", "cudnn", "ampere")
     unknown = recost_with(
         trace(attention("my_attention"), device="H200"), "H100", attention="flash2"
     )
-    assert "none became flash2" in unknown.job.measurement.notes[-1]
+    note_of(unknown.job.measurement.notes, "attention-not-swapped", "flash2")
 
 
 def test_products_in_fp8_halve_their_operands_and_leave_the_rest(trace, mm, add):
@@ -148,8 +147,7 @@ def test_products_in_fp8_halve_their_operands_and_leave_the_rest(trace, mm, add)
     assert kernels(plain, "bytes_read")[0] == 4 * 4096 * 4096
     assert kernels(changed, "bytes_written") == kernels(plain, "bytes_written")
     assert kernels(changed, "flops") == kernels(plain, "flops")
-    note = changed.job.measurement.notes[-1]
-    assert note.startswith("What if fp8: 1 of 2 kernels of products in bfloat16 or float16 change")
+    note_of(changed.job.measurement.notes, "what-if-dtype", "fp8", "1 of 2", "bfloat16", "float16")
     widths = [kernels(g, "p90_ns")[0] / kernels(g)[0] for g in (plain, changed)]
     assert widths == [pytest.approx(1.091, abs=0.01), pytest.approx(2.17, abs=0.01)]
 

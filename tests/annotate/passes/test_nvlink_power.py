@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from notes import note_of
 from raised import raises_code
 
 import onerank
@@ -94,7 +95,7 @@ def test_a_product_at_the_power_limit_slows_down(trace, mm, add):
     low, high = slowed.job.annotations[-1].details["interval"]
     assert nodes.p10_ns[product] + 400_000 == pytest.approx(low, abs=1)
     assert nodes.p90_ns[product] + 400_000 == pytest.approx(high, abs=1)
-    assert "1 kernels at the limit take up to 2.1% longer" in slowed.job.measurement.notes[-1]
+    note_of(slowed.job.measurement.notes, "nvlink-active", 1, 2.1)
 
 
 def test_the_command_notes_idle_links(ranks, tmp_path):
@@ -150,7 +151,7 @@ def test_links_draw_power_where_no_kernel_is_at_the_limit(trace, add):
     assert (slowed.nodes.duration_ns == graph.nodes.duration_ns).all()
     assert slowed.job.measurement.step_ns == graph.job.measurement.step_ns
     assert slowed.job.annotations[-1].details["nvlink_active_w"] == 23
-    assert "0 kernels at the limit" in slowed.job.measurement.notes[-1]
+    note_of(slowed.job.measurement.notes, "nvlink-active", 0)
 
 
 def test_links_that_draw_all_the_power_are_refused(trace, mm):

@@ -6,6 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from click.testing import CliRunner
+from notes import note_of
 from raised import raises_code
 
 import onerank
@@ -67,7 +68,7 @@ def test_counts_become_durations_by_the_roofline(trace: Path) -> None:
     memory = floor + 64 * SIZE / gpu.bandwidth_bytes_per_s * 1e9
     assert made.nodes.duration_ns.tolist()[:2] == [round(product), round(memory)]
     assert made.nodes.evidence.tolist()[:2] == [Evidence.DATASHEET] * 2
-    assert "2 durations are predicted for H100-SXM" in made.job.measurement.notes[-1]
+    note_of(made.job.measurement.notes, "recost-from-counts", 2, "H100-SXM")
 
 
 def test_stage_counts_multiply_adds_and_elements(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import database_row
 import msgspec
 import numpy as np
 import pytest
+from notes import has_note, note_of
 
 from onerank.annotate import Gpu, PassOptions, explain, load_gpu, recost, with_figures
 from onerank.annotate.kernel_db.calls import call_key
@@ -75,13 +76,13 @@ class TestOfTheGpuThatWasMeasured:
         assert evidence(made) == {Evidence.MEASURED}
         assert (made.nodes.p90_ns == UNKNOWN).all()
         *notes, last = made.job.measurement.notes
-        assert "850 of 850 nodes do not depend on the change and stay as measured" in last
+        assert has_note([last], "what-if-figures", "850 of 850")
         told = msgspec.structs.replace(made.job.measurement, notes=tuple(notes))
         assert told == h200.job.measurement  # its steps with it
 
     def test_a_memory_too_small_is_told_beside_the_measured_step(self, h200: Graph):
         made = recost(h200, with_figures(load_gpu("H200"), {"memory_gb": 2}))
-        assert "would not fit" in " ".join(made.job.measurement.notes)
+        assert has_note(made.job.measurement.notes, "target-memory-exceeded")
         assert made.job.measurement.step_ns == h200.job.measurement.step_ns
 
     def test_what_depends_on_it_is_extrapolated_and_all_else_stays(self, trace, mm, add):
@@ -94,12 +95,9 @@ class TestOfTheGpuThatWasMeasured:
         kinds = made.nodes.evidence[made.gpu_compute].tolist()
         assert kinds == [Evidence.MEASURED, Evidence.EXTRAPOLATED]
         assert made.job.annotations[-1].details["interval"][0] > 20_000 + 180_000
-        text = made.job.measurement.notes[-1]
-        assert (
-            "What if H200 had bf16_tensor_tflops=1236.25: 1 of 2 nodes take the measured time"
-            in text
-        )
-        assert "1 of 2 nodes do not depend on the change and stay as measured" in text
+        note = note_of(made.job.measurement.notes, "what-if-figures", "H200")
+        assert "bf16_tensor_tflops=1236.25" in note.text
+        assert note.text.count("1 of 2 nodes") == 2  # by the change, and as measured
 
     def test_the_interval_grows_with_what_changes(self, trace, add):
         """A change of 1% makes no more of an error than 1%; a large one that of the model."""
@@ -145,7 +143,7 @@ class TestOfWhatWasLookedUp:
         wide = [np.log(one.nodes.p90_ns[gpu] / times(one)) for one in (there, made)]
         more = np.minimum(shipped().errors["memory"].high, abs(math.log(after[0] / before[0])))
         assert wide[1][0] == pytest.approx(math.hypot(wide[0][0], more), abs=1e-3)
-        assert "1 of 2 nodes take the looked-up time" in made.job.measurement.notes[-1]
+        note_of(made.job.measurement.notes, "what-if-figures", "1 of 2")
 
     def test_a_figure_that_does_not_matter_leaves_it(self, trace, mm, rows):
         graph, path = trace(mm(512, 512, 512)), rows((mm(512, 512, 512), 20_000))
@@ -194,9 +192,7 @@ class TestMoreSms:
             "64 tiles, if they are of 128 x 128: 0.48 on 132 SMs, 0.32 on 198 SMs"
         )
         assert "an SM does 4.99 TFLOP/s at the peak, 7.49 as described" in lines["waves"]
-        assert (
-            "for a larger chip, override its peak" in recost(graph, more).job.measurement.notes[-1]
-        )
+        assert has_note(recost(graph, more).job.measurement.notes, "what-if-peaks-stay")
 
     def test_with_its_peak_it_is_no_slower(self, trace, mm):
         larger = with_figures(load_gpu("H200"), {"sm_count": 264, "bf16_tensor_tflops": 1978})
@@ -204,7 +200,7 @@ class TestMoreSms:
         made = recost(graph, larger)
         assert times(made)[0] <= 60_000
         assert 0.49 < times(made)[1] / 1_600_000 < 0.6
-        assert "larger chip" not in made.job.measurement.notes[-1]
+        assert not has_note(made.job.measurement.notes, "what-if-peaks-stay")
 
 
 def test_the_arithmetic_of_what_was_set(trace, mm, add, rows):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from notes import note_of
 from own_process import run_command
 
 import onerank
@@ -256,7 +257,7 @@ def test_a_script_that_reads_values_and_scales_its_loss(tmp_path):
     assert operators["aten::convolution"] == 2  # the forward, and its recomputation
     assert operators["aten::convolution_backward"] == 1
     assert operators["aten::_foreach_mul_"] > 0  # gradients are clipped by foreach kernels
-    assert any("train.py" in note for note in graph.job.measurement.notes)
+    note_of(graph.job.measurement.notes, "no-device-stand-ins", "train.py")
 
 
 OF_A_GPU = """
@@ -351,7 +352,7 @@ def test_other_backends_of_compile_are_captured_eager_and_noted(tmp_path):
     graph = capture(path, tmp_path / "trace.et")
     operators = {graph.strings[int(code)] for code in graph.nodes.op}
     assert {"aten::addmm", "aten::gelu", "aten::_fused_adamw_"} <= operators
-    assert sum("aot_eager" in note for note in graph.job.measurement.notes) == 1
+    note_of(graph.job.measurement.notes, "compile-backend-eager", "aot_eager")
 
 
 DATA_DEPENDENT = """

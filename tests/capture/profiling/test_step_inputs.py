@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from notes import codes, has_note
 from own_process import run_command
 from raised import raises_code
 
@@ -19,6 +20,7 @@ from onerank.capture.profiling import profiled_windows
 from onerank.capture.profiling.step_variance import Work, input_spread, shapes_of
 from onerank.ir import Graph
 from onerank.ir.errors import ScriptError
+from onerank.ir.notes import Note
 
 SCRIPT = """
 import itertools, torch
@@ -44,8 +46,9 @@ def test_times_shapes_and_step_time_are_of_steps_with_equal_inputs(tmp_path, cyc
     graph = captured(tmp_path, f"itertools.cycle({cycle})", repeat=repeat)
     measured = graph.job.measurement
     assert 0 < measured.input_spread < 0.5
-    assert sum("shapes of model inputs differ" in note for note in measured.notes) == 1
-    assert not any("times and shapes" in note for note in measured.notes)
+    assert codes(measured.notes).count("input-shapes-vary") == 1
+    assert not has_note(measured.notes, "step-memory-differs")
+    assert not has_note(measured.notes, "times-of-other-shapes")
     assert len(measured.step_ns) <= 4
     samples = graph.nodes.samples[graph.mask(*_compute(graph))]
     assert (samples == (repeat if repeat > 1 else 0)).all()  # 0: one step, no median
@@ -58,7 +61,7 @@ def _compute(graph: Graph) -> set:
 def test_equal_inputs_leave_no_note(tmp_path):
     measured = captured(tmp_path, "itertools.cycle([7])").job.measurement
     assert (measured.input_spread, len(measured.step_ns)) == (0.0, 4)
-    assert not any("inputs" in note for note in measured.notes)
+    assert not has_note(measured.notes, "input-shapes-vary")
 
 
 def test_inputs_that_never_repeat_are_refused(tmp_path, monkeypatch):
@@ -93,14 +96,14 @@ def test_every_command_repeats_the_notes_and_annotate_is_less_certain(tmp_path):
     intervals = []
     for spread in (0.0, 0.5):
         measured = msgspec.structs.replace(
-            graph.job.measurement, input_spread=spread, notes=("a doubtful trace",)
+            graph.job.measurement, input_spread=spread, notes=(Note("doubtful", code="doubt"),)
         )
         job = msgspec.structs.replace(graph.job, measurement=measured)
         trace = tmp_path / f"{spread}.et"
         replace(graph, job=job).write(trace)
         assert read(trace).job.measurement.input_spread == spread
         done = run_command("annotate", "--target", "H100", "--json", trace)
-        assert "note: a doubtful trace" in done.stderr
+        assert "note[doubt]: doubtful" in done.stderr
         intervals.append(json.loads(done.stdout)["interval"])
     widths = np.log([high / low for low, high in intervals])
     assert widths[1] > max(widths[0], 2 * HALF_WIDTH * 0.5 * 0.99)
@@ -108,5 +111,5 @@ def test_every_command_repeats_the_notes_and_annotate_is_less_certain(tmp_path):
                     ["export", "dot", "-o", tmp_path / "t.dot"],
                     ["export", "astra-sim", "-o", tmp_path / "ws"]):  # fmt: skip
         done = run_command(*command, trace)
-        assert done.stderr.count("note: a doubtful trace") == 1, (command, done.stderr)
-    assert "a doubtful trace" in run_command("show", trace).stdout
+        assert done.stderr.count("note[doubt]: doubtful") == 1, (command, done.stderr)
+    assert "doubtful [doubt]" in run_command("show", trace).stdout

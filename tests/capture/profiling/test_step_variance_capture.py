@@ -3,6 +3,7 @@
 import textwrap
 
 import pytest
+from notes import has_note, note_of
 from raised import raises_code
 
 from onerank.capture import Options, WindowPlan, capture
@@ -27,14 +28,13 @@ def test_steps_of_unlike_work_are_told_or_captured_as_one(together, tmp_path):
     plan = WindowPlan(warm_up=1, pure=1, optimizer_steps=together)
     graph = capture(path, [], Options(windows=plan)).graph
     products = sum(node.name == "aten::mm" for node in graph)
-    told = [note for note in graph.job.measurement.notes if "different work" in note]
+    differ = has_note(graph.job.measurement.notes, "steps-differ")
     if together == 3:  # 2 forward and 1 backward for each of the critic's, 2 and 3 the generator's
         assert products == 3 * 3 + 5
-        assert not told
+        assert not differ
     else:
         assert products in (3, 3 + 5)
-        assert "models 2 to 4 times" in told[0]
-        assert "--optimizer-steps 3 captures" in told[0]
+        note_of(graph.job.measurement.notes, "steps-differ", "2 to 4", "--optimizer-steps 3")
 
 
 EVERY_SECOND = """
@@ -58,16 +58,15 @@ def test_steps_that_communicate_unlike_often_are_told_or_captured_as_one(togethe
     path.write_text(textwrap.dedent(EVERY_SECOND))
     plan = WindowPlan(warm_up=1, pure=1, optimizer_steps=together)
     done = capture(path, [], Options(dp=2, windows=plan))
-    told = [note for note in done.graph.job.measurement.notes if "different work" in note]
+    notes = done.graph.job.measurement.notes
     calls = int(done.graph.communication.sum())
     if together == 2:
         assert calls == 4 + 2
-        assert not told
+        assert not has_note(notes, "steps-differ")
     else:
-        assert f"they communicate 2 to 4 times, the one in this graph {calls}." in told[0]
-        assert "they repeat every 2: --optimizer-steps 2 captures" in told[0]
-    pairs = [note for note in done.graph.job.measurement.notes if "pair up" in note]
-    assert not pairs  # the structure is that of a step like the profiled one
+        note_of(notes, "steps-differ", "2 to 4", calls, "--optimizer-steps 2")
+    # The structure is that of a step like the profiled one.
+    assert not has_note(notes, "profiled-times-dropped")
 
 
 def test_a_script_may_end_before_a_step_does_the_work_of_the_profiled_one(tmp_path):
@@ -84,8 +83,7 @@ def test_a_script_may_end_before_a_step_does_the_work_of_the_profiled_one(tmp_pa
     )
     plan = WindowPlan(warm_up=1, pure=1)
     graph = capture(path, [], Options(windows=plan, raw_dir=raw)).graph
-    told = [note for note in graph.job.measurement.notes if "different work" in note]
-    assert "models 2 to 9 times, the one in this graph 7." in told[0]
+    note_of(graph.job.measurement.notes, "steps-differ", "2 to 9", 7)
     assert sorted(p.name for p in raw.glob("*et*")) == ["et.json.gz"]
 
 

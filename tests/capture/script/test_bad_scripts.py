@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from notes import has_note
 from own_process import CPU_ONLY, run_command
 from raised import raises_code
 
@@ -141,7 +142,7 @@ def test_is_captured_once_and_ends(tmp_path, temporary, case):
     assert done.stderr.count("linking the traces") == 1
     assert "Traceback" not in done.stderr
     assert list(temporary.glob("onerank-*")) == []
-    told = any("caught its end 3 times" in note for note in graph.job.measurement.notes)
+    told = has_note(graph.job.measurement.notes, "script-caught-end", 3)
     assert told == (case in ("an endless except", "two of them"))
 
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from notes import note_of
 from raised import raises_code
 
 from onerank.converters.expand.data_parallel import replica_notes, with_replicas
@@ -100,12 +101,9 @@ def test_bytes_of_shards_alone_change():
     assert with_replicas(graph, 8).nodes.comm_bytes.tolist() == [4096, 4096, 512, 1000]
     assert with_replicas(graph, 2).nodes.comm_bytes.tolist() == [4096, 4096, 2048, 1000]
     assert with_replicas(graph, 3).nodes.comm_bytes.tolist()[2] == 1366  # 4096 / 3, rounded up
-    (note,) = replica_notes([graph], 8)
-    assert note == (
-        "Captured with dp 4, exported with dp 8: each replica repeats the captured work, but "
-        "gathers shards of 4/8 the size; compute on a shard (the optimizer's step) keeps its time "
-        "with dp 4."
-    )
+    notes = replica_notes([graph], 8)
+    note_of(notes, "replicas-repeat-work", "dp 4", "dp 8")
+    note_of(notes, "replicas-gather-shards", "4/8", "dp 4")
     assert replica_notes([graph], 4) == []
     assert with_replicas(graph, 4) is graph
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from goal_machine import parse, run
+from notes import codes, has_note, note_of
 from stages import FORWARD_NS, INPUT_NS, OPTIMIZER_NS, WEIGHT_NS, captures
 
 from onerank.cli import onerank
@@ -50,8 +51,9 @@ def test_a_wait_inside_a_block_is_repeated_with_it(schedule: str, tmp_path: Path
     expected = (8 + 3) * (WORK_NS + WAIT_NS) + OPTIMIZER_NS
     duration_ns = step_ns(graphs, schedule, 8, tmp_path / "job.goal")
     assert duration_ns == pytest.approx(expected, abs=1000)
-    assert [note.split(":")[0] for note in notes] == [f"Rank {r} as captured" for r in (0, 1, 3)]
-    assert all("waits 300000 ns for its host, in 3 nodes" in note for note in notes)
+    assert codes(notes) == ["host-delays"] * 3
+    for rank, note in zip((0, 1, 3), notes, strict=True):
+        assert has_note([note], "host-delays", f"Rank {rank} ", 300_000, "3 nodes")
 
 
 def test_a_bubble_hides_waits(tmp_path: Path) -> None:
@@ -85,16 +87,16 @@ def test_overlapping_streams_share_the_time_that_they_take_together(tmp_path: Pa
     builder.add(name="copy", kind=Kind.KERNEL, stream=20, start_ns=500, duration_ns=1000)
     builder.add(name="norm", kind=Kind.KERNEL, stream=7, start_ns=1900, duration_ns=100)
     graph = builder.build(Job(measurement=Measurement(step_ns=(1800,))))
-    shared, note = insert_host_delays(graph, one_at_a_time=True)
+    shared, notes = insert_host_delays(graph, one_at_a_time=True)
     lasts = dict(zip(shared.text("name"), shared.nodes.duration_ns.tolist(), strict=True))
     assert lasts == {"gemm": 750, "copy": 750, "norm": 100, NAME: 200}
-    assert note.endswith("Streams overlap by 500 ns, divided among the operations.")
-    delayed, note = insert_host_delays(graph)
+    note_of(notes, "host-delays-divided-overlap", 500)
+    delayed, notes = insert_host_delays(graph)
     assert delayed.nodes.duration_ns.tolist() == [1000, 1000, 200, 100]
-    assert "overlap" not in note
+    assert codes(notes) == ["host-delays"]
     exported = export(graph, tmp_path, ranks=2, host_time=True)
     assert exported.gpu_time_ns == 1800  # the median step
-    assert "GPU compute is on 2 streams; ASTRA-sim runs one node at a time." in exported.notes
+    note_of(exported.notes, "compute-on-several-streams", 2)
 
 
 def test_communication_keeps_its_order(tmp_path: Path) -> None:
@@ -123,10 +125,10 @@ def test_a_step_longer_than_the_profiled_one_had_slower_kernels() -> None:
     builder.add(name="gemm", kind=Kind.KERNEL, stream=7, duration_ns=1000)
     builder.add(name="norm", kind=Kind.KERNEL, stream=7, start_ns=1200, duration_ns=600)
     measured = Measurement(step_ns=(2120,), profiled_step_ns=1800)
-    graph, note = insert_host_delays(builder.build(Job(measurement=measured)))
+    graph, notes = insert_host_delays(builder.build(Job(measurement=measured)))
     assert graph.nodes.duration_ns.tolist() == [1200, 200, 720]  # kernels a fifth longer
-    assert note.startswith("The GPU waits 200 ns for its host, in 1 nodes: the profiled step (1800")
-    assert "(2120 ns) is longer by 320 ns: its compute took 20.0% longer." in note
+    note_of(notes, "host-delays", 200, "1 nodes", "profiled step", 1800)
+    note_of(notes, "host-delays-slower-compute", 2120, 320, 20.0)
 
 
 def test_the_commands_take_several_traces(tmp_path: Path) -> None:
@@ -144,4 +146,4 @@ def test_the_commands_take_several_traces(tmp_path: Path) -> None:
         assert summary["gpu_time_ns"] == pytest.approx(
             4 * (WORK_NS + WAIT_NS) + OPTIMIZER_NS, abs=99
         )
-        assert not any("idle time are not" in note for note in summary["notes"])
+        assert not has_note(summary["notes"], "idle-time-not-exported")

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 from goal_machine import Operation, parse, run
+from notes import has_note, note_of
 from raised import raises_code
 from stages import FORWARD_NS, INPUT_NS, OPTIMIZER_NS, WEIGHT_NS, captures
 
@@ -381,8 +382,8 @@ def test_host_delays_have_a_separate_cpu(tmp_path: Path) -> None:
         "l2: calc 500 cpu 0",
         "l2 requires l1",
     ]
-    assert any("waits 1500 ns for its host, in 1 nodes" in note for note in exported.notes)
-    assert not any("idle time are not" in note for note in exported.notes)
+    note_of(exported.notes, "host-delays", 1500, "1 nodes")
+    assert not has_note(exported.notes, "idle-time-not-exported")
 
 
 def test_with_host_delays_the_step_lasts_as_measured(tmp_path: Path) -> None:

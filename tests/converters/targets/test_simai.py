@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from notes import note_of
 from raised import raises_code
 from stages import FORWARD_NS, INPUT_NS, OPTIMIZER_NS, WEIGHT_NS, captures
 
@@ -116,7 +117,8 @@ def test_every_cell(tmp_path: Path) -> None:
         33,
     )
     assert (exported.optimizer_ns, exported.rows, exported.micro_batches) == (50, 6, 1)
-    assert "by shapes" in exported.notes[0]  # these nodes record no operands
+    # These nodes record no operands.
+    assert exported.notes[0].code == "gradients-split-by-shapes"
     assert [path.name for path in tmp_path.iterdir()] == ["w.txt"]
 
 
@@ -174,7 +176,7 @@ def test_long_cells_are_split(tmp_path: Path) -> None:
     assert [row[3:5] for row in rows] == [["NONE", "0"]] * 5 + [["ALLREDUCE", "100"]]
     assert [row[6:8] for row in rows] == [["ALLREDUCE", "101"]] + [["NONE", "0"]] * 5
     off = sum(int(np.float32(row[2])) - int(row[2]) for row in rows)
-    assert any(f"{off:+d} ns off" in note for note in exported.notes)
+    note_of(exported.notes, "simai-float32-rounding", f"{off:+d} ns off")
 
 
 def test_gathers_are_split_at_simais_limit(tmp_path: Path) -> None:
@@ -306,7 +308,7 @@ def test_compute_is_conserved(real: Graph, tmp_path: Path) -> None:
         exported.optimizer_ns,
     )
     assert sum(parts) == compute_ns(real)
-    assert exported.notes[0].startswith("Input and weight gradients were separated by the operands")
+    assert exported.notes[0].code == "gradients-split-by-operands"
 
 
 def test_each_gradient_takes_the_forwards_products(real: Graph) -> None:

@@ -21,6 +21,7 @@ from onerank.converters.sources.kineto.read.schema import (
 )
 from onerank.ir import StringTable
 from onerank.ir.errors import TraceError
+from onerank.ir.notes import Note
 
 I64 = npt.NDArray[np.int64]
 I32 = npt.NDArray[np.int32]
@@ -354,7 +355,7 @@ def align(timeline: HostTimeline, et: ExecutionTrace) -> tuple[I64, float]:
 
 def join(
     timeline: HostTimeline, et: ExecutionTrace, kineto: Path
-) -> tuple[ExecutionTrace, list[str]]:
+) -> tuple[ExecutionTrace, list[Note]]:
     """Set the execution trace node of every host event, by record id, else by order.
 
     Args:
@@ -410,7 +411,7 @@ def join(
 
 def _join_by_order(
     timeline: HostTimeline, et: ExecutionTrace, reason: str, error: str, min_share: float
-) -> tuple[ExecutionTrace, list[str]]:
+) -> tuple[ExecutionTrace, list[Note]]:
     """Set the execution trace nodes of host events by the order of operators in each thread.
 
     Args:
@@ -437,6 +438,9 @@ def _join_by_order(
     if not et.whole:  # operands were kept by record ids
         et = load_execution_trace(et.path, timeline.strings)
     return et, [
-        f"{aligned} of {operators} operators ({share:.2%}) are aligned with the execution trace "
-        f"by their order in each thread, because {reason}"
+        Note(
+            f"{aligned} of {operators} operators ({share:.2%}) are aligned with the execution "
+            f"trace by their order in each thread, because {reason}",
+            code="operators-aligned-by-order",
+        )
     ]

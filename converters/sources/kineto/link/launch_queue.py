@@ -15,6 +15,7 @@ from onerank.converters.sources.kineto.link.host_timeline import groups
 from onerank.converters.sources.kineto.link.kernel_launches import CLOCK_NS
 from onerank.converters.sources.kineto.read.schema import KinetoTrace, last_of
 from onerank.ir.arrays import I32, I64, Mask
+from onerank.ir.notes import Note
 from onerank.ir.replay import RELEASE_NS
 
 LEAST_PENDING = 256
@@ -53,15 +54,18 @@ class LaunchQueue:
     waits: tuple[QueueWait, ...] = ()
     depth: int = 0
 
-    def notes(self) -> list[str]:
-        """Return a sentence on the launches that waited."""
+    def notes(self) -> list[Note]:
+        """Return a note on the launches that waited."""
         if not self.waits:
             return []
         total_ms = sum(wait.waited_ns for wait in self.waits) / 1e6
         return [
-            f"{len(self.waits)} launches waited {total_ms:.3f} ms in all for queue room, up to "
-            f"{self.depth} others pending on their stream: they wait for the operation whose end "
-            "made room; the wait is no part of their operators' times"
+            Note(
+                f"{len(self.waits)} launches waited {total_ms:.3f} ms in all for queue room, up "
+                f"to {self.depth} others pending on their stream: they wait for the operation "
+                "whose end made room; the wait is no part of their operators' times",
+                code="launch-queue-full",
+            )
         ]
 
 

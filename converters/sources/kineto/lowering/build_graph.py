@@ -51,6 +51,7 @@ from onerank.ir import UNKNOWN, Evidence, Graph, Job, Kind, Nodes, Phase, String
 from onerank.ir.arrays import I32, I64
 from onerank.ir.dtypes import DTYPES, TENSOR_TYPES, split_types
 from onerank.ir.nodes import ROOT_COLUMNS, TEXT_COLUMNS
+from onerank.ir.notes import Note
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +154,12 @@ def assemble(
         ]
     )
     if lost_bytes:
-        report.notes.append(f"{lost_bytes} bytes allocated or freed on threads without operators")
+        report.notes.append(
+            Note(
+                f"{lost_bytes} bytes allocated or freed on threads without operators",
+                code="memory-without-operator",
+            )
+        )
     queue = replace(trace.queue, waits=tuple(sync_edges.queued))
     report.notes.extend([*notes.of_waits(trace.waits), *(queue.notes() if with_operators else [])])
     report.notes.extend(notes.of_contradictions(graph, contradictions, example))

@@ -19,6 +19,7 @@ from onerank.converters.sources.kineto.read.schema import ExecutionTrace, Kineto
 from onerank.ir import UNKNOWN, Graph, Kind, Reason
 from onerank.ir.arrays import I64
 from onerank.ir.errors import TraceError
+from onerank.ir.notes import Note
 
 CLOCK_NS = 1000
 """Overlaps up to a microsecond, the unit of older traces, are rounding."""
@@ -27,7 +28,7 @@ CLOCK_NS = 1000
 _NAMED_PAIRS = 3
 
 
-def overlap_notes(path: Path, timeline: HostTimeline, gpu: GpuOps) -> list[str]:
+def overlap_notes(path: Path, timeline: HostTimeline, gpu: GpuOps) -> list[Note]:
     """Return a note for each kind of overlap, with count and duration.
 
     Operators of a thread are nested or consecutive. Operations of a stream are consecutive,
@@ -36,7 +37,7 @@ def overlap_notes(path: Path, timeline: HostTimeline, gpu: GpuOps) -> list[str]:
     Raises:
         TraceError: over a tenth of the operators overlap, so callers cannot be determined.
     """
-    notes: list[str] = []
+    notes: list[Note] = []
     rows, parent = timeline.rows, timeline.parent
     inner = np.flatnonzero(rows.is_operator & (parent >= 0))
     inner = inner[rows.is_operator[parent[inner]]]
@@ -55,7 +56,7 @@ def overlap_notes(path: Path, timeline: HostTimeline, gpu: GpuOps) -> list[str]:
                 "thread nest or follow each other: record the trace again",
                 code="trace-events-overlap",
             )
-        notes.append(overlap)
+        notes.append(Note(overlap, code="operators-overlap"))
     rows = gpu.rows
     before, after, by_ns = _overlaps(gpu)
     if len(by_ns):
@@ -66,17 +67,23 @@ def overlap_notes(path: Path, timeline: HostTimeline, gpu: GpuOps) -> list[str]:
             for (first, second), count in pairs.most_common(_NAMED_PAIRS)
         )
         notes.append(
-            f"{len(by_ns)} of {len(gpu)} GPU operations begin before the previous operation of "
-            f"their stream ends, by {by_ns.max()} ns at most; a replay keeps the overlap "
-            f"(most frequent of {len(pairs)} pairs: {most})"
+            Note(
+                f"{len(by_ns)} of {len(gpu)} GPU operations begin before the previous operation of "
+                f"their stream ends, by {by_ns.max()} ns at most; a replay keeps the overlap "
+                f"(most frequent of {len(pairs)} pairs: {most})",
+                code="gpu-operations-overlap",
+            )
         )
     # Real traces have both: overlaps on a stream, and starts before the launch.
     early = gpu.launch_ns - rows.start_ns
     early = early[early > CLOCK_NS]
     if len(early):
         notes.append(
-            f"{len(early)} of {len(gpu)} GPU operations start before they are launched, by "
-            f"{early.max()} ns at most: the clocks of host and GPU disagree"
+            Note(
+                f"{len(early)} of {len(gpu)} GPU operations start before they are launched, by "
+                f"{early.max()} ns at most: the clocks of host and GPU disagree",
+                code="gpu-starts-before-launch",
+            )
         )
     return notes
 
@@ -143,12 +150,12 @@ class Conversion:
     steps: int = 1
     steps_dropped: int = 0
     step_times_ns: tuple[int, ...] = ()
-    notes: list[str] = field(default_factory=list[str])
+    notes: list[Note] = field(default_factory=list[Note])
 
 
 def of_communication(
     kernel_calls: CommunicationKernels, measured: list[Communication], unplaced: list[RecordedCall]
-) -> list[str]:
+) -> list[Note]:
     """Return notes on kernels with unknown calls, and on partly recorded calls.
 
     Args:
@@ -157,92 +164,136 @@ def of_communication(
         unplaced: recorded calls that are assumed blocking.
     """
     notes = [
-        f"{count} kernels that communicate ({ns / 1e6:.3f} ms) are kept as kernels, not as "
-        f"communication: {reason}"
+        Note(
+            f"{count} kernels that communicate ({ns / 1e6:.3f} ms) are kept as kernels, not as "
+            f"communication: {reason}",
+            code="communication-kept-as-kernels",
+        )
         for reason, (count, ns) in kernel_calls.unknown.items()
     ]
     if kernel_calls.split:
         notes.append(
-            f"{kernel_calls.split} NCCL kernels that carried out several calls at once are one "
-            "node per call, sends before receives, one after another, their time split by bytes"
+            Note(
+                f"{kernel_calls.split} NCCL kernels that carried out several calls at once are "
+                "one node per call, sends before receives, one after another, their time split "
+                "by bytes",
+                code="nccl-kernel-of-several-calls",
+            )
         )
     # Kineto records `Src Rank` and `Dst Rank` only in newer versions of torch.
     peers = Counter(call.kind for call in measured if max(call.src, call.dst) == UNKNOWN)
     if without_peer := peers[Kind.SEND] + peers[Kind.RECV]:
         notes.append(
-            f"{without_peer} sends and receives have no peer: older versions of torch do not "
-            "record it"
+            Note(
+                f"{without_peer} sends and receives have no peer: older versions of torch do not "
+                "record it",
+                code="p2p-without-peer",
+            )
         )
     blocking = sum(call.communication.asynchronous for call in unplaced)
     if blocking:
         notes.append(
-            f"{blocking} asynchronous calls are assumed blocking: the trace does not show what "
-            "they overlap"
+            Note(
+                f"{blocking} asynchronous calls are assumed blocking: the trace does not show what "
+                "they overlap",
+                code="async-assumed-blocking",
+            )
         )
     return notes
 
 
-def of_unread(trace: KinetoTrace, et: ExecutionTrace) -> list[str]:
+def of_unread(trace: KinetoTrace, et: ExecutionTrace) -> list[Note]:
     """Return notes on content of the files that was missing or could not be read."""
-    notes: list[str] = []
+    notes: list[Note] = []
     if et.without_caller:
         notes.append(
-            f"{et.path.name}: {et.without_caller} nodes have a caller that is not in the file; "
-            "they become roots of their call trees"
+            Note(
+                f"{et.path.name}: {et.without_caller} nodes have a caller that is not in the file; "
+                "they become roots of their call trees",
+                code="et-caller-missing",
+            )
         )
     if trace.lost_run:
-        notes.append("distributedInfo is ignored: its rank is not within its world_size")
+        notes.append(
+            Note(
+                "distributedInfo is ignored: its rank is not within its world_size",
+                code="distributed-info-ignored",
+            )
+        )
     if trace.unread:
         counts = ", ".join(f"{count} of category {cat!r}" for cat, count in trace.unread.items())
-        notes.append(f"events of unknown categories are dropped: {counts}")
+        notes.append(
+            Note(
+                f"events of unknown categories are dropped: {counts}",
+                code="events-of-unknown-category",
+            )
+        )
     return notes
 
 
-def of_waits(waits: Synchronizations) -> list[str]:
+def of_waits(waits: Synchronizations) -> list[Note]:
     """Return notes on inferred waits for the GPU."""
-    notes: list[str] = []
+    notes: list[Note] = []
     if waits.inferred:
         notes.append(
-            f"the event records of {waits.inferred} event waits are inferred from the order of the "
-            "event ids; the driver does not report them"
+            Note(
+                f"the event records of {waits.inferred} event waits are inferred from the order "
+                "of the event ids; the driver does not report them",
+                code="event-records-inferred",
+            )
         )
     if waits.by_time:
         notes.append(
-            f"{waits.by_time} waits are inferred from call order and times: the trace has no "
-            "synchronisation events (profile with enable_cuda_sync_events)"
+            Note(
+                f"{waits.by_time} waits are inferred from call order and times: the trace has no "
+                "synchronisation events (profile with enable_cuda_sync_events)",
+                code="waits-inferred",
+            )
         )
     return notes
 
 
 def of_no_execution_trace(
     timeline: HostTimeline, recorded: list[RecordedCall], *, with_operators: bool
-) -> list[str]:
+) -> list[Note]:
     """Return notes on what the graph lacks without an execution trace."""
-    notes: list[str] = []
+    notes: list[Note] = []
     if unread := int(timeline.is_mark.sum()) - len(recorded):
         notes.append(
-            f"{unread} recorded communication calls are dropped: their arguments are in the "
-            "execution trace, and none was given"
+            Note(
+                f"{unread} recorded communication calls are dropped: their arguments are in the "
+                "execution trace, and none was given",
+                code="calls-without-arguments",
+            )
         )
     if not with_operators:
         notes.append(
-            "without an execution trace the graph holds only GPU operations: it lacks the delays "
-            "by the host, so its replay is faster than the step; --operators keeps the operators"
+            Note(
+                "without an execution trace the graph holds only GPU operations: it lacks the "
+                "delays by the host, so its replay is faster than the step; --operators keeps "
+                "the operators",
+                code="gpu-operations-only",
+            )
         )
     return notes
 
 
-def of_unattributed_calls(timeline: HostTimeline, kept: I64) -> list[str]:
+def of_unattributed_calls(timeline: HostTimeline, kept: I64) -> list[Note]:
     """Return a note on launches outside operators that became nodes."""
     calls = int(unattributed_calls(timeline)[kept].sum())
     if not calls:
         return []
-    return [f"{calls} runtime calls that launch work outside any operator are host nodes"]
+    return [
+        Note(
+            f"{calls} runtime calls that launch work outside any operator are host nodes",
+            code="launches-outside-operators",
+        )
+    ]
 
 
 def of_contradictions(
     graph: Graph, dropped: Counter[Reason], example: tuple[int, int] | None
-) -> list[str]:
+) -> list[Note]:
     """Return a note on edges dropped because they closed a cycle; `example` is one of them."""
     if example is None:
         return []
@@ -251,6 +302,9 @@ def of_contradictions(
     )
     source, target = (graph.node(index) for index in example)
     return [
-        f"{dropped.total()} edges are dropped because they close a cycle ({counts}): for example, "
-        f"{target.name!r} would wait for {source.name!r} but started before it"
+        Note(
+            f"{dropped.total()} edges are dropped because they close a cycle ({counts}): for "
+            f"example, {target.name!r} would wait for {source.name!r} but started before it",
+            code="edges-of-cycle-dropped",
+        )
     ]

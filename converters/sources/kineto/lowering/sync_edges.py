@@ -31,6 +31,7 @@ from onerank.converters.sources.kineto.lowering.dependency_edges import (
 from onerank.converters.sources.kineto.read.schema import GpuRows
 from onerank.ir import Reason, StringTable
 from onerank.ir.arrays import I64
+from onerank.ir.notes import Note
 from onerank.ir.replay import RELEASE_NS
 
 LATE_NS = 20_000
@@ -62,8 +63,8 @@ class UnexplainedGaps:
 
     def notes(
         self, rows: GpuRows, strings: StringTable, first: int, *, replayed: bool
-    ) -> list[str]:
-        """Return sentences on explained and unexplained gaps.
+    ) -> list[Note]:
+        """Return notes on explained and unexplained gaps.
 
         Args:
             rows: the GPU operations that are nodes, by number.
@@ -71,15 +72,18 @@ class UnexplainedGaps:
             first: number of the first of them among the future nodes.
             replayed: whether the graph keeps the waits that nothing explains.
         """
-        notes: list[str] = []
+        notes: list[Note] = []
         if self.explained:
             count = len(self.explained)
             room = sum(reason is Reason.ROOM for _, _, reason in self.explained)
             notes.append(
-                f"{count} GPU operations began long after their launch and the end of "
-                f"their stream's previous operation: {count - room} as an operation of "
-                f"another stream ended, {room} as one ran its last blocks; "
-                "they wait for that operation"
+                Note(
+                    f"{count} GPU operations began long after their launch and the end of "
+                    f"their stream's previous operation: {count - room} as an operation of "
+                    f"another stream ended, {room} as one ran its last blocks; "
+                    "they wait for that operation",
+                    code="gaps-explained",
+                )
             )
         if self.unexplained_ns:
             order = sorted(self.unexplained_ns, key=self.unexplained_ns.__getitem__, reverse=True)
@@ -92,11 +96,14 @@ class UnexplainedGaps:
                 for row in [number - first]
             )
             notes.append(
-                f"{len(order)} GPU operations began "
-                f"{sum(self.unexplained_ns.values()) / 1e6:.3f} ms in "
-                "all later than the trace explains: the GPU ran or awaited work outside the trace. "
-                f"A replay {'keeps' if replayed else 'lacks'} that time (longest: {longest}, "
-                "counted from the first GPU operation)"
+                Note(
+                    f"{len(order)} GPU operations began "
+                    f"{sum(self.unexplained_ns.values()) / 1e6:.3f} ms in all later than the "
+                    "trace explains: the GPU ran or awaited work outside the trace. A replay "
+                    f"{'keeps' if replayed else 'lacks'} that time (longest: {longest}, counted "
+                    "from the first GPU operation)",
+                    code="gaps-unexplained",
+                )
             )
         return notes
 

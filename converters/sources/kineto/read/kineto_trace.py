@@ -36,6 +36,7 @@ from onerank.converters.sources.kineto.read.schema import (
 from onerank.ir import StringTable
 from onerank.ir.arrays import I32, I64, Mask
 from onerank.ir.errors import TraceError
+from onerank.ir.notes import Note
 
 _MOST_DIGITS = 20
 
@@ -458,8 +459,8 @@ def choose(trace: KinetoTrace, step: str) -> ProfilerStep | None:
     )
 
 
-def cut(trace: KinetoTrace, step: ProfilerStep) -> tuple[KinetoTrace, str]:
-    """Return the part of a trace that belongs to one step, and a note on what was cut off.
+def cut(trace: KinetoTrace, step: ProfilerStep) -> tuple[KinetoTrace, list[Note]]:
+    """Return the part of a trace that belongs to one step, and notes on what was cut off.
 
     Host events, launches and allocations belong to it if they begin within it; GPU operations if
     they were launched within it, whenever they ran.
@@ -479,17 +480,19 @@ def cut(trace: KinetoTrace, step: ProfilerStep) -> tuple[KinetoTrace, str]:
         syncs=trace.syncs.take(last_of(launches.correlation, trace.syncs.correlation) >= 0),
         memory=trace.memory.take(_within(trace.memory.start_ns, step)),
     )
-    note = (
+    text = (
         f"only step {step.number} ({step.duration_ns / 1e6:.3f} ms of host time): "
         f"{len(trace.host) - len(host)} host events and {int((~in_step).sum())} GPU operations of "
         "other steps are dropped"
     )
+    notes = [Note(text, code="other-steps-dropped")]
     if earlier_ns := _earlier_work_ns(trace, step):
-        note += (
-            f"; the GPU ran {earlier_ns / 1e6:.3f} ms of earlier steps after this step began, and "
+        text = (
+            f"the GPU ran {earlier_ns / 1e6:.3f} ms of earlier steps after this step began, and "
             "the first launches waited for that: a replay keeps the wait"
         )
-    return step_trace, note
+        notes.append(Note(text, code="step-waits-for-earlier"))
+    return step_trace, notes
 
 
 def _earlier_work_ns(trace: KinetoTrace, step: ProfilerStep) -> int:

@@ -32,6 +32,7 @@ from onerank.display import flops, size, time
 if TYPE_CHECKING:
     from onerank.analysis.step_time import Parts, StepChange
     from onerank.annotate import Explanation, Gpu, Recosting
+    from onerank.ir.notes import Note
 
 
 TARGET = "The target, and what is known of it"
@@ -310,7 +311,9 @@ def gpus(options: GpusOptions, as_json: bool) -> None:
     else:
         render_gpus(descriptions)
         if options.check is not None:
-            notes = [("estimated", note) for gpu in descriptions for note in estimate_notes(gpu)]
+            notes = [
+                ("estimated", str(note)) for gpu in descriptions for note in estimate_notes(gpu)
+            ]
             lines([("checked", "nothing wrong"), *notes], str(options.check))
 
 
@@ -319,7 +322,7 @@ _MOST_NAMES = 12
 
 
 def render_recosting(
-    recosting: "Recosting", step: "StepChange", notes: Sequence[str], title: str
+    recosting: "Recosting", step: "StepChange", notes: "Sequence[Note]", title: str
 ) -> None:
     """Print what a re-costing changed, and the notes of the new graph."""
     before, after = recosting.before_ns, recosting.after_ns
@@ -342,7 +345,7 @@ def render_recosting(
         spent = time(sum(kernel.after_ns for kernel in recosting.unknown))
         nodes = counted(count, "node")
         pairs.append(("unknown", f"{nodes} without a class or formula ({spent}): {names}"))
-    pairs += [("note", note) for note in notes]
+    pairs += [("note", str(note)) for note in notes]
     lines(pairs, title)
     _where(recosting, step)
     rows = [

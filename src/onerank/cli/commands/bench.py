@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from onerank.capture.bench.gpu_limits import Microbenchmarks
     from onerank.capture.bench.measure_call import Measured
     from onerank.capture.bench.requests import BenchRequest
+    from onerank.ir.notes import Note
 
 
 DATABASE = INPUT
@@ -137,7 +138,7 @@ class Benched:
     failed: dict[str, int]
     dropped: dict[str, int]
     inner: dict[str, int]
-    notes: tuple[str, ...]
+    notes: "tuple[Note, ...]"
 
 
 @dataclass(frozen=True)
@@ -288,22 +289,22 @@ def measure(traces: tuple[Path, ...], options: MeasureOptions, as_json: bool) ->
     from onerank.capture.bench.measure_call import Account
     from onerank.capture.profiling.nvml import Board
     from onerank.ir.errors import CaptureError
+    from onerank.ir.notes import Note
 
     requests, dropped = _calls_to_measure(traces, options.grid)
     stored = read_database(update) if update else table_of([])
     rows: list[KernelRow] = []
     account = Account(requested=len(requests))
-    notes: list[str] = []
+    notes: list[Note] = []
     with on_device(options.gpu) as device:
         board = Board()
         software = versions(board.driver())
-        if board.missing:
-            notes.append(board.missing)
+        notes += [Note(board.missing, code="sensors-not-read")] * bool(board.missing)
         if update:
             requested = len(requests)
             requests = lacking(requests, stored, device.name, software)
-            skipped = requested - len(requests)
-            notes.append(f"{counted(skipped, 'call')} skipped: {update} has them")
+            skipped = f"{counted(requested - len(requests), 'call')} skipped: {update} has them"
+            notes.append(Note(skipped, code="bench-calls-known"))
             account.requested = len(requests)
         seconds = 60 * options.minutes if options.minutes else float("inf")
         with advancing(len(requests), "measuring") as advance:
@@ -322,7 +323,12 @@ def measure(traces: tuple[Path, ...], options: MeasureOptions, as_json: bool) ->
                             write_database(merge([stored, table_of(rows)]).table, output)
                             written = monotonic()
             except KeyboardInterrupt:
-                notes.append("interrupted: the rows measured until then were written")
+                notes.append(
+                    Note(
+                        "interrupted: the rows measured until then were written",
+                        code="bench-interrupted",
+                    )
+                )
             except CaptureError as error:
                 if not rows:
                     raise
@@ -491,7 +497,7 @@ def render_benched(done: Benched) -> None:
     rows += [("failed", f"{count} x {why}") for why, count in done.failed.items()]
     rows += [("dropped", f"{counted(n, 'kernel')}: {why}") for why, n in done.dropped.items()]
     rows += [("inner", f"{counted(count, 'call')}: {name}") for name, count in done.inner.items()]
-    rows += [("note", note) for note in done.notes]
+    rows += [("note", str(note)) for note in done.notes]
     lines(rows, done.output)
 
 

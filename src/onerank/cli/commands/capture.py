@@ -281,7 +281,9 @@ def _render_ranks(captured: "Sequence[RankSummary]", missing: tuple[int, ...], w
         texts=(1, 5),
     )
     notes = dict.fromkeys(note for rank in captured for note in rank.summary.notes)
-    pairs = [("written to", str(captured[0].trace.parent))] + [("note", note) for note in notes]
+    pairs = [("written to", str(captured[0].trace.parent))] + [
+        ("note", str(note)) for note in notes
+    ]
     if missing:
         ranks = _rank_ranges(missing)
         text = f"no trace represents the ranks {ranks}: an export to all ranks needs them"
@@ -353,7 +355,7 @@ def verify(
 
 def _render_verification(verification: "Verification", title: str) -> None:
     pairs = [("not checked", text) for text in verification.not_checked]
-    pairs += [("note", text) for text in verification.notes]
+    pairs += [("note", str(note)) for note in verification.notes]
     lines(pairs, title)
     columns = ("", "tensors", "equal", "largest error", "relative", "too much", "worst")
     for check, heading in _TITLES.items():

@@ -1,6 +1,5 @@
 """`onerank coarsen` and `onerank storage`: traces with fewer nodes, or with storage nodes."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -23,6 +22,7 @@ from onerank.display import size, time
 
 if TYPE_CHECKING:
     from onerank.ir import Graph
+    from onerank.ir.notes import Note
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +105,7 @@ class StorageAdded:
 
     output: Path
     nodes: list[StorageNode]
-    notes: Sequence[str]
+    notes: "tuple[Note, ...]"
 
 
 @click.command()
@@ -135,7 +135,7 @@ def storage(trace: Path, options: StorageOptions, as_json: bool) -> None:
         print_json(StorageAdded(options.output, nodes, notes))
     else:
         pairs = [(node.name, f"{size(node.bytes)} in {time(node.duration_ns)}") for node in nodes]
-        pairs += [("note", note) for note in notes]
+        pairs += [("note", str(note)) for note in notes]
         lines(pairs, f"{trace} -> {options.output}")
 
 

@@ -432,5 +432,5 @@ def render_conversion(
     if report.steps > 1:
         least, most = min(report.step_times_ns), max(report.step_times_ns)
         pairs.append(("steps", f"from {time(least)} to {time(most)} of compute each"))
-    pairs += [("note", note) for note in report.notes]
+    pairs += [("note", str(note)) for note in report.notes]
     lines(pairs, title)

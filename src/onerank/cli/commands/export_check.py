@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from onerank.converters.targets.goal import GoalExport
     from onerank.converters.targets.simai import SimaiExport
     from onerank.ir import Graph
+    from onerank.ir.notes import Note
 
 
 DIRECTORY = click.Path(file_okay=False, path_type=Path)
@@ -188,7 +189,7 @@ class GoalOptions(RankOptions):
 def _graphs(files: Sequence[Path]) -> "Iterator[Graph]":
     """Read the traces one at a time; print a note of several traces once."""
     # One set for all files, since traces of one job repeat each other's notes.
-    seen: set[str] = set()
+    seen: set[Note] = set()
     return (read_trace(file, seen=seen) for file in files)
 
 
@@ -388,7 +389,7 @@ def render_export(done: "AstraSimExport") -> None:
         for stages, peak in done.peak_memory_bytes
     ]
     pairs += [("dropped", f"{count}: {kind}") for kind, count in done.dropped.items()]
-    pairs += [("note", note) for note in done.notes]
+    pairs += [("note", str(note)) for note in done.notes]
     # An export checks what it wrote and raises an error on findings.
     pairs.append(("checked", "no findings"))
     pairs.append(
@@ -412,7 +413,7 @@ def render_simai(done: "SimaiExport") -> None:
         ("optimizer", time(done.optimizer_ns)),
     ]
     pairs += [("lost", loss) for loss in done.losses]
-    pairs += [("note", note) for note in done.notes]
+    pairs += [("note", str(note)) for note in done.notes]
     lines(pairs, f"{done.path}: SimAI workload")
 
 
@@ -429,7 +430,7 @@ def render_goal(done: "GoalExport") -> None:
         ("communication", f"{count}: {algorithm}") for algorithm, count in done.algorithms.items()
     ]
     pairs += [("dropped", f"{count}: {algorithm}") for algorithm, count in done.dropped.items()]
-    pairs += [("note", note) for note in done.notes]
+    pairs += [("note", str(note)) for note in done.notes]
     pairs.append(("compile it", f"txt2bin -i {done.path} -o {name}.bin"))
     # 500 ns of latency and 0.0022 ns per byte (450 GB/s) are the defaults of `export astra-sim`, no
     # message is so large (-S) that LogGOPSim starts its rendezvous protocol.

@@ -150,7 +150,7 @@ def render_energy(report: "EnergyReport", title: str) -> None:
         f"{c.vector:g} u_vector of the power limit, which caps the mean"
     )
     pairs += [("power", f"{formula}; {report.source}")]
-    lines(pairs + [("note", note) for note in report.notes], title)
+    lines(pairs + [("note", str(note)) for note in report.notes], title)
     table(
         "Energy by class",
         ("class", "nodes", "time", "energy", "power"),
@@ -173,7 +173,7 @@ def render_cost(report: "CostReport", title: str) -> None:
             ("step", f"{time(report.step_ns)}: {report.step_source}"),
             ("tokens a step", tokens),
             ("prices", f"of {report.prices_date}, in {report.currency}"),
-            *(("note", note) for note in report.notes),
+            *(("note", str(note)) for note in report.notes),
         ],
         title,
     )
@@ -275,7 +275,7 @@ def _figures(report: "MemoryReport") -> list[tuple[str, str]]:
         pairs.append(
             (report.target or "device", f"{size(report.capacity_bytes)}: {_verdict(report)}")
         )
-    return pairs + [("note", note) for note in report.notes]
+    return pairs + [("note", str(note)) for note in report.notes]
 
 
 def _verdict(report: "MemoryReport") -> str:

@@ -27,6 +27,7 @@ from onerank.cli.terminal import advancing_parts, counted, lines, print_json, sa
 from onerank.display import size
 
 if TYPE_CHECKING:
+    from onerank.ir.notes import Note
     from onerank.plan.config import PlanConfig
     from onerank.plan.layouts import Layout, Outcome, Range
     from onerank.plan.make_plan import Plan
@@ -218,7 +219,7 @@ def _plain(figure: "Range", unit: str = "") -> tuple[str, str]:
 
 def _notes(outcomes: "Sequence[Outcome]") -> list[str]:
     """Return the notes of rows, each with the number of the first row that has it."""
-    rows: dict[str, int] = {}
+    rows: dict[Note, int] = {}
     for number, outcome in enumerate(outcomes, start=1):
         for note in outcome.notes:
             rows.setdefault(note, number)
@@ -319,7 +320,7 @@ def _csv(made: "Plan") -> str:
                 suffixes = {"value": name, "low": f"{name}_low", "high": f"{name}_high"}
                 row |= {suffixes[end]: figure for end, figure in ends.items()}
             elif name == "notes":
-                row[name] = "; ".join(outcome.notes)
+                row[name] = "; ".join(map(str, outcome.notes))
             elif name != "commands":
                 row[name] = value
         records.append(row)

@@ -132,7 +132,7 @@ def _cards(name: str, summary: "Summary", replayed: "Replay | None") -> str:
         "compute": time(summary.compute_time_ns),
         "exposed communication": time(replayed.exposed_communication_ns) if replayed else "",
         "peak memory": size(summary.peak_memory_bytes) if summary.peak_memory_bytes else "",
-        "note": "; ".join(summary.notes),
+        "note": "; ".join(map(str, summary.notes)),
     }
     items = "".join(
         f"<div><dt>{label}</dt><dd>{html.escape(visible_line(value))}</dd></div>"

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from onerank.analysis.step_time import Replay
     from onerank.analysis.trace_diff import Change, Difference
     from onerank.ir import Graph
+    from onerank.ir.notes import Note
     from onerank.plan.job_replay import JobReplay
 
 # Kernels that a table lists; --json has all.
@@ -87,7 +88,9 @@ def _read_even_broken(trace: Path) -> "Graph":
             raise
     # Only here: every other command would compute figures of a graph that lacks dependencies.
     graph, repairs = read_repaired(trace)
-    say(f"{trace} is broken: {repairs.note}; `onerank convert --repair` writes it so", err=True)
+    say(
+        f"{trace} is broken: {repairs.note.text}; `onerank convert --repair` writes it so", err=True
+    )
     return graph
 
 
@@ -207,7 +210,7 @@ def _replay_job(trace: Path, cluster: Path, options: ReplayOptions, *, as_json: 
         )
     described = read_cluster(cluster)
     network = network_of(described, load_gpu(described.gpu))
-    seen: set[str] = set()
+    seen: set[Note] = set()
     graphs = [read_trace(file, seen=seen) for file in export.trace_files((trace,))]
     done = replay_job(graphs, network, Schedule.parse(options.schedule), options.micro_batches)
     if as_json:

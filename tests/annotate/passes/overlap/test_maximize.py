@@ -7,6 +7,7 @@ from itertools import pairwise
 import msgspec
 import numpy as np
 import pytest
+from notes import note_of
 from raised import raises_code
 
 from onerank.analysis.step_time import replay
@@ -135,10 +136,7 @@ def test_sums_after_the_backward_start_when_their_gradients_are_ready():
     assert start_times_us(rewired, Kind.KERNEL) == [0, 1000, 4500]
     assert replay(rewired).step_time_ns == pytest.approx(5200_000, abs=100)
     assert replay(rewired).exposed_communication_ns == pytest.approx(1500_000, abs=100)
-    note = rewired.job.measurement.notes[-1]
-    assert note.startswith(
-        "Overlap on: of 2 calls, 1 overlap more compute than captured; 1 are exposed"
-    )
+    note_of(rewired.job.measurement.notes, "overlap-on", "2 calls", "1 overlap", "1 are exposed")
     assert rewired.job.measurement.step_ns == ()
 
 
@@ -239,10 +237,7 @@ def test_an_unread_result_is_awaited_as_captured():
     assert start_times_us(rewired, Kind.KERNEL) == [0, 1000, 1500]
     rewired = overlapped(*work, *work, kernel(10, [2], [4]))
     assert start_times_us(rewired, Kind.KERNEL) == [0, 1500, 1800, 2800, 3300]
-    assert (
-        "1 are awaited as captured, because nothing in the step"
-        in rewired.job.measurement.notes[-1]
-    )
+    note_of(rewired.job.measurement.notes, "overlap-on", "1 are awaited")
 
 
 def test_a_call_that_depends_on_a_call():
@@ -269,10 +264,7 @@ def test_calls_without_recorded_tensors_stay():
     assert start_times_us(rewired, Kind.KERNEL) == [0, 1000, 4500]
     first, second = (node.value("stream") for node in rewired if node.kind is Kind.COLLECTIVE)
     assert (first, second) == (COMPUTE + 1, COMPUTE)
-    assert (
-        "1 stay as captured, because their tensors are not recorded"
-        in rewired.job.measurement.notes[-1]
-    )
+    note_of(rewired.job.measurement.notes, "overlap-on", "1 stay")
     with raises_code("overlap-no-operands"):
         overlapped(kernel(1000, [1], [2]), call(500, 2) | untold)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from job_options import axes
+from notes import note_of
 from raised import raises_code
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -242,7 +243,7 @@ def test_shared_experts_match_the_whole_model():
         options = Options(**axes(world), sp=True)
         rows, why_not, notes = compare_slices(one, (), batch, options, lambda _: None)
         assert not why_not
-        assert "routers chose the experts, not --moe-routing balanced" in notes[-1]
+        note_of(notes, "verify-model-routing", "--moe-routing balanced")
         assert {row.module for row in rows} >= {
             "Qwen2MoeSparseMoeBlock.shared_expert_gate",
             "Qwen2MoeMLP.gate_proj",

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from notes import has_note, note_of
 from raised import raises_code
 
 from onerank.analysis.step_time import replay
@@ -264,7 +265,7 @@ def test_a_peak_that_moves_is_taken_from_the_replay():
     extrapolated = extrapolate({2: loss_peaks(2, 12_200), 3: loss_peaks(3, 13_300)}, 8)
     # the optimizer's moment: 8 layers of weights, of gradients, and of temporaries
     assert extrapolated.job.measurement.peak_memory_bytes == 8000 + 8 * 30 + 8 * 3000
-    assert any("another moment of the step" in note for note in extrapolated.job.measurement.notes)
+    assert has_note(extrapolated.job.measurement.notes, "extrapolated-peaks-differ")
 
 
 def test_at_its_own_depth_the_capture_is_returned_with_the_lines():
@@ -314,7 +315,7 @@ def test_captures_that_do_not_suffice(case):
 def test_first_and_last_layers_may_differ():
     extrapolated = extrapolate({4: step(4), 6: step(6, extra=(1, 5))}, 8)
     notes = extrapolated.job.measurement.notes
-    assert "layers 1 of the 6 captured differ from the others, and stay as captured" in notes
+    note_of(notes, "extrapolated-layers-differ", 1, 6)
     names = [node.text("module") for node in extrapolated if node.name == "relu"]
     assert names == ["model.layers.1", "model.layers.7"]
 
@@ -336,7 +337,7 @@ def test_operators_of_only_one_capture_are_noted():
     short.host("save", FORWARD_THREAD, "", Phase.OPTIMIZER)
     short.host("save", FORWARD_THREAD, "", Phase.OPTIMIZER)
     extrapolated = extrapolate({2: short.graph(), 4: long.graph()}, 8)
-    assert any("1 print" in note for note in extrapolated.job.measurement.notes)
+    note_of(extrapolated.job.measurement.notes, "extrapolated-operators-unmatched", "1 print")
     names = extrapolated.text("name")
     assert (names.count("print"), names.count("item"), names.count("read")) == (1, 8, 8)
 
@@ -357,7 +358,8 @@ def test_operators_that_run_once_per_process_are_ignored():
     for first, later in ((False, True), (True, False)):
         extrapolated = extrapolate({2: loop(2, first), 4: loop(4, later)}, 8)
         assert structure(extrapolated) == structure(loop(8, later))
-        assert any("4 empty_permuted" in note for note in extrapolated.job.measurement.notes)
+        notes = extrapolated.job.measurement.notes
+        note_of(notes, "extrapolated-operators-unmatched", "4 empty_permuted")
     extrapolated = extrapolate({2: loop(2, False), 4: loop(4, False)}, 8)
     assert structure(extrapolated) == structure(loop(8, False))
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from notes import has_note
 
 from onerank.analysis.step_time import replay
 from onerank.converters.sources.kineto import Conversion, Sources, convert
@@ -62,7 +63,7 @@ def test_each_message_has_its_peer_and_bytes(converted, rank):
         ("COLLECTIVE", -1, -1, 4),
     ]
     assert {call.text("group") for call in calls} == {"default_pg"}
-    assert any("5 NCCL kernels that carried out several calls" in note for note in report.notes)
+    assert has_note(report.notes, "nccl-kernel-of-several-calls", 5)
 
 
 def test_batches_are_found_in_a_window_for_times_too(converted, rank):
@@ -89,7 +90,7 @@ def test_calls_among_one_rank_are_of_no_kernel():
         (Kind.RECV, *pipeline): 4,
         (Kind.COLLECTIVE, "MODEL_PARALLEL_GROUP", 4): 1,
     }
-    assert any("3 NCCL kernels that carried out several calls" in note for note in report.notes)
+    assert has_note(report.notes, "nccl-kernel-of-several-calls", 3)
 
 
 def test_the_calls_of_a_batch_share_the_time_of_its_kernel(converted, rank):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from astra_sim_steps import TP2_DP2, TP4, Step, one_collective, small_step, step_with_gaps, values
+from notes import codes, note_of
 from raised import raises_code
 
 from onerank.converters.targets.astra_sim.exporter import export
@@ -54,12 +55,9 @@ def test_files_of_a_small_step(tmp_path: Path) -> None:
     assert (exported.ranks, exported.nodes, exported.gpu_time_ns) == (4, 3, 12_678)
     assert exported.groups == {1: (0, 1, 2, 3)}
     assert exported.dropped == {"host operations": 2}
-    assert exported.notes == [
-        "Host time and GPU idle time are not in the workload; the duration of the step is not "
-        "known (GPU compute: 12678 ns).",
-        "Assumed: one switch, 450.0 GB/s and 500.0 ns between any two ranks, 3350.0 GB/s of "
-        "memory.",
-    ]
+    assert codes(exported.notes) == ["idle-time-not-exported", "assumed-network"]
+    note_of(exported.notes, "idle-time-not-exported", 12678)
+    note_of(exported.notes, "assumed-network", 450, 500, 3350)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
@@ -123,7 +121,7 @@ def test_communications_of_different_groups_keep_one_order(tmp_path: Path) -> No
     exported = export(step.build(TP2_DP2), tmp_path)
     nodes = read_records(tmp_path / "workload.0.et").nodes
     assert [tuple(node.data_deps) for node in nodes] == [(), (0,), (1,), (2,)]
-    assert "A rank's communications run one at a time, in the order of the trace." in exported.notes
+    note_of(exported.notes, "communication-in-order")
 
 
 def test_nodes_without_time_or_bytes_are_dropped_and_counted(tmp_path: Path) -> None:
@@ -144,7 +142,7 @@ def test_nodes_without_time_or_bytes_are_dropped_and_counted(tmp_path: Path) -> 
     before_node, after_node = read_records(tmp_path / "workload.0.et").nodes
     assert (before_node.name, after_node.name) == ("before", "after")
     assert tuple(after_node.data_deps) == (0,)
-    assert "The ranks do not communicate; they run independently." in exported.notes
+    note_of(exported.notes, "ranks-independent")
 
 
 def test_messages_are_shifted_along_the_ring(tmp_path: Path) -> None:
@@ -194,23 +192,18 @@ def test_notes_on_the_measured_step(tmp_path: Path) -> None:
     step.kernel("one", 4000, start_ns=0)
     step.kernel("two", 3000, start_ns=2000, stream=8)
     measured = Job(world=World({"tp": 2}), measurement=Measurement(step_ns=(9000, 11_000, 10_000)))
-    assert export(step.build(measured), tmp_path).notes[:2] == [
-        "Host time and GPU idle time are not in the workload: the median step without the profiler "
-        "is 10000 ns, GPU compute 7000 ns, the difference 3000 ns.",
-        "GPU compute is on 2 streams; ASTRA-sim runs one node at a time, and in the trace they "
-        "overlap for 2000 ns.",
-    ]
+    notes = export(step.build(measured), tmp_path).notes
+    note_of(notes, "idle-time-not-exported", "median step", 10_000, 7000, 3000)
+    note_of(notes, "compute-on-several-streams", 2, 2000)
     annotated = Job(world=World({"tp": 2}), annotations=(Annotation("B200", "roofline", "H100"),))
-    assert export(step.build(annotated), tmp_path).notes[:2] == [
-        "Host time and GPU idle time are not in the workload; for B200 they are not known "
-        "(GPU compute: 7000 ns).",
-        "GPU compute is on 2 streams; ASTRA-sim runs one node at a time.",
-    ]
+    notes = export(step.build(annotated), tmp_path).notes
+    note_of(notes, "idle-time-not-exported", "B200", 7000)
+    assert "overlap" not in note_of(notes, "compute-on-several-streams", 2).text
 
 
 def test_small_collectives_are_noted(tmp_path: Path) -> None:
     exported = export(one_collective(Collective.ALL_REDUCE, 2, "all"), tmp_path)
-    assert exported.notes[-2] == "ASTRA-sim rounds 1 collectives of under 4 bytes up to 4."
+    note_of(exported.notes, "small-collectives-rounded", 1, 4)
 
 
 def test_a_graph_without_a_world_needs_the_number_of_ranks(tmp_path: Path) -> None:
@@ -244,21 +237,18 @@ def test_host_delays_fill_the_unprofiled_step(tmp_path: Path) -> None:
     ]
     assert [node.data_deps for node in nodes] == [(), (0,), (1,), (2,), (3,), (3,), (4, 5)]
     assert exported.gpu_time_ns == 3000 + 1750
-    assert exported.notes[0] == (
-        "The GPU waits 1750 ns for its host, in 3 nodes: the median step without the profiler "
-        "(5250 ns) less GPU busy time (3500 ns), placed where the GPU waited in the profiled step. "
-        "Network time hides a part of it, which the simulator cannot know."
-    )
+    naming = 1750, "3 nodes", "median step", 5250, 3500
+    note_of(exported.notes, "host-delays", *naming)
 
 
 FALLBACKS = {
     # of 4 ranks; 102 bytes passed on 3 times are 12 shards of 26 (25.5, rounded up)
-    "BROADCAST": (102, "ALL_GATHER", 26, "all-gather of 1/n of the bytes per rank: the same"),
-    "REDUCE": (102, "REDUCE_SCATTER", 102, "reduce-scatter of the same bytes per rank: the sa"),
-    "GATHER": (102, "ALL_GATHER", 102, "all-gather of the same shards: the root's bytes on"),
-    "SCATTER": (102, "REDUCE_SCATTER", 102, "reduce-scatter of the same parts: the root's"),
-    "REDUCE_SCATTER_BLOCK": (102, "REDUCE_SCATTER", 102, "reduce-scatter which is the same"),
-    "BARRIER": (0, "ALL_REDUCE", 4, "all-reduce of 4 bytes, as NCCL does"),
+    "BROADCAST": (102, "ALL_GATHER", 26),
+    "REDUCE": (102, "REDUCE_SCATTER", 102),
+    "GATHER": (102, "ALL_GATHER", 102),
+    "SCATTER": (102, "REDUCE_SCATTER", 102),
+    "REDUCE_SCATTER_BLOCK": (102, "REDUCE_SCATTER", 102),
+    "BARRIER": (0, "ALL_REDUCE", 4),
 }
 
 
@@ -278,13 +268,13 @@ def test_a_hundred_messages_are_not_all_ready_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("lacking", FALLBACKS)
 def test_collectives_that_astra_sim_lacks(lacking: str, tmp_path: Path) -> None:
-    size, becomes, bytes_per_rank, note = FALLBACKS[lacking]
+    size, becomes, bytes_per_rank = FALLBACKS[lacking]
     exported = export(one_collective(Collective[lacking], size, "tp", TP4), tmp_path)
     (node,) = read_records(tmp_path / "workload.1.et").nodes
     assert values(node)["comm_type"] == ("int64_val", int(Collective[becomes]))
     assert values(node)["comm_size"] == ("int64_val", bytes_per_rank)
-    spelled = lacking.lower().replace("_", "-")
-    assert any(f"ASTRA-sim has no {spelled}: 1 became {note}" in text for text in exported.notes)
+    lacked, substitute = (name.lower().replace("_", "-") for name in (lacking, becomes))
+    note_of(exported.notes, "collective-substituted", f"no {lacked}", f"1 became {substitute}")
     assert exported.dropped == {}
 
 
@@ -307,12 +297,8 @@ def test_ranks_are_matched_without_reading_all_files(
     whole = export(graph, tmp_path / "out")
     monkeypatch.setattr("onerank.converters.targets.astra_sim.exporter._MOST_NODES_READ_BACK", 1)
     part = export(graph, tmp_path / "part")
-    assert part.notes == [
-        *whole.notes[:-1],
-        "Of 4 ranks the files of 0, 3 were read back and checked; the other files repeat these "
-        "steps, and their communication was matched.",
-        whole.notes[-1],
-    ]
+    checked = note_of(part.notes, "files-checked-in-part", "4 ranks", "0, 3")
+    assert part.notes == [*whole.notes[:-1], checked, whole.notes[-1]]
     for path in (tmp_path / "out").iterdir():
         assert (tmp_path / "part" / path.name).read_bytes() == path.read_bytes()
     targets = Workload.targets
