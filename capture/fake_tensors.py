@@ -1,5 +1,6 @@
 """Tensors with a shape and no numbers: what differs from real ones in Python."""
 
+import functools
 from typing import Any
 
 import torch
@@ -33,18 +34,20 @@ def is_zero(tensor: Tensor) -> bool:
     return hasattr(tensor, _ZERO) if isinstance(tensor, FakeTensor) else not tensor.any()
 
 
+# Not at import: a fake tensor asks torch whether there is a GPU, and CUDA then works in no fork of
+# this process, such as the senders of `fake_world/sender_processes.py`.
+@functools.cache
 def _internals() -> frozenset[str]:
     with FakeTensorMode():
         return frozenset(vars(torch.empty(0)))
 
 
-# A fake tensor keeps its state in the dictionary that holds a script's attributes, too.
-_INTERNALS = _internals()
-
-
 def script_attributes(tensor: Tensor) -> dict[str, Any]:
     """Return the attributes that Python code has set on a tensor, without those of fake tensors."""
-    return {name: value for name, value in vars(tensor).items() if name not in _INTERNALS}
+    if not isinstance(tensor, FakeTensor):
+        return dict(vars(tensor))
+    # A fake tensor keeps its state in the dictionary that holds a script's attributes, too.
+    return {name: value for name, value in vars(tensor).items() if name not in _internals()}
 
 
 _COMBINED: dict[type[Tensor], type[Tensor]] = {}

@@ -21,7 +21,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -147,7 +147,12 @@ def main() -> None:
             if args.chunks == 1
             else ScheduleInterleaved1F1B(piped, args.micro_batches, loss_fn=loss_of)
         )
-    optimizer = torch.optim.AdamW([p for part in parts for p in part.parameters()], lr=1e-4)
+    weights = [weight for part in parts for weight in part.parameters()]
+    # A fused step takes DTensors or plain tensors (norms under tensor parallelism), not both.
+    groups = [
+        [w for w in weights if isinstance(w, DTensor) == sharded] for sharded in (True, False)
+    ]
+    optimizer = torch.optim.AdamW([{"params": group} for group in groups if group], lr=1e-4)
 
     batch = args.batch * (args.micro_batches if args.pp > 1 else 1)
     for _ in range(args.steps):

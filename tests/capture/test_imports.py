@@ -37,6 +37,25 @@ def test_a_script_without_transformers_is_captured_without_it(tmp_path, monkeypa
     assert [name for name in modules if name.startswith("transformers")] == []
 
 
+QUERIES = """
+import importlib, pkgutil, torch
+
+def query(*_):
+    raise AssertionError("asked for a GPU")
+
+torch.cuda.is_available = torch.accelerator.is_available = torch.cuda.init = query
+import onerank.capture
+for module in pkgutil.walk_packages(onerank.capture.__path__, "onerank.capture."):
+    importlib.import_module(module.name)
+"""
+
+
+def test_imports_ask_for_no_gpu():
+    """CUDA works in no fork of a process that has asked, and senders of messages are forks."""
+    done = subprocess.run([sys.executable, "-c", QUERIES], capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+
+
 REFUSED = {
     "--rank 3": "rank-out-of-range",
     "--sp": "sp-unused",

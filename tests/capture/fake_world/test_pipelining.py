@@ -1,11 +1,14 @@
 """torch.distributed.pipelining as any rank: the neighbours, run up to there, tell shapes."""
 
 import json
+import subprocess
+import sys
 import textwrap
 from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 from own_process import run_code, run_command
 from torch.distributed.pipelining import stage
 
@@ -173,6 +176,34 @@ def test_a_middle_rank_is_captured(tmp_path):
     # GELU keeps its input, which Linear made; its output is sent, and kept before torch 2.15
     kept = 1 if hasattr(stage, "_ForwardChunkState") else 2
     assert graph.job.measurement.activation_bytes == (kept * STATES,) * BATCHES
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_neighbours_run_on_the_gpu(tmp_path):
+    """Neighbours are forks: nothing may initialise CUDA before they are prepared."""
+    on_gpu = SCRIPT.replace('torch.device("cpu")', 'torch.device("cuda", 0)')
+    on_gpu = on_gpu.replace("import sys", "import sys, torch; torch.set_default_device('cuda')", 1)
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(on_gpu).replace("STEPS", "9"))
+    windows = ("--warm-up", "3", "--timed-steps", "2")
+    command = (
+        sys.executable,
+        "-m",
+        "onerank",
+        "capture",
+        "run",
+        script,
+        "--pp",
+        "4",
+        "--rank",
+        "2",
+    )
+    trace = ("-o", tmp_path / "trace.et", "--", "Schedule1F1B")
+    done = subprocess.run([*command, *windows, *trace], capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+    graph = onerank.read(tmp_path / "trace.et")
+    assert graph.job.device.type == "cuda"
+    assert (graph.nodes.kind == Kind.SEND).sum() == 16
 
 
 def test_a_neighbour_that_fails_is_quoted(tmp_path):
