@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args, get_origin, overload
 
 from onerank.capture.isolation import forked_processes, run_isolated
 from onerank.capture.options import CompileMode, Options, SeveralCaptures
-from onerank.capture.profiling.window_plan import Progress, WindowPlan
+from onerank.capture.profiling.window_plan import Progress, StepChoice, WindowPlan
 from onerank.capture.validate_options import check_in_turn, validate_early
 from onerank.ir import Graph
 from onerank.ir.errors import CaptureError
@@ -26,6 +26,7 @@ def run(
     args: Sequence[str] = (),
     *,
     ranks: None = None,
+    steps: None = None,
     capture_layers: Sequence[int] | None = None,
     compile: CompileMode | None = None,
     progress: Progress = _to_stderr,
@@ -38,7 +39,22 @@ def run(
     script: str | Path,
     args: Sequence[str] = (),
     *,
+    ranks: None = None,
+    steps: Sequence[StepChoice],
+    capture_layers: None = None,
+    compile: None = None,
+    progress: Progress = _to_stderr,
+    **options: Any,
+) -> dict[str, Graph]: ...
+
+
+@overload
+def run(
+    script: str | Path,
+    args: Sequence[str] = (),
+    *,
     ranks: Literal["distinct"] | Sequence[int],
+    steps: Sequence[StepChoice] | None = None,
     capture_layers: Sequence[int] | None = None,
     compile: CompileMode | None = None,
     progress: Progress = _to_stderr,
@@ -51,11 +67,12 @@ def run(
     args: Sequence[str] = (),
     *,
     ranks: Literal["distinct"] | Sequence[int] | None = None,
+    steps: Sequence[StepChoice] | None = None,
     capture_layers: Sequence[int] | None = None,
     compile: CompileMode | None = None,  # noqa: A002  the option's name
     progress: Progress = _to_stderr,
     **options: Any,
-) -> Graph | dict[int, Graph]:
+) -> Graph | dict[int, Graph] | dict[str, Graph]:
     """Run a script as one rank of a job, measure one step, and return its graph.
 
     `run("train.py", args=["--lr", "1"], tp=4)` does what `capture run train.py --tp 4 -- --lr 1`
@@ -63,10 +80,13 @@ def run(
     memory and random state do not change.
 
     Args:
-        script: a training script that steps an optimizer.
+        script: a script that trains or infers.
         args: arguments of the script.
         ranks: capture these ranks in turn, or "distinct": one rank of each class of equivalent
             ranks. The result is then a dictionary from rank to graph, by ascending rank.
+        steps: of a script that infers, "prefill", "decode" or numbers of forwards. The result is
+            then a dictionary from step, as text, to graph. In the captures of `ranks`,
+            `capture_layers` and `compile`, one step, and the result is theirs.
         capture_layers: build a Hugging Face model with each of these numbers of layers in turn,
             and extrapolate to its full depth; None captures the whole model.
         compile: capture the step eager, then under torch.compile in this mode. The result is the
@@ -80,6 +100,8 @@ def run(
         TypeError: there is no option of this name.
     """
     in_turn = _in_turn(ranks, capture_layers, compile)
+    if steps is not None:
+        options["steps"] = tuple(steps)
     requested = _options(options)
     path = Path(script)
     check_in_turn(requested, in_turn, names_rank="rank" in options)
@@ -116,11 +138,16 @@ def _capture(
     options: Options,
     in_turn: SeveralCaptures,
     progress: Progress,
-) -> Graph | dict[int, Graph]:
+) -> Graph | dict[int, Graph] | dict[str, Graph]:
     """Capture in the process that runs the script, and return the graph, or the graph by rank."""
     # Not the `Capture`: its slices refer to torch, and the caller's process must not import torch.
     with loading_capture():
-        from onerank.capture.capture_script import capture, capture_at_depths, capture_ranks
+        from onerank.capture.capture_script import (
+            capture,
+            capture_at_depths,
+            capture_ranks,
+            capture_steps,
+        )
         from onerank.capture.compile_compare import capture_compiled
 
     layers = in_turn.capture_layers
@@ -140,6 +167,9 @@ def _capture(
             ).graph
     if in_turn.compile is not None:
         return capture_compiled(script, args, options, in_turn.compile, progress).compiled.graph
+    if options.steps is not None:
+        done = capture_steps(script, args, options, progress)
+        return {step: captured.graph for step, captured in done.items()}
     return capture(script, args, options, progress).graph
 
 

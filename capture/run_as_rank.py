@@ -32,7 +32,7 @@ from onerank.capture.parallelize.data.optimizers import cutting_states, note_of_
 from onerank.capture.parallelize.experts.routing import BALANCED, parse_routing
 from onerank.capture.parallelize.fewer_layers import FewerLayers, StageLayers
 from onerank.capture.parallelize.shard_model import ModelSlicing, slice_to_rank
-from onerank.capture.parallelize.tensor.apply_tensor_parallel import Sliced
+from onerank.capture.parallelize.tensor.apply_tensor_parallel import REPLICATED_HEADS, Sliced
 from onerank.capture.parallelize.tensor.plan_file import without_plan
 from onerank.capture.profiling.measurement_windows import Windows
 from onerank.capture.profiling.module_scopes import Modules
@@ -125,7 +125,7 @@ def run_as_rank(
         stack.enter_context(emulated.installed() if emulated else contextlib.nullcontext())
         peers.start()
         stack.callback(peers.stop)
-        models = slicing(peers, options)
+        models = slicing(peers, options, infers=_infers(script, options))
         skipped_checkpoints = SkippedCheckpoints()
         if not options.record_real_job:
             skipped_checkpoints = stack.enter_context(skip_checkpoints())
@@ -143,7 +143,7 @@ def run_as_rank(
             StageLayers.of(world, options.rank, options.pp_layers) if slices else None,
         )
         stack.enter_context(fewer_layers.installed())
-        windows: Any = make_windows(options.windows, raw, modules, progress, peers)
+        training: Any = make_windows(options.windows, raw, modules, progress, peers)
 
         def windows_of_forward(directory: Path, **state: Any) -> Any:
             return make_windows(
@@ -157,7 +157,7 @@ def run_as_rank(
             options.steps or (),
             raw,
             windows_of_forward,
-            recognise=not names_training(script, options),
+            recognise=_infers(script, options),
         )
 
         def at_step(windows: Any) -> None:
@@ -167,14 +167,14 @@ def run_as_rank(
             if isinstance(peers, Recorder) and peers.refused is not None:
                 raise peers.refused
             _check_parallel(script, options, peers, models if slices else None, windows.steps)
-            _check_routed(script, options, models, windows.steps)
+            _check_slices(script, options, models, windows.steps, trains=windows is training)
             if windows.steps == 0 and slices and world.sizes.get("tp", 1) > 1:
                 windows.observed.notes += filter(None, [note_of_slices()])
 
         progress(f"running {script.name}")
         stack.enter_context(emulated.running(peers) if emulated else contextlib.nullcontext())
         run_script(
-            *(script, args, windows, at_step),
+            *(script, args, training, at_step),
             module=options.module,
             fsdp_shards=options.data_parallel == "fsdp",
             partial_sequence=slices and world.sizes.get("cp", 1) > 1,
@@ -182,10 +182,10 @@ def run_as_rank(
             inference=inference,
         )
         forwards = tuple(inference.measured)
-        for done in [forward.windows for forward in forwards] or [windows]:
+        for done in [forward.windows for forward in forwards] or [training]:
             done.observed.notes += _notes_of_emulation(peers, skipped_checkpoints, done.steps)
         yield RankRun(
-            raw, peers, models, modules, windows, forwards, fewer_layers, script_distributed
+            raw, peers, models, modules, training, forwards, fewer_layers, script_distributed
         )
 
 
@@ -233,10 +233,31 @@ def _check_parallel(
         raise nothing_parallel_error(script, options, finding, passed_over)
 
 
-def _check_routed(script: Path, options: Options, models: ModelSlicing, steps: int) -> None:
-    """Raise if `--moe-routing` has no model to apply to; `steps` as for `_check_parallel`."""
+def _check_slices(
+    script: Path, options: Options, models: ModelSlicing, steps: int, *, trains: bool
+) -> None:
+    """Raise if `--moe-routing` has no model to apply to, or a slice is not one for training.
+
+    Args:
+        script: as for `capture`.
+        options: as for `capture`.
+        models: slices the models.
+        steps: steps before the one that ends.
+        trains: whether the step is one of training.
+    """
     if steps == 0 and options.moe_routing != BALANCED and not models.sliced:
         raise nothing_routed_error(script, options)
+    if trains and any(REPLICATED_HEADS in sliced.modules for _, sliced in models.sliced):
+        raise CaptureError(
+            f"{script} trains, but its text names no optimizer, so its key-value heads were "
+            "replicated as in a serving engine\n  import torch.optim in the script",
+            code="heads-replicated",
+        )
+
+
+def _infers(script: Path, options: Options) -> bool:
+    """Return whether a script only infers, as far as options and its text tell."""
+    return options.steps is not None or not names_training(script, options)
 
 
 @contextlib.contextmanager
@@ -291,8 +312,11 @@ def has_accelerator() -> bool:
     return torch.cuda.is_available()
 
 
-def slicing(peers: Peers, options: Options) -> ModelSlicing:
-    """Return the slicing of a script's models for the rank in `options`."""
+def slicing(peers: Peers, options: Options, *, infers: bool = False) -> ModelSlicing:
+    """Return the slicing of a script's models for the rank in `options`.
+
+    `infers` is whether the script only infers.
+    """
     routing = parse_routing(options.moe_routing)
 
     def slice_one(model: nn.Module) -> Sliced:
@@ -309,6 +333,7 @@ def slicing(peers: Peers, options: Options) -> ModelSlicing:
             pp_layers=options.pp_layers,
             stage_depth=options.depth.layers if options.depth else None,
             cp_comm=options.cp_comm,
+            replicate_heads=infers,
         )
 
     return ModelSlicing(slice_one, options.plan.classes if options.plan else None)

@@ -24,10 +24,13 @@ class MemoryClass(IntEnum):
     WORKSPACE = 4
     COMMUNICATION = 5
     OTHER = 6
+    KV_CACHE = 7
 
     @property
     def label(self) -> str:
         """Name of the class in reports."""
+        if self is MemoryClass.KV_CACHE:
+            return "KV cache"
         return "communication buffers" if self is MemoryClass.COMMUNICATION else self.name.lower()
 
 

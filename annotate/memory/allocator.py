@@ -501,7 +501,7 @@ def simulate_reserved(
     # The order is that of a script: the model, then what `cuBLAS` and NCCL
     # take at first use. It decides which segments fragments end up in.
     first = (MemoryClass.PARAMETERS, MemoryClass.OTHER, MemoryClass.WORKSPACE)
-    for memory_class in (*first, MemoryClass.COMMUNICATION):
+    for memory_class in (*first, MemoryClass.COMMUNICATION, MemoryClass.KV_CACHE):
         for piece in resident.get(memory_class, ()):
             allocator.allocate(*piece)
     blocks = log.blocks

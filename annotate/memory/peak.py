@@ -91,7 +91,7 @@ def resident_pieces(
 def levels_of(log: MemoryLog, resident: Resident) -> I64:
     """Return the bytes in use by class after every event, the start first.
 
-    int64[8, events + 1]: a row per class, and one for the workspace of the optimizer's step.
+    int64[9, events + 1]: a row per class, and one for the workspace of the optimizer's step.
     """
     size, kind, allocated, freed = columns_of(log)
     step = (kind == MemoryClass.WORKSPACE) & (np.array(log.blocks.phase) == Phase.OPTIMIZER)

@@ -281,9 +281,12 @@ class EmulatedProcess:
         with patched("torch.autograd", names):
             yield
 
-    def resident_bytes(self) -> ByMemoryClass:
-        """Return the bytes of storages on the device between two steps, by class."""
-        sizes = sizes_of(resident_storages("cuda", fake=True))
+    def resident_bytes(self, caches: Sequence[Tensor] = ()) -> ByMemoryClass:
+        """Return the bytes of storages on the device between two steps, by class.
+
+        `caches` are the tensors of a KV cache.
+        """
+        sizes = sizes_of(resident_storages("cuda", fake=True, caches=caches))
         return sizes | {"workspace": self.operators.workspaces.sizes}
 
 

@@ -1,6 +1,5 @@
 """Which step of a script is recorded without a device."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,7 @@ from onerank.capture.no_device.emulated_process import EmulatedProcess
 from onerank.capture.no_device.event_log import EventLog, write
 from onerank.capture.no_device.fake_operators import FakeOperators
 from onerank.capture.profiling.module_scopes import MODEL, SCOPE, Modules
-from onerank.capture.profiling.window_observations import Observations
+from onerank.capture.profiling.window_observations import Observations, RepeatedForward
 from onerank.capture.profiling.window_plan import Progress, WindowPlan, more_steps
 from onerank.converters.sources.kineto import EXECUTION_TRACE, STRUCTURE
 
@@ -52,7 +51,7 @@ class RecordedStep:
         modules: records module calls.
         progress: receives a short description of each phase.
         unrecorded: steps before the recorded one.
-        before_step: as for `Windows`.
+        forward: as for `Windows`.
         on_gpu: ignored; as for `Windows`.
 
     Attributes:
@@ -72,7 +71,7 @@ class RecordedStep:
         _: object = None,
         *,
         unrecorded: int = UNRECORDED,
-        before_step: Callable[[], None] | None = None,
+        forward: RepeatedForward | None = None,
         on_gpu: object = None,
     ) -> None:
         self.observed = Observations()
@@ -85,7 +84,7 @@ class RecordedStep:
         self._modules = modules
         self._progress = progress
         self._unrecorded = unrecorded
-        self._before_step = before_step or (lambda: None)
+        self._forward = forward
         self._progress(f"step 1 of {self._unrecorded + 1} on shapes alone")
 
     @property
@@ -116,12 +115,14 @@ class RecordedStep:
             self._end_recorded()
             return
         self._progress(f"step {self.steps + 1} of {self._unrecorded + 1} on shapes alone")
-        self._before_step()
+        if self._forward is not None:
+            self._forward.restore()
         if self.steps == self._unrecorded:
             log = self._process.log
             self._modules.listener = _Scopes(self._process.operators, log)
+            caches = self._forward.cache_tensors() if self._forward is not None else ()
             # Before recording begins: what lives now is resident throughout the step.
-            self.observed.resident_bytes = self._process.resident_bytes()
+            self.observed.resident_bytes = self._process.resident_bytes(caches)
             self.observed.start_memory_bytes.append(log.live_bytes)
             log.begin_step()
 

@@ -108,6 +108,7 @@ def slice_to_rank(
     pp_layers: Sequence[int] = (),
     stage_depth: int | None = None,
     cp_comm: ContextComm = "all_gather",
+    replicate_heads: bool = False,
 ) -> Sliced:
     """Reduce a model to the slice of one rank and insert its communication.
 
@@ -126,6 +127,7 @@ def slice_to_rank(
         pp_layers: layers of each pipeline stage; () splits them evenly.
         stage_depth: layers of its stage to keep (`--capture-layers`); None keeps all.
         cp_comm: how keys and values travel between context-parallel ranks.
+        replicate_heads: as for `slice_model`.
 
     Raises:
         SliceError: the model does not support this slicing.
@@ -148,7 +150,13 @@ def slice_to_rank(
         # Before the model is reduced to a stage: the plan is checked against the whole model, whose
         # embedding, last norm and head other stages hold.
         sliced = slice_model(
-            model, tensor, tp_style, peers_absent=peers_absent, plan=plan, sequence=sequence
+            model,
+            tensor,
+            tp_style,
+            peers_absent=peers_absent,
+            plan=plan,
+            sequence=sequence,
+            replicate_heads=replicate_heads,
         )
         modules |= sliced.modules
         duplicates |= sliced.duplicates

@@ -23,7 +23,7 @@ import contextlib
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from pathlib import Path
 
 import torch
@@ -45,6 +45,7 @@ from onerank.capture.profiling.step_variance import (
 from onerank.capture.profiling.window_observations import (
     Observations,
     OtherRanks,
+    RepeatedForward,
     Window,
     WindowContext,
 )
@@ -75,7 +76,7 @@ class Windows:
         progress: Progress,
         others: OtherRanks | None = None,
         *,
-        before_step: Callable[[], None] | None = None,
+        forward: RepeatedForward | None = None,
         on_gpu: bool | None = None,
     ) -> None:
         """Prepare the windows of a script.
@@ -86,7 +87,7 @@ class Windows:
             modules: modules of the script.
             progress: called with a short description of each step.
             others: the other ranks of the job.
-            before_step: as in `WindowContext`.
+            forward: as in `WindowContext`.
             on_gpu: whether the steps run on a GPU; None finds out whether the first step does.
         """
         self.observed = Observations()
@@ -98,11 +99,11 @@ class Windows:
         self._begun = False
         self._consecutive_skips = 0
         self._others = others
-        self._memory = StepMemory(self.observed, directory)
+        self._memory = StepMemory(self.observed, directory, forward)
         self._work = WorkOfSteps(modules, lambda: others.communicated if others else 0)
         self._modules = modules
         context = WindowContext(
-            plan, directory, modules, progress, self.observed, self._work, before_step
+            plan, directory, modules, progress, self.observed, self._work, forward
         )
         self._unprofiled = UnprofiledWindows(context, self._memory)
         self._profiled = ProfiledWindows(context, self._memory, others)
@@ -250,7 +251,7 @@ class UnprofiledWindows:
         self._observed = context.observed
         self._memory = memory
         self._works = context.steps.by_step
-        self._before_step = context.before_step
+        self._forward = context.forward
 
     def warm_up(self) -> Window:
         """Run warm-up steps, on a GPU until the durations of the last three differ by under 2%."""
@@ -307,8 +308,8 @@ class UnprofiledWindows:
         """Measure the host time of steps that begin with an idle GPU."""
         while (taken := len(self._observed.host_step_ns)) < HOST:
             self._progress(f"host time, step {taken + 1} of {HOST}")
-            if self._before_step is not None:
-                self._before_step()
+            if self._forward is not None:
+                self._forward.restore()
             # As before a profiled step: the converter compares the host times of the two, to learn
             # how much the profiler slows the host.
             torch.cuda.synchronize()
@@ -349,9 +350,9 @@ class UnprofiledWindows:
         return works
 
     def _prepare_step(self, clock: StepClock) -> None:
-        """Call `before_step`, in no step's time."""
-        if self._before_step is not None:
-            self._before_step()
+        """Restore what a repeated forward changed, in no step's time."""
+        if self._forward is not None:
+            self._forward.restore()
             clock.mark(counts=False)
 
 

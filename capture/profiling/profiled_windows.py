@@ -256,14 +256,14 @@ class ProfiledWindows:
         self._memory = memory
         self._steps = context.steps
         self._others = others
-        self._before_step = context.before_step or (lambda: None)
+        self._restore = context.forward.restore if context.forward else lambda: None
         self._passed = 0
         self._placeholders = 0
 
     def warm_up(self) -> Window:
         """Profile a step and discard it: the first profile includes the profiler's setup."""
         self._progress("profiler warm-up")
-        self._before_step()
+        self._restore()
         with self._kineto(record_shapes=False):
             skipped = yield
         yield from self._pass_after(skipped=skipped)
@@ -282,7 +282,7 @@ class ProfiledWindows:
             self._progress(f"profiled step{of}: times and memory")
             on_gpu = self._observed.on_gpu
             clock = StepClock(on_gpu=on_gpu)
-            self._before_step()
+            self._restore()
             with self._kineto(record_shapes=False) as profiler, recorded(on_gpu=on_gpu) as history:
                 start = self._memory.at_start(history)
                 self._wait_for_ranks()
@@ -310,7 +310,7 @@ class ProfiledWindows:
         """Profile a step whose collectives occupy no GPU time, after one such step unprofiled."""
         self._progress("profiled step: kernels without concurrent communication")
         others.paced = False
-        self._before_step()
+        self._restore()
         try:
             skipped = yield
             yield from self._pass_after(skipped=skipped)
@@ -318,7 +318,7 @@ class ProfiledWindows:
             while self._uncontended is None or (
                 tries <= _MOST_RETRIES and not self._uncontended.has_inputs_of(self.work)
             ):
-                self._before_step()
+                self._restore()
                 with self._kineto(record_shapes=False) as profiler:
                     skipped = yield
                 if not skipped:
@@ -360,7 +360,7 @@ class ProfiledWindows:
             while skipped:
                 self._progress("structure step: operators and shapes")
                 trace = self._execution_trace(begun)
-                self._before_step()
+                self._restore()
                 with trace as observer, self._kineto(record_shapes=True) as profiler:
                     observer.start()
                     skipped = yield

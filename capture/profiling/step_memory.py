@@ -32,7 +32,7 @@ from onerank.capture.profiling.allocator_snapshots import (
     resident_by_class,
     sizes_of,
 )
-from onerank.capture.profiling.window_observations import Observations
+from onerank.capture.profiling.window_observations import Observations, RepeatedForward
 from onerank.converters.sources.kineto import History, history_name
 from onerank.ir.notes import Note
 
@@ -89,9 +89,12 @@ class StepMemory:
     taken from the steps before the profiler starts.
     """
 
-    def __init__(self, observed: Observations, directory: Path) -> None:
+    def __init__(
+        self, observed: Observations, directory: Path, forward: RepeatedForward | None = None
+    ) -> None:
         self._observed = observed
         self._directory = directory
+        self._forward = forward
         self._pools = Pools()
         self._reserved_bytes = 0
         self._unprofiled: History | None = None
@@ -114,7 +117,8 @@ class StepMemory:
 
     def at_start(self, history: StepHistory) -> int:
         """Write the memory resident at the begin of a step to `observed`; return its bytes."""
-        storages = resident_storages("cuda" if self._observed.on_gpu else "cpu")
+        caches = self._forward.cache_tensors() if self._forward is not None else ()
+        storages = resident_storages("cuda" if self._observed.on_gpu else "cpu", caches=caches)
         self._observed.resident_bytes = sizes_of(storages)
         if not self._observed.on_gpu:
             return sum(sum(sizes) for sizes in self._observed.resident_bytes.values())
@@ -171,16 +175,19 @@ class StepMemory:
             )
 
 
-def resident_storages(device_type: str, *, fake: bool = False) -> dict[str, tuple[Storage, ...]]:
+def resident_storages(
+    device_type: str, *, fake: bool = False, caches: Iterable[torch.Tensor] = ()
+) -> dict[str, tuple[Storage, ...]]:
     """Return the storages of all live tensors on a type of device, by class.
 
-    The classes are "parameters", "gradients", "optimizer" (its state) and "other" (buffers, data
-    and other tensors of the script). A storage counts once, in the first class with a tensor of it.
-    The largest storage comes first. Memory that libraries allocate without a Python tensor (cuBLAS
-    workspaces, DistributedDataParallel's buckets) is not included.
+    The classes are "parameters", "gradients", "optimizer" (its state), "kv_cache" and "other"
+    (buffers, data and other tensors of the script). A storage counts once, in the first class with
+    a tensor of it. The largest storage comes first. Memory that libraries allocate without a Python
+    tensor (cuBLAS workspaces, DistributedDataParallel's buckets) is not included.
 
     Args:
         device_type: "cuda" or "cpu".
+        caches: tensors of the KV cache.
         fake: whether fake tensors count, in a capture without a device; otherwise real ones do.
     """
     with _unrecorded():
@@ -200,8 +207,10 @@ def resident_storages(device_type: str, *, fake: bool = False) -> dict[str, tupl
                 ("parameters", parameters),
                 ("gradients", (grad for grad in grads if grad is not None)),
                 ("optimizer", states),
+                ("kv_cache", caches),
                 ("other", tensors),
             )
+            if name != "kv_cache" or caches
         }
 
 

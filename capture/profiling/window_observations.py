@@ -1,9 +1,11 @@
 """Observations of a capture's windows, and the state that the windows share."""
 
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
+
+import torch
 
 from onerank.capture.profiling.allocator_snapshots import ByMemoryClass
 from onerank.capture.profiling.module_scopes import Modules
@@ -78,6 +80,18 @@ class OtherRanks(Protocol):
         ...
 
 
+class RepeatedForward(Protocol):
+    """The forward of a script that infers, which is each step of the windows."""
+
+    def restore(self) -> None:
+        """Restore what the forward changed, before its next repetition."""
+        ...
+
+    def cache_tensors(self) -> tuple[torch.Tensor, ...]:
+        """Return the tensors of its KV cache."""
+        ...
+
+
 @dataclass(frozen=True)
 class WindowContext:
     """The shared state of one capture's windows.
@@ -89,8 +103,8 @@ class WindowContext:
         progress: called with a short description of each step.
         observed: receives their observations.
         steps: counts the work of each step.
-        before_step: called before a step of any window begins, outside of what is measured: it
-            restores what a repeated forward changed. A training script needs nothing restored.
+        forward: restored before a step of any window begins, outside of what is measured; None for
+            the steps of a training script.
     """
 
     plan: WindowPlan
@@ -99,4 +113,4 @@ class WindowContext:
     progress: Progress
     observed: Observations
     steps: WorkOfSteps
-    before_step: Callable[[], None] | None = None
+    forward: RepeatedForward | None = None

@@ -48,9 +48,7 @@ class MeasuredForward:
 class WindowsOfForward(Protocol):
     """Creates the windows of a forward."""
 
-    def __call__(
-        self, directory: Path, *, before_step: Callable[[], None], on_gpu: bool
-    ) -> Windows:
+    def __call__(self, directory: Path, *, forward: RepeatableCall, on_gpu: bool) -> Windows:
         """Return the windows whose traces go to `directory`; arguments as for `Windows`."""
         ...
 
@@ -183,7 +181,7 @@ class InferenceSteps:
         raw.mkdir()
         # By the parameters: a forward that replays a CUDA graph may allocate nothing.
         on_gpu = any(parameter.is_cuda for parameter in model.parameters())
-        windows = self._make_windows(raw, before_step=state.restore, on_gpu=on_gpu)
+        windows = self._make_windows(raw, forward=state, on_gpu=on_gpu)
         call: Callable[..., Any] = self._modules.call_of(model)
         self._repeating = True
         try:

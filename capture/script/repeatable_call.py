@@ -16,7 +16,7 @@ repetition.
 """
 
 import contextlib
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -31,6 +31,8 @@ _MOST_COUNTER_BYTES = 1 << 16
 
 # Entries up to which a container is searched. A cache has one per layer; a vocabulary has more.
 _MOST_ENTRIES = 4096
+
+_CACHE_DIMS = 3
 
 _SEARCHED_OUT = (nn.Module, type, FunctionType, ModuleType, torch.dtype, torch.device)
 
@@ -47,11 +49,13 @@ class RepeatableCall:
     """
 
     def __init__(self, model: nn.Module, arguments: Arguments) -> None:
+        self._tuples: list[Tensor] = []  # in tuples, whose contents do not change
         self._entries: list[tuple[Any, dict[Any, Any]]] = []  # container, what it held
         self._fixed: list[tuple[Any, dict[Any, Any]]] = []  # of modules: lazily added entries stay
         self._counters: list[Tensor] = []
         self._seen: set[int] = set()
-        for value in arguments:
+        args, kwargs = arguments
+        for value in (*args, *kwargs.values()):
             self._search(value)
         for module in model.modules():
             self._search_module(module)
@@ -96,12 +100,13 @@ class RepeatableCall:
         for counter, count in zip(self._counters, self._counts, strict=True):
             counter.copy_(count)
 
-    def cache_tensors(self) -> Iterator[Tensor]:
-        """Yield the tensors that containers among the arguments hold: the KV cache."""
+    def cache_tensors(self) -> tuple[Tensor, ...]:
+        """Return the tensors that containers among the arguments hold: the KV cache."""
+        tensors = [*self._tuples]
         for container, _ in self._entries:
-            for value in _contents(container).values():
-                if isinstance(value, Tensor):
-                    yield value
+            tensors += [part for part in _contents(container).values() if isinstance(part, Tensor)]
+        # Lengths and positions have fewer dimensions than keys, values and recurrent states.
+        return tuple(tensor for tensor in tensors if tensor.dim() >= _CACHE_DIMS)
 
     def _search(self, value: Any) -> None:
         """Store the contents of the containers that can be reached from a value."""
@@ -116,6 +121,7 @@ class RepeatableCall:
             self._seen.add(id(value))
             if isinstance(value, tuple):
                 pending += value
+                self._tuples += [part for part in value if isinstance(part, Tensor)]
                 continue
             if not isinstance(value, list | dict) and not hasattr(value, "__dict__"):
                 continue

@@ -87,6 +87,9 @@ from onerank.capture.parallelize.tensor.vocab_parallel import (
 from onerank.ir import RankClass
 from onerank.ir.errors import SliceError
 
+REPLICATED_HEADS = "replicated_kv_heads"
+"""Name under which `Sliced.modules` counts layers of which several ranks have a copy of a head."""
+
 
 @dataclass(frozen=True)
 class Sliced:
@@ -117,6 +120,7 @@ def slice_model(
     peers_absent: bool = True,
     plan: ShardingPlan | None = None,
     sequence: bool = False,
+    replicate_heads: bool = False,
 ) -> Sliced:
     """Keep this rank's share of every planned module and insert the collectives.
 
@@ -127,13 +131,17 @@ def slice_model(
         peers_absent: whether the group's other ranks do not exist to add partial sums.
         plan: what to slice; None selects transformers' plan, or a plan that ships with onerank.
         sequence: whether norms and residuals are sharded along the sequence.
+        replicate_heads: whether each rank has the weights of its key-value head, where ranks share
+            one; otherwise they are sharded, and their output is gathered.
 
     Raises:
         SliceError: the model has no plan, the plan omits a module or has an unknown style, or
             the group size does not divide a dimension.
     """
     rules = rules_for(model, plan)
-    resolved = resolve_plan(model, rules, group, tp_style, sequence=sequence)
+    resolved = resolve_plan(
+        model, rules, group, tp_style, sequence=sequence, replicate_heads=replicate_heads
+    )
     whole_sizes = {name: p.numel() for name, p in model.named_parameters()}
     slicer = _Slicer(
         model,
@@ -154,8 +162,11 @@ def slice_model(
         _divide_heads(model.get_submodule(name), name, rule, group, shared)
     for name, ranks in resolved.ranks_per_head.items():
         count_one_head(model.get_submodule(name), ranks)
+    modules = Counter(s for s in resolved.styles.values() if s not in WHOLE)
+    if copies := sum(heads.replicated for heads in resolved.shared_heads.values()):
+        modules[REPLICATED_HEADS] = copies
     return Sliced(
-        dict(Counter(s for s in resolved.styles.values() if s not in WHOLE)),
+        dict(modules),
         sum(whole_sizes.values()),
         sum(p.numel() for p in model.parameters()),
         duplicates=frozenset(
@@ -259,7 +270,7 @@ class _Slicer:
         blocks = fused if len(fused) > 1 else ()
         shared = resolved.shared_heads.get(name)
         if shared is not None:
-            blocks = shared.widths
+            blocks = shared.cut_widths
         if style == "fused_qkv":
             keep_heads(model.get_submodule(parent_of(name)), group.size())
         # An adapter's low-rank matrices are cut together with its base, or their products would not
@@ -276,10 +287,12 @@ class _Slicer:
             return
         if shared is not None:
             reorder_rows(module.parameters(recurse=False), shared.row_order)
+            if shared.replicated:
+                shared.repeat_heads(module.parameters(recurse=False))
         cut_module(
             _checked_linear(module, name), name, group, output=True, blocks=blocks, cut=self._cut
         )
-        finish = None if shared is None else shared.select
+        finish = None if shared is None or shared.replicated else shared.select
         if style in (*GATHERED, HEAD):
             finish = functools.partial(gather_from_group, group=group)
         column_linear(

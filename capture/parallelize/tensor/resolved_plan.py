@@ -228,6 +228,7 @@ def resolve_plan(
     tp_style: TensorParallelStyle,
     *,
     sequence: bool,
+    replicate_heads: bool = False,
 ) -> ResolvedPlan:
     """Resolve the styles and collectives of a model's modules; the model stays unchanged.
 
@@ -237,6 +238,7 @@ def resolve_plan(
         group: the tensor-parallel group.
         tp_style: where the collectives stand.
         sequence: whether norms and residuals are sharded along the sequence.
+        replicate_heads: as for `slice_model`.
 
     Raises:
         SliceError: as for `slice_model`.
@@ -254,7 +256,12 @@ def resolve_plan(
     stack = _stack(model, styles, head, tp_style) if sequence else None
     boundaries = _boundaries(styles, rules, group, tp_style, head, sequence=sequence)
     layer_inputs = _layer_inputs(model, styles, group) if stack else {}
-    shared = shared_heads(model, styles, rules, adapters, group=group, tp_style=tp_style)
+    shared = shared_heads(
+        *(model, styles, rules, adapters),
+        group=group,
+        tp_style=tp_style,
+        replicated=replicate_heads,
+    )
     return ResolvedPlan(styles, head, stack, boundaries, layer_inputs, adapters, shared)
 
 

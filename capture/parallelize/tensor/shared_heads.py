@@ -10,12 +10,13 @@ The same happens here. Separate projections have a gather each, of the same byte
 style gathers only keys and values, because transformers shards no heads in this case
 (`get_kv_heads_per_rank` in transformers/distributed/tensor_parallel.py).
 
-Serving engines instead keep a copy of a head's weights on each of its ranks. Training with copies
-would add a sum of their gradients over these ranks, which Megatron-LM does not have.
+Serving engines instead keep a copy of a head's weights on each of its ranks (vLLM's
+QKVParallelLinear, `num_kv_head_replicas`), and so does a capture of a script that infers. Training
+with copies would add a sum of their gradients over these ranks, which Megatron-LM does not have.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -50,6 +51,7 @@ class SharedHeads:
         widths: output features of each fused part, of all ranks.
         is_shared: for each part, whether it has keys or values; else it has queries.
         row_order: output features in the order of the parts; None if they are in this order.
+        replicated: whether each rank has the weights of its head, so that nothing is gathered.
     """
 
     group: dist.ProcessGroup
@@ -57,6 +59,30 @@ class SharedHeads:
     widths: Sequence[int]
     is_shared: Sequence[bool]
     row_order: Tensor | None = None
+    replicated: bool = False
+
+    @property
+    def cut_widths(self) -> list[int]:
+        """Output features of each part that an even cut divides, copies of heads included."""
+        copies = self.ranks_per_head if self.replicated else 1
+        pairs = zip(self.widths, self.is_shared, strict=True)
+        return [width * copies if shared else width for width, shared in pairs]
+
+    def repeat_heads(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Repeat the rows of each shared head, so that an even cut gives every rank whole heads."""
+        copies = self.ranks_per_head
+        heads = self.group.size() // copies
+        for parameter in parameters:
+            parts = parameter.data.split([*self.widths])
+            rows = [
+                part.unflatten(0, (heads, -1))
+                .repeat_interleave(self.ranks_per_head, 0)
+                .flatten(0, 1)
+                if shared
+                else part
+                for part, shared in zip(parts, self.is_shared, strict=True)
+            ]
+            parameter.data = rows[0] if len(rows) == 1 else torch.cat(rows)
 
     def select(self, features: Tensor) -> Tensor:
         """Gather [..., features / size]; return this rank's heads, [..., features of them]."""
@@ -148,6 +174,7 @@ def shared_heads(
     *,
     group: dist.ProcessGroup,
     tp_style: TensorParallelStyle,
+    replicated: bool = False,
 ) -> dict[str, SharedHeads]:
     """Return name -> shared heads, for the projections of attentions with fewer heads than ranks.
 
@@ -158,6 +185,7 @@ def shared_heads(
         adapters: layers with low-rank adapters.
         group: the tensor-parallel group.
         tp_style: `megatron` also gathers the queries.
+        replicated: as in `SharedHeads`; layers with adapters are gathered.
 
     Raises:
         SliceError: the group size is no multiple of an attention's key-value heads.
@@ -188,9 +216,11 @@ def shared_heads(
                 f"{size % heads})\n  use --tp {divisors_of(heads)} or a multiple of {heads}",
                 code="tp-indivisible-heads",
             )
-        shared[projection.name] = projection.shared(heads, group)
+        adapted = projection.name in adapters
+        of_projection = projection.shared(heads, group)
+        shared[projection.name] = replace(of_projection, replicated=replicated and not adapted)
     blocks = {parent_of(name): heads.ranks_per_head for name, heads in shared.items()}
-    for projection in projections if tp_style == "megatron" else ():
+    for projection in projections if tp_style == "megatron" and not replicated else ():
         ranks = blocks.get(parent_of(projection.name))
         if projection.name not in shared and ranks is not None:
             shared[projection.name] = SharedHeads(group, ranks, [projection.features], [False])

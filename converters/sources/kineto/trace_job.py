@@ -28,6 +28,8 @@ from onerank.ir import (
     Job,
     Kind,
     Measurement,
+    MemoryClass,
+    MemoryLog,
     ProcessGroup,
     World,
     replay,
@@ -207,8 +209,29 @@ def with_blocks(job: Job, memory: Memory, node: dict[int, int], place: I64) -> J
         return job
     node_of = {index: int(place[number]) for index, number in node.items()}
     log = memory.blocks.log(memory.events, memory.peak_reserved_bytes, node_of)
+    if job.inference is not None:
+        log = _with_kv_cache(log)
     measurement = msgspec.structs.replace(job.measurement, memory=log)
     return msgspec.structs.replace(job, measurement=measurement)
+
+
+def _with_kv_cache(log: MemoryLog) -> MemoryLog:
+    """Return the log of a forward with the class of the KV cache.
+
+    Of a repeated forward, only the cache lives beyond the step; its outputs are dropped. What the
+    step frees and did not allocate is the cache that a longer one replaces.
+    """
+    blocks = log.blocks
+    columns = zip(blocks.memory_class, blocks.allocated_at, blocks.freed_at, strict=True)
+    classes = tuple(
+        int(MemoryClass.KV_CACHE)
+        if allocated < 0 or (freed < 0 and memory_class == MemoryClass.ACTIVATIONS)
+        else memory_class
+        for memory_class, allocated, freed in columns
+    )
+    return msgspec.structs.replace(
+        log, blocks=msgspec.structs.replace(blocks, memory_class=classes)
+    )
 
 
 _AXES = ("tp", "cp", "dp", "pp")

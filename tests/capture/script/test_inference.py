@@ -15,7 +15,7 @@ from onerank.capture import Options, WindowPlan
 from onerank.capture.capture_script import Capture, capture, capture_steps
 from onerank.capture.script.forward_tokens import ForwardTokens, forward_tokens
 from onerank.capture.script.repeatable_call import RepeatableCall
-from onerank.ir import Graph, InferenceStep, Phase, World
+from onerank.ir import Graph, InferenceStep, MemoryClass, Phase, World
 
 BATCH, PROMPT, HIDDEN, HEADS, KV_HEADS, LAYERS, VOCABULARY = 3, 16, 64, 4, 2, 2, 256
 SIZES = f"""hidden_size={HIDDEN}, intermediate_size=128, num_hidden_layers={LAYERS},
@@ -89,6 +89,18 @@ def test_a_dynamic_cache_is_as_long_in_every_repetition(tmp_path):
     # Two products of [heads, 1, context + 1, head size] for each sequence and layer.
     expected = LAYERS * 4 * BATCH * HIDDEN * (PROMPT + 2)
     assert flops_of(characterise(graph), "scaled_dot_product") == expected
+    # Keys and values of all cached tokens in float32.
+    size = LAYERS * 2 * BATCH * (PROMPT + 1) * KV_HEADS * HIDDEN // HEADS * 4
+    assert sum(graph.job.measurement.resident_bytes["kv_cache"]) == size
+    blocks = graph.job.measurement.memory.blocks
+    grown = [
+        size
+        for size, kind, freed in zip(
+            blocks.bytes, blocks.memory_class, blocks.freed_at, strict=True
+        )
+        if kind == MemoryClass.KV_CACHE and freed < 0
+    ]
+    assert sum(grown) == size // (PROMPT + 1) * (PROMPT + 2)
 
 
 LOOP = """
@@ -223,3 +235,12 @@ def test_collectives_of_slices_have_the_bytes_of_the_formula(tmp_path):
         reduced = [n.value("comm_bytes") for n in nodes if n.collective.name == "ALL_REDUCE"]
         # The embedding, and two row-parallel products per layer.
         assert reduced == [tokens * HIDDEN * 4] * (1 + 2 * LAYERS)
+        # Two ranks have a copy of each key-value head; only the last token's logits are gathered.
+        gathered = [n.value("comm_bytes") for n in nodes if n.collective.name == "ALL_GATHER"]
+        assert gathered == [BATCH * VOCABULARY // world.size * 4]
+        (sliced,) = [sliced for _, sliced in done[label].sliced]
+        layer = (2 * HIDDEN * HIDDEN + 3 * HIDDEN * 128) // world.size
+        layer += 2 * HIDDEN * HIDDEN // HEADS + 2 * HIDDEN  # one head's keys and values, two norms
+        assert (
+            sliced.elements_after == LAYERS * layer + 2 * HIDDEN * VOCABULARY // world.size + HIDDEN
+        )
