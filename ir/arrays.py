@@ -1,6 +1,7 @@
-"""Array types, membership masks over uint8 codes, and merged time intervals."""
+"""Array types, membership masks over uint8 codes, distinct values, and merged time intervals."""
 
 from collections.abc import Iterable
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +14,8 @@ U8 = npt.NDArray[np.uint8]
 F64 = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
 
+_Number = TypeVar("_Number", bound=np.generic)
+
 
 def membership_mask(codes: U8, chosen: Iterable[int]) -> Mask:
     """Return which of `codes` (uint8[n]) are in `chosen`, bool[n]."""
@@ -20,6 +23,16 @@ def membership_mask(codes: U8, chosen: Iterable[int]) -> Mask:
     table = np.zeros(256, dtype=bool)
     table[np.fromiter(chosen, dtype=np.uint8)] = True
     return table.take(codes)
+
+
+def unique_values(values: npt.NDArray[_Number]) -> npt.NDArray[_Number]:
+    """Return the distinct values in ascending order, [k]; `values` is [n]."""
+    # `np.unique` imports numpy.ma at its first call (numpy 2.4), which costs 46 million
+    # instructions: a tenth of the import of numpy.
+    ordered = np.sort(values)
+    is_first = np.ones(len(ordered), dtype=np.bool_)
+    is_first[1:] = ordered[1:] != ordered[:-1]
+    return ordered[is_first]
 
 
 def union_duration_ns(start_ns: I64, end_ns: I64) -> int:

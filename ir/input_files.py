@@ -4,10 +4,8 @@ Every such file is read here, so that each has the same limits and the same erro
 far above what a hand-written file needs, and far below what makes a parser slow or crash.
 """
 
-import csv
 import io
 import re
-import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -29,7 +27,7 @@ _BEYOND = 1 << 63
 
 # tomllib takes time quadratic in the parts of a dotted key: 0.8 s for 8,000 of them (Python 3.11).
 _KEY_PART = r"""(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+"""
-_LONG_KEY = re.compile(rf"(?:^|[\[{{,])[ \t]*+(?:{_KEY_PART}\.[ \t]*+){{{DEEPEST}}}", re.MULTILINE)
+_LONG_KEY = rf"(?:^|[\[{{,])[ \t]*+(?:{_KEY_PART}\.[ \t]*+){{{DEEPEST}}}"
 
 
 def load_toml(path: Path, *, error: type[OneRankError] = FormatError) -> dict[str, Any]:
@@ -43,9 +41,11 @@ def load_toml(path: Path, *, error: type[OneRankError] = FormatError) -> dict[st
         OneRankError: the file cannot be read, is not TOML, is nested deeper than `DEEPEST`, or
             holds a number of more than 64 bits.
     """
+    import tomllib  # not at the top: most commands read no TOML
+
     text = _read_text(path, error)
     # Before parsing: tomllib would already have spent its quadratic time.
-    if _LONG_KEY.search(text):
+    if re.search(_LONG_KEY, text, re.MULTILINE):
         raise _too_deep(path, error)
     try:
         content = tomllib.loads(text)
@@ -92,6 +92,8 @@ def load_csv(path: Path, *, error: type[OneRankError] = FormatError) -> list[tup
     Raises:
         OneRankError: the file cannot be read, or a line holds anything but numbers.
     """
+    import csv
+
     lines: list[tuple[float, ...]] = []
     reader = csv.reader(io.StringIO(_read_text(path, error), newline=""))
     try:

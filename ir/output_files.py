@@ -10,7 +10,6 @@ import fcntl
 import functools
 import io
 import os
-import secrets
 import shutil
 import tempfile
 from collections.abc import Generator, Mapping
@@ -78,7 +77,7 @@ def _locked_directory(place: Path, prefix: str) -> tuple[Path, int]:
 def _locked_file(target: Path) -> tuple[Path, int]:
     while True:
         # A name has at most 255 bytes on Linux: the output's name, cut to 40 characters, fits.
-        path = target.with_name(f".{target.name[:40]}.{secrets.token_hex(4)}{SUFFIX}")
+        path = target.with_name(f".{target.name[:40]}.{os.urandom(4).hex()}{SUFFIX}")
         # O_EXCL, so that two processes never share a name; mode 0666 leaves permissions to the
         # umask, as for any file.
         descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)

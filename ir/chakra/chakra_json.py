@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
-from google.protobuf.json_format import MessageToJson, ParseDict, ParseError
-
 from onerank.ir.chakra.et_def_pb2 import GlobalMetadata, Node
 from onerank.ir.chakra.framing import UNREADABLE, ChakraFile, frame
 from onerank.ir.chakra.metadata import VERSION
@@ -27,6 +25,9 @@ def to_json(path: str | Path) -> str:
         ChakraError: the file is no Chakra trace.
         OSError: the file cannot be read.
     """
+    # Not at the top: its import takes time that only JSON files need.
+    from google.protobuf.json_format import MessageToJson
+
     with ChakraFile(path) as file:
         texts = [MessageToJson(GlobalMetadata.FromString(file.metadata))]
         for number, message in enumerate(file.nodes()):
@@ -53,19 +54,10 @@ def from_json(source: Path, target: Path) -> int:
             messages = _workload_messages(value, f"{source}: line {line}")
             replace_file(target, frame(messages))
             return len(messages) - 1
-        message = GlobalMetadata() if metadata is None else Node()
-        try:
-            ParseDict(value, message)
-        except (ParseError, TypeError, ValueError) as error:
-            kind = "metadata" if metadata is None else f"node {len(nodes)}"
-            raise ChakraError(
-                f"{source}: line {line}: the {kind} does not match Chakra's schema: {error}",
-                code="chakra-json-schema",
-            ) from error
         if metadata is None:
-            metadata = message.SerializeToString()
+            metadata = _parsed(value, GlobalMetadata(), f"{source}: line {line}: the metadata")
         else:
-            nodes.append(message.SerializeToString())
+            nodes.append(_parsed(value, Node(), f"{source}: line {line}: the node {len(nodes)}"))
     if metadata is None:
         raise ChakraError(
             f"{source}: the file is empty; expected Chakra's messages as JSON",
@@ -124,6 +116,8 @@ def _workload_messages(content: dict[str, Any], place: str) -> list[bytes]:
 
 
 def _parsed(value: dict[str, Any], message: Any, place: str) -> bytes:
+    from google.protobuf.json_format import ParseDict, ParseError
+
     try:
         ParseDict(value, message)
     except (ParseError, TypeError, ValueError) as error:

@@ -6,7 +6,6 @@ its unit. No class describes its tables.
 """
 
 import dataclasses
-import html
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar, cast
@@ -15,7 +14,8 @@ T = TypeVar("T")
 
 # C0 and C1 controls except tab and newline; zero-width and bidirectional controls, which hide or
 # reorder text; tag characters; lone surrogates, which stand for bytes of a path that are not UTF-8.
-HIDDEN = re.compile(
+# A text and no compiled pattern: compiling it takes time that a program without output saves.
+HIDDEN = (
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff"
     "\ud800-\udfff\U000e0000-\U000e007f]"
 )
@@ -32,7 +32,7 @@ _TEXT = 80
 
 def visible(text: str) -> str:
     r"""Return text with control characters escaped, such as `\x1b`; tabs and newlines stay."""
-    return HIDDEN.sub(_escape, text)
+    return re.sub(HIDDEN, _escape, text)
 
 
 def visible_line(text: str) -> str:
@@ -168,6 +168,8 @@ class _Table:
 
 
 def _html(text: str) -> str:
+    import html  # not at the top: only notebooks need it
+
     return html.escape(text)
 
 

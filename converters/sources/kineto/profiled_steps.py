@@ -11,11 +11,9 @@ records one more window, in which collectives only leave markers. Its kernels ar
 way, within an operator in launch order, and give uncontended times.
 """
 
-import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from difflib import SequenceMatcher
 
 import msgspec
 import numpy as np
@@ -130,6 +128,9 @@ def pair_events(first: HostTimeline, events: I64, second: HostTimeline, others: 
     middle = names[prefix : len(names) - suffix].tolist()
     other_middle = other_names[prefix : len(other_names) - suffix].tolist()
     if middle and other_middle and max(len(middle), len(other_middle)) <= _MAX_COMPARED:
+        # Only here, since most steps are equal and need no import.
+        from difflib import SequenceMatcher
+
         matcher = SequenceMatcher(None, middle, other_middle, autojunk=False)
         for block in matcher.get_matching_blocks():
             begin, other_begin = prefix + block.a, prefix + block.b
@@ -312,7 +313,7 @@ def _merged(
         durations[index] = np.rint(np.median(stacked, axis=0)).astype(np.int64)
         samples[index] = len(measured)
         spread[index] = stacked.max(axis=0) - stacked.min(axis=0)
-    busy = round(statistics.median(step.job.measurement.gpu_busy_ns for step, _ in steps))
+    busy = round(np.median([step.job.measurement.gpu_busy_ns for step, _ in steps]))
     measurement = msgspec.structs.replace(graph.job.measurement, gpu_busy_ns=busy)
     job = msgspec.structs.replace(graph.job, measurement=measurement)
     columns = {"duration_ns": durations, "samples": samples, "spread_ns": spread}

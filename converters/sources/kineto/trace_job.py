@@ -6,11 +6,11 @@ factor on host times with which the graph reproduces it. The second gives what t
 steady-state step lacks.
 """
 
-import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import msgspec
+import numpy as np
 
 from onerank.converters.sources.kineto.collectives import Communication
 from onerank.converters.sources.kineto.link.kernel_launches import GpuOps
@@ -56,13 +56,13 @@ def with_host_overhead(graph: Graph) -> Graph:
         return graph
     # The profiler slows the host, and each profiled step begins with an idle GPU. Replays with the
     # recorded host times of a host-bound slice on an H200 were 5 to 63% too long.
-    step_ns = round(statistics.median(measurement.step_ns))
+    step_ns = round(np.median(measurement.step_ns))
     overhead = _host_overhead(graph, measurement)
     notes = measurement.notes
     if overhead.host_factor in _HOST_FACTORS:
         notes += (
             Note(
-                f"the host took {statistics.median(measurement.host_step_ns):.0f} ns per step "
+                f"the host took {np.median(measurement.host_step_ns):.0f} ns per step "
                 f"without the profiler and {measurement.profiled_host_ns[0]} ns with it: the "
                 f"factor on host times is outside {_HOST_FACTORS[0]} to {_HOST_FACTORS[1]}, and "
                 "the nearer end is used",
@@ -84,7 +84,7 @@ def _host_overhead(graph: Graph, measurement: Measurement) -> HostOverhead:
     # The time of a host that waits for its GPU does not depend on the factor. The target is just
     # above that time, so the search ends at the largest factor that gives it.
     shortest = host_ns(_HOST_FACTORS[0]) * (1 + 2 * _TOLERANCE)
-    target_ns = max(statistics.median(measurement.host_step_ns), shortest)
+    target_ns = max(float(np.median(measurement.host_step_ns)), shortest)
     factor = _find_factor(host_ns, target_ns, _HOST_FACTORS)
     return HostOverhead(round(factor, 3), round(factor * inter_step_host_ns), 0)
 

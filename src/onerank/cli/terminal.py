@@ -57,7 +57,7 @@ def print_json(data: Any) -> None:
         octets = json.dumps(msgspec.to_builtins(data, enc_hook=_path_text)).encode()
     text = msgspec.json.format(octets).decode()
     # These characters occur in JSON only within strings.
-    click.echo(HIDDEN.sub(lambda match: json.dumps(match[0])[1:-1], text))
+    click.echo(re.sub(HIDDEN, lambda match: json.dumps(match[0])[1:-1], text))
 
 
 def _path_text(value: Any) -> str:

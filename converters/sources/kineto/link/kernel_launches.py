@@ -27,6 +27,7 @@ from onerank.converters.sources.kineto.read.schema import (
     pick,
 )
 from onerank.ir import UNKNOWN, Kind
+from onerank.ir.arrays import unique_values
 
 
 def with_unattributed_launches(
@@ -34,7 +35,7 @@ def with_unattributed_launches(
 ) -> tuple[KinetoTrace, HostTimeline]:
     """Add the launch calls outside any operator or mark to the host events of a trace."""
     launches = trace.launches
-    rows = np.unique(last_of(launches.correlation, trace.gpu.correlation))
+    rows = unique_values(last_of(launches.correlation, trace.gpu.correlation))
     rows = rows[rows >= 0]
     around = timeline.innermost(launches.thread[rows], launches.start_ns[rows])
     marked = pick(timeline.in_mark, around, NONE) >= 0

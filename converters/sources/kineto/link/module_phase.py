@@ -36,7 +36,7 @@ from onerank.converters.sources.kineto.link.host_timeline import (
 )
 from onerank.converters.sources.kineto.read.schema import ExecutionTrace, pick
 from onerank.ir import Job, Phase
-from onerank.ir.arrays import I64, Mask
+from onerank.ir.arrays import I64, Mask, unique_values
 
 _ATTENTION = ("scaled_dot_product", "flash_attn", "flash_attention", "flex_attention")
 
@@ -48,7 +48,7 @@ def with_attention(job: Job, timeline: HostTimeline) -> Job:
     )
     # Only forward: a backward operator has the module of its forward and would add nothing.
     chosen = attends & timeline.rows.is_operator & (timeline.phase == Phase.FORWARD)
-    callers = set(timeline.strings.decode(np.unique(timeline.module[chosen])))
+    callers = set(timeline.strings.decode(unique_values(timeline.module[chosen])))
     scopes = {
         module.scope or module.path
         for module in job.modules
@@ -96,7 +96,7 @@ def _exclude_nonforward(timeline: HostTimeline, is_scope: Mask, et_threads: I64)
     after_module[order] = (last >= 0) & opens[order[boundaries[last]]]
     candidates = np.flatnonzero((phase == Phase.FORWARD) & ~after_module)
     roots = timeline.outermost(np.ones(len(timeline), dtype=bool))
-    forward_roots = np.unique(roots[forward_backward_pairs(timeline, et_threads).forward])
+    forward_roots = unique_values(roots[forward_backward_pairs(timeline, et_threads).forward])
     inside = is_scope | (timeline.nearest(is_scope) >= 0) if len(candidates) else is_scope
     candidates = candidates[~inside[candidates] & ~np.isin(roots[candidates], forward_roots)]
     phase = phase.copy()
@@ -386,7 +386,7 @@ def evaluation_events(timeline: HostTimeline, is_scope: Mask, named: I64) -> Mas
     trains = _reached_by_backward(timeline, named)
     of_trained = opens & np.isin(modules := _modules(timeline), modules[opens & trains])
     calls = timeline.outermost(opens)
-    evaluated = np.unique(calls[of_trained & ~pick(trains, calls, default=True)])
+    evaluated = unique_values(calls[of_trained & ~pick(trains, calls, default=True)])
     if not len(evaluated):
         return np.zeros(len(timeline), dtype=bool)
     outermost_events = np.where(
@@ -406,7 +406,7 @@ def _reached_by_backward(timeline: HostTimeline, named: I64) -> Mask:
     reached = operators | (timeline.nearest(operators) >= 0)
     above = named
     while len(above):
-        above = np.unique(timeline.parent[above])
+        above = unique_values(timeline.parent[above])
         above = above[above >= 0]
         above = above[~reached[above]]
         reached[above] = True
@@ -422,7 +422,7 @@ def _modules(timeline: HostTimeline) -> I64:
 
 def _latest_call(timeline: HostTimeline, calls: I64) -> I64:
     """Return the call with the latest start up to each event, NONE for none, int64[n]."""
-    begun = np.unique(calls[calls >= 0])
+    begun = unique_values(calls[calls >= 0])
     start = timeline.rows.start_ns
     begun = begun[np.argsort(start[begun], kind="stable")]
     last = np.searchsorted(start[begun], start, side="right") - 1
@@ -543,7 +543,7 @@ def _runs(timeline: HostTimeline, opens: Mask) -> tuple[I64, list[int]]:
     """
     backward = timeline.phase == Phase.BACKWARD
     inside = backward | (timeline.nearest(backward) >= 0)
-    threads = np.unique(timeline.rows.thread[opens])
+    threads = unique_values(timeline.rows.thread[opens])
     between = ~inside & np.isin(timeline.rows.thread, threads) & ~timeline.is_run
     order = np.argsort(timeline.rows.start_ns, kind="stable")
     delimiting = order[(inside | between)[order]]
@@ -565,7 +565,7 @@ def _starts_later_backward(timeline: HostTimeline, inside: Mask) -> Mask:
     rows = timeline.rows
     begins = np.zeros(len(rows), dtype=bool)
     numbered = inside & (rows.forward_thread > 0) & (rows.sequence >= 0)
-    if len(np.unique(rows.forward_thread[numbered])) != 1:
+    if len(unique_values(rows.forward_thread[numbered])) != 1:
         return begins
     outer = inside & ~pick(inside, timeline.parent, default=False)
     sequence = np.where(numbered & outer, rows.sequence, NONE)

@@ -18,6 +18,7 @@ from onerank.converters.sources.kineto.link.host_timeline import groups, named
 from onerank.converters.sources.kineto.link.inferred_waits import InferredWait, StreamTimelines
 from onerank.converters.sources.kineto.link.kernel_launches import CLOCK_NS
 from onerank.converters.sources.kineto.read.schema import KinetoTrace, last_of
+from onerank.ir.arrays import unique_values
 
 RECORDS = frozenset({"cudaEventRecord", "cudaEventRecordWithFlags", "hipEventRecord"})
 
@@ -350,7 +351,7 @@ def _of_calls(trace: KinetoTrace) -> Synchronizations:
     """
     result = Synchronizations()
     calls = trace.launches
-    names = {code: trace.strings[code] for code in np.unique(calls.name).tolist()}
+    names = {code: trace.strings[code] for code in unique_values(calls.name).tolist()}
     blocking = [
         code
         for code, name in names.items()

@@ -17,7 +17,7 @@ from onerank.converters.sources.kineto.read.schema import (
     SchemaFile,
 )
 from onerank.ir import StringTable
-from onerank.ir.arrays import I32, I64
+from onerank.ir.arrays import I32, I64, unique_values
 from onerank.ir.errors import TraceError
 
 _SHAPES, _STRIDES = 1, 6  # rows of `ExecutionTrace.operands`
@@ -88,7 +88,7 @@ def check_callers(path: Path, node: I64, caller: I64) -> int:
     absent = ids[place] != caller
     missing = np.flatnonzero(absent)
     count = len(ids)
-    callers = len(np.unique(caller[missing]))
+    callers = len(unique_values(caller[missing]))
     if callers > max(MAX_MISSING_SHARE * count, min(SMALL_FILE_MISSING, SMALL_FILE_SHARE * count)):
         raise TraceError(
             f"{path}: node {missing[0]} (id {node[missing[0]]}) is called by node "

@@ -34,7 +34,7 @@ from onerank.converters.sources.kineto.read.schema import (
     read_distributed,
 )
 from onerank.ir import StringTable
-from onerank.ir.arrays import I32, I64, Mask
+from onerank.ir.arrays import I32, I64, Mask, unique_values
 from onerank.ir.errors import TraceError
 from onerank.ir.notes import Note
 
@@ -410,7 +410,7 @@ def steps(trace: KinetoTrace) -> list[ProfilerStep]:
     """Return the steps of a trace in order; none if profiler.step() was never called."""
     host = trace.host
     annotations = np.flatnonzero(~host.is_operator)
-    codes = np.unique(host.name[annotations]).tolist()
+    codes = unique_values(host.name[annotations]).tolist()
     marks = {code: _MARK.fullmatch(trace.strings[code]) for code in codes}
     number = {code: int(mark.group(1)) for code, mark in marks.items() if mark}
     rows = annotations[np.isin(host.name[annotations], [*number])]
