@@ -4,6 +4,7 @@ import argparse
 import os
 import platform
 import sys
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -39,3 +40,16 @@ def given_folder(document: str | None, *names: str) -> Path:
     print(f"Python {platform.python_version()}, numpy {np.__version__}, polars {pl.__version__}")
     print(text)
     return folder
+
+
+def order_agreement(times: Sequence[tuple[float, float]]) -> str:
+    """Return how well the order of predicted times agrees with that of measured ones, as text.
+
+    Args:
+        times: predicted and measured time of each layout.
+    """
+    from scipy.stats import kendalltau  # not every benchmark needs SciPy
+
+    tau = float(kendalltau(*zip(*times, strict=True)).statistic)
+    chosen = min(times)[1] / min(measured for _, measured in times) - 1
+    return f"tau {tau:.2f}, the best predicted takes {chosen:.1%} longer than the best measured"

@@ -24,7 +24,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
-from harness import parser_of
+from harness import order_agreement, parser_of
 from megatron_step import Job, Network, parts_of, step_ns
 
 SELENE = Network(node_gb_per_s=200, nic_gb_per_s=25)
@@ -51,6 +51,7 @@ def main() -> None:
           f"{'layer':>10}{'head':>9}{'optimizer':>11}")  # fmt: skip
     errors: list[float] = []
     held = 0
+    steps: dict[str, list[tuple[float, float]]] = {name: [] for name in MODELS}
     with tempfile.TemporaryDirectory() as directory:
         captures = folder or Path(directory)
         captures.mkdir(exist_ok=True)
@@ -61,6 +62,7 @@ def main() -> None:
                 parts = parts_of(job, captures, SELENE)
                 step = step_ns(job, parts, SELENE) / 1e9
                 errors.append(step / published[name] - 1)
+                steps[name].append((step, published[name]))
                 low, high = step * parts.low, step * parts.high
                 held += low <= published[name] <= high
                 optimizer = parts.optimizer_ns_per_parameter * (
@@ -73,6 +75,8 @@ def main() -> None:
     worst = max(errors, key=abs)
     print(f"mean absolute error {sum(map(abs, errors)) / len(errors):.2%}, worst {worst:+.2%} "
           f"(Calculon: 3.65%, 8.87%); {held} of {len(errors)} in the interval")  # fmt: skip
+    for name, pairs in steps.items():
+        print(f"order of the two layouts of {name}: {order_agreement(pairs)}")
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ tiktoken, datasets, triton, and for float8 rows torchao at the table's commit ea
 import base64
 import itertools
 import json
+import math
 import os
 import random
 import subprocess
@@ -30,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import parser_of
+from harness import order_agreement, parser_of
 
 GPU = Path(__file__).parent.parent / "examples" / "gpus" / "torchtitan-h100.toml"
 
@@ -141,6 +142,7 @@ def main() -> None:
     columns = f"{'published':>9s}{'predicted':>10s}{'error':>8s}"
     print(f"{'Llama 3.1':36s}{columns}{columns}", flush=True)
     errors: dict[str, list[float]] = {"bf16": [], "float8": [], "memory": []}
+    times: dict[str, list[tuple[float, float]]] = {}
     rows = [row for row in ROWS if not args.rows or row.name in args.rows]
     with tempfile.TemporaryDirectory() as directory:
         work = Path(directory)
@@ -152,6 +154,10 @@ def main() -> None:
                 capture(args.torchtitan.resolve(), row, trace.resolve(), work)
             tokens_per_s = row.tokens / step_s(trace, row, work)
             error = tokens_per_s / row.tokens_per_s - 1
+            # Only rows of one model, length and number of GPUs are layouts to choose from.
+            gpus = math.prod(map(int, row.sizes.split()[1::2]))
+            kind = f"{row.model}, {row.length} tokens, {gpus} GPUs"
+            times.setdefault(kind, []).append((1 / tokens_per_s, 1 / row.tokens_per_s))
             errors["float8" if "float8" in " ".join(row.options) else "bf16"].append(error)
             line = f"{row.name:36s}{row.tokens_per_s:9,}{tokens_per_s:10,.0f}{error:+8.1%}"
             line += f"{row.memory_gib:9.1f}"
@@ -166,6 +172,9 @@ def main() -> None:
         if values:
             mean = sum(map(abs, values)) / len(values)
             print(f"{kind}: mean absolute error {mean:.1%}, largest {max(map(abs, values)):.1%}")
+    for kind, pairs in times.items():
+        if len(pairs) > 1:
+            print(f"order of {len(pairs)} rows of {kind}: {order_agreement(pairs)}")
 
 
 def capture(torchtitan: Path, row: Published, trace: Path, work: Path) -> None:
