@@ -1,10 +1,13 @@
 """Captures without a device against captures on a GPU, of the same jobs: one table.
 
-    python benchmarks/no_device_vs_device.py DIRECTORY [FORM...]           # capture both, on a GPU
-    python benchmarks/no_device_vs_device.py DIRECTORY --compare [FORM...] # compare what is there
+    python benchmarks/no_device_vs_device.py DIRECTORY [FORM...]            # capture both, on a GPU
+    python benchmarks/no_device_vs_device.py DIRECTORY --no-device [FORM...] # one half, anywhere
+    python benchmarks/no_device_vs_device.py DIRECTORY --compare [FORM...]  # compare what is there
 
-For each parallel form: whether the collectives are equal in order (kind, group, bytes), and the
-relative differences of FLOPs, bytes moved by kernels, peak memory and memory at the step's start.
+For each parallel form: whether the collectives are equal in order (kind, group, bytes); the number
+of kernels, copies and fills, those by which the counts of an operator differ, and the class whose
+count differs most; the relative differences of FLOPs, bytes moved by kernels, peak memory and
+memory at the step's start. Kernels of the capture without a device are those of `annotate`.
 """
 
 import argparse
@@ -41,13 +44,8 @@ FORMS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
 }
 
 
-def _device_name() -> str:
-    """Return the GPU of this machine; the H100, of the kept device captures, without one."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return "H100"
-    return torch.cuda.get_device_name().removeprefix("NVIDIA ").split()[0]
+_GPU = "H100"
+"""The GPU of both captures."""
 
 
 def capture_form(form: str, device: str | None, output: Path) -> None:
@@ -59,7 +57,7 @@ def capture_form(form: str, device: str | None, output: Path) -> None:
     name, job, args = FORMS[form]
     options = Options(
         device="none" if device else None,
-        like=_device_name(),
+        like=_GPU,
         windows=WindowPlan(warm_up=3, pure=2),
         collective_kernels="off",
         **job,
@@ -95,11 +93,35 @@ def totals(graph: Any) -> tuple[int, int]:
     return flops, read + written
 
 
+def kernels(graph: Any) -> tuple[Counter[str], Counter[str]]:
+    """Return the numbers of kernels, copies and fills by operator, and by class."""
+    from onerank.annotate.op_costs.op_classes import CLASSES, classify
+
+    nodes = np.flatnonzero(graph.gpu_compute)
+    operators = Counter(graph.strings[code] for code in graph.nodes.op[nodes].tolist())
+    classes = Counter(CLASSES[code].value for code in classify(graph, nodes).tolist())
+    return operators, classes
+
+
+def compare_kernels(here: Any, there: Any) -> str:
+    """Return the cells on kernels, of a predicted capture against one on a GPU."""
+    (ours, our_classes), (theirs, their_classes) = kernels(here), kernels(there)
+    total = sum(theirs.values())
+    moved = ((ours - theirs).total() + (theirs - ours).total() + abs(ours.total() - total)) // 2
+    differences = {
+        name: our_classes[name] - their_classes[name] for name in {*our_classes, *their_classes}
+    }
+    worst = max(differences, key=lambda name: abs(differences[name]) / max(1, their_classes[name]))
+    cell = f"{worst} {differences[worst]:+d} of {their_classes[worst]}"
+    return f"{total:>8}{moved:>6}  {cell if differences[worst] else 'equal':<18}"
+
+
 def compare(form: str, directory: Path) -> str:
     """Return a row of the table."""
     import onerank
 
     there, here = (onerank.read(path(directory, form, device)) for device in (None, "none"))
+    predicted = onerank.recost(here, _GPU, host="none")
     ours, theirs = collectives(here), collectives(there)
     order = "equal" if ours == theirs else "DIFFERS"
     if order == "DIFFERS" and Counter(ours) == Counter(theirs):
@@ -112,8 +134,9 @@ def compare(form: str, directory: Path) -> str:
             (here.job.measurement.start_memory_bytes, there.job.measurement.start_memory_bytes),
         )
     ]
-    cells = "".join(f"{figure:>12.4%}" for figure in figures)
-    return f"{form:<24}{len(theirs):>6} {order:<12}{cells}"
+    cells = "".join(f"{figure:>10.3%}" for figure in figures)
+    on_kernels = compare_kernels(predicted, there)
+    return f"{form:<24}{len(theirs):>6} {order:<12}{on_kernels}{cells}"
 
 
 def path(directory: Path, form: str, device: str | None) -> Path:
@@ -128,13 +151,14 @@ def main() -> None:
     parser.add_argument("directory", type=Path)
     parser.add_argument("forms", nargs="*")
     parser.add_argument("--compare", action="store_true")
+    parser.add_argument("--no-device", action="store_true")
     options = parser.parse_args()
     forms = options.forms or list(FORMS)
     if not options.compare:
         options.directory.mkdir(parents=True, exist_ok=True)
         spawned = multiprocessing.get_context("spawn")
         for form in forms:
-            for device in (None, "none"):
+            for device in ("none",) if options.no_device else (None, "none"):
                 output = path(options.directory, form, device)
                 process = spawned.Process(target=capture_form, args=(form, device, output))
                 process.start()
@@ -143,8 +167,9 @@ def main() -> None:
     import torch
 
     print(f"{platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}")
-    columns = ("FLOPs", "bytes", "peak", "at start")
-    print(f"{'form':<24}{'calls':>6} {'collectives':<12}" + "".join(f"{c:>12}" for c in columns))
+    columns = "".join(f"{name:>10}" for name in ("FLOPs", "bytes", "peak", "at start"))
+    on_kernels = f"{'kernels':>8}{'other':>6}  {'worst class':<18}"
+    print(f"{'form':<24}{'calls':>6} {'collectives':<12}{on_kernels}{columns}")
     for form in forms:
         if path(options.directory, form, None).exists():
             print(compare(form, options.directory))
