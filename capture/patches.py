@@ -271,6 +271,12 @@ PATCHES: tuple[Patch, ...] = (
         ("no_device.inductor",),
     ),
     Patch(
+        "torch._inductor.fx_passes.pad_mm",
+        ("_should_pad", "has_triton"),
+        "Inductor pads the operands of a product if that is faster, which it measures.",
+        ("no_device.inductor",),
+    ),
+    Patch(
         "torch.utils._triton",
         ("triton_hash_with_backend",),
         "It asks Triton's driver for the GPU.",

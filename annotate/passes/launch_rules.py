@@ -136,6 +136,135 @@ def _grouped_product(call: Call, target: Gpu) -> Sequence[Launch]:
     return (Launch("prepare_grouped_gemm_data", floors=0.5), _WHOLE)
 
 
+# Convolutions. cuDNN's kernels for matrix units take images with the channels last. Measured on an
+# H100, cuDNN 9.1x of torch 2.11.0+cu130: 24 shapes, each in three dtypes and both layouts.
+
+_TO_CHANNELS_LAST, _FROM_CHANNELS_LAST = "nchwToNhwcKernel", "nhwcToNchwKernel"
+
+_ADD_PADDING = "nhwcAddPaddingKernel"
+
+_CHANNELS = 8
+
+_CONVOLUTION_TILE = 128 * 128
+
+# Tiles per SM above which the kernel takes tiles from a counter: 1.48 does not, 1.94 does.
+_CONVOLUTION_TILES_FROM_COUNTER = 1.7
+
+# Points of the images per tile of the filter's gradient from which its sum is split, which a kernel
+# prepares: 227 is not, 910 is.
+_SPLIT_POINTS_PER_TILE = 500
+
+
+def _convolution(call: Call, target: Gpu) -> Sequence[Launch]:
+    """Return the launches of a convolution: copies to and from channels-last, and its bias."""
+    image, weight, bias, out = call.tensor(0), call.tensor(1), call.tensor(2), call.output()
+    if image is None or weight is None or out is None or not _runs_in_cudnn(call, 6, target):
+        return ()
+    add = (Launch("vectorized_elementwise_kernel", op="aten::add_"),) if bias is not None else ()
+    if image.shape[1] != weight.shape[1]:  # grouped
+        return (_WHOLE, *add)
+    steps = _Steps(image, weight, _is_pointwise(call, weight, 3), target)
+    return (*steps.product("sm90_xmma_fprop_implicit_gemm", (image, weight), out, 1.0), *add)
+
+
+def _convolution_backward(call: Call, target: Gpu) -> Sequence[Launch]:
+    """Return the launches of its backward: of the gradients of image, filter and bias."""
+    grad, image, weight = (call.tensor(position) for position in range(3))
+    if grad is None or image is None or weight is None or not _runs_in_cudnn(call, 7, target):
+        return ()
+    of_image, of_weight, of_bias = (call.output(position) for position in range(3))
+    products = sum(result is not None for result in (of_image, of_weight))
+    if not products:
+        return ()
+    steps = _Steps(image, weight, _is_pointwise(call, weight, 4), target)
+    grouped = image.shape[1] != weight.shape[1]
+    launches: list[Launch] = []
+    if of_image is not None:
+        name = "sm90_xmma_dgrad_implicit_gemm"
+        whole = (Launch(name, 1 / products),)
+        parts = steps.product(name, (grad, weight), of_image, 1 / products)
+        launches += whole if grouped else parts
+    if of_weight is not None:
+        name = "sm90_xmma_wgrad_implicit_gemm"
+        whole = (Launch(name, 1 / products),)
+        launches += whole if grouped else steps.filter_gradient(name, grad, 1 / products)
+    if of_bias is not None:
+        launches += [_MEMSET] * steps.channels_last
+        launches.append(Launch("reduce_kernel", op="aten::sum", internal_bytes=grad.nbytes))
+    return launches
+
+
+def _runs_in_cudnn(call: Call, transposed_at: int, target: Gpu) -> bool:
+    weight = call.tensor(1 if transposed_at == 6 else 2)
+    flat = weight is not None and len(weight.shape) == 4
+    return flat and target.capability == _HOPPER and call.value(transposed_at) is False
+
+
+def _is_pointwise(call: Call, weight: Tensor, stride_at: int) -> bool:
+    """Return whether each point of the image is multiplied by one matrix: a plain product."""
+    return prod(weight.shape[2:]) == 1 and set(_numbers(call.value(stride_at))) <= {1}
+
+
+class _Steps:
+    """The launches of a convolution's products, by the layout of its image."""
+
+    def __init__(self, image: Tensor, weight: Tensor, pointwise: bool, target: Gpu) -> None:
+        self.channels_last = image.strides[1] == 1 and image.shape[1] > 1
+        self._image = image
+        self._weight = weight
+        self._pointwise = pointwise
+        self._sm_count = target.sm_count
+        # Matrix units load eight channels of 16 bits: fewer are padded in a zeroed buffer.
+        narrow = any(size % _CHANNELS for size in weight.shape[:2])
+        self._padded = narrow and image.item_bytes == 2
+        self._has_window = prod(weight.shape[2:]) > 1
+
+    def product(
+        self, name: str, operands: tuple[Tensor, Tensor], result: Tensor, share: float
+    ) -> list[Launch]:
+        """Return the launches of the result or of the gradient of the image."""
+        main = Launch(name, share)
+        if self._pointwise:
+            return [main]
+        first, weight = operands
+        counted = self._tiles(result) > _CONVOLUTION_TILES_FROM_COUNTER * self._sm_count
+        counter = [_MEMSET] * (counted and not self._padded)
+        before = [*self._laid_out(first), *(self._laid_out(weight) if self._has_window else [])]
+        return [*before, *counter, main, *self._returned(result)]
+
+    def filter_gradient(self, name: str, grad: Tensor, share: float) -> list[Launch]:
+        """Return the launches of the gradient of the filter."""
+        main = Launch(name, share)
+        if self._pointwise:
+            return [main, Launch("splitKreduce_kernel", floors=0.6)]
+        tiles = ceil(self._weight.numel / _CONVOLUTION_TILE)
+        points = grad.numel // grad.shape[1]
+        prepare: list[Launch] = []
+        if tiles > self._sm_count:
+            prepare = [_MEMSET]
+        elif points >= _SPLIT_POINTS_PER_TILE * tiles:
+            prepare = [Launch("init_device_workspace", floors=0.8)]
+        before = [*self._laid_out(grad), *self._laid_out(self._image)]
+        after = self._returned(self._weight) if self._has_window else []
+        return [*before, *prepare, main, *after]
+
+    def _tiles(self, result: Tensor) -> int:
+        return ceil(result.numel / _CONVOLUTION_TILE)
+
+    def _laid_out(self, tensor: Tensor) -> list[Launch]:
+        if self._padded:
+            name = _ADD_PADDING if self.channels_last else _TO_CHANNELS_LAST
+            return [_MEMSET, Launch(name, internal_bytes=2 * tensor.nbytes)]
+        if self.channels_last:
+            return []
+        return [Launch(_TO_CHANNELS_LAST, internal_bytes=2 * tensor.nbytes)]
+
+    def _returned(self, result: Tensor) -> list[Launch]:
+        if self.channels_last:
+            return []
+        return [Launch(_FROM_CHANNELS_LAST, internal_bytes=2 * result.nbytes)]
+
+
 # Attention.
 
 
@@ -152,7 +281,12 @@ def _attention_of_cpu(call: Call, target: Gpu, requested: str) -> Rule | None:
 
 def _cudnn_attention(call: Call, target: Gpu) -> Sequence[Launch]:
     """Return the launches of cuDNN's fused attention on Hopper."""
-    return () if _is_wide(call) else (_MEMSET, _WHOLE)
+    if _is_wide(call):
+        return ()
+    dropout = call.op == "_cudnn_attention_forward" and call.value(9)
+    # MHA.cpp: a kernel reads the state of the random numbers.
+    random = (Launch("unpack_cudnn", floors=0.4),) if isinstance(dropout, float) and dropout else ()
+    return (*random, _MEMSET, _WHOLE)
 
 
 def _is_wide(call: Call) -> bool:
@@ -675,18 +809,26 @@ _ONE_AXIS = ("max", "min", "argmax", "argmin", "all", "any", "prod")
 # Operators, by base name, whose launches depend on axes or flags.
 _NEED_VALUES = frozenset(
     "_index_put_impl_ index_put_ index_put sum mean nansum amax amin std var var_mean "
-    "linalg_vector_norm norm logsumexp max min argmax argmin all any prod".split()
+    "linalg_vector_norm norm logsumexp max min argmax argmin all any prod "
+    "_cudnn_attention_forward".split()
 )
 
 
 def launches_need_values(op: str) -> bool:
     """Return whether `launches_of` must be given the operator's input values."""
     name = base_name(op)
-    return name in _NEED_VALUES or name.startswith("_foreach_")
+    return name in _NEED_VALUES or name.startswith("_foreach_") or launches_need_strides(op)
+
+
+def launches_need_strides(op: str) -> bool:
+    """Return whether `launches_of` must be given the strides of the operator's inputs."""
+    return base_name(op) in ("convolution", "convolution_backward")
 
 
 _RULES: dict[str, Rule] = {
     "_grouped_mm": _grouped_product,
+    "convolution": _convolution,
+    "convolution_backward": _convolution_backward,
     **dict.fromkeys(
         ["_cudnn_attention_forward", "_scaled_dot_product_cudnn_attention"], _cudnn_attention
     ),

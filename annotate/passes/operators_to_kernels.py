@@ -17,6 +17,7 @@ from onerank.annotate.op_costs.operands import Call, UnknownDtypeError, without_
 from onerank.annotate.passes.launch_rules import (
     Launch,
     base_name,
+    launches_need_strides,
     launches_need_values,
     launches_of,
 )
@@ -184,8 +185,11 @@ def _distinct_calls(graph: Graph, index: I64, target: Gpu, attention: str) -> tu
     values = np.zeros(len(index), dtype=np.int64)
     where = np.flatnonzero(np.isin(nodes.op[index], with_values))
     values[where], value_texts = without_tensors(graph, nodes.input_values[index[where]])
+    with_strides = [int(op) for op in ops if launches_need_strides(strings[int(op)])]
+    has_strides = np.isin(nodes.op[index], with_strides)
+    strides = np.where(has_strides, nodes.input_strides[index], strings.encode([""])[0])
     names = ("input_shapes", "input_types", "output_shapes", "output_types")
-    columns: list[npt.NDArray[Any]] = [nodes.op[index], values]
+    columns: list[npt.NDArray[Any]] = [nodes.op[index], values, strides]
     columns += [getattr(nodes, name)[index] for name in names]
     first, call = deduplicate(columns)
     rows: list[list[int]] = np.stack([column[first] for column in columns], axis=1).tolist()
@@ -197,10 +201,11 @@ def _distinct_calls(graph: Graph, index: I64, target: Gpu, attention: str) -> tu
 
 
 def _launches(op: str, texts: list[str], values: str, target: Gpu, attention: str) -> list[Launch]:
-    """Return the launches of a call from the text of its operands."""
-    inputs, outputs = (texts[0], texts[1]), (texts[2], texts[3])
+    """Return the launches of a call from the text of its strides and operands."""
+    strides, *operands = texts
+    inputs, outputs = (operands[0], operands[1]), (operands[2], operands[3])
     try:
-        call = Call.parse(base_name(op), inputs, outputs, values)
+        call = Call.parse(base_name(op), inputs, outputs, values, strides)
     except UnknownDtypeError:
         return [Launch(share=1.0)]
     return list(launches_of(op, call, target, attention))

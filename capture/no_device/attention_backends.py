@@ -107,21 +107,31 @@ class _Attention:
         return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
     @property
-    def _is_fused(self) -> bool:
-        """Whether kernels for 16 bits without a mask take it."""
-        return self.query.dtype in (torch.float16, torch.bfloat16) and self.mask is None
+    def _is_short(self) -> bool:
+        """Whether kernels for 16 bits take it."""
+        return self.query.dtype in (torch.float16, torch.bfloat16)
+
+    def additive_mask(self) -> Tensor | None:
+        """Return the mask as numbers that are added to the scores."""
+        if self.mask is None or self.mask.dtype != torch.bool:
+            return self.mask
+        return torch.where(self.mask, 0.0, float("-inf")).to(self.query.dtype)
 
     def fits_cudnn(self, gpu: EmulatedGpu) -> bool:
-        """Return whether cuDNN's kernel takes it on `gpu`."""
+        """Return whether cuDNN's kernel takes it on `gpu`.
+
+        It takes a mask, which GPT-2 has on an H100 (torch 2.11), but no gradient of it.
+        """
         hopper = gpu.capability == (9, 0)
         most = _MOST_CUDNN_HEAD_ON_HOPPER if hopper else _MOST_CUDNN_HEAD
         fits = self.head <= most and self.head % 8 == 0
-        return self._is_fused and fits and gpu.capability >= (8, 0)
+        constant = self.mask is None or not self.mask.requires_grad
+        return self._is_short and constant and fits and gpu.capability >= (8, 0)
 
     def fits_flash(self, gpu: EmulatedGpu) -> bool:
         """Return whether FlashAttention 2 takes it on `gpu`."""
         fits = self.head <= _MOST_FLASH_HEAD and self.head == self.value.shape[-1]
-        return self._is_fused and fits and gpu.capability >= (8, 0)
+        return self._is_short and self.mask is None and fits and gpu.capability >= (8, 0)
 
     def with_all_heads(self) -> "_Attention":
         """Return it with a key and a value for each head of the queries."""
@@ -169,8 +179,8 @@ def _cudnn_is_deprioritized() -> bool:
 
 def _cudnn(attention: _Attention) -> Tensor:
     return _torch.ops.aten._scaled_dot_product_cudnn_attention(
-        *(attention.query, attention.key, attention.value, None, attention.needs_gradient),
-        *(attention.dropout, attention.is_causal, False),
+        *(attention.query, attention.key, attention.value, attention.additive_mask()),
+        *(attention.needs_gradient, attention.dropout, attention.is_causal, False),
         scale=attention.scale,
     )[0]
 
@@ -190,9 +200,7 @@ def _flash(attention: _Attention) -> Tensor:
 
 
 def _efficient(attention: _Attention) -> Tensor:
-    mask = attention.mask
-    if mask is not None and mask.dtype == torch.bool:
-        mask = torch.where(mask, 0.0, float("-inf")).to(attention.query.dtype)
+    mask = attention.additive_mask()
     if mask is not None:
         sizes = *attention.query.shape[:3], attention.key.shape[2]
         # torch expands a broadcast mask before this operator too.

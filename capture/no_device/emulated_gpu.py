@@ -15,6 +15,8 @@ class EmulatedGpu:
         memory_bytes: device memory.
         sm_count: streaming multiprocessors.
         l2_bytes: size of the L2 cache, 0 if not known.
+        flops_per_s: sustained rate of matrix products in bfloat16.
+        bandwidth_bytes_per_s: sustained rate of memory.
     """
 
     name: str
@@ -22,6 +24,8 @@ class EmulatedGpu:
     memory_bytes: int
     sm_count: int
     l2_bytes: int
+    flops_per_s: float
+    bandwidth_bytes_per_s: float
 
     @property
     def workspace_bytes(self) -> int:
@@ -49,4 +53,6 @@ def emulated_gpu(name_or_path: str) -> EmulatedGpu:
         memory_bytes=gpu.memory_bytes,
         sm_count=gpu.sm_count,
         l2_bytes=gpu.l2_bytes or 0,
+        flops_per_s=gpu.tensor_flops_per_s("bfloat16") or gpu.tensor_flops_per_s("float16") or 0.0,
+        bandwidth_bytes_per_s=gpu.bandwidth_bytes_per_s,
     )

@@ -57,7 +57,7 @@ class EmulatedProcess:
         self.operators = FakeOperators(
             self.log, self.values, self._collectives, gpu.workspace_bytes
         )
-        self.inductor = InductorOnShapes(self.operators)
+        self.inductor = InductorOnShapes(self.operators, self.gpu)
 
     @classmethod
     def of(cls, gpu: EmulatedGpu | None, script: Path) -> "EmulatedProcess | None":

@@ -207,3 +207,42 @@ def test_launches_share_work_and_time_of_their_operator(target):
     assert all(
         pair in pairs for pair in zip(kernels[:-1].tolist(), kernels[1:].tolist(), strict=True)
     )
+
+
+def image(*shape, dtype="bfloat16", channels_last=False):
+    _, channels, height, width = shape
+    strides = (channels * height * width, 1, width * channels, channels) if channels_last else ()
+    return Tensor(shape, dtype, 2 if dtype == "bfloat16" else 4, strides)
+
+
+@pytest.mark.parametrize(
+    ("channels", "size", "window", "stride", "expected"),
+    [  # per layout: forward without and with a bias, backward with one
+        (128, 28, 3, 1, ((4, 5, 10), (1, 2, 5))),
+        (256, 64, 3, 1, ((5, 6, 11), (2, 3, 6))),
+        (512, 7, 3, 1, ((4, 5, 10), (1, 2, 5))),
+        (320, 64, 1, 1, ((1, 2, 4), (1, 2, 5))),
+    ],
+)
+def test_convolutions_as_on_an_h100(channels, size, window, stride, expected):
+    """Numbers of kernels of bf16 convolutions, measured on an H100 (torch 2.11)."""
+    batch = {28: 32, 7: 32, 64: 8}[size] if window == 3 else 2
+    weight = Tensor((channels, channels, window, window), "bfloat16", 2)
+    bias = Tensor((channels,), "bfloat16", 2)
+    numbers = [stride] * 2, [window // 2] * 2, [1, 1], False, [0, 0], 1
+    for channels_last, counts in zip((False, True), expected, strict=True):
+        x = image(batch, channels, size, size, channels_last=channels_last)
+        forward = [
+            launched("convolution", x, weight, given, outputs=[x], values=(*[None] * 3, *numbers))
+            for given in (None, bias)
+        ]
+        backward = launched(
+            "convolution_backward",
+            *(x, x, weight),
+            outputs=[x, weight, bias],
+            values=(*[None] * 3, [channels], *numbers, [True] * 3),
+        )
+        launches = (*forward, backward)
+        assert tuple(map(len, launches)) == counts
+        for one in launches:
+            assert sum(launch.share for launch in one) == pytest.approx(1)
