@@ -160,8 +160,9 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         "torch._subclasses.fake_tensor.FakeTensorMode",
-        ("avoid_device_init",),
-        "torch.cuda says that there is a device, but no tensor may be created on it.",
+        ("avoid_device_init", "create_symbolic_nested_int"),
+        "torch.cuda says that there is a device, but no tensor may be created on it. A nested "
+        "tensor has no sizes there.",
         ("no_device.emulated_process",),
     ),
     Patch(
@@ -169,6 +170,12 @@ PATCHES: tuple[Patch, ...] = (
         ("data", "numpy", "tolist", "__format__"),
         "FSDP1 moves a parameter by its data, which leaves a fake tensor's device as it was. "
         "Scripts log a loss by way of NumPy, and read counts as a list.",
+        ("no_device.emulated_process",),
+    ),
+    Patch(
+        "torch.nn.DataParallel",
+        ("scatter",),
+        "It moves inputs to the GPU by C++ code that a CPU build lacks.",
         ("no_device.emulated_process",),
     ),
     Patch(

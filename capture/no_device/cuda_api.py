@@ -150,6 +150,36 @@ class CudaGraph:
         )
 
 
+_LEGACY_DTYPES = {
+    "FloatTensor": torch.float32,
+    "DoubleTensor": torch.float64,
+    "HalfTensor": torch.float16,
+    "BFloat16Tensor": torch.bfloat16,
+    "LongTensor": torch.int64,
+    "IntTensor": torch.int32,
+    "ShortTensor": torch.int16,
+    "CharTensor": torch.int8,
+    "ByteTensor": torch.uint8,
+    "BoolTensor": torch.bool,
+}
+
+
+class _LegacyType(type):
+    """Type of `torch.cuda.FloatTensor` and its like: scripts ask for instances and create them."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        is_tensor = isinstance(instance, torch.Tensor)
+        return is_tensor and instance.is_cuda and instance.dtype == _LEGACY_DTYPES[cls.__name__]
+
+    def __call__(cls, *_: Any, **__: Any) -> Any:
+        dtype = _LEGACY_DTYPES[cls.__name__]
+        raise CaptureError(
+            f"torch.cuda.{cls.__name__} creates tensors in a GPU's memory, which is not there\n"
+            f'  create them with torch.tensor or torch.empty, dtype={dtype}, device="cuda"',
+            code="no-device-legacy-tensor",
+        )
+
+
 def _is_capturing() -> bool:
     """Whether a CUDA graph is captured: False, except for SyncBatchNorm.
 
@@ -263,6 +293,7 @@ def emulated_cuda(gpu: EmulatedGpu, log: EventLog) -> Generator[None]:
         "mem_get_info": _call(memory_info),
         "memory_summary": _call(lambda: ""),
         "memory_snapshot": _call(list),
+        **{name: _LegacyType(name, (), {}) for name in _LEGACY_DTYPES},
         "CUDAGraph": CudaGraph,
         "graph": CudaGraph,
         "set_per_process_memory_fraction": _call(_nothing),

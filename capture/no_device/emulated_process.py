@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils import _python_dispatch
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 from onerank.capture.fake_world.recorder import Recorder
 from onerank.capture.no_device import cuda_stubs
@@ -27,6 +27,7 @@ from onerank.capture.no_device.tensor_values import Known, UnknownValues
 from onerank.capture.patches import after_import, patched, rebound, resolve
 from onerank.capture.profiling.allocator_snapshots import ByMemoryClass, sizes_of
 from onerank.capture.profiling.step_memory import resident_storages
+from onerank.ir.errors import CaptureError
 from onerank.ir.notes import Note
 
 _torch: Any = torch
@@ -113,7 +114,14 @@ class EmulatedProcess:
                     {"resize_": resize_storage, "data_ptr": address_of_storage},
                 ),
                 # torch decides this by `torch.cuda.is_available`, which answers as on the GPU.
-                patched(_FAKE_TENSORS + ".FakeTensorMode", {"avoid_device_init": property(_yes)}),
+                patched(
+                    _FAKE_TENSORS + ".FakeTensorMode",
+                    {
+                        "avoid_device_init": property(_yes),
+                        "create_symbolic_nested_int": _refuse_nested,
+                    },
+                ),
+                patched("torch.nn.DataParallel", {"scatter": _moved}),
                 patched(
                     _FAKE_TENSORS + ".FakeTensor",
                     {
@@ -291,6 +299,22 @@ class EmulatedProcess:
 
 
 _FAKE_TENSORS = "torch._subclasses.fake_tensor"
+
+
+def _refuse_nested(*_: Any, **__: Any) -> Any:
+    raise CaptureError(
+        "nested tensors have lengths that only a device holds, so their operators have no shapes "
+        "without one\n  pad the sequences, or capture on a GPU",
+        code="no-device-nested",
+    )
+
+
+def _moved(_: Any, inputs: Any, kwargs: Any, device_ids: Sequence[Any]) -> Any:
+    """Move the inputs of `DataParallel` to the one GPU of a rank, as its C++ code does."""
+    device = torch.device("cuda", device_ids[0])
+    moved = tree_map_only(Tensor, lambda tensor: tensor.to(device), (inputs, kwargs or {}))
+    return (moved[0],), (moved[1],)
+
 
 _tensor_data: Any = _torch._C.TensorBase.data
 

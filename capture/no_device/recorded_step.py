@@ -6,10 +6,12 @@ from typing import Any
 from onerank.capture.no_device.emulated_process import EmulatedProcess
 from onerank.capture.no_device.event_log import EventLog, write
 from onerank.capture.no_device.fake_operators import FakeOperators
+from onerank.capture.profiling.measurement_windows import refuse_endless_skips
 from onerank.capture.profiling.module_scopes import MODEL, SCOPE, Modules
 from onerank.capture.profiling.window_observations import Observations, RepeatedForward
 from onerank.capture.profiling.window_plan import Progress, WindowPlan, more_steps
 from onerank.converters.sources.kineto import EXECUTION_TRACE, STRUCTURE
+from onerank.ir.notes import Note
 
 UNRECORDED = 2
 """Steps before the recorded one: the first creates optimizer states, and in the second DDP orders
@@ -83,6 +85,8 @@ class RecordedStep:
         self._directory = directory
         self._modules = modules
         self._progress = progress
+        self._taken = 0
+        self._consecutive_skips = 0
         self._unrecorded = unrecorded
         self._forward = forward
         self._progress(f"step 1 of {self._unrecorded + 1} on shapes alone")
@@ -108,22 +112,29 @@ class RecordedStep:
         )
 
     def boundary(self, *, skipped: bool = False) -> None:
-        """End a step of the script and begin the next."""
+        """End a step of the script and begin the next.
+
+        Raises:
+            ScriptError: a loss scaler skipped more than 100 consecutive steps.
+        """
         self.steps += 1
         self.skipped += skipped
-        if self.steps > self._unrecorded:
+        self._consecutive_skips = self._consecutive_skips + 1 if skipped else 0
+        refuse_endless_skips(self._consecutive_skips)
+        self._taken += not skipped
+        if self._taken > self._unrecorded:
             self._end_recorded()
             return
-        self._progress(f"step {self.steps + 1} of {self._unrecorded + 1} on shapes alone")
+        self._progress(f"step {self._taken + 1} of {self._unrecorded + 1} on shapes alone")
         if self._forward is not None:
             self._forward.restore()
-        if self.steps == self._unrecorded:
+        if self._taken == self._unrecorded:  # again, if the recorded step was skipped
             log = self._process.log
             self._modules.listener = _Scopes(self._process.operators, log)
             caches = self._forward.cache_tensors() if self._forward is not None else ()
             # Before recording begins: what lives now is resident throughout the step.
             self.observed.resident_bytes = self._process.resident_bytes(caches)
-            self.observed.start_memory_bytes.append(log.live_bytes)
+            self.observed.start_memory_bytes[:] = [log.live_bytes]
             log.begin_step()
 
     def _end_recorded(self) -> None:
@@ -135,6 +146,14 @@ class RecordedStep:
         self._progress("writing the recorded step")
         write(log, self._directory / STRUCTURE, self._directory / EXECUTION_TRACE)
         self.observed.notes += self._process.notes()
+        if self.skipped:
+            self.observed.notes.append(
+                Note(
+                    f"{self.skipped} of {self.steps} steps were skipped by a loss scaler; no "
+                    "skipped step was recorded",
+                    code="steps-skipped",
+                )
+            )
         self.complete = True
 
     def close(self) -> None:

@@ -58,6 +58,22 @@ from onerank.ir.notes import Note
 _MOST_SKIPPED = 100
 
 
+def refuse_endless_skips(consecutive: int) -> None:
+    """Refuse a script that would never take a step.
+
+    Raises:
+        ScriptError: a loss scaler skipped more than 100 consecutive steps.
+    """
+    if consecutive > _MOST_SKIPPED:
+        raise ScriptError(
+            f"a loss scaler skipped {consecutive} steps in a row "
+            f"(limit {_MOST_SKIPPED}): the gradients are infinite or NaN at any scale. "
+            "Without real peers the values differ from the job's: capture with "
+            "a smaller learning rate, or in bfloat16",
+            code="script-scaler-skips",
+        )
+
+
 class Windows:
     """Runs the windows one after another; `boundary` is called after every step of the script.
 
@@ -123,14 +139,7 @@ class Windows:
         self.steps += 1
         self.skipped += skipped
         self._consecutive_skips = self._consecutive_skips + 1 if skipped else 0
-        if self._consecutive_skips > _MOST_SKIPPED:
-            raise ScriptError(
-                f"a loss scaler skipped {self._consecutive_skips} steps in a row "
-                f"(limit {_MOST_SKIPPED}): the gradients are infinite or NaN at any scale. "
-                "Without real peers the values differ from the job's: capture with "
-                "a smaller learning rate, or in bfloat16",
-                code="script-scaler-skips",
-            )
+        refuse_endless_skips(self._consecutive_skips)
         self._work.end_step()
         try:
             if self._begun:

@@ -355,6 +355,37 @@ def test_other_backends_of_compile_are_captured_eager_and_noted(tmp_path):
     note_of(graph.job.measurement.notes, "compile-backend-eager", "aot_eager")
 
 
+SKIPPED = """
+    import torch
+
+    class Scaler(torch.amp.GradScaler):
+        calls = 0
+
+        def _maybe_opt_step(self, *args, **kwargs):
+            self.calls += 1
+            return None if self.calls % 2 else super()._maybe_opt_step(*args, **kwargs)
+
+    model = torch.nn.DataParallel(torch.nn.Linear(8, 8)).to("cuda")
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), Scaler("cuda")
+    for step in range(20):
+        rows = torch.randn(4 if step % 2 else 6, 8)
+        scaler.scale(model(rows).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+"""
+
+
+def test_a_skipped_step_is_not_recorded(tmp_path):
+    """Steps 2, 4 and 6 train: the last is recorded. The skipped ones have inputs of six rows."""
+    graph = capture(script(tmp_path, SKIPPED), tmp_path / "trace.et", "--like", "H100")
+    operators = [graph.strings[int(code)] for code in graph.nodes.op]
+    assert operators.count("aten::addmm") == 1
+    (forward,) = np.flatnonzero([name == "aten::addmm" for name in operators])
+    assert graph.strings[int(graph.nodes.input_shapes[forward])].startswith("[[8],[4,8],[8,8]")
+    (note,) = (note for note in graph.job.measurement.notes if note.code == "steps-skipped")
+    assert str(note).startswith("3 of 6 steps")
+
+
 DATA_DEPENDENT = """
     import torch
     model = torch.nn.Linear(8, 8, device="cuda")
@@ -367,10 +398,31 @@ DATA_DEPENDENT = """
 """
 
 
+STEP = """
+    import torch
+    model = torch.nn.Linear(8, 8, device="cuda")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    INPUT
+    model(rows).sum().backward()
+    optimizer.step()
+"""
+
+JAGGED = """
+    parts = [torch.randn(n, 8, device="cuda") for n in (3, 5)]
+    rows = torch.nested.nested_tensor(parts, layout=torch.jagged)
+"""
+
+
 @pytest.mark.parametrize(
     ("text", "options", "code"),
     [
         (DATA_DEPENDENT, (), "no-device-value"),
+        (STEP.replace("INPUT", JAGGED.strip()), (), "no-device-nested"),
+        (
+            STEP.replace("INPUT", "rows = torch.cuda.FloatTensor(4, 8)"),
+            (),
+            "no-device-legacy-tensor",
+        ),
         (DATA_DEPENDENT, ("--like", "H1000"), "gpu-unknown"),
         (DATA_DEPENDENT, ("--dp", 2, "--busbw-gb-s", 300), "no-device-network"),
         (DATA_DEPENDENT, ("--ep", 2, "--moe-routing", "model"), "no-device-routing"),
