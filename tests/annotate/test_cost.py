@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from notes import codes
 from raised import raises_code
 
 from onerank.annotate import load_gpu
@@ -39,7 +40,9 @@ def reckon(tmp_path: Path, graph, text: str = LIST, name: str = "H200"):
 
 
 def test_rent_is_hours_times_gpus_times_price(tmp_path, trace, mm):
-    rent = reckon(tmp_path, trace(mm(8, 8, 8))).bills[0]
+    report = reckon(tmp_path, trace(mm(8, 8, 8)))
+    assert codes(report.notes) == ["cost-of-this-rank"]
+    rent = report.bills[0]
     assert rent.per_step == pytest.approx(3.6 * 1000 / 3600)
     assert rent.per_million_tokens == pytest.approx(0.5)
     assert rent.lines[0].source == "prices.toml, 2026-01-02: contract 7"

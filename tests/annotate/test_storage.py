@@ -46,6 +46,7 @@ def test_a_batch_read_beside_the_step_costs_nothing_and_one_before_it_all_its_ti
     (node,) = added(h200, beside)
     assert (node.kind, node.duration_ns) == (Kind.MEM_LOAD, 5_000_000)
     assert replay(beside).step_time_ns == pytest.approx(before, abs=2_000)
+    note_of(beside.job.measurement.notes, "storage-load", 5_000_000, 1)
     waits = with_storage(h200, Storage(gb_per_s=1, batch_bytes=5_000_000, prefetch=False))
     assert replay(waits).step_time_ns == pytest.approx(before + 5_000_000, abs=2_000)
 

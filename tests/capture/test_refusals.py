@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Callable
 from fractions import Fraction
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,8 +20,10 @@ from raised import raises_code
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig
 
-from onerank.capture import Options, capture_script
+from onerank.capture import Options, capture_script, validate_options
+from onerank.capture.bench import measure_link
 from onerank.capture.bench.bench_call import BenchCall, Operand
+from onerank.capture.bench.bench_runner import Bench
 from onerank.capture.bench.gpu_limits import microbenchmarks
 from onerank.capture.bench.random_operands import overload_of, with_random_operands
 from onerank.capture.collective_kernels import kernels
@@ -50,7 +53,7 @@ from onerank.capture.parallelize.tensor.linear import with_hidden_states
 from onerank.capture.parallelize.tensor.moe import cut_experts
 from onerank.capture.parallelize.tensor.plan_file import ModuleRule
 from onerank.capture.parallelize.tensor.shard_parameters import origin_of
-from onerank.capture.validate_options import check_layers
+from onerank.capture.parallelize.tensor.vocab_parallel import parallel_head
 from onerank.capture.verify import threaded_world
 from onerank.ir import RankClass
 
@@ -213,6 +216,18 @@ def test_models_that_cannot_be_sliced(code: str) -> None:
         MODELS[code]()
 
 
+def test_a_loss_that_passes_by_the_loss_function() -> None:
+    class OwnLoss(LlamaForCausalLM):
+        def forward(self, input_ids: Any = None, labels: Any = None) -> Any:
+            logits = self.lm_head(self.model(input_ids).last_hidden_state)
+            return SimpleNamespace(logits=logits, loss=logits.sum())
+
+    model = OwnLoss(LlamaConfig(**TINY))
+    parallel_head(model, model.lm_head, TWO, peers_absent=True)
+    with raises_code("tp-loss-from-logits", naming="OwnLoss"):
+        model(torch.zeros(1, 4, dtype=torch.long))
+
+
 def test_a_balancing_loss_that_is_not_mixtrals(monkeypatch: pytest.MonkeyPatch) -> None:
     with raises_code("moe-loss-unknown"):
         of_other_loss(monkeypatch)
@@ -246,6 +261,22 @@ CALLS: dict[str, Callable[[], Any]] = {
 }
 
 
+def test_a_call_that_fails() -> None:
+    bench = bare(Bench, device=torch.device("cpu"), on_gpu=False)
+    with raises_code("bench-call-failed", naming="aten::mm"):
+        bench._warm(BenchCall("aten::mm", (Operand((2, 3)), Operand((2, 3)))))
+
+
+def test_ranks_of_a_link_that_cannot_communicate(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refusing(*_: object, **__: object) -> None:
+        raise dist.DistNetworkError("no route to rank 0")
+
+    monkeypatch.setattr(measure_link, "_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(dist, "init_process_group", refusing)
+    with raises_code("link-failed", naming="no route to rank 0"):
+        measure_link.measure_link([], lambda: None)
+
+
 @pytest.mark.parametrize("code", CALLS)
 def test_calls_that_cannot_be_measured(code: str) -> None:
     with raises_code(code):
@@ -253,7 +284,12 @@ def test_calls_that_cannot_be_measured(code: str) -> None:
 
 
 OPTIONS: dict[str, Callable[[], Any]] = {
-    "layers-with-real-job": lambda: check_layers((2, 4), Options(record_real_job=True)),
+    "no-device-real-job": lambda: validate_options._check_device(
+        Path("train.py"), Options(device="none", record_real_job=True), distributed=False
+    ),
+    "layers-with-real-job": lambda: validate_options.check_layers(
+        (2, 4), Options(record_real_job=True)
+    ),
     "ranks-classes-differ": lambda: capture_script._check_classes(
         1, [RankClass(1, {"ep": (0,)})], 0, [RankClass(0, {"ep": (0, 1)})]
     ),

@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -89,10 +90,21 @@ def test_without_a_gpu_nothing_is_written(tmp_path: Path, monkeypatch: pytest.Mo
         assert not list(tmp_path.iterdir())
 
 
+def test_a_gpu_that_no_description_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = SimpleNamespace(name="ACME X9")
+    name = "onerank.capture.bench.bench_runner.on_device"
+    monkeypatch.setattr(name, lambda _: contextlib.nullcontext(device))
+    done = run("describe", "-o", tmp_path / "x9.toml")
+    assert done.exit_code == 2
+    assert "error[gpu-no-description]" in done.output
+    assert "ACME X9" in done.output
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     ("stop", "code", "told"),
     [
-        (KeyboardInterrupt(), 0, "untried   1 call: interrupted"),
+        (KeyboardInterrupt(), 0, "[bench-interrupted]"),
         (CaptureError("broken", code="bench-broken"), 2, "error[bench-broken]: broken; the 1 rows"),
     ],
 )

@@ -172,5 +172,11 @@ def test_a_bad_configuration_exits_with_2(
     assert not Path("out/plan.csv").exists()
 
 
+def test_ray_decides_on_its_workers(plan: Callable[..., Result]):
+    done = plan("--ray", "--workers", "2")
+    assert (done.exit_code, "error[plan-workers-ray]" in done.output) == (2, True), done.output
+    assert not Path("out/plan.csv").exists()
+
+
 def test_the_front_has_what_no_other_point_beats():
     assert pareto_front([(3, 1), (1, 5), (2, 5), (2, 2), (4, 1)]) == [1, 3, 0]

@@ -38,6 +38,11 @@ REFUSED = {
     ("export", "goal", "gpu.et", "-o", "g", "--micro-batches", 4): "export-micro-batches-schedule",
     ("export", "astra-sim", "gpu.et", "-o", "."): "export-input-in-output",
     (
+        *("export", "goal", "gpu.et", "gpu.et"),
+        *("-o", "g", "--ranks", 4),
+    ): "export-ranks-several-traces",
+    ("convert", TRACES / "h200-p2p-2-ranks", "-o", "notes.txt"): "output-is-file",
+    (
         *("capture", "run", "train.py", "--device", "none", "--like", "H100"),
         *("--compile", "-o", "t.et"),
     ): "no-device-compile",

@@ -17,6 +17,7 @@ from onerank.ir.chakra.et_def_pb2 import (
     Node,
 )
 from onerank.ir.chakra.framing import frame
+from onerank.ir.chakra.records import Attribute, _proto
 from onerank.ir.errors import ChakraError
 
 METADATA = frame([GlobalMetadata(version="1.0.0").SerializeToString()])  # 8 bytes
@@ -160,3 +161,8 @@ def test_cycle_is_read_and_left_to_the_graph(tmp_path: Path):
     graph = chakra.read(path)
     with raises_code("graph-cycle", naming="node 1 waits for node 2 waits for node 1"):
         graph.topological_order()
+
+
+def test_a_value_that_its_attribute_cannot_hold():
+    with raises_code("chakra-attribute-value", naming=("t.et: node 1", "size", "'many'")):
+        _proto("size", Attribute("int64_val", "many"), "t.et: node 1")

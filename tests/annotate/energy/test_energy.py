@@ -8,11 +8,11 @@ import numpy as np
 import polars as pl
 import pytest
 from database_row import ROW
-from notes import has_note, note_of
+from notes import codes, has_note, note_of
 from raised import raises_code
 
 from onerank.annotate import PassOptions, load_gpu, recost, with_figures
-from onerank.annotate.energy import PowerTimeline, report_energy
+from onerank.annotate.energy import PowerTimeline, report_energy, sensor_notes, work_notes
 from onerank.annotate.kernel_db.database import table_of, write_database
 from onerank.annotate.models.power import Coefficients, power_model, power_share
 from onerank.converters.sources.kineto import convert_directory
@@ -100,6 +100,8 @@ def test_a_captured_step_draws_between_idle_power_and_limit():
     assert sum(row.energy_uj for row in found.classes) == pytest.approx(sum(found.node_uj), abs=900)
     assert sum(found.node_uj) == pytest.approx(found.busy_uj, rel=1e-3)
     assert len(found.node_ids) == 850
+    assert codes(found.notes)[:2] == ["energy-power-model", "energy-interval-source"]
+    assert codes(work_notes(0, 3)) == ["energy-unknown-work"]
 
 
 def test_the_interval_holds_that_of_predicted_times(trace, mm):
@@ -172,6 +174,9 @@ def test_a_step_is_held_against_its_sensor_if_it_was_read_for_long_enough():
     job = msgspec.structs.replace(graph.job, device=device, measurement=measured)
     step = step_of("it", replace(graph, job=job), power_model())
     assert step.read_w == 600
+    brief = msgspec.structs.replace(graph.job, device=device)  # its steps take 0.3 s
+    assert codes(sensor_notes(replace(graph, job=brief))) == ["energy-sensor-too-brief"]
+    assert sensor_notes(replace(graph, job=job)) == ()
     assert step.error == pytest.approx(step.modelled_w / 600 - 1)
     with raises_code("fit-step-too-short", naming=("it: ", "0.3 s", "1.5 s")):
         step_of("it", graph, power_model())

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from notes import note_of
+from notes import has_note, note_of
 from own_process import run_command
 from raised import raises_code
 
@@ -107,6 +107,7 @@ def test_unfused_attention_equals_the_eager_model(capture):
     fused = recost(capture(64, 2), "H100")
     real = recost(capture(64, 2, "eager"), "H100")
     unfused = EagerAttention().apply(fused, load_gpu("H100"))
+    assert has_note(unfused.job.measurement.notes, "what-if-eager-attention")
 
     def inside(graph, *classes):
         kinds = [CLASSES[code].value for code in classify(graph, np.arange(len(graph)))]

@@ -48,6 +48,7 @@ def test_nothing_changes_where_both_dtypes_run_at_one_rate(h200: Graph):
     assert (same.nodes.duration_ns == h200.nodes.duration_ns).all()
     assert set(same.nodes.evidence[same.gpu_compute].tolist()) == {Evidence.MEASURED}
     there, converted = recost(h200, "H100"), recost(h200, "H100", passes=FP16)
+    note_of(converted.job.measurement.notes, "what-if-float16", 111, "H200")
     assert np.abs(there.nodes.duration_ns - converted.nodes.duration_ns).max() <= 1
     with raises_code("dtype-unsupported-by-gpu", naming=("TPU-v6e", "fp16", "bf16, tf32")):
         recost(h200, "TPU-v6e", passes=FP16)

@@ -281,6 +281,21 @@ def test_steps_without_the_sizes_are_refused(trace, mm, add):
         Resize(Change(0, 128)).apply(trace(mm(64, 64, 64)))
 
 
+def test_an_extrapolated_step_is_refused(h200):
+    measured = msgspec.structs.replace(h200.job.measurement, depths=object())
+    extrapolated = replace(h200, job=msgspec.structs.replace(h200.job, measurement=measured))
+    with raises_code("resize-extrapolated-trace"):
+        longer(extrapolated)
+
+
+def test_equal_sizes_cannot_be_distinguished(h200, monkeypatch):
+    monkeypatch.setattr(
+        "onerank.annotate.passes.resize.size_change.token_ids", lambda _: [(64, 64)]
+    )
+    with raises_code("resize-sizes-equal", naming="64"):
+        Resize(Change(0, 128)).apply(h200)
+
+
 def test_a_compiled_step_is_refused(h200):
     compilation = Compilation("default", 1, None, None, (), ())
     compiled = replace(h200, job=msgspec.structs.replace(h200.job, compilation=compilation))

@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from notes import has_note
 
 import onerank
 from onerank.analysis.step_time import step_change
@@ -70,6 +71,8 @@ def test_a_fast_host_leaves_the_step_of_the_kernels(cpu: Graph, described):
 
 def test_the_typical_host_and_its_interval(cpu: Graph):
     graph = onerank.recost(cpu, "H100")
+    assert has_note(graph.job.measurement.notes, "host-described", "typical")
+    assert has_note(graph.job.measurement.notes, "launches-by-rules")
     assert onerank.recost(cpu, "B200").job.annotations[-1].details["host"] == "typical"
     low, high = graph.job.annotations[-1].details["host_interval"]
     step = step_change(cpu, graph, ())

@@ -13,7 +13,7 @@ import onerank
 from onerank import annotate as annotate_package
 from onerank.analysis.step_time import replay
 from onerank.annotate.gpus.registry import load_gpu
-from onerank.annotate.recost.from_datasheet import recost_counts
+from onerank.annotate.recost.from_datasheet import _in_bytes, recost_counts
 from onerank.cli import annotate
 from onerank.converters.targets.astra_sim.exporter import export
 from onerank.ir import Evidence
@@ -132,6 +132,14 @@ def test_explaining_a_counted_node_says_how_all_are_made(trace: Path) -> None:
     result = CliRunner().invoke(annotate, ["--target", "H100", "--explain", "1", str(trace)])
     assert result.exit_code == 2
     assert "error[explain-counted-work]" in result.stderr
+
+
+def test_sizes_beyond_int64_are_refused(trace: Path) -> None:
+    graph = onerank.read(trace)
+    columns = {"comm_bytes": graph.nodes.comm_bytes.copy()}
+    columns["comm_bytes"][2] = 2**62
+    with raises_code("recost-counts-too-large", naming=("node 3", "comm_bytes", str(2**62))):
+        _in_bytes(graph.with_columns(**columns), 2)
 
 
 def test_a_target_without_a_rate_is_refused(trace: Path) -> None:

@@ -10,6 +10,7 @@ import onnx
 import pytest
 import torch
 from click.testing import CliRunner
+from notes import codes
 from onnx import TensorProto, helper, numpy_helper
 from raised import raises_code
 from torch import nn
@@ -79,6 +80,7 @@ def test_forward_of_a_perceptron(tmp_path):
 
 def test_backward_and_optimizer_of_a_perceptron(tmp_path):
     graph, report = convert_onnx(saved(tmp_path, perceptron(batch=32)), train=True)
+    assert codes(report.notes) == ["onnx-never-run", "onnx-derived-backward"]
     phases = graph.nodes.phase.tolist()
     ops = list(zip(graph.text("op"), graph.text("module"), phases, strict=True))[3:]
     assert ops == [

@@ -93,6 +93,8 @@ def test_several_streams_wait_for_all_of_the_other_sort():
         (step((K, 100, -1), (C, 50, -1), waits=[(0, 1)]), "serialize-already-serial"),
         (step((K, 100, -1)), "serialize-nothing-overlaps"),
         (step((C, 100, -1)), "serialize-nothing-overlaps"),
+        # The kernel waits for a collective that is issued after it.
+        (step((K, 100, -1), (C, 50, -1), waits=[(1, 0)]), "serialize-order-conflict"),
     ],
 )
 def test_where_there_is_no_overlap(graph, code):

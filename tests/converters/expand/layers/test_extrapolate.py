@@ -265,7 +265,10 @@ def test_a_peak_that_moves_is_taken_from_the_replay():
     extrapolated = extrapolate({2: loss_peaks(2, 12_200), 3: loss_peaks(3, 13_300)}, 8)
     # the optimizer's moment: 8 layers of weights, of gradients, and of temporaries
     assert extrapolated.job.measurement.peak_memory_bytes == 8000 + 8 * 30 + 8 * 3000
-    assert has_note(extrapolated.job.measurement.notes, "extrapolated-peaks-differ")
+    notes = extrapolated.job.measurement.notes
+    assert has_note(notes, "extrapolated-peaks-differ")
+    note_of(notes, "layers-extrapolated", 8, 2, 3)
+    assert has_note(notes, "extrapolated-from-two-depths")
 
 
 def test_at_its_own_depth_the_capture_is_returned_with_the_lines():

@@ -1,0 +1,22 @@
+"""Notes on a row of a plan."""
+
+from types import SimpleNamespace
+from typing import Any
+
+from notes import codes, note_of
+
+from onerank.annotate import load_gpu
+from onerank.plan.evaluate import _notes
+
+
+def notes(gpu: str, micro_batches: int, host_bound: float) -> Any:
+    stages: Any = [SimpleNamespace(micro_batches=1, host_bound_share=host_bound)]
+    layout: Any = SimpleNamespace(micro_batches=micro_batches)
+    return _notes(load_gpu(gpu), stages, layout)
+
+
+def test_a_row_names_what_its_figures_lack():
+    assert notes("H100", 1, 0.0) == ()
+    assert codes(notes("H100", 4, 0.0)) == ["plan-one-micro-batch"]
+    note_of(notes("H100", 1, 0.25), "plan-host-bound", 25)
+    assert codes(notes("MI300X", 1, 0.0)) == ["plan-link-power-unknown"]
