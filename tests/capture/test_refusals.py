@@ -20,7 +20,7 @@ from raised import raises_code
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig
 
-from onerank.capture import Options, capture_script, validate_options
+from onerank.capture import Options, capture_script, run_as_rank, validate_options
 from onerank.capture.bench import measure_link
 from onerank.capture.bench.bench_call import BenchCall, Operand
 from onerank.capture.bench.bench_runner import Bench
@@ -289,6 +289,15 @@ OPTIONS: dict[str, Callable[[], Any]] = {
     ),
     "layers-with-real-job": lambda: validate_options.check_layers(
         (2, 4), Options(record_real_job=True)
+    ),
+    "heads-replicated": lambda: run_as_rank._check_slices(
+        Path("train.py"),
+        Options(),
+        SimpleNamespace(  # type: ignore[arg-type]
+            sliced=[(None, SimpleNamespace(modules=(run_as_rank.REPLICATED_HEADS,)))]
+        ),
+        0,
+        trains=True,
     ),
     "ranks-classes-differ": lambda: capture_script._check_classes(
         1, [RankClass(1, {"ep": (0,)})], 0, [RankClass(0, {"ep": (0, 1)})]
