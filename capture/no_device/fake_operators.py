@@ -29,9 +29,9 @@ from torch.utils._pytree import tree_map_only
 
 from onerank.capture.fake_tensors import mark_written
 from onerank.capture.no_device.event_log import Describer, Event, EventLog
+from onerank.capture.no_device.fake_kernels import lacks_fake, shapes_of
 from onerank.capture.no_device.functional_collectives import FunctionalCollectives
 from onerank.capture.no_device.gpu_operators import Shaped, WrappedNumber, inner_of, run_before
-from onerank.capture.no_device.missing_kernels import lacks_fake, shapes_of
 from onerank.capture.no_device.storages import Storages, Workspaces
 from onerank.capture.no_device.tensor_values import KNOWN_ELEMENTS, Known, UnknownValues
 
