@@ -24,6 +24,7 @@ rank, which does not pickle, and exchange messages with it in both directions.
 
 import atexit
 import contextlib
+import ctypes
 import gc
 import multiprocessing
 import os
@@ -45,6 +46,8 @@ _T = TypeVar("_T")
 
 GRACE_S = 30
 """Time for an interrupted process to remove its files before it is killed, in seconds."""
+
+_PR_SET_PDEATHSIG = 1  # of Linux's <sys/prctl.h>
 
 # Interval in which a silent process is checked for its end, in seconds.
 _POLL_S = 1
@@ -255,6 +258,7 @@ def _run(sender: Connection, call: _Call) -> None:
             sender.send((_EVENT, event))
 
     try:
+        _end_with_parent()
         outcome = _RETURNED, call.function(*call.args, report)
     except KeyboardInterrupt:  # the command reports the interruption
         outcome = None
@@ -266,6 +270,22 @@ def _run(sender: Connection, call: _Call) -> None:
     sender.close()
     exit_handlers: Any = atexit
     exit_handlers._run_exitfuncs()  # a fork ends without them
+
+
+def _end_with_parent() -> None:
+    """Interrupt this process when the process that started it ends, even by a kill; Linux only.
+
+    Raises:
+        KeyboardInterrupt: it has ended already.
+    """
+    parent = multiprocessing.parent_process()
+    if sys.platform != "linux" or parent is None:
+        return
+    # As in `end_process`, an interrupted process removes its temporary files.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGINT)
+    # The signal is sent only for an end after the call.
+    if os.getppid() != parent.pid:
+        raise KeyboardInterrupt
 
 
 def _forget_exit_handlers() -> None:

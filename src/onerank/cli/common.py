@@ -240,8 +240,9 @@ def exit_on_errors(arguments: Mapping[str, Any]) -> Generator[None]:
             # stdout may be the stream that cannot be written.
             discard_stdout()
         sys.exit(2)
-    except KeyboardInterrupt:
-        say("interrupted: nothing was written", err=True)
+    except KeyboardInterrupt as interrupt:
+        # A command that has stored something says so as the text of the exception.
+        say(f"interrupted: {str(interrupt) or 'nothing was written'}", err=True)
         sys.exit(130)  # as a shell reports SIGINT: 128 + 2
 
 

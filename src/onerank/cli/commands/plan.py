@@ -23,7 +23,7 @@ from onerank.cli.common import (
     reports_errors,
 )
 from onerank.cli.dataclass_to_click import SIZE, option, with_options
-from onerank.cli.terminal import advancing_parts, counted, lines, print_json, say, table
+from onerank.cli.terminal import advancing_parts, counted, lines, print_json, table
 from onerank.display import size
 
 if TYPE_CHECKING:
@@ -101,9 +101,10 @@ def plan(config: Path, options: PlanOptions, as_json: bool) -> None:
     with contextlib.chdir(read.directory), advancing_parts() as progress:
         try:
             made = make_plan(read, store, executor, progress)
-        except KeyboardInterrupt:
-            say("results so far are stored: the same command goes on from there", err=True)
-            raise
+        except KeyboardInterrupt as interrupt:
+            raise KeyboardInterrupt(
+                "results so far are stored: the same command goes on from there"
+            ) from interrupt
     commands = _write(made, output, options.rows, library)
     if as_json:
         print_json(made.record())
