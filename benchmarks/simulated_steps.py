@@ -3,7 +3,7 @@
 Columns of the table, each a step in ms and how far it is from the real one:
 
 - real: median of the slowest rank's steps by CUDA events, no profiler; lowest and highest.
-- slice: the slice's own such step. It has emulated collectives and no other rank.
+- slice: the own such step of the slice on GPU 0, with emulated collectives and no other rank.
 - replay: `onerank replay` of the slice in steady state; of pipeline stages, of the whole job.
 - ASTRA, GPU time: the exported kernels and ASTRA-sim's communication.
 - ASTRA, host time: the same with --include-host-delays.
@@ -121,12 +121,14 @@ def compare(directory: Path) -> None:
         simulated = predictions(paths, form, results, network)
         # A stage's own step waits for no other stage.
         piped = "--pp" in results["forms"][owner]["slice_command"]
-        simulated["slice"] = None if piped else max(record["step_ns"] for record in slices) / 1e6
+        simulated["slice"] = None if piped else slices[0]["step_ns"] / 1e6
+        simulated["slices"] = [record["step_ns"] / 1e6 for record in slices]
         table[name] = {"real_ms": real, "low_ms": low, "high_ms": high, **simulated}
         table[name] |= parts(directory, name, form, results)
         cells = "".join(f"{_cell(simulated.get(column), real):>24}" for column in columns)
         print(f"{name:16}{f'{real:.3f} ({low:.3f} - {high:.3f})':>30}{cells}", flush=True)
         print(f"{'':16}{_told(simulated)}")
+    _print_errors(table, columns)
     _print_parts(table)
     (directory / "predicted.json").write_text(json.dumps(table, indent=1) + "\n")
 
@@ -161,6 +163,16 @@ def parts(directory: Path, name: str, form: Any, results: Any) -> dict[str, Any]
             }
         )
     return row
+
+
+def _print_errors(table: dict[str, Any], columns: Sequence[str]) -> None:
+    print("\nabsolute error over the forms: median, largest")
+    for column in columns:
+        errors = [
+            abs(row[column] / row["real_ms"] - 1) for row in table.values() if row.get(column)
+        ]
+        if errors:
+            print(f"{column:24}{np.median(errors):>8.1%}{max(errors):>8.1%}  {len(errors)} forms")
 
 
 def _print_parts(table: dict[str, Any]) -> None:
@@ -217,10 +229,12 @@ def _conditions(results: Any) -> None:
 
 
 def _told(simulated: dict[str, Any]) -> str:
-    per_slice = simulated.get("ASTRA, host time, each", [])
-    steps = ", ".join(f"{step / 1e6:.3f}" for step in per_slice if step)
-    slices = f"; by GPU, ASTRA with host time: {steps}" if len(per_slice) > 1 else ""
-    return f"network: {simulated['network']}{slices}"
+    text = f"network: {simulated['network']}"
+    per_gpu = simulated.get("ASTRA, host time, each", [])
+    if len(per_gpu) > 1:
+        text += "; by GPU, slice: " + ", ".join(f"{step:.3f}" for step in simulated["slices"])
+        text += "; ASTRA, host time: " + ", ".join(f"{step / 1e6:.3f}" for step in per_gpu if step)
+    return text
 
 
 def _cell(ms: float | None, real: float) -> str:
@@ -258,7 +272,7 @@ class Job:
 
 
 def predictions(paths: Sequence[Path], form: Any, results: Any, network: Network) -> dict[str, Any]:
-    """Return steps in ms by column; the slowest, if each slice represents all ranks."""
+    """Return steps in ms by column; of the slice on GPU 0, if it represents all ranks."""
     schedule = form["schedule"]
     graphs = [onerank.read(path) for path in paths]
     on_cpu = graphs[0].job.device.type == "cpu"
@@ -268,7 +282,7 @@ def predictions(paths: Sequence[Path], form: Any, results: Any, network: Network
     simulated: dict[str, Any] = {"network": f"{bandwidth:.2f} GB/s, {latency:.0f} ns a message"}
     single_class = not schedule and not form["distinct"]
     if single_class:
-        simulated["replay"] = max(_replayed_ns(graph) for graph in graphs) / 1e6
+        simulated["replay"] = _replayed_ns(graphs[0]) / 1e6
     elif schedule:
         link = cluster.Link(bandwidth, latency / 1e3)
         fitted = cluster.Network(results["gpus"], link, link)
@@ -289,7 +303,7 @@ def predictions(paths: Sequence[Path], form: Any, results: Any, network: Network
             for part in ([[graph] for graph in slices] if single_class else [slices])
         ]
         steps = [simulate(job, host_time=host_time and not on_cpu) for job in jobs]
-        simulated[column] = None if None in steps else max(step for step in steps if step) / 1e6
+        simulated[column] = steps[0] and steps[0] / 1e6
         simulated[f"{column}, each"] = steps
     return simulated
 
