@@ -4,6 +4,7 @@ Columns of the table, each a step in ms and how far it is from the real one:
 
 - real: median of the slowest rank's steps by CUDA events, no profiler; lowest and highest.
 - slice: the own such step of the slice on GPU 0, with emulated collectives and no other rank.
+- slowest: the step of the job by the spread of these steps (Measurement.slowest_step_ns).
 - replay: `onerank replay` of the slice in steady state; of pipeline stages, of the whole job.
 - ASTRA, GPU time: the exported kernels and ASTRA-sim's communication.
 - ASTRA, host time: the same with --include-host-delays.
@@ -104,7 +105,7 @@ def compare(directory: Path) -> None:
     results = json.loads((directory / "results.json").read_text())
     network = load_network(directory / "network.toml")
     _conditions(results)
-    columns = ("slice", "replay", *SIMULATED)
+    columns = ("slice", "slowest", "replay", *SIMULATED)
     print(f"{'form':16}{'real, ms':>30}" + "".join(f"{name:>24}" for name in columns))
     table: dict[str, Any] = {}
     for name, form in results["forms"].items():
@@ -122,6 +123,8 @@ def compare(directory: Path) -> None:
         # A stage's own step waits for no other stage.
         piped = "--pp" in results["forms"][owner]["slice_command"]
         simulated["slice"] = None if piped else slices[0]["step_ns"] / 1e6
+        slowest = onerank.read(paths[0]).job.measurement.slowest_step_ns(results["gpus"])
+        simulated["slowest"] = slowest / 1e6 if slowest and not piped else None
         simulated["slices"] = [record["step_ns"] / 1e6 for record in slices]
         table[name] = {"real_ms": real, "low_ms": low, "high_ms": high, **simulated}
         table[name] |= parts(directory, name, form, results)

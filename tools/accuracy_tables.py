@@ -26,6 +26,7 @@ _TABLE = re.compile(r"(<!-- claim: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 # What a headline row predicts; in the table of a claim the page's heading says it.
 _TITLES = {
+    "step-of-slice": "step of the job, from one slice",
     "step-in-astra-sim": "step in ASTRA-sim, from slices on one GPU",
     "slice-memory": "peak memory of a slice",
     "another-gpu-compute": "compute of a step on another GPU",

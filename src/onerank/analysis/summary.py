@@ -84,6 +84,8 @@ class Summary(msgspec.Struct, frozen=True):
         start_memory_bytes: allocated when the step began, 0 if not known.
         measured_step_ns: median step without a profiler; None if none was measured.
         step_ns: each of those steps.
+        job_step_ns: expected step of the job, whose equal ranks wait for the slowest; None for a
+            real rank, a pipeline stage, communication without a time, or too few measured steps.
         timed_step_ns: each step with events around its modules.
         host_step_ns: host time of each of several steps without a profiler that began with an idle
             GPU.
@@ -128,6 +130,7 @@ class Summary(msgspec.Struct, frozen=True):
     start_memory_bytes: int
     measured_step_ns: int | None
     step_ns: tuple[int, ...]
+    job_step_ns: int | None
     timed_step_ns: tuple[int, ...]
     host_step_ns: tuple[int, ...]
     profiled_host_ns: int
@@ -241,6 +244,7 @@ def summarise(graph: Graph) -> Summary:
         start_memory_bytes=measured.start_memory_bytes,
         measured_step_ns=step_ns,
         step_ns=measured.step_ns,
+        job_step_ns=_job_step_ns(graph),
         timed_step_ns=measured.timed_step_ns,
         host_step_ns=measured.host_step_ns,
         # The first profiled step: it gave the structure of the trace. 0 without any.
@@ -280,6 +284,17 @@ def summarise(graph: Graph) -> Summary:
         classes=job.classes,
         inference=job.inference,
     )
+
+
+def _job_step_ns(graph: Graph) -> int | None:
+    """Return the expected step of all ranks together, if the graph is a slice of equal ranks."""
+    nodes, world = graph.nodes, graph.job.world
+    calls = graph.communication & (nodes.duration_ns > 0)
+    # A real rank's own steps wait already.
+    emulated = bool(calls.any()) and not (nodes.evidence[calls] == Evidence.MEASURED).all()
+    if not emulated or world.sizes.get("pp", 1) > 1:
+        return None
+    return graph.job.measurement.slowest_step_ns(world.size)
 
 
 def _stage(job: Job) -> StageSummary | None:

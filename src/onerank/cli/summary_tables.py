@@ -102,6 +102,7 @@ def render_summary(summary: Summary, title: str) -> None:
             f"{flops(summary.flops)}, {size(summary.bytes)} moved",
         ),
         ("step" if summary.measured_step_ns is None else "step, measured", _step(summary)),
+        *_job_step(summary),
         (
             "peak memory",
             f"{size(summary.peak_memory_bytes)} ({size(summary.start_memory_bytes)} at the start)"
@@ -174,6 +175,12 @@ def _render_pipeline(stage: StageSummary) -> None:
         for peak in stage.peaks
     ]
     table("Peak memory by schedule", ("", "micro-batches", "in flight", "peak"), rows)
+
+
+def _job_step(summary: Summary) -> list[tuple[str, str]]:
+    if summary.job_step_ns is None:
+        return []
+    return [("step of the job", f"{time(summary.job_step_ns)}, as its ranks wait for the slowest")]
 
 
 def _step(summary: Summary) -> str:

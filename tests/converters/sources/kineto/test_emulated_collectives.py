@@ -2,14 +2,17 @@
 
 import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
 from onerank.analysis.step_time import replay
+from onerank.analysis.summary import summarise
 from onerank.converters.sources.kineto import Conversion, convert_directory
-from onerank.ir import Collective, Graph
+from onerank.ir import Collective, Evidence, Graph
 
 RAW = Path(__file__).parents[4] / "traces" / "h200-llama-8b-4l-tp4-standin"
 PROFILES = ("profile", "profile.1", "profile.2")
@@ -98,3 +101,16 @@ def test_modules_have_their_own_times(graph: Graph):
             path = f"model.layers.{layer}"
             inside = sum(times.get((f"{path}.{part}", phase), 0) for part in ("self_attn", "mlp"))
             assert 0 < inside < times[path, phase] < 2.5 * inside
+
+
+def test_the_job_waits_for_the_slowest_of_its_ranks(graph: Graph) -> None:
+    measured = graph.job.measurement
+    steps = msgspec.structs.replace(measured, step_ns=tuple(range(1000, 1020)))
+    timed = replace(graph, job=msgspec.structs.replace(graph.job, measurement=steps))
+    summary = summarise(timed)
+    assert summary.measured_step_ns == 1010
+    assert summary.job_step_ns == round(1000 + 0.5**0.25 * 19)
+    real = timed.with_columns(
+        evidence=np.where(graph.communication, Evidence.MEASURED, graph.nodes.evidence)
+    )
+    assert summarise(real).job_step_ns is None
