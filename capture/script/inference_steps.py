@@ -23,6 +23,7 @@ from onerank.capture.script.optimizer_steps import optimizer_exists
 from onerank.capture.script.repeatable_call import RepeatableCall, kept_random_state
 from onerank.ir import InferenceStep
 from onerank.ir.errors import ScriptError
+from onerank.ir.notes import Note
 
 DEFAULT_STEPS: tuple[StepChoice, ...] = ("prefill", "decode")
 """Steps that are captured if the user names none."""
@@ -202,4 +203,12 @@ class InferenceSteps:
             new_tokens=tokens.new_tokens,
             context_lengths=tokens.context or (),
         )
+        if not self.chosen:
+            windows.observed.notes.append(
+                Note(
+                    f"the script trains nothing: the step is forward {self.forwards} of "
+                    f"{type(model).__name__}, repeated in place; --steps chooses others",
+                    code="inference-recognised",
+                )
+            )
         self.measured.append(MeasuredForward(label, raw, windows, step))

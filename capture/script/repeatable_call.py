@@ -37,7 +37,7 @@ _CACHE_DIMS = 3
 _SEARCHED_OUT = (nn.Module, type, FunctionType, ModuleType, torch.dtype, torch.device)
 
 # Attributes in which nn.Module keeps what is no state of a forward.
-_MODULE_INTERNALS = frozenset(vars(nn.Module())) - {"_buffers"}
+_MODULE_INTERNALS = frozenset(vars(nn.Module()))
 
 
 class RepeatableCall:
@@ -133,10 +133,10 @@ class RepeatableCall:
     def _search_module(self, module: nn.Module) -> None:
         """Store what a module's own attributes hold, and the caches among them."""
         attributes = vars(module)
+        buffers: dict[str, Any] = attributes["_buffers"]
         held = {name: attributes[name] for name in attributes.keys() - _MODULE_INTERNALS}
-        self._fixed.append((attributes, held))
-        self._fixed.append((module._buffers, dict(module._buffers)))
-        for value in (*held.values(), *module._buffers.values()):
+        self._fixed += [(attributes, held), (buffers, dict(buffers))]
+        for value in (*held.values(), *buffers.values()):
             if isinstance(value, Tensor):
                 self._add_counter(value)
             elif _holds_tensors(value):

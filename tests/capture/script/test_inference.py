@@ -130,6 +130,8 @@ def test_a_plain_loop_is_recognised(tmp_path):
     done = captured(tmp_path, LOOP.format(mode=INFERENCE, then=""), device="none")
     assert done["prefill"].graph.job.inference == InferenceStep("prefill", 1, 2, 5, (0, 0))
     assert done["decode"].graph.job.inference == InferenceStep("decode", 2, 2, 1, (5, 5))
+    codes = [note.code for note in done["decode"].graph.job.measurement.notes]
+    assert "inference-recognised" in codes
 
 
 TRAIN = """

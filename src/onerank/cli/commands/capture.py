@@ -220,6 +220,8 @@ def _write_steps(steps: "Mapping[str, Capture]", output: Path, *, as_json: bool)
         *("nodes", "peak memory", "time", "trace"),
     )
     table("Captured steps, one rank", columns, rows, texts=(0, len(columns) - 1))
+    notes = dict.fromkeys(str(note) for done in summaries for note in done.summary.notes)
+    lines([("written to", str(output.parent)), *(("note", note) for note in notes)])
 
 
 def _write_ranks(done: "CapturedRanks", world: str, output: Path, *, as_json: bool) -> None:
