@@ -201,7 +201,8 @@ def _wave_lines(kernels: KernelFeatures, row: int, target: Gpu) -> Lines:
         return []
     call = int(kernels.call[row])
     if kernels.attention[call, :7].all():
-        tiles, what = attention_tiles(kernels.attention[[call]]).item(), "tiles of 128 queries"
+        tiles = attention_tiles(target, kernels.attention[[call]]).item()
+        what = "tiles of 128 queries"
     else:
         batch, m, n, *_ = kernels.gemm[call]
         tiles = batch * np.ceil(m / 128) * np.ceil(n / 128)

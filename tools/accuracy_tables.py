@@ -30,7 +30,7 @@ _TITLES = {
     "step-in-astra-sim": "step in ASTRA-sim, from slices on one GPU",
     "slice-memory": "peak memory of a slice",
     "another-gpu-compute": "compute of a step on another GPU",
-    "products-new-family": "bf16 products, GPU family not in the fit",
+    "held-out": "single kernels, GPU family not in the fit",
 }
 
 _NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")

@@ -22,7 +22,7 @@ from onerank.ir.measurement import LARGE_SHAPES, SKINNY_SHAPES
 
 # The compute rate changes the time of skinny GEMMs a little, and the bandwidth that of large ones,
 # so both are adjusted together, several times.
-_ROUNDS = 8
+_ROUNDS = 10
 _ITEM_BYTES = 2  # the microbenchmarks multiply 16-bit operands
 
 
@@ -53,7 +53,7 @@ def calibrated(gpu: Gpu, c: GemmCoefficients) -> Calibration:
     compute = memory = 1.0
     limits = peak / rate, described.peak_bandwidth_bytes_per_s / described.bandwidth_bytes_per_s
     # The limits apply in every round: clipped only at the end, a measurement above what the model
-    # has at the peak would multiply the factor eight times.
+    # has at the peak would multiply the factor in each round.
     for _ in range(_ROUNDS):
         trial = _with_memory(described, memory)
         rates = Rates(*(np.array([rate_per_s]) for rate_per_s in (rate * compute, peak)))

@@ -6,12 +6,20 @@
 import functools
 import tomllib
 from pathlib import Path
+from statistics import geometric_mean
 
 import msgspec
 
 from onerank.annotate.gpus.gpu import Gpu
 
-__all__ = ["AttentionCoefficients", "Coefficients", "Error", "GemmCoefficients", "Pipeline"]
+__all__ = [
+    "AttentionCoefficients",
+    "Coefficients",
+    "EightBit",
+    "Error",
+    "GemmCoefficients",
+    "Pipeline",
+]
 
 _SHIPPED = Path(__file__).with_name("coefficients.toml")
 
@@ -64,6 +72,20 @@ class GemmCoefficients(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ramp_cycles: float
 
 
+class EightBit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How 8-bit kernels differ from the tiles of 16-bit ones, at the rates of their dtype.
+
+    Attributes:
+        floor: launch floors in addition to the tiles, in place of `GemmCoefficients.floor`.
+        rate: factor on the sustained rate; the result is at most the peak.
+        body: factor on the time above the floor.
+    """
+
+    floor: float
+    rate: float
+    body: float
+
+
 class AttentionCoefficients(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Coefficients of fused attention.
 
@@ -105,13 +127,19 @@ class Coefficients(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         provenance: date, versions, data and its licence, GPUs.
         gemm: GEMMs.
+        eight_bit: architecture -> its 8-bit GEMMs.
         attention: fused attention.
+        attention_floor: architecture -> factor on `AttentionCoefficients.floor` of its usual
+            kernels, if FlashAttention was not measured there.
         same_die: share of a GEMM's deviation from its tiles on the source that carries over to a
             GPU of the same die.
         product_carried: the same for a GPU of another die.
         eight_bit_carried: the same for 8-bit GEMMs. No coefficient is fitted to them, and they
             deviate equally on all GPUs (correlation 0.8 to 0.9), so most of it carries over.
         attention_carried: the same for forward attention.
+        other_attention: factor on the time of attention by its shape where no kernel was measured
+            on the architecture.
+        architectures: of the fitted GPUs.
         hull: property of a GPU -> its smallest and largest value among the fitted GPUs.
         errors: kind of prediction -> its errors.
         datasheet_errors: the same for a target whose description has only datasheet figures (see
@@ -120,14 +148,32 @@ class Coefficients(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     provenance: dict[str, str]
     gemm: GemmCoefficients
+    eight_bit: dict[str, EightBit]
     attention: AttentionCoefficients
     same_die: float
     product_carried: float
     eight_bit_carried: float
     attention_carried: float
+    attention_floor: dict[str, float]
+    other_attention: float
+    architectures: tuple[str, ...]
     hull: dict[str, tuple[float, float]]
     errors: dict[str, Error]
     datasheet_errors: dict[str, Error] = {}
+
+    def eight_bit_on(self, gpu: Gpu) -> EightBit:
+        """Return how 8-bit kernels differ on a GPU; for others than measured, the mean in ln."""
+        if measured := self.eight_bit.get(gpu.architecture):
+            return measured
+        columns = zip(
+            *(msgspec.structs.astuple(each) for each in self.eight_bit.values()), strict=True
+        )
+        return EightBit(*(geometric_mean(column) for column in columns))
+
+    def attention_on(self, gpu: Gpu) -> AttentionCoefficients:
+        """Return the coefficients of fused attention by the usual kernels of a GPU."""
+        floor = self.attention.floor * self.attention_floor.get(gpu.architecture, 1.0)
+        return msgspec.structs.replace(self.attention, floor=floor)
 
     def for_gpus(self, source: Gpu | None, target: Gpu) -> "Coefficients":
         """Return the coefficients with the errors that apply to these descriptions."""

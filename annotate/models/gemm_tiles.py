@@ -37,7 +37,7 @@ import numpy.typing as npt
 
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.gpus.spec_schema import ASYNCHRONOUS, SYNCHRONOUS
-from onerank.annotate.models.coefficients import GemmCoefficients, Pipeline
+from onerank.annotate.models.coefficients import EightBit, GemmCoefficients, Pipeline
 from onerank.annotate.models.prediction_terms import (
     Term,
     TermRecord,
@@ -145,6 +145,13 @@ _COLD_COPIES = 6
 
 _MISSES = 8  # exponent: how sharply misses set in as the working set fills the cache
 
+_WRITE_MISSES = 4  # the same for results, which a cache begins to write back before it is full
+
+# Share of the cache that results fill before half of them are written back. An L40S writes results
+# of 0.7 to 1.0 of its 101 MB at 660 GB/s, as memory does, and smaller ones at 1200; the model that
+# kept them took 0.57 of the time. Not fitted: without the L40S nothing determines it.
+_DIRTY = 0.57
+
 _CAP = 6  # exponent: how well idle SMs of a last wave hide behind the power cap
 
 _BURST_NS = 1.2e6  # the power cap takes effect in kernels longer than this
@@ -177,14 +184,28 @@ def pipeline_of(gpu: Gpu, coefficients: GemmCoefficients) -> Pipeline:
 
 
 class Run(NamedTuple):
-    """The GPU on which GEMMs run, and its rates for the dtype of each."""
+    """The GPU on which GEMMs run, and its rates for the dtype of each.
+
+    Attributes:
+        gpu: the GPU.
+        rates: of each GEMM's dtype.
+        vector: whether they run on the vector units.
+    """
 
     gpu: Gpu
     rates: Rates
+    vector: bool = False
 
     def part(self, where: slice) -> "Run":
         """Return the run of the GEMMs at `where`."""
-        return Run(self.gpu, Rates(self.rates.sustained[where], self.rates.peak[where]))
+        return self._replace(rates=Rates(self.rates.sustained[where], self.rates.peak[where]))
+
+    def pipeline(self, coefficients: GemmCoefficients) -> Pipeline:
+        """Return the coefficients of the SMs' pipeline."""
+        # On an H100, cuBLAS multiplies float32 with Ampere's kernels ("ampere_sgemm_128x64_tn"):
+        # a copy engine feeds matrix units only. With the pipeline of its matrix units 1,040 linear
+        # layers of NeuSight's set were 1.22 times off there, in the median.
+        return coefficients.synchronous if self.vector else pipeline_of(self.gpu, coefficients)
 
 
 def gemm_ns(
@@ -194,6 +215,8 @@ def gemm_ns(
     coefficients: GemmCoefficients,
     described: Run | None = None,
     *,
+    vector: bool = False,
+    eight_bit: EightBit | None = None,
     record: TermRecord | None = None,
 ) -> F64:
     """Return the time of GEMMs in ns, float64[d].
@@ -205,10 +228,16 @@ def gemm_ns(
             seventh column, elements of [m, k] per element in memory, float64[d, 6 or 7].
         coefficients: fitted coefficients.
         described: the GPU without overrides of its figures; None: no overrides.
+        vector: whether they run on the vector units.
+        eight_bit: how 8-bit kernels differ; None: other dtypes. Its factor on rates is the
+            caller's.
         record: takes the terms of GEMMs, as positions among the d.
     """
-    predicted_ns, run = np.empty(len(shapes)), Run(gpu, rates)
-    floor_ns = coefficients.floor * gpu.launch_floor_ns
+    predicted_ns, run = np.empty(len(shapes)), Run(gpu, rates, vector)
+    floors, slower = coefficients.floor, 1.0
+    if eight_bit is not None:
+        floors, slower = eight_bit.floor, eight_bit.body
+    floor_ns = floors * gpu.launch_floor_ns
     for start in range(0, len(shapes), _CHUNK):
         chunk = slice(start, start + _CHUNK)
         tilings = _tiling_times(run.part(chunk), shapes[chunk], coefficients)
@@ -220,9 +249,10 @@ def gemm_ns(
             before = _tiling_times(described.part(chunk), shapes[chunk], coefficients).body
             body = _picked(before, coefficients)
             body *= _power_mean(tilings.body, coefficients) / _power_mean(before, coefficients)
+        body *= slower
         predicted_ns[chunk] = floor_ns + body
         if record is not None:
-            terms = _GemmTerms(gpu.name, floor_ns, tilings, body, coefficients)
+            terms = _GemmTerms(gpu.name, floor_ns, tilings, body, slower, coefficients)
             record.update(chunk, terms.term)
     return predicted_ns
 
@@ -267,6 +297,7 @@ class _GemmTerms(NamedTuple):
         floor_ns: launch floor.
         tilings: times by tiling.
         body_ns: time above the floor over the tilings that a library picks, float64[d].
+        slower: factor in it of 8-bit kernels.
         c: coefficients.
     """
 
@@ -274,6 +305,7 @@ class _GemmTerms(NamedTuple):
     floor_ns: float
     tilings: _TilingTimes
     body_ns: F64
+    slower: float
     c: GemmCoefficients
 
     def term(self, i: int, _: Term | None = None) -> Term:
@@ -298,19 +330,22 @@ class _GemmTerms(NamedTuple):
             note = f"dividing the inner size among SMs {on}"
             body = total(body, quantity("split", split, note=note))
         note = f"of the tilings that libraries pick over the fastest {on}"
-        tilings = factor(float(self.body_ns[i]) / body.value, "tilings", note)
+        tilings = factor(float(self.body_ns[i]) / body.value / self.slower, "tilings", note)
+        factors = [body, tilings]
+        if self.slower != 1:
+            factors.append(factor(self.slower, "8-bit", "kernels over 16-bit ones"))
         floor = quantity("floor", self.floor_ns, note=f"launch floor {on}")
         value = self.floor_ns + float(self.body_ns[i])
-        return total(floor, product(body, tilings), name="by tiles", value=value, note=on)
+        return total(floor, product(*factors), name="by tiles", value=value, note=on)
 
 
 def _tiling_times(run: Run, shapes: F64, c: GemmCoefficients) -> _TilingTimes:
     """Return the times of each tiling of each GEMM; the module's docstring has the formulas."""
-    gpu, rates = run
+    gpu, rates = run.gpu, run.rates
     batch, m, n, k, item, result, *more = shapes.T[:, :, None]
     reuse = more[0] if more else 1.0
     rows, columns, split = _TILINGS[:, None, :]
-    pipe, sm = pipeline_of(gpu, c), gpu.sm_count
+    pipe, sm = run.pipeline(c), gpu.sm_count
     cycle = 1e9 / gpu.clock_hz  # in ns, as all times here
     steps = np.ceil(k / split / _STEP)
     inner = steps * _STEP
@@ -343,7 +378,8 @@ def _tiling_times(run: Run, shapes: F64, c: GemmCoefficients) -> _TilingTimes:
     size = (gpu.l2_bytes or 1) / gpu.l2_partitions
     occupancy = (left + right + out) / size
     missed = (left + right) * _miss((_COLD_COPIES * (left + right) + out) / size)
-    written = (out + partial) * _miss((left + right + out + partial) / size)
+    filled_by_results = (left + right + out + partial) / size / _DIRTY
+    written = (out + partial) * _miss(filled_by_results, _WRITE_MISSES)
     # Tiles in flight form a square block of sm^0.5 tiles per edge, which shares
     # its operands. The first read of each operand already counts in `missed`.
     reread_bytes = (
@@ -368,10 +404,10 @@ def cache_misses(gpu: Gpu, used: F64) -> F64:
     return _miss(used * gpu.l2_partitions / (gpu.l2_bytes or 1))
 
 
-def _miss(share: F64) -> F64:
+def _miss(share: F64, exponent: int = _MISSES) -> F64:
     """Return the share of accesses that miss a cache of which the data fill `share`."""
     # The least share keeps 0 ** -8 from dividing by zero; it already gives a miss rate of 1e-24.
-    return 1 / (1 + np.maximum(share, 1e-3) ** -float(_MISSES))
+    return 1 / (1 + np.maximum(share, 1e-3) ** -float(exponent))
 
 
 def p_norm(power: float, *terms: F64) -> F64:

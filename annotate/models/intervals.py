@@ -16,6 +16,7 @@ import numpy.typing as npt
 from onerank.annotate.deduplicate import deduplicate
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.gpus.spec_schema import ASYNCHRONOUS, OTHER_ARCHITECTURE, SYNCHRONOUS
+from onerank.annotate.models.attention_kernels import is_known_by_shape
 from onerank.annotate.models.coefficients import Coefficients
 from onerank.annotate.models.features import F64, U8, KernelFeatures, Mask
 from onerank.annotate.models.prediction_terms import (
@@ -29,6 +30,10 @@ from onerank.ir.arrays import membership_mask
 
 # Additional distance of an architecture without a fitted `Pipeline`, which gets a mean of the two.
 _UNKNOWN_ARCHITECTURE = 0.7
+
+# Mean distance of the four die families, each left out: Ampere 0.98, Ada 1.30, Blackwell 0.95,
+# Hopper 0. A workstation Blackwell is at 0.26.
+_UNSEEN_ARCHITECTURE = 0.8
 
 # About as far outside the others as the die families that the fit leaves out (up to 1.3).
 _VALIDATED_DISTANCE = 1.0
@@ -113,14 +118,23 @@ KINDS = (
     "gemm_same_die",
     "gemm_uncalibrated",
     "gemm_uncalibrated_short",
+    "gemm_unmeasured",
+    "gemm_unmeasured_short",
     "gemm_8bit",
+    "gemm_8bit_same_die",
+    "gemm_8bit_unmeasured",
+    "gemm_8bit_unmeasured_short",
     "attention",
     "attention_same_die",
     "attention_unmeasured",
+    "attention_other",
     "product",
+    "product_unmeasured",
     "retyped",
     "memory",
+    "memory_short",
     "memory_unmeasured",
+    "memory_unmeasured_short",
     "resized_product",
     "resized_attention",
     "resized_memory",
@@ -131,12 +145,16 @@ KINDS = (
 )
 """Kinds of prediction with separate errors; "kept" has none.
 
+A kind names what is known: the dtype; whether the call was measured on another GPU ("unmeasured":
+it was not), or on a cut of the same die; whether attention's kernel was measured on the target's
+architecture ("other": it was not). "product" are GEMMs on vector units or without tiles. "short"
+are predictions under `SHORT_NS`, which the launch determines.
+
 "resized" kinds are of another size on one GPU and add to those of another GPU. Memory-bound kernels
 without a measurement ("memory_unmeasured") are much less certain than measured ones. So are GEMMs
-with misaligned rows, of which eight were measured, up to 1.5 times off, and unmeasured attention
-("attention_unmeasured"). Unmeasured convolutions and recurrent layers ("composed") have errors from
-DeepBench, of two GPUs that differ from the fitted ones (benchmarks/deepbench.py), so they are not
-widened.
+with misaligned rows, of which eight were measured, up to 1.5 times off. Unmeasured convolutions and
+recurrent layers ("composed") have errors from DeepBench, of two GPUs that differ from the fitted
+ones (benchmarks/deepbench.py), so they are not widened.
 """
 
 _AT = {kind: np.uint8(at) for at, kind in enumerate(KINDS)}
@@ -144,7 +162,10 @@ _AT = {kind: np.uint8(at) for at, kind in enumerate(KINDS)}
 # Kinds of GEMM predictions by rules without fitted coefficients.
 _UNFITTED = ("retyped",)
 
-_OTHER_VENDORS = {"memory": 2.1, "memory_unmeasured": 1.8, "composed": 1.8}
+_OTHER_VENDORS = {
+    **dict.fromkeys(("memory", "memory_short"), 2.1),
+    **dict.fromkeys(("memory_unmeasured", "memory_unmeasured_short", "composed"), 1.8),
+}
 
 # Widening of errors on GPUs of other vendors, to which nothing was fitted. `_OTHER_VENDORS` has
 # factors on the errors of memory-bound kinds; `_FARTHER` is an additional distance from the fitted
@@ -153,6 +174,9 @@ _OTHER_VENDORS = {"memory": 2.1, "memory_unmeasured": 1.8, "composed": 1.8}
 # GEMMs). Of three attention shapes, which took 1.5 to 2.2 times as long as predicted, one is
 # inside.
 _FARTHER = 2.0
+
+# Errors that are no larger on a V100 and a T4, far outside the fitted GPUs, than on an A100.
+_ON_ANY_NVIDIA = (*_OTHER_VENDORS, "product", "product_unmeasured")
 
 # Errors of measured times or of bytes, which do not grow with the distance from the fitted GPUs.
 _WITHOUT_MODEL = ("resized_memory", "looked_up", "looked_up_loosely", "looked_up_otherwise")
@@ -216,21 +240,33 @@ def kinds_of(
     die = source is not None and same_die(source, target)
     by_tiles = membership_mask(rules, BY_TILES)
     attention = (kernels.attention[:, 0] > 0)[kernels.call]
-    gemm_kind = "gemm" if target.calibrated else "gemm_uncalibrated"
-    product = np.where(predicted_ns < SHORT_NS, _AT[f"{gemm_kind}_short"], _AT[gemm_kind])
-    # No coefficient is fitted to 8-bit GEMMs, so on another cut of the die they keep wider errors.
+    short = predicted_ns < SHORT_NS
+
+    def by_length(kind: str) -> U8:
+        return np.where(short, _AT[f"{kind}_short"], _AT[kind])
+
+    # The errors of 16-bit GEMMs are not those of vector units, whose tiles have no fit.
+    vector = np.array([name == "float32" for name in kernels.dtypes], dtype=bool)[kernels.dtype]
     eight_bit = (kernels.gemm[:, 4] == 1)[kernels.call]
-    product = np.where(eight_bit, _AT["gemm_8bit"], product)
-    if die:
-        product = np.where(eight_bit, product, _AT["gemm_same_die"])
+    if source is None:
+        sixteen = by_length("gemm_unmeasured")
+        narrow = by_length("gemm_8bit_unmeasured")
+    elif die:
+        sixteen, narrow = _AT["gemm_same_die"], _AT["gemm_8bit_same_die"]
+    else:
+        sixteen = by_length("gemm" if target.calibrated else "gemm_uncalibrated")
+        narrow = _AT["gemm_8bit"]
+    without_tiles = _AT["product_unmeasured" if source is None else "product"]
+    product = np.where(vector, without_tiles, np.where(eight_bit, narrow, sixteen))
     # Between cuts of a die the same attention kernel runs, whose deviation carries over whole.
     attention_kind = _AT["attention_same_die" if die else "attention"]
     if source is None:
-        attention_kind = _AT["attention_unmeasured"]
-    memory = "memory_unmeasured" if source is None else "memory"
+        known = is_known_by_shape(target)
+        attention_kind = _AT["attention_unmeasured" if known else "attention_other"]
+    memory = by_length("memory_unmeasured" if source is None else "memory")
     depthwise = kernels.matmul_class & ~kernels.matmul & np.isfinite(kernels.flops)
     multiplied = kernels.matmul_class & ~depthwise
-    other = np.where(multiplied, _AT["product"], _AT[memory])
+    other = np.where(multiplied, without_tiles, memory)
     # Eight misaligned GEMMs were measured, up to 1.5 times off.
     if not die:
         product = np.where(rules == Rule.MISALIGNED, _AT["memory_unmeasured"], product)
@@ -269,19 +305,25 @@ def widening(target: Gpu, c: Coefficients, kind: str) -> float:
     """Return the factor on the errors of a kind of prediction, for a GPU far from the fitted ones.
 
     With a die family left out of the fit, errors grew by about a quarter per unit of distance (see
-    `outside`). None was more than 1.3 outside, so errors grow faster beyond. `_UNFITTED` kinds are
+    `outside`). A GPU of an architecture that the fit has not seen is at least as far as those
+    families were in the mean: each of its figures may be within their range, and its kernels are
+    not. None was more than 1.3 outside, so errors grow faster beyond. `_UNFITTED` kinds are
     widened only beyond a distance of 1, since no fit favours a GPU. Look-ups on the GPU itself, and
-    changes of size by bytes, are not widened. Nor are memory-bound kernels on NVIDIA GPUs: on a
-    V100 and a T4, 2.3 and 3.3 outside, norms, softmax and elementwise kernels of 30 us and more are
-    as close to their roofline as on an A100.
+    changes of size by bytes, are not widened. Nor are memory-bound kernels and fp32 products on
+    NVIDIA GPUs: on a V100 and a T4, 2.3 and 3.3 outside, norms, softmax and elementwise kernels of
+    30 us and more are as close to their roofline as on an A100, and fp32 products to their tiles.
     """
     if kind in _WITHOUT_MODEL:
         return 1.0
+    if target.is_nvidia and kind in _ON_ANY_NVIDIA:
+        return 1.0
     if kind in _OTHER_VENDORS:
-        return 1.0 if target.is_nvidia else _OTHER_VENDORS[kind]
+        return _OTHER_VENDORS[kind]
     distance = outside(target, c)
     if kind in _UNFITTED:
         return max(1.0, distance)
+    if target.architecture not in c.architectures:
+        distance = max(distance, _UNSEEN_ARCHITECTURE)
     distance += 0.0 if target.is_nvidia else _FARTHER
     # A quarter per unit is measured as far as 1.3 outside; both branches meet at
     # 4/3. Faster growth beyond is an assumption, since nothing was measured there.

@@ -21,16 +21,17 @@ from tools.fit.evaluate_fit import (
     Case,
     captured_cases,
     looked_up_cases,
-    unmeasured_cases,
 )
 from tools.fit.leave_one_out import (
     datasheet_cases,
     errors_of,
     every_case,
+    few_families,
     fits_without,
     fitted,
 )
 from tools.fit.measured_kernels import read_attention, read_products
+from tools.fit.public_cases import read_linears
 
 _PROVENANCE = {
     "gemm": "bf16 products of A100, L40S, H100, H200, B200: ai-dynamo/aiconfigurator, "
@@ -63,12 +64,9 @@ def main() -> None:
     options = parser.parse_args()
     products = read_products(options.data)
     gpus = [load_gpu(name) for name in products.times_ns]
-    fits = fits_without(products, read_attention(options.data))
-    cases = [
-        *every_case(options.data, fits),
-        *looked_up_cases(options.data),
-        *unmeasured_cases(options.data),
-    ]
+    linears = read_linears(options.data)
+    fits = fits_without(products, read_attention(options.data), linears, options.data)
+    cases = [*every_case(options.data, fits), *looked_up_cases(options.data)]
     for step in options.step:
         cases += _looked_up(step)
     kinds = dict.fromkeys(case.kind for case in cases)
@@ -80,23 +78,25 @@ def main() -> None:
         parser.error(
             f"{options.data} lacks the measurements for the errors of {', '.join(missing)}"
         )
-    errors = {kind: errors_of(c for c in cases if c.kind == kind) for kind in kinds} | kept
+    few = few_families(cases)
+    errors = {kind: errors_of((c for c in cases if c.kind == kind), few) for kind in kinds} | kept
     cases_by_datasheet = [*datasheet_cases(options.data, fits)]
     datasheet_errors = {
         kind: error
         for kind in dict.fromkeys(case.kind for case in cases_by_datasheet)
         # Estimates that happen to be better than a description do not narrow an interval.
-        if (error := errors_of(c for c in cases_by_datasheet if c.kind == kind)).high
+        if (error := errors_of((c for c in cases_by_datasheet if c.kind == kind), few)).high
         > errors[kind].high
     }
     provenance = {
         "fitted": f"{datetime.now(UTC):%Y-%m-%d}, Python {platform.python_version()}, "
         f"numpy {np.__version__}",
         "gpus": ", ".join(gpu.name for gpu in gpus),
+        "few": f"bounds and shared parts are {few:.3f} times those of the families, which are few",
         **_PROVENANCE,
     }
     coefficients = msgspec.structs.replace(
-        fitted(products, read_attention(options.data), gpus),
+        fitted(products, read_attention(options.data), gpus, linears, options.data),
         provenance=provenance,
         errors=errors,
         datasheet_errors=datasheet_errors,

@@ -11,7 +11,7 @@ import polars as pl
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.gpus.registry import load_gpu
 from onerank.annotate.models import scale_measured
-from onerank.annotate.models.coefficients import Coefficients, Error
+from onerank.annotate.models.coefficients import Coefficients, Error, shipped
 from onerank.annotate.models.cost_model import Predict, PredictFromDescription
 from onerank.annotate.models.features import F64, KernelFeatures
 from onerank.annotate.models.intervals import SHORT_NS, same_die, widening
@@ -41,6 +41,15 @@ from tools.fit.measured_kernels import (
     read_attention,
     read_products,
 )
+from tools.fit.public_cases import (
+    Linears,
+    fit_attention_floor,
+    fit_eight_bit,
+    kernel_cases,
+    linear_cases,
+    read_linears,
+    vector_cases,
+)
 
 # Shares of the source's deviation that carry over, see `Coefficients`. Round figures, chosen on the
 # GPUs of the campaign: the error is flat around them.
@@ -49,33 +58,71 @@ PRODUCT_CARRIED = 0.15
 EIGHT_BIT_CARRIED = 0.7
 ATTENTION_CARRIED = 0.5
 
+# Time of attention by other kernels than its architecture's usual, over the model's: means in ln
+# over the kernels of FlashInfer, TensorRT-LLM and Triton are 0.28 (Ada) to 0.45 (Blackwell).
+OTHER_ATTENTION = 1.5
+
 # Least share of attention in a measured time that includes writing keys and values to a cache.
 _LEAST_ALONE = 0.2
 
 
-def fits_without(products: Products, attention: Attention | None) -> dict[str, Coefficients]:
-    """Return die family -> the coefficients fitted without it."""
+def fits_without(
+    products: Products,
+    attention: Attention | None,
+    linears: Sequence[Linears] = (),
+    folder: Path | None = None,
+) -> dict[str, Coefficients]:
+    """Return die family -> the coefficients fitted without it; see `fitted`."""
     gpus = [load_gpu(name) for name in products.times_ns]
     families = sorted({family(gpu) for gpu in gpus})
-    return {f: fitted(products, attention, [g for g in gpus if family(g) != f]) for f in families}
+    return {
+        f: fitted(products, attention, [g for g in gpus if family(g) != f], linears, folder)
+        for f in families
+    }
 
 
-def fitted(products: Products, attention: Attention | None, gpus: Sequence[Gpu]) -> Coefficients:
+def fitted(
+    products: Products,
+    attention: Attention | None,
+    gpus: Sequence[Gpu],
+    linears: Sequence[Linears] = (),
+    folder: Path | None = None,
+) -> Coefficients:
     """Return coefficients fitted to `gpus`, without errors.
 
-    Without measured attention its coefficients are those of the fit's start.
+    Without measured attention its coefficients are those of the fit's start, without measured
+    linear layers in 8 bits theirs are the shipped ones, and without a folder with the attention of
+    other kernels all architectures have the floors of FlashAttention.
     """
+    gemm = fit_gemm(products, gpus)
+    fused = fit_attention(attention, gpus) if attention else ATTENTION_START
+    floors: dict[str, float] = {}
+    if attention and folder:
+        by_flash = {load_gpu(name).architecture for name in attention.times_ns}
+        floors = fit_attention_floor(folder, fused, gpus, by_flash)
+    eight_bit = [each for each in linears if each.gpu in gpus]
     return Coefficients(
         provenance={},
-        gemm=fit_gemm(products, gpus),
-        attention=fit_attention(attention, gpus) if attention else ATTENTION_START,
+        gemm=gemm,
+        eight_bit=fit_eight_bit(eight_bit, gemm) if eight_bit else shipped().eight_bit,
+        attention=fused,
         same_die=SAME_DIE,
         product_carried=PRODUCT_CARRIED,
         eight_bit_carried=EIGHT_BIT_CARRIED,
         attention_carried=ATTENTION_CARRIED,
+        attention_floor=floors,
+        other_attention=OTHER_ATTENTION,
+        architectures=tuple(sorted({gpu.architecture for gpu in gpus})),
         hull=hull_of(gpus),
         errors={},
     )
+
+
+def drawn(products: Products, count: int = 6000) -> Products:
+    """Return `count` GEMMs of `products`, drawn with a fixed seed: enough for their quantiles."""
+    rows = np.random.default_rng(0).permutation(len(products.shapes))[:count]
+    times_ns = {name: times[rows] for name, times in products.times_ns.items()}
+    return replace(products, shapes=products.shapes[rows], times_ns=times_ns)
 
 
 def gemm_cases(
@@ -95,6 +142,18 @@ def gemm_cases(
         kind = "gemm_same_die" if same_die(source, target) else "gemm"
         times = products.times_ns[target.name]
         yield Case(kind, source, target, times, predicted_ns, products.shapes[:, 1])
+
+
+def gemm_by_shape(
+    products: Products,
+    model: Callable[[str], PredictFromDescription],
+    described: Described = as_shipped,
+) -> Iterator[Case]:
+    """Yield GEMMs by their shapes, by GPU; `model`: family that is left out -> the model."""
+    for name, times_ns in products.times_ns.items():
+        gpu = load_gpu(name)
+        predicted_ns, _ = model(family(gpu))(of_products(products, times_ns), described(gpu))
+        yield Case("gemm_unmeasured", gpu, gpu, times_ns, predicted_ns, products.shapes[:, 1])
 
 
 def attention_cases(
@@ -136,6 +195,11 @@ def memory_cases(
         yield Case("memory", *gpus, times[target], predicted_ns, np.zeros(len(table)))
 
 
+_PARTED = (
+    *("gemm", "gemm_uncalibrated", "gemm_unmeasured", "gemm_8bit_unmeasured"),
+    *("memory", "memory_unmeasured"),
+)
+
 Factor = Callable[[KernelFeatures, KernelFeatures, Gpu], F64]
 
 """Factor on the times of kernels for another dtype, of (before, after, GPU)."""
@@ -160,29 +224,90 @@ def retyped_cases(folder: Path, factor: Factor = roofline_ratio) -> Iterator[Cas
         yield Case("retyped", gpu, gpu, times[both], predicted_ns, after.shapes[:, 1])
 
 
-def errors_of(cases: Iterable[Case]) -> Error:
-    """Return the error distribution of the cases of one kind, for GPUs near those of the fit."""
+def errors_of(cases: Iterable[Case], few: float = 1.0) -> Error:
+    """Return the error distribution of the cases of one kind, for GPUs near those of the fit.
+
+    Args:
+        cases: predictions for families, dtypes or kernels that were left out.
+        few: factor of `few_families`.
+    """
     # An interval is widened by this factor when it is applied, so the stored errors are without it.
-    errors = [case.error / case.widening for case in cases]
-    means = np.array([np.mean(e) for e in errors])
-    pooled = np.concatenate(errors)
-    # The error of a new GPU may have either sign, as the two directions of a pair have.
-    bound = np.quantile(np.abs(pooled), 0.8)
-    squares = [float(np.mean((e - np.mean(e)) ** 2)) for e in errors]
-    independent = np.sqrt(np.mean(squares))
+    groups = _by_group(cases)
+    bound = few * _bound([*groups.values()])
     # Mean squares, not deviations from their mean: the mean of the next GPU's error is not known.
-    shared = np.sqrt(np.mean(means**2))
+    # Families count equally, and cases of a family by their number of errors.
+    squares = np.mean([_mean_squares(errors) for errors in groups.values()], axis=0)
+    shared, independent = few * np.sqrt(squares[0]), np.sqrt(squares[1])
+    count = sum(len(error) for errors in groups.values() for error in errors)
     figures = (round(float(x), 4) for x in (-bound, bound, shared, independent))
-    return Error(*figures, count=len(pooled))
+    return Error(*figures, count=count)
+
+
+def _by_group(cases: Iterable[Case]) -> dict[str, list[F64]]:
+    """Return die family -> errors without their widening; GPU -> errors if one family has all."""
+    listed = list(cases)
+    families = {family(case.target) for case in listed}
+    groups: dict[str, list[F64]] = {}
+    for case in listed:
+        name = family(case.target) if len(families) > 1 else case.target.name
+        groups.setdefault(name, []).append(case.error / case.widening)
+    return groups
+
+
+def _mean_squares(errors: Sequence[F64]) -> tuple[float, float]:
+    """Return the mean square of the means of cases, and that of the deviations from them."""
+    lengths = [len(error) for error in errors]
+    means = np.average([np.mean(error) ** 2 for error in errors], weights=lengths)
+    deviations = np.average([np.var(error) for error in errors], weights=lengths)
+    return float(means), float(deviations)
+
+
+def _bound(groups: Sequence[list[F64]]) -> float:
+    """Return the bound of four of five absolute errors, in which every group has the same weight.
+
+    It is symmetric: the error of a new GPU may have either sign, as both directions of a pair have.
+    """
+    absolute = [np.abs(np.concatenate(group)) for group in groups]
+    values = np.concatenate(absolute)
+    weights = np.concatenate([np.full(len(each), 1 / len(each)) for each in absolute])
+    order = np.argsort(values)
+    share = np.cumsum(weights[order]) / weights.sum()
+    return float(values[order[np.searchsorted(share, 0.8)]])
+
+
+def few_families(cases: Iterable[Case]) -> float:
+    """Return the factor on bounds with which they hold four of five errors of a further family.
+
+    A bound of few families is too narrow for the next one. Each family in turn is left out of the
+    bound of its kind, too; the factor is the one with which the bounds of the others contain 80% of
+    its errors, in the mean over kinds and families. At least 1.
+    """
+    by_kind: dict[str, list[Case]] = {}
+    for case in cases:
+        by_kind.setdefault(case.kind, []).append(case)
+    relative: list[F64] = []
+    for of_kind in by_kind.values():
+        groups = _by_group(of_kind)
+        for name, group in groups.items():
+            others = [other for other_name, other in groups.items() if other_name != name]
+            if others:
+                relative.append(np.abs(np.concatenate(group)) / _bound(others))
+    if not relative:
+        return 1.0
+    # The mean of the shares grows with the factor, so the factor is a quantile in which every
+    # kind and family has the same weight.
+    return max(1.0, _bound([[each] for each in relative]))
 
 
 def parted(case: Case) -> Iterator[Case]:
-    """Yield a case of GEMMs as two: those predicted to be short, and the rest."""
-    if case.kind not in ("gemm", "gemm_uncalibrated"):
+    """Yield a case as two if its kind has errors of short predictions: those, and the rest."""
+    if case.kind not in _PARTED:
         yield case
         return
     short = case.predicted_ns < SHORT_NS
     for kind, mask in ((f"{case.kind}_short", short), (case.kind, ~short)):
+        if not mask.any():
+            continue
         yield replace(
             case,
             kind=kind,
@@ -199,7 +324,7 @@ def datasheet_cases(folder: Path, fits: dict[str, Coefficients]) -> Iterator[Cas
     Kernels at another size or in another dtype on one GPU, and calls of several GEMMs, have no
     cases: those errors are of a ratio on one GPU, or were measured on GPUs outside these data.
     """
-    products, attention = read_products(folder), read_attention(folder)
+    products, attention = drawn(read_products(folder)), read_attention(folder)
     described = as_by_datasheet([load_gpu(name) for name in products.times_ns])
 
     def learned(without: str) -> Predict:
@@ -214,23 +339,25 @@ def datasheet_cases(folder: Path, fits: dict[str, Coefficients]) -> Iterator[Cas
     cases = [c for c in gemm_cases(products, described, learned) if c.kind == "gemm_same_die"]
     for case in gemm_cases(products, described, lambda _: scale_measured.predict):
         cases.append(replace(case, kind="product"))
-    for case in gemm_cases(read_products(folder, "fp8"), described, learned):
-        cases.append(replace(case, kind="gemm_8bit"))
+    cases += gemm_by_shape(products, from_description, described)
+    cases += linear_cases(read_linears(folder), from_description, learned, described)
     cases += attention_cases(attention, learned, described)
     cases += memory_cases(folder, described=described)
     cases += unmeasured_cases(folder, described)
     cases += attention_unmeasured(attention, from_description, described)
     cases += database_attention(from_description, described)
-    for case in cases:
-        factor = widening(case.target, fits[family(case.target)], case.kind)
-        yield replace(case, widening=factor, by_datasheet=True)
+    cases += kernel_cases(folder, from_description, described)
+    for part in [part for case in cases for part in parted(case)]:
+        factor = widening(part.target, fits_of(fits, part), part.kind)
+        yield replace(part, widening=factor, by_datasheet=True)
 
 
 def every_case(folder: Path, fits: dict[str, Coefficients] | None = None) -> list[Case]:
     """Return the cases of all kinds of errors; `fits` None: those of `fits_without`."""
     products, attention = read_products(folder), read_attention(folder)
-    fits = fits or fits_without(products, attention)
+    fits = fits or fits_without(products, attention, read_linears(folder), folder)
     gpus = [load_gpu(name) for name in products.times_ns]
+    every_product, products = products, drawn(products)
 
     def learned(without: str) -> Predict:
         return lambda kernels, source, target: predict_learned(
@@ -240,19 +367,28 @@ def every_case(folder: Path, fits: dict[str, Coefficients] | None = None) -> lis
     def from_description(without: str) -> PredictFromDescription:
         return lambda kernels, target: predict_from_description(kernels, target, fits[without])
 
-    cases = [p for c in gemm_cases(products, lambda gpu: gpu, learned) for p in parted(c)]
+    cases = [*gemm_cases(products, as_shipped, learned)]
     for case in gemm_cases(products, as_by_datasheet(gpus), learned):
-        cases += parted(replace(case, kind="gemm_uncalibrated"))
+        cases.append(replace(case, kind="gemm_uncalibrated"))
+    cases += gemm_by_shape(products, from_description)
     for case in gemm_cases(products, lambda gpu: gpu, lambda _: scale_measured.predict):
         cases.append(replace(case, kind="product"))
-    for case in gemm_cases(read_products(folder, "fp8"), lambda gpu: gpu, learned):
-        cases.append(replace(case, kind="gemm_8bit"))
+    cases += linear_cases(read_linears(folder), from_description, learned)
+    cases += vector_cases(folder)
     cases += [*retyped_cases(folder), *attention_cases(attention, learned), *memory_cases(folder)]
-    cases += resized_product_cases(products, from_description)
+    cases += resized_product_cases(every_product, from_description)
     cases += resized_attention_cases(attention, from_description)
     cases += resized_memory_cases(folder)
     cases += [
         *attention_unmeasured(attention, from_description),
         *database_attention(from_description),
+        *kernel_cases(folder, from_description),
+        *unmeasured_cases(folder),
     ]
-    return [replace(c, widening=widening(c.target, fits[family(c.target)], c.kind)) for c in cases]
+    parts = [part for case in cases for part in parted(case)]
+    return [replace(c, widening=widening(c.target, fits_of(fits, c), c.kind)) for c in parts]
+
+
+def fits_of(fits: dict[str, Coefficients], case: Case) -> Coefficients:
+    """Return the coefficients that a case's prediction has; any for a family outside all fits."""
+    return fits.get(family(case.target)) or next(iter(fits.values()))

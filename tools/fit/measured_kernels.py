@@ -68,7 +68,7 @@ def read_products(folder: Path, dtype: str = "bfloat16") -> Products:
         TargetError: it has a GPU without a description.
     """
     columns = ["gpu", "dtype", "m", "n", "k", "time_us"]
-    rows = _read(folder / GEMM_FILE, columns).filter(pl.col("dtype").cast(pl.String) == dtype)
+    rows = read_table(folder / GEMM_FILE, columns).filter(pl.col("dtype").cast(pl.String) == dtype)
     # Only shapes that every GPU measured can be compared.
     table = rows.pivot(on="gpu", index=["m", "n", "k"], values="time_us").drop_nulls()
     ones = np.ones(len(table))
@@ -86,7 +86,7 @@ def read_attention(folder: Path) -> Attention:
         TargetError: it has a GPU without a description.
     """
     index = ["batch", "seq", "heads", "kv_heads", "head_dim"]
-    rows = _read(folder / ATTENTION_FILE, ["gpu", *index, "window_size", "kernel", "time_us"])
+    rows = read_table(folder / ATTENTION_FILE, ["gpu", *index, "window_size", "kernel", "time_us"])
     rows = rows.filter(
         pl.col("kernel").cast(pl.String) == "flash_attention",
         pl.col("window_size").fill_null(0) == 0,
@@ -100,7 +100,7 @@ def read_attention(folder: Path) -> Attention:
     return Attention(shapes, _times(table, len(index)))
 
 
-def _read(path: Path, columns: list[str]) -> pl.DataFrame:
+def read_table(path: Path, columns: list[str]) -> pl.DataFrame:
     if not path.is_file():
         raise FormatError(
             f"{path}: no such file; give the folder that contains {path.name}", code="fit-no-file"

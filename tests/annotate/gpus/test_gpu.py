@@ -165,7 +165,7 @@ def test_what_an_h100_sustains():
     assert gpu.tensor_flops_per_s("float8_e5m2") == pytest.approx(1979e12 * 0.516)
     assert gpu.tensor_flops_per_s("tfloat32") == pytest.approx(494.5e12 * 0.737)
     assert gpu.tensor_flops_per_s("float32") == gpu.vector_flops_per_s
-    assert gpu.vector_flops_per_s == pytest.approx(67e12 * 0.9)
+    assert gpu.vector_flops_per_s == pytest.approx(67e12 * 0.759)
     assert gpu.tensor_flops_per_s("float64") == pytest.approx(67e12 * 0.737)
     assert gpu.tensor_flops_per_s("float4_e2m1fn_x2") is None
     assert gpu.tensor_flops_per_s("int64") is None
@@ -421,7 +421,7 @@ class TestDatasheetAlone:
         assert gpu.by_datasheet  # bandwidth and floor are
         override = {"fp32_vector_tflops": 60.0}
         assert with_figures(gpu, override).vector_flops_per_s == pytest.approx(
-            60e12 * (0.95 + 0.9 * 3) / 4
+            60e12 * (0.95 + 0.637 + 0.759 * 2) / 4
         )
 
     def test_an_unknown_architecture_is_refused(self, tmp_path: Path):

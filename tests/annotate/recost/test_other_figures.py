@@ -109,7 +109,7 @@ class TestOfTheGpuThatWasMeasured:
             widths.append(math.log(made.nodes.p90_ns[gpu][0] / moved))
             assert widths[-1] <= abs(math.log(moved / 20_000)) + 1e-4
         assert widths[0] < 0.01 < widths[1] < widths[2]
-        assert widths[2] == pytest.approx(shipped().errors["memory"].high, abs=1e-4)
+        assert widths[2] == pytest.approx(shipped().errors["memory_short"].high, abs=2e-4)
 
     def test_with_other_what_ifs(self, h200: Graph):
         """A figure that does not matter changes none of them."""
@@ -175,7 +175,7 @@ class TestOfWhatWasLookedUp:
         assert (before.nodes.evidence == Evidence.LOOKED_UP).sum() > 500
         made = recost(h200, changed("H200", figure, 1.15), source="A100")
         assert (times(made) <= times(before)).all()
-        assert times(made).sum() < times(before).sum() - 5_000
+        assert times(made).sum() < times(before).sum() - 4_500
 
 
 class TestMoreSms:
