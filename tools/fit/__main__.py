@@ -37,11 +37,20 @@ _PROVENANCE = {
     "gemm": "bf16 products of A100, L40S, H100, H200, B200: ai-dynamo/aiconfigurator, "
     "sglang 0.5.10 campaign, CUDA graph replay (Apache-2.0); 1500 shapes drawn with seed 2",
     "attention": "flash-attention forward of A100, L40S, H100, H200 in that campaign, which also "
-    "writes keys and values to a cache",
+    "writes keys and values to a cache; Blackwell's floor: TensorRT-LLM's kernels on a B200, in "
+    "the campaigns sglang 0.5.14 and vllm 0.24.0 of aiconfigurator",
+    "eight_bit": "linear layers in fp8 and block-scaled fp8 of H100, H200, L40S, B200, with the "
+    "quantisation of their activations: the campaigns sglang 0.5.14, vllm 0.24.0 and trtllm "
+    "1.3.0rc20 of aiconfigurator-core 0.12.0 (Apache-2.0)",
     "errors": "ln(measured / predicted) with the target's die family left out of the fit; memory: "
-    "layer operators of A100 and H100 from microsoft/vidur (MIT), memory_unmeasured: the "
-    "same by the datasheet; attention_unmeasured: attention of that campaign by its shape, "
-    "and cuDNN's both passes in the shipped H200's database; resized: 2, 4 and 8 times the "
+    "layer operators of A100 and H100 from microsoft/vidur (MIT) and fp32 operators of V100, T4 "
+    "and A100 from sitar-lab/NeuSight (MIT), memory_unmeasured: the same by the datasheet; "
+    "product: bf16 products by the residual model and NeuSight's fp32 products of V100, T4, A100 "
+    "and H100; "
+    "gemm_8bit: those linear layers; attention_unmeasured: attention of that campaign by its "
+    "shape, the usual kernels of each architecture in the three later ones, and cuDNN's both "
+    "passes in the shipped H200's database; attention_other: the other kernels of the three, with "
+    "the factor of the other families; resized: 2, 4 and 8 times the "
     "size and back on one GPU, 256 rows or tokens at least; looked_up_otherwise: that "
     "campaign against another of aiconfigurator on H200 and B200, and against the layers' "
     "products of vidur; looked_up: captured steps of Llama-3-8B on an H200 (four layers of "
