@@ -320,7 +320,11 @@ def swap_unmeasured_attention(  # noqa: PLR0917
     requested_kernel = resolve_unmeasured(target, requested)
     if not fused.any():
         return unswapped_ns, () if usual else (_attention_note(0, target, requested_kernel),)
-    names = [family_of_operator(op) for op in operators] if usual else [""] * len(fused)
+    names = (
+        [family_of_operator(op) for op in operators]
+        if usual
+        else [requested_kernel.runs] * len(fused)
+    )
     families, place = np.unique(np.array(names), return_inverse=True)
     shapes = kernels.attention[kernels.call]
     backward = shapes[:, 8] > 0
