@@ -604,8 +604,9 @@ def _is_same_data(target: Tensor, source: Tensor) -> bool:
 
     Python copies so at the end of `x[:n] += y`.
     """
+    storages: list[Any] = [tensor.untyped_storage() for tensor in (target, source)]
     return (
-        target.untyped_storage()._cdata == source.untyped_storage()._cdata
+        storages[0]._cdata == storages[1]._cdata
         and target.storage_offset() == source.storage_offset()
         and target.shape == source.shape
         and target.stride() == source.stride()

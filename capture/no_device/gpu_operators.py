@@ -118,7 +118,7 @@ def _put(args: Sequence[Any], _: Any) -> Inner:
     `x[mask] = 0` leaves that number on the CPU.
     """
     tensor, indices, value, accumulate = args[:4]
-    mask = indices[0] if len(indices) == 1 else None
+    mask: Any = indices[0] if len(indices) == 1 else None
     is_mask = mask is not None and mask.dtype in (torch.bool, torch.uint8)
     if is_mask and not accumulate and value.numel() == 1 and not value.is_cuda:
         shape = (*mask.shape, *[1] * (tensor.dim() - mask.dim()))

@@ -165,8 +165,8 @@ def _compute_names(timeline: HostTimeline) -> tuple[list[bool], list[str]]:
         and base not in _NO_WORK
         for name, base in zip(names, bases, strict=True)
     ]
-    at = places.tolist()
-    copied = np.isin(places, [at for at, name in enumerate(names) if name in HOST_READS])
+    at: list[int] = places.tolist()
+    copied = np.isin(places, [i for i, name in enumerate(names) if name in HOST_READS])
     copied &= timeline.rows.stream >= 0
     works_at = [works[place] for place in at]
     for index in np.flatnonzero(copied).tolist():
