@@ -119,8 +119,8 @@ def _put(args: Sequence[Any], _: Any) -> Inner:
     """
     tensor, indices, value, accumulate = args[:4]
     mask: Any = indices[0] if len(indices) == 1 else None
-    is_mask = mask is not None and mask.dtype in (torch.bool, torch.uint8)
-    if is_mask and not accumulate and value.numel() == 1 and not value.is_cuda:
+    fills = not accumulate and value.numel() == 1 and not value.is_cuda
+    if fills and mask is not None and mask.dtype in (torch.bool, torch.uint8):
         shape = (*mask.shape, *[1] * (tensor.dim() - mask.dim()))
         return Inner("aten::masked_fill_", (tensor, Shaped(mask, mask.dtype, shape), 0))
     return Inner("aten::_index_put_impl_", (*args[:4], False))
