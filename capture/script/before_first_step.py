@@ -19,7 +19,11 @@ from torch import nn
 from onerank.capture.profiling.module_scopes import Arguments, Modules
 from onerank.capture.profiling.window_plan import Progress
 from onerank.capture.script.error_hints import META_ADVICE
-from onerank.capture.script.optimizer_steps import after_backward, optimizer_exists
+from onerank.capture.script.optimizer_steps import (
+    after_backward,
+    existing_optimizers,
+    optimizer_exists,
+)
 from onerank.ir.errors import ScriptError
 
 HEARTBEAT_S = 10.0
@@ -59,6 +63,7 @@ class BeforeFirstStep:
         self._forwards = 0
         self._backwards = 0
         self._model = ""
+        self._earlier = existing_optimizers()
 
     @contextlib.contextmanager
     def observing(self, refuse: Callable[[ScriptError], None]) -> Generator[None]:
@@ -98,7 +103,7 @@ class BeforeFirstStep:
         elif not self._backwards:
             count = f"{self._forwards} forwards of {self._model}"
             self._report_power_of_two(self._forwards, f"{count} and no backward pass so far")
-            if self._forwards == MOST_FORWARDS and not optimizer_exists():
+            if self._forwards == MOST_FORWARDS and not optimizer_exists(self._earlier):
                 self._refuse(
                     ScriptError(
                         f"{self._script}: {count}, no backward pass and no optimizer: the script "
@@ -119,7 +124,7 @@ class BeforeFirstStep:
             self._report(f"first backward pass done, {seconds:.1f} s after the start")
         count = f"{self._backwards} backward passes"
         self._report_power_of_two(self._backwards, f"{count} and no optimizer step so far")
-        if self._backwards == MOST_BACKWARDS and not optimizer_exists():
+        if self._backwards == MOST_BACKWARDS and not optimizer_exists(self._earlier):
             self._refuse(
                 ScriptError(
                     f"{self._script}: {count}, and there is no optimizer\n  a step ends where a "

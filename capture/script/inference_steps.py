@@ -19,7 +19,7 @@ from onerank.capture.profiling.measurement_windows import Windows
 from onerank.capture.profiling.module_scopes import Arguments, Modules
 from onerank.capture.profiling.window_plan import StepChoice
 from onerank.capture.script.forward_tokens import ForwardTokens, forward_tokens
-from onerank.capture.script.optimizer_steps import optimizer_exists
+from onerank.capture.script.optimizer_steps import existing_optimizers, optimizer_exists
 from onerank.capture.script.repeatable_call import RepeatableCall, kept_random_state
 from onerank.ir import InferenceStep
 from onerank.ir.errors import ScriptError
@@ -91,6 +91,7 @@ class InferenceSteps:
         self._raw = raw
         self._make_windows = make_windows
         self._pending = [*(chosen or DEFAULT_STEPS)]
+        self._earlier = existing_optimizers()
         self._repeating = False
         self._cached = 0  # tokens of each sequence after the last forward
         self._end_forward: Callable[[Windows], None] = lambda _: None
@@ -154,7 +155,7 @@ class InferenceSteps:
             self._pending = ["prefill"]
         if not matching:
             return
-        if not self.chosen and optimizer_exists():
+        if not self.chosen and optimizer_exists(self._earlier):
             self.stopped = True
             return
         self._pending = [choice for choice in self._pending if choice not in matching]

@@ -19,6 +19,7 @@ from collections.abc import Callable, Generator
 from contextlib import ExitStack
 from types import FrameType, FunctionType
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -370,9 +371,20 @@ class CustomOptimizers:
         return watched
 
 
-def optimizer_exists() -> bool:
-    """Return whether there is an optimizer of torch.optim or of a class of the script."""
-    return bool(live(Optimizer)) or any(_trains(value) for value in gc.get_objects())
+def existing_optimizers() -> WeakSet[Optimizer]:
+    """Return the optimizers of torch.optim that a process has before it runs a script."""
+    return WeakSet(live(Optimizer))
+
+
+def optimizer_exists(earlier: WeakSet[Optimizer]) -> bool:
+    """Return whether a script has an optimizer, of torch.optim or of a class of its own.
+
+    Args:
+        earlier: optimizers from before the script, as a notebook has that trained a model.
+    """
+    if any(optimizer not in earlier for optimizer in live(Optimizer)):
+        return True
+    return any(_trains(value) for value in gc.get_objects())
 
 
 def _trains(instance: object) -> bool:

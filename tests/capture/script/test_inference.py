@@ -1,15 +1,16 @@
 """Capture of scripts that only infer: which forwards are steps, and what their graphs hold."""
 
-import gc
 import textwrap
 from pathlib import Path
 
 import pytest
 import torch
+from own_process import run_command
 from raised import raises_code
 from torch import nn
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
+import onerank
 from onerank.annotate import characterise
 from onerank.capture import Options, WindowPlan
 from onerank.capture.capture_script import Capture, capture, capture_steps
@@ -35,9 +36,8 @@ SHORT = WindowPlan(warm_up=1, pure=1)
 
 
 @pytest.fixture(autouse=True)
-def as_in_a_fresh_process():
-    """Leave no optimizer of an earlier test behind, and restore the mode that a script sets."""
-    gc.collect()
+def gradients_as_before():
+    """Restore the mode that a script sets."""
     with torch.enable_grad():
         yield
 
@@ -127,11 +127,28 @@ INFERENCE = "torch.set_grad_enabled(False)"
 
 
 def test_a_plain_loop_is_recognised(tmp_path):
-    done = captured(tmp_path, LOOP.format(mode=INFERENCE, then=""), device="none")
+    done = captured(tmp_path, LOOP.format(mode=INFERENCE, then=""))
     assert done["prefill"].graph.job.inference == InferenceStep("prefill", 1, 2, 5, (0, 0))
     assert done["decode"].graph.job.inference == InferenceStep("decode", 2, 2, 1, (5, 5))
     codes = [note.code for note in done["decode"].graph.job.measurement.notes]
     assert "inference-recognised" in codes
+
+
+def test_optimizers_of_before_the_script_do_not_count(tmp_path):
+    """As in a notebook that trained a model."""
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    done = captured(tmp_path, LOOP.format(mode=INFERENCE, then=""))
+    assert [*done] == ["prefill", "decode"]
+    assert optimizer.param_groups
+
+
+def test_a_plain_loop_is_recognised_without_a_device(tmp_path):
+    script = tmp_path / "generate.py"
+    script.write_text(textwrap.dedent(LOOP.format(mode=INFERENCE, then="")))
+    done = run_command(*("capture", "run", script, "--device", "none", "-o", tmp_path / "trace.et"))
+    assert done.returncode == 0, done.stderr
+    graph = onerank.read(tmp_path / "trace.decode.et")
+    assert graph.job.inference == InferenceStep("decode", 2, 2, 1, (5, 5))
 
 
 TRAIN = """
@@ -145,8 +162,8 @@ TRAIN = """
 
 def test_a_script_that_evaluates_and_then_trains_is_captured_in_training(tmp_path):
     text = textwrap.dedent(LOOP).format(mode=INFERENCE, then=textwrap.dedent(TRAIN))
-    assert [*captured(tmp_path, text, device="none")] == [""]
-    assert [*captured(tmp_path, text, device="none", steps=("decode",))] == ["decode"]
+    assert [*captured(tmp_path, text)] == [""]
+    assert [*captured(tmp_path, text, steps=("decode",))] == ["decode"]
 
 
 @pytest.mark.parametrize(
@@ -160,14 +177,14 @@ def test_a_script_that_evaluates_and_then_trains_is_captured_in_training(tmp_pat
 )
 def test_bad_steps(tmp_path, mode, steps, code):
     with raises_code(code):
-        captured(tmp_path, LOOP.format(mode=mode, then=""), device="none", steps=steps)
+        captured(tmp_path, LOOP.format(mode=mode, then=""), steps=steps)
 
 
 def test_one_step_is_expected_where_captures_are_in_turn(tmp_path):
     script = tmp_path / "generate.py"
     script.write_text(textwrap.dedent(LOOP.format(mode=INFERENCE, then="")))
     with raises_code("steps-several", naming=("prefill", "decode")):
-        capture(script, [], Options(device="none", steps=("prefill", "decode")))
+        capture(script, [], Options(steps=("prefill", "decode")))
 
 
 @pytest.fixture(scope="module")
@@ -223,14 +240,14 @@ def test_a_model_without_tokens_has_one_forward(tmp_path):
         with torch.inference_mode():
             model(torch.ones(2, 4))
     """
-    (step,) = captured(tmp_path, text, device="none").values()
+    (step,) = captured(tmp_path, text).values()
     assert step.graph.job.inference == InferenceStep("forward", 1)
 
 
 def test_collectives_of_slices_have_the_bytes_of_the_formula(tmp_path):
     world = World.of(tp=4)  # more ranks than key-value heads
     text = GENERATE.format(cache=None)
-    done = captured(tmp_path, text, device="none", tp=world.size)
+    done = captured(tmp_path, text, tp=world.size)
     for label, tokens in (("prefill", BATCH * PROMPT), ("decode", BATCH)):
         graph = done[label].graph
         nodes = [graph.node(int(i)) for i in graph.communication.nonzero()[0]]
