@@ -288,7 +288,9 @@ def _adapted(
 ) -> dict[str, LoraLinear]:
     """Return name -> adapted layer, for each planned layer with adapters."""
     layers: dict[str, LoraLinear] = {}
-    for name in styles.keys() | {name for name, rule in rules.items() if rule.adapter}:
+    # In the model's order and not a set's, so that each run reports the same layer.
+    adapted = (name for name, rule in rules.items() if rule.adapter)
+    for name in dict.fromkeys([*styles, *adapted]):
         rule = rules.get(name, ModuleRule())
         lora = lora_linear_of(model.get_submodule(name), name, rule.adapter or ())
         if lora is None:
