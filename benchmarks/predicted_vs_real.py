@@ -50,8 +50,8 @@ class Form:
         slices: likewise for the slices.
         ranks: rank of each slice.
         schedule: pipeline schedule of the export; "" for none.
-        distinct: whether the slices of all ranks are one job, because the script itself decides
-            which ranks do the same work.
+        one_job: whether the slices of all ranks are simulated as one job. It is set where the
+            script itself decides which ranks do the same work.
         windows: options for the measured steps.
     """
 
@@ -59,7 +59,7 @@ class Form:
     slices: list[str] | str
     ranks: range
     schedule: str = ""
-    distinct: bool = False
+    one_job: bool = False
     windows: tuple[str, ...] = WINDOWS
 
 
@@ -76,7 +76,8 @@ def forms(n: int, *, tiny: bool) -> dict[str, Form]:
     deep = shaped("8b", (2 if tiny else 4) * n, 4096)
     mixtral = shaped("8x7b", 1 if tiny else 2, 4096)
 
-    def alike(script: str, shape: list[str], *options: str) -> Form:
+    def symmetric(script: str, shape: list[str], *options: str) -> Form:
+        """Return a form whose ranks all do the same work."""
         run = [script, *options, "--", *shape]
         return Form(run, run, range(n))
 
@@ -84,7 +85,7 @@ def forms(n: int, *, tiny: bool) -> dict[str, Form]:
         """Return a form of a script that uses torch's own parallelism."""
         run = ["../benchmarks/jobs/llama_parallel.py", *sizes.split(), "--", *shape, *arguments]
         windows = LONG_STEPS if "--pp" in arguments else WINDOWS
-        return Form(run, run, range(n), distinct=True, windows=windows)
+        return Form(run, run, range(n), one_job=True, windows=windows)
 
     def piped(*args: str) -> list[str]:
         script_options = ["--micro-batches", str(MICRO_BATCHES), *args]
@@ -95,30 +96,30 @@ def forms(n: int, *, tiny: bool) -> dict[str, Form]:
 
     tp, fsdp = ("--tp", str(n)), ("--dp", str(n), "--fsdp")
     recomputed = [*llama, "--mixed", "--recompute", "--compile"]
-    alone = {
-        "sp": alike("train_llama.py", llama, *tp, "--sp"),
-        "fsdp": alike("train_llama.py", llama, *fsdp),
+    one_axis = {
+        "sp": symmetric("train_llama.py", llama, *tp, "--sp"),
+        "fsdp": symmetric("train_llama.py", llama, *fsdp),
         "pp-interleaved": Form(
             *(piped("--chunks", "2"), stages(2), range(2 * n), "interleaved:2"),
             windows=LONG_STEPS,
         ),
-        "ep": alike("train_mixtral.py", mixtral, "--ep", str(n)),
-        "cp": alike("train_llama.py", llama, "--cp", str(n)),
-        "fsdp-compiled": alike("train_llama_fsdp.py", recomputed, "--dp", str(n)),
-        "sp-16k": alike("train_llama.py", long, *tp, "--sp"),
-        "fsdp-16k": alike("train_llama.py", long, *fsdp),
-        "cp-16k": alike("train_llama.py", long, "--cp", str(n)),
+        "ep": symmetric("train_mixtral.py", mixtral, "--ep", str(n)),
+        "cp": symmetric("train_llama.py", llama, "--cp", str(n)),
+        "fsdp-compiled": symmetric("train_llama_fsdp.py", recomputed, "--dp", str(n)),
+        "sp-16k": symmetric("train_llama.py", long, *tp, "--sp"),
+        "fsdp-16k": symmetric("train_llama.py", long, *fsdp),
+        "cp-16k": symmetric("train_llama.py", long, "--cp", str(n)),
         "pp-1f1b": Form(piped(), stages(1), range(n), "1f1b", windows=LONG_STEPS),
-        "tp": alike("train_llama.py", llama, *tp),
-        "ddp": alike("train_llama.py", llama, "--dp", str(n)),
+        "tp": symmetric("train_llama.py", llama, *tp),
+        "ddp": symmetric("train_llama.py", llama, "--dp", str(n)),
         "pp-gpipe": Form(piped("--schedule", "gpipe"), "pp-1f1b", range(n), "gpipe"),
-        "pp-script": Form("pp-1f1b", piped(), range(n), distinct=True, windows=LONG_STEPS),
+        "pp-script": Form("pp-1f1b", piped(), range(n), one_job=True, windows=LONG_STEPS),
     }
     if n < 4:
-        return alone
+        return one_axis
     half = n // 2
-    together = {
-        "tp-dp": alike("train_llama.py", llama, "--tp", str(half), "--dp", "2"),
+    two_axes = {
+        "tp-dp": symmetric("train_llama.py", llama, "--tp", str(half), "--dp", "2"),
         "hsdp": parallel(f"--dp {n}", llama, "--shard", str(half)),
         "tp-pp": parallel(
             *(f"--tp {half} --pp 2", shaped("8b", 4 if tiny else 8, 4096)),
@@ -132,12 +133,12 @@ def forms(n: int, *, tiny: bool) -> dict[str, Form]:
     }
     if n >= 8:
         quarter = n // 4
-        together["tp-pp-dp"] = parallel(
+        two_axes["tp-pp-dp"] = parallel(
             *(f"--tp {quarter} --pp 2 --dp 2", shaped("8b", 4 if tiny else 8, 4096)),
             *("--tp", str(quarter), "--pp", "2", "--shard", "2"),
         )
     first = ("sp", "fsdp")
-    return {name: alone[name] for name in first} | together | alone
+    return {name: one_axis[name] for name in first} | two_axes | one_axis
 
 
 def torchtitan_forms(n: int, checkout: Path, work: Path) -> dict[str, Form]:
@@ -163,9 +164,9 @@ def torchtitan_forms(n: int, checkout: Path, work: Path) -> dict[str, Form]:
         *("--training.dataset", "c4_test", "--training.dataset_path", str(work / "text")),
     ]
 
-    def titan(sizes: str, *options: str, distinct: bool = False) -> Form:
+    def titan(sizes: str, *options: str, one_job: bool = False) -> Form:
         run = [str(checkout / "train.py"), "--torchrun", *sizes.split(), "--", *common, *options]
-        return Form(run, run, range(n), distinct=distinct, windows=LONG_STEPS)
+        return Form(run, run, range(n), one_job=one_job, windows=LONG_STEPS)
 
     parallel = {"titan-fsdp": titan(f"--dp {n}")}
     if n >= 4:
@@ -176,7 +177,7 @@ def torchtitan_forms(n: int, checkout: Path, work: Path) -> dict[str, Form]:
             *("--experimental.pipeline_parallel_schedule", "1F1B"),
             *("--experimental.pipeline_parallel_microbatches", str(MICRO_BATCHES)),
             *("--training.batch_size", str(MICRO_BATCHES), "--training.seq_len", "4096"),
-            distinct=True,
+            one_job=True,
         )
     return parallel
 
@@ -192,7 +193,7 @@ def main() -> None:
     capturing.add_argument("--minutes", type=float, default=9, help="begin no form after these")
     capturing.add_argument("--form-seconds", type=float, default=120, help="limit of each run")
     capturing.add_argument("--one-gpu", action="store_true", help="all slices on GPU 0, in turn")
-    capturing.add_argument("--torchtitan", type=Path, help="a checkout, for forms of it")
+    capturing.add_argument("--torchtitan", type=Path, help="a checkout: adds forms of its script")
     capturing.add_argument("--tiny", action="store_true", help="on the CPU")
     comparing = phases.add_parser("compare")
     comparing.add_argument("directory", type=Path)
@@ -287,7 +288,7 @@ class Capturing:
         directory.mkdir(exist_ok=True)
         result: dict[str, Any] = {
             "schedule": form.schedule,
-            "distinct": form.distinct,
+            "one_job": form.one_job,
             "errors": [],
         }
         self.results["forms"][name] = result

@@ -3,9 +3,10 @@
 Columns of the table, each a step in ms and how far it is from the real one:
 
 - real: median of the slowest rank's steps by CUDA events, no profiler; lowest and highest.
-- slice: the own such step of the slice on GPU 0, with emulated collectives and no other rank.
-- slowest: the step of the job by the spread of these steps (Measurement.slowest_step_ns).
-- replay: `onerank replay` of the slice in steady state; of pipeline stages, of the whole job.
+- slice: the median of such steps of the slice on GPU 0. Its collectives are emulated.
+- slowest: the job's step by the spread of the slice's steps (Measurement.slowest_step_ns).
+- replay: `onerank replay` of the slice in steady state. It starts from the measured step, so it
+  repeats `slice` unless the slice is re-costed. Of pipeline stages: `onerank replay --cluster`.
 - ASTRA, GPU time: the exported kernels and ASTRA-sim's communication.
 - ASTRA, host time: the same with --include-host-delays.
 - LogGOPSim, host time: the GOAL export with --include-host-delays, messages eager.
@@ -283,7 +284,7 @@ def predictions(paths: Sequence[Path], form: Any, results: Any, network: Network
         graphs = [onerank.recost(graph, "H100") for graph in graphs]
     latency, bandwidth = link_for(network, graphs)
     simulated: dict[str, Any] = {"network": f"{bandwidth:.2f} GB/s, {latency:.0f} ns a message"}
-    single_class = not schedule and not form["distinct"]
+    single_class = not schedule and not form["one_job"]
     if single_class:
         simulated["replay"] = _replayed_ns(graphs[0]) / 1e6
     elif schedule:
@@ -306,7 +307,7 @@ def predictions(paths: Sequence[Path], form: Any, results: Any, network: Network
             for part in ([[graph] for graph in slices] if single_class else [slices])
         ]
         steps = [simulate(job, host_time=host_time and not on_cpu) for job in jobs]
-        simulated[column] = steps[0] and steps[0] / 1e6
+        simulated[column] = None if steps[0] is None else steps[0] / 1e6
         simulated[f"{column}, each"] = steps
     return simulated
 

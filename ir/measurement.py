@@ -326,7 +326,7 @@ class Measurement(msgspec.Struct, frozen=True, omit_defaults=True):
         It is the median of the slowest of `ranks` steps, each drawn from the measured ones: their
         quantile 0.5 ** (1 / ranks). On four H200s this is within 3.0% of eleven real jobs (median
         0.9%), the median of the steps within 6.9% (2.1%):
-        benchmarks/results/2026-11-26-slices-vs-real-4xh200.txt.
+        benchmarks/results/2026-11-26-slices-vs-real-4xh200.txt. It was chosen on these jobs.
 
         Args:
             ranks: number of ranks.

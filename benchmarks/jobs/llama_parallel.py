@@ -28,9 +28,10 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+import train_llama_pp
 from train_llama import SHAPES
 
 LAYER_PLAN = {
@@ -44,19 +45,8 @@ LAYER_PLAN = {
 }
 
 
-class Stage(nn.Module):
-    """A run of layers, the first with the embedding, the last with the head."""
-
-    def __init__(self, config, number, stages):
-        super().__init__()
-        model = LlamaForCausalLM(config)
-        self.trunk = model.model
-        self.first, self.last = number == 0, number == stages - 1
-        self.head = model.lm_head if self.last else None
-        if not self.first:
-            self.trunk.embed_tokens = None
-        if not self.last:
-            self.trunk.norm = nn.Identity()
+class Stage(train_llama_pp.Stage):
+    """A stage that returns logits in place of the loss, which torch's schedules compute."""
 
     def forward(self, given):
         """Return hidden states, or the logits of the last stage."""
@@ -91,7 +81,7 @@ def parallelize(stage, mesh, args):
 
 
 def loss_of(logits, labels):
-    """Return the mean cross-entropy of the next tokens."""
+    """Return the mean cross-entropy; labels are not shifted, which changes no time."""
     return nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(0, 1))
 
 
@@ -122,6 +112,7 @@ def main() -> None:
     place, stages = mesh["pp"].get_local_rank(), args.pp * args.chunks
     if args.layers % stages:
         parser.error(f"{stages} stages must divide --layers")
+    # The ranks of a pipeline or a tensor-parallel group draw the same tokens, replicas others.
     torch.manual_seed(
         mesh["replicate"].get_local_rank() * args.shard + mesh["shard"].get_local_rank()
     )
@@ -148,7 +139,8 @@ def main() -> None:
             else ScheduleInterleaved1F1B(piped, args.micro_batches, loss_fn=loss_of)
         )
     weights = [weight for part in parts for weight in part.parameters()]
-    # A fused step takes DTensors or plain tensors (norms under tensor parallelism), not both.
+    # AdamW's foreach kernels take DTensors or plain tensors (norms under tensor parallelism), not
+    # both, so each kind has a parameter group.
     groups = [
         [w for w in weights if isinstance(w, DTensor) == sharded] for sharded in (True, False)
     ]

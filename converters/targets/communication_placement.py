@@ -26,7 +26,7 @@ class Placement:
     Attributes:
         axis: axis whose line through the rank is the group, or "world".
         shift: distance to the peer of a send or receive.
-        member_shifts: distances to all members of a group that is part of an axis's line.
+        member_shifts: distances to all members of a group that is no whole line of an axis.
     """
 
     axis: str = ""
@@ -240,8 +240,8 @@ def group_placement(name: str, job: Job, world: World, unequal_along: str) -> Pl
         return None
     has_axis = bool(group.axis) and _has_axis(world, group.axis)
     # Along this axis each graph records its own groups, so a group of only some pipeline stages is
-    # known without being a whole line. In a world that differs everywhere, an axis of the group
-    # still says more: all-to-alls are compared along it.
+    # known without being a whole line. Where any two ranks may differ, a group that is a whole line
+    # is still placed by its axis: `equalize_all_to_alls` compares ranks along axes.
     on_axis = has_axis and unequal_along == WORLD and ranks == _line(world, group.axis, job.rank)
     if unequal_along and job.rank in ranks and not on_axis:
         line = _line(world, unequal_along, job.rank)
