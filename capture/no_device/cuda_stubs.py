@@ -15,6 +15,7 @@ code serve them. `install` checks the result with a backward of a fake tensor.
 """
 
 import ctypes
+import functools
 import mmap
 import platform
 from pathlib import Path
@@ -96,9 +97,7 @@ class _Methods:
         self._words[method + _TABLE_HEADER] = function
 
 
-_installed: list[object] = []
-
-
+@functools.cache
 def install() -> None:
     """Install the guard and the hooks for the rest of the process.
 
@@ -106,19 +105,24 @@ def install() -> None:
     then, and none later.
 
     Raises:
-        CaptureError: this machine or this torch is not supported.
+        CaptureError: this machine or this torch is not supported, or a backward has run already.
     """
-    if _installed:
-        return
     try:
         code = _MachineCode()
-        _installed.extend([code, *_install_guard(code), _install_hooks(code)])
+        _never_free(code)
+        _install_guard(code)
+        _install_hooks(code)
         remove_ddp_timer(_CUDA)
-        # Autograd's threads use the objects until the process ends, after Python's finalization.
-        for stub in _installed:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(stub))
         _run_backward()
     except (KeyError, OSError, AttributeError, ValueError, RuntimeError) as error:
+        # Autograd's assertion that the device has a thread (torch/csrc/autograd/engine.cpp).
+        if "device_ready_queues_" in str(error):
+            raise CaptureError(
+                "this process ran a backward before its capture without a device, so autograd has "
+                "no thread for the GPU's work\n  capture in a new process, as "
+                "onerank.capture.run(...) does",
+                code="no-device-after-backward",
+            ) from error
         raise CaptureError(
             f"torch {torch.__version__} on {platform.system()} {platform.machine()} does not run "
             f"fake CUDA tensors ({type(error).__name__}: {error})\n"
@@ -127,7 +131,13 @@ def install() -> None:
         ) from error
 
 
-def _install_guard(code: _MachineCode) -> list[object]:
+def _never_free(stub: object) -> None:
+    """Keep an object that torch's C++ code refers to."""
+    # Autograd's threads use it until the process ends, after Python's finalization.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(stub))
+
+
+def _install_guard(code: _MachineCode) -> None:
     registry = (_Pointer * (_CUDA + 1)).in_dll(
         _library("libc10"), "_ZN3c104impl26device_guard_impl_registryE"
     )
@@ -137,21 +147,22 @@ def _install_guard(code: _MachineCode) -> list[object]:
         methods[method] = code.one
     methods[_GET_STREAM] = code.stream
     guard = (_Pointer * 2)(methods.address, None)
+    _never_free(methods)
+    _never_free(guard)
     registry[_CUDA] = ctypes.addressof(guard)
-    return [methods, guard]
 
 
-def _install_hooks(code: _MachineCode) -> object:
+def _install_hooks(code: _MachineCode) -> None:
     get_hooks: Any = _library("libtorch_cpu")["_ZN2at6detail12getCUDAHooksEv"]
     get_hooks.restype = _Pointer
     address: int = get_hooks()
     methods = _Methods(address, _HOOK_METHODS)
+    _never_free(methods)
     ctypes.cast(address, ctypes.POINTER(_Pointer))[0] = methods.address
     is_built = _find_is_built(methods, code)
     methods[is_built] = code.one
     # This is hasPrimaryContext: where it is true, autograd compares streams.
     methods[is_built + 2] = code.one
-    return methods
 
 
 def _find_is_built(methods: _Methods, code: _MachineCode) -> int:

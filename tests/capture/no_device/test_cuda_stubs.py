@@ -33,3 +33,22 @@ else:
 def test_the_timer_of_ddp_is_removed(timer, printed):
     done = run_code(DDP_ON_A_CPU, timer)
     assert done.stdout.strip() == printed, done.stderr
+
+
+AFTER_BACKWARD = """
+import torch
+from onerank.capture.no_device import cuda_stubs
+from onerank.ir.errors import CaptureError
+
+torch.ones(1, requires_grad=True).sum().backward()
+for _ in range(2):
+    try:
+        cuda_stubs.install()
+    except CaptureError as error:
+        print(error.code)
+"""
+
+
+def test_stubs_are_refused_after_a_backward():
+    done = run_code(AFTER_BACKWARD)
+    assert done.stdout.split() == ["no-device-after-backward"] * 2, done.stderr
