@@ -70,7 +70,7 @@ class InferenceSteps:
     Attributes:
         chosen: steps that the user chose.
         measured: the captured forwards.
-        forwards: number of forwards so far.
+        forwards: number of forwards so far, with gradients or without.
         stopped: whether no more forwards are captured: all choices are, or the script trains.
     """
 
@@ -91,7 +91,7 @@ class InferenceSteps:
         self._raw = raw
         self._make_windows = make_windows
         self._pending = [*(chosen or DEFAULT_STEPS)]
-        self._earlier = existing_optimizers()
+        self._earlier_optimizers = existing_optimizers()
         self._repeating = False
         self._cached = 0  # tokens of each sequence after the last forward
         self._end_forward: Callable[[Windows], None] = lambda _: None
@@ -145,17 +145,20 @@ class InferenceSteps:
         return self.complete
 
     def _before_forward(self, model: nn.Module, arguments: Arguments) -> None:
-        if self.stopped or self._repeating or not (self.chosen or not torch.is_grad_enabled()):
+        if self.stopped or self._repeating:
             return
         self.forwards += 1
+        if not self.chosen and torch.is_grad_enabled():
+            return
         tokens = self._with_context(forward_tokens(model, arguments))
         matching = [choice for choice in self._pending if choice in (tokens.kind, self.forwards)]
-        if self.forwards == 1 and not self.chosen and not matching:
-            matching = ["prefill"]  # a model without tokens: its forward is the step
-            self._pending = ["prefill"]
+        if tokens.kind == "forward" and not self.chosen and not self.measured:
+            # A model without tokens has neither a prefill nor a decode: this forward is the step.
+            matching = [self.forwards]
+            self._pending = [*matching]
         if not matching:
             return
-        if not self.chosen and optimizer_exists(self._earlier):
+        if not self.chosen and optimizer_exists(self._earlier_optimizers):
             self.stopped = True
             return
         self._pending = [choice for choice in self._pending if choice not in matching]

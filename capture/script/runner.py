@@ -1,4 +1,4 @@
-"""Run a training script unchanged, up to the step at which the capture is complete."""
+"""Run a script unchanged, up to the step at which the capture is complete."""
 
 import contextlib
 import os
@@ -171,8 +171,8 @@ def run_script(
             f"{script} ended without a step\n"
             "  a step is a call of step() of a torch.optim optimizer, or of an object with the "
             "parameters in its attributes, that no loss scaler skips. In a script that infers, it "
-            "is a forward of a model under torch.inference_mode() or no_grad(); if its text also "
-            "trains, name the steps: --steps prefill,decode",
+            "is a forward of a model under torch.inference_mode() or no_grad(); if the script also "
+            "names or creates an optimizer, name the steps: --steps prefill,decode",
             code="script-no-step",
         )
     raise ScriptError(
@@ -345,7 +345,7 @@ def _exited(
     text = f"{where} called {call}({exit_.code!r}) after {_counted(windows, taken)}; "
     if taken:
         return text + windows.steps_needed()
-    text += f"let it train: its arguments, after --, were {shlex.join(args) or 'none'}"
+    text += f"let it train or infer: its arguments, after --, were {shlex.join(args) or 'none'}"
     # Scripts that count GPUs and see none often exit with 0.
     if not exit_.code and not torch.accelerator.is_available():
         text += ". This machine has no GPU; if the script needs one, capture where there is one"

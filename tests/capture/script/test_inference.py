@@ -127,9 +127,11 @@ INFERENCE = "torch.set_grad_enabled(False)"
 
 
 def test_a_plain_loop_is_recognised(tmp_path):
-    done = captured(tmp_path, LOOP.format(mode=INFERENCE, then=""))
-    assert done["prefill"].graph.job.inference == InferenceStep("prefill", 1, 2, 5, (0, 0))
-    assert done["decode"].graph.job.inference == InferenceStep("decode", 2, 2, 1, (5, 5))
+    """A forward with gradients is no step, but it has a number, as it has for `--steps`."""
+    mode = f"model(tokens, None); {INFERENCE}"
+    done = captured(tmp_path, LOOP.format(mode=mode, then=""))
+    assert done["prefill"].graph.job.inference == InferenceStep("prefill", 2, 2, 5, (0, 0))
+    assert done["decode"].graph.job.inference == InferenceStep("decode", 3, 2, 1, (5, 5))
     codes = [note.code for note in done["decode"].graph.job.measurement.notes]
     assert "inference-recognised" in codes
 
@@ -240,8 +242,8 @@ def test_a_model_without_tokens_has_one_forward(tmp_path):
         with torch.inference_mode():
             model(torch.ones(2, 4))
     """
-    (step,) = captured(tmp_path, text).values()
-    assert step.graph.job.inference == InferenceStep("forward", 1)
+    ((label, step),) = captured(tmp_path, text).items()
+    assert (label, step.graph.job.inference) == ("1", InferenceStep("forward", 1))
 
 
 def test_collectives_of_slices_have_the_bytes_of_the_formula(tmp_path):
