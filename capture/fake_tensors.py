@@ -34,7 +34,7 @@ def is_zero(tensor: Tensor) -> bool:
     return hasattr(tensor, _ZERO) if isinstance(tensor, FakeTensor) else not tensor.any()
 
 
-# Not at import: a fake tensor asks torch whether there is a GPU, and CUDA then works in no fork of
+# Not at import: the creation of a fake tensor queries the GPUs, and CUDA then works in no fork of
 # this process, such as the senders of `fake_world/sender_processes.py`.
 @functools.cache
 def _internals() -> frozenset[str]:

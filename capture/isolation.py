@@ -281,7 +281,8 @@ def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     if sys.platform != "linux" or parent is None:
         return
-    # As in `end_process`, an interrupted process removes its temporary files.
+    # As in `end_process`, an interrupted process removes its temporary files. Linux sends the
+    # signal when the thread that started this process ends; it waits in `process_events`.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGINT)
     # The signal is sent only for an end after the call.
     if os.getppid() != parent.pid:

@@ -39,6 +39,7 @@ from onerank.capture.profiling.module_scopes import Modules
 from onerank.capture.profiling.window_plan import Progress
 from onerank.capture.script.before_first_step import BeforeFirstStep
 from onerank.capture.script.inference_steps import InferenceSteps, MeasuredForward
+from onerank.capture.script.repeatable_call import RepeatableCall
 from onerank.capture.script.runner import run_script
 from onerank.capture.validate_options import names_training, validate
 from onerank.ir.errors import CaptureError
@@ -145,11 +146,12 @@ def run_as_rank(
         stack.enter_context(fewer_layers.installed())
         training: Any = make_windows(options.windows, raw, modules, progress, peers)
 
-        def windows_of_forward(directory: Path, **state: Any) -> Any:
+        def windows_of_forward(directory: Path, *, forward: RepeatableCall, on_gpu: bool) -> Any:
             return make_windows(
                 *(options.windows, directory, modules),
                 *(named_progress(directory.name, progress), peers),
-                **state,
+                forward=forward,
+                on_gpu=on_gpu,
             )
 
         inference = InferenceSteps(
@@ -236,7 +238,7 @@ def _check_parallel(
 def _check_slices(
     script: Path, options: Options, models: ModelSlicing, steps: int, *, trains: bool
 ) -> None:
-    """Raise if `--moe-routing` has no model to apply to, or a slice is not one for training.
+    """Raise if `--moe-routing` has no model to apply to, or a slice for inference trains.
 
     Args:
         script: as for `capture`.

@@ -290,10 +290,10 @@ def _window_ns(call: Callable[[], Any], calls: int, device: torch.device) -> flo
     dist.barrier()
     if device.type != "cuda":
         call()
-        begun = time.perf_counter_ns()
+        start_ns = time.perf_counter_ns()
         for _ in range(calls):
             call()
-        return (time.perf_counter_ns() - begun) / calls
+        return (time.perf_counter_ns() - start_ns) / calls
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     torch.cuda._sleep(_AHEAD_CYCLES)  # pyright: ignore[reportPrivateUsage]

@@ -107,8 +107,8 @@ class _Attention:
         return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
     @property
-    def _is_short(self) -> bool:
-        """Whether kernels for 16 bits take it."""
+    def _is_16_bit(self) -> bool:
+        """Whether it is in one of the dtypes that cuDNN and FlashAttention take."""
         return self.query.dtype in (torch.float16, torch.bfloat16)
 
     def additive_mask(self) -> Tensor | None:
@@ -126,12 +126,12 @@ class _Attention:
         most = _MOST_CUDNN_HEAD_ON_HOPPER if hopper else _MOST_CUDNN_HEAD
         fits = self.head <= most and self.head % 8 == 0
         constant = self.mask is None or not self.mask.requires_grad
-        return self._is_short and constant and fits and gpu.capability >= (8, 0)
+        return self._is_16_bit and constant and fits and gpu.capability >= (8, 0)
 
     def fits_flash(self, gpu: EmulatedGpu) -> bool:
         """Return whether FlashAttention 2 takes it on `gpu`."""
         fits = self.head <= _MOST_FLASH_HEAD and self.head == self.value.shape[-1]
-        return self._is_short and self.mask is None and fits and gpu.capability >= (8, 0)
+        return self._is_16_bit and self.mask is None and fits and gpu.capability >= (8, 0)
 
     def with_all_heads(self) -> "_Attention":
         """Return it with a key and a value for each head of the queries."""

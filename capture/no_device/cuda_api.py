@@ -165,7 +165,7 @@ _LEGACY_DTYPES = {
 
 
 class _LegacyType(type):
-    """Type of `torch.cuda.FloatTensor` and its like: scripts ask for instances and create them."""
+    """Type of `torch.cuda.FloatTensor` and other legacy types, for `isinstance`; calls raise."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         is_tensor = isinstance(instance, torch.Tensor)
@@ -174,7 +174,7 @@ class _LegacyType(type):
     def __call__(cls, *_: Any, **__: Any) -> Any:
         dtype = _LEGACY_DTYPES[cls.__name__]
         raise CaptureError(
-            f"torch.cuda.{cls.__name__} creates tensors in a GPU's memory, which is not there\n"
+            f"torch.cuda.{cls.__name__} allocates GPU memory, and there is no GPU\n"
             f'  create them with torch.tensor or torch.empty, dtype={dtype}, device="cuda"',
             code="no-device-legacy-tensor",
         )

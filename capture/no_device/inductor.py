@@ -265,14 +265,14 @@ def _constants() -> contextlib.AbstractContextManager[None]:
 
 _PADDING = "torch._inductor.fx_passes.pad_mm"
 
-# Of bf16 products of GPT-2 on an H100: (8192 x 768) x (768 x 50264) took 0.88 ms; with 50257 rows,
-# which are not aligned, 4.25 ms.
-_UNALIGNED = 4.85
+# A bf16 product of GPT-2, (8192 x 768) x (768 x 50264), took 0.88 ms on an H100; with 50257
+# columns, which are not aligned, 4.25 ms.
+_UNALIGNED_SLOWDOWN = 4.85
 
 # A transposed copy of 4096 x 4096 in bf16 took 132 us on an H100, 20 us at its memory bandwidth.
-_TRANSPOSED = 6.6
+_TRANSPOSED_COPY_SLOWDOWN = 6.6
 
-# torch asks for this much gain (`is_padded_faster`).
+# torch pads for this speedup or more (`is_padded_faster`).
 _LEAST_GAIN = 1.1
 
 
@@ -295,8 +295,8 @@ def _is_padded(module: Any, match: Any, operands: tuple[Tensor, Tensor], gpu: Em
         if module.should_exclude_padding_time(match, name):
             continue
         copied = 2 * tensor.numel() * tensor.element_size() / gpu.bandwidth_bytes_per_s
-        copies_s += copied * (1.0 if tensor.is_contiguous() else _TRANSPOSED)
-    return product_s * _UNALIGNED > (product_s + copies_s) * _LEAST_GAIN
+        copies_s += copied * (1.0 if tensor.is_contiguous() else _TRANSPOSED_COPY_SLOWDOWN)
+    return product_s * _UNALIGNED_SLOWDOWN > (product_s + copies_s) * _LEAST_GAIN
 
 
 def _yes() -> bool:

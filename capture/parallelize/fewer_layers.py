@@ -206,9 +206,10 @@ class FewerLayers:
     def _whole_layers(
         self, requested: Depth, model: str, text: Any, depth: int
     ) -> tuple[Layers, set[type[nn.Module]]]:
-        """Return the configured layers, after checking that the captured depths suffice.
+        """Return the configured layers and the classes of their modules.
 
-        The second result are the classes of the layers.
+        Raises:
+            DepthError: the captured depths do not suffice.
         """
         captured = ",".join(map(str, requested.captured))
         deepest = requested.captured[-1]

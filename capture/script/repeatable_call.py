@@ -1,18 +1,19 @@
 """Restore what a call of a model changed, so that the same call can be repeated.
 
 A forward with a KV cache changes its arguments: a dynamic cache replaces its tensors by longer
-ones, a static cache writes into its tensors and advances counters. Three kinds of changes are
+ones, a static cache writes into its tensors and advances counters. Two kinds of changes are
 restored:
 
-- What containers hold: lists, dictionaries and objects among the arguments, and the model's own
-  attributes.
-- Small integer tensors, such as the length of a static cache, in place: compiled code depends on
-  their addresses.
-- Nothing else in place: the keys and values that a static cache writes are the same each time.
+- The contents of containers: lists, dictionaries and objects among the arguments, and the
+  attributes of the model.
+- The values of small integer tensors, such as the length of a static cache. They are written in
+  place, because compiled code depends on the address of a tensor.
 
-A tensor that the call replaces must not live on during the repetitions, because the script frees it
-as well: the peak memory would include it. It is kept in host memory, and copied back before each
-repetition.
+Other tensors that the call writes in place keep what it wrote: a static cache gets the same keys
+and values each time.
+
+Without repetitions, the script would free a tensor that the call replaces, and the peak memory
+must not include it. So the tensor is kept in host memory, and copied back before each repetition.
 """
 
 import contextlib
@@ -36,7 +37,7 @@ _CACHE_DIMS = 3
 
 _SEARCHED_OUT = (nn.Module, type, FunctionType, ModuleType, torch.dtype, torch.device)
 
-# Attributes in which nn.Module keeps what is no state of a forward.
+# Attributes that every nn.Module has: hooks, parameters, submodules, but no state of a forward.
 _MODULE_INTERNALS = frozenset(vars(nn.Module()))
 
 
@@ -49,9 +50,10 @@ class RepeatableCall:
     """
 
     def __init__(self, model: nn.Module, arguments: Arguments) -> None:
-        self._tuples: list[Tensor] = []  # in tuples, whose contents do not change
-        self._entries: list[tuple[Any, dict[Any, Any]]] = []  # container, what it held
-        self._fixed: list[tuple[Any, dict[Any, Any]]] = []  # of modules: lazily added entries stay
+        self._tuple_tensors: list[Tensor] = []  # the contents of a tuple do not change
+        self._containers: list[tuple[Any, dict[Any, Any]]] = []  # with their contents
+        # Attributes that a module adds on its first call stay.
+        self._module_attributes: list[tuple[Any, dict[Any, Any]]] = []
         self._counters: list[Tensor] = []
         self._seen: set[int] = set()
         args, kwargs = arguments
@@ -64,7 +66,7 @@ class RepeatableCall:
     def after_first_call(self) -> None:
         """Find out what the call changed; move the tensors that it replaced to host memory."""
         memo: dict[int, _InHostMemory] = {}
-        for container, held in (*self._entries, *self._fixed):
+        for container, held in (*self._containers, *self._module_attributes):
             now = _contents(container)
             for key, value in held.items():
                 if isinstance(value, Tensor) and now.get(key) is not value and value.numel():
@@ -87,12 +89,12 @@ class RepeatableCall:
                 return kept
             return copies.setdefault(id(kept), kept.on_device())
 
-        for container, held in self._entries:
+        for container, held in self._containers:
             now = _contents(container)
             if now.keys() == held.keys() and all(now[key] is held[key] for key in held):
                 continue
             _set_contents(container, {key: value_of(kept) for key, kept in held.items()})
-        for container, held in self._fixed:
+        for container, held in self._module_attributes:
             for key, kept in held.items():
                 # None: the module created something on its first call, which it keeps.
                 if kept is not None and container.get(key) is not kept:
@@ -102,8 +104,8 @@ class RepeatableCall:
 
     def cache_tensors(self) -> tuple[Tensor, ...]:
         """Return the tensors that containers among the arguments hold: the KV cache."""
-        tensors = [*self._tuples]
-        for container, _ in self._entries:
+        tensors = [*self._tuple_tensors]
+        for container, _ in self._containers:
             tensors += [part for part in _contents(container).values() if isinstance(part, Tensor)]
         # Lengths and positions have fewer dimensions than keys, values and recurrent states.
         return tuple(tensor for tensor in tensors if tensor.dim() >= _CACHE_DIMS)
@@ -121,13 +123,13 @@ class RepeatableCall:
             self._seen.add(id(value))
             if isinstance(value, tuple):
                 pending += value
-                self._tuples += [part for part in value if isinstance(part, Tensor)]
+                self._tuple_tensors += [part for part in value if isinstance(part, Tensor)]
                 continue
             if not isinstance(value, list | dict) and not hasattr(value, "__dict__"):
                 continue
             held = _contents(value)
             if len(held) <= _MOST_ENTRIES:
-                self._entries.append((value, held))
+                self._containers.append((value, held))
                 pending += held.values()
 
     def _search_module(self, module: nn.Module) -> None:
@@ -135,7 +137,7 @@ class RepeatableCall:
         attributes = vars(module)
         buffers: dict[str, Any] = attributes["_buffers"]
         held = {name: attributes[name] for name in attributes.keys() - _MODULE_INTERNALS}
-        self._fixed += [(attributes, held), (buffers, dict(buffers))]
+        self._module_attributes += [(attributes, held), (buffers, dict(buffers))]
         for value in (*held.values(), *buffers.values()):
             if isinstance(value, Tensor):
                 self._add_counter(value)

@@ -41,7 +41,7 @@ QUERIES = """
 import importlib, pkgutil, torch
 
 def query(*_):
-    raise AssertionError("asked for a GPU")
+    raise AssertionError("GPUs were queried")
 
 torch.cuda.is_available = torch.accelerator.is_available = torch.cuda.init = query
 import onerank.capture
@@ -50,8 +50,8 @@ for module in pkgutil.walk_packages(onerank.capture.__path__, "onerank.capture."
 """
 
 
-def test_imports_ask_for_no_gpu():
-    """CUDA works in no fork of a process that has asked, and senders of messages are forks."""
+def test_imports_query_no_gpu():
+    """CUDA works in no fork of a process that has queried GPUs, and message senders are forks."""
     done = subprocess.run([sys.executable, "-c", QUERIES], capture_output=True, check=False)
     assert done.returncode == 0, done.stderr.decode()
 

@@ -135,7 +135,7 @@ def note_of_slices() -> Note | None:
 
 
 def _steps_on_matrices(optimizer: Optimizer) -> bool:
-    # A wrapper may lack groups of its own.
+    # accelerate's wrapper has `param_groups` as a property; `live` also lists the optimizer in it.
     groups = vars(optimizer).get("param_groups", [])
     return any(isinstance(p, torch.Tensor) and p.ndim > 1 for g in groups for p in g["params"])
 

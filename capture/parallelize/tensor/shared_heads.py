@@ -75,9 +75,7 @@ class SharedHeads:
         for parameter in parameters:
             parts = parameter.data.split([*self.widths])
             rows = [
-                part.unflatten(0, (heads, -1))
-                .repeat_interleave(self.ranks_per_head, 0)
-                .flatten(0, 1)
+                part.unflatten(0, (heads, -1)).repeat_interleave(copies, 0).flatten(0, 1)
                 if shared
                 else part
                 for part, shared in zip(parts, self.is_shared, strict=True)

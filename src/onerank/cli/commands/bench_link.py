@@ -22,7 +22,7 @@ class LinkOptions:
 
     output: Path = option("Network file to write (TOML).", "-o", "--output", type=OUTPUT)
     most_mib: int = option(
-        "Largest input of a rank, MiB; sizes are 4 KiB and its multiples by 4.",
+        "Largest input of a rank, MiB; sizes begin at 4 KiB, each four times the previous one.",
         default=256,
         type=click.IntRange(1, 4096),
         show_default=True,
@@ -67,8 +67,9 @@ def _rank_of_torchrun() -> tuple[int, int]:
         )
     rank, ranks = map(int, texts)
     if ranks < 2:
-        raise UsageError(f"a link needs two ranks, and WORLD_SIZE is {ranks}; {start}",
-                         code="link-one-rank")  # fmt: skip
+        raise UsageError(
+            f"a link needs two ranks, and WORLD_SIZE is {ranks}; {start}", code="link-one-rank"
+        )
     return rank, ranks
 
 
