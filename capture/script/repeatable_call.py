@@ -18,7 +18,7 @@ must not include it. So the tensor is kept in host memory, and copied back befor
 
 import contextlib
 from collections.abc import Generator
-from types import FunctionType, ModuleType
+from types import FunctionType, MemberDescriptorType, ModuleType
 from typing import Any
 
 import torch
@@ -125,7 +125,7 @@ class RepeatableCall:
                 pending += value
                 self._tuple_tensors += [part for part in value if isinstance(part, Tensor)]
                 continue
-            if not isinstance(value, list | dict) and not hasattr(value, "__dict__"):
+            if not _is_container(value):
                 continue
             held = _contents(value)
             if len(held) <= _MOST_ENTRIES:
@@ -151,27 +151,44 @@ class RepeatableCall:
             self._counters.append(tensor)
 
 
+def _is_container(value: Any) -> bool:
+    """Return whether a value is a list, a dictionary or an object with attributes."""
+    has_attributes = hasattr(value, "__dict__") or hasattr(type(value), "__slots__")
+    return isinstance(value, list | dict) or has_attributes
+
+
 def _contents(container: Any) -> dict[Any, Any]:
     """Return what a list, a dictionary or an object holds, by index, key or attribute."""
     if isinstance(container, list):
         return dict(enumerate(container))  # pyright: ignore[reportUnknownVariableType]
-    return dict(container if isinstance(container, dict) else vars(container))
+    if isinstance(container, dict):
+        return dict(container)  # pyright: ignore[reportUnknownVariableType]
+    # The default of pickle: `__dict__`, or a pair of it and the attributes in `__slots__`.
+    state: Any = object.__getstate__(container)
+    attributes, slots = state if isinstance(state, tuple) else (state, None)
+    return {**(attributes or {}), **(slots or {})}
 
 
 def _set_contents(container: Any, contents: dict[Any, Any]) -> None:
     if isinstance(container, list):
         container[:] = contents.values()
         return
-    target: dict[Any, Any] = container if isinstance(container, dict) else vars(container)
+    is_dict = isinstance(container, dict)
+    target: dict[Any, Any] = container if is_dict else getattr(container, "__dict__", {})
+    slots: set[Any] = set() if is_dict else _contents(container).keys() - target.keys()
     target.clear()
-    target.update(contents)
+    for name in slots:
+        object.__delattr__(container, name)
+    for name, value in contents.items():
+        if not is_dict and isinstance(getattr(type(container), name, None), MemberDescriptorType):
+            object.__setattr__(container, name, value)
+        else:
+            target[name] = value
 
 
 def _holds_tensors(value: Any) -> bool:
     """Return whether a container holds tensors, directly or in containers in it."""
-    if not isinstance(value, list | tuple | dict) and not hasattr(value, "__dict__"):
-        return False
-    if isinstance(value, _SEARCHED_OUT):
+    if isinstance(value, _SEARCHED_OUT) or not (isinstance(value, tuple) or _is_container(value)):
         return False
     parts = value if isinstance(value, tuple) else _contents(value).values()
     return any(isinstance(part, Tensor | list | tuple) for part in parts)

@@ -1,6 +1,7 @@
 """Capture of scripts that only infer: which forwards are steps, and what their graphs hold."""
 
 import textwrap
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -224,6 +225,43 @@ def test_a_repeated_call_restores_its_cache(model, kind):
         call.restore()
     assert int(caches[1].get_seq_length()) == 5
     assert torch.equal(model(token, past_key_values=caches[1]).logits, expected)
+
+
+@dataclass(slots=True)
+class Cache:
+    """A KV cache whose attributes are in slots."""
+
+    keys: torch.Tensor | None = None
+
+
+class CachedKeys(Cache):
+    """A KV cache with attributes in slots and in a dictionary."""
+
+
+class GrowingDecoder(nn.Module):
+    """Appends its input to the keys."""
+
+    def forward(self, x: torch.Tensor, cache: Cache) -> int:
+        """Return the number of keys."""
+        cache.keys = x if cache.keys is None else torch.cat([cache.keys, x], dim=1)
+        if isinstance(cache, CachedKeys):
+            cache.calls = getattr(cache, "calls", 0) + 1
+        return cache.keys.shape[1]
+
+
+@pytest.mark.parametrize("kind", [Cache, CachedKeys])
+def test_attributes_in_slots_are_restored(kind):
+    decoder, cache, x = GrowingDecoder(), kind(), torch.ones(1, 3, 2)
+    assert decoder(x, cache) == 3
+    call = RepeatableCall(decoder, ((x,), {"cache": cache}))
+    for number in range(3):
+        assert decoder(x, cache) == 6
+        assert getattr(cache, "calls", 2) == 2
+        if not number:
+            call.after_first_call()
+        call.restore()
+    assert torch.equal(cache.keys, x)
+    assert [tensor.shape for tensor in call.cache_tensors()] == [x.shape]
 
 
 def test_padding_counts_as_no_context(model):
