@@ -234,10 +234,19 @@ def shape_factors(family: str, gpu: Gpu) -> ShapeFactors | None:
     return _BY_SHAPE.get((family, gpu.architecture))
 
 
+def _usual(gpu: Gpu) -> str:
+    """Return the family that libraries run on a GPU; "" if unknown."""
+    return _USUAL.get(gpu.architecture, ("",))[0]
+
+
+def has_figure(gpu: Gpu) -> bool:
+    """Return whether the time of the kernel that libraries run on a GPU has a figure."""
+    return slowdown_of(_usual(gpu), gpu) is not None
+
+
 def is_known_by_shape(gpu: Gpu) -> bool:
     """Return whether the kernel that libraries run on a GPU was measured on its architecture."""
-    usual = _USUAL.get(gpu.architecture, ("",))[0]
-    return _SLOWNESS.get((usual, gpu.architecture)) is _NATIVE
+    return slowdown_of(_usual(gpu), gpu) is _NATIVE
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,7 +335,7 @@ def resolve_unmeasured(target: Gpu, requested: str) -> Resolution:
             requested.
     """
     if requested in ("usual", "eager", "fused"):
-        runs = _USUAL.get(target.architecture, ("",))[0]
+        runs = _usual(target)
         runs = _BY_TORCH.get(target.architecture, runs) if requested == "fused" else runs
         usual = _SLOWNESS.get((runs, target.architecture), _NATIVE)
         return Resolution("", runs, usual.forward, usual.backward, usual.source)
@@ -365,6 +374,9 @@ def _check_supported(requested: str, target: Gpu, *alternatives: str) -> None:
 
 
 _TILE = 128
+# Architectures whose kernels pack only single queries. With 16 to 64 queries of four and more heads
+# per key head, a B200's (TensorRT-LLM's) took 2.0 times as long as packed tiles, in the median, and
+# 1.2 times as long as separate ones.
 _PACK_SINGLE_QUERIES = ("blackwell",)
 _FITTED_TO = 128 + 128  # head sizes of query and value
 # Exponentials per cycle of an NVIDIA SM since Volta, and of an AMD compute unit.
@@ -517,9 +529,7 @@ def attention_tiles(gpu: Gpu, shapes: F64) -> F64:
     batch, heads, key_heads, rows, *_ = columns
     group = heads / np.maximum(key_heads, 1)
     # FlashAttention packs the queries of the heads that share a key head into one tile
-    # (`pack_gqa`). Blackwell's kernels do so for single queries only: with 16 to 64 queries of four
-    # and more heads per key head, a B200's (TensorRT-LLM's) took 2.0 times as long as packed tiles,
-    # in the median, and 1.2 times as long as separate ones.
+    # (`pack_gqa`), which pays off in decoding, where a head has one query.
     packs = (gpu.architecture not in _PACK_SINGLE_QUERIES) | (rows == 1)
     grouped_tiles = key_heads * np.ceil(rows * group / _TILE)
     separate_tiles = heads * np.ceil(rows / _TILE)

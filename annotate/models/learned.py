@@ -9,7 +9,7 @@ import numpy.typing as npt
 from onerank.annotate.deduplicate import deduplicate
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models import gemm_tiles, scale_measured
-from onerank.annotate.models.attention_kernels import attention_ns, is_known_by_shape
+from onerank.annotate.models.attention_kernels import attention_ns, has_figure
 from onerank.annotate.models.calibration import (
     Calibration,
     calibrated,
@@ -420,8 +420,9 @@ def predict_from_description(
     predicted_ns, rules = from_datasheet(kernels, target, record=record)
     scratch = None if record is None else TermRecord(record.rows)
     tiles_ns, attention = tile_times(kernels, target, c, record=scratch)
-    if target.is_nvidia and not is_known_by_shape(target):
-        # No kernel is predicted at the best rate of a generation where it was not measured.
+    # Kernels written for their architecture were measured. One without a figure is not assumed to
+    # be as fast; AMD's have figures, which `swap_unmeasured_attention` applies.
+    if not has_figure(target):
         tiles_ns = np.where(attention, tiles_ns * c.other_attention, tiles_ns)
         slower = factor(c.other_attention, "kernel", "none was measured on the architecture")
         if scratch is not None:
@@ -508,7 +509,7 @@ def tile_times(
     times = np.full(len(first), np.nan)
     rates, call = kernels.rates(gpu), kernels.call
     known, attention = _able(kernels, gpu), has_attention[call]
-    # Attention in float32 has kernels of its own, which were not measured.
+    # No kernel of attention in float32 was measured.
     in_vector = _in_type(kernels, (_VECTOR_TYPE,))
     gemms = np.flatnonzero(known & ~attention)
     fused = np.flatnonzero(known & attention & ~in_vector)

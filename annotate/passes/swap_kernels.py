@@ -293,7 +293,8 @@ def swap_unmeasured_attention(  # noqa: PLR0917
     """Return times with the kernels that unmeasured attention runs, and notes.
 
     Without a request, operators that name a kernel, such as `_flash_attention_forward` of a capture
-    without a device, run that one.
+    without a device, run that one. One without a figure on the target has the time of the usual
+    kernel, and a note.
 
     Args:
         kernels: of a CPU capture.
@@ -342,6 +343,9 @@ def swap_unmeasured_attention(  # noqa: PLR0917
                 kernel = Resolution(
                     "", family, slowdown.forward, slowdown.backward, slowdown.source
                 )
+            # Other vendors' GPUs run none of the kernels that such an operator names.
+            elif family and target.is_nvidia and len(rows):
+                notes.append(_without_figure(len(rows), target, family))
             factors[rows] = np.where(backward[rows], kernel.backward, kernel.forward)
         by_place.append(kernel)
         if len(rows) and (not usual or (factors[rows] != 1).any()):
@@ -367,6 +371,14 @@ def _attention_note(count: int, target: Gpu, kernel: Resolution) -> Note:
         f"Attention: {count} calls by {kernel.runs} on {target.name}, forward "
         f"x{kernel.forward:.2f}, backward x{kernel.backward:.2f} ({kernel.reason}).",
         code="attention-kernel-assumed",
+    )
+
+
+def _without_figure(count: int, target: Gpu, family: str) -> Note:
+    return Note(
+        f"Attention: {count} calls by {family} have the time of {target.name}'s usual kernel, "
+        f"because no figure of {family} on {target.architecture} is known.",
+        code="attention-kernel-without-figure",
     )
 
 

@@ -3,12 +3,15 @@
 import msgspec
 import numpy as np
 import pytest
+from notes import note_of
 
 from onerank.annotate import load_gpu
 from onerank.annotate.models.attention_kernels import attention_tiles, is_known_by_shape
 from onerank.annotate.models.coefficients import shipped
-from onerank.annotate.models.intervals import KINDS, kinds_of, outside, widening
+from onerank.annotate.models.cost_model import MODELS
+from onerank.annotate.models.intervals import KINDS, kinds_of, outside, trust_in, widening
 from onerank.annotate.models.learned import predict_from_description, predict_learned
+from onerank.annotate.passes.swap_kernels import swap_unmeasured_attention
 from tools.fit.measured_kernels import Attention, Products, of_attention, of_products
 
 H100, B200, V100, RTX = (load_gpu(name) for name in ("H100", "B200", "V100", "RTX-PRO-6000"))
@@ -46,6 +49,38 @@ def test_attention_without_a_measured_kernel_is_slower_and_less_certain():
     assert kind(attention(4096), None, RTX) == "attention_other"
     assert kind(attention(4096), None, H100) == "attention_unmeasured"
     assert c.errors["attention_other"].high > 1.3 * c.errors["attention_unmeasured"].high
+
+
+@pytest.mark.parametrize(
+    ("target", "slower"),
+    [("RTX-PRO-6000", 1.5), ("TPU-v5p", 1.5), ("MI300X", 1.0), ("H100", 1.0)],
+)
+def test_attention_without_a_figure_is_slower_on_gpus_of_any_vendor(target, slower):
+    """AMD's kernels have published figures, which are applied to the time by their shape."""
+    gpu, c = load_gpu(target), shipped()
+    equal = msgspec.structs.replace(c, other_attention=1.0)
+    slow, fast = (predict_from_description(attention(4096), gpu, each)[0] for each in (c, equal))
+    # Far from the fitted GPUs, part of the prediction is the residual model's.
+    assert slow / fast == pytest.approx(slower ** trust_in(gpu, c))
+
+
+def test_a_named_kernel_without_a_figure_is_noted():
+    """A capture without a device names the kernel: one of an A100 has no figure, an H100's has."""
+    operators = ["aten::_efficient_attention_forward"]
+
+    def swapped(gpu):
+        predicted = predict_from_description(attention(4096), gpu)
+        times, notes = swap_unmeasured_attention(
+            attention(4096), predicted, gpu, MODELS["learned"], "usual", operators
+        )
+        return (times / predicted[0]).item(), notes
+
+    factor, notes = swapped(load_gpu("A100"))
+    assert factor == 1
+    note_of(notes, "attention-kernel-without-figure", 1, "efficient", "A100-SXM-80GB", "ampere")
+    factor, notes = swapped(H100)
+    assert factor == pytest.approx(3.55, rel=0.01)
+    note_of(notes, "attention-kernel-assumed", 1, "efficient", "H100-SXM")
 
 
 def test_an_unseen_architecture_is_no_nearer_than_a_left_out_family():
