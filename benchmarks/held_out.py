@@ -13,7 +13,8 @@ refitted without its die family (H100 and H200 are one).
 
 by shape: "datasheet" has the vendor's figures alone, "described" the shipped description. 8-bit
 layers include the kernel that quantises the activations. fp32 and memory-bound kernels have no
-fitted coefficient.
+fitted coefficient, but the sustained fractions of the vector units are medians over fp32 layers of
+the same set.
 """
 
 from collections.abc import Callable, Iterable
@@ -29,11 +30,7 @@ from onerank.annotate.models import roofline, scale_measured
 from onerank.annotate.models.coefficients import Coefficients
 from onerank.annotate.models.cost_model import Predict, PredictFromDescription
 from onerank.annotate.models.intervals import widening
-from onerank.annotate.models.learned import (
-    predict_by_ratio,
-    predict_from_description,
-    predict_learned,
-)
+from onerank.annotate.models.learned import predict_by_ratio
 from tools.fit.evaluate_fit import (
     Case,
     Described,
@@ -52,6 +49,7 @@ from tools.fit.leave_one_out import (
     gemm_by_shape,
     gemm_cases,
     memory_cases,
+    models_without,
     parted,
 )
 from tools.fit.measured_kernels import family, read_attention, read_products
@@ -70,17 +68,7 @@ def main() -> None:
     """Print one table for each group."""
     folder = given_folder(__doc__, "gemm.parquet", "linears.parquet")
     groups, fits = groups_of(folder)
-
-    def by_shape(without: str) -> PredictFromDescription:
-        return lambda kernels, target: predict_from_description(
-            kernels, target, fits.get(without) or next(iter(fits.values()))
-        )
-
-    def measured(without: str) -> Predict:
-        return lambda kernels, source, target: predict_learned(
-            kernels, source, target, fits.get(without) or next(iter(fits.values()))
-        )
-
+    by_shape, measured = models_without(fits)
     predicted = {name: widened(cases(by_shape, measured), fits) for name, cases in groups.items()}
     few = few_families(
         replace(part, kind=f"{name} {part.kind}")
@@ -154,6 +142,7 @@ def table(name: str, kind: str, cases: list[Case], baseline: list[Case], few: fl
     rows: list[list[float]] = []
     for target in dict.fromkeys(cases[at].target.name for at in chosen):
         of_target = [at for at in chosen if cases[at].target.name == target]
+        # Kinds of one family, such as "gemm_same_die", have the width of its other GPUs.
         others = [
             cases[at] for at in chosen if family(cases[at].target) != family(load_gpu(target))
         ] or [cases[at] for at in chosen if cases[at].target.name != target]

@@ -134,8 +134,9 @@ class Coefficients(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         same_die: share of a GEMM's deviation from its tiles on the source that carries over to a
             GPU of the same die.
         product_carried: the same for a GPU of another die.
-        eight_bit_carried: the same for 8-bit GEMMs. No coefficient is fitted to them, and they
-            deviate equally on all GPUs (correlation 0.8 to 0.9), so most of it carries over.
+        eight_bit_carried: the same for 8-bit GEMMs. The tiles are fitted to 16 bits, and 8-bit
+            kernels deviate from them equally on all GPUs (correlation 0.8 to 0.9), so most of it
+            carries over.
         attention_carried: the same for forward attention.
         other_attention: factor on the time of attention by its shape where no kernel was measured
             on the architecture.

@@ -147,10 +147,12 @@ _MISSES = 8  # exponent: how sharply misses set in as the working set fills the 
 
 _WRITE_MISSES = 4  # the same for results, which a cache begins to write back before it is full
 
-# Share of the cache that results fill before half of them are written back. An L40S writes results
-# of 0.7 to 1.0 of its 101 MB at 660 GB/s, as memory does, and smaller ones at 1200; the model that
-# kept them took 0.57 of the time. Not fitted: without the L40S nothing determines it.
-_DIRTY = 0.57
+# Share of the cache, filled by a product's operands and results, at which half of the results are
+# written back. An L40S writes results of 0.7 to 1.0 of its 101 MB at 660 GB/s, as memory does, and
+# smaller ones at 1200. Chosen on the L40S, because no other measured GPU determines it: over its
+# products whose results fill 0.2 to 1.5 of the cache, the mean error in ln is 0.087; at a share of
+# 1.0 it is 0.115, and without writing back 0.165.
+_WRITE_BACK_SHARE = 0.57
 
 _CAP = 6  # exponent: how well idle SMs of a last wave hide behind the power cap
 
@@ -378,7 +380,7 @@ def _tiling_times(run: Run, shapes: F64, c: GemmCoefficients) -> _TilingTimes:
     size = (gpu.l2_bytes or 1) / gpu.l2_partitions
     occupancy = (left + right + out) / size
     missed = (left + right) * _miss((_COLD_COPIES * (left + right) + out) / size)
-    filled_by_results = (left + right + out + partial) / size / _DIRTY
+    filled_by_results = (left + right + out + partial) / size / _WRITE_BACK_SHARE
     written = (out + partial) * _miss(filled_by_results, _WRITE_MISSES)
     # Tiles in flight form a square block of sm^0.5 tiles per edge, which shares
     # its operands. The first read of each operand already counts in `missed`.

@@ -20,7 +20,7 @@ _optimize: Any = scipy.optimize  # it has no types
 
 _STEP = 1e-2  # step of the finite differences, in the logarithms of the coefficients
 
-_SCALE = 0.1  # error in ln above which a residual's cost is linear, not quadratic
+SCALE = 0.1  # error in ln above which a residual's cost is linear, not quadratic
 
 _PULL = 0.005  # weight of the pull to the start
 
@@ -56,7 +56,7 @@ def fit_robustly(residuals: Callable[[F64], F64], start: F64) -> F64:
         return rho
 
     solution = _optimize.least_squares(
-        pulled, start, jac=slopes, loss=loss, f_scale=_SCALE, ftol=1e-5
+        pulled, start, jac=slopes, loss=loss, f_scale=SCALE, ftol=1e-5
     )
     return np.asarray(solution.x, dtype=np.float64)
 

@@ -1,6 +1,6 @@
 """Predictions of other dtypes, vector units and kernels, from the tables of `public_sets`.
 
-What is predicted was not fitted: the target's die family, or the kernel, is left out.
+The coefficients of a prediction are fitted without the target's die family, or without the kernel.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -27,7 +27,7 @@ from onerank.annotate.models.learned import predict_from_description, predict_le
 from onerank.annotate.op_costs.memory_bound import PASSES
 from onerank.annotate.op_costs.op_classes import OpClass
 from tools.fit.evaluate_fit import Case, Described, as_shipped
-from tools.fit.fit_tiles import rates_of, stored_ns
+from tools.fit.fit_tiles import SCALE, rates_of, stored_ns
 from tools.fit.measured_kernels import (
     TORCH_DTYPE,
     Attention,
@@ -122,7 +122,7 @@ def read_linears(folder: Path) -> list[Linears]:
     """
     columns = ["gpu", "campaign", "kernel", "dtype", *_SIZES, "time_us"]
     rows = read_table(folder / LINEARS_FILE, columns)
-    found: list[Linears] = []
+    linears: list[Linears] = []
     for kernel, dtype in _EIGHT_BIT:
         of_kernel = rows.filter(pl.col("kernel") == kernel, pl.col("dtype") == dtype)
         by_gpu = of_kernel.group_by("gpu", *_SIZES).agg(pl.col("time_us").median())
@@ -136,21 +136,21 @@ def read_linears(folder: Path) -> list[Linears]:
             shapes = np.stack([ones, *columns, ones, 2 * ones], axis=1)
             times_ns = table["time_us"].to_numpy().astype(np.float64) * 1000
             products = Products(TORCH_DTYPE["fp8"], shapes, {gpu.name: times_ns})
-            found.append(Linears(gpu, _SAME.get(kernel, kernel), products, times_ns))
+            linears.append(Linears(gpu, _SAME.get(kernel, kernel), products, times_ns))
     # The order of groups is not defined, and the fit's rounding depends on it.
-    return sorted(found, key=lambda each: (each.kernel, each.gpu.name, len(each.times_ns)))
+    return sorted(linears, key=lambda each: (each.kernel, each.gpu.name, len(each.times_ns)))
 
 
 def fit_eight_bit(linears: Sequence[Linears], c: GemmCoefficients) -> dict[str, EightBit]:
     """Return the coefficients of 8-bit GEMMs for each architecture of `linears`."""
     architectures = sorted({each.gpu.architecture for each in linears})
     return {
-        name: _fit_one([each for each in linears if each.gpu.architecture == name], c)
+        name: _fit_architecture([each for each in linears if each.gpu.architecture == name], c)
         for name in architectures
     }
 
 
-def _fit_one(linears: list[Linears], c: GemmCoefficients) -> EightBit:
+def _fit_architecture(linears: list[Linears], c: GemmCoefficients) -> EightBit:
     def cost(x: F64) -> float:
         narrow = EightBit(*np.exp(x).tolist())
         costs: list[float] = []
@@ -160,9 +160,7 @@ def _fit_one(linears: list[Linears], c: GemmCoefficients) -> EightBit:
             rates = Rates(np.minimum(rates.peak, rates.sustained * narrow.rate), rates.peak)
             product_ns = gemm_ns(each.gpu, rates, shapes, c, eight_bit=narrow)
             predicted_ns = product_ns + each.quantised_ns[::_EVERY]
-            error = np.log(each.times_ns[::_EVERY] / predicted_ns)
-            # The same robust loss as in `fit_tiles.fit_robustly`, with its scale of 0.1.
-            costs.append(float(np.mean(np.sqrt(1 + (error / 0.1) ** 2) - 1)))
+            costs.append(_robust_loss(np.log(each.times_ns[::_EVERY] / predicted_ns)))
         return float(np.mean(costs))
 
     start = np.zeros(3)
@@ -171,6 +169,11 @@ def _fit_one(linears: list[Linears], c: GemmCoefficients) -> EightBit:
     options = {"maxiter": 120, "xatol": 0.01, "fatol": 1e-4, "initial_simplex": simplex}
     solution = _optimize.minimize(cost, start, method="Nelder-Mead", options=options)
     return EightBit(*np.exp(solution.x).tolist())
+
+
+def _robust_loss(error: F64) -> float:
+    """Return the mean loss of errors in ln: up to a factor that of `fit_tiles.fit_robustly`."""
+    return float(np.mean(np.sqrt(1 + (error / SCALE) ** 2) - 1))
 
 
 def linear_cases(
@@ -221,7 +224,8 @@ def vector_cases(
 ) -> Iterator[Case]:
     """Yield fp32 operators by shape, and from another GPU's time.
 
-    No family is excluded: the tiles are those of 16-bit GEMMs, and nothing else is fitted.
+    No family is excluded: the tiles are those of 16-bit GEMMs. The sustained fractions of the
+    vector units are medians over the largest linear layers of this set.
 
     Args:
         folder: has `vector.parquet`.
@@ -331,7 +335,7 @@ def kernel_cases(
     """Yield attention by its shape, by GPU and kernel.
 
     Kernels that libraries run on the architecture have the kind "attention_unmeasured", others
-    "attention_other". The fit has seen neither this campaign's kernels nor the die family.
+    "attention_other". The fit has seen no kernel of the target's die family.
 
     Args:
         folder: has `attention.parquet`.
@@ -389,8 +393,8 @@ def _attention_floor(folder: Path, c: AttentionCoefficients, architecture: str) 
         for call in calls:
             rates = rates_of(call.gpu, "bfloat16", len(call.shapes))
             kernel_ns = attention_ns(call.gpu, rates, call.shapes, floors)
-            error = np.log(call.times_ns / (kernel_ns + stored_ns(call.gpu, call.shapes)))
-            costs.append(float(np.mean(np.sqrt(1 + (error / 0.1) ** 2) - 1)))
+            predicted_ns = kernel_ns + stored_ns(call.gpu, call.shapes)
+            costs.append(_robust_loss(np.log(call.times_ns / predicted_ns)))
         return float(np.mean(costs))
 
     options = {"initial_simplex": [[0.0], [0.3]], "xatol": 0.01, "fatol": 1e-4}

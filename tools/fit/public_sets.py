@@ -32,7 +32,8 @@ SYSTEMS = {
 BOARDS = {
     "Tesla V100-PCIE-32GB": "V100",
     "Tesla T4": "T4",
-    "NVIDIA A100-PCIE-40GB": "A100-SXM-40GB",  # its clock, SMs and bandwidth are this card's
+    # The PCIe card has no description; its clock, SMs and bandwidth are those of the SXM card.
+    "NVIDIA A100-PCIE-40GB": "A100-SXM-40GB",
     "NVIDIA A100 80GB PCIe": "A100-PCIe-80GB",
     "NVIDIA H100 80GB HBM3": "H100-SXM",
 }
