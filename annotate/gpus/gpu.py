@@ -243,8 +243,8 @@ class Gpu(Displayed, msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         # The fraction of the data type comes first, then one for all matrix units.
         specific, *_ = names = FRACTIONS[peak]
         known = [name for name in names if name in self.figures][:1]
-        # The benchmark multiplies 16-bit operands, so it counts for another type only where that
-        # has no fraction of its own.
+        # The benchmark multiplies 16-bit operands. For another data type its figure counts only if
+        # no fraction of that type is stated.
         if (
             _GEMM in self.figures
             and peak in TENSOR.values()

@@ -341,7 +341,7 @@ def _shares(graph: Graph, index: I64, call: I64) -> _Shares:
     kernel = ~membership_mask(nodes.kind[index], [Kind.MEMCPY, Kind.MEMSET])
     count = int(instance.max(initial=-1)) + 1
     with_kernel = np.bincount(instance, weights=kernel, minlength=count) > 0
-    # Beside kernels, copies and fills are not the operator's work.
+    # If an operator launches kernels, its copies and fills do none of its work.
     takes = kernel | ~with_kernel[instance]
     weight = np.maximum(nodes.duration_ns[index], 0).astype(np.float64) * takes
     total: F64 = np.bincount(instance, weights=weight, minlength=count).astype(np.float64)

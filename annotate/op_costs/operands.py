@@ -283,6 +283,6 @@ def without_tensors(graph: Graph, codes: npt.NDArray[np.int32]) -> tuple[I64, li
         .otherwise("values")
     )
     texts = table.unique(maintain_order=True).with_row_index("code", offset=1)
-    # polars keeps no order in a join unless asked, and `place` indexes these rows.
+    # By default a polars join may reorder rows, and `place` indexes these rows.
     codes_of = table.join(texts, on="text", how="left", maintain_order="left")["code"]
     return codes_of.to_numpy().astype(np.int64)[place], ["", *texts["text"].to_list()]

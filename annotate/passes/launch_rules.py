@@ -112,7 +112,7 @@ def _product(call: Call, target: Gpu) -> Sequence[Launch]:
     else:
         small_tiles = batch * ceil(m / _SPLIT_TILE) * ceil(n / _SPLIT_TILE)
         splits = k >= _SPLIT_LEAST_K and small_tiles * _SPLIT_K_PER_TILE[work.dtype] <= k
-    # A product of one row is a matrix-vector product, which has kernels of its own.
+    # A product of one row is a matrix-vector product, which other kernels compute.
     if splits and min(m, n) > 1:
         parts = max(2, target.sm_count // max(1, batch * ceil(m / _TILE[0]) * ceil(n / _TILE[1])))
         # cuBLAS divides by at most 16 in every profiled product.

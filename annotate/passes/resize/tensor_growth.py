@@ -133,8 +133,7 @@ class _SegmentMemo:
         self._sides = list[tuple[CallSignature, tuple[Powers, ...], tuple[Powers, ...]]]()
         self._place = dict[tuple[int, int, int], int]()
         self._of = np.full(len(calls.signature), -1, dtype=np.int64)
-        # The propagator never visits the calls of a replayed segment, and asks here for their
-        # powers.
+        # The propagator never visits the calls of a replayed segment and reads their powers here.
         propagator.earlier_powers = self._earlier_powers
 
     def result(self) -> PropagationResult:
