@@ -158,46 +158,49 @@ _SPLIT_POINTS_PER_TILE = 500
 def _convolution(call: Call, target: Gpu) -> Sequence[Launch]:
     """Return the launches of a convolution: copies to and from channels-last, and its bias."""
     image, weight, bias, out = call.tensor(0), call.tensor(1), call.tensor(2), call.output()
-    if image is None or weight is None or out is None or not _runs_in_cudnn(call, 6, target):
+    if image is None or weight is None or out is None:
+        return ()
+    if not _is_covered(weight, call.value(6), target):
         return ()
     add = (Launch("vectorized_elementwise_kernel", op="aten::add_"),) if bias is not None else ()
     if image.shape[1] != weight.shape[1]:  # grouped
         return (_WHOLE, *add)
-    steps = _Steps(image, weight, _is_pointwise(call, weight, 3), target)
-    return (*steps.product("sm90_xmma_fprop_implicit_gemm", (image, weight), out, 1.0), *add)
+    gemm = _ImplicitGemm(image, weight, _is_pointwise(call, weight, 3), target)
+    return (*gemm.product("sm90_xmma_fprop_implicit_gemm", (image, weight), out, 1.0), *add)
 
 
 def _convolution_backward(call: Call, target: Gpu) -> Sequence[Launch]:
     """Return the launches of its backward: of the gradients of image, filter and bias."""
     grad, image, weight = (call.tensor(position) for position in range(3))
-    if grad is None or image is None or weight is None or not _runs_in_cudnn(call, 7, target):
+    if grad is None or image is None or weight is None:
+        return ()
+    if not _is_covered(weight, call.value(7), target):
         return ()
     of_image, of_weight, of_bias = (call.output(position) for position in range(3))
     products = sum(result is not None for result in (of_image, of_weight))
     if not products:
         return ()
-    steps = _Steps(image, weight, _is_pointwise(call, weight, 4), target)
+    gemm = _ImplicitGemm(image, weight, _is_pointwise(call, weight, 4), target)
     grouped = image.shape[1] != weight.shape[1]
     launches: list[Launch] = []
     if of_image is not None:
         name = "sm90_xmma_dgrad_implicit_gemm"
         whole = (Launch(name, 1 / products),)
-        parts = steps.product(name, (grad, weight), of_image, 1 / products)
+        parts = gemm.product(name, (grad, weight), of_image, 1 / products)
         launches += whole if grouped else parts
     if of_weight is not None:
         name = "sm90_xmma_wgrad_implicit_gemm"
         whole = (Launch(name, 1 / products),)
-        launches += whole if grouped else steps.filter_gradient(name, grad, 1 / products)
+        launches += whole if grouped else gemm.filter_gradient(name, grad, 1 / products)
     if of_bias is not None:
-        launches += [_MEMSET] * steps.channels_last
+        launches += [_MEMSET] * gemm.channels_last
         launches.append(Launch("reduce_kernel", op="aten::sum", internal_bytes=grad.nbytes))
     return launches
 
 
-def _runs_in_cudnn(call: Call, transposed_at: int, target: Gpu) -> bool:
-    weight = call.tensor(1 if transposed_at == 6 else 2)
-    flat = weight is not None and len(weight.shape) == 4
-    return flat and target.capability == _HOPPER and call.value(transposed_at) is False
+def _is_covered(weight: Tensor, transposed: Any, target: Gpu) -> bool:
+    """Return whether a convolution is of the kind that was measured: of images, not transposed."""
+    return len(weight.shape) == 4 and transposed is False and target.capability == _HOPPER
 
 
 def _is_pointwise(call: Call, weight: Tensor, stride_at: int) -> bool:
@@ -205,8 +208,8 @@ def _is_pointwise(call: Call, weight: Tensor, stride_at: int) -> bool:
     return prod(weight.shape[2:]) == 1 and set(_numbers(call.value(stride_at))) <= {1}
 
 
-class _Steps:
-    """The launches of a convolution's products, by the layout of its image."""
+class _ImplicitGemm:
+    """The launches of a convolution as matrix products, by the layout of its image."""
 
     def __init__(self, image: Tensor, weight: Tensor, pointwise: bool, target: Gpu) -> None:
         self.channels_last = image.strides[1] == 1 and image.shape[1] > 1
