@@ -76,7 +76,8 @@ def decode_job(message: bytes, place: str) -> Job:
             if schema == SCHEMA:
                 raise ChakraError(
                     f"{place}: metadata attribute {name!r} is not what onerank writes there:"
-                    f" {error}; the file was edited, write it again",
+                    f" {error}; another version of onerank wrote the file, or it was edited:"
+                    " capture or convert it again",
                     code="chakra-edited-metadata",
                 ) from error
     return Job(**job_fields)

@@ -8,9 +8,10 @@ import pytest
 
 import onerank
 from onerank.annotate.op_costs.node_costs import op_costs_of
-from onerank.ir import Graph
+from onerank.ir import Graph, GraphBuilder, Job, ProcessGroup, World
 from onerank.plan.captures import StageCapture, capture_stage
-from onerank.plan.shards import ShardError, with_shards
+from onerank.plan.shard_memory import ShardError
+from onerank.plan.shards import with_shards
 
 # 500 rows of the vocabulary and 44 of the MLP are no multiples of 8 or 16: shards are padded.
 MODEL = """{
@@ -27,7 +28,7 @@ def captured(tmp_path_factory):
     (directory / "llama.json").write_text(MODEL)
 
     @functools.cache
-    def capture(sharding: str, dp: int, *, known_rounds: bool = False) -> Graph:
+    def capture(sharding: str, dp: int, *, known_micro_batches: bool = False) -> Graph:
         arguments = (str(directory / "llama.json"), "--seq", "32", "--micro-batches", "2")
         stage = StageCapture(
             arguments=arguments,
@@ -40,11 +41,11 @@ def captured(tmp_path_factory):
             stages=1,
             stage=0,
             layers=2,
-            micro_batches=2 if known_rounds else 0,
+            micro_batches=2 if known_micro_batches else 0,
         )
         result = capture_stage("", "H100", stage)
         assert not result["code"], result["message"]
-        path = Path(directory) / f"{sharding}-{dp}-{known_rounds}.et"
+        path = Path(directory) / f"{sharding}-{dp}-{known_micro_batches}.et"
         path.write_bytes(result["trace"])
         return onerank.read(path)
 
@@ -56,7 +57,7 @@ def captured(tmp_path_factory):
 )
 def test_shards_of_two_replicas_give_those_of_more(captured, sharding, dp):
     real = captured(sharding, dp)
-    derived = with_shards(captured(sharding, 2, known_rounds=True), dp)
+    derived = with_shards(captured(sharding, 2, known_micro_batches=True), dp)
     for column in ("comm_bytes", "collective", "bytes_allocated", "micro_batch", "phase"):
         assert (getattr(derived.nodes, column) == getattr(real.nodes, column)).all(), column
     assert derived.text("name") == real.text("name")
@@ -86,4 +87,12 @@ def compared(graph: Graph, column: str) -> list[str]:
 def test_an_odd_number_of_replicas_is_not_derived(captured):
     with pytest.raises(ShardError) as error:
         with_shards(captured("fsdp", 2), 3)
+    assert error.value.code == "plan-unknown-shards"
+
+
+def test_a_group_without_counterpart_is_not_derived():
+    # A plan captures such a layout with its own number of replicas; an ExportError would drop it.
+    job = Job(world=World.of(tp=2, dp=2), groups=(ProcessGroup("diagonal", (0, 3)),))
+    with pytest.raises(ShardError) as error:
+        with_shards(GraphBuilder().build(job), 4)
     assert error.value.code == "plan-unknown-shards"

@@ -2,8 +2,8 @@
 
 Work of a stage depends on the axes within a replica, the micro-batch and the kind of the stage:
 first, inner, last, or a whole model. A deep stage is captured with 2 and with 4 layers, once for
-all depths, as `capture run --capture-layers 2,4` does. Schedules share captures, and so do numbers
-of replicas: the shards among more of them are derived from the capture with two (`shards`).
+all depths, as `capture run --capture-layers 2,4` does. Schedules share captures. So do all even
+numbers of replicas: `shards` derives their shards from the capture with two.
 """
 
 import ast
@@ -145,7 +145,7 @@ def stage_sources(
     captured = 1 if layout.micro_batches == 1 else CAPTURED_MICRO_BATCHES
     arguments = arguments_of(job, layout, captured)
     takes_micro_batches = any("{micro_batches}" in each for each in job.model.arguments)
-    # Of an expert-parallel group, two replicas may be too few.
+    # Two replicas may have fewer ranks than an expert-parallel group.
     shared_replicas = layout.ep == 1 and layout.dp % _CAPTURED_REPLICAS == 0 and not exact
     dp = _CAPTURED_REPLICAS if shared_replicas else layout.dp
     stages = layout.stages
@@ -194,7 +194,7 @@ def _described(gpu: str) -> str:
 def probe_task(job: PlannedJob, layout: Layout) -> Task:
     """Return the task that finds the number of layers of the model; see `layers_of`."""
     arguments = arguments_of(job, layout, 1)
-    # One layer on one GPU is the cheapest capture that tells the layers of the model.
+    # A capture counts the layers that the script configures, and needs to build only one.
     capture = StageCapture(arguments, 1, False, 1, 1, 1, "ddp", 1, 0, 1)
     return _task(job, capture, "layers of the model")
 
@@ -233,7 +233,7 @@ def layers_of(result: Mapping[str, Any]) -> int:
         PlanError: the script cannot be captured.
     """
     if result["code"]:
-        raise PlanError(f"{result['message']}", code=result["code"])
+        raise PlanError(result["message"], code=result["code"])
     return int(result["layers"])
 
 

@@ -36,12 +36,14 @@ from onerank.plan.job_replay import step_of
 from onerank.plan.layouts import Dropped, Layout, Outcome, PlanError, Range
 from onerank.plan.pipeline_step import PipelineStep
 from onerank.plan.reproduction import commands_of
-from onerank.plan.shards import ShardError, with_shards
+from onerank.plan.shard_memory import ShardError
+from onerank.plan.shards import with_shards
 from onerank.plan.stage_times import Figures, StageTimes, at_depth, memory_of, stage_times
 from onerank.plan.tasks import Task, content_key
 
 _HOST_BOUND = 0.05
-"""Part of a step that the GPU waits for its host, from which on a deep stage is replayed whole."""
+"""Share of a step that the GPU waits for its host above which a plan says so, and a deep stage is
+replayed whole."""
 
 _SIMULATED_PEAK_ERROR = 0.01
 """Largest error of peak memory without a device against captures on an H100 (0.85%), rounded up."""
@@ -122,6 +124,7 @@ def evaluate(
         try:
             outcomes.append(evaluator.outcome(layout))
         except ShardError:
+            # `make_plan` captures these layouts with their own number of replicas.
             underived.append(layout)
         except OneRankError as error:
             dropped.append(Dropped(str(layout), error.code, str(error)))
@@ -220,8 +223,9 @@ class _Evaluator:
             each: times of its captures.
             times_of: returns the times of a re-costed graph with the energy of its nodes.
         """
-        # Where the GPU waits for its host, the wait of a block depends on how far the host was
-        # ahead, so no line through two depths holds: steps of 16 layers were 1.5 to 2.4% short.
+        # Where the GPU waits for its host, the wait of a block depends on how far the host is
+        # ahead, so no line through two depths holds: a step of 16 layers was 1.5% short
+        # (benchmarks/results/2026-11-26-plan-rows.txt).
         if max(stage.host_bound_share for stage in each) > _HOST_BOUND:
             deep = self._extrapolated(source, dp)
             if deep is not None:
@@ -405,7 +409,7 @@ def _notes(gpu: Gpu, stages: Sequence[StageTimes], layout: Layout) -> tuple[Note
             )
         )
     share = max(stage.host_bound_share for stage in stages)
-    if share > 0.05:
+    if share > _HOST_BOUND:
         notes.append(
             Note(f"the GPU waits for its host in {share:.0%} of the step", code="plan-host-bound")
         )

@@ -109,6 +109,8 @@ def make_plan(config: PlanConfig, store: Store, executor: Executor, progress: Pr
             dropped += refused
         if not layouts:
             break
+    # A capture with a layout's own number of replicas needs no derivation.
+    assert not layouts, layouts
     plan = sorted_plan(config, layers, outcomes, dropped)
     check_fits(plan)
     return plan
@@ -131,8 +133,7 @@ def sorted_plan(
 def _with_config(outcome: Outcome, config: PlanConfig) -> Outcome:
     """Return an outcome whose commands name the configuration's file."""
     name = quote(config.path.name)
-    # Stored outcomes have a placeholder, since the same work may be asked for under another file
-    # name.
+    # Stored outcomes have a placeholder: a configuration with another file name may share them.
     commands = tuple(command.replace(" CONFIG ", f" {name} ") for command in outcome.commands)
     return replace(outcome, commands=commands)
 
