@@ -112,7 +112,7 @@ class Annotation(msgspec.Struct, frozen=True):
 
 
 class InferenceStep(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The forward of a model that a graph shows, of a script that only infers.
+    """The forward that a graph of a script that only infers shows.
 
     Attributes:
         kind: "prefill", "decode" (one new token per sequence and a KV cache that is not empty), or

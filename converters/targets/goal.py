@@ -484,7 +484,7 @@ def _write(
             block.write()
             operations += block.operations
             _write_block(file, rank, block.lines)
-        # Before the file appears, since a simulator waits for ever on a rank that does.
+        # Before the file appears: a call that some rank does not make hangs the simulator.
         tags.check()
     dropped = sum((lowered.dropped for lowered in lowered_ranks), Counter[str]())
     return GoalExport(

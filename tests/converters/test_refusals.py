@@ -16,7 +16,7 @@ from stages import stage
 
 from onerank.converters.expand.host_delays import insert_host_delays
 from onerank.converters.expand.layers import captured_layers, compose, ddp_buckets, nonlayer_nodes
-from onerank.converters.expand.pipeline import stages
+from onerank.converters.expand.pipeline import Schedule, stages
 from onerank.converters.expand.ranks import expand_ranks
 from onerank.converters.sources.kineto import collectives, rank_directory
 from onerank.converters.sources.kineto.memory_events import read_history
@@ -76,19 +76,13 @@ SIMAI: dict[str, Callable[[Path], Any]] = {
     "simai-other-job": lambda path: simai.export(
         [stage(0, 2), stage(1, 2, world=World.of(pp=2, dp=2))],
         path,
-        schedule=stages_schedule(),
+        schedule=Schedule.parse("1f1b"),
     ),
     "simai-row-too-long": lambda _: simai_rows._split(
         simai_rows.WorkloadRow("layer", forward_ns=10_001 * simai_rows.LARGEST_NS)
     ),
     "simai-too-many-bytes": lambda path: simai.export([moving(2**50)], path),
 }
-
-
-def stages_schedule() -> Any:
-    from onerank.converters.expand.pipeline import Schedule
-
-    return Schedule.parse("1f1b")
 
 
 def moving(size_bytes: int) -> Graph:

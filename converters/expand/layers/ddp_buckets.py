@@ -290,7 +290,7 @@ class _Insertion:
         self._edges: list[tuple[int, int, Reason]] = []
         self._closed: set[tuple[int, int]] = set()
         views = chain.from_iterable(captured.views)
-        # By number of dimensions, which a parameter shares with the view that it is modelled on.
+        # Key: number of dimensions. The view of a new parameter copies one with as many.
         self._views = {len(operand_shapes(captured.graph, view)[1]): view for view in views}
         self._latest = self._next = -1
         self._free_ns = 0

@@ -72,14 +72,12 @@ def copy_record_ids(
             paired += len(index)
     count, structure_count = _count_events(profile), _count_events(structure)
     if paired < MIN_PAIRED_SHARE * max(count, structure_count):
-        return None, (
-            Note(
-                f"only {paired} host events pair up, of {count} in the profiled and "
-                f"{structure_count} in the structure window: the profiled times are dropped. "
-                "Without another profiled step (`capture run --repeat`) times come from the "
-                "structure window, recorded under the execution trace observer",
-                code="profiled-times-dropped",
-            )
+        return None, Note(
+            f"only {paired} host events pair up, of {count} in the profiled and "
+            f"{structure_count} in the structure window: the profiled times are dropped. "
+            "Without another profiled step (`capture run --repeat`) times come from the "
+            "structure window, recorded under the execution trace observer",
+            code="profiled-times-dropped",
         )
     difference = None
     if paired < max(count, structure_count):

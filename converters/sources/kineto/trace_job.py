@@ -218,8 +218,8 @@ def with_blocks(job: Job, memory: Memory, node: dict[int, int], place: I64) -> J
 def _with_kv_cache(log: MemoryLog) -> MemoryLog:
     """Return the log of a forward with the class of the KV cache.
 
-    Of a repeated forward, only the cache lives beyond the step; its outputs are dropped. What the
-    step frees and did not allocate is the cache that a longer one replaces.
+    A repeated forward drops its outputs, so only the KV cache outlives the step. A block that the
+    step frees but did not allocate is a cache that a longer one replaces.
     """
     blocks = log.blocks
     columns = zip(blocks.memory_class, blocks.allocated_at, blocks.freed_at, strict=True)

@@ -114,7 +114,7 @@ class Summary(msgspec.Struct, frozen=True):
         depths: how the trace was extrapolated from captures with fewer layers; None if it was not.
         compilation: the compiled step compared with the eager one; None if not captured.
         classes: classes of equal ranks; () if not known.
-        inference: the forward that a script which infers is captured at; None for training.
+        inference: the captured forward of a script that only infers; None for training.
     """
 
     nodes: int
@@ -162,7 +162,7 @@ class Summary(msgspec.Struct, frozen=True):
 
 
 class StepSummary(msgspec.Struct, frozen=True):
-    """One of several captured steps of a script that infers.
+    """One of several captured steps of a script that only infers.
 
     Attributes:
         step: "prefill", "decode" or the number of the forward, as chosen.
@@ -176,7 +176,7 @@ class StepSummary(msgspec.Struct, frozen=True):
 
 
 class StepSummaries(msgspec.Struct, frozen=True):
-    """All captured steps of a script that infers.
+    """All captured steps of a script that only infers.
 
     Attributes:
         steps: one record each.

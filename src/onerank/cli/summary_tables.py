@@ -142,7 +142,7 @@ def _classes(summary: Summary) -> list[tuple[str, str]]:
 
 
 def _inference(summary: Summary) -> list[tuple[str, str]]:
-    """Return the line on the forward of a script that infers."""
+    """Return the line on the captured forward of a script that only infers."""
     step = summary.inference
     if step is None:
         return []

@@ -295,11 +295,10 @@ def measure(traces: tuple[Path, ...], options: MeasureOptions, as_json: bool) ->
     stored = read_database(update) if update else table_of([])
     rows: list[KernelRow] = []
     account = Account(requested=len(requests))
-    notes: list[Note] = []
     with on_device(options.gpu) as device:
         board = Board()
         software = versions(board.driver())
-        notes += [Note(board.missing, code="sensors-not-read")] * bool(board.missing)
+        notes = [Note(board.missing, code="sensors-not-read")] if board.missing else []
         if update:
             requested = len(requests)
             requests = lacking(requests, stored, device.name, software)
