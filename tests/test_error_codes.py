@@ -7,16 +7,18 @@ from pathlib import Path
 
 import pytest
 
+from onerank.cli import report_charts
 from onerank.ir import errors
 from onerank.ir.chakra import framing
 from onerank.ir.errors import CaptureError, OneRankError
+from onerank.plan import layouts, shard_memory
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("ir", "capture", "converters", "annotate", "src/onerank")
 
 CLASSES = {
     name
-    for module in (errors, framing)
+    for module in (errors, framing, report_charts, layouts, shard_memory)
     for name, value in vars(module).items()
     if isinstance(value, type) and issubclass(value, OneRankError)
 }

@@ -11,10 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from raised import raises_code
 
 from onerank.ir.errors import OneRankError
 from onerank.plan.layouts import Range
-from onerank.plan.tasks import LocalPool, Store, Task, content_key, run_tasks
+from onerank.plan.tasks import (
+    LocalPool,
+    RayCluster,
+    Store,
+    Task,
+    _call_on_ray,
+    content_key,
+    run_tasks,
+)
 
 
 def task(function: str, *arguments: Any, needs: tuple[str, ...] = ()) -> Task:
@@ -126,3 +135,14 @@ def test_a_killed_run_resumes(store: Store, tmp_path: Path, number: signal.Signa
     results = run_tasks(tasks, store, LocalPool(2))
     assert [results[task.key] for task in tasks] == [0, 1, 2, 3, 4, 5]
     assert log.read_text().split().count("0") == log.read_text().split().count("1") == 1
+
+
+def test_ray_that_is_not_installed(store: Store, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with raises_code("plan-ray-not-installed"):
+        run_tasks([task("square", 1)], store, RayCluster(store.directory, None))
+
+
+def test_a_ray_worker_of_another_version_returns_no_result():
+    with raises_code("plan-ray-version", naming="0.0.1"):
+        _call_on_ray(task("square", 1), ("0.0.1", "digest"))
