@@ -183,7 +183,7 @@ class CostReport(Displayed, msgspec.Struct, frozen=True):
     notes: tuple[Note, ...]
 
 
-class Job(msgspec.Struct, frozen=True):
+class PricedJob(msgspec.Struct, frozen=True):
     """The job to price: GPUs, the step's duration and its tokens, with their sources."""
 
     gpus: int
@@ -194,7 +194,7 @@ class Job(msgspec.Struct, frozen=True):
 
 
 def report_cost(
-    gpu: Gpu, job: Job, prices: Prices, path: Path, energy: Callable[[], EnergyReport]
+    gpu: Gpu, job: PricedJob, prices: Prices, path: Path, energy: Callable[[], EnergyReport]
 ) -> CostReport:
     """Return the cost of a step for each way to pay that the price list has for the GPU.
 
@@ -255,7 +255,7 @@ def report_cost(
     )
 
 
-def _bill(way: str, hourly: float, job: Job, lines: tuple[CostLine, ...]) -> Bill:
+def _bill(way: str, hourly: float, job: PricedJob, lines: tuple[CostLine, ...]) -> Bill:
     # An hour has 3.6e12 ns.
     step = hourly * job.gpus * job.step_ns / 3.6e12
     tokens = job.tokens

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.gpus.registry import check_gpu
 from onerank.annotate.gpus.spec_schema import Figure
-from onerank.annotate.models.power import Coefficients, utilization
+from onerank.annotate.models.power import PowerCoefficients, utilization
+from onerank.ir.arrays import F64, Mask
 from onerank.ir.errors import TargetError
 from onerank.ir.measurement import SustainedCall
 
@@ -19,8 +19,6 @@ _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "tf32": "tfloat32", "fp8": "fl
 # Least calls with a power for a fit of the five coefficients.
 _FEWEST = 8
 
-
-F64 = npt.NDArray[np.float64]
 
 # Start of the fit: figures near the H200's coefficients in `models/power.toml`.
 _START = (0.2, 0.3, 0.8, 0.3, 5.0)
@@ -47,7 +45,7 @@ class Powers:
     duration_s: F64
     names: tuple[str, ...]
 
-    def only(self, where: npt.NDArray[np.bool_]) -> "Powers":
+    def only(self, where: Mask) -> "Powers":
         """Return the calls at `where`, bool[d]."""
         names = tuple(name for name, kept in zip(self.names, where.tolist(), strict=True) if kept)
         return Powers(self.gpu, self.use[where], self.share[where], self.duration_s[where], names)
@@ -110,7 +108,7 @@ def described(
     powers = _powers(gpu, calls)
     if powers is None:
         return gpu
-    names = (f"power_{name}" for name in Coefficients.__struct_fields__)
+    names = (f"power_{name}" for name in PowerCoefficients.__struct_fields__)
     return _with(gpu, dict(zip(names, fit([powers]).tolist(), strict=True)), source, date)
 
 

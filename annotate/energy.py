@@ -4,12 +4,11 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.features import KernelFeatures
 from onerank.annotate.models.power import (
-    Coefficients,
+    PowerCoefficients,
     PowerModel,
     coefficients_of,
     power_model,
@@ -20,6 +19,7 @@ from onerank.annotate.op_costs.node_costs import compute_mask, op_costs_of
 from onerank.annotate.op_costs.op_classes import CLASSES
 from onerank.display import Displayed
 from onerank.ir import Evidence, Graph
+from onerank.ir.arrays import F64, I64, U8
 from onerank.ir.errors import AnnotateError
 from onerank.ir.notes import Note
 
@@ -75,8 +75,8 @@ def sensor_notes(graph: Graph) -> tuple[Note, ...]:
         return ()
     return (
         Note(
-            f"the sensor was read over {window:.1f} s of steps, and shows earlier work for some "
-            f"0.6 s: capture with --timed-steps for {SETTLED_S:g} s or more",
+            f"the timed steps lasted {window:.1f} s, and the power sensor lags about 0.6 s\n"
+            f"  raise --timed-steps until they last {SETTLED_S:g} s or more",
             code="energy-sensor-too-brief",
         ),
     )
@@ -132,11 +132,6 @@ def _fitted_on(gpu: Gpu, model: PowerModel) -> Note:
     )
 
 
-F64 = npt.NDArray[np.float64]
-
-I64 = npt.NDArray[np.int64]
-
-
 class ClassEnergy(msgspec.Struct, frozen=True):
     """Energy and mean power of the nodes of a class."""
 
@@ -175,7 +170,7 @@ class EnergyReport(Displayed, msgspec.Struct, frozen=True):
     """
 
     gpu: str
-    coefficients: Coefficients
+    coefficients: PowerCoefficients
     source: str
     step_ns: int
     step_source: str
@@ -196,7 +191,7 @@ class EnergyReport(Displayed, msgspec.Struct, frozen=True):
     notes: tuple[Note, ...]
 
 
-class PowerTimeline(msgspec.Struct, frozen=True):
+class StepDurations(msgspec.Struct, frozen=True):
     """Duration of a step and of its busy part in ns, and their source."""
 
     step_ns: int
@@ -205,7 +200,7 @@ class PowerTimeline(msgspec.Struct, frozen=True):
 
 
 def report_energy(
-    graph: Graph, gpu: Gpu, course: PowerTimeline, *, model: PowerModel | None = None
+    graph: Graph, gpu: Gpu, durations: StepDurations, *, model: PowerModel | None = None
 ) -> EnergyReport:
     """Return the energy of each compute node and of the step on `gpu`.
 
@@ -219,7 +214,7 @@ def report_energy(
     Args:
         graph: a captured graph of this GPU, or one re-costed for it.
         gpu: the GPU.
-        course: duration of the step, and of its busy part.
+        durations: duration of the step, and of its busy part.
         model: fitted power model; None: the shipped one.
 
     Raises:
@@ -244,31 +239,31 @@ def report_energy(
     above = (power_share(utilization_of(kernels, gpu), c) - c.base) * (
         tdp * kernels.duration_ns * 1e-3
     )
-    busy = _held_back(kernels.duration_ns, above, base, tdp, course)
-    idle_ns = max(0, course.step_ns - course.busy_ns)
+    busy = _energy_under_limit(kernels.duration_ns, above, base, tdp, durations)
+    idle_ns = max(0, durations.step_ns - durations.busy_ns)
     idle_uj = (idle + links) * idle_ns * 1e-3
     step = busy.uj + idle_uj
     shorter, longer = time_ends(graph)
     # Both errors are independent, so they add in squares.
     less, more = (float(np.hypot(model.step_error, end)) for end in (1 - shorter, longer - 1))
     unknown = int((timed & np.isnan(kernels.bytes) & np.isnan(kernels.flops)).sum())
-    wanted_w = busy.wanted_uj / course.busy_ns * 1e3 if busy.wanted_uj > busy.uj else None
+    wanted_w = busy.wanted_uj / durations.busy_ns * 1e3 if busy.wanted_uj > busy.uj else None
     index, energy = costs.index[timed], busy.each_uj[timed]
     low, high = _node_ends(graph, index, model)
     return EnergyReport(
         gpu=gpu.name,
         coefficients=c,
         source=_source_of_coefficients(gpu, model),
-        step_ns=course.step_ns,
-        step_source=course.source,
-        busy_ns=course.busy_ns,
+        step_ns=durations.step_ns,
+        step_source=durations.source,
+        busy_ns=durations.busy_ns,
         idle_ns=idle_ns,
         busy_uj=round(busy.uj),
         idle_uj=round(idle_uj),
         step_uj=round(step),
         step_low_uj=round(step * (1 - min(less, 1.0))),
         step_high_uj=round(step * (1 + more)),
-        mean_power_mw=round(step / course.step_ns * 1e6) if course.step_ns else 0,
+        mean_power_mw=round(step / durations.step_ns * 1e6) if durations.step_ns else 0,
         measured_power_mw=measured_mw(graph),
         classes=_classes(costs.op_class[timed], kernels.duration_ns[timed], energy),
         node_ids=tuple(graph.nodes.id[index].tolist()),
@@ -298,8 +293,8 @@ class _Busy(NamedTuple):
     wanted_uj: float
 
 
-def _held_back(
-    duration_ns: F64, above_uj: F64, base: float, tdp: float, course: PowerTimeline
+def _energy_under_limit(
+    duration_ns: F64, above_uj: F64, base: float, tdp: float, durations: StepDurations
 ) -> _Busy:
     """Return the energy of nodes under the power limit, which applies to the busy time's mean.
 
@@ -311,9 +306,9 @@ def _held_back(
         above_uj: energy of each above the base, float64[n].
         base: base power as a share of the limit.
         tdp: the limit in W.
-        course: busy time of the GPU.
+        durations: busy time of the GPU.
     """
-    least, limit = (share * tdp * course.busy_ns * 1e-3 for share in (base, 1))
+    least, limit = (share * tdp * durations.busy_ns * 1e-3 for share in (base, 1))
     wanted = used = least + above_uj.sum()
     if wanted > limit > 0:
         # Only the part above the base slows down with the clock.
@@ -359,7 +354,7 @@ def _limits(gpu: Gpu) -> tuple[float, float]:
     return gpu.tdp_w, gpu.idle_w
 
 
-def _classes(codes: npt.NDArray[np.uint8], ns: F64, uj: F64) -> tuple[ClassEnergy, ...]:
+def _classes(codes: U8, ns: F64, uj: F64) -> tuple[ClassEnergy, ...]:
     size = len(CLASSES)
     counts = np.bincount(codes, minlength=size).tolist()
     times, energies = (

@@ -8,11 +8,12 @@ import numpy as np
 
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.gpus.registry import load_gpu
-from onerank.annotate.models.attention_kernels import attention_tiles
+from onerank.annotate.models.attention_time import attention_tiles
 from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.features import KernelFeatures
-from onerank.annotate.models.intervals import outside
+from onerank.annotate.models.intervals import distance_from_fitted
 from onerank.annotate.models.prediction_terms import Operation, Rule, Term, TermRecord
+from onerank.annotate.op_costs.cost_record import AttentionSizes
 from onerank.annotate.op_costs.node_costs import OpCosts, op_costs_of
 from onerank.annotate.op_costs.op_classes import CLASSES
 from onerank.annotate.recost.recost import check_measured, recost, source_gpu
@@ -180,9 +181,13 @@ def _work_lines(kernels: KernelFeatures, row: int) -> Lines:
     return [("work", ", ".join(work))] if work else []
 
 
+# The columns of `KernelFeatures.attention` before its flags.
+_SIZES = len(AttentionSizes._fields)
+
+
 def _shape_line(kernels: KernelFeatures, row: int) -> Lines:
     call = int(kernels.call[row])
-    attention = kernels.attention[call][:7]
+    attention = kernels.attention[call][:_SIZES]
     if attention.all():
         return [("shape", f"b, h, key h, sq, sk, d, dv = {_sizes(attention)}")]
     if kernels.gemm[call].any():
@@ -200,7 +205,7 @@ def _wave_lines(kernels: KernelFeatures, row: int, target: Gpu) -> Lines:
     if described.sm_count == target.sm_count:
         return []
     call = int(kernels.call[row])
-    if kernels.attention[call, :7].all():
+    if kernels.attention[call, :_SIZES].all():
         tiles = attention_tiles(target, kernels.attention[[call]]).item()
         what = "tiles of 128 queries"
     else:
@@ -221,8 +226,8 @@ def _wave_lines(kernels: KernelFeatures, row: int, target: Gpu) -> Lines:
 def _coefficient_lines(kernels: KernelFeatures, row: int, target: Gpu) -> Lines:
     """Return the data of the tile model's coefficients, and the target's distance from them."""
     provenance = shipped().provenance
-    data = "attention" if kernels.attention[int(kernels.call[row])][:7].all() else "gemm"
-    distance = outside(target.as_described, shipped())
+    data = "attention" if kernels.attention[int(kernels.call[row])][:_SIZES].all() else "gemm"
+    distance = distance_from_fitted(target.as_described, shipped())
     return [
         ("coefficients", f"fitted {provenance['fitted']}: {provenance[data]}"),
         ("distance", f"{target.name} is {distance:.2f} outside the fitted GPUs"),

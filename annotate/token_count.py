@@ -5,11 +5,9 @@ from collections import Counter
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from onerank.ir import Graph, Phase
-
-I64 = npt.NDArray[np.int64]
+from onerank.ir.arrays import I64
 
 _INTEGERS = ("Tensor(long int)", "Tensor(int)", "Tensor(bool)")
 # Forward nodes that are searched for the embedding, from the start of the step.

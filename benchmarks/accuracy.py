@@ -3,10 +3,10 @@
     PYTHONPATH=. python benchmarks/accuracy.py DATA_DIRECTORY
 
 DATA_DIRECTORY holds gemm.parquet (gpu, dtype, m, n, k, time_us), attention_prefill.parquet,
-vidur_mlp_fp16.parquet, neusight_nodes_fp32.parquet and gemm_power.parquet; parts whose file is
-missing are skipped with a note. For every target the learned model is refitted without
-the target's die family (H100 and H200 are one); the source's measurement is an input, as it is in
-a trace.
+vidur_mlp_fp16.parquet, neusight_nodes_fp32.parquet, gemm_power.parquet and the tables of
+`tools.fit.public_sets`; parts whose file is missing are skipped with a note. For every target the
+learned model is refitted without the target's die family (H100 and H200 are one); the source's
+measurement is an input, as it is in a trace.
 
 Knowledge about a target:
   datasheet    the vendor's figures; achievable bandwidth and launch floor, in clock cycles, are
@@ -26,25 +26,22 @@ from pathlib import Path
 
 import kernel_db_accuracy
 import numpy as np
-import numpy.typing as npt
 import polars as pl
 from harness import given_folder
 
-from onerank.annotate import Gpu, load_gpu, recost
+from onerank.annotate import load_gpu, recost
 from onerank.annotate.models import roofline, scale_measured
 from onerank.annotate.models.coefficients import Coefficients
-from onerank.annotate.models.cost_model import Predict
-from onerank.annotate.models.features import KernelFeatures
+from onerank.annotate.models.cost_model import Predict, PredictFromDescription
 from onerank.annotate.models.learned import (
     predict_by_ratio,
-    predict_from_description,
     predict_learned,
 )
-from onerank.annotate.passes.swap_kernels import roofline_ratio
+from onerank.annotate.op_costs.cost_record import GemmShape
 from onerank.ir import Device, Edges, Evidence, Graph, Job, Kind, Nodes, StringTable
+from onerank.ir.arrays import F64, Mask
 from tools.fit.evaluate_fit import Case, as_by_datasheet, as_calibrated, looked_up_cases
 from tools.fit.leave_one_out import (
-    Factor,
     attention_cases,
     errors_of,
     every_case,
@@ -52,7 +49,7 @@ from tools.fit.leave_one_out import (
     fitted,
     gemm_cases,
     memory_cases,
-    retyped_cases,
+    models_without,
 )
 from tools.fit.measured_kernels import (
     Products,
@@ -63,29 +60,14 @@ from tools.fit.measured_kernels import (
     read_attention,
     read_products,
 )
-
-F64 = npt.NDArray[np.float64]
-
-Mask = npt.NDArray[np.bool_]
+from tools.fit.narrow_gemm_cases import LINEARS_FILE, read_linears, retyped_cases
 
 LONG_NS = 10_000
 
 PLAIN: dict[str, Predict] = {
     "ratio": predict_by_ratio,
     "roofline": roofline.predict_by_roofline,
-    "residual": scale_measured.predict,
-}
-
-
-def by_tiles(before: KernelFeatures, after: KernelFeatures, gpu: Gpu) -> F64:
-    """Return the ratio of both types' tiles."""
-    return predict_from_description(after, gpu)[0] / predict_from_description(before, gpu)[0]
-
-
-RETYPES: dict[str, Factor] = {
-    "roofline of both": roofline_ratio,
-    "tiles of both": by_tiles,
-    "half the time": lambda before, *_: np.full(len(before.duration_ns), 0.5),
+    "residual": scale_measured.predict_by_residual,
 }
 
 
@@ -95,7 +77,9 @@ def main() -> None:
     products = read_products(folder)
     fused = "attention_prefill.parquet"
     softmax = read_attention(folder) if (folder / fused).is_file() else None
-    fits = fits_without(products, softmax)
+    public = (folder / LINEARS_FILE).is_file()
+    linears = read_linears(folder) if public else ()
+    fits = fits_without(products, softmax, linears, folder if public else None)
     gemm(products, fits)
     fp8(folder, fits)
     if have(folder, fused):
@@ -207,9 +191,24 @@ def fp8(folder: Path, fits: dict[str, Coefficients]) -> None:
             for n, m in PLAIN.items()]  # fmt: skip
     rows.append(("learned, described", list(gemm_cases(products, lambda g: g, learned(fits)))))
     table(f"fp8 products, {len(products.shapes)} shapes", rows, ["over 10 us", "m >= 512"])
+    if not (folder / LINEARS_FILE).is_file():
+        print(f"\nfp8 products from bf16 products: {LINEARS_FILE} is missing")
+        return
+    by_shape, _ = models_without(fits)
+    models: dict[str, Callable[[str], PredictFromDescription]] = {
+        "roofline of both": lambda _: roofline.predict_from_datasheet,
+        "tiles of both": by_shape,
+        # The ratio of the bytes of their operands.
+        "half the time": lambda _: (
+            lambda kernels, _: (
+                kernels.gemm[kernels.call, GemmShape._fields.index("operand_bytes")],
+                None,
+            )
+        ),
+    }
     table(
-        "fp8 products from bf16 products on the same GPU (--dtype fp8)",
-        [(name, list(retyped_cases(folder, how))) for name, how in RETYPES.items()],
+        "fp8 products with one scale from bf16 products on the same GPU (--dtype fp8)",
+        [(name, list(retyped_cases(folder, model))) for name, model in models.items()],
         ["over 10 us", "m >= 512", "all"],
     )
 
@@ -228,10 +227,9 @@ def attention(folder: Path, fits: dict[str, Coefficients]) -> None:
 
 def memory(folder: Path) -> None:
     """Print the error for norms, rotary embeddings, activations and additions, timed to 1 us."""
-    rows = [(name, list(memory_cases(folder, model))) for name, model in PLAIN.items()]
-    table(
-        "fp16 layer operators without products (learned: as residual)", rows, ["over 10 us", "all"]
-    )
+    models = {**PLAIN, "learned": predict_learned}
+    rows = [(name, list(memory_cases(folder, model))) for name, model in models.items()]
+    table("fp16 layer operators without products", rows, ["over 10 us", "all"])
 
 
 def layers(folder: Path, fits: dict[str, Coefficients]) -> None:

@@ -27,7 +27,7 @@ from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.attention_kernels import slowdown_of
 from onerank.annotate.models.features import kernels_of
 from onerank.annotate.models.learned import predict_from_description
-from onerank.annotate.op_costs.cost_record import Work
+from onerank.annotate.op_costs.cost_record import AttentionShape, Work
 
 RATES = Path(__file__).with_suffix(".toml")
 Row = dict[str, Any]
@@ -73,10 +73,12 @@ def work(row: Row, length: int) -> Work:
     flops = 4 * batch * heads * length**2 * size * 5 // (2 if back else 5)
     tensor = 2 * batch * heads * length * size
     read, written = (5, 3) if back else (3, 1)
-    about = (batch, heads, heads, length, length, size, size, int(row["causal"]), int(back))
+    shape = AttentionShape(
+        batch, heads, heads, length, length, size, size, int(row["causal"]), int(back)
+    )
     return Work(
         flops // (2 if row["causal"] else 1), read * tensor, written * tensor,
-        matmul=True, dtype="bfloat16", attention=about,
+        matmul=True, dtype="bfloat16", attention=shape,
     )  # fmt: skip
 
 

@@ -26,7 +26,6 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import numpy as np
-import numpy.typing as npt
 from harness import parser_of
 
 from onerank.annotate import load_gpu
@@ -35,10 +34,10 @@ from onerank.annotate.models.features import kernels_of
 from onerank.annotate.op_costs.cost_record import Work
 from onerank.annotate.op_costs.node_costs import work_of_call
 from onerank.annotate.op_costs.operands import Call, Tensor
+from onerank.ir.arrays import F64
 from tools.fit.evaluate_fit import Case
 from tools.fit.leave_one_out import errors_of
 
-F64 = npt.NDArray[np.float64]
 GPUS = "V100", "T4"
 SHEET = "Results - FP16 ip, Mixed math"
 MAIN = "{http://schemas.openxmlformats.org/spreadsheetml/2006/main}"
@@ -70,12 +69,15 @@ def report_class(sort: str, to: tuple[str, Calls], source: tuple[str, Calls]) ->
     works, times = [work for work, _ in to[1].values()], np.array([ns for _, ns in to[1].values()])
     single_gemm = kernels_of([replace(work, parts=()) for work in works], np.zeros(len(works)))
     predicted, _ = learned.predict_from_description(kernels_of(works, np.zeros(len(works))), gpu)
-    cells = [figures(roofline.predict(single_gemm, gpu)[0], times), figures(predicted, times)]
+    cells = [
+        figures(roofline.predict_from_datasheet(single_gemm, gpu)[0], times),
+        figures(predicted, times),
+    ]
     if shared_keys := [key for key in to[1] if key in source[1]]:
         before = np.array([source[1][key][1] for key in shared_keys])
         kernels = kernels_of([to[1][key][0] for key in shared_keys], before)
         after = np.array([to[1][key][1] for key in shared_keys])
-        for model in (scale_measured.predict, learned.predict):
+        for model in (scale_measured.predict_by_residual, learned.predict_learned):
             cells.append(figures(model(kernels, other, gpu)[0], after))
     print(f"{sort:24}{to[0]:6}{len(works):6}" + "".join(f"{cell:>20}" for cell in cells))
     if works[0].parts and "few" not in sort:

@@ -22,20 +22,16 @@ from itertools import combinations
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import polars as pl
 from harness import given_folder
 
 from onerank.annotate import Gpu, load_gpu
 from onerank.annotate.models.coefficients import Coefficients
 from onerank.annotate.models.learned import predict_learned, tile_times
+from onerank.ir.arrays import F64
 from tools.fit.evaluate_fit import as_by_datasheet, as_calibrated
 from tools.fit.leave_one_out import fits_without, fitted
 from tools.fit.measured_kernels import Products, family, of_products, read_products
-
-F64 = npt.NDArray[np.float64]
-
-Mask = npt.NDArray[np.bool_]
 
 LONG_NS = 10_000
 

@@ -19,7 +19,6 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 from harness import given_folder
 
 from onerank.annotate import Gpu, load_gpu
@@ -27,14 +26,13 @@ from onerank.annotate.gpus.spec_schema import Figure
 from onerank.annotate.models.calibration import calibrated
 from onerank.annotate.models.coefficients import GemmCoefficients
 from onerank.annotate.models.gemm_tiles import Rates, gemm_ns
+from onerank.ir.arrays import F64, I64
 from onerank.ir.measurement import LARGE_SHAPES, SKINNY_SHAPES
 from tools.fit.evaluate_fit import as_calibrated
 from tools.fit.fit_tiles import fit_robustly, from_vector, rates_of, to_vector
 from tools.fit.leave_one_out import fits_without
 from tools.fit.measured_kernels import Products, family, read_products
 
-F64 = npt.NDArray[np.float64]
-I64 = npt.NDArray[np.int64]
 LONG_NS = 10_000
 OFF = 0.1  # error of the model for a GEMM, in ln
 APART, RATES_APART = 0.3, 0.1

@@ -17,13 +17,11 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import polars as pl
 
 from onerank.annotate import find_gpu, recost
 from onerank.ir import Device, Edges, Evidence, Graph, Job, Kind, Nodes, StringTable
-
-F64 = npt.NDArray[np.float64]
+from onerank.ir.arrays import F64, Mask
 
 BINS = {
     "all": pl.lit(value=True),
@@ -94,9 +92,7 @@ def mm_graph(table: pl.DataFrame, gpu: str, *, device: str) -> Graph:
     return Graph(nodes, edges, strings, job)
 
 
-def compare(
-    graph: Graph, measured: pl.Series, bins: dict[str, npt.NDArray[np.bool_]]
-) -> list[float]:
+def compare(graph: Graph, measured: pl.Series, bins: dict[str, Mask]) -> list[float]:
     """Return the mean and median absolute error in percent of each bin."""
     times: F64 = measured.to_numpy().astype(np.float64) * 1000.0
     error = np.abs(graph.nodes.duration_ns - times) / times * 100

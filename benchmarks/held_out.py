@@ -3,8 +3,8 @@
     PYTHONPATH=. python benchmarks/held_out.py DATA_DIRECTORY
 
 DATA_DIRECTORY holds the tables of benchmarks/accuracy.py and those that `tools.fit.public_sets`
-writes: linears.parquet, attention.parquet and vector.parquet. For every target the coefficients are
-refitted without its die family (H100 and H200 are one).
+writes: linears.parquet, quantise.parquet, attention.parquet, latent.parquet and vector.parquet. For
+every target the coefficients are refitted without its die family (H100 and H200 are one).
 
   mean      of |predicted / measured - 1|, over 10 us and under, in percent
   baseline  the same by ratio of the source's time; by shape, of the roofline
@@ -12,9 +12,10 @@ refitted without its die family (H100 and H200 are one).
             with the factor for a further family. The last row of a group is the mean of its targets
 
 by shape: "datasheet" has the vendor's figures alone, "described" the shipped description. 8-bit
-layers include the kernel that quantises the activations. fp32 and memory-bound kernels have no
-fitted coefficient, but the sustained fractions of the vector units are medians over fp32 layers of
-the same set.
+and NVFP4 layers include the kernel that quantises the activations. NVFP4 is a dtype left out:
+nothing is fitted to it, and its coefficients are those of 8 bits. It has no other GPU to judge its
+interval by. fp32 and memory-bound kernels have no fitted coefficient, but the sustained fractions
+of the vector units are medians over fp32 layers of the same set.
 """
 
 from collections.abc import Callable, Iterable
@@ -22,15 +23,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 from harness import given_folder
 
 from onerank.annotate import load_gpu
-from onerank.annotate.models import roofline, scale_measured
-from onerank.annotate.models.coefficients import Coefficients
+from onerank.annotate.models import roofline
+from onerank.annotate.models.coefficients import Coefficients, Error
 from onerank.annotate.models.cost_model import Predict, PredictFromDescription
 from onerank.annotate.models.intervals import widening
 from onerank.annotate.models.learned import predict_by_ratio
+from onerank.ir.arrays import F64, Mask
 from tools.fit.evaluate_fit import (
     Case,
     Described,
@@ -53,9 +54,13 @@ from tools.fit.leave_one_out import (
     parted,
 )
 from tools.fit.measured_kernels import family, read_attention, read_products
-from tools.fit.public_cases import kernel_cases, linear_cases, read_linears, vector_cases
-
-Mask = npt.NDArray[np.bool_]
+from tools.fit.narrow_gemm_cases import (
+    four_bit_cases,
+    linear_cases,
+    read_linears,
+    tensor_scaled_cases,
+)
+from tools.fit.public_cases import decode_cases, kernel_cases, read_decodes, vector_cases
 
 LONG_NS = 10_000
 
@@ -70,23 +75,31 @@ def main() -> None:
     groups, fits = groups_of(folder)
     by_shape, measured = models_without(fits)
     predicted = {name: widened(cases(by_shape, measured), fits) for name, cases in groups.items()}
-    few = few_families(
-        replace(part, kind=f"{name} {part.kind}")
-        for name, cases in predicted.items()
-        for case in cases
-        for part in parted(case)
-    )
-    print(f"\nfactor for a further family: {few:.3f}")
+    # An interval depends on the kind and on how the target is described, not on the group.
+    by_level: dict[str, list[Case]] = {}
+    for name, cases in predicted.items():
+        parts = [part for case in cases for part in parted(case)]
+        by_level.setdefault(_level(name), []).extend(parts)
+    few = {level: few_families(parts) for level, parts in by_level.items()}
+    for level, factors in few.items():
+        print(f"\nfactors for a further family, {level}:")
+        print(", ".join(f"{kind} {factor:.3f}" for kind, factor in factors.items()))
     for name, cases in groups.items():
-        baseline = [*cases(lambda _: roofline.predict, lambda _: predict_by_ratio)]
+        baseline = [*cases(lambda _: roofline.predict_from_datasheet, lambda _: predict_by_ratio)]
         for kind in dict.fromkeys(case.kind for case in predicted[name]):
-            table(name, kind, predicted[name], baseline, few)
+            level = _level(name)
+            table(name, kind, predicted[name], baseline, (by_level[level], few[level]))
+
+
+def _level(name: str) -> str:
+    """Return what is known of the targets of a group: "datasheet" or "described"."""
+    return name.rsplit(", ", 1)[1]
 
 
 def groups_of(folder: Path) -> tuple[dict[str, Cases], dict[str, Coefficients]]:
     """Return title -> the group's cases, and die family -> the coefficients without it."""
     products, attention = read_products(folder), read_attention(folder)
-    linears = read_linears(folder)
+    linears, decodes = read_linears(folder), read_decodes(folder)
     fits = fits_without(products, attention, linears, folder)
     products = drawn(products)
     by_datasheet = as_by_datasheet([load_gpu(name) for name in products.times_ns])
@@ -98,25 +111,29 @@ def groups_of(folder: Path) -> tuple[dict[str, Cases], dict[str, Coefficients]]:
         ]
 
     def memory(_: ByShape, measured: Measured) -> list[Case]:
-        # The learned model has the residual model for these kernels.
-        model = measured("")
-        ratio = model if model is predict_by_ratio else scale_measured.predict
-        return [*memory_cases(folder, ratio), *unmeasured_cases(folder)]
+        return [*memory_cases(folder, measured("")), *unmeasured_cases(folder)]
 
     groups: dict[str, Cases] = {
-        "bf16 products, datasheet": bf16(by_datasheet),
-        "bf16 products, described": bf16(as_shipped),
+        "bf16 GEMMs, datasheet": bf16(by_datasheet),
+        "bf16 GEMMs, described": bf16(as_shipped),
         "8-bit linear layers, datasheet": lambda by_shape, measured: linear_cases(
             linears, by_shape, measured, by_datasheet
         ),
         "8-bit linear layers, described": lambda by_shape, measured: linear_cases(
             linears, by_shape, measured
         ),
+        "8-bit GEMMs with one scale for a tensor, described": lambda by_shape, _: (
+            tensor_scaled_cases(folder, by_shape)
+        ),
+        "linear layers in NVFP4, described": lambda by_shape, _: four_bit_cases(folder, by_shape),
         "attention, described": lambda by_shape, measured: [
             *attention_by_shape(attention, by_shape),
             *attention_cases(attention, measured),
             *kernel_cases(folder, by_shape),
         ],
+        "attention of one query, described": lambda by_shape, measured: decode_cases(
+            decodes, by_shape, measured
+        ),
         "fp32 operators, described": lambda by_shape, measured: vector_cases(
             folder, measured(""), by_shape("")
         ),
@@ -133,8 +150,23 @@ def widened(cases: Iterable[Case], fits: dict[str, Coefficients]) -> list[Case]:
     ]
 
 
-def table(name: str, kind: str, cases: list[Case], baseline: list[Case], few: float) -> None:
-    """Print error, baseline and coverage of one kind of a group, by target."""
+def table(
+    name: str,
+    kind: str,
+    cases: list[Case],
+    baseline: list[Case],
+    level: tuple[list[Case], dict[str, float]],
+) -> None:
+    """Print error, baseline and coverage of one kind of a group, by target.
+
+    Args:
+        name: the group.
+        kind: of its predictions.
+        cases: the group's predictions.
+        baseline: the same by the baseline.
+        level: predictions of all groups with this knowledge of the target, and kind -> factor for a
+            further family.
+    """
     chosen = [at for at, case in enumerate(cases) if case.kind == kind]
     print(f"\n{name}: {kind}")
     print(f"{'target':17}{'count':>8}{'mean':>7}{'under':>7}{'baseline':>10}{'under':>7}", end="")
@@ -142,14 +174,10 @@ def table(name: str, kind: str, cases: list[Case], baseline: list[Case], few: fl
     rows: list[list[float]] = []
     for target in dict.fromkeys(cases[at].target.name for at in chosen):
         of_target = [at for at in chosen if cases[at].target.name == target]
-        # Kinds of one family, such as "gemm_same_die", have the width of its other GPUs.
-        others = [
-            cases[at] for at in chosen if family(cases[at].target) != family(load_gpu(target))
-        ] or [cases[at] for at in chosen if cases[at].target.name != target]
         row = [
             *means([cases[at] for at in of_target]),
             *means([baseline[at] for at in of_target]),
-            *inside([cases[at] for at in of_target], others, few),
+            *inside([cases[at] for at in of_target], *level),
         ]
         rows.append(row)
         count = sum(len(cases[at].measured_ns) for at in of_target)
@@ -173,21 +201,29 @@ def means(cases: list[Case]) -> list[float]:
     return [mean(error, measured > LONG_NS) * 100, mean(error, measured <= LONG_NS) * 100]
 
 
-def mean(values: npt.NDArray[np.float64] | Mask, where: Mask) -> float:
+def mean(values: F64 | Mask, where: Mask) -> float:
     """Return the mean of the values at `where`; nan without any."""
     return float(values[where].mean()) if where.any() else float("nan")
 
 
-def inside(cases: list[Case], others: list[Case], few: float) -> list[float]:
-    """Return the percentages of times in the interval over and under 10 us."""
-    if not others:
+def inside(cases: list[Case], every: list[Case], few: dict[str, float]) -> list[float]:
+    """Return the percentages of times in the interval over and under 10 us.
+
+    Args:
+        cases: of one target.
+        every: parts of all predictions with this knowledge of the target.
+        few: kind -> factor for a further family.
+    """
+    target, bounds = cases[0].target, dict[str, Error]()
+    for kind in dict.fromkeys(part.kind for case in cases for part in parted(case)):
+        of_kind = [part for part in every if part.kind == kind]
+        # Kinds of one family, such as "gemm_same_die", have the width of its other GPUs.
+        others = [part for part in of_kind if family(part.target) != family(target)]
+        others = others or [part for part in of_kind if part.target.name != target.name]
+        if others:
+            bounds[kind] = errors_of(others, few[kind])
+    if not bounds:
         return [float("nan")] * 2
-    bounds = {
-        part.kind: errors_of([p for o in others for p in parted(o) if p.kind == part.kind], few)
-        for case in cases
-        for part in parted(case)
-        if any(p.kind == part.kind for o in others for p in parted(o))
-    }
     held: list[Mask] = []
     long: list[Mask] = []
     for case in cases:
@@ -196,8 +232,8 @@ def inside(cases: list[Case], others: list[Case], few: float) -> list[float]:
                 continue
             held.append(np.abs(part.error) <= bounds[part.kind].high * part.widening)
             long.append(part.measured_ns > LONG_NS)
-    every, is_long = np.concatenate(held), np.concatenate(long)
-    return [mean(every, is_long) * 100, mean(every, ~is_long) * 100]
+    is_held, is_long = np.concatenate(held), np.concatenate(long)
+    return [mean(is_held, is_long) * 100, mean(is_held, ~is_long) * 100]
 
 
 if __name__ == "__main__":

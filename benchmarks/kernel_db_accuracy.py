@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import polars as pl
 
 import onerank
@@ -48,6 +47,7 @@ from onerank.annotate.op_costs.op_classes import CLASSES, OpClass
 from onerank.annotate.recost.recost import source_gpu
 from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import Graph
+from onerank.ir.arrays import F64
 from tools.fit.evaluate_fit import POWER_FILE, VIDUR_FILE, campaigns
 from tools.fit.leave_one_out import fits_without
 from tools.fit.measured_kernels import (
@@ -59,10 +59,6 @@ from tools.fit.measured_kernels import (
     read_attention,
     read_products,
 )
-
-F64 = npt.NDArray[np.float64]
-
-Mask = npt.NDArray[np.bool_]
 
 LONG_NS = 10_000
 
@@ -104,8 +100,11 @@ def tables(folder: Path, products: Products, fits: dict[str, Coefficients]) -> N
     for name in (POWER_FILE, VIDUR_FILE, "attention_prefill.parquet"):
         if not (folder / name).is_file():
             print(f"{folder / name}: no such file, so its part is left out")
-    print("\nbetween rows of one campaign; inside: of the 80% interval by leaving rows out")
-    print(f"{'rows':>6} {'':14}{'GPU':15}{'told':>6}{'inside':>8}  {'':10}{columns}")
+    print(
+        "\nbetween rows of one campaign; covered: rows that the others predict; "
+        "inside: of the 80% interval by leaving rows out"
+    )
+    print(f"{'rows':>6} {'':14}{'GPU':13}{'covered':>8}{'inside':>8}  {'':10}{columns}")
     for measured in every(folder, products, fits):
         for part in PARTS:
             between(measured, part)
@@ -233,7 +232,7 @@ def around(folder: Path, products: Products, fits: dict[str, Coefficients]) -> I
             "the model": modelled_queries[is_predicted],
         }
         reach = np.hypot(
-            shipped().errors["looked_up_otherwise"].high, interpolated.bound[is_predicted]
+            shipped().errors["looked_up_other_versions"].high, interpolated.bound[is_predicted]
         )
         inside = np.abs(np.log(true[chosen][is_predicted] / rows_of["between"])) <= reach
         for how, predicted in rows_of.items():
@@ -267,7 +266,9 @@ def step(graph: Graph, name: str) -> None:
     best = best_of(graph, costs, kernels, (modelled, rules), basis, where=every)
     true = kernels.duration_ns
     predicted = best.moved_ns, best.rules
-    (low, high), total = intervals(kernels, predicted, None, gpu, shipped(), doubt=best.doubt)
+    (low, high), total = intervals(
+        kernels, predicted, None, gpu, shipped(), uncertainty=best.uncertainty
+    )
     heads = f"{'time':>10}{'looked up':>11}{'between':>9}{'inside':>8}{'sum':>8}   nodes{'':23}"
     print(f"{'':18}{heads}{'the model alone: sum':>22}   nodes")
     exact, between = best.rules == Rule.LOOKED_UP, best.rules == Rule.BETWEEN

@@ -62,6 +62,8 @@ BUSBW_GB_PER_S = {
     8: (19.91, 39.47, 78.06, 113.07, 127.08, 165.1, 202.61, 201.44, 217.68, 224.36, 229.25),
 }
 MIB = 2**20
+HOST_BOUND = 1.15
+"""A layer that takes less than this times the shortest one waits for its host."""
 
 
 @dataclass(frozen=True)
@@ -391,9 +393,50 @@ def print_one_node(rows: Sequence[Row], folder: Path) -> None:
         "typical host, factor": predicted(rows, PROFILED_HOST),
     }
     print_cases(cases, rows)
+    profiles = {shape: profile_of(step, host=PROFILED_HOST) for shape, step in launches.items()}
+    layer_ns = {shape: sum(profile.layer) for shape, profile in profiles.items()}
+    print_ranks_by_cause(cases["typical host, factor"], rows, layer_ns)
     low, high = (predicted(rows, PROFILED_HOST, end) for end in (0, 1))
     held = sum(a <= row.measured_ms <= b for a, row, b in zip(low, rows, high, strict=True))
     print(f"{held} of {len(rows)} in the 80% interval")
+
+
+def print_ranks_by_cause(
+    predicted: Sequence[float], rows: Sequence[Row], layer_ns: Mapping[tuple[int, ...], float]
+) -> None:
+    """Print how rows would rank if the time of a layer were exact for some shapes.
+
+    These figures explain errors. They use what is judged, so they are no predictions.
+
+    Args:
+        predicted: ms of each row.
+        rows: the rows.
+        layer_ns: shape -> predicted time of a layer, forward and backward.
+    """
+    ratios: dict[tuple[int, ...], list[float]] = defaultdict(list)
+    for ms, row in zip(predicted, rows, strict=True):
+        ratios[shape_of(row.job)].append(row.measured_ms / ms)
+    exact = {shape: statistics.median(of_shape) for shape, of_shape in ratios.items()}
+    # Layers with the same launches whose kernels are short take the host's time.
+    shortest = min(layer_ns.values())
+    waits = {shape for shape, ns in layer_ns.items() if ns < HOST_BOUND * shortest}
+    common = statistics.median(exact[shape] for shape in waits)
+    times = sorted(exact[shape] * layer_ns[shape] / 1e6 for shape in waits)
+    print(f"\n{len(waits)} of {len(exact)} shapes wait for the host: "
+          f"predicted {shortest / 1e6:.2f} to {HOST_BOUND * shortest / 1e6:.2f} "
+          f"ms a layer, in the rows {times[0]:.2f} to "
+          f"{times[-1]:.2f} ms")  # fmt: skip
+    cases = {
+        "as predicted": lambda shape: 1.0,
+        "exact: shapes that wait": lambda shape: exact[shape] if shape in waits else 1.0,
+        "exact: the others": lambda shape: common if shape in waits else exact[shape],
+        "exact: all": lambda shape: exact[shape],
+    }
+    for name, factor in cases.items():
+        changed = [ms * factor(shape_of(row.job)) for ms, row in zip(predicted, rows, strict=True)]
+        lost = losses(changed, rows)
+        print(f"  {name:26}tau of the worst model {min(taus(changed, rows)):.3f}, best one loses "
+              f"{statistics.mean(lost):.1%} in the mean, {max(lost):.1%} at worst")  # fmt: skip
 
 
 def print_several_nodes(rows: Sequence[Row], folder: Path) -> None:

@@ -58,7 +58,7 @@ def capture_form(form: str, device: str | None, output: Path) -> None:
     options = Options(
         device="none" if device else None,
         like=_GPU,
-        windows=WindowPlan(warm_up=3, pure=2),
+        windows=WindowPlan(warm_up=3, timed_steps=2),
         collective_kernels="off",
         **job,
     )

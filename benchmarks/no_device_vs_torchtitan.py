@@ -1,18 +1,25 @@
 """Hold captures without a device against torchtitan's published throughput and memory.
 
-    python benchmarks/no_device_vs_torchtitan.py TORCHTITAN [--captures DIRECTORY] [--rows NAME ...]
+    python benchmarks/no_device_vs_torchtitan.py TORCHTITAN [--table NAME] [--captures DIRECTORY]
+        [--rows NAME ...]
 
-Published: benchmarks/llama3_h100_202412_torchtitan.md of pytorch/torchtitan. TORCHTITAN is a
-checkout at the table's commit, 9dec370. It runs in this interpreter, which needs torchdata,
-tiktoken, datasets, triton, and for float8 rows torchao at the table's commit eab345c.
+The published tables are in benchmarks/ of pytorch/torchtitan. TORCHTITAN is a checkout at the
+table's commit. It runs in this interpreter, which needs torchdata, tiktoken, datasets, triton and
+tyro, and for float8 rows torchao at the table's commit.
+
+    --table     file                                     torchtitan  torchao
+    2024-12     llama3_h100_202412_torchtitan.md         9dec370     eab345c
+    async-tp    asyncTP_llama3_h100_2025-06_torchtitan   820504e     6243040
+    h200        llama3-8b_h200_202506_trainy-whitefiber  e7c0cae     0afa4c1
 
 - The job is torchtitan's train.py with its own configurations. Tokenizer and text are made here:
   128,256 tokens, random words. TORCH_CUDNN_SDPA_DEPRIORITIZED=1: torch of December 2024 ran
   FlashAttention 2 on an H100.
-- Time: `annotate --nvlink-active` for examples/gpus/torchtitan-h100.toml, then `onerank replay` in
-  steady state with one bus bandwidth. Compiled rows add `--fuse norm` to the eager capture.
+- Compiled rows: torchtitan compiles each block, and Inductor of this torch schedules it.
+- Time: `annotate --nvlink-active` for examples/gpus/torchtitan-h100.toml or the H200, then
+  `onerank replay` in steady state with one bus bandwidth.
 - Memory: the allocator's reserved memory, as torchtitan reports; simulated with the pools of the
-  job's streams. Compiled rows have none, because `--fuse` leaves the memory of the eager step.
+  job's streams.
 - `--captures` keeps captures and uses those that are there. `--rows` names some rows.
 """
 
@@ -33,14 +40,28 @@ from typing import Any
 import torch
 from harness import order_agreement, parser_of
 
-GPU = Path(__file__).parent.parent / "examples" / "gpus" / "torchtitan-h100.toml"
+H100 = str(Path(__file__).parent.parent / "examples" / "gpus" / "torchtitan-h100.toml")
 
-# An all-gather between two H200s reached 257 GB/s of NVLink's 450 (docs/how-to/measure-network.md).
-REACHED = 257 / 450
+# All-reduces among four H200s reached 338 GB/s of NVLink's 450 (results of 2026-11-26, slices
+# against real jobs). Eight GPUs of a host, and networks between hosts, are assumed to reach the
+# same share.
+REACHED = 338 / 450
 NVLINK_GB_PER_S = 450
 # Eight network interfaces of 400 Gb/s carry what a ring moves between two hosts.
 HOST_GB_PER_S = 8 * 50
 
+
+# The commands of the async TP page leave all other options of float8 at their defaults, so weights
+# are gathered in 16 bits and converted after.
+FLOAT8_ASYNC_TP = ("--model.converters=float8",)
+FLOAT8_H200 = (
+    *("--model.converters=float8", "--float8.enable_fsdp_float8_all_gather"),
+    "--float8.precompute_float8_dynamic_scale_for_fsdp",
+)
+PER_OPERATOR = (
+    *("--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op"),
+    "--parallelism.tensor_parallel_degree=8",
+)
 
 FLOAT8 = (
     *("--float8.enable_float8_linear", "--float8.enable_fsdp_float8_all_gather"),
@@ -62,10 +83,11 @@ class Published:
         length: tokens of a sequence.
         compiled: whether the published run compiled the blocks.
         tokens_per_s: published, of a GPU.
-        memory_gib: published.
+        memory_gib: published; None if it was not.
         options: of torchtitan.
         gpus_per_sequence: GPUs that share a sequence (TP and CP).
         busbw_gb_per_s: bus bandwidth that the interconnect would allow.
+        table: a key of `TABLES`.
     """
 
     name: str
@@ -76,10 +98,11 @@ class Published:
     length: int
     compiled: bool
     tokens_per_s: int
-    memory_gib: float
+    memory_gib: float | None
     options: tuple[str, ...] = ()
     gpus_per_sequence: int = 1
     busbw_gb_per_s: float = NVLINK_GB_PER_S
+    table: str = "2024-12"
 
     @property
     def tokens(self) -> float:
@@ -89,9 +112,9 @@ class Published:
 
 ROWS = (
     Published("8B, FSDP 8", "fsdp8", "8b", "--dp 8", 2, 8192, False, 5762, 82.4),
-    Published("8B, FSDP 8, compile", "fsdp8", "8b", "--dp 8", 2, 8192, True, 6667, 77.0),
+    Published("8B, FSDP 8, compile", "fsdp8-c", "8b", "--dp 8", 2, 8192, True, 6667, 77.0),
     Published(
-        *("8B, FSDP 8, compile, float8", "fsdp8-f8", "8b", "--dp 8", 2, 8192, True, 8532, 76.8),
+        *("8B, FSDP 8, compile, float8", "fsdp8-f8-c", "8b", "--dp 8", 2, 8192, True, 8532, 76.8),
         options=FLOAT8,
     ),
     Published(
@@ -99,40 +122,101 @@ ROWS = (
         busbw_gb_per_s=HOST_GB_PER_S,
     ),
     Published(
-        *("8B, FSDP 128, compile", "fsdp128", "8b", "--dp 128", 2, 8192, True, 6514, 62.0),
+        *("8B, FSDP 128, compile", "fsdp128-c", "8b", "--dp 128", 2, 8192, True, 6514, 62.0),
         busbw_gb_per_s=HOST_GB_PER_S,
     ),
     Published(
-        *("8B, FSDP 128, compile, float8", "fsdp128-f8", "8b", "--dp 128", 2, 8192, True),
+        *("8B, FSDP 128, compile, float8", "fsdp128-f8-c", "8b", "--dp 128", 2, 8192, True),
         *(8380, 61.8, FLOAT8),
         busbw_gb_per_s=HOST_GB_PER_S,
     ),
     Published(
-        *("8B, FSDP 8, 32K, full, compile, f8", "cp1", "8b", "--dp 8", 1, 32768, True),
+        *("8B, FSDP 8, 32K, full, compile, f8", "cp1-c", "8b", "--dp 8", 1, 32768, True),
         *(3890, 83.9, (*FULL, *FLOAT8)),
     ),
     Published(
-        *("8B, FSDP 4 CP 2, 64K, compile, f8", "cp2", "8b", "--dp 4 --cp 2", 1, 65536, True),
+        *("8B, FSDP 4 CP 2, 64K, compile, f8", "cp2-c", "8b", "--dp 4 --cp 2", 1, 65536, True),
         *(2540, 84.2, (*FULL, *FLOAT8, "--experimental.context_parallel_degree", "2"), 2),
     ),
     Published(
-        *("8B, FSDP 2 CP 4, 128K, compile, f8", "cp4", "8b", "--dp 2 --cp 4", 1, 131072, True),
+        *("8B, FSDP 2 CP 4, 128K, compile, f8", "cp4-c", "8b", "--dp 2 --cp 4", 1, 131072, True),
         *(1071, 84.0, (*FULL, *FLOAT8, "--experimental.context_parallel_degree", "4"), 4),
     ),
     Published(
-        *("8B, CP 8, 256K, compile, f8", "cp8", "8b", "--cp 8", 1, 262144, True),
+        *("8B, CP 8, 256K, compile, f8", "cp8-c", "8b", "--cp 8", 1, 262144, True),
         *(548, 84.5, (*FULL, *FLOAT8, "--experimental.context_parallel_degree", "8"), 8),
     ),
     Published(
-        *("70B, FSDP 32 TP 8, compile, f8", "70b", "70b", "--tp 8 --dp 32", 16, 8192, True),
+        *("70B, FSDP 32 TP 8, compile, f8", "70b-c", "70b", "--tp 8 --dp 32", 16, 8192, True),
         *(829, 71.9, (*FULL, *FLOAT8), 8),
     ),
+    Published(
+        *("8B, FSDP 8 TP 8, compile", "tp8b", "8b", "--tp 8 --dp 8", 12, 8192, True, 4378, None),
+        *(PER_OPERATOR, 8),
+        table="async-tp",
+    ),
+    Published(
+        *("8B, FSDP 8 TP 8, compile, float8", "tp8b-f8", "8b", "--tp 8 --dp 8", 12, 8192, True),
+        *(5078, None, (*PER_OPERATOR, *FLOAT8_ASYNC_TP), 8),
+        table="async-tp",
+    ),
+    Published(
+        *("70B, FSDP 32 TP 8, compile", "tp70b", "70b", "--tp 8 --dp 32", 16, 8192, True),
+        *(597, None, (), 8),
+        table="async-tp",
+    ),
+    Published(
+        *("70B, FSDP 32 TP 8, compile, float8", "tp70b-f8", "70b", "--tp 8 --dp 32", 16, 8192),
+        *(True, 810, None, FLOAT8_ASYNC_TP, 8),
+        table="async-tp",
+    ),
+    *(
+        Published(
+            *(f"8B, FSDP {gpus}, compile, float8", f"h200-{gpus}", "8b", f"--dp {gpus}", 2, 8192),
+            *(True, tokens_per_s, memory_gib),
+            options=(*FLOAT8_H200, "--float8.force_recompute_fp8_weight_in_bwd"),
+            busbw_gb_per_s=HOST_GB_PER_S,
+            table="h200",
+        )
+        for gpus, tokens_per_s, memory_gib in ((32, 10938, 47.96), (64, 10753, 46.97))
+    ),
 )
+
+
+@dataclass(frozen=True)
+class Table:
+    """How to start the runs of a published table.
+
+    Attributes:
+        gpu: name or path of the GPU's description.
+        script: in the checkout.
+        config: of a model, in the checkout; "{}" stands for the model.
+        batch: option for the sequences of a rank.
+        config_option: option for the configuration.
+    """
+
+    gpu: str
+    script: str = "torchtitan/train.py"
+    config: str = "torchtitan/models/llama3/train_configs/llama3_{}.toml"
+    batch: str = "--training.local_batch_size"
+    config_option: str = "--job.config-file"
+
+
+TABLES = {
+    "2024-12": Table(
+        H100,
+        *("train.py", "train_configs/llama3_{}.toml", "--training.batch_size"),
+        "--job.config_file",
+    ),
+    "async-tp": Table(H100),
+    "h200": Table("H200"),
+}
 
 
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("torchtitan", type=Path)
+    parser.add_argument("--table", choices=TABLES, default="2024-12")
     parser.add_argument("--captures", type=Path)
     parser.add_argument("--rows", nargs="*", default=[])
     args = parser.parse_args()
@@ -143,7 +227,8 @@ def main() -> None:
     print(f"{'Llama 3.1':36s}{columns}{columns}", flush=True)
     errors: dict[str, list[float]] = {"bf16": [], "float8": [], "memory": []}
     times: dict[str, list[tuple[float, float]]] = {}
-    rows = [row for row in ROWS if not args.rows or row.name in args.rows]
+    chosen = [row for row in ROWS if row.table == args.table]
+    rows = [row for row in chosen if not args.rows or row.name in args.rows]
     with tempfile.TemporaryDirectory() as directory:
         work = Path(directory)
         captures: Path = args.captures or work
@@ -160,13 +245,12 @@ def main() -> None:
             times.setdefault(kind, []).append((1 / tokens_per_s, 1 / row.tokens_per_s))
             errors["float8" if "float8" in " ".join(row.options) else "bf16"].append(error)
             line = f"{row.name:36s}{row.tokens_per_s:9,}{tokens_per_s:10,.0f}{error:+8.1%}"
-            line += f"{row.memory_gib:9.1f}"
-            if not row.compiled:
-                memory_gib = reserved_gib(trace)
+            memory_gib = reserved_gib(trace)
+            if row.memory_gib is not None:
                 errors["memory"].append(memory_gib / row.memory_gib - 1)
-                line += f"{memory_gib:10.1f}{errors['memory'][-1]:+8.1%}"
+                line += f"{row.memory_gib:9.1f}{memory_gib:10.1f}{errors['memory'][-1]:+8.1%}"
             else:
-                line += f"{'-':>10s}{'-':>8s}"
+                line += f"{'-':>9s}{memory_gib:10.1f}{'-':>8s}"
             print(line, flush=True)
     for kind, values in errors.items():
         if values:
@@ -182,15 +266,18 @@ def capture(torchtitan: Path, row: Published, trace: Path, work: Path) -> None:
     inputs = work / "inputs"
     if not inputs.exists():
         write_inputs(inputs)
+    table = TABLES[row.table]
     script = [
-        *("--job.config_file", f"train_configs/llama3_{row.model}.toml"),
+        *(table.config_option, table.config.format(row.model)),
         *("--job.dump_folder", str(work / "out")),
         *("--model.tokenizer_path", str(inputs / "tokenizer.model")),
         *("--training.dataset", "c4_test", "--training.dataset_path", str(inputs / "text")),
-        *("--training.batch_size", str(row.batch), "--training.seq_len", str(row.length)),
+        *(table.batch, str(row.batch), "--training.seq_len", str(row.length)),
+        *(("--training.compile",) if row.compiled else ()),
         *row.options,
     ]
-    command = ["capture", "run", "train.py", "--torchrun", "--device", "none", "--like", str(GPU)]
+    command = ["capture", "run", table.script, "--torchrun", "--device", "none"]
+    command += ["--like", table.gpu]
     output_of(*command, *row.sizes.split(), "-o", str(trace), "--", *script, cwd=torchtitan)
 
 
@@ -212,9 +299,8 @@ def write_inputs(directory: Path) -> None:
 def step_s(trace: Path, row: Published, work: Path) -> float:
     """Return the predicted steady-state step of a row in seconds, communication included."""
     recosted = work / "recosted.et"
-    fused = ("--fuse", "norm") if row.compiled else ()
-    target = ("--target", str(GPU), "--nvlink-active")
-    output_of("annotate", *target, *fused, str(trace), "-o", str(recosted))
+    target = ("--target", TABLES[row.table].gpu, "--nvlink-active")
+    output_of("annotate", *target, str(trace), "-o", str(recosted))
     bandwidth = ("--busbw-gb-s", f"{REACHED * row.busbw_gb_per_s:.1f}")
     step: dict[str, Any] = json.loads(output_of("replay", str(recosted), *bandwidth, "--json"))
     return step["steady_state"]["step_ns"] / 1e9

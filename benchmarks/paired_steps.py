@@ -23,7 +23,7 @@ import numpy as np
 from paired_traces import by_class
 
 import onerank
-from onerank.analysis.step_energy import power_timeline_of
+from onerank.analysis.step_energy import step_durations_of
 from onerank.analysis.step_time import replay
 from onerank.annotate import Gpu, find_gpu, load_gpu, recost, summarise
 from onerank.annotate.energy import report_energy
@@ -84,7 +84,7 @@ def row(start: Graph, predicted: Graph, end: Graph, target: Gpu) -> list[str]:
     )
     long = sum(end.job.measurement.step_ns) >= AVERAGED_NS
     drawn = end.job.device.sensors.power_mw if long and end.job.device.sensors else None
-    energy = report_energy(predicted, target, power_timeline_of(predicted)).step_uj * 1e-6
+    energy = report_energy(predicted, target, step_durations_of(predicted)).step_uj * 1e-6
     peaks = (predicted.job.measurement.peak_memory_bytes, end.job.measurement.peak_memory_bytes)
     return [
         f"{took / 1e6:.3f}",

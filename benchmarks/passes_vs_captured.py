@@ -16,7 +16,6 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 import onerank
 from onerank.analysis.step_time import replay
@@ -25,8 +24,7 @@ from onerank.annotate.memory.memory_report import report_memory
 from onerank.annotate.passes.resize.resize import Resize
 from onerank.annotate.passes.resize.size_change import Change, parse_change
 from onerank.ir import Graph
-
-Rows = npt.NDArray[np.int64]
+from onerank.ir.arrays import I64
 
 _LONG_NS = 10_000
 _SIZED = ("embedding", "memset", "scan/sort/index", "copy")  # one or several, by size
@@ -178,7 +176,7 @@ def _step(label: str, predicted_ns: int, real_ns: int) -> None:
     print(f"{label}: {predicted_ns} ns made, {real_ns} ns real, {predicted_ns / real_ns - 1:+.2%}")
 
 
-def per_kernel(predicted: Graph, real: Graph, predicted_rows: Rows, real_rows: Rows) -> None:
+def per_kernel(predicted: Graph, real: Graph, predicted_rows: I64, real_rows: I64) -> None:
     """Print the errors of the individual kernels that the pass changed."""
     changed = predicted.nodes.p10_ns[predicted_rows] >= 0
     predicted_rows, real_rows = predicted_rows[changed], real_rows[changed]
@@ -205,7 +203,7 @@ def per_kernel(predicted: Graph, real: Graph, predicted_rows: Rows, real_rows: R
     print(f"{len(predicted_rows)} kernels that changed: {figures}")
 
 
-def _comparable_kernels(graph: Graph) -> Rows:
+def _comparable_kernels(graph: Graph) -> I64:
     """Return the kernels, in order, whose number does not depend on the sizes."""
     kernels = np.flatnonzero(graph.gpu_compute)
     kernels = kernels[np.argsort(graph.nodes.start_ns[kernels], kind="stable")]

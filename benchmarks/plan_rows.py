@@ -1,6 +1,6 @@
 """Run the commands of rows of a plan, and compare what they print with the rows.
 
-    python benchmarks/plan_rows.py DIRECTORY
+    python benchmarks/plan_rows.py DIRECTORY [--row N]...
 
 A plan computes a row from captures with 2 and 4 layers that many layouts share. The commands of the
 row capture its stages themselves, `onerank replay --cluster` lays them out, and `onerank export
@@ -41,9 +41,12 @@ seq = 1024
 """
 
 
-def layout(pp: int, dp: int, schedule: str, sharding: str) -> Layout:
-    return Layout(tp=8 // pp // dp, sp=8 // pp // dp > 1, cp=1, pp=pp, schedule=schedule, dp=dp,
-                  sharding=sharding, ep=1, micro_batch=1, micro_batches=16 // dp,
+def layout(
+    pp: int, dp: int, schedule: str, sharding: str, *, cp: int = 1, micro_batches: int | None = None
+) -> Layout:
+    tp, count = 8 // pp // dp // cp, micro_batches or 16 // dp
+    return Layout(tp=tp, sp=tp > 1, cp=cp, pp=pp, schedule=schedule, dp=dp, sharding=sharding,
+                  ep=1, micro_batch=16 // dp // count, micro_batches=count,
                   recompute="none", seq=1024)  # fmt: skip
 
 
@@ -52,13 +55,17 @@ LAYOUTS = (
     layout(2, 2, "1f1b", "fsdp"),
     layout(2, 2, "interleaved:2", "zero1"),
     layout(2, 4, "zbv", "ddp"),
+    layout(1, 4, "1f1b", "fsdp", cp=2),
+    layout(1, 4, "1f1b", "zero2", micro_batches=2),
 )
 
 
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("directory", type=Path)
-    directory: Path = parser.parse_args().directory
+    parser.add_argument("--row", type=int, action="append", help="its number; default: all")
+    options = parser.parse_args()
+    directory: Path = options.directory
     directory.mkdir(parents=True, exist_ok=True)
     config = directory / "plan.toml"
     config.write_text(CONFIG)
@@ -67,13 +74,18 @@ def main() -> None:
     print((__doc__ or "").split("\n\n", 2)[2])
     columns = f"{'row':>10}{'commands':>10}{'error':>9}"
     print(f"{'':62}{'step, ms':^29}{'peak memory, GB':^29}\n{'':62}{columns}{columns}", flush=True)
-    for each in LAYOUTS:
-        captures = {}
-        for task in plan_captures(job, [each], LAYERS):
-            captures[task.key] = capture_stage(*task.arguments)
-        start = time.process_time()
-        result = evaluate(captures, job, [each], LAYERS)
-        spent = time.process_time() - start
+    chosen = [LAYOUTS[number - 1] for number in options.row] if options.row else LAYOUTS
+    for each in chosen:
+        # Layouts whose shards are not derived are captured with their own number of replicas.
+        for exact in (False, True):
+            captures = {}
+            for task in plan_captures(job, [each], LAYERS, exact=exact):
+                captures[task.key] = capture_stage(*task.arguments)
+            start = time.process_time()
+            result = evaluate(captures, job, [each], LAYERS, exact)
+            spent = time.process_time() - start
+            if not result["underived"]:
+                break
         if result["dropped"]:
             print(f"{each!s:62}{result['dropped'][0]['code']}", flush=True)
             continue

@@ -20,6 +20,7 @@ each on the same GPU, as slice_vs_real.py does.
 """
 
 import argparse
+import contextlib
 import datetime
 import json
 import os
@@ -164,20 +165,31 @@ def torchtitan_forms(n: int, checkout: Path, work: Path) -> dict[str, Form]:
         *("--training.dataset", "c4_test", "--training.dataset_path", str(work / "text")),
     ]
 
-    def titan(sizes: str, *options: str, one_job: bool = False) -> Form:
+    def titan(sizes: str, *options: str, windows: tuple[str, ...] = LONG_STEPS) -> Form:
         run = [str(checkout / "train.py"), "--torchrun", *sizes.split(), "--", *common, *options]
-        return Form(run, run, range(n), one_job=one_job, windows=LONG_STEPS)
+        return Form(run, run, range(n), one_job=bool(options), windows=windows)
 
     parallel = {"titan-fsdp": titan(f"--dp {n}")}
     if n >= 4:
-        parallel["titan-tp-pp"] = titan(
-            f"--tp {n // 2} --pp 2",
-            *("--training.tensor_parallel_degree", str(n // 2)),
+        # With ten steps and two profiles the real jobs took more than 110 s on four H100s.
+        few = ("--warm-up", "2", "--timed-steps", "6")
+        piped = [
             *("--experimental.pipeline_parallel_degree", "2"),
             *("--experimental.pipeline_parallel_schedule", "1F1B"),
+        ]
+        parallel["titan-fsdp-pp"] = titan(
+            *(f"--dp {n // 2} --pp 2", *piped),
             *("--experimental.pipeline_parallel_microbatches", str(MICRO_BATCHES)),
             *("--training.batch_size", str(MICRO_BATCHES), "--training.seq_len", "4096"),
-            one_job=True,
+            windows=few,
+        )
+        # Without FSDP torchtitan computes in float32: a step of 8 micro-batches takes 11 s on H100.
+        parallel["titan-tp-pp"] = titan(
+            *(f"--tp {n // 2} --pp 2", *piped),
+            *("--training.tensor_parallel_degree", str(n // 2)),
+            *("--experimental.pipeline_parallel_microbatches", "4"),
+            *("--training.batch_size", "4", "--training.seq_len", "4096"),
+            windows=few,
         )
     return parallel
 
@@ -191,7 +203,7 @@ def main() -> None:
     capturing.add_argument("--gpus", type=int, default=2)
     capturing.add_argument("--forms", default="", help="of these names alone, as pp-1f1b,tp")
     capturing.add_argument("--minutes", type=float, default=9, help="begin no form after these")
-    capturing.add_argument("--form-seconds", type=float, default=120, help="limit of each run")
+    capturing.add_argument("--form-seconds", type=float, default=150, help="limit of each run")
     capturing.add_argument("--one-gpu", action="store_true", help="all slices on GPU 0, in turn")
     capturing.add_argument("--torchtitan", type=Path, help="a checkout: adds forms of its script")
     capturing.add_argument("--tiny", action="store_true", help="on the CPU")
@@ -208,6 +220,39 @@ def main() -> None:
     (predicted.compare if arguments.phase == "compare" else predicted.kernels)(arguments.directory)
 
 
+def processes_under(pid: int) -> list[int]:
+    """Return the ids of a process and of all processes that it started, directly or not."""
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # the process has ended since
+            # The process's name is in parentheses and may contain spaces and parentheses.
+            parent = int(path.read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(path.parent.name))
+    pids = [pid]
+    for parent in pids:  # grows while it is traversed, down to the last descendants
+        pids += children.get(parent, [])
+    return pids
+
+
+def end(process: subprocess.Popen[bytes], *, patience_s: float = 5) -> None:
+    """End a process and all that it started: SIGTERM first, then SIGKILL.
+
+    torchrun starts each worker in a new session, so a signal to torchrun's process group does not
+    reach the workers. On SIGTERM torchrun ends its workers, but a worker that waits in NCCL
+    survives.
+    """
+    # List the tree first: when a process ends, its children get another parent and leave the tree.
+    before = processes_under(process.pid)
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(patience_s)
+    for pid in {below for root in before for below in processes_under(root)}:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(patience_s)
+
+
 class Capturing:
     """The phase that needs GPUs."""
 
@@ -220,10 +265,21 @@ class Capturing:
             checkout = arguments.torchtitan.resolve()
             self.forms |= torchtitan_forms(arguments.gpus, checkout, self.out / "torchtitan")
         self.results: dict[str, Any] = {}
+        self.running: set[subprocess.Popen[bytes]] = set()
+
+    def stop(self, signum: int, _frame: object) -> None:
+        """Handle SIGTERM and SIGINT: end the processes of the current form, then this one."""
+        for process in [*self.running]:
+            end(process)
+        self.say(f"ended by signal {signum}; a second run into {self.out} continues")
+        # Not sys.exit, which waits for the threads of other slices: they would start new captures.
+        os._exit(128 + signum)
 
     def run(self) -> None:
         """Measure the link and each form; write the results after each."""
         arguments = self.arguments
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(signum, self.stop)
         self.out.mkdir(parents=True, exist_ok=True)
         path = self.out / "results.json"
         if path.exists():  # a second run for more forms
@@ -362,18 +418,16 @@ class Capturing:
             file.write(f"{' '.join(command)}\n\n")
             file.flush()
             process = subprocess.Popen(
-                command,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **visible},
-                start_new_session=True,
+                command, stdout=file, stderr=subprocess.STDOUT, env={**os.environ, **visible}
             )
+            self.running.add(process)
             try:
                 code = process.wait(self.arguments.form_seconds)
             except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+                end(process)
                 raise RuntimeError(f"{log}: over {self.arguments.form_seconds} s") from None
+            finally:
+                self.running.discard(process)
         if code:
             tail = path.read_text(errors="replace")[-1500:]
             raise RuntimeError(f"{log}: exit status {code}: ...{tail}")

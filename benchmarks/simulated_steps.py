@@ -3,7 +3,7 @@
 Columns of the table, each a step in ms and how far it is from the real one:
 
 - real: median of the slowest rank's steps by CUDA events, no profiler; lowest and highest.
-- slice: the median of such steps of the slice on GPU 0. Its collectives are emulated.
+- slice: the same median of the slice on GPU 0, whose collectives are emulated.
 - slowest: the job's step by the spread of the slice's steps (Measurement.slowest_step_ns).
 - replay: `onerank replay` of the slice in steady state. It starts from the measured step, so it
   repeats `slice` unless the slice is re-costed. Of pipeline stages: `onerank replay --cluster`.
@@ -35,7 +35,7 @@ from onerank.analysis.step_time import replay
 from onerank.capture.bench.measure_link import fit_latency_and_bytes
 from onerank.capture.collective_kernels.network import Curve, Network, load_network
 from onerank.converters.expand.host_delays import insert_host_delays_by_rank
-from onerank.converters.expand.pipeline import Schedule, expand
+from onerank.converters.expand.pipeline import PipelineSchedule, expand
 from onerank.converters.expand.ranks import RankGraph, expand_ranks
 from onerank.converters.nccl import wire_bytes
 from onerank.converters.targets.astra_sim.exporter import export as export_workload
@@ -44,7 +44,7 @@ from onerank.converters.targets.goal import export as export_goal
 from onerank.converters.targets.goal import export_ranks as export_goals
 from onerank.ir import Graph
 from onerank.plan import cluster
-from onerank.plan.job_replay import replay_job
+from onerank.plan.pipeline_step import replay_job
 
 Call = tuple[str, int, int]
 """Name, ranks of the group, input bytes of a rank."""
@@ -272,7 +272,7 @@ class Job:
             graphs, _ = insert_host_delays_by_rank(graphs, one_at_a_time=one_at_a_time)
         if not self.schedule:
             return expand_ranks(graphs)
-        return expand(graphs, Schedule.parse(self.schedule), self.micro_batches)
+        return expand(graphs, PipelineSchedule.parse(self.schedule), self.micro_batches)
 
 
 def predictions(paths: Sequence[Path], form: Any, results: Any, network: Network) -> dict[str, Any]:
@@ -288,9 +288,9 @@ def predictions(paths: Sequence[Path], form: Any, results: Any, network: Network
     if single_class:
         simulated["replay"] = _replayed_ns(graphs[0]) / 1e6
     elif schedule:
-        link = cluster.Link(bandwidth, latency / 1e3)
-        fitted = cluster.Network(results["gpus"], link, link)
-        job = replay_job(graphs, fitted, Schedule.parse(schedule), results["micro_batches"])
+        link = cluster.ClusterLink(bandwidth, latency / 1e3)
+        fitted = cluster.ClusterNetwork(results["gpus"], link, link)
+        job = replay_job(graphs, fitted, PipelineSchedule.parse(schedule), results["micro_batches"])
         simulated["replay"] = job.step_ns / 1e6
     for column, (simulate, host_time, nvlink_active) in SIMULATED.items():
         if on_cpu and host_time and simulate is astra_sim:

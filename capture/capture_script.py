@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from onerank.annotate.op_costs.node_costs import with_registered_costs
+from onerank.annotate.op_costs.node_costs import with_generated_flops, with_registered_costs
 from onerank.capture.emulate_torchrun import decide_torchrun
 from onerank.capture.fake_world.recorder import Recorder
 from onerank.capture.isolation import ProcessRunner, named_errors, named_progress, run_isolated
@@ -115,13 +115,16 @@ def capture_steps(
     Arguments and errors are those of `capture`.
 
     Returns:
-        "prefill", "decode" or the number of a forward -> its capture, if the script infers;
-        "" -> the training step otherwise.
+        "prefill", "decode" or the number of a forward -> its capture, if the script infers. Of a
+        script that trains, "" -> its step; with `Options.recorded_steps`, "0", "1", ... -> each.
     """
     with run_as_rank(script, args, options, progress) as rank_run:
         raw = rank_run.raw
         steps = [(f.label, f.raw, f.windows.observed, f.step) for f in rank_run.forwards]
-        if not steps:
+        if not steps and options.recorded_steps > 1:
+            recorded = rank_run.recorded_steps
+            steps = [(str(n), *result, None) for n, result in enumerate(recorded)]
+        elif not steps:
             steps = [("", raw, rank_run.windows.observed, None)]
         progress("linking the traces")
         for _, directory, observed, inference in steps:
@@ -134,16 +137,24 @@ def capture_steps(
         if options.raw_dir is not None:
             keep(raw if len(steps) > 1 else steps[0][1], options.raw_dir)
         captures: dict[str, Capture] = {}
-        for label, directory, _, _ in steps:
-            graph, conversion = convert_directory(directory)
-            # The script's process knows the costs that the script registered; later ones do not.
+        for label, directory, observed, _ in steps:
+            graph, conversion = convert_raw(directory)
+            # Only this process knows what Inductor fused.
+            graph = with_generated_flops(graph, observed.generated_flops)
             captures[label] = Capture(
-                with_registered_costs(graph),
+                graph,
                 conversion,
                 rank_run.models.sliced,
                 rank_run.fewer_layers.layers,
             )
         return captures
+
+
+def convert_raw(directory: Path) -> tuple[Graph, Conversion]:
+    """Return the graph of the traces and the job in a directory, and the conversion's notes."""
+    graph, conversion = convert_directory(directory)
+    # The script's process knows the costs that the script registered; later ones do not.
+    return with_registered_costs(graph), conversion
 
 
 def capture_at_depths(
@@ -376,6 +387,7 @@ def job_of(rank_run: RankRun, options: Options, observed: Observations) -> Job:
         measurement=Measurement(
             step_ns=observed.step_ns,
             host_step_ns=tuple(observed.host_step_ns),
+            emulated_calls=observed.emulated_calls,
             timed_step_ns=observed.timed_step_ns,
             scopes=observed.scopes,
             profiled_step_ns=round(statistics.median(observed.profiled_step_ns)),
@@ -421,14 +433,14 @@ def _device(observed: Observations) -> Device:
             sensors=observed.sensors,
         )
     pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
-    return Device(type="cpu", name=_cpu_name(), memory_bytes=pages * size)
+    return Device(type="cpu", name=cpu_name(), memory_bytes=pages * size)
 
 
 def _emulated_device(gpu: EmulatedGpu) -> Device:
     return Device(type=MODEL, name=gpu.name, memory_bytes=gpu.memory_bytes, sm_count=gpu.sm_count)
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
     """Return the processor's model if Linux reports it, else its architecture."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():

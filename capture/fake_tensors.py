@@ -18,6 +18,20 @@ def on_gpu(tensor: Tensor) -> bool:
     return tensor.is_cuda and not isinstance(tensor, FakeTensor)
 
 
+KNOWN_ELEMENTS = 1 << 20
+"""Largest tensor of integers or bools on the GPU whose numbers are kept: token ids and masks. With
+65,536 the mask of 16 sequences of 8,192 tokens was unknown, and the model built one of all pairs of
+tokens."""
+
+_KNOWN_FLOATS = 1 << 16  # of tensors of floats; no script decides by larger ones
+
+
+def is_small(tensor: Tensor) -> bool:
+    """Return whether the numbers of a tensor may be kept."""
+    limit = _KNOWN_FLOATS if tensor.dtype.is_floating_point else KNOWN_ELEMENTS
+    return tensor.numel() <= limit
+
+
 _ZERO = "_onerank_zero"
 
 

@@ -114,7 +114,7 @@ def _in_turn(
     layers: Sequence[int] | None,
     mode: CompileMode | None,
 ) -> SeveralCaptures:
-    """Return what to capture in turn, checked as on the command line.
+    """Return the ranks, steps or depths to capture in turn, checked as on the command line.
 
     Raises:
         CaptureError: an option does not accept its value.

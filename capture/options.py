@@ -56,8 +56,9 @@ class Options:
         module: the script's name as a module, to run it by; None runs it by its path.
         windows: steps of each measurement window.
         depth: number of layers to build Hugging Face models with; None builds all.
-        micro_batches: micro-batches of each step after the script's first; None if they are not
-            known: then the first two steps show them.
+        micro_batches: micro-batches of each step after the script's first; the last number is that
+            of all further steps. Empty if they are not known: then the first two steps show them.
+        recorded_steps: successive steps to record, of a training script without a device.
     """
 
     torchrun: bool | None = _option(
@@ -142,6 +143,13 @@ class Options:
         default=None,
         metavar="prefill|decode|N[,...]",
     )
+    step_of: str | None = _option(
+        "The method whose calls are the steps, instead of the forward of a model: of an engine's "
+        "runner, or of a model in a script that trains. --steps selects calls.",
+        heading=CAPTURED,
+        default=None,
+        metavar="CLASS.METHOD",
+    )
     record_real_job: bool = _option(
         "Capture a real job: torchrun -m onerank capture run --record-real-job ... communicates, "
         "and writes a trace.RANK.et on each rank, to compare slices with.",
@@ -187,7 +195,8 @@ class Options:
     module: str | None = None
     windows: WindowPlan = field(default_factory=WindowPlan)
     depth: "Depth | None" = None
-    micro_batches: int | None = None
+    micro_batches: tuple[int, ...] = ()
+    recorded_steps: int = 1
 
     # Cached in the instance's __dict__, which a frozen dataclass allows.
     @cached_property
@@ -205,7 +214,7 @@ class Options:
 
     @cached_property
     def data_parallel(self) -> "DataParallelStrategy | None":
-        """How data-parallel ranks share gradients and states; None selects "ddp".
+        """The strategy by which data-parallel ranks share gradients and states; None selects "ddp".
 
         It applies to scripts that do not create process groups.
 
@@ -230,7 +239,7 @@ class Options:
 
     @cached_property
     def emulation(self) -> "CollectiveEmulation":
-        """What runs in the place of collectives on CUDA.
+        """The kernels that replace collectives on CUDA.
 
         Raises:
             CaptureError: two networks are given, or none for "on", or the network is invalid.
@@ -269,7 +278,7 @@ CompileMode = Literal["default", "reduce-overhead", "max-autotune"]
 
 @dataclass(frozen=True, kw_only=True)
 class SeveralCaptures:
-    """What is captured in turn, each time in a separate process."""
+    """Captures of one script in turn, each in a separate process."""
 
     ranks: tuple[int, ...] | Literal["distinct"] | None = _option(
         "Capture one rank of each class of equivalent ranks, or these ranks, in turn, each in a "

@@ -24,7 +24,7 @@ from onerank.capture.isolation import named_progress
 from onerank.capture.no_device.emulated_process import EmulatedProcess
 from onerank.capture.no_device.recorded_step import UNRECORDED, RecordedStep
 from onerank.capture.options import Options
-from onerank.capture.parallelize.data.auto_wrap import DataParallelism
+from onerank.capture.parallelize.data.apply_data_parallel import DataParallelism
 from onerank.capture.parallelize.data.data_groups import Groups, data_ranks
 from onerank.capture.parallelize.data.grad_accumulation import DeferredGradSync
 from onerank.capture.parallelize.data.grad_clipping import Clipping
@@ -34,11 +34,17 @@ from onerank.capture.parallelize.fewer_layers import FewerLayers, StageLayers
 from onerank.capture.parallelize.shard_model import ModelSlicing, slice_to_rank
 from onerank.capture.parallelize.tensor.apply_tensor_parallel import REPLICATED_HEADS, Sliced
 from onerank.capture.parallelize.tensor.plan_file import without_plan
+from onerank.capture.profiling.cuda_graphs import GraphRecorder, recorded_graphs
 from onerank.capture.profiling.measurement_windows import Windows
 from onerank.capture.profiling.module_scopes import Modules
+from onerank.capture.profiling.window_observations import Observations
 from onerank.capture.profiling.window_plan import Progress
 from onerank.capture.script.before_first_step import BeforeFirstStep
-from onerank.capture.script.inference_steps import InferenceSteps, MeasuredForward
+from onerank.capture.script.inference_steps import (
+    InferenceSteps,
+    MeasuredForward,
+    WindowsOfForward,
+)
 from onerank.capture.script.repeatable_call import RepeatableCall
 from onerank.capture.script.runner import run_script
 from onerank.capture.validate_options import names_training, validate
@@ -61,6 +67,7 @@ class RankRun:
         forwards: the captured forwards of a script that infers; () for a script that trains.
         fewer_layers: number of layers that models were built with.
         script_distributed: whether the script distributes itself.
+        recorded_steps: directory and observations of each step, if several were recorded.
     """
 
     raw: Path
@@ -71,6 +78,7 @@ class RankRun:
     forwards: tuple[MeasuredForward, ...]
     fewer_layers: FewerLayers
     script_distributed: bool
+    recorded_steps: tuple[tuple[Path, Observations], ...] = ()
 
 
 @contextlib.contextmanager
@@ -108,7 +116,10 @@ def run_as_rank(
         emulated = EmulatedProcess.of(options.emulated_gpu, script)
         if emulated is not None:
             make_windows = functools.partial(
-                RecordedStep, emulated, unrecorded=_unrecorded_steps(options, copies)
+                RecordedStep,
+                emulated,
+                unrecorded=unrecorded_steps(options),
+                recorded=options.recorded_steps,
             )
         messages = None
         if script_distributed and not options.record_real_job:
@@ -139,6 +150,7 @@ def run_as_rank(
         stack.enter_context(modules.installed())
         if not script_distributed:
             stack.enter_context(_parallel(models if slices else None, copies, peers, options))
+        graphs = stack.enter_context(recorded_graphs(modules, raw, on_device=emulated is None))
         fewer_layers = FewerLayers(
             options.depth,
             StageLayers.of(world, options.rank, options.pp_layers) if slices else None,
@@ -146,20 +158,15 @@ def run_as_rank(
         stack.enter_context(fewer_layers.installed())
         training: Any = make_windows(options.windows, raw, modules, progress, peers)
 
-        def windows_of_forward(directory: Path, *, forward: RepeatableCall, on_gpu: bool) -> Any:
-            return make_windows(
-                *(options.windows, directory, modules),
-                *(named_progress(directory.name, progress), peers),
-                forward=forward,
-                on_gpu=on_gpu,
-            )
-
         inference = InferenceSteps(
             modules,
             options.steps or (),
             raw,
-            windows_of_forward,
+            _windows_of_forwards(
+                functools.partial(make_windows, options.windows), modules, graphs, progress, peers
+            ),
             recognise=_infers(script, options),
+            step_of=options.step_of,
         )
 
         def at_step(windows: Any) -> None:
@@ -168,7 +175,10 @@ def run_as_rank(
             fewer_layers.check_built(script)
             if isinstance(peers, Recorder) and peers.refused is not None:
                 raise peers.refused
-            _check_parallel(script, options, peers, models if slices else None, windows.steps)
+            _check_parallel(
+                *(script, options, peers, models if slices else None, windows.steps),
+                trains=windows is training,
+            )
             _check_slices(script, options, models, windows.steps, trains=windows is training)
             if windows.steps == 0 and slices and world.sizes.get("tp", 1) > 1:
                 windows.observed.notes += filter(None, [note_of_slices()])
@@ -185,10 +195,34 @@ def run_as_rank(
         )
         forwards = tuple(inference.measured)
         for done in [forward.windows for forward in forwards] or [training]:
-            done.observed.notes += _notes_of_emulation(peers, skipped_checkpoints, done.steps)
+            done.observed.notes += [
+                *_notes_of_emulation(peers, skipped_checkpoints, done.steps),
+                *graphs.notes(),
+            ]
         yield RankRun(
-            raw, peers, models, modules, training, forwards, fewer_layers, script_distributed
+            *(raw, peers, models, modules, training, forwards, fewer_layers, script_distributed),
+            recorded_steps=tuple(training.results) if options.recorded_steps > 1 else (),
         )
+
+
+def _windows_of_forwards(
+    make_windows: Callable[..., Any],
+    modules: Modules,
+    graphs: GraphRecorder,
+    progress: Progress,
+    peers: Peers,
+) -> WindowsOfForward:
+    """Return what creates the windows of each captured forward of a script that infers."""
+
+    def windows_of_forward(directory: Path, *, forward: RepeatableCall, on_gpu: bool) -> Any:
+        graphs.directory = directory
+        return make_windows(
+            *(directory, modules, named_progress(directory.name, progress), peers),
+            forward=forward,
+            on_gpu=on_gpu,
+        )
+
+    return windows_of_forward
 
 
 def _notes_of_emulation(peers: Peers, checkpoints: SkippedCheckpoints, steps: int) -> list[Note]:
@@ -197,19 +231,21 @@ def _notes_of_emulation(peers: Peers, checkpoints: SkippedCheckpoints, steps: in
     return [*checkpoints.notes(steps), *filter(None, [sums_note])]
 
 
-def _unrecorded_steps(options: Options, copies: int) -> int:
-    """Return the steps before the recorded one, of a capture without a device.
-
-    Args:
-        options: as for `capture`.
-        copies: number of data-parallel ranks.
-    """
+def unrecorded_steps(options: Options) -> int:
+    """Return the steps before the first recorded one, of a capture without a device."""
+    copies = len(data_ranks(options.world, options.rank))
     settles_late = copies > 1 and options.data_parallel != "fsdp"
-    return UNRECORDED if options.micro_batches is None or settles_late else 1
+    return UNRECORDED if not options.micro_batches or settles_late else 1
 
 
 def _check_parallel(
-    script: Path, options: Options, peers: Peers, models: ModelSlicing | None, steps: int
+    script: Path,
+    options: Options,
+    peers: Peers,
+    models: ModelSlicing | None,
+    steps: int,
+    *,
+    trains: bool,
 ) -> None:
     """Raise if a world of several ranks goes unused in the script's first steps.
 
@@ -219,11 +255,13 @@ def _check_parallel(
         peers: the other ranks.
         models: slices the models; None if nothing is sliced.
         steps: steps before the one that ends.
+        trains: whether the step is one of training.
 
     Raises:
         CaptureError: no model was sliced, or nothing was communicated.
     """
-    if options.world.size == 1:
+    # An encoder of images, which is a step of a generation, is whole on each rank.
+    if options.world.size == 1 or (models is not None and models.sliced and not trains):
         return
     # Not after the first step: a script that averages parameters between steps communicates for
     # the first time after it.
@@ -258,8 +296,9 @@ def _check_slices(
 
 
 def _infers(script: Path, options: Options) -> bool:
-    """Return whether a script only infers, as far as options and its text tell."""
-    return options.steps is not None or not names_training(script, options)
+    """Return whether a script only infers, by its options and its text."""
+    named = options.steps is not None or options.step_of is not None
+    return named or not names_training(script, options)
 
 
 @contextlib.contextmanager

@@ -146,6 +146,14 @@ def _check_steps(options: Options) -> None:
         )
     if len(set(steps)) < len(steps):
         raise CaptureError(f"--steps {text}: expected each step once", code="steps-repeated")
+    if options.step_of is not None and not all(
+        part.isidentifier() for part in ["", *options.step_of.split(".")][-2:]
+    ):
+        raise CaptureError(
+            f"--step-of {options.step_of}: expected CLASS.METHOD, such as ModelRunner.execute; "
+            "module.CLASS.METHOD if several classes have the name",
+            code="step-of-malformed",
+        )
 
 
 def _check_device(script: Path, options: Options, distributed: bool | None) -> None:

@@ -1,4 +1,6 @@
-"""Every error onerank raises for a user's input.
+"""The classes of the errors that onerank raises for a user's input.
+
+Each message is in the code that raises it: search the source for the printed error code.
 
     OneRankError                 message: what happened, what was expected, what to do
     ├── FormatError              a file is not what its name or place promises
@@ -16,7 +18,7 @@
     ├── AnnotateError            a graph that cannot be re-costed as requested
     └── ExportError              a graph that the target simulator does not support
 
-A `CaptureWarning` tells a script that is captured what differs from the real job, and goes on.
+A `CaptureWarning` names a difference between the capture and the real job; the script continues.
 
 `assert` is reserved for bugs in onerank.
 """

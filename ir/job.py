@@ -112,23 +112,28 @@ class Annotation(msgspec.Struct, frozen=True):
 
 
 class InferenceStep(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The forward that a graph of a script that only infers shows.
+    """The forward in the graph of a script that only infers.
 
     Attributes:
-        kind: "prefill", "decode" (one new token per sequence and a KV cache that is not empty), or
-            "forward" of a model without tokens.
+        kind: "prefill", "decode" (one new token per sequence and a KV cache that is not empty),
+            "mixed" (prefills and decodes in one step of an engine), or "forward" of a model
+            without tokens.
         number: of the forward in the script, from 1.
         batch: sequences.
-        new_tokens: tokens of each sequence that the step computes, padding included.
+        new_tokens: tokens of each sequence that the step computes, padding included; of a mixed
+            step, those of each prefill.
         context_lengths: tokens of each sequence in the KV cache before the step, without padding
             that an attention mask marks.
+        query_lengths: tokens of each sequence that the step computes, if sequences are packed and
+            differ; `new_tokens` is then the largest.
     """
 
-    kind: Literal["prefill", "decode", "forward"]
+    kind: Literal["prefill", "decode", "mixed", "forward"]
     number: int
     batch: int = 0
     new_tokens: int = 0
     context_lengths: tuple[int, ...] = ()
+    query_lengths: tuple[int, ...] = ()
 
 
 class Module(msgspec.Struct, frozen=True, omit_defaults=True):

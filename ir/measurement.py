@@ -200,7 +200,7 @@ class Line(msgspec.Struct, frozen=True):
 
 
 class LayerExtrapolation(msgspec.Struct, frozen=True):
-    """How a graph was composed from captures of the model with fewer layers.
+    """Composition of a graph from captures of the model with fewer layers.
 
     Attributes:
         layers: layers of each capture, ascending.
@@ -236,7 +236,7 @@ class LayerExtrapolation(msgspec.Struct, frozen=True):
 
 
 class HostOverhead(msgspec.Struct, frozen=True):
-    """How a steady-state step without a profiler differs from the profiled step.
+    """Differences between a steady-state step without a profiler and the profiled step.
 
     A profiler slows the host and lets the GPU idle before the step. The host then has no lead over
     the GPU, and the GPU's clocks are higher than under continuous load.
@@ -252,6 +252,58 @@ class HostOverhead(msgspec.Struct, frozen=True):
     host_factor: float
     inter_step_host_ns: int
     residual_ns: int
+
+
+NCCL_SYNCHRONOUS_NS, NCCL_ASYNCHRONOUS_NS, NCCL_WAIT_NS = 20_000, 22_000, 2_200
+"""Host time of a call of NCCL through c10d, and of the wait for its handle, without a profiler.
+
+Medians of two hosts with H200s, within 2 us for all-gather, reduce-scatter and all-reduce:
+benchmarks/results/2026-11-22-collective-host-overhead-2xh200.txt.
+"""
+
+C10D_NS = 6_000
+"""Part of a call before the code of the recorder: c10d's Python, its dispatcher, a Python kernel.
+
+Measured with a Python kernel that returns at once (torch 2.13, one CPU, 2026-11-26).
+"""
+
+
+class EmulatedCalls(msgspec.Struct, frozen=True):
+    """Host time of the emulated communication calls of a step, without a profiler.
+
+    Attributes:
+        synchronous: number of calls with `async_op=False`.
+        asynchronous: number of other calls.
+        waits: number of waits for their handles.
+        host_ns: host time of all of them: of each kind of call, the median times the number.
+    """
+
+    synchronous: int
+    asynchronous: int
+    waits: int
+    host_ns: int
+
+    @property
+    def excess_ns(self) -> float:
+        """Host time of a call beyond that of a real one, its wait included; 0 for a faster one."""
+        calls = self.synchronous + self.asynchronous
+        real_ns = (
+            self.synchronous * NCCL_SYNCHRONOUS_NS
+            + self.asynchronous * NCCL_ASYNCHRONOUS_NS
+            + self.waits * NCCL_WAIT_NS
+        )
+        return max(self.host_ns + calls * C10D_NS - real_ns, 0) / calls if calls else 0.0
+
+
+def _slowest(values: Sequence[int], ranks: int) -> int | None:
+    """Return the quantile 0.5 ** (1 / ranks); None if only the largest value is above it."""
+    ordered = sorted(values)
+    place = 0.5 ** (1 / ranks) * (len(ordered) - 1)
+    # The slowest measured step alone may have been disturbed.
+    if len(ordered) < 2 or place > len(ordered) - 2:
+        return None
+    lower = int(place)
+    return round(ordered[lower] + (place - lower) * (ordered[lower + 1] - ordered[lower]))
 
 
 class Measurement(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -290,6 +342,9 @@ class Measurement(msgspec.Struct, frozen=True, omit_defaults=True):
             GPU, in order.
         profiled_host_ns: host time of each profiled step; a graph has that of one step.
         host_overhead: host overhead of a steady-state step; None if not measured.
+        emulated_calls: host time of the step's emulated communication calls; None if not measured.
+        step_deviations_ns: of a graph whose kernels were slowed a little since it was timed, each
+            step minus the median step; empty for a timed graph.
     """
 
     step_ns: tuple[int, ...] = ()
@@ -311,6 +366,8 @@ class Measurement(msgspec.Struct, frozen=True, omit_defaults=True):
     host_step_ns: tuple[int, ...] = ()
     profiled_host_ns: tuple[int, ...] = ()
     host_overhead: HostOverhead | None = None
+    emulated_calls: EmulatedCalls | None = None
+    step_deviations_ns: tuple[int, ...] = ()
     input_spread: float = 0.0
 
     @property
@@ -326,7 +383,9 @@ class Measurement(msgspec.Struct, frozen=True, omit_defaults=True):
         It is the median of the slowest of `ranks` steps, each drawn from the measured ones: their
         quantile 0.5 ** (1 / ranks). On four H200s this is within 3.0% of eleven real jobs (median
         0.9%), the median of the steps within 6.9% (2.1%):
-        benchmarks/results/2026-11-26-slices-vs-real-4xh200.txt. It was chosen on these jobs.
+        benchmarks/results/2026-11-26-slices-vs-real-4xh200.txt. It was chosen on these jobs. Of
+        five jobs measured later on four H100s it is within 2.0% of four, and 25% above one whose
+        slice had a host that slowed down (2026-11-26-slices-vs-real-4xh100.txt).
 
         Args:
             ranks: number of ranks.
@@ -334,13 +393,24 @@ class Measurement(msgspec.Struct, frozen=True, omit_defaults=True):
         Returns:
             The step; None if too few steps were measured to know this quantile from an outlier.
         """
-        ordered = sorted(self.step_ns)
-        place = 0.5 ** (1 / ranks) * (len(ordered) - 1)
-        # The slowest measured step alone may have been disturbed.
-        if len(ordered) < 2 or place > len(ordered) - 2:
-            return None
-        lower = int(place)
-        return round(ordered[lower] + (place - lower) * (ordered[lower + 1] - ordered[lower]))
+        return _slowest(self.step_ns, ranks)
+
+    def slowest_excess_ns(self, ranks: int) -> int | None:
+        """Return by how much `slowest_step_ns` exceeds the median step; None likewise.
+
+        It is also known after a small change of the kernels, since the spread is that of the host.
+        """
+        median_ns = self.median_step_ns
+        if median_ns is None:
+            return _slowest(self.step_deviations_ns, ranks)
+        slowest_ns = self.slowest_step_ns(ranks)
+        return None if slowest_ns is None else slowest_ns - median_ns
+
+    def slowed(self, *notes: Note) -> Self:
+        """Return `untimed`, with the deviations of the steps from their median."""
+        median_ns = self.median_step_ns
+        deviations = () if median_ns is None else tuple(step - median_ns for step in self.step_ns)
+        return msgspec.structs.replace(self.untimed(*notes), step_deviations_ns=deviations)
 
     def untimed(self, *notes: Note) -> Self:
         """Return the measurement without the times of steps and modules, with added notes.
@@ -389,7 +459,7 @@ class SustainedCall:
 _SIZES = 4096, 8192, 16384
 
 LARGE_SHAPES = tuple(product(_SIZES, _SIZES, _SIZES))
-"""m, n and k of GEMMs whose rate is that of the matrix units under the power limit."""
+"""m, n and k of GEMMs whose rate is that of the tensor cores under the power limit."""
 
 SKINNY_SHAPES = tuple(product((16, 64), (8192, 16384), (8192, 16384)))
 """m, n and k of GEMMs whose rate is that of the memory: their weights exceed every cache."""

@@ -179,6 +179,30 @@ def created(directory: Path) -> Generator[None]:
         raise
 
 
+def is_replaceable(directory: Path, marker: str) -> bool:
+    """Return whether a directory is absent, empty, or an earlier output: one with file `marker`."""
+    if not directory.exists() or (directory / marker).is_file():
+        return True
+    return directory.is_dir() and not any(directory.iterdir())
+
+
+@contextmanager
+def replacing_directory(directory: Path) -> Generator[Path]:
+    """Yield a new directory that takes the place of `directory` on success.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    # In the same directory, because a directory cannot be renamed to another file system.
+    with scratch_directory(directory.absolute().parent) as scratch:
+        whole = scratch / "new"
+        whole.mkdir()
+        yield whole
+        if directory.exists():
+            directory.rename(scratch / "replaced")
+        whole.rename(directory)
+
+
 def replace_file(path: Path, data: bytes | memoryview) -> None:
     """Write a file that appears under its name only when complete.
 
@@ -187,6 +211,20 @@ def replace_file(path: Path, data: bytes | memoryview) -> None:
     """
     with replacing(path) as file:
         file.write(data)
+
+
+def replace_files(files: Mapping[Path, bytes]) -> None:
+    """Write files and their missing directories; no file appears before all are complete.
+
+    Raises:
+        OSError: a file cannot be written; the error names it.
+    """
+    with contextlib.ExitStack() as stack:
+        for path, data in files.items():
+            stack.enter_context(created(path.parent))
+            file = stack.enter_context(replacing(path))
+            file.write(data)
+            file.flush()
 
 
 def write_tables(

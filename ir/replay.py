@@ -31,12 +31,25 @@ Measured: 2 to 15 us; 4 to 8 us for the return of a launch that waited for room 
 _NEVER = np.iinfo(np.int64).max // 2
 
 
-def edge_delays(graph: Graph) -> tuple[list[int], list[bool]]:
+def edge_delays(graph: Graph, call_excess_ns: float = 0.0) -> tuple[list[int], list[bool]]:
     """Return the delay of each edge in ns, and whether it counts from the source's start.
 
     The other delays count from the source's end. A delay is the measured time between the two
     nodes without the target's waiting. Host time in it is scaled by `Job.host_factor`; in a launch
     latency, host time is the part within the launching operator.
+
+    The rules, in order; a later one replaces the delay of an earlier one:
+
+    1. to a host operator: its wake-up, or along the program the thread's time between two starts.
+    2. a launch: the latency from the operator's start.
+    3. from one GPU operation to another: the median gap of its kind of order; the measured gap if
+       the target waited for the source alone.
+    4. a measured overlap on one stream replaces the delay; a wait for causes that the trace does
+       not record is added to it.
+
+    Args:
+        graph: the graph.
+        call_excess_ns: host time by which each emulated call exceeds a real one.
     """
     edges, reason = graph.edges, graph.edges.reason
     factor = graph.job.host_factor
@@ -55,19 +68,27 @@ def edge_delays(graph: Graph) -> tuple[list[int], list[bool]]:
     between, wakeup = _host_delays(graph, is_host, start, end)
     delay = np.where(on_host, wakeup, 0)
     delay = np.where(program | after_call, np.rint(between * factor).astype(np.int64), delay)
+    if call_excess_ns:
+        after_emulated = program & on_host & _emulated_issuers(graph)[edges.source]
+        delay = np.where(after_emulated, np.maximum(delay - round(call_excess_ns), 0), delay)
     launch = launches(graph)
     unrecorded = unrecorded_waits(graph)
     start_limit_ns = _start_limits(graph, launch, start, end)
     latency = _launch_latencies(graph, launch, start - unrecorded, start, end, start_limit_ns)
-    # What is beyond the operator is the driver's and the GPU's, which another host does not change.
+    # Latency after the operator belongs to the driver and the GPU: the host factor does not scale
+    # it.
     host_part = np.minimum(latency, duration[edges.source])
     latency = latency - host_part + np.rint(host_part * factor).astype(np.int64)
     delay = np.where(launch, latency, delay)
     gpu_to_gpu = ~on_host & ~is_host[edges.source]
     gap = start[edges.target] - end[edges.source]
-    queued = _queued(graph, launch, start, end, start_limit_ns) & (gap >= 0) & (gap <= RELEASE_NS)
+    queued = (
+        _waits_for_source_alone(graph, launch, start, end, start_limit_ns)
+        & (gap >= 0)
+        & (gap <= RELEASE_NS)
+    )
     source_end = end[edges.source]
-    last = _latest(graph, ~launch, source_end)[edges.target] == source_end
+    last = _latest_release(graph, ~launch, source_end)[edges.target] == source_end
     # The source released the target only if it ended last and the gap is short. Other gaps contain
     # kernels, or have a cause that the trace does not record. As the delay of a wait they added
     # 6 us each in a re-costed CPU capture with context parallelism, 2% of the step.
@@ -94,6 +115,15 @@ def _untimed_host_communication(graph: Graph) -> Mask:
     nodes = graph.nodes
     on_thread = (nodes.stream == UNKNOWN) & (nodes.thread != UNKNOWN)
     return graph.communication & on_thread & (nodes.evidence == Evidence.NONE)
+
+
+def _emulated_issuers(graph: Graph) -> Mask:
+    """Return the host operators that issued an emulated communication call, bool[n]."""
+    edges, nodes = graph.edges, graph.nodes
+    emulated = graph.communication & (nodes.evidence != Evidence.MEASURED)
+    issuers = np.zeros(len(graph), dtype=np.bool_)
+    issuers[edges.source[(edges.reason == Reason.LAUNCH) & emulated[edges.target]]] = True
+    return issuers & (nodes.kind == Kind.HOST_OP)
 
 
 def launches(graph: Graph) -> Mask:
@@ -144,19 +174,19 @@ def _host_delays(graph: Graph, is_host: Mask, begun: I64, ended: I64) -> tuple[I
     released = np.where(queued, next_start[edges.source], begun[edges.target])
     released = np.where(is_end_known, ended[edges.source], released)
     released = np.minimum(released, begun[edges.target])
-    last_release = _latest(graph, woken, released)[edges.target]
+    last_release = _latest_release(graph, woken, released)[edges.target]
     recorded = graph.nodes.blocked_ns[edges.target]
-    by_host = _latest(graph, woken & is_host[edges.source], released)[edges.target]
+    by_host = _latest_release(graph, woken & is_host[edges.source], released)[edges.target]
     before = np.minimum(ended[edges.source], begun[edges.target])
     blocked = np.maximum(np.where(recorded > 0, by_host, last_release) - before, 0)
     blocked = np.maximum(blocked, recorded)
     between = np.maximum(begun[edges.target] - begun[edges.source], 0) - blocked
-    last_room = _latest(graph, queued, released)[edges.target]
+    last_room = _latest_release(graph, queued, released)[edges.target]
     last = (woken & (released == last_release)) | (queued & (released == last_room))
     return between, np.where(last, begun[edges.target] - released, 0)
 
 
-def _latest(graph: Graph, chosen: Mask, release_ns: I64) -> I64:
+def _latest_release(graph: Graph, chosen: Mask, release_ns: I64) -> I64:
     """Return the latest of `release_ns` over the chosen edges to each node, int64[n].
 
     UNKNOWN for a node without a chosen edge.
@@ -176,7 +206,9 @@ def _next_starts(graph: Graph, order: Reason, begun: I64) -> I64:
     return next_start
 
 
-def _queued(graph: Graph, launch: Mask, begun: I64, ended: I64, within_ns: I64) -> Mask:
+def _waits_for_source_alone(
+    graph: Graph, launch: Mask, begun: I64, ended: I64, within_ns: I64
+) -> Mask:
     """Return the edges whose source was the only cause of the target's start, bool[m].
 
     The target was launched before the source ended, the source ended last, and its duration was
@@ -186,7 +218,7 @@ def _queued(graph: Graph, launch: Mask, begun: I64, ended: I64, within_ns: I64) 
     launched_at = np.full(len(graph), UNKNOWN)
     np.maximum.at(launched_at, edges.target[launch], (begun[edges.source] + within_ns)[launch])
     before = launched_at[edges.target] <= ended[edges.source]
-    last = _latest(graph, ~launch, ended[edges.source])[edges.target] == ended[edges.source]
+    last = _latest_release(graph, ~launch, ended[edges.source])[edges.target] == ended[edges.source]
     return before & last & (graph.nodes.evidence[edges.source] == Evidence.MEASURED)
 
 
@@ -239,7 +271,7 @@ NO_DELAY = np.iinfo(np.int64).min
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class ReplayTimes:
     """Replayed start and end of every node, and the node it waited for last.
 
     Attributes:
@@ -261,18 +293,20 @@ class ReplayedRank:
     Args:
         graph: the graph.
         queues: whether the host waits for room in launch queues where it did in the capture.
+        call_excess_ns: as for `edge_delays`.
 
     Raises:
         GraphError: the graph has a cycle, or no node takes time.
     """
 
-    def __init__(self, graph: Graph, *, queues: bool = True) -> None:
+    def __init__(self, graph: Graph, *, queues: bool = True, call_excess_ns: float = 0.0) -> None:
         if not graph.nodes.duration_ns.any():
             raise GraphError(
                 f"none of the graph's {len(graph)} nodes takes time, so there is nothing to replay;"
                 " annotate it for a GPU first: annotate --target H100 ...",
                 code="replay-no-durations",
             )
+        self._call_excess_ns = call_excess_ns
         self._prepare(graph, queues=queues)
         # Without streams nothing orders the GPU's kernels, and they would all run at once. Their
         # order comes from a first schedule, which needs the delays: hence the second preparation.
@@ -283,7 +317,7 @@ class ReplayedRank:
 
     def _prepare(self, graph: Graph, *, queues: bool) -> None:
         self._graph = graph
-        self._delay, self._from_start = edge_delays(graph)
+        self._delay, self._from_start = edge_delays(graph, self._call_excess_ns)
         if not queues:
             for edge in np.flatnonzero(graph.edges.reason == Reason.LAUNCH_QUEUE).tolist():
                 self._delay[edge] = NO_DELAY
@@ -304,7 +338,7 @@ class ReplayedRank:
         replayed._graph = self._graph.with_columns(duration_ns=duration)
         return replayed
 
-    def schedule(self, floor: I64 | None = None) -> Schedule:
+    def schedule(self, floor: I64 | None = None) -> ReplayTimes:
         """Return the start and end of each node; none starts before `floor`, int64[n]."""
         graph = self._graph
         # Lists, because the loop reads single elements, which is slow on numpy arrays.
@@ -334,9 +368,9 @@ class ReplayedRank:
             ready = max(ready, floors[node])
             start[node], end[node] = ready, ready + duration[node]
             blocker[node], launched[node] = last_source, by_launch
-        return Schedule(np.array(start), np.array(end), np.array(blocker), np.array(launched))
+        return ReplayTimes(np.array(start), np.array(end), np.array(blocker), np.array(launched))
 
-    def steady_state(self, inter_step_host_ns: int) -> tuple[Schedule, int]:
+    def steady_state(self, inter_step_host_ns: int) -> tuple[ReplayTimes, int]:
         """Replay consecutive steps; return the schedule of one in steady state, and its time in ns.
 
         The host starts a step as soon as it has finished the previous one, even if the GPU is
@@ -390,7 +424,7 @@ def _one_at_a_time(graph: Graph, lanes: list[I64], start_ns: I64) -> Graph:
     return replace(graph, edges=Edges.from_pairs(len(graph), source, target, reason))
 
 
-def schedule(graph: Graph) -> Schedule:
+def schedule(graph: Graph) -> ReplayTimes:
     """Return the start and end of each node.
 
     Raises:
@@ -410,13 +444,17 @@ class SteadyStateStep:
             is at least the GPU's busy time.
     """
 
-    times: Schedule
+    times: ReplayTimes
     step_ns: int
     residual_ns: int
 
 
-def steady_state_step(graph: Graph, gpu_ns: I64 | None = None) -> SteadyStateStep | None:
+def steady_state_step(
+    graph: Graph, gpu_ns: I64 | None = None, *, as_captured: bool = False
+) -> SteadyStateStep | None:
     """Replay the graph as consecutive steps without a profiler; return one in steady state.
+
+    Emulated calls keep the host as long as real ones would (`EmulatedCalls.excess_ns`).
 
     Returns None if the graph has no host operators, or if its host was not measured without the
     profiler.
@@ -424,6 +462,7 @@ def steady_state_step(graph: Graph, gpu_ns: I64 | None = None) -> SteadyStateSte
     Args:
         graph: the graph.
         gpu_ns: durations to use for GPU operations, int64[n]; None keeps the graph's.
+        as_captured: keep the host time of the emulation, as the measured steps contain it.
 
     Raises:
         GraphError: the graph has a cycle, or no node takes time.
@@ -432,7 +471,11 @@ def steady_state_step(graph: Graph, gpu_ns: I64 | None = None) -> SteadyStateSte
     if overhead is None or not graph.mask(Kind.HOST_OP).any():
         return None
     inter_step_host_ns = round(overhead.inter_step_host_ns * graph.job.host_factor)
-    replayed = replay_without_profiler(graph, overhead.host_factor)
+    emulated = None if as_captured else graph.job.measurement.emulated_calls
+    # The measured host was that of the capture: a host of another speed issues real calls at its
+    # own speed, too.
+    excess_ns = emulated.excess_ns * graph.job.host_factor if emulated else 0.0
+    replayed = replay_without_profiler(graph, overhead.host_factor, excess_ns)
     if gpu_ns is not None:
         replayed = replayed.with_gpu_durations(gpu_ns)
     times, step_ns = replayed.steady_state(inter_step_host_ns)
@@ -442,9 +485,40 @@ def steady_state_step(graph: Graph, gpu_ns: I64 | None = None) -> SteadyStateSte
     return SteadyStateStep(times, step_ns, max(overhead.residual_ns, busy_ns - step_ns))
 
 
+def job_step_ns(graph: Graph, ranks: int) -> int | None:
+    """Return the expected step of a job of equal ranks, which wait for the slowest of them.
+
+    None if the graph is not a slice of such a rank, or if too few of its steps were measured
+    (`Measurement.slowest_step_ns`).
+
+    Args:
+        graph: the slice.
+        ranks: ranks of the job.
+    """
+    return graph.job.measurement.slowest_step_ns(ranks) if _stands_for_all(graph) else None
+
+
+def slowest_rank_excess_ns(graph: Graph, ranks: int) -> int:
+    """Return by how much the slowest of `ranks` equal ranks exceeds the median step.
+
+    0 if the graph is not a slice of such a rank, or if too few steps were measured.
+    """
+    excess_ns = graph.job.measurement.slowest_excess_ns(ranks) if _stands_for_all(graph) else None
+    return max(excess_ns or 0, 0)
+
+
+def _stands_for_all(graph: Graph) -> bool:
+    """Return whether a graph is the slice of a job whose ranks all do the same work."""
+    nodes = graph.nodes
+    calls = graph.communication & (nodes.duration_ns > 0)
+    # A real rank's own steps wait already.
+    emulated = bool(calls.any()) and not (nodes.evidence[calls] == Evidence.MEASURED).all()
+    return emulated and graph.job.world.sizes.get("pp", 1) == 1
+
+
 def with_step_time(graph: Graph, step_ns: int) -> Graph:
     """Return the graph with its host overhead set so that a steady-state step takes `step_ns`."""
-    steady = steady_state_step(graph)
+    steady = steady_state_step(graph, as_captured=True)
     measurement = graph.job.measurement
     if steady is None or measurement.host_overhead is None:
         return graph
@@ -455,14 +529,17 @@ def with_step_time(graph: Graph, step_ns: int) -> Graph:
     return replace(graph, job=msgspec.structs.replace(graph.job, measurement=measurement))
 
 
-def replay_without_profiler(graph: Graph, host_factor: float) -> ReplayedRank:
+def replay_without_profiler(
+    graph: Graph, host_factor: float, call_excess_ns: float = 0.0
+) -> ReplayedRank:
     """Return the graph ready for scheduling, its host time scaled by `host_factor`.
 
-    Waits for room in launch queues are dropped.
+    Waits for room in launch queues are dropped. `call_excess_ns` is as for `edge_delays`.
     """
     # In 20 ms without the profiler a host launched 1050 kernels that took 50 ms; the profiled host
     # was already waiting for room in the launch queue, so its waits do not apply.
-    return ReplayedRank(with_host_factor(graph, host_factor), queues=False)
+    scaled = with_host_factor(graph, host_factor)
+    return ReplayedRank(scaled, queues=False, call_excess_ns=call_excess_ns)
 
 
 def with_host_factor(graph: Graph, factor: float) -> Graph:

@@ -19,7 +19,14 @@ from enum import IntEnum
 
 from onerank.ir.enums import Collective, Evidence, Kind, Phase, Reason
 from onerank.ir.graph import Graph
-from onerank.ir.measurement import Device, LayerExtrapolation, Line, Reading, Sensors
+from onerank.ir.measurement import (
+    Device,
+    LayerExtrapolation,
+    Line,
+    Measurement,
+    Reading,
+    Sensors,
+)
 from onerank.ir.nodes import TEXT_COLUMNS, Nodes, default_of
 
 # Column -> its label, in the order within a line.
@@ -95,10 +102,7 @@ def _job_lines(graph: Graph) -> Iterator[str]:
     if any(figures.values()):
         shown = " ".join(f"{name}={value}" for name, value in figures.items() if value)
         yield f"measured {shown}"
-    if measured.host_overhead is not None:
-        overhead = measured.host_overhead
-        times = f"inter_step={overhead.inter_step_host_ns} residual={overhead.residual_ns}"
-        yield f"host_overhead host_factor={overhead.host_factor} {times}"
+    yield from _host(measured)
     if job.device.sensors is not None:
         yield from _sensors(job.device.sensors)
     if measured.depths is not None:
@@ -137,6 +141,15 @@ def _device(device: Device) -> str:
         "sms": device.sm_count,
     }
     return "".join(f" {name}={value}" for name, value in fields_shown.items() if value)
+
+
+def _host(measured: Measurement) -> Iterator[str]:
+    if (overhead := measured.host_overhead) is not None:
+        times = f"inter_step={overhead.inter_step_host_ns} residual={overhead.residual_ns}"
+        yield f"host_overhead host_factor={overhead.host_factor} {times}"
+    if (calls := measured.emulated_calls) is not None:
+        numbers = f"synchronous={calls.synchronous} asynchronous={calls.asynchronous}"
+        yield f"emulated_calls {numbers} waits={calls.waits} host={calls.host_ns}"
 
 
 def _sensors(sensors: Sensors) -> Iterator[str]:

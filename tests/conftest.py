@@ -1,6 +1,8 @@
 """What all tests share."""
 
 import gc
+import signal
+from collections.abc import Generator
 
 import pytest
 from hypothesis import settings
@@ -20,3 +22,20 @@ def _objects_of_tests_before() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Generator[None]:
+    """Fail the test that leaves an alarm or its handler behind.
+
+    A capture's heartbeat and its eviction use SIGALRM. An alarm without their handler ends the
+    process of the tests, and a handler without its alarm changes what later captures do.
+    """
+    yield
+    remaining_s, _ = signal.getitimer(signal.ITIMER_REAL)
+    handler = signal.getsignal(signal.SIGALRM)
+    if remaining_s or handler != signal.SIG_DFL:
+        # Reset, so that later tests do not fail as well.
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        pytest.fail(f"left SIGALRM to {handler}, with {remaining_s:.3f} s until the next alarm")

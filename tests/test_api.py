@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import networkx as nx
 import pytest
+from own_process import call
 from raised import raises_code
 
 import onerank
@@ -69,15 +70,29 @@ def test_a_capture_loads_no_torch_in_the_calling_process(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     code = (
         "import sys, onerank\n"
-        "graph = onerank.capture.run('train.py', ['0.5'], dp=2, warm_up=1, pure=1)\n"
-        "calls = int(graph.communication.sum())\n"
-        "print(calls, graph.job.world.size, {'torch', 'click'} & set(sys.modules))\n"
+        "options = dict(dp=2, warm_up=1, timed_steps=1)\n"
+        "graphs = onerank.capture.run('train.py', ['0.5'], ranks=[1, 0], **options)\n"
+        "print({rank: graph.job.rank for rank, graph in graphs.items()})\n"
+        "calls = int(graphs[0].communication.sum())\n"
+        "print(calls, graphs[0].job.world.size, {'torch', 'click'} & set(sys.modules))\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path
     )
-    assert done.stdout.strip() == "1 2 set()"  # DDP has one bucket
+    # DDP has one bucket.
+    assert done.stdout.splitlines() == ["{0: 0, 1: 1}", "1 2 set()"]
     assert "· " in done.stderr
+
+
+def test_a_capture_of_one_rank_is_a_graph_and_of_distinct_ranks_a_graph_each(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    options = {"dp": 2, "warm_up": 1, "timed_steps": 1}
+    graph = call(onerank.capture.run, script, ["0.5"], **options)
+    assert (int(graph.communication.sum()), graph.job.world.size) == (1, 2)
+    graphs = call(onerank.capture.run, script, ["0.5"], ranks="distinct", **options)
+    assert [*graphs] == [0]
+    assert int(graphs[0].communication.sum()) == 1
 
 
 @pytest.mark.parametrize(
@@ -117,25 +132,10 @@ def test_options_that_capture_in_turn_are_checked_before_the_script_runs(tmp_pat
         onerank.capture.run(tmp_path / "train.py", dp=2, **options)
 
 
-def test_several_ranks_return_a_graph_each_and_load_no_torch_here(tmp_path):
-    (tmp_path / "train.py").write_text(SCRIPT)
-    code = (
-        "import sys, onerank\n"
-        "options = dict(dp=2, warm_up=1, pure=1)\n"
-        "graphs = onerank.capture.run('train.py', ['0.5'], ranks=[1, 0], **options)\n"
-        "print({rank: graph.job.rank for rank, graph in graphs.items()}, 'torch' in sys.modules)\n"
-        "graphs = onerank.capture.run('train.py', ['0.5'], ranks='distinct', **options)\n"
-        "print([*graphs], int(graphs[0].communication.sum()))\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path
-    )
-    assert done.stdout.splitlines() == ["{0: 0, 1: 1} False", "[0] 1"]
-
-
 def test_a_compiled_capture_compares_itself_with_the_eager_step(tmp_path, monkeypatch):
-    # Otherwise Inductor starts a process that compiles kernels, and imports torch for it.
-    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    # The flags of g++ in tests/capture/test_compile.py: both then share one precompiled header.
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
+    monkeypatch.setenv("TORCHINDUCTOR_DEBUG_COMPILE", "1")
     script = tmp_path / "train.py"
     module = """
 class Model(torch.nn.Module):
@@ -147,7 +147,8 @@ class Model(torch.nn.Module):
 model = Model()
 """
     script.write_text(SCRIPT.replace("model = torch.nn.Linear(8, 8)\n", module))
-    graph = onerank.capture.run(script, ["0.5"], compile="default", warm_up=2, pure=2)
+    windows = {"warm_up": 2, "timed_steps": 2}
+    graph = call(onerank.capture.run, script, ["0.5"], compile="default", **windows)
     compilation = graph.job.compilation
     assert compilation is not None
     assert compilation.mode == "default"
@@ -159,11 +160,12 @@ model = Model()
 
 def test_an_error_of_the_script_keeps_its_code_and_traceback(tmp_path):
     (tmp_path / "train.py").write_text("raise ValueError('no data')\n")
-    messages: list[str] = []
+    last = tmp_path / "message"
     with raises_code("script-raised", ScriptError) as error:
-        onerank.capture.run(tmp_path / "train.py", torchrun=False, progress=messages.append)
+        script = tmp_path / "train.py"
+        call(onerank.capture.run, script, torchrun=False, progress=last.write_text)
     assert "no data" in error.value.script_traceback
-    assert messages
+    assert last.read_text()
 
 
 def test_an_unknown_option_of_a_capture_is_named(tmp_path):

@@ -12,9 +12,9 @@ from raised import raises_code
 import onerank
 from onerank.analysis import predict_ops
 from onerank.annotate import recost
+from onerank.cli import onerank as command
 from onerank.cli.commands.predict import PredictOptions
 from onerank.cli.dataclass_to_click import choices
-from onerank.cli.main import onerank as command
 from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import Graph
 
@@ -65,6 +65,24 @@ def test_a_prediction_is_annotates_for_the_same_operator_of_a_kept_trace(cpu_lla
         assert prediction.duration_ns == durations[node]
         assert prediction.p90_ns == reaches[node]
         assert prediction.terms.evaluate() == pytest.approx(prediction.duration_ns, abs=0.5)
+
+
+def test_gemms_in_fp8_and_fp4_have_their_scales():
+    """Beyond 128 rows kernels for scales of rows have tiles of 128 x 128 at least."""
+    sizes = {"m": 256, "n": 1024, "k": 8192}
+    calls = [{"dtype": "bf16"}, {"dtype": "fp8"}, {"dtype": "fp8", "scales": "row"},
+             {"dtype": "fp8", "scales": "block"}, {"dtype": "fp4"}]  # fmt: skip
+    predictions = onerank.predict([{"op": "gemm", **sizes, **call} for call in calls], "B200")
+    times = dict(zip(("bf16", "tensor", "row", "block", "fp4"), predictions, strict=True))
+    for prediction in predictions:
+        assert prediction.terms.evaluate() == pytest.approx(prediction.duration_ns, abs=0.5)
+    assert times["tensor"].duration_ns < times["bf16"].duration_ns < times["row"].duration_ns
+    assert times["block"].duration_ns < times["row"].duration_ns
+    assert times["fp4"].p90_ns / times["fp4"].duration_ns > 1.3
+    with raises_code("predict-name"):
+        onerank.predict("norm", "B200", m=4096, n=4096, dtype="fp8")
+    with raises_code("predict-size"):
+        onerank.predict("gemm", "B200", **sizes, batch=2, dtype="fp8")
 
 
 def test_one_gemm_from_python_and_on_the_command_line():

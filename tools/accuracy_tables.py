@@ -5,9 +5,9 @@ code 1 if a table is out of date, or a figure is not in the file that its row na
 
 A row of the CSV is a figure: the claim of its table, the case, the hardware, the conditions, the
 predicted and the measured value, the error, and the file of `benchmarks/results/` that has the
-figure. Cells may be empty, and a table omits columns without a cell. A page has a table between
-`<!-- claim: NAME -->` and `<!-- end -->`. `<!-- claim: headline -->` is the table of the rows that
-are marked as headline.
+figure. Cells may be empty, and a table omits columns without a cell. `_HEADINGS` renames columns.
+A page has a table between `<!-- claim: NAME -->` and `<!-- end -->`. `<!-- claim: headline -->` is
+the table of the rows that are marked as headline.
 """
 
 import csv
@@ -31,6 +31,25 @@ _TITLES = {
     "slice-memory": "peak memory of a slice",
     "another-gpu-compute": "compute of a step on another GPU",
     "held-out": "single kernels, GPU family not in the fit",
+}
+
+# Headings of columns by claim, where a more specific one than the column's name fits.
+_HEADINGS: dict[str, dict[str, str]] = {
+    "step-of-slice": {"conditions": "estimate"},
+    "step-in-astra-sim": {"conditions": "slice"},
+    "step-in-astra-sim-no-host": {"conditions": "slice"},
+    "step-in-loggopsim": {"conditions": "slice"},
+    "replay-in-astra-sim": {"case": "trace", "conditions": "compared", "measured": "replayed"},
+    "checker": {"case": "ASTRA-sim", "conditions": "onerank check", "measured": "workloads"},
+    "slice-step": {"conditions": "compared"},
+    "slice-compute": {"conditions": "compared"},
+    "another-gpu-compute": {"conditions": "measured time"},
+    "held-out": {"conditions": "kernels"},
+    "decode": {"conditions": "time of"},
+    "intervals": {"conditions": "kernels", "predicted": "interval", "measured": "inside"},
+    "unlike-gpus": {"conditions": "mean predicted / measured"},
+    "another-vendor": {"conditions": "80% interval"},
+    "published-speeds": {"conditions": "80% interval"},
 }
 
 _NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
@@ -85,8 +104,9 @@ def filled(page: str, rows: list[dict[str, str]], to_results: str) -> str:
             columns = [column for column in COLUMNS if any(row[column] for row in selected)]
         if not selected:
             raise KeyError(match[2])
+        headings = _HEADINGS.get(match[2], {})
         lines = [
-            f"| {' | '.join(columns)} | file |",
+            f"| {' | '.join(headings.get(column, column) for column in columns)} | file |",
             "|" + "".join("---:|" if c in _FIGURES else "---|" for c in columns) + "---|",
         ]
         for row in selected:

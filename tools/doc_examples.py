@@ -5,7 +5,7 @@
 
 - A fence marked `console` has commands after `$ ` and the output below each. `...` in the output
   matches any text or lines. Without output, only the exit code is compared.
-- A fence marked `python` runs; the blocks of a page share a namespace.
+- A fence marked `python` runs; the blocks of a page share a namespace, in a process of the page.
 - Any other fence (`sh`, `text`, `toml`) does not run. Use `sh` for commands that need a GPU or a
   simulator.
 - `<!-- setup: COMMAND -->` runs before the page's first block. `<!-- exit: 2 -->` before a fence
@@ -17,14 +17,17 @@ Each page runs in a temporary directory, with links to `traces` and `examples` o
 import argparse
 import contextlib
 import io
+import multiprocessing
 import os
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 
@@ -32,6 +35,9 @@ _FENCE = re.compile(r"^( *)```([\w-]*)(.*)$")
 _COMMENT = re.compile(r"<!-- (setup|exit|file): (.*?) -->")
 
 _TIMEOUT_S = 300.0
+
+TERMINAL = {"COLUMNS": "100", "TERM": "dumb", "NO_COLOR": "1"}
+"""Environment variables of commands: tables depend on the width, and colours on the terminal."""
 
 
 @dataclass(frozen=True)
@@ -145,62 +151,12 @@ def read_page(path: Path) -> Page:
     return page
 
 
-def run_page(path: Path, directory: Path, *, update: bool = False) -> int:
-    """Run the examples of a page in `directory`; return how many blocks ran.
-
-    Args:
-        path: the page.
-        directory: an empty directory.
-        update: write the actual output into the page instead of comparing.
-
-    Raises:
-        ExampleError: an exit code or an output differs; names the page and the line.
-    """
-    page = read_page(path)
-    for name in ("traces", "examples"):
-        (directory / name).symlink_to(ROOT / name)
-    for command in page.setup:
-        _run(command, directory, 0, f"{path}: setup")
-    names: dict[str, object] = {"__name__": "__main__"}
-    changes: list[tuple[int, int, list[str]]] = []
-    ran = 0
-    for block in page.blocks:
-        if block.file:
-            (directory / block.file).write_text("\n".join(block.lines) + "\n")
-        elif block.language == "python":
-            _exec("\n".join(block.lines), names, directory, f"{path}:{block.first}")
-            ran += 1
-        elif block.language == "console":
-            commands = block.commands()
-            for command in commands:
-                expected_code = block.exit_code if command is commands[-1] else 0
-                where = f"{path}:{command.first}"
-                actual = _run(command.text, directory, expected_code, where)
-                if command.output and not _matches(command.output, actual):
-                    if not update:
-                        raise ExampleError(_difference(where, command, actual))
-                    lines = [f"{block.indent}{line}".rstrip() for line in actual]
-                    changes.append((command.first, len(command.output), lines))
-            ran += 1
-    if changes:
-        text = path.read_text().splitlines()
-        # From the last change to the first, so that the numbers of the lines above stay valid.
-        for first, count, lines in reversed(changes):
-            text[first : first + count] = lines
-        path.write_text("\n".join(text) + "\n")
-    return ran
-
-
-def _run(command: str, directory: Path, exit_code: int, where: str) -> list[str]:
-    """Run a command in a shell and return the lines of its stdout.
-
-    stderr is not compared: progress and notes go there.
-    """
-    # Tables depend on the width, and colours on the terminal.
-    environment = {**os.environ, "COLUMNS": "100", "TERM": "dumb", "NO_COLOR": "1"}
+def run_in_shell(command: str, directory: Path) -> subprocess.CompletedProcess[str]:
+    """Run a command in a shell."""
+    environment = {**os.environ, **TERMINAL}
     # The `onerank` of this interpreter's environment, whatever the caller's PATH is.
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
-    done = subprocess.run(
+    return subprocess.run(
         ["bash", "-c", command],
         cwd=directory,
         env=environment,
@@ -211,23 +167,139 @@ def _run(command: str, directory: Path, exit_code: int, where: str) -> list[str]
         timeout=_TIMEOUT_S,
         check=False,
     )
+
+
+def _new_process(target: Callable[..., None], *args: Any) -> Any:
+    # A fresh interpreter: this process may have run anything.
+    return multiprocessing.get_context("spawn").Process(target=target, args=args)
+
+
+@dataclass(frozen=True)
+class Runner:
+    """Functions that run the examples of a page; the defaults do what a reader would do.
+
+    Attributes:
+        command: runs a command in a directory.
+        process: returns the process, not yet started, that calls a function with arguments. The
+            Python blocks of a page run in it.
+    """
+
+    command: Callable[[str, Path], subprocess.CompletedProcess[str]] = run_in_shell
+    process: Callable[..., Any] = _new_process
+
+
+def run_page(
+    path: Path, directory: Path, *, update: bool = False, runner: Runner | None = None
+) -> int:
+    """Run the examples of a page in `directory`; return how many blocks ran.
+
+    Args:
+        path: the page.
+        directory: an empty directory.
+        update: write the actual output into the page instead of comparing.
+        runner: how they run.
+
+    Raises:
+        ExampleError: an exit code or an output differs; names the page and the line.
+    """
+    page = read_page(path)
+    runner = runner or Runner()
+    for name in ("traces", "examples"):
+        (directory / name).symlink_to(ROOT / name)
+    for command in page.setup:
+        _run(runner, command, directory, 0, f"{path}: setup")
+    changes: list[tuple[int, int, list[str]]] = []
+    ran = 0
+    with _python_blocks(runner, directory) as execute:
+        for block in page.blocks:
+            if block.file:
+                (directory / block.file).write_text("\n".join(block.lines) + "\n")
+            elif block.language == "python":
+                execute("\n".join(block.lines), f"{path}:{block.first}")
+                ran += 1
+            elif block.language == "console":
+                commands = block.commands()
+                for command in commands:
+                    expected_code = block.exit_code if command is commands[-1] else 0
+                    where = f"{path}:{command.first}"
+                    actual = _run(runner, command.text, directory, expected_code, where)
+                    if command.output and not _matches(command.output, actual):
+                        if not update:
+                            raise ExampleError(_difference(where, command, actual))
+                        lines = [f"{block.indent}{line}".rstrip() for line in actual]
+                        changes.append((command.first, len(command.output), lines))
+                ran += 1
+    if changes:
+        text = path.read_text().splitlines()
+        # From the last change to the first, so that the numbers of the lines above stay valid.
+        for first, count, lines in reversed(changes):
+            text[first : first + count] = lines
+        path.write_text("\n".join(text) + "\n")
+    return ran
+
+
+def _run(runner: Runner, command: str, directory: Path, exit_code: int, where: str) -> list[str]:
+    """Run a command and return the lines of its stdout.
+
+    stderr is not compared: progress and notes go there.
+    """
+    done = runner.command(command, directory)
     if done.returncode != exit_code:
         codes = f"exit code {done.returncode}, expected {exit_code}"
         raise ExampleError(f"{where}: {codes}\n$ {command}\n{done.stdout}{done.stderr}")
     return [line.rstrip() for line in done.stdout.rstrip("\n").splitlines()]
 
 
-def _exec(source: str, names: dict[str, object], directory: Path, where: str) -> None:
-    before = Path.cwd()
-    os.chdir(directory)
+@contextlib.contextmanager
+def _python_blocks(runner: Runner, directory: Path) -> Generator[Callable[[str, str], None]]:
+    """Yield a function that runs a Python block, by its source and its place in the page.
+
+    The blocks run in one separate process, which the first of them starts: what a page registers
+    or patches is gone when the next page runs.
+    """
+    process: Any = None
+    ours, theirs = multiprocessing.Pipe()
+
+    def execute(source: str, where: str) -> None:
+        nonlocal process
+        if process is None:
+            process = runner.process(_execute_blocks, theirs, directory)
+            process.start()
+            # Only when the process alone holds this end does its death end a `recv` here.
+            theirs.close()
+        try:
+            ours.send((source, where))
+            error = ours.recv() if ours.poll(_TIMEOUT_S) else "no answer in time"
+        except (EOFError, ConnectionError):
+            error = "the process died"
+        if error:
+            raise ExampleError(f"{where}: {error}")
+
     try:
-        # Pages show no output of Python blocks, so only that they run is checked.
-        with contextlib.redirect_stdout(io.StringIO()):
-            exec(compile(source, where, "exec"), names)
-    except Exception as error:
-        raise ExampleError(f"{where}: {type(error).__name__}: {error}") from error
+        yield execute
     finally:
-        os.chdir(before)
+        ours.close()
+        if process is not None:
+            process.join(_TIMEOUT_S)
+            process.kill()
+
+
+def _execute_blocks(blocks: "Connection[Any, Any]", directory: Path) -> None:
+    """Run the blocks that arrive; answer each with its error, or an empty string."""
+    os.chdir(directory)
+    names: dict[str, object] = {"__name__": "__main__"}
+    # The other end closes after the last block.
+    with contextlib.suppress(EOFError):
+        while True:
+            source, where = blocks.recv()
+            error = ""
+            try:
+                # Pages show no output of Python blocks, so only that they run is checked.
+                with contextlib.redirect_stdout(io.StringIO()):
+                    exec(compile(source, where, "exec"), names)
+            except Exception as raised:  # noqa: BLE001  raised again by the other end
+                error = f"{type(raised).__name__}: {raised}"
+            blocks.send(error)
 
 
 def _matches(expected: tuple[str, ...], actual: list[str]) -> bool:

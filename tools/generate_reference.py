@@ -20,11 +20,11 @@ from typing import Any, Literal, Union, cast, get_args, get_origin
 import click
 import msgspec
 
-from onerank.analysis.breakdown import Part
+from onerank.analysis.breakdown import BreakdownRow
 from onerank.analysis.predict_ops import OpPrediction
 from onerank.analysis.step_time import Replay, StepChange
 from onerank.analysis.summary import RankSummaries, StepSummaries, Summary
-from onerank.analysis.trace_diff import Difference
+from onerank.analysis.trace_diff import TraceDiff
 from onerank.annotate import Explanation, Gpu, Recosting
 from onerank.annotate.cost import CostReport
 from onerank.annotate.energy import EnergyReport
@@ -33,7 +33,7 @@ from onerank.capture.bench.gpu_limits import Microbenchmarks
 from onerank.capture.bench.measure_link import MeasuredLink
 from onerank.capture.verify.numerics import Verification
 from onerank.cli import annotate, capture, onerank
-from onerank.cli.commands.bench import Benched, Described, Merged, StoredOperator
+from onerank.cli.commands.bench import Benched, Described, MergedFiles, StoredOperator
 from onerank.cli.commands.coarsen_storage import StorageAdded
 from onerank.cli.commands.convert import EtConverted, JsonConverted
 from onerank.cli.dataclass_to_click import SectionedCommand, SectionedGroup
@@ -52,8 +52,13 @@ from onerank.ir.enums import Collective, Reason
 from onerank.ir.job import Job
 from onerank.ir.nodes import Nodes
 from onerank.ir.notes import Note
-from onerank.plan.job_replay import JobReplay
 from onerank.plan.make_plan import PlanRecord
+from onerank.plan.pipeline_step import JobReplay
+from onerank.serving.aiconfigurator import AiconfiguratorExport
+from onerank.serving.bundle import BundleRecord
+from onerank.serving.llmservingsim import LLMServingSimExport
+from onerank.serving.recording import RecordingRecord
+from onerank.serving.vidur import VidurExport
 
 DIRECTORY = Path(__file__).parents[1] / "docs" / "reference"
 
@@ -144,9 +149,11 @@ PRINTED: Mapping[str, tuple[type, str]] = {
     "capture run": (Summary, "One record. `onerank show` and `onerank coarsen` print it too."),
     "capture run --ranks": (RankSummaries, "One record."),
     "capture run --steps": (StepSummaries, "One record, of several steps."),
+    "capture serve": (BundleRecord, "One record. `annotate` of a bundle prints it too."),
     "capture verify": (Verification, "One record."),
     "onerank convert": (Conversion, "One record, for recorded traces."),
     "onerank convert DIRECTORY": (Converted, "A list, one record per rank."),
+    "onerank convert --engine-steps": (RecordingRecord, "One record."),
     "onerank convert MODEL.onnx": (OnnxConversion, "One record."),
     "onerank convert TRACE.et": (EtConverted, "One record."),
     "onerank convert TRACE.json": (JsonConverted, "One record."),
@@ -158,18 +165,24 @@ PRINTED: Mapping[str, tuple[type, str]] = {
     "onerank bench": (Benched, "One record."),
     "onerank bench describe": (Described, "One record."),
     "onerank bench link": (MeasuredLink, "One record."),
-    "onerank bench merge": (Merged, "One record."),
+    "onerank bench merge": (MergedFiles, "One record."),
     "onerank bench show": (StoredOperator, "A list, one record per operator and data type."),
-    "onerank show --granularity": (Part, "A list, one record per layer, sub-module or kernel."),
+    "onerank show --granularity": (
+        BreakdownRow,
+        "A list, one record per layer, sub-module or kernel.",
+    ),
     "onerank replay": (Replay, "One record."),
     "onerank replay --cluster": (JobReplay, "One record."),
-    "onerank diff": (Difference, "One record."),
+    "onerank diff": (TraceDiff, "One record."),
     "onerank memory": (MemoryReport, "One record."),
     "onerank energy": (EnergyReport, "One record."),
     "onerank cost": (CostReport, "One record."),
     "onerank export astra-sim": (AstraSimExport, "One record."),
     "onerank export simai": (SimaiExport, "One record."),
     "onerank export goal": (GoalExport, "One record."),
+    "onerank export vidur": (VidurExport, "One record."),
+    "onerank export llmservingsim": (LLMServingSimExport, "One record."),
+    "onerank export aiconfigurator": (AiconfiguratorExport, "One record."),
     "onerank plan": (PlanRecord, "One record."),
     "onerank check": (Finding, "A list, one record per finding."),
 }
@@ -299,8 +312,11 @@ def json_type(annotation: Any, nested: dict[str, type]) -> str:
         # msgspec writes a member of an enum as its value.
         return _SCALARS[type(next(iter(annotation)).value)]
     if _is_record(annotation):
-        nested[annotation.__name__] = annotation
-        return f"[{annotation.__name__}](#{annotation.__name__.lower()})"
+        # A record's heading is the name of its class: two classes of one name would share a table.
+        record = cast("type[Any]", annotation)
+        if nested.setdefault(record.__name__, record) is not record:
+            raise ValueError(f"two records are named {record.__name__}: rename one of them")
+        return f"[{record.__name__}](#{record.__name__.lower()})"
     return _SCALARS.get(cast("Any", annotation), "value")
 
 

@@ -1,13 +1,13 @@
 """Estimate what a datasheet does not state: achievable bandwidth, sustained rates, launch floor.
 
 A description may have only datasheet figures. The figures that only a measurement gives are then
-estimated from GPUs whose GEMMs and attention were measured in one campaign (`REFERENCES`), and
+estimated from GPUs whose GEMMs and attention were measured in one benchmark run (`REFERENCES`), and
 `Gpu.by_datasheet` is true. Predictions for such a GPU have the errors of these estimates, measured
 with the target's die family left out (`datasheet_errors` in `models/coefficients.toml`).
 """
 
 from collections.abc import Callable, Sequence
-from statistics import fmean
+from statistics import fmean, median
 
 import msgspec
 
@@ -24,7 +24,7 @@ from onerank.annotate.gpus.spec_schema import (
 from onerank.ir.notes import Note
 
 REFERENCES = ("A100-SXM-80GB", "L40S", "H100-SXM", "H200", "B200")
-"""Shipped descriptions whose figures were all measured in one campaign (see their `sources`)."""
+"""Shipped descriptions whose specs were all measured in one benchmark set (see `sources`)."""
 
 _SOURCE_TEXT = (
     "estimated by onerank from measured GPUs (A100, L40S, H100, H200, B200): the datasheet does "
@@ -56,10 +56,7 @@ def with_estimates(gpu: Gpu, references: Callable[[], Sequence[Gpu]]) -> Gpu:
         "memory_achievable_fraction": lambda: mean_over_families(
             measured, lambda g: g.figures["memory_achievable_fraction"].value
         ),
-        # A launch costs instructions, so the floor scales with the clock.
-        "launch_floor_ns": lambda: (
-            mean_over_families(measured, lambda g: g.launch_floor_ns * g.clock_hz) / gpu.clock_hz
-        ),
+        "launch_floor_ns": lambda: launch_floor_ns(gpu, measured),
         "tensor_sustained_fraction": lambda: sustained_fraction(gpu, measured),
         "vector_sustained_fraction": lambda: mean_over_families(
             measured, lambda g: g.figures["vector_sustained_fraction"].value
@@ -110,9 +107,32 @@ def _missing(gpu: Gpu) -> list[str]:
 
 def mean_over_families(gpus: Sequence[Gpu], figure: Callable[[Gpu], float]) -> float:
     """Return the mean of a figure over architectures, of the mean over each one's GPUs."""
+    return fmean(_family_means(gpus, figure))
+
+
+def _family_means(gpus: Sequence[Gpu], figure: Callable[[Gpu], float]) -> list[float]:
+    """Return the mean of a figure over the GPUs of each architecture."""
     # H100 and H200 are one die and would otherwise count twice.
     families = sorted({gpu.architecture for gpu in gpus})
-    return fmean(fmean(figure(g) for g in gpus if g.architecture == f) for f in families)
+    return [fmean(figure(g) for g in gpus if g.architecture == f) for f in families]
+
+
+# Exponent of the clock. It is below 1, because a launch also waits for memory, which the SM clock
+# does not speed up. The floors of A100, L40S and H100 follow from each other within 3%, over clocks
+# of 1.41, 2.52 and 1.83 GHz; a B200's is 0.7 times as long.
+_FLOOR_BY_CLOCK = 2 / 3
+
+
+def launch_floor_ns(target: Gpu, references: Sequence[Gpu]) -> float:
+    """Return the launch floor of measured GPUs of the architecture, scaled with the clock.
+
+    If none was measured, it is the median over architectures.
+    """
+    same = [gpu for gpu in references if gpu.architecture == target.architecture]
+    at_1_hz = _family_means(
+        same or references, lambda gpu: gpu.launch_floor_ns * gpu.clock_hz**_FLOOR_BY_CLOCK
+    )
+    return median(at_1_hz) / target.clock_hz**_FLOOR_BY_CLOCK
 
 
 def sustained_fraction(target: Gpu, references: Sequence[Gpu]) -> float:
@@ -123,7 +143,7 @@ def sustained_fraction(target: Gpu, references: Sequence[Gpu]) -> float:
 
         power of the process node * peak * clock^2 * x^3 = limit / need of a GEMM
 
-    The need of a GEMM comes from GPUs whose matrix units are fed in the same way: the larger tiles
+    The need of a GEMM comes from GPUs whose tensor cores are fed in the same way: the larger tiles
     of newer units move fewer operands. Without a 16-bit peak or a power limit in the description
     the result is the mean of the references' fractions.
 

@@ -27,6 +27,9 @@ from onerank.annotate.gpus.spec_schema import (
 )
 from onerank.display import Displayed
 
+# Largest rate from the last-level cache to an SM (NVIDIA's whitepapers, Volta to Hopper).
+_SM_BYTES_PER_CYCLE = 64
+
 _UNIT_OF_DTYPE = {
     "bfloat16": "bf16",
     "float16": "fp16",
@@ -122,6 +125,15 @@ class Gpu(Displayed, msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self._required("memory_bandwidth_gb_per_s") * 1e9
 
     @property
+    def issue_rate_hz(self) -> float:
+        """SMs x clock; a wide core counts as the SMs that its memory could feed."""
+        # A TPU has one or two cores, each as wide as many SMs. Counted as SMs, they made an
+        # embedding on a TPU v6e take 69 times as long as on an H200; as SMs that the memory feeds,
+        # 6.4 times.
+        fed_hz = self.peak_bandwidth_bytes_per_s / _SM_BYTES_PER_CYCLE
+        return max(self.sm_count * self.max_clock_hz, fed_hz)
+
+    @property
     def bandwidth_bytes_per_s(self) -> float:
         """The memory bandwidth that a good kernel achieves."""
         measured = self._scaled("measured_copy_gb_per_s", 1e9)
@@ -203,7 +215,7 @@ class Gpu(Displayed, msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def tensor_flops_per_s(self, dtype: str) -> float | None:
         """Return the sustained rate of GEMMs in a torch dtype or "tfloat32"; None without units.
 
-        GEMMs in float32 and float64 run on the vector units of a GPU without such matrix units.
+        GEMMs in float32 and float64 run on the vector units of a GPU without such tensor cores.
         """
         unit = _UNIT_OF_DTYPE.get(dtype, "")
         matrix = self._sustained(TENSOR.get(unit, ""))
@@ -240,7 +252,7 @@ class Gpu(Displayed, msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def _parts_of(self, peak: str) -> list[str]:
         """Return the figures whose geometric mean is the sustained fraction of a peak."""
-        # The fraction of the data type comes first, then one for all matrix units.
+        # The fraction of the data type comes first, then one for all tensor cores.
         specific, *_ = names = FRACTIONS[peak]
         known = [name for name in names if name in self.figures][:1]
         # The benchmark multiplies 16-bit operands. For another data type its figure counts only if

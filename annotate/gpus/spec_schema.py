@@ -12,7 +12,7 @@ from onerank.ir.errors import TargetError
 # multiply with `mma.sync`, as Ada does, so they belong to the first.
 SYNCHRONOUS = ("volta", "turing", "ampere", "ada", "blackwell-rtx")
 ASYNCHRONOUS = ("hopper", "blackwell", "rubin")
-"""Architectures whose warps load operands of the matrix units, and those with a copy engine (TMA).
+"""Architectures whose warps load operands of the tensor cores, and those with a copy engine (TMA).
 """
 
 OTHER_ARCHITECTURE = "other"
@@ -81,7 +81,7 @@ _SUSTAINED = "the fraction of the peak that long kernels sustain under the power
 POWER_PARTS = {
     "base": "that any kernel draws",
     "active": "that an occupied GPU adds",
-    "tensor": "that products at the sustained rate add",
+    "tensor": "that GEMMs at the sustained rate add",
     "memory": "that traffic at the sustained bandwidth adds",
     "vector": "that vector operations at the sustained rate would add",
 }

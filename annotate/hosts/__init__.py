@@ -1,1 +1,1 @@
-"""Hosts: how long a CPU takes to dispatch and launch operators, by sort."""
+"""Hosts: how long a CPU takes to dispatch and launch operators, by kind of operator."""

@@ -1,4 +1,4 @@
-"""Descriptions of hosts: the time to dispatch an operator, by sort, with a spread over hosts.
+"""Descriptions of hosts: the time to dispatch an operator, by kind, with a spread over hosts.
 
 A description is a TOML file. Some ship with this package; a user passes the path of another:
 
@@ -6,7 +6,7 @@ A description is a TOML file. Some ship with this package; a user passes the pat
     [sources]
     captures = "steps of Llama-3-8B on hosts of H100 and H200, torch 2.11"
     [figures]
-    product = { p10_ns = 18000, p50_ns = 22000, p90_ns = 30000, source = "captures" }
+    gemm = { p10_ns = 18000, p50_ns = 22000, p90_ns = 30000, source = "captures" }
 
 A figure is the host time from one launching operator to the next. It includes all launches of the
 operator, and what a capture without a GPU does not record: views, allocation, autograd nodes, calls
@@ -20,16 +20,17 @@ import msgspec
 from onerank.ir.errors import TargetError
 from onerank.ir.input_files import load_toml
 
-SORTS = {
-    "product": "a matrix product or convolution",
+HOST_OP_KINDS = {
+    "gemm": "a GEMM or convolution",
     "attention": "fused attention",
     "collective": "a call of a collective, a send or a receive",
     "optimizer": "an operator of the optimizer, for each tensor of its list",
     "forward": "another operator of the forward pass",
     "backward": "another operator of the backward pass",
+    "inference": "an operator, other than a collective, of a script that only infers",
     "step": "the rest of a step: from its last launch to the first operator of the next step",
 }
-"""Sorts of host work and what they are; the order is that of the codes in a graph's calls."""
+"""Kinds of host work and what they are; the order is that of the codes in a graph's calls."""
 
 TYPICAL = "typical"
 
@@ -39,7 +40,7 @@ _SHIPPED = Path(__file__).parent
 
 
 class HostTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Host time of an operator of one sort, without a profiler, in ns.
+    """Host time of an operator of one kind, without a profiler, in ns.
 
     Attributes:
         p10_ns: 10th percentile over hosts.
@@ -60,7 +61,7 @@ class Host(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         name: name of the description.
         sources: where the figures come from, with dates.
-        figures: time by sort, a key of `SORTS`.
+        figures: time by kind, a key of `HOST_OP_KINDS`.
     """
 
     name: str
@@ -101,25 +102,28 @@ def _read(path: Path) -> Host:
         host = msgspec.convert(data, Host)
     except msgspec.ValidationError as error:
         raise TargetError(f"{path}: {error}", code="host-file-malformed") from None
-    missing, unknown = SORTS.keys() - host.figures.keys(), host.figures.keys() - SORTS.keys()
+    missing, unknown = (
+        HOST_OP_KINDS.keys() - host.figures.keys(),
+        host.figures.keys() - HOST_OP_KINDS.keys(),
+    )
     if missing or unknown:
         wrong = [f"{name} is missing" for name in sorted(missing)]
-        wrong += [f"{name} is not a sort" for name in sorted(unknown)]
+        wrong += [f"{name} is not a kind" for name in sorted(unknown)]
         raise TargetError(
-            f"{path}: {', '.join(wrong)}\n  sorts are {', '.join(SORTS)}",
+            f"{path}: {', '.join(wrong)}\n  kinds are {', '.join(HOST_OP_KINDS)}",
             code="host-file-malformed",
         )
-    for sort, time in host.figures.items():
+    for kind, time in host.figures.items():
         # The upper bound of a second per operator catches figures in the wrong unit.
         if not 0 <= time.p10_ns <= time.p50_ns <= time.p90_ns <= 1e9:
             raise TargetError(
-                f"{path}: {sort} is {time.p10_ns:g}, {time.p50_ns:g}, {time.p90_ns:g} ns; expected "
+                f"{path}: {kind} is {time.p10_ns:g}, {time.p50_ns:g}, {time.p90_ns:g} ns; expected "
                 "0 <= p10_ns <= p50_ns <= p90_ns <= 1e9",
                 code="host-file-malformed",
             )
         if time.source not in host.sources:
             raise TargetError(
-                f"{path}: {sort} has the source {time.source!r}, which [sources] lacks",
+                f"{path}: {kind} has the source {time.source!r}, which [sources] lacks",
                 code="host-file-malformed",
             )
     return host

@@ -13,19 +13,17 @@ from typing import Any, NamedTuple, cast
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
-from onerank.annotate.deduplicate import deduplicate
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.cost_model import PredictFromDescription
-from onerank.annotate.models.features import F64, kernels_of
-from onerank.annotate.models.launch_floor import floor_share_of
+from onerank.annotate.models.features import kernels_of
 from onerank.annotate.op_costs.attention import causal_position
 from onerank.annotate.op_costs.cost_record import Work
 from onerank.annotate.op_costs.node_costs import work_of_call
-from onerank.annotate.op_costs.op_classes import OpClass, base_name, op_class
+from onerank.annotate.op_costs.op_classes import OpClass, base_name, floor_share_of, op_class
 from onerank.annotate.op_costs.operands import Call, Tensor, UnknownDtypeError, without_tensors
 from onerank.ir import Graph
+from onerank.ir.arrays import F64, I64, deduplicate
 from onerank.ir.dtypes import ITEM_BYTES
 
 # Classes whose kernels do not depend on scalar arguments: alpha, a learning rate, a fill value.
@@ -210,9 +208,6 @@ def _whole(value: Any) -> bool:
     return isinstance(value, int)
 
 
-I64 = npt.NDArray[np.int64]
-
-
 class Keyed(NamedTuple):
     """The call keys of n nodes.
 
@@ -302,12 +297,14 @@ def point_of(key: CallKey) -> Point | None:
         return _streaming(key, call, operator_class, dtypes)
     work = work_of_call(key.operator, call)
     if work.gemm and all(work.gemm):
-        return Point((key.operator, dtypes), _logs(*work.gemm[:4]), work)
+        batch, m, n, k, _, _ = work.gemm
+        return Point((key.operator, dtypes), _logs(batch, m, n, k), work)
     # Packed sequences pass their lengths as int32 tensors, whose values a key does not contain.
     packed = "int32" in key.dtypes
-    if work.attention and all(work.attention[:7]) and not packed:
-        group = (key.operator, dtypes, *work.attention[5:])
-        return Point(group, _logs(*work.attention[:5]), work)
+    if work.attention and all(work.attention.sizes) and not packed:
+        batch, heads, key_heads, rows, keys, *fixed = work.attention
+        group = (key.operator, dtypes, *fixed)
+        return Point(group, _logs(batch, heads, key_heads, rows, keys), work)
     return None
 
 

@@ -137,7 +137,7 @@ class Merged(NamedTuple):
 def table_of(rows: Iterable[KernelRow]) -> pl.DataFrame:
     """Return rows as a table, with the latest row of each identity."""
     records = [msgspec.structs.asdict(row) for row in rows]
-    return _latest(pl.DataFrame(records, schema=SCHEMA, orient="row"))
+    return _latest_rows(pl.DataFrame(records, schema=SCHEMA, orient="row"))
 
 
 def rows_of(table: pl.DataFrame) -> list[KernelRow]:
@@ -182,7 +182,7 @@ def merge(tables: Sequence[pl.DataFrame]) -> Merged:
     """Merge databases, with the latest row of each identity."""
     # `pl.concat` refuses an empty list; the empty table gives it the schema.
     joined = pl.concat([*tables, pl.DataFrame(schema=SCHEMA)])
-    table = _latest(joined)
+    table = _latest_rows(joined)
     return Merged(table, len(joined) - len(table))
 
 
@@ -206,7 +206,7 @@ def contents(table: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def _latest(table: pl.DataFrame) -> pl.DataFrame:
+def _latest_rows(table: pl.DataFrame) -> pl.DataFrame:
     """Return the latest row of each identity, sorted so that the columns compress well."""
     # Reversed before `unique`, so that of rows with equal dates the one read last stays.
     first = table.sort("date", maintain_order=True).reverse()
@@ -385,16 +385,16 @@ class Library:
         chosen = self._best(likely or [row for row in rows if kernel in row.kernels] or rows)
         chosen_layouts = dict.fromkeys(row.layout for row in chosen)
         layout_ns = [
-            _middle([sum(row.kernel_ns) for row in chosen if row.layout == layout])
+            _geometric_mean([sum(row.kernel_ns) for row in chosen if row.layout == layout])
             for layout in chosen_layouts
         ]
         # Rows that differ in layout and may both be meant add to the spread of the samples.
         samples = max(np.log(row.p90_ns / row.p10_ns) for row in chosen)
         return Match(
-            kernel_ns=_middle([_each_ns(row, kernel) for row in chosen]),
-            rest_ns=_middle([_rest_ns(row, ran) for row in chosen]),
-            whole_ns=_middle([sum(row.kernel_ns) for row in chosen]),
-            source_ns=_middle([_each_ns(row, kernel) for row in source_rows]),
+            kernel_ns=_geometric_mean([_each_ns(row, kernel) for row in chosen]),
+            rest_ns=_geometric_mean([_rest_ns(row, ran) for row in chosen]),
+            whole_ns=_geometric_mean([sum(row.kernel_ns) for row in chosen]),
+            source_ns=_geometric_mean([_each_ns(row, kernel) for row in source_rows]),
             spread=float(
                 # Half the range from the 10th to the 90th
                 # percentile is `HALF_WIDTH` standard deviations.
@@ -433,7 +433,7 @@ def _rest_ns(row: KernelRow, ran: Collection[str]) -> float:
     return sum(time for name, time in compute if name not in ran) or np.nan
 
 
-def _middle(times: Sequence[float]) -> float:
+def _geometric_mean(times: Sequence[float]) -> float:
     """Return the geometric mean; nan without times, or if a time is nan."""
     return np.nan if not times else float(np.exp(np.mean(np.log(times))))
 
@@ -520,7 +520,7 @@ def _shipped(target: Gpu) -> list[Path]:
 
 def _has(path: Path, gpus: Sequence[Gpu]) -> bool:
     """Return whether a database has rows of one of the GPUs; reads one column."""
-    # One column tells whether the other 22 have to be read.
+    # One column shows whether the other 22 have to be read.
     names = pl.read_parquet(path, columns=["gpu"])["gpu"].unique()
     return any(is_called(gpu, name) for gpu in gpus for name in names)
 

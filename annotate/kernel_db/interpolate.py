@@ -14,9 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Self
 
 import numpy as np
-import numpy.typing as npt
 
-from onerank.annotate.deduplicate import deduplicate
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.kernel_db.calls import (
     CallKey,
@@ -31,7 +29,6 @@ from onerank.annotate.kernel_db.calls import (
 from onerank.annotate.kernel_db.database import VERSIONS, KernelRow, Library, Match
 from onerank.annotate.models.coefficients import Coefficients
 from onerank.annotate.models.cost_model import PredictFromDescription
-from onerank.annotate.models.features import U8
 from onerank.annotate.models.intervals import HALF_WIDTH, Uncertainty
 from onerank.annotate.models.prediction_terms import (
     Rule,
@@ -47,12 +44,7 @@ from onerank.annotate.models.prediction_terms import (
 from onerank.annotate.op_costs.node_costs import OpCosts
 from onerank.annotate.op_costs.op_classes import OpClass
 from onerank.ir import UNKNOWN, Graph
-
-F64 = npt.NDArray[np.float64]
-
-I64 = npt.NDArray[np.int64]
-
-Mask = npt.NDArray[np.bool_]
+from onerank.ir.arrays import F64, I32, I64, U8, Mask, deduplicate
 
 FEWEST = 5
 """Least number of points; with five, the bound is the largest of their errors."""
@@ -345,12 +337,12 @@ def _interpolate_group(
 SOURCE_SHARE = 0.5
 """Share of the source's ln(measured / looked up) that carries over to the target.
 
-Two campaigns on one GPU disagree, because clocks, caches and libraries differ. In part they
+Two benchmark sets on one GPU disagree, because clocks, caches and libraries differ. In part they
 disagree in the same way on two GPUs: for 35,742 GEMMs measured twice on H200 and on B200 the
 correlation is 0.36; over 1 ms it is 0.48. Carrying over half reduces the time-weighted error from
-11.1% to 7.9% (H200 to B200) and to 7.7% (back); from A100 to H100 and back, in another campaign,
-from 10.0% to 8.8% and from 8.2% to 6.7%. Carrying over all gives 7.0, 7.2, 9.2 and 9.3%, and the
-largest errors of single GEMMs.
+11.1% to 7.9% (H200 to B200) and to 7.7% (back); from A100 to H100 and back, in another benchmark
+set, from 10.0% to 8.8% and from 8.2% to 6.7%. Carrying over all gives 7.0, 7.2, 9.2 and 9.3%, and
+the largest errors of single GEMMs.
 """
 
 # Classes whose time depends on the indices.
@@ -381,12 +373,12 @@ class Lookups(NamedTuple):
     Attributes:
         time_ns: durations; nan if the database has none, float64[n].
         rules: `LOOKED_UP`, `LOOKED_UP_ON_BOTH` or `BETWEEN` where there is a duration, uint8[n].
-        doubt: uncertainty of the durations.
+        uncertainty: uncertainty of the durations.
     """
 
     time_ns: F64
     rules: U8
-    doubt: Uncertainty
+    uncertainty: Uncertainty
 
     @classmethod
     def nothing(cls, count: int) -> Self:
@@ -398,7 +390,7 @@ class Lookups(NamedTuple):
         known = np.isfinite(other.time_ns)
         rows = rows[known]
         self.time_ns[rows], self.rules[rows] = other.time_ns[known], other.rules[known]
-        for column, new in zip(self.doubt, other.doubt, strict=True):
+        for column, new in zip(self.uncertainty, other.uncertainty, strict=True):
             column[rows] = new[known]
 
 
@@ -421,14 +413,14 @@ def look_up(
     rows, keyed = rows[keyed.key >= 0], Keyed(keyed.key[keyed.key >= 0], keyed.keys)
     if len(rows):
         nodes = _Nodes.of(graph, costs, rows)
-        loosely = costs.is_class(*_BY_DATA)
+        data_dependent = costs.is_class(*_BY_DATA)
         scratch = None if record is None else record.within(rows)
         lookups.put(rows, _exact(graph, nodes, keyed, basis, scratch))
         # A key has rows or is interpolated, never both, so the order of the two does not matter.
         lookups.put(rows, _between(nodes, keyed, basis, scratch))
         if record is not None and scratch is not None:
             record.take(rows, scratch)
-        lookups.doubt.loosely[rows] = loosely[rows]
+        lookups.uncertainty.data_dependent[rows] = data_dependent[rows]
     return lookups
 
 
@@ -449,8 +441,8 @@ class _Nodes:
 
     whole: bool
     index: I64
-    strides: npt.NDArray[np.int32]
-    name: npt.NDArray[np.int32]
+    strides: I32
+    name: I32
     duration_ns: F64
     operator_ns: F64
 
@@ -496,10 +488,10 @@ def _exact(
     ]
     figures: F64 = np.array([_figures(match) for match in matches], dtype=np.float64)[pair]
     kernel_ns, rest_ns, whole_ns, source_ns, spread = (figures[:, column] for column in range(5))
-    # A call without rows has no versions to doubt; its time is nan anyway.
+    # A call without rows has no versions to compare; its time is nan anyway.
     versions = [m is None or all(library.ran_with(row) for row in m.rows) for m in matches]
     same = np.array(versions, dtype=bool)[pair]
-    doubt = Uncertainty.none(len(pair))._replace(spread=spread, otherwise=~same)
+    uncertainty = Uncertainty.none(len(pair))._replace(spread=spread, other_versions=~same)
     if record is not None:
         for row in record.rows.tolist():
             key, match = keyed.keys[int(keyed.key[row])], matches[int(pair[row])]
@@ -515,7 +507,7 @@ def _exact(
                     else None
                 ),
             )
-        return Lookups(whole_ns, np.full(len(pair), Rule.LOOKED_UP, dtype=np.uint8), doubt)
+        return Lookups(whole_ns, np.full(len(pair), Rule.LOOKED_UP, dtype=np.uint8), uncertainty)
     on_both: Mask = np.isfinite(source_ns) & (nodes.duration_ns > 0)
     deviation = np.divide(nodes.duration_ns, source_ns, out=np.ones(len(pair)), where=on_both)
     nameless: Mask = np.isnan(kernel_ns)
@@ -547,7 +539,7 @@ def _exact(
     if record is not None:
         record.update(slice(0, len(pair)), term)
     rules = np.where(on_both, Rule.LOOKED_UP_ON_BOTH, Rule.LOOKED_UP).astype(np.uint8)
-    return Lookups(time_ns, rules, doubt)
+    return Lookups(time_ns, rules, uncertainty)
 
 
 def _figures(match: Match | None) -> tuple[float, ...]:
@@ -576,7 +568,7 @@ def _between(nodes: _Nodes, keyed: Keyed, basis: Basis, record: TermRecord | Non
     """Return predictions for calls without rows, interpolated between neighbouring rows."""
     keys, library = keyed.keys, basis.library
     time, bound = np.full(len(keys), np.nan), np.full(len(keys), np.nan)
-    otherwise = np.zeros(len(keys), dtype=bool)
+    other_versions = np.zeros(len(keys), dtype=bool)
     missing = [position for position, key in enumerate(keys) if key not in library.target]
     predictions = between(
         library, [keys[position] for position in missing], basis.target, basis.from_description
@@ -585,7 +577,7 @@ def _between(nodes: _Nodes, keyed: Keyed, basis: Basis, record: TermRecord | Non
         if prediction is not None:
             time[position], bound[position] = prediction.time_ns, prediction.bound
             rows = [row for near in prediction.neighbours for row in library.target[near.key]]
-            otherwise[position] = not all(library.ran_with(row) for row in rows)
+            other_versions[position] = not all(library.ran_with(row) for row in rows)
     # An interpolated time is of the whole operator; its kernels share it as they were measured.
     part = np.ones(len(keyed.key)) if nodes.whole else nodes.duration_ns / nodes.operator_ns
     if record is not None:
@@ -597,7 +589,7 @@ def _between(nodes: _Nodes, keyed: Keyed, basis: Basis, record: TermRecord | Non
                 if np.isfinite(part[row]):
                     record.roots[row] = prediction.term(float(part[row]))
     rules = np.full(len(keyed.key), Rule.BETWEEN, dtype=np.uint8)
-    doubt = Uncertainty.none(len(keyed.key))._replace(
-        spread=bound[keyed.key] / HALF_WIDTH, otherwise=otherwise[keyed.key]
+    uncertainty = Uncertainty.none(len(keyed.key))._replace(
+        spread=bound[keyed.key] / HALF_WIDTH, other_versions=other_versions[keyed.key]
     )
-    return Lookups(part * time[keyed.key], rules, doubt)
+    return Lookups(part * time[keyed.key], rules, uncertainty)

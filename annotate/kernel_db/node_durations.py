@@ -9,7 +9,7 @@ import numpy as np
 from onerank.annotate.kernel_db.calls import CallKey
 from onerank.annotate.kernel_db.database import KernelRow, Library, release
 from onerank.annotate.kernel_db.interpolate import Basis, Lookups, look_up
-from onerank.annotate.models.features import F64, U8, KernelFeatures, Mask
+from onerank.annotate.models.features import KernelFeatures
 from onerank.annotate.models.intervals import (
     ErrorKinds,
     Uncertainty,
@@ -21,7 +21,7 @@ from onerank.annotate.models.prediction_terms import Rule, TermRecord, product, 
 from onerank.annotate.op_costs.node_costs import OpCosts
 from onerank.annotate.op_costs.op_classes import OpClass, op_class
 from onerank.ir import Evidence, Graph
-from onerank.ir.arrays import membership_mask
+from onerank.ir.arrays import F64, U8, Mask, membership_mask
 from onerank.ir.notes import Note
 
 
@@ -31,13 +31,13 @@ class Best(NamedTuple):
     Attributes:
         moved_ns: durations, float64[n].
         rules: a `Rule` for each, uint8[n].
-        doubt: uncertainty of look-ups.
+        uncertainty: uncertainty of look-ups.
         notes: statements on the quality of the result.
     """
 
     moved_ns: F64
     rules: U8
-    doubt: Uncertainty
+    uncertainty: Uncertainty
     notes: tuple[Note, ...]
 
     @classmethod
@@ -49,9 +49,9 @@ class Best(NamedTuple):
             np.where(better, lookups.time_ns, predicted[0]),
             np.where(better, lookups.rules, predicted[1]).astype(np.uint8),
             Uncertainty(
-                np.where(better, lookups.doubt.spread, 0.0),
-                lookups.doubt.otherwise & better,
-                lookups.doubt.loosely & better,
+                np.where(better, lookups.uncertainty.spread, 0.0),
+                lookups.uncertainty.other_versions & better,
+                lookups.uncertainty.data_dependent & better,
             ),
             notes,
         )
@@ -69,7 +69,7 @@ def best_of(
 ) -> Best:
     """Return the prediction with the narrower interval: a cost model's or the database's.
 
-    Rows of another campaign, with other libraries, are off by 8 to 11%
+    Rows of another benchmark set, with other libraries, are off by 8 to 11%
     (`benchmarks/kernel_db_accuracy.py`, "looked up"). A GEMM that was measured on another cut of
     the target's die is predicted better from there: H100 to H200 and back 6% off
     (`benchmarks/accuracy.py`). Interpolated calls must lie close to rows. If the graph was not
@@ -90,8 +90,10 @@ def best_of(
     lookups = look_up(graph, costs, where & ~kernels.over_link, basis, scratch)
     kinds = kinds_of(kernels, predicted, basis.source, target)
     _, model_width = half_widths(ErrorKinds.of(kinds), target, errors)
-    kinds = kinds_of(kernels, (lookups.time_ns, lookups.rules), basis.source, target, lookups.doubt)
-    _, lookup_width = half_widths(ErrorKinds.of(kinds), target, errors, lookups.doubt)
+    kinds = kinds_of(
+        kernels, (lookups.time_ns, lookups.rules), basis.source, target, lookups.uncertainty
+    )
+    _, lookup_width = half_widths(ErrorKinds.of(kinds), target, errors, lookups.uncertainty)
     known = np.isfinite(lookups.time_ns)
     better = known if basis.source is None else known & (lookup_width <= model_width)
     if record is not None and scratch is not None:
@@ -147,7 +149,7 @@ def notes_of(graph: Graph, library: Library, better: Mask, worse: Mask) -> tuple
         trace_text = f"ran {recorded}" if recorded else "does not record its versions"
         text = (
             f"Kernel database: the trace {trace_text}. Other versions may run other kernels, so "
-            "intervals are those between campaigns."
+            "intervals are those between benchmark sets."
         )
         notes.append(Note(text, code="kernel-database-other-versions"))
     return tuple(notes)
@@ -224,8 +226,10 @@ def best_resized(
     _, model_width = half_widths(
         ErrorKinds.of(kinds, resize_kinds_of(kernels, where)), target, errors
     )
-    kinds = kinds_of(kernels, (lookups.time_ns, lookups.rules), basis.source, target, lookups.doubt)
-    _, lookup_width = half_widths(ErrorKinds.of(kinds), target, errors, lookups.doubt)
+    kinds = kinds_of(
+        kernels, (lookups.time_ns, lookups.rules), basis.source, target, lookups.uncertainty
+    )
+    _, lookup_width = half_widths(ErrorKinds.of(kinds), target, errors, lookups.uncertainty)
     known = np.isfinite(lookups.time_ns)
     better = known & (lookup_width <= model_width)
     if record is not None and records[0] is not None and records[1] is not None:
@@ -275,8 +279,8 @@ def _times(measured_ns: F64, before: Lookups, after: Lookups) -> Lookups:
         np.where(exact, Rule.RESIZED_BY_ROWS, Rule.RESIZED_BETWEEN).astype(np.uint8),
         Uncertainty(
             # Standard deviations in ln of a ratio's two ends add in squares.
-            np.hypot(before.doubt.spread, after.doubt.spread),
-            before.doubt.otherwise | after.doubt.otherwise,
-            before.doubt.loosely | after.doubt.loosely,
+            np.hypot(before.uncertainty.spread, after.uncertainty.spread),
+            before.uncertainty.other_versions | after.uncertainty.other_versions,
+            before.uncertainty.data_dependent | after.uncertainty.data_dependent,
         ),
     )

@@ -22,7 +22,6 @@ from typing import ClassVar, NamedTuple
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.memory.allocator import OutOfMemoryError, Piece, simulate_reserved
@@ -71,7 +70,7 @@ def non_allocator_memory(graph: Graph) -> tuple[NonAllocatorMemory, ...]:
         NonAllocatorMemory(
             "CUDA context, kernels, libraries",
             _CONTEXT,
-            "an H200 with torch 2.11, above all of 14 public reports of exhausted memory",
+            "an H200 with torch 2.11, above all of 14 public out-of-memory reports",
         ),
         *_communicators(graph),
         *_peers(graph),
@@ -132,9 +131,6 @@ def _all_to_all_peers(graph: Graph) -> Iterator[tuple[str, int]]:
 def _size_of(graph: Graph, name: str) -> int:
     """Return the ranks of a group; 0 if the graph does not record it."""
     return next((len(group.ranks) for group in graph.job.groups if group.name == name), 0)
-
-
-I64 = npt.NDArray[np.int64]
 
 
 class NodeMemory(msgspec.Struct, frozen=True):
@@ -207,7 +203,8 @@ def report_memory(
     Args:
         graph: a captured graph, re-costed or not.
         target: the device it should fit; None: the device of the capture.
-        non_allocator_bytes: memory outside the allocator; None: estimated, see `non_allocator`.
+        non_allocator_bytes: memory outside the allocator; None: the estimate of
+            `non_allocator_memory`.
 
     Raises:
         AnnotateError: the graph has no memory information.
@@ -223,6 +220,20 @@ def report_memory(
     if measured.memory is None:
         return _without_blocks(graph, nodes, device)
     return _with_blocks(graph, measured.memory, nodes, device)
+
+
+def fragmentation_of(graph: Graph) -> float:
+    """Return reserved over allocated memory at the peak of a step by the simulated allocator.
+
+    1.0 if the graph has no log of its memory.
+    """
+    log = graph.job.measurement.memory
+    if log is None:
+        return 1.0
+    resident, _ = resident_blocks(graph, log)
+    peak = peak_of(levels_of(log, resident))
+    reserved = simulate_reserved(log, resident_pieces(graph, log, resident)).reserved_bytes
+    return max(1.0, reserved / max(1, peak.bytes))
 
 
 class _Device(NamedTuple):
@@ -365,4 +376,4 @@ def _nodes(graph: Graph) -> tuple[NodeMemory, ...]:
     )
 
 
-__all__ = ["MemoryReport", "ModuleMemory", "NodeMemory", "report_memory"]
+__all__ = ["MemoryReport", "ModuleMemory", "NodeMemory", "fragmentation_of", "report_memory"]

@@ -4,13 +4,9 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from onerank.ir import MemoryClass
-
-I64 = npt.NDArray[np.int64]
-
-F64 = npt.NDArray[np.float64]
+from onerank.ir.arrays import I64
 
 MOST_RANKS = 1024
 
@@ -38,7 +34,7 @@ class Need(NamedTuple):
     """A step that does not fit.
 
     Attributes:
-        levels: bytes in use by class at every moment of the step, int64[8, moments]: a row per
+        levels: bytes in use by class at every moment of the step, int64[9, moments]: a row per
             `MemoryClass`, then that of `STEP_ROW`.
         capacity_bytes: of the device, minus memory outside the allocator.
         reserved_per_allocated: reserved bytes per byte in use.
@@ -130,10 +126,10 @@ def _micro_batch(need: Need) -> list[Mitigation]:
     if whole:
         change, share = f"micro-batch {part} instead of {of}", f"x {part} / {of}"
     elif need.micro_batch:
-        change = f"sequences {_part(of)} as long: the captured micro-batch is one sequence"
+        change = f"sequences of {_part(of)} the length: the captured micro-batch is one sequence"
         share = f"/ {of}"
     else:
-        change, share = f"micro-batch {_part(of)} of the captured one", f"/ {of}"
+        change, share = f"{_part(of)} of the captured micro-batch", f"/ {of}"
     return [
         _remedy(
             need,
@@ -174,19 +170,19 @@ def _highest(levels: I64) -> tuple[int, int]:
 
 def _remedy(need: Need, change: str, left: int, sum_of: str) -> Mitigation:
     suffices = left <= need.budget
-    verdict = "fits" if suffices else "is over"
-    arithmetic = f"{sum_of} = {_gb(left)}; {verdict} {_gb(need.budget)}"
+    verdict = "fits" if suffices else "exceeds"
+    arithmetic = f"{sum_of} = {_gb(left)}; {verdict} the budget of {_gb(need.budget)}"
     ratio = need.reserved_per_allocated
     return Mitigation(
         change,
         suffices,
         left,
-        f"{arithmetic} = {_gb(need.capacity_bytes)} / {ratio:.3f} reserved per use",
+        f"{arithmetic} = {_gb(need.capacity_bytes)} / {ratio:.3f} reserved bytes per byte in use",
     )
 
 
 def _part(parts: int) -> str:
-    return {2: "a half", 3: "a third", 4: "a quarter"}.get(parts, f"1/{parts}")
+    return {2: "half", 3: "a third", 4: "a quarter"}.get(parts, f"1/{parts}")
 
 
 def _gb(size: int) -> str:

@@ -5,13 +5,11 @@ from dataclasses import dataclass
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from onerank.annotate.memory.allocator import Piece, round_size
 from onerank.annotate.memory.mitigations import STEP_ROW
 from onerank.ir import Graph, MemoryClass, MemoryLog, Phase
-
-I64 = npt.NDArray[np.int64]
+from onerank.ir.arrays import I64
 
 Resident = dict[MemoryClass, tuple[int, ...]]
 """Sizes of the blocks allocated before the step, by class."""
@@ -131,7 +129,7 @@ _LAYER = re.compile(r"(?:^|.*?\.)\d+(?=\.|$)")
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The peak of memory in use.
+    """Peak memory in use.
 
     Attributes:
         at: index of its event; -1: before all events.
@@ -154,7 +152,7 @@ class ModuleMemory(msgspec.Struct, frozen=True):
 
 
 def peak_of(levels: I64) -> Peak:
-    """Return the peak of `levels`, int64[8, moments], see `levels_of`."""
+    """Return the peak of `levels`, int64[9, moments], see `levels_of`."""
     total = levels.sum(axis=0)
     moment = int(total.argmax())
     classes = {memory_class: int(levels[memory_class, moment]) for memory_class in MemoryClass}

@@ -16,12 +16,13 @@ import numpy as np
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.gpus.spec_schema import Figure, measured_of
 from onerank.annotate.models.coefficients import GemmCoefficients
-from onerank.annotate.models.gemm_tiles import F64, Rates, gemm_ns
+from onerank.annotate.models.gemm_tiles import Rates, gemm_ns
 from onerank.annotate.models.intervals import same_die
+from onerank.ir.arrays import F64
 from onerank.ir.measurement import LARGE_SHAPES, SKINNY_SHAPES
 
 # The compute rate changes the time of skinny GEMMs a little, and the bandwidth that of large ones,
-# so both are adjusted together. After 10 rounds the factors of the campaign's five GPUs are within
+# so both are adjusted together. After 10 rounds the factors of the five GPUs of the fit are within
 # 0.01% of those after 40.
 _ROUNDS = 10
 _ITEM_BYTES = 2  # the microbenchmarks multiply 16-bit operands
@@ -50,7 +51,7 @@ def calibrated(gpu: Gpu, c: GemmCoefficients) -> Calibration:
     if not rate or not described.figures.keys() >= {*names}:
         return Calibration(gpu, 1.0)
     tflops, gb_per_s = (described.figures[name].value for name in names)
-    large, skinny = shapes_of(LARGE_SHAPES), shapes_of(SKINNY_SHAPES)
+    large, skinny = gemm_shapes(LARGE_SHAPES), gemm_shapes(SKINNY_SHAPES)
     compute = memory = 1.0
     limits = peak / rate, described.peak_bandwidth_bytes_per_s / described.bandwidth_bytes_per_s
     # The limits apply in every round: clipped only at the end, a measurement above what the model
@@ -105,13 +106,13 @@ def rates_in(shapes: F64, times_ns: F64) -> MeanRates:
     return MeanRates(*(float(np.exp(np.log(x / times_ns * 1e9).mean())) for x in (flops, moved)))
 
 
-def shapes_of(sizes: Sequence[tuple[int, int, int]]) -> F64:
+def gemm_shapes(sizes: Sequence[tuple[int, int, int]]) -> F64:
     """Return the shapes of 16-bit GEMMs (m, n, k) in the form of `gemm_tiles.gemm_ns`."""
     return np.array([(1, *size, _ITEM_BYTES, _ITEM_BYTES) for size in sizes], dtype=np.float64)
 
 
 def _rates(gpu: Gpu) -> tuple[float, float]:
-    """Return the sustained and the peak FLOP/s of 16-bit GEMMs; 0 without matrix units."""
+    """Return the sustained and the peak FLOP/s of 16-bit GEMMs; 0 without tensor cores."""
     for dtype in ("bfloat16", "float16"):
         rate, peak = gpu.tensor_flops_per_s(dtype), gpu.peak_tensor_flops_per_s(dtype)
         if rate and peak:

@@ -7,6 +7,7 @@ import functools
 import tomllib
 from pathlib import Path
 from statistics import geometric_mean
+from typing import TypeVar
 
 import msgspec
 
@@ -15,16 +16,20 @@ from onerank.annotate.gpus.gpu import Gpu
 __all__ = [
     "AttentionCoefficients",
     "Coefficients",
-    "EightBit",
+    "Decode",
     "Error",
+    "FinelyScaled",
     "GemmCoefficients",
-    "Pipeline",
+    "LatentDecode",
+    "TilePipeline",
 ]
 
 _SHIPPED = Path(__file__).with_name("coefficients.toml")
 
+_Measured = TypeVar("_Measured", "FinelyScaled", "Decode")
 
-class Pipeline(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+
+class TilePipeline(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How the SMs of a generation, and the libraries for it, process the tiles of a GEMM.
 
     Attributes:
@@ -56,8 +61,8 @@ class GemmCoefficients(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ramp_cycles: cycles until memory streams at full bandwidth.
     """
 
-    synchronous: Pipeline
-    asynchronous: Pipeline
+    synchronous: TilePipeline
+    asynchronous: TilePipeline
     tile: float
     prologue_cycles: float
     step_cycles: float
@@ -72,18 +77,21 @@ class GemmCoefficients(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ramp_cycles: float
 
 
-class EightBit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How 8-bit kernels differ from the tiles of 16-bit ones, at the rates of their dtype.
+class FinelyScaled(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How kernels for operands with scales of rows or blocks differ from the tiles of cuBLAS.
+
+    They are those of CUTLASS, DeepGEMM and FlashInfer. With one scale for a tensor cuBLAS
+    multiplies 8 bits as it does 16.
 
     Attributes:
         floor: launch floors in addition to the tiles, in place of `GemmCoefficients.floor`.
         rate: factor on the sustained rate; the result is at most the peak.
-        body: factor on the time above the floor.
+        epilogue: share of a tile's epilogue that no other tile hides.
     """
 
     floor: float
     rate: float
-    body: float
+    epilogue: float
 
 
 class AttentionCoefficients(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -100,6 +108,43 @@ class AttentionCoefficients(msgspec.Struct, frozen=True, forbid_unknown_fields=T
     efficiency: float
     prologue_cycles: float
     overlap: float
+
+
+class Decode(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Coefficients of attention with a few queries per sequence, by an architecture's kernels.
+
+    Attributes:
+        floor: launch floors in addition to the keys and values.
+        unit_cycles: cycles of an SM for each sequence and key head, however few its keys.
+        bytes_per_cycle: keys and values that an SM reads per cycle.
+        split_floors: launch floors for the sum over parts, if the keys of a head are divided.
+        overlap: exponent of how the SMs' work and the memory overlap: 1 is no overlap.
+        copy_floors: launch floors of copies of queries and results, on the architectures in
+            `attention_time._COPYING`. Elsewhere it has no effect and no measured value.
+    """
+
+    floor: float
+    unit_cycles: float
+    bytes_per_cycle: float
+    split_floors: float
+    overlap: float
+    copy_floors: float
+
+
+class LatentDecode(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Coefficients of latent attention (MLA) with a few queries per sequence.
+
+    Attributes:
+        floor: launch floors in addition to the keys.
+        unit_cycles: cycles of an SM for each sequence, however few its keys.
+        bytes_per_cycle: keys that an SM reads per cycle, if its multiply-adds are faster.
+        split_floors: launch floors for the sum over parts, if the keys are divided.
+    """
+
+    floor: float
+    unit_cycles: float
+    bytes_per_cycle: float
+    split_floors: float
 
 
 class Error(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -127,16 +172,18 @@ class Coefficients(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         provenance: date, versions, data and its licence, GPUs.
         gemm: GEMMs.
-        eight_bit: architecture -> its 8-bit GEMMs.
+        finely_scaled: architecture -> its GEMMs with scales of rows or blocks.
         attention: fused attention.
         attention_floor: architecture -> factor on `AttentionCoefficients.floor` of its usual
             kernels, if FlashAttention was not measured there.
+        decode: architecture -> attention of a few queries by its usual kernels.
+        latent_decode: latent attention of a few queries, on all architectures that have kernels of
+            it: those of one predict the other.
         same_die: share of a GEMM's deviation from its tiles on the source that carries over to a
             GPU of the same die.
         product_carried: the same for a GPU of another die.
-        eight_bit_carried: the same for 8-bit GEMMs. The tiles are fitted to 16 bits, and 8-bit
-            kernels deviate from them equally on all GPUs (correlation 0.8 to 0.9), so most of it
-            carries over.
+        narrow_carried: the same for GEMMs in 8 or 4 bits. Libraries have the same kernels for them
+            on several dies, so more carries over than in 16 bits.
         attention_carried: the same for forward attention.
         other_attention: factor on the time of attention by its shape where no kernel was measured
             on the architecture.
@@ -149,27 +196,28 @@ class Coefficients(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     provenance: dict[str, str]
     gemm: GemmCoefficients
-    eight_bit: dict[str, EightBit]
+    finely_scaled: dict[str, FinelyScaled]
     attention: AttentionCoefficients
     same_die: float
     product_carried: float
-    eight_bit_carried: float
+    narrow_carried: float
     attention_carried: float
     attention_floor: dict[str, float]
+    decode: dict[str, Decode]
+    latent_decode: LatentDecode
     other_attention: float
     architectures: tuple[str, ...]
     hull: dict[str, tuple[float, float]]
     errors: dict[str, Error]
     datasheet_errors: dict[str, Error] = {}
 
-    def eight_bit_on(self, gpu: Gpu) -> EightBit:
-        """Return how 8-bit kernels differ on a GPU; for others than measured, the mean in ln."""
-        if measured := self.eight_bit.get(gpu.architecture):
-            return measured
-        columns = zip(
-            *(msgspec.structs.astuple(each) for each in self.eight_bit.values()), strict=True
-        )
-        return EightBit(*(geometric_mean(column) for column in columns))
+    def finely_scaled_on(self, gpu: Gpu) -> FinelyScaled:
+        """Return finely scaled GEMMs on a GPU; for others than measured, the mean in ln."""
+        return _of_architecture(self.finely_scaled, gpu)
+
+    def decode_on(self, gpu: Gpu) -> Decode:
+        """Return attention of a few queries on a GPU; for others than measured, the mean in ln."""
+        return _of_architecture(self.decode, gpu)
 
     def attention_on(self, gpu: Gpu) -> AttentionCoefficients:
         """Return the coefficients of fused attention by the usual kernels of a GPU."""
@@ -181,6 +229,15 @@ class Coefficients(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if not (target.by_datasheet or (source is not None and source.by_datasheet)):
             return self
         return msgspec.structs.replace(self, errors={**self.errors, **self.datasheet_errors})
+
+
+def _of_architecture(measured: dict[str, _Measured], gpu: Gpu) -> _Measured:
+    """Return the coefficients of a GPU's architecture, or the geometric mean of all."""
+    if gpu.architecture in measured:
+        return measured[gpu.architecture]
+    every = [*measured.values()]
+    columns = zip(*(msgspec.structs.astuple(each) for each in every), strict=True)
+    return type(every[0])(*(geometric_mean(column) for column in columns))
 
 
 def load(path: Path = _SHIPPED) -> Coefficients:

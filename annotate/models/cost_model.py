@@ -6,8 +6,9 @@ from typing import Protocol
 
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models import learned, roofline, scale_measured
-from onerank.annotate.models.features import F64, U8, KernelFeatures
+from onerank.annotate.models.features import KernelFeatures
 from onerank.annotate.models.prediction_terms import TermRecord
+from onerank.ir.arrays import F64, U8
 
 Predict = Callable[[KernelFeatures, Gpu, Gpu], tuple[F64, U8]]
 """(kernels, source, target) -> (new durations in ns, a `Rule` for each)."""
@@ -47,7 +48,7 @@ class CostModel:
 
     name: str
     predict: _Transfer
-    from_description: _FromDescription = roofline.predict
+    from_description: _FromDescription = roofline.predict_from_datasheet
     has_intervals: bool = False
     resolves_kernels: bool = False
     looks_up: bool = False
@@ -64,7 +65,7 @@ _LEARNED = CostModel(
 MODELS: dict[str, CostModel] = {
     "ratio": CostModel("ratio", learned.predict_by_ratio),
     "roofline": CostModel("roofline", roofline.predict_by_roofline),
-    "residual": CostModel("residual", scale_measured.predict, has_intervals=True),
+    "residual": CostModel("residual", scale_measured.predict_by_residual, has_intervals=True),
     "learned": _LEARNED,
     "auto": replace(_LEARNED, looks_up=True),
 }

@@ -5,20 +5,23 @@ from dataclasses import dataclass, field, fields, replace
 from typing import NamedTuple, Self
 
 import numpy as np
-import numpy.typing as npt
 
 from onerank.annotate.gpus.gpu import Gpu
-from onerank.annotate.models.launch_floor import floor_share_of
-from onerank.annotate.op_costs.cost_record import Work
+from onerank.annotate.op_costs.cost_record import AttentionShape, GemmShape, Work
 from onerank.annotate.op_costs.node_costs import OpCosts
-from onerank.annotate.op_costs.op_classes import CLASSES, OpClass, device_copies
+from onerank.annotate.op_costs.op_classes import (
+    CLASSES,
+    OpClass,
+    device_copies,
+    floor_share_of,
+    shares_on,
+)
 from onerank.ir import Graph, Kind
+from onerank.ir.arrays import F64, I64, U8, Mask
 
-F64 = npt.NDArray[np.float64]
 
-
-class Parts(NamedTuple):
-    """Component GEMMs of composite calls, see `cost_record.Part`.
+class ComponentGemms(NamedTuple):
+    """Component GEMMs of composite calls, see `cost_record.ComponentGemm`.
 
     Attributes:
         call: call of each, ascending, int64[p].
@@ -27,7 +30,7 @@ class Parts(NamedTuple):
         shapes: as `gemm_tiles.gemm_ns` takes them, float64[p, 7].
     """
 
-    call: npt.NDArray[np.int64]
+    call: I64
     times: F64
     launches: F64
     shapes: F64
@@ -45,7 +48,7 @@ class Parts(NamedTuple):
             np.array(shapes, dtype=np.float64).reshape(-1, 7),
         )
 
-    def of_calls(self, calls: npt.NDArray[np.int64]) -> tuple[Self, npt.NDArray[np.int64]]:
+    def of_calls(self, calls: I64) -> tuple[Self, I64]:
         """Return the component GEMMs of `calls`, and each one's index into `calls`."""
         # `call` ascends, so the GEMMs of a call are consecutive.
         first, last = (np.searchsorted(self.call, calls, side) for side in ("left", "right"))
@@ -59,7 +62,7 @@ class Parts(NamedTuple):
         return parts, owner
 
     @property
-    def calls_in_steps(self) -> npt.NDArray[np.int64]:
+    def calls_in_steps(self) -> I64:
         """Calls whose GEMMs are launched one by one, as the steps of a recurrent layer."""
         return np.unique(self.call[self.launches > 0])
 
@@ -76,9 +79,9 @@ class Parts(NamedTuple):
         return batch * (item * (m * k / reuse + k * n) + result * m * n)
 
 
-U8 = npt.NDArray[np.uint8]
-
-Mask = npt.NDArray[np.bool_]
+_OPERAND_BYTES = GemmShape._fields.index("operand_bytes")
+_BATCH = AttentionShape._fields.index("batch")
+_BACKWARD = AttentionShape._fields.index("backward")
 
 # Temporaries of the model's arithmetic for this many kernels stay in a CPU core's cache.
 _BLOCK = 1 << 14
@@ -109,7 +112,7 @@ class KernelFeatures:
         duration_ns: measured durations, 0 if the trace has none, float64[n].
         flops: FLOPs, nan if not known, float64[n].
         bytes: bytes read and written, nan if not known, float64[n].
-        matmul: whether the FLOPs are matrix products, bool[n].
+        matmul: whether the FLOPs are those of GEMMs, bool[n].
         matmul_class: whether the class is GEMM or attention, with or without known FLOPs, bool[n].
         over_link: whether it is a copy over the host link or to another GPU, or communication
             without a recorded group, bool[n].
@@ -117,9 +120,9 @@ class KernelFeatures:
         dtype: positions in `dtypes`, int64[n].
         dtypes: dtypes of GEMM operands; "" for none.
         call: positions in `gemm` and `attention`, int64[n].
-        gemm: shapes of the distinct calls as `gemm_tiles.gemm_ns` takes them, or zeros,
-            float64[d, 6].
-        attention: the same for `attention_kernels.attention_ns`, float64[d, 9].
+        gemm: `GemmShape` of the distinct calls, or zeros, float64[d, 6].
+        scales: the `Scales` of each call, uint8[d].
+        attention: `AttentionShape` of the distinct calls, or zeros, float64[d, 9].
         parts: component GEMMs of composite calls, in the order of their calls.
         operator_ns: time of all kernels of the operator instance, float64[n].
         floor_share: shortest kernel of its class as a share of the description's launch floor,
@@ -127,6 +130,8 @@ class KernelFeatures:
         passes: number of times that the operator's kernels stream the bytes, float64[n].
         rereads: number of times that memory, not the cache, serves them, float64[n].
         cycles: least SM cycles for its elements, float64[n].
+        from_torch: whether PyTorch's operator launches it, bool[n]. Other libraries' kernels reach
+            less of the bandwidth.
     """
 
     duration_ns: F64
@@ -136,17 +141,19 @@ class KernelFeatures:
     matmul_class: Mask
     over_link: Mask
     transfer: Mask
-    dtype: npt.NDArray[np.int64]
+    dtype: I64
     dtypes: tuple[str, ...]
-    call: npt.NDArray[np.int64]
+    call: I64
     gemm: F64
+    scales: U8
     attention: F64
     operator_ns: F64
     floor_share: F64
     passes: F64
     rereads: F64
     cycles: F64
-    parts: Parts = field(default_factory=lambda: Parts.of([]))
+    from_torch: Mask
+    parts: ComponentGemms = field(default_factory=lambda: ComponentGemms.of([]))
 
     @classmethod
     def of(cls, graph: Graph, costs: OpCosts) -> "KernelFeatures":
@@ -167,20 +174,22 @@ class KernelFeatures:
             dtype=costs.dtype,
             dtypes=costs.dtypes,
             call=costs.call,
-            gemm=_padded([work.gemm for work in costs.works], 6),
-            attention=_padded([work.attention for work in costs.works], 9),
+            gemm=_shape_rows([work.gemm for work in costs.works], GemmShape),
+            scales=np.array([work.scales for work in costs.works], dtype=np.uint8),
+            attention=_shape_rows([work.attention for work in costs.works], AttentionShape),
             operator_ns=costs.operator_ns,
             floor_share=np.array([floor_share_of(name) for name in CLASSES])[costs.op_class],
             passes=np.array([work.passes for work in costs.works])[costs.call],
             rereads=np.array([work.rereads for work in costs.works])[costs.call],
             cycles=np.array([work.cycles for work in costs.works])[costs.call],
-            parts=Parts.of(costs.works),
+            from_torch=_from_torch(graph, index),
+            parts=ComponentGemms.of(costs.works),
         )
 
-    def select(self, rows: slice | npt.NDArray[np.int64]) -> "KernelFeatures":
+    def select(self, rows: slice | I64) -> "KernelFeatures":
         """Return the features of the nodes at `rows`."""
         # Indexed by call or dtype, not by node.
-        shared = ("dtypes", "gemm", "attention", "parts")
+        shared = ("dtypes", "gemm", "scales", "attention", "parts")
         columns = {
             f.name: getattr(self, f.name)[rows] for f in fields(self) if f.name not in shared
         }
@@ -191,6 +200,28 @@ class KernelFeatures:
         for start in range(0, len(self.call), _BLOCK):
             rows = slice(start, start + _BLOCK)
             yield rows, self.select(rows)
+
+    @property
+    def is_fused_attention(self) -> Mask:
+        """Whether each node is a call of fused attention with known sizes, bool[n]."""
+        return (self.attention[:, _BATCH] > 0)[self.call]
+
+    @property
+    def is_attention_backward(self) -> Mask:
+        """Whether each node is the backward pass of fused attention, bool[n]."""
+        return (self.attention[:, _BACKWARD] > 0)[self.call]
+
+    @property
+    def has_narrow_operands(self) -> Mask:
+        """Whether each node is a GEMM of operands in 8 or 4 bits, bool[n]."""
+        item = self.gemm[:, _OPERAND_BYTES]
+        return ((item > 0) & (item <= 1))[self.call]
+
+    @property
+    def has_four_bit_operands(self) -> Mask:
+        """Whether each node is a GEMM of operands in 4 bits, bool[n]."""
+        item = self.gemm[:, _OPERAND_BYTES]
+        return ((item > 0) & (item < 1))[self.call]
 
     @property
     def share_of_operator(self) -> F64:
@@ -206,8 +237,10 @@ class KernelFeatures:
     def floor_share_on(self, gpu: Gpu) -> F64:
         """Return the shortest kernel of each one's class as a share of `gpu`'s launch floor."""
         # Shares below 1 were measured on NVIDIA GPUs only; on an
-        # MI300X no class is shorter than a GEMM (see `launch_floor`).
-        return self.floor_share if gpu.is_nvidia else np.maximum(self.floor_share, 1)
+        # MI300X no class is shorter than a GEMM (see `op_classes.py`).
+        if gpu.is_nvidia:
+            return shares_on(self.floor_share, gpu.architecture)
+        return np.maximum(self.floor_share, 1)
 
     def floor_ratio(self, source: Gpu, target: Gpu) -> F64:
         """Return each kernel class's launch floor on `target` over that on `source`."""
@@ -232,10 +265,24 @@ class KernelFeatures:
         )
 
 
-def _padded(rows: list[tuple[int, ...]], width: int) -> F64:
-    """Return one row per call, zeros for a call without shape, float64[d, width]."""
-    filled = [row or (0,) * width for row in rows]
-    return np.array(filled, dtype=np.float64).reshape(-1, width)
+_TORCH = "aten::"
+
+
+def _from_torch(graph: Graph, index: I64) -> Mask:
+    """Return whether the nodes at `index` belong to operators of PyTorch, bool[n]."""
+    codes, code_index = np.unique(graph.nodes.op[index], return_inverse=True)
+    named = [graph.strings[int(code)].startswith(_TORCH) for code in codes]
+    return np.array(named, dtype=bool)[code_index]
+
+
+def _shape_rows(
+    shapes: Sequence[GemmShape | AttentionShape | None],
+    columns: type[GemmShape] | type[AttentionShape],
+) -> F64:
+    """Return one row per call, zeros for a call without shape, float64[d, fields]."""
+    width = len(columns._fields)
+    rows = [shape or (0,) * width for shape in shapes]
+    return np.array(rows, dtype=np.float64).reshape(-1, width)
 
 
 def kernels_of(works: Sequence[Work], duration_ns: F64) -> KernelFeatures:
@@ -262,22 +309,22 @@ def kernels_of(works: Sequence[Work], duration_ns: F64) -> KernelFeatures:
         dtype=np.array([dtypes.index(work.dtype) for work in works], dtype=np.int64),
         dtypes=dtypes,
         call=np.arange(count),
-        gemm=_padded([work.gemm for work in works], 6),
-        attention=_padded([work.attention for work in works], 9),
+        gemm=_shape_rows([work.gemm for work in works], GemmShape),
+        scales=np.array([work.scales for work in works], dtype=np.uint8),
+        attention=_shape_rows([work.attention for work in works], AttentionShape),
         operator_ns=duration_ns,
         floor_share=np.array([work.floor_share for work in works]),
         passes=np.array([work.passes for work in works]),
         rereads=np.array([work.rereads for work in works]),
         cycles=np.array([work.cycles for work in works]),
-        parts=Parts.of(works),
+        from_torch=np.ones(count, dtype=bool),
+        parts=ComponentGemms.of(works),
     )
 
 
 def _result_bytes(work: Work) -> int:
-    if not work.gemm:
-        return 0
-    batch, rows, columns, _, _, item = work.gemm
-    return batch * rows * columns * item
+    shape = work.gemm
+    return shape.batch * shape.m * shape.n * shape.result_bytes if shape else 0
 
 
 _FP8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")

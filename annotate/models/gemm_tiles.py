@@ -23,21 +23,27 @@ Short kernels finish before the cap takes effect.
 
 Libraries choose a good tiling, not always the best: the time is the mean over tilings, weighted by
 exp(-ln(time / best) / choice). Operands come from memory unless six GEMMs' operands fit into the
-cache, as in the fitted campaign; results may stay in the cache.
+cache, as in the measurements of the fit; results may stay in the cache.
+
+cuBLAS multiplies 8 bits with one scale for a tensor by the same tiles. With scales of rows or
+blocks, and in 4 bits, other libraries' kernels run (`ScaledKernel`). They never divide the inner
+size, and no other tile hides part of a tile's epilogue:
+
+    tiles + epilogue's share * waves * epilogue
 
 Misaligned GEMMs are slower. With a vocabulary of 50257 in 16 bits, rows of logits start at any even
 byte, but kernels of the GPU's generation need 16-byte alignment. Libraries then run a kernel of an
 older generation at a fraction of the rate, whatever the size.
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.gpus.spec_schema import ASYNCHRONOUS, SYNCHRONOUS
-from onerank.annotate.models.coefficients import EightBit, GemmCoefficients, Pipeline
+from onerank.annotate.models.coefficients import FinelyScaled, GemmCoefficients, TilePipeline
 from onerank.annotate.models.prediction_terms import (
     Term,
     TermRecord,
@@ -47,10 +53,8 @@ from onerank.annotate.models.prediction_terms import (
     quantity,
     total,
 )
-
-F64 = npt.NDArray[np.float64]
-
-Mask = npt.NDArray[np.bool_]
+from onerank.annotate.op_costs.cost_record import GemmShape, Scales
+from onerank.ir.arrays import F64, I64, U8, Mask
 
 # Kernels of the GPU's generation need rows at this alignment; see the module's docstring.
 _BOUNDARY_BYTES = 16
@@ -65,7 +69,7 @@ _ITEM_BYTES = 2
 # registers. GPT-2's vocabulary, bf16, 2026-11-23: 362 forward, 535 and 565 for the two gradients.
 # In a batch, eager attention over 3137 and 5185 patches (AMD-AGI/TraceLens, H100): 195 and 244 for
 # the scores, 255 and 273 for the weighted sums.
-_OF_OPERANDS, _OF_RESULTS = 550.0, 362.0
+_MISALIGNED_OPERANDS, _MISALIGNED_RESULTS = 550.0, 362.0
 _BATCHED_OPERANDS, _BATCHED_RESULTS = 264.0, 218.0
 
 # Rows that begin at multiples of 4 or 8 bytes run kernels of Ampere ("cutlass_80_tensorop"), whose
@@ -73,15 +77,15 @@ _BATCHED_OPERANDS, _BATCHED_RESULTS = 264.0, 218.0
 # two gradients of 4096 tokens and a hidden size of 2048: 1057, 944 and 1057 with a vocabulary of
 # 12564, 908, 942 and 852 with 6282. BERT's of 30522 took 408 in an older public trace.
 _WORD_BYTES = 4
-_OF_WORDS = 957.0
+_WORD_ALIGNED = 957.0
 
 
 def has_misaligned_rows(gemm: F64) -> tuple[Mask, Mask]:
     """Return whether the rows of an operand, and of the result, are misaligned.
 
     Rows of the result have n elements, and rows of an operand that is not transposed k. For a
-    weight gradient an operand's rows have m elements. The shape does not distinguish m from a
-    number of tokens; the step does, because a layer's width is n in another of its GEMMs.
+    weight gradient an operand's rows have m elements. m may be a number of
+    tokens or the width of a layer: it is a width if another GEMM of the step has it as n.
 
     Args:
         gemm: shapes of all GEMMs of a step, as for `gemm_ns`, or zeros, float64[d, 6].
@@ -89,7 +93,7 @@ def has_misaligned_rows(gemm: F64) -> tuple[Mask, Mask]:
     Returns:
         Two masks, bool[d].
     """
-    batch, m, n, item = gemm[:, [0, 1, 2, 4]].T
+    batch, m, n, _, item, _ = gemm.T
     off = (gemm[:, 1:4] * item[:, None]) % _BOUNDARY_BYTES != 0
     off &= (item == _ITEM_BYTES)[:, None]
     # Inductor pads GPT-2's vocabulary in two of its three products, so the third, the weight's
@@ -118,10 +122,10 @@ def misaligned_lower_bound_ns(gpu: Gpu, gemm: F64) -> F64:
     )
     batched = gemm[:, 0] > 1
     for rows, row, single, of_batch in (
-        (operands, operand_bytes, _OF_OPERANDS, _BATCHED_OPERANDS),
-        (results, row_bytes[:, 1], _OF_RESULTS, _BATCHED_RESULTS),
+        (operands, operand_bytes, _MISALIGNED_OPERANDS, _BATCHED_OPERANDS),
+        (results, row_bytes[:, 1], _MISALIGNED_RESULTS, _BATCHED_RESULTS),
     ):
-        rate = np.where(batched, of_batch, np.where(row % _WORD_BYTES == 0, _OF_WORDS, single))
+        rate = np.where(batched, of_batch, np.where(row % _WORD_BYTES == 0, _WORD_ALIGNED, single))
         least[rows] = np.maximum(least, flops / rate / cycles_per_ns)[rows]
     return least
 
@@ -133,12 +137,23 @@ _SPLITS = (1, 2, 4, 8, 16)
 
 _TILINGS = np.array([(*edges, split) for edges in _EDGES for split in _SPLITS], dtype=np.float64).T
 
+# Kernels for scales of rows or blocks never divide the inner size: without it the residuals' spread
+# falls from 0.29 to 0.23 over the block-scaled layers of an H100, and from 0.37 to 0.29 on an L40S.
+_WHOLE_K = _TILINGS[:, _TILINGS[2] == 1]
+
+# CUTLASS's kernels for scales of rows choose the tile by m alone: beyond 128 rows it is at least
+# 128 x 128, whatever the grid. From 129 to 256 rows vLLM's layers take 1.09 times the time of that
+# tile on an H100, spread 0.07, and 1.45 times that of the best tile, spread 0.13.
+_LARGE_TILES = _WHOLE_K[:, (_WHOLE_K[0] >= 128) & (_WHOLE_K[1] >= 128)]
+_LARGE_FROM = 128
+
 # GEMMs per block of the arithmetic, which bounds its temporaries to [512, 60] elements.
 _CHUNK = 512
 
 # Constants of the model's form: `tools.fit` keeps them fixed while it fits the coefficients.
 
-_STEP = 64  # elements of the inner size that a tile loads at once
+# Elements in 16 bits of the inner size that a tile loads at once, 128 bytes of a row.
+_STEP = 64
 
 # Operands are reread after about six other GEMMs, so six must fit into the cache.
 _COLD_COPIES = 6
@@ -172,7 +187,7 @@ class Rates(NamedTuple):
     peak: F64
 
 
-def pipeline_of(gpu: Gpu, coefficients: GemmCoefficients) -> Pipeline:
+def pipeline_of(gpu: Gpu, coefficients: GemmCoefficients) -> TilePipeline:
     """Return the coefficients of a GPU's generation; the geometric mean for an unknown one."""
     both = coefficients.synchronous, coefficients.asynchronous
     if gpu.architecture in SYNCHRONOUS:
@@ -180,12 +195,13 @@ def pipeline_of(gpu: Gpu, coefficients: GemmCoefficients) -> Pipeline:
     if gpu.architecture in ASYNCHRONOUS:
         return both[1]
     means = {
-        n: (getattr(both[0], n) * getattr(both[1], n)) ** 0.5 for n in Pipeline.__struct_fields__
+        n: (getattr(both[0], n) * getattr(both[1], n)) ** 0.5
+        for n in TilePipeline.__struct_fields__
     }
-    return Pipeline(**means)
+    return TilePipeline(**means)
 
 
-class Run(NamedTuple):
+class GemmTarget(NamedTuple):
     """The GPU on which GEMMs run, and its rates for the dtype of each.
 
     Attributes:
@@ -198,16 +214,52 @@ class Run(NamedTuple):
     rates: Rates
     vector: bool = False
 
-    def part(self, where: slice) -> "Run":
-        """Return the run of the GEMMs at `where`."""
+    def part(self, where: slice) -> "GemmTarget":
+        """Return the target of the GEMMs at `where`."""
         return self._replace(rates=Rates(self.rates.sustained[where], self.rates.peak[where]))
 
-    def pipeline(self, coefficients: GemmCoefficients) -> Pipeline:
+    def with_rate(self, rate: float) -> "GemmTarget":
+        """Return the target with a factor on the sustained rates, up to the peak."""
+        sustained = np.minimum(self.rates.peak, self.rates.sustained * rate)
+        return self._replace(rates=Rates(sustained, self.rates.peak))
+
+    def pipeline(self, coefficients: GemmCoefficients) -> TilePipeline:
         """Return the coefficients of the SMs' pipeline."""
         # On an H100, cuBLAS multiplies float32 with Ampere's kernels ("ampere_sgemm_128x64_tn"):
-        # a copy engine feeds matrix units only. With the pipeline of its matrix units 1,040 linear
+        # a copy engine feeds tensor cores only. With the pipeline of its tensor cores 1,040 linear
         # layers of NeuSight's set were 1.22 times off there, in the median.
         return coefficients.synchronous if self.vector else pipeline_of(self.gpu, coefficients)
+
+
+class ScaledKernel(NamedTuple):
+    """A kernel for operands in 8 or 4 bits with scales of rows or blocks.
+
+    Attributes:
+        coefficients: how it differs from cuBLAS's.
+        tilings: rows, columns and splits of the tilings that it has, float64[3, t].
+    """
+
+    coefficients: FinelyScaled
+    tilings: F64
+
+
+def scaled_kernels(
+    gpu: Gpu, shapes: F64, scales: U8, coefficients: FinelyScaled
+) -> Iterator[tuple[I64, ScaledKernel]]:
+    """Yield rows of `shapes` and the kernel that computes these GEMMs.
+
+    Args:
+        gpu: where they run.
+        shapes: as for `gemm_ns`.
+        scales: a `Scales` for each, uint8[d].
+        coefficients: of the GPU.
+    """
+    # Kernels of Ada have smaller tiles for few rows and are chosen by more than m.
+    large = (scales == Scales.ROW) & (gpu.architecture in ASYNCHRONOUS)
+    large &= shapes[:, GemmShape._fields.index("m")] > _LARGE_FROM
+    for mask, tilings in ((large, _LARGE_TILES), (~large, _WHOLE_K)):
+        if mask.any():
+            yield np.flatnonzero(mask), ScaledKernel(coefficients, tilings)
 
 
 def gemm_ns(
@@ -215,10 +267,10 @@ def gemm_ns(
     rates: Rates,
     shapes: F64,
     coefficients: GemmCoefficients,
-    described: Run | None = None,
+    described: GemmTarget | None = None,
     *,
     vector: bool = False,
-    eight_bit: EightBit | None = None,
+    kernel: ScaledKernel | None = None,
     record: TermRecord | None = None,
 ) -> F64:
     """Return the time of GEMMs in ns, float64[d].
@@ -231,35 +283,35 @@ def gemm_ns(
         coefficients: fitted coefficients.
         described: the GPU without overrides of its figures; None: no overrides.
         vector: whether they run on the vector units.
-        eight_bit: how 8-bit kernels differ; None: other dtypes. Its factor on rates is the
-            caller's.
+        kernel: of operands with scales of rows or blocks; None: cuBLAS's.
         record: takes the terms of GEMMs, as positions among the d.
     """
-    predicted_ns, run = np.empty(len(shapes)), Run(gpu, rates, vector)
-    floors, slower = coefficients.floor, 1.0
-    if eight_bit is not None:
-        floors, slower = eight_bit.floor, eight_bit.body
+    predicted_ns, run = np.empty(len(shapes)), GemmTarget(gpu, rates, vector)
+    floors = coefficients.floor
+    if kernel is not None:
+        floors = kernel.coefficients.floor
+        run = run.with_rate(kernel.coefficients.rate)
+        described = described and described.with_rate(kernel.coefficients.rate)
     floor_ns = floors * gpu.launch_floor_ns
     for start in range(0, len(shapes), _CHUNK):
         chunk = slice(start, start + _CHUNK)
-        tilings = _tiling_times(run.part(chunk), shapes[chunk], coefficients)
+        tilings = _tiling_times(run.part(chunk), shapes[chunk], coefficients, kernel)
         if described is None:
-            body = _picked(tilings.body, coefficients)
+            body = _mean_of_best_tilings(tilings.body, coefficients)
         else:
             # The weighted mean can grow when a worse tiling gets faster: with a larger L2 single
             # GEMMs got up to 2.7% slower. The power mean cannot, so overrides go through its ratio.
-            before = _tiling_times(described.part(chunk), shapes[chunk], coefficients).body
-            body = _picked(before, coefficients)
+            before = _tiling_times(described.part(chunk), shapes[chunk], coefficients, kernel).body
+            body = _mean_of_best_tilings(before, coefficients)
             body *= _power_mean(tilings.body, coefficients) / _power_mean(before, coefficients)
-        body *= slower
         predicted_ns[chunk] = floor_ns + body
         if record is not None:
-            terms = _GemmTerms(gpu.name, floor_ns, tilings, body, slower, coefficients)
+            terms = _GemmTerms(gpu.name, floor_ns, tilings, body, coefficients)
             record.update(chunk, terms.term)
     return predicted_ns
 
 
-def _picked(tiling_ns: F64, c: GemmCoefficients) -> F64:
+def _mean_of_best_tilings(tiling_ns: F64, c: GemmCoefficients) -> F64:
     """Return the mean over the tilings that a library picks, float64[d] from [d, tilings]."""
     weight = np.exp(-np.log(tiling_ns / tiling_ns.min(axis=1, keepdims=True)) / c.choice)
     return (weight * tiling_ns).sum(axis=1) / weight.sum(axis=1)
@@ -299,7 +351,6 @@ class _GemmTerms(NamedTuple):
         floor_ns: launch floor.
         tilings: times by tiling.
         body_ns: time above the floor over the tilings that a library picks, float64[d].
-        slower: factor in it of 8-bit kernels.
         c: coefficients.
     """
 
@@ -307,7 +358,6 @@ class _GemmTerms(NamedTuple):
     floor_ns: float
     tilings: _TilingTimes
     body_ns: F64
-    slower: float
     c: GemmCoefficients
 
     def term(self, i: int, _: Term | None = None) -> Term:
@@ -332,25 +382,28 @@ class _GemmTerms(NamedTuple):
             note = f"dividing the inner size among SMs {on}"
             body = total(body, quantity("split", split, note=note))
         note = f"of the tilings that libraries pick over the fastest {on}"
-        tilings = factor(float(self.body_ns[i]) / body.value / self.slower, "tilings", note)
-        factors = [body, tilings]
-        if self.slower != 1:
-            factors.append(factor(self.slower, "8-bit", "kernels over 16-bit ones"))
+        tilings = factor(float(self.body_ns[i]) / body.value, "tilings", note)
         floor = quantity("floor", self.floor_ns, note=f"launch floor {on}")
         value = self.floor_ns + float(self.body_ns[i])
-        return total(floor, product(*factors), name="by tiles", value=value, note=on)
+        return total(floor, product(body, tilings), name="by tiles", value=value, note=on)
 
 
-def _tiling_times(run: Run, shapes: F64, c: GemmCoefficients) -> _TilingTimes:
+def _tiling_times(
+    run: GemmTarget, shapes: F64, c: GemmCoefficients, kernel: ScaledKernel | None
+) -> _TilingTimes:
     """Return the times of each tiling of each GEMM; the module's docstring has the formulas."""
     gpu, rates = run.gpu, run.rates
     batch, m, n, k, item, result, *more = shapes.T[:, :, None]
     reuse = more[0] if more else 1.0
-    rows, columns, split = _TILINGS[:, None, :]
+    tilings, epilogue = _TILINGS, 0.0
+    if kernel is not None:
+        tilings, epilogue = kernel.tilings, kernel.coefficients.epilogue
+    rows, columns, split = tilings[:, None, :]
     pipe, sm = run.pipeline(c), gpu.sm_count
     cycle = 1e9 / gpu.clock_hz  # in ns, as all times here
-    steps = np.ceil(k / split / _STEP)
-    inner = steps * _STEP
+    step = _STEP * np.where(item < 1, 4, np.where(item < 2, 2, 1))
+    steps = np.ceil(k / split / step)
+    inner = steps * step
     tiles = batch * np.ceil(m / rows) * np.ceil(n / columns) * split
 
     sustained, peak = rates.sustained[:, None], rates.peak[:, None]
@@ -370,6 +423,8 @@ def _tiling_times(run: Run, shapes: F64, c: GemmCoefficients) -> _TilingTimes:
     # Once, not per wave: other tiles on the SM hide this latency for all but the last tile.
     compute += (steps * c.step_cycles + c.epilogue_cycles * rows * columns / 128**2) * cycle
     compute = p_norm(_CAP, compute, np.broadcast_to(work / capped, compute.shape))
+    # Tiles that are stored draw little power, so the power cap does not hide this time.
+    compute = compute + epilogue * waves * c.epilogue_cycles * rows * columns / 128**2 * cycle
 
     left, right, out = item * batch * m * k / reuse, item * batch * k * n, result * batch * m * n
     # Partial sums of split-K are float32, whatever the dtype of the result.

@@ -1,24 +1,24 @@
 """The interval of a prediction, for each node and for the step, and the errors that it stands for.
 
 An interval contains four of five measured times on GPUs whose die family the fit had not seen. An
-error has a part that all kernels on a GPU share (clock under load, libraries) and a part of each
-distinct call. The shared part does not average out over a step and is taken as common to all
-classes of work. The other part averages over distinct calls, not over repetitions. Both grow with
-the distance of a GPU from the fitted dies, which also decides how much the models are trusted.
+error has a part that all kernels of a class share on a GPU (libraries, clock under load) and a part
+of each distinct call. The shared part does not average out over a class. Between classes it is
+independent: over the GPUs left out, mean errors of GEMMs, attention and memory-bound kernels do not
+go together. The other part averages over distinct calls, not over repetitions. Both grow with the
+distance of a GPU from the fitted dies, which also decides how much the models are trusted.
 """
 
 import math
 from typing import NamedTuple, Self
 
 import numpy as np
-import numpy.typing as npt
 
-from onerank.annotate.deduplicate import deduplicate
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.gpus.spec_schema import ASYNCHRONOUS, OTHER_ARCHITECTURE, SYNCHRONOUS
 from onerank.annotate.models.attention_kernels import is_known_by_shape
+from onerank.annotate.models.attention_time import has_few_queries
 from onerank.annotate.models.coefficients import Coefficients
-from onerank.annotate.models.features import F64, U8, KernelFeatures, Mask
+from onerank.annotate.models.features import KernelFeatures
 from onerank.annotate.models.prediction_terms import (
     AS_MEASURED,
     BY_DATABASE,
@@ -26,7 +26,8 @@ from onerank.annotate.models.prediction_terms import (
     Rule,
     TermRecord,
 )
-from onerank.ir.arrays import membership_mask
+from onerank.annotate.op_costs.cost_record import Scales
+from onerank.ir.arrays import F64, I64, U8, Mask, deduplicate, membership_mask
 
 # Additional distance of an architecture without a fitted `Pipeline`, which gets a mean of the two.
 _UNKNOWN_ARCHITECTURE = 0.7
@@ -35,20 +36,24 @@ _UNKNOWN_ARCHITECTURE = 0.7
 # Hopper 0. A workstation Blackwell is at 0.26.
 _UNSEEN_ARCHITECTURE = 0.8
 
-# About as far outside the others as the die families that the fit leaves out (up to 1.3).
+# Distance up to which the tile model keeps its full weight. Die families that the fit leaves out
+# are 0 to 1.3 outside the rest.
 _VALIDATED_DISTANCE = 1.0
 
 # Distances from the fitted NVIDIA GPUs between which the tile model's weight stays constant. An
 # L40S, 1.3 outside if its family is left out, is predicted best by three parts of the tile model
-# and one of the residual model. A V100 and a T4 are 2.3 and 3.3 outside: their GEMMs in DeepBench
-# are 1.17 and 1.19 times off from their shapes, and 1.14 and 1.21 times from each other's
-# measurement. If the weight kept falling, they would be 1.25 and 1.18, and 1.23 and 1.28 times off
-# (benchmarks/deepbench.py).
+# and one of the residual model. Error factors of GEMMs in DeepBench (benchmarks/deepbench.py):
+#
+#   GPU   distance  predicted from          constant weight  falling weight
+#   V100  2.3       shapes                  1.17             1.25
+#   T4    3.3       shapes                  1.19             1.18
+#   V100  2.3       the T4's measurement    1.14             1.23
+#   T4    3.3       the V100's measurement  1.21             1.28
 _FULL_WEIGHT_DISTANCES = 1.3, 3.3
 
 
 def same_die(gpu: Gpu, other: Gpu) -> bool:
-    """Return whether two GPUs are cuts of one die.
+    """Return whether two GPUs are SKUs of one die.
 
     They have the same architecture, and FLOPs per SM and cycle within 10%. Overridden figures do
     not count: a what-if must not switch to the rules of another die.
@@ -61,7 +66,7 @@ def same_die(gpu: Gpu, other: Gpu) -> bool:
     return gpu.architecture == other.architecture and equal_rates
 
 
-def outside(gpu: Gpu, c: Coefficients) -> float:
+def distance_from_fitted(gpu: Gpu, c: Coefficients) -> float:
     """Return a GPU's distance from the range of the fitted GPUs: the sum over properties, in ln."""
     distance = 0.0
     for name, value in properties(gpu).items():
@@ -73,27 +78,27 @@ def outside(gpu: Gpu, c: Coefficients) -> float:
     return float(distance) + (0.0 if known else _UNKNOWN_ARCHITECTURE)
 
 
-def trust_in(gpu: Gpu, c: Coefficients) -> float:
+def tile_model_weight(gpu: Gpu, c: Coefficients) -> float:
     """Return the weight of the tile model for a GPU: 1 unless it is far from the fitted GPUs.
 
     A die family that the fit leaves out is up to 1.3 outside the others, and predicted well.
     """
     # Without overrides, so that a changed figure shows only its effect. With them, --override of
     # more FLOPs or a larger cache changed the mixture and made GEMMs up to 16% slower.
-    distance, (least, most) = outside(gpu.as_described, c), _FULL_WEIGHT_DISTANCES
+    distance, (least, most) = distance_from_fitted(gpu.as_described, c), _FULL_WEIGHT_DISTANCES
     if gpu.is_nvidia:
         distance -= min(max(0.0, distance - least), most - least)
     return float(np.exp(-max(0.0, distance - _VALIDATED_DISTANCE)))
 
 
-def trust_in_parts(gpu: Gpu, c: Coefficients) -> float:
+def composite_tile_weight(gpu: Gpu, c: Coefficients) -> float:
     """Return the weight of the tile model for calls composed of several GEMMs.
 
     1 for NVIDIA GPUs as near as a T4, where the tiles predict convolutions. The residual model sees
     a single GEMM, which takes half the convolution's time on a V100 and a T4.
     """
     near = _FULL_WEIGHT_DISTANCES[1] if gpu.is_nvidia else _VALIDATED_DISTANCE
-    return float(np.exp(-max(0.0, outside(gpu.as_described, c) - near)))
+    return float(np.exp(-max(0.0, distance_from_fitted(gpu.as_described, c) - near)))
 
 
 def properties(gpu: Gpu) -> dict[str, float]:
@@ -109,8 +114,6 @@ def properties(gpu: Gpu) -> dict[str, float]:
     }
 
 
-I64 = npt.NDArray[np.int64]
-
 KINDS = (
     "kept",
     "gemm",
@@ -124,31 +127,45 @@ KINDS = (
     "gemm_8bit_same_die",
     "gemm_8bit_unmeasured",
     "gemm_8bit_unmeasured_short",
+    "gemm_8bit_tensor_unmeasured",
+    "gemm_4bit_unmeasured",
     "attention",
     "attention_same_die",
     "attention_unmeasured",
     "attention_other",
+    "decode",
+    "decode_unmeasured",
+    "decode_other",
     "product",
+    "product_short",
     "product_unmeasured",
     "retyped",
     "memory",
     "memory_short",
+    "memory_other_die",
+    "memory_other_die_short",
     "memory_unmeasured",
     "memory_unmeasured_short",
+    "memory_library_unmeasured",
+    "memory_library_unmeasured_short",
     "resized_product",
     "resized_attention",
     "resized_memory",
     "looked_up",
-    "looked_up_loosely",
-    "looked_up_otherwise",
+    "looked_up_short_or_data_dependent",
+    "looked_up_other_versions",
     "composed",
 )
 """Kinds of prediction with separate errors; "kept" has none.
 
 A kind names what is known: the dtype; whether the call was measured on another GPU ("unmeasured":
-it was not), or on a cut of the same die; whether attention's kernel was measured on the target's
-architecture ("other": it was not). "product" are GEMMs on vector units or without tiles. "short"
-are predictions under `SHORT_NS`, which the launch determines.
+it was not), or on an SKU of the same die; whether attention's kernel was measured on the target's
+architecture ("other": it was not). "tensor" are 8-bit GEMMs with one scale for a tensor, "4bit" are
+GEMMs in NVFP4, to which nothing is fitted, and "decode" is attention of a few queries. "product"
+are GEMMs on vector units or without tiles. "short" are predictions under `SHORT_NS`, which the
+launch determines. "library" are memory-bound kernels of other libraries than PyTorch: on an A100
+and an H100 vLLM's norms, activations and rotary embeddings take 1.3 to 2.0 times as long as their
+bytes, and PyTorch's additions 0.8 to 1.0 times.
 
 "resized" kinds are of another size on one GPU and add to those of another GPU. Memory-bound kernels
 without a measurement ("memory_unmeasured") are much less certain than measured ones. So are GEMMs
@@ -159,12 +176,25 @@ ones (benchmarks/deepbench.py), so they are not widened.
 
 _AT = {kind: np.uint8(at) for at, kind in enumerate(KINDS)}
 
+# Class of each of `KINDS`, whose kernels share an error on a GPU: the first word of its name.
+_CLASSES = [kind.split("_", 1)[0] for kind in KINDS]
+_CLASS = np.array([_CLASSES.index(name) for name in _CLASSES])
+
 # Kinds of GEMM predictions by rules without fitted coefficients.
 _UNFITTED = ("retyped",)
 
 _OTHER_VENDORS = {
     **dict.fromkeys(("memory", "memory_short"), 2.1),
-    **dict.fromkeys(("memory_unmeasured", "memory_unmeasured_short", "composed"), 1.8),
+    **dict.fromkeys(
+        (
+            "memory_unmeasured",
+            "memory_unmeasured_short",
+            "memory_library_unmeasured",
+            "memory_library_unmeasured_short",
+            "composed",
+        ),
+        1.8,
+    ),
 }
 
 # Widening of errors on GPUs of other vendors, to which nothing was fitted. `_OTHER_VENDORS` has
@@ -176,10 +206,22 @@ _OTHER_VENDORS = {
 _FARTHER = 2.0
 
 # Errors that are no larger on a V100 and a T4, far outside the fitted GPUs, than on an A100.
-_ON_ANY_NVIDIA = (*_OTHER_VENDORS, "product", "product_unmeasured")
+_ON_ANY_NVIDIA = (
+    *_OTHER_VENDORS,
+    "memory_other_die",
+    "memory_other_die_short",
+    "product",
+    "product_short",
+    "product_unmeasured",
+)
 
 # Errors of measured times or of bytes, which do not grow with the distance from the fitted GPUs.
-_WITHOUT_MODEL = ("resized_memory", "looked_up", "looked_up_loosely", "looked_up_otherwise")
+_WITHOUT_MODEL = (
+    "resized_memory",
+    "looked_up",
+    "looked_up_short_or_data_dependent",
+    "looked_up_other_versions",
+)
 
 SHORT_NS = 10_000
 """Shorter GEMMs have separate errors, because the launch determines their time."""
@@ -193,13 +235,13 @@ class Uncertainty(NamedTuple):
 
     Attributes:
         spread: standard deviation in ln of each, in addition to that of its kind, float64[n].
-        otherwise: whether the row was measured with other library versions than the trace, bool[n].
-        loosely: whether the time depends on more than the key records, bool[n].
+        other_versions: whether the row has other library versions than the trace, bool[n].
+        data_dependent: whether the time depends on more than the key records, bool[n].
     """
 
     spread: F64
-    otherwise: Mask
-    loosely: Mask
+    other_versions: Mask
+    data_dependent: Mask
 
     @classmethod
     def none(cls, count: int) -> Self:
@@ -210,18 +252,20 @@ class Uncertainty(NamedTuple):
         """Return the union of the uncertainties of look-ups of different nodes."""
         return type(self)(
             np.maximum(self.spread, other.spread),
-            self.otherwise | other.otherwise,
-            self.loosely | other.loosely,
+            self.other_versions | other.other_versions,
+            self.data_dependent | other.data_dependent,
         )
 
     def at(self, where: I64 | Mask) -> Self:
         """Return the uncertainty of the nodes at `where`."""
-        return type(self)(self.spread[where], self.otherwise[where], self.loosely[where])
+        return type(self)(
+            self.spread[where], self.other_versions[where], self.data_dependent[where]
+        )
 
 
 def resize_kinds_of(kernels: KernelFeatures, resized: Mask) -> U8:
     """Return the kind of each prediction for another size, as positions in `KINDS`, uint8[n]."""
-    attention = (kernels.attention[:, 0] > 0)[kernels.call]
+    attention = kernels.is_fused_attention
     product = np.where(kernels.matmul_class, _AT["resized_product"],
                        _AT["resized_memory"])  # fmt: skip
     kind = np.where(attention, _AT["resized_attention"], product)
@@ -233,13 +277,14 @@ def kinds_of(
     predicted: tuple[F64, U8],
     source: Gpu | None,
     target: Gpu,
-    doubt: Uncertainty | None = None,
+    uncertainty: Uncertainty | None = None,
 ) -> U8:
     """Return the kind of each prediction, as positions in `KINDS`, uint8[n]."""
     predicted_ns, rules = predicted
     die = source is not None and same_die(source, target)
     by_tiles = membership_mask(rules, BY_TILES)
-    attention = (kernels.attention[:, 0] > 0)[kernels.call]
+    attention = kernels.is_fused_attention
+    few = has_few_queries(kernels.attention)[kernels.call]
     short = predicted_ns < SHORT_NS
 
     def by_length(kind: str) -> U8:
@@ -247,44 +292,66 @@ def kinds_of(
 
     # The errors of 16-bit GEMMs are not those of vector units, whose tiles have no fit.
     vector = np.array([name == "float32" for name in kernels.dtypes], dtype=bool)[kernels.dtype]
-    eight_bit = (kernels.gemm[:, 4] == 1)[kernels.call]
+    narrow_operands = kernels.has_narrow_operands
     if source is None:
         sixteen = by_length("gemm_unmeasured")
-        narrow = by_length("gemm_8bit_unmeasured")
+        fine = kernels.scales[kernels.call] != Scales.TENSOR
+        narrow = np.where(
+            fine, by_length("gemm_8bit_unmeasured"), _AT["gemm_8bit_tensor_unmeasured"]
+        )
     elif die:
         sixteen, narrow = _AT["gemm_same_die"], _AT["gemm_8bit_same_die"]
     else:
         sixteen = by_length("gemm" if target.calibrated else "gemm_uncalibrated")
         narrow = _AT["gemm_8bit"]
-    without_tiles = _AT["product_unmeasured" if source is None else "product"]
-    product = np.where(vector, without_tiles, np.where(eight_bit, narrow, sixteen))
-    # Between cuts of a die the same attention kernel runs, whose deviation carries over whole.
+    without_tiles = _AT["product_unmeasured"] if source is None else by_length("product")
+    product = np.where(vector, without_tiles, np.where(narrow_operands, narrow, sixteen))
+    # One GPU with units for 4 bits was measured, so their errors are those without a source.
+    four, unmeasured_four = kernels.has_four_bit_operands, _AT["gemm_4bit_unmeasured"]
+    product = np.where(four, unmeasured_four, product)
+    # Between SKUs of a die the same attention kernel runs, whose deviation carries over whole.
     attention_kind = _AT["attention_same_die" if die else "attention"]
     if source is None:
         known = is_known_by_shape(target)
         attention_kind = _AT["attention_unmeasured" if known else "attention_other"]
-    memory = by_length("memory_unmeasured" if source is None else "memory")
+        other = np.where(few, _AT["decode_other"], _AT["attention_other"])
+        attention_kind = np.where(rules == Rule.OTHER_ATTENTION, other, attention_kind)
+    if not die:
+        decode_kind = "decode_unmeasured" if source is None else "decode"
+        attention_kind = np.where(rules == Rule.DECODE, _AT[decode_kind], attention_kind)
+    memory = _memory_kinds(kernels, short, source, target)
     depthwise = kernels.matmul_class & ~kernels.matmul & np.isfinite(kernels.flops)
-    multiplied = kernels.matmul_class & ~depthwise
-    other = np.where(multiplied, without_tiles, memory)
+    other = np.where(kernels.matmul_class & ~depthwise, without_tiles, memory)
     # Eight misaligned GEMMs were measured, up to 1.5 times off.
     if not die:
-        product = np.where(rules == Rule.MISALIGNED, _AT["memory_unmeasured"], product)
+        product = np.where(rules == Rule.MISALIGNED, _AT["memory_library_unmeasured"], product)
     kind = np.where(by_tiles, np.where(attention, attention_kind, product), other)
     if source is None:
         kind = np.where(rules == Rule.PARTS, _AT["composed"], kind)
-    kind = np.where(rules == Rule.RETYPED, _AT["retyped"], kind)
+    kind = np.where(rules == Rule.RETYPED, np.where(four, unmeasured_four, _AT["retyped"]), kind)
     looked_up = membership_mask(rules, BY_DATABASE)
-    if doubt is not None and looked_up.any():
-        loose = doubt.loosely | (predicted_ns <= TINY_NS)
-        same = np.where(loose, _AT["looked_up_loosely"], _AT["looked_up"])
-        database = np.where(doubt.otherwise, _AT["looked_up_otherwise"], same)
+    if uncertainty is not None and looked_up.any():
+        loose = uncertainty.data_dependent | (predicted_ns <= TINY_NS)
+        same = np.where(loose, _AT["looked_up_short_or_data_dependent"], _AT["looked_up"])
+        database = np.where(uncertainty.other_versions, _AT["looked_up_other_versions"], same)
         kind = np.where(looked_up, database, kind)
     # Last, because these rules decide for any class of work.
     kept = membership_mask(
         rules, [*AS_MEASURED, Rule.DROPPED, Rule.RESIZED, Rule.MEASURED_WITH_OVERRIDES]
     )
     return np.where(kept, _AT["kept"], kind).astype(np.uint8)
+
+
+def _memory_kinds(kernels: KernelFeatures, short: Mask, source: Gpu | None, target: Gpu) -> U8:
+    """Return the kinds of memory-bound kernels, uint8[n]; arguments as for `kinds_of`."""
+    if source is None:
+        kinds = ("memory_library_unmeasured", "memory_unmeasured")
+    elif source.is_nvidia and target.is_nvidia and not same_die(source, target):
+        kinds = ("memory_other_die",) * 2
+    else:
+        kinds = ("memory",) * 2
+    of_library, of_torch = (np.where(short, _AT[f"{kind}_short"], _AT[kind]) for kind in kinds)
+    return np.where(kernels.from_torch, of_torch, of_library)
 
 
 def less_known_gpu(source: Gpu | None, target: Gpu) -> Gpu:
@@ -305,13 +372,13 @@ def widening(target: Gpu, c: Coefficients, kind: str) -> float:
     """Return the factor on the errors of a kind of prediction, for a GPU far from the fitted ones.
 
     With a die family left out of the fit, errors grew by about a quarter per unit of distance (see
-    `outside`). A GPU of an architecture that the fit has not seen is at least as far as those
-    families were in the mean: each of its figures may be within their range, and its kernels are
+    `distance_from_fitted`). A GPU of an architecture that the fit has not seen counts as at least
+    as far as those families were in the mean: its specs may be within their range, its kernels are
     not. None was more than 1.3 outside, so errors grow faster beyond. `_UNFITTED` kinds are
     widened only beyond a distance of 1, since no fit favours a GPU. Look-ups on the GPU itself, and
-    changes of size by bytes, are not widened. Nor are memory-bound kernels and fp32 products on
+    changes of size by bytes, are not widened. Nor are memory-bound kernels and fp32 GEMMs on
     NVIDIA GPUs: on a V100 and a T4, 2.3 and 3.3 outside, norms, softmax and elementwise kernels of
-    30 us and more are as close to their roofline as on an A100, and fp32 products to their tiles.
+    30 us and more are as close to their roofline as on an A100, and fp32 GEMMs to their tiles.
     """
     if kind in _WITHOUT_MODEL:
         return 1.0
@@ -319,7 +386,7 @@ def widening(target: Gpu, c: Coefficients, kind: str) -> float:
         return 1.0
     if kind in _OTHER_VENDORS:
         return _OTHER_VENDORS[kind]
-    distance = outside(target, c)
+    distance = distance_from_fitted(target, c)
     if kind in _UNFITTED:
         return max(1.0, distance)
     if target.architecture not in c.architectures:
@@ -358,7 +425,7 @@ class OverrideEffect(NamedTuple):
 
 
 class Interval(NamedTuple):
-    """80% interval of the step's compute time, in ns."""
+    """80% interval of the summed kernel times of a step, in ns."""
 
     p10_ns: int
     p90_ns: int
@@ -388,13 +455,13 @@ def intervals(
     *,
     changed: Mask | None = None,
     resized: Mask | None = None,
-    doubt: Uncertainty | None = None,
+    uncertainty: Uncertainty | None = None,
     overrides: OverrideEffect | None = None,
     record: TermRecord | None = None,
 ) -> tuple[tuple[F64, F64], Interval]:
-    """Return ((low, high) of each node in ns, interval of the step).
+    """Return ((low, high) of each node in ns, interval of their sum).
 
-    The step's interval lies within the sums of all low ends and all high ends.
+    The interval of the sum lies within the sums of all low ends and all high ends.
 
     Args:
         kernels: the re-costed kernels.
@@ -405,41 +472,45 @@ def intervals(
         changed: whether a node is another kernel or has another dtype than measured, bool[n]; None:
             no node. Such a node is no more certain on a GPU of the source's die.
         resized: whether a node was measured at another size, bool[n]; None: no node.
-        doubt: uncertainty of look-ups; None without look-ups.
+        uncertainty: uncertainty of look-ups; None without look-ups.
         overrides: effect of overridden figures; None without overrides.
         record: takes the intervals of its kernels as facts.
     """
     predicted_ns, rules = predicted
     c = c.for_gpus(source, target)
-    kinds = kinds_of(kernels, predicted, source, target, doubt)
+    kinds = kinds_of(kernels, predicted, source, target, uncertainty)
     if changed is not None and changed.any():
         # Another kernel was not measured on any GPU, so its errors are those without a source.
-        kinds = np.where(changed, kinds_of(kernels, predicted, None, target, doubt), kinds)
+        kinds = np.where(changed, kinds_of(kernels, predicted, None, target, uncertainty), kinds)
     sizes = np.zeros_like(kinds) if resized is None else resize_kinds_of(kernels, resized)
     errors = ErrorKinds.of(kinds, sizes)
     if overrides is not None:
         errors = errors.with_overrides(kernels, predicted_ns, overrides, target, c)
     less_known = less_known_gpu(source, target)
-    ends = node_intervals(predicted_ns, errors, less_known, c, doubt)
+    ends = node_intervals(predicted_ns, errors, less_known, c, uncertainty)
     if record is not None:
         for row in record.rows.tolist():
-            text = _interval_text(row, ends, errors, Rule(int(rules[row])), less_known, c, doubt)
+            text = _interval_text(
+                row, ends, errors, Rule(int(rules[row])), less_known, c, uncertainty
+            )
             if text:
                 record.facts[row].append(("80% interval", text))
-    # The step's interval is narrower than the sum of
-    # ends, because errors of distinct calls average.
-    step = step_interval(predicted_ns, errors, kernels.call, less_known, c, doubt=doubt)
+    # The interval of the sum is narrower than the sum of ends, because errors of distinct calls
+    # average.
+    compute = compute_interval(
+        predicted_ns, errors, kernels.call, less_known, c, uncertainty=uncertainty
+    )
     # The error of the sum is at most the sum of the errors.
     least, most = (round(float(end.sum())) for end in ends)
-    return ends, Interval(max(step.p10_ns, least), min(step.p90_ns, most))
+    return ends, Interval(max(compute.p10_ns, least), min(compute.p90_ns, most))
 
 
 _MEASURED_BY = {
     "composed": "of DeepBench, on a V100 and a T4",
     "looked_up": "of captured steps, looked up in rows of the same versions",
-    "looked_up_loosely": "of captured steps, up to 3 us or dependent on data, looked up in rows of "
-    "the same versions",
-    "looked_up_otherwise": "measured in two campaigns on the same GPU",
+    "looked_up_short_or_data_dependent": "of captured steps, up to 3 us or dependent on data, "
+    "looked up in rows of the same versions",
+    "looked_up_other_versions": "measured in two benchmark sets on the same GPU",
 }
 
 
@@ -450,7 +521,7 @@ def _interval_text(  # noqa: PLR0917
     rule: Rule,
     gpu: Gpu,
     c: Coefficients,
-    doubt: Uncertainty | None,
+    uncertainty: Uncertainty | None,
 ) -> str:
     """Return the interval of the kernel at `row` with its origin; "" if it has none."""
     kind, size, other = (KINDS[int(kinds[row])] for kinds, _ in errors.each)
@@ -468,7 +539,7 @@ def _interval_text(  # noqa: PLR0917
         kind, more = size, ""
     error, factor = c.errors[kind], widening(gpu, c, kind)
     if rule in BY_DATABASE:
-        own_width = HALF_WIDTH * float(doubt.spread[row]) if doubt is not None else 0.0
+        own_width = HALF_WIDTH * float(uncertainty.spread[row]) if uncertainty is not None else 0.0
         return (
             f"{ends_ns}x e^+-({error.high:.4f}^2 + {own_width:.4f}^2)^0.5, of {error.count:,} "
             f"calls {_MEASURED_BY.get(kind, 'of ' + kind)}, and of this one{more}"
@@ -536,40 +607,41 @@ def node_intervals(
     errors: ErrorKinds,
     target: Gpu,
     c: Coefficients,
-    doubt: Uncertainty | None = None,
+    uncertainty: Uncertainty | None = None,
 ) -> tuple[F64, F64]:
     """Return the low and the high end of each node's time in ns."""
-    low, high = half_widths(errors, target, c, doubt)
+    low, high = half_widths(errors, target, c, uncertainty)
     return predicted_ns * np.exp(-low), predicted_ns * np.exp(high)
 
 
 def half_widths(
-    errors: ErrorKinds, target: Gpu, c: Coefficients, doubt: Uncertainty | None = None
+    errors: ErrorKinds, target: Gpu, c: Coefficients, uncertainty: Uncertainty | None = None
 ) -> tuple[F64, F64]:
     """Return the distance in ln from each prediction down and up to the ends of its interval."""
     ends = (_widened(end, target, c) for end in ("low", "high"))
     parts = [(kinds, part) for kinds, part in errors.each if kinds.any()] or [errors.each[0]]
     low, high = (np.sqrt(sum((part * e[kinds]) ** 2 for kinds, part in parts)) for e in ends)
-    if doubt is None or not doubt.spread.any():
+    if uncertainty is None or not uncertainty.spread.any():
         return low, high
-    own_width = HALF_WIDTH * doubt.spread
+    own_width = HALF_WIDTH * uncertainty.spread
     return np.hypot(low, own_width), np.hypot(high, own_width)
 
 
-def step_interval(
+def compute_interval(
     predicted_ns: F64, errors: ErrorKinds, call: I64, target: Gpu, c: Coefficients, *,
-    doubt: Uncertainty | None = None,
+    uncertainty: Uncertainty | None = None,
 ) -> Interval:  # fmt: skip
     """Return the interval of the sum of all nodes' times.
 
-    Its standard deviation, in ln, is sqrt(shared^2 + independent^2) over the sum: shared is the sum
-    of the nodes' shared parts, independent the root of the summed squares of the distinct calls'
-    parts. Errors of another GPU, another size and overrides are independent of each other.
+    Its standard deviation, in ln, is sqrt(shared^2 + independent^2) over the sum. The shared parts
+    add up within a class; shared is the root of the classes' summed squares, independent that of
+    the distinct calls'. Errors of another GPU, another size and overrides are independent of each
+    other.
     """
     total = float(predicted_ns.sum())
     if not total:
         return Interval(0, 0)
-    lookup = doubt.spread if doubt is not None and doubt.spread.any() else 0.0
+    lookup = uncertainty.spread if uncertainty is not None and uncertainty.spread.any() else 0.0
     shared, independent = (_widened(part, target, c) for part in ("shared", "independent"))
     variance = 0.0
     for (kinds, part), more in zip(errors.each, (lookup, 0.0, 0.0), strict=True):
@@ -581,7 +653,8 @@ def step_interval(
             np.hypot(part * independent[kinds], more) if np.any(more) else part * independent[kinds]
         )
         each = np.bincount(distinct, weights=of_each * predicted_ns)
-        variance += float((part * shared[kinds] * predicted_ns).sum()) ** 2 + float((each**2).sum())
+        in_class = np.bincount(_CLASS[kinds], weights=part * shared[kinds] * predicted_ns)
+        variance += float((in_class**2).sum()) + float((each**2).sum())
     factor = float(np.exp(HALF_WIDTH * np.sqrt(variance) / total))
     return Interval(round(total / factor), round(total * factor))
 

@@ -6,10 +6,15 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
-from onerank.annotate.deduplicate import deduplicate
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models import gemm_tiles, scale_measured
-from onerank.annotate.models.attention_kernels import attention_ns, has_figure
+from onerank.annotate.models.attention_kernels import has_figure
+from onerank.annotate.models.attention_time import (
+    LATENT_ARCHITECTURES,
+    attention_ns,
+    has_few_queries,
+    is_latent,
+)
 from onerank.annotate.models.calibration import (
     Calibration,
     calibrated,
@@ -17,15 +22,9 @@ from onerank.annotate.models.calibration import (
     without_overrides,
 )
 from onerank.annotate.models.coefficients import Coefficients, shipped
-from onerank.annotate.models.features import (
-    F64,
-    U8,
-    KernelFeatures,
-    KernelRates,
-    matmul_ratio,
-)
-from onerank.annotate.models.gemm_tiles import Rates, Run, gemm_ns
-from onerank.annotate.models.intervals import same_die, trust_in, trust_in_parts
+from onerank.annotate.models.features import KernelFeatures, KernelRates, matmul_ratio
+from onerank.annotate.models.gemm_tiles import GemmTarget, Rates, gemm_ns, scaled_kernels
+from onerank.annotate.models.intervals import composite_tile_weight, same_die, tile_model_weight
 from onerank.annotate.models.prediction_terms import (
     Rule,
     Term,
@@ -38,10 +37,12 @@ from onerank.annotate.models.prediction_terms import (
     product,
     quantity,
     quotient,
+    total,
 )
-from onerank.annotate.models.roofline import PartTimes
-from onerank.annotate.models.roofline import predict as from_datasheet
+from onerank.annotate.models.roofline import PartTimes, predict_from_datasheet, scale_by_shape
 from onerank.annotate.models.scale_measured import clamp_to_lower_bound
+from onerank.annotate.op_costs.cost_record import AttentionSizes, GemmShape, Scales
+from onerank.ir.arrays import F64, I64, U8, Mask, deduplicate
 
 
 def predict_by_ratio(
@@ -90,12 +91,8 @@ def predict_by_ratio(
     return kernels.duration_ns * factors, rule.astype(np.uint8)
 
 
-I64 = npt.NDArray[np.int64]
-
-Mask = npt.NDArray[np.bool_]
-
 _FITTED_TYPES = ("bfloat16", "float16", "tfloat32", "int8", "float8_e4m3fn", "float8_e5m2",
-                 "float8_e4m3fnuz", "float8_e5m2fnuz")  # fmt: skip
+                 "float8_e4m3fnuz", "float8_e5m2fnuz", "float4_e2m1fn_x2")  # fmt: skip
 
 # Multiplied by vector units, where it takes the tiles of 16-bit GEMMs unchanged. NeuSight's fp32
 # linear layers on V100, T4, A100 and H100 (torch 2.1) are 7 to 11% off by their shapes, in the
@@ -127,22 +124,25 @@ def predict_learned(
        because libraries pick the same kernels, and all of it for attention.
     2. To another die, the share `product_carried` carries over, because libraries pick other
        kernels, and all of the excess beyond 1.0: such a kernel does more than the GEMM, or has a
-       bad layout. For forward attention the share is `attention_carried`. For work that no
-       coefficient is fitted to, most of the deviation is the model's error on any GPU: the share is
-       `eight_bit_carried` for GEMMs in 8 bits, and 1 for backward attention.
+       bad layout. The share is `narrow_carried` for GEMMs in 8 or 4 bits, whose kernels several
+       dies have in common, and `attention_carried` for forward attention. It is 1 for backward
+       attention, which has no fitted coefficient: its deviation is the model's error on any GPU.
     3. For a GPU far from the fitted ones, part of the prediction is the residual model's (see
-       `trust_in`).
+       `tile_model_weight`).
     4. For convolutions and recurrent layers, which are several GEMMs, all of it carries over. From
        a V100 to a T4 and back DeepBench's convolutions are 1.18 times off forward, 1.21 and 1.52
        for the gradients of input and filter; with the residual model 1.29, 1.32 and 1.47
        (benchmarks/deepbench.py).
 
-    Attention becomes the kernel that the target runs (see `attention_kernels`). Everything else,
-    and GEMMs in dtypes without units, uses the residual model. No kernel is faster than the
-    target's lower bound (see `scale_measured.lower_bound_ns`).
+    Attention becomes the kernel that the target runs (see `attention_kernels`). To another NVIDIA
+    die, memory-bound kernels scale with their time by shape (see `roofline.scale_by_shape`).
+    Everything else, and GEMMs in dtypes without units, uses the residual model. No kernel is faster
+    than the target's lower bound (see `scale_measured.lower_bound_ns`).
     """
     c = coefficients or shipped()
-    predicted_ns, rules = scale_measured.predict(kernels, source, target, record=record)
+    predicted_ns, rules = scale_measured.predict_by_residual(kernels, source, target, record=record)
+    if source.is_nvidia and target.is_nvidia and not same_die(source, target):
+        predicted_ns = scale_by_shape(kernels, source, target, (predicted_ns, rules), record)
     tiles = tile_terms(kernels, source, target, predicted_ns, c, record)
     predicted_ns[tiles.rows] = kernels.duration_ns[tiles.rows] * tiles.factor
     rules[tiles.rows] = tiles.rule
@@ -258,7 +258,10 @@ def tile_terms(  # noqa: PLR0917
     rows = np.flatnonzero(usable)
     deviation = np.log(kernels.operator_ns[rows] / source_ns[rows])
     misaligned = _is_misaligned(kernels, target, target_ns)[rows]
-    trust = trust_in(target, c)
+    trust = tile_model_weight(target, c)
+    rule = _rules(attention[rows], misaligned, trust)
+    few = has_few_queries(kernels.attention)[kernels.call[rows]]
+    rule[few & (rule == Rule.ATTENTION_TILES)] = Rule.DECODE
     terms = TileTerms(
         rows=rows,
         duration_ns=kernels.duration_ns[rows],
@@ -269,7 +272,7 @@ def tile_terms(  # noqa: PLR0917
         carried=carried(deviation, deviation_kinds(kernels, rows), source, target, c),
         residual_ns=residual_ns[rows],
         trust=trust,
-        rule=_rules(attention[rows], misaligned, trust),
+        rule=rule,
     )
     target_terms, source_terms = scratch
     if record is not None and target_terms is not None and source_terms is not None:
@@ -346,7 +349,7 @@ def part_terms(  # noqa: PLR0917
         source_ns=source_ns[rows],
         target_ns=target_ns[rows],
         residual_ns=residual_ns[rows],
-        trust=trust_in_parts(target, c),
+        trust=composite_tile_weight(target, c),
     )
     target_terms, source_terms = scratch
     if record is not None and target_terms is not None and source_terms is not None:
@@ -359,20 +362,18 @@ def part_terms(  # noqa: PLR0917
 class DeviationKind(IntEnum):
     """Kinds of calls whose deviation from their tiles carries over to a different extent."""
 
-    PRODUCT = 0
-    EIGHT_BIT = 1
+    GEMM = 0
+    NARROW = 1
     FORWARD = 2
     BACKWARD = 3
 
 
 def deviation_kinds(kernels: KernelFeatures, rows: I64) -> npt.NDArray[np.int_]:
     """Return a `DeviationKind` for each of `rows`."""
-    call = kernels.call[rows]
-    attention, backward = (kernels.attention[call, column] > 0 for column in (0, 8))
-    product = np.where(kernels.gemm[call, 4] == 1, DeviationKind.EIGHT_BIT, DeviationKind.PRODUCT)
-    return np.where(
-        attention, np.where(backward, DeviationKind.BACKWARD, DeviationKind.FORWARD), product
-    )
+    backward, narrow = kernels.is_attention_backward[rows], kernels.has_narrow_operands[rows]
+    attention = np.where(backward, DeviationKind.BACKWARD, DeviationKind.FORWARD)
+    gemm = np.where(narrow, DeviationKind.NARROW, DeviationKind.GEMM)
+    return np.where(kernels.is_fused_attention[rows], attention, gemm)
 
 
 def carried(
@@ -391,15 +392,15 @@ def carried(
     if source.board == target.board:
         return deviation
     # Backward attention has no fitted coefficient, so all of its deviation is the
-    # model's and carries over. The share for 8-bit GEMMs is high for the same reason.
+    # model's and carries over.
     forward = attention_share(source, target, c)
     if same_die(source, target):
-        product = eight_bit = c.same_die * deviation
+        product = narrow = c.same_die * deviation
     else:
         ordinary = np.clip(deviation, -_ORDINARY, _ORDINARY)
         product = deviation - (1 - c.product_carried) * ordinary
-        eight_bit = deviation - (1 - c.eight_bit_carried) * ordinary
-    return np.choose(kind, [product, eight_bit, forward * deviation, deviation])
+        narrow = deviation - (1 - c.narrow_carried) * ordinary
+    return np.choose(kind, [product, narrow, forward * deviation, deviation])
 
 
 def attention_share(source: Gpu, target: Gpu, c: Coefficients) -> float:
@@ -417,29 +418,56 @@ def predict_from_description(
 ) -> tuple[F64, U8]:
     """Return (durations in ns, rules) of unmeasured kernels, from shapes only."""
     c = coefficients or shipped()
-    predicted_ns, rules = from_datasheet(kernels, target, record=record)
+    predicted_ns, rules = predict_from_datasheet(kernels, target, record=record)
     scratch = None if record is None else TermRecord(record.rows)
     tiles_ns, attention = tile_times(kernels, target, c, record=scratch)
-    # Kernels written for their architecture were measured. One without a figure is not assumed to
-    # be as fast; AMD's have figures, which `swap_unmeasured_attention` applies.
-    if not has_figure(target):
-        tiles_ns = np.where(attention, tiles_ns * c.other_attention, tiles_ns)
-        slower = factor(c.other_attention, "kernel", "none was measured on the architecture")
+    few = has_few_queries(kernels.attention)[kernels.call]
+    # The fit has only kernels written for their architecture. A kernel without a figure is slower.
+    # AMD's kernels have figures, which `swap_unmeasured_attention` applies.
+    known = has_figure(target, c)
+    if not known:
+        slow = attention & ~few
+        floor_ns = c.attention_on(target).floor * target.launch_floor_ns
+        slower_ns = floor_ns + (tiles_ns - floor_ns) * c.other_attention
         if scratch is not None:
             scratch.update_where(
-                attention,
-                lambda _, root: None if root is None else product(root, slower, name="by tiles"),
+                slow,
+                lambda i, root: (
+                    root and slower_attention(root, floor_ns, c.other_attention, slower_ns[i])
+                ),
             )
+        tiles_ns = np.where(slow, slower_ns, tiles_ns)
     by_tiles = np.isfinite(tiles_ns)
     misaligned = _is_misaligned(kernels, target, tiles_ns)[by_tiles]
-    trust = trust_in(target, c)
+    trust = tile_model_weight(target, c)
     _mix(predicted_ns, tiles_ns, trust, record, scratch)
     rules[by_tiles] = _rules(attention[by_tiles], misaligned, trust)
+    near = attention & (rules == Rule.ATTENTION_TILES)
+    rules[near & ~few & (not known)] = Rule.OTHER_ATTENTION
+    decoded = np.full(len(few), target.architecture in c.decode)
+    if target.architecture not in LATENT_ARCHITECTURES:
+        decoded &= ~is_latent(kernels.attention)[kernels.call]
+    rules[near & few] = np.where(decoded, Rule.DECODE, Rule.OTHER_ATTENTION)[near & few]
     scratch = None if record is None else TermRecord(record.rows)
     parts_ns = part_times(kernels, target, c, scratch)
-    _mix(predicted_ns, parts_ns, trust_in_parts(target, c), record, scratch)
+    _mix(predicted_ns, parts_ns, composite_tile_weight(target, c), record, scratch)
     rules[np.isfinite(parts_ns)] = Rule.PARTS
     return predicted_ns, rules
+
+
+def slower_attention(root: Term, floor_ns: float, by_kernel: float, value_ns: float) -> Term:
+    """Return the time of attention by a kernel without figures as a term.
+
+    Args:
+        root: time by the usual kernel.
+        floor_ns: launch floor in it, which does not depend on the kernel.
+        by_kernel: factor on the time above the floor.
+        value_ns: the result.
+    """
+    floor = quantity("floor", floor_ns, note="launch floor, which does not change")
+    above = product(root, factor(1 - floor_ns / root.value, note="above the floor"))
+    slower = factor(by_kernel, "kernel", "none was measured on the architecture")
+    return total(floor, product(above, slower), name="by tiles", value=value_ns)
 
 
 def _mix(
@@ -499,8 +527,9 @@ def tile_times(
     """
     operator_ns = np.full(len(kernels.call), np.nan)
     has_gemm: Mask = np.all(kernels.gemm > 0, axis=1)
-    # The last two columns are flags (causal, backward), which are 0 for valid calls too.
-    has_attention: Mask = np.all(kernels.attention[:, :7] > 0, axis=1)
+    # The flags after the sizes (causal, backward) are 0 for valid calls too.
+    sizes = kernels.attention[:, : len(AttentionSizes._fields)]
+    has_attention: Mask = np.all(sizes > 0, axis=1)
     is_attention: Mask = has_attention[kernels.call]
     where, first, inverse = _distinct(kernels, has_attention | has_gemm)
     if not len(where):
@@ -526,6 +555,7 @@ def tile_times(
         kernels.attention[call[fused]],
         c.attention_on(gpu),
         described,
+        decode=(c.decode_on(gpu), c.latent_decode),
         record=fused_calls,
     )
     shapes = gemms, kernels.gemm[call[gemms]]
@@ -598,7 +628,7 @@ def part_times(
 def _able(kernels: KernelFeatures, gpu: Gpu) -> Mask:
     """Return whether the tile model covers a node: its dtype is fitted and the GPU has units."""
     rates = kernels.rates(gpu)
-    # Other vendors multiply float32 in matrix units, whose kernels were not measured.
+    # Other vendors multiply float32 in matrix cores, whose kernels were not measured.
     vector = (_VECTOR_TYPE,) if gpu.is_nvidia else ()
     typed = _in_type(kernels, (*_FITTED_TYPES, *vector))
     return kernels.matmul & typed & ~rates.wider & np.isfinite(rates.sustained)
@@ -631,18 +661,23 @@ def _products_ns(  # noqa: PLR0917
     times = np.empty(len(rows))
     rates, before = kernels.rates(gpu), without_overrides(gpu)
     # The calibration is of 16-bit GEMMs; with its rates, 8-bit ones were less accurate.
-    sixteen_bit: Mask = shapes[:, 4] == _ITEM_BYTES
+    operand_bytes = shapes[:, GemmShape._fields.index("operand_bytes")]
+    sixteen_bit: Mask = operand_bytes == _ITEM_BYTES
     vector = _in_type(kernels, (_VECTOR_TYPE,))[rows]
-    eight_bit = shapes[:, 4] == 1
     as_described = Calibration(gpu, 1.0), Calibration(before, 1.0)
-    narrow = c.eight_bit_on(gpu)
-    for mask, at, was, on_vector, differs in (
-        (sixteen_bit, measured or calibrated(gpu, c.gemm), calibrated(before, c.gemm), False, None),
-        (eight_bit, *(Calibration(g, narrow.rate) for g in (gpu, before)), False, narrow),
-        (vector, *as_described, True, None),
-        (~sixteen_bit & ~eight_bit & ~vector, *as_described, False, None),
+    # With one scale for a tensor cuBLAS multiplies 8 bits as it does 16.
+    scales = kernels.scales[kernels.call[rows]]
+    fine = np.flatnonzero((operand_bytes <= 1) & (scales != Scales.TENSOR))
+    of_kernel = np.zeros(len(rows), dtype=bool)
+    of_kernel[fine] = True
+    scaled = scaled_kernels(gpu, shapes[fine], scales[fine], c.finely_scaled_on(gpu))
+    by_calibration = measured or calibrated(gpu, c.gemm), calibrated(before, c.gemm)
+    for chosen, (at, was), on_vector, kernel in (
+        (np.flatnonzero(sixteen_bit), by_calibration, False, None),
+        (np.flatnonzero(vector), as_described, True, None),
+        (np.flatnonzero(~sixteen_bit & ~of_kernel & ~vector), as_described, False, None),
+        *((fine[chosen], as_described, False, kernel) for chosen, kernel in scaled),
     ):
-        chosen = np.flatnonzero(mask)
         described = None
         if before.figures != gpu.figures:
             described = _run(was, kernels.rates(before), rows[chosen], vector=on_vector)
@@ -655,7 +690,7 @@ def _products_ns(  # noqa: PLR0917
             c.gemm,
             described,
             vector=on_vector,
-            eight_bit=differs,
+            kernel=kernel,
             record=scratch,
         )
         if record is not None and scratch is not None:
@@ -663,10 +698,10 @@ def _products_ns(  # noqa: PLR0917
     return times
 
 
-def _run(at: Calibration, rates: KernelRates, rows: I64, *, vector: bool) -> Run:
+def _run(at: Calibration, rates: KernelRates, rows: I64, *, vector: bool) -> GemmTarget:
     """Return the run of the GEMMs at `rows` on a calibrated GPU."""
     sustained = rates.sustained[rows]
     # No power cap limits vector units: their sustained rate is that of the kernels' code.
     peak = sustained if vector else rates.peak[rows]
     # No calibration may lift the sustained rate above the datasheet's peak.
-    return Run(at.gpu, Rates(np.minimum(peak, sustained * at.compute), peak), vector)
+    return GemmTarget(at.gpu, Rates(np.minimum(peak, sustained * at.compute), peak), vector)

@@ -6,12 +6,10 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.features import KernelFeatures
-
-F64 = npt.NDArray[np.float64]
+from onerank.ir.arrays import F64
 
 _SHIPPED = Path(__file__).with_name("power.toml")
 
@@ -20,7 +18,7 @@ _SHIPPED = Path(__file__).with_name("power.toml")
 _PER_SCORE = 5.0, 9.0
 
 
-class Coefficients(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PowerCoefficients(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Shares of the power limit, see `power_share`.
 
     Attributes:
@@ -28,8 +26,8 @@ class Coefficients(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         active: added by an occupied GPU.
         tensor: added by GEMMs at the sustained rate.
         memory: added by traffic at the achievable bandwidth.
-        vector: added by vector operations at the sustained rate. No kernel reaches it, since each
-            counted operation takes several instructions, so the fitted value exceeds 1.
+        vector: added by vector operations at the sustained rate. Kernels stay below this
+            rate, because an operation takes several instructions, so the fitted value exceeds 1.
     """
 
     base: float
@@ -58,7 +56,7 @@ class PowerModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kernel_high: float
     step_error: float
     step_errors: str
-    coefficients: Coefficients
+    coefficients: PowerCoefficients
 
 
 @functools.cache
@@ -67,14 +65,14 @@ def power_model() -> PowerModel:
     return msgspec.convert(tomllib.loads(_SHIPPED.read_text(encoding="utf-8")), PowerModel)
 
 
-def coefficients_of(gpu: Gpu, model: PowerModel) -> Coefficients:
+def coefficients_of(gpu: Gpu, model: PowerModel) -> PowerCoefficients:
     """Return the coefficients of a GPU's description, or the fitted ones if it has none."""
     described = gpu.power_coefficients
-    return model.coefficients if described is None else Coefficients(*described)
+    return model.coefficients if described is None else PowerCoefficients(*described)
 
 
 def utilization(seconds: F64, tensor: F64, moved: F64, vector: F64, gpu: Gpu) -> F64:
-    """Return the utilization of a GPU by kernels, one column per term of `Coefficients`.
+    """Return the utilization of a GPU by kernels, one column per term of `PowerCoefficients`.
 
     The result is float64[n, 5].
 
@@ -110,7 +108,7 @@ def utilization_of(kernels: KernelFeatures, gpu: Gpu) -> F64:
     return utilization(seconds, tensor, np.nan_to_num(kernels.bytes), vector, gpu)
 
 
-def power_share(use: F64, c: Coefficients) -> F64:
+def power_share(use: F64, c: PowerCoefficients) -> F64:
     """Return the power of kernels as a share of the power limit; one kernel may exceed it.
 
     base + active u_a + tensor u_t + memory u_m + vector u_v: u_a is the share of its time after the
@@ -123,8 +121,9 @@ def power_share(use: F64, c: Coefficients) -> F64:
 
 def _scores_per_flop(kernels: KernelFeatures) -> F64:
     """Return the vector operations of attention per FLOP of its GEMMs, float64[n]."""
-    d, value, backward = (kernels.attention[kernels.call][:, column] for column in (5, 6, 8))
-    # FLOPs of the products per score: two products forward, five backward (see `attention_terms`).
-    forward = _PER_SCORE[0] / np.maximum(1, 2 * (d + value))
-    both = _PER_SCORE[1] / np.maximum(1, 2 * (3 * d + 2 * value))
+    columns: list[F64] = list(kernels.attention[kernels.call].T)
+    *_, d, dv, _, backward = columns
+    # FLOPs of the GEMMs per score: two GEMMs forward, five backward (see `attention_time`).
+    forward = _PER_SCORE[0] / np.maximum(1, 2 * (d + dv))
+    both = _PER_SCORE[1] / np.maximum(1, 2 * (3 * d + 2 * dv))
     return np.where(d > 0, np.where(backward > 0, both, forward), 0.0)

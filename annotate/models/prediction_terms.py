@@ -12,11 +12,9 @@ from dataclasses import dataclass
 from enum import Enum, IntEnum
 
 import numpy as np
-import numpy.typing as npt
 
 from onerank.ir import Evidence, Graph
-
-I64 = npt.NDArray[np.int64]
+from onerank.ir.arrays import I64, Mask
 
 
 def by_evidence(graph: Graph, index: I64, amounts: I64 | None = None) -> dict[str, int]:
@@ -63,6 +61,8 @@ class Rule(IntEnum):
     PARTS = 24
     ISSUE = 25
     MISALIGNED = 26
+    OTHER_ATTENTION = 27
+    DECODE = 28
 
     @property
     def label(self) -> str:
@@ -76,17 +76,17 @@ _LABELS = {
     Rule.COMPUTE: "compute-bound",
     Rule.MEMORY: "memory-bound",
     Rule.FLOOR: "not longer than the launch floor",
-    Rule.MATMUL_WITHOUT_FLOPS: "matrix product or attention, FLOPs unknown: 16-bit matmul rate",
+    Rule.MATMUL_WITHOUT_FLOPS: "GEMM or attention, FLOPs unknown: 16-bit matmul rate",
     Rule.BANDWIDTH_ONLY: "FLOPs and bytes unknown: memory bandwidth",
     Rule.NO_RATE: "no matmul rate for the data type: memory bandwidth",
     Rule.FLOOR_ONLY: "no shapes: launch floor alone",
     Rule.DROPPED: "dropped: launches nothing",
     Rule.WIDER_RATE: "compute-bound, no matmul units for the data type: rate of a wider type",
-    Rule.GEMM_TILES: "matrix product by its tiles",
+    Rule.GEMM_TILES: "GEMM by its tiles",
     Rule.ATTENTION_TILES: "attention by its tiles",
-    Rule.OUTSIDE: "matrix product or attention by its tiles and the residual model: the GPU is "
+    Rule.OUTSIDE: "GEMM or attention by its tiles and the residual model: the GPU is "
     "far from the fitted ones",
-    Rule.RETYPED: "matrix product in another data type, by floor and roofline of both",
+    Rule.RETYPED: "GEMM in another data type, by the model's ratio of both",
     Rule.RESIZED: "measured at another size on this GPU, times the model's ratio of both sizes",
     Rule.LOOKED_UP: "looked up: this call was measured on this GPU",
     Rule.LOOKED_UP_ON_BOTH: "looked up on both GPUs: half of the source's deviation carries over",
@@ -97,9 +97,11 @@ _LABELS = {
     "overrides",
     Rule.LOOKED_UP_WITH_OVERRIDES: "looked up on this GPU, times the model's ratio with and "
     "without overrides",
-    Rule.PARTS: "convolution or recurrent layer by the tiles of its products",
+    Rule.PARTS: "convolution, recurrent layer or grouped GEMM, by the tiles of its GEMMs",
     Rule.ISSUE: "bound by SM cycles per element",
-    Rule.MISALIGNED: "matrix product whose rows begin off 16 bytes: an older generation's kernel",
+    Rule.MISALIGNED: "GEMM whose rows begin off 16 bytes: an older generation's kernel",
+    Rule.OTHER_ATTENTION: "attention by its tiles, by a kernel without figures on the architecture",
+    Rule.DECODE: "attention of a few queries, by the keys and values that it reads",
     Rule.SAME_GPU: "as measured: on this GPU",
     Rule.NO_DURATION: "kept: the trace has no duration to scale",
 }
@@ -108,7 +110,10 @@ AS_MEASURED = (Rule.KEPT, Rule.NO_DURATION, Rule.SAME_GPU)
 
 """Rules that keep the measured duration, if there is one."""
 
-BY_TILES = (Rule.GEMM_TILES, Rule.ATTENTION_TILES, Rule.OUTSIDE, Rule.MISALIGNED)
+OF_ATTENTION = (Rule.ATTENTION_TILES, Rule.OTHER_ATTENTION, Rule.DECODE)
+"""Rules of fused attention near the fitted GPUs."""
+
+BY_TILES = (Rule.GEMM_TILES, *OF_ATTENTION, Rule.OUTSIDE, Rule.MISALIGNED)
 
 """Rules of GEMMs and attention that use the tile model."""
 
@@ -337,9 +342,7 @@ class TermRecord:
             if root is not None:
                 self.roots[row] = root
 
-    def update_where(
-        self, mask: npt.NDArray[np.bool_], build: Callable[[int, Term | None], Term | None]
-    ) -> None:
+    def update_where(self, mask: Mask, build: Callable[[int, Term | None], Term | None]) -> None:
         """Replace the roots of recorded kernels in `mask`, bool[n]; see `update`."""
         self.update(slice(0, len(mask)), lambda i, root: build(i, root) if mask[i] else root)
 

@@ -5,9 +5,8 @@ from typing import NamedTuple
 import numpy as np
 
 from onerank.annotate.gpus.gpu import Gpu
-from onerank.annotate.models.features import F64, U8, KernelFeatures, Mask, matmul_ratio
+from onerank.annotate.models.features import KernelFeatures, matmul_ratio
 from onerank.annotate.models.prediction_terms import (
-    I64,
     Rule,
     Term,
     TermRecord,
@@ -19,9 +18,10 @@ from onerank.annotate.models.prediction_terms import (
     quotient,
     total,
 )
+from onerank.ir.arrays import F64, I64, U8, Mask
 
 
-def predict(
+def predict_by_residual(
     kernels: KernelFeatures, source: Gpu, target: Gpu, *, record: TermRecord | None = None
 ) -> tuple[F64, U8]:
     """Return (new durations in ns, rules) of the kernels by floor, roofline and residual.
@@ -34,10 +34,9 @@ def predict(
        becomes the target's. u is the share of the time above the floor that it explains.
     3. The rest is inefficiency. Compute-bound: tiles, waves and pipelines run below the
        power-capped ceiling, so the rest scales with the uncapped peak. Memory-bound: the rest is
-       latency and issue slots, which scale with SMs x clock (see `issue_rate`) and partly overlap
-       memory time: the p-norm of both with p = `OVERLAP_EXPONENT`. For a GEMM, and to
-       or from a core of another vendor, whose instructions differ, the rest scales between
-       bandwidth and SMs x clock; the exponents are u and 1 - u.
+       latency and issue slots, which scale with SMs x clock (`Gpu.issue_rate_hz`) and partly
+       overlap memory time: the p-norm of both with p = `OVERLAP_EXPONENT`. For a GEMM, or between
+       vendors, whose instructions differ, it scales with roofline^u * (SMs x clock)^(1 - u).
     4. A memory-bound kernel faster than its roofline finds its data in cache. The share of memory
        time is then the inverse of u, and the exponents of 3 apply to all of it.
 
@@ -57,7 +56,7 @@ def predict(
     count = len(kernels.call)
     predicted_ns, rules = np.empty(count), np.empty(count, dtype=np.uint8)
     for rows, block in kernels.blocks():
-        terms = terms_of(block, source, target, recorded=record is not None)
+        terms = scaling_terms(block, source, target, recorded=record is not None)
         block_ns = np.where(block.over_link, block.duration_ns, terms.predicted_ns)
         recorded = None
         if record is not None:
@@ -135,7 +134,7 @@ class Terms(NamedTuple):
         return total(floor, above, name="residual", value=self.predicted_ns[i])
 
     def _factor_term(self, i: int, rule: Rule, gpus: tuple[Gpu, Gpu]) -> Term:
-        """Return the factor on the time above the floor; the cases are those of `predict`."""
+        """Return the factor on the time above the floor, by the cases of `predict_by_residual`."""
         value, over = float(self.factor[i]), f"of {gpus[0].name} over {gpus[1].name}"
         if rule is Rule.MATMUL_WITHOUT_FLOPS:
             return factor(value, "factor", f"sustained 16-bit rate {over}")
@@ -194,19 +193,8 @@ OVERLAP_EXPONENT = 1.5
 1 means no overlap, infinity complete overlap. Among values from 1 to 3 it has the smallest error
 over ten captured steps of H200 and H100, each predicted from the other
 (`benchmarks/paired_steps.py`), over all kernels and for softmaxes. Norms and activations of A100
-and H100 in another campaign do not distinguish values around it.
+and H100 in another benchmark set do not distinguish values around it.
 """
-
-# Largest rate from the last-level cache to an SM (NVIDIA's whitepapers, Volta to Hopper).
-_SM_BYTES_PER_CYCLE = 64
-
-
-def issue_rate(gpu: Gpu) -> float:
-    """Return SMs x clock in Hz; a wide core counts as the SMs that its memory could feed."""
-    # A TPU has one or two cores, each as wide as many SMs. Counted as SMs, they made an embedding
-    # on a TPU v6e take 69 times as long as on an H200; as SMs that the memory feeds, 6.4 times.
-    fed_hz = gpu.peak_bandwidth_bytes_per_s / _SM_BYTES_PER_CYCLE
-    return max(gpu.sm_count * gpu.max_clock_hz, fed_hz)
 
 
 def _overlapped(explained: F64, by_roof: F64, by_issue: float) -> F64:
@@ -224,7 +212,9 @@ def issue_overlaps_memory(kernels: KernelFeatures, source: Gpu, target: Gpu) -> 
     return ~kernels.matmul_class & (source.is_nvidia and target.is_nvidia)
 
 
-def terms_of(kernels: KernelFeatures, source: Gpu, target: Gpu, *, recorded: bool = False) -> Terms:
+def scaling_terms(
+    kernels: KernelFeatures, source: Gpu, target: Gpu, *, recorded: bool = False
+) -> Terms:
     """Return the terms of each kernel's prediction; `recorded`: they become a `TermRecord`'s."""
     # A kernel shorter than its class's floor has nothing
     # above it, so it scales with the floor as a whole.
@@ -232,7 +222,7 @@ def terms_of(kernels: KernelFeatures, source: Gpu, target: Gpu, *, recorded: boo
     above = kernels.duration_ns - floor
     rates, new_rates = kernels.rates(source), kernels.rates(target)
     by_memory = source.bandwidth_bytes_per_s / target.bandwidth_bytes_per_s
-    by_issue = issue_rate(source) / issue_rate(target)
+    by_issue = source.issue_rate_hz / target.issue_rate_hz
 
     rated = np.isfinite(rates.sustained / new_rates.sustained)
     # Without a rate on both GPUs there is no ratio of FLOPs, so only the bytes scale.

@@ -1,40 +1,47 @@
 """FLOPs of scaled dot-product attention in fused kernels.
 
 Forward: scores = Q K^T and out = P V, 2*b*h*sq*sk*(d + dv) FLOPs. Backward recomputes the scores
-and has four more products: dV = P^T dO, dP = dO V^T, dQ = dS K, dK = dS^T Q; 2*b*h*sq*sk*(3*d +
+and has four more GEMMs: dV = P^T dO, dP = dO V^T, dQ = dS K, dK = dS^T Q; 2*b*h*sq*sk*(3*d +
 2*dv) FLOPs, 2.5 times the forward for d = dv. The softmax is not counted.
 
 Conventions: `is_causal` halves the count, because kernels skip the masked half of the tiles
 (torch's FlopCounterMode does not halve). With fewer queries than keys, FlashAttention aligns the
-queries with the last keys: each sees sk - sq / 2 keys instead of sk / 2. A window or a mask tensor
-does not reduce the count. h is the number of query heads: grouped key heads are shared, which saves
-no products.
+causal mask with the last key (bottom right): a query sees sk - sq / 2 keys instead of sk / 2. A
+window or a mask tensor does not reduce the count. h is the number of query heads: grouped-query
+attention (GQA) saves no FLOPs.
 """
 
 from dataclasses import dataclass
 
-from onerank.annotate.op_costs.cost_record import Formula, Work, product
+from onerank.annotate.op_costs.cost_record import (
+    LOWER_RIGHT,
+    AttentionShape,
+    Formula,
+    Work,
+    matmul_work,
+)
 from onerank.annotate.op_costs.operands import Call, Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class _Layout:
+class AttentionArguments:
     """Positions in an operator's schema of the arguments that determine its cost.
 
     Attributes:
         query: position of Q; K and V follow.
-        causal: position of `is_causal`, or of a custom mask type (0: none, 1 and 2: causal).
+        causal: position of `is_causal`, or of a custom mask type (0: none, 1 and 2: causal). None:
+            a mask is given by a function or a tensor.
         heads_first: [b, h, s, d] rather than [b, s, h, d].
         lengths: position of the query's cumulative lengths; the longest two lengths follow at
             `longest`. None: always a padded batch.
         longest: position of the longest query length.
         backward: whether it is the backward pass.
-        lower_right: whether `is_causal` takes the queries as those of the last keys; a custom mask
-            type of 2 does too.
+        lower_right: whether `is_causal` aligns the mask with the last key (bottom right); a custom
+            mask type of 2 does too.
     """
 
     query: int
-    causal: int
+    causal: int | None
     heads_first: bool = True
     lengths: int | None = None
     longest: int = 0
@@ -42,10 +49,12 @@ class _Layout:
     lower_right: bool = False
 
 
-def _formula(layout: _Layout) -> Formula:
+def attention_formula(layout: AttentionArguments) -> Formula:
+    """Return the cost formula of an operator whose arguments have this layout."""
+
     def formula(call: Call) -> Work | None:
         query, key, value = (call.tensor(layout.query + offset) for offset in range(3))
-        causal = call.value(layout.causal)
+        causal = False if layout.causal is None else call.value(layout.causal)
         if query is None or key is None or value is None or causal is None:
             return None
         sizes = _sizes(layout, call, query, key)
@@ -56,24 +65,20 @@ def _formula(layout: _Layout) -> Formula:
         flops = 2 * batch * heads * rows * columns
         flops *= 3 * d + 2 * dv if layout.backward else d + dv
         masked = int(bool(causal))
-        if causal and columns > rows and (layout.lower_right or causal == _LOWER_RIGHT):
+        if causal and columns > rows and (layout.lower_right or causal == LOWER_RIGHT):
             flops = flops // columns * (2 * columns - rows) // 2
-            masked = _LOWER_RIGHT
+            masked = LOWER_RIGHT
         elif causal:
             # Kernels skip tiles above the diagonal; FlopCounterMode counts them.
             flops //= 2
-        about = (*sizes, d, dv, masked, int(layout.backward))
-        return product(call, query, flops, attention=about)
+        shape = AttentionShape(*sizes, d, dv, causal=masked, backward=int(layout.backward))
+        return matmul_work(call, query, flops, attention=shape)
 
     return formula
 
 
-# `CausalVariant.LOWER_RIGHT` of torch.nn.attention.bias: the queries are those of the last keys.
-_LOWER_RIGHT = 2
-
-
 def _sizes(
-    layout: _Layout, call: Call, query: Tensor, key: Tensor
+    layout: AttentionArguments, call: Call, query: Tensor, key: Tensor
 ) -> tuple[int, int, int, int, int] | None:
     """Return (b, h, key heads, sq, sk); None for packed sequences of unknown lengths."""
     packed = call.tensor(layout.lengths) if layout.lengths is not None else None
@@ -103,32 +108,52 @@ def _sizes(
 _LAYOUTS = {
     # On a GPU FlashAttention aligns a causal mask with the last key (since its version
     # 2.1); its CPU counterpart, cuDNN's and the math kernel align it with the first.
-    "_scaled_dot_product_flash_attention": _Layout(0, 4, lower_right=True),
-    "_scaled_dot_product_flash_attention_for_cpu": _Layout(0, 4),
-    "_scaled_dot_product_efficient_attention": _Layout(0, 6),
-    "_scaled_dot_product_cudnn_attention": _Layout(0, 6),
-    "_scaled_dot_product_fused_attention_overrideable": _Layout(0, 5),
-    "_scaled_dot_product_attention_math": _Layout(0, 5),
-    "scaled_dot_product_attention": _Layout(0, 5),
-    "_scaled_dot_product_flash_attention_backward": _Layout(1, 11, backward=True, lower_right=True),
-    "_scaled_dot_product_flash_attention_for_cpu_backward": _Layout(1, 7, backward=True),
-    "_scaled_dot_product_efficient_attention_backward": _Layout(1, 11, backward=True),
-    "_scaled_dot_product_cudnn_attention_backward": _Layout(1, 14, backward=True),
-    "_flash_attention_forward": _Layout(
+    "_scaled_dot_product_flash_attention": AttentionArguments(0, 4, lower_right=True),
+    "_scaled_dot_product_flash_attention_for_cpu": AttentionArguments(0, 4),
+    "_scaled_dot_product_efficient_attention": AttentionArguments(0, 6),
+    "_scaled_dot_product_cudnn_attention": AttentionArguments(0, 6),
+    "_scaled_dot_product_fused_attention_overrideable": AttentionArguments(0, 5),
+    "_scaled_dot_product_attention_math": AttentionArguments(0, 5),
+    "scaled_dot_product_attention": AttentionArguments(0, 5),
+    "_scaled_dot_product_flash_attention_backward": AttentionArguments(
+        1, 11, backward=True, lower_right=True
+    ),
+    "_scaled_dot_product_flash_attention_for_cpu_backward": AttentionArguments(1, 7, backward=True),
+    "_scaled_dot_product_efficient_attention_backward": AttentionArguments(1, 11, backward=True),
+    "_scaled_dot_product_cudnn_attention_backward": AttentionArguments(1, 14, backward=True),
+    "_flash_attention_forward": AttentionArguments(
         0, 8, heads_first=False, lengths=3, longest=5, lower_right=True
     ),
-    "_flash_attention_backward": _Layout(
+    "_flash_attention_backward": AttentionArguments(
         1, 11, heads_first=False, lengths=6, longest=8, backward=True, lower_right=True
     ),
-    "_efficient_attention_forward": _Layout(0, 9, heads_first=False, lengths=4, longest=6),
-    "_efficient_attention_backward": _Layout(
+    "_efficient_attention_forward": AttentionArguments(
+        0, 9, heads_first=False, lengths=4, longest=6
+    ),
+    "_efficient_attention_backward": AttentionArguments(
         1, 14, heads_first=False, lengths=6, longest=8, backward=True
     ),
-    "_cudnn_attention_forward": _Layout(0, 10, lengths=4, longest=6),
-    "_cudnn_attention_backward": _Layout(1, 14, lengths=9, longest=11, backward=True),
+    "_cudnn_attention_forward": AttentionArguments(0, 10, lengths=4, longest=6),
+    "_cudnn_attention_backward": AttentionArguments(1, 14, lengths=9, longest=11, backward=True),
+    # FLOPs of all blocks: which of them the mask excludes depends on values.
+    "flex_attention": AttentionArguments(0, None),
+    "flex_attention_backward": AttentionArguments(0, None, backward=True),
+    # Operators of the flash_attn package, 2.7 and 2.8 (flash_attn_interface.py).
+    "_flash_attn_forward": AttentionArguments(0, 5, heads_first=False, lower_right=True),
+    "_flash_attn_backward": AttentionArguments(
+        1, 11, heads_first=False, backward=True, lower_right=True
+    ),
+    "_flash_attn_varlen_forward": AttentionArguments(
+        0, 9, heads_first=False, lengths=3, longest=5, lower_right=True
+    ),
+    "_flash_attn_varlen_backward": AttentionArguments(
+        1, 15, heads_first=False, lengths=9, longest=11, backward=True, lower_right=True
+    ),
 }
 
-FORMULAS: dict[str, Formula] = {name: _formula(layout) for name, layout in _LAYOUTS.items()}
+FORMULAS: dict[str, Formula] = {
+    name: attention_formula(layout) for name, layout in _LAYOUTS.items()
+}
 
 NEED_VALUES = frozenset(FORMULAS)
 """Operators whose cost depends on argument values in addition to shapes."""
@@ -136,4 +161,4 @@ NEED_VALUES = frozenset(FORMULAS)
 
 def causal_position(op: str) -> int:
     """Return where an operator's schema has `is_causal`, by base name; 0 for any other operator."""
-    return _LAYOUTS[op].causal if op in _LAYOUTS else 0
+    return (_LAYOUTS[op].causal or 0) if op in _LAYOUTS else 0

@@ -1,14 +1,15 @@
-"""The cost record of one operator call: FLOPs, bytes, class."""
+"""The cost record of one operator call: FLOPs, bytes, and the sizes of its GEMM or attention."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import NamedTuple
 
 from onerank.annotate.op_costs.operands import Call, Tensor
 from onerank.ir import UNKNOWN
 
 
-class Part(NamedTuple):
+class ComponentGemm(NamedTuple):
     """A component GEMM [m, k] x [k, n] of a composite call.
 
     Attributes:
@@ -32,6 +33,90 @@ class Part(NamedTuple):
     launches: int = 0
 
 
+class Scales(IntEnum):
+    """Granularity of the scales of 8-bit or 4-bit operands of a GEMM: one for each of these."""
+
+    TENSOR = 0
+    ROW = 1
+    BLOCK = 2
+
+
+class GemmShape(NamedTuple):
+    """A dense GEMM [m, k] x [k, n]. Its fields are the columns of arrays with a GEMM in each row.
+
+    Attributes:
+        batch: number of GEMMs in one launch.
+        m: rows of the result.
+        n: columns of the result.
+        k: inner size.
+        operand_bytes: bytes of an operand's element; in 4 bits, its share of the scale is included.
+        result_bytes: bytes of a result's element.
+    """
+
+    batch: int
+    m: int
+    n: int
+    k: int
+    operand_bytes: float
+    result_bytes: int
+
+
+class AttentionSizes(NamedTuple):
+    """Sizes of a call of attention.
+
+    Attributes:
+        batch: number of sequences.
+        heads: heads of queries.
+        key_heads: heads of keys and values.
+        rows: queries of a sequence.
+        keys: keys of a sequence.
+        d: width of a head of queries and keys.
+        dv: width of a head of values.
+    """
+
+    batch: int
+    heads: int
+    key_heads: int
+    rows: int
+    keys: int
+    d: int
+    dv: int
+
+    @property
+    def scores(self) -> int:
+        """Elements of the scores."""
+        return self.batch * self.heads * self.rows * self.keys
+
+
+# `CausalVariant.LOWER_RIGHT` of torch.nn.attention.bias: the mask is aligned with the last key.
+LOWER_RIGHT = 2
+
+
+class AttentionShape(NamedTuple):
+    """A call of fused attention. Its fields are the columns of arrays with a call in each row.
+
+    Attributes:
+        batch: as in `AttentionSizes`, like all fields up to `dv`.
+        causal: 0 without a causal mask, 1 if it is aligned with the first key, or `LOWER_RIGHT`.
+        backward: 1 for the backward pass, 0 for the forward.
+    """
+
+    batch: int
+    heads: int
+    key_heads: int
+    rows: int
+    keys: int
+    d: int
+    dv: int
+    causal: int
+    backward: int
+
+    @property
+    def sizes(self) -> AttentionSizes:
+        """The sizes, without the flags."""
+        return AttentionSizes(*self[: len(AttentionSizes._fields)])
+
+
 @dataclass(frozen=True, slots=True)
 class Work:
     """The work of a call, independent of its speed.
@@ -40,12 +125,12 @@ class Work:
         flops: floating-point operations, a multiply-add counting two; UNKNOWN without a formula.
         bytes_read: bytes of the operands, each read once; UNKNOWN without shapes.
         bytes_written: bytes of the results, each written once; UNKNOWN without shapes.
-        matmul: whether the operations are matrix products, which run at `dtype`'s GEMM rate.
+        matmul: whether the operations are GEMMs, which run at `dtype`'s GEMM rate.
         dtype: dtype of the operands; "" if `matmul` is false.
-        gemm: (batch, m, n, k, bytes of an operand's and a result's element) of a dense GEMM.
+        gemm: shape of a single dense GEMM.
         parts: GEMMs that libraries turn a convolution or a recurrent layer into.
-        attention: (batch, heads, key heads, query length, key length, head size of query and of
-            value, causal, backward) of fused attention; causal 2: queries of the last keys.
+        attention: shape of fused attention.
+        scales: granularity of the scales of 8-bit or 4-bit operands.
         floor_share: shortest such call as a share of the description's launch floor.
         passes: number of times that its kernels stream the bytes.
         rereads: number of times that memory, not the cache, serves them.
@@ -57,9 +142,10 @@ class Work:
     bytes_written: int = UNKNOWN
     matmul: bool = False
     dtype: str = ""
-    gemm: tuple[int, ...] = ()
-    parts: tuple[Part, ...] = ()
-    attention: tuple[int, ...] = ()
+    gemm: GemmShape | None = None
+    parts: tuple[ComponentGemm, ...] = ()
+    attention: AttentionShape | None = None
+    scales: Scales = Scales.TENSOR
     floor_share: float = 1.0
     passes: float = 1.0
     rereads: float = 1.0
@@ -67,21 +153,21 @@ class Work:
 
 
 # Complex dtype -> dtype of its real and imaginary parts.
-_PARTS = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
+_REAL_DTYPES = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
 
 Formula = Callable[[Call], Work | None]
 """Call -> its work; None if the formula does not cover its operands."""
 
 
-def product(
+def matmul_work(
     call: Call,
     operand: Tensor,
     flops: int,
     bytes_read: int | None = None,
     *,
-    gemm: tuple[int, ...] = (),
-    parts: tuple[Part, ...] = (),
-    attention: tuple[int, ...] = (),
+    gemm: tuple[int, int, int, int] | None = None,
+    parts: tuple[ComponentGemm, ...] = (),
+    attention: AttentionShape | None = None,
 ) -> Work:
     """Return the work of GEMMs in the dtype of `operand`, with every operand read once.
 
@@ -94,28 +180,29 @@ def product(
         bytes_read: None: bytes of all operands.
         gemm: (batch, m, n, k) of a single dense GEMM.
         parts: component GEMMs of a composite call.
-        attention: shape of fused attention, see `Work`.
+        attention: shape of fused attention.
     """
     read = call.input_bytes if bytes_read is None else bytes_read
-    if real := _PARTS.get(operand.dtype):
+    if real := _REAL_DTYPES.get(operand.dtype):
         # No `gemm`: the tile model is fitted to real dtypes only.
         return Work(4 * flops, read, call.output_bytes, matmul=True, dtype=real)
-    if gemm:
-        result = call.output()
-        gemm = (*gemm, operand.item_bytes, result.item_bytes if result else operand.item_bytes)
+    result = call.output()
+    result_bytes = result.item_bytes if result else operand.item_bytes
     return Work(
         flops,
         read,
         call.output_bytes,
         matmul=True,
         dtype=operand.dtype,
-        gemm=gemm,
+        gemm=GemmShape(*gemm, operand.item_bytes, result_bytes) if gemm else None,
         parts=parts,
         attention=attention,
     )
 
 
-def vector(call: Call, flops: int, read: int | None = None, written: int | None = None) -> Work:
+def vector_work(
+    call: Call, flops: int, read: int | None = None, written: int | None = None
+) -> Work:
     """Return work of the vector units; the bytes default to those of all operands."""
     return Work(
         flops,

@@ -1,4 +1,4 @@
-"""Matrix products: FLOPs of GEMMs, convolutions and recurrent layers, and the GEMMs inside.
+"""FLOPs of GEMMs, convolutions and recurrent layers, and the GEMMs inside.
 
 An [m, k] x [k, n] product takes k multiply-adds for each of m*n results: 2*m*n*k FLOPs. Bias, alpha
 and beta of addmm and similar operators add at most m*n and are not counted, as is common practice.
@@ -24,7 +24,15 @@ from collections.abc import Sequence
 from math import prod
 from typing import NamedTuple
 
-from onerank.annotate.op_costs.cost_record import Formula, Part, Work, product, vector
+from onerank.annotate.op_costs.cost_record import (
+    ComponentGemm,
+    Formula,
+    GemmShape,
+    Scales,
+    Work,
+    matmul_work,
+    vector_work,
+)
 from onerank.annotate.op_costs.operands import Call, Tensor
 
 
@@ -43,12 +51,14 @@ def _at(first: int, second: int, *also: int) -> Formula:
         if sizes is None:
             return None
         flops = 2 * prod(sizes)
-        return product(call, left, flops, call.list_bytes(first, second, *also), gemm=sizes)
+        return matmul_work(call, left, flops, call.list_bytes(first, second, *also), gemm=sizes)
 
     return formula
 
 
-def _matmul_sizes(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...] | None:
+def _matmul_sizes(
+    left: tuple[int, ...], right: tuple[int, ...]
+) -> tuple[int, int, int, int] | None:
     """Return (batch, m, n, k), as torch.matmul reads the shapes; None if they do not fit."""
     if not left or not right:
         return None
@@ -68,6 +78,67 @@ def _broadcast(left: tuple[int, ...], right: tuple[int, ...]) -> int | None:
     return prod(sizes) if len(sizes) == size else None
 
 
+# Dtypes whose element holds two 4-bit numbers: torch's, and the bytes in which vLLM packs them.
+_PACKED = ("float4_e2m1fn_x2", "uint8")
+
+
+class _Scaled(NamedTuple):
+    """Positions of a scaled GEMM's arguments: [m, k] x [k, n] and the scales of both.
+
+    Attributes:
+        also: positions of other operands that are read, such as a bias.
+        result: position of the argument that receives the result; None: the call returns it.
+    """
+
+    left: int
+    right: int
+    left_scale: int
+    right_scale: int
+    also: tuple[int, ...] = ()
+    result: int | None = None
+
+
+def _scaled(at: _Scaled) -> Formula:
+    """Return the formula of a GEMM in 8 or 4 bits whose operands have scales."""
+
+    def formula(call: Call) -> Work | None:
+        left, right = call.tensor(at.left), call.tensor(at.right)
+        scales = call.tensor(at.left_scale), call.tensor(at.right_scale)
+        result = call.output() if at.result is None else call.tensor(at.result)
+        sizes = left and right and _matmul_sizes(left.shape, right.shape)
+        if left and right and not sizes and left.dtype in _PACKED:
+            # vLLM keeps packed weights as [n, k].
+            sizes = _matmul_sizes(left.shape, right.shape[::-1])
+        if left is None or not sizes:
+            return None
+        batch, m, n, k = sizes
+        item, dtype = float(left.item_bytes), left.dtype
+        if left.dtype in _PACKED:
+            k, item, dtype = 2 * k, item / 2, _PACKED[0]
+            if scales[0] is not None:
+                item += scales[0].nbytes / (m * k)
+        written = result.nbytes if result else call.output_bytes
+        return Work(
+            2 * batch * m * n * k,
+            call.list_bytes(at.left, at.right, at.left_scale, at.right_scale, *at.also),
+            written,
+            matmul=True,
+            dtype=dtype,
+            gemm=GemmShape(batch, m, n, k, item, result.item_bytes if result else 2),
+            scales=_scales_of(scales, m, n),
+        )
+
+    return formula
+
+
+def _scales_of(scales: tuple[Tensor | None, Tensor | None], m: int, n: int) -> Scales:
+    """Return the granularity of the scales of operands with m rows and n columns."""
+    counts = tuple(scale.numel if scale else 1 for scale in scales)
+    if counts == (1, 1):
+        return Scales.TENSOR
+    return Scales.ROW if counts == (m, n) else Scales.BLOCK
+
+
 def _linear(call: Call) -> Work | None:
     """Return the work for x [..., k] and weight [n, k]: 2*n FLOPs per element of x."""
     x, weight = call.tensor(0), call.tensor(1)
@@ -76,13 +147,14 @@ def _linear(call: Call) -> Work | None:
     columns = prod(weight.shape[:-1])
     # Leading dimensions of x become rows of one GEMM, which is how `linear` runs it.
     sizes = (1, prod(x.shape[:-1]), columns, x.shape[-1])
-    return product(call, x, 2 * x.numel * columns, call.list_bytes(0, 1, 2), gemm=sizes)
+    return matmul_work(call, x, 2 * x.numel * columns, call.list_bytes(0, 1, 2), gemm=sizes)
 
 
 def _grouped_mm(call: Call) -> Work | None:
     """Return the work of experts' GEMMs, whose rows are routed by offsets.
 
-    Every expert's matrix is read.
+    The offsets are on the device and not recorded: experts have equal shares of the rows, and with
+    fewer rows than experts each row goes to a different expert. Experts without rows are not read.
 
     [t, k] x [e, k, n]: one expert for each of t rows: 2*t*k*n.
     [m, t] x [t, n]: the inner size t is divided among experts, e results of [m, n]: 2*m*t*n.
@@ -92,9 +164,62 @@ def _grouped_mm(call: Call) -> Work | None:
     left, right = call.tensor(0), call.tensor(1)
     if left is None or right is None or left.shape[-1:] != right.shape[-2:-1]:
         return None
-    batch = left.shape[0] if len(left.shape) == len(right.shape) == 3 else 1
-    # No `gemm`: the offsets, and so each expert's rows, are on the device and not recorded.
-    return product(call, left, 2 * batch * left.shape[-2] * left.shape[-1] * right.shape[-1])
+    m, k, n = left.shape[-2], left.shape[-1], right.shape[-1]
+    by_expert = [tensor for tensor in (left, right) if len(tensor.shape) == 3]
+    read, batch = call.input_bytes, 1
+    match by_expert:
+        case [experts]:
+            divides_columns = experts is left
+            total = n if divides_columns else m
+            active = max(1, min(experts.shape[0], total))
+            each = -(-total // active)
+            sizes = (active, m, each, k) if divides_columns else (active, each, n, k)
+            expert_bytes = experts.numel // max(1, experts.shape[0]) * experts.item_bytes
+            read -= (experts.shape[0] - active) * expert_bytes
+        case [_, _]:
+            batch = left.shape[0]
+            sizes = (batch, m, n, k)
+        case _:
+            result = call.output()
+            groups = max(1, result.shape[0]) if result and len(result.shape) == 3 else 1
+            sizes = (groups, m, n, -(-k // groups))
+    part = ComponentGemm(*sizes, left.item_bytes)
+    # Parts, not `gemm`: recosting multiplies a measured time by the ratio of the parts' predicted
+    # times, in which the deviation of the call's routing from equal shares cancels.
+    return matmul_work(call, left, 2 * batch * m * k * n, read, parts=(part,))
+
+
+def _int8_linear(call: Call) -> Work | None:
+    """Return the work of bitsandbytes' 8-bit linear layer, whose input is quantised already.
+
+    Its arguments are the input in 16 bits, the same in 8 bits [m, k] and the weight [n, k] in 8
+    bits, and a scale for each row of both. Only columns of outliers are read in 16 bits.
+    """
+    x, weight = call.tensor(1), call.tensor(2)
+    if x is None or weight is None or x.shape[-1:] != weight.shape[-1:]:
+        return None
+    sizes = (1, prod(x.shape[:-1]), weight.shape[0], x.shape[-1])
+    return matmul_work(call, x, 2 * prod(sizes), call.list_bytes(1, 2, 3, 4, 6), gemm=sizes)
+
+
+PACKED_PRODUCTS = (
+    *("_weight_int4pack_mm", "_weight_int4pack_mm_for_cpu", "_weight_int8pack_mm"),
+    *("gemm_4bit", "gemv_4bit", "qbytes_mm", "_mixed_dtypes_linear"),
+)
+"""Products with packed weights: torch's, bitsandbytes' (`*_4bit`) and quanto's (`qbytes_mm`)."""
+
+
+def _packed(call: Call) -> Work | None:
+    """Return the work of x [..., k] times weights of 4 or 8 bits in a packed layout.
+
+    The weights are converted to x's dtype before they are multiplied. Their shape depends on the
+    layout, so the result [..., n] gives n. Weights and scales are read as packed.
+    """
+    x, out = call.tensor(0), call.output()
+    if x is None or out is None or not x.shape or x.shape[:-1] != out.shape[:-1]:
+        return None
+    sizes = (1, prod(x.shape[:-1]), out.shape[-1], x.shape[-1])
+    return matmul_work(call, x, 2 * prod(sizes), gemm=sizes)
 
 
 GEMMS: dict[str, Formula] = {
@@ -111,15 +236,24 @@ GEMMS: dict[str, Formula] = {
     "addbmm": _at(1, 2, 0),
     "addmv": _at(1, 2, 0),
     "_int_mm": _at(0, 1),
-    "_scaled_mm": _at(0, 1, 2, 3, 4, 5),
+    "_scaled_mm": _scaled(_Scaled(0, 1, 2, 3, also=(4, 5))),
+    "_scaled_mm_v2": _scaled(_Scaled(0, 1, 2, 5, also=(8,))),
+    # SGLang's and vLLM's kernels.
+    "fp8_scaled_mm": _scaled(_Scaled(0, 1, 2, 3, also=(5,))),
+    "cutlass_scaled_mm": _scaled(_Scaled(1, 2, 3, 4, also=(5,), result=0)),
+    "cutlass_scaled_fp4_mm": _scaled(_Scaled(1, 2, 3, 4, also=(5,), result=0)),
     "_grouped_mm": _grouped_mm,
     "_scaled_grouped_mm": _grouped_mm,
     "linear": _linear,
     "mkldnn_linear": _linear,
+    **dict.fromkeys(PACKED_PRODUCTS, _packed),
+    "int8_mixed_scaled_mm": _int8_linear,
+    "int8_linear_matmul": _linear,
+    "int8_scaled_mm": _linear,
 }
 
 
-# Bytes of neighbouring channels that matrix units load; fewer channels are padded with zeros.
+# Bytes of neighbouring channels that tensor cores load; fewer channels are padded with zeros.
 _CHANNEL_BYTES = 16
 # Largest inner size of one GEMM. A filter's gradient sums over all points of a batch of images, so
 # its inner size is divided further than `gemm_tiles` splits it.
@@ -149,11 +283,11 @@ class _Sizes(NamedTuple):
         """FLOPs of one pass: each point of the smaller image sums over one filter."""
         return 2 * self.small.numel * self.large_channels * self.kernel
 
-    def parts(self, *kinds: str) -> tuple[Part, ...]:
+    def parts(self, *kinds: str) -> tuple[ComponentGemm, ...]:
         """Return the GEMMs of the kinds in `SLOWER`."""
         return tuple(self._part(kind) for kind in kinds)
 
-    def _part(self, kind: str) -> Part:
+    def _part(self, kind: str) -> ComponentGemm:
         item = self.large.item_bytes
         # Of an RGB image, three channels in 16 bits become eight.
         lanes = max(1, _CHANNEL_BYTES // item)
@@ -176,9 +310,9 @@ class _Sizes(NamedTuple):
                 self.large,
             )
             reuse = self.groups * padded_large * self.kernel * points / max(1, image.numel)
-            return Part(self.groups * divided, *sizes, item, max(1.0, reuse), slower)
+            return ComponentGemm(self.groups * divided, *sizes, item, max(1.0, reuse), slower)
         reuse = self.groups * sizes[0] * sizes[2] / max(1, image.numel)
-        return Part(self.groups, *sizes, item, max(1.0, reuse), slower)
+        return ComponentGemm(self.groups, *sizes, item, max(1.0, reuse), slower)
 
 
 def _sizes(x: Tensor, weight: Tensor, out: Tensor, *, transposed: bool) -> _Sizes | None:
@@ -196,9 +330,9 @@ def _sizes(x: Tensor, weight: Tensor, out: Tensor, *, transposed: bool) -> _Size
 def _work(call: Call, x: Tensor, sizes: _Sizes, *kinds: str) -> Work:
     flops = sizes.flops * len(kinds)
     if sizes.large_channels == 1 and sizes.groups > 1:
-        # Depthwise: one input channel per group leaves no inner size for matrix units.
-        return vector(call, flops)
-    return product(call, allowing_tf32(x), flops, parts=sizes.parts(*kinds))
+        # Depthwise: one input channel per group leaves no inner size for tensor cores.
+        return vector_work(call, flops)
+    return matmul_work(call, allowing_tf32(x), flops, parts=sizes.parts(*kinds))
 
 
 def _convolution(transposed_at: int | None, *, transposed: bool = False) -> Formula:
@@ -292,14 +426,14 @@ def _recurrent(weights: Sequence[int], state: int, times: int) -> Formula:
             return None
         tokens = prod(x.shape[:-1])
         parts = _parts(tokens, matrices, call.tensor(state), backward=times == 2)
-        return product(call, allowing_tf32(x), times * 2 * tokens * met, parts=parts)
+        return matmul_work(call, allowing_tf32(x), times * 2 * tokens * met, parts=parts)
 
     return formula
 
 
 def _parts(
     tokens: int, matrices: Sequence[Tensor], state: Tensor | None, *, backward: bool
-) -> tuple[Part, ...]:
+) -> tuple[ComponentGemm, ...]:
     """Return the GEMMs of all layers and directions; none if the steps are not known."""
     pairs = list(zip(matrices[::2], matrices[1::2], strict=False))
     size = pairs[0][1].shape[1] if pairs else 0
@@ -310,7 +444,7 @@ def _parts(
     # Packed sequences have fewer rows in their last steps; the steps here are those of full
     # batches.
     steps = -(-tokens // max(1, batch))
-    parts: list[Part] = []
+    parts: list[ComponentGemm] = []
     for of_input, _ in pairs:
         gates, features = of_input.shape
         item = of_input.item_bytes
@@ -318,11 +452,11 @@ def _parts(
             (width, gates) if backward else (gates, width) for width in (size, features)
         )
         parts += [
-            Part(1, batch, *of_step, item, times=steps, launches=STEP_LAUNCHES),
-            Part(1, tokens, *of_tokens, item),
+            ComponentGemm(1, batch, *of_step, item, times=steps, launches=STEP_LAUNCHES),
+            ComponentGemm(1, tokens, *of_tokens, item),
         ]
         if backward:
-            parts += [Part(1, gates, rows, tokens, item) for rows in (size, features)]
+            parts += [ComponentGemm(1, gates, rows, tokens, item) for rows in (size, features)]
     return tuple(parts)
 
 

@@ -3,9 +3,9 @@
 Bytes determine their time on every described GPU: each operand and each result counts once. FLOPs
 follow simple conventions: one per result of a pointwise operator (a transcendental function counts
 as one), more for the operators in `_PER_ELEMENT`; copies, fills, random numbers and indexing have
-none. An operand passed twice (x * x) counts twice, except Adam's gradient. All elements of an
-expanded operand count, except for the index of a gather of whole rows: the kernels that read one
-take as long as if they read each element (the backward of a mean over rows, on an H200).
+none. An operand passed twice (x * x) counts twice, except Adam's gradient. A broadcast (stride-0)
+operand counts at its full size, because kernels read it as slowly as a dense one (the backward of a
+mean over rows, on an H200). The index of a gather of whole rows counts once per row.
 
 Two effects add to reading each operand and writing each result once:
 
@@ -20,7 +20,7 @@ Two effects add to reading each operand and writing each result once:
 
 from math import prod
 
-from onerank.annotate.op_costs.cost_record import Formula, Work, vector
+from onerank.annotate.op_costs.cost_record import Formula, Work, vector_work
 from onerank.annotate.op_costs.op_classes import OpClass
 from onerank.annotate.op_costs.operands import Call, Tensor
 
@@ -51,11 +51,13 @@ _FUSED = {
     "_fused_adagrad_": (7, (0, 2)),
 }
 
-# Per element of the normalised operand: forward is mean, variance, scale and affine; backward
-# repeats the normalisation and adds two reductions and the weight's gradient.
-_NORM_FORWARD, _NORM_BACKWARD = 7, 14
-# Maximum, subtract, exponential, sum, divide; backward is product, sum, subtract, product.
-_SOFTMAX_FORWARD, _SOFTMAX_BACKWARD = 5, 4
+NORM_FORWARD, NORM_BACKWARD = 7, 14
+"""FLOPs per element of the normalised operand: forward is mean, variance, scale and affine;
+backward repeats the normalisation and adds two reductions and the weight's gradient."""
+
+SOFTMAX_FORWARD, SOFTMAX_BACKWARD = 5, 4
+"""FLOPs per element: forward is maximum, subtract, exponential, sum, divide; backward is product,
+sum, subtract, product."""
 
 # Operators that overwrite their first operand without reading it.
 _WRITE_ONLY = frozenset(
@@ -137,41 +139,41 @@ def _written(call: Call) -> int:
 def _pointwise(call: Call) -> Work:
     name = call.op.removeprefix("_foreach_").removesuffix("_")
     each = _PER_ELEMENT.get(name, 1)
-    return vector(call, each * _elements(call), _read(call), _written(call))
+    return vector_work(call, each * _elements(call), _read(call), _written(call))
 
 
-def _moving(call: Call) -> Work:
+def _copy_work(call: Call) -> Work:
     cache = call.tensor(2) if call.op in _INTO_CACHE else None
     if cache:
         written = (call.numel(0) + call.numel(1)) * cache.item_bytes
-        return vector(call, 0, call.list_bytes(0, 1), written)
-    return vector(call, 0, _read(call), _written(call))
+        return vector_work(call, 0, call.list_bytes(0, 1), written)
+    return vector_work(call, 0, _read(call), _written(call))
 
 
 def _reduction(call: Call) -> Work:
     # A square and an addition for each element; for a variance, a difference and its square.
     each = 2 if call.op in ("linalg_vector_norm", "norm", "var", "std", "var_mean") else 1
-    return vector(call, each * call.numel(0), _read(call), _written(call))
+    return vector_work(call, each * call.numel(0), _read(call), _written(call))
 
 
 def _optimizer(call: Call) -> Work:
     if call.op.startswith("_foreach_norm"):
-        return vector(call, 2 * call.numel(0))
+        return vector_work(call, 2 * call.numel(0))
     if call.op not in _FUSED:
         return _pointwise(call)
     each, changed = _FUSED[call.op]
-    return vector(call, each * call.numel(0), call.input_bytes, call.list_bytes(*changed))
+    return vector_work(call, each * call.numel(0), call.input_bytes, call.list_bytes(*changed))
 
 
 def _norm(call: Call) -> Work:
     backward = "backward" in call.op
-    each = _NORM_BACKWARD if backward else _NORM_FORWARD
-    return vector(call, each * call.numel(0), _read(call), _written(call))
+    each = NORM_BACKWARD if backward else NORM_FORWARD
+    return vector_work(call, each * call.numel(0), _read(call), _written(call))
 
 
 def _softmax(call: Call) -> Work:
-    each = _SOFTMAX_BACKWARD if "backward" in call.op else _SOFTMAX_FORWARD
-    return vector(call, each * call.numel(0), _read(call), _written(call))
+    each = SOFTMAX_BACKWARD if "backward" in call.op else SOFTMAX_FORWARD
+    return vector_work(call, each * call.numel(0), _read(call), _written(call))
 
 
 def _loss(call: Call) -> Work:
@@ -180,16 +182,16 @@ def _loss(call: Call) -> Work:
     Negative log-likelihood reads one element per row; other losses are pointwise with a sum.
     """
     if not call.op.startswith("nll_loss"):
-        return vector(call, 2 * call.numel(0), _read(call), _written(call))
+        return vector_work(call, 2 * call.numel(0), _read(call), _written(call))
     backward = "backward" in call.op
     scores, target = (call.tensor(1 if backward else 0), call.tensor(2 if backward else 1))
     if scores is None or target is None:
-        return vector(call, 0)
+        return vector_work(call, 0)
     picked = target.numel * scores.item_bytes
     # In the backward a separate kernel writes the zeros around the picked elements.
     if backward:
-        return vector(call, target.numel, target.nbytes + call.list_bytes(0, 3), picked)
-    return vector(call, target.numel, picked + target.nbytes + call.list_bytes(2))
+        return vector_work(call, target.numel, target.nbytes + call.list_bytes(0, 3), picked)
+    return vector_work(call, target.numel, picked + target.nbytes + call.list_bytes(2))
 
 
 def _embedding(call: Call) -> Work:
@@ -199,8 +201,8 @@ def _embedding(call: Call) -> Work:
     if "backward" in call.op:
         grad = call.list_bytes(0)
         # Rows that occur several times are written once, and never more rows than the table has.
-        return vector(call, call.numel(0), call.input_bytes, min(grad, call.output_bytes))
-    return vector(call, 0, call.output_bytes + call.list_bytes(1))
+        return vector_work(call, call.numel(0), call.input_bytes, min(grad, call.output_bytes))
+    return vector_work(call, 0, call.output_bytes + call.list_bytes(1))
 
 
 _TABLE_AT = {"_embedding_bag_per_sample_weights_backward": (1, 2)}
@@ -219,10 +221,10 @@ def _rows_of_bags(call: Call) -> Work:
     elements = call.numel(indices) * table.shape[-1]
     rows = elements * table.item_bytes
     if call.op == "_embedding_bag_dense_backward":
-        return vector(call, elements, call.input_bytes, min(rows, call.output_bytes))
+        return vector_work(call, elements, call.input_bytes, min(rows, call.output_bytes))
     read = call.input_bytes - table.nbytes + rows
     written = rows if call.op == "embedding_renorm_" else call.output_bytes
-    return vector(call, (2 if "weights" in call.op else 1) * elements, read, written)
+    return vector_work(call, (2 if "weights" in call.op else 1) * elements, read, written)
 
 
 def _index(call: Call) -> Work:
@@ -230,13 +232,13 @@ def _index(call: Call) -> Work:
     name = call.op.lstrip("_").removeprefix("unsafe_")
     table = call.tensor(0)
     if table is None or not name.startswith(("index", "gather", "take", "scatter")):
-        return vector(call, 0, _read(call), _written(call))
+        return vector_work(call, 0, _read(call), _written(call))
     operands = call.input_bytes - table.nbytes
     if not name.startswith(("scatter", "index_put", "index_add", "index_copy", "index_fill")):
         if name.startswith("gather"):
             # An expanded index is stored once per row.
             operands = call.list_bytes(2) // _row_elements(call, table)
-        return vector(call, 0, call.output_bytes + operands)
+        return vector_work(call, 0, call.output_bytes + operands)
     source = call.tensor(2) if name.startswith("index_put") else call.tensor(3)
     index = call.tensor(2)
     elements = source.numel if source else index.numel if index else 0
@@ -245,7 +247,7 @@ def _index(call: Call) -> Work:
     added = changed if "add" in name or "reduce" in name else 0
     # Out of place, a copy of the table is changed.
     copied = 0 if call.op.endswith("_") else table.nbytes
-    return vector(call, elements if added else 0, operands + added + copied, changed + copied)
+    return vector_work(call, elements if added else 0, operands + added + copied, changed + copied)
 
 
 def _row_elements(call: Call, table: Tensor) -> int:
@@ -269,9 +271,9 @@ BY_CLASS: dict[OpClass, Formula] = {
     OpClass.LOSS: _loss,
     OpClass.EMBEDDING: _embedding,
     OpClass.INDEX: _index,
-    OpClass.COPY: _moving,
-    OpClass.MEMSET: _moving,
-    OpClass.RANDOM: _moving,
+    OpClass.COPY: _copy_work,
+    OpClass.MEMSET: _copy_work,
+    OpClass.RANDOM: _copy_work,
 }
 """Class -> formula that its operators share; GEMMs and attention have one per operator."""
 
@@ -328,7 +330,7 @@ def passes_of(call: Call) -> float:
     if name in PASSES:
         return PASSES[name]
     if name in _COUNTED:
-        return _COUNTED[name] if _finds_sums(call) else 1.0
+        return _COUNTED[name] if _computes_sums(call) else 1.0
     tensor = call.tensor(0)
     if tensor is None or not tensor.shape:
         return 1.0
@@ -350,23 +352,24 @@ def rereads_of(call: Call) -> float:
     return passes_of(call) if "softmax" in call.op else 1.0
 
 
-def _finds_sums(call: Call) -> bool:
+def _computes_sums(call: Call) -> bool:
     """Return whether a norm computes its sums: a batch norm that uses running ones saves none."""
     forward_of_batch = "batch_norm" in call.op and "backward" not in call.op
     saved = call.outputs[1:2]
     return not (forward_of_batch and saved and not sum(result.numel for result in saved[0] or ()))
 
 
-# Elements per SM and cycle of `max_clock_mhz`: addressed one by one, and summed. Measured on
-# kernels of 10 us and more in two captured steps on an H200: 1.25 to 1.56 for `elementwise_kernel`
-# and `unrolled_elementwise_kernel`, in 16 and 32 bits; 2.3 to 3.2 for `reduce_kernel`.
-_PLACED_IN_A_CYCLE, _ADDED_IN_A_CYCLE = 1.34, 2.5
+# Elements per SM and cycle of `max_clock_mhz`: of elementwise kernels without vector loads, and of
+# reductions. Measured on kernels of 10 us and more in two captured steps on an H200: 1.25 to 1.56
+# for `elementwise_kernel` and `unrolled_elementwise_kernel`, in 16 and 32 bits; 2.3 to 3.2 for
+# `reduce_kernel`.
+_ELEMENTWISE_PER_CYCLE, _REDUCED_PER_CYCLE = 1.34, 2.5
 
 
 def cycles_of(call: Call, operator_class: OpClass) -> float:
     """Return the SM cycles of a call's elements; 0 if its bytes determine its time."""
     if operator_class is OpClass.REDUCTION:
-        return call.numel(0) / _ADDED_IN_A_CYCLE
+        return call.numel(0) / _REDUCED_PER_CYCLE
     if operator_class is OpClass.ELEMENTWISE or call.op == "copy_":
         elements = max(call.output_numel, call.numel(0))
         operands = (
@@ -375,7 +378,7 @@ def cycles_of(call: Call, operator_class: OpClass) -> float:
         # An operand of one element is a scalar of the kernel, which needs no address.
         spread = any(1 < operand[0].numel < elements for operand in operands)
         if spread or _strides_differ(call) or (call.op == "copy_" and _widens(call)):
-            return elements / _PLACED_IN_A_CYCLE
+            return elements / _ELEMENTWISE_PER_CYCLE
     return 0.0
 
 

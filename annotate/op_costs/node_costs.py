@@ -1,14 +1,15 @@
 """FLOPs and bytes of every compute node, and the formula of each operator."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from onerank.annotate.deduplicate import deduplicate
-from onerank.annotate.op_costs import attention, gemm, memory_bound
+from onerank.annotate.op_costs import attention, gemm, library_operators, memory_bound
 from onerank.annotate.op_costs.cost_record import Work
+from onerank.annotate.op_costs.custom_operator_costs import is_registered, registered_work
 from onerank.annotate.op_costs.memory_bound import cycles_of, passes_of, rereads_of
 from onerank.annotate.op_costs.op_classes import (
     CLASSES,
@@ -19,9 +20,8 @@ from onerank.annotate.op_costs.op_classes import (
     op_class,
 )
 from onerank.annotate.op_costs.operands import Call, UnknownDtypeError, without_tensors
-from onerank.annotate.op_costs.registered_costs import is_registered, registered_work
 from onerank.ir import UNKNOWN, Graph, Kind, Reason
-from onerank.ir.arrays import membership_mask
+from onerank.ir.arrays import F64, I64, U8, Mask, deduplicate, membership_mask
 from onerank.ir.errors import AnnotateError
 
 NEED_VALUES = gemm.NEED_VALUES | attention.NEED_VALUES | memory_bound.NEED_VALUES
@@ -96,9 +96,14 @@ def work_of_call(op: str, call: Call) -> Work:
     # First: a user's formula overrides any formula of ours for the same name.
     if is_registered(op):
         return registered_work(op, call, memory_bound.bytes_only(call))
-    # The name of a generated kernel tells its outer loop, and not what it computes.
+    # The name of a generated kernel shows its outer loop, and not its arithmetic.
     if is_generated(op):
         return memory_bound.bytes_only(call)
+    # By the full name first: libraries reuse names of torch and of each other.
+    of_library = library_operators.FORMULAS.get(op.split(".", 1)[0])
+    if of_library is not None:
+        # No passes or cycles, which were measured on torch's kernels.
+        return of_library(call) or memory_bound.bytes_only(call)
     formula = _FORMULAS.get(call.op) or memory_bound.BY_CLASS.get(op_class(op))
     work = (formula(call) if formula else None) or memory_bound.bytes_only(call)
     passes, cycles = passes_of(call), cycles_of(call, op_class(op))
@@ -107,12 +112,6 @@ def work_of_call(op: str, call: Call) -> Work:
         return work
     return replace(work, passes=passes, rereads=rereads_of(call), cycles=cycles)
 
-
-I64 = npt.NDArray[np.int64]
-
-F64 = npt.NDArray[np.float64]
-
-Mask = npt.NDArray[np.bool_]
 
 _LARGEST_COUNT = 2.0**62
 
@@ -123,11 +122,11 @@ class OpCosts:
 
     Attributes:
         index: their indices in the graph, int64[n].
-        op_class: positions in `classes.CLASSES`, uint8[n].
+        op_class: positions in `op_classes.CLASSES`, uint8[n].
         flops: FLOPs, UNKNOWN without a formula, int64[n].
         bytes_read: bytes read, or UNKNOWN, int64[n].
         bytes_written: bytes written, or UNKNOWN, int64[n].
-        matmul: whether the FLOPs are matrix products, bool[n].
+        matmul: whether the FLOPs are GEMMs, bool[n].
         dtype: positions in `dtypes`, int64[n].
         dtypes: dtypes of GEMM operands; "" for none.
         call: positions in `works`, int64[n].
@@ -138,7 +137,7 @@ class OpCosts:
     """
 
     index: I64
-    op_class: npt.NDArray[np.uint8]
+    op_class: U8
     flops: I64
     bytes_read: I64
     bytes_written: I64
@@ -206,6 +205,24 @@ def with_registered_costs(graph: Graph) -> Graph:
         for name in ("flops", "bytes_read", "bytes_written")
     }
     return graph.with_columns(**columns)
+
+
+def with_generated_flops(graph: Graph, flops: Sequence[int]) -> Graph:
+    """Return the graph with the FLOPs of the kernels that Inductor generated.
+
+    Args:
+        graph: a capture without a device.
+        flops: of each launch in order, or UNKNOWN; empty for other captures.
+    """
+    if not flops:
+        return graph
+    names = np.unique(graph.nodes.op).tolist()
+    generated = [code for code in names if is_generated(graph.strings[code])]
+    launches = np.flatnonzero(np.isin(graph.nodes.op, generated) & compute_mask(graph))
+    launches = launches[np.argsort(graph.nodes.start_ns[launches], kind="stable")]
+    column = graph.nodes.flops.copy()
+    column[launches] = flops
+    return graph.with_columns(flops=column)
 
 
 def op_costs_of(graph: Graph) -> OpCosts:

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from onerank.annotate.deduplicate import deduplicate
 from onerank.ir import Graph, Kind
+from onerank.ir.arrays import F64, U8, Mask, deduplicate
 
 
 class OpClass(Enum):
@@ -38,22 +38,76 @@ class OpClass(Enum):
     UNKNOWN = "unknown"
 
 
+# Time of a class's shortest kernels over that of the shortest GEMMs, which is `launch_floor_ns` in
+# the description of a GPU. Absent classes have 1. Measured on an H200 (2640 ns for a GEMM): medians
+# of calls of up to 300 kB in the shipped kernel database; copies and embeddings in captured steps.
+# With one floor for all, the datasheet model was 85% off for elementwise kernels under 10 us there,
+# and 156% for fills.
+#
+# For NVIDIA GPUs only. On an MI300X no class is shorter than the others: in public Kineto traces
+# (AMD-AGI/TraceLens, kernels of up to 200 kB) the median trace has elementwise kernels of 4.3 us,
+# copies of 4.5, fills of 4.6, reductions of 5.5, GEMMs of 2.2 and 6.1.
+_FLOOR_SHARES = {
+    OpClass.MEMSET: 0.27,
+    OpClass.INDEX: 0.33,
+    OpClass.ELEMENTWISE: 0.35,
+    OpClass.EMBEDDING: 0.38,
+    OpClass.COPY: 0.45,
+    OpClass.SOFTMAX: 0.47,
+    OpClass.RANDOM: 0.54,
+    OpClass.REDUCTION: 0.77,
+}
+
+
+def floor_share_of(work_class: OpClass) -> float:
+    """Return the time of a class's shortest kernels as a share of the launch floor."""
+    return _FLOOR_SHARES.get(work_class, 1.0)
+
+
+# Architecture -> factor on the shares below 1, which are an H200's. The shortest elementwise
+# kernels take 0.92 us there, 1.6 on an A100 and 1.9 on a V100 (fifth percentile of public Kineto
+# traces, facebookresearch/HolisticTraceAnalysis). Of the engines' kernels that quantise up to 4 MB,
+# replayed in a graph, a B200 takes 0.95 to 1.5 times as long as an H200, whose shortest GEMMs take
+# 1.4 times as long as a B200's (aiconfigurator). Turing is assumed to be like Volta.
+_BY_ARCHITECTURE = {"volta": 1.35, "turing": 1.35, "ampere": 1.35, "blackwell": 1.8}
+
+
+def shares_on(shares: F64, architecture: str) -> F64:
+    """Return shares of the launch floor, of an H200, on another architecture.
+
+    A factor raises a share to 1 at most; shares above 1 stay.
+    """
+    factor = _BY_ARCHITECTURE.get(architecture, 1.0)
+    return np.maximum(shares, np.minimum(shares * factor, 1))
+
+
 CLASSES = tuple(OpClass)
 """Members in the order of the codes that `classify` returns."""
 
 _OPERATORS = {
     OpClass.GEMM: """
         mm addmm bmm baddbmm addbmm matmul linear mv addmv dot vdot inner ger addr einsum tensordot
-        _addmm_activation _scaled_mm _grouped_mm _scaled_grouped_mm _int_mm linear_backward
+        _addmm_activation _scaled_mm _scaled_mm_v2 fp8_scaled_mm cutlass_scaled_mm
+        cutlass_scaled_fp4_mm _grouped_mm _scaled_grouped_mm _int_mm linear_backward
         mkldnn_linear convolution _convolution convolution_backward cudnn_convolution
         cudnn_convolution_transpose cudnn_convolution_relu miopen_convolution mkldnn_convolution
         convolution_overrideable convolution_backward_overrideable _slow_conv2d_forward
         slow_conv3d_forward _conv_depthwise2d conv_depthwise3d conv1d conv2d conv3d
-        _mixed_dtypes_linear _weight_int4pack_mm _weight_int8pack_mm mkldnn_rnn_layer
+        _mixed_dtypes_linear _weight_int4pack_mm _weight_int4pack_mm_for_cpu _weight_int8pack_mm
+        gemm_4bit gemv_4bit qbytes_mm int8_linear_matmul int8_scaled_mm int8_mixed_scaled_mm
+        mkldnn_rnn_layer
         mkldnn_rnn_layer_backward _cudnn_rnn _cudnn_rnn_backward _trilinear
         thnn_conv2d slow_conv_transpose2d slow_conv_transpose3d slow_conv_dilated2d
         slow_conv_dilated3d _slow_conv2d_backward mkldnn_convolution_backward
-        cudnn_convolution_add_relu""",
+        cudnn_convolution_add_relu
+        _cce_lse_forward_kernel _cce_backward_kernel
+        _bmm_chunk_fwd_kernel _bmm_chunk_bwd_kernel _chunk_state_fwd_kernel
+        _chunk_state_bwd_db_kernel _chunk_state_bwd_ddAcs_stable_kernel _chunk_scan_fwd_kernel
+        _chunk_scan_bwd_dstates_kernel _chunk_scan_bwd_dc_kernel _chunk_scan_bwd_dcb_kernel
+        _chunk_scan_bwd_ddAcs_stable_kernel _chunk_scan_chunk_state_bwd_dx_kernel
+        chunk_fwd_kernel_h chunk_fwd_kernel_o chunk_bwd_kernel_dh chunk_bwd_kernel_dqkwg
+        chunk_bwd_kernel_dv chunk_gated_delta_rule_fwd_kernel_h_blockdim64
+        chunk_gated_delta_rule_bwd_kernel_dhu_blockdim64""",
     OpClass.ATTENTION: """
         scaled_dot_product_attention _scaled_dot_product_attention_math
         _scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_backward
@@ -76,7 +130,13 @@ _OPERATORS = {
         _native_batch_norm_legit _batch_norm_impl_index group_norm native_group_norm
         native_group_norm_backward instance_norm batch_norm_stats batch_norm_elemt
         batch_norm_backward_reduce batch_norm_backward_elemt
-        _native_batch_norm_legit_no_training _native_batch_norm_legit_functional""",
+        _native_batch_norm_legit_no_training _native_batch_norm_legit_functional
+        layer_norm_fwd_impl layer_norm_bwd_impl _rmsnorm_fwd _rmsnorm_bwd
+        _rms_norm_forward_kernel _rms_norm_backward_kernel _block_rms_norm_forward_kernel
+        _block_rms_norm_backward_kernel _layer_norm_forward_kernel _layer_norm_backward_kernel
+        _fused_add_rms_norm_forward_kernel _fused_add_rms_norm_backward_kernel
+        _layer_norm_fwd_1pass_kernel _layer_norm_bwd_kernel layer_norm_fwd_kernel
+        layer_norm_bwd_kernel""",
     OpClass.SOFTMAX: """
         softmax log_softmax _softmax _log_softmax _softmax_backward_data
         _log_softmax_backward_data _safe_softmax _masked_softmax _masked_softmax_backward""",
@@ -87,7 +147,9 @@ _OPERATORS = {
         smooth_l1_loss_backward huber_loss huber_loss_backward kl_div _ctc_loss
         _ctc_loss_backward
         multi_margin_loss multi_margin_loss_backward soft_margin_loss soft_margin_loss_backward
-        multilabel_margin_loss_forward multilabel_margin_loss_backward""",
+        multilabel_margin_loss_forward multilabel_margin_loss_backward
+        liger_cross_entropy_kernel cross_entropy_fwd_kernel cross_entropy_bwd_kernel
+        cross_entropy_fwd_out cross_entropy_bwd_out _indexed_neg_dot_forward_kernel""",
     OpClass.ELEMENTWISE: """
         fused_elementwise
         add sub rsub mul div true_divide floor_divide remainder fmod neg abs sign reciprocal square
@@ -122,7 +184,10 @@ _OPERATORS = {
         _thnn_fused_gru_cell_backward isneginf isposinf isclose asinh acosh atanh softshrink
         softshrink_backward hardshrink hardshrink_backward logaddexp2 signbit positive
         roi_align _roi_align_backward roi_pool _roi_pool_backward ps_roi_align
-        _ps_roi_align_backward ps_roi_pool _ps_roi_pool_backward""",
+        _ps_roi_align_backward ps_roi_pool _ps_roi_pool_backward
+        _swiglu_forward_kernel _swiglu_backward_kernel _geglu_tanh_forward_kernel
+        _geglu_tanh_backward_kernel _triton_rope rotary_kernel element_mul_kernel
+        _causal_conv1d_fwd_cpp _causal_conv1d_bwd_cpp""",
     OpClass.REDUCTION: """
         fused_reduction
         sum nansum mean prod max min amax amin aminmax argmax argmin norm linalg_vector_norm
@@ -183,12 +248,13 @@ _OPERATORS = {
         tensor_split search_unused_parameters""",
 }
 
-_TABLE = {name: sort for sort, names in _OPERATORS.items() for name in names.split()}
+_TABLE = {name: work_class for work_class, names in _OPERATORS.items() for name in names.split()}
 
 _NAMESPACES = {
     "c10d": OpClass.COMMUNICATION,
     "_c10d_functional": OpClass.COMMUNICATION,
     "_c10d_functional_autograd": OpClass.COMMUNICATION,
+    "_dtensor": OpClass.COMMUNICATION,
     "nccl": OpClass.COMMUNICATION,
     "symm_mem": OpClass.COMMUNICATION,
     "capture": OpClass.COMMUNICATION,
@@ -230,7 +296,7 @@ _KERNELS = (
 )
 
 # Template arguments with a library's name, which does not show what the kernel does.
-_NOT_SAID = re.compile(r"flashinfer::quantization\w+|cutlass::\w+_t\b")
+_IGNORED_ARGUMENTS = re.compile(r"flashinfer::quantization\w+|cutlass::\w+_t\b")
 
 
 def base_name(op: str) -> str:
@@ -285,12 +351,12 @@ def _of_operator(op: str) -> OpClass:
 
 
 def _of_kernel(name: str) -> OpClass:
-    lowered = _NOT_SAID.sub("", name.lower())
-    matches = (sort for sort, pattern in _KERNELS if re.search(pattern, lowered))
+    lowered = _IGNORED_ARGUMENTS.sub("", name.lower())
+    matches = (work_class for work_class, pattern in _KERNELS if re.search(pattern, lowered))
     return next(matches, OpClass.UNKNOWN)
 
 
-def classify(graph: Graph, index: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
+def classify(graph: Graph, index: npt.NDArray[Any]) -> U8:
     """Return the class of each node at `index`, as positions in `CLASSES`."""
     nodes, strings = graph.nodes, graph.strings
     columns = [column[index] for column in (nodes.op, nodes.name, nodes.kind)]
@@ -302,7 +368,7 @@ def classify(graph: Graph, index: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
     return np.array(codes, dtype=np.uint8)[inverse]
 
 
-def device_copies(graph: Graph) -> npt.NDArray[np.bool_]:
+def device_copies(graph: Graph) -> Mask:
     """Return which nodes are copies within a GPU's memory, bool[n]."""
     copies = graph.mask(Kind.MEMCPY)
     names = np.unique(graph.nodes.name[copies])

@@ -6,6 +6,7 @@ the ids, which leaves few distinct calls in a large graph.
 """
 
 import ast
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -13,10 +14,10 @@ from typing import Any, Self, cast
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 import polars as pl
 
 from onerank.ir import Graph
+from onerank.ir.arrays import I32, I64
 from onerank.ir.dtypes import DTYPES, split_types
 from onerank.ir.errors import AnnotateError, first_line
 
@@ -64,6 +65,11 @@ class Tensor:
 
 Operand = tuple[Tensor, ...] | None
 """Tensors of one argument: one for a tensor, several for a list, None for anything else."""
+
+
+def flatten(operands: Sequence[Operand]) -> list[Tensor]:
+    """Return the tensors of all arguments, with lists flattened."""
+    return [tensor for operand in operands for tensor in operand or ()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +164,8 @@ class Call:
         return any(operand for operand in (*self.inputs, *self.outputs))
 
 
+# Several graphs of a capture have the same operands: at other depths, or with other replicas.
+@functools.lru_cache(maxsize=1 << 14)
 def _operands(shapes: str, types: str) -> tuple[Operand, ...]:
     pairs = zip(_list(shapes), _list(types), strict=True)
     return tuple(_tensors(kind, shape) for shape, kind in pairs)
@@ -257,14 +265,12 @@ def _replaced(kind: str, shape: Any, new: Iterator[tuple[int, ...]]) -> Any:
     return next(new)
 
 
-I64 = npt.NDArray[np.int64]
-
 # Ids and offsets of tensors differ between calls of equal cost. Without tensors, their values are
 # equal, and the cost is computed once.
 _TENSOR = r'\[\d+,\d+,\d+,\d+,\d+,"[^"]*"\]'
 
 
-def without_tensors(graph: Graph, codes: npt.NDArray[np.int32]) -> tuple[I64, list[str]]:
+def without_tensors(graph: Graph, codes: I32) -> tuple[I64, list[str]]:
     """Return (positions in texts, texts) of input values with null for every tensor.
 
     Values that contain a tensor twice are unchanged, since an operand passed twice is read once.

@@ -10,23 +10,18 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 
 import numpy as np
-import numpy.typing as npt
 
 from onerank.annotate.op_costs.node_costs import compute_mask
 from onerank.annotate.op_costs.op_classes import OpClass, base_name, op_class
-from onerank.annotate.op_costs.operands import Call, Operand
-from onerank.annotate.passes.resize.operand_growth import flatten
-from onerank.annotate.passes.resize.tensor_locations import (
+from onerank.annotate.op_costs.operands import Call, Operand, flatten
+from onerank.annotate.passes.tensor_locations import (
     OVERWRITES,
-    calls_of,
+    call_of_node,
     launchers,
     parse_locations,
 )
 from onerank.ir import UNKNOWN, Collective, Edges, Graph, Kind
-
-I64 = npt.NDArray[np.int64]
-
-Mask = npt.NDArray[np.bool_]
+from onerank.ir.arrays import I64, Mask
 
 NO_LANE = -1
 """Lane of nodes that neither compute nor communicate."""
@@ -192,7 +187,7 @@ NOTHING = MemoryAccess((), ())
 
 def memory_accesses(graph: Graph) -> Callable[[int], MemoryAccess | None]:
     """Return a function from a node to its memory accesses; None if not recorded."""
-    nodes, strings, call_of = graph.nodes, graph.strings, calls_of(graph)
+    nodes, strings, call_of = graph.nodes, graph.strings, call_of_node(graph)
     communicates = graph.communication
 
     def access_of(node: int) -> MemoryAccess | None:
@@ -314,7 +309,7 @@ class CallDependencies:
 
 
 @dataclass(slots=True)
-class Dependencies:
+class CommDependencies:
     """Dependencies between communication calls and other nodes.
 
     Attributes:
@@ -330,7 +325,7 @@ class Dependencies:
     unread: set[int] = field(default_factory=set[int])
 
 
-def find_dependencies(graph: Graph, lanes: Lanes, before: I64, after: I64) -> Dependencies:
+def find_dependencies(graph: Graph, lanes: Lanes, before: I64, after: I64) -> CommDependencies:
     """Return the dependencies and dependents of each call.
 
     An operation depends only on operations it waited for during capture; anything else cannot have
@@ -367,9 +362,9 @@ class _DependencyWalk:
         self._opaque = dict[int, int]()
         # lane -> calls that it has not waited for yet
         self._open = defaultdict[int, dict[int, None]](dict)
-        self._dependencies = Dependencies()
+        self._dependencies = CommDependencies()
 
-    def run(self) -> Dependencies:
+    def run(self) -> CommDependencies:
         lane = self._lanes.of
         for node in self._lanes.order[lane[self._lanes.order] != NO_LANE].tolist():
             access = self._access_of(node)
@@ -498,7 +493,7 @@ def _issue_times(graph: Graph) -> list[int]:
 
 def _allocations(graph: Graph) -> dict[int, list[int]]:
     """Return the times at which operators allocated each storage without writing, ascending."""
-    nodes, strings, call_of = graph.nodes, graph.strings, calls_of(graph)
+    nodes, strings, call_of = graph.nodes, graph.strings, call_of_node(graph)
     ops = np.unique(nodes.op)
     codes = [int(op) for op in ops if base_name(strings[int(op)]) in _ALLOCATES]
     allocated_ns = defaultdict[int, list[int]](list)

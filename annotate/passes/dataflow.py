@@ -8,23 +8,20 @@ from typing import NamedTuple, Self
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from onerank.annotate.op_costs.node_costs import compute_mask
 from onerank.annotate.op_costs.op_classes import base_name
-from onerank.annotate.op_costs.operands import Tensor
-from onerank.annotate.passes.resize.operand_growth import flatten
-from onerank.annotate.passes.resize.tensor_locations import (
+from onerank.annotate.op_costs.operands import Tensor, flatten
+from onerank.annotate.passes.tensor_locations import (
     OVERWRITES,
     TensorLocation,
-    calls_of,
+    call_of_node,
     launchers,
     parse_locations,
 )
 from onerank.ir import Graph
+from onerank.ir.arrays import I64
 from onerank.ir.dtypes import TENSOR_TYPES
-
-I64 = npt.NDArray[np.int64]
 
 TEXTS = ("name", "op", "grid", "block", "input_shapes", "input_types", "input_values",
          "output_shapes", "output_types", "output_values")  # fmt: skip
@@ -56,7 +53,7 @@ def accesses_of(graph: Graph, device: I64, *, scalars: bool = False) -> dict[int
         device: operations, int64[d].
         scalars: whether to include tensors without dimensions.
     """
-    nodes, strings, call_of = graph.nodes, graph.strings, calls_of(graph)
+    nodes, strings, call_of = graph.nodes, graph.strings, call_of_node(graph)
     accesses: dict[int, Access] = {}
     for node in device.tolist():
         call = call_of(node)
@@ -113,7 +110,7 @@ class Operand(NamedTuple):
     content: int
 
 
-class Call(NamedTuple):
+class DeviceCall(NamedTuple):
     """The device work of one operator instance.
 
     Attributes:
@@ -162,7 +159,7 @@ class Flow(NamedTuple):
         identities: (operation, launcher, content) of calls that return their operand unchanged.
     """
 
-    calls: list[Call]
+    calls: list[DeviceCall]
     contents: list[TensorVersion]
     readers: list[list[int]]
     remainder_readers: list[list[int]]
@@ -210,7 +207,9 @@ class Flow(NamedTuple):
             )
             writes.append(Operand(tensor, place, dtype, current[place.storage]))
         issued_ns = int(graph.nodes.start_ns[launcher if launcher >= 0 else nodes[0]])
-        self.calls.append(Call(tuple(nodes), launcher, issued_ns, op, tuple(reads), tuple(writes)))
+        self.calls.append(
+            DeviceCall(tuple(nodes), launcher, issued_ns, op, tuple(reads), tuple(writes))
+        )
 
     def _note_reader(self, content: int, reader: int, tensor: Tensor) -> None:
         """Record a reader of a content, and of the earlier content below a partial write."""

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.op_costs.node_costs import characterise
@@ -21,14 +20,13 @@ from onerank.annotate.op_costs.op_classes import (
 )
 from onerank.annotate.op_costs.operands import Tensor
 from onerank.annotate.passes.dataflow import TEXTS, Access, accesses_of, as_text
-from onerank.annotate.passes.remove_nodes import one_per_pair
-from onerank.annotate.passes.resize.tensor_locations import TensorLocation, launchers
 from onerank.annotate.passes.swap_kernels import MIN_KERNEL_NS
+from onerank.annotate.passes.tensor_locations import TensorLocation, launchers
 from onerank.ir import UNKNOWN, Edges, Evidence, Graph, Kind, Reason
+from onerank.ir.arrays import I64, Mask
 from onerank.ir.errors import AnnotateError
+from onerank.ir.graph import one_per_pair
 from onerank.ir.notes import Note
-
-I64 = npt.NDArray[np.int64]
 
 
 class OuterTensor(NamedTuple):
@@ -101,7 +99,7 @@ def chains_of(graph: Graph, classes: Sequence[OpClass]) -> list[Chain]:
     return [chain for chain in chains if chain.bytes_after < chain.bytes_before]
 
 
-def _whole_operators(graph: Graph, classes: Sequence[OpClass]) -> npt.NDArray[np.bool_]:
+def _whole_operators(graph: Graph, classes: Sequence[OpClass]) -> Mask:
     """Return the nodes that do all the work of an operator of these classes.
 
     Fills and copies that a GEMM or a sort launches are excluded.
@@ -116,9 +114,7 @@ def _whole_operators(graph: Graph, classes: Sequence[OpClass]) -> npt.NDArray[np
     return np.isin(graph.nodes.op, ops_of_classes) & only_kernel
 
 
-def _runs(
-    graph: Graph, device: I64, access: dict[int, Access], fusible: npt.NDArray[np.bool_]
-) -> list[list[int]]:
+def _runs(graph: Graph, device: I64, access: dict[int, Access], fusible: Mask) -> list[list[int]]:
     """Return the groups of neighbours on a stream that can become one kernel."""
     nodes = graph.nodes
     enters, leaves = _cross_stream_nodes(graph)
@@ -145,7 +141,7 @@ def _runs(
     return [group for group in groups if len(group) > 1]
 
 
-def _cross_stream_nodes(graph: Graph) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+def _cross_stream_nodes(graph: Graph) -> tuple[Mask, Mask]:
     """Return the nodes that wait for another stream or the host, and those that these wait for.
 
     Launches do not count: the fused kernel is launched where the first kernel was.
@@ -320,9 +316,10 @@ class FuseChains:
         after = int(fused.nodes.duration_ns[heads].sum())
         saved_bytes = sum(chain.bytes_before - chain.bytes_after for chain in chains)
         note = Note(
-            f"What if fused ({self.what}): {removed + len(chains)} kernels become {len(chains)}, "
-            f"{saved_bytes} bytes less are moved, {before} ns become {after} ns. Tensors saved for "
-            "backward are still written; host operators and memory are as captured.",
+            f"What if fused ({self.what}): {removed + len(chains)} kernels ({before / 1e6:.3f} ms) "
+            f"become {len(chains)} ({after / 1e6:.3f} ms), which move {saved_bytes / 1e9:.3f} GB "
+            "less. Tensors saved for backward are still written; host operators and memory are as "
+            "captured.",
             code="what-if-fused",
         )
         measurement = fused.job.measurement.untimed(note)
@@ -392,6 +389,6 @@ def _drop_fused(graph: Graph, chains: list[Chain]) -> Graph:
     return replace(graph, nodes=graph.nodes.take(kept), edges=new_edges)
 
 
-def _from_host(graph: Graph, edges: Edges) -> npt.NDArray[np.bool_]:
+def _from_host(graph: Graph, edges: Edges) -> Mask:
     """Return which edges start at host operators, such as launches, bool[edges]."""
     return graph.nodes.kind[edges.source] == Kind.HOST_OP

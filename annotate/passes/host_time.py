@@ -1,4 +1,4 @@
-"""Add a host to a graph that has only kernels, compare the host of a capture, and scale a host."""
+"""Host time of a graph: add it to a graph of kernels, estimate its spread over hosts, scale it."""
 
 import json
 import statistics
@@ -7,44 +7,42 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
-from onerank.annotate.hosts.host import SORTS, Host
+from onerank.annotate.hosts.host import HOST_OP_KINDS, Host
 from onerank.annotate.op_costs.op_classes import CLASSES, OpClass, classify
 from onerank.ir import Edges, Evidence, Graph, Kind, Nodes, Reason
+from onerank.ir.arrays import F64, I32, I64, Mask
 from onerank.ir.errors import AnnotateError
 from onerank.ir.measurement import HostOverhead
 from onerank.ir.notes import Note
 from onerank.ir.replay import launches, with_host_factor
 
-I64 = npt.NDArray[np.int64]
-
-F64 = npt.NDArray[np.float64]
-
-# Classes that decide the sort of an operator with several launches, the strongest first.
+# Classes that decide the kind of an operator with several launches, the strongest first.
 _PRIORITY = (OpClass.COMMUNICATION, OpClass.ATTENTION, OpClass.GEMM, OpClass.OPTIMIZER)
 
-_SORT_OF = dict(zip(_PRIORITY, ("collective", "attention", "product", "optimizer"), strict=True))
+_KIND_OF_CLASS = dict(zip(_PRIORITY, ("collective", "attention", "gemm", "optimizer"), strict=True))
 
-# Sort of other operators, by the number of the phase. Without a phase they are input data.
-_SORT_OF_PHASE = ("forward", "forward", "backward", "optimizer")
+# Kind of other operators, by the number of the phase. Without a phase they are input data.
+_KIND_OF_PHASE = ("forward", "forward", "backward", "optimizer")
+
+_CODE = {kind: code for code, kind in enumerate(HOST_OP_KINDS)}
 
 
 @dataclass(frozen=True, slots=True)
-class Calls:
+class HostCalls:
     """The launching operators of a step, in the order in which the host calls them.
 
     Attributes:
         first: the first node that each call launches, int64[c].
-        sort: position of its sort in `SORTS`, int64[c].
-        times: how often the figure of the sort counts, int64[c]: for each tensor of an optimizer's
+        kind: position of its kind in `HOST_OP_KINDS`, int64[c].
+        times: how often the time of the kind counts, int64[c]: for each tensor of an optimizer's
             operator, else once.
         node: nodes on the device, int64[n].
         call: the call that launches each of them, int64[n].
     """
 
     first: I64
-    sort: I64
+    kind: I64
     times: I64
     node: I64
     call: I64
@@ -56,8 +54,8 @@ class Calls:
             host: the description.
             percentile: "p10_ns", "p50_ns" or "p90_ns"; over hosts.
         """
-        figures = [getattr(host.figures[sort], percentile) for sort in SORTS]
-        each_ns: F64 = np.array(figures, dtype=np.float64)[self.sort]
+        figures = [getattr(host.figures[kind], percentile) for kind in HOST_OP_KINDS]
+        each_ns: F64 = np.array(figures, dtype=np.float64)[self.kind]
         return each_ns * self.times.astype(np.float64)
 
     def step_ns(self, host: Host, percentile: str) -> float:
@@ -66,7 +64,7 @@ class Calls:
         return float(self.host_ns(host, percentile).sum()) + rest_ns
 
 
-def calls_of(graph: Graph, node: I64, first: npt.NDArray[np.bool_]) -> Calls:
+def host_calls(graph: Graph, node: I64, first: Mask) -> HostCalls:
     """Return the calls that launch nodes.
 
     Args:
@@ -75,17 +73,19 @@ def calls_of(graph: Graph, node: I64, first: npt.NDArray[np.bool_]) -> Calls:
         first: whether each is the first launch of a call, bool[n]; the first one is.
     """
     call = np.cumsum(first) - 1
-    by_phase = np.array([list(SORTS).index(sort) for sort in _SORT_OF_PHASE])
-    sort = by_phase[graph.nodes.phase[node[first]]]
+    by_phase = np.array([_CODE[kind] for kind in _KIND_OF_PHASE])
+    kind = by_phase[graph.nodes.phase[node[first]]]
     codes = classify(graph, node)
     codes[graph.communication[node]] = CLASSES.index(OpClass.COMMUNICATION)
     # The strongest class is written last and wins.
     for op_class in reversed(_PRIORITY):
-        sort[call[codes == CLASSES.index(op_class)]] = list(SORTS).index(_SORT_OF[op_class])
-    times = np.where(
-        sort == list(SORTS).index("optimizer"), _tensors(graph, node[first]), np.int64(1)
-    )
-    return Calls(node[first], sort, times, node, call)
+        kind[call[codes == CLASSES.index(op_class)]] = _CODE[_KIND_OF_CLASS[op_class]]
+    if graph.job.inference is not None:
+        # Without autograd an operator takes the host half of its time in training, or less. The
+        # measured decodes give one time for all operators.
+        kind[kind != _CODE["collective"]] = _CODE["inference"]
+    times = np.where(kind == _CODE["optimizer"], _tensors(graph, node[first]), np.int64(1))
+    return HostCalls(node[first], kind, times, node, call)
 
 
 def _tensors(graph: Graph, node: I64) -> I64:
@@ -100,7 +100,7 @@ def _tensors(graph: Graph, node: I64) -> I64:
     return np.array(counts, dtype=np.int64)[which]
 
 
-def launched_calls(graph: Graph, called_ns: I64) -> Calls:
+def launched_calls(graph: Graph, called_ns: I64) -> HostCalls:
     """Return the calls of a GPU capture, which records the operator that launches each node.
 
     Args:
@@ -114,13 +114,14 @@ def launched_calls(graph: Graph, called_ns: I64) -> Calls:
     # A node that an operator and its caller launch counts for the later of the two.
     order = order[np.sort(len(order) - 1 - np.unique(node[order][::-1], return_index=True)[1])]
     source, node = source[order], node[order]
-    return calls_of(graph, node, np.diff(source, prepend=-1) != 0)
+    return host_calls(graph, node, np.diff(source, prepend=-1) != 0)
 
 
-def _predicted_calls(graph: Graph, captured: Graph) -> Calls:
-    """Return the calls of a graph predicted from a CPU capture, in the order of the capture.
+def _predicted_calls(graph: Graph, captured: Graph) -> tuple[HostCalls, I64]:
+    """Return the calls of a graph predicted from a CPU capture, and when each began there.
 
-    Of the launches of an operator one has the operator's id; the others stand next to it.
+    They are in the order of the capture. Of the launches of an operator one has the operator's id;
+    the others stand next to it.
     """
     ids = np.argsort(captured.nodes.id)
     nearest = np.searchsorted(captured.nodes.id[ids], graph.nodes.id)
@@ -133,13 +134,39 @@ def _predicted_calls(graph: Graph, captured: Graph) -> Calls:
     called_ns = captured.nodes.start_ns[place][order][owner]
     program = np.lexsort((owner, called_ns))
     first = np.diff(owner[program], prepend=-1) != 0
-    return calls_of(graph, order[program], first)
+    return host_calls(graph, order[program], first), called_ns[program[first]]
 
 
-def _owners(module: npt.NDArray[np.int32], known: npt.NDArray[np.bool_]) -> I64:
+def _host_waits(captured: Graph, calls: HostCalls, called_ns: I64) -> tuple[I64, I64, int]:
+    """Return the nodes that the host awaits, the calls that follow its waits, and waits left out.
+
+    The first two are int64[w] each. A capture without a device marks the operator before which the
+    host waited, with an edge from the last operator that it awaited. A wait that no launch of the
+    step follows would delay the next step, and is left out.
+
+    Args:
+        captured: the capture.
+        calls: the calls predicted from it.
+        called_ns: start of each in the capture, ascending, int64[c].
+    """
+    edges, nodes = captured.edges, captured.nodes
+    is_wait = (edges.reason == Reason.SYNC) & (nodes.blocked_ns[edges.target] > 0)
+    # The wait for a collective holds back a stream, not the host.
+    waits = np.flatnonzero(is_wait & ~captured.communication[edges.source])
+    # Operators that launch nothing are no calls: the awaited one is then the one before.
+    awaited = np.searchsorted(called_ns, nodes.start_ns[edges.source[waits]], side="right") - 1
+    delayed = np.searchsorted(called_ns, nodes.start_ns[edges.target[waits]])
+    late = delayed == len(called_ns)
+    # A wait before the first launch, or for operators that launch nothing, waits for nothing.
+    kept = (awaited >= 0) & (awaited < delayed) & ~late
+    last = np.flatnonzero(np.diff(calls.call, append=len(called_ns)) != 0)
+    return calls.node[last[awaited[kept]]], delayed[kept], int(late.sum())
+
+
+def _owners(module: I32, known: Mask) -> I64:
     """Return for each launch the launch that has its operator's id, as positions, int64[n].
 
-    A memset stands before the product that it serves, a sum of partial results after it.
+    A memset stands before the GEMM that it serves, a sum of partial results after it.
     """
     position = np.arange(len(known))
     before = np.maximum.accumulate(np.where(known, position, -1))
@@ -152,10 +179,11 @@ def _owners(module: npt.NDArray[np.int32], known: npt.NDArray[np.bool_]) -> I64:
 
 
 def with_host(graph: Graph, captured: Graph, host: Host | None) -> Graph:
-    """Return a re-costed graph with its host, or with the uncertainty of its host.
+    """Return a re-costed graph with host operators, or with an interval of its host time.
 
-    A graph from a capture without a GPU gets the host. A GPU capture has its host; on another GPU,
-    which has another host, the step gets an interval of it. Graphs of other tools stay unchanged.
+    A graph from a capture without a GPU gets host operators. A GPU capture has measured ones; on
+    another GPU, whose host is not known, the step gets an interval over hosts. Graphs of other
+    tools stay unchanged.
 
     Args:
         graph: the re-costed graph.
@@ -175,7 +203,7 @@ def with_host(graph: Graph, captured: Graph, host: Host | None) -> Graph:
 
 
 def _with_interval(graph: Graph, captured: Graph, host: Host) -> Graph:
-    """Return a GPU capture with the factors on its host that give a host at p10 and at p90.
+    """Return a GPU capture with the factors that scale its host time to p10 and p90 over hosts.
 
     The capture's own host is one of the hosts, so the interval contains a factor of 1.
     """
@@ -198,16 +226,18 @@ def add_host(graph: Graph, captured: Graph, host: Host) -> Graph:
     """Return the graph with a host operator before the launches of each operator.
 
     The host runs ahead of the GPU, as in the capture of a GPU: a kernel starts when the host has
-    called its operator and the stream is free. The step's time is then replayed in steady state.
+    called its operator and the stream is free. Where the script reads a value from the GPU, the
+    host waits. The step's time is then replayed in steady state.
 
     Args:
         graph: kernels and communication, predicted from a CPU capture.
         captured: that capture.
         host: its host.
     """
-    calls = _predicted_calls(graph, captured)
+    calls, began_ns = _predicted_calls(graph, captured)
     if not len(calls.first):
         return graph
+    awaited, delayed, late = _host_waits(captured, calls, began_ns)
     nodes, count = graph.nodes, len(calls.first)
     times = {name: calls.host_ns(host, name) for name in ("p10_ns", "p50_ns", "p90_ns")}
     each_ns = {name: np.rint(ns).astype(np.int64) for name, ns in times.items()}
@@ -235,12 +265,13 @@ def add_host(graph: Graph, captured: Graph, host: Host) -> Graph:
     edges, host_op = graph.edges, len(graph) + np.arange(count)
     edges = Edges.from_pairs(
         len(graph) + count,
-        np.concatenate([edges.source, host_op[:-1], host_op[calls.call]]),
-        np.concatenate([edges.target, host_op[1:], calls.node]),
+        np.concatenate([edges.source, host_op[:-1], host_op[calls.call], awaited]),
+        np.concatenate([edges.target, host_op[1:], calls.node, host_op[delayed]]),
         np.concatenate([
             edges.reason,
             np.full(count - 1, Reason.PROGRAM_ORDER, dtype=np.uint8),
             np.full(len(calls.node), Reason.LAUNCH, dtype=np.uint8),
+            np.full(len(awaited), Reason.SYNC, dtype=np.uint8),
         ]),
     )  # fmt: skip
     job = graph.job
@@ -251,10 +282,14 @@ def add_host(graph: Graph, captured: Graph, host: Host) -> Graph:
         f'description "{host.name}"; no host was measured.',
         code="host-described",
     )
+    notes = [*job.measurement.notes, note]
+    if late:
+        text = f"{late} waits of the host for the GPU are left out: no launch of the step follows"
+        notes.append(Note(text, code="host-waits-at-end"))
     measurement = msgspec.structs.replace(
         job.measurement,
         host_overhead=HostOverhead(1.0, inter_step_host_ns=rest_ns, residual_ns=0),
-        notes=(*job.measurement.notes, note),
+        notes=tuple(notes),
     )
     *earlier, annotation = job.annotations
     step = {name: calls.step_ns(host, name) for name in times}

@@ -1,57 +1,29 @@
-"""The kernels that PyTorch and NVIDIA's libraries launch for one call of an operator.
+"""The kernels that PyTorch launches for one call of an operator, in order.
 
-A rule takes a call and the GPU and returns the launches in order. Rules of PyTorch's kernels follow
-its sources, whose file a comment names. Rules of cuBLAS and cuDNN, which publish no sources, come
-from measurements: the captures in traces/, the shipped database of the H200, and 1,400 calls
-profiled on an H100 (2026-11-25, torch 2.11.0+cu130). An operator without a rule launches one
-kernel.
+A rule takes a call and the GPU and returns the launches. The rules here follow PyTorch's sources,
+whose file a comment names; those of NVIDIA's libraries are in `library_launches.py`. An operator
+without a rule launches one kernel.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from math import ceil, prod
-from typing import Any, NamedTuple, cast
 
 from onerank.annotate.gpus.gpu import Gpu
-from onerank.annotate.models.attention_kernels import FUSED, resolve_unmeasured
-from onerank.annotate.op_costs.node_costs import work_of_call
 from onerank.annotate.op_costs.op_classes import OpClass, base_name, is_generated, op_class
 from onerank.annotate.op_costs.operands import Call, Tensor
+from onerank.annotate.passes.library_launches import (
+    FILL,
+    LIBRARY_RULES,
+    MEMSET,
+    WHOLE,
+    Launch,
+    Rule,
+    attention_of_cpu,
+    gemm_launches,
+    numbers_of,
+)
 from onerank.ir import Kind
-
-
-class Launch(NamedTuple):
-    """One kernel, copy or fill that a call launches.
-
-    Attributes:
-        name: name of the kernel, without template arguments; "" for the operator's name.
-        share: share of the call's FLOPs and bytes that it does; 0 for a helper.
-        kind: KERNEL, MEMCPY or MEMSET.
-        op: operator that launches it from within the call; "" for the call's own.
-        written_bytes: bytes of the call's results that a helper writes.
-        internal_bytes: bytes that it reads and writes of buffers within the call.
-        floors: least time in launch floors; 0: the floor of its class.
-        grid: blocks along each axis; () if not known.
-        block: threads of a block along each axis; () if not known.
-    """
-
-    name: str = ""
-    share: float = 0.0
-    kind: Kind = Kind.KERNEL
-    op: str = ""
-    written_bytes: int = 0
-    internal_bytes: int = 0
-    floors: float = 0.0
-    grid: tuple[int, ...] = ()
-    block: tuple[int, ...] = ()
-
-
-Rule = Callable[[Call, Gpu], Sequence[Launch]]
-"""(call, target) -> its launches; none where the rule does not cover the call."""
-
-_WHOLE = Launch(share=1.0)
-
-_MEMSET = Launch("Memset (Device)", kind=Kind.MEMSET)
 
 
 def launches_of(op: str, call: Call, target: Gpu, attention: str = "usual") -> Sequence[Launch]:
@@ -64,296 +36,16 @@ def launches_of(op: str, call: Call, target: Gpu, attention: str = "usual") -> S
         attention: requested kernel for attention that was captured on a CPU.
     """
     if is_generated(op):
-        return (_WHOLE,)
+        return (WHOLE,)
     rule = _RULES.get(call.op)
     # A CPU capture names the CPU's attention, which runs on no GPU.
     if "_for_cpu" in call.op:
-        rule = _attention_of_cpu(call, target, attention)
+        rule = attention_of_cpu(call, target, attention)
     if rule is None and call.op.startswith("_foreach_"):
         rule = _foreach
     if rule is None:
         rule = _OF_CLASS.get(op_class(op))
-    return (rule(call, target) if rule else ()) or (_WHOLE,)
-
-
-# Matrix products. cuBLAS 13 on a Hopper GPU runs persistent kernels ("nvjet_sm90"): a block takes
-# tile after tile from a counter, which a memset clears first.
-
-_HOPPER = 90
-
-_TILE = (256, 128)
-
-# Tiles per SM above which the kernel takes tiles from a counter. 491 of 493 bf16 and 115 of 116
-# float8 products in the H200's database agree, and every product of the captures in traces/. Up to
-# two tiles per SM are assigned at launch.
-_TILES_FROM_COUNTER = 2
-
-_SPLIT_TILE = 64
-
-_SPLIT_LEAST_K = 4096
-
-# Inner size per tile of 64 x 64 of the result from which cuBLAS splits the inner size. bf16 on an
-# H100: 795 products of 64 to 4096 rows and columns. The rule disagrees on 22, all at its edge (32
-# tiles with 4096, 256 with 16384), where the operands' layout decides. float16: three shapes in the
-# H200's database. No product with an inner size of 2048 or less is split.
-_SPLIT_K_PER_TILE = {"bfloat16": 120, "float16": 64}
-
-
-def _product(call: Call, target: Gpu) -> Sequence[Launch]:
-    """Return the launches of a matrix product: a memset or a reduction of partial sums."""
-    work = work_of_call(f"aten::{call.op}", call)
-    # float32 products run kernels of several generations, chosen by whether TF32 is on, which no
-    # capture records.
-    if target.capability != _HOPPER or not work.gemm or work.gemm[4] > 2:
-        return ()
-    batch, m, n, k = work.gemm[:4]
-    if call.op == "_scaled_mm" or work.dtype not in _SPLIT_K_PER_TILE:
-        splits = False
-    else:
-        small_tiles = batch * ceil(m / _SPLIT_TILE) * ceil(n / _SPLIT_TILE)
-        splits = k >= _SPLIT_LEAST_K and small_tiles * _SPLIT_K_PER_TILE[work.dtype] <= k
-    # A product of one row is a matrix-vector product, which other kernels compute.
-    if splits and min(m, n) > 1:
-        parts = max(2, target.sm_count // max(1, batch * ceil(m / _TILE[0]) * ceil(n / _TILE[1])))
-        # cuBLAS divides by at most 16 in every profiled product.
-        partial_bytes = 4 * batch * m * n * min(parts, 16)
-        reduce = Launch("cublasLt::splitKreduce_kernel", internal_bytes=partial_bytes, floors=0.6)
-        return (_WHOLE, reduce)
-    tiles = batch * min(
-        ceil(m / rows) * ceil(n / columns) for rows, columns in (_TILE, _TILE[::-1])
-    )
-    # A persistent kernel has one block per SM.
-    blocks = (2, target.sm_count // 2, 1)
-    if tiles > _TILES_FROM_COUNTER * target.sm_count:
-        return (_MEMSET, _WHOLE._replace(grid=blocks, block=(384, 1, 1)))
-    if tiles > target.sm_count:
-        return (_WHOLE._replace(grid=blocks, block=(384, 1, 1)),)
-    return ()
-
-
-def _grouped_product(call: Call, target: Gpu) -> Sequence[Launch]:
-    """Return the launches of a grouped product: a kernel that writes the groups' pointers first."""
-    return (Launch("prepare_grouped_gemm_data", floors=0.5), _WHOLE)
-
-
-# Convolutions. cuDNN's kernels for matrix units take images with the channels last. Measured on an
-# H100, cuDNN 9.1x of torch 2.11.0+cu130: 24 shapes, each in three dtypes and both layouts.
-
-_TO_CHANNELS_LAST, _FROM_CHANNELS_LAST = "nchwToNhwcKernel", "nhwcToNchwKernel"
-
-_ADD_PADDING = "nhwcAddPaddingKernel"
-
-_CHANNELS = 8
-
-_CONVOLUTION_TILE = 128 * 128
-
-# Tiles per SM above which the kernel takes tiles from a counter: 1.48 does not, 1.94 does.
-_CONVOLUTION_TILES_FROM_COUNTER = 1.7
-
-# Points of the images per tile of the filter's gradient from which its sum is split, which a kernel
-# prepares: 227 is not, 910 is.
-_SPLIT_POINTS_PER_TILE = 500
-
-
-def _convolution(call: Call, target: Gpu) -> Sequence[Launch]:
-    """Return the launches of a convolution: copies to and from channels-last, and its bias."""
-    image, weight, bias, out = call.tensor(0), call.tensor(1), call.tensor(2), call.output()
-    if image is None or weight is None or out is None:
-        return ()
-    if not _is_covered(weight, call.value(6), target):
-        return ()
-    add = (Launch("vectorized_elementwise_kernel", op="aten::add_"),) if bias is not None else ()
-    if image.shape[1] != weight.shape[1]:  # grouped
-        return (_WHOLE, *add)
-    gemm = _ImplicitGemm(image, weight, _is_pointwise(call, weight, 3), target)
-    return (*gemm.product("sm90_xmma_fprop_implicit_gemm", (image, weight), out, 1.0), *add)
-
-
-def _convolution_backward(call: Call, target: Gpu) -> Sequence[Launch]:
-    """Return the launches of its backward: of the gradients of image, filter and bias."""
-    grad, image, weight = (call.tensor(position) for position in range(3))
-    if grad is None or image is None or weight is None:
-        return ()
-    if not _is_covered(weight, call.value(7), target):
-        return ()
-    of_image, of_weight, of_bias = (call.output(position) for position in range(3))
-    products = sum(result is not None for result in (of_image, of_weight))
-    if not products:
-        return ()
-    gemm = _ImplicitGemm(image, weight, _is_pointwise(call, weight, 4), target)
-    grouped = image.shape[1] != weight.shape[1]
-    launches: list[Launch] = []
-    if of_image is not None:
-        name = "sm90_xmma_dgrad_implicit_gemm"
-        whole = (Launch(name, 1 / products),)
-        parts = gemm.product(name, (grad, weight), of_image, 1 / products)
-        launches += whole if grouped else parts
-    if of_weight is not None:
-        name = "sm90_xmma_wgrad_implicit_gemm"
-        whole = (Launch(name, 1 / products),)
-        launches += whole if grouped else gemm.filter_gradient(name, grad, 1 / products)
-    if of_bias is not None:
-        launches += [_MEMSET] * gemm.channels_last
-        launches.append(Launch("reduce_kernel", op="aten::sum", internal_bytes=grad.nbytes))
-    return launches
-
-
-def _is_covered(weight: Tensor, transposed: Any, target: Gpu) -> bool:
-    """Return whether a convolution is of the kind that was measured: of images, not transposed."""
-    return len(weight.shape) == 4 and transposed is False and target.capability == _HOPPER
-
-
-def _is_pointwise(call: Call, weight: Tensor, stride_at: int) -> bool:
-    """Return whether each point of the image is multiplied by one matrix: a plain product."""
-    return prod(weight.shape[2:]) == 1 and set(_numbers(call.value(stride_at))) <= {1}
-
-
-class _ImplicitGemm:
-    """The launches of a convolution as matrix products, by the layout of its image."""
-
-    def __init__(self, image: Tensor, weight: Tensor, pointwise: bool, target: Gpu) -> None:
-        self.channels_last = image.strides[1] == 1 and image.shape[1] > 1
-        self._image = image
-        self._weight = weight
-        self._pointwise = pointwise
-        self._sm_count = target.sm_count
-        # Matrix units load eight channels of 16 bits: fewer are padded in a zeroed buffer.
-        narrow = any(size % _CHANNELS for size in weight.shape[:2])
-        self._padded = narrow and image.item_bytes == 2
-        self._has_window = prod(weight.shape[2:]) > 1
-
-    def product(
-        self, name: str, operands: tuple[Tensor, Tensor], result: Tensor, share: float
-    ) -> list[Launch]:
-        """Return the launches of the result or of the gradient of the image."""
-        main = Launch(name, share)
-        if self._pointwise:
-            return [main]
-        first, weight = operands
-        counted = self._tiles(result) > _CONVOLUTION_TILES_FROM_COUNTER * self._sm_count
-        counter = [_MEMSET] * (counted and not self._padded)
-        before = [*self._laid_out(first), *(self._laid_out(weight) if self._has_window else [])]
-        return [*before, *counter, main, *self._returned(result)]
-
-    def filter_gradient(self, name: str, grad: Tensor, share: float) -> list[Launch]:
-        """Return the launches of the gradient of the filter."""
-        main = Launch(name, share)
-        if self._pointwise:
-            return [main, Launch("splitKreduce_kernel", floors=0.6)]
-        tiles = ceil(self._weight.numel / _CONVOLUTION_TILE)
-        points = grad.numel // grad.shape[1]
-        prepare: list[Launch] = []
-        if tiles > self._sm_count:
-            prepare = [_MEMSET]
-        elif points >= _SPLIT_POINTS_PER_TILE * tiles:
-            prepare = [Launch("init_device_workspace", floors=0.8)]
-        before = [*self._laid_out(grad), *self._laid_out(self._image)]
-        after = self._returned(self._weight) if self._has_window else []
-        return [*before, *prepare, main, *after]
-
-    def _tiles(self, result: Tensor) -> int:
-        return ceil(result.numel / _CONVOLUTION_TILE)
-
-    def _laid_out(self, tensor: Tensor) -> list[Launch]:
-        if self._padded:
-            name = _ADD_PADDING if self.channels_last else _TO_CHANNELS_LAST
-            return [_MEMSET, Launch(name, internal_bytes=2 * tensor.nbytes)]
-        if self.channels_last:
-            return []
-        return [Launch(_TO_CHANNELS_LAST, internal_bytes=2 * tensor.nbytes)]
-
-    def _returned(self, result: Tensor) -> list[Launch]:
-        if self.channels_last:
-            return []
-        return [Launch(_FROM_CHANNELS_LAST, internal_bytes=2 * result.nbytes)]
-
-
-# Attention.
-
-
-def _attention_of_cpu(call: Call, target: Gpu, requested: str) -> Rule | None:
-    """Return the rule of the kernel that runs a CPU's attention on `target`."""
-    backward = call.op.endswith("_backward")
-    # Without a request it is the kernel that PyTorch picks there.
-    named = requested if requested in FUSED else "fused"
-    runs = resolve_unmeasured(target, named).runs
-    if runs == "cudnn":
-        return _cudnn_attention_backward if backward else _cudnn_attention
-    return _flash_attention_backward if backward else None
-
-
-def _cudnn_attention(call: Call, target: Gpu) -> Sequence[Launch]:
-    """Return the launches of cuDNN's fused attention on Hopper."""
-    if _is_wide(call):
-        return ()
-    dropout = call.op == "_cudnn_attention_forward" and call.value(9)
-    # MHA.cpp: a kernel reads the state of the random numbers.
-    random = (Launch("unpack_cudnn", floors=0.4),) if isinstance(dropout, float) and dropout else ()
-    return (*random, _MEMSET, _WHOLE)
-
-
-def _is_wide(call: Call) -> bool:
-    """Return whether operands exceed 16 bits: only memory-efficient attention takes those."""
-    query = call.tensor(0)
-    return query is not None and query.item_bytes > 2
-
-
-def _cudnn_attention_backward(call: Call, target: Gpu) -> Sequence[Launch]:
-    """Return the launches of its backward; the query's gradient is summed in float32."""
-    if _is_wide(call):
-        return _efficient_attention_backward(call, target)
-    grad, query = call.tensor(0), call.tensor(1)
-    elements_bytes = query.nbytes if query else 0
-    launches = [
-        _MEMSET,
-        Launch("cudnn::fusion::compute_dot_do_o", internal_bytes=2 * (grad.nbytes if grad else 0)),
-        _WHOLE,
-        Launch("cudnn::fusion::convert_dq_to_16bits", internal_bytes=3 * elements_bytes),
-    ]
-    return (*launches, *_reduce_heads(call, "cudnn::fusion::fmha_reduce_head"))
-
-
-def _flash_attention_backward(call: Call, target: Gpu) -> Sequence[Launch]:
-    """Return the launches of flash attention's backward.
-
-    Source: flash_bwd_launch_template.h and flash_api.cpp of FlashAttention 2 in PyTorch.
-    """
-    if _is_wide(call):
-        return _efficient_attention_backward(call, target)
-    grad, query = call.tensor(0), call.tensor(1)
-    elements_bytes = query.nbytes if query else 0
-    launches = [
-        Launch("flash_bwd_dot_do_o_kernel", internal_bytes=2 * (grad.nbytes if grad else 0)),
-        _WHOLE,
-        Launch("flash_bwd_convert_dq_kernel", internal_bytes=3 * elements_bytes),
-    ]
-    return (*launches, *_reduce_heads(call, "reduce_kernel", op="aten::sum"))
-
-
-def _efficient_attention_backward(call: Call, target: Gpu) -> Sequence[Launch]:
-    """Return the launches of memory-efficient attention's backward: it zeroes a workspace."""
-    query = call.tensor(1)
-    # The workspace is float32: twice the bytes of a 16-bit query.
-    workspace_bytes = 2 * query.nbytes if query else 0
-    return (
-        Launch("vectorized_elementwise_kernel", op=_FILL, internal_bytes=workspace_bytes),
-        _WHOLE,
-    )
-
-
-def _reduce_heads(call: Call, name: str, op: str = "") -> Sequence[Launch]:
-    """Return sums of the gradients of key and value over query heads that share them."""
-    query, key = call.tensor(1), call.tensor(2)
-    if query is None or key is None or len(query.shape) < 3:
-        return ()
-    # FlashAttention has the heads after the sequence; the operators that PyTorch calls, and cuDNN,
-    # have them before it.
-    axis = -2 if call.op.startswith("_flash") else 1
-    sharing = query.shape[axis] // max(1, key.shape[axis])
-    if sharing <= 1:
-        return ()
-    # The gradients of every query head are written, then summed into those of the key's heads.
-    return (Launch(name, op=op, internal_bytes=(sharing + 1) * key.nbytes),) * 2
+    return (rule(call, target) if rule else ()) or (WHOLE,)
 
 
 # Lists of tensors. Source: aten/src/ATen/native/cuda/MultiTensorApply.cuh.
@@ -403,7 +95,7 @@ def _foreach(call: Call, target: Gpu) -> Sequence[Launch]:
         return chunks
     results = ceil(len(lists[0]) / _CLEANED_TENSORS)
     return (
-        Launch("vectorized_elementwise_kernel", op=_FILL),
+        Launch("vectorized_elementwise_kernel", op=FILL),
         *chunks,
         *[Launch("lpnorm_cleanup", floors=0.7)] * results,
     )
@@ -411,13 +103,7 @@ def _foreach(call: Call, target: Gpu) -> Sequence[Launch]:
 
 def _has_scalars(call: Call) -> bool:
     """Return whether the call has a list of numbers, one for each tensor."""
-    return any(_numbers(value) for value in call.values[1:])
-
-
-def _numbers(value: Any) -> list[int | float]:
-    """Return a value that is a list of numbers; [] for any other."""
-    items = cast("list[Any]", value) if isinstance(value, list) else []
-    return items if all(isinstance(item, int | float) for item in items) else []
+    return any(numbers_of(value) for value in call.values[1:])
 
 
 def _fused_optimizer(call: Call, target: Gpu) -> Sequence[Launch]:
@@ -471,7 +157,7 @@ def _cat(call: Call, target: Gpu) -> Sequence[Launch]:
 
 # Sorting and indexing with CUB. Floors are medians of the kernels' times on an H100, over 2640 ns.
 
-_FILL, _ARANGE, _COPY = "aten::fill_", "aten::arange", "aten::copy_"
+_ARANGE, _COPY = "aten::arange", "aten::copy_"
 
 # Keys that CUB sorts in one block; measured between 2048 and 3072.
 _SINGLE_TILE = 2048
@@ -483,10 +169,10 @@ _COUNT_UP = Launch("elementwise_kernel_with_index", op=_ARANGE)
 
 def _radix_sort(bits: int) -> Sequence[Launch]:
     """Return the launches of CUB's onesweep radix sort of keys of `bits` bits."""
-    sweep = (_MEMSET, Launch("DeviceRadixSortOnesweepKernel", floors=2.2))
+    sweep = (MEMSET, Launch("DeviceRadixSortOnesweepKernel", floors=2.2))
     return (
-        _MEMSET,
-        _MEMSET,
+        MEMSET,
+        MEMSET,
         Launch("DeviceRadixSortHistogramKernel", floors=1.2),
         Launch("DeviceRadixSortExclusiveSumKernel", floors=0.5),
         *sweep * ceil(bits / _DIGIT_BITS),
@@ -509,7 +195,7 @@ def _embedding_backward(call: Call, target: Gpu) -> Sequence[Launch]:
         return ()
     # Segments are summed in float32.
     partial_bytes = 4 * gradient.numel
-    zero = Launch("vectorized_elementwise_kernel", op=_FILL, written_bytes=call.output_bytes)
+    zero = Launch("vectorized_elementwise_kernel", op=FILL, written_bytes=call.output_bytes)
     if indices.numel <= _FEW_INDICES:
         # A block takes one index after another: 37 ns each for rows of 512 elements, 56 for 4096,
         # on an H100 and on an H200.
@@ -653,7 +339,7 @@ def _bincount(call: Call, target: Gpu) -> Sequence[Launch]:
 def _histogram(call: Call, target: Gpu) -> Sequence[Launch]:
     """Return the launches of a histogram: it zeroes the bins first."""
     return (
-        Launch("vectorized_elementwise_kernel", op=_FILL),
+        Launch("vectorized_elementwise_kernel", op=FILL),
         Launch("kernelHistogram1D", 1.0),
     )
 
@@ -695,7 +381,7 @@ def _group_norm_backward(call: Call, target: Gpu) -> Sequence[Launch]:
 
 def _loss_backward(call: Call, target: Gpu) -> Sequence[Launch]:
     """Return the launches of the loss's backward: it zeroes the gradient. Source: Loss.cu."""
-    zero = Launch("vectorized_elementwise_kernel", op=_FILL, written_bytes=call.output_bytes)
+    zero = Launch("vectorized_elementwise_kernel", op=FILL, written_bytes=call.output_bytes)
     return (zero, Launch("nll_loss_backward_reduce_cuda_kernel_2d", 1.0))
 
 
@@ -777,7 +463,7 @@ def _reduction(call: Call, target: Gpu) -> Sequence[Launch]:
         rows = max(rows, ceil(values / _MOST_VALUES))
     kernel = Launch("reduce_kernel", 1.0, grid=(columns, rows, 1), block=(width, height, 1))
     # Blocks that share an output count their arrivals in semaphores, which a memset clears first.
-    return (_MEMSET, kernel) if rows > 1 else (kernel,)
+    return (MEMSET, kernel) if rows > 1 else (kernel,)
 
 
 # Threads that an SM of a data-centre GPU holds; 1536 on others, which have fewer SMs, too.
@@ -797,7 +483,7 @@ def _reduced(call: Call) -> set[int] | None:
     if result.numel == 1:
         return set(range(axes))
     for value in call.values[1:3]:
-        if listed := _numbers(value):
+        if listed := numbers_of(value):
             return {int(axis) % axes for axis in listed}
     if len(result.shape) == axes:
         return {at for at in range(axes) if tensor.shape[at] != result.shape[at]}
@@ -829,27 +515,7 @@ def launches_need_strides(op: str) -> bool:
 
 
 _RULES: dict[str, Rule] = {
-    "_grouped_mm": _grouped_product,
-    "convolution": _convolution,
-    "convolution_backward": _convolution_backward,
-    **dict.fromkeys(
-        ["_cudnn_attention_forward", "_scaled_dot_product_cudnn_attention"], _cudnn_attention
-    ),
-    **dict.fromkeys(
-        ["_cudnn_attention_backward", "_scaled_dot_product_cudnn_attention_backward"],
-        _cudnn_attention_backward,
-    ),
-    **dict.fromkeys(
-        [
-            "_flash_attention_backward",
-            "_scaled_dot_product_flash_attention_backward",
-        ],
-        _flash_attention_backward,
-    ),
-    **dict.fromkeys(
-        ["_efficient_attention_backward", "_scaled_dot_product_efficient_attention_backward"],
-        _efficient_attention_backward,
-    ),
+    **LIBRARY_RULES,
     **dict.fromkeys(
         [
             "_fused_adam_",
@@ -882,7 +548,7 @@ _RULES: dict[str, Rule] = {
 }
 
 _OF_CLASS: dict[OpClass, Rule] = {
-    OpClass.GEMM: _product,
+    OpClass.GEMM: gemm_launches,
     OpClass.ELEMENTWISE: _elementwise,
     OpClass.COPY: _elementwise,
     OpClass.MEMSET: _elementwise,

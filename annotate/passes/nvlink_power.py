@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.features import KernelFeatures
@@ -20,12 +19,9 @@ from onerank.annotate.models.power import coefficients_of, power_model, power_sh
 from onerank.annotate.models.prediction_terms import by_evidence
 from onerank.annotate.op_costs.node_costs import op_costs_of
 from onerank.ir import UNKNOWN, Evidence, Graph
+from onerank.ir.arrays import F64, I64
 from onerank.ir.errors import AnnotateError
 from onerank.ir.notes import Note
-
-F64 = npt.NDArray[np.float64]
-
-I64 = npt.NDArray[np.int64]
 
 # Four of five of the eight measured ranks had 0.7 to 1.5 times the predicted slowdown.
 _EXCESS_P10, _EXCESS_P90 = 0.7, 1.5
@@ -62,7 +58,7 @@ class NvlinkActive:
         )
         measurement = graph.job.measurement
         if len(index):
-            measurement = measurement.untimed(note)
+            measurement = measurement.slowed(note)
         else:
             measurement = msgspec.structs.replace(measurement, notes=(*measurement.notes, note))
         slowed_graph = _with_factors(graph, index, factor)

@@ -7,12 +7,17 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from onerank.annotate.deduplicate import deduplicate
 from onerank.annotate.gpus.gpu import Gpu
-from onerank.annotate.models.features import floor_share_of
 from onerank.annotate.models.prediction_terms import TermRecord, quantity, total
 from onerank.annotate.op_costs.node_costs import OpCosts, compute_mask
-from onerank.annotate.op_costs.op_classes import CLASSES, OpClass, classify, op_class
+from onerank.annotate.op_costs.op_classes import (
+    CLASSES,
+    OpClass,
+    classify,
+    floor_share_of,
+    op_class,
+    shares_on,
+)
 from onerank.annotate.op_costs.operands import Call, UnknownDtypeError, without_tensors
 from onerank.annotate.passes.launch_rules import (
     Launch,
@@ -22,11 +27,8 @@ from onerank.annotate.passes.launch_rules import (
     launches_of,
 )
 from onerank.ir import UNKNOWN, Edges, Evidence, Graph, Kind, Nodes, Reason
+from onerank.ir.arrays import F64, I32, I64, U8, Mask, deduplicate
 from onerank.ir.notes import Note
-
-I64 = npt.NDArray[np.int64]
-F64 = npt.NDArray[np.float64]
-Mask = npt.NDArray[np.bool_]
 
 # Share of an operator's time that its helpers may take where its work needs more than the rest.
 _MOST_HELPERS = 0.5
@@ -120,8 +122,8 @@ class _Templates(NamedTuple):
     share: F64
     written: I64
     helper_ns: F64
-    kind: npt.NDArray[np.uint8]
-    texts: dict[str, npt.NDArray[np.int32]]
+    kind: U8
+    texts: dict[str, I32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +246,8 @@ def _helper_ns(op: str, launch: Launch, target: Gpu) -> float:
 
 def _floor_ns(op: str, launch: Launch, target: Gpu) -> float:
     """Return the shortest time of a launch on `target` in ns."""
-    floors = launch.floors or floor_share_of(op_class(launch.op or op, launch.name, launch.kind))
+    share = floor_share_of(op_class(launch.op or op, launch.name, launch.kind))
+    floors = launch.floors or float(shares_on(np.array(share), target.architecture))
     return floors * target.launch_floor_ns
 
 
@@ -374,7 +377,8 @@ def _durations(graph: Graph, group: I64, share: F64, helper_ns: F64, target: Gpu
     classes[distinct] = classify(graph, distinct)
     size = int(group.max()) + 1
     helpers = np.bincount(group, weights=helper_ns, minlength=size)[group]
-    floor_ns = np.array([floor_share_of(name) for name in CLASSES])[classes[group]]
+    of_class = np.array([floor_share_of(name) for name in CLASSES])
+    floor_ns = shares_on(of_class, target.architecture)[classes[group]]
     floor_ns *= target.launch_floor_ns
     working = np.bincount(group, weights=share > 0, minlength=size)[group]
     # A looked-up time can be shorter than its helpers are predicted.

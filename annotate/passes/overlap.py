@@ -7,25 +7,22 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.op_costs.node_costs import compute_mask
 from onerank.annotate.passes.data_dependencies import (
     CallDependencies,
-    Dependencies,
+    CommDependencies,
     Lanes,
     find_dependencies,
 )
-from onerank.annotate.passes.remove_nodes import one_per_pair
-from onerank.annotate.passes.resize.tensor_locations import launchers
+from onerank.annotate.passes.tensor_locations import launchers
 from onerank.ir import UNKNOWN, Edges, Evidence, Graph, Kind, Reason
+from onerank.ir.arrays import I64, Mask
 from onerank.ir.errors import AnnotateError
-from onerank.ir.graph import topological_order
+from onerank.ir.graph import one_per_pair, topological_order
 from onerank.ir.notes import Note
 from onerank.ir.replay import launches
-
-I64 = npt.NDArray[np.int64]
 
 CHOICES = ("as-captured", "on", "off")
 """Overlap of communication and compute: as captured, as far as data allow, or none."""
@@ -47,7 +44,7 @@ class IssueSlot(NamedTuple):
     stream: int
 
 
-def issue_slots(graph: Graph, lanes: Lanes, dependencies: Dependencies) -> dict[int, IssueSlot]:
+def issue_slots(graph: Graph, lanes: Lanes, dependencies: CommDependencies) -> dict[int, IssueSlot]:
     """Return the issue slots of the calls that move, in an order in which they can be issued.
 
     A call is issued directly after its last dependency, as by a hook; if nothing in the step wrote
@@ -158,8 +155,6 @@ def _ordered_streams(graph: Graph, stream: dict[int, int]) -> set[int]:
     }
 
 
-Mask = npt.NDArray[np.bool_]
-
 Pairs = list[tuple[int, int, int]]
 """(source, waiter, reason) of edges."""
 
@@ -167,7 +162,7 @@ _LANE_REASONS = (Reason.STREAM_ORDER, Reason.PROGRAM_ORDER)
 
 
 def rewire(
-    graph: Graph, lanes: Lanes, dependencies: Dependencies, slots: Mapping[int, IssueSlot]
+    graph: Graph, lanes: Lanes, dependencies: CommDependencies, slots: Mapping[int, IssueSlot]
 ) -> Graph:
     """Return the graph with its calls at their issue slots.
 
@@ -397,7 +392,7 @@ def _check(graph: Graph) -> None:
         )
 
 
-def _note(dependencies: Dependencies, before: I64, after: I64) -> Note:
+def _note(dependencies: CommDependencies, before: I64, after: I64) -> Note:
     """Return a note on the numbers of calls that moved and stayed."""
     moved = after > before
     unread = ~moved & np.isin(list(dependencies.of), list(dependencies.unread))

@@ -5,21 +5,19 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from onerank.annotate.memory.peak import resident_blocks
 from onerank.ir import Edges, Evidence, Graph, Kind, MemoryClass, Nodes, Reason
+from onerank.ir.arrays import I64
 from onerank.ir.errors import AnnotateError
 from onerank.ir.nodes import default_of, dtype_of, is_text
 from onerank.ir.notes import Note
-
-I64 = npt.NDArray[np.int64]
 
 LOAD, STORE = "load the batch", "store a checkpoint"
 
 
 @dataclass(frozen=True, slots=True)
-class Storage:
+class StorageTraffic:
     """The storage traffic of a rank.
 
     Attributes:
@@ -38,7 +36,7 @@ class Storage:
     prefetch: bool = True
 
 
-def with_storage(graph: Graph, storage: Storage) -> Graph:
+def with_storage(graph: Graph, storage: StorageTraffic) -> Graph:
     """Return the graph with storage nodes for the batch and for a step's share of a checkpoint.
 
     A batch without prefetch is read before all other nodes. A checkpoint is written after all other
@@ -80,7 +78,7 @@ def with_storage(graph: Graph, storage: Storage) -> Graph:
     return replace(extended, job=msgspec.structs.replace(graph.job, measurement=measurement))
 
 
-def _check(storage: Storage) -> None:
+def _check(storage: StorageTraffic) -> None:
     if not 0 < storage.gb_per_s <= 1e5:
         raise AnnotateError(
             f"storage bandwidth is {storage.gb_per_s:g} GB/s: expected above 0 and up to 100000 "
@@ -100,7 +98,7 @@ def _check(storage: Storage) -> None:
         )
 
 
-def _checkpoint_bytes(graph: Graph, storage: Storage) -> int:
+def _checkpoint_bytes(graph: Graph, storage: StorageTraffic) -> int:
     if storage.checkpoint_bytes is not None:
         return storage.checkpoint_bytes
     log = graph.job.measurement.memory
@@ -118,7 +116,7 @@ def _checkpoint_bytes(graph: Graph, storage: Storage) -> int:
     return state_bytes
 
 
-def _row(kind: Kind, name: str, size: int, storage: Storage) -> dict[str, Any]:
+def _row(kind: Kind, name: str, size: int, storage: StorageTraffic) -> dict[str, Any]:
     return {
         "kind": int(kind),
         "name": name,
@@ -130,7 +128,7 @@ def _row(kind: Kind, name: str, size: int, storage: Storage) -> dict[str, Any]:
     }
 
 
-def _appended(graph: Graph, rows: list[dict[str, Any]], storage: Storage) -> Graph:
+def _appended(graph: Graph, rows: list[dict[str, Any]], storage: StorageTraffic) -> Graph:
     """Return the graph with the storage nodes of `rows` at its end, tied to its other nodes."""
     nodes, count = graph.nodes, len(graph)
     starts, ends = nodes.start_ns, nodes.start_ns + nodes.duration_ns

@@ -7,10 +7,10 @@ from typing import NamedTuple
 import numpy as np
 
 from onerank.annotate.gpus.gpu import Gpu
-from onerank.annotate.models import roofline
 from onerank.annotate.models.attention_kernels import (
     UNRESOLVED,
     Resolution,
+    decode_of,
     family_of,
     family_of_operator,
     resolve,
@@ -18,9 +18,10 @@ from onerank.annotate.models.attention_kernels import (
     shape_factors,
     slowdown_of,
 )
+from onerank.annotate.models.attention_time import decode_terms, has_few_queries, is_latent
 from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.cost_model import CostModel, PredictFromDescription
-from onerank.annotate.models.features import F64, U8, KernelFeatures, Mask
+from onerank.annotate.models.features import KernelFeatures
 from onerank.annotate.models.learned import attention_share
 from onerank.annotate.models.prediction_terms import (
     Rule,
@@ -36,7 +37,7 @@ from onerank.annotate.op_costs.node_costs import OpCosts
 from onerank.annotate.passes.change_dtype import change_dtype
 from onerank.annotate.passes.pass_options import PassOptions
 from onerank.ir import Graph
-from onerank.ir.arrays import membership_mask
+from onerank.ir.arrays import F64, U8, Mask, membership_mask
 from onerank.ir.errors import AnnotateError
 from onerank.ir.notes import Note
 
@@ -101,7 +102,7 @@ def swap_kernels(
     if passes.dtype is not None:
         costs, changes_dtype, note = change_dtype(graph, costs, passes.dtype, gpus[1])
         captured, features = features, KernelFeatures.of(graph, costs)
-        ratio = roofline_ratio(captured, features, gpus[1])
+        ratio = shape_ratio(model.from_description, captured, features, gpus[1])
         predicted_ns = np.where(changes_dtype, predicted_ns * ratio, predicted_ns)
         if record is not None:
             record_factor(record, changes_dtype, ratio, "other data type")
@@ -239,7 +240,9 @@ def _swap_attention(  # noqa: PLR0917
     }
     per_name = [resolutions.get(name, UNRESOLVED) for name in families]
     share = attention_share(source, target, shipped())
-    backward = np.array([w.attention[8] if w.attention else 0 for w in costs.works], dtype=bool)
+    backward = np.array(
+        [w.attention.backward if w.attention else 0 for w in costs.works], dtype=bool
+    )
     by_kernel = np.where(
         backward[costs.call],
         np.array([resolution.backward for resolution in per_name])[name_index],
@@ -289,12 +292,12 @@ def swap_unmeasured_attention(  # noqa: PLR0917
     requested: str,
     operators: Sequence[str],
     record: TermRecord | None = None,
-) -> tuple[F64, tuple[Note, ...]]:
-    """Return times with the kernels that unmeasured attention runs, and notes.
+) -> tuple[F64, U8, tuple[Note, ...]]:
+    """Return times with the kernels that unmeasured attention runs, rules and notes.
 
     Without a request, operators that name a kernel, such as `_flash_attention_forward` of a capture
-    without a device, run that one. One without a figure on the target has the time of the usual
-    kernel, and a note.
+    without a device, run that one. One without a figure on the target is slower than the usual
+    kernel by the mean of such kernels, with their errors and a note.
 
     Args:
         kernels: of a CPU capture.
@@ -310,30 +313,37 @@ def swap_unmeasured_attention(  # noqa: PLR0917
             attention kernels.
     """
     unswapped_ns, rules = predicted
+    shapes = kernels.attention[kernels.call]
     usual = requested in ("usual", "eager")
     if not usual:
         check_resolves(model, requested)
     elif not model.resolves_kernels:
-        return unswapped_ns, ()
+        return unswapped_ns, rules, ()
+    unswapped_ns, decode_notes = _swap_decoding(
+        (unswapped_ns, rules), shapes, target, operators, record
+    )
     # The tile model predicts the kernel written for the architecture, which is the usual one there.
-    fused = membership_mask(rules, (Rule.ATTENTION_TILES, Rule.OUTSIDE))
-    fused &= (kernels.attention[:, 0] > 0)[kernels.call]
+    fused = membership_mask(rules, (Rule.ATTENTION_TILES, Rule.OTHER_ATTENTION, Rule.OUTSIDE))
+    # The factors of families were not measured in decoding: every kernel reads the same keys and
+    # values there, and `_swap_decoding` has those that differ.
+    fused &= kernels.is_fused_attention & ~has_few_queries(shapes)
     requested_kernel = resolve_unmeasured(target, requested)
     if not fused.any():
-        return unswapped_ns, () if usual else (_attention_note(0, target, requested_kernel),)
+        none_swapped = () if usual else (_attention_note(0, target, requested_kernel),)
+        return unswapped_ns, rules, (*decode_notes, *none_swapped)
     names = (
         [family_of_operator(op) for op in operators]
         if usual
         else [requested_kernel.runs] * len(fused)
     )
     families, place = np.unique(np.array(names), return_inverse=True)
-    shapes = kernels.attention[kernels.call]
-    backward = shapes[:, 8] > 0
-    factors, notes = np.ones(len(fused)), list[Note]()
+    backward = kernels.is_attention_backward
+    factors, notes = np.ones(len(fused)), [*decode_notes]
     by_place: list[Resolution] = []
     for at, family in enumerate(families.tolist()):
         rows = np.flatnonzero(fused & (place == at))
         kernel, by_shape = requested_kernel, shape_factors(family, target)
+        without = False
         if by_shape is not None:
             factors[rows] = by_shape.of(target, shapes[rows])
             means = [_mean(factors[rows[backward[rows] == back]]) for back in (False, True)]
@@ -343,12 +353,20 @@ def swap_unmeasured_attention(  # noqa: PLR0917
                 kernel = Resolution(
                     "", family, slowdown.forward, slowdown.backward, slowdown.source
                 )
-            # Other vendors' GPUs run none of the kernels that such an operator names.
+            # Operators name kernels of NVIDIA's GPUs; other vendors' GPUs run none of them.
             elif family and target.is_nvidia and len(rows):
-                notes.append(_without_figure(len(rows), target, family))
+                # On an architecture without a measured kernel, the model's time has this factor.
+                near = rules[rows] == Rule.ATTENTION_TILES
+                slower = shipped().other_attention if near.any() else 1.0
+                kernel = Resolution("", family, slower, slower, "no figure is known")
+                rules = rules.copy()
+                rules[rows[near]] = Rule.OTHER_ATTENTION
+                without = True
             factors[rows] = np.where(backward[rows], kernel.backward, kernel.forward)
         by_place.append(kernel)
-        if len(rows) and (not usual or (factors[rows] != 1).any()):
+        if without:
+            notes.append(_without_figure(len(rows), target, kernel))
+        elif len(rows) and (not usual or (factors[rows] != 1).any()):
             notes.append(_attention_note(len(rows), target, kernel))
     above = np.maximum(unswapped_ns - target.launch_floor_ns, 0)
     if record is not None:
@@ -358,7 +376,45 @@ def swap_unmeasured_attention(  # noqa: PLR0917
                 root, float(above[i]), float(factors[i]), by_place[int(place[i])]
             ),
         )
-    return np.where(fused, unswapped_ns + above * (factors - 1), unswapped_ns), tuple(notes)
+    swapped_ns = np.where(fused, unswapped_ns + above * (factors - 1), unswapped_ns)
+    return swapped_ns, rules, tuple(notes)
+
+
+def _swap_decoding(
+    predicted: tuple[F64, U8],
+    shapes: F64,
+    target: Gpu,
+    operators: Sequence[str],
+    record: TermRecord | None,
+) -> tuple[F64, list[Note]]:
+    """Return times with the decoding of the kernels that operators name, and notes.
+
+    Args:
+        predicted: durations in ns and rules.
+        shapes: attention of each node, as for `attention_terms`, float64[n, 9].
+        target: GPU they are predicted for.
+        operators: operator of each node.
+        record: terms of the predictions, updated in place; None to record none.
+    """
+    predicted_ns, rules = predicted
+    decoded = np.flatnonzero((rules == Rule.DECODE) & ~is_latent(shapes))
+    families = np.array([family_of_operator(operators[row]) for row in decoded.tolist()])
+    swapped_ns, notes = predicted_ns.copy(), list[Note]()
+    for family in dict.fromkeys(families.tolist()):
+        coefficients = decode_of(family, target)
+        if coefficients is None:
+            continue
+        rows = decoded[families == family]
+        terms = decode_terms(target, shapes[rows], coefficients)
+        swapped_ns[rows] = terms.predicted_ns
+        if record is not None:
+            record.update(rows, lambda i, _, terms=terms: terms.term(i, target.name))
+        by_kernel = _mean(swapped_ns[rows] / predicted_ns[rows])
+        source = "measured on an H100 SXM, one query per sequence"
+        notes.append(
+            _attention_note(len(rows), target, Resolution("", family, by_kernel, 1.0, source))
+        )
+    return swapped_ns, notes
 
 
 def _mean(values: F64) -> float:
@@ -374,10 +430,16 @@ def _attention_note(count: int, target: Gpu, kernel: Resolution) -> Note:
     )
 
 
-def _without_figure(count: int, target: Gpu, family: str) -> Note:
+def _without_figure(count: int, target: Gpu, kernel: Resolution) -> Note:
+    # 1: no kernel of the architecture was measured, so its usual kernel has no figure either.
+    time = (
+        f"take {kernel.forward:g} times {target.name}'s usual kernel, the mean of such kernels"
+        if kernel.forward != 1
+        else f"are predicted as by any kernel on {target.name}"
+    )
     return Note(
-        f"Attention: {count} calls by {family} have the time of {target.name}'s usual kernel, "
-        f"because no figure of {family} on {target.architecture} is known.",
+        f"Attention: {count} calls by {kernel.runs} {time}: no figure of {kernel.runs} on "
+        f"{target.architecture} is known.",
         code="attention-kernel-without-figure",
     )
 
@@ -396,9 +458,14 @@ def check_resolves(model: CostModel, requested: str) -> None:
         )
 
 
-def roofline_ratio(before: KernelFeatures, after: KernelFeatures, target: Gpu) -> F64:
-    """Return the ratio of launch-floor and roofline times after and before a change of dtype."""
-    # The roofline ratio is as good as the tile model and far simpler. On 28,000 shapes of B200,
-    # H100, H200 and L40S over 10 us, fp8 is 28 to 36% off with it, 28 to 38% with the tiles, and
-    # 37 to 50% with half the bf16 time (benchmarks/accuracy.py).
-    return roofline.predict(after, target)[0] / roofline.predict(before, target)[0]
+def shape_ratio(
+    from_description: PredictFromDescription,
+    before: KernelFeatures,
+    after: KernelFeatures,
+    target: Gpu,
+) -> F64:
+    """Return the ratio of a model's times by shape after and before a change of dtype."""
+    # TensorRT-LLM's fp8 with one scale for a tensor is 7, 8, 10 and 13% off on H100, B200, H200
+    # and L40S by the tiles, and 9, 9, 14 and 13% by the roofline
+    # (results/2026-11-26-fp8-from-bf16.txt).
+    return from_description(after, target)[0] / from_description(before, target)[0]

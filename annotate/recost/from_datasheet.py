@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.kernel_db.database import Library, library_for
@@ -15,7 +14,7 @@ from onerank.annotate.kernel_db.interpolate import Basis
 from onerank.annotate.kernel_db.node_durations import best_of, evidence_of
 from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.cost_model import CostModel
-from onerank.annotate.models.features import F64, KernelFeatures
+from onerank.annotate.models.features import KernelFeatures
 from onerank.annotate.models.intervals import Interval, OverrideEffect, Uncertainty, intervals
 from onerank.annotate.models.prediction_terms import BY_DATABASE, BY_TILES, Rule, TermRecord
 from onerank.annotate.models.roofline import MODEL
@@ -23,13 +22,13 @@ from onerank.annotate.op_costs.node_costs import OpCosts, compute_mask, op_costs
 from onerank.annotate.op_costs.op_classes import OpClass
 from onerank.annotate.passes.change_dtype import (
     change_dtype,
+    keeps_times_in_float16,
     missing_units_notes,
     run_in_float16,
     with_operands,
 )
 from onerank.annotate.passes.operators_to_kernels import add_launches
 from onerank.annotate.passes.pass_options import PassOptions
-from onerank.annotate.passes.remove_nodes import contract, one_per_pair
 from onerank.annotate.passes.swap_kernels import swap_unmeasured_attention
 from onerank.annotate.recost.predict_nodes import (
     apply_overrides,
@@ -40,17 +39,12 @@ from onerank.annotate.recost.predict_nodes import (
     target_notes,
 )
 from onerank.ir import UNKNOWN, Annotation, Edges, Evidence, Graph, Kind, Nodes, Reason
-from onerank.ir.arrays import membership_mask
+from onerank.ir.arrays import F64, I64, U8, Mask, membership_mask
 from onerank.ir.chakra.third_party_traces import MOST, counts_elements
 from onerank.ir.dtypes import ITEM_BYTES
 from onerank.ir.errors import AnnotateError
+from onerank.ir.graph import edges_without, one_per_pair
 from onerank.ir.notes import Note
-
-I64 = npt.NDArray[np.int64]
-
-U8 = npt.NDArray[np.uint8]
-
-Mask = npt.NDArray[np.bool_]
 
 
 def as_kernels(nodes: Nodes, index: I64) -> Nodes:
@@ -61,6 +55,7 @@ def as_kernels(nodes: Nodes, index: I64) -> Nodes:
         "thread": UNKNOWN,
         "evidence": Evidence.DATASHEET,
         "duration_ns": 0,
+        "blocked_ns": 0,
         "flops": UNKNOWN,
         "bytes_read": UNKNOWN,
         "bytes_written": UNKNOWN,
@@ -100,11 +95,11 @@ def on_one_stream(graph: Graph, nodes: Nodes, kernels: I64, dropped: Mask) -> tu
         ordered = Edges.from_pairs(
             len(graph), edges.source[~issued], edges.target[~issued], edges.reason[~issued]
         )
-        source, waiter, reason = contract(ordered, dropped)
+        source, waiter, reason = edges_without(ordered, dropped)
     else:
         # Edges through dropped nodes are contracted first, so that the chain has no gaps.
         source, waiter, reason = _with_stream(
-            *contract(graph.edges, dropped), order[kernel[order]], kernel
+            *edges_without(graph.edges, dropped), order[kernel[order]], kernel
         )
     kept, new_index = np.flatnonzero(~dropped), np.cumsum(~dropped) - 1
     edges = Edges.from_pairs(len(kept), new_index[source], new_index[waiter], reason)
@@ -166,7 +161,7 @@ class _OperatorDurations(NamedTuple):
         kernels: features for the cost models.
         duration_ns: durations, float64[n].
         rules: a `Rule` for each, uint8[n].
-        doubt: uncertainty of look-ups.
+        uncertainty: uncertainty of look-ups.
         overrides: effect of overridden figures on look-ups.
         notes: statements on the quality of the result.
     """
@@ -174,7 +169,7 @@ class _OperatorDurations(NamedTuple):
     kernels: KernelFeatures
     duration_ns: F64
     rules: U8
-    doubt: Uncertainty
+    uncertainty: Uncertainty
     overrides: OverrideEffect
     notes: tuple[Note, ...]
 
@@ -216,11 +211,11 @@ def recost_cpu_capture(
     predicted = _predict(graph, work, target, model, library, record)
     times = predicted.duration_ns, predicted.rules
     operators = [graph.strings[code] for code in graph.nodes.op[work.costs.index].tolist()]
-    swapped_ns, attention_notes = swap_unmeasured_attention(
+    swapped_ns, rules, attention_notes = swap_unmeasured_attention(
         predicted.kernels, times, target, model, passes.attention, operators, record
     )
     predicted = predicted._replace(
-        duration_ns=swapped_ns, notes=(*predicted.notes, *attention_notes)
+        duration_ns=swapped_ns, rules=rules, notes=(*predicted.notes, *attention_notes)
     )
     # A looked-up time is of the whole call and includes all its launches.
     measured = membership_mask(predicted.rules, (*BY_DATABASE, Rule.DROPPED))
@@ -248,14 +243,17 @@ def _resize(graph: Graph, passes: PassOptions) -> Graph:
 
 
 def _operator_work(graph: Graph, target: Gpu, dtype: str | None) -> _OperatorWork:
-    """Return the work of the operators on `target` with products in `dtype`; None: as captured."""
+    """Return the work of the operators on `target` with GEMMs in `dtype`; None: as captured."""
     costs = op_costs_of(graph)
     _check_shapes(costs)
     has_dtype = np.ones(len(costs.index), dtype=bool)
-    costs, dtype, notes = run_in_float16(costs, dtype, (None, target))
-    if dtype is not None:
-        costs, changed, dtype_note = change_dtype(graph, costs, dtype, target)
-        notes = (*notes, dtype_note)
+    notes: tuple[Note, ...] = ()
+    if keeps_times_in_float16(costs, dtype, None):
+        costs, note = run_in_float16(costs, (None, target))
+        notes = (note,)
+    elif dtype is not None:
+        costs, changed, note = change_dtype(graph, costs, dtype, target)
+        notes = (note,)
         graph, has_new_dtype = with_operands(graph, costs.index[changed], dtype)
         has_dtype = ~changed | has_new_dtype
     removed = costs.is_class(OpClass.NOTHING, OpClass.COMMUNICATION)
@@ -276,7 +274,7 @@ def _predict(  # noqa: PLR0917
     kernels = KernelFeatures.of(graph, work.costs)
     predicted_ns, rules = model.from_description(kernels, target, record=record)
     rules = np.where(work.removed, np.uint8(Rule.DROPPED), rules)
-    doubt, overrides, notes = (
+    uncertainty, overrides, notes = (
         Uncertainty.none(len(predicted_ns)),
         OverrideEffect.none(rules),
         tuple[Note, ...](),
@@ -302,9 +300,14 @@ def _predict(  # noqa: PLR0917
         predicted_ns, rules, overrides = apply_overrides(
             (best.moved_ns, best.rules), without_overrides[0], model_result
         )
-        doubt, notes = best.doubt, best.notes
+        uncertainty, notes = best.uncertainty, best.notes
     return _OperatorDurations(
-        kernels, predicted_ns, rules, doubt, overrides, (*notes, *override_notes(target, rules))
+        kernels,
+        predicted_ns,
+        rules,
+        uncertainty,
+        overrides,
+        (*notes, *override_notes(target, rules)),
     )
 
 
@@ -331,7 +334,7 @@ def _write_prediction(  # noqa: PLR0917
             None,
             target,
             shipped(),
-            doubt=predicted.doubt,
+            uncertainty=predicted.uncertainty,
             overrides=predicted.overrides,
             record=record,
         )
@@ -377,7 +380,7 @@ def _note(target: Gpu, rules: U8) -> Note:
     rows = int(membership_mask(rules, BY_DATABASE).sum())
     rest = len(rules) - tiles - rows - int((rules == Rule.DROPPED).sum())
     methods = (
-        (tiles, "products, convolutions and attention by their tiles"),
+        (tiles, "GEMMs, convolutions and attention by their tiles"),
         (rows, "by calls measured on it"),
         (rest, "by launch floor and roofline"),
     )
@@ -442,7 +445,7 @@ def recost_counts(graph: Graph, target: Gpu) -> Graph:
     note = Note(
         f"No time was measured: {int(counted.sum())} durations are predicted for {target.name} "
         f"from the num_ops and tensor_size ({unit if elements else 'bytes'}) that the trace's "
-        f"generator counted, at the rate of {dtype} products, the weakest evidence; there are no "
+        f"generator counted, at the rate of {dtype} GEMMs, the weakest evidence; there are no "
         "intervals.",
         code="recost-from-counts",
     )

@@ -13,7 +13,6 @@ from onerank.annotate.kernel_db.interpolate import Basis
 from onerank.annotate.kernel_db.node_durations import Best, Size, best_of, best_resized, evidence_of
 from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.cost_model import CostModel
-from onerank.annotate.models.features import Mask
 from onerank.annotate.models.intervals import Interval, OverrideEffect, Uncertainty, intervals
 from onerank.annotate.models.prediction_terms import (
     AS_MEASURED,
@@ -23,11 +22,15 @@ from onerank.annotate.models.prediction_terms import (
     quantity,
 )
 from onerank.annotate.op_costs.node_costs import op_costs_of
-from onerank.annotate.passes.change_dtype import missing_units_notes, run_in_float16
+from onerank.annotate.passes.change_dtype import (
+    keeps_times_in_float16,
+    missing_units_notes,
+    run_in_float16,
+)
 from onerank.annotate.passes.pass_options import PassOptions
 from onerank.annotate.passes.swap_kernels import ComputePrediction
 from onerank.annotate.recost.predict_nodes import (
-    Step,
+    SizedGraphs,
     apply_overrides,
     details_of,
     job_for,
@@ -37,11 +40,9 @@ from onerank.annotate.recost.predict_nodes import (
     target_notes,
 )
 from onerank.ir import UNKNOWN, Annotation, Evidence, Graph
-from onerank.ir.arrays import membership_mask
+from onerank.ir.arrays import I64, Mask, membership_mask
 from onerank.ir.errors import AnnotateError
 from onerank.ir.notes import Note
-
-I64 = npt.NDArray[np.int64]
 
 
 def recost_measured(
@@ -88,31 +89,36 @@ def recost_measured(
             "  capture the script on a GPU, or on a CPU with `capture run`",
             code="recost-no-compute",
         )
-    captured, dtype, notes = run_in_float16(costs, passes.dtype, gpus)
-    step = Step.as_captured(graph, captured)
+    captured, notes = costs, ()
+    in_float16 = keeps_times_in_float16(costs, passes.dtype, gpus[0])
+    if in_float16:
+        captured, note = run_in_float16(costs, gpus)
+        passes, notes = replace(passes, dtype=None), (note,)
+    step = SizedGraphs.as_captured(graph, captured)
     if passes.sizes is not None:
         resized, shaped, resize_notes = passes.sizes.apply(graph)
-        resized_costs, *_ = run_in_float16(op_costs_of(resized), passes.dtype, gpus)
+        resized_costs = op_costs_of(resized)
+        if in_float16:
+            resized_costs, _ = run_in_float16(resized_costs, gpus)
         # A node without a measured time has nothing that a ratio of sizes could scale.
         reshaped = shaped[costs.index] & (graph.nodes.duration_ns[costs.index] > 0)
-        step = Step(graph, captured, resized, resized_costs, reshaped)
+        step = SizedGraphs(graph, captured, resized, resized_costs, reshaped)
         notes += resize_notes
-    passes = replace(passes, dtype=dtype)
     prediction, overrides = predict_compute(step, gpus, model, passes, record)
     notes += missing_units_notes(prediction.costs, gpus[1])
     prediction = prediction._replace(notes=(*notes, *prediction.notes))
-    prediction, doubt, overrides = _with_database_durations(
+    prediction, uncertainty, overrides = _with_database_durations(
         step, (prediction, overrides), gpus, model, passes, databases, record
     )
     prediction = _drop_missing_durations(step.resized, prediction, record)
     prediction = prediction._replace(
         notes=(*prediction.notes, *override_notes(gpus[1], prediction.rules))
     )
-    return _write_prediction(step, prediction, (doubt, overrides), gpus, model, record)
+    return _write_prediction(step, prediction, (uncertainty, overrides), gpus, model, record)
 
 
 def _with_database_durations(  # noqa: PLR0917
-    step: Step,
+    step: SizedGraphs,
     model_result: tuple[ComputePrediction, OverrideEffect],
     gpus: tuple[Gpu, Gpu],
     model: CostModel,
@@ -133,13 +139,13 @@ def _with_database_durations(  # noqa: PLR0917
     """
     prediction, overrides = model_result
     source, target = gpus
-    doubt, target_as_described = Uncertainty.none(len(step.costs.index)), target.as_described
+    uncertainty, target_as_described = Uncertainty.none(len(step.costs.index)), target.as_described
     # On the source itself the databases serve only for other sizes. `library_for` returns nothing
     # for equal GPUs, so such a step is passed as one without a source.
     measured_on = None if source == target_as_described and passes.sizes is not None else source
     library = library_for(model, databases, (measured_on, target), step.captured)
     if library is None or not model.has_intervals:
-        return prediction, doubt, overrides
+        return prediction, uncertainty, overrides
     without_overrides = prediction
     with_terms = {} if record is None else dict(record.roots)
     before = None
@@ -163,13 +169,13 @@ def _with_database_durations(  # noqa: PLR0917
     notes = (*prediction.notes, *best.notes)
     return (
         prediction._replace(predicted_ns=predicted_ns, rules=rules, notes=notes),
-        best.doubt,
+        best.uncertainty,
         overrides,
     )
 
 
 def _replace_weaker_predictions(
-    step: Step,
+    step: SizedGraphs,
     prediction: ComputePrediction,
     basis: Basis,
     where: Mask,
@@ -202,8 +208,11 @@ def _replace_weaker_predictions(
         resized = best_resized(
             sizes, prediction.kernels, predicted, basis, where=new_size, record=record
         )
-        doubt, notes = best.doubt.merge(resized.doubt), (*best.notes, *resized.notes)
-        best = resized._replace(doubt=doubt, notes=notes)
+        uncertainty, notes = (
+            best.uncertainty.merge(resized.uncertainty),
+            (*best.notes, *resized.notes),
+        )
+        best = resized._replace(uncertainty=uncertainty, notes=notes)
     return best
 
 
@@ -211,7 +220,7 @@ def _can_look_up(prediction: ComputePrediction, passes: PassOptions) -> Mask:
     """Return the nodes that keep their captured dtype and attention kernel, bool[n]."""
     kernels = prediction.kernels
     # The rows of a database hold the kernel that ran, not one of another dtype or attention kernel.
-    swapped_attention = (kernels.attention[:, 0] > 0)[kernels.call] & (passes.attention != "usual")
+    swapped_attention = kernels.is_fused_attention & (passes.attention != "usual")
     return ~membership_mask(prediction.rules, [*AS_MEASURED, Rule.RETYPED]) & ~swapped_attention
 
 
@@ -233,7 +242,7 @@ def _drop_missing_durations(
 
 
 def _write_prediction(  # noqa: PLR0917
-    step: Step,
+    step: SizedGraphs,
     prediction: ComputePrediction,
     errors: tuple[Uncertainty, OverrideEffect],
     gpus: tuple[Gpu, Gpu],
@@ -273,7 +282,7 @@ def _write_prediction(  # noqa: PLR0917
             shipped(),
             changed=changed,
             resized=reshaped & ~membership_mask(rules, BY_DATABASE),
-            doubt=errors[0],
+            uncertainty=errors[0],
             overrides=errors[1],
             record=record,
         )

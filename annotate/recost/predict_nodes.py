@@ -16,7 +16,7 @@ from onerank.annotate.kernel_db.node_durations import best_of, evidence_of
 from onerank.annotate.memory.memory_report import non_allocator_bytes
 from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.cost_model import CostModel
-from onerank.annotate.models.features import F64, U8, KernelFeatures, Mask
+from onerank.annotate.models.features import KernelFeatures
 from onerank.annotate.models.intervals import Interval, OverrideEffect
 from onerank.annotate.models.prediction_terms import (
     BY_DATABASE,
@@ -34,7 +34,7 @@ from onerank.annotate.passes.attention.fuse import LookedUpDurations, LookUp
 from onerank.annotate.passes.pass_options import PassOptions
 from onerank.annotate.passes.swap_kernels import ComputePrediction, scale_to_shapes, swap_kernels
 from onerank.ir import UNKNOWN, Annotation, Device, Evidence, Graph, Job
-from onerank.ir.arrays import membership_mask
+from onerank.ir.arrays import F64, U8, Mask, membership_mask
 from onerank.ir.notes import Note
 
 # Two predictions that agree to this part are equal: the override does not affect the node.
@@ -100,7 +100,7 @@ def override_notes(target: Gpu, rules: U8) -> tuple[Note, ...]:
     # A description's peak rates are of the whole chip and do not follow from its SMs.
     if "sm_count" in target.changed and not peaks:
         text = (
-            "The peak rates stay, so each of more SMs gets a smaller part, and products and "
+            "The peak rates stay, so each of more SMs gets a smaller part, and GEMMs and "
             "attention with few tiles take longer; for a larger chip, override its peak rates too."
         )
         notes.append(Note(text, code="what-if-peaks-stay"))
@@ -108,7 +108,7 @@ def override_notes(target: Gpu, rules: U8) -> tuple[Note, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class SizedGraphs:
     """A measured graph, as captured and at the requested size.
 
     Attributes:
@@ -132,7 +132,7 @@ class Step:
 
 
 def predict_compute(
-    step: Step,
+    step: SizedGraphs,
     gpus: tuple[Gpu, Gpu],
     model: CostModel,
     passes: PassOptions,
@@ -256,7 +256,7 @@ def database_look_up(
         best = best_of(changed, costs, kernels, predicted, basis, where=where)
         datasheet = np.full(len(best.rules), Evidence.DATASHEET, dtype=np.uint8)
         evidence = evidence_of(best.rules, datasheet)
-        return LookedUpDurations(best.moved_ns, best.rules, evidence, best.doubt, best.notes)
+        return LookedUpDurations(best.moved_ns, best.rules, evidence, best.uncertainty, best.notes)
 
     return look_up
 

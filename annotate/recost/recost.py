@@ -7,9 +7,7 @@ from typing import Protocol
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
-from onerank.annotate.deduplicate import deduplicate
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.gpus.registry import find_gpu, load_gpu
 from onerank.annotate.models.attention_kernels import FUSED
@@ -29,7 +27,7 @@ from onerank.annotate.recost.from_datasheet import recost_counts, recost_cpu_cap
 from onerank.annotate.recost.from_gpu import recost_measured
 from onerank.annotate.recost.predict_nodes import database_look_up
 from onerank.ir import UNKNOWN, Evidence, Graph
-from onerank.ir.arrays import membership_mask
+from onerank.ir.arrays import I64, U8, U64, deduplicate, membership_mask
 from onerank.ir.chakra.third_party_traces import is_counted
 from onerank.ir.errors import AnnotateError
 
@@ -64,7 +62,8 @@ def check_measured(graph: Graph) -> None:
     """
     compute = compute_mask(graph)
     predicted = graph.nodes.evidence[compute]
-    # --layers also copies measured times as EXTRAPOLATED; only predictions have an interval.
+    # --capture-layers also copies measured times as EXTRAPOLATED; predictions alone have an
+    # interval.
     resized = (predicted == Evidence.EXTRAPOLATED) & (graph.nodes.p10_ns[compute] != UNKNOWN)
     count = int((membership_mask(predicted, _PREDICTED) | resized).sum())
     if count:
@@ -435,9 +434,6 @@ def _without_interval(graph: Graph) -> Graph:
     )
 
 
-I64 = npt.NDArray[np.int64]
-
-
 @dataclass(frozen=True, slots=True)
 class ClassRow:
     """Compute nodes of one class.
@@ -539,7 +535,7 @@ def summarise(before: Graph, after: Graph) -> Recosting:
     )
 
 
-def _durations_before(before: Graph, ids: npt.NDArray[np.uint64]) -> I64:
+def _durations_before(before: Graph, ids: U64) -> I64:
     """Return the earlier durations of the nodes with these ids; 0 for nodes that did not exist."""
     order = np.argsort(before.nodes.id)
     # An id above all others would be past the end; the comparison below rejects its neighbour.
@@ -564,9 +560,7 @@ def _class_row(after: Graph, op_class: OpClass, index: I64, old: I64) -> ClassRo
     )
 
 
-def _unknown(
-    after: Graph, index: I64, codes: npt.NDArray[np.uint8], old: I64, new: I64
-) -> tuple[UnknownKernel, ...]:
+def _unknown(after: Graph, index: I64, codes: U8, old: I64, new: I64) -> tuple[UnknownKernel, ...]:
     without_model = (codes == CLASSES.index(OpClass.UNKNOWN)) | (
         after.nodes.flops[index] == UNKNOWN
     )

@@ -12,7 +12,7 @@ from onerank.ir.errors import CaptureError
 
 
 @dataclass(frozen=True, slots=True)
-class Operand:
+class BenchOperand:
     """A tensor operand.
 
     Attributes:
@@ -46,9 +46,9 @@ class BenchCall:
 
     Attributes:
         op: `aten::mm`.
-        arguments: by position in the schema: an `Operand`, a tuple of them (with None for an absent
-            tensor of a list), or a plain value.
-        tf32: whether products of float32 may run in TF32.
+        arguments: by position in the schema: a `BenchOperand`, a tuple of them (with None for an
+            absent tensor of a list), or a plain value.
+        tf32: whether GEMMs of float32 may run in TF32.
         same: (position, earlier position) of arguments that are the same tensors.
     """
 
@@ -74,22 +74,22 @@ class BenchCall:
         arguments = tuple(_argument(op, *column) for column in zip(*columns, strict=True))
         return cls(op, arguments, same=tuple(_same(arguments, columns[2])))
 
-    def operands(self) -> Iterator[Operand]:
+    def operands(self) -> Iterator[BenchOperand]:
         """Yield every tensor operand in the order of the arguments, those of a list one by one."""
         for argument in self.arguments:
-            if isinstance(argument, Operand):
+            if isinstance(argument, BenchOperand):
                 yield argument
             elif isinstance(argument, tuple):
-                yield from (item for item in argument if isinstance(item, Operand))
+                yield from (item for item in argument if isinstance(item, BenchOperand))
 
-    def with_operands(self, operands: list[Operand]) -> Self:
+    def with_operands(self, operands: list[BenchOperand]) -> Self:
         """Return the call with other operands, in the order of `operands()`."""
         remaining = iter(operands)
 
         def put(argument: Any) -> Any:
             if isinstance(argument, tuple):
                 return tuple(put(item) for item in argument)
-            return next(remaining) if isinstance(argument, Operand) else argument
+            return next(remaining) if isinstance(argument, BenchOperand) else argument
 
         return replace(self, arguments=tuple(put(argument) for argument in self.arguments))
 
@@ -144,7 +144,7 @@ def _argument(op: str, shape: Any, kind: str, value: Any) -> Any:
             raise CaptureError(
                 f"{op}: tensors of type {name} cannot be created", code="bench-unknown-dtype"
             )
-        return Operand(tuple(shape), DTYPES[name][0], host=value[-1] == "cpu")
+        return BenchOperand(tuple(shape), DTYPES[name][0], host=value[-1] == "cpu")
     if value == "<None>":
         return None
     return tuple(value) if isinstance(value, list) else value
@@ -154,8 +154,8 @@ def _same(arguments: tuple[Any, ...], values: list[Any]) -> Iterator[tuple[int, 
     """Yield arguments that are the same tensors as an earlier one."""
     first_position: dict[str, int] = {}
     for position, (argument, value) in enumerate(zip(arguments, values, strict=True)):
-        if isinstance(argument, Operand) or (
-            isinstance(argument, tuple) and any(isinstance(item, Operand) for item in argument)
+        if isinstance(argument, BenchOperand) or (
+            isinstance(argument, tuple) and any(isinstance(item, BenchOperand) for item in argument)
         ):
             # The value of a tensor contains its id and storage, so equal texts are the same tensor.
             earlier = first_position.setdefault(json.dumps(value), position)
@@ -165,7 +165,7 @@ def _same(arguments: tuple[Any, ...], values: list[Any]) -> Iterator[tuple[int, 
 
 def _texts(argument: Any, ids: Iterator[int]) -> tuple[Any, str, Any]:
     """Return (shape, type, value) of an argument as an execution trace writes them."""
-    if isinstance(argument, Operand):
+    if isinstance(argument, BenchOperand):
         place = "cpu" if argument.host else "cuda:0"
         size = ITEM_BYTES[argument.dtype]
         # Each operand has its own id: `_same` takes equal values for one tensor.

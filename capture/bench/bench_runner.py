@@ -40,7 +40,7 @@ from onerank.ir.errors import CaptureError, first_line
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class BenchDevice:
     """A CUDA device for torch, and its name as CUDA reports it."""
 
     torch: torch.device
@@ -48,7 +48,7 @@ class Device:
 
 
 @contextlib.contextmanager
-def on_device(index: int) -> Generator[Device]:
+def on_device(index: int) -> Generator[BenchDevice]:
     """Make a CUDA device the current device; restore the TF32 setting when the context ends.
 
     Raises:
@@ -68,7 +68,7 @@ def on_device(index: int) -> Generator[Device]:
     tf32 = torch.backends.cuda.matmul.allow_tf32
     torch.cuda.set_device(index)
     try:
-        yield Device(torch.device("cuda", index), torch.cuda.get_device_name(index))
+        yield BenchDevice(torch.device("cuda", index), torch.cuda.get_device_name(index))
     finally:
         torch.backends.cuda.matmul.allow_tf32 = tf32
 

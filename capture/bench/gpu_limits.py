@@ -8,7 +8,7 @@ from math import prod
 from statistics import geometric_mean
 from typing import Any
 
-from onerank.capture.bench.bench_call import BenchCall, Operand
+from onerank.capture.bench.bench_call import BenchCall, BenchOperand
 from onerank.capture.bench.bench_runner import MAX_COPIES, Bench
 from onerank.capture.bench.layer_calls import linear, scaled
 from onerank.capture.bench.measure_call import Replays
@@ -80,13 +80,13 @@ def microbenchmarks(bench: Bench, advance: Callable[[], Any] = lambda: None) -> 
         advance()
     if not any(call.unit in ("bf16", "fp16") for call in sustained):
         raise CaptureError(
-            f"this GPU runs no matrix products in bfloat16 or float16: {refused}",
+            f"this GPU runs no GEMMs in bfloat16 or float16: {refused}",
             code="bench-no-16-bit",
         )
     for call, flops_per_element in _pointwise():
         sustained.append(_sustain(bench, "", (), call, flops_per_element))
         advance()
-    copy = Operand((_COPY_ELEMENTS,))
+    copy = BenchOperand((_COPY_ELEMENTS,))
     sustained_copy = _sustain(bench, "", (), BenchCall("aten::copy_", (copy, copy, False)))
     advance()
     large = [2 * m * n * k / _short_ns(bench, m, n, k) for m, n, k in LARGE_SHAPES]
@@ -122,15 +122,15 @@ def _forward(m: int, n: int, k: int, dtype: str) -> BenchCall:
 
 def _pointwise() -> Iterator[tuple[BenchCall, int]]:
     """Yield calls without GEMMs, each with its vector operations per element."""
-    bf16_operand, fp32_operand = Operand((1 << 28,)), Operand((1 << 28,), "float32")
+    bf16_operand, fp32_operand = BenchOperand((1 << 28,)), BenchOperand((1 << 28,), "float32")
     for size in (1 << 12, 1 << 16, 1 << 20, 1 << 22, 1 << 28):
-        operand = Operand((size,))
+        operand = BenchOperand((size,))
         yield BenchCall("aten::add", (operand, operand, 1)), 1
     yield BenchCall("aten::exp", (fp32_operand,)), 1
     yield BenchCall("aten::silu", (bf16_operand,)), 3
     yield BenchCall("aten::gelu", (bf16_operand, "none")), 4
     yield BenchCall("aten::silu_backward", (bf16_operand, bf16_operand)), 6
-    yield BenchCall("aten::_log_softmax", (Operand((4096, 128256), "float32"), 1, False)), 5
+    yield BenchCall("aten::_log_softmax", (BenchOperand((4096, 128256), "float32"), 1, False)), 5
     yield BenchCall("aten::copy_", (fp32_operand, bf16_operand, False)), 0
 
 
@@ -181,7 +181,7 @@ def _moved(call: BenchCall) -> int:
 
 
 def _cached(bench: Bench, size: int) -> float:
-    operand = Operand((size,))
+    operand = BenchOperand((size,))
     call = BenchCall("aten::add", (operand, operand, 1))
     replays = Replays([with_random_operands(call, bench.device).function], on_gpu=bench.on_gpu)
     return _moved(call) / replays.timing().median_ns
@@ -205,7 +205,9 @@ def _idle(bench: Bench) -> float | None:
     if bench.board is None:
         return None
     # Creates the CUDA context: a GPU without one draws less.
-    with_random_operands(BenchCall("aten::silu", (Operand((1 << 20,)),)), bench.device).function()
+    with_random_operands(
+        BenchCall("aten::silu", (BenchOperand((1 << 20,)),)), bench.device
+    ).function()
     time.sleep(_REST_S)
     with bench.board.power() as power:
         time.sleep(_IDLE_S)

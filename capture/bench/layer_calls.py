@@ -3,13 +3,13 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from onerank.capture.bench.bench_call import BenchCall, Operand
+from onerank.capture.bench.bench_call import BenchCall, BenchOperand
 
 BF16, FP32 = "bfloat16", "float32"
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class DecoderSizes:
     """Sizes of a decoder, from its published configuration.
 
     Attributes:
@@ -38,22 +38,22 @@ class Model:
 
 
 MODELS = (
-    Model("Llama-3-8B", 4096, 14336, 32, 8, 128, 128256),
-    Model("Llama-3-70B", 8192, 28672, 64, 8, 128, 128256),
-    Model("Qwen3-32B", 5120, 25600, 64, 8, 128, 151936),
-    Model("Mixtral-8x7B", 4096, 14336, 32, 8, 128, 32000, 8, 2),
-    Model("Qwen3-30B-A3B", 2048, 768, 32, 4, 128, 151936, 128, 8),
-    Model("Qwen2.5-7B", 3584, 18944, 28, 4, 128, 152064),
-    Model("Llama-3.2-1B", 2048, 8192, 32, 8, 64, 128256),
-    Model("GPT-3-175B", 12288, 49152, 96, 96, 128, 50257, gated=False),
-    Model("Llama-3.1-405B", 16384, 53248, 128, 8, 128, 128256),
-    Model("GPT-2-XL", 1600, 6400, 25, 25, 64, 50257, gated=False),
-    Model("Llama-3.2-3B", 3072, 8192, 24, 8, 128, 128256),
+    DecoderSizes("Llama-3-8B", 4096, 14336, 32, 8, 128, 128256),
+    DecoderSizes("Llama-3-70B", 8192, 28672, 64, 8, 128, 128256),
+    DecoderSizes("Qwen3-32B", 5120, 25600, 64, 8, 128, 151936),
+    DecoderSizes("Mixtral-8x7B", 4096, 14336, 32, 8, 128, 32000, 8, 2),
+    DecoderSizes("Qwen3-30B-A3B", 2048, 768, 32, 4, 128, 151936, 128, 8),
+    DecoderSizes("Qwen2.5-7B", 3584, 18944, 28, 4, 128, 152064),
+    DecoderSizes("Llama-3.2-1B", 2048, 8192, 32, 8, 64, 128256),
+    DecoderSizes("GPT-3-175B", 12288, 49152, 96, 96, 128, 50257, gated=False),
+    DecoderSizes("Llama-3.1-405B", 16384, 53248, 128, 8, 128, 128256),
+    DecoderSizes("GPT-2-XL", 1600, 6400, 25, 25, 64, 50257, gated=False),
+    DecoderSizes("Llama-3.2-3B", 3072, 8192, 24, 8, 128, 128256),
 )
 """Published models in order of measurement: the time limit may end before the last ones."""
 
 
-def attention(model: Model, tp: int, tokens: int) -> Iterator[BenchCall]:
+def attention(model: DecoderSizes, tp: int, tokens: int) -> Iterator[BenchCall]:
     """Yield causal attention over `tokens` tokens: one sequence, and 2 and 4 shorter ones."""
     heads, keys = model.heads // tp, max(1, model.kv_heads // tp)
     # Training rarely has sequences below 1024 tokens.
@@ -65,15 +65,15 @@ def attention(model: Model, tp: int, tokens: int) -> Iterator[BenchCall]:
 
 def _cudnn(batch: int, heads: int, keys: int, length: int, head: int) -> Iterator[BenchCall]:
     """Yield forward and backward; operands [b, h, s, d] are views of [b, s, h, d]."""
-    query = Operand((batch, heads, length, head)).swapped(1, 2)
-    key = Operand((batch, keys, length, head)).swapped(1, 2)
+    query = BenchOperand((batch, heads, length, head)).swapped(1, 2)
+    key = BenchOperand((batch, keys, length, head)).swapped(1, 2)
     scale = head**-0.5
     yield BenchCall(
         "aten::_cudnn_attention_forward",
         (query, key, key, None, None, None, length, length, True, 0.0, True, False, scale),
     )
-    sums = Operand((batch, heads, length, 1), "float32")
-    seed = Operand((), "int64")
+    sums = BenchOperand((batch, heads, length, 1), "float32")
+    seed = BenchOperand((), "int64")
     yield BenchCall(
         "aten::_cudnn_attention_backward",
         (query, query, key, key, query, sums, seed, seed, None, None, None, length, length, 0.0,
@@ -82,14 +82,17 @@ def _cudnn(batch: int, heads: int, keys: int, length: int, head: int) -> Iterato
 
 
 def _flash(batch: int, heads: int, keys: int, length: int, head: int) -> Iterator[BenchCall]:
-    query, key = Operand((batch, length, heads, head)), Operand((batch, length, keys, head))
+    query, key = (
+        BenchOperand((batch, length, heads, head)),
+        BenchOperand((batch, length, keys, head)),
+    )
     scale = head**-0.5
     yield BenchCall(
         "aten::_flash_attention_forward",
         (query, key, key, None, None, length, length, 0.0, True, False, scale),
     )
-    sums = Operand((batch, heads, length), "float32")
-    seed, unused = Operand((2,), "int64"), Operand((), "int64")
+    sums = BenchOperand((batch, heads, length), "float32")
+    seed, unused = BenchOperand((2,), "int64"), BenchOperand((), "int64")
     yield BenchCall(
         "aten::_flash_attention_backward",
         (query, query, key, key, query, sums, None, None, length, length, 0.0, True, seed, unused,
@@ -97,13 +100,13 @@ def _flash(batch: int, heads: int, keys: int, length: int, head: int) -> Iterato
     )  # fmt: skip
 
 
-def mlp(model: Model, tp: int, tokens: int) -> Iterator[BenchCall]:
+def mlp(model: DecoderSizes, tp: int, tokens: int) -> Iterator[BenchCall]:
     """Yield the activation and the residual additions."""
     routed = tokens * max(1, model.top_k)
     if model.experts:
-        inner = Operand((routed, model.intermediate))
+        inner = BenchOperand((routed, model.intermediate))
     else:
-        inner = Operand((1, tokens, model.intermediate // tp))
+        inner = BenchOperand((1, tokens, model.intermediate // tp))
     if model.gated:
         yield BenchCall("aten::silu", (inner,))
         yield BenchCall("aten::silu_backward", (inner, inner))
@@ -112,17 +115,20 @@ def mlp(model: Model, tp: int, tokens: int) -> Iterator[BenchCall]:
         for kind in ("none", "tanh"):
             yield BenchCall("aten::gelu", (inner, kind))
             yield BenchCall("aten::gelu_backward", (inner, inner, kind))
-    hidden = Operand((1, tokens, model.hidden))
+    hidden = BenchOperand((1, tokens, model.hidden))
     yield BenchCall("aten::add", (hidden, hidden, 1))
     yield BenchCall("aten::add_", (hidden, hidden, 1))
     yield BenchCall("aten::copy_", (hidden, hidden, False))
 
 
-def norms(model: Model, tokens: int) -> Iterator[BenchCall]:
+def norms(model: DecoderSizes, tokens: int) -> Iterator[BenchCall]:
     """Yield RMS norm as transformers computes it, fused RMS norm, and layer norm."""
-    wide, narrow = Operand((1, tokens, model.hidden), FP32), Operand((1, tokens, model.hidden))
-    rows, scale = Operand((1, tokens, 1), FP32), Operand((model.hidden,))
-    epsilon, two = Operand((), "float64", host=True), Operand((), "int64", host=True)
+    wide, narrow = (
+        BenchOperand((1, tokens, model.hidden), FP32),
+        BenchOperand((1, tokens, model.hidden)),
+    )
+    rows, scale = BenchOperand((1, tokens, 1), FP32), BenchOperand((model.hidden,))
+    epsilon, two = BenchOperand((), "float64", host=True), BenchOperand((), "int64", host=True)
     yield BenchCall("aten::copy_", (wide, narrow, False))
     yield BenchCall("aten::pow", (wide, 2))
     yield BenchCall("aten::mean", (wide, (-1,), True, None))
@@ -153,15 +159,15 @@ def norms(model: Model, tokens: int) -> Iterator[BenchCall]:
     )
 
 
-def rotary(model: Model, tp: int, tokens: int) -> Iterator[BenchCall]:
+def rotary(model: DecoderSizes, tp: int, tokens: int) -> Iterator[BenchCall]:
     """Yield the rotary embedding of queries and keys, as transformers computes it."""
     for heads in dict.fromkeys((model.heads // tp, max(1, model.kv_heads // tp))):
-        whole = Operand((1, heads, tokens, model.head_dim))
+        whole = BenchOperand((1, heads, tokens, model.head_dim))
         swapped = whole.swapped(1, 2)
         half = replace(whole, shape=(1, heads, tokens, model.head_dim // 2))
         halved = replace(half, strides=swapped.strides)
         negated = half.swapped(1, 2)
-        angles = Operand((1, 1, tokens, model.head_dim))
+        angles = BenchOperand((1, 1, tokens, model.head_dim))
         yield BenchCall("aten::mul", (swapped, angles))
         yield BenchCall("aten::mul", (whole, angles))
         yield BenchCall("aten::neg", (halved,))
@@ -169,7 +175,7 @@ def rotary(model: Model, tp: int, tokens: int) -> Iterator[BenchCall]:
         yield BenchCall("aten::add", (swapped, whole, 1))
         yield BenchCall("aten::add_", (swapped, swapped, 1))
         yield BenchCall("aten::copy_", (swapped, replace(swapped, strides=None), False))
-        rows = Operand((1, tokens, heads, model.head_dim))
+        rows = BenchOperand((1, tokens, heads, model.head_dim))
         yield BenchCall("aten::copy_", (rows, rows.swapped(1, 2), False))
 
 
@@ -177,7 +183,7 @@ def pointwise_sizes() -> Iterator[BenchCall]:
     """Yield pointwise and reduction calls from launch-bound to memory-bound sizes."""
     for power in range(10, 29, 2):
         size = (1 << power,)
-        narrow, wide = Operand(size), Operand(size, FP32)
+        narrow, wide = BenchOperand(size), BenchOperand(size, FP32)
         for operand in (narrow, wide):
             yield BenchCall("aten::add", (operand, operand, 1))
             yield BenchCall("aten::mul", (operand, operand))
@@ -194,7 +200,9 @@ def pointwise_sizes() -> Iterator[BenchCall]:
 _BFLOAT16_CODE = 15  # c10::ScalarType of bfloat16, as the schema's argument takes it
 
 
-def products(model: Model, tp: int, tokens: int, *, backward: bool = True) -> Iterator[BenchCall]:
+def products(
+    model: DecoderSizes, tp: int, tokens: int, *, backward: bool = True
+) -> Iterator[BenchCall]:
     """Yield the GEMMs of a layer's linears on one of `tp` ranks."""
     for rows, columns in _linears(model, tp):
         yield from linear(tokens, rows, columns, backward=backward)
@@ -204,13 +212,13 @@ def linear(
     tokens: int, rows: int, columns: int, dtype: str = BF16, *, backward: bool = True
 ) -> Iterator[BenchCall]:
     """Yield the GEMMs of a linear without bias, of `rows` inputs and `columns` outputs."""
-    yield _mm(Operand((tokens, rows), dtype), _transposed((rows, columns), dtype))
+    yield _mm(BenchOperand((tokens, rows), dtype), _transposed((rows, columns), dtype))
     if backward:
-        yield _mm(Operand((tokens, columns), dtype), Operand((columns, rows), dtype))
-        yield _mm(_transposed((columns, tokens), dtype), Operand((tokens, rows), dtype))
+        yield _mm(BenchOperand((tokens, columns), dtype), BenchOperand((columns, rows), dtype))
+        yield _mm(_transposed((columns, tokens), dtype), BenchOperand((tokens, rows), dtype))
 
 
-def typed(model: Model, tp: int, tokens: int) -> Iterator[BenchCall]:
+def typed(model: DecoderSizes, tp: int, tokens: int) -> Iterator[BenchCall]:
     """Yield a layer's GEMMs in float8, float16, TF32 and float32."""
     for rows, columns in _linears(model, tp):
         yield from scaled(tokens, rows, columns)
@@ -230,29 +238,29 @@ def squares() -> Iterator[BenchCall]:
         (8192, 8192, 256), (2048, 2048, 2048), (1024, 8192, 8192), (256, 16384, 8192),
         (128, 16384, 8192), (64, 16384, 8192), (16, 16384, 8192), (1, 16384, 16384),
     ):  # fmt: skip
-        yield _mm(Operand((m, k), BF16), _transposed((k, n), BF16))
+        yield _mm(BenchOperand((m, k), BF16), _transposed((k, n), BF16))
         yield from scaled(m, k, n)
     for size in (1 << 24, 1 << 26, 1 << 28):
-        operand = Operand((size,), BF16)
+        operand = BenchOperand((size,), BF16)
         yield BenchCall("aten::add", (operand, operand, 1))
         yield BenchCall("aten::silu", (operand,))
-        yield BenchCall("aten::copy_", (Operand((size,), "float32"), operand, False))
+        yield BenchCall("aten::copy_", (BenchOperand((size,), "float32"), operand, False))
 
 
-def experts(model: Model, tokens: int) -> Iterator[BenchCall]:
+def experts(model: DecoderSizes, tokens: int) -> Iterator[BenchCall]:
     """Yield grouped GEMMs over all experts, and the GEMMs of one expert with an even share."""
     routed = tokens * model.top_k
-    ends = Operand((model.experts,), "int32")
+    ends = BenchOperand((model.experts,), "int32")
     for rows, columns in ((model.hidden, model.intermediate), (model.intermediate, model.hidden)):
         yield from linear(routed // model.experts, rows, columns)
-        weight = Operand((model.experts, rows, columns), BF16).swapped(1, 2)
-        back = Operand((model.experts, columns, rows), BF16)
+        weight = BenchOperand((model.experts, rows, columns), BF16).swapped(1, 2)
+        back = BenchOperand((model.experts, columns, rows), BF16)
         for size, operand in ((rows, weight), (columns, back)):
-            left = Operand((routed, size), BF16)
+            left = BenchOperand((routed, size), BF16)
             yield BenchCall("aten::_grouped_mm", (left, operand, ends, None, None))
 
 
-def _linears(model: Model, tp: int) -> list[tuple[int, int]]:
+def _linears(model: DecoderSizes, tp: int) -> list[tuple[int, int]]:
     """Return (inputs, outputs) of the distinct linears of a layer on one of `tp` ranks."""
     width = model.heads * model.head_dim // tp
     keys = max(1, model.kv_heads // tp) * model.head_dim
@@ -268,37 +276,37 @@ def scaled(tokens: int, rows: int, columns: int) -> Iterator[BenchCall]:
     if tokens % 16 or rows % 16 or columns % 16:
         return
     fp8 = "float8_e4m3fn"
-    scale = Operand((), "float32")
-    left, right = Operand((tokens, rows), fp8), _transposed((rows, columns), fp8)
+    scale = BenchOperand((), "float32")
+    left, right = BenchOperand((tokens, rows), fp8), _transposed((rows, columns), fp8)
     yield BenchCall(
         "aten::_scaled_mm", (left, right, scale, scale, None, None, _BFLOAT16_CODE, True)
     )
 
 
-def _mm(left: Operand, right: Operand) -> BenchCall:
+def _mm(left: BenchOperand, right: BenchOperand) -> BenchCall:
     return BenchCall("aten::mm", (left, right))
 
 
-def _transposed(shape: tuple[int, int], dtype: str) -> Operand:
-    return Operand(shape, dtype).swapped(0, 1)
+def _transposed(shape: tuple[int, int], dtype: str) -> BenchOperand:
+    return BenchOperand(shape, dtype).swapped(0, 1)
 
 
 _MEAN, _IGNORED = 1, -100
 
 
-def head(model: Model, tp: int, tokens: int) -> Iterator[BenchCall]:
+def head(model: DecoderSizes, tp: int, tokens: int) -> Iterator[BenchCall]:
     """Yield the output head's GEMMs and the cross-entropy of its logits in float32."""
     words = model.vocabulary // tp
     yield from linear(tokens, model.hidden, words)
-    narrow, wide = Operand((tokens, words)), Operand((tokens, words), FP32)
-    target, grad = Operand((tokens,), "int64"), Operand((), FP32)
+    narrow, wide = BenchOperand((tokens, words)), BenchOperand((tokens, words), FP32)
+    target, grad = BenchOperand((tokens,), "int64"), BenchOperand((), FP32)
     yield BenchCall("aten::copy_", (wide, narrow, False))
     yield BenchCall("aten::copy_", (narrow, wide, False))
     yield BenchCall("aten::_log_softmax", (wide, 1, False))
     yield BenchCall("aten::_log_softmax_backward_data", (wide, wide, 1, 6))
     yield BenchCall("aten::nll_loss_forward", (wide, target, None, _MEAN, _IGNORED))
     yield BenchCall("aten::nll_loss_backward", (grad, wide, target, None, _MEAN, _IGNORED, grad))
-    rows = Operand((tokens, 1), FP32)
+    rows = BenchOperand((tokens, 1), FP32)
     yield BenchCall("aten::max", (wide, -1, False))
     yield BenchCall("aten::sum", (wide, (-1,), False, None))
     yield BenchCall("aten::sub_", (wide, rows, 1))
@@ -307,33 +315,36 @@ def head(model: Model, tp: int, tokens: int) -> Iterator[BenchCall]:
     yield BenchCall("aten::exp", (wide, wide), same=((1, 0),))
 
 
-def embedding(model: Model, tokens: int) -> Iterator[BenchCall]:
+def embedding(model: DecoderSizes, tokens: int) -> Iterator[BenchCall]:
     """Yield the embedding lookup, its gradient, and the dispatch of tokens to experts."""
-    table, hidden = Operand((model.vocabulary, model.hidden)), Operand((tokens, model.hidden))
+    table, hidden = (
+        BenchOperand((model.vocabulary, model.hidden)),
+        BenchOperand((tokens, model.hidden)),
+    )
     # `index_select` calls `gather` with its index expanded over the columns.
-    index = Operand((tokens, model.hidden), "int64", strides=(1, 0))
+    index = BenchOperand((tokens, model.hidden), "int64", strides=(1, 0))
     yield BenchCall("aten::gather", (table, 0, index, False, hidden))
-    yield BenchCall("aten::embedding_dense_backward",
-                    (hidden, Operand((tokens,), "int64"), model.vocabulary, -1, False))  # fmt: skip
+    ids = BenchOperand((tokens,), "int64")
+    yield BenchCall("aten::embedding_dense_backward", (hidden, ids, model.vocabulary, -1, False))
     yield BenchCall("aten::fill_", (table, 0))
     if model.experts:
         routed = tokens * model.top_k
-        rows = Operand((routed, model.hidden))
-        which = Operand((routed,), "int64")
+        rows = BenchOperand((routed, model.hidden))
+        which = BenchOperand((routed,), "int64")
         yield BenchCall("aten::index", (hidden, (which,)))
         yield BenchCall("aten::index_add_", (hidden, 0, which, rows, 1))
-        scores = Operand((tokens, model.experts), FP32)
+        scores = BenchOperand((tokens, model.experts), FP32)
         yield BenchCall("aten::_softmax", (scores, -1, False))
         yield BenchCall("aten::topk", (scores, model.top_k, -1, True, True))
         yield BenchCall("aten::sort", (which, True, -1, False))
 
 
-def optimizer(model: Model, tp: int) -> Iterator[BenchCall]:
+def optimizer(model: DecoderSizes, tp: int) -> Iterator[BenchCall]:
     """Yield AdamW over the parameters of one layer: fused, and as foreach operators."""
     sizes = _parameters(model, tp)
     for dtype in (BF16, FP32):
-        all_of = tuple(Operand(size, dtype) for size in sizes)
-        steps = tuple(Operand((), FP32) for _ in sizes)
+        all_of = tuple(BenchOperand(size, dtype) for size in sizes)
+        steps = tuple(BenchOperand((), FP32) for _ in sizes)
         yield BenchCall(
             "aten::_fused_adamw_",
             (all_of, all_of, all_of, all_of, (), steps, 1e-4, 0.9, 0.95, 0.1, 1e-8, False, False,
@@ -353,7 +364,7 @@ def optimizer(model: Model, tp: int) -> Iterator[BenchCall]:
         yield BenchCall("aten::_foreach_addcdiv_", (all_of, all_of, all_of, scalars))
 
 
-def _parameters(model: Model, tp: int) -> list[tuple[int, ...]]:
+def _parameters(model: DecoderSizes, tp: int) -> list[tuple[int, ...]]:
     """Return the shapes of a layer's parameters on one of `tp` ranks."""
     width, keys = model.heads * model.head_dim // tp, max(1, model.kv_heads // tp) * model.head_dim
     inner, hidden = model.intermediate // tp, model.hidden

@@ -19,8 +19,8 @@ from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from onerank.capture.bench.bench_call import BenchCall
-from onerank.capture.profiling.clocks import Stopwatch
 from onerank.capture.profiling.profiled_windows import unparsed
+from onerank.capture.profiling.step_timers import Stopwatch
 
 _LABEL = "onerank::bench::"
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from onerank.capture.bench.bench_call import BenchCall, Operand, contiguous
+from onerank.capture.bench.bench_call import BenchCall, BenchOperand, contiguous
 from onerank.ir.errors import CaptureError
 
 _PRODUCTS = {"mm": (0, 1), "bmm": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2)}
@@ -67,30 +67,32 @@ def _views(call: BenchCall) -> Iterator[BenchCall]:
                 yield call.with_operands([*operands[:at], view, *operands[at + 1 :]])
 
 
-def _all(call: BenchCall, change: Callable[[Operand], Operand]) -> BenchCall:
+def _all(call: BenchCall, change: Callable[[BenchOperand], BenchOperand]) -> BenchCall:
     return call.with_operands([change(operand) for operand in call.operands()])
 
 
-def _placed(call: BenchCall, changes: dict[int, Callable[[Operand], Operand]]) -> BenchCall:
+def _placed(
+    call: BenchCall, changes: dict[int, Callable[[BenchOperand], BenchOperand]]
+) -> BenchCall:
     operands = list(call.operands())
     for at, change in changes.items():
         operands[at] = change(operands[at])
     return call.with_operands(operands)
 
 
-def _transposed(operand: Operand) -> Operand:
+def _transposed(operand: BenchOperand) -> BenchOperand:
     """Return the operand as a view with the last two dimensions swapped."""
     if len(operand.shape) < 2 or operand.host:
         return operand
     return operand.swapped(len(operand.shape) - 2, len(operand.shape) - 1)
 
 
-def _heads(operand: Operand) -> Operand:
+def _heads(operand: BenchOperand) -> BenchOperand:
     """Return [b, h, s, d] as a view of [b, s, h, d]."""
     return operand.swapped(1, 2) if len(operand.shape) == 4 and not operand.host else operand
 
 
-def _half(operand: Operand) -> Operand:
+def _half(operand: BenchOperand) -> BenchOperand:
     """Return the operand as the first half of each row of a tensor twice as wide."""
     if len(operand.shape) < 2 or operand.host or prod(operand.shape) < 2:
         return operand
@@ -98,7 +100,7 @@ def _half(operand: Operand) -> Operand:
     return replace(operand, strides=wide)
 
 
-def _half_of_heads(operand: Operand) -> Operand:
+def _half_of_heads(operand: BenchOperand) -> BenchOperand:
     """Return [b, h, s, d] as half of each row of a view of [b, s, h, 2d]."""
     if len(operand.shape) != 4 or operand.host:
         return operand
@@ -106,13 +108,13 @@ def _half_of_heads(operand: Operand) -> Operand:
     return replace(operand, strides=wide.strides)
 
 
-def _rows(operand: Operand) -> Operand:
+def _rows(operand: BenchOperand) -> BenchOperand:
     """Return an index of rows expanded over the columns."""
     is_index = len(operand.shape) == 2 and operand.dtype == "int64"
     return replace(operand, strides=(1, 0)) if is_index else operand
 
 
-def _broadcast_rows(operand: Operand) -> Operand:
+def _broadcast_rows(operand: BenchOperand) -> BenchOperand:
     """Return one number per row, expanded over the columns as the gradient of a mean is."""
     if len(operand.shape) not in (2, 3) or operand.host or operand.shape[-1] == 1:
         return operand
@@ -200,10 +202,10 @@ def _takes(kind: str, value: Any) -> bool:
     if value is None:
         return kind.startswith("Optional[") or kind == "Tensor"
     inner = kind[len("Optional[") : -1] if kind.startswith("Optional[") else kind
-    if isinstance(value, Operand):
+    if isinstance(value, BenchOperand):
         return inner == "Tensor"
     if isinstance(value, tuple):
-        tensors = any(isinstance(item, Operand) for item in value)
+        tensors = any(isinstance(item, BenchOperand) for item in value)
         if not value:
             return inner.startswith("List[")
         return inner.startswith("List[") and ("Tensor" in inner) == tensors
@@ -219,7 +221,7 @@ def _argument_values(call: BenchCall, device: torch.device) -> list[Any]:
     def fill(argument: Any, position: int, place: int | None = None) -> Any:
         if isinstance(argument, tuple):
             return [fill(item, position, at) for at, item in enumerate(argument)]
-        if not isinstance(argument, Operand):
+        if not isinstance(argument, BenchOperand):
             return argument
         bound = _bound(base, call, position, place)
         return _tensor(argument, device, bound, positive=base in _POSITIVE)
@@ -247,7 +249,9 @@ def _with_magnitude_one(value: Any) -> Any:
     return 1.0 if isinstance(value, float) else value
 
 
-def _tensor(operand: Operand, device: torch.device, bound: int, *, positive: bool) -> torch.Tensor:
+def _tensor(
+    operand: BenchOperand, device: torch.device, bound: int, *, positive: bool
+) -> torch.Tensor:
     """Return a random tensor: normally distributed, booleans, or integers below `bound`."""
     where = torch.device("cpu") if operand.host else device
     dtype: torch.dtype = getattr(torch, operand.dtype)
@@ -308,7 +312,7 @@ def _refuse_indices(base: str, call: BenchCall) -> None:
     """
     for position, argument in enumerate(call.arguments):
         items = argument if isinstance(argument, tuple) else (argument,)
-        integers = any(isinstance(item, Operand) and "int" in item.dtype and not item.host
+        integers = any(isinstance(item, BenchOperand) and "int" in item.dtype and not item.host
                        and item.shape for item in items)  # fmt: skip
         if integers and base not in _NO_INDICES and position not in _BOUNDS.get(base, {}):
             raise CaptureError(

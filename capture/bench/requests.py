@@ -11,10 +11,10 @@ from itertools import chain
 
 import numpy as np
 
-from onerank.capture.bench.bench_call import BenchCall, Operand
+from onerank.capture.bench.bench_call import BenchCall, BenchOperand
 from onerank.capture.bench.layer_calls import (
     MODELS,
-    Model,
+    DecoderSizes,
     attention,
     embedding,
     experts,
@@ -142,7 +142,7 @@ def power_calls() -> Iterator[BenchCall]:
     yield _product(m, n, k, FP32)
     yield from scaled(256, 8192, 16384)
     for size in (1 << 12, 1 << 16):
-        yield BenchCall("aten::add", (Operand((size,)), Operand((size,)), 1))
+        yield BenchCall("aten::add", (BenchOperand((size,)), BenchOperand((size,)), 1))
 
 
 def _product(m: int, n: int, k: int, dtype: str) -> BenchCall:
@@ -151,7 +151,7 @@ def _product(m: int, n: int, k: int, dtype: str) -> BenchCall:
 
 def _pointwise(size: int) -> Iterator[BenchCall]:
     """Yield calls that read, write or do both, with little and with much arithmetic per byte."""
-    narrow, wide = Operand((size,)), Operand((size,), FP32)
+    narrow, wide = BenchOperand((size,)), BenchOperand((size,), FP32)
     yield BenchCall("aten::add", (narrow, narrow, 1))
     yield BenchCall("aten::silu", (narrow,))
     yield BenchCall("aten::mul", (narrow, narrow))
@@ -177,19 +177,22 @@ def _norms() -> Iterator[BenchCall]:
     """Yield fused norms, and the copy and concatenation of a rotary embedding."""
     names = ("_fused_rms_norm", "_fused_rms_norm_backward", "native_layer_norm", "mean")
     yield from (norm for norm in norms(_MODEL, _TOKENS) if norm.op.removeprefix("aten::") in names)
-    heads = Operand((1, _MODEL.heads, _TOKENS, _MODEL.head_dim)).swapped(1, 2)
+    heads = BenchOperand((1, _MODEL.heads, _TOKENS, _MODEL.head_dim)).swapped(1, 2)
     yield BenchCall("aten::copy_", (replace(heads, strides=None), heads, False))
     yield BenchCall("aten::cat", ((heads, heads), -1))
 
 
 def _loss() -> Iterator[BenchCall]:
     """Yield the cross-entropy of float32 logits, and the embedding lookup with its gradient."""
-    wide = Operand((_TOKENS, _MODEL.vocabulary), FP32)
+    wide = BenchOperand((_TOKENS, _MODEL.vocabulary), FP32)
     yield BenchCall("aten::_log_softmax", (wide, 1, False))
     yield BenchCall("aten::_log_softmax_backward_data", (wide, wide, 1, 6))
-    table, index = Operand((_MODEL.vocabulary, _MODEL.hidden)), Operand((1, _TOKENS), "int64")
+    table, index = (
+        BenchOperand((_MODEL.vocabulary, _MODEL.hidden)),
+        BenchOperand((1, _TOKENS), "int64"),
+    )
     yield BenchCall("aten::embedding", (table, index, -1, False, False))
-    grad = Operand((1, _TOKENS, _MODEL.hidden))
+    grad = BenchOperand((1, _TOKENS, _MODEL.hidden))
     yield BenchCall("aten::embedding_dense_backward", (grad, index, _MODEL.vocabulary, -1, False))
 
 
@@ -258,7 +261,7 @@ def _few_tokens_of_other_models() -> Tier:
     yield from _few_tokens(MODELS[3:])
 
 
-def _few_tokens(models: Sequence[Model]) -> Tier:
+def _few_tokens(models: Sequence[DecoderSizes]) -> Tier:
     """Yield the forward GEMMs of micro-batches of up to 512 tokens."""
     for model in models:
         for tokens in (1, 16, 64, 128, 256, 512):
@@ -273,7 +276,7 @@ _TIERS: tuple[Callable[[], Tier], ...] = (
 )  # fmt: skip
 
 
-def _layer(model: Model, tp: int, tokens: int) -> Tier:
+def _layer(model: DecoderSizes, tp: int, tokens: int) -> Tier:
     """Yield the calls of one layer on one of `tp` ranks, forward and backward."""
     if model.heads % tp:
         return
@@ -285,7 +288,7 @@ def _layer(model: Model, tp: int, tokens: int) -> Tier:
         yield from norms(model, tokens)
 
 
-def _outside_layers(model: Model, tokens: int) -> Tier:
+def _outside_layers(model: DecoderSizes, tokens: int) -> Tier:
     """Yield the calls of output head and loss, embedding and optimizer."""
     for tp in (1, 4):
         yield from head(model, tp, tokens)

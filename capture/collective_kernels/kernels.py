@@ -15,6 +15,7 @@ import ctypes
 import functools
 import os
 import sys
+import threading
 from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -141,7 +142,7 @@ class Segment(ctypes.Structure):
     )
 
 
-class Work(ctypes.Structure):
+class PacedWork(ctypes.Structure):
     """The argument of the paced kernel, as `struct Work` in kernels.cu.
 
     Traffic flags of each pass: `own` for this rank's part, one in `ranks`; `peers` for the others.
@@ -166,20 +167,20 @@ class Work(ctypes.Structure):
 SOURCE = Path(__file__).with_name("kernels.cu").read_text()
 
 
-class Memory(NamedTuple):
+class DeviceRange(NamedTuple):
     """A contiguous range of device memory: address and size."""
 
     start: int
     bytes: int
 
 
-Move = tuple[Memory, Memory | None]
+Move = tuple[DeviceRange, DeviceRange | None]
 """(source, target): a shorter source repeats; without a target the source is only read."""
 
 
-def memory(tensor: Tensor) -> Memory:
+def memory(tensor: Tensor) -> DeviceRange:
     """Return the memory of a contiguous tensor."""
-    return Memory(tensor.data_ptr(), tensor.nbytes)
+    return DeviceRange(tensor.data_ptr(), tensor.nbytes)
 
 
 MAX_CHANNELS = 32
@@ -198,7 +199,8 @@ _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 _NUM_REGS = 4  # CU_FUNC_ATTRIBUTE_NUM_REGS
 
-_Key = tuple[str, LaunchPlan, tuple[Move, ...]]
+_Key = tuple[str, int, tuple[Move, ...]]
+"""Collective, identity of the plan, memory: hashing the fields of a plan takes a microsecond."""
 
 
 def _flags(traffic: Traffic) -> int:
@@ -209,7 +211,7 @@ def _flags(traffic: Traffic) -> int:
     )
 
 
-# The fields `peers` and `own` of `Work` for each collective.
+# The fields `peers` and `own` of `PacedWork` for each collective.
 _FLAGS = {
     collective: (
         tuple(_flags(step.peers) for step in passes),
@@ -220,14 +222,19 @@ _FLAGS = {
 
 
 class _Launch:
-    """A prepared launch: kernel, blocks, threads, shared bytes and argument."""
+    """A prepared launch: the arguments of `cuLaunchKernel` before and after the stream."""
 
     def __init__(
-        self, function: Any, blocks: int, threads: int, shared: int = 0, work: Work | None = None
+        self,
+        function: Any,
+        blocks: int,
+        threads: int,
+        shared: int = 0,
+        work: PacedWork | None = None,
     ) -> None:
-        self.function, self.blocks, self.threads, self.shared = function, blocks, threads, shared
-        self._work = work  # `arguments` points into it: keep it alive
-        self.arguments = work and (ctypes.c_void_p * 1)(ctypes.addressof(work))
+        self._work = work  # `after` points into it: keep it alive
+        self.before = (function, *(blocks, 1, 1), *(threads, 1, 1), shared)
+        self.after = work and (ctypes.c_void_p * 1)(ctypes.addressof(work)), None
 
 
 class CollectiveKernels:
@@ -245,9 +252,11 @@ class CollectiveKernels:
         major, minor = torch.cuda.get_device_capability(device)
         self.interconnect = interconnect_of(10 * major + minor, torch.cuda.get_device_name(device))
         self._index = device.index
-        self._prepared: dict[_Key, list[_Launch]] = {}
+        # The plan is kept, since another one at its address would have its identity.
+        self._prepared: dict[_Key, tuple[list[_Launch], LaunchPlan]] = {}
+        self._current_stream: Any = _torch._C._cuda_getCurrentRawStream
         with torch.cuda.device(device):
-            self._marker = _compile(MARKER)
+            self._marker = _Launch(_compile(MARKER), 1, 32)
             self._paced = _compile(PACED) if paced else None
             self._buffer = 0
             if paced:  # outside torch's allocator, as NCCL's buffers are
@@ -273,7 +282,7 @@ class CollectiveKernels:
 
     def mark(self) -> None:
         """Launch the marker, a kernel of one microsecond, on the current stream."""
-        self._launch(_Launch(self._marker, 1, 32))
+        self._launch(self._marker)
 
     def pace(self, collective: str, plan: LaunchPlan, moves: Sequence[Move]) -> None:
         """Launch the kernel that emulates a call on the current stream.
@@ -284,13 +293,14 @@ class CollectiveKernels:
             moves: memory that it reads and writes; source and target may be equal.
         """
         assert self._paced is not None, "only the marker is compiled"
-        key = (collective, plan, tuple(moves))
+        key = (collective, id(plan), tuple(moves))
         # A step reuses the addresses of the step before, so a cached launch saves host time.
-        if key not in self._prepared:
+        prepared = self._prepared.get(key)
+        if prepared is None:
             if len(self._prepared) == _MAX_PREPARED:
                 self._prepared.clear()
-            self._prepared[key] = self._prepare(*key)
-        for launch in self._prepared[key]:
+            prepared = self._prepared[key] = self._prepare(collective, plan, moves), plan
+        for launch in prepared[0]:
             self._launch(launch)
 
     def _prepare(self, collective: str, plan: LaunchPlan, moves: Sequence[Move]) -> list[_Launch]:
@@ -300,7 +310,7 @@ class CollectiveKernels:
         launches: list[_Launch] = []
         # The argument has room for 24 segments; like NCCL, further ones take another launch.
         for first in range(0, max(1, len(segments)), SEGMENTS):
-            work = Work()
+            work = PacedWork()
             batch = segments[first : first + SEGMENTS]
             for index, segment in enumerate(batch):
                 work.segments[index] = segment
@@ -319,17 +329,10 @@ class CollectiveKernels:
         return launches
 
     def _launch(self, launch: _Launch) -> None:
-        self._check(
-            self._driver.cuLaunchKernel(
-                launch.function,
-                *(launch.blocks, 1, 1),
-                *(launch.threads, 1, 1),
-                launch.shared,
-                _torch._C._cuda_getCurrentRawStream(self._index),
-                launch.arguments,
-                None,
-            )
-        )
+        stream = self._current_stream(self._index)
+        result = self._driver.cuLaunchKernel(*launch.before, stream, *launch.after)
+        if result:
+            self._check(result)
 
     def _check(self, result: int) -> None:
         if result:
@@ -358,7 +361,7 @@ def _compile(name: str) -> Any:
         ) from error
 
 
-def _segments(source: Memory, target: Memory | None) -> list[Segment]:
+def _segments(source: DeviceRange, target: DeviceRange | None) -> list[Segment]:
     """Split a move so that the kernel can move most of it 16 bytes at a time."""
     start, period = source
     end, stored = target or (0, 0)
@@ -381,6 +384,11 @@ class Streams:
 
     def __init__(self) -> None:
         self._streams: dict[tuple[Hashable, torch.device], torch.cuda.Stream] = {}
+        # The last work of the caller before each stream's call, as ProcessGroupNCCL keeps it: a new
+        # event for each call would cost the host more time.
+        self._issued: dict[tuple[Hashable, torch.device], torch.cuda.Event] = {}
+        # Backward issues calls from autograd's threads, which may share a stream.
+        self._lock = threading.Lock()
 
     def enter(
         self, key: Hashable, device: torch.device, *, high_priority: bool
@@ -394,11 +402,14 @@ class Streams:
         if stream_key not in self._streams:
             high = high_priority or os.environ.get("TORCH_NCCL_HIGH_PRIORITY", "0") == "1"
             self._streams[stream_key] = torch.cuda.Stream(device, priority=-1 if high else 0)
-        side = self._streams[stream_key]
+            self._issued[stream_key] = torch.cuda.Event()
+        side, issued = self._streams[stream_key], self._issued[stream_key]
         # By index, which is faster than by device.
         previous = torch.cuda.current_stream(device.index)
         # As ProcessGroupNCCL does: the call reads what the caller's stream has computed so far.
-        side.wait_event(previous.record_event())
+        with self._lock:
+            issued.record(previous)
+            issued.wait(side)
         torch.cuda.set_stream(side)
         return previous, side
 

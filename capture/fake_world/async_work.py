@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import statistics
 import threading
+import time
 import weakref
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +17,7 @@ from torch._C import _distributed_c10d as distributed_c10d
 
 from onerank.capture.fake_tensors import on_gpu
 from onerank.capture.patches import untraced
+from onerank.ir import EmulatedCalls
 from onerank.ir.errors import CaptureError
 
 # Futures, work objects and the profiler's ranges have no public names or no types in torch.
@@ -21,6 +25,11 @@ _torch: Any = torch
 _c10d: Any = distributed_c10d
 
 WAIT_RANGE = "onerank::wait"
+
+
+def profiler_runs() -> bool:
+    """Return whether a profiler records ranges of this thread; autograd's threads inherit it."""
+    return _torch.autograd._profiler_enabled()
 
 
 def completed_future(tensors: Sequence[Tensor], *, asynchronous: bool) -> Any:
@@ -31,7 +40,8 @@ def completed_future(tensors: Sequence[Tensor], *, asynchronous: bool) -> Any:
     # DDP's reducer and `work.get_future().value()` read the tensors from the future. Without the
     # devices the future would not make the waiting stream wait.
     devices = {tensor.device for tensor in tensors if on_gpu(tensor)} if asynchronous else ()
-    future = _torch.futures.Future(devices=list(devices))
+    # The class of torch.futures only adds Python methods to this one, for which the host waits.
+    future = _torch._C.Future(list(devices))
     future.set_result(tensors)
     return future
 
@@ -75,18 +85,26 @@ class AsyncWork(_c10d.Work):
     @untraced
     def wait(self, timeout: object = None) -> bool:
         """Make the current stream wait for the call."""
-        text = msgspec.json.encode({"sequence": self._sequence}).decode()
-        wait_range = _torch.autograd._record_function_with_args_enter(WAIT_RANGE, text)
-        try:
-            if self._stream is not None:
-                torch.cuda.current_stream(self._stream.device_index).wait_event(self._event)
-        finally:
-            _torch.autograd._record_function_with_args_exit(wait_range)
+        begun = time.perf_counter_ns()
+        if profiler_runs():
+            text = msgspec.json.encode({"sequence": self._sequence}).decode()
+            wait_range = _torch.autograd._record_function_with_args_enter(WAIT_RANGE, text)
+            try:
+                self._wait_on_stream()
+            finally:
+                _torch.autograd._record_function_with_args_exit(wait_range)
+        else:
+            self._wait_on_stream()
         # The current stream has the event in its queue now, so torch's allocator cannot reuse the
         # tensors too early.
         self._kept = ()
         self._pending.discard(self)
+        self._pending.times.add(WAIT_RANGE, time.perf_counter_ns() - begun)
         return True
+
+    def _wait_on_stream(self) -> None:
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device_index).wait_event(self._event)
 
     def synchronize(self) -> None:
         """Wait, as ProcessGroupNCCL's handle does."""
@@ -137,13 +155,51 @@ class AsyncWork(_c10d.Work):
         self._outputs, self._kept = [], ()
 
 
+class CallTimes:
+    """Host time of emulated calls and of waits, while it is enabled.
+
+    Attributes:
+        enabled: whether `add` keeps times.
+    """
+
+    def __init__(self) -> None:
+        self.enabled = False
+        self._ns: defaultdict[tuple[str, bool], list[int]] = defaultdict(list)
+
+    def add(self, kind: str, host_ns: int, *, asynchronous: bool = False) -> None:
+        """Add a call of a collective, or a wait (`WAIT_RANGE`)."""
+        if self.enabled:
+            self._ns[kind, asynchronous].append(host_ns)
+
+    def per_step(self, steps: int) -> EmulatedCalls | None:
+        """Return the calls of each of `steps` steps; None if they had none."""
+        counts = {key: len(times) for key, times in self._ns.items()}
+        waits = counts.pop((WAIT_RANGE, False), 0)
+        if not counts or not steps:
+            return None
+        # The median: a call may find the GPU's launch queue full, and then waits for the GPU.
+        host_ns = sum(len(times) * statistics.median(times) for times in self._ns.values())
+        asynchronous = sum(count for (_, is_async), count in counts.items() if is_async)
+        return EmulatedCalls(
+            synchronous=round((sum(counts.values()) - asynchronous) / steps),
+            asynchronous=round(asynchronous / steps),
+            waits=round(waits / steps),
+            host_ns=round(host_ns / steps),
+        )
+
+
 class Pending:
-    """Handles that have not been waited for."""
+    """Handles that have not been waited for.
+
+    Attributes:
+        times: host time of calls and waits.
+    """
 
     # torch's C++ code may keep a handle after Python has dropped it, which would lose its Python
     # methods: so handles of completed calls stay too, without their tensors.
 
     def __init__(self) -> None:
+        self.times = CallTimes()
         self._running: dict[int, AsyncWork] = {}
         self._completed: dict[int, AsyncWork] = {}
         # Backward issues calls from autograd's threads.
@@ -153,7 +209,7 @@ class Pending:
         """Add a handle, and release the tensors of completed calls."""
         with self._lock:
             # During a capture every handle stays as if its call were running.
-            if not _capturing():
+            if self._running and not _capturing():
                 for key, earlier in list(self._running.items()):
                     if earlier.is_completed():
                         earlier.release()

@@ -9,6 +9,7 @@ at most one kernel, so that the profile stays close to the real job's.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -78,12 +79,12 @@ def replicate(
     launch.fill([(output, source)])
 
 
-def take_chunk(launch: CollectiveLaunch, output: Tensor, source: Tensor, operation: Any) -> None:
+def take_chunk(launch: CollectiveLaunch, output: Tensor, source: Tensor) -> None:
     """Reduce-scatter without peers: this rank's piece of the input."""
     _check_multiple("reduce_scatter", source, output, launch.group.size)
     check_contiguous(output)
     check_contiguous(source)
-    launch.reduce_scatter(output, source, operation)
+    launch.reduce_scatter(output, source)
 
 
 def _check_multiple(collective: str, large: Tensor, small: Tensor, world: int) -> None:
@@ -106,11 +107,11 @@ class C10dOperators:
         functions: while installed, operator without `c10d::` -> the function that emulates it.
     """
 
-    def __init__(self, recorder: CallLog) -> None:
+    def __init__(self, call_log: CallLog) -> None:
         self.functions: dict[str, Callable[..., Any]] = {}
-        self._recorder = recorder
-        self._receiver = Receiver(seed=recorder.rank)
-        self._integers = IntegerPayloads(recorder)
+        self._call_log = call_log
+        self._receiver = Receiver(seed=call_log.rank)
+        self._integers = IntegerPayloads(call_log)
 
     def install(self, undo: contextlib.ExitStack) -> None:
         """Override the operators; `undo` restores torch's kernels."""
@@ -144,7 +145,7 @@ class C10dOperators:
             f"c10d::{operator} cannot be recorded: {reason}", code="collective-unsupported"
         )
         # A script may catch it, and the trace would lack the call.
-        self._recorder.refused = error
+        self._call_log.refused = error
         return error
 
     def _launch(
@@ -165,9 +166,10 @@ class C10dOperators:
             payload: the tensors whose bytes count.
             other_tensors: tensors that it also reads or writes.
             stream: selects one of the group's streams.
-            details: further arguments of `Recorder.record`.
+            details: further arguments of `CallLog.record`.
         """
-        group = self._recorder.group_of(dist.ProcessGroup.unbox(args.process_group))
+        begun_ns = time.perf_counter_ns()
+        group = self._call_log.group_of(dist.ProcessGroup.unbox(args.process_group))
         # Sends and receives have no such argument: c10d issues all of them asynchronously.
         if "asynchronous" not in details:
             details["asynchronous"] = args.async_op
@@ -177,8 +179,8 @@ class C10dOperators:
         # A barrier has no payload, but an empty tensor that has the device.
         if collective == "barrier":
             tensors = [tensor for tensor in [getattr(args, "tensor", None)] if tensor is not None]
-        call = self._recorder.record(collective, group, payload, **details)
-        return CollectiveLaunch(self._recorder, group, call, tensors, stream)
+        call = self._call_log.record(collective, group, payload, **details)
+        return CollectiveLaunch(self._call_log, group, call, tensors, stream, begun_ns=begun_ns)
 
     # A reduction of more than a few numbers is the identity, not W times this rank's value:
     # repeated sums would overflow.
@@ -187,18 +189,18 @@ class C10dOperators:
         if args.sparse_indices is not None:
             raise self._refusal("allreduce_", SPARSE)
         with self._launch("all_reduce", args, args.tensors) as launch:
-            launch.reduce(args.tensors, args.reduce_op)
+            launch.reduce(args.tensors)
             return args.tensors, launch.finish(args.tensors)
 
     def _all_reduce_coalesced(self, args: Any) -> object:
         with self._launch("all_reduce", args, args.tensors) as launch:
-            launch.reduce(args.tensors, args.reduce_op)
+            launch.reduce(args.tensors)
             return launch.finish(args.tensors)
 
     def _reduce(self, args: Any) -> object:
         with self._launch("reduce", args, args.tensors, peer=args.root_rank) as launch:
             if launch.group.rank == args.root_rank:
-                launch.reduce(args.tensors, args.reduce_op)
+                launch.reduce(args.tensors)
             else:
                 launch.keep(args.tensors)
             return launch.finish(args.tensors)
@@ -251,13 +253,13 @@ class C10dOperators:
     def _reduce_scatter_base(self, args: Any) -> object:
         pair = [args.input_tensor], [args.output_tensor]
         with self._launch("reduce_scatter", args, *pair) as launch:
-            take_chunk(launch, args.output_tensor, args.input_tensor, args.reduce_op)
+            take_chunk(launch, args.output_tensor, args.input_tensor)
             return args.output_tensor, launch.finish([args.output_tensor])
 
     def _reduce_scatter_base_coalesced(self, args: Any) -> object:
         with self._launch("reduce_scatter", args, args.inputs, args.outputs) as launch:
             for output, source in zip(args.outputs, args.inputs, strict=True):
-                take_chunk(launch, output, source, args.reduce_op)
+                take_chunk(launch, output, source)
             return launch.finish(args.outputs)
 
     def _all_to_all(self, args: Any) -> object:

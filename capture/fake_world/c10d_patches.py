@@ -210,8 +210,8 @@ class C10dPatches:
     function.
     """
 
-    def __init__(self, recorder: CallLog) -> None:
-        self._recorder = recorder
+    def __init__(self, call_log: CallLog) -> None:
+        self._call_log = call_log
         self._torch_init = c10d.init_process_group
         self._torch_helper = c10d._new_process_group_helper
         self._torch_recv = c10d.recv
@@ -230,7 +230,7 @@ class C10dPatches:
             "recv": self._recv,
             "barrier": self._barrier,
             "batch_isend_irecv": self._batch_isend_irecv,
-            **ObjectCollectives(self._recorder).replacements,
+            **ObjectCollectives(self._call_log).replacements,
         }
         if (level := debug.get_debug_level()) == debug.DebugLevel.DETAIL:
             # torch would wrap each group in a gloo group that rendezvouses with the peers.
@@ -244,13 +244,13 @@ class C10dPatches:
 
     def create_world(self) -> None:
         """Initialise the default group."""
-        rank, size = self._recorder.rank, self._recorder.world_size
+        rank, size = self._call_log.rank, self._call_log.world_size
         # C++ does not keep the Python object alive.
         self._store = FakeStore(rank, size)
         self._torch_init("fake", store=self._store, rank=rank, world_size=size)
 
     def _init_process_group(self, args: Any) -> None:
-        rank, size = self._recorder.rank, self._recorder.world_size
+        rank, size = self._call_log.rank, self._call_log.world_size
         if args.rank not in (-1, rank) or args.world_size not in (-1, size):
             warnings.warn(
                 CaptureWarning(
@@ -264,7 +264,7 @@ class C10dPatches:
         if not dist.is_initialized():
             self.create_world()
         world = c10d._get_default_group()
-        self._recorder.register(
+        self._call_log.register(
             world, tuple(range(size)), high_priority=_is_high_priority(args.pg_options)
         )
         self._show_backend(world, args.backend or "undefined")
@@ -279,7 +279,7 @@ class C10dPatches:
         # Anything else stands for a group that this rank is not in.
         if isinstance(group, dist.ProcessGroup):
             ranks = args.global_ranks_in_group or range(args.group_size)
-            self._recorder.register(group, tuple(ranks), high_priority=high_priority)
+            self._call_log.register(group, tuple(ranks), high_priority=high_priority)
             self._show_backend(group, backend)
         return group, store
 
@@ -298,7 +298,7 @@ class C10dPatches:
         if not args.split_ranks:
             raise ValueError("split_ranks cannot be None or empty")  # torch's own message
         process_group = args.parent_pg or c10d._get_default_group()
-        parent = self._recorder.group_of(process_group)
+        parent = self._call_log.group_of(process_group)
         for members in args.split_ranks:
             if parent.rank in members:
                 return c10d.new_group(
@@ -316,13 +316,13 @@ class C10dPatches:
         if args.src is not None or args.group_src is not None:
             return self._torch_recv(**vars(args))
         # From any source: torch would read the source rank from the finished work.
-        group = self._recorder.group_if_member(args.group)
+        group = self._call_log.group_if_member(args.group)
         if group is None:
             return -1
         process_group: Any = args.group or c10d._get_default_group()
         process_group.recv_anysource([args.tensor], args.tag).wait()
         # Any rank would do; the call returns the sender, and the script may answer it.
-        return next((rank for rank in group.ranks if rank != self._recorder.rank), group.ranks[0])
+        return next((rank for rank in group.ranks if rank != self._call_log.rank), group.ranks[0])
 
     def _barrier(self, args: Any) -> object:
         # Scripts pass their local rank's GPU; a capture has one GPU, with index 0.

@@ -7,18 +7,18 @@ A larger sum keeps this rank's part.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import ScriptObject, Tensor
 from torch._C import _distributed_c10d as distributed_c10d
 
-from onerank.capture.collective_kernels.kernels import Memory, memory
+from onerank.capture.collective_kernels.kernels import DeviceRange, memory
 from onerank.capture.collective_record import CommCall, as_json
-from onerank.capture.fake_tensors import on_gpu
-from onerank.capture.fake_world.async_work import AsyncWork, completed_future
+from onerank.capture.fake_tensors import is_fake, is_small, mark_written, on_gpu
+from onerank.capture.fake_world.async_work import AsyncWork, completed_future, profiler_runs
 from onerank.ir.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -35,25 +35,29 @@ COMM_RANGE = "onerank::comm"
 
 
 class CallRange:
-    """Context manager: the profiler range of one call."""
+    """Context manager: the profiler range of one call; does nothing unless a profiler runs."""
 
     # This class and `CollectiveLaunch` avoid `contextlib.contextmanager`, whose generators cost
     # host time in every call, and so in the step that is measured.
-    __slots__ = ("_range", "_tensors", "_text")
+    __slots__ = ("_call", "_range", "_tensors")
 
     def __init__(self, call: CommCall, tensors: Sequence[Tensor] = ()) -> None:
         """Prepare the range of a call that reads or writes these tensors."""
-        self._text, self._tensors = as_json(call), tensors
+        self._call, self._tensors, self._range = call, tensors, None
 
     def __enter__(self) -> None:
         """Begin the range."""
-        self._range = _profiling._record_function_with_args_enter(
-            COMM_RANGE, *self._tensors, self._text
-        )
+        # In the timed steps no profiler runs, and a range costs the host more than half of what a
+        # call of c10d does.
+        if profiler_runs():
+            self._range = _profiling._record_function_with_args_enter(
+                COMM_RANGE, *self._tensors, as_json(self._call)
+            )
 
     def __exit__(self, *_: object) -> None:
         """End the range."""
-        _profiling._record_function_with_args_exit(self._range)
+        if self._range is not None:
+            _profiling._record_function_with_args_exit(self._range)
 
 
 # Megatron-LM rescales gradients only above a norm limit, and scripts compare a sum of ones with the
@@ -61,20 +65,18 @@ class CallRange:
 _SMALL_SUM_ELEMENTS = 16
 
 
-@torch.no_grad()
-def sum_equal_parts(part: Tensor, operation: Any, ranks: int) -> None:
+def sum_equal_parts(part: Tensor, ranks: int) -> None:
     """Multiply a small sum by the group size in place, as if all ranks contributed this part.
 
     Args:
         part: this rank's part, any shape; more than 16 elements stay unchanged.
-        operation: the reduction, as `c10d` operators receive it; only sums are multiplied.
         ranks: size of the group.
     """
-    if part.numel() > _SMALL_SUM_ELEMENTS or ranks == 1 or operation.op() != dist.ReduceOp.SUM:
+    if part.numel() > _SMALL_SUM_ELEMENTS or ranks == 1:
         return
     narrow = part.dtype == torch.bool or (part.is_floating_point() and part.element_size() == 1)
     if not narrow:  # torch multiplies no float8 tensors
-        with torch.inference_mode(part.is_inference()):
+        with torch.no_grad(), torch.inference_mode(part.is_inference()):
             # Through `data`, which leaves autograd's version counter alone, as NCCL's write does.
             part.data.mul_(ranks)
 
@@ -107,6 +109,8 @@ class CollectiveLaunch:
         call: CommCall,
         tensors: Sequence[Tensor],
         key: object = None,
+        *,
+        begun_ns: int,
     ) -> None:
         """Prepare a call.
 
@@ -116,17 +120,16 @@ class CollectiveLaunch:
             call: the record of the call.
             tensors: every tensor that it reads or writes.
             key: selects one of the group's streams for an asynchronous call.
+            begun_ns: the host's clock when the emulation of the call began.
         """
+        self._begun_ns = begun_ns
         self.group = group
         self._recorder = recorder
         self._call = call
         self._tensors = tensors
         self._key = (group.name, key)
         self._range = CallRange(call, tensors)
-        self._device = next((tensor.device for tensor in tensors if on_gpu(tensor)), None)
-        # The emulation kernels are CUDA code, which ROCm does not run.
-        if torch.version.cuda is None:
-            self._device = None
+        self._device = _device_of(tensors)
         self.paced = self._device is not None and recorder.paced and group.size > 1
         self._moves: list[Move] = []
         self._caller_stream: torch.cuda.Stream | None = None
@@ -147,6 +150,12 @@ class CollectiveLaunch:
         if self._caller_stream is not None:
             torch.cuda.set_stream(self._caller_stream)
         self._range.__exit__()
+        call = self._call
+        self._recorder.pending.times.add(
+            call.collective,
+            time.perf_counter_ns() - self._begun_ns,
+            asynchronous=call.asynchronous,
+        )
 
     def fill(self, fills: Sequence[Fill]) -> None:
         """Fill each target from its source, in the call's paced kernel where memory allows it."""
@@ -154,43 +163,47 @@ class CollectiveLaunch:
         for target, source in fills:
             if self.paced and _same_memory(target, source):
                 self._moves.append((memory(source), memory(target)))
+            elif _lacks_numbers(target):
+                mark_written(target, zero=False)
             else:
                 copies.append((target, source))
         if copies:
             tile_each([target for target, _ in copies], [source for _, source in copies])
 
-    def reduce(self, tensors: Sequence[Tensor], operation: Any) -> None:
+    def reduce(self, tensors: Sequence[Tensor]) -> None:
         """Reduce in place: keep this rank's part, or fill a sum that lacks rows of absent peers."""
         sums = self._recorder.partial_sums
         for tensor in tensors:
-            if self._recorder.script_communicates:
-                sum_equal_parts(tensor, operation, self.group.size)
+            if self._recorder.script_communicates and self._call.reduction == "sum":
+                sum_equal_parts(tensor, self.group.size)
             candidate = sums.may_lack_rows(tensor)
-            random_sum = sums.filled_sum(self._call, tensor, operation) if candidate else None
+            random_sum = sums.filled_sum(self._call, tensor) if candidate else None
             if random_sum is None:
                 self.keep([tensor])
             else:
                 self.fill([(tensor, random_sum)])
 
-    def reduce_scatter(self, target: Tensor, source: Tensor, operation: Any) -> None:
+    def reduce_scatter(self, target: Tensor, source: Tensor) -> None:
         """Fill the target with this rank's part of the source, and read the other parts."""
         size, rank = target.numel(), self.group.rank
         sums, random_sum = self._recorder.partial_sums, None
         if sums.may_lack_rows(target):
             part = flat(source).narrow(0, rank * size, size).view(target.shape)
-            random_sum = sums.filled_sum(self._call, part, operation)
+            random_sum = sums.filled_sum(self._call, part)
         if random_sum is not None:
             self.fill([(target, random_sum)])
             self.read([source])
         elif self.paced and _same_memory(target, source):
             source_memory, size = memory(source), target.nbytes
-            part_memory = Memory(source_memory.start + rank * size, size)
+            part_memory = DeviceRange(source_memory.start + rank * size, size)
             end = part_memory.start + size
             self._moves += [
                 (part_memory, memory(target)),
-                (Memory(source_memory.start, part_memory.start - source_memory.start), None),
-                (Memory(end, source_memory.start + source_memory.bytes - end), None),
+                (DeviceRange(source_memory.start, part_memory.start - source_memory.start), None),
+                (DeviceRange(end, source_memory.start + source_memory.bytes - end), None),
             ]
+        elif _lacks_numbers(target):
+            mark_written(target, zero=False)
         else:
             tile(target, flat(source).narrow(0, rank * size, size))
 
@@ -217,10 +230,26 @@ class CollectiveLaunch:
         return _c10d._create_work_from_future(completed_future(outputs, asynchronous=False)).boxed()
 
 
+def _device_of(tensors: Sequence[Tensor]) -> torch.device | None:
+    """Return the GPU of a call; None where its kernels do not run."""
+    # The emulation kernels are CUDA code, which ROCm does not run.
+    if torch.version.cuda is None:
+        return None
+    for tensor in tensors:
+        if on_gpu(tensor):
+            return tensor.device
+    return None
+
+
 def _same_memory(target: Tensor, source: Tensor) -> bool:
     """Whether a plain copy of bytes fills the target: contiguous CUDA memory of equal dtype."""
     plain = target.is_contiguous() and source.is_contiguous() and target.dtype == source.dtype
     return plain and source.numel() > 0 and source.is_cuda and target.is_cuda
+
+
+def _lacks_numbers(target: Tensor) -> bool:
+    # Without a device, the views and copies of a fill took an eighth of a capture's time.
+    return is_fake(target) and not is_small(target)
 
 
 def raw(tensor: Tensor) -> Tensor:

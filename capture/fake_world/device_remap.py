@@ -196,7 +196,9 @@ def report_node_gpus(ranks: int, local_rank: int = 0) -> Generator[None]:
         remap_devices(DeviceRemap(present(), ranks)) if gpu_absent else contextlib.nullcontext(),
         contextlib.ExitStack() as undo,
     ):
-        for owner in ("torch._utils", "torch.cuda._utils", "torch.accelerator._utils"):
+        # Without a GPU the replacements would change nothing, and each searches all modules.
+        indexed = ("torch._utils", "torch.cuda._utils", "torch.accelerator._utils")
+        for owner in indexed if present() > 0 else ():
             device_index = getattr(resolve(owner), _INDEX)
             # torch may export one function under several names, which `rebound` replaces at once.
             if device_index not in installed:

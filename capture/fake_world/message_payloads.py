@@ -64,8 +64,8 @@ class ObjectCollectives:
     Each replacement takes its arguments by the names in the signature of torch's own.
     """
 
-    def __init__(self, recorder: CallLog) -> None:
-        self._recorder = recorder
+    def __init__(self, call_log: CallLog) -> None:
+        self._call_log = call_log
 
     @property
     def replacements(self) -> dict[str, Callable[[Any], object]]:
@@ -80,13 +80,13 @@ class ObjectCollectives:
         }
 
     def _all_gather(self, args: Any) -> None:
-        if group := self._recorder.group_if_member(args.group):
+        if group := self._call_log.group_if_member(args.group):
             self._sizes("all_gather", group, 1)
             pickled = self._pickles("all_gather", group, [args.obj])
             _fill(args.object_list, pickled[0], group)
 
     def _gather(self, args: Any) -> None:
-        if group := self._recorder.group_if_member(args.group):
+        if group := self._call_log.group_if_member(args.group):
             root = _root(group, args.dst, args.group_dst)
             c10d._validate_output_list_for_rank(group.rank, root, args.object_gather_list)
             self._sizes("all_gather", group, 1)
@@ -95,7 +95,7 @@ class ObjectCollectives:
                 _fill(args.object_gather_list, pickled[0], group)
 
     def _broadcast(self, args: Any) -> None:
-        if group := self._recorder.group_if_member(args.group):
+        if group := self._call_log.group_if_member(args.group):
             root = _root(group, args.src, args.group_src)
             objects = self._root_objects("broadcast_object_list", group, root, args.object_list)
             # Else the sender passed another number, on which torch would fail in the real job.
@@ -105,7 +105,7 @@ class ObjectCollectives:
             self._pickles("broadcast", group, args.object_list, root)
 
     def _scatter(self, args: Any) -> None:
-        if group := self._recorder.group_if_member(args.group):
+        if group := self._call_log.group_if_member(args.group):
             root = _root(group, args.src, args.group_src)
             inputs, out = args.scatter_object_input_list, args.scatter_object_output_list
             if group.rank == root and inputs is None:  # torch's own message
@@ -119,22 +119,22 @@ class ObjectCollectives:
             self._sizes("scatter", group, 1, root)
 
     def _send(self, args: Any) -> None:
-        if group := self._recorder.group_if_member(args.group):
+        if group := self._call_log.group_if_member(args.group):
             peer = _peer(group, args.dst, args.group_dst)
             self._sizes("send", group, len(args.object_list), peer)
             self._pickles("send", group, args.object_list, peer)
-            if self._recorder.messages is not None:
-                self._recorder.messages.send(group.ranks[peer], args.object_list)
+            if self._call_log.messages is not None:
+                self._call_log.messages.send(group.ranks[peer], args.object_list)
 
     def _recv(self, args: Any) -> int:
-        group = self._recorder.group_if_member(args.group)
+        group = self._call_log.group_if_member(args.group)
         if group is None:
             return -1
         peer = _peer(group, args.src, args.group_src)
-        if self._recorder.messages is None:
+        if self._call_log.messages is None:
             _warn_unknown("recv_object_list", group, peer)
         else:
-            args.object_list[:] = self._recorder.messages.receive(group.ranks[peer])
+            args.object_list[:] = self._call_log.messages.receive(group.ranks[peer])
         self._sizes("recv", group, len(args.object_list), peer)
         self._pickles("recv", group, args.object_list, peer)
         return group.ranks[peer]
@@ -145,7 +145,7 @@ class ObjectCollectives:
         A script that filled the list on every rank passes objects that are complete already: no
         run of the sender is made for them.
         """
-        messages, to = self._recorder.messages, group_address(group.ranks)
+        messages, to = self._call_log.messages, group_address(group.ranks)
         if group.rank == root:
             if messages is not None:
                 messages.send(to, local)
@@ -177,7 +177,7 @@ class ObjectCollectives:
     def _record(self, collective: str, group: Group, payload: Payload, peer: int | None) -> None:
         point_to_point = collective in ("send", "recv")
         tag = 0 if point_to_point else None
-        call = self._recorder.record(
+        call = self._call_log.record(
             collective, group, payload, peer=peer, tag=tag, asynchronous=point_to_point
         )
         with CallRange(call):
@@ -259,8 +259,8 @@ _FRAMES_BELOW_THE_SCRIPT = (
 class IntegerPayloads:
     """Values of small integer tensors in collectives that the script itself calls."""
 
-    def __init__(self, recorder: CallLog) -> None:
-        self._recorder = recorder
+    def __init__(self, call_log: CallLog) -> None:
+        self._call_log = call_log
         # (sender, group) pairs that broadcast integers: such a sender loads the group's batch.
         self._loading: set[tuple[int, Address]] = set()
 
@@ -271,7 +271,7 @@ class IntegerPayloads:
         # A loss mask filled with zeros would zero all gradients, so the tensors of other dtypes in
         # a batch are learned too. Not in the first step, where parameters are broadcast.
         loaded = (source, to) in self._loading and _have_values(tensors)
-        any_dtype = self._recorder.steps > 0 and loaded
+        any_dtype = self._call_log.steps > 0 and loaded
         if group.rank == root:
             self.send(to, tensors, any_dtype=any_dtype)
         else:
@@ -292,7 +292,7 @@ class IntegerPayloads:
 
     def send(self, to: Address, tensors: Sequence[Tensor], *, any_dtype: bool = False) -> None:
         """Record the integers, or with `any_dtype` any values, that a receiver may request."""
-        messages = self._recorder.messages
+        messages = self._call_log.messages
         if (
             messages is None
             or not messages.collects_sends
@@ -322,7 +322,7 @@ class IntegerPayloads:
             part: (index, count): take every count-th tensor of the message, from the index on.
             any_dtype: whether to fill tensors of every dtype; otherwise only integers.
         """
-        messages = self._recorder.messages
+        messages = self._call_log.messages
         index, parts = part
         if messages is None or not (any_dtype or _are_integers(tensors)):
             return False
@@ -341,7 +341,7 @@ class IntegerPayloads:
             warnings.warn(
                 CaptureWarning(
                     f"{function}: the tensors of rank {source}, an absent rank, are unknown; rank "
-                    f"{self._recorder.rank} {consequence} ({error})",
+                    f"{self._call_log.rank} {consequence} ({error})",
                     code="tensors-unknown",
                 ),
                 stacklevel=depth,

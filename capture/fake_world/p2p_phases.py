@@ -40,7 +40,7 @@ _STAGE_METHODS: dict[str, tuple[str, WorkPhase]] = {
 
 
 class Purpose(NamedTuple):
-    """What a send or receive is for: activations (forward) or gradients of a micro-batch."""
+    """Purpose of a send or receive: activations (forward) or gradients of a micro-batch."""
 
     phase: WorkPhase
     micro_batch: int | None

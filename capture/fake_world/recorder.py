@@ -87,7 +87,7 @@ RENDEZVOUS_S = 10.0
 
 
 class Peers(Protocol):
-    """What a capture needs of the other ranks: a world, and its process groups."""
+    """The other ranks as a capture uses them: a world and its process groups."""
 
     groups: dict[str, tuple[int, ...]]
 
@@ -113,6 +113,7 @@ class RealPeers:
         groups: global ranks of each group that this rank created, by name.
         paced: False: the real network gives collectives their duration.
         communicated: 0: calls are not counted.
+        call_times: None: no call is emulated.
 
     Raises:
         CaptureError: torchrun launched another rank or world size, or did not launch this process.
@@ -130,6 +131,7 @@ class RealPeers:
         self.groups: dict[str, tuple[int, ...]] = {}
         self.paced = False
         self.communicated = 0
+        self.call_times = None
         self._size = world_size
         self._rendezvous_count = 0
         if torch.cuda.is_available():

@@ -17,7 +17,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -80,28 +79,26 @@ class PartialSums:
         """Whether `filled_sum` must examine a sum: a cheap test that most sums fail."""
         return self._enabled and result.dim() > 1 and not in_backward()
 
-    def filled_sum(self, call: CommCall, part: Tensor, operation: Any) -> Tensor | None:
+    def filled_sum(self, call: CommCall, part: Tensor) -> Tensor | None:
         """Return random values for a sum that lacks rows; None if this rank's part can stay.
 
         Args:
             call: the record of the collective.
             part: this rank's part, [..., features].
-            operation: the reduction, as `c10d` operators receive it.
 
         Returns:
             Random values with the spread of the part, [n], to be repeated over the result.
         """
         key = _Key(call.collective, call.group, tuple(part.shape), part.dtype, part.device)
         if self._steps < _WATCHED_STEPS:
-            is_sum = operation.op() == dist.ReduceOp.SUM
-            lacks = is_sum and _lacks_rows(part) and not _is_gradient(part)
+            lacks = call.reduction == "sum" and _lacks_rows(part) and not _is_gradient(part)
             self._known.append((key, lacks))
             if lacks and key not in self._random:
                 self._random[key] = _random_like(part)
         elif self._index < len(self._known) and self._known[self._index][0] == key:
             lacks = self._known[self._index][1]
             self._index += 1
-        else:  # the step differs from the second: the indices of its further calls mean nothing
+        else:  # the step differs from the second, so later positions identify no call
             self._mismatched |= any(lacks for _, lacks in self._known[self._index :])
             lacks, self._index = False, len(self._known)
         return self._random[key] if lacks else None
@@ -122,7 +119,7 @@ def _lacks_rows(part: Tensor) -> bool:
 
 @torch.no_grad()
 def _is_gradient(part: Tensor) -> bool:
-    """Whether it is the gradient of a parameter: by memory, or by shape and zero rows."""
+    """Whether a sum is the gradient of a parameter: by memory, or by shape and zero rows."""
     rows, storage = _nonzero_rows(part), part.untyped_storage().data_ptr()
     for parameter in live(nn.Parameter):
         grad: Any = parameter.grad

@@ -108,7 +108,7 @@ class _Attention:
 
     @property
     def _is_16_bit(self) -> bool:
-        """Whether it is in one of the dtypes that cuDNN and FlashAttention take."""
+        """Whether the dtype is one that cuDNN and FlashAttention take."""
         return self.query.dtype in (torch.float16, torch.bfloat16)
 
     def additive_mask(self) -> Tensor | None:
@@ -118,7 +118,7 @@ class _Attention:
         return torch.where(self.mask, 0.0, float("-inf")).to(self.query.dtype)
 
     def fits_cudnn(self, gpu: EmulatedGpu) -> bool:
-        """Return whether cuDNN's kernel takes it on `gpu`.
+        """Return whether cuDNN's kernel takes the call on `gpu`.
 
         It takes a mask, which GPT-2 has on an H100 (torch 2.11), but no gradient of it.
         """
@@ -129,12 +129,12 @@ class _Attention:
         return self._is_16_bit and constant and fits and gpu.capability >= (8, 0)
 
     def fits_flash(self, gpu: EmulatedGpu) -> bool:
-        """Return whether FlashAttention 2 takes it on `gpu`."""
+        """Return whether FlashAttention 2 takes the call on `gpu`."""
         fits = self.head <= _MOST_FLASH_HEAD and self.head == self.value.shape[-1]
         return self._is_16_bit and self.mask is None and fits and gpu.capability >= (8, 0)
 
     def with_all_heads(self) -> "_Attention":
-        """Return it with a key and a value for each head of the queries."""
+        """Return the call with a key and a value for each head of the queries."""
         copies = self.query.shape[1] // self.key.shape[1]
         if copies == 1:
             return self

@@ -44,7 +44,9 @@ class Stream:
         self.wait_event(stream.record_event())
 
     def synchronize(self) -> None:
-        """Do nothing."""
+        """Record that the host waits for all that this stream was given."""
+        for log in _logs[-1:]:
+            log.wait_on_host(self.number)
 
     def query(self) -> bool:
         """Return True: nothing is pending."""
@@ -100,7 +102,9 @@ class Event:
         (stream or _current[-1]).wait_event(self)
 
     def synchronize(self) -> None:
-        """Do nothing."""
+        """Record that the host waits for the event."""
+        if self.log is not None:
+            self.log.wait_on_host(self.stream, self.until)
 
     def query(self) -> bool:
         """Return True."""
@@ -273,7 +277,7 @@ def emulated_cuda(gpu: EmulatedGpu, log: EventLog) -> Generator[None]:
         "get_arch_list": _call(lambda: list(_ARCHITECTURES)),
         "is_bf16_supported": _call(lambda: major >= 8),
         "can_device_access_peer": _call(lambda: True),
-        "synchronize": _call(_nothing),
+        "synchronize": _call(lambda: log.wait_on_host(None)),
         "ipc_collect": _call(_nothing),
         "current_stream": _call(lambda: _current[-1]),
         "default_stream": _call(lambda: _DEFAULT),
@@ -317,7 +321,7 @@ def emulated_cuda(gpu: EmulatedGpu, log: EventLog) -> Generator[None]:
         "current_device_idx": _call(lambda: 0),
         "set_device_index": _call(_nothing),
         "set_device_idx": _call(_nothing),
-        "synchronize": _call(_nothing),
+        "synchronize": _call(lambda: log.wait_on_host(None)),
         "current_stream": _call(lambda: _current[-1]),
         "memory_allocated": _call(lambda: log.live_bytes),
         "max_memory_allocated": _call(lambda: log.peak_bytes),

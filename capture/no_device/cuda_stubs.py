@@ -126,7 +126,7 @@ def install() -> None:
         raise CaptureError(
             f"torch {torch.__version__} on {platform.system()} {platform.machine()} does not run "
             f"fake CUDA tensors ({type(error).__name__}: {error})\n"
-            "  capture on Linux with torch 2.11 to 2.13, or with --device cpu",
+            "  capture on Linux with torch 2.11 to 2.13, or without --device",
             code="no-device-unsupported",
         ) from error
 

@@ -7,7 +7,7 @@ from onerank.annotate.gpus.registry import load_gpu
 
 @dataclass(frozen=True)
 class EmulatedGpu:
-    """What `torch.cuda` tells of a GPU.
+    """Properties of a GPU as `torch.cuda` reports them.
 
     Attributes:
         name: as the driver names it.
@@ -15,7 +15,7 @@ class EmulatedGpu:
         memory_bytes: device memory.
         sm_count: streaming multiprocessors.
         l2_bytes: size of the L2 cache, 0 if not known.
-        flops_per_s: sustained rate of matrix products in bfloat16.
+        flops_per_s: sustained rate of GEMMs in bfloat16.
         bandwidth_bytes_per_s: sustained rate of memory.
     """
 
@@ -38,7 +38,7 @@ class EmulatedGpu:
 
 
 def emulated_gpu(name_or_path: str) -> EmulatedGpu:
-    """Return what `torch.cuda` tells of a described GPU.
+    """Return the properties that `torch.cuda` reports for a described GPU.
 
     Raises:
         TargetError: there is no such description, or it is malformed.

@@ -1,10 +1,12 @@
-"""A process in which a script meets a GPU that is not there."""
+"""Emulate a CUDA device in this process: operators run on fake tensors, and a log records them."""
 
 import contextlib
 import functools
+import os
 import sys
 import threading
 import warnings
+import zipfile
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,14 +16,17 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils import _python_dispatch
 from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils.data import dataloader
 
+from onerank.capture.fake_tensors import as_subclass
 from onerank.capture.fake_world.recorder import Recorder
-from onerank.capture.no_device import cuda_stubs
+from onerank.capture.no_device import cuda_stubs, triton_kernels
 from onerank.capture.no_device.attention_backends import choose_attention
 from onerank.capture.no_device.cuda_api import emulated_cuda
 from onerank.capture.no_device.emulated_gpu import EmulatedGpu
 from onerank.capture.no_device.event_log import EventLog
-from onerank.capture.no_device.fake_operators import FakeOperators
+from onerank.capture.no_device.fake_operators import REAL_ELEMENTS, FakeOperators
+from onerank.capture.no_device.functional_collectives import SYMMETRIC_MEMORY, fused_products
 from onerank.capture.no_device.inductor import InductorOnShapes
 from onerank.capture.no_device.tensor_values import Known, UnknownValues
 from onerank.capture.patches import after_import, patched, rebound, resolve
@@ -31,6 +36,7 @@ from onerank.ir.errors import CaptureError
 from onerank.ir.notes import Note
 
 _torch: Any = torch
+_dataloader: Any = dataloader
 _distributed: Any = torch.distributed
 _modes: Any = _python_dispatch
 # torch.optim hides the name of this module.
@@ -38,7 +44,7 @@ _optimizers: Any = sys.modules[torch.optim.Optimizer.__module__]
 
 
 class EmulatedProcess:
-    """A process in which operators run on shapes alone, and what they do.
+    """A process in which operators run on fake tensors.
 
     Attributes:
         gpu: the GPU that the script sees.
@@ -67,13 +73,14 @@ class EmulatedProcess:
 
     @contextlib.contextmanager
     def installed(self) -> Generator[None]:
-        """Let torch answer as on the GPU, while the context lasts.
+        """Patch torch inside the context so that it reports the emulated GPU.
 
         Raises:
             CaptureError: this machine or this torch does not run fake CUDA tensors.
         """
         cuda_stubs.install()
         new_parameter = nn.Parameter.__new__
+        subclass_of = _torch.Tensor._make_subclass
         resize = torch.UntypedStorage.resize_
         tensor_address, storage_address = Tensor.data_ptr, torch.UntypedStorage.data_ptr
         storages = self.operators.storages
@@ -83,6 +90,14 @@ class EmulatedProcess:
             if type(data) is Tensor:
                 data = self.fake(data)
             return new_parameter(cls, data, requires_grad)
+
+        def make_subclass(cls: Any, data: Any, requires_grad: bool = False, **options: Any) -> Any:
+            # bitsandbytes makes its weights so. A parameter is fake, whatever its class.
+            if issubclass(cls, nn.Parameter) and type(data) is Tensor and not data.is_meta:
+                data = self.fake(data)
+            if not isinstance(data, FakeTensor):
+                return subclass_of(cls, data, requires_grad, **options)
+            return as_subclass(data.detach(), cls).requires_grad_(requires_grad)
 
         def resize_storage(storage: Any, size: int) -> Any:
             result = resize(storage, size)
@@ -108,7 +123,10 @@ class EmulatedProcess:
                 self._ranges(),
                 self._functions(),
                 patched("torch.nn.Parameter", {"__new__": staticmethod(parameter)}),
-                patched("torch.Tensor", {"data_ptr": address_of_tensor}),
+                patched(
+                    "torch.Tensor",
+                    {"data_ptr": address_of_tensor, "_make_subclass": staticmethod(make_subclass)},
+                ),
                 patched(
                     "torch.UntypedStorage",
                     {"resize_": resize_storage, "data_ptr": address_of_storage},
@@ -122,19 +140,24 @@ class EmulatedProcess:
                     },
                 ),
                 patched("torch.nn.DataParallel", {"scatter": _moved}),
+                patched("torch.utils.data.DataLoader", {"_get_iterator": _load_in_this_process}),
                 patched(
                     _FAKE_TENSORS + ".FakeTensor",
                     {
+                        "__new__": staticmethod(_new_fake),
                         "data": _data,
                         "numpy": self._numpy_function(),
                         "tolist": self._tolist_function(),
                         "__format__": _format,
+                        "__repr__": _repr,
                     },
                 ),
                 rebound("torch.distributed.distributed_c10d", {"is_nccl_available": _nccl}),
                 *_nccl_class(),
-                patched("torch", {"save": self._save_function()}),
+                patched("torch", {"save": self._save_function(), "load": self._load_function()}),
+                patched("torch", {name: _tensor_factory(name) for name in _TENSOR_FACTORIES}),
                 patched("torch._C", {"_get_accelerator": _accelerator}),
+                patched("torch._C", {"_cuda_getCurrentRawStream": _default_stream}),
                 # The checks of its arguments compare numbers.
                 patched("torch.distributions.Distribution", {"_validate_args": False}),
                 self.inductor.installed(),
@@ -147,8 +170,12 @@ class EmulatedProcess:
                 _multi_tensor_optimizers(),
                 _gpu_kernels(),
                 after_import(_SHARDING, _shapes_inferred_apart),
-                after_import(_TRITON, self._triton_launches),
-                after_import(_TRITON_TUNER, _first_configuration),
+                after_import(SYMMETRIC_MEMORY, lambda: patched(SYMMETRIC_MEMORY, fused_products())),
+                after_import(
+                    triton_kernels.MODULE,
+                    lambda: triton_kernels.recorded_launches(self.operators.launch),
+                ),
+                after_import(triton_kernels.TUNER, triton_kernels.first_configuration),
                 after_import(
                     _HUGGING_FACE,
                     lambda: patched(_HUGGING_FACE, {"is_fake_tensor": _no}),
@@ -159,7 +186,7 @@ class EmulatedProcess:
 
     @contextlib.contextmanager
     def running(self, peers: object) -> Generator[None]:
-        """Run what is called in this context on shapes alone.
+        """Dispatch operators to fake tensors inside the context.
 
         Args:
             peers: a started `Recorder` emulates the collectives.
@@ -173,6 +200,8 @@ class EmulatedProcess:
 
             def run_on_shapes() -> None:
                 with _mode(self._fake), _mode(self.operators):
+                    # As FakeTensorMode's `with` does: otherwise C++ copies a list to a GPU.
+                    _torch._C._set_only_lift_cpu_tensors(True)
                     run()
 
             thread.run = run_on_shapes
@@ -184,21 +213,6 @@ class EmulatedProcess:
             self.operators,
             patched("threading.Thread", {"start": start_thread}),
         ):
-            yield
-
-    @contextlib.contextmanager
-    def _triton_launches(self) -> Generator[None]:
-        """Record the launches of Triton kernels in the place of compiling and running them."""
-        original = resolve(f"{_TRITON}.JITFunction").run
-
-        def run(kernel: Any, *args: Any, **options: Any) -> Any:
-            operands = [*args, *options.values()]
-            if not any(isinstance(operand, FakeTensor) for operand in operands):
-                return original(kernel, *args, **options)
-            self.operators.launch(f"triton::{kernel.__name__}", operands)
-            return None
-
-        with patched(f"{_TRITON}.JITFunction", {"run": run}):
             yield
 
     def _numpy_function(self) -> Callable[..., Any]:
@@ -230,10 +244,60 @@ class EmulatedProcess:
             tensors = tree_flatten(value)[0]
             if any(isinstance(getattr(t, "_local_tensor", t), FakeTensor) for t in tensors):
                 self._saves_nothing = True
+                # Scripts rename a checkpoint that they have written, or link to it.
+                if args and isinstance(args[0], str | os.PathLike):
+                    Path(args[0]).touch()
                 return None
             return original(value, *args, **kwargs)
 
         return save
+
+    def _load_function(self) -> Callable[..., Any]:
+        original = torch.load
+
+        def load(file: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+            # Under a FakeTensorMode torch.load skips all numbers, also those of a data set, which
+            # decide about shapes.
+            try:
+                return self._load_numbers(original, file, map_location, *args, **kwargs)
+            except _OnlyShapesError:
+                return original(file, map_location, *args, **kwargs)
+
+        return load
+
+    def _load_numbers(
+        self, load: Callable[..., Any], file: Any, map_location: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Load a file; large tensors of floating-point numbers, such as weights, become fake.
+
+        Raises:
+            _OnlyShapesError: the file holds tensors of the GPU, or is large and cannot be mapped.
+        """
+        opened: Any = None if isinstance(file, str | os.PathLike) else file
+        if opened is None and zipfile.is_zipfile(file):
+            kwargs.setdefault("mmap", True)
+        elif _size_of(file) > _READ_BYTES:
+            raise _OnlyShapesError
+        start = opened.tell() if opened is not None else 0
+
+        def place(storage: Any, tag: str) -> Any:
+            if not _is_on_cpu(storage, tag, map_location):
+                raise _OnlyShapesError
+            return storage
+
+        try:
+            with _modes._disable_current_modes():
+                value = load(file, place, *args, **kwargs)
+        except _OnlyShapesError:
+            if opened is not None:
+                opened.seek(start)
+            raise
+
+        def shaped(tensor: Any) -> Any:
+            large = type(tensor) is Tensor and tensor.numel() > REAL_ELEMENTS
+            return self.fake(tensor) if large and tensor.is_floating_point() else tensor
+
+        return tree_map_only(Tensor, shaped, value)
 
     def notes(self) -> list[Note]:
         """Return notes on where the recorded step differs from the job's."""
@@ -285,6 +349,7 @@ class EmulatedProcess:
         names = {
             "_record_function_with_args_enter": enter,
             "_record_function_with_args_exit": leave,
+            "_profiler_enabled": lambda: True,
         }
         with patched("torch.autograd", names):
             yield
@@ -300,6 +365,92 @@ class EmulatedProcess:
 
 _FAKE_TENSORS = "torch._subclasses.fake_tensor"
 
+_READ_BYTES = 1 << 28
+"""Largest file that is read whole; a larger one is mapped into memory if its format allows it."""
+
+
+class _OnlyShapesError(Exception):
+    """A file of which only the shapes are loaded."""
+
+
+def _size_of(file: Any) -> int:
+    """Return the bytes of a path, or those after the position of an open file."""
+    if isinstance(file, str | os.PathLike):
+        return os.stat(file).st_size if os.path.isfile(file) else 0  # type: ignore[arg-type]
+    position = file.tell()
+    try:
+        return file.seek(0, os.SEEK_END) - position
+    finally:
+        file.seek(position)
+
+
+def _is_on_cpu(storage: Any, tag: str, map_location: Any) -> bool:
+    """Whether `torch.load` leaves a storage on the CPU.
+
+    Args:
+        storage: the storage, on the CPU.
+        tag: device on which it was saved.
+        map_location: argument of `torch.load`.
+    """
+    if isinstance(map_location, dict):
+        places: dict[str, Any] = dict(map_location)  # pyright: ignore[reportUnknownArgumentType]
+        map_location = places.get(tag, tag)
+    if callable(map_location):
+        return map_location(storage, tag) is storage
+    return torch.device(tag if map_location is None else map_location).type == "cpu"
+
+
+_new_fake_of_torch: Any = FakeTensor.__new__
+
+
+def _new_fake(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    """Create a fake tensor, or a parameter for a call with the arguments of `nn.Parameter`."""
+    # The class of a fake parameter is FakeTensor. accelerate and diffusers load weights by
+    # `type(parameter)(tensor, requires_grad=...)`, and empty them by
+    # `type(parameter)(tensor, **parameter.__dict__)`, which holds attributes of the fake tensor.
+    if args and isinstance(args[0], Tensor):
+        kept = {name: kwargs[name] for name in ("requires_grad",) if name in kwargs}
+        return nn.Parameter(*args, **kept)
+    return _new_fake_of_torch(cls, *args, **kwargs)
+
+
+_TENSOR_FACTORIES = ("tensor", "as_tensor")
+
+
+def _tensor_factory(name: str) -> Callable[..., Any]:
+    """Return a replacement of a function of torch that creates tensors from lists.
+
+    It also accepts lists with fake tensors, whose numbers it reads.
+
+    Args:
+        name: `tensor` or `as_tensor`.
+    """
+    create: Any = getattr(torch, name)
+
+    def read(data: Any) -> Any:
+        if isinstance(data, list | tuple):
+            return [read(item) for item in data]  # pyright: ignore[reportUnknownVariableType]
+        return data.item() if isinstance(data, FakeTensor) else data
+
+    @functools.wraps(create)
+    def create_from_numbers(data: Any, *args: Any, **kwargs: Any) -> Any:
+        several = isinstance(data, list | tuple)
+        given: Any = data
+        # Lists without tensors stay as they are: they may be long.
+        if several and any(isinstance(item, Tensor | list | tuple) for item in given):
+            data = read(given)
+        # Without this flag of the thread, C++ copies the new tensor to its device, and no mode sees
+        # the copy. FakeTensorMode sets it in the thread that enters the mode; the threads of a
+        # backward do not enter it.
+        lifts = _torch._C._only_lift_cpu_tensors()
+        _torch._C._set_only_lift_cpu_tensors(True)
+        try:
+            return create(data, *args, **kwargs)
+        finally:
+            _torch._C._set_only_lift_cpu_tensors(lifts)
+
+    return create_from_numbers
+
 
 def _refuse_nested(*_: Any, **__: Any) -> Any:
     raise CaptureError(
@@ -314,6 +465,18 @@ def _moved(_: Any, inputs: Any, kwargs: Any, device_ids: Sequence[Any]) -> Any:
     device = torch.device("cuda", device_ids[0])
     moved = tree_map_only(Tensor, lambda tensor: tensor.to(device), (inputs, kwargs or {}))
     return (moved[0],), (moved[1],)
+
+
+def _load_in_this_process(loader: Any) -> Any:
+    """Return the iterator of a `DataLoader`, without worker processes."""
+    # Workers inherit the modes by a fork. A batch that is large there is fake, and a fake tensor
+    # cannot be sent to the captured process: the script would wait for it without end.
+    kept = loader.num_workers, loader.timeout
+    loader.num_workers = loader.timeout = 0
+    try:
+        return _dataloader._SingleProcessDataLoaderIter(loader)
+    finally:
+        loader.num_workers, loader.timeout = kept
 
 
 _tensor_data: Any = _torch._C.TensorBase.data
@@ -357,6 +520,16 @@ def _format(tensor: Any, specification: str) -> str:
     return format(tensor.item() if tensor.dim() == 0 else repr(tensor), specification)
 
 
+def _repr(tensor: Any, **_: Any) -> str:
+    """Describe a tensor without its values, as torch does on the meta device."""
+    size = tuple(tensor.shape)
+    return f"tensor(..., device='{tensor.device}', size={size}, dtype={tensor.dtype})"
+
+
+def _default_stream(_: int) -> int:
+    return 0
+
+
 def _accelerator(*_: object) -> torch.device:
     return torch.device("cuda")
 
@@ -370,19 +543,6 @@ def _mode(mode: Any) -> Generator[None]:
         yield
     finally:
         _modes._pop_mode(mode._mode_key if getattr(mode, "_mode_key", None) else None)
-
-
-_TRITON = "triton.runtime.jit"
-_TRITON_TUNER = "triton.runtime.autotuner"
-
-
-def _first_configuration() -> contextlib.AbstractContextManager[None]:
-    """Let Triton's tuner take the first configuration: there are no times to compare."""
-
-    def run(tuner: Any, *args: Any, **options: Any) -> Any:
-        return tuner.fn.run(*args, **options, **tuner.configs[0].all_kwargs())
-
-    return patched(f"{_TRITON_TUNER}.Autotuner", {"run": run})
 
 
 # It builds masks for fake tensors that it leaves out on a device, as it cannot read them.
@@ -477,7 +637,7 @@ def _swap(first: Any, second: Any) -> None:
 
 @contextlib.contextmanager
 def emulated(gpu: EmulatedGpu | None, script: Path, peers: object = None) -> Generator[None]:
-    """Run what is called in this context on shapes alone, if there is an emulated GPU.
+    """Dispatch operators to fake tensors inside the context, if there is an emulated GPU.
 
     Args:
         gpu: the GPU that the script sees; None runs on the device at hand.

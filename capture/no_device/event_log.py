@@ -19,6 +19,7 @@ from torch import Tensor
 
 from onerank.capture.no_device.gpu_operators import Shaped, WrappedNumber
 from onerank.converters.sources.kineto.lowering.select_nodes import HOST_READS
+from onerank.ir import UNKNOWN
 from onerank.ir.dtypes import TENSOR_TYPES
 
 Category = Literal["cpu_op", "user_annotation"]
@@ -81,6 +82,7 @@ class Event:
         on_device: whether it reads or writes memory of the device.
         node: autograd node that it stands for, else None.
         stream: number of the stream that was current when it began, 0 for the default stream.
+        flops: of a kernel that Inductor generated, or UNKNOWN.
     """
 
     name: str
@@ -95,10 +97,11 @@ class Event:
     on_device: bool = False
     node: object = None
     stream: int = 0
+    flops: int = UNKNOWN
 
     @property
     def is_operator(self) -> bool:
-        """Whether it is an operator, and no annotation, autograd node or autograd function."""
+        """Whether the event is an operator, and no annotation, autograd node or function."""
         named = "::" in self.name or self.name.startswith(GENERATED)
         return self.category == "cpu_op" and self.node is None and named
 
@@ -116,19 +119,19 @@ class Allocation:
 
 
 @dataclass(frozen=True, slots=True)
-class StreamWait:
-    """A stream waits for what another one was given before.
+class Wait:
+    """A stream, or the host, waits for what a stream was given before.
 
     Attributes:
         tick: when the wait was issued.
-        stream: number of the stream that waits.
-        awaited: number of the stream that it waits for.
+        stream: number of the stream that waits; None for the host.
+        awaited: number of the stream that it waits for; None for all streams.
         until: tick before which the awaited operators began.
     """
 
     tick: int
-    stream: int
-    awaited: int
+    stream: int | None
+    awaited: int | None
     until: int
 
 
@@ -143,7 +146,7 @@ class EventLog:
         live_bytes: allocated at present.
         peak_bytes: most since `begin_step`.
         stream: number of the current stream, 0 for the default stream.
-        waits: of streams for each other, in order.
+        waits: of streams for each other and of the host, in order.
     """
 
     recording: bool = False
@@ -152,7 +155,7 @@ class EventLog:
     live_bytes: int = 0
     peak_bytes: int = 0
     stream: int = 0
-    waits: list[StreamWait] = field(default_factory=list[StreamWait])
+    waits: list[Wait] = field(default_factory=list[Wait])
     _tick: int = 0
     _stream_of: dict[int, int] = field(default_factory=dict[int, int])
     _threads: dict[int, int] = field(default_factory=lambda: {threading.get_ident(): 1})
@@ -203,7 +206,18 @@ class EventLog:
     def wait(self, stream: int, awaited: int, until: int) -> None:
         """Record that a stream waits for what another one was given before a tick."""
         if self.recording and stream != awaited:
-            self.waits.append(StreamWait(self._next(), stream, awaited, until))
+            self.waits.append(Wait(self._next(), stream, awaited, until))
+
+    def wait_on_host(self, awaited: int | None, until: int | None = None) -> None:
+        """Record that the host waits, as in `cudaStreamSynchronize`.
+
+        Args:
+            awaited: number of the stream; None for the whole device.
+            until: tick of the event that it waits for; None for all that was given so far.
+        """
+        if self.recording:
+            tick = self._next()
+            self.waits.append(Wait(tick, None, awaited, tick if until is None else until))
 
     def mark(self) -> int:
         """Return a place in the log for `forget_since`."""
@@ -212,6 +226,10 @@ class EventLog:
     def forget_since(self, mark: int) -> None:
         """Remove the events that began after a place in the log, and have ended."""
         del self.events[mark:]
+
+    def generated_flops(self) -> tuple[int, ...]:
+        """Return the FLOPs of each launch of a kernel that Inductor generated, in order."""
+        return tuple(event.flops for event in self.events if event.name.startswith(GENERATED))
 
     def innermost(self) -> Event | None:
         """Return the innermost open event of this thread."""
@@ -384,21 +402,21 @@ def _kineto_events(log: EventLog, kept: Sequence[Event]) -> list[dict[str, Any]]
             }
         )
     # With one stream, waits between streams order nothing.
-    events += [_kineto_wait(wait) for wait in log.waits if with_streams]
+    events += [_kineto_wait(wait) for wait in log.waits if with_streams or wait.stream is None]
     return events
 
 
-def _kineto_wait(wait: StreamWait) -> dict[str, Any]:
+def _kineto_wait(wait: Wait) -> dict[str, Any]:
     """Return a wait as the profiler writes it; no runtime call issued it, so a tick names it."""
-    args = {
-        "stream": wait.stream,
-        "wait_on_stream": wait.awaited,
-        "wait_on_cuda_event_id": wait.until,
-    }
+    args = {"wait_on_cuda_event_id": wait.until}
+    if wait.stream is not None:
+        args["stream"] = wait.stream
+    if wait.awaited is not None:
+        args["wait_on_stream"] = wait.awaited
     return {
         "ph": "X",
         "cat": "cuda_sync",
-        "name": "Stream Wait Event",
+        "name": "Stream Wait Event" if wait.stream is not None else "Stream Sync",
         "tid": 0,
         "ts": wait.tick,
         "dur": 0,

@@ -1,14 +1,21 @@
-"""Shapes of the results of GPU operators whose fake implementation is missing or wrong in torch."""
+"""Results of operators on fake tensors without torch's fake implementation.
 
-from collections.abc import Callable
+Operators of a GPU whose fake implementation is missing or wrong in torch have a formula. A call
+that repeats an earlier one has results of the same shapes.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._library import custom_ops, utils
+from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
 
 _library: Any = utils  # private in torch, without types
 _custom: Any = custom_ops
+_torch: Any = torch
 
 
 def lacks_fake(func: Any) -> bool:
@@ -84,7 +91,55 @@ def _attention_gradients(
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), like_bias
 
 
+# cuBLAS's products of 8-bit integers: more rows than these, and sizes that are multiples.
+_INT_ROWS, _INT_MULTIPLE = 16, 8
+
+
+def _int_product(left: Tensor, right: Tensor) -> Tensor:
+    """Return the int32 product of int8 matrices.
+
+    torch's fake implementation lacks the checks of `_int_mm_out_cuda` (Blas.cpp). torchao relies on
+    them: where they fail it multiplies in float32.
+
+    Raises:
+        RuntimeError: as on a GPU.
+    """
+    if left.shape[0] <= _INT_ROWS:
+        raise RuntimeError(
+            f"self.size(0) needs to be greater than {_INT_ROWS}, but got {left.shape[0]}"
+        )
+    for name, size in (("self", left.shape[1]), ("mat2", right.shape[1])):
+        if size == 0 or size % _INT_MULTIPLE:
+            raise RuntimeError(
+                f"{name}.size(1) needs to be greater than 0 and a multiple of {_INT_MULTIPLE}, "
+                f"but got {size}"
+            )
+    return left.new_empty((left.shape[0], right.shape[1]), dtype=torch.int32)
+
+
+def _quantised_rows(source: Tensor, threshold: float = 0.0) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return rows of 8-bit integers, the scale of each, and the columns of outliers.
+
+    How many columns have outliers depends on values. Here none has, as in a model with random
+    weights; `LLM.int8()` (arXiv:2208.07339) multiplies those columns in 16 bits.
+    """
+    rows = source.numel() // source.shape[-1]
+    outliers = source.new_empty(0, dtype=torch.int64) if threshold > 0 else None
+    return (
+        source.new_empty(source.shape, dtype=torch.int8),
+        source.new_empty(rows, dtype=torch.float32),
+        outliers,
+    )
+
+
+def _mixed_product(source: Tensor, rows: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    """Return the product of quantised rows and weights, and an input without outliers."""
+    return source.new_empty((*rows.shape[:-1], weight.shape[0])), source.new_empty(0)
+
+
 SHAPES: dict[str, Callable[..., Any]] = {
+    "bitsandbytes::int8_mixed_scaled_mm": _mixed_product,
+    "bitsandbytes::int8_vectorwise_quant": _quantised_rows,
     "_efficient_attention_backward": _attention_gradients,
     "batch_norm_stats": _statistics,
     "batch_norm_gather_stats_with_counts": _gathered_statistics,
@@ -92,16 +147,193 @@ SHAPES: dict[str, Callable[..., Any]] = {
     "batch_norm_backward_reduce": _gradient_sums,
     "batch_norm_backward_elemt": _like_second,
 }
-"""Operator without `aten::` -> function of its arguments that returns empty results."""
+"""Operator, of torch without `aten::` -> function of its arguments that returns empty results."""
 
 
 def shapes_of(base: str, args: tuple[Any, ...]) -> Callable[..., Any] | None:
     """Return the function that gives the results of an operator; None if torch has one.
 
     Args:
-        base: its name without `aten::`.
+        base: its name, of torch's own operators without `aten::`.
         args: its positional arguments.
     """
     if base == "_grouped_mm" and args[0].dtype != torch.bfloat16:
         return _grouped_product
+    if base == "_int_mm" and args[0].is_cuda:
+        return _int_product
     return SHAPES.get(base)
+
+
+# Repeated calls ---------------------------------------------------------------------------------
+
+_PLAIN_VALUES = (
+    *(int, float, complex, bool, str, type(None)),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+
+_DECIDED_BY_NUMBERS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    """A dense fake tensor without numbers.
+
+    Attributes:
+        shape: its shape; `stride` and `offset` are in elements.
+        dtype: its dtype.
+        device: its fake device.
+        shares: index of the call's tensor whose storage it shares; None: a new storage.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+    shares: int | None
+
+    def build(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return a new tensor for a call with these tensors."""
+        first: Any = next(tensor for tensor in tensors if isinstance(tensor, FakeTensor))
+        mode = first.fake_mode
+        shared = None if self.shares is None else tensors[self.shares].untyped_storage()
+        with in_kernel_invocation_manager(mode):
+            if shared is None:
+                result = torch.empty_strided(
+                    self.shape, self.stride, dtype=self.dtype, device="meta"
+                )
+            else:
+                result = torch.empty(0, dtype=self.dtype, device="meta")
+                result.set_(shared, self.offset, self.shape, self.stride)
+        return FakeTensor(mode, result, self.device)
+
+
+class RepeatedCalls:
+    """Results of operators whose operands have the shapes of an earlier call.
+
+    The layers of a model repeat their operators. FakeTensorMode has such a cache, too, but its
+    lookups and results took a third of the time of a capture.
+    """
+
+    def __init__(self) -> None:
+        self._results: dict[Any, tuple[type | None, tuple[_Result, ...]]] = {}
+        self._repeatable: dict[Any, bool] = {}
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        func: Any,
+        tensors: Sequence[Tensor],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """Return the result of a function.
+
+        Args:
+            function: returns the result of a call that repeats no earlier one.
+            func: the operator that it implements.
+            tensors: the tensors among the arguments.
+            args: positional arguments.
+            kwargs: arguments by name.
+        """
+        repeatable = self._repeatable.get(func)
+        if repeatable is None:
+            repeatable = self._repeatable[func] = _is_repeatable(func)
+        if not repeatable or not tensors:
+            return function(*args, **kwargs)
+        try:
+            # The dtype of a division of integers is the default one.
+            key = func, _key(args), _key(kwargs.items()), torch.get_default_dtype()
+            known = self._results.get(key)
+        except TypeError:  # also of symbolic sizes, which have no hash
+            return function(*args, **kwargs)
+        if known is not None:
+            kind, results = known
+            if kind is None:
+                return results[0].build(tensors)
+            return kind(result.build(tensors) for result in results)
+        result = function(*args, **kwargs)
+        kind = type(result) if type(result) in (tuple, list) else None
+        results = _results(tensors, result if kind is not None else (result,))
+        if results is not None:
+            self._results[key] = kind, results
+        return result
+
+
+def _is_repeatable(func: Any) -> bool:
+    """Whether the shapes of an operator's operands decide its results."""
+    schema = func._schema
+    implicit = _torch._C.DispatchKey.CompositeImplicitAutograd
+    return (
+        schema.name.startswith("aten::")
+        and not schema.name.startswith("aten::lift")
+        and not schema.is_mutable
+        and not set(_DECIDED_BY_NUMBERS) & set(func.tags)
+        # Such operators, as `reshape`, return a view or a copy.
+        and not _torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), implicit)
+    )
+
+
+def _key(values: Any) -> Any:
+    """Return a key that is equal for calls whose results have equal shapes.
+
+    Raises:
+        TypeError: an argument is of another kind.
+    """
+    parts: list[Any] = []
+    for value in values:
+        kind = type(value)
+        if kind is FakeTensor:
+            if value.constant is not None or not _is_plain(value):
+                raise TypeError
+            place = value.stride(), value.storage_offset()
+            parts.append((value.shape, *place, value.dtype, value.fake_device))
+        elif kind in _PLAIN_VALUES:
+            # With its type, because 1, 1.0 and True are equal.
+            parts.append((kind, value))
+        elif kind in (list, tuple):
+            parts.append(_key(value))
+        else:
+            raise TypeError
+    return tuple(parts)
+
+
+def _results(tensors: Sequence[Tensor], results: Sequence[Any]) -> tuple[_Result, ...] | None:
+    """Return the results of a call; None if they cannot be built again."""
+    storages = [_storage(tensor) for tensor in tensors]
+    built: list[_Result] = []
+    for result in results:
+        if type(result) is not FakeTensor or not _is_plain(result):
+            return None
+        if result.requires_grad or any(result is tensor for tensor in tensors):
+            return None
+        storage = _storage(result)
+        shares = storages.index(storage) if storage in storages else None
+        shape, stride = tuple(result.shape), result.stride()
+        if shares is None:
+            extent = 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
+            expected = extent * result.element_size() if result.numel() else 0
+            # A result that is a part of a new storage cannot be built without the rest of it.
+            if result.storage_offset() or result.untyped_storage().nbytes() != expected:
+                return None
+        built.append(
+            _Result(
+                shape,
+                stride,
+                int(result.storage_offset()),
+                result.dtype,
+                result.fake_device,
+                shares,
+            )
+        )
+    new = [_storage(r) for r, each in zip(results, built, strict=True) if each.shares is None]
+    return tuple(built) if len({*new}) == len(new) else None
+
+
+def _storage(tensor: Any) -> int:
+    """Return the address of a tensor's storage object, which no other live storage has."""
+    return tensor.untyped_storage()._cdata
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_conj() and not tensor.is_neg()

@@ -1,4 +1,4 @@
-"""Run operators on shapes alone, and record them.
+"""Run operators on fake tensors, and record them.
 
 Tensors on the GPU, parameters, and tensors on the CPU that are computed from either are fake: they
 have a shape, strides, a dtype and a device, but no numbers. Everything else on the CPU is real and
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._higher_order_ops.out_dtype import out_dtype, out_dtype_dense
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -27,13 +28,24 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from onerank.capture.fake_tensors import mark_written
+from onerank.capture.fake_tensors import KNOWN_ELEMENTS, is_small, mark_written
 from onerank.capture.no_device.event_log import Describer, Event, EventLog
-from onerank.capture.no_device.fake_kernels import lacks_fake, shapes_of
+from onerank.capture.no_device.fake_kernels import RepeatedCalls, lacks_fake, shapes_of
 from onerank.capture.no_device.functional_collectives import FunctionalCollectives
-from onerank.capture.no_device.gpu_operators import Shaped, WrappedNumber, inner_of, run_before
-from onerank.capture.no_device.storages import Storages, Workspaces
-from onerank.capture.no_device.tensor_values import KNOWN_ELEMENTS, Known, UnknownValues
+from onerank.capture.no_device.gpu_operators import (
+    Shaped,
+    WrappedNumber,
+    has_preparation,
+    inner_of,
+    run_before,
+)
+from onerank.capture.no_device.tensor_values import (
+    Known,
+    Storages,
+    UnknownValues,
+    Workspaces,
+)
+from onerank.capture.no_device.triton_kernels import WRAPPED, Launch, wrapped_launch
 
 # torch's dispatcher and autograd's nodes have no public names and no types.
 _torch: Any = torch
@@ -44,7 +56,15 @@ weights of a model that is built on the CPU."""
 
 _COMPOSITE = _torch._C.DispatchKey.CompositeExplicitAutograd
 
+_CUDA = _torch._C.DispatchKey.CUDA
+
 _UNRECORDED = ("prim", "inductor")
+
+# Namespaces of DTensor's collectives.
+_FUNCTIONAL = ("_c10d_functional", "_dtensor")
+
+# Operators of asynchronous tensor parallelism: Python calls products and copies on two streams.
+_FUSED_WITH_COLLECTIVES = "symm_mem"
 
 _WITHOUT_EFFECT = ("record_stream", "_assert_async", "_assert_scalar")
 
@@ -72,6 +92,13 @@ _RESHAPES_IN_PLACE = frozenset(
     "resize_ resize_as_ set_ t_ transpose_ squeeze_ unsqueeze_ detach_ as_strided_".split()
 )
 
+# Operators whose result or its size the host reads, so that it waits for their stream
+# (`cudaStreamSynchronize` in their CUDA implementations).
+_READ_BY_HOST = frozenset(
+    "_local_scalar_dense nonzero masked_select _unique2 unique_dim unique_consecutive "
+    "unique_dim_consecutive bincount".split()
+)
+
 # Operators that run in cuBLAS, which keeps a workspace.
 _PRODUCTS = frozenset("mm addmm bmm baddbmm addmv mv dot _scaled_mm".split())
 
@@ -96,7 +123,7 @@ _OF_A_GPU = (
 
 @dataclass(frozen=True, slots=True)
 class _Schema:
-    """What the mode needs to know of an operator.
+    """Properties of an operator that decide how the mode runs and records it.
 
     Attributes:
         name: with its namespace, as a profile has it.
@@ -109,6 +136,9 @@ class _Schema:
         is_random: whether it draws random numbers.
         is_composite: whether its kernel for every backend calls other operators, which a profile
             shows inside it.
+        is_decomposed: whether its only implementation calls other operators, on all devices.
+        written: places and names of the arguments that it writes.
+        is_prepared: whether its CUDA implementation calls other operators first.
     """
 
     name: str
@@ -120,11 +150,14 @@ class _Schema:
     writes_first: bool
     is_random: bool
     is_composite: bool
+    is_decomposed: bool
+    written: tuple[tuple[int, str], ...]
+    is_prepared: bool
 
     @property
     def communicates(self) -> bool:
-        """Whether it is a communication call or a wait for one."""
-        return self.namespace.startswith(("c10d", "_c10d"))
+        """Whether the operator is a communication call or a wait for one."""
+        return self.namespace.startswith(("c10d", *_FUNCTIONAL))
 
     @classmethod
     def of(cls, func: Any) -> "_Schema":
@@ -158,6 +191,15 @@ class _Schema:
             and base not in _RANDOM
             and _has_kernel(func, "CompositeExplicitAutograd")
             and not _has_kernel(func, "CPU"),
+            namespace == "aten"
+            and _has_kernel(func, "CompositeImplicitAutograd")
+            and not _has_kernel(func, "CUDA"),
+            tuple(
+                (n, a.name)
+                for n, a in enumerate(schema.arguments)
+                if a.alias_info is not None and a.alias_info.is_write
+            ),
+            has_preparation(schema.name),
         )
 
 
@@ -193,13 +235,17 @@ class _Call:
                 values[place] = WrappedNumber(values[place])
         return values
 
+    def given_results(self) -> tuple[Tensor, ...]:
+        """Return the tensors that an out-variant returns; none for any other operator."""
+        names = (argument.name for argument in self.func._schema.arguments if argument.is_out)
+        return tuple(self.kwargs[name] for name in names if self.kwargs.get(name) is not None)
+
     def written(self) -> Iterator[Tensor]:
         """Yield the tensors that the operator writes."""
-        for position, argument in enumerate(self.func._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                given = position < len(self.args)
-                value = self.args[position] if given else self.kwargs.get(argument.name)
-                yield from tensors_in((value,))
+        for position, name in self.schema.written:
+            given = position < len(self.args)
+            value = self.args[position] if given else self.kwargs.get(name)
+            yield from tensors_in((value,))
 
 
 class FakeOperators(TorchDispatchMode):
@@ -244,6 +290,7 @@ class FakeOperators(TorchDispatchMode):
         self.describe = Describer(self.storages.number)
         self._functional = FunctionalCollectives(self.storages.number)
         self._schemas: dict[Any, _Schema] = {}
+        self._repeated = RepeatedCalls()
         # Reentrant, since an operator's parts come back to this mode on the same thread.
         self._lock = threading.RLock()
         self._last_sequence = -1
@@ -257,7 +304,7 @@ class FakeOperators(TorchDispatchMode):
         with self._lock:
             return self._dispatch(func, types, args, kwargs)
 
-    def _dispatch(  # noqa: PLR0911  one line per sort of operator
+    def _dispatch(  # noqa: PLR0911  one line per kind of operator
         self, func: Any, types: Sequence[type], args: Any, kwargs: Any
     ) -> Any:
         # torch's own answer would be the meta device, on which fake tensors are.
@@ -272,6 +319,12 @@ class FakeOperators(TorchDispatchMode):
         if schema is None:
             schema = self._schemas[func] = _Schema.of(func)
         kwargs = dict(kwargs or {})
+        if schema.is_decomposed:
+            # Autograd's dispatch keys decompose `linear`, `to` or `matmul` before they arrive here,
+            # and a profile has their parts. In inference mode, and within other operators, nothing
+            # does.
+            with self:
+                return func.decompose(*args, **kwargs)
         if kwargs.get("pin_memory"):
             kwargs["pin_memory"] = False  # pinned memory needs a driver
         if schema.namespace == "profiler":
@@ -295,6 +348,13 @@ class FakeOperators(TorchDispatchMode):
             _, _, operator, *rest = args
             with self:
                 return operator(*rest, **kwargs)
+        if func is out_dtype:
+            # A matrix product of integers on a GPU runs as `_int_mm`, and a profile shows that.
+            with self:
+                return out_dtype_dense(*args, **kwargs)
+        if func is WRAPPED:
+            names = ("kernel_idx", "constant_args_idx", "kwargs")
+            return self.launch(wrapped_launch(*(kwargs[name] for name in names)))
         event = self._begin(f"aten::{func.name()}")
         if event is not None:
             event.inputs = self.describe([*args, *kwargs.values()])
@@ -332,7 +392,7 @@ class FakeOperators(TorchDispatchMode):
             outputs = [*tensors_in((result,))]
             # An operator on empty tensors launches nothing.
             on_device = any(
-                tensor.is_cuda and tensor.numel() for tensor in (*call.tensors, *outputs)
+                _is_on_gpu(tensor) and tensor.numel() for tensor in (*call.tensors, *outputs)
             ) and not (schema.base == "copy_" and _is_same_data(*call.tensors[:2]))
             if on_device and schema.base in _PRODUCTS:
                 self.workspaces.use()
@@ -343,6 +403,8 @@ class FakeOperators(TorchDispatchMode):
                 event.on_device = on_device
                 if not schema.is_view:
                     self._describe_results(call, result, event)
+                if on_device and _blocks_host(call, event.name.removeprefix("aten::")):
+                    self._log.wait_on_host(event.stream)
             return result
         finally:
             self._log.end(event)
@@ -360,10 +422,11 @@ class FakeOperators(TorchDispatchMode):
 
     def _prepare(self, call: _Call) -> object:
         """Run the operators that an operator's CUDA implementation calls first."""
-        if call.schema.is_composite or not any(tensor.is_cuda for tensor in call.tensors):
+        schema = call.schema
+        if not schema.is_prepared or schema.is_composite or not any(map(_is_on_gpu, call.tensors)):
             return None
         with self:
-            return run_before(call.schema.name, call.operands)
+            return run_before(schema.name, call.operands)
 
     def _is_in_place(self, call: _Call) -> bool:
         """Whether autograd would write an operator's result into its first operand.
@@ -399,25 +462,21 @@ class FakeOperators(TorchDispatchMode):
             sequence = self._last_sequence = _torch.autograd._get_sequence_nr()
         return self._log.begin(name, sequence=sequence)
 
-    def launch(self, name: str, operands: Sequence[Any]) -> None:
-        """Record a kernel that Python launches, which writes some of its operands.
-
-        Args:
-            name: with a namespace.
-            operands: its arguments.
-        """
-        tensors = [*tensors_in(operands)]
-        event = self._begin(name)
+    def launch(self, launch: Launch) -> None:
+        """Record a Triton kernel that Python launches."""
+        event = self._begin(launch.name)
         if event is not None:
-            event.inputs, event.outputs = self.describe(operands), self.describe(())
+            event.inputs = self.describe(launch.reads)
+            event.outputs = self.describe(launch.writes)
             event.on_device = True
             self._log.end(event)
-        for tensor in tensors:  # which of them it writes, only its code says
+        # Without an analysis of its source, it may write each of its tensors.
+        for tensor in launch.writes or launch.tensors:
             self.known.spoil(tensor)
             mark_written(tensor, zero=False)
 
     def launch_generated(
-        self, name: str, reads: Sequence[Shaped], writes: Sequence[Shaped]
+        self, name: str, reads: Sequence[Shaped], writes: Sequence[Shaped], flops: int
     ) -> None:
         """Record a kernel that Inductor generated.
 
@@ -425,12 +484,18 @@ class FakeOperators(TorchDispatchMode):
             name: as Inductor names it.
             reads: tensors that it reads.
             writes: tensors that it writes.
+            flops: its FLOPs, or UNKNOWN.
         """
         event = self._begin(name)
         if event is not None:
+            event.flops = flops
             event.inputs, event.outputs = self.describe(reads), self.describe(writes)
             event.on_device = True
             self._log.end(event)
+        for written in writes:
+            # Its numbers are known so far: those of `empty_strided`, which count as zeros.
+            self.known.spoil(written.storage)
+            mark_written(written.storage, zero=False)
 
     def _begin(self, name: str) -> Event | None:
         if self._emulating or not self._log.recording:
@@ -473,17 +538,22 @@ class FakeOperators(TorchDispatchMode):
         schema = call.schema
         if schema.namespace == "c10d":
             return self._emulate(self._collectives[schema.base], call)
-        if schema.namespace.startswith("_c10d_functional"):
+        if schema.namespace.startswith(_FUNCTIONAL):
             with self:
                 return self._functional.run(schema.base, call.operands)
         if schema.base == "_local_scalar_dense":
             return self._read(call.args[0])
         if schema.base in _WITHOUT_EFFECT:
             return None
+        if schema.namespace == _FUSED_WITH_COLLECTIVES:
+            with self:
+                return call.func._op_dk(_CUDA, *call.args, **call.kwargs)
         numbers = self._numbers_of_results(call)
         result = self._run_parts(call) if schema.is_composite else _FAILED
+        # Without results no shape is needed: not all fused optimizers have a fake implementation.
         if result is _FAILED:
-            result = self._run_on_shapes(call, numbers)
+            returns = call.func._schema.returns
+            result = self._run_on_shapes(call, numbers) if returns else None
         if numbers is not None:
             self.known.set(result, numbers)
         elif not schema.is_view and schema.base not in _CHECKS:
@@ -497,22 +567,56 @@ class FakeOperators(TorchDispatchMode):
         first = call.args[0] if call.args else None
         if call.schema.writes_first and isinstance(first, FakeTensor) and first.is_cuda:
             return first  # its shape stays, and its numbers have no meaning
-        shapes = None
-        if call.schema.namespace == "aten":
-            shapes = shapes_of(call.schema.base, call.args)
+        shapes = shapes_of(call.schema.name.removeprefix("aten::"), call.args)
         try:
             run = shapes or call.func
-            return run(*call.args, **call.kwargs)
+            return self._repeated.run(run, call.func, call.tensors, call.args, call.kwargs)
         except DynamicOutputShapeException:
-            if numbers is None:
-                return self._unknown.refuse(call.schema.name)
-            return tree_map_only(Tensor, _like, numbers)
+            if numbers is not None:
+                return tree_map_only(Tensor, _like, numbers)
+            selected = self._select_by_known_masks(call)
+            return self._unknown.refuse(call.schema.name) if selected is None else selected
         except DataDependentOutputException:
             return self._unknown.answer() if numbers is None else numbers
         except RuntimeError:
             if lacks_fake(call.func):
-                self._unknown.refuse_operator(call.schema.name)
+                # Inductor calls `_scaled_mm.out`, which has no fake implementation.
+                given = call.given_results() or self._unknown.refuse_operator(call.schema.name)
+                return given[0] if len(given) == 1 else given
             raise
+
+    def _select_by_known_masks(self, call: _Call) -> Any:
+        """Return the elements of a tensor that masks of known numbers select.
+
+        None if a mask is unknown, and for operators other than `index` and `masked_select`.
+
+        A loss often takes the rows of hidden states whose labels are not padding.
+        """
+        if call.schema.base == "masked_select":
+            mask = self.known.get(call.operands[1])
+            if mask is None:
+                return None
+            with unset_fake_temporarily():
+                shape = torch.broadcast_shapes(call.operands[0].shape, mask.shape)
+                count = int(mask.expand(shape).sum())
+            return call.operands[0].new_empty(count)
+        if call.schema.base != "index":
+            return None
+        tensor, indices = call.operands
+        positions: list[Any] = []
+        for index in indices:
+            if index is None or index.dtype not in (torch.bool, torch.uint8):
+                positions.append(index)
+                continue
+            mask = self.known.get(index)
+            if mask is None:
+                return None
+            with unset_fake_temporarily():
+                count = int(mask.count_nonzero())
+            # A mask of n dimensions stands for n indices, one for each of them.
+            selected = tensor.new_empty(count, dtype=torch.int64)
+            positions += [selected] * index.dim()
+        return call.func(tensor, positions)
 
     def _emulate(self, emulation: Callable[..., Any], call: _Call) -> Any:
         """Emulate a communication call: known numbers move, and no operator is recorded."""
@@ -549,7 +653,7 @@ class FakeOperators(TorchDispatchMode):
     def _numbers_of_results(self, call: _Call) -> Any:
         """Return the numbers of the results; None if they are not known or not small."""
         # Numbers of large tensors would make the capture as slow as a real step on the CPU.
-        small = all(tensor.numel() <= KNOWN_ELEMENTS for tensor in call.tensors)
+        small = all(map(is_small, call.tensors))
         if not small or call.schema.is_random or call.schema.namespace != "aten":
             return None
         if (answer := _answer_on_finiteness(call)) is not None:
@@ -567,7 +671,7 @@ class FakeOperators(TorchDispatchMode):
             Tensor, lambda tensor: numbers[id(tensor)], (call.args, dict(call.kwargs))
         )
         results = _run_with_numbers(call, args, kwargs)
-        fits = all(tensor.numel() <= KNOWN_ELEMENTS for tensor in tensors_in((results,)))
+        fits = all(map(is_small, tensors_in((results,))))
         return results if fits else None
 
     def _annotate(self, schema: _Schema, args: Any) -> Any:
@@ -614,6 +718,26 @@ def _is_same_data(target: Tensor, source: Tensor) -> bool:
     )
 
 
+def _blocks_host(call: _Call, name: str) -> bool:
+    """Return whether the host waits for the stream within an operator on the device.
+
+    A copy between host and device waits unless it is `non_blocking` (`copy_kernel_cuda`). Indexing
+    with a mask calls `nonzero`, which waits.
+
+    Args:
+        call: the call.
+        name: the operator that it is recorded as.
+    """
+    if call.schema.base == "copy_":
+        target, source = call.tensors[:2]
+        return target.is_cuda != source.is_cuda and not call.operands[2]
+    if name in ("index", "_index_put_impl_"):
+        return any(
+            index.dtype in (torch.bool, torch.uint8) for index in tensors_in(call.operands[1])
+        )
+    return name in _READ_BY_HOST
+
+
 def _answer_on_finiteness(call: _Call) -> bool | None:
     """Return whether each number is, or is not, finite; None if the operator does not ask that.
 
@@ -655,6 +779,12 @@ def _run_with_numbers(call: _Call, args: Any, kwargs: dict[str, Any]) -> Any:
 def _like(numbers: Tensor) -> Tensor:
     """Return a fake tensor on the device with the shape of known numbers."""
     return torch.empty(numbers.shape, dtype=numbers.dtype, device="cuda")
+
+
+def _is_on_gpu(tensor: Any) -> bool:
+    # `is_cuda` of a fake tensor takes ten times as long.
+    device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
+    return device.type == "cuda"
 
 
 def _on_cuda(device: Any) -> bool:

@@ -1,5 +1,6 @@
-"""The `_c10d_functional` operators of DTensor and torch.distributed._functional_collectives."""
+"""Functional collectives, as of DTensor, and torch's products fused with a collective."""
 
+import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ _c10d: Any = distributed_c10d  # groups and options have no types in torch
 
 
 class FunctionalCollectives:
-    """The `_c10d_functional` operators, by the c10d operators that torch's C++ code calls.
+    """The functional collectives of DTensor, by the c10d operators that torch's C++ code calls.
 
     torch's kernels for the meta device, which fake tensors would take, communicate nothing.
     """
@@ -130,6 +131,18 @@ class FunctionalCollectives:
         self._started(work, [output])
         return output
 
+    def _shard_dim_alltoall(
+        self, tensor: Tensor, gather_dim: int, shard_dim: int, group: str
+    ) -> Tensor:
+        """Move the dimension by which a DTensor is sharded, as `_dtensor::shard_dim_alltoall`."""
+        size = _group(group).size()
+        parts = tensor.unflatten(shard_dim, (size, tensor.shape[shard_dim] // size))
+        sent = parts.movedim(shard_dim, 0).contiguous()
+        received = torch.empty_like(sent)
+        _group(group).alltoall_base(received, sent, [], []).wait()
+        moved = received.movedim(0, gather_dim).contiguous()
+        return moved.flatten(gather_dim, gather_dim + 1)
+
     def _broadcast(self, tensor: Tensor, source: int, group: str) -> Tensor:
         return self._broadcast_(tensor.clone(), source, group)
 
@@ -146,3 +159,92 @@ def _group(name: str) -> Any:
 
 def _reduction(name: str) -> Any:
     return _c10d.ReduceOp(getattr(_c10d.ReduceOp, name.upper()))
+
+
+SYMMETRIC_MEMORY = "torch.distributed._symmetric_memory"
+
+
+def fused_products() -> dict[str, Any]:
+    """Return what replaces the pipelines of torch's products that are fused with a collective.
+
+    These products implement asynchronous tensor parallelism: `fused_all_gather_matmul`, for one,
+    multiplies the rows of one rank while those of the next arrive, on two streams in turn. A GPU
+    copies the rows from the memory of the other rank. In each round of copies, every rank reads
+    from one other rank; here the round is recorded as an all-to-all.
+    """
+    return {
+        "_pipelined_multi_all_gather_and_consume": _gather_and_consume,
+        "_pipelined_produce_and_all2all": _produce_and_exchange,
+        "_should_use_multimem_all_gather_matmul": _never,
+    }
+
+
+def _never(*_: Any) -> bool:
+    return False
+
+
+def _gather_and_consume(
+    shard: Sequence[Tensor],
+    shard_consumer: Callable[[Sequence[Tensor], int], None],
+    ag_out: Sequence[Tensor],
+    group_name: str,
+    ag_out_needed: bool = True,
+) -> None:
+    group = _group(group_name)
+    pieces = [tensor.chunk(group.size()) for tensor in ag_out]
+    rank, streams = group.rank(), _two_streams()
+    # On a GPU this copy writes the symmetric memory that the other ranks read.
+    _copy([piece[rank] for piece in pieces], shard)
+    streams[1].wait_stream(streams[0])
+    shard_consumer(shard, rank)
+    for step in range(1, group.size()):
+        sender = (rank + step) % group.size()
+        with streams[step % 2]:
+            received = [piece[sender] for piece in pieces]
+            for target, source in zip(received, shard, strict=True):
+                _exchange(group, target, source, step)
+            shard_consumer(received, sender)
+    if ag_out_needed:
+        with streams[group.size() % 2]:
+            _copy([piece[rank] for piece in pieces], shard)
+    streams[0].wait_stream(streams[1])
+
+
+def _produce_and_exchange(
+    chunk_producer: Callable[[int, Tensor], None],
+    output: Tensor,
+    group_name: str,
+    out_chunk_dim: int = 0,
+) -> None:
+    group = _group(group_name)
+    chunks = output.chunk(group.size(), dim=out_chunk_dim)
+    rank, streams = group.rank(), _two_streams()
+    streams[1].wait_stream(streams[0])
+    for step in range(1, group.size()):
+        target = chunks[(rank - step) % group.size()]
+        with streams[step % 2]:
+            # In place: on a GPU the other ranks read symmetric memory, which the caching allocator
+            # does not count.
+            chunk_producer((rank + step) % group.size(), target)
+            _exchange(group, target, target, step)
+    chunk_producer(rank, chunks[rank])
+    streams[0].wait_stream(streams[1])
+
+
+def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
+
+
+def _exchange(group: Any, target: Tensor, source: Tensor, step: int) -> None:
+    """Record a round of copies, in which each rank reads from the rank `step` ranks ahead."""
+    rank, size = group.rank(), group.size()
+    received, sent = [0] * size, [0] * size
+    received[(rank + step) % size] = sent[(rank - step) % size] = len(source)
+    group.alltoall_base(target, source, received, sent).wait()
+
+
+def _two_streams() -> tuple[Any, Any]:
+    """Return the current stream, and the one that alternates with it."""
+    symmetric_memory: Any = importlib.import_module(SYMMETRIC_MEMORY)
+    return torch.cuda.current_stream(), symmetric_memory._get_backend_stream()

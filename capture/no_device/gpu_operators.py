@@ -238,6 +238,11 @@ def _turned(tensor: Tensor) -> Shaped:
     return Shaped(tensor, tensor.dtype, (batch, length, heads, size))
 
 
+def has_preparation(name: str) -> bool:
+    """Return whether `run_before` may run operators before one of this name."""
+    return name.removeprefix("aten::") in _BEFORE
+
+
 def run_before(name: str, args: Sequence[Any]) -> object:
     """Run the operators that an operator's CUDA implementation calls before its own kernel.
 
@@ -263,13 +268,10 @@ def _converted(tensor: Tensor, dtype: torch.dtype | None) -> Tensor | None:
     return _torch.ops.aten._to_copy.default(tensor, dtype=dtype)
 
 
-def _sum(args: Sequence[Any]) -> Tensor | None:
-    return _converted(args[0], args[-1])
-
-
-def _scan(args: Sequence[Any]) -> Tensor | None:
-    tensor, _, dtype = args
-    return _converted(tensor, dtype)
+def _operand_in_dtype(args: Sequence[Any]) -> Tensor | None:
+    # Overloads have the dtype at different places, and an out-variant has the result after it.
+    dtypes = [value for value in args if isinstance(value, torch.dtype)]
+    return _converted(args[0], dtypes[0] if dtypes else None)
 
 
 def _weighted(args: Sequence[Any]) -> Tensor:
@@ -320,11 +322,11 @@ def _from_host(numbers: int) -> Tensor:
 
 
 _BEFORE: dict[str, Callable[[Sequence[Any]], Any]] = {
-    "sum": _sum,
-    "nansum": _sum,
-    "prod": _sum,
-    "cumsum": _scan,
-    "cumprod": _scan,
+    "sum": _operand_in_dtype,
+    "nansum": _operand_in_dtype,
+    "prod": _operand_in_dtype,
+    "cumsum": _operand_in_dtype,
+    "cumprod": _operand_in_dtype,
     "_softmax_backward_data": _weighted,
     "repeat_interleave": _ends,
     "fsdp::split_with_sizes_copy": _split_plan,

@@ -10,6 +10,7 @@ are, and a launch of a kernel records the kernel's name and what it reads and wr
 import contextlib
 import functools
 import importlib
+import logging
 import re
 import sys
 from collections import Counter
@@ -29,6 +30,7 @@ from onerank.capture.no_device.emulated_gpu import EmulatedGpu
 from onerank.capture.no_device.fake_operators import FakeOperators
 from onerank.capture.no_device.gpu_operators import Shaped
 from onerank.capture.patches import after_import, patched, resolve, untraced
+from onerank.ir import UNKNOWN
 from onerank.ir.notes import Note
 
 _torch: Any = torch
@@ -71,36 +73,47 @@ _SETTINGS = {
 }
 
 
+_CONVERT_FRAME = "torch._dynamo.convert_frame"
+_PROXY_TENSOR = "torch.fx.experimental.proxy_tensor"
+
+_LONGEST_REASON = 120
+"""Characters of an error's first line in a note."""
+
+
 class InductorOnShapes:
-    """Compiles for a GPU that is not there.
+    """Inductor, scheduling for the emulated GPU.
 
     Attributes:
         graphs: compiled graphs, forward and backward apart.
-        eager: what the script compiles otherwise than by Inductor, as keys in order.
+        eager: backends other than Inductor that the script compiles with, as keys in order.
+        failed: functions that were not compiled, each with the reason, in order.
     """
 
     def __init__(self, operators: FakeOperators, gpu: EmulatedGpu) -> None:
         self.graphs = 0
         self.eager: dict[str, None] = {}
+        self.failed: list[str] = []
         self._operators = operators
         self._gpu = gpu
         self._compile = torch.compile
         self._settings = contextlib.ExitStack()
-        self._failed_before = 0
 
     @contextlib.contextmanager
     def installed(self) -> Generator[None]:
         """Let `torch.compile` and Inductor run without a GPU, while the context lasts."""
         triton = "torch._inductor.codegen.triton"
-        self._failed_before = _failed_frames()
         with (
             self._settings,
+            after_import(_CONVERT_FRAME, self._skipping_failures),
+            after_import(_PROXY_TENSOR, _propagated_constants),
             patched("torch", {"compile": self._compiled}),
             after_import(_INTERFACE, _interface),
             after_import("torch._inductor.scheduler", _scheduler),
             after_import(triton, lambda: patched(triton, {"gen_attr_descriptor_import": _text})),
+            after_import(triton, _counted),
             patched("torch.utils._triton", {"triton_hash_with_backend": _text}),
             after_import(_JOINT_GRAPH, _constants),
+            after_import(_PARTITIONERS, _recomputed_random_numbers),
             after_import(_PADDING, self._padding),
             after_import("torch._inductor.async_compile", self._kernels),
             after_import("torch._inductor.codecache", self._wrappers),
@@ -128,13 +141,55 @@ class InductorOnShapes:
         if disable:
             return model
         if backend != "inductor":
-            self.eager[str(backend)] = None
+            self.eager[getattr(backend, "__name__", str(backend))] = None
             return model
         self._configure()
         return self._compile(model, backend="inductor", dynamic=dynamic)
 
+    @contextlib.contextmanager
+    def _skipping_failures(self) -> Generator[None]:
+        """Leave a function that cannot be compiled to the interpreter, with all that it calls."""
+        owner = f"{_CONVERT_FRAME}.ConvertFrameAssert"
+        convert = resolve(owner).__call__
+        types: Any = importlib.import_module("torch._dynamo.types")
+        errors: Any = importlib.import_module("torch._dynamo.exc")
+        # These would end the script on a GPU, so the emulation causes them.
+        of_emulation = (
+            errors.BackendCompilerFailed,
+            errors.InternalTorchDynamoError,
+            errors.TorchRuntimeError,
+        )
+        log = logging.getLogger(_CONVERT_FRAME)
+
+        def convert_or_skip(converter: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return convert(converter, frame, *args, **kwargs)
+            except Exception as error:
+                # After other errors Dynamo continues with the functions that this one calls, as on
+                # a GPU.
+                if isinstance(error, of_emulation):
+                    name = getattr(frame.f_code, "co_qualname", frame.f_code.co_name)
+                    self.failed.append(f"{name}: {_reason(error)}")
+                    # Otherwise Dynamo traces every function below the failed one, which for a T5
+                    # of 48 layers took more than ten minutes.
+                    skip = types.FrameAction.SKIP
+                    failure: Any = error
+                    failure.frame_exec_strategy = types.FrameExecStrategy(skip, skip)
+                raise
+
+        def without_noted(record: logging.LogRecord) -> bool:
+            # `notes` reports these failures instead of their tracebacks.
+            return not (record.exc_info and isinstance(record.exc_info[1], of_emulation))
+
+        log.addFilter(without_noted)
+        try:
+            with patched(owner, {"__call__": convert_or_skip}):
+                yield
+        finally:
+            log.removeFilter(without_noted)
+
     def _configure(self) -> None:
-        """Set what Dynamo and Inductor do, which the script may have set otherwise."""
+        """Override settings of Dynamo and Inductor that the script may have changed."""
         dynamo: Any = importlib.import_module("torch._dynamo.config")
         inductor: Any = importlib.import_module("torch._inductor.config")
         # What neither can compile runs eager, as `notes` says.
@@ -179,15 +234,16 @@ class InductorOnShapes:
             notes.append(
                 Note(
                     f"{self.graphs} graphs were compiled by Inductor as scheduled for this GPU, "
-                    "without tuning: products run in cuBLAS",
+                    "without tuning: GEMMs run in cuBLAS",
                     code="inductor-as-scheduled",
                 )
             )
-        if failed := _failed_frames() - self._failed_before:
+        if self.failed:
             notes.append(
                 Note(
-                    "functions under torch.compile that Dynamo or Inductor could not compile, so "
-                    f"that they were captured eager: {failed}; {_FUSION_SHORTENS}",
+                    f"{len(self.failed)} functions under torch.compile were captured eager, "
+                    "because Dynamo or Inductor could not compile them without a GPU; the first is "
+                    f"{self.failed[0]}; {_FUSION_SHORTENS}",
                     code="compile-failed",
                 )
             )
@@ -202,11 +258,11 @@ class InductorOnShapes:
         return notes
 
 
-def _failed_frames() -> int:
-    """Return how many functions of this process Dynamo or Inductor could not compile."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    frames = dynamo.counters["frames"] if dynamo is not None else {}
-    return frames.get("total", 0) - frames.get("ok", 0)
+def _reason(error: BaseException) -> str:
+    """Return the first line of what Dynamo's error is about."""
+    cause = getattr(error, "inner_exception", None) or error
+    first = next(iter(str(cause).splitlines()), "")
+    return f"{type(cause).__name__}: {first[:_LONGEST_REASON]}"
 
 
 def _interface() -> contextlib.AbstractContextManager[None]:
@@ -222,16 +278,65 @@ def _interface() -> contextlib.AbstractContextManager[None]:
 
 def _ask_cuda(name: str) -> Callable[..., Any]:
     # `torch.cuda` has these two under private names.
-    own = f"_{name}" if name.endswith("exchange_device") else name
+    private = f"_{name}" if name.endswith("exchange_device") else name
 
     def ask(*args: Any, **kwargs: Any) -> Any:
-        return getattr(torch.cuda, own)(*args, **kwargs)
+        return getattr(torch.cuda, private)(*args, **kwargs)
 
     return ask
 
 
 def _scheduler() -> contextlib.AbstractContextManager[None]:
     return patched("torch._inductor.scheduler", {"has_triton": _yes})
+
+
+# Operations of an iteration that compute nothing, by their names in Inductor's loops. Random
+# numbers have no FLOPs, as in eager operators.
+_NO_FLOPS = frozenset(
+    "load store store_reduction constant index_expr to_dtype to_dtype_bitcast masked get_index "
+    "indirect_indexing check_bounds device_assert_async identity load_seed rand randn randint64 "
+    "bucketize output placeholder partial_accumulate getitem get_item".split()
+)
+
+_FLOPS_COMMENT = "# onerank FLOPs: "
+"""Precedes the FLOPs in the source of a kernel."""
+
+
+def _counted() -> contextlib.AbstractContextManager[None]:
+    """Append a generated kernel's FLOPs to its source.
+
+    A launch has only the source, and only the scheduled loops tell the FLOPs.
+    """
+    owner = "torch._inductor.codegen.triton.TritonScheduling"
+    define = resolve(owner).define_kernel
+
+    def define_kernel(scheduling: Any, source: str, schedule: Any, kernel: Any) -> Any:
+        flops = _flops_of(schedule)
+        counted = source if flops is None else f"{source}\n{_FLOPS_COMMENT}{flops}\n"
+        return define(scheduling, counted, schedule, kernel)
+
+    return patched(owner, {"define_kernel": define_kernel})
+
+
+def _flops_of(schedule: Sequence[Any]) -> int | None:
+    """Return the FLOPs of the loops that a kernel fuses: one for each operation of an iteration.
+
+    None if one of them is no loop, such as a template, or has a size that is not known.
+    """
+    total = 0
+    for entry in schedule:
+        # Entries without nodes only mark where a reduction begins and ends.
+        for node in entry.get_nodes() if hasattr(entry, "get_nodes") else ():
+            body = getattr(node, "_body", None)
+            sizes = [size for axis in body.sizes for size in axis] if body is not None else []
+            if body is None or not all(str(size).isdigit() for size in sizes):
+                return None
+            counts = body.op_counts.items()
+            each = sum(count for operation, count in counts if operation not in _NO_FLOPS)
+            # A variance takes a difference and its square, as in eager operators.
+            each += str(node.node.get_reduction_type()).startswith("welford")
+            total += each * prod(map(int, sizes))
+    return total
 
 
 _JOINT_GRAPH = "torch._inductor.fx_passes.joint_graph"
@@ -261,6 +366,37 @@ def _constants() -> contextlib.AbstractContextManager[None]:
             return run(folder, *args, **kwargs)
 
     return patched(owner, {"run": run_on_cpu})
+
+
+def _propagated_constants() -> contextlib.AbstractContextManager[None]:
+    """Let AOTAutograd compute on the CPU what follows from constants, as from `torch.tensor(0.5)`.
+
+    It computes their values without fake tensors, on the constants' device.
+    """
+    unset = resolve(_PROXY_TENSOR).unset_fake_temporarily
+
+    @contextlib.contextmanager
+    def on_cpu() -> Generator[Any]:
+        with unset() as fake_mode, _OnCpu():
+            yield fake_mode
+
+    return patched(_PROXY_TENSOR, {"unset_fake_temporarily": on_cpu})
+
+
+_PARTITIONERS = "torch._functorch.partitioners"
+
+
+def _recomputed_random_numbers() -> contextlib.AbstractContextManager[None]:
+    """Let a recomputed random operator draw again, without the state of its first draw.
+
+    torch reads the state from a CUDA generator, which only a GPU has. Setting the state launches no
+    kernel.
+    """
+
+    def unchanged(_: Any, forward: Any, backward: Any, __: int) -> tuple[Any, Any]:
+        return forward, backward
+
+    return patched(_PARTITIONERS, {"functionalize_rng_ops": unchanged})
 
 
 _PADDING = "torch._inductor.fx_passes.pad_mm"
@@ -357,19 +493,21 @@ def _same(tensor: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Accesses:
-    """What a generated kernel reads and writes.
+    """Reads and writes of a generated kernel.
 
     Attributes:
         parameters: names of its parameters, in order.
         loads: pointer -> distinct places from which each iteration reads.
         stores: the same for writes.
         sizes: iterations along each axis that the source states.
+        flops: FLOPs that the source states; UNKNOWN if it states none.
     """
 
     parameters: tuple[str, ...]
     loads: dict[str, int]
     stores: dict[str, int]
     sizes: dict[str, int]
+    flops: int
 
     @classmethod
     def of(cls, name: str, source: str) -> "_Accesses":
@@ -379,11 +517,13 @@ class _Accesses:
         parameters = tuple(part.split(":")[0].strip() for part in text.split(","))
         # The source states the sizes that Inductor knows; others are arguments of the launch.
         sizes = re.findall(r"^    (\w+numel) = (\d+)$", source, re.MULTILINE)
+        flops = re.search(rf"^{_FLOPS_COMMENT}(\d+)$", source, re.MULTILINE)
         return cls(
             parameters,
             _places(r"tl\.load\((\w+) \+ (\([^\n]*?\)),", source),
             _places(r"tl\.(?:store|atomic_add)\((\w+) \+ (\([^\n]*?\)),", source),
             {axis: int(size) for axis, size in sizes},
+            int(flops.group(1)) if flops else UNKNOWN,
         )
 
     def operands(self, args: tuple[Any, ...]) -> tuple[list[Shaped], list[Shaped]]:
@@ -401,8 +541,8 @@ class _Accesses:
 
 
 def _places(pattern: str, source: str) -> dict[str, int]:
-    found = set(re.findall(pattern, source))
-    return dict(Counter(pointer for pointer, _ in found))
+    places = set(re.findall(pattern, source))
+    return dict(Counter(pointer for pointer, _ in places))
 
 
 def _touched(by_name: dict[str, Any], places: dict[str, int], iterations: int) -> list[Shaped]:
@@ -427,7 +567,7 @@ class _Kernel:
     def run(self, *args: Any, stream: Any = None, **_: Any) -> None:
         """Record a launch."""
         reads, writes = self._accesses.operands(args)
-        self._operators.launch_generated(self._name, reads, writes)
+        self._operators.launch_generated(self._name, reads, writes, self._accesses.flops)
 
 
 # Dynamo must not trace the recording of a step.

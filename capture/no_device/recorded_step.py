@@ -1,6 +1,7 @@
 """Which step of a script is recorded without a device."""
 
 import gc
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ class _Scopes:
 
 
 class RecordedStep:
-    """Lets the script take its steps and records the last; in the place of `Windows`.
+    """Lets the script take its steps and records the last ones; in the place of `Windows`.
 
     Args:
         process: runs the script on shapes alone.
@@ -53,15 +54,18 @@ class RecordedStep:
         directory: where the traces are written.
         modules: records module calls.
         progress: receives a short description of each phase.
-        unrecorded: steps before the recorded one.
+        unrecorded: steps before the recorded ones.
+        recorded: number of successive steps to record, each into a separate directory if there
+            are several.
         forward: as for `Windows`.
         on_gpu: ignored; as for `Windows`.
 
     Attributes:
-        observed: what the job's record needs.
+        observed: what the job's record needs; of several recorded steps, of the last.
         steps: steps so far.
         skipped: how many of them a loss scaler skipped.
-        complete: whether the step is recorded.
+        complete: whether all steps are recorded.
+        results: directory and observations of each recorded step.
     """
 
     def __init__(
@@ -74,6 +78,7 @@ class RecordedStep:
         _: object = None,
         *,
         unrecorded: int = UNRECORDED,
+        recorded: int = 1,
         forward: RepeatedForward | None = None,
         on_gpu: object = None,
     ) -> None:
@@ -89,8 +94,10 @@ class RecordedStep:
         self._taken = 0
         self._consecutive_skips = 0
         self._unrecorded = unrecorded
+        self._recorded = recorded
+        self.results: list[tuple[Path, Observations]] = []
         self._forward = forward
-        self._progress(f"step 1 of {self._unrecorded + 1} on shapes alone")
+        self._progress(f"step 1 of {self._unrecorded + recorded} on shapes alone")
 
     @property
     def optimizer_steps(self) -> int:
@@ -100,7 +107,7 @@ class RecordedStep:
     @property
     def least_steps(self) -> int:
         """Steps of the optimizer that the script must take."""
-        return (self._unrecorded + 1) * self.optimizer_steps
+        return (self._unrecorded + self._recorded) * self.optimizer_steps
 
     def steps_needed(self) -> str:
         """Return how many steps the capture needs and how a script can provide them.
@@ -123,32 +130,47 @@ class RecordedStep:
         self._consecutive_skips = self._consecutive_skips + 1 if skipped else 0
         refuse_endless_skips(self._consecutive_skips)
         self._taken += not skipped
-        if self._taken > self._unrecorded:
+        if self._taken > self._unrecorded and not skipped:
             self._end_recorded()
-            return
-        self._progress(f"step {self._taken + 1} of {self._unrecorded + 1} on shapes alone")
+            if self.complete:
+                return
+        steps = self._unrecorded + self._recorded
+        self._progress(f"step {self._taken + 1} of {steps} on shapes alone")
         if self._forward is not None:
             self._forward.restore()
-        if self._taken == self._unrecorded:  # again, if the recorded step was skipped
-            # Compiled code on fake tensors leaves cycles that hold saved tensors: of a GPT-2 0.8 GB
-            # of logits, which on an H100 are free when the step ends.
-            gc.collect()
-            log = self._process.log
-            self._modules.listener = _Scopes(self._process.operators, log)
-            caches = self._forward.cache_tensors() if self._forward is not None else ()
-            # Before recording begins: what lives now is resident throughout the step.
-            self.observed.resident_bytes = self._process.resident_bytes(caches)
-            self.observed.start_memory_bytes[:] = [log.live_bytes]
-            log.begin_step()
+        if self._taken >= self._unrecorded:  # again, if the recorded step was skipped
+            self._begin_recorded()
+
+    def _begin_recorded(self) -> None:
+        # Compiled code on fake tensors leaves cycles that hold saved tensors: of a GPT-2 0.8 GB
+        # of logits, which on an H100 are free when the step ends.
+        gc.collect()
+        log = self._process.log
+        self._modules.listener = _Scopes(self._process.operators, log)
+        caches = self._forward.cache_tensors() if self._forward is not None else ()
+        # Before recording begins: what lives now is resident throughout the step.
+        self.observed.resident_bytes = self._process.resident_bytes(caches)
+        self.observed.start_memory_bytes[:] = [log.live_bytes]
+        log.begin_step()
 
     def _end_recorded(self) -> None:
         log = self._process.log
         log.end_step()
         self._modules.listener = None
-        self.observed.peak_memory_bytes.append(log.peak_bytes)
-        self.observed.profiled_step_ns.append(0)
+        self.observed.peak_memory_bytes[:] = [log.peak_bytes]
+        self.observed.profiled_step_ns[:] = [0]
         self._progress("writing the recorded step")
-        write(log, self._directory / STRUCTURE, self._directory / EXECUTION_TRACE)
+        directory = self._directory
+        if self._recorded > 1:
+            directory /= f"step-{len(self.results)}"
+            directory.mkdir()
+        write(log, directory / STRUCTURE, directory / EXECUTION_TRACE)
+        self.observed.generated_flops = log.generated_flops()
+        self.results.append((directory, _of_this_step(self.observed)))
+        self.complete = len(self.results) == self._recorded
+        if not self.complete:
+            return
+        # All steps share the list of notes.
         self.observed.notes += self._process.notes()
         if self.skipped:
             self.observed.notes.append(
@@ -158,7 +180,16 @@ class RecordedStep:
                     code="steps-skipped",
                 )
             )
-        self.complete = True
 
     def close(self) -> None:
         """Do nothing: an incomplete step is no capture."""
+
+
+def _of_this_step(observed: Observations) -> Observations:
+    """Return the observations of a step, which later steps do not change; the notes are shared."""
+    return replace(
+        observed,
+        start_memory_bytes=[*observed.start_memory_bytes],
+        peak_memory_bytes=[*observed.peak_memory_bytes],
+        profiled_step_ns=[*observed.profiled_step_ns],
+    )

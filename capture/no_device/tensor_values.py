@@ -1,6 +1,10 @@
-"""Numbers of fake tensors: those that are known, and stand-ins for those that are not."""
+"""The storages of fake tensors, whose sizes are the memory, and the tensors' known numbers."""
 
+import itertools
+import linecache
 import sys
+import threading
+import weakref
 from collections import Counter
 from pathlib import Path
 from typing import Any, NoReturn
@@ -9,12 +13,85 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from onerank.capture.no_device.storages import Storages
+from onerank.capture.fake_tensors import KNOWN_ELEMENTS, is_small
+from onerank.capture.no_device.event_log import EventLog
 from onerank.ir.errors import CaptureError
 from onerank.ir.notes import Note
 
-KNOWN_ELEMENTS = 1 << 16
-"""Largest tensor on the GPU whose numbers are kept: token ids and masks of a sequence."""
+# Distance of two made-up addresses: above the size of any storage.
+_APART = 1 << 40
+
+
+class Storages:
+    """Numbers the storages of tensors, and records allocations and frees on the device."""
+
+    def __init__(self, log: EventLog) -> None:
+        self._log = log
+        self._numbers = itertools.count(1)
+        self._live: dict[int, tuple[int, int, weakref.ref[Any]]] = {}
+
+    def number(self, tensor: Tensor) -> int:
+        """Return the number of a tensor's storage, which no other live storage has."""
+        storage: Any = tensor.untyped_storage()
+        key: int = storage._cdata
+        known = self._live.get(key)
+        if known is not None:
+            return known[0]
+        number = next(self._numbers)
+        taken = self._log.allocate(number, storage.nbytes()) if tensor.is_cuda else 0
+        self._live[key] = number, taken, weakref.ref(storage, lambda _: self._freed(key))
+        return number
+
+    def address(self, tensor: Tensor) -> int:
+        """Return an address for a tensor's storage: scripts and torch compare addresses."""
+        return self.number(tensor) * _APART
+
+    def address_of_storage(self, storage: Any) -> int:
+        """Return the address of a storage that tensors were seen with, else 0."""
+        known = self._live.get(storage._cdata)
+        return known[0] * _APART if known is not None and storage.nbytes() else 0
+
+    def resize(self, storage: Any, size: int) -> None:
+        """Record that a storage is resized, as FSDP frees and allocates gathered parameters."""
+        key: int = storage._cdata
+        if key not in self._live:
+            return
+        number, taken, reference = self._live[key]
+        if taken:
+            self._log.free(number, taken)
+        taken = self._log.allocate(number, size) if size else 0
+        self._live[key] = number, taken, reference
+
+    def _freed(self, key: int) -> None:
+        number, taken, _ = self._live.pop(key)
+        if taken:
+            self._log.free(number, taken)
+
+
+class Workspaces:
+    """Memory that cuBLAS keeps: one block per thread that runs matrix products.
+
+    torch has a cuBLAS handle per thread and stream, and allocates the workspace of each from its
+    own caching allocator (`cublasWorkspaceConfig` in aten/src/ATen/cuda/CublasHandlePool.cpp).
+    """
+
+    def __init__(self, log: EventLog, bytes_each: int) -> None:
+        self._log = log
+        self._bytes_each = bytes_each
+        self._threads: set[int] = set()
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of each block."""
+        return (self._bytes_each,) * len(self._threads)
+
+    def use(self) -> None:
+        """Allocate the block of this thread at its first product."""
+        thread = threading.get_ident()
+        if thread not in self._threads:
+            self._threads.add(thread)
+            # Negative numbers, which no storage of a tensor has.
+            self._log.allocate(-len(self._threads), self._bytes_each)
 
 
 class Known:
@@ -44,7 +121,7 @@ class Known:
         elif (
             isinstance(tensor, FakeTensor)
             and isinstance(value, Tensor)
-            and value.numel() <= KNOWN_ELEMENTS
+            and is_small(value)
             and value.shape == tensor.shape
         ):
             setattr(tensor, self.ATTRIBUTE, value)
@@ -56,11 +133,15 @@ class Known:
             self._spoiled.add(self._storages.number(tensor))
 
 
+# Frames of these packages lie between the line that calls an operator and the operator.
+_PASSED = ("torch/", "onerank/")
+
+
 class UnknownValues:
     """Stands in for scalars that depend on parameters, and refuses what needs more.
 
-    A bool is False: scripts ask whether a loss is infinite. An integer or a float is 1: scripts log
-    a loss or divide by a norm.
+    A bool is False, since scripts check whether a loss is infinite; in an assertion it is True. An
+    integer or a float is 1, since scripts log a loss or divide by a norm.
     """
 
     def __init__(self, script: Path) -> None:
@@ -72,7 +153,7 @@ class UnknownValues:
         if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
             value: bool | int | float = 1.0
         elif str(tensor.dtype) == "torch.bool":
-            value = False
+            value = _is_asserted()
         else:
             value = 1
         self._reads[self.place(), str(value)] += 1
@@ -82,9 +163,12 @@ class UnknownValues:
         """Return the stand-in for the numbers of a tensor that the script converts to NumPy.
 
         Raises:
-            CaptureError: the tensor has several elements.
+            CaptureError: the tensor has several integers or many elements.
         """
-        if tensor.numel() != 1:
+        # Metrics and matchings take arrays of predictions. Integers are counts and indices, which
+        # decide about shapes.
+        small = tensor.dtype.is_floating_point and tensor.numel() <= KNOWN_ELEMENTS
+        if tensor.numel() != 1 and not small:
             self.refuse("Tensor.numpy()")
         return torch.full(tensor.shape, self.scalar(tensor), dtype=tensor.dtype)
 
@@ -100,7 +184,7 @@ class UnknownValues:
             CaptureError: always; it names the script's line.
         """
         raise CaptureError(
-            f"{self.place()}: {operator} needs numbers that no device computed\n"
+            f"{self._places()}: {operator} needs numbers that no device computed\n"
             "  avoid the call in the script, or capture on a GPU or a CPU",
             code="no-device-value",
         )
@@ -118,8 +202,8 @@ class UnknownValues:
                 "onerank.register_operator_cost"
             )
         raise CaptureError(
-            f"{self.place()}: {operator} has no fake implementation, which would give the shapes "
-            f"of its results\n  {remedy}",
+            f"{self._places()}: {operator} has no fake implementation, which would "
+            f"give the shapes of its results\n  {remedy}",
             code="no-device-operator",
         )
 
@@ -135,6 +219,19 @@ class UnknownValues:
             )
         ]
 
+    def _places(self) -> str:
+        """Return the script's line, and the innermost line of a library that it calls.
+
+        A script that calls a trainer has one line for all that the trainer does.
+        """
+        frame: Any = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+        while frame is not None and frame.f_code.co_filename != self._script:
+            _, in_library, path = frame.f_code.co_filename.rpartition("/site-packages/")
+            if in_library and not path.startswith(_PASSED):
+                return f"{self.place()} ({path}:{frame.f_lineno})"
+            frame = frame.f_back
+        return self.place()
+
     def place(self) -> str:
         """Return the innermost line of the script that runs, else the script's name."""
         frame: Any = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
@@ -143,3 +240,14 @@ class UnknownValues:
                 return f"{Path(self._script).name}:{frame.f_lineno}"
             frame = frame.f_back
         return Path(self._script).name
+
+
+def _is_asserted() -> bool:
+    """Whether an assertion reads the value, as those of DETR on its boxes do."""
+    frame: Any = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if not any(f"/{name}" in path for name in _PASSED):
+            return linecache.getline(path, frame.f_lineno).lstrip().startswith("assert ")
+        frame = frame.f_back
+    return False

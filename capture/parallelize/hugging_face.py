@@ -9,6 +9,8 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 MODELING = "transformers.modeling_utils"
+GENERATION = "transformers.generation.utils"
+PAGED_CACHE = "transformers.generation.continuous_batching.cache"
 
 if TYPE_CHECKING:
     from transformers.configuration_utils import PretrainedConfig
@@ -47,4 +49,12 @@ else:
         module = "transformers.utils.generic"
 
 
-__all__ = ["MODELING", "Conv1D", "ModelOutput", "PreTrainedModel", "PretrainedConfig"]
+__all__ = [
+    "GENERATION",
+    "MODELING",
+    "PAGED_CACHE",
+    "Conv1D",
+    "ModelOutput",
+    "PreTrainedModel",
+    "PretrainedConfig",
+]

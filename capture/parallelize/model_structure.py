@@ -10,6 +10,9 @@ from torch import nn
 from onerank.capture.parallelize.hugging_face import PreTrainedModel
 from onerank.ir.errors import SliceError
 
+ROUTERS = ("gate", "router")
+"""Names of the module that routes tokens to a layer's experts."""
+
 
 def by_name(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a call of a model's forward by name, `**kwargs` included."""

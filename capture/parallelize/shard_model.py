@@ -5,6 +5,7 @@ from what the slicer places on each rank.
 """
 
 import contextlib
+import copy
 import functools
 import weakref
 from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
@@ -23,14 +24,19 @@ from onerank.capture.parallelize.experts.expert_parallel import (
     shard_experts,
 )
 from onerank.capture.parallelize.experts.routing import Routing
-from onerank.capture.parallelize.hugging_face import MODELING, PreTrainedModel
+from onerank.capture.parallelize.hugging_face import (
+    GENERATION,
+    MODELING,
+    PAGED_CACHE,
+    PreTrainedModel,
+)
 from onerank.capture.parallelize.model_structure import is_encoder_decoder
 from onerank.capture.parallelize.pipeline.encoder_decoder_stages import stage_encoder_decoder
 from onerank.capture.parallelize.pipeline.stage import PipelineStage, stage_model
 from onerank.capture.parallelize.tensor.apply_tensor_parallel import Sliced, slice_model
 from onerank.capture.parallelize.tensor.module_styles import TensorParallelStyle
 from onerank.capture.parallelize.tensor.plan_file import ShardingPlan
-from onerank.capture.patches import after_import, live, patched
+from onerank.capture.patches import after_import, live, patched, resolve
 from onerank.ir import RankClass, World
 from onerank.ir.errors import SliceError
 
@@ -241,6 +247,8 @@ class ModelSlicing:
             with (
                 patched("torch.nn.Module", {"_apply": apply_sliced, "__call__": call_sliced}),
                 after_import(MODELING, self._loads_whole),
+                after_import(GENERATION, self._generates_sliced),
+                after_import(PAGED_CACHE, self._caches_sliced_heads),
             ):
                 yield
         finally:
@@ -264,6 +272,55 @@ class ModelSlicing:
 
         replacement = {"from_pretrained": classmethod(load_whole)}
         with patched(f"{MODELING}.PreTrainedModel", replacement):
+            yield
+
+    @contextlib.contextmanager
+    def _generates_sliced(self) -> Generator[None]:
+        """Slice a model before its generation creates a KV cache.
+
+        The cache has a layer for each type in the configuration, whose order a pipeline stage
+        changes.
+        """
+        from transformers.generation.utils import GenerationMixin
+
+        mixin: Any = GenerationMixin  # its own type requires the attributes of a model
+
+        def sliced_first(name: str) -> Callable[..., Any]:
+            method: Callable[..., Any] = getattr(mixin, name)
+
+            @functools.wraps(method)
+            def called(model: Any, *args: Any, **kwargs: Any) -> Any:
+                self._visit_all(model)
+                return method(model, *args, **kwargs)
+
+            return called
+
+        entries = ("generate", "init_continuous_batching")
+        replacements = {name: sliced_first(name) for name in entries if hasattr(mixin, name)}
+        with patched(f"{GENERATION}.GenerationMixin", replacements):
+            yield
+
+    @contextlib.contextmanager
+    def _caches_sliced_heads(self) -> Generator[None]:
+        """Size the paged cache of continuous batching by the key-value heads of this rank.
+
+        transformers divides those of the configuration by a tensor-parallel size that it knows only
+        if it sliced the model itself.
+        """
+        owner = f"{PAGED_CACHE}.PagedAttentionCache"
+        create = resolve(owner).__init__
+
+        # The constructor, because its `find_num_key_value_heads` is not in transformers 5.0, which
+        # also imports the cache with every model.
+        @functools.wraps(create)
+        def create_of_rank(cache: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+            models = (model for model in self.slices_of if getattr(model, "config", None) is config)
+            if (sliced := next(models, None)) is not None:
+                config = copy.copy(config)
+                config.num_key_value_heads = key_value_heads(sliced)
+            create(cache, config, *args, **kwargs)
+
+        with patched(owner, {"__init__": create_of_rank}):
             yield
 
     def _slice(self, model: nn.Module) -> None:
@@ -353,3 +410,22 @@ class ModelSlicing:
             )
         self._done.update(model.modules())
         self._inside.update(model.modules())
+
+
+def key_value_heads(model: nn.Module) -> int:
+    """Return the key-value heads of each attention layer of a sliced model.
+
+    Raises:
+        SliceError: its attention has no projection `k_proj` whose rows are heads.
+    """
+    for module in model.modules():
+        projection: Any = getattr(module, "k_proj", None)
+        if isinstance(projection, nn.Module) and (size := getattr(module, "head_dim", None)):
+            weight: Any = projection.weight
+            return weight.shape[0] // size
+    raise SliceError(
+        f"continuous batching of a sliced {type(model).__name__} needs its key-value heads, and "
+        "its attention has no k_proj and head_dim to count them by\n"
+        "  capture it whole, or let the script call generate",
+        code="slice-paged-heads",
+    )

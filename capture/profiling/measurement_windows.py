@@ -3,16 +3,16 @@
 Each instrument disturbs the others, so each observes separate steps:
 
 - warm-up
-- pure: one mark per step, for the step time
+- timed: one mark per step, for the step time
 - host: each step begins with an idle GPU, as a profiled step does, for the host time
-- timed: marks at layers and sub-modules, for their times
+- modules: marks at layers and sub-modules, for their times
 - profiled: Kineto, for times and memory, repeated on request
 - uncontended: Kineto without emulated collectives, if those occupy the GPU
 - structure: Kineto and execution trace, for operators, shapes and record ids
 
-Host time is never read from the structure window: the execution trace observer slows every operator
-tenfold (111 us against 3 to 6 us under Kineto, torch 2.13 on a CPU). The profiled windows are in
-`profiled_windows`.
+Host time is never read from the structure window: the execution trace observer makes every operator
+20 to 40 times slower (111 us against 3 to 6 us under Kineto, torch 2.13 on a CPU). The profiled
+windows are in `profiled_windows`.
 
 A window is a generator. Each `yield` lets the script take one step and returns whether a GradScaler
 skipped the optimizer. A skipped step is not a training step, so its window takes another one. Steps
@@ -29,16 +29,17 @@ from pathlib import Path
 import torch
 
 from onerank.capture.profiling.allocator_snapshots import LastStepHistory
-from onerank.capture.profiling.clocks import ModuleClock, StepClock
 from onerank.capture.profiling.module_scopes import Modules
 from onerank.capture.profiling.nvml import SensorSampler
 from onerank.capture.profiling.profiled_windows import ProfiledWindows
 from onerank.capture.profiling.step_memory import Collector, StepMemory
+from onerank.capture.profiling.step_timers import ModuleTimer, StepTimer
 from onerank.capture.profiling.step_variance import (
-    Work,
+    StepWork,
     WorkOfSteps,
     input_spread,
     note_of,
+    note_of_drift,
     note_of_inputs,
     note_of_overflow,
 )
@@ -49,7 +50,7 @@ from onerank.capture.profiling.window_observations import (
     Window,
     WindowContext,
 )
-from onerank.capture.profiling.window_plan import HOST, TIMED, Progress, WindowPlan, more_steps
+from onerank.capture.profiling.window_plan import HOST, MODULES, Progress, WindowPlan, more_steps
 from onerank.ir.errors import ScriptError
 from onerank.ir.notes import Note
 
@@ -121,7 +122,7 @@ class Windows:
         context = WindowContext(
             plan, directory, modules, progress, self.observed, self._work, forward
         )
-        self._unprofiled = UnprofiledWindows(context, self._memory)
+        self._unprofiled = UnprofiledWindows(context, self._memory, others)
         self._profiled = ProfiledWindows(context, self._memory, others)
         self._schedule = self._windows()
         self._on_gpu = on_gpu
@@ -170,9 +171,9 @@ class Windows:
         """Return how many steps the capture needs and how a script can provide them."""
         uneven = ", more on a GPU whose steps are still uneven" if self.observed.on_gpu else ""
         return (
-            f"a capture needs at least {self.least_steps} (warm-up, pure, timed, profiled, "
-            f"structure){uneven}\n"
-            f"  {more_steps(self._plan, 'warm_up', 'pure', 'repeat', 'optimizer_steps')}"
+            f"a capture needs at least {self.least_steps} (warm-up, timed, timed by "
+            f"module, profiled, structure){uneven}\n"
+            f"  {more_steps(self._plan, 'warm_up', 'timed_steps', 'repeat', 'optimizer_steps')}"
         )
 
     def close(self) -> None:
@@ -212,6 +213,10 @@ class Windows:
         # If no step is equal, the median over other shapes is the only known step time.
         if any(equal):
             observed.step_ns = tuple(itertools.compress(observed.step_ns, equal))
+        # Only a GPU's steps settle, and steps of several shapes have no common trend.
+        if observed.on_gpu and any(equal):
+            drift_note = note_of_drift(observed.step_ns)
+            observed.notes += [drift_note] if drift_note else []
         equal = [work.has_inputs_of(captured) for work in observed.host_step_work]
         observed.host_step_ns = [*itertools.compress(observed.host_step_ns, equal)]
 
@@ -220,10 +225,10 @@ class Windows:
         allocated = _gpu_allocations() > self._allocated
         self.observed.on_gpu = allocated if self._on_gpu is None else self._on_gpu
         yield from self._unprofiled.warm_up()
-        yield from self._unprofiled.pure()
+        yield from self._unprofiled.timed()
         if self.observed.on_gpu:
             yield from self._unprofiled.host()
-        yield from self._unprofiled.timed()
+        yield from self._unprofiled.modules()
         # All unprofiled windows come first: a profiler changes how much memory is reserved.
         yield from self._profiled.warm_up()
         for _ in range(self._plan.repeat):
@@ -253,7 +258,10 @@ MAX_WARM_UP_FACTOR = 4
 class UnprofiledWindows:
     """Write times of steps, of their modules and of the host to `observed`."""
 
-    def __init__(self, context: WindowContext, memory: StepMemory) -> None:
+    def __init__(
+        self, context: WindowContext, memory: StepMemory, others: OtherRanks | None = None
+    ) -> None:
+        self._call_times = others.call_times if others is not None else None
         self._plan = context.plan
         self._modules = context.modules
         self._progress = context.progress
@@ -274,7 +282,7 @@ class UnprofiledWindows:
     def _until_settled(self, history: LastStepHistory | None, collector: Collector) -> Window:
         settles = self._observed.on_gpu and self._plan.settle
         limit = self._plan.warm_up * (MAX_WARM_UP_FACTOR if settles else 1)
-        clock = StepClock(on_gpu=self._observed.on_gpu)
+        clock = StepTimer(on_gpu=self._observed.on_gpu)
         clock.mark()
         # The first training step is before the windows, and warms up too.
         step = 2
@@ -300,12 +308,15 @@ class UnprofiledWindows:
                 )
             )
 
-    def pure(self) -> Window:
+    def timed(self) -> Window:
         """Time steps with one mark between two of them and no other instrument."""
-        clock = StepClock(on_gpu=self._observed.on_gpu)
+        clock = StepTimer(on_gpu=self._observed.on_gpu)
         sampler = SensorSampler()
-        with sampler.sampling() if self._observed.on_gpu else contextlib.nullcontext():
-            self._observed.step_work = yield from self._steps("pure", self._plan.pure, clock)
+        sampling = sampler.connected() if self._observed.on_gpu else contextlib.nullcontext()
+        with sampling, self._modules.only_models_hooked():
+            self._observed.step_work = yield from self._steps(
+                "timed", self._plan.timed_steps, clock, sampler=sampler
+            )
             self._observed.step_ns = clock.durations_ns()
         # Before the profiler, which reserves memory differently.
         self._memory.note_reserved()
@@ -315,6 +326,18 @@ class UnprofiledWindows:
 
     def host(self) -> Window:
         """Measure the host time of steps that begin with an idle GPU."""
+        times = self._call_times
+        with self._modules.only_models_hooked():
+            if times is not None:
+                times.enabled = True
+            steps = yield from self._host_steps()
+        if times is not None:
+            times.enabled = False
+            self._observed.emulated_calls = times.per_step(steps)
+
+    def _host_steps(self) -> Generator[None, bool, int]:
+        """Let the script take `HOST` steps that are not skipped; return the number of all."""
+        steps = 0
         while (taken := len(self._observed.host_step_ns)) < HOST:
             self._progress(f"host time, step {taken + 1} of {HOST}")
             if self._forward is not None:
@@ -324,32 +347,40 @@ class UnprofiledWindows:
             torch.cuda.synchronize()
             begun = time.perf_counter_ns()
             skipped = yield
+            steps += 1
             if not skipped:
                 self._observed.host_step_ns.append(time.perf_counter_ns() - begun)
                 self._observed.host_step_work.append(self._works[-1])
+        return steps
 
-    def timed(self) -> Window:
+    def modules(self) -> Window:
         """Time the layers and sub-modules of steps."""
-        clock = StepClock(on_gpu=self._observed.on_gpu)
-        modules = ModuleClock(self._modules, on_gpu=self._observed.on_gpu)
+        clock = StepTimer(on_gpu=self._observed.on_gpu)
+        modules = ModuleTimer(self._modules, on_gpu=self._observed.on_gpu)
         with modules.running():
-            yield from self._steps("timed by module", TIMED, clock, modules)
+            yield from self._steps("timed by module", MODULES, clock, modules)
         self._observed.timed_step_ns = clock.durations_ns()
         self._observed.scopes = modules.times()
 
     def _steps(
-        self, label: str, count: int, clock: StepClock, modules: ModuleClock | None = None
-    ) -> Generator[None, bool, list[Work]]:
+        self,
+        label: str,
+        count: int,
+        clock: StepTimer,
+        modules: ModuleTimer | None = None,
+        sampler: SensorSampler | None = None,
+    ) -> Generator[None, bool, list[StepWork]]:
         """Let the script take `count` steps that are not skipped, with a mark between steps.
 
         Returns:
             Work of each of these steps.
         """
         clock.mark()
-        works: list[Work] = []
+        works: list[StepWork] = []
         while len(works) < count:
             self._progress(f"{label}, step {len(works) + 1} of {count}")
-            self._prepare_step(clock)
+            sampled = sampler is not None and sampler.sample_if_due()
+            self._prepare_step(clock, sampled=sampled)
             skipped = yield
             clock.mark(counts=not skipped)
             if modules is not None:
@@ -358,10 +389,14 @@ class UnprofiledWindows:
                 works.append(self._works[-1])
         return works
 
-    def _prepare_step(self, clock: StepClock) -> None:
-        """Restore what a repeated forward changed, in no step's time."""
+    def _prepare_step(self, clock: StepTimer, *, sampled: bool = False) -> None:
+        """Restore what a repeated forward changed.
+
+        No step's time includes this, nor the reading of sensors before the call (`sampled`).
+        """
         if self._forward is not None:
             self._forward.restore()
+        if self._forward is not None or sampled:
             clock.mark(counts=False)
 
 

@@ -12,6 +12,7 @@ returns another module, whose hooks run as usual.
 import contextlib
 import functools
 import sys
+import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Generator, Iterator, MutableMapping, Sequence
 from types import CodeType, FrameType
@@ -21,7 +22,13 @@ import torch
 from torch import nn
 from torch.autograd.profiler import record_function
 from torch.fx import GraphModule
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.modules.module import (
+    _global_forward_hooks,  # pyright: ignore[reportPrivateUsage]
+    _global_forward_pre_hooks,  # pyright: ignore[reportPrivateUsage]
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -32,14 +39,19 @@ from onerank.ir import Module
 
 @contextlib.contextmanager
 def hooked(
-    modules: Sequence[nn.Module], before: Callable[..., Any], after: Callable[..., Any]
+    modules: Sequence[nn.Module],
+    before: Callable[..., Any],
+    after: Callable[..., Any],
+    *,
+    first: bool = False,
 ) -> Generator[None]:
-    """Hook the modules while the context lasts, after the hooks that they have already.
+    """Hook the modules while the context lasts.
 
     Args:
         modules: modules to hook, each once.
         before: a forward pre-hook that also takes keyword arguments.
         after: a forward hook that also takes keyword arguments; called even if the forward raises.
+        first: whether these hooks run before those that the modules have already, or after them.
     """
     # All modules store the hooks under one new number. register_forward_hook would give each hook a
     # separate one, and dynamo guards on it: no layer from the ninth on would run compiled.
@@ -48,6 +60,8 @@ def hooked(
         for module in modules:
             for hooks, value in _hook_entries(module, before, after):
                 hooks[number] = value
+                if first:
+                    hooks.move_to_end(number, last=False)
         yield
     finally:
         for module in modules:
@@ -55,7 +69,9 @@ def hooked(
                 hooks.pop(number, None)
 
 
-def _hook_entries(module: Any, before: Any, after: Any) -> tuple[tuple[dict[int, Any], Any], ...]:
+def _hook_entries(
+    module: Any, before: Any, after: Any
+) -> tuple[tuple[OrderedDict[int, Any], Any], ...]:
     """Return the dictionaries in which nn.Module stores a hook and its flags, with the values."""
     return (
         (module._forward_pre_hooks, before),
@@ -123,6 +139,20 @@ def hooks_around_compiled(before: Before, after: After) -> Generator[None]:
         yield
 
 
+def _in_step_range(optimizer: Optimizer, compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a compiled step of an optimizer in the range by which torch marks a step.
+
+    Dynamo leaves the range of `Optimizer.step` out of the code that it compiles.
+    """
+
+    @functools.wraps(compiled)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        with record_function(f"Optimizer.step#{type(optimizer).__name__}.step"):
+            return compiled(*args, **kwargs)
+
+    return step
+
+
 SCOPE = "onerank::module::"
 """Prefix of the profiler range of a module's forward; the module's path follows."""
 
@@ -182,21 +212,56 @@ class Modules:
         self._known: MutableMapping[nn.Parameter, dict[str, int]] = WeakIdKeyDictionary()
         self._numbers: dict[nn.Module, int] = {}  # of models
         self._compiled_calls: dict[nn.Module, CompiledCall] = {}  # of models that are being called
+        self._compiles = False  # whether the script has called torch.compile
+        self._handles: tuple[RemovableHandle, ...] = ()  # of the hooks of every module
 
     @contextlib.contextmanager
     def installed(self) -> Generator[None]:
         """Hook every module's forward while the context lasts."""
-        before = register_module_forward_pre_hook(self._enter)
-        after = register_module_forward_hook(self._leave, always_call=True)
+        self._handles = (
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+        )
         try:
             with (
+                warnings.catch_warnings(),
                 hooks_around_compiled(self._enter, self._leave_compiled),
                 patched("torch", {"compile": self._compile_function()}),
             ):
+                # The script has no part in these hooks, so a warning of them would mislead.
+                warnings.filterwarnings("ignore", r".*torch\.compile\(module\).*global hooks")
                 yield
         finally:
-            before.remove()
-            after.remove()
+            for handle in self._handles:
+                handle.remove()
+            self._handles = ()
+
+    @contextlib.contextmanager
+    def only_models_hooked(self) -> Generator[None]:
+        """Hook only the known models while the context lasts, so that other modules run unslowed.
+
+        A model that is called first within the context stays unknown. Scripts that compile keep
+        all hooks: dynamo guards on whether there are global hooks, and would compile again.
+        """
+        # Hooks of every module took 0.8 ms of a decode of 10.4 ms that waits for its host (a Llama
+        # of 16 layers, one H100, torch 2.11): nn.Module calls its forward in a slower way.
+        if self._compiles:
+            yield
+            return
+        every: tuple[Any, Any] = _global_forward_pre_hooks, _global_forward_hooks
+        pairs = [*zip(every, self._handles, strict=True)]
+        removed = [(hooks, handle, hooks.pop(handle.id)) for hooks, handle in pairs]
+        try:
+            # First, as hooks of every module are: a slice's own hooks change arguments.
+            with hooked([*self._numbers], self._enter, self._leave, first=True):
+                yield
+        finally:
+            for hooks, handle, hook in removed:
+                if handle in self._handles:  # otherwise the capture has ended
+                    hooks[handle.id] = hook
+                    # As registered: hooks that shard a model communicate inside of its scope.
+                    for number in sorted(hooks):
+                        hooks.move_to_end(number)
 
     @contextlib.contextmanager
     def listened_by(self, listener: Listener) -> Generator[None]:
@@ -206,6 +271,24 @@ class Modules:
             yield
         finally:
             self.listener = None
+
+    @contextlib.contextmanager
+    def scope(self, module: Any) -> Generator[None]:
+        """Report a forward to the listener, for a call that runs no hooks of the module.
+
+        Args:
+            module: the object that is called; anything but a known module is not reported.
+        """
+        path = self._paths.get(module) if isinstance(module, nn.Module) else None
+        listener = self.listener
+        if path is None or listener is None:
+            yield
+            return
+        listener.enter(path, self._numbers.get(module, 0))
+        try:
+            yield
+        finally:
+            listener.leave()
 
     def call_of(self, model: nn.Module) -> Callable[..., Any]:
         """Return what the script called where it called `model`: the module, or its compiled call.
@@ -220,8 +303,11 @@ class Modules:
 
         @functools.wraps(original)
         def compile_watched(model: Any = None, *args: Any, **kwargs: Any) -> Any:
+            self._compiles = True
             compiled = original(model, *args, **kwargs)
             owner = getattr(model, "__self__", None)
+            if isinstance(owner, Optimizer) and model.__name__ == "step":
+                return _in_step_range(owner, compiled)
             if not isinstance(owner, nn.Module) or model != owner.__call__:
                 return compiled
             call = CompiledCall(owner, compiled)

@@ -30,10 +30,10 @@ from torch.profiler import ExecutionTraceObserver, ProfilerActivity, profile
 
 from onerank.capture.patches import live
 from onerank.capture.profiling.allocator_snapshots import recorded
-from onerank.capture.profiling.clocks import StepClock
 from onerank.capture.profiling.module_scopes import Modules, ProfilerScopes
 from onerank.capture.profiling.step_memory import StepMemory
-from onerank.capture.profiling.step_variance import Work
+from onerank.capture.profiling.step_timers import StepTimer
+from onerank.capture.profiling.step_variance import StepWork
 from onerank.capture.profiling.window_observations import OtherRanks, Window, WindowContext
 from onerank.converters.sources.kineto import (
     STRUCTURE,
@@ -244,10 +244,10 @@ class ProfiledWindows:
     def __init__(
         self, context: WindowContext, memory: StepMemory, others: OtherRanks | None
     ) -> None:
-        self.work = Work(0, 0)
-        self._profiles: list[Work] = []
-        self._structures: list[Work] = []
-        self._uncontended: Work | None = None
+        self.work = StepWork(0, 0)
+        self._profiles: list[StepWork] = []
+        self._structures: list[StepWork] = []
+        self._uncontended: StepWork | None = None
         self._plan = context.plan
         self._directory = context.directory
         self._modules = context.modules
@@ -281,7 +281,7 @@ class ProfiledWindows:
             of = f" {number + 1} of {self._plan.repeat}" if several else ""
             self._progress(f"profiled step{of}: times and memory")
             on_gpu = self._observed.on_gpu
-            clock = StepClock(on_gpu=on_gpu)
+            clock = StepTimer(on_gpu=on_gpu)
             self._restore()
             with self._kineto(record_shapes=False) as profiler, recorded(on_gpu=on_gpu) as history:
                 start = self._memory.at_start(history)

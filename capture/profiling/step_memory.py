@@ -264,7 +264,8 @@ def _storages(
         for dense in _inside(tensor):
             if isinstance(dense, FakeTensor) != fake:
                 continue
-            with contextlib.suppress(RuntimeError):
+            # Parameters of lazy modules raise ValueError until their first forward.
+            with contextlib.suppress(RuntimeError, ValueError):
                 if dense.device.type != device_type:
                     continue
                 storage = dense.untyped_storage()

@@ -9,7 +9,9 @@ in every second step), the number of module calls or communication calls per ste
 """
 
 import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
+from itertools import combinations
 from typing import Any, NamedTuple
 
 import torch
@@ -60,7 +62,7 @@ Shapes = tuple[tuple[int, ...], ...]
 """Shapes of the tensors among a model call's arguments, in order."""
 
 
-class Work(NamedTuple):
+class StepWork(NamedTuple):
     """Work of one step.
 
     Attributes:
@@ -73,7 +75,7 @@ class Work(NamedTuple):
     messages: int
     inputs: tuple[Shapes, ...] = ()
 
-    def has_inputs_of(self, other: "Work") -> bool:
+    def has_inputs_of(self, other: "StepWork") -> bool:
         """Return whether both steps give their models inputs of the same shapes."""
         # Steps with more calls of one shape are equal here: `note_of` reports their number.
         if self.models == other.models:
@@ -86,7 +88,7 @@ class Work(NamedTuple):
         return sum(math.prod(shape) for shapes in self.inputs for shape in shapes)
 
 
-def shapes_of(arguments: Any) -> Shapes:
+def argument_shapes(arguments: Any) -> Shapes:
     """Return the shapes of all tensors in nested containers of arguments.
 
     A nested tensor counts by its number of dimensions.
@@ -120,7 +122,7 @@ class WorkOfSteps:
     """
 
     def __init__(self, modules: Modules, messages: Callable[[], int]) -> None:
-        self.by_step: list[Work] = []
+        self.by_step: list[StepWork] = []
         self._modules = modules
         self._messages = messages
         self._before: tuple[int, int] | None = None
@@ -133,14 +135,14 @@ class WorkOfSteps:
             self._modules.on_model_call.remove(self._before_forward)
 
     def _before_forward(self, _: nn.Module, arguments: Arguments) -> None:
-        self._inputs.append(shapes_of(arguments))
+        self._inputs.append(argument_shapes(arguments))
 
     def end_step(self) -> None:
         """Store the work of the step that ends."""
         now = self._modules.calls, self._messages()
         if self._before is not None:
             models, messages = (end - begin for begin, end in zip(self._before, now, strict=True))
-            self.by_step.append(Work(models, messages, tuple(self._inputs)))
+            self.by_step.append(StepWork(models, messages, tuple(self._inputs)))
         self._before = now
         self._inputs.clear()
 
@@ -154,7 +156,7 @@ def period_of(calls: Sequence[int]) -> int | None:
 
 
 def note_of(
-    work: Sequence[Work], profiled: Work, optimizer_steps: int, warm_up: int
+    work: Sequence[StepWork], profiled: StepWork, optimizer_steps: int, warm_up: int
 ) -> Note | None:
     """Return a note if the steps do different work; None if all do the same.
 
@@ -188,7 +190,7 @@ def note_of(
     )
 
 
-def input_spread(work: Sequence[Work], captured: Work) -> float:
+def input_spread(work: Sequence[StepWork], captured: StepWork) -> float:
     """Return how far the input sizes of the steps lie from the captured step's.
 
     The root mean square of ln(elements / elements of the captured step). The time of a step grows
@@ -202,7 +204,9 @@ def input_spread(work: Sequence[Work], captured: Work) -> float:
     return math.sqrt(sum(value**2 for value in logs) / len(logs))
 
 
-def note_of_inputs(work: Sequence[Work], captured: Work, timed: Sequence[Work]) -> Note | None:
+def note_of_inputs(
+    work: Sequence[StepWork], captured: StepWork, timed: Sequence[StepWork]
+) -> Note | None:
     """Return a note if model inputs differ in shape between steps; None if all are equal.
 
     Args:
@@ -219,4 +223,46 @@ def note_of_inputs(work: Sequence[Work], captured: Work, timed: Sequence[Work]) 
         f"the shapes of model inputs differ between steps, from {min(sizes)} to {max(sizes)} "
         f"elements; this graph's step has {captured.elements}, and {of} its shapes",
         code="input-shapes-vary",
+    )
+
+
+_LEAST_STEPS_OF_A_TREND = 8
+
+DRIFT_SHARE = 0.05
+"""Trend of the timed steps, as a share of their median, that a note reports."""
+
+_TREND_Z = 2.33
+"""Score of a trend that one in fifty random orders of steps exceeds.
+
+With both limits, 6 of 172 real ranks and slices on H100s and H200s get the note. Their steps moved
+by 6 to 27%: benchmarks/results/2026-11-26-step-drift.txt.
+"""
+
+
+def note_of_drift(steps_ns: Sequence[int]) -> Note | None:
+    """Return a note if consecutive steps become longer or shorter; None if they do not.
+
+    The trend is the Theil-Sen slope, its score that of Mann and Kendall. Single outliers change
+    neither by much.
+    """
+    count = len(steps_ns)
+    if count < _LEAST_STEPS_OF_A_TREND:
+        return None
+    pairs = [*combinations(range(count), 2)]
+    slopes = [(steps_ns[later] - steps_ns[earlier]) / (later - earlier) for earlier, later in pairs]
+    drift = statistics.median(slopes) * (count - 1) / statistics.median(steps_ns)
+    longer = sum((slope > 0) - (slope < 0) for slope in slopes)
+    deviation = math.sqrt(count * (count - 1) * (2 * count + 5) / 18)
+    if abs(drift) <= DRIFT_SHARE or (abs(longer) - 1) / deviation <= _TREND_Z:
+        return None
+    third = count // 3
+    first_ms, last_ms = (
+        statistics.median(part) / 1e6 for part in (steps_ns[:third], steps_ns[-third:])
+    )
+    return Note(
+        f"the {count} timed steps have not settled: the first third takes {first_ms:.3f} ms and "
+        f"the last {last_ms:.3f} ms (medians), a trend of {drift:+.1%} over all. The step and the "
+        "host delays follow the median of all: capture again without other work on the CPU, with "
+        "a larger --warm-up and --timed-steps",
+        code="timed-steps-drift",
     )

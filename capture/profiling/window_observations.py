@@ -9,9 +9,9 @@ import torch
 
 from onerank.capture.profiling.allocator_snapshots import ByMemoryClass
 from onerank.capture.profiling.module_scopes import Modules
-from onerank.capture.profiling.step_variance import Work, WorkOfSteps
+from onerank.capture.profiling.step_variance import StepWork, WorkOfSteps
 from onerank.capture.profiling.window_plan import Progress, WindowPlan
-from onerank.ir import ScopeTime, Sensors
+from onerank.ir import EmulatedCalls, ScopeTime, Sensors
 from onerank.ir.notes import Note
 
 Window = Generator[None, bool, None]
@@ -24,13 +24,14 @@ class Observations:
 
     Attributes:
         on_gpu: whether the script's first step allocated GPU memory.
-        step_ns: duration of each pure step.
-        step_work: work of each pure step.
+        step_ns: duration of each timed step.
+        step_work: work of each timed step.
         host_step_ns: host time of each step that began with an idle GPU.
         host_step_work: work of each of these steps.
+        emulated_calls: host time of their emulated communication calls; None without such calls.
         timed_step_ns: duration of each step whose modules were timed.
         scopes: times of layers and sub-modules.
-        sensors: GPU sensors during the pure steps; None if none could be read.
+        sensors: GPU sensors during the timed steps; None if none could be read.
         profiled_step_ns: duration of each profiled step.
         profiled_host_ns: host time of each profiled step.
         start_memory_bytes: memory allocated at the start of each profiled step.
@@ -39,13 +40,16 @@ class Observations:
         resident_pools: allocator pool of each of these storages.
         input_spread: spread of the input sizes of the steps, as in `ir.Measurement`.
         notes: notes to store with the trace.
+        generated_flops: of a capture without a device, FLOPs of each kernel that Inductor
+            generated, in order.
     """
 
     on_gpu: bool = False
     step_ns: tuple[int, ...] = ()
-    step_work: list[Work] = field(default_factory=list[Work])
+    step_work: list[StepWork] = field(default_factory=list[StepWork])
     host_step_ns: list[int] = field(default_factory=list[int])
-    host_step_work: list[Work] = field(default_factory=list[Work])
+    host_step_work: list[StepWork] = field(default_factory=list[StepWork])
+    emulated_calls: EmulatedCalls | None = None
     timed_step_ns: tuple[int, ...] = ()
     scopes: tuple[ScopeTime, ...] = ()
     sensors: Sensors | None = None
@@ -57,6 +61,17 @@ class Observations:
     resident_pools: ByMemoryClass = field(default_factory=ByMemoryClass)
     input_spread: float = 0.0
     notes: list[Note] = field(default_factory=list[Note])
+    generated_flops: tuple[int, ...] = ()
+
+
+class CallTimes(Protocol):
+    """Keeps the host time of emulated calls while `enabled`."""
+
+    enabled: bool
+
+    def per_step(self, steps: int) -> EmulatedCalls | None:
+        """Return the calls of each of `steps` steps; None if they had none."""
+        ...
 
 
 class OtherRanks(Protocol):
@@ -73,6 +88,11 @@ class OtherRanks(Protocol):
     @property
     def communicated(self) -> int:
         """Number of communication calls so far; 0 if they are not counted."""
+        ...
+
+    @property
+    def call_times(self) -> CallTimes | None:
+        """Host time of emulated calls; None if none is emulated."""
         ...
 
     def rendezvous(self) -> bool:

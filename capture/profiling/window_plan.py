@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
-TIMED = HOST = 3
+MODULES = HOST = 3
 """Steps of the module and host windows: three is the least whose median is not an extreme."""
 
 Progress = Callable[[str], None]
@@ -26,7 +26,7 @@ class WindowPlan:
     Attributes:
         warm_up: steps before anything is kept; on a GPU at most four times as many, until the
             last three differ by under 2%.
-        pure: steps timed without a profiler.
+        timed_steps: steps timed without a profiler.
         repeat: profiled steps.
         optimizer_steps: steps of the script's first optimizer per captured step.
         settle: whether to take more steps until their durations agree and the structure step
@@ -36,13 +36,15 @@ class WindowPlan:
 
     warm_up: int = field(
         default=3,
-        metadata={"help": "Steps before anything is measured; on a GPU at least.", **_STEPS},
+        metadata={
+            "help": "Steps before anything is measured; on a GPU at least, until times settle.",
+            **_STEPS,
+        },
     )
-    pure: int = field(
+    timed_steps: int = field(
         default=5,
         metadata={
             "help": "Steps timed without a profiler: the step time.",
-            "names": ("--timed-steps",),
             **_STEPS,
         },
     )
@@ -62,7 +64,7 @@ class WindowPlan:
     @property
     def least_steps(self) -> int:
         """Steps that all windows take together, with one that warms up the profiler."""
-        return self.warm_up + self.pure + TIMED + 1 + self.repeat + 1
+        return self.warm_up + self.timed_steps + MODULES + 1 + self.repeat + 1
 
 
 def more_steps(plan: WindowPlan, *counts: str) -> str:

@@ -44,7 +44,7 @@ META_ADVICE = (
 _ADAMW_FACTOR = 4
 
 
-class Explanation(NamedTuple):
+class FailureReason(NamedTuple):
     """Why a script failed.
 
     Attributes:
@@ -58,7 +58,7 @@ class Explanation(NamedTuple):
 
 def explained(
     error: BaseException, script: Path, *, fsdp_shards: bool = False, partial_sequence: bool = False
-) -> Explanation:
+) -> FailureReason:
     """Return an error's message with advice and the code of its cause.
 
     Args:
@@ -70,7 +70,7 @@ def explained(
     text = str(error)
     if type(error).__name__ == "CheckpointException":
         why = "; ".join(first_line(failed) for failed, _ in getattr(error, "failures", {}).values())
-        return Explanation(
+        return FailureReason(
             f"{script_line(error, script)}: torch.distributed.checkpoint failed ({why})\n"
             "  a capture skips saving and reads what the script loads: load a checkpoint that the "
             "real job has written, or none",
@@ -80,22 +80,22 @@ def explained(
         plain, amount, unit = match.groups()
         requested = int(plain) if plain else round(float(amount) * _UNITS[unit])
         on_gpu = isinstance(error, torch.OutOfMemoryError)
-        return Explanation(_without_memory(requested, on_gpu=on_gpu), "script-out-of-memory")
+        return FailureReason(_without_memory(requested, on_gpu=on_gpu), "script-out-of-memory")
     if _ON_META.search(text):
         why = first_line(error).rstrip(".")
-        return Explanation(
+        return FailureReason(
             f"{script_line(error, script)}: {why}\n  {META_ADVICE}", "script-meta-model"
         )
     if _NO_GPU.search(text) and not torch.cuda.is_available():
         why = first_line(error).rstrip(".")
-        return Explanation(
+        return FailureReason(
             f"{script_line(error, script)} needs a GPU, and this machine has none: {why}\n"
             '  capture on a machine with a GPU, or let the script use the device "cpu"',
             "script-needs-gpu",
         )
     if _GPU_ONLY.search(text):
         why = first_line(error).rstrip(".")
-        return Explanation(
+        return FailureReason(
             f"{script_line(error, script)} runs only on a GPU: {why}\n"
             "  a real job on CPUs fails too: capture on a machine with a GPU",
             "script-gpu-only",
@@ -103,34 +103,34 @@ def explained(
     hint = (fsdp_shards and _fsdp_hint(error, script)) or (
         partial_sequence and _sequence_hint(error, script)
     )
-    return hint or Explanation(text, "script-raised")
+    return hint or FailureReason(text, "script-raised")
 
 
-def _fsdp_hint(error: BaseException, script: Path) -> Explanation | None:
+def _fsdp_hint(error: BaseException, script: Path) -> FailureReason | None:
     """Explain an operation that FSDP2's shards do not support; return None for others."""
     text, where = str(error), script_line(error, script)
     # An optimizer fails inside its step: then the optimizer is the cause, not the script's line.
     if _MIXED.search(text) and (kind := _failed_optimizer(error)) is not None:
-        return Explanation(
+        return FailureReason(
             f"{where}: {kind} creates its states as plain tensors, and FSDP2's "
             f"parameters are shards ({first_line(error)})\n  use another optimizer, or --ddp",
             "fsdp-plain-states",
         )
     if _UNSUPPORTED_ON_SHARDS.search(text) and (kind := _failed_optimizer(error)) is not None:
-        return Explanation(
+        return FailureReason(
             f"{where}: {kind} cannot step on FSDP2's shards, in a real job neither "
             f"({first_line(error)})\n  use another optimizer, or --ddp",
             "fsdp-optimizer-unsupported",
         )
     if _NO_STORAGE in text:
-        return Explanation(
+        return FailureReason(
             f"{where}: under --fsdp parameters are shards, which have no storage "
             f"({first_line(error)})\n  save them with save_pretrained, torch.save or safetensors' "
             "save_file, which write this rank's shards",
             "fsdp-no-storage",
         )
     if _MIXED.search(text) or "FSDP does not support deepcopy" in text:
-        return Explanation(
+        return FailureReason(
             f"{where}: under --fsdp parameters are shards from the first forward "
             f"on; they do not mix with whole tensors and cannot be copied ({first_line(error)})\n"
             "  copy the model (copy.deepcopy, AveragedModel) before its first forward, create "
@@ -140,11 +140,11 @@ def _fsdp_hint(error: BaseException, script: Path) -> Explanation | None:
     return None
 
 
-def _sequence_hint(error: BaseException, script: Path) -> Explanation | None:
+def _sequence_hint(error: BaseException, script: Path) -> FailureReason | None:
     """Explain a part of a sequence where the script expects all; return None for others."""
     if _SIZES_DIFFER.search(str(error)) is None:
         return None
-    return Explanation(
+    return FailureReason(
         f"{script_line(error, script)}: {first_line(error)}\n"
         "  Under --cp a model sees this rank's part of the sequence. Its logits are gathered when "
         "they are read; other outputs per token (hidden states, log-probabilities of TRL's "

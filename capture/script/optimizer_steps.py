@@ -15,7 +15,7 @@ import contextlib
 import functools
 import gc
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack
 from types import FrameType, FunctionType
 from typing import Any
@@ -336,7 +336,7 @@ class CustomOptimizers:
             return
         # Else this search would wrap the methods that the previous one wrapped.
         self._undo.close()
-        for owner in {_step_owner(type(value)) for value in gc.get_objects() if _trains(value)}:
+        for owner in {_step_owner(type(value)) for value in _training_objects()}:
             self._undo.enter_context(replaced(owner, "step", self._watched(owner.__dict__["step"])))
 
     def _watched(self, method: FunctionType) -> Callable[..., Any]:
@@ -384,15 +384,22 @@ def optimizer_exists(earlier: WeakSet[Optimizer]) -> bool:
     """
     if any(optimizer not in earlier for optimizer in live(Optimizer)):
         return True
-    return any(_trains(value) for value in gc.get_objects())
+    return next(_training_objects(), None) is not None
 
 
-def _trains(instance: object) -> bool:
-    """Return whether an object has a method `step` and refers to tensors that get gradients."""
-    kind = type(instance)
-    if _step_owner(kind) is None or issubclass(kind, (Optimizer, nn.Module)):
-        return False
-    return _contains_trainable(getattr(instance, "__dict__", None), _CONTAINER_DEPTH)
+def _training_objects() -> Iterator[object]:
+    """Yield the objects with a method `step` that refer to tensors that get gradients."""
+    objects: list[object] = gc.get_objects()
+    # A process holds hundreds of thousands of objects: check each class once, not each object.
+    kinds = {kind for kind in set(map(type, objects)) if _may_train(kind)}
+    for value in objects:
+        attributes = getattr(value, "__dict__", None) if type(value) in kinds else None
+        if _contains_trainable(attributes, _CONTAINER_DEPTH):
+            yield value
+
+
+def _may_train(kind: type) -> bool:
+    return _step_owner(kind) is not None and not issubclass(kind, (Optimizer, nn.Module))
 
 
 @functools.cache

@@ -124,8 +124,10 @@ def run_script(
             boundary.watching_forwards(),
             _exits_seen(),
             _ending_children(),
-            eviction,
+            # Both handle the alarm: the eviction puts back the heartbeat's handler, which `watched`
+            # removes.
             watched,
+            eviction,
         ):
             play_script(script, args, module)
     except CaptureComplete:
@@ -169,10 +171,10 @@ def run_script(
     if boundary.taken == 0:
         raise ScriptError(
             f"{script} ended without a step\n"
-            "  a step is a call of step() of a torch.optim optimizer, or of an object with the "
-            "parameters in its attributes, that no loss scaler skips. In a script that infers, it "
-            "is a forward of a model under torch.inference_mode() or no_grad(); if the script also "
-            "names or creates an optimizer, name the steps: --steps prefill,decode",
+            "  training: call step() of a torch.optim optimizer, or of an object that holds the "
+            "parameters, with finite gradients\n"
+            "  inference: run the model under torch.inference_mode() or no_grad(); if the script "
+            "also creates an optimizer, name the steps: --steps prefill,decode",
             code="script-no-step",
         )
     raise ScriptError(
@@ -217,7 +219,7 @@ class _Boundary:
             return  # in a child that the script forked, which is not captured
         self.taken += 1
         if self._inference is not None:
-            if self._inference.chosen:
+            if self._inference.is_explicit:
                 return  # the user names forwards, of a script that also trains
             self._inference.discard()
         self._skipped |= skipped
@@ -265,7 +267,7 @@ class _Boundary:
         """Return the context in which the script's forwards are captured."""
         if self._inference is None:
             return contextlib.nullcontext()
-        return self._inference.watching(self._end_forward, self._leave_script)
+        return self._inference.watching(self._end_forward, self._leave_script, self.fail)
 
     def _end_forward(self, windows: Windows) -> None:
         self._end_step(windows)

@@ -56,7 +56,7 @@ class Comparison(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
-class Difference:
+class TensorDifference:
     """One tensor's difference from its expected value.
 
     Attributes:
@@ -82,7 +82,7 @@ class Difference:
 
 def compare_repeated(
     what: str, name: str, actual: Tensor, expected: Tensor, *, equal: bool
-) -> Difference:
+) -> TensorDifference:
     """Compare a tensor of a repeated step by `torch.allclose`, with NaN equal to NaN.
 
     The tensors may be samples; `equal` states whether the whole tensors are equal bit by bit.
@@ -105,7 +105,7 @@ def compare_reordered(
     *,
     floor: float = 0.0,
     rounding: float = 0.0,
-) -> Difference:
+) -> TensorDifference:
     """Compare an fp32 tensor with one whose sums ran in another order.
 
     Args:
@@ -130,9 +130,11 @@ def compare_reordered(
     return _difference(what, module, name, actual, expected, equal=equal, breach=breach)
 
 
-def summarize(check: str, tolerance: str, differences: Iterable[Difference]) -> list[Comparison]:
+def summarize(
+    check: str, tolerance: str, differences: Iterable[TensorDifference]
+) -> list[Comparison]:
     """Return one row for each kind of tensor, module and dtype."""
-    rows: dict[tuple[str, str, str], list[Difference]] = {}
+    rows: dict[tuple[str, str, str], list[TensorDifference]] = {}
     for difference in differences:
         rows.setdefault((difference.what, difference.module, difference.dtype), []).append(
             difference
@@ -172,7 +174,7 @@ def _difference(
     *,
     equal: bool,
     breach: bool,
-) -> Difference:
+) -> TensorDifference:
     errors = (actual.double() - expected.double()).abs()
     both_nan = actual.isnan() & expected.isnan()
     if actual.numel() and bool(both_nan.any()):
@@ -182,9 +184,9 @@ def _difference(
     largest = _largest(expected.double().nan_to_num())
     relative = error / largest if largest else (math.inf if error else 0.0)
     dtype = str(actual.dtype).removeprefix("torch.")
-    return Difference(what, module, name, dtype, equal, error, relative, breach)
+    return TensorDifference(what, module, name, dtype, equal, error, relative, breach)
 
 
-def _mismatched(what: str, module: str, name: str, actual: Tensor) -> Difference:
+def _mismatched(what: str, module: str, name: str, actual: Tensor) -> TensorDifference:
     dtype = str(actual.dtype).removeprefix("torch.")
-    return Difference(what, module, name, dtype, False, math.inf, math.inf, breach=True)
+    return TensorDifference(what, module, name, dtype, False, math.inf, math.inf, breach=True)

@@ -48,7 +48,7 @@ from onerank.capture.verify.comparison import (
     RELATIVE,
     RELATIVE_OTHERS,
     Comparison,
-    Difference,
+    TensorDifference,
     compare_repeated,
     summarize,
 )
@@ -284,7 +284,9 @@ def _instruments(
     script: Path, args: Sequence[str], options: Options, progress: Progress
 ) -> tuple[list[Comparison], list[Note]]:
     # The shortest plan: both runs write the tensors of every step to disk.
-    options = replace(options, windows=WindowPlan(warm_up=1, pure=1, settle=False), raw_dir=None)
+    options = replace(
+        options, windows=WindowPlan(warm_up=1, timed_steps=1, settle=False), raw_dir=None
+    )
     notes = [
         Note(
             f"tolerance of repeated steps: torch.allclose with atol {ABSOLUTE:g} and rtol "
@@ -320,7 +322,7 @@ def _instruments(
 
 def _compare_steps(instrumented: list[StepRecord], plain: list[StepRecord]) -> list[Comparison]:
     tolerance = "torch.allclose"
-    differences: dict[str, list[Difference]] = {"plain": [], "profiled": []}
+    differences: dict[str, list[TensorDifference]] = {"plain": [], "profiled": []}
     for number, (actual, expected) in enumerate(zip(instrumented, plain, strict=True)):
         # Different inputs, such as random batches, would show as different numerics.
         if actual.inputs != expected.inputs:
@@ -350,7 +352,7 @@ def _compare_steps(instrumented: list[StepRecord], plain: list[StepRecord]) -> l
     ]
 
 
-def _compare_samples(what: str, name: str, actual: Sample, expected: Sample) -> Difference:
+def _compare_samples(what: str, name: str, actual: Sample, expected: Sample) -> TensorDifference:
     equal = actual.shape == expected.shape and actual.checksum == expected.checksum
     difference = compare_repeated(what, name, actual.values, expected.values, equal=equal)
     # The norm covers the elements that are not among the samples.

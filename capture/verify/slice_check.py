@@ -32,7 +32,7 @@ from onerank.capture.verify.comparison import (
     SLICES_FLOOR,
     SLICES_RELATIVE,
     Comparison,
-    Difference,
+    TensorDifference,
     compare_reordered,
     summarize,
 )
@@ -307,8 +307,8 @@ def _compare(
         apply_static_routing(reference, routing)
     expected = run_step(reference, batch, keywords)
 
-    def compare_all(rounding: StepResult | None) -> list[Difference]:
-        differences: list[Difference] = []
+    def compare_all(rounding: StepResult | None) -> list[TensorDifference]:
+        differences: list[TensorDifference] = []
         for part in slices:
             if _outputs_of(world, part.rank) != "nothing":
                 differences += _compare_outputs(part, expected, world, rounding)
@@ -337,7 +337,7 @@ def _compare(
 
 def _compare_outputs(
     part: _Slice, expected: StepResult, world: World, rounding: StepResult | None
-) -> list[Difference]:
+) -> list[TensorDifference]:
     """Compare loss and logits of a slice with the whole model's."""
     label = f"rank {part.rank}"
     noise = float(rounding.loss) if rounding else 0.0
@@ -388,7 +388,7 @@ def _compare_parameters(
     starts: dict[str, int],
     *,
     rounding: StepResult | None,
-) -> list[Difference]:
+) -> list[TensorDifference]:
     """Compare weights and gradients of a slice with the whole model's elements at their origins.
 
     A parameter that one rank has for several (an expert) gets the gradients of all their batches.
@@ -397,7 +397,7 @@ def _compare_parameters(
     largest = max((float(g.abs().max()) for g in expected.gradients.values()), default=0.0)
     parameters = dict(whole.named_parameters())
     changes = rounding.gradients if rounding else {}
-    differences: list[Difference] = []
+    differences: list[TensorDifference] = []
     for name, positions in part.positions.items():
         origin, elements = origin_of(name, positions, starts)
         has_origin = elements.flatten() >= 0  # padding has no origin

@@ -73,7 +73,7 @@ class ThreadedGroup(_native.ProcessGroup):
         return "exact"
 
     def _get_backend(self, device: torch.device) -> "ThreadedGroup":
-        """Return the object that torch asks whether a batch of sends and receives is one call."""
+        """Return the object from which torch reads whether a batch of messages is one call."""
         return self
 
     def _number(self, *kind: Any) -> int:

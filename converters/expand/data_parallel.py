@@ -5,8 +5,8 @@ import numpy as np
 
 from onerank.converters.expand.ranks import with_peers, with_roots
 from onerank.ir import Collective, Graph, Job, ProcessGroup, RankClass, World, axis_of
+from onerank.ir.arrays import I64
 from onerank.ir.errors import ExportError
-from onerank.ir.graph import I64
 from onerank.ir.notes import Note
 
 AXIS = "dp"

@@ -26,7 +26,7 @@ class Placement:
     Attributes:
         axis: axis whose line through the rank is the group, or "world".
         shift: distance to the peer of a send or receive.
-        member_shifts: distances to all members of a group that is no whole line of an axis.
+        member_shifts: distances to all members of a group that is not a whole line of an axis.
     """
 
     axis: str = ""

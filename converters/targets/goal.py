@@ -13,8 +13,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import BinaryIO
 
-from onerank.converters.expand.host_delays import NAME, insert_host_delays
-from onerank.converters.expand.preconditions import require_gpu_work, storage_delays
+from onerank.converters.expand.host_delays import (
+    NAME,
+    insert_host_delays,
+    require_gpu_work,
+    storage_delays,
+)
 from onerank.converters.expand.ranks import RankGraph, check_all_equal
 from onerank.converters.nccl import H100, Interconnect
 from onerank.converters.targets.communication_placement import (
@@ -424,7 +428,7 @@ def export(
     world = world_of(graph.job, ranks)
     idle = [Note(f"{NO_IDLE_TIME}.", code="idle-time-not-exported")]
     if host_time:
-        graph, idle = insert_host_delays(graph)
+        graph, idle = insert_host_delays(graph, ranks=world.size)
     lowered = lower_rank(graph, world, range(world.size))
     check_peers(graph, lowered.step, lowered.placements, world)
     return _write([lowered], Path(path), Machine(gpus_per_node, interconnect), [*notes, *idle])

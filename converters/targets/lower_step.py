@@ -16,8 +16,9 @@ from onerank.converters.targets.communication_placement import (
     opposite_shift,
 )
 from onerank.ir import Collective, Edges, Graph, Kind, Node, World
+from onerank.ir.arrays import Mask
 from onerank.ir.errors import ExportError
-from onerank.ir.graph import Mask, topological_order
+from onerank.ir.graph import topological_order
 from onerank.ir.notes import Note
 
 UNEVEN = Note(

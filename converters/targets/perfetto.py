@@ -8,12 +8,11 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from onerank.ir import UNKNOWN, Collective, Evidence, Graph, Kind, Phase, Reason
+from onerank.ir.arrays import I64
 from onerank.ir.output_files import replace_file
 
-I64 = npt.NDArray[np.int64]
 _FLOWS = (Reason.LAUNCH, Reason.SYNC, Reason.LAUNCH_QUEUE)
 _COUNTER = "memory allocated by the step"
 # Added to a stream's number, so that streams sort after all threads.

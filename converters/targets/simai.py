@@ -16,12 +16,12 @@ from typing import Any, cast
 import msgspec
 import numpy as np
 
-from onerank.converters.expand.pipeline import AXIS, Schedule
+from onerank.converters.expand.host_delays import REMEDY
+from onerank.converters.expand.pipeline import AXIS, PipelineSchedule
 from onerank.converters.expand.pipeline.split_backward import split_backward
-from onerank.converters.expand.preconditions import REMEDY
 from onerank.converters.targets.simai_rows import (
     Losses,
-    Scope,
+    ModuleRows,
     Slot,
     SlotAssigner,
     WorkloadRow,
@@ -29,9 +29,9 @@ from onerank.converters.targets.simai_rows import (
 )
 from onerank.display import Displayed
 from onerank.ir import Graph, Job, Kind, Node, Phase
+from onerank.ir.arrays import Mask
 from onerank.ir.coarsen import Grain, scopes_of
 from onerank.ir.errors import ExportError
-from onerank.ir.graph import Mask
 from onerank.ir.notes import Note
 from onerank.ir.output_files import replace_file
 
@@ -158,9 +158,9 @@ class LayerTimes:
     """
 
     graph: Graph
-    micro_batches: list[list[Scope]]
-    updates: Scope
-    evaluation: Scope
+    micro_batches: list[list[ModuleRows]]
+    updates: ModuleRows
+    evaluation: ModuleRows
     split: GradientSplit
     losses: Losses
     sent_bytes: int
@@ -195,12 +195,12 @@ def layer_times(graph: Graph, grain: Grain) -> LayerTimes:
     split, losses = split_gradients(graph, order), Losses()
     slots = SlotAssigner(graph, losses)
     names = _row_names(graph, grain)
-    scopes: dict[int, dict[str, Scope]] = {}
+    scopes: dict[int, dict[str, ModuleRows]] = {}
     in_pipeline = graph.job.world.sizes.get(AXIS, 1) > 1
     # Optimizer and evaluation run once per step. SimAI's bubble is the time of all rows that are
     # not called embedding_layer, times (PP - 1) / (ga * vpp).
-    updates = Scope(EMBEDDING if in_pipeline else "optimizer")
-    evaluation = Scope(EMBEDDING if in_pipeline else "evaluation")
+    updates = ModuleRows(EMBEDDING if in_pipeline else "optimizer")
+    evaluation = ModuleRows(EMBEDDING if in_pipeline else "evaluation")
     evaluating: list[bool] = graph.evaluating.tolist()
     sent, phaseless_ns = Counter[tuple[int, Phase]](), 0
     after_backward = False
@@ -232,7 +232,7 @@ def layer_times(graph: Graph, grain: Grain) -> LayerTimes:
             sent[number, node.phase] += max(node.value("comm_bytes"), 0)
         scope = evaluation if evaluating[index] else updates
         if node.phase is not Phase.OPTIMIZER and not evaluating[index]:
-            scope = scopes.setdefault(number, {}).setdefault(name, Scope(name))
+            scope = scopes.setdefault(number, {}).setdefault(name, ModuleRows(name))
         if not node.kind.is_communication:
             scope.compute(slot, node.duration_ns)
         elif (call := slots.assign(node, slot)) is not None:
@@ -431,7 +431,7 @@ def export(
     graphs: Sequence[Graph],
     path: str | Path,
     *,
-    schedule: Schedule | None = None,
+    schedule: PipelineSchedule | None = None,
     micro_batches: int | None = None,
     grain: Grain = "submodule",
     notes: Sequence[Note] = (),
@@ -490,7 +490,7 @@ def export(
 
 
 def _stages_by_rank(
-    captured: Sequence[LayerTimes], schedule: Schedule | None
+    captured: Sequence[LayerTimes], schedule: PipelineSchedule | None
 ) -> list[list[LayerTimes]]:
     """Return the stages of each pipeline rank; without a pipeline, of the captured rank."""
     first = captured[0].graph.job
@@ -564,7 +564,7 @@ def _captured_by_stage(captured: Sequence[LayerTimes]) -> dict[int, LayerTimes]:
 def _rows(stages: Sequence[LayerTimes], micro_batches: int | None) -> tuple[list[WorkloadRow], int]:
     """Return the rows of a step with all micro-batches unrolled, and the number of these."""
     count = micro_batches or max(len(stage.micro_batches) for stage in stages)
-    unrolled: list[list[Scope]] = []
+    unrolled: list[list[ModuleRows]] = []
     for number in range(count):
         for stage in stages:
             captured = _source(number, count, len(stage.micro_batches))

@@ -228,7 +228,7 @@ class WorkloadRow:
 
 
 @dataclass(slots=True)
-class Scope:
+class ModuleRows:
     """The work of a layer or sub-module in one micro-batch, as rows that are filled in order.
 
     Attributes:
@@ -285,7 +285,9 @@ class Scope:
         return [replace(row, name=f"{row.name}:{number}") for number, row in enumerate(rows)]
 
 
-def all_rows(once: Iterable[Scope], micro_batches: Iterable[Sequence[Scope]]) -> list[WorkloadRow]:
+def all_rows(
+    once: Iterable[ModuleRows], micro_batches: Iterable[Sequence[ModuleRows]]
+) -> list[WorkloadRow]:
     """Return the rows of a step.
 
     Args:

@@ -24,7 +24,7 @@ from onerank.ir.chakra.records import Record, record_of
 
 
 @dataclass(frozen=True, slots=True)
-class _Laid:
+class _Layout:
     """The bytes of a file for one combination of ending sizes.
 
     Attributes:
@@ -55,7 +55,7 @@ class Template:
             framed = (varint(len(message)) + message for message in messages[begin:place])
             self._between.append(b"".join(framed))
             begin = place + 1
-        self._laid: dict[tuple[int, ...], _Laid] = {}
+        self._layouts: dict[tuple[int, ...], _Layout] = {}
 
     def fill(self, values: Sequence[bytes]) -> U8:
         """Return the file's bytes with `values[slot]` as endings.
@@ -63,20 +63,20 @@ class Template:
         The next call may overwrite the returned array.
         """
         sizes = tuple(len(value) for value in values)
-        if sizes not in self._laid:
-            self._laid[sizes] = self._lay(sizes)
-        laid = self._laid[sizes]
-        for slot, (value, positions) in enumerate(zip(values, laid.places, strict=True)):
-            current = laid.values[slot]
+        if sizes not in self._layouts:
+            self._layouts[sizes] = self._lay(sizes)
+        layout = self._layouts[sizes]
+        for slot, (value, positions) in enumerate(zip(values, layout.places, strict=True)):
+            current = layout.values[slot]
             if positions.size and current != value:
                 # The ranks of consecutive files mostly differ in their last digit.
                 for place, octet in enumerate(value):
                     if not current or octet != current[place]:
-                        laid.octets[positions[place]] = octet
-                laid.values[slot] = value
-        return laid.octets
+                        layout.octets[positions[place]] = octet
+                layout.values[slot] = value
+        return layout.octets
 
-    def _lay(self, sizes: tuple[int, ...]) -> "_Laid":
+    def _lay(self, sizes: tuple[int, ...]) -> "_Layout":
         """Lay the messages out for endings of these sizes."""
         parts = [self._between[0]]
         length = len(parts[0])
@@ -95,7 +95,7 @@ class Template:
             np.arange(size)[:, None] + begin_list
             for begin_list, size in zip(begins, sizes, strict=True)
         ]
-        return _Laid(octets, spans, [b""] * len(sizes))
+        return _Layout(octets, spans, [b""] * len(sizes))
 
 
 PEERS = frozenset({"pg_name", "comm_src", "comm_dst"})

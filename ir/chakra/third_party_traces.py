@@ -1,4 +1,4 @@
-"""What other tools' traces hold outside of onerank's metadata: process groups, and counts of work.
+"""Process groups and work counts in traces of other tools, which lack onerank's metadata.
 
 Process groups are in a JSON file next to the traces, `{"1": [0, 1], ...}` (group name -> global
 ranks), which ASTRA-sim reads as --comm-group-configuration; or in a METADATA node as torch records
@@ -222,7 +222,7 @@ def shown_ranks(ranks: Sequence[int]) -> str:
 MOST = 1 << 58
 """Largest number of operations or bytes of a node; no figure derived from it exceeds 64 bits."""
 NUM_OPS, TENSOR_SIZE, OP_TYPE = "num_ops", "tensor_size", "op_type"
-# STAGE's values of a file's `schema`, and of `op_type` for a matrix product.
+# STAGE's values of a file's `schema`, and of `op_type` for a GEMM.
 _STAGE, _EINSUM = "symbolic_tensor_network", "M"
 
 

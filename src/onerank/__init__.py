@@ -12,15 +12,16 @@ if TYPE_CHECKING:
     from onerank import capture, export
     from onerank.analysis.predict_ops import OpPrediction
     from onerank.analysis.step_time import Replay
-    from onerank.analysis.trace_diff import Difference
+    from onerank.analysis.trace_diff import TraceDiff
     from onerank.annotate import Gpu
     from onerank.annotate.cost import CostReport
     from onerank.annotate.energy import EnergyReport
     from onerank.annotate.memory.memory_report import MemoryReport
-    from onerank.annotate.op_costs.registered_costs import Count
+    from onerank.annotate.op_costs.custom_operator_costs import Count
     from onerank.converters.targets.astra_sim.check import Finding
     from onerank.display import Records
     from onerank.ir import Graph
+    from onerank.serving.bundle import Bundle
 
     Trace = Graph | str | Path
 
@@ -37,6 +38,7 @@ __all__ = [
     "memory",
     "predict",
     "read",
+    "read_bundle",
     "recost",
     "register_operator_cost",
     "replay",
@@ -57,6 +59,17 @@ def read(path: str | Path) -> Graph:
         OSError: the file cannot be read.
     """
     return _read(Path(path), Path(path), repair=False)
+
+
+def read_bundle(path: str | Path) -> Bundle:
+    """Read the bundle of `capture serve`: the steps of an inference engine's rank, as tables.
+
+    Raises:
+        FormatError: the directory is no bundle, is incomplete, or has another version.
+    """
+    from onerank.serving.bundle import read_bundle as read_directory
+
+    return read_directory(path)
 
 
 def convert(
@@ -153,7 +166,7 @@ def recost(
     override: Mapping[str, float] | None = None,
     seq: int | str | None = None,
     micro_batch: int | str | None = None,
-    dtype: Literal["fp8", "bf16", "fp16", "tf32"] | None = None,
+    dtype: Literal["fp8", "fp4", "bf16", "fp16", "tf32"] | None = None,
     attention: str = "usual",
     fuse: Literal["elementwise", "norm"] | None = None,
     overlap: Literal["as-captured", "on", "off"] = "as-captured",
@@ -172,7 +185,7 @@ def recost(
         override: figures of the target to replace: `{"memory_bandwidth_gb_per_s": 6000}`.
         seq: what if sequences were this long; "4096=8192" names the captured length.
         micro_batch: what if a micro-batch had this many sequences.
-        dtype: what if matrix products in wider types ran in this type.
+        dtype: what if GEMMs in wider types ran in this type.
         attention: kernel of attention, such as "flash3"; "usual": what the target's libraries run.
         fuse: what if neighbouring elementwise kernels were fused; "norm": reductions, too.
         overlap: whether communication overlaps compute.
@@ -234,8 +247,8 @@ def memory(
     Args:
         trace: a graph, or its file.
         target: GPU that it should fit; None: the device of the trace.
-        non_allocator_gb: GB of the CUDA context and NCCL, outside the allocator; None: from public
-            reports.
+        non_allocator_gb: GB of the CUDA context and NCCL, outside the allocator; None: estimated
+            from measurements and public reports.
 
     Raises:
         AnnotateError: the graph has no memory information.
@@ -295,7 +308,7 @@ def cost(
     return step_cost(_graph(trace), Path(prices), target, override or {}, gpus=gpus, tokens=tokens)
 
 
-def diff(before: Trace, after: Trace) -> Difference:
+def diff(before: Trace, after: Trace) -> TraceDiff:
     """Compare two graphs, or their files, by class, module and kernel name."""
     from onerank.analysis.trace_diff import compare
 
@@ -358,9 +371,9 @@ def predict(
         AnnotateError: an operator or a size is unknown or missing.
         TargetError: the target is unknown or its description malformed.
     """
-    from onerank.analysis.predict_ops import calls_of, predict_calls
+    from onerank.analysis.predict_ops import op_calls, predict_calls
 
-    calls = calls_of([{"op": op, **sizes}] if isinstance(op, str) else op)
+    calls = op_calls([{"op": op, **sizes}] if isinstance(op, str) else op)
     predictions = predict_calls(calls, target, databases=databases)
     return predictions[0] if isinstance(op, str) else predictions
 
@@ -376,7 +389,8 @@ def register_operator_cost(
 
     A script that `onerank capture run` runs may register those of its operators; the trace keeps
     the counts. Each function takes two lists of shapes, of the arguments and of the results, in
-    the schema's order. What is no tensor is None; a list of tensors is the shape of its first.
+    the schema's order. Arguments that are no tensor are None; for a list of tensors, the shape of
+    its first.
 
         onerank.register_operator_cost(
             "mylib::gemm", lambda inputs, outputs: 2 * inputs[0][1] * math.prod(outputs[0])
@@ -391,9 +405,9 @@ def register_operator_cost(
     Raises:
         AnnotateError: the name has no namespace, or has an overload.
     """
-    from onerank.annotate.op_costs import registered_costs
+    from onerank.annotate.op_costs import custom_operator_costs
 
-    registered_costs.register_operator_cost(
+    custom_operator_costs.register_operator_cost(
         operator, flops, bytes_read=bytes_read, bytes_written=bytes_written
     )
 

@@ -111,7 +111,7 @@ def simai(
     Raises:
         ExportError: the format does not support the job.
     """
-    from onerank.converters.expand.pipeline import Schedule
+    from onerank.converters.expand.pipeline import PipelineSchedule
     from onerank.converters.targets.simai import export
 
     # Always kernels: the exporter sums them into rows itself.
@@ -119,7 +119,7 @@ def simai(
     return export(
         job.graphs,
         Path(output),
-        schedule=Schedule.parse(schedule) if schedule else None,
+        schedule=PipelineSchedule.parse(schedule) if schedule else None,
         micro_batches=micro_batches,
         grain=granularity,
         notes=job.notes,
@@ -305,7 +305,7 @@ class _Expansion:
             ExportError: options do not go together, or the graphs are not of one job.
         """
         from onerank.converters.expand.host_delays import insert_host_delays_by_rank
-        from onerank.converters.expand.pipeline import Schedule, expand
+        from onerank.converters.expand.pipeline import PipelineSchedule, expand
         from onerank.converters.expand.ranks import expand_ranks
         from onerank.ir.errors import ExportError
 
@@ -320,7 +320,7 @@ class _Expansion:
                     "--schedule needs --micro-batches, and no --ranks",
                     code="export-schedule-micro-batches",
                 )
-            return expand(graphs, Schedule.parse(self.schedule), self.micro_batches), notes
+            return expand(graphs, PipelineSchedule.parse(self.schedule), self.micro_batches), notes
         if self.micro_batches is not None:
             raise ExportError(
                 "--micro-batches needs --schedule", code="export-micro-batches-schedule"
@@ -361,7 +361,7 @@ def _interconnect(graph: Graph, requested: int | None) -> tuple[Interconnect, li
     capability = known if requested is None else requested
     name = graph.job.device.name
     if capability is not None:
-        # The name tells NVLink from PCIe only for the GPU that has this capability.
+        # The name distinguishes NVLink from PCIe only for the GPU that has this capability.
         return interconnect_of(capability, name if known in (None, capability) else ""), []
     interconnect = interconnect_of(H100.capability, name)
     device = name or "the trace's GPU"

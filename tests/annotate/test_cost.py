@@ -7,8 +7,8 @@ from notes import codes
 from raised import raises_code
 
 from onerank.annotate import load_gpu
-from onerank.annotate.cost import Job, load_prices, report_cost
-from onerank.annotate.energy import PowerTimeline, report_energy
+from onerank.annotate.cost import PricedJob, load_prices, report_cost
+from onerank.annotate.energy import StepDurations, report_energy
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,14 +29,18 @@ source = "offer 8"
 """
 
 
-def reckon(tmp_path: Path, graph, text: str = LIST, name: str = "H200"):
+def reckon(
+    tmp_path: Path, graph, text: str = LIST, name: str = "H200", tokens: int | None = 2_000_000
+):
     path = tmp_path / "prices.toml"
     path.write_text(text)
     gpu = load_gpu(name)
     # a second of 1000 GPUs, 2 million tokens; the one kernel is negligible
-    job = Job(1000, 1_000_000_000, "made", 2_000_000, "made")
-    course = PowerTimeline(1_000_000_000, 0, "made")
-    return report_cost(gpu, job, load_prices(path), path, lambda: report_energy(graph, gpu, course))
+    job = PricedJob(1000, 1_000_000_000, "made", tokens, "made")
+    durations = StepDurations(1_000_000_000, 0, "made")
+    return report_cost(
+        gpu, job, load_prices(path), path, lambda: report_energy(graph, gpu, durations)
+    )
 
 
 def test_rent_is_hours_times_gpus_times_price(tmp_path, trace, mm):
@@ -46,6 +50,12 @@ def test_rent_is_hours_times_gpus_times_price(tmp_path, trace, mm):
     assert rent.per_step == pytest.approx(3.6 * 1000 / 3600)
     assert rent.per_million_tokens == pytest.approx(0.5)
     assert rent.lines[0].source == "prices.toml, 2026-01-02: contract 7"
+
+
+def test_without_tokens_there_is_no_price_of_a_million(tmp_path, trace, mm):
+    report = reckon(tmp_path, trace(mm(8, 8, 8)), tokens=None)
+    assert codes(report.notes) == ["cost-of-this-rank", "cost-tokens-unknown"]
+    assert report.bills[0].per_million_tokens is None
 
 
 def test_owning_is_capital_and_power_each_with_its_source(tmp_path, trace, mm):

@@ -9,7 +9,7 @@ from raised import raises_code
 
 from onerank.annotate import load_gpu
 from onerank.annotate.describe_gpu import described, to_toml
-from onerank.annotate.energy import PowerTimeline, report_energy
+from onerank.annotate.energy import StepDurations, report_energy
 from onerank.ir.measurement import SustainedCall
 
 CUBE = 2 * 8192**3
@@ -76,7 +76,7 @@ def test_measured_figures_stand_in_and_the_rest_stays(tmp_path: Path) -> None:
 def test_energy_goes_by_the_measured_coefficients(trace, mm) -> None:
     made = described(load_gpu("H200"), HELD, OTHERS, "by hand", "2026-11-21")
     found = report_energy(
-        trace(mm(4096, 4096, 4096, ns=343_600)), made, PowerTimeline(0, 343_600, "it")
+        trace(mm(4096, 4096, 4096, ns=343_600)), made, StepDurations(0, 343_600, "it")
     )
     # 2 * 4096^3 FLOPs in 343.6 us at 800 TFLOPS: half; 3 * 2 * 4096^2 bytes at 4 TB/s: 7.3 %
     assert found.source == "the GPU's description"

@@ -11,7 +11,7 @@ from job_options import axes, strategy
 from onerank.capture import Options, WindowPlan, capture
 from onerank.ir import Graph, World
 
-PLAN = WindowPlan(warm_up=2, pure=1)
+PLAN = WindowPlan(warm_up=2, timed_steps=1)
 
 MODEL = """
     import torch

@@ -11,14 +11,18 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from multiprocessing import forkserver
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, TypeVar
 from unittest import mock
 
 from onerank.capture.isolation import process_events as _process_events
+
+_T = TypeVar("_T")
 
 CPU_ONLY = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 _QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR", "KINETO_LOG_LEVEL": "6"}  # read when torch is imported
@@ -36,8 +40,8 @@ def run_command(
 ) -> subprocess.CompletedProcess[str]:
     """Run `onerank ARGS` and return its exit code and what it printed.
 
-    With `forks`, the command forks where it would start a fresh interpreter (`run_isolated`), so
-    each of its runs saves the seconds in which torch and transformers are imported.
+    With `forks`, the command forks where it would start a fresh interpreter (`run_isolated`) or the
+    server of a pool, so each saves the seconds in which torch and transformers are imported.
     """
     return _run_forked(functools.partial(_command, forks), [str(arg) for arg in args], environment)
 
@@ -45,6 +49,36 @@ def run_command(
 def run_code(code: str, *args: object) -> subprocess.CompletedProcess[str]:
     """Run `python -c CODE ARGS` and return its exit code and what it printed."""
     return _run_forked(functools.partial(_code, code), [str(arg) for arg in args], None)
+
+
+def call(function: Callable[..., _T], *args: Any, **options: Any) -> _T:
+    """Return `function(*args, **options)` of a forked process, or raise what it raises there.
+
+    Captures in it fork where they would start a fresh interpreter.
+    """
+    receiver, sender = forkserver_context().Pipe(duplex=False)
+    process = new_process(_answer, sender, functools.partial(function, *args, **options))
+    process.start()
+    sender.close()  # only when the process alone holds this end does its death end the `recv`
+    try:
+        if not receiver.poll(_TIMEOUT_S):
+            raise TimeoutError(f"{function.__qualname__} took more than {_TIMEOUT_S} s")
+        returned, value = receiver.recv()
+    finally:
+        process.kill()
+        process.join()
+    if not returned:
+        raise value
+    return value
+
+
+def new_process(target: Callable[..., None], *args: Any) -> Any:
+    """Return the process, not yet started, that calls `target(*args)`.
+
+    Captures in it fork where they would start a fresh interpreter.
+    """
+    setting = (target, args, {**os.environ, **CPU_ONLY, **_QUIET})
+    return forkserver_context().Process(target=_act_with_forks, args=setting)
 
 
 def _run_forked(
@@ -108,12 +142,31 @@ def _act(
     gc.freeze()  # what was imported: a collection would copy the pages that it lies in
     os.environ.clear()
     os.environ.update(environment)
-    tempfile.tempdir = None  # TMPDIR is asked anew
+    tempfile.tempdir = None  # the next use reads TMPDIR again
     os.chdir(place)
     for number, path in enumerate(printed, start=1):
         with path.open("wb") as file:
             os.dup2(file.fileno(), number)
     target(args)
+
+
+def _act_with_forks(
+    target: Callable[..., None], args: Sequence[Any], environment: dict[str, str]
+) -> None:
+    gc.freeze()  # as in `_act`
+    os.environ.clear()
+    os.environ.update(environment)
+    with _forking():
+        target(*args)
+
+
+def _answer(sender: Any, call: Callable[[], Any]) -> None:
+    try:
+        answer = True, call()
+    except Exception as error:  # noqa: BLE001  raised again by `call`
+        error.add_note(traceback.format_exc())
+        answer = False, error
+    sender.send(answer)
 
 
 def _code(code: str, args: list[str]) -> None:
@@ -122,12 +175,25 @@ def _code(code: str, args: list[str]) -> None:
 
 
 def _command(forks: bool, args: list[str]) -> None:
-    from onerank.capture import isolation
     from onerank.cli import onerank
 
     sys.argv = ["onerank", *args]
-    with mock.patch.object(isolation, "process_events", _forked) if forks else nullcontext():
+    with _forking() if forks else nullcontext():
         onerank()
+
+
+@contextmanager
+def _forking() -> Generator[None]:
+    """Let captures, and the workers of a plan, be forks of this process."""
+    from onerank.capture import isolation
+    from onerank.plan import tasks
+
+    forks = SimpleNamespace(get_context=lambda _: multiprocessing.get_context("fork"))
+    with (
+        mock.patch.object(isolation, "process_events", _forked),
+        mock.patch.object(tasks, "multiprocessing", forks),
+    ):
+        yield
 
 
 @contextmanager

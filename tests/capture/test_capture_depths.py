@@ -24,7 +24,7 @@ from onerank.converters.targets.astra_sim.check import check
 from onerank.ir import Evidence, Graph, World
 from onerank.ir.errors import DepthError
 
-PLAN = WindowPlan(warm_up=1, pure=1)
+PLAN = WindowPlan(warm_up=1, timed_steps=1)
 
 WHOLE = 6
 

@@ -19,7 +19,7 @@ from onerank.capture.parallelize.experts.expert_parallel import expert_loads
 from onerank.capture.parallelize.experts.routing import Routing
 from onerank.capture.parallelize.pipeline.stage import PipelineStage
 from onerank.capture.parallelize.shard_model import classes_along, rank_classes
-from onerank.converters.expand.pipeline import Schedule, expand
+from onerank.converters.expand.pipeline import PipelineSchedule, expand
 from onerank.converters.expand.ranks import expand_ranks
 from onerank.converters.targets.astra_sim.check import check
 from onerank.converters.targets.astra_sim.exporter import export_ranks
@@ -286,7 +286,7 @@ def test_uneven_experts_of_a_pipeline_s_stages(tmp_path):
     script.write_text(EXPERTS)
     graphs = captured(script, World.of(dp=2, pp=2, ep=2), [0, 1, 2, 3])
     on_h100 = [recost(graph, "H100") for graph in graphs.values()]
-    rank_graphs = expand(on_h100, Schedule("1f1b"), 4)
+    rank_graphs = expand(on_h100, PipelineSchedule("1f1b"), 4)
     assert [(entry.ranks, entry.stages) for entry in rank_graphs] == [
         ((0,), (0,)), ((1,), (0,)), ((2,), (1,)), ((3,), (1,))]  # fmt: skip
     done = export_ranks(rank_graphs, tmp_path / "out")
@@ -372,7 +372,7 @@ def test_ranks_in_turn_on_a_gpu_leave_each_other_no_memory(tmp_path):
     assert measured.start_memory_bytes == expected.start_memory_bytes
     assert measured.peak_memory_bytes == expected.peak_memory_bytes
     graphs = [captured_rank.graph for captured_rank in both.captures.values()]
-    assert export_ranks(expand(graphs, Schedule("1f1b"), 4), tmp_path / "out").ranks == 4
+    assert export_ranks(expand(graphs, PipelineSchedule("1f1b"), 4), tmp_path / "out").ranks == 4
 
 
 REFUSED: dict[str, tuple[str, World, dict[str, Any], Any, str]] = {

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 import onerank
-from onerank.analysis.step_time import replay
 from onerank.capture.collective_kernels import CollectiveEmulation, uniform
 from onerank.capture.fake_world.recorder import Recorder
 from onerank.ir import Collective, Graph, Kind, Phase
+from onerank.ir.replay import steady_state_step
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_llama.py"
 
@@ -55,8 +55,8 @@ def captured(request, tmp_path_factory) -> tuple[Graph, list[dict], dict]:
     )
     assert done.returncode == 0, done.stderr
     profile = gzip.decompress((directory / "raw" / "profile.json.gz").read_bytes())
-    told = json.loads(done.stdout)
-    return onerank.read(directory / "trace.et"), json.loads(profile)["traceEvents"], told
+    measured = json.loads(done.stdout)
+    return onerank.read(directory / "trace.et"), json.loads(profile)["traceEvents"], measured
 
 
 def gpu_events(events: list[dict]) -> list[dict]:
@@ -64,33 +64,33 @@ def gpu_events(events: list[dict]) -> list[dict]:
 
 
 def test_kernel_time_is_kinetos_to_the_nanosecond(captured):
-    graph, events, told = captured
+    graph, events, measured = captured
     total = sum(round(event["dur"] * 1000) for event in gpu_events(events))
     markers = [event for event in events if event["name"] == "onerank_standin_marker"]
     calls = graph.mask(Kind.COLLECTIVE).sum()
     assert len([event for event in markers if event["cat"] == "kernel"]) == calls
-    left_out = len(gpu_events(events)) - told["gpu_ops"]
+    left_out = len(gpu_events(events)) - measured["gpu_ops"]
     if left_out == calls:  # megatron: beside the markers nothing runs in its all-reduces' place
         marked = sum(round(event["dur"] * 1000) for event in markers if event["cat"] == "kernel")
-        assert told["gpu_time_ns"] == total - marked
+        assert measured["gpu_time_ns"] == total - marked
     else:  # hf: one copy stands for the all-gather of the logits
         assert left_out == calls + 1
-        assert told["gpu_time_ns"] < total
-    assert graph.nodes.duration_ns[graph.gpu_compute].sum() == told["gpu_time_ns"]
+        assert measured["gpu_time_ns"] < total
+    assert graph.nodes.duration_ns[graph.gpu_compute].sum() == measured["gpu_time_ns"]
 
 
 def test_peak_memory_is_the_allocators(captured):
-    _, events, told = captured
+    _, events, measured = captured
     on_gpu = [e for e in events if e["name"] == "[memory]" and e["args"]["Device Type"] == 1]
-    assert told["peak_memory_bytes"] == max(e["args"]["Total Allocated"] for e in on_gpu)
+    assert measured["peak_memory_bytes"] == max(e["args"]["Total Allocated"] for e in on_gpu)
 
 
 def test_every_phase_and_the_device_are_there(captured):
-    graph, _, told = captured
+    graph, _, measured = captured
     phases = set(graph.nodes.phase[graph.gpu_compute].tolist())
     assert {Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER} <= phases
     assert graph.job.device.name == torch.cuda.get_device_name()
-    assert told["profiled_step_ns"] > 0
+    assert measured["profiled_step_ns"] > 0
     assert len(graph.topological_order()) == len(graph)
 
 
@@ -137,12 +137,12 @@ def test_context_parallel(tmp_path):
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    kinds = {(use["type"], use["phase"]) for use in told["collectives"]}
+    measured = json.loads(done.stdout)
+    kinds = {(use["type"], use["phase"]) for use in measured["collectives"]}
     assert kinds & {("all_gather", "forward"), ("all_to_all", "forward")}
     assert kinds & {("all_to_all", "backward"), ("reduce_scatter", "backward")}
     shard = 2 * 512 // 4 * 4 * 64 * 2  # bytes of one rank's keys: batch, length, heads, width
-    assert {use["bytes"] for use in told["collectives"]} & {shard, 2 * shard}
+    assert {use["bytes"] for use in measured["collectives"]} & {shard, 2 * shard}
 
 
 @pytest.fixture
@@ -256,13 +256,16 @@ def test_ddp_overlaps_and_keeps_both_times(tmp_path):
     assert (graph.nodes.uncontended_ns[compute] > 0).mean() > 0.95
     waiting = graph.edges.target[np.isin(graph.edges.source, np.flatnonzero(calls))]
     assert compute[waiting].any()  # what reads the gradients waits for them
-    told = graph.job.measurement
-    assert len(told.host_step_ns) == 3
-    assert told.host_overhead is not None
-    assert 0.2 <= told.host_overhead.host_factor <= 1.2
-    row = replay(graph).steady_state
-    assert row is not None
-    assert row.step_ns == told.median_step_ns
+    measured = graph.job.measurement
+    assert len(measured.host_step_ns) == 3
+    assert measured.host_overhead is not None
+    assert 0.2 <= measured.host_overhead.host_factor <= 1.2
+    step = steady_state_step(graph, as_captured=True)
+    assert step is not None
+    assert step.step_ns + step.residual_ns == measured.median_step_ns
+    assert measured.emulated_calls is not None
+    assert measured.emulated_calls.asynchronous >= calls.sum()
+    assert measured.emulated_calls.host_ns > 0
 
 
 def test_a_sharded_model_is_never_whole_on_the_gpu(tmp_path):

@@ -1,4 +1,4 @@
-"""The two clocks on a GPU; skipped where there is none."""
+"""The step and module timers on a GPU; skipped where there is none."""
 
 import gc
 from pathlib import Path
@@ -11,8 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from onerank.analysis.breakdown import parts
 from onerank.capture import Capture, Options, WindowPlan, capture
-from onerank.capture.profiling.clocks import ModuleClock
 from onerank.capture.profiling.module_scopes import Modules
+from onerank.capture.profiling.step_timers import ModuleTimer
 from onerank.ir import Phase
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_llama.py"
@@ -39,7 +39,7 @@ def test_every_kernel_has_a_median_of_its_steps(captured):
     assert not has_note(graph.job.measurement.notes, "peak-memory-varies")
 
 
-def test_gaps_come_from_the_pure_steps(captured):
+def test_gaps_come_from_the_timed_steps(captured):
     measurement = captured.graph.job.measurement
     step = measurement.median_step_ns
     assert step is not None
@@ -107,7 +107,7 @@ def test_the_module_clock_launches_nothing_and_takes_no_memory():
         step(), step()
         gc.collect()  # what is freed within a step would lower its peak
         expected = step()
-        clock = ModuleClock(modules, on_gpu=True)
+        clock = ModuleTimer(modules, on_gpu=True)
         with clock.running():
             found = step()
             clock.end_step(counts=True)
@@ -133,7 +133,7 @@ while True:
     optimizer.zero_grad()
 """
     )
-    graph = capture(path, [], Options(windows=WindowPlan(warm_up=1, pure=1))).graph
+    graph = capture(path, [], Options(windows=WindowPlan(warm_up=1, timed_steps=1))).graph
     assert has_note(graph.job.measurement.notes, "steps-skipped")
     assert any(node.phase is Phase.OPTIMIZER for node in graph)
     products = [n for n in graph if n.phase is Phase.FORWARD and n.text("op") == "aten::addmm"]

@@ -8,7 +8,7 @@ from goal_machine import parse, run
 from raised import raises_code
 from small_job import capture_small
 
-from onerank.converters.expand.pipeline import Schedule, expand
+from onerank.converters.expand.pipeline import PipelineSchedule, expand
 from onerank.converters.targets import goal, simai
 from onerank.ir import Graph, World
 
@@ -56,7 +56,7 @@ def test_goal_runs_as_long_as_the_kernels(captured: Graph, tmp_path: Path) -> No
     path = tmp_path / "job.goal"
     if captured.job.pipeline:
         with raises_code("pipeline-missing-stage"):
-            goal.export_ranks(expand([captured], Schedule.parse("1f1b"), 2), path)
+            goal.export_ranks(expand([captured], PipelineSchedule.parse("1f1b"), 2), path)
         return
     made = goal.export(captured, path)
     assert made.ranks == captured.job.world.size

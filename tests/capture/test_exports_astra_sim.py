@@ -15,7 +15,7 @@ from notes import note_of
 from small_job import capture_small
 
 from onerank.converters.expand.data_parallel import replica_notes, with_replicas
-from onerank.converters.expand.pipeline import Schedule, expand
+from onerank.converters.expand.pipeline import PipelineSchedule, expand
 from onerank.converters.targets.astra_sim.exporter import AstraSimExport, export, export_ranks
 from onerank.ir import Collective, Graph, World
 from onerank.ir.chakra import read_records
@@ -59,7 +59,7 @@ def exported(graphs: list[Graph], directory: Path, dp: int | None) -> AstraSimEx
     notes = replica_notes(graphs, dp) if dp else []
     scaled = [with_replicas(graph, dp) for graph in graphs] if dp else graphs
     if "pp" in scaled[0].job.world.sizes:
-        rank_graphs = expand(scaled, Schedule.parse("1f1b"), 4)
+        rank_graphs = expand(scaled, PipelineSchedule.parse("1f1b"), 4)
         return export_ranks(rank_graphs, directory, notes=notes)
     return export(scaled[0], directory, notes=notes)
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from onerank.capture import patches
-from onerank.capture.patches import INSTALLED_ELSEWHERE, PATCHES, Patch, patched, replaced, resolve
+from onerank.capture.patch_registry import INSTALLED_ELSEWHERE, PATCHES, Patch
+from onerank.capture.patches import patched, replaced, resolve
 from onerank.capture.verify import threaded_world
 
 CAPTURE = Path(patches.__file__).parent

@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig
 
 from onerank.capture import Options, capture_script, run_as_rank, validate_options
 from onerank.capture.bench import measure_link
-from onerank.capture.bench.bench_call import BenchCall, Operand
+from onerank.capture.bench.bench_call import BenchCall, BenchOperand
 from onerank.capture.bench.bench_runner import Bench
 from onerank.capture.bench.gpu_limits import microbenchmarks
 from onerank.capture.bench.random_operands import overload_of, with_random_operands
@@ -253,9 +253,9 @@ CALLS: dict[str, Callable[[], Any]] = {
         "aten::mm", "[[2,2]]", json.dumps(["Tensor(c10::BFloat32)"]), '[[1,2,0,4,2,"cuda:0"]]'
     ),
     "bench-unknown-operator": lambda: overload_of(BenchCall("aten::no_such_operator", ())),
-    "bench-no-overload": lambda: overload_of(BenchCall("aten::mm", (Operand((2, 2)),) * 5)),
+    "bench-no-overload": lambda: overload_of(BenchCall("aten::mm", (BenchOperand((2, 2)),) * 5)),
     "bench-unknown-range": lambda: with_random_operands(
-        BenchCall("aten::bincount", (Operand((4,), "int64"),)),
+        BenchCall("aten::bincount", (BenchOperand((4,), "int64"),)),
         torch.device("cpu"),
     ),
 }
@@ -264,7 +264,7 @@ CALLS: dict[str, Callable[[], Any]] = {
 def test_a_call_that_fails() -> None:
     bench = bare(Bench, device=torch.device("cpu"), on_gpu=False)
     with raises_code("bench-call-failed", naming="aten::mm"):
-        bench._warm(BenchCall("aten::mm", (Operand((2, 3)), Operand((2, 3)))))
+        bench._warm(BenchCall("aten::mm", (BenchOperand((2, 3)), BenchOperand((2, 3)))))
 
 
 def test_ranks_of_a_link_that_cannot_communicate(monkeypatch: pytest.MonkeyPatch) -> None:

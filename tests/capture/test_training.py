@@ -49,7 +49,7 @@ MODEL = """
 def run(directory: Path, text: str, **plan: int) -> Capture:
     path = directory / "train.py"
     path.write_text(textwrap.dedent(MODEL) + textwrap.dedent(text))
-    return capture(path, [], Options(windows=WindowPlan(warm_up=1, pure=1, **plan)))
+    return capture(path, [], Options(windows=WindowPlan(warm_up=1, timed_steps=1, **plan)))
 
 
 OPTIMIZERS = {
@@ -136,7 +136,7 @@ def test_a_step_that_a_grad_scaler_skips_is_no_step(tmp_path):
     lookups = [n for n in graph if n.name == "aten::index_select" and n.phase is Phase.FORWARD]
     assert len(lookups) == 1  # one iteration
     assert any(n.phase is Phase.OPTIMIZER for n in graph)
-    # warm-up 1; pure 2; timed 4, 5, 7; the profiler's 8; profiled 11, 14 and 17, since behind those
+    # warm-up 1; timed 2; by module 4, 5, 7; profiler 8; profiled 11, 14 and 17, since behind those
     # that were skipped (9, 12, 15) one passes by; structure 20
     note_of(graph.job.measurement.notes, "steps-skipped", "6 of 20")
     assert len(graph.job.measurement.timed_step_ns) == 3
@@ -158,7 +158,7 @@ def test_steps_that_are_skipped_at_first_are_no_warm_up(tmp_path):
             optimizer.zero_grad()
         """,
     )
-    # warm-up 6; pure 7; timed 8 to 10; the profiler's 11; profiled 12; structure 13
+    # warm-up 6; timed 7; by module 8 to 10; the profiler's 11; profiled 12; structure 13
     note_of(done.graph.job.measurement.notes, "steps-skipped", "6 of 14")
 
 

@@ -274,7 +274,7 @@ def test_times_and_shapes_come_from_steps_of_equal_shapes(lengths, tmp_path):
         "    model(torch.randn(length, 16)).sum().backward()\n"
         "    optimizer.step()\n"
     )
-    graph = capture(path, [], Options(windows=WindowPlan(warm_up=1, pure=1))).graph
+    graph = capture(path, [], Options(windows=WindowPlan(warm_up=1, timed_steps=1))).graph
     measured = graph.job.measurement
     assert not has_note(measured.notes, "times-of-other-shapes")
     varied = "," in lengths
@@ -424,7 +424,7 @@ def test_a_loss_summed_for_a_log_in_the_profiled_step_alone_is_left_out(tmp_path
         "    if step == 5:\n"
         "        dist.all_reduce(loss.detach(), async_op=True).wait()\n"
     )
-    done = capture(path, [], Options(dp=2, windows=WindowPlan(warm_up=1, pure=1)))
+    done = capture(path, [], Options(dp=2, windows=WindowPlan(warm_up=1, timed_steps=1)))
     calls = [(n.name, n.value("comm_bytes")) for n in done.graph if n.kind.is_communication]
     assert calls == [("all_reduce", 20 * 72 * 4)]
     note_of(done.conversion.notes, "calls-without-arguments", 1)

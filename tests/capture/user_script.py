@@ -14,5 +14,5 @@ def run(directory: Path, text: str, world: World, **options: Any) -> Graph:
     path = directory / "train.py"
     path.write_text(textwrap.dedent(text))
     return capture(
-        path, [], Options(**axes(world), windows=WindowPlan(warm_up=1, pure=1), **options)
+        path, [], Options(**axes(world), windows=WindowPlan(warm_up=1, timed_steps=1), **options)
     ).graph

@@ -10,11 +10,12 @@ import msgspec
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from notes import note_of
 
 import onerank
 from onerank.annotate.kernel_db.database import KernelRow, read_database, table_of, write_database
-from onerank.capture.bench.bench_call import BenchCall, Operand
-from onerank.capture.bench.bench_runner import Bench, Device, Message
+from onerank.capture.bench.bench_call import BenchCall, BenchOperand
+from onerank.capture.bench.bench_runner import Bench, BenchDevice, Message
 from onerank.capture.bench.measure_call import Account
 from onerank.capture.bench.requests import BenchRequest
 from onerank.cli import onerank as command
@@ -112,7 +113,7 @@ def test_what_was_measured_until_the_end_is_kept(
     stop: BaseException, code: int, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The GPU is played by the CPU, without a process of its own."""
-    small = Operand((8, 8), "float32")
+    small = BenchOperand((8, 8), "float32")
     requests = [BenchRequest((BenchCall(f"aten::{op}", (small,)),)) for op in ("silu", "relu")]
 
     def start(given: Sequence[BenchRequest], *_: Any) -> Iterator[Message]:
@@ -122,7 +123,7 @@ def test_what_was_measured_until_the_end_is_kept(
         yield "end", (0, account)
         raise stop
 
-    device = contextlib.nullcontext(Device(torch.device("cpu"), "CPU"))
+    device = contextlib.nullcontext(BenchDevice(torch.device("cpu"), "CPU"))
     monkeypatch.setattr("onerank.capture.bench.bench_runner.on_device", lambda _: device)
     monkeypatch.setattr("onerank.capture.bench.bench_runner.child_on", lambda _: start)
     monkeypatch.setattr("onerank.capture.bench.requests.training_grid", lambda: requests)
@@ -131,6 +132,23 @@ def test_what_was_measured_until_the_end_is_kept(
     assert done.exit_code == code
     assert told in " ".join(done.output.split("\n"))
     assert read_database(output)["operator"].to_list() == ["aten::silu"]
+
+
+def test_calls_of_the_updated_database_are_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = [BenchRequest((BenchCall(f"aten::{op}", ()),)) for op in ("silu", "relu")]
+    device = contextlib.nullcontext(BenchDevice(torch.device("cpu"), "CPU"))
+    runner = "onerank.capture.bench.bench_runner"
+    monkeypatch.setattr(f"{runner}.on_device", lambda _: device)
+    monkeypatch.setattr(f"{runner}.measure_isolated", lambda *_, **__: (row for row in ()))
+    monkeypatch.setattr("onerank.capture.bench.requests.training_grid", lambda: requests)
+    monkeypatch.setattr("onerank.cli.commands.bench.lacking", lambda given, *_: given[1:])
+    known = tmp_path / "known.parquet"
+    write_database(table_of([ROW]), known)
+    done = run("--grid", "training", "--update", known, "-o", tmp_path / "out.parquet", "--json")
+    assert done.exit_code == 0, done.output
+    note_of(msgspec.json.decode(done.stdout)["notes"], "bench-calls-known", 1, "known.parquet")
 
 
 def test_a_gpu_that_is_not_there_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +160,7 @@ def test_a_gpu_that_is_not_there_is_told(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_what_a_database_holds_is_not_measured_again() -> None:
-    left, right = Operand((8, 4)), Operand((4, 2))
+    left, right = BenchOperand((8, 4)), BenchOperand((4, 2))
     plain = BenchCall("aten::mm", (left, right))
     turned = BenchCall("aten::mm", (left, right.swapped(0, 1)))
     versions = {"torch": "2.11", "cuda": "13.0", "cudnn": "", "driver": "", "triton": ""}

@@ -1,12 +1,11 @@
 """`onerank bench link` between processes on the CPU."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
 import pytest
 from invoke_cli import refused
+from own_process import run_code
 
 from onerank.capture.bench.measure_link import (
     CALLS,
@@ -22,11 +21,14 @@ KIB, MIB = 1 << 10, 1 << 20
 SIZES = [4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB]
 
 
-# Starts the ranks as torchrun does, as forks of one process: eight imports of torch take 20 s.
+# Starts the ranks as torchrun does, as forks of one process: six imports of torch take 20 s. Their
+# windows last a tenth of the command's, because these tests check no rate.
 FORK = """
 import os, socket, sys
-import onerank.capture.bench.measure_link
+from onerank.capture.bench import measure_link
 from onerank.cli import onerank
+
+measure_link._WINDOW_NS = 1e6
 
 ranks, *arguments = sys.argv[1:]
 with socket.socket() as free:
@@ -48,13 +50,7 @@ def links(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[MeasuredL
     links: dict[int, tuple[MeasuredLink, Network]] = {}
     for ranks in (2, 4):
         output = directory / f"{ranks}.toml"
-        done = subprocess.run(
-            [sys.executable, "-c", FORK, str(ranks), "--most-mib", "1", "--json", "-o", output],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
+        done = run_code(FORK, ranks, "--most-mib", 1, "--json", "-o", output)
         assert done.returncode == 0, done.stderr
         assert "Warning" not in done.stderr
         links[ranks] = msgspec.json.decode(done.stdout, type=MeasuredLink), load_network(output)

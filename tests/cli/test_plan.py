@@ -13,7 +13,7 @@ from onerank.ir.errors import OneRankError
 from onerank.ir.notes import Note
 from onerank.plan import make_plan
 from onerank.plan.config import PlanConfig
-from onerank.plan.layouts import Layout, Outcome, Range, enumerate_layouts
+from onerank.plan.layouts import Layout, Outcome, PredictedRange, enumerate_layouts
 from onerank.plan.make_plan import Plan, check_fits, pareto_front
 from onerank.plan.tasks import Executor, Store
 
@@ -40,8 +40,8 @@ GB = 10**9
 
 def outcome(layout: Layout) -> Outcome:
     """Return a step of 2 s and 16 GB for each tp; from tp 4 on it does not fit into 80 GB."""
-    step = Range(2e9, 1.9e9, 2.2e9) * layout.tp
-    peak = Range(30e9, 29e9, 31e9) * layout.tp
+    step = PredictedRange(2e9, 1.9e9, 2.2e9) * layout.tp
+    peak = PredictedRange(30e9, 29e9, 31e9) * layout.tp
     over = max(0, round(peak.value - 80 * GB))
     return Outcome(
         layout=layout,
@@ -52,7 +52,7 @@ def outcome(layout: Layout) -> Outcome:
         peak_bytes=peak,
         fits=over == 0,
         over_bytes=over,
-        energy_j=Range(8000.0, 7000.0, 9000.0),
+        energy_j=PredictedRange(8000.0, 7000.0, 9000.0),
         money=step * (3.6 * layout.gpus / 3.6e12),
         compute_ns=1.0,
         exposed_communication_ns=1.0,

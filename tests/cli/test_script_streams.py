@@ -12,9 +12,9 @@ with script_streams(stdout_to_stderr=False) as progress:
     progress("warm-up, step 2 of 3")
     progress("warm-up, step 3 of 3")
     print("loss 1.0")
-    progress("pure, step 1 of 2")
+    progress("timed, step 1 of 2")
     print("half", end="")
-    progress("pure, step 2 of 2")
+    progress("timed, step 2 of 2")
     progress("linking the traces")
 print("summary")
 """
@@ -38,9 +38,9 @@ def test_a_live_line_gives_way_to_the_scripts_output():
         "· running train.py",
         "· warm-up, step 2 of 3\r\x1b[K· warm-up, step 3 of 3",
         "loss 1.0",
-        "· pure, step 1 of 2",
+        "· timed, step 1 of 2",
         "half",
-        "· pure, step 2 of 2",
+        "· timed, step 2 of 2",
         "· linking the traces",
         "summary",
         "",
@@ -54,7 +54,7 @@ def test_a_log_gets_a_line_per_event():
         "· running train.py",
         "· warm-up, step 2 of 3",
         "· warm-up, step 3 of 3",
-        "· pure, step 1 of 2",
-        "· pure, step 2 of 2",
+        "· timed, step 1 of 2",
+        "· timed, step 2 of 2",
         "· linking the traces",
     ]

@@ -97,6 +97,10 @@ class Trace:
     def annotation(self, name: str, ts: float, dur: float, *, tid: int = 1) -> None:
         self._event("user_annotation", name, ts, dur, tid, {})
 
+    def frame(self, name: str, ts: float, dur: float, *, tid: int = 1) -> None:
+        """Add a Python frame, as the profiler records them with stacks."""
+        self._event("python_function", name, ts, dur, tid, {})
+
     def write(self, directory: Path, **rest: Any) -> tuple[Path, Path]:
         """Write both files; `rest` has the other fields of the Kineto trace."""
         kineto, et = directory / "kineto.json", directory / "et.json"

@@ -16,7 +16,7 @@ from stages import stage
 
 from onerank.converters.expand.host_delays import insert_host_delays
 from onerank.converters.expand.layers import captured_layers, compose, ddp_buckets, nonlayer_nodes
-from onerank.converters.expand.pipeline import Schedule, stages
+from onerank.converters.expand.pipeline import PipelineSchedule, stages
 from onerank.converters.expand.ranks import expand_ranks
 from onerank.converters.sources.kineto import collectives, rank_directory
 from onerank.converters.sources.kineto.memory_events import read_history
@@ -76,7 +76,7 @@ SIMAI: dict[str, Callable[[Path], Any]] = {
     "simai-other-job": lambda path: simai.export(
         [stage(0, 2), stage(1, 2, world=World.of(pp=2, dp=2))],
         path,
-        schedule=Schedule.parse("1f1b"),
+        schedule=PipelineSchedule.parse("1f1b"),
     ),
     "simai-row-too-long": lambda _: simai_rows._split(
         simai_rows.WorkloadRow("layer", forward_ns=10_001 * simai_rows.LARGEST_NS)
@@ -145,7 +145,7 @@ EXPANDED: dict[str, Callable[[], Any]] = {
     "depth-no-layer-nodes": lambda: captured_layers.find_layers(operator(), "model.layers", 2),
     "depth-interleaved-layers": lambda: captured_layers._add_pass(
         SimpleNamespace(layers=2, module="model.layers"),  # type: ignore[arg-type]
-        captured_layers.Pass(1, "forward", ascending=True),
+        captured_layers.LayerPass(1, "forward", ascending=True),
         [0, 1, 2],
         [(0, 0), (1, 1), (2, 0)],
     ),

@@ -5,12 +5,12 @@ import signal
 import time
 from pathlib import Path
 
-from onerank.plan.layouts import PlanError, Range
+from onerank.plan.layouts import PlanError, PredictedRange
 
 
-def square(number: int) -> Range:
+def square(number: int) -> PredictedRange:
     """Return the square, as a record."""
-    return Range(number**2, 0.0, 1.0)
+    return PredictedRange(number**2, 0.0, 1.0)
 
 
 def total(results: dict[str, dict[str, float]]) -> float:

@@ -16,7 +16,18 @@ from onerank.annotate.passes.host_time import scale_host
 from onerank.cli import onerank as command
 from onerank.converters.expand.host_delays import NAME, insert_host_delays
 from onerank.converters.sources.kineto.trace_job import with_host_overhead
-from onerank.ir import Graph, GraphBuilder, HostOverhead, Job, Kind, Measurement, Reason
+from onerank.ir import (
+    EmulatedCalls,
+    Evidence,
+    Graph,
+    GraphBuilder,
+    HostOverhead,
+    Job,
+    Kind,
+    Measurement,
+    Reason,
+)
+from onerank.ir.measurement import C10D_NS
 from onerank.ir.replay import schedule, steady_state_step, with_step_time
 
 GRAPHS = Path(__file__).parents[2] / "traces" / "h200-llama-8b-4l-tp2-graphs"
@@ -31,8 +42,11 @@ def captured(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     return paths
 
 
-def launches(kernel_us: int, *, reads: bool = False) -> Graph:
-    """Three operators of 10 us, each with a kernel; the step may end when the last was read."""
+def launches(kernel_us: int, *, reads: bool = False, calls: bool = False) -> Graph:
+    """Three operators of 10 us, each with a kernel; the step may end when the last was read.
+
+    With `calls`, the kernel of each is an emulated all-reduce.
+    """
     builder, before, kernel = GraphBuilder(), None, None
     for place in range(3):
         begun = place * 10_000
@@ -42,8 +56,13 @@ def launches(kernel_us: int, *, reads: bool = False) -> Graph:
         if before is not None:
             builder.edge(before, op, Reason.PROGRAM_ORDER)
         start = max(begun + 5_000, 5_000 + place * kernel_us * 1000)
+        kind = {"kind": Kind.COLLECTIVE, "evidence": Evidence.SCALED} if calls else {}
         launched = builder.add(
-            name="gemm", kind=Kind.KERNEL, stream=7, start_ns=start, duration_ns=kernel_us * 1000
+            name="gemm",
+            stream=7,
+            start_ns=start,
+            duration_ns=kernel_us * 1000,
+            **({"kind": Kind.KERNEL} | kind),
         )
         builder.edge(op, launched, Reason.LAUNCH)
         if kernel is not None:
@@ -76,6 +95,21 @@ def test_a_host_ahead_of_its_gpu_is_hidden():
     assert replay(launches(20)).step_time_ns == 65_000
     assert steady_state_us(launches(20)) == 60
     assert steady_state_us(launches(4)) == 30  # the host's time
+
+
+def test_emulated_calls_keep_the_host_as_long_as_real_ones():
+    """An all-reduce and its wait take 28.2 us, where NCCL takes 22 and 2.2."""
+    graph = launches(4, calls=True)
+    emulated = EmulatedCalls(synchronous=0, asynchronous=3, waits=3, host_ns=3 * (28_200 - C10D_NS))
+    measurement = msgspec.structs.replace(graph.job.measurement, emulated_calls=emulated)
+    graph = replace(graph, job=Job(measurement=measurement))
+    # Of three operators of 10 us, two are followed by another one of the step.
+    assert steady_state_us(graph) == 30 - 2 * 4
+    assert steady_state_step(graph, as_captured=True).step_ns == 30_000
+    # The measured step contains the emulation, what the replay lacks of it does not.
+    assert steady_state_ns(replay(with_step_time(graph, 33_000))) == 25_000
+    real = graph.with_columns(evidence=np.full(len(graph), Evidence.MEASURED))
+    assert steady_state_us(real) == 30
 
 
 def test_a_step_that_reads_its_result_has_no_lead():

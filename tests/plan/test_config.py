@@ -8,7 +8,7 @@ import pytest
 
 from onerank.ir.errors import OneRankError
 from onerank.plan.captures import TRAIN_MODEL
-from onerank.plan.cluster import Link
+from onerank.plan.cluster import ClusterLink
 from onerank.plan.config import PlanConfig, read_config
 
 CONFIG = """\
@@ -58,13 +58,13 @@ def test_a_single_value_is_a_list_of_one(read: Read):
     assert job.choices.seq == (4096,)
     assert job.choices.dp == "rest"
     assert (job.cluster.gpus, job.global_batch) == (16, 64)
-    assert job.cluster.inter_node == Link(45, 25)
+    assert job.cluster.inter_node == ClusterLink(45, 25)
     assert job.model.arguments[3] == '{"a": 1}'
 
 
 def test_one_node_needs_no_network_between_nodes(read: Read):
     config = read(CONFIG.replace("nodes = 2", "nodes = 1").replace("inter_node", "#"))
-    assert config.job.cluster.inter_node == Link(370, 10)
+    assert config.job.cluster.inter_node == ClusterLink(370, 10)
 
 
 def test_a_model_is_trained_by_the_loop_of_onerank(read: Read):

@@ -3,13 +3,13 @@
 import pytest
 from stages import captures
 
-from onerank.converters.expand.pipeline import Schedule, expand
+from onerank.converters.expand.pipeline import PipelineSchedule, expand
 from onerank.converters.expand.ranks import RankGraph
 from onerank.ir import Kind
-from onerank.plan.cluster import Link, Network
-from onerank.plan.job_replay import replay_job
+from onerank.plan.cluster import ClusterLink, ClusterNetwork
+from onerank.plan.pipeline_step import replay_job
 
-INSTANT = Network(8, Link(1e9, 0.0), Link(1e9, 0.0))
+INSTANT = ClusterNetwork(8, ClusterLink(1e9, 0.0), ClusterLink(1e9, 0.0))
 
 
 def end_of_expanded(rank_graphs: list[RankGraph]) -> int:
@@ -46,7 +46,7 @@ def end_of_expanded(rank_graphs: list[RankGraph]) -> int:
 def test_blocks_take_as_long_as_all_ranks(schedule: str, micro_batches: int) -> None:
     if schedule == "interleaved:2" and micro_batches == 13:
         micro_batches = 12
-    parsed = Schedule.parse(schedule)
+    parsed = PipelineSchedule.parse(schedule)
     graphs = captures()
     expanded = expand(graphs, parsed, micro_batches)
     replayed = replay_job(graphs, INSTANT, parsed, micro_batches)

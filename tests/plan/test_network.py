@@ -2,9 +2,9 @@
 
 import pytest
 
-from onerank.plan.cluster import Link, Network
+from onerank.plan.cluster import ClusterLink, ClusterNetwork
 
-NETWORK = Network(8, Link(400, 10), Link(50, 20))
+NETWORK = ClusterNetwork(8, ClusterLink(400, 10), ClusterLink(50, 20))
 
 
 @pytest.mark.parametrize(
@@ -29,6 +29,6 @@ def test_a_group_of_one_rank_takes_no_time() -> None:
 
 
 def test_without_a_latency_nccl_s_model_gives_one() -> None:
-    inside, across = (Network(8, Link(400), Link(50)).time_ns("all_reduce", 0, ranks)
-                      for ranks in (tuple(range(8)), tuple(range(16))))  # fmt: skip
+    network = ClusterNetwork(8, ClusterLink(400), ClusterLink(50))
+    inside, across = (network.time_ns("all_reduce", 0, tuple(range(n))) for n in (8, 16))
     assert 0 < inside < across < 1e6

@@ -2,9 +2,9 @@
 
 import pytest
 
-from onerank.converters.expand.pipeline import Schedule
+from onerank.converters.expand.pipeline import PipelineSchedule
 from onerank.converters.expand.pipeline.schedules import BACKWARD, FORWARD
-from onerank.converters.expand.pipeline.stages import AFTER, BEFORE, Block
+from onerank.converters.expand.pipeline.stages import AFTER, BEFORE, StageBlock
 from onerank.plan.pipeline_step import pipeline_step
 from onerank.plan.stage_times import NO_FIGURES, Figures, StageTimes, at_depth
 
@@ -12,10 +12,13 @@ FORWARD_NS, BACKWARD_NS, OPTIMIZER_NS = 100, 200, 50
 
 
 def _stage(scale: float = 1.0) -> StageTimes:
-    blocks = {Block(BEFORE): NO_FIGURES, Block(AFTER): Figures(OPTIMIZER_NS, OPTIMIZER_NS)}
+    blocks = {
+        StageBlock(BEFORE): NO_FIGURES,
+        StageBlock(AFTER): Figures(OPTIMIZER_NS, OPTIMIZER_NS),
+    }
     for micro_batch in range(3):
         for phase, ns in ((FORWARD, FORWARD_NS), (BACKWARD, BACKWARD_NS)):
-            blocks[Block(phase, micro_batch)] = Figures(ns * scale, ns * scale, 0, 1, 10)
+            blocks[StageBlock(phase, micro_batch)] = Figures(ns * scale, ns * scale, 0, 1, 10)
     return StageTimes(
         blocks=blocks, micro_batches=3, input_share=0.5, sent_bytes=(1000, 1000), start_bytes=1e6,
         activation_bytes=1000, temporary_bytes=10, other_bytes=5, compute_factors=(0.9, 1.1),
@@ -32,7 +35,9 @@ def _no_message(size: int, rank: int, peer: int) -> float:
 def test_a_flush_adds_ranks_minus_one_micro_batches(
     ranks: int, micro_batches: int, schedule: str
 ) -> None:
-    step = pipeline_step([_stage()] * ranks, Schedule.parse(schedule), micro_batches, _no_message)
+    step = pipeline_step(
+        [_stage()] * ranks, PipelineSchedule.parse(schedule), micro_batches, _no_message
+    )
     each = FORWARD_NS + BACKWARD_NS
     assert step.slowest.end_ns == (micro_batches + ranks - 1) * each + OPTIMIZER_NS
     for rank in step.ranks:
@@ -44,7 +49,7 @@ def test_interleaving_divides_the_bubble_by_the_chunks() -> None:
     ranks, micro_batches, chunks = 4, 8, 2
     step = pipeline_step(
         [_stage(1 / chunks)] * ranks * chunks,
-        Schedule.parse(f"interleaved:{chunks}"),
+        PipelineSchedule.parse(f"interleaved:{chunks}"),
         micro_batches,
         _no_message,
     )
@@ -58,8 +63,10 @@ def test_interleaving_divides_the_bubble_by_the_chunks() -> None:
 def test_zbv_has_a_smaller_bubble_than_1f1b() -> None:
     ranks, micro_batches = 4, 8
     halves = [_stage(0.5)] * 2 * ranks
-    zbv = pipeline_step(halves, Schedule.parse("zbv"), micro_batches, _no_message)
-    plain = pipeline_step([_stage()] * ranks, Schedule.parse("1f1b"), micro_batches, _no_message)
+    zbv = pipeline_step(halves, PipelineSchedule.parse("zbv"), micro_batches, _no_message)
+    plain = pipeline_step(
+        [_stage()] * ranks, PipelineSchedule.parse("1f1b"), micro_batches, _no_message
+    )
     assert zbv.slowest.busy.compute_ns == plain.slowest.busy.compute_ns + OPTIMIZER_NS
     # Qi et al. 2024: with equal forwards and halves of backwards the bubble is zero but for the
     # end; the forward of one stage and the last weight gradients remain.
@@ -69,7 +76,7 @@ def test_zbv_has_a_smaller_bubble_than_1f1b() -> None:
 
 def test_messages_delay_only_what_waits_for_them() -> None:
     micro_batches = 4
-    step = pipeline_step([_stage()] * 2, Schedule("1f1b"), micro_batches, lambda *_: 30.0)
+    step = pipeline_step([_stage()] * 2, PipelineSchedule("1f1b"), micro_batches, lambda *_: 30.0)
     each = FORWARD_NS + BACKWARD_NS
     # Rank 1 waits once, for the first activation; later ones arrive while it computes.
     assert step.ranks[1].end_ns >= FORWARD_NS + 30 + micro_batches * each + OPTIMIZER_NS
@@ -79,13 +86,13 @@ def test_messages_delay_only_what_waits_for_them() -> None:
 
 
 def test_the_slowest_stage_sets_the_pace() -> None:
-    step = pipeline_step([_stage(), _stage(2.0)], Schedule("1f1b"), 6, _no_message)
+    step = pipeline_step([_stage(), _stage(2.0)], PipelineSchedule("1f1b"), 6, _no_message)
     each = FORWARD_NS + BACKWARD_NS
     assert step.slowest.end_ns == 6 * 2 * each + each + OPTIMIZER_NS
 
 
 def test_memory_counts_the_micro_batches_in_flight() -> None:
-    step = pipeline_step([_stage()] * 4, Schedule("1f1b"), 8, _no_message)
+    step = pipeline_step([_stage()] * 4, PipelineSchedule("1f1b"), 8, _no_message)
     assert [rank.peak_bytes for rank in step.ranks] == [
         1e6 + 10 + in_flight * 1000 for in_flight in (4, 3, 2, 1)
     ]
@@ -94,6 +101,6 @@ def test_memory_counts_the_micro_batches_in_flight() -> None:
 
 def test_figures_lie_on_the_line_through_two_depths() -> None:
     stage = at_depth(_stage(2.0), _stage(4.0), (2, 4), 20)
-    assert stage.blocks[Block(FORWARD, 1)].elapsed_ns == 20 * FORWARD_NS
-    assert stage.blocks[Block(AFTER)].elapsed_ns == OPTIMIZER_NS
+    assert stage.blocks[StageBlock(FORWARD, 1)].elapsed_ns == 20 * FORWARD_NS
+    assert stage.blocks[StageBlock(AFTER)].elapsed_ns == OPTIMIZER_NS
     assert stage.start_bytes == 1e6

@@ -1,15 +1,24 @@
-"""Shards derived from a capture with two replicas, against captures with more of them."""
+"""Captures derived from others, with more replicas or other micro-batches, against captures."""
 
 import functools
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
+from own_process import call
 
 import onerank
 from onerank.annotate.op_costs.node_costs import op_costs_of
+from onerank.converters.expand.layers import extrapolate
 from onerank.ir import Graph, GraphBuilder, Job, ProcessGroup, World
+from onerank.ir.replay import schedule
 from onerank.plan.captures import StageCapture, capture_stage
+from onerank.plan.micro_batches import (
+    MicroBatchError,
+    captured_sizes,
+    with_micro_batch,
+)
 from onerank.plan.shard_memory import ShardError
 from onerank.plan.shards import with_shards
 
@@ -21,43 +30,69 @@ MODEL = """{
 }"""
 
 
+STEPS = ("2:1:none", "2:13:none", "2:3:none", "2:3:full")
+"""Steps of the capture with two replicas; that of 13 sequences is what others are derived from."""
+
+
 @pytest.fixture(scope="module")
 def captured(tmp_path_factory):
     """Capture two layers as one of several replicas; the same capture runs once."""
     directory = tmp_path_factory.mktemp("shards")
     (directory / "llama.json").write_text(MODEL)
+    # The tokens of 13 sequences fit into the embedding, so no collective fills a buffer.
+    (directory / "words.json").write_text(MODEL.replace("1000", "3400"))
 
     @functools.cache
-    def capture(sharding: str, dp: int, *, known_micro_batches: bool = False) -> Graph:
-        arguments = (str(directory / "llama.json"), "--seq", "32", "--micro-batches", "2")
-        stage = StageCapture(
-            arguments=arguments,
-            tp=2,
-            sp=True,
-            cp=1,
-            ep=1,
-            dp=dp,
-            sharding=sharding,
-            stages=1,
-            stage=0,
-            layers=2,
-            micro_batches=2 if known_micro_batches else 0,
-        )
-        result = capture_stage("", "H100", stage)
-        assert not result["code"], result["message"]
-        path = Path(directory) / f"{sharding}-{dp}-{known_micro_batches}.et"
-        path.write_bytes(result["trace"])
-        return onerank.read(path)
+    def capture_steps(
+        sharding: str, dp: int, layers: int, steps: tuple[str, ...]
+    ) -> dict[str, Graph]:
+        arguments = (str(directory / "llama.json"), "--seq", "32")
+        if len(steps) > 1:
+            arguments = (str(directory / "words.json"), "--seq", "256")
+        elif not steps[0]:
+            arguments += ("--micro-batches", "2")
+        captures = [
+            StageCapture(
+                arguments=arguments,
+                tp=2,
+                sp=True,
+                cp=1,
+                ep=1,
+                dp=dp,
+                sharding=sharding,
+                stages=1,
+                stage=0,
+                layers=layers,
+                step=step,
+            )
+            for step in steps
+        ]
+        result = call(capture_stage, "", "H100", captures)
+        assert not result["refused"]
+        path = Path(directory) / "trace.et"
+        graphs: dict[str, Graph] = {}
+        for step, trace in result["traces"].items():
+            path.write_bytes(trace)
+            graphs[step] = onerank.read(path)
+        return graphs
+
+    def capture(
+        sharding: str,
+        dp: int,
+        *,
+        layers: int = 2,
+        steps: tuple[str, ...] = ("",),
+        step: int = 0,
+    ) -> Graph:
+        return capture_steps(sharding, dp, layers, steps)[steps[step]]
 
     return capture
 
 
-@pytest.mark.parametrize(
-    ("sharding", "dp"), [("fsdp", 2), ("fsdp", 4), ("fsdp", 8), ("fsdp", 16), ("zero1", 8)]
-)
+@pytest.mark.parametrize(("sharding", "dp"), [("fsdp", 2), ("fsdp", 4), ("fsdp", 8), ("zero1", 8)])
 def test_shards_of_two_replicas_give_those_of_more(captured, sharding, dp):
     real = captured(sharding, dp)
-    derived = with_shards(captured(sharding, 2, known_micro_batches=True), dp)
+    derived = with_shards(captured(sharding, 2, steps=STEPS[:1]), dp)
     for column in ("comm_bytes", "collective", "bytes_allocated", "micro_batch", "phase"):
         assert (getattr(derived.nodes, column) == getattr(real.nodes, column)).all(), column
     assert derived.text("name") == real.text("name")
@@ -76,6 +111,68 @@ def test_shards_of_two_replicas_give_those_of_more(captured, sharding, dp):
     assert {name: sorted(sizes) for name, sizes in before.resident_bytes.items()} == {
         name: sorted(sizes) for name, sizes in after.resident_bytes.items()
     }
+
+
+def test_kernels_of_a_stream_do_not_overlap_at_another_depth(captured):
+    # Composed steps of captures without a device replayed in half their time.
+    depths = {layers: captured("fsdp", 2, steps=STEPS[:1], layers=layers)
+              for layers in (2, 4)}  # fmt: skip
+    graph = onerank.recost(extrapolate(depths, 6), "H100")
+    times = schedule(graph)
+    for stream in np.unique(graph.nodes.stream[graph.compute]):
+        kernels = np.flatnonzero((graph.nodes.stream == stream) & graph.compute)
+        kernels = kernels[np.argsort(times.start_ns[kernels], kind="stable")]
+        assert len(kernels) > 5
+        assert (times.start_ns[kernels[1:]] >= times.end_ns[kernels[:-1]]).all()
+
+
+def test_a_micro_batch_of_a_prime_gives_others(captured):
+    smallest, prime, real = (captured("fsdp", 2, steps=STEPS, step=step) for step in range(3))
+    derived = with_micro_batch(prime, smallest, 13, 3)
+    for column in ("comm_bytes", "collective", "bytes_allocated", "micro_batch", "phase"):
+        assert (getattr(derived.nodes, column) == getattr(real.nodes, column)).all(), column
+    for column in ("name", "input_shapes", "output_shapes", "input_strides"):
+        assert derived.text(column) == real.text(column)
+    values = [derived.text("input_values"), real.text("input_values")]
+    # Numbers of tensors differ: the steps ran one after the other.
+    assert [re.sub(r"\[\d+,\d+,", "[", text) for text in values[0]] == [
+        re.sub(r"\[\d+,\d+,", "[", text) for text in values[1]
+    ]
+    before, after = derived.job.measurement, real.job.measurement
+    assert before.peak_memory_bytes == after.peak_memory_bytes
+    assert before.start_memory_bytes == after.start_memory_bytes
+    assert before.activation_bytes == after.activation_bytes
+    assert before.memory.blocks == after.memory.blocks
+    assert before.resident_bytes == after.resident_bytes
+
+
+def test_steps_of_one_process_start_with_the_same_memory(captured):
+    steps = [captured("fsdp", 2, steps=STEPS, step=step) for step in range(4)]
+    assert len({step.job.measurement.start_memory_bytes for step in steps}) == 1
+    none, full = steps[2:]
+    assert len(full) > len(none)
+    assert max(full.job.measurement.activation_bytes) < max(none.job.measurement.activation_bytes)
+
+
+def test_a_micro_batch_without_a_memory_log_is_not_derived():
+    with pytest.raises(MicroBatchError) as error:
+        with_micro_batch(*[GraphBuilder().build(Job())] * 2, 13, 2)
+    assert error.value.code == "plan-unknown-micro-batch"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "seq", "captured"),
+    [
+        ([1, 2, 4, 8], 8192, {1: 1, 2: 13, 4: 13, 8: 13}),
+        ([4, 2, 8], 4096, {2: 2, 4: 13, 8: 13}),
+        ([1, 2], 4096, {1: 1, 2: 2}),
+        ([1, 2, 4], 131072, {1: 1, 2: 5, 4: 5}),
+        ([1, 2, 4], 1 << 20, {1: 1, 2: 2, 4: 4}),
+        ([1, 64, 128], 128, {1: 1, 64: 64, 128: 128}),
+    ],
+)
+def test_which_micro_batches_are_captured(sizes, seq, captured):
+    assert captured_sizes(sizes, seq, [64, 88, 128]) == captured
 
 
 def compared(graph: Graph, column: str) -> list[str]:

@@ -14,7 +14,7 @@ import pytest
 from raised import raises_code
 
 from onerank.ir.errors import OneRankError
-from onerank.plan.layouts import Range
+from onerank.plan.layouts import PredictedRange
 from onerank.plan.tasks import (
     LocalPool,
     RayCluster,
@@ -40,7 +40,7 @@ def test_results_are_records_and_tasks_take_results_they_need(store: Store):
     squares = [task("square", number) for number in range(4)]
     results = run_tasks(squares, store, LocalPool(2))
     assert [results[square.key] for square in squares] == [
-        Range(float(number**2), 0.0, 1.0) for number in range(4)
+        PredictedRange(float(number**2), 0.0, 1.0) for number in range(4)
     ]
     total = task("total", needs=tuple(square.key for square in squares))
     assert run_tasks([total], store, LocalPool(1)) == {total.key: 14.0}

@@ -31,29 +31,29 @@ from tools.fit.leave_one_out import (
     fitted,
 )
 from tools.fit.measured_kernels import read_attention, read_products
-from tools.fit.public_cases import read_linears
+from tools.fit.narrow_gemm_cases import read_linears
 
 _PROVENANCE = {
-    "gemm": "bf16 products of A100, L40S, H100, H200, B200: ai-dynamo/aiconfigurator, "
-    "sglang 0.5.10 campaign, CUDA graph replay (Apache-2.0); 1500 shapes drawn with seed 2",
-    "attention": "flash-attention forward of A100, L40S, H100, H200 in that campaign, which also "
-    "writes keys and values to a cache; Blackwell's floor: TensorRT-LLM's kernels on a B200, in "
-    "the campaigns sglang 0.5.14 and vllm 0.24.0 of aiconfigurator",
-    "eight_bit": "linear layers in fp8 and block-scaled fp8 of H100, H200, L40S, B200, with the "
-    "quantisation of their activations: the campaigns sglang 0.5.14, vllm 0.24.0 and trtllm "
-    "1.3.0rc20 of aiconfigurator-core 0.12.0 (Apache-2.0)",
+    "gemm": "bf16 GEMMs of A100, L40S, H100, H200, B200: ai-dynamo/aiconfigurator, "
+    "sglang 0.5.10 benchmark set, CUDA graph replay (Apache-2.0); 1500 shapes drawn with seed 2",
+    "attention": "flash-attention forward of A100, L40S, H100, H200 in that benchmark set, which "
+    "also writes keys and values to a cache; Blackwell's floor: TensorRT-LLM's kernels on a B200, "
+    "in the benchmark sets sglang 0.5.14 and vllm 0.24.0 of aiconfigurator",
+    "finely_scaled": "linear layers in fp8 and block-scaled fp8 of H100, H200, L40S, B200, with "
+    "the quantisation of their activations: the benchmark sets sglang 0.5.14, vllm 0.24.0 and "
+    "trtllm 1.3.0rc20 of aiconfigurator-core 0.12.0 (Apache-2.0)",
     "errors": "ln(measured / predicted) with the target's die family left out of the fit; memory: "
     "layer operators of A100 and H100 from microsoft/vidur (MIT) and fp32 operators of V100, T4 "
     "and A100 from sitar-lab/NeuSight (MIT), memory_unmeasured: the same by the datasheet; "
-    "product: bf16 products by the residual model and NeuSight's fp32 products of V100, T4, A100 "
+    "product: bf16 GEMMs by the residual model and NeuSight's fp32 GEMMs of V100, T4, A100 "
     "and H100; "
-    "gemm_8bit: those linear layers; attention_unmeasured: attention of that campaign by its "
+    "gemm_8bit: those linear layers; attention_unmeasured: attention of that benchmark set by its "
     "shape, the usual kernels of each architecture in the three later ones, and cuDNN's both "
     "passes in the shipped H200's database; attention_other: the other kernels of the three, with "
     "the factor of the other families; resized: 2, 4 and 8 times the "
-    "size and back on one GPU, 256 rows or tokens at least; looked_up_otherwise: that "
-    "campaign against another of aiconfigurator on H200 and B200, and against the layers' "
-    "products of vidur; looked_up: captured steps of Llama-3-8B on an H200 (four layers of "
+    "size and back on one GPU, 256 rows or tokens at least; looked_up_other_versions: that "
+    "benchmark set against another of aiconfigurator on H200 and B200, and against the layers' "
+    "GEMMs of vidur; looked_up: captured steps of Llama-3-8B on an H200 (four layers of "
     "tp 4, eight whole ones, sequences of 2048) against rows of the same versions; "
     "composed: convolutions and recurrent layers of baidu-research/DeepBench (Apache-2.0) "
     "on V100 and T4, by the shipped tiles",
@@ -88,20 +88,28 @@ def main() -> None:
             f"{options.data} lacks the measurements for the errors of {', '.join(missing)}"
         )
     few = few_families(cases)
-    errors = {kind: errors_of((c for c in cases if c.kind == kind), few) for kind in kinds} | kept
+    errors = {
+        kind: errors_of((c for c in cases if c.kind == kind), few[kind]) for kind in kinds
+    } | kept
     cases_by_datasheet = [*datasheet_cases(options.data, fits)]
+    few_by_datasheet = few_families(cases_by_datasheet)
     datasheet_errors = {
         kind: error
         for kind in dict.fromkeys(case.kind for case in cases_by_datasheet)
         # Estimates that happen to be better than a description do not narrow an interval.
-        if (error := errors_of((c for c in cases_by_datasheet if c.kind == kind), few)).high
+        if (
+            error := errors_of(
+                (c for c in cases_by_datasheet if c.kind == kind), few_by_datasheet[kind]
+            )
+        ).high
         > errors[kind].high
     }
     provenance = {
         "fitted": f"{datetime.now(UTC):%Y-%m-%d}, Python {platform.python_version()}, "
         f"numpy {np.__version__}",
         "gpus": ", ".join(gpu.name for gpu in gpus),
-        "few": f"bounds and shared parts are {few:.3f} times those of the families, which are few",
+        "few": "bounds and shared parts are those of the families, which are few, times "
+        + ", ".join(f"{factor:.3f} ({kind})" for kind, factor in sorted(few.items())),
         **_PROVENANCE,
     }
     coefficients = msgspec.structs.replace(

@@ -17,14 +17,14 @@ from onerank.annotate.gpus.spec_schema import Figure
 from onerank.annotate.kernel_db.calls import CallKey, call_of, modelled_ns
 from onerank.annotate.kernel_db.database import SHIPPED, Library, read_database, rows_of
 from onerank.annotate.kernel_db.interpolate import SOURCE_SHARE, Basis, look_up
-from onerank.annotate.models.calibration import MeanRates, rates_in, shapes_of
+from onerank.annotate.models.calibration import MeanRates, gemm_shapes, rates_in
 from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.cost_model import PredictFromDescription
 from onerank.annotate.models.features import KernelFeatures
 from onerank.annotate.models.intervals import TINY_NS
 from onerank.annotate.models.learned import predict_from_description
 from onerank.annotate.models.prediction_terms import Rule
-from onerank.annotate.models.roofline import predict
+from onerank.annotate.models.roofline import predict_from_datasheet
 from onerank.annotate.op_costs.cost_record import Work
 from onerank.annotate.op_costs.node_costs import op_costs_of, work_of_call
 from onerank.annotate.passes.swap_kernels import scale_to_size
@@ -59,6 +59,7 @@ class Case:
         rows: m of products, queries of attention, 0 of others, float64[d].
         widening: factor on the errors for a GPU this far from those fitted to, see `intervals`.
         by_datasheet: whether only the target's datasheet figures were used.
+        without: what the fit left out, a key of `fits_without`; "": the target's die family.
     """
 
     kind: str
@@ -69,6 +70,7 @@ class Case:
     rows: F64
     widening: float = 1.0
     by_datasheet: bool = False
+    without: str = ""
 
     @property
     def error(self) -> F64:
@@ -102,8 +104,15 @@ def unmeasured_cases(folder: Path, described: Described = as_shipped) -> Iterato
     ):
         gpu = load_gpu(str(name))
         times = table["time_ms"].to_numpy().astype(np.float64) * 1e6
-        predicted_ns, _ = predict(of_layers(times, table), described(gpu))
-        yield Case("memory_unmeasured", gpu, gpu, times, predicted_ns, np.zeros(len(times)))
+        kernels = of_layers(times, table)
+        predicted_ns, _ = predict_from_datasheet(kernels, described(gpu))
+        for kind, rows in (
+            ("memory_unmeasured", kernels.from_torch),
+            ("memory_library_unmeasured", ~kernels.from_torch),
+        ):
+            if rows.any():
+                none = np.zeros(int(rows.sum()))
+                yield Case(kind, gpu, gpu, times[rows], predicted_ns[rows], none)
 
 
 def attention_cases(
@@ -136,7 +145,9 @@ def database_cases(
         assert call is not None, "attention's types are known"
         works.append(work_of_call(row.operator, call))
         times.append(sum(row.kernel_ns))
-    rows = np.array([work.attention[3] for work in works], dtype=np.float64)
+    rows = np.array(
+        [work.attention.rows if work.attention else 0 for work in works], dtype=np.float64
+    )
     predicted_ns = modelled_ns(works, described(gpu), model(family(gpu)))
     measured_ns = np.array(times, dtype=np.float64)
     yield Case("attention_unmeasured", gpu, gpu, measured_ns, predicted_ns, rows)
@@ -172,7 +183,7 @@ def as_calibrated(gpus: Sequence[Gpu], products: Products) -> Described:
 
     def reached(target: Gpu, sizes: Sequence[tuple[int, int, int]]) -> MeanRates:
         times = products.times_ns[target.name]
-        return rates_in(shapes_of(sizes), times[[place[size] for size in sizes]])
+        return rates_in(gemm_shapes(sizes), times[[place[size] for size in sizes]])
 
     def described(target: Gpu) -> Gpu:
         measured = {
@@ -189,7 +200,7 @@ def as_calibrated(gpus: Sequence[Gpu], products: Products) -> Described:
 
 
 POWER_FILE = "gemm_power.parquet"
-STEP_KINDS = ("looked_up", "looked_up_loosely")
+STEP_KINDS = ("looked_up", "looked_up_short_or_data_dependent")
 # Shortest layers that are compared: their campaign records whole microseconds.
 _LONG_NS = 10_000
 _SIZES = ["m", "n", "k"]
@@ -261,14 +272,16 @@ def looked_up_cases(folder: Path) -> Iterator[Case]:
         rows = campaign.sizes[:, 0]
         for name, times in campaign.second.items():
             gpu = load_gpu(name)
-            yield Case("looked_up_otherwise", gpu, gpu, times, campaign.first[name], rows)
+            yield Case("looked_up_other_versions", gpu, gpu, times, campaign.first[name], rows)
         for source, target in permutations(campaign.second, 2):
             gpus = load_gpu(source), load_gpu(target)
             predicted_ns = (
                 campaign.first[target]
                 * (campaign.second[source] / campaign.first[source]) ** SOURCE_SHARE
             )
-            yield Case("looked_up_otherwise", *gpus, campaign.second[target], predicted_ns, rows)
+            yield Case(
+                "looked_up_other_versions", *gpus, campaign.second[target], predicted_ns, rows
+            )
 
 
 def captured_cases(graph: Graph, library: Library) -> Iterator[Case]:
@@ -292,15 +305,18 @@ def captured_cases(graph: Graph, library: Library) -> Iterator[Case]:
             "name": graph.nodes.name[costs.index[known]],
             "measured": graph.nodes.duration_ns[costs.index[known]].astype(np.float64),
             "looked_up": lookups.time_ns[known],
-            "loosely": lookups.doubt.loosely[known],
+            "data_dependent": lookups.uncertainty.data_dependent[known],
         }
     )
     kernels = rows.filter(pl.col("measured") > 0).group_by("call", "name")
     medians = pl.col("measured", "looked_up").median()
-    each = kernels.agg(medians, pl.col("loosely").first()).sort("call", "name")
+    each = kernels.agg(medians, pl.col("data_dependent").first()).sort("call", "name")
     times, looked_up_ns = (each[name].to_numpy() for name in ("measured", "looked_up"))
-    loosely = (looked_up_ns <= TINY_NS) | each["loosely"].to_numpy()
-    for kind, selected in (("looked_up", ~loosely), ("looked_up_loosely", loosely)):
+    data_dependent = (looked_up_ns <= TINY_NS) | each["data_dependent"].to_numpy()
+    for kind, selected in (
+        ("looked_up", ~data_dependent),
+        ("looked_up_short_or_data_dependent", data_dependent),
+    ):
         yield Case(
             kind, gpu, gpu, times[selected], looked_up_ns[selected], np.zeros(int(selected.sum()))
         )
@@ -367,7 +383,9 @@ def resized_memory_cases(folder: Path) -> Iterator[Case]:
         kernels = of_layers(times, table)
         gpu = load_gpu(name)
         pairs = _pairs(sizes, grows=0, least=_LEAST)
-        yield from _both_ways("resized_memory", (gpu, predict), kernels, pairs, sizes[:, 0])
+        yield from _both_ways(
+            "resized_memory", (gpu, predict_from_datasheet), kernels, pairs, sizes[:, 0]
+        )
 
 
 def _pairs(sizes: F64, *, grows: int, least: int) -> list[tuple[int, int]]:

@@ -3,6 +3,7 @@
 Each capture needs the host time of steps with and without the profiler, which `capture run` records
 on a GPU. The host is replayed without the profiler and with a GPU that takes no time. Each call's
 time is the distance from the launch before it. The sum over the step is scaled to the measured one.
+Figures of kinds without a call in the captures stay as the shipped description has them.
 """
 
 import argparse
@@ -12,19 +13,17 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
-from onerank.annotate.hosts.host import SORTS
-from onerank.annotate.passes.host_time import Calls, launched_calls
+from onerank.annotate.hosts.host import HOST_OP_KINDS, TYPICAL, load_host
+from onerank.annotate.passes.host_time import HostCalls, launched_calls
 from onerank.ir import Graph, Kind
+from onerank.ir.arrays import F64, I64
 from onerank.ir.chakra import read
 from onerank.ir.replay import replay_without_profiler
 
-F64 = npt.NDArray[np.float64]
 
-
-def host_times(graph: Graph) -> tuple[Calls, dict[str, float]]:
-    """Return the calls of a capture, and the mean time of its host by sort in ns.
+def host_times(graph: Graph) -> tuple[HostCalls, dict[str, float]]:
+    """Return the calls of a capture, and the mean time of its host in ns for each kind that it has.
 
     Raises:
         ValueError: the capture has no host time without the profiler.
@@ -42,21 +41,25 @@ def host_times(graph: Graph) -> tuple[Calls, dict[str, float]]:
     calls = launched_calls(graph, times.start_ns)
     at_ns = _launch_times(graph, calls, times.start_ns)
     before_ns = np.diff(at_ns, prepend=began_ns).astype(np.float64)
-    # The replay is within 2% of the measured host time; the rest goes to all calls alike.
+    # The replay is within 2% of the measured host time; all calls are scaled by the difference.
     scale = statistics.median(measurement.host_step_ns) / (ended_ns - began_ns)
     of_call = np.bincount(calls.call, weights=before_ns)
-    sums = np.bincount(calls.sort, weights=of_call, minlength=len(SORTS))
-    counts = np.bincount(calls.sort, weights=calls.times, minlength=len(SORTS))
-    rest = list(SORTS).index("step")
+    sums = np.bincount(calls.kind, weights=of_call, minlength=len(HOST_OP_KINDS))
+    counts = np.bincount(calls.kind, weights=calls.times, minlength=len(HOST_OP_KINDS))
+    rest = list(HOST_OP_KINDS).index("step")
     # What the host does after the last launch belongs to no call.
     sums[rest], counts[rest] = ended_ns - at_ns[-1], 1
-    means = dict(zip(SORTS, (sums * scale / counts).tolist(), strict=True))
+    means = {
+        kind: float(total * scale / count)
+        for kind, total, count in zip(HOST_OP_KINDS, sums, counts, strict=True)
+        if count
+    }
     # Time between steps, which a captured step does not contain.
     means["step"] += overhead.inter_step_host_ns
     return calls, means
 
 
-def _launch_times(graph: Graph, calls: Calls, called_ns: npt.NDArray[np.int64]) -> F64:
+def _launch_times(graph: Graph, calls: HostCalls, called_ns: I64) -> F64:
     """Return the start of the operator that launches each node, never before the last one."""
     edges = graph.edges
     host = graph.mask(Kind.HOST_OP)[edges.source]
@@ -73,24 +76,39 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path, required=True)
     options = parser.parse_args()
     fitted = [host_times(read(path)) for path in options.graphs]
+    shipped = load_host(TYPICAL)
+    assert shipped is not None
+    known = {kind: [means[kind] for _, means in fitted if kind in means] for kind in HOST_OP_KINDS}
+    kept = {kind: shipped.figures[kind] for kind, each in known.items() if not each}
+    # In the shipped file "captures" are other captures than the ones of this fit.
+    kept_sources = {
+        figure.source: "shipped-captures" if figure.source == "captures" else figure.source
+        for figure in kept.values()
+    }
     lines = [
         "# Written by `python -m tools.fit.fit_host GRAPH... -o FILE`; see hosts/host.py.",
         f'name = "{options.name}"',
         "",
         "[sources]",
         f'captures = "{_source(options.graphs)}"',
+        *(f'{name} = "{shipped.sources[source]}"' for source, name in kept_sources.items()),
         "",
         "[figures]",
     ]
-    for sort in SORTS:
-        each = [means[sort] for _, means in fitted]
-        low, mid, high = (round(float(np.percentile(each, q))) for q in (10, 50, 90))
+    for kind, each in known.items():
+        if kind in kept:
+            figure = kept[kind]
+            source = kept_sources[figure.source]
+            figures = (figure.p10_ns, figure.p50_ns, figure.p90_ns)
+        else:
+            source, figures = "captures", np.percentile(each, (10, 50, 90)).tolist()
+        low, mid, high = (round(ns) for ns in figures)
         lines.append(
-            f'{sort} = {{ p10_ns = {low}, p50_ns = {mid}, p90_ns = {high}, source = "captures" }}'
+            f'{kind} = {{ p10_ns = {low}, p50_ns = {mid}, p90_ns = {high}, source = "{source}" }}'
         )
     options.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
     for path, (calls, means) in zip(options.graphs, fitted, strict=True):
-        figures = ", ".join(f"{sort} {ns / 1e3:.1f} us" for sort, ns in means.items())
+        figures = ", ".join(f"{kind} {ns / 1e3:.1f} us" for kind, ns in means.items())
         sys.stdout.write(f"{path}: {len(calls.first)} calls; {figures}\n")
 
 

@@ -15,18 +15,17 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 import polars as pl
 
 from onerank.annotate.describe_gpu import Powers, fit
-from onerank.annotate.energy import SETTLED_S, PowerTimeline, report_energy
+from onerank.annotate.energy import SETTLED_S, StepDurations, report_energy
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.gpus.registry import find_gpu, load_gpu
 from onerank.annotate.kernel_db.calls import CallKey, call_of
 from onerank.annotate.kernel_db.database import KernelRow, read_database, rows_of
 from onerank.annotate.models.features import kernels_of
 from onerank.annotate.models.power import (
-    Coefficients,
+    PowerCoefficients,
     PowerModel,
     power_share,
     utilization,
@@ -37,10 +36,9 @@ from onerank.annotate.op_costs.node_costs import work_of_call
 from onerank.annotate.op_costs.op_classes import OpClass, op_class
 from onerank.annotate.op_costs.operands import Call, Tensor
 from onerank.ir import Graph
+from onerank.ir.arrays import F64
 from onerank.ir.chakra import read
 from onerank.ir.errors import AnnotateError, FormatError, TargetError
-
-F64 = npt.NDArray[np.float64]
 
 COLUMNS = ("gpu", "m", "n", "k", "time_us", "power_w")
 
@@ -203,7 +201,7 @@ class Errors:
 
 def errors_of(coefficients: F64, measured: Powers) -> Errors:
     """Return the error of the model on sustained calls."""
-    shares = power_share(measured.use, Coefficients(*coefficients.tolist()))
+    shares = power_share(measured.use, PowerCoefficients(*coefficients.tolist()))
     # The power limit caps the draw.
     predicted = np.minimum(1, shares)
     whole = (predicted @ measured.duration_s) / (measured.share @ measured.duration_s)
@@ -252,8 +250,8 @@ def step_of(name: str, graph: Graph, model: PowerModel) -> Step:
     step = measured.median_step_ns or 0
     # Only the profiled step's busy time is known, so its share is taken.
     busy = round(step * min(1, measured.gpu_busy_ns / max(1, measured.profiled_step_ns)))
-    course = PowerTimeline(step, busy, "measured")
-    report = report_energy(graph, gpu, course, model=model)
+    durations = StepDurations(step, busy, "measured")
+    report = report_energy(graph, gpu, durations, model=model)
     return Step(name, sensors.power_mw.median / 1e3, report.mean_power_mw / 1e3)
 
 
@@ -278,7 +276,9 @@ def model_of(
         # Set below: the steps' power needs a model with these coefficients.
         step_error=0.0,
         step_errors="",
-        coefficients=Coefficients(*(round(float(coefficient), 3) for coefficient in coefficients)),
+        coefficients=PowerCoefficients(
+            *(round(float(coefficient), 3) for coefficient in coefficients)
+        ),
     )
     fitted_steps = [step_of(name, graph, model) for name, graph in steps]
     errors_by_case = [(f"a step on {names}", step.error) for step in fitted_steps]
@@ -323,7 +323,7 @@ def table(measured: list[Powers], products: list[Powers], steps: list[Step]) -> 
     lines = [
         "  ".join(
             f"{name} {value:.3f}"
-            for name, value in zip(Coefficients.__struct_fields__, coefficients, strict=True)
+            for name, value in zip(PowerCoefficients.__struct_fields__, coefficients, strict=True)
         ),
         "",
         f"{'':34}{'calls':>7}{'energy':>9}{'median':>9}{'mean':>8}{'p90':>8}",

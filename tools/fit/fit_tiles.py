@@ -4,23 +4,25 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import scipy.optimize  # pyright: ignore[reportMissingTypeStubs]
 
 from onerank.annotate.gpus.gpu import Gpu
-from onerank.annotate.models.attention_kernels import attention_ns
-from onerank.annotate.models.coefficients import AttentionCoefficients, GemmCoefficients, Pipeline
+from onerank.annotate.models.attention_time import attention_ns
+from onerank.annotate.models.coefficients import (
+    AttentionCoefficients,
+    GemmCoefficients,
+    TilePipeline,
+)
 from onerank.annotate.models.gemm_tiles import Rates, cache_misses, gemm_ns
 from onerank.annotate.models.intervals import properties
+from onerank.ir.arrays import F64
 from tools.fit.measured_kernels import Attention, Products, family
-
-F64 = npt.NDArray[np.float64]
 
 _optimize: Any = scipy.optimize  # it has no types
 
 _STEP = 1e-2  # step of the finite differences, in the logarithms of the coefficients
 
-SCALE = 0.1  # error in ln above which a residual's cost is linear, not quadratic
+_SCALE = 0.1  # error in ln above which a residual's cost is linear, not quadratic
 
 _PULL = 0.005  # weight of the pull to the start
 
@@ -56,14 +58,19 @@ def fit_robustly(residuals: Callable[[F64], F64], start: F64) -> F64:
         return rho
 
     solution = _optimize.least_squares(
-        pulled, start, jac=slopes, loss=loss, f_scale=SCALE, ftol=1e-5
+        pulled, start, jac=slopes, loss=loss, f_scale=_SCALE, ftol=1e-5
     )
     return np.asarray(solution.x, dtype=np.float64)
 
 
+def robust_loss(error: F64) -> float:
+    """Return the mean loss of errors in ln: up to a factor that of `fit_robustly`."""
+    return float(np.mean(np.sqrt(1 + (error / _SCALE) ** 2) - 1))
+
+
 START = GemmCoefficients(
-    synchronous=Pipeline(tail=1, issue=1.2),
-    asynchronous=Pipeline(tail=1, issue=1.2),
+    synchronous=TilePipeline(tail=1, issue=1.2),
+    asynchronous=TilePipeline(tail=1, issue=1.2),
     tile=20,
     prologue_cycles=1000,
     step_cycles=50,
@@ -150,7 +157,7 @@ def stored_ns(gpu: Gpu, shapes: F64) -> F64:
 
     Args:
         gpu: the GPU.
-        shapes: as for `attention_kernels.attention_ns`.
+        shapes: as for `attention_time.attention_ns`.
     """
     batch, heads, key_heads, rows, keys, d, dv, _, _ = shapes.T
     moved = 2 * 2 * batch * keys * key_heads * (d + dv)  # read and written, 16 bits
@@ -176,7 +183,7 @@ def hull_of(gpus: Sequence[Gpu]) -> dict[str, tuple[float, float]]:
 def to_vector(c: GemmCoefficients) -> F64:
     """Return the logarithms of all coefficients, float64[p]."""
     pipelines = [
-        getattr(getattr(c, g), n) for g in _GENERATIONS for n in Pipeline.__struct_fields__
+        getattr(getattr(c, g), n) for g in _GENERATIONS for n in TilePipeline.__struct_fields__
     ]
     # All coefficients are positive, and in logarithms no step of the solver can change that.
     return np.log([*(getattr(c, n) for n in _SHARED), *pipelines])
@@ -188,4 +195,4 @@ def from_vector(x: F64) -> GemmCoefficients:
     # The values of the pipelines follow the shared ones.
     shared = dict(zip(_SHARED, values, strict=False))
     rest = values[len(_SHARED) :]
-    return GemmCoefficients(Pipeline(*rest[:2]), Pipeline(*rest[2:]), **shared)
+    return GemmCoefficients(TilePipeline(*rest[:2]), TilePipeline(*rest[2:]), **shared)

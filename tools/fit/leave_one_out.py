@@ -4,8 +4,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
+import numpy.typing as npt
 import polars as pl
 
 from onerank.annotate.gpus.gpu import Gpu
@@ -13,10 +16,9 @@ from onerank.annotate.gpus.registry import load_gpu
 from onerank.annotate.models import scale_measured
 from onerank.annotate.models.coefficients import Coefficients, Error, shipped
 from onerank.annotate.models.cost_model import Predict, PredictFromDescription
-from onerank.annotate.models.features import F64, KernelFeatures
 from onerank.annotate.models.intervals import SHORT_NS, same_die, widening
 from onerank.annotate.models.learned import predict_from_description, predict_learned
-from onerank.annotate.passes.swap_kernels import roofline_ratio
+from onerank.ir.arrays import F64
 from tools.fit.evaluate_fit import (
     VIDUR_FILE,
     Case,
@@ -41,13 +43,24 @@ from tools.fit.measured_kernels import (
     read_attention,
     read_products,
 )
-from tools.fit.public_cases import (
+from tools.fit.narrow_gemm_cases import (
     Linears,
-    fit_attention_floor,
-    fit_eight_bit,
-    kernel_cases,
+    fit_finely_scaled,
+    four_bit_cases,
     linear_cases,
     read_linears,
+    retyped_cases,
+    tensor_scaled_cases,
+)
+from tools.fit.public_cases import (
+    Decodes,
+    decode_cases,
+    elsewhere,
+    fit_attention_floor,
+    fit_decode,
+    fit_latent,
+    kernel_cases,
+    read_decodes,
     vector_cases,
 )
 
@@ -55,7 +68,7 @@ from tools.fit.public_cases import (
 # GPUs of the campaign: the error is flat around them.
 SAME_DIE = 0.8
 PRODUCT_CARRIED = 0.15
-EIGHT_BIT_CARRIED = 0.7
+NARROW_CARRIED = 0.3
 ATTENTION_CARRIED = 0.5
 
 # Time of attention by other kernels than its architecture's usual, over the model's: FlashInfer's,
@@ -74,13 +87,38 @@ def fits_without(
     linears: Sequence[Linears] = (),
     folder: Path | None = None,
 ) -> dict[str, Coefficients]:
-    """Return die family -> the coefficients fitted without it; see `fitted`."""
+    """Return die family -> the coefficients fitted without it; see `fitted`.
+
+    With a folder also GPU and campaign of decoding -> coefficients with the decoding of its
+    architecture from other campaigns.
+    """
     gpus = [load_gpu(name) for name in products.times_ns]
     families = sorted({family(gpu) for gpu in gpus})
-    return {
+    fits = {
         f: fitted(products, attention, [g for g in gpus if family(g) != f], linears, folder)
         for f in families
     }
+    if folder is None:
+        return fits
+    return fits | decodes_without(fits, gpus, read_decodes(folder))
+
+
+def decodes_without(
+    fits: dict[str, Coefficients], gpus: Sequence[Gpu], decodes: Sequence[Decodes]
+) -> dict[str, Coefficients]:
+    """Return GPU and campaign -> coefficients with its architecture's decoding from the others."""
+    seen: dict[str, Coefficients] = {}
+    for each in decodes:
+        if others := elsewhere(each, decodes):
+            without = fits[family(each.gpu)]
+            seen[each.name] = msgspec.structs.replace(
+                without,
+                decode=without.decode | fit_decode(others),
+                latent_decode=fit_latent(others) if each.latent else without.latent_decode,
+                architectures=tuple(sorted({gpu.architecture for gpu in gpus})),
+                hull=hull_of(gpus),
+            )
+    return seen
 
 
 def fitted(
@@ -102,17 +140,20 @@ def fitted(
     if attention and folder:
         by_flash = {load_gpu(name).architecture for name in attention.times_ns}
         floors = fit_attention_floor(folder, fused, gpus, by_flash)
-    eight_bit = [each for each in linears if each.gpu in gpus]
+    narrow = [each for each in linears if each.gpu in gpus]
+    decodes = [each for each in read_decodes(folder) if each.gpu in gpus] if folder else []
     return Coefficients(
         provenance={},
         gemm=gemm,
-        eight_bit=fit_eight_bit(eight_bit, gemm) if eight_bit else shipped().eight_bit,
+        finely_scaled=fit_finely_scaled(narrow, gemm) if narrow else shipped().finely_scaled,
         attention=fused,
         same_die=SAME_DIE,
         product_carried=PRODUCT_CARRIED,
-        eight_bit_carried=EIGHT_BIT_CARRIED,
+        narrow_carried=NARROW_CARRIED,
         attention_carried=ATTENTION_CARRIED,
         attention_floor=floors,
+        decode=fit_decode(decodes) if decodes else shipped().decode,
+        latent_decode=fit_latent(decodes) if decodes else shipped().latent_decode,
         other_attention=OTHER_ATTENTION,
         architectures=tuple(sorted({gpu.architecture for gpu in gpus})),
         hull=hull_of(gpus),
@@ -121,7 +162,10 @@ def fitted(
 
 
 def coefficients_without(fits: dict[str, Coefficients], name: str) -> Coefficients:
-    """Return the coefficients fitted without a die family; any of them for a family in no fit."""
+    """Return the coefficients fitted without a die family or a campaign.
+
+    A family that is in no fit has those of the first fit.
+    """
     return fits.get(name) or next(iter(fits.values()))
 
 
@@ -203,11 +247,11 @@ def attention_cases(
 
 
 def memory_cases(
-    folder: Path, model: Predict = scale_measured.predict, described: Described = as_shipped
+    folder: Path, model: Predict = predict_learned, described: Described = as_shipped
 ) -> Iterator[Case]:
     """Yield both directions of norms, rotary embeddings, activations and additions, fp16.
 
-    No family is excluded, because nothing of the residual model is fitted.
+    No family is excluded, because nothing of these predictions is fitted.
     """
     rows = pl.read_parquet(folder / VIDUR_FILE).filter(pl.col("kind").cast(pl.String) == "mem")
     index = ["model", "tp", "tokens", "op", "bytes"]
@@ -218,35 +262,14 @@ def memory_cases(
     for source, target in permutations(times, 2):
         gpus = load_gpu(source), load_gpu(target)
         predicted_ns, _ = model(of_layers(times[source], table), gpus[0], described(gpus[1]))
-        yield Case("memory", *gpus, times[target], predicted_ns, np.zeros(len(table)))
+        kind = "memory" if model is scale_measured.predict_by_residual else "memory_other_die"
+        yield Case(kind, *gpus, times[target], predicted_ns, np.zeros(len(table)))
 
 
 _PARTED = (
-    *("gemm", "gemm_uncalibrated", "gemm_unmeasured", "gemm_8bit_unmeasured"),
-    *("memory", "memory_unmeasured"),
+    *("gemm", "gemm_uncalibrated", "gemm_unmeasured", "gemm_8bit_unmeasured", "product"),
+    *("memory", "memory_other_die", "memory_unmeasured", "memory_library_unmeasured"),
 )
-
-Factor = Callable[[KernelFeatures, KernelFeatures, Gpu], F64]
-"""Factor on the times of kernels for another dtype, of (before, after, GPU)."""
-
-
-def retyped_cases(folder: Path, factor: Factor = roofline_ratio) -> Iterator[Case]:
-    """Yield predictions of fp8 GEMMs from bf16 ones on the GPU that measured both.
-
-    No family is excluded, because nothing of the shipped rule is fitted.
-    """
-    wide, narrow = read_products(folder), read_products(folder, "fp8")
-    place = {tuple(shape): row for row, shape in enumerate(wide.shapes[:, 1:4].tolist())}
-    rows = np.array([place.get(tuple(shape), -1) for shape in narrow.shapes[:, 1:4].tolist()])
-    # The campaign measured some sizes in one type only.
-    both = np.flatnonzero(rows >= 0)
-    before = replace(wide, shapes=wide.shapes[rows[both]])
-    after = replace(narrow, shapes=narrow.shapes[both])
-    for name, times in narrow.times_ns.items():
-        gpu, measured = load_gpu(name), wide.times_ns[name][rows[both]]
-        kernels = of_products(before, measured), of_products(after, measured)
-        predicted_ns = measured * factor(*kernels, gpu)
-        yield Case("retyped", gpu, gpu, times[both], predicted_ns, after.shapes[:, 1])
 
 
 def errors_of(cases: Iterable[Case], few: float = 1.0) -> Error:
@@ -254,11 +277,11 @@ def errors_of(cases: Iterable[Case], few: float = 1.0) -> Error:
 
     Args:
         cases: predictions for families, dtypes or kernels that were left out.
-        few: factor of `few_families`.
+        few: the kind's factor of `few_families`.
     """
     # An interval is widened by this factor when it is applied, so the stored errors are without it.
     groups = _by_group(cases)
-    bound = few * _bound([*groups.values()])
+    bound = few * _bound([np.concatenate(group) for group in groups.values()])
     # Mean squares, not deviations from their mean: the mean of the next GPU's error is not known.
     # Families count equally, and cases of a family by their number of errors.
     squares = np.mean([_mean_squares(errors) for errors in groups.values()], axis=0)
@@ -268,14 +291,20 @@ def errors_of(cases: Iterable[Case], few: float = 1.0) -> Error:
     return Error(*figures, count=count)
 
 
-def _by_group(cases: Iterable[Case]) -> dict[str, list[F64]]:
-    """Return die family -> errors without their widening; GPU -> errors if one family has all."""
+def _by_group(
+    cases: Iterable[Case], values: Callable[[Case], npt.NDArray[Any]] | None = None
+) -> dict[str, list[npt.NDArray[Any]]]:
+    """Return die family -> values of its cases; GPU -> values if one family has all.
+
+    The values are by default the errors without their widening.
+    """
     listed = list(cases)
     families = {family(case.target) for case in listed}
-    groups: dict[str, list[F64]] = {}
+    groups: dict[str, list[npt.NDArray[Any]]] = {}
     for case in listed:
         name = family(case.target) if len(families) > 1 else case.target.name
-        groups.setdefault(name, []).append(case.error / case.widening)
+        errors = case.error / case.widening if values is None else values(case)
+        groups.setdefault(name, []).append(errors)
     return groups
 
 
@@ -287,12 +316,12 @@ def _mean_squares(errors: Sequence[F64]) -> tuple[float, float]:
     return float(means), float(deviations)
 
 
-def _bound(groups: Sequence[list[F64]]) -> float:
-    """Return the bound of four of five absolute errors, in which every group has the same weight.
+def _bound(groups: Sequence[F64]) -> float:
+    """Return the bound of four of five absolute values, in which every group has the same weight.
 
     It is symmetric: the error of a new GPU may have either sign, as both directions of a pair have.
     """
-    absolute = [np.abs(np.concatenate(group)) for group in groups]
+    absolute = [np.abs(group) for group in groups]
     values = np.concatenate(absolute)
     weights = np.concatenate([np.full(len(each), 1 / len(each)) for each in absolute])
     order = np.argsort(values)
@@ -300,28 +329,59 @@ def _bound(groups: Sequence[list[F64]]) -> float:
     return float(values[order[np.searchsorted(share, 0.8)]])
 
 
-def few_families(cases: Iterable[Case]) -> float:
-    """Return the factor on bounds with which they hold four of five errors of a further family.
+# Least share of the errors on a GPU of a left-out family that a bound holds. A goal, not a
+# measurement: an interval stated as 80% should hold two thirds of the times of any GPU.
+_OF_EVERY_GPU = 0.65
+
+# Least number of a GPU's cases over, or under, 10 us: the quantile of fewer is that of a few
+# shapes.
+_LEAST_CASES = 100
+
+
+def few_families(cases: Iterable[Case]) -> dict[str, float]:
+    """Return kind -> the factor with which its bound holds for a further family.
 
     A bound of few families is too narrow for the next one. Each family in turn is left out of the
-    bound of its kind, too; the factor is the one with which the bounds of the others contain 80% of
-    its errors, in the mean over kinds and families. At least 1.
+    bound of its kind, too. Times the factor, which is at least 1, the bounds of the others contain
+    80% of its errors in the mean over kinds and families. They contain 65% of the errors on each
+    GPU of the kernels that took more than 10 us, and of the others.
     """
     by_kind: dict[str, list[Case]] = {}
     for case in cases:
         by_kind.setdefault(case.kind, []).append(case)
-    relative: list[F64] = []
-    for of_kind in by_kind.values():
-        groups = _by_group(of_kind)
-        for name, group in groups.items():
-            others = [other for other_name, other in groups.items() if other_name != name]
-            if others:
-                relative.append(np.abs(np.concatenate(group)) / _bound(others))
-    if not relative:
-        return 1.0
+    every: list[F64] = []
+    # Predicted lengths decide the kind. Measured ones are judged, over the kinds of both lengths.
+    judged: dict[tuple[str, str, bool], list[F64]] = {}
+    for kind, of_kind in by_kind.items():
+        groups = {name: np.concatenate(each) for name, each in _by_group(of_kind).items()}
+        if len(groups) == 1:
+            continue
+        bounds = {
+            name: _bound([other for o, other in groups.items() if o != name]) for name in groups
+        }
+        every += [np.abs(group) / bounds[name] for name, group in groups.items()]
+        for case in of_kind:
+            bound = bounds.get(family(case.target)) or bounds[case.target.name]
+            ratio = np.abs(case.error) / case.widening / bound
+            for long in (True, False):
+                of_length = ratio[(case.measured_ns > SHORT_NS) == long]
+                judged.setdefault((_any_length(kind), case.target.name, long), []).append(of_length)
+    least: dict[str, float] = {}
+    for (any_length, _, long), ratios in judged.items():
+        ratio = np.concatenate(ratios)
+        kind = f"{any_length}_short" if any_length in _PARTED and not long else any_length
+        if len(ratio) >= _LEAST_CASES:
+            within = float(np.quantile(ratio, _OF_EVERY_GPU))
+            least[kind] = max(least.get(kind, 1.0), within)
     # The mean of the shares grows with the factor, so the factor is a quantile in which every
     # kind and family has the same weight.
-    return max(1.0, _bound([[each] for each in relative]))
+    mean = max(1.0, _bound(every)) if every else 1.0
+    return {kind: max(mean, least.get(kind, 1.0)) for kind in by_kind}
+
+
+def _any_length(kind: str) -> str:
+    """Return a kind without its length."""
+    return kind.removesuffix("_short")
 
 
 def parted(case: Case) -> Iterator[Case]:
@@ -354,16 +414,20 @@ def datasheet_cases(folder: Path, fits: dict[str, Coefficients]) -> Iterator[Cas
     from_description, learned = models_without(fits)
     # Other GPUs known by their datasheet have the kind `gemm_uncalibrated` in `every_case`.
     cases = [c for c in gemm_cases(products, described, learned) if c.kind == "gemm_same_die"]
-    for case in gemm_cases(products, described, lambda _: scale_measured.predict):
+    for case in gemm_cases(products, described, lambda _: scale_measured.predict_by_residual):
         cases.append(replace(case, kind="product"))
     cases += gemm_by_shape(products, from_description, described)
     cases += linear_cases(read_linears(folder), from_description, learned, described)
+    cases += tensor_scaled_cases(folder, from_description, described)
+    cases += four_bit_cases(folder, from_description, described)
     cases += attention_cases(attention, learned, described)
-    cases += memory_cases(folder, described=described)
+    for model in (predict_learned, scale_measured.predict_by_residual):
+        cases += memory_cases(folder, model, described)
     cases += unmeasured_cases(folder, described)
     cases += attention_unmeasured(attention, from_description, described)
     cases += database_attention(from_description, described)
     cases += kernel_cases(folder, from_description, described)
+    cases += decode_cases(read_decodes(folder), from_description, learned, described)
     for part in [part for case in cases for part in parted(case)]:
         factor = widening(part.target, fits_of(fits, part), part.kind)
         yield replace(part, widening=factor, by_datasheet=True)
@@ -380,11 +444,19 @@ def every_case(folder: Path, fits: dict[str, Coefficients] | None = None) -> lis
     for case in gemm_cases(products, as_by_datasheet(gpus), learned):
         cases.append(replace(case, kind="gemm_uncalibrated"))
     cases += gemm_by_shape(products, from_description)
-    for case in gemm_cases(products, lambda gpu: gpu, lambda _: scale_measured.predict):
+    for case in gemm_cases(products, lambda gpu: gpu, lambda _: scale_measured.predict_by_residual):
         cases.append(replace(case, kind="product"))
     cases += linear_cases(read_linears(folder), from_description, learned)
+    cases += tensor_scaled_cases(folder, from_description)
+    cases += four_bit_cases(folder, from_description)
     cases += vector_cases(folder)
-    cases += [*retyped_cases(folder), *attention_cases(attention, learned), *memory_cases(folder)]
+    # To a cut of the same die or another vendor's GPU, memory-bound kernels have the residual
+    # model, whose errors were measured between dies.
+    residual = vector_cases(folder, scale_measured.predict_by_residual)
+    cases += [replace(case, kind="memory") for case in residual if case.kind == "memory_other_die"]
+    cases += [*memory_cases(folder), *memory_cases(folder, scale_measured.predict_by_residual)]
+    cases += retyped_cases(folder, from_description)
+    cases += attention_cases(attention, learned)
     cases += resized_product_cases(every_product, from_description)
     cases += resized_attention_cases(attention, from_description)
     cases += resized_memory_cases(folder)
@@ -392,6 +464,7 @@ def every_case(folder: Path, fits: dict[str, Coefficients] | None = None) -> lis
         *attention_unmeasured(attention, from_description),
         *database_attention(from_description),
         *kernel_cases(folder, from_description),
+        *decode_cases(read_decodes(folder), from_description, learned),
         *unmeasured_cases(folder),
     ]
     parts = [part for case in cases for part in parted(case)]
@@ -400,4 +473,4 @@ def every_case(folder: Path, fits: dict[str, Coefficients] | None = None) -> lis
 
 def fits_of(fits: dict[str, Coefficients], case: Case) -> Coefficients:
     """Return the coefficients that a case's prediction has."""
-    return coefficients_without(fits, family(case.target))
+    return coefficients_without(fits, case.without or family(case.target))

@@ -4,18 +4,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import polars as pl
 
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.gpus.registry import load_gpu
 from onerank.annotate.models.features import KernelFeatures
-from onerank.annotate.models.launch_floor import floor_share_of
+from onerank.annotate.op_costs.cost_record import Scales
 from onerank.annotate.op_costs.memory_bound import PASSES
-from onerank.annotate.op_costs.op_classes import OpClass
+from onerank.annotate.op_costs.op_classes import OpClass, floor_share_of
+from onerank.ir.arrays import F64
 from onerank.ir.errors import FormatError
-
-F64 = npt.NDArray[np.float64]
 
 GEMM_FILE = "gemm.parquet"
 
@@ -24,7 +22,7 @@ ATTENTION_FILE = "attention_prefill.parquet"
 # Bytes of an element of the operands and of the result: GEMMs in fp8 write 16 bits.
 _ITEM_BYTES = {"bfloat16": (2, 2), "fp8": (1, 2)}
 
-TORCH_DTYPE = {"bfloat16": "bfloat16", "fp8": "float8_e4m3fn"}
+TORCH_DTYPE = {"bfloat16": "bfloat16", "fp8": "float8_e4m3fn", "nvfp4": "float4_e2m1fn_x2"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +33,13 @@ class Products:
         dtype: torch's name of it.
         shapes: batch, m, n, k, bytes of an operand's and of a result's element, float64[d, 6].
         times_ns: name of a description -> measured times, float64[d].
+        scales: of operands in 8 or 4 bits.
     """
 
     dtype: str
     shapes: F64
     times_ns: dict[str, F64]
+    scales: Scales = Scales.TENSOR
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Attention:
     """Causal forward attention by one kernel family, the same shapes on each GPU.
 
     Attributes:
-        shapes: as `attention_kernels.attention_ns` takes them, float64[d, 9].
+        shapes: as `attention_time.attention_ns` takes them, float64[d, 9].
         times_ns: name of a description -> measured times, float64[d].
     """
 
@@ -75,7 +75,9 @@ def read_products(folder: Path, dtype: str = "bfloat16") -> Products:
     sizes = [table[name].to_numpy().astype(np.float64) for name in ("m", "n", "k")]
     item, result = _ITEM_BYTES[dtype]
     shapes = np.stack([ones, *sizes, ones * item, ones * result], axis=1)
-    return Products(TORCH_DTYPE[dtype], shapes, _times(table, 3))
+    # The campaign's 8-bit layers scale each row (sglang).
+    scales = Scales.ROW if item == 1 else Scales.TENSOR
+    return Products(TORCH_DTYPE[dtype], shapes, _times(table, 3), scales)
 
 
 def read_attention(folder: Path) -> Attention:
@@ -131,12 +133,17 @@ _LAYERS = {
 }
 
 
+TORCH_LAYERS = ("add",)
+"""Layers of vidur's that are an operator of PyTorch; the others are vLLM's kernels."""
+
+
 def of_products(products: Products, times_ns: F64) -> KernelFeatures:
     """Return one operator per product, with measured `times_ns`."""
     batch, m, n, k, item, result = products.shapes.T
     moved = batch * (item * (m * k + k * n) + result * m * n)
     kernels = _kernels(times_ns, 2 * batch * m * n * k, moved, products.dtype)
-    return replace(kernels, gemm=products.shapes)
+    scales = np.full(len(times_ns), products.scales, dtype=np.uint8)
+    return replace(kernels, gemm=products.shapes, scales=scales)
 
 
 def of_attention(attention: Attention, times_ns: F64) -> KernelFeatures:
@@ -160,7 +167,10 @@ def of_layers(times_ns: F64, table: pl.DataFrame) -> KernelFeatures:
     floor_share = np.array([floor_share_of(_LAYERS[name]) for name in table["op"].cast(pl.String)])
     norms = np.array([_LAYERS[name] is OpClass.NORM for name in table["op"].cast(pl.String)])
     passes = np.where(norms, PASSES["_fused_rms_norm"], 1.0)
-    return replace(of_memory(times_ns, moved), floor_share=floor_share, passes=passes)
+    from_torch = table["op"].cast(pl.String).is_in(TORCH_LAYERS).to_numpy()
+    return replace(
+        of_memory(times_ns, moved), floor_share=floor_share, passes=passes, from_torch=from_torch
+    )
 
 
 def _kernels(times_ns: F64, flops: F64, moved: F64, dtype: str) -> KernelFeatures:
@@ -178,10 +188,12 @@ def _kernels(times_ns: F64, flops: F64, moved: F64, dtype: str) -> KernelFeature
         dtypes=(dtype,),
         call=np.arange(count),
         gemm=np.zeros((count, 6)),
+        scales=np.zeros(count, dtype=np.uint8),
         attention=np.zeros((count, 9)),
         operator_ns=times_ns,
         floor_share=np.ones(count),
         passes=np.ones(count),
         rereads=np.ones(count),
         cycles=np.zeros(count),
+        from_torch=every,
     )

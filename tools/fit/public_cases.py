@@ -1,4 +1,4 @@
-"""Predictions of other dtypes, vector units and kernels, from the tables of `public_sets`.
+"""Predictions of vector units and of attention kernels, from the tables of `public_sets`.
 
 The coefficients of a prediction are fitted without the target's die family, or without the kernel.
 """
@@ -16,20 +16,29 @@ import scipy.optimize  # pyright: ignore[reportMissingTypeStubs]
 
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.gpus.registry import load_gpu
-from onerank.annotate.models.attention_kernels import attention_ns
-from onerank.annotate.models.coefficients import AttentionCoefficients, EightBit, GemmCoefficients
+from onerank.annotate.models.attention_time import (
+    LATENT_ARCHITECTURES,
+    attention_ns,
+    decode_terms,
+    latent_terms,
+)
+from onerank.annotate.models.coefficients import (
+    AttentionCoefficients,
+    Decode,
+    LatentDecode,
+    shipped,
+)
 from onerank.annotate.models.cost_model import Predict, PredictFromDescription
-from onerank.annotate.models.features import F64, KernelFeatures
-from onerank.annotate.models.gemm_tiles import Rates, gemm_ns
+from onerank.annotate.models.features import KernelFeatures
 from onerank.annotate.models.intervals import same_die
-from onerank.annotate.models.launch_floor import floor_share_of
 from onerank.annotate.models.learned import predict_from_description, predict_learned
+from onerank.annotate.models.prediction_terms import Rule
 from onerank.annotate.op_costs.memory_bound import PASSES
-from onerank.annotate.op_costs.op_classes import OpClass
+from onerank.annotate.op_costs.op_classes import OpClass, floor_share_of
+from onerank.ir.arrays import F64
 from tools.fit.evaluate_fit import Case, Described, as_shipped
-from tools.fit.fit_tiles import SCALE, rates_of, stored_ns
+from tools.fit.fit_tiles import fit_robustly, rates_of, robust_loss, stored_ns
 from tools.fit.measured_kernels import (
-    TORCH_DTYPE,
     Attention,
     Products,
     family,
@@ -41,21 +50,8 @@ from tools.fit.measured_kernels import (
 
 _optimize: Any = scipy.optimize  # it has no types
 
-LINEARS_FILE, ATTENTION_KERNELS_FILE, VECTOR_FILE = (
-    "linears.parquet",
-    "attention.parquet",
-    "vector.parquet",
-)
-
-# (kernel, dtype) of the rows whose quantisation is one kernel over the activations; TensorRT-LLM
-# quantises per tensor with several, which take 8 us together for the smallest.
-_EIGHT_BIT = (
-    ("sglang_sgl_kernel_fp8_scaled_mm", "fp8"),
-    ("CutlassFP8ScaledMMLinearKernel", "fp8"),
-    ("sglang_deepgemm_gemm_nt_f8f8bf16", "fp8_block"),
-    ("torch_flow", "fp8_block"),
-    ("deepgemm", "fp8_block"),
-)
+ATTENTION_KERNELS_FILE, LATENT_FILE = "attention.parquet", "latent.parquet"
+VECTOR_FILE, QUANTISATION_FILE = "vector.parquet", "quantisation.parquet"
 
 # architecture -> names of the kernels that libraries run there, as `attention_kernels` has them.
 _USUAL = {
@@ -65,156 +61,41 @@ _USUAL = {
     "blackwell": ("trtllm_mha", "vllm_flashinfer_trtllmprefill"),
 }
 
-# Names of the same kernel in different frameworks.
-_SAME = {"torch_flow": "deepgemm", "sglang_deepgemm_gemm_nt_f8f8bf16": "deepgemm"}
+# The same of attention with one query per sequence. SGLang's on an A100 is FlashAttention-3's code
+# for Ampere, which no other framework runs there.
+_USUAL_DECODE = {
+    **_USUAL,
+    "ampere": ("vllm_flash_attn",),
+    "blackwell": ("trtllm_mha", "vllm_flashinfer_trtllmdecode"),
+}
+# Other kernels of one query per sequence: cases, but no part of a fit.
+_OTHER_DECODE = {"ampere": ("flash_attention",)}
 
-_SHAPES = 800  # of each GPU and kernel: the errors' quantiles change little beyond
-
-_EVERY = 4  # of them is fitted to
+# Widths of a key and a value of latent attention: DeepSeek's.
+_LATENT_SIZES = 576, 512
 
 _LEAST_QUERIES = 16  # frameworks run other kernels for fewer
 
 _CALLS = 400  # of each GPU, attention kernel and head size
 
+_DECODE_CALLS = 2000  # of each GPU, campaign and kernel
+
+# A campaign repeats a call with the same keys and values, so the last-level cache serves them if
+# they fit. Calls whose keys and values have between these shares of its size are omitted; smaller
+# ones take little time from memory, too. The omission does not flatter: with the campaign left out
+# of the fit, omitted calls over 10 us are 13 to 18% off, the others 9 to 27%, by campaign.
+_SERVED = 0.1, 2.0
+
+_BYTES_QUANTISED = 2 + 1  # of an element read in 16 bits and written in 8
+
 _SEED = 4
 
 _SIZES = ["m", "n", "k"]
 
-# Least share of the product in a measured time that includes the quantisation.
-_LEAST_PRODUCT = 0.2
+_ATTENTION_SIZES = ["batch", "rows", "keys", "heads", "kv_heads", "head_dim"]
 
-
-@dataclass(frozen=True, slots=True)
-class Linears:
-    """Linear layers in 8 bits of one GPU and kernel.
-
-    Attributes:
-        gpu: the GPU.
-        kernel: the kernel, one name in all frameworks.
-        products: the GEMMs.
-        times_ns: times with the quantisation of the activations, float64[d].
-    """
-
-    gpu: Gpu
-    kernel: str
-    products: Products
-    times_ns: F64
-
-    @property
-    def quantised_ns(self) -> F64:
-        """The time to quantise the activations, float64[d]."""
-        return quantised_ns(self.gpu, self.products)
-
-
-def quantised_ns(gpu: Gpu, products: Products) -> F64:
-    """Return the time to quantise [m, k] from 16 to 8 bits, float64[d]: floor and bytes."""
-    _, m, _, k, _, _ = products.shapes.T
-    floor_ns = floor_share_of(OpClass.REDUCTION) * gpu.launch_floor_ns
-    return floor_ns + 3 * m * k / gpu.bandwidth_bytes_per_s * 1e9
-
-
-def read_linears(folder: Path) -> list[Linears]:
-    """Read `linears.parquet`: up to `_SHAPES` shapes of each GPU and kernel, the same on all.
-
-    Raises:
-        FormatError: the file is missing or lacks a column.
-        TargetError: it has a GPU without a description.
-    """
-    columns = ["gpu", "campaign", "kernel", "dtype", *_SIZES, "time_us"]
-    rows = read_table(folder / LINEARS_FILE, columns)
-    linears: list[Linears] = []
-    for kernel, dtype in _EIGHT_BIT:
-        of_kernel = rows.filter(pl.col("kernel") == kernel, pl.col("dtype") == dtype)
-        by_gpu = of_kernel.group_by("gpu", *_SIZES).agg(pl.col("time_us").median())
-        sizes = by_gpu.select(_SIZES).unique().sort(_SIZES)
-        sizes = sizes.sample(min(_SHAPES, len(sizes)), seed=_SEED)
-        drawn = by_gpu.join(sizes, on=_SIZES).sort(_SIZES)
-        for (name,), table in drawn.group_by("gpu", maintain_order=True):
-            gpu = load_gpu(str(name))
-            ones = np.ones(len(table))
-            columns = [table[size].to_numpy().astype(np.float64) for size in _SIZES]
-            shapes = np.stack([ones, *columns, ones, 2 * ones], axis=1)
-            times_ns = table["time_us"].to_numpy().astype(np.float64) * 1000
-            products = Products(TORCH_DTYPE["fp8"], shapes, {gpu.name: times_ns})
-            linears.append(Linears(gpu, _SAME.get(kernel, kernel), products, times_ns))
-    # The order of groups is not defined, and the fit's rounding depends on it.
-    return sorted(linears, key=lambda each: (each.kernel, each.gpu.name, len(each.times_ns)))
-
-
-def fit_eight_bit(linears: Sequence[Linears], c: GemmCoefficients) -> dict[str, EightBit]:
-    """Return the coefficients of 8-bit GEMMs for each architecture of `linears`."""
-    architectures = sorted({each.gpu.architecture for each in linears})
-    return {
-        name: _fit_architecture([each for each in linears if each.gpu.architecture == name], c)
-        for name in architectures
-    }
-
-
-def _fit_architecture(linears: list[Linears], c: GemmCoefficients) -> EightBit:
-    def cost(x: F64) -> float:
-        narrow = EightBit(*np.exp(x).tolist())
-        costs: list[float] = []
-        for each in linears:
-            shapes = each.products.shapes[::_EVERY]
-            rates = rates_of(each.gpu, each.products.dtype, len(shapes))
-            rates = Rates(np.minimum(rates.peak, rates.sustained * narrow.rate), rates.peak)
-            product_ns = gemm_ns(each.gpu, rates, shapes, c, eight_bit=narrow)
-            predicted_ns = product_ns + each.quantised_ns[::_EVERY]
-            costs.append(_robust_loss(np.log(each.times_ns[::_EVERY] / predicted_ns)))
-        return float(np.mean(costs))
-
-    start = np.zeros(3)
-    # SciPy's first simplex around zeros is too small to leave the start.
-    simplex = np.concatenate([np.zeros((1, 3)), 0.3 * np.eye(3)])
-    options = {"maxiter": 120, "xatol": 0.01, "fatol": 1e-4, "initial_simplex": simplex}
-    solution = _optimize.minimize(cost, start, method="Nelder-Mead", options=options)
-    return EightBit(*np.exp(solution.x).tolist())
-
-
-def _robust_loss(error: F64) -> float:
-    """Return the mean loss of errors in ln: up to a factor that of `fit_tiles.fit_robustly`."""
-    return float(np.mean(np.sqrt(1 + (error / SCALE) ** 2) - 1))
-
-
-def linear_cases(
-    linears: Sequence[Linears],
-    by_shape: Callable[[str], PredictFromDescription],
-    model: Callable[[str], Predict],
-    described: Described = as_shipped,
-) -> Iterator[Case]:
-    """Yield 8-bit linear layers by shape, and from another GPU's time of the same kernel.
-
-    A left-out kernel on an architecture that was measured has the same errors as a left-out
-    architecture (a bound of 0.38 and of 0.35), so the kernel's name gives no narrower kind.
-
-    Args:
-        linears: the layers.
-        by_shape: family that is left out -> the model of unmeasured kernels.
-        model: family that is left out -> the model of measured kernels.
-        described: returns the description of a target that the prediction may use.
-    """
-    for each in linears:
-        target = described(each.gpu)
-        kernels = of_products(each.products, each.times_ns)
-        product_ns, _ = by_shape(family(each.gpu))(kernels, target)
-        predicted_ns = product_ns + quantised_ns(target, each.products)
-        rows = each.products.shapes[:, 1]
-        yield Case("gemm_8bit_unmeasured", each.gpu, each.gpu, each.times_ns, predicted_ns, rows)
-    for before, after in permutations(linears, 2):
-        # Two campaigns of one GPU are no prediction.
-        if before.kernel != after.kernel or before.gpu == after.gpu:
-            continue
-        if not np.array_equal(before.products.shapes, after.products.shapes):
-            continue
-        product_ns = before.times_ns - before.quantised_ns
-        product_ns = np.maximum(product_ns, _LEAST_PRODUCT * before.times_ns)
-        kernels = of_products(before.products, product_ns)
-        target = described(after.gpu)
-        product_ns, _ = model(family(after.gpu))(kernels, before.gpu, target)
-        predicted_ns = product_ns + quantised_ns(target, after.products)
-        kind = "gemm_8bit_same_die" if same_die(before.gpu, after.gpu) else "gemm_8bit"
-        rows = before.products.shapes[:, 1]
-        yield Case(kind, before.gpu, after.gpu, after.times_ns, predicted_ns, rows)
+# Least share of attention in a measured time that includes a write to a cache.
+_LEAST_ALONE = 0.2
 
 
 def vector_cases(
@@ -260,8 +141,9 @@ def vector_cases(
             kernels = _vector_kernels(str(op), both, source)
             predicted_ns, _ = model(kernels, *gpus)
             measured_ns = both[target].to_numpy() * 1000
-            case = Case(kind, *gpus, measured_ns, predicted_ns, kernels.bytes)
-            cases.setdefault((kind, source, target), []).append(case)
+            name = "memory_other_die" if kind == "memory" else kind
+            case = Case(name, *gpus, measured_ns, predicted_ns, kernels.bytes)
+            cases.setdefault((name, source, target), []).append(case)
     # One case for all operators of a pair: what one operator is off is not shared by the others.
     for of_pair in cases.values():
         measured_ns = np.concatenate([case.measured_ns for case in of_pair])
@@ -269,6 +151,49 @@ def vector_cases(
         moved = np.concatenate([case.rows for case in of_pair])
         first = of_pair[0]
         yield Case(first.kind, first.source, first.target, measured_ns, predicted_ns, moved)
+
+
+def quantisation_cases(
+    folder: Path, model: Predict = predict_learned, described: Described = as_shipped
+) -> Iterator[Case]:
+    """Yield frameworks' kernels that quantise, from another die's time; no family is excluded.
+
+    The intervals do not contain these errors: some times are those of several kernels. A campaign
+    repeats a call with the same operands, so calls that the last-level cache of either GPU serves
+    in part are omitted.
+
+    Args:
+        folder: has `quantisation.parquet`.
+        model: of measured kernels.
+        described: returns the description of a target that the prediction may use.
+
+    Raises:
+        FormatError: the file is missing or lacks a column.
+        TargetError: it has a GPU without a description.
+    """
+    rows = read_table(folder / QUANTISATION_FILE, ["gpu", "campaign", "op", "m", "k", "time_us"])
+    rows = rows.with_columns(framework=pl.col("campaign").str.split(" ").list.first())
+    for _, table in rows.group_by("framework", "op", maintain_order=True):
+        times = table.pivot(
+            on="gpu", index=["m", "k"], values="time_us", aggregate_function="median"
+        )
+        for source, target in permutations(times.columns[2:], 2):
+            gpus = load_gpu(source), load_gpu(target)
+            if same_die(*gpus):
+                continue
+            caches = sorted(gpu.l2_bytes or 1 for gpu in gpus)
+            moved = _BYTES_QUANTISED * pl.col("m") * pl.col("k")
+            least, most = _SERVED[0] * caches[0], _SERVED[1] * caches[1]
+            both = times.drop_nulls([source, target]).filter(~moved.is_between(least, most))
+            if both.is_empty():
+                continue
+            sizes = (both["m"] * both["k"]).to_numpy().astype(np.float64)
+            kernels = of_memory(both[source].to_numpy() * 1000, _BYTES_QUANTISED * sizes)
+            share = floor_share_of(OpClass.ELEMENTWISE)
+            kernels = replace(kernels, floor_share=np.full(len(both), share))
+            predicted_ns, _ = model(kernels, gpus[0], described(gpus[1]))
+            measured_ns = both[target].to_numpy() * 1000
+            yield Case("memory_other_die", *gpus, measured_ns, predicted_ns, kernels.bytes)
 
 
 def _vector_kernels(op: str, table: pl.DataFrame, gpu: str) -> KernelFeatures:
@@ -293,7 +218,7 @@ class _Calls:
     Attributes:
         gpu: the GPU.
         usual: whether libraries run this kernel on the architecture.
-        shapes: as `attention_kernels.attention_ns` takes them, float64[d, 9].
+        shapes: as `attention_time.attention_ns` takes them, float64[d, 9].
         times_ns: times with the write of keys and values, float64[d].
     """
 
@@ -310,21 +235,234 @@ def _read_calls(folder: Path) -> Iterator[_Calls]:
         FormatError: the file is missing or lacks a column.
         TargetError: it has a GPU without a description.
     """
-    index = ["batch", "rows", "keys", "heads", "kv_heads", "head_dim"]
-    columns = ["gpu", "campaign", "kernel", "phase", *index, "time_us"]
-    rows = read_table(folder / ATTENTION_KERNELS_FILE, columns)
+    rows = _read_attention(folder)
     rows = rows.filter(pl.col("phase") == "context", pl.col("rows") >= _LEAST_QUERIES)
     groups = rows.group_by("gpu", "campaign", "kernel", "head_dim", maintain_order=True)
     for (name, _, kernel, _), measured in groups:
         gpu = load_gpu(str(name))
         table = measured.sample(min(_CALLS, len(measured)), seed=_SEED)
-        batch, queries, keys, heads, key_heads, d = (
-            table[column].to_numpy().astype(np.float64) for column in index
-        )
-        ones = np.ones(len(table))
-        shapes = np.stack([batch, heads, key_heads, queries, keys, d, d, ones, 0 * ones], axis=1)
         usual = str(kernel) in _USUAL.get(gpu.architecture, ())
+        shapes = _forward_shapes(table, causal=True)
         yield _Calls(gpu, usual, shapes, table["time_us"].to_numpy() * 1000)
+
+
+def _read_attention(folder: Path) -> pl.DataFrame:
+    columns = ["gpu", "campaign", "kernel", "phase", *_ATTENTION_SIZES, "time_us"]
+    return read_table(folder / ATTENTION_KERNELS_FILE, columns)
+
+
+def _forward_shapes(table: pl.DataFrame, *, causal: bool) -> F64:
+    """Return the shapes of forward attention as `attention_ns` takes them, float64[d, 9]."""
+    batch, queries, keys, heads, key_heads, d = (
+        table[column].to_numpy().astype(np.float64) for column in _ATTENTION_SIZES
+    )
+    none = np.zeros(len(table))
+    return np.stack([batch, heads, key_heads, queries, keys, d, d, none + causal, none], axis=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Decodes:
+    """Attention of one query per sequence, of one GPU, campaign and kernel.
+
+    Attributes:
+        gpu: the GPU.
+        campaign: framework and version.
+        shapes: as `attention_time.attention_ns` takes them, float64[d, 9].
+        times_ns: times with the write of a key and a value per sequence, float64[d].
+        usual: whether libraries run the kernel on the architecture.
+        latent: whether it is latent attention.
+    """
+
+    gpu: Gpu
+    campaign: str
+    shapes: F64
+    times_ns: F64
+    usual: bool = True
+    latent: bool = False
+
+    @property
+    def name(self) -> str:
+        """GPU, campaign and kind of attention."""
+        return f"{self.gpu.name}, {self.campaign}{', latent' if self.latent else ''}"
+
+    @property
+    def framework(self) -> str:
+        """Framework of the campaign."""
+        return self.campaign.split(" ", 1)[0]
+
+    @property
+    def alone_ns(self) -> F64:
+        """The time without that write, whose bytes are negligible, float64[d]."""
+        return np.maximum(self.times_ns - self.gpu.launch_floor_ns, _LEAST_ALONE * self.times_ns)
+
+
+def read_decodes(folder: Path) -> list[Decodes]:
+    """Read the calls with one query per sequence in `attention.parquet` and `latent.parquet`.
+
+    Raises:
+        FormatError: a file is missing or lacks a column.
+        TargetError: it has a GPU without a description.
+    """
+    return [*_read_grouped(folder), *_read_latent(folder)]
+
+
+def _read_grouped(folder: Path) -> Iterator[Decodes]:
+    """Yield the calls in `attention.parquet`, by kernels in `_USUAL_DECODE`, `_OTHER_DECODE`."""
+    rows = _read_attention(folder)
+    rows = rows.filter(pl.col("phase") == "generation").sort(rows.columns)
+    for (name, campaign, kernel), table in rows.group_by(
+        "gpu", "campaign", "kernel", maintain_order=True
+    ):
+        gpu = load_gpu(str(name))
+        usual = str(kernel) in _USUAL_DECODE.get(gpu.architecture, ())
+        if not usual and str(kernel) not in _OTHER_DECODE.get(gpu.architecture, ()):
+            continue
+        cache_bytes = 4 * pl.col("batch") * pl.col("kv_heads") * pl.col("keys") * pl.col("head_dim")
+        drawn = _drawn_cold(table, cache_bytes, gpu, _ATTENTION_SIZES)
+        shapes = _forward_shapes(drawn, causal=False)
+        times_ns = drawn["time_us"].to_numpy() * 1000
+        yield Decodes(gpu, str(campaign), shapes, times_ns, usual=usual)
+
+
+def _read_latent(folder: Path) -> Iterator[Decodes]:
+    """Yield the calls in `latent.parquet`; on architectures without a kernel none is usual."""
+    sizes = ["batch", "keys", "heads"]
+    rows = read_table(folder / LATENT_FILE, ["gpu", "campaign", *sizes, "time_us"])
+    for (name, campaign), table in rows.group_by("gpu", "campaign", maintain_order=True):
+        gpu, (d, dv) = load_gpu(str(name)), _LATENT_SIZES
+        times = table.group_by(sizes).agg(pl.col("time_us").median()).sort(sizes)
+        drawn = _drawn_cold(times, 2 * d * pl.col("batch") * pl.col("keys"), gpu, sizes)
+        batch, keys, heads = (drawn[size].to_numpy().astype(np.float64) for size in sizes)
+        none = np.zeros(len(drawn))
+        columns = [batch, heads, none + 1, none + 1, keys, none + d, none + dv, none, none]
+        times_ns = drawn["time_us"].to_numpy() * 1000
+        usual = gpu.architecture in LATENT_ARCHITECTURES
+        shapes = np.stack(columns, axis=1)
+        yield Decodes(gpu, str(campaign), shapes, times_ns, usual=usual, latent=True)
+
+
+def _drawn_cold(
+    table: pl.DataFrame, cache_bytes: pl.Expr, gpu: Gpu, sizes: Sequence[str]
+) -> pl.DataFrame:
+    """Return calls drawn from those that memory serves, or that take little time from it."""
+    share = cache_bytes / (gpu.l2_bytes or 1)
+    cold = table.filter(~share.is_between(*_SERVED))
+    return cold.sample(min(_DECODE_CALLS, len(cold)), seed=_SEED).sort(sizes)
+
+
+DECODE_START = Decode(
+    floor=2, unit_cycles=4000, bytes_per_cycle=16, split_floors=0.5, overlap=3, copy_floors=1.5
+)
+# On Hopper the multiply-adds hide the reads: a fit to it alone keeps the bytes per cycle.
+LATENT_START = LatentDecode(floor=2, unit_cycles=4000, bytes_per_cycle=30, split_floors=0.5)
+
+
+def fit_decode(decodes: Sequence[Decodes]) -> dict[str, Decode]:
+    """Return architecture -> the coefficients of its attention of a few queries."""
+    usual = [each for each in decodes if each.usual and not each.latent]
+
+    def fitted(architecture: str) -> Decode:
+        of_architecture = [each for each in usual if each.gpu.architecture == architecture]
+
+        def model(each: Decodes, x: F64) -> F64:
+            return decode_terms(each.gpu, each.shapes, Decode(*x.tolist())).predicted_ns
+
+        return Decode(*_fit(of_architecture, model, msgspec.structs.astuple(DECODE_START)))
+
+    return {name: fitted(name) for name in sorted({each.gpu.architecture for each in usual})}
+
+
+def fit_latent(decodes: Sequence[Decodes]) -> LatentDecode:
+    """Return the coefficients of latent attention of a few queries."""
+
+    def model(each: Decodes, x: F64) -> F64:
+        rates = rates_of(each.gpu, "bfloat16", len(each.shapes))
+        return latent_terms(each.gpu, rates, each.shapes, LatentDecode(*x.tolist())).predicted_ns
+
+    usual = [each for each in decodes if each.usual and each.latent]
+    return LatentDecode(*_fit(usual, model, msgspec.structs.astuple(LATENT_START)))
+
+
+def _fit(
+    decodes: Sequence[Decodes], model: Callable[[Decodes, F64], F64], start: Sequence[float]
+) -> list[float]:
+    """Return the coefficients near `start` with which the model predicts the calls.
+
+    Each time also has the write of a key and a value per sequence, one launch.
+    """
+
+    def residuals(x: F64) -> F64:
+        return np.concatenate(
+            [
+                np.log(model(each, np.exp(x)) + each.gpu.launch_floor_ns) - np.log(each.times_ns)
+                for each in decodes
+            ]
+        )
+
+    return np.exp(fit_robustly(residuals, np.log(start))).tolist()
+
+
+def elsewhere(each: Decodes, decodes: Sequence[Decodes]) -> list[Decodes]:
+    """Return the calls of other campaigns on the architecture; of other GPUs, if there are any.
+
+    Kernels that are not usual are not predicted from each other.
+    """
+    others = [
+        other
+        for other in decodes
+        if (other.gpu.architecture, other.latent) == (each.gpu.architecture, each.latent)
+        and other.campaign != each.campaign
+        and other.usual
+    ]
+    return [other for other in others if other.gpu != each.gpu] or others
+
+
+def decode_cases(
+    decodes: Sequence[Decodes],
+    by_shape: Callable[[str], PredictFromDescription],
+    model: Callable[[str], Predict],
+    described: Described = as_shipped,
+) -> Iterator[Case]:
+    """Yield attention of one query per sequence by its shape, and from another GPU's time.
+
+    By shape a call has the kind "decode_unmeasured", with the coefficients of the architecture from
+    other campaigns, and "decode_other", without the architecture.
+
+    Args:
+        decodes: the calls.
+        by_shape: what is left out, a die family or GPU and campaign -> the model of unmeasured
+            kernels.
+        model: family that is left out -> the model of measured kernels.
+        described: returns the description of a target that the prediction may use.
+    """
+    for each in decodes:
+        gpu, target = each.gpu, described(each.gpu)
+        kernels = of_attention(Attention(each.shapes, {}), each.times_ns)
+        kinds = [("decode_other", "")]
+        if elsewhere(each, decodes):
+            kinds.append(("decode_unmeasured", each.name))
+        for kind, without in kinds:
+            predicted_ns = by_shape(without or family(gpu))(kernels, target)[0]
+            predicted_ns = predicted_ns + target.launch_floor_ns
+            case = Case(kind, gpu, gpu, each.times_ns, predicted_ns, each.shapes[:, 3])
+            yield replace(case, without=without)
+    for before, after in permutations(decodes, 2):
+        # A framework's campaigns run one kernel, in the version for each architecture.
+        if before.gpu == after.gpu or before.framework != after.framework:
+            continue
+        # `of_attention` counts keys and values separately; latent attention reads them as one.
+        if before.latent or after.latent:
+            continue
+        row_of = {tuple(shape): row for row, shape in enumerate(before.shapes.tolist())}
+        rows = np.array([row_of.get(tuple(shape), -1) for shape in after.shapes.tolist()])
+        both = np.flatnonzero(rows >= 0)
+        kernels = of_attention(Attention(after.shapes[both], {}), before.alone_ns[rows[both]])
+        target = described(after.gpu)
+        predicted_ns = model(family(after.gpu))(kernels, before.gpu, target)[0]
+        predicted_ns = predicted_ns + target.launch_floor_ns
+        kind = "attention_same_die" if same_die(before.gpu, after.gpu) else "decode"
+        gpus, rows = (before.gpu, after.gpu), after.shapes[both][:, 3]
+        yield Case(kind, *gpus, after.times_ns[both], predicted_ns, rows)
 
 
 def kernel_cases(
@@ -346,21 +484,31 @@ def kernel_cases(
         FormatError: the file is missing or lacks a column.
         TargetError: it has a GPU without a description.
     """
-    others: list[Case] = []
+    cases: list[tuple[Case, bool]] = []
     for call in _read_calls(folder):
         kernels = of_attention(Attention(call.shapes, {}), call.times_ns)
-        predicted_ns, _ = model(family(call.gpu))(kernels, described(call.gpu))
+        predicted_ns, rules = model(family(call.gpu))(kernels, described(call.gpu))
         predicted_ns = predicted_ns + stored_ns(call.gpu, call.shapes)
-        kind = "attention_unmeasured" if call.usual else "attention_other"
+        # Without Blackwell, the model already takes its usual kernels for others.
+        slow = bool((rules == Rule.OTHER_ATTENTION).any())
+        kind = "attention_other" if slow or not call.usual else "attention_unmeasured"
         queries = call.shapes[:, 3]
         case = Case(kind, call.gpu, call.gpu, call.times_ns, predicted_ns, queries)
-        if call.usual:
+        cases.append((case, call.usual or slow))
+    others = [case for case, as_usual in cases if not as_usual]
+    for case, as_usual in cases:
+        if as_usual:
             yield case
-        else:
-            others.append(case)
-    for case in others:
+            continue
         slower = other_attention([o for o in others if family(o.target) != family(case.target)])
-        yield replace(case, predicted_ns=case.predicted_ns * slower)
+        floor_ns = _floor_ns(case.target)
+        above_ns = np.maximum(case.predicted_ns - floor_ns, 0)
+        yield replace(case, predicted_ns=case.predicted_ns + above_ns * (slower - 1))
+
+
+def _floor_ns(gpu: Gpu) -> float:
+    """Return the floors of attention and of its write to a cache, which no kernel changes."""
+    return (shipped().attention_on(gpu).floor + 1) * gpu.launch_floor_ns
 
 
 def fit_attention_floor(
@@ -394,7 +542,7 @@ def _attention_floor(folder: Path, c: AttentionCoefficients, architecture: str) 
             rates = rates_of(call.gpu, "bfloat16", len(call.shapes))
             kernel_ns = attention_ns(call.gpu, rates, call.shapes, floors)
             predicted_ns = kernel_ns + stored_ns(call.gpu, call.shapes)
-            costs.append(_robust_loss(np.log(call.times_ns / predicted_ns)))
+            costs.append(robust_loss(np.log(call.times_ns / predicted_ns)))
         return float(np.mean(costs))
 
     options = {"initial_simplex": [[0.0], [0.3]], "xatol": 0.01, "fatol": 1e-4}
@@ -405,11 +553,20 @@ def _attention_floor(folder: Path, c: AttentionCoefficients, architecture: str) 
 def other_attention(cases: list[Case]) -> float:
     """Return the factor on the time of attention by other kernels than its architecture's usual.
 
-    The geometric mean over die families of measured over predicted.
+    The geometric mean over die families of measured over predicted time above the floors, of calls
+    that take at least twice those.
     """
     families = sorted({family(case.target) for case in cases})
-    errors = [
-        np.concatenate([case.error for case in cases if family(case.target) == name])
-        for name in families
-    ]
-    return float(np.exp(np.mean([np.mean(error) for error in errors])))
+    errors: list[float] = []
+    for name in families:
+        of_family = [case for case in cases if family(case.target) == name]
+        ratios: list[F64] = []
+        for case in of_family:
+            floor_ns = _floor_ns(case.target)
+            long = np.minimum(case.measured_ns, case.predicted_ns) > 2 * floor_ns
+            measured_ns, predicted_ns = (
+                times[long] - floor_ns for times in (case.measured_ns, case.predicted_ns)
+            )
+            ratios.append(np.log(measured_ns / predicted_ns))
+        errors.append(float(np.mean(np.concatenate(ratios))))
+    return float(np.exp(np.mean(errors)))

@@ -8,9 +8,20 @@ SYSTEMS is `systems/data` of the package aiconfigurator-core (Apache-2.0), NEUSI
 What a row times:
   linears.parquet     a linear layer in 8 or 4 bits: the kernel that quantises the activations, then
                       the GEMM; "bfloat16": the GEMM alone. Rows of frameworks that time the host's
-                      launches (vLLM's block-scaled kernels) are left out.
+                      launches (vLLM's block-scaled kernels) are left out, and vLLM's rows in fp8 of
+                      more than 256 tokens: their time grows by 6.5 ns per token whatever the GEMM
+                      (214 us for 32,768 x 32 x 32 on an H100, SGLang's 19), so they are mostly of a
+                      slow kernel that quantises.
+  quantise.parquet    the quantisation of the activations of TensorRT-LLM's layers with one scale
+                      for a tensor, without the GEMM: the kernels that find and apply the scale.
   attention.parquet   fused attention with its write of keys and values to a cache; "context" is
                       causal over the whole sequence, "generation" has one query per sequence.
+  experts.parquet     the experts of an MoE layer: sorting the tokens by expert, a grouped GEMM to
+                      two times the inner size, the gated activation, a grouped GEMM back, the sum.
+  latent.parquet      latent attention (MLA) of one query per sequence with its write to a cache.
+  quantisation.parquet  the kernels that quantise, of each framework and each timed separately:
+                      "scale_matrix", m x k elements of 16 bits to 8 with a given scale, and
+                      "compute_scale", the time to find the scale.
   vector.parquet      fp32 operators of PyTorch 2.1 with TF32 off, one kernel each.
 """
 
@@ -43,9 +54,15 @@ BOARDS = {
 _WITH_LAUNCHES = ("DeepGemmFp8BlockScaledMMKernel", "CutlassFp8BlockScaledMMKernel",
                   "FlashInferFp8BlockScaledMMKernel", "TritonFp8BlockScaledMMKernel")  # fmt: skip
 
+_SLOW_QUANTISED, _MOST_TOKENS = "CutlassFP8ScaledMMLinearKernel", 256
+
+
+# Shortest time of a kernel: vLLM's time of finding the scales is a difference of two times.
+_LEAST_MS = 1e-3
+
 
 def main() -> None:
-    """Write the three tables."""
+    """Write the tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("systems", type=Path)
     parser.add_argument("neusight", type=Path)
@@ -54,7 +71,11 @@ def main() -> None:
     options.output.mkdir(parents=True, exist_ok=True)
     for name, tables in (
         ("linears", linears(options.systems)),
+        ("quantise", quantise(options.systems)),
         ("attention", attention(options.systems)),
+        ("latent", latent(options.systems)),
+        ("experts", experts(options.systems)),
+        ("quantisation", quantisation(options.systems)),
         ("vector", vector(options.neusight)),
     ):
         pl.concat(tables).write_parquet(options.output / f"{name}.parquet")
@@ -67,6 +88,7 @@ def linears(systems: Path) -> Iterator[pl.DataFrame]:
         rows = rows.filter(
             ~pl.col("kernel_source").is_in(_WITH_LAUNCHES),
             pl.col("gemm_dtype").is_in(["bfloat16", "fp8", "fp8_block", "nvfp4"]),
+            (pl.col("kernel_source") != _SLOW_QUANTISED) | (pl.col("m") <= _MOST_TOKENS),
         )
         yield rows.select(
             *_named(gpu, campaign),
@@ -74,6 +96,22 @@ def linears(systems: Path) -> Iterator[pl.DataFrame]:
             pl.col("gemm_dtype").alias("dtype"),
             *(pl.col(size).cast(pl.Int64) for size in "mnk"),
             (pl.col("latency") * 1000).cast(pl.Float64).alias("time_us"),
+        )
+
+
+def quantise(systems: Path) -> Iterator[pl.DataFrame]:
+    """Yield the time to quantise the activations [m, k] of TensorRT-LLM's layers."""
+    for gpu, campaign, path in _files(systems, "quantize/trtllm/*/computescale_perf.parquet"):
+        scale, apply = (
+            pl.read_parquet(path.with_name(f"{name}_perf.parquet")).filter(
+                pl.col("quant_dtype") == "fp8"
+            )
+            for name in ("computescale", "scale_matrix")
+        )
+        yield scale.join(apply, on=["m", "k"]).select(
+            *_named(gpu, campaign),
+            *(pl.col(size).cast(pl.Int64) for size in "mk"),
+            ((pl.col("latency") + pl.col("latency_right")) * 1000).alias("time_us"),
         )
 
 
@@ -101,6 +139,59 @@ def attention(systems: Path) -> Iterator[pl.DataFrame]:
             pl.col("head_dim").cast(pl.Int64),
             (pl.col("latency") * 1000).cast(pl.Float64).alias("time_us"),
         ).filter(pl.col("kv_heads") > 0)
+
+
+def latent(systems: Path) -> Iterator[pl.DataFrame]:
+    """Yield latent attention of one query, in 16 bits with a cache in 16 bits."""
+    for gpu, campaign, path in _files(systems, "mla/*/*/generation_mla_perf.parquet"):
+        rows = pl.read_parquet(path)
+        rows = rows.filter(
+            pl.col("mla_dtype") == "bfloat16", pl.col("kv_cache_dtype") == "bfloat16"
+        )
+        yield rows.select(
+            *_named(gpu, campaign),
+            pl.col("kernel_source").alias("kernel"),
+            pl.col("batch_size").cast(pl.Int64).alias("batch"),
+            (pl.col("isl") + pl.col("step")).cast(pl.Int64).alias("keys"),
+            pl.col("num_heads").cast(pl.Int64).alias("heads"),
+            (pl.col("latency") * 1000).cast(pl.Float64).alias("time_us"),
+        )
+
+
+def experts(systems: Path) -> Iterator[pl.DataFrame]:
+    """Yield MoE layers in 16 bits with equal shares of the tokens for all experts of a model."""
+    for gpu, campaign, path in _files(systems, "moe/*/*/moe_perf.parquet"):
+        rows = pl.read_parquet(path)
+        rows = rows.filter(
+            pl.col("moe_dtype") == "bfloat16",
+            pl.col("distribution") == "balanced",
+            pl.col("moe_ep_size") == 1,
+            ~pl.col("kernel_source").str.contains("nongated"),
+        )
+        yield rows.select(
+            *_named(gpu, campaign),
+            pl.col("kernel_source").alias("kernel"),
+            pl.col("num_tokens").cast(pl.Int64).alias("tokens"),
+            pl.col("hidden_size").cast(pl.Int64).alias("hidden"),
+            (pl.col("inter_size") // pl.col("moe_tp_size")).cast(pl.Int64).alias("inner"),
+            pl.col("topk").cast(pl.Int64).alias("chosen"),
+            pl.col("num_experts").cast(pl.Int64).alias("experts"),
+            (pl.col("latency") * 1000).cast(pl.Float64).alias("time_us"),
+        )
+
+
+def quantisation(systems: Path) -> Iterator[pl.DataFrame]:
+    """Yield kernels that quantise 16 bits to 8, of frameworks, and those that find the scales."""
+    for gpu, campaign, path in _files(systems, "quantize/*/*/*.parquet"):
+        rows = pl.read_parquet(path)
+        # A framework that has one kernel for both has rows of 0 for the other.
+        rows = rows.filter(pl.col("quant_dtype") == "fp8", pl.col("latency") > _LEAST_MS)
+        yield rows.select(
+            *_named(gpu, campaign),
+            pl.col("op_name").alias("op"),
+            *(pl.col(size).cast(pl.Int64) for size in "mk"),
+            (pl.col("latency") * 1000).cast(pl.Float64).alias("time_us"),
+        )
 
 
 def vector(neusight: Path) -> Iterator[pl.DataFrame]:

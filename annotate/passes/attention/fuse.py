@@ -9,29 +9,25 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.attention_kernels import Resolution, resolve_unmeasured
 from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.cost_model import PredictFromDescription
-from onerank.annotate.models.features import F64, U8, KernelFeatures
+from onerank.annotate.models.features import KernelFeatures
 from onerank.annotate.models.intervals import Uncertainty, intervals
 from onerank.annotate.models.learned import predict_from_description
+from onerank.annotate.op_costs.cost_record import AttentionSizes
 from onerank.annotate.op_costs.node_costs import OpCosts, op_costs_of
 from onerank.annotate.op_costs.op_classes import OpClass, op_class
-from onerank.annotate.passes.attention.eager_kernels import Sizes
 from onerank.annotate.passes.attention.match_eager import EagerCall, eager_calls, softmaxes
 from onerank.annotate.passes.attention.score_memory import without_scores
 from onerank.annotate.passes.dataflow import TEXTS, Flow, Operand, as_text
-from onerank.annotate.passes.remove_nodes import contract
 from onerank.ir import UNKNOWN, Edges, Evidence, Graph, Kind, Measurement, Reason
+from onerank.ir.arrays import F64, I64, U8, Mask
 from onerank.ir.errors import AnnotateError
+from onerank.ir.graph import edges_without
 from onerank.ir.notes import Note
-
-I64 = npt.NDArray[np.int64]
-
-Mask = npt.NDArray[np.bool_]
 
 BY_TORCH = frozenset({"flash2", "cudnn", "aotriton"})
 """Kernel families that operators of PyTorch run."""
@@ -172,7 +168,7 @@ def remove_and_shift(graph: Graph, dropped: Mask) -> Graph:
     cut |= dropped[target] & on_host[target] & ~on_host[source]
     cut |= dropped[source] & ~on_host[source] & on_host[target] & graph.mask(Kind.MEMCPY)[source]
     cut_edges = Edges.from_pairs(len(graph), source[~cut], target[~cut], edges.reason[~cut])
-    source, target, reason = contract(cut_edges, dropped)
+    source, target, reason = edges_without(cut_edges, dropped)
     kept, new_index = np.flatnonzero(~dropped), np.cumsum(~dropped) - 1
     edges_of_kept = Edges.from_pairs(len(kept), new_index[source], new_index[target], reason)
     shifted = graph.with_columns(start_ns=start)
@@ -303,8 +299,9 @@ class FusedAttention:
             fused, notes = self._predict(fused, fused_nodes, target, resolution)
             after_ns = int(fused.nodes.duration_ns[fused_nodes].sum())
             text += (
-                f"{kernels} kernels become {len(fused_nodes)}, {before_ns} ns become {after_ns} ns "
-                f"on {target.name}, {host_operators} host operators are removed; {peak_note}"
+                f"{kernels} kernels ({before_ns / 1e6:.3f} ms) become {len(fused_nodes)} "
+                f"({after_ns / 1e6:.3f} ms on {target.name}), {host_operators} host operators are "
+                f"removed; {peak_note}"
             )
         notes = (
             Note(text, code="what-if-fused-attention"),
@@ -331,7 +328,7 @@ class FusedAttention:
         # such as FlashAttention 3, has the same operator here and would get their times.
         if self.look_up is not None and kernel.runs in BY_TORCH:
             durations = self.look_up(graph, costs, kernels, (predicted_ns, rules), is_fused)
-        backward = (kernels.attention[:, 8] > 0)[kernels.call]
+        backward = kernels.is_attention_backward
         factor = np.where(backward, kernel.backward, kernel.forward)
         # A looked-up time is of the kernel itself and already includes its slowdown.
         factor = np.where(durations.evidence == Evidence.DATASHEET, factor, 1.0)
@@ -344,7 +341,7 @@ class FusedAttention:
             None,
             target,
             shipped(),
-            doubt=durations.uncertainty,
+            uncertainty=durations.uncertainty,
         )
         counts = ("flops", "bytes_read", "bytes_written")
         names = ("duration_ns", "p10_ns", "p90_ns", "evidence", *counts)
@@ -412,7 +409,7 @@ def _reason_none(graph: Graph, softmaxes_: int) -> str:
             "scores, they add a bias per head, or part of their backward pass is missing"
         )
     return (
-        "the graph has no eager attention to fuse (a product, its softmax, and a product with it)\n"
+        "the graph has no eager attention to fuse (a GEMM, its softmax, and a GEMM with it)\n"
         "  matching needs recorded operands: an execution trace of an eager, uncoarsened step"
     )
 
@@ -459,9 +456,7 @@ def _remaining_note(count: int) -> tuple[Note, ...]:
     return (Note(text, code="fused-stays-eager"),)
 
 
-def _without_dropped_nodes(
-    measurement: Measurement, graph: Graph, dropped: npt.NDArray[np.bool_]
-) -> Measurement:
+def _without_dropped_nodes(measurement: Measurement, graph: Graph, dropped: Mask) -> Measurement:
     """Return the measurement with memory blocks that do not refer to dropped nodes."""
     if measurement.memory is None:
         return measurement
@@ -578,7 +573,7 @@ def _text_columns(
 
 def _tensors(call: EagerCall, *, cudnn: bool) -> _Tensors:
     """Return the tensors of a call: heads first for cuDNN, rows first for flash-attention."""
-    s: Sizes = call.sizes
+    s: AttentionSizes = call.sizes
 
     def with_layout(operand: Operand, heads: int, rows: int, width: int) -> _Argument:
         shape = [s.batch, heads, rows, width] if cudnn else [s.batch, rows, heads, width]

@@ -11,15 +11,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from onerank.annotate.passes.attention.eager_kernels import Sizes
-from onerank.annotate.passes.dataflow import BEFORE_STEP, Call, Flow, Operand
+from onerank.annotate.op_costs.cost_record import AttentionSizes
+from onerank.annotate.passes.dataflow import BEFORE_STEP, DeviceCall, Flow, Operand
 
 _COMPARES = frozenset("le lt ge gt".split())
 
 _TRIANGLES = frozenset("tril triu tril_ triu_".split())
 
 
-def classify_masks(flow: Flow, masks: list[Operand], sizes: Sizes) -> tuple[str, bool]:
+def classify_masks(flow: Flow, masks: list[Operand], sizes: AttentionSizes) -> tuple[str, bool]:
     """Return the evidence of causality (see `EagerCall`), and whether another mask exists."""
     causal, padded = "", False
     for mask in masks:
@@ -52,7 +52,7 @@ def _is_shared_square_mask(flow: Flow, mask: Operand) -> bool:
     )
 
 
-def _compares(call: Call) -> bool:
+def _compares(call: DeviceCall) -> bool:
     """Return whether a call compares positions of rows and keys, or cuts off a triangle."""
     if call.op in _TRIANGLES:
         return True
@@ -62,9 +62,11 @@ def _compares(call: Call) -> bool:
     return call.op in _COMPARES and len(tensors) > 1
 
 
-def producers(flow: Flow, operands: Iterable[Operand], since: int = BEFORE_STEP) -> list[Call]:
+def producers(
+    flow: Flow, operands: Iterable[Operand], since: int = BEFORE_STEP
+) -> list[DeviceCall]:
     """Return the calls that directly or indirectly produced the operands, after call `since`."""
-    calls, seen = list[Call](), set[int]()
+    calls, seen = list[DeviceCall](), set[int]()
     queue = [operand.content for operand in operands]
     while queue:
         content = queue.pop()
@@ -91,7 +93,7 @@ _COPY = "copy_"
 _DROPS = frozenset({"native_dropout", "bernoulli_", "_fused_dropout"})
 
 
-class Pass(NamedTuple):
+class AttentionPass(NamedTuple):
     """Forward or backward of a call.
 
     Attributes:
@@ -138,17 +140,17 @@ class EagerCall:
         gradients: its tensors.
     """
 
-    sizes: Sizes
+    sizes: AttentionSizes
     causal: str
     padded: bool
     dropout: bool
-    forward: Pass
+    forward: AttentionPass
     tensors: Forward
-    backward: Pass | None
+    backward: AttentionPass | None
     gradients: Gradients | None
 
     @property
-    def passes(self) -> tuple[Pass, ...]:
+    def passes(self) -> tuple[AttentionPass, ...]:
         """Forward, and backward where there is one."""
         return (self.forward,) if self.backward is None else (self.forward, self.backward)
 
@@ -193,7 +195,7 @@ class _Scores(NamedTuple):
     others: tuple[Operand, ...]
 
 
-def _match_scores(flow: Flow, softmax: Call) -> _Scores | None:
+def _match_scores(flow: Flow, softmax: DeviceCall) -> _Scores | None:
     if (
         len(softmax.reads) != 1
         or len(softmax.writes) != 1
@@ -272,12 +274,14 @@ def _path_to_product(flow: Flow, operand: Operand, after: int) -> tuple[int, ...
     return (reader, *path) if path else None
 
 
-def _factors(product: Call) -> tuple[Operand, Operand]:
+def _factors(product: DeviceCall) -> tuple[Operand, Operand]:
     """Return the two factors of a product; the addend of `baddbmm` precedes them."""
     return product.reads[-2], product.reads[-1]
 
 
-def _sizes(flow: Flow, scores: _Scores, softmax: Call, path: tuple[int, ...]) -> Sizes | None:
+def _sizes(
+    flow: Flow, scores: _Scores, softmax: DeviceCall, path: tuple[int, ...]
+) -> AttentionSizes | None:
     shape = softmax.reads[0].tensor.shape
     batch, heads = shape[:2] if len(shape) == 4 else (1, shape[0])
     query, _ = _factors(flow.calls[scores.product])
@@ -285,7 +289,9 @@ def _sizes(flow: Flow, scores: _Scores, softmax: Call, path: tuple[int, ...]) ->
     rows, keys = shape[-2:]
     if probabilities.tensor.shape[-2:] != (rows, keys) or len(shape) > 4:
         return None
-    return Sizes(batch, heads, heads, rows, keys, query.tensor.shape[-1], value.tensor.shape[-1])
+    return AttentionSizes(
+        batch, heads, heads, rows, keys, query.tensor.shape[-1], value.tensor.shape[-1]
+    )
 
 
 class _BackwardMatch(NamedTuple):
@@ -381,7 +387,7 @@ def _complete(  # noqa: PLR0917
     path: tuple[int, ...],
     forward_members: set[int],
     backward: _BackwardMatch | None,
-    sizes: Sizes,
+    sizes: AttentionSizes,
     masks: list[Operand],
     *,
     dropout: bool,
@@ -425,9 +431,9 @@ def _complete(  # noqa: PLR0917
         causal,
         padded,
         dropout,
-        Pass(tuple(sorted(forward_members)), path[-1]),
+        AttentionPass(tuple(sorted(forward_members)), path[-1]),
         Forward(query, key, value, out),
-        Pass(tuple(sorted(backward_members)), min(backward.scores, backward.value))
+        AttentionPass(tuple(sorted(backward_members)), min(backward.scores, backward.value))
         if backward
         else None,
         gradients,

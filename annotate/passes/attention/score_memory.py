@@ -1,6 +1,7 @@
-"""Memory of a step after eager attention is fused: no score matrices."""
+"""Memory of a step whose attention is fused or made eager: without or with score matrices."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from itertools import count
 from typing import NamedTuple
 
 import msgspec
@@ -8,15 +9,27 @@ import numpy as np
 
 from onerank.annotate.memory.allocator import round_size
 from onerank.annotate.memory.peak import most_in_use
-from onerank.annotate.passes.attention.eager_kernels import Sizes
+from onerank.annotate.op_costs.cost_record import AttentionSizes
 from onerank.annotate.passes.attention.match_eager import EagerCall
 from onerank.annotate.passes.dataflow import Flow, Operand
-from onerank.annotate.passes.resize.tensor_locations import calls_of, parse_locations
+from onerank.annotate.passes.tensor_locations import call_of_node, parse_locations
 from onerank.ir import Blocks, Graph, Measurement, MemoryClass, MemoryLog, Phase
+from onerank.ir.dtypes import ITEM_BYTES
 
-_FLOAT_BYTES = 4
+_FLOAT_BYTES = ITEM_BYTES["float32"]
 # Events have whole numbers, so this is after an event and before the next.
 _JUST_AFTER = 1e-3
+_OUTSIDE_STEP = -1.0
+
+
+class _NewBlock(NamedTuple):
+    """A block that a log gains; its events are fractions, between the whole numbers of the log."""
+
+    bytes: int
+    memory_class: MemoryClass
+    phase: Phase
+    allocated_at: float
+    freed_at: float
 
 
 class _BlockChange(NamedTuple):
@@ -26,13 +39,13 @@ class _BlockChange(NamedTuple):
         removed: blocks that no longer exist.
         allocated_at: new allocation events of moved blocks.
         freed_at: new free events of moved blocks.
-        new: (bytes, class, phase, allocated, freed) of each new block.
+        new: blocks that the log gains.
     """
 
     removed: set[int]
     allocated_at: dict[int, float]
     freed_at: dict[int, float]
-    new: list[tuple[int, MemoryClass, Phase, float, float]]
+    new: list[_NewBlock]
 
 
 def without_scores(
@@ -56,7 +69,7 @@ def without_scores(
     if log is None:
         # 0 stands for unknown: the captured peak includes the scores.
         unknown = msgspec.structs.replace(measurement, peak_memory_bytes=0, activation_bytes=())
-        return unknown, "the peak of memory is unknown."
+        return unknown, "peak memory is unknown."
     block_of = _blocks_by_content(graph, flow, log)
     on_gpu = graph.job.device.type == "cuda"
     rounded: Callable[[int], int] = round_size if on_gpu else int
@@ -66,7 +79,7 @@ def without_scores(
             _blocks_of(block_of, (operand.content for operand in flow.calls[index].writes))
         )
     for call in calls:
-        _record_call(flow, log, call, block_of, change, rounded)
+        _change_blocks(flow, log, call, block_of, change, rounded)
     new_log = _apply_change(log, change)
     peak_drop = most_in_use(log) - most_in_use(new_log)
     added_bytes = [_added_activations(log, change, start) for start in _backward_starts(log)]
@@ -82,14 +95,14 @@ def without_scores(
             bytes_ + added for bytes_, added in zip(activations, added_bytes, strict=False)
         ),
     )
-    return changed, f"the peak of memory falls by {peak_drop} bytes."
+    return changed, f"peak memory falls by {peak_drop / 1e9:.3f} GB."
 
 
 def _blocks_of(block_of: dict[int, list[int]], contents: Iterable[int]) -> list[int]:
     return [block for content in contents for block in block_of.get(content, ())]
 
 
-def _record_call(  # noqa: PLR0917
+def _change_blocks(  # noqa: PLR0917
     flow: Flow,
     log: MemoryLog,
     call: EagerCall,
@@ -127,10 +140,12 @@ def _record_call(  # noqa: PLR0917
     out_blocks = _blocks_of(block_of, [call.tensors.out.content])
     allocated = max([allocated, *(float(blocks.allocated_at[block]) for block in out_blocks)])
     lifetime = (allocated, backward_end)
-    change.new.append((row_sums_bytes, MemoryClass.ACTIVATIONS, Phase.FORWARD, *lifetime))
+    change.new.append(_NewBlock(row_sums_bytes, MemoryClass.ACTIVATIONS, Phase.FORWARD, *lifetime))
     for size in _workspace(call.sizes, call.gradients.key):
         lifetime = (backward_begin, backward_begin + _JUST_AFTER)
-        change.new.append((rounded(size), MemoryClass.WORKSPACE, Phase.BACKWARD, *lifetime))
+        change.new.append(
+            _NewBlock(rounded(size), MemoryClass.WORKSPACE, Phase.BACKWARD, *lifetime)
+        )
 
 
 def _backward_starts(log: MemoryLog) -> list[int]:
@@ -165,9 +180,9 @@ def _added_activations(log: MemoryLog, change: _BlockChange, backward_start: int
             allocated_at = change.allocated_at.get(block, allocated_at)
             added += bytes_in_use(block, allocated_at, change.freed_at.get(block, freed_at))
     return added + sum(
-        size
-        for size, _, _, allocated_at, freed_at in change.new
-        if allocated_at < backward_start and not freed_at < backward_start
+        block.bytes
+        for block in change.new
+        if block.allocated_at < backward_start and not block.freed_at < backward_start
     )
 
 
@@ -175,7 +190,7 @@ def _in_step(events: Iterable[int]) -> list[int]:
     return [event for event in events if event >= 0]
 
 
-def _workspace(s: Sizes, key: Operand) -> list[int]:
+def _workspace(s: AttentionSizes, key: Operand) -> list[int]:
     """Return the bytes of the backward pass in addition to its results."""
     rows = s.batch * s.heads * s.rows
     sizes = [rows * s.d * _FLOAT_BYTES, rows * _FLOAT_BYTES]
@@ -201,7 +216,7 @@ def _blocks_by_content(graph: Graph, flow: Flow, log: MemoryLog) -> dict[int, li
             for node in (*call.nodes, call.launcher):
                 by_node.setdefault(node, []).append(operand.content)
     row_of_id = {int(id_): index for index, id_ in enumerate(graph.nodes.id.tolist())}
-    call_of = calls_of(graph)
+    call_of = call_of_node(graph)
     result = dict[int, list[int]]()
     for block, id_ in enumerate(log.blocks.node):
         node = row_of_id.get(id_)
@@ -218,6 +233,125 @@ def _blocks_by_content(graph: Graph, flow: Flow, log: MemoryLog) -> dict[int, li
     return result
 
 
+class EagerMemory(NamedTuple):
+    """Memory of a call of eager attention in addition to its operands and results, in bytes.
+
+    Attributes:
+        kept: saved for backward: softmax in float32 and rounded, repeated keys and values.
+        forward: additional peak in forward: the masked scores, and those in the softmax's input
+            dtype.
+        backward: additional peak in backward: dP in float32, its product with P, the result.
+    """
+
+    kept: int
+    forward: int
+    backward: int
+
+
+def eager_memory(s: AttentionSizes, dtype: str) -> EagerMemory:
+    """Return the memory of a call of eager attention with operands of a dtype."""
+    item = ITEM_BYTES[dtype]
+    repeated_heads = (
+        s.batch * s.heads * s.keys * (s.d + s.dv) * item if s.heads != s.key_heads else 0
+    )
+    rounded_bytes = item if dtype != "float32" else 0
+    cast_bytes = _FLOAT_BYTES if dtype == "bfloat16" else 0
+    return EagerMemory(
+        # The softmax saves its float32 result for its backward, and the product with V saves the
+        # rounded one.
+        kept=s.scores * (_FLOAT_BYTES + rounded_bytes) + repeated_heads,
+        forward=s.scores * (item + cast_bytes),
+        backward=s.scores * (2 * _FLOAT_BYTES + (cast_bytes or item)),
+    )
+
+
+class CallMemory(NamedTuple):
+    """Start, memory and pass of a call of attention."""
+
+    start_ns: int
+    memory: EagerMemory
+    is_backward: bool
+
+
+def with_score_memory(graph: Graph, calls: Sequence[CallMemory]) -> tuple[Measurement, str]:
+    """Return the measurement with the blocks of eager attention, and a sentence on the peak."""
+    measurement = graph.job.measurement
+    log = measurement.memory
+    if log is None:
+        # 0 stands for unknown: the captured peak lacks the scores.
+        unknown = msgspec.structs.replace(measurement, peak_memory_bytes=0, activation_bytes=())
+        kept = sum(call.memory.kept for call in calls if not call.is_backward)
+        return (
+            unknown,
+            f"its calls keep {kept / 1e9:.3f} GB for backward; peak memory is unknown.",
+        )
+    peak_before = most_in_use(log)
+    moments = _events_at(graph, log, [call.start_ns for call in calls])
+    new_log = _apply_change(log, _eager_blocks(calls, moments))
+    rise = most_in_use(new_log) - peak_before
+    kept = sum(call.memory.kept for call in calls if not call.is_backward)
+    micro_batches = max(1, len(measurement.activation_bytes))
+    changed = msgspec.structs.replace(
+        measurement,
+        memory=new_log,
+        peak_memory_bytes=measurement.peak_memory_bytes + rise,
+        activation_bytes=tuple(
+            # The calls are those of all micro-batches.
+            bytes_ + kept // micro_batches
+            for bytes_ in measurement.activation_bytes
+        ),
+    )
+    return changed, f"peak memory rises by {rise / 1e9:.3f} GB."
+
+
+def _events_at(graph: Graph, log: MemoryLog, starts: list[int]) -> list[int]:
+    """Return the log event at each start, in ns: the first one of a node that started later."""
+    order = np.argsort(graph.nodes.id)
+    ids = np.array(log.blocks.node, dtype=np.int64)
+    allocated_at = np.array(log.blocks.allocated_at, dtype=np.int64)
+    known = (ids >= 0) & (allocated_at >= 0)
+    sorted_ids = graph.nodes.id[order].astype(np.int64)
+    position = np.minimum(np.searchsorted(sorted_ids, ids[known]), len(order) - 1)
+    exists = sorted_ids[position] == ids[known]
+    events = allocated_at[known][exists]
+    times = graph.nodes.start_ns[order[position[exists]]]
+    by_event = np.argsort(events)
+    # An operator may allocate after an inner operator that started later, and the search needs
+    # ascending times.
+    events, times = events[by_event], np.maximum.accumulate(times[by_event])
+    first = np.searchsorted(times, np.array(starts), side="left")
+    return [int(events[at]) if at < len(events) else log.events for at in first.tolist()]
+
+
+def _eager_blocks(calls: Sequence[CallMemory], moments: list[int]) -> _BlockChange:
+    """Return the blocks of calls of eager attention, which begin before the events at `moments`.
+
+    Backward runs in the opposite order of forward, so a backward call frees the saved blocks of the
+    last forward call that are not yet freed.
+    """
+    new, saved, order = list[_NewBlock](), list[int](), count(1)
+    events = 4 * len(calls)
+
+    def before(moment: int) -> float:
+        # Each event has a separate fraction: several calls may begin before one event of the log,
+        # and a call frees its workspace before the next call allocates.
+        return moment - 1 + next(order) / (events + 1)
+
+    for call, moment in sorted(zip(calls, moments, strict=True), key=lambda pair: pair[0].start_ns):
+        phase = Phase.BACKWARD if call.is_backward else Phase.FORWARD
+        if not call.is_backward:
+            saved.append(len(new))
+            lifetime = (before(moment), _OUTSIDE_STEP)
+            new.append(_NewBlock(call.memory.kept, MemoryClass.ACTIVATIONS, phase, *lifetime))
+        size = call.memory.backward if call.is_backward else call.memory.forward
+        lifetime = (before(moment), before(moment))
+        new.append(_NewBlock(size, MemoryClass.WORKSPACE, phase, *lifetime))
+        if call.is_backward and saved:
+            block = saved.pop()
+            new[block] = new[block]._replace(freed_at=before(moment))
+    return _BlockChange(set(), {}, {}, new)
+
+
 def _apply_change(log: MemoryLog, change: _BlockChange) -> MemoryLog:
     """Return the log with the changes and renumbered events."""
     blocks = log.blocks
@@ -227,16 +361,16 @@ def _apply_change(log: MemoryLog, change: _BlockChange) -> MemoryLog:
         "allocated_at": [
             change.allocated_at.get(block, float(blocks.allocated_at[block])) for block in kept
         ]
-        + [row[3] for row in new],
+        + [block.allocated_at for block in new],
         "freed_at": [change.freed_at.get(block, float(blocks.freed_at[block])) for block in kept]
-        + [row[4] for row in new],
+        + [block.freed_at for block in new],
     }
     events = np.array([*events_of["allocated_at"], *events_of["freed_at"]])
     # At equal events an allocation comes first: an operator frees its workspace after it has its
     # result.
     is_free = np.repeat([0, 1], len(kept) + len(new))
     order = np.lexsort((is_free, events))
-    order = order[events[order] >= 0]
+    order = order[events[order] > _OUTSIDE_STEP]
     number = np.full(len(events), -1, dtype=np.int64)
     number[order] = np.arange(len(order))
     allocated_at, freed_at = number.reshape(2, -1).tolist()
@@ -244,10 +378,10 @@ def _apply_change(log: MemoryLog, change: _BlockChange) -> MemoryLog:
                for name in ("bytes", "memory_class", "node", "phase", "pool", "spare_bytes",
                             "lingers")}  # fmt: skip
     new_columns = {
-        "bytes": [row[0] for row in new],
-        "memory_class": [int(row[1]) for row in new],
+        "bytes": [block.bytes for block in new],
+        "memory_class": [int(block.memory_class) for block in new],
         "node": [-1] * len(new),
-        "phase": [int(row[2]) for row in new],
+        "phase": [int(block.phase) for block in new],
     }
     for name in ("pool", "spare_bytes", "lingers"):
         new_columns[name] = [0] * len(new) if columns[name] else []

@@ -1,154 +1,146 @@
-"""Replace fused attention by the kernels, memory and time of eager attention."""
+"""Replace fused attention by the kernels, memory and time of eager attention.
 
-from collections.abc import Sequence
+The kernels are those of transformers' `eager`. Forward: copy keys and values for each query head
+that shares them, scores = Q K^T, scale, add the mask, softmax in float32, round to the operands'
+dtype, multiply by V. Backward: dP = dO V^T, dV = P^T dO, dP to float32, softmax backward, scale,
+dQ = dS K, dK = dS^T Q, and the sums over heads that share keys. A causal mask hides half of the
+scores and saves no work.
+
+The float16 softmax reads float16 and its backward writes it; the bfloat16 one is float32 on both
+sides, with a copy before and after. On a GPU its backward first multiplies dP by P in a separate
+kernel (aten/src/ATen/native/SoftMax.cpp and cuda/SoftMax.cu of PyTorch).
+"""
+
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from onerank.annotate.gpus.gpu import Gpu
-from onerank.annotate.memory.peak import most_in_use
 from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.cost_model import PredictFromDescription
 from onerank.annotate.models.features import KernelFeatures
 from onerank.annotate.models.intervals import intervals
 from onerank.annotate.models.learned import predict_from_description
+from onerank.annotate.op_costs.cost_record import AttentionSizes
 from onerank.annotate.op_costs.node_costs import op_costs_of
 from onerank.annotate.op_costs.op_classes import OpClass
-from onerank.annotate.passes.attention.eager_kernels import (
-    Bytes,
-    EagerKernel,
-    Sizes,
-    backward,
-    forward,
-    memory,
+from onerank.annotate.passes.attention.score_memory import (
+    CallMemory,
+    eager_memory,
+    with_score_memory,
 )
 from onerank.annotate.passes.dataflow import TEXTS, as_text
-from onerank.annotate.passes.remove_nodes import one_per_pair
-from onerank.annotate.passes.resize.tensor_locations import launchers
+from onerank.annotate.passes.tensor_locations import launchers
 from onerank.ir import (
     UNKNOWN,
-    Blocks,
     Edges,
     Evidence,
     Graph,
     Kind,
-    Measurement,
-    MemoryClass,
-    MemoryLog,
     Nodes,
-    Phase,
     Reason,
 )
-from onerank.ir.dtypes import ITEM_BYTES
+from onerank.ir.arrays import I64
+from onerank.ir.dtypes import TENSOR_TYPES
 from onerank.ir.errors import AnnotateError
+from onerank.ir.graph import one_per_pair
 from onerank.ir.notes import Note
 
-I64 = npt.NDArray[np.int64]
-
-# Dtypes whose eager kernels `eager_kernels` describes.
+# Dtypes whose eager kernels `_forward` and `_backward` describe.
 _SUPPORTED_DTYPES = ("bfloat16", "float16", "float32")
 
 
-class CallMemory(NamedTuple):
-    """Start, memory and pass of a call of attention."""
+_FLOAT, _BFLOAT = TENSOR_TYPES["float32"], TENSOR_TYPES["bfloat16"]
 
-    start_ns: int
-    memory: Bytes
-    is_backward: bool
+Operand = tuple[tuple[int, ...], str]
 
 
-def with_score_memory(graph: Graph, calls: Sequence[CallMemory]) -> tuple[Measurement, str]:
-    """Return the measurement with the blocks of eager attention, and a sentence on the peak.
+class EagerKernel(NamedTuple):
+    """One kernel: its operator, operands and results as (shape, type)."""
 
-    Backward runs in the opposite order of forward, so a backward call frees the saved blocks of the
-    last forward call that are not yet freed.
-    """
-    measurement = graph.job.measurement
-    log = measurement.memory
-    if log is None:
-        # 0 stands for unknown: the captured peak lacks the scores.
-        unknown = msgspec.structs.replace(measurement, peak_memory_bytes=0, activation_bytes=())
-        kept = sum(call.memory.kept for call in calls if not call.is_backward)
-        return unknown, f"its calls keep {kept} bytes for backward, and the peak is unknown."
-    peak_before = most_in_use(log)
-    new_log = _add_blocks(log, calls, _events_at(graph, log, [call.start_ns for call in calls]))
-    rise = most_in_use(new_log) - peak_before
-    kept = sum(call.memory.kept for call in calls if not call.is_backward)
-    micro_batches = max(1, len(measurement.activation_bytes))
-    changed = msgspec.structs.replace(
-        measurement,
-        memory=new_log,
-        peak_memory_bytes=measurement.peak_memory_bytes + rise,
-        activation_bytes=tuple(
-            # The calls are those of all micro-batches.
-            bytes_ + kept // micro_batches
-            for bytes_ in measurement.activation_bytes
+    op: str
+    inputs: tuple[Operand, ...]
+    outputs: tuple[Operand, ...]
+
+
+def _forward(s: AttentionSizes, dtype: str) -> list[EagerKernel]:
+    """Return the kernels of the forward pass."""
+    kind = TENSOR_TYPES[dtype]
+    merged = s.batch * s.heads
+    scores = (s.batch, s.heads, s.rows, s.keys)
+    flat = (merged, s.rows, s.keys)
+    query, out = (merged, s.rows, s.d), (merged, s.rows, s.dv)
+    softmax_dtype = _softmax_dtype(kind)
+    # transformers' `repeat_kv` copies shared keys and values before the products.
+    kernels = [_repeat_heads(s, width, kind) for width in (s.d, s.dv) if s.heads != s.key_heads]
+    return [
+        *kernels,
+        _kernel("bmm", [(query, kind), ((merged, s.d, s.keys), kind)], (flat, kind)),
+        _kernel("mul", [(scores, kind), ((), "Tensor(double)")], (scores, kind)),
+        _kernel("add", [(scores, kind), ((s.batch, 1, s.rows, s.keys), kind)], (scores, kind)),
+        *_cast(scores, kind, softmax_dtype),
+        _kernel("_softmax", [(scores, softmax_dtype)], (scores, _FLOAT)),
+        *_cast(scores, _FLOAT, kind),
+        _kernel("bmm", [(flat, kind), ((merged, s.keys, s.dv), kind)], (out, kind)),
+    ]
+
+
+def _backward(s: AttentionSizes, dtype: str) -> list[EagerKernel]:
+    """Return the kernels of the backward pass."""
+    kind = TENSOR_TYPES[dtype]
+    merged = s.batch * s.heads
+    scores, flat = (s.batch, s.heads, s.rows, s.keys), (merged, s.rows, s.keys)
+    out = (merged, s.rows, s.dv)
+    transposed = (merged, s.keys, s.rows)
+    softmax_dtype = _softmax_dtype(kind)
+    kernels = [
+        _kernel("bmm", [(transposed, kind), (out, kind)], ((merged, s.keys, s.dv), kind)),
+        _kernel("bmm", [(out, kind), ((merged, s.dv, s.keys), kind)], (flat, kind)),
+        *_cast(scores, kind, _FLOAT),
+        _kernel("mul", [(scores, _FLOAT), (scores, _FLOAT)], (scores, _FLOAT)),
+        _kernel(
+            "_softmax_backward_data", [(scores, _FLOAT), (scores, _FLOAT)], (scores, softmax_dtype)
         ),
-    )
-    return changed, f"the peak of memory rises by {rise} bytes."
+        *_cast(scores, softmax_dtype, kind),
+        _kernel("mul", [(scores, kind), ((), "Tensor(double)")], (scores, kind)),
+        _kernel(
+            "bmm", [(flat, kind), ((merged, s.keys, s.d), kind)], ((merged, s.rows, s.d), kind)
+        ),
+        _kernel(
+            "bmm", [((merged, s.d, s.rows), kind), (flat, kind)], ((merged, s.d, s.keys), kind)
+        ),
+    ]
+    if s.heads != s.key_heads:
+        kernels += [_sum_heads(s, width, kind) for width in (s.dv, s.d)]
+    return kernels
 
 
-def _events_at(graph: Graph, log: MemoryLog, starts: list[int]) -> list[int]:
-    """Return the log event at each time: the first one of a node that started later."""
-    order = np.argsort(graph.nodes.id)
-    ids = np.array(log.blocks.node, dtype=np.int64)
-    allocated_at = np.array(log.blocks.allocated_at, dtype=np.int64)
-    known = (ids >= 0) & (allocated_at >= 0)
-    sorted_ids = graph.nodes.id[order].astype(np.int64)
-    position = np.minimum(np.searchsorted(sorted_ids, ids[known]), len(order) - 1)
-    exists = sorted_ids[position] == ids[known]
-    events = allocated_at[known][exists]
-    times = graph.nodes.start_ns[order[position[exists]]]
-    by_event = np.argsort(events)
-    # An operator may allocate after an inner operator that started later, and the search needs
-    # ascending times.
-    events, times = events[by_event], np.maximum.accumulate(times[by_event])
-    first = np.searchsorted(times, np.array(starts), side="left")
-    return [int(events[at]) if at < len(events) else log.events for at in first.tolist()]
+def _softmax_dtype(kind: str) -> str:
+    """Return the dtype that softmax reads and its backward writes, for operands of a dtype."""
+    return _FLOAT if kind == _BFLOAT else kind
 
 
-def _add_blocks(log: MemoryLog, calls: Sequence[CallMemory], moments: list[int]) -> MemoryLog:
-    """Return the log with the blocks of the calls inserted; later events get higher numbers."""
-    marks: list[tuple[int, int, int]] = []  # (old event, block, +1 allocated or -1 freed)
-    sizes: list[tuple[int, MemoryClass, Phase]] = []
-    saved: list[int] = []
-    for call, moment in sorted(zip(calls, moments, strict=True), key=lambda pair: pair[0].start_ns):
-        phase = Phase.BACKWARD if call.is_backward else Phase.FORWARD
-        workspace_bytes = call.memory.backward if call.is_backward else call.memory.forward
-        if not call.is_backward:
-            saved.append(len(sizes))
-            sizes.append((call.memory.kept, MemoryClass.ACTIVATIONS, phase))
-            marks.append((moment, len(sizes) - 1, 1))
-        sizes.append((workspace_bytes, MemoryClass.WORKSPACE, phase))
-        marks += [(moment, len(sizes) - 1, 1), (moment, len(sizes) - 1, -1)]
-        if call.is_backward and saved:
-            marks.append((moment, saved.pop(), -1))
-    position = np.array([mark[0] for mark in marks], dtype=np.int64)
-    shift = np.searchsorted(np.sort(position), np.arange(log.events + 1), side="right")
-    blocks = log.blocks
-    shifted = {
-        name: [at + int(shift[at]) if at >= 0 else at for at in getattr(blocks, name)]
-        for name in ("allocated_at", "freed_at")
-    }
-    order = np.argsort(position, kind="stable")
-    new_position = np.empty(len(marks), dtype=np.int64)
-    new_position[order] = position[order] + np.arange(len(marks))
-    event_of = {1: dict[int, int](), -1: dict[int, int]()}
-    for (_, block, sign), event in zip(marks, new_position.tolist(), strict=True):
-        event_of[sign][block] = event
-    count = len(sizes)
-    blocks_with_new = Blocks(
-        bytes=(*blocks.bytes, *(size for size, _, _ in sizes)),
-        memory_class=(*blocks.memory_class, *(int(memory_class) for _, memory_class, _ in sizes)),
-        allocated_at=(*shifted["allocated_at"], *(event_of[1][block] for block in range(count))),
-        freed_at=(*shifted["freed_at"], *(event_of[-1].get(block, -1) for block in range(count))),
-        node=(*blocks.node, *[-1] * count),
-        phase=(*blocks.phase, *(int(phase) for _, _, phase in sizes)),
-    )
-    return MemoryLog(blocks_with_new, log.events + len(marks))
+def _cast(shape: tuple[int, ...], before: str, after: str) -> list[EagerKernel]:
+    """Return the copy from one dtype to another; empty if they are equal."""
+    return [_kernel("copy_", [(shape, after), (shape, before)], (shape, after))] * (before != after)
+
+
+def _kernel(op: str, inputs: list[Operand], output: Operand) -> EagerKernel:
+    return EagerKernel(f"aten::{op}", tuple(inputs), (output,))
+
+
+def _repeat_heads(s: AttentionSizes, width: int, kind: str) -> EagerKernel:
+    """Return the copy of keys or values for each query head that shares them."""
+    shape = (s.batch, s.key_heads, s.heads // s.key_heads, s.keys, width)
+    return _kernel("copy_", [(shape, kind), (shape, kind)], (shape, kind))
+
+
+def _sum_heads(s: AttentionSizes, width: int, kind: str) -> EagerKernel:
+    shape = (s.batch, s.key_heads, s.heads // s.key_heads, s.keys, width)
+    summed = (s.batch, s.key_heads, s.keys, width)
+    return EagerKernel("aten::sum", ((shape, kind), ((), "None")), ((summed, kind),))
 
 
 class _FusedCall(NamedTuple):
@@ -156,7 +148,7 @@ class _FusedCall(NamedTuple):
 
     members: tuple[int, ...]
     launcher: int
-    sizes: Sizes
+    sizes: AttentionSizes
     is_backward: bool
     dtype: str
     kernels: tuple[EagerKernel, ...]
@@ -194,7 +186,7 @@ class EagerAttention:
         if not fused_calls:
             raise AnnotateError(
                 "the graph has no fused attention of known sizes to replace; expected a fused "
-                "kernel with recorded operands (eager attention is products and a softmax already)",
+                "kernel with recorded operands (eager attention is GEMMs and a softmax already)",
                 code="unfuse-no-fused-attention",
             )
         expanded, new = _replace_calls(graph, fused_calls)
@@ -204,16 +196,16 @@ class EagerAttention:
         call_memory = [
             CallMemory(
                 int(graph.nodes.start_ns[call.first]),
-                memory(call.sizes, call.dtype, ITEM_BYTES[call.dtype]),
+                eager_memory(call.sizes, call.dtype),
                 call.is_backward,
             )
             for call in fused_calls
         ]
         measurement, peak_note = with_score_memory(graph, call_memory)
         text = (
-            f"What if attention were eager: {sum(len(call.members) for call in fused_calls)} "
-            f"kernels of fused attention become {len(new)}, {before} ns become {after} ns, by "
-            f"{target.name}'s description; {peak_note}"
+            f"What if attention were eager: {sum(len(call.members) for call in fused_calls)} fused "
+            f"attention kernels ({before / 1e6:.3f} ms) become {len(new)} eager kernels "
+            f"({after / 1e6:.3f} ms, predicted from {target.name}'s datasheet); {peak_note}"
         )
         notes = [Note(text, code="what-if-eager-attention")]
         if remaining := _remaining(graph, fused_calls):
@@ -267,8 +259,9 @@ def _fused_calls(graph: Graph) -> list[_FusedCall]:
     calls: list[_FusedCall] = []
     for key, nodes in members.items():
         work = costs.works[cost_row[key]]
-        sizes, is_backward = Sizes(*work.attention[:7]), bool(work.attention[8])
-        kernels = (backward if is_backward else forward)(sizes, work.dtype)
+        assert work.attention is not None, "only calls with a shape are collected"
+        sizes, is_backward = work.attention.sizes, bool(work.attention.backward)
+        kernels = (_backward if is_backward else _forward)(sizes, work.dtype)
         calls.append(
             _FusedCall(tuple(nodes), key[0], sizes, is_backward, work.dtype, tuple(kernels))
         )

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from onerank.annotate.op_costs.gemm import CONVOLUTIONS
 from onerank.annotate.op_costs.op_classes import OpClass, op_class
-from onerank.annotate.op_costs.operands import Call, Operand, Tensor
+from onerank.annotate.op_costs.operands import Call, Tensor, flatten
 from onerank.annotate.passes.resize.size_change import (
     CONSTANT,
     SEQ,
@@ -330,7 +330,9 @@ class CallPowers:
 
 
 _MATMULS = {
-    **dict.fromkeys(("mm", "bmm", "matmul", "mv", "dot", "_int_mm", "_scaled_mm"), (0, 1)),
+    **dict.fromkeys(
+        "mm bmm matmul mv dot _int_mm _scaled_mm _scaled_mm_v2 fp8_scaled_mm".split(), (0, 1)
+    ),
     **dict.fromkeys(
         ("addmm", "addmm_", "baddbmm", "baddbmm_", "addmv", "_addmm_activation"), (1, 2)
     ),
@@ -383,11 +385,6 @@ def infer_powers(call: Call, growths: Sequence[Growth], sizing: Sizing) -> CallP
         ]
     outputs, ruled = powers_of_results(call, tensors, inputs, results)
     return CallPowers(tuple(inputs), tuple(outputs), ruled)
-
-
-def flatten(operands: Sequence[Operand]) -> list[Tensor]:
-    """Return the tensors of all arguments, with lists flattened."""
-    return [tensor for operand in operands for tensor in operand or ()]
 
 
 def cheapest_reading(shape: Shape, sizing: Sizing, growth: Growth) -> Powers:

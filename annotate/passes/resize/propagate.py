@@ -32,7 +32,7 @@ from onerank.annotate.passes.resize.size_change import (
     readings,
     total,
 )
-from onerank.annotate.passes.resize.tensor_locations import OVERWRITES, TensorLocation
+from onerank.annotate.passes.tensor_locations import OVERWRITES, TensorLocation
 
 # Operators that write operands after the first; FSDP2 fills and empties its buffers with them.
 _WRITES_OPERANDS = frozenset({"split_with_sizes_copy", "_chunk_cat"})
@@ -131,7 +131,7 @@ _INDEXED_OPS = _INDEXED_WRITES | {"index"}
 
 
 class InputGrowth(NamedTuple):
-    """How the inputs of a call grow when it begins.
+    """Growth of the inputs of a call when it begins.
 
     Attributes:
         growths: growth of each; None if unknown.

@@ -10,11 +10,11 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from onerank.annotate.deduplicate import deduplicate
 from onerank.annotate.memory.allocator import SMALL_BYTES, round_size
 from onerank.annotate.memory.peak import most_in_use
 from onerank.annotate.models.features import KernelFeatures
 from onerank.annotate.models.gemm_tiles import has_misaligned_rows
+from onerank.annotate.op_costs.cost_record import GemmShape
 from onerank.annotate.op_costs.node_costs import compute_mask, op_costs_of
 from onerank.annotate.op_costs.op_classes import OpClass, op_class
 from onerank.annotate.op_costs.operands import Tensor, with_shapes
@@ -30,10 +30,10 @@ from onerank.annotate.passes.resize.size_change import (
 )
 from onerank.annotate.passes.resize.tensor_growth import Operands, StepGrowth, step_growth
 from onerank.ir import UNKNOWN, Graph, Measurement, MemoryClass, MemoryLog, Phase, StringTable
+from onerank.ir.arrays import I32, I64, Mask, deduplicate
 from onerank.ir.errors import AnnotateError
 from onerank.ir.notes import Note
 
-Mask = npt.NDArray[np.bool_]
 Columns = dict[str, npt.NDArray[Any]]
 
 _KINDS, _LIST = msgspec.json.Decoder(list[str]), msgspec.json.Decoder(list[Any])
@@ -148,9 +148,7 @@ def _shapes(
     return columns
 
 
-def _strides(
-    graph: Graph, changed: Mask, new_shapes: npt.NDArray[np.int32], strings: StringTable
-) -> npt.NDArray[np.int32]:
+def _strides(graph: Graph, changed: Mask, new_shapes: I32, strings: StringTable) -> I32:
     """Return strides for new shapes, int32 codes."""
     nodes = graph.nodes
     rows = np.flatnonzero(changed & (nodes.input_strides > 0))
@@ -189,7 +187,7 @@ def _grown_strides(strides: Any, before: Any, after: Any) -> Any:
 
 def _values(
     graph: Graph, growth: StepGrowth, changed: Mask, sizing: Sizing, strings: StringTable
-) -> npt.NDArray[np.int32]:
+) -> I32:
     """Return argument values with new sequence lengths for attention, int32 codes.
 
     Attention operators take lengths as integer arguments; all other values stay as captured.
@@ -260,7 +258,7 @@ _ALIGNED_ELEMENTS = 8
 
 
 def _misaligned_note(before: Graph, after: Graph, sizing: Sizing) -> tuple[Note, ...]:
-    """Return a note if the new size moves rows of matrix products off 16-byte boundaries."""
+    """Return a note if the new size moves rows of GEMMs off 16-byte boundaries."""
     has_sequence = sizing.seq != NO_SEQUENCE
     name, change = ("sequence", sizing.seq) if has_sequence else ("micro-batch", sizing.batch)
     size = change.after
@@ -276,7 +274,7 @@ def _misaligned_note(before: Graph, after: Graph, sizing: Sizing) -> tuple[Note,
     return (
         Note(
             f"A {name} of {size} is no multiple of {_ALIGNED_ELEMENTS}: in 16 bits the rows of "
-            f"{resized} matrix products begin off 16-byte boundaries (as captured: {captured}), "
+            f"{resized} GEMMs begin off 16-byte boundaries (as captured: {captured}), "
             f"and libraries then run slower kernels. Compare with {nearest}.",
             code="resize-misaligned-rows",
         ),
@@ -284,10 +282,11 @@ def _misaligned_note(before: Graph, after: Graph, sizing: Sizing) -> tuple[Note,
 
 
 def _misaligned_products(graph: Graph) -> int:
-    """Return how many matrix products have misaligned rows if they run in 16 bits."""
+    """Return how many GEMMs have misaligned rows if they run in 16 bits."""
     kernels = KernelFeatures.of(graph, op_costs_of(graph))
     gemm = kernels.gemm.copy()
-    gemm[:, 4] = np.where(gemm[:, 4] > 0, 2, 0)
+    operand_bytes = GemmShape._fields.index("operand_bytes")
+    gemm[:, operand_bytes] = np.where(gemm[:, operand_bytes] > 0, 2, 0)
     operands, results = has_misaligned_rows(gemm)
     return int((operands | results)[kernels.call].sum())
 
@@ -313,9 +312,6 @@ def _note(growth: StepGrowth, changed: Mask, sizing: Sizing) -> Note:
         f"captured, although libraries may pick other kernels at another size.{by_sizes_note}",
         code="what-if-size",
     )
-
-
-I64 = npt.NDArray[np.int64]
 
 
 class ResizedMemory(NamedTuple):
@@ -351,7 +347,7 @@ def resized_memory(graph: Graph, growth: StepGrowth, sizing: Sizing) -> ResizedM
         return ResizedMemory(
             columns,
             without_peak,
-            (Note("The peak of memory at the new size is unknown.", code="resize-peak-unknown"),),
+            (Note("Peak memory at the new size is unknown.", code="resize-peak-unknown"),),
         )
     sizes, unmatched = _block_sizes(graph, log, growth, sizing)
     new_blocks = msgspec.structs.replace(log.blocks, bytes=tuple(sizes.tolist()))

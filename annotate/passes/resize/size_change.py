@@ -14,12 +14,11 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
-from onerank.annotate.deduplicate import deduplicate
-from onerank.annotate.passes.resize.tensor_locations import has_tensor_ids
+from onerank.annotate.passes.tensor_locations import has_tensor_ids
 from onerank.annotate.token_count import token_ids
 from onerank.ir import Graph, Job, Phase
+from onerank.ir.arrays import Mask, deduplicate
 from onerank.ir.errors import AnnotateError
 from onerank.ir.notes import Note
 
@@ -173,8 +172,6 @@ def _terms(seq: Change, batch: Change, power: Power) -> str:
     ] * power[1]
     return " x ".join(terms)
 
-
-Mask = npt.NDArray[np.bool_]
 
 _LIST = msgspec.json.Decoder(list[Any])
 

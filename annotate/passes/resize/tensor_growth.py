@@ -15,10 +15,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from onerank.annotate.deduplicate import deduplicate
 from onerank.annotate.op_costs.op_classes import OpClass, op_class
-from onerank.annotate.op_costs.operands import Call, Tensor
-from onerank.annotate.passes.resize.operand_growth import NEED_VALUES, flatten
+from onerank.annotate.op_costs.operands import Call, Tensor, flatten
+from onerank.annotate.passes.resize.operand_growth import NEED_VALUES
 from onerank.annotate.passes.resize.propagate import (
     CallInstance,
     CallSignature,
@@ -28,12 +27,12 @@ from onerank.annotate.passes.resize.propagate import (
     TensorRef,
 )
 from onerank.annotate.passes.resize.size_change import Powers, Sizing
-from onerank.annotate.passes.resize.tensor_locations import (
+from onerank.annotate.passes.tensor_locations import (
     UNKNOWN_STORAGE,
     TensorAccesses,
     TensorLocation,
     ValueTexts,
-    calls_of,
+    call_of_node,
     execution_order,
     have_same_operands,
     launchers,
@@ -41,8 +40,7 @@ from onerank.annotate.passes.resize.tensor_locations import (
     tensor_accesses,
 )
 from onerank.ir import Graph, Kind, Phase
-
-I64 = npt.NDArray[np.int64]
+from onerank.ir.arrays import I32, I64, deduplicate
 
 SEGMENT_LENGTH = 64
 """Average number of calls in a segment."""
@@ -325,7 +323,7 @@ def _distance_to_last_use(ids: I64, begin: I64) -> I64:
     return back
 
 
-def _row_codes(*columns: I64) -> npt.NDArray[np.int32]:
+def _row_codes(*columns: I64) -> I32:
     return deduplicate(columns)[1].astype(np.int32)
 
 
@@ -340,8 +338,6 @@ def _first_uses(column: npt.NDArray[Any], back: I64, begin: I64) -> Callable[[in
 
     return of
 
-
-Mask = npt.NDArray[np.bool_]
 
 _DECODE = msgspec.json.Decoder(list[Any])
 
@@ -397,7 +393,7 @@ def step_growth(graph: Graph, sizing: Sizing) -> StepGrowth:
     calls = rows[~launched]
     columns = [getattr(nodes, name)[calls] for name in _SIGNATURE_COLUMNS]
     first, number = deduplicate([*columns, nodes.phase[calls] == Phase.OPTIMIZER])
-    call_of = calls_of(graph)
+    call_of = call_of_node(graph)
     signature_rows = cast("list[int]", calls[first].tolist())
     signatures = [
         _call_signature(graph, row, call_of(row), at) for at, row in enumerate(signature_rows)

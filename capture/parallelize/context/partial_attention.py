@@ -11,7 +11,7 @@ from elementary operators, like torch's `_scaled_dot_product_attention_math`.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -159,6 +159,37 @@ def check_widths(query: Tensor, value: Tensor) -> None:
             )
 
 
+class _KernelCall(NamedTuple):
+    """The kernel of a call, with the mask and the causality that it takes."""
+
+    kernel: Literal["eager", "cpu", "flash", "flash window", "efficient"]
+    mask: Tensor | None
+    causal: bool
+
+
+def _kernel_call(  # noqa: PLR0917
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mode: AttentionMode,
+    causal: bool,
+    mask: Tensor | None,
+) -> _KernelCall:
+    """Return the kernel that a call runs, the same in forward and backward."""
+    same_width = query.shape[-1] == value.shape[-1]
+    if not query.is_cuda:
+        if causal and mask is None:
+            mask = _lower_right(query, key, mode.window)
+        # The CPU kernel needs equal widths and no dropout.
+        kernel = "cpu" if same_width and mode.dropout == 0 else "eager"
+        return _KernelCall(kernel, mask, causal and mask is None)
+    if query.dtype in _HALVES and mask is None and same_width:
+        return _KernelCall("flash" if mode.window is None else "flash window", None, causal)
+    if causal and mask is None:
+        mask = _band(query, key, mode)
+    return _KernelCall("efficient", mask, causal and mask is None)
+
+
 def attend(
     query: Tensor,
     key: Tensor,
@@ -179,35 +210,33 @@ def attend(
             sees all keys.
         mask: additive mask [batch or 1, 1, queries, keys] that replaces causality and window.
     """
-    if not query.is_cuda:
-        mask = _lower_right(query, key, mode.window) if causal and mask is None else mask
-        upper_left = causal and mask is None
-        if _needs_eager(query, value, mode):
-            return attend_eager(query, key, value, mode=mode, causal=upper_left, mask=mask)
+    call = _kernel_call(query, key, value, mode, causal, mask)
+    if call.kernel == "eager":
+        return attend_eager(query, key, value, mode=mode, causal=call.causal, mask=call.mask)
+    if call.kernel == "cpu":
         output, sums = _aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, upper_left, attn_mask=mask, scale=mode.scale
+            query, key, value, 0.0, call.causal, attn_mask=call.mask, scale=mode.scale
         )
         return AttentionOutput(output, sums)
-    if _is_flash(query, value, mask) and mode.window is not None:
+    if call.kernel == "flash window":
         output, sums, seed, offset, _ = _aten._flash_attention_forward(
             *(x.transpose(1, 2) for x in (query, key, value)),
-            *(None, None, query.shape[2], key.shape[2], mode.dropout, causal, False),
-            **_flash_window(mode.window),
+            *(None, None, query.shape[2], key.shape[2], mode.dropout, call.causal, False),
+            **_flash_window(mode),
             scale=mode.scale,
         )
         return AttentionOutput(output.transpose(1, 2), sums, (seed, offset))
-    if _is_flash(query, value, mask):
+    if call.kernel == "flash":
         output, sums, *_, seed, offset, _ = _aten._scaled_dot_product_flash_attention(
-            query, key, value, mode.dropout, causal, scale=mode.scale
+            query, key, value, mode.dropout, call.causal, scale=mode.scale
         )
         return AttentionOutput(output, sums, (seed, offset))
-    mask = _band(query, key, mode) if causal and mask is None else mask
     output, sums, seed, offset, _, _ = _aten._efficient_attention_forward(
         *(_to_kernel_layout(x, query) for x in (query, key, value)),
-        *(_bias(mask, query), None, None, None, None, mode.dropout),
-        *(_LOWER_RIGHT if causal and mask is None else 0, True),
+        *(_bias(call.mask, query), None, None, None, None, mode.dropout),
+        *(_LOWER_RIGHT if call.causal else 0, True),
         scale=mode.scale,
-        window_size=mode.window if mask is None else None,
+        window_size=mode.window if call.mask is None else None,
     )
     # Without the kernel's padding, which parts of other lengths do not have.
     return AttentionOutput(output.transpose(1, 2), sums[:, :, : query.shape[2]], (seed, offset))
@@ -238,59 +267,48 @@ def attend_backward(
     """
     # Kernels recompute the weights as exp(scores - log-sum-exp). With the log-sum-exp over all keys
     # a call for a part of the keys returns that part's exact share of the gradients.
-    if not query.is_cuda:
-        mask = _lower_right(query, key, mode.window) if causal and mask is None else mask
-        upper_left = causal and mask is None
-        if _needs_eager(query, value, mode):
-            return attend_eager_backward(
-                grad_output, query, key, value, forward, mode=mode, causal=upper_left, mask=mask
-            )
+    call = _kernel_call(query, key, value, mode, causal, mask)
+    if call.kernel == "eager":
+        return attend_eager_backward(
+            *(grad_output, query, key, value, forward),
+            mode=mode,
+            causal=call.causal,
+            mask=call.mask,
+        )
+    lengths = query.shape[2], key.shape[2]
+    if call.kernel == "cpu":
         return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *(grad_output, query, key, value, forward.output, forward.logsumexp.contiguous(), 0.0),
-            upper_left,
-            attn_mask=mask,
+            *(grad_output, query, key, value, forward.output),
+            *(forward.logsumexp.contiguous(), 0.0, call.causal),
+            attn_mask=call.mask,
             scale=mode.scale,
         )
-    if _is_flash(query, value, mask) and mode.window is not None:
+    if call.kernel == "flash window":
         gradients = _aten._flash_attention_backward(
             *(x.transpose(1, 2) for x in (grad_output, query, key, value, forward.output)),
-            *(forward.logsumexp.contiguous(), None, None, query.shape[2], key.shape[2]),
-            *(mode.dropout, causal, *forward.dropout_state),
-            **_flash_window(mode.window),
+            *(forward.logsumexp.contiguous(), None, None, *lengths),
+            *(mode.dropout, call.causal, *forward.dropout_state),
+            **_flash_window(mode),
             scale=mode.scale,
         )
         grad_query, grad_key, grad_value = (x.transpose(1, 2) for x in gradients)
         return grad_query, grad_key, grad_value
-    if _is_flash(query, value, mask):
+    if call.kernel == "flash":
         return _aten._scaled_dot_product_flash_attention_backward(
-            *(
-                grad_output,
-                query,
-                key,
-                value,
-                forward.output,
-                forward.logsumexp.contiguous(),
-                None,
-                None,
-            ),
-            *(query.shape[2], key.shape[2], mode.dropout, causal, *forward.dropout_state),
+            *(grad_output, query, key, value, forward.output),
+            *(forward.logsumexp.contiguous(), None, None),
+            *(*lengths, mode.dropout, call.causal, *forward.dropout_state),
             scale=mode.scale,
         )
-    mask = _band(query, key, mode) if causal and mask is None else mask
     rows = [_to_kernel_layout(x, query) for x in (grad_output, query, key, value, forward.output)]
     # `attend` cut the padding off, so that the log-sum-exp of several calls can be merged.
-    sums = nn.functional.pad(forward.logsumexp, (0, -query.shape[2] % _ROWS))
+    padded_sums = nn.functional.pad(forward.logsumexp, (0, -query.shape[2] % _ROWS))
     gradients = _aten._efficient_attention_backward(
-        *(*rows[:4], _bias(mask, query), rows[4], None, None, query.shape[2], key.shape[2]),
-        *(
-            sums,
-            mode.dropout,
-            *forward.dropout_state,
-            _LOWER_RIGHT if causal and mask is None else 0,
-            False,
-        ),
+        *(*rows[:4], _bias(call.mask, query), rows[4], None, None, *lengths),
+        *(padded_sums, mode.dropout, *forward.dropout_state),
+        *(_LOWER_RIGHT if call.causal else 0, False),
         scale=mode.scale,
-        window_size=mode.window if mask is None else None,
+        window_size=mode.window if call.mask is None else None,
     )
     grad_query, grad_key, grad_value = (x.transpose(1, 2) for x in gradients[:3])
     return (
@@ -300,18 +318,10 @@ def attend_backward(
     )
 
 
-def _needs_eager(query: Tensor, value: Tensor, mode: AttentionMode) -> bool:
-    """Return whether the CPU kernel does not apply: it needs equal widths and no dropout."""
-    return mode.dropout > 0 or query.shape[-1] != value.shape[-1]
-
-
-def _is_flash(query: Tensor, value: Tensor, mask: Tensor | None) -> bool:
-    return query.dtype in _HALVES and mask is None and query.shape[-1] == value.shape[-1]
-
-
-def _flash_window(window: int) -> dict[str, int]:
-    """Return a window as FlashAttention counts it: keys before and after a query's own key."""
-    return {"window_size_left": window - 1, "window_size_right": 0}
+def _flash_window(mode: AttentionMode) -> dict[str, int]:
+    """Return the window as FlashAttention counts it: keys before and after a query's own key."""
+    assert mode.window is not None, "the kernel is chosen by the window"
+    return {"window_size_left": mode.window - 1, "window_size_right": 0}
 
 
 def _lower_right(query: Tensor, key: Tensor, window: int | None) -> Tensor | None:

@@ -19,7 +19,8 @@ during the backward:
 
 import contextlib
 import functools
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -41,12 +42,12 @@ class AccumulationRounds:
     """The micro-batches of a model in the current step, and the pattern of previous steps.
 
     Args:
-        micro_batches: micro-batches of each step after the first, which then make one round; None
-            learns the rounds from the first two steps.
+        micro_batches: micro-batches of each step after the first, which then make one round; the
+            last number is that of all further steps. Empty: the first two steps show the rounds.
     """
 
-    def __init__(self, micro_batches: int | None = None) -> None:
-        self._micro_batches = micro_batches
+    def __init__(self, micro_batches: Sequence[int] = ()) -> None:
+        self._later = deque(micro_batches)
         self._ends: list[bool] = []  # whether each forward is the last micro-batch of its round
         self._newest = -1  # index of the last forward that a backward followed
         self._last: list[bool] = []
@@ -100,8 +101,9 @@ class AccumulationRounds:
             return
         count, known = len(self._ends), len(self._expected)
         self._ends[self._newest] = True
-        if self._micro_batches is not None:
-            self._expected = [False] * (self._micro_batches - 1) + [True]
+        if self._later:
+            following = self._later.popleft() if len(self._later) > 1 else self._later[0]
+            self._expected = [False] * (following - 1) + [True]
         elif count != known:
             # Two equal steps in succession: a first step may differ, for example by a warm-up.
             self._expected = self._ends if self._ends == self._last else []
@@ -126,7 +128,7 @@ class _Model:
         never_clears: whether a step added to the gradients of the previous step.
     """
 
-    def __init__(self, model: nn.Module, micro_batches: int | None) -> None:
+    def __init__(self, model: nn.Module, micro_batches: Sequence[int]) -> None:
         self.steps_within = False
         self.never_clears = False
         self._partials = partial_gradients(model)
@@ -182,7 +184,7 @@ class DeferredGradSync:
         micro_batches: as for `AccumulationRounds`.
     """
 
-    def __init__(self, slices: Mapping[nn.Module, Any], micro_batches: int | None = None) -> None:
+    def __init__(self, slices: Mapping[nn.Module, Any], micro_batches: Sequence[int] = ()) -> None:
         self._slices = slices
         self._micro_batches = micro_batches
         self._models: WeakKeyDictionary[nn.Module, _Model] = WeakKeyDictionary()

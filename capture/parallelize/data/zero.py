@@ -212,7 +212,7 @@ def buckets_of(parameters: list[Tensor]) -> list[list[Tensor]]:
         kind = parameter.dtype, parameter.device, group_kind_of(parameter), hasattr(parameter, TIED)
         parts = by_kind.setdefault(kind, [[]])
         filled = sum(p.numel() for p in parts[-1])
-        # A larger parameter gets a bucket of its own, since it is never split.
+        # A larger parameter gets a separate bucket, since it is never split.
         if parts[-1] and filled + parameter.numel() > BUCKET_ELEMENTS:
             parts.append([])
         parts[-1].append(parameter)

@@ -184,7 +184,7 @@ def stage_model(
     dropped = [
         child for index, child in enumerate(parts.layers) if not kept.start <= index < kept.stop
     ]
-    _keep_layers(parts, kept)
+    _keep_layers(model, parts, kept)
     if stage > 0:
         dropped += _replace_embeddings(model, parts, boundary)
     if stage < stages - 1:
@@ -204,6 +204,13 @@ def stage_model(
     return PipelineStage(Pipeline(stage, counts), work_keys, list_name, before, after, tied)
 
 
+def _note_inference(
+    boundary: StageBoundary, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    labels = by_name(module, args, kwargs).get("labels")
+    boundary.infers = not torch.is_grad_enabled() and labels is None
+
+
 def _refuse_balancing(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if adds_balancing_loss(module, by_name(module, args, kwargs)):
         raise SliceError(
@@ -214,17 +221,21 @@ def _refuse_balancing(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str
         )
 
 
-def _keep_layers(parts: ModelParts, kept: slice) -> None:
+def _keep_layers(model: PreTrainedModel, parts: ModelParts, kept: slice) -> None:
     """Drop other stages' layers; the others keep their names in the whole model."""
     layers = list(parts.layers.named_children())
     for name, _ in [*layers[: kept.start], *layers[kept.stop :]]:
         delattr(parts.layers, name)
+    # Key-value caches have a layer for each index, and show their length by the first.
+    for module in parts.layers.modules():
+        if isinstance(layer_index := getattr(module, "layer_idx", None), int):
+            module.layer_idx = layer_index - kept.start
     if parts.types is not None:
         # Forwards index layer_types by the position in the list of layers, which now starts with
         # this stage's first layer. Rotating keeps the length at num_hidden_layers.
-        trunk = parts.trunk
+        trunk, shared = parts.trunk, parts.trunk.config
         # Other modules share the configuration.
-        trunk.config = copy.copy(trunk.config)
+        trunk.config = copy.copy(shared)
         rotated = parts.types[kept.start :] + parts.types[: kept.start]
         try:
             trunk.config.layer_types = rotated
@@ -234,10 +245,8 @@ def _keep_layers(parts: ModelParts, kept: slice) -> None:
                 "stage cannot adapt to its layer indices: leave --pp out",
                 code="pp-layer-types",
             ) from error
-        # Key-value caches use the same indices.
-        for module in parts.layers.modules():
-            if isinstance(layer_index := getattr(module, "layer_idx", None), int):
-                module.layer_idx = layer_index - kept.start
+        if model.config is shared:
+            model.config = trunk.config  # a generation makes its KV cache of this one
 
 
 def _replace_embeddings(
@@ -284,7 +293,9 @@ def _replace_head(
     last_layer.register_forward_hook(boundary.record_output)
     name = next(name for name, module in model.named_modules() if module is parts.head)
     parent, _, leaf = name.rpartition(".")
-    setattr(model.get_submodule(parent), leaf, SendingHead(boundary))
+    vocabulary: Any = parts.head.weight
+    setattr(model.get_submodule(parent), leaf, SendingHead(boundary, vocabulary.shape[0]))
+    model.register_forward_pre_hook(functools.partial(_note_inference, boundary), with_kwargs=True)
 
     # SendingHead returns the zero loss in place of logits.
     def loss_function(logits: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -303,6 +314,9 @@ def refuse_absent_outputs(
 
     def after(_: nn.Module, __: Any, output: Any) -> None:
         if isinstance(output, tuple):
+            return
+        if boundary.infers:
+            output.logits = PassthroughTensor.plain(output.logits)
             return
         output.__class__ = without_logits(type(output), _absent_output("logits", stage, last))
         for name in names:

@@ -6,7 +6,7 @@ placeholder passes through them unchanged, and no kernel is launched.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -124,6 +124,9 @@ class StageBoundary:
         self.received_address = 0  # of the tensor received last
         self.output_address = 0  # of the last layer's output
         self.encoder_output: Tensor | None = None  # encoder output, sent after the hidden states
+        self.infers = False  # whether the running forward computes logits without gradients
+        self._inferred: Tensor | None = None  # the last layer's output while `infers`
+        self._logits: dict[tuple[torch.device, int], Tensor] = {}
         self._dtype = dtype
         self._scalars: dict[torch.device, Tensor] = {}
 
@@ -195,6 +198,32 @@ class StageBoundary:
         """Record the last layer's output, as a forward hook."""
         first = output[0] if isinstance(output, tuple) else output
         self.output_address = first.data_ptr()
+        if self.infers:
+            self._inferred = first
+
+    def send_inferred(self, selected: Tensor, vocabulary: int) -> Tensor:
+        """Send the last layer's output; return stand-ins for logits [..., vocabulary].
+
+        The last stage computes the logits, and sends the chosen tokens back, which no forward
+        shows. The stand-ins let a generation continue; they take no memory per token.
+
+        Args:
+            selected: the hidden states whose logits the model wants: those of the last token.
+            vocabulary: size of the vocabulary, or of this rank's part.
+        """
+        output = self._inferred
+        self._inferred = None
+        # A model may select tokens between layers and head; anything else would change the values.
+        if output is None or storage_address(selected) != storage_address(output):
+            self._refuse_changed_output()
+        assert output is not None
+        dist.send(output.contiguous(), group=self.group, group_dst=self.stage + 1)
+        key = (selected.device, vocabulary)
+        if key not in self._logits:
+            # Increasing, so that the chosen token is the last one: a stop token ends a generation,
+            # and the first tokens are often some.
+            self._logits[key] = torch.arange(vocabulary, device=key[0], dtype=self.dtype)
+        return self._logits[key].expand(*selected.shape[:-1], vocabulary)
 
     def send(self, hidden: Tensor) -> Tensor:
         """Send hidden states to the next stage; return a zero loss, a scalar.
@@ -206,12 +235,7 @@ class StageBoundary:
                 of the parameters.
         """
         if hidden.data_ptr() != self.output_address:
-            raise SliceError(
-                f"stage {self.stage} would send a tensor that is not its last layer's output: "
-                "the model changes hidden states between layers and head, and the change cannot "
-                "be left to the last stage\n  leave --pp out",
-                code="pp-work-after-layer",
-            )
+            self._refuse_changed_output()
         if hidden.dtype != self.dtype:
             raise SliceError(
                 f"stage {self.stage} would send hidden states of {hidden.dtype}; the next stage "
@@ -224,6 +248,19 @@ class StageBoundary:
         anchor = None if trains else self.scalar(hidden.device).requires_grad_()
         loss: Any = _Send.apply(anchor, self, hidden, *encoder_output)
         return loss
+
+    def _refuse_changed_output(self) -> NoReturn:
+        raise SliceError(
+            f"stage {self.stage} would send a tensor that is not its last layer's output: "
+            "the model changes hidden states between layers and head, and the change cannot "
+            "be left to the last stage\n  leave --pp out",
+            code="pp-work-after-layer",
+        )
+
+
+def storage_address(tensor: Tensor) -> int:
+    """Return the address of a tensor's memory, which its views share."""
+    return tensor.untyped_storage().data_ptr()
 
 
 class _Receive(torch.autograd.Function):
@@ -316,11 +353,17 @@ class SkippedNorm(nn.Module):
 
 
 class SendingHead(nn.Module):
-    """Replaces the head: sends hidden states [..., hidden] and returns the zero loss."""
+    """Replaces the head: sends hidden states [..., hidden] and returns the zero loss.
 
-    def __init__(self, boundary: StageBoundary) -> None:
+    Args:
+        boundary: the stage's boundary.
+        vocabulary: rows of the head, whose logits a forward without gradients returns.
+    """
+
+    def __init__(self, boundary: StageBoundary, vocabulary: int = 0) -> None:
         super().__init__()
         self._boundary = boundary
+        self._vocabulary = vocabulary
 
     @property
     def weight(self) -> Tensor:
@@ -333,4 +376,8 @@ class SendingHead(nn.Module):
         )
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return PassthroughTensor.of(self._boundary.send(PassthroughTensor.plain(hidden)))
+        hidden = PassthroughTensor.plain(hidden)
+        if self._boundary.infers:
+            # A passthrough, because only the last stage scales and caps logits.
+            return PassthroughTensor.of(self._boundary.send_inferred(hidden, self._vocabulary))
+        return PassthroughTensor.of(self._boundary.send(hidden))

@@ -72,7 +72,9 @@ from onerank.capture.parallelize.tensor.shard_parameters import (
     cut_heads,
     cut_module,
     divide_attributes,
+    is_quantised,
     keep_heads,
+    quantised_layout_error,
     reorder_rows,
     slice_head_bias,
 )
@@ -286,6 +288,9 @@ class _Slicer:
             )
             return
         if shared is not None:
+            weight = module.get_parameter("weight")
+            if is_quantised(weight):
+                raise quantised_layout_error(name, weight)
             reorder_rows(module.parameters(recurse=False), shared.row_order)
             if shared.replicated:
                 shared.repeat_heads(module.parameters(recurse=False))
@@ -390,6 +395,15 @@ def _checked_linear(module: nn.Module, name: str) -> nn.Module:
         raise SliceError(
             f"{name} is planned as a sliced linear layer but is a {_qualified_class(module)}",
             code="tp-not-linear",
+        )
+    weight = module.weight
+    if not is_quantised(weight) and weight.element_size() == 1:
+        raise SliceError(
+            f"--tp: {name} is a {_qualified_class(module)}, whose {weight.dtype} weight its own "
+            "forward unpacks, and its scales would stay whole\n  load the model in 16 bits, move "
+            "it to the device, where it is sliced, and quantise the slice with torchao's "
+            "quantize_(model, ...); or leave --tp out",
+            code="tp-quantised-layer",
         )
     # Subclasses in transformers compute the same product in their own forward (Falcon). Other
     # forwards (adapters, quantised weights) would be lost in the slice.

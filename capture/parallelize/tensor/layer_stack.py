@@ -24,7 +24,7 @@ from onerank.capture.parallelize.hugging_face import PreTrainedModel
 from onerank.capture.parallelize.model_structure import refuse_early_norm, takes_one
 from onerank.capture.parallelize.sliced_outputs import change_hidden_states, unusable
 from onerank.capture.parallelize.tensor.linear import BlockBoundary, with_hidden_states
-from onerank.capture.parallelize.tensor.replicated_grads import sum_gradients
+from onerank.capture.parallelize.tensor.replicated_grads import sum_sharded_gradients
 from onerank.capture.parallelize.tensor.sequence_parallel import (
     SequencePlaceholder,
     scatter_sum_to_sequence,
@@ -32,9 +32,6 @@ from onerank.capture.parallelize.tensor.sequence_parallel import (
 )
 from onerank.capture.parallelize.tensor.vocab_parallel import RandomFill
 from onerank.ir.errors import SliceError
-
-ROUTERS = ("gate", "router")
-"""Names of the module that routes tokens to a layer's experts."""
 
 
 @dataclass(frozen=True)
@@ -197,27 +194,6 @@ def begin_sequence(
     first.register_forward_pre_hook(
         _change_hidden_states_hook(split if reduced else scatter), with_kwargs=True
     )
-
-
-def sum_sharded_gradients(
-    model: nn.Module,
-    name: str,
-    final_norms: Collection[nn.Module],
-    group: dist.ProcessGroup,
-    blocks: Collection[str],
-) -> None:
-    """Sum the gradients of the layers `name` and of the norms after them that run on a shard."""
-    sharded = dict.fromkeys(final_norms)
-    for inner, module in model.get_submodule(name).named_modules():
-        qualified = f"{name}.{inner}"
-        if not any(f"{qualified}.".startswith(f"{block}.") for block in blocks):
-            parent = qualified.rpartition(".")[0]
-            # LongCat-Flash reads only the weight of this submodule: its parent's forward uses it.
-            is_router_weight = parent.rpartition(".")[2] in ROUTERS
-            sharded[module] = model.get_submodule(parent) if is_router_weight else None
-    for module, reader in sharded.items():
-        if any(True for _ in module.parameters(recurse=False)):
-            sum_gradients(module, group, reader=reader)
 
 
 def _change_hidden_states_hook(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:

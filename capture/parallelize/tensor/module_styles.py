@@ -72,7 +72,7 @@ _DIVIDED = {
     "intermediate_size": ("intermediate features", "tp-indivisible-features"),
     "vocab_size": ("vocabulary entries", "tp-indivisible-vocabulary"),
 }
-"""What a size of the configuration counts, and the code of its refusal."""
+"""Size of the configuration -> the noun of what it counts, and the code of its refusal."""
 
 
 def check_sizes(model: PreTrainedModel, size: int) -> None:

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from onerank.capture.parallelize.model_structure import ROUTERS
+
 # flat buffers have no public names in torch
 _utils: Any = importlib.import_module("torch._utils")
 
@@ -90,6 +92,27 @@ def sum_gradients(
             reader.register_forward_pre_hook(functools.partial(partial.watch, module))
     else:
         partial.add(names)
+
+
+def sum_sharded_gradients(
+    model: nn.Module,
+    name: str,
+    final_norms: Collection[nn.Module],
+    group: dist.ProcessGroup,
+    blocks: Collection[str],
+) -> None:
+    """Sum the gradients of the layers `name` and of the norms after them that run on a shard."""
+    sharded = dict.fromkeys(final_norms)
+    for inner, module in model.get_submodule(name).named_modules():
+        qualified = f"{name}.{inner}"
+        if not any(f"{qualified}.".startswith(f"{block}.") for block in blocks):
+            parent = qualified.rpartition(".")[0]
+            # LongCat-Flash reads only the weight of this submodule: its parent's forward uses it.
+            is_router_weight = parent.rpartition(".")[2] in ROUTERS
+            sharded[module] = model.get_submodule(parent) if is_router_weight else None
+    for module, reader in sharded.items():
+        if any(True for _ in module.parameters(recurse=False)):
+            sum_gradients(module, group, reader=reader)
 
 
 def partial_gradients(model: nn.Module) -> list[tuple[nn.Module, PartialGradients]]:

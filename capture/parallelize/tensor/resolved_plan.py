@@ -15,9 +15,8 @@ from torch import nn
 
 from onerank.capture.parallelize.experts.expert_parallel import dense_layers, expert_layers
 from onerank.capture.parallelize.hugging_face import Conv1D, PreTrainedModel
-from onerank.capture.parallelize.model_structure import is_encoder_decoder
+from onerank.capture.parallelize.model_structure import ROUTERS, is_encoder_decoder
 from onerank.capture.parallelize.tensor.layer_stack import (
-    ROUTERS,
     Stack,
     TwoStacks,
     stack_of,

@@ -1,12 +1,14 @@
 """Shard a module's parameters in place, and map a slice's elements to the whole model."""
 
 import copy
+import itertools
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from onerank.capture.parallelize.hugging_face import Conv1D
 from onerank.ir.errors import SliceError
@@ -78,13 +80,18 @@ def cut_module(
         cut: ids of the parameters sliced already, so that tied weights are sliced once; updated.
         blocks: output features of each fused part, sliced separately; () for a single part.
     """
-    for key, parameter in module.named_parameters(recurse=False):
+    for key, parameter in list(module.named_parameters(recurse=False)):
         if id(parameter) in cut or (key == "bias" and not output):
             continue
         turned = isinstance(module, Conv1D) and key == "weight"
         dim = int(output == turned)  # weights are [out, in], turned ones [in, out]
-        cut_blocks(parameter, f"{name}.{key}", group, dim, blocks or (parameter.shape[dim],))
-        cut.add(id(parameter))
+        parts = blocks or (parameter.shape[dim],)
+        if is_quantised(parameter):
+            share = _quantised_share(parameter, f"{name}.{key}", group, dim, parts)
+            setattr(module, key, share)
+        else:
+            cut_blocks(parameter, f"{name}.{key}", group, dim, parts)
+        cut.add(id(module.get_parameter(key)))
     attributes = ("out_features", "num_embeddings", "nf") if output else ("in_features", "nx")
     for attribute in attributes:
         if hasattr(module, attribute):
@@ -96,6 +103,17 @@ def cut_blocks(
     parameter: nn.Parameter, name: str, group: dist.ProcessGroup, dim: int, parts: Sequence[int]
 ) -> None:
     """Cut a parameter along a dimension, each of its fused parts separately."""
+    _check_divisible(name, group, dim, parts)
+    with torch.no_grad():
+        whole = parameter.data.split(list(parts), dim=dim)
+        parts_of_rank = [part.chunk(group.size(), dim=dim)[group.rank()] for part in whole]
+        # A copy, because a view of the whole parameter would keep its memory.
+        parameter.data = torch.cat(parts_of_rank, dim=dim).contiguous()
+        # It would have the whole parameter's shape.
+        parameter.grad = None
+
+
+def _check_divisible(name: str, group: dist.ProcessGroup, dim: int, parts: Sequence[int]) -> None:
     for length in parts:
         if length % group.size():
             raise SliceError(
@@ -107,13 +125,50 @@ def cut_blocks(
                 + f"\n  sizes that divide them: --tp {divisors_of(length)}",
                 code="tp-indivisible-rows",
             )
-    with torch.no_grad():
-        whole = parameter.data.split(list(parts), dim=dim)
-        parts_of_rank = [part.chunk(group.size(), dim=dim)[group.rank()] for part in whole]
-        # A copy, because a view of the whole parameter would keep its memory.
-        parameter.data = torch.cat(parts_of_rank, dim=dim).contiguous()
-        # It would have the whole parameter's shape.
-        parameter.grad = None
+
+
+def is_quantised(weight: Tensor) -> bool:
+    """Return whether a weight is of a class that holds values and scales, such as torchao's."""
+    return is_traceable_wrapper_subclass(weight)
+
+
+def _quantised_share(
+    weight: Tensor, name: str, group: dist.ProcessGroup, dim: int, parts: Sequence[int]
+) -> nn.Parameter:
+    """Return this rank's share of a quantised weight, as `cut_blocks` cuts a plain one.
+
+    The weight's class cuts its values and scales: torchao's classes implement slices. The share is
+    a new parameter, because setting `data` would leave the values and scales as they are.
+
+    Raises:
+        SliceError: the class does not, because its values are packed in tiles.
+    """
+    _check_divisible(name, group, dim, parts)
+    ends = itertools.accumulate(parts)
+    shares = [
+        (end - length, length // group.size()) for end, length in zip(ends, parts, strict=True)
+    ]
+    try:
+        # In inference mode `narrow` arrives whole at the class, which implements its parts.
+        with torch.inference_mode(mode=False), torch.no_grad():
+            pieces = [
+                weight.narrow(dim, start + group.rank() * share, share) for start, share in shares
+            ]
+            # A copy, because a view of the whole parameter would keep its memory.
+            piece = pieces[0].clone() if len(pieces) == 1 else torch.cat(pieces, dim=dim)
+            return nn.Parameter(piece, requires_grad=False)
+    except NotImplementedError as error:
+        raise quantised_layout_error(name, weight) from error
+
+
+def quantised_layout_error(name: str, weight: Tensor) -> SliceError:
+    """Return the error for a quantised weight whose layout cannot be cut."""
+    return SliceError(
+        f"--tp: {name} is quantised as {type(weight).__name__}, whose layout cannot be cut "
+        "into shares\n  quantise after the model is sliced, at its first .to() or cast: "
+        "model.to(device), then torchao's quantize_(model, ...)",
+        code="tp-quantised-layout",
+    )
 
 
 def reorder_rows(parameters: Iterable[nn.Parameter], order: Tensor | None) -> None:
@@ -140,6 +195,8 @@ def cut_parameter(
     fused: int = 1,
 ) -> None:
     """Cut a parameter along a dimension of `what`, each of its fused parts separately."""
+    if is_quantised(parameter):
+        raise quantised_layout_error(name, parameter)
     count, size = parameter.shape[dim] // fused, group.size()
     if count % size:
         raise SliceError(

@@ -13,13 +13,11 @@ from itertools import groupby
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from onerank.ir import UNKNOWN, Graph, Job, Phase, Reason
+from onerank.ir.arrays import I64, Mask
 from onerank.ir.errors import DepthError
-from onerank.ir.graph import Mask
 
-I64 = npt.NDArray[np.int64]
 Lane = tuple[str, int]
 """Kind and number of a sequence of nodes: ("thread", thread), ("stream", stream), or
 ("concurrent", group) for CPU collectives that run concurrently with their thread."""
@@ -28,7 +26,7 @@ _NUMBER = re.compile(r"(?:^|(?<=\.))(\d+)(?=\.|$)")
 
 
 @dataclass(slots=True)
-class Pass:
+class LayerPass:
     """One pass over all layers: forward, or backward in descending order.
 
     Attributes:
@@ -65,7 +63,7 @@ class LayeredGraph:
     lanes: dict[Lane, list[int]]
     issued_ns: I64
     launched: dict[int, list[int]]
-    passes: list[Pass]
+    passes: list[LayerPass]
     place: list[tuple[int, int, int] | None]
 
     def nonlayer_hosts(self, thread: int) -> list[int]:
@@ -285,7 +283,7 @@ def _add_passes(layered: LayeredGraph, thread: int, lane: list[int], layer_of: I
         label = (
             f"{phase.name.lower()} of micro-batch {number}" if number > 0 else phase.name.lower()
         )
-        _add_pass(layered, Pass(thread, label, _ascends(walk, phase)), lane, walk)
+        _add_pass(layered, LayerPass(thread, label, _ascends(walk, phase)), lane, walk)
 
 
 def _complete(walk: list[tuple[int, int]], layers: int) -> bool:
@@ -299,7 +297,7 @@ def _ascends(walk: list[tuple[int, int]], phase: Phase) -> bool:
 
 
 def _add_pass(
-    layered: LayeredGraph, layer_pass: Pass, lane: list[int], walk: list[tuple[int, int]]
+    layered: LayeredGraph, layer_pass: LayerPass, lane: list[int], walk: list[tuple[int, int]]
 ) -> None:
     """Split the nodes of a pass into layers and add it; check that it visits each layer once."""
     starts: list[tuple[int, int]] = []
@@ -370,6 +368,19 @@ class LayerPlan:
         if captured < self.start + self.period:
             return captured + copy * self.period
         return captured + self.added
+
+    def layers(self, captured: I64, copy: I64) -> I64:
+        """Return `layer` of each element, int64[n]."""
+        first = captured < self.start + self.period
+        return captured + np.where(first, copy * self.period, self.added)
+
+    def instances(self, layer: I64) -> tuple[I64, I64]:
+        """Return `instance` of each element, as two int64[n]."""
+        ahead = layer - self.start
+        copied = (ahead >= 0) & (ahead < self.period + self.added)
+        after = np.where(ahead < 0, layer, layer - self.added)
+        captured = np.where(copied, self.start + ahead % self.period, after)
+        return captured, np.where(copied, ahead // self.period, 0)
 
     def instance(self, layer: int) -> tuple[int, int]:
         """Return (captured layer, copy) of a layer of the whole model."""

@@ -21,7 +21,8 @@ import numpy.typing as npt
 from onerank.converters.expand.layers.captured_layers import LayeredGraph, LayerPlan, Renaming
 from onerank.converters.expand.layers.memory_timeline import Copies, Copying, compose_memory_log
 from onerank.converters.expand.layers.nonlayer_nodes import DepthExtrapolation, NonlayerChanges
-from onerank.ir import Edges, Evidence, Graph, Module, Reason, ScopeTime
+from onerank.ir import UNKNOWN, Edges, Evidence, Graph, Module, Reason, ScopeTime
+from onerank.ir.arrays import I64
 from onerank.ir.errors import DepthError
 from onerank.ir.nodes import TEXT_COLUMNS
 
@@ -91,8 +92,6 @@ def _not_measured(time: ScopeTime, duration_ns: int) -> ScopeTime:
     return msgspec.structs.replace(time, duration_ns=duration_ns, spread_ns=0, samples=0)
 
 
-I64 = npt.NDArray[np.int64]
-
 Instance = tuple[int, int]
 """(node of the deepest capture, 0 for itself or the number of its copy)."""
 
@@ -140,12 +139,25 @@ class _Composition:
 
 
 def compose(
-    shallow: LayeredGraph, deep: LayeredGraph, plan: LayerPlan, changes: NonlayerChanges
+    shallow: LayeredGraph,
+    deep: LayeredGraph,
+    plan: LayerPlan,
+    changes: NonlayerChanges,
+    *,
+    linked: bool = True,
 ) -> Graph:
     """Return the graph at the depth of the model.
 
     Its job is the deepest capture's except for the memory log, which is extrapolated, or absent if
     a capture has none.
+
+    Args:
+        shallow: the capture with the fewest layers.
+        deep: the capture with the most layers.
+        plan: layers of `deep` that are copied.
+        changes: changes outside the layers.
+        linked: whether the graph gets edges and the modules of its layers, which take a third of
+            the time; memory needs neither.
 
     Raises:
         DepthError: the nodes to repeat are not consecutive in a thread or stream.
@@ -169,21 +181,31 @@ def compose(
     # Ties keep the order of the lanes, so that a node never precedes one that it follows on its
     # lane.
     order = np.lexsort((np.arange(len(old)), start))
-    for number, place in enumerate(order):
-        work.number[instances[int(place)]] = number
+    # Only edges read these numbers.
+    if linked:
+        for number, place in enumerate(order.tolist()):
+            work.number[instances[place]] = number
     old, copy, start, duration = old[order], copy[order], start[order], duration[order]
     nodes = replace(deep.graph.nodes.take(old), id=np.arange(len(old), dtype=np.uint64))
-    graph = replace(deep.graph, nodes=nodes, edges=_edges(work, old, copy))
+    no_edges = np.zeros(0, dtype=np.int64)
+    edges = (
+        _edges(work, old, copy)
+        if linked
+        else Edges.from_pairs(len(old), no_edges, no_edges, no_edges.astype(np.uint8))
+    )
+    graph = replace(deep.graph, nodes=nodes, edges=edges)
     graph = graph.with_columns(
         start_ns=start - start.min(),
         duration_ns=duration,
         **_origin(work, old, copy),
-        module=_modules(work, old, copy),
+        **({"module": _modules(work, old, copy)} if linked else {}),
     )
     graph = _with_changes(graph, changes, old)
     graph.topological_order()  # raises if the spliced edges have a cycle
     copying = [Copying(section.nodes, section.copies, section.before) for section in sections]
-    log = compose_memory_log(shallow, deep, plan, changes, Copies(copying, work.number))
+    number = np.full((len(deep.graph), 1 + int(copy.max(initial=0))), UNKNOWN, dtype=np.int64)
+    number[old, copy] = np.arange(len(old))
+    log = compose_memory_log(shallow, deep, plan, changes, Copies(copying, number))
     measured = msgspec.structs.replace(graph.job.measurement, memory=log)
     return replace(graph, job=msgspec.structs.replace(graph.job, measurement=measured))
 
@@ -346,8 +368,7 @@ def _edges(work: _Composition, old: I64, copy: I64) -> Edges:
                 continue
             for awaited in _sources(work, source, node, tag):
                 edges.setdefault((awaited, target), int(reason))
-    for kind, lane in work.lanes:
-        reason = Reason.PROGRAM_ORDER if kind == "thread" else Reason.STREAM_ORDER
+    for reason, lane in _ordered(work):
         for a, b in pairwise(lane):
             if a[1] == b[1] == 0 and (a[0], b[0]) in unordered:
                 # These concurrent calls do not wait for each other in the capture.
@@ -356,6 +377,23 @@ def _edges(work: _Composition, old: I64, copy: I64) -> Edges:
     pairs = np.array(list(edges), dtype=np.int64).reshape(-1, 2)
     reasons = np.fromiter(edges.values(), dtype=np.uint8, count=len(edges))
     return Edges.from_pairs(len(old), pairs[:, 0], pairs[:, 1], reasons)
+
+
+def _ordered(work: _Composition) -> Iterator[tuple[Reason, list[Instance]]]:
+    """Yield the instances that run one after another, and the reason."""
+    stream: list[int] = work.deep.graph.nodes.stream.tolist()
+    for kind, lane in work.lanes:
+        if kind != "thread":
+            yield Reason.STREAM_ORDER, lane
+            continue
+        # Without a device a thread holds the operators of all streams. Program order would not
+        # order them: re-costing keeps it for hosts only, and kernels of a stream would overlap.
+        by_stream: dict[int, list[Instance]] = defaultdict(list)
+        for instance in lane:
+            by_stream[stream[instance[0]]].append(instance)
+        for number, instances in by_stream.items():
+            reason = Reason.PROGRAM_ORDER if number == UNKNOWN else Reason.STREAM_ORDER
+            yield reason, instances
 
 
 def _sources(work: _Composition, source: int, node: int, tag: int) -> list[int]:

@@ -20,8 +20,8 @@ import msgspec
 import numpy as np
 
 from onerank.ir import UNKNOWN, Collective, Edges, Evidence, Graph, Job, Kind, Nodes, Phase, Reason
+from onerank.ir.arrays import I64
 from onerank.ir.errors import DepthError
-from onerank.ir.graph import I64
 
 FIRST_BYTES = 1 << 20
 """Capacity of the first bucket: torch's `_DEFAULT_FIRST_BUCKET_BYTES`."""

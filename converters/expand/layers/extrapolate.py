@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import cached_property
 
 import msgspec
 import numpy as np
@@ -31,6 +32,7 @@ from onerank.converters.expand.layers.compose import (
     scope_times,
 )
 from onerank.converters.expand.layers.ddp_buckets import (
+    BucketCalls,
     find_bucket_calls,
     find_buckets,
     insert_bucket_calls,
@@ -376,79 +378,142 @@ def extrapolate(graphs: Mapping[int, Graph], depth: int, pattern: Pattern | None
     Raises:
         DepthError: the captures do not suffice, or their layers differ.
     """
-    layers = sorted(graphs)
-    if len(layers) < 2 or layers[0] < 1 or layers[-1] > depth:
-        raise DepthError(
-            f"captures at {', '.join(map(str, layers))} layers of a model of {depth}: expected at "
-            f"least two depths from 1 to {depth}",
-            code="depth-too-few-captures",
+    return DepthCaptures(graphs, pattern).graph(depth)
+
+
+class DepthCaptures:
+    """Captures of a model with few layers, to extrapolate to several depths.
+
+    Layers are found once for all depths.
+    """
+
+    def __init__(self, graphs: Mapping[int, Graph], pattern: Pattern | None = None) -> None:
+        """Take captures, as `extrapolate` does."""
+        self._given = dict(graphs)
+        self._pattern = pattern
+        self._equal: dict[Pattern, range] = {}
+
+    def graph(self, depth: int) -> Graph:
+        """Return the graph at a depth; errors are those of `extrapolate`."""
+        return self._renumbered(depth, linked=True)
+
+    def measurement(self, depth: int) -> Measurement:
+        """Return the measurement of the graph at a depth, in a third of the time."""
+        return self._renumbered(depth, linked=False).job.measurement
+
+    def _renumbered(self, depth: int, *, linked: bool) -> Graph:
+        layers = self._layers
+        if len(layers) < 2 or layers[0] < 1 or layers[-1] > depth:
+            raise DepthError(
+                f"captures at {', '.join(map(str, layers))} layers of a model of {depth}: expected "
+                f"at least two depths from 1 to {depth}",
+                code="depth-too-few-captures",
+            )
+        return renumber_layers(self._extrapolated(depth, linked=linked), self._module, self._first)
+
+    def _extrapolated(self, depth: int, *, linked: bool) -> Graph:
+        """Return the graph at a depth, its layers numbered from 0."""
+        layers, graphs, calls = self._layers, self._graphs, self._bucket_calls
+        whole = layers[-1] == depth
+        deep = self._deep
+        pattern = self._pattern
+        if pattern is None:
+            pattern = Pattern(0, 1) if whole else self._found_pattern
+        check_depths(layers, depth, pattern)
+        shallow = self._shallow
+        plan = None
+        # The fitted lines of a whole capture need no equal layers, so layers that differ are no
+        # error.
+        with contextlib.suppress(*(DepthError,) if whole else ()):
+            plan = LayerPlan.of(pattern.period, self._equal_layers(pattern), layers[-1], depth)
+        captured = Captured(graphs, depth, shallow, deep, pattern, plan)
+        job = deep.graph.job
+        if plan is None or whole:
+            graph = graphs[layers[-1]]
+            measured = msgspec.structs.replace(job.measurement, depths=fit_depths(captured, graph))
+            return replace(graph, job=msgspec.structs.replace(job, measurement=measured))
+        extrapolation = DepthExtrapolation((layers[-1] - layers[0]) // pattern.period, plan.copies)
+        changes = match_nonlayer_nodes(shallow, deep, extrapolation, plan.equal_layers)
+        # Where bucket calls are inserted depends on edges.
+        linked = linked or all(calls.values())
+        graph = compose(shallow, deep, plan, changes, linked=linked)
+        buckets, first, last = NO_BUCKETS, calls[layers[0]], calls[layers[-1]]
+        if first is not None and last is not None and all(calls.values()):
+            graph = insert_bucket_calls(graph, last)
+            inserted = find_buckets(graph)
+            buckets = BucketSizes(first.bytes, last.bytes, inserted.bytes if inserted else [])
+        depths = fit_depths(captured, graph)
+        _check_communication(captured, depths, graph)
+        names = Renaming(self._module, plan)
+        log = graph.job.measurement.memory
+        measured = msgspec.structs.replace(
+            extrapolated_measurement(captured, depths, changes, log, buckets),
+            scopes=scope_times(
+                shallow.graph.job.measurement.scopes,
+                job.measurement.scopes,
+                whole=layer_containers(job.modules, self._module) | {"optimizer"},
+                names=names,
+                plan=plan,
+                extrapolation=extrapolation,
+            ),
         )
-    first = first_layer(graphs[layers[-1]].job)
-    module = layers_module(dict(graphs), first)
-    from_zero = {count: renumber_layers(graph, module, -first) for count, graph in graphs.items()}
-    return renumber_layers(_extrapolate(from_zero, module, depth, pattern), module, first)
+        job = msgspec.structs.replace(
+            job, measurement=measured, modules=module_table(job.modules, names)
+        )
+        graph = replace(graph, job=job)
+        # Captures that timed no step have a line of zeros.
+        step_ns = depths.step_ns.at_depth
+        return with_step_time(graph, step_ns) if step_ns > 0 else graph
 
+    # What does not depend on the depth -----------------------------------------------------------
 
-def _extrapolate(
-    graphs: Mapping[int, Graph], module: str, depth: int, pattern: Pattern | None
-) -> Graph:
-    """Return the graph at `depth` from captures whose layers are numbered from 0."""
-    layers = sorted(graphs)
-    whole = layers[-1] == depth
-    # Buckets fill up to a size, not to a layer. Composed with the buckets of few layers, a DDP step
-    # has wrong calls.
-    calls = {count: find_bucket_calls(graph) for count, graph in graphs.items()}
-    repeating, last = dict(graphs), calls[layers[-1]]
-    # Gradient buckets span layers, so their calls are removed here and inserted again below.
-    if all(calls.values()):
-        repeating = {
-            count: bucket_calls.without()
-            for count, bucket_calls in calls.items()
-            if bucket_calls is not None
-        }
-    deep = find_layers(repeating[layers[-1]], module, layers[-1])
-    if pattern is None:
-        pattern = Pattern(0, 1) if whole else find_pattern(deep)
-    check_depths(layers, depth, pattern)
-    shallow = find_layers(repeating[layers[0]], module, layers[0])
-    plan = None
-    # The fitted lines of a whole capture need no equal layers, so layers that differ are no error.
-    with contextlib.suppress(*(DepthError,) if whole else ()):
-        plan = LayerPlan.of(pattern.period, equal_layers_of(deep, pattern), layers[-1], depth)
-    captured = Captured(dict(graphs), depth, shallow, deep, pattern, plan)
-    job = deep.graph.job
-    if plan is None or whole:
-        graph = graphs[layers[-1]]
-        measured = msgspec.structs.replace(job.measurement, depths=fit_depths(captured, graph))
-        return replace(graph, job=msgspec.structs.replace(job, measurement=measured))
-    extrapolation = DepthExtrapolation((layers[-1] - layers[0]) // pattern.period, plan.copies)
-    changes = match_nonlayer_nodes(shallow, deep, extrapolation, plan.equal_layers)
-    graph = compose(shallow, deep, plan, changes)
-    buckets, first = NO_BUCKETS, calls[layers[0]]
-    if first is not None and last is not None and all(calls.values()):
-        graph = insert_bucket_calls(graph, last)
-        inserted = find_buckets(graph)
-        buckets = BucketSizes(first.bytes, last.bytes, inserted.bytes if inserted else [])
-    depths = fit_depths(captured, graph)
-    _check_communication(captured, depths, graph)
-    names = Renaming(module, plan)
-    measured = msgspec.structs.replace(
-        extrapolated_measurement(captured, depths, changes, graph.job.measurement.memory, buckets),
-        scopes=scope_times(
-            shallow.graph.job.measurement.scopes,
-            job.measurement.scopes,
-            whole=layer_containers(job.modules, module) | {"optimizer"},
-            names=names,
-            plan=plan,
-            extrapolation=extrapolation,
-        ),
-    )
-    job = msgspec.structs.replace(
-        job, measurement=measured, modules=module_table(job.modules, names)
-    )
-    graph = replace(graph, job=job)
-    # Captures that timed no step have a line of zeros.
-    return with_step_time(graph, depths.step_ns.at_depth) if depths.step_ns.at_depth > 0 else graph
+    @cached_property
+    def _layers(self) -> list[int]:
+        return sorted(self._given)
+
+    @cached_property
+    def _first(self) -> int:
+        return first_layer(self._given[self._layers[-1]].job)
+
+    @cached_property
+    def _module(self) -> str:
+        return layers_module(self._given, self._first)
+
+    @cached_property
+    def _graphs(self) -> dict[int, Graph]:
+        """The captures, with layers numbered from 0."""
+        return {count: renumber_layers(graph, self._module, -self._first)
+                for count, graph in self._given.items()}  # fmt: skip
+
+    @cached_property
+    def _bucket_calls(self) -> dict[int, BucketCalls | None]:
+        # Buckets fill up to a size, not to a layer. Composed with the buckets of few layers, a DDP
+        # step has wrong calls.
+        return {count: find_bucket_calls(graph) for count, graph in self._graphs.items()}
+
+    def _repeating(self, count: int) -> Graph:
+        """Return a capture without calls that span layers."""
+        calls = self._bucket_calls[count]
+        # Gradient buckets span layers, so their calls are removed here and inserted again later.
+        every = all(self._bucket_calls.values())
+        return self._graphs[count] if calls is None or not every else calls.without()
+
+    @cached_property
+    def _deep(self) -> LayeredGraph:
+        return find_layers(self._repeating(self._layers[-1]), self._module, self._layers[-1])
+
+    @cached_property
+    def _shallow(self) -> LayeredGraph:
+        return find_layers(self._repeating(self._layers[0]), self._module, self._layers[0])
+
+    @cached_property
+    def _found_pattern(self) -> Pattern:
+        return find_pattern(self._deep)
+
+    def _equal_layers(self, pattern: Pattern) -> range:
+        if pattern not in self._equal:
+            self._equal[pattern] = equal_layers_of(self._deep, pattern)
+        return self._equal[pattern]
 
 
 def _check_communication(captured: Captured, depths: LayerExtrapolation, graph: Graph) -> None:

@@ -9,9 +9,11 @@ blocks grow linearly, a surplus is repeated.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
+
+import numpy as np
 
 from onerank.converters.expand.layers.captured_layers import LayeredGraph, LayerPlan
 from onerank.converters.expand.layers.nonlayer_nodes import (
@@ -20,15 +22,13 @@ from onerank.converters.expand.layers.nonlayer_nodes import (
     align,
 )
 from onerank.ir import Blocks, Measurement, MemoryLog
-
-Moment = tuple[int, int, int]
-"""Place in the composed timeline: start of the copied range, repetition in it, event."""
+from onerank.ir.arrays import I64, Mask
 
 NONE = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class LoggedBlock:
     """A block of a memory log.
 
     Attributes:
@@ -75,10 +75,16 @@ class Copying:
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """All copied nodes, and (captured node, number of its copy) -> id."""
+    """All copied nodes.
+
+    Attributes:
+        of: the sections that are copied together.
+        number: id of each captured node and of its copies, NONE where there is no such copy:
+            int64[nodes, 1 + copies].
+    """
 
     of: Sequence[Copying]
-    number: Mapping[tuple[int, int], int]
+    number: I64
 
 
 @dataclass(slots=True)
@@ -99,63 +105,84 @@ class MemoryTimeline:
     stop: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
     at_layer: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
     copied: dict[int, _RepeatedRange] = field(default_factory=dict[int, _RepeatedRange])
-    frees: dict[int, Block] = field(default_factory=dict[int, Block])
+    frees: dict[int, LoggedBlock] = field(default_factory=dict[int, LoggedBlock])
 
-    def tags(self, event: int) -> range:
-        """Return the instance numbers of an event: 0 for itself, then its copies."""
-        span = self.copied.get(event)
-        return range(1 if span is None else span.copies + 1)
-
-    def moment(self, event: int, tag: int) -> Moment:
-        """Return the place of an instance of an event."""
-        span = self.copied.get(event)
-        if span is None:
-            return event, 0, event
-        # The block may come from a range with more copies than the range of its free.
-        tag = min(tag, span.copies)
-        # In a backward the copies run before their original, the last copy first.
-        return span.first, span.copies - tag if span.before else tag, event
-
-    def freed(self, allocated: int, tag: int, freed: int) -> Moment:
-        """Return the place at which an instance of a block is freed."""
-        if allocated in self.at_layer and freed in self.at_layer:
-            return self._freed_in_layer(self.at_layer[allocated][1], tag, freed)
-        span = self.copied.get(allocated)
-        if span is None:
-            return self.moment(freed, tag)
-        if (
-            allocated not in self.at_layer
-            and tag < span.copies
-            and self._freed_in_next_iteration(allocated, freed)
-        ):
-            return self.moment(span.first + freed - span.stop, tag + 1)
-        return self.moment(freed, tag)
-
-    def _freed_in_next_iteration(self, allocated: int, freed: int) -> bool:
-        """Return whether a loop frees the block in its next iteration."""
-        span = self.copied[allocated]
-        previous = self.frees.get(span.first + freed - span.stop)
+    def is_freed_in_next_iteration(self, block: LoggedBlock) -> bool:
+        """Return whether a loop outside the layers frees the block in its next iteration."""
+        span = self.copied.get(block.allocated)
+        if span is None or block.freed < 0 or block.allocated in self.at_layer:
+            return False
+        previous = self.frees.get(span.first + block.freed - span.stop)
         return (
-            span.stop <= freed < span.stop + span.stop - span.first
+            span.stop <= block.freed < span.stop + span.stop - span.first
             and previous is not None
-            and previous.bytes == self.frees[freed].bytes
+            and previous.bytes == self.frees[block.freed].bytes
             and previous.allocated < span.first
         )
 
-    def _freed_in_layer(self, layer: int, tag: int, freed: int) -> Moment:
-        number_of_pass, other = self.at_layer[freed]
-        if other == layer:
-            return self.moment(freed, tag)
-        number = self.plan.layer(layer, tag) + other - layer
+
+class _Places:
+    """Places of events and their copies in the composed timeline, for many events at once.
+
+    A place is an int64[3]: start of the repeated range, repetition in it, event. Places sort by
+    time.
+    """
+
+    def __init__(self, timeline: MemoryTimeline, events: int) -> None:
+        self._plan, self._depth = timeline.plan, timeline.depth
+        self._start = np.arange(events)
+        self._stop, self._copies = np.zeros((2, events), dtype=np.int64)
+        self._before = np.zeros(events, dtype=bool)
+        for event, span in timeline.copied.items():
+            self._start[event], self._stop[event] = span.first, span.stop
+            self._copies[event], self._before[event] = span.copies, span.before
+        self._pass, self._layer = np.full((2, events), NONE)
+        for event, (number, layer) in timeline.at_layer.items():
+            self._pass[event], self._layer[event] = number, layer
+        shape = (1 + max((number for number, _ in timeline.first), default=0),
+                 1 + max((layer for _, layer in timeline.first), default=0))  # fmt: skip
+        self._first_of, self._stop_of = np.full((2, *shape), NONE)
+        for layer_of_pass, first in timeline.first.items():
+            self._first_of[layer_of_pass] = first
+            self._stop_of[layer_of_pass] = timeline.stop[layer_of_pass]
+
+    def of(self, event: I64, tag: I64) -> I64:
+        """Return the places of instances of events: int64[n, 3]."""
+        copies = self._copies[event]
+        # The block may come from a range with more copies than the range of its free.
+        tag = np.minimum(tag, copies)
+        # In a backward the copies run before their original, the last copy first.
+        repetition = np.where(self._before[event], copies - tag, tag)
+        return np.stack([self._start[event], repetition, event], axis=1)
+
+    def freed(self, allocated: I64, tag: I64, freed: I64, in_next_iteration: Mask) -> I64:
+        """Return the places at which instances of blocks are freed: int64[n, 3].
+
+        Args:
+            allocated: events that allocate the blocks, NONE before the step.
+            tag: numbers of the instances.
+            freed: events that free the blocks.
+            in_next_iteration: whether a loop frees a block in its next iteration.
+        """
+        event, copy = freed.copy(), tag.copy()
+        later = in_next_iteration & (tag < self._copies[allocated])
+        event[later] += self._start[allocated[later]] - self._stop[allocated[later]]
+        copy[later] += 1
+        layer = np.where(allocated >= 0, self._layer[allocated], NONE)
+        other = self._layer[freed]
+        moved = np.flatnonzero((layer >= 0) & (other >= 0) & (layer != other))
+        plan, number_of_pass, other = self._plan, self._pass[freed[moved]], other[moved]
+        number = plan.layers(layer[moved], tag[moved]) + other - layer[moved]
         # At an end of the model no layer has that distance; the nearest one frees the block.
-        captured, copy = self.plan.instance(min(max(number, 0), self.depth - 1))
-        layer_of_pass = number_of_pass, captured
-        event = self.first[layer_of_pass] + freed - self.first[number_of_pass, other]
+        captured, copy[moved] = plan.instances(np.clip(number, 0, self._depth - 1))
+        at = self._first_of[number_of_pass, captured] + freed[moved]
+        at -= self._first_of[number_of_pass, other]
         # A first or last layer may have fewer events than the captured one.
-        return self.moment(min(event, self.stop[layer_of_pass] - 1), copy)
+        event[moved] = np.minimum(at, self._stop_of[number_of_pass, captured] - 1)
+        return self.of(event, copy)
 
 
-def blocks_of(capture: LayeredGraph) -> list[Block] | None:
+def blocks_of(capture: LayeredGraph) -> list[LoggedBlock] | None:
     """Return the blocks of a capture's memory log, None without one."""
     log = capture.graph.job.measurement.memory
     if log is None:
@@ -169,11 +196,11 @@ def blocks_of(capture: LayeredGraph) -> list[Block] | None:
         *(rows, blocks.phase),
         *(blocks.pool or zeros, blocks.spare_bytes or zeros, blocks.lingers or zeros),
     )
-    return [Block(*values) for values in zip(*columns, strict=True)]
+    return [LoggedBlock(*values) for values in zip(*columns, strict=True)]
 
 
 def memory_timeline(
-    deep: LayeredGraph, plan: LayerPlan, copying: Sequence[Copying], blocks: list[Block]
+    deep: LayeredGraph, plan: LayerPlan, copying: Sequence[Copying], blocks: list[LoggedBlock]
 ) -> MemoryTimeline | None:
     """Find the events of the layers and of the copied nodes; None if those of layers overlap."""
     allocations: dict[int, list[int]] = defaultdict(list)  # by node
@@ -254,46 +281,32 @@ def compose_memory_log(
     shallow_timeline = memory_timeline(shallow, plan, (), few)
     if deep_timeline is None or shallow_timeline is None:
         return None
-    instances: list[_Instance] = []
-    for block, tags in _instances(few, shallow_timeline, many, deep_timeline, changes):
-        for first, last in tags:
-            allocated = freed = None
-            if block.allocated >= 0:
-                allocated = deep_timeline.moment(block.allocated, first)
-            if block.freed >= 0:
-                freed = deep_timeline.freed(block.allocated, last, block.freed)
-            if allocated is not None and freed is not None:
-                # A block that a neighbouring layer frees may move before its allocation at an end
-                # of the model.
-                freed = max(allocated, freed)
-            # A block from before the step is recorded at the node that frees it.
-            tag = first if allocated is not None else last
-            node = copies.number.get((block.row, tag), copies.number.get((block.row, 0), NONE))
-            instances.append(_Instance(block, allocated, freed, node))
-    return _numbered(instances, log)
+    repeated = [*_repeated_blocks(few, shallow_timeline, many, deep_timeline, changes)]
+    return _composed(repeated, deep_timeline, copies.number, log)
 
 
-@dataclass(frozen=True, slots=True)
-class _Instance:
-    """A block of the whole model, and the places of its allocation and free."""
+class _RepeatedBlock(NamedTuple):
+    """A block of the whole model.
 
-    block: Block
-    allocated: Moment | None
-    freed: Moment | None
-    node: int
+    Attributes:
+        block: as captured.
+        instances: number of instances.
+        frees_only: whether only its free repeats: a block from before the step.
+    """
+
+    block: LoggedBlock
+    instances: int
+    frees_only: bool
 
 
-def _instances(
-    few: list[Block],
+def _repeated_blocks(
+    few: list[LoggedBlock],
     few_timeline: MemoryTimeline,
-    many: list[Block],
+    many: list[LoggedBlock],
     many_timeline: MemoryTimeline,
     changes: NonlayerChanges,
-) -> Iterator[tuple[Block, list[tuple[int, int]]]]:
-    """Yield the blocks of the whole model with their instances.
-
-    An instance is (copy of the allocating event, copy of the freeing event).
-    """
+) -> Iterator[_RepeatedBlock]:
+    """Yield the blocks of the whole model."""
     few_blocks, many_blocks = _by_node(few, few_timeline), _by_node(many, many_timeline)
     partner = {b: a for a, b in changes.pairs}
     for row, blocks in many_blocks.items():
@@ -303,20 +316,22 @@ def _instances(
             previous = many_blocks.get(changes.before.get(row, NONE), [])
             sizes = Counter(block.bytes for block in previous)
             for block in blocks:
-                event = block.allocated if block.allocated >= 0 else block.freed
-                tags = many_timeline.tags(event)
+                span = many_timeline.copied.get(
+                    block.allocated if block.allocated >= 0 else block.freed
+                )
                 repeats = row not in changes.before or sizes[block.bytes] > 0
                 sizes[block.bytes] -= 1
-                yield block, [(tag, tag) for tag in (tags if repeats else tags[:1])]
+                copies = span.copies if span is not None and repeats else 0
+                yield _RepeatedBlock(block, 1 + copies, frees_only=False)
             continue
         others = few_blocks[row if row == RESIDENT else partner[row]]
         for block, more in _grown(others, blocks, changes.extrapolation):
-            yield block, [(0, tag) for tag in range(more + 1)]
+            yield _RepeatedBlock(block, 1 + more, frees_only=True)
 
 
-def _by_node(blocks: list[Block], timeline: MemoryTimeline) -> dict[int, list[Block]]:
+def _by_node(blocks: list[LoggedBlock], timeline: MemoryTimeline) -> dict[int, list[LoggedBlock]]:
     """Return row -> blocks of a node; `RESIDENT` has those from before the step."""
-    by_node: dict[int, list[Block]] = defaultdict(list)
+    by_node: dict[int, list[LoggedBlock]] = defaultdict(list)
     for block in blocks:
         resident = block.allocated < 0 and block.freed not in timeline.at_layer
         by_node[RESIDENT if resident else block.row].append(block)
@@ -324,19 +339,19 @@ def _by_node(blocks: list[Block], timeline: MemoryTimeline) -> dict[int, list[Bl
 
 
 def _grown(
-    few: list[Block], many: list[Block], extrapolation: DepthExtrapolation
-) -> Iterator[tuple[Block, int]]:
+    few: list[LoggedBlock], many: list[LoggedBlock], extrapolation: DepthExtrapolation
+) -> Iterator[tuple[LoggedBlock, int]]:
     """Yield blocks with extrapolated sizes, and the number of their further repetitions."""
     if len(few) == len(many):
         for block, other in zip(few, many, strict=True):
-            yield (
-                replace(
-                    other,
-                    bytes=extrapolation.value(block.bytes, other.bytes),
-                    spare=extrapolation.value(block.spare, other.spare),
-                ),
-                0,
-            )
+            if (block.bytes, block.spare) == (other.bytes, other.spare):
+                yield other, 0
+                continue
+            sizes = {
+                "bytes": extrapolation.value(block.bytes, other.bytes),
+                "spare": extrapolation.value(block.spare, other.spare),
+            }
+            yield replace(other, **sizes), 0
         return
     before, after = (
         [(block.bytes, block.memory_class) for block in blocks] for blocks in (few, many)
@@ -357,41 +372,81 @@ def _grown(
             yield replace(many[-1], bytes=missing_bytes, spare=0), 0
 
 
-def _numbered(instances: list[_Instance], log: MemoryLog) -> MemoryLog:
-    """Return a log with all allocations and frees in order and numbered."""
-    moments = [
-        (moment, kind, at)
-        for at, instance in enumerate(instances)
-        for kind, moment in enumerate((instance.allocated, instance.freed))
-        if moment is not None
-    ]
-    place = {(at, kind): number for number, (_, kind, at) in enumerate(sorted(moments))}
-    rows = [
-        (place.get((at, 0), NONE), place.get((at, 1), NONE), instance.node, instance.block)
-        for at, instance in enumerate(instances)
-    ]
-    # A block from before the step has no allocation, so its free places it.
-    rows.sort(key=lambda row: row[0] if row[0] >= 0 else row[1])
-    allocated, freed, node, blocks = zip(*rows, strict=True) if rows else ((), (), (), ())
+def _composed(
+    repeated: Sequence[_RepeatedBlock], timeline: MemoryTimeline, number: I64, log: MemoryLog
+) -> MemoryLog:
+    """Return a log with all instances of the blocks, its events in order and numbered.
 
-    def unless_zero(column: tuple[int, ...]) -> tuple[int, ...]:
-        return column if any(column) else ()
+    Args:
+        repeated: the blocks.
+        timeline: events of the deepest capture.
+        number: as in `Copies`.
+        log: of the deepest capture.
+    """
+    blocks = [each.block for each in repeated]
+    count = np.array([each.instances for each in repeated], dtype=np.int64)
+    of = np.repeat(np.arange(len(blocks)), count)
+    last = np.arange(len(of)) - np.repeat(np.cumsum(count) - count, count)
+    first = np.where(np.array([each.frees_only for each in repeated], dtype=bool)[of], 0, last)
+
+    def column(name: str) -> I64:
+        return np.array([getattr(block, name) for block in blocks], dtype=np.int64)[of]
+
+    allocated, freed, row = column("allocated"), column("freed"), column("row")
+    in_next = np.array([*map(timeline.is_freed_in_next_iteration, blocks)], dtype=bool)[of]
+    places = _Places(timeline, log.events)
+    begins, ends = np.flatnonzero(allocated >= 0), np.flatnonzero(freed >= 0)
+    begun_at = np.zeros((len(of), 3), dtype=np.int64)
+    begun_at[begins] = places.of(allocated[begins], first[begins])
+    ended_at = places.freed(allocated[ends], last[ends], freed[ends], in_next[ends])
+    # A block that a neighbouring layer frees may move before its allocation at an end of the model.
+    early = (allocated[ends] >= 0) & _precedes(ended_at, begun_at[ends])
+    ended_at[early] = begun_at[ends][early]
+    at = np.concatenate([begins, ends])
+    kind = np.repeat([0, 1], [len(begins), len(ends)])
+    moments = np.concatenate([begun_at[begins], ended_at])
+    order = np.lexsort((at, kind, *moments.T[::-1]))
+    place = np.full((len(of), 2), NONE, dtype=np.int64)
+    place[at[order], kind[order]] = np.arange(len(order))
+    # A block from before the step is recorded at the node that frees it.
+    tag = np.where(allocated >= 0, first, last)
+    node = number[row, np.minimum(tag, number.shape[1] - 1)]
+    node = np.where((node == NONE) | (tag >= number.shape[1]), number[row, 0], node)
+    node[row == NONE] = NONE
+    # A block from before the step has no allocation, so its free places it.
+    rows = np.argsort(np.where(place[:, 0] >= 0, place[:, 0], place[:, 1]), kind="stable")
+
+    def values(column: I64) -> tuple[int, ...]:
+        return tuple(column[rows].tolist())
+
+    def unless_zero(column: I64) -> tuple[int, ...]:
+        return values(column) if column.any() else ()
 
     return MemoryLog(
         Blocks(
-            bytes=tuple(block.bytes for block in blocks),
-            memory_class=tuple(block.memory_class for block in blocks),
-            allocated_at=allocated,
-            freed_at=freed,
-            node=node,
-            phase=tuple(block.phase for block in blocks),
-            pool=unless_zero(tuple(block.pool for block in blocks)),
-            spare_bytes=unless_zero(tuple(block.spare for block in blocks)),
-            lingers=unless_zero(tuple(block.lingers for block in blocks)),
+            bytes=values(column("bytes")),
+            memory_class=values(column("memory_class")),
+            allocated_at=values(place[:, 0]),
+            freed_at=values(place[:, 1]),
+            node=values(node),
+            phase=values(column("phase")),
+            pool=unless_zero(column("pool")),
+            spare_bytes=unless_zero(column("spare")),
+            lingers=unless_zero(column("lingers")),
         ),
         events=len(moments),
         settings=log.settings,
     )
+
+
+def _precedes(places: I64, others: I64) -> Mask:
+    """Return whether each place, int64[n, 3], is before the other one."""
+    before = np.zeros(len(places), dtype=bool)
+    equal = np.ones(len(places), dtype=bool)
+    for level, other in zip(places.T, others.T, strict=True):
+        before |= equal & (level < other)
+        equal &= level == other
+    return before
 
 
 Sizes = dict[str, tuple[int, ...]]

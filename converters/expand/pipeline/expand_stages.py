@@ -17,7 +17,7 @@ from onerank.converters.expand.pipeline.schedules import (
     INPUT,
     WEIGHT,
     Action,
-    Schedule,
+    PipelineSchedule,
     most_in_flight,
 )
 from onerank.converters.expand.pipeline.split_backward import split_backward
@@ -26,8 +26,8 @@ from onerank.converters.expand.pipeline.stages import (
     AXIS,
     BEFORE,
     EVALUATION,
-    Block,
     Stage,
+    StageBlock,
     StagePosition,
     group_stages,
 )
@@ -80,8 +80,8 @@ class RankBuilder:
     edges: list[tuple[int, int, int]] = field(default_factory=list[tuple[int, int, int]])
     message_ends: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
     lane_ends: dict[Hashable, int] = field(default_factory=dict[Hashable, int])
-    copies: dict[tuple[int, Block], dict[int, list[int]]] = field(
-        default_factory=dict[tuple[int, Block], dict[int, list[int]]]
+    copies: dict[tuple[int, StageBlock], dict[int, list[int]]] = field(
+        default_factory=dict[tuple[int, StageBlock], dict[int, list[int]]]
     )
     split_parts: dict[tuple[int, int], tuple[set[int], set[int]]] = field(
         default_factory=dict[tuple[int, int], tuple[set[int], set[int]]]
@@ -92,16 +92,16 @@ class RankBuilder:
         """Return the graph of the rank that runs `actions`."""
         self.delays = {chunk: host_delay_nodes(stage.graph) for chunk, stage in self.chunks.items()}
         for chunk in self.chunks:
-            self._append(chunk, Block(BEFORE), Block(BEFORE))
+            self._append(chunk, StageBlock(BEFORE), StageBlock(BEFORE))
         for action in actions:
             self._append_action(action)
         for chunk, stage in self.chunks.items():
             # Nodes after the micro-batches wait for the last captured one, so its entry must lead
             # to the last one of the schedule.
             for phase in (FORWARD, BACKWARD):
-                last = self.copies[chunk, Block(phase, self.position.micro_batches - 1)]
-                self.copies[chunk, Block(phase, stage.micro_batches - 1)] = last
-        for block in (Block(EVALUATION), Block(AFTER)):
+                last = self.copies[chunk, StageBlock(phase, self.position.micro_batches - 1)]
+                self.copies[chunk, StageBlock(phase, stage.micro_batches - 1)] = last
+        for block in (StageBlock(EVALUATION), StageBlock(AFTER)):
             for chunk in self.chunks:
                 self._append(chunk, block, block)
         return self._assemble()
@@ -111,7 +111,7 @@ class RankBuilder:
         stage = self.chunks[action.chunk]
         source = stage.source(action.micro_batch, self.position.micro_batches)
         phase = FORWARD if action.phase == FORWARD else BACKWARD
-        captured, target = Block(phase, source), Block(phase, action.micro_batch)
+        captured, target = StageBlock(phase, source), StageBlock(phase, action.micro_batch)
         if action.phase not in (INPUT, WEIGHT):
             self._append(action.chunk, captured, target)
             return
@@ -123,7 +123,11 @@ class RankBuilder:
         self._append(action.chunk, captured, target, part)
 
     def _append(
-        self, chunk: int, captured: Block, target: Block, part: Container[int] | None = None
+        self,
+        chunk: int,
+        captured: StageBlock,
+        target: StageBlock,
+        part: Container[int] | None = None,
     ) -> None:
         """Append a copy of the block `captured`, or of its nodes in `part`, as block `target`."""
         stage = self.chunks[chunk]
@@ -166,8 +170,8 @@ class RankBuilder:
         self,
         chunk: int,
         index: int,
-        captured: Block,
-        target: Block,
+        captured: StageBlock,
+        target: StageBlock,
         ends_at_entry: Mapping[Hashable, int],
     ) -> dict[int, Reason]:
         """Return the nodes that the copy of a captured node waits for by its captured edges."""
@@ -177,8 +181,8 @@ class RankBuilder:
             block = stage.block_of[source]
             if block == captured:
                 block = target
-            elif block == Block(FORWARD, captured.micro_batch) and captured.phase == BACKWARD:
-                block = Block(FORWARD, target.micro_batch)
+            elif block == StageBlock(FORWARD, captured.micro_batch) and captured.phase == BACKWARD:
+                block = StageBlock(FORWARD, target.micro_batch)
             elif captured.phase not in (EVALUATION, AFTER) and block.phase != BEFORE:
                 # An edge from another micro-batch only kept the order of a lane, and the schedule
                 # gives a new order. A host delay keeps it: it follows whatever its GPU ran before.
@@ -192,7 +196,7 @@ class RankBuilder:
                 awaited.setdefault(number, reason)
         return awaited
 
-    def _message(self, chunk: int, index: int, block: Block) -> tuple[int | None, int] | None:
+    def _message(self, chunk: int, index: int, block: StageBlock) -> tuple[int | None, int] | None:
         """Return peer and tag of a message between stages; the peer is None on this rank."""
         graph, position = self.chunks[chunk].graph, self.position
         node = graph.node(index)
@@ -275,7 +279,7 @@ def _lanes(graph: Graph, index: int) -> tuple[Hashable, ...]:
     return f"thread {graph.nodes.thread[index]}", "host"
 
 
-class Peak(NamedTuple):
+class StagePeak(NamedTuple):
     """Peak memory of a stage under a schedule; 0 bytes if a figure is missing."""
 
     schedule: str
@@ -309,7 +313,7 @@ def peak_memory(jobs: Sequence[Job], actions: Sequence[Action]) -> int:
     return start + temporary + most_in_flight(actions, activations)
 
 
-def peaks(job: Job) -> list[Peak]:
+def peaks(job: Job) -> list[StagePeak]:
     """Return the peaks of a captured stage for P, 2P and 4P micro-batches of P stages.
 
     Covers the schedules with one stage per rank; the others need the graphs of other stages.
@@ -317,17 +321,19 @@ def peaks(job: Job) -> list[Peak]:
     if job.pipeline is None:
         return []
     stages = len(job.pipeline.layers)
-    stage_peaks: list[Peak] = []
+    stage_peaks: list[StagePeak] = []
     for kind in ("gpipe", "1f1b"):
         for micro_batches in (stages, 2 * stages, 4 * stages):
-            actions = Schedule(kind).actions(stages, micro_batches)[job.pipeline.stage]
+            actions = PipelineSchedule(kind).actions(stages, micro_batches)[job.pipeline.stage]
             in_flight = most_in_flight(actions, {0: 1})
             peak = peak_memory([job], actions)
-            stage_peaks.append(Peak(kind, micro_batches, in_flight, peak))
+            stage_peaks.append(StagePeak(kind, micro_batches, in_flight, peak))
     return stage_peaks
 
 
-def expand(graphs: Sequence[Graph], schedule: Schedule, micro_batches: int) -> list[RankGraph]:
+def expand(
+    graphs: Sequence[Graph], schedule: PipelineSchedule, micro_batches: int
+) -> list[RankGraph]:
     """Return a graph for each rank of the pipeline, in the order of the pipeline axis.
 
     If the ranks of a stage differ, there is a graph for each of their classes. Each rank runs

@@ -34,7 +34,7 @@ class Action(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class PipelineSchedule:
     """A pipeline schedule.
 
     Attributes:

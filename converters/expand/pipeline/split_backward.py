@@ -17,7 +17,7 @@ _EMBEDDING = "aten::embedding_dense_backward"
 _FILLS = ("aten::zero_", "aten::fill_")
 
 
-class Operand(NamedTuple):
+class RecordedTensor(NamedTuple):
     """A tensor as recorded in the trace; the offset is in elements."""
 
     tensor: int
@@ -126,7 +126,7 @@ def _reads(graph: Graph, order: list[int], allocated: set[int]) -> Iterator[tupl
             extent[operand.storage] = operand.bytes
 
 
-def _operands(node: Node, column: str) -> list[Operand]:
+def _operands(node: Node, column: str) -> list[RecordedTensor]:
     """Return a node's tensors, recorded as [tensor, storage, offset, elements, item bytes, device].
 
     Tensors of a single element are skipped.
@@ -134,7 +134,7 @@ def _operands(node: Node, column: str) -> list[Operand]:
     # A temporary scalar often lies where a tensor was before, and the trace gives both storages
     # one number: following scalars would join unrelated nodes.
     text = node.text(column)
-    operands: list[Operand] = []
+    operands: list[RecordedTensor] = []
     pending: list[Any] = [msgspec.json.decode(text)] if text else []
     while pending:
         value = pending.pop(0)
@@ -144,7 +144,7 @@ def _operands(node: Node, column: str) -> list[Operand]:
         if len(value) == 6 and isinstance(value[5], str) and isinstance(value[1], int):
             if value[3] > 1:
                 tensor, storage, offset, elements, size = value[:5]
-                operands.append(Operand(tensor, storage, offset, elements * size))
+                operands.append(RecordedTensor(tensor, storage, offset, elements * size))
         else:
             # Not appended: `_reads` takes the first operand as the target.
             pending = value + pending

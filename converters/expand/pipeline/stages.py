@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
 from onerank.converters.expand.host_delays import host_delay_nodes
-from onerank.converters.expand.pipeline.schedules import BACKWARD, FORWARD, Schedule
+from onerank.converters.expand.pipeline.schedules import BACKWARD, FORWARD, PipelineSchedule
 from onerank.converters.expand.ranks import with_peers, with_roots
 from onerank.ir import Graph, Job, Kind, Node, Phase, ProcessGroup, Reason, World
 from onerank.ir.errors import ExportError
@@ -23,7 +24,7 @@ follows. AFTER has the optimizer.
 """
 
 
-class Block(NamedTuple):
+class StageBlock(NamedTuple):
     """A part of a step: a phase of a micro-batch, or a part outside all micro-batches."""
 
     phase: str
@@ -42,8 +43,8 @@ class Stage:
     """
 
     graph: Graph
-    blocks: dict[Block, list[int]]
-    block_of: list[Block]
+    blocks: dict[StageBlock, list[int]]
+    block_of: list[StageBlock]
     micro_batches: int
 
     def source(self, micro_batch: int, count: int) -> int:
@@ -79,21 +80,23 @@ def split_into_blocks(graph: Graph) -> Stage:
     # The order of the host decides: streams run behind it and overlap micro-batches.
     host_order = [index for index in order if hosts[index]] if hosts.any() else order
     evaluating: list[bool] = graph.evaluating.tolist()
-    block_of = _blocks_in_order(graph, host_order, evaluating)
-    current = Block(BEFORE)
+    named = _named_blocks(graph)
+    block_of = _blocks_in_order(graph, host_order, evaluating, named)
+    current = StageBlock(BEFORE)
     delayed_node = host_delay_nodes(graph)
+    is_optimizer: list[bool] = (graph.nodes.phase == Phase.OPTIMIZER).tolist()
     for index in order:
         deciding = delayed_node.get(index, index)
         block = block_of.get(deciding)
         if block is None and not evaluating[deciding]:
-            block = _named_block(graph.node(deciding))
+            block = named[deciding]
         if block is None:
             launchers = (i for i, why in graph.edges.of(deciding) if why is Reason.LAUNCH)
             block = next((block_of[i] for i in launchers), current)
-            if graph.node(deciding).phase is Phase.OPTIMIZER and block.phase == BACKWARD:
-                block = Block(AFTER)
+            if is_optimizer[deciding] and block.phase == BACKWARD:
+                block = StageBlock(AFTER)
         block_of[index] = current = block
-    blocks: dict[Block, list[int]] = {}
+    blocks: dict[StageBlock, list[int]] = {}
     for index in order:
         blocks.setdefault(block_of[index], []).append(index)
     count = 1 + max((block.micro_batch for block in blocks), default=0)
@@ -108,28 +111,31 @@ def split_into_blocks(graph: Graph) -> Stage:
     return Stage(graph, blocks, [block_of[index] for index in range(len(graph))], count)
 
 
-def _blocks_in_order(graph: Graph, order: list[int], evaluating: list[bool]) -> dict[int, Block]:
-    """Return the block of each node of a sequence."""
-    block_of: dict[int, Block] = {}
+def _blocks_in_order(
+    graph: Graph, order: list[int], evaluating: list[bool], named: list[StageBlock | None]
+) -> dict[int, StageBlock]:
+    """Return the block of each node of a sequence; `named` is that of each node's phase."""
+    block_of: dict[int, StageBlock] = {}
+    is_optimizer: list[bool] = (graph.nodes.phase == Phase.OPTIMIZER).tolist()
     undecided: list[int] = []
-    current = Block(BEFORE)
+    current = StageBlock(BEFORE)
     optimizer: Node | None = None
     for index in order:
-        node = graph.node(index)
-        block = _named_block(node)
-        if node.phase is Phase.OPTIMIZER:
+        block = named[index]
+        if is_optimizer[index]:
             # An optimizer node in front of all backwards, such as zero_grad, is no step yet.
             after_backward = current.phase == BACKWARD
-            optimizer = node if after_backward else optimizer
-            block_of[index] = Block(AFTER if after_backward else BEFORE)
+            optimizer = graph.node(index) if after_backward else optimizer
+            block_of[index] = StageBlock(AFTER if after_backward else BEFORE)
         elif evaluating[index]:
             # An evaluation runs once per step, so a schedule must not repeat it with a micro-batch.
-            evaluation = Block(BEFORE if current.phase == BEFORE else EVALUATION)
+            evaluation = StageBlock(BEFORE if current.phase == BEFORE else EVALUATION)
             block_of |= dict.fromkeys([*undecided, index], evaluation)
             undecided = []
         elif block is None:
             undecided.append(index)
         elif optimizer is not None:
+            node = graph.node(index)
             raise ExportError(
                 f"{node.name!r} (node {node.id}) follows {optimizer.name!r} (node {optimizer.id}) "
                 "of the optimizer; expected one step whose micro-batches all precede the optimizer"
@@ -139,23 +145,31 @@ def _blocks_in_order(graph: Graph, order: list[int], evaluating: list[bool]) -> 
         else:
             inside_backward = block == current and block.phase == BACKWARD
             for earlier in undecided:
-                block_of[earlier] = block if inside_backward else Block(FORWARD, block.micro_batch)
+                block_of[earlier] = (
+                    block if inside_backward else StageBlock(FORWARD, block.micro_batch)
+                )
             undecided = []
             block_of[index] = current = block
-    return block_of | dict.fromkeys(undecided, Block(AFTER))
+    return block_of | dict.fromkeys(undecided, StageBlock(AFTER))
 
 
-def _named_block(node: Node) -> Block | None:
-    """Return the block that the phase of a forward or backward node names, else None."""
-    phases = {Phase.FORWARD: FORWARD, Phase.BACKWARD: BACKWARD}
-    phase = phases.get(node.phase)
-    return None if phase is None else Block(phase, max(node.value("micro_batch"), 0))
+def _named_blocks(graph: Graph) -> list[StageBlock | None]:
+    """Return the block that the phase of each forward or backward node names, else None."""
+    phases = {int(Phase.FORWARD): FORWARD, int(Phase.BACKWARD): BACKWARD}
+    micro_batches = np.maximum(graph.nodes.micro_batch, 0).tolist()
+    # One object per block: a graph has thousands of nodes and a few blocks.
+    blocks: dict[tuple[int, int], StageBlock | None] = {}
+    pairs = [*zip(graph.nodes.phase.tolist(), micro_batches, strict=True)]
+    for phase, number in set(pairs):
+        name = phases.get(phase)
+        blocks[phase, number] = None if name is None else StageBlock(name, number)
+    return [blocks[pair] for pair in pairs]
 
 
-def _expected(count: int) -> Iterator[Block]:
+def _expected(count: int) -> Iterator[StageBlock]:
     for micro_batch in range(count):
-        yield Block(FORWARD, micro_batch)
-        yield Block(BACKWARD, micro_batch)
+        yield StageBlock(FORWARD, micro_batch)
+        yield StageBlock(BACKWARD, micro_batch)
 
 
 AXIS = "pp"
@@ -344,7 +358,7 @@ class StagePosition:
         world: expanded world.
     """
 
-    schedule: Schedule
+    schedule: PipelineSchedule
     ranks: int
     rank: int
     micro_batches: int

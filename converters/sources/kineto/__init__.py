@@ -14,11 +14,18 @@ from onerank.converters.sources.kineto.convert_rank import (
     is_capture,
     profile_name,
 )
+from onerank.converters.sources.kineto.link.graph_replays import (
+    GRAPH_REPLAY,
+    graph_et_name,
+    graph_kernels_name,
+    graph_name,
+)
 from onerank.converters.sources.kineto.lowering.diagnostics import Conversion
 from onerank.converters.sources.kineto.memory_events import Action, History, lingering
 
 __all__ = [
     "EXECUTION_TRACE",
+    "GRAPH_REPLAY",
     "JOB",
     "MODEL",
     "PROFILE",
@@ -30,6 +37,9 @@ __all__ = [
     "Sources",
     "convert",
     "convert_directory",
+    "graph_et_name",
+    "graph_kernels_name",
+    "graph_name",
     "history_name",
     "is_capture",
     "lingering",

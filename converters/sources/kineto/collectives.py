@@ -20,7 +20,11 @@ import msgspec
 import numpy as np
 
 from onerank.converters.sources.kineto.link.host_timeline import NONE, HostTimeline, named
-from onerank.converters.sources.kineto.link.kernel_launches import KERNEL_CATEGORY, GpuOps
+from onerank.converters.sources.kineto.link.link_kernels import (
+    KERNEL_CATEGORY,
+    NCCL_KERNEL,
+    GpuOps,
+)
 from onerank.converters.sources.kineto.read.schema import MOST_RANKS, NO_CALL, Args, ExecutionTrace
 from onerank.ir import UNKNOWN, Collective, Kind, Phase
 from onerank.ir.arrays import I64, Mask
@@ -299,11 +303,6 @@ def _ranks(args: Args) -> tuple[int, ...]:
     return tuple(range(args.first_rank, end, args.rank_stride))
 
 
-# Names of NCCL kernels vary by version and vendor (`ncclKernel_*`, `ncclDevKernel_*`,
-# `ncclSymkDevKernel_*`; RCCL's `ncclDevKernel_Generic`). They show only that a kernel is NCCL's:
-# collective, size and type come from the arguments.
-_KERNEL = re.compile(r"(nccl|msccl)\w*Kernel", re.IGNORECASE)
-
 # Kernels of libraries that exchange data without torch's knowledge: NVSHMEM, DeepEP. They matter:
 # 113 of the 244 ms of GPU time of a DualPipe step are kernels of DeepEP.
 _OTHER_LIBRARIES = re.compile(r"nvshmem|\bdeep_ep::|\bep::(intra|inter)node", re.IGNORECASE)
@@ -342,7 +341,7 @@ def find_calls(timeline: HostTimeline, gpu: GpuOps) -> CommunicationKernels:
     linked = np.flatnonzero(kernel & (gpu.operator >= 0) & (call == NO_CALL))
     # RCCL's kernels carry no arguments; the `record_param_comms` event that launched them does.
     call[linked] = host.call[gpu.operator[linked]]
-    nccl = named(rows.name, timeline.strings, lambda name: bool(_KERNEL.match(name)))
+    nccl = named(rows.name, timeline.strings, lambda name: bool(NCCL_KERNEL.match(name)))
     open_kernels = np.flatnonzero(nccl & kernel & (call == NO_CALL) & (gpu.in_mark < 0))
     others = named(rows.name, timeline.strings, lambda name: bool(_OTHER_LIBRARIES.search(name)))
     others &= kernel & (call == NO_CALL)

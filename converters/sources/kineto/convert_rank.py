@@ -7,10 +7,16 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from onerank.converters.sources.kineto.engine_steps import find_steps
 from onerank.converters.sources.kineto.gloo import GlooCalls, find_gloo_calls
+from onerank.converters.sources.kineto.link.graph_replays import (
+    CapturedGraphs,
+    RecordedGraphs,
+    with_replayed_operators,
+)
 from onerank.converters.sources.kineto.link.host_timeline import HostTimeline, host_timeline, join
-from onerank.converters.sources.kineto.link.kernel_launches import link, with_unattributed_launches
 from onerank.converters.sources.kineto.link.launch_queue import launch_queue
+from onerank.converters.sources.kineto.link.link_kernels import link, with_unattributed_launches
 from onerank.converters.sources.kineto.link.module_phase import (
     assign_phases,
     attribute,
@@ -41,7 +47,14 @@ from onerank.converters.sources.kineto.read.execution_trace import (
     load_execution_trace,
     no_execution_trace,
 )
-from onerank.converters.sources.kineto.read.kineto_trace import ALL, choose, cut, load_kineto
+from onerank.converters.sources.kineto.read.kineto_trace import (
+    ALL,
+    ProfilerStep,
+    choose,
+    cut,
+    load_kineto,
+    steps,
+)
 from onerank.converters.sources.kineto.read.schema import ExecutionTrace, KinetoTrace
 from onerank.converters.sources.kineto.shape_inference.recorded_shapes import use_profiler_shapes
 from onerank.converters.sources.kineto.trace_job import (
@@ -53,7 +66,7 @@ from onerank.converters.sources.kineto.trace_job import (
     with_memory,
     with_world,
 )
-from onerank.ir import Evidence, Graph, Job, StringTable
+from onerank.ir import Evidence, Graph, InferenceStep, Job, StringTable
 from onerank.ir.errors import TraceError
 from onerank.ir.notes import Note
 
@@ -83,6 +96,8 @@ class Sources:
         uncontended: Kineto trace of a step without emulated collectives on the GPU, which gives
             uncontended kernel times; None if `profiles` have no emulated collectives.
         operators: whether to keep the operators of a GPU trace without `et`.
+        graphs: directory with the recordings of CUDA graphs; None without any.
+        captures: Kineto traces recorded while an engine captured its CUDA graphs.
     """
 
     kineto: Path
@@ -91,6 +106,8 @@ class Sources:
     histories: tuple[Path, ...] = ()
     uncontended: Path | None = None
     operators: bool = False
+    graphs: Path | None = None
+    captures: tuple[Path, ...] = ()
 
 
 def profile_name(number: int) -> str:
@@ -121,28 +138,39 @@ def convert(
         TraceError: a file cannot be read, the two do not belong together, or there is no such step.
     """
     strings = StringTable()
+    graphs = RecordedGraphs(sources.graphs, strings)
     # Profiled windows get their record ids by pairing host events, so launches outside operators
     # become host events only where the structure window gives the times itself.
-    structure, structure_timeline, dropped = _read(
-        sources.kineto, strings, step, calls=not sources.profiles, operands=sources.et is None
+    window = _read(
+        sources.kineto,
+        graphs,
+        step,
+        calls=not sources.profiles,
+        operands=sources.et is None,
+        captures=sources.captures,
     )
+    structure, structure_timeline = window.trace, window.timeline
     et = no_execution_trace()
     if sources.et is not None:
         rf_ids = structure_timeline.rows.rf_id
         recorded = rf_ids[rf_ids != 0]
         et = load_execution_trace(sources.et, strings, recorded if len(recorded) else None)
+        et = graphs.with_execution_traces(et)
     job = job or Job()
+    if window.inference is not None:
+        job = msgspec.structs.replace(job, inference=window.inference)
     if not sources.profiles:
-        graph, report = _lower(structure, structure_timeline, et, sources, job)
-        report.notes.extend(dropped)
+        graph, report = _lower(structure, structure_timeline, et, sources, job, graphs=graphs)
+        report.notes.extend([*window.notes, *graphs.notes()])
         return graph, report
-    steps: list[tuple[Graph, Conversion]] = []
+    measured: list[tuple[Graph, Conversion]] = []
     mismatched: list[Note] = []
     spread = 0.0
     # Times come from windows without the execution trace observer: with it a CPU operator takes 111
     # us longer, under Kineto alone 3 to 6 us.
     for number, path in enumerate(sources.profiles):
-        trace, timeline, _ = _read(path, strings)
+        profile = _read(path, graphs)
+        trace, timeline = profile.trace, profile.timeline
         rf_id, difference = copy_record_ids(timeline, structure_timeline)
         if rf_id is None:
             if difference is not None:
@@ -151,16 +179,20 @@ def convert(
         timeline.rows.rf_id[:] = rf_id
         unknown = drop_unknown_calls(timeline)
         history = read_history(sources.histories[number]) if sources.histories else None
-        graph, report = _lower(trace, timeline, et, sources, of_step(job, number), history=history)
+        step_job = of_step(job, number)
+        graph, report = _lower(
+            trace, timeline, et, sources, step_job, graphs=graphs, history=history
+        )
         sizes, size_spread = differing_steps(trace.memory, structure.memory)
         spread = max(spread, size_spread)
         report.notes.extend([unknown] if unknown else [])
         mismatched += [note for note in (difference, sizes) if note and note not in mismatched]
-        steps.append((graph, report))
-    if steps:
-        graph, report = merge_steps(steps)
+        measured.append((graph, report))
+    if measured:
+        graph, report = merge_steps(measured)
     else:
-        graph, report = _lower(structure, structure_timeline, et, sources, job)
+        graph, report = _lower(structure, structure_timeline, et, sources, job, graphs=graphs)
+    report.notes.extend(graphs.notes())
     return with_host_overhead(_with_mismatch(graph, mismatched, spread)), report
 
 
@@ -181,36 +213,65 @@ def _with_mismatch(graph: Graph, notes: list[Note], spread: float) -> Graph:
     return replace(graph, job=msgspec.structs.replace(graph.job, measurement=measured))
 
 
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """A trace, or one of its steps.
+
+    Attributes:
+        trace: the trace without its host events.
+        timeline: the host events.
+        notes: on dropped steps.
+        inference: what the step of an engine computes; None if not recorded.
+    """
+
+    trace: KinetoTrace
+    timeline: HostTimeline
+    notes: list[Note]
+    inference: InferenceStep | None
+
+
 def _read(
     path: Path,
-    strings: StringTable,
+    graphs: RecordedGraphs,
     step: str = ALL,
     *,
     calls: bool = False,
     operands: bool = False,
-) -> tuple[KinetoTrace, HostTimeline, list[Note]]:
+    captures: tuple[Path, ...] = (),
+) -> _Window:
     """Read a trace, or one of its steps.
 
     Args:
         path: the file.
-        strings: string table of the conversion.
+        graphs: recordings of the CUDA graphs that the trace replays.
         step: as for `convert`.
         calls: whether launches outside operators become host events.
         operands: whether to read the operands that the profiler recorded.
-
-    Returns:
-        The trace without its host events; the host events; notes on dropped steps.
+        captures: as of `Sources`.
     """
-    trace = load_kineto(path, strings, operands=operands)
+    trace = load_kineto(path, graphs.strings, operands=operands)
     notes: list[Note] = []
-    selected = choose(trace, step)
-    if selected is not None:
-        trace, notes = cut(trace, selected)
+    inference = None
+    engine_steps = find_steps(trace) if step != ALL or captures else []
+    if step != ALL:
+        available = [ProfilerStep(each.number, each.start_ns, each.end_ns) for each in engine_steps]
+        chosen = choose(path, available or steps(trace), step)
+        trace, notes = cut(trace, chosen)
+        if engine_steps:
+            # Engine steps are numbered from 1.
+            inference = engine_steps[chosen.number - 1].content.inference(chosen.number)
+    captured = None
+    if captures:
+        sizes = [(each.start_ns, each.content.new_tokens) for each in engine_steps]
+        captured = CapturedGraphs(captures, graphs.strings, sizes)
+    trace = with_replayed_operators(trace, graphs, captured)
+    if captured is not None:
+        notes += captured.notes()
     timeline = host_timeline(trace)
     if calls:
         trace, timeline = with_unattributed_launches(trace, timeline)
     # The timeline has its own, ordered copy of the host events: keep only one in memory.
-    return replace(trace, host=trace.host.take(slice(0))), timeline, notes
+    return _Window(replace(trace, host=trace.host.take(slice(0))), timeline, notes, inference)
 
 
 def _lower(
@@ -220,6 +281,7 @@ def _lower(
     sources: Sources,
     job: Job,
     *,
+    graphs: RecordedGraphs,
     history: History | None = None,
 ) -> tuple[Graph, Conversion]:
     """Join one window's host events with the execution trace, and lower the window to a graph.
@@ -230,6 +292,7 @@ def _lower(
         et: the execution trace, without nodes if there is none.
         sources: files of the capture.
         job: the job so far.
+        graphs: recordings of the CUDA graphs that the window replays.
         history: the allocator's history of the step; None if not recorded.
 
     Raises:
@@ -264,6 +327,7 @@ def _lower(
     # need a window in which they only leave markers.
     if sources.uncontended is not None:
         uncontended = load_kineto(sources.uncontended, trace.strings)
+        uncontended = with_replayed_operators(uncontended, graphs)
         gpu, unpaired = with_uncontended_times(timeline, gpu, uncontended)
     linked = LinkedTrace(
         timeline=timeline,
@@ -329,6 +393,7 @@ def convert_directory(directory: Path) -> tuple[Graph, Conversion]:
         profiles=tuple(directory / profile_name(number) for number in steps),
         histories=tuple(directory / history_name(number) for number in steps),
         uncontended=directory / UNCONTENDED if (directory / UNCONTENDED).exists() else None,
+        graphs=directory,
     )
     graph, report = convert(sources, job)
     report.notes.extend(missing_job)

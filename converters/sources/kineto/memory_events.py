@@ -25,7 +25,7 @@ _EVENT_BYTES = np.dtype(np.int64).itemsize
 
 
 class Action(IntEnum):
-    """What the allocator did with a block."""
+    """Action of the allocator on a block."""
 
     ALLOCATED = 0
     FREED = 1
@@ -58,7 +58,7 @@ class History(msgspec.Struct, frozen=True, omit_defaults=True):
 
 @dataclass(frozen=True, slots=True)
 class HistoryColumns:
-    """What the history adds to each allocation and free, n of them.
+    """Columns that the history adds to n allocations and frees, int64[n] each, and its settings.
 
     Attributes:
         pool: as in `History`.
@@ -154,7 +154,7 @@ __all__ = ["Action", "History", "HistoryColumns", "join_history", "lingering", "
 
 GRADIENTS, OTHER = int(MemoryClass.GRADIENTS), int(MemoryClass.OTHER)
 
-_COMMUNICATES = ("c10d::", "_c10d_functional::", "fsdp::", "FSDP::", "onerank::comm")
+_COMMUNICATES = ("c10d::", "_c10d_functional::", "_dtensor::", "fsdp::", "FSDP::", "onerank::comm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,7 +317,7 @@ _TOLERANCE = 0.02
 
 
 @dataclass(slots=True)
-class Memory:
+class MemoryHistory:
     """Bytes per host event, and the timeline of the device's total.
 
     Attributes:
@@ -381,7 +381,7 @@ def differing_steps(profile: MemoryRows, structure: MemoryRows) -> tuple[Note | 
 
 def memory(
     rows: MemoryRows, timeline: HostTimeline, history: History | None = None, *, on_gpu: bool
-) -> Memory:
+) -> MemoryHistory:
     """Join the `[memory]` instants of one kind of device with operators, by thread and time.
 
     Args:
@@ -391,7 +391,7 @@ def memory(
         on_gpu: whether to use the events of GPUs; otherwise those of the CPU.
     """
     memory_rows = on_device(rows, on_gpu=on_gpu)
-    usage = Memory(events=len(memory_rows), elsewhere=len(rows) - len(memory_rows))
+    usage = MemoryHistory(events=len(memory_rows), elsewhere=len(rows) - len(memory_rows))
     if not len(memory_rows):
         return usage
     usage.peak_rise_bytes = max(0, int(np.cumsum(memory_rows.bytes).max()))

@@ -1,4 +1,4 @@
-"""What a trace adds to the job: device, process groups, step time, memory, host overhead.
+"""Job metadata from a trace: device, process groups, step time, memory, host overhead.
 
 The host overhead needs two measurements without a profiler: the host time of a step that began with
 an idle GPU, like the profiled step; and the time of a step in steady state. The first gives the
@@ -13,14 +13,9 @@ import msgspec
 import numpy as np
 
 from onerank.converters.sources.kineto.collectives import Communication
-from onerank.converters.sources.kineto.link.kernel_launches import GpuOps
-from onerank.converters.sources.kineto.memory_events import Memory
-from onerank.converters.sources.kineto.read.schema import (
-    I64,
-    DeviceProperties,
-    Distributed,
-    KinetoTrace,
-)
+from onerank.converters.sources.kineto.link.link_kernels import GpuOps
+from onerank.converters.sources.kineto.memory_events import MemoryHistory
+from onerank.converters.sources.kineto.read.schema import DeviceProperties, Distributed, KinetoTrace
 from onerank.ir import (
     Device,
     Graph,
@@ -34,7 +29,7 @@ from onerank.ir import (
     World,
     replay,
 )
-from onerank.ir.arrays import union_duration_ns
+from onerank.ir.arrays import I64, union_duration_ns
 from onerank.ir.notes import Note
 from onerank.ir.world import axis_of
 
@@ -154,7 +149,9 @@ def with_busy_time(job: Job, gpu: GpuOps) -> Job:
     return msgspec.structs.replace(job, measurement=measurement)
 
 
-def with_memory(job: Job, used: Memory, activations: tuple[int, ...], *, on_gpu: bool) -> Job:
+def with_memory(
+    job: Job, used: MemoryHistory, activations: tuple[int, ...], *, on_gpu: bool
+) -> Job:
     """Return the job with activation bytes, and with start and peak if not recorded.
 
     On a GPU, memory events carry the allocator's total. On a CPU they show the rise above the level
@@ -183,7 +180,7 @@ def with_groups(job: Job, calls: Iterable[Communication]) -> Job:
     return msgspec.structs.replace(job, groups=tuple(known.values()))
 
 
-def with_step_time(job: Job, span_ns: int) -> Job:
+def with_profiled_step(job: Job, span_ns: int) -> Job:
     """Return the job with `span_ns` as profiled step time if it has none.
 
     Args:
@@ -196,7 +193,7 @@ def with_step_time(job: Job, span_ns: int) -> Job:
     return msgspec.structs.replace(job, measurement=measurement)
 
 
-def with_blocks(job: Job, memory: Memory, node: dict[int, int], place: I64) -> Job:
+def with_blocks(job: Job, memory: MemoryHistory, node: dict[int, int], place: I64) -> Job:
     """Return the job with the log of the memory blocks that the step allocated or freed.
 
     Args:

@@ -17,8 +17,8 @@ from onerank.converters.sources.onnx.operators import (
     RECURRENT,
     AtenCall,
     NodeContext,
+    aten_calls,
     call,
-    calls_of,
 )
 from onerank.converters.sources.onnx.shapes import Shapes
 from onerank.ir import Device, Graph, Job, Kind, Measurement, Phase, Reason
@@ -377,7 +377,7 @@ class _Lowering:
             data=tuple(shapes.known.get(name) for name in node.input),
             weights=tuple(name in self._model.weights for name in node.input),
         )
-        calls = calls_of(context)
+        calls = aten_calls(context)
         if calls is None and context.op in RECURRENT:
             self.not_expanded[node.op_type] += 1
             return [opaque]

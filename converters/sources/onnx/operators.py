@@ -349,7 +349,7 @@ def recurrent(node: NodeContext) -> list[AtenCall] | None:
     return whole * directions
 
 
-def calls_of(node: NodeContext) -> list[AtenCall] | None:
+def aten_calls(node: NodeContext) -> list[AtenCall] | None:
     """Return the calls of a node; [] if it launches nothing, None if it has no rule."""
     rule = (_MICROSOFT if node.domain else _ONNX).get(node.op)
     return None if rule is None else rule(node)

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from onerank.converters.expand.host_delays import NAME, insert_host_delays
-from onerank.converters.expand.preconditions import (
+from onerank.converters.expand.host_delays import (
+    NAME,
+    insert_host_delays,
     prefetched_storage,
     require_gpu_work,
     storage_delays,
@@ -200,7 +201,7 @@ def export(
     check_all_equal(graph.job)
     world = world_of(graph.job, ranks)
     if host_time:
-        graph, delay_notes = insert_host_delays(graph, one_at_a_time=True)
+        graph, delay_notes = insert_host_delays(graph, one_at_a_time=True, ranks=world.size)
         target = target.with_notes(delay_notes)
     # Placements are by node index, so host delays and substitutes come before them.
     graph, substitutions = substitute(graph, world.size)
@@ -466,7 +467,7 @@ def _notes_on_storage(graph: Graph) -> list[Note]:
     return [
         Note(
             f"Storage reads for the next step ({prefetch_ns.max()} ns) are not in the workload, "
-            "since ASTRA-sim overlaps nothing with a GPU's compute. No step is shorter than that.",
+            "since ASTRA-sim overlaps no storage with compute. No step is shorter than that.",
             code="storage-prefetch-not-exported",
         )
     ]

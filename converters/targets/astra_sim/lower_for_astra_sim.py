@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from onerank.converters.expand.preconditions import prefetched_storage, storage_delays
+from onerank.converters.expand.host_delays import prefetched_storage, storage_delays
 from onerank.converters.targets.communication_placement import Placement
 from onerank.converters.targets.lower_step import LoweredStep, lower_workload, tag_of, timed_compute
 from onerank.ir import Collective, Graph, Kind

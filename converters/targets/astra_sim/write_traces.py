@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from onerank.converters.targets.astra_sim.check import (
-    CommCall,
+    CommNode,
     CommProgram,
     Dag,
     End,
@@ -19,8 +19,8 @@ from onerank.converters.targets.astra_sim.check import (
 from onerank.converters.targets.communication_placement import Placement, shift_rank
 from onerank.converters.targets.lower_step import LoweredStep, lower, tag_of
 from onerank.ir import Edges, Graph, Job, Kind, Nodes, StringTable, World
+from onerank.ir.arrays import I64
 from onerank.ir.chakra import NodeWriter, Template, attribute, header
-from onerank.ir.graph import I64
 
 VERSION = "1.0.0"
 # Chakra's NodeType numbers.
@@ -184,7 +184,7 @@ def rank_programs(workload: Workload, name: str) -> dict[int, Program]:
     }
     targets = {placement: workload.targets(placement) for _, placement in slots}
     first = min(workload.ranks)
-    calls: list[CommCall | None] = [
+    calls: list[CommNode | None] = [
         _call(workload.graph, index, number, targets[workload.placements[index]][first], first)
         for number, index in zip(numbers, indices, strict=True)
     ]
@@ -234,15 +234,15 @@ def _communication_dag(workload: Workload) -> tuple[list[int], Dag]:
     )
 
 
-def _call(graph: Graph, index: int, number: int, target: int, rank: int) -> CommCall:
+def _call(graph: Graph, index: int, number: int, target: int, rank: int) -> CommNode:
     """Return a communication of `rank`, given its group's number or its peer."""
     node = graph.node(index)
     size = node.value("comm_bytes")
     kind = NodeType(COMM[node.kind])
     end = _end(node.kind, target, rank)
     if isinstance(end, str):
-        return CommCall(number, kind, size, collective=int(node.collective), group=end)
-    return CommCall(number, kind, size, source=end[0], target=end[1], tag=tag_of(node))
+        return CommNode(number, kind, size, collective=int(node.collective), group=end)
+    return CommNode(number, kind, size, source=end[0], target=end[1], tag=tag_of(node))
 
 
 def _end(kind: Kind, target: int, rank: int) -> End:

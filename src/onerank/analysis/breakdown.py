@@ -6,13 +6,11 @@ from typing import Any, Literal
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from onerank.annotate import CLASSES, characterise, classify
 from onerank.ir import UNKNOWN, Graph, Phase
+from onerank.ir.arrays import I64, Mask
 from onerank.ir.coarsen import Scope, scopes_of
-
-I64 = npt.NDArray[np.int64]
 
 
 class Share(msgspec.Struct, frozen=True):
@@ -115,7 +113,7 @@ def _shares(graph: Graph, index: I64, codes: I64, names: Sequence[str]) -> list[
 Granularity = Literal["layer", "submodule", "kernel"]
 
 
-class Part(msgspec.Struct, frozen=True):
+class BreakdownRow(msgspec.Struct, frozen=True):
     """Time, work and memory of one layer, sub-module or kernel in a step, all calls summed.
 
     With the granularity "submodule", the role "layer" stands for a layer's operators outside its
@@ -162,7 +160,7 @@ class Part(msgspec.Struct, frozen=True):
         return self.forward_ns + self.backward_ns + self.other_ns
 
 
-def parts(graph: Graph, granularity: Granularity) -> list[Part]:
+def parts(graph: Graph, granularity: Granularity) -> list[BreakdownRow]:
     """Return the time of each layer, sub-module or kernel, in the order of their first nodes.
 
     Raises:
@@ -191,30 +189,30 @@ def parts(graph: Graph, granularity: Granularity) -> list[Part]:
     ]
 
 
-def merged(parts: Sequence[Part]) -> list[Part]:
+def merged(parts: Sequence[BreakdownRow]) -> list[BreakdownRow]:
     """Return the parts with numbered siblings (`layers.0.mlp`, `layers.1.mlp`) summed."""
-    groups: dict[tuple[str, str], list[Part]] = {}
+    groups: dict[tuple[str, str], list[BreakdownRow]] = {}
     for part in parts:
         name = re.sub(r"\.\d+(?=\.|$)", ".*", part.name)
         groups.setdefault((name, part.role), []).append(part)
     return [_sum(name, role, members) for (name, role), members in groups.items()]
 
 
-def _sum(name: str, role: str, members: list[Part]) -> Part:
+def _sum(name: str, role: str, members: list[BreakdownRow]) -> BreakdownRow:
     summed: dict[str, Any] = {"name": name, "role": role}
-    for field in Part.__struct_fields__[2:]:
+    for field in BreakdownRow.__struct_fields__[2:]:
         values = [value for part in members if (value := getattr(part, field)) is not None]
         # None and not 0 if no member was timed: `show` then has no column of timed modules.
         summed[field] = sum(values) if values else None
-    return Part(**summed)
+    return BreakdownRow(**summed)
 
 
-def _sums(graph: Graph, scopes: Sequence[Scope], scope_index: I64) -> list[Part]:
+def _sums(graph: Graph, scopes: Sequence[Scope], scope_index: I64) -> list[BreakdownRow]:
     nodes = graph.nodes
     compute = graph.compute
     forward, backward = (nodes.phase == phase for phase in (Phase.FORWARD, Phase.BACKWARD))
 
-    def total(values: I64, mask: npt.NDArray[np.bool_]) -> list[int]:
+    def total(values: I64, mask: Mask) -> list[int]:
         sums = np.zeros(len(scopes), dtype=np.int64)
         np.add.at(sums, scope_index[mask], values[mask])
         return sums.tolist()
@@ -236,5 +234,5 @@ def _sums(graph: Graph, scopes: Sequence[Scope], scope_index: I64) -> list[Part]
         strict=True,
     )
     # Memory counts all nodes of the scope, because host operators allocate, not kernels.
-    summed = [Part(scope.path, scope.role, 1, *row) for scope, *row in columns]
+    summed = [BreakdownRow(scope.path, scope.role, 1, *row) for scope, *row in columns]
     return [part for part in summed if part.nodes or part.allocated_bytes or part.freed_bytes]

@@ -28,8 +28,18 @@ DTYPES = {
     "bf16": "Tensor(c10::BFloat16)",
     "fp16": "Tensor(c10::Half)",
     "fp32": "Tensor(float)",
+    "fp8": "Tensor(c10::Float8_e4m3fn)",
+    "fp4": "Tensor(c10::Float4_e2m1fn_x2)",
 }
-"""dtype -> how a trace records a tensor of it."""
+"""dtype -> how a trace records a tensor of it; fp8 and fp4 are of GEMMs only."""
+
+SCALES = ("tensor", "row", "block")
+
+_NARROW = ("fp8", "fp4")
+_WIDE = tuple(dtype for dtype in DTYPES if dtype not in _NARROW)
+
+# Elements that share a scale: a row of activations by DeepSeek's recipe, and NVFP4's.
+_BLOCK, _FOUR_BIT_BLOCK = 128, 16
 
 FUNCTIONS = ("add", "mul", "silu", "gelu", "exp", "copy_")
 
@@ -45,6 +55,8 @@ class OpCall:
     Attributes:
         op: one of `OPS`.
         dtype: one of `DTYPES`.
+        scales: one of `SCALES`: what has a scale in fp8. Blocks are 1 x 128 and 128 x 128; fp4 is
+            NVFP4, with a scale for 16 elements.
         batch: GEMMs of a batch, or sequences of attention.
         m: rows of a GEMM's result, or of a norm.
         n: columns of a GEMM's result, or the size that a norm reduces.
@@ -66,6 +78,7 @@ class OpCall:
 
     op: str
     dtype: str = "bf16"
+    scales: str = "tensor"
     batch: int = 1
     m: int = 0
     n: int = 0
@@ -92,7 +105,8 @@ class OpCall:
         """
         for name, value, choices in (
             ("op", self.op, OPS),
-            ("dtype", self.dtype, tuple(DTYPES)),
+            ("dtype", self.dtype, tuple(DTYPES) if self.op == "gemm" else _WIDE),
+            ("scales", self.scales, SCALES),
             ("function", self.function, FUNCTIONS),
             ("norm", self.norm, ("rms", "layer")),
             ("collective", self.collective, COLLECTIVES),
@@ -101,6 +115,12 @@ class OpCall:
                 raise AnnotateError(
                     f"{name} is {value!r}\n  give one of {', '.join(choices)}", code="predict-name"
                 )
+        if self.dtype in _NARROW and self.batch > 1:
+            raise AnnotateError(
+                f"batch is {self.batch}, and torch has no batched GEMM in {self.dtype}\n"
+                "  give batch 1",
+                code="predict-size",
+            )
         sizes = (*REQUIRED[self.op], "batch")
         if missing := [name for name in sizes if getattr(self, name) < 1]:
             raise AnnotateError(
@@ -123,6 +143,7 @@ class OpCall:
     def sizes(self) -> str:
         """The sizes of the call as text, such as "m=4096 n=4096 k=4096"."""
         names = [*REQUIRED[self.op], *_OPTIONAL.get(self.op, ())]
+        names += ["scales"] * (self.dtype == "fp8")
         return " ".join(f"{name}={getattr(self, name)}" for name in names)
 
 
@@ -214,7 +235,7 @@ def predict_calls(
     return [predictions[index] for index in range(len(calls))]
 
 
-def calls_of(rows: Sequence[Mapping[str, Any]]) -> list[OpCall]:
+def op_calls(rows: Sequence[Mapping[str, Any]]) -> list[OpCall]:
     """Return calls from rows of a table; empty cells take the default.
 
     Raises:
@@ -273,8 +294,10 @@ def _scalar(kind: str) -> tuple[str, list[int]]:
 def _operator(call: OpCall) -> tuple[str, _Operands, list[Any], _Operands]:
     """Return (operator, inputs, their values, outputs) as a trace records them."""
     tensor = DTYPES[call.dtype]
+    if call.dtype in _NARROW:
+        return _scaled_operator(call)
     if call.op == "gemm":
-        # torch calls mm for one product, and only its key finds the rows of a database.
+        # torch calls mm for one GEMM, and only its key finds the rows of a database.
         first = [] if call.batch == 1 else [call.batch]
         inputs = [(tensor, [*first, call.m, call.k]), (tensor, [*first, call.k, call.n])]
         name = "aten::mm" if call.batch == 1 else "aten::bmm"
@@ -310,6 +333,24 @@ def _operator(call: OpCall) -> tuple[str, _Operands, list[Any], _Operands]:
     if call.function == "add":
         inputs, values = [*inputs, _scalar("Int")], [*values, 1]
     return f"aten::{call.function}", inputs, values, [operand]
+
+
+def _scaled_operator(call: OpCall) -> tuple[str, _Operands, list[Any], _Operands]:
+    """Return a GEMM in 8 or 4 bits as a trace records it: result and scales are wider."""
+    tensor, (m, n, k) = DTYPES[call.dtype], (call.m, call.n, call.k)
+    scale = DTYPES["fp32"]
+    scales: tuple[list[int], list[int]] = [], []
+    if call.dtype == "fp4":
+        # Two elements in a byte, and scales in fp8.
+        scale, blocks = DTYPES["fp8"], -(-k // _FOUR_BIT_BLOCK)
+        scales, k = ([m * blocks], [n * blocks]), -(-k // 2)
+    elif call.scales == "block":
+        blocks = -(-k // _BLOCK)
+        scales = [m, blocks], [blocks, -(-n // _BLOCK)]
+    elif call.scales == "row":
+        scales = [m, 1], [1, n]
+    inputs = [(tensor, [m, k]), (tensor, [k, n]), (scale, scales[0]), (scale, scales[1])]
+    return "aten::_scaled_mm", inputs, [""] * len(inputs), [(DTYPES["bf16"], [m, n])]
 
 
 def _collective(call: OpCall, gpu: Gpu) -> OpPrediction:

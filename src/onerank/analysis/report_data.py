@@ -13,9 +13,8 @@ from onerank.annotate.memory.memory_report import report_memory
 from onerank.annotate.memory.peak import ModuleMemory, levels_of, resident_blocks
 from onerank.annotate.op_costs.node_costs import op_costs_of
 from onerank.ir import UNKNOWN, Graph, Kind, MemoryClass, Phase
-from onerank.ir.replay import Schedule
-
-I64 = npt.NDArray[np.int64]
+from onerank.ir.arrays import F64, I64
+from onerank.ir.replay import ReplayTimes
 
 COMMUNICATION = "communication"
 
@@ -32,7 +31,7 @@ class StepPart(msgspec.Struct, frozen=True):
     time_ns: int
 
 
-class Spans(msgspec.Struct, frozen=True):
+class ClassSpans(msgspec.Struct, frozen=True):
     """Nodes of one class on one stream, in order.
 
     Attributes:
@@ -52,10 +51,10 @@ class Lane(msgspec.Struct, frozen=True):
     """A stream, or a thread of a CPU capture, with its spans by class."""
 
     title: str
-    spans: tuple[Spans, ...]
+    spans: tuple[ClassSpans, ...]
 
 
-class ModuleTime(msgspec.Struct, frozen=True):
+class ModuleCompute(msgspec.Struct, frozen=True):
     """Compute of a module and everything below it.
 
     Attributes:
@@ -85,8 +84,8 @@ class RooflinePoints(msgspec.Struct, frozen=True):
 
     name: str
     kernels: tuple[str, ...]
-    intensity: npt.NDArray[np.float64]
-    flops_per_s: npt.NDArray[np.float64]
+    intensity: F64
+    flops_per_s: F64
     time_ns: I64
     calls: I64
 
@@ -127,7 +126,7 @@ def step_parts(shares: Sequence[Share], replayed: Replay) -> list[StepPart]:
     return [part for part in parts if part.time_ns]
 
 
-def timeline(graph: Graph, times: Schedule) -> list[Lane]:
+def timeline(graph: Graph, times: ReplayTimes) -> list[Lane]:
     """Return the spans of each stream; for a CPU capture, of each thread."""
     nodes = graph.nodes
     shown = np.flatnonzero(graph.gpu_compute | graph.communication)
@@ -142,18 +141,20 @@ def timeline(graph: Graph, times: Schedule) -> list[Lane]:
     lanes: list[Lane] = []
     for number in np.unique(lane_of[shown]).tolist():
         in_lane = lane_of[shown] == number
-        spans: list[Spans] = []
+        spans: list[ClassSpans] = []
         for name in dict.fromkeys(names[in_lane].tolist()):
             rows = shown[in_lane & (names == name)]
             rows = rows[np.argsort(times.start_ns[rows], kind="stable")]
-            spans.append(Spans(name, times.start_ns[rows] - first, nodes.duration_ns[rows], rows))
+            spans.append(
+                ClassSpans(name, times.start_ns[rows] - first, nodes.duration_ns[rows], rows)
+            )
         lanes.append(
             Lane(COMMUNICATION if number == UNKNOWN else f"{title} {number}", tuple(spans))
         )
     return lanes
 
 
-def module_tree(graph: Graph) -> list[ModuleTime]:
+def module_tree(graph: Graph) -> list[ModuleCompute]:
     """Return the compute time of every module with its sub-modules; the whole step comes first."""
     compute = np.flatnonzero(graph.compute)
     codes, inverse = np.unique(graph.nodes.module[compute], return_inverse=True)
@@ -169,16 +170,16 @@ def module_tree(graph: Graph) -> list[ModuleTime]:
             sum_ns, sum_nodes = totals.get(path, (0, 0))
             totals[path] = (sum_ns + own_ns, sum_nodes + nodes)
     return [
-        ModuleTime(path, path.rpartition(".")[0], time_ns, nodes)
+        ModuleCompute(path, path.rpartition(".")[0], time_ns, nodes)
         for path, (time_ns, nodes) in totals.items()
     ]
 
 
 def roofline(graph: Graph) -> tuple[list[RooflinePoints], str]:
-    """Return the kernels whose FLOPs and bytes are known, and the data type of the products.
+    """Return the kernels whose FLOPs and bytes are known, and the data type of the GEMMs.
 
-    Equal calls are a single point. The data type is the torch type with the most FLOPs in matrix
-    products; "" without products.
+    Equal calls are a single point. The data type is the torch type with the most FLOPs in
+    GEMMs; "" without GEMMs.
     """
     costs = op_costs_of(graph)
     duration = graph.nodes.duration_ns[costs.index]

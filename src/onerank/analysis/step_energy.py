@@ -5,8 +5,8 @@ from pathlib import Path
 
 from onerank.analysis.step_time import replay
 from onerank.annotate import Gpu, find_gpu, load_gpu, recost, with_figures
-from onerank.annotate.cost import CostReport, Job, load_prices, report_cost
-from onerank.annotate.energy import EnergyReport, PowerTimeline, report_energy
+from onerank.annotate.cost import CostReport, PricedJob, load_prices, report_cost
+from onerank.annotate.energy import EnergyReport, StepDurations, report_energy
 from onerank.annotate.token_count import tokens_of
 from onerank.ir import Graph
 from onerank.ir.errors import TargetError
@@ -56,7 +56,7 @@ def step_cost(
     graph, gpu, power_timeline = _on_gpu(graph, target, figures)
     counted, source = tokens_of(graph) if tokens is None else (tokens, "given")
     paid = gpus or max(graph.job.world.size, 1)
-    job = Job(paid, power_timeline.step_ns, power_timeline.source, counted, source)
+    job = PricedJob(paid, power_timeline.step_ns, power_timeline.source, counted, source)
     # Energy is a function, because a price list may not need it: a GPU without power figures can be
     # rented.
     return report_cost(
@@ -66,14 +66,14 @@ def step_cost(
 
 def _on_gpu(
     graph: Graph, target: str | None, figures: Mapping[str, float]
-) -> tuple[Graph, Gpu, PowerTimeline]:
+) -> tuple[Graph, Gpu, StepDurations]:
     """Return the graph, re-costed if a target is given, its GPU, and the timeline of its step."""
     if target is not None:
         described = load_gpu(target)
         # Overridden power figures would make the target another GPU for the durations, too.
         timed = {name: value for name, value in figures.items() if not name.startswith(_POWER)}
         graph = recost(graph, with_figures(described, timed))
-        return graph, with_figures(described, figures), power_timeline_of(graph)
+        return graph, with_figures(described, figures), step_durations_of(graph)
     annotations = graph.job.annotations
     device = annotations[-1].target if annotations else graph.job.device.name
     gpu = find_gpu(device)
@@ -83,19 +83,19 @@ def _on_gpu(
             "`--target` (a name, or the path of a description)",
             code="device-no-description",
         )
-    return graph, with_figures(gpu, figures), power_timeline_of(graph)
+    return graph, with_figures(gpu, figures), step_durations_of(graph)
 
 
-def power_timeline_of(graph: Graph) -> PowerTimeline:
+def step_durations_of(graph: Graph) -> StepDurations:
     """Return how long the step takes: as measured without a profiler, else by replay."""
     replayed = replay(graph)
     busy = replayed.compute_ns + replayed.exposed_communication_ns
     step = graph.job.measurement.median_step_ns
     if step is not None:
         # Times of a capture vary: the busy time of the profiled step can exceed the median step.
-        return PowerTimeline(max(step, busy), busy, "median step without a profiler")
+        return StepDurations(max(step, busy), busy, "median step without a profiler")
     if replayed.steady_state is not None:
         source = "steady-state replay, host overhead as without a profiler"
-        return PowerTimeline(max(replayed.steady_state.step_ns, busy), busy, source)
+        return StepDurations(max(replayed.steady_state.step_ns, busy), busy, source)
     source = "replay of the graph, host and gaps as in its edges"
-    return PowerTimeline(replayed.step_time_ns, busy, source)
+    return StepDurations(replayed.step_time_ns, busy, source)

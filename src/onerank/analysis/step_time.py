@@ -8,25 +8,21 @@ from typing import Literal
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from onerank.converters.nccl import wire_bytes
 from onerank.display import Displayed
 from onerank.ir import UNKNOWN, Graph, Kind
-from onerank.ir.arrays import union_duration_ns
+from onerank.ir.arrays import Mask, union_duration_ns
 from onerank.ir.errors import GraphError
 from onerank.ir.replay import (
     ReplayedRank,
-    Schedule,
+    ReplayTimes,
+    job_step_ns,
     schedule,
     steady_state_step,
     unrecorded_waits,
     with_host_factor,
 )
-
-I64 = npt.NDArray[np.int64]
-
-Mask = npt.NDArray[np.bool_]
 
 
 class PathShare(msgspec.Struct, frozen=True):
@@ -45,7 +41,7 @@ class PathShare(msgspec.Struct, frozen=True):
     nodes: int
 
 
-class Parts(msgspec.Struct, frozen=True):
+class StepBreakdown(msgspec.Struct, frozen=True):
     """Where the time of a step goes, in ns; fields as in `Replay`."""
 
     step_ns: int
@@ -66,6 +62,8 @@ class Replay(Displayed, msgspec.Struct, frozen=True):
             the measured residual. None if the host was not measured without a profiler.
         steady_state_measured_ns: median of measured steady-state steps; None if not measured, or no
             longer valid for the graph.
+        job_step_ns: expected step of the job, whose equal ranks wait for the slowest; None as for
+            `steady_state_measured_ns`, and for a graph that is not a slice of such a rank.
         compute_ns: the device computes (in a CPU capture: its operators).
         exposed_communication_ns: the device communicates and computes nothing.
         idle_ns: the rest.
@@ -77,8 +75,9 @@ class Replay(Displayed, msgspec.Struct, frozen=True):
 
     step_time_ns: int
     measured_ns: int | None
-    steady_state: Parts | None
+    steady_state: StepBreakdown | None
     steady_state_measured_ns: int | None
+    job_step_ns: int | None
     compute_ns: int
     exposed_communication_ns: int
     idle_ns: int
@@ -117,6 +116,7 @@ def replay(graph: Graph, *, bandwidth_gb_per_s: float | None = None) -> Replay:
         steady_state_measured_ns=(
             None if bandwidth_gb_per_s else graph.job.measurement.median_step_ns
         ),
+        job_step_ns=(None if bandwidth_gb_per_s else job_step_ns(graph, graph.job.world.size)),
         compute_ns=step.compute_ns,
         exposed_communication_ns=step.exposed_communication_ns,
         idle_ns=step.idle_ns,
@@ -127,7 +127,7 @@ def replay(graph: Graph, *, bandwidth_gb_per_s: float | None = None) -> Replay:
     )
 
 
-def _steady_state(graph: Graph) -> Parts | None:
+def _steady_state(graph: Graph) -> StepBreakdown | None:
     step = steady_state_step(graph)
     if step is None:
         return None
@@ -136,14 +136,14 @@ def _steady_state(graph: Graph) -> Parts | None:
     return _parts(graph, step.times, ended_ns - step.step_ns, step.step_ns + step.residual_ns)
 
 
-def _parts(graph: Graph, times: Schedule, begun_ns: int, step_ns: int) -> Parts:
+def _parts(graph: Graph, times: ReplayTimes, begun_ns: int, step_ns: int) -> StepBreakdown:
     """Return the parts of a step in which the device is available from `begun_ns` on."""
     compute_ns = _union(times, graph.compute)
     busy_ns = _union(times, graph.compute | graph.communication)
     idle_ns = step_ns - busy_ns
     # A negative residual makes a steady-state step shorter than its replay, and its idle time less.
     host_bound_ns = min(_host_bound(graph, times, begun_ns), idle_ns)
-    return Parts(step_ns, compute_ns, busy_ns - compute_ns, idle_ns, host_bound_ns)
+    return StepBreakdown(step_ns, compute_ns, busy_ns - compute_ns, idle_ns, host_bound_ns)
 
 
 def _measured_ns(graph: Graph) -> int | None:
@@ -178,12 +178,12 @@ def with_communication(graph: Graph, bandwidth_gb_per_s: float) -> Graph:
     return graph.with_columns(duration_ns=duration)
 
 
-def _union(times: Schedule, chosen: Mask) -> int:
+def _union(times: ReplayTimes, chosen: Mask) -> int:
     """Return the time in which at least one of the chosen nodes runs."""
     return union_duration_ns(times.start_ns[chosen], times.end_ns[chosen])
 
 
-def _host_bound(graph: Graph, times: Schedule, begun_ns: int) -> int:
+def _host_bound(graph: Graph, times: ReplayTimes, begun_ns: int) -> int:
     """Return the idle time before operations of the device that waited for their launch."""
     gpu = np.flatnonzero(graph.compute | graph.communication)
     gpu = gpu[np.argsort(times.start_ns[gpu], kind="stable")]
@@ -196,7 +196,7 @@ def _host_bound(graph: Graph, times: Schedule, begun_ns: int) -> int:
     return int(idle[times.by_launch[gpu]].sum())
 
 
-def _critical_path(graph: Graph, times: Schedule) -> list[PathShare]:
+def _critical_path(graph: Graph, times: ReplayTimes) -> list[PathShare]:
     """Return the shares of the critical path.
 
     The walk goes back from the last end, from each node to the node that determined its start.
@@ -245,8 +245,8 @@ class StepChange(msgspec.Struct, frozen=True):
     """
 
     source: Literal["steady_state", "replay"]
-    before: Parts | None
-    after: Parts | None
+    before: StepBreakdown | None
+    after: StepBreakdown | None
     p10_ns: int | None
     p90_ns: int | None
     measured_ns: int | None
@@ -302,7 +302,7 @@ def host_interval(graph: Graph) -> Sequence[float]:
     return annotations[-1].details.get("host_interval", ()) if annotations else ()
 
 
-def _host_ends(graph: Graph, after: Parts, factors: Sequence[float]) -> list[int]:
+def _host_ends(graph: Graph, after: StepBreakdown, factors: Sequence[float]) -> list[int]:
     """Return the steady-state step with the host at each factor, in ns."""
     ends: list[int] = []
     for factor in factors:
@@ -332,10 +332,10 @@ def _replayed(graph: Graph) -> Replay | None:
     return replay(graph) if graph.nodes.duration_ns.any() else None
 
 
-def _replayed_parts(replayed: Replay | None, *, in_steady_state: bool) -> Parts | None:
+def _replayed_parts(replayed: Replay | None, *, in_steady_state: bool) -> StepBreakdown | None:
     if replayed is None or in_steady_state:
         return replayed and replayed.steady_state
-    return Parts(
+    return StepBreakdown(
         replayed.step_time_ns,
         replayed.compute_ns,
         replayed.exposed_communication_ns,

@@ -13,8 +13,9 @@ from onerank.analysis.breakdown import (
     shares_by_phase,
 )
 from onerank.annotate import characterise
-from onerank.converters.expand.pipeline import Peak, peaks
+from onerank.converters.expand.pipeline import StagePeak, peaks
 from onerank.ir import (
+    UNKNOWN,
     Collective,
     Compilation,
     Evidence,
@@ -27,7 +28,9 @@ from onerank.ir import (
     RankClass,
     Sensors,
 )
+from onerank.ir.arrays import I64
 from onerank.ir.notes import Note
+from onerank.ir.replay import job_step_ns
 
 
 class CollectiveUse(msgspec.Struct, frozen=True):
@@ -64,7 +67,7 @@ class StageSummary(msgspec.Struct, frozen=True):
     stage: int
     layers: tuple[int, ...]
     activation_bytes: int
-    peaks: list[Peak]
+    peaks: list[StagePeak]
 
 
 class Summary(msgspec.Struct, frozen=True):
@@ -80,6 +83,9 @@ class Summary(msgspec.Struct, frozen=True):
         compute_time_ns: their summed durations.
         flops: known FLOPs of the compute nodes.
         bytes: known bytes read and written by them.
+        without_flops: number of compute nodes whose FLOPs are not known.
+        without_flops_share: their share of the compute time, or of the bytes where nothing has a
+            time.
         peak_memory_bytes: allocator's peak over the step, 0 if not known.
         start_memory_bytes: allocated when the step began, 0 if not known.
         measured_step_ns: median step without a profiler; None if none was measured.
@@ -126,6 +132,8 @@ class Summary(msgspec.Struct, frozen=True):
     compute_time_ns: int
     flops: int
     bytes: int
+    without_flops: int
+    without_flops_share: float
     peak_memory_bytes: int
     start_memory_bytes: int
     measured_step_ns: int | None
@@ -240,11 +248,13 @@ def summarise(graph: Graph) -> Summary:
         compute_time_ns=total.time_ns,
         flops=total.flops,
         bytes=total.bytes,
+        without_flops=total.without_flops,
+        without_flops_share=_share_without_flops(graph, compute),
         peak_memory_bytes=measured.peak_memory_bytes,
         start_memory_bytes=measured.start_memory_bytes,
         measured_step_ns=step_ns,
         step_ns=measured.step_ns,
-        job_step_ns=_job_step_ns(graph),
+        job_step_ns=job_step_ns(graph, job.world.size),
         timed_step_ns=measured.timed_step_ns,
         host_step_ns=measured.host_step_ns,
         # The first profiled step: it gave the structure of the trace. 0 without any.
@@ -286,15 +296,15 @@ def summarise(graph: Graph) -> Summary:
     )
 
 
-def _job_step_ns(graph: Graph) -> int | None:
-    """Return the expected step of all ranks together, if the graph is a slice of equal ranks."""
-    nodes, world = graph.nodes, graph.job.world
-    calls = graph.communication & (nodes.duration_ns > 0)
-    # A real rank's own steps wait already.
-    emulated = bool(calls.any()) and not (nodes.evidence[calls] == Evidence.MEASURED).all()
-    if not emulated or world.sizes.get("pp", 1) > 1:
-        return None
-    return graph.job.measurement.slowest_step_ns(world.size)
+def _share_without_flops(graph: Graph, compute: I64) -> float:
+    """Return the share of a characterised graph's compute whose FLOPs are not known."""
+    nodes = graph.nodes
+    weights = nodes.duration_ns[compute]
+    if not weights.any():
+        read, written = nodes.bytes_read[compute], nodes.bytes_written[compute]
+        weights = np.maximum(read, 0) + np.maximum(written, 0)
+    total = int(weights.sum())
+    return int(weights[nodes.flops[compute] == UNKNOWN].sum()) / total if total else 0.0
 
 
 def _stage(job: Job) -> StageSummary | None:

@@ -15,7 +15,7 @@ from onerank.display import Displayed
 from onerank.ir import Graph
 
 
-class Change(msgspec.Struct, frozen=True):
+class NameDiff(msgspec.Struct, frozen=True):
     """Count and time of a name in both traces; 0 in a trace without it."""
 
     name: str
@@ -25,8 +25,8 @@ class Change(msgspec.Struct, frozen=True):
     time_after_ns: int
 
 
-class Difference(Displayed, msgspec.Struct, frozen=True):
-    """How trace `after` differs from `before`; each list holds every name, the changed ones first.
+class TraceDiff(Displayed, msgspec.Struct, frozen=True):
+    """Differences of trace `after` from `before`; each list has every name, changed ones first.
 
     Attributes:
         same_kernels: whether kernel names and counts agree.
@@ -39,13 +39,13 @@ class Difference(Displayed, msgspec.Struct, frozen=True):
 
     same_kernels: bool
     same_collectives: bool
-    total: Change
-    by_class: list[Change]
-    by_module: list[Change]
-    by_kernel: list[Change]
+    total: NameDiff
+    by_class: list[NameDiff]
+    by_module: list[NameDiff]
+    by_kernel: list[NameDiff]
 
 
-def compare(before: Graph, after: Graph) -> Difference:
+def compare(before: Graph, after: Graph) -> TraceDiff:
     """Compare two graphs by names; node ids of two captures do not correspond.
 
     Raises:
@@ -55,10 +55,10 @@ def compare(before: Graph, after: Graph) -> Difference:
     before, after = characterise(before), characterise(after)
     # By name, because ids of two captures do not correspond.
     kernels = _changes(shares_by_kernel(before), shares_by_kernel(after))
-    return Difference(
+    return TraceDiff(
         same_kernels=all(change.count_before == change.count_after for change in kernels),
         same_collectives=first.collectives == second.collectives,
-        total=Change(
+        total=NameDiff(
             "",
             first.compute_ops,
             second.compute_ops,
@@ -71,12 +71,12 @@ def compare(before: Graph, after: Graph) -> Difference:
     )
 
 
-def _changes(before: list[Share], after: list[Share]) -> list[Change]:
+def _changes(before: list[Share], after: list[Share]) -> list[NameDiff]:
     """Pair the shares by name; the largest change of time comes first."""
     first = {share.name: share for share in before}
     second = {share.name: share for share in after}
     changes = [
-        Change(
+        NameDiff(
             name,
             first.get(name, NOTHING).count,
             second.get(name, NOTHING).count,

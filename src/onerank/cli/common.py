@@ -1,4 +1,4 @@
-"""What all commands share: argument types, errors with exit code 2, notes of traces.
+"""Shared by all commands: argument types, errors with exit code 2, notes of traces.
 
 `onerank --help` imports this module, so modules that import numpy, polars or torch are imported
 inside functions.

@@ -66,11 +66,11 @@ Sections = Mapping[str, Sequence[str]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptionSpec:
-    """What a field's metadata adds for the command line.
+    """Command-line settings in the metadata of a dataclass field.
 
     Attributes:
         help: one or two sentences.
-        heading: the help section that the option stands in.
+        heading: section of the help.
         names: spellings in place of `--field-name`, such as ("-o", "--output").
         minimum: the least whole number; None accepts all.
         input_file: whether the value names a file, which must exist.
@@ -179,6 +179,20 @@ def option(
     """
     spec = {"help": help, "names": names, "heading": heading, "type": type, **settings}
     return dataclasses.field(default=default, metadata=spec)
+
+
+def shared_option(kind: type, name: str, *, required: bool = False, **changes: Any) -> Any:
+    """Return a dataclass field that is an option of another command as well.
+
+    Args:
+        kind: dataclass that declares the option.
+        name: its field.
+        required: whether the option loses its default.
+        changes: metadata that differs, such as help.
+    """
+    declared = next(field for field in dataclasses.fields(kind) if field.name == name)
+    default = dataclasses.MISSING if required else declared.default
+    return dataclasses.field(default=default, metadata={**declared.metadata, **changes})
 
 
 def declared_options(*kinds: type) -> Iterator[DeclaredOption]:

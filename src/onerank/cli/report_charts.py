@@ -15,7 +15,7 @@ from onerank.analysis.report_data import (
     IDLE,
     Lane,
     MemoryTimeline,
-    ModuleTime,
+    ModuleCompute,
     RooflinePoints,
     StepPart,
 )
@@ -24,7 +24,7 @@ from onerank.cli.terminal import short_kernel, visible_line
 from onerank.display import size, time
 from onerank.ir import Graph
 from onerank.ir.errors import OneRankError
-from onerank.plan.layouts import Range
+from onerank.plan.layouts import PredictedRange
 
 Figure = dict[str, Any]
 
@@ -153,7 +153,7 @@ def timeline_chart(graph: Graph, lanes: Sequence[Lane]) -> tuple[Figure, int]:
     return figure, int((durations < shortest).sum())
 
 
-def module_chart(modules: Sequence[ModuleTime]) -> Figure:
+def module_chart(modules: Sequence[ModuleCompute]) -> Figure:
     """Draw compute time by module as a treemap; a click zooms in."""
     ordered = sorted(modules, key=lambda module: module.path.count("."))
     labels = [_escaped(module.path.rpartition(".")[2]) or _ROOT for module in ordered]
@@ -339,8 +339,8 @@ def peak_chart(memory: MemoryTimeline) -> Figure:
 
 def pareto_chart(
     title: str,
-    steps_s: Sequence[Range],
-    values: Sequence[Range],
+    steps_s: Sequence[PredictedRange],
+    values: Sequence[PredictedRange],
     names: Sequence[str],
     fitting: int,
     front: Sequence[int],
@@ -366,7 +366,7 @@ def pareto_chart(
             **style,
         }
 
-    def interval(ranges: Sequence[Range]) -> Figure:
+    def interval(ranges: Sequence[PredictedRange]) -> Figure:
         return {
             "type": "data",
             "symmetric": False,

@@ -89,27 +89,28 @@ def render_summary(summary: Summary, title: str) -> None:
     kind = f" ({summary.device_type})" if summary.device_type else ""
     # "model" is an ONNX model, whose nodes are operators that ran nowhere.
     on_cpu = summary.device_type in ("cpu", "model") and not summary.gpu_ops
+    ops = counted(summary.compute_ops, "operator" if on_cpu else "GPU operation")
+    # A capture without a device has no times: 0 ns would look like one.
+    timed = summary.compute_time_ns > 0
+    if timed:
+        ops = f"{time(summary.compute_time_ns)} in {ops}"
     pairs = [
         ("device", f"{summary.device or 'not known'}{kind}"),
         ("world", f"{world}; this is rank {summary.rank}"),
         *_classes(summary),
         *_inference(summary),
         ("nodes", f"{summary.nodes}{kinds}; {counted(summary.edges, 'edge')}"),
-        (
-            "compute",
-            f"{time(summary.compute_time_ns)} in "
-            f"{counted(summary.compute_ops, 'operator' if on_cpu else 'GPU operation')}, "
-            f"{flops(summary.flops)}, {size(summary.bytes)} moved",
-        ),
+        ("compute", f"{ops}, {flops(summary.flops)}, {size(summary.bytes)} moved"),
+        *_without_flops(summary),
         ("step" if summary.measured_step_ns is None else "step, measured", _step(summary)),
-        *_job_step(summary),
+        *job_step_row(summary.job_step_ns),
         (
             "peak memory",
             f"{size(summary.peak_memory_bytes)} ({size(summary.start_memory_bytes)} at the start)"
             if summary.peak_memory_bytes
             else "not known",
         ),
-        ("durations", counts_of_evidence(summary.evidence)),
+        ("durations", counts_of_evidence(summary.evidence) if timed else "none"),
     ]
     pairs += _measured(summary)
     if summary.annotations:
@@ -124,7 +125,8 @@ def render_summary(summary: Summary, title: str) -> None:
     if len(summary.by_module) > MODULE_ROWS:
         further = summary.by_module[MODULE_ROWS:]
         further_ns = sum(share.time_ns for share in further)
-        lines([("", f"and {len(further)} more, {time(further_ns)} (--json has all)")])
+        spent = f", {time(further_ns)}" if further_ns else ""
+        lines([("", f"and {len(further)} more{spent} (--json has all)")])
     render_communication(summary)
     if summary.pipeline:
         _render_pipeline(summary.pipeline)
@@ -148,7 +150,11 @@ def _inference(summary: Summary) -> list[tuple[str, str]]:
         return []
     if not step.batch:
         return [("forward", f"number {step.number} of the script")]
-    text = f"number {step.number}, batch {step.batch}, {counted(step.new_tokens, 'new token')}"
+    tokens = sum(step.query_lengths) or step.new_tokens
+    # Recordings of an engine may have only the sums of sequences that differ.
+    new = counted(tokens, "new token") if tokens else "new tokens not known"
+    text = f"number {step.number}, batch {step.batch}, {new}"
+    text += " in all" if step.query_lengths else ""
     return [(step.kind, f"{text}, context {context_text(step.context_lengths)}")]
 
 
@@ -177,10 +183,20 @@ def _render_pipeline(stage: StageSummary) -> None:
     table("Peak memory by schedule", ("", "micro-batches", "in flight", "peak"), rows)
 
 
-def _job_step(summary: Summary) -> list[tuple[str, str]]:
-    if summary.job_step_ns is None:
+def _without_flops(summary: Summary) -> list[tuple[str, str]]:
+    if not summary.without_flops:
         return []
-    return [("step of the job", f"{time(summary.job_step_ns)}, as its ranks wait for the slowest")]
+    of = "time" if summary.compute_time_ns else "bytes"
+    share = f"{summary.without_flops_share:.1%} of the {of}"
+    operations = f"{summary.without_flops} of {summary.compute_ops} operations"
+    return [("not counted", f"FLOPs of {operations}, {share}")]
+
+
+def job_step_row(job_step_ns: int | None) -> list[tuple[str, str]]:
+    """Return the row of the job's step; none if it is not known."""
+    if job_step_ns is None:
+        return []
+    return [("step of the job", f"{time(job_step_ns)}, as its ranks wait for the slowest")]
 
 
 def _step(summary: Summary) -> str:
@@ -259,7 +275,7 @@ def _shares(title: str, shares: list[Share], total_ns: int) -> None:
         (
             share.name or "(none)",
             share.count,
-            time(share.time_ns),
+            time(share.time_ns) if total_ns else "-",
             f"{share.time_ns / total_ns:.1%}" if total_ns else "-",
             # "+3 ?": three nodes whose FLOPs are not known.
             flops(share.flops) + (f" (+{share.without_flops} ?)" if share.without_flops else ""),

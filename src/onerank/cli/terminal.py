@@ -76,7 +76,7 @@ def console(*, err: bool = False) -> Any:
 
 
 def amount(value: float) -> str:
-    """Format an amount of money or a factor of one: to cents from 100 on, else to four digits."""
+    """Format an amount of money: with two decimals from 100 on, else with four digits."""
     if abs(value) >= 100:
         return f"{value:.2f}"
     if value == 0 or abs(value) < 1e-6:

@@ -1,30 +1,38 @@
-"""The captures without a device that layouts need: as few as differ.
+"""The distinct captures without a device that layouts need, and the commands that repeat them.
 
 Work of a stage depends on the axes within a replica, the micro-batch and the kind of the stage:
 first, inner, last, or a whole model. A deep stage is captured with 2 and with 4 layers, once for
 all depths, as `capture run --capture-layers 2,4` does. Schedules share captures. So do all even
-numbers of replicas: `shards` derives their shards from the capture with two.
+numbers of replicas: `shards` derives their shards from the capture with two. Onerank's own loop
+runs all micro-batches and recomputations of a stage in one process, as successive steps.
 """
 
 import ast
 import contextlib
+import functools
 import hashlib
 import importlib
 import os
+import re
+import shlex
 import tempfile
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from onerank.converters.expand.pipeline import Schedule
+from onerank.converters.expand.pipeline import PipelineSchedule
 from onerank.ir import World
 from onerank.ir.errors import OneRankError
-from onerank.plan.cluster import CAPTURED_MICRO_BATCHES, PlannedJob
+from onerank.plan.cluster import CAPTURED_MICRO_BATCHES, Cluster, PlannedJob
 from onerank.plan.layouts import Layout, PlanError
+from onerank.plan.micro_batches import captured_sizes
 from onerank.plan.tasks import Task, content_key
+
+if TYPE_CHECKING:
+    from onerank.capture.capture_script import Capture
 
 TRAIN_MODEL = Path(__file__).with_name("train_model.py")
 """The training loop for a transformers configuration."""
@@ -49,7 +57,8 @@ class StageCapture:
         stages: stages of the pipeline; 1: no pipeline.
         stage: the captured one.
         layers: layers to build; 0: all of the stage.
-        micro_batches: captured micro-batches; 0 if the script decides.
+        step: the captured step, as `train_model --vary` takes it; "" if the arguments say it.
+            Captures that differ only in their step run in one process.
     """
 
     arguments: tuple[str, ...]
@@ -62,7 +71,7 @@ class StageCapture:
     stages: int
     stage: int
     layers: int
-    micro_batches: int = 0
+    step: str = ""
 
     @property
     def world(self) -> World:
@@ -144,7 +153,10 @@ def stage_sources(
     # With one micro-batch nothing accumulates: a new gradient never coexists with an earlier one.
     captured = 1 if layout.micro_batches == 1 else CAPTURED_MICRO_BATCHES
     arguments = arguments_of(job, layout, captured)
-    takes_micro_batches = any("{micro_batches}" in each for each in job.model.arguments)
+    step = ""
+    if job.model.script == TRAIN_MODEL:
+        arguments = (job.model.arguments[0], "--seq", str(layout.seq))
+        step = f"{captured}:{layout.micro_batch}:{layout.recompute}"
     # Two replicas may have fewer ranks than an expert-parallel group.
     shared_replicas = layout.ep == 1 and layout.dp % _CAPTURED_REPLICAS == 0 and not exact
     dp = _CAPTURED_REPLICAS if shared_replicas else layout.dp
@@ -170,7 +182,7 @@ def stage_sources(
                     stages=canonical if shared else stages,
                     stage=(0, canonical // 2, canonical - 1)[kind] if shared else stage,
                     layers=depth,
-                    micro_batches=captured if takes_micro_batches else 0,
+                    step=step,
                 )
                 for depth in depths
             )
@@ -179,10 +191,10 @@ def stage_sources(
     return tuple(sources)
 
 
-def capture_key(job: PlannedJob, capture: StageCapture) -> str:
-    """Return a key of a capture: equal keys have equal results."""
+def group_key(job: PlannedJob, capture: StageCapture) -> str:
+    """Return a key of the captures that run in one process with a capture."""
     script = job.model.digest or hashlib.sha256(job.model.script.read_bytes()).hexdigest()
-    return content_key(script, _described(job.cluster.gpu), capture)
+    return content_key(script, _described(job.cluster.gpu), replace(capture, step=""))
 
 
 def _described(gpu: str) -> str:
@@ -196,11 +208,16 @@ def probe_task(job: PlannedJob, layout: Layout) -> Task:
     arguments = arguments_of(job, layout, 1)
     # A capture counts the layers that the script configures, and needs to build only one.
     capture = StageCapture(arguments, 1, False, 1, 1, 1, "ddp", 1, 0, 1)
-    return _task(job, capture, "layers of the model")
+    return _task(job, [capture], "layers of the model")
 
 
 def plan_captures(
-    job: PlannedJob, layouts: Iterable[Layout], layers: int, *, exact: bool = False
+    job: PlannedJob,
+    layouts: Iterable[Layout],
+    layers: int,
+    *,
+    exact: bool = False,
+    later: Iterable[Layout] = (),
 ) -> list[Task]:
     """Return the captures that layouts need, each once.
 
@@ -209,21 +226,78 @@ def plan_captures(
         layouts: the layouts; those with more stages than layers need none.
         layers: layers of the model.
         exact: as for `stage_sources`.
+        later: layouts of later rounds. A process that captures a stage for `layouts` also captures
+            the steps that these need: a further step costs less than half of a further process.
     """
+    groups: dict[StageCapture, list[StageCapture]] = {}
+    for capture in _captures_of(job, layouts, layers, exact=exact):
+        groups.setdefault(replace(capture, step=""), []).append(capture)
+    for capture in _captures_of(job, later, layers, exact=exact):
+        group = groups.get(replace(capture, step=""), [])
+        if group and capture not in group:
+            group.append(capture)
+    return [
+        _task(job, _recorded(group, exact=exact), f"capture {group[0]}")
+        for group in groups.values()
+    ]
+
+
+def _recorded(captures: Sequence[StageCapture], *, exact: bool) -> list[StageCapture]:
+    """Return the captures of a group whose steps are recorded; the others are derived from these.
+
+    Args:
+        captures: captures that differ in their step.
+        exact: whether nothing is derived.
+    """
+    if exact or not captures[0].step:
+        return [*captures]
+    # The number of micro-batches and the recomputation -> sizes.
+    by_kind: dict[tuple[int, str], list[int]] = {}
+    for capture in captures:
+        count, size, recompute = parse_step(capture.step)
+        by_kind.setdefault((count, recompute), []).append(size)
+    config, _, seq = captures[0].arguments
+    text = Path(config).read_text(encoding="utf-8")
+    constants = [int(number) for number in re.findall(r"\d+", text)]
+    # Sorted, because the key contains them: later rounds find the result of the first.
+    return [
+        replace(captures[0], step=f"{count}:{size}:{recompute}")
+        for (count, recompute), sizes in sorted(by_kind.items())
+        for size in sorted(set(captured_sizes(sizes, int(seq), constants).values()))
+    ]
+
+
+def parse_step(step: str) -> tuple[int, int, str]:
+    """Return micro-batches, sequences of each, and recomputation of a step of onerank's loop."""
+    count, size, recompute = step.split(":")
+    return int(count), int(size), recompute
+
+
+def _captures_of(
+    job: PlannedJob, layouts: Iterable[Layout], layers: int, *, exact: bool
+) -> Iterable[StageCapture]:
     captures: dict[StageCapture, None] = {}
     for layout in layouts:
         # Other layouts are refused, with a reason, when they are evaluated.
         if layout.stages <= layers:
             for source in stage_sources(job, layout, layers, exact=exact):
                 captures |= dict.fromkeys(source.captures)
-    return [_task(job, capture, f"capture {capture}") for capture in captures]
+    return captures
 
 
-def _task(job: PlannedJob, capture: StageCapture, label: str) -> Task:
+def _task(job: PlannedJob, captures: Sequence[StageCapture], label: str) -> Task:
     # A worker on another machine may have onerank elsewhere.
     script = "" if job.model.script == TRAIN_MODEL else str(job.model.script)
-    arguments = (script, job.cluster.gpu, capture)
-    return Task(capture_key(job, capture), label, f"{__name__}:capture_stage", arguments)
+    group = group_key(job, captures[0])
+    steps = [capture.step for capture in captures]
+    arguments = (script, job.cluster.gpu, tuple(captures), group)
+    return Task(
+        content_key(group, steps),
+        label,
+        f"{__name__}:capture_stage",
+        arguments,
+        amount=len(captures),
+    )
 
 
 def layers_of(result: Mapping[str, Any]) -> int:
@@ -232,56 +306,121 @@ def layers_of(result: Mapping[str, Any]) -> int:
     Raises:
         PlanError: the script cannot be captured.
     """
-    if result["code"]:
-        raise PlanError(result["message"], code=result["code"])
+    trace_of(result, "")
     return int(result["layers"])
 
 
-def capture_stage(script: str, gpu: str, capture: StageCapture) -> dict[str, Any]:
-    """Run a capture, each in a fork of this process.
+def trace_of(result: Mapping[str, Any], step: str) -> bytes:
+    """Return the `.et` file of a recorded step in the result of `capture_stage`.
+
+    Raises:
+        PlanError: the model or the script does not allow the capture.
+    """
+    if step in result["refused"]:
+        code, message = result["refused"][step]
+        raise PlanError(message, code=code)
+    return result["traces"][step]
+
+
+def recorded_step(result: Mapping[str, Any], step: str) -> str:
+    """Return the step in the result of `capture_stage` from which a step is derived, or itself."""
+    recorded = {**result["traces"], **result["refused"]}
+    if step in recorded:
+        return step
+    count, _, recompute = parse_step(step)
+    same = [each for each in recorded if parse_step(each)[::2] == (count, recompute)]
+    return max(same, key=lambda each: parse_step(each)[1])
+
+
+def capture_stage(
+    script: str, gpu: str, captures: Sequence[StageCapture], group: str = ""
+) -> dict[str, Any]:
+    """Run captures that differ in their step, in one fork of this process.
 
     Args:
         script: the script; "" for `TRAIN_MODEL`.
         gpu: the GPU that it sees.
-        capture: what to capture.
+        captures: what to capture.
+        group: their `group_key`.
 
     Returns:
-        "trace": the `.et` file; "layers": layers of the model or of the stage; "code" and
-        "message" of the error if the model or the script does not allow the capture.
+        "traces": step -> the `.et` file; "refused": step -> code and message of the error if the
+        model or the script does not allow the capture; "layers": layers of the model or of the
+        stage; "group": as given.
+    """
+    result: dict[str, Any] = {"traces": {}, "refused": {}, "layers": 0, "group": group}
+    steps = [capture.step for capture in captures]
+    try:
+        captured = _captured(script, gpu, captures)
+    except OneRankError as error:
+        # A refusal is a result, too: a later run finds it stored and does not try again.
+        if len(captures) == 1:
+            return result | {"refused": {steps[0]: (error.code, str(error))}}
+        # One step may be the cause, such as a recomputation that the model does not support.
+        for capture in captures:
+            alone = capture_stage(script, gpu, [capture], group)
+            result["traces"] |= alone["traces"]
+            result["refused"] |= alone["refused"]
+            result["layers"] = max(result["layers"], alone["layers"])
+        return result
+    with tempfile.TemporaryDirectory(prefix="onerank-") as directory:
+        trace = Path(directory) / "trace.et"
+        for step, each in zip(steps, captured, strict=True):
+            each.graph.write(trace)
+            result["traces"][step] = trace.read_bytes()
+            result["layers"] = each.layers.depth if each.layers else 0
+    return result
+
+
+def _captured(script: str, gpu: str, captures: Sequence[StageCapture]) -> "list[Capture]":
+    """Return captures that differ in their step.
+
+    Raises:
+        OneRankError: the model or the script does not allow them.
     """
     from onerank.capture.isolated_capture import loading_capture
 
     with loading_capture():
-        from onerank.capture.capture_script import capture as capture_rank
+        from onerank.capture.capture_script import capture_steps
     from onerank.capture.isolation import forked_processes
     from onerank.capture.options import Options
     from onerank.capture.parallelize.fewer_layers import Depth
+    from onerank.capture.run_as_rank import unrecorded_steps
 
+    capture = captures[0]
     path = Path(script) if script else TRAIN_MODEL
     _import_libraries(path, capture.arguments)
+    _index_once()
+    counts = [parse_step(each.step)[0] for each in captures if each.step]
     depth = Depth(capture.layers, tuple(sorted({capture.layers, *DEPTHS})), any_depth=True)
     options = Options(
         device="none",
         like=gpu,
         depth=depth if capture.layers else None,
-        micro_batches=capture.micro_batches or None,
+        # Empty for a user's script: its third step is recorded, as by the commands of a row. With
+        # micro-batches, the second step would be recorded. It begins with the work of a script
+        # after its first step: a read of the loss made a row 4% too long.
+        micro_batches=tuple(counts),
+        recorded_steps=len(captures),
         **capture.options(),
     )
     arguments = [*capture.arguments]
-    if not script and capture.micro_batches:
-        # The first step only creates optimizer states.
-        arguments += ["--first-micro-batches", "1"]
-    try:
-        with _quiet(), forked_processes() as run:
-            captured = run(capture_rank, path, arguments, options, progress=lambda _: None)
-    except OneRankError as error:
-        # A refusal is a result, too: a later run finds it stored and does not try again.
-        return {"trace": b"", "layers": 0, "code": error.code, "message": str(error)}
-    with tempfile.TemporaryDirectory(prefix="onerank-") as directory:
-        trace = Path(directory) / "trace.et"
-        captured.graph.write(trace)
-        layers = captured.layers.depth if captured.layers else 0
-        return {"trace": trace.read_bytes(), "layers": layers, "code": "", "message": ""}
+    if counts:
+        # The first steps only create optimizer states and settle, so they are the cheapest ones.
+        unrecorded = unrecorded_steps(options)
+        options = replace(options, micro_batches=(*[1] * (unrecorded - 1), *counts))
+        arguments += ["--vary", *["1:1:none"] * unrecorded, *(each.step for each in captures)]
+    with _quiet(), forked_processes() as run:
+        by_step = run(capture_steps, path, arguments, options, progress=lambda _: None)
+    return [*by_step.values()]
+
+
+@functools.cache
+def _index_once() -> None:
+    """Index the bindings of patched functions before the first fork, for all forks to share."""
+    from onerank.capture.patches import index_bindings
+
+    index_bindings()
 
 
 @contextlib.contextmanager
@@ -321,11 +460,69 @@ def _import_libraries(script: Path, arguments: Sequence[str]) -> None:
             importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
 
 
-def schedule_of(layout: Layout) -> Schedule:
+def schedule_of(layout: Layout) -> PipelineSchedule:
     """Return the schedule of a layout."""
-    return Schedule.parse(layout.schedule if layout.pp > 1 else "1f1b")
+    return PipelineSchedule.parse(layout.schedule if layout.pp > 1 else "1f1b")
 
 
-def keys_of(job: PlannedJob, sources: Sequence[StageSource]) -> list[str]:
-    """Return the keys of all captures of a layout."""
-    return [*dict.fromkeys(capture_key(job, c) for source in sources for c in source.captures)]
+def commands_of(
+    job: PlannedJob, layout: Layout, layers: int, *, links_active: bool
+) -> tuple[str, ...]:
+    """Return shell commands: capture each stage, re-cost them, replay the step, export it.
+
+    Args:
+        job: the job.
+        layout: the layout.
+        layers: layers of the model.
+        links_active: whether the re-costing counts the power of active links.
+    """
+    name = _directory(layout)
+    gpu = shlex.quote(job.cluster.gpu)
+    pipelined = layout.pp > 1
+    several = pipelined and layout.micro_batches > 1
+    micro_batches = CAPTURED_MICRO_BATCHES if several else layout.micro_batches
+    axes = {"tp": layout.tp, "cp": layout.cp, "pp": layout.stages, "ep": layout.ep,
+            "dp": layout.dp}  # fmt: skip
+    options = [f"--{axis} {size}" for axis, size in axes.items() if size > 1]
+    options += ["--sp"] if layout.sp else []
+    if layout.dp > 1:
+        options.append({"ddp": "--ddp", "fsdp": "--fsdp"}.get(layout.sharding, ""))
+        options[-1] = options[-1] or f"--zero {layout.sharding.removeprefix('zero')}"
+    # Calls of ZeRO 1 and 2 span layers: `--capture-layers` refuses them.
+    composed = layout.dp == 1 or layout.sharding in ("ddp", "fsdp")
+    if composed and min(stage_layers(layers, layout.stages)) > DEPTHS[-1]:
+        options.append(f"--capture-layers {','.join(map(str, DEPTHS))}")
+    arguments = " ".join(map(shlex.quote, arguments_of(job, layout, micro_batches)))
+    script = shlex.quote(str(job.model.script))
+    schedule = f" --schedule {layout.schedule} --micro-batches {layout.micro_batches}"
+    # One GPU has neither links nor other ranks, and the commands refuse options on these.
+    several_gpus = layout.gpus > 1
+    links = " --nvlink-active" if links_active and several_gpus else ""
+    options += ["--ranks distinct"] if several_gpus else []
+    commands = (
+        f"mkdir -p {name} {name}.target",
+        f"capture run {script} --device none --like {gpu} {' '.join(options)} "
+        f"-o {name}/trace.et -- {arguments}",
+        f"for t in {name}/*.et; do annotate --target {gpu}{links} $t "
+        f"-o {name}.target/$(basename $t); done",
+        f"onerank replay {name}.target --cluster CONFIG{schedule}",
+    )
+    export = (
+        f"onerank export astra-sim {name}.target{schedule if pipelined else ''} "
+        f"--busbw-gb-s {_bandwidth(layout, job.cluster):g} -o {name}.astra-sim"
+    )
+    return (*commands, export) if several_gpus else commands
+
+
+def _directory(layout: Layout) -> str:
+    parts = [f"tp{layout.tp}", f"cp{layout.cp}", f"ep{layout.ep}", f"pp{layout.pp}",
+             layout.schedule.replace(":", ""), f"dp{layout.dp}", layout.sharding,
+             f"mb{layout.micro_batch}", layout.recompute, f"seq{layout.seq}"]  # fmt: skip
+    return "-".join(parts) + ("-sp" if layout.sp else "")
+
+
+def _bandwidth(layout: Layout, cluster: Cluster) -> float:
+    """Return the bus bandwidth of the slowest link; the export has one switch for all groups."""
+    if layout.gpus <= cluster.gpus_per_node:
+        return cluster.intra_node.busbw_gb_per_s
+    return min(cluster.intra_node.busbw_gb_per_s, cluster.inter_node.busbw_gb_per_s)

@@ -1,4 +1,4 @@
-"""What a plan is for: a model's training script, a cluster, a batch, and what may vary."""
+"""The job of a plan: a model's training script, a cluster, a batch, and the choices to vary."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ those between do neither."""
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class TrainingScript:
     """A training script and its arguments.
 
     Attributes:
@@ -29,8 +29,8 @@ class Model:
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
-    """What joins GPUs of a cluster.
+class ClusterLink:
+    """Link between GPUs of a cluster.
 
     Attributes:
         busbw_gb_per_s: bus bandwidth of a large collective, GB/s, as nccl-tests prints it.
@@ -43,7 +43,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """GPUs, and what joins them.
+    """GPUs and the links between them.
 
     Attributes:
         gpu: a name of `onerank gpus`, or a description's path.
@@ -58,8 +58,8 @@ class Cluster:
     gpu: str
     nodes: int
     gpus_per_node: int
-    intra_node: Link
-    inter_node: Link
+    intra_node: ClusterLink
+    inter_node: ClusterLink
     price_per_gpu_hour: float | None = None
     memory_bytes: int | None = None
 
@@ -80,14 +80,14 @@ class PlannedJob:
         choices: what may vary.
     """
 
-    model: Model
+    model: TrainingScript
     cluster: Cluster
     global_batch: int
     choices: Choices
 
 
 @dataclass(frozen=True, slots=True)
-class Network:
+class ClusterNetwork:
     """Times of communication among ranks of a cluster, which fill its nodes in order.
 
     A group within a node has the rate of the node's link. A group across nodes is as fast as NCCL's
@@ -103,8 +103,8 @@ class Network:
     """
 
     gpus_per_node: int
-    intra_node: Link
-    inter_node: Link
+    intra_node: ClusterLink
+    inter_node: ClusterLink
     capability: int = 90
     gpu: str = ""
 
@@ -134,9 +134,9 @@ class Network:
         return latency_us * 1e3 + wire_bytes(collective, size_bytes, len(ranks)) / rate
 
 
-def network_of(cluster: Cluster, gpu: Gpu) -> Network:
+def network_of(cluster: Cluster, gpu: Gpu) -> ClusterNetwork:
     """Return the network of a cluster of a GPU."""
-    return Network(
+    return ClusterNetwork(
         cluster.gpus_per_node,
         cluster.intra_node,
         cluster.inter_node,

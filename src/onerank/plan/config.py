@@ -37,11 +37,11 @@ import msgspec
 
 from onerank.annotate import load_gpu
 from onerank.annotate.gpus.spec_schema import did_you_mean
-from onerank.converters.expand.pipeline import Schedule
+from onerank.converters.expand.pipeline import PipelineSchedule
 from onerank.ir.errors import OneRankError
 from onerank.ir.input_files import load_toml
 from onerank.plan.captures import TRAIN_MODEL
-from onerank.plan.cluster import Cluster, Link, Model, PlannedJob
+from onerank.plan.cluster import Cluster, ClusterLink, PlannedJob, TrainingScript
 from onerank.plan.layouts import REST, SHARDINGS, Choices, PlanError
 
 _T = TypeVar("_T")
@@ -195,7 +195,7 @@ def _choices(where: str, table: object, seq: int) -> Choices:
             )
     for schedule in choices.schedule:
         try:
-            Schedule.parse(schedule)
+            PipelineSchedule.parse(schedule)
         except OneRankError as error:
             raise PlanError(f"{where} schedule: {error}", code=error.code) from None
     return choices
@@ -257,14 +257,14 @@ def _check_ranges(where: str, values: Mapping[str, object]) -> None:
             bounds = _BOUNDS[name]
             # NaN is in no range.
             if not bounds.low <= number <= bounds.high:
+                low, high = (f"{bound:,.12g}" for bound in (bounds.low, bounds.high))
                 raise PlanError(
-                    f"{where} {name} is {number}, outside {bounds.low:g} to {bounds.high:g}: it is "
-                    f"{bounds.meaning}",
+                    f"{where} {name} is {number}, outside {low} to {high}: it is {bounds.meaning}",
                     code="plan-out-of-range",
                 )
 
 
-def _model(path: Path, model: _Model, choices: Choices) -> Model:
+def _model(path: Path, model: _Model, choices: Choices) -> TrainingScript:
     """Return the model; check that its file exists, and that the script takes what varies."""
     where = f"{path}: [model]"
     name = model.script or model.config
@@ -284,7 +284,7 @@ def _model(path: Path, model: _Model, choices: Choices) -> Model:
                 f"{where} arguments are those of a script, and config names a model",
                 code="plan-model-source",
             )
-        return Model(TRAIN_MODEL, (name, *_LOOP_ARGUMENTS), _digest([path.parent / name]))
+        return TrainingScript(TRAIN_MODEL, (name, *_LOOP_ARGUMENTS), _digest([path.parent / name]))
     placeholders = _PLACEHOLDER.findall(" ".join(model.arguments))
     for placeholder in placeholders:
         if placeholder not in _PLACEHOLDERS:
@@ -305,7 +305,7 @@ def _model(path: Path, model: _Model, choices: Choices) -> Model:
     script = path.parent / name
     # The script may import any of them, so an edit of one ends the reuse of its captures.
     sources = sorted(file for file in script.parent.rglob("*.py") if _is_source(file, script))
-    return Model(Path(name), model.arguments, _digest([script, *sources]))
+    return TrainingScript(Path(name), model.arguments, _digest([script, *sources]))
 
 
 def _digest(files: Sequence[Path]) -> str:
@@ -336,8 +336,8 @@ def _cluster(path: Path, table: object) -> Cluster:
         gpu=read.gpu,
         nodes=read.nodes,
         gpus_per_node=read.gpus_per_node,
-        intra_node=Link(read.intra_node.busbw_gb_per_s, read.intra_node.latency_us),
-        inter_node=Link(inter_node.busbw_gb_per_s, inter_node.latency_us),
+        intra_node=ClusterLink(read.intra_node.busbw_gb_per_s, read.intra_node.latency_us),
+        inter_node=ClusterLink(inter_node.busbw_gb_per_s, inter_node.latency_us),
         price_per_gpu_hour=read.price_per_gpu_hour,
         memory_bytes=None if read.memory_gb is None else round(read.memory_gb * 1e9),
     )

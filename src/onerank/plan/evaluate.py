@@ -1,5 +1,6 @@
 """The outcome of layouts: their captures re-costed, laid out by the schedule, and summed up."""
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,14 +11,14 @@ import numpy as np
 
 import onerank
 from onerank.annotate import load_gpu
-from onerank.annotate.energy import PowerTimeline, report_energy
+from onerank.annotate.energy import StepDurations, report_energy
 from onerank.annotate.gpus.gpu import Gpu
-from onerank.annotate.memory.memory_report import report_memory
+from onerank.annotate.memory.memory_report import fragmentation_of
 from onerank.annotate.models.power import coefficients_of, power_model
 from onerank.annotate.passes.nvlink_power import lacking_figures
-from onerank.converters.expand.layers import extrapolate
+from onerank.converters.expand.layers import DepthCaptures
 from onerank.converters.expand.pipeline.schedules import FORWARD
-from onerank.converters.expand.pipeline.stages import Block
+from onerank.converters.expand.pipeline.stages import StageBlock
 from onerank.ir import Graph, Measurement
 from onerank.ir.arrays import I64
 from onerank.ir.errors import DepthError, OneRankError
@@ -26,31 +27,47 @@ from onerank.plan.captures import (
     DEPTHS,
     StageCapture,
     StageSource,
-    capture_key,
-    keys_of,
+    commands_of,
+    group_key,
+    parse_step,
+    recorded_step,
     schedule_of,
     stage_sources,
+    trace_of,
 )
-from onerank.plan.cluster import Network, PlannedJob, network_of
-from onerank.plan.job_replay import step_of
-from onerank.plan.layouts import Dropped, Layout, Outcome, PlanError, Range
-from onerank.plan.pipeline_step import PipelineStep
-from onerank.plan.reproduction import commands_of
+from onerank.plan.cluster import ClusterNetwork, PlannedJob, network_of
+from onerank.plan.layouts import Dropped, Layout, Outcome, PredictedRange, Underived
+from onerank.plan.micro_batches import MicroBatchError, with_micro_batch
+from onerank.plan.pipeline_step import PipelineStep, step_of
 from onerank.plan.shard_memory import ShardError
 from onerank.plan.shards import with_shards
 from onerank.plan.stage_times import Figures, StageTimes, at_depth, memory_of, stage_times
 from onerank.plan.tasks import Task, content_key
 
 _HOST_BOUND = 0.05
-"""Share of a step that the GPU waits for its host above which a plan says so, and a deep stage is
-replayed whole."""
+"""Share of a step that the GPU waits for its host above which a plan says so."""
+
+_LONGER = 6
+"""Layers of a composed stage: a line through it and the deepest capture gives the times of deeper
+ones. Between 2 and 4 layers communication overlaps differently: a line through these was 6% long
+for a first stage of 20 layers (benchmarks/results/2026-11-26-plan-host-bound.txt)."""
+
+_HOST_NEAR_STEP = 0.95
+"""Host's time over the step on the line, above which a deep stage is replayed whole. By what a
+layer adds, the line holds up to a ratio of 1.02 and is 2% short at 1.05
+(benchmarks/results/2026-11-26-plan-host-bound.txt); the margin is a choice."""
 
 _SIMULATED_PEAK_ERROR = 0.01
 """Largest error of peak memory without a device against captures on an H100 (0.85%), rounded up."""
 
 
 def plan_evaluations(
-    job: PlannedJob, layouts: Sequence[Layout], layers: int, *, exact: bool = False
+    job: PlannedJob,
+    layouts: Sequence[Layout],
+    layers: int,
+    captures: Sequence[Task],
+    *,
+    exact: bool = False,
 ) -> list[Task]:
     """Return the tasks that evaluate layouts; each has the layouts that share their captures.
 
@@ -58,8 +75,11 @@ def plan_evaluations(
         job: the job.
         layouts: the layouts.
         layers: layers of the model.
+        captures: their captures, as `plan_captures` returns them.
         exact: as for `stage_sources`.
     """
+    # The last argument of a capture is its group.
+    key_of = {task.arguments[-1]: task.key for task in captures}
     batches: dict[tuple[Any, ...], list[Layout]] = {}
     for layout in layouts:
         # Layouts that differ only in pp, dp or schedule share captures, and one task re-costs each
@@ -72,8 +92,8 @@ def plan_evaluations(
         keys: dict[str, None] = {}
         for layout in batch:
             if layout.stages <= layers:
-                sources = stage_sources(job, layout, layers, exact=exact)
-                keys |= dict.fromkeys(keys_of(job, sources))
+                for source in stage_sources(job, layout, layers, exact=exact):
+                    keys |= dict.fromkeys(key_of[group_key(job, c)] for c in source.captures)
         tasks.append(
             Task(
                 content_key(job, batch, layers, [*keys]),
@@ -95,9 +115,9 @@ def outcomes_of(result: Mapping[str, Any]) -> tuple[list[Outcome], list[Dropped]
     )
 
 
-def underived_of(result: Mapping[str, Any]) -> list[Layout]:
+def underived_of(result: Mapping[str, Any]) -> list[Underived]:
     """Return the layouts of an evaluation that need captures with their own replicas."""
-    return msgspec.convert(result["underived"], list[Layout])
+    return msgspec.convert(result["underived"], list[Underived])
 
 
 def evaluate(
@@ -110,22 +130,23 @@ def evaluate(
     """Return the outcomes of layouts, as builtin types; see `outcomes_of` and `underived_of`.
 
     Args:
-        captures: results of their captures, by key.
+        captures: results of their captures.
         job: the job.
         layouts: layouts that share captures.
         layers: layers of the model.
         exact: as for `stage_sources`.
     """
-    evaluator = _Evaluator(job, layers, captures, exact)
+    by_group = {result["group"]: result for result in captures.values()}
+    evaluator = _Evaluator(job, layers, by_group, exact)
     outcomes: list[Outcome] = []
     dropped: list[Dropped] = []
-    underived: list[Layout] = []
+    underived: list[Underived] = []
     for layout in layouts:
         try:
             outcomes.append(evaluator.outcome(layout))
-        except ShardError:
-            # `make_plan` captures these layouts with their own number of replicas.
-            underived.append(layout)
+        except (ShardError, MicroBatchError) as error:
+            # `make_plan` captures these layouts with their own replicas and micro-batches.
+            underived.append(Underived(layout, str(error)))
         except OneRankError as error:
             dropped.append(Dropped(str(layout), error.code, str(error)))
     return msgspec.to_builtins({"outcomes": outcomes, "dropped": dropped, "underived": underived})
@@ -140,14 +161,12 @@ class _Costed:
         graph: with durations and a host.
         energy_uj: energy of each node, int64[n]; None if the GPU's power is not known.
         energy_factors: interval of the energy as factors.
-        fragmentation: reserved over allocated memory at the peak.
     """
 
     captured: Graph
     graph: Graph
     energy_uj: I64 | None
     energy_factors: tuple[float, float]
-    fragmentation: float
 
 
 @dataclass(slots=True)
@@ -167,6 +186,14 @@ class _Evaluator:
     memory: dict[tuple[StageSource, int], Measurement | None] = field(
         default_factory=dict[tuple[StageSource, int], Measurement | None]
     )
+    fragmentation: dict[StageCapture, float] = field(default_factory=dict[StageCapture, float])
+    longer: dict[Any, tuple[Graph, I64 | None] | None] = field(
+        default_factory=dict[Any, tuple[Graph, "I64 | None"] | None]
+    )
+
+    depths: dict[tuple[tuple[StageCapture, ...], int], DepthCaptures] = field(
+        default_factory=dict[tuple[tuple[StageCapture, ...], int], DepthCaptures]
+    )
 
     def __post_init__(self) -> None:
         self.gpu = load_gpu(self.job.cluster.gpu)
@@ -184,7 +211,7 @@ class _Evaluator:
         step = step_of(stages, layout.world, network, schedule, layout.micro_batches)
         return self._summary(layout, sources, stages, step)
 
-    def _stage(self, source: StageSource, layout: Layout, network: Network) -> StageTimes:
+    def _stage(self, source: StageSource, layout: Layout, network: ClusterNetwork) -> StageTimes:
         world = layout.world
         splits = layout.schedule == "zbv" and layout.pp > 1
         ranks = tuple(world.sizes.items()), world.ep
@@ -196,58 +223,94 @@ class _Evaluator:
                     graph, network, world, energy_uj=energy_uj, splits_backward=splits
                 )
 
-            each: list[StageTimes] = []
-            for capture in source.captures:
-                of_capture = capture, ranks, splits
-                if of_capture not in self.times:
+            def of_capture(capture: StageCapture) -> StageTimes:
+                if (capture, ranks, splits) not in self.times:
                     costed = self._costed(capture, layout.dp)
-                    self.times[of_capture] = times_of(costed.graph, costed.energy_uj)
-                each.append(self.times[of_capture])
-            self.times[key] = (
-                each[0] if len(each) == 1 else self._deepened(source, layout.dp, each, times_of)
-            )
+                    times = times_of(costed.graph, costed.energy_uj)
+                    self.times[capture, ranks, splits] = times
+                return self.times[capture, ranks, splits]
+
+            def of_longer() -> StageTimes | None:
+                if (source.captures, ranks, splits) not in self.times:
+                    longer = self._longer(source, layout.dp)
+                    if longer is None:
+                        return None
+                    self.times[source.captures, ranks, splits] = times_of(*longer)
+                return self.times[source.captures, ranks, splits]
+
+            if len(source.captures) == 1:
+                self.times[key] = of_capture(source.captures[0])
+            else:
+                longer = of_longer() if source.layers > DEPTHS[-1] else None
+                captures = source.captures if longer is None else source.captures[1:]
+                each = [*map(of_capture, captures), *([] if longer is None else [longer])]
+                depths = DEPTHS if longer is None else (DEPTHS[-1], _LONGER)
+                stage = at_depth(each[0], each[1], depths, source.layers)
+                self.times[key] = self._deepened(source, layout.dp, stage, times_of)
         return self.times[key]
 
     def _deepened(
         self,
         source: StageSource,
         dp: int,
-        each: Sequence[StageTimes],
+        stage: StageTimes,
         times_of: Callable[[Graph, I64 | None], StageTimes],
     ) -> StageTimes:
-        """Return a stage with its own number of layers, from captures with fewer.
+        """Return a stage with its memory; its times, too, if its host is the limit.
 
         Args:
             source: where its figures come from.
             dp: replicas of the job.
-            each: times of its captures.
+            stage: its times on a line through two depths.
             times_of: returns the times of a re-costed graph with the energy of its nodes.
         """
-        # Where the GPU waits for its host, the wait of a block depends on how far the host is
-        # ahead, so no line through two depths holds: a step of 16 layers was 1.5% short
-        # (benchmarks/results/2026-11-26-plan-rows.txt).
-        if max(stage.host_bound_share for stage in each) > _HOST_BOUND:
-            deep = self._extrapolated(source, dp)
+        # A step is no shorter than its host's time. In a shallow stage the GPU may never wait,
+        # because the host begins ahead; a deep stage whose host is the slower one uses that up.
+        if stage.host_ns > _HOST_NEAR_STEP * stage.elapsed_ns:
+            deep = self._composed(source, dp, source.layers)
             if deep is not None:
                 graph = self._recosted(deep)
                 return times_of(graph, _energy(graph, self.gpu)[0])
-        stage = at_depth(each[0], each[1], DEPTHS, source.layers)
         if (source, dp) not in self.memory:
-            deep = self._extrapolated(source, dp)
-            self.memory[source, dp] = None if deep is None else deep.job.measurement
-        measured = self.memory[source, dp]
-        return stage if measured is None else replace(stage, **memory_of(measured))
+            # The peak lies on no line: at another depth another moment of the step is the highest.
+            # With a line the peak of a Llama of 16 layers was 8% low.
+            self.memory[source, dp] = self._composed_memory(source, dp)
+        composed = self.memory[source, dp]
+        return stage if composed is None else replace(stage, **memory_of(composed))
 
-    def _extrapolated(self, source: StageSource, dp: int) -> Graph | None:
-        """Return the composed step of a stage; None if its form cannot be composed."""
-        graphs = [self._costed(capture, dp).captured for capture in source.captures]
-        # The peak lies on no line: at another depth another moment of the step is the highest.
-        # With a line the peak of a Llama of 16 layers was 8% low.
-        try:
-            return extrapolate(dict(zip(DEPTHS, graphs, strict=True)), source.layers)
-        except DepthError:
+    def _longer(self, source: StageSource, dp: int) -> tuple[Graph, I64 | None] | None:
+        """Return a re-costed stage with `_LONGER` layers and its energy; None if it has none."""
+        key = source.captures, dp
+        if key not in self.longer:
+            composed = self._composed(source, dp, _LONGER)
+            graph = None if composed is None else self._recosted(composed)
+            self.longer[key] = None if graph is None else (graph, _energy(graph, self.gpu)[0])
+        return self.longer[key]
+
+    def _composed(self, source: StageSource, dp: int, layers: int) -> Graph | None:
+        """Return a stage composed to some layers; None if it cannot be composed."""
+        captures = self._depth_captures(source, dp)
+        with contextlib.suppress(DepthError):
+            return None if captures is None else captures.graph(layers)
+        return None
+
+    def _composed_memory(self, source: StageSource, dp: int) -> Measurement | None:
+        """Return the measurement of a composed stage; None if it cannot be composed."""
+        captures = self._depth_captures(source, dp)
+        with contextlib.suppress(DepthError):
+            return None if captures is None else captures.measurement(source.layers)
+        return None
+
+    def _depth_captures(self, source: StageSource, dp: int) -> DepthCaptures | None:
+        first = source.captures[0]
+        if first.dp > 1 and first.sharding.startswith("zero"):
             # Calls of ZeRO 1 and 2 span layers, so their steps cannot be composed.
             return None
+        key = source.captures, dp
+        if key not in self.depths:
+            graphs = [self._costed(capture, dp).captured for capture in source.captures]
+            self.depths[key] = DepthCaptures(dict(zip(DEPTHS, graphs, strict=True)))
+        return self.depths[key]
 
     def _recosted(self, captured: Graph) -> Graph:
         # In the job the links are active; on one GPU there are none.
@@ -256,10 +319,17 @@ class _Evaluator:
 
     def _captured(self, capture: StageCapture) -> Graph:
         if capture not in self.graphs:
-            result = self.captures[capture_key(self.job, capture)]
-            if result["code"]:
-                raise PlanError(result["message"], code=result["code"])
-            self.graphs[capture] = _read(result["trace"])
+            result = self.captures[group_key(self.job, capture)]
+            recorded = recorded_step(result, capture.step)
+            graph = _read(trace_of(result, recorded))
+            if recorded != capture.step:
+                prime, size = (parse_step(step)[1] for step in (recorded, capture.step))
+                count = parse_step(recorded)[0]
+                same = (step for step in result["traces"] if parse_step(step)[0] == count)
+                smallest = min(same, key=lambda step: parse_step(step)[1])
+                of_smallest = _read(trace_of(result, smallest))
+                graph = with_micro_batch(graph, of_smallest, prime, size)
+            self.graphs[capture] = graph
         return self.graphs[capture]
 
     def _costed(self, capture: StageCapture, dp: int) -> _Costed:
@@ -268,14 +338,18 @@ class _Evaluator:
         dp = capture.dp if capture.sharding == "ddp" else dp
         if (capture, dp) not in self.costed:
             captured = with_shards(self._captured(capture), dp)
-            memory = report_memory(captured)
             graph = self._recosted(captured)
             energy_uj, factors = _energy(graph, self.gpu)
-            reserved = memory.simulated_reserved_bytes or memory.peak_bytes
-            self.costed[capture, dp] = _Costed(
-                captured, graph, energy_uj, factors, max(1.0, reserved / max(1, memory.peak_bytes))
-            )
+            self.costed[capture, dp] = _Costed(captured, graph, energy_uj, factors)
         return self.costed[capture, dp]
+
+    def _fragmentation(self, capture: StageCapture) -> float:
+        """Return reserved over allocated memory at the peak of a capture."""
+        # The simulated allocator takes as long as the rest of the evaluation, and the ratio only
+        # raises the upper end of an interval: other numbers of replicas have that of the capture.
+        if capture not in self.fragmentation:
+            self.fragmentation[capture] = fragmentation_of(self._captured(capture))
+        return self.fragmentation[capture]
 
     def _summary(
         self,
@@ -288,8 +362,8 @@ class _Evaluator:
         costed = [self._costed(source.captures[-1], layout.dp) for source in sources]
         step_ns = _step_range(slowest.end_ns, slowest.busy, stages)
         peak = fullest.peak_bytes + fullest.other_bytes
-        fragmentation = max(each.fragmentation for each in costed)
-        peak_bytes = Range(
+        fragmentation = max(self._fragmentation(source.captures[-1]) for source in sources)
+        peak_bytes = PredictedRange(
             peak,
             peak * (1 - _SIMULATED_PEAK_ERROR),
             fullest.peak_bytes * fragmentation * (1 + _SIMULATED_PEAK_ERROR) + fullest.other_bytes,
@@ -298,7 +372,7 @@ class _Evaluator:
         tokens = layout.tokens_per_step
         # A backward has twice the FLOPs of its forward; a recomputed forward is no work of the
         # model.
-        forward = sum(stage.blocks[Block(FORWARD)].flops for stage in stages)
+        forward = sum(stage.blocks[StageBlock(FORWARD)].flops for stage in stages)
         model_flops = 3 * forward * layout.micro_batches * layout.gpus / layout.pp
         peak_flops = self.gpu.peak_tensor_flops_per_s("bfloat16")
         energy_j = self._energy_j(layout, step, costed)
@@ -326,7 +400,7 @@ class _Evaluator:
 
     def _energy_j(
         self, layout: Layout, step: PipelineStep, costed: Sequence[_Costed]
-    ) -> Range | None:
+    ) -> PredictedRange | None:
         """Return the energy of all GPUs: kernels, communication at base power, the rest idle.
 
         None if the GPU's description lacks its power.
@@ -345,7 +419,7 @@ class _Evaluator:
         joules *= layout.gpus / layout.pp
         low = min(each.energy_factors[0] for each in costed)
         high = max(each.energy_factors[1] for each in costed)
-        return Range(joules, joules * low, joules * high)
+        return PredictedRange(joules, joules * low, joules * high)
 
 
 def _read(trace: bytes) -> Graph:
@@ -362,7 +436,7 @@ def _energy(graph: Graph, gpu: Gpu) -> tuple[I64 | None, tuple[float, float]]:
     if gpu.tdp_w is None or gpu.idle_w is None:
         return None, (1.0, 1.0)
     busy_ns = int(graph.nodes.duration_ns[graph.compute].sum())
-    report = report_energy(graph, gpu, PowerTimeline(busy_ns, busy_ns, "sum of kernels"))
+    report = report_energy(graph, gpu, StepDurations(busy_ns, busy_ns, "sum of kernels"))
     place = {int(node): index for index, node in enumerate(graph.nodes.id.tolist())}
     energy_uj = np.zeros(len(graph), dtype=np.int64)
     rows = np.array([place[node] for node in report.node_ids], dtype=np.int64)
@@ -371,7 +445,7 @@ def _energy(graph: Graph, gpu: Gpu) -> tuple[I64 | None, tuple[float, float]]:
     return energy_uj, (report.step_low_uj / total, report.step_high_uj / total)
 
 
-def _step_range(step_ns: float, busy: Figures, stages: Sequence[StageTimes]) -> Range:
+def _step_range(step_ns: float, busy: Figures, stages: Sequence[StageTimes]) -> PredictedRange:
     """Return the step with its interval.
 
     Compute, and the time in which a rank waits for the compute of others, scale with the interval
@@ -387,7 +461,7 @@ def _step_range(step_ns: float, busy: Figures, stages: Sequence[StageTimes]) -> 
         host = (min, max)[side](stage.host_factors[side] for stage in stages)
         by_compute, by_host = (factor - 1) * compute_ns, (host - 1) * host_ns
         ends.append(step_ns + (-1, 1)[side] * float(np.hypot(by_compute, by_host)))
-    return Range(step_ns, max(ends[0], 0.0), ends[1])
+    return PredictedRange(step_ns, max(ends[0], 0.0), ends[1])
 
 
 def _notes(gpu: Gpu, stages: Sequence[StageTimes], layout: Layout) -> tuple[Note, ...]:

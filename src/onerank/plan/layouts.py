@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Literal
 
-from onerank.converters.expand.pipeline import Schedule
+from onerank.converters.expand.pipeline import PipelineSchedule
 from onerank.ir import World
 from onerank.ir.errors import ExportError, JobError, OneRankError
 from onerank.ir.notes import Note
 
 SHARDINGS = ("ddp", "zero1", "zero2", "fsdp")
-"""What data-parallel ranks share: nothing, optimizer states, also gradients, also parameters."""
+"""State that data-parallel ranks shard: none, optimizer states, also gradients, also parameters."""
 
 REST = "rest"
 """Data-parallel size that uses all GPUs which the other axes leave."""
@@ -71,7 +71,7 @@ class Layout:
     @property
     def stages(self) -> int:
         """Stages of the pipeline; several may run on one rank."""
-        return self.pp * Schedule.parse(self.schedule).chunks if self.pp > 1 else 1
+        return self.pp * PipelineSchedule.parse(self.schedule).chunks if self.pp > 1 else 1
 
     @property
     def tokens_per_step(self) -> int:
@@ -90,7 +90,7 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class Range:
+class PredictedRange:
     """A predicted figure with its 80% interval.
 
     Attributes:
@@ -103,12 +103,12 @@ class Range:
     low: float
     high: float
 
-    def __mul__(self, factor: float) -> "Range":
-        return Range(self.value * factor, self.low * factor, self.high * factor)
+    def __mul__(self, factor: float) -> "PredictedRange":
+        return PredictedRange(self.value * factor, self.low * factor, self.high * factor)
 
-    def per(self, amount: float) -> "Range":
+    def per(self, amount: float) -> "PredictedRange":
         """Return `amount` divided by the figure, as a rate."""
-        return Range(amount / self.value, amount / self.high, amount / self.low)
+        return PredictedRange(amount / self.value, amount / self.high, amount / self.low)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,14 +136,14 @@ class Outcome:
 
     layout: Layout
     gpus: int
-    step_ns: Range
-    tokens_per_s_per_gpu: Range
-    mfu: Range | None
-    peak_bytes: Range
+    step_ns: PredictedRange
+    tokens_per_s_per_gpu: PredictedRange
+    mfu: PredictedRange | None
+    peak_bytes: PredictedRange
     fits: bool
     over_bytes: int
-    energy_j: Range | None
-    money: Range | None
+    energy_j: PredictedRange | None
+    money: PredictedRange | None
     compute_ns: float
     exposed_communication_ns: float
     bubble_ns: float
@@ -167,8 +167,21 @@ class Dropped:
 
 
 @dataclass(frozen=True, slots=True)
+class Underived:
+    """A layout whose figures cannot be derived from captures that layouts share.
+
+    Attributes:
+        layout: the layout, which needs captures with its own replicas and micro-batches.
+        reason: why.
+    """
+
+    layout: Layout
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Choices:
-    """What may vary: the values to combine, of each field of a `Layout`.
+    """Values to combine for each field of a `Layout`.
 
     `dp` may be "rest": all GPUs that the other axes leave. `sp` applies where tp is above 1.
     """
@@ -239,7 +252,7 @@ class _ModelAxes:
     cp: int
     pp: int
     ep: int
-    schedule: Schedule
+    schedule: PipelineSchedule
 
     @property
     def gpus(self) -> int:
@@ -248,7 +261,7 @@ class _ModelAxes:
 
 def _model_axes(tp: int, cp: int, pp: int, ep: int, schedule: str, *, gpus: int) -> _ModelAxes:
     # Without a pipeline all schedules run the micro-batches one after another.
-    parsed = Schedule.parse(schedule if pp > 1 else "1f1b")
+    parsed = PipelineSchedule.parse(schedule if pp > 1 else "1f1b")
     axes = _ModelAxes(tp, cp, pp, ep, parsed)
     if gpus < axes.gpus:
         raise PlanError(

@@ -6,14 +6,25 @@ from itertools import chain
 from shlex import quote
 
 from onerank.display import size
+from onerank.ir.notes import Note
 from onerank.plan.captures import layers_of, plan_captures, probe_task
 from onerank.plan.config import PlanConfig
 from onerank.plan.evaluate import outcomes_of, plan_evaluations, underived_of
-from onerank.plan.layouts import Dropped, Outcome, PlanError, enumerate_layouts
-from onerank.plan.tasks import Executor, Store, Task, run_tasks
+from onerank.plan.layouts import (
+    Dropped,
+    Layout,
+    Outcome,
+    PlanError,
+    Underived,
+    enumerate_layouts,
+)
+from onerank.plan.tasks import Executor, Store, Task, complete_tasks, run_tasks
 
 PRELOAD = ("onerank.capture.capture_script", "onerank.plan.evaluate")
 """Modules that the workers of a plan import."""
+
+TOO_LARGE = "plan-too-large"
+"""Code of a layout that a misfit rules out."""
 
 Progress = Callable[[str, int, int], None]
 """Receives the name of a part of the work, how much of it is complete, and the whole."""
@@ -28,7 +39,9 @@ class Plan:
         layers: layers of the model.
         fitting: outcomes that fit into memory, the shortest step first.
         misfits: outcomes that do not, the nearest first.
-        dropped: combinations of choices that are no layouts of this cluster or this model.
+        dropped: combinations of choices without figures: no layouts of this cluster or this model,
+            or ruled out by a misfit that needs no more memory.
+        notes: statements on the captures.
     """
 
     config: PlanConfig
@@ -36,6 +49,7 @@ class Plan:
     fitting: tuple[Outcome, ...]
     misfits: tuple[Outcome, ...]
     dropped: tuple[Dropped, ...]
+    notes: tuple[Note, ...] = ()
 
     @property
     def outcomes(self) -> tuple[Outcome, ...]:
@@ -45,9 +59,8 @@ class Plan:
     def record(self) -> "PlanRecord":
         """Return what `onerank plan --json` prints."""
         cluster = self.config.job.cluster
-        return PlanRecord(
-            cluster.gpu, cluster.gpus, self.layers, self.fitting, self.misfits, self.dropped
-        )
+        layouts = self.fitting, self.misfits, self.dropped
+        return PlanRecord(cluster.gpu, cluster.gpus, self.layers, *layouts, self.notes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +73,8 @@ class PlanRecord:
         layers: layers of the model.
         fitting: outcomes that fit into memory, by step time.
         misfits: outcomes that do not, by the bytes that are missing.
-        dropped: combinations that are no layout.
+        dropped: combinations without figures: no layouts, or ruled out by a misfit.
+        notes: statements on the captures.
     """
 
     gpu: str
@@ -69,6 +83,7 @@ class PlanRecord:
     fitting: tuple[Outcome, ...]
     misfits: tuple[Outcome, ...]
     dropped: tuple[Dropped, ...]
+    notes: tuple[Note, ...]
 
 
 def make_plan(config: PlanConfig, store: Store, executor: Executor, progress: Progress) -> Plan:
@@ -96,24 +111,113 @@ def make_plan(config: PlanConfig, store: Store, executor: Executor, progress: Pr
         run_tasks([probe], store, executor, _part("model", [probe], progress))[probe.key]
     )
     outcomes: list[Outcome] = []
-    # Layouts whose shards cannot be derived are captured with their own number of replicas.
-    for exact in (False, True):
-        captures = plan_captures(job, layouts, layers, exact=exact)
-        run_tasks(captures, store, executor, _part("captures", captures, progress))
-        evaluations = plan_evaluations(job, layouts, layers, exact=exact)
-        results = run_tasks(evaluations, store, executor, _part("layouts", evaluations, progress))
-        layouts = [*chain.from_iterable(map(underived_of, results.values()))]
-        for result in results.values():
-            evaluated, refused = outcomes_of(result)
-            outcomes += evaluated
-            dropped += refused
-        if not layouts:
-            break
-    # A capture with a layout's own number of replicas needs no derivation.
-    assert not layouts, layouts
-    plan = sorted_plan(config, layers, outcomes, dropped)
+    underived: list[Underived] = []
+    for number, candidates in enumerate(memory_rounds(layouts), start=1):
+        pending, too_large = without_too_large(candidates, outcomes)
+        dropped += too_large
+        # Layouts whose shards cannot be derived are captured with their own number of replicas.
+        for exact in (False, True):
+            suffix = f", round {number}" if number > 1 else ""
+            suffix += " with all replicas: shards unknown" if exact else ""
+            later = () if exact else layouts
+            captures = plan_captures(job, pending, layers, exact=exact, later=later)
+            part = _part(f"captures{suffix}", captures, progress)
+            # Evaluations read the captures in their own processes.
+            complete_tasks(captures, store, executor, part)
+            evaluations = plan_evaluations(job, pending, layers, captures, exact=exact)
+            part = _part(f"layouts{suffix}", evaluations, progress)
+            results = run_tasks(evaluations, store, executor, part)
+            again = [*chain.from_iterable(map(underived_of, results.values()))]
+            underived += again
+            pending = [each.layout for each in again]
+            for result in results.values():
+                evaluated, refused = outcomes_of(result)
+                outcomes += evaluated
+                dropped += refused
+            if not pending:
+                break
+        # A capture with a layout's own number of replicas needs no derivation.
+        assert not pending, pending
+    plan = replace(
+        sorted_plan(config, layers, outcomes, dropped), notes=notes_on_captures(underived)
+    )
     check_fits(plan)
     return plan
+
+
+def notes_on_captures(underived: Sequence[Underived]) -> tuple[Note, ...]:
+    """Return why layouts needed captures with all their replicas: a note for each reason."""
+    by_reason: dict[str, list[Layout]] = {}
+    for each in underived:
+        by_reason.setdefault(each.reason, []).append(each.layout)
+    return tuple(
+        Note(
+            f"layouts captured again with all replicas: {len(layouts)}, such as {layouts[0]}: "
+            f"{reason}",
+            code="plan-captured-again",
+        )
+        for reason, layouts in by_reason.items()
+    )
+
+
+def memory_rounds(layouts: Sequence[Layout]) -> list[list[Layout]]:
+    """Return the layouts of each round; misfits of a round rule out layouts of later rounds.
+
+    The first round has the smallest micro-batch, with recomputation if that varies.
+    """
+    sizes = sorted({layout.micro_batch for layout in layouts})
+    recomputes = any(layout.recompute != "none" for layout in layouts)
+    rounds: dict[int, list[Layout]] = {}
+    for layout in layouts:
+        number = sizes.index(layout.micro_batch) + (recomputes and layout.recompute == "none")
+        rounds.setdefault(number, []).append(layout)
+    return [rounds[number] for number in sorted(rounds)]
+
+
+def without_too_large(
+    layouts: Sequence[Layout], outcomes: Sequence[Outcome]
+) -> tuple[list[Layout], list[Dropped]]:
+    """Return the layouts that may fit into memory, and those that earlier misfits rule out.
+
+    A layout that is ruled out is not captured. Two rules decide it:
+
+    - A larger micro-batch needs at least the memory of a smaller one, because it has at least as
+      many sequences in flight. tests/plan/test_rounds.py checks this for each schedule.
+    - Without recomputation a layout needs at least the memory that it needs with it. This is
+      assumed, and no test checks it.
+    """
+    too_large: dict[Layout, list[Outcome]] = {}
+    for outcome in outcomes:
+        # Even the low end of its interval does not fit.
+        if outcome.over_bytes > outcome.peak_bytes.value - outcome.peak_bytes.low:
+            too_large.setdefault(_without_batch(outcome.layout), []).append(outcome)
+    kept: list[Layout] = []
+    dropped: list[Dropped] = []
+    for layout in layouts:
+        smaller = [
+            outcome
+            for outcome in too_large.get(_without_batch(layout), ())
+            if outcome.layout.micro_batch <= layout.micro_batch
+            and layout.recompute in (outcome.layout.recompute, "none")
+            # A single micro-batch accumulates no gradient, so it may need less than two smaller
+            # ones.
+            and (outcome.layout.micro_batches > 1) == (layout.micro_batches > 1)
+        ]
+        if not smaller:
+            kept.append(layout)
+            continue
+        most = max(smaller, key=lambda outcome: outcome.peak_bytes.value)
+        reason = (
+            f"needs at least as much memory as {most.layout}: {size(most.peak_bytes.value)}, "
+            f"{size(most.over_bytes)} more than a GPU has"
+        )
+        dropped.append(Dropped(str(layout), TOO_LARGE, reason))
+    return kept, dropped
+
+
+def _without_batch(layout: Layout) -> Layout:
+    """Return a layout that is equal for all micro-batches and recomputations."""
+    return replace(layout, micro_batch=0, micro_batches=0, recompute="")
 
 
 def sorted_plan(
@@ -149,8 +253,9 @@ def check_fits(plan: Plan) -> None:
         raise PlanError(f"no layout is possible; {first.choice}: {first.reason}", code=first.code)
     if not plan.fitting:
         nearest = plan.misfits[0]
+        layouts = len(plan.misfits) + sum(each.code == TOO_LARGE for each in plan.dropped)
         raise PlanError(
-            f"none of {len(plan.misfits)} layouts fits; the nearest, {nearest.layout}, needs "
+            f"none of {layouts} layouts fits; the nearest, {nearest.layout}, needs "
             f"{size(nearest.peak_bytes.value)}, {size(nearest.over_bytes)} more than a GPU has\n"
             "  use more GPUs, or vary tp, pp, micro_batch, sharding or recompute further",
             code="plan-nothing-fits",

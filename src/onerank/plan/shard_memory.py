@@ -1,4 +1,4 @@
-"""The memory of a captured stage whose shards have other sizes: blocks, resident bytes and peak."""
+"""Recompute the memory of a captured stage for another number of replicas."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +16,7 @@ from onerank.plan.layouts import PlanError
 
 # An allocation belongs to the node that follows it in the log. FSDP2 allocates the result of a
 # collective before it packs the input, and in its stream one more node may lie between.
-_NEAR_NODES = 3
+NEAR_NODES = 3
 
 
 class ShardError(PlanError):
@@ -79,7 +79,7 @@ def with_shard_memory(graph: Graph, shards: ShardMemory) -> Graph:
         resident_bytes=resident,
         start_memory_bytes=measured.start_memory_bytes + growth,
         peak_memory_bytes=peak,
-        activation_bytes=_activations(graph, log, rows, sizes, changed),
+        activation_bytes=kept_activations(graph, log, rows, sizes, changed),
     )
     graph = graph.with_columns(bytes_allocated=allocated)
     return replace(graph, job=msgspec.structs.replace(graph.job, measurement=measured))
@@ -102,7 +102,7 @@ def _match_blocks(
             by_row[rows[node]].append(block)
     changed: list[int] = []
     unmatched = set(range(len(sizes)))
-    distances = sorted(range(-_NEAR_NODES, _NEAR_NODES + 1), key=abs)
+    distances = sorted(range(-NEAR_NODES, NEAR_NODES + 1), key=abs)
     for row, before, after in shards.allocations:
         if round_size(before) == round_size(after):
             continue
@@ -177,7 +177,7 @@ def _resident(
     return derived
 
 
-def _activations(
+def kept_activations(
     graph: Graph, log: MemoryLog, rows: Mapping[int, int], sizes: I64, changed: Sequence[int]
 ) -> tuple[int, ...]:
     """Return the bytes that each micro-batch keeps until its backward."""
@@ -191,7 +191,10 @@ def _activations(
     activations = [*graph.job.measurement.activation_bytes]
     for block in changed:
         number, freed = of_block[block], blocks.freed_at[block]
-        kept = freed < 0 or freed > begins.get(number, UNKNOWN)
+        begin = begins.get(number, UNKNOWN)
+        # What the script allocates between a backward and the next forward counts to neither: the
+        # tokens of the next micro-batch.
+        kept = (freed < 0 or freed > begin) and (begin < 0 or blocks.allocated_at[block] < begin)
         if blocks.phase[block] == Phase.FORWARD and kept and 0 <= number < len(activations):
             activations[number] += int(sizes[block]) - blocks.bytes[block]
     return tuple(activations)

@@ -8,6 +8,7 @@ buffers to a multiple of the number of ranks: a buffer padded for two ranks and 
 hold the same parameters, so padding the captured buffer again gives the exact size.
 """
 
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -154,8 +155,10 @@ class _Resharding:
     memory: ShardMemory = field(default_factory=ShardMemory)
     columns: dict[str, Any] = field(default_factory=dict[str, Any])
     strings: StringTable = field(init=False)
+    communicates: list[bool] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.communicates = self.before.communication.tolist()
         self.strings = self.before.strings.copy()
         pairs = zip(self.before.job.groups, self.after.job.groups, strict=True)
         self.factors = {
@@ -223,7 +226,7 @@ class _Resharding:
     def _follow(self, row: int, name: str) -> None:
         """Derive the operands of a node, and mark the storages that it makes shards of."""
         node = self.before.node(row)
-        group = node.text("group") if self.before.communication[row] else ""
+        group = node.text("group") if self.communicates[row] else ""
         if name == _UNPACK:
             self._unpack(row)
         elif name == _SCATTER_COPY:
@@ -344,7 +347,7 @@ class _Resharding:
         for side in ("input", "output"):
             shapes = _DECODE.decode(self.before.node(row).text(f"{side}_shapes") or "[]")
             self._write(row, side, _mapped(shapes, new_sizes))
-        if self.before.communication[row] and self.columns["comm_bytes"][row] > 0:
+        if self.communicates[row] and self.columns["comm_bytes"][row] > 0:
             first = arguments[0][0]
             new = prod(new_sizes.get(first.shape, first.shape))
             self.columns["comm_bytes"][row] = new * first.item_bytes
@@ -435,21 +438,26 @@ class _Resharding:
         return self.strings.intern(msgspec.json.encode(content).decode())
 
 
-def _operands(graph: Graph, row: int, side: str) -> list[list[_Operand]]:
+def _operands(graph: Graph, row: int, side: str) -> tuple[tuple[_Operand, ...], ...]:
     """Return the tensors of each argument or result of a node; a list of tensors has several."""
     node = graph.node(row)
-    values = _DECODE.decode(node.text(f"{side}_values") or "[]")
-    shapes = _DECODE.decode(node.text(f"{side}_shapes") or "[]")
-    operands: list[list[_Operand]] = []
-    for value, shape in zip(values, shapes, strict=False):
+    return _parsed(node.text(f"{side}_values") or "[]", node.text(f"{side}_shapes") or "[]")
+
+
+# A plan derives several numbers of replicas from a capture. The operands of a stage of Llama-3 70B
+# with four layers fit.
+@functools.lru_cache(maxsize=1 << 14)
+def _parsed(values: str, shapes: str) -> tuple[tuple[_Operand, ...], ...]:
+    operands: list[tuple[_Operand, ...]] = []
+    for value, shape in zip(_DECODE.decode(values), _DECODE.decode(shapes), strict=False):
         if _is_tensor(value):
-            operands.append([_operand(value, shape)])
+            operands.append((_operand(value, shape),))
         elif isinstance(value, list) and isinstance(shape, list):
             pairs = zip(cast("list[Any]", value), cast("list[Any]", shape), strict=False)
-            operands.append([_operand(*each) for each in pairs if _is_tensor(each[0])])
+            operands.append(tuple(_operand(*each) for each in pairs if _is_tensor(each[0])))
         else:
-            operands.append([])
-    return operands
+            operands.append(())
+    return tuple(operands)
 
 
 def _operand(value: Sequence[Any], shape: Sequence[int]) -> _Operand:

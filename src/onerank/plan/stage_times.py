@@ -1,7 +1,7 @@
 """Times, memory and energy of a pipeline stage by block: the forward and backward of a micro-batch.
 
-A stage is replayed once, with its micro-batches one after another. A block takes from the end of
-the compute of the block before to the end of its own compute. Communication that overlaps the next
+A stage is replayed once, with its micro-batches one after another. The time of a block lasts from
+the end of the previous block's compute to the end of its own. Communication that overlaps the next
 block therefore counts where it delays something.
 """
 
@@ -13,11 +13,17 @@ import numpy as np
 from onerank.annotate.memory.memory_report import non_allocator_bytes
 from onerank.converters.expand.pipeline.schedules import BACKWARD, FORWARD, INPUT, WEIGHT
 from onerank.converters.expand.pipeline.split_backward import split_backward
-from onerank.converters.expand.pipeline.stages import AFTER, AXIS, BEFORE, Block, split_into_blocks
+from onerank.converters.expand.pipeline.stages import (
+    AFTER,
+    AXIS,
+    BEFORE,
+    StageBlock,
+    split_into_blocks,
+)
 from onerank.ir import Graph, Kind, Measurement, Phase, World
 from onerank.ir.arrays import I64, union_duration_ns
-from onerank.ir.replay import Schedule, schedule, steady_state_step
-from onerank.plan.cluster import Network
+from onerank.ir.replay import ReplayTimes, schedule, steady_state_step
+from onerank.plan.cluster import ClusterNetwork
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +82,10 @@ class StageTimes:
         compute_factors: interval of the compute time as factors.
         host_factors: interval of the host's time as factors.
         host_bound_share: part of the step in which the GPU waits for a launch.
+        host_ns: time that the host works in the step.
     """
 
-    blocks: Mapping[Block, Figures]
+    blocks: Mapping[StageBlock, Figures]
     micro_batches: int
     input_share: float
     sent_bytes: tuple[int, int]
@@ -89,6 +96,12 @@ class StageTimes:
     compute_factors: tuple[float, float]
     host_factors: tuple[float, float]
     host_bound_share: float
+    host_ns: float = 0.0
+
+    @property
+    def elapsed_ns(self) -> float:
+        """Time of the step, its blocks one after another."""
+        return sum(figures.elapsed_ns for figures in self.blocks.values())
 
     def block(self, phase: str, micro_batch: int, count: int) -> Figures:
         """Return the figures of a forward or backward of one of `count` micro-batches.
@@ -102,7 +115,7 @@ class StageTimes:
             captured = last
         elif micro_batch and last:
             captured = 1 + (micro_batch - 1) % (last - 1) if last > 1 else last
-        figures = self.blocks[Block(FORWARD if phase == FORWARD else BACKWARD, captured)]
+        figures = self.blocks[StageBlock(FORWARD if phase == FORWARD else BACKWARD, captured)]
         if phase == INPUT:
             return figures * self.input_share
         return figures * (1 - self.input_share) if phase == WEIGHT else figures
@@ -110,7 +123,7 @@ class StageTimes:
 
 def stage_times(
     graph: Graph,
-    network: Network,
+    network: ClusterNetwork,
     world: World,
     *,
     energy_uj: I64 | None = None,
@@ -134,14 +147,14 @@ def stage_times(
     times, begin_ns, host_bound_share = _replayed(graph)
     nodes = graph.nodes
     device = graph.compute | graph.communication
-    blocks: dict[Block, Figures] = {}
+    blocks: dict[StageBlock, Figures] = {}
     ends = {
         block: int(times.end_ns[_members(indices, graph.compute, device)].max(initial=begin_ns))
         for block, indices in stage.blocks.items()
     }
     after_ns = int(times.end_ns[device].max(initial=begin_ns))
     # The step ends with its last operation, communication included.
-    ends[Block(AFTER)] = after_ns
+    ends[StageBlock(AFTER)] = after_ns
     previous_ns = begin_ns
     # AFTER last, even where a backward ends at the same time.
     for block in sorted(ends, key=lambda block: (block.phase == AFTER, ends[block])):
@@ -164,12 +177,12 @@ def stage_times(
     host = tuple(details.get("host_interval", (1.0, 1.0)))
     input_share = 1.0
     if splits_backward:
-        backward = stage.blocks[Block(BACKWARD, stage.micro_batches - 1)]
+        backward = stage.blocks[StageBlock(BACKWARD, stage.micro_batches - 1)]
         inputs, weights = split_backward(graph, backward)
         spent = [int(nodes.duration_ns[part].sum()) for part in (inputs, weights)]
         input_share = spent[0] / max(1, sum(spent))
     return StageTimes(
-        blocks={Block(BEFORE): NO_FIGURES, **blocks},
+        blocks={StageBlock(BEFORE): NO_FIGURES, **blocks},
         micro_batches=stage.micro_batches,
         input_share=input_share,
         sent_bytes=sent_bytes,
@@ -179,6 +192,7 @@ def stage_times(
         compute_factors=(low / total, high / total) if high > 1 else (1.0, 1.0),
         host_factors=(host[0], host[1]),
         host_bound_share=host_bound_share,
+        host_ns=float(nodes.duration_ns[graph.mask(Kind.HOST_OP)].sum()),
     )
 
 
@@ -193,7 +207,9 @@ def memory_of(measured: Measurement) -> dict[str, int]:
     }
 
 
-def with_network(graph: Graph, network: Network, world: World) -> tuple[Graph, tuple[int, int]]:
+def with_network(
+    graph: Graph, network: ClusterNetwork, world: World
+) -> tuple[Graph, tuple[int, int]]:
     """Return the graph with its communication timed, and the bytes that the stage sends.
 
     Messages between stages take no time in the stage: the schedule adds it. Their bytes are those
@@ -241,7 +257,7 @@ def _ranks_of(graph: Graph, name: str, world: World, rank: int) -> tuple[int, ..
     return world.line("+".join(axes), rank) if axes else (rank,)
 
 
-def _replayed(graph: Graph) -> tuple[Schedule, int, float]:
+def _replayed(graph: Graph) -> tuple[ReplayTimes, int, float]:
     """Return the times of the step, its begin in ns, and the share of waiting for launches."""
     step = steady_state_step(graph)
     device = graph.compute | graph.communication
@@ -261,7 +277,7 @@ def _members(indices: list[int], compute: np.ndarray, device: np.ndarray) -> I64
     return computing if len(computing) else members[device[members]]
 
 
-def _within(times: Schedule, chosen: np.ndarray, begin: int, end: int) -> int:
+def _within(times: ReplayTimes, chosen: np.ndarray, begin: int, end: int) -> int:
     """Return the time between two moments in which at least one of the chosen nodes runs."""
     starts = np.clip(times.start_ns[chosen], begin, end)
     return union_duration_ns(starts, np.clip(times.end_ns[chosen], begin, end))
@@ -286,4 +302,5 @@ def at_depth(
         start_bytes=line(shallow.start_bytes, deep.start_bytes),
         activation_bytes=line(shallow.activation_bytes, deep.activation_bytes),
         temporary_bytes=line(shallow.temporary_bytes, deep.temporary_bytes),
+        host_ns=line(shallow.host_ns, deep.host_ns),
     )

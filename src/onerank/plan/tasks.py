@@ -67,6 +67,7 @@ class Store:
     """Results on disk, by key. Several runs may use a store at the same time."""
 
     directory: Path
+    _complete: set[str] = field(default_factory=set[str], repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -74,7 +75,10 @@ class Store:
         remove_abandoned(self.directory)
 
     def __contains__(self, key: str) -> bool:
-        return self.read(key) is not None
+        # Each round of a plan lists the captures of all rounds before it, which take megabytes.
+        if key not in self._complete and self.read(key) is not None:
+            self._complete.add(key)
+        return key in self._complete
 
     def read(self, key: str) -> bytes | None:
         """Return an encoded result; None if it is absent or its file is damaged."""
@@ -104,16 +108,16 @@ class Executor(Protocol):
         ...
 
 
-def run_tasks(
+def complete_tasks(
     tasks: Sequence[Task],
     store: Store,
     executor: Executor,
     progress: Callable[[int], None] = lambda amount: None,
-) -> dict[str, Any]:
-    """Return the result of each task by its key; run those whose results are not stored.
+) -> None:
+    """Run the tasks whose results are not stored; those with equal keys run once.
 
     Args:
-        tasks: the tasks; those with equal keys run once.
+        tasks: the tasks.
         store: results of this run and of earlier ones.
         executor: runs what is missing.
         progress: receives the `amount` of tasks that are complete.
@@ -123,12 +127,25 @@ def run_tasks(
         PlanError: a worker died `ATTEMPTS` times, or cannot run onerank.
         OSError: a result cannot be stored.
     """
-    by_key = {task.key: task for task in tasks}
-    missing = [task for task in by_key.values() if task.key not in store]
+    missing = [task for task in {task.key: task for task in tasks}.values()
+               if task.key not in store]  # fmt: skip
     progress(sum(task.amount for task in tasks) - sum(task.amount for task in missing))
     for task in executor.run(missing, store):
         progress(task.amount)
-    return {key: _result(task.function, store.read(key)) for key, task in by_key.items()}
+
+
+def run_tasks(
+    tasks: Sequence[Task],
+    store: Store,
+    executor: Executor,
+    progress: Callable[[int], None] = lambda amount: None,
+) -> dict[str, Any]:
+    """Return the result of each task by its key.
+
+    Arguments and errors are those of `complete_tasks`.
+    """
+    complete_tasks(tasks, store, executor, progress)
+    return {task.key: _result(task.function, store.read(task.key)) for task in tasks}
 
 
 def content_key(*content: object) -> str:

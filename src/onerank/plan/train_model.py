@@ -16,27 +16,36 @@ def main() -> None:
     parser.add_argument("--seq", type=int, default=2048)
     parser.add_argument("--micro-batch", type=int, default=1)
     parser.add_argument("--micro-batches", type=int, default=1)
-    parser.add_argument("--first-micro-batches", type=int, help="of the first step")
     parser.add_argument("--recompute", choices=("none", "full"), default="none")
     parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument(
+        "--vary", nargs="+", default=[], metavar="MICRO_BATCHES:MICRO_BATCH:RECOMPUTE",
+        help="of each step, instead of the same for all",
+    )  # fmt: skip
     args = parser.parse_args()
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     config = AutoConfig.from_pretrained(args.config)
     model = AutoModelForCausalLM.from_config(config).to(device, torch.bfloat16)
-    if args.recompute == "full":
-        model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device == "cuda")
-    for step in range(args.steps):
-        micro_batches = args.micro_batches
-        if step == 0 and args.first_micro_batches is not None:
-            micro_batches = args.first_micro_batches
-        for _ in range(micro_batches):
-            shape = args.micro_batch, args.seq
+    same = f"{args.micro_batches}:{args.micro_batch}:{args.recompute}"
+    recomputes = False
+    for step in args.vary or [same] * args.steps:
+        micro_batches, micro_batch, recompute = step.split(":")
+        if recompute == "full":
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        elif recomputes:
+            model.gradient_checkpointing_disable()
+        recomputes = recompute == "full"
+        for _ in range(int(micro_batches)):
+            shape = int(micro_batch), args.seq
             tokens = torch.randint(0, config.vocab_size, shape, device=device)
             loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
-            (loss / micro_batches).backward()
+            (loss / int(micro_batches)).backward()
+        # The next step begins with the optimizer's, and finds nothing whose size depends on the
+        # micro-batch of this one.
+        del tokens, loss
         optimizer.step()
         optimizer.zero_grad()
 

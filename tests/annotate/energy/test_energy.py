@@ -12,9 +12,9 @@ from notes import codes, has_note, note_of
 from raised import raises_code
 
 from onerank.annotate import PassOptions, load_gpu, recost, with_figures
-from onerank.annotate.energy import PowerTimeline, report_energy, sensor_notes, work_notes
+from onerank.annotate.energy import StepDurations, report_energy, sensor_notes, work_notes
 from onerank.annotate.kernel_db.database import table_of, write_database
-from onerank.annotate.models.power import Coefficients, power_model, power_share
+from onerank.annotate.models.power import PowerCoefficients, power_model, power_share
 from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import Kind, Reading, Sensors
 from tools.fit.fit_power import (
@@ -38,7 +38,7 @@ def test_a_kernel_at_full_rate_is_held_to_the_limit_and_gaps_draw_idle_power(tra
     gpu = with_figures(load_gpu("H200"), {"tdp_w": 700, "idle_w": 100})
     # 2 * 4096^3 FLOPs at 989 * 0.678 TFLOPS: 204.97 us
     graph = trace(mm(4096, 4096, 4096, ns=204_970))
-    found = report_energy(graph, gpu, PowerTimeline(304_970, 204_970, "made"))
+    found = report_energy(graph, gpu, StepDurations(304_970, 204_970, "made"))
     assert C.base + C.active + C.tensor > 1
     assert found.node_uj[0] == pytest.approx(700 * 204.970, rel=1e-6)
     assert found.idle_uj == 100 * 100
@@ -52,7 +52,7 @@ def test_a_kernel_at_full_rate_is_held_to_the_limit_and_gaps_draw_idle_power(tra
 def test_among_others_a_kernel_may_pass_the_limit_that_holds_the_mean(trace, mm, add):
     gpu = load_gpu("H200")
     graph = trace(mm(4096, 4096, 4096, ns=204_970), add(100_000_000, ns=800_000))
-    found = report_energy(graph, gpu, PowerTimeline(1_004_970, 1_004_970, "made"))
+    found = report_energy(graph, gpu, StepDurations(1_004_970, 1_004_970, "made"))
     product, rest = (uj / us for uj, us in zip(found.node_uj, (204.97, 800), strict=True))
     assert product > 700 > found.mean_power_mw / 1e3 > rest
     assert not has_note(found.notes, "energy-power-limit")
@@ -63,8 +63,8 @@ def test_links_that_are_active_draw_their_power_all_the_time(trace, mm, add):
     call = {"op": "c10d::allreduce_", "kernels": [("all_reduce", 0, Kind.COLLECTIVE)]}
     idle = trace(*operators, call)
     active = recost(idle, "H200", passes=PassOptions(nvlink_active=True))
-    course, gpu = PowerTimeline(1_204_970, 1_004_970, "made"), load_gpu("H200")
-    before, after = (report_energy(graph, gpu, course) for graph in (idle, active))
+    durations, gpu = StepDurations(1_204_970, 1_004_970, "made"), load_gpu("H200")
+    before, after = (report_energy(graph, gpu, durations) for graph in (idle, active))
     assert after.idle_uj - before.idle_uj == pytest.approx(23 * 200, abs=1)
     assert after.node_uj[1] - before.node_uj[1] == pytest.approx(23 * 800, abs=1)
     assert before.coefficients == after.coefficients
@@ -74,7 +74,7 @@ def test_links_that_are_active_draw_their_power_all_the_time(trace, mm, add):
 def test_a_stream_of_bytes_draws_less_than_the_limit(trace, add):
     # 6 bytes an element at 4.8 TB/s * 0.856: 1.46 ms; one operation of 67 * 0.759 TFLOPS for each
     graph = trace(add(1_000_000_000, ns=1_460_300))
-    found = report_energy(graph, load_gpu("H200"), PowerTimeline(1_460_300, 1_460_300, "made"))
+    found = report_energy(graph, load_gpu("H200"), StepDurations(1_460_300, 1_460_300, "made"))
     active = 1 - 2640 / 1_460_300
     vector = 1e9 / 1_460_300e-9 / (67e12 * 0.759)
     share = C.base + C.active * active + C.memory + C.vector * vector
@@ -84,7 +84,7 @@ def test_a_stream_of_bytes_draws_less_than_the_limit(trace, add):
 
 def test_a_short_kernel_draws_little_more_than_the_base(trace, add):
     found = report_energy(
-        trace(add(4096, ns=1300)), load_gpu("H200"), PowerTimeline(1300, 1300, "made")
+        trace(add(4096, ns=1300)), load_gpu("H200"), StepDurations(1300, 1300, "made")
     )
     assert found.mean_power_mw == pytest.approx(C.base * 700_000, rel=0.05)
     assert found.mean_power_mw == pytest.approx(129_000, rel=0.2), "measured on an H200"
@@ -93,7 +93,7 @@ def test_a_short_kernel_draws_little_more_than_the_base(trace, add):
 def test_a_captured_step_draws_between_idle_power_and_limit():
     graph = convert_directory(TRACES / "h200-llama-8b-4l-tp4")[0]
     found = report_energy(
-        graph, load_gpu("H200"), PowerTimeline(31_526_976, 29_865_307, "measured")
+        graph, load_gpu("H200"), StepDurations(31_526_976, 29_865_307, "measured")
     )
     assert 600_000 < found.mean_power_mw <= 700_000
     assert found.classes[0].op_class == "gemm"
@@ -106,11 +106,14 @@ def test_a_captured_step_draws_between_idle_power_and_limit():
 
 def test_the_interval_holds_that_of_predicted_times(trace, mm):
     """A product of an H200: measured there, re-costed for an A100, and for a GPU unlike both."""
-    graph, course = trace(mm(4096, 4096, 4096, ns=200_000)), PowerTimeline(200_000, 200_000, "made")
+    graph, durations = (
+        trace(mm(4096, 4096, 4096, ns=200_000)),
+        StepDurations(200_000, 200_000, "made"),
+    )
     (node,) = np.flatnonzero(graph.gpu_compute)
     for name in ("H200", "A100", "MI300X"):
         made, gpu = recost(graph, name), load_gpu(name)
-        found = report_energy(made, gpu, course)
+        found = report_energy(made, gpu, durations)
         low, high = made.job.annotations[-1].details.get("interval", (1, 1))
         off, model = (high / low) ** 0.5 - 1, power_model()
         wide = found.step_high_uj / found.step_uj - 1
@@ -122,22 +125,22 @@ def test_the_interval_holds_that_of_predicted_times(trace, mm):
         assert above == pytest.approx(np.hypot(model.kernel_high, time), rel=1e-3)
         assert has_note(found.notes, "energy-interval-with-times") == (name != "H200")
     fused = recost(trace(mm(4096, 4096, 4096)), "A100", model="ratio")
-    notes = report_energy(fused, load_gpu("A100"), course).notes
+    notes = report_energy(fused, load_gpu("A100"), durations).notes
     assert has_note(notes, "energy-interval-without-times")
 
 
 def test_a_gpu_without_power_figures_is_an_error_that_says_what_to_set(trace, mm):
     graph = recost(trace(mm(64, 64, 64)), "TPU-v5p")
     with raises_code("energy-gpu-incomplete"):
-        report_energy(graph, load_gpu("TPU-v5p"), PowerTimeline(1, 1, "made"))
+        report_energy(graph, load_gpu("TPU-v5p"), StepDurations(1, 1, "made"))
 
 
 def test_a_graph_without_durations_is_an_error(trace, mm):
     with raises_code("energy-no-durations"):
-        report_energy(trace(mm(64, 64, 64, ns=0)), load_gpu("H200"), PowerTimeline(1, 1, "made"))
+        report_energy(trace(mm(64, 64, 64, ns=0)), load_gpu("H200"), StepDurations(1, 1, "made"))
 
 
-MADE = Coefficients(base=0.2, active=0.2, tensor=0.7, memory=0.3, vector=4.0)
+MADE = PowerCoefficients(base=0.2, active=0.2, tensor=0.7, memory=0.3, vector=4.0)
 
 
 def held(share: float = 1.0) -> Powers:

@@ -99,10 +99,10 @@ def versioned(graph: Graph, **versions: str) -> Graph:
         ({"torch": "2.11.0+cu130", "cuda": "13.0"}, "looked_up", None),
         (
             {"torch": "2.13.0+cu130", "cuda": "13.0"},
-            "looked_up_otherwise",
+            "looked_up_other_versions",
             ("torch 2.13.0", "CUDA 13.0"),
         ),
-        ({}, "looked_up_otherwise", ()),
+        ({}, "looked_up_other_versions", ()),
     ],
 )
 def test_a_row_of_the_call_gives_its_time_and_the_interval_of_look_ups(

@@ -90,7 +90,7 @@ def test_a_small_device_does_not_fit_and_the_arithmetic_holds(h200: Graph, gpu_f
     changes = {one.change.split(" over")[0]: one for one in found.mitigations}
     # the optimizer's step needs another 0.96 GB whatever the micro-batch
     held, step = 3_914_663_424, 961_617_920
-    shorter = changes["sequences 1/64 as long: the captured micro-batch is one sequence"]
+    shorter = changes["sequences of 1/64 the length: the captured micro-batch is one sequence"]
     assert shorter.peak_bytes == pytest.approx(held + step, rel=1e-3)
     assert not shorter.suffices
     two = changes["shard gradients and optimizer state (ZeRO-2)"]
@@ -151,8 +151,8 @@ def test_peers_and_groups_take_memory_beside_the_allocator():
     ("captured", "change", "peak"),
     [
         (4, "micro-batch 2 instead of 4", 3_000),  # three would make 4000
-        (1, "sequences a half as long: the captured micro-batch is one sequence", 3_000),
-        (None, "micro-batch a half of the captured one", 3_000),
+        (1, "sequences of half the length: the captured micro-batch is one sequence", 3_000),
+        (None, "half of the captured micro-batch", 3_000),
         (2, "micro-batch 1 instead of 2", 3_000),
     ],
 )

@@ -9,8 +9,8 @@ from onerank.annotate.gpus.spec_schema import Figure
 from onerank.annotate.models.calibration import (
     calibrated,
     calibrated_source,
+    gemm_shapes,
     rates_in,
-    shapes_of,
 )
 from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.gemm_tiles import gemm_ns
@@ -31,7 +31,7 @@ def described(gpu: Gpu, values: dict[str, float]) -> Gpu:
 
 def test_mean_rates_are_geometric() -> None:
     # 2 * 4096^3 FLOPs in 1 and 4 ms: 137.4 and 34.4 TFLOPS; 6 * 4096^2 bytes: 100.7 and 25.2 GB/s
-    shapes = shapes_of([(4096, 4096, 4096)] * 2)
+    shapes = gemm_shapes([(4096, 4096, 4096)] * 2)
     flops, moved = rates_in(shapes, np.array([1e6, 4e6]))
     assert flops == pytest.approx(68.7e12, rel=1e-3)
     assert moved == pytest.approx(50.3e9, rel=1e-3)
@@ -40,7 +40,7 @@ def test_mean_rates_are_geometric() -> None:
 def test_a_gpu_is_as_its_products_have_it_whatever_its_description_tells() -> None:
     told = {"bf16_sustained_fraction": 0.8, "memory_achievable_fraction": 0.8}
     true = described(load_gpu("B200"), told)
-    every, c = shapes_of([*LARGE_SHAPES, *SKINNY_SHAPES]), shipped().gemm
+    every, c = gemm_shapes([*LARGE_SHAPES, *SKINNY_SHAPES]), shipped().gemm
     times = gemm_ns(true, rates_of(true, "bfloat16", len(every)), every, c)
     assert calibrated(true, c) == (true, 1)  # nothing of it was measured
     large, skinny = len(LARGE_SHAPES), len(SKINNY_SHAPES)
@@ -118,7 +118,7 @@ def test_a_source_of_the_same_die_reads_memory_as_the_target() -> None:
 
 def test_a_target_is_known_by_its_datasheet_and_two_microbenchmarks() -> None:
     gpus = [load_gpu(name) for name in ("A100", "H100", "L40S")]
-    every = shapes_of([*LARGE_SHAPES, *SKINNY_SHAPES])
+    every = gemm_shapes([*LARGE_SHAPES, *SKINNY_SHAPES])
     times = np.concatenate([np.full(len(LARGE_SHAPES), 5e6), np.full(len(SKINNY_SHAPES), 2e5)])
     made = as_calibrated(gpus, Products("bfloat16", every, {"H100-SXM": times}))(gpus[1])
     # 27 products of 8192^3 FLOPs * 2 in the geometric mean; 8 of 8192 * 16384 bytes * 2 and more

@@ -47,10 +47,12 @@ def test_intervals_have_the_errors_of_the_estimates(trace, mm, add, datasheet):
     by_sheet, described = (recost(graph, target) for target in (datasheet, "H100"))
     c, gpu = shipped(), load_gpu(datasheet)
     gemm = c.datasheet_errors["gemm_same_die"]  # the trace is of an H200
+    # The estimated bandwidth is as good as the described one on the GPUs left out.
+    assert "memory" not in c.datasheet_errors
     assert reach(by_sheet) == pytest.approx(
-        [gemm.high * widening(gpu, c, "gemm_same_die"), c.datasheet_errors["memory"].high], rel=1e-3
+        [gemm.high * widening(gpu, c, "gemm_same_die"), c.errors["memory"].high], rel=1e-3
     )
-    assert all(a > b for a, b in zip(reach(by_sheet), reach(described), strict=True))
+    assert reach(by_sheet)[0] > reach(described)[0]
     note_of(by_sheet.job.measurement.notes, "target-figures-estimated", "launch_floor_ns")
 
 

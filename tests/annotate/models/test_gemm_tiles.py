@@ -8,12 +8,13 @@ from onerank.annotate import load_gpu
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.gpus.registry import with_figures
 from onerank.annotate.gpus.spec_schema import Figure
-from onerank.annotate.models.attention_kernels import attention_ns, shape_factors
+from onerank.annotate.models.attention_kernels import shape_factors
+from onerank.annotate.models.attention_time import attention_ns
 from onerank.annotate.models.coefficients import AttentionCoefficients, shipped
 from onerank.annotate.models.features import kernels_of
 from onerank.annotate.models.gemm_tiles import Rates, gemm_ns, pipeline_of
 from onerank.annotate.models.learned import predict_from_description
-from onerank.annotate.op_costs.cost_record import Work
+from onerank.annotate.op_costs.cost_record import AttentionShape, Work
 
 
 def gemm(gpu: Gpu, *sizes: tuple[int, int, int, int]) -> list[float]:
@@ -195,8 +196,8 @@ class TestAttention:
     @pytest.mark.parametrize("back", [0, 1])
     def test_no_better_figure_makes_attention_slower(self, name, back):
         gpu = load_gpu("H100")
-        shapes = [(1, 16, 16, 8192, 8192, d, d, 1, back) for d in (32, 64, 128, 256)]
-        works = [Work(1, 1, 1, matmul=True, dtype="bfloat16", attention=one) for one in shapes]
+        shapes = [AttentionShape(1, 16, 16, 8192, 8192, d, d, 1, back) for d in (32, 64, 128, 256)]
+        works = [Work(1, 1, 1, matmul=True, dtype="bfloat16", attention=shape) for shape in shapes]
         kernels = kernels_of(works, np.zeros(len(works)))
         better = with_figures(gpu, {name: gpu.figures[name].value * 1.5})
         before, _ = predict_from_description(kernels, gpu)

@@ -13,7 +13,7 @@ def predicted(graph, target, **how) -> int:
 @pytest.mark.parametrize("model", ["residual", "learned"])
 def test_data_in_the_sources_cache_come_from_the_targets_memory(trace, add, model):
     # 24.6 MB: an H200's cache holds 52 MB, an A10's 6.29; the rest at 600 GB/s
-    graph = trace(add(4_096_000, ns=4_000))
+    graph = trace(add(4_096_000, ns=3_500))
     assert predicted(graph, "A10", model=model) == pytest.approx((24.576e6 - 6.291e6) / 600, abs=1)
     lines = dict(explain(graph, "A10", int(graph.nodes.id[graph.gpu_compute][0])).lines)
     assert lines["lower bound"].startswith("30,475 ns: products at the datasheet's peak, bytes")

@@ -9,13 +9,13 @@ from onerank.annotate.models.features import kernels_of
 from onerank.annotate.models.gemm_tiles import has_misaligned_rows, misaligned_lower_bound_ns
 from onerank.annotate.models.learned import predict_from_description
 from onerank.annotate.models.prediction_terms import Rule
-from onerank.annotate.op_costs.cost_record import Work
+from onerank.annotate.op_costs.cost_record import GemmShape, Work
 from onerank.ir import Graph
 
 VOCABULARY = 50257
 LOGITS = (8192, VOCABULARY, 768)  # m, n, k: forward, and the gradients of input and weights
 INPUTS, WEIGHTS = (8192, 768, VOCABULARY), (VOCABULARY, 768, 8192)
-LABEL = "matrix product whose rows begin off 16 bytes: an older generation's kernel"
+LABEL = "GEMM whose rows begin off 16 bytes: an older generation's kernel"
 
 
 def gemm(*shapes: tuple[int, ...], item: int = 2) -> np.ndarray:
@@ -84,14 +84,14 @@ def test_from_a_gpu_of_the_same_die(gpt2):
     times = told.nodes.duration_ns[told.gpu_compute]
     assert times[:3] == pytest.approx([6_639_922, 4_498_456, 4_273_586], rel=0.09)
     last = told.job.annotations[-1].details
-    assert last["rules"] == {LABEL: 3, "matrix product by its tiles": 1}
+    assert last["rules"] == {LABEL: 3, "GEMM by its tiles": 1}
 
 
 def test_another_die_is_unsure(gpt2):
     told = recost(gpt2, "A100", model="learned")
     rows = np.flatnonzero(told.gpu_compute)
     wide = np.log(told.nodes.p90_ns[rows] / told.nodes.duration_ns[rows])
-    kinds = [shipped().errors[kind].high for kind in ("memory_unmeasured", "gemm")]
+    kinds = [shipped().errors[kind].high for kind in ("memory_library_unmeasured", "gemm")]
     assert wide == pytest.approx([kinds[0]] * 3 + [kinds[1]], abs=1e-3)
 
 
@@ -99,7 +99,7 @@ def test_of_what_nobody_measured():
     """Of a CPU capture, beside what an H200 took; without the rows 4.4 to 6.8 times less."""
     works = [
         Work(2 * m * n * k, 2 * (m * k + k * n), 2 * m * n, matmul=True, dtype="bfloat16",
-             gemm=(1, m, n, k, 2, 2))
+             gemm=GemmShape(1, m, n, k, 2, 2))
         for m, n, k in (LOGITS, INPUTS, WEIGHTS)
     ]  # fmt: skip
     alone, rules = predict_from_description(kernels_of(works, np.zeros(3)), load_gpu("H200"))

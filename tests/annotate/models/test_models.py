@@ -106,7 +106,7 @@ class TestResidual:
         graph = trace({"op": "", "kernels": [("nvjet_gemm", 12_000)]})
         made = self.recost(graph, gpu_file, bf16=50)
         assert times(made) == [22_000]
-        assert rules(made) == {"matrix product or attention, FLOPs unknown: 16-bit matmul rate": 1}
+        assert rules(made) == {"GEMM or attention, FLOPs unknown: 16-bit matmul rate": 1}
 
     def test_a_data_type_that_nothing_on_the_target_takes(self, trace, mm, gpu_file):
         product = mm(64, 64, 64, ns=10_000)

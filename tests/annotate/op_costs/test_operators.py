@@ -16,13 +16,17 @@ BF16, F32, I64 = "Tensor(c10::BFloat16)", "Tensor(float)", "Tensor(long int)"
 NONE = ("None", [])
 
 
-def work(op: str, inputs: list[tuple[str, Any]], outputs: list[tuple[str, Any]] = [], values=()):  # noqa: B006
+def record(op: str, inputs: list[tuple[str, Any]], outputs: list[tuple[str, Any]], values=()):
     def columns(operands: list[tuple[str, Any]]) -> tuple[str, str]:
         shapes, types = [shape for _, shape in operands], [kind for kind, _ in operands]
         return json.dumps(shapes), json.dumps(types)
 
-    found = work_of(f"aten::{op}", columns(inputs), columns(outputs), json.dumps(list(values)))
-    return found.flops, found.bytes_read, found.bytes_written
+    return work_of(f"aten::{op}", columns(inputs), columns(outputs), json.dumps(list(values)))
+
+
+def work(op: str, inputs: list[tuple[str, Any]], outputs: list[tuple[str, Any]] = [], values=()):  # noqa: B006
+    cost = record(op, inputs, outputs, values)
+    return cost.flops, cost.bytes_read, cost.bytes_written
 
 
 def test_mm_8192_4096_4096():
@@ -91,17 +95,22 @@ def test_products_with_bias_and_batch():
 
 
 @pytest.mark.parametrize(
-    ("left", "right", "result", "flops"),
+    ("left", "right", "result", "flops", "gemm", "read"),
     [
-        ([32, 16], [4, 16, 8], [32, 8], 2 * 32 * 16 * 8),
-        ([8, 32], [32, 16], [4, 8, 16], 2 * 8 * 32 * 16),
-        ([4, 8, 16], [16, 32], [8, 32], 2 * 8 * 16 * 32),
-        ([4, 8, 16], [4, 16, 32], [4, 8, 32], 4 * 2 * 8 * 16 * 32),
+        ([32, 16], [4, 16, 8], [32, 8], 2 * 32 * 16 * 8, (4, 8, 8, 16), 32 * 16 + 4 * 16 * 8),
+        # Three rows of four experts: the fourth's matrix is not read.
+        ([3, 16], [4, 16, 8], [3, 8], 2 * 3 * 16 * 8, (3, 1, 8, 16), 3 * 16 + 3 * 16 * 8),
+        ([8, 32], [32, 16], [4, 8, 16], 2 * 8 * 32 * 16, (4, 8, 16, 8), 8 * 32 + 32 * 16),
+        ([4, 8, 16], [16, 32], [8, 32], 2 * 8 * 16 * 32, (4, 8, 8, 16), 4 * 8 * 16 + 16 * 32),
+        ([4, 8, 16], [4, 16, 9], [4, 8, 9], 4 * 2 * 8 * 16 * 9, (4, 8, 9, 16), 4 * 16 * (8 + 9)),
     ],
 )
-def test_grouped_mm(left: list[int], right: list[int], result: list[int], flops: int):
+def test_grouped_mm(left, right, result, flops, gemm, read):  # noqa: PLR0917
     inputs = [(BF16, left), (BF16, right), ("Tensor(int)", [4])]
-    assert work("_grouped_mm", inputs, [(BF16, result)])[0] == flops
+    cost = record("_grouped_mm", inputs, [(BF16, result)])
+    offsets_bytes = 4 * 4
+    assert (cost.flops, cost.bytes_read - offsets_bytes) == (flops, 2 * read)
+    assert [part[:4] for part in cost.parts] == [gemm]
 
 
 def test_convolution_forward_and_backward():
@@ -164,6 +173,38 @@ def test_packed_attention_needs_equal_lengths():
     assert even == 2 * 4 * 8 * 128 * 128 * (64 + 64)
     values[5] = values[6] = 200
     assert work("_flash_attention_forward", inputs, out, values)[0] == UNKNOWN
+
+
+def test_the_flash_attn_package_has_its_schemas():
+    """Heads come after the sequence, as in `_flash_attn_forward(q, k, v, dropout_p, ...)`."""
+    query, key = (BF16, [2, 64, 8, 32]), (BF16, [2, 64, 2, 32])
+    rest = [("Double", []), ("Double", []), ("Bool", [])]
+    forward = [None] * 3 + [0.0, 0.1, False]
+    products = 2 * 2 * 8 * 64 * 64 * (32 + 32)
+    assert work("_flash_attn_forward", [query, key, key, *rest], [query], forward)[0] == products
+    forward[5] = True
+    assert (
+        work("_flash_attn_forward", [query, key, key, *rest], [query], forward)[0] == products // 2
+    )
+    lse = (F32, [2, 8, 64])
+    inputs = [query, query, key, key, query, lse, query, key, key, *rest]
+    backward = [None] * 9 + [0.0, 0.1, False]
+    assert work("_flash_attn_backward", inputs, [lse], backward)[0] == products * 5 // 2
+
+
+def test_packed_sequences_of_the_flash_attn_package():
+    """Two sequences of 64 tokens, as in `_flash_attn_varlen_forward(q, k, v, cu_q, cu_k, ...)`."""
+    query, key, ends = (BF16, [128, 8, 32]), (BF16, [128, 2, 32]), ("Tensor(int)", [3])
+    rest = [("Int", []), ("Int", []), ("Double", []), ("Double", []), ("Bool", [])]
+    products = 2 * 2 * 8 * 64 * 64 * (32 + 32)
+    inputs = [query, key, key, ends, ends, *rest]
+    forward = [None] * 5 + [64, 64, 0.0, 0.1, False]
+    assert work("_flash_attn_varlen_forward", inputs, [query], forward)[0] == products
+    lse = (F32, [8, 128])
+    inputs = [query, query, key, key, query, lse, query, key, key, ends, ends, *rest]
+    backward = [None] * 11 + [64, 64, 0.0, 0.1, True]
+    causal = products // 2 * 5 // 2
+    assert work("_flash_attn_varlen_backward", inputs, [lse], backward)[0] == causal
 
 
 def test_flash_attention_with_the_state_of_its_random_numbers():

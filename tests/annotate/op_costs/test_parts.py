@@ -85,7 +85,7 @@ def test_filters_of_one_channel_have_no_product():
     assert (work.matmul, work.parts, work.flops) == (False, (), 2 * image[0].numel * 49)
     assert backward(image, tensor(64, 1, 7, 7), image).flops == 2 * work.flops
     kernels = replace(kernels_of([work], np.zeros(1)), matmul_class=np.ones(1, dtype=bool))
-    made = roofline.predict(kernels, load_gpu("H200"))
+    made = roofline.predict_from_datasheet(kernels, load_gpu("H200"))
     kind = KINDS[kinds_of(kernels, made, None, load_gpu("H200"))[0]]
     assert kind == "memory_unmeasured_short"
 
@@ -166,6 +166,8 @@ def test_the_arithmetic_of_both_ways_is_told():
 def test_kernels_of_an_operator_share_the_roofline_of_its_steps():
     layer = lstm("_cudnn_rnn", tensor(9, 4, 8), (32, 8), (32, 8), batch=4, size=8)
     kernels = kernels_of([layer, layer], np.array([30.0, 10.0]))
-    shared, _ = roofline.predict(replace(kernels, operator_ns=np.full(2, 40.0)), load_gpu("H200"))
-    whole, _ = roofline.predict(kernels_of([layer], np.zeros(1)), load_gpu("H200"))
+    shared, _ = roofline.predict_from_datasheet(
+        replace(kernels, operator_ns=np.full(2, 40.0)), load_gpu("H200")
+    )
+    whole, _ = roofline.predict_from_datasheet(kernels_of([layer], np.zeros(1)), load_gpu("H200"))
     assert shared == pytest.approx(whole * [0.75, 0.25])

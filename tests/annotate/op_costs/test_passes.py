@@ -54,7 +54,7 @@ def test_what_is_read_again_goes_by_bandwidth():
     """A softmax of 1 GB at an H200's 4.11 TB/s: 0.45 ms of its 0.54 are memory's, not 0.24."""
     gpus = load_gpu("H200"), load_gpu("H100")
     moved = [
-        scale_measured.predict(
+        scale_measured.predict_by_residual(
             kernels_of([Work(0, 5 * 10**8, 5 * 10**8, rereads=rereads)], np.array([540_000.0])),
             *gpus,
         )[0][0]
@@ -97,7 +97,7 @@ def test_elements_take_the_cycles_of_all_sms(gpu_file):
     # 4 MB at 1 TB/s are 4 us; 2e6 cycles on 100 SMs at 1 GHz are 20
     gpu = load_gpu(gpu_file())
     kernels = kernels_of([Work(0, 2_000_000, 2_000_000, cycles=2e6)], np.zeros(1))
-    (ns,), (rule,) = roofline.predict(kernels, gpu)
+    (ns,), (rule,) = roofline.predict_from_datasheet(kernels, gpu)
     assert ns == pytest.approx(22_000)
     assert rule == Rule.ISSUE
     assert roofline.predict_by_roofline(kernels, gpu, gpu)[0] == pytest.approx(6_000)
@@ -107,5 +107,5 @@ def test_what_nobody_measured_streams_its_bytes_so_often(gpu_file):
     # 4 MB at 1 TB/s are 4 us, 2.5 times over 10; the baseline of the field knows no passes
     gpu = load_gpu(gpu_file())
     kernels = kernels_of([Work(0, 2_000_000, 2_000_000, passes=2.5)], np.zeros(1))
-    assert roofline.predict(kernels, gpu)[0] == pytest.approx(12_000)
+    assert roofline.predict_from_datasheet(kernels, gpu)[0] == pytest.approx(12_000)
     assert roofline.predict_by_roofline(kernels, gpu, gpu)[0] == pytest.approx(6_000)

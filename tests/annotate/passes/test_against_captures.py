@@ -4,6 +4,7 @@ import textwrap
 from collections import Counter
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 from notes import has_note, note_of
@@ -71,7 +72,9 @@ def operators(graph):
 def test_a_resized_step_is_the_step_captured_at_that_size(capture, before, after):
     first, real = characterise(capture(*before)), characterise(capture(*after))
     resize = Resize(Change(0, after[0]), Change(0, after[1]))
-    resized = characterise(resize.apply(capture(*before)).graph)
+    applied = resize.apply(capture(*before))
+    assert has_note(applied.notes, "resize-blocks-unmatched")
+    resized = characterise(applied.graph)
     assert operators(resized) == operators(real)
     fills = np.array([op == "aten::fill_" for op in operators(resized)])
     shapes = [
@@ -93,6 +96,30 @@ def test_a_resized_step_is_the_step_captured_at_that_size(capture, before, after
     memory = [report_memory(graph) for graph in (resized, real, first)]
     step_bytes = [report.peak_bytes - report.start_bytes for report in memory]
     assert step_bytes[0] == step_bytes[1] != step_bytes[2]
+
+
+def test_memory_that_a_resize_cannot_follow(capture):
+    graph = capture(64, 2)
+    resize = Resize(Change(0, 128), Change(0, 2))
+    without_frees = graph.with_columns(bytes_freed=np.zeros(len(graph), dtype=np.int64))
+    assert has_note(resize.apply(without_frees).notes, "resize-blocks-without-free")
+    measurement = msgspec.structs.replace(graph.job.measurement, memory=None)
+    without_log = replace(graph, job=msgspec.structs.replace(graph.job, measurement=measurement))
+    resized = resize.apply(without_log)
+    assert has_note(resized.notes, "resize-peak-unknown")
+    assert resized.graph.job.measurement.peak_memory_bytes == 0
+
+
+def test_attention_of_other_dtypes_stays_fused(capture):
+    graph = recost(capture(64, 2), "H100")
+    in_first_layer = [module == "model.layers.0.self_attn" for module in graph.text("module")]
+    types = [
+        text.replace("Tensor(float)", "Tensor(double)") if first else text
+        for first, text in zip(in_first_layer, graph.text("input_types"), strict=True)
+    ]
+    unfused = EagerAttention().apply(graph.with_columns(input_types=types), load_gpu("H100"))
+    # One forward and one backward, of the first of two layers.
+    note_of(unfused.job.measurement.notes, "eager-stays-fused", 2)
 
 
 def test_the_cpu_capture_becomes_the_gpu_step_at_that_size(capture):

@@ -12,10 +12,11 @@ from notes import has_note
 
 import onerank
 from onerank.analysis.step_time import step_change
-from onerank.annotate.hosts.host import SORTS, load_host
+from onerank.annotate.hosts.host import HOST_OP_KINDS, load_host
 from onerank.cli import onerank as command
-from onerank.ir import Evidence, Graph, Kind, Reason
+from onerank.ir import Edges, Evidence, Graph, Kind, Reason
 from onerank.ir.errors import TargetError
+from onerank.ir.job import InferenceStep
 
 TRACES = Path(__file__).parents[3] / "traces"
 
@@ -27,15 +28,15 @@ def cpu() -> Graph:
 
 @pytest.fixture
 def described(tmp_path: Path):
-    """Return a function that writes a description in which each sort takes so many ns."""
+    """Return a function that writes a description in which each kind takes so many ns."""
 
-    def write(p50_ns: float, p10_ns: float | None = None, p90_ns: float | None = None, **sorts):
+    def write(p50_ns: float, p10_ns: float | None = None, p90_ns: float | None = None, **kinds):
         low, high = p10_ns if p10_ns is not None else p50_ns, p90_ns or p50_ns
         lines = ['name = "test"', '[sources]\nby_hand = "a test"', "[figures]"]
-        for sort in SORTS:
-            ns = (sorts[sort],) * 3 if sort in sorts else (low, p50_ns, high)
+        for kind in HOST_OP_KINDS:
+            ns = (kinds[kind],) * 3 if kind in kinds else (low, p50_ns, high)
             lines.append(
-                f"{sort} = {{ p10_ns = {ns[0]}, p50_ns = {ns[1]}, p90_ns = {ns[2]}, "
+                f"{kind} = {{ p10_ns = {ns[0]}, p50_ns = {ns[1]}, p90_ns = {ns[2]}, "
                 'source = "by_hand" }'
             )
         path = tmp_path / "host.toml"
@@ -57,6 +58,16 @@ def test_a_small_step_takes_as_long_as_its_host(cpu: Graph, described):
     assert step.after is not None
     assert step.after.step_ns == pytest.approx(4_800_000, rel=0.01)
     assert step.after.host_bound_ns == pytest.approx(4_800_000 - 881_373, rel=0.01)
+
+
+def test_operators_of_inference_have_a_figure_but_collectives_keep_theirs(cpu: Graph, described):
+    decode = InferenceStep("decode", 2, batch=1, new_tokens=1, context_lengths=(64,))
+    job = msgspec.structs.replace(cpu.job, inference=decode)
+    host = described(10_000, inference=1_000, step=0)
+    graph = onerank.recost(replace(cpu, job=job), "H100", host=host)
+    times = graph.nodes.duration_ns[graph.mask(Kind.HOST_OP)]
+    assert (times == 10_000).sum() == 17
+    assert (times == 1_000).sum() == 480 - 17
 
 
 def test_a_fast_host_leaves_the_step_of_the_kernels(cpu: Graph, described):
@@ -101,11 +112,32 @@ def test_a_call_comes_before_its_launches_in_program_order(cpu: Graph):
     assert sorted(edges.target[launch]) == np.flatnonzero(~host).tolist()
     called = graph.nodes.start_ns[host]
     assert (np.diff(called) > 0).all()
-    # A product and its kernel have the same operator and module.
+    # A GEMM and its kernel have the same operator and module.
     source, target = edges.source[launch], edges.target[launch]
-    product = graph.nodes.op[source] == graph.strings.encode(["aten::mm"])[0]
-    assert product.sum() >= 45
+    gemm = graph.nodes.op[source] == graph.strings.encode(["aten::mm"])[0]
+    assert gemm.sum() >= 45
     assert (graph.nodes.module[source] == graph.nodes.module[target]).all()
+
+
+def test_a_wait_that_no_launch_follows_is_counted(cpu: Graph, described):
+    order = np.argsort(cpu.nodes.start_ns, kind="stable")
+    first, last = int(order[0]), int(order[-1])
+    kind, blocked = cpu.nodes.kind.copy(), np.zeros(len(cpu), dtype=np.int64)
+    kind[last], blocked[last] = Kind.METADATA, 1
+    edges = cpu.edges
+    edges = Edges.from_pairs(
+        len(cpu),
+        np.append(edges.source, first),
+        np.append(edges.target, last),
+        np.append(edges.reason, np.uint8(Reason.SYNC)),
+    )
+    waiting = replace(cpu, edges=edges).with_columns(kind=kind, blocked_ns=blocked)
+    graph = onerank.recost(waiting, "H100", host=described(10_000))
+    assert has_note(graph.job.measurement.notes, "host-waits-at-end", "1 waits")
+    assert not has_note(
+        onerank.recost(cpu, "H100", host=described(10_000)).job.measurement.notes,
+        "host-waits-at-end",
+    )
 
 
 def test_a_scaled_host_multiplies_the_described_one(cpu: Graph, described):
@@ -141,8 +173,8 @@ def test_a_wrong_host_is_refused(described, tmp_path: Path):
     assert unknown.value.code == "host-unknown"
     text = described(10.0).read_text()
     wrong = {
-        "missing": text.replace("product =", "#"),
-        "no-sort": text + "\nviews = { p10_ns = 1, p50_ns = 1, p90_ns = 1, source = 'by_hand' }",
+        "missing": text.replace("gemm =", "#"),
+        "no-kind": text + "\nviews = { p10_ns = 1, p50_ns = 1, p90_ns = 1, source = 'by_hand' }",
         "order": text.replace("p10_ns = 10.0", "p10_ns = 11.0"),
         "negative": text.replace("10.0", "-1.0"),
         "source": text.replace('source = "by_hand"', 'source = "unknown"'),

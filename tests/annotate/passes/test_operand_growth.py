@@ -19,7 +19,7 @@ from onerank.annotate.passes.resize.size_change import (
     Sizing,
     readings,
 )
-from onerank.annotate.passes.resize.tensor_locations import TensorLocation
+from onerank.annotate.passes.tensor_locations import TensorLocation
 
 
 def test_what_index_select_takes_goes_by_its_axis():

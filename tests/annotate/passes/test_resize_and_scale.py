@@ -11,7 +11,7 @@ from raised import raises_code
 import onerank
 from onerank.annotate import PassOptions, Resize, load_gpu, recost
 from onerank.annotate.models.features import KernelFeatures
-from onerank.annotate.models.roofline import predict
+from onerank.annotate.models.roofline import predict_from_datasheet
 from onerank.annotate.op_costs.node_costs import op_costs_of
 from onerank.annotate.passes.resize.size_change import (
     Change,
@@ -43,14 +43,16 @@ def kernels_of(graph):
 def test_a_short_kernel_grows_by_the_time_of_its_bytes(trace, add, gpu_file, ns, becomes):
     small, large = (kernels_of(trace(add(4096 * n, ns=ns))) for n in (1, 1000))
     gpu = load_gpu(gpu_file())
-    (scaled_ns,) = scale_to_size(small.duration_ns, small, large, gpu, predict)
+    (scaled_ns,) = scale_to_size(small.duration_ns, small, large, gpu, predict_from_datasheet)
     assert scaled_ns == pytest.approx(becomes, rel=1e-3)
 
 
 def test_what_was_in_the_cache_comes_from_memory_at_a_larger_size(trace, add):
     # 24.6 MB in 3 us, of an H200 whose cache holds 52.43 MB; 64 times that are 1.57 GB, of 4.8 TB/s
     small, large = (kernels_of(trace(add(4096 * 1000 * n, ns=3_000))) for n in (1, 64))
-    (scaled_ns,) = scale_to_size(small.duration_ns, small, large, load_gpu("H200"), predict)
+    (scaled_ns,) = scale_to_size(
+        small.duration_ns, small, large, load_gpu("H200"), predict_from_datasheet
+    )
     assert scaled_ns == pytest.approx((6 * 4096 * 1000 * 64 - 52.43e6) / 4800)
 
 

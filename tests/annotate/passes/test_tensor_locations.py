@@ -5,10 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from onerank.annotate.passes.resize.tensor_locations import (
+from onerank.annotate.passes.tensor_locations import (
     TensorLocation,
     ValueTexts,
-    calls_of,
+    call_of_node,
     parse_locations,
     parse_tensor_ids,
     tensor_accesses,
@@ -48,7 +48,7 @@ def test_a_tensor_is_six_values_the_last_a_device(text: str, tensors: list[tuple
 
 def test_all_calls_of_a_capture_equal_calls_read_one_by_one():
     graph = convert_directory(TRACES / "cpu-llama-2l-tp4")[0]
-    nodes, call_of = graph.nodes, calls_of(graph)
+    nodes, call_of = graph.nodes, call_of_node(graph)
     rows = [row for row in range(len(graph)) if call_of(row) is not None]
     pairs = [(call_of(row), graph.strings[int(nodes.input_values[row])]) for row in rows]
     wanted = [parse_locations(call.inputs, text) for call, text in pairs]

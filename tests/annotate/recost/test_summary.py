@@ -1,3 +1,4 @@
+from onerank.analysis.summary import summarise as summary_of
 from onerank.annotate import ClassRow, OpClass, UnknownKernel, recost, summarise
 
 
@@ -23,3 +24,9 @@ def test_figures_of_a_recosting(trace, mm, add):
     assert sum(found.rules.values()) == 5
     assert found.before_ns == 1_842_035
     assert found.after_ns == sum(row.after_ns for row in found.classes)
+
+
+def test_the_share_without_flops_is_of_the_time(trace, mm):
+    summary = summary_of(trace(mm(8, 8, 8, ns=3000), {"op": "mylib::x", "kernels": [("k", 1000)]}))
+    assert (summary.without_flops, summary.without_flops_share) == (1, 0.25)
+    assert summary.flops == 2 * 8**3

@@ -13,7 +13,7 @@ import torch
 
 from onerank.annotate.kernel_db.calls import call_key
 from onerank.capture.bench import requests
-from onerank.capture.bench.bench_call import BenchCall, Operand
+from onerank.capture.bench.bench_call import BenchCall, BenchOperand
 from onerank.capture.bench.bench_runner import Bench, Message, child_on, measure_isolated
 from onerank.capture.bench.measure_call import Account, Replays
 from onerank.capture.bench.random_operands import layouts, overload_of, with_random_operands
@@ -37,11 +37,11 @@ def one_thread() -> Iterator[None]:
 
 @pytest.mark.usefixtures("one_thread")
 def test_the_runner_times_calls_cold_and_warm() -> None:
-    small, large = Operand((64, 64), "float32"), Operand((1024, 1024), "float32")
+    small, large = BenchOperand((64, 64), "float32"), BenchOperand((1024, 1024), "float32")
     calls = [
         BenchCall("aten::mm", (small, small.swapped(0, 1))),
         BenchCall("aten::mm", (large, large)),
-        BenchCall("aten::add_", (large, Operand((), "float64", host=True), 1)),
+        BenchCall("aten::add_", (large, BenchOperand((), "float64", host=True), 1)),
         BenchCall("aten::no_such_operator", (small,)),
     ]
     account = Account(requested=len(calls))
@@ -109,13 +109,15 @@ def test_a_call_of_a_trace_comes_back_with_the_key_of_its_node() -> None:
     types = json.dumps([f"GenericList[{bf16},{bf16}]", "Int"])
     values = '[[[1,2,0,128,2,"cuda:0"],[3,4,0,128,2,"cuda:0"]],-1]'
     call = BenchCall.parse("aten::cat", shapes, types, values)
-    assert call == BenchCall("aten::cat", ((Operand((1, 2, 64)), Operand((1, 2, 64))), -1))
+    assert call == BenchCall(
+        "aten::cat", ((BenchOperand((1, 2, 64)), BenchOperand((1, 2, 64))), -1)
+    )
     assert call_key("aten::cat", *call.texts()) == call_key("aten::cat", shapes, types, values)
 
 
 def test_a_call_that_ends_its_process_costs_itself_alone() -> None:
     """The child is played: it dies whenever it is to measure the third of five calls."""
-    calls = [BenchCall("aten::silu", (Operand((size,)),)) for size in (1, 2, 3, 4, 5)]
+    calls = [BenchCall("aten::silu", (BenchOperand((size,)),)) for size in (1, 2, 3, 4, 5)]
     wanted = [BenchRequest((one,)) for one in calls]
     starts: list[int] = []
 
@@ -148,7 +150,8 @@ def test_a_call_that_ends_its_process_costs_itself_alone() -> None:
 
 def _silus(count: int) -> list[BenchRequest]:
     return [
-        BenchRequest((BenchCall("aten::silu", (Operand((size + 1,)),)),)) for size in range(count)
+        BenchRequest((BenchCall("aten::silu", (BenchOperand((size + 1,)),)),))
+        for size in range(count)
     ]
 
 
@@ -199,7 +202,7 @@ def test_a_failure_is_told_with_the_end_of_its_call() -> None:
 
 
 def test_a_child_measures_and_tells() -> None:
-    small = Operand((64, 64), "float32")
+    small = BenchOperand((64, 64), "float32")
     calls = [BenchCall("aten::mm", (small, small)), BenchCall("aten::no_such", (small,))]
     account = Account(requested=2)
     found = list(measure_isolated([BenchRequest((one,)) for one in calls], account, child_on(CPU)))
@@ -208,7 +211,9 @@ def test_a_child_measures_and_tells() -> None:
 
 
 def test_whole_numbers_of_an_unknown_range_are_no_operands() -> None:
-    call = BenchCall("aten::put_", (Operand((8,)), Operand((4,), "int64"), Operand((4,)), False))
+    call = BenchCall(
+        "aten::put_", (BenchOperand((8,)), BenchOperand((4,), "int64"), BenchOperand((4,)), False)
+    )
     account = Account(requested=1)
     assert not list(Bench(CPU).measure([BenchRequest((call,))], account))
     (why,) = account.failed
@@ -231,7 +236,7 @@ def test_the_calls_of_a_captured_step_have_the_keys_of_its_nodes() -> None:
 
 
 def test_layouts_are_those_of_training() -> None:
-    left, right = Operand((8, 4)), Operand((4, 2))
+    left, right = BenchOperand((8, 4)), BenchOperand((4, 2))
     products = layouts(BenchCall("aten::mm", (left, right)))
     assert [one.layout() for one in products] == [
         {"1": [1, 4]},
@@ -239,15 +244,17 @@ def test_layouts_are_those_of_training() -> None:
         {"0": [1, 8]},
         {"0": [1, 8], "1": [1, 4]},
     ]
-    single = BenchCall("aten::mm", (Operand((8, 4), "float32"), Operand((4, 2), "float32")))
+    single = BenchCall(
+        "aten::mm", (BenchOperand((8, 4), "float32"), BenchOperand((4, 2), "float32"))
+    )
     assert sum(one.tf32 for one in layouts(single)) == 4
-    heads = Operand((1, 2, 16, 8))
+    heads = BenchOperand((1, 2, 16, 8))
     tried = [one.layout() for one in layouts(BenchCall("aten::neg", (heads,)))]
     assert tried[0] == {}
     assert {"0": [256, 8, 16, 1]} in tried, "a view of [b, s, h, d]"
     assert {"0": [512, 256, 16, 1]} in tried, "the first half of each row"
-    number = Operand((), "float64", host=True)
-    added = BenchCall("aten::add", (Operand((5,)), number, 1))
+    number = BenchOperand((), "float64", host=True)
+    added = BenchCall("aten::add", (BenchOperand((5,)), number, 1))
     assert [one.layout() for one in layouts(added)] == [{"1": "host"}]
     flash = BenchCall("aten::_flash_attention_forward", (heads, heads, heads))
     assert len(layouts(flash)) == 2, "never with its last dimension strided"
@@ -265,7 +272,7 @@ def test_power_is_the_slope_of_the_energy_counter() -> None:
 
 
 def test_a_child_that_cannot_begin_is_an_error() -> None:
-    wanted = [BenchRequest((BenchCall("aten::silu", (Operand((8,)),)),))]
+    wanted = [BenchRequest((BenchCall("aten::silu", (BenchOperand((8,)),)),))]
     account = Account(requested=1)
     with pytest.raises(CaptureError) as raised:
         list(measure_isolated(wanted, account, lambda *_: iter([("died", 1)])))
@@ -288,7 +295,7 @@ def test_an_operand_passed_twice_is_one_tensor_and_part_of_the_key() -> None:
 
 
 def test_operands_neither_vanish_nor_grow_in_place() -> None:
-    one = Operand((1000,), "float32")
+    one = BenchOperand((1000,), "float32")
     for op, factors in (("_foreach_div_", (1e-8,)), ("_foreach_mul_", (1e8,))):
         call = BenchCall(f"aten::{op}", ((one,), factors))
         made = with_random_operands(call, CPU)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from onerank.capture.bench.bench_call import BenchCall, Operand
+from onerank.capture.bench.bench_call import BenchCall, BenchOperand
 from onerank.capture.bench.bench_runner import Bench
 from onerank.capture.bench.measure_call import Account
 from onerank.capture.bench.requests import BenchRequest
@@ -13,11 +13,11 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 def test_replays_agree_with_the_profiler_and_the_caches_differ() -> None:
     bench = Bench(torch.device("cuda", torch.cuda.current_device()))
-    large = Operand((4096, 4096))
+    large = BenchOperand((4096, 4096))
     calls = [
         BenchCall("aten::mm", (large, large.swapped(0, 1))),
-        BenchCall("aten::add", (Operand((1 << 21,)), Operand((1 << 21,)), 1)),
-        BenchCall("aten::copy_", (Operand((1 << 28,)), Operand((1 << 28,)), False)),
+        BenchCall("aten::add", (BenchOperand((1 << 21,)), BenchOperand((1 << 21,)), 1)),
+        BenchCall("aten::copy_", (BenchOperand((1 << 28,)), BenchOperand((1 << 28,)), False)),
     ]
     account = Account(requested=len(calls))
     found = {
@@ -37,7 +37,7 @@ def test_replays_agree_with_the_profiler_and_the_caches_differ() -> None:
 
 def test_the_layout_that_launches_the_traced_kernel_is_measured() -> None:
     bench = Bench(torch.device("cuda", torch.cuda.current_device()))
-    left, right = Operand((512, 1024)), Operand((1024, 768))
+    left, right = BenchOperand((512, 1024)), BenchOperand((1024, 768))
     layouts = tuple(
         BenchCall("aten::mm", operands)
         for operands in ((left, right), (left, right.swapped(0, 1)), (left.swapped(0, 1), right))

@@ -47,7 +47,7 @@ DDP = """
 def captured(directory: Path, text: str) -> tuple[Graph, Conversion]:
     script = directory / "train.py"
     script.write_text(textwrap.dedent(START) + textwrap.dedent(text))
-    made = capture(script, [], Options(dp=4, windows=WindowPlan(warm_up=1, pure=1)))
+    made = capture(script, [], Options(dp=4, windows=WindowPlan(warm_up=1, timed_steps=1)))
     return made.graph, made.conversion
 
 

@@ -18,7 +18,7 @@ from onerank.ir.errors import CaptureWarning
 def run(directory: Path, text: str, world: World, said: list[str], **options: Any) -> Graph:
     path = directory / "train.py"
     path.write_text(textwrap.dedent(text))
-    options = {"windows": WindowPlan(warm_up=1, pure=1), **options}
+    options = {"windows": WindowPlan(warm_up=1, timed_steps=1), **options}
     return capture(path, [], Options(**axes(world), **options), progress=said.append).graph
 
 

@@ -83,3 +83,16 @@ def test_pacing_needs_a_network(recorder):
     assert not recorder.paced
     recorder.paced = True
     assert not recorder.paced
+
+
+def test_host_time_of_calls_and_waits(recorder):
+    times = recorder.call_times
+    dist.all_reduce(torch.ones(3))
+    times.enabled = True
+    for _ in range(2):  # steps
+        dist.all_reduce(torch.ones(3), async_op=True).wait()
+        dist.all_reduce(torch.ones(3))
+    times.enabled = False
+    calls = times.per_step(2)
+    assert (calls.synchronous, calls.asynchronous, calls.waits) == (1, 1, 1)
+    assert calls.host_ns > 0

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from notes import note_of
+from notes import has_note, note_of
 from own_process import run_command
 
 import onerank
@@ -261,9 +261,16 @@ def test_a_script_that_reads_values_and_scales_its_loss(tmp_path):
 
 
 OF_A_GPU = """
+    import threading
     import torch
     from torch import nn
 
+    lengths = []
+    thread = threading.Thread(
+        target=lambda: lengths.extend(torch.tensor([1, 2], device="cuda").tolist()))
+    thread.start()
+    thread.join()
+    assert lengths == [1, 2]
     table = nn.Parameter(torch.zeros(8, 8, device="cuda"))
     optimizer = torch.optim.SGD([table], lr=0.1, foreach=False)
     tokens = torch.arange(3, device="cuda")
@@ -338,6 +345,9 @@ def test_inductor_schedules_compiled_code(tmp_path):
     names = [graph.strings[int(code)] for code in graph.nodes.op[costs.index]]
     (gelu,) = (at for at, name in enumerate(names) if name.startswith("triton_poi_fused_gelu"))
     assert (costs.bytes_read[gelu], costs.bytes_written[gelu]) == (32 * 128 * 4, 32 * 128 * 4)
+    # x / 2 * (1 + erf(x / sqrt(2)))
+    assert costs.flops[gelu] == 5 * 32 * 128
+    assert (costs.flops >= 0).all()
     # Of the embedding's table only the rows of the tokens count: tokens, rows, weight and bias.
     first = names.index("triton_per_fused_embedding_native_layer_norm_0")
     assert costs.bytes_read[first] == 32 * 8 + 32 * 64 * 4 + 2 * 64 * 4
@@ -345,6 +355,51 @@ def test_inductor_schedules_compiled_code(tmp_path):
     predicted = onerank.recost(graph, "H100")
     times = dict(zip(predicted.text("name"), predicted.nodes.duration_ns.tolist(), strict=True))
     assert times["triton_per_fused_embedding_native_layer_norm_0"] > 0
+    note_of(graph.job.measurement.notes, "inductor-as-scheduled", 2)
+
+
+def test_what_inductor_cannot_compile_is_captured_eager_and_noted(tmp_path):
+    text = COMPILED.replace("BACKEND", "'inductor'")
+    failing = "torch._inductor.config.post_grad_custom_post_pass = lambda graph: 1 / 0"
+    path = script(tmp_path, text.replace("    compiled =", f"    {failing}\n    compiled ="))
+    graph = capture(path, tmp_path / "trace.et")
+    operators = {graph.strings[int(code)] for code in graph.nodes.op}
+    assert {"aten::addmm", "aten::gelu", "aten::_fused_adamw_"} <= operators
+    # The functions that forward calls are not tried after it.
+    note_of(graph.job.measurement.notes, "compile-failed", 1)
+
+
+RECOMPUTED = """
+    import torch
+    from torch.nn import functional
+    from torch.utils.checkpoint import checkpoint
+
+    weight = torch.nn.Parameter(torch.randn(3 * 64, 64, device="cuda", dtype=torch.bfloat16))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+
+    def attention(x):
+        q, k, v = (x @ weight.t()).unflatten(-1, (3, 2, 32)).permute(1, 2, 0, 3).unsqueeze(1)
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    @torch.compile
+    def loss_of(x):
+        half = torch.tensor(0.5).to(x.device)  # a constant that AOTAutograd computes
+        return half * checkpoint(attention, x, use_reentrant=False).sum()
+
+    for step in range(5):
+        loss = loss_of(torch.randn(128, 64, device="cuda", dtype=torch.bfloat16))
+        assert loss.item() == 1  # what a script reads of unknown numbers
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_compiled_code_recomputes_operators_that_draw_random_numbers(tmp_path):
+    graph = capture(script(tmp_path, RECOMPUTED), tmp_path / "trace.et")
+    assert not has_note(graph.job.measurement.notes, "compile-failed")
+    operators = Counter(graph.strings[int(code)] for code in graph.nodes.op)
+    assert operators["aten::_cudnn_attention_forward"] == 2
 
 
 def test_other_backends_of_compile_are_captured_eager_and_noted(tmp_path):

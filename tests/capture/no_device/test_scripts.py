@@ -1,14 +1,21 @@
 """`capture run --device none`: what scripts call, and what no capture without a device takes."""
 
+import inspect
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from notes import has_note
 from own_process import run_command
 
 import onerank
-from onerank.ir import Graph, Reason
+from onerank.annotate.op_costs.node_costs import op_costs_of
+from onerank.capture.no_device.triton_kernels import launch_of
+from onerank.ir import Collective, Graph, Kind, Reason
 
 LINEAR = """
     import torch
@@ -51,14 +58,13 @@ CUSTOM = """
     matrix = torch.randn(32, 8, device="cuda")
 """
 FAKE = "product.register_fake(lambda x, weight: x.new_empty(x.shape[0], weight.shape[1]))"
+STATEMENT_OF_CUSTOM = "torch.ops.mylib.product(output.detach(), matrix)"
 FLOPS = "2 * inputs[0][1] * outputs[0][0] * outputs[0][1]"
 
 
 def custom(fake: str = FAKE, flops: str = FLOPS) -> str:
     setup = textwrap.dedent(CUSTOM.format(fake=fake, flops=flops))
-    return textwrap.dedent(LINEAR).format(
-        setup=setup, statement="torch.ops.mylib.product(output.detach(), matrix)"
-    )
+    return textwrap.dedent(LINEAR).format(setup=setup, statement=STATEMENT_OF_CUSTOM)
 
 
 def test_a_custom_operator_has_its_registered_cost(tmp_path):
@@ -77,8 +83,8 @@ REFUSED = {
         LINEAR.format(setup="", statement="output.nonzero()"),
         "no-device-value",
     ),
-    "an array of numbers": (
-        LINEAR.format(setup="", statement="output.detach().cpu().numpy()"),
+    "an array of integers": (
+        LINEAR.format(setup="", statement="output.argmax(1).cpu().numpy()"),
         "no-device-value",
     ),
     "a CUDA graph": (
@@ -97,18 +103,23 @@ def test_what_cannot_be_captured_is_an_error(case, tmp_path):
     assert not (tmp_path / "trace.et").exists()
 
 
-def test_an_operator_without_fake_implementation_is_named_with_its_line(tmp_path):
-    done = run(tmp_path, custom(fake=""))
-    line = (tmp_path / "train.py").read_text().splitlines().index(
-        "    torch.ops.mylib.product(output.detach(), matrix)"
-    ) + 1
-    assert f"train.py:{line}: mylib::product" in done.stderr
+def test_an_operator_without_fake_implementation_is_named_with_its_lines(tmp_path):
+    library = tmp_path / "site-packages" / "trainer"
+    library.mkdir(parents=True)
+    (library / "__init__.py").write_text("def call(function, *args):\n    function(*args)\n")
+    call = "trainer.call(torch.ops.mylib.product, output.detach(), matrix)"
+    text = f"import sys; sys.path.append({str(library.parent)!r}); import trainer\n"
+    done = run(tmp_path, text + custom(fake="").replace(STATEMENT_OF_CUSTOM, call))
+    line = (tmp_path / "train.py").read_text().splitlines().index(f"    {call}") + 1
+    assert f"train.py:{line} (trainer/__init__.py:2): mylib::product" in done.stderr
 
 
 TRITON = """
+    import inspect
     class JITFunction:  # as far as a launch goes
         def __init__(self, function):
-            self.__name__ = function.__name__
+            self.__name__, self.fn = function.__name__, function
+            self.arg_names = [*inspect.signature(function).parameters]
         def __getitem__(self, grid):
             return lambda *args, **options: self.run(*args, grid=grid, warmup=False, **options)
         def run(self, *args, grid, warmup, **options):
@@ -116,7 +127,152 @@ TRITON = """
 """
 
 
-def test_a_triton_kernel_is_recorded_by_its_operands(tmp_path):
+PACKED = """
+    assert "FakeTensor" not in repr(left)
+    # As bitsandbytes makes its weights, before and after they are on the GPU.
+    class Packed(torch.nn.Parameter):
+        def __new__(cls, data):
+            return torch.Tensor._make_subclass(cls, data, False)
+    for data in (torch.ones(4), torch.ones(4, device="cuda")):
+        assert isinstance(Packed(data), Packed)
+        assert Packed(data).cuda().shape == (4,)
+    whole = [torch.ones(n, 32, dtype=torch.int8, device="cuda") for n in (48, 64)]
+    def product(rows):
+        integers = torch.ops.higher_order.out_dtype
+        return integers(torch.ops.aten.mm.default, torch.int32, whole[0][:rows], whole[1].t())
+    try:
+        product(16)
+        raise SystemExit("cuBLAS takes more than 16 rows")
+    except RuntimeError:
+        pass
+    four = torch.ones(64, 128, dtype=torch.uint8, device="cuda")
+    four = torch.ops.aten._convert_weight_to_int4pack(four, 8)
+    narrow = torch.ones(24, 256, device="cuda", dtype=torch.bfloat16)
+    scales = torch.ones(2, 64, 2, device="cuda", dtype=torch.bfloat16)
+    product(48), torch._weight_int4pack_mm(narrow, four, 128, scales)"""
+
+
+def test_products_of_quantised_weights(tmp_path):
+    setup = """
+    left, right = (torch.ones(n, 32, device="cuda").to(torch.float8_e4m3fn) for n in (16, 64))
+    scale = torch.ones((), device="cuda")
+    out = torch.empty(16, 64, device="cuda", dtype=torch.bfloat16)
+    """
+    call = "torch._scaled_mm(left, right.t(), scale, scale, out_dtype=out.dtype, out=out)"
+    packed = textwrap.indent(textwrap.dedent(PACKED), "    ")
+    text = textwrap.dedent(LINEAR).format(setup=textwrap.dedent(setup), statement=call + packed)
+    graph = captured(tmp_path, text)
+    costs = op_costs_of(graph)
+    names = [graph.strings[int(code)] for code in graph.nodes.op[costs.index]]
+    # Without a fake implementation: a product into a given tensor.
+    assert costs.flops[names.index("aten::_scaled_mm")] == 2 * 16 * 32 * 64
+    (integers,) = (row for row, name in enumerate(names) if name == "aten::_int_mm")
+    assert costs.flops[integers] == 2 * 48 * 32 * 64
+    assert costs.bytes_read[integers] == 48 * 32 + 64 * 32
+    four = names.index("aten::_weight_int4pack_mm")
+    assert costs.flops[four] == 2 * 24 * 256 * 64
+    assert costs.bytes_read[four] == 24 * 256 * 2 + 256 * 64 // 2 + 2 * 64 * 2 * 2
+
+
+READS = """
+    import torch
+    weight = torch.nn.Parameter(torch.zeros(64, 64, device="cuda"))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    counts = torch.arange(8, device="cuda")
+    for step in range(5):
+        x = torch.ones(64, 64, device="cuda") @ weight
+        counts.sum().item()
+        x = x.relu()
+        counts[:2].tolist()
+        x = x.exp()
+        torch.nonzero(counts)
+        x = x.sin()
+        counts[counts > 3]
+        x = x.cos()
+        torch.ones(4).to("cuda", non_blocking=True)
+        x = x.tanh()
+        torch.cuda.synchronize()
+        x.sigmoid().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def waits_of(graph: Graph) -> list[tuple[str, str]]:
+    """Return awaited and delayed operator of each wait of the host."""
+    edges, nodes = graph.edges, graph.nodes
+    chosen = (edges.reason == Reason.SYNC) & (nodes.blocked_ns[edges.target] > 0)
+    pairs = zip(edges.source[chosen].tolist(), edges.target[chosen].tolist(), strict=True)
+    operators = [name.removeprefix("aten::") for name in graph.text("op")]
+    return [(operators[source], operators[target]) for source, target in pairs]
+
+
+def test_the_host_waits_where_a_script_reads_the_gpu(tmp_path):
+    graph = captured(tmp_path, READS, "--like", "H100")
+    assert waits_of(graph) == [
+        ("_local_scalar_dense", "relu"),
+        ("copy_", "exp"),
+        ("nonzero", "sin"),
+        ("index", "cos"),
+        ("tanh", "sigmoid"),  # and none after the copy that does not block
+    ]
+    predicted = onerank.recost(graph, "H100")
+    nodes, edges = predicted.nodes, predicted.edges
+    on_host = (nodes.kind == Kind.HOST_OP)[edges.target] & (edges.reason == Reason.SYNC)
+    operators = predicted.text("op")
+    assert [operators[node] for node in edges.target[on_host].tolist()] == [
+        f"aten::{name}" for name in ("relu", "exp", "sin", "cos", "sigmoid")
+    ]
+    assert not nodes.blocked_ns.any()
+
+
+ASYNCHRONOUS = """
+    import torch
+    from torch import nn
+    from torch.distributed import init_process_group
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel, RowwiseParallel, parallelize_module,
+    )
+    init_process_group("nccl")
+    mesh = init_device_mesh("cuda", (4,))
+    N = 1024
+    up, down = nn.Linear(N, 4 * N, bias=False), nn.Linear(4 * N, N, bias=False)
+    model = nn.Sequential(up, nn.ReLU(), down)
+    model.to("cuda", torch.bfloat16)
+    columns = ColwiseParallel(input_layouts=Shard(1))
+    rows = RowwiseParallel(output_layouts=Shard(1))
+    parallelize_module(model, mesh, {"0": columns, "2": rows})
+    torch._inductor.config._micro_pipeline_tp = True
+    enable_symm_mem_for_group(mesh.get_group().group_name)
+    compiled = torch.compile(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(5):
+        x = torch.randn(2, 512, N, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        compiled(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        rows = DTensor.from_local(torch.ones(8, 16, device="cuda"), mesh, [Shard(0)])
+        assert rows.redistribute(placements=[Shard(1)]).to_local().shape == (32, 4)
+"""
+
+
+def test_asynchronous_tensor_parallelism_multiplies_rows_while_others_arrive(tmp_path):
+    graph = captured(tmp_path, ASYNCHRONOUS, "--torchrun", "--tp", "4")
+    # Products of rows: forward and gradient of the input, each fused with three rounds of copies.
+    rounds = np.flatnonzero(graph.nodes.collective == Collective.ALL_TO_ALL)
+    sizes = graph.nodes.comm_bytes[rounds].tolist()
+    sizes.remove(8 * 16 * 4)  # another dimension is sharded
+    assert sizes == [2 * 512 * 1024 * 2] * (4 * 3)
+    costs = op_costs_of(graph)
+    products = graph.nodes.op[costs.index] == graph.strings.encode(["aten::mm"])[0]
+    assert costs.flops[products].sum() == 6 * 2 * (2 * 4 * 512) * 1024 * 1024
+    assert set(graph.nodes.stream[costs.index[products]].tolist()) == {0, 1}
+
+
+def test_a_triton_kernel_is_recorded_by_what_it_loads_and_stores(tmp_path):
     package = tmp_path / "triton" / "runtime"
     package.mkdir(parents=True)
     (package.parent / "__init__.py").write_text("")
@@ -126,15 +282,65 @@ def test_a_triton_kernel_is_recorded_by_its_operands(tmp_path):
 from triton.runtime.jit import JITFunction
 import onerank
 @JITFunction
-def doubled(source, target, count): ...
+def doubled(source, target, count):
+    rows = source + tl.arange(0, 64)
+    tl.store(target + tl.arange(0, 64), 2 * tl.load(rows), mask=rows < count)
+from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table as table
+from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
+def wrapped(**tensors):  # as `torch.library.wrap_triton` launches
+    triton_kernel_wrapper_mutation(
+        kernel_idx=table.add_kernel(doubled),
+        constant_args_idx=table.add_constant_args({"count": 4}),
+        grid=[(1, 1, 1)], tma_descriptor_metadata={}, kwargs=tensors,
+    )
 onerank.register_operator_cost("triton::doubled", lambda inputs, outputs: inputs[0][0])
 """
-    statement = "doubled[(1,)](output.detach(), torch.empty_like(output), output.numel())"
+    statement = (
+        "doubled[(1,)](output.detach(), torch.empty_like(output), count=output.numel()); "
+        "wrapped(target=torch.empty_like(output), source=output.detach()[:8])"
+    )
     graph = captured(tmp_path, textwrap.dedent(LINEAR).format(setup=setup, statement=statement))
     nodes = graph.nodes
-    (row,) = (i for i, op in enumerate(nodes.op) if graph.strings[int(op)] == "triton::doubled")
-    assert nodes.flops[row] == 16
-    assert nodes.bytes_read[row] == 2 * 16 * 32 * 4  # of both tensors: its code is not read
+    rows = [i for i, op in enumerate(nodes.op) if graph.strings[int(op)] == "triton::doubled"]
+    assert nodes.flops[rows].tolist() == [16, 8]
+    assert nodes.bytes_read[rows].tolist() == [16 * 32 * 4, 8 * 32 * 4]
+    assert nodes.bytes_written[rows].tolist() == [16 * 32 * 4, 16 * 32 * 4]
+
+
+def kernel(function: Any) -> Any:
+    names = [*inspect.signature(function).parameters]
+    return SimpleNamespace(__name__=function.__name__, fn=function, arg_names=names, run=None)
+
+
+tl: Any = None  # stands for `triton.language`, whose functions are not called
+
+
+@kernel
+def added(address, values):
+    tl.atomic_add(address, values)
+
+
+@kernel
+def accumulated(left, right, out, spare, stride):
+    address = spare
+    for block in range(4):
+        value = tl.load(address) if block else tl.load(pointer=left + block * stride)
+        if value:
+            address = right + value  # read in the next round
+    tile = tl.make_block_ptr(base=out, block_shape=(16,))
+    added(tl.advance(tile, (16,)), value)
+
+
+def test_the_source_of_a_triton_kernel_shows_its_accesses():
+    operands = [torch.empty(size) for size in (1, 2, 3, 4)]
+    # A tuner holds the kernel.
+    tuned = SimpleNamespace(fn=accumulated)
+    launch = launch_of(tuned, operands[:2], {"out": operands[2], "spare": operands[3], "warps": 4})
+    assert launch.name == "triton::accumulated"
+    assert [tensor.numel() for tensor in launch.writes] == [3]
+    assert [tensor.numel() for tensor in launch.reads[:4]] == [1, 2, 3, 4]
+    unknown = launch_of(kernel(lambda first, second: None), operands[:2], {})
+    assert (len(unknown.writes), len(unknown.tensors)) == (0, 2)
 
 
 LOGGING = """
@@ -146,9 +352,44 @@ LOGGING = """
     thread.start(); thread.join()
     assert moved[0].is_cuda and moved[0].tolist() == [1.0] * 4
     dropped = torch.randn(4, device="cuda", generator=generator)
+    file = io.BytesIO()
+    weights = torch.frombuffer(bytearray(1 << 23), dtype=torch.float32)
+    torch.save({"lengths": torch.arange(8), "weights": weights}, file)
+    file.seek(0)
+    data = torch.load(file)
+    assert data["lengths"].tolist() == [*range(8)]
+    assert type(data["weights"]) is not torch.Tensor and data["weights"].shape == (1 << 21,)
+    assert type(model.weight)(torch.ones(2), requires_grad=False).shape == (2,)
+    assert type(model.weight)(torch.ones(2), **vars(model.weight)).shape == (2,)
+    rows = torch.utils.data.DataLoader(torch.zeros(4, 1 << 20), batch_size=2, num_workers=1)
+    assert [batch.shape[0] for batch in rows] == [2, 2]
+    pair = torch.tensor([[torch.tensor(2.5, device="cuda")], [4]], device="cuda")
+    assert pair.tolist() == [[2.5], [4]] and torch.as_tensor((pair[0, 0], 1)).shape == (2,)
+    class Created(torch.autograd.Function):
+        @staticmethod
+        def forward(context, x):
+            return x.clone()
+        @staticmethod
+        def backward(context, gradient):  # in a thread of autograd
+            return gradient * torch.tensor(2.0, device="cuda")
+    Created.apply(torch.ones(2, device="cuda", requires_grad=True)).sum().backward()
+    lists = [[torch.ones(2, device="cuda")] for _ in range(4)]
+    rates = dict(beta1=0.9, beta2=0.99, weight_decay=0.0, eps=1e-8, amsgrad=False, maximize=False)
+    torch._fused_adamw_(*lists, [], [torch.ones((), device="cuda")], lr=torch.tensor(0.1), **rates)
+    torch.cumsum(torch.ones(2, device="cuda"), 0, out=torch.ones(2, device="cuda"))
+    torch.sum(torch.ones(2, device="cuda"), 0, out=torch.ones((), device="cuda"))
+    unknown, mask = model(torch.zeros(16, 64, device="cuda")), torch.arange(16, device="cuda") > 3
+    assert (unknown > 0).all()
+    positive = bool((unknown > 0).all())
+    assert not positive
+    assert unknown[mask].shape == (12, 32)
+    assert unknown.view(4, 4, 32)[mask.view(4, 4), 0].shape == (12,)
+    assert unknown.masked_select(mask[:, None]).shape == (12 * 32,)
+    with torch.inference_mode():
+        assert model(torch.zeros(16, 64).to(device="cuda", non_blocking=True)).is_cuda
 """
 STATEMENT = (
-    'print(f"{loss:.2f}", loss.detach().cpu().numpy()); '
+    'print(f"{loss:.2f}", output.detach().cpu().numpy().sum()); '
     "Categorical(logits=output).log_prob(torch.zeros(16, device='cuda')); "
     "torch.save(model.state_dict(), '/dev/full'); "
     "torch.cuda.nvtx.range_push('a')"
@@ -220,7 +461,7 @@ ATTENTION = """
 def attention_operators(directory: Path) -> list[str]:
     graph = captured(directory, ATTENTION, "--torchrun", "--dp", 2, "--like", "H100")
     ops = [graph.strings[int(op)] for op in graph.nodes.op]
-    names = ("aten::_cudnn_attention_forward", "aten::_flash_attention_forward", "aten::softmax")
+    names = ("aten::_cudnn_attention_forward", "aten::_flash_attention_forward", "aten::_softmax")
     return [op.removeprefix("aten::").removeprefix("_") for op in ops if op in names]
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from onerank.capture.profiling.clocks import ModuleClock
 from onerank.capture.profiling.module_scopes import Modules
+from onerank.capture.profiling.step_timers import ModuleTimer
 
 
 class Block(nn.Module):
@@ -90,7 +90,7 @@ def test_layers_are_timed_forward_and_backward():
         for layer in model.layers:
             layer.compile(backend="aot_eager")
         model(torch.randn(2, 4)).sum().backward()
-        clock = ModuleClock(modules, on_gpu=False)
+        clock = ModuleTimer(modules, on_gpu=False)
         with clock.running():
             model(torch.randn(2, 4)).sum().backward()
             clock.end_step(counts=True)

@@ -54,7 +54,7 @@ def run(directory: Path, actions: str, device: str = "cpu") -> Graph:
     text = text.replace("DEVICE", device)
     path = directory / "train.py"
     path.write_text(text)
-    return capture(path, [], Options(windows=WindowPlan(warm_up=1, pure=1))).graph
+    return capture(path, [], Options(windows=WindowPlan(warm_up=1, timed_steps=1))).graph
 
 
 def numbers(graph: Graph, phase: Phase) -> list[int]:
@@ -155,7 +155,7 @@ def test_what_is_made_for_each_call_is_no_model_of_its_own(tmp_path):
             optimizer.zero_grad()
         """)
     )
-    captured = capture(path, [], Options(windows=WindowPlan(warm_up=1, pure=1)))
+    captured = capture(path, [], Options(windows=WindowPlan(warm_up=1, timed_steps=1)))
     assert (
         numbers(captured.graph, Phase.FORWARD)
         == numbers(captured.graph, Phase.BACKWARD)

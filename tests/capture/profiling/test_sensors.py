@@ -15,7 +15,7 @@ from onerank.capture.profiling.nvml import Board, SensorSampler
 def test_without_a_driver_or_its_library_a_sentence_says_so():
     sampler = SensorSampler()
     ran = False
-    with sampler.sampling():
+    with sampler.connected():
         ran = True
     assert ran
     assert sampler.result() is None
@@ -59,12 +59,16 @@ def fake_nvml(monkeypatch):
 
 def test_sensors_are_summarised_over_the_samples(fake_nvml):
     sampler = SensorSampler()
-    with sampler.sampling():
-        time.sleep(0.05)
+    with sampler.connected():
+        assert sampler.sample_if_due()
+        assert not sampler.sample_if_due()  # it was read just now
+        time.sleep(nvml.INTERVAL_S)
+        assert sampler.sample_if_due()
+    assert not sampler.sample_if_due()
     sensors = sampler.result()
     assert sampler.missing == ""
     assert sensors is not None
-    assert sensors.samples >= 1
+    assert sensors.samples == 2
     assert sensors.power_mw is not None
     assert sensors.power_mw.median == 400_000
     assert sensors.throttled == {"power cap": sensors.samples}
@@ -76,8 +80,8 @@ def test_a_sensor_that_is_not_reported_is_named_and_the_others_are_read(fake_nvm
 
     fake_nvml.nvmlDeviceGetPowerUsage = unsupported
     sampler = SensorSampler()
-    with sampler.sampling():
-        time.sleep(0.05)
+    with sampler.connected():
+        sampler.sample_if_due()
     sensors = sampler.result()
     assert sampler.missing == "power_mw is not known: NVML says Not Supported"
     assert sensors is not None

@@ -17,7 +17,7 @@ from onerank import read
 from onerank.annotate.models.intervals import HALF_WIDTH, Interval
 from onerank.capture import Options, WindowPlan, capture
 from onerank.capture.profiling import profiled_windows
-from onerank.capture.profiling.step_variance import Work, input_spread, shapes_of
+from onerank.capture.profiling.step_variance import StepWork, argument_shapes, input_spread
 from onerank.ir import Graph
 from onerank.ir.errors import ScriptError
 from onerank.ir.notes import Note
@@ -36,7 +36,7 @@ for length in LENGTHS:
 def captured(directory: Path, lengths: str, **plan: int) -> Graph:
     script = directory / "train.py"
     script.write_text(SCRIPT.replace("LENGTHS", lengths))
-    windows = WindowPlan(**{"warm_up": 2, "pure": 4, **plan})
+    windows = WindowPlan(**{"warm_up": 2, "timed_steps": 4, **plan})
     return capture(script, [], Options(windows=windows)).graph
 
 
@@ -73,13 +73,17 @@ def test_inputs_that_never_repeat_are_refused(tmp_path, monkeypatch):
 
 def test_shapes_of_all_tensors_in_the_arguments():
     x, y = torch.zeros(2, 3), torch.zeros(4)
-    assert shapes_of(((x,), {"mask": y, "batch": [{"ids": x}, None, 3]})) == ((2, 3), (4,), (2, 3))
+    assert argument_shapes(((x,), {"mask": y, "batch": [{"ids": x}, None, 3]})) == (
+        (2, 3),
+        (4,),
+        (2, 3),
+    )
     ragged = [torch.nested.nested_tensor([y, y[:n]], layout=torch.jagged) for n in (1, 2)]
-    assert shapes_of(ragged[0]) == shapes_of(ragged[1])
+    assert argument_shapes(ragged[0]) == argument_shapes(ragged[1])
 
 
 def test_the_spread_of_input_sizes():
-    small, large = (Work(1, 0, (((4, n),),)) for n in (8, 16))
+    small, large = (StepWork(1, 0, (((4, n),),)) for n in (8, 16))
     assert input_spread([small, small], small) == 0.0
     assert input_spread([small, large], large) == pytest.approx(math.log(2) / math.sqrt(2))
 

@@ -25,7 +25,7 @@ CRITIC_AND_GENERATOR = """
 def test_steps_of_unlike_work_are_told_or_captured_as_one(together, tmp_path):
     path = tmp_path / "train.py"
     path.write_text(textwrap.dedent(CRITIC_AND_GENERATOR))
-    plan = WindowPlan(warm_up=1, pure=1, optimizer_steps=together)
+    plan = WindowPlan(warm_up=1, timed_steps=1, optimizer_steps=together)
     graph = capture(path, [], Options(windows=plan)).graph
     products = sum(node.name == "aten::mm" for node in graph)
     differ = has_note(graph.job.measurement.notes, "steps-differ")
@@ -56,7 +56,7 @@ def test_steps_that_communicate_unlike_often_are_told_or_captured_as_one(togethe
     """As of an optimizer that updates some parameters in every second step (modded-nanogpt's)."""
     path = tmp_path / "train.py"
     path.write_text(textwrap.dedent(EVERY_SECOND))
-    plan = WindowPlan(warm_up=1, pure=1, optimizer_steps=together)
+    plan = WindowPlan(warm_up=1, timed_steps=1, optimizer_steps=together)
     done = capture(path, [], Options(dp=2, windows=plan))
     notes = done.graph.job.measurement.notes
     calls = int(done.graph.communication.sum())
@@ -81,7 +81,7 @@ def test_a_script_may_end_before_a_step_does_the_work_of_the_profiled_one(tmp_pa
         "    optimizer.step()\n"
         "raise SystemExit(0)\n"
     )
-    plan = WindowPlan(warm_up=1, pure=1)
+    plan = WindowPlan(warm_up=1, timed_steps=1)
     graph = capture(path, [], Options(windows=plan, raw_dir=raw)).graph
     note_of(graph.job.measurement.notes, "steps-differ", "2 to 9", 7)
     assert sorted(p.name for p in raw.glob("*et*")) == ["et.json.gz"]
@@ -91,6 +91,6 @@ def test_a_script_that_ends_within_the_first_of_several_steps(tmp_path):
     path = tmp_path / "train.py"
     text = CRITIC_AND_GENERATOR.replace("while True:", "for _ in range(4):")
     path.write_text(textwrap.dedent(text))
-    plan = WindowPlan(warm_up=1, pure=1, optimizer_steps=25)
+    plan = WindowPlan(warm_up=1, timed_steps=1, optimizer_steps=25)
     with raises_code("script-too-few-steps", naming=("12 optimizer steps", "200")):
         capture(path, [], Options(windows=plan))

@@ -139,7 +139,7 @@ SCRIPT = textwrap.dedent("""
         UPDATE
 """)
 
-PLAN = WindowPlan(warm_up=1, pure=1)
+PLAN = WindowPlan(warm_up=1, timed_steps=1)
 
 
 def test_what_one_does_is_of_the_optimizers_phase(tmp_path):

@@ -153,9 +153,8 @@ def test_a_script_without_an_optimizer_is_refused_early(tmp_path, arguments, ear
     assert "\u00b7 16 " in done.stderr
 
 
-LARGE = """
-import time, torch
-time.sleep(0.5)
+TRAIN = """
+import torch
 model = torch.nn.Linear(8, 8)
 optimizer = torch.optim.SGD(model.parameters())
 while True:
@@ -165,25 +164,44 @@ while True:
 
 
 def test_what_happens_before_the_first_step_is_reported(tmp_path, monkeypatch):
-    monkeypatch.setattr("onerank.capture.script.before_first_step.HEARTBEAT_S", 0.1)
-    script = tmp_path / "train.py"
-    script.write_text(LARGE)
-    before = signal.getsignal(signal.SIGALRM)
+    monkeypatch.setattr("onerank.capture.script.before_first_step.HEARTBEAT_S", 0.02)
+    script, seen = tmp_path / "train.py", tmp_path / "seen"
+    # The script's second line ends once it is reported: a sleep may pass while the machine stalls.
+    wait = f"for _ in range(3000): os.path.exists({str(seen)!r}) or time.sleep(0.01)"
+    script.write_text(f"import os, time\n{wait}\n{TRAIN}")
     events: list[str] = []
-    capture(script, [], Options(windows=WindowPlan(1, 1)), events.append)
+
+    def progress(event: str) -> None:
+        events.append(event)
+        if f"line 2: {wait}" in event:
+            seen.touch()
+
+    # With another handler of the alarm there are no reports.
+    assert signal.getsignal(signal.SIGALRM) == signal.SIG_DFL
+    capture(script, [], Options(windows=WindowPlan(1, 1)), progress)
     assert events[0] == "running train.py"
-    assert any("line 3: time.sleep(0.5)" in event for event in events[1:])
-    first = next(place for place, event in enumerate(events) if "72 parameters" in event)
-    assert "first backward pass done" in events[first + 1]
-    assert events[first + 2] == "pure, step 1 of 1"
-    assert signal.getsignal(signal.SIGALRM) == before
+    assert seen.exists()
+    # Reports of the current line may stand between these.
+    expected = ("72 parameters", "first backward pass done", "timed, step 1 of 1")
+    places = [next(i for i, event in enumerate(events) if text in event) for text in expected]
+    assert places == sorted(places)
+    assert signal.getsignal(signal.SIGALRM) == signal.SIG_DFL
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_no_alarm_is_left_behind_by_a_script_that_catches_its_end(tmp_path):
+    script = tmp_path / "train.py"
+    body = TRAIN.replace("\n    model(", "\n  try:\n    model(")
+    script.write_text(f"{body}  except BaseException:\n    continue\n")
+    capture(script, [], Options(windows=WindowPlan(1, 1)))
+    assert signal.getsignal(signal.SIGALRM) == signal.SIG_DFL
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize("data", ["cpu", "meta"])
 def test_a_model_on_the_meta_device_is_refused_with_advice(tmp_path, data):
     script = tmp_path / "train.py"
-    text = LARGE.replace("Linear(8, 8)", "Linear(8, 8, device='meta')")
+    text = TRAIN.replace("Linear(8, 8)", "Linear(8, 8, device='meta')")
     script.write_text(text.replace("randn(4, 8)", f"randn(4, 8, device='{data}')"))
     with raises_code("script-meta-model", ScriptError) as info:
         capture(script, [], Options(windows=WindowPlan(1, 1)))

@@ -53,7 +53,7 @@ def test_a_script_that_torchrun_starts_need_not_name_torch_distributed(tmp_path)
         getattr(dist, "init_process" + "_group")()
     """
     path.write_text(textwrap.dedent(start) + textwrap.dedent(TRAINING))
-    plan = WindowPlan(warm_up=1, pure=1)
+    plan = WindowPlan(warm_up=1, timed_steps=1)
     graph = capture(path, [], Options(dp=4, rank=2, windows=plan, torchrun=True)).graph
     assert [node.name for node in graph if node.kind.is_communication] == ["all_reduce"]
     with raises_code("torchrun-with-plan"):
@@ -80,7 +80,7 @@ while True:
 """
 """Names torch.distributed; whether it uses it, its arguments say."""
 
-QUICK = WindowPlan(warm_up=1, pure=1)
+QUICK = WindowPlan(warm_up=1, timed_steps=1)
 
 
 def _collectives(path: Path, args: list[str], options: Options) -> list[tuple[str, int]]:
@@ -212,9 +212,12 @@ def test_a_node_has_as_many_ranks_as_torchrun_would_start_on_it(tmp_path):
     """
     path.write_text(textwrap.dedent(start))
     eight, four = (tuple(range(8, 16)), (1, 9)), ((8, 9, 10, 11), (1, 5, 9, 13))
-    for asked, (within, across) in ((None, eight), (4, four)):
+    for gpus_per_node, (within, across) in ((None, eight), (4, four)):
         options = Options(
-            dp=16, rank=9, windows=WindowPlan(warm_up=1, pure=1), nproc_per_node=asked
+            dp=16,
+            rank=9,
+            windows=WindowPlan(warm_up=1, timed_steps=1),
+            nproc_per_node=gpus_per_node,
         )
         graph = capture(path, [], options).graph
         groups = {group.name: group.ranks for group in graph.job.groups}
@@ -239,7 +242,9 @@ def test_a_rank_finds_its_place_on_the_node_where_asked(tmp_path):
         assert int(os.environ["LOCAL_RANK"]) == dist.new_subgroups()[0].rank() == 5  # nanotron's
     """
     path.write_text(textwrap.dedent(start) + textwrap.dedent(TRAINING))
-    options = Options(dp=16, rank=13, windows=WindowPlan(warm_up=1, pure=1), true_local_rank=True)
+    options = Options(
+        dp=16, rank=13, windows=WindowPlan(warm_up=1, timed_steps=1), true_local_rank=True
+    )
     capture(path, [], options)
     (tmp_path / "unaware.py").write_text("import torch\n")
     with raises_code("local-rank-unused"):
@@ -264,7 +269,7 @@ def test_a_script_counts_the_gpus_of_its_jobs_node(tmp_path, monkeypatch):
         assert eval("torch.cuda.device_count()", own) == 1
     """
     path.write_text(textwrap.dedent(start) + textwrap.dedent(TRAINING))
-    capture(path, [], Options(dp=16, rank=13, windows=WindowPlan(warm_up=1, pure=1)))
+    capture(path, [], Options(dp=16, rank=13, windows=WindowPlan(warm_up=1, timed_steps=1)))
     assert torch.cuda.device_count() == 1
     assert torch.cuda.device(5).idx == 5
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)

@@ -14,7 +14,7 @@ from onerank.converters.sources.kineto.lowering.select_nodes import leaves
 from onerank.converters.sources.kineto.read.kineto_trace import load_kineto
 from onerank.ir import Graph, Kind, Phase
 
-PLAN = WindowPlan(warm_up=1, pure=1)
+PLAN = WindowPlan(warm_up=1, timed_steps=1)
 
 LLAMA = """
     import torch

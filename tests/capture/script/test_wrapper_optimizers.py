@@ -115,7 +115,7 @@ def test_what_an_outer_step_does_is_of_the_optimizers_phase(tmp_path):
             optimizer.step()
     """
     path.write_text(textwrap.dedent(script))
-    plan = WindowPlan(warm_up=1, pure=1)
+    plan = WindowPlan(warm_up=1, timed_steps=1)
     graph = capture(path, [], Options(dp=2, windows=plan)).graph
     calls = [(node.name, node.phase) for node in graph if node.kind.is_communication]
     assert calls == [("all_reduce", Phase.OPTIMIZER), ("broadcast", Phase.OPTIMIZER)]

@@ -16,11 +16,24 @@ from onerank.converters.expand.host_delays import (
     insert_host_delays,
     insert_host_delays_by_rank,
 )
-from onerank.converters.expand.pipeline import Schedule, expand
+from onerank.converters.expand.pipeline import PipelineSchedule, expand
 from onerank.converters.targets.astra_sim.exporter import export
 from onerank.converters.targets.goal import export_ranks
-from onerank.ir import Collective, Graph, GraphBuilder, Job, Kind, Measurement, Reason
+from onerank.ir import (
+    Collective,
+    EmulatedCalls,
+    Evidence,
+    Graph,
+    GraphBuilder,
+    HostOverhead,
+    Job,
+    Kind,
+    Measurement,
+    Reason,
+    World,
+)
 from onerank.ir.chakra import read_records
+from onerank.ir.measurement import C10D_NS, NCCL_SYNCHRONOUS_NS
 
 WAIT_NS = 100_000
 WORK_NS = FORWARD_NS + INPUT_NS + WEIGHT_NS
@@ -40,7 +53,7 @@ def late(graph: Graph, operator: str) -> Graph:
 
 def step_ns(graphs: list[Graph], schedule: str, micro_batches: int, path: Path) -> int:
     """Return the step of the slowest rank on a network that takes no time."""
-    export_ranks(expand(graphs, Schedule.parse(schedule), micro_batches), path)
+    export_ranks(expand(graphs, PipelineSchedule.parse(schedule), micro_batches), path)
     return max(run(parse(path)))
 
 
@@ -68,7 +81,7 @@ def test_a_wait_goes_with_its_part_of_a_split_backward(tmp_path: Path) -> None:
     """ZB-V: M (f + b), and what comes before the first stage's first micro-batch is through."""
     late_ones = [late(graph, "input") for graph in captures(8)]
     graphs, _ = insert_host_delays_by_rank(late_ones)
-    ranks = expand(graphs, Schedule.parse("zbv"), 8)
+    ranks = expand(graphs, PipelineSchedule.parse("zbv"), 8)
     waits = [rank_graph.graph.text("name").count(NAME) for rank_graph in ranks]
     assert waits == [16] * 4  # before each input gradient of two chunks
     graph = ranks[0].graph
@@ -97,6 +110,32 @@ def test_overlapping_streams_share_the_time_that_they_take_together(tmp_path: Pa
     exported = export(graph, tmp_path, ranks=2, host_time=True)
     assert exported.gpu_time_ns == 1800  # the median step
     note_of(exported.notes, "compute-on-several-streams", 2)
+
+
+def test_equal_ranks_wait_for_the_slowest_of_them(tmp_path: Path) -> None:
+    """Two gemms with 500 ns between them, and an emulated call; the steps are 2100 to 2600 ns."""
+    builder = GraphBuilder()
+    builder.add(name="gemm", kind=Kind.KERNEL, stream=7, duration_ns=1000)
+    call = {"kind": Kind.COLLECTIVE, "collective": Collective.ALL_REDUCE, "comm_bytes": 64}
+    call |= {"stream": 8, "start_ns": 1000, "duration_ns": 100}
+    builder.add(name="all_reduce", evidence=Evidence.SCALED, **call)
+    builder.add(name="norm", kind=Kind.KERNEL, stream=7, start_ns=1600, duration_ns=500)
+    steps = (2100, 2200, 2300, 2400, 2500, 2600)
+    job = Job(world=World({"tp": 2}), measurement=Measurement(step_ns=steps))
+    graph = builder.build(job)
+    alone, notes = insert_host_delays(graph)
+    assert alone.nodes.duration_ns[alone.text("name").index(NAME)] == 2350 - 1600
+    assert codes(notes) == ["host-delays"]
+    slowest_ns = round(2100 + 0.5**0.5 * 500)
+    _, notes = insert_host_delays(graph, ranks=2)
+    note_of(notes, "host-delays", f"waits {slowest_ns - 1600} ns")
+    note_of(notes, "host-delays-slowest-rank", slowest_ns - 2350, "2 ranks")
+    exported = export(graph, tmp_path, host_time=True)
+    note_of(exported.notes, "host-delays-slowest-rank", slowest_ns - 2350)
+    # The ranks of a real job have waited already.
+    evidence = np.full(len(graph), Evidence.MEASURED)
+    _, notes = insert_host_delays(graph.with_columns(evidence=evidence), ranks=2)
+    assert codes(notes) == ["host-delays"]
 
 
 def test_communication_keeps_its_order(tmp_path: Path) -> None:
@@ -147,3 +186,38 @@ def test_the_commands_take_several_traces(tmp_path: Path) -> None:
             4 * (WORK_NS + WAIT_NS) + OPTIMIZER_NS, abs=99
         )
         assert not has_note(summary["notes"], "idle-time-not-exported")
+
+
+def test_delays_leave_out_the_host_time_of_the_emulation() -> None:
+    builder, last = GraphBuilder(), None
+    for place in range(3):
+        op = builder.add(
+            name="c10d::allreduce_", kind=Kind.HOST_OP, start_ns=50_000 * place, thread=1
+        )
+        call = {"kind": Kind.COLLECTIVE, "evidence": Evidence.SCALED, "stream": 8}
+        launched = builder.add(
+            name="all_reduce", **call, start_ns=50_000 * place + 5000, duration_ns=1000
+        )
+        kernel = builder.add(
+            name="gemm",
+            kind=Kind.KERNEL,
+            stream=7,
+            start_ns=50_000 * place + 5000,
+            duration_ns=1000,
+        )
+        for target in (launched, kernel):
+            builder.edge(op, target, Reason.LAUNCH)
+        if last is not None:
+            builder.edge(last, op, Reason.PROGRAM_ORDER)
+        last = op
+    overhead = HostOverhead(host_factor=1.0, inter_step_host_ns=50_000, residual_ns=0)
+    waits = {}
+    for excess_ns in (0, 7000):
+        host_ns = 3 * (NCCL_SYNCHRONOUS_NS - C10D_NS + excess_ns)
+        emulated = EmulatedCalls(synchronous=3, asynchronous=0, waits=0, host_ns=host_ns)
+        measurement = Measurement(host_overhead=overhead, emulated_calls=emulated)
+        delayed, notes = insert_host_delays(builder.build(Job(measurement=measurement)))
+        is_delay = np.array([name == NAME for name in delayed.text("name")])
+        waits[excess_ns] = int(delayed.nodes.duration_ns[is_delay].sum())
+        assert has_note(notes, "host-delays-emulated-calls", "7000 ns") == bool(excess_ns)
+    assert waits[0] - waits[7000] == 2 * 7000  # the third call ends the step

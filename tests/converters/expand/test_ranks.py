@@ -9,7 +9,7 @@ from notes import has_note
 from raised import raises_code
 from stages import stage
 
-from onerank.converters.expand.pipeline import Schedule, expand
+from onerank.converters.expand.pipeline import PipelineSchedule, expand
 from onerank.converters.expand.ranks import expand_ranks
 from onerank.converters.targets.astra_sim.exporter import export, export_ranks
 from onerank.ir import (
@@ -149,7 +149,7 @@ def test_each_class_of_a_stage_runs_on_its_own_ranks(tmp_path):
     """The second rank of the middle stage takes half the time; other stages are captured once."""
     graphs = [part(0), part(1, 0), part(1, 1, scale=2), part(2)]
     assert [graph.job.rank for graph in graphs] == [0, 4, 6, 8]
-    rank_graphs = expand(graphs, Schedule("1f1b"), 2)
+    rank_graphs = expand(graphs, PipelineSchedule("1f1b"), 2)
     assert [entry.ranks for entry in rank_graphs] == [
         *[(0, 1), (2, 3)], *[(4, 5), (6, 7)], *[(8, 9), (10, 11)]]  # fmt: skip
     assert all(entry.graph.job.rank in entry.ranks for entry in rank_graphs)
@@ -172,6 +172,6 @@ def test_each_class_of_a_stage_runs_on_its_own_ranks(tmp_path):
 
 def test_a_class_of_a_stage_that_is_missing_is_named():
     with raises_code("pipeline-missing-stage") as caught:
-        expand([part(0), part(1, 0), part(2)], Schedule("1f1b"), 2)
+        expand([part(0), part(1, 0), part(2)], PipelineSchedule("1f1b"), 2)
     assert "stages [1] of the pipeline's 3" in str(caught.value)
     assert "ranks [6]" in str(caught.value)

@@ -11,7 +11,7 @@ import pytest
 from stages import captures, stage
 
 from onerank.converters.expand.data_parallel import with_replicas
-from onerank.converters.expand.pipeline import Schedule, expand
+from onerank.converters.expand.pipeline import PipelineSchedule, expand
 from onerank.converters.targets.goal import export
 from onerank.ir import Collective, Graph, GraphBuilder, Job, Kind, ProcessGroup, RankClass, World
 from onerank.ir.chakra import read, read_records, write
@@ -100,7 +100,7 @@ def broadcasts(graph: Graph) -> set[int]:
 def test_roots_go_with_the_stages_of_a_pipeline() -> None:
     # the first and last of 4 stages share an embedding; stages 0 and 2 come to rank 0, 1 and 3 to 1
     stages = [with_broadcasts(graph, 3) for graph in captures()]
-    expanded = expand(stages, Schedule.parse("interleaved:2"), 4)
+    expanded = expand(stages, PipelineSchedule.parse("interleaved:2"), 4)
     assert {entry.graph.job.rank: broadcasts(entry.graph) for entry in expanded} == {0: {1}, 1: {1}}
 
 
@@ -115,7 +115,8 @@ def test_roots_go_with_the_place_beside_the_pipeline() -> None:
         graph = replace(graph, job=msgspec.structs.replace(graph.job, classes=classes))
         stages.append(with_broadcasts(graph, graph.job.rank))
     expanded = {
-        entry.graph.job.rank: entry.graph for entry in expand(stages, Schedule.parse("1f1b"), 2)
+        entry.graph.job.rank: entry.graph
+        for entry in expand(stages, PipelineSchedule.parse("1f1b"), 2)
     }
     # captured rank 0 is the root of its lines. As rank 1 it is the second of its tensor-parallel
     # line, whose root is still the first; of its other lines it is the first

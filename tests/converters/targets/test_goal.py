@@ -18,7 +18,7 @@ from stages import FORWARD_NS, INPUT_NS, OPTIMIZER_NS, WEIGHT_NS, captures
 
 from onerank.analysis.step_time import replay
 from onerank.annotate import recost
-from onerank.converters.expand.pipeline import Schedule, expand
+from onerank.converters.expand.pipeline import PipelineSchedule, expand
 from onerank.converters.expand.ranks import RankGraph
 from onerank.converters.sources.kineto import convert_directory
 from onerank.converters.targets.goal import export, export_ranks
@@ -304,7 +304,7 @@ def test_every_collective_runs(tmp_path: Path) -> None:
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved:2", "zbv"])
 def test_pipelines_take_the_time_of_the_closed_form(schedule: str, tmp_path: Path) -> None:
     """(M + P - 1) (f + b) of equal stages; interleaved: the bubble over V."""
-    kind = Schedule.parse(schedule)
+    kind = PipelineSchedule.parse(schedule)
     ranks, batches = 4 // kind.chunks, 8
     rank_graphs = expand(captures(), kind, batches)
     export_ranks(rank_graphs, tmp_path / "job.goal")
@@ -320,10 +320,10 @@ def test_pipelines_take_the_time_of_the_closed_form(schedule: str, tmp_path: Pat
 
 
 def test_stages_of_two_jobs_are_refused(tmp_path: Path) -> None:
-    rank_graphs = expand(captures(), Schedule.parse("1f1b"), 4)
+    rank_graphs = expand(captures(), PipelineSchedule.parse("1f1b"), 4)
     with raises_code("goal-unmatched-p2p"):
         export_ranks(rank_graphs[:3], tmp_path / "job.goal")
-    others = expand(captures(captured=2), Schedule.parse("1f1b"), 6)
+    others = expand(captures(captured=2), PipelineSchedule.parse("1f1b"), 6)
     mixed: list[RankGraph] = [*rank_graphs[:2], *others[2:]]
     with raises_code("goal-unmatched-p2p"):
         export_ranks(mixed, tmp_path / "job.goal")
@@ -424,7 +424,7 @@ def test_tags_are_unique_in_the_whole_job(real: Graph, tmp_path: Path) -> None:
 @pytest.mark.parametrize("schedule", ["", "1f1b", "zbv"])
 def test_loggopsim_agrees(real: Graph, schedule: str, tmp_path: Path) -> None:
     if schedule:
-        export_ranks(expand(captures(), Schedule.parse(schedule), 6), tmp_path / "job.goal")
+        export_ranks(expand(captures(), PipelineSchedule.parse(schedule), 6), tmp_path / "job.goal")
     else:
         export(real, tmp_path / "job.goal")
     ranks: list[list[Operation]] = parse(tmp_path / "job.goal")

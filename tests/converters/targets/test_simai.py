@@ -14,7 +14,7 @@ from raised import raises_code
 from stages import FORWARD_NS, INPUT_NS, OPTIMIZER_NS, WEIGHT_NS, captures
 
 from onerank.annotate import characterise, recost
-from onerank.converters.expand.pipeline import Schedule
+from onerank.converters.expand.pipeline import PipelineSchedule
 from onerank.converters.sources.kineto import convert_directory
 from onerank.converters.targets.simai import export, split_gradients
 from onerank.ir import (
@@ -135,6 +135,7 @@ def test_nodes_without_phase_are_repeated_with_their_micro_batch(tmp_path: Path)
     step.compute("", Phase.OPTIMIZER, 50)
     exported = export([step.build(JOB)], tmp_path / "w.txt", micro_batches=5)
     assert exported.forward_ns == 5 * (10 + 7)
+    note_of(exported.notes, "phaseless-counts-as-forward", 3 * 7)
 
 
 def test_layers_as_rows(tmp_path: Path) -> None:
@@ -253,7 +254,7 @@ def test_a_cpu_capture_needs_a_gpu(tmp_path: Path) -> None:
 def test_a_pipeline_is_its_slowest_rank(schedule: str, chunks: int, tmp_path: Path) -> None:
     graphs = captures()
     exported = export(
-        graphs, tmp_path / "w.txt", schedule=Schedule.parse(schedule), micro_batches=6
+        graphs, tmp_path / "w.txt", schedule=PipelineSchedule.parse(schedule), micro_batches=6
     )
     assert exported.forward_ns == 6 * chunks * FORWARD_NS
     assert exported.optimizer_ns == chunks * OPTIMIZER_NS
@@ -265,6 +266,7 @@ def test_a_pipeline_is_its_slowest_rank(schedule: str, chunks: int, tmp_path: Pa
     assert header.endswith("pp_comm: 64")
     rows = cells(tmp_path / "w.txt")
     assert {row[0] for row in rows[:chunks]} == {"embedding_layer"}  # makes no bubble
+    note_of(exported.notes, "simai-embedding-row", "embedding_layer")
     assert "embedding_layer" not in {row[0] for row in rows[chunks:]}
 
 
@@ -272,7 +274,7 @@ def test_a_pipeline_is_its_slowest_rank(schedule: str, chunks: int, tmp_path: Pa
 def test_an_evaluation_runs_once(captured: int, tmp_path: Path) -> None:
     """However many micro-batches there are, and no part of the pipeline's bubble."""
     graphs = captures(captured=captured, evaluated=captured // 2)
-    schedule = Schedule.parse("1f1b")
+    schedule = PipelineSchedule.parse("1f1b")
     exported = export(graphs, tmp_path / "w.txt", schedule=schedule, micro_batches=6)
     assert exported.forward_ns == (6 + 1) * FORWARD_NS
     rows = cells(tmp_path / "w.txt")
@@ -287,9 +289,13 @@ def test_stages_need_a_schedule(tmp_path: Path) -> None:
     with raises_code("simai-schedule-missing"):
         export(captures(), tmp_path / "w.txt")
     with raises_code("simai-same-rank"):
-        export([*captures(), captures()[0]], tmp_path / "w.txt", schedule=Schedule.parse("1f1b"))
+        export(
+            [*captures(), captures()[0]],
+            tmp_path / "w.txt",
+            schedule=PipelineSchedule.parse("1f1b"),
+        )
     with raises_code("simai-schedule-impossible") as caught:
-        export([captures()[0]], tmp_path / "w.txt", schedule=Schedule.parse("1f1b"))
+        export([captures()[0]], tmp_path / "w.txt", schedule=PipelineSchedule.parse("1f1b"))
     assert "[1, 2, 3]" in str(caught.value)
 
 
@@ -382,7 +388,7 @@ def test_simai_computes_what_the_graph_does(real: Graph, tmp_path: Path) -> None
 @needs_simai
 def test_simais_bubble_excludes_the_optimizer(tmp_path: Path) -> None:
     """(P - 1) micro-batches of forward and backward; the optimizer is no part of it."""
-    export(captures(), tmp_path / "w.txt", schedule=Schedule.parse("1f1b"), micro_batches=8)
+    export(captures(), tmp_path / "w.txt", schedule=PipelineSchedule.parse("1f1b"), micro_batches=8)
     totals = simulated(tmp_path, 4)
     both_us = (FORWARD_NS + INPUT_NS + WEIGHT_NS) / 1000
     assert totals["bubble time"] == pytest.approx(3 * both_us, abs=1)

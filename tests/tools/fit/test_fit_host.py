@@ -1,4 +1,4 @@
-"""The fit of a host: each kept capture's host time, by sort and in sum."""
+"""The fit of a host: each kept capture's host time, by kind and in sum."""
 
 import gzip
 import statistics
@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from onerank import read
-from onerank.annotate.hosts.host import load_host
+from onerank.annotate.hosts.host import HOST_OP_KINDS, load_host
 from onerank.ir import Graph
+from onerank.ir.chakra import write
+from tools.fit import fit_host
 from tools.fit.fit_host import host_times
 
 TRACES = Path(__file__).parents[3] / "traces"
@@ -29,13 +31,13 @@ def capture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return read(path)
 
 
-def test_the_times_by_sort_add_up_to_the_measured_host(capture: Graph):
+def test_the_times_by_kind_add_up_to_the_measured_host(capture: Graph):
     calls, means = host_times(capture)
     measurement = capture.job.measurement
     assert measurement.host_overhead is not None
-    times = list(means.values())
+    kinds = list(HOST_OP_KINDS)
     total_ns = sum(
-        times[sort] * count for sort, count in zip(calls.sort, calls.times, strict=True)
+        means[kinds[kind]] * count for kind, count in zip(calls.kind, calls.times, strict=True)
     ) + (means["step"] - measurement.host_overhead.inter_step_host_ns)
     assert total_ns == pytest.approx(statistics.median(measurement.host_step_ns), rel=1e-6)
     assert 577 <= len(calls.first) <= 583
@@ -52,3 +54,36 @@ def test_the_shipped_host_holds_the_hosts_that_it_was_fitted_to(capture: Graph):
     assert 0.63 < ratios[0] < 1.03
     assert 0.75 < ratios[1] < 1.23
     assert 0.97 < ratios[2] < 1.59
+
+
+def test_kinds_that_the_captures_lack_keep_their_figures(tmp_path, monkeypatch, capture: Graph):
+    """The kept captures train: the figure of inference stays as shipped, with its source."""
+    path, output = tmp_path / "trace.et", tmp_path / "host.toml"
+    write(capture, path)
+    monkeypatch.setattr("sys.argv", ["fit_host", str(path), "--name", "ours", "-o", str(output)])
+    fit_host.main()
+    shipped, fitted = load_host("typical"), load_host(output)
+    assert shipped is not None
+    assert fitted is not None
+    assert fitted.figures["inference"] == shipped.figures["inference"]
+    assert fitted.sources[fitted.figures["inference"].source] == shipped.sources["decodes"]
+    _, means = host_times(capture)
+    assert fitted.figures["gemm"].p50_ns == pytest.approx(means["gemm"], abs=0.5)
+
+
+def test_a_capture_without_collectives_keeps_the_shipped_captures_as_their_source(
+    tmp_path, monkeypatch, capture: Graph
+):
+    path, output = tmp_path / "trace.et", tmp_path / "host.toml"
+    write(capture, path)
+    calls, means = host_times(capture)
+    del means["collective"]
+    monkeypatch.setattr(fit_host, "host_times", lambda _: (calls, means))
+    monkeypatch.setattr("sys.argv", ["fit_host", str(path), "--name", "ours", "-o", str(output)])
+    fit_host.main()
+    shipped, fitted = load_host("typical"), load_host(output)
+    assert shipped is not None
+    assert fitted is not None
+    kept, gemm = (fitted.figures[kind].source for kind in ("collective", "gemm"))
+    assert fitted.sources[kept] == shipped.sources["captures"]
+    assert fitted.sources[gemm] != shipped.sources["captures"]

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from onerank.converters.sources.kineto.read.execution_trace import load_execution_trace
 from onerank.converters.sources.kineto.read.schema import (
@@ -20,12 +19,9 @@ from onerank.converters.sources.kineto.read.schema import (
     last_of,
 )
 from onerank.ir import StringTable
+from onerank.ir.arrays import I32, I64, Mask
 from onerank.ir.errors import TraceError
 from onerank.ir.notes import Note
-
-I64 = npt.NDArray[np.int64]
-I32 = npt.NDArray[np.int32]
-Mask = npt.NDArray[np.bool_]
 
 MODULE_SCOPE = "onerank::module::"
 MODEL_SCOPE = "onerank::model::"

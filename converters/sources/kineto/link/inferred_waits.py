@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from onerank.converters.sources.kineto.link.host_timeline import groups
-from onerank.converters.sources.kineto.link.kernel_launches import CLOCK_NS, launch_times
+from onerank.converters.sources.kineto.link.link_kernels import CLOCK_NS, launch_times
 from onerank.converters.sources.kineto.read.schema import KinetoTrace, last_of
 from onerank.ir.arrays import I64
 from onerank.ir.replay import RELEASE_NS

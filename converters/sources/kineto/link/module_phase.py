@@ -343,7 +343,7 @@ class _Tensor(NamedTuple):
     storage: int
     elements: int
     is_number: bool
-    """Whether it wraps a Python number.
+    """Whether the tensor wraps a Python number.
 
     No operator writes such a tensor, and its address may be that of a former gradient.
     """

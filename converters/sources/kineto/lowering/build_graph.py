@@ -22,15 +22,20 @@ from onerank.converters.sources.kineto.collectives import (
 )
 from onerank.converters.sources.kineto.gloo import GlooCall, GlooCalls
 from onerank.converters.sources.kineto.link.host_timeline import NONE, HostTimeline
-from onerank.converters.sources.kineto.link.kernel_launches import (
+from onerank.converters.sources.kineto.link.launch_queue import LaunchQueue
+from onerank.converters.sources.kineto.link.link_kernels import (
     KERNEL_CATEGORY,
     KIND_OF_CATEGORY,
     GpuOps,
 )
-from onerank.converters.sources.kineto.link.launch_queue import LaunchQueue
 from onerank.converters.sources.kineto.link.sync_events import Synchronizations
 from onerank.converters.sources.kineto.lowering import diagnostics as notes
-from onerank.converters.sources.kineto.lowering.dependency_edges import Columns, DependencyEdges
+from onerank.converters.sources.kineto.lowering.dependency_edges import (
+    Columns,
+    DependencyEdges,
+    StreamSequences,
+    ThreadSequences,
+)
 from onerank.converters.sources.kineto.lowering.diagnostics import Conversion
 from onerank.converters.sources.kineto.lowering.recorded_collectives import (
     CallPlacement,
@@ -38,7 +43,7 @@ from onerank.converters.sources.kineto.lowering.recorded_collectives import (
 )
 from onerank.converters.sources.kineto.lowering.select_nodes import SelectedNodes, select_nodes
 from onerank.converters.sources.kineto.lowering.sync_edges import SyncEdges, UnexplainedGaps
-from onerank.converters.sources.kineto.memory_events import Memory
+from onerank.converters.sources.kineto.memory_events import MemoryHistory
 from onerank.converters.sources.kineto.read.schema import (
     GPU_CATEGORIES,
     NO_CALL,
@@ -46,7 +51,7 @@ from onerank.converters.sources.kineto.read.schema import (
     pick,
 )
 from onerank.converters.sources.kineto.shape_inference.inputs import UNKNOWN_TYPE
-from onerank.converters.sources.kineto.trace_job import with_blocks, with_groups, with_step_time
+from onerank.converters.sources.kineto.trace_job import with_blocks, with_groups, with_profiled_step
 from onerank.ir import UNKNOWN, Evidence, Graph, Job, Kind, Nodes, Phase, StringTable
 from onerank.ir.arrays import I32, I64
 from onerank.ir.dtypes import DTYPES, TENSOR_TYPES, split_types
@@ -74,7 +79,7 @@ class LinkedTrace:
     gloo: GlooCalls
     waits: Synchronizations
     queue: LaunchQueue
-    memory: Memory
+    memory: MemoryHistory
     et: ExecutionTrace
     timing: str
 
@@ -104,9 +109,8 @@ def assemble(
         unplaced = placement.on_streams(recorded)
     else:
         unplaced = placement.on_threads(recorded, gloo.calls)
-    builder.add_order(streams, threads)
     sync_edges = SyncEdges(builder, streams, threads)
-    syncs, without_edge = sync_edges.add_waits(trace.waits, trace.queue.waits)
+    syncs, without_edge = _add_order_and_waits(trace, builder, sync_edges, (streams, threads))
     self_times_ns, gaps = builder.self_times(sync_edges.blocked), UnexplainedGaps()
     # Kernels that emulate collectives delay others by times that mean nothing: no gaps then.
     if not recorded and len(gpu_rows) == len(gpu):
@@ -132,7 +136,7 @@ def assemble(
     place = np.argsort(order)
     # Last, once every kind of edge is there: only then do cycles between kinds show.
     edges, contradictions, example = builder.edges.build(place)
-    job = with_groups(with_step_time(job, builder.span_ns), [*requests, *gloo_calls, *measured])
+    job = with_groups(with_profiled_step(job, builder.span_ns), [*requests, *gloo_calls, *measured])
     job = with_blocks(job, memory, builder.memory_node, place)
     graph = Graph(Nodes.of(len(order), **columns), edges, timeline.strings, job)
 
@@ -164,6 +168,23 @@ def assemble(
     report.notes.extend([*notes.of_waits(trace.waits), *(queue.notes() if with_operators else [])])
     report.notes.extend(notes.of_contradictions(graph, contradictions, example))
     return graph, report
+
+
+def _add_order_and_waits(
+    trace: LinkedTrace,
+    builder: DependencyEdges,
+    sync_edges: SyncEdges,
+    sequences: tuple[StreamSequences, ThreadSequences],
+) -> tuple[int, Counter[str]]:
+    """Add the order of streams and threads, and the waits; return what `add_waits` returns."""
+    if len(builder.gpu_rows):
+        builder.add_order(*sequences)
+        return sync_edges.add_waits(trace.waits, trace.queue.waits)
+    # An edge keeps its first reason. Without a device the waits come first, because re-costing
+    # drops the order of calls and keeps waits.
+    counts = sync_edges.add_waits(trace.waits, trace.queue.waits)
+    builder.add_order(*sequences)
+    return counts
 
 
 def _count(

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from onerank.converters.sources.kineto.link.host_timeline import NONE, HostTimeline
-from onerank.converters.sources.kineto.link.kernel_launches import GpuOps
-from onerank.converters.sources.kineto.memory_events import Memory
+from onerank.converters.sources.kineto.link.link_kernels import GpuOps
+from onerank.converters.sources.kineto.memory_events import MemoryHistory
 from onerank.ir import Edges, Phase, Reason
 from onerank.ir.arrays import I64, U8
 from onerank.ir.enums import LAUNCH_NS
@@ -396,7 +396,7 @@ class DependencyEdges:
         reason = Reason.PROGRAM_ORDER if on_streams else Reason.SYNC
         self.edges.extend(order[:-1][chosen], order[1:][chosen], reason)
 
-    def add_memory(self, memory: Memory, host: Columns, *, cpu_only: bool) -> int:
+    def add_memory(self, memory: MemoryHistory, host: Columns, *, cpu_only: bool) -> int:
         """Add bytes allocated and freed to the operators; return the bytes without an operator.
 
         Outside any node, a free belongs to the node before it, an allocation too; on a CPU, where

@@ -11,7 +11,7 @@ from onerank.converters.sources.kineto.collectives import (
     CommunicationKernels,
 )
 from onerank.converters.sources.kineto.link.host_timeline import HostTimeline
-from onerank.converters.sources.kineto.link.kernel_launches import GpuOps
+from onerank.converters.sources.kineto.link.link_kernels import GpuOps
 from onerank.converters.sources.kineto.link.sync_events import Synchronizations
 from onerank.converters.sources.kineto.lowering.recorded_collectives import RecordedCall
 from onerank.converters.sources.kineto.lowering.select_nodes import unattributed_calls

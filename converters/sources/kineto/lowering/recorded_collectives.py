@@ -20,7 +20,7 @@ from onerank.converters.sources.kineto.gloo import (
     first_operator_after,
 )
 from onerank.converters.sources.kineto.link.host_timeline import NONE, HostTimeline
-from onerank.converters.sources.kineto.link.kernel_launches import GpuOps
+from onerank.converters.sources.kineto.link.link_kernels import GpuOps
 from onerank.converters.sources.kineto.lowering.dependency_edges import (
     Columns,
     DependencyEdges,

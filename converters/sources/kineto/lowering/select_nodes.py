@@ -21,7 +21,7 @@ import numpy as np
 
 from onerank.converters.sources.kineto.gloo import GlooCalls
 from onerank.converters.sources.kineto.link.host_timeline import MODULE_SCOPE, HostTimeline
-from onerank.converters.sources.kineto.link.kernel_launches import GpuOps
+from onerank.converters.sources.kineto.link.link_kernels import GpuOps
 from onerank.converters.sources.kineto.read.schema import OWN_CALL
 from onerank.ir import Phase
 from onerank.ir.arrays import I64, Mask
@@ -29,6 +29,7 @@ from onerank.ir.enums import DATA_LOADING
 
 _WHOLE = frozenset(
     "mm addmm bmm baddbmm _addmm_activation addbmm addmv mv dot _grouped_mm _scaled_mm "
+    "_scaled_mm_v2 "
     "convolution_overrideable mkldnn_convolution _slow_conv2d_forward _slow_conv2d_backward "
     "thnn_conv2d convolution_backward mkldnn_convolution_backward "
     "_scaled_dot_product_flash_attention_for_cpu "
@@ -85,6 +86,7 @@ _NO_COMPUTE_PREFIXES = (
     "torch::",
     "c10d::",
     "_c10d_functional::",
+    "_dtensor::",
     "profiler::",
     "onerank::",
 )

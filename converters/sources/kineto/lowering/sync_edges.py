@@ -8,6 +8,7 @@ identify, or because it left no free SMs. The delayed operation then starts when
 ends, or when its last blocks run. If nothing ended at that time, the cause is not in the trace.
 """
 
+from array import array
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
@@ -234,7 +235,7 @@ _MANY_STREAMS = 64
 
 
 class _DeviceWideWaits:
-    """What the device-wide waits of one thread wait for, wait after wait.
+    """The operations that each device-wide wait of one thread awaits, in the order of the waits.
 
     A wait needs no edge from an operation that an earlier wait of the thread awaited: the thread's
     order implies it. Without this, w waits on s streams would have w x s edges.
@@ -301,7 +302,18 @@ class SyncEdges:
             len(builder.kept),
         )
         self._by_stream: defaultdict[int, list[NodeSequence]] = defaultdict(list)
-        for (_, stream), sequence in streams.items():
+        self._calls: NodeSequence | None = None
+        """Without a device: the operators that the host called, in order."""
+        if not len(self._gpu_rows):
+            called = (number for sequence in threads.values() for number in sequence.members)
+            members = sorted(
+                (number for number in called if number < self._operators),
+                key=builder.times.launch.__getitem__,
+            )
+            self._calls = NodeSequence(builder.times, array("q", members))
+            # Operators on the default stream alone have no sequence of a stream.
+            self._streams = streams or {(0, 0): self._calls}
+        for (_, stream), sequence in self._streams.items():
             self._by_stream[stream].append(sequence)
         self._device_wide: dict[int, _DeviceWideWaits] = {}
         self.blocked: dict[tuple[int, int], int] = {}
@@ -322,6 +334,9 @@ class SyncEdges:
             # nothing.
             if wait.waiting_stream is None and count:
                 waited_ns = last_end_ns - wait.start_ns
+                if self._calls is not None:
+                    # Ticks show that the host waits, not for how long.
+                    waited_ns = wait.end_ns - wait.start_ns
                 self._block(wait.thread, wait.start_ns, wait.end_ns, waited_ns, waiters)
             if not waiters:
                 without_edge["no node follows the wait"] += 1
@@ -455,11 +470,14 @@ class SyncEdges:
     def _waiters(self, wait: Wait) -> list[int]:
         """Return the first nodes that a synchronisation delays.
 
-        A host wait delays its thread; without operators it delays the next launch on every stream.
+        A host wait delays its thread; without operators it delays the next launch on every stream,
+        and without a device the next call of any thread, since one thread runs at a time.
         """
         if wait.waiting_stream is not None:
             waiting = self._by_stream.get(wait.waiting_stream, [])
             first = [sequence.first_launched(wait.start_ns) for sequence in waiting[:1]]
+        elif self._calls is not None:
+            first = [self._calls.first_launched(wait.end_ns)]
         elif self._operators:
             sequence = self._threads.get(wait.thread)
             first = [sequence.first_launched(wait.end_ns)] if sequence else []

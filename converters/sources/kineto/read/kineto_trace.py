@@ -5,8 +5,8 @@ Memory holds one piece of the file as typed records, and the columns built so fa
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from onerank.converters.sources.kineto.read.schema import (
     MemoryRows,
     Rows,
     SyncRows,
+    concatenated,
     last_of,
     pick,
     read_distributed,
@@ -54,6 +55,8 @@ SYNC = "cuda_sync"
 
 MEMORY_EVENT = "[memory]"
 
+FRAME = "python_function"
+
 GPU = {name: place for place, name in enumerate(GPU_CATEGORIES)} | {
     "Kernel": 0, "Memcpy": 1, "Memset": 2,
 }  # fmt: skip
@@ -61,7 +64,7 @@ GPU = {name: place for place, name in enumerate(GPU_CATEGORIES)} | {
 
 _FIRST_OPERATOR = "Operator"  # annotations as well
 
-# torch 1.8 gives annotations the category of operators; only these names tell them apart.
+# torch 1.8 gives annotations the category of operators; only these names distinguish them.
 _ANNOTATIONS = ("ProfilerStep#", "Optimizer.", "enumerate(DataLoader)")
 
 HOST = frozenset({OPERATOR, "user_annotation", _FIRST_OPERATOR})
@@ -69,7 +72,7 @@ HOST = frozenset({OPERATOR, "user_annotation", _FIRST_OPERATOR})
 READ = HOST | LAUNCHES | GPU.keys() | {SYNC}
 
 KNOWN = READ | {
-    "", "Trace", "python_function", "gpu_user_annotation", "overhead", "cpu_instant_event",
+    "", "Trace", FRAME, "gpu_user_annotation", "overhead", "cpu_instant_event",
     "cuda_profiler_range",
 }  # fmt: skip
 """The categories that are read, and known categories without data for the graph."""
@@ -139,6 +142,7 @@ class _Reader:
         start, duration = self._times(events)
         return LaunchRows(
             name=self._names(events),
+            kernel=self.strings.encode(a.kernel for a in args),
             thread=self._threads(events),
             start_ns=start,
             end_ns=start + duration,
@@ -162,6 +166,7 @@ class _Reader:
             block=np.array([self._size(a.block) for a in args], dtype=np.int32),
             bytes=self._column(events, [a.bytes for a in args], "bytes"),
             call=self._calls(args),
+            graph_node=self._column(events, [a.graph_node for a in args], "graph node id"),
         )
 
     def syncs(self, events: list[Event]) -> SyncRows:
@@ -276,7 +281,11 @@ class _Reader:
 
 
 def load_kineto(
-    path: Path, strings: StringTable | None = None, *, operands: bool = False
+    path: Path,
+    strings: StringTable | None = None,
+    *,
+    operands: bool = False,
+    frames: re.Pattern[str] | None = None,
 ) -> KinetoTrace:
     """Read a Kineto trace, gzip-compressed or not.
 
@@ -284,6 +293,7 @@ def load_kineto(
         path: the file.
         strings: table for its texts; None for a new one.
         operands: whether to read recorded operands (`record_shapes`).
+        frames: pattern of the Python frames to read (`with_stack`); None for no frames.
 
     Raises:
         TraceError: not a Kineto trace; the message names the place.
@@ -295,12 +305,14 @@ def load_kineto(
         "gpu": reader.gpu,
         "syncs": reader.syncs,
         "memory": reader.memory,
+        "frames": reader.host,
     }
     rows: dict[str, list[Rows]] = {kind: [] for kind in makers}
     devices: list[DeviceProperties] = []
     distributed: Distributed | None = None
     lost_run = False
     unread = Counter[str]()
+    version = ""
     count = 0
     expected = "a Kineto trace (an object with `traceEvents`)"
     for part in ArrayFile(
@@ -308,12 +320,13 @@ def load_kineto(
     ):
         _check_durations(path, part.events, count)
         count += len(part.events)
-        for kind, events in _group_by_kind(part.events, unread).items():
+        for kind, events in _group_by_kind(part.events, unread, frames).items():
             if events or not rows[kind]:
                 rows[kind].append(makers[kind](events))
         if isinstance(part.device_properties, list):
             devices += part.device_properties
         read = read_distributed(part.distributed)
+        version = version or part.vllm_version_text
         lost_run |= read is None and bool(bytes(part.distributed))
         # A part without the field must not replace the one that has it.
         distributed = read or distributed
@@ -330,8 +343,10 @@ def load_kineto(
         device=devices[0] if devices else None,
         distributed=distributed,
         lost_run=lost_run,
+        vllm_version=version,
+        has_unread_frames=unread[FRAME] > 0,
         unread={cat: n for cat, n in unread.items() if cat not in KNOWN},
-        **{kind: _join(pieces) for kind, pieces in rows.items()},  # type: ignore[arg-type]
+        **{kind: concatenated(pieces) for kind, pieces in rows.items()},  # type: ignore[arg-type]
     )
 
 
@@ -353,10 +368,12 @@ def _check_durations(path: Path, events: list[Event], first: int) -> None:
             )
 
 
-def _group_by_kind(events: Iterable[Event], unread: Counter[str]) -> dict[str, list[Event]]:
+def _group_by_kind(
+    events: Iterable[Event], unread: Counter[str], frames: re.Pattern[str] | None
+) -> dict[str, list[Event]]:
     """Return the events that conversion reads, by kind; count the categories of others."""
     groups: dict[str, list[Event]] = {
-        "host": [], "launches": [], "gpu": [], "syncs": [], "memory": []
+        "host": [], "launches": [], "gpu": [], "syncs": [], "memory": [], "frames": []
     }  # fmt: skip
     takes = {
         **dict.fromkeys(HOST, groups["host"].append),
@@ -369,20 +386,14 @@ def _group_by_kind(events: Iterable[Event], unread: Counter[str]) -> dict[str, l
             groups["memory"].append(event)
         elif take := takes.get(event.cat):
             take(event)
+        elif event.cat == FRAME and frames is not None:
+            if frames.fullmatch(event.name):
+                groups["frames"].append(event)
         # Other phases (flows, metadata) have no duration and are never work.
         elif event.ph == "X":
             unread[event.cat] += 1
     groups["host"] = [event for event in groups["host"] if event.ph == "X"]
     return groups
-
-
-def _join(parts: list[Rows]) -> Rows:
-    if len(parts) == 1:
-        return parts[0]
-    columns = {
-        f.name: np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(parts[0])
-    }
-    return replace(parts[0], **columns)
 
 
 ALL = "all"
@@ -423,26 +434,20 @@ def steps(trace: KinetoTrace) -> list[ProfilerStep]:
     return sorted(marked, key=lambda step: step.start_ns)
 
 
-def choose(trace: KinetoTrace, step: str) -> ProfilerStep | None:
+def choose(path: Path, available: Sequence[ProfilerStep], step: str) -> ProfilerStep:
     """Return the selected step.
 
     Args:
-        trace: the trace.
-        step: "all" for the whole trace, "median" for the step of median duration (of two, the
-            shorter), or a step's number.
-
-    Returns:
-        The step; None for the whole trace.
+        path: the trace.
+        available: its steps.
+        step: "median" for the step of median duration (of two, the shorter), or a step's number.
 
     Raises:
         TraceError: the trace has no such step, or none.
     """
-    if step == ALL:
-        return None
-    available = steps(trace)
     if not available:
         raise TraceError(
-            f"{trace.path}: step {step} requested, but the trace has no steps (no ProfilerStep "
+            f"{path}: step {step} requested, but the trace has no steps (no ProfilerStep "
             "annotation): call profiler.step() after each step, or convert the whole trace "
             "(--step all)",
             code="step-none-in-trace",
@@ -454,7 +459,7 @@ def choose(trace: KinetoTrace, step: str) -> ProfilerStep | None:
             return item
     numbers = ", ".join(str(item.number) for item in available)
     raise TraceError(
-        f"{trace.path}: no step {step}; expected one of {numbers}, {MEDIAN!r} or {ALL!r}",
+        f"{path}: no step {step}; expected one of {numbers}, {MEDIAN!r} or {ALL!r}",
         code="step-unknown",
     )
 

@@ -1,11 +1,11 @@
 """The JSON fields that conversion reads, and the columns built from them."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import compress
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import msgspec
 import numpy as np
@@ -32,6 +32,8 @@ class Args(msgspec.Struct, gc=False, frozen=True):
     grid: list[int] | str | None = None  # text on kernels that the driver launches
     block: list[int] | str | None = None
     bytes: int = 0
+    graph_node: int = msgspec.field(name="graph node id", default=0)
+    kernel: str = ""  # of a launch, with AMD
     wait_on_stream: int = -1
     wait_on_record: int = msgspec.field(name="wait_on_cuda_event_record_corr_id", default=-1)
     wait_on_event: int = msgspec.field(name="wait_on_cuda_event_id", default=-1)
@@ -89,6 +91,15 @@ class KinetoFile(msgspec.Struct):
         name="deviceProperties", default=None
     )
     distributed: msgspec.Raw = msgspec.field(name="distributedInfo", default=msgspec.Raw())
+    vllm_version: msgspec.Raw = msgspec.Raw()
+
+    @property
+    def vllm_version_text(self) -> str:
+        """Version of the vLLM that recorded the trace; "" if none is recorded."""
+        try:
+            return msgspec.json.decode(self.vllm_version, type=str)
+        except msgspec.DecodeError:
+            return ""
 
 
 _NO_STRIDES = msgspec.Raw()
@@ -292,6 +303,19 @@ class Rows:
         return replace(self, **{f.name: getattr(self, f.name)[index] for f in fields(self)})
 
 
+R = TypeVar("R", bound=Rows)
+
+
+def concatenated(parts: Sequence[R]) -> R:
+    """Return the rows of all parts, at least one."""
+    if len(parts) == 1:
+        return parts[0]
+    columns = {
+        f.name: np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(parts[0])
+    }
+    return replace(parts[0], **columns)
+
+
 @dataclass(frozen=True, slots=True)
 class HostRows(Rows):
     """Operators and annotations. Times are nanoseconds since the trace's base time.
@@ -321,9 +345,10 @@ class HostRows(Rows):
 
 @dataclass(frozen=True, slots=True)
 class LaunchRows(Rows):
-    """Calls of the CUDA or HIP runtime or driver."""
+    """Calls of the CUDA or HIP runtime or driver; `kernel` is "" unless the call names it."""
 
     name: I32
+    kernel: I32
     thread: I64
     start_ns: I64
     end_ns: I64
@@ -336,7 +361,10 @@ class LaunchRows(Rows):
 
 @dataclass(frozen=True, slots=True)
 class GpuRows(Rows):
-    """Kernels, memcpys and memsets; `category` indexes GPU_CATEGORIES."""
+    """Kernels, memcpys and memsets; `category` indexes GPU_CATEGORIES.
+
+    `graph_node` is the node of a CUDA graph, 0 outside of graphs and if not recorded.
+    """
 
     name: I32
     category: I64
@@ -350,6 +378,7 @@ class GpuRows(Rows):
     block: I32
     bytes: I64
     call: I64
+    graph_node: I64
 
     def __len__(self) -> int:
         return len(self.name)
@@ -402,6 +431,9 @@ class KinetoTrace:
         distributed: the run and rank of the trace; None if not recorded.
         lost_run: whether it records a run, but a rank outside the run's world.
         unread: unknown categories -> number of events.
+        frames: the Python frames that were requested, as host events.
+        vllm_version: version of the vLLM that recorded the trace; "" if none is recorded.
+        has_unread_frames: whether the file has Python frames, none of which were requested.
     """
 
     path: Path
@@ -413,10 +445,13 @@ class KinetoTrace:
     gpu: GpuRows
     syncs: SyncRows
     memory: MemoryRows
+    frames: HostRows
     device: DeviceProperties | None
     distributed: Distributed | None = None
     lost_run: bool = False
     unread: dict[str, int] = field(default_factory=dict[str, int])
+    vllm_version: str = ""
+    has_unread_frames: bool = False
 
 
 @dataclass(frozen=True, slots=True)

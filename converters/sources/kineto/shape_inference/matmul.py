@@ -244,6 +244,7 @@ PRODUCT_RULES = {
     **dict.fromkeys(("addmm", "_addmm_activation", "baddbmm", "addmv"), _product(1, 2)),
     "_int_mm": _product(0, 1, name="int"),
     "_scaled_mm": _product(0, 1, types=6),
+    "_scaled_mm_v2": _product(0, 1, types=9),
     "_grouped_mm": _grouped,
     "linear": _linear,
     "mkldnn_linear": _linear,

@@ -1,7 +1,7 @@
 """Check Chakra files and whole workloads for what stalls ASTRA-sim or falsifies its results."""
 
 from onerank.converters.targets.astra_sim.check.comm_programs import (
-    CommCall,
+    CommNode,
     CommProgram,
     End,
     NodeType,
@@ -13,7 +13,7 @@ from onerank.converters.targets.astra_sim.check.workload import check, check_fil
 
 __all__ = [
     "RULES",
-    "CommCall",
+    "CommNode",
     "CommProgram",
     "Dag",
     "End",

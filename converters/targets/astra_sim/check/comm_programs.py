@@ -25,7 +25,7 @@ class NodeType(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class CommCall:
+class CommNode:
     """A communication node, reduced to what decides which calls of other ranks match it.
 
     Attributes:
@@ -86,7 +86,7 @@ class CommProgram:
 
     dag: Dag
     order: list[int]
-    calls: list[CommCall | None]
+    calls: list[CommNode | None]
     slots: list[int | None]
 
 
@@ -105,13 +105,13 @@ class Program:
     ends: Sequence[End]
 
     @classmethod
-    def of(cls, file: str, dag: Dag, calls: list[CommCall | None], order: list[int]) -> "Program":
+    def of(cls, file: str, dag: Dag, calls: list[CommNode | None], order: list[int]) -> "Program":
         """Return the program of a file; each distinct group or pair of ranks is a slot."""
         numbers: dict[End, int] = {}
         slots = [numbers.setdefault(end_of(call), len(numbers)) if call else None for call in calls]
         return cls(file, CommProgram(dag, order, calls, slots), list(numbers))
 
-    def calls(self) -> list[CommCall | None]:
+    def calls(self) -> list[CommNode | None]:
         """Return per node its communication."""
         pairs = zip(self.comm.calls, self.comm.slots, strict=True)
         return [
@@ -119,18 +119,18 @@ class Program:
             for call, slot in pairs
         ]
 
-    def issued(self) -> list[CommCall]:
+    def issued(self) -> list[CommNode]:
         """Return the communication in the order it is issued."""
         calls = self.calls()
         return [call for node in self.comm.order if (call := calls[node]) is not None]
 
 
-def end_of(call: CommCall) -> End:
+def end_of(call: CommNode) -> End:
     """Return the group or the peers of a call."""
     return call.group if call.type == NodeType.COLL else (call.source, call.target)
 
 
-def with_end(call: CommCall, end: End) -> CommCall:
+def with_end(call: CommNode, end: End) -> CommNode:
     """Return the call with another group or peer."""
     if end == end_of(call):
         return call
@@ -145,7 +145,7 @@ def distinct_comms(programs: Iterable[Program]) -> list[CommProgram]:
     return list({id(program.comm): program.comm for program in programs}.values())
 
 
-def channel_of(call: CommCall) -> Channel:
+def channel_of(call: CommNode) -> Channel:
     """Return the channel of a send or receive."""
     return call.source, call.target, call.tag, call.size
 

@@ -34,7 +34,7 @@ class Form(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
+class Setting:
     """One setting.
 
     Attributes:
@@ -82,31 +82,31 @@ _DAY_NS = 86_400e9
 
 _NO_DEFAULT = "ASTRA-sim has no default for it and reads uninitialised memory"
 
-_DELAY = Key(Form.INTEGER, 0, 1e9)
+_DELAY = Setting(Form.INTEGER, 0, 1e9)
 # ASTRA-sim computes the delays of memory traffic (LogGP) only with model-shared-bus 1. It casts
 # L, o and g to unsigned integers.
 _ON_BUS = ("model-shared-bus", 1)
-_BUS_COST = Key(Form.SINGLE, 0, 1e9, when=_ON_BUS)
-_SWITCH = Key(Form.SWITCH, rule="switch-number")
-_IMPLEMENTATION = Key(Form.ALGORITHMS, rule="algorithms")
-_CUSTOM = Key(Form.TRACE)
+_BUS_COST = Setting(Form.SINGLE, 0, 1e9, when=_ON_BUS)
+_SWITCH = Setting(Form.SWITCH, rule="switch-number")
+_IMPLEMENTATION = Setting(Form.ALGORITHMS, rule="algorithms")
+_CUSTOM = Setting(Form.TRACE)
 
-SYSTEM: dict[str, Key] = {
-    "scheduling-policy": Key(
+SYSTEM: dict[str, Setting] = {
+    "scheduling-policy": Setting(
         Form.TEXT,
         choices=("LIFO", "FIFO", "EXPLICIT"),
         required=True,
         rule="system-choice",
         why=_NO_DEFAULT,
     ),
-    "collective-optimization": Key(
+    "collective-optimization": Setting(
         Form.TEXT,
         choices=("baseline", "localBWAware"),
         required=True,
         rule="system-choice",
         why=_NO_DEFAULT,
     ),
-    "preferred-dataset-splits": Key(
+    "preferred-dataset-splits": Setting(
         Form.INTEGER,
         1,
         4096,
@@ -114,19 +114,19 @@ SYSTEM: dict[str, Key] = {
         rule="dataset-splits",
         why="it divides every collective's size",
     ),
-    "active-chunks-per-dimension": Key(
+    "active-chunks-per-dimension": Setting(
         Form.INTEGER, 1, INT32, why="below 1 no collective starts and every rank stalls"
     ),
     "endpoint-delay": _DELAY,
-    "local-reduction-delay": Key(Form.INTEGER, 0, 1e9, when=_ON_BUS),
+    "local-reduction-delay": Setting(Form.INTEGER, 0, 1e9, when=_ON_BUS),
     "L": _BUS_COST,
     "o": _BUS_COST,
     "g": _BUS_COST,
     "G": _BUS_COST,
-    "model-shared-bus": Key(
+    "model-shared-bus": Setting(
         Form.INTEGER, 0, 1, harmless=True, why="ASTRA-sim takes any number but 1 as 0"
     ),
-    "peak-perf": Key(
+    "peak-perf": Setting(
         Form.REAL,
         1e-6,
         1e9,
@@ -135,7 +135,7 @@ SYSTEM: dict[str, Key] = {
         rule="roofline-configuration",
         why="TFLOP/s; the roofline divides by it",
     ),
-    "local-mem-bw": Key(
+    "local-mem-bw": Setting(
         Form.REAL,
         1e-3,
         1e12,
@@ -143,10 +143,10 @@ SYSTEM: dict[str, Key] = {
         why="GB/s; every reduction, and the roofline, divide by it",
     ),
     "roofline-enabled": _SWITCH,
-    "trace-enabled": Key(Form.SWITCH, rule="switch-number", harmless=True),
+    "trace-enabled": Setting(Form.SWITCH, rule="switch-number", harmless=True),
     "replay-only": _SWITCH,
     "track-local-mem": _SWITCH,
-    "local-mem-trace-filename": Key(Form.TEXT),
+    "local-mem-trace-filename": Setting(Form.TEXT),
     "all-reduce-implementation": _IMPLEMENTATION,
     "all-gather-implementation": _IMPLEMENTATION,
     "reduce-scatter-implementation": _IMPLEMENTATION,
@@ -155,14 +155,14 @@ SYSTEM: dict[str, Key] = {
     "all-gather-implementation-custom": _CUSTOM,
     "reduce-scatter-implementation-custom": _CUSTOM,
     "all-to-all-implementation-custom": _CUSTOM,
-    "per-node-custom-implementation": Key(Form.TEXT),
+    "per-node-custom-implementation": Setting(Form.TEXT),
 }
 """Settings of the system JSON."""
 
 _PER_NODE = ("memory-type", "PER_NODE_MEMORY_EXPANSION")
 
-MEMORY: dict[str, Key] = {
-    "memory-type": Key(
+MEMORY: dict[str, Setting] = {
+    "memory-type": Setting(
         Form.TEXT,
         choices=(
             "NO_MEMORY_EXPANSION",
@@ -175,18 +175,18 @@ MEMORY: dict[str, Key] = {
     ),
     # These values matter only for memory nodes, which the rule host-node reports. ASTRA-sim
     # allocates a queue per node at the start, so a huge number ends it.
-    "num-nodes": Key(Form.INTEGER, high=1e6, read_when=_PER_NODE),
-    "num-npus-per-node": Key(Form.INTEGER, read_when=_PER_NODE),
-    "remote-mem-latency": Key(Form.WIDE_INTEGER),
-    "remote-mem-bw": Key(Form.WIDE_INTEGER),
+    "num-nodes": Setting(Form.INTEGER, high=1e6, read_when=_PER_NODE),
+    "num-npus-per-node": Setting(Form.INTEGER, read_when=_PER_NODE),
+    "remote-mem-latency": Setting(Form.WIDE_INTEGER),
+    "remote-mem-bw": Setting(Form.WIDE_INTEGER),
 }
 """Settings of the remote memory's JSON."""
 
-NETWORK: dict[str, Key] = {
-    "topology": Key(Form.TEXT, choices=("Ring", "FullyConnected", "Switch")),
-    "npus_count": Key(Form.INTEGER, 2, INT32),
-    "bandwidth": Key(Form.REAL, 1e-3, 1e9, why="GB/s"),
-    "latency": Key(Form.REAL, 0, _DAY_NS / 1e3, why="ns"),
+NETWORK: dict[str, Setting] = {
+    "topology": Setting(Form.TEXT, choices=("Ring", "FullyConnected", "Switch")),
+    "npus_count": Setting(Form.INTEGER, 2, INT32),
+    "bandwidth": Setting(Form.REAL, 1e-3, 1e9, why="GB/s"),
+    "latency": Setting(Form.REAL, 0, _DAY_NS / 1e3, why="ns"),
 }
 """Settings of the network's YAML; each is a list with one entry per dimension."""
 
@@ -215,7 +215,7 @@ _SINKS: dict[str, dict[str, type]] = {
 
 
 def check_settings(
-    file: str, values: Mapping[str, Any], schema: Mapping[str, Key], report: Report
+    file: str, values: Mapping[str, Any], schema: Mapping[str, Setting], report: Report
 ) -> None:
     """Check the values of a JSON file against its table."""
     for name, key in schema.items():
@@ -250,7 +250,7 @@ def _shown(value: Any) -> str:
     return "null" if value is None else shown(value)
 
 
-def _report(file: str, name: str, value: Any, key: Key, report: Report) -> None:
+def _report(file: str, name: str, value: Any, key: Setting, report: Report) -> None:
     why = f": {key.why}" if key.why else ""
     message = f"{name} is {shown(value)}; expected {key.expected}{why}"
     report.add(key.rule, file, None, message, is_note=key.harmless)
@@ -270,7 +270,7 @@ def _has_form(value: Any, form: Form) -> bool:
             )
 
 
-def _works(value: Any, key: Key) -> bool:
+def _works(value: Any, key: Setting) -> bool:
     match key.form:
         case Form.INTEGER:
             whole = math.isinf(key.low) or value == math.trunc(value)
@@ -299,7 +299,7 @@ def is_algorithm(name: str) -> bool:
 
 
 def _check_names(
-    file: str, values: Mapping[str, Any], schema: Mapping[str, Key], report: Report
+    file: str, values: Mapping[str, Any], schema: Mapping[str, Setting], report: Report
 ) -> None:
     """Note keys that ASTRA-sim does not read and that resemble a key that is not given."""
     absent = [name for name in schema if len(name) > 1 and name not in values]
@@ -315,7 +315,7 @@ def _check_names(
 
 
 def check_network_entry(
-    name: str, entry: str | None, read: Callable[[str], float | None], key: Key
+    name: str, entry: str | None, read: Callable[[str], float | None], key: Setting
 ) -> str:
     """Return the problem of an entry of a list of the network file, "" for a valid entry."""
     value = None if entry is None else read(entry)

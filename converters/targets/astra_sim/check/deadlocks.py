@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from onerank.converters.targets.astra_sim.check.comm_programs import (
     Channel,
-    CommCall,
+    CommNode,
     NodeType,
     Program,
     channel_of,
@@ -81,11 +81,11 @@ class CommRun:
         while self._runnable:
             self._advance(self._runnable.popleft())
 
-    def calls(self, rank: int) -> list[CommCall | None]:
+    def calls(self, rank: int) -> list[CommNode | None]:
         """Return the communication of each node of a rank."""
         return self._calls[rank]
 
-    def call(self, rank: int, node: int) -> CommCall:
+    def call(self, rank: int, node: int) -> CommNode:
         """Return the communication of a node."""
         call = self._calls[rank][node]
         assert call is not None, f"node {node} of rank {rank} is not communication"

@@ -40,7 +40,7 @@ class Dag:
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class CompletionOrder:
     """The order of nodes when each completes at once and the lowest id goes first.
 
     Attributes:
@@ -67,7 +67,7 @@ class Structure:
 
     records: Records
     dag: Dag
-    schedule: Schedule
+    schedule: CompletionOrder
     sound: bool
 
 
@@ -89,7 +89,7 @@ def read_structure(path: Path, report: Report) -> Structure | None:
     return Structure(records, dag, schedule, sound=len(report) == before)
 
 
-def lowest_id_first(dag: Dag) -> Schedule:
+def lowest_id_first(dag: Dag) -> CompletionOrder:
     """Complete the nodes one by one, the lowest ready id first."""
     # ASTRA-sim issues ready nodes in this order, so the result is its order on a rank that never
     # waits for another rank.
@@ -107,7 +107,7 @@ def lowest_id_first(dag: Dag) -> Schedule:
                 heapq.heappush(ready, follower)
         if len(ready) > width:
             width, widest_after = len(ready), node
-    return Schedule(order, width, widest_after)
+    return CompletionOrder(order, width, widest_after)
 
 
 def _read(path: Path, report: Report) -> Records | None:
@@ -176,7 +176,7 @@ def _build(file: str, nodes: list[Record], report: Report) -> Dag:
     return Dag(ids, counts, starts.tolist(), target[by_source].tolist())
 
 
-def _report_cycle(file: str, dag: Dag, schedule: Schedule, report: Report) -> None:
+def _report_cycle(file: str, dag: Dag, schedule: CompletionOrder, report: Report) -> None:
     done = set(schedule.order)
     left = [node for node in range(len(dag.ids)) if node not in done]
     # Every node that is left waits for another one that is left, so a walk against the dependencies

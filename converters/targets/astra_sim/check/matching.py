@@ -21,7 +21,7 @@ import numpy as np
 from onerank.converters.targets.astra_sim.check.comm_programs import (
     WORLD,
     Channel,
-    CommCall,
+    CommNode,
     CommProgram,
     End,
     NodeType,
@@ -31,7 +31,7 @@ from onerank.converters.targets.astra_sim.check.comm_programs import (
 )
 from onerank.converters.targets.astra_sim.check.deadlocks import CommRun, report_stalls
 from onerank.converters.targets.astra_sim.check.findings import Report
-from onerank.ir.graph import I64
+from onerank.ir.arrays import I64
 
 
 def check_order(
@@ -360,11 +360,11 @@ def _is_sound(classes: RankClasses) -> bool:
 
 def _check_sequences(
     programs: Sequence[Program],
-    issued: list[list[CommCall]],
+    issued: list[list[CommNode]],
     members: dict[str, tuple[int, ...]],
     report: Report,
 ) -> None:
-    sequences: dict[str, dict[int, list[CommCall]]] = defaultdict(dict)
+    sequences: dict[str, dict[int, list[CommNode]]] = defaultdict(dict)
     for rank, calls in enumerate(issued):
         for call in calls:
             if call.type == NodeType.COLL:
@@ -393,7 +393,7 @@ def _check_sequences(
             )
 
 
-def _first_difference(mine: list[CommCall], other: list[CommCall]) -> int:
+def _first_difference(mine: list[CommNode], other: list[CommNode]) -> int:
     """Return the first place at which two sequences differ in type or size."""
     for place, (left, right) in enumerate(zip(mine, other, strict=False)):
         if (left.collective, left.size) != (right.collective, right.size):
@@ -401,10 +401,10 @@ def _first_difference(mine: list[CommCall], other: list[CommCall]) -> int:
     return min(len(mine), len(other))
 
 
-def _unmatched(issued: list[list[CommCall]]) -> "tuple[_Unmatched, _Unmatched]":
+def _unmatched(issued: list[list[CommNode]]) -> "tuple[_Unmatched, _Unmatched]":
     """Return the sends and the receives without a counterpart, whenever they are issued."""
-    sends: dict[Channel, list[CommCall]] = defaultdict(list)
-    receives: dict[Channel, list[CommCall]] = defaultdict(list)
+    sends: dict[Channel, list[CommNode]] = defaultdict(list)
+    receives: dict[Channel, list[CommNode]] = defaultdict(list)
     for calls in issued:
         for call in calls:
             if call.type == NodeType.SEND:
@@ -415,7 +415,7 @@ def _unmatched(issued: list[list[CommCall]]) -> "tuple[_Unmatched, _Unmatched]":
 
 
 def _check_messages(
-    programs: Sequence[Program], issued: list[list[CommCall]], report: Report
+    programs: Sequence[Program], issued: list[list[CommNode]], report: Report
 ) -> None:
     """Report sends and receives that have no counterpart."""
     unmatched_sends, unmatched_receives = _unmatched(issued)
@@ -437,17 +437,17 @@ def _check_messages(
             )
 
 
-class _Unmatched(dict[Channel, list[CommCall]]):
+class _Unmatched(dict[Channel, list[CommNode]]):
     """Calls without a counterpart, by channel."""
 
-    def get_near(self, source: int, target: int) -> CommCall | None:
+    def get_near(self, source: int, target: int) -> CommNode | None:
         """Return one between the same ranks."""
         same_ranks = (calls for key, calls in self.items() if key[:2] == (source, target))
         return next(same_ranks, [None])[0]
 
 
 def _surplus(
-    mine: dict[Channel, list[CommCall]], theirs: dict[Channel, list[CommCall]]
+    mine: dict[Channel, list[CommNode]], theirs: dict[Channel, list[CommNode]]
 ) -> _Unmatched:
     unmatched = _Unmatched()
     for channel, calls in mine.items():

@@ -5,7 +5,7 @@ from typing import Any
 
 from onerank.converters.targets.astra_sim.check.comm_programs import (
     WORLD,
-    CommCall,
+    CommNode,
     NodeType,
     name_of,
 )
@@ -37,10 +37,10 @@ class Setting:
     system: System | None
 
 
-def check_nodes(nodes: list[Record], setting: Setting, report: Report) -> dict[int, CommCall]:
+def check_nodes(nodes: list[Record], setting: Setting, report: Report) -> dict[int, CommNode]:
     """Check every node; return the communication nodes that can be matched, by id."""
     checker = _NodeChecker(setting, report)
-    calls: dict[int, CommCall] = {}
+    calls: dict[int, CommNode] = {}
     for node in nodes:
         call = checker.check(node)
         if call is not None:
@@ -75,7 +75,7 @@ class _NodeChecker:
         self.memory = system is not None and system.is_on("track-local-mem")
         self.written: dict[str, int] = {}
 
-    def check(self, node: Record) -> CommCall | None:
+    def check(self, node: Record) -> CommNode | None:
         """Check one node; return it as a call when it is communication that can be matched."""
         # Absent means false in ASTRA-sim's feeder.
         on_cpu = self._read(node, "is_cpu_op", "bool_val", required=False)
@@ -195,7 +195,7 @@ class _NodeChecker:
             self._add("comm-size", node, message, "size")
         return size
 
-    def _collective(self, node: Record) -> CommCall | None:
+    def _collective(self, node: Record) -> CommNode | None:
         kind = self._read(node, "comm_type", "int64_val")
         size = self._size(node)
         group = self._group(node)
@@ -232,7 +232,7 @@ class _NodeChecker:
             self._add("dataset-splits", node, message, "charged")
         if group is None:
             return None
-        return CommCall(node.id, NodeType.COLL, size, collective=kind, group=group)
+        return CommNode(node.id, NodeType.COLL, size, collective=kind, group=group)
 
     def _group(self, node: Record) -> str | None:
         """Return the name of a group that a call can be matched in, else None."""
@@ -273,7 +273,7 @@ class _NodeChecker:
             return None
         return name
 
-    def _point_to_point(self, node: Record) -> CommCall | None:
+    def _point_to_point(self, node: Record) -> CommNode | None:
         sends = node.type == NodeType.SEND
         rank_key, peer_key = ("comm_src", "comm_dst") if sends else ("comm_dst", "comm_src")
         rank, world = self.setting.rank, self.setting.world
@@ -295,7 +295,7 @@ class _NodeChecker:
         if size is None or tag is None or peer is None:
             return None
         source, target = (rank, peer) if sends else (peer, rank)
-        return CommCall(node.id, NodeType(node.type), size, source=source, target=target, tag=tag)
+        return CommNode(node.id, NodeType(node.type), size, source=source, target=target, tag=tag)
 
 
 def _pairs(variant: str, value: Any) -> list[tuple[str, str]] | None:

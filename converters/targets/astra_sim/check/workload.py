@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from onerank.converters.targets.astra_sim.check.comm_programs import (
     WORLD,
-    CommCall,
+    CommNode,
     CommProgram,
     End,
     NodeType,
@@ -134,7 +134,7 @@ class _Model:
         self,
         path: Path,
         structure: Structure,
-        calls: list[CommCall | None],
+        calls: list[CommNode | None],
         setting: Setting,
         findings: Sequence[Hashable],
     ) -> None:
@@ -231,7 +231,7 @@ class _Common(NamedTuple):
 
 
 class _Extent(NamedTuple):
-    """What to check of a set of traces.
+    """The part of a set of traces to check, and its context.
 
     Attributes:
         common: configuration that all sets share.

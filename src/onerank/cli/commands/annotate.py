@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from onerank.cli.common import (
-    TRACE,
+    INPUT_OR_DIRECTORY,
+    OUTPUT_DIRECTORY,
     TRACE_OUTPUT,
     UsageError,
     as_json,
@@ -17,8 +18,15 @@ from onerank.cli.common import (
     read_trace,
     reports_errors,
 )
-from onerank.cli.dataclass_to_click import SectionedCommand, headings, option, with_options
+from onerank.cli.dataclass_to_click import (
+    SectionedCommand,
+    declared_options,
+    headings,
+    option,
+    with_options,
+)
 from onerank.cli.terminal import (
+    advancing_parts,
     counted,
     counts_of_evidence,
     evidence,
@@ -30,7 +38,7 @@ from onerank.cli.terminal import (
 from onerank.display import flops, size, time
 
 if TYPE_CHECKING:
-    from onerank.analysis.step_time import Parts, StepChange
+    from onerank.analysis.step_time import StepBreakdown, StepChange
     from onerank.annotate import Explanation, Gpu, Recosting
     from onerank.ir.notes import Note
 
@@ -101,8 +109,8 @@ class AnnotateOptions:
         default=None,
         metavar="SIZE",
     )
-    dtype: Literal["fp8", "bf16", "fp16", "tf32"] | None = option(
-        "What if matrix products in wider types ran in this type; fp16 applies to bf16, too.",
+    dtype: Literal["fp8", "fp4", "bf16", "fp16", "tf32"] | None = option(
+        "What if GEMMs in wider types ran in this type; fp16 applies to bf16, too.",
         heading=WHAT_IF,
         default=None,
     )
@@ -154,12 +162,13 @@ class AnnotateOptions:
         *("-o", "--output"),
         heading=OUTPUT,
         default=None,
-        type=TRACE_OUTPUT,
+        # A trace needs a file and a bundle a directory, so the command checks the type.
+        type=click.Path(path_type=Path),
     )
 
 
 @click.command(cls=SectionedCommand, sections=headings(AnnotateOptions))
-@click.argument("trace", type=TRACE)
+@click.argument("trace", type=INPUT_OR_DIRECTORY)
 @with_options(AnnotateOptions)
 @as_json
 @reports_errors
@@ -171,7 +180,12 @@ def annotate(trace: Path, options: AnnotateOptions, as_json: bool) -> None:
     GPUs that the model had not seen. Communication and the host stay as measured. A network
     simulator, or `onerank replay --busbw-gb-s`, times communication. A CPU capture becomes the GPU
     step that it represents, predicted from the target's datasheet, which is the weakest evidence.
+    If TRACE is a bundle, the directory that `capture serve` writes, every step in it is predicted.
     """
+    if trace.is_dir():
+        _annotate_bundle(trace, options, as_json=as_json)
+        return
+
     from dataclasses import asdict
 
     import onerank
@@ -202,6 +216,7 @@ def annotate(trace: Path, options: AnnotateOptions, as_json: bool) -> None:
         print_json(explanation) if as_json else render_explanation(explanation)
         return
     output = options.output or default_output(trace, options.target, gpu.name)
+    output = TRACE_OUTPUT.convert(output, None, click.get_current_context())
     # Target and host may be files, which the output must not replace.
     description = Path(options.target) if Path(options.target).is_file() else None
     host = Path(options.host) if Path(options.host).is_file() else None
@@ -228,6 +243,51 @@ def annotate(trace: Path, options: AnnotateOptions, as_json: bool) -> None:
         idle_links = () if options.nvlink_active else nvlink_idle_note(after, gpu)
         notes = (*after.job.measurement.notes, *idle_links)
         render_recosting(recosting, step, notes, title=f"{trace} -> {output}")
+
+
+def _annotate_bundle(directory: Path, options: AnnotateOptions, *, as_json: bool) -> None:
+    """Predict all steps of the bundle of `capture serve` for another GPU, and write a bundle."""
+    from onerank.annotate import PassOptions, load_gpu, with_figures
+    from onerank.annotate.passes.pass_options import parse_kernels
+    from onerank.cli.commands.serve import show_bundle
+    from onerank.serving.build_bundle import recost_bundle
+    from onerank.serving.bundle import check_replaceable, read_bundle
+
+    single = ("explain", "seq", "micro_batch", "source", "overlap", "host_scale")
+    refused = [
+        declared.spellings[0]
+        for declared in declared_options(AnnotateOptions)
+        if declared.name in single and getattr(options, declared.name) != declared.default
+    ]
+    if refused:
+        raise UsageError(
+            f"{directory} is a bundle: leave out {', '.join(refused)}, which need a single trace",
+            code="bundle-option",
+        )
+    word = re.sub(r"[^\w.-]+", "-", Path(options.target).stem)
+    output = options.output or directory.with_name(f"{directory.name}.{word}")
+    output = OUTPUT_DIRECTORY.convert(output, None, click.get_current_context())
+    passes = PassOptions(
+        dtype=options.dtype,
+        attention=parse_kernels(options.kernel),
+        fuse=options.fuse,
+        nvlink_active=options.nvlink_active,
+    )
+    bundle = read_bundle(directory)
+    check_replaceable(output)
+    gpu = with_figures(load_gpu(options.target), figures_of(options.override))
+    with advancing_parts() as progress:
+        recosted, traces = recost_bundle(
+            bundle,
+            gpu,
+            host=options.host,
+            model=options.model,
+            databases=options.database,
+            passes=passes,
+            progress=progress,
+        )
+    recosted.write(output, traces)
+    show_bundle(recosted, output, as_json=as_json)
 
 
 def _check_explains(options: AnnotateOptions, what_if: dict[str, Any]) -> None:
@@ -352,7 +412,7 @@ def render_recosting(
         (
             row.op_class.value,
             row.count,
-            time(row.before_ns),
+            time(row.before_ns) if row.before_ns else "-",
             time(row.after_ns),
             f"x{row.after_ns / row.before_ns:.3f}" if row.before_ns else "-",
             flops(row.flops),
@@ -378,7 +438,11 @@ def _step(recosting: "Recosting", step: "StepChange") -> list[tuple[str, str]]:
         measured = f" ({time(step.measured_ns)} without the profiler)" if another else ""
         text = f"{time(step.before.step_ns)} on {recosting.source}{measured} -> {text}"
     ends = () if step.p10_ns is None else (step.p10_ns, step.p90_ns)
-    return [(f"step, {how}", text), *_interval(ends)]
+    pairs = [(f"step, {how}", text), *_interval(ends)]
+    if step.untimed:
+        calls = counted(step.untimed, "call")
+        pairs.append(("communication", f"{calls} without a time; the step does not include them"))
+    return pairs
 
 
 def _interval(ends: Sequence[int | None]) -> list[tuple[str, str]]:
@@ -386,21 +450,23 @@ def _interval(ends: Sequence[int | None]) -> list[tuple[str, str]]:
 
 
 def _where(recosting: "Recosting", step: "StepChange") -> None:
-    """Print the parts of the step, before and after."""
-    if step.before is None or step.after is None:
+    """Print the parts of the step: before, if its nodes have times, and after."""
+    if step.after is None:
         return
+    columns = [(recosting.target, step.after)]
+    if step.before is not None:
+        columns.insert(0, (recosting.source, step.before))
     untimed = f", {step.untimed} calls not timed" if step.untimed else ""
     labels = ("compute", f"exposed communication{untimed}", "idle", "  waiting for a launch", "all")
     figures = [
-        [f"{time(ns)} {ns / parts.step_ns:6.1%}" for ns in _times(parts)]
-        for parts in (step.before, step.after)
+        [f"{time(ns)} {ns / parts.step_ns:6.1%}" for ns in _times(parts)] for _, parts in columns
     ]
     rows = list(zip(labels, *figures, strict=True))
     host = "steady state" if step.source == "steady_state" else "replayed with its host as profiled"
-    table(f"The step, {host}", ("", recosting.source, recosting.target), rows)
+    table(f"The step, {host}", ("", *(gpu for gpu, _ in columns)), rows)
 
 
-def _times(parts: "Parts") -> tuple[int, ...]:
+def _times(parts: "StepBreakdown") -> tuple[int, ...]:
     return (
         parts.compute_ns,
         parts.exposed_communication_ns,

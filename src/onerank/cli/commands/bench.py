@@ -142,7 +142,7 @@ class Benched:
 
 
 @dataclass(frozen=True)
-class Merged:
+class MergedFiles:
     """A kernel database made from several.
 
     Attributes:
@@ -464,7 +464,7 @@ def merge_databases(databases: tuple[Path, ...], options: MergeOptions, as_json:
     merged = merge(tables)
     write_database(merged.table, options.output)
     counts = {str(path): len(table) for path, table in zip(databases, tables, strict=True)}
-    done = Merged(options.output, len(merged.table), merged.replaced, counts)
+    done = MergedFiles(options.output, len(merged.table), merged.replaced, counts)
     print_json(done) if as_json else render_merged(done)
 
 
@@ -500,7 +500,7 @@ def render_benched(done: Benched) -> None:
     lines(rows, done.output)
 
 
-def render_merged(done: Merged) -> None:
+def render_merged(done: MergedFiles) -> None:
     """Print the databases that were read, and the rows that were written."""
     files = [("read", f"{path}: {counted(count, 'row')}") for path, count in done.read.items()]
     written = f"{counted(done.rows, 'row')}; {done.replaced} were replaced by later ones"

@@ -1,4 +1,7 @@
-"""`capture run SCRIPT` captures one rank or several; `capture verify` compares numerics."""
+"""`capture run SCRIPT` captures one rank or several; `capture verify` compares numerics.
+
+`capture serve` is in the module `serve`.
+"""
 
 import dataclasses
 import os
@@ -48,7 +51,7 @@ class CaptureOptions(SeveralCaptures):
     )
 
 
-@click.group(cls=SectionedGroup)
+@click.group(cls=SectionedGroup, modules={"serve": "serve"})
 def capture() -> None:
     """Capture what one rank of a training job does, on one GPU or on a CPU."""
 
@@ -307,7 +310,7 @@ def _rank_ranges(ranks: Sequence[int]) -> str:
 
 
 _TITLES = {
-    "plain": "Steps without a profiler (warm-up, pure, timed), against those of a plain run",
+    "plain": "Steps without a profiler, against those of a plain run",
     "profiled": "Steps under a profiler, against those of a plain run",
     "slices": "Slices that communicate, against the whole model",
 }
@@ -340,7 +343,7 @@ def verify(
 
     script, module = named.located(script)
     # The fewest steps that pass through every window.
-    windows = WindowPlan(warm_up=1, pure=1, repeat=1)
+    windows = WindowPlan(warm_up=1, timed_steps=1, repeat=1)
     options = dataclasses.replace(job, module=module, windows=windows)
     validate_early(script, options)
     with loading_capture():

@@ -115,11 +115,11 @@ class StorageAdded:
 @reports_errors
 def storage(trace: Path, options: StorageOptions, as_json: bool) -> None:
     """Add the reading of a batch and a step's share of a checkpoint to TRACE."""
-    from onerank.annotate.passes.storage_nodes import Storage, with_storage
+    from onerank.annotate.passes.storage_nodes import StorageTraffic, with_storage
 
     keep_inputs(options.output, trace)
     before = read_trace(trace)
-    traffic = Storage(
+    traffic = StorageTraffic(
         gb_per_s=options.storage_gb_s,
         batch_bytes=options.batch_bytes,
         checkpoint_every=options.checkpoint_every or 0,

@@ -21,7 +21,7 @@ from onerank.cli.common import (
     reports_errors,
 )
 from onerank.cli.dataclass_to_click import SIZE, SectionedCommand, headings, option, with_options
-from onerank.cli.terminal import lines, print_json, say
+from onerank.cli.terminal import counted, lines, print_json, say, short_kernel, table
 from onerank.display import size, time
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from onerank.converters.sources.onnx import OnnxConversion
     from onerank.ir import Graph
     from onerank.ir.chakra import Repairs
+    from onerank.serving.recording import Recording
 
 
 TRACES = "Recorded traces"
@@ -59,7 +60,7 @@ class ConvertOptions:
         multiple=True,
     )
     step: str = option(
-        "One of the steps that profiler.step() marked.",
+        "One of the steps that profiler.step() or an engine marked.",
         heading=TRACES,
         default="all",
         show_default=True,
@@ -69,6 +70,18 @@ class ConvertOptions:
         "Without --et: keep the operators, too. A replay then includes the host's launch times.",
         heading=TRACES,
         default=False,
+    )
+    engine_steps: bool = option(
+        "Recordings of vLLM or SGLang: write tables of the engine's steps to the directory -o.",
+        heading=TRACES,
+        default=False,
+    )
+    graphs: Path | None = option(
+        "Trace of an engine that captures its CUDA graphs, or a directory of them: it has the "
+        "operators of replayed kernels.",
+        heading=TRACES,
+        default=None,
+        type=INPUT_OR_DIRECTORY,
     )
     batch: int | None = option(
         "Size of the inputs' first axis.", heading=MODEL, default=None, type=SIZE
@@ -101,6 +114,18 @@ class ConvertOptions:
         """Spellings of the options given that only a model takes."""
         values = {"--batch": self.batch, "--seq": self.seq, "--size": self.size}
         return [name for name, value in {**values, "--train": self.train}.items() if value]
+
+    @property
+    def graph_options(self) -> list[str]:
+        """Spellings of the options given that only the conversion to a graph takes."""
+        values = {
+            "--et": self.et,
+            "--profile": self.profile,
+            "--step": self.step != "all",
+            "--operators": self.operators,
+            "--repair": self.repair,
+        }
+        return [*(name for name, value in values.items() if value), *self.model_options]
 
 
 @dataclass(frozen=True)
@@ -146,12 +171,14 @@ def convert(source: Path | None, options: ConvertOptions, as_json: bool) -> None
     trace per rank; -o is then a directory, too. Chakra's JSON: a .json file as SOURCE. Another
     tool's .et as SOURCE: written with the groups of a comm_groups.json next to it.
     A model: an .onnx file as SOURCE; its operators get shapes, FLOPs and bytes, and no times.
+    Recordings of vLLM or SGLang: with --engine-steps, a Kineto trace or a directory of them as
+    SOURCE; -o is a directory of tables. With --kineto and --step N, the graph of one engine step.
     """
     is_model = source is not None and source.suffix == ".onnx"
-    if source is not None and options.recordings:
-        raise UsageError(
-            "give a SOURCE, or --kineto and --et, not both", code="convert-two-sources"
-        )
+    _check_sources(source, options)
+    if options.engine_steps:
+        _convert_engine_steps(source or options.kineto, options, as_json=as_json)
+        return
     if options.step != "all" and source is not None and not source.is_dir():
         raise UsageError(
             f"--step is for traces with steps, and {source} has none marked",
@@ -184,6 +211,20 @@ def convert(source: Path | None, options: ConvertOptions, as_json: bool) -> None
         raise UsageError(
             f"{source}: expected a .onnx model, Chakra's .json or .et, or a directory of traces",
             code="convert-unknown-source",
+        )
+
+
+def _check_sources(source: Path | None, options: ConvertOptions) -> None:
+    """Refuse combinations of inputs."""
+    if source is not None and options.recordings:
+        raise UsageError(
+            "give a SOURCE, or --kineto and --et, not both", code="convert-two-sources"
+        )
+    takes_graphs = options.engine_steps or (options.kineto is not None and options.et is None)
+    if options.graphs is not None and not takes_graphs:
+        raise UsageError(
+            "--graphs is for --kineto without --et, and for --engine-steps",
+            code="convert-graphs-source",
         )
 
 
@@ -221,9 +262,44 @@ def _convert_traces(options: ConvertOptions, *, as_json: bool) -> None:
             code="convert-operators-and-et",
         )
     _check_output(options.output, *options.recordings)
-    sources = Sources(options.kineto, options.et, options.profile, operators=options.operators)
+    sources = Sources(
+        options.kineto,
+        options.et,
+        options.profile,
+        operators=options.operators,
+        captures=_captures(options),
+    )
     graph, report = convert(sources, step=options.step)
     _write(graph, report, options.output, as_json=as_json)
+
+
+def _convert_engine_steps(source: Path | None, options: ConvertOptions, *, as_json: bool) -> None:
+    """Write tables of the steps in recordings of vLLM or SGLang."""
+    if source is None or options.graph_options:
+        given = f"; leave out {', '.join(options.graph_options)}" if options.graph_options else ""
+        raise UsageError(
+            f"--engine-steps takes a Kineto trace, or a directory of them, as SOURCE{given}",
+            code="convert-engine-options",
+        )
+    from onerank.serving.recording import check_replaceable, read_recording, recording_files
+
+    check_replaceable(options.output)
+    files = recording_files(source) if source.is_dir() else [source]
+    recording = read_recording(files, _captures(options))
+    recording.write(options.output)
+    if as_json:
+        print_json(recording.record)
+        return
+    render_recording(recording, options.output)
+
+
+def _captures(options: ConvertOptions) -> tuple[Path, ...]:
+    """Return the traces of captures that --graphs names."""
+    from onerank.serving.recording import recording_files
+
+    if options.graphs is None or not options.graphs.is_dir():
+        return () if options.graphs is None else (options.graphs,)
+    return tuple(recording_files(options.graphs))
 
 
 def _convert_directory(source: Path, options: ConvertOptions, *, as_json: bool) -> None:
@@ -368,6 +444,75 @@ def _sizes(texts: tuple[str, ...]) -> dict[str, int]:
             )
         sizes[name] = int(size)
     return sizes
+
+
+# Printed compositions and kernel names; the tables have all.
+_COMPOSITIONS, _NAMES = 20, 8
+
+_LINKED = {
+    "operator": "linked to operators",
+    "CUDA graph": "in CUDA graphs",
+    "launch call": "launched outside of operators",
+    "no launch": "without a recorded launch",
+}
+
+
+def render_recording(recording: "Recording", directory: Path) -> None:
+    """Print the files and steps of a recording, and kernels that are not linked to an operator."""
+    manifest = recording.manifest
+    for file in manifest.files:
+        rank = f", rank {file.rank} of {file.ranks}" if (file.ranks or 1) > 1 else ""
+        operations = sum(file.operations.values())
+        links = ", ".join(f"{count} {_LINKED[link]}" for link, count in file.operations.items())
+        what = "operators" if file.device == "cpu" else "GPU operations"
+        lines(
+            [
+                ("engine", f"{file.engine} {file.version}".rstrip() + f" on {file.device}{rank}"),
+                ("steps", ", ".join(f"{count} {kind}" for kind, count in file.steps.items())),
+                (what, f"{operations}, {time(file.time_ns)}: {links}"),
+                ("outside", f"{file.outside} outside of all steps, {time(file.outside_ns)}"),
+            ],
+            file.file,
+        )
+    if manifest.notes:
+        lines([("note", str(note)) for note in manifest.notes])
+    compositions = recording.composition_rows
+    rows = [
+        (
+            row.kind or "-",
+            *(_number(n) for n in (row.prefills, row.decodes, row.new_tokens)),
+            _number(row.context_low)
+            + (f" to {row.context_high:,}" if row.context_high != row.context_low else ""),
+            row.steps,
+            *(
+                "-" if ns is None else time(ns)
+                for ns in (row.step_ns, row.host_ns, row.gpu_ns, row.gpu_span_ns)
+            ),
+        )
+        for row in compositions[:_COMPOSITIONS]
+    ]
+    count = len(compositions)
+    shown = "" if count <= _COMPOSITIONS else f", {_COMPOSITIONS} of {count} compositions"
+    columns = ("kind", "prefills", "decodes", "new tokens", "context", "steps")
+    times = ("to next", "host", "kernels", "GPU span")
+    table(f"Engine steps, medians{shown}", (*columns, *times), rows)
+    if manifest.unlinked:
+        names = [
+            (short_kernel(kernel.name), kernel.link, kernel.count, time(kernel.time_ns))
+            for kernel in manifest.unlinked[:_NAMES]
+        ]
+        shown = f", {len(names)} of {len(manifest.unlinked)} names"
+        table(
+            f"Not linked to an operator{shown}",
+            ("kernel", "by", "count", "time"),
+            names,
+            texts=(0, 1),
+        )
+    say(f"{directory}: {counted(len(recording.step_rows), 'step')}")
+
+
+def _number(number: int | None) -> str:
+    return "-" if number is None else f"{number:,}"
 
 
 def render_model(report: "OnnxConversion") -> None:

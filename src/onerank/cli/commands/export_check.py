@@ -338,8 +338,10 @@ def chakra_json(trace: Path, options: FileOptions) -> None:
     cls=SectionedGroup,
     sections={
         "Simulators": ("astra-sim", "simai", "goal"),
+        "Simulators of serving": ("vidur", "llmservingsim", "aiconfigurator"),
         "Other tools": ("perfetto", "parquet", "dot", "chakra-json"),
     },
+    modules=dict.fromkeys(("vidur", "llmservingsim", "aiconfigurator"), "serve"),
 )
 def export() -> None:
     """Write a trace in the format of a simulator or of another tool."""

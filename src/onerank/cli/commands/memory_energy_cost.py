@@ -60,7 +60,8 @@ class MemoryOptions:
         metavar="GPU|FILE",
     )
     non_allocator_gb: float | None = option(
-        "GB of the CUDA context and NCCL, outside the allocator. Default: from public reports.",
+        "GB of the CUDA context and NCCL, outside the allocator.  [default: the larger of "
+        "measurements on H200s and public reports]",
         default=None,
         type=GIGABYTES,
     )

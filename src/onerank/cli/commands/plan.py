@@ -29,7 +29,7 @@ from onerank.display import size
 if TYPE_CHECKING:
     from onerank.ir.notes import Note
     from onerank.plan.config import PlanConfig
-    from onerank.plan.layouts import Layout, Outcome, Range
+    from onerank.plan.layouts import Layout, Outcome, PredictedRange
     from onerank.plan.make_plan import Plan
     from onerank.plan.tasks import Executor
 
@@ -100,16 +100,16 @@ def plan(config: Path, options: PlanOptions, as_json: bool) -> None:
     executor = _executor(read, options, store.directory)
     with contextlib.chdir(read.directory), advancing_parts() as progress:
         try:
-            made = make_plan(read, store, executor, progress)
+            planned = make_plan(read, store, executor, progress)
         except KeyboardInterrupt as interrupt:
             raise KeyboardInterrupt(
                 "results so far are stored: the same command goes on from there"
             ) from interrupt
-    commands = _write(made, output, options.rows, library)
+    commands = _write(planned, output, options.rows, library)
     if as_json:
-        print_json(made.record())
+        print_json(planned.record())
     else:
-        render_plan(made, options.rows, str(config))
+        render_plan(planned, options.rows, str(config))
         lines(
             [
                 ("all layouts", f"{options.output / 'plan.csv'}, {options.output / 'plan.json'}"),
@@ -136,12 +136,12 @@ def _executor(config: "PlanConfig", options: PlanOptions, store: Path) -> "Execu
     return RayCluster(config.directory, address, (store, options.output))
 
 
-def render_plan(made: "Plan", rows: int, title: str) -> None:
+def render_plan(planned: "Plan", rows: int, title: str) -> None:
     """Print the best layouts, those that do not fit, and those that are none."""
-    best = made.fitting[:rows]
-    cluster = made.config.job.cluster
-    varied = _varied(made.outcomes)
-    layout = made.outcomes[0].layout
+    best = planned.fitting[:rows]
+    cluster = planned.config.job.cluster
+    varied = _varied(planned.outcomes)
+    layout = planned.outcomes[0].layout
     common = _layout_parts(
         layout,
         [
@@ -152,10 +152,11 @@ def render_plan(made: "Plan", rows: int, title: str) -> None:
     )
     pairs = [
         ("cluster", f"{cluster.gpus} x {cluster.gpu}, {counted(cluster.nodes, 'node')}"),
-        ("model", f"{counted(made.layers, 'layer')}"),
+        ("model", f"{counted(planned.layers, 'layer')}"),
     ]
     if common:
         pairs.append(("all layouts", ", ".join(common)))
+    pairs += [("note", str(note)) for note in planned.notes]
     pairs += [("note", note) for note in _notes(best)]
     lines(pairs, title)
     cells: list[tuple[Any, ...]] = []
@@ -166,21 +167,21 @@ def render_plan(made: "Plan", rows: int, title: str) -> None:
         cells.append(("", rest, *(interval for _, interval in figures)))
     columns = ["", "layout", "step", "tokens/s/GPU", "MFU", "memory", "energy"]
     columns += ["price/M tokens"] if cluster.price_per_gpu_hour is not None else []
-    shown = f"{len(best)} of {len(made.fitting)}"
+    shown = f"{len(best)} of {len(planned.fitting)}"
     table(f"Layouts by step time, with 80% intervals ({shown})", columns, cells, texts=(0, 1))
-    if made.misfits:
+    if planned.misfits:
         lines(
-            [(size(miss.over_bytes), str(miss.layout)) for miss in made.misfits[:_NEAREST]],
-            f"Too large for memory: {counted(len(made.misfits), 'layout')}. The nearest, by",
+            [(size(miss.over_bytes), str(miss.layout)) for miss in planned.misfits[:_NEAREST]],
+            f"Too large for memory: {counted(len(planned.misfits), 'layout')}. The nearest, by",
         )
-    if made.dropped:
-        codes = Counter(dropped.code for dropped in made.dropped)
+    if planned.dropped:
+        codes = Counter(dropped.code for dropped in planned.dropped)
         reasons: list[tuple[str, str]] = []
         for code, count in codes.items():
-            first = next(dropped for dropped in made.dropped if dropped.code == code)
+            first = next(dropped for dropped in planned.dropped if dropped.code == code)
             others = f" and {counted(count - 1, 'other')}" if count > 1 else ""
             reasons.append((f"{first.choice}{others}", first.reason))
-        lines(reasons, f"Not possible: {counted(len(made.dropped), 'combination')}")
+        lines(reasons, f"Not possible: {counted(len(planned.dropped), 'combination')}")
 
 
 def _figures(outcome: "Outcome") -> list[tuple[str, str]]:
@@ -202,13 +203,13 @@ _UNKNOWN = ("-", "")
 _PREFIXES = {"P": 1e15, "T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3, "": 1.0, "m": 1e-3, "u": 1e-6}
 
 
-def _in_unit(figure: "Range", unit: str) -> tuple[str, str]:
+def _in_unit(figure: "PredictedRange", unit: str) -> tuple[str, str]:
     """Return a figure and its interval with the largest prefix that keeps it above 1."""
     prefix = next((name for name, scale in _PREFIXES.items() if figure.value >= scale), "")
     return _plain(figure * (1 / _PREFIXES[prefix]), f" {prefix}{unit}")
 
 
-def _plain(figure: "Range", unit: str = "") -> tuple[str, str]:
+def _plain(figure: "PredictedRange", unit: str = "") -> tuple[str, str]:
     """Return a figure and its interval, to three digits of the figure."""
     digits = 2 - math.floor(math.log10(figure.value)) if figure.value > 0 else 0
     digits = max(0, digits)
@@ -269,7 +270,7 @@ def _layout_parts(layout: "Layout", names: Sequence[str]) -> list[str]:
 # Files --------------------------------------------------------------------------------------------
 
 
-def _write(made: "Plan", output: Path, rows: int, library: str) -> int:
+def _write(planned: "Plan", output: Path, rows: int, library: str) -> int:
     """Write the tables, the page and the commands; no file appears before all are complete.
 
     Returns:
@@ -277,18 +278,18 @@ def _write(made: "Plan", output: Path, rows: int, library: str) -> int:
     """
     from onerank.ir.output_files import replacing
 
-    best = made.fitting[:rows]
-    scripts = {f"{number}.sh": _script(made, row) for number, row in enumerate(best, start=1)}
+    best = planned.fitting[:rows]
+    scripts = {f"{number}.sh": _script(planned, row) for number, row in enumerate(best, start=1)}
     commands = output / "commands"
     commands.mkdir(exist_ok=True)
     for path in commands.glob("*.sh"):
         # An earlier run may have written more rows.
         path.unlink()
-    page = _page(made, library)
+    page = _page(planned, library)
     content = {
         **{commands / name: text for name, text in scripts.items()},
-        output / "plan.csv": _csv(made),
-        output / "plan.json": msgspec.json.format(msgspec.json.encode(made.record())).decode(),
+        output / "plan.csv": _csv(planned),
+        output / "plan.json": msgspec.json.format(msgspec.json.encode(planned.record())).decode(),
         output / "pareto.html": page,
     }
     with contextlib.ExitStack() as stack:
@@ -300,17 +301,17 @@ def _write(made: "Plan", output: Path, rows: int, library: str) -> int:
     return len(scripts)
 
 
-def _script(made: "Plan", outcome: "Outcome") -> str:
+def _script(planned: "Plan", outcome: "Outcome") -> str:
     commands = "\n".join(outcome.commands)
-    head = f"# {outcome.layout}\n# Run it in the directory of {made.config.path.name}."
+    head = f"# {outcome.layout}\n# Run it in the directory of {planned.config.path.name}."
     return f"{head}\nset -e\n{commands}\n"
 
 
-def _csv(made: "Plan") -> str:
+def _csv(planned: "Plan") -> str:
     """Return a line for each layout, with the ends of each interval in columns."""
     text = io.StringIO(newline="")
     records: list[dict[str, Any]] = []
-    for outcome in made.outcomes:
+    for outcome in planned.outcomes:
         record: dict[str, Any] = msgspec.to_builtins(outcome)
         row: dict[str, Any] = {}
         for name, value in record.items():
@@ -332,7 +333,7 @@ def _csv(made: "Plan") -> str:
     return text.getvalue()
 
 
-def _page(made: "Plan", library: str) -> str:
+def _page(planned: "Plan", library: str) -> str:
     """Return the page of Pareto fronts: throughput against memory, energy and price."""
     from importlib.resources import files
     from string import Template
@@ -340,12 +341,12 @@ def _page(made: "Plan", library: str) -> str:
     from onerank.cli.report_charts import pareto_chart
     from onerank.plan.make_plan import pareto_front
 
-    varied = _varied(made.outcomes)
-    names = [_layout_text(outcome.layout, varied) for outcome in made.outcomes]
-    fitting = made.fitting
-    steps = [outcome.step_ns * 1e-9 for outcome in made.outcomes]
+    varied = _varied(planned.outcomes)
+    names = [_layout_text(outcome.layout, varied) for outcome in planned.outcomes]
+    fitting = planned.fitting
+    steps = [outcome.step_ns * 1e-9 for outcome in planned.outcomes]
     charts = {
-        "memory of the fullest GPU (GB)": [o.peak_bytes * 1e-9 for o in made.outcomes],
+        "memory of the fullest GPU (GB)": [o.peak_bytes * 1e-9 for o in planned.outcomes],
         "energy per million tokens (kJ)": [
             o.energy_j * (1e3 / o.layout.tokens_per_step) for o in fitting if o.energy_j
         ],
@@ -356,7 +357,7 @@ def _page(made: "Plan", library: str) -> str:
             o.money * (1e6 / o.layout.tokens_per_step) for o in fitting if o.money
         ]
     figures: dict[str, Any] = {}
-    parts = [f"<h1>{html.escape(made.config.path.name)}</h1>", _KEY]
+    parts = [f"<h1>{html.escape(planned.config.path.name)}</h1>", _KEY]
     for place, (title, values) in enumerate(charts.items()):
         if not values:
             continue
@@ -375,7 +376,7 @@ def _page(made: "Plan", library: str) -> str:
     # "</" in a name would end the script element.
     data = msgspec.json.encode(figures).decode().replace("</", "<\\/")
     return Template(template).substitute(
-        title=html.escape(made.config.path.name),
+        title=html.escape(planned.config.path.name),
         library=library,
         body="\n".join(parts),
         figures=data,

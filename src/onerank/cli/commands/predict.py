@@ -44,8 +44,8 @@ class PredictOptions:
         type=OUTPUT,
     )
     # Choices are spelled out, so that --help loads no model. Tests compare them with the library's.
-    dtype: Literal["bf16", "fp16", "fp32"] | None = option(
-        "Data type of the operands. Default: bf16.", default=None
+    dtype: Literal["bf16", "fp16", "fp32", "fp8", "fp4"] | None = option(
+        "Data type of the operands; fp8 and fp4 only for GEMMs. Default: bf16.", default=None
     )
     batch: int | None = option(
         "GEMMs in a batch, or sequences of attention.", default=None, type=SIZE
@@ -53,6 +53,9 @@ class PredictOptions:
     m: int | None = option("Rows of the result.", heading=GEMM, default=None, type=SIZE)
     n: int | None = option("Columns of the result.", heading=GEMM, default=None, type=SIZE)
     k: int | None = option("Inner size of a GEMM.", heading=GEMM, default=None, type=SIZE)
+    scales: Literal["tensor", "row", "block"] | None = option(
+        "Granularity of fp8 scales. Default: tensor.", heading=GEMM, default=None
+    )
     norm: Literal["rms", "layer"] | None = option(
         "Kind of norm. Default: rms.", heading=GEMM, default=None
     )
@@ -111,7 +114,7 @@ def predict(what: str, options: PredictOptions, as_json: bool) -> None:
     """
     from dataclasses import asdict
 
-    from onerank.analysis.predict_ops import OPS, calls_of, predict_calls
+    from onerank.analysis.predict_ops import OPS, op_calls, predict_calls
 
     sizes = {
         name: value
@@ -128,7 +131,7 @@ def predict(what: str, options: PredictOptions, as_json: bool) -> None:
     rows: list[dict[str, Any]] = [{"op": what, **sizes}] if path is None else _read(path)
     if options.output is not None:
         keep_inputs(options.output, path, *options.database)
-    predictions = predict_calls(calls_of(rows), options.target, databases=options.database)
+    predictions = predict_calls(op_calls(rows), options.target, databases=options.database)
     if options.output is not None:
         columns = ("duration_ns", "p10_ns", "p90_ns", "bound", "evidence")
         predicted_rows = [

@@ -25,12 +25,12 @@ from onerank.display import flops, size, time
 from onerank.export import Granularity
 
 if TYPE_CHECKING:
-    from onerank.analysis.breakdown import Part
+    from onerank.analysis.breakdown import BreakdownRow
     from onerank.analysis.step_time import Replay
-    from onerank.analysis.trace_diff import Change, Difference
+    from onerank.analysis.trace_diff import NameDiff, TraceDiff
     from onerank.ir import Graph
     from onerank.ir.notes import Note
-    from onerank.plan.job_replay import JobReplay
+    from onerank.plan.pipeline_step import JobReplay
 
 # Kernels that a table lists; --json has all.
 _KERNEL_ROWS = 40
@@ -199,10 +199,10 @@ def _replay_job(trace: Path, cluster: Path, options: ReplayOptions, *, as_json: 
     """Replay the stages of a job on a cluster."""
     from onerank import export
     from onerank.annotate import load_gpu
-    from onerank.converters.expand.pipeline import Schedule
+    from onerank.converters.expand.pipeline import PipelineSchedule
     from onerank.plan.cluster import network_of
     from onerank.plan.config import read_cluster
-    from onerank.plan.job_replay import replay_job
+    from onerank.plan.pipeline_step import replay_job
 
     if options.busbw_gb_s is not None or options.perfetto is not None:
         raise UsageError(
@@ -212,7 +212,9 @@ def _replay_job(trace: Path, cluster: Path, options: ReplayOptions, *, as_json: 
     network = network_of(described, load_gpu(described.gpu))
     seen: set[Note] = set()
     graphs = [read_trace(file, seen=seen) for file in export.trace_files((trace,))]
-    done = replay_job(graphs, network, Schedule.parse(options.schedule), options.micro_batches)
+    done = replay_job(
+        graphs, network, PipelineSchedule.parse(options.schedule), options.micro_batches
+    )
     if as_json:
         print_json(done)
     else:
@@ -238,7 +240,7 @@ def render_job(done: "JobReplay", title: str) -> None:
     )
 
 
-def render_parts(parts: "Sequence[Part]", granularity: Granularity, title: str) -> None:
+def render_parts(parts: "Sequence[BreakdownRow]", granularity: Granularity, title: str) -> None:
     """Print a row per layer; per sub-module, summed over layers; or per kernel."""
     from onerank.analysis.breakdown import merged
 
@@ -268,7 +270,7 @@ _Columns = dict[str, list[str]]
 
 
 def _table(
-    title: str, granularity: Granularity, parts: "Sequence[Part]", figures: _Columns
+    title: str, granularity: Granularity, parts: "Sequence[BreakdownRow]", figures: _Columns
 ) -> None:
     """Print figures next to names and, for modules, their roles and counts."""
     columns: _Columns = {"": [part.name or "(none)" for part in parts]}
@@ -282,7 +284,7 @@ def _table(
     table(title, [*columns], [*zip(*columns.values(), strict=True)], texts=texts)
 
 
-def _times(parts: "Sequence[Part]", total_ns: int) -> _Columns:
+def _times(parts: "Sequence[BreakdownRow]", total_ns: int) -> _Columns:
     columns = {
         "nodes": [str(part.nodes) for part in parts],
         "forward": [_time(part.forward_ns) for part in parts],
@@ -296,7 +298,7 @@ def _times(parts: "Sequence[Part]", total_ns: int) -> _Columns:
     return columns
 
 
-def _work(parts: "Sequence[Part]") -> _Columns:
+def _work(parts: "Sequence[BreakdownRow]") -> _Columns:
     return {
         "FLOPs": [
             flops(part.flops) + (f" (+{part.without_flops} ?)" if part.without_flops else "")
@@ -312,7 +314,7 @@ def _time(ns: int) -> str:
     return time(ns) if ns else "-"
 
 
-def render_difference(difference: "Difference", before: str, after: str) -> None:
+def render_difference(difference: "TraceDiff", before: str, after: str) -> None:
     """Print how two traces differ."""
     total = difference.total
     verdict = {True: "the same", False: "DIFFERENT"}
@@ -346,14 +348,14 @@ def render_difference(difference: "Difference", before: str, after: str) -> None
             lines([("", f"and {len(changes) - MODULE_ROWS} more {what} (--json has all)")])
 
 
-def _pair(change: "Change") -> str:
+def _pair(change: "NameDiff") -> str:
     return (
         f"{time(change.time_before_ns)} in {counted(change.count_before, 'node')} -> "
         f"{time(change.time_after_ns)} in {change.count_after} ({_ratio(change)})"
     )
 
 
-def _ratio(change: "Change") -> str:
+def _ratio(change: "NameDiff") -> str:
     if not change.time_before_ns:
         return "new" if change.time_after_ns else "-"
     return f"x{change.time_after_ns / change.time_before_ns:.3f}"
@@ -361,6 +363,8 @@ def _ratio(change: "Change") -> str:
 
 def render_replay(done: "Replay", title: str) -> None:
     """Print where the time of a replayed step goes."""
+    from onerank.cli.summary_tables import job_step_row
+
     total = done.step_time_ns
 
     def part(ns: int, of_ns: int = total) -> str:
@@ -383,6 +387,7 @@ def render_replay(done: "Replay", title: str) -> None:
         idle = f"{part(steady.idle_ns, steady.step_ns)} of it idle"
         text += f"{idle}, {time(steady.host_bound_ns)} waiting for a launch"
         pairs.append(("steady-state step", text))
+    pairs += job_step_row(done.job_step_ns)
     pairs += [
         ("compute", part(done.compute_ns)),
         ("exposed comm.", part(done.exposed_communication_ns)),

@@ -67,7 +67,7 @@ FSDP = """
 def captured(directory: Path, *parts: str) -> Graph:
     script = directory / "train.py"
     script.write_text("".join(map(textwrap.dedent, parts)))
-    return capture(script, [], Options(dp=4, windows=WindowPlan(warm_up=1, pure=1))).graph
+    return capture(script, [], Options(dp=4, windows=WindowPlan(warm_up=1, timed_steps=1))).graph
 
 
 @pytest.fixture(scope="module")

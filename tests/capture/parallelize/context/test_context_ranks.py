@@ -16,7 +16,7 @@ from real_ranks import run_ranks
 from onerank.annotate import recost
 from onerank.capture import Options, WindowPlan, capture
 from onerank.capture.fake_world.recorder import Recorder
-from onerank.capture.parallelize.data.auto_wrap import DataParallelism
+from onerank.capture.parallelize.data.apply_data_parallel import DataParallelism
 from onerank.capture.parallelize.data.data_groups import Groups
 from onerank.capture.parallelize.shard_model import ModelSlicing, slice_to_rank
 from onerank.converters.targets.astra_sim.check import check
@@ -162,7 +162,7 @@ def test_a_captured_rank_is_exported_for_all(tmp_path, data, comm):
         sp=True,
         **strategy(data),
         cp_comm=comm,
-        windows=WindowPlan(warm_up=2, pure=1),
+        windows=WindowPlan(warm_up=2, timed_steps=1),
     )
     graph = capture(script, [], options).graph
     groups = {group.name: (group.ranks, group.axis) for group in graph.job.groups}

@@ -10,7 +10,7 @@ from real_ranks import run_ranks
 from torch import nn
 
 from onerank.capture.parallelize.data import zero as buckets
-from onerank.capture.parallelize.data.auto_wrap import DataParallelism
+from onerank.capture.parallelize.data.apply_data_parallel import DataParallelism
 from onerank.capture.parallelize.data.data_groups import Groups
 from onerank.ir import World
 

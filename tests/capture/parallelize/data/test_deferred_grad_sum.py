@@ -11,7 +11,7 @@ from real_ranks import run_ranks
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from onerank.capture.fake_world.recorder import Recorder
-from onerank.capture.parallelize.data.auto_wrap import DataParallelism
+from onerank.capture.parallelize.data.apply_data_parallel import DataParallelism
 from onerank.capture.parallelize.data.data_groups import Groups
 from onerank.capture.parallelize.data.grad_accumulation import DeferredGradSync
 from onerank.capture.parallelize.shard_model import slice_to_rank

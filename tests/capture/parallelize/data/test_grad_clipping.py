@@ -12,7 +12,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from onerank.capture.fake_world.recorder import Recorder
-from onerank.capture.parallelize.data.auto_wrap import DataParallelism
+from onerank.capture.parallelize.data.apply_data_parallel import DataParallelism
 from onerank.capture.parallelize.data.data_groups import Groups
 from onerank.capture.parallelize.data.grad_clipping import Clipping
 from onerank.capture.parallelize.pipeline.stage import TiedEmbedding

@@ -19,7 +19,7 @@ from onerank.capture.parallelize.pipeline.encoder_decoder_stages import split_st
 from onerank.capture.parallelize.pipeline.stage_boundary import PassthroughTensor
 from onerank.capture.parallelize.shard_model import slice_to_rank
 from onerank.capture.verify.slice_check import compare_slices
-from onerank.converters.expand.pipeline import Schedule, expand
+from onerank.converters.expand.pipeline import PipelineSchedule, expand
 from onerank.converters.targets.astra_sim.check import check
 from onerank.converters.targets.astra_sim.exporter import export_ranks
 from onerank.ir import Kind, Pipeline, World
@@ -260,7 +260,9 @@ def test_captured_stages_run_as_a_pipeline(tmp_path):
     for name, ranks in {"embedding": (0, 1, 2), "decoder_positions": (1, 2)}.items():
         assert graphs[1].job.group(name).ranks == ranks
     with raises_code("pipeline-shared-weights"):
-        expand(graphs, Schedule.parse("interleaved:3"), 3)
-    expanded = expand([recost(graph, "H100") for graph in graphs], Schedule.parse("1f1b"), 4)
+        expand(graphs, PipelineSchedule.parse("interleaved:3"), 3)
+    expanded = expand(
+        [recost(graph, "H100") for graph in graphs], PipelineSchedule.parse("1f1b"), 4
+    )
     assert export_ranks(expanded, tmp_path / "workload").ranks == 3
     assert check(tmp_path / "workload") == []

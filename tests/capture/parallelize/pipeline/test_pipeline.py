@@ -23,9 +23,9 @@ from onerank.capture.parallelize.data.optimizers import cutting_states
 from onerank.capture.parallelize.model_structure import split_layers
 from onerank.capture.parallelize.pipeline.stage import stage_model
 from onerank.capture.parallelize.shard_model import slice_to_rank
-from onerank.converters.expand.pipeline import Schedule, expand
+from onerank.converters.expand.pipeline import PipelineSchedule, expand
 from onerank.converters.expand.pipeline.split_backward import split_backward
-from onerank.converters.expand.pipeline.stages import Block, split_into_blocks
+from onerank.converters.expand.pipeline.stages import StageBlock, split_into_blocks
 from onerank.converters.targets.astra_sim.exporter import export_ranks
 from onerank.ir import Graph, Kind, Phase, Pipeline, World
 from onerank.ir.errors import SliceError
@@ -341,10 +341,10 @@ def test_captured_stages_run_as_a_pipeline(tmp_path):
     assert activation_bytes[2][0] - activation_bytes[1][0] > 2 * 32 * 256 * 4
     on_h100 = [recost(graph, "H100") for graph in graphs]
     for schedule, ranks in (("1f1b", 4), ("interleaved:2", 2), ("zbv", 2)):
-        expanded = expand(on_h100, Schedule.parse(schedule), 8)
+        expanded = expand(on_h100, PipelineSchedule.parse(schedule), 8)
         assert export_ranks(expanded, tmp_path / schedule.replace(":", "")).ranks == ranks
     # the weight gradients of a backward: 7 matrix products and two norms per layer
-    block = split_into_blocks(graphs[1]).blocks[Block("B", 1)]
+    block = split_into_blocks(graphs[1]).blocks[StageBlock("B", 1)]
     for nodes in split_backward(graphs[1], block):
         assert sum(graphs[1].node(index).name == "aten::mm" for index in nodes) == 7
 
@@ -365,12 +365,12 @@ def test_stages_of_a_gpu_run_as_a_pipeline(tmp_path):
         of_blocks = sum(int(graphs[-1].gpu_compute[block].sum()) for block in blocks.values())
         assert of_blocks == graphs[-1].gpu_compute.sum() > 0
         products = 8 if rank == 3 else 7  # the last has the head
-        for part in split_backward(graphs[-1], blocks[Block("B", 1)]):
+        for part in split_backward(graphs[-1], blocks[StageBlock("B", 1)]):
             nodes = [graphs[-1].node(index) for index in part]
             calls = {n.text("input_values") for n in nodes if n.text("op") == "aten::mm"}
             assert len(calls) >= products  # on an H200 a part was seen with one more
     for schedule, ranks in (("1f1b", 4), ("interleaved:2", 2), ("zbv", 2)):
-        expanded = expand(graphs, Schedule.parse(schedule), 8)
+        expanded = expand(graphs, PipelineSchedule.parse(schedule), 8)
         assert export_ranks(expanded, tmp_path / schedule.replace(":", "")).ranks == ranks
 
 

@@ -285,6 +285,73 @@ def test_a_linear_layer_with_another_forward_is_refused():
         slice_model(llama, FirstOfGroup(2), "megatron")
 
 
+class Quantised(torch.Tensor):
+    """A weight of 8 bits with a scale per row, with the operators that torchao's classes have."""
+
+    @staticmethod
+    def __new__(cls, values, scales):
+        return torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=torch.bfloat16)
+
+    def __init__(self, values, scales):
+        self.values, self.scales = values, scales
+
+    def __tensor_flatten__(self):
+        return ["values", "scales"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner, *_):
+        return cls(inner["values"], inner["scales"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.slice.Tensor:
+            whole, dim, start, end = args[:4]
+            scales = whole.scales[start:end] if dim == 0 else whole.scales
+            return cls(whole.values.narrow(dim, start, end - start), scales)
+        if func in (torch.ops.aten.clone.default, torch.ops.aten.detach.default):
+            return cls(func(args[0].values), func(args[0].scales))
+        raise NotImplementedError(func)
+
+
+def quantised(linear: torch.nn.Module) -> None:
+    weight = linear.weight
+    values = torch.arange(weight.numel()).view(weight.shape) % 127
+    whole = Quantised(values.to(torch.int8), torch.arange(weight.shape[0])[:, None])
+    linear.weight = torch.nn.Parameter(whole, requires_grad=False)
+
+
+def test_quantised_weights_are_cut_with_their_scales():
+    llama = model("llama")
+    attention = llama.model.layers[0].self_attn
+    quantised(attention.q_proj)
+    quantised(attention.o_proj)
+    whole = attention.o_proj.weight
+    rows, columns = whole.shape
+    slice_model(llama, FirstOfGroup(2), "megatron")
+    query, output = attention.q_proj.weight, attention.o_proj.weight
+    assert query.values.shape == (rows // 2, columns)
+    assert query.scales.flatten().tolist() == [*range(rows // 2)]
+    assert torch.equal(output.values, whole.values[:, : columns // 2])
+    assert output.scales.shape == (rows, 1)
+    assert output.values.untyped_storage().nbytes() == rows * columns // 2
+
+
+def test_quantised_weights_that_cannot_be_cut_are_refused():
+    llama = model("llama")
+    mlp = llama.model.layers[0].mlp
+    quantised(mlp.gate_proj)
+    with raises_code("tp-quantised-layout", naming=("k_proj", "Quantised")):
+        quantised(llama.model.layers[0].self_attn.k_proj)
+        slice_model(llama, FirstOfGroup(4), "megatron", replicate_heads=True)
+    packed = model("llama")
+    kind = type("Linear4bit", (torch.nn.Linear,), {})
+    layer = packed.model.layers[0].mlp.up_proj = kind(32, 64, bias=False)
+    bytes_of = torch.zeros(32 * 64 // 2, 1, dtype=torch.uint8)
+    layer.weight = torch.nn.Parameter(bytes_of, requires_grad=False)
+    with raises_code("tp-quantised-layer", naming=("up_proj", "Linear4bit")):
+        slice_model(packed, FirstOfGroup(2), "megatron")
+
+
 def test_a_deep_copy_uses_its_copied_weights():
     llama = model("llama")
     slice_model(llama, FirstOfGroup(1), "hf")

@@ -17,7 +17,19 @@ from onerank.converters.expand.layers.nonlayer_nodes import (
     extrapolate_types,
     repeat_units,
 )
-from onerank.ir import Edges, Evidence, Graph, GraphBuilder, Job, Kind, Measurement, Phase, Reason
+from onerank.ir import (
+    Blocks,
+    Edges,
+    Evidence,
+    Graph,
+    GraphBuilder,
+    Job,
+    Kind,
+    Measurement,
+    MemoryLog,
+    Phase,
+    Reason,
+)
 
 FORWARD_THREAD, BACKWARD_THREAD, COMPUTE, COMMUNICATION = 1, 0, 7, 20
 
@@ -269,6 +281,32 @@ def test_a_peak_that_moves_is_taken_from_the_replay():
     assert has_note(notes, "extrapolated-peaks-differ")
     note_of(notes, "layers-extrapolated", 8, 2, 3)
     assert has_note(notes, "extrapolated-from-two-depths")
+
+
+def test_without_recorded_peaks_the_peak_is_unknown():
+    def unmeasured(layers: int, memory: MemoryLog | None = None) -> Graph:
+        captured = step(layers)
+        job = Job(measurement=Measurement(memory=memory))
+        return Graph(captured.nodes, captured.edges, captured.strings, job)
+
+    measurement = extrapolate(
+        {2: unmeasured(2), 3: unmeasured(3, MemoryLog(Blocks(), 0))}, 8
+    ).job.measurement
+    assert measurement.peak_memory_bytes == 0
+    assert has_note(measurement.notes, "extrapolated-peak-unknown")
+    # The shallow capture records no blocks.
+    assert has_note(measurement.notes, "extrapolated-blocks-unknown")
+
+
+def test_without_a_copied_layer_in_the_shallow_capture_the_peak_is_replayed():
+    """The first two layers differ from all others, as the dense layers of DeepSeek-V3 do."""
+    graphs = {count: step(count, extra=(0, 1)) for count in (2, 5)}
+    measurement = extrapolate(graphs, 8).job.measurement
+    assert has_note(measurement.notes, "extrapolated-peak-by-replay")
+    assert measurement.depths is not None
+    # The deepest capture's peak is above its replay: parameters, activations, and one gradient.
+    error = graphs[5].job.measurement.peak_memory_bytes - (5000 + 5 * 100 + 30)
+    assert measurement.peak_memory_bytes == measurement.depths.replayed_peak_bytes + error
 
 
 def test_at_its_own_depth_the_capture_is_returned_with_the_lines():

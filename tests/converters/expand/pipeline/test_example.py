@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from onerank.converters.expand.pipeline import Schedule
+from onerank.converters.expand.pipeline import PipelineSchedule
 
 EXAMPLES = Path(__file__).parents[4] / "examples"
 
@@ -20,7 +20,7 @@ def test_the_example_s_order(schedule, script, chunks, monkeypatch):
     monkeypatch.setattr(sys, "path", [str(EXAMPLES), *sys.path])
     actions = runpy.run_path(str(EXAMPLES / "train_llama_pp.py"))["actions"]
     for ranks, micro_batches in ((2, 8), (4, 8), (4, 4)):
-        expanded = Schedule.parse(schedule).actions(ranks, micro_batches)
+        expanded = PipelineSchedule.parse(schedule).actions(ranks, micro_batches)
         for rank, expected in enumerate(expanded):
             script_actions = actions(script, rank, ranks, micro_batches, chunks)
             assert [*script_actions] == [(a.phase == "B", a.micro_batch, a.chunk) for a in expected]

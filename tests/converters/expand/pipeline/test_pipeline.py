@@ -9,9 +9,9 @@ import pytest
 from raised import raises_code
 from stages import HIDDEN_BYTES, captures, stage
 
-from onerank.converters.expand.pipeline import Schedule, expand
+from onerank.converters.expand.pipeline import PipelineSchedule, expand
 from onerank.converters.expand.pipeline.split_backward import split_backward
-from onerank.converters.expand.pipeline.stages import Block, split_into_blocks
+from onerank.converters.expand.pipeline.stages import StageBlock, split_into_blocks
 from onerank.converters.expand.ranks import RankGraph
 from onerank.converters.sources.kineto import convert_directory
 from onerank.converters.targets.astra_sim.exporter import export, export_ranks
@@ -25,7 +25,7 @@ LETTERS = {"forward": "F", "input": "I", "weight": "W", "evaluation": "E"}
 def expanded(
     schedule: str, micro_batches: int, graphs: list[Graph] | None = None
 ) -> list[RankGraph]:
-    return expand(graphs or captures(), Schedule.parse(schedule), micro_batches)
+    return expand(graphs or captures(), PipelineSchedule.parse(schedule), micro_batches)
 
 
 def order(graph: Graph) -> str:
@@ -165,7 +165,7 @@ def test_peak_memory_counts_the_micro_batches_in_flight():
 def test_a_real_backward_splits_into_input_and_weight_gradients():
     """29 linear layers (7 in each of 4, and the head) have one product of each sort."""
     graph, _ = convert_directory(H200)
-    parts = split_backward(graph, split_into_blocks(graph).blocks[Block("B", 0)])
+    parts = split_backward(graph, split_into_blocks(graph).blocks[StageBlock("B", 0)])
 
     def kernels(op: str) -> list[int]:
         nodes = [[graph.node(index) for index in part] for part in parts]
@@ -208,8 +208,8 @@ def test_memory_that_held_a_larger_tensor_before_is_another_s():
 def test_a_real_step_s_kernels_go_where_the_host_launched_them():
     graph, _ = convert_directory(H200)
     blocks = split_into_blocks(graph).blocks
-    assert {*blocks} == {Block("F", 0), Block("B", 0), Block("after")}
-    launched = sum(graph.gpu_compute[index] for index in blocks[Block("after")])
+    assert {*blocks} == {StageBlock("F", 0), StageBlock("B", 0), StageBlock("after")}
+    launched = sum(graph.gpu_compute[index] for index in blocks[StageBlock("after")])
     assert launched == 184
     assert sum(int(graph.gpu_compute[blocks[block]].sum()) for block in blocks) == 850
 

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 from raised import raises_code
 
-from onerank.converters.expand.pipeline.schedules import Action, Schedule, most_in_flight
+from onerank.converters.expand.pipeline.schedules import Action, PipelineSchedule, most_in_flight
 from onerank.ir.errors import ExportError
 
 
 def text(schedule: str, ranks: int, micro_batches: int) -> list[str]:
-    rows = Schedule.parse(schedule).actions(ranks, micro_batches)
+    rows = PipelineSchedule.parse(schedule).actions(ranks, micro_batches)
     return [" ".join(map(str, row)) for row in rows]
 
 
@@ -93,14 +93,14 @@ def tables_of_torch(name: str, ranks: int, micro_batches: int, chunks: int) -> A
 def test_a_schedule_needs_ranks_and_micro_batches(ranks, micro_batches):
     numbers = f"{micro_batches} micro-batches on {ranks} ranks"
     with raises_code("schedule-too-small", naming=numbers):
-        Schedule.parse("1f1b").actions(ranks, micro_batches)
+        PipelineSchedule.parse("1f1b").actions(ranks, micro_batches)
 
 
 @pytest.mark.parametrize(("schedule", "name", "chunks"), CASES)
 @pytest.mark.parametrize(("ranks", "micro_batches"), NUMBERS)
 def test_the_order_is_torch_s(schedule, name, chunks, ranks, micro_batches):
     theirs = tables_of_torch(name, ranks, micro_batches, chunks)
-    parsed = Schedule.parse(schedule)
+    parsed = PipelineSchedule.parse(schedule)
     if schedule == "1f1b" and micro_batches < ranks:
         assert "microbatches" in theirs  # torch refuses it
         return
@@ -121,7 +121,7 @@ def test_the_order_is_torch_s(schedule, name, chunks, ranks, micro_batches):
 @pytest.mark.parametrize(("ranks", "micro_batches"), [*NUMBERS, (16, 64)])
 def test_no_rank_waits_for_ever(schedule, ranks, micro_batches):
     """Run the table: a forward waits for the previous stage, a backward for the next."""
-    parsed = Schedule.parse(schedule)
+    parsed = PipelineSchedule.parse(schedule)
     try:
         pending = parsed.actions(ranks, micro_batches)
     except ExportError:
@@ -161,7 +161,7 @@ def test_micro_batches_in_flight():
     """1F1B has as many in flight as later stages, GPipe all, interleaved schedules per chunk."""
 
     def in_flight(schedule: str) -> list[int]:
-        parsed = Schedule.parse(schedule)
+        parsed = PipelineSchedule.parse(schedule)
         weights = dict.fromkeys(range(parsed.chunks), 1)
         return [most_in_flight(actions, weights) for actions in parsed.actions(4, 8)]
 
@@ -174,4 +174,4 @@ def test_micro_batches_in_flight():
 @pytest.mark.parametrize("wrong", ["", "dualpipe", "1f1b:2", "interleaved", "interleaved:1"])
 def test_an_unknown_schedule_names_the_known_ones(wrong):
     with raises_code("schedule-unknown"):
-        Schedule.parse(wrong)
+        PipelineSchedule.parse(wrong)

@@ -256,7 +256,48 @@ def test_a_launch_outside_of_operators_is_a_node_of_the_host(tmp_path):
     assert (report.host_ops, report.host_ops_kept) == (1, 1)
     assert graph.text("name") == ["aten::mm", "cudaGraphLaunch", "k0", "k1"]
     assert edges(graph, Reason.LAUNCH) == {("cudaGraphLaunch", "k0"), ("cudaGraphLaunch", "k1")}
+    note_of(report.notes, "launches-outside-operators", 1)
     assert replay(graph).step_time_ns == 545_000
+
+
+def test_calls_by_gloo_in_a_trace_of_a_gpu_are_dropped(tmp_path):
+    trace = Trace()
+    op = trace.op("aten::mm", 0, 10)
+    trace.launch(100, 5, external=op)
+    trace.kernel(100, 20, 5)
+    trace.op("gloo:all_reduce", 12, 30, tid=2)
+    graph, report = trace.convert(tmp_path)
+    assert not graph.communication.any()
+    note_of(report.notes, "gloo-calls-dropped", 1)
+
+
+def test_an_operator_that_outlasts_its_caller_is_noted(tmp_path):
+    """Up to a tenth of the operators may; more are refused."""
+    trace = Trace()
+    for place in range(10):
+        trace.op("aten::add", 100 * place, 50)
+    trace.op("aten::mul", 20, 60)
+    for correlation in range(10):
+        trace.launch(correlation, 100 * correlation + 5)
+        trace.kernel(correlation, 100 * correlation + 10, 5)
+    _, report = trace.convert(tmp_path)
+    note_of(report.notes, "operators-overlap", 1, 11, 30_000)
+    trace.op("aten::mul", 220, 60)
+    with raises_code("trace-events-overlap", TraceError):
+        trace.convert(tmp_path)
+
+
+def test_an_allocator_history_of_other_actions_is_not_used(tmp_path):
+    trace = Trace()
+    op = trace.op("aten::mm", 0, 10)
+    trace.memory(2, 512, 512)
+    trace.launch(100, 5, external=op)
+    trace.kernel(100, 20, 5)
+    kineto, et = trace.write(tmp_path)
+    history = tmp_path / "history.json"
+    history.write_text('{"action": [0, 0], "address": [1, 2], "bytes": [512, 512], "pool": [0, 0]}')
+    _, report = convert(Sources(kineto, et, profiles=(kineto,), histories=(history,)))
+    note_of(report.notes, "memory-history-mismatch", 2, 1)
 
 
 def test_a_trace_of_the_gpu_alone(tmp_path):

@@ -97,6 +97,11 @@ def on_other_threads(directory: Path, move: dict[int, int]) -> None:
     path.write_bytes(gzip.compress(json.dumps(trace).encode()))
 
 
+def test_memory_on_threads_without_operators_is_noted():
+    _, report = convert_directory(REAL / "0")
+    note_of(report.notes, "memory-without-operator", 80)
+
+
 @pytest.mark.parametrize("rank", ["0", "1"])
 @pytest.mark.parametrize(
     "move", [{}, {0: 1, 1: 0}, {0: 1}], ids=["as recorded", "swapped", "on one"]
@@ -187,6 +192,16 @@ def test_without_execution_trace_bytes_are_not_known():
     graph, report = convert(Sources(DATA / "k0.json.gz"))
     assert report.communication == 5
     assert graph.nodes.comm_bytes[calls(graph)].tolist() == [-1] * 5
+
+
+def test_calls_whose_issuer_the_trace_lacks_are_noted(tmp_path):
+    trace = json.loads(gzip.decompress((DATA / "k0.json.gz").read_bytes()))
+    trace["traceEvents"] = [
+        event for event in trace["traceEvents"] if not event.get("name", "").startswith("c10d::")
+    ]
+    (tmp_path / "k0.json").write_text(json.dumps(trace))
+    _, report = convert(Sources(tmp_path / "k0.json"))
+    note_of(report.notes, "gloo-without-issuer", 5)
 
 
 def test_calls_of_one_of_several_groups_are_told(tmp_path):

@@ -336,6 +336,42 @@ def test_an_event_older_than_the_trace_is_the_one_recorded_just_before(tmp_path)
     assert trace.events != old.events
 
 
+def test_a_send_waits_for_the_backward_that_another_thread_launched(tmp_path):
+    """A pipeline stage receives a gradient, runs its backward on autograd's thread, and sends."""
+    trace = Trace()
+    op = trace.op("aten::mm", 0, 5)
+    trace.launch(100, 2, external=op)
+    trace.kernel(100, 10, 5, name="forward")
+
+    def message(name: str, ts: float, start: float, *, stream: int) -> None:
+        """As torch does it: an event for the message's stream, the message, an event after it."""
+        first = round(ts) * 10
+        op = trace.op(f"c10d::{name}", ts, 8)
+        trace.runtime("cudaEventRecord", first, ts + 1)
+        trace.wait_event(first + 1, ts + 2, event=3, stream=stream)
+        trace.launch(first + 2, ts + 3, external=op)
+        kernel = "ncclDevKernel_SendRecv"
+        trace.kernel(first + 2, start, 20, name=kernel, stream=stream, message=name)
+        trace.runtime("cudaEventRecord", first + 3, ts + 4)
+
+    message("recv", 20, 30, stream=21)
+    trace.wait_event(300, 29, event=99, stream=7)
+    op = trace.op("autograd::engine::evaluate_function: MmBackward0", 32, 10, tid=2)
+    trace.launch(301, 33, external=op, tid=2)
+    trace.kernel(301, 55, 30, name="backward")
+    message("send", 50, 86, stream=25)
+    message("recv", 60, 87, stream=21)
+    graph, _ = trace.convert(tmp_path)
+    frame = graph.edges_frame()
+    nodes = {int(number): i for i, number in enumerate(graph.nodes.id)}
+    awaited = {
+        (int(graph.nodes.start_ns[nodes[target]]), graph.node(nodes[source]).name)
+        for source, target, reason in frame.iter_rows()
+        if reason == "sync" and graph.nodes.stream[nodes[target]] in {21, 25}
+    }
+    assert awaited == {(30_000, "forward"), (86_000, "backward"), (87_000, "backward")}
+
+
 def test_a_query_of_an_event_is_no_wait(tmp_path):
     trace = Trace()
     op = trace.op("aten::mm", 0, 10)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from astra_sim_steps import TP2_DP2, TP4, Step, one_collective, small_step, step_with_gaps, values
-from notes import codes, note_of
+from notes import codes, has_note, note_of
 from raised import raises_code
 
 from onerank.converters.targets.astra_sim.exporter import export
@@ -195,6 +195,12 @@ def test_notes_on_the_measured_step(tmp_path: Path) -> None:
     notes = export(step.build(measured), tmp_path).notes
     note_of(notes, "idle-time-not-exported", "median step", 10_000, 7000, 3000)
     note_of(notes, "compute-on-several-streams", 2, 2000)
+    assert not has_note(notes, "nodes-without-stream")
+    step.kernel("three", 1000, stream=-1)
+    note_of(export(step.build(measured), tmp_path).notes, "nodes-without-stream", 1)
+    step = Step()
+    step.kernel("one", 4000, start_ns=0)
+    step.kernel("two", 3000, start_ns=2000, stream=8)
     annotated = Job(world=World({"tp": 2}), annotations=(Annotation("B200", "roofline", "H100"),))
     notes = export(step.build(annotated), tmp_path).notes
     note_of(notes, "idle-time-not-exported", "B200", 7000)

@@ -11,7 +11,7 @@ from notes import note_of
 from stages import OPTIMIZER_NS, captures
 
 from onerank.annotate import recost
-from onerank.converters.expand.pipeline import Schedule, expand
+from onerank.converters.expand.pipeline import PipelineSchedule, expand
 from onerank.converters.expand.ranks import expand_ranks
 from onerank.converters.sources.kineto import convert_directory
 from onerank.converters.targets.astra_sim.exporter import AstraSimExport, export, export_ranks
@@ -171,7 +171,7 @@ def test_a_measured_bus_bandwidth_has_the_reductions_in_it(tmp_path: Path) -> No
 )
 def test_a_pipeline_s_step_is_the_closed_form(schedule, micro_batches, step_ns, tmp_path):
     """Communication takes next to nothing: 64 bytes at 1 TB/s, no latency."""
-    parsed = Schedule.parse(schedule)
+    parsed = PipelineSchedule.parse(schedule)
     graphs = captures(4 * parsed.chunks, scale=parsed.chunks)
     ranks = expand(graphs, parsed, micro_batches)
     exported = export_ranks(ranks, tmp_path, bandwidth_gb_per_s=1000, latency_ns=0)

@@ -11,7 +11,7 @@ import pytest
 from astra_sim_steps import TP2_DP2, TP4, Step, one_collective, small_step, step_with_gaps
 from raised import raises_code
 
-from onerank.annotate.passes.storage_nodes import Storage, with_storage
+from onerank.annotate.passes.storage_nodes import StorageTraffic, with_storage
 from onerank.converters.expand.ranks import expand_ranks
 from onerank.converters.targets.astra_sim.exporter import export, export_ranks
 from onerank.ir import (
@@ -202,7 +202,7 @@ def test_host_time_with_storage_needs_a_host_timed_by_itself(tmp_path: Path) -> 
     """`onerank storage` removes the measured step, which had no such reads."""
     graph = with_storage(
         step_with_gaps(measurement=Measurement(step_ns=(9,))),
-        Storage(gb_per_s=1.0, batch_bytes=1000),
+        StorageTraffic(gb_per_s=1.0, batch_bytes=1000),
     )
     with raises_code("host-delays-with-storage"):
         export(graph, tmp_path, host_time=True)

@@ -1,0 +1,233 @@
+"""FLOPs of operators and Triton kernels of libraries, by their full name.
+
+Their base names are not unique: `_flash_attn_forward` has other arguments in FlashAttention 3 than
+in version 2. A Triton kernel is `triton::NAME`; a capture without a device records its arguments
+in the order of its signature, without those that it only writes, which are its results.
+
+The formulas count what torch's own operators for the same mathematics count, so that a model has
+the same FLOPs with a fused kernel as without (`memory_bound`, `gemm`, `attention`). Two kinds
+differ: a kernel that computes less than the masked product, and one that recomputes.
+"""
+
+from collections.abc import Callable
+from math import prod
+
+from onerank.annotate.op_costs.attention import AttentionArguments, attention_formula
+from onerank.annotate.op_costs.cost_record import Formula, Work, matmul_work, vector_work
+from onerank.annotate.op_costs.memory_bound import (
+    NORM_BACKWARD,
+    NORM_FORWARD,
+    SOFTMAX_BACKWARD,
+    SOFTMAX_FORWARD,
+)
+from onerank.annotate.op_costs.operands import Call, Tensor
+
+
+def _per_element(flops: int, written: tuple[int, ...] = ()) -> Formula:
+    """Return the formula of a kernel whose FLOPs are proportional to its largest operand.
+
+    Args:
+        flops: FLOPs per element of this operand.
+        written: positions of arguments that the operator writes and does not read.
+    """
+
+    def formula(call: Call) -> Work | None:
+        read = [at for at in range(len(call.inputs)) if at not in written]
+        elements = max((call.numel(at) for at in read), default=0)
+        results = call.list_bytes(*written) + call.output_bytes
+        return vector_work(call, flops * elements, call.list_bytes(*read), results)
+
+    return formula
+
+
+# Sizes of an operand, by its position among the arguments; negative ones count from the results.
+_Shapes = Callable[[int], tuple[int, ...]]
+
+
+def _products(flops: Callable[[_Shapes], int], operand: int = 0) -> Formula:
+    """Return the formula of a kernel whose FLOPs are those of matrix products.
+
+    Args:
+        flops: computes FLOPs from a function that returns the shape at a position; -1 is the first
+            result.
+        operand: position of the operand whose dtype the products have.
+    """
+
+    def formula(call: Call) -> Work | None:
+        def shape(at: int) -> tuple[int, ...]:
+            tensor = call.tensor(at) if at >= 0 else call.output(-1 - at)
+            if tensor is None:
+                raise _AbsentError
+            return tensor.shape
+
+        given: Tensor | None = call.tensor(operand)
+        try:
+            count = flops(shape)
+        except (_AbsentError, IndexError, ZeroDivisionError, ValueError):
+            return None
+        return given and matmul_work(call, given, count)
+
+    return formula
+
+
+class _AbsentError(Exception):
+    """An operand that a formula needs is not recorded."""
+
+
+# Per element: a*sigmoid(a)*b, and its three gradients with the product recomputed. GELU the same.
+_SWIGLU, _SWIGLU_BACKWARD = 3 + 1, 3 + 2 + 6
+_GEGLU, _GEGLU_BACKWARD = 4 + 1, 4 + 2 + 8
+# Two elements of a head become two sums of two products.
+_ROTARY = 3
+
+
+def _rotary_of_both(call: Call) -> Work | None:
+    """Return the work of Liger's rotary embedding, which changes queries and keys in place."""
+    return vector_work(call, _ROTARY * (call.numel(0) + call.numel(2)))
+
+
+def _causal_convolution(times: int, written: tuple[int, ...]) -> Formula:
+    """Return the formula of a depthwise convolution of [b, d, l] with a filter [d, w], then SiLU.
+
+    Args:
+        times: products per point of the filter: 1 in the forward; 3 in the backward, which computes
+            the gradients of input and filter and repeats the forward.
+        written: positions of arguments that the operator writes and does not read.
+    """
+    silu = 3 if times == 1 else 6
+
+    def formula(call: Call) -> Work | None:
+        filters = call.tensor(1)
+        if filters is None:
+            return None
+        count = (2 * times * filters.shape[-1] + silu) * call.numel(0)
+        read = [at for at in range(len(call.inputs)) if at not in written]
+        return vector_work(call, count, call.list_bytes(*read), call.list_bytes(*written))
+
+    return formula
+
+
+def _chunk(sequence: int, states: tuple[int, ...]) -> int:
+    """Return the tokens of a chunk, given its states [b, chunks, ...]."""
+    return -(-sequence // states[1])
+
+
+# Mamba 2 (arXiv:2405.21060): x [b, l, h, p], B and C [b, l, groups, n], states [b, chunks, h, p, n]
+# and products of C and B [b, chunks, groups, c, c], of which x meets the lower half.
+_MAMBA = {
+    "_bmm_chunk_fwd_kernel": _products(lambda shape: 2 * prod(shape(-1)) * shape(0)[-1]),
+    "_bmm_chunk_bwd_kernel": _products(lambda shape: 2 * prod(shape(1)) * shape(0)[-1]),
+    "_chunk_state_fwd_kernel": _products(lambda shape: 2 * prod(shape(0)) * shape(1)[-1]),
+    # Of the states, and of the tokens of the chunk before each token.
+    "_chunk_scan_fwd_kernel": _products(
+        lambda shape: prod(shape(1)) * (2 * shape(8)[-1] + shape(0)[-1]), operand=1
+    ),
+    "_chunk_scan_chunk_state_bwd_dx_kernel": _products(
+        lambda shape: prod(shape(0)) * (2 * shape(7)[-1] + shape(1)[-1])
+    ),
+    "_chunk_scan_bwd_dstates_kernel": _products(lambda shape: 2 * prod(shape(0)) * shape(1)[-1]),
+    "_chunk_scan_bwd_dc_kernel": _products(lambda shape: 2 * prod(shape(0)) * shape(1)[-1]),
+    "_chunk_state_bwd_db_kernel": _products(lambda shape: 2 * prod(shape(0)) * shape(1)[-1]),
+    "_chunk_scan_bwd_dcb_kernel": _products(lambda shape: prod(shape(0)) * shape(-1)[-1]),
+    # They multiply once more for the gradient of the decay.
+    "_chunk_scan_bwd_ddAcs_stable_kernel": _products(lambda shape: prod(shape(0)) * shape(4)[-1]),
+    "_chunk_state_bwd_ddAcs_stable_kernel": _products(
+        lambda shape: 2 * prod(shape(0)) * shape(1)[-1]
+    ),
+}
+
+# Linear attention of fla: q and k [b, t, h, K], v and o [b, t, h, V], states [b, chunks, h, K, V].
+# A chunk's scores are computed whole, then masked.
+_FLA = {
+    "chunk_fwd_kernel_h": _products(lambda shape: 2 * prod(shape(0)) * shape(1)[-1]),
+    "chunk_bwd_kernel_dh": _products(lambda shape: 2 * prod(shape(0)) * shape(5)[-1]),
+    "chunk_fwd_kernel_o": _products(
+        lambda shape: (
+            2 * prod(shape(0)) * shape(2)[-1]
+            + 2 * _chunk(shape(0)[1], shape(3)) * (prod(shape(0)) + prod(shape(2)))
+        )
+    ),
+    "chunk_bwd_kernel_dqkwg": _products(
+        lambda shape: (
+            4 * prod(shape(0)) * shape(2)[-1]
+            + 2 * _chunk(shape(0)[1], shape(5)) * (2 * prod(shape(0)) + prod(shape(2)))
+        )
+    ),
+    "chunk_bwd_kernel_dv": _products(
+        lambda shape: (
+            2 * prod(shape(0)) * shape(4)[-1]
+            + 2 * _chunk(shape(0)[1], shape(6)) * (prod(shape(0)) + prod(shape(4)))
+        )
+    ),
+    # The delta rule also multiplies the states by the keys.
+    "chunk_gated_delta_rule_fwd_kernel_h_blockdim64": _products(
+        lambda shape: 4 * prod(shape(0)) * shape(1)[-1]
+    ),
+    "chunk_gated_delta_rule_bwd_kernel_dhu_blockdim64": _products(
+        lambda shape: 6 * prod(shape(0)) * shape(7)[-1]
+    ),
+}
+
+
+def _indexed_dot(call: Call) -> Work:
+    """Return the work of the scores of the targets: a row of the vocabulary for each token."""
+    rows, table = call.list_bytes(0), call.list_bytes(1)
+    return vector_work(call, 2 * call.numel(0), call.input_bytes - table + rows)
+
+
+_TRITON: dict[str, Formula] = {
+    # Norms of Liger, flash_attn and mamba_ssm, fla; the sum with the residual is one more.
+    "_rms_norm_forward_kernel": _per_element(NORM_FORWARD),
+    "_rms_norm_backward_kernel": _per_element(NORM_BACKWARD),
+    "_block_rms_norm_forward_kernel": _per_element(NORM_FORWARD),
+    "_block_rms_norm_backward_kernel": _per_element(NORM_BACKWARD),
+    "_layer_norm_forward_kernel": _per_element(NORM_FORWARD),
+    "_layer_norm_backward_kernel": _per_element(NORM_BACKWARD),
+    "_fused_add_rms_norm_forward_kernel": _per_element(NORM_FORWARD + 1),
+    "_fused_add_rms_norm_backward_kernel": _per_element(NORM_BACKWARD + 1),
+    "_layer_norm_fwd_1pass_kernel": _per_element(NORM_FORWARD),
+    "_layer_norm_bwd_kernel": _per_element(NORM_BACKWARD),
+    "layer_norm_fwd_kernel": _per_element(NORM_FORWARD),
+    "layer_norm_bwd_kernel": _per_element(NORM_BACKWARD),
+    # Activations and rotary embeddings of Liger and flash_attn.
+    "_swiglu_forward_kernel": _per_element(_SWIGLU),
+    "_swiglu_backward_kernel": _per_element(_SWIGLU_BACKWARD),
+    "_geglu_tanh_forward_kernel": _per_element(_GEGLU),
+    "_geglu_tanh_backward_kernel": _per_element(_GEGLU_BACKWARD),
+    "_triton_rope": _rotary_of_both,
+    "rotary_kernel": _per_element(_ROTARY),
+    # Cross entropy of Liger, which writes the gradient over the logits in the forward, and of
+    # flash_attn.
+    "liger_cross_entropy_kernel": _per_element(SOFTMAX_FORWARD + SOFTMAX_BACKWARD),
+    "element_mul_kernel": _per_element(1),
+    "cross_entropy_fwd_kernel": _per_element(SOFTMAX_FORWARD),
+    "cross_entropy_bwd_kernel": _per_element(SOFTMAX_BACKWARD),
+    # cut_cross_entropy: hidden states [tokens, d] and a vocabulary [v, d]. The backward computes
+    # the logits again. It skips blocks of tiny gradients, which depends on values.
+    "_cce_lse_forward_kernel": _products(lambda shape: 2 * prod(shape(0)) * shape(1)[0]),
+    "_cce_backward_kernel": _products(lambda shape: 6 * prod(shape(0)) * shape(1)[0]),
+    "_indexed_neg_dot_forward_kernel": _indexed_dot,
+    **_MAMBA,
+    **_FLA,
+}
+
+FORMULAS: dict[str, Formula] = {
+    **{f"triton::{name}": formula for name, formula in _TRITON.items()},
+    "flash_attn::layer_norm_fwd_impl": _per_element(NORM_FORWARD, (4, 14)),
+    "flash_attn::layer_norm_bwd_impl": _per_element(NORM_BACKWARD),
+    "flash_attn_3::_flash_attn_forward": attention_formula(
+        AttentionArguments(0, 24, heads_first=False, lengths=7, longest=12, lower_right=True)
+    ),
+    "flash_attn_3::_flash_attn_backward": attention_formula(
+        AttentionArguments(
+            1, 16, heads_first=False, lengths=6, longest=10, backward=True, lower_right=True
+        )
+    ),
+    "quack::_rmsnorm_fwd": _per_element(NORM_FORWARD, (2, 4, 5, 7)),
+    "quack::_rmsnorm_bwd": _per_element(NORM_BACKWARD, (4, 5, 6, 8)),
+    "quack::cross_entropy_fwd_out": _per_element(SOFTMAX_FORWARD, (3, 4, 5)),
+    "quack::cross_entropy_bwd_out": _per_element(SOFTMAX_BACKWARD, (4,)),
+    "DaoAILab::_causal_conv1d_fwd_cpp": _causal_convolution(1, (5, 6)),
+    "DaoAILab::_causal_conv1d_bwd_cpp": _causal_convolution(3, (7, 8, 9, 10)),
+}
+"""Full name without overload -> formula."""

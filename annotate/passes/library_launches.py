@@ -1,0 +1,366 @@
+"""The kernels that NVIDIA's libraries and FlashAttention launch for one call of an operator.
+
+These are GEMMs (cuBLAS), convolutions (cuDNN) and attention. NVIDIA publishes no sources
+of cuBLAS and cuDNN, so their rules come from measurements: the captures in traces/, the shipped
+database of the H200, and 1,400 calls profiled on an H100 (2026-11-25, torch 2.11.0+cu130).
+"""
+
+from collections.abc import Callable, Sequence
+from math import ceil, prod
+from typing import Any, NamedTuple, cast
+
+from onerank.annotate.gpus.gpu import Gpu
+from onerank.annotate.models.attention_kernels import FUSED, resolve_unmeasured
+from onerank.annotate.op_costs.node_costs import work_of_call
+from onerank.annotate.op_costs.operands import Call, Tensor
+from onerank.ir import Kind
+
+
+class Launch(NamedTuple):
+    """One kernel, copy or fill that a call launches.
+
+    Attributes:
+        name: name of the kernel, without template arguments; "" for the operator's name.
+        share: share of the call's FLOPs and bytes that it does; 0 for a helper.
+        kind: KERNEL, MEMCPY or MEMSET.
+        op: operator that launches it from within the call; "" for the call's own.
+        written_bytes: bytes of the call's results that a helper writes.
+        internal_bytes: bytes that it reads and writes of buffers within the call.
+        floors: least time in launch floors; 0: the floor of its class.
+        grid: blocks along each axis; () if not known.
+        block: threads of a block along each axis; () if not known.
+    """
+
+    name: str = ""
+    share: float = 0.0
+    kind: Kind = Kind.KERNEL
+    op: str = ""
+    written_bytes: int = 0
+    internal_bytes: int = 0
+    floors: float = 0.0
+    grid: tuple[int, ...] = ()
+    block: tuple[int, ...] = ()
+
+
+Rule = Callable[[Call, Gpu], Sequence[Launch]]
+"""(call, target) -> its launches; none where the rule does not cover the call."""
+
+WHOLE = Launch(share=1.0)
+
+MEMSET = Launch("Memset (Device)", kind=Kind.MEMSET)
+
+FILL = "aten::fill_"
+
+
+def numbers_of(value: Any) -> list[int | float]:
+    """Return a value that is a list of numbers; [] for any other."""
+    items = cast("list[Any]", value) if isinstance(value, list) else []
+    return items if all(isinstance(item, int | float) for item in items) else []
+
+
+# GEMMs. cuBLAS 13 on a Hopper GPU runs persistent kernels ("nvjet_sm90"): a block takes
+# tile after tile from a counter, which a memset clears first.
+
+_HOPPER = 90
+
+_TILE = (256, 128)
+
+# Tiles per SM above which the kernel takes tiles from a counter. 491 of 493 bf16 and 115 of 116
+# float8 GEMMs in the H200's database agree, and every GEMM of the captures in traces/. Up to
+# two tiles per SM are assigned at launch.
+_TILES_FROM_COUNTER = 2
+
+_SPLIT_TILE = 64
+
+_SPLIT_LEAST_K = 4096
+
+# Inner size per tile of 64 x 64 of the result from which cuBLAS splits the inner size. bf16 on an
+# H100: 795 GEMMs of 64 to 4096 rows and columns. The rule disagrees on 22, all at its edge (32
+# tiles with 4096, 256 with 16384), where the operands' layout decides. float16: three shapes in the
+# H200's database. No GEMM with an inner size of 2048 or less is split.
+_SPLIT_K_PER_TILE = {"bfloat16": 120, "float16": 64}
+
+
+def gemm_launches(call: Call, target: Gpu) -> Sequence[Launch]:
+    """Return the launches of a GEMM: its kernel, and a memset or a reduction of partial sums.
+
+    Empty if one launch of the operator's default kind describes it.
+    """
+    work = work_of_call(f"aten::{call.op}", call)
+    # float32 GEMMs run kernels of several generations, chosen by whether TF32 is on, which no
+    # capture records.
+    if target.capability != _HOPPER or not work.gemm or work.gemm.operand_bytes > 2:
+        return ()
+    batch, m, n, k, _, _ = work.gemm
+    if call.op == "_scaled_mm" or work.dtype not in _SPLIT_K_PER_TILE:
+        splits = False
+    else:
+        small_tiles = batch * ceil(m / _SPLIT_TILE) * ceil(n / _SPLIT_TILE)
+        splits = k >= _SPLIT_LEAST_K and small_tiles * _SPLIT_K_PER_TILE[work.dtype] <= k
+    # A GEMM of one row is a matrix-vector product, which other kernels compute.
+    if splits and min(m, n) > 1:
+        parts = max(2, target.sm_count // max(1, batch * ceil(m / _TILE[0]) * ceil(n / _TILE[1])))
+        # cuBLAS divides by at most 16 in every profiled GEMM.
+        partial_bytes = 4 * batch * m * n * min(parts, 16)
+        reduce = Launch("cublasLt::splitKreduce_kernel", internal_bytes=partial_bytes, floors=0.6)
+        return (WHOLE, reduce)
+    tiles = batch * min(
+        ceil(m / rows) * ceil(n / columns) for rows, columns in (_TILE, _TILE[::-1])
+    )
+    # A persistent kernel has one block per SM.
+    blocks = (2, target.sm_count // 2, 1)
+    if tiles > _TILES_FROM_COUNTER * target.sm_count:
+        return (MEMSET, WHOLE._replace(grid=blocks, block=(384, 1, 1)))
+    if tiles > target.sm_count:
+        return (WHOLE._replace(grid=blocks, block=(384, 1, 1)),)
+    return ()
+
+
+def _grouped_gemm(call: Call, target: Gpu) -> Sequence[Launch]:
+    """Return the launches of a grouped GEMM: a kernel that writes the groups' pointers first."""
+    return (Launch("prepare_grouped_gemm_data", floors=0.5), WHOLE)
+
+
+# Convolutions. cuDNN's kernels for tensor cores take images with the channels last. Measured on an
+# H100, cuDNN 9.1x of torch 2.11.0+cu130: 24 shapes, each in three dtypes and both layouts.
+
+_TO_CHANNELS_LAST, _FROM_CHANNELS_LAST = "nchwToNhwcKernel", "nhwcToNchwKernel"
+
+_ADD_PADDING = "nhwcAddPaddingKernel"
+
+_CHANNELS = 8
+
+_CONVOLUTION_TILE = 128 * 128
+
+# Tiles per SM above which the kernel takes tiles from a counter: 1.48 does not, 1.94 does.
+_CONVOLUTION_TILES_FROM_COUNTER = 1.7
+
+# Points of the images per tile of the filter's gradient from which its sum is split, which a kernel
+# prepares: 227 is not, 910 is.
+_SPLIT_POINTS_PER_TILE = 500
+
+
+def _convolution(call: Call, target: Gpu) -> Sequence[Launch]:
+    """Return the launches of a convolution: copies to and from channels-last, and its bias."""
+    image, weight, bias, out = call.tensor(0), call.tensor(1), call.tensor(2), call.output()
+    if image is None or weight is None or out is None:
+        return ()
+    if not _is_covered(weight, call.value(6), target):
+        return ()
+    add = (Launch("vectorized_elementwise_kernel", op="aten::add_"),) if bias is not None else ()
+    if image.shape[1] != weight.shape[1]:  # grouped
+        return (WHOLE, *add)
+    gemm = _ImplicitGemm(image, weight, _is_pointwise(call, weight, 3), target)
+    return (*gemm.product("sm90_xmma_fprop_implicit_gemm", (image, weight), out, 1.0), *add)
+
+
+def _convolution_backward(call: Call, target: Gpu) -> Sequence[Launch]:
+    """Return the launches of a convolution's backward: gradients of image, filter and bias."""
+    grad, image, weight = (call.tensor(position) for position in range(3))
+    if grad is None or image is None or weight is None:
+        return ()
+    if not _is_covered(weight, call.value(7), target):
+        return ()
+    of_image, of_weight, of_bias = (call.output(position) for position in range(3))
+    products = sum(result is not None for result in (of_image, of_weight))
+    if not products:
+        return ()
+    gemm = _ImplicitGemm(image, weight, _is_pointwise(call, weight, 4), target)
+    grouped = image.shape[1] != weight.shape[1]
+    launches: list[Launch] = []
+    if of_image is not None:
+        name = "sm90_xmma_dgrad_implicit_gemm"
+        whole = (Launch(name, 1 / products),)
+        parts = gemm.product(name, (grad, weight), of_image, 1 / products)
+        launches += whole if grouped else parts
+    if of_weight is not None:
+        name = "sm90_xmma_wgrad_implicit_gemm"
+        whole = (Launch(name, 1 / products),)
+        launches += whole if grouped else gemm.filter_gradient(name, grad, 1 / products)
+    if of_bias is not None:
+        launches += [MEMSET] * gemm.channels_last
+        launches.append(Launch("reduce_kernel", op="aten::sum", internal_bytes=grad.nbytes))
+    return launches
+
+
+def _is_covered(weight: Tensor, transposed: Any, target: Gpu) -> bool:
+    """Return whether a convolution is of the kind that was measured: of images, not transposed."""
+    return len(weight.shape) == 4 and transposed is False and target.capability == _HOPPER
+
+
+def _is_pointwise(call: Call, weight: Tensor, stride_at: int) -> bool:
+    """Return whether each point of the image is multiplied by one matrix: a plain GEMM."""
+    return prod(weight.shape[2:]) == 1 and set(numbers_of(call.value(stride_at))) <= {1}
+
+
+class _ImplicitGemm:
+    """The launches of a convolution as GEMMs, by the layout of its image."""
+
+    def __init__(self, image: Tensor, weight: Tensor, pointwise: bool, target: Gpu) -> None:
+        self.channels_last = image.strides[1] == 1 and image.shape[1] > 1
+        self._image = image
+        self._weight = weight
+        self._pointwise = pointwise
+        self._sm_count = target.sm_count
+        # Tensor cores load eight channels of 16 bits: fewer are padded in a zeroed buffer.
+        narrow = any(size % _CHANNELS for size in weight.shape[:2])
+        self._padded = narrow and image.item_bytes == 2
+        self._has_window = prod(weight.shape[2:]) > 1
+
+    def product(
+        self, name: str, operands: tuple[Tensor, Tensor], result: Tensor, share: float
+    ) -> list[Launch]:
+        """Return the launches of the result or of the gradient of the image."""
+        main = Launch(name, share)
+        if self._pointwise:
+            return [main]
+        first, weight = operands
+        counted = self._tiles(result) > _CONVOLUTION_TILES_FROM_COUNTER * self._sm_count
+        counter = [MEMSET] * (counted and not self._padded)
+        before = [*self._laid_out(first), *(self._laid_out(weight) if self._has_window else [])]
+        return [*before, *counter, main, *self._returned(result)]
+
+    def filter_gradient(self, name: str, grad: Tensor, share: float) -> list[Launch]:
+        """Return the launches of the gradient of the filter."""
+        main = Launch(name, share)
+        if self._pointwise:
+            return [main, Launch("splitKreduce_kernel", floors=0.6)]
+        tiles = ceil(self._weight.numel / _CONVOLUTION_TILE)
+        points = grad.numel // grad.shape[1]
+        prepare: list[Launch] = []
+        if tiles > self._sm_count:
+            prepare = [MEMSET]
+        elif points >= _SPLIT_POINTS_PER_TILE * tiles:
+            prepare = [Launch("init_device_workspace", floors=0.8)]
+        before = [*self._laid_out(grad), *self._laid_out(self._image)]
+        after = self._returned(self._weight) if self._has_window else []
+        return [*before, *prepare, main, *after]
+
+    def _tiles(self, result: Tensor) -> int:
+        return ceil(result.numel / _CONVOLUTION_TILE)
+
+    def _laid_out(self, tensor: Tensor) -> list[Launch]:
+        if self._padded:
+            name = _ADD_PADDING if self.channels_last else _TO_CHANNELS_LAST
+            return [MEMSET, Launch(name, internal_bytes=2 * tensor.nbytes)]
+        if self.channels_last:
+            return []
+        return [Launch(_TO_CHANNELS_LAST, internal_bytes=2 * tensor.nbytes)]
+
+    def _returned(self, result: Tensor) -> list[Launch]:
+        if self.channels_last:
+            return []
+        return [Launch(_FROM_CHANNELS_LAST, internal_bytes=2 * result.nbytes)]
+
+
+# Attention.
+
+
+def attention_of_cpu(call: Call, target: Gpu, requested: str) -> Rule | None:
+    """Return the rule of the kernel that runs a CPU's attention on `target`."""
+    backward = call.op.endswith("_backward")
+    # Without a request it is the kernel that PyTorch picks there.
+    named = requested if requested in FUSED else "fused"
+    runs = resolve_unmeasured(target, named).runs
+    if runs == "cudnn":
+        return _cudnn_attention_backward if backward else _cudnn_attention
+    return _flash_attention_backward if backward else None
+
+
+def _cudnn_attention(call: Call, target: Gpu) -> Sequence[Launch]:
+    """Return the launches of cuDNN's fused attention on Hopper."""
+    if _is_wide(call):
+        return ()
+    dropout = call.op == "_cudnn_attention_forward" and call.value(9)
+    # MHA.cpp: a kernel reads the state of the random numbers.
+    random = (Launch("unpack_cudnn", floors=0.4),) if isinstance(dropout, float) and dropout else ()
+    return (*random, MEMSET, WHOLE)
+
+
+def _is_wide(call: Call) -> bool:
+    """Return whether operands exceed 16 bits: only memory-efficient attention takes those."""
+    query = call.tensor(0)
+    return query is not None and query.item_bytes > 2
+
+
+def _cudnn_attention_backward(call: Call, target: Gpu) -> Sequence[Launch]:
+    """Return the launches of cuDNN attention's backward, which sums dQ in float32."""
+    if _is_wide(call):
+        return _efficient_attention_backward(call, target)
+    grad, query = call.tensor(0), call.tensor(1)
+    elements_bytes = query.nbytes if query else 0
+    launches = [
+        MEMSET,
+        Launch("cudnn::fusion::compute_dot_do_o", internal_bytes=2 * (grad.nbytes if grad else 0)),
+        WHOLE,
+        Launch("cudnn::fusion::convert_dq_to_16bits", internal_bytes=3 * elements_bytes),
+    ]
+    return (*launches, *_reduce_heads(call, "cudnn::fusion::fmha_reduce_head"))
+
+
+def _flash_attention_backward(call: Call, target: Gpu) -> Sequence[Launch]:
+    """Return the launches of flash attention's backward.
+
+    Source: flash_bwd_launch_template.h and flash_api.cpp of FlashAttention 2 in PyTorch.
+    """
+    if _is_wide(call):
+        return _efficient_attention_backward(call, target)
+    grad, query = call.tensor(0), call.tensor(1)
+    elements_bytes = query.nbytes if query else 0
+    launches = [
+        Launch("flash_bwd_dot_do_o_kernel", internal_bytes=2 * (grad.nbytes if grad else 0)),
+        WHOLE,
+        Launch("flash_bwd_convert_dq_kernel", internal_bytes=3 * elements_bytes),
+    ]
+    return (*launches, *_reduce_heads(call, "reduce_kernel", op="aten::sum"))
+
+
+def _efficient_attention_backward(call: Call, target: Gpu) -> Sequence[Launch]:
+    """Return the launches of memory-efficient attention's backward: it zeroes a workspace."""
+    query = call.tensor(1)
+    # The workspace is float32: twice the bytes of a 16-bit query.
+    workspace_bytes = 2 * query.nbytes if query else 0
+    return (
+        Launch("vectorized_elementwise_kernel", op=FILL, internal_bytes=workspace_bytes),
+        WHOLE,
+    )
+
+
+def _reduce_heads(call: Call, name: str, op: str = "") -> Sequence[Launch]:
+    """Return sums of the gradients of key and value over query heads that share them."""
+    query, key = call.tensor(1), call.tensor(2)
+    if query is None or key is None or len(query.shape) < 3:
+        return ()
+    # FlashAttention has the heads after the sequence; the operators that PyTorch calls, and cuDNN,
+    # have them before it.
+    axis = -2 if call.op.startswith("_flash") else 1
+    sharing = query.shape[axis] // max(1, key.shape[axis])
+    if sharing <= 1:
+        return ()
+    # The gradients of every query head are written, then summed into those of the key's heads.
+    return (Launch(name, op=op, internal_bytes=(sharing + 1) * key.nbytes),) * 2
+
+
+LIBRARY_RULES: dict[str, Rule] = {
+    "_grouped_mm": _grouped_gemm,
+    "convolution": _convolution,
+    "convolution_backward": _convolution_backward,
+    **dict.fromkeys(
+        ["_cudnn_attention_forward", "_scaled_dot_product_cudnn_attention"], _cudnn_attention
+    ),
+    **dict.fromkeys(
+        ["_cudnn_attention_backward", "_scaled_dot_product_cudnn_attention_backward"],
+        _cudnn_attention_backward,
+    ),
+    **dict.fromkeys(
+        [
+            "_flash_attention_backward",
+            "_scaled_dot_product_flash_attention_backward",
+        ],
+        _flash_attention_backward,
+    ),
+    **dict.fromkeys(
+        ["_efficient_attention_backward", "_scaled_dot_product_efficient_attention_backward"],
+        _efficient_attention_backward,
+    ),
+}

@@ -1,0 +1,299 @@
+"""The call, launch and storage location of the tensors of each node."""
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
+
+import msgspec
+import numpy as np
+
+from onerank.annotate.op_costs.op_classes import base_name
+from onerank.annotate.op_costs.operands import Call, Operand, UnknownDtypeError
+from onerank.ir import Graph, Reason
+from onerank.ir.arrays import I64, U8, Mask
+
+_DECODE = msgspec.json.Decoder(list[Any])
+
+# The start of a recorded tensor, `[id, storage, offset, elements, bytes, device]`.
+_TENSOR = re.compile(r'\[(\d+),(\d+),(\d+),\d+,\d+,"')
+
+OVERWRITES = frozenset(
+    "fill_ zero_ copy_ bernoulli_ uniform_ normal_ random_ exponential_ log_normal_ set_".split()
+)
+"""Operators that overwrite their first operand without reading it.
+
+Fusion, data dependencies and the growth of a resize all use this list.
+"""
+
+_OPERANDS = ("input_shapes", "input_types", "output_shapes")
+
+
+class TensorLocation(NamedTuple):
+    """Location of a tensor: its id, its storage's id, and the offset of its first element."""
+
+    tensor: int
+    storage: int
+    offset: int
+
+
+def call_of_node(graph: Graph) -> Callable[[int], Call | None]:
+    """Return a function from a node to its call; None without tensors or with unknown dtypes.
+
+    Each distinct text is parsed once.
+    """
+    nodes, strings = graph.nodes, graph.strings
+    known = dict[tuple[int, ...], Call | None]()
+    names = ("op", "input_shapes", "input_types", "output_shapes", "output_types")
+
+    def call_of(node: int) -> Call | None:
+        texts = tuple(int(getattr(nodes, name)[node]) for name in names)
+        if texts not in known:
+            op, shapes, types, out_shapes, out_types = (strings[code] for code in texts)
+            try:
+                call = Call.parse(base_name(op), (shapes, types), (out_shapes, out_types))
+            except UnknownDtypeError:
+                call = None
+            known[texts] = call if call is not None and call.has_tensors else None
+        return known[texts]
+
+    return call_of
+
+
+def launchers(graph: Graph) -> I64:
+    """Return the launching node of each node, -1 for none."""
+    edges = graph.edges
+    launcher = np.full(len(graph), -1, dtype=np.int64)
+    launches = edges.reason == Reason.LAUNCH
+    launcher[edges.target[launches]] = edges.source[launches]
+    return launcher
+
+
+def has_tensor_ids(text: str) -> bool:
+    """Return whether the text of a node's values contains a tensor id."""
+    return _TENSOR.search(text) is not None
+
+
+def parse_locations(operands: tuple[Operand, ...], text: str) -> tuple[TensorLocation | None, ...]:
+    """Return the location of each tensor, flattened; None if not recorded."""
+    matches = _TENSOR.findall(text)
+    # The common case, without JSON: the text locates every tensor.
+    if len(matches) == sum(map(len, filter(None, operands))):
+        return tuple(
+            [TensorLocation(int(id_), int(storage), int(at)) for id_, storage, at in matches]
+        )
+    values = _DECODE.decode(text) if text else []
+    if len(values) != len(operands):
+        return (None,) * sum(len(operand or ()) for operand in operands)
+    locations: list[TensorLocation | None] = []
+    for operand, value in zip(operands, values, strict=True):
+        if operand is not None:
+            locations += _list_locations(value, len(operand))
+    return tuple(locations)
+
+
+def _list_locations(value: Any, count: int) -> list[TensorLocation | None]:
+    """Return the locations in `[id, storage, offset, elements, bytes, device]`, or a list of them.
+
+    All are None if the value has not `count` tensors.
+    """
+    if not isinstance(value, list) or not value:
+        return [None] * count
+    if isinstance(value[0], list):
+        rows = cast("list[Any]", value)
+        return [_location(row) for row in rows] if len(rows) == count else [None] * count
+    return [_location(value)] if count == 1 else [None] * count
+
+
+def _location(value: Any) -> TensorLocation | None:
+    parts = cast("list[Any]", value) if isinstance(value, list) else []
+    if len(parts) != 6 or not isinstance(parts[1], int):
+        return None
+    return TensorLocation(*map(int, parts[:3]))
+
+
+def have_same_operands(graph: Graph, rows: I64, others: I64) -> Mask:
+    """Return whether nodes have the same operand shapes and types as others, bool[n]."""
+    columns = [getattr(graph.nodes, name) for name in _OPERANDS]
+    return np.logical_and.reduce([column[rows] == column[others] for column in columns])
+
+
+def execution_order(graph: Graph) -> I64:
+    """Return the nodes with operands by start time, each launched node right after its launcher."""
+    nodes = graph.nodes
+    has = np.flatnonzero((nodes.input_shapes > 0) | (nodes.output_shapes > 0))
+    by = launchers(graph)[has]
+    start = nodes.start_ns[np.where(by >= 0, by, has)]
+    return has[np.lexsort((by >= 0, np.where(by >= 0, by, has), start))]
+
+
+UNKNOWN_STORAGE = -1
+"""Storage of a tensor of unknown location."""
+
+_OPEN, _COMMA, _QUOTE, _ZERO = b'[,"0'
+
+# Numbers in `[id, storage, offset, elements, bytes, device]`.
+_TUPLE_NUMBERS = 5
+
+# Leading numbers that are the location.
+_LOCATION_NUMBERS = 3
+
+
+class TensorAccesses(NamedTuple):
+    """Tensors of n calls, inputs before results, m of them.
+
+    Attributes:
+        first: start of each call's tensors, and the end, int64[n + 1].
+        tensor: id of each, int64[m].
+        storage: id of its storage, `UNKNOWN_STORAGE` if not recorded, int64[m].
+        offset: of its first element there, int64[m].
+        result: whether it is a result, bool[m].
+    """
+
+    first: I64
+    tensor: I64
+    storage: I64
+    offset: I64
+    result: Mask
+
+    def places(self, call: int) -> list[TensorLocation | None]:
+        """Return the locations of the tensors of a call."""
+        span = slice(int(self.first[call]), int(self.first[call + 1]))
+        columns = (self.tensor[span], self.storage[span], self.offset[span])
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        return [None if row[1] == UNKNOWN_STORAGE else TensorLocation(*row) for row in rows]
+
+
+class ValueTexts(NamedTuple):
+    """Distinct value texts, and the index of each call's text for inputs and for results."""
+
+    distinct: Sequence[str]
+    inputs: I64
+    results: I64
+
+
+def tensor_accesses(
+    texts: ValueTexts,
+    expected: tuple[I64, I64],
+    parse_unusual: Callable[[int, bool, str], Sequence[TensorLocation | None]],
+) -> TensorAccesses:
+    """Return the locations of the tensors of calls.
+
+    Args:
+        texts: their value columns.
+        expected: number of tensors of each as inputs and as results.
+        parse_unusual: parser of (call, whether it has the results, text) for other forms of text.
+    """
+    counts, tensor, storage, offset = parse_tensor_ids(texts.distinct)
+    starts = np.cumsum(counts) - counts
+    which = np.stack([texts.inputs, texts.results], axis=1).ravel()
+    count = np.stack(expected, axis=1).ravel()
+    start = starts[which]
+    extra: list[TensorLocation | None] = []
+    for row in np.flatnonzero(counts[which] != count).tolist():
+        # Tensors of such texts are appended to the columns of the others.
+        start[row] = len(tensor) + len(extra)
+        extra += parse_unusual(row // 2, bool(row % 2), texts.distinct[int(which[row])])
+    more = np.array(
+        [place or (UNKNOWN_STORAGE, UNKNOWN_STORAGE, 0) for place in extra], dtype=np.int64
+    )
+    ends = np.cumsum(count)
+    places = np.repeat(start - (ends - count), count) + np.arange(int(count.sum()))
+    tensor, storage, offset = (
+        np.concatenate([column, parsed])[places]
+        for column, parsed in zip((tensor, storage, offset), more.reshape(-1, 3).T, strict=True)
+    )
+    result = np.repeat(np.arange(len(count)) % 2 == 1, count)
+    return TensorAccesses(np.append(0, ends[1::2]), tensor, storage, offset, result)
+
+
+def parse_tensor_ids(texts: Sequence[str]) -> tuple[I64, I64, I64, I64]:
+    """Return the number of tensors in each text, and ids, storages and offsets of all of them."""
+    ends = np.cumsum(np.array(list(map(len, texts)), dtype=np.int64))
+    joined = "".join(texts)
+    # Positions below count bytes, so a device name that is not ASCII would shift them.
+    if not joined.isascii():
+        joined = joined.encode("ascii", "replace").decode()
+    buffer = np.frombuffer(joined.encode() + bytes(2 * _WORD), dtype=np.uint8)
+    opens = _candidate_openings(buffer)
+    good, place, kept = np.ones(len(opens), dtype=bool), opens + 1, list[I64]()
+    for number in range(_TUPLE_NUMBERS):
+        value, place = _parse_numbers(buffer, place, good)
+        good &= buffer[place] == _COMMA
+        # Only valid positions advance, so none passes the end of the buffer.
+        place += good
+        if number < _LOCATION_NUMBERS:
+            kept.append(value)
+    good &= buffer[place] == _QUOTE
+    of = np.searchsorted(ends, opens[good], side="right")
+    tensor, storage, offset = (column[good] for column in kept)
+    return np.bincount(of, minlength=len(texts)).astype(np.int64), tensor, storage, offset
+
+
+def _candidate_openings(buffer: U8) -> I64:
+    """Return the last opening bracket before each string that follows a number."""
+    quotes = np.flatnonzero(buffer == _QUOTE)
+    quotes = quotes[quotes > 1]
+    quotes = quotes[(buffer[quotes - 1] == _COMMA) & (_digit_values(buffer, quotes - 2) < 10)]
+    opens = np.flatnonzero(buffer == _OPEN)
+    nearest = np.searchsorted(opens, quotes) - 1
+    nearest = opens[nearest[nearest >= 0]]
+    return nearest[np.append(True, nearest[1:] != nearest[:-1])[: len(nearest)]]
+
+
+def _digit_values(buffer: U8, place: I64) -> U8:
+    """Return the digit at each position; 10 or more for other characters."""
+    return buffer[place] - np.uint8(_ZERO)
+
+
+def _parse_numbers(buffer: U8, place: I64, good: Mask) -> tuple[I64, I64]:
+    """Return the numbers of up to 15 digits at positions, and their ends, int64[p] each.
+
+    Sets `good`, bool[p], to False where no number begins, or a longer one.
+    """
+    value, length = _parse_word(buffer, place)
+    good &= length > 0
+    longer = np.flatnonzero(length == _WORD)
+    if len(longer):
+        more, digits = _parse_word(buffer, place[longer] + _WORD)
+        good[longer] &= digits < _WORD
+        value[longer] = value[longer] * 10**digits + more
+        length[longer] += digits
+    return value, place + length
+
+
+def _parse_word(buffer: U8, place: I64) -> tuple[I64, I64]:
+    """Return the number at the start of the eight bytes at positions, and its count of digits.
+
+    It parses all eight bytes at once in a little-endian word: pairs of digits become numbers below
+    100, pairs of these numbers below 10,000, and these one number.
+    """
+    words = np.ndarray(len(buffer) - _WORD + 1, dtype="<u8", buffer=buffer, strides=(1,))
+    digits = words[place] ^ _ZEROS
+    others = (digits | digits + _SIX_MORE) & _HIGH_BITS
+    first = others & (~others + np.uint64(1))
+    _, power = np.frexp(first.astype(np.float64))  # 2^(8 k + 7) for the k-th byte, 0 for none
+    length = np.where(first, power // _WORD - 1, _WORD).astype(np.int64)
+    word = digits << ((_WORD - length) * 8).astype(np.uint64)
+    word[length == 0] = 0  # a shift by 64 bits is undefined
+    for mask, factor, bits in _PAIRS:
+        word = ((word & mask) * factor) >> bits
+    return word.astype(np.int64), length
+
+
+# Digits of one 64-bit word, and eight "0" characters, which XOR removes.
+_WORD = 8
+
+_ZEROS = np.uint64(0x3030303030303030)
+
+_SIX_MORE = np.uint64(0x7676767676767676)  # sets the highest bit of a byte above 9
+
+_HIGH_BITS = np.uint64(0x8080808080808080)
+
+_PAIRS = tuple(
+    (np.uint64(mask), np.uint64(factor), np.uint64(bits))
+    for mask, factor, bits in (
+        (0x0F0F0F0F0F0F0F0F, 2561, 8),
+        (0x00FF00FF00FF00FF, 6553601, 16),
+        (0x0000FFFF0000FFFF, 42949672960001, 32),
+    )
+)

@@ -1,0 +1,1 @@
+"""One rank of an inference engine, measured over compositions of its batch."""

@@ -1,0 +1,323 @@
+"""Measure one rank of an inference engine over a grid of compositions, with one model load."""
+
+import contextlib
+import functools
+import gc
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from onerank.capture.capture_script import convert_raw, cpu_name, job_of
+from onerank.capture.fake_world.recorder import peers_of
+from onerank.capture.no_device.emulated_process import EmulatedProcess
+from onerank.capture.no_device.recorded_step import RecordedStep
+from onerank.capture.options import Options
+from onerank.capture.parallelize.experts.routing import BALANCED
+from onerank.capture.parallelize.fewer_layers import FewerLayers
+from onerank.capture.profiling.measurement_windows import Windows
+from onerank.capture.profiling.module_scopes import Modules
+from onerank.capture.profiling.profiled_windows import PLAIN_EXECUTION_TRACE, compress
+from onerank.capture.profiling.step_timers import StepTimer
+from onerank.capture.profiling.window_plan import Progress
+from onerank.capture.run_as_rank import RankRun, slicing
+from onerank.capture.serving.compositions import MOST_TOKENS, Composition
+from onerank.capture.serving.served_model import (
+    EngineStep,
+    build_model,
+    give_attention_scopes,
+    materialise,
+    read_config,
+)
+from onerank.converters.sources.kineto import EXECUTION_TRACE, JOB
+from onerank.ir import Graph
+from onerank.ir.errors import CaptureError
+from onerank.ir.output_files import scratch_directory
+
+# Steps on shapes alone before the recorded one: the first allocates the KV cache.
+_UNRECORDED = 1
+
+
+@dataclass(frozen=True)
+class MeasuredPoint:
+    """A measured composition.
+
+    Attributes:
+        composition: the sequences of the step.
+        graph: the step; None if it does not fit into the memory of the GPU that runs it.
+        graph_ns: times of the step as a CUDA graph; () if it was not captured into one.
+        needed_bytes: memory that the step needs, as far as known, if it does not fit.
+    """
+
+    composition: Composition
+    graph: Graph | None
+    graph_ns: tuple[int, ...] = ()
+    needed_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class TimedStep:
+    """Times of a step without a profiler.
+
+    Attributes:
+        step_ns: eager.
+        graph_ns: as a CUDA graph; () if it was not captured into one.
+        peak_bytes: peak of the allocator in the eager steps.
+    """
+
+    step_ns: tuple[int, ...]
+    graph_ns: tuple[int, ...]
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """What the points of a grid share.
+
+    Attributes:
+        name: class of the model.
+        layers: number of decoder layers.
+        longest: tokens that a sequence may have.
+        weights_bytes: bytes of this rank's weights.
+        kv_bytes_per_token: bytes of the KV cache for each token, of this rank.
+        memory_bytes: memory of the device.
+    """
+
+    name: str
+    layers: int
+    longest: int
+    weights_bytes: int
+    kv_bytes_per_token: int
+    memory_bytes: int
+
+
+class Server:
+    """A rank of an engine that computes steps; see `serving`."""
+
+    def __init__(
+        self,
+        rank_run: RankRun,
+        options: Options,
+        model: Any,
+        served: ServedModel,
+        make_windows: Callable[[Path, Any], Any],
+    ) -> None:
+        self.served = served
+        self._rank_run = rank_run
+        self._options = options
+        self._model = model
+        self._make_windows = make_windows
+        self._device = _device(options)
+
+    def measure(self, composition: Composition, number: int) -> MeasuredPoint:
+        """Return the measured step of a composition.
+
+        Without a device a step of any size is measured: fake tensors never run out of memory.
+
+        Args:
+            composition: sequences of the step.
+            number: its place in the grid, from 1.
+        """
+        needed = self.served.weights_bytes
+        needed += composition.cached_tokens * self.served.kv_bytes_per_token
+        # Without this, a composition far above the memory would fail in the allocator's retries.
+        if self._on_gpu and self.served.memory_bytes < needed:
+            return MeasuredPoint(composition, None, needed_bytes=needed)
+        try:
+            return self._measure(composition, number)
+        except torch.cuda.OutOfMemoryError:
+            return MeasuredPoint(composition, None, needed_bytes=needed)
+        finally:
+            if self._on_gpu:
+                # Reference cycles keep the KV cache of the finished step alive.
+                gc.collect()
+                torch.cuda.empty_cache()
+
+    def time(self, composition: Composition, repetitions: int) -> TimedStep:
+        """Return times of a step on a GPU without a profiler, eager and as a CUDA graph.
+
+        Raises:
+            torch.cuda.OutOfMemoryError: the step does not fit.
+        """
+        gc.collect()
+        torch.cuda.empty_cache()
+        step = self.step(composition)
+        for _ in range(3):
+            step()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        timer = StepTimer(on_gpu=True)
+        timer.mark()
+        for _ in range(repetitions):
+            step()
+            timer.mark()
+        eager = timer.durations_ns()
+        peak = torch.cuda.max_memory_allocated()
+        return TimedStep(eager, _graph_replays(step), peak)
+
+    @property
+    def _on_gpu(self) -> bool:
+        return self._device == "cuda" and self._options.emulated_gpu is None
+
+    def _measure(self, composition: Composition, number: int) -> MeasuredPoint:
+        raw = self._rank_run.raw / str(number)
+        raw.mkdir()
+        step = self.step(composition)
+        windows = self._make_windows(raw, step.cache)
+        try:
+            while not windows.complete:
+                step()
+                windows.boundary()
+        finally:
+            windows.close()
+        graph_ns = _graph_replays(step) if self._on_gpu else ()
+        del step
+        job = job_of(self._rank_run, self._options, windows.observed)
+        job = msgspec.structs.replace(job, inference=composition.forward(number))
+        if self._options.emulated_gpu is None:
+            compress(raw / PLAIN_EXECUTION_TRACE, raw / EXECUTION_TRACE)
+        (raw / JOB).write_bytes(msgspec.json.encode(job))
+        graph, _ = convert_raw(raw)
+        for path in raw.iterdir():
+            path.unlink()
+        return MeasuredPoint(composition, graph, graph_ns)
+
+    def step(self, composition: Composition) -> EngineStep:
+        """Return the step of a composition, which can be repeated."""
+        vocabulary = self._model.config.get_text_config().vocab_size
+        return EngineStep.of(self._model, composition, vocabulary, self._device)
+
+
+# Replays of a CUDA graph that are timed, after as many that are not.
+_REPLAYS = 5
+
+
+def _graph_replays(step: EngineStep) -> tuple[int, ...]:
+    """Return the times of a step that engines would replay as a CUDA graph, in ns.
+
+    () if the step cannot be captured into one, such as a step that reads a value on the host.
+    """
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            step()
+    except torch.cuda.OutOfMemoryError:
+        return ()
+    except RuntimeError:
+        # The error stays in the stream until the host has waited for it.
+        torch.cuda.synchronize()
+        return ()
+    for _ in range(_REPLAYS):
+        graph.replay()
+    timer = StepTimer(on_gpu=True)
+    timer.mark()
+    for _ in range(_REPLAYS):
+        graph.replay()
+        timer.mark()
+    return timer.durations_ns()
+
+
+@contextlib.contextmanager
+def serving(
+    config: Path, options: Options, progress: Progress = lambda _: None
+) -> Generator[Server]:
+    """Load a model as one rank of an engine; yield what measures its steps.
+
+    Args:
+        config: `config.json` of a transformers model, or its directory.
+        options: the tensor-parallel size, the device and the windows.
+        progress: receives a short description of each phase.
+
+    Raises:
+        CaptureError: the configuration is none of a causal language model, or the model does not
+            support the size.
+    """
+    read = read_config(config)
+    gpu = options.emulated_gpu
+    emulated = EmulatedProcess.of(gpu, config)
+    with contextlib.ExitStack() as stack:
+        raw = stack.enter_context(scratch_directory())
+        stack.enter_context(emulated.installed() if emulated else contextlib.nullcontext())
+        peers = peers_of(
+            *(options.rank, options.world.size),
+            real=False,
+            messages=None,
+            emulation=options.emulation,
+        )
+        peers.start()
+        stack.callback(peers.stop)
+        models = slicing(peers, options, infers=True)
+        modules = Modules()
+        stack.enter_context(emulated.running(peers) if emulated else contextlib.nullcontext())
+        progress("building the model")
+        device = _device(options)
+        model = build_model(read, device, shapes_only=emulated is not None)
+        if options.world.size > 1:
+            models.sliced.append((type(model).__name__, models.slice_one(model)))
+        elif options.moe_routing != BALANCED:
+            raise CaptureError(
+                f"--moe-routing {options.moe_routing} has no effect: it applies to sliced models\n"
+                "  give a size (--ep, --tp), or leave it out",
+                code="routing-unused",
+            )
+        if emulated is None:
+            materialise(model, device)
+        served = _served(model, options, device)
+        # After `_served`, whose step adds the scopes of attention: `Modules` reads the modules of a
+        # model at the first call that it sees.
+        stack.enter_context(modules.installed())
+        make: Callable[..., Any] = Windows
+        if emulated is not None:
+            make = functools.partial(RecordedStep, emulated, unrecorded=_UNRECORDED)
+
+        def make_windows(directory: Path, forward: Any) -> Any:
+            return make(
+                *(options.windows, directory, modules, progress, peers),
+                forward=forward,
+                on_gpu=device == "cuda",
+            )
+
+        rank_run = RankRun(
+            *(raw, peers, models, modules, make_windows(raw, None), ()),
+            FewerLayers(None, None),
+            False,
+        )
+        yield Server(rank_run, options, model, served, make_windows)
+
+
+def _served(model: Any, options: Options, device: str) -> ServedModel:
+    """Return what the points share; gives the model's attention its scopes."""
+    config = model.config.get_text_config()
+    composition = Composition(decodes=1, decode_context=1)
+    step = EngineStep.of(model, composition, config.vocab_size, device)
+    give_attention_scopes(step, model)
+    # After the step the cache holds two tokens: the context and the new one.
+    cached = sum(tensor.nbytes for tensor in step.cache.cache_tensors()) // 2
+    gpu = options.emulated_gpu
+    memory = gpu.memory_bytes if gpu is not None else 0
+    if gpu is None and device == "cuda":
+        memory = torch.cuda.get_device_properties(0).total_memory
+    # Tied weights are one parameter.
+    weights = {id(parameter): parameter.nbytes for parameter in model.parameters()}
+    return ServedModel(
+        name=type(model).__name__,
+        layers=config.num_hidden_layers,
+        longest=int(getattr(config, "max_position_embeddings", 0) or MOST_TOKENS),
+        weights_bytes=sum(weights.values()),
+        kv_bytes_per_token=cached,
+        memory_bytes=memory,
+    )
+
+
+def _device(options: Options) -> str:
+    return "cuda" if options.device == "none" or torch.cuda.is_available() else "cpu"
+
+
+def device_name() -> str:
+    """Return the name of the GPU or the CPU that is measured."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_properties(0).name
+    return cpu_name()

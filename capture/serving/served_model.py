@@ -1,0 +1,390 @@
+"""A Hugging Face model that computes the steps of an inference engine.
+
+The engines put the new tokens of all sequences into one row, so linear layers see one matrix of
+tokens. Attention runs for the prefills and for the decodes of a step, each against its KV cache.
+Logits are computed for the last token of each sequence. This module lets a model of transformers
+do the same, through the function that transformers looks up for its attention and the object that
+it passes as its KV cache.
+"""
+
+import contextlib
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from onerank.capture.serving.compositions import Composition
+from onerank.ir.errors import CaptureError
+
+_ATTENTION = "onerank_serving"
+
+# Elements of a head that FlashAttention 2 supports (`check_head_dim_size_flash` in torch).
+_MOST_FLASH_HEAD = 256
+
+
+def read_config(path: Path) -> Any:
+    """Return the configuration of a transformers model.
+
+    Args:
+        path: a `config.json`, or the directory with it.
+
+    Raises:
+        CaptureError: it is not a configuration of a causal language model that transformers knows,
+            or its weights are quantised.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        record: Any = msgspec.json.decode(file.read_bytes())
+        kind = record["model_type"]
+    except (OSError, msgspec.DecodeError, KeyError, TypeError) as error:
+        why = getattr(error, "strerror", None) or "is no JSON object with a model_type"
+        raise CaptureError(
+            f"{file}: {why}\n  expected the config.json of a transformers model",
+            code="serve-no-config",
+        ) from None
+    try:
+        config: Any = AutoConfig.for_model(**record)
+    except Exception as error:
+        # A configuration checks its values itself, with errors of many classes.
+        raise CaptureError(
+            f"{file}: transformers does not read this configuration of {kind!r}: "
+            f"{str(error).splitlines()[0]}",
+            code="serve-model-unknown",
+        ) from error
+    if type(config) not in AutoModelForCausalLM._model_mapping:  # pyright: ignore[reportPrivateUsage]
+        raise CaptureError(
+            f"{file}: transformers has no causal language model for {kind!r}",
+            code="serve-model-unknown",
+        )
+    if getattr(config, "quantization_config", None) is not None:
+        raise CaptureError(
+            f"{file}: quantised weights are not served\n  remove quantization_config to measure "
+            "the model in the config's dtype",
+            code="serve-quantised",
+        )
+    return config
+
+
+def build_model(config: Any, device: str, *, shapes_only: bool) -> Any:
+    """Return a causal language model with random weights in the configuration's dtype.
+
+    Its weights have no storage on `meta` yet unless they are fake, so that a model larger than the
+    device can be sliced first; `materialise` gives it storage.
+
+    Args:
+        config: configuration of the model.
+        device: where weights without a device are created.
+        shapes_only: whether tensors are fake, which need no memory.
+    """
+    from transformers import AttentionInterface, AutoModelForCausalLM
+
+    AttentionInterface.register(_ATTENTION, _attention_function)
+    config.use_cache = True
+    dtype = getattr(config, "dtype", None) or torch.bfloat16
+    try:
+        with torch.device(device if shapes_only else "meta"):
+            model: Any = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=_ATTENTION
+            )
+    except KeyError as error:
+        # Older models have a table of attention classes.
+        if error.args != (_ATTENTION,):
+            raise
+        raise _own_attention(type(config).__name__) from error
+    return model.eval()
+
+
+def materialise(model: Any, device: str) -> None:
+    """Give a model on `meta` random weights on a device.
+
+    Zeros would draw less power in a GPU's multipliers, and so raise its clocks.
+    """
+    model.to_empty(device=device)
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.dim() > 1:
+                parameter.data.normal_(0.0, 0.02)
+            else:
+                parameter.data.fill_(0.0 if name == "bias" else 1.0)
+        if any(True for _ in module.buffers(recurse=False)):
+            # transformers computes the frequencies of rotary embeddings here.
+            model._init_weights(module)
+
+
+@dataclass
+class StepCache:
+    """The KV cache of one engine step, as transformers takes it.
+
+    Keys and values of a step's prefills and decodes are tensors [sequences, heads, tokens, size]
+    per layer. A repeated step writes the same places again.
+
+    Attributes:
+        composition: the step's sequences.
+        tensors: keys and values by layer, part of the step, and whether they are values.
+    """
+
+    composition: Composition
+    tensors: dict[tuple[int, str, bool], Tensor] = field(
+        default_factory=dict[tuple[int, str, bool], Tensor]
+    )
+
+    is_compileable = False
+
+    def update(
+        self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Return the new keys and values; the attention function writes them to the cache."""
+        _step.layer = layer_idx
+        return keys, values
+
+    def get_seq_length(self, *_: Any) -> int:
+        """Return the longest context of the step."""
+        return max(self.composition.prefill_context, self.composition.decode_context)
+
+    def restore(self) -> None:
+        """Do nothing: a step overwrites what it wrote before."""
+
+    def cache_tensors(self) -> tuple[Tensor, ...]:
+        """Return all keys and values."""
+        return tuple(self.tensors.values())
+
+    def room(self, part: str, new: Tensor, *, context: int, value: bool) -> Tensor:
+        """Return the keys or values of a part of the step, allocated on the first call.
+
+        Args:
+            part: "prefill" or "decode".
+            new: the new ones, [sequences, heads, new tokens, size].
+            context: tokens of each sequence in the cache before the step.
+            value: whether they are values.
+        """
+        key = _step.layer, part, value
+        if key not in self.tensors:
+            count, heads, tokens, size = new.shape
+            shape = count, heads, context + tokens, size
+            self.tensors[key] = torch.empty(shape, dtype=new.dtype, device=new.device).normal_()
+        return self.tensors[key]
+
+
+@dataclass
+class _Step:
+    """What the attention function needs to know of the step that runs.
+
+    Attributes:
+        cache: its KV cache; None while no step runs.
+        layer: index of the layer that runs.
+        callers: receives the modules that call attention, while it is not None.
+    """
+
+    cache: StepCache | None = None
+    layer: int = 0
+    callers: list[nn.Module] | None = None
+
+
+# A global, because models pass no argument of ours on to the attention function.
+_step = _Step()
+
+
+class _CacheWrite(nn.Module):
+    """Writes new keys and values to the KV cache; a module, to have a scope."""
+
+    def forward(self, keys: Tensor, values: Tensor, new: tuple[Tensor, Tensor], at: int) -> None:
+        """Write new keys and values from position `at` on."""
+        for cached, added in zip((keys, values), new, strict=True):
+            cached[:, :, at:].copy_(added)
+
+
+class _PartAttention(nn.Module):
+    """Attention of the prefills, or of the decodes, of a step; a module, to have a scope."""
+
+    def __init__(self, part: str) -> None:
+        super().__init__()
+        self.part = part
+        self.cache_write = _CacheWrite()
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
+    ) -> Tensor:
+        """Return [1, tokens, heads, size] of the part's tokens; arguments as in transformers."""
+        cache = _step.cache
+        assert cache is not None, "a step is running"
+        step, prefill = cache.composition, self.part == "prefill"
+        count = step.prefills if prefill else step.decodes
+        context = step.prefill_context if prefill else step.decode_context
+        # [1, heads, sequences * tokens, size] -> [sequences, heads, tokens, size]
+        q, k, v = (t[0].unflatten(1, (count, -1)).transpose(0, 1) for t in (query, key, value))
+        keys = cache.room(self.part, k, context=context, value=False)
+        values = cache.room(self.part, v, context=context, value=True)
+        self.cache_write(keys, values, (k, v), context)
+        out = _attend(q, keys, values, scale, window)
+        return out.transpose(1, 2).flatten(0, 1).unsqueeze(0)
+
+
+class _Parts(nn.Module):
+    """The two kinds of attention of a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prefill = _PartAttention("prefill")
+        self.decode = _PartAttention("decode")
+
+
+PARTS = "step_attention"
+"""Name of the module, below a layer's attention, that holds the attention of a step's parts."""
+
+
+def _attention_function(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Compute the attention of a step, as a function of transformers' interface.
+
+    Returns:
+        [1, tokens, heads, size], prefills first, and no weights.
+    """
+    if _step.callers is not None:
+        _step.callers.append(module)
+        if not hasattr(module, PARTS):
+            setattr(module, PARTS, _Parts())
+    cache = _step.cache
+    assert cache is not None, "a step is running"
+    step, parts = cache.composition, getattr(module, PARTS)
+    chunk = step.prefills * step.prefill_tokens
+    outputs: list[Tensor] = []
+    for part, start, end in ((parts.prefill, 0, chunk), (parts.decode, chunk, step.new_tokens)):
+        if start < end:
+            tensors = (t[:, :, start:end] for t in (query, key, value))
+            outputs.append(part(*tensors, scaling, sliding_window))
+    return (torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]), None
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float | None, window: int | None) -> Tensor:
+    """Return attention of queries that are the last tokens of the keys."""
+    tokens, cached = q.shape[2], k.shape[2]
+    if window is not None and tokens + window < cached:
+        # No query sees keys before the window of the first one.
+        k, v = (t[:, :, cached - tokens - window + 1 :] for t in (k, v))
+        cached = k.shape[2]
+    windowed = window is not None and tokens > 1 and cached > window
+    size = q.shape[-1]
+    flash = (
+        q.is_cuda
+        and not windowed
+        and q.dtype in (torch.float16, torch.bfloat16)
+        and size <= _MOST_FLASH_HEAD
+        and size % 8 == 0
+        and v.shape[-1] == size
+    )
+    if flash:
+        # The operator itself, since `scaled_dot_product_attention` would choose cuDNN on Hopper for
+        # some compositions only. It aligns a causal mask with the last key, and shares key heads.
+        return torch.ops.aten._scaled_dot_product_flash_attention(
+            q, k, v, 0.0, tokens > 1, False, scale=scale
+        )[0]
+    mask = None
+    if (tokens > 1 and cached > tokens) or windowed:
+        mask = torch.ones(tokens, cached, dtype=torch.bool, device=q.device).tril(cached - tokens)
+        if windowed and window is not None:
+            mask = mask.triu(cached - tokens - window + 1)
+    causal = mask is None and tokens > 1
+    return functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=True
+    )
+
+
+@dataclass(frozen=True)
+class EngineStep:
+    """One step of the engine, which can be repeated.
+
+    Attributes:
+        model: the model.
+        cache: its KV cache, which is allocated by the first call.
+        arguments: arguments of the model.
+    """
+
+    model: Any
+    cache: StepCache
+    arguments: dict[str, Any]
+
+    @classmethod
+    def of(cls, model: Any, composition: Composition, vocabulary: int, device: str) -> "EngineStep":
+        """Return the step of a composition, with random tokens.
+
+        Args:
+            model: the model.
+            composition: sequences of the step.
+            vocabulary: number of tokens to draw from.
+            device: the model's device.
+        """
+        c = composition
+        tokens = torch.randint(0, vocabulary, (1, c.new_tokens), device=device)
+        chunk = torch.arange(c.prefill_tokens, device=device) + c.prefill_context
+        decodes = torch.full((c.decodes,), c.decode_context, device=device)
+        positions = torch.cat([chunk.repeat(c.prefills), decodes]).unsqueeze(0)
+        ends = torch.arange(1, c.prefills + 1, device=device) * c.prefill_tokens - 1
+        first = c.prefills * c.prefill_tokens
+        last = torch.cat([ends, torch.arange(first, c.new_tokens, device=device)])
+        cache = StepCache(composition)
+        # Engines take the logits of the last token of each sequence; of decodes alone, of all.
+        keep: dict[str, Any] = {"logits_to_keep": last} if c.prefills else {}
+        arguments = {"input_ids": tokens, "position_ids": positions, "past_key_values": cache}
+        return cls(model, cache, {**arguments, "use_cache": True, **keep})
+
+    def __call__(self) -> None:
+        """Compute the step."""
+        with torch.no_grad(), _running(self.cache):
+            self.model(**self.arguments)
+
+
+@contextlib.contextmanager
+def _running(cache: StepCache) -> Generator[None]:
+    _step.cache = cache
+    try:
+        yield
+    finally:
+        _step.cache = None
+
+
+def give_attention_scopes(step: Callable[[], None], model: Any) -> None:
+    """Run a step once and add the modules of attention to the modules that call it.
+
+    Raises:
+        CaptureError: the model does not use transformers' attention interface, or does not run.
+    """
+    _step.callers = callers = []
+    try:
+        step()
+    except Exception as error:
+        # A model with another kind of cache fails before its attention, with any exception.
+        if not callers:
+            raise _own_attention(type(model).__name__) from error
+        raise CaptureError(
+            f"{type(model).__name__} does not run a step of an engine: {type(error).__name__}: "
+            f"{str(error).splitlines()[0] if str(error) else ''}",
+            code="serve-step-failed",
+        ) from error
+    finally:
+        _step.callers = None
+    if not callers:
+        raise _own_attention(type(model).__name__)
+
+
+def _own_attention(name: str) -> CaptureError:
+    return CaptureError(
+        f"{name} does not look up its attention in transformers' AttentionInterface, so its KV "
+        "cache cannot be composed of several sequences\n  serve a model that does, such as Llama",
+        code="serve-own-attention",
+    )

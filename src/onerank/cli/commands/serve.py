@@ -1,0 +1,372 @@
+"""`capture serve CONFIG` measures a rank of an engine; `export` writes bundles for simulators."""
+
+import contextlib
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import click
+
+from onerank.capture.options import CAPTURED, OUTPUT, Options
+from onerank.capture.profiling.window_plan import WindowPlan
+from onerank.cli.common import INPUT_OR_DIRECTORY, OUTPUT_DIRECTORY, as_json, reports_errors
+from onerank.cli.dataclass_to_click import (
+    SectionedCommand,
+    headings,
+    option,
+    shared_option,
+    with_options,
+)
+from onerank.cli.terminal import advancing_parts, counted, lines, print_json, table
+from onerank.display import size, time
+
+if TYPE_CHECKING:
+    from onerank.serving.bundle import Bundle
+    from onerank.serving.tables import Manifest
+
+# Steps that a table lists; steps.parquet has all.
+_ROWS = 60
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """The rank to measure, the grid, and where the bundle goes."""
+
+    tp: int = shared_option(Options, "tp", show_default=True)
+    ep: int = shared_option(
+        Options,
+        "ep",
+        help="Expert-parallel size. Each rank of the group computes the compositions, so attention "
+        "is data-parallel.",
+        show_default=True,
+    )
+    moe_routing: str = shared_option(
+        Options,
+        "moe_routing",
+        help="Distribution of tokens over the experts of a sliced model: balanced, zipf:S "
+        "(exponent), or a FILE of tokens per expert (JSON or CSV, one line or one per layer).",
+    )
+    grid: str | None = option(
+        "Compositions to measure: a TOML file, or a text such as 'decode: batch=1,8,64 "
+        "context=512,4096; prefill: tokens=128,2048 context=0,4096; mixed: tokens=512 context=0 "
+        "batch=32 decode_context=1024'.  [default: at most 60, up to the model's context]",
+        heading=CAPTURED,
+        default=None,
+        metavar="FILE|TEXT",
+    )
+    device: Literal["none"] | None = shared_option(
+        Options,
+        "device",
+        help="none: on shapes alone, with times predicted for --like.  [default: a GPU, else the "
+        "CPU]",
+    )
+    like: str = shared_option(
+        Options, "like", help="With --device none: the GPU, a name of `onerank gpus` or a file."
+    )
+    host: str = option(
+        "With --device none: the host, typical or a description.",
+        heading=CAPTURED,
+        default="typical",
+        show_default=True,
+        metavar="HOST|FILE",
+    )
+    timed_steps: int = shared_option(WindowPlan, "timed_steps", heading=CAPTURED)
+    output: Path = option(
+        "Directory to write: the bundle.", "-o", "--output", heading=OUTPUT, type=OUTPUT_DIRECTORY
+    )
+    store: Path | None = option(
+        "Directory of results, which later runs reuse.  [default: next to the output, until the "
+        "bundle is complete]",
+        heading=OUTPUT,
+        default=None,
+        type=OUTPUT_DIRECTORY,
+    )
+
+
+@click.command(cls=SectionedCommand, sections=headings(ServeOptions))
+@click.argument("config", type=INPUT_OR_DIRECTORY)
+@with_options(ServeOptions)
+@as_json
+@reports_errors
+def serve(config: Path, options: ServeOptions, as_json: bool) -> None:
+    """Measure the steps of an inference engine's rank over a grid of compositions.
+
+    CONFIG is the config.json of a transformers model, which is built with random weights and
+    sliced for --tp. Prefills and decodes of a step share its linear layers; attention runs for each
+    against a KV cache. The bundle has tables of times, kernels per module and memory, and a trace
+    of each step. After a kill, the same command continues where it stopped.
+    """
+    from onerank.capture.isolation import sigterm_interrupts
+    from onerank.capture.serving.compositions import parse_grid
+    from onerank.plan.tasks import Store
+    from onerank.serving.build_bundle import serve as serve_model
+    from onerank.serving.bundle import check_replaceable
+
+    grid = parse_grid(options.grid) if options.grid is not None else None
+    check_replaceable(options.output)
+    windows = WindowPlan(warm_up=2, timed_steps=options.timed_steps)
+    job = Options(
+        tp=options.tp,
+        ep=options.ep,
+        moe_routing=options.moe_routing,
+        device=options.device,
+        like=options.like,
+        windows=windows,
+    )
+    job.resolve()
+    name = options.output.absolute().name
+    results = options.store or options.output.absolute().with_name(f".{name}.results")
+    store = Store(results)
+    with sigterm_interrupts(), advancing_parts() as progress:
+        try:
+            bundle, traces = serve_model(
+                config, job, grid, store, host=options.host, progress=progress
+            )
+        except KeyboardInterrupt as interrupt:
+            raise KeyboardInterrupt(
+                "results so far are stored: the same command goes on from there"
+            ) from interrupt
+        except Exception:
+            # Empty if the model could not be built.
+            with contextlib.suppress(OSError):
+                results.rmdir()
+            raise
+    bundle.write(options.output, traces)
+    if options.store is None:
+        shutil.rmtree(results)
+    show_bundle(bundle, options.output, as_json=as_json)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BundleExportOptions:
+    """Options of every export of a bundle."""
+
+    model: str | None = option(
+        "Name of the model in the simulator.  [default: by the bundle]",
+        default=None,
+        metavar="NAME",
+    )
+    checkout: Path | None = option(
+        "Checkout of the simulator, or the directory of its installed package: refuse if it reads "
+        "another format.",
+        default=None,
+        type=click.Path(exists=True, file_okay=False, path_type=Path),
+    )
+    output: Path = option(
+        "Directory to write, in the layout that the simulator reads.",
+        "-o",
+        "--output",
+        type=OUTPUT_DIRECTORY,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkedExportOptions(BundleExportOptions):
+    """Options of exports to simulators that need the memory bandwidth and links of the GPUs."""
+
+    gpu: str | None = option(
+        "Description of the bundle's GPU: a name of `onerank gpus` or a file.  [default: by the "
+        "bundle's device]",
+        default=None,
+        metavar="GPU",
+    )
+    link_gb_per_s: float | None = option(
+        "Bandwidth between the GPUs of an instance, one way.  [default: by the GPU's description]",
+        default=None,
+        type=click.FloatRange(min=0, min_open=True),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class VidurOptions(BundleExportOptions):
+    """Vidur's names of the model and the GPU."""
+
+    # Vidur has a fixed set of models, so no name follows from a bundle.
+    model: str = shared_option(
+        BundleExportOptions,
+        "model",
+        required=True,
+        help="Name of the model in Vidur, such as meta-llama/Meta-Llama-3-8B.",
+    )
+    device: str | None = option(
+        "Name of the GPU in Vidur.  [default: by the bundle's device]", default=None, metavar="NAME"
+    )
+
+
+@click.command(cls=SectionedCommand, sections=headings(VidurOptions))
+@click.argument("bundle", type=INPUT_OR_DIRECTORY)
+@with_options(VidurOptions)
+@as_json
+@reports_errors
+def vidur(bundle: Path, options: VidurOptions, as_json: bool) -> None:
+    """Write the profiles that Vidur, a simulator of inference clusters, reads.
+
+    BUNDLE is the directory of `capture serve`. Times are those of kernels, per layer, interpolated
+    to the rows that Vidur trains on. Network profiles are Vidur's. The output may be Vidur's
+    directory data/profiling.
+    """
+    from onerank.serving.bundle import read_bundle
+    from onerank.serving.vidur import export_vidur
+
+    written = export_vidur(
+        read_bundle(bundle),
+        options.output,
+        model=options.model,
+        device=options.device,
+        checkout=options.checkout,
+    )
+    if as_json:
+        print_json(written)
+        return
+    pairs = [
+        ("files", f"{written.mlp}, {written.attention}"),
+        ("rows", str(written.rows)),
+        ("run", "python -m vidur.main " + " ".join(written.options)),
+    ]
+    lines(pairs, f"{written.model} on {written.device}, for Vidur")
+
+
+@click.command(cls=SectionedCommand, sections=headings(LinkedExportOptions))
+@click.argument("bundle", type=INPUT_OR_DIRECTORY)
+@with_options(LinkedExportOptions)
+@as_json
+@reports_errors
+def llmservingsim(bundle: Path, options: LinkedExportOptions, as_json: bool) -> None:
+    """Write the profile that LLMServingSim 2, a simulator of serving clusters, reads.
+
+    BUNDLE is the directory of `capture serve`. The layers of a step take as long as the step
+    replayed as a CUDA graph. Collectives are ASTRA-sim's. The output has the layout of a checkout
+    of LLMServingSim and a cluster of one instance; exports of other bundles to the same directory
+    add to it. The model is named after its class unless --model names it.
+    """
+    from onerank.serving.bundle import read_bundle
+    from onerank.serving.llmservingsim import export_llmservingsim
+
+    written = export_llmservingsim(
+        read_bundle(bundle),
+        options.output,
+        model=options.model,
+        gpu=options.gpu,
+        link=options.link_gb_per_s,
+        checkout=options.checkout,
+    )
+    if as_json:
+        print_json(written)
+        return
+    pairs = [
+        ("cluster", str(written.cluster)),
+        ("model", str(written.model_config)),
+        ("rows", str(written.rows)),
+        ("run", "python -m serving " + " ".join(written.options)),
+    ]
+    lines(pairs, f"{written.profile}, for LLMServingSim")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AiconfiguratorOptions(LinkedExportOptions):
+    """The engine that aiconfigurator models, and the name of its table."""
+
+    backend: Literal["vllm", "sglang", "trtllm"] = option(
+        "Engine whose memory and scheduling aiconfigurator models.",
+        default="vllm",
+        show_default=True,
+    )
+    version: str = option(
+        "Name of the table, which aiconfigurator calls the engine's version.",
+        default="onerank",
+        show_default=True,
+        metavar="NAME",
+    )
+
+
+@click.command(cls=SectionedCommand, sections=headings(AiconfiguratorOptions))
+@click.argument("bundle", type=INPUT_OR_DIRECTORY)
+@with_options(AiconfiguratorOptions)
+@as_json
+@reports_errors
+def aiconfigurator(bundle: Path, options: AiconfiguratorOptions, as_json: bool) -> None:
+    """Write the steps as forward-pass data of aiconfigurator, which compares deployments.
+
+    BUNDLE is the directory of `capture serve`. The table has whole steps, replayed as CUDA graphs,
+    with collectives that take NCCL's latency and the time of their bytes on the link. The output
+    is a directory for aiconfigurator's --systems-paths. --model is a name, or a directory with a
+    config.json; by default the export writes such a directory.
+    """
+    from onerank.serving.aiconfigurator import export_aiconfigurator
+    from onerank.serving.bundle import read_bundle
+
+    written = export_aiconfigurator(
+        read_bundle(bundle),
+        options.output,
+        model=options.model,
+        backend=options.backend,
+        version=options.version,
+        gpu=options.gpu,
+        link=options.link_gb_per_s,
+        checkout=options.checkout,
+    )
+    if as_json:
+        print_json(written)
+        return
+    pairs = [
+        ("system", str(written.system)),
+        ("rows", str(written.rows)),
+        ("run", "aiconfigurator cli estimate " + " ".join(written.options)),
+    ]
+    lines(pairs, f"{written.table}, for aiconfigurator")
+
+
+def _sizes(manifest: "Manifest") -> str:
+    """Return the parallel sizes of a bundle, with the routing of experts."""
+    if manifest.ep == 1:
+        return f"tp {manifest.tp}"
+    return f"tp {manifest.tp}, ep {manifest.ep}, {manifest.moe_routing} routing"
+
+
+def show_bundle(bundle: "Bundle", directory: Path, *, as_json: bool) -> None:
+    """Print a bundle's manifest and steps."""
+    manifest = bundle.manifest
+    if as_json:
+        from onerank.serving.bundle import BundleRecord
+
+        print_json(BundleRecord(manifest, bundle.rows))
+        return
+    memory, validation = manifest.memory, manifest.cross_validation
+    tokens = counted(memory.activations_tokens, "new token")
+    pairs = [
+        ("model", f"{manifest.model}, {counted(manifest.layers, 'layer')}, {_sizes(manifest)}"),
+        ("device", f"{manifest.device}, times {manifest.source}"),
+        ("weights", size(memory.weights_bytes)),
+        ("KV cache", f"{size(memory.kv_bytes_per_token)} per token"),
+        ("activations", f"{size(memory.activations_bytes)} at {tokens}"),
+    ]
+    if memory.device_bytes:
+        pairs.append(("tokens that fit", f"{memory.tokens_that_fit:,}"))
+    if validation is not None:
+        what = "as a CUDA graph" if any(row.graph_ns for row in bundle.rows) else "eager"
+        pairs.append(
+            (
+                "interpolation",
+                f"median error {validation.median:.1%}, p90 {validation.p90:.1%} of "
+                f"{counted(validation.points, 'step')} left out in turn, {what}",
+            )
+        )
+    pairs += [("note", str(note)) for note in manifest.notes]
+    lines(pairs, str(directory))
+    rows = [
+        (
+            row.kind,
+            row.composition,
+            *(
+                (time(row.step_ns), time(row.graph_ns), time(row.gpu_ns), time(row.host_ns))
+                if row.fits
+                else ("does not fit", "-", "-", "-")
+            ),
+            size(row.peak_bytes) if row.peak_bytes else "-",
+        )
+        for row in bundle.rows[:_ROWS]
+    ]
+    columns = ("step", "sequences", "eager", "CUDA graph", "kernels", "host", "memory")
+    shown = "" if len(bundle.rows) <= _ROWS else f", {_ROWS} of {len(bundle.rows)}"
+    table(f"Steps of one rank{shown}", columns, rows, texts=(0, 1))

@@ -1,0 +1,1 @@
+"""Latency tables of an inference engine's rank: measured, interpolated, re-costed, exported."""

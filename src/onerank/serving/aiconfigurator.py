@@ -1,0 +1,397 @@
+"""Export a bundle as forward-pass data of aiconfigurator, which predicts and compares deployments.
+
+aiconfigurator (github.com/ai-dynamo/aiconfigurator) reads, with `--forward-model fpm`, a table of
+whole steps, in ms: prefills by batch, new tokens and KV cache, decodes by batch and KV cache. It
+interpolates, and refuses what lies outside the table. A system's directory contains a description
+of the GPU and, for each backend and version, the table with a file of metadata.
+"""
+
+import ast
+import hashlib
+import io
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from onerank.annotate.gpus.gpu import Gpu
+from onerank.capture.serving.compositions import Composition
+from onerank.ir import Collective, Kind
+from onerank.ir.chakra import read
+from onerank.ir.errors import ExportError
+from onerank.ir.output_files import replace_files
+from onerank.plan.cluster import ClusterLink, ClusterNetwork
+from onerank.serving.bundle import Bundle
+from onerank.serving.operator_times import (
+    Extent,
+    described_gpu,
+    growing,
+    link_gb_per_s,
+    require_memory,
+    step_ns,
+    token_sizes,
+)
+from onerank.serving.tables import StepRow
+
+_TABLE = "fpm_forward_perf"
+
+# Version of the table's format, and its names for what the coordinates and latencies are. The
+# reader refuses any other; `onerank` in the metadata says where the times are from.
+_FORMAT = {
+    "schema_name": "aic_fpm_forward_perf",
+    "schema_version": 6,
+    "coordinate_system": "iteration_totals_balanced_v1",
+    "measurement_policy": "dynamo_native_single_sample_v1",
+}
+
+# Columns that select a model's rows, besides its path: those of an unquantised dense model.
+_IDENTITY: dict[str, Any] = {
+    "gemm_quant_mode": "bfloat16",
+    "moe_quant_mode": "bfloat16",
+    "fmha_quant_mode": "bfloat16",
+    "comm_quant_mode": "half",
+    "kv_cache_dtype": "bfloat16",
+    "tp": 1,
+    "pp": 1,
+    "dp": 1,
+    "moe_tp": 1,
+    "moe_ep": 1,
+    "cp": 1,
+    "moe_backend": "auto",
+    "attention_backend": "auto",
+    "enable_wideep": False,
+    "enable_eplb": False,
+}
+
+_READER = Path("aiconfigurator_core/sdk/operations/fpm_forward.py")
+
+# Prompts of a prefill. The reader takes a step of more prompts for one of the most in the table, if
+# those of equal tokens take equally long there.
+_PREFILLS = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True)
+class AiconfiguratorExport:
+    """Data written for aiconfigurator.
+
+    Attributes:
+        table: file of the steps.
+        system: file that describes the GPU.
+        rows: rows of the table.
+        options: options of `aiconfigurator cli estimate` that use the files.
+    """
+
+    table: Path
+    system: Path
+    rows: int
+    options: tuple[str, ...]
+
+
+def export_aiconfigurator(
+    bundle: Bundle,
+    output: Path,
+    *,
+    model: str | None = None,
+    backend: str = "vllm",
+    version: str = "onerank",
+    gpu: str | None = None,
+    link: float | None = None,
+    checkout: Path | None = None,
+) -> AiconfiguratorExport:
+    """Write the steps of a bundle for aiconfigurator.
+
+    Args:
+        bundle: the bundle.
+        output: directory of systems to write.
+        model: model path as it is given to aiconfigurator: a name, or a directory with a
+            config.json; None: a directory that is written.
+        backend: engine that aiconfigurator takes the steps for.
+        version: its version; a name of the table.
+        gpu: description of the bundle's GPU, a shipped one or a file; None: by its device.
+        link: bandwidth between GPUs in GB/s, one way; None: by the GPU's description.
+        checkout: contains `aiconfigurator_core`, whose format is compared with the written one.
+
+    Raises:
+        ExportError: the model has experts or another dtype, the sizes of its collectives or the
+            device's memory or link are not known, or the checkout reads another format.
+        TargetError: the bundle's device has no description.
+        AnnotateError: the bundle has too few points.
+    """
+    require_memory(bundle, "aiconfigurator")
+    extent = Extent.of(bundle, "aiconfigurator")
+    described = described_gpu(bundle, gpu)
+    if checkout is not None:
+        _check_version(checkout)
+    _check_model(bundle)
+    system = bundle.manifest.device.lower().replace(" ", "_").replace("-", "_") + "_onerank"
+    model_directory = output.absolute() / "model"
+    model_path = model or str(model_directory)
+    shared = {
+        "cell_id": f"onerank-{bundle.manifest.model}",
+        "model_path": model_path,
+        "system": system,
+        "backend": backend,
+        "backend_version": version,
+        "weight_quantization": _IDENTITY["gemm_quant_mode"],
+        **_IDENTITY,
+        "tp": bundle.manifest.tp,
+        "partition_policy": "balanced_v1",
+    }
+    collectives = _Collectives.of(bundle, described, link)
+    rows: list[dict[str, Any]] = []
+    for step in _steps(extent):
+        latency_ns = step_ns(bundle, step) + collectives.time_ns(step)
+        rows.append(shared | _coordinates(step) | {"latency_ms": latency_ns / 1e6})
+    table = _parquet(rows)
+    metadata = {
+        **_FORMAT,
+        "system": system,
+        "backend": backend,
+        "backend_version": version,
+        "row_count": len(rows),
+        "parquet_sha256": hashlib.sha256(table).hexdigest(),
+        "onerank": {
+            "device": bundle.manifest.device,
+            "times": bundle.manifest.source,
+            "versions": bundle.manifest.versions,
+        },
+    }
+    directory = Path("data") / system / backend / version
+    files = {
+        output / directory / f"{_TABLE}.parquet": table,
+        output / directory / f"{_TABLE}.metadata.json": _json(metadata),
+        output / f"{system}.yaml": yaml.safe_dump(
+            _system(bundle, described, system), sort_keys=False
+        ).encode(),
+    }
+    if model is None:
+        # The reader selects its model by `architectures`, which configurations need not have.
+        config = {"architectures": [bundle.manifest.model], **bundle.manifest.config}
+        files[model_directory / "config.json"] = _json(config)
+    replace_files(files)
+    options = (
+        *("--systems-paths", str(output.absolute()), "--system", system),
+        *("--backend", backend, "--backend-version", version),
+        *("--forward-model", "fpm", "--model-path", model_path),
+        *("--tp-size", str(bundle.manifest.tp)),
+    )
+    written = [*files]
+    return AiconfiguratorExport(written[0], written[2], len(rows), options)
+
+
+def _steps(extent: Extent) -> Iterator[Composition]:
+    """Yield the steps of the table."""
+    contexts = growing(1, extent.longest_context, 2)
+    for prefills in _PREFILLS:
+        for tokens in token_sizes(extent.new_tokens // prefills):
+            for context in (0, *contexts):
+                step = Composition(0, 0, prefills, tokens, context)
+                if tokens and extent.holds(step):
+                    yield step
+    # Between two batches the reader interpolates from one above the smaller to the larger, and
+    # takes a batch for an end if the next number is in the table: engines pad a batch to such ends.
+    ends = growing(1, extent.decodes, 1.4)
+    for decodes in sorted({*ends, *(end + 1 for end in ends if end < extent.decodes)}):
+        for context in contexts:
+            step = Composition(decodes, context)
+            if extent.holds(step):
+                yield step
+
+
+def _coordinates(c: Composition) -> dict[str, Any]:
+    """Return the coordinates of a step, which are totals of its sequences."""
+    if c.prefills:
+        new, cached = c.prefills * c.prefill_tokens, c.prefills * c.prefill_context
+        kind = "prefill"
+    else:
+        # A decode reads the token that it computes.
+        kind, new, cached = "decode", 0, c.decodes * (c.decode_context + 1)
+    return {
+        "workload_kind": kind,
+        "batch_size": c.sequences,
+        "total_prefill_tokens": new,
+        "total_kv_read_tokens": cached,
+    }
+
+
+@dataclass(frozen=True)
+class _Collectives:
+    """Collectives of a step, which the bundle's traces contain and its times do not.
+
+    Attributes:
+        sizes: name of a collective, bytes of its input for each new token and for each sequence ->
+            how many a step has.
+        network: times of collectives.
+        ranks: the tensor-parallel group.
+    """
+
+    sizes: Mapping[tuple[str, int, int], int]
+    network: ClusterNetwork
+    ranks: tuple[int, ...]
+
+    @classmethod
+    def of(cls, bundle: Bundle, gpu: Gpu, link: float | None) -> "_Collectives":
+        """Return the collectives of a bundle's steps.
+
+        Raises:
+            ExportError: a size does not grow with new tokens and sequences, or the link between
+                the GPUs is not known.
+        """
+        manifest = bundle.manifest
+        # One GPU has no collectives, so its rate is not used.
+        rate = ClusterLink(link_gb_per_s(gpu, link, manifest.tp) or 1.0)
+        network = ClusterNetwork(manifest.tp, rate, rate, gpu.capability or 90, gpu.name)
+        sizes: Counter[tuple[str, int, int]] = Counter()
+        if manifest.tp > 1:
+            # A decode has as many sequences as new tokens, and a prefill has fewer: the two steps
+            # separate growth with tokens from growth with sequences.
+            sizes.update(_growth(bundle, _first(bundle, "decode"), _first(bundle, "prefill")))
+        return cls(sizes, network, tuple(range(manifest.tp)))
+
+    def time_ns(self, c: Composition) -> float:
+        """Return the summed times of a step's collectives, which nothing overlaps."""
+        return sum(
+            count
+            * self.network.time_ns(name, token * c.new_tokens + sequence * c.sequences, self.ranks)
+            for (name, token, sequence), count in self.sizes.items()
+        )
+
+
+@dataclass(frozen=True)
+class _TracedStep:
+    """A step, and the name and bytes of each of its collectives."""
+
+    row: StepRow
+    calls: tuple[tuple[str, int], ...]
+
+
+def _first(bundle: Bundle, kind: str) -> _TracedStep:
+    """Return the first step of a kind; a prefill with several new tokens."""
+    for number, path in bundle.traces():
+        row = bundle.rows[number - 1]
+        if row.kind == kind and (kind == "decode" or row.prefill_tokens > 1):
+            graph = read(path)
+            nodes, mask = graph.nodes, graph.mask(Kind.COLLECTIVE)
+            names = [Collective(int(code)).name.lower() for code in nodes.collective[mask]]
+            calls = zip(names, nodes.comm_bytes[mask].tolist(), strict=True)
+            return _TracedStep(row, tuple(calls))
+    raise ExportError(
+        f"no {kind} of the bundle has a trace with several new tokens\n  measure one",
+        code="export-steps-missing",
+    )
+
+
+def _growth(
+    bundle: Bundle, decode: _TracedStep, prefill: _TracedStep
+) -> Iterator[tuple[str, int, int]]:
+    """Yield each collective with its bytes for a new token and for a sequence.
+
+    Raises:
+        ExportError: the steps have other collectives, or of other sizes.
+    """
+    row = prefill.row
+    same = [name for name, _ in prefill.calls] == [name for name, _ in decode.calls]
+    for (name, prefill_bytes), (_, decode_bytes) in zip(prefill.calls, decode.calls, strict=False):
+        both, odd = divmod(decode_bytes, decode.row.decodes)
+        token, rest = divmod(prefill_bytes - both * row.batch, row.new_tokens - row.batch)
+        if not same or odd or rest or not 0 <= token <= both:
+            raise ExportError(
+                f"the {name} of {prefill_bytes} bytes in {row.composition}, and of {decode_bytes} "
+                f"in {decode.row.composition}, does not grow with new tokens and sequences: its "
+                f"size in other steps of {bundle.manifest.model} is not known",
+                code="aiconfigurator-collectives-unknown",
+            )
+        yield name, token, both - token
+
+
+def _system(bundle: Bundle, gpu: Gpu, system: str) -> dict[str, Any]:
+    """Return the description of a system of the bundle's GPU."""
+    memory = bundle.manifest.memory
+    described = gpu.figures.get("link_bandwidth_gb_per_s")
+    link = described.value * 1e9 if described else gpu.peak_bandwidth_bytes_per_s
+    flops = {
+        f"{name}_tc_flops": round(rate)
+        for name, dtype in (("bfloat16", "bf16"), ("fp8", "fp8"), ("int8", "int8"))
+        if (rate := gpu.peak_tensor_flops_per_s(dtype))
+    }
+    return {
+        "data_dir": f"data/{system}",
+        "gpu": {
+            "mem_bw": round(gpu.peak_bandwidth_bytes_per_s),
+            "mem_capacity": memory.device_bytes,
+            **flops,
+            "power": gpu.tdp_w,
+            "sm_version": gpu.capability,
+        },
+        # The reader needs links; a table of whole steps contains all communication.
+        "node": {
+            "num_gpus_per_node": 8,
+            "inter_node_bw": round(link),
+            "intra_node_bw": round(link),
+        },
+        # The memory outside the allocator contains NCCL's; the reader has an entry for each size.
+        "misc": {"nccl_mem": dict.fromkeys((1, 2, 4, 8), 0), "other_mem": memory.outside_bytes},
+    }
+
+
+def _check_model(bundle: Bundle) -> None:
+    """Refuse a model whose rows other values of the columns would select.
+
+    Raises:
+        ExportError: the model has experts or another dtype.
+    """
+    manifest = bundle.manifest
+    dtype = str(manifest.config.get("dtype") or manifest.config.get("torch_dtype") or "bfloat16")
+    experts = any(".experts" in row.module for row in bundle.kernel_rows)
+    if dtype != "bfloat16" or experts:
+        raise ExportError(
+            f"aiconfigurator's table is written for dense models in bfloat16, and {manifest.model} "
+            + ("has experts" if experts else f"has {dtype}"),
+            code="aiconfigurator-model-unsupported",
+        )
+
+
+def _parquet(rows: list[dict[str, Any]]) -> bytes:
+    import polars as pl
+
+    encoded = io.BytesIO()
+    pl.DataFrame(rows).write_parquet(encoded)
+    return encoded.getvalue()
+
+
+def _json(value: dict[str, Any]) -> bytes:
+    return (json.dumps(value, indent=2) + "\n").encode()
+
+
+def _check_version(checkout: Path) -> None:
+    """Refuse a checkout that selects rows by other columns than the written ones.
+
+    Raises:
+        ExportError: it does, or it is no aiconfigurator.
+    """
+    path = next((p for p in (checkout / _READER, checkout / "aic-core/src" / _READER)
+                 if p.is_file()), checkout / _READER)  # fmt: skip
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError) as error:
+        raise ExportError(
+            f"{path}: {getattr(error, 'strerror', None) or error}\n  expected a checkout of "
+            "aiconfigurator 0.12, or the site-packages that it is installed in",
+            code="aiconfigurator-version-unknown",
+        ) from error
+    columns: list[Any] = []
+    for node in tree.body:
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        if [getattr(target, "id", None) for target in targets] == ["_CELL_MATCH_COLUMNS"]:
+            columns = [part.value for part in ast.walk(node) if isinstance(part, ast.Constant)]
+    if columns != [*_IDENTITY]:
+        differing = sorted({str(column) for column in columns} ^ {*_IDENTITY})
+        raise ExportError(
+            f"{path} reads another format: {', '.join(differing) or 'another order'}\n"
+            "  this onerank writes the format of aiconfigurator 0.12",
+            code="aiconfigurator-version-unknown",
+        )

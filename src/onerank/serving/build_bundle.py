@@ -1,0 +1,333 @@
+"""Measure a model over a grid of compositions, or re-cost a bundle, and write the tables."""
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from onerank.annotate import PassOptions, load_gpu
+from onerank.annotate.gpus.gpu import Gpu
+from onerank.annotate.hosts.host import load_host
+from onerank.annotate.passes.pass_options import NO_PASSES
+from onerank.capture.options import Options
+from onerank.capture.parallelize.experts.routing import parse_routing
+from onerank.capture.serving.compositions import Composition, default_grid
+from onerank.ir import Graph
+from onerank.ir.chakra import read
+from onerank.ir.errors import CaptureError
+from onerank.ir.notes import Note
+from onerank.plan.tasks import Store, content_key
+from onerank.serving.bundle import Bundle
+from onerank.serving.points import Point, Target, measured, misfit, predicted
+from onerank.serving.tables import Manifest, RankMemory
+
+Progress = Callable[[str, int, int], None]
+"""Called with the name of a part of the work, how much of it is complete, and the whole."""
+
+_MEASURED = "compositions"
+
+
+@dataclass(frozen=True)
+class Model:
+    """What the points of a bundle share; fields as in `Manifest`."""
+
+    name: str
+    config: dict[str, Any]
+    tp: int
+    layers: int
+    longest: int
+    weights_bytes: int
+    kv_bytes_per_token: int
+    memory_bytes: int
+    ep: int = 1
+    moe_routing: str = "balanced"
+
+
+def serve(
+    config: Path,
+    options: Options,
+    grid: Sequence[Composition] | None,
+    store: Store,
+    *,
+    host: str = "typical",
+    progress: Progress = lambda name, complete, whole: None,
+) -> tuple[Bundle, dict[int, bytes]]:
+    """Measure a model over a grid, and return the bundle with the trace of each row.
+
+    Args:
+        config: `config.json` of a transformers model, or its directory.
+        options: tensor-parallel size, device, windows.
+        grid: the compositions; None for a grid derived from the model.
+        store: results of this run and of earlier ones.
+        host: host of a capture without a device, as for `onerank.recost`.
+        progress: see `Progress`.
+
+    Raises:
+        CaptureError: the model cannot be served, or no composition fits into memory.
+    """
+    file = config / "config.json" if config.is_dir() else config
+    # A missing file is an error of `serving`, which reads it.
+    content = file.read_bytes() if file.is_file() else b""
+    target = None
+    if options.emulated_gpu is not None:
+        target = Target(load_gpu(options.like), load_host(host))
+    # The routing, the host and the GPU may be names of files, whose contents can change between
+    # runs: the keys of results have the contents.
+    routing = parse_routing(options.moe_routing)
+    described = None if target is None else (target.gpu, target.host)
+    record = _Record(
+        store,
+        (content.decode(errors="replace"), options, routing, _device_name(options), described),
+    )
+    model, points = record.model(), dict[Composition, Point]()
+    if model is not None:
+        grid = grid or default_grid(model.longest)
+        points = {c: point for c in grid if (point := record.point(c)) is not None}
+        progress(_MEASURED, len(points), len(grid))
+    if model is None or grid is None or len(points) < len(grid):
+        with _server(config, options) as server:
+            model = _model(server.served, content, options)
+            record.add_model(model)
+            grid = grid or default_grid(model.longest)
+            for number, composition in enumerate(grid, start=1):
+                if composition not in points:
+                    point = _measure(server, composition, number, target)
+                    record.add_point(composition, point)
+                    points[composition] = point
+                progress(_MEASURED, len(points), len(grid))
+    return _bundle(model, [points[composition] for composition in grid])
+
+
+@contextlib.contextmanager
+def _server(config: Path, options: Options) -> Generator[Any]:
+    from onerank.capture.isolated_capture import loading_capture
+
+    with loading_capture():
+        from onerank.capture.serving.measure_grid import serving
+    with serving(config, options) as server:
+        yield server
+
+
+def _device_name(options: Options) -> str:
+    """Return the name of the device that is measured, which a stored result belongs to."""
+    if options.emulated_gpu is not None:
+        return options.emulated_gpu.name
+    from onerank.capture.isolated_capture import loading_capture
+
+    with loading_capture():
+        from onerank.capture.serving.measure_grid import device_name
+    return device_name()
+
+
+class _Record:
+    """Stored results of a model with options on a device."""
+
+    def __init__(self, store: Store, content: Sequence[object]) -> None:
+        self._store = store
+        self._content = content
+
+    def model(self) -> Model | None:
+        """Return what the points share, if an earlier run stored it."""
+        stored = self._store.read(content_key("model", *self._content))
+        return None if stored is None else msgspec.msgpack.decode(stored, type=Model)
+
+    def add_model(self, model: Model) -> None:
+        """Store what the points share."""
+        self._store.write(content_key("model", *self._content), msgspec.msgpack.encode(model))
+
+    def point(self, composition: Composition) -> Point | None:
+        """Return the figures of a composition, if an earlier run stored them."""
+        stored = self._store.read(content_key(composition, *self._content))
+        return None if stored is None else msgspec.msgpack.decode(stored, type=Point)
+
+    def add_point(self, composition: Composition, point: Point) -> None:
+        """Store the figures of a composition."""
+        key = content_key(composition, *self._content)
+        self._store.write(key, msgspec.msgpack.encode(point))
+
+
+def _model(served: Any, content: bytes, options: Options) -> Model:
+    return Model(
+        served.name,
+        msgspec.json.decode(content),
+        options.tp,
+        served.layers,
+        served.longest,
+        served.weights_bytes,
+        served.kv_bytes_per_token,
+        served.memory_bytes,
+        options.ep,
+        options.moe_routing,
+    )
+
+
+def _measure(server: Any, composition: Composition, number: int, target: Target | None) -> Point:
+    result = server.measure(composition, number)
+    if result.graph is None:
+        source = "measured" if target is None else "predicted"
+        return misfit(composition, result.needed_bytes, source)
+    if target is None:
+        point = measured(composition, result.graph, result.graph_ns)
+    else:
+        point = predicted(composition, result.graph, target)
+    if point.memory is None:
+        return point
+    return msgspec.structs.replace(point, trace=_encoded(result.graph))
+
+
+def _encoded(graph: Graph) -> bytes:
+    with tempfile.TemporaryDirectory(prefix="onerank-") as directory:
+        trace = Path(directory) / "trace.et"
+        graph.write(trace)
+        return trace.read_bytes()
+
+
+def recost_bundle(
+    bundle: Bundle,
+    target: Gpu,
+    *,
+    host: str = "typical",
+    model: str = "auto",
+    databases: Sequence[Path] = (),
+    passes: PassOptions = NO_PASSES,
+    progress: Progress = lambda name, complete, whole: None,
+) -> tuple[Bundle, dict[int, Path]]:
+    """Predict all steps of a bundle for another GPU; return the bundle and the trace of each row.
+
+    The traces are those of the capture, so that a later re-costing starts from measurements.
+
+    Args:
+        bundle: a bundle that was read.
+        target: the GPU.
+        host: as for `onerank.recost`.
+        model: as for `onerank.recost`.
+        databases: as for `onerank.recost`.
+        passes: what if, as for `onerank.annotate.recost`.
+        progress: see `Progress`.
+
+    Raises:
+        AnnotateError: the graphs cannot be re-costed.
+        CaptureError: no step fits into the memory of the GPU.
+    """
+    described = Target(target, load_host(host), model, tuple(databases), passes)
+    traces, points = dict(bundle.traces()), list[Point]()
+    for number, row in enumerate(bundle.rows, start=1):
+        if number in traces:
+            measured_row = row if row.source == "measured" else None
+            point = predicted(row.composition, read(traces[number]), described, measured_row)
+        else:
+            # It did not fit into the memory of the captured GPU.
+            point = misfit(row.composition, row.peak_bytes, "predicted")
+        if point.memory is None:
+            traces.pop(number, None)
+        points.append(point)
+        progress(_MEASURED, number, len(bundle.rows))
+    old = bundle.manifest
+    shared = Model(
+        old.model,
+        old.config,
+        old.tp,
+        old.layers,
+        old.longest,
+        old.memory.weights_bytes,
+        old.memory.kv_bytes_per_token,
+        target.memory_bytes,
+        old.ep,
+        old.moe_routing,
+    )
+    recosted, _ = _bundle(shared, points, device=target.name)
+    return recosted, traces
+
+
+def _bundle(
+    model: Model, points: Sequence[Point], device: str | None = None
+) -> tuple[Bundle, dict[int, bytes]]:
+    """Return the bundle of points, and the trace of each that has one.
+
+    Args:
+        model: what the points share.
+        points: the figures, in the order of the rows.
+        device: device of predicted times; None: that of the capture.
+    """
+    fitting = [point for point in points if point.memory is not None]
+    if not fitting:
+        least = min(point.row.peak_bytes for point in points)
+        raise CaptureError(
+            f"no composition fits into memory: the smallest needs {least / 1e9:.1f} GB of "
+            f"{model.memory_bytes / 1e9:.1f} GB\n  use a larger --tp, or a smaller grid",
+            code="serve-nothing-fits",
+        )
+    first = fitting[0]
+    rows = tuple(point.row for point in points)
+    kernels = tuple(
+        msgspec.structs.replace(module, row=number)
+        for number, point in enumerate(points, start=1)
+        for module in point.modules
+    )
+    manifest = Manifest(
+        model=model.name,
+        config=model.config,
+        tp=model.tp,
+        layers=model.layers,
+        longest=model.longest,
+        device=device or first.device,
+        device_type=first.device_type,
+        source=first.row.source,
+        memory=_memory(model, fitting),
+        versions=first.versions,
+        notes=tuple(_notes(points, fitting)),
+        ep=model.ep,
+        moe_routing=model.moe_routing,
+    )
+    traces = {number: point.trace for number, point in enumerate(points, start=1) if point.trace}
+    return Bundle(manifest, rows, kernels).validated(), traces
+
+
+def _notes(points: Sequence[Point], fitting: Sequence[Point]) -> Iterator[Note]:
+    """Yield what the tables leave out."""
+    collectives = max(point.collectives for point in fitting)
+    if collectives:
+        yield Note(
+            f"a step has up to {collectives} collectives: the traces contain them, and the tables "
+            "count no time for them",
+            code="serve-collectives-untimed",
+        )
+    misfits = len(points) - len(fitting)
+    if misfits:
+        yield Note(
+            f"{misfits} of {len(points)} compositions do not fit into memory",
+            code="serve-misfits",
+        )
+    # A CPU has no CUDA graphs.
+    on_gpu = [point for point in fitting if point.device_type == "cuda"]
+    eager = sum(point.row.graph_ns is None for point in on_gpu)
+    if eager:
+        yield Note(
+            f"{eager} of {len(fitting)} steps could not be captured as a CUDA graph and have only "
+            "an eager time",
+            code="serve-no-cuda-graph",
+        )
+
+
+def _memory(model: Model, points: Sequence[Point]) -> RankMemory:
+    memories = [point.memory for point in points if point.memory is not None]
+    largest = max(points, key=lambda point: point.memory.activations_bytes if point.memory else 0)
+    assert largest.memory is not None, "a point that fits has its memory"
+    workspace = max(memory.workspace_bytes for memory in memories)
+    outside = max(memory.outside_bytes for memory in memories)
+    rest = model.weights_bytes + workspace + largest.memory.activations_bytes + outside
+    room = max(0, model.memory_bytes - rest)
+    return RankMemory(
+        device_bytes=model.memory_bytes,
+        outside_bytes=outside,
+        weights_bytes=model.weights_bytes,
+        kv_bytes_per_token=model.kv_bytes_per_token,
+        workspace_bytes=workspace,
+        activations_bytes=largest.memory.activations_bytes,
+        activations_tokens=largest.row.new_tokens,
+        tokens_that_fit=room // model.kv_bytes_per_token if model.kv_bytes_per_token else 0,
+    )

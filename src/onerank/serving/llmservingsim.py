@@ -1,0 +1,395 @@
+"""Export a bundle as a profile of LLMServingSim 2, a simulator of serving clusters on ASTRA-sim.
+
+LLMServingSim (github.com/casys-kaist/LLMServingSim) looks up the time of each layer of an engine in
+tables of one GPU, model and tensor-parallel size, in microseconds: `dense.csv` by tokens,
+`per_sequence.csv` by sequences, `attention.csv` by the prefill, its KV cache, the decodes and
+theirs. It interpolates linearly. Its own profiler measures each size of tensor parallelism as a
+model with tp 1. Collectives are ASTRA-sim's.
+"""
+
+import csv
+import io
+import itertools
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from onerank.annotate.gpus.gpu import Gpu
+from onerank.capture.serving.compositions import Composition
+from onerank.ir.errors import ExportError
+from onerank.ir.output_files import replace_files
+from onerank.serving.bundle import Bundle
+from onerank.serving.operator_times import (
+    LAYER,
+    Extent,
+    OperatorTimes,
+    described_gpu,
+    growing,
+    link_gb_per_s,
+    require_memory,
+    step_ns,
+    token_sizes,
+)
+
+# Layer of a decoder in the simulator's catalogs -> its modules.
+_DENSE = {
+    "qkv_proj": LAYER + r"\.self_attn\.(q_proj|k_proj|v_proj|qkv_proj)",
+    "rotary_emb": LAYER + r"\.self_attn(\.rotary_emb)?",
+    "o_proj": LAYER + r"\.self_attn\.o_proj",
+    "gate_up_proj": LAYER + r"\.mlp\.(gate_proj|up_proj|gate_up_proj)",
+    "act_fn": LAYER + r"\.mlp(\.act_fn)?",
+    "down_proj": LAYER + r"\.mlp\.down_proj",
+    # Runs twice in a layer. The engine's kernel includes the residual addition.
+    "layernorm": LAYER + r"(\.(input|post_attention)_layernorm)?",
+}
+
+_QK_NORM = {"qk_norm": LAYER + r"\.self_attn\.(q_norm|k_norm)"}
+
+_ATTENTION = {
+    "prefill": LAYER + r"\.self_attn\.step_attention\.prefill",
+    "decode": LAYER + r"\.self_attn\.step_attention\.decode",
+    "cache_write": LAYER + r"\.self_attn\.step_attention\.(prefill|decode)\.cache_write",
+}
+
+_TRACES = Path("serving/core/trace_generator.py")
+_CATALOGS = Path("profiler/models")
+
+# The simulator rounds times to nanoseconds, and to 1 at least. Sampling is not in a bundle.
+_NO_TIME_US = 0.001
+
+# Host memory of the simulator's own example of an H100 cluster. Steps read their token numbers
+# from it and write the sampled ones: 16 ns for each token of a model of 4096 features.
+_HOST_MEMORY = {"mem_size": 1024, "mem_bw": 512, "mem_latency": 0}
+
+_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+
+
+@dataclass(frozen=True)
+class LLMServingSimExport:
+    """A profile written for LLMServingSim.
+
+    Attributes:
+        profile: directory of the tables.
+        model_config: file with the model's shapes.
+        cluster: file that describes a cluster of one instance.
+        rows: rows of the tables.
+        options: options of `python -m serving` that use the files.
+    """
+
+    profile: Path
+    model_config: Path
+    cluster: Path
+    rows: int
+    options: tuple[str, ...]
+
+
+def export_llmservingsim(
+    bundle: Bundle,
+    output: Path,
+    *,
+    model: str | None = None,
+    gpu: str | None = None,
+    link: float | None = None,
+    checkout: Path | None = None,
+) -> LLMServingSimExport:
+    """Write the tables of a bundle for LLMServingSim.
+
+    Args:
+        bundle: the bundle.
+        output: directory to write, with the layout of a checkout.
+        model: name of the model in the simulator; None: the model's class.
+        gpu: description of the bundle's GPU, a shipped one or a file; None: by its device.
+        link: bandwidth between GPUs in GB/s, one way; None: by the GPU's description.
+        checkout: checkout of LLMServingSim, whose format is compared with the written one.
+
+    Raises:
+        ExportError: the model has other operators, the device's memory, description or link is not
+            known, or the checkout reads another format.
+        AnnotateError: the bundle has too few points.
+    """
+    require_memory(bundle, "LLMServingSim")
+    extent = Extent.of(bundle, "LLMServingSim")
+    described = described_gpu(bundle, gpu)
+    manifest = bundle.manifest
+    model = model or manifest.model
+    architecture = "qwen3" if _has(bundle, _QK_NORM["qk_norm"]) else "llama"
+    if checkout is not None:
+        _check_version(checkout, architecture)
+    config = _model_config(bundle, architecture)
+    hardware = re.sub(r"[^\w.-]+", "-", manifest.device)
+    tables = _tables(bundle, extent)
+    profile = Path("profiler/perf") / hardware / model / _DTYPES[config["torch_dtype"]]
+    cluster = Path("configs/cluster") / f"{model.replace('/', '_')}_{hardware}_tp{manifest.tp}.json"
+    model_config = Path("configs/model") / f"{model}.json"
+    files = {
+        **{
+            output / profile / f"tp{manifest.tp}" / f"{name}.csv": _csv(columns, rows)
+            for name, (columns, rows) in tables.items()
+        },
+        output / profile / "meta.yaml": _json(_meta(bundle, extent)),
+        output / model_config: _json(config),
+        output / cluster: _json(_cluster(bundle, model, hardware, described, link)),
+    }
+    replace_files(files)
+    options = (
+        *("--cluster-config", str(cluster), "--dtype", config["torch_dtype"]),
+        *("--max-num-batched-tokens", str(extent.new_tokens)),
+        *("--max-num-seqs", str(extent.decodes)),
+    )
+    rows = sum(len(rows) for _, rows in tables.values())
+    return LLMServingSimExport(
+        output / profile, output / model_config, output / cluster, rows, options
+    )
+
+
+def _has(bundle: Bundle, pattern: str) -> bool:
+    return any(re.fullmatch(pattern, row.module) for row in bundle.kernel_rows)
+
+
+_Row = tuple[Any, ...]
+
+
+def _tables(bundle: Bundle, extent: Extent) -> dict[str, tuple[Sequence[str], list[_Row]]]:
+    """Return the columns and rows of each table.
+
+    Raises:
+        ExportError: the model lacks the modules of a layer, or has modules of none.
+    """
+    layers = _LayerTimes.of(bundle)
+    dense: list[_Row] = []
+    for tokens in token_sizes(extent.new_tokens):
+        step = Composition(prefills=1, prefill_tokens=tokens)
+        for name in layers.dense:
+            # Each step embeds once, so this row carries the gaps between the step's kernels.
+            gaps_us = _gaps_us(bundle, step) if name == "embedding" else 0.0
+            dense.append((name, tokens, layers.us(name, step) + gaps_us))
+    per_sequence: list[_Row] = []
+    # A step with a prefill has one sequence more than decodes.
+    for sequences in token_sizes(extent.decodes + 1):
+        step = Composition(decodes=sequences, decode_context=1)
+        per_sequence.append(("lm_head", sequences, layers.us("lm_head", step)))
+        per_sequence.append(("sampler", sequences, _NO_TIME_US))
+    attention = ("prefill_chunk", "kv_prefill", "n_decode", "kv_decode", "time_us")
+    return {
+        "dense": (("layer", "tokens", "time_us"), dense),
+        "per_sequence": (("layer", "sequences", "time_us"), per_sequence),
+        "attention": (attention, _attention(layers, extent)),
+    }
+
+
+def _attention(layers: "_LayerTimes", extent: Extent) -> list[_Row]:
+    """Return the rows of `attention.csv`, whose key (0, 0) means that a step has no such part."""
+    contexts = growing(16, extent.longest_context, 2)
+    # Attention grows with the square of a chunk, and the simulator interpolates linearly.
+    chunks = growing(16, extent.new_tokens, 1.4)
+    prefill_us, decode_us = {(0, 0): 0.0}, {(0, 0): 0.0}
+    for chunk, context in itertools.product(chunks, (0, *contexts)):
+        step = Composition(0, 0, 1, chunk, context)
+        prefill_us[chunk, context] = layers.us("prefill", step)
+    for batch, context in itertools.product(growing(1, extent.decodes, 2), contexts):
+        decode_us[batch, context] = layers.us("decode", Composition(batch, context))
+
+    @cache
+    def write_us(tokens: int) -> float:
+        return layers.us("cache_write", Composition(prefills=1, prefill_tokens=tokens))
+
+    return [
+        (*prefill, *decode, prefill_us[prefill] + decode_us[decode] + write_us(tokens))
+        for prefill, decode in itertools.product(prefill_us, decode_us)
+        if (tokens := prefill[0] + decode[0])
+    ]
+
+
+@dataclass(frozen=True)
+class _LayerTimes:
+    """Times of the simulator's layers.
+
+    Attributes:
+        times: of all calls in a step.
+        calls: name of a layer -> its calls in a step.
+        dense: names of the layers in `dense.csv`.
+    """
+
+    times: OperatorTimes
+    calls: Mapping[str, int]
+    dense: tuple[str, ...]
+
+    @classmethod
+    def of(cls, bundle: Bundle) -> "_LayerTimes":
+        """Return the times of a bundle.
+
+        Raises:
+            ExportError: the model lacks the modules of a layer, or has modules of none.
+        """
+        of_layer = _DENSE | (_QK_NORM if _has(bundle, _QK_NORM["qk_norm"]) else {})
+        once = {
+            # The model itself selects the last token of each sequence. The head comes before the
+            # embedding, whose pattern matches its path too.
+            "lm_head": rf"lm_head|{re.escape(bundle.manifest.model)}|",
+            # The frequencies of the positions are computed once.
+            "embedding": r"\w+(\.embed_tokens|\.rotary_emb)?",
+            "final_layernorm": r"\w+\.norm",
+        }
+        patterns = {**of_layer, **_ATTENTION, **once}
+        modules: dict[str, list[str]] = {name: [] for name in patterns}
+        for module in sorted({row.module for row in bundle.kernel_rows}):
+            layer = next((n for n, path in patterns.items() if re.fullmatch(path, module)), None)
+            if layer is None:
+                raise _unsupported(bundle, f"no layer of the simulator contains {module}")
+            modules[layer].append(module)
+        times = OperatorTimes.of(
+            bundle, modules, lambda name: _unsupported(bundle, f"it has no modules for {name}")
+        )
+        decoders = bundle.manifest.layers
+        calls = {name: 1 if name in once else decoders for name in patterns}
+        calls["layernorm"] = 2 * decoders
+        return cls(times, calls, (*of_layer, "embedding", "final_layernorm"))
+
+    def us(self, layer: str, step: Composition) -> float:
+        """Return the time of one call of a layer."""
+        return self.times.ns(layer, step) / self.calls[layer] / 1e3
+
+
+def _gaps_us(bundle: Bundle, composition: Composition) -> float:
+    """Return the time of a step beyond its kernels: gaps of a CUDA graph, or the host's."""
+    kernels = bundle.interpolation.step(composition).gpu_ns or 0
+    return max(0, step_ns(bundle, composition) - kernels) / 1e3
+
+
+def _model_config(bundle: Bundle, architecture: str) -> dict[str, Any]:
+    """Return the model's configuration as the simulator reads it.
+
+    Raises:
+        ExportError: a shape or the dtype is not one of the simulator's.
+    """
+    config = bundle.manifest.config
+    needed = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers",
+              "vocab_size")  # fmt: skip
+    absent = [name for name in needed if name not in config]
+    if absent:
+        raise _unsupported(bundle, f"its configuration has no {absent[0]}")
+    # `capture serve` builds a model whose configuration names no dtype in bfloat16.
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+    if dtype not in _DTYPES:
+        raise _unsupported(bundle, f"its dtype is {dtype}")
+    # The type of the model names the simulator's list of layers: Mistral's are Llama's.
+    return {**config, "model_type": architecture, "torch_dtype": dtype}
+
+
+def _meta(bundle: Bundle, extent: Extent) -> dict[str, Any]:
+    """Return the profile's metadata; the simulator warns of batches beyond its limits."""
+    manifest = bundle.manifest
+    return {
+        "gpu": manifest.device,
+        "model": manifest.model,
+        "profiler": f"onerank, times {manifest.source}",
+        "versions": manifest.versions,
+        "tp_degrees": [manifest.tp],
+        "engine_effective": {
+            "max_num_batched_tokens": extent.new_tokens,
+            "max_num_seqs": extent.decodes,
+        },
+        "skew_fit": {"enabled": False},
+    }
+
+
+def _cluster(
+    bundle: Bundle, model: str, hardware: str, gpu: Gpu, link_bandwidth: float | None
+) -> dict[str, Any]:
+    """Return a cluster of one instance.
+
+    Raises:
+        ExportError: the GPUs of an instance communicate, and their link is not known.
+    """
+    manifest, memory = bundle.manifest, bundle.manifest.memory
+    link = link_gb_per_s(gpu, link_bandwidth, manifest.tp)
+    # The simulator's KV cache is the share of memory below, minus the weights.
+    used = memory.weights_bytes + memory.tokens_that_fit * memory.kv_bytes_per_token
+    instance = {
+        "model_name": model,
+        "hardware": hardware,
+        "npu_mem": {
+            "mem_size": memory.device_bytes / 2**30,
+            # ASTRA-sim adds the reads and the write of a reduction at this rate.
+            "mem_bw": round(gpu.peak_bandwidth_bytes_per_s / 1e9),
+            "mem_latency": 0,
+            "mem_util": used / memory.device_bytes,
+        },
+        "pd_type": None,
+        "tp_size": manifest.tp,
+        "num_npus": manifest.tp,
+    }
+    node = {"num_instances": 1, "cpu_mem": _HOST_MEMORY, "instances": [instance]}
+    # ns of a hop of a ring; where it is not described, none, as in the simulator's own examples.
+    latency = gpu.figures.get("link_latency_ns")
+    return {
+        "num_nodes": 1,
+        # A single GPU has no link; the simulator needs a number.
+        "link_bw": link or 1,
+        "link_latency": latency.value if latency else 0,
+        "nodes": [node],
+    }
+
+
+def _csv(columns: Sequence[str], rows: Iterable[tuple[Any, ...]]) -> bytes:
+    text = io.StringIO(newline="")
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(columns)
+    writer.writerows((*key, f"{time_us:.3f}") for *key, time_us in rows)
+    return text.getvalue().encode()
+
+
+def _json(value: dict[str, Any]) -> bytes:
+    # YAML contains JSON, so that this is a YAML file too.
+    return (json.dumps(value, indent=2) + "\n").encode()
+
+
+def _check_version(checkout: Path, architecture: str) -> None:
+    """Refuse a checkout that reads another format than the written one.
+
+    Raises:
+        ExportError: it reads other columns, or its list of the model's layers is another.
+    """
+    catalog_path = checkout / _CATALOGS / f"{architecture}.yaml"
+    try:
+        traces = (checkout / _TRACES).read_text(encoding="utf-8")
+        catalog = yaml.safe_load(catalog_path.read_text(encoding="utf-8"))
+        layers = {name for names in catalog["sequence"].values() for name in names}
+    except OSError as error:
+        raise ExportError(
+            f"{error.filename}: {error.strerror}\n  expected a checkout of LLMServingSim 2: "
+            "versions before 2026 read other tables",
+            code="llmservingsim-version-unknown",
+        ) from error
+    except (yaml.YAMLError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ExportError(
+            f"{catalog_path} has no sequence of layers\n  expected a checkout of LLMServingSim 2",
+            code="llmservingsim-version-unknown",
+        ) from error
+    optional = _QK_NORM if architecture == "qwen3" else {}
+    written = {*_DENSE, *optional, "attention", "embedding", "final_layernorm", "lm_head",
+               "sampler"}  # fmt: skip
+    columns = {"tokens", "sequences", "prefill_chunk", "kv_prefill", "n_decode", "kv_decode",
+               "time_us"}  # fmt: skip
+    differing = sorted(layers ^ written)
+    differing += sorted(name for name in columns if f'"{name}"' not in traces)
+    if differing:
+        raise ExportError(
+            f"{checkout} reads another format: {', '.join(differing)}\n"
+            "  this onerank writes the format of LLMServingSim at 5daddb2",
+            code="llmservingsim-version-unknown",
+        )
+
+
+def _unsupported(bundle: Bundle, why: str) -> ExportError:
+    return ExportError(
+        f"LLMServingSim's tables describe dense decoders with Llama's or Qwen3's operators, and "
+        f"{bundle.manifest.model} is not one: {why}",
+        code="llmservingsim-model-unsupported",
+    )

@@ -1,0 +1,184 @@
+"""What the exporters read from a bundle: sizes of its steps, and operators' times at compositions.
+
+The exporters share this module. Each names the simulator's operators by the modules that they
+consist of, chooses the compositions of its table, and writes the table.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from onerank.annotate.gpus.gpu import Gpu
+from onerank.annotate.gpus.registry import find_gpu, load_gpu
+from onerank.capture.serving.compositions import Composition
+from onerank.ir.errors import ExportError
+from onerank.serving.bundle import Bundle
+
+LAYER = r".*\.layers\.\*"
+"""Path of a decoder layer, as a regular expression; kernels of all layers are summed."""
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Sizes up to which tables are written.
+
+    Attributes:
+        new_tokens: the most new tokens of a step in the bundle.
+        decodes: the most decodes of a step in the bundle.
+        longest_context: tokens that a sequence may have before a step, by the model and by the KV
+            cache.
+        cached_tokens: tokens that the KV cache holds; None if the device's memory is not known.
+    """
+
+    new_tokens: int
+    decodes: int
+    longest_context: int
+    cached_tokens: int | None
+
+    @classmethod
+    def of(cls, bundle: Bundle, simulator: str) -> "Extent":
+        """Return the sizes of a bundle.
+
+        Raises:
+            ExportError: the bundle has no prefill, or no decode, that fits into memory.
+        """
+        fitting = [row for row in bundle.rows if row.fits]
+        for kind, present in (
+            ("prefill", any(row.prefills for row in fitting)),
+            ("decode", any(row.decodes for row in fitting)),
+        ):
+            if not present:
+                raise ExportError(
+                    f"the bundle has no {kind} that fits into memory, and {simulator} simulates "
+                    f"both kinds of steps\n  measure some: --grid '{kind}: ...'",
+                    code="export-steps-missing",
+                )
+        memory = bundle.manifest.memory
+        cached = memory.tokens_that_fit if memory.device_bytes else None
+        longest = bundle.manifest.longest
+        return cls(
+            max(row.new_tokens for row in fitting),
+            max(row.decodes for row in fitting),
+            max(1, (longest if cached is None else min(longest, cached)) - 1),
+            cached,
+        )
+
+    def holds(self, composition: Composition) -> bool:
+        """Return whether the KV cache holds the sequences of a step."""
+        longest = max(
+            (composition.prefill_context + composition.prefill_tokens) * bool(composition.prefills),
+            (composition.decode_context + 1) * bool(composition.decodes),
+        )
+        fits = self.cached_tokens is None or composition.cached_tokens <= self.cached_tokens
+        return fits and longest <= self.longest_context + 1
+
+
+def require_memory(bundle: Bundle, simulator: str) -> None:
+    """Refuse a bundle without the memory of its device, from which a simulator sizes its KV cache.
+
+    Raises:
+        ExportError: the memory is not known, such as that of a CPU.
+    """
+    if not bundle.manifest.memory.device_bytes:
+        raise ExportError(
+            f"the memory of {bundle.manifest.device} is not known, and {simulator} computes the "
+            "size of its KV cache from it\n  measure on a GPU, or predict for one: "
+            "annotate --target H100 BUNDLE",
+            code="export-memory-unknown",
+        )
+
+
+def described_gpu(bundle: Bundle, name: str | None) -> Gpu:
+    """Return the description of a bundle's GPU, for figures that a simulator needs.
+
+    Args:
+        bundle: the bundle.
+        name: the description, a shipped one or a file; None: that of the bundle's device.
+
+    Raises:
+        ExportError: no name is given, and no shipped description is that of the device.
+        TargetError: there is no such description, or it is malformed.
+    """
+    device = bundle.manifest.device
+    if name is None and find_gpu(device) is None:
+        raise ExportError(
+            f"{device} has no description, and the simulator needs its memory bandwidth\n"
+            "  describe it: --gpu NAME, a name of `onerank gpus` or a .toml file",
+            code="export-gpu-unknown",
+        )
+    return load_gpu(name or device)
+
+
+def link_gb_per_s(gpu: Gpu, given: float | None, gpus: int) -> float | None:
+    """Return the bandwidth between GPUs, as given or by their description.
+
+    None is only returned for a single GPU.
+
+    Raises:
+        ExportError: it is not known, and the GPUs communicate.
+    """
+    described = gpu.figures.get("link_bandwidth_gb_per_s")
+    link = given or (described.value if described else None)
+    if link is None and gpus > 1:
+        raise ExportError(
+            f"the bandwidth between {gpus} {gpu.name} GPUs is not known\n"
+            "  give it: --link-gb-per-s 450",
+            code="export-link-unknown",
+        )
+    return link
+
+
+@dataclass(frozen=True)
+class OperatorTimes:
+    """Times of a simulator's operators, in ns by composition, summed over the layers."""
+
+    operators: Mapping[str, Callable[[Composition], float]]
+
+    @classmethod
+    def of(
+        cls,
+        bundle: Bundle,
+        modules: Mapping[str, Sequence[str]],
+        missing: Callable[[str], Exception],
+    ) -> "OperatorTimes":
+        """Return the times of a bundle.
+
+        Args:
+            bundle: the bundle.
+            modules: operator -> paths of its modules, all of one part.
+            missing: returns the error for an operator without a module.
+        """
+        absent = next((operator for operator, paths in modules.items() if not paths), None)
+        if absent is not None:
+            raise missing(absent)
+        module = bundle.interpolation.module
+        return cls({operator: module(paths) for operator, paths in modules.items()})
+
+    def ns(self, operator: str, composition: Composition) -> float:
+        """Return the time of an operator in a step, of all layers."""
+        return self.operators[operator](composition)
+
+
+def token_sizes(most: int) -> list[int]:
+    """Return numbers of tokens up to `most`, ever sparser."""
+    # Products of few tokens have steps at the tiles of a GPU.
+    sizes = [*range(1, 8), *range(8, 256, 8), *range(256, 1024, 32), *range(1024, most, 128)]
+    return [*(size for size in sizes if size < most), most]
+
+
+def growing(first: int, last: int, factor: float) -> list[int]:
+    """Return sizes from `first` to `last`: each `factor` times the one before, or 1 more."""
+    sizes = [first]
+    while sizes[-1] < last:
+        sizes.append(min(last, max(sizes[-1] + 1, round(sizes[-1] * factor))))
+    return sizes
+
+
+def step_ns(bundle: Bundle, composition: Composition) -> int:
+    """Return the time of a step as an engine runs it: a CUDA graph, on a CPU the eager step.
+
+    Raises:
+        AnnotateError: the bundle has no step of its kind.
+    """
+    step = bundle.interpolation.step(composition)
+    times: Sequence[int | None] = (step.graph_ns, step.step_ns)
+    return next(time for time in times if time is not None)

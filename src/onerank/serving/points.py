@@ -1,0 +1,233 @@
+"""Figures of one composition: from its measured graph, or predicted for a GPU."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from onerank.analysis.breakdown import shares_by_module
+from onerank.analysis.step_time import step_change
+from onerank.annotate import PassOptions, characterise, recost, summarise
+from onerank.annotate.gpus.gpu import Gpu
+from onerank.annotate.hosts.host import Host
+from onerank.annotate.memory.memory_report import non_allocator_bytes
+from onerank.annotate.passes.host_time import with_host
+from onerank.annotate.passes.pass_options import NO_PASSES
+from onerank.capture.serving.compositions import Composition
+from onerank.ir import Graph
+from onerank.ir.replay import ReplayedRank
+from onerank.serving.tables import KernelRow, Part, Source, StepRow, fits
+
+# Percentiles of the ends of an 80% interval.
+_LOW, _HIGH = 10, 90
+
+
+class PointMemory(msgspec.Struct, frozen=True):
+    """Memory of a step in bytes; fields as in `tables.RankMemory`."""
+
+    workspace_bytes: int
+    activations_bytes: int
+    outside_bytes: int
+
+
+class Point(msgspec.Struct, frozen=True):
+    """A composition with its figures, as a run stores it.
+
+    Attributes:
+        row: its row of `steps.parquet`.
+        modules: its rows of `kernels.parquet`, whose `row` is 0.
+        memory: memory of the step; None if it does not fit.
+        trace: its graph as a Chakra file; empty if it does not fit.
+        device: name of the device that the graph was captured on.
+        device_type: as in `tables.Manifest`.
+        versions: software of the capture.
+        collectives: collectives of the step.
+    """
+
+    row: StepRow
+    modules: tuple[KernelRow, ...] = ()
+    memory: PointMemory | None = None
+    trace: bytes = b""
+    device: str = ""
+    device_type: str = ""
+    versions: dict[str, str] = {}
+    collectives: int = 0
+
+
+def misfit(composition: Composition, needed_bytes: int, source: Source) -> Point:
+    """Return the point of a step that does not fit into memory.
+
+    Args:
+        composition: sequences of the step.
+        needed_bytes: memory that it needs at least.
+        source: source of the other points.
+    """
+    nothing = dict.fromkeys(
+        (*("step_ns", "p10_ns", "p90_ns", "graph_ns"),
+         *("graph_low_ns", "graph_high_ns", "gpu_ns", "host_ns"))
+    )  # fmt: skip
+    row = StepRow.of(composition, **nothing, peak_bytes=needed_bytes, fits=False, source=source)
+    return Point(row)
+
+
+def measured(composition: Composition, graph: Graph, graph_ns: Sequence[int]) -> Point:
+    """Return the figures of a measured step.
+
+    Args:
+        composition: sequences of the step.
+        graph: its graph.
+        graph_ns: times of the step as a CUDA graph; () for none.
+    """
+    measurement = graph.job.measurement
+    low, high = _ends(measurement.step_ns)
+    graph_low, graph_high = _ends(graph_ns)
+    hosts = measurement.host_step_ns
+    row = StepRow.of(
+        composition,
+        step_ns=measurement.median_step_ns,
+        p10_ns=low,
+        p90_ns=high,
+        graph_ns=round(statistics.median(graph_ns)) if graph_ns else None,
+        graph_low_ns=graph_low,
+        graph_high_ns=graph_high,
+        gpu_ns=int(graph.nodes.duration_ns[graph.compute].sum()),
+        host_ns=round(statistics.median(hosts)) if hosts else None,
+        peak_bytes=measurement.peak_memory_bytes,
+        fits=True,
+        source="measured",
+    )
+    return _point(row, graph)
+
+
+def _ends(times_ns: Sequence[int]) -> tuple[int | None, int | None]:
+    if not times_ns:
+        return None, None
+    low, high = np.percentile(times_ns, (_LOW, _HIGH))
+    return round(low), round(high)
+
+
+@dataclass(frozen=True)
+class Target:
+    """What steps are predicted for.
+
+    Attributes:
+        gpu: the GPU.
+        host: host of a capture without a GPU, and for the interval of a step on another GPU.
+        model: cost model, as for `onerank.recost`.
+        databases: kernel databases of the GPU.
+        passes: what if.
+    """
+
+    gpu: Gpu
+    host: Host | None
+    model: str = "auto"
+    databases: tuple[Path, ...] = ()
+    passes: PassOptions = NO_PASSES
+
+
+def predicted(
+    composition: Composition, before: Graph, target: Target, measured_row: StepRow | None = None
+) -> Point:
+    """Return the figures of a step predicted for a GPU, or that it does not fit into its memory.
+
+    Args:
+        composition: sequences of the step.
+        before: the captured graph.
+        target: what to predict for.
+        measured_row: the row of a step that was measured on another GPU.
+    """
+    after = recost(
+        *(before, target.gpu),
+        model=target.model,
+        passes=target.passes,
+        databases=target.databases,
+    )
+    after = with_host(after, before, target.host)
+    recosting = summarise(before, after)
+    step = step_change(before, after, recosting.interval)
+    assert step.after is not None, "a re-costed graph takes time"
+    gpu_ns = recosting.after_ns
+    gaps_ns = 0
+    if measured_row is not None and measured_row.graph_ns and measured_row.gpu_ns:
+        # The gaps between the kernels of a CUDA graph are taken to be those of the measured GPU.
+        gaps_ns = max(0, measured_row.graph_ns - measured_row.gpu_ns)
+    ends = [end + gaps_ns for end in recosting.interval] or [None, None]
+    row = StepRow.of(
+        composition,
+        step_ns=step.after.step_ns,
+        p10_ns=step.p10_ns,
+        p90_ns=step.p90_ns,
+        graph_ns=gpu_ns + gaps_ns,
+        graph_low_ns=ends[0],
+        graph_high_ns=ends[1],
+        gpu_ns=gpu_ns,
+        host_ns=_host_ns(after),
+        peak_bytes=before.job.measurement.peak_memory_bytes,
+        fits=True,
+        source="predicted",
+    )
+    point = _point(row, after)
+    assert point.memory is not None, "a point with a graph has its memory"
+    if not fits(target.gpu.memory_bytes, row.peak_bytes, point.memory.outside_bytes):
+        return misfit(composition, row.peak_bytes, "predicted")
+    return point
+
+
+def _host_ns(graph: Graph) -> int:
+    """Return the time of the step if its kernels took none: that of the host."""
+    durations = np.where(graph.compute, 0, graph.nodes.duration_ns)
+    times = ReplayedRank(graph).with_gpu_durations(durations).schedule()
+    return int(times.end_ns.max() - times.start_ns.min())
+
+
+def _point(row: StepRow, graph: Graph) -> Point:
+    measurement, device = graph.job.measurement, graph.job.device
+    resident = measurement.resident_bytes or {}
+    known = sum(sum(sizes) for name, sizes in resident.items() if name != "workspace")
+    memory = PointMemory(
+        # torch allocates cuBLAS workspaces without a tensor.
+        workspace_bytes=max(0, measurement.start_memory_bytes - known),
+        activations_bytes=max(0, measurement.peak_memory_bytes - measurement.start_memory_bytes),
+        outside_bytes=0 if device.runs_operators else non_allocator_bytes(graph),
+    )
+    return Point(
+        row,
+        _modules(graph),
+        memory,
+        device=device.name,
+        device_type=device.type,
+        versions=measurement.versions,
+        collectives=int(graph.communication.sum()),
+    )
+
+
+def _modules(graph: Graph) -> tuple[KernelRow, ...]:
+    roles = {module.path: module.role for module in graph.job.modules}
+    root = next((module.type for module in graph.job.modules if module.path == module.type), "")
+    return tuple(
+        KernelRow(
+            row=0,
+            module=share.name,
+            part=_part(share.name, roles, root),
+            kernels=share.count,
+            time_ns=share.time_ns,
+            flops=share.flops,
+            bytes=share.bytes,
+        )
+        for share in shares_by_module(characterise(graph))
+    )
+
+
+def _part(module: str, roles: Mapping[str, str], root: str) -> Part:
+    """Return what the time of a module depends on."""
+    if module.endswith(".step_attention.prefill"):
+        return "prefill_attention"
+    if module.endswith(".step_attention.decode"):
+        return "decode_attention"
+    # The model's own operators select the last tokens before its head, and gather logits after it.
+    if roles.get(module) == "head" or module in ("", root):
+        return "head"
+    return "tokens"

@@ -1,0 +1,215 @@
+"""Records of a bundle: its manifest, and the rows of its tables."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+
+from onerank.capture.serving.compositions import Composition
+from onerank.ir.notes import Note
+
+if TYPE_CHECKING:
+    import polars as pl
+
+FORMAT = 1
+"""Version of the bundle's format."""
+
+Source = Literal["measured", "predicted", "interpolated"]
+
+Part = Literal["prefill_attention", "decode_attention", "head", "tokens"]
+"""What the time of a module depends on: the prefills, the decodes, the number of sequences, or the
+number of new tokens."""
+
+
+def fits(device_bytes: int, peak_bytes: int, outside_bytes: int) -> bool:
+    """Return whether a step fits into a device, whose memory is 0 if it is not known.
+
+    Args:
+        device_bytes: memory of the device.
+        peak_bytes: peak of the allocator.
+        outside_bytes: memory outside the allocator.
+    """
+    return not device_bytes or peak_bytes + outside_bytes <= device_bytes
+
+
+class RankMemory(msgspec.Struct, frozen=True):
+    """Memory of the rank, in bytes.
+
+    Attributes:
+        device_bytes: memory of the device; 0 if not known.
+        outside_bytes: estimate of the CUDA context and NCCL, which the allocator does not see.
+        weights_bytes: weights.
+        kv_bytes_per_token: KV cache of one token.
+        workspace_bytes: workspaces of libraries such as cuBLAS.
+        activations_bytes: the most that a measured step has beyond weights, KV cache and workspace.
+        activations_tokens: new tokens of that step.
+        tokens_that_fit: tokens whose KV cache fits next to the rest; 0 if not known.
+    """
+
+    device_bytes: int
+    outside_bytes: int
+    weights_bytes: int
+    kv_bytes_per_token: int
+    workspace_bytes: int
+    activations_bytes: int
+    activations_tokens: int
+    tokens_that_fit: int
+
+    def bytes_of(self, cached_tokens: int, new_tokens: int) -> int:
+        """Return the allocator's peak of a step, with activations that grow with its new tokens."""
+        activations = self.activations_bytes * new_tokens // max(1, self.activations_tokens)
+        rest = self.weights_bytes + self.workspace_bytes
+        return rest + cached_tokens * self.kv_bytes_per_token + activations
+
+    def holds(self, peak_bytes: int) -> bool:
+        """Return whether a step with this peak of the allocator fits next to the memory outside."""
+        return fits(self.device_bytes, peak_bytes, self.outside_bytes)
+
+
+class CrossValidation(msgspec.Struct, frozen=True):
+    """Errors of interpolated steps, each from all other points.
+
+    Attributes:
+        points: steps that were left out in turn.
+        median: median relative error.
+        p90: its 90th percentile.
+    """
+
+    points: int
+    median: float
+    p90: float
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """What a bundle describes.
+
+    Attributes:
+        model: class of the model.
+        config: its configuration, as transformers reads it.
+        tp: tensor-parallel size.
+        layers: decoder layers.
+        longest: tokens that a sequence may have.
+        device: name of the device that the times are valid for.
+        device_type: "cuda", "cpu", or "model" without a device.
+        source: whether the times are measured or predicted.
+        memory: memory of the rank.
+        versions: software that measured or predicted.
+        cross_validation: errors of the interpolation of `graph_ns`, or of `step_ns` on a CPU; None
+            with too few points.
+        notes: statements on the quality of the figures.
+        ep: expert-parallel size; each rank of the group computes the composition of a row.
+        moe_routing: how tokens are distributed over experts, as for `capture serve`.
+        format: version of the format.
+    """
+
+    model: str
+    config: dict[str, Any]
+    tp: int
+    layers: int
+    longest: int
+    device: str
+    device_type: str
+    source: Source
+    memory: RankMemory
+    versions: dict[str, str]
+    cross_validation: CrossValidation | None = None
+    notes: tuple[Note, ...] = ()
+    ep: int = 1
+    moe_routing: str = "balanced"
+    format: int = FORMAT
+
+
+class StepRow(msgspec.Struct, frozen=True):
+    """A row of `steps.parquet`: one composition.
+
+    Attributes:
+        kind: "prefill", "decode" or "mixed".
+        decodes: as in `Composition`, like the four columns after it.
+        batch: sequences of the step.
+        new_tokens: tokens that the step computes.
+        context_tokens: tokens in the KV cache before the step.
+        step_ns: the step, eager, with its host; None if it does not fit into memory.
+        p10_ns: 10th percentile of the step.
+        p90_ns: 90th percentile of the step.
+        graph_ns: the step replayed as a CUDA graph; predicted, the sum of its kernels. None on a
+            CPU.
+        graph_low_ns: 10th percentile of the replay.
+        graph_high_ns: 90th percentile of the replay.
+        gpu_ns: summed kernels; on a CPU, operators.
+        host_ns: host time of the step; None if not known.
+        peak_bytes: peak of the allocator; on a device, what does not fit needs at least this.
+        fits: whether the step fits into the memory of the device.
+        source: whether the times are measured, predicted or interpolated.
+    """
+
+    kind: str
+    decodes: int
+    decode_context: int
+    prefills: int
+    prefill_tokens: int
+    prefill_context: int
+    batch: int
+    new_tokens: int
+    context_tokens: int
+    step_ns: int | None
+    p10_ns: int | None
+    p90_ns: int | None
+    graph_ns: int | None
+    graph_low_ns: int | None
+    graph_high_ns: int | None
+    gpu_ns: int | None
+    host_ns: int | None
+    peak_bytes: int
+    fits: bool
+    source: Source
+
+    @classmethod
+    def of(cls, composition: Composition, **figures: Any) -> "StepRow":
+        """Return the row of a composition."""
+        return cls(
+            kind=composition.kind,
+            **msgspec.structs.asdict(composition),
+            batch=composition.sequences,
+            new_tokens=composition.new_tokens,
+            context_tokens=composition.cached_tokens - composition.new_tokens,
+            **figures,
+        )
+
+    @property
+    def composition(self) -> Composition:
+        """The sequences of the step."""
+        return Composition(**{name: getattr(self, name) for name in Composition.__struct_fields__})
+
+
+class KernelRow(msgspec.Struct, frozen=True):
+    """A row of `kernels.parquet`: a module in one composition, its numbered siblings summed.
+
+    Attributes:
+        row: row of the composition in `steps.parquet`, from 1.
+        module: path of the module; "" outside of all.
+        part: what its time depends on.
+        kernels: number of kernels; on a CPU, operators.
+        time_ns: their summed durations.
+        flops: their FLOPs.
+        bytes: bytes that they read and write.
+    """
+
+    row: int
+    module: str
+    part: Part
+    kernels: int
+    time_ns: int
+    flops: int
+    bytes: int
+
+
+def data_frame(rows: Sequence[Any], kind: Any) -> "pl.DataFrame":
+    """Return records as a table, with the types of their class."""
+    import polars as pl
+
+    types = {"int": pl.Int64, "bool": pl.Boolean}
+    schema: dict[str, Any] = {}
+    for name, annotation in kind.__annotations__.items():
+        text = getattr(annotation, "__name__", str(annotation)).removesuffix(" | None")
+        schema[name] = types.get(text, pl.String)
+    return pl.DataFrame([msgspec.structs.asdict(row) for row in rows], schema=schema)

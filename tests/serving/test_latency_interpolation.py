@@ -1,0 +1,145 @@
+"""Interpolation of steps, on times that a known function of the sizes gives."""
+
+import math
+
+import msgspec
+import numpy as np
+import pytest
+
+from onerank.capture.serving.compositions import Composition, default_grid, parse_grid
+from onerank.ir.errors import AnnotateError
+from onerank.serving.latency_interpolation import Interpolation, cross_validate
+from onerank.serving.tables import KernelRow, Part, StepRow
+
+
+def parts_of(c: Composition) -> dict[Part, float]:
+    """Return times of the parts in ns, as of a large model: products have tiles of 64 tokens."""
+    tiles = math.ceil(c.new_tokens / 64) * 64
+    parts: dict[Part, float] = {
+        "tokens": max(5e6, tiles * 3e4),
+        "head": 1e5 + 500 * c.sequences,
+    }
+    if c.decodes:
+        parts["decode_attention"] = 2e5 + 40 * c.decodes * (c.decode_context + 1)
+    if c.prefills:
+        keys = c.prefill_context + c.prefill_tokens / 2
+        parts["prefill_attention"] = 3e5 + 0.2 * c.prefills * c.prefill_tokens * keys
+    return parts
+
+
+def rows_of(grid: tuple[Composition, ...]) -> tuple[list[StepRow], list[KernelRow]]:
+    """Return the rows of a grid; the host takes 20 ms."""
+    steps: list[StepRow] = []
+    kernels: list[KernelRow] = []
+    for number, c in enumerate(grid, start=1):
+        parts = parts_of(c)
+        total = sum(parts.values())
+        steps.append(
+            StepRow.of(
+                c, step_ns=round(max(total, 2e7)), p10_ns=None, p90_ns=None,
+                graph_ns=round(total * 1.02), graph_low_ns=None, graph_high_ns=None,
+                gpu_ns=round(total), host_ns=20_000_000, peak_bytes=1, fits=True,
+                source="measured",
+            )
+        )  # fmt: skip
+        kernels += [KernelRow(number, part, part, 1, round(ns), 0, 0) for part, ns in parts.items()]
+    return steps, kernels
+
+
+def test_compositions_between_the_points_of_the_default_grid():
+    interpolation = Interpolation.of(*rows_of(default_grid(32768)))
+    draw = np.random.default_rng(7)
+    errors: list[float] = []
+    for _ in range(40):
+        prefill = draw.random() < 0.7
+        c = Composition(
+            decodes=int(2 ** draw.uniform(0, 8)),
+            decode_context=int(2 ** draw.uniform(7, 14)),
+            prefills=int(prefill),
+            prefill_tokens=int(2 ** draw.uniform(6, 13)) * prefill,
+            prefill_context=int(2 ** draw.uniform(7, 13)) * prefill,
+        )
+        step = interpolation.step(c)
+        assert step.graph_ns is not None
+        assert step.step_ns is not None
+        total = sum(parts_of(c).values())
+        errors.append(abs(step.graph_ns / (total * 1.02) - 1))
+        assert abs(step.step_ns / max(total, 2e7) - 1) < 0.25
+        assert step.graph_low_ns is not None
+        assert step.graph_high_ns is not None
+        assert step.graph_low_ns < step.graph_ns < step.graph_high_ns
+    assert np.median(errors) < 0.03
+    assert np.quantile(errors, 0.9) < 0.10
+
+
+def test_points_are_reproduced():
+    grid = default_grid(32768)
+    interpolation = Interpolation.of(*rows_of(grid))
+    for c in grid:
+        step = interpolation.step(c)
+        assert step.graph_ns == pytest.approx(sum(parts_of(c).values()) * 1.02, rel=0.03)
+
+
+def test_cross_validation_leaves_each_row_out():
+    grid = parse_grid("decode: batch=1,2,4,8,16,32,64 context=256,1024,4096")
+    rows, kernels = rows_of(grid)
+    validation = cross_validate(rows, kernels)
+    assert validation is not None
+    assert validation.points == len(grid) == 21
+    assert validation.median < 0.01
+    # A wrong row is its own error, and does not vanish in a fit that contains it.
+    wrong = [*rows]
+    kernels = [
+        KernelRow(k.row, k.module, k.part, 1, k.time_ns * (2 if k.row == 11 else 1), 0, 0)
+        for k in kernels
+    ]
+    total = (wrong[10].graph_ns or 0) * 2
+    figures = {f: getattr(wrong[10], f) for f in ("step_ns", "p10_ns", "p90_ns", "host_ns")}
+    wrong[10] = StepRow.of(
+        wrong[10].composition, **figures, graph_ns=total, graph_low_ns=None, graph_high_ns=None,
+        gpu_ns=round(total / 1.02), peak_bytes=1, fits=True, source="measured",
+    )  # fmt: skip
+    worse = cross_validate(wrong, kernels)
+    assert worse is not None
+    assert worse.p90 > validation.p90
+
+
+def test_rows_without_a_cuda_graph_do_not_count_as_graphs():
+    rows, kernels = rows_of(parse_grid("decode: batch=1,2,4,8,16,32,64 context=256,1024,4096"))
+    # Eager, a step of 20 ms of host takes up to four times as long as its graph.
+    rows = [
+        msgspec.structs.replace(row, graph_ns=None if number % 4 == 0 else row.graph_ns)
+        for number, row in enumerate(rows)
+    ]
+    validation = cross_validate(rows, kernels)
+    assert validation is not None
+    assert validation.points == sum(row.graph_ns is not None for row in rows) == 15
+    assert validation.p90 < 0.02
+    interpolation = Interpolation.of(rows, kernels)
+    for row in rows:
+        kernels_ns = sum(parts_of(row.composition).values())
+        step = interpolation.step(row.composition)
+        assert step.graph_ns == pytest.approx(kernels_ns * 1.02, rel=0.03)
+
+
+def test_a_module_has_its_own_time():
+    interpolation = Interpolation.of(*rows_of(default_grid(32768)))
+    time_ns = interpolation.module(["decode_attention"])
+    assert time_ns(Composition(24, 3000)) == pytest.approx(2e5 + 40 * 24 * 3001, rel=0.05)
+    assert time_ns(Composition(prefills=1, prefill_tokens=5)) == 0
+    assert interpolation.module(["no.such.module"])(Composition(1, 1)) == 0
+
+
+def test_too_few_points():
+    rows, kernels = rows_of(parse_grid("decode: batch=1,2 context=8"))
+    with pytest.raises(AnnotateError) as error:
+        Interpolation.of(rows, kernels)
+    assert error.value.code == "bundle-too-few-points"
+    assert cross_validate(rows, kernels) is None
+
+
+def test_a_kind_that_was_not_measured():
+    interpolation = Interpolation.of(*rows_of(parse_grid("decode: batch=1,2,4 context=8")))
+    with pytest.raises(AnnotateError) as error:
+        interpolation.step(Composition(prefills=1, prefill_tokens=8))
+    assert error.value.code == "bundle-no-such-steps"

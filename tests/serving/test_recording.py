@@ -1,0 +1,409 @@
+"""`convert --engine-steps`: recordings of vLLM and SGLang, cut into steps and labelled."""
+
+import gzip
+import itertools
+import json
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+
+import onerank
+from onerank.cli import onerank as command
+from onerank.converters.sources.kineto.engine_steps import StepContent, parse_annotation
+from onerank.ir import InferenceStep
+from onerank.serving.recording import Recording, read_recording
+from tests.cli.invoke_cli import TRACES, invoke, refused
+from tests.converters.small_traces import Trace
+
+VLLM = TRACES / "cpu-vllm-2l" / "rank0.pt.trace.json.gz"
+GRAPHS = TRACES / "h100-cuda-graphs"
+
+
+def events(path: Path) -> list[dict[str, Any]]:
+    return json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+
+
+def in_ns(event: dict[str, Any]) -> int:
+    return round(event["dur"] * 1000)
+
+
+@pytest.fixture(scope="module")
+def vllm() -> Recording:
+    """Return the kept recording of vLLM on a CPU."""
+    return read_recording([VLLM])
+
+
+# Prompts of 20, 100 and 7 tokens with 6, 4 and 3 tokens of output, at most 64 tokens in a step.
+EXPECTED = {
+    "kind": ["prefill", "mixed", "decode", "decode", "decode", "decode"],
+    "prefills": [2, 2, 0, 0, 0, 0],
+    "prefill_new_tokens": [64, 63, 0, 0, 0, 0],
+    "prefill_context_tokens": [0, 44, 0, 0, 0, 0],
+    "decodes": [0, 1, 3, 3, 2, 1],
+    "decode_new_tokens": [0, 1, 3, 3, 2, 1],
+    "decode_context_tokens": [0, 20, 128, 131, 125, 24],
+    "batch": [2, 3, 3, 3, 2, 1],
+    "new_tokens": [64, 64, 3, 3, 2, 1],
+    "context_tokens": [0, 64, 128, 131, 125, 24],
+}
+
+
+def test_steps_of_vllm_have_the_sequences_that_were_sent(vllm: Recording) -> None:
+    steps = vllm.steps
+    assert {name: steps[name].to_list() for name in EXPECTED} == EXPECTED
+    (file,) = vllm.manifest.files
+    assert (file.engine, file.version, file.rank, file.ranks) == ("vLLM", "0.32.0", 0, 1)
+    assert (file.device, file.steps) == ("cpu", {"prefill": 1, "mixed": 1, "decode": 4})
+
+
+def test_times_of_vllm_are_those_of_the_file(vllm: Recording) -> None:
+    marks = [e for e in events(VLLM) if e.get("cat") == "user_annotation"]
+    starts = [round(mark["ts"] * 1000) for mark in marks]
+    assert vllm.steps["host_ns"].to_list() == [in_ns(mark) for mark in marks]
+    between = [after - before for before, after in itertools.pairwise(starts)]
+    assert vllm.steps["step_ns"].to_list() == [*between, None]
+    # Outermost operators: those that no other operator contains.
+    outermost, end = list[dict[str, Any]](), 0.0
+    operators = [e for e in events(VLLM) if e.get("cat") == "cpu_op"]
+    for event in sorted(operators, key=lambda e: (e["ts"], -e["dur"])):
+        if event["ts"] >= end:
+            outermost.append(event)
+            end = event["ts"] + event["dur"]
+    (file,) = vllm.manifest.files
+    assert file.operations == {"operator": len(outermost)} == {"operator": 1330}
+    assert file.time_ns == sum(map(in_ns, outermost)) == 30_728_903
+    assert vllm.steps["gpu_ns"].sum() + file.outside_ns == file.time_ns
+    assert vllm.kernels["time_ns"].sum() == file.time_ns
+
+
+def test_steps_of_equal_batches_are_one_composition(vllm: Recording) -> None:
+    table = vllm.compositions
+    assert table["steps"].to_list() == [1, 1, 2, 1, 1]
+    assert table["decodes"].to_list() == [0, 1, 3, 2, 1]
+    assert table["context_low"].to_list() == [0, 64, 128, 125, 24]
+    assert table["context_high"].to_list() == [0, 64, 131, 125, 24]
+    both = vllm.steps["gpu_ns"].to_list()[2:4]
+    assert table["gpu_ns"][2] == round(sum(both) / 2)
+    spread = max(both) - min(both)
+    assert table["gpu_p10_ns"][2] == round(min(both) + 0.1 * spread)
+    assert table["gpu_p90_ns"][2] == round(max(both) - 0.1 * spread)
+    # Nothing follows the last step.
+    assert table["step_ns"].to_list()[-1] is None
+
+
+def test_one_step_becomes_a_graph_with_its_label() -> None:
+    graph = onerank.convert(VLLM, step="3")
+    assert graph.job.inference == InferenceStep("decode", 3, 3, 1)
+    alone = onerank.convert(VLLM, step="6")
+    assert alone.job.inference == InferenceStep("decode", 6, 1, 1, (24,))
+
+
+# NVIDIA -------------------------------------------------------------------------------------------
+
+
+def test_graph_replays_of_an_h100_belong_to_their_step(tmp_path: Path) -> None:
+    path = annotated(tmp_path, "decode")
+    content = json.loads(path.read_text())
+    recording = read_recording([path])
+    (step,) = recording.step_rows
+    work = [
+        e for e in content["traceEvents"] if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
+    ]
+    assert (step.kind, step.decodes, step.context_tokens) == ("decode", 1, 128)
+    assert (step.operations, step.by_graph, step.linked) == (len(work), len(work), 0)
+    assert step.gpu_ns == sum(map(in_ns, work))
+    first, last = min(e["ts"] for e in work), max(e["ts"] + e["dur"] for e in work)
+    assert step.gpu_span_ns == pytest.approx((last - first) * 1000, abs=1)
+    (file,) = recording.manifest.files
+    assert (file.engine, file.device) == ("SGLang", "NVIDIA H100 80GB HBM3")
+    assert sum(kernel.count for kernel in recording.manifest.unlinked) == len(work)
+    names = {(e["name"]) for e in work}
+    assert {kernel.name for kernel in recording.manifest.unlinked} == names
+
+
+def annotated(directory: Path, name: str) -> Path:
+    """Write the replay of a graph on an H100 with the annotation of SGLang around it."""
+    content = json.loads(gzip.decompress((GRAPHS / name / "profile.json.gz").read_bytes()))
+    mark = next(e for e in content["traceEvents"] if e["name"].startswith("onerank::graph"))
+    mark["name"] = "step[DECODE bs=1 g_sq=1 g_sqsq=1 g_sqsk=129 g_sk=129]"
+    path = directory / "1-TP-0.trace.json"
+    path.write_text(json.dumps(content))
+    return path
+
+
+def test_replayed_kernels_have_the_operators_of_the_capture(tmp_path: Path) -> None:
+    capture = GRAPHS / "decode" / "graph.0.json.gz"
+    recorded = events(capture)
+    begin = next(e["ts"] for e in recorded if e["name"].endswith("BeginCapture"))
+    end = next(e["ts"] for e in recorded if e["name"].endswith("EndCapture"))
+    operators = [e for e in recorded if e.get("cat") == "cpu_op"]
+    expected = Counter[str]()
+    for launch in recorded:
+        if "LaunchKernel" in launch["name"] and begin < launch["ts"] < end:
+            around = [o for o in operators if o["ts"] <= launch["ts"] < o["ts"] + o["dur"]]
+            expected[max(around, key=lambda o: o["ts"])["name"]] += 1
+    recording = read_recording([annotated(tmp_path, "decode")], [capture])
+    (step,) = recording.step_rows
+    assert (step.operations, step.linked, step.by_graph) == (125, 125, 125)
+    counts = Counter[str]()
+    for kernel in recording.kernel_rows:
+        counts[kernel.operator] += kernel.count
+    assert counts == expected
+    assert recording.manifest.unlinked == ()
+
+
+def test_nodes_of_several_streams_without_ids_stay_unlinked(tmp_path: Path) -> None:
+    capture = GRAPHS / "streams" / "graph.0.json.gz"
+    recording = read_recording([annotated(tmp_path, "streams")], [capture])
+    (step,) = recording.step_rows
+    assert (step.operations, step.linked, step.by_graph) == (12, 0, 12)
+    assert [note.code for note in recording.manifest.notes] == ["graph-replays-unmatched"]
+
+
+def captures(directory: Path, *sizes: int) -> Path:
+    """Write a recording of captures of two kernels each, annotated with their sizes."""
+    trace = Trace()
+    for place, size in enumerate(sizes):
+        begin = 100.0 * place
+        trace.annotation(f"capture_{size}_FULL", begin, 90)
+        trace.runtime("hipStreamBeginCapture", 10 * size, begin + 1)
+        for number in range(2):
+            operator = trace.op(f"mm_{size}", begin + 10 + 20 * number, 15)
+            trace.runtime("hipExtModuleLaunchKernel", operator + 1000, begin + 12 + 20 * number)
+        trace.runtime("hipStreamEndCapture", 10 * size + 1, begin + 80)
+    path, _ = trace.write(directory)
+    return path.rename(directory / "captures.json")
+
+
+@pytest.mark.parametrize(
+    ("annotation", "operators"),
+    [("step[DECODE bs=9]", {"mm_32"}), ("step[DECODE bs=8]", {"mm_8"}), ("step[DRAFT bs=8]", {""})],
+)
+def test_replays_are_of_the_least_size_that_holds_the_batch(
+    tmp_path: Path, annotation: str, operators: set[str]
+) -> None:
+    recorded = captures(tmp_path, 8, 32)
+    trace = Trace()
+    trace.annotation(annotation, 100, 50)
+    trace.runtime("hipGraphLaunch", 5, 110)
+    trace.kernel(5, 120, 7)
+    trace.kernel(5, 130, 9)
+    recording = read_recording([trace.write(tmp_path)[0]], [recorded])
+    assert {kernel.operator for kernel in recording.kernel_rows} == operators
+    assert recording.steps["gpu_ns"].to_list() == [16_000]
+
+
+def test_a_decode_with_its_graph_has_flops(tmp_path: Path) -> None:
+    path = annotated(tmp_path, "decode")
+    output = tmp_path / "decode.et"
+    capture = GRAPHS / "decode" / "graph.0.json.gz"
+    options = ("--kineto", path, "--step", "1", "--graphs", capture, "-o", output, "--json")
+    report = json.loads(invoke(command, "convert", *options).stdout)
+    assert report["gpu_ops_linked"] == {"graph launch: external id": 125}
+    graph = onerank.read(output)
+    assert graph.job.inference == InferenceStep("decode", 1, 1, 1, (128,))
+
+
+def engine_trace() -> Trace:
+    """Return an eager prefill, and a decode as a CUDA graph with an all-reduce, of SGLang.
+
+    A kernel ran before the first step, and one has no launch call.
+    """
+    trace = Trace()
+    trace.launch(1, 5)
+    trace.kernel(1, 20, 3, name="init")
+    trace.annotation("scheduler.run_batch", 100, 50)
+    trace.annotation("step[EXTEND bs=2 toks=300]", 110, 30)
+    attention = trace.op("flashinfer::prefill", 112, 10)
+    trace.launch(2, 114, external=attention)
+    trace.kernel(2, 130, 40.125, name="flashinfer::BatchPrefillWithPagedKVCacheKernel")
+    trace.runtime("cuLaunchKernelEx", 3, 125)
+    trace.kernel(3, 171, 25, name="fused_moe_kernel")
+    trace.launch(4, 145)  # the sampler, after the forward
+    trace.kernel(4, 197, 2, name="argmax")
+    trace.annotation("scheduler.run_batch", 200, 20)
+    trace.annotation("step[DECODE bs=2]", 205, 10)
+    trace.runtime("cudaGraphLaunch", 5, 207)
+    trace.kernel(5, 215, 7, name="sm90_xmma_gemm")
+    trace.kernel(5, 223, 9, name="void sglang::cross_device_reduce_1stage<__nv_bfloat16, 2>(...)")
+    trace.kernel(77, 240, 4, name="lost")
+    return trace
+
+
+def test_what_is_not_linked_is_counted_by_name(tmp_path: Path) -> None:
+    kineto, _ = engine_trace().write(tmp_path)
+    recording = read_recording([kineto])
+    prefill, decode = recording.step_rows
+    assert (prefill.kind, prefill.batch, prefill.new_tokens) == ("prefill", 2, 300)
+    assert (prefill.context_tokens, prefill.prefill_context_tokens) == (None, None)
+    assert (prefill.operations, prefill.linked, prefill.gpu_ns) == (3, 1, 67_125)
+    assert (prefill.step_ns, prefill.host_ns) == (100_000, 50_000)
+    assert (decode.kind, decode.batch, decode.new_tokens) == ("decode", 2, 2)
+    assert (decode.operations, decode.by_graph, decode.gpu_ns) == (2, 2, 16_000)
+    assert (decode.collective_ns, prefill.collective_ns) == (9_000, 0)
+    (file,) = recording.manifest.files
+    assert file.operations == {"operator": 1, "CUDA graph": 2, "launch call": 3, "no launch": 1}
+    assert (file.outside, file.outside_ns) == (2, 7_000)
+    assert file.time_ns == 67_125 + 16_000 + 7_000
+    counts = {(kernel.name, kernel.link): kernel.count for kernel in recording.manifest.unlinked}
+    assert counts["fused_moe_kernel", "launch call"] == counts["lost", "no launch"] == 1
+    assert counts["sm90_xmma_gemm", "CUDA graph"] == 1
+    assert "flashinfer::BatchPrefillWithPagedKVCacheKernel" not in {name for name, _ in counts}
+
+
+def test_frames_mark_the_steps_of_a_recording_without_annotations(tmp_path: Path) -> None:
+    trace = Trace()
+    for number in range(3):
+        begin = 100.0 * number
+        for file, ts, dur in (
+            ("scheduler.py(20): run_batch", 0, 80),
+            ("tp_worker.py(9): forward", 5, 60),
+        ):
+            name = f"/sgl-workspace/sglang/python/sglang/srt/managers/{file}"
+            trace.frame(name, begin + ts, dur)
+        trace.launch(number + 1, begin + 10)
+        trace.kernel(number + 1, begin + 30, 10)
+    kineto, _ = trace.write(tmp_path)
+    staged = kineto.rename(tmp_path / "1-TP-0-DECODE.trace.json")
+    recording = read_recording([staged])
+    assert [row.kind for row in recording.step_rows] == ["decode"] * 3
+    assert [row.batch for row in recording.step_rows] == [None] * 3
+    assert [row.gpu_ns for row in recording.step_rows] == [10_000] * 3
+    whole = staged.rename(tmp_path / "1-TP-0.trace.json")
+    unlabelled = read_recording([whole])
+    assert [row.kind for row in unlabelled.step_rows] == [None] * 3
+    assert [note.code for note in unlabelled.manifest.notes] == ["engine-steps-unlabelled"]
+
+
+# Annotations --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "batch", "new", "context"),
+    [
+        ("execute_context_1(60)_generation_2(2)", "mixed", 3, 62, None),
+        ("execute_context_0(0)_generation_0(0)", "idle", 0, 0, 0),
+        # vLLM on a MI300X, from a public recording.
+        (
+            "execute_8192_context_9(sq8155sk8430sqsq7475785sqsk7671310)_generation_37"
+            "(sq37sk34489sqsq37sqsk34489)",
+            *("mixed", 46, 8192, 34727),
+        ),
+        ("execute_new_2_cached_0", "prefill", 2, None, None),
+        ("execute_new_1_cached_4", None, 5, None, None),
+        ("step[DECODE bs=32]", "decode", 32, 32, None),
+        ("step[EXTEND bs=15 toks=15360]", "prefill", 15, 15360, None),
+        ("step[EXTEND bs=2 toks=9 c_sq=9 c_sqsq=41 c_sqsk=141 c_sk=29]", "prefill", 2, 9, 20),
+        ("step[MIXED bs=4]", "mixed", 4, None, None),
+        (
+            "step[MIXED bs=3 c=1 g=2 c_sq=64 c_sk=96 c_sqsq=4096 c_sqsk=6144 g_sq=2 g_sk=52 "
+            "g_sqsq=2 g_sqsk=52]",
+            *("mixed", 3, 66, 82),
+        ),
+        ("step[VERIFY bs=2 g_sq=8 g_sqsq=32 g_sqsk=400 g_sk=100]", "decode", 2, 8, None),
+        ("step[DRAFT bs=2]", None, 2, None, None),
+        ("step[IDLE bs=0]", "idle", 0, 0, 0),
+    ],
+)
+def test_annotations(
+    name: str, kind: str | None, batch: int | None, new: int | None, context: int | None
+) -> None:
+    content = parse_annotation(name)
+    assert content is not None
+    values = content.kind, content.batch, content.new_tokens, content.context_tokens
+    assert values == (kind, batch, new, context)
+
+
+def test_other_annotations_are_no_steps() -> None:
+    assert parse_annotation("ProfilerStep#3") is None
+    assert parse_annotation("step[DECODE bs=two]") is None
+
+
+def inference(name: str) -> InferenceStep | None:
+    content = parse_annotation(name)
+    return content and content.inference(7)
+
+
+def test_labels_hold_only_what_the_sums_prove() -> None:
+    equal = "execute_15360_context_15(sq15360sk15360sqsq15728640sqsk15728640)_generation_0(0)"
+    unequal = "execute_64_context_2(sq64sk64sqsq2336sqsk2336)_generation_0(0)"
+    assert inference(equal) == InferenceStep("prefill", 7, 15, 1024)
+    assert inference(unequal) == InferenceStep("prefill", 7, 2)
+    assert StepContent().inference(7) is None
+
+
+def test_speculative_steps_are_labelled_by_the_target_model(tmp_path: Path) -> None:
+    trace = Trace()
+    trace.annotation("scheduler.run_batch", 100, 90)
+    for name, ts in (("DRAFT bs=2", 110), ("DRAFT bs=2", 120), ("VERIFY bs=2 g_sq=8", 130)):
+        trace.annotation(f"step[{name}]", ts, 5)
+        trace.launch(ts, ts + 1)
+        trace.kernel(ts, ts + 20, 1)
+    kineto, _ = trace.write(tmp_path)
+    (step,) = read_recording([kineto]).step_rows
+    assert (step.kind, step.decodes, step.new_tokens, step.operations) == ("decode", 2, 8, 3)
+
+
+# Command ------------------------------------------------------------------------------------------
+
+
+def test_command_writes_the_tables(tmp_path: Path, vllm: Recording) -> None:
+    source = tmp_path / "recorded"
+    source.mkdir()
+    shutil.copy(VLLM, source)
+    # A front end has no model: its file has no steps.
+    Trace().write(source, schemaVersion=1)[0].rename(source / "host.async_llm.pt.trace.json")
+    output = tmp_path / "steps"
+    for _ in range(2):  # the second run replaces the first
+        result = invoke(command, "convert", source, "--engine-steps", "-o", output, "--json")
+    printed = json.loads(result.stdout)
+    assert [note["code"] for note in printed["manifest"]["notes"]] == ["engine-files-without-steps"]
+    assert len(printed["steps"]) == 6
+    assert pl.read_parquet(output / "steps.parquet").equals(vllm.steps)
+    assert pl.read_parquet(output / "kernels.parquet").equals(vllm.kernels)
+    assert pl.read_parquet(output / "compositions.parquet").equals(vllm.compositions)
+    assert json.loads((output / "recording.json").read_text()) == printed["manifest"]
+    shown = invoke(command, "convert", VLLM, "--engine-steps", "-o", output).stdout
+    assert "1330" in shown
+    assert "128 to 131" in shown
+
+
+def test_bad_recordings_write_nothing(tmp_path: Path) -> None:
+    output = tmp_path / "steps"
+    training = TRACES / "h200-llama-8b-4l-tp4" / "profile.json.gz"
+    engine = ("convert", "--engine-steps", "-o", output)
+    refused(command, *engine, training, error="engine-steps-not-found", naming=str(training))
+    merged = Trace()
+    merged.annotation("step[DECODE bs=1]", 0, 10, tid=1)
+    merged.annotation("step[DECODE bs=1]", 5, 10, tid=2)
+    refused(command, *engine, merged.write(tmp_path)[0], error="engine-steps-overlap")
+    only_gpu = Trace()
+    only_gpu.annotation("step[DECODE bs=1]", 0, 10)
+    only_gpu.kernel(1, 5, 2)
+    refused(command, *engine, only_gpu.write(tmp_path)[0], error="engine-launches-missing")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    refused(command, *engine, empty, error="recording-empty", naming=str(empty))
+    refused(command, *engine, VLLM, "--graphs", VLLM, error="graph-captures-not-found")
+    graphs = ("convert", TRACES / "cpu-llama-2l-tp4", "--graphs", VLLM, "-o", tmp_path / "out.et")
+    refused(command, *graphs, error="convert-graphs-source", naming="--kineto")
+    refused(command, *engine, error="convert-engine-options")
+    refused(command, *engine, VLLM, "--step", "2", error="convert-engine-options", naming="--step")
+    broken = tmp_path / "broken.json.gz"
+    broken.write_bytes(VLLM.read_bytes()[:30_000])
+    assert invoke(command, *engine, broken, code=2).stderr.startswith("error[")
+    assert not output.exists()
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "notes.txt").write_text("kept")
+    refused(
+        *(command, "convert", VLLM, "--engine-steps", "-o", foreign),
+        error="recording-not-replaced",
+        naming=str(foreign),
+    )
+    assert [path.name for path in foreign.iterdir()] == ["notes.txt"]
+    assert not list(tmp_path.glob(".onerank*"))

@@ -1,0 +1,460 @@
+"""`capture serve`: the steps of an engine, their figures, and what a run leaves behind."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from own_process import run_code, run_command
+from transformers import AutoModelForCausalLM, DynamicCache
+
+import onerank
+from onerank.annotate import load_gpu
+from onerank.annotate.hosts.host import HOST_OP_KINDS
+from onerank.capture.options import Options
+from onerank.capture.serving import served_model
+from onerank.capture.serving.compositions import Composition, default_grid, parse_grid
+from onerank.capture.serving.served_model import EngineStep, build_model, materialise, read_config
+from onerank.cli import annotate
+from onerank.cli import onerank as onerank_command
+from onerank.ir.errors import CaptureError, FormatError
+from onerank.plan.tasks import Store
+from onerank.serving import build_bundle
+from onerank.serving.build_bundle import serve
+from onerank.serving.bundle import read_bundle
+from onerank.serving.points import Point, PointMemory
+from tests.cli.invoke_cli import invoke, refused
+
+LAYERS, HIDDEN, HEADS, KV_HEADS, MLP, WORDS = 2, 256, 8, 4, 512, 1024
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": HIDDEN,
+    "intermediate_size": MLP,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "vocab_size": WORDS,
+    "max_position_embeddings": 4096,
+    "dtype": "bfloat16",
+}
+
+GRID = (
+    "decode: batch=1,8,64 context=512; prefill: tokens=32,128 context=0; prefill: tokens=64 "
+    "context=256; mixed: tokens=32 context=64 batch=8 decode_context=100; "
+    "decode: batch=1000000 context=4096"
+)
+
+
+def written(directory: Path, config: dict[str, Any]) -> Path:
+    """Write a configuration."""
+    path = directory / "config.json"
+    path.write_text(json.dumps(config))
+    return path
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the bundle of a small Llama, tp 2, without a device."""
+    directory = tmp_path_factory.mktemp("bundle")
+    output = directory / "bundle"
+    config = written(directory, LLAMA)
+    # A separate process: what emulates a GPU stays until its process ends.
+    done = run_command("capture", "serve", config, "--tp", 2, "--device", "none",
+                       "--grid", GRID, "-o", output)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in directory.iterdir()) == ["bundle", "config.json"]
+    return output
+
+
+def test_a_grid_is_the_product_of_its_values():
+    assert parse_grid("decode: batch=1,8 context=0,512; mixed: tokens=4 context=2 batch=3 "
+                      "decode_context=9") == (
+        Composition(1, 0), Composition(1, 512), Composition(8, 0), Composition(8, 512),
+        Composition(3, 9, 1, 4, 2),
+    )  # fmt: skip
+    assert parse_grid("prefill: tokens=16 context=0 batch=2")[0] == Composition(0, 0, 2, 16, 0)
+
+
+def test_a_grid_may_be_a_file(tmp_path: Path):
+    path = tmp_path / "grid.toml"
+    path.write_text("[decode]\nbatch = [1, 8]\ncontext = 512\n")
+    assert parse_grid(str(path)) == (Composition(1, 512), Composition(8, 512))
+
+
+@pytest.mark.parametrize(
+    ("grid", "code"),
+    [
+        ("", "grid-malformed"),
+        ("decode batch=1", "grid-malformed"),
+        ("decode: batch=x context=1", "grid-malformed"),
+        ("decode: batch=1", "grid-malformed"),
+        ("decode: batch=1 tokens=1 context=1", "grid-malformed"),
+        ("training: batch=1", "grid-malformed"),
+        ("decode: batch=0 context=1", "grid-out-of-range"),
+        ("decode: batch=1 context=-1", "grid-out-of-range"),
+        ("prefill: tokens=99999999999 context=0", "grid-out-of-range"),
+        (f"decode: batch={','.join(map(str, range(1, 5000)))} context=1", "grid-too-large"),
+        ("no-such.toml", "grid-unreadable"),
+    ],
+)
+def test_a_grid_that_is_none(tmp_path: Path, grid: str, code: str):
+    config = written(tmp_path, LLAMA)
+    refused(onerank_command, "capture", "serve", config, "--grid", grid, "-o", tmp_path / "b",
+            error=code)  # fmt: skip
+    assert [*tmp_path.iterdir()] == [config]
+
+
+def test_the_default_grid_stays_within_the_context():
+    grid = default_grid(4096)
+    assert 30 < len(grid) <= 60
+    assert max(c.prefill_tokens + c.prefill_context for c in grid) == 4096
+    assert {c.kind for c in grid} == {"prefill", "decode", "mixed"}
+    assert len(default_grid(1 << 20)) <= 60
+
+
+def test_a_step_computes_what_transformers_computes(tmp_path: Path):
+    """A mixed step has the logits of each sequence by itself, with the same KV cache."""
+    config = read_config(written(tmp_path, {**LLAMA, "dtype": "float32"}))
+    model = build_model(config, "cpu", shapes_only=False)
+    materialise(model, "cpu")
+    step = EngineStep.of(model, Composition(3, 7, 2, 5, 4), WORDS, "cpu")
+    served_model.give_attention_scopes(step, model)
+    with torch.no_grad(), served_model._running(step.cache):
+        logits = model(**step.arguments).logits[0]
+    reference = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    reference.load_state_dict(model.state_dict(), strict=False)
+    tokens = step.arguments["input_ids"][0]
+    parts = (("prefill", 2, 5, 4, tokens[:10]), ("decode", 3, 1, 7, tokens[10:]))
+    expected: list[torch.Tensor] = []
+    for part, count, new, context, ids in parts:
+        cache = DynamicCache()
+        for layer in range(LAYERS):
+            keys, values = (step.cache.tensors[layer, part, value] for value in (False, True))
+            cache.update(keys[:, :, :context].clone(), values[:, :, :context].clone(), layer)
+        with torch.no_grad():
+            output = reference(ids.view(count, new), past_key_values=cache)
+        expected.append(output.logits[:, -1])
+    torch.testing.assert_close(logits, torch.cat(expected), rtol=1e-4, atol=1e-4)
+
+
+def test_memory_follows_from_the_configuration(bundle: Path):
+    memory = read_bundle(bundle).manifest.memory
+    head = HIDDEN // HEADS
+    attention = HIDDEN * head * (2 * HEADS + 2 * KV_HEADS)
+    layer = (attention + 3 * HIDDEN * MLP) // 2 + 2 * HIDDEN
+    # Embedding and head are sliced along the vocabulary, norms are whole; two bytes each.
+    assert memory.weights_bytes == 2 * (LAYERS * layer + 2 * WORDS * HIDDEN // 2 + HIDDEN)
+    assert memory.kv_bytes_per_token == 2 * 2 * LAYERS * KV_HEADS // 2 * head
+    rest = memory.weights_bytes + memory.workspace_bytes + memory.activations_bytes
+    room = memory.device_bytes - memory.outside_bytes - rest
+    assert memory.tokens_that_fit == room // memory.kv_bytes_per_token
+
+
+def test_a_step_that_does_not_fit_is_named(bundle: Path):
+    read = read_bundle(bundle)
+    row = read.rows[-1]
+    assert not row.fits
+    assert row.step_ns is None
+    assert row.peak_bytes > read.manifest.memory.device_bytes
+    assert row.peak_bytes > 1_000_000 * 4097 * read.manifest.memory.kv_bytes_per_token
+    assert all(other.fits for other in read.rows[:-1])
+
+
+def test_notes_count_what_the_tables_leave_out(bundle: Path):
+    read = read_bundle(bundle)
+    traces = dict(read.traces())
+    collectives = max(onerank.read(trace).communication.sum() for trace in traces.values())
+    # An all-reduce after attention and one after the MLP of each layer, at least.
+    assert collectives >= 2 * LAYERS
+    notes = {note.code: note.text for note in read.manifest.notes}
+    assert [*notes] == ["serve-collectives-untimed", "serve-misfits"]
+    assert f"{collectives} collectives" in notes["serve-collectives-untimed"]
+    assert f"1 of {len(read.rows)} " in notes["serve-misfits"]
+
+
+def test_steps_without_a_cuda_graph_are_counted(bundle: Path):
+    read = read_bundle(bundle)
+    manifest, memory = read.manifest, read.manifest.memory
+    points = [
+        Point(
+            msgspec.structs.replace(row, graph_ns=None if row.kind == "mixed" else row.graph_ns),
+            tuple(kernel for kernel in read.kernel_rows if kernel.row == number),
+            PointMemory(0, 0, 0) if row.fits else None,
+            device_type="cuda",
+        )
+        for number, row in enumerate(read.rows, start=1)
+    ]
+    model = build_bundle.Model(
+        manifest.model, manifest.config, manifest.tp, manifest.layers, manifest.longest,
+        memory.weights_bytes, memory.kv_bytes_per_token, memory.device_bytes,
+    )  # fmt: skip
+    rebuilt, _ = build_bundle._bundle(model, points)
+    notes = {note.code: note.text for note in rebuilt.manifest.notes}
+    assert notes["serve-no-cuda-graph"].startswith("1 of 7 steps ")
+
+
+def test_kernels_have_the_work_of_their_module(bundle: Path):
+    read = read_bundle(bundle)
+    by_module = {
+        (kernel.row, kernel.module.rpartition(".layers.*.")[2]): kernel
+        for kernel in read.kernel_rows
+    }
+    rows = {row.composition: number for number, row in enumerate(read.rows, start=1)}
+    decode = rows[Composition(8, 512)]
+    head = HIDDEN // HEADS
+    q_proj = by_module[decode, "self_attn.q_proj"]
+    assert q_proj.flops == LAYERS * 2 * 8 * HIDDEN * HIDDEN // 2
+    assert q_proj.part == "tokens"
+    attention = by_module[decode, "self_attn.step_attention.decode"]
+    assert attention.part == "decode_attention"
+    assert attention.flops == LAYERS * 8 * HEADS // 2 * 513 * 4 * head
+    mixed = rows[Composition(8, 100, 1, 32, 64)]
+    assert by_module[mixed, "self_attn.step_attention.decode"].flops > 0
+    prefill = by_module[mixed, "self_attn.step_attention.prefill"]
+    # 32 queries that see 64 keys and on average half of the 32 new ones.
+    assert prefill.flops == LAYERS * HEADS // 2 * 32 * (64 + 16) * 4 * head
+    # The logits of the last token of each of nine sequences.
+    assert by_module[mixed, "lm_head"].flops == 2 * 9 * HIDDEN * WORDS // 2
+
+
+def test_traces_hold_the_composition(bundle: Path):
+    read = read_bundle(bundle)
+    number, trace = [*read.traces()][-1]
+    forward = onerank.read(trace).job.inference
+    assert forward is not None
+    assert read.rows[number - 1].kind == forward.kind == "mixed"
+    assert forward.context_lengths == (64, *(100,) * 8)
+    assert onerank.recost(trace, "H100").nodes.duration_ns.sum() > 0
+
+
+def test_a_bundle_is_annotated_for_another_gpu(bundle: Path, tmp_path: Path):
+    output = tmp_path / "H200"
+    invoke(annotate, "--target", "H200", bundle, "-o", output)
+    before, after = read_bundle(bundle), read_bundle(output)
+    assert after.manifest.source == "predicted"
+    assert after.manifest.memory.device_bytes > before.manifest.memory.device_bytes
+    direct = onerank.recost(dict(after.traces())[1], "H200")
+    assert after.rows[0].gpu_ns == direct.nodes.duration_ns[direct.compute].sum()
+    refused(annotate, "--target", "H200", "--seq", 4, bundle, error="bundle-option")
+
+
+def test_a_step_that_does_not_fit_into_another_gpu(bundle: Path, tmp_path: Path):
+    read = read_bundle(bundle)
+    # The decode of 64 sequences has the largest KV cache of the steps that fit.
+    peaks = sorted(row.peak_bytes for row in read.rows if row.fits)
+    needed = peaks[-1] + read.manifest.memory.outside_bytes
+    gpu = load_gpu("H200")
+    memory = msgspec.structs.replace(gpu.figures["memory_gb"], value=(needed - 1) / 1e9)
+    gpu = msgspec.structs.replace(gpu, figures={**gpu.figures, "memory_gb": memory})
+    recosted, traces = build_bundle.recost_bundle(read, gpu)
+    misfits = [row for row in recosted.rows if not row.fits]
+    assert [row.composition for row in misfits] == [Composition(64, 512), Composition(10**6, 4096)]
+    assert misfits[0].step_ns is None
+    assert misfits[0].peak_bytes == peaks[-1]
+    recosted.write(tmp_path / "small", traces)
+    assert len(dict(read_bundle(tmp_path / "small").traces())) == len(traces) == len(peaks) - 1
+
+
+RESUMED = """
+import sys
+from pathlib import Path
+
+from onerank.capture.options import Options
+from onerank.capture.serving.compositions import Composition, parse_grid
+from onerank.plan.tasks import Store
+from onerank.serving import build_bundle
+
+config, store = Path(sys.argv[1]), Store(Path(sys.argv[2]))
+grid, options = parse_grid("decode: batch=1,2 context=8"), Options(device="none")
+
+
+class KilledError(Exception):
+    'Ends the run after its first composition.'
+
+
+def progress(_, complete, whole):
+    if complete == 1:
+        raise KilledError
+
+
+try:
+    build_bundle.serve(config, options, grid, store, progress=progress)
+    raise AssertionError("not killed")
+except KilledError:
+    pass
+measured, measure = [], build_bundle._measure
+build_bundle._measure = lambda *args: measured.append(args[1]) or measure(*args)
+bundle, traces = build_bundle.serve(config, options, grid, store)
+assert measured == [Composition(2, 8)], measured
+assert [row.decodes for row in bundle.rows] == [1, 2]
+assert [*traces] == [1, 2]
+
+
+def absent(*_):
+    raise AssertionError("all is stored, so no model is needed")
+
+
+build_bundle._server = absent
+again, _ = build_bundle.serve(config, options, grid, store)
+assert again.rows == bundle.rows
+"""
+
+
+def test_a_run_goes_on_from_stored_results(tmp_path: Path):
+    done = run_code(RESUMED, written(tmp_path, LLAMA), tmp_path / "store")
+    assert done.returncode == 0, done.stderr
+
+
+def test_results_belong_to_the_contents_of_the_files_that_options_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    keys: list[str] = []
+
+    class EmptyStore(Store):
+        def read(self, key: str) -> None:
+            keys.append(key)
+
+    def absent(*_: object) -> None:
+        raise CaptureError("no model is built", code="serve-no-config")
+
+    monkeypatch.setattr(build_bundle, "_server", absent)
+    config, loads, host = written(tmp_path, LLAMA), tmp_path / "loads.csv", tmp_path / "host.toml"
+    options, store = Options(device="none", ep=2, moe_routing=str(loads)), EmptyStore(tmp_path)
+    time = '{kind} = {{ p10_ns = 1, p50_ns = {ns}, p90_ns = 9, source = "here" }}\n'
+    for shares, ns in (("1,1", 2), ("1,1", 2), ("2,1", 2), ("2,1", 3)):
+        loads.write_text(f"{shares}\n")
+        figures = "".join(time.format(kind=kind, ns=ns) for kind in HOST_OP_KINDS)
+        host.write_text(f'name = "test"\n[sources]\nhere = "a test"\n[figures]\n{figures}')
+        with pytest.raises(CaptureError):
+            serve(config, options, None, store, host=str(host))
+    assert keys[0] == keys[1]
+    assert len({*keys}) == 3
+
+
+def test_measured_on_this_machine(tmp_path: Path):
+    windows = onerank.capture.options.WindowPlan(warm_up=1, timed_steps=2)
+    grid = parse_grid("decode: batch=2 context=16; prefill: tokens=8 context=0")
+    bundle, _ = serve(
+        written(tmp_path, LLAMA), Options(windows=windows), grid, Store(tmp_path / "store")
+    )
+    decode = bundle.rows[0]
+    assert decode.source == "measured"
+    assert decode.step_ns is not None
+    assert decode.p10_ns is not None
+    assert decode.p90_ns is not None
+    assert 0 < decode.p10_ns <= decode.step_ns <= decode.p90_ns
+    assert decode.gpu_ns == sum(k.time_ns for k in bundle.kernel_rows if k.row == 1)
+
+
+@pytest.mark.parametrize(
+    ("config", "code"),
+    [
+        ({}, "serve-no-config"),
+        ({"model_type": "no-such-model"}, "serve-model-unknown"),
+        ({"model_type": "vit"}, "serve-model-unknown"),
+        ({**LLAMA, "hidden_size": "wide"}, "serve-model-unknown"),
+        ({**LLAMA, "quantization_config": {"quant_method": "fp8"}}, "serve-quantised"),
+        ({"model_type": "falcon", "num_hidden_layers": 1}, "serve-own-attention"),
+        ({"model_type": "mamba", "num_hidden_layers": 1, "vocab_size": 8}, "serve-own-attention"),
+    ],
+)
+def test_a_model_that_is_not_served(tmp_path: Path, config: dict[str, Any], code: str):
+    path, output = written(tmp_path, config), tmp_path / "bundle"
+    done = run_command("capture", "serve", path, "--device", "none", "-o", output)
+    assert done.returncode == 2
+    assert f"error[{code}]: " in done.stderr
+    assert not output.exists()
+
+
+def test_a_model_whose_step_fails(tmp_path: Path):
+    config = read_config(written(tmp_path, {**LLAMA, "max_position_embeddings": 8}))
+    model = build_model(config, "cpu", shapes_only=False)
+    materialise(model, "cpu")
+
+    def step() -> None:
+        EngineStep.of(model, Composition(1, 1), WORDS, "cpu")()
+        raise RuntimeError("no kernel")
+
+    with pytest.raises(CaptureError) as error:
+        served_model.give_attention_scopes(step, model)
+    assert error.value.code == "serve-step-failed"
+
+
+def test_experts_are_shared_by_ranks(tmp_path: Path):
+    """Four ranks have two of eight experts each; with 2:1:...:1 tokens the first has more."""
+    experts, width, ep = 8, 64, 4
+    sizes = {"hidden_size": width, "num_local_experts": experts, "num_experts_per_tok": 2}
+    config = written(tmp_path, {**LLAMA, "model_type": "mixtral", "head_dim": 16, **sizes})
+    loads = tmp_path / "loads.csv"
+    loads.write_text("2,2,1,1,1,1,1,1\n")
+    done = run_command("capture", "serve", config, "--ep", ep, "--device", "none",
+                       "--moe-routing", loads, "--grid", "prefill: tokens=40,80,160 context=0",
+                       "-o", tmp_path / "b")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    read = read_bundle(tmp_path / "b")
+    assert (read.manifest.ep, read.manifest.moe_routing) == (ep, str(loads))
+    # Attention and norms, router, embedding and head, and a quarter of the experts.
+    attention = 2 * width * HEADS * 16 + 2 * width * KV_HEADS * 16 + 2 * width
+    layer = attention + experts * width + experts // ep * 3 * width * MLP
+    weights = LAYERS * layer + 2 * WORDS * width + width
+    assert read.manifest.memory.weights_bytes == 2 * weights
+    graph = onerank.read(tmp_path / "b" / "traces" / "1.et")
+    nodes = [graph.node(int(i)) for i in graph.communication.nonzero()[0]]
+    sizes = [n.value("comm_bytes") for n in nodes if n.collective.name == "ALL_TO_ALL"]
+    # A rank sends 40 x 2 tokens; this one gets 4 of 10 parts of all ranks' tokens and returns them.
+    sent, received = 40 * 2 * width * 2, 40 * 2 * ep * 4 // 10 * width * 2
+    assert sizes == [sent, received] * LAYERS
+
+
+def test_wrong_sizes_write_nothing(tmp_path: Path):
+    config = written(tmp_path, LLAMA)
+    arguments = ("capture", "serve", config, "--device", "none", "-o", tmp_path / "b")
+    for options, code in (
+        (("--tp", 3), "tp-indivisible-heads"),
+        (("--ep", 2), "ep-no-experts"),
+        (("--moe-routing", "zipf:1"), "routing-unused"),
+        (("--grid", "decode: batch=1000000 context=4096"), "serve-nothing-fits"),
+    ):
+        done = run_command(*arguments, *options)
+        assert done.returncode == 2
+        assert f"error[{code}]: " in done.stderr
+    assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize("name", ["bundle.json", "steps.parquet", "traces/1.et"])
+def test_an_incomplete_bundle(bundle: Path, tmp_path: Path, name: str):
+    copy = tmp_path / "copy"
+    read = read_bundle(bundle)
+    read.write(copy, dict(read.traces()))
+    (copy / name).unlink()
+    with pytest.raises(FormatError) as error:
+        onerank.read_bundle(copy)
+    assert error.value.code == "bundle-incomplete"
+
+
+def test_a_bundle_of_another_version(tmp_path: Path):
+    (tmp_path / "bundle.json").write_text('{"format": 99}')
+    with pytest.raises(FormatError) as error:
+        read_bundle(tmp_path)
+    assert error.value.code == "bundle-version"
+
+
+def test_no_other_directory_is_replaced(bundle: Path, tmp_path: Path):
+    (tmp_path / "precious").touch()
+    with pytest.raises(FormatError) as error:
+        read_bundle(bundle).write(tmp_path, {})
+    assert error.value.code == "bundle-not-replaced"
+    assert (tmp_path / "precious").exists()
+
+
+def test_a_bundle_interpolates_and_prints_itself(bundle: Path):
+    read = onerank.read_bundle(bundle)
+    table = read.at("decode: batch=16 context=512")
+    (row,) = table.to_dicts()
+    assert row["source"] == "interpolated"
+    graph_ns = [other.graph_ns or 0 for other in read.rows if other.kind == "decode" and other.fits]
+    assert min(graph_ns) <= row["graph_ns"] <= max(graph_ns)
+    assert "LlamaForCausalLM" in repr(read)
