@@ -239,7 +239,7 @@ def report_energy(
     above = (power_share(utilization_of(kernels, gpu), c) - c.base) * (
         tdp * kernels.duration_ns * 1e-3
     )
-    busy = _energy_under_limit(kernels.duration_ns, above, base, tdp, durations)
+    busy = _energy_under_limit(kernels.duration_ns, above, (base, model.at_limit), tdp, durations)
     idle_ns = max(0, durations.step_ns - durations.busy_ns)
     idle_uj = (idle + links) * idle_ns * 1e-3
     step = busy.uj + idle_uj
@@ -294,7 +294,11 @@ class _Busy(NamedTuple):
 
 
 def _energy_under_limit(
-    duration_ns: F64, above_uj: F64, base: float, tdp: float, durations: StepDurations
+    duration_ns: F64,
+    above_uj: F64,
+    ends: tuple[float, float],
+    tdp: float,
+    durations: StepDurations,
 ) -> _Busy:
     """Return the energy of nodes under the power limit, which applies to the busy time's mean.
 
@@ -304,17 +308,17 @@ def _energy_under_limit(
     Args:
         duration_ns: duration of each node, float64[n].
         above_uj: energy of each above the base, float64[n].
-        base: base power as a share of the limit.
+        ends: least and largest mean power, as shares of the limit.
         tdp: the limit in W.
         durations: busy time of the GPU.
     """
-    least, limit = (share * tdp * durations.busy_ns * 1e-3 for share in (base, 1))
+    least, limit = (share * tdp * durations.busy_ns * 1e-3 for share in ends)
     wanted = used = least + above_uj.sum()
     if wanted > limit > 0:
         # Only the part above the base slows down with the clock.
         used = limit
         above_uj = above_uj * ((limit - least) / above_uj.sum())
-    base_uj = base * (tdp * duration_ns * 1e-3)  # W x ns = nJ; in uJ
+    base_uj = ends[0] * (tdp * duration_ns * 1e-3)  # W x ns = nJ; in uJ
     return _Busy(base_uj + above_uj, used, wanted)
 
 

@@ -27,6 +27,7 @@ from pathlib import Path
 import kernel_db_accuracy
 import numpy as np
 import polars as pl
+import power_transfer
 from harness import given_folder
 
 from onerank.annotate import load_gpu, recost
@@ -40,7 +41,7 @@ from onerank.annotate.models.learned import (
 from onerank.annotate.op_costs.cost_record import GemmShape
 from onerank.ir import Device, Edges, Evidence, Graph, Job, Kind, Nodes, StringTable
 from onerank.ir.arrays import F64, Mask
-from tools.fit.evaluate_fit import Case, as_by_datasheet, as_calibrated, looked_up_cases
+from tools.fit.evaluate_fit import POWER_FILE, Case, as_by_datasheet, as_calibrated, looked_up_cases
 from tools.fit.leave_one_out import (
     attention_cases,
     errors_of,
@@ -91,6 +92,8 @@ def main() -> None:
     if have(folder, "neusight_nodes_fp32.parquet"):
         published(folder)
     kernel_db_accuracy.tables(folder, products, fits)
+    if have(folder, POWER_FILE):
+        power_transfer.table(folder, fits)
     coverage(folder, fits)
     million()
 

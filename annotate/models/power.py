@@ -43,6 +43,8 @@ class PowerModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         source: origin of the measurements.
         fitted: when, and to what.
+        at_limit: mean power of a GPU whose kernels would draw more than the limit, as a share of
+            the limit. Its regulator stays below it.
         kernel_low: 10th percentile of ln(measured / predicted), with the call's class left out.
         kernel_high: 90th percentile.
         step_error: largest error of summed energy outside the fit.
@@ -52,6 +54,7 @@ class PowerModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     source: str
     fitted: str
+    at_limit: float
     kernel_low: float
     kernel_high: float
     step_error: float

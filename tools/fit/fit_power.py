@@ -12,6 +12,7 @@ import sys
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Self
 
 import msgspec
 import numpy as np
@@ -19,7 +20,6 @@ import polars as pl
 
 from onerank.annotate.describe_gpu import Powers, fit
 from onerank.annotate.energy import SETTLED_S, StepDurations, report_energy
-from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.gpus.registry import find_gpu, load_gpu
 from onerank.annotate.kernel_db.calls import CallKey, call_of
 from onerank.annotate.kernel_db.database import KernelRow, read_database, rows_of
@@ -147,12 +147,11 @@ def _results(call: Call, tensors: list[Tensor]) -> list[Tensor]:
     return [max(tensors, key=lambda tensor: tensor.numel)] if operator_class in _AS_OPERAND else []
 
 
-def read_products(path: Path) -> list[Powers]:
-    """Read bf16 products of `LEAST_US` and more with their power, one entry per GPU.
+def read_gemm_powers(path: Path) -> dict[str, pl.DataFrame]:
+    """Read bf16 GEMMs of `LEAST_US` and more with their power: name of the GPU -> its rows.
 
     Raises:
         FormatError: the file is no such table.
-        TargetError: a GPU has no description, or one without power limit.
     """
     try:
         table = pl.read_parquet(path)
@@ -168,13 +167,16 @@ def read_products(path: Path) -> list[Powers]:
     if "dtype" in table.columns:
         table = table.filter(pl.col("dtype").cast(pl.String) == "bfloat16")
     table = table.filter(pl.col("time_us") >= LEAST_US)
-    return [
-        _products(load_gpu(str(key)), rows)
-        for (key,), rows in table.group_by("gpu", maintain_order=True)
-    ]
+    return {str(key): rows for (key,), rows in table.group_by("gpu", maintain_order=True)}
 
 
-def _products(gpu: Gpu, rows: pl.DataFrame) -> Powers:
+def gemm_powers(name: str, rows: pl.DataFrame) -> Powers:
+    """Return the power of a GPU's bf16 GEMMs: columns m, n, k, time_us, power_w.
+
+    Raises:
+        TargetError: the GPU has no description, or one without power limit.
+    """
+    gpu = load_gpu(name)
     rate = gpu.tensor_flops_per_s("bfloat16")
     if gpu.tdp_w is None or rate is None:
         raise TargetError(
@@ -199,11 +201,46 @@ class Errors:
     calls: F64
 
 
-def errors_of(coefficients: F64, measured: Powers) -> Errors:
+@dataclass(frozen=True, slots=True)
+class FittedPower:
+    """Coefficients, and what a GPU at its limit draws.
+
+    Attributes:
+        coefficients: see `PowerCoefficients`, float64[5].
+        at_limit: see `PowerModel`.
+    """
+
+    coefficients: F64
+    at_limit: float
+
+    @classmethod
+    def of(cls, measured: list[Powers]) -> Self:
+        """Return the fit to sustained calls."""
+        coefficients = fit(measured)
+        wanted, drawn = (
+            np.concatenate(each)
+            for each in (
+                [_wanted(coefficients, calls) for calls in measured],
+                [calls.share for calls in measured],
+            )
+        )
+        # A sensor is off by some percent, so the median may exceed the limit.
+        limited = drawn[wanted > 1]
+        return cls(coefficients, min(1.0, float(np.median(limited))) if len(limited) else 1.0)
+
+    def shares(self, measured: Powers) -> F64:
+        """Return the power of each call as a share of the limit, float64[d]."""
+        return np.minimum(self.at_limit, _wanted(self.coefficients, measured))
+
+
+def _wanted(coefficients: F64, measured: Powers) -> F64:
+    """Return the power of each call without a limit, float64[d]."""
+    return power_share(measured.use, PowerCoefficients(*coefficients.tolist()))
+
+
+def errors_of(model: FittedPower, measured: Powers) -> Errors:
     """Return the error of the model on sustained calls."""
-    shares = power_share(measured.use, PowerCoefficients(*coefficients.tolist()))
-    # The power limit caps the draw.
-    predicted = np.minimum(1, shares)
+    predicted = model.shares(measured)
     whole = (predicted @ measured.duration_s) / (measured.share @ measured.duration_s)
     return Errors(float(whole) - 1, predicted / measured.share - 1)
 
@@ -214,7 +251,9 @@ def without_its_class(calls: Powers) -> F64:
     errors = np.zeros(len(names))
     for name in dict.fromkeys(calls.names):
         in_class = names == name
-        errors[in_class] = errors_of(fit([calls.only(~in_class)]), calls.only(in_class)).calls
+        errors[in_class] = errors_of(
+            FittedPower.of([calls.only(~in_class)]), calls.only(in_class)
+        ).calls
     return errors
 
 
@@ -262,7 +301,7 @@ def model_of(
     source: str,
 ) -> tuple[PowerModel, list[Step]]:
     """Return the fitted model with its errors, and the steps with their modelled power."""
-    coefficients = fit(measured)
+    fitted = FittedPower.of(measured)
     left_out = np.concatenate([without_its_class(calls) for calls in measured])
     # The errors are predicted over measured, and an interval needs the inverse.
     low, high = np.quantile(-np.log1p(left_out), [0.1, 0.9])
@@ -270,6 +309,7 @@ def model_of(
     count = sum(len(calls.share) for calls in measured)
     model = PowerModel(
         source=source,
+        at_limit=round(fitted.at_limit, 3),
         fitted=f"{datetime.now(UTC):%Y-%m-%d}, to {count} calls of every class on {names}",
         kernel_low=round(float(low), 3),
         kernel_high=round(float(high), 3),
@@ -277,14 +317,13 @@ def model_of(
         step_error=0.0,
         step_errors="",
         coefficients=PowerCoefficients(
-            *(round(float(coefficient), 3) for coefficient in coefficients)
+            *(round(float(coefficient), 3) for coefficient in fitted.coefficients)
         ),
     )
     fitted_steps = [step_of(name, graph, model) for name, graph in steps]
     errors_by_case = [(f"a step on {names}", step.error) for step in fitted_steps]
     errors_by_case += [
-        (f"products of {calls.gpu.name}", errors_of(coefficients, calls).energy)
-        for calls in products
+        (f"products of {calls.gpu.name}", errors_of(fitted, calls).energy) for calls in products
     ]
     worst = max((abs(error) for _, error in errors_by_case), default=1.0)
     text = ", ".join(f"{name} {error:+.1%}" for name, error in errors_by_case)
@@ -303,6 +342,8 @@ def to_toml(model: PowerModel) -> str:
             "",
             f'source = "{model.source}"',
             f'fitted = "{model.fitted}"',
+            "# mean power at the limit, as a share of it",
+            f"at_limit = {model.at_limit:.3f}",
             "# ln(measured / predicted) of calls of a class left out, 10 and 90 %",
             f"kernel_low = {model.kernel_low:.3f}",
             f"kernel_high = {model.kernel_high:.3f}",
@@ -319,17 +360,16 @@ def to_toml(model: PowerModel) -> str:
 
 def table(measured: list[Powers], products: list[Powers], steps: list[Step]) -> str:
     """Return the evaluation as text, a line per case."""
-    coefficients = fit(measured)
+    fitted = FittedPower.of(measured)
+    names = (*PowerCoefficients.__struct_fields__, "at_limit")
+    values = (*fitted.coefficients.tolist(), fitted.at_limit)
     lines = [
-        "  ".join(
-            f"{name} {value:.3f}"
-            for name, value in zip(PowerCoefficients.__struct_fields__, coefficients, strict=True)
-        ),
+        "  ".join(f"{name} {value:.3f}" for name, value in zip(names, values, strict=True)),
         "",
         f"{'':34}{'calls':>7}{'energy':>9}{'median':>9}{'mean':>8}{'p90':>8}",
     ]
     for calls in measured:
-        lines.append(_line(f"{calls.gpu.name}, fitted to", errors_of(coefficients, calls)))
+        lines.append(_line(f"{calls.gpu.name}, fitted to", errors_of(fitted, calls)))
         error = without_its_class(calls)
         names = np.array(calls.names)
         # Weighted by energy, as the sum over a step is.
@@ -342,7 +382,7 @@ def table(measured: list[Powers], products: list[Powers], steps: list[Step]) -> 
                 ((1 + error[in_class]) * watts[in_class]).sum() / watts[in_class].sum() - 1
             )
             lines.append(_line(f"    {name}", Errors(class_error, error[in_class])))
-    lines += [_line(f"{calls.gpu.name}, products of a table", errors_of(coefficients, calls))
+    lines += [_line(f"{calls.gpu.name}, products of a table", errors_of(fitted, calls))
               for calls in products]  # fmt: skip
     if steps:
         lines += ["", f"{'whole steps':34}{'read':>9}{'model':>9}"]
@@ -370,7 +410,8 @@ def main() -> None:
     parser.add_argument("--source", default="unknown", help="source of the measurements")
     options = parser.parse_args()
     measured = read_measured(options.database)
-    products = read_products(options.products) if options.products else []
+    tables = read_gemm_powers(options.products) if options.products else {}
+    products = [gemm_powers(name, rows) for name, rows in tables.items()]
     steps = [(path.name, read(path)) for path in options.step]
     model, fitted_steps = model_of(measured, products, steps, options.source)
     sys.stdout.write(f"{table(measured, products, fitted_steps)}\n")

@@ -18,12 +18,13 @@ from onerank.annotate.models.power import PowerCoefficients, power_model, power_
 from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import Kind, Reading, Sensors
 from tools.fit.fit_power import (
+    FittedPower,
     Powers,
     errors_of,
     fit,
     model_of,
+    read_gemm_powers,
     read_measured,
-    read_products,
     step_of,
     to_toml,
 )
@@ -40,7 +41,9 @@ def test_a_kernel_at_full_rate_is_held_to_the_limit_and_gaps_draw_idle_power(tra
     graph = trace(mm(4096, 4096, 4096, ns=204_970))
     found = report_energy(graph, gpu, StepDurations(304_970, 204_970, "made"))
     assert C.base + C.active + C.tensor > 1
-    assert found.node_uj[0] == pytest.approx(700 * 204.970, rel=1e-6)
+    at_limit = power_model().at_limit
+    assert 0.95 < at_limit < 1
+    assert found.node_uj[0] == pytest.approx(at_limit * 700 * 204.970, rel=1e-5)
     assert found.idle_uj == 100 * 100
     assert found.step_uj == found.busy_uj + found.idle_uj
     assert found.step_low_uj < found.step_uj < found.step_high_uj
@@ -155,9 +158,11 @@ def held(share: float = 1.0) -> Powers:
 def test_the_fit_finds_the_coefficients_it_was_made_with():
     made = msgspec.structs.astuple(MADE)
     assert fit([held()]) == pytest.approx(made, abs=1e-3)
-    assert abs(errors_of(fit([held()]), held()).energy) < 1e-3
+    assert abs(errors_of(FittedPower.of([held()]), held()).energy) < 1e-3
     assert left_out(held()) == pytest.approx(0, abs=1e-3)
-    assert errors_of(np.array(made), held(share=0.8)).energy == pytest.approx(0.25)
+    assert errors_of(FittedPower(np.array(made), 1.0), held(share=0.8)).energy == pytest.approx(
+        0.25
+    )
 
 
 def test_the_steps_interval_is_the_largest_error_that_was_not_fitted_to():
@@ -165,6 +170,10 @@ def test_the_steps_interval_is_the_largest_error_that_was_not_fitted_to():
     assert model.step_error == 0.25
     assert model.step_errors == "products of H200 +25.0%, products of H200 +0.0%"
     assert "vector = 4.000" in to_toml(model)
+    assert model.at_limit == 1
+    drawing = held()
+    below = replace(drawing, share=np.minimum(0.96, drawing.share))
+    assert FittedPower.of([below]).at_limit == pytest.approx(0.96)
     alone, _ = model_of([held()], [], [], "made")
     assert alone.step_error == 1, "nothing is known of other calls"
 
@@ -202,6 +211,6 @@ def test_a_table_without_power_is_an_error(tmp_path: Path):
     path = tmp_path / "x.parquet"
     pl.DataFrame({"gpu": ["H200"], "m": [1]}).write_parquet(path)
     with raises_code("fit-missing-columns", naming=("x.parquet", "n, k, time_us, power_w")):
-        read_products(path)
+        read_gemm_powers(path)
     with raises_code("fit-unreadable-table"):
-        read_products(tmp_path / "none.parquet")
+        read_gemm_powers(tmp_path / "none.parquet")
