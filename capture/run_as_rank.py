@@ -22,10 +22,10 @@ from onerank.capture.fake_world.recorder import Peers, RealPeers, Recorder, peer
 from onerank.capture.fake_world.sender_processes import SenderProcesses
 from onerank.capture.isolation import named_progress
 from onerank.capture.no_device.emulated_process import EmulatedProcess
-from onerank.capture.no_device.recorded_step import UNRECORDED, RecordedStep
+from onerank.capture.no_device.recorded_step import UNRECORDED, StepRecorder
 from onerank.capture.options import Options
 from onerank.capture.parallelize.data.apply_data_parallel import DataParallelism
-from onerank.capture.parallelize.data.data_groups import Groups, data_ranks
+from onerank.capture.parallelize.data.data_groups import DataGroups, data_ranks
 from onerank.capture.parallelize.data.grad_accumulation import DeferredGradSync
 from onerank.capture.parallelize.data.grad_clipping import Clipping
 from onerank.capture.parallelize.data.optimizers import cutting_states, note_of_slices
@@ -116,7 +116,7 @@ def run_as_rank(
         emulated = EmulatedProcess.of(options.emulated_gpu, script)
         if emulated is not None:
             make_windows = functools.partial(
-                RecordedStep,
+                StepRecorder,
                 emulated,
                 unrecorded=unrecorded_steps(options),
                 recorded=options.recorded_steps,
@@ -332,7 +332,7 @@ def _parallel(
             stack.enter_context(deferred_sums.installed())
         if copies > 1:
             deferred = strategy == "fsdp" and models is None and has_accelerator()
-            groups = Groups(peers.new_group, world, rank)
+            groups = DataGroups(peers.new_group, world, rank)
             data = DataParallelism(
                 strategy, groups, deferred=deferred, micro_batches=options.micro_batches
             )

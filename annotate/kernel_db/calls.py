@@ -268,7 +268,7 @@ _BY_ROW = (OpClass.NORM, OpClass.SOFTMAX, OpClass.REDUCTION)
 _FEW = 8
 
 
-class Point(NamedTuple):
+class CallPoint(NamedTuple):
     """A call as a point among comparable calls.
 
     Attributes:
@@ -283,7 +283,7 @@ class Point(NamedTuple):
     work: Work
 
 
-def point_of(key: CallKey) -> Point | None:
+def point_of(key: CallKey) -> CallPoint | None:
     """Return the point of a call; None if its sizes do not determine its time.
 
     The sizes of GEMMs are batch, m, n and k; of attention batch, heads, key heads and lengths; of
@@ -298,19 +298,19 @@ def point_of(key: CallKey) -> Point | None:
     work = work_of_call(key.operator, call)
     if work.gemm and all(work.gemm):
         batch, m, n, k, _, _ = work.gemm
-        return Point((key.operator, dtypes), _logs(batch, m, n, k), work)
+        return CallPoint((key.operator, dtypes), _logs(batch, m, n, k), work)
     # Packed sequences pass their lengths as int32 tensors, whose values a key does not contain.
     packed = "int32" in key.dtypes
     if work.attention and all(work.attention.sizes) and not packed:
         batch, heads, key_heads, rows, keys, *fixed = work.attention
         group = (key.operator, dtypes, *fixed)
-        return Point(group, _logs(batch, heads, key_heads, rows, keys), work)
+        return CallPoint(group, _logs(batch, heads, key_heads, rows, keys), work)
     return None
 
 
 def _streaming(
     key: CallKey, call: Call, operator_class: OpClass, dtypes: tuple[str, ...]
-) -> Point | None:
+) -> CallPoint | None:
     tensors = [operand[0] for operand in call.inputs if operand]
     largest = max(tensors, key=lambda tensor: tensor.numel)
     if not largest.numel:
@@ -323,7 +323,7 @@ def _streaming(
     )
     sizes = [call.input_bytes, *(largest.shape[-1:] if operator_class in _BY_ROW else ())]
     forms = tuple(_form(tensor, largest) for tensor in tensors) if len(tensors) <= _FEW else ()
-    return Point((key.operator, dtypes, key.attributes, forms), _logs(*sizes), work)
+    return CallPoint((key.operator, dtypes, key.attributes, forms), _logs(*sizes), work)
 
 
 def _form(operand: Tensor, largest: Tensor) -> str:

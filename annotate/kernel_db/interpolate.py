@@ -18,9 +18,9 @@ import numpy as np
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.kernel_db.calls import (
     CallKey,
+    CallPoint,
     Keyed,
     Layout,
-    Point,
     keys_of,
     layout_of,
     modelled_ns,
@@ -279,12 +279,12 @@ def between(
     gives the range of interpolation.
     """
     predictions: list[Between | None] = [None] * len(keys)
-    unmeasured: dict[tuple[object, ...], list[tuple[int, Point]]] = {}
+    unmeasured: dict[tuple[object, ...], list[tuple[int, CallPoint]]] = {}
     for position, key in enumerate(keys):
         if point := point_of(key):
             unmeasured.setdefault(point.group, []).append((position, point))
     operators = {keys[position].operator for calls in unmeasured.values() for position, _ in calls}
-    measured: dict[tuple[object, ...], list[tuple[CallKey, Point]]] = {}
+    measured: dict[tuple[object, ...], list[tuple[CallKey, CallPoint]]] = {}
     for key in library.target:
         if key.operator in operators and (point := point_of(key)) and point.group in unmeasured:
             measured.setdefault(point.group, []).append((key, point))
@@ -299,8 +299,8 @@ def between(
 
 def _interpolate_group(
     library: Library,
-    rows: list[tuple[CallKey, Point]],
-    unmeasured: list[Point],
+    rows: list[tuple[CallKey, CallPoint]],
+    unmeasured: list[CallPoint],
     gpu: Gpu,
     from_description: PredictFromDescription,
 ) -> list[Between | None]:

@@ -155,7 +155,7 @@ class AsyncWork(_c10d.Work):
         self._outputs, self._kept = [], ()
 
 
-class CallTimes:
+class EmulatedCallTimes:
     """Host time of emulated calls and of waits, while it is enabled.
 
     Attributes:
@@ -199,7 +199,7 @@ class Pending:
     # methods: so handles of completed calls stay too, without their tensors.
 
     def __init__(self) -> None:
-        self.times = CallTimes()
+        self.times = EmulatedCallTimes()
         self._running: dict[int, AsyncWork] = {}
         self._completed: dict[int, AsyncWork] = {}
         # Backward issues calls from autograd's threads.

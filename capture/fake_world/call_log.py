@@ -11,7 +11,7 @@ from torch.distributed import distributed_c10d
 from onerank.capture.collective_kernels import CollectiveEmulation
 from onerank.capture.collective_kernels.kernels import Engine
 from onerank.capture.collective_record import CommCall, Group, Payload, payload_of
-from onerank.capture.fake_world.async_work import CallTimes, Pending
+from onerank.capture.fake_world.async_work import EmulatedCallTimes, Pending
 from onerank.capture.fake_world.p2p_phases import Key, StagePurposes, StepPurposes
 from onerank.capture.fake_world.vocab_partial_sums import PartialSums
 from onerank.ir.errors import CaptureError
@@ -133,7 +133,7 @@ class CallLog:
         self.engine.paced = on
 
     @property
-    def call_times(self) -> CallTimes:
+    def call_times(self) -> EmulatedCallTimes:
         """Host time of emulated calls and of waits."""
         return self.pending.times
 

@@ -66,7 +66,7 @@ _NO_OPERANDS: Operands = ([], [], [], [])
 
 
 @dataclass(slots=True)
-class Event:
+class RecordedEvent:
     """An operator or an annotation.
 
     Attributes:
@@ -119,7 +119,7 @@ class Allocation:
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class RecordedWait:
     """A stream, or the host, waits for what a stream was given before.
 
     Attributes:
@@ -150,16 +150,16 @@ class EventLog:
     """
 
     recording: bool = False
-    events: list[Event] = field(default_factory=list[Event])
+    events: list[RecordedEvent] = field(default_factory=list[RecordedEvent])
     allocations: list[Allocation] = field(default_factory=list[Allocation])
     live_bytes: int = 0
     peak_bytes: int = 0
     stream: int = 0
-    waits: list[Wait] = field(default_factory=list[Wait])
+    waits: list[RecordedWait] = field(default_factory=list[RecordedWait])
     _tick: int = 0
     _stream_of: dict[int, int] = field(default_factory=dict[int, int])
     _threads: dict[int, int] = field(default_factory=lambda: {threading.get_ident(): 1})
-    _open: dict[int, list[Event]] = field(default_factory=dict[int, list[Event]])
+    _open: dict[int, list[RecordedEvent]] = field(default_factory=dict[int, list[RecordedEvent]])
 
     def begin_step(self) -> None:
         """Forget what was recorded, and keep events from here on."""
@@ -178,17 +178,19 @@ class EventLog:
             while stack:
                 self._end(stack.pop())
 
-    def begin(self, name: str, category: Category = "cpu_op", **details: Any) -> Event | None:
+    def begin(
+        self, name: str, category: Category = "cpu_op", **details: Any
+    ) -> RecordedEvent | None:
         """Begin an event on this thread; None while nothing is recorded."""
         if not self.recording:
             return None
         thread = self._thread()
-        event = Event(name, category, thread, self._next(), stream=self.stream, **details)
+        event = RecordedEvent(name, category, thread, self._next(), stream=self.stream, **details)
         self.events.append(event)
         self._open.setdefault(thread, []).append(event)
         return event
 
-    def end(self, event: Event | None) -> None:
+    def end(self, event: RecordedEvent | None) -> None:
         """End an event, and those that began within it and are open."""
         if event is None or event.end:
             return
@@ -206,7 +208,7 @@ class EventLog:
     def wait(self, stream: int, awaited: int, until: int) -> None:
         """Record that a stream waits for what another one was given before a tick."""
         if self.recording and stream != awaited:
-            self.waits.append(Wait(self._next(), stream, awaited, until))
+            self.waits.append(RecordedWait(self._next(), stream, awaited, until))
 
     def wait_on_host(self, awaited: int | None, until: int | None = None) -> None:
         """Record that the host waits, as in `cudaStreamSynchronize`.
@@ -217,7 +219,7 @@ class EventLog:
         """
         if self.recording:
             tick = self._next()
-            self.waits.append(Wait(tick, None, awaited, tick if until is None else until))
+            self.waits.append(RecordedWait(tick, None, awaited, tick if until is None else until))
 
     def mark(self) -> int:
         """Return a place in the log for `forget_since`."""
@@ -231,7 +233,7 @@ class EventLog:
         """Return the FLOPs of each launch of a kernel that Inductor generated, in order."""
         return tuple(event.flops for event in self.events if event.name.startswith(GENERATED))
 
-    def innermost(self) -> Event | None:
+    def innermost(self) -> RecordedEvent | None:
         """Return the innermost open event of this thread."""
         stack = self._open.get(self._thread())
         return stack[-1] if stack else None
@@ -262,7 +264,7 @@ class EventLog:
                 Allocation(self._next(), self._thread(), storage, change, self.live_bytes, stream)
             )
 
-    def _end(self, event: Event) -> None:
+    def _end(self, event: RecordedEvent) -> None:
         event.end = self._next()
 
     def _next(self) -> int:
@@ -357,7 +359,7 @@ def _write(path: Path, content: Mapping[str, Any]) -> None:
         file.write(msgspec.json.encode(content))
 
 
-def _kineto_events(log: EventLog, kept: Sequence[Event]) -> list[dict[str, Any]]:
+def _kineto_events(log: EventLog, kept: Sequence[RecordedEvent]) -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = []
     with_streams = any(event.stream for event in kept)
     for number, event in enumerate(kept, start=1):
@@ -406,7 +408,7 @@ def _kineto_events(log: EventLog, kept: Sequence[Event]) -> list[dict[str, Any]]
     return events
 
 
-def _kineto_wait(wait: Wait) -> dict[str, Any]:
+def _kineto_wait(wait: RecordedWait) -> dict[str, Any]:
     """Return a wait as the profiler writes it; no runtime call issued it, so a tick names it."""
     args = {"wait_on_cuda_event_id": wait.until}
     if wait.stream is not None:
@@ -424,12 +426,12 @@ def _kineto_wait(wait: Wait) -> dict[str, Any]:
     }
 
 
-def _nodes(kept: Sequence[Event]) -> list[dict[str, Any]]:
-    root = Event("[pytorch|profiler|execution_trace|process]", "user_annotation", 0, 0)
+def _nodes(kept: Sequence[RecordedEvent]) -> list[dict[str, Any]]:
+    root = RecordedEvent("[pytorch|profiler|execution_trace|process]", "user_annotation", 0, 0)
     return [_node(record, event) for record, event in enumerate([root, *kept])]
 
 
-def _node(record: int, event: Event) -> dict[str, Any]:
+def _node(record: int, event: RecordedEvent) -> dict[str, Any]:
     """Return the node of the event with a record number; number 0 is the root, which calls all."""
     keys = ("values", "shapes", "types", "strides")
     return {

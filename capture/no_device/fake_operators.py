@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from onerank.capture.fake_tensors import KNOWN_ELEMENTS, is_small, mark_written
-from onerank.capture.no_device.event_log import Describer, Event, EventLog
+from onerank.capture.no_device.event_log import Describer, EventLog, RecordedEvent
 from onerank.capture.no_device.fake_kernels import RepeatedCalls, lacks_fake, shapes_of
 from onerank.capture.no_device.functional_collectives import FunctionalCollectives
 from onerank.capture.no_device.gpu_operators import (
@@ -45,7 +45,7 @@ from onerank.capture.no_device.tensor_values import (
     UnknownValues,
     Workspaces,
 )
-from onerank.capture.no_device.triton_kernels import WRAPPED, Launch, wrapped_launch
+from onerank.capture.no_device.triton_kernels import WRAPPED, TritonLaunch, wrapped_launch
 
 # torch's dispatcher and autograd's nodes have no public names and no types.
 _torch: Any = torch
@@ -409,7 +409,7 @@ class FakeOperators(TorchDispatchMode):
         finally:
             self._log.end(event)
 
-    def _describe_results(self, call: _Call, result: Any, event: Event) -> None:
+    def _describe_results(self, call: _Call, result: Any, event: RecordedEvent) -> None:
         event.outputs = self.describe(result if isinstance(result, tuple) else (result,))
         if not event.on_device:
             return
@@ -452,7 +452,7 @@ class FakeOperators(TorchDispatchMode):
         holders = 2  # the tensor, and the Python object of its storage
         return _torch._C._storage_Use_Count(storage._cdata) <= holders
 
-    def begin_function(self, name: str) -> Event | None:
+    def begin_function(self, name: str) -> RecordedEvent | None:
         """Begin the forward of an autograd function, with the number that its node will get."""
         if self._emulating or not self._log.recording:
             return None
@@ -462,7 +462,7 @@ class FakeOperators(TorchDispatchMode):
             sequence = self._last_sequence = _torch.autograd._get_sequence_nr()
         return self._log.begin(name, sequence=sequence)
 
-    def launch(self, launch: Launch) -> None:
+    def launch(self, launch: TritonLaunch) -> None:
         """Record a Triton kernel that Python launches."""
         event = self._begin(launch.name)
         if event is not None:
@@ -497,7 +497,7 @@ class FakeOperators(TorchDispatchMode):
             self.known.spoil(written.storage)
             mark_written(written.storage, zero=False)
 
-    def _begin(self, name: str) -> Event | None:
+    def _begin(self, name: str) -> RecordedEvent | None:
         if self._emulating or not self._log.recording:
             return None
         self.follow_backward()
@@ -676,7 +676,7 @@ class FakeOperators(TorchDispatchMode):
 
     def _annotate(self, schema: _Schema, args: Any) -> Any:
         """Record a `record_function` range that Python opens or closes."""
-        open_ranges: list[Event | None] = _local.__dict__.setdefault("open_ranges", [])
+        open_ranges: list[RecordedEvent | None] = _local.__dict__.setdefault("open_ranges", [])
         if schema.base.startswith("_record_function_enter"):
             self.follow_backward()
             open_ranges.append(self._log.begin(args[0], "user_annotation"))

@@ -45,7 +45,7 @@ class _Scopes:
             self._log.end(event)
 
 
-class RecordedStep:
+class StepRecorder:
     """Lets the script take its steps and records the last ones; in the place of `Windows`.
 
     Args:

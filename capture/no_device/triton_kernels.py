@@ -26,7 +26,7 @@ WRAPPED: Any = _wrapped_kernels.triton_kernel_wrapper_mutation
 
 
 @dataclass(frozen=True)
-class Launch:
+class TritonLaunch:
     """The launch of a kernel.
 
     Attributes:
@@ -42,7 +42,7 @@ class Launch:
     tensors: Sequence[Tensor]
 
 
-def launch_of(kernel: Any, args: Sequence[Any], named: dict[str, Any]) -> Launch:
+def launch_of(kernel: Any, args: Sequence[Any], named: dict[str, Any]) -> TritonLaunch:
     """Return the launch of a kernel.
 
     Args:
@@ -63,10 +63,10 @@ def launch_of(kernel: Any, args: Sequence[Any], named: dict[str, Any]) -> Launch
         writes = [operand for operand in writes if isinstance(operand, Tensor)]
         unread = accesses.written - accesses.read
         reads = [None if at in unread else operand for at, operand in enumerate(operands)]
-    return Launch(f"triton::{kernel.__name__}", reads, writes, tensors)
+    return TritonLaunch(f"triton::{kernel.__name__}", reads, writes, tensors)
 
 
-def wrapped_launch(kernel_idx: int, constant_args_idx: int, kwargs: dict[str, Any]) -> Launch:
+def wrapped_launch(kernel_idx: int, constant_args_idx: int, kwargs: dict[str, Any]) -> TritonLaunch:
     """Return the launch that the operator `WRAPPED` stands for.
 
     Args:
@@ -80,7 +80,7 @@ def wrapped_launch(kernel_idx: int, constant_args_idx: int, kwargs: dict[str, An
 
 
 @contextlib.contextmanager
-def recorded_launches(record: Callable[[Launch], None]) -> Generator[None]:
+def recorded_launches(record: Callable[[TritonLaunch], None]) -> Generator[None]:
     """Record launches of kernels on fake tensors instead of compiling and running them."""
     original = resolve(f"{MODULE}.JITFunction").run
 

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import torch
 
-from onerank.converters.sources.kineto import Action, History, lingering
+from onerank.converters.sources.kineto import AllocatorAction, History, lingering
 from onerank.ir import AllocatorSettings
 
 ByMemoryClass = dict[str, tuple[int, ...]]
@@ -40,9 +40,9 @@ WORKSPACE = "workspace"
 """Class of memory that no Python tensor refers to: cuBLAS workspaces, buckets, C++ tensors."""
 
 _ACTIONS = {
-    "alloc": Action.ALLOCATED,
-    "free_requested": Action.FREED,
-    "free_completed": Action.USABLE,
+    "alloc": AllocatorAction.ALLOCATED,
+    "free_requested": AllocatorAction.FREED,
+    "free_completed": AllocatorAction.USABLE,
 }
 _DEFAULT_POOL = (0, 0)
 EMPTY_SNAPSHOT: Snapshot = {"segments": (), "device_traces": ()}
@@ -223,7 +223,7 @@ _SHIFTS = tuple(sorted(range(-16, 17), key=abs))
 def _events(history: History) -> list[tuple[int, int, int]]:
     rows = zip(history.action, history.bytes, history.pool, strict=True)
     # When freed memory becomes usable is what differs between the steps.
-    return [row for row in rows if row[0] != Action.USABLE]
+    return [row for row in rows if row[0] != AllocatorAction.USABLE]
 
 
 def _equal(left: Sequence[Any], right: Sequence[Any], shift: int) -> bool:

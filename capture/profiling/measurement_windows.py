@@ -32,7 +32,7 @@ from onerank.capture.profiling.allocator_snapshots import LastStepHistory
 from onerank.capture.profiling.module_scopes import Modules
 from onerank.capture.profiling.nvml import SensorSampler
 from onerank.capture.profiling.profiled_windows import ProfiledWindows
-from onerank.capture.profiling.step_memory import Collector, StepMemory
+from onerank.capture.profiling.step_memory import CollectorMemory, StepMemory
 from onerank.capture.profiling.step_timers import ModuleTimer, StepTimer
 from onerank.capture.profiling.step_variance import (
     StepWork,
@@ -272,14 +272,14 @@ class UnprofiledWindows:
 
     def warm_up(self) -> Window:
         """Run warm-up steps, on a GPU until the durations of the last three differ by under 2%."""
-        collector = Collector()
+        collector = CollectorMemory()
         watching = collector.watching() if self._observed.on_gpu else contextlib.nullcontext()
         with self._memory.unprofiled() as history, watching:
             yield from self._until_settled(history, collector)
         if self._observed.on_gpu and (note := collector.note(torch.cuda.max_memory_allocated())):
             self._observed.notes.append(note)
 
-    def _until_settled(self, history: LastStepHistory | None, collector: Collector) -> Window:
+    def _until_settled(self, history: LastStepHistory | None, collector: CollectorMemory) -> Window:
         settles = self._observed.on_gpu and self._plan.settle
         limit = self._plan.warm_up * (MAX_WARM_UP_FACTOR if settles else 1)
         clock = StepTimer(on_gpu=self._observed.on_gpu)

@@ -40,7 +40,7 @@ from onerank.ir.notes import Note
 _NOTED_SHARE = 0.01
 
 
-class Collector:
+class CollectorMemory:
     """Measures the memory that Python's garbage collector frees in a step.
 
     Attributes:

@@ -14,7 +14,7 @@ import torch
 from onerank.capture.capture_script import convert_raw, cpu_name, job_of
 from onerank.capture.fake_world.recorder import peers_of
 from onerank.capture.no_device.emulated_process import EmulatedProcess
-from onerank.capture.no_device.recorded_step import RecordedStep
+from onerank.capture.no_device.recorded_step import StepRecorder
 from onerank.capture.options import Options
 from onerank.capture.parallelize.experts.routing import BALANCED
 from onerank.capture.parallelize.fewer_layers import FewerLayers
@@ -26,7 +26,7 @@ from onerank.capture.profiling.window_plan import Progress
 from onerank.capture.run_as_rank import RankRun, slicing
 from onerank.capture.serving.compositions import MOST_TOKENS, Composition
 from onerank.capture.serving.served_model import (
-    EngineStep,
+    RepeatableStep,
     build_model,
     give_attention_scopes,
     materialise,
@@ -185,17 +185,17 @@ class Server:
             path.unlink()
         return MeasuredPoint(composition, graph, graph_ns)
 
-    def step(self, composition: Composition) -> EngineStep:
+    def step(self, composition: Composition) -> RepeatableStep:
         """Return the step of a composition, which can be repeated."""
         vocabulary = self._model.config.get_text_config().vocab_size
-        return EngineStep.of(self._model, composition, vocabulary, self._device)
+        return RepeatableStep.of(self._model, composition, vocabulary, self._device)
 
 
 # Replays of a CUDA graph that are timed, after as many that are not.
 _REPLAYS = 5
 
 
-def _graph_replays(step: EngineStep) -> tuple[int, ...]:
+def _graph_replays(step: RepeatableStep) -> tuple[int, ...]:
     """Return the times of a step that engines would replay as a CUDA graph, in ns.
 
     () if the step cannot be captured into one, such as a step that reads a value on the host.
@@ -271,7 +271,7 @@ def serving(
         stack.enter_context(modules.installed())
         make: Callable[..., Any] = Windows
         if emulated is not None:
-            make = functools.partial(RecordedStep, emulated, unrecorded=_UNRECORDED)
+            make = functools.partial(StepRecorder, emulated, unrecorded=_UNRECORDED)
 
         def make_windows(directory: Path, forward: Any) -> Any:
             return make(
@@ -292,7 +292,7 @@ def _served(model: Any, options: Options, device: str) -> ServedModel:
     """Return what the points share; gives the model's attention its scopes."""
     config = model.config.get_text_config()
     composition = Composition(decodes=1, decode_context=1)
-    step = EngineStep.of(model, composition, config.vocab_size, device)
+    step = RepeatableStep.of(model, composition, config.vocab_size, device)
     give_attention_scopes(step, model)
     # After the step the cache holds two tokens: the context and the new one.
     cached = sum(tensor.nbytes for tensor in step.cache.cache_tensors()) // 2

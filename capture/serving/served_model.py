@@ -306,7 +306,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float | None, window: int | 
 
 
 @dataclass(frozen=True)
-class EngineStep:
+class RepeatableStep:
     """One step of the engine, which can be repeated.
 
     Attributes:
@@ -320,7 +320,9 @@ class EngineStep:
     arguments: dict[str, Any]
 
     @classmethod
-    def of(cls, model: Any, composition: Composition, vocabulary: int, device: str) -> "EngineStep":
+    def of(
+        cls, model: Any, composition: Composition, vocabulary: int, device: str
+    ) -> "RepeatableStep":
         """Return the step of a composition, with random tokens.
 
         Args:

@@ -5,18 +5,18 @@ from onerank.ir.chakra.encode import NodeWriter, attribute, header
 from onerank.ir.chakra.framing import EmptyFileError, MissingMetadataError, TruncatedError
 from onerank.ir.chakra.rank_template import PEERS, RankDiff, Template
 from onerank.ir.chakra.reader import Repairs, read, read_repaired
-from onerank.ir.chakra.records import Attribute, Record, Records, read_records, write_records
+from onerank.ir.chakra.records import Attribute, ChakraRecords, Record, read_records, write_records
 from onerank.ir.chakra.writer import write
 
 __all__ = [
     "PEERS",
     "Attribute",
+    "ChakraRecords",
     "EmptyFileError",
     "MissingMetadataError",
     "NodeWriter",
     "RankDiff",
     "Record",
-    "Records",
     "Repairs",
     "Template",
     "TruncatedError",

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from onerank.ir.arrays import I8, I64, U64, Mask
 from onerank.ir.chakra.attributes import FIELDS, GPU_OPS, NUMBERS, SPECS, Field
 from onerank.ir.chakra.bytes_columns import ATTRIBUTE, inner_of, varint
-from onerank.ir.chakra.dependencies import Collector, Dependencies
+from onerank.ir.chakra.dependencies import Dependencies, DependencyCollector
 from onerank.ir.chakra.et_def_pb2 import AttributeProto
 from onerank.ir.chakra.field_scan import Buffer, Cursor, Spans, cut, find, packed, scan
 from onerank.ir.chakra.framing import UNREADABLE
@@ -501,7 +501,7 @@ class ColumnDecoder:
         self._sparse: dict[str, list[tuple[I64, npt.NDArray[Any]]]] = {}
         self._texts = TextCodes(strings)
         self._runs = Runs(self._texts)
-        self._dependencies = Collector()
+        self._dependencies = DependencyCollector()
 
     def add(self, buffer: Buffer, messages: Spans) -> None:
         """Scan a block of node messages."""

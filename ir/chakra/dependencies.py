@@ -72,7 +72,7 @@ class _Part:
 
 
 @dataclass(slots=True)
-class Collector:
+class DependencyCollector:
     """Collects the dependencies of nodes, block by block."""
 
     control: list[_Part] = field(default_factory=list[_Part])

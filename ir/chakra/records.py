@@ -52,7 +52,7 @@ class Record:
 
 
 @dataclass(frozen=True, slots=True)
-class Records:
+class ChakraRecords:
     """A file's metadata and nodes.
 
     Attributes:
@@ -68,7 +68,7 @@ class Records:
     nodes: list[Record]
 
 
-def read_records(path: str | Path) -> Records:
+def read_records(path: str | Path) -> ChakraRecords:
     """Read a Chakra `.et` file without making a graph of it.
 
     Raises:
@@ -86,10 +86,10 @@ def read_records(path: str | Path) -> Records:
             except UNREADABLE as error:
                 raise not_a_node(file.place(position), error) from error
     attributes = {attribute.name: _attribute(attribute) for attribute in metadata.attr}
-    return Records(file.path, metadata.version, attributes, nodes)
+    return ChakraRecords(file.path, metadata.version, attributes, nodes)
 
 
-def write_records(records: Records) -> None:
+def write_records(records: ChakraRecords) -> None:
     """Write `records.path`; it appears under its name only when complete.
 
     Raises:

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from onerank.analysis.report_data import (
-    memory_timeline,
+    memory_chart,
     module_tree,
     roofline,
     step_parts,
@@ -117,7 +117,7 @@ def test_kernels_lie_below_the_roof_with_all_their_time(gpu):
 
 
 def test_memory_reaches_the_peak_of_the_memory_report(gpu):
-    memory, report = memory_timeline(gpu), report_memory(gpu)
+    memory, report = memory_chart(gpu), report_memory(gpu)
     assert memory is not None
     total = memory.bytes.sum(axis=0)
     assert int(total.max()) == int(total[memory.peak_event]) == report.peak_bytes == 6_468_319_232
@@ -132,7 +132,7 @@ def test_memory_reaches_the_peak_of_the_memory_report(gpu):
 
 def test_a_memory_chart_of_many_events_keeps_the_peak(gpu, monkeypatch):
     monkeypatch.setattr(charts, "_MOST_EVENTS", 50)
-    memory = memory_timeline(gpu)
+    memory = memory_chart(gpu)
     assert memory is not None
     figure = charts.memory_chart(memory, 0)
     heights = np.sum([series["y"] for series in figure["data"]], axis=0)

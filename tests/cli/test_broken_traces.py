@@ -11,11 +11,13 @@ from invoke_cli import invoke
 import onerank as package
 from onerank.cli import annotate, onerank
 from onerank.ir.chakra import read_records, write_records
-from onerank.ir.chakra.records import Records
+from onerank.ir.chakra.records import ChakraRecords
 from onerank.ir.graph import Edges
 
 
-def with_dependencies(records: Records, changes: dict[int, tuple[int, ...]], path: Path) -> None:
+def with_dependencies(
+    records: ChakraRecords, changes: dict[int, tuple[int, ...]], path: Path
+) -> None:
 
     nodes = [
         replace(node, ctrl_deps=(*node.ctrl_deps, *changes.get(node.position, ())))

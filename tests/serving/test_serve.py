@@ -16,7 +16,12 @@ from onerank.annotate.hosts.host import HOST_OP_KINDS
 from onerank.capture.options import Options
 from onerank.capture.serving import served_model
 from onerank.capture.serving.compositions import Composition, default_grid, parse_grid
-from onerank.capture.serving.served_model import EngineStep, build_model, materialise, read_config
+from onerank.capture.serving.served_model import (
+    RepeatableStep,
+    build_model,
+    materialise,
+    read_config,
+)
 from onerank.cli import annotate
 from onerank.cli import onerank as onerank_command
 from onerank.ir.errors import CaptureError, FormatError
@@ -120,7 +125,7 @@ def test_a_step_computes_what_transformers_computes(tmp_path: Path):
     config = read_config(written(tmp_path, {**LLAMA, "dtype": "float32"}))
     model = build_model(config, "cpu", shapes_only=False)
     materialise(model, "cpu")
-    step = EngineStep.of(model, Composition(3, 7, 2, 5, 4), WORDS, "cpu")
+    step = RepeatableStep.of(model, Composition(3, 7, 2, 5, 4), WORDS, "cpu")
     served_model.give_attention_scopes(step, model)
     with torch.no_grad(), served_model._running(step.cache):
         logits = model(**step.arguments).logits[0]
@@ -375,7 +380,7 @@ def test_a_model_whose_step_fails(tmp_path: Path):
     materialise(model, "cpu")
 
     def step() -> None:
-        EngineStep.of(model, Composition(1, 1), WORDS, "cpu")()
+        RepeatableStep.of(model, Composition(1, 1), WORDS, "cpu")()
         raise RuntimeError("no kernel")
 
     with pytest.raises(CaptureError) as error:

@@ -91,7 +91,7 @@ class TensorRef(NamedTuple):
 
 
 @dataclass(slots=True)
-class Storage:
+class StorageGrowth:
     """Growth and origin of a storage.
 
     Attributes:
@@ -109,7 +109,7 @@ class Storage:
     waiting: tuple[TensorRef, ...] = ()
 
 
-Storages = dict[int, Storage]
+Storages = dict[int, StorageGrowth]
 """State of each storage by its id."""
 
 
@@ -229,7 +229,7 @@ def _writes_part(
     return is_unknown or copies_itself or location.offset > 0
 
 
-def _is_assumed_parameter(storage: Storage) -> bool:
+def _is_assumed_parameter(storage: StorageGrowth) -> bool:
     """Return whether a storage was never written, and is therefore assumed not to grow."""
     return not storage.written and storage.growth == CONSTANT
 
@@ -257,7 +257,7 @@ def _input_growth_of(
     return None if location is None else _growth_of_unwritten(powers)
 
 
-def _view_growth(tensor: Tensor, storage: Storage, whole: Power, sizing: Sizing) -> Growth:
+def _view_growth(tensor: Tensor, storage: StorageGrowth, whole: Power, sizing: Sizing) -> Growth:
     """Return the growth of a view with more or fewer elements than its storage."""
     powers = view_reading(tensor.shape, sizing, whole)
     growth = total(powers)
@@ -274,7 +274,9 @@ def _view_growth(tensor: Tensor, storage: Storage, whole: Power, sizing: Sizing)
     return min(growth[0], whole[0]), min(growth[1], whole[1])
 
 
-def _growth_of_expanded(tensor: Tensor, storage: Storage, whole: Power, sizing: Sizing) -> Growth:
+def _growth_of_expanded(
+    tensor: Tensor, storage: StorageGrowth, whole: Power, sizing: Sizing
+) -> Growth:
     """Return the growth of a storage that is repeated: at least that of the storage."""
     if numel(tensor.shape) % max(1, storage.elements):
         return None
@@ -485,7 +487,7 @@ class Propagator:
             del self.storages[location.storage]
         elif effect.kind == "create":
             written = effect.slot >= input_count or instance.signature.communicates
-            self.storages[location.storage] = Storage(
+            self.storages[location.storage] = StorageGrowth(
                 effect.growth, effect.elements, location.tensor, written
             )
         elif effect.kind == "define":
@@ -640,7 +642,7 @@ class Propagator:
                 instance, _StorageEffect("create", slot, growth, numel(tensor.shape))
             )
 
-    def _update_powers(self, storage: Storage, ref: TensorRef) -> None:
+    def _update_powers(self, storage: StorageGrowth, ref: TensorRef) -> None:
         """Update the powers of a tensor from its storage, if it covers the whole storage."""
         assert storage.growth is not None, "the growth of the storage is known"
         if ref.node not in self.inputs and self.earlier_powers is not None:
@@ -657,7 +659,7 @@ class Propagator:
                 self._updated_powers[key] = powers, updated
             side[ref.node] = self._updated_powers[key][1]
 
-    def define(self, storage: Storage, growth: Power) -> None:
+    def define(self, storage: StorageGrowth, growth: Power) -> None:
         """Set the growth of a storage, and update the calls that used it before."""
         storage.growth = growth
         for ref in storage.waiting:

@@ -23,7 +23,7 @@ from onerank.annotate.passes.resize.propagate import (
     CallSignature,
     Propagator,
     Sides,
-    Storage,
+    StorageGrowth,
     TensorRef,
 )
 from onerank.annotate.passes.resize.size_change import Powers, Sizing
@@ -256,7 +256,7 @@ class _SegmentMemo:
             propagator.storages.pop(storage_ids[place], None)
         for place, state in known.created:
             waiting = self._absolute(state.waiting, span.start) if state.waiting else ()
-            propagator.storages[storage_ids[place]] = Storage(
+            propagator.storages[storage_ids[place]] = StorageGrowth(
                 state.growth, state.elements, tensors[state.tensor], state.written, waiting
             )
         for op, count in known.inferred_from_sizes.items():

@@ -31,7 +31,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from onerank.capture.parallelize.data.data_groups import DataParallelStrategy, Groups
+from onerank.capture.parallelize.data.data_groups import DataGroups, DataParallelStrategy
 from onerank.capture.parallelize.data.ddp import ReplicatedModel
 from onerank.capture.parallelize.data.fsdp import (
     DeferredModels,
@@ -170,7 +170,7 @@ class DataParallelism:
     def __init__(
         self,
         strategy: DataParallelStrategy,
-        groups: Groups,
+        groups: DataGroups,
         *,
         deferred: bool = False,
         micro_batches: Sequence[int] = (),

@@ -69,7 +69,7 @@ def strategy_of(
     return "zero2" if zero == 2 else None
 
 
-class Groups:
+class DataGroups:
     """Process groups of the two kinds of parameters, created on first use."""
 
     def __init__(

@@ -9,7 +9,7 @@ from torch import nn
 from torch._C._distributed_c10d import GradBucket  # torch.distributed's, typed
 from torch.nn.parallel import DistributedDataParallel
 
-from onerank.capture.parallelize.data.data_groups import DENSE, Groups, group_kind_of
+from onerank.capture.parallelize.data.data_groups import DENSE, DataGroups, group_kind_of
 from onerank.ir.errors import SliceError
 
 _ddp: Any = DistributedDataParallel  # typed as Any: private members are used below
@@ -26,7 +26,7 @@ class ReplicatedModel:
     stays unchanged. Experts, which fewer ranks hold, get a separate reducer.
     """
 
-    def __init__(self, module: nn.Module, groups: Groups) -> None:
+    def __init__(self, module: nn.Module, groups: DataGroups) -> None:
         names: dict[str, set[str]] = {}
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:

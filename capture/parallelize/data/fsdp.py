@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from onerank.capture.fake_tensors import script_attributes
-from onerank.capture.parallelize.data.data_groups import DENSE, EXPERT, Groups, group_kind_of
+from onerank.capture.parallelize.data.data_groups import DENSE, EXPERT, DataGroups, group_kind_of
 from onerank.capture.parallelize.data.optimizers import expand_state, pop_uniform_state
 from onerank.capture.parallelize.hugging_face import MODELING, PreTrainedModel
 from onerank.capture.parallelize.pipeline.stage import move_before_fsdp
@@ -217,7 +217,7 @@ class FullyShardedModel:
         called: whether its first forward has begun.
     """
 
-    def __init__(self, module: nn.Module, groups: Groups, *, called: bool = True) -> None:
+    def __init__(self, module: nn.Module, groups: DataGroups, *, called: bool = True) -> None:
         self._called_before_sharding = called
         self._called = module
         # torch.compile's wrapper has the module as _orig_mod.

@@ -29,7 +29,7 @@ from torch.distributed.utils import _sync_module_states  # pyright: ignore
 from torch.optim import Optimizer
 
 from onerank.capture.parallelize.autograd_collectives import all_gather, reduce_scatter
-from onerank.capture.parallelize.data.data_groups import DENSE, Groups, group_kind_of
+from onerank.capture.parallelize.data.data_groups import DENSE, DataGroups, group_kind_of
 from onerank.capture.parallelize.data.optimizers import (
     after_checks,
     elementwise,
@@ -236,7 +236,7 @@ class ShardedOptimizers:
         reduces_early: whether gradients are reduced during the backward (stage 2).
     """
 
-    def __init__(self, groups: Groups, *, reduces_early: bool) -> None:
+    def __init__(self, groups: DataGroups, *, reduces_early: bool) -> None:
         self._groups = groups
         self._reduces_early = reduces_early
         self._buckets: dict[Optimizer, list[Bucket]] = {}

@@ -21,7 +21,7 @@ from onerank.converters.sources.kineto.link.graph_replays import (
     graph_name,
 )
 from onerank.converters.sources.kineto.lowering.diagnostics import Conversion
-from onerank.converters.sources.kineto.memory_events import Action, History, lingering
+from onerank.converters.sources.kineto.memory_events import AllocatorAction, History, lingering
 
 __all__ = [
     "EXECUTION_TRACE",
@@ -31,7 +31,7 @@ __all__ = [
     "PROFILE",
     "STRUCTURE",
     "UNCONTENDED",
-    "Action",
+    "AllocatorAction",
     "Conversion",
     "History",
     "Sources",

@@ -24,7 +24,7 @@ from onerank.ir.notes import Note
 _EVENT_BYTES = np.dtype(np.int64).itemsize
 
 
-class Action(IntEnum):
+class AllocatorAction(IntEnum):
     """Action of the allocator on a block."""
 
     ALLOCATED = 0
@@ -36,7 +36,8 @@ class History(msgspec.Struct, frozen=True, omit_defaults=True):
     """The actions of the allocator in a step, one entry each, in order.
 
     Attributes:
-        action: an `Action`; USABLE follows FREED directly unless another stream used the block.
+        action: an `AllocatorAction`; USABLE follows FREED directly unless another stream used the
+            block.
         address: of the block.
         bytes: requested size.
         pool: number of the block's pool, 0 for the default stream's.
@@ -100,8 +101,8 @@ def join_history(history: History, rows: MemoryRows) -> HistoryColumns | None:
     """
     action = np.array(history.action, dtype=np.int64)
     address = np.array(history.address, dtype=np.int64)
-    events = np.flatnonzero(action != Action.USABLE)
-    begin = _begin(rows, address[events], action[events] == Action.ALLOCATED)
+    events = np.flatnonzero(action != AllocatorAction.USABLE)
+    begin = _begin(rows, address[events], action[events] == AllocatorAction.ALLOCATED)
     if begin is None:
         return None
     count, size = len(events), len(rows)
@@ -133,23 +134,30 @@ def _begin(rows: MemoryRows, address: I64, allocates: I64) -> int | None:
 
 def lingering(action: I64, address: I64) -> I64:
     """Return `HistoryColumns.lingers` of each allocation and free, from columns of a `History`."""
-    is_event = action != Action.USABLE
+    is_event = action != AllocatorAction.USABLE
     before = np.cumsum(is_event) - is_event  # events before each action
     count = int(is_event.sum())
     lingers = np.zeros(count, dtype=np.int64)
     # Sorted by address, an allocation, its free and the end of its use are neighbours.
     order = np.lexsort((np.arange(len(action)), address))
-    freed = np.flatnonzero(action[order] == Action.FREED)
+    freed = np.flatnonzero(action[order] == AllocatorAction.FREED)
     following = np.append(order[1:], -1)[freed]
     same = np.append(address[order][1:] == address[order][:-1], False)[freed]
-    usable = same & (action[following] == Action.USABLE)
+    usable = same & (action[following] == AllocatorAction.USABLE)
     until = np.where(usable, before[following], count)
     place = before[order[freed]]
     lingers[place] = until - place - 1
     return lingers
 
 
-__all__ = ["Action", "History", "HistoryColumns", "join_history", "lingering", "read_history"]
+__all__ = [
+    "AllocatorAction",
+    "History",
+    "HistoryColumns",
+    "join_history",
+    "lingering",
+    "read_history",
+]
 
 
 GRADIENTS, OTHER = int(MemoryClass.GRADIENTS), int(MemoryClass.OTHER)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from onerank.converters.sources.onnx.model import Tensor
+from onerank.converters.sources.onnx.model import OnnxTensor
 from onerank.converters.sources.onnx.operators import Argument, AtenCall, call, matmul
 
 Backward = Callable[[AtenCall, tuple[bool, ...]], list[AtenCall]]
@@ -20,17 +20,17 @@ def backward_of(forward: AtenCall, needs: tuple[bool, ...]) -> list[AtenCall] | 
     return None if rule is None else rule(forward, needs)
 
 
-def _tensors(forward: AtenCall) -> list[Tensor]:
-    return [argument for argument in forward.inputs if isinstance(argument, Tensor)]
+def _tensors(forward: AtenCall) -> list[OnnxTensor]:
+    return [argument for argument in forward.inputs if isinstance(argument, OnnxTensor)]
 
 
-def _out(forward: AtenCall) -> Tensor:
+def _out(forward: AtenCall) -> OnnxTensor:
     result = forward.outputs[0]
     assert result is not None
     return result
 
 
-def _transposed(x: Tensor) -> Tensor:
+def _transposed(x: OnnxTensor) -> OnnxTensor:
     return x.like(*x.shape[:-2], *reversed(x.shape[-2:]))
 
 
@@ -52,11 +52,11 @@ def _product(forward: AtenCall, needs: tuple[bool, ...]) -> list[AtenCall]:
     return calls
 
 
-def _broadcast(grad: Tensor, operand: Tensor) -> Tensor:
+def _broadcast(grad: OnnxTensor, operand: OnnxTensor) -> OnnxTensor:
     return operand.like(*grad.shape[:-2], *operand.shape[-2:])
 
 
-def _reduced(product: AtenCall, operand: Tensor) -> list[AtenCall]:
+def _reduced(product: AtenCall, operand: OnnxTensor) -> list[AtenCall]:
     """Return the product, and a sum if the operand was broadcast and is smaller."""
     result = product.outputs[0]
     assert result is not None
@@ -67,15 +67,15 @@ def _reduced(product: AtenCall, operand: Tensor) -> list[AtenCall]:
 
 def _convolution(forward: AtenCall, needs: tuple[bool, ...]) -> list[AtenCall]:
     x, weight, bias = forward.inputs[:3]
-    assert isinstance(x, Tensor)
+    assert isinstance(x, OnnxTensor)
     # aten::convolution_backward returns input, weight and bias gradients; a convolution without
     # bias has two operands.
     mask = [bool(need) for need in (*needs, False, False)[:3]]
     results = [
-        operand if wanted and isinstance(operand, Tensor) else None
+        operand if wanted and isinstance(operand, OnnxTensor) else None
         for operand, wanted in zip((x, weight, bias), mask, strict=True)
     ]
-    sizes = list(bias.shape) if isinstance(bias, Tensor) else None
+    sizes = list(bias.shape) if isinstance(bias, OnnxTensor) else None
     arguments: list[Argument] = [_out(forward), x, weight, sizes, *forward.inputs[3:], list(mask)]
     return [call("convolution_backward", arguments, *results)]
 
@@ -159,12 +159,12 @@ def _indexed(name: str) -> Backward:
 
 def _attention(forward: AtenCall, _: tuple[bool, ...]) -> list[AtenCall]:
     q, k, v, _drop, causal = forward.inputs
-    assert isinstance(q, Tensor)
-    assert isinstance(k, Tensor)
-    assert isinstance(v, Tensor)
+    assert isinstance(q, OnnxTensor)
+    assert isinstance(k, OnnxTensor)
+    assert isinstance(v, OnnxTensor)
     out = _out(forward)
     # The forward saves a log-sum-exp per query row, in float32 whatever the inputs' type.
-    statistics = Tensor(q.shape[:3], "FLOAT")
+    statistics = OnnxTensor(q.shape[:3], "FLOAT")
     arguments: list[Argument] = [
         # In the order of the operator's schema: grad_out, query, key, value, out, logsumexp,
         # cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal.

@@ -60,7 +60,7 @@ def checked_size(size: int, what: str) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Tensor:
+class OnnxTensor:
     """Shape and ONNX element type of a value.
 
     Raises:
@@ -93,13 +93,13 @@ class Tensor:
         """Whether gradients flow through it."""
         return self.dtype.startswith(_FLOATING)
 
-    def like(self, *shape: int) -> "Tensor":
+    def like(self, *shape: int) -> "OnnxTensor":
         """Return a tensor of another shape and the same type."""
-        return Tensor(shape, self.dtype)
+        return OnnxTensor(shape, self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class OnnxModel:
     """A model whose input sizes are all bound.
 
     Attributes:
@@ -114,12 +114,12 @@ class Model:
     path: Path
     proto: Any
     nodes: tuple[Any, ...]
-    inputs: dict[str, Tensor]
-    weights: dict[str, Tensor]
+    inputs: dict[str, OnnxTensor]
+    weights: dict[str, OnnxTensor]
     bound: dict[str, int]
 
 
-def load(path: Path, sizes: Mapping[str, int], batch: int | None, seq: int | None) -> Model:
+def load(path: Path, sizes: Mapping[str, int], batch: int | None, seq: int | None) -> OnnxModel:
     """Read a model and bind the open sizes of its inputs.
 
     Args:
@@ -147,19 +147,19 @@ def load(path: Path, sizes: Mapping[str, int], batch: int | None, seq: int | Non
     nodes = tuple(proto.graph.node)
     # Shape inference and the lowering visit nodes once, in this order.
     _check_order(path, nodes, {value.name for value in model_inputs} | set(weights))
-    return Model(path, proto, nodes, inputs, weights, bound)
+    return OnnxModel(path, proto, nodes, inputs, weights, bound)
 
 
-def _weights(path: Path, proto: Any) -> dict[str, Tensor]:
+def _weights(path: Path, proto: Any) -> dict[str, OnnxTensor]:
     weights = {tensor.name: _of_initializer(tensor) for tensor in proto.graph.initializer}
     for sparse in proto.graph.sparse_initializer:
         values = sparse.values
         _check_type(path, values.name, tuple(sparse.dims), values.data_type)
-        weights[values.name] = Tensor(tuple(sparse.dims), _type_name(values.data_type))
+        weights[values.name] = OnnxTensor(tuple(sparse.dims), _type_name(values.data_type))
     return weights
 
 
-def _length(tensor: Tensor | None, axis: int) -> int | None:
+def _length(tensor: OnnxTensor | None, axis: int) -> int | None:
     return tensor.shape[axis] if tensor is not None else None
 
 
@@ -292,11 +292,11 @@ def _type_name(data_type: int) -> str:
     return onnx.TensorProto.DataType.Name(data_type)
 
 
-def _of_initializer(tensor: Any) -> Tensor:
-    return Tensor(tuple(tensor.dims), _type_name(tensor.data_type))
+def _of_initializer(tensor: Any) -> OnnxTensor:
+    return OnnxTensor(tuple(tensor.dims), _type_name(tensor.data_type))
 
 
-def shape_of(value: Any, bound: Mapping[str, int]) -> Tensor | None:
+def shape_of(value: Any, bound: Mapping[str, int]) -> OnnxTensor | None:
     """Return the shape and type that a ValueInfoProto states, or None if part of it is open."""
     kind = value.type.tensor_type
     if not value.type.HasField("tensor_type") or not kind.HasField("shape"):
@@ -310,7 +310,7 @@ def shape_of(value: Any, bound: Mapping[str, int]) -> Tensor | None:
         if known is None:
             return None
         shape.append(known)
-    return Tensor(tuple(shape), _type_name(kind.elem_type))
+    return OnnxTensor(tuple(shape), _type_name(kind.elem_type))
 
 
 def _bind(

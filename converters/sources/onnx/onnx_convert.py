@@ -11,7 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from onerank.converters.sources.onnx.backward import backward_of
-from onerank.converters.sources.onnx.model import Model, SizeError, Tensor, checked_size, load
+from onerank.converters.sources.onnx.model import (
+    OnnxModel,
+    OnnxTensor,
+    SizeError,
+    checked_size,
+    load,
+)
 from onerank.converters.sources.onnx.operators import (
     NOT_EXPANDED,
     RECURRENT,
@@ -43,7 +49,7 @@ class StepBuilder:
         without_backward: operator without a backward rule -> count.
     """
 
-    def __init__(self, model: Model, shapes: Shapes, *, train: bool) -> None:
+    def __init__(self, model: OnnxModel, shapes: Shapes, *, train: bool) -> None:
         self.without_backward = Counter[str]()
         self._shapes = shapes
         self._train = train
@@ -205,7 +211,7 @@ class StepBuilder:
         self._live -= size
 
     def _size(self, name: str) -> int:
-        tensor: Tensor | None = self._shapes.tensors.get(name)
+        tensor: OnnxTensor | None = self._shapes.tensors.get(name)
         return tensor.nbytes if tensor is not None and name not in self._storage else 0
 
     def _root(self, name: str) -> str:
@@ -286,7 +292,7 @@ def convert_onnx(
         ) from error
 
 
-def _convert(model: Model, path: Path, *, train: bool) -> tuple[Graph, OnnxConversion]:
+def _convert(model: OnnxModel, path: Path, *, train: bool) -> tuple[Graph, OnnxConversion]:
     shapes = Shapes(model)
     builder = StepBuilder(model, shapes, train=train)
     lowering = _Lowering(model, shapes)
@@ -338,7 +344,7 @@ def _convert(model: Model, path: Path, *, train: bool) -> tuple[Graph, OnnxConve
 class _Lowering:
     """Lowers nodes to calls, and counts the nodes without a rule."""
 
-    def __init__(self, model: Model, shapes: Shapes) -> None:
+    def __init__(self, model: OnnxModel, shapes: Shapes) -> None:
         self.unknown = Counter[str]()
         self.not_expanded = Counter[str]()
         self._model = model
@@ -409,7 +415,7 @@ def _module(node: Any) -> str:
     return ""
 
 
-def _versions(model: Model) -> dict[str, str]:
+def _versions(model: OnnxModel) -> dict[str, str]:
     opsets = model.proto.opset_import
     versions = {opset.domain or "onnx opset": str(opset.version) for opset in opsets}
     if model.proto.producer_name:

@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 
 from onerank.converters.sources.onnx.control_flow import MOST_NODES
-from onerank.converters.sources.onnx.model import DTYPES, Tensor
+from onerank.converters.sources.onnx.model import DTYPES, OnnxTensor
 
-Argument = Tensor | tuple[Tensor, ...] | int | float | bool | list[Any] | None
+Argument = OnnxTensor | tuple[OnnxTensor, ...] | int | float | bool | list[Any] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class AtenCall:
 
     op: str
     inputs: tuple[Argument, ...]
-    outputs: tuple[Tensor | None, ...]
+    outputs: tuple[OnnxTensor | None, ...]
 
     def columns(self) -> dict[str, str]:
         """Return the operand columns of `Nodes`, as JSON text."""
@@ -44,13 +44,13 @@ class AtenCall:
         return {name: msgspec.json.encode(value).decode() for name, value in text.items()}
 
 
-def call(op: str, inputs: list[Argument], *outputs: Tensor | None) -> AtenCall:
+def call(op: str, inputs: list[Argument], *outputs: OnnxTensor | None) -> AtenCall:
     """Return a call of an `aten` operator."""
     return AtenCall(f"aten::{op}", tuple(inputs), outputs)
 
 
 def _shape(argument: Argument) -> Any:
-    if isinstance(argument, Tensor):
+    if isinstance(argument, OnnxTensor):
         return list(argument.shape)
     if isinstance(argument, tuple):
         return [list(tensor.shape) for tensor in argument]
@@ -58,7 +58,7 @@ def _shape(argument: Argument) -> Any:
 
 
 def _type(argument: Argument) -> str:
-    if isinstance(argument, Tensor):
+    if isinstance(argument, OnnxTensor):
         return f"Tensor({DTYPES.get(argument.dtype, (argument.dtype,))[0]})"
     if isinstance(argument, tuple):
         return f"GenericList[{','.join(_type(tensor) for tensor in argument)}]"
@@ -91,29 +91,29 @@ class NodeContext:
 
     op: str
     domain: str
-    inputs: tuple[Tensor | None, ...]
-    outputs: tuple[Tensor, ...]
+    inputs: tuple[OnnxTensor | None, ...]
+    outputs: tuple[OnnxTensor, ...]
     attributes: Mapping[str, Any]
     data: tuple[Any, ...]
     weights: tuple[bool, ...]
 
-    def tensor(self, position: int) -> Tensor:
+    def tensor(self, position: int) -> OnnxTensor:
         """Return a required operand."""
         operand = self.inputs[position]
         assert operand is not None, f"{self.op} lacks operand {position}"
         return operand
 
-    def optional(self, position: int) -> Tensor | None:
+    def optional(self, position: int) -> OnnxTensor | None:
         """Return an optional operand."""
         return self.inputs[position] if position < len(self.inputs) else None
 
     @property
-    def present(self) -> list[Tensor]:
+    def present(self) -> list[OnnxTensor]:
         """The operands that are not omitted."""
         return [tensor for tensor in self.inputs if tensor is not None]
 
     @property
-    def out(self) -> Tensor:
+    def out(self) -> OnnxTensor:
         """The first result."""
         return self.outputs[0]
 
@@ -127,7 +127,7 @@ def layer_norm(node: NodeContext) -> list[AtenCall]:
     x = node.tensor(0)
     axis = node.attributes.get("axis", -1) % len(x.shape)
     shape = list(x.shape[axis:])
-    rows = Tensor(x.shape[:axis], "FLOAT")
+    rows = OnnxTensor(x.shape[:axis], "FLOAT")
     arguments: list[Argument] = [x, shape, node.optional(1), node.optional(2), 1e-5]
     return [call("native_layer_norm", arguments, node.out, rows, rows)]
 
@@ -136,7 +136,7 @@ def rms_norm(node: NodeContext) -> list[AtenCall]:
     """Lower RMSNormalization."""
     x = node.tensor(0)
     axis = node.attributes.get("axis", -1) % len(x.shape)
-    rows = Tensor(x.shape[:axis], "FLOAT")
+    rows = OnnxTensor(x.shape[:axis], "FLOAT")
     return [call("_fused_rms_norm", [x, list(x.shape[axis:]), node.optional(1)], node.out, rows)]
 
 
@@ -145,7 +145,7 @@ def skip_norm(name: str) -> Rule:
 
     def rule(node: NodeContext) -> list[AtenCall]:
         x = node.tensor(0)
-        rows = Tensor(x.shape[:-1], "FLOAT")
+        rows = OnnxTensor(x.shape[:-1], "FLOAT")
         weight = node.optional(2)
         return [
             call("add", [x, node.tensor(1)], node.out),
@@ -168,7 +168,7 @@ def group_norm(node: NodeContext) -> list[AtenCall]:
     """Lower GroupNormalization and InstanceNormalization, whose groups are the channels."""
     x = node.tensor(0)
     groups = node.attributes.get("num_groups", x.shape[1])
-    rows = Tensor((x.shape[0], groups), "FLOAT")
+    rows = OnnxTensor((x.shape[0], groups), "FLOAT")
     arguments: list[Argument] = [x, *node.inputs[1:3]]
     return [call("native_group_norm", arguments, node.out, rows, rows)]
 
@@ -192,7 +192,9 @@ def nll_loss(node: NodeContext) -> list[AtenCall]:
     return _nll(node.tensor(0), node.tensor(1), node.optional(2), node.out)
 
 
-def _nll(scores: Tensor, labels: Tensor, weight: Tensor | None, out: Tensor) -> list[AtenCall]:
+def _nll(
+    scores: OnnxTensor, labels: OnnxTensor, weight: OnnxTensor | None, out: OnnxTensor
+) -> list[AtenCall]:
     return [call("nll_loss_forward", [scores, labels, weight], out, scores.like())]
 
 
@@ -202,7 +204,7 @@ def matmul_of(node: NodeContext) -> list[AtenCall]:
     return [matmul(left, right, node.out)]
 
 
-def matmul(left: Tensor, right: Tensor, out: Tensor) -> AtenCall:
+def matmul(left: OnnxTensor, right: OnnxTensor, out: OnnxTensor) -> AtenCall:
     """Return the product as PyTorch launches it: folded to two axes if `right` has no batch."""
     if len(left.shape) >= 2 and len(right.shape) == 2:
         # As torch.matmul: leading axes become rows of one `mm`, not a batch of products.
@@ -293,14 +295,14 @@ def attention(node: NodeContext) -> list[AtenCall]:
     return [_attend(q, k, v, causal=causal)]
 
 
-def _by_head(x: Tensor, heads: Any) -> Tensor:
+def _by_head(x: OnnxTensor, heads: Any) -> OnnxTensor:
     if len(x.shape) == 4 or not heads:
         return x
     batch, length, width = x.shape
     return x.like(batch, int(heads), length, width // int(heads))
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> AtenCall:
+def _attend(q: OnnxTensor, k: OnnxTensor, v: OnnxTensor, *, causal: bool) -> AtenCall:
     arguments: list[Argument] = [q, k, v, 0.0, causal]
     out = q.like(*q.shape[:3], v.shape[-1])
     return call("_scaled_dot_product_flash_attention", arguments, out)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from onerank.converters.sources.onnx.control_flow import data_of
-from onerank.converters.sources.onnx.model import Model, Tensor, shape_of
+from onerank.converters.sources.onnx.model import OnnxModel, OnnxTensor, shape_of
 
 FOLDABLE = 4096
 """Elements of the largest tensor whose data are computed."""
@@ -39,10 +39,10 @@ class Shapes:
         problems: node index -> why the shapes of its results are unknown.
     """
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: OnnxModel) -> None:
         import onnx
 
-        self.tensors: dict[str, Tensor] = {**model.inputs, **model.weights}
+        self.tensors: dict[str, OnnxTensor] = {**model.inputs, **model.weights}
         self.known: dict[str, Any] = {}
         self.problems: dict[int, str] = {}
         self._model = model
@@ -179,7 +179,7 @@ class Shapes:
         import onnx
 
         dtype = onnx.helper.np_dtype_to_tensor_dtype(value.dtype)
-        self.tensors[name] = Tensor(value.shape, onnx.TensorProto.DataType.Name(dtype))
+        self.tensors[name] = OnnxTensor(value.shape, onnx.TensorProto.DataType.Name(dtype))
         if keep:
             self.known[name] = value
 
@@ -190,7 +190,7 @@ def _reason(node: Any, error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def _shape_data(node: Any, source: Tensor) -> Any:
+def _shape_data(node: Any, source: OnnxTensor) -> Any:
     if node.op_type == "Size":
         return np.array(source.numel, dtype=np.int64)
     attributes = {attribute.name: attribute.i for attribute in node.attribute}

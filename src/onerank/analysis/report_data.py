@@ -90,7 +90,7 @@ class RooflinePoints(msgspec.Struct, frozen=True):
     calls: I64
 
 
-class MemoryTimeline(msgspec.Struct, frozen=True):
+class MemoryChart(msgspec.Struct, frozen=True):
     """Device memory by class after each allocation and free, the start of the step first.
 
     Attributes:
@@ -216,7 +216,7 @@ def roofline(graph: Graph) -> tuple[list[RooflinePoints], str]:
     return points, dtype
 
 
-def memory_timeline(graph: Graph) -> MemoryTimeline | None:
+def memory_chart(graph: Graph) -> MemoryChart | None:
     """Return memory by class through the step; None if the trace has no allocations."""
     log = graph.job.measurement.memory
     if log is None or not log.events:
@@ -232,7 +232,7 @@ def memory_timeline(graph: Graph) -> MemoryTimeline | None:
             # Column 0 of the levels is the start of the step.
             phases.setdefault(Phase(phase).name.lower(), event + 1)
     used = levels[classes]
-    return MemoryTimeline(
+    return MemoryChart(
         tuple(kind.label for kind in classes),
         used,
         phases,

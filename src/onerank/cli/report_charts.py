@@ -14,7 +14,7 @@ from onerank.analysis.report_data import (
     COMMUNICATION,
     IDLE,
     Lane,
-    MemoryTimeline,
+    MemoryChart,
     ModuleCompute,
     RooflinePoints,
     StepPart,
@@ -78,7 +78,7 @@ def class_colours(parts: Sequence[StepPart]) -> dict[str, str]:
     return {part.name: _COLOURS[part.name] for part in parts}
 
 
-def memory_colours(memory: MemoryTimeline) -> dict[str, str]:
+def memory_colours(memory: MemoryChart) -> dict[str, str]:
     """Return the colour of each class of memory."""
     return {name: _PALETTE[row % len(_PALETTE)] for row, name in enumerate(memory.names)}
 
@@ -255,7 +255,7 @@ def roofline_chart(points: Sequence[RooflinePoints], gpu: Gpu, dtype: str) -> Fi
     )
 
 
-def memory_chart(memory: MemoryTimeline, capacity_bytes: int) -> Figure:
+def memory_chart(memory: MemoryChart, capacity_bytes: int) -> Figure:
     """Draw memory by class over the allocations and frees of the step, and the peak."""
     total = memory.bytes.sum(axis=0)
     events = _kept_events(total)
@@ -313,7 +313,7 @@ def memory_chart(memory: MemoryTimeline, capacity_bytes: int) -> Figure:
     )
 
 
-def peak_chart(memory: MemoryTimeline) -> Figure:
+def peak_chart(memory: MemoryChart) -> Figure:
     """Draw the blocks that the step allocated and that are in use at the peak, by module."""
     # Reversed, because Plotly draws the first bar at the bottom.
     rows = memory.at_peak[:16][::-1]

@@ -5,7 +5,7 @@ from onerank.annotate.passes.resize.operand_growth import NEED_VALUES, RULES, in
 from onerank.annotate.passes.resize.propagate import (
     CallInstance,
     CallSignature,
-    Storage,
+    StorageGrowth,
     Storages,
     input_growth,
 )
@@ -63,7 +63,7 @@ def test_relative_positions_are_looked_up_for_each_pair():
 def test_what_is_expanded_grows_as_all_of_it_does():
     """120 tokens that each of 4 experts works on."""
     sizing = Sizing(Change(40, 56), Change(3, 2))
-    storages: Storages = {7: Storage(TOKENS, 120 * 64, 9, written=True)}
+    storages: Storages = {7: StorageGrowth(TOKENS, 120 * 64, 9, written=True)}
     expanded, weights = (Tensor(shape, "float32", 4) for shape in ((4, 120, 64), (4, 64, 128)))
     call = Call("bmm", ((expanded,), (weights,)), ())
     form = CallSignature(0, call, (expanded, weights), (), False, False, False)
@@ -76,8 +76,8 @@ def test_slopes_of_positions_are_a_part_of_a_table_and_grow_with_what_they_are_a
     sizing = Sizing(Change(40, 56), Change(3, 2))
     scores, slopes = Tensor((3, 4, 40, 40), "float32", 4), Tensor((4, 1, 40), "float32", 4)
     storages: Storages = {
-        7: Storage((2, 1), scores.numel, 17, written=True),
-        8: Storage(CONSTANT, 4 * 128, 18, written=True),
+        7: StorageGrowth((2, 1), scores.numel, 17, written=True),
+        8: StorageGrowth(CONSTANT, 4 * 128, 18, written=True),
     }
     call = Call("add", ((scores,), (slopes,)), ())
     form = CallSignature(0, call, (scores, slopes), (), False, False, False)

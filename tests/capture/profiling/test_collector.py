@@ -8,7 +8,7 @@ import torch
 from notes import codes, has_note
 
 from onerank.capture import Options, WindowPlan, capture
-from onerank.capture.profiling.step_memory import Collector
+from onerank.capture.profiling.step_memory import CollectorMemory
 
 
 class Block:
@@ -27,7 +27,7 @@ class Block:
 @pytest.fixture
 def collector(monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: Block.held)
-    collector = Collector()
+    collector = CollectorMemory()
     gc.collect()
     with collector.watching():
         yield collector

@@ -20,7 +20,7 @@ from onerank.capture.profiling.allocator_snapshots import (
     resident_by_class,
     settings_of,
 )
-from onerank.converters.sources.kineto import Action
+from onerank.converters.sources.kineto import AllocatorAction
 from onerank.converters.sources.kineto.memory_events import History, join_history
 from onerank.converters.sources.kineto.read.schema import MemoryRows
 from onerank.ir import AllocatorSettings
@@ -143,7 +143,7 @@ def taken(pools: Pools | None = None) -> History:
 
 def test_a_step_is_what_came_between_two_snapshots():
     found = taken()
-    a, f, u = Action.ALLOCATED, Action.FREED, Action.USABLE
+    a, f, u = AllocatorAction.ALLOCATED, AllocatorAction.FREED, AllocatorAction.USABLE
     assert found.action == (a, a, a, f, f, u, u, a, f, u)
     assert found.bytes[:3] == (6 * MIB - 300, 30 * MIB, 2 * MIB)
     assert found.pool == (1, 0, 0, 1, 0, 0, 1, 1, 0, 0)
@@ -173,7 +173,12 @@ def test_the_profilers_events_get_pool_request_and_how_long_memory_lingers():
 
 def test_memory_whose_use_does_not_end_in_the_step_lingers_to_its_end():
     history = History(
-        action=(Action.ALLOCATED, Action.FREED, Action.ALLOCATED, Action.ALLOCATED),
+        action=(
+            AllocatorAction.ALLOCATED,
+            AllocatorAction.FREED,
+            AllocatorAction.ALLOCATED,
+            AllocatorAction.ALLOCATED,
+        ),
         address=(512, 512, 1024, 2048),
         bytes=(1, 1, 1, 1),
         pool=(0, 0, 0, 0),

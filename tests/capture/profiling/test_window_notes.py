@@ -10,7 +10,7 @@ import torch
 from notes import codes, note_of
 
 from onerank.capture.capture_script import job_of
-from onerank.capture.fake_world.async_work import WAIT_RANGE, CallTimes
+from onerank.capture.fake_world.async_work import WAIT_RANGE, EmulatedCallTimes
 from onerank.capture.options import Options
 from onerank.capture.profiling import measurement_windows, step_memory
 from onerank.capture.profiling.allocator_snapshots import History
@@ -82,7 +82,7 @@ def test_timed_steps_that_drift():
 
 
 def test_host_time_of_emulated_calls(observed, tmp_path, monkeypatch):
-    times = CallTimes()
+    times = EmulatedCallTimes()
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     others: Any = SimpleNamespace(call_times=times)
     window = UnprofiledWindows(context(observed, tmp_path), None, others).host()

@@ -12,7 +12,7 @@ UNKNOWN_TYPE = "Tensor(not recorded)"
 """Type of a tensor in a list, as the profiler records it."""
 
 
-class Tensor(NamedTuple):
+class TensorShape(NamedTuple):
     """Shape of a tensor, and its type as PyTorch's C++ name."""
 
     shape: Shape
@@ -24,7 +24,7 @@ class Tensor(NamedTuple):
         return prod(self.shape)
 
 
-Result = Tensor | None
+Result = TensorShape | None
 """A result; None for one that was not requested."""
 
 
@@ -35,7 +35,7 @@ class Inputs:
     Attributes:
         values: numbers, booleans and lists of them; None for anything else.
         shapes: of tensors and lists of tensors; [] for others.
-        types: `Tensor(float)`, `GenericList[...]`, `Int` and so on.
+        types: `TensorShape(float)`, `GenericList[...]`, `Int` and so on.
     """
 
     values: tuple[Any, ...] = ()
@@ -45,14 +45,14 @@ class Inputs:
     def __len__(self) -> int:
         return len(self.types)
 
-    def tensor(self, position: int) -> Tensor | None:
+    def tensor(self, position: int) -> TensorShape | None:
         """Return the tensor at `position`, or None."""
         # Optional operands are recorded with type None, so positions keep their meaning.
         if position >= len(self.types) or not self.types[position].startswith("Tensor("):
             return None
-        return Tensor(tuple(self.shapes[position]), self.types[position][len("Tensor(") : -1])
+        return TensorShape(tuple(self.shapes[position]), self.types[position][len("Tensor(") : -1])
 
-    def tensors(self, position: int) -> tuple[Tensor, ...]:
+    def tensors(self, position: int) -> tuple[TensorShape, ...]:
         """Return the tensors of the list at `position`; () if it is no list of tensors."""
         if position >= len(self.types) or not self.types[position].startswith(
             "GenericList[Tensor("
@@ -60,7 +60,7 @@ class Inputs:
             return ()
         kinds = split_types(self.types[position][len("GenericList[") : -1])
         pairs = zip(self.shapes[position], kinds, strict=True)
-        return tuple(Tensor(tuple(shape), kind[len("Tensor(") : -1]) for shape, kind in pairs)
+        return tuple(TensorShape(tuple(shape), kind[len("Tensor(") : -1]) for shape, kind in pairs)
 
     def value(self, position: int) -> Any:
         """Return the value at `position`, or None."""
@@ -124,7 +124,7 @@ def type_category(name: str) -> int:
     return _CATEGORIES.index(category if category in _CATEGORIES else "float")
 
 
-def promote_types(tensors: list[Tensor], numbers: list[object] | None = None) -> str:
+def promote_types(tensors: list[TensorShape], numbers: list[object] | None = None) -> str:
     """Return the type of an operation on tensors and Python numbers.
 
     Zero-dimensional tensors and numbers count only if their category is higher.

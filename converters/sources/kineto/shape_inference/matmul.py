@@ -4,7 +4,7 @@ from onerank.converters.sources.kineto.shape_inference.inputs import (
     Inputs,
     Result,
     Shape,
-    Tensor,
+    TensorShape,
     broadcast,
     like,
     requested_type,
@@ -32,7 +32,9 @@ def _product(first: int, second: int, *, types: int | None = None, name: str = "
         sizes = (*batch, *left.shape[-2:-1], *right.shape[-1:][: len(right.shape) - 1])
         dtype = name or left.type
         return (
-            Tensor(sizes, requested_type(inputs, types, dtype) if types is not None else dtype),
+            TensorShape(
+                sizes, requested_type(inputs, types, dtype) if types is not None else dtype
+            ),
         )
 
     return rule
@@ -42,7 +44,7 @@ def _linear(inputs: Inputs) -> tuple[Result, ...] | None:
     x, weight = inputs.tensor(0), inputs.tensor(1)
     if x is None or weight is None or x.shape[-1:] != weight.shape[-1:]:
         return None
-    return (Tensor((*x.shape[:-1], *weight.shape[:-1]), x.type),)
+    return (TensorShape((*x.shape[:-1], *weight.shape[:-1]), x.type),)
 
 
 def _grouped(inputs: Inputs) -> tuple[Result, ...] | None:
@@ -58,10 +60,12 @@ def _grouped(inputs: Inputs) -> tuple[Result, ...] | None:
         if offsets is None:
             return None
         # One matrix per expert: each offset is the end of a group.
-        return (Tensor((offsets.numel, left.shape[0], right.shape[1]), left.type),)
+        return (TensorShape((offsets.numel, left.shape[0], right.shape[1]), left.type),)
     if ranks in ((2, 3), (3, 2)):
-        return (Tensor((left.shape[-2], right.shape[-1]), left.type),)
-    return (Tensor((*left.shape[:-1], right.shape[-1]), left.type),) if ranks == (3, 3) else None
+        return (TensorShape((left.shape[-2], right.shape[-1]), left.type),)
+    return (
+        (TensorShape((*left.shape[:-1], right.shape[-1]), left.type),) if ranks == (3, 3) else None
+    )
 
 
 def _attention(*, heads_first: bool):
@@ -79,8 +83,8 @@ def _attention(*, heads_first: bool):
         # The log-sum-exp has the heads before the rows, whatever the layout of the query.
         *batch, first, second = query.shape[:-1]
         sums = (*batch, first, second) if heads_first else (*batch, second, first)
-        output = Tensor((*query.shape[:-1], value.shape[-1]), query.type)
-        return output, Tensor(sums, "float")
+        output = TensorShape((*query.shape[:-1], value.shape[-1]), query.type)
+        return output, TensorShape(sums, "float")
 
     return rule
 
@@ -182,7 +186,7 @@ def _convolution(
         if sides is None:
             return None
         batch = x.shape[: len(x.shape) - len(kernel) - 1]
-        return (Tensor((*batch, channels, *sides), x.type),)
+        return (TensorShape((*batch, channels, *sides), x.type),)
 
     return rule
 
@@ -196,7 +200,7 @@ def _convolution_backward(inputs: Inputs) -> tuple[Result, ...] | None:
     transposed = inputs.value(7) is True
     groups = inputs.value(9)
     channels = weight.shape[1] * groups if transposed and type(groups) is int else weight.shape[0]
-    results: list[Result] = [x, weight, Tensor((channels,), weight.type)]
+    results: list[Result] = [x, weight, TensorShape((channels,), weight.type)]
     pairs = zip(results, mask, strict=False)
     return tuple(result if is_requested else None for result, is_requested in pairs)
 
@@ -214,8 +218,8 @@ def _pooling(*, dilated: bool, indices: bool):
         sides = _window_sides(x.shape, tuple(kernel), *lists, up=ceiling is True)
         if sides is None:
             return None
-        output = Tensor((*x.shape[: -len(kernel)], *sides), x.type)
-        return (output, Tensor(output.shape, "long int")) if indices else (output,)
+        output = TensorShape((*x.shape[: -len(kernel)], *sides), x.type)
+        return (output, TensorShape(output.shape, "long int")) if indices else (output,)
 
     return rule
 
@@ -225,12 +229,12 @@ def _resize(inputs: Inputs) -> tuple[Result, ...] | None:
     x, sides = inputs.tensor(0), inputs.numbers(1)
     if x is None or not sides or len(sides) > len(x.shape):
         return None
-    return (Tensor((*x.shape[: -len(sides)], *sides), x.type),)
+    return (TensorShape((*x.shape[: -len(sides)], *sides), x.type),)
 
 
 def _resize_backward(inputs: Inputs) -> tuple[Result, ...] | None:
     grad, sizes = inputs.tensor(0), inputs.numbers(2)
-    return None if grad is None or not sizes else (Tensor(tuple(sizes), grad.type),)
+    return None if grad is None or not sizes else (TensorShape(tuple(sizes), grad.type),)
 
 
 _UPSAMPLING = [

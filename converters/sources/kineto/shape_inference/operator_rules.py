@@ -9,7 +9,7 @@ from onerank.converters.sources.kineto.shape_inference.inputs import (
     Inputs,
     Result,
     Shape,
-    Tensor,
+    TensorShape,
     broadcast,
     cpp_name,
     like,
@@ -56,7 +56,7 @@ def _floating(inputs: Inputs) -> tuple[Result, ...] | None:
     operand = inputs.tensor(0)
     if operand is None:
         return None
-    return (operand if type_category(operand.type) > 1 else Tensor(operand.shape, "float"),)
+    return (operand if type_category(operand.type) > 1 else TensorShape(operand.shape, "float"),)
 
 
 def _broadcast_rule(count: int, *, truth: bool = False, floating: bool = False):
@@ -66,11 +66,11 @@ def _broadcast_rule(count: int, *, truth: bool = False, floating: bool = False):
         if not tensors or shape is None:
             return None
         if truth:
-            return (Tensor(shape, "bool"),)
+            return (TensorShape(shape, "bool"),)
         # Python numbers take part in type promotion, but not in broadcasting.
         numbers = [inputs.value(at) for at in range(count) if inputs.tensor(at) is None]
         result = promote_types(tensors, numbers)
-        return (Tensor(shape, "float" if floating and type_category(result) < 2 else result),)
+        return (TensorShape(shape, "float" if floating and type_category(result) < 2 else result),)
 
     return rule
 
@@ -79,7 +79,7 @@ def _where(inputs: Inputs) -> tuple[Result, ...] | None:
     tensors = [tensor for at in (0, 1, 2) if (tensor := inputs.tensor(at)) is not None]
     shape = broadcast([tensor.shape for tensor in tensors])
     chosen = [tensor for at in (1, 2) if (tensor := inputs.tensor(at)) is not None]
-    return (Tensor(shape, promote_types(chosen)),) if chosen and shape is not None else None
+    return (TensorShape(shape, promote_types(chosen)),) if chosen and shape is not None else None
 
 
 def _to_copy(inputs: Inputs) -> tuple[Result, ...] | None:
@@ -87,7 +87,7 @@ def _to_copy(inputs: Inputs) -> tuple[Result, ...] | None:
     return (
         None
         if operand is None
-        else (Tensor(operand.shape, requested_type(inputs, 1, operand.type)),)
+        else (TensorShape(operand.shape, requested_type(inputs, 1, operand.type)),)
     )
 
 
@@ -96,7 +96,7 @@ def _cumsum(inputs: Inputs) -> tuple[Result, ...] | None:
     if operand is None:
         return None
     return (
-        Tensor(
+        TensorShape(
             operand.shape,
             requested_type(
                 inputs, 2, operand.type if type_category(operand.type) > 1 else cpp_name("int64")
@@ -107,7 +107,7 @@ def _cumsum(inputs: Inputs) -> tuple[Result, ...] | None:
 
 def _native_dropout(inputs: Inputs) -> tuple[Result, ...] | None:
     operand = inputs.tensor(0)
-    return None if operand is None else (operand, Tensor(operand.shape, "bool"))
+    return None if operand is None else (operand, TensorShape(operand.shape, "bool"))
 
 
 def _repeat(inputs: Inputs) -> tuple[Result, ...] | None:
@@ -115,7 +115,7 @@ def _repeat(inputs: Inputs) -> tuple[Result, ...] | None:
     if operand is None or times is None or len(times) < len(operand.shape):
         return None
     shape = (1,) * (len(times) - len(operand.shape)) + operand.shape
-    return (Tensor(tuple(a * b for a, b in zip(shape, times, strict=True)), operand.type),)
+    return (TensorShape(tuple(a * b for a, b in zip(shape, times, strict=True)), operand.type),)
 
 
 def _pad(inputs: Inputs) -> tuple[Result, ...] | None:
@@ -126,13 +126,13 @@ def _pad(inputs: Inputs) -> tuple[Result, ...] | None:
     for place in range(len(pads) // 2):
         # Pads start from the last dimension, before and after it.
         shape[-1 - place] += pads[2 * place] + pads[2 * place + 1]
-    return (Tensor(tuple(shape), operand.type),) if min(shape) >= 0 else None
+    return (TensorShape(tuple(shape), operand.type),) if min(shape) >= 0 else None
 
 
 def _sizes_at_1(inputs: Inputs) -> tuple[Result, ...] | None:
     """Apply the rule of a backward that writes a gradient into zeros of the sizes at position 1."""
     operand, sizes = inputs.tensor(0), inputs.numbers(1)
-    return None if operand is None or sizes is None else (Tensor(tuple(sizes), operand.type),)
+    return None if operand is None or sizes is None else (TensorShape(tuple(sizes), operand.type),)
 
 
 _POINTWISE_RULES = {
@@ -174,7 +174,7 @@ def _reduced_shape(shape: Shape, dims: list[int] | None, *, keep: bool) -> Shape
     return tuple(size for at, size in enumerate(sizes) if keep or at not in reduced)
 
 
-def _reduce(inputs: Inputs, at: int) -> tuple[Tensor, Shape] | None:
+def _reduce(inputs: Inputs, at: int) -> tuple[TensorShape, Shape] | None:
     """Return the operand and the reduced shape; `at` is the position of `dim`, then `keepdim`."""
     operand = inputs.tensor(0)
     if operand is None:
@@ -206,7 +206,7 @@ def _reduction(at: int, *, types: int | None, counts: bool = False):
         default = _INT64 if counts and type_category(operand.type) < 2 else operand.type
         # `sum(self, dtype)` has the dtype at 1, `sum(self, dim, keepdim, dtype)` at 3.
         position = (types if len(inputs) > at + 1 else 1) if types is not None else len(inputs)
-        return (Tensor(shape, requested_type(inputs, position, default)),)
+        return (TensorShape(shape, requested_type(inputs, position, default)),)
 
     return rule
 
@@ -216,7 +216,7 @@ def _reduction_to(name: str):
 
     def rule(inputs: Inputs) -> tuple[Result, ...] | None:
         reduction = _reduce(inputs, 1)
-        return None if reduction is None else (Tensor(reduction[1], name),)
+        return None if reduction is None else (TensorShape(reduction[1], name),)
 
     return rule
 
@@ -231,15 +231,15 @@ def _extreme(inputs: Inputs) -> tuple[Result, ...] | None:
         return None
     if other is not None:
         shape = broadcast([operand.shape, other.shape])
-        return None if shape is None else (Tensor(shape, promote_types([operand, other])),)
+        return None if shape is None else (TensorShape(shape, promote_types([operand, other])),)
     # `max(self)` against `max(self, dim, keepdim)`.
     if len(inputs) < 3:
-        return (Tensor((), operand.type),)
+        return (TensorShape((), operand.type),)
     reduction = _reduce(inputs, 1)
     return (
         None
         if reduction is None
-        else (Tensor(reduction[1], operand.type), Tensor(reduction[1], _INT64))
+        else (TensorShape(reduction[1], operand.type), TensorShape(reduction[1], _INT64))
     )
 
 
@@ -251,7 +251,7 @@ def _layer_norm(inputs: Inputs) -> tuple[Result, ...] | None:
     # Means and reciprocal deviations are saved for backward, in float32 for half-precision inputs.
     rows = operand.shape[: len(operand.shape) - count] + (1,) * count
     half = type_category(operand.type) == 2 and operand.type not in ("float", "double")
-    saved = Tensor(rows, "float" if half else operand.type)
+    saved = TensorShape(rows, "float" if half else operand.type)
     return operand, saved, saved
 
 
@@ -285,7 +285,7 @@ def _batch_norm(inputs: Inputs) -> tuple[Result, ...] | None:
     if operand is None or len(operand.shape) < 2:
         return None
     half = type_category(operand.type) == 2 and operand.type not in ("float", "double")
-    saved = Tensor(
+    saved = TensorShape(
         # Evaluation saves no statistics of the batch.
         (operand.shape[1] if training is not False else 0,),
         "float" if half else operand.type,
@@ -297,7 +297,7 @@ def _group_norm(inputs: Inputs) -> tuple[Result, ...] | None:
     operand, groups = inputs.tensor(0), inputs.value(6)
     if operand is None or not operand.shape or type(groups) is not int:
         return None if operand is None else (operand,)
-    saved = Tensor((operand.shape[0], groups), operand.type)
+    saved = TensorShape((operand.shape[0], groups), operand.type)
     return operand, saved, saved
 
 
@@ -306,7 +306,7 @@ def _softmax(inputs: Inputs) -> tuple[Result, ...] | None:
     if operand is None:
         return None
     # The third argument is `half_to_float`.
-    return (Tensor(operand.shape, "float" if inputs.value(2) is True else operand.type),)
+    return (TensorShape(operand.shape, "float" if inputs.value(2) is True else operand.type),)
 
 
 def _softmax_backward(inputs: Inputs) -> tuple[Result, ...] | None:
@@ -314,7 +314,7 @@ def _softmax_backward(inputs: Inputs) -> tuple[Result, ...] | None:
     return (
         None
         if operand is None
-        else (Tensor(operand.shape, requested_type(inputs, 3, operand.type)),)
+        else (TensorShape(operand.shape, requested_type(inputs, 3, operand.type)),)
     )
 
 
@@ -335,7 +335,7 @@ def _loss(reduction: int):
             return None
         # 0 is at::Reduction::None.
         shape = broadcast([operand.shape, target.shape]) if reduction_mode == 0 else ()
-        return None if shape is None else (Tensor(shape, operand.type),)
+        return None if shape is None else (TensorShape(shape, operand.type),)
 
     return rule
 
@@ -344,7 +344,7 @@ def _nll_loss(inputs: Inputs) -> tuple[Result, ...] | None:
     operand, target, reduction_mode = inputs.tensor(0), inputs.tensor(1), inputs.value(3)
     if operand is None or target is None or reduction_mode is None:
         return None
-    return Tensor(target.shape if reduction_mode == 0 else (), operand.type), Tensor(
+    return TensorShape(target.shape if reduction_mode == 0 else (), operand.type), TensorShape(
         (), operand.type
     )
 
@@ -353,7 +353,7 @@ def _embedding(inputs: Inputs) -> tuple[Result, ...] | None:
     table, index = inputs.tensor(0), inputs.tensor(1)
     if table is None or index is None or not table.shape:
         return None
-    return (Tensor((*index.shape, *table.shape[1:]), table.type),)
+    return (TensorShape((*index.shape, *table.shape[1:]), table.type),)
 
 
 def _embedding_backward(count: int):
@@ -361,7 +361,7 @@ def _embedding_backward(count: int):
         grad, rows = inputs.tensor(0), inputs.value(count)
         if grad is None or not grad.shape or type(rows) is not int:
             return None
-        return (Tensor((rows, grad.shape[-1]), grad.type),)
+        return (TensorShape((rows, grad.shape[-1]), grad.type),)
 
     return rule
 
@@ -372,9 +372,9 @@ def _embedding_bag(inputs: Inputs) -> tuple[Result, ...] | None:
         return None
     # `include_last_offset` adds an offset at which no bag begins.
     bags = offsets.numel - (1 if inputs.value(8) is True else 0)
-    output = Tensor((bags, *table.shape[1:]), table.type)
-    per_bag = Tensor((bags,), index.type)
-    return output, Tensor((0,), index.type), per_bag, per_bag
+    output = TensorShape((bags, *table.shape[1:]), table.type)
+    per_bag = TensorShape((bags,), index.type)
+    return output, TensorShape((0,), index.type), per_bag, per_bag
 
 
 def _index_select(inputs: Inputs) -> tuple[Result, ...] | None:
@@ -383,18 +383,20 @@ def _index_select(inputs: Inputs) -> tuple[Result, ...] | None:
         return None
     place = dim % len(operand.shape)
     return (
-        Tensor((*operand.shape[:place], index.numel, *operand.shape[place + 1 :]), operand.type),
+        TensorShape(
+            (*operand.shape[:place], index.numel, *operand.shape[place + 1 :]), operand.type
+        ),
     )
 
 
 def _gather(inputs: Inputs) -> tuple[Result, ...] | None:
     operand, index = inputs.tensor(0), inputs.tensor(2)
-    return None if operand is None or index is None else (Tensor(index.shape, operand.type),)
+    return None if operand is None or index is None else (TensorShape(index.shape, operand.type),)
 
 
 def _sort(inputs: Inputs) -> tuple[Result, ...] | None:
     operand = inputs.tensor(0)
-    return None if operand is None else (operand, Tensor(operand.shape, _INT64))
+    return None if operand is None else (operand, TensorShape(operand.shape, _INT64))
 
 
 def _argsort(inputs: Inputs) -> tuple[Result, ...] | None:
@@ -408,7 +410,7 @@ def _topk(inputs: Inputs) -> tuple[Result, ...] | None:
         return None
     place = dim % len(operand.shape)
     shape = (*operand.shape[:place], count, *operand.shape[place + 1 :])
-    return Tensor(shape, operand.type), Tensor(shape, _INT64)
+    return TensorShape(shape, operand.type), TensorShape(shape, _INT64)
 
 
 _REDUCING_RULES = {
@@ -472,11 +474,11 @@ def _cat(inputs: Inputs) -> tuple[Result, ...] | None:
         return None
     place = dim % len(first)
     size = sum(tensor.shape[place] for tensor in tensors if len(tensor.shape) == len(first))
-    return (Tensor((*first[:place], size, *first[place + 1 :]), tensors[0].type),)
+    return (TensorShape((*first[:place], size, *first[place + 1 :]), tensors[0].type),)
 
 
 def _scalar_per_tensor(inputs: Inputs) -> tuple[Result, ...] | None:
-    return tuple(Tensor((), tensor.type) for tensor in inputs.tensors(0)) or None
+    return tuple(TensorShape((), tensor.type) for tensor in inputs.tensors(0)) or None
 
 
 def results_like_first_list(inputs: Inputs) -> tuple[Result, ...] | None:

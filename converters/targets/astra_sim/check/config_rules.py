@@ -312,7 +312,7 @@ GROUPS_FILE = GROUP_FILES[0]
 
 
 @dataclass(frozen=True, slots=True)
-class Groups:
+class ConfiguredGroups:
     """Process groups of a run.
 
     Attributes:
@@ -340,16 +340,16 @@ class Groups:
             report.add("group-ranks", self.file, None, message, is_note=is_note)
 
 
-def read_groups(path: Path, world: int, report: Report) -> Groups:
+def read_groups(path: Path, world: int, report: Report) -> ConfiguredGroups:
     """Read the group JSON and check it against the number of ranks.
 
     ASTRA-sim reads a key with `std::stoi`, in the order of the texts: "02" is group 2. It throws on
     ranks that are no numbers, so these are findings at once; other faults may wait until it is
-    known whether a node uses the group (`Groups.report_faults`).
+    known whether a node uses the group (`ConfiguredGroups.report_faults`).
     """
     values = read_json(path, report)
     if values is None:
-        return Groups({}, frozenset(), given=path.exists(), members={}, file=path.name)
+        return ConfiguredGroups({}, frozenset(), given=path.exists(), members={}, file=path.name)
     usable: dict[str, tuple[int, ...]] = {}
     used: set[str] = set()
     faults: dict[str, str] = {}
@@ -374,7 +374,7 @@ def read_groups(path: Path, world: int, report: Report) -> Groups:
                 used.add(name)
         else:
             usable[name] = tuple(ranks or ())
-    return Groups(
+    return ConfiguredGroups(
         usable,
         frozenset(faults),
         given=True,

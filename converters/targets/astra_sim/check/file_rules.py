@@ -8,10 +8,10 @@ import numpy as np
 
 from onerank.converters.targets.astra_sim.check.findings import Report
 from onerank.ir.chakra import (
+    ChakraRecords,
     EmptyFileError,
     MissingMetadataError,
     Record,
-    Records,
     TruncatedError,
     read_records,
 )
@@ -65,7 +65,7 @@ class Structure:
         sound: whether there are no structural faults.
     """
 
-    records: Records
+    records: ChakraRecords
     dag: Dag
     schedule: CompletionOrder
     sound: bool
@@ -110,7 +110,7 @@ def lowest_id_first(dag: Dag) -> CompletionOrder:
     return CompletionOrder(order, width, widest_after)
 
 
-def _read(path: Path, report: Report) -> Records | None:
+def _read(path: Path, report: Report) -> ChakraRecords | None:
     try:
         return read_records(path)
     except EmptyFileError as error:

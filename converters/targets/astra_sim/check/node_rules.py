@@ -9,7 +9,11 @@ from onerank.converters.targets.astra_sim.check.comm_programs import (
     NodeType,
     name_of,
 )
-from onerank.converters.targets.astra_sim.check.config_rules import ALGORITHMS, Groups, System
+from onerank.converters.targets.astra_sim.check.config_rules import (
+    ALGORITHMS,
+    ConfiguredGroups,
+    System,
+)
 from onerank.converters.targets.astra_sim.check.config_text import stoi
 from onerank.converters.targets.astra_sim.check.file_rules import Dag, Structure
 from onerank.converters.targets.astra_sim.check.findings import Report
@@ -19,7 +23,7 @@ from onerank.ir.enums import Collective
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class CheckedRank:
     """The file, world and configuration that the nodes of one rank are checked against.
 
     Attributes:
@@ -33,11 +37,11 @@ class Setting:
     file: str
     rank: int
     world: int
-    groups: Groups
+    groups: ConfiguredGroups
     system: System | None
 
 
-def check_nodes(nodes: list[Record], setting: Setting, report: Report) -> dict[int, CommNode]:
+def check_nodes(nodes: list[Record], setting: CheckedRank, report: Report) -> dict[int, CommNode]:
     """Check every node; return the communication nodes that can be matched, by id."""
     checker = _NodeChecker(setting, report)
     calls: dict[int, CommNode] = {}
@@ -67,7 +71,7 @@ _INTEGERS = frozenset(
 class _NodeChecker:
     """Checks the nodes of one file against its setting."""
 
-    def __init__(self, setting: Setting, report: Report) -> None:
+    def __init__(self, setting: CheckedRank, report: Report) -> None:
         self.setting = setting
         self.report = report
         system = setting.system
@@ -325,7 +329,7 @@ one lane took 5 s, in 256 lanes 121 s."""
 _DRIFT = 0.001
 
 
-def check_graph(structure: Structure, setting: Setting, report: Report) -> None:
+def check_graph(structure: Structure, setting: CheckedRank, report: Report) -> None:
     """Check how many nodes get ready at once, what runs at time 0, and how time adds up."""
     dag, schedule = structure.dag, structure.schedule
     if schedule.width > READY_BOUND:

@@ -24,7 +24,7 @@ from onerank.converters.targets.astra_sim.check.config_rules import (
     MEMORY_FILE,
     NETWORK_FILE,
     SCRIPT_FILE,
-    Groups,
+    ConfiguredGroups,
     Use,
     check_algorithms,
     check_custom_algorithms,
@@ -41,7 +41,11 @@ from onerank.converters.targets.astra_sim.check.config_text import Script
 from onerank.converters.targets.astra_sim.check.file_rules import Structure, read_structure
 from onerank.converters.targets.astra_sim.check.findings import Finding, Report
 from onerank.converters.targets.astra_sim.check.matching import check_matching, check_order
-from onerank.converters.targets.astra_sim.check.node_rules import Setting, check_graph, check_nodes
+from onerank.converters.targets.astra_sim.check.node_rules import (
+    CheckedRank,
+    check_graph,
+    check_nodes,
+)
 from onerank.ir.chakra import PEERS, RankDiff, Record
 from onerank.ir.chakra.third_party_traces import RANK_FILE
 from onerank.ir.errors import FormatError
@@ -73,7 +77,7 @@ class RankReader:
         report: receives the findings.
     """
 
-    def __init__(self, setting: Setting, report: Report) -> None:
+    def __init__(self, setting: CheckedRank, report: Report) -> None:
         self._setting = setting
         self._report = report
         self._models: list[_Model] = []
@@ -92,7 +96,7 @@ class RankReader:
                 return Program(path.name, model.comm, ends) if model.runs else None
         return self._read_whole(path, setting)
 
-    def _read_whole(self, path: Path, setting: Setting) -> Program | None:
+    def _read_whole(self, path: Path, setting: CheckedRank) -> Program | None:
         before = len(self._report)
         structure = read_structure(path, self._report)
         if structure is None:
@@ -135,7 +139,7 @@ class _Model:
         path: Path,
         structure: Structure,
         calls: list[CommNode | None],
-        setting: Setting,
+        setting: CheckedRank,
         findings: Sequence[Hashable],
     ) -> None:
         self.findings = findings
@@ -173,7 +177,7 @@ class _Model:
             for slot, ending in enumerate(self._diff.template_endings)
         ]
 
-    def ends(self, octets: bytes, setting: Setting) -> list[End] | None:
+    def ends(self, octets: bytes, setting: CheckedRank) -> list[End] | None:
         """Return the peer or group of each slot in another file.
 
         Returns None if the file differs in more than that, or violates other rules.
@@ -192,7 +196,7 @@ class _Model:
             ends.append(verdict[1])
         return ends + self._rest
 
-    def _verdict(self, slot: int, ending: bytes, setting: Setting) -> _Verdict | None:
+    def _verdict(self, slot: int, ending: bytes, setting: CheckedRank) -> _Verdict | None:
         """Return the verdict on a slot with other peers; None if `ending` is no such bytes.
 
         A communication node shows all faults that its peers can have. If no node of the slot
@@ -396,7 +400,7 @@ def _check_set(
         check_network(prefix, npus, world, script, report)
     groups_at = groups_file(directory, prefix, report)
     groups = read_groups(groups_at, world, report)
-    reader = RankReader(Setting("", 0, world, groups, system), report)
+    reader = RankReader(CheckedRank("", 0, world, groups, system), report)
     programs: list[Program] = []
     for done, (rank, path) in enumerate(sorted(files.items()), start=1):
         if extent.ranks is not None and rank not in extent.ranks:
@@ -458,7 +462,7 @@ def _check_presence(
             report.add("configuration-file", name, None, message)
 
 
-def _uses(programs: Sequence[Program], groups: Groups, world: int) -> set[Use]:
+def _uses(programs: Sequence[Program], groups: ConfiguredGroups, world: int) -> set[Use]:
     """Return the types of the collectives that are issued, with the sizes of their groups."""
     slots = {
         id(comm): {

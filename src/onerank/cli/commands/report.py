@@ -190,7 +190,7 @@ def _sections(graph: "Graph", summary: "Summary", replayed: "Replay | None") -> 
             "datasheet's roof. A kernel above the slope finds its operands in the cache."
         )
         sections.append(_Section("Roofline", caption, charts.roofline_chart(points, gpu, dtype)))
-    memory = report_data.memory_timeline(graph)
+    memory = report_data.memory_chart(graph)
     if memory is not None:
         caption = "Memory in use, by class."
         figure = charts.memory_chart(memory, device.memory_bytes)

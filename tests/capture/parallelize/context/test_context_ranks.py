@@ -17,7 +17,7 @@ from onerank.annotate import recost
 from onerank.capture import Options, WindowPlan, capture
 from onerank.capture.fake_world.recorder import Recorder
 from onerank.capture.parallelize.data.apply_data_parallel import DataParallelism
-from onerank.capture.parallelize.data.data_groups import Groups
+from onerank.capture.parallelize.data.data_groups import DataGroups
 from onerank.capture.parallelize.shard_model import ModelSlicing, slice_to_rank
 from onerank.converters.targets.astra_sim.check import check
 from onerank.converters.targets.astra_sim.exporter import export
@@ -118,7 +118,7 @@ def train_rank(rank: int, results: Any) -> None:
         if reentrant is not None:
             sliced.gradient_checkpointing_enable({"use_reentrant": reentrant})
             sliced.train()
-        with DataParallelism(form, Groups(new_group, world, rank)).installed():
+        with DataParallelism(form, DataGroups(new_group, world, rank)).installed():
             results[form, rank] = train(sliced, PACKING[form])
 
 

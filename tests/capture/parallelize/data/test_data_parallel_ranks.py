@@ -11,7 +11,7 @@ from torch import nn
 
 from onerank.capture.parallelize.data import zero as buckets
 from onerank.capture.parallelize.data.apply_data_parallel import DataParallelism
-from onerank.capture.parallelize.data.data_groups import Groups
+from onerank.capture.parallelize.data.data_groups import DataGroups
 from onerank.ir import World
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated. Please use:FutureWarning")
@@ -151,16 +151,16 @@ def train_rank(rank: int, results: Any) -> None:
     buckets.BUCKET_ELEMENTS = 70  # several buckets; a rank's shard of the last is padding only
     for form in FORMS:
         for job in JOBS:
-            groups = Groups(new_group, World.of(dp=SIZE), rank)
+            groups = DataGroups(new_group, World.of(dp=SIZE), rank)
             with DataParallelism(form, groups).installed():
                 # FSDP shards each rank's weights without a broadcast, so they must be equal.
                 trained = (
                     train_from_equal_weights(job, rank) if form == "fsdp" else train(*job, [rank])
                 )
             results[form, job, rank] = trained
-        with DataParallelism(form, Groups(new_group, World.of(dp=SIZE), rank)).installed():
+        with DataParallelism(form, DataGroups(new_group, World.of(dp=SIZE), rank)).installed():
             results[form, "averages", rank] = averages([rank])
-        groups = Groups(new_group, World.of(dp=SIZE, ep=SIZE), rank)
+        groups = DataGroups(new_group, World.of(dp=SIZE, ep=SIZE), rank)
         with DataParallelism(form, groups).installed():
             results[form, "expert", rank] = expert_step(rank, peers_absent=False)
 

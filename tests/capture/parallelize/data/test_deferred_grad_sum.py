@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from onerank.capture.fake_world.recorder import Recorder
 from onerank.capture.parallelize.data.apply_data_parallel import DataParallelism
-from onerank.capture.parallelize.data.data_groups import Groups
+from onerank.capture.parallelize.data.data_groups import DataGroups
 from onerank.capture.parallelize.data.grad_accumulation import DeferredGradSync
 from onerank.capture.parallelize.shard_model import slice_to_rank
 from onerank.ir import World
@@ -146,7 +146,7 @@ def test_one_flat_all_reduce_after_the_last_backward(form):
     )
     calls_per_backward: list[list[int]] = []
     with DeferredGradSync({model_to_train: sliced}).installed():
-        data = DataParallelism(form, Groups(recorder.new_group, world, 0)) if form else None
+        data = DataParallelism(form, DataGroups(recorder.new_group, world, 0)) if form else None
         with data.installed() if data else torch.enable_grad():
             optimizer = torch.optim.AdamW(model_to_train.parameters())
             for _ in range(3):

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 
 from onerank.capture.fake_world.recorder import Recorder
 from onerank.capture.parallelize.data.apply_data_parallel import DataParallelism
-from onerank.capture.parallelize.data.data_groups import Groups
+from onerank.capture.parallelize.data.data_groups import DataGroups
 from onerank.capture.parallelize.data.grad_clipping import Clipping
 from onerank.capture.parallelize.pipeline.stage import TiedEmbedding
 from onerank.capture.parallelize.shard_model import slice_to_rank
@@ -97,7 +97,7 @@ def clip_on_rank(rank: int, results: Any) -> None:
             sequence=sequence,
             peers_absent=False,
         )
-        data = DataParallelism(form, Groups(new_group, world, rank)) if form else None
+        data = DataParallelism(form, DataGroups(new_group, world, rank)) if form else None
         shards = data.shards if data else None
         clipping = Clipping({candidate: sliced}, world, rank, new_group, shards)
         batch = tokens(world.point(rank).get("dp", 0))
@@ -119,7 +119,7 @@ def clip_on_rank(rank: int, results: Any) -> None:
             )
     for fused in (False, True):
         candidate = nn.Linear(8, 4)
-        data = DataParallelism("zero1", Groups(new_group, World.of(dp=4), rank))
+        data = DataParallelism("zero1", DataGroups(new_group, World.of(dp=4), rank))
         with data.installed():
             results["skips", "zero 1", fused, rank] = skip_sharded(candidate, rank, fused)
 

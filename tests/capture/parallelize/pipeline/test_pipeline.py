@@ -17,7 +17,7 @@ import onerank
 from onerank.annotate import recost
 from onerank.capture import Options, WindowPlan, capture
 from onerank.capture.fake_world.recorder import Recorder
-from onerank.capture.parallelize.data.data_groups import Groups
+from onerank.capture.parallelize.data.data_groups import DataGroups
 from onerank.capture.parallelize.data.fsdp import FullyShardedModel
 from onerank.capture.parallelize.data.optimizers import cutting_states
 from onerank.capture.parallelize.model_structure import split_layers
@@ -127,7 +127,7 @@ def train_rank(rank: int, results: Any) -> None:
             stage.gradient_checkpointing_enable()
             stage.train()
         if "FSDP" in case:  # every rank forms a data-parallel group of one
-            FullyShardedModel(stage, Groups(new_group, world, rank))
+            FullyShardedModel(stage, DataGroups(new_group, world, rank))
         results[case, rank] = (*train(stage), summary.elements_after)
 
 

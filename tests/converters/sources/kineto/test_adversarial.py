@@ -9,7 +9,7 @@ import pytest
 from onerank.converters.sources.kineto import Sources, convert
 from onerank.converters.sources.kineto.link.host_timeline import NONE, HostTimeline, host_timeline
 from onerank.converters.sources.kineto.lowering import sync_edges
-from onerank.converters.sources.kineto.memory_events import Action, History, join_history
+from onerank.converters.sources.kineto.memory_events import AllocatorAction, History, join_history
 from onerank.converters.sources.kineto.read.execution_trace import without_placeholders
 from onerank.converters.sources.kineto.read.kineto_trace import load_kineto
 from onerank.converters.sources.kineto.read.schema import MemoryRows
@@ -61,12 +61,18 @@ def test_a_history_is_found_among_equal_events() -> None:
     for first, expected in ((1, [0, 1, 1, 1, 0]), (2, [0, 0, 1, 1, 1])):
         wanted = address[first : first + 3].tolist()
         history = History(
-            (Action.ALLOCATED,) * 3, tuple(wanted), bytes=(1,) * 3, pool=(1,) * 3, lingers=(0,) * 3
+            (AllocatorAction.ALLOCATED,) * 3,
+            tuple(wanted),
+            bytes=(1,) * 3,
+            pool=(1,) * 3,
+            lingers=(0,) * 3,
         )
         columns = join_history(history, rows)
         assert columns is not None
         assert columns.pool.tolist() == expected
-    other = History((Action.ALLOCATED,) * 2, (256, 2), bytes=(1, 1), pool=(1, 1), lingers=(0, 0))
+    other = History(
+        (AllocatorAction.ALLOCATED,) * 2, (256, 2), bytes=(1, 1), pool=(1, 1), lingers=(0, 0)
+    )
     assert join_history(other, rows) is None
 
 
