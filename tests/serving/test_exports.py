@@ -161,7 +161,7 @@ def test_what_vidur_has_no_tables_for(bundle: Path, tmp_path: Path):
     other = changed(bundle, device="MI300X")
     refuses("vidur-device-unknown", export_vidur, other, tmp_path, model="a")
     read = read_bundle(bundle)
-    others = tuple(k for k in read.kernel_rows if "mlp.down_proj" not in k.module)
+    others = tuple(k for k in read.kernel_rows if "mlp.down_proj" not in (k.module or ""))
     lacking = Bundle(read.manifest, read.rows, others)
     refuses("vidur-model-unsupported", export_vidur, lacking, tmp_path, model="a")
 
@@ -285,7 +285,7 @@ def test_norms_of_queries_and_keys_are_qwen3s(bundle: Path, tmp_path: Path):
     norms = tuple(
         msgspec.structs.replace(kernel, module=f"model.layers.*.self_attn.{name}_norm")
         for kernel in read.kernel_rows
-        if kernel.module.endswith(".input_layernorm")
+        if (kernel.module or "").endswith(".input_layernorm")
         for name in "qk"
     )
     written = export_llmservingsim(
@@ -317,7 +317,7 @@ def test_a_model_that_llmservingsim_has_no_layers_for(bundle: Path, tmp_path: Pa
     read = read_bundle(bundle)
     experts = msgspec.structs.replace(read.kernel_rows[0], module="model.layers.*.mlp.experts")
     refuses(code, export, Bundle(read.manifest, read.rows, (*read.kernel_rows, experts)), tmp_path)
-    others = tuple(k for k in read.kernel_rows if "mlp.down_proj" not in k.module)
+    others = tuple(k for k in read.kernel_rows if "mlp.down_proj" not in (k.module or ""))
     refuses(code, export, Bundle(read.manifest, read.rows, others), tmp_path)
     config = read.manifest.config
     refuses(code, export, changed(bundle, config={**config, "dtype": "float64"}), tmp_path)
@@ -400,7 +400,8 @@ def test_the_steps_of_aiconfigurator_contain_collectives(bundle: Path, tmp_path:
     assert two - one == pytest.approx(sum(network.time_ns(*c, (0, 1)) for c in calls) / 1e6)
     assert set(tables[1]["tp"]) == {2}
     other = read_bundle(bundle)
-    rows = (msgspec.structs.replace(other.rows[0], decodes=3), *other.rows[1:])
+    three = msgspec.structs.replace(other.rows[0], decodes=3, batch=3, new_tokens=3)
+    rows = (three, *other.rows[1:])
     manifest = msgspec.structs.replace(other.manifest, tp=2)
     refuses("aiconfigurator-collectives-unknown", export_aiconfigurator,
             Bundle(manifest, rows, other.kernel_rows, bundle), tmp_path)  # fmt: skip

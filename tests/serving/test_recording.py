@@ -12,10 +12,13 @@ import polars as pl
 import pytest
 
 import onerank
+from onerank.cli import annotate
 from onerank.cli import onerank as command
 from onerank.converters.sources.kineto.engine_steps import StepContent, parse_annotation
 from onerank.ir import InferenceStep
+from onerank.serving.recorded_bundle import Deployment, bundle_of
 from onerank.serving.recording import Recording, read_recording
+from onerank.serving.tables import RankMemory
 from tests.cli.invoke_cli import TRACES, invoke, refused
 from tests.converters.small_traces import Trace
 
@@ -348,6 +351,120 @@ def test_speculative_steps_are_labelled_by_the_target_model(tmp_path: Path) -> N
     assert (step.kind, step.decodes, step.new_tokens, step.operations) == ("decode", 2, 8, 3)
 
 
+# Bundle -------------------------------------------------------------------------------------------
+
+
+def test_a_recording_is_a_bundle_with_null_for_what_it_lacks(vllm: Recording) -> None:
+    bundle, traces = bundle_of(vllm, [VLLM])
+    steps = bundle.steps
+    assert steps["decodes"].to_list() == [0, 1, 3, 2, 1]
+    # Means of 44 tokens of two sequences, 128 and 131 of three, and 125 of two.
+    assert steps["prefill_context"].to_list() == [0, 22, 0, 0, 0]
+    assert steps["decode_context"].to_list() == [0, 20, 43, 62, 24]
+    assert steps["context_tokens"].to_list() == [0, 64, 130, 125, 24]
+    assert steps["step_ns"].to_list() == vllm.compositions["step_ns"].to_list()
+    for column in ("graph_ns", "peak_bytes"):
+        assert steps[column].null_count() == len(steps)
+    sums = bundle.kernels.group_by("row", maintain_order=True).agg(pl.col("time_ns").sum())
+    assert sums["time_ns"].to_list() == steps["gpu_ns"].to_list()
+    assert steps["gpu_ns"].to_list()[2] == min(vllm.steps["gpu_ns"].to_list()[2:4])
+    # Attention of the mixed step is that of prefills and decodes.
+    attention = bundle.kernels.filter(pl.col("part") != "tokens")["part"].to_list()
+    assert attention == ["prefill_attention", *["decode_attention"] * 3]
+    assert bundle.kernels["part"].null_count() == 1
+    manifest = bundle.manifest
+    assert (manifest.model, manifest.layers, manifest.tp) == (None, None, 1)
+    assert manifest.memory == RankMemory(0)
+    assert sorted(traces) == [1, 2, 3, 4, 5]
+
+
+def test_decodes_of_similar_contexts_are_one_row(tmp_path: Path) -> None:
+    trace = Trace()
+    contexts = [108, 112, 116, 1000]
+    for number, context in enumerate(contexts):
+        begin = 100.0 * number
+        trace.annotation(
+            f"execute_context_0(0)_generation_1(sq1sk{context + 1}sqsq1sqsk1)", begin, 50
+        )
+        trace.runtime("cudaGraphLaunch", number + 1, begin + 10)
+        trace.kernel(number + 1, begin + 20, 10 + number, name="gemm")
+        trace.kernel(number + 1, begin + 40, 20, name="flash_fwd_kernel")
+        trace.launch(number + 50, begin + 45)
+        trace.kernel(number + 50, begin + 90, 3, name="argmax")
+    file = trace.write(tmp_path)[0]
+    recording = read_recording([file])
+    # From the start of the first to the end of the last kernel of the graph, and the sampler's.
+    assert recording.steps["graph_ns"].to_list() == [43_000] * 4
+    bundle, _ = bundle_of(recording, [file])
+    steps = bundle.steps
+    assert steps["decode_context"].to_list() == [112, 1000]
+    assert steps["gpu_ns"].to_list() == [34_000, 36_000]
+    assert steps["graph_ns"].to_list() == [43_000, 43_000]
+    assert bundle.kernels.filter(part="decode_attention")["time_ns"].to_list() == [20_000] * 2
+
+
+def test_several_tokens_for_each_decode_are_no_composition(tmp_path: Path) -> None:
+    trace = Trace()
+    for number, name in enumerate(("VERIFY bs=2 g_sq=8", "DECODE bs=2 g_sq=2 g_sk=52 g_sqsq=2")):
+        trace.annotation(f"step[{name}]", 100.0 * number, 50)
+        trace.launch(number + 1, 100.0 * number + 10)
+        trace.kernel(number + 1, 100.0 * number + 20, 5)
+    file = trace.write(tmp_path)[0]
+    bundle, _ = bundle_of(read_recording([file]), [file])
+    assert [row.is_composed for row in bundle.rows] == [False, True]
+    codes = [note.code for note in bundle.manifest.notes]
+    assert codes == ["recording-profiled", "recording-sequences-unknown"]
+
+
+def test_a_bundle_has_the_steps_of_the_first_rank(tmp_path: Path) -> None:
+    files: list[Path] = []
+    for rank in (1, 0):
+        trace = Trace()
+        trace.annotation("step[DECODE bs=1 g_sq=1 g_sk=9 g_sqsq=1]", 0, 50)
+        trace.launch(1, 10)
+        trace.kernel(1, 20, 5 + rank)
+        groups: dict[str, Any] = {"rank": rank, "world_size": 2, "pg_count": 0, "pg_config": []}
+        written = trace.write(tmp_path, distributedInfo=groups)[0]
+        files.append(written.rename(tmp_path / f"rank{rank}.json"))
+    bundle, traces = bundle_of(read_recording(files), files)
+    assert bundle.steps["gpu_ns"].to_list() == [5_000]
+    assert list(traces) == [1]
+    assert bundle.manifest.tp is None
+    assert "recording-first-rank" in [note.code for note in bundle.manifest.notes]
+    assert bundle_of(read_recording(files), files, (), Deployment(tp=2))[0].manifest.tp == 2
+
+
+def test_other_commands_read_the_bundle_of_a_recording(tmp_path: Path) -> None:
+    bundle, output = tmp_path / "bundle", tmp_path / "exported"
+    convert = ("convert", VLLM, "--engine-steps", "-o", bundle)
+    invoke(command, *convert)
+    export = ("-o", output, "--model", "small/llama")
+    for simulator in ("vidur", "llmservingsim"):
+        arguments = ("export", simulator, bundle, *export)
+        refused(command, *arguments, error="export-modules-missing", naming="capture serve")
+    predicted = tmp_path / "bundle.H100"
+    aiconfigurator = ("export", "aiconfigurator", predicted, *export)
+    invoke(annotate, "--target", "H100", bundle)
+    refused(command, *aiconfigurator, error="export-deployment-unknown", naming="--config")
+    config = tmp_path / "config.json"
+    config.write_text(
+        '{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 2, '
+        '"max_position_embeddings": 256, "dtype": "bfloat16"}'
+    )
+    invoke(command, *convert, "--config", config)
+    refused(command, "export", "aiconfigurator", bundle, *export, error="export-memory-unknown")
+    invoke(annotate, "--target", "H100", bundle)
+    read = onerank.read_bundle(predicted)
+    assert read.steps["step_ns"].null_count() == 5
+    assert read.steps["graph_ns"].to_list() == read.steps["gpu_ns"].to_list()
+    invoke(command, *aiconfigurator)
+    (table,) = output.rglob("*.parquet")
+    steps = pl.read_parquet(table)
+    shape = {"workload_kind": "prefill", "batch_size": 2, "total_prefill_tokens": 64}
+    (latency_ms,) = steps.filter(**shape, total_kv_read_tokens=0)["latency_ms"]
+    assert latency_ms == pytest.approx(read.steps["graph_ns"][0] / 1e6, rel=0.01)
+
+
 # Command ------------------------------------------------------------------------------------------
 
 
@@ -358,15 +475,17 @@ def test_command_writes_the_tables(tmp_path: Path, vllm: Recording) -> None:
     # A front end has no model: its file has no steps.
     Trace().write(source, schemaVersion=1)[0].rename(source / "host.async_llm.pt.trace.json")
     output = tmp_path / "steps"
-    for _ in range(2):  # the second run replaces the first
-        result = invoke(command, "convert", source, "--engine-steps", "-o", output, "--json")
+    arguments = ("convert", source, "--engine-steps", "-o", output, "--json")
+    invoke(command, *arguments)
+    result = invoke(command, *arguments)  # replaces the first
     printed = json.loads(result.stdout)
     assert [note["code"] for note in printed["manifest"]["notes"]] == ["engine-files-without-steps"]
     assert len(printed["steps"]) == 6
-    assert pl.read_parquet(output / "steps.parquet").equals(vllm.steps)
-    assert pl.read_parquet(output / "kernels.parquet").equals(vllm.kernels)
-    assert pl.read_parquet(output / "compositions.parquet").equals(vllm.compositions)
-    assert json.loads((output / "recording.json").read_text()) == printed["manifest"]
+    tables = output / "recording"
+    assert pl.read_parquet(tables / "steps.parquet").equals(vllm.steps)
+    assert pl.read_parquet(tables / "kernels.parquet").equals(vllm.kernels)
+    assert pl.read_parquet(tables / "compositions.parquet").equals(vllm.compositions)
+    assert json.loads((tables / "recording.json").read_text()) == printed["manifest"]
     shown = invoke(command, "convert", VLLM, "--engine-steps", "-o", output).stdout
     assert "1330" in shown
     assert "128 to 131" in shown
@@ -393,6 +512,17 @@ def test_bad_recordings_write_nothing(tmp_path: Path) -> None:
     refused(command, *graphs, error="convert-graphs-source", naming="--kineto")
     refused(command, *engine, error="convert-engine-options")
     refused(command, *engine, VLLM, "--step", "2", error="convert-engine-options", naming="--step")
+    given = ("convert", "--kineto", VLLM, "--tp", "2", "-o", tmp_path / "out.et")
+    refused(command, *given, error="convert-deployment-source", naming="--tp")
+    refused(command, *engine, VLLM, "--tp", "2", error="recording-tp-indivisible", naming="2")
+    (tmp_path / "config.json").write_text('{"hidden_size": 256}')
+    config = ("--config", tmp_path / "config.json")
+    refused(command, *engine, VLLM, *config, error="recording-config-unreadable", naming="config")
+    idle = Trace()
+    idle.annotation("step[DECODE bs=1]", 0, 10)
+    idle.launch(1, 20)
+    idle.kernel(1, 25, 0)
+    refused(command, *engine, idle.write(tmp_path)[0], error="engine-steps-empty")
     broken = tmp_path / "broken.json.gz"
     broken.write_bytes(VLLM.read_bytes()[:30_000])
     assert invoke(command, *engine, broken, code=2).stderr.startswith("error[")
@@ -402,7 +532,7 @@ def test_bad_recordings_write_nothing(tmp_path: Path) -> None:
     (foreign / "notes.txt").write_text("kept")
     refused(
         *(command, "convert", VLLM, "--engine-steps", "-o", foreign),
-        error="recording-not-replaced",
+        error="bundle-not-replaced",
         naming=str(foreign),
     )
     assert [path.name for path in foreign.iterdir()] == ["notes.txt"]

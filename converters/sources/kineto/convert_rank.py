@@ -1,5 +1,6 @@
 """Convert one rank's Kineto trace and execution trace to a graph: all steps, in order."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -7,10 +8,11 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from onerank.converters.sources.kineto.engine_steps import find_steps
+from onerank.converters.sources.kineto.engine_steps import EngineStep, find_steps
 from onerank.converters.sources.kineto.gloo import GlooCalls, find_gloo_calls
 from onerank.converters.sources.kineto.link.graph_replays import (
     CapturedGraphs,
+    EngineCaptures,
     RecordedGraphs,
     with_replayed_operators,
 )
@@ -196,6 +198,34 @@ def convert(
     return with_host_overhead(_with_mismatch(graph, mismatched, spread)), report
 
 
+def convert_engine_steps(
+    file: Path, numbers: Sequence[int], captures: Sequence[Path] = ()
+) -> Iterator[Graph]:
+    """Yield the graphs of steps of a recorded engine, whose file is read once.
+
+    Args:
+        file: Kineto trace.
+        numbers: steps, from 1.
+        captures: as of `Sources`.
+
+    Raises:
+        TraceError: as for `convert`.
+    """
+    strings = StringTable()
+    graphs = RecordedGraphs(None, strings)
+    trace = load_kineto(file, strings, operands=True)
+    engine_steps = find_steps(trace)
+    captured = EngineCaptures(captures, strings) if captures else None
+    for number in numbers:
+        window = _window(trace, graphs, str(number), engine_steps, captured, calls=True)
+        job = Job()
+        if window.inference is not None:
+            job = msgspec.structs.replace(job, inference=window.inference)
+        sources = Sources(file, captures=tuple(captures))
+        et = no_execution_trace()
+        yield _lower(window.trace, window.timeline, et, sources, job, graphs=graphs)[0]
+
+
 def _with_mismatch(graph: Graph, notes: list[Note], spread: float) -> Graph:
     """Record in the graph's measurement that its times belong to other shapes.
 
@@ -250,9 +280,22 @@ def _read(
         captures: as of `Sources`.
     """
     trace = load_kineto(path, graphs.strings, operands=operands)
-    notes: list[Note] = []
-    inference = None
     engine_steps = find_steps(trace) if step != ALL or captures else []
+    captured = EngineCaptures(captures, graphs.strings) if captures else None
+    return _window(trace, graphs, step, engine_steps, captured, calls=calls)
+
+
+def _window(
+    trace: KinetoTrace,
+    graphs: RecordedGraphs,
+    step: str,
+    engine_steps: Sequence[EngineStep],
+    captures: EngineCaptures | None,
+    *,
+    calls: bool,
+) -> _Window:
+    """Return a loaded trace, or one of its steps; arguments as of `_read`."""
+    path, notes, inference = trace.path, list[Note](), None
     if step != ALL:
         available = [ProfilerStep(each.number, each.start_ns, each.end_ns) for each in engine_steps]
         chosen = choose(path, available or steps(trace), step)
@@ -261,9 +304,9 @@ def _read(
             # Engine steps are numbered from 1.
             inference = engine_steps[chosen.number - 1].content.inference(chosen.number)
     captured = None
-    if captures:
+    if captures is not None:
         sizes = [(each.start_ns, each.content.new_tokens) for each in engine_steps]
-        captured = CapturedGraphs(captures, graphs.strings, sizes)
+        captured = CapturedGraphs(captures, sizes)
     trace = with_replayed_operators(trace, graphs, captured)
     if captured is not None:
         notes += captured.notes()

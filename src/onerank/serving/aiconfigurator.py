@@ -28,6 +28,7 @@ from onerank.plan.cluster import ClusterLink, ClusterNetwork
 from onerank.serving.bundle import Bundle
 from onerank.serving.operator_times import (
     Extent,
+    deployment,
     described_gpu,
     growing,
     link_gb_per_s,
@@ -126,22 +127,23 @@ def export_aiconfigurator(
     described = described_gpu(bundle, gpu)
     if checkout is not None:
         _check_version(checkout)
+    name, tp = deployment(bundle, "aiconfigurator")
     _check_model(bundle)
     system = bundle.manifest.device.lower().replace(" ", "_").replace("-", "_") + "_onerank"
     model_directory = output.absolute() / "model"
     model_path = model or str(model_directory)
     shared = {
-        "cell_id": f"onerank-{bundle.manifest.model}",
+        "cell_id": f"onerank-{name}",
         "model_path": model_path,
         "system": system,
         "backend": backend,
         "backend_version": version,
         "weight_quantization": _IDENTITY["gemm_quant_mode"],
         **_IDENTITY,
-        "tp": bundle.manifest.tp,
+        "tp": tp,
         "partition_policy": "balanced_v1",
     }
-    collectives = _Collectives.of(bundle, described, link)
+    collectives = _Collectives.of(bundle, tp, described, link)
     rows: list[dict[str, Any]] = []
     for step in _steps(extent):
         latency_ns = step_ns(bundle, step) + collectives.time_ns(step)
@@ -170,14 +172,14 @@ def export_aiconfigurator(
     }
     if model is None:
         # The reader selects its model by `architectures`, which configurations need not have.
-        config = {"architectures": [bundle.manifest.model], **bundle.manifest.config}
+        config = {"architectures": [name], **bundle.manifest.config}
         files[model_directory / "config.json"] = _json(config)
     replace_files(files)
     options = (
         *("--systems-paths", str(output.absolute()), "--system", system),
         *("--backend", backend, "--backend-version", version),
         *("--forward-model", "fpm", "--model-path", model_path),
-        *("--tp-size", str(bundle.manifest.tp)),
+        *("--tp-size", str(tp)),
     )
     written = [*files]
     return AiconfiguratorExport(written[0], written[2], len(rows), options)
@@ -234,23 +236,23 @@ class _Collectives:
     ranks: tuple[int, ...]
 
     @classmethod
-    def of(cls, bundle: Bundle, gpu: Gpu, link: float | None) -> "_Collectives":
-        """Return the collectives of a bundle's steps.
+    def of(cls, bundle: Bundle, tp: int, gpu: Gpu, link: float | None) -> "_Collectives":
+        """Return the collectives of a bundle's steps, none if its times contain them.
 
         Raises:
             ExportError: a size does not grow with new tokens and sequences, or the link between
                 the GPUs is not known.
         """
-        manifest = bundle.manifest
-        # One GPU has no collectives, so its rate is not used.
-        rate = ClusterLink(link_gb_per_s(gpu, link, manifest.tp) or 1.0)
-        network = ClusterNetwork(manifest.tp, rate, rate, gpu.capability or 90, gpu.name)
+        has_untimed = tp > 1 and not bundle.manifest.collectives_timed
+        # Without collectives the rate is not used.
+        rate = ClusterLink((link_gb_per_s(gpu, link, tp) if has_untimed else None) or 1.0)
+        network = ClusterNetwork(tp, rate, rate, gpu.capability or 90, gpu.name)
         sizes: Counter[tuple[str, int, int]] = Counter()
-        if manifest.tp > 1:
+        if has_untimed:
             # A decode has as many sequences as new tokens, and a prefill has fewer: the two steps
             # separate growth with tokens from growth with sequences.
             sizes.update(_growth(bundle, _first(bundle, "decode"), _first(bundle, "prefill")))
-        return cls(sizes, network, tuple(range(manifest.tp)))
+        return cls(sizes, network, tuple(range(tp)))
 
     def time_ns(self, c: Composition) -> float:
         """Return the summed times of a step's collectives, which nothing overlaps."""
@@ -273,7 +275,7 @@ def _first(bundle: Bundle, kind: str) -> _TracedStep:
     """Return the first step of a kind; a prefill with several new tokens."""
     for number, path in bundle.traces():
         row = bundle.rows[number - 1]
-        if row.kind == kind and (kind == "decode" or row.prefill_tokens > 1):
+        if row.kind == kind and (kind == "decode" or (row.prefill_tokens or 0) > 1):
             graph = read(path)
             nodes, mask = graph.nodes, graph.mask(Kind.COLLECTIVE)
             names = [Collective(int(code)).name.lower() for code in nodes.collective[mask]]
@@ -293,14 +295,14 @@ def _growth(
     Raises:
         ExportError: the steps have other collectives, or of other sizes.
     """
-    row = prefill.row
+    row, decodes = prefill.row.composition, decode.row.composition.decodes
     same = [name for name, _ in prefill.calls] == [name for name, _ in decode.calls]
     for (name, prefill_bytes), (_, decode_bytes) in zip(prefill.calls, decode.calls, strict=False):
-        both, odd = divmod(decode_bytes, decode.row.decodes)
-        token, rest = divmod(prefill_bytes - both * row.batch, row.new_tokens - row.batch)
+        both, odd = divmod(decode_bytes, decodes)
+        token, rest = divmod(prefill_bytes - both * row.sequences, row.new_tokens - row.sequences)
         if not same or odd or rest or not 0 <= token <= both:
             raise ExportError(
-                f"the {name} of {prefill_bytes} bytes in {row.composition}, and of {decode_bytes} "
+                f"the {name} of {prefill_bytes} bytes in {row}, and of {decode_bytes} "
                 f"in {decode.row.composition}, does not grow with new tokens and sequences: its "
                 f"size in other steps of {bundle.manifest.model} is not known",
                 code="aiconfigurator-collectives-unknown",
@@ -334,7 +336,10 @@ def _system(bundle: Bundle, gpu: Gpu, system: str) -> dict[str, Any]:
             "intra_node_bw": round(link),
         },
         # The memory outside the allocator contains NCCL's; the reader has an entry for each size.
-        "misc": {"nccl_mem": dict.fromkeys((1, 2, 4, 8), 0), "other_mem": memory.outside_bytes},
+        "misc": {
+            "nccl_mem": dict.fromkeys((1, 2, 4, 8), 0),
+            "other_mem": memory.outside_bytes or 0,
+        },
     }
 
 
@@ -346,7 +351,7 @@ def _check_model(bundle: Bundle) -> None:
     """
     manifest = bundle.manifest
     dtype = str(manifest.config.get("dtype") or manifest.config.get("torch_dtype") or "bfloat16")
-    experts = any(".experts" in row.module for row in bundle.kernel_rows)
+    experts = any(".experts" in module for module in bundle.modules)
     if dtype != "bfloat16" or experts:
         raise ExportError(
             f"aiconfigurator's table is written for dense models in bfloat16, and {manifest.model} "

@@ -22,8 +22,16 @@ from onerank.ir.errors import CaptureError
 from onerank.ir.notes import Note
 from onerank.plan.tasks import Store, content_key
 from onerank.serving.bundle import Bundle
-from onerank.serving.points import Point, Target, measured, misfit, predicted
-from onerank.serving.tables import Manifest, RankMemory
+from onerank.serving.points import (
+    Point,
+    Target,
+    measured,
+    misfit,
+    predicted,
+    predicted_recording,
+)
+from onerank.serving.recorded_bundle import part_rows
+from onerank.serving.tables import KernelRow, Manifest, RankMemory, StepRow
 
 Progress = Callable[[str, int, int], None]
 """Called with the name of a part of the work, how much of it is complete, and the whole."""
@@ -45,6 +53,24 @@ class Model:
     memory_bytes: int
     ep: int = 1
     moe_routing: str = "balanced"
+
+    @classmethod
+    def of(cls, manifest: Manifest, gpu: Gpu) -> "Model":
+        """Return what the points of a bundle that `capture serve` wrote share, on a GPU."""
+        memory = manifest.memory
+        assert not manifest.is_recording, "a recording lacks some of these figures"
+        return cls(
+            name=manifest.model or "",
+            config=manifest.config,
+            tp=manifest.tp or 1,
+            layers=manifest.layers or 0,
+            longest=manifest.longest or 0,
+            weights_bytes=memory.weights_bytes or 0,
+            kv_bytes_per_token=memory.kv_bytes_per_token or 0,
+            memory_bytes=gpu.memory_bytes,
+            ep=manifest.ep,
+            moe_routing=manifest.moe_routing,
+        )
 
 
 def serve(
@@ -214,6 +240,8 @@ def recost_bundle(
         CaptureError: no step fits into the memory of the GPU.
     """
     described = Target(target, load_host(host), model, tuple(databases), passes)
+    if bundle.manifest.is_recording:
+        return _recost_recording(bundle, described, progress)
     traces, points = dict(bundle.traces()), list[Point]()
     for number, row in enumerate(bundle.rows, start=1):
         if number in traces:
@@ -221,26 +249,37 @@ def recost_bundle(
             point = predicted(row.composition, read(traces[number]), described, measured_row)
         else:
             # It did not fit into the memory of the captured GPU.
-            point = misfit(row.composition, row.peak_bytes, "predicted")
+            point = misfit(row.composition, row.peak_bytes or 0, "predicted")
         if point.memory is None:
             traces.pop(number, None)
         points.append(point)
         progress(_MEASURED, number, len(bundle.rows))
-    old = bundle.manifest
-    shared = Model(
-        old.model,
-        old.config,
-        old.tp,
-        old.layers,
-        old.longest,
-        old.memory.weights_bytes,
-        old.memory.kv_bytes_per_token,
-        target.memory_bytes,
-        old.ep,
-        old.moe_routing,
-    )
-    recosted, _ = _bundle(shared, points, device=target.name)
+    recosted, _ = _bundle(Model.of(bundle.manifest, target), points, device=target.name)
     return recosted, traces
+
+
+def _recost_recording(
+    bundle: Bundle, target: Target, progress: Progress
+) -> tuple[Bundle, dict[int, Path]]:
+    """Predict the steps of a recording, whose memory is not known, for another GPU."""
+    traces, rows, kernels = dict(bundle.traces()), list[StepRow](), list[KernelRow]()
+    for number, row in enumerate(bundle.rows, start=1):
+        predicted_row, graph = predicted_recording(row, read(traces[number]), target)
+        rows.append(predicted_row)
+        kernels += [
+            msgspec.structs.replace(part, row=number) for part in part_rows(graph, row.kind)
+        ]
+        progress(_MEASURED, number, len(bundle.rows))
+    manifest = msgspec.structs.replace(
+        bundle.manifest,
+        device=target.gpu.name,
+        device_type="cuda",
+        source="predicted",
+        memory=RankMemory(device_bytes=target.gpu.memory_bytes),
+        # A re-costed trace has no times of collectives.
+        collectives_timed=False,
+    )
+    return Bundle(manifest, tuple(rows), tuple(kernels)).validated(), traces
 
 
 def _bundle(
@@ -255,7 +294,7 @@ def _bundle(
     """
     fitting = [point for point in points if point.memory is not None]
     if not fitting:
-        least = min(point.row.peak_bytes for point in points)
+        least = min(point.row.peak_bytes or 0 for point in points)
         raise CaptureError(
             f"no composition fits into memory: the smallest needs {least / 1e9:.1f} GB of "
             f"{model.memory_bytes / 1e9:.1f} GB\n  use a larger --tp, or a smaller grid",
@@ -328,6 +367,6 @@ def _memory(model: Model, points: Sequence[Point]) -> RankMemory:
         kv_bytes_per_token=model.kv_bytes_per_token,
         workspace_bytes=workspace,
         activations_bytes=largest.memory.activations_bytes,
-        activations_tokens=largest.row.new_tokens,
+        activations_tokens=largest.row.composition.new_tokens,
         tokens_that_fit=room // model.kv_bytes_per_token if model.kv_bytes_per_token else 0,
     )

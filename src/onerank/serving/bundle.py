@@ -1,5 +1,7 @@
 """The bundle of a served rank: a directory with tables, a manifest and traces.
 
+`capture serve` measures one, and `convert --engine-steps` derives one from a recording.
+
 bundle.json      manifest: model, tensor-parallel size, device, memory, versions
 steps.parquet    one row per composition: times, interval, memory
 kernels.parquet  one row per composition and module: kernels, time, FLOPs, bytes
@@ -7,7 +9,7 @@ traces/N.et      the step of row N, from 1, as a Chakra graph
 """
 
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -67,6 +69,11 @@ class Bundle(Displayed):
         """The modules of the steps as a table."""
         return data_frame(self.kernel_rows, KernelRow)
 
+    @property
+    def modules(self) -> list[str]:
+        """Paths of the modules, in order; [] of a recording."""
+        return sorted({row.module for row in self.kernel_rows if row.module is not None})
+
     @cached_property
     def interpolation(self) -> Interpolation:
         """Times of compositions between the rows."""
@@ -116,12 +123,18 @@ class Bundle(Displayed):
             if row.fits:
                 yield number, self.directory / TRACES / f"{number}.et"
 
-    def write(self, directory: Path, traces: Mapping[int, bytes | Path]) -> "Bundle":
+    def write(
+        self,
+        directory: Path,
+        traces: Mapping[int, bytes | Path],
+        more: Callable[[Path], None] = lambda whole: None,
+    ) -> "Bundle":
         """Write the bundle to a directory, which appears only when complete.
 
         Args:
             directory: replaced if it is a bundle.
             traces: trace of each row that has one, from 1: its content or its file.
+            more: writes other files to the directory that it is called with.
 
         Raises:
             FormatError: the directory exists and is no bundle.
@@ -139,6 +152,7 @@ class Bundle(Displayed):
             write_tables({whole / STEPS: self.steps, whole / KERNELS: self.kernels})
             manifest = msgspec.json.format(msgspec.json.encode(self.manifest))
             (whole / MANIFEST).write_bytes(manifest)
+            more(whole)
         return Bundle(self.manifest, self.rows, self.kernel_rows, directory)
 
 
@@ -151,13 +165,13 @@ def check_replaceable(directory: Path) -> None:
     if not is_replaceable(directory, MANIFEST):
         raise FormatError(
             f"{directory} exists and is no bundle: {MANIFEST} is missing\n"
-            "  name a new directory, or one that `capture serve` wrote",
+            "  name a new directory, or one that `capture serve` or `convert --engine-steps` wrote",
             code="bundle-not-replaced",
         )
 
 
 def read_bundle(path: str | Path) -> Bundle:
-    """Read the bundle that `capture serve` wrote.
+    """Read the bundle that `capture serve` or `convert --engine-steps` wrote.
 
     Raises:
         FormatError: the directory is no bundle, is incomplete, or has another version.
@@ -175,7 +189,7 @@ def read_bundle(path: str | Path) -> Bundle:
         name = getattr(error, "filename", None) or directory
         raise FormatError(
             f"{name}: {why}\n  a bundle has {MANIFEST}, {STEPS}, {KERNELS} and {TRACES}/; "
-            "`capture serve` writes one",
+            "`capture serve` and `convert --engine-steps` write one",
             code="bundle-incomplete",
         ) from error
     bundle = Bundle(manifest, rows, kernel_rows, directory)
@@ -183,7 +197,7 @@ def read_bundle(path: str | Path) -> Bundle:
     if absent:
         raise FormatError(
             f"{absent[0]}: no such file, and {len(absent)} traces of {len(bundle.rows)} steps are "
-            "missing\n  run `capture serve` again",
+            "missing\n  write the bundle again",
             code="bundle-incomplete",
         )
     return bundle

@@ -229,13 +229,14 @@ class _StepFit:
         parts: kernels of each part.
         graph: logarithm of the CUDA graph's time over its kernels', by kernels, from the steps that
             were captured into one; None if none was.
-        step: logarithm of the eager step over the longer of kernels and host, by their ratio.
+        step: logarithm of the eager step over the longer of kernels and host, by their ratio; None
+            if no step has an eager time.
         host: host time by terms of the kind; None if not known.
     """
 
     parts: tuple[_Fit, ...]
     graph: _Smooth | None
-    step: _Smooth
+    step: _Smooth | None
     host: F64 | None
 
     @classmethod
@@ -276,10 +277,15 @@ class _StepFit:
         if graphs:
             ratio = [math.log(graph_ns / k) for graph_ns, k in graphs]
             graph = _Smooth.of(_logs([[k] for _, k in graphs]), np.array(ratio))
-        longest = [max(k, h) for k, h in zip(kernels, hosts, strict=True)]
-        steps = [math.log((row.step_ns or 1) / t) for row, t in zip(rows, longest, strict=True)]
-        ratios = np.array([[_ratio(k, h)] for k, h in zip(kernels, hosts, strict=True)])
-        step = _Smooth.of(ratios, np.array(steps), like and like.step)
+        step = None
+        eager = [
+            (row.step_ns, k, h) for row, k, h in zip(rows, kernels, hosts, strict=True)
+            if row.step_ns
+        ]  # fmt: skip
+        if eager:
+            steps = [math.log(step_ns / max(k, h)) for step_ns, k, h in eager]
+            ratios = np.array([[_ratio(k, h)] for _, k, h in eager])
+            step = _Smooth.of(ratios, np.array(steps), like and like.step)
         return cls(tuple(parts), graph, step, host)
 
     def __call__(self, c: Composition) -> "_Times":
@@ -298,8 +304,10 @@ class _StepFit:
         graph_ns = None
         if self.graph is not None:
             graph_ns = gpu_ns * math.exp(self.graph(_logs([[gpu_ns]])[0]))
-        longest = max(gpu_ns, host_ns or 0.0)
-        step_ns = longest * math.exp(self.step(np.array([_ratio(gpu_ns, host_ns or 0.0)])))
+        step_ns = None
+        if self.step is not None:
+            longest = max(gpu_ns, host_ns or 0.0)
+            step_ns = longest * math.exp(self.step(np.array([_ratio(gpu_ns, host_ns or 0.0)])))
         return _Times(gpu_ns, graph_ns, host_ns, step_ns)
 
 
@@ -310,7 +318,7 @@ class _Times:
     gpu_ns: float
     graph_ns: float | None
     host_ns: float | None
-    step_ns: float
+    step_ns: float | None
 
 
 def _host_terms(c: Composition) -> list[float]:
@@ -334,6 +342,8 @@ def _parts_ns(rows: Sequence[StepRow], kernels: Sequence[KernelRow]) -> list[dic
     sums: list[dict[Part, int]] = [{} for _ in rows]
     for kernel in kernels:
         of_row = sums[kernel.row - 1]
+        if kernel.part is None:
+            continue
         of_row[kernel.part] = of_row.get(kernel.part, 0) + kernel.time_ns
     return sums
 
@@ -364,9 +374,9 @@ def _errors(rows: Sequence[StepRow], parts_ns: Sequence[dict[Part, int]]) -> F64
 def _fitting(
     rows: Sequence[StepRow], kernels: Sequence[KernelRow]
 ) -> tuple[list[StepRow], list[dict[Part, int]]]:
-    """Return the rows that fit into memory, and the times of their parts."""
+    """Return the rows of known sequences that fit into memory, and the times of their parts."""
     parts = _parts_ns(rows, kernels)
-    index = [i for i, row in enumerate(rows) if row.fits]
+    index = [i for i, row in enumerate(rows) if row.fits and row.is_composed]
     return [rows[i] for i in index], [parts[i] for i in index]
 
 
@@ -392,7 +402,7 @@ class Interpolation:
     Attributes:
         steps: the fitted steps.
         spread: logarithm within which 80% of left-out rows lie; infinite with too few.
-        rows: rows that fit into memory.
+        rows: rows of known sequences that fit into memory.
         kernels: modules of all rows.
         places: number of each of these rows in the bundle.
     """
@@ -414,7 +424,7 @@ class Interpolation:
         steps = _StepFit.of(fitting, parts)
         errors = _errors(fitting, parts) if len(fitting) >= _LEAST_VALIDATED else np.zeros(0)
         spread = float(np.quantile(np.abs(errors), _INTERVAL)) if len(errors) else math.inf
-        places = tuple(i for i, row in enumerate(rows, start=1) if row.fits)
+        places = tuple(i for i, row in enumerate(rows, start=1) if row.fits and row.is_composed)
         return cls(steps, spread, tuple(fitting), tuple(kernels), places)
 
     def step(self, composition: Composition) -> StepRow:
@@ -426,12 +436,12 @@ class Interpolation:
         times = self.steps(composition)
         known = math.isfinite(self.spread)
         low, high = math.exp(-self.spread), math.exp(self.spread) if known else 0.0
-        graph = times.graph_ns
+        step, graph = times.step_ns, times.graph_ns
         return StepRow.of(
             composition,
-            step_ns=round(times.step_ns),
-            p10_ns=round(times.step_ns * low) if known else None,
-            p90_ns=round(times.step_ns * high) if known else None,
+            step_ns=None if step is None else round(step),
+            p10_ns=round(step * low) if step is not None and known else None,
+            p90_ns=round(step * high) if step is not None and known else None,
             graph_ns=None if graph is None else round(graph),
             graph_low_ns=round(graph * low) if graph is not None and known else None,
             graph_high_ns=round(graph * high) if graph is not None and known else None,
@@ -454,6 +464,7 @@ class Interpolation:
         for kernel in self.kernels:
             if kernel.module in chosen:
                 times[kernel.row] = times.get(kernel.row, 0.0) + kernel.time_ns
+                assert kernel.part is not None, "a module of a known path has its part"
                 parts.add(kernel.part)
         by_place = dict(zip(self.places, self.rows, strict=True))
         index = [place for place in times if place in by_place]

@@ -29,6 +29,7 @@ from onerank.serving.operator_times import (
     LAYER,
     Extent,
     OperatorTimes,
+    ServedRank,
     described_gpu,
     growing,
     link_gb_per_s,
@@ -113,28 +114,30 @@ def export_llmservingsim(
             known, or the checkout reads another format.
         AnnotateError: the bundle has too few points.
     """
+    served = ServedRank.of(bundle, "LLMServingSim")
     require_memory(bundle, "LLMServingSim")
     extent = Extent.of(bundle, "LLMServingSim")
     described = described_gpu(bundle, gpu)
     manifest = bundle.manifest
-    model = model or manifest.model
+    model = model or served.model
     architecture = "qwen3" if _has(bundle, _QK_NORM["qk_norm"]) else "llama"
     if checkout is not None:
         _check_version(checkout, architecture)
     config = _model_config(bundle, architecture)
     hardware = re.sub(r"[^\w.-]+", "-", manifest.device)
-    tables = _tables(bundle, extent)
+    tables = _tables(bundle, served, extent)
     profile = Path("profiler/perf") / hardware / model / _DTYPES[config["torch_dtype"]]
-    cluster = Path("configs/cluster") / f"{model.replace('/', '_')}_{hardware}_tp{manifest.tp}.json"
+    cluster = Path("configs/cluster") / f"{model.replace('/', '_')}_{hardware}_tp{served.tp}.json"
     model_config = Path("configs/model") / f"{model}.json"
+    names = {"model_name": model, "hardware": hardware}
     files = {
         **{
-            output / profile / f"tp{manifest.tp}" / f"{name}.csv": _csv(columns, rows)
+            output / profile / f"tp{served.tp}" / f"{name}.csv": _csv(columns, rows)
             for name, (columns, rows) in tables.items()
         },
         output / profile / "meta.yaml": _json(_meta(bundle, extent)),
         output / model_config: _json(config),
-        output / cluster: _json(_cluster(bundle, model, hardware, described, link)),
+        output / cluster: _json(_cluster(bundle, served, names, described, link)),
     }
     replace_files(files)
     options = (
@@ -149,19 +152,21 @@ def export_llmservingsim(
 
 
 def _has(bundle: Bundle, pattern: str) -> bool:
-    return any(re.fullmatch(pattern, row.module) for row in bundle.kernel_rows)
+    return any(re.fullmatch(pattern, module) for module in bundle.modules)
 
 
 _Row = tuple[Any, ...]
 
 
-def _tables(bundle: Bundle, extent: Extent) -> dict[str, tuple[Sequence[str], list[_Row]]]:
+def _tables(
+    bundle: Bundle, served: ServedRank, extent: Extent
+) -> dict[str, tuple[Sequence[str], list[_Row]]]:
     """Return the columns and rows of each table.
 
     Raises:
         ExportError: the model lacks the modules of a layer, or has modules of none.
     """
-    layers = _LayerTimes.of(bundle)
+    layers = _LayerTimes.of(bundle, served)
     dense: list[_Row] = []
     for tokens in token_sizes(extent.new_tokens):
         step = Composition(prefills=1, prefill_tokens=tokens)
@@ -221,7 +226,7 @@ class _LayerTimes:
     dense: tuple[str, ...]
 
     @classmethod
-    def of(cls, bundle: Bundle) -> "_LayerTimes":
+    def of(cls, bundle: Bundle, served: ServedRank) -> "_LayerTimes":
         """Return the times of a bundle.
 
         Raises:
@@ -231,14 +236,14 @@ class _LayerTimes:
         once = {
             # The model itself selects the last token of each sequence. The head comes before the
             # embedding, whose pattern matches its path too.
-            "lm_head": rf"lm_head|{re.escape(bundle.manifest.model)}|",
+            "lm_head": rf"lm_head|{re.escape(served.model)}|",
             # The frequencies of the positions are computed once.
             "embedding": r"\w+(\.embed_tokens|\.rotary_emb)?",
             "final_layernorm": r"\w+\.norm",
         }
         patterns = {**of_layer, **_ATTENTION, **once}
         modules: dict[str, list[str]] = {name: [] for name in patterns}
-        for module in sorted({row.module for row in bundle.kernel_rows}):
+        for module in bundle.modules:
             layer = next((n for n, path in patterns.items() if re.fullmatch(path, module)), None)
             if layer is None:
                 raise _unsupported(bundle, f"no layer of the simulator contains {module}")
@@ -246,7 +251,7 @@ class _LayerTimes:
         times = OperatorTimes.of(
             bundle, modules, lambda name: _unsupported(bundle, f"it has no modules for {name}")
         )
-        decoders = bundle.manifest.layers
+        decoders = served.layers
         calls = {name: 1 if name in once else decoders for name in patterns}
         calls["layernorm"] = 2 * decoders
         return cls(times, calls, (*of_layer, "embedding", "final_layernorm"))
@@ -300,30 +305,33 @@ def _meta(bundle: Bundle, extent: Extent) -> dict[str, Any]:
 
 
 def _cluster(
-    bundle: Bundle, model: str, hardware: str, gpu: Gpu, link_bandwidth: float | None
+    bundle: Bundle,
+    served: ServedRank,
+    names: Mapping[str, str],
+    gpu: Gpu,
+    link_bandwidth: float | None,
 ) -> dict[str, Any]:
-    """Return a cluster of one instance.
+    """Return a cluster of one instance, with the names of its model and GPU in the simulator.
 
     Raises:
         ExportError: the GPUs of an instance communicate, and their link is not known.
     """
-    manifest, memory = bundle.manifest, bundle.manifest.memory
-    link = link_gb_per_s(gpu, link_bandwidth, manifest.tp)
+    device_bytes = bundle.manifest.memory.device_bytes
+    link = link_gb_per_s(gpu, link_bandwidth, served.tp)
     # The simulator's KV cache is the share of memory below, minus the weights.
-    used = memory.weights_bytes + memory.tokens_that_fit * memory.kv_bytes_per_token
+    used = served.weights_bytes + served.kv_cache_bytes
     instance = {
-        "model_name": model,
-        "hardware": hardware,
+        **names,
         "npu_mem": {
-            "mem_size": memory.device_bytes / 2**30,
+            "mem_size": device_bytes / 2**30,
             # ASTRA-sim adds the reads and the write of a reduction at this rate.
             "mem_bw": round(gpu.peak_bandwidth_bytes_per_s / 1e9),
             "mem_latency": 0,
-            "mem_util": used / memory.device_bytes,
+            "mem_util": used / device_bytes,
         },
         "pd_type": None,
-        "tp_size": manifest.tp,
-        "num_npus": manifest.tp,
+        "tp_size": served.tp,
+        "num_npus": served.tp,
     }
     node = {"num_instances": 1, "cpu_mem": _HOST_MEMORY, "instances": [instance]}
     # ns of a hop of a ring; where it is not described, none, as in the simulator's own examples.

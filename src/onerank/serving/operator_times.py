@@ -41,23 +41,28 @@ class Extent:
         Raises:
             ExportError: the bundle has no prefill, or no decode, that fits into memory.
         """
-        fitting = [row for row in bundle.rows if row.fits]
+        fitting = [row.composition for row in bundle.rows if row.fits and row.is_composed]
         for kind, present in (
-            ("prefill", any(row.prefills for row in fitting)),
-            ("decode", any(row.decodes for row in fitting)),
+            ("prefill", any(step.prefills for step in fitting)),
+            ("decode", any(step.decodes for step in fitting)),
         ):
             if not present:
                 raise ExportError(
-                    f"the bundle has no {kind} that fits into memory, and {simulator} simulates "
-                    f"both kinds of steps\n  measure some: --grid '{kind}: ...'",
+                    f"the bundle has no {kind} with known context that fits into memory, and "
+                    f"{simulator} simulates both kinds of steps\n  measure some: --grid "
+                    f"'{kind}: ...', or record some with detailed annotations",
                     code="export-steps-missing",
                 )
         memory = bundle.manifest.memory
         cached = memory.tokens_that_fit if memory.device_bytes else None
-        longest = bundle.manifest.longest
+        # A recording without its model's configuration has no longer sequences than it shows.
+        longest = bundle.manifest.longest or max(
+            max(step.prefill_context + step.prefill_tokens, step.decode_context + 1)
+            for step in fitting
+        )
         return cls(
-            max(row.new_tokens for row in fitting),
-            max(row.decodes for row in fitting),
+            max(step.new_tokens for step in fitting),
+            max(step.decodes for step in fitting),
             max(1, (longest if cached is None else min(longest, cached)) - 1),
             cached,
         )
@@ -70,6 +75,66 @@ class Extent:
         )
         fits = self.cached_tokens is None or composition.cached_tokens <= self.cached_tokens
         return fits and longest <= self.longest_context + 1
+
+
+@dataclass(frozen=True)
+class ServedRank:
+    """What the manifest of a measured rank has, and that of a recording may lack.
+
+    Attributes:
+        model: class of the model.
+        tp: tensor-parallel size.
+        layers: decoder layers.
+        longest: tokens that a sequence may have.
+        kv_cache_bytes: most bytes of the KV cache that fit into the memory.
+        weights_bytes: weights.
+    """
+
+    model: str
+    tp: int
+    layers: int
+    longest: int
+    kv_cache_bytes: int
+    weights_bytes: int
+
+    @classmethod
+    def of(cls, bundle: Bundle, simulator: str) -> "ServedRank":
+        """Return the rank of a bundle.
+
+        Raises:
+            ExportError: the bundle is a recording, whose kernels have no modules.
+        """
+        manifest, memory = bundle.manifest, bundle.manifest.memory
+        known = (manifest.layers, manifest.longest, memory.weights_bytes)
+        layers, longest, weights_bytes = known
+        if not bundle.modules or layers is None or longest is None or weights_bytes is None:
+            raise ExportError(
+                f"the bundle is a recording, whose kernels have no modules, and {simulator} needs "
+                "the times of a layer's operators\n  measure the model: capture serve "
+                "config.json; or export whole steps: onerank export aiconfigurator",
+                code="export-modules-missing",
+            )
+        model, tp = deployment(bundle, simulator)
+        cache = (memory.tokens_that_fit or 0) * (memory.kv_bytes_per_token or 0)
+        return cls(model, tp, layers, longest, cache, weights_bytes)
+
+
+def deployment(bundle: Bundle, simulator: str) -> tuple[str, int]:
+    """Return the class of a bundle's model, and its tensor-parallel size.
+
+    Raises:
+        ExportError: the bundle is a recording for which they were not given.
+    """
+    model, tp = bundle.manifest.model, bundle.manifest.tp
+    if model is None or tp is None:
+        given = {"--config": model, "--tp": tp}
+        missing = [option for option, value in given.items() if value is None]
+        raise ExportError(
+            f"the bundle is a recording, which does not contain what {simulator} needs to know of "
+            f"its model\n  convert it with {' and '.join(missing)}",
+            code="export-deployment-unknown",
+        )
+    return model, tp
 
 
 def require_memory(bundle: Bundle, simulator: str) -> None:

@@ -16,6 +16,7 @@ from onerank.annotate.hosts.host import Host
 from onerank.annotate.memory.memory_report import non_allocator_bytes
 from onerank.annotate.passes.host_time import with_host
 from onerank.annotate.passes.pass_options import NO_PASSES
+from onerank.annotate.recost.recost import Recosting
 from onerank.capture.serving.compositions import Composition
 from onerank.ir import Graph
 from onerank.ir.replay import ReplayedRank
@@ -139,6 +140,52 @@ def predicted(
         target: what to predict for.
         measured_row: the row of a step that was measured on another GPU.
     """
+    after, recosting = _recosted(before, target)
+    step = step_change(before, after, recosting.interval)
+    assert step.after is not None, "a re-costed graph takes time"
+    peak_bytes = before.job.measurement.peak_memory_bytes
+    row = StepRow.of(
+        composition,
+        step_ns=step.after.step_ns,
+        p10_ns=step.p10_ns,
+        p90_ns=step.p90_ns,
+        **_graph_times(recosting, measured_row),
+        host_ns=_host_ns(after),
+        peak_bytes=peak_bytes,
+        fits=True,
+        source="predicted",
+    )
+    point = _point(row, after)
+    assert point.memory is not None, "a point with a graph has its memory"
+    if not fits(target.gpu.memory_bytes, peak_bytes, point.memory.outside_bytes):
+        return misfit(composition, peak_bytes, "predicted")
+    return point
+
+
+def predicted_recording(row: StepRow, before: Graph, target: Target) -> tuple[StepRow, Graph]:
+    """Return the row of a recorded step predicted for a GPU, and its graph.
+
+    The time to the next step contains the wait for requests, and is not predicted.
+
+    Args:
+        row: the recorded step.
+        before: its graph.
+        target: what to predict for.
+    """
+    after, recosting = _recosted(before, target)
+    measured_row = row if row.source == "recorded" else None
+    predicted_row = msgspec.structs.replace(
+        row,
+        step_ns=None,
+        p10_ns=None,
+        p90_ns=None,
+        **_graph_times(recosting, measured_row),
+        source="predicted",
+    )
+    return predicted_row, after
+
+
+def _recosted(before: Graph, target: Target) -> tuple[Graph, Recosting]:
     after = recost(
         *(before, target.gpu),
         model=target.model,
@@ -146,34 +193,23 @@ def predicted(
         databases=target.databases,
     )
     after = with_host(after, before, target.host)
-    recosting = summarise(before, after)
-    step = step_change(before, after, recosting.interval)
-    assert step.after is not None, "a re-costed graph takes time"
+    return after, summarise(before, after)
+
+
+def _graph_times(recosting: Recosting, measured_row: StepRow | None) -> dict[str, int | None]:
+    """Return the times of kernels, and of a CUDA graph of them, as columns of `StepRow`."""
     gpu_ns = recosting.after_ns
     gaps_ns = 0
     if measured_row is not None and measured_row.graph_ns and measured_row.gpu_ns:
         # The gaps between the kernels of a CUDA graph are taken to be those of the measured GPU.
         gaps_ns = max(0, measured_row.graph_ns - measured_row.gpu_ns)
-    ends = [end + gaps_ns for end in recosting.interval] or [None, None]
-    row = StepRow.of(
-        composition,
-        step_ns=step.after.step_ns,
-        p10_ns=step.p10_ns,
-        p90_ns=step.p90_ns,
-        graph_ns=gpu_ns + gaps_ns,
-        graph_low_ns=ends[0],
-        graph_high_ns=ends[1],
-        gpu_ns=gpu_ns,
-        host_ns=_host_ns(after),
-        peak_bytes=before.job.measurement.peak_memory_bytes,
-        fits=True,
-        source="predicted",
-    )
-    point = _point(row, after)
-    assert point.memory is not None, "a point with a graph has its memory"
-    if not fits(target.gpu.memory_bytes, row.peak_bytes, point.memory.outside_bytes):
-        return misfit(composition, row.peak_bytes, "predicted")
-    return point
+    low, high = [end + gaps_ns for end in recosting.interval] or [None, None]
+    return {
+        "graph_ns": gpu_ns + gaps_ns,
+        "graph_low_ns": low,
+        "graph_high_ns": high,
+        "gpu_ns": gpu_ns,
+    }
 
 
 def _host_ns(graph: Graph) -> int:

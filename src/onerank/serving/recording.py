@@ -1,5 +1,7 @@
 """Tables of a recording of vLLM or SGLang: the steps of the engine and their kernels.
 
+They are the directory `recording` of the recording's bundle:
+
 recording.json        files of the recording, and what could not be linked
 compositions.parquet  one row per file and batch of equal size: medians and percentiles
 steps.parquet         one row per step and file
@@ -22,6 +24,7 @@ import numpy as np
 from onerank.converters.sources.kineto.engine_steps import EngineStep, recorded_steps
 from onerank.converters.sources.kineto.link.graph_replays import (
     CapturedGraphs,
+    EngineCaptures,
     RecordedGraphs,
     with_replayed_operators,
 )
@@ -30,15 +33,18 @@ from onerank.converters.sources.kineto.link.link_kernels import GpuOps, is_commu
 from onerank.converters.sources.kineto.read.json_stream import beginning, kind_of
 from onerank.converters.sources.kineto.read.kineto_trace import load_kineto
 from onerank.converters.sources.kineto.read.schema import KinetoTrace, pick
-from onerank.ir import UNKNOWN
+from onerank.ir import UNKNOWN, StringTable
 from onerank.ir.arrays import I64, Mask
-from onerank.ir.errors import FormatError, TraceError
+from onerank.ir.errors import TraceError
 from onerank.ir.notes import Note
-from onerank.ir.output_files import is_replaceable, replacing_directory, write_tables
+from onerank.ir.output_files import write_tables
 from onerank.serving.tables import data_frame
 
 if TYPE_CHECKING:
     import polars as pl
+
+RECORDING = "recording"
+"""Directory of the tables in the recording's bundle."""
 
 MANIFEST, COMPOSITIONS = "recording.json", "compositions.parquet"
 STEPS, KERNELS = "steps.parquet", "kernels.parquet"
@@ -93,6 +99,7 @@ class RecordedStep(msgspec.Struct, frozen=True):
         host_ns: time that the host spends in the annotation.
         gpu_ns: summed operations on the GPU; on a CPU, operators.
         gpu_span_ns: from the start of the first operation to the end of the last; None without one.
+        graph_ns: spans of the replays of CUDA graphs, plus the other operations; None without one.
         collective_ns: of `gpu_ns`, kernels of collectives, by their names.
         operations: operations on the GPU; on a CPU, operators.
         linked: of these, linked to an operator.
@@ -117,6 +124,7 @@ class RecordedStep(msgspec.Struct, frozen=True):
     host_ns: int
     gpu_ns: int
     gpu_span_ns: int | None
+    graph_ns: int | None
     collective_ns: int
     operations: int
     linked: int
@@ -199,6 +207,7 @@ class RecordedFile(msgspec.Struct, frozen=True):
         rank: rank of the file; None if not recorded.
         ranks: ranks of the run; None if not recorded.
         device: name of the GPU, "a GPU" if not recorded; "cpu" if no operation ran on a GPU.
+        memory_bytes: memory of the GPU; 0 if not recorded.
         steps: number of steps by kind; steps without a kind are "unknown".
         operations: operations on the GPU, or operators, by link.
         time_ns: their summed durations.
@@ -212,6 +221,7 @@ class RecordedFile(msgspec.Struct, frozen=True):
     rank: int | None
     ranks: int | None
     device: str
+    memory_bytes: int
     steps: dict[str, int]
     operations: dict[str, int]
     time_ns: int
@@ -308,37 +318,21 @@ class Recording:
         return data_frame(self.kernel_rows, RecordedKernel)
 
     def write(self, directory: Path) -> None:
-        """Write the tables to a directory, which appears only when complete.
+        """Write the tables to a new directory.
 
         Raises:
-            FormatError: the directory exists and contains no recording.
             OSError: it cannot be written.
         """
-        check_replaceable(directory)
-        with replacing_directory(directory) as whole:
-            write_tables(
-                {
-                    whole / COMPOSITIONS: self.compositions,
-                    whole / STEPS: self.steps,
-                    whole / KERNELS: self.kernels,
-                }
-            )
-            manifest = msgspec.json.format(msgspec.json.encode(self.manifest))
-            (whole / MANIFEST).write_bytes(manifest)
-
-
-def check_replaceable(directory: Path) -> None:
-    """Refuse to replace a path that no earlier conversion wrote.
-
-    Raises:
-        FormatError: the path exists, and is neither such a directory nor an empty one.
-    """
-    if not is_replaceable(directory, MANIFEST):
-        raise FormatError(
-            f"{directory} exists and has no {MANIFEST}, so it is not replaced\n"
-            "  name a new directory, or one of an earlier `convert --engine-steps`",
-            code="recording-not-replaced",
+        directory.mkdir()
+        write_tables(
+            {
+                directory / COMPOSITIONS: self.compositions,
+                directory / STEPS: self.steps,
+                directory / KERNELS: self.kernels,
+            }
         )
+        manifest = msgspec.json.format(msgspec.json.encode(self.manifest))
+        (directory / MANIFEST).write_bytes(manifest)
 
 
 def recording_files(directory: Path) -> list[Path]:
@@ -377,8 +371,10 @@ def read_recording(files: Sequence[Path], captures: Sequence[Path] = ()) -> Reco
     recorded: list[_File] = []
     without_steps: list[TraceError] = []
     notes: list[Note] = []
+    strings = StringTable()
+    engine_captures = EngineCaptures(captures, strings) if captures else None
     for path in files:
-        trace = load_kineto(path)
+        trace = load_kineto(path, strings)
         try:
             engine, steps = recorded_steps(trace)
         except TraceError as error:
@@ -386,12 +382,13 @@ def read_recording(files: Sequence[Path], captures: Sequence[Path] = ()) -> Reco
                 raise
             without_steps.append(error)
             continue
-        if captures:
+        replays = trace.gpu.correlation
+        if engine_captures is not None:
             sizes = [(step.start_ns, step.content.new_tokens) for step in steps]
-            captured = CapturedGraphs(captures, trace.strings, sizes)
+            captured = CapturedGraphs(engine_captures, sizes)
             trace = with_replayed_operators(trace, RecordedGraphs(None, trace.strings), captured)
             notes += captured.notes()
-        recorded.append(_read(trace, engine, steps))
+        recorded.append(_read(trace, engine, steps, replays))
     if not recorded:
         raise without_steps[0]
     if without_steps:
@@ -482,6 +479,7 @@ class _Operations:
         operator: code of the operator's name, or UNKNOWN, int64[n].
         link: index into `_LINKS`, int64[n].
         by_graph: those that the launch of a CUDA graph started, bool[n].
+        launch: id of their launch call; of a graph's operations, that of its replay, int64[n].
         step: number of the step, OUTSIDE for none, int64[n].
         start_ns: int64[n].
         time_ns: durations, int64[n].
@@ -491,12 +489,22 @@ class _Operations:
     operator: I64
     link: I64
     by_graph: Mask
+    launch: I64
     step: I64
     start_ns: I64
     time_ns: I64
 
 
-def _read(trace: KinetoTrace, engine: str, steps: list[EngineStep]) -> _File:
+def _read(trace: KinetoTrace, engine: str, steps: list[EngineStep], replays: I64) -> _File:
+    """Return the tables of a file.
+
+    Args:
+        trace: the recording.
+        engine: its engine.
+        steps: its steps.
+        replays: id of the launch of each operation before `with_replayed_operators`, which gives
+            each operation of a replay its own.
+    """
     timeline = host_timeline(trace)
     starts = np.array([step.start_ns for step in steps], dtype=np.int64)
     if len(trace.gpu):
@@ -507,7 +515,9 @@ def _read(trace: KinetoTrace, engine: str, steps: list[EngineStep]) -> _File:
                 "operation belongs to a step: record CPU and GPU activity together",
                 code="engine-launches-missing",
             )
-        operations = _on_gpu(gpu, timeline, starts)
+        launch_of = dict(zip(trace.gpu.correlation.tolist(), replays.tolist(), strict=True))
+        launch = np.array([launch_of[own] for own in gpu.rows.correlation.tolist()])
+        operations = _on_gpu(gpu, timeline, starts, launch)
     else:
         operations = _on_cpu(timeline, starts)
     strings, file = trace.strings, trace.path.name
@@ -548,6 +558,7 @@ def _read(trace: KinetoTrace, engine: str, steps: list[EngineStep]) -> _File:
         rank=rank,
         ranks=None if distributed is None else distributed.size,
         device=((trace.device and trace.device.name) or "a GPU") if len(trace.gpu) else "cpu",
+        memory_bytes=trace.device.memory_bytes if trace.device and len(trace.gpu) else 0,
         steps=dict(Counter(step.content.kind or "unknown" for step in steps)),
         operations={
             name: int((operations.link == number).sum())
@@ -592,6 +603,7 @@ def _row(
         host_ns=step.host_end_ns - step.start_ns,
         gpu_ns=int(time.sum()),
         gpu_span_ns=int((start + time).max() - start.min()) if len(start) else None,
+        graph_ns=_graph_ns(operations, inside),
         collective_ns=int(operations.time_ns[inside & collective].sum()),
         operations=len(start),
         linked=int((links == _BY_OPERATOR).sum()),
@@ -599,7 +611,25 @@ def _row(
     )
 
 
-def _on_gpu(gpu: GpuOps, timeline: HostTimeline, starts: I64) -> _Operations:
+def _graph_ns(operations: _Operations, inside: Mask) -> int | None:
+    """Return the spans of a step's replays plus its other operations; None without a replay.
+
+    The span of the whole step would contain the time in which the GPU waits for the host.
+    """
+    by_graph = np.flatnonzero(inside & operations.by_graph)
+    if not len(by_graph):
+        return None
+    _, replay = np.unique(operations.launch[by_graph], return_inverse=True)
+    count = int(replay.max()) + 1
+    first, last = np.full(count, np.iinfo(np.int64).max), np.zeros(count, dtype=np.int64)
+    start = operations.start_ns[by_graph]
+    np.minimum.at(first, replay, start)
+    np.maximum.at(last, replay, start + operations.time_ns[by_graph])
+    others = operations.time_ns[inside & ~operations.by_graph]
+    return int((last - first).sum() + others.sum())
+
+
+def _on_gpu(gpu: GpuOps, timeline: HostTimeline, starts: I64, launch: I64) -> _Operations:
     launched = gpu.returned_ns != UNKNOWN
     unlinked = np.where(gpu.by_graph, _BY_GRAPH, np.where(launched, _BY_CALL, _NO_LAUNCH))
     linked = gpu.linked & launched
@@ -608,6 +638,7 @@ def _on_gpu(gpu: GpuOps, timeline: HostTimeline, starts: I64) -> _Operations:
         operator=np.where(linked, pick(timeline.rows.name, gpu.operator, UNKNOWN), UNKNOWN),
         link=np.where(linked, _BY_OPERATOR, unlinked),
         by_graph=gpu.by_graph,
+        launch=launch,
         # Without the launch call of an operation its step is unknown.
         step=np.where(launched, _step_of(gpu.launch_ns, starts), OUTSIDE),
         start_ns=gpu.rows.start_ns,
@@ -625,6 +656,7 @@ def _on_cpu(timeline: HostTimeline, starts: I64) -> _Operations:
         operator=rows.name[chosen].astype(np.int64),
         link=np.full(len(chosen), _BY_OPERATOR),
         by_graph=np.zeros(len(chosen), dtype=bool),
+        launch=np.zeros(len(chosen), dtype=np.int64),
         step=_step_of(rows.start_ns[chosen], starts),
         start_ns=rows.start_ns[chosen],
         time_ns=rows.end_ns[chosen] - rows.start_ns[chosen],

@@ -14,26 +14,29 @@ if TYPE_CHECKING:
 FORMAT = 1
 """Version of the bundle's format."""
 
-Source = Literal["measured", "predicted", "interpolated"]
+Source = Literal["measured", "recorded", "predicted", "interpolated"]
+"""Where times are from; recorded ones are those of an engine under a profiler."""
 
 Part = Literal["prefill_attention", "decode_attention", "head", "tokens"]
 """What the time of a module depends on: the prefills, the decodes, the number of sequences, or the
 number of new tokens."""
 
 
-def fits(device_bytes: int, peak_bytes: int, outside_bytes: int) -> bool:
-    """Return whether a step fits into a device, whose memory is 0 if it is not known.
+def fits(device_bytes: int, peak_bytes: int | None, outside_bytes: int | None) -> bool:
+    """Return whether a step fits into a device; True if a figure is not known.
 
     Args:
-        device_bytes: memory of the device.
-        peak_bytes: peak of the allocator.
-        outside_bytes: memory outside the allocator.
+        device_bytes: memory of the device; 0 if not known.
+        peak_bytes: peak of the allocator; None if not known.
+        outside_bytes: memory outside the allocator; None if not known.
     """
-    return not device_bytes or peak_bytes + outside_bytes <= device_bytes
+    if not device_bytes or peak_bytes is None or outside_bytes is None:
+        return True
+    return peak_bytes + outside_bytes <= device_bytes
 
 
 class RankMemory(msgspec.Struct, frozen=True):
-    """Memory of the rank, in bytes.
+    """Memory of the rank, in bytes. Figures that are None are not known: a recording has none.
 
     Attributes:
         device_bytes: memory of the device; 0 if not known.
@@ -43,25 +46,30 @@ class RankMemory(msgspec.Struct, frozen=True):
         workspace_bytes: workspaces of libraries such as cuBLAS.
         activations_bytes: the most that a measured step has beyond weights, KV cache and workspace.
         activations_tokens: new tokens of that step.
-        tokens_that_fit: tokens whose KV cache fits next to the rest; 0 if not known.
+        tokens_that_fit: tokens whose KV cache fits next to the rest; 0 if the memory of the device
+            is not known.
     """
 
     device_bytes: int
-    outside_bytes: int
-    weights_bytes: int
-    kv_bytes_per_token: int
-    workspace_bytes: int
-    activations_bytes: int
-    activations_tokens: int
-    tokens_that_fit: int
+    outside_bytes: int | None = None
+    weights_bytes: int | None = None
+    kv_bytes_per_token: int | None = None
+    workspace_bytes: int | None = None
+    activations_bytes: int | None = None
+    activations_tokens: int | None = None
+    tokens_that_fit: int | None = None
 
-    def bytes_of(self, cached_tokens: int, new_tokens: int) -> int:
+    def bytes_of(self, cached_tokens: int, new_tokens: int) -> int | None:
         """Return the allocator's peak of a step, with activations that grow with its new tokens."""
-        activations = self.activations_bytes * new_tokens // max(1, self.activations_tokens)
-        rest = self.weights_bytes + self.workspace_bytes
-        return rest + cached_tokens * self.kv_bytes_per_token + activations
+        known = (self.weights_bytes, self.workspace_bytes, self.kv_bytes_per_token,
+                 self.activations_bytes, self.activations_tokens)  # fmt: skip
+        if any(figure is None for figure in known):
+            return None
+        weights, workspace, kv, activations, tokens = (figure or 0 for figure in known)
+        growing = activations * new_tokens // max(1, tokens)
+        return weights + workspace + cached_tokens * kv + growing
 
-    def holds(self, peak_bytes: int) -> bool:
+    def holds(self, peak_bytes: int | None) -> bool:
         """Return whether a step with this peak of the allocator fits next to the memory outside."""
         return fits(self.device_bytes, peak_bytes, self.outside_bytes)
 
@@ -84,14 +92,14 @@ class Manifest(msgspec.Struct, frozen=True):
     """What a bundle describes.
 
     Attributes:
-        model: class of the model.
-        config: its configuration, as transformers reads it.
-        tp: tensor-parallel size.
+        model: class of the model, as `layers` and `longest` None for a recording without --config.
+        config: its configuration, as transformers reads it; empty if not known.
+        tp: tensor-parallel size; None for a recording of several ranks without --tp.
         layers: decoder layers.
         longest: tokens that a sequence may have.
         device: name of the device that the times are valid for.
         device_type: "cuda", "cpu", or "model" without a device.
-        source: whether the times are measured or predicted.
+        source: whether the times are measured, recorded or predicted.
         memory: memory of the rank.
         versions: software that measured or predicted.
         cross_validation: errors of the interpolation of `graph_ns`, or of `step_ns` on a CPU; None
@@ -99,14 +107,15 @@ class Manifest(msgspec.Struct, frozen=True):
         notes: statements on the quality of the figures.
         ep: expert-parallel size; each rank of the group computes the composition of a row.
         moe_routing: how tokens are distributed over experts, as for `capture serve`.
+        collectives_timed: whether the times of steps contain those of collectives.
         format: version of the format.
     """
 
-    model: str
+    model: str | None
     config: dict[str, Any]
-    tp: int
-    layers: int
-    longest: int
+    tp: int | None
+    layers: int | None
+    longest: int | None
     device: str
     device_type: str
     source: Source
@@ -116,11 +125,21 @@ class Manifest(msgspec.Struct, frozen=True):
     notes: tuple[Note, ...] = ()
     ep: int = 1
     moe_routing: str = "balanced"
+    collectives_timed: bool = False
     format: int = FORMAT
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether the steps are those of a recorded engine, whose memory is not known."""
+        return self.memory.weights_bytes is None
 
 
 class StepRow(msgspec.Struct, frozen=True):
     """A row of `steps.parquet`: one composition.
+
+    A row of a recording has None for what the recording does not have. Its contexts and chunks are
+    means of sequences that may differ in length, rounded; `new_tokens` and `context_tokens` are
+    their sums.
 
     Attributes:
         kind: "prefill", "decode" or "mixed".
@@ -128,11 +147,13 @@ class StepRow(msgspec.Struct, frozen=True):
         batch: sequences of the step.
         new_tokens: tokens that the step computes.
         context_tokens: tokens in the KV cache before the step.
-        step_ns: the step, eager, with its host; None if it does not fit into memory.
+        step_ns: the step, eager, with its host; None if it does not fit into memory. Recorded: from
+            the start of the step to that of the next.
         p10_ns: 10th percentile of the step.
         p90_ns: 90th percentile of the step.
         graph_ns: the step replayed as a CUDA graph; predicted, the sum of its kernels. None on a
-            CPU.
+            CPU. Recorded: of a step that replayed CUDA graphs, the spans of the replays plus its
+            other kernels.
         graph_low_ns: 10th percentile of the replay.
         graph_high_ns: 90th percentile of the replay.
         gpu_ns: summed kernels; on a CPU, operators.
@@ -142,15 +163,15 @@ class StepRow(msgspec.Struct, frozen=True):
         source: whether the times are measured, predicted or interpolated.
     """
 
-    kind: str
-    decodes: int
-    decode_context: int
-    prefills: int
-    prefill_tokens: int
-    prefill_context: int
-    batch: int
-    new_tokens: int
-    context_tokens: int
+    kind: str | None
+    decodes: int | None
+    decode_context: int | None
+    prefills: int | None
+    prefill_tokens: int | None
+    prefill_context: int | None
+    batch: int | None
+    new_tokens: int | None
+    context_tokens: int | None
     step_ns: int | None
     p10_ns: int | None
     p90_ns: int | None
@@ -159,7 +180,7 @@ class StepRow(msgspec.Struct, frozen=True):
     graph_high_ns: int | None
     gpu_ns: int | None
     host_ns: int | None
-    peak_bytes: int
+    peak_bytes: int | None
     fits: bool
     source: Source
 
@@ -176,31 +197,43 @@ class StepRow(msgspec.Struct, frozen=True):
         )
 
     @property
+    def is_composed(self) -> bool:
+        """Whether the sequences of the step are known, and decode one token each."""
+        counts = [getattr(self, name) for name in Composition.__struct_fields__]
+        if self.new_tokens is None or None in counts:
+            return False
+        # The chunk of a prefill is rounded, so the sum is off by half a token for each.
+        return abs(self.new_tokens - Composition(*counts).new_tokens) <= (self.prefills or 0) / 2
+
+    @property
     def composition(self) -> Composition:
-        """The sequences of the step."""
+        """The sequences of a step that `is_composed`."""
+        assert self.is_composed, "the sequences of the step are not known"
         return Composition(**{name: getattr(self, name) for name in Composition.__struct_fields__})
 
 
 class KernelRow(msgspec.Struct, frozen=True):
     """A row of `kernels.parquet`: a module in one composition, its numbered siblings summed.
 
+    Recordings have no modules: a row is a part of a step.
+
     Attributes:
         row: row of the composition in `steps.parquet`, from 1.
-        module: path of the module; "" outside of all.
-        part: what its time depends on.
+        module: path of the module; "" outside of all, None if not known.
+        part: what its time depends on; None for attention that may be of prefills and of decodes.
         kernels: number of kernels; on a CPU, operators.
         time_ns: their summed durations.
-        flops: their FLOPs.
-        bytes: bytes that they read and write.
+        flops: their FLOPs; None if those of a kernel are not known.
+        bytes: bytes that they read and write; None if those of a kernel are not known.
     """
 
     row: int
-    module: str
-    part: Part
+    module: str | None
+    part: Part | None
     kernels: int
     time_ns: int
-    flops: int
-    bytes: int
+    flops: int | None
+    bytes: int | None
 
 
 def data_frame(rows: Sequence[Any], kind: Any) -> "pl.DataFrame":

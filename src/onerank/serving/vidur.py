@@ -18,7 +18,14 @@ from onerank.capture.serving.compositions import Composition
 from onerank.ir.errors import ExportError
 from onerank.ir.output_files import replace_files
 from onerank.serving.bundle import Bundle
-from onerank.serving.operator_times import LAYER, Extent, OperatorTimes, growing, token_sizes
+from onerank.serving.operator_times import (
+    LAYER,
+    Extent,
+    OperatorTimes,
+    ServedRank,
+    growing,
+    token_sizes,
+)
 
 # Operator of Vidur -> ends of the paths of our modules, as regular expressions. Vidur's `add` is
 # both residual additions of a layer, and its `mlp_act` includes the product with the gate.
@@ -99,10 +106,11 @@ def export_vidur(
     """
     if checkout is not None:
         _check_version(checkout, model)
+    served = ServedRank.of(bundle, "Vidur")
     device = device or _device(bundle.manifest.device)
     extent = Extent.of(bundle, "Vidur")
-    times = _Times.of(bundle)
-    config = _Shape.of(bundle)
+    times = _Times.of(bundle, served.layers)
+    config = _Shape.of(bundle, served)
     mlp = times.mlp_rows(config, token_sizes(extent.new_tokens))
     attention = times.attention_rows(config, extent)
     directory = output / "compute" / device / model
@@ -112,7 +120,7 @@ def export_vidur(
     prefix = "--random_forrest_execution_time_predictor_config_"
     options = (
         *("--replica_config_device", device, "--replica_config_model_name", model),
-        *("--replica_config_tensor_parallel_size", str(bundle.manifest.tp)),
+        *("--replica_config_tensor_parallel_size", str(served.tp)),
         *(f"{prefix}compute_input_file", str(files[0].absolute())),
         *(f"{prefix}attention_input_file", str(files[1].absolute())),
         # The rows of decodes are those of whole batches already.
@@ -136,7 +144,7 @@ class _Shape:
     longest: int
 
     @classmethod
-    def of(cls, bundle: Bundle) -> "_Shape":
+    def of(cls, bundle: Bundle, served: ServedRank) -> "_Shape":
         """Return the shape of a bundle's model.
 
         Raises:
@@ -151,10 +159,9 @@ class _Shape:
                 int(config["hidden_size"]),
                 int(config["intermediate_size"]),
                 int(config["vocab_size"]),
-                any(row.module.endswith(("gate_proj", "gate_up_proj"))
-                    for row in bundle.kernel_rows),
-                bundle.manifest.tp,
-                bundle.manifest.longest,
+                any(path.endswith(("gate_proj", "gate_up_proj")) for path in bundle.modules),
+                served.tp,
+                served.longest,
             )  # fmt: skip
         except KeyError as error:
             raise _unsupported(bundle, f"its configuration has no {error.args[0]}") from error
@@ -168,13 +175,13 @@ class _Times:
     layers: int
 
     @classmethod
-    def of(cls, bundle: Bundle) -> "_Times":
+    def of(cls, bundle: Bundle, layers: int) -> "_Times":
         """Return the times of a bundle.
 
         Raises:
             ExportError: the model lacks the modules of an operator.
         """
-        paths = sorted({row.module for row in bundle.kernel_rows})
+        paths = bundle.modules
         modules = {
             name: [path for path in paths if re.fullmatch(LAYER + end, path)]
             for name, end in (*_OPERATORS.items(), *_ATTENTION.items())
@@ -182,7 +189,7 @@ class _Times:
         times = OperatorTimes.of(
             bundle, modules, lambda name: _unsupported(bundle, f"it has no modules for {name}")
         )
-        return cls(times, bundle.manifest.layers)
+        return cls(times, layers)
 
     def _ms(self, operator: str, composition: Composition) -> float:
         return self.operators.ns(operator, composition) / self.layers / 1e6

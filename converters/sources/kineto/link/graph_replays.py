@@ -334,25 +334,18 @@ _CAPTURE = re.compile(r"capture_(\d+)_\w+")
 _CAPTURE_FILE = re.compile(r"(?:^|_)bs_(\d+)_")
 
 
-class CapturedGraphs:
+class EngineCaptures:
     """The graphs of an engine that was profiled while it captured them.
 
     Args:
         files: the recordings, Kineto traces.
         strings: table for their texts.
-        sizes: start of each engine step, ascending, and its new tokens, None if not known. They
-            choose among graphs that differ in size.
 
     Attributes:
-        unmatched: number of operations of a replay whose graph is not certain -> number of such
-            replays.
+        by_length: number of launches -> the graphs with so many.
     """
 
-    def __init__(
-        self, files: Sequence[Path], strings: StringTable, sizes: Sequence[tuple[int, int | None]]
-    ) -> None:
-        self.unmatched = Counter[int]()
-        self._sizes = sizes
+    def __init__(self, files: Sequence[Path], strings: StringTable) -> None:
         graphs: list[_CapturedGraph] = []
         for path in files:
             graphs += _captured_in(load_kineto(path, strings, operands=True), len(graphs))
@@ -362,9 +355,28 @@ class CapturedGraphs:
                 "engine while it captures its CUDA graphs",
                 code="graph-captures-not-found",
             )
-        self._by_length: dict[int, list[_CapturedGraph]] = {}
+        self.by_length: dict[int, list[_CapturedGraph]] = {}
         for graph in graphs:
-            self._by_length.setdefault(len(graph.graph.launches), []).append(graph)
+            self.by_length.setdefault(len(graph.graph.launches), []).append(graph)
+
+
+class CapturedGraphs:
+    """Matches the replays of a recorded engine with the graphs that it captured.
+
+    Args:
+        captures: the graphs.
+        sizes: start of each engine step, ascending, and its new tokens, None if not known. They
+            choose among graphs that differ in size.
+
+    Attributes:
+        unmatched: number of operations of a replay whose graph is not certain -> number of such
+            replays.
+    """
+
+    def __init__(self, captures: EngineCaptures, sizes: Sequence[tuple[int, int | None]]) -> None:
+        self.unmatched = Counter[int]()
+        self._by_length = captures.by_length
+        self._sizes = sizes
 
     def match(self, rows: GpuRows, launch_ns: int) -> tuple[RecordedGraph, I64] | None:
         """Return the graph of a replay and the order of its operations; None if not certain.

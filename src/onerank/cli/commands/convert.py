@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from onerank.converters.sources.onnx import OnnxConversion
     from onerank.ir import Graph
     from onerank.ir.chakra import Repairs
+    from onerank.serving.bundle import Bundle
     from onerank.serving.recording import Recording
 
 
@@ -72,7 +73,7 @@ class ConvertOptions:
         default=False,
     )
     engine_steps: bool = option(
-        "Recordings of vLLM or SGLang: write tables of the engine's steps to the directory -o.",
+        "Recordings of vLLM or SGLang: write the engine's steps as a bundle to the directory -o.",
         heading=TRACES,
         default=False,
     )
@@ -82,6 +83,19 @@ class ConvertOptions:
         heading=TRACES,
         default=None,
         type=INPUT_OR_DIRECTORY,
+    )
+    config: Path | None = option(
+        "With --engine-steps: config.json of the served model, which a recording does not contain.",
+        heading=TRACES,
+        default=None,
+        type=INPUT_OR_DIRECTORY,
+    )
+    tp: int | None = option(
+        "With --engine-steps: tensor-parallel size of the engine.  [default: 1 for a single rank, "
+        "else not known]",
+        heading=TRACES,
+        default=None,
+        type=SIZE,
     )
     batch: int | None = option(
         "Size of the inputs' first axis.", heading=MODEL, default=None, type=SIZE
@@ -172,7 +186,8 @@ def convert(source: Path | None, options: ConvertOptions, as_json: bool) -> None
     tool's .et as SOURCE: written with the groups of a comm_groups.json next to it.
     A model: an .onnx file as SOURCE; its operators get shapes, FLOPs and bytes, and no times.
     Recordings of vLLM or SGLang: with --engine-steps, a Kineto trace or a directory of them as
-    SOURCE; -o is a directory of tables. With --kineto and --step N, the graph of one engine step.
+    SOURCE; -o is a bundle, as that of `capture serve`, with tables of each step. With --kineto and
+    --step N, the graph of one engine step.
     """
     is_model = source is not None and source.suffix == ".onnx"
     _check_sources(source, options)
@@ -220,6 +235,10 @@ def _check_sources(source: Path | None, options: ConvertOptions) -> None:
         raise UsageError(
             "give a SOURCE, or --kineto and --et, not both", code="convert-two-sources"
         )
+    deployment = {"--config": options.config, "--tp": options.tp}
+    given = [name for name, value in deployment.items() if value is not None]
+    if given and not options.engine_steps:
+        raise UsageError(f"{given[0]} is for --engine-steps", code="convert-deployment-source")
     takes_graphs = options.engine_steps or (options.kineto is not None and options.et is None)
     if options.graphs is not None and not takes_graphs:
         raise UsageError(
@@ -281,16 +300,20 @@ def _convert_engine_steps(source: Path | None, options: ConvertOptions, *, as_js
             f"--engine-steps takes a Kineto trace, or a directory of them, as SOURCE{given}",
             code="convert-engine-options",
         )
-    from onerank.serving.recording import check_replaceable, read_recording, recording_files
+    from onerank.serving.bundle import check_replaceable
+    from onerank.serving.recorded_bundle import Deployment, bundle_of
+    from onerank.serving.recording import RECORDING, read_recording, recording_files
 
     check_replaceable(options.output)
     files = recording_files(source) if source.is_dir() else [source]
-    recording = read_recording(files, _captures(options))
-    recording.write(options.output)
+    captures = _captures(options)
+    recording = read_recording(files, captures)
+    bundle, traces = bundle_of(recording, files, captures, Deployment(options.config, options.tp))
+    bundle.write(options.output, traces, lambda whole: recording.write(whole / RECORDING))
     if as_json:
         print_json(recording.record)
         return
-    render_recording(recording, options.output)
+    render_recording(recording, options.output, bundle)
 
 
 def _captures(options: ConvertOptions) -> tuple[Path, ...]:
@@ -457,7 +480,7 @@ _LINKED = {
 }
 
 
-def render_recording(recording: "Recording", directory: Path) -> None:
+def render_recording(recording: "Recording", directory: Path, bundle: "Bundle") -> None:
     """Print the files and steps of a recording, and kernels that are not linked to an operator."""
     manifest = recording.manifest
     for file in manifest.files:
@@ -474,8 +497,8 @@ def render_recording(recording: "Recording", directory: Path) -> None:
             ],
             file.file,
         )
-    if manifest.notes:
-        lines([("note", str(note)) for note in manifest.notes])
+    if bundle.manifest.notes:
+        lines([("note", str(note)) for note in bundle.manifest.notes])
     compositions = recording.composition_rows
     rows = [
         (
@@ -508,7 +531,8 @@ def render_recording(recording: "Recording", directory: Path) -> None:
             names,
             texts=(0, 1),
         )
-    say(f"{directory}: {counted(len(recording.step_rows), 'step')}")
+    steps, rows = counted(len(recording.step_rows), "step"), counted(len(bundle.rows), "row")
+    say(f"{directory}: {steps}, a bundle of {rows}")
 
 
 def _number(number: int | None) -> str:

@@ -23,7 +23,7 @@ from onerank.display import size, time
 
 if TYPE_CHECKING:
     from onerank.serving.bundle import Bundle
-    from onerank.serving.tables import Manifest
+    from onerank.serving.tables import Manifest, StepRow
 
 # Steps that a table lists; steps.parquet has all.
 _ROWS = 60
@@ -320,8 +320,14 @@ def aiconfigurator(bundle: Path, options: AiconfiguratorOptions, as_json: bool) 
 def _sizes(manifest: "Manifest") -> str:
     """Return the parallel sizes of a bundle, with the routing of experts."""
     if manifest.ep == 1:
-        return f"tp {manifest.tp}"
+        return f"tp {manifest.tp or 'not known'}"
     return f"tp {manifest.tp}, ep {manifest.ep}, {manifest.moe_routing} routing"
+
+
+def _counts(row: "StepRow") -> str:
+    """Return what is known of a recorded step's sequences."""
+    counts = {"sequence": row.batch, "new token": row.new_tokens}
+    return ", ".join(counted(count, name) for name, count in counts.items() if count) or "-"
 
 
 def show_bundle(bundle: "Bundle", directory: Path, *, as_json: bool) -> None:
@@ -333,15 +339,19 @@ def show_bundle(bundle: "Bundle", directory: Path, *, as_json: bool) -> None:
         print_json(BundleRecord(manifest, bundle.rows))
         return
     memory, validation = manifest.memory, manifest.cross_validation
-    tokens = counted(memory.activations_tokens, "new token")
+    layers = [] if manifest.layers is None else [counted(manifest.layers, "layer")]
     pairs = [
-        ("model", f"{manifest.model}, {counted(manifest.layers, 'layer')}, {_sizes(manifest)}"),
+        ("model", ", ".join([manifest.model or "not known", *layers, _sizes(manifest)])),
         ("device", f"{manifest.device}, times {manifest.source}"),
-        ("weights", size(memory.weights_bytes)),
-        ("KV cache", f"{size(memory.kv_bytes_per_token)} per token"),
-        ("activations", f"{size(memory.activations_bytes)} at {tokens}"),
     ]
-    if memory.device_bytes:
+    if memory.weights_bytes is not None:
+        tokens = counted(memory.activations_tokens or 0, "new token")
+        pairs += [
+            ("weights", size(memory.weights_bytes)),
+            ("KV cache", f"{size(memory.kv_bytes_per_token or 0)} per token"),
+            ("activations", f"{size(memory.activations_bytes or 0)} at {tokens}"),
+        ]
+    if memory.device_bytes and memory.tokens_that_fit is not None:
         pairs.append(("tokens that fit", f"{memory.tokens_that_fit:,}"))
     if validation is not None:
         what = "as a CUDA graph" if any(row.graph_ns for row in bundle.rows) else "eager"
@@ -356,8 +366,8 @@ def show_bundle(bundle: "Bundle", directory: Path, *, as_json: bool) -> None:
     lines(pairs, str(directory))
     rows = [
         (
-            row.kind,
-            row.composition,
+            row.kind or "-",
+            row.composition if row.is_composed else _counts(row),
             *(
                 (time(row.step_ns), time(row.graph_ns), time(row.gpu_ns), time(row.host_ns))
                 if row.fits

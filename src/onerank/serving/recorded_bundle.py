@@ -1,0 +1,357 @@
+"""The bundle of a recording: a row for the steps of equal sequences, and the trace of one of them.
+
+A bundle is that of one rank, so it has the steps of the first rank that was recorded.
+"""
+
+import re
+import statistics
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import log2
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from onerank.annotate import CLASSES, characterise
+from onerank.annotate.op_costs.op_classes import OpClass, classify, op_class
+from onerank.converters.sources.kineto.convert_rank import convert_engine_steps
+from onerank.ir import Graph
+from onerank.ir.arrays import Mask
+from onerank.ir.errors import TraceError
+from onerank.ir.notes import Note
+from onerank.serving.bundle import Bundle
+from onerank.serving.recording import RecordedFile, RecordedStep, Recording
+from onerank.serving.tables import KernelRow, Manifest, Part, RankMemory, StepRow
+
+# Contexts of one row: within a factor of 2**(1/4). Each step of a decode has a longer context than
+# the one before, so that a recording of a minute would have thousands of rows.
+_CONTEXTS_PER_OCTAVE = 4
+
+# Operators of engines that compute attention. Those that only write the KV cache, or schedule
+# attention, have "cache" or "metadata" in their names.
+_ATTENTION = re.compile(r"(?:attention|attn|mla)(?!\w*(?:cache_update|metadata|reshape_and_cache))")
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """What a recording does not contain, as far as it is given.
+
+    Attributes:
+        config: `config.json` of the model, or its directory; None if not given.
+        tp: tensor-parallel size; None: 1 if the run has one rank.
+    """
+
+    config: Path | None = None
+    tp: int | None = None
+
+
+def bundle_of(
+    recording: Recording,
+    files: Sequence[Path],
+    captures: Sequence[Path] = (),
+    deployment: Deployment | None = None,
+) -> tuple[Bundle, dict[int, bytes]]:
+    """Return the bundle of a recording, and the trace of each row, from 1.
+
+    Args:
+        recording: tables of the recording.
+        files: its files.
+        captures: as for `read_recording`.
+        deployment: what it does not contain; None: nothing of that is known.
+
+    Raises:
+        TraceError: a step cannot be converted, the configuration cannot be read, or the
+            tensor-parallel size does not divide the ranks of the run.
+    """
+    deployment = deployment or Deployment()
+    recorded = _first_rank(recording.manifest.files)
+    config, tp = _config(deployment.config), _tp(deployment.tp, recorded)
+    paths = {path.name: path for path in files}
+    names = {file.file for file in recorded}
+    # An idle step of a data-parallel engine has operations and no sequences.
+    groups = [
+        group
+        for group in _groups([row for row in recording.step_rows if row.file in names])
+        if group[0].gpu_ns and group[0].kind != "idle"
+    ]
+    if not groups:
+        raise TraceError(
+            f"{recorded[0].file}: no step of its {len(recording.step_rows)} runs an operation",
+            code="engine-steps-empty",
+        )
+    typical = [_typical(group) for group in groups]
+    graphs = _graphs(typical, paths, captures)
+    rows = tuple(_row(group, step) for group, step in zip(groups, typical, strict=True))
+    kernels = tuple(
+        kernel
+        for number, step in enumerate(typical, start=1)
+        for kernel in _kernels(recording, step, graphs[number], number)
+    )
+    device_bytes = max(file.memory_bytes for file in recorded)
+    manifest = Manifest(
+        model=_model(config),
+        config=config,
+        tp=tp,
+        layers=config.get("num_hidden_layers"),
+        longest=config.get("max_position_embeddings"),
+        device=recorded[0].device,
+        device_type="cpu" if recorded[0].device == "cpu" else "cuda",
+        source="recorded",
+        memory=RankMemory(device_bytes),
+        versions={file.engine: file.version for file in recorded},
+        notes=(*recording.manifest.notes, *_notes(recording, recorded, rows)),
+        collectives_timed=True,
+    )
+    traces = {number: _encoded(graph) for number, graph in graphs.items()}
+    return Bundle(manifest, rows, kernels).validated(), traces
+
+
+def _first_rank(files: Sequence[RecordedFile]) -> list[RecordedFile]:
+    """Return the files of the first rank; SGLang can write one for each kind of step."""
+    first = min(file.rank or 0 for file in files)
+    return [file for file in files if (file.rank or 0) == first]
+
+
+def _config(path: Path | None) -> dict[str, Any]:
+    if path is None:
+        return {}
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        config = msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
+        _model(config)
+    except (OSError, msgspec.MsgspecError, KeyError) as error:
+        why = getattr(error, "strerror", None) or "is no JSON object with a model_type"
+        raise TraceError(
+            f"{file}: {why}\n  expected the config.json of the model that the engine served",
+            code="recording-config-unreadable",
+        ) from None
+    return config
+
+
+def _model(config: Mapping[str, Any]) -> str | None:
+    """Return the class of the model, or its type where a configuration names no class."""
+    if not config:
+        return None
+    architectures = config.get("architectures") or [config["model_type"]]
+    return str(architectures[0])
+
+
+def _tp(given: int | None, files: Sequence[RecordedFile]) -> int | None:
+    ranks = files[0].ranks
+    if given is not None and ranks is not None and ranks % given:
+        raise TraceError(
+            f"{files[0].file}: tensor-parallel size {given} does not divide the {ranks} ranks of "
+            "the run",
+            code="recording-tp-indivisible",
+        )
+    # The recorded groups have no names, so those of several ranks may be of pipeline stages.
+    return given or (1 if ranks == 1 else None)
+
+
+def _groups(steps: Sequence[RecordedStep]) -> list[list[RecordedStep]]:
+    """Return the steps by their sequences, in the order of the first of each."""
+    groups: dict[tuple[object, ...], list[RecordedStep]] = {}
+    for row in steps:
+        key = (row.kind, row.batch, row.prefills, row.prefill_new_tokens, row.decodes,
+               row.decode_new_tokens, _place(row.prefill_context_tokens, row.prefills),
+               _place(row.decode_context_tokens, row.decodes), row.by_graph > 0)  # fmt: skip
+        groups.setdefault(key, []).append(row)
+    return [*groups.values()]
+
+
+def _place(context_tokens: int | None, sequences: int | None) -> int | None:
+    if context_tokens is None or not sequences:
+        return None
+    return int(_CONTEXTS_PER_OCTAVE * log2(context_tokens / sequences + 1))
+
+
+def _typical(group: Sequence[RecordedStep]) -> RecordedStep:
+    """Return the step whose kernels take the median time; of two, the shorter."""
+    return sorted(group, key=lambda row: row.gpu_ns)[(len(group) - 1) // 2]
+
+
+def _row(group: Sequence[RecordedStep], typical: RecordedStep) -> StepRow:
+    first = group[0]
+    prefill_context = _median([row.prefill_context_tokens for row in group])
+    decode_context = _median([row.decode_context_tokens for row in group])
+    low, step_ns, high = _interval([row.step_ns for row in group])
+    graph_low, graph_ns, graph_high = _interval([row.graph_ns for row in group])
+    return StepRow(
+        kind=first.kind,
+        decodes=first.decodes,
+        decode_context=_mean(decode_context, first.decodes),
+        prefills=first.prefills,
+        prefill_tokens=_mean(first.prefill_new_tokens, first.prefills),
+        prefill_context=_mean(prefill_context, first.prefills),
+        batch=first.batch,
+        new_tokens=first.new_tokens,
+        context_tokens=_median([row.context_tokens for row in group]),
+        step_ns=step_ns,
+        p10_ns=low,
+        p90_ns=high,
+        graph_ns=graph_ns,
+        graph_low_ns=graph_low,
+        graph_high_ns=graph_high,
+        # That of the step whose kernels are in `kernels.parquet`.
+        gpu_ns=typical.gpu_ns,
+        host_ns=_median([row.host_ns for row in group]),
+        peak_bytes=None,
+        fits=True,
+        source="recorded",
+    )
+
+
+def _median(values: Sequence[int | None]) -> int | None:
+    known = [value for value in values if value is not None]
+    return round(statistics.median(known)) if known else None
+
+
+def _mean(total: int | None, sequences: int | None) -> int | None:
+    """Return tokens of each sequence; 0 of no sequences."""
+    if sequences == 0:
+        return 0
+    return None if total is None or sequences is None else round(total / sequences)
+
+
+def _interval(times_ns: Sequence[int | None]) -> tuple[int | None, int | None, int | None]:
+    """Return the 10th percentile, the median and the 90th percentile; None without a time."""
+    known = [time_ns for time_ns in times_ns if time_ns is not None]
+    if not known:
+        return None, None, None
+    low, median, high = np.percentile(known, (10, 50, 90))
+    return round(low), round(median), round(high)
+
+
+def _graphs(
+    steps: Sequence[RecordedStep], paths: Mapping[str, Path], captures: Sequence[Path]
+) -> dict[int, Graph]:
+    """Return the graph of each step by its place, from 1."""
+    graphs: dict[int, Graph] = {}
+    for name in dict.fromkeys(step.file for step in steps):
+        places = [place for place, step in enumerate(steps, start=1) if step.file == name]
+        numbers = [steps[place - 1].step for place in places]
+        converted = convert_engine_steps(paths[name], numbers, captures)
+        graphs.update(zip(places, converted, strict=True))
+    return dict(sorted(graphs.items()))
+
+
+def _encoded(graph: Graph) -> bytes:
+    with tempfile.TemporaryDirectory(prefix="onerank-") as directory:
+        trace = Path(directory) / "trace.et"
+        graph.write(trace)
+        return trace.read_bytes()
+
+
+# Parts of a step ----------------------------------------------------------------------------------
+
+
+def _kernels(
+    recording: Recording, step: RecordedStep, graph: Graph, number: int
+) -> list[KernelRow]:
+    """Return the parts of a step: their times as recorded, and their work by the graph."""
+    counts: dict[bool, list[int]] = {}
+    for kernel in recording.kernel_rows:
+        if (kernel.file, kernel.step) == (step.file, step.step):
+            figures = counts.setdefault(_is_attention(kernel.name, kernel.operator), [0, 0])
+            figures[0] += kernel.count
+            figures[1] += kernel.time_ns
+    work = {row.part: row for row in part_rows(graph, step.kind)}
+    rows: list[KernelRow] = []
+    for attention, (count, time_ns) in sorted(counts.items()):
+        part = _part(step.kind, attention=attention)
+        known = work.get(part)
+        rows.append(
+            KernelRow(
+                number,
+                None,
+                part,
+                count,
+                time_ns,
+                known and known.flops,
+                known and known.bytes,
+            )
+        )
+    return rows
+
+
+def _is_attention(kernel: str, operator: str) -> bool:
+    if op_class("", kernel) is OpClass.ATTENTION or op_class(operator) is OpClass.ATTENTION:
+        return True
+    return _ATTENTION.search(operator) is not None
+
+
+def _part(kind: str | None, *, attention: bool) -> Part | None:
+    """Return what the time of attention, or of all else, depends on in a step."""
+    if not attention:
+        return "tokens"
+    parts: dict[str | None, Part] = {"prefill": "prefill_attention", "decode": "decode_attention"}
+    return parts.get(kind)
+
+
+def part_rows(graph: Graph, kind: str | None) -> list[KernelRow]:
+    """Return the rows of a step's graph: attention, and all else; `row` is 0.
+
+    Args:
+        graph: a step of an engine.
+        kind: "prefill", "decode", "mixed" or None.
+    """
+    graph = characterise(graph)
+    compute = np.flatnonzero(graph.compute)
+    attention = classify(graph, compute) == CLASSES.index(OpClass.ATTENTION)
+    nodes = graph.nodes
+    rows: list[KernelRow] = []
+    masks: list[tuple[bool, Mask]] = [(False, ~attention), (True, attention)]
+    for is_attention, mask in masks:
+        index = compute[mask]
+        if not len(index):
+            continue
+        moved = np.stack([nodes.bytes_read[index], nodes.bytes_written[index]])
+        flops = nodes.flops[index]
+        rows.append(
+            KernelRow(
+                row=0,
+                module=None,
+                part=_part(kind, attention=is_attention),
+                kernels=len(index),
+                time_ns=int(nodes.duration_ns[index].sum()),
+                flops=None if (flops < 0).any() else int(flops.sum()),
+                bytes=None if (moved < 0).any() else int(moved.sum()),
+            )
+        )
+    return rows
+
+
+def _notes(
+    recording: Recording, recorded: Sequence[RecordedFile], rows: Sequence[StepRow]
+) -> list[Note]:
+    """Return what a reader of the bundle needs to know of the recording."""
+    notes = [
+        Note(
+            "times are those of an engine under a profiler, which makes the host slower; the time "
+            "of a step lasts until the next one begins",
+            code="recording-profiled",
+        )
+    ]
+    ranks = {file.rank for file in recording.manifest.files}
+    if len(ranks) > 1:
+        rank = recorded[0].rank or 0
+        notes.append(
+            Note(
+                f"the bundle has the steps of rank {rank} of {len(ranks)} recorded ranks",
+                code="recording-first-rank",
+            )
+        )
+    unknown = sum(not row.is_composed for row in rows)
+    if unknown:
+        notes.append(
+            Note(
+                f"{unknown} of {len(rows)} rows have no context or number of sequences, because "
+                "the recording lacks it, or compute several tokens for each decode: they are not "
+                "interpolated",
+                code="recording-sequences-unknown",
+            )
+        )
+    return notes
