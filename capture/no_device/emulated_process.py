@@ -169,6 +169,7 @@ class EmulatedProcess:
                 rebound("torch.utils._foreach_utils", {"_has_foreach_support": _has_foreach}),
                 _multi_tensor_optimizers(),
                 _gpu_kernels(),
+                self._scalar_reads(),
                 after_import(_SHARDING, _shapes_inferred_apart),
                 after_import(SYMMETRIC_MEMORY, lambda: patched(SYMMETRIC_MEMORY, fused_products())),
                 after_import(
@@ -317,6 +318,33 @@ class EmulatedProcess:
             return self._fake.from_tensor(tensor)
 
     @contextlib.contextmanager
+    def _scalar_reads(self) -> Generator[None]:
+        """Let C++ read the scalar tensors in a list that becomes a tensor.
+
+        `torch.tensor([x, 1])`, `x.new_tensor([x])` and `torch.LongTensor([x])` read each element by
+        this operator while all modes are off (`recursive_store` in torch/csrc/utils/tensor_new.cpp),
+        so the kernel of the element's device runs.
+        """
+        read_real = _torch._C.TensorBase.tolist
+
+        def read(tensor: Tensor) -> Any:
+            if isinstance(tensor, FakeTensor):
+                return self.operators.read_scalar(tensor)
+            # It reads memory without an operator, which would be this one.
+            return read_real(tensor.reshape(()))
+
+        library: Any = _torch.library.Library("aten", "IMPL")
+        with warnings.catch_warnings():
+            # torch warns although `allow_override=True` states the intent.
+            warnings.filterwarnings("ignore", r"(?s).*Overriding a previously registered kernel")
+            for device in ("CPU", "CUDA"):
+                library.impl("_local_scalar_dense", read, device, allow_override=True)
+        try:
+            yield
+        finally:
+            library._destroy()
+
+    @contextlib.contextmanager
     def _functions(self) -> Generator[None]:
         """Record the forward of each autograd function, whose node has no operator of its own."""
         original = torch.autograd.Function.__dict__["apply"]
@@ -418,38 +446,26 @@ _TENSOR_FACTORIES = ("tensor", "as_tensor")
 
 
 def _tensor_factory(name: str) -> Callable[..., Any]:
-    """Return a replacement of a function of torch that creates tensors from lists.
-
-    It also accepts lists with fake tensors, whose numbers it reads.
+    """Return a replacement of a function of torch that creates tensors from Python's numbers.
 
     Args:
         name: `tensor` or `as_tensor`.
     """
     create: Any = getattr(torch, name)
 
-    def read(data: Any) -> Any:
-        if isinstance(data, list | tuple):
-            return [read(item) for item in data]  # pyright: ignore[reportUnknownVariableType]
-        return data.item() if isinstance(data, FakeTensor) else data
-
     @functools.wraps(create)
-    def create_from_numbers(data: Any, *args: Any, **kwargs: Any) -> Any:
-        several = isinstance(data, list | tuple)
-        given: Any = data
-        # Lists without tensors stay as they are: they may be long.
-        if several and any(isinstance(item, Tensor | list | tuple) for item in given):
-            data = read(given)
+    def create_on_thread(*args: Any, **kwargs: Any) -> Any:
         # Without this flag of the thread, C++ copies the new tensor to its device, and no mode sees
         # the copy. FakeTensorMode sets it in the thread that enters the mode; the threads of a
         # backward do not enter it.
         lifts = _torch._C._only_lift_cpu_tensors()
         _torch._C._set_only_lift_cpu_tensors(True)
         try:
-            return create(data, *args, **kwargs)
+            return create(*args, **kwargs)
         finally:
             _torch._C._set_only_lift_cpu_tensors(lifts)
 
-    return create_from_numbers
+    return create_on_thread
 
 
 def _refuse_nested(*_: Any, **__: Any) -> Any:

@@ -96,7 +96,7 @@ _RESHAPES_IN_PLACE = frozenset(
 # (`cudaStreamSynchronize` in their CUDA implementations).
 _READ_BY_HOST = frozenset(
     "_local_scalar_dense nonzero masked_select _unique2 unique_dim unique_consecutive "
-    "unique_dim_consecutive bincount".split()
+    "unique_dim_consecutive bincount equal".split()
 )
 
 # Operators that run in cuBLAS, which keeps a workspace.
@@ -340,6 +340,14 @@ class FakeOperators(TorchDispatchMode):
         if not fakes and not _on_cuda(kwargs.get("device")) and not schema.communicates:
             return self._run_on_cpu(call)
         return self._record(call)
+
+    def read_scalar(self, tensor: Tensor) -> Any:
+        """Return the number of a fake tensor of one element, and record that the host reads it.
+
+        For reads that bypass the dispatch modes.
+        """
+        with self._lock:
+            return self._dispatch(_torch.ops.aten._local_scalar_dense.default, (), (tensor,), None)
 
     def _run_higher_order(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an operator that takes functions: DTensor's random numbers, flex attention."""
@@ -722,7 +730,8 @@ def _blocks_host(call: _Call, name: str) -> bool:
     """Return whether the host waits for the stream within an operator on the device.
 
     A copy between host and device waits unless it is `non_blocking` (`copy_kernel_cuda`). Indexing
-    with a mask calls `nonzero`, which waits.
+    with a mask calls `nonzero`, which waits. `repeat_interleave` reads the sum of its repeats, unless
+    its result's size is given (Repeat.h).
 
     Args:
         call: the call.
@@ -735,6 +744,8 @@ def _blocks_host(call: _Call, name: str) -> bool:
         return any(
             index.dtype in (torch.bool, torch.uint8) for index in tensors_in(call.operands[1])
         )
+    if name == "repeat_interleave":
+        return call.operands[-1] is None
     return name in _READ_BY_HOST
 
 

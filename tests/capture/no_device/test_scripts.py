@@ -191,6 +191,14 @@ READS = """
         x = x.cos()
         torch.ones(4).to("cuda", non_blocking=True)
         x = x.tanh()
+        x.new_tensor([counts[0], 1])
+        x = x.abs()
+        torch.repeat_interleave(counts)
+        x = x.neg()
+        torch.repeat_interleave(counts, output_size=28)
+        x = x.floor()
+        torch.equal(counts, counts + 1)
+        x = x.ceil()
         torch.cuda.synchronize()
         x.sigmoid().sum().backward()
         optimizer.step()
@@ -214,14 +222,20 @@ def test_the_host_waits_where_a_script_reads_the_gpu(tmp_path):
         ("copy_", "exp"),
         ("nonzero", "sin"),
         ("index", "cos"),
-        ("tanh", "sigmoid"),  # and none after the copy that does not block
+        # None after the copy that does not block.
+        ("_local_scalar_dense", "copy_"),  # a number of a list, then the list
+        ("copy_", "abs"),
+        ("repeat_interleave", "neg"),
+        ("equal", "ceil"),
+        ("ceil", "sigmoid"),
     ]
     predicted = onerank.recost(graph, "H100")
     nodes, edges = predicted.nodes, predicted.edges
     on_host = (nodes.kind == Kind.HOST_OP)[edges.target] & (edges.reason == Reason.SYNC)
     operators = predicted.text("op")
     assert [operators[node] for node in edges.target[on_host].tolist()] == [
-        f"aten::{name}" for name in ("relu", "exp", "sin", "cos", "sigmoid")
+        f"aten::{name}"
+        for name in ("relu", "exp", "sin", "cos", "copy_", "abs", "neg", "ceil", "sigmoid")
     ]
     assert not nodes.blocked_ns.any()
 
@@ -365,6 +379,15 @@ LOGGING = """
     assert [batch.shape[0] for batch in rows] == [2, 2]
     pair = torch.tensor([[torch.tensor(2.5, device="cuda")], [4]], device="cuda")
     assert pair.tolist() == [[2.5], [4]] and torch.as_tensor((pair[0, 0], 1)).shape == (2,)
+    count = pair[1, 0].long()
+    for device in ("cuda", "cpu"):
+        both = [count.to(device), 2]
+        created = torch.LongTensor(both), count.new_tensor(both), count.new(both), torch.asarray(both)
+        assert [each.tolist() for each in created] == [[4, 2]] * 4
+        assert torch.FloatTensor([pair[0, 0].to(device)]).tolist() == [2.5]
+        assert torch.LongTensor([torch.tensor(3), torch.tensor([4])]).tolist() == [3, 4]
+    for dtype in (torch.bool, torch.bfloat16, torch.complex64, torch.uint8):
+        assert torch.tensor([torch.ones(1, dtype=dtype)], dtype=dtype).item() == 1
     class Created(torch.autograd.Function):
         @staticmethod
         def forward(context, x):
