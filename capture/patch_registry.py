@@ -197,8 +197,8 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "torch",
         ("tensor", "as_tensor"),
-        "In a thread of the backward C++ copies the new tensor to its device past every mode. A device "
-        "may be another GPU of the node.",
+        "In a thread of the backward C++ copies the new tensor to its device past every mode. A "
+        "device may be another GPU of the node.",
         ("no_device.emulated_process", "fake_world.device_remap"),
     ),
     Patch(
@@ -344,6 +344,19 @@ PATCHES: tuple[Patch, ...] = (
         "torch._inductor.async_compile.AsyncCompile",
         ("triton",),
         "A generated kernel is recorded by its operands; nothing can compile it.",
+        ("no_device.inductor",),
+    ),
+    Patch(
+        "torch.nn.attention.flex_attention",
+        ("flex_attention",),
+        "Inductor generates its kernel from a template, for which it needs Triton.",
+        ("no_device.inductor",),
+        everywhere=True,
+    ),
+    Patch(
+        "torch.nn.attention.flex_attention",
+        ("_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG",),
+        "As an operator, flex attention need not compile itself.",
         ("no_device.inductor",),
     ),
     Patch(

@@ -7,8 +7,9 @@ and has four more GEMMs: dV = P^T dO, dP = dO V^T, dQ = dS K, dK = dS^T Q; 2*b*h
 Conventions: `is_causal` halves the count, because kernels skip the masked half of the tiles
 (torch's FlopCounterMode does not halve). With fewer queries than keys, FlashAttention aligns the
 causal mask with the last key (bottom right): a query sees sk - sq / 2 keys instead of sk / 2. A
-window or a mask tensor does not reduce the count. h is the number of query heads: grouped-query
-attention (GQA) saves no FLOPs.
+window or a mask tensor does not reduce the count, but a block mask of flex attention does: each
+block counts whole in which the mask is true somewhere. h is the number of query heads:
+grouped-query attention (GQA) saves no FLOPs.
 """
 
 from dataclasses import dataclass
@@ -38,6 +39,8 @@ class AttentionArguments:
         backward: whether it is the backward pass.
         lower_right: whether `is_causal` aligns the mask with the last key (bottom right); a custom
             mask type of 2 does too.
+        pairs: position of the number of pairs of a query and a key that are computed, of all
+            sequences and heads. None: all, or half of them.
     """
 
     query: int
@@ -47,6 +50,7 @@ class AttentionArguments:
     longest: int = 0
     backward: bool = False
     lower_right: bool = False
+    pairs: int | None = None
 
 
 def attention_formula(layout: AttentionArguments) -> Formula:
@@ -62,8 +66,13 @@ def attention_formula(layout: AttentionArguments) -> Formula:
             return None
         batch, heads, _, rows, columns = sizes
         d, dv = query.shape[-1], value.shape[-1]
-        flops = 2 * batch * heads * rows * columns
-        flops *= 3 * d + 2 * dv if layout.backward else d + dv
+        scores = batch * heads * rows * columns
+        pairs = call.value(layout.pairs) if layout.pairs is not None else None
+        if isinstance(pairs, int) and pairs < scores:
+            # As if each query had the mean number of keys.
+            columns, scores = -(-pairs * columns // scores), pairs
+            sizes = (*sizes[:4], columns)
+        flops = 2 * scores * (3 * d + 2 * dv if layout.backward else d + dv)
         masked = int(bool(causal))
         if causal and columns > rows and (layout.lower_right or causal == LOWER_RIGHT):
             flops = flops // columns * (2 * columns - rows) // 2
@@ -135,9 +144,9 @@ _LAYOUTS = {
     ),
     "_cudnn_attention_forward": AttentionArguments(0, 10, lengths=4, longest=6),
     "_cudnn_attention_backward": AttentionArguments(1, 14, lengths=9, longest=11, backward=True),
-    # FLOPs of all blocks: which of them the mask excludes depends on values.
-    "flex_attention": AttentionArguments(0, None),
-    "flex_attention_backward": AttentionArguments(0, None, backward=True),
+    # Higher-order operators; a capture without a device adds the number of pairs.
+    "flex_attention": AttentionArguments(0, None, pairs=9),
+    "flex_attention_backward": AttentionArguments(0, None, backward=True, pairs=14),
     # Operators of the flash_attn package, 2.7 and 2.8 (flash_attn_interface.py).
     "_flash_attn_forward": AttentionArguments(0, 5, heads_first=False, lower_right=True),
     "_flash_attn_backward": AttentionArguments(

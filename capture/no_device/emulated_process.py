@@ -308,6 +308,7 @@ class EmulatedProcess:
         )
         return [
             *self.values.notes(),
+            *self.operators.block_masks.notes(),
             *self.inductor.notes(),
             *([saved] if self._saves_nothing else []),
         ]
@@ -322,8 +323,8 @@ class EmulatedProcess:
         """Let C++ read the scalar tensors in a list that becomes a tensor.
 
         `torch.tensor([x, 1])`, `x.new_tensor([x])` and `torch.LongTensor([x])` read each element by
-        this operator while all modes are off (`recursive_store` in torch/csrc/utils/tensor_new.cpp),
-        so the kernel of the element's device runs.
+        this operator while all modes are off (`recursive_store` of tensor_new.cpp), so the kernel
+        of the element's device runs.
         """
         read_real = _torch._C.TensorBase.tolist
 

@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from onerank.capture.fake_tensors import KNOWN_ELEMENTS, is_small, mark_written
+from onerank.capture.no_device.block_masks import FLEX_ATTENTION, BlockMasks
 from onerank.capture.no_device.event_log import Describer, EventLog, RecordedEvent
 from onerank.capture.no_device.fake_kernels import RepeatedCalls, lacks_fake, shapes_of
 from onerank.capture.no_device.functional_collectives import FunctionalCollectives
@@ -256,6 +257,7 @@ class FakeOperators(TorchDispatchMode):
         known: numbers of the small fake tensors that have known ones.
         workspaces: memory that cuBLAS would keep.
         describe: describes operands for the log.
+        block_masks: counts what flex attention computes.
     """
 
     supports_higher_order_operators = True
@@ -291,6 +293,7 @@ class FakeOperators(TorchDispatchMode):
         self._functional = FunctionalCollectives(self.storages.number)
         self._schemas: dict[Any, _Schema] = {}
         self._repeated = RepeatedCalls()
+        self.block_masks = BlockMasks(self.known.get)
         # Reentrant, since an operator's parts come back to this mode on the same thread.
         self._lock = threading.RLock()
         self._last_sequence = -1
@@ -365,7 +368,10 @@ class FakeOperators(TorchDispatchMode):
             return self.launch(wrapped_launch(*(kwargs[name] for name in names)))
         event = self._begin(f"aten::{func.name()}")
         if event is not None:
-            event.inputs = self.describe([*args, *kwargs.values()])
+            operands = [*args, *kwargs.values()]
+            if func.name() in FLEX_ATTENTION:
+                operands.append(self.block_masks.pairs_of(func.name(), operands))
+            event.inputs = self.describe(operands)
         try:
             result = func(*args, **kwargs)
             if event is not None:
@@ -730,8 +736,8 @@ def _blocks_host(call: _Call, name: str) -> bool:
     """Return whether the host waits for the stream within an operator on the device.
 
     A copy between host and device waits unless it is `non_blocking` (`copy_kernel_cuda`). Indexing
-    with a mask calls `nonzero`, which waits. `repeat_interleave` reads the sum of its repeats, unless
-    its result's size is given (Repeat.h).
+    with a mask calls `nonzero`, which waits. `repeat_interleave` reads the sum of its repeats,
+    unless the size of its result is given (Repeat.h).
 
     Args:
         call: the call.

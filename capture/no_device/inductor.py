@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_map_only
 from onerank.capture.no_device.emulated_gpu import EmulatedGpu
 from onerank.capture.no_device.fake_operators import FakeOperators
 from onerank.capture.no_device.gpu_operators import Shaped
-from onerank.capture.patches import after_import, patched, resolve, untraced
+from onerank.capture.patches import after_import, patched, rebound, resolve, untraced
 from onerank.ir import UNKNOWN
 from onerank.ir.notes import Note
 
@@ -76,6 +76,8 @@ _SETTINGS = {
 _CONVERT_FRAME = "torch._dynamo.convert_frame"
 _PROXY_TENSOR = "torch.fx.experimental.proxy_tensor"
 
+_FLEX_ATTENTION = "torch.nn.attention.flex_attention"
+
 _LONGEST_REASON = 120
 """Characters of an error's first line in a note."""
 
@@ -87,12 +89,14 @@ class InductorOnShapes:
         graphs: compiled graphs, forward and backward apart.
         eager: backends other than Inductor that the script compiles with, as keys in order.
         failed: functions that were not compiled, each with the reason, in order.
+        unfused: calls of flex attention outside of compiled code.
     """
 
     def __init__(self, operators: FakeOperators, gpu: EmulatedGpu) -> None:
         self.graphs = 0
         self.eager: dict[str, None] = {}
         self.failed: list[str] = []
+        self.unfused = 0
         self._operators = operators
         self._gpu = gpu
         self._compile = torch.compile
@@ -117,6 +121,7 @@ class InductorOnShapes:
             after_import(_PADDING, self._padding),
             after_import("torch._inductor.async_compile", self._kernels),
             after_import("torch._inductor.codecache", self._wrappers),
+            after_import(_FLEX_ATTENTION, self._flex_attention_apart),
         ):
             yield
 
@@ -227,6 +232,36 @@ class InductorOnShapes:
 
         return patched(cache, {"load_by_key_path": classmethod(load)})
 
+    @contextlib.contextmanager
+    def _flex_attention_apart(self) -> Generator[None]:
+        """Let Dynamo leave flex attention out of the graphs around it.
+
+        Inductor generates its kernel from a template with the help of Triton. As an operator it is
+        recorded with its block mask.
+        """
+        flex = resolve(f"{_FLEX_ATTENTION}.flex_attention")
+
+        def run(args: Any, kwargs: Any, compiled: bool) -> Any:
+            self.unfused += not compiled
+            return flex(*args, **kwargs)
+
+        reason = "its kernel is generated from a template"
+        disabled: Any = _torch.compiler.disable(run, reason=reason)
+
+        # `torch.compile` of the disabled function would compile what is in it.
+        @functools.wraps(flex)
+        def apart(*args: Any, **kwargs: Any) -> Any:
+            # Dynamo replaces this call by True.
+            return disabled(args, kwargs, compiled=torch.compiler.is_compiling())
+
+        # It compiles itself for the backend "eager" unless this is set, with a warning.
+        uncompiled = {"_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG": True}
+        with (
+            patched(_FLEX_ATTENTION, uncompiled),
+            rebound(_FLEX_ATTENTION, {"flex_attention": apart}),
+        ):
+            yield
+
     def notes(self) -> list[Note]:
         """Return notes on compiled code."""
         notes: list[Note] = []
@@ -253,6 +288,14 @@ class InductorOnShapes:
                     f"code compiled by the backend {', '.join(self.eager)} was captured eager: "
                     f"what that backend fuses reads and writes less memory; {_FUSION_SHORTENS}",
                     code="compile-backend-eager",
+                )
+            )
+        if self.unfused:
+            notes.append(
+                Note(
+                    f"{self.unfused} calls of flex attention are recorded as a fused kernel, but "
+                    "are outside of torch.compile: a GPU would compute and keep all scores",
+                    code="flex-attention-unfused",
                 )
             )
         return notes

@@ -154,13 +154,21 @@ def test_flash_attention_3_counts_what_version_2_counts():
     assert backward.flops == expected * 5 // 2
 
 
-def test_flex_attention_counts_all_blocks():
+@pytest.mark.parametrize("pairs", [None, 2 * 8 * 64 * 64, 12345])
+def test_flex_attention_counts_the_pairs_of_its_block_mask(pairs):
     query, key = (2, 8, 64, 32), (2, 2, 64, 32)
-    forward = work("aten::flex_attention", [query, key, key, None, None], [query, (2, 8, 64)]).flops
-    assert forward == 2 * 2 * 8 * 64 * 64 * (32 + 32)
-    gradients = [query, key, key, query, (2, 8, 64), query]
-    backward = work("aten::flex_attention_backward", gradients, [query, key, key]).flops
-    assert backward == forward * 5 // 2
+    computed = 2 * 8 * 64 * 64 if pairs is None else pairs
+    operands = [query, key, key, *[None] * 7]
+    values = [None] * 9 + [pairs]
+    forward = work("aten::flex_attention", operands, [query, (2, 8, 64)], values)
+    assert forward.flops == 2 * computed * (32 + 32)
+    assert forward.attention is not None
+    keys = -(-computed // (2 * 8 * 64))
+    assert forward.attention.sizes == (2, 8, 2, 64, keys, 32, 32)
+    gradients = [query, key, key, query, (2, 8, 64), query, *[None] * 9]
+    values = [None] * 14 + [pairs]
+    backward = work("aten::flex_attention_backward", gradients, [query, key, key], values)
+    assert backward.flops == forward.flops * 5 // 2
 
 
 # Batch, chunks, tokens of a chunk, heads, groups of B and C, width of a head, states.

@@ -14,6 +14,7 @@ from own_process import run_command
 
 import onerank
 from onerank.annotate.op_costs.node_costs import op_costs_of
+from onerank.capture.no_device import block_masks
 from onerank.capture.no_device.triton_kernels import launch_of
 from onerank.ir import Collective, Graph, Kind, Reason
 
@@ -382,8 +383,9 @@ LOGGING = """
     count = pair[1, 0].long()
     for device in ("cuda", "cpu"):
         both = [count.to(device), 2]
-        created = torch.LongTensor(both), count.new_tensor(both), count.new(both), torch.asarray(both)
-        assert [each.tolist() for each in created] == [[4, 2]] * 4
+        created = torch.LongTensor(both), count.new_tensor(both), count.new(both)
+        assert [each.tolist() for each in created] == [[4, 2]] * 3
+        assert torch.asarray(both).tolist() == [4, 2]
         assert torch.FloatTensor([pair[0, 0].to(device)]).tolist() == [2.5]
         assert torch.LongTensor([torch.tensor(3), torch.tensor([4])]).tolist() == [3, 4]
     for dtype in (torch.bool, torch.bfloat16, torch.complex64, torch.uint8):
@@ -551,3 +553,83 @@ def test_streams_of_fsdp_overlap_communication_and_compute(tmp_path):
     # gradients are allocated on the stream that reduces them
     pools = set(graph.job.measurement.memory.blocks.pool)
     assert len(pools) == 3
+
+
+FLEX = """
+    import torch
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    heads = torch.nn.Parameter(torch.ones(3, 2, 4, 640, 32, device="cuda"))
+    optimizer = torch.optim.SGD([heads], lr=0.1)
+    documents = torch.arange(640, device="cuda") // 300
+    noise = (torch.randn(640, device="cuda") + heads[0, 0, 0, 0, 0]) > 0
+    masks = dict(
+        causal=lambda b, h, q, k: q >= k,
+        document=lambda b, h, q, k: (q >= k) & (documents[q] == documents[k]),
+        window=lambda b, h, q, k: (q >= k) & (q - k < 100 + 300 * h),
+        unknown=lambda b, h, q, k: noise[q],
+    )
+    mask_mod = masks["{mask}"]
+    {function}
+    def attend(heads, mask):
+        return flex_attention(*heads, block_mask=mask).relu()
+    for step in range(5):
+        mask = create_block_mask(mask_mod, 2, 4, 640, 640, device="cuda")
+        attend(heads, mask).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+# 640 tokens are 5 blocks of 128; queries and keys of two sequences.
+BLOCKS = {
+    "causal": 4 * 15,
+    # Tokens from 300, in the third block, are another document: it starts with the third block.
+    "document": 4 * (1 + 2 + 3 + 2 + 3),
+    # Windows of 100, 400, 700 and 1000 tokens: query 512 sees key 113 in the second.
+    "window": (1 + 4 * 2) + 3 * 15,
+    "unknown": 4 * 25,
+}
+
+
+@pytest.mark.parametrize("mask", BLOCKS)
+def test_flex_attention_counts_the_blocks_of_its_mask(mask, tmp_path):
+    graph = captured(tmp_path, textwrap.dedent(FLEX).format(mask=mask, function=""))
+    flops = flops_of(graph)
+    assert flops["flex_attention"] == 2 * BLOCKS[mask] * 2 * 128 * 128 * (32 + 32)
+    assert flops["flex_attention_backward"] == flops["flex_attention"] * 5 // 2
+    assert has_note(graph.job.measurement.notes, "flex-attention-whole") == (mask == "unknown")
+    assert has_note(graph.job.measurement.notes, "flex-attention-unfused")
+
+
+def flops_of(graph: Graph) -> dict[str, int]:
+    """Return operator -> FLOPs of its last call."""
+    costs = op_costs_of(graph)
+    operators = [graph.strings[int(op)] for op in graph.nodes.op[costs.index]]
+    names = (op.removeprefix("aten::") for op in operators)
+    return dict(zip(names, costs.flops.tolist(), strict=True))
+
+
+def test_flex_attention_is_an_operator_between_compiled_graphs(tmp_path):
+    text = textwrap.dedent(FLEX).format(mask="window", function="@torch.compile")
+    graph = captured(tmp_path, text)
+    flops = flops_of(graph)
+    assert flops["flex_attention"] == 2 * BLOCKS["window"] * 2 * 128 * 128 * (32 + 32)
+    assert any(op.startswith("triton_") and "relu" in op for op in flops)
+    assert not has_note(graph.job.measurement.notes, "flex-attention-unfused")
+    assert not has_note(graph.job.measurement.notes, "compile-failed")
+
+
+def test_a_long_mask_is_evaluated_on_a_grid(monkeypatch):
+    numbers = {size: torch.arange(1000) // size for size in (90, 333)}
+    masks = [
+        lambda b, h, q, k: q >= k,
+        lambda b, h, q, k: (q - k).abs() <= 70,
+        *(lambda b, h, q, k, n=n: (q >= k) & (n[q] == n[k]) for n in numbers.values()),
+    ]
+    for mask in masks:
+        exact = block_masks._visited(mask, (1, 2, 1000, 1000), (128, 64), ())
+        with monkeypatch.context() as patch:
+            patch.setattr(block_masks, "_EVALUATED", 1 << 13)
+            sampled = block_masks._visited(mask, (1, 2, 1000, 1000), (128, 64), ())
+        assert sampled.tolist() == exact.tolist()
+        assert exact.shape == (1, 2, 8)
+        assert 0 < exact.sum() < 2 * 8 * 16
