@@ -6,7 +6,8 @@ Traces with the same name in both folders are a pair: captures of the same job. 
 
 - compute: the sum captured in TO, the prediction of `annotate --target` from FROM, and whether the
   captured sum lies in the 80% interval;
-- step: CUDA events without a profiler, and the predicted steady-state step with the host of FROM;
+- step: CUDA events without a profiler, the predicted step with the host of FROM, and whether the
+  measured step lies in the 80% interval, which includes the spread over hosts;
 - energy of a step: NVML's power, and the prediction of `onerank energy`. NVML averages over a
   second, so shorter measurements have no figure;
 - the allocator's peak.
@@ -24,13 +25,17 @@ from paired_traces import by_class
 
 import onerank
 from onerank.analysis.step_energy import step_durations_of
-from onerank.analysis.step_time import replay
-from onerank.annotate import Gpu, find_gpu, load_gpu, recost, summarise
+from onerank.analysis.step_time import step_change
+from onerank.annotate import Gpu, find_gpu, load_gpu, summarise
 from onerank.annotate.energy import report_energy
 from onerank.ir import Graph
 
 AVERAGED_NS = 1_000_000_000
-HEADS = ("compute ms", "told", "off", "80%", "step ms", "told", "off", "joule", "told", "off")
+HEADS = (
+    *("compute ms", "predicted", "error", "80%"),
+    *("step ms", "predicted", "error", "p10", "p90", "80%"),
+    *("joule", "predicted", "error"),
+)
 """Of the table of pairs."""
 
 
@@ -51,15 +56,16 @@ def main() -> None:
     target = load_gpu(arguments.target) if arguments.target else find_gpu(second.job.device.name)
     if target is None:
         sys.exit(f"{second.job.device.name} is no GPU known here; give --target")
+    name_of_target = arguments.target or target.name
     versions = ", ".join(f"{k} {v}" for k, v in second.job.measurement.versions.items())
     print(f"{first.job.device.name} -> {second.job.device.name} as {target.name}; {versions}")
-    print(f"\n{'':18}" + "".join(f"{head:>11}" for head in HEADS) + f"{'peak off':>11}")
+    print(f"\n{'':18}" + "".join(f"{head:>11}" for head in HEADS) + f"{'peak error':>12}")
     classes: dict[str, list[tuple[float, float, float]]] = defaultdict(list)
     for name, (start, end) in pairs.items():
-        predicted = recost(start, target, databases=arguments.database)
+        predicted = onerank.recost(start, name_of_target, databases=arguments.database)
         print(f"{name:18}" + "".join(f"{cell:>11}" for cell in row(start, predicted, end, target)))
         add_classes(start, predicted, end, classes)
-    print(f"\n{'':18}{'ms':>11}{'there, ms':>11}{'told, ms':>11}{'off':>11}{'of classes':>22}")
+    print(f"\n{'':18}{'FROM, ms':>11}{'TO, ms':>11}{'predicted':>11}{'error':>11}{'by pair':>22}")
     for name, sums in sorted(classes.items(), key=lambda first: -sum(s[1] for s in first[1])):
         before, took, predicted_sum = np.sum(sums, axis=0)
         spread = [f"{100 * (m / t - 1):+.0f}" for _, t, m in sums]
@@ -77,11 +83,11 @@ def row(start: Graph, predicted: Graph, end: Graph, target: Gpu) -> list[str]:
     changed = summarise(start, predicted)
     took = int(end.nodes.duration_ns[end.gpu_compute].sum())
     low, high = changed.interval or (0, 0)
-    step, replayed = end.job.measurement.median_step_ns, replay(predicted)
+    step = end.job.measurement.median_step_ns
+    step_predicted = step_change(start, predicted, changed.interval or ())
     assert step is not None
-    step_predicted = (
-        replayed.steady_state.step_ns if replayed.steady_state else replayed.step_time_ns
-    )
+    assert step_predicted.after is not None
+    ends = step_predicted.p10_ns or 0, step_predicted.p90_ns or 0
     long = sum(end.job.measurement.step_ns) >= AVERAGED_NS
     drawn = end.job.device.sensors.power_mw if long and end.job.device.sensors else None
     energy = report_energy(predicted, target, step_durations_of(predicted)).step_uj * 1e-6
@@ -92,8 +98,10 @@ def row(start: Graph, predicted: Graph, end: Graph, target: Gpu) -> list[str]:
         off(changed.after_ns, took),
         "in" if low <= took <= high else "out",
         f"{step / 1e6:.2f}",
-        f"{step_predicted / 1e6:.2f}",
-        off(step_predicted, step),
+        f"{step_predicted.after.step_ns / 1e6:.2f}",
+        off(step_predicted.after.step_ns, step),
+        *(f"{end / 1e6:.2f}" for end in ends),
+        "in" if ends[0] <= step <= ends[1] else "out",
         *(_energy_cells(drawn.median * step * 1e-12, energy) if drawn else ("", "", "")),
         off(*peaks) if all(peaks) else "",
     ]
@@ -110,10 +118,13 @@ def add_classes(
     before, after = by_class(start), by_class(end)
     for name in before.keys() & after.keys():
         rows, target_rows = before[name], after[name]
-        sums = (start.nodes.duration_ns[rows], end.nodes.duration_ns[target_rows])
-        classes[name].append(
-            (*(float(s.sum()) for s in sums), float(predicted.nodes.duration_ns[rows].sum()))
+        columns = (
+            start.nodes.duration_ns[rows],
+            end.nodes.duration_ns[target_rows],
+            predicted.nodes.duration_ns[rows],
         )
+        was, took, prediction = (float(column.sum()) for column in columns)
+        classes[name].append((was, took, prediction))
 
 
 def off(predicted: float, took: float) -> str:

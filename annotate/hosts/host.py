@@ -55,6 +55,23 @@ class HostTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     source: str
 
 
+class FurtherHost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """80% interval of a host that is not among the measured ones.
+
+    Attributes:
+        p10: its time for a step over the sum of the `p50_ns`, 10th percentile.
+        p90: 90th percentile.
+        residual_p10_ns: time of a step that a replay of its host does not explain, for each
+            launching operator, 10th percentile; negative if the replay is too long.
+        residual_p90_ns: 90th percentile.
+    """
+
+    p10: float
+    p90: float
+    residual_p10_ns: float
+    residual_p90_ns: float
+
+
 class Host(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A host, or many hosts.
 
@@ -62,11 +79,13 @@ class Host(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         name: name of the description.
         sources: where the figures come from, with dates.
         figures: time by kind, a key of `HOST_OP_KINDS`.
+        further: interval of a further host; None: the percentiles of `figures`.
     """
 
     name: str
     sources: dict[str, str]
     figures: dict[str, HostTime]
+    further: FurtherHost | None = None
 
 
 def load_host(name_or_path: str | Path) -> Host | None:
@@ -126,4 +145,15 @@ def _read(path: Path) -> Host:
                 f"{path}: {kind} has the source {time.source!r}, which [sources] lacks",
                 code="host-file-malformed",
             )
+    further = host.further
+    if further is not None and not (
+        0 < further.p10 <= 1 <= further.p90 <= 100
+        and -1e9 <= further.residual_p10_ns <= further.residual_p90_ns <= 1e9
+    ):
+        raise TargetError(
+            f"{path}: further has p10 {further.p10:g}, p90 {further.p90:g}, residuals "
+            f"{further.residual_p10_ns:g} and {further.residual_p90_ns:g} ns; expected "
+            "0 < p10 <= 1 <= p90 <= 100 and residual_p10_ns <= residual_p90_ns within 1e9",
+            code="host-file-malformed",
+        )
     return host

@@ -4,17 +4,24 @@ Each capture needs the host time of steps with and without the profiler, which `
 on a GPU. The host is replayed without the profiler and with a GPU that takes no time. Each call's
 time is the distance from the launch before it. The sum over the step is scaled to the measured one.
 Figures of kinds without a call in the captures stay as the shipped description has them.
+
+`further` is the 80% prediction interval of a host that is not among the captured ones: few hosts
+were captured, and the percentiles of few are too close. It is Student's, of ln(host time of a step
+over the sum of the p50) and of the residual per call.
 """
 
 import argparse
+import math
 import statistics
 import sys
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
-from onerank.annotate.hosts.host import HOST_OP_KINDS, TYPICAL, load_host
+from onerank.annotate.hosts.host import HOST_OP_KINDS, TYPICAL, FurtherHost, Host, load_host
 from onerank.annotate.passes.host_time import HostCalls, launched_calls
 from onerank.ir import Graph, Kind
 from onerank.ir.arrays import F64, I64
@@ -59,6 +66,35 @@ def host_times(graph: Graph) -> tuple[HostCalls, dict[str, float]]:
     return calls, means
 
 
+# 90th percentile of Student's t by the degrees of freedom, from 1 on.
+_T90 = (3.078, 1.886, 1.638, 1.533, 1.476, 1.440, 1.415, 1.397, 1.383, 1.372)
+
+
+def further_host(steps: Sequence[float], residuals_ns: Sequence[float]) -> FurtherHost | None:
+    """Return the interval of a further host; None for less than two hosts.
+
+    Args:
+        steps: measured host time of a step over the time by the p50 figures, by host.
+        residuals_ns: unexplained time of a step for each call, by host.
+    """
+    count = len(steps)
+    if count < 2:
+        return None
+    t = _T90[min(count - 1, len(_T90)) - 1] * math.sqrt(1 + 1 / count)
+    logs = [math.log(step) for step in steps]
+    middle, half = statistics.mean(logs), t * statistics.stdev(logs)
+    residual_ns, residual_half_ns = (
+        statistics.mean(residuals_ns),
+        t * statistics.stdev(residuals_ns),
+    )
+    return FurtherHost(
+        p10=min(1.0, round(math.exp(middle - half), 3)),
+        p90=max(1.0, round(math.exp(middle + half), 3)),
+        residual_p10_ns=round(residual_ns - residual_half_ns),
+        residual_p90_ns=round(residual_ns + residual_half_ns),
+    )
+
+
 def _launch_times(graph: Graph, calls: HostCalls, called_ns: I64) -> F64:
     """Return the start of the operator that launches each node, never before the last one."""
     edges = graph.edges
@@ -75,7 +111,8 @@ def main() -> None:
     parser.add_argument("--name", default="typical")
     parser.add_argument("-o", "--output", type=Path, required=True)
     options = parser.parse_args()
-    fitted = [host_times(read(path)) for path in options.graphs]
+    graphs = [read(path) for path in options.graphs]
+    fitted = [host_times(graph) for graph in graphs]
     shipped = load_host(TYPICAL)
     assert shipped is not None
     known = {kind: [means[kind] for _, means in fitted if kind in means] for kind in HOST_OP_KINDS}
@@ -107,9 +144,33 @@ def main() -> None:
             f'{kind} = {{ p10_ns = {low}, p50_ns = {mid}, p90_ns = {high}, source = "{source}" }}'
         )
     options.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    host = load_host(options.output)
+    assert host is not None
+    further = further_host(
+        *zip(
+            *(
+                _of_step(graph, calls, host)
+                for graph, (calls, _) in zip(graphs, fitted, strict=True)
+            ),
+            strict=True,
+        )
+    )
+    if further is not None:
+        lines += ["", "[further]"]
+        lines += [f"{name} = {value:g}" for name, value in msgspec.structs.asdict(further).items()]
+        options.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
     for path, (calls, means) in zip(options.graphs, fitted, strict=True):
         figures = ", ".join(f"{kind} {ns / 1e3:.1f} us" for kind, ns in means.items())
         sys.stdout.write(f"{path}: {len(calls.first)} calls; {figures}\n")
+
+
+def _of_step(graph: Graph, calls: HostCalls, host: Host) -> tuple[float, float]:
+    """Return a capture's host time over the description's, and its residual per call in ns."""
+    measurement = graph.job.measurement
+    assert measurement.host_overhead is not None, "host_times refuses other captures"
+    measured_ns = statistics.median(measurement.host_step_ns)
+    residual_ns = measurement.host_overhead.residual_ns / len(calls.first)
+    return measured_ns / calls.step_ns(host, "p50_ns"), residual_ns
 
 
 def _source(paths: list[Path]) -> str:

@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -298,19 +298,42 @@ def step_change(before: Graph, after: Graph, interval: Sequence[int]) -> StepCha
 
 def host_interval(graph: Graph) -> Sequence[float]:
     """Return the factors on the graph's host at the 10th and 90th percentile; () for none."""
+    return _detail(graph, "host_interval")
+
+
+def _detail(graph: Graph, name: str) -> Sequence[Any]:
     annotations = graph.job.annotations
-    return annotations[-1].details.get("host_interval", ()) if annotations else ()
+    return annotations[-1].details.get(name, ()) if annotations else ()
 
 
 def _host_ends(graph: Graph, after: StepBreakdown, factors: Sequence[float]) -> list[int]:
-    """Return the steady-state step with the host at each factor, in ns."""
+    """Return the steady-state step with the host at each factor, in ns.
+
+    A graph with residuals for both ends has a step of unexplained time for each, too.
+    """
     ends: list[int] = []
-    for factor in factors:
+    residuals_ns = _detail(graph, "host_residual_ns") or (None,) * len(factors)
+    for factor, residual_ns in zip(factors, residuals_ns, strict=True):
         # A GPU that waits for no launch gains nothing from a faster host.
         unchanged = factor == 1 or (factor < 1 and not after.host_bound_ns)
-        step = None if unchanged else steady_state_step(with_host_factor(graph, factor))
+        if unchanged and residual_ns is None:
+            ends.append(after.step_ns)
+            continue
+        scaled = graph if unchanged else with_host_factor(graph, factor)
+        if residual_ns is not None:
+            scaled = _with_residual(scaled, int(residual_ns))
+        step = steady_state_step(scaled)
         ends.append(step.step_ns + step.residual_ns if step else after.step_ns)
     return ends
+
+
+def _with_residual(graph: Graph, residual_ns: int) -> Graph:
+    measurement = graph.job.measurement
+    if measurement.host_overhead is None:
+        return graph
+    overhead = msgspec.structs.replace(measurement.host_overhead, residual_ns=residual_ns)
+    measurement = msgspec.structs.replace(measurement, host_overhead=overhead)
+    return replace(graph, job=msgspec.structs.replace(graph.job, measurement=measurement))
 
 
 def _combined(step_ns: int, compute: Sequence[int], host: Sequence[int]) -> list[int]:

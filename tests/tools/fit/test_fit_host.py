@@ -1,6 +1,7 @@
 """The fit of a host: each kept capture's host time, by kind and in sum."""
 
 import gzip
+import math
 import statistics
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from onerank.annotate.hosts.host import HOST_OP_KINDS, load_host
 from onerank.ir import Graph
 from onerank.ir.chakra import write
 from tools.fit import fit_host
-from tools.fit.fit_host import host_times
+from tools.fit.fit_host import further_host, host_times
 
 TRACES = Path(__file__).parents[3] / "traces"
 
@@ -87,3 +88,14 @@ def test_a_capture_without_collectives_keeps_the_shipped_captures_as_their_sourc
     kept, gemm = (fitted.figures[kind].source for kind in ("collective", "gemm"))
     assert fitted.sources[kept] == shipped.sources["captures"]
     assert fitted.sources[gemm] != shipped.sources["captures"]
+
+
+def test_the_interval_of_a_further_host_is_students():
+    """Ln 0.5 and ln 2 have a mean of 0 and a deviation of 0.980; t of one degree is 3.078."""
+    host = further_host([0.5, 2.0], [1000.0, 3000.0])
+    assert host is not None
+    half = 3.078 * 1.5**0.5
+    assert math.log(host.p90) == pytest.approx(half * math.log(2) * 2**0.5, rel=1e-3)
+    assert host.p10 == pytest.approx(1 / host.p90, abs=1e-3)
+    assert host.residual_p90_ns == pytest.approx(2000 + half * 1000 * 2**0.5, abs=1)
+    assert further_host([1.0], [0.0]) is None
