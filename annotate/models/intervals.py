@@ -144,6 +144,7 @@ KINDS = (
     "memory_short",
     "memory_other_die",
     "memory_other_die_short",
+    "memory_same_die",
     "memory_unmeasured",
     "memory_unmeasured_short",
     "memory_library_unmeasured",
@@ -163,7 +164,8 @@ it was not), or on an SKU of the same die; whether attention's kernel was measur
 architecture ("other": it was not). "tensor" are 8-bit GEMMs with one scale for a tensor, "4bit" are
 GEMMs in NVFP4, to which nothing is fitted, and "decode" is attention of a few queries. "product"
 are GEMMs on vector units or without tiles. "short" are predictions under `SHORT_NS`, which the
-launch determines. "library" are memory-bound kernels of other libraries than PyTorch: on an A100
+launch determines. "memory_same_die" has the errors of two A100s, which differ in their memory.
+"library" are memory-bound kernels of other libraries than PyTorch: on an A100
 and an H100 vLLM's norms, activations and rotary embeddings take 1.3 to 2.0 times as long as their
 bytes, and PyTorch's additions 0.8 to 1.0 times.
 
@@ -210,6 +212,7 @@ _ON_ANY_NVIDIA = (
     *_OTHER_VENDORS,
     "memory_other_die",
     "memory_other_die_short",
+    "memory_same_die",
     "product",
     "product_short",
     "product_unmeasured",
@@ -346,7 +349,10 @@ def _memory_kinds(kernels: KernelFeatures, short: Mask, source: Gpu | None, targ
     """Return the kinds of memory-bound kernels, uint8[n]; arguments as for `kinds_of`."""
     if source is None:
         kinds = ("memory_library_unmeasured", "memory_unmeasured")
-    elif source.is_nvidia and target.is_nvidia and not same_die(source, target):
+    elif source.is_nvidia and target.is_nvidia:
+        if same_die(source, target):
+            # Short ones were measured on no two SKUs of a die.
+            return np.where(short, _AT["memory_short"], _AT["memory_same_die"])
         kinds = ("memory_other_die",) * 2
     else:
         kinds = ("memory",) * 2

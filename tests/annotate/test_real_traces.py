@@ -59,7 +59,7 @@ def test_a_step_predicted_for_an_h100_is_what_an_h100_takes(h200: Graph, tmp_pat
         column[predicted.gpu_compute] for column in (predicted.nodes.p10_ns, predicted.nodes.p90_ns)
     )
     # A bound that holds 65% on every GPU left out holds more on one of the source's die.
-    assert 0.75 < ((low <= measured_ns) & (measured_ns <= high)).mean() < 0.87
+    assert 0.75 < ((low <= measured_ns) & (measured_ns <= high)).mean() < 0.85
 
 
 def test_products_add_up_to_six_flops_a_parameter_and_token(h200: Graph):

@@ -44,7 +44,8 @@ _PROVENANCE = {
     "trtllm 1.3.0rc20 of aiconfigurator-core 0.12.0 (Apache-2.0)",
     "errors": "ln(measured / predicted) with the target's die family left out of the fit; memory: "
     "layer operators of A100 and H100 from microsoft/vidur (MIT) and fp32 operators of V100, T4 "
-    "and A100 from sitar-lab/NeuSight (MIT), memory_unmeasured: the same by the datasheet; "
+    "and A100 from sitar-lab/NeuSight (MIT), memory_same_die: those fp32 operators on two A100s, "
+    "memory_unmeasured: the same by the datasheet; "
     "product: bf16 GEMMs by the residual model and NeuSight's fp32 GEMMs of V100, T4, A100 "
     "and H100; "
     "gemm_8bit: those linear layers; attention_unmeasured: attention of that benchmark set by its "

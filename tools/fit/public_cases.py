@@ -135,13 +135,15 @@ def vector_cases(
         for source, target in permutations(names, 2):
             both = times.drop_nulls([source, target])
             gpus = load_gpu(source), load_gpu(target)
-            # The two A100s differ in memory, which says little about other pairs.
-            if len(both) < 30 or same_die(*gpus):
+            is_same_die = same_die(*gpus)
+            # The two A100s differ in memory alone, so their products say little about other pairs.
+            if len(both) < 30 or (is_same_die and kind == "product"):
                 continue
             kernels = _vector_kernels(str(op), both, source)
             predicted_ns, _ = model(kernels, *gpus)
             measured_ns = both[target].to_numpy() * 1000
-            name = "memory_other_die" if kind == "memory" else kind
+            memory = "memory_same_die" if is_same_die else "memory_other_die"
+            name = memory if kind == "memory" else kind
             case = Case(name, *gpus, measured_ns, predicted_ns, kernels.bytes)
             cases.setdefault((name, source, target), []).append(case)
     # One case for all operators of a pair: what one operator is off is not shared by the others.

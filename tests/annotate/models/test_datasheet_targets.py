@@ -48,9 +48,9 @@ def test_intervals_have_the_errors_of_the_estimates(trace, mm, add, datasheet):
     c, gpu = shipped(), load_gpu(datasheet)
     gemm = c.datasheet_errors["gemm_same_die"]  # the trace is of an H200
     # The estimated bandwidth is as good as the described one on the GPUs left out.
-    assert "memory" not in c.datasheet_errors
+    assert "memory_same_die" not in c.datasheet_errors
     assert reach(by_sheet) == pytest.approx(
-        [gemm.high * widening(gpu, c, "gemm_same_die"), c.errors["memory"].high], rel=1e-3
+        [gemm.high * widening(gpu, c, "gemm_same_die"), c.errors["memory_same_die"].high], rel=1e-3
     )
     assert reach(by_sheet)[0] > reach(described)[0]
     note_of(by_sheet.job.measurement.notes, "target-figures-estimated", "launch_floor_ns")

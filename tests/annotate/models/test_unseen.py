@@ -280,4 +280,4 @@ def test_memory_bound_kernels_scale_by_shape_to_another_die():
     assert predicted_ns == pytest.approx(predict_by_residual(slow, source, target)[0][0])
     assert kind(kernels, source, target) == "memory_other_die"
     # The same die keeps the residual model, whose errors are smaller there.
-    assert kind(kernels, H100, load_gpu("H200")) == "memory"
+    assert kind(kernels, H100, load_gpu("H200")) == "memory_same_die"
