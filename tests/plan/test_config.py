@@ -103,12 +103,49 @@ def test_a_model_is_trained_by_the_loop_of_onerank(read: Read):
         ("--recompute={recompute}", "--x", "plan-no-placeholder", "recompute varies (none, full)"),
         ("{seq}", "{sequence}", "plan-unknown-placeholder", "{sequence}"),
         ("[vary]", "[vary", "toml-malformed", "line"),
+        ("nodes = 2", 'nodes = 2\nhost = "quick"', "host-unknown", "quick"),
+        ("pp = 2", 'variant = ["", "--compile"]', "plan-no-placeholder", "variant varies"),
+        ("{seq}", "{tp}", "plan-unknown-placeholder", "{tp}"),
     ],
 )
 def test_a_bad_field_is_named(read: Read, before: str, after: str, code: str, place: str):
     assert before in CONFIG
     with pytest.raises(OneRankError, match=re.escape(place)) as caught:
         read(CONFIG.replace(before, after))
+    assert caught.value.code == code
+
+
+OWN = CONFIG.replace("arguments = [", 'torchrun = true\narguments = ["--tp={tp}", ').replace(
+    'pp = 2\nschedule = ["1f1b", "interleaved:2"]\n', ""
+)
+
+
+def test_a_script_that_distributes_itself_takes_its_axes(read: Read):
+    job = read(OWN).job
+    assert job.model.torchrun
+    assert job.choices.tp == (1, 2)
+    assert (job.choices.sharding, job.choices.sp) == (("script",), (False,))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "code", "place"),
+    [
+        ("tp = [1, 2]", "tp = [1, 2]\nsp = false", "plan-of-script", "[vary] sp"),
+        ("tp = [1, 2]", "tp = [1, 2]\npp = 2", "plan-of-script", "[vary] pp"),
+        ("tp = [1, 2]", 'tp = [1, 2]\nsharding = "ddp"', "plan-of-script", "[vary] sharding"),
+        ("tp = [1, 2]", 'tp = [1, 2]\nschedule = "zbv"', "plan-of-script", "[vary] schedule"),
+        ('"--tp={tp}", ', "", "plan-no-placeholder", "tp varies (1, 2)"),
+        ("tp = [1, 2]", "cp = [1, 2]", "plan-no-placeholder", "cp varies (1, 2)"),
+        ("{seq}", "{pp}", "plan-unknown-placeholder", "{pp}"),
+        ('script = "train.py"', 'config = "train.py"', "plan-model-source", "arguments"),
+    ],
+)
+def test_a_choice_that_is_the_script_s_is_named(
+    read: Read, before: str, after: str, code: str, place: str
+):
+    assert before in OWN
+    with pytest.raises(OneRankError, match=re.escape(place)) as caught:
+        read(OWN.replace(before, after))
     assert caught.value.code == code
 
 

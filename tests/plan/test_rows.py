@@ -1,4 +1,4 @@
-"""A row of a plan against its own commands, run, for a GPU whose description lacks its power."""
+"""Rows of plans against their own commands, run."""
 
 import json
 import os
@@ -7,9 +7,12 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from own_process import run_command
+
+from onerank.annotate.hosts import host as hosts
 
 MODEL = """{
   "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 4,
@@ -45,25 +48,102 @@ def run(*command: str, directory: Path) -> str:
     return done.stdout
 
 
-def test_a_row_is_what_its_commands_give(tmp_path, monkeypatch):
-    pytest.importorskip("plotly")
-    (tmp_path / "llama.json").write_text(MODEL)
-    (tmp_path / "plan.toml").write_text(CONFIG)
-    monkeypatch.chdir(tmp_path)
+# It shards its own model, as torchtitan does; without --wide its layers have half the size.
+SCRIPT = """
+import argparse
+import os
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--replicas", type=int)
+parser.add_argument("--batch", type=int)
+parser.add_argument("--wide", type=int, default=1)
+args = parser.parse_args()
+torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+dist.init_process_group("nccl")
+mesh = init_device_mesh("cuda", (args.replicas,))
+size = 256 * args.wide
+model = torch.nn.Sequential(*(torch.nn.Linear(size, size) for _ in range(3))).cuda()
+for layer in model:
+    fully_shard(layer, mesh=mesh)
+fully_shard(model, mesh=mesh)
+optimizer = torch.optim.AdamW(model.parameters())
+for _ in range(5):
+    model(torch.randn(args.batch, size, device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+OWN = """
+[model]
+script = "own.py"
+torchrun = true
+arguments = ["--replicas", "{dp}", "--batch", "{micro_batch}", "{variant}"]
+[cluster]
+gpu = "H100"
+nodes = 1
+gpus_per_node = 4
+host = "fast.toml"
+intra_node = { busbw_gb_per_s = 370 }
+[job]
+global_batch = 256
+seq = 1
+[vary]
+micro_batch = 64
+variant = ["", "--wide 2"]
+"""
+
+
+def plan_of(directory: Path, config: str) -> list[dict[str, Any]]:
+    (directory / "plan.toml").write_text(config)
     done = run_command("plan", "plan.toml", "-o", "plan", "--json", forks=True)
     assert done.returncode == 0, done.stderr
-    (row,) = json.loads(done.stdout)["fitting"]
-    assert (row["layout"]["dp"], row["layout"]["micro_batches"]) == (2, 1)
-    assert row["energy_j"] is None
-    assert row["mfu"]["value"] > 0
-    script = (tmp_path / "plan" / "commands" / "1.sh").read_text()
+    return json.loads(done.stdout)["fitting"]
+
+
+def check_commands(directory: Path, row: dict[str, Any], number: int = 1) -> None:
+    """Run the commands of a row, and compare step and memory with it."""
+    script = (directory / "plan" / "commands" / f"{number}.sh").read_text()
     script = script.replace("onerank replay", "onerank replay --json")
     # A fork runs the capture, which saves the seconds in which a fresh process imports torch.
     before, capture, after = re.split(r"^(capture run .*)$", script, flags=re.MULTILINE)
-    run("bash", "-c", before, directory=tmp_path)
+    run("bash", "-c", before, directory=directory)
     done = run_command(*shlex.split(capture), forks=True)
     assert done.returncode == 0, done.stderr
-    printed = run("bash", "-e", "-c", after, directory=tmp_path)
+    printed = run("bash", "-e", "-c", after, directory=directory)
     replay, _ = json.JSONDecoder().raw_decode(printed[printed.index('{\n  "step_ns"') :])
     assert replay["step_ns"] == pytest.approx(row["step_ns"]["value"], rel=1e-6)
     assert replay["peak_bytes"] == row["peak_bytes"]["value"]
+
+
+def test_a_row_is_what_its_commands_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("plotly")
+    (tmp_path / "llama.json").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    (row,) = plan_of(tmp_path, CONFIG)
+    assert (row["layout"]["dp"], row["layout"]["micro_batches"]) == (2, 1)
+    assert row["energy_j"] is None
+    assert row["mfu"]["value"] > 0
+    check_commands(tmp_path, row)
+
+
+def test_rows_of_a_script_that_distributes_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("plotly")
+    (tmp_path / "own.py").write_text(SCRIPT)
+    typical = Path(hosts.__file__).with_name("typical.toml").read_text()
+    faster = re.sub(r"_ns = (\d+)", lambda figure: f"_ns = {int(figure[1]) / 4}", typical)
+    (tmp_path / "fast.toml").write_text(faster)
+    monkeypatch.chdir(tmp_path)
+    rows = plan_of(tmp_path, OWN)
+    assert [row["layout"]["variant"] for row in rows] == ["", "--wide 2"]
+    assert {row["layout"]["dp"] for row in rows} == {4}
+    check_commands(tmp_path, rows[1], number=2)
+    # The host decides the step of so small a model.
+    (typical_row, _) = plan_of(tmp_path, OWN.replace('host = "fast.toml"', ""))
+    assert typical_row["step_ns"]["value"] == pytest.approx(
+        4 * rows[0]["step_ns"]["value"], rel=0.1
+    )

@@ -23,10 +23,17 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from onerank.annotate.hosts.host import TYPICAL
 from onerank.converters.expand.pipeline import PipelineSchedule
 from onerank.ir import World
 from onerank.ir.errors import OneRankError
-from onerank.plan.cluster import CAPTURED_MICRO_BATCHES, Cluster, PlannedJob
+from onerank.plan.cluster import (
+    CAPTURED_MICRO_BATCHES,
+    PLACEHOLDERS,
+    TORCHRUN_PLACEHOLDERS,
+    Cluster,
+    PlannedJob,
+)
 from onerank.plan.layouts import Layout, PlanError
 from onerank.plan.micro_batches import captured_sizes
 from onerank.plan.tasks import Task, content_key
@@ -40,8 +47,18 @@ TRAIN_MODEL = Path(__file__).with_name("train_model.py")
 DEPTHS = (2, 4)
 """Numbers of layers to capture of a deep stage."""
 
+_ZERO2_DEPTHS = (12, 24)
+"""Numbers of layers to capture of a ZeRO 2 stage that is deeper than the last of them; others are
+captured whole. Each backward reduces buckets of 500 million elements, which span layers, so
+gradients of few layers are reduced at other moments than those of many. A line through 2 and 4
+layers was 1.7% long in time and 1.6% in memory for 16 layers
+(benchmarks/results/2026-11-26-plan-rows.txt)."""
+
 _CAPTURED_REPLICAS = 2
 """Replicas of a capture that stands for all even numbers of them."""
+
+_VARIANT = "{variant}"
+"""Argument that stands for any number of arguments."""
 
 _CANONICAL_STAGES = 3
 """Stages of the pipeline that deep stages are captured in: one of each kind."""
@@ -59,6 +76,7 @@ class StageCapture:
         layers: layers to build; 0: all of the stage.
         step: the captured step, as `train_model --vary` takes it; "" if the arguments say it.
             Captures that differ only in their step run in one process.
+        torchrun: whether the script distributes itself.
     """
 
     arguments: tuple[str, ...]
@@ -72,6 +90,7 @@ class StageCapture:
     stage: int
     layers: int
     step: str = ""
+    torchrun: bool = False
 
     @property
     def world(self) -> World:
@@ -83,7 +102,9 @@ class StageCapture:
         rank = self.world.at({"pp": self.stage})
         options: dict[str, Any] = {"tp": self.tp, "sp": self.sp, "cp": self.cp, "pp": self.stages,
                                    "ep": self.ep, "dp": self.dp, "rank": rank}  # fmt: skip
-        if self.dp > 1:
+        if self.torchrun:
+            options["torchrun"] = True
+        elif self.dp > 1:
             options |= {"ddp": {"ddp": True}, "fsdp": {"fsdp": True}, "zero1": {"zero": 1},
                         "zero2": {"zero": 2}}[self.sharding]  # fmt: skip
         return options
@@ -91,7 +112,7 @@ class StageCapture:
     def __str__(self) -> str:
         axes = {"tp": self.tp, "cp": self.cp, "ep": self.ep, "dp": self.dp}
         parts = [f"{axis} {size}" for axis, size in axes.items() if size > 1]
-        parts += [self.sharding] if self.dp > 1 else []
+        parts += [self.sharding] if self.dp > 1 and not self.torchrun else []
         parts += [f"stage {self.stage} of {self.stages}"] if self.stages > 1 else []
         parts += [f"{self.layers} layers"] if self.layers else []
         return ", ".join(parts) or "one GPU"
@@ -102,20 +123,28 @@ class StageSource:
     """Where the figures of a pipeline stage come from.
 
     Attributes:
-        captures: one capture with the layers of the stage, or one at each of `DEPTHS`.
+        captures: one capture with the layers of the stage, or one at each of two depths.
         layers: layers of the stage.
     """
 
     captures: tuple[StageCapture, ...]
     layers: int
 
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """Layers of each capture; 0 for all of the stage."""
+        return tuple(capture.layers for capture in self.captures)
+
 
 def arguments_of(job: PlannedJob, layout: Layout, micro_batches: int) -> tuple[str, ...]:
     """Return the script's arguments for a layout."""
-    values = {"seq": layout.seq, "micro_batch": layout.micro_batch, "micro_batches": micro_batches,
-              "recompute": layout.recompute}  # fmt: skip
+    names = PLACEHOLDERS + (TORCHRUN_PLACEHOLDERS if job.model.torchrun else ())
+    values = {name: getattr(layout, name) for name in names} | {"micro_batches": micro_batches}
     arguments: list[str] = []
     for argument in job.model.arguments:
+        if argument == _VARIANT:
+            arguments += shlex.split(layout.variant)
+            continue
         for name, value in values.items():
             argument = argument.replace(f"{{{name}}}", str(value))  # noqa: PLW2901
         arguments.append(argument)
@@ -151,14 +180,20 @@ def stage_sources(
         PlanError: the model has fewer layers than the pipeline stages.
     """
     # With one micro-batch nothing accumulates: a new gradient never coexists with an earlier one.
-    captured = 1 if layout.micro_batches == 1 else CAPTURED_MICRO_BATCHES
+    # With two, the first and the last of three would follow each other, but communication of the
+    # second overlaps the last: a step with ZeRO 2 was 2.2% long.
+    captured = min(layout.micro_batches, CAPTURED_MICRO_BATCHES)
+    if layout.pp > 1 and captured > 1:
+        captured = CAPTURED_MICRO_BATCHES
     arguments = arguments_of(job, layout, captured)
     step = ""
     if job.model.script == TRAIN_MODEL:
         arguments = (job.model.arguments[0], "--seq", str(layout.seq))
         step = f"{captured}:{layout.micro_batch}:{layout.recompute}"
-    # Two replicas may have fewer ranks than an expert-parallel group.
-    shared_replicas = layout.ep == 1 and layout.dp % _CAPTURED_REPLICAS == 0 and not exact
+    # Two replicas may have fewer ranks than an expert-parallel group. What a script does with
+    # another number of replicas, only the script knows.
+    derives = layout.ep == 1 and not job.model.torchrun and not exact
+    shared_replicas = derives and layout.dp % _CAPTURED_REPLICAS == 0
     dp = _CAPTURED_REPLICAS if shared_replicas else layout.dp
     stages = layout.stages
     by_kind: dict[tuple[int, int], StageSource] = {}
@@ -167,9 +202,12 @@ def stage_sources(
         kind = 0 if stage == 0 else 2 if stage == stages - 1 else 1
         if (kind, count) not in by_kind:
             canonical = _CANONICAL_STAGES if stages > 1 else 1
+            zero2 = dp > 1 and layout.sharding == "zero2"
+            depths = _ZERO2_DEPTHS if zero2 and count > DEPTHS[-1] else DEPTHS
             # A stage of the canonical pipeline must hold as many layers as the deepest capture.
-            shared = layers // canonical >= DEPTHS[-1]
-            depths = ((count,) if count in DEPTHS else DEPTHS) if shared else (0,)
+            whole = DEPTHS[-1] < count < depths[-1]
+            shared = not whole and layers // canonical >= depths[-1]
+            depths = ((count,) if count in depths else depths) if shared else (0,)
             captures = (
                 StageCapture(
                     arguments=arguments,
@@ -183,6 +221,7 @@ def stage_sources(
                     stage=(0, canonical // 2, canonical - 1)[kind] if shared else stage,
                     layers=depth,
                     step=step,
+                    torchrun=job.model.torchrun,
                 )
                 for depth in depths
             )
@@ -194,13 +233,13 @@ def stage_sources(
 def group_key(job: PlannedJob, capture: StageCapture) -> str:
     """Return a key of the captures that run in one process with a capture."""
     script = job.model.digest or hashlib.sha256(job.model.script.read_bytes()).hexdigest()
-    return content_key(script, _described(job.cluster.gpu), replace(capture, step=""))
+    return content_key(script, described(job.cluster.gpu), replace(capture, step=""))
 
 
-def _described(gpu: str) -> str:
-    # The content and not the name: a description's file may change.
-    path = Path(gpu)
-    return path.read_text(encoding="utf-8") if path.is_file() else gpu
+def described(name: str) -> str:
+    """Return the content of a description that is a file, which may change; else its name."""
+    path = Path(name)
+    return path.read_text(encoding="utf-8") if path.is_file() else name
 
 
 def probe_task(job: PlannedJob, layout: Layout) -> Task:
@@ -485,11 +524,14 @@ def commands_of(
             "dp": layout.dp}  # fmt: skip
     options = [f"--{axis} {size}" for axis, size in axes.items() if size > 1]
     options += ["--sp"] if layout.sp else []
-    if layout.dp > 1:
+    if job.model.torchrun:
+        options.append("--torchrun")
+    elif layout.dp > 1:
         options.append({"ddp": "--ddp", "fsdp": "--fsdp"}.get(layout.sharding, ""))
         options[-1] = options[-1] or f"--zero {layout.sharding.removeprefix('zero')}"
     # Calls of ZeRO 1 and 2 span layers: `--capture-layers` refuses them.
-    composed = layout.dp == 1 or layout.sharding in ("ddp", "fsdp")
+    # A script that distributes itself is captured whole.
+    composed = not job.model.torchrun and (layout.dp == 1 or layout.sharding in ("ddp", "fsdp"))
     if composed and min(stage_layers(layers, layout.stages)) > DEPTHS[-1]:
         options.append(f"--capture-layers {','.join(map(str, DEPTHS))}")
     arguments = " ".join(map(shlex.quote, arguments_of(job, layout, micro_batches)))
@@ -497,13 +539,16 @@ def commands_of(
     schedule = f" --schedule {layout.schedule} --micro-batches {layout.micro_batches}"
     # One GPU has neither links nor other ranks, and the commands refuse options on these.
     several_gpus = layout.gpus > 1
-    links = " --nvlink-active" if links_active and several_gpus else ""
-    options += ["--ranks distinct"] if several_gpus else []
+    recost = " --nvlink-active" if links_active and several_gpus else ""
+    if job.cluster.host != TYPICAL:
+        recost += f" --host {shlex.quote(job.cluster.host)}"
+    # Without pipeline stages, rank 0 of a script stands for all.
+    options += ["--ranks distinct"] if several_gpus and not job.model.torchrun else []
     commands = (
         f"mkdir -p {name} {name}.target",
         f"capture run {script} --device none --like {gpu} {' '.join(options)} "
         f"-o {name}/trace.et -- {arguments}",
-        f"for t in {name}/*.et; do annotate --target {gpu}{links} $t "
+        f"for t in {name}/*.et; do annotate --target {gpu}{recost} $t "
         f"-o {name}.target/$(basename $t); done",
         f"onerank replay {name}.target --cluster CONFIG{schedule}",
     )
@@ -518,7 +563,9 @@ def _directory(layout: Layout) -> str:
     parts = [f"tp{layout.tp}", f"cp{layout.cp}", f"ep{layout.ep}", f"pp{layout.pp}",
              layout.schedule.replace(":", ""), f"dp{layout.dp}", layout.sharding,
              f"mb{layout.micro_batch}", layout.recompute, f"seq{layout.seq}"]  # fmt: skip
-    return "-".join(parts) + ("-sp" if layout.sp else "")
+    parts += ["sp"] if layout.sp else []
+    parts += [re.sub(r"[^a-zA-Z0-9.]+", "-", layout.variant).strip("-")] if layout.variant else []
+    return "-".join(parts)
 
 
 def _bandwidth(layout: Layout, cluster: Cluster) -> float:

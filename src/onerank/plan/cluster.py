@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from onerank.annotate.gpus.gpu import Gpu
+from onerank.annotate.hosts.host import TYPICAL
 from onerank.converters.nccl import Topology, choose, interconnect_of, wire_bytes
 from onerank.plan.layouts import Choices
 
@@ -12,20 +13,29 @@ CAPTURED_MICRO_BATCHES = 3
 those between do neither."""
 
 
+PLACEHOLDERS = ("seq", "micro_batch", "micro_batches", "recompute", "variant")
+"""Fields of a layout that any script takes in its arguments."""
+
+TORCHRUN_PLACEHOLDERS = ("tp", "cp", "dp", "ep")
+"""Further fields that a script takes which distributes itself."""
+
+
 @dataclass(frozen=True, slots=True)
 class TrainingScript:
     """A training script and its arguments.
 
     Attributes:
         script: the script.
-        arguments: its arguments. `{seq}`, `{micro_batch}`, `{micro_batches}` and `{recompute}`
-            stand for the values of a layout; others are as written.
+        arguments: its arguments. Names of `PLACEHOLDERS` in braces stand for the values of a
+            layout; others are as written.
         digest: of the files that decide a capture of the script.
+        torchrun: whether the script distributes itself: torchrun starts it.
     """
 
     script: Path
     arguments: tuple[str, ...]
     digest: str = ""
+    torchrun: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +63,7 @@ class Cluster:
         inter_node: link of two GPUs of different nodes: one network interface of one GPU.
         price_per_gpu_hour: price of a GPU for an hour; None: not known.
         memory_bytes: memory of a GPU; None: as its description says.
+        host: a shipped description of a host, or a description's path.
     """
 
     gpu: str
@@ -62,6 +73,7 @@ class Cluster:
     inter_node: ClusterLink
     price_per_gpu_hour: float | None = None
     memory_bytes: int | None = None
+    host: str = TYPICAL
 
     @property
     def gpus(self) -> int:

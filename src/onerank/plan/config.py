@@ -4,12 +4,15 @@
     script = "train.py"                       # or config = "llama-70b/config.json"
     arguments = ["--seq", "{seq}", "--micro-batch", "{micro_batch}", "--recompute", "{recompute}"]
 
+    torchrun = true                           # optional: the script distributes itself
+
     [cluster]
     gpu = "H100"                              # a name of `onerank gpus`, or a description
     nodes = 64
     gpus_per_node = 8
     price_per_gpu_hour = 2.5                  # optional
     memory_gb = 80                            # optional; default: the GPU's
+    host = "typical"                          # optional; or a description, see `annotate --host`
     intra_node = { busbw_gb_per_s = 370 }     # of nccl-tests; latency_us is optional
     inter_node = { busbw_gb_per_s = 45 }      # of one GPU's network interface
 
@@ -37,12 +40,20 @@ import msgspec
 
 from onerank.annotate import load_gpu
 from onerank.annotate.gpus.spec_schema import did_you_mean
+from onerank.annotate.hosts.host import TYPICAL, load_host
 from onerank.converters.expand.pipeline import PipelineSchedule
 from onerank.ir.errors import OneRankError
 from onerank.ir.input_files import load_toml
 from onerank.plan.captures import TRAIN_MODEL
-from onerank.plan.cluster import Cluster, ClusterLink, PlannedJob, TrainingScript
-from onerank.plan.layouts import REST, SHARDINGS, Choices, PlanError
+from onerank.plan.cluster import (
+    PLACEHOLDERS,
+    TORCHRUN_PLACEHOLDERS,
+    Cluster,
+    ClusterLink,
+    PlannedJob,
+    TrainingScript,
+)
+from onerank.plan.layouts import BY_SCRIPT, REST, SHARDINGS, Choices, PlanError
 
 _T = TypeVar("_T")
 
@@ -53,6 +64,7 @@ class _Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     script: str | None = None
     arguments: tuple[str, ...] = ()
     config: str | None = None
+    torchrun: bool = False
 
 
 class _Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -72,6 +84,7 @@ class _Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     inter_node: _Link | None = None
     price_per_gpu_hour: float | None = None
     memory_gb: float | None = None
+    host: str = TYPICAL
 
 
 class _Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -122,10 +135,10 @@ _BOUNDS = {
     **dict.fromkeys(("tp", "cp", "pp", "dp", "ep"), _SIZE),
 }
 
-_PLACEHOLDERS = ("seq", "micro_batch", "micro_batches", "recompute")
-
 _LOOP_ARGUMENTS = tuple(
-    text for name in _PLACEHOLDERS for text in (f"--{name.replace('_', '-')}", f"{{{name}}}")
+    text
+    for name in ("seq", "micro_batch", "micro_batches", "recompute")
+    for text in (f"--{name.replace('_', '-')}", f"{{{name}}}")
 )
 """Arguments of `train_model` after the model's configuration."""
 
@@ -133,7 +146,12 @@ _LOOP_ARGUMENTS = tuple(
 _PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
 
 # A capture differs by these only through the script's arguments.
-_SET_BY_SCRIPT = ("seq", "micro_batch", "recompute")
+_SET_BY_SCRIPT = ("seq", "micro_batch", "recompute", "variant")
+
+_OF_TORCHRUN = ("tp", "cp", "ep")
+
+# Choices of onerank's own slicing, which a script that distributes itself makes in its arguments.
+_NOT_OF_TORCHRUN = ("sp", "pp", "schedule", "sharding")
 
 
 def read_config(path: Path) -> PlanConfig:
@@ -148,6 +166,8 @@ def read_config(path: Path) -> PlanConfig:
     job = _convert(f"{path}: [job]", tables.get("job"), _Job)
     choices = _choices(f"{path}: [vary]", tables.get("vary", {}), job.seq)
     model = _convert(f"{path}: [model]", tables.get("model"), _Model)
+    if model.torchrun:
+        choices = _of_torchrun(f"{path}: [vary]", tables.get("vary", {}), choices)
     return PlanConfig(
         path,
         PlannedJob(
@@ -199,6 +219,22 @@ def _choices(where: str, table: object, seq: int) -> Choices:
         except OneRankError as error:
             raise PlanError(f"{where} schedule: {error}", code=error.code) from None
     return choices
+
+
+def _of_torchrun(where: str, table: Mapping[str, object], choices: Choices) -> Choices:
+    """Return the choices for a script that distributes itself.
+
+    Raises:
+        PlanError: one of them is onerank's to make.
+    """
+    for name in _NOT_OF_TORCHRUN:
+        if name in table:
+            raise PlanError(
+                f"{where} {name}: the script of [model] distributes itself (torchrun = true)\n"
+                f"  remove the line; pass options of the script in arguments or variant",
+                code="plan-of-script",
+            )
+    return dataclasses.replace(choices, sp=(False,), sharding=(BY_SCRIPT,))
 
 
 def _convert(where: str, table: object, kind: type[_T]) -> _T:
@@ -279,21 +315,30 @@ def _model(path: Path, model: _Model, choices: Choices) -> TrainingScript:
             code="plan-no-file",
         )
     if model.config:
-        if model.arguments:
+        if model.arguments or model.torchrun:
+            name = "arguments are those" if model.arguments else "torchrun is"
             raise PlanError(
-                f"{where} arguments are those of a script, and config names a model",
+                f"{where} {name} of a script, and config names a model",
                 code="plan-model-source",
             )
-        return TrainingScript(TRAIN_MODEL, (name, *_LOOP_ARGUMENTS), _digest([path.parent / name]))
-    placeholders = _PLACEHOLDER.findall(" ".join(model.arguments))
-    for placeholder in placeholders:
-        if placeholder not in _PLACEHOLDERS:
+        if choices.variant != ("",):
             raise PlanError(
-                f"{where} arguments: {{{placeholder}}} is no field of a layout"
-                f"{did_you_mean(placeholder, _PLACEHOLDERS)}",
+                f"{path}: [vary] variant holds arguments of a script, and [model] config names a "
+                "model",
+                code="plan-no-placeholder",
+            )
+        file = model.config
+        return TrainingScript(TRAIN_MODEL, (file, *_LOOP_ARGUMENTS), _digest([path.parent / file]))
+    placeholders = _PLACEHOLDER.findall(" ".join(model.arguments))
+    known = PLACEHOLDERS + (TORCHRUN_PLACEHOLDERS if model.torchrun else ())
+    for placeholder in placeholders:
+        if placeholder not in known:
+            raise PlanError(
+                f"{where} arguments: {{{placeholder}}} is no field of a layout that the script "
+                f"sets{did_you_mean(placeholder, known)}",
                 code="plan-unknown-placeholder",
             )
-    for axis in _SET_BY_SCRIPT:
+    for axis in _SET_BY_SCRIPT + (_OF_TORCHRUN if model.torchrun else ()):
         varied = getattr(choices, axis)
         if len(set(varied)) > 1 and axis not in placeholders:
             values = ", ".join(map(str, varied))
@@ -305,7 +350,8 @@ def _model(path: Path, model: _Model, choices: Choices) -> TrainingScript:
     script = path.parent / name
     # The script may import any of them, so an edit of one ends the reuse of its captures.
     sources = sorted(file for file in script.parent.rglob("*.py") if _is_source(file, script))
-    return TrainingScript(Path(name), model.arguments, _digest([script, *sources]))
+    digest = _digest([script, *sources])
+    return TrainingScript(Path(name), model.arguments, digest, model.torchrun)
 
 
 def _digest(files: Sequence[Path]) -> str:
@@ -329,7 +375,8 @@ def _cluster(path: Path, table: object) -> Cluster:
             "network interface",
             code="plan-missing-field",
         )
-    load_gpu(path.parent / read.gpu if (path.parent / read.gpu).is_file() else read.gpu)
+    load_gpu(_file_or_name(path, read.gpu))
+    load_host(_file_or_name(path, read.host))
     # No group of a single node uses it.
     inter_node = read.inter_node or read.intra_node
     return Cluster(
@@ -340,7 +387,12 @@ def _cluster(path: Path, table: object) -> Cluster:
         inter_node=ClusterLink(inter_node.busbw_gb_per_s, inter_node.latency_us),
         price_per_gpu_hour=read.price_per_gpu_hour,
         memory_bytes=None if read.memory_gb is None else round(read.memory_gb * 1e9),
+        host=read.host,
     )
+
+
+def _file_or_name(path: Path, name: str) -> Path | str:
+    return path.parent / name if (path.parent / name).is_file() else name
 
 
 def _is_source(path: Path, script: Path) -> bool:

@@ -24,10 +24,10 @@ from onerank.ir.arrays import I64
 from onerank.ir.errors import DepthError, OneRankError
 from onerank.ir.notes import Note
 from onerank.plan.captures import (
-    DEPTHS,
     StageCapture,
     StageSource,
     commands_of,
+    described,
     group_key,
     parse_step,
     recorded_step,
@@ -85,7 +85,7 @@ def plan_evaluations(
         # Layouts that differ only in pp, dp or schedule share captures, and one task re-costs each
         # of these once.
         shared = (layout.tp, layout.sp, layout.cp, layout.ep, layout.micro_batch, layout.recompute,
-                  layout.seq, layout.sharding)  # fmt: skip
+                  layout.seq, layout.sharding, layout.variant)  # fmt: skip
         batches.setdefault(shared, []).append(layout)
     tasks: list[Task] = []
     for batch in batches.values():
@@ -96,7 +96,7 @@ def plan_evaluations(
                     keys |= dict.fromkeys(key_of[group_key(job, c)] for c in source.captures)
         tasks.append(
             Task(
-                content_key(job, batch, layers, [*keys]),
+                content_key(job, batch, layers, [*keys], described(job.cluster.host)),
                 f"evaluate {len(batch)} layouts with tp {batch[0].tp}",
                 f"{__name__}:evaluate",
                 (job, tuple(batch), layers, exact),
@@ -241,10 +241,14 @@ class _Evaluator:
             if len(source.captures) == 1:
                 self.times[key] = of_capture(source.captures[0])
             else:
-                longer = of_longer() if source.layers > DEPTHS[-1] else None
+                longer = of_longer() if source.layers > source.depths[-1] else None
                 captures = source.captures if longer is None else source.captures[1:]
                 each = [*map(of_capture, captures), *([] if longer is None else [longer])]
-                depths = DEPTHS if longer is None else (DEPTHS[-1], _LONGER)
+                depths = (
+                    (source.depths[0], source.depths[-1])
+                    if longer is None
+                    else (source.depths[-1], _LONGER)
+                )
                 stage = at_depth(each[0], each[1], depths, source.layers)
                 self.times[key] = self._deepened(source, layout.dp, stage, times_of)
         return self.times[key]
@@ -309,13 +313,14 @@ class _Evaluator:
         key = source.captures, dp
         if key not in self.depths:
             graphs = [self._costed(capture, dp).captured for capture in source.captures]
-            self.depths[key] = DepthCaptures(dict(zip(DEPTHS, graphs, strict=True)))
+            self.depths[key] = DepthCaptures(dict(zip(source.depths, graphs, strict=True)))
         return self.depths[key]
 
     def _recosted(self, captured: Graph) -> Graph:
         # In the job the links are active; on one GPU there are none.
         active = bool(captured.communication.any()) and not lacking_figures(self.gpu)
-        return onerank.recost(captured, self.job.cluster.gpu, nvlink_active=active)
+        cluster = self.job.cluster
+        return onerank.recost(captured, cluster.gpu, nvlink_active=active, host=cluster.host)
 
     def _captured(self, capture: StageCapture) -> Graph:
         if capture not in self.graphs:

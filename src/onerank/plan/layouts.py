@@ -17,6 +17,9 @@ from onerank.ir.notes import Note
 SHARDINGS = ("ddp", "zero1", "zero2", "fsdp")
 """State that data-parallel ranks shard: none, optimizer states, also gradients, also parameters."""
 
+BY_SCRIPT = "script"
+"""Sharding of a script that distributes itself."""
+
 REST = "rest"
 """Data-parallel size that uses all GPUs which the other axes leave."""
 
@@ -37,12 +40,13 @@ class Layout:
         schedule: order of the pipeline: "gpipe", "1f1b", "interleaved:V" or "zbv". Without a
             pipeline "1f1b", which runs one micro-batch after another.
         dp: data-parallel size.
-        sharding: one of `SHARDINGS`.
+        sharding: one of `SHARDINGS`; "script" if a script distributes itself.
         ep: ranks that share the experts of a layer, among those of cp and dp.
         micro_batch: sequences of a micro-batch.
         micro_batches: micro-batches of a step on each data-parallel rank.
         recompute: activation checkpointing, as the script names it; "none" for none.
         seq: tokens of a sequence.
+        variant: further arguments of the script; "" for none.
     """
 
     tp: int
@@ -57,6 +61,7 @@ class Layout:
     micro_batches: int
     recompute: str
     seq: int
+    variant: str = ""
 
     @property
     def gpus(self) -> int:
@@ -83,9 +88,10 @@ class Layout:
         parts = [f"{axis} {size}" for axis, size in axes.items() if size > 1]
         parts += ["sp"] if self.sp else []
         parts += [self.schedule] if self.pp > 1 else []
-        parts += [self.sharding] if self.dp > 1 else []
+        parts += [self.sharding] if self.dp > 1 and self.sharding != BY_SCRIPT else []
         parts += [f"{self.micro_batches} micro-batches of {self.micro_batch} x {self.seq}"]
         parts += [f"recompute {self.recompute}"] if self.recompute != "none" else []
+        parts += [self.variant] if self.variant else []
         return ", ".join(parts)
 
 
@@ -197,6 +203,7 @@ class Choices:
     ep: tuple[int, ...] = (1,)
     micro_batch: tuple[int, ...] = (1,)
     recompute: tuple[str, ...] = ("none",)
+    variant: tuple[str, ...] = ("",)
 
 
 def enumerate_layouts(
@@ -309,7 +316,8 @@ def _layouts_of(
     dropped: dict[Dropped, None],
 ) -> Iterator[Layout]:
     """Yield the layouts with these axes and replicas; add to `dropped` what the batch rules out."""
-    sharding = choices.sharding if dp > 1 else ("ddp",)
+    by_script = choices.sharding == (BY_SCRIPT,)
+    sharding = choices.sharding if dp > 1 or by_script else ("ddp",)
     sp = choices.sp if axes.tp > 1 else (False,)
     for micro_batch in choices.micro_batch:
         try:
@@ -319,7 +327,9 @@ def _layouts_of(
             where = f"{_text(sizes)}, dp {dp}, micro-batch {micro_batch}"
             dropped.setdefault(Dropped(where, error.code, str(error)))
             continue
-        for shared, split, recompute, seq in product(sharding, sp, choices.recompute, choices.seq):
+        for shared, split, recompute, seq, variant in product(
+            sharding, sp, choices.recompute, choices.seq, choices.variant
+        ):
             yield Layout(
                 tp=axes.tp,
                 sp=split,
@@ -333,6 +343,7 @@ def _layouts_of(
                 micro_batches=micro_batches,
                 recompute=recompute,
                 seq=seq,
+                variant=variant,
             )
 
 

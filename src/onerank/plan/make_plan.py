@@ -36,7 +36,7 @@ class Plan:
 
     Attributes:
         config: what was planned.
-        layers: layers of the model.
+        layers: layers of the model; 1 if its script distributes itself.
         fitting: outcomes that fit into memory, the shortest step first.
         misfits: outcomes that do not, the nearest first.
         dropped: combinations of choices without figures: no layouts of this cluster or this model,
@@ -70,7 +70,7 @@ class PlanRecord:
     Attributes:
         gpu: the cluster's GPU.
         gpus: number of its GPUs.
-        layers: layers of the model.
+        layers: layers of the model; 1 if its script distributes itself.
         fitting: outcomes that fit into memory, by step time.
         misfits: outcomes that do not, by the bytes that are missing.
         dropped: combinations without figures: no layouts, or ruled out by a misfit.
@@ -106,10 +106,12 @@ def make_plan(config: PlanConfig, store: Store, executor: Executor, progress: Pr
     layouts, dropped = enumerate_layouts(
         job.choices, gpus=job.cluster.gpus, global_batch=job.global_batch
     )
-    probe = probe_task(job, layouts[0])
-    layers = layers_of(
-        run_tasks([probe], store, executor, _part("model", [probe], progress))[probe.key]
-    )
+    # A script that distributes itself is captured whole, so its layers do not matter.
+    layers = 1
+    if not job.model.torchrun:
+        probe = probe_task(job, layouts[0])
+        part = _part("model", [probe], progress)
+        layers = layers_of(run_tasks([probe], store, executor, part)[probe.key])
     outcomes: list[Outcome] = []
     underived: list[Underived] = []
     for number, candidates in enumerate(memory_rounds(layouts), start=1):

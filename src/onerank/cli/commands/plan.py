@@ -152,7 +152,12 @@ def render_plan(planned: "Plan", rows: int, title: str) -> None:
     )
     pairs = [
         ("cluster", f"{cluster.gpus} x {cluster.gpu}, {counted(cluster.nodes, 'node')}"),
-        ("model", f"{counted(planned.layers, 'layer')}"),
+        (
+            "model",
+            "a script that distributes itself"
+            if planned.config.job.model.torchrun
+            else f"{counted(planned.layers, 'layer')}",
+        ),
     ]
     if common:
         pairs.append(("all layouts", ", ".join(common)))
@@ -250,14 +255,20 @@ def _layout_text(layout: "Layout", varied: set[str]) -> str:
 
 def _layout_parts(layout: "Layout", names: Sequence[str]) -> list[str]:
     """Return the fields of a layout in the words of a configuration."""
+    from onerank.plan.layouts import BY_SCRIPT
+
     parts: list[str] = []
     for name in names:
         value = getattr(layout, name)
-        if name in ("schedule", "sharding"):
-            # A schedule without a pipeline, and a sharding without replicas, are no choice.
-            parts += [value] if (layout.pp if name == "schedule" else layout.dp) > 1 else []
+        if name == "schedule":
+            # Without a pipeline it is no choice; nor is a sharding without replicas.
+            parts += [value] if layout.pp > 1 else []
+        elif name == "sharding":
+            parts += [value] if layout.dp > 1 and value != BY_SCRIPT else []
         elif name == "sp":
             parts += ["sp"] if value else []
+        elif name == "variant":
+            parts += [value] if value else []
         elif name == "micro_batch":
             parts += [] if "micro_batches" in names else [f"micro-batch {value}"]
         elif name == "micro_batches":

@@ -1,0 +1,80 @@
+"""The loop that a plan trains configurations with: what it computes again."""
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from own_process import call
+
+import onerank
+from onerank.plan.captures import StageCapture, capture_stage
+
+MODEL = """{
+  "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 2,
+  "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4,
+  "num_key_value_heads": 4, "vocab_size": 512, "attn_implementation": "ATTENTION"
+}"""
+
+LAYERS = 2
+
+Captured = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def captured(tmp_path: Path) -> Captured:
+    """Return a function that captures steps of a model with an implementation of attention."""
+
+    def capture(attention: str, *kinds: str) -> dict[str, Any]:
+        path = tmp_path / f"{attention}.json"
+        path.write_text(MODEL.replace("ATTENTION", attention))
+        captures = [
+            StageCapture(
+                arguments=(str(path), "--seq", "32"), tp=1, sp=False, cp=1, ep=1, dp=1,
+                sharding="ddp", stages=1, stage=0, layers=0, step=f"1:2:{kind}",
+            )
+            for kind in kinds
+        ]  # fmt: skip
+        return call(capture_stage, "", "H100", captures)
+
+    return capture
+
+
+def test_what_each_recomputation_runs_again(captured: Captured, tmp_path: Path):
+    # Each step sets the recomputation anew, so the order of kinds matters.
+    kinds = ("full", "attention", "none", "selective")
+    result = captured("eager", *kinds)
+    assert not result["refused"]
+    counts: dict[str, Counter[str]] = {}
+    for step, trace in result["traces"].items():
+        (tmp_path / "trace.et").write_bytes(trace)
+        graph = onerank.read(tmp_path / "trace.et")
+        counts[step.split(":")[2]] = Counter(graph.text("name"))
+    # A layer has 7 products with weights, 2 with activations and a softmax. A checkpoint ends with
+    # the last tensor that its backward needs, so the last product of each does not run again.
+    again = {
+        kind: tuple(
+            counts[kind][name] - counts["none"][name]
+            for name in ("aten::mm", "aten::bmm", "aten::_softmax")
+        )
+        for kind in kinds
+    }
+    assert again == {
+        "none": (0, 0, 0),
+        "attention": (0, LAYERS, LAYERS),
+        "selective": (0, 2 * LAYERS, LAYERS),
+        "full": (6 * LAYERS, 2 * LAYERS, LAYERS),
+    }
+    assert len(counts) == len(kinds)
+    # Norms and activations.
+    assert counts["selective"]["aten::silu"] == counts["full"]["aten::silu"] == 2 * LAYERS
+    assert counts["attention"]["aten::silu"] == counts["none"]["aten::silu"] == LAYERS
+
+
+@pytest.mark.parametrize(("attention", "kind"), [("sdpa", "attention"), ("eager", "ful")])
+def test_a_recomputation_that_does_not_exist_is_refused(
+    captured: Captured, attention: str, kind: str
+):
+    refused = captured(attention, kind)["refused"]
+    assert {code for code, _ in refused.values()} == {"script-exited"}
