@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from onerank.cli import report_charts as charts
-from onerank.cli.commands.serve import show_bundle
+from onerank.cli.bundle_tables import show_bundle
 from onerank.cli.report_page import Reported, Section
 from onerank.display import size
 from onerank.serving.bundle import Bundle, read_bundle

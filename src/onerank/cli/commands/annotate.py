@@ -249,7 +249,7 @@ def _annotate_bundle(directory: Path, options: AnnotateOptions, *, as_json: bool
     """Predict all steps of the bundle of `capture serve` for another GPU, and write a bundle."""
     from onerank.annotate import PassOptions, load_gpu, with_figures
     from onerank.annotate.passes.pass_options import parse_kernels
-    from onerank.cli.commands.serve import show_bundle
+    from onerank.cli.bundle_tables import show_bundle
     from onerank.serving.build_bundle import recost_bundle
     from onerank.serving.bundle import check_replaceable, read_bundle
 

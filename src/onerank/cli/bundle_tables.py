@@ -1,0 +1,74 @@
+"""The tables of a bundle: its manifest and its steps."""
+
+from pathlib import Path
+
+from onerank.cli.terminal import counted, lines, print_json, table
+from onerank.display import size, time
+from onerank.serving.bundle import Bundle, BundleRecord
+from onerank.serving.tables import Manifest, StepRow
+
+# Steps that a table lists; steps.parquet has all.
+_ROWS = 60
+
+
+def _sizes(manifest: Manifest) -> str:
+    """Return the parallel sizes of a bundle, with the routing of experts."""
+    if manifest.ep == 1:
+        return f"tp {manifest.tp or 'not known'}"
+    return f"tp {manifest.tp}, ep {manifest.ep}, {manifest.moe_routing} routing"
+
+
+def _counts(row: StepRow) -> str:
+    """Return what is known of a recorded step's sequences."""
+    counts = {"sequence": row.batch, "new token": row.new_tokens}
+    return ", ".join(counted(count, name) for name, count in counts.items() if count) or "-"
+
+
+def show_bundle(bundle: Bundle, directory: Path, *, as_json: bool) -> None:
+    """Print a bundle's manifest and steps."""
+    manifest = bundle.manifest
+    if as_json:
+        print_json(BundleRecord(manifest, bundle.rows))
+        return
+    memory, validation = manifest.memory, manifest.cross_validation
+    layers = [] if manifest.layers is None else [counted(manifest.layers, "layer")]
+    pairs = [
+        ("model", ", ".join([manifest.model or "not known", *layers, _sizes(manifest)])),
+        ("device", f"{manifest.device}, times {manifest.source}"),
+    ]
+    if memory.weights_bytes is not None:
+        tokens = counted(memory.activations_tokens or 0, "new token")
+        pairs += [
+            ("weights", size(memory.weights_bytes)),
+            ("KV cache", f"{size(memory.kv_bytes_per_token or 0)} per token"),
+            ("activations", f"{size(memory.activations_bytes or 0)} at {tokens}"),
+        ]
+    if memory.device_bytes and memory.tokens_that_fit is not None:
+        pairs.append(("tokens that fit", f"{memory.tokens_that_fit:,}"))
+    if validation is not None:
+        what = "as a CUDA graph" if any(row.graph_ns for row in bundle.rows) else "eager"
+        pairs.append(
+            (
+                "interpolation",
+                f"median error {validation.median:.1%}, p90 {validation.p90:.1%} of "
+                f"{counted(validation.points, 'step')} left out in turn, {what}",
+            )
+        )
+    pairs += [("note", str(note)) for note in manifest.notes]
+    lines(pairs, str(directory))
+    rows = [
+        (
+            row.kind or "-",
+            row.composition if row.is_composed else _counts(row),
+            *(
+                (time(row.step_ns), time(row.graph_ns), time(row.gpu_ns), time(row.host_ns))
+                if row.fits
+                else ("does not fit", "-", "-", "-")
+            ),
+            size(row.peak_bytes) if row.peak_bytes else "-",
+        )
+        for row in bundle.rows[:_ROWS]
+    ]
+    columns = ("step", "sequences", "eager", "CUDA graph", "kernels", "host", "memory")
+    shown = "" if len(bundle.rows) <= _ROWS else f", {_ROWS} of {len(bundle.rows)}"
+    table(f"Steps of one rank{shown}", columns, rows, texts=(0, 1))
