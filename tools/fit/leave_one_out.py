@@ -331,7 +331,7 @@ def _bound(groups: Sequence[F64]) -> float:
 
 # Least share of the errors on a GPU of a left-out family that a bound holds. A goal, not a
 # measurement: an interval stated as 80% should hold two thirds of the times of any GPU.
-_OF_EVERY_GPU = 0.65
+_OF_EVERY_GPU = 2 / 3
 
 # Least number of a GPU's cases over, or under, 10 us: the quantile of fewer is that of a few
 # shapes.
@@ -343,8 +343,8 @@ def few_families(cases: Iterable[Case]) -> dict[str, float]:
 
     A bound of few families is too narrow for the next one. Each family in turn is left out of the
     bound of its kind, too. Times the factor, which is at least 1, the bounds of the others contain
-    80% of its errors in the mean over kinds and families. They contain 65% of the errors on each
-    GPU of the kernels that took more than 10 us, and of the others.
+    80% of its errors in the mean over kinds and families. They contain two thirds of the errors on
+    each GPU of the kernels that took more than 10 us, and of the others.
     """
     by_kind: dict[str, list[Case]] = {}
     for case in cases:
