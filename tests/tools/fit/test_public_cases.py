@@ -61,7 +61,7 @@ def test_few_families_widen_the_bound():
 
 
 def test_the_bound_of_a_kind_holds_most_errors_of_its_worst_family():
-    """Two of three families err by 0.1, one by up to 0.5: two thirds of its errors are under 1/3."""
+    """Two of three families err by 0.1, one by up to 0.5: two thirds of it are under 1/3."""
     gradual = np.linspace(0, 0.5, 201)
     cases = [case_of("gemm", A100, gradual), case_of("gemm", H100, [0.1] * 200)]
     cases.append(case_of("gemm", L40S, [0.1] * 200))
