@@ -31,6 +31,7 @@ from onerank.capture.fake_world.recorder import Recorder
 from onerank.capture.isolation import BadForkError, process_events
 from onerank.capture.no_device.emulated_process import emulated
 from onerank.capture.options import Options, ranks_per_node
+from onerank.capture.parallelize.experts.routing import parse_routing
 from onerank.capture.parallelize.fewer_layers import FewerLayers
 from onerank.capture.patches import patched, rebound
 from onerank.capture.profiling.window_plan import Progress
@@ -103,8 +104,9 @@ def _probe(
     # A forked process has lost the threads of its parent's pool.
     torch.set_num_threads(1)
     register_module_forward_pre_hook(before_forward)
+    routing = parse_routing(options.moe_routing)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(emulated(options.emulated_gpu, script))
+        stack.enter_context(emulated(options.emulated_gpu, script, routing))
         stack.enter_context(emulated_launch(options, options.rank))
         stack.enter_context(skip_checkpoints())
         stack.enter_context(FewerLayers(options.depth).installed())
@@ -135,7 +137,8 @@ def sender_runner(script: Path, args: Sequence[str], options: Options) -> RunAsR
         recorder.start()
         fewer_layers = FewerLayers(options.depth)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(emulated(options.emulated_gpu, script, recorder))
+            routing = parse_routing(options.moe_routing)
+            stack.enter_context(emulated(options.emulated_gpu, script, routing, recorder))
             stack.enter_context(emulated_launch(options, rank))
             stack.enter_context(skip_checkpoints())
             stack.enter_context(fewer_layers.installed())

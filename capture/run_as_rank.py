@@ -113,7 +113,9 @@ def run_as_rank(
     slices = not script_distributed and (world.size > copies or world.ep > 1 or "cp" in world.sizes)
     with contextlib.ExitStack() as stack:
         raw = stack.enter_context(scratch_directory())
-        emulated = EmulatedProcess.of(options.emulated_gpu, script)
+        emulated = EmulatedProcess.of(
+            options.emulated_gpu, script, parse_routing(options.moe_routing)
+        )
         if emulated is not None:
             make_windows = functools.partial(
                 StepRecorder,
@@ -179,7 +181,11 @@ def run_as_rank(
                 *(script, options, peers, models if slices else None, windows.steps),
                 trains=windows is training,
             )
-            _check_slices(script, options, models, windows.steps, trains=windows is training)
+            _check_slices(
+                *(script, options, models),
+                routed=windows.steps > 0 or (emulated is not None and emulated.routed),
+                trains=windows is training,
+            )
             if windows.steps == 0 and slices and world.sizes.get("tp", 1) > 1:
                 windows.observed.notes += filter(None, [note_of_slices()])
 
@@ -274,18 +280,18 @@ def _check_parallel(
 
 
 def _check_slices(
-    script: Path, options: Options, models: ModelSlicing, steps: int, *, trains: bool
+    script: Path, options: Options, models: ModelSlicing, *, routed: bool, trains: bool
 ) -> None:
-    """Raise if `--moe-routing` has no model to apply to, or a slice for inference trains.
+    """Raise if `--moe-routing` has no router to apply to, or a slice for inference trains.
 
     Args:
         script: as for `capture`.
         options: as for `capture`.
         models: slices the models.
-        steps: steps before the one that ends.
+        routed: whether a router of the script's own was routed, or an earlier step was checked.
         trains: whether the step is one of training.
     """
-    if steps == 0 and options.moe_routing != BALANCED and not models.sliced:
+    if options.moe_routing != BALANCED and not models.sliced and not routed:
         raise nothing_routed_error(script, options)
     if trains and any(REPLICATED_HEADS in sliced.modules for _, sliced in models.sliced):
         raise CaptureError(
@@ -421,6 +427,8 @@ def nothing_routed_error(script: Path, options: Options) -> CaptureError:
     """Return the error of --moe-routing for a script of which no model was sliced."""
     return CaptureError(
         f"--moe-routing {options.moe_routing} has no effect: it applies to sliced models (--tp, "
-        f"--ep), and in a world of {options.world} no model of {script} was sliced\n  leave it out",
+        f"--ep), and in a world of {options.world} no model of {script} was sliced. Without a "
+        "device it also applies to a script's own routers, if a file has one line for all layers\n"
+        "  leave it out",
         code="routing-unused",
     )

@@ -28,7 +28,9 @@ from onerank.capture.no_device.event_log import EventLog
 from onerank.capture.no_device.fake_operators import REAL_ELEMENTS, FakeOperators
 from onerank.capture.no_device.functional_collectives import SYMMETRIC_MEMORY, fused_products
 from onerank.capture.no_device.inductor import InductorOnShapes
+from onerank.capture.no_device.router_choices import RouterChoices
 from onerank.capture.no_device.tensor_values import Known, UnknownValues
+from onerank.capture.parallelize.experts.routing import Routing
 from onerank.capture.patches import after_import, patched, rebound, resolve
 from onerank.capture.profiling.allocator_snapshots import ByMemoryClass, sizes_of
 from onerank.capture.profiling.step_memory import resident_storages
@@ -54,22 +56,36 @@ class EmulatedProcess:
         inductor: compiles what the script compiles.
     """
 
-    def __init__(self, gpu: EmulatedGpu, script: Path) -> None:
+    def __init__(self, gpu: EmulatedGpu, script: Path, routing: Routing | None) -> None:
         self.gpu = gpu
         self.log = EventLog()
         self.values = UnknownValues(script)
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._collectives: dict[str, Callable[..., Any]] = {}
         self._saves_nothing = False
+        self._routers = RouterChoices(routing)
         self.operators = FakeOperators(
-            self.log, self.values, self._collectives, gpu.workspace_bytes
+            self.log, self.values, self._collectives, gpu.workspace_bytes, self._routers
         )
         self.inductor = InductorOnShapes(self.operators, self.gpu)
 
     @classmethod
-    def of(cls, gpu: EmulatedGpu | None, script: Path) -> "EmulatedProcess | None":
-        """Return the process for a capture without a device; None without an emulated GPU."""
-        return cls(gpu, script) if gpu is not None else None
+    def of(
+        cls, gpu: EmulatedGpu | None, script: Path, routing: Routing | None
+    ) -> "EmulatedProcess | None":
+        """Return the process for a capture without a device; None without an emulated GPU.
+
+        Args:
+            gpu: the GPU that the script sees.
+            script: path of the script.
+            routing: how routers of the script's own choose experts; None leaves it to the script.
+        """
+        return cls(gpu, script, routing) if gpu is not None else None
+
+    @property
+    def routed(self) -> bool:
+        """Whether a router of the script chose experts as `--moe-routing` says."""
+        return self._routers.calls > 0
 
     @contextlib.contextmanager
     def installed(self) -> Generator[None]:
@@ -308,6 +324,7 @@ class EmulatedProcess:
         )
         return [
             *self.values.notes(),
+            *self._routers.notes(),
             *self.operators.block_masks.notes(),
             *self.inductor.notes(),
             *([saved] if self._saves_nothing else []),
@@ -653,15 +670,18 @@ def _swap(first: Any, second: Any) -> None:
 
 
 @contextlib.contextmanager
-def emulated(gpu: EmulatedGpu | None, script: Path, peers: object = None) -> Generator[None]:
+def emulated(
+    gpu: EmulatedGpu | None, script: Path, routing: Routing | None, peers: object = None
+) -> Generator[None]:
     """Dispatch operators to fake tensors inside the context, if there is an emulated GPU.
 
     Args:
         gpu: the GPU that the script sees; None runs on the device at hand.
         script: path of the script.
+        routing: as for `EmulatedProcess.of`.
         peers: as for `EmulatedProcess.running`.
     """
-    process = EmulatedProcess.of(gpu, script)
+    process = EmulatedProcess.of(gpu, script, routing)
     if process is None:
         yield
         return

@@ -40,6 +40,7 @@ from onerank.capture.no_device.gpu_operators import (
     inner_of,
     run_before,
 )
+from onerank.capture.no_device.router_choices import CHOICE, RouterChoices
 from onerank.capture.no_device.tensor_values import (
     Known,
     Storages,
@@ -273,6 +274,7 @@ class FakeOperators(TorchDispatchMode):
         unknown: UnknownValues,
         collectives: Mapping[str, Callable[..., Any]],
         workspace_bytes: int,
+        routers: RouterChoices,
     ) -> None:
         """Create the mode; `FakeTensorMode` has to be on below it.
 
@@ -281,11 +283,13 @@ class FakeOperators(TorchDispatchMode):
             unknown: decides what a script reads from an unknown tensor.
             collectives: c10d operator without namespace -> its emulation.
             workspace_bytes: memory that cuBLAS keeps per thread.
+            routers: gives the choices of routers.
         """
         super().__init__()
         self._log = log
         self._unknown = unknown
         self._collectives = collectives
+        self._routers = routers
         self.storages = Storages(log)
         self.known = Known(self.storages)
         self.workspaces = Workspaces(log, workspace_bytes)
@@ -665,7 +669,13 @@ class FakeOperators(TorchDispatchMode):
             return numbers.item()
 
     def _numbers_of_results(self, call: _Call) -> Any:
-        """Return the numbers of the results; None if they are not known or not small."""
+        """Return the numbers of the results; None if they are not known or not small.
+
+        Of several results, those without numbers are None.
+        """
+        if call.schema.base == CHOICE and self.known.get(call.tensors[0]) is None:
+            chosen = self._routers.chosen(call.operands)
+            return None if chosen is None else (None, chosen)
         # Numbers of large tensors would make the capture as slow as a real step on the CPU.
         small = all(map(is_small, call.tensors))
         if not small or call.schema.is_random or call.schema.namespace != "aten":

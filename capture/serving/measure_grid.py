@@ -16,7 +16,7 @@ from onerank.capture.fake_world.recorder import peers_of
 from onerank.capture.no_device.emulated_process import EmulatedProcess
 from onerank.capture.no_device.recorded_step import StepRecorder
 from onerank.capture.options import Options
-from onerank.capture.parallelize.experts.routing import BALANCED
+from onerank.capture.parallelize.experts.routing import BALANCED, parse_routing
 from onerank.capture.parallelize.fewer_layers import FewerLayers
 from onerank.capture.profiling.measurement_windows import Windows
 from onerank.capture.profiling.module_scopes import Modules
@@ -237,7 +237,7 @@ def serving(
     """
     read = read_config(config)
     gpu = options.emulated_gpu
-    emulated = EmulatedProcess.of(gpu, config)
+    emulated = EmulatedProcess.of(gpu, config, parse_routing(options.moe_routing))
     with contextlib.ExitStack() as stack:
         raw = stack.enter_context(scratch_directory())
         stack.enter_context(emulated.installed() if emulated else contextlib.nullcontext())

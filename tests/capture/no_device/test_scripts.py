@@ -1,6 +1,7 @@
 """`capture run --device none`: what scripts call, and what no capture without a device takes."""
 
 import inspect
+import json
 import textwrap
 from pathlib import Path
 from types import SimpleNamespace
@@ -117,6 +118,7 @@ def test_an_operator_without_fake_implementation_is_named_with_its_lines(tmp_pat
 
 TRITON = """
     import inspect
+import json
     class JITFunction:  # as far as a launch goes
         def __init__(self, function):
             self.__name__, self.fn = function.__name__, function
@@ -633,3 +635,55 @@ def test_a_long_mask_is_evaluated_on_a_grid(monkeypatch):
         assert sampled.tolist() == exact.tolist()
         assert exact.shape == (1, 2, 8)
         assert 0 < exact.sum() < 2 * 8 * 16
+
+
+ROUTED = """
+    import torch
+    from torch import nn
+    experts = nn.ModuleList(nn.Linear(32, 32, bias=False, device="cuda") for _ in range(4))
+    gate = nn.Linear(32, 4, device="cuda")
+    optimizer = torch.optim.SGD([*experts.parameters(), *gate.parameters()], lr=0.1)
+    for step in range(5):
+        x = torch.randn(2, 60, 32, device="cuda")
+        weights, chosen = gate(x).softmax(-1).topk(2, dim=-1)
+        y = torch.zeros_like(x)
+        for number, expert in enumerate(experts):
+            mask = chosen == number
+            if mask.any():
+                first, second, slot = mask.nonzero(as_tuple=True)
+                y[first, second] += weights[mask][:, None] * expert(x[first, second])
+        assert len(torch.bincount(chosen.flatten(), minlength=4).tolist()) == 4
+        y.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("routing", "tokens"), [("balanced", [60] * 4), ("lines.csv", [120, 60, 60, 0])]
+)
+def test_a_router_of_the_script_chooses_experts_by_moe_routing(routing, tokens, tmp_path):
+    (tmp_path / "lines.csv").write_text("2,1,1,0\n")
+    path = tmp_path / routing if routing.endswith("csv") else routing
+    graph = captured(tmp_path, ROUTED, "--moe-routing", path)
+    rows = [shapes[0][0] for shapes in shapes_of(graph, "aten::mm") if shapes[0][1:] == [32]]
+    assert [n for n in rows if n != 32] == [n for n in tokens if n]
+    assert has_note(graph.job.measurement.notes, "no-device-routers", str(path))
+
+
+@pytest.mark.parametrize("routing", ["two.csv", "three.csv", "model"])
+def test_a_choice_of_experts_needs_one_distribution_of_these_experts(routing, tmp_path):
+    (tmp_path / "two.csv").write_text("1,1,1,1\n2,1,1,0\n")
+    (tmp_path / "three.csv").write_text("1,1,1\n")
+    path = tmp_path / routing if routing.endswith("csv") else routing
+    done = run(tmp_path, ROUTED.replace("if mask.any():", "if True:"), "--moe-routing", path)
+    assert done.returncode == 2
+    assert "error[no-device-value]: train.py:14: aten::nonzero" in done.stderr
+    assert not (tmp_path / "trace.et").exists()
+
+
+def shapes_of(graph: Graph, operator: str) -> list[Any]:
+    """Return the shapes of the operands of each call of an operator."""
+    rows = [i for i, op in enumerate(graph.text("op")) if op == operator]
+    shapes = graph.text("input_shapes")
+    return [json.loads(shapes[row]) for row in rows]

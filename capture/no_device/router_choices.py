@@ -1,0 +1,77 @@
+"""The experts that a script's own router chooses, by `--moe-routing`.
+
+A router chooses by scores that depend on parameters, so no device computed them. Which tokens each
+expert gets decides the sizes of all that follows, so the choice has numbers here: those of static
+routing. Weights and losses stay unknown.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from onerank.capture.parallelize.experts.routing import Routing, chosen_experts
+from onerank.ir.notes import Note
+
+CHOICE = "topk"
+"""The operator by which routers choose, without namespace."""
+
+# More than any published model has for a layer; a selection among more is of something else, such
+# as tokens of a vocabulary or boxes of an image.
+_MOST_EXPERTS = 512
+
+
+class RouterChoices:
+    """Numbers of the indices that `topk` returns for unknown scores.
+
+    Attributes:
+        calls: choices that were given numbers.
+    """
+
+    def __init__(self, routing: Routing | None) -> None:
+        """Create the choices.
+
+        Args:
+            routing: distribution of tokens over experts; None: choices stay unknown.
+        """
+        self.calls = 0
+        self._routing = routing
+        self._indices: dict[tuple[int, int, int], Tensor] = {}
+
+    def chosen(self, operands: Sequence[Any]) -> Tensor | None:
+        """Return the indices for a call of `topk`; None if it is none of a router.
+
+        Args:
+            operands: scores [..., experts], the number that is chosen of them, and the dimension.
+        """
+        scores, top_k, dimension = operands[:3]
+        experts = scores.shape[-1] if scores.dim() else 0
+        last = dimension in (-1, scores.dim() - 1)
+        if self._routing is None or not last or not 2 <= experts <= _MOST_EXPERTS:
+            return None
+        if not scores.dtype.is_floating_point or not 1 <= top_k <= experts or not scores.numel():
+            return None
+        table = self._routing.table
+        if table and (len(table) > 1 or len(table[0]) != experts):
+            return None  # the script does not say which layer calls
+        self.calls += 1
+        tokens = scores.numel() // experts
+        key = experts, tokens, top_k
+        with unset_fake_temporarily():
+            if key not in self._indices:
+                counts = self._routing.tokens_per_expert(0, experts, tokens, top_k)
+                self._indices[key] = chosen_experts(counts, top_k)
+            return self._indices[key].view(*scores.shape[:-1], top_k)
+
+    def notes(self) -> list[Note]:
+        """Return a note on the choices, if any."""
+        if not self.calls or self._routing is None:
+            return []
+        return [
+            Note(
+                f"no device computed the scores of routers, so {self.calls} calls of topk chose "
+                f"experts by --moe-routing {self._routing.name}",
+                code="no-device-routers",
+            )
+        ]
