@@ -25,11 +25,15 @@ tokens."""
 
 _KNOWN_FLOATS = 1 << 16  # of tensors of floats; no script decides by larger ones
 
+# Routers mark the experts of each token: 16,384 tokens and 256 experts.
+_KNOWN_BOOLS = 1 << 22
+
 
 def is_small(tensor: Tensor) -> bool:
     """Return whether the numbers of a tensor may be kept."""
-    limit = _KNOWN_FLOATS if tensor.dtype.is_floating_point else KNOWN_ELEMENTS
-    return tensor.numel() <= limit
+    if tensor.dtype.is_floating_point:
+        return tensor.numel() <= _KNOWN_FLOATS
+    return tensor.numel() <= (_KNOWN_BOOLS if tensor.dtype == torch.bool else KNOWN_ELEMENTS)
 
 
 _ZERO = "_onerank_zero"

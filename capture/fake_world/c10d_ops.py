@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import ScriptObject, Tensor
 from torch.distributed import distributed_c10d
 
-from onerank.capture.fake_tensors import is_fake
+from onerank.capture.fake_tensors import is_fake, is_small
 from onerank.capture.fake_world.c10d_patches import SPARSE, override
 from onerank.capture.fake_world.collective_launch import CollectiveLaunch, check_contiguous, raw
 from onerank.capture.fake_world.message_payloads import IntegerPayloads
@@ -95,6 +95,21 @@ def _check_multiple(collective: str, large: Tensor, small: Tensor, world: int) -
             f"{world} x {small.numel()} = {world * small.numel()}",
             code="collective-sizes",
         )
+
+
+def _are_counts(tensors: Sequence[Tensor]) -> bool:
+    """Whether equal fake tensors of integers are exchanged, such as counts of tokens for experts.
+
+    Their numbers decide how many tokens this rank gets. On a device they stay those of its own
+    router, which need not suit other ranks.
+    """
+    first = tensors[0]
+    return (
+        is_fake(first)
+        and is_small(first)
+        and not first.dtype.is_floating_point
+        and all(tensor.numel() == first.numel() for tensor in tensors)
+    )
 
 
 class C10dOperators:
@@ -265,7 +280,11 @@ class C10dOperators:
     def _all_to_all(self, args: Any) -> object:
         outputs, inputs = args.output_tensors, args.input_tensors
         with self._launch("all_to_all", args, inputs, outputs) as launch:
-            launch.fill(list(zip(outputs, inputs, strict=True)))
+            sources = inputs
+            if _are_counts([*inputs, *outputs]):
+                # Peers that route alike send what this rank would send to itself.
+                sources = [inputs[launch.group.rank]] * len(inputs)
+            launch.fill(list(zip(outputs, sources, strict=True)))
             return outputs, launch.finish(outputs)
 
     def _all_to_all_base(self, args: Any) -> object:
@@ -276,7 +295,10 @@ class C10dOperators:
         with self._launch("all_to_all", args, [args.input], [args.output], **splits) as launch:
             check_contiguous(args.output)
             check_contiguous(args.input)
-            launch.fill([(args.output, args.input)])
+            source, size = args.input, launch.group.size
+            if _are_counts([source, args.output]) and not any(splits.values()):
+                source = source.view(-1).chunk(size)[launch.group.rank]
+            launch.fill([(args.output, source)])
             return launch.finish([args.output])
 
     def _gather(self, args: Any) -> object:

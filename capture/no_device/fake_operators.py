@@ -70,6 +70,9 @@ _FUSED_WITH_COLLECTIVES = "symm_mem"
 
 _WITHOUT_EFFECT = ("record_stream", "_assert_async", "_assert_scalar")
 
+# Operators that create constants in the shape or the dtype of a tensor.
+_CONSTANTS = frozenset("zeros_like ones_like full_like new_zeros new_ones new_full".split())
+
 # A loss scaler's check of gradients: as all are finite, the flag that it sets stays 0.
 _CHECKS = ("_amp_foreach_non_finite_check_and_unscale_",)
 
@@ -673,9 +676,15 @@ class FakeOperators(TorchDispatchMode):
 
         Of several results, those without numbers are None.
         """
+        if call.schema.base in _CONSTANTS:
+            return self._constants(call)
         if call.schema.base == CHOICE and self.known.get(call.tensors[0]) is None:
             chosen = self._routers.chosen(call.operands)
             return None if chosen is None else (None, chosen)
+        return self._computed(call)
+
+    def _computed(self, call: _Call) -> Any:
+        """Return the results computed from known numbers, else None."""
         # Numbers of large tensors would make the capture as slow as a real step on the CPU.
         small = all(map(is_small, call.tensors))
         if not small or call.schema.is_random or call.schema.namespace != "aten":
@@ -697,6 +706,18 @@ class FakeOperators(TorchDispatchMode):
         results = _run_with_numbers(call, args, kwargs)
         fits = all(map(is_small, tensors_in((results,))))
         return results if fits else None
+
+    def _constants(self, call: _Call) -> Any:
+        """Return what is created like a tensor whose numbers do not matter; None if it is large."""
+        first = call.tensors[0]
+        shape = first.shape if call.schema.base.endswith("_like") else call.args[1]
+        dtype = call.kwargs.get("dtype") or first.dtype
+        if not is_small(torch.empty(shape, dtype=dtype, device="meta")):
+            return None
+        with unset_fake_temporarily():
+            like = torch.empty((), dtype=first.dtype).expand(first.shape)
+        kwargs = {name: value for name, value in call.kwargs.items() if name != "memory_format"}
+        return _run_with_numbers(call, (like, *call.args[1:]), kwargs)
 
     def _annotate(self, schema: _Schema, args: Any) -> Any:
         """Record a `record_function` range that Python opens or closes."""
@@ -783,7 +804,7 @@ def _answer_on_finiteness(call: _Call) -> bool | None:
 
 
 def _run_with_numbers(call: _Call, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run an operator on the CPU; None if only GPUs have it.
+    """Run an operator on the CPU; None if only GPUs have it, () if it returns nothing.
 
     Args:
         call: the call.
@@ -800,7 +821,7 @@ def _run_with_numbers(call: _Call, args: Any, kwargs: dict[str, Any]) -> Any:
         if call.schema.base.startswith(("empty", "new_empty")):
             # Collectives write parts of it, which are known then.
             results.zero_()
-        return results
+        return () if results is None else results
 
 
 def _like(numbers: Tensor) -> Tensor:

@@ -118,7 +118,6 @@ def test_an_operator_without_fake_implementation_is_named_with_its_lines(tmp_pat
 
 TRITON = """
     import inspect
-import json
     class JITFunction:  # as far as a launch goes
         def __init__(self, function):
             self.__name__, self.fn = function.__name__, function
@@ -410,6 +409,14 @@ LOGGING = """
     positive = bool((unknown > 0).all())
     assert not positive
     assert unknown[mask].shape == (12, 32)
+    rows = torch.arange(16, device="cuda")[:, None] % 3
+    chosen = torch.zeros_like(unknown, dtype=torch.bool).scatter_(1, rows, True)
+    assert chosen.sum(0).tolist() == [6, 5, 5, *[0] * 29]
+    assert unknown.new_full((2,), 3).tolist() == [3, 3]
+    assert torch.ones_like(mask).all()
+    copied = [torch.zeros(2, device="cuda", dtype=torch.int64) for _ in range(2)]
+    torch._foreach_copy_(copied, [rows[1:3, 0], rows[3:5, 0]])
+    assert [each.tolist() for each in copied] == [[1, 2], [0, 1]]
     assert unknown.view(4, 4, 32)[mask.view(4, 4), 0].shape == (12,)
     assert unknown.masked_select(mask[:, None]).shape == (12 * 32,)
     with torch.inference_mode():
@@ -680,6 +687,52 @@ def test_a_choice_of_experts_needs_one_distribution_of_these_experts(routing, tm
     assert done.returncode == 2
     assert "error[no-device-value]: train.py:14: aten::nonzero" in done.stderr
     assert not (tmp_path / "trace.et").exists()
+
+
+EXCHANGED = """
+    import torch, torch.distributed as dist
+    from torch import nn
+    dist.init_process_group("nccl")
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    experts = nn.ModuleList(nn.Linear(32, 32, bias=False, device="cuda") for _ in range(2))
+    gate = nn.Linear(32, 2 * ranks, device="cuda")
+    optimizer = torch.optim.SGD([*experts.parameters(), *gate.parameters()], lr=0.1)
+    def exchanged(counts):
+        if {base}:
+            received = torch.empty_like(counts)
+            dist.all_to_all_single(received, counts)
+            return received
+        received = [*torch.empty_like(counts).view(ranks, -1).unbind()]
+        dist.all_to_all(received, [*counts.view(ranks, -1).unbind()])
+        return torch.cat(received)
+    for step in range(5):
+        x = torch.randn(96, 32, device="cuda")
+        _, chosen = gate(x).topk(1, dim=-1)
+        sent = torch.bincount(chosen.flatten(), minlength=2 * ranks)
+        received = exchanged(sent)
+        splits = [c.view(ranks, 2).sum(1).tolist() for c in (received, sent)]
+        rows = torch.empty(sum(splits[0]), 32, device="cuda")
+        dist.all_to_all_single(rows, x[chosen.flatten().argsort()], *splits)
+        parts = rows.split(received.tolist())
+        loss = sum(experts[n % 2](part).sum() for n, part in enumerate(parts)) + gate(x).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("base", [True, False])
+def test_a_rank_gets_the_tokens_that_equal_peers_route_to_its_experts(base, tmp_path):
+    (tmp_path / "lines.csv").write_text("4,2,1,1\n")
+    text = EXCHANGED.format(base=base)
+    rows: dict[int, list[int]] = {}
+    for rank in (0, 1):
+        options = ("--dp", "2", "--rank", rank, "--moe-routing", tmp_path / "lines.csv")
+        graph = captured(tmp_path, text, *options)
+        sizes = [shapes[0][0] for shapes in shapes_of(graph, "aten::mm") if shapes[0][1:] == [32]]
+        rows[rank] = [n for n in sizes if n != 32]
+    # Both ranks route 96 tokens; experts 0 and 1 are on rank 0.
+    assert rows == {0: [48, 24, 48, 24], 1: [12, 12, 12, 12]}
 
 
 def shapes_of(graph: Graph, operator: str) -> list[Any]:

@@ -68,7 +68,7 @@ _NO_WORK = frozenset(
     "empty empty_like empty_permuted empty_strided new_empty new_empty_strided resize_ resize_as_ "
     "set_ lift_fresh result_type is_nonzero _local_scalar_dense item to contiguous requires_grad_ "
     "_to_copy _version data record_stream is_same_size broadcast_tensors numpy_T mT lift conj "
-    "resolve_conj resolve_neg view_as_real view_as_complex real imag chunk_cat "
+    "_conj _neg_view resolve_conj resolve_neg view_as_real view_as_complex real imag chunk_cat "
     "_has_compatible_shallow_copy_type unsafe_split unsafe_split_with_sizes mH cudnn_is_acceptable "
     "output_nr can_cast promote_types size stride tensor_split unsafe_chunk transpose_ t_".split()
 )
