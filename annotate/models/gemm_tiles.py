@@ -26,8 +26,9 @@ exp(-ln(time / best) / choice). Operands come from memory unless six GEMMs' oper
 cache, as in the measurements of the fit; results may stay in the cache.
 
 cuBLAS multiplies 8 bits with one scale for a tensor by the same tiles. With scales of rows or
-blocks, and in 4 bits, other libraries' kernels run (`ScaledKernel`). They never divide the inner
-size, and no other tile hides part of a tile's epilogue:
+blocks, and in 4 bits, other libraries' kernels run (`ScaledKernel`), with coefficients of their own
+for the last wave, a step and the size of tiles. They never divide the inner size, and no other tile
+hides part of a tile's epilogue:
 
     tiles + epilogue's share * waves * epilogue
 
@@ -287,12 +288,12 @@ def gemm_ns(
         record: takes the terms of GEMMs, as positions among the d.
     """
     predicted_ns, run = np.empty(len(shapes)), GemmTarget(gpu, rates, vector)
-    floors = coefficients.floor
+    floor_ns = coefficients.floor * gpu.launch_floor_ns
     if kernel is not None:
-        floors = kernel.coefficients.floor
+        floor_ns = kernel.coefficients.floor_ns
+        coefficients = kernel.coefficients.applied(coefficients)
         run = run.with_rate(kernel.coefficients.rate)
         described = described and described.with_rate(kernel.coefficients.rate)
-    floor_ns = floors * gpu.launch_floor_ns
     for start in range(0, len(shapes), _CHUNK):
         chunk = slice(start, start + _CHUNK)
         tilings = _tiling_times(run.part(chunk), shapes[chunk], coefficients, kernel)

@@ -135,17 +135,21 @@ def fitted(
     other kernels all architectures have the floors of FlashAttention.
     """
     gemm = fit_gemm(products, gpus)
+    narrow = [each for each in linears if each.gpu in gpus]
+    scaled = shipped().finely_scaled, shipped().finely_scaled_elsewhere
+    if narrow:
+        scaled = fit_finely_scaled(narrow, gemm)
     fused = fit_attention(attention, gpus) if attention else ATTENTION_START
     floors: dict[str, float] = {}
     if attention and folder:
         by_flash = {load_gpu(name).architecture for name in attention.times_ns}
         floors = fit_attention_floor(folder, fused, gpus, by_flash)
-    narrow = [each for each in linears if each.gpu in gpus]
     decodes = [each for each in read_decodes(folder) if each.gpu in gpus] if folder else []
     return Coefficients(
         provenance={},
         gemm=gemm,
-        finely_scaled=fit_finely_scaled(narrow, gemm) if narrow else shipped().finely_scaled,
+        finely_scaled=scaled[0],
+        finely_scaled_elsewhere=scaled[1],
         attention=fused,
         same_die=SAME_DIE,
         product_carried=PRODUCT_CARRIED,
