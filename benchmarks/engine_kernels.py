@@ -2,8 +2,7 @@
 
     PYTHONPATH=. python benchmarks/engine_kernels.py DATA_DIRECTORY
 
-DATA_DIRECTORY holds attention.parquet, latent.parquet, experts.parquet and quantisation.parquet,
-which `tools.fit.public_sets` writes.
+DATA_DIRECTORY holds the tables of benchmarks/held_out.py, which `tools.fit.public_sets` writes.
 
   mean      of |predicted / measured - 1| in percent
   bias      mean of ln(measured / predicted)
@@ -13,26 +12,26 @@ which `tools.fit.public_sets` writes.
 
 Attention has one query per sequence. "campaign": coefficients of other campaigns on the
 architecture; "family": without the die family. The constants of latent attention in
-`attention_time` were chosen on Hopper and Blackwell, both judged here. An MoE layer is the sum of
-two grouped GEMMs, the gated activation and the sum over experts. No coefficient is fitted to it,
-but the GEMM tiles are fitted to GEMMs of these GPUs. Sorting and routing count as one launch.
-Kernels that quantise are counted over 10 us and under; calls that a cache serves are omitted.
-"residual" is the residual model. `roofline` changes from the shape to the residual model at
-deviations that were chosen on these pairs, among others.
+`attention_time` were chosen on Hopper and Blackwell, both judged here. A row of an MoE layer times
+choosing the experts from the router's scores, sorting the tokens, two grouped GEMMs, the gated
+activation and the sum over experts. The coefficients are those of the other die families, "plain"
+has the tiles of cuBLAS and one launch for the rest. Layers whose active weights fit into the
+last-level cache are omitted: a row repeats one layer. "inside" is the share in the interval of
+composite calls. Kernels that quantise are counted over 10 us and under; calls that a cache serves
+are omitted. "residual" is the residual model. `roofline` changes from the shape to the residual
+model at deviations that were chosen on these pairs, among others.
 """
 
+from dataclasses import replace
 from functools import cache
 from itertools import permutations
 from pathlib import Path
 
 import msgspec
 import numpy as np
-import polars as pl
 from harness import given_folder
 
-from onerank.annotate import load_gpu
-from onerank.annotate.gpus.gpu import Gpu
-from onerank.annotate.models.coefficients import Coefficients, shipped
+from onerank.annotate.models.coefficients import Coefficients, Experts, shipped
 from onerank.annotate.models.cost_model import Predict, PredictFromDescription
 from onerank.annotate.models.learned import (
     predict_by_ratio,
@@ -42,7 +41,9 @@ from onerank.annotate.models.learned import (
 from onerank.annotate.models.roofline import predict_from_datasheet
 from onerank.annotate.models.scale_measured import predict_by_residual
 from onerank.ir.arrays import F64
-from tools.fit.measured_kernels import Products, family, of_memory, of_products
+from tools.fit.expert_cases import UNTUNED, ExpertLayers, read_experts
+from tools.fit.leave_one_out import fits_without
+from tools.fit.measured_kernels import family, read_products
 from tools.fit.public_cases import (
     Decodes,
     decode_cases,
@@ -53,20 +54,23 @@ from tools.fit.public_cases import (
     read_decodes,
 )
 
+_PLAIN = {"cutlass": Experts(0.0, 1.0, 0.0), "triton": Experts(0.0, 1.0, 0.0)}
+
 _LEFT_OUT = {"decode_unmeasured": "campaign", "decode_other": "family"}
 LONG_NS = 10_000
-_LAYER = ["tokens", "hidden", "inner", "chosen", "experts"]
 
 
 def main() -> None:
     """Print the tables."""
     folder = given_folder(
-        __doc__, "attention.parquet", "latent.parquet", "experts.parquet", "quantisation.parquet"
+        __doc__,
+        *("attention.parquet", "latent.parquet", "experts.parquet", "quantisation.parquet"),
+        "gemm.parquet",
     )
     decodes = read_decodes(folder)
     for title, latent in (("decode attention", False), ("latent attention (MLA)", True)):
         attention(title, [each for each in decodes if each.latent == latent])
-    experts(folder)
+    experts(read_experts(folder), fits_without(read_products(folder), None, (), folder))
     quantisation(folder)
 
 
@@ -114,39 +118,42 @@ def attention(title: str, decodes: list[Decodes]) -> None:
         print("\n".join(pairs))
 
 
-def experts(folder: Path) -> None:
+def experts(measured: list[ExpertLayers], fits: dict[str, Coefficients]) -> None:
     """Print the errors of MoE layers by shape, and from another GPU."""
-    rows = pl.read_parquet(folder / "experts.parquet")
-    groups = rows.group_by("gpu", "campaign", "kernel", maintain_order=True)
-    layers = {
-        tuple(map(str, name)): table.group_by(_LAYER).agg(pl.col("time_us").median()).sort(_LAYER)
-        for name, table in groups
-    }
-    print("\nexperts of an MoE layer, by shape")
+    interval = shipped().errors["composed"].high
+    print("\nexperts of an MoE layer, by shape, family left out")
     print(f"{'target':15}{'campaign':18}{'kernel':36}{'calls':>6}", end="")
-    print(f"{'mean':>7}{'bias':>7}{'roofline':>10}")
-    for (name, campaign, kernel), table in sorted(layers.items()):
-        measured_ns = table["time_us"].to_numpy() * 1000
-        tiles_ns, roofline_ns = layer_ns(table, load_gpu(name))
-        print(f"{name:15}{campaign:18}{kernel[:35]:36}{len(table):6}", end="")
-        print(f"{error(tiles_ns, measured_ns):7.1f}", end="")
-        print(f"{np.log(measured_ns / tiles_ns).mean():+7.2f}", end="")
-        print(f"{error(roofline_ns, measured_ns):10.1f}")
-    print("\nexperts of an MoE layer, from another GPU")
-    print(f"{'source':15}{'target':15}{'kernel':36}{'calls':>6}{'mean':>7}{'ratio':>7}")
-    for before, after in permutations(layers, 2):
-        if before[2] != after[2] or before[0] == after[0]:
-            continue
-        both = layers[before].join(layers[after], on=_LAYER, suffix="_target").sort(_LAYER)
-        source_ns, measured_ns = (
-            both[column].to_numpy() * 1000 for column in ("time_us", "time_us_target")
+    print(f"{'mean':>7}{'bias':>7}{'inside':>8}{'plain':>7}{'roofline':>10}")
+    for each in measured:
+        c, kernels, gpu = fits[family(each.gpu)], each.features(), each.gpu
+        plain = msgspec.structs.replace(c, experts=_PLAIN)
+        predicted_ns, plain_ns = (
+            predict_from_description(kernels, gpu, coefficients)[0] for coefficients in (c, plain)
         )
-        times = [layer_ns(both, load_gpu(name)) for name in (before[0], after[0])]
-        errors = [
-            error(source_ns * there / here, measured_ns) for here, there in zip(*times, strict=True)
-        ]
-        print(f"{before[0]:15}{after[0]:15}{before[2][:35]:36}{len(both):6}", end="")
-        print(f"{errors[0]:7.1f}{errors[1]:7.1f}")
+        deviation = np.log(each.times_ns / predicted_ns)
+        print(f"{gpu.name:15}{each.campaign:18}{each.kernel[:35]:36}{len(each.times_ns):6}", end="")
+        print(f"{error(predicted_ns, each.times_ns):7.1f}{deviation.mean():+7.2f}", end="")
+        print(f"{(np.abs(deviation) < interval).mean() * 100:8.1f}", end="")
+        print(f"{error(plain_ns, each.times_ns):7.1f}", end="")
+        print(f"{error(predict_from_datasheet(kernels, gpu)[0], each.times_ns):10.1f}")
+    print("\nexperts of an MoE layer, from another GPU, family of the target left out")
+    print(f"{'source':15}{'target':15}{'kernel':36}{'calls':>6}{'mean':>7}{'ratio':>7}")
+    for before, after in permutations(measured, 2):
+        if before.kernel != after.kernel or before.gpu == after.gpu or UNTUNED in before.kernel:
+            continue
+        times_ns = dict(zip(after.layers, after.times_ns, strict=True))
+        both = [at for at, layer in enumerate(before.layers) if layer in times_ns]
+        source = replace(
+            before,
+            layers=[before.layers[at] for at in both],
+            times_ns=before.times_ns[both],
+        )
+        measured_ns = np.array([times_ns[layer] for layer in source.layers])
+        c, kernels = fits[family(after.gpu)], source.features()
+        learned = predict_learned(kernels, before.gpu, after.gpu, c)[0]
+        ratio = predict_by_ratio(kernels, before.gpu, after.gpu)[0]
+        print(f"{before.gpu.name:15}{after.gpu.name:15}{before.kernel[:35]:36}", end="")
+        print(f"{len(both):6}{error(learned, measured_ns):7.1f}{error(ratio, measured_ns):7.1f}")
 
 
 def quantisation(folder: Path) -> None:
@@ -170,27 +177,6 @@ def quantisation(folder: Path) -> None:
                 errors.append(error(predicted_ns[chosen], measured_ns[chosen]))
             print(f"{count:{width}}{errors[0]:7.1f}{errors[1]:10.1f}{errors[2]:7.1f}", end="")
         print()
-
-
-def layer_ns(table: pl.DataFrame, gpu: Gpu) -> tuple[F64, F64]:
-    """Return the times of MoE layers on a GPU by GEMM tiles and by the roofline, float64[d]."""
-    tokens, hidden, inner, chosen, count = (
-        table[column].to_numpy().astype(np.float64) for column in _LAYER
-    )
-    rows = tokens * chosen
-    active, two = np.minimum(count, rows), np.full(len(table), 2.0)
-    each = np.ceil(rows / active)
-    activation = of_memory(two, 2 * 3 * rows * inner)
-    sums = of_memory(two, 2 * (rows + tokens) * hidden)
-    others_ns = gpu.launch_floor_ns + predict_from_datasheet(activation, gpu)[0]
-    others_ns += predict_from_datasheet(sums, gpu)[0]
-    by_tiles, by_roofline = others_ns.copy(), others_ns.copy()
-    for n, k in ((2 * inner, hidden), (hidden, inner)):
-        shapes = np.stack([active, each, n, k, two, two], axis=1)
-        grouped = of_products(Products("bfloat16", shapes, {}), two)
-        by_tiles += predict_from_description(grouped, gpu)[0]
-        by_roofline += predict_from_datasheet(grouped, gpu)[0]
-    return by_tiles, by_roofline
 
 
 def error(predicted_ns: F64, measured_ns: F64) -> float:

@@ -17,6 +17,7 @@ __all__ = [
     "Coefficients",
     "Decode",
     "Error",
+    "Experts",
     "FinelyScaled",
     "GemmCoefficients",
     "LatentDecode",
@@ -110,6 +111,23 @@ class FinelyScaled(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
 
+class Experts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How an inference engine's experts of an MoE layer differ from the tiles of cuBLAS.
+
+    Attributes:
+        other_ns: kernels around each of the two grouped GEMMs that move few bytes: sorting the
+            tokens by expert and what belongs to it. A time and not a number of launch floors, by
+            which left-out families are predicted worse.
+        rate: factor on the sustained rate; the result is at most the peak.
+        epilogue: share of a tile's epilogue that no other tile hides. Rows of results are scattered
+            to the tokens, and tiles of a few rows are mostly epilogue.
+    """
+
+    other_ns: float
+    rate: float
+    epilogue: float
+
+
 class AttentionCoefficients(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Coefficients of fused attention.
 
@@ -191,6 +209,8 @@ class Coefficients(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         finely_scaled: architecture -> its GEMMs with scales of rows or blocks.
         finely_scaled_elsewhere: those of an architecture that was not measured, one fit to all:
             left-out families are 16% off with it, and 18% with the mean of the others'.
+        experts: library, "cutlass" or "triton" -> its experts of an MoE layer, one fit to all
+            architectures.
         attention: fused attention.
         attention_floor: architecture -> factor on `AttentionCoefficients.floor` of its usual
             kernels, if FlashAttention was not measured there.
@@ -216,6 +236,7 @@ class Coefficients(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gemm: GemmCoefficients
     finely_scaled: dict[str, FinelyScaled]
     finely_scaled_elsewhere: FinelyScaled
+    experts: dict[str, Experts]
     attention: AttentionCoefficients
     same_die: float
     product_carried: float

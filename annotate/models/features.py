@@ -28,12 +28,16 @@ class ComponentGemms(NamedTuple):
         times: repetitions of each, float64[p].
         launches: additional launch floors per repetition, float64[p].
         shapes: as `gemm_tiles.gemm_ns` takes them, float64[p, 7].
+        kernels: a `PartKernel` for each, uint8[p].
+        also_moved: bytes that other kernels of the call move per repetition, float64[p].
     """
 
     call: I64
     times: F64
     launches: F64
     shapes: F64
+    kernels: U8
+    also_moved: F64
 
     @classmethod
     def of(cls, works: Sequence[Work]) -> Self:
@@ -46,6 +50,8 @@ class ComponentGemms(NamedTuple):
             np.array([p.times for p in parts], dtype=np.float64),
             np.array([p.launches for p in parts], dtype=np.float64),
             np.array(shapes, dtype=np.float64).reshape(-1, 7),
+            np.array([p.kernel for p in parts], dtype=np.uint8),
+            np.array([p.also_moved for p in parts], dtype=np.float64),
         )
 
     def of_calls(self, calls: I64) -> tuple[Self, I64]:
@@ -56,10 +62,7 @@ class ComponentGemms(NamedTuple):
         owner = np.repeat(np.arange(len(calls)), counts)
         rows = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
         rows += np.repeat(first, counts)
-        parts = type(self)(
-            self.call[rows], self.times[rows], self.launches[rows], self.shapes[rows]
-        )
-        return parts, owner
+        return type(self)(*(column[rows] for column in self)), owner
 
     @property
     def calls_in_steps(self) -> I64:

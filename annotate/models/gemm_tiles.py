@@ -26,11 +26,14 @@ exp(-ln(time / best) / choice). Operands come from memory unless six GEMMs' oper
 cache, as in the measurements of the fit; results may stay in the cache.
 
 cuBLAS multiplies 8 bits with one scale for a tensor by the same tiles. With scales of rows or
-blocks, and in 4 bits, other libraries' kernels run (`ScaledKernel`), with coefficients of their own
-for the last wave, a step and the size of tiles. They never divide the inner size, and no other tile
-hides part of a tile's epilogue:
+blocks, and in 4 bits, other libraries' kernels run (`scaled_kernels`). The last wave, a step and
+the size of a tile cost them more or less than cuBLAS. They never divide the inner size, and no
+other tile hides part of a tile's epilogue:
 
     tiles + epilogue's share * waves * epilogue
+
+The grouped GEMMs of experts in inference engines (`experts_kernels`) do not hide it either. Rows of
+different experts share no tile, so a tile of an expert with few tokens is mostly empty.
 
 Misaligned GEMMs are slower. With a vocabulary of 50257 in 16 bits, rows of logits start at any even
 byte, but kernels of the GPU's generation need 16-byte alignment. Libraries then run a kernel of an
@@ -44,7 +47,12 @@ import numpy as np
 
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.gpus.spec_schema import ASYNCHRONOUS, SYNCHRONOUS
-from onerank.annotate.models.coefficients import FinelyScaled, GemmCoefficients, TilePipeline
+from onerank.annotate.models.coefficients import (
+    Coefficients,
+    FinelyScaled,
+    GemmCoefficients,
+    TilePipeline,
+)
 from onerank.annotate.models.prediction_terms import (
     Term,
     TermRecord,
@@ -54,7 +62,7 @@ from onerank.annotate.models.prediction_terms import (
     quantity,
     total,
 )
-from onerank.annotate.op_costs.cost_record import GemmShape, Scales
+from onerank.annotate.op_costs.cost_record import GemmShape, PartKernel, Scales
 from onerank.ir.arrays import F64, I64, U8, Mask
 
 # Kernels of the GPU's generation need rows at this alignment; see the module's docstring.
@@ -232,35 +240,67 @@ class GemmTarget(NamedTuple):
         return coefficients.synchronous if self.vector else pipeline_of(self.gpu, coefficients)
 
 
-class ScaledKernel(NamedTuple):
-    """A kernel for operands in 8 or 4 bits with scales of rows or blocks.
+class TileKernel(NamedTuple):
+    """A kernel that is not cuBLAS's, in that kernel's coefficients.
 
     Attributes:
-        coefficients: how it differs from cuBLAS's.
+        coefficients: of its tiles.
+        floor_ns: shortest time, in addition to the tiles.
+        rate: factor on the sustained rate.
+        epilogue: share of a tile's epilogue that no other tile hides.
         tilings: rows, columns and splits of the tilings that it has, float64[3, t].
     """
 
-    coefficients: FinelyScaled
+    coefficients: GemmCoefficients
+    floor_ns: float
+    rate: float
+    epilogue: float
     tilings: F64
 
 
+# Triton's experts have no tuned configuration for most shapes: vLLM and SGLang then take one tile
+# for more tokens than experts, and one for fewer. CUTLASS's are tuned when the engine starts.
+_EXPERT_TILINGS = {
+    PartKernel.TRITON_EXPERTS: np.array([[64.0], [64.0], [1.0]]),
+    PartKernel.TRITON_FEW_TOKENS: np.array([[16.0], [32.0], [1.0]]),
+    PartKernel.CUTLASS_EXPERTS: np.array(
+        [(rows, columns, 1) for rows in (16, 32, 64, 128) for columns in (32, 64, 128, 256)],
+        dtype=np.float64,
+    ).T,
+}
+
+
+def experts_kernels(gpu: Gpu, kernels: U8, c: Coefficients) -> Iterator[tuple[I64, TileKernel]]:
+    """Yield the rows of experts' GEMMs in `kernels`, a `PartKernel` for each, and their kernel."""
+    for code, tilings in _EXPERT_TILINGS.items():
+        rows = np.flatnonzero(kernels == code)
+        if len(rows):
+            library = "cutlass" if code is PartKernel.CUTLASS_EXPERTS else "triton"
+            experts = c.experts[library]
+            floor_ns = experts.other_ns + c.gemm.floor * gpu.launch_floor_ns
+            yield rows, TileKernel(c.gemm, floor_ns, experts.rate, experts.epilogue, tilings)
+
+
 def scaled_kernels(
-    gpu: Gpu, shapes: F64, scales: U8, coefficients: FinelyScaled
-) -> Iterator[tuple[I64, ScaledKernel]]:
-    """Yield rows of `shapes` and the kernel that computes these GEMMs.
+    gpu: Gpu, shapes: F64, scales: U8, c: GemmCoefficients, scaled: FinelyScaled
+) -> Iterator[tuple[I64, TileKernel]]:
+    """Yield rows of GEMMs in 8 or 4 bits with fine scales, and the kernel that computes them.
 
     Args:
         gpu: where they run.
         shapes: as for `gemm_ns`.
         scales: a `Scales` for each, uint8[d].
-        coefficients: of the GPU.
+        c: of cuBLAS's tiles.
+        scaled: of these kernels on the GPU.
     """
+    coefficients = scaled.applied(c)
     # Kernels of Ada have smaller tiles for few rows and are chosen by more than m.
     large = (scales == Scales.ROW) & (gpu.architecture in ASYNCHRONOUS)
     large &= shapes[:, GemmShape._fields.index("m")] > _LARGE_FROM
     for mask, tilings in ((large, _LARGE_TILES), (~large, _WHOLE_K)):
         if mask.any():
-            yield np.flatnonzero(mask), ScaledKernel(coefficients, tilings)
+            figures = scaled.floor_ns, scaled.rate, scaled.epilogue
+            yield np.flatnonzero(mask), TileKernel(coefficients, *figures, tilings)
 
 
 def gemm_ns(
@@ -271,7 +311,7 @@ def gemm_ns(
     described: GemmTarget | None = None,
     *,
     vector: bool = False,
-    kernel: ScaledKernel | None = None,
+    kernel: TileKernel | None = None,
     record: TermRecord | None = None,
 ) -> F64:
     """Return the time of GEMMs in ns, float64[d].
@@ -284,16 +324,15 @@ def gemm_ns(
         coefficients: fitted coefficients.
         described: the GPU without overrides of its figures; None: no overrides.
         vector: whether they run on the vector units.
-        kernel: of operands with scales of rows or blocks; None: cuBLAS's.
+        kernel: of GEMMs with scales of rows or blocks, and of experts; None: cuBLAS's.
         record: takes the terms of GEMMs, as positions among the d.
     """
     predicted_ns, run = np.empty(len(shapes)), GemmTarget(gpu, rates, vector)
     floor_ns = coefficients.floor * gpu.launch_floor_ns
     if kernel is not None:
-        floor_ns = kernel.coefficients.floor_ns
-        coefficients = kernel.coefficients.applied(coefficients)
-        run = run.with_rate(kernel.coefficients.rate)
-        described = described and described.with_rate(kernel.coefficients.rate)
+        floor_ns, coefficients = kernel.floor_ns, kernel.coefficients
+        run = run.with_rate(kernel.rate)
+        described = described and described.with_rate(kernel.rate)
     for start in range(0, len(shapes), _CHUNK):
         chunk = slice(start, start + _CHUNK)
         tilings = _tiling_times(run.part(chunk), shapes[chunk], coefficients, kernel)
@@ -390,7 +429,7 @@ class _GemmTerms(NamedTuple):
 
 
 def _tiling_times(
-    run: GemmTarget, shapes: F64, c: GemmCoefficients, kernel: ScaledKernel | None
+    run: GemmTarget, shapes: F64, c: GemmCoefficients, kernel: TileKernel | None
 ) -> _TilingTimes:
     """Return the times of each tiling of each GEMM; the module's docstring has the formulas."""
     gpu, rates = run.gpu, run.rates
@@ -398,7 +437,7 @@ def _tiling_times(
     reuse = more[0] if more else 1.0
     tilings, epilogue = _TILINGS, 0.0
     if kernel is not None:
-        tilings, epilogue = kernel.tilings, kernel.coefficients.epilogue
+        tilings, epilogue = kernel.tilings, kernel.epilogue
     rows, columns, split = tilings[:, None, :]
     pipe, sm = run.pipeline(c), gpu.sm_count
     cycle = 1e9 / gpu.clock_hz  # in ns, as all times here

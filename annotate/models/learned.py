@@ -23,7 +23,13 @@ from onerank.annotate.models.calibration import (
 )
 from onerank.annotate.models.coefficients import Coefficients, shipped
 from onerank.annotate.models.features import KernelFeatures, KernelRates, matmul_ratio
-from onerank.annotate.models.gemm_tiles import GemmTarget, Rates, gemm_ns, scaled_kernels
+from onerank.annotate.models.gemm_tiles import (
+    GemmTarget,
+    Rates,
+    experts_kernels,
+    gemm_ns,
+    scaled_kernels,
+)
 from onerank.annotate.models.intervals import composite_tile_weight, same_die, tile_model_weight
 from onerank.annotate.models.prediction_terms import (
     Rule,
@@ -611,8 +617,9 @@ def part_times(
     able = _able(kernels, gpu) & ~_in_type(kernels, (_VECTOR_TYPE,))
     known = np.flatnonzero(able)
     parts, owner = kernels.parts.of_calls(kernels.call[known])
-    single_ns = _products_ns(kernels, gpu, (known[owner], parts.shapes), c)
-    part_times = PartTimes(parts, owner, single_ns, float(gpu.launch_floor_ns), len(known))
+    shapes = known[owner], parts.shapes
+    single_ns = _products_ns(kernels, gpu, shapes, c, part_kernels=parts.kernels)
+    part_times = PartTimes(parts, owner, single_ns, gpu, len(known))
     times = np.full(len(first), np.nan)
     times[known] = part_times.operator_ns
     operator_ns[where] = times[inverse]
@@ -646,6 +653,7 @@ def _products_ns(  # noqa: PLR0917
     c: Coefficients,
     measured: Calibration | None = None,
     record: TermRecord | None = None,
+    part_kernels: U8 | None = None,
 ) -> F64:
     """Return the times of GEMMs, float64[d].
 
@@ -656,6 +664,7 @@ def _products_ns(  # noqa: PLR0917
         c: fitted coefficients.
         measured: calibration of `gpu`; None: that of its description.
         record: takes the times as terms.
+        part_kernels: a `PartKernel` for each; None: the library's.
     """
     rows, shapes = products
     times = np.empty(len(rows))
@@ -668,15 +677,23 @@ def _products_ns(  # noqa: PLR0917
     # With one scale for a tensor cuBLAS multiplies 8 bits as it does 16.
     scales = kernels.scales[kernels.call[rows]]
     fine = np.flatnonzero((operand_bytes <= 1) & (scales != Scales.TENSOR))
-    of_kernel = np.zeros(len(rows), dtype=bool)
-    of_kernel[fine] = True
-    scaled = scaled_kernels(gpu, shapes[fine], scales[fine], c.finely_scaled_on(gpu))
+    others = [
+        (fine[chosen], kernel)
+        for chosen, kernel in scaled_kernels(
+            gpu, shapes[fine], scales[fine], c.gemm, c.finely_scaled_on(gpu)
+        )
+    ]
+    if part_kernels is not None:
+        others += experts_kernels(gpu, part_kernels, c)
+    of_library = np.ones(len(rows), dtype=bool)
+    for chosen, _ in others:
+        of_library[chosen] = False
     by_calibration = measured or calibrated(gpu, c.gemm), calibrated(before, c.gemm)
     for chosen, (at, was), on_vector, kernel in (
-        (np.flatnonzero(sixteen_bit), by_calibration, False, None),
+        (np.flatnonzero(sixteen_bit & of_library), by_calibration, False, None),
         (np.flatnonzero(vector), as_described, True, None),
-        (np.flatnonzero(~sixteen_bit & ~of_kernel & ~vector), as_described, False, None),
-        *((fine[chosen], as_described, False, kernel) for chosen, kernel in scaled),
+        (np.flatnonzero(~sixteen_bit & of_library & ~vector), as_described, False, None),
+        *((chosen, as_described, False, kernel) for chosen, kernel in others),
     ):
         described = None
         if before.figures != gpu.figures:

@@ -173,34 +173,42 @@ class PartTimes:
         parts: the GEMMs, p of them.
         owner: the operator that each belongs to, ascending, int64[p].
         single_ns: time of one repetition of each, float64[p].
-        launch_floor_ns: of one additional launch.
+        gpu: where they run.
         count: d.
     """
 
     parts: ComponentGemms
     owner: I64
     single_ns: F64
-    launch_floor_ns: float
+    gpu: Gpu
     count: int
 
     @property
     def operator_ns(self) -> F64:
         """Time of each operator: its GEMMs one after another with their launches, float64[d]."""
-        launches_ns = self.parts.launches * self.launch_floor_ns
-        part_ns = self.parts.times * (self.single_ns + launches_ns)
+        launches_ns = self.parts.launches * self.gpu.launch_floor_ns
+        part_ns = self.parts.times * (self.single_ns + launches_ns + self.moved_ns)
         sums_ns = np.zeros(self.count)
         sums_ns += np.bincount(self.owner, weights=part_ns, minlength=self.count)
         return sums_ns
 
+    @property
+    def moved_ns(self) -> F64:
+        """Time of the bytes that other kernels of the operators move, by repetition, float64[p]."""
+        return self.parts.also_moved / self.gpu.bandwidth_bytes_per_s * 1e9
+
     def term(self, i: int, name: str, note: str = "") -> Term:
         """Return the time of operator `i` as the sum of its GEMMs."""
+        moved_ns = self.moved_ns
         terms: list[Term] = []
         for row in np.flatnonzero(self.owner == i).tolist():
             sizes = ", ".join(f"{size:.0f}" for size in self.parts.shapes[row, :4])
             single = quantity("", self.single_ns[row])
             if launches := float(self.parts.launches[row]):
-                floor = quantity("", self.launch_floor_ns)
+                floor = quantity("", float(self.gpu.launch_floor_ns))
                 single = total(single, product(factor(launches), floor))
+            if moved_ns[row]:
+                single = total(single, quantity("", moved_ns[row]))
             part = product(factor(self.parts.times[row]), single, name="product")
             terms.append(replace(part, note=f"batch, m, n, k = {sizes}"))
         return total(*terms, name=name, note=note)
@@ -268,4 +276,4 @@ def parts_of(kernels: KernelFeatures, target: Gpu, rows: I64, rate: F64) -> Part
     parts, owner = kernels.parts.of_calls(kernels.call[rows])
     roof_s = np.maximum(parts.flops / rate[owner], parts.bytes / target.bandwidth_bytes_per_s)
     single_ns = target.launch_floor_ns + 1e9 * roof_s
-    return PartTimes(parts, owner, single_ns, float(target.launch_floor_ns), len(rows))
+    return PartTimes(parts, owner, single_ns, target, len(rows))

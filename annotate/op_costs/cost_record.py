@@ -9,6 +9,19 @@ from onerank.annotate.op_costs.operands import Call, Tensor
 from onerank.ir import UNKNOWN
 
 
+class PartKernel(IntEnum):
+    """The kernel of a component GEMM."""
+
+    LIBRARY = 0
+    """The kernel of a plain GEMM, or torch's grouped one, which runs as long."""
+    TRITON_EXPERTS = 1
+    """vLLM's and SGLang's grouped kernel, in tiles for more tokens than experts."""
+    TRITON_FEW_TOKENS = 2
+    """The same in tiles for up to as many tokens as experts."""
+    CUTLASS_EXPERTS = 3
+    """TensorRT-LLM's grouped kernel."""
+
+
 class ComponentGemm(NamedTuple):
     """A component GEMM [m, k] x [k, n] of a composite call.
 
@@ -21,6 +34,8 @@ class ComponentGemm(NamedTuple):
         reuse: elements of [m, k] per element in memory, above 1 for a convolution's image.
         times: repetitions, or the time relative to a plain GEMM of these sizes.
         launches: additional launch floors per repetition.
+        kernel: its kernel.
+        also_moved: bytes that other kernels of the call move per repetition.
     """
 
     batch: int
@@ -31,6 +46,8 @@ class ComponentGemm(NamedTuple):
     reuse: float = 1.0
     times: float = 1.0
     launches: int = 0
+    kernel: PartKernel = PartKernel.LIBRARY
+    also_moved: int = 0
 
 
 class Scales(IntEnum):

@@ -89,6 +89,7 @@ _OPERATORS = {
         mm addmm bmm baddbmm addbmm matmul linear mv addmv dot vdot inner ger addr einsum tensordot
         _addmm_activation _scaled_mm _scaled_mm_v2 fp8_scaled_mm cutlass_scaled_mm
         cutlass_scaled_fp4_mm _grouped_mm _scaled_grouped_mm _int_mm linear_backward
+        inplace_fused_experts outplace_fused_experts fused_moe
         mkldnn_linear convolution _convolution convolution_backward cudnn_convolution
         cudnn_convolution_transpose cudnn_convolution_relu miopen_convolution mkldnn_convolution
         convolution_overrideable convolution_backward_overrideable _slow_conv2d_forward

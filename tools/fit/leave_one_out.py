@@ -32,6 +32,7 @@ from tools.fit.evaluate_fit import (
 )
 from tools.fit.evaluate_fit import attention_cases as attention_unmeasured
 from tools.fit.evaluate_fit import database_cases as database_attention
+from tools.fit.expert_cases import fit_experts, read_experts
 from tools.fit.fit_tiles import ATTENTION_START, fit_attention, fit_gemm, hull_of, stored_ns
 from tools.fit.measured_kernels import (
     Attention,
@@ -145,11 +146,13 @@ def fitted(
         by_flash = {load_gpu(name).architecture for name in attention.times_ns}
         floors = fit_attention_floor(folder, fused, gpus, by_flash)
     decodes = [each for each in read_decodes(folder) if each.gpu in gpus] if folder else []
+    layers = [each for each in read_experts(folder) if each.gpu in gpus] if folder else []
     return Coefficients(
         provenance={},
         gemm=gemm,
         finely_scaled=scaled[0],
         finely_scaled_elsewhere=scaled[1],
+        experts=fit_experts(layers, gemm) if layers else shipped().experts,
         attention=fused,
         same_die=SAME_DIE,
         product_carried=PRODUCT_CARRIED,

@@ -277,7 +277,7 @@ def finely_scaled_ns(
     rates = rates_of(gpu, products.dtype, len(shapes))
     times_ns = np.empty(len(shapes))
     scales = np.full(len(shapes), products.scales, dtype=np.uint8)
-    for rows, kernel in scaled_kernels(gpu, shapes, scales, scaled):
+    for rows, kernel in scaled_kernels(gpu, shapes, scales, c, scaled):
         chosen = Rates(rates.sustained[rows], rates.peak[rows])
         times_ns[rows] = gemm_ns(gpu, chosen, shapes[rows], c, kernel=kernel)
     return times_ns

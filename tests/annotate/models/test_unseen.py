@@ -252,7 +252,8 @@ def test_kernels_for_scales_of_rows_choose_large_tiles_by_rows_and_never_divide_
     shapes = np.array([[1, m, 256, 16384, 1, 2] for m in (128, 256)], dtype=float)
     scales = np.full(2, Scales.ROW, dtype=np.uint8)
     narrow = shipped().finely_scaled_on(H100)
-    (large, of_large), (small, of_small) = scaled_kernels(H100, shapes, scales, narrow)
+    kernels = scaled_kernels(H100, shapes, scales, shipped().gemm, narrow)
+    (large, of_large), (small, of_small) = kernels
     assert (large.tolist(), small.tolist()) == ([1], [0])
     assert of_large.tilings[:2].min() == 128
     assert of_small.tilings[:2].min() == 16

@@ -241,3 +241,57 @@ def test_linear_attention_of_fla():
 
 def test_each_formula_has_a_class():
     assert all(op_class(name) is not OpClass.UNKNOWN for name in FORMULAS)
+
+
+INPUT, CHOICES = (1024, 2048), (1024, 8)
+EXPERTS = (128, 1536, 2048), (128, 2048, 768)
+
+
+@pytest.mark.parametrize(
+    ("op", "inputs", "kernel"),
+    [
+        ("vllm::outplace_fused_experts", [INPUT, *EXPERTS, CHOICES, CHOICES], "TRITON_EXPERTS"),
+        ("sglang::inplace_fused_experts", [INPUT, *EXPERTS, CHOICES, CHOICES], "TRITON_EXPERTS"),
+        (
+            "trtllm::fused_moe",
+            [INPUT, CHOICES, CHOICES, EXPERTS[0], None, EXPERTS[1], None],
+            "CUTLASS_EXPERTS",
+        ),
+    ],
+)
+def test_experts_of_inference_engines_are_two_grouped_gemms(op, inputs, kernel):
+    """8 experts for each of 1024 tokens are 64 rows for each of 128 experts."""
+    cost = work(op, inputs, [INPUT])
+    rows = 8 * 1024
+    first, second = cost.parts
+    assert first[:5] == (128, 64, 1536, 2048, 2)
+    assert second[:5] == (128, 64, 2048, 768, 2)
+    assert {part.kernel.name for part in cost.parts} == {kernel}
+    assert cost.flops == 2 * rows * (1536 * 2048 + 2048 * 768)
+    # The activation reads two halves and writes one; the sum reads rows and writes tokens.
+    tokens = 2 * (rows + 1024) * 2048
+    copied = tokens if kernel == "CUTLASS_EXPERTS" else 0
+    assert first.also_moved == 2 * rows * (1536 + 768) + copied
+    assert second.also_moved == tokens
+    assert op_class(op) is OpClass.GEMM
+
+
+def test_few_tokens_read_their_experts_alone():
+    """Two tokens choose 16 of 128 experts; Triton's tile for few tokens has 16 rows."""
+    inputs = [(2, 2048), *EXPERTS, (2, 8), (2, 8)]
+    cost = work("vllm::outplace_fused_experts", inputs, [(2, 2048)])
+    assert [part[:2] for part in cost.parts] == [(16, 1), (16, 1)]
+    assert {part.kernel.name for part in cost.parts} == {"TRITON_FEW_INPUT"}
+    assert cost.bytes_read == 2 * (2 * 2048 + 2 * 2 * 8 + 16 * (1536 * 2048 + 2048 * 768))
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [((128, 1536, 1024), (128, 2048, 768)), ((128, 1536, 2048), (64, 2048, 768))],
+    ids=["width", "experts"],
+)
+def test_experts_whose_weights_do_not_fit_have_bytes_alone(weights):
+    inputs = [INPUT, *weights, CHOICES, CHOICES]
+    cost = work("vllm::outplace_fused_experts", inputs, [INPUT])
+    assert cost.parts == ()
+    assert cost.bytes_written == 2 * 1024 * 2048

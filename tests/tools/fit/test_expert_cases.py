@@ -1,0 +1,73 @@
+"""Experts of MoE layers: the table, the fit and the prediction by shape."""
+
+import msgspec
+import numpy as np
+import polars as pl
+import pytest
+
+from onerank.annotate import load_gpu
+from onerank.annotate.models.coefficients import shipped
+from onerank.annotate.models.learned import part_times, predict_from_description
+from onerank.annotate.models.prediction_terms import Rule
+from onerank.annotate.op_costs.library_operators import ExpertSizes
+from tools.fit.expert_cases import ExpertLayers, expert_cases, fit_experts, read_experts
+
+H100 = load_gpu("H100")
+
+# vLLM 0.24.0 and TensorRT-LLM 1.3.0rc20 on an H100 (aiconfigurator-core 0.12.0): the experts of
+# Qwen3-30B-A3B, 128 of 768, 8 for each of 64, 1024 and 8192 tokens, in us.
+QWEN = [ExpertSizes(tokens, 8, 128, 2048, 1536, 768) for tokens in (64, 1024, 8192)]
+MEASURED_US = {
+    "vllm_unquantizedfusedmoe_triton_tritonexperts": (431.9, 528.8, 1488.9),
+    "moe_torch_flow_cutlass": (428.9, 546.1, 1465.8),
+}
+
+
+@pytest.mark.parametrize("kernel", MEASURED_US)
+def test_experts_by_their_shapes(kernel):
+    measured_ns = np.array(MEASURED_US[kernel]) * 1000
+    layers = ExpertLayers(H100, "a campaign", kernel, QWEN, measured_ns)
+    predicted_ns, rules = predict_from_description(layers.features(), H100)
+    assert predicted_ns == pytest.approx(measured_ns, rel=0.21)
+    assert set(rules.tolist()) == {Rule.PARTS}
+    (case,) = expert_cases([layers], lambda _: predict_from_description)
+    assert case.predicted_ns.tolist() == predicted_ns.tolist()
+
+
+def test_layers_that_the_cache_serves_are_not_read(tmp_path):
+    """One expert of 12.6 MB fits into an H100's 50 MB, and eight do not."""
+    layer = {"hidden": 2048, "inner": 1024, "chosen": 1, "experts": 8, "time_us": 50.0}
+    names = {"gpu": "H100-SXM", "campaign": "a", "kernel": "sglang_fused_moe_triton"}
+    pl.DataFrame([{**names, **layer, "tokens": tokens} for tokens in (1, 8)]).write_parquet(
+        tmp_path / "experts.parquet"
+    )
+    (read,) = read_experts(tmp_path)
+    assert read.layers == [ExpertSizes(8, 1, 8, 2048, 2048, 1024)]
+
+
+def test_the_fit_finds_the_coefficients_of_each_library():
+    """Times made with known coefficients give them back."""
+    c = shipped()
+    truth = {
+        "cutlass": msgspec.structs.replace(c.experts["cutlass"], rate=1.1),
+        "triton": msgspec.structs.replace(c.experts["triton"], epilogue=1.2),
+    }
+    made = msgspec.structs.replace(c, experts=truth)
+    sizes = [
+        ExpertSizes(tokens, 8, experts, 2048, 2 * inner, inner)
+        for tokens in (64, 512, 4096, 16384)
+        for experts in (64, 128)
+        for inner in (384, 768, 1536)
+    ]
+    # The fit takes every fifth layer.
+    every = [layer for layer in sizes for _ in range(5)]
+    measured = []
+    for kernel in MEASURED_US:
+        empty = ExpertLayers(H100, "a", kernel, every, np.ones(len(every)))
+        times_ns = part_times(empty.features(), H100, made)
+        measured.append(ExpertLayers(H100, "a", kernel, every, times_ns))
+    fitted = fit_experts(measured, c.gemm)
+    for library, expected in truth.items():
+        assert msgspec.structs.astuple(fitted[library]) == pytest.approx(
+            msgspec.structs.astuple(expected), rel=0.1
+        )

@@ -1,0 +1,167 @@
+"""Predictions of the experts of MoE layers, from the table of `public_sets`, and their fit.
+
+The coefficients of a prediction are fitted without the target's die family.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import polars as pl
+
+from onerank.annotate.gpus.gpu import Gpu
+from onerank.annotate.gpus.registry import load_gpu
+from onerank.annotate.models.coefficients import Experts, GemmCoefficients, shipped
+from onerank.annotate.models.cost_model import PredictFromDescription
+from onerank.annotate.models.features import ComponentGemms, KernelFeatures
+from onerank.annotate.models.learned import part_times
+from onerank.annotate.op_costs.cost_record import PartKernel, Work
+from onerank.annotate.op_costs.library_operators import ExpertSizes, expert_parts
+from onerank.ir.arrays import F64
+from tools.fit.evaluate_fit import Case
+from tools.fit.fit_tiles import fit_robustly
+from tools.fit.measured_kernels import Products, family, of_products, read_table
+
+EXPERTS_FILE = "experts.parquet"
+
+_LAYER = ["tokens", "hidden", "inner", "chosen", "experts"]
+
+# Part of a kernel's name in the table -> the library of its coefficients. TensorRT-LLM's generated
+# kernels run on a B200 only, so no other GPU could judge a fit to them.
+_LIBRARIES = {
+    "trtllm_moe": "",
+    "trtllmgen": "",
+    "flashinfer_trtllm": "",
+    "cutlass": "cutlass",
+    "triton": "triton",
+    "vllm_fused_moe": "triton",
+}
+
+UNTUNED = "sglang_flashinfer_cutlass_moe"
+"""FlashInfer's kernels on Hopper, in a campaign that does not run their tuner: every active expert
+takes 4 to 7 us, whatever its rows, four times the time to read its weights. No fit has them."""
+
+_EVERY = 5  # the fit takes every fifth layer
+
+_START = Experts(other_ns=10_000.0, rate=0.8, epilogue=0.5)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLayers:
+    """The experts of MoE layers in bf16, by one kernel on one GPU.
+
+    Attributes:
+        gpu: the GPU.
+        campaign: framework and version.
+        kernel: name in the table.
+        layers: d layers.
+        times_ns: with routing, sorting, activation and sum, float64[d].
+    """
+
+    gpu: Gpu
+    campaign: str
+    kernel: str
+    layers: list[ExpertSizes]
+    times_ns: F64
+
+    @property
+    def library(self) -> str:
+        """Whose coefficients the kernel has: "cutlass", "triton" or "", those of plain GEMMs."""
+        return next(value for part, value in _LIBRARIES.items() if part in self.kernel)
+
+    def every(self, step: int) -> "ExpertLayers":
+        """Return every `step`-th layer."""
+        return replace(self, layers=self.layers[::step], times_ns=self.times_ns[::step])
+
+    def features(self) -> KernelFeatures:
+        """Return one operator per layer."""
+        works = [Work(parts=expert_parts(sizes, self._kernel(sizes))) for sizes in self.layers]
+        plain = [[1, s.rows, s.first + s.inner, s.hidden, 2, 2] for s in self.layers]
+        products = Products("bfloat16", np.array(plain, dtype=np.float64), {})
+        kernels = of_products(products, self.times_ns)
+        return replace(kernels, gemm=0 * kernels.gemm, parts=ComponentGemms.of(works))
+
+    def _kernel(self, sizes: ExpertSizes) -> PartKernel:
+        if self.library == "triton":
+            few = sizes.tokens <= sizes.experts
+            return PartKernel.TRITON_FEW_TOKENS if few else PartKernel.TRITON_EXPERTS
+        return PartKernel.CUTLASS_EXPERTS if self.library else PartKernel.LIBRARY
+
+
+def read_experts(folder: Path) -> list[ExpertLayers]:
+    """Read `experts.parquet`, without layers that a cache serves.
+
+    A row repeats one layer with the same routing. If the weights of its active experts fit into the
+    last-level cache, only the first repetition reads them from memory.
+
+    Raises:
+        FormatError: the file is missing or lacks a column.
+        TargetError: it has a GPU without a description.
+    """
+    columns = ["gpu", "campaign", "kernel", *_LAYER, "time_us"]
+    rows = read_table(folder / EXPERTS_FILE, columns)
+    read: list[ExpertLayers] = []
+    for (name, campaign, kernel), of_kernel in rows.sort(columns).group_by(
+        "gpu", "campaign", "kernel", maintain_order=True
+    ):
+        gpu = load_gpu(str(name))
+        table = of_kernel.group_by(_LAYER).agg(pl.col("time_us").median()).sort(_LAYER)
+        layers = [
+            ExpertSizes(tokens, chosen, experts, hidden, 2 * inner, inner)
+            for tokens, hidden, inner, chosen, experts in table.select(_LAYER).iter_rows()
+        ]
+        cold = [
+            at
+            for at, s in enumerate(layers)
+            if 2 * s.active * s.hidden * (s.first + s.inner) > (gpu.l2_bytes or 0)
+        ]
+        times_ns = table["time_us"].to_numpy().astype(np.float64)[cold] * 1000
+        kept = [layers[at] for at in cold]
+        read.append(ExpertLayers(gpu, str(campaign), str(kernel), kept, times_ns))
+    return read
+
+
+def fit_experts(measured: Sequence[ExpertLayers], gemm: GemmCoefficients) -> dict[str, Experts]:
+    """Return library -> the coefficients that fit its layers, every die family with one weight."""
+    return {
+        library: _fit_library([each for each in measured if each.library == library], gemm)
+        for library in ("cutlass", "triton")
+    }
+
+
+def _fit_library(measured: list[ExpertLayers], gemm: GemmCoefficients) -> Experts:
+    chosen = [each.every(_EVERY) for each in measured if each.kernel != UNTUNED]
+    families = [family(each.gpu) for each in chosen]
+    kernels = [each.features() for each in chosen]
+
+    def residuals(x: F64) -> F64:
+        experts = Experts(*np.exp(x).tolist())
+        c = msgspec.structs.replace(
+            shipped(), gemm=gemm, experts=dict.fromkeys(("cutlass", "triton"), experts)
+        )
+        parts: list[F64] = []
+        for each, features, name in zip(chosen, kernels, families, strict=True):
+            error = np.log(part_times(features, each.gpu, c) / each.times_ns)
+            # Weights of families, and of campaigns whatever their number of layers.
+            parts.append((families.count(name) * len(error)) ** -0.5 * error)
+        return np.sqrt(len(parts[0])) * np.concatenate(parts)
+
+    x = fit_robustly(residuals, np.log(msgspec.structs.astuple(_START)))
+    return Experts(*np.exp(x).tolist())
+
+
+def expert_cases(
+    measured: Sequence[ExpertLayers], by_shape: Callable[[str], PredictFromDescription]
+) -> Iterator[Case]:
+    """Yield the experts of MoE layers by their shapes.
+
+    Args:
+        measured: the layers.
+        by_shape: family that is left out -> the model of unmeasured kernels.
+    """
+    for each in measured:
+        predicted_ns, _ = by_shape(family(each.gpu))(each.features(), each.gpu)
+        tokens = np.array([sizes.tokens for sizes in each.layers], dtype=np.float64)
+        yield Case("composed", each.gpu, each.gpu, each.times_ns, predicted_ns, tokens)
