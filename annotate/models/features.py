@@ -62,7 +62,15 @@ class ComponentGemms(NamedTuple):
         owner = np.repeat(np.arange(len(calls)), counts)
         rows = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
         rows += np.repeat(first, counts)
-        return type(self)(*(column[rows] for column in self)), owner
+        parts = type(self)(
+            self.call[rows],
+            self.times[rows],
+            self.launches[rows],
+            self.shapes[rows],
+            self.kernels[rows],
+            self.also_moved[rows],
+        )
+        return parts, owner
 
     @property
     def calls_in_steps(self) -> I64:

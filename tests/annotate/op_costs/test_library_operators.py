@@ -281,7 +281,7 @@ def test_few_tokens_read_their_experts_alone():
     inputs = [(2, 2048), *EXPERTS, (2, 8), (2, 8)]
     cost = work("vllm::outplace_fused_experts", inputs, [(2, 2048)])
     assert [part[:2] for part in cost.parts] == [(16, 1), (16, 1)]
-    assert {part.kernel.name for part in cost.parts} == {"TRITON_FEW_INPUT"}
+    assert {part.kernel.name for part in cost.parts} == {"TRITON_FEW_TOKENS"}
     assert cost.bytes_read == 2 * (2 * 2048 + 2 * 2 * 8 + 16 * (1536 * 2048 + 2048 * 768))
 
 
