@@ -18,8 +18,10 @@ activation and the sum over experts. The coefficients are those of the other die
 has the tiles of cuBLAS and one launch for the rest. Layers whose active weights fit into the
 last-level cache are omitted: a row repeats one layer. "inside" is the share in the interval of
 composite calls. Kernels that quantise are counted over 10 us and under; calls that a cache serves
-are omitted. "residual" is the residual model. `roofline` changes from the shape to the residual
-model at deviations that were chosen on these pairs, among others.
+are omitted. Latent attention over whole prompts includes the kernels that rotate positions and
+write the cache; "inside" is the share in the interval of its kind, and "seen" the error with the
+shipped coefficients, which know the family. "residual" is the residual model. `roofline` changes
+from the shape to the residual model at deviations that were chosen on these pairs, among others.
 """
 
 from dataclasses import replace
@@ -42,8 +44,9 @@ from onerank.annotate.models.roofline import predict_from_datasheet
 from onerank.annotate.models.scale_measured import predict_by_residual
 from onerank.ir.arrays import F64
 from tools.fit.expert_cases import UNTUNED, ExpertLayers, read_experts
-from tools.fit.leave_one_out import fits_without
-from tools.fit.measured_kernels import family, read_products
+from tools.fit.latent_prefill_cases import latent_prefill_cases, read_latent_prefills
+from tools.fit.leave_one_out import fits_without, models_without
+from tools.fit.measured_kernels import family, read_attention, read_products
 from tools.fit.public_cases import (
     Decodes,
     decode_cases,
@@ -70,7 +73,9 @@ def main() -> None:
     decodes = read_decodes(folder)
     for title, latent in (("decode attention", False), ("latent attention (MLA)", True)):
         attention(title, [each for each in decodes if each.latent == latent])
-    experts(read_experts(folder), fits_without(read_products(folder), None, (), folder))
+    fits = fits_without(read_products(folder), read_attention(folder), (), folder)
+    latent_prefill(folder, fits)
+    experts(read_experts(folder), fits)
     quantisation(folder)
 
 
@@ -116,6 +121,26 @@ def attention(title: str, decodes: list[Decodes]) -> None:
         print(f"\n{title}, from another GPU")
         print(f"{'source':15}{'target':15}{'calls':>6}{'mean':>7}{'ratio':>7}")
         print("\n".join(pairs))
+
+
+def latent_prefill(folder: Path, fits: dict[str, Coefficients]) -> None:
+    """Print the errors of latent attention over whole prompts, by shape."""
+    by_shape, _ = models_without(fits)
+    measured = read_latent_prefills(folder)
+    cases = [*latent_prefill_cases(measured, by_shape)]
+    seen = latent_prefill_cases(measured, lambda _: predict_from_description)
+    roofline = latent_prefill_cases(measured, lambda _: predict_from_datasheet)
+    print("\nlatent attention (MLA) over whole prompts, by shape, family left out")
+    print(f"{'target':15}{'campaign':18}{'heads':>8}{'calls':>6}", end="")
+    print(f"{'mean':>7}{'bias':>7}{'inside':>8}{'seen':>7}{'roofline':>10}")
+    for each, case, shown, other in zip(measured, cases, seen, roofline, strict=True):
+        deviation, width = np.abs(case.error), shipped().errors[case.kind].high
+        heads = "576/512" if each.absorbed else "192/128"
+        print(f"{each.gpu.name:15}{each.campaign:18}{heads:>8}{len(deviation):6}", end="")
+        print(f"{error(case.predicted_ns, case.measured_ns):7.1f}{case.error.mean():+7.2f}", end="")
+        print(f"{(deviation < width).mean() * 100:8.1f}", end="")
+        print(f"{error(shown.predicted_ns, case.measured_ns):7.1f}", end="")
+        print(f"{error(other.predicted_ns, case.measured_ns):10.1f}")
 
 
 def experts(measured: list[ExpertLayers], fits: dict[str, Coefficients]) -> None:

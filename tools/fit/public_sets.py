@@ -16,9 +16,15 @@ What a row times:
                       for a tensor, without the GEMM: the kernels that find and apply the scale.
   attention.parquet   fused attention with its write of keys and values to a cache; "context" is
                       causal over the whole sequence, "generation" has one query per sequence.
-  experts.parquet     the experts of an MoE layer: sorting the tokens by expert, a grouped GEMM to
-                      two times the inner size, the gated activation, a grouped GEMM back, the sum.
+  experts.parquet     the experts of an MoE layer: choosing the experts from the router's scores,
+                      sorting the tokens by expert, a grouped GEMM to two times the inner size, the
+                      gated activation, a grouped GEMM back, the sum. SGLang's rows also copy the
+                      choice (three small kernels), and its Triton kernels have the default tiles
+                      where no tuned configuration exists. Each row repeats one layer.
   latent.parquet      latent attention (MLA) of one query per sequence with its write to a cache.
+  latent_prefill.parquet  latent attention over whole prompts, causal, with its write to a cache;
+                      TensorRT-LLM's kernels multiply heads of 192 and 128 and also rotate the
+                      positions, SGLang's FlashAttention and Triton multiply latent vectors.
   quantisation.parquet  the kernels that quantise, of each framework and each timed separately:
                       "scale_matrix", m x k elements of 16 bits to 8 with a given scale, and
                       "compute_scale", the time to find the scale.
@@ -74,6 +80,7 @@ def main() -> None:
         ("quantise", quantise(options.systems)),
         ("attention", attention(options.systems)),
         ("latent", latent(options.systems)),
+        ("latent_prefill", latent_prefill(options.systems)),
         ("experts", experts(options.systems)),
         ("quantisation", quantisation(options.systems)),
         ("vector", vector(options.neusight)),
@@ -153,6 +160,24 @@ def latent(systems: Path) -> Iterator[pl.DataFrame]:
             pl.col("kernel_source").alias("kernel"),
             pl.col("batch_size").cast(pl.Int64).alias("batch"),
             (pl.col("isl") + pl.col("step")).cast(pl.Int64).alias("keys"),
+            pl.col("num_heads").cast(pl.Int64).alias("heads"),
+            (pl.col("latency") * 1000).cast(pl.Float64).alias("time_us"),
+        )
+
+
+def latent_prefill(systems: Path) -> Iterator[pl.DataFrame]:
+    """Yield latent attention over whole prompts, in 16 bits with a cache in 16 bits."""
+    for gpu, campaign, path in _files(systems, "mla/*/*/context_mla_perf.parquet"):
+        rows = pl.read_parquet(path).filter(
+            pl.col("mla_dtype") == "bfloat16", pl.col("kv_cache_dtype") == "bfloat16"
+        )
+        if "step" in rows.columns:
+            rows = rows.filter(pl.col("step").fill_null(0) == 0)  # tokens before the prompt
+        yield rows.select(
+            *_named(gpu, campaign),
+            pl.col("kernel_source").alias("kernel"),
+            pl.col("batch_size").cast(pl.Int64).alias("batch"),
+            pl.col("isl").cast(pl.Int64).alias("rows"),
             pl.col("num_heads").cast(pl.Int64).alias("heads"),
             (pl.col("latency") * 1000).cast(pl.Float64).alias("time_us"),
         )
