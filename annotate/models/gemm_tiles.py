@@ -270,6 +270,19 @@ _EXPERT_TILINGS = {
 }
 
 
+# cuBLAS runs batched float32 GEMMs on an A100 in one tile, whatever their sizes: all 2,281 of
+# NeuSight's set have the kernel "ampere_sgemm_128x128_nn". The V100, T4 and H100 of that set have
+# smaller tiles, too.
+_BATCHED_VECTOR = np.array([[128.0], [128.0], [1.0]])
+
+
+def batched_vector_kernel(gpu: Gpu, c: GemmCoefficients) -> TileKernel | None:
+    """Return the kernel of batched GEMMs on the vector units; None if it is that of single ones."""
+    if gpu.architecture != "ampere":
+        return None
+    return TileKernel(c, c.floor * gpu.launch_floor_ns, 1.0, 0.0, _BATCHED_VECTOR)
+
+
 def experts_kernels(gpu: Gpu, kernels: U8, c: Coefficients) -> Iterator[tuple[I64, TileKernel]]:
     """Yield the rows of experts' GEMMs in `kernels`, a `PartKernel` for each, and their kernel."""
     for code, tilings in _EXPERT_TILINGS.items():

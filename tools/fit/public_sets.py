@@ -224,8 +224,10 @@ def vector(neusight: Path) -> Iterator[pl.DataFrame]:
     for name in ("linear", "bmm", "elem", "ln", "softmax"):
         rows = pl.read_csv(neusight / f"{name}.csv", infer_schema_length=None)
         rows = rows.filter(pl.col("Device").is_in([*BOARDS]), pl.col("Latency") > 0)
+        # NeuSight's K is the number of columns and its N the inner size: the recorded grids have
+        # ceil(K / 128) tiles along their first axis, also where N differs.
         sizes = (
-            ("B", "M", "N", "K") if name in ("linear", "bmm") else (pl.lit(1), "B", "H", pl.lit(0))
+            ("B", "M", "K", "N") if name in ("linear", "bmm") else (pl.lit(1), "B", "H", pl.lit(0))
         )
         yield rows.select(
             pl.col("Device").replace_strict(BOARDS).alias("gpu"),
