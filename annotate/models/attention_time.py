@@ -244,6 +244,17 @@ def is_latent(shapes: F64) -> Mask:
     return (heads >= key_heads) & (key_heads == 1) & (dv >= _LATENT_WIDTH) & (d > dv)
 
 
+def is_measured_latent(gpu: Gpu, shapes: F64) -> Mask:
+    """Return whether calls with values narrower than keys have a measured kernel, bool[d].
+
+    Prefill of latent attention was within 10% on architectures with kernels for heads of 192 and
+    128; elsewhere, and by kernels that multiply the latent vectors, it was 19 to 53% off.
+    """
+    columns: list[F64] = list(shapes.T)
+    _, _, _, _, _, d, dv, *_ = columns
+    return (d <= dv) | ((dv < _LATENT_WIDTH) & (gpu.architecture in LATENT_ARCHITECTURES))
+
+
 def latent_terms(gpu: Gpu, rates: Rates, shapes: F64, c: LatentDecode) -> AttentionTerms:
     """Return the terms of the time of latent attention with a few queries per sequence.
 

@@ -16,7 +16,7 @@ import numpy as np
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.gpus.spec_schema import ASYNCHRONOUS, OTHER_ARCHITECTURE, SYNCHRONOUS
 from onerank.annotate.models.attention_kernels import is_known_by_shape
-from onerank.annotate.models.attention_time import has_few_queries
+from onerank.annotate.models.attention_time import has_few_queries, is_measured_latent
 from onerank.annotate.models.coefficients import Coefficients
 from onerank.annotate.models.features import KernelFeatures
 from onerank.annotate.models.prediction_terms import (
@@ -318,7 +318,9 @@ def kinds_of(
         known = is_known_by_shape(target)
         attention_kind = _AT["attention_unmeasured" if known else "attention_other"]
         other = np.where(few, _AT["decode_other"], _AT["attention_other"])
-        attention_kind = np.where(rules == Rule.OTHER_ATTENTION, other, attention_kind)
+        unlike = ~is_measured_latent(target, kernels.attention)[kernels.call] & ~few
+        unlike |= rules == Rule.OTHER_ATTENTION
+        attention_kind = np.where(unlike, other, attention_kind)
     if not die:
         decode_kind = "decode_unmeasured" if source is None else "decode"
         attention_kind = np.where(rules == Rule.DECODE, _AT[decode_kind], attention_kind)

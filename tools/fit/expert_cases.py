@@ -78,10 +78,13 @@ class ExpertLayers:
     def features(self) -> KernelFeatures:
         """Return one operator per layer."""
         works = [Work(parts=expert_parts(sizes, self._kernel(sizes))) for sizes in self.layers]
+        parts = ComponentGemms.of(works)
+        # One GEMM with the FLOPs of both, for the fields of a product.
         plain = [[1, s.rows, s.first + s.inner, s.hidden, 2, 2] for s in self.layers]
         products = Products("bfloat16", np.array(plain, dtype=np.float64), {})
         kernels = of_products(products, self.times_ns)
-        return replace(kernels, gemm=0 * kernels.gemm, parts=ComponentGemms.of(works))
+        moved = np.bincount(parts.call, weights=parts.bytes + parts.also_moved)
+        return replace(kernels, gemm=0 * kernels.gemm, bytes=moved, parts=parts)
 
     def _kernel(self, sizes: ExpertSizes) -> PartKernel:
         if self.library == "triton":

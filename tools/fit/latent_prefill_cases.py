@@ -12,7 +12,9 @@ import polars as pl
 
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.gpus.registry import load_gpu
+from onerank.annotate.models.attention_time import is_measured_latent
 from onerank.annotate.models.cost_model import PredictFromDescription
+from onerank.annotate.models.prediction_terms import Rule
 from onerank.ir.arrays import F64
 from tools.fit.evaluate_fit import Case
 from tools.fit.measured_kernels import Attention, family, of_attention, read_table
@@ -98,8 +100,10 @@ def latent_prefill_cases(
     """
     for each in measured:
         kernels = of_attention(each.attention, each.times_ns)
-        predicted_ns, _ = by_shape(family(each.gpu))(kernels, each.gpu)
+        predicted_ns, rules = by_shape(family(each.gpu))(kernels, each.gpu)
         predicted_ns = predicted_ns + each.other_ns()
         rows = each.attention.shapes[:, 3]
-        kind = "attention_other" if each.absorbed else "attention_unmeasured"
+        known = is_measured_latent(each.gpu, each.attention.shapes).all()
+        known &= not (rules == Rule.OTHER_ATTENTION).any()
+        kind = "attention_unmeasured" if known else "attention_other"
         yield Case(kind, each.gpu, each.gpu, each.times_ns, predicted_ns, rows)
