@@ -33,7 +33,9 @@ from tools.fit.measured_kernels import (
     of_products,
 )
 
-H100, B200, V100, RTX = (load_gpu(name) for name in ("H100", "B200", "V100", "RTX-PRO-6000"))
+A100, H100, B200, V100, RTX = (
+    load_gpu(name) for name in ("A100", "H100", "B200", "V100", "RTX-PRO-6000")
+)
 
 
 def attention(rows: float, heads: float = 32, key_heads: float = 4):
@@ -215,6 +217,47 @@ def test_kinds_name_what_is_known():
     assert kind(eight, B200, H100) == "gemm_8bit"
     four = products("float4_e2m1fn_x2", item=0.5625)
     assert kind(four, None, B200) == kind(four, B200, B200) == "gemm_4bit_unmeasured"
+
+
+def test_values_narrower_than_keys_take_as_long_as_if_they_were_as_wide():
+    """TensorRT-LLM's prefill of DeepSeek's heads, 4 prompts of 4096 and 16 heads, on an H100.
+
+    666 us with the kernels that rotate positions and write the cache (aiconfigurator-core 0.12.0).
+    """
+    sizes = [4, 16, 16, 4096, 4096, 192, 128, 1, 0], [4, 16, 16, 4096, 4096, 192, 192, 1, 0]
+    kernels = of_attention(Attention(np.array(sizes, dtype=float), {}), np.ones(2))
+    narrow, wide = predict_from_description(kernels, H100)[0]
+    assert narrow == pytest.approx(wide, rel=0.01)
+    assert narrow == pytest.approx(666e3, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "width", "value", "expected"),
+    [
+        (H100, 192, 128, "attention_unmeasured"),
+        (A100, 192, 128, "attention_other"),
+        (H100, 576, 512, "attention_other"),
+        (A100, 128, 128, "attention_unmeasured"),
+    ],
+)
+def test_latent_prefill_without_a_measured_kernel_has_the_wide_interval(
+    gpu, width, value, expected
+):
+    sizes = np.array([[4, 16, 16, 4096, 4096, width, value, 1, 0]], dtype=float)
+    assert kind(of_attention(Attention(sizes, {}), np.ones(1)), None, gpu) == expected
+
+
+def test_batched_fp32_products_of_an_a100_waste_half_of_a_tile():
+    """A100-PCIE-40GB, 256 products of m x 1024 x 1024: 4.10 ms for 64 rows (NeuSight).
+
+    All its batched products run in tiles of 128 x 128.
+    """
+    shapes = np.array([[256, m, 1024, 1024, 4, 4] for m in (64, 128)], dtype=float)
+    half, whole = predict_from_description(
+        of_products(Products("float32", shapes, {}), np.ones(2)), load_gpu("A100-SXM-40GB")
+    )[0]
+    assert half > 0.8 * whole
+    assert half == pytest.approx(4.10e6, rel=0.1)
 
 
 def test_fp32_products_run_at_the_rate_of_vector_units():
