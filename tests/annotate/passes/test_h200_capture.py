@@ -16,6 +16,7 @@ from onerank.annotate import OpClass, PassOptions, load_gpu, recost, summarise
 from onerank.annotate.kernel_db.calls import CallKey
 from onerank.annotate.kernel_db.database import Library, open_library
 from onerank.annotate.kernel_db.node_durations import at_one_clock
+from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.passes.fuse_kernels import CHOICES, FuseChains
 from onerank.annotate.passes.host_time import scale_host
 from onerank.annotate.passes.overlap import SerializeOverlap
@@ -82,8 +83,9 @@ class TestTwiceTheSequence:
         assert resized.nodes.bytes_read[node] == 2 * 8192 * 3584
         assert resized.nodes.evidence[node] == Evidence.EXTRAPOLATED
         low, high = (getattr(resized.nodes, name)[node] for name in ("p10_ns", "p90_ns"))
-        assert low / resized.nodes.duration_ns[node] == pytest.approx(np.exp(-0.1896), abs=1e-3)
-        assert high / resized.nodes.duration_ns[node] == pytest.approx(np.exp(0.1896), abs=1e-3)
+        width = shipped().errors["resized_memory"].high
+        assert low / resized.nodes.duration_ns[node] == pytest.approx(np.exp(-width), abs=1e-3)
+        assert high / resized.nodes.duration_ns[node] == pytest.approx(np.exp(width), abs=1e-3)
         untouched = h200.gpu_compute & (h200.nodes.phase == Phase.OPTIMIZER)
         assert (resized.nodes.evidence[untouched] == Evidence.MEASURED).all()
         assert (resized.nodes.duration_ns == h200.nodes.duration_ns)[untouched].all()
@@ -105,8 +107,9 @@ class TestTwiceTheSequence:
         widths = [
             np.log(g.nodes.p90_ns[silu] / g.nodes.duration_ns[silu]) for g in (recosted, both)
         ]
-        # of memory on another GPU, and of memory at another size on top
-        assert widths == pytest.approx([0.1587, np.hypot(0.1587, 0.1896)], abs=1e-3)
+        # of memory on an SKU of the die, and of memory at another size on top
+        sku, size = (shipped().errors[kind].high for kind in ("memory_same_die", "resized_memory"))
+        assert widths == pytest.approx([sku, np.hypot(sku, size)], abs=1e-3)
         evidence = both.nodes.evidence[both.gpu_compute]
         assert set(np.unique(evidence)) == {Evidence.CALIBRATED, Evidence.MEASURED}
 

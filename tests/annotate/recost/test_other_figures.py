@@ -141,7 +141,8 @@ class TestOfWhatWasLookedUp:
         kinds = made.nodes.evidence[gpu].tolist()
         assert kinds == [Evidence.EXTRAPOLATED, Evidence.CALIBRATED]
         wide = [np.log(one.nodes.p90_ns[gpu] / times(one)) for one in (there, made)]
-        more = np.minimum(shipped().errors["memory"].high, abs(math.log(after[0] / before[0])))
+        same_die = shipped().errors["memory_same_die"].high
+        more = np.minimum(same_die, abs(math.log(after[0] / before[0])))
         assert wide[1][0] == pytest.approx(math.hypot(wide[0][0], more), abs=1e-3)
         note_of(made.job.measurement.notes, "what-if-figures", "1 of 2")
 
