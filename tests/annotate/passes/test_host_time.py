@@ -164,7 +164,7 @@ def test_another_gpu_than_the_captured_one_has_another_host(tmp_path: Path):
     assert wide.after == narrow.after
     assert wide.p10_ns == pytest.approx(31_010_537, rel=0.002)
     assert wide.p90_ns == pytest.approx(48_116_278, rel=0.002)
-    assert narrow.p90_ns == pytest.approx(37_394_077, rel=0.002)
+    assert narrow.p90_ns == pytest.approx(37_198_837, rel=0.002)
     # On the captured GPU the host is measured.
     assert "host_interval" not in onerank.recost(h200, "H200").job.annotations[-1].details
 
