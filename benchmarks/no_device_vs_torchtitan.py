@@ -17,7 +17,8 @@ tyro, and for float8 rows torchao at the table's commit.
   FlashAttention 2 on an H100.
 - Compiled rows: torchtitan compiles each block, and Inductor of this torch schedules it.
 - Time: `annotate --nvlink-active` for examples/gpus/torchtitan-h100.toml or the H200, then
-  `onerank replay` in steady state with one bus bandwidth.
+  `onerank replay --cluster`: hosts of 8 GPUs, each with a network interface of 50 GB/s; both links
+  reach 75% of their rates; latencies by NCCL's model.
 - Memory: the allocator's reserved memory, as torchtitan reports; simulated with the pools of the
   job's streams.
 - `--captures` keeps captures and uses those that are there. `--rows` names some rows.
@@ -47,13 +48,23 @@ H100 = str(Path(__file__).parent.parent / "examples" / "gpus" / "torchtitan-h100
 # same share.
 REACHED = 338 / 450
 NVLINK_GB_PER_S = 450
-# Eight network interfaces of 400 Gb/s carry what a ring moves between two hosts.
-HOST_GB_PER_S = 8 * 50
+NIC_GB_PER_S = 50
+HOST = 8  # GPUs
 
+
+CLUSTER = """\
+[cluster]
+gpu = "{gpu}"
+nodes = {nodes}
+gpus_per_node = {node}
+intra_node = {{ busbw_gb_per_s = {intra:.1f} }}
+inter_node = {{ busbw_gb_per_s = {inter:.1f} }}
+"""
 
 # The commands of the async TP page leave all other options of float8 at their defaults, so weights
 # are gathered in 16 bits and converted after.
 FLOAT8_ASYNC_TP = ("--model.converters=float8",)
+FLOAT8_ROWWISE = (*FLOAT8_ASYNC_TP, "--float8.recipe_name=rowwise")
 FLOAT8_H200 = (
     *("--model.converters=float8", "--float8.enable_fsdp_float8_all_gather"),
     "--float8.precompute_float8_dynamic_scale_for_fsdp",
@@ -86,7 +97,6 @@ class Published:
         memory_gib: published; None if it was not.
         options: of torchtitan.
         gpus_per_sequence: GPUs that share a sequence (TP and CP).
-        busbw_gb_per_s: bus bandwidth that the interconnect would allow.
         table: a key of `TABLES`.
     """
 
@@ -101,13 +111,17 @@ class Published:
     memory_gib: float | None
     options: tuple[str, ...] = ()
     gpus_per_sequence: int = 1
-    busbw_gb_per_s: float = NVLINK_GB_PER_S
     table: str = "2024-12"
 
     @property
     def tokens(self) -> float:
         """Tokens of a step for each GPU."""
         return self.batch * self.length / self.gpus_per_sequence
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of the job."""
+        return math.prod(map(int, self.sizes.split()[1::2]))
 
 
 ROWS = (
@@ -119,16 +133,13 @@ ROWS = (
     ),
     Published(
         *("8B, FSDP 128", "fsdp128", "8b", "--dp 128", 2, 8192, False, 5605, 67.0),
-        busbw_gb_per_s=HOST_GB_PER_S,
     ),
     Published(
         *("8B, FSDP 128, compile", "fsdp128-c", "8b", "--dp 128", 2, 8192, True, 6514, 62.0),
-        busbw_gb_per_s=HOST_GB_PER_S,
     ),
     Published(
         *("8B, FSDP 128, compile, float8", "fsdp128-f8-c", "8b", "--dp 128", 2, 8192, True),
         *(8380, 61.8, FLOAT8),
-        busbw_gb_per_s=HOST_GB_PER_S,
     ),
     Published(
         *("8B, FSDP 8, 32K, full, compile, f8", "cp1-c", "8b", "--dp 8", 1, 32768, True),
@@ -161,6 +172,11 @@ ROWS = (
         table="async-tp",
     ),
     Published(
+        *("8B, FSDP 8 TP 8, compile, rowwise", "tp8b-rw", "8b", "--tp 8 --dp 8", 12, 8192, True),
+        *(3709, None, (*PER_OPERATOR, *FLOAT8_ROWWISE), 8),
+        table="async-tp",
+    ),
+    Published(
         *("70B, FSDP 32 TP 8, compile", "tp70b", "70b", "--tp 8 --dp 32", 16, 8192, True),
         *(597, None, (), 8),
         table="async-tp",
@@ -170,12 +186,16 @@ ROWS = (
         *(True, 810, None, FLOAT8_ASYNC_TP, 8),
         table="async-tp",
     ),
+    Published(
+        *("70B, FSDP 32 TP 8, compile, rowwise", "tp70b-rw", "70b", "--tp 8 --dp 32", 16, 8192),
+        *(True, 600, None, FLOAT8_ROWWISE, 8),
+        table="async-tp",
+    ),
     *(
         Published(
             *(f"8B, FSDP {gpus}, compile, float8", f"h200-{gpus}", "8b", f"--dp {gpus}", 2, 8192),
             *(True, tokens_per_s, memory_gib),
             options=(*FLOAT8_H200, "--float8.force_recompute_fp8_weight_in_bwd"),
-            busbw_gb_per_s=HOST_GB_PER_S,
             table="h200",
         )
         for gpus, tokens_per_s, memory_gib in ((32, 10938, 47.96), (64, 10753, 46.97))
@@ -240,8 +260,7 @@ def main() -> None:
             tokens_per_s = row.tokens / step_s(trace, row, work)
             error = tokens_per_s / row.tokens_per_s - 1
             # Only rows of one model, length and number of GPUs are layouts to choose from.
-            gpus = math.prod(map(int, row.sizes.split()[1::2]))
-            kind = f"{row.model}, {row.length} tokens, {gpus} GPUs"
+            kind = f"{row.model}, {row.length} tokens, {row.gpus} GPUs"
             times.setdefault(kind, []).append((1 / tokens_per_s, 1 / row.tokens_per_s))
             errors["float8" if "float8" in " ".join(row.options) else "bf16"].append(error)
             line = f"{row.name:36s}{row.tokens_per_s:9,}{tokens_per_s:10,.0f}{error:+8.1%}"
@@ -298,12 +317,26 @@ def write_inputs(directory: Path) -> None:
 
 def step_s(trace: Path, row: Published, work: Path) -> float:
     """Return the predicted steady-state step of a row in seconds, communication included."""
-    recosted = work / "recosted.et"
-    target = ("--target", TABLES[row.table].gpu, "--nvlink-active")
-    output_of("annotate", *target, str(trace), "-o", str(recosted))
-    bandwidth = ("--busbw-gb-s", f"{REACHED * row.busbw_gb_per_s:.1f}")
-    step: dict[str, Any] = json.loads(output_of("replay", str(recosted), *bandwidth, "--json"))
-    return step["steady_state"]["step_ns"] / 1e9
+    directory = work / row.capture
+    directory.mkdir(exist_ok=True)
+    gpu = TABLES[row.table].gpu
+    output_of("annotate", "--target", gpu, "--nvlink-active", str(trace),
+              "-o", str(directory / "trace.et"))  # fmt: skip
+    cluster = work / "cluster.toml"
+    cluster.write_text(
+        CLUSTER.format(
+            gpu=gpu,
+            nodes=row.gpus // HOST,
+            node=HOST,
+            intra=REACHED * NVLINK_GB_PER_S,
+            inter=REACHED * NIC_GB_PER_S,
+        ),
+        encoding="utf-8",
+    )
+    step: dict[str, Any] = json.loads(
+        output_of("replay", str(directory), "--cluster", str(cluster), "--json")
+    )
+    return step["step_ns"] / 1e9
 
 
 def reserved_gib(trace: Path) -> float:
