@@ -16,9 +16,14 @@ from onerank.capture.serving.compositions import Composition
 from onerank.cli import onerank as onerank_command
 from onerank.ir.errors import ExportError
 from onerank.plan.cluster import ClusterLink, ClusterNetwork
-from onerank.serving.aiconfigurator import export_aiconfigurator
+from onerank.serving.aiconfigurator import (
+    _growth,  # pyright: ignore[reportPrivateUsage]
+    _TracedStep,  # pyright: ignore[reportPrivateUsage]
+    export_aiconfigurator,
+)
 from onerank.serving.bundle import Bundle, read_bundle
 from onerank.serving.llmservingsim import export_llmservingsim
+from onerank.serving.tables import StepRow
 from onerank.serving.vidur import export_vidur
 from tests.cli.invoke_cli import invoke, refused
 
@@ -325,6 +330,68 @@ def test_a_model_that_llmservingsim_has_no_layers_for(bundle: Path, tmp_path: Pa
     refuses(code, export, changed(bundle, config=shapeless), tmp_path)
 
 
+def with_experts(bundle: Path, **fields: Any) -> Bundle:
+    """Return the bundle as that of a model whose layers have eight experts instead of an MLP."""
+    read = read_bundle(bundle)
+    kernels = tuple(
+        msgspec.structs.replace(kernel, module="model.layers.*.mlp.experts")
+        if ".mlp" in (kernel.module or "")
+        else kernel
+        for kernel in read.kernel_rows
+    )
+    config = {**read.manifest.config, "num_local_experts": 8, "num_experts_per_tok": 2}
+    manifest = msgspec.structs.replace(read.manifest, config=config, **fields)
+    return Bundle(manifest, read.rows, kernels, bundle)
+
+
+def test_experts_are_a_table_of_llmservingsim(bundle: Path, tmp_path: Path):
+    read = with_experts(bundle)
+    written = export_llmservingsim(read, tmp_path)
+    profile = written.profile / "tp1"
+    moe = pl.read_csv(profile / "moe.csv")
+    assert set(moe["activated_experts"]) == {8}
+    mlp = {"gate_up_proj", "act_fn", "down_proj"}
+    assert not mlp & set(pl.read_csv(profile / "dense.csv")["layer"])
+    number = [row.composition for row in read.rows].index(Composition(0, 0, 1, 512, 0)) + 1
+    experts_ns = sum(
+        kernel.time_ns
+        for kernel in read.kernel_rows
+        if kernel.row == number and "experts" in (kernel.module or "")
+    )
+    (time_us,) = moe.filter(tokens=512)["time_us"]
+    assert time_us == pytest.approx(experts_ns / LAYERS / 1e3, rel=0.01)
+    assert json.loads(written.model_config.read_text())["model_type"] == "mixtral"
+    cluster = json.loads(written.cluster.read_text())
+    assert cluster["nodes"][0]["instances"][0]["ep_size"] == 1
+
+
+def test_ranks_of_experts_are_instances_of_llmservingsim(bundle: Path, tmp_path: Path):
+    alone = export_llmservingsim(with_experts(bundle), tmp_path)
+    shared = export_llmservingsim(with_experts(bundle, ep=2), tmp_path)
+    (node,) = json.loads(shared.cluster.read_text())["nodes"]
+    sizes = [[i[key] for key in ("tp_size", "ep_size", "dp_group")] for i in node["instances"]]
+    assert (node["num_instances"], sizes) == (2, [[1, 2, "A"]] * 2)
+    one, two = (pl.read_csv(each.profile / "tp1" / "moe.csv") for each in (alone, shared))
+    assert set(two["activated_experts"]) == {4}
+    # Of 512 tokens that go to two experts each, three quarters reach one of two ranks.
+    (whole,) = one.filter(tokens=512)["time_us"]
+    (reached,) = two.filter(tokens=384)["time_us"]
+    assert reached == pytest.approx(whole, rel=0.002)
+    # The simulator would take the experts of tp 1 for all sizes of a profile.
+    assert alone.profile.parts[-3] != shared.profile.parts[-3]
+
+
+def test_experts_that_llmservingsim_cannot_count(bundle: Path, tmp_path: Path):
+    read = with_experts(bundle)
+    config = {name: n for name, n in read.manifest.config.items() if name != "num_local_experts"}
+    manifest = msgspec.structs.replace(read.manifest, config=config)
+    unnamed = Bundle(manifest, read.rows, read.kernel_rows)
+    refuses("llmservingsim-model-unsupported", export_llmservingsim, unnamed, tmp_path)
+    checkout = llmservingsim_checkout(tmp_path / "dense")
+    refuses("llmservingsim-version-unknown", export_llmservingsim, read, tmp_path,
+            checkout=checkout)  # fmt: skip
+
+
 # aiconfigurator -----------------------------------------------------------------------------------
 
 READER = "aiconfigurator_core/sdk/operations/fpm_forward.py"
@@ -422,6 +489,30 @@ def test_what_aiconfigurator_has_no_table_for(bundle: Path, tmp_path: Path):
     read = read_bundle(bundle)
     half = {**read.manifest.config, "dtype": "float16"}
     refuses_this("aiconfigurator-model-unsupported", changed(bundle, config=half))
-    experts = msgspec.structs.replace(read.kernel_rows[0], module="model.layers.*.mlp.experts")
-    sparse = Bundle(read.manifest, read.rows, (*read.kernel_rows, experts))
-    refuses_this("aiconfigurator-model-unsupported", sparse)
+
+
+def test_experts_select_rows_of_aiconfigurator(bundle: Path, tmp_path: Path):
+    sliced = export_aiconfigurator(with_experts(bundle, tp=2), tmp_path / "tp2")
+    names = ("tp", "dp", "moe_tp", "moe_ep")
+    assert pl.read_parquet(sliced.table).select(names).unique().rows() == [(2, 1, 2, 1)]
+    assert "--moe-tp-size" in sliced.options
+    alone = export_aiconfigurator(with_experts(bundle), tmp_path / "tp1")
+    assert pl.read_parquet(alone.table).select(names).unique().rows() == [(1, 1, 1, 1)]
+    dense = export_aiconfigurator(read_bundle(bundle), tmp_path / "dense")
+    assert "--moe-tp-size" not in dense.options
+
+
+def test_sizes_of_collectives_grow_with_tokens_or_stay():
+    """Of experts, the sizes of all-to-alls are exchanged in a gather of constant size."""
+
+    def traced(composition: Composition, *calls: tuple[str, int]) -> Any:
+        figures = dict.fromkeys(("step_ns", "p10_ns", "p90_ns", "graph_ns", "graph_low_ns",
+                                 "graph_high_ns", "gpu_ns", "host_ns", "peak_bytes"))  # fmt: skip
+        row = StepRow.of(composition, **figures, fits=True, source="measured")
+        return _TracedStep(row, tuple((name, 2, size) for name, size in calls))
+
+    decode = traced(Composition(64, 64), ("all_gather", 64), ("all_to_all", 64 * 4096))
+    prefill = traced(Composition(0, 0, 1, 512, 0), ("all_gather", 64), ("all_to_all", 512 * 4096))
+    gather, tokens = _growth("Mixtral", decode, prefill)
+    step = Composition(0, 0, 2, 100, 0)
+    assert (gather.of(step), tokens.of(step)) == (64, 200 * 4096)

@@ -31,6 +31,7 @@ from onerank.serving.operator_times import (
     deployment,
     described_gpu,
     growing,
+    has_experts,
     link_gb_per_s,
     require_memory,
     step_ns,
@@ -49,7 +50,7 @@ _FORMAT = {
     "measurement_policy": "dynamo_native_single_sample_v1",
 }
 
-# Columns that select a model's rows, besides its path: those of an unquantised dense model.
+# Columns that select a model's rows, besides its path: those of an unquantised model on one GPU.
 _IDENTITY: dict[str, Any] = {
     "gemm_quant_mode": "bfloat16",
     "moe_quant_mode": "bfloat16",
@@ -117,7 +118,7 @@ def export_aiconfigurator(
         checkout: contains `aiconfigurator_core`, whose format is compared with the written one.
 
     Raises:
-        ExportError: the model has experts or another dtype, the sizes of its collectives or the
+        ExportError: the model has another dtype, the sizes of its collectives or the
             device's memory or link are not known, or the checkout reads another format.
         TargetError: the bundle's device has no description.
         AnnotateError: the bundle has too few points.
@@ -127,7 +128,7 @@ def export_aiconfigurator(
     described = described_gpu(bundle, gpu)
     if checkout is not None:
         _check_version(checkout)
-    name, tp = deployment(bundle, "aiconfigurator")
+    (name, tp), ep = deployment(bundle, "aiconfigurator"), bundle.manifest.ep
     _check_model(bundle)
     system = bundle.manifest.device.lower().replace(" ", "_").replace("-", "_") + "_onerank"
     model_directory = output.absolute() / "model"
@@ -141,6 +142,11 @@ def export_aiconfigurator(
         "weight_quantization": _IDENTITY["gemm_quant_mode"],
         **_IDENTITY,
         "tp": tp,
+        # Experts are sliced within the ranks of a tensor-parallel group, and shared among groups,
+        # each of which computes its own sequences.
+        "dp": ep,
+        "moe_tp": tp if has_experts(bundle) else 1,
+        "moe_ep": ep,
         "partition_policy": "balanced_v1",
     }
     collectives = _Collectives.of(bundle, tp, described, link)
@@ -181,6 +187,9 @@ def export_aiconfigurator(
         *("--forward-model", "fpm", "--model-path", model_path),
         *("--tp-size", str(tp)),
     )
+    if has_experts(bundle):
+        options += ("--attention-dp-size", str(ep), "--moe-tp-size", str(tp))
+        options += ("--moe-ep-size", str(ep))
     written = [*files]
     return AiconfiguratorExport(written[0], written[2], len(rows), options)
 
@@ -225,15 +234,12 @@ class _Collectives:
     """Collectives of a step, which the bundle's traces contain and its times do not.
 
     Attributes:
-        sizes: name of a collective, bytes of its input for each new token and for each sequence ->
-            how many a step has.
+        sizes: the collectives -> how many a step has.
         network: times of collectives.
-        ranks: the tensor-parallel group.
     """
 
-    sizes: Mapping[tuple[str, int, int], int]
+    sizes: "Mapping[_Size, int]"
     network: ClusterNetwork
-    ranks: tuple[int, ...]
 
     @classmethod
     def of(cls, bundle: Bundle, tp: int, gpu: Gpu, link: float | None) -> "_Collectives":
@@ -243,71 +249,111 @@ class _Collectives:
             ExportError: a size does not grow with new tokens and sequences, or the link between
                 the GPUs is not known.
         """
-        has_untimed = tp > 1 and not bundle.manifest.collectives_timed
+        gpus = tp * bundle.manifest.ep
+        has_untimed = gpus > 1 and not bundle.manifest.collectives_timed
         # Without collectives the rate is not used.
-        rate = ClusterLink((link_gb_per_s(gpu, link, tp) if has_untimed else None) or 1.0)
-        network = ClusterNetwork(tp, rate, rate, gpu.capability or 90, gpu.name)
-        sizes: Counter[tuple[str, int, int]] = Counter()
+        rate = ClusterLink((link_gb_per_s(gpu, link, gpus) if has_untimed else None) or 1.0)
+        network = ClusterNetwork(gpus, rate, rate, gpu.capability or 90, gpu.name)
+        sizes: Counter[_Size] = Counter()
         if has_untimed:
             # A decode has as many sequences as new tokens, and a prefill has fewer: the two steps
             # separate growth with tokens from growth with sequences.
-            sizes.update(_growth(bundle, _first(bundle, "decode"), _first(bundle, "prefill")))
-        return cls(sizes, network, tuple(range(tp)))
+            steps = _traced(bundle, "decode"), _traced(bundle, "prefill")
+            sizes.update(_growth(bundle.manifest.model, *steps))
+        return cls(sizes, network)
 
     def time_ns(self, c: Composition) -> float:
         """Return the summed times of a step's collectives, which nothing overlaps."""
         return sum(
-            count
-            * self.network.time_ns(name, token * c.new_tokens + sequence * c.sequences, self.ranks)
-            for (name, token, sequence), count in self.sizes.items()
+            count * self.network.time_ns(size.name, size.of(c), tuple(range(size.ranks)))
+            for size, count in self.sizes.items()
         )
 
 
 @dataclass(frozen=True)
+class _Size:
+    """A collective and the bytes of its input.
+
+    Attributes:
+        name: the collective.
+        ranks: size of its group.
+        constant: bytes in each step.
+        token: bytes for each new token.
+        sequence: bytes for each sequence.
+    """
+
+    name: str
+    ranks: int
+    constant: int
+    token: int
+    sequence: int
+
+    def of(self, c: Composition) -> int:
+        """Return the bytes in a step."""
+        return self.constant + self.token * c.new_tokens + self.sequence * c.sequences
+
+
+@dataclass(frozen=True)
 class _TracedStep:
-    """A step, and the name and bytes of each of its collectives."""
+    """A step, and the name, group size and bytes of each of its collectives."""
 
     row: StepRow
-    calls: tuple[tuple[str, int], ...]
+    calls: tuple[tuple[str, int, int], ...]
 
 
-def _first(bundle: Bundle, kind: str) -> _TracedStep:
-    """Return the first step of a kind; a prefill with several new tokens."""
-    for number, path in bundle.traces():
-        row = bundle.rows[number - 1]
-        if row.kind == kind and (kind == "decode" or (row.prefill_tokens or 0) > 1):
-            graph = read(path)
-            nodes, mask = graph.nodes, graph.mask(Kind.COLLECTIVE)
-            names = [Collective(int(code)).name.lower() for code in nodes.collective[mask]]
-            calls = zip(names, nodes.comm_bytes[mask].tolist(), strict=True)
-            return _TracedStep(row, tuple(calls))
-    raise ExportError(
-        f"no {kind} of the bundle has a trace with several new tokens\n  measure one",
-        code="export-steps-missing",
-    )
+def _traced(bundle: Bundle, kind: str) -> _TracedStep:
+    """Return a step of a kind; a prefill with several new tokens.
+
+    With shared experts it is the step with the most new tokens: the all-to-alls of few tokens are
+    not in proportion to them.
+    """
+    steps = [
+        (bundle.rows[number - 1].composition, number, path)
+        for number, path in bundle.traces()
+        if bundle.rows[number - 1].kind == kind and bundle.rows[number - 1].is_composed
+    ]
+    chosen = [step for step in steps if kind == "decode" or step[0].prefill_tokens > 1]
+    if not chosen:
+        raise ExportError(
+            f"no {kind} of the bundle has a trace with several new tokens\n  measure one",
+            code="export-steps-missing",
+        )
+    shared = bundle.manifest.ep > 1
+    _, number, path = max(chosen, key=lambda step: step[0].new_tokens) if shared else chosen[0]
+    graph = read(path)
+    nodes, mask = graph.nodes, graph.mask(Kind.COLLECTIVE)
+    names = [Collective(int(code)).name.lower() for code in nodes.collective[mask]]
+    groups = {group.name: len(group.ranks) for group in graph.job.groups}
+    ranks = [groups[graph.strings[int(code)]] for code in nodes.group[mask]]
+    calls = zip(names, ranks, nodes.comm_bytes[mask].tolist(), strict=True)
+    return _TracedStep(bundle.rows[number - 1], tuple(calls))
 
 
-def _growth(
-    bundle: Bundle, decode: _TracedStep, prefill: _TracedStep
-) -> Iterator[tuple[str, int, int]]:
-    """Yield each collective with its bytes for a new token and for a sequence.
+def _growth(model: str | None, decode: _TracedStep, prefill: _TracedStep) -> Iterator[_Size]:
+    """Yield each collective with its bytes: constant, or by new tokens and sequences.
 
     Raises:
         ExportError: the steps have other collectives, or of other sizes.
     """
     row, decodes = prefill.row.composition, decode.row.composition.decodes
-    same = [name for name, _ in prefill.calls] == [name for name, _ in decode.calls]
-    for (name, prefill_bytes), (_, decode_bytes) in zip(prefill.calls, decode.calls, strict=False):
+    same = [call[:2] for call in prefill.calls] == [call[:2] for call in decode.calls]
+    for (name, ranks, prefill_bytes), (*_, decode_bytes) in zip(
+        prefill.calls, decode.calls, strict=False
+    ):
         both, odd = divmod(decode_bytes, decodes)
         token, rest = divmod(prefill_bytes - both * row.sequences, row.new_tokens - row.sequences)
-        if not same or odd or rest or not 0 <= token <= both:
+        grows = not (odd or rest) and 0 <= token <= both
+        if same and not grows and prefill_bytes == decode_bytes:
+            yield _Size(name, ranks, prefill_bytes, 0, 0)
+            continue
+        if not same or not grows:
             raise ExportError(
                 f"the {name} of {prefill_bytes} bytes in {row}, and of {decode_bytes} "
                 f"in {decode.row.composition}, does not grow with new tokens and sequences: its "
-                f"size in other steps of {bundle.manifest.model} is not known",
+                f"size in other steps of {model} is not known",
                 code="aiconfigurator-collectives-unknown",
             )
-        yield name, token, both - token
+        yield _Size(name, ranks, 0, token, both - token)
 
 
 def _system(bundle: Bundle, gpu: Gpu, system: str) -> dict[str, Any]:
@@ -347,15 +393,14 @@ def _check_model(bundle: Bundle) -> None:
     """Refuse a model whose rows other values of the columns would select.
 
     Raises:
-        ExportError: the model has experts or another dtype.
+        ExportError: the model has another dtype.
     """
     manifest = bundle.manifest
     dtype = str(manifest.config.get("dtype") or manifest.config.get("torch_dtype") or "bfloat16")
-    experts = any(".experts" in module for module in bundle.modules)
-    if dtype != "bfloat16" or experts:
+    if dtype != "bfloat16":
         raise ExportError(
-            f"aiconfigurator's table is written for dense models in bfloat16, and {manifest.model} "
-            + ("has experts" if experts else f"has {dtype}"),
+            f"aiconfigurator's table is written for models in bfloat16, and {manifest.model} has "
+            f"{dtype}",
             code="aiconfigurator-model-unsupported",
         )
 

@@ -3,8 +3,8 @@
 LLMServingSim (github.com/casys-kaist/LLMServingSim) looks up the time of each layer of an engine in
 tables of one GPU, model and tensor-parallel size, in microseconds: `dense.csv` by tokens,
 `per_sequence.csv` by sequences, `attention.csv` by the prefill, its KV cache, the decodes and
-theirs. It interpolates linearly. Its own profiler measures each size of tensor parallelism as a
-model with tp 1. Collectives are ASTRA-sim's.
+theirs, `moe.csv` by tokens and active experts. It interpolates linearly. Its own profiler measures
+each size of tensor parallelism as a model with tp 1. Collectives are ASTRA-sim's.
 """
 
 import csv
@@ -26,6 +26,7 @@ from onerank.ir.errors import ExportError
 from onerank.ir.output_files import replace_files
 from onerank.serving.bundle import Bundle
 from onerank.serving.operator_times import (
+    EXPERTS,
     LAYER,
     Extent,
     OperatorTimes,
@@ -39,16 +40,22 @@ from onerank.serving.operator_times import (
 )
 
 # Layer of a decoder in the simulator's catalogs -> its modules.
-_DENSE = {
+_LAYER = {
     "qkv_proj": LAYER + r"\.self_attn\.(q_proj|k_proj|v_proj|qkv_proj)",
     "rotary_emb": LAYER + r"\.self_attn(\.rotary_emb)?",
     "o_proj": LAYER + r"\.self_attn\.o_proj",
-    "gate_up_proj": LAYER + r"\.mlp\.(gate_proj|up_proj|gate_up_proj)",
-    "act_fn": LAYER + r"\.mlp(\.act_fn)?",
-    "down_proj": LAYER + r"\.mlp\.down_proj",
     # Runs twice in a layer. The engine's kernel includes the residual addition.
     "layernorm": LAYER + r"(\.(input|post_attention)_layernorm)?",
 }
+
+_MLP = {
+    "gate_up_proj": LAYER + r"\.mlp\.(gate_proj|up_proj|gate_up_proj)",
+    "act_fn": LAYER + r"\.mlp(\.act_fn)?",
+    "down_proj": LAYER + r"\.mlp\.down_proj",
+}
+
+# The gate and the experts are one layer of the simulator.
+_MOE = {"moe": rf"{LAYER}\.({EXPERTS}|(mlp|block_sparse_moe)(\.(gate|router)(\..*)?)?)"}
 
 _QK_NORM = {"qk_norm": LAYER + r"\.self_attn\.(q_norm|k_norm)"}
 
@@ -120,11 +127,15 @@ def export_llmservingsim(
     described = described_gpu(bundle, gpu)
     manifest = bundle.manifest
     model = model or served.model
-    architecture = "qwen3" if _has(bundle, _QK_NORM["qk_norm"]) else "llama"
+    architecture = _architecture(bundle, served)
     if checkout is not None:
         _check_version(checkout, architecture)
-    config = _model_config(bundle, architecture)
+    config = _model_config(bundle, served, architecture)
     hardware = re.sub(r"[^\w.-]+", "-", manifest.device)
+    if served.has_experts and served.tp * served.ep > 1:
+        # The simulator takes the experts' times of the smallest tensor-parallel size of a profile,
+        # which therefore has one size.
+        hardware += f"-tp{served.tp}-ep{served.ep}"
     tables = _tables(bundle, served, extent)
     profile = Path("profiler/perf") / hardware / model / _DTYPES[config["torch_dtype"]]
     cluster = Path("configs/cluster") / f"{model.replace('/', '_')}_{hardware}_tp{served.tp}.json"
@@ -149,6 +160,14 @@ def export_llmservingsim(
     return LLMServingSimExport(
         output / profile, output / model_config, output / cluster, rows, options
     )
+
+
+def _architecture(bundle: Bundle, served: ServedRank) -> str:
+    """Return the simulator's name of the model's list of layers."""
+    has_norms = _has(bundle, _QK_NORM["qk_norm"])
+    if served.has_experts:
+        return "qwen3_moe" if has_norms else "mixtral"
+    return "qwen3" if has_norms else "llama"
 
 
 def _has(bundle: Bundle, pattern: str) -> bool:
@@ -181,11 +200,50 @@ def _tables(
         per_sequence.append(("lm_head", sequences, layers.us("lm_head", step)))
         per_sequence.append(("sampler", sequences, _NO_TIME_US))
     attention = ("prefill_chunk", "kv_prefill", "n_decode", "kv_decode", "time_us")
-    return {
+    tables: dict[str, tuple[Sequence[str], list[_Row]]] = {
         "dense": (("layer", "tokens", "time_us"), dense),
         "per_sequence": (("layer", "sequences", "time_us"), per_sequence),
         "attention": (attention, _attention(layers, extent)),
     }
+    if served.has_experts:
+        columns = ("tokens", "activated_experts", "time_us")
+        tables["moe"] = columns, _moe(bundle, served, layers, extent)
+    return tables
+
+
+def _moe(bundle: Bundle, served: ServedRank, layers: "_LayerTimes", extent: Extent) -> list[_Row]:
+    """Return the rows of `moe.csv`.
+
+    The simulator looks up the tokens of its rank that reach an expert of the rank, by its balanced
+    gate: of a group of n ranks, 1 - (1 - 1/n)^k of them. The rows have the times of the steps whose
+    tokens this gate turns into theirs. Few tokens activate few experts, in the bundle's times too,
+    so the rows have one number of experts.
+    """
+    experts, per_token = _experts(bundle)
+    group = served.tp * served.ep
+    share = 1 - (1 - 1 / group) ** per_token
+    rows: list[_Row] = []
+    for tokens in token_sizes(max(1, round(extent.new_tokens * share))):
+        step = Composition(prefills=1, prefill_tokens=max(1, round(tokens / share)))
+        rows.append((tokens, max(1, experts // group), layers.us("moe", step)))
+    return rows
+
+
+def _experts(bundle: Bundle) -> tuple[int, int]:
+    """Return the number of experts, and how many of them a token is sent to.
+
+    Raises:
+        ExportError: the configuration does not have the simulator's names.
+    """
+    config = bundle.manifest.config
+    experts = config.get("num_local_experts", config.get("num_experts"))
+    per_token = config.get("num_experts_per_tok")
+    if not isinstance(experts, int) or not isinstance(per_token, int):
+        raise _unsupported(
+            bundle, "its configuration has no num_local_experts or num_experts, or no "
+            "num_experts_per_tok",
+        )  # fmt: skip
+    return experts, per_token
 
 
 def _attention(layers: "_LayerTimes", extent: Extent) -> list[_Row]:
@@ -232,7 +290,8 @@ class _LayerTimes:
         Raises:
             ExportError: the model lacks the modules of a layer, or has modules of none.
         """
-        of_layer = _DENSE | (_QK_NORM if _has(bundle, _QK_NORM["qk_norm"]) else {})
+        of_layer = _LAYER | (_QK_NORM if _has(bundle, _QK_NORM["qk_norm"]) else {})
+        mlp = _MOE if served.has_experts else _MLP
         once = {
             # The model itself selects the last token of each sequence. The head comes before the
             # embedding, whose pattern matches its path too.
@@ -241,7 +300,7 @@ class _LayerTimes:
             "embedding": r"\w+(\.embed_tokens|\.rotary_emb)?",
             "final_layernorm": r"\w+\.norm",
         }
-        patterns = {**of_layer, **_ATTENTION, **once}
+        patterns = {**of_layer, **mlp, **_ATTENTION, **once}
         modules: dict[str, list[str]] = {name: [] for name in patterns}
         for module in bundle.modules:
             layer = next((n for n, path in patterns.items() if re.fullmatch(path, module)), None)
@@ -254,7 +313,8 @@ class _LayerTimes:
         decoders = served.layers
         calls = {name: 1 if name in once else decoders for name in patterns}
         calls["layernorm"] = 2 * decoders
-        return cls(times, calls, (*of_layer, "embedding", "final_layernorm"))
+        dense = (*of_layer, *(() if served.has_experts else mlp))
+        return cls(times, calls, (*dense, "embedding", "final_layernorm"))
 
     def us(self, layer: str, step: Composition) -> float:
         """Return the time of one call of a layer."""
@@ -267,7 +327,7 @@ def _gaps_us(bundle: Bundle, composition: Composition) -> float:
     return max(0, step_ns(bundle, composition) - kernels) / 1e3
 
 
-def _model_config(bundle: Bundle, architecture: str) -> dict[str, Any]:
+def _model_config(bundle: Bundle, served: ServedRank, architecture: str) -> dict[str, Any]:
     """Return the model's configuration as the simulator reads it.
 
     Raises:
@@ -279,6 +339,8 @@ def _model_config(bundle: Bundle, architecture: str) -> dict[str, Any]:
     absent = [name for name in needed if name not in config]
     if absent:
         raise _unsupported(bundle, f"its configuration has no {absent[0]}")
+    if served.has_experts:
+        _experts(bundle)
     # `capture serve` builds a model whose configuration names no dtype in bfloat16.
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
     if dtype not in _DTYPES:
@@ -311,13 +373,13 @@ def _cluster(
     gpu: Gpu,
     link_bandwidth: float | None,
 ) -> dict[str, Any]:
-    """Return a cluster of one instance, with the names of its model and GPU in the simulator.
+    """Return a cluster of one instance for each rank of `--ep`.
 
     Raises:
         ExportError: the GPUs of an instance communicate, and their link is not known.
     """
     device_bytes = bundle.manifest.memory.device_bytes
-    link = link_gb_per_s(gpu, link_bandwidth, served.tp)
+    link = link_gb_per_s(gpu, link_bandwidth, served.tp * served.ep)
     # The simulator's KV cache is the share of memory below, minus the weights.
     used = served.weights_bytes + served.kv_cache_bytes
     instance = {
@@ -333,7 +395,15 @@ def _cluster(
         "tp_size": served.tp,
         "num_npus": served.tp,
     }
-    node = {"num_instances": 1, "cpu_mem": _HOST_MEMORY, "instances": [instance]}
+    if served.has_experts:
+        # The simulator has no experts that are sliced by tensor parallelism. Those that it shares
+        # among the same ranks have the weights, FLOPs and communicated bytes of slices.
+        instance["ep_size"] = served.tp * served.ep
+    if served.ep > 1:
+        # Each rank computes its own sequences, as an instance of a data-parallel group.
+        instance["dp_group"] = "A"
+    instances = [instance] * served.ep
+    node = {"num_instances": served.ep, "cpu_mem": _HOST_MEMORY, "instances": instances}
     # ns of a hop of a ring; where it is not described, none, as in the simulator's own examples.
     latency = gpu.figures.get("link_latency_ns")
     return {
@@ -380,12 +450,15 @@ def _check_version(checkout: Path, architecture: str) -> None:
             f"{catalog_path} has no sequence of layers\n  expected a checkout of LLMServingSim 2",
             code="llmservingsim-version-unknown",
         ) from error
-    optional = _QK_NORM if architecture == "qwen3" else {}
-    written = {*_DENSE, *optional, "attention", "embedding", "final_layernorm", "lm_head",
+    optional = _QK_NORM if architecture.startswith("qwen3") else {}
+    mlp = _MOE if architecture in ("mixtral", "qwen3_moe") else _MLP
+    written = {*_LAYER, *optional, *mlp, "attention", "embedding", "final_layernorm", "lm_head",
                "sampler"}  # fmt: skip
     columns = {"tokens", "sequences", "prefill_chunk", "kv_prefill", "n_decode", "kv_decode",
                "time_us"}  # fmt: skip
     differing = sorted(layers ^ written)
+    if mlp is _MOE:
+        columns.add("activated_experts")
     differing += sorted(name for name in columns if f'"{name}"' not in traces)
     if differing:
         raise ExportError(
@@ -397,7 +470,7 @@ def _check_version(checkout: Path, architecture: str) -> None:
 
 def _unsupported(bundle: Bundle, why: str) -> ExportError:
     return ExportError(
-        f"LLMServingSim's tables describe dense decoders with Llama's or Qwen3's operators, and "
-        f"{bundle.manifest.model} is not one: {why}",
+        "LLMServingSim's tables describe decoders with Llama's or Qwen3's operators, dense or with "
+        f"experts in each layer, and {bundle.manifest.model} is not one: {why}",
         code="llmservingsim-model-unsupported",
     )

@@ -4,6 +4,7 @@ The exporters share this module. Each names the simulator's operators by the mod
 consist of, chooses the compositions of its table, and writes the table.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,9 @@ from onerank.annotate.gpus.registry import find_gpu, load_gpu
 from onerank.capture.serving.compositions import Composition
 from onerank.ir.errors import ExportError
 from onerank.serving.bundle import Bundle
+
+EXPERTS = r"(mlp|block_sparse_moe)\.experts(\..*)?"
+"""Path of the experts in a layer, as a regular expression."""
 
 LAYER = r".*\.layers\.\*"
 """Path of a decoder layer, as a regular expression; kernels of all layers are summed."""
@@ -84,6 +88,8 @@ class ServedRank:
     Attributes:
         model: class of the model.
         tp: tensor-parallel size.
+        ep: expert-parallel size.
+        has_experts: whether its layers have experts.
         layers: decoder layers.
         longest: tokens that a sequence may have.
         kv_cache_bytes: most bytes of the KV cache that fit into the memory.
@@ -92,6 +98,8 @@ class ServedRank:
 
     model: str
     tp: int
+    ep: int
+    has_experts: bool
     layers: int
     longest: int
     kv_cache_bytes: int
@@ -116,7 +124,13 @@ class ServedRank:
             )
         model, tp = deployment(bundle, simulator)
         cache = (memory.tokens_that_fit or 0) * (memory.kv_bytes_per_token or 0)
-        return cls(model, tp, layers, longest, cache, weights_bytes)
+        sizes = tp, manifest.ep, has_experts(bundle)
+        return cls(model, *sizes, layers, longest, cache, weights_bytes)
+
+
+def has_experts(bundle: Bundle) -> bool:
+    """Return whether the layers of a bundle's model have experts."""
+    return any(re.fullmatch(rf"{LAYER}\.{EXPERTS}", module) for module in bundle.modules)
 
 
 def deployment(bundle: Bundle, simulator: str) -> tuple[str, int]:
