@@ -53,8 +53,12 @@ from onerank.capture.no_device.triton_kernels import WRAPPED, TritonLaunch, wrap
 _torch: Any = torch
 
 REAL_ELEMENTS = 1 << 20
-"""Largest tensor that is created on the CPU with its numbers: 4 MB in 32 bits. Larger ones are
-weights of a model that is built on the CPU."""
+"""Largest tensor of floats that is created on the CPU with its numbers: 4 MB in 32 bits. Larger
+ones are weights of a model that is built on the CPU."""
+
+# Largest tensor of integers or bools that is created on the CPU with its numbers: 1 GB. A script
+# reads the tokens of a data set into one, up to 200 MB in fineweb's files.
+_REAL_INTEGER_BYTES = 1 << 30
 
 _COMPOSITE = _torch._C.DispatchKey.CompositeExplicitAutograd
 
@@ -69,6 +73,9 @@ _FUNCTIONAL = ("_c10d_functional", "_dtensor")
 _FUSED_WITH_COLLECTIVES = "symm_mem"
 
 _WITHOUT_EFFECT = ("record_stream", "_assert_async", "_assert_scalar")
+
+# It creates a tensor from a file, whose numbers are there.
+_MAPPED_FILE = "from_file"
 
 # Operators that create constants in the shape or the dtype of a tensor.
 _CONSTANTS = frozenset("zeros_like ones_like full_like new_zeros new_ones new_full".split())
@@ -390,10 +397,10 @@ class FakeOperators(TorchDispatchMode):
 
     def _run_on_cpu(self, call: _Call) -> Any:
         """Run an operator on real tensors; a large result of a factory is fake."""
-        if not call.tensors:
+        if not call.tensors and call.schema.base != _MAPPED_FILE:
             result = call.func(*call.args, **call.kwargs)
             results = [*tensors_in((result,))]
-            large = any(tensor.numel() > REAL_ELEMENTS for tensor in results)
+            large = any(map(_is_large, results))
             if large or self._composites or any(tensor.is_meta for tensor in results):
                 return result
         with unset_fake_temporarily():
@@ -746,6 +753,13 @@ def tensors_in(operands: Sequence[Any]) -> Iterator[Tensor]:
             yield operand
         elif isinstance(operand, list | tuple):
             yield from tensors_in(operand)
+
+
+def _is_large(tensor: Tensor) -> bool:
+    """Whether a tensor that is created on the CPU is fake for its size."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        return tensor.numel() > REAL_ELEMENTS
+    return tensor.nbytes > _REAL_INTEGER_BYTES
 
 
 def _is_same_data(target: Tensor, source: Tensor) -> bool:

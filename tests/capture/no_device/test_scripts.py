@@ -377,6 +377,13 @@ LOGGING = """
     assert type(data["weights"]) is not torch.Tensor and data["weights"].shape == (1 << 21,)
     assert type(model.weight)(torch.ones(2), requires_grad=False).shape == (2,)
     assert type(model.weight)(torch.ones(2), **vars(model.weight)).shape == (2,)
+    tokens = torch.empty(1 << 21, dtype=torch.uint16, pin_memory=True)
+    with open("tokens.bin", "wb") as written:
+        written.write(bytes([1, 0]) * (1 << 21))
+    with open("tokens.bin", "rb", buffering=0) as read:
+        assert read.readinto(tokens.numpy()) == 1 << 22
+    mapped = torch.from_file("tokens.bin", False, 1 << 21, dtype=torch.int16)
+    assert (tokens[-1], mapped[-1]) == (1, 1)
     rows = torch.utils.data.DataLoader(torch.zeros(4, 1 << 20), batch_size=2, num_workers=1)
     assert [batch.shape[0] for batch in rows] == [2, 2]
     pair = torch.tensor([[torch.tensor(2.5, device="cuda")], [4]], device="cuda")
