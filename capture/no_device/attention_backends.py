@@ -52,7 +52,7 @@ def choose_attention(gpu: EmulatedGpu) -> Generator[None]:
         # Real tensors on the CPU keep torch's own choice.
         if not query.is_cuda or query.dim() != 4:
             return by_torch(query, *args, **kwargs)
-        return _run(_Attention.of(query, *args, **kwargs), gpu, enabled())
+        return _run(_Attention.of(query, *args, **kwargs).autocast(), gpu, enabled())
 
     with rebound("torch.nn.functional", {"scaled_dot_product_attention": attention}):
         yield
@@ -95,6 +95,20 @@ class _Attention:
         """Return the arguments, as torch's function takes them."""
         return cls(query, key, value, attn_mask, dropout_p, is_causal, scale)
 
+    def autocast(self) -> "_Attention":
+        """Return the call as autocast changes it: the operator is one of those that it casts."""
+        if not _torch.is_autocast_enabled("cuda"):
+            return self
+        dtype = _torch.get_autocast_dtype("cuda")
+
+        def cast(tensor: Tensor) -> Tensor:
+            casts = tensor.is_floating_point() and tensor.dtype != torch.float64
+            return tensor.to(dtype) if casts else tensor
+
+        mask = None if self.mask is None else cast(self.mask)
+        query, key, value = map(cast, (self.query, self.key, self.value))
+        return replace(self, query=query, key=key, value=value, mask=mask)
+
     @property
     def head(self) -> int:
         """Elements of a head."""
@@ -133,6 +147,14 @@ class _Attention:
         fits = self.head <= _MOST_FLASH_HEAD and self.head == self.value.shape[-1]
         return self._is_16_bit and self.mask is None and fits and gpu.capability >= (8, 0)
 
+    def fits_efficient(self) -> bool:
+        """Return whether the memory-efficient kernel takes the call.
+
+        It needs a key for each head of the queries (`check_batch_size_and_num_heads_dense` in
+        sdp_utils.cpp).
+        """
+        return self.key.shape[1] == self.query.shape[1] == self.value.shape[1]
+
     def with_all_heads(self) -> "_Attention":
         """Return the call with a key and a value for each head of the queries."""
         copies = self.query.shape[1] // self.key.shape[1]
@@ -153,7 +175,7 @@ def _run(attention: _Attention, gpu: EmulatedGpu, enabled: Sequence[str]) -> Ten
             return _cudnn(attention)
         if backend == "flash" and attention.fits_flash(gpu):
             return _flash(attention)
-        if backend == "efficient":
+        if backend == "efficient" and attention.fits_efficient():
             return _efficient(attention)
         if backend == "math":
             return _math(attention)

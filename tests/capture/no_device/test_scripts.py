@@ -17,7 +17,7 @@ import onerank
 from onerank.annotate.op_costs.node_costs import op_costs_of
 from onerank.capture.no_device import block_masks
 from onerank.capture.no_device.triton_kernels import launch_of
-from onerank.ir import Collective, Graph, Kind, Reason
+from onerank.ir import Collective, Graph, Kind, Phase, Reason
 
 LINEAR = """
     import torch
@@ -740,6 +740,38 @@ def test_a_rank_gets_the_tokens_that_equal_peers_route_to_its_experts(base, tmp_
         rows[rank] = [n for n in sizes if n != 32]
     # Both ranks route 96 tokens; experts 0 and 1 are on rank 0.
     assert rows == {0: [48, 24, 48, 24], 1: [12, 12, 12, 12]}
+
+
+GROUPED_HEADS = """
+    import contextlib
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention
+    query = torch.nn.Parameter(torch.ones(2, 4, 64, 32, device="cuda"))
+    key = torch.ones(2, 2, 64, 32, device="cuda")
+    optimizer = torch.optim.SGD([query], lr=0.1)
+    for step in range(5):
+        with {context}:
+            y = scaled_dot_product_attention(query, key, key, is_causal=True, enable_gqa=True)
+        y.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("context", "operator", "calls"),
+    [
+        ("contextlib.nullcontext()", "aten::bmm", 2),
+        ("torch.autocast('cuda', torch.bfloat16)", "aten::_cudnn_attention_forward", 1),
+    ],
+)
+def test_attention_of_32_bits_with_grouped_heads(context, operator, calls, tmp_path):
+    """The memory-efficient kernel takes no groups; autocast converts the operands."""
+    graph = captured(tmp_path, GROUPED_HEADS.format(context=context), "--like", "H100")
+    forward = graph.nodes.phase == Phase.FORWARD
+    operators = [op for op, kept in zip(graph.text("op"), forward, strict=True) if kept]
+    assert operators.count(operator) == calls
+    assert "aten::_efficient_attention_forward" not in operators
 
 
 def shapes_of(graph: Graph, operator: str) -> list[Any]:
