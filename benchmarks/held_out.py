@@ -20,9 +20,11 @@ of the vector units are medians over fp32 layers of the same set.
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
+import polars as pl
 from harness import given_folder
 
 from onerank.annotate import load_gpu
@@ -53,7 +55,7 @@ from tools.fit.leave_one_out import (
     models_without,
     parted,
 )
-from tools.fit.measured_kernels import family, read_attention, read_products
+from tools.fit.measured_kernels import family, read_attention, read_products, read_table
 from tools.fit.narrow_gemm_cases import (
     four_bit_cases,
     linear_cases,
@@ -89,6 +91,43 @@ def main() -> None:
         for kind in dict.fromkeys(case.kind for case in predicted[name]):
             level = _level(name)
             table(name, kind, predicted[name], baseline, (by_level[level], few[level]))
+    versions_apart(folder)
+
+
+def versions_apart(folder: Path) -> None:
+    """Print how far two frameworks or versions are apart on one GPU, over the same 8-bit layers.
+
+    No prediction from a shape can be closer to both than half of it.
+    """
+    rows = read_table(
+        folder / "linears.parquet", ["gpu", "campaign", "dtype", "m", "n", "k", "time_us"]
+    )
+    # vLLM's rows have at most 256 tokens, and TensorRT-LLM's in fp8 one scale for a tensor.
+    kept = {
+        "fp8": pl.col("campaign").str.starts_with("sglang"),
+        "fp8_block": ~pl.col("campaign").str.starts_with("vllm"),
+    }
+    print(
+        "\n8-bit linear layers, two campaigns on one GPU: mean of |ratio - 1| over and under 10 us"
+    )
+    print(f"{'gpu':10}{'dtype':11}{'of':20}{'to':20}{'count':>7}{'mean':>7}{'under':>7}")
+    for dtype, condition in kept.items():
+        of_type = rows.filter(pl.col("dtype") == dtype, condition)
+        groups = sorted(set(of_type.select("gpu", "campaign").iter_rows()))
+        for (gpu, before), (other, after) in combinations(groups, 2):
+            if gpu != other:
+                continue
+            of, to = (
+                of_type.filter(pl.col("gpu") == gpu, pl.col("campaign") == name)
+                for name in (before, after)
+            )
+            both = of.join(to, on=["m", "n", "k"], suffix="_to")
+            times = (both[name].to_numpy() for name in ("time_us_to", "time_us"))
+            measured, reference = (time.astype(np.float64) * 1000 for time in times)
+            apart, long = np.abs(reference / measured - 1), measured > LONG_NS
+            figures = (mean(apart, long) * 100, mean(apart, ~long) * 100)
+            print(f"{gpu:10}{dtype:11}{before:20}{after:20}{len(both):7}", end="")
+            print("".join(f"{figure:7.1f}" for figure in figures))
 
 
 def _level(name: str) -> str:
