@@ -58,6 +58,7 @@ from onerank.serving.aiconfigurator import AiconfiguratorExport
 from onerank.serving.bundle import BundleRecord
 from onerank.serving.llmservingsim import LLMServingSimExport
 from onerank.serving.recording import RecordingRecord
+from onerank.serving.sglang_sim import SglangSimExport
 from onerank.serving.vidur import VidurExport
 
 DIRECTORY = Path(__file__).parents[1] / "docs" / "reference"
@@ -182,6 +183,7 @@ PRINTED: Mapping[str, tuple[type, str]] = {
     "onerank export goal": (GoalExport, "One record."),
     "onerank export vidur": (VidurExport, "One record."),
     "onerank export llmservingsim": (LLMServingSimExport, "One record."),
+    "onerank export sglang-sim": (SglangSimExport, "One record."),
     "onerank export aiconfigurator": (AiconfiguratorExport, "One record."),
     "onerank plan": (PlanRecord, "One record."),
     "onerank check": (Finding, "A list, one record per finding."),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import polars as pl
 import pytest
 import yaml
@@ -16,13 +17,11 @@ from onerank.capture.serving.compositions import Composition
 from onerank.cli import onerank as onerank_command
 from onerank.ir.errors import ExportError
 from onerank.plan.cluster import ClusterLink, ClusterNetwork
-from onerank.serving.aiconfigurator import (
-    _growth,  # pyright: ignore[reportPrivateUsage]
-    _TracedStep,  # pyright: ignore[reportPrivateUsage]
-    export_aiconfigurator,
-)
+from onerank.serving.aiconfigurator import export_aiconfigurator
 from onerank.serving.bundle import Bundle, read_bundle
 from onerank.serving.llmservingsim import export_llmservingsim
+from onerank.serving.sglang_sim import export_sglang_sim
+from onerank.serving.step_collectives import TracedStep, growth
 from onerank.serving.tables import StepRow
 from onerank.serving.vidur import export_vidur
 from tests.cli.invoke_cli import invoke, refused
@@ -33,6 +32,7 @@ EXPORTS = {
     "vidur": export_vidur,
     "llmservingsim": export_llmservingsim,
     "aiconfigurator": export_aiconfigurator,
+    "sglang-sim": export_sglang_sim,
 }
 
 
@@ -86,7 +86,7 @@ def test_a_bundle_of_one_kind_of_steps(bundle: Path, tmp_path: Path, simulator: 
     refuses("export-steps-missing", EXPORTS[simulator], one, tmp_path, model="a/b")
 
 
-@pytest.mark.parametrize("simulator", ["llmservingsim", "aiconfigurator"])
+@pytest.mark.parametrize("simulator", ["llmservingsim", "aiconfigurator", "sglang-sim"])
 def test_a_bundle_without_the_memory_of_its_device(bundle: Path, tmp_path: Path, simulator: str):
     memory = msgspec.structs.replace(read_bundle(bundle).manifest.memory, device_bytes=0)
     unknown = changed(bundle, memory=memory)
@@ -263,7 +263,7 @@ def test_tensor_parallel_sizes_share_a_profile(bundle: Path, tmp_path: Path):
     assert cluster["nodes"][0]["instances"][0]["num_npus"] == 2
 
 
-@pytest.mark.parametrize("simulator", ["llmservingsim", "aiconfigurator"])
+@pytest.mark.parametrize("simulator", ["llmservingsim", "aiconfigurator", "sglang-sim"])
 def test_a_gpu_without_a_description(bundle: Path, tmp_path: Path, simulator: str):
     other = changed(bundle, tp=2, device="Other GPU")
     refuses("export-gpu-unknown", EXPORTS[simulator], other, tmp_path, model="a")
@@ -470,7 +470,7 @@ def test_the_steps_of_aiconfigurator_contain_collectives(bundle: Path, tmp_path:
     three = msgspec.structs.replace(other.rows[0], decodes=3, batch=3, new_tokens=3)
     rows = (three, *other.rows[1:])
     manifest = msgspec.structs.replace(other.manifest, tp=2)
-    refuses("aiconfigurator-collectives-unknown", export_aiconfigurator,
+    refuses("export-collectives-unknown", export_aiconfigurator,
             Bundle(manifest, rows, other.kernel_rows, bundle), tmp_path)  # fmt: skip
 
 
@@ -509,10 +509,85 @@ def test_sizes_of_collectives_grow_with_tokens_or_stay():
         figures = dict.fromkeys(("step_ns", "p10_ns", "p90_ns", "graph_ns", "graph_low_ns",
                                  "graph_high_ns", "gpu_ns", "host_ns", "peak_bytes"))  # fmt: skip
         row = StepRow.of(composition, **figures, fits=True, source="measured")
-        return _TracedStep(row, tuple((name, 2, size) for name, size in calls))
+        return TracedStep(row, tuple((name, 2, size) for name, size in calls))
 
     decode = traced(Composition(64, 64), ("all_gather", 64), ("all_to_all", 64 * 4096))
     prefill = traced(Composition(0, 0, 1, 512, 0), ("all_gather", 64), ("all_to_all", 512 * 4096))
-    gather, tokens = _growth("Mixtral", decode, prefill)
+    gather, tokens = growth("Mixtral", decode, prefill)
     step = Composition(0, 0, 2, 100, 0)
     assert (gather.of(step), tokens.of(step)) == (64, 200 * 4096)
+
+
+# SGLang Simulator ---------------------------------------------------------------------------------
+
+
+def sglang_checkout(directory: Path, key: str = "req.past_kv_length") -> Path:
+    """Write what the export reads of a checkout of SGLang."""
+    path = directory / "tools/sglang-simulator/src/sglang_simulator/time_predictor/replay.py"
+    path.parent.mkdir(parents=True)
+    path.write_text(
+        f"key = json.dumps(sorted([req.extend_length, {key}] for req in batch.reqs))\n"
+        "miss_strategy, miss_knn_k = 'knn', 1\n"
+    )
+    return directory
+
+
+def nearest(table: dict[str, float], batch: list[list[int]]) -> float:
+    """Return the time of a batch that the table lacks, as SGLang Simulator finds it."""
+    sizes = np.array(
+        [[len(pairs), *np.sum(pairs, axis=0)] for pairs in map(json.loads, table)], dtype=float
+    )
+    wanted = np.array([len(batch), *np.sum(batch, axis=0)], dtype=float)
+    distance = (((sizes - wanted) / sizes.std(axis=0)) ** 2).sum(axis=1)
+    return [*table.values()][int(distance.argmin())]
+
+
+def test_sglang_simulator_finds_the_steps_of_a_bundle(bundle: Path, tmp_path: Path):
+    checkout = sglang_checkout(tmp_path / "sglang")
+    invoke(onerank_command, "export", "sglang-sim", bundle, "--checkout", checkout,
+           "-o", tmp_path / "o")  # fmt: skip
+    config = json.loads((tmp_path / "o/simulator.json").read_text())
+    assert config["scheduler"]["data_type"] == "BF16"
+    assert [config["scheduler"][f"{name}_size"] for name in ("tp", "ep", "dp", "pp")] == [1] * 4
+    predictor = config["predictor"]
+    assert (predictor["name"], predictor["miss_strategy"]) == ("replay", "knn")
+    table = json.loads((tmp_path / "o" / predictor["database_path"]).read_text())
+    read = read_bundle(bundle)
+    for row in read.rows:
+        if row.fits:
+            c = row.composition
+            pairs = [[c.prefill_tokens, c.prefill_context]] * c.prefills
+            seconds = table[json.dumps(sorted(pairs + [[1, c.decode_context]] * c.decodes))]
+            assert seconds == pytest.approx(row.graph_ns / 1e9, rel=0.01)
+    # Sequences of a batch differ in length, and the nearest row has their sums.
+    lengths = [250, 430, 610, 500]
+    (between,) = read.at([Composition(4, sum(lengths) // 4)])["graph_ns"]
+    found = nearest(table, [[1, length] for length in lengths])
+    assert found == pytest.approx(between / 1e9, rel=0.01)
+    (prefill,) = read.at([Composition(0, 0, 1, 300, 0)])["graph_ns"]
+    assert nearest(table, [[300, 0]]) == pytest.approx(prefill / 1e9, rel=0.03)
+
+
+def test_the_steps_of_sglang_simulator_contain_collectives(bundle: Path, tmp_path: Path):
+    tables = [
+        json.loads(export_sglang_sim(changed(bundle, tp=tp), tmp_path / str(tp)).table.read_text())
+        for tp in (1, 2)
+    ]
+    key = json.dumps([[1, 512]] * 8)
+    calls = [("all_reduce", 8 * 2 * HIDDEN)] * (1 + 2 * LAYERS) + [("all_gather", 8 * 1024)]
+    link = ClusterLink(450)
+    network = ClusterNetwork(2, link, link, 90, "H100-SXM")
+    expected = sum(network.time_ns(*call, (0, 1)) for call in calls) / 1e9
+    assert tables[1][key] - tables[0][key] == pytest.approx(expected)
+
+
+def test_what_sglang_simulator_does_not_read(bundle: Path, tmp_path: Path):
+    arguments = ("export", "sglang-sim", bundle, "-o", tmp_path / "o", "--checkout")
+    code = "sglang-sim-version-unknown"
+    other = sglang_checkout(tmp_path / "other", "req.prefix_length")
+    refused(onerank_command, *arguments, other, error=code, naming=str(other))
+    refused(onerank_command, *arguments, tmp_path, error=code)
+    assert not (tmp_path / "o").exists()
+    eight = {**read_bundle(bundle).manifest.config, "dtype": "float64"}
+    refuses("sglang-sim-model-unsupported", export_sglang_sim, changed(bundle, config=eight),
+            tmp_path)  # fmt: skip

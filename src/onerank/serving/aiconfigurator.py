@@ -10,8 +10,7 @@ import ast
 import hashlib
 import io
 import json
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,11 +19,8 @@ import yaml
 
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.capture.serving.compositions import Composition
-from onerank.ir import Collective, Kind
-from onerank.ir.chakra import read
 from onerank.ir.errors import ExportError
 from onerank.ir.output_files import replace_files
-from onerank.plan.cluster import ClusterLink, ClusterNetwork
 from onerank.serving.bundle import Bundle
 from onerank.serving.operator_times import (
     Extent,
@@ -32,12 +28,11 @@ from onerank.serving.operator_times import (
     described_gpu,
     growing,
     has_experts,
-    link_gb_per_s,
     require_memory,
     step_ns,
     token_sizes,
 )
-from onerank.serving.tables import StepRow
+from onerank.serving.step_collectives import StepCollectives
 
 _TABLE = "fpm_forward_perf"
 
@@ -149,7 +144,7 @@ def export_aiconfigurator(
         "moe_ep": ep,
         "partition_policy": "balanced_v1",
     }
-    collectives = _Collectives.of(bundle, tp, described, link)
+    collectives = StepCollectives.of(bundle, tp, described, link)
     rows: list[dict[str, Any]] = []
     for step in _steps(extent):
         latency_ns = step_ns(bundle, step) + collectives.time_ns(step)
@@ -227,133 +222,6 @@ def _coordinates(c: Composition) -> dict[str, Any]:
         "total_prefill_tokens": new,
         "total_kv_read_tokens": cached,
     }
-
-
-@dataclass(frozen=True)
-class _Collectives:
-    """Collectives of a step, which the bundle's traces contain and its times do not.
-
-    Attributes:
-        sizes: the collectives -> how many a step has.
-        network: times of collectives.
-    """
-
-    sizes: "Mapping[_Size, int]"
-    network: ClusterNetwork
-
-    @classmethod
-    def of(cls, bundle: Bundle, tp: int, gpu: Gpu, link: float | None) -> "_Collectives":
-        """Return the collectives of a bundle's steps, none if its times contain them.
-
-        Raises:
-            ExportError: a size does not grow with new tokens and sequences, or the link between
-                the GPUs is not known.
-        """
-        gpus = tp * bundle.manifest.ep
-        has_untimed = gpus > 1 and not bundle.manifest.collectives_timed
-        # Without collectives the rate is not used.
-        rate = ClusterLink((link_gb_per_s(gpu, link, gpus) if has_untimed else None) or 1.0)
-        network = ClusterNetwork(gpus, rate, rate, gpu.capability or 90, gpu.name)
-        sizes: Counter[_Size] = Counter()
-        if has_untimed:
-            # A decode has as many sequences as new tokens, and a prefill has fewer: the two steps
-            # separate growth with tokens from growth with sequences.
-            steps = _traced(bundle, "decode"), _traced(bundle, "prefill")
-            sizes.update(_growth(bundle.manifest.model, *steps))
-        return cls(sizes, network)
-
-    def time_ns(self, c: Composition) -> float:
-        """Return the summed times of a step's collectives, which nothing overlaps."""
-        return sum(
-            count * self.network.time_ns(size.name, size.of(c), tuple(range(size.ranks)))
-            for size, count in self.sizes.items()
-        )
-
-
-@dataclass(frozen=True)
-class _Size:
-    """A collective and the bytes of its input.
-
-    Attributes:
-        name: the collective.
-        ranks: size of its group.
-        constant: bytes in each step.
-        token: bytes for each new token.
-        sequence: bytes for each sequence.
-    """
-
-    name: str
-    ranks: int
-    constant: int
-    token: int
-    sequence: int
-
-    def of(self, c: Composition) -> int:
-        """Return the bytes in a step."""
-        return self.constant + self.token * c.new_tokens + self.sequence * c.sequences
-
-
-@dataclass(frozen=True)
-class _TracedStep:
-    """A step, and the name, group size and bytes of each of its collectives."""
-
-    row: StepRow
-    calls: tuple[tuple[str, int, int], ...]
-
-
-def _traced(bundle: Bundle, kind: str) -> _TracedStep:
-    """Return a step of a kind; a prefill with several new tokens.
-
-    With shared experts it is the step with the most new tokens: the all-to-alls of few tokens are
-    not in proportion to them.
-    """
-    steps = [
-        (bundle.rows[number - 1].composition, number, path)
-        for number, path in bundle.traces()
-        if bundle.rows[number - 1].kind == kind and bundle.rows[number - 1].is_composed
-    ]
-    chosen = [step for step in steps if kind == "decode" or step[0].prefill_tokens > 1]
-    if not chosen:
-        raise ExportError(
-            f"no {kind} of the bundle has a trace with several new tokens\n  measure one",
-            code="export-steps-missing",
-        )
-    shared = bundle.manifest.ep > 1
-    _, number, path = max(chosen, key=lambda step: step[0].new_tokens) if shared else chosen[0]
-    graph = read(path)
-    nodes, mask = graph.nodes, graph.mask(Kind.COLLECTIVE)
-    names = [Collective(int(code)).name.lower() for code in nodes.collective[mask]]
-    groups = {group.name: len(group.ranks) for group in graph.job.groups}
-    ranks = [groups[graph.strings[int(code)]] for code in nodes.group[mask]]
-    calls = zip(names, ranks, nodes.comm_bytes[mask].tolist(), strict=True)
-    return _TracedStep(bundle.rows[number - 1], tuple(calls))
-
-
-def _growth(model: str | None, decode: _TracedStep, prefill: _TracedStep) -> Iterator[_Size]:
-    """Yield each collective with its bytes: constant, or by new tokens and sequences.
-
-    Raises:
-        ExportError: the steps have other collectives, or of other sizes.
-    """
-    row, decodes = prefill.row.composition, decode.row.composition.decodes
-    same = [call[:2] for call in prefill.calls] == [call[:2] for call in decode.calls]
-    for (name, ranks, prefill_bytes), (*_, decode_bytes) in zip(
-        prefill.calls, decode.calls, strict=False
-    ):
-        both, odd = divmod(decode_bytes, decodes)
-        token, rest = divmod(prefill_bytes - both * row.sequences, row.new_tokens - row.sequences)
-        grows = not (odd or rest) and 0 <= token <= both
-        if same and not grows and prefill_bytes == decode_bytes:
-            yield _Size(name, ranks, prefill_bytes, 0, 0)
-            continue
-        if not same or not grows:
-            raise ExportError(
-                f"the {name} of {prefill_bytes} bytes in {row}, and of {decode_bytes} "
-                f"in {decode.row.composition}, does not grow with new tokens and sequences: its "
-                f"size in other steps of {model} is not known",
-                code="aiconfigurator-collectives-unknown",
-            )
-        yield _Size(name, ranks, 0, token, both - token)
 
 
 def _system(bundle: Bundle, gpu: Gpu, system: str) -> dict[str, Any]:

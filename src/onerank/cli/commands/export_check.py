@@ -338,10 +338,10 @@ def chakra_json(trace: Path, options: FileOptions) -> None:
     cls=SectionedGroup,
     sections={
         "Simulators": ("astra-sim", "simai", "goal"),
-        "Simulators of serving": ("vidur", "llmservingsim", "aiconfigurator"),
+        "Simulators of serving": ("vidur", "llmservingsim", "sglang-sim", "aiconfigurator"),
         "Other tools": ("perfetto", "parquet", "dot", "chakra-json"),
     },
-    modules=dict.fromkeys(("vidur", "llmservingsim", "aiconfigurator"), "serve"),
+    modules=dict.fromkeys(("vidur", "llmservingsim", "sglang-sim", "aiconfigurator"), "serve"),
 )
 def export() -> None:
     """Write a trace in the format of a simulator or of another tool."""

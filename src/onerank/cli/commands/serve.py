@@ -256,6 +256,42 @@ def llmservingsim(bundle: Path, options: LinkedExportOptions, as_json: bool) -> 
     lines(pairs, f"{written.profile}, for LLMServingSim")
 
 
+@click.command(cls=SectionedCommand, sections=headings(LinkedExportOptions))
+@click.argument("bundle", type=INPUT_OR_DIRECTORY)
+@with_options(LinkedExportOptions)
+@as_json
+@reports_errors
+def sglang_sim(bundle: Path, options: LinkedExportOptions, as_json: bool) -> None:
+    """Write the steps as a replay table of SGLang Simulator, which runs SGLang's scheduler.
+
+    BUNDLE is the directory of `capture serve`. The table has whole steps, replayed as CUDA graphs,
+    with collectives that take NCCL's latency and the time of their bytes on the link. --model is a
+    local directory with the model's configuration and tokenizer; by default the export writes one
+    without a tokenizer.
+    """
+    from onerank.serving.bundle import read_bundle
+    from onerank.serving.sglang_sim import export_sglang_sim
+
+    written = export_sglang_sim(
+        read_bundle(bundle),
+        options.output,
+        model=options.model,
+        gpu=options.gpu,
+        link=options.link_gb_per_s,
+        checkout=options.checkout,
+    )
+    if as_json:
+        print_json(written)
+        return
+    server = "python -m sglang_simulator.simulation.sglang.launch_server "
+    pairs = [
+        ("config", str(written.config)),
+        ("rows", str(written.rows)),
+        ("run", server + " ".join(written.options)),
+    ]
+    lines(pairs, f"{written.table}, for SGLang Simulator")
+
+
 @dataclass(frozen=True, kw_only=True)
 class AiconfiguratorOptions(LinkedExportOptions):
     """The engine that aiconfigurator models, and the name of its table."""
