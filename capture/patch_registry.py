@@ -347,6 +347,32 @@ PATCHES: tuple[Patch, ...] = (
         ("no_device.inductor",),
     ),
     Patch(
+        "grouped_gemm_backend",
+        ("gmm",),
+        "A function of a C++ extension is recorded by its operands; nothing can run it.",
+        ("no_device.extension_functions",),
+    ),
+    Patch(
+        "deep_gemm",
+        tuple(
+            f"{kind}_gemm_{layout}"
+            for kind in ("fp8", "fp8_fp4", "bf16", "cublaslt")
+            for layout in ("nt", "nn", "tn", "tt")
+        )
+        + tuple(
+            f"m_grouped_{kind}_gemm_{layout}"
+            for kind in ("fp8", "fp8_fp4", "bf16")
+            for layout in ("nt_contiguous", "nn_contiguous", "nt_masked")
+        )
+        + (
+            "k_grouped_fp8_gemm_nt_contiguous",
+            "k_grouped_fp8_gemm_tn_contiguous",
+            "k_grouped_bf16_gemm_tn_contiguous",
+        ),
+        "A function of a C++ extension is recorded by its operands; nothing can run it.",
+        ("no_device.extension_functions",),
+    ),
+    Patch(
         "torch.nn.attention.flex_attention",
         ("flex_attention",),
         "Inductor generates its kernel from a template, for which it needs Triton.",

@@ -177,6 +177,63 @@ _FLA = {
 }
 
 
+def _extension_product(call: Call) -> Work | None:
+    """Return the work of a product of grouped_gemm or DeepGEMM; None for unknown shapes.
+
+    a and b are the first operands, d the result: dense [m, k] x [k, n]; rows of a divided among
+    groups of b [g, k, n]; or the inner size divided among groups of d [g, m, n]. Layouts differ in
+    what is transposed. Every element of a meets n of b. Groups are taken as equal.
+    """
+    a, b, d = call.tensor(0), call.tensor(1), call.output()
+    if a is None or b is None or d is None or not d.shape or not d.numel:
+        return None
+    n = d.shape[-1]
+    if len(d.shape) == 3:  # the inner size is divided
+        groups, m = d.shape[0], d.shape[1]
+        k = a.numel // max(1, m * groups)
+    else:
+        groups = b.shape[0] if len(b.shape) == 3 else 1
+        m = -(-d.shape[0] // max(1, groups))
+        k = a.numel // d.shape[0]
+    part = ComponentGemm(groups, m, n, k, a.item_bytes)
+    return matmul_work(call, a, 2 * a.numel * n, parts=(part,))
+
+
+_DEEP_GEMM = {
+    f"deep_gemm::{name}": _extension_product
+    for name in (
+        *(
+            f"{kind}_gemm_{layout}"
+            for kind in ("fp8", "fp8_fp4", "bf16", "cublaslt")
+            for layout in ("nt", "nn", "tn", "tt")
+        ),
+        *(
+            f"m_grouped_{kind}_gemm_{layout}_contiguous"
+            for kind in ("fp8", "fp8_fp4", "bf16")
+            for layout in ("nt", "nn")
+        ),
+        "k_grouped_fp8_gemm_nt_contiguous",
+        "k_grouped_fp8_gemm_tn_contiguous",
+        "k_grouped_bf16_gemm_tn_contiguous",
+    )
+}
+
+# TransformerEngine's softmax of unfused attention (softmax.py): the scale is one more product.
+_TE_SOFTMAX = {
+    f"te_softmax::{name}_{direction}": formula
+    for name in (
+        "scaled_softmax",
+        "scaled_masked_softmax",
+        "scaled_upper_triang_masked_softmax",
+        "scaled_aligned_causal_masked_softmax",
+    )
+    for direction, formula in (
+        ("fwd", _per_element(SOFTMAX_FORWARD + 1)),
+        ("bwd", _per_element(SOFTMAX_BACKWARD + 1)),
+    )
+}
+
+
 def _indexed_dot(call: Call) -> Work:
     """Return the work of the scores of the targets: a row of the vocabulary for each token."""
     rows, table = call.list_bytes(0), call.list_bytes(1)
@@ -332,6 +389,9 @@ FORMULAS: dict[str, Formula] = {
             1, 16, heads_first=False, lengths=6, longest=10, backward=True, lower_right=True
         )
     ),
+    "grouped_gemm::gmm": _extension_product,
+    **_DEEP_GEMM,
+    **_TE_SOFTMAX,
     "quack::_rmsnorm_fwd": _per_element(NORM_FORWARD, (2, 4, 5, 7)),
     "quack::_rmsnorm_bwd": _per_element(NORM_BACKWARD, (4, 5, 6, 8)),
     "quack::cross_entropy_fwd_out": _per_element(SOFTMAX_FORWARD, (3, 4, 5)),

@@ -106,6 +106,15 @@ _OPERATORS = {
         _chunk_state_bwd_db_kernel _chunk_state_bwd_ddAcs_stable_kernel _chunk_scan_fwd_kernel
         _chunk_scan_bwd_dstates_kernel _chunk_scan_bwd_dc_kernel _chunk_scan_bwd_dcb_kernel
         _chunk_scan_bwd_ddAcs_stable_kernel _chunk_scan_chunk_state_bwd_dx_kernel
+        gmm fp8_gemm_nt fp8_gemm_nn fp8_gemm_tn fp8_gemm_tt fp8_fp4_gemm_nt fp8_fp4_gemm_nn
+        fp8_fp4_gemm_tn fp8_fp4_gemm_tt bf16_gemm_nt bf16_gemm_nn bf16_gemm_tn bf16_gemm_tt
+        cublaslt_gemm_nt cublaslt_gemm_nn cublaslt_gemm_tn cublaslt_gemm_tt
+        m_grouped_fp8_gemm_nt_contiguous m_grouped_fp8_gemm_nn_contiguous
+        m_grouped_fp8_fp4_gemm_nt_contiguous m_grouped_fp8_fp4_gemm_nn_contiguous
+        m_grouped_bf16_gemm_nt_contiguous m_grouped_bf16_gemm_nn_contiguous
+        m_grouped_fp8_gemm_nt_masked m_grouped_fp8_fp4_gemm_nt_masked
+        m_grouped_bf16_gemm_nt_masked k_grouped_fp8_gemm_nt_contiguous
+        k_grouped_fp8_gemm_tn_contiguous k_grouped_bf16_gemm_tn_contiguous
         chunk_fwd_kernel_h chunk_fwd_kernel_o chunk_bwd_kernel_dh chunk_bwd_kernel_dqkwg
         chunk_bwd_kernel_dv chunk_gated_delta_rule_fwd_kernel_h_blockdim64
         chunk_gated_delta_rule_bwd_kernel_dhu_blockdim64""",
@@ -140,7 +149,10 @@ _OPERATORS = {
         layer_norm_bwd_kernel""",
     OpClass.SOFTMAX: """
         softmax log_softmax _softmax _log_softmax _softmax_backward_data
-        _log_softmax_backward_data _safe_softmax _masked_softmax _masked_softmax_backward""",
+        _log_softmax_backward_data _safe_softmax _masked_softmax _masked_softmax_backward
+        scaled_softmax_fwd scaled_softmax_bwd scaled_masked_softmax_fwd scaled_masked_softmax_bwd
+        scaled_upper_triang_masked_softmax_fwd scaled_upper_triang_masked_softmax_bwd
+        scaled_aligned_causal_masked_softmax_fwd scaled_aligned_causal_masked_softmax_bwd""",
     OpClass.LOSS: """
         nll_loss nll_loss_forward nll_loss_backward nll_loss2d_forward nll_loss2d_backward
         cross_entropy_loss mse_loss mse_loss_backward l1_loss binary_cross_entropy

@@ -25,6 +25,7 @@ from onerank.capture.no_device.attention_backends import choose_attention
 from onerank.capture.no_device.cuda_api import emulated_cuda
 from onerank.capture.no_device.emulated_gpu import EmulatedGpu
 from onerank.capture.no_device.event_log import EventLog
+from onerank.capture.no_device.extension_functions import recorded_extensions
 from onerank.capture.no_device.fake_operators import REAL_ELEMENTS, FakeOperators
 from onerank.capture.no_device.functional_collectives import SYMMETRIC_MEMORY, fused_products
 from onerank.capture.no_device.inductor import InductorOnShapes
@@ -193,6 +194,7 @@ class EmulatedProcess:
                     lambda: triton_kernels.recorded_launches(self.operators.launch),
                 ),
                 after_import(triton_kernels.TUNER, triton_kernels.first_configuration),
+                recorded_extensions(self.operators.launch),
                 after_import(
                     _HUGGING_FACE,
                     lambda: patched(_HUGGING_FACE, {"is_fake_tensor": _no}),

@@ -171,6 +171,41 @@ def test_flex_attention_counts_the_pairs_of_its_block_mask(pairs):
     assert backward.flops == forward.flops * 5 // 2
 
 
+@pytest.mark.parametrize(
+    ("name", "reads", "written", "group"),
+    [
+        ("grouped_gemm::gmm", [(96, 32), (4, 32, 64), (4,)], (96, 64), (4, 24, 64, 32)),
+        ("grouped_gemm::gmm", [(96, 32), (4, 64, 32), (4,)], (96, 64), (4, 24, 64, 32)),
+        ("grouped_gemm::gmm", [(96, 32), (96, 64), (4,)], (4, 32, 64), (4, 32, 64, 24)),
+        ("deep_gemm::bf16_gemm_nt", [(96, 32), (64, 32)], (96, 64), (1, 96, 64, 32)),
+        ("deep_gemm::bf16_gemm_tn", [(32, 96), (32, 64)], (96, 64), (1, 96, 64, 32)),
+        (
+            "deep_gemm::m_grouped_bf16_gemm_nt_contiguous",
+            *([(96, 32), (4, 64, 32), None, None, (96,)], (96, 64), (4, 24, 64, 32)),
+        ),
+        (
+            "deep_gemm::k_grouped_bf16_gemm_tn_contiguous",
+            *([(96, 32), (96, 64), None, None, (4,)], (4, 32, 64), (4, 32, 64, 24)),
+        ),
+    ],
+)
+def test_products_of_grouped_gemm_and_deep_gemm(name, reads, written, group):
+    product = work(name, reads, [written])
+    assert product.flops == 2 * 96 * 32 * 64
+    assert [tuple(part[:4]) for part in product.parts] == [group]
+
+
+@pytest.mark.parametrize("mask", [[], [(2, 1, 16, 16)]])
+def test_softmax_of_transformer_engine_counts_its_scale(mask):
+    scores = (2, 4, 16, 16)
+    name = "te_softmax::scaled_masked_softmax" if mask else "te_softmax::scaled_softmax"
+    softmax = work("aten::_softmax", [scores], [scores]).flops
+    gradient = work("aten::_softmax_backward_data", [scores, scores], [scores]).flops
+    elements = 2 * 4 * 16 * 16
+    assert work(f"{name}_fwd", [scores, *mask, None], [scores]).flops == softmax + elements
+    assert work(f"{name}_bwd", [scores, scores, None], [scores]).flops == gradient + elements
+
+
 # Batch, chunks, tokens of a chunk, heads, groups of B and C, width of a head, states.
 B, N, C, H, G, P, S = 2, 3, 8, 4, 1, 16, 32
 TOKENS, BC, STATES, CB = (B, N * C, H, P), (B, N * C, G, S), (B, N, H, P, S), (B, N, G, C, C)
