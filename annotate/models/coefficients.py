@@ -223,6 +223,7 @@ class Coefficients(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         narrow_carried: the same for GEMMs in 8 or 4 bits. Libraries have the same kernels for them
             on several dies, so more carries over than in 16 bits.
         attention_carried: the same for forward attention.
+        experts_carried: the same for the experts of an MoE layer in inference engines.
         other_attention: factor on the time of attention by its shape where no kernel was measured
             on the architecture.
         architectures: of the fitted GPUs.
@@ -242,6 +243,7 @@ class Coefficients(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     product_carried: float
     narrow_carried: float
     attention_carried: float
+    experts_carried: float
     attention_floor: dict[str, float]
     decode: dict[str, Decode]
     latent_decode: LatentDecode

@@ -7,7 +7,7 @@ from typing import NamedTuple, Self
 import numpy as np
 
 from onerank.annotate.gpus.gpu import Gpu
-from onerank.annotate.op_costs.cost_record import AttentionShape, GemmShape, Work
+from onerank.annotate.op_costs.cost_record import AttentionShape, GemmShape, PartKernel, Work
 from onerank.annotate.op_costs.node_costs import OpCosts
 from onerank.annotate.op_costs.op_classes import (
     CLASSES,
@@ -76,6 +76,11 @@ class ComponentGemms(NamedTuple):
     def calls_in_steps(self) -> I64:
         """Calls whose GEMMs are launched one by one, as the steps of a recurrent layer."""
         return np.unique(self.call[self.launches > 0])
+
+    @property
+    def expert_calls(self) -> I64:
+        """Calls that run the experts of an MoE layer by an inference engine's kernels."""
+        return np.unique(self.call[self.kernels != PartKernel.LIBRARY])
 
     @property
     def flops(self) -> F64:

@@ -139,7 +139,8 @@ def predict_learned(
     4. For convolutions and recurrent layers, which are several GEMMs, all of it carries over. From
        a V100 to a T4 and back DeepBench's convolutions are 1.18 times off forward, 1.21 and 1.52
        for the gradients of input and filter; with the residual model 1.29, 1.32 and 1.47
-       (benchmarks/deepbench.py).
+       (benchmarks/deepbench.py). For the experts of an MoE layer to another die the share is
+       `experts_carried`: it contains what unequal shares of the tokens add.
 
     Attention becomes the kernel that the target runs (see `attention_kernels`). To another NVIDIA
     die, memory-bound kernels scale with their time by shape (see `roofline.scale_by_shape`).
@@ -298,6 +299,7 @@ class PartTerms:
         duration_ns: measured duration, float64[n].
         source_ns: time of all their GEMMs on the source by tiles, float64[n].
         target_ns: the same on the target, float64[n].
+        lost: factor for the part of the deviation that does not carry over, float64[n].
         residual_ns: the residual model's prediction, float64[n].
         trust: weight of the tiles against the residual model.
     """
@@ -306,17 +308,17 @@ class PartTerms:
     duration_ns: F64
     source_ns: F64
     target_ns: F64
+    lost: F64
     residual_ns: F64
     trust: float
 
     def term(self, i: int, source: Term, target: Term, by_residual: Term) -> Term:
         """Return the prediction of operator `i` as a term; arguments as for `TileTerms.term`."""
-        proportional = product(
-            quantity("measured", self.duration_ns[i]),
-            quotient(target, source),
-            name="in proportion",
-            value=self.proportional_ns[i],
-        )
+        factors = [quantity("measured", self.duration_ns[i]), quotient(target, source)]
+        if self.lost[i] != 1:
+            note = "part of it does not carry over"
+            factors.append(factor(float(self.lost[i]), "deviation", note))
+        proportional = product(*factors, name="in proportion", value=self.proportional_ns[i])
         return product(
             power(proportional, factor(self.trust, "weight", "of the tiles")),
             power(by_residual, factor(1 - self.trust)),
@@ -327,7 +329,7 @@ class PartTerms:
     @property
     def proportional_ns(self) -> F64:
         """Measured duration times the ratio of the tiles' times, float64[n]."""
-        return self.duration_ns * self.target_ns / self.source_ns
+        return self.duration_ns * self.target_ns / self.source_ns * self.lost
 
     @property
     def predicted_ns(self) -> F64:
@@ -350,11 +352,17 @@ def part_terms(  # noqa: PLR0917
     rows = np.flatnonzero(
         np.isfinite(target_ns) & np.isfinite(source_ns) & (kernels.duration_ns > 0)
     )
+    # Experts' kernels differ between dies. A convolution's deviation is the model's, see
+    # `predict_learned`.
+    other_die = source.board != target.board and not same_die(source, target)
+    experts = np.isin(kernels.call[rows], kernels.parts.expert_calls) & other_die
+    share = np.where(experts, c.experts_carried, 1.0)
     terms = PartTerms(
         rows=rows,
         duration_ns=kernels.duration_ns[rows],
         source_ns=source_ns[rows],
         target_ns=target_ns[rows],
+        lost=(kernels.operator_ns[rows] / source_ns[rows]) ** (share - 1),
         residual_ns=residual_ns[rows],
         trust=composite_tile_weight(target, c),
     )

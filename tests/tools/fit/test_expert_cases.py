@@ -1,5 +1,7 @@
 """Experts of MoE layers: the table, the fit and the prediction by shape."""
 
+from dataclasses import replace
+
 import msgspec
 import numpy as np
 import polars as pl
@@ -7,7 +9,11 @@ import pytest
 
 from onerank.annotate import load_gpu
 from onerank.annotate.models.coefficients import shipped
-from onerank.annotate.models.learned import part_times, predict_from_description
+from onerank.annotate.models.learned import (
+    part_times,
+    predict_from_description,
+    predict_learned,
+)
 from onerank.annotate.models.prediction_terms import Rule
 from onerank.annotate.op_costs.library_operators import ExpertSizes
 from tools.fit.expert_cases import ExpertLayers, expert_cases, fit_experts, read_experts
@@ -32,6 +38,18 @@ def test_experts_by_their_shapes(kernel):
     assert set(rules.tolist()) == {Rule.PARTS}
     (case,) = expert_cases([layers], lambda _: predict_from_description)
     assert case.predicted_ns.tolist() == predicted_ns.tolist()
+
+
+def test_half_of_the_deviation_carries_over_to_another_die():
+    """Layers that take 1.44 times as long as by their tiles on an H100 take 1.2 times on a B200."""
+    c, b200, h200 = shipped(), load_gpu("B200"), load_gpu("H200")
+    layers = ExpertLayers(H100, "a", "moe_torch_flow_cutlass", QWEN, np.ones(3))
+    here, there = (part_times(layers.features(), gpu, c) for gpu in (H100, b200))
+    measured = replace(layers, times_ns=1.44 * here).features()
+    assert predict_learned(measured, H100, b200)[0] == pytest.approx(1.2 * there, rel=0.01)
+    # The H200 has the H100's die, which runs the same kernels.
+    same_die = predict_learned(measured, H100, h200)[0] / part_times(measured, h200, c)
+    assert same_die == pytest.approx(1.44, rel=0.01)
 
 
 def test_layers_that_the_cache_serves_are_not_read(tmp_path):
