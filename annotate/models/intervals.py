@@ -16,7 +16,11 @@ import numpy as np
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.gpus.spec_schema import ASYNCHRONOUS, OTHER_ARCHITECTURE, SYNCHRONOUS
 from onerank.annotate.models.attention_kernels import is_known_by_shape
-from onerank.annotate.models.attention_time import has_few_queries, is_measured_latent
+from onerank.annotate.models.attention_time import (
+    has_few_queries,
+    is_latent,
+    is_measured_latent,
+)
 from onerank.annotate.models.coefficients import Coefficients
 from onerank.annotate.models.features import KernelFeatures
 from onerank.annotate.models.prediction_terms import (
@@ -136,6 +140,7 @@ KINDS = (
     "decode",
     "decode_unmeasured",
     "decode_other",
+    "latent_other",
     "product",
     "product_short",
     "product_unmeasured",
@@ -162,12 +167,13 @@ KINDS = (
 A kind names what is known: the dtype; whether the call was measured on another GPU ("unmeasured":
 it was not), or on an SKU of the same die; whether attention's kernel was measured on the target's
 architecture ("other": it was not). "tensor" are 8-bit GEMMs with one scale for a tensor, "4bit" are
-GEMMs in NVFP4, to which nothing is fitted, and "decode" is attention of a few queries. "product"
-are GEMMs on vector units or without tiles. "short" are predictions under `SHORT_NS`, which the
-launch determines. "memory_same_die" has the errors of two A100s, which differ in their memory.
-"library" are memory-bound kernels of other libraries than PyTorch: on an A100
-and an H100 vLLM's norms, activations and rotary embeddings take 1.3 to 2.0 times as long as their
-bytes, and PyTorch's additions 0.8 to 1.0 times.
+GEMMs in NVFP4, to which nothing is fitted, and "decode" is attention of a few queries, "latent"
+that of a latent vector, for which Ampere and Ada run Triton's kernels. "product" are GEMMs on
+vector units or without tiles. "short" are predictions under `SHORT_NS`, which the launch
+determines. "memory_same_die" has the errors of two A100s, which differ in their memory. "library"
+are memory-bound kernels of other libraries than PyTorch: on an A100 and an H100 vLLM's norms,
+activations and rotary embeddings take 1.3 to 2.0 times as long as their bytes, and PyTorch's
+additions 0.8 to 1.0 times.
 
 "resized" kinds are of another size on one GPU and add to those of another GPU. Memory-bound kernels
 without a measurement ("memory_unmeasured") are much less certain than measured ones. So are GEMMs
@@ -317,7 +323,13 @@ def kinds_of(
     if source is None:
         known = is_known_by_shape(target)
         attention_kind = _AT["attention_unmeasured" if known else "attention_other"]
-        other = np.where(few, _AT["decode_other"], _AT["attention_other"])
+        other = np.where(
+            few,
+            np.where(
+                is_latent(kernels.attention)[kernels.call], _AT["latent_other"], _AT["decode_other"]
+            ),
+            _AT["attention_other"],
+        )
         unlike = ~is_measured_latent(target, kernels.attention)[kernels.call] & ~few
         unlike |= rules == Rule.OTHER_ATTENTION
         attention_kind = np.where(unlike, other, attention_kind)

@@ -428,7 +428,7 @@ def decode_cases(
     """Yield attention of one query per sequence by its shape, and from another GPU's time.
 
     By shape a call has the kind "decode_unmeasured", with the coefficients of the architecture from
-    other campaigns, and "decode_other", without the architecture.
+    other campaigns, and "decode_other" or "latent_other", without the architecture.
 
     Args:
         decodes: the calls.
@@ -440,7 +440,7 @@ def decode_cases(
     for each in decodes:
         gpu, target = each.gpu, described(each.gpu)
         kernels = of_attention(Attention(each.shapes, {}), each.times_ns)
-        kinds = [("decode_other", "")]
+        kinds = [("latent_other" if each.latent else "decode_other", "")]
         if elsewhere(each, decodes):
             kinds.append(("decode_unmeasured", each.name))
         for kind, without in kinds:

@@ -185,7 +185,7 @@ def test_latent_attention_reads_keys_once_and_multiplies_128_heads_at_the_gemm_r
     (few, _), _ = predict_from_description(kernels, load_gpu("A100"))
     moved = 2 * 256 * 32768 * (576 + 512)
     assert few == pytest.approx(moved * 1e9 / load_gpu("A100").bandwidth_bytes_per_s, rel=0.2)
-    assert kind(kernels, None, load_gpu("A100")) == "decode_other"
+    assert kind(kernels, None, load_gpu("A100")) == "latent_other"
 
 
 def test_short_kernels_take_a_larger_share_of_the_floor_on_blackwell():

@@ -209,8 +209,8 @@ def test_decoding_is_fitted_by_architecture_and_judged_on_another_campaign(tmp_p
         ("decode_other", "H100-SXM", "H100-SXM", ""),
         ("decode_unmeasured", "H100-SXM", "H100-SXM", "H100-SXM, vllm 1"),
         ("decode_other", "L40S", "L40S", ""),
-        ("decode_other", "H100-SXM", "H100-SXM", ""),
-        ("decode_other", "L40S", "L40S", ""),
+        ("latent_other", "H100-SXM", "H100-SXM", ""),
+        ("latent_other", "L40S", "L40S", ""),
         ("decode", "H100-SXM", "L40S", ""),
         ("decode", "L40S", "H100-SXM", ""),
     ]
