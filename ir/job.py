@@ -126,6 +126,10 @@ class InferenceStep(msgspec.Struct, frozen=True, omit_defaults=True):
             that an attention mask marks.
         query_lengths: tokens of each sequence that the step computes, if sequences are packed and
             differ; `new_tokens` is then the largest.
+        attention_keys: of a recorded engine: tokens in the KV cache after the step, of all
+            sequences; None if not recorded.
+        attention_pairs: of a recorded engine: pairs of a new token and a token that it attends to;
+            None if not recorded.
     """
 
     kind: Literal["prefill", "decode", "mixed", "forward"]
@@ -134,6 +138,8 @@ class InferenceStep(msgspec.Struct, frozen=True, omit_defaults=True):
     new_tokens: int = 0
     context_lengths: tuple[int, ...] = ()
     query_lengths: tuple[int, ...] = ()
+    attention_keys: int | None = None
+    attention_pairs: int | None = None
 
 
 class Module(msgspec.Struct, frozen=True, omit_defaults=True):

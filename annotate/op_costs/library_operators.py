@@ -371,12 +371,23 @@ _TRITON: dict[str, Formula] = {
     **_FLA,
 }
 
+
+def _packed_linear(call: Call) -> Work | None:
+    tokens, weight = call.tensor(1), call.tensor(2)
+    if tokens is None or weight is None or len(tokens.shape) != 2 or len(weight.shape) != 2:
+        return None
+    (rows, k), n = tokens.shape, weight.shape[0]
+    return matmul_work(call, tokens, 2 * rows * n * k, call.list_bytes(1, 2), gemm=(1, rows, n, k))
+
+
 FORMULAS: dict[str, Formula] = {
     **{
         f"{library}::{name}_fused_experts": _fused_experts(4, PartKernel.TRITON_EXPERTS)
         for library in ("vllm", "sglang")
         for name in ("inplace", "outplace")
     },
+    # vLLM's linear layer on a CPU: result [t, n], tokens [t, k] and a repacked weight [n, k].
+    "_C::weight_packed_linear": _packed_linear,
     "trtllm::fused_moe": _fused_experts(1, PartKernel.CUTLASS_EXPERTS),
     **{f"triton::{name}": formula for name, formula in _TRITON.items()},
     "flash_attn::layer_norm_fwd_impl": _per_element(NORM_FORWARD, (4, 14)),

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from onerank.annotate.op_costs import attention, gemm, library_operators, memory_bound
 from onerank.annotate.op_costs.cost_record import Work
 from onerank.annotate.op_costs.custom_operator_costs import is_registered, registered_work
+from onerank.annotate.op_costs.engine_attention import paged_cache_work, reads_paged_cache
 from onerank.annotate.op_costs.memory_bound import cycles_of, passes_of, rereads_of
 from onerank.annotate.op_costs.op_classes import (
     CLASSES,
@@ -288,6 +289,9 @@ def _distinct_works(graph: Graph, index: I64) -> tuple[list[Work], I64]:
             works.append(Work())
             continue
         inputs, outputs = (shapes, types), (out_shapes, out_types)
+        if reads_paged_cache(op):
+            works.append(paged_cache_work(op, inputs, graph.job.inference))
+            continue
         work = work_of(op, inputs, outputs, texts[row[1]], strided, fills=fills)
         # Some traces record no results, and shape inference has no rule for every operator.
         no_results = types and not out_types

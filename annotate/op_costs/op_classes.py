@@ -90,7 +90,8 @@ _OPERATORS = {
         _addmm_activation _scaled_mm _scaled_mm_v2 fp8_scaled_mm cutlass_scaled_mm
         cutlass_scaled_fp4_mm _grouped_mm _scaled_grouped_mm _int_mm linear_backward
         inplace_fused_experts outplace_fused_experts fused_moe
-        mkldnn_linear convolution _convolution convolution_backward cudnn_convolution
+        mkldnn_linear weight_packed_linear convolution _convolution convolution_backward
+        cudnn_convolution
         cudnn_convolution_transpose cudnn_convolution_relu miopen_convolution mkldnn_convolution
         convolution_overrideable convolution_backward_overrideable _slow_conv2d_forward
         slow_conv3d_forward _conv_depthwise2d conv_depthwise3d conv1d conv2d conv3d
@@ -120,6 +121,8 @@ _OPERATORS = {
         chunk_gated_delta_rule_bwd_kernel_dhu_blockdim64""",
     OpClass.ATTENTION: """
         scaled_dot_product_attention _scaled_dot_product_attention_math
+        unified_attention unified_attention_with_output unified_mla_attention
+        unified_mla_attention_with_output cpu_attention_with_kv_cache
         _scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_backward
         _scaled_dot_product_flash_attention_for_cpu
         _scaled_dot_product_flash_attention_for_cpu_backward

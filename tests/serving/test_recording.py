@@ -12,6 +12,8 @@ import polars as pl
 import pytest
 
 import onerank
+from onerank.annotate import characterise
+from onerank.annotate.op_costs.engine_attention import paged_cache_work
 from onerank.cli import annotate
 from onerank.cli import onerank as command
 from onerank.converters.sources.kineto.engine_steps import StepContent, parse_annotation
@@ -100,9 +102,52 @@ def test_steps_of_equal_batches_are_one_composition(vllm: Recording) -> None:
 
 def test_one_step_becomes_a_graph_with_its_label() -> None:
     graph = onerank.convert(VLLM, step="3")
-    assert graph.job.inference == InferenceStep("decode", 3, 3, 1)
+    sums = {"attention_keys": 131, "attention_pairs": 131}
+    assert graph.job.inference == InferenceStep("decode", 3, 3, 1, **sums)
     alone = onerank.convert(VLLM, step="6")
-    assert alone.job.inference == InferenceStep("decode", 6, 1, 1, (24,))
+    sums = {"attention_keys": 25, "attention_pairs": 25}
+    assert alone.job.inference == InferenceStep("decode", 6, 1, 1, (24,), **sums)
+
+
+@pytest.mark.parametrize(
+    ("step", "tokens", "keys", "pairs"),
+    [
+        ("1", 64, 64, 20 * 21 // 2 + 44 * 45 // 2),
+        # 56 tokens after 44, a prompt of 7, and a decode after 20.
+        ("2", 64, 128, 56 * 44 + 56 * 57 // 2 + 7 * 8 // 2 + 21),
+        ("3", 3, 131, 131),
+    ],
+)
+def test_attention_is_that_of_the_sequences_and_not_of_the_cache(
+    step: str, tokens: int, keys: int, pairs: int
+) -> None:
+    nodes = characterise(onerank.convert(VLLM, step=step)).nodes_frame()
+    attention = nodes.filter(pl.col("op") == "_C::cpu_attention_with_kv_cache")
+    heads, key_heads, size, item = 8, 4, 32, 2
+    assert attention["flops"].to_list() == [4 * pairs * heads * size] * 2
+    queries = tokens * heads * size * item
+    read = queries + 2 * keys * key_heads * size * item
+    assert attention["bytes_read"].to_list() == [read] * 2
+    assert attention["bytes_written"].to_list() == [queries] * 2
+    writes = nodes.filter(pl.col("op") == "_C::cpu_attn_reshape_and_cache")
+    assert set(writes["bytes_written"]) == {2 * tokens * key_heads * size * item}
+    linear = nodes.filter(pl.col("op") == "_C::weight_packed_linear")
+    # Of both layers: queries, keys and values; results; gate and up; down. The head: 1,024 tokens.
+    layer = 512 * 256 + 256 * 256 + 1024 * 256 + 256 * 512
+    head = linear["flops"].to_list()[-1]
+    assert linear["flops"].sum() - head == 2 * 2 * tokens * layer
+    assert head % (2 * 256 * 1024) == 0
+
+
+def test_attention_of_a_step_without_its_keys_is_unknown() -> None:
+    operands = "[[3,8,64],[512,16,2,64]]", '["Tensor(c10::BFloat16)","Tensor(c10::BFloat16)"]'
+    known = InferenceStep("decode", 1, 3, 1, attention_keys=300, attention_pairs=300)
+    work = paged_cache_work("_vllm_fa3_C::fwd", operands, known)
+    assert work.flops == 4 * 300 * 8 * 64
+    assert work.bytes_read == (3 * 8 + 2 * 300 * 2) * 64 * 2
+    for step in (None, InferenceStep("decode", 1, 3, 1)):
+        unknown = paged_cache_work("_vllm_fa3_C::fwd", operands, step)
+        assert (unknown.flops, unknown.bytes_read) == (-1, -1)
 
 
 # NVIDIA -------------------------------------------------------------------------------------------
@@ -208,7 +253,8 @@ def test_a_decode_with_its_graph_has_flops(tmp_path: Path) -> None:
     report = json.loads(invoke(command, "convert", *options).stdout)
     assert report["gpu_ops_linked"] == {"graph launch: external id": 125}
     graph = onerank.read(output)
-    assert graph.job.inference == InferenceStep("decode", 1, 1, 1, (128,))
+    sums = {"attention_keys": 129, "attention_pairs": 129}
+    assert graph.job.inference == InferenceStep("decode", 1, 1, 1, (128,), **sums)
 
 
 def engine_trace() -> Trace:
@@ -334,8 +380,17 @@ def inference(name: str) -> InferenceStep | None:
 def test_labels_hold_only_what_the_sums_prove() -> None:
     equal = "execute_15360_context_15(sq15360sk15360sqsq15728640sqsk15728640)_generation_0(0)"
     unequal = "execute_64_context_2(sq64sk64sqsq2336sqsk2336)_generation_0(0)"
-    assert inference(equal) == InferenceStep("prefill", 7, 15, 1024)
-    assert inference(unequal) == InferenceStep("prefill", 7, 2)
+    # Causal pairs: 15 times 1024 * 1025 / 2, and those of prompts of 20 and 44 tokens.
+    sums = {"attention_keys": 15360, "attention_pairs": 15 * 524_800}
+    assert inference(equal) == InferenceStep("prefill", 7, 15, 1024, **sums)
+    sums = {"attention_keys": 64, "attention_pairs": 20 * 21 // 2 + 44 * 45 // 2}
+    assert inference(unequal) == InferenceStep("prefill", 7, 2, **sums)
+    plain = inference("execute_context_2(64)_generation_0(0)")
+    assert plain is not None
+    assert (plain.attention_keys, plain.attention_pairs) == (None, None)
+    verified = inference("step[VERIFY bs=2 g_sq=8 g_sqsq=32 g_sqsk=400 g_sk=100]")
+    assert verified is not None
+    assert verified.attention_keys is None
     assert StepContent().inference(7) is None
 
 

@@ -34,15 +34,18 @@ class SequenceGroup:
         new_tokens: tokens that they compute, summed; None if not recorded.
         context_tokens: their tokens in the KV cache before the step, summed; None if not recorded.
         equal: whether each computes the same number of tokens, as far as the trace proves it.
+        pairs: pairs of a new token and a token that it attends to, itself and all before it; None
+            if not recorded.
     """
 
     count: int
     new_tokens: int | None = None
     context_tokens: int | None = None
     equal: bool = False
+    pairs: int | None = None
 
 
-NO_SEQUENCES = SequenceGroup(0, 0, 0, equal=True)
+NO_SEQUENCES = SequenceGroup(0, 0, 0, equal=True, pairs=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +97,17 @@ class StepContent:
             new_tokens = group.new_tokens // group.count
         context = self.context_tokens if self.batch == 1 else None
         lengths = () if context is None else (context,)
-        return InferenceStep(self.kind, number, self.batch or 0, new_tokens, lengths)
+        return InferenceStep(
+            self.kind,
+            number,
+            self.batch or 0,
+            new_tokens,
+            lengths,
+            attention_keys=_sum([self.context_tokens, self.new_tokens]),
+            attention_pairs=_sum(
+                [group and group.pairs for group in (self.prefills, self.decodes)]
+            ),
+        )
 
 
 def _sum(values: Sequence[int | None]) -> int | None:
@@ -132,7 +145,7 @@ class EngineStep:
 # vLLM 0.32.0, `Worker.annotate_profile`: requests and their tokens. With
 # `detailed_trace_annotation`, and in AMD's patched SGLang, the sums over requests of new tokens q,
 # of KV length k with the new tokens, of q*q and of q*k.
-_GROUP = r"(\d+)\((?:(\d+)|sq(\d+)sk(\d+)sqsq(\d+)sqsk\d+)\)"
+_GROUP = r"(\d+)\((?:(\d+)|sq(\d+)sk(\d+)sqsq(\d+)sqsk(\d+))\)"
 _VLLM = re.compile(rf"execute_(?:\d+_)?context_{_GROUP}_generation_{_GROUP}")
 
 # Earlier versions of vLLM: new requests, and requests that ran before. The latter may still be in
@@ -151,7 +164,7 @@ def parse_annotation(name: str) -> StepContent | None:
     """Return the content of the step that an annotation names; None for other annotations."""
     if match := _VLLM.fullmatch(name):
         texts = match.groups()
-        return StepContent.of(_vllm_group(texts[:5]), _vllm_group(texts[5:]))
+        return StepContent.of(_vllm_group(texts[:6]), _vllm_group(texts[6:]))
     if match := _VLLM_REQUESTS.fullmatch(name):
         new, cached = int(match[1]), int(match[2])
         if cached:
@@ -165,14 +178,28 @@ def parse_annotation(name: str) -> StepContent | None:
 
 
 def _vllm_group(texts: Sequence[str | None]) -> SequenceGroup:
-    count, tokens, new, keys, squares = (None if text is None else int(text) for text in texts)
+    sums = [None if text is None else int(text) for text in texts]
+    count, tokens, new, keys, squares, products = sums
     assert count is not None, "the pattern requires it"
-    return _group(count, tokens if new is None else new, keys, squares)
+    return _group(count, tokens if new is None else new, keys, squares, products)
 
 
 def _group(
-    count: int, new_tokens: int | None, keys: int | None = None, squares: int | None = None
+    count: int,
+    new_tokens: int | None,
+    keys: int | None = None,
+    squares: int | None = None,
+    products: int | None = None,
 ) -> SequenceGroup:
+    """Return a group by sums over its sequences of q new tokens and k tokens with them.
+
+    Args:
+        count: sequences.
+        new_tokens: sum of q.
+        keys: sum of k.
+        squares: sum of q * q.
+        products: sum of q * k.
+    """
     if not count:
         return NO_SEQUENCES
     if new_tokens is None:
@@ -182,12 +209,21 @@ def _group(
     # they are the same only if all terms are.
     equal = count in (1, new_tokens)
     equal |= squares is not None and count * squares == new_tokens**2
-    return SequenceGroup(count, new_tokens, None if keys is None else keys - new_tokens, equal)
+    context = None if keys is None else keys - new_tokens
+    if equal and keys is not None:
+        # All q are the same, so each sum of products is the product of q and a sum.
+        each = new_tokens // count
+        squares, products = each * new_tokens, each * keys
+    pairs = None
+    if squares is not None and products is not None:
+        # The i-th of q new tokens attends to k - q + i tokens.
+        pairs = products - (squares - new_tokens) // 2
+    return SequenceGroup(count, new_tokens, context, equal, pairs)
 
 
 def _sglang_content(mode: str, batch: int, tokens: int | None, sums: dict[str, int]) -> StepContent:
-    context = sums.get("c_sq", tokens), sums.get("c_sk"), sums.get("c_sqsq")
-    generation = sums.get("g_sq"), sums.get("g_sk"), sums.get("g_sqsq")
+    context = sums.get("c_sq", tokens), *(sums.get(f"c_{name}") for name in ("sk", "sqsq", "sqsk"))
+    generation = tuple(sums.get(f"g_{name}") for name in ("sq", "sk", "sqsq", "sqsk"))
     prefills, decodes = NO_SEQUENCES, NO_SEQUENCES
     match mode:
         case "EXTEND":
