@@ -90,7 +90,7 @@ def print_table(title: str, calls: dict[str, list[Call]]) -> None:
     heads = (
         "shapes",
         "measured us",
-        "told/measured",
+        "pred./measured",
         "median",
         "mean |ln|",
         "inside 80%",
