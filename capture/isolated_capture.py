@@ -84,9 +84,9 @@ def run(
         args: arguments of the script.
         ranks: capture these ranks in turn, or "distinct": one rank of each class of equivalent
             ranks. The result is then a dictionary from rank to graph, by ascending rank.
-        steps: of a script that infers, "prefill", "decode" or numbers of forwards. The result is
-            then a dictionary from step, as text, to graph. In the captures of `ranks`,
-            `capture_layers` and `compile`, one step, and the result is theirs.
+        steps: of a script that infers, "prefill", "decode", "draft", "verify" or numbers of
+            forwards. The result is then a dictionary from step, as text, to graph. In the captures
+            of `ranks`, `capture_layers` and `compile`, one step, and the result is theirs.
         capture_layers: build a Hugging Face model with each of these numbers of layers in turn,
             and extrapolate to its full depth; None captures the whole model.
         compile: capture the step eager, then under torch.compile in this mode. The result is the

@@ -136,12 +136,13 @@ class Options:
     )
     rank: int = _option("Rank to capture.  [default: 0]", heading=CAPTURED, default=0, minimum=0)
     steps: tuple[StepChoice, ...] | None = _option(
-        "Steps to capture of a script that infers, each a forward of its model: the first prefill, "
-        "the first decode, or forwards by number, from 1. Several write NAME.STEP.et each.  "
-        "[default: prefill,decode if the script does not train]",
+        "Steps to capture of a script that infers, each a forward of its model: the first prefill "
+        "or decode, in speculative decoding the first draft or verify, or forwards by number, from "
+        "1. Several write NAME.STEP.et each.  [default: prefill,decode, or prefill,draft,verify, "
+        "if the script does not train]",
         heading=CAPTURED,
         default=None,
-        metavar="prefill|decode|N[,...]",
+        metavar="prefill|decode|draft|verify|N[,...]",
     )
     step_of: str | None = _option(
         "The method whose calls are the steps, instead of the forward of a model: of an engine's "

@@ -140,8 +140,8 @@ def _check_steps(options: Options) -> None:
     text = ",".join(map(str, steps))
     if any(isinstance(step, int) and step < 1 for step in steps):
         raise CaptureError(
-            f"--steps {text}: forwards are numbered from 1; expected prefill, decode or numbers of "
-            "at least 1",
+            f"--steps {text}: forwards are numbered from 1; expected prefill, decode, draft, "
+            "verify or numbers of at least 1",
             code="steps-below-one",
         )
     if len(set(steps)) < len(steps):

@@ -116,8 +116,9 @@ class InferenceStep(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Attributes:
         kind: "prefill", "decode" (one new token per sequence and a KV cache that is not empty),
-            "mixed" (prefills and decodes in one step of an engine), or "forward" of a model
-            without tokens.
+            "mixed" (prefills and decodes in one step of an engine), "draft" (of the assistant model
+            in speculative decoding), "verify" (the main model computes drafted tokens with a KV
+            cache that is not empty), or "forward" of a model without tokens.
         number: of the forward in the script, from 1.
         batch: sequences.
         new_tokens: tokens of each sequence that the step computes, padding included; of a mixed
@@ -132,7 +133,7 @@ class InferenceStep(msgspec.Struct, frozen=True, omit_defaults=True):
             None if not recorded.
     """
 
-    kind: Literal["prefill", "decode", "mixed", "forward"]
+    kind: Literal["prefill", "decode", "mixed", "draft", "verify", "forward"]
     number: int
     batch: int = 0
     new_tokens: int = 0

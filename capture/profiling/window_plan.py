@@ -12,8 +12,8 @@ MODULES = HOST = 3
 
 Progress = Callable[[str], None]
 
-StepChoice = int | Literal["prefill", "decode"]
-"""A step of a script that infers: the first prefill, the first decode, or a forward by number."""
+StepChoice = int | Literal["prefill", "decode", "draft", "verify"]
+"""A step of a script that infers: the first of a kind, or a forward by number."""
 
 
 _STEPS = {"heading": "How a step is measured", "minimum": 1, "show_default": True}

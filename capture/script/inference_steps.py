@@ -9,12 +9,13 @@ repetition, and the script continues as if it had run once.
 import builtins
 import contextlib
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MethodType
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
@@ -37,6 +38,13 @@ from onerank.ir.notes import Note
 
 DEFAULT_STEPS: tuple[StepChoice, ...] = ("prefill", "decode")
 """Steps that are captured if the user names none."""
+
+SPECULATIVE_STEPS: tuple[StepChoice, ...] = ("prefill", "draft", "verify")
+"""The same, of a script that decodes speculatively: the main model verifies instead of decoding."""
+
+
+InferenceKind = Literal["prefill", "decode", "mixed", "draft", "verify", "forward"]
+"""Kind of a forward, as in `InferenceStep`."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +175,8 @@ class InferenceSteps:
             raise ScriptError(
                 f"{script}: --steps {missing} did not occur: the script called its model in "
                 f"{have}\n  a decode computes one new token per sequence with a KV cache; choose "
-                "prefill, decode or the number of a forward, from 1",
+                "prefill, decode, in speculative decoding draft or verify, or the number of a "
+                "forward, from 1",
                 code="steps-not-reached",
             )
         self._pending.clear()
@@ -209,8 +218,17 @@ class InferenceSteps:
         owner = self._generating_owner(step.target)
         tokens = forward_tokens(step.target, step.arguments, by_name_only=bool(owner))
         tokens = self._with_context(tokens)
+        kind = _kind_of(tokens)
+        if kind in SPECULATIVE_STEPS[1:] and not self.chosen and not self.measured:
+            self._pending = [*SPECULATIVE_STEPS]
         self._single_tokens += tokens.kind == "prefill" and tokens.new_tokens == 1
-        matching = [choice for choice in self._pending if choice in (tokens.kind, self.forwards)]
+        # The assistant's own prefill is no draft that stands for the others.
+        drafts = kind != "draft" or tokens.kind == "decode"
+        matching = [
+            choice
+            for choice in self._pending
+            if choice == self.forwards or (choice == kind and drafts)
+        ]
         if tokens.kind == "forward" and owner:
             self._encoder = self._encoder or f"{step.name}, a part of {owner}"
         elif tokens.kind == "forward" and not self.chosen and not self.measured:
@@ -223,7 +241,7 @@ class InferenceSteps:
             self.stopped = True
             return
         self._pending = [choice for choice in self._pending if choice not in matching]
-        self._capture(step, str(matching[0]), tokens)
+        self._capture(step, str(matching[0]), tokens, kind)
         if not self._pending:
             self.stopped = True
             self._captured()
@@ -256,7 +274,9 @@ class InferenceSteps:
         self._cached = max(context, default=0) + tokens.new_tokens
         return replace(tokens, context=context)
 
-    def _capture(self, step: "_Step", label: str, tokens: ForwardTokens) -> None:
+    def _capture(
+        self, step: "_Step", label: str, tokens: ForwardTokens, kind: InferenceKind
+    ) -> None:
         """Repeat a step until its windows are complete; restore the state before it."""
         args, kwargs = step.arguments
         state = RepeatableCall(step.target, step.arguments)
@@ -282,7 +302,7 @@ class InferenceSteps:
             self._repeating = False
             windows.close()
         inference = InferenceStep(
-            kind=tokens.kind,
+            kind=kind,
             number=self.forwards,
             batch=tokens.batch,
             new_tokens=tokens.new_tokens,
@@ -297,10 +317,43 @@ class InferenceSteps:
                     code="inference-recognised",
                 )
             )
-        by_word = self._method is None and label in DEFAULT_STEPS
+        # In speculative decoding of transformers the kind tells the models apart.
+        by_word = self._method is None and label in DEFAULT_STEPS and _speculative_role() is None
         if by_word and (note := _note_of_larger_model(step.target)) is not None:
             windows.observed.notes.append(note)
         self.measured.append(MeasuredForward(label, raw, windows, inference))
+
+
+def _kind_of(tokens: ForwardTokens) -> InferenceKind:
+    """Return the kind of the forward that the caller is about to run."""
+    role = _speculative_role()
+    if role == "draft":
+        return role
+    # The main model's first forward computes the prompt; without candidates it decodes.
+    if role == "verify" and tokens.kind == "prefill" and any(tokens.context or ()):
+        return role
+    return tokens.kind
+
+
+# Functions of `transformers.generation` in whose call a model drafts, or verifies drafted tokens.
+_SPECULATIVE: dict[str, Literal["draft", "verify"]] = {
+    "get_candidates": "draft",
+    "_assisted_decoding": "verify",
+}
+
+
+def _speculative_role() -> Literal["draft", "verify"] | None:
+    """Return the role of the model that is called, in speculative decoding of transformers.
+
+    The stack shows it: models and arguments are the same in any other generation.
+    """
+    frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    while frame is not None:
+        role = _SPECULATIVE.get(frame.f_code.co_name)
+        if role and frame.f_globals.get("__name__", "").startswith("transformers.generation"):
+            return role
+        frame = frame.f_back
+    return None
 
 
 @dataclass(frozen=True)

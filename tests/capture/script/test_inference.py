@@ -167,6 +167,39 @@ def test_a_step_of_the_smaller_model_has_a_note(tmp_path, width, sizes):
     assert all(size in notes["inference-larger-model"] for size in sizes)
 
 
+def test_speculative_decoding_tells_drafts_from_verifications(tmp_path):
+    text = """
+        import torch
+        from transformers import LlamaConfig, LlamaForCausalLM
+        torch.manual_seed(0)
+        def build(width):
+            return LlamaForCausalLM(LlamaConfig(hidden_size=width, intermediate_size=2 * width,
+                num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, vocab_size=64,
+                max_position_embeddings=64)).eval()
+        model, assistant = build(64), build(32)
+        assistant.generation_config.num_assistant_tokens = 3
+        assistant.generation_config.num_assistant_tokens_schedule = "constant"
+        assistant.generation_config.assistant_confidence_threshold = 0.0
+        prompt = torch.randint(3, 64, (1, 7))
+        model.generate(prompt, max_new_tokens=6, do_sample=False, assistant_model=assistant)
+    """
+    done = captured(tmp_path, text)
+    assert [*done] == ["draft", "prefill", "verify"]
+    steps = {label: each.graph.job.inference for label, each in done.items()}
+    # Forward 1 is the assistant's prefill, and the main model's first computes three drafts too.
+    assert steps["draft"] == InferenceStep("draft", 2, 1, 1, (7,))
+    assert steps["prefill"] == InferenceStep("prefill", 4, 1, 7 + 3, (0,))
+    verify = steps["verify"]
+    assert (verify.kind, verify.batch, verify.new_tokens) == ("verify", 1, 4)
+    assert 7 <= verify.context_lengths[0] <= 7 + 3
+    width = {"draft": 32, "prefill": 64, "verify": 64}
+    for label, each in done.items():
+        shapes = each.graph.text("input_shapes")
+        assert any(f"[64,{width[label]}]" in text.replace(" ", "") for text in shapes)
+        codes = [note.code for note in each.graph.job.measurement.notes]
+        assert "inference-larger-model" not in codes
+
+
 def test_optimizers_of_before_the_script_do_not_count(tmp_path):
     """As in a notebook that trained a model."""
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
