@@ -15,7 +15,8 @@ tyro, and for float8 rows torchao at the table's commit.
 - The job is torchtitan's train.py with its own configurations. Tokenizer and text are made here:
   128,256 tokens, random words. TORCH_CUDNN_SDPA_DEPRIORITIZED=1: torch of December 2024 ran
   FlashAttention 2 on an H100.
-- Compiled rows: torchtitan compiles each block, and Inductor of this torch schedules it.
+- Compiled rows: torchtitan compiles each block, and Inductor of this torch schedules it, without
+  loop ordering after fusion: torch has it by default since September 2025 (pytorch/pytorch 162030).
 - Time: `annotate --nvlink-active` for examples/gpus/torchtitan-h100.toml or the H200, then
   `onerank replay --cluster`: hosts of 8 GPUs, each with a network interface of 50 GB/s; both links
   reach 75% of their rates; latencies by NCCL's model.
@@ -51,6 +52,12 @@ NVLINK_GB_PER_S = 450
 NIC_GB_PER_S = 50
 HOST = 8  # GPUs
 
+
+# Defaults of the torch of the published runs.
+OLDER_TORCH = {
+    "TORCH_CUDNN_SDPA_DEPRIORITIZED": "1",
+    "TORCHINDUCTOR_LOOP_ORDERING_AFTER_FUSION": "0",
+}
 
 CLUSTER = """\
 [cluster]
@@ -346,7 +353,7 @@ def reserved_gib(trace: Path) -> float:
 
 def output_of(*command: str, cwd: Path | None = None) -> str:
     """Run an onerank command and return what it prints; exit with its errors if it fails."""
-    environment = {**os.environ, "TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"}
+    environment = {**os.environ, **OLDER_TORCH}
     if cwd is not None:
         path = os.pathsep.join([str(cwd), *filter(None, [os.environ.get("PYTHONPATH")])])
         environment["PYTHONPATH"] = path

@@ -27,7 +27,15 @@ import torch
 from harness import order_agreement, parser_of
 from megatron_published import MODELS, PUBLISHED_S
 from megatron_step import NODE, Job
-from no_device_vs_torchtitan import FLOAT8, H100, NVLINK_GB_PER_S, REACHED, ROWS, write_inputs
+from no_device_vs_torchtitan import (
+    FLOAT8,
+    H100,
+    NVLINK_GB_PER_S,
+    OLDER_TORCH,
+    REACHED,
+    ROWS,
+    write_inputs,
+)
 
 MEGATRON = """\
 [model]
@@ -138,7 +146,7 @@ def print_torchtitan(checkout: Path, directory: Path) -> None:
         busbw=REACHED * NVLINK_GB_PER_S,
         variants=list(VARIANTS.values()),
     )
-    variables = {**os.environ, "TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"}
+    variables = {**os.environ, **OLDER_TORCH}
     outcomes = outcomes_of(text, directory, variables)
     planned = {outcome["layout"]["variant"]: outcome for outcome in outcomes}
     print(f"\ntorchtitan, tokens/s of a GPU{'':12}published{'planned':>10}{'error':>9}")
