@@ -388,19 +388,21 @@ def test_a_model_whose_step_fails(tmp_path: Path):
     assert error.value.code == "serve-step-failed"
 
 
-def test_experts_are_shared_by_ranks(tmp_path: Path):
-    """Four ranks have two of eight experts each; with 2:1:...:1 tokens the first has more."""
+@pytest.mark.parametrize(("rank", "parts"), [(0, 4), (3, 2)])
+def test_experts_are_shared_by_ranks(tmp_path: Path, rank: int, parts: int):
+    """Four ranks have two of eight experts each; with 2:2:1:...:1 tokens the first has more."""
     experts, width, ep = 8, 64, 4
     sizes = {"hidden_size": width, "num_local_experts": experts, "num_experts_per_tok": 2}
     config = written(tmp_path, {**LLAMA, "model_type": "mixtral", "head_dim": 16, **sizes})
     loads = tmp_path / "loads.csv"
     loads.write_text("2,2,1,1,1,1,1,1\n")
-    done = run_command("capture", "serve", config, "--ep", ep, "--device", "none",
+    done = run_command("capture", "serve", config, "--ep", ep, "--rank", rank, "--device", "none",
                        "--moe-routing", loads, "--grid", "prefill: tokens=40,80,160 context=0",
                        "-o", tmp_path / "b")  # fmt: skip
     assert done.returncode == 0, done.stderr
     read = read_bundle(tmp_path / "b")
-    assert (read.manifest.ep, read.manifest.moe_routing) == (ep, str(loads))
+    manifest = read.manifest
+    assert (manifest.ep, manifest.moe_routing, manifest.rank) == (ep, str(loads), rank)
     # Attention and norms, router, embedding and head, and a quarter of the experts.
     attention = 2 * width * HEADS * 16 + 2 * width * KV_HEADS * 16 + 2 * width
     layer = attention + experts * width + experts // ep * 3 * width * MLP
@@ -409,8 +411,8 @@ def test_experts_are_shared_by_ranks(tmp_path: Path):
     graph = onerank.read(tmp_path / "b" / "traces" / "1.et")
     nodes = [graph.node(int(i)) for i in graph.communication.nonzero()[0]]
     sizes = [n.value("comm_bytes") for n in nodes if n.collective.name == "ALL_TO_ALL"]
-    # A rank sends 40 x 2 tokens; this one gets 4 of 10 parts of all ranks' tokens and returns them.
-    sent, received = 40 * 2 * width * 2, 40 * 2 * ep * 4 // 10 * width * 2
+    # A rank sends 40 x 2 tokens; it gets its tenths of all ranks' tokens and returns them.
+    sent, received = 40 * 2 * width * 2, 40 * 2 * ep * parts // 10 * width * 2
     assert sizes == [sent, received] * LAYERS
 
 
@@ -420,6 +422,7 @@ def test_wrong_sizes_write_nothing(tmp_path: Path):
     for options, code in (
         (("--tp", 3), "tp-indivisible-heads"),
         (("--ep", 2), "ep-no-experts"),
+        (("--tp", 2, "--rank", 2), "rank-out-of-range"),
         (("--moe-routing", "zipf:1"), "routing-unused"),
         (("--grid", "decode: batch=1000000 context=4096"), "serve-nothing-fits"),
     ):

@@ -14,8 +14,10 @@ _ROWS = 60
 def _sizes(manifest: Manifest) -> str:
     """Return the parallel sizes of a bundle, with the routing of experts."""
     if manifest.ep == 1:
-        return f"tp {manifest.tp or 'not known'}"
-    return f"tp {manifest.tp}, ep {manifest.ep}, {manifest.moe_routing} routing"
+        sizes = f"tp {manifest.tp or 'not known'}"
+    else:
+        sizes = f"tp {manifest.tp}, ep {manifest.ep}, {manifest.moe_routing} routing"
+    return f"{sizes}, rank {manifest.rank}" if manifest.rank else sizes
 
 
 def _counts(row: StepRow) -> str:

@@ -53,6 +53,7 @@ class Model:
     memory_bytes: int
     ep: int = 1
     moe_routing: str = "balanced"
+    rank: int = 0
 
     @classmethod
     def of(cls, manifest: Manifest, gpu: Gpu) -> "Model":
@@ -70,6 +71,7 @@ class Model:
             memory_bytes=gpu.memory_bytes,
             ep=manifest.ep,
             moe_routing=manifest.moe_routing,
+            rank=manifest.rank or 0,
         )
 
 
@@ -188,6 +190,7 @@ def _model(served: Any, content: bytes, options: Options) -> Model:
         served.memory_bytes,
         options.ep,
         options.moe_routing,
+        options.rank,
     )
 
 
@@ -321,6 +324,7 @@ def _bundle(
         notes=tuple(_notes(points, fitting)),
         ep=model.ep,
         moe_routing=model.moe_routing,
+        rank=model.rank,
     )
     traces = {number: point.trace for number, point in enumerate(points, start=1) if point.trace}
     return Bundle(manifest, rows, kernels).validated(), traces

@@ -103,6 +103,7 @@ def bundle_of(
         memory=RankMemory(device_bytes),
         versions={file.engine: file.version for file in recorded},
         notes=(*recording.manifest.notes, *_notes(recording, recorded, rows)),
+        rank=recorded[0].rank,
         collectives_timed=True,
     )
     traces = {number: _encoded(graph) for number, graph in graphs.items()}

@@ -107,6 +107,7 @@ class Manifest(msgspec.Struct, frozen=True):
         notes: statements on the quality of the figures.
         ep: expert-parallel size; each rank of the group computes the composition of a row.
         moe_routing: how tokens are distributed over experts, as for `capture serve`.
+        rank: the rank, of tp times ep; None for a recording without ranks.
         collectives_timed: whether the times of steps contain those of collectives.
         format: version of the format.
     """
@@ -125,6 +126,7 @@ class Manifest(msgspec.Struct, frozen=True):
     notes: tuple[Note, ...] = ()
     ep: int = 1
     moe_routing: str = "balanced"
+    rank: int | None = 0
     collectives_timed: bool = False
     format: int = FORMAT
 

@@ -39,6 +39,11 @@ class ServeOptions:
         help="Distribution of tokens over the experts of a sliced model: balanced, zipf:S "
         "(exponent), or a FILE of tokens per expert (JSON or CSV, one line or one per layer).",
     )
+    rank: int = shared_option(
+        Options,
+        "rank",
+        help="Rank to measure, of tp times ep: with skewed routing, ranks differ.  [default: 0]",
+    )
     grid: str | None = option(
         "Compositions to measure: a TOML file, or a text such as 'decode: batch=1,8,64 "
         "context=512,4096; prefill: tokens=128,2048 context=0,4096; mixed: tokens=512 context=0 "
@@ -103,6 +108,7 @@ def serve(config: Path, options: ServeOptions, as_json: bool) -> None:
         tp=options.tp,
         ep=options.ep,
         moe_routing=options.moe_routing,
+        rank=options.rank,
         device=options.device,
         like=options.like,
         windows=windows,
