@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_map_only
 
 from onerank.capture.fake_tensors import KNOWN_ELEMENTS, is_small
 from onerank.capture.no_device.operator_calls import OperatorCall, tensors_in
-from onerank.capture.no_device.router_choices import CHOICE, RouterChoices
+from onerank.capture.no_device.router_choices import CHOICES, RouterChoices
 from onerank.capture.no_device.tensor_values import Known, UnknownValues
 
 # Operators that create constants in the shape or the dtype of a tensor.
@@ -39,9 +39,8 @@ class KnownResults:
         """
         if call.schema.base in _CONSTANTS:
             return self._constants(call)
-        if call.schema.base == CHOICE and self._known.get(call.tensors[0]) is None:
-            chosen = self._routers.chosen(call.operands)
-            return None if chosen is None else (None, chosen)
+        if call.schema.base in CHOICES and self._known.get(call.tensors[0]) is None:
+            return self._routers.results(call.schema.base, call.operands)
         return self._computed(call)
 
     def _computed(self, call: OperatorCall) -> Any:

@@ -14,8 +14,8 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from onerank.capture.parallelize.experts.routing import Routing, chosen_experts
 from onerank.ir.notes import Note
 
-CHOICE = "topk"
-"""The operator by which routers choose, without namespace."""
+CHOICES = ("topk", "argmax")
+"""The operators by which routers choose, without namespace; `argmax` chooses one expert."""
 
 # More than any published model has for a layer; a selection among more is of something else, such
 # as tokens of a vocabulary or boxes of an image.
@@ -23,7 +23,7 @@ _MOST_EXPERTS = 512
 
 
 class RouterChoices:
-    """Numbers of the indices that `topk` returns for unknown scores.
+    """Numbers of the indices that `topk` or `argmax` returns for unknown scores.
 
     Attributes:
         calls: choices that were given numbers.
@@ -39,13 +39,34 @@ class RouterChoices:
         self._routing = routing
         self._indices: dict[tuple[int, int, int], Tensor] = {}
 
-    def chosen(self, operands: Sequence[Any]) -> Tensor | None:
-        """Return the indices for a call of `topk`; None if it is none of a router.
+    def results(self, operator: str, operands: Sequence[Any]) -> Any:
+        """Return the numbers of a choice's results, None for values; None if no router chooses.
 
         Args:
-            operands: scores [..., experts], the number that is chosen of them, and the dimension.
+            operator: one of `CHOICES`.
+            operands: its arguments in the schema's order.
         """
-        scores, top_k, dimension = operands[:3]
+        scores = operands[0]
+        if operator == "topk":
+            indices = self._chosen(scores, operands[1], operands[2])
+            return None if indices is None else (None, indices)
+        # With fewer rows than elements it rather chooses the next token of each sequence.
+        if scores.dim() == 0 or scores.numel() < scores.shape[-1] ** 2:
+            return None
+        indices = self._chosen(scores, 1, operands[1])
+        if indices is None:
+            return None
+        with unset_fake_temporarily():
+            return indices if operands[2] else indices.squeeze(-1)
+
+    def _chosen(self, scores: Tensor, top_k: int, dimension: int | None) -> Tensor | None:
+        """Return the indices of what is chosen; None if that is none of a router's choices.
+
+        Args:
+            scores: [..., experts].
+            top_k: experts of each row.
+            dimension: in which it chooses; None: among all elements.
+        """
         experts = scores.shape[-1] if scores.dim() else 0
         last = dimension in (-1, scores.dim() - 1)
         if self._routing is None or not last or not 2 <= experts <= _MOST_EXPERTS:
@@ -70,8 +91,8 @@ class RouterChoices:
             return []
         return [
             Note(
-                f"no device computed the scores of routers, so {self.calls} calls of topk chose "
-                f"experts by --moe-routing {self._routing.name}",
+                f"no device computed the scores of routers, so {self.calls} calls of topk or "
+                f"argmax chose experts by --moe-routing {self._routing.name}",
                 code="no-device-routers",
             )
         ]

@@ -685,6 +685,16 @@ def test_a_router_of_the_script_chooses_experts_by_moe_routing(routing, tokens, 
     assert has_note(graph.job.measurement.notes, "no-device-routers", str(path))
 
 
+def test_a_router_with_one_expert_a_token_chooses_by_argmax(tmp_path):
+    text = ROUTED.replace(".topk(2, dim=-1)", ".max(-1, keepdim=True)").replace(
+        "        y = torch.zeros_like(x)",
+        "        chosen = gate(x).argmax(-1, keepdim=True)\n        y = torch.zeros_like(x)",
+    )
+    graph = captured(tmp_path, text)
+    rows = [shapes[0][0] for shapes in shapes_of(graph, "aten::mm") if shapes[0][1:] == [32]]
+    assert [n for n in rows if n != 32] == [30] * 4
+
+
 @pytest.mark.parametrize("routing", ["two.csv", "three.csv", "model"])
 def test_a_choice_of_experts_needs_one_distribution_of_these_experts(routing, tmp_path):
     (tmp_path / "two.csv").write_text("1,1,1,1\n2,1,1,0\n")
