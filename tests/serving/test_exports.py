@@ -22,7 +22,7 @@ from onerank.serving.bundle import Bundle, read_bundle
 from onerank.serving.llmservingsim import export_llmservingsim
 from onerank.serving.sglang_sim import export_sglang_sim
 from onerank.serving.step_collectives import TracedStep, growth
-from onerank.serving.tables import StepRow
+from onerank.serving.tables import RankMemory, StepRow
 from onerank.serving.vidur import export_vidur
 from tests.cli.invoke_cli import invoke, refused
 
@@ -472,6 +472,15 @@ def test_the_steps_of_aiconfigurator_contain_collectives(bundle: Path, tmp_path:
     manifest = msgspec.structs.replace(other.manifest, tp=2)
     refuses("export-collectives-unknown", export_aiconfigurator,
             Bundle(manifest, rows, other.kernel_rows, bundle), tmp_path)  # fmt: skip
+
+
+@pytest.mark.parametrize("simulator", ["aiconfigurator", "sglang-sim"])
+def test_collectives_of_a_recording_on_another_gpu(bundle: Path, tmp_path: Path, simulator: str):
+    memory = RankMemory(read_bundle(bundle).manifest.memory.device_bytes)
+    recorded = changed(bundle, tp=2, memory=memory, collectives_timed=True)
+    EXPORTS[simulator](recorded, tmp_path, model="a")
+    predicted = changed(bundle, tp=2, memory=memory)
+    refuses("export-collectives-unknown", EXPORTS[simulator], predicted, tmp_path, model="a")
 
 
 def test_aiconfigurator_gets_the_model(bundle: Path, tmp_path: Path):

@@ -35,11 +35,18 @@ class StepCollectives:
         """Return the collectives of a bundle's steps, none if its times contain them.
 
         Raises:
-            ExportError: a size does not grow with new tokens and sequences, or the link between
-                the GPUs is not known.
+            ExportError: a size does not grow with new tokens and sequences, the link between the
+                GPUs is not known, or the bundle is a recording predicted for another GPU.
         """
         gpus = tp * bundle.manifest.ep
         has_untimed = gpus > 1 and not bundle.manifest.collectives_timed
+        if has_untimed and bundle.manifest.is_recording:
+            raise ExportError(
+                f"the bundle is a recording of {gpus} GPUs that is predicted for another GPU, and "
+                "the times of its collectives there are not known\n  export the recording itself, "
+                "or measure the model: capture serve config.json",
+                code="export-collectives-unknown",
+            )
         # Without collectives the rate is not used.
         rate = ClusterLink((link_gb_per_s(gpu, link, gpus) if has_untimed else None) or 1.0)
         network = ClusterNetwork(gpus, rate, rate, gpu.capability or 90, gpu.name)
