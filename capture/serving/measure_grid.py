@@ -27,6 +27,7 @@ from onerank.capture.run_as_rank import RankRun, slicing
 from onerank.capture.serving.compositions import MOST_TOKENS, Composition
 from onerank.capture.serving.served_model import (
     RepeatableStep,
+    StepCache,
     build_model,
     give_attention_scopes,
     materialise,
@@ -103,9 +104,12 @@ class Server:
         options: Options,
         model: Any,
         served: ServedModel,
+        *,
+        first: StepCache,
         make_windows: Callable[[Path, Any], Any],
     ) -> None:
         self.served = served
+        self._first = first
         self._rank_run = rank_run
         self._options = options
         self._model = model
@@ -144,19 +148,7 @@ class Server:
         """
         gc.collect()
         torch.cuda.empty_cache()
-        step = self.step(composition)
-        for _ in range(3):
-            step()
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        timer = StepTimer(on_gpu=True)
-        timer.mark()
-        for _ in range(repetitions):
-            step()
-            timer.mark()
-        eager = timer.durations_ns()
-        peak = torch.cuda.max_memory_allocated()
-        return TimedStep(eager, _graph_replays(step), peak)
+        return time_step(self.step(composition), repetitions)
 
     @property
     def _on_gpu(self) -> bool:
@@ -188,7 +180,29 @@ class Server:
     def step(self, composition: Composition) -> RepeatableStep:
         """Return the step of a composition, which can be repeated."""
         vocabulary = self._model.config.get_text_config().vocab_size
-        return RepeatableStep.of(self._model, composition, vocabulary, self._device)
+        step = RepeatableStep.of(self._model, composition, vocabulary, self._device)
+        step.cache.allocate(self._first)
+        return step
+
+
+def time_step(step: RepeatableStep, repetitions: int) -> TimedStep:
+    """Return times of a step on a GPU without a profiler, eager and as a CUDA graph.
+
+    Raises:
+        torch.cuda.OutOfMemoryError: the step does not fit.
+    """
+    for _ in range(3):
+        step()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    timer = StepTimer(on_gpu=True)
+    timer.mark()
+    for _ in range(repetitions):
+        step()
+        timer.mark()
+    eager = timer.durations_ns()
+    peak = torch.cuda.max_memory_allocated()
+    return TimedStep(eager, _graph_replays(step), peak)
 
 
 # Replays of a CUDA graph that are timed, after as many that are not.
@@ -265,7 +279,7 @@ def serving(
             )
         if emulated is None:
             materialise(model, device)
-        served = _served(model, options, device)
+        served, first = _served(model, options, device)
         # After `_served`, whose step adds the scopes of attention: `Modules` reads the modules of a
         # model at the first call that it sees.
         stack.enter_context(modules.installed())
@@ -285,11 +299,11 @@ def serving(
             FewerLayers(None, None),
             False,
         )
-        yield Server(rank_run, options, model, served, make_windows)
+        yield Server(rank_run, options, model, served, first=first, make_windows=make_windows)
 
 
-def _served(model: Any, options: Options, device: str) -> ServedModel:
-    """Return what the points share; gives the model's attention its scopes."""
+def _served(model: Any, options: Options, device: str) -> tuple[ServedModel, StepCache]:
+    """Return what the points share, and the cache of a step; gives attention its scopes."""
     config = model.config.get_text_config()
     composition = Composition(decodes=1, decode_context=1)
     step = RepeatableStep.of(model, composition, config.vocab_size, device)
@@ -302,7 +316,7 @@ def _served(model: Any, options: Options, device: str) -> ServedModel:
         memory = torch.cuda.get_device_properties(0).total_memory
     # Tied weights are one parameter.
     weights = {id(parameter): parameter.nbytes for parameter in model.parameters()}
-    return ServedModel(
+    served = ServedModel(
         name=type(model).__name__,
         layers=config.num_hidden_layers,
         longest=int(getattr(config, "max_position_embeddings", 0) or MOST_TOKENS),
@@ -310,6 +324,7 @@ def _served(model: Any, options: Options, device: str) -> ServedModel:
         kv_bytes_per_token=cached,
         memory_bytes=memory,
     )
+    return served, step.cache
 
 
 def _device(options: Options) -> str:

@@ -148,6 +148,24 @@ class StepCache:
         """Return the longest context of the step."""
         return max(self.composition.prefill_context, self.composition.decode_context)
 
+    def allocate(self, like: "StepCache") -> None:
+        """Allocate the keys and values of all layers, as engines do before their first step.
+
+        Allocated layer by layer in a step, they would lie between its activations and leave gaps
+        in the allocator's segments.
+
+        Args:
+            like: cache of a step of one decode, from which heads and sizes are read.
+        """
+        c = self.composition
+        for part, count, length in (
+            ("prefill", c.prefills, c.prefill_context + c.prefill_tokens),
+            ("decode", c.decodes, c.decode_context + 1),
+        ):
+            for (layer, _, value), other in like.tensors.items() if count else ():
+                shape = count, other.shape[1], length, other.shape[3]
+                self.tensors[layer, part, value] = other.new_empty(shape).normal_()
+
     def restore(self) -> None:
         """Do nothing: a step overwrites what it wrote before."""
 
