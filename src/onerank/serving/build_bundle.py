@@ -362,8 +362,8 @@ def _memory(model: Model, points: Sequence[Point]) -> RankMemory:
     assert largest.memory is not None, "a point that fits has its memory"
     workspace = max(memory.workspace_bytes for memory in memories)
     outside = max(memory.outside_bytes for memory in memories)
-    rest = model.weights_bytes + workspace + largest.memory.activations_bytes + outside
-    room = max(0, model.memory_bytes - rest)
+    step = largest.memory.activations_bytes + largest.memory.gaps_bytes
+    room = max(0, model.memory_bytes - model.weights_bytes - workspace - step - outside)
     return RankMemory(
         device_bytes=model.memory_bytes,
         outside_bytes=outside,
@@ -373,4 +373,5 @@ def _memory(model: Model, points: Sequence[Point]) -> RankMemory:
         activations_bytes=largest.memory.activations_bytes,
         activations_tokens=largest.row.composition.new_tokens,
         tokens_that_fit=room // model.kv_bytes_per_token if model.kv_bytes_per_token else 0,
+        gaps_bytes=largest.memory.gaps_bytes,
     )

@@ -48,6 +48,7 @@ class RankMemory(msgspec.Struct, frozen=True):
         activations_tokens: new tokens of that step.
         tokens_that_fit: tokens whose KV cache fits next to the rest; 0 if the memory of the device
             is not known.
+        gaps_bytes: what the allocator reserves beyond its peak in that step, by simulation.
     """
 
     device_bytes: int
@@ -58,6 +59,7 @@ class RankMemory(msgspec.Struct, frozen=True):
     activations_bytes: int | None = None
     activations_tokens: int | None = None
     tokens_that_fit: int | None = None
+    gaps_bytes: int | None = None
 
     def bytes_of(self, cached_tokens: int, new_tokens: int) -> int | None:
         """Return the allocator's peak of a step, with activations that grow with its new tokens."""
