@@ -109,10 +109,9 @@ def _configured(output: Path, config: Path | None) -> Path:
 
 def measure(output: Path, config: Path | None, tp: int) -> None:
     """Measure the drawn compositions, the grid, the capacity and a CUDA graph, and write them."""
+    import onerank
     from onerank.capture.options import Options
     from onerank.capture.profiling.window_plan import WindowPlan
-    from onerank.plan.tasks import Store
-    from onerank.serving.build_bundle import serve
 
     path = _configured(output, config)
     options = Options(tp=tp, windows=WindowPlan(warm_up=2, settle=False))
@@ -122,30 +121,43 @@ def measure(output: Path, config: Path | None, tp: int) -> None:
         print(f"{what}: {time.perf_counter() - began:.0f} s", flush=True)
 
     if not (output / "cuda_graph.json").exists():
-        # A capture of a script has a process for itself.
-        process = multiprocessing.get_context("spawn").Process(
-            target=cuda_graph_decode, args=(output / "decode", output / "cuda_graph.json")
-        )
-        process.start()
-        process.join()
-        report(f"decode as a CUDA graph: exit {process.exitcode}")
-    rows = _drawn_rows(path, options, output / "drawn.json")
-    report(f"{len(rows)} drawn compositions")
+        alone(cuda_graph_decode, output / "decode", output / "cuda_graph.json")
+        report("a decode as a CUDA graph")
+    alone(measure_drawn, path, options, output / "drawn.json")
+    report("drawn compositions")
+
+    alone(measure_bundle, path, options, output)
+    report("grid")
+    memory = onerank.read_bundle(output / "bundle").manifest.memory
+    alone(capacity, path, options, memory, output / "capacity.json")
+    report("complete")
+
+
+def alone(function: Callable[..., None], *args: Any) -> None:
+    """Call a function in a new process, whose GPU memory contains nothing of earlier steps."""
+    process = multiprocessing.get_context("spawn").Process(target=function, args=args)
+    process.start()
+    process.join()
+    if process.exitcode:
+        print(f"{function.__name__}: exit {process.exitcode}", flush=True)
+
+
+def measure_bundle(path: Path, options: Any, output: Path) -> None:
+    """Write the bundle of the default grid."""
+    from onerank.plan.tasks import Store
+    from onerank.serving.build_bundle import serve
 
     def progress(_: str, complete: int, whole: int) -> None:
         if complete % 10 == 0 or complete == whole:
-            report(f"{complete} of {whole}")
+            print(f"{complete} of {whole}", flush=True)
 
     bundle, traces = serve(path, options, None, Store(output / "store"), progress=progress)
     if not (output / "bundle").exists():
         bundle.write(output / "bundle", traces)
-    tokens = capacity(path, options, bundle.manifest.memory)
-    (output / "capacity.json").write_text(json.dumps(tokens))
-    report("complete")
 
 
-def _drawn_rows(path: Path, options: Any, file: Path) -> list[dict[str, Any]]:
-    """Return times of the drawn compositions, and write them to a file one by one."""
+def measure_drawn(path: Path, options: Any, file: Path) -> None:
+    """Write times of the drawn compositions to a file, one by one."""
     import torch
 
     from onerank.capture.serving.measure_grid import serving
@@ -163,7 +175,6 @@ def _drawn_rows(path: Path, options: Any, file: Path) -> list[dict[str, Any]]:
                 continue
             rows.append(_record(composition, timed))
             file.write_text(json.dumps(rows))
-    return rows
 
 
 def _fields(composition: Any) -> dict[str, int]:
@@ -176,8 +187,8 @@ def _record(composition: Any, timed: Any) -> dict[str, Any]:
     return {"composition": _fields(composition), **dataclasses.asdict(timed)}
 
 
-def capacity(path: Path, options: Any, memory: Any) -> dict[str, int]:
-    """Return the largest KV cache that fits next to a prefill of 8,192 tokens, by bisection."""
+def capacity(path: Path, options: Any, memory: Any, file: Path) -> None:
+    """Write the largest KV cache that fits next to a prefill of 8,192 tokens, by bisection."""
     import torch
 
     from onerank.capture.serving.compositions import Composition
@@ -207,13 +218,14 @@ def capacity(path: Path, options: Any, memory: Any) -> dict[str, int]:
             if low < context < high:
                 low, high = (context, high) if fits(context) else (low, context)
         free, total = torch.cuda.mem_get_info()
-        return {
+        figures = {
             "measured_tokens": tokens(low).cached_tokens,
             "too_many_tokens": tokens(high).cached_tokens,
             "predicted_tokens": memory.tokens_that_fit,
             "allocated_before_bytes": before,
             "outside_bytes": total - free - torch.cuda.memory_reserved(),
         }
+        file.write_text(json.dumps(figures))
 
 
 GENERATE = ("--cache", "static", "--layers", "8", "--batch", "8", "--prompt", "512", "--new", "64")
@@ -618,8 +630,8 @@ def compare_real(directory: Path) -> None:
         print(f"{c!s:36}{cells}")
     heading("Slice of TP 2 against rank 0 of two GPUs")
     for name, what in (
-        ("compute", "kernels but NCCL's, of a replayed CUDA graph"),
-        ("graph", "CUDA graph, without NCCL's kernels"),
+        ("compute", "kernels but those of collectives, of a replayed CUDA graph"),
+        ("graph", "CUDA graph, without kernels of collectives"),
         ("eager", "eager, with NCCL and host"),
     ):
         print(f"{what}")
@@ -637,13 +649,21 @@ def compare_real(directory: Path) -> None:
         )
 
 
+# Names of the kernels of collectives: NCCL's, and those that stand for them in a slice.
+_COLLECTIVES = ("nccl", "onerank_standin")
+
+
 def _sums(row: dict[str, Any]) -> dict[str, float]:
-    """Return times of a step in ns: kernels, NCCL's apart, the CUDA graph without NCCL's, eager."""
-    nccl = sum(time_ns for name, (_, time_ns) in row["kernels"].items() if "nccl" in name)
-    compute = sum(time_ns for name, (_, time_ns) in row["kernels"].items() if "nccl" not in name)
-    graph = statistics.median(row["graph_ns"])
+    """Return times of a step in ns, those of collectives apart: kernels, CUDA graph, eager."""
+    compute, collectives = 0.0, 0.0
+    for name, (_, time_ns) in row["kernels"].items():
+        if any(part in name for part in _COLLECTIVES):
+            collectives += time_ns
+        else:
+            compute += time_ns
+    graph = statistics.median(row["graph_ns"]) - collectives
     eager = statistics.median(row["step_ns"])
-    return {"compute": compute, "NCCL": nccl, "graph": graph - nccl, "eager": eager}
+    return {"compute": compute, "NCCL": collectives, "graph": graph, "eager": eager}
 
 
 def main() -> None:

@@ -1,5 +1,6 @@
 """`capture serve`: the steps of an engine, their figures, and what a run leaves behind."""
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,8 @@ from onerank.plan.tasks import Store
 from onerank.serving import build_bundle
 from onerank.serving.build_bundle import serve
 from onerank.serving.bundle import read_bundle
-from onerank.serving.points import Point, PointMemory
-from tests.cli.invoke_cli import invoke, refused
+from onerank.serving.points import Point, PointMemory, measured
+from tests.cli.invoke_cli import TRACES, invoke, refused
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, MLP, WORDS = 2, 256, 8, 4, 512, 1024
 
@@ -157,6 +158,17 @@ def test_memory_follows_from_the_configuration(bundle: Path):
     assert memory.gaps_bytes > 0
     room = memory.device_bytes - memory.outside_bytes - rest - memory.gaps_bytes
     assert memory.tokens_that_fit == room // memory.kv_bytes_per_token
+
+
+def test_gaps_of_a_prefill_are_those_of_the_allocator(tmp_path: Path):
+    trace = tmp_path / "8192.et"
+    kept = TRACES / "h100-llama-8b-prefill" / "8192.et.gz"
+    trace.write_bytes(gzip.decompress(kept.read_bytes()))
+    composition = Composition(prefills=1, prefill_tokens=8192)
+    point = measured(composition, onerank.read(trace), ())
+    assert point.memory is not None
+    # On the H100: `max_memory_reserved` minus `max_memory_allocated` of the step in a new process.
+    assert point.memory.gaps_bytes == pytest.approx(334_617_088, rel=0.01)
 
 
 def test_a_step_that_does_not_fit_is_named(bundle: Path):

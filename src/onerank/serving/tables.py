@@ -155,7 +155,8 @@ class StepRow(msgspec.Struct, frozen=True):
             the start of the step to that of the next.
         p10_ns: 10th percentile of the step.
         p90_ns: 90th percentile of the step.
-        graph_ns: the step replayed as a CUDA graph; predicted, the sum of its kernels. None on a
+        graph_ns: the step replayed as a CUDA graph; predicted, its kernels and 0.37 us
+            after each, or the gaps of the measured GPU. None on a
             CPU. Recorded: of a step that replayed CUDA graphs, the spans of the replays plus its
             other kernels.
         graph_low_ns: 10th percentile of the replay.
