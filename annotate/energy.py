@@ -10,6 +10,7 @@ from onerank.annotate.models.features import KernelFeatures
 from onerank.annotate.models.power import (
     PowerCoefficients,
     PowerModel,
+    base_share,
     coefficients_of,
     power_model,
     power_share,
@@ -207,9 +208,9 @@ def report_energy(
     A node draws power according to its use of the GPU (see `power.power_share`), for a short time
     even above the power limit. If the mean over the busy time would exceed the limit, all nodes
     draw less in proportion. Overlapping work adds its power above the base; the base counts once.
-    A GPU that only communicates draws the base; an idle one its idle power. Active links
-    (`NvlinkActive`) draw power all the time. Intervals combine the errors of the power model and of
-    predicted times.
+    A GPU that only communicates draws the base (`power.base_share`); an idle one its idle power.
+    Active links (`NvlinkActive`) draw power all the time. Intervals combine the errors of the power
+    model and of predicted times.
 
     Args:
         graph: a captured graph of this GPU, or one re-costed for it.
@@ -234,9 +235,10 @@ def report_energy(
             code="energy-no-durations",
         )
     c = coefficients_of(gpu, model)
+    floor = base_share(gpu, model)
     # Active links draw power in every busy moment, like the base; gaps below add it to idle power.
-    base = c.base + links / tdp
-    above = (power_share(utilization_of(kernels, gpu), c) - c.base) * (
+    base = floor + links / tdp
+    above = np.maximum(0, power_share(utilization_of(kernels, gpu), c) - floor) * (
         tdp * kernels.duration_ns * 1e-3
     )
     busy = _energy_under_limit(kernels.duration_ns, above, (base, model.at_limit), tdp, durations)

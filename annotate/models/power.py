@@ -74,6 +74,18 @@ def coefficients_of(gpu: Gpu, model: PowerModel) -> PowerCoefficients:
     return model.coefficients if described is None else PowerCoefficients(*described)
 
 
+def base_share(gpu: Gpu, model: PowerModel) -> float:
+    """Return the least power of a busy GPU as a share of its limit.
+
+    A GPU draws no less while it works than while it idles, and the fitted base does not know the
+    idle power of this GPU.
+    """
+    base = coefficients_of(gpu, model).base
+    if gpu.idle_w is None or not gpu.tdp_w:
+        return base
+    return max(base, gpu.idle_w / gpu.tdp_w)
+
+
 def utilization(seconds: F64, tensor: F64, moved: F64, vector: F64, gpu: Gpu) -> F64:
     """Return the utilization of a GPU by kernels, one column per term of `PowerCoefficients`.
 

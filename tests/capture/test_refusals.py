@@ -296,7 +296,7 @@ OPTIONS: dict[str, Callable[[], Any]] = {
         SimpleNamespace(  # type: ignore[arg-type]
             sliced=[(None, SimpleNamespace(modules=(run_as_rank.REPLICATED_HEADS,)))]
         ),
-        0,
+        routed=False,
         trains=True,
     ),
     "ranks-classes-differ": lambda: capture_script._check_classes(

@@ -14,7 +14,7 @@ from onerank.annotate import load_gpu
 from onerank.annotate.energy import StepDurations, report_energy
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.memory.memory_report import fragmentation_of
-from onerank.annotate.models.power import coefficients_of, power_model
+from onerank.annotate.models.power import base_share, power_model
 from onerank.annotate.passes.nvlink_power import lacking_figures
 from onerank.converters.expand.layers import DepthCaptures
 from onerank.converters.expand.pipeline.schedules import FORWARD
@@ -413,7 +413,7 @@ class _Evaluator:
         tdp_w, idle_w = self.gpu.tdp_w, self.gpu.idle_w
         if tdp_w is None or idle_w is None:
             return None
-        base_w = coefficients_of(self.gpu, power_model()).base * tdp_w
+        base_w = base_share(self.gpu, power_model()) * tdp_w
         total_ns = step.slowest.end_ns
         joules = 0.0
         for rank in step.ranks:

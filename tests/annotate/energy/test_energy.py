@@ -85,11 +85,11 @@ def test_a_stream_of_bytes_draws_less_than_the_limit(trace, add):
     assert found.mean_power_mw == pytest.approx(580_000, rel=0.1), "620 W measured of such a sum"
 
 
-def test_a_short_kernel_draws_little_more_than_the_base(trace, add):
-    found = report_energy(
-        trace(add(4096, ns=1300)), load_gpu("H200"), StepDurations(1300, 1300, "made")
-    )
-    assert found.mean_power_mw == pytest.approx(C.base * 700_000, rel=0.05)
+def test_a_short_kernel_draws_no_less_than_an_idle_gpu(trace, add):
+    gpu = load_gpu("H200")
+    found = report_energy(trace(add(4096, ns=1300)), gpu, StepDurations(1300, 1300, "made"))
+    assert C.base * gpu.tdp_w < gpu.idle_w, "the fitted base alone is below idle power"
+    assert found.mean_power_mw == gpu.idle_w * 1000
     assert found.mean_power_mw == pytest.approx(129_000, rel=0.2), "measured on an H200"
 
 
