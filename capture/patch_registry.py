@@ -34,6 +34,24 @@ class Patch:
     in_cuda_builds: bool = False
 
 
+DEEP_GEMM = (
+    *(
+        f"{kind}_gemm_{layout}"
+        for kind in ("fp8", "fp8_fp4", "bf16", "cublaslt")
+        for layout in ("nt", "nn", "tn", "tt")
+    ),
+    *(
+        f"m_grouped_{kind}_gemm_{layout}"
+        for kind in ("fp8", "fp8_fp4", "bf16")
+        for layout in ("nt_contiguous", "nn_contiguous", "nt_masked")
+    ),
+    "k_grouped_fp8_gemm_nt_contiguous",
+    "k_grouped_fp8_gemm_tn_contiguous",
+    "k_grouped_bf16_gemm_tn_contiguous",
+)
+"""Functions of DeepGEMM 2.6.1 that multiply matrices (csrc/apis/gemm.hpp)."""
+
+
 PATCHES: tuple[Patch, ...] = (
     # The fake world: nothing may reach the other ranks, which do not exist.
     Patch(
@@ -354,21 +372,7 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         "deep_gemm",
-        tuple(
-            f"{kind}_gemm_{layout}"
-            for kind in ("fp8", "fp8_fp4", "bf16", "cublaslt")
-            for layout in ("nt", "nn", "tn", "tt")
-        )
-        + tuple(
-            f"m_grouped_{kind}_gemm_{layout}"
-            for kind in ("fp8", "fp8_fp4", "bf16")
-            for layout in ("nt_contiguous", "nn_contiguous", "nt_masked")
-        )
-        + (
-            "k_grouped_fp8_gemm_nt_contiguous",
-            "k_grouped_fp8_gemm_tn_contiguous",
-            "k_grouped_bf16_gemm_tn_contiguous",
-        ),
+        DEEP_GEMM,
         "A function of a C++ extension is recorded by its operands; nothing can run it.",
         ("no_device.extension_functions",),
     ),

@@ -1,8 +1,8 @@
 """Functions of C++ extensions that no registered operator wraps, recorded as operators.
 
-Such extensions bind their kernels to Python functions, which read the addresses of tensors. Those
-here write results that their caller allocated, so their arguments say all about them. Signatures
-are those of grouped_gemm 1.1.4 (`gmm` in csrc/grouped_gemm.cu) and DeepGEMM 2.6.1
+Such extensions bind their kernels to Python functions, which read the addresses of tensors. Each
+function here writes a result that its caller allocated, so its arguments show all that a record
+needs. Signatures are those of grouped_gemm 1.1.4 (`gmm` in csrc/grouped_gemm.cu) and DeepGEMM 2.6.1
 (csrc/apis/gemm.hpp); FLOPs: `annotate/op_costs/library_operators.py`.
 """
 
@@ -12,27 +12,13 @@ from typing import Any
 
 from torch import Tensor
 
-from onerank.capture.no_device.triton_kernels import TritonLaunch
+from onerank.capture.no_device.triton_kernels import KernelLaunch
+from onerank.capture.patch_registry import DEEP_GEMM
 from onerank.capture.patches import after_import, patched
 
-_GROUPED_GEMM, _DEEP_GEMM = "grouped_gemm_backend", "deep_gemm"
+_GROUPED_GEMM_MODULE, _DEEP_GEMM_MODULE = "grouped_gemm_backend", "deep_gemm"
 
-_DENSE = tuple(
-    f"{kind}_gemm_{layout}"
-    for kind in ("fp8", "fp8_fp4", "bf16", "cublaslt")
-    for layout in ("nt", "nn", "tn", "tt")
-)
-
-_GROUPED = (
-    *(f"m_grouped_{kind}_gemm_nt_contiguous" for kind in ("fp8", "fp8_fp4", "bf16")),
-    *(f"m_grouped_{kind}_gemm_nn_contiguous" for kind in ("fp8", "fp8_fp4", "bf16")),
-    *(f"m_grouped_{kind}_gemm_nt_masked" for kind in ("fp8", "fp8_fp4", "bf16")),
-    "k_grouped_fp8_gemm_nt_contiguous",
-    "k_grouped_fp8_gemm_tn_contiguous",
-    "k_grouped_bf16_gemm_tn_contiguous",
-)
-
-_Record = Callable[[TritonLaunch], None]
+_Record = Callable[[KernelLaunch], None]
 
 
 @contextlib.contextmanager
@@ -46,15 +32,18 @@ def recorded_extensions(record: _Record) -> Generator[None]:
     def grouped_gemm() -> contextlib.AbstractContextManager[None]:
         def gmm(a: Tensor, b: Tensor, c: Tensor, batch_sizes: Tensor, *_: Any, **__: Any) -> None:
             reads = [a, b, batch_sizes]
-            record(TritonLaunch("grouped_gemm::gmm", reads, [c], [*reads, c]))
+            record(KernelLaunch("grouped_gemm::gmm", reads, [c], [*reads, c]))
 
-        return patched(_GROUPED_GEMM, {"gmm": gmm})
+        return patched(_GROUPED_GEMM_MODULE, {"gmm": gmm})
 
     def deep_gemm() -> contextlib.AbstractContextManager[None]:
-        names = (*_DENSE, *_GROUPED)
-        return patched(_DEEP_GEMM, {name: _deep_gemm_function(name, record) for name in names})
+        functions = {name: _deep_gemm_function(name, record) for name in DEEP_GEMM}
+        return patched(_DEEP_GEMM_MODULE, functions)
 
-    with after_import(_GROUPED_GEMM, grouped_gemm), after_import(_DEEP_GEMM, deep_gemm):
+    with (
+        after_import(_GROUPED_GEMM_MODULE, grouped_gemm),
+        after_import(_DEEP_GEMM_MODULE, deep_gemm),
+    ):
         yield
 
 
@@ -69,7 +58,7 @@ def _deep_gemm_function(name: str, record: _Record) -> Callable[..., None]:
         others = [each for each in (*rest, c) if isinstance(each, Tensor)]
         reads = [pairs[0][0], pairs[1][0], pairs[0][1], pairs[1][1], *others]
         tensors = [each for each in (*reads, d) if isinstance(each, Tensor)]
-        record(TritonLaunch(f"deep_gemm::{name}", reads, [d], tensors))
+        record(KernelLaunch(f"deep_gemm::{name}", reads, [d], tensors))
 
     multiply.__name__ = name
     return multiply

@@ -43,9 +43,9 @@ from onerank.capture.no_device.operator_calls import (
     OperatorCall,
     OperatorSchema,
     blocks_host,
+    is_cuda_device,
     is_on_gpu,
     is_same_data,
-    on_cuda,
     tensors_in,
 )
 from onerank.capture.no_device.router_choices import RouterChoices
@@ -55,14 +55,14 @@ from onerank.capture.no_device.tensor_values import (
     UnknownValues,
     Workspaces,
 )
-from onerank.capture.no_device.triton_kernels import WRAPPED, TritonLaunch, wrapped_launch
+from onerank.capture.no_device.triton_kernels import WRAPPED, KernelLaunch, wrapped_launch
 
 # torch's dispatcher and autograd's nodes have no public names and no types.
 _torch: Any = torch
 
 REAL_ELEMENTS = 1 << 20
 """Largest tensor of floats that is created on the CPU with its numbers: 4 MB in 32 bits. Larger
-ones are weights of a model that is built on the CPU."""
+ones are weights of a model that is built on the CPU, and are fake."""
 
 # Largest tensor of integers or bools that is created on the CPU with its numbers: 1 GB. A script
 # reads the tokens of a data set into one, up to 200 MB in fineweb's files.
@@ -79,7 +79,7 @@ _FUSED_WITH_COLLECTIVES = "symm_mem"
 
 _WITHOUT_EFFECT = ("record_stream", "_assert_async", "_assert_scalar")
 
-# It creates a tensor from a file, whose numbers are there.
+# It creates a tensor on the numbers of a file, which are known.
 _MAPPED_FILE = "from_file"
 
 # A loss scaler's check of gradients: as all are finite, the flag that it sets stays 0.
@@ -193,7 +193,7 @@ class FakeOperators(TorchDispatchMode):
         tensors = tuple(tensors_in((*args, *kwargs.values())))
         call = OperatorCall(func, schema, args, kwargs, tensors)
         fakes = any(isinstance(tensor, FakeTensor) for tensor in tensors)
-        if not fakes and not on_cuda(kwargs.get("device")) and not schema.communicates:
+        if not fakes and not is_cuda_device(kwargs.get("device")) and not schema.communicates:
             return self._run_on_cpu(call)
         return self._record(call)
 
@@ -329,8 +329,8 @@ class FakeOperators(TorchDispatchMode):
             sequence = self._last_sequence = _torch.autograd._get_sequence_nr()
         return self._log.begin(name, sequence=sequence)
 
-    def launch(self, launch: TritonLaunch) -> None:
-        """Record a Triton kernel that Python launches."""
+    def launch(self, launch: KernelLaunch) -> None:
+        """Record a kernel that Python launches without an operator."""
         event = self._begin(launch.name)
         if event is not None:
             event.inputs = self.describe(launch.reads)
@@ -505,7 +505,7 @@ _FAILED = object()
 
 
 def _is_large(tensor: Tensor) -> bool:
-    """Whether a tensor that is created on the CPU is fake for its size."""
+    """Whether a tensor that is created on the CPU is too large to keep its numbers."""
     if tensor.is_floating_point() or tensor.is_complex():
         return tensor.numel() > REAL_ELEMENTS
     return tensor.nbytes > _REAL_INTEGER_BYTES

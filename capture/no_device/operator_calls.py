@@ -93,6 +93,7 @@ class OperatorSchema:
 
     @classmethod
     def of(cls, func: Any) -> "OperatorSchema":
+        """Return the properties of an operator, from its schema and its kernels."""
         schema = func._schema
         namespace, _, base = schema.name.partition("::")
         aliases = [argument.alias_info for argument in schema.returns]
@@ -145,7 +146,7 @@ class OperatorCall:
 
     Attributes:
         func: the operator.
-        schema: what the mode knows of it.
+        schema: properties of the operator.
         args: positional arguments.
         kwargs: arguments by name.
         tensors: the tensors among both.
@@ -228,10 +229,12 @@ def blocks_host(call: OperatorCall, name: str) -> bool:
 
 
 def is_on_gpu(tensor: Any) -> bool:
+    """Return whether a tensor is on the emulated GPU."""
     # `is_cuda` of a fake tensor takes ten times as long.
     device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
     return device.type == "cuda"
 
 
-def on_cuda(device: Any) -> bool:
+def is_cuda_device(device: Any) -> bool:
+    """Return whether a `device` argument, which may be None, names a GPU."""
     return device is not None and torch.device(device).type == "cuda"

@@ -26,13 +26,13 @@ WRAPPED: Any = _wrapped_kernels.triton_kernel_wrapper_mutation
 
 
 @dataclass(frozen=True)
-class TritonLaunch:
-    """The launch of a kernel.
+class KernelLaunch:
+    """The launch of a kernel from Python, by Triton or by a function of a C++ extension.
 
     Attributes:
         name: the kernel's, with a namespace.
         reads: its arguments in the order of its signature; None for those that it only writes.
-        writes: the tensors that it writes; none if its source does not show them.
+        writes: the tensors that it writes; none if a Triton kernel's source does not show them.
         tensors: all tensors among its arguments.
     """
 
@@ -42,7 +42,7 @@ class TritonLaunch:
     tensors: Sequence[Tensor]
 
 
-def launch_of(kernel: Any, args: Sequence[Any], named: dict[str, Any]) -> TritonLaunch:
+def launch_of(kernel: Any, args: Sequence[Any], named: dict[str, Any]) -> KernelLaunch:
     """Return the launch of a kernel.
 
     Args:
@@ -63,10 +63,10 @@ def launch_of(kernel: Any, args: Sequence[Any], named: dict[str, Any]) -> Triton
         writes = [operand for operand in writes if isinstance(operand, Tensor)]
         unread = accesses.written - accesses.read
         reads = [None if at in unread else operand for at, operand in enumerate(operands)]
-    return TritonLaunch(f"triton::{kernel.__name__}", reads, writes, tensors)
+    return KernelLaunch(f"triton::{kernel.__name__}", reads, writes, tensors)
 
 
-def wrapped_launch(kernel_idx: int, constant_args_idx: int, kwargs: dict[str, Any]) -> TritonLaunch:
+def wrapped_launch(kernel_idx: int, constant_args_idx: int, kwargs: dict[str, Any]) -> KernelLaunch:
     """Return the launch that the operator `WRAPPED` stands for.
 
     Args:
@@ -80,7 +80,7 @@ def wrapped_launch(kernel_idx: int, constant_args_idx: int, kwargs: dict[str, An
 
 
 @contextlib.contextmanager
-def recorded_launches(record: Callable[[TritonLaunch], None]) -> Generator[None]:
+def recorded_launches(record: Callable[[KernelLaunch], None]) -> Generator[None]:
     """Record launches of kernels on fake tensors instead of compiling and running them."""
     original = resolve(f"{MODULE}.JITFunction").run
 
