@@ -111,6 +111,10 @@ class Annotation(msgspec.Struct, frozen=True):
     details: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
 
 
+InferenceKind = Literal["prefill", "decode", "mixed", "draft", "verify", "forward"]
+"""Kind of a forward, as `InferenceStep.kind` describes it."""
+
+
 class InferenceStep(msgspec.Struct, frozen=True, omit_defaults=True):
     """The forward in the graph of a script that only infers.
 
@@ -133,7 +137,7 @@ class InferenceStep(msgspec.Struct, frozen=True, omit_defaults=True):
             None if not recorded.
     """
 
-    kind: Literal["prefill", "decode", "mixed", "draft", "verify", "forward"]
+    kind: InferenceKind
     number: int
     batch: int = 0
     new_tokens: int = 0

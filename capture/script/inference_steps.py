@@ -32,7 +32,7 @@ from onerank.capture.script.optimizer_steps import (
     optimizer_exists,
 )
 from onerank.capture.script.repeatable_call import Growth, RepeatableCall, kept_random_state
-from onerank.ir import InferenceStep
+from onerank.ir import InferenceKind, InferenceStep
 from onerank.ir.errors import ScriptError
 from onerank.ir.notes import Note
 
@@ -40,11 +40,7 @@ DEFAULT_STEPS: tuple[StepChoice, ...] = ("prefill", "decode")
 """Steps that are captured if the user names none."""
 
 SPECULATIVE_STEPS: tuple[StepChoice, ...] = ("prefill", "draft", "verify")
-"""The same, of a script that decodes speculatively: the main model verifies instead of decoding."""
-
-
-InferenceKind = Literal["prefill", "decode", "mixed", "draft", "verify", "forward"]
-"""Kind of a forward, as in `InferenceStep`."""
+"""The default of a script that decodes speculatively: its main model verifies drafted tokens."""
 
 
 @dataclass(frozen=True)
@@ -222,7 +218,7 @@ class InferenceSteps:
         if kind in SPECULATIVE_STEPS[1:] and not self.chosen and not self.measured:
             self._pending = [*SPECULATIVE_STEPS]
         self._single_tokens += tokens.kind == "prefill" and tokens.new_tokens == 1
-        # The assistant's own prefill is no draft that stands for the others.
+        # The assistant's first forward computes the prompt, so "draft" is a later one.
         drafts = kind != "draft" or tokens.kind == "decode"
         matching = [
             choice
@@ -317,7 +313,7 @@ class InferenceSteps:
                     code="inference-recognised",
                 )
             )
-        # In speculative decoding of transformers the kind tells the models apart.
+        # In speculative decoding the kind says which model runs, so no note has to.
         by_word = self._method is None and label in DEFAULT_STEPS and _speculative_role() is None
         if by_word and (note := _note_of_larger_model(step.target)) is not None:
             windows.observed.notes.append(note)
