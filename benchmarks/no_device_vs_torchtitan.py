@@ -50,8 +50,7 @@ H100 = str(Path(__file__).parent.parent / "examples" / "gpus" / "torchtitan-h100
 REACHED = 338 / 450
 NVLINK_GB_PER_S = 450
 NIC_GB_PER_S = 50
-HOST = 8  # GPUs
-
+GPUS_PER_HOST = 8
 
 # Defaults of the torch of the published runs.
 OLDER_TORCH = {
@@ -333,8 +332,8 @@ def step_s(trace: Path, row: Published, work: Path) -> float:
     cluster.write_text(
         CLUSTER.format(
             gpu=gpu,
-            nodes=row.gpus // HOST,
-            node=HOST,
+            nodes=row.gpus // GPUS_PER_HOST,
+            node=GPUS_PER_HOST,
             intra=REACHED * NVLINK_GB_PER_S,
             inter=REACHED * NIC_GB_PER_S,
         ),

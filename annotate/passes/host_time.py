@@ -203,32 +203,32 @@ def with_host(graph: Graph, captured: Graph, host: Host | None) -> Graph:
 
 
 def _with_interval(graph: Graph, captured: Graph, host: Host) -> Graph:
-    """Return a GPU capture with the 80% interval of its host over hosts.
+    """Return a GPU capture with the interval of its step that 80% of hosts fall into.
 
-    It has factors on the host's time and the unexplained time of a step. The capture's own host is
-    one of the hosts, so the interval contains a factor of 1 and the measured residual.
+    The interval has two parts: factors on the host's time, and the unexplained time of a step. The
+    capture's own host is one of the hosts, so the first contains 1 and the second the measured
+    residual.
     """
     calls = launched_calls(captured, captured.nodes.start_ns)
     host_step_ns = captured.job.measurement.host_step_ns
     typical_ns = calls.step_ns(host, "p50_ns")
     # A capture that recorded no host time counts as a host of p50.
     measured_ns = statistics.median(host_step_ns) if host_step_ns else typical_ns
-    ends_ns = [calls.step_ns(host, name) for name in ("p10_ns", "p90_ns")]
+    low_ns, high_ns = (calls.step_ns(host, name) for name in ("p10_ns", "p90_ns"))
     further, residual = host.further, dict[str, list[int]]()
     overhead = captured.job.measurement.host_overhead
     if further is not None and overhead is not None:
-        ends_ns = [typical_ns * end for end in (further.p10, further.p90)]
-        each_ns = (further.residual_p10_ns, further.residual_p90_ns)
-        low, high = (round(len(calls.first) * ns) for ns in each_ns)
+        low_ns, high_ns = typical_ns * further.p10, typical_ns * further.p90
+        count, measured_residual_ns = len(calls.first), overhead.residual_ns
         residual["host_residual_ns"] = [
-            min(low, overhead.residual_ns), max(high, overhead.residual_ns)
-        ]  # fmt: skip
-    low, high = (end / measured_ns for end in ends_ns)
+            min(round(count * further.residual_p10_ns), measured_residual_ns),
+            max(round(count * further.residual_p90_ns), measured_residual_ns),
+        ]
     *earlier, annotation = graph.job.annotations
     details = {
         **annotation.details,
         "host": host.name,
-        "host_interval": [min(low, 1), max(high, 1)],
+        "host_interval": [min(low_ns / measured_ns, 1), max(high_ns / measured_ns, 1)],
         **residual,
     }
     annotation = msgspec.structs.replace(annotation, details=details)

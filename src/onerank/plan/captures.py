@@ -2,9 +2,10 @@
 
 Work of a stage depends on the axes within a replica, the micro-batch and the kind of the stage:
 first, inner, last, or a whole model. A deep stage is captured with 2 and with 4 layers, once for
-all depths, as `capture run --capture-layers 2,4` does. Schedules share captures. So do all even
-numbers of replicas: `shards` derives their shards from the capture with two. Onerank's own loop
-runs all micro-batches and recomputations of a stage in one process, as successive steps.
+all depths, as `capture run --capture-layers 2,4` does; one with ZeRO 2 with 12 and with 24.
+Schedules share captures. So do all even numbers of replicas: `shards` derives their shards from the
+capture with two. Onerank's own loop runs all micro-batches and recomputations of a stage in one
+process, as successive steps. A script that distributes itself is captured whole for each layout.
 """
 
 import ast
@@ -50,8 +51,8 @@ DEPTHS = (2, 4)
 _ZERO2_DEPTHS = (12, 24)
 """Numbers of layers to capture of a ZeRO 2 stage that is deeper than the last of them; others are
 captured whole. Each backward reduces buckets of 500 million elements, which span layers, so
-gradients of few layers are reduced at other moments than those of many. A line through 2 and 4
-layers was 1.7% long in time and 1.6% in memory for 16 layers
+gradients of few layers are reduced at other moments than those of many. For 16 layers, a line
+through 2 and 4 layers gave 1.7% more time and 1.6% more memory
 (benchmarks/results/2026-11-26-plan-rows.txt)."""
 
 _CAPTURED_REPLICAS = 2
@@ -179,9 +180,9 @@ def stage_sources(
     Raises:
         PlanError: the model has fewer layers than the pipeline stages.
     """
-    # With one micro-batch nothing accumulates: a new gradient never coexists with an earlier one.
-    # With two, the first and the last of three would follow each other, but communication of the
-    # second overlaps the last: a step with ZeRO 2 was 2.2% long.
+    # One micro-batch is captured as such: a new gradient never coexists with an earlier one. So are
+    # two without a pipeline: a ZeRO 2 step of the first and the last of three was 2.2% too long,
+    # because the last overlaps communication of the second.
     captured = min(layout.micro_batches, CAPTURED_MICRO_BATCHES)
     if layout.pp > 1 and captured > 1:
         captured = CAPTURED_MICRO_BATCHES
@@ -190,8 +191,8 @@ def stage_sources(
     if job.model.script == TRAIN_MODEL:
         arguments = (job.model.arguments[0], "--seq", str(layout.seq))
         step = f"{captured}:{layout.micro_batch}:{layout.recompute}"
-    # Two replicas may have fewer ranks than an expert-parallel group. What a script does with
-    # another number of replicas, only the script knows.
+    # Two replicas may have fewer ranks than an expert-parallel group. A script that distributes
+    # itself may do different work with another number of replicas.
     derives = layout.ep == 1 and not job.model.torchrun and not exact
     shared_replicas = derives and layout.dp % _CAPTURED_REPLICAS == 0
     dp = _CAPTURED_REPLICAS if shared_replicas else layout.dp
@@ -529,8 +530,8 @@ def commands_of(
     elif layout.dp > 1:
         options.append({"ddp": "--ddp", "fsdp": "--fsdp"}.get(layout.sharding, ""))
         options[-1] = options[-1] or f"--zero {layout.sharding.removeprefix('zero')}"
-    # Calls of ZeRO 1 and 2 span layers: `--capture-layers` refuses them.
-    # A script that distributes itself is captured whole.
+    # A script that distributes itself is captured whole. Calls of ZeRO 1 and 2 span layers:
+    # `--capture-layers` refuses them.
     composed = not job.model.torchrun and (layout.dp == 1 or layout.sharding in ("ddp", "fsdp"))
     if composed and min(stage_layers(layers, layout.stages)) > DEPTHS[-1]:
         options.append(f"--capture-layers {','.join(map(str, DEPTHS))}")
@@ -542,7 +543,7 @@ def commands_of(
     recost = " --nvlink-active" if links_active and several_gpus else ""
     if job.cluster.host != TYPICAL:
         recost += f" --host {shlex.quote(job.cluster.host)}"
-    # Without pipeline stages, rank 0 of a script stands for all.
+    # A script that distributes itself has no pipeline stages: rank 0 stands for all ranks.
     options += ["--ranks distinct"] if several_gpus and not job.model.torchrun else []
     commands = (
         f"mkdir -p {name} {name}.target",

@@ -17,7 +17,7 @@ PLACEHOLDERS = ("seq", "micro_batch", "micro_batches", "recompute", "variant")
 """Fields of a layout that any script takes in its arguments."""
 
 TORCHRUN_PLACEHOLDERS = ("tp", "cp", "dp", "ep")
-"""Further fields that a script takes which distributes itself."""
+"""Further fields of a layout, for scripts that distribute themselves."""
 
 
 @dataclass(frozen=True, slots=True)

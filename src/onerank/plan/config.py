@@ -225,13 +225,13 @@ def _of_torchrun(where: str, table: Mapping[str, object], choices: Choices) -> C
     """Return the choices for a script that distributes itself.
 
     Raises:
-        PlanError: one of them is onerank's to make.
+        PlanError: the table has a choice of onerank's slicing.
     """
     for name in _NOT_OF_TORCHRUN:
         if name in table:
             raise PlanError(
                 f"{where} {name}: the script of [model] distributes itself (torchrun = true)\n"
-                f"  remove the line; pass options of the script in arguments or variant",
+                "  remove the line; pass options of the script in arguments or variant",
                 code="plan-of-script",
             )
     return dataclasses.replace(choices, sp=(False,), sharding=(BY_SCRIPT,))
@@ -316,19 +316,17 @@ def _model(path: Path, model: _Model, choices: Choices) -> TrainingScript:
         )
     if model.config:
         if model.arguments or model.torchrun:
-            name = "arguments are those" if model.arguments else "torchrun is"
+            field = "arguments" if model.arguments else "torchrun"
             raise PlanError(
-                f"{where} {name} of a script, and config names a model",
+                f"{where} {field} needs script, and the table has config",
                 code="plan-model-source",
             )
         if choices.variant != ("",):
             raise PlanError(
-                f"{path}: [vary] variant holds arguments of a script, and [model] config names a "
-                "model",
+                f"{path}: [vary] variant needs script in [model], which has config",
                 code="plan-no-placeholder",
             )
-        file = model.config
-        return TrainingScript(TRAIN_MODEL, (file, *_LOOP_ARGUMENTS), _digest([path.parent / file]))
+        return TrainingScript(TRAIN_MODEL, (name, *_LOOP_ARGUMENTS), _digest([path.parent / name]))
     placeholders = _PLACEHOLDER.findall(" ".join(model.arguments))
     known = PLACEHOLDERS + (TORCHRUN_PLACEHOLDERS if model.torchrun else ())
     for placeholder in placeholders:

@@ -244,11 +244,8 @@ class _Evaluator:
                 longer = of_longer() if source.layers > source.depths[-1] else None
                 captures = source.captures if longer is None else source.captures[1:]
                 each = [*map(of_capture, captures), *([] if longer is None else [longer])]
-                depths = (
-                    (source.depths[0], source.depths[-1])
-                    if longer is None
-                    else (source.depths[-1], _LONGER)
-                )
+                less, more = source.depths
+                depths = (less, more) if longer is None else (more, _LONGER)
                 stage = at_depth(each[0], each[1], depths, source.layers)
                 self.times[key] = self._deepened(source, layout.dp, stage, times_of)
         return self.times[key]
