@@ -5,7 +5,7 @@
 Megatron-LM: 22B, 175B, 530B and 1T on 8 to 512 A100s (megatron_published.py), each with full
 recomputation, and with sequence parallelism and recomputed attention. The planner trains a GPT-2 of
 transformers in bf16 with unfused attention: mask, scale, softmax and dropout of the scores are
-kernels of their own, where Megatron-LM fuses them. So the orders are comparable and the times are
+separate kernels, which Megatron-LM fuses. So the orders are comparable and the times are
 not. Links: 200 GB/s within a node, 25 GB/s for a GPU between nodes.
 
 torchtitan: Llama 3.1 8B on 8 H100s (no_device_vs_torchtitan.py, table of December 2024): eager,

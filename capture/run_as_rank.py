@@ -288,7 +288,7 @@ def _check_slices(
         script: as for `capture`.
         options: as for `capture`.
         models: slices the models.
-        routed: whether a router of the script's own was routed, or an earlier step was checked.
+        routed: whether a router in the script got its experts, or an earlier step was checked.
         trains: whether the step is one of training.
     """
     if options.moe_routing != BALANCED and not models.sliced and not routed:
@@ -424,7 +424,7 @@ def nothing_parallel_error(
 
 
 def nothing_routed_error(script: Path, options: Options) -> CaptureError:
-    """Return the error of --moe-routing for a script of which no model was sliced."""
+    """Return the error of --moe-routing for a script without a router that it applies to."""
     return CaptureError(
         f"--moe-routing {options.moe_routing} has no effect: it applies to sliced models (--tp, "
         f"--ep), and in a world of {options.world} no model of {script} was sliced. Without a "

@@ -7,9 +7,9 @@ and has four more GEMMs: dV = P^T dO, dP = dO V^T, dQ = dS K, dK = dS^T Q; 2*b*h
 Conventions: `is_causal` halves the count, because kernels skip the masked half of the tiles
 (torch's FlopCounterMode does not halve). With fewer queries than keys, FlashAttention aligns the
 causal mask with the last key (bottom right): a query sees sk - sq / 2 keys instead of sk / 2. A
-window or a mask tensor does not reduce the count, but a block mask of flex attention does: each
-block counts whole in which the mask is true somewhere. h is the number of query heads:
-grouped-query attention (GQA) saves no FLOPs.
+window or a mask tensor does not reduce the count. A block mask of flex attention does: each block
+in which the mask is true somewhere counts as a whole. h is the number of query heads: grouped-query
+attention (GQA) saves no FLOPs.
 """
 
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ class AttentionArguments:
         lower_right: whether `is_causal` aligns the mask with the last key (bottom right); a custom
             mask type of 2 does too.
         pairs: position of the number of pairs of a query and a key that are computed, of all
-            sequences and heads. None: all, or half of them.
+            sequences and heads. None: no argument has it, and `is_causal` decides.
     """
 
     query: int

@@ -1,8 +1,8 @@
 """FLOPs and bytes of the attention operators of vLLM and SGLang, by the sequences of their step.
 
-Their operands are the tokens of all sequences, packed, and the whole paged KV cache, or none of it.
-So the operands do not show the work, and the step of the engine does: `InferenceStep` has the keys
-that attention reads and the pairs of a query and a key that it computes, where they are recorded.
+Their operands are the packed tokens of all sequences and, of some operators, the whole paged KV
+cache. So the operands do not show the work. The step of the engine does: `InferenceStep` has the
+keys that attention reads and the pairs of a query and a key that it computes, if they are recorded.
 
 FLOPs are 2 * pairs * h * (d + dv), as in `attention`, with causal pairs counted exactly. Bytes are
 those of queries, results, and the keys and values of the step's sequences.
@@ -24,7 +24,6 @@ _KEY_HEADS: Mapping[str, int] = {
     "_vllm_fa3_C::fwd": 2,
 }
 
-
 # Operators that write the new keys and values, their first operands, to the paged cache.
 _CACHE_WRITES = (
     "_C_cache_ops::reshape_and_cache",
@@ -34,13 +33,13 @@ _CACHE_WRITES = (
 
 
 def reads_paged_cache(op: str) -> bool:
-    """Return whether an operator computes, or writes, part of an engine's paged KV cache."""
+    """Return whether an operator attends to an engine's paged KV cache, or writes to it."""
     name = op.split(".", 1)[0]
     return name in _KEY_HEADS or name in _CACHE_WRITES
 
 
 def paged_cache_work(op: str, inputs: tuple[str, str], step: InferenceStep | None) -> Work:
-    """Return the work of an operator on a paged KV cache; unknown if the step does not show it.
+    """Return the work of an operator on a paged KV cache; unknown if the step lacks its counts.
 
     Args:
         op: an operator that `reads_paged_cache`.

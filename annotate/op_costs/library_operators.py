@@ -182,7 +182,7 @@ def _extension_product(call: Call) -> Work | None:
 
     a and b are the first operands, d the result: dense [m, k] x [k, n]; rows of a divided among
     groups of b [g, k, n]; or the inner size divided among groups of d [g, m, n]. Layouts differ in
-    what is transposed. Every element of a meets n of b. Groups are taken as equal.
+    what is transposed. Each element of a is multiplied by n elements of b. Groups count as equal.
     """
     a, b, d = call.tensor(0), call.tensor(1), call.output()
     if a is None or b is None or d is None or not d.shape or not d.numel:
@@ -298,7 +298,8 @@ def _fused_experts(choices: int, kernel: PartKernel) -> Formula:
     """Return the formula of a call that runs the experts of an MoE layer on tokens [t, h].
 
     The other operands are the weights [e, n, h] and [e, h, i] and the experts chosen for each
-    token, [t, c]. What each expert gets is on the device and not recorded, as for `_grouped_mm`.
+    token, [t, c]. How many tokens each expert gets is on the device and not recorded, as for
+    `_grouped_mm`.
 
     Args:
         choices: position of the chosen experts.
@@ -373,6 +374,7 @@ _TRITON: dict[str, Formula] = {
 
 
 def _packed_linear(call: Call) -> Work | None:
+    """Return the work of vLLM's linear layer on a CPU: d [t, n], tokens [t, k], weight [n, k]."""
     tokens, weight = call.tensor(1), call.tensor(2)
     if tokens is None or weight is None or len(tokens.shape) != 2 or len(weight.shape) != 2:
         return None
@@ -386,7 +388,6 @@ FORMULAS: dict[str, Formula] = {
         for library in ("vllm", "sglang")
         for name in ("inplace", "outplace")
     },
-    # vLLM's linear layer on a CPU: result [t, n], tokens [t, k] and a repacked weight [n, k].
     "_C::weight_packed_linear": _packed_linear,
     "trtllm::fused_moe": _fused_experts(1, PartKernel.CUTLASS_EXPERTS),
     **{f"triton::{name}": formula for name, formula in _TRITON.items()},

@@ -98,10 +98,10 @@ def _check_multiple(collective: str, large: Tensor, small: Tensor, world: int) -
 
 
 def _are_counts(tensors: Sequence[Tensor]) -> bool:
-    """Whether equal fake tensors of integers are exchanged, such as counts of tokens for experts.
+    """Return whether fake tensors of integers are exchanged, such as counts of tokens for experts.
 
-    Their numbers decide how many tokens this rank gets. On a device they stay those of its own
-    router, which need not suit other ranks.
+    Their numbers decide how many tokens this rank receives. On a device this rank receives the
+    numbers that it sends.
     """
     first = tensors[0]
     return (
@@ -282,7 +282,7 @@ class C10dOperators:
         with self._launch("all_to_all", args, inputs, outputs) as launch:
             sources = inputs
             if _are_counts([*inputs, *outputs]):
-                # Peers that route alike send what this rank would send to itself.
+                # A peer with the same routing sends what this rank sends to itself.
                 sources = [inputs[launch.group.rank]] * len(inputs)
             launch.fill(list(zip(outputs, sources, strict=True)))
             return outputs, launch.finish(outputs)

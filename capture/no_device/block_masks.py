@@ -1,8 +1,8 @@
 """The pairs of queries and keys that a kernel of flex attention computes under a block mask.
 
 The kernel computes every block of the scores in which the mask is true somewhere, and skips the
-others. How many those are stands in the block mask's tensors, whose numbers no device computed, so
-`mask_mod` is evaluated here again, on indices on the CPU.
+others. A block mask's tensors hold their number, which is unknown if no device computed it. Then
+`mask_mod` is evaluated again, on indices on the CPU.
 """
 
 import importlib
@@ -26,7 +26,8 @@ _POSITIONS = {"flex_attention": (4, 8), "flex_attention_backward": (9, 13)}
 FLEX_ATTENTION = frozenset(_POSITIONS)
 """The operators of flex attention, without namespace."""
 
-# Elements of a mask that are evaluated, 1 to 2 s on one core. A larger mask is evaluated on a grid.
+# Most elements of a mask that are evaluated, 1 to 2 s on one core. A larger mask is evaluated on a
+# grid (`_sampled`).
 _EVALUATED = 1 << 26
 
 # Elements that are evaluated at once.
@@ -35,12 +36,12 @@ _AT_ONCE = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class _BlockMask:
-    """What the operator gets of a `BlockMask`, by `BlockMask.as_tuple`.
+    """The part of a `BlockMask` that counts its blocks, from `BlockMask.as_tuple`.
 
     Attributes:
-        partial: blocks of each row of blocks in which the mask is true somewhere, but for `full`
-            ones, int32[batch, heads, rows].
-        full: blocks in which it is true everywhere; None if none is distinguished.
+        partial: number of blocks of each row of blocks in which the mask is true somewhere, without
+            those that `full` counts, int32[batch, heads, rows].
+        full: number of blocks in which it is true everywhere; None if `partial` counts them.
         block: queries and keys of a block.
         function: `mask_mod`.
         buffers: tensors that the function reads, given after the indices.

@@ -79,7 +79,7 @@ class EmulatedProcess:
         Args:
             gpu: the GPU that the script sees.
             script: path of the script.
-            routing: how routers of the script's own choose experts; None leaves it to the script.
+            routing: experts that the script's own routers choose; None: unknown ones.
         """
         return cls(gpu, script, routing) if gpu is not None else None
 
@@ -350,7 +350,7 @@ class EmulatedProcess:
         def read(tensor: Tensor) -> Any:
             if isinstance(tensor, FakeTensor):
                 return self.operators.read_scalar(tensor)
-            # It reads memory without an operator, which would be this one.
+            # `tolist` of a scalar reads memory. `item` would call this operator again.
             return read_real(tensor.reshape(()))
 
         library: Any = _torch.library.Library("aten", "IMPL")

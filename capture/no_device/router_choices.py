@@ -1,8 +1,8 @@
 """The experts that a script's own router chooses, by `--moe-routing`.
 
-A router chooses by scores that depend on parameters, so no device computed them. Which tokens each
-expert gets decides the sizes of all that follows, so the choice has numbers here: those of static
-routing. Weights and losses stay unknown.
+A router's scores depend on parameters, so without a device they are unknown. The choice decides how
+many tokens each expert computes, and with it all later shapes. So its indices get the numbers of
+static routing. Weights and losses stay unknown.
 """
 
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ from onerank.ir.notes import Note
 CHOICES = ("topk", "argmax")
 """The operators by which routers choose, without namespace; `argmax` chooses one expert."""
 
-# More than any published model has for a layer; a selection among more is of something else, such
-# as tokens of a vocabulary or boxes of an image.
+# As many as Qwen3-Next has. A choice among more counts as one of something else, such as tokens of
+# a vocabulary or boxes of an image.
 _MOST_EXPERTS = 512
 
 
@@ -26,7 +26,7 @@ class RouterChoices:
     """Numbers of the indices that `topk` or `argmax` returns for unknown scores.
 
     Attributes:
-        calls: choices that were given numbers.
+        calls: calls of `topk` and `argmax` whose indices are known.
     """
 
     def __init__(self, routing: Routing | None) -> None:
@@ -50,7 +50,7 @@ class RouterChoices:
         if operator == "topk":
             indices = self._chosen(scores, operands[1], operands[2])
             return None if indices is None else (None, indices)
-        # With fewer rows than elements it rather chooses the next token of each sequence.
+        # An argmax of fewer rows than columns more likely chooses the next token of each sequence.
         if scores.dim() == 0 or scores.numel() < scores.shape[-1] ** 2:
             return None
         indices = self._chosen(scores, 1, operands[1])
@@ -60,12 +60,12 @@ class RouterChoices:
             return indices if operands[2] else indices.squeeze(-1)
 
     def _chosen(self, scores: Tensor, top_k: int, dimension: int | None) -> Tensor | None:
-        """Return the indices of what is chosen; None if that is none of a router's choices.
+        """Return the indices of the chosen experts; None if the call is no router's.
 
         Args:
             scores: [..., experts].
             top_k: experts of each row.
-            dimension: in which it chooses; None: among all elements.
+            dimension: the dimension of the choice; None: all elements.
         """
         experts = scores.shape[-1] if scores.dim() else 0
         last = dimension in (-1, scores.dim() - 1)
