@@ -125,6 +125,8 @@ class Server:
             composition: sequences of the step.
             number: its place in the grid, from 1.
         """
+        if self._on_gpu:
+            _empty_allocator()
         needed = self.served.weights_bytes
         needed += composition.cached_tokens * self.served.kv_bytes_per_token
         # Without this, a composition far above the memory would fail in the allocator's retries.
@@ -134,11 +136,6 @@ class Server:
             return self._measure(composition, number)
         except torch.cuda.OutOfMemoryError:
             return MeasuredPoint(composition, None, needed_bytes=needed)
-        finally:
-            if self._on_gpu:
-                # Reference cycles keep the KV cache of the finished step alive.
-                gc.collect()
-                torch.cuda.empty_cache()
 
     def time(self, composition: Composition, repetitions: int) -> TimedStep:
         """Return times of a step on a GPU without a profiler, eager and as a CUDA graph.
@@ -146,8 +143,7 @@ class Server:
         Raises:
             torch.cuda.OutOfMemoryError: the step does not fit.
         """
-        gc.collect()
-        torch.cuda.empty_cache()
+        _empty_allocator()
         return time_step(self.step(composition), repetitions)
 
     @property
@@ -183,6 +179,17 @@ class Server:
         step = RepeatableStep.of(self._model, composition, vocabulary, self._device)
         step.cache.allocate(self._first)
         return step
+
+
+def _empty_allocator() -> None:
+    """Free what earlier steps left in the caching allocator, and reset its peaks.
+
+    Otherwise the recorded peak of reserved memory is that of the largest step so far.
+    """
+    # Reference cycles keep the KV cache of a finished step alive.
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
 
 
 def time_step(step: RepeatableStep, repetitions: int) -> TimedStep:

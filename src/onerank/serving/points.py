@@ -230,8 +230,9 @@ def _host_ns(graph: Graph) -> int:
 def _gaps_bytes(graph: Graph) -> int:
     """Return what the allocator reserves beyond the peak, simulated from an empty device.
 
-    The capture's own figure contains what earlier steps reserved: of 8,192 tokens of a Llama-8B
-    1.06 GB in a grid on an H100, 0.33 GB in a process of their own, and 0.33 GB simulated.
+    Measured steps are simulated as well, so that bundles with and without a device compare: without
+    one, nothing is measured. For a prefill of 8,192 tokens of a Llama-8B on an H100, the simulation
+    gives 0.33 GB, and a process that ran only this step measured 0.33 GB.
     """
     report = report_memory(graph)
     return max(0, (report.simulated_reserved_bytes or 0) - report.peak_bytes)
