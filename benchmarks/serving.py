@@ -16,6 +16,7 @@ none), predicts the bundle for the GPU of the other directory and back, and prin
 import argparse
 import dataclasses
 import gc
+import gzip
 import json
 import multiprocessing
 import platform
@@ -134,7 +135,10 @@ def measure(output: Path, config: Path | None, tp: int) -> None:
 
 
 def alone(function: Callable[..., None], *args: Any) -> None:
-    """Call a function in a new process, whose GPU memory contains nothing of earlier steps."""
+    """Call a function in a new process, whose GPU memory contains nothing of earlier steps.
+
+    Its failure is printed, and the other measurements go on.
+    """
     process = multiprocessing.get_context("spawn").Process(target=function, args=args)
     process.start()
     process.join()
@@ -272,8 +276,6 @@ def cuda_graph_decode(raw: Path, file: Path) -> None:
 
 
 def _text(file: Path) -> bytes:
-    import gzip
-
     content = file.read_bytes()
     return gzip.decompress(content) if file.suffix == ".gz" else content
 

@@ -125,8 +125,8 @@ def _sections(bundle: Bundle, figures: ServingFigures, colours: _Colours) -> Ite
         yield Section(chart.title, caption, figure, key)
     if figures.largest is not None:
         caption = (
-            "Sequences whose KV cache fits next to weights, workspace and the activations of the "
-            "largest step."
+            "Sequences whose KV cache fits next to weights, workspace, and the activations and "
+            "allocator gaps of the largest step."
         )
         figure = charts.batches_chart(figures.largest)
         colours_of = charts.BATCH_COLOURS

@@ -249,7 +249,8 @@ def _system(bundle: Bundle, gpu: Gpu, system: str) -> dict[str, Any]:
             "inter_node_bw": round(link),
             "intra_node_bw": round(link),
         },
-        # The memory outside the allocator contains NCCL's; the reader has an entry for each size.
+        # The memory outside the allocator contains NCCL's; the reader has an entry for each size. A
+        # recording does not show this memory, so the KV cache that the reader sizes is too large.
         "misc": {
             "nccl_mem": dict.fromkeys((1, 2, 4, 8), 0),
             "other_mem": memory.outside_bytes or 0,

@@ -343,6 +343,8 @@ def _parts_ns(rows: Sequence[StepRow], kernels: Sequence[KernelRow]) -> list[dic
     for kernel in kernels:
         of_row = sums[kernel.row - 1]
         if kernel.part is None:
+            # Attention of a recorded mixed step, which may be of prefills and of decodes. Both are
+            # fitted to the other steps.
             continue
         of_row[kernel.part] = of_row.get(kernel.part, 0) + kernel.time_ns
     return sums
@@ -351,9 +353,10 @@ def _parts_ns(rows: Sequence[StepRow], kernels: Sequence[KernelRow]) -> list[dic
 def _errors(rows: Sequence[StepRow], parts_ns: Sequence[dict[Part, int]]) -> F64:
     """Return log of predicted over measured of each row, fitted without rows of as many new tokens.
 
-    A step between the points of a grid has a number of new tokens that no point has. If only the
-    row itself is left out, the 80% interval holds 19 and 21 of 40 other compositions on two H100s;
-    so it holds 24 and 27.
+    A step between the points of a grid has a number of new tokens that no point has. With errors
+    from leaving out the row alone, the 80% interval contained 19 and 21 of 40 other compositions on
+    two H100s; with these errors it contains 24 and 27.
+
     The times are those of CUDA graphs. Only if no row has one are they those of eager steps: the
     two differ too much to be mixed.
     """
@@ -385,11 +388,10 @@ def _fitting(
 
 
 def cross_validate(rows: Sequence[StepRow], kernels: Sequence[KernelRow]) -> CrossValidation | None:
-    """Return the errors of rows that are left out, with those of as many new tokens, in turn.
+    """Return the errors of interpolated rows; None with fewer than six rows.
 
-    None with fewer than six rows.
-
-    A row at the edge of the grid is extrapolated then, so these errors exceed those inside of it.
+    Each row is left out in turn, together with the other rows that have as many new tokens. A row
+    at the edge of the grid is then extrapolated, so these errors exceed those inside the grid.
     """
     fitting, parts = _fitting(rows, kernels)
     if len(fitting) < _LEAST_VALIDATED:

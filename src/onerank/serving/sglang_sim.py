@@ -174,6 +174,7 @@ def _config(bundle: Bundle, gpu: Gpu, tp: int) -> dict[str, Any]:
         },
     }
     return {
+        # The replay predictor does not read the platform.
         "platform": {"accelerator": accelerator, "num_device_per_node": 8},
         "predictor": {
             "name": "replay",

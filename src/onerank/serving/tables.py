@@ -77,7 +77,7 @@ class RankMemory(msgspec.Struct, frozen=True):
 
 
 class CrossValidation(msgspec.Struct, frozen=True):
-    """Errors of interpolated steps, each from all other points.
+    """Errors of steps, each interpolated from the points with another number of new tokens.
 
     Attributes:
         points: steps that were left out in turn.
@@ -155,17 +155,17 @@ class StepRow(msgspec.Struct, frozen=True):
             the start of the step to that of the next.
         p10_ns: 10th percentile of the step.
         p90_ns: 90th percentile of the step.
-        graph_ns: the step replayed as a CUDA graph; predicted, its kernels and 0.37 us
-            after each, or the gaps of the measured GPU. None on a
-            CPU. Recorded: of a step that replayed CUDA graphs, the spans of the replays plus its
-            other kernels.
+        graph_ns: the step replayed as a CUDA graph; None on a CPU. Predicted: its kernels plus the
+            gaps between them, those of the measured CUDA graph or else 0.37 us after each kernel.
+            Recorded: of a step that replayed CUDA graphs, the spans of the replays plus its other
+            kernels.
         graph_low_ns: 10th percentile of the replay.
         graph_high_ns: 90th percentile of the replay.
         gpu_ns: summed kernels; on a CPU, operators.
         host_ns: host time of the step; None if not known.
         peak_bytes: peak of the allocator; on a device, what does not fit needs at least this.
         fits: whether the step fits into the memory of the device.
-        source: whether the times are measured, predicted or interpolated.
+        source: whether the times are measured, recorded, predicted or interpolated.
     """
 
     kind: str | None

@@ -35,7 +35,7 @@ class Inputs:
     Attributes:
         values: numbers, booleans and lists of them; None for anything else.
         shapes: of tensors and lists of tensors; [] for others.
-        types: `TensorShape(float)`, `GenericList[...]`, `Int` and so on.
+        types: `Tensor(float)`, `GenericList[...]`, `Int` and so on.
     """
 
     values: tuple[Any, ...] = ()

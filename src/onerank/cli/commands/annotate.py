@@ -246,7 +246,7 @@ def annotate(trace: Path, options: AnnotateOptions, as_json: bool) -> None:
 
 
 def _annotate_bundle(directory: Path, options: AnnotateOptions, *, as_json: bool) -> None:
-    """Predict all steps of the bundle of `capture serve` for another GPU, and write a bundle."""
+    """Predict all steps of a bundle for another GPU, and write a bundle."""
     from onerank.annotate import PassOptions, load_gpu, with_figures
     from onerank.annotate.passes.pass_options import parse_kernels
     from onerank.cli.bundle_tables import show_bundle

@@ -44,9 +44,9 @@ def report(inputs: tuple[Path, ...], options: ReportOptions) -> None:
 
     The page of a trace shows the parts of the step, a timeline, compute time by module, the
     roofline of the kernels, memory over time and the blocks at the peak, and the tables of `show`
-    and `replay`. That of a bundle, the directory of `capture serve`, shows TTFT and TPOT by batch
-    and context, tokens per second and per joule, the largest batch that fits, and the roofline of
-    decodes. The page is one file, and works without a network.
+    and `replay`. That of a bundle, the directory of `capture serve` or `convert --engine-steps`,
+    shows TTFT and TPOT by batch and context, tokens per second and per joule, the largest batch
+    that fits, and the roofline of decodes. The page is one file, and works without a network.
     """
     from onerank.cli.report_charts import plotly_js
     from onerank.cli.report_page import page_of

@@ -236,8 +236,8 @@ def llmservingsim(bundle: Path, options: LinkedExportOptions, as_json: bool) -> 
 
     BUNDLE is the directory of `capture serve`. The layers of a step take as long as the step
     replayed as a CUDA graph. Collectives are ASTRA-sim's. The output has the layout of a checkout
-    of LLMServingSim and a cluster of one instance; exports of other bundles to the same directory
-    add to it. The model is named after its class unless --model names it.
+    of LLMServingSim and a cluster with one instance for each rank of --ep; exports of other bundles
+    to the same directory add to it. The model is named after its class unless --model names it.
     """
     from onerank.serving.bundle import read_bundle
     from onerank.serving.llmservingsim import export_llmservingsim
@@ -270,10 +270,10 @@ def llmservingsim(bundle: Path, options: LinkedExportOptions, as_json: bool) -> 
 def sglang_sim(bundle: Path, options: LinkedExportOptions, as_json: bool) -> None:
     """Write the steps as a replay table of SGLang Simulator, which runs SGLang's scheduler.
 
-    BUNDLE is the directory of `capture serve`. The table has whole steps, replayed as CUDA graphs,
-    with collectives that take NCCL's latency and the time of their bytes on the link. --model is a
-    local directory with the model's configuration and tokenizer; by default the export writes one
-    without a tokenizer.
+    BUNDLE is the directory of `capture serve` or `convert --engine-steps`. The table has whole
+    steps, replayed as CUDA graphs, with collectives that take NCCL's latency and the time of their
+    bytes on the link; recorded steps contain theirs. --model is a local directory with the model's
+    configuration and tokenizer; by default the export writes one without a tokenizer.
     """
     from onerank.serving.bundle import read_bundle
     from onerank.serving.sglang_sim import export_sglang_sim
@@ -323,10 +323,11 @@ class AiconfiguratorOptions(LinkedExportOptions):
 def aiconfigurator(bundle: Path, options: AiconfiguratorOptions, as_json: bool) -> None:
     """Write the steps as forward-pass data of aiconfigurator, which compares deployments.
 
-    BUNDLE is the directory of `capture serve`. The table has whole steps, replayed as CUDA graphs,
-    with collectives that take NCCL's latency and the time of their bytes on the link. The output
-    is a directory for aiconfigurator's --systems-paths. --model is a name, or a directory with a
-    config.json; by default the export writes such a directory.
+    BUNDLE is the directory of `capture serve` or `convert --engine-steps`. The table has whole
+    steps, replayed as CUDA graphs, with collectives that take NCCL's latency and the time of their
+    bytes on the link; recorded steps contain theirs. The output is a directory
+    for aiconfigurator's --systems-paths. --model is a name, or a directory with a config.json; by
+    default the export writes such a directory.
     """
     from onerank.serving.aiconfigurator import export_aiconfigurator
     from onerank.serving.bundle import read_bundle
