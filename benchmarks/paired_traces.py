@@ -26,7 +26,7 @@ class Call(NamedTuple):
     """Equal calls (operator and shapes): mean times in ns, and the number of calls."""
 
     measured: float
-    told: float
+    predicted: float
     low: float
     high: float
     count: int
@@ -86,7 +86,7 @@ def by_call(graph: Graph) -> dict[Key, np.ndarray]:
 
 
 def print_table(title: str, calls: dict[str, list[Call]]) -> None:
-    """A row a class: time, told over measured, errors in ln, the share inside the interval."""
+    """A row a class: time, predicted over measured, errors in ln, the share inside the interval."""
     heads = (
         "shapes",
         "measured us",

@@ -13,9 +13,11 @@ coefficients without the target's die family.
   shape    the same from predicted times; in brackets the error of the summed predicted time
   0.9 TDP  the same columns for a GPU that always draws 0.9 of its power limit
 
-GEMMs with an inner size over 16,384 were not in a steady state, so they have rows of their own: an
-H200 ran 32,768 x 65,536 x 51,200 at 818 TFLOP/s and 510 W, and 32,768 x 65,536 x 16,384 at 672
-TFLOP/s and 693 W, its limit. The same FLOPs at a higher clock draw more power, not less.
+GEMMs with an inner size over 16,384 have separate rows, because their figures contradict a steady
+state: an H200 ran 32,768 x 65,536 x 51,200 at 818 TFLOP/s and 510 W, and 32,768 x 65,536 x 16,384
+at 672 TFLOP/s and 693 W, its limit. The same FLOPs at a higher clock draw more power, not less.
+16,384 was chosen after the errors of these GEMMs had been seen, on the GPUs that the rows judge, so
+only the rows "all" are held out.
 """
 
 from pathlib import Path
@@ -38,7 +40,7 @@ CONSTANT = 0.9
 """Share of the power limit that the baseline draws."""
 
 STEADY_K = 16_384
-"""Largest inner size whose measurements were in a steady state."""
+"""Inner size up to which the measurements agree with a steady state; chosen on these rows."""
 
 
 def main() -> None:
@@ -50,7 +52,7 @@ def main() -> None:
 
 
 def table(folder: Path, fits: dict[str, Coefficients]) -> None:
-    """Print power and energy for each target and fit, with the constant's beside them.
+    """Print power and energy for each target and fit, and those of the constant.
 
     Args:
         folder: has gemm_power.parquet.

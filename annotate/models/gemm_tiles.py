@@ -241,7 +241,7 @@ class GemmTarget(NamedTuple):
 
 
 class TileKernel(NamedTuple):
-    """A kernel that is not cuBLAS's, in that kernel's coefficients.
+    """A kernel whose tilings, or whose coefficients, are not those from which cuBLAS chooses.
 
     Attributes:
         coefficients: of its tiles.
@@ -272,7 +272,7 @@ _EXPERT_TILINGS = {
 
 # cuBLAS runs batched float32 GEMMs on an A100 in one tile, whatever their sizes: all 2,281 of
 # NeuSight's set have the kernel "ampere_sgemm_128x128_nn". The V100, T4 and H100 of that set have
-# smaller tiles, too.
+# smaller tiles, too. Other Ampere dies were not measured, and are assumed to run the A100's kernel.
 _BATCHED_VECTOR = np.array([[128.0], [128.0], [1.0]])
 
 
@@ -337,7 +337,7 @@ def gemm_ns(
         coefficients: fitted coefficients.
         described: the GPU without overrides of its figures; None: no overrides.
         vector: whether they run on the vector units.
-        kernel: of GEMMs with scales of rows or blocks, and of experts; None: cuBLAS's.
+        kernel: the one that runs all of them; None: cuBLAS chooses.
         record: takes the terms of GEMMs, as positions among the d.
     """
     predicted_ns, run = np.empty(len(shapes)), GemmTarget(gpu, rates, vector)

@@ -20,6 +20,7 @@ from onerank.annotate.models.learned import part_times
 from onerank.annotate.op_costs.cost_record import PartKernel, Work
 from onerank.annotate.op_costs.library_operators import ExpertSizes, expert_parts
 from onerank.ir.arrays import F64
+from onerank.ir.errors import FormatError
 from tools.fit.evaluate_fit import Case
 from tools.fit.fit_tiles import fit_robustly
 from tools.fit.measured_kernels import Products, family, of_products, read_table
@@ -43,7 +44,7 @@ UNTUNED = "sglang_flashinfer_cutlass_moe"
 """FlashInfer's kernels on Hopper, in a campaign that does not run their tuner: every active expert
 takes 4 to 7 us, whatever its rows, four times the time to read its weights. No fit has them."""
 
-_EVERY = 5  # the fit takes every fifth layer
+_EVERY = 5  # the fit takes every fifth layer, which saves time
 
 _START = Experts(other_ns=10_000.0, rate=0.8, epilogue=0.5)
 
@@ -68,8 +69,19 @@ class ExpertLayers:
 
     @property
     def library(self) -> str:
-        """Whose coefficients the kernel has: "cutlass", "triton" or "", those of plain GEMMs."""
-        return next(value for part, value in _LIBRARIES.items() if part in self.kernel)
+        """Whose coefficients the kernel has: "cutlass", "triton" or "", those of plain GEMMs.
+
+        Raises:
+            FormatError: no library is known for the kernel.
+        """
+        for part, library in _LIBRARIES.items():
+            if part in self.kernel:
+                return library
+        raise FormatError(
+            f"{EXPERTS_FILE}: no library is known for kernel {self.kernel}; names contain "
+            f"{', '.join(_LIBRARIES)}",
+            code="fit-unknown-kernel",
+        )
 
     def every(self, step: int) -> "ExpertLayers":
         """Return every `step`-th layer."""

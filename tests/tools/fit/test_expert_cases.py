@@ -6,6 +6,7 @@ import msgspec
 import numpy as np
 import polars as pl
 import pytest
+from raised import raises_code
 
 from onerank.annotate import load_gpu
 from onerank.annotate.models.coefficients import shipped
@@ -16,6 +17,7 @@ from onerank.annotate.models.learned import (
 )
 from onerank.annotate.models.prediction_terms import Rule
 from onerank.annotate.op_costs.library_operators import ExpertSizes
+from onerank.ir.errors import FormatError
 from tools.fit.expert_cases import ExpertLayers, expert_cases, fit_experts, read_experts
 
 H100 = load_gpu("H100")
@@ -61,6 +63,12 @@ def test_layers_that_the_cache_serves_are_not_read(tmp_path):
     )
     (read,) = read_experts(tmp_path)
     assert read.layers == [ExpertSizes(8, 1, 8, 2048, 2048, 1024)]
+
+
+def test_a_kernel_of_an_unknown_library_is_refused():
+    layers = ExpertLayers(H100, "a", "another_moe", QWEN, np.ones(3))
+    with raises_code("fit-unknown-kernel", FormatError, naming="another_moe"):
+        layers.features()
 
 
 def test_the_fit_finds_the_coefficients_of_each_library():
