@@ -7,8 +7,8 @@ of GPUs with a global batch are alternatives: a group. The options choose groups
 given several times. Without them all groups with two rows and more are planned. DIRECTORY keeps the
 results: the same command continues an interrupted run.
 
-The planner trains a GPT-2 of transformers in bf16, with unfused attention and dropout as the rows
-have, and DDP. vTrain's simulator computes the rows from profiles of Megatron-DeepSpeed's GPT in
+The planner trains a GPT-2 of transformers in bf16 with DDP, and with unfused attention and dropout
+as the rows have. vTrain's simulator computes the rows from profiles of Megatron-DeepSpeed's GPT in
 fp16 under a profiler that slows the host (megatron_iterations.py). So the orders are comparable and
 the times are not. `--host-factor` multiplies the typical host. Links: 220 GB/s and 50 us, a line
 through vTrain's table of all-reduces for 2, 4 and 8 A100s. The simulator has no limit of memory, so
@@ -156,9 +156,12 @@ def write_plan(directory: Path, rows: list[dict[str, float]], host_factor: float
     }  # fmt: skip
     (directory / "gpt.json").write_bytes(msgspec.json.encode(gpt))
     typical = Path(hosts.__file__).with_name("typical.toml").read_text(encoding="utf-8")
-    slowed = re.sub(
-        r"(p\d0_ns = )(\d+)", lambda figure: f"{figure[1]}{int(figure[2]) * host_factor:g}", typical
-    )
+
+    def scaled(figure: re.Match[str]) -> str:
+        return f"{figure[1]}{int(figure[2]) * host_factor:g}"
+
+    # A word boundary leaves out `residual_p90_ns`: time that the host's calls do not explain.
+    slowed = re.sub(r"\b(p\d0_ns = )(\d+)", scaled, typical)
     (directory / "host.toml").write_text(slowed, encoding="utf-8")
     varied = "".join(
         f"{axis} = {sorted({int(row[axis]) for row in rows})}\n"

@@ -11,13 +11,11 @@ differ: a kernel that computes less than the masked product, and one that recomp
 
 from collections.abc import Callable
 from math import prod
-from typing import NamedTuple
 
 from onerank.annotate.op_costs.attention import AttentionArguments, attention_formula
 from onerank.annotate.op_costs.cost_record import (
     ComponentGemm,
     Formula,
-    PartKernel,
     Work,
     matmul_work,
     vector_work,
@@ -28,7 +26,7 @@ from onerank.annotate.op_costs.memory_bound import (
     SOFTMAX_BACKWARD,
     SOFTMAX_FORWARD,
 )
-from onerank.annotate.op_costs.operands import Call, Tensor, flatten
+from onerank.annotate.op_costs.operands import Call, Tensor
 
 
 def _per_element(flops: int, written: tuple[int, ...] = ()) -> Formula:
@@ -240,102 +238,6 @@ def _indexed_dot(call: Call) -> Work:
     return vector_work(call, 2 * call.numel(0), call.input_bytes - table + rows)
 
 
-class ExpertSizes(NamedTuple):
-    """Sizes of the experts of an MoE layer on a rank.
-
-    Attributes:
-        tokens: rows of the input.
-        chosen: experts of a token.
-        experts: experts of the layer.
-        hidden: width of a token.
-        first: columns of the first GEMM, twice `inner` with a gated activation.
-        inner: inner size of the second GEMM.
-    """
-
-    tokens: int
-    chosen: int
-    experts: int
-    hidden: int
-    first: int
-    inner: int
-
-    @property
-    def rows(self) -> int:
-        """Rows of all experts."""
-        return self.tokens * self.chosen
-
-    @property
-    def active(self) -> int:
-        """Experts with rows: with fewer rows than experts each row goes to a different one."""
-        return max(1, min(self.experts, self.rows))
-
-
-_EXPERT_BYTES = 2  # only experts in 16 bits were measured
-
-
-def expert_parts(sizes: ExpertSizes, kernel: PartKernel) -> tuple[ComponentGemm, ComponentGemm]:
-    """Return the two GEMMs of the experts of an MoE layer, which have equal shares of the rows.
-
-    The activation reads the first GEMM's result and writes half of it; the sum over a token's
-    experts reads the second's. CUTLASS's kernels first copy the tokens in the experts' order.
-    """
-    active, rows = sizes.active, sizes.rows
-    each = -(-rows // active)
-    activation = _EXPERT_BYTES * rows * (sizes.first + sizes.inner)
-    tokens = _EXPERT_BYTES * (rows + sizes.tokens) * sizes.hidden
-    before = tokens if kernel is PartKernel.CUTLASS_EXPERTS else 0
-
-    def part(n: int, k: int, moved: int) -> ComponentGemm:
-        return ComponentGemm(active, each, n, k, _EXPERT_BYTES, kernel=kernel, also_moved=moved)
-
-    return (
-        part(sizes.first, sizes.hidden, before + activation),
-        part(sizes.hidden, sizes.inner, tokens),
-    )
-
-
-def _fused_experts(choices: int, kernel: PartKernel) -> Formula:
-    """Return the formula of a call that runs the experts of an MoE layer on tokens [t, h].
-
-    The other operands are the weights [e, n, h] and [e, h, i] and the experts chosen for each
-    token, [t, c]. How many tokens each expert gets is on the device and not recorded, as for
-    `_grouped_mm`.
-
-    Args:
-        choices: position of the chosen experts.
-        kernel: of the grouped GEMMs.
-    """
-
-    def formula(call: Call) -> Work | None:
-        x, chosen = call.tensor(0), call.tensor(choices)
-        operands = flatten(call.inputs)
-        weights = [operand for operand in operands if len(operand.shape) == 3][:2]
-        if x is None or chosen is None or len(weights) != 2:
-            return None
-        first, second = weights
-        hidden = x.shape[-1]
-        if (first.shape[2], second.shape[:2]) != (hidden, (first.shape[0], hidden)):
-            return None
-        if {x.dtype, first.dtype, second.dtype} - {"bfloat16", "float16"}:
-            return None
-        tokens = prod(x.shape[:-1])
-        sizes = ExpertSizes(
-            tokens, chosen.shape[-1], first.shape[0], hidden, first.shape[1], second.shape[2]
-        )
-        few = kernel is PartKernel.TRITON_EXPERTS and tokens <= sizes.experts
-        each = (first.numel + second.numel) // max(1, sizes.experts)
-        idle = (sizes.experts - sizes.active) * each * _EXPERT_BYTES
-        return matmul_work(
-            call,
-            x,
-            2 * sizes.rows * each,
-            call.input_bytes - idle,
-            parts=expert_parts(sizes, PartKernel.TRITON_FEW_TOKENS if few else kernel),
-        )
-
-    return formula
-
-
 _TRITON: dict[str, Formula] = {
     # Norms of Liger, flash_attn and mamba_ssm, fla; the sum with the residual is one more.
     "_rms_norm_forward_kernel": _per_element(NORM_FORWARD),
@@ -372,24 +274,7 @@ _TRITON: dict[str, Formula] = {
     **_FLA,
 }
 
-
-def _packed_linear(call: Call) -> Work | None:
-    """Return the work of vLLM's linear layer on a CPU: d [t, n], tokens [t, k], weight [n, k]."""
-    tokens, weight = call.tensor(1), call.tensor(2)
-    if tokens is None or weight is None or len(tokens.shape) != 2 or len(weight.shape) != 2:
-        return None
-    (rows, k), n = tokens.shape, weight.shape[0]
-    return matmul_work(call, tokens, 2 * rows * n * k, call.list_bytes(1, 2), gemm=(1, rows, n, k))
-
-
 FORMULAS: dict[str, Formula] = {
-    **{
-        f"{library}::{name}_fused_experts": _fused_experts(4, PartKernel.TRITON_EXPERTS)
-        for library in ("vllm", "sglang")
-        for name in ("inplace", "outplace")
-    },
-    "_C::weight_packed_linear": _packed_linear,
-    "trtllm::fused_moe": _fused_experts(1, PartKernel.CUTLASS_EXPERTS),
     **{f"triton::{name}": formula for name, formula in _TRITON.items()},
     "flash_attn::layer_norm_fwd_impl": _per_element(NORM_FORWARD, (4, 14)),
     "flash_attn::layer_norm_bwd_impl": _per_element(NORM_BACKWARD),

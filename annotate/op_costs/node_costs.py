@@ -7,10 +7,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from onerank.annotate.op_costs import attention, gemm, library_operators, memory_bound
+from onerank.annotate.op_costs import (
+    attention,
+    engine_operators,
+    gemm,
+    library_operators,
+    memory_bound,
+)
 from onerank.annotate.op_costs.cost_record import Work
 from onerank.annotate.op_costs.custom_operator_costs import is_registered, registered_work
-from onerank.annotate.op_costs.engine_attention import paged_cache_work, reads_paged_cache
+from onerank.annotate.op_costs.engine_operators import paged_cache_work, reads_paged_cache
 from onerank.annotate.op_costs.memory_bound import cycles_of, passes_of, rereads_of
 from onerank.annotate.op_costs.op_classes import (
     CLASSES,
@@ -35,6 +41,9 @@ _FORMULAS = {
     **gemm.FORMULAS,
     **attention.FORMULAS,
 }
+
+# By full name: libraries and engines reuse names of torch and of each other.
+_BY_FULL_NAME = {**library_operators.FORMULAS, **engine_operators.FORMULAS}
 
 
 def needs_values(op: str) -> bool:
@@ -100,11 +109,10 @@ def work_of_call(op: str, call: Call) -> Work:
     # The name of a generated kernel shows its outer loop, and not its arithmetic.
     if is_generated(op):
         return memory_bound.bytes_only(call)
-    # By the full name first: libraries reuse names of torch and of each other.
-    of_library = library_operators.FORMULAS.get(op.split(".", 1)[0])
-    if of_library is not None:
+    by_full_name = _BY_FULL_NAME.get(op.split(".", 1)[0])
+    if by_full_name is not None:
         # No passes or cycles, which were measured on torch's kernels.
-        return of_library(call) or memory_bound.bytes_only(call)
+        return by_full_name(call) or memory_bound.bytes_only(call)
     formula = _FORMULAS.get(call.op) or memory_bound.BY_CLASS.get(op_class(op))
     work = (formula(call) if formula else None) or memory_bound.bytes_only(call)
     passes, cycles = passes_of(call), cycles_of(call, op_class(op))

@@ -13,7 +13,7 @@ import pytest
 
 import onerank
 from onerank.annotate import characterise
-from onerank.annotate.op_costs.engine_attention import paged_cache_work
+from onerank.annotate.op_costs.engine_operators import paged_cache_work
 from onerank.cli import annotate
 from onerank.cli import onerank as command
 from onerank.converters.sources.kineto.engine_steps import StepContent, parse_annotation

@@ -18,7 +18,7 @@ from onerank.annotate.models.cost_model import PredictFromDescription
 from onerank.annotate.models.features import ComponentGemms, KernelFeatures
 from onerank.annotate.models.learned import part_times
 from onerank.annotate.op_costs.cost_record import PartKernel, Work
-from onerank.annotate.op_costs.library_operators import ExpertSizes, expert_parts
+from onerank.annotate.op_costs.engine_operators import ExpertSizes, expert_parts
 from onerank.ir.arrays import F64
 from onerank.ir.errors import FormatError
 from tools.fit.evaluate_fit import Case

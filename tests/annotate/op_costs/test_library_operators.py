@@ -1,4 +1,4 @@
-"""FLOPs of fused kernels of libraries against those of the operators that they replace."""
+"""FLOPs of fused kernels of libraries and engines, most against the operators that they replace."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, einsum, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from onerank.annotate.op_costs.library_operators import FORMULAS
+from onerank.annotate.op_costs import engine_operators, library_operators
 from onerank.annotate.op_costs.node_costs import needs_values, work_of
 from onerank.annotate.op_costs.op_classes import OpClass, op_class
 
@@ -275,7 +275,8 @@ def test_linear_attention_of_fla():
 
 
 def test_each_formula_has_a_class():
-    assert all(op_class(name) is not OpClass.UNKNOWN for name in FORMULAS)
+    names = (*library_operators.FORMULAS, *engine_operators.FORMULAS)
+    assert all(op_class(name) is not OpClass.UNKNOWN for name in names)
 
 
 INPUT, CHOICES = (1024, 2048), (1024, 8)

@@ -16,7 +16,7 @@ from onerank.annotate.models.learned import (
     predict_learned,
 )
 from onerank.annotate.models.prediction_terms import Rule
-from onerank.annotate.op_costs.library_operators import ExpertSizes
+from onerank.annotate.op_costs.engine_operators import ExpertSizes
 from onerank.ir.errors import FormatError
 from tools.fit.expert_cases import ExpertLayers, expert_cases, fit_experts, read_experts
 

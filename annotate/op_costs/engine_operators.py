@@ -1,0 +1,210 @@
+"""FLOPs and bytes of operators of inference engines: vLLM, SGLang and TensorRT-LLM.
+
+Attention: its operands are the packed tokens of all sequences and, of some operators, the whole
+paged KV cache. So the operands do not show the work. The step of the engine does: `InferenceStep`
+has the keys that attention reads and the pairs of a query and a key that it computes, if they are
+recorded. FLOPs are 2 * pairs * h * (d + dv), as in `attention`, with causal pairs counted exactly.
+Bytes are those of queries, results, and the keys and values of the step's sequences.
+
+Experts: one call runs both grouped GEMMs of an MoE layer.
+"""
+
+from collections.abc import Mapping
+from math import prod
+from typing import NamedTuple
+
+from onerank.annotate.op_costs.cost_record import (
+    LOWER_RIGHT,
+    AttentionShape,
+    ComponentGemm,
+    Formula,
+    PartKernel,
+    Work,
+    matmul_work,
+)
+from onerank.annotate.op_costs.operands import Call, UnknownDtypeError, flatten
+from onerank.ir import InferenceStep
+
+# Operator -> axis of the heads in its second operand: the new keys [tokens, heads, d], vLLM's
+# cache for a CPU [blocks, heads, page, d], or FlashAttention's [blocks, page, heads, d].
+_KEY_HEADS: Mapping[str, int] = {
+    "vllm::unified_attention": 1,
+    "vllm::unified_attention_with_output": 1,
+    "_C::cpu_attention_with_kv_cache": 1,
+    "_vllm_fa2_C::varlen_fwd": 2,
+    "_vllm_fa3_C::fwd": 2,
+}
+
+# Operators that write the new keys and values, their first operands, to the paged cache.
+_CACHE_WRITES = (
+    "_C_cache_ops::reshape_and_cache",
+    "_C_cache_ops::reshape_and_cache_flash",
+    "_C::cpu_attn_reshape_and_cache",
+)
+
+
+def reads_paged_cache(op: str) -> bool:
+    """Return whether an operator attends to an engine's paged KV cache, or writes to it."""
+    name = op.split(".", 1)[0]
+    return name in _KEY_HEADS or name in _CACHE_WRITES
+
+
+def paged_cache_work(op: str, inputs: tuple[str, str], step: InferenceStep | None) -> Work:
+    """Return the work of an operator on a paged KV cache; unknown if the step lacks its counts.
+
+    Args:
+        op: an operator that `reads_paged_cache`.
+        inputs: (shapes, types) of the arguments, as for `work_of`. The first are queries [tokens,
+            heads, d] and keys.
+        step: the step of the graph.
+    """
+    try:
+        call = Call.parse(op, inputs, ("", ""), "", "")
+    except UnknownDtypeError:
+        return Work()
+    name = op.split(".", 1)[0]
+    if name in _CACHE_WRITES:
+        new_bytes = call.list_bytes(0, 1)
+        return Work(flops=0, bytes_read=new_bytes, bytes_written=new_bytes)
+    query, key, axis = call.tensor(0), call.tensor(1), _KEY_HEADS[name]
+    if step is None or query is None or key is None or len(query.shape) != 3:
+        return Work()
+    keys, pairs = step.attention_keys, step.attention_pairs
+    if keys is None or pairs is None or len(key.shape) <= axis:
+        return Work()
+    _, heads, size = query.shape
+    key_heads = key.shape[axis]
+    cache_bytes = 2 * keys * key_heads * size * key.item_bytes
+    shape = None
+    tokens = step.new_tokens * step.batch
+    if step.kind != "mixed" and step.batch and tokens:
+        # As if each sequence had the mean number of keys.
+        masked = LOWER_RIGHT if step.new_tokens > 1 else 0
+        mean = max(1, round(keys / step.batch))
+        sizes = step.batch, heads, key_heads, step.new_tokens, mean, size, size
+        shape = AttentionShape(*sizes, causal=masked, backward=0)
+    return Work(
+        flops=4 * pairs * heads * size,
+        bytes_read=query.nbytes + cache_bytes,
+        bytes_written=query.nbytes,
+        matmul=True,
+        dtype=query.dtype,
+        attention=shape,
+    )
+
+
+class ExpertSizes(NamedTuple):
+    """Sizes of the experts of an MoE layer on a rank.
+
+    Attributes:
+        tokens: rows of the input.
+        chosen: experts of a token.
+        experts: experts of the layer.
+        hidden: width of a token.
+        first: columns of the first GEMM, twice `inner` with a gated activation.
+        inner: inner size of the second GEMM.
+    """
+
+    tokens: int
+    chosen: int
+    experts: int
+    hidden: int
+    first: int
+    inner: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of all experts."""
+        return self.tokens * self.chosen
+
+    @property
+    def active(self) -> int:
+        """Experts with rows: with fewer rows than experts each row goes to a different one."""
+        return max(1, min(self.experts, self.rows))
+
+
+_EXPERT_BYTES = 2  # only experts in 16 bits were measured
+
+
+def expert_parts(sizes: ExpertSizes, kernel: PartKernel) -> tuple[ComponentGemm, ComponentGemm]:
+    """Return the two GEMMs of the experts of an MoE layer, which have equal shares of the rows.
+
+    The activation reads the first GEMM's result and writes half of it; the sum over a token's
+    experts reads the second's. CUTLASS's kernels first copy the tokens in the experts' order.
+    """
+    active, rows = sizes.active, sizes.rows
+    each = -(-rows // active)
+    activation = _EXPERT_BYTES * rows * (sizes.first + sizes.inner)
+    tokens = _EXPERT_BYTES * (rows + sizes.tokens) * sizes.hidden
+    before = tokens if kernel is PartKernel.CUTLASS_EXPERTS else 0
+
+    def part(n: int, k: int, moved: int) -> ComponentGemm:
+        return ComponentGemm(active, each, n, k, _EXPERT_BYTES, kernel=kernel, also_moved=moved)
+
+    return (
+        part(sizes.first, sizes.hidden, before + activation),
+        part(sizes.hidden, sizes.inner, tokens),
+    )
+
+
+def _fused_experts(choices: int, kernel: PartKernel) -> Formula:
+    """Return the formula of a call that runs the experts of an MoE layer on tokens [t, h].
+
+    The other operands are the weights [e, n, h] and [e, h, i] and the experts chosen for each
+    token, [t, c]. How many tokens each expert gets is on the device and not recorded, as for
+    `_grouped_mm`.
+
+    Args:
+        choices: position of the chosen experts.
+        kernel: of the grouped GEMMs.
+    """
+
+    def formula(call: Call) -> Work | None:
+        x, chosen = call.tensor(0), call.tensor(choices)
+        operands = flatten(call.inputs)
+        weights = [operand for operand in operands if len(operand.shape) == 3][:2]
+        if x is None or chosen is None or len(weights) != 2:
+            return None
+        first, second = weights
+        hidden = x.shape[-1]
+        if (first.shape[2], second.shape[:2]) != (hidden, (first.shape[0], hidden)):
+            return None
+        if {x.dtype, first.dtype, second.dtype} - {"bfloat16", "float16"}:
+            return None
+        tokens = prod(x.shape[:-1])
+        sizes = ExpertSizes(
+            tokens, chosen.shape[-1], first.shape[0], hidden, first.shape[1], second.shape[2]
+        )
+        few = kernel is PartKernel.TRITON_EXPERTS and tokens <= sizes.experts
+        each = (first.numel + second.numel) // max(1, sizes.experts)
+        idle = (sizes.experts - sizes.active) * each * _EXPERT_BYTES
+        return matmul_work(
+            call,
+            x,
+            2 * sizes.rows * each,
+            call.input_bytes - idle,
+            parts=expert_parts(sizes, PartKernel.TRITON_FEW_TOKENS if few else kernel),
+        )
+
+    return formula
+
+
+def _packed_linear(call: Call) -> Work | None:
+    """Return the work of vLLM's linear layer on a CPU: d [t, n], tokens [t, k], weight [n, k]."""
+    tokens, weight = call.tensor(1), call.tensor(2)
+    if tokens is None or weight is None or len(tokens.shape) != 2 or len(weight.shape) != 2:
+        return None
+    (rows, k), n = tokens.shape, weight.shape[0]
+    return matmul_work(call, tokens, 2 * rows * n * k, call.list_bytes(1, 2), gemm=(1, rows, n, k))
+
+
+FORMULAS: Mapping[str, Formula] = {
+    **{
+        f"{library}::{name}_fused_experts": _fused_experts(4, PartKernel.TRITON_EXPERTS)
+        for library in ("vllm", "sglang")
+        for name in ("inplace", "outplace")
+    },
+    "trtllm::fused_moe": _fused_experts(1, PartKernel.CUTLASS_EXPERTS),
+    "_C::weight_packed_linear": _packed_linear,
+}
+"""Formulas of the operators whose operands show their work, by full name."""
