@@ -119,8 +119,9 @@ class Experts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             tokens by expert and what belongs to it. A time and not a number of launch floors, by
             which left-out families are predicted worse.
         rate: factor on the sustained rate; the result is at most the peak.
-        epilogue: share of a tile's epilogue that no other tile hides. Rows of results are scattered
-            to the tokens, and tiles of a few rows are mostly epilogue.
+        epilogue: time of a tile that no other tile hides, in epilogues of cuBLAS's tiles. It is
+            over 1: rows of results are scattered to the tokens, and tiles of a few rows are mostly
+            epilogue.
     """
 
     other_ns: float

@@ -247,7 +247,7 @@ class TileKernel(NamedTuple):
         coefficients: of its tiles.
         floor_ns: shortest time, in addition to the tiles.
         rate: factor on the sustained rate.
-        epilogue: share of a tile's epilogue that no other tile hides.
+        epilogue: time of a tile that no other tile hides, in epilogues of cuBLAS's tiles.
         tilings: rows, columns and splits of the tilings that it has, float64[3, t].
     """
 
