@@ -65,7 +65,10 @@ def table(folder: Path, fits: dict[str, Coefficients]) -> None:
         for name, table in rows.items()
     }
     held = read_measured(SHIPPED / "H200.parquet")
-    print("\nPower and energy of bf16 GEMMs of 200 us and more, percent")
+    print(
+        "\nPower and energy of bf16 GEMMs of 200 us and more, percent; "
+        f"{STEADY_K:,} was chosen on these rows"
+    )
     print(f"{'':42}{'':>7}{'onerank':>29}{'0.9 TDP':>29}")
     heads = ("power", "energy", "shape", "")
     print(f"{'target':10}{'fitted to':20}{'inner size':12}{'GEMMs':>7}" + 2 * _cells(heads))
