@@ -428,7 +428,7 @@ def nothing_routed_error(script: Path, options: Options) -> CaptureError:
     return CaptureError(
         f"--moe-routing {options.moe_routing} has no effect: it applies to sliced models (--tp, "
         f"--ep), and in a world of {options.world} no model of {script} was sliced. Without a "
-        "device it also applies to a script's own routers, if a file has one line for all layers\n"
-        "  leave it out",
+        "device it also applies to routers in the script; a file then needs one line for all "
+        "layers\n  leave it out",
         code="routing-unused",
     )

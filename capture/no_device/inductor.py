@@ -248,13 +248,15 @@ class InductorOnShapes:
         reason = "its kernel is generated from a template"
         disabled: Any = _torch.compiler.disable(run, reason=reason)
 
-        # `torch.compile` of the disabled function would compile what is in it.
+        # A wrapper, because `torch.compile(flex_attention)` of the disabled function itself would
+        # compile its body.
         @functools.wraps(flex)
         def apart(*args: Any, **kwargs: Any) -> Any:
-            # Dynamo replaces this call by True.
+            # In compiled code Dynamo evaluates `is_compiling` to True before it leaves the graph.
             return disabled(args, kwargs, compiled=torch.compiler.is_compiling())
 
-        # It compiles itself for the backend "eager" unless this is set, with a warning.
+        # Unless this is set, a call outside of compiled code warns and compiles flex attention with
+        # the backend "eager".
         uncompiled = {"_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG": True}
         with (
             patched(_FLEX_ATTENTION, uncompiled),

@@ -79,7 +79,7 @@ def main() -> None:
 def set_recomputation(model: Any, recompute: str) -> None:
     """Let a model recompute activations from now on, as `RECOMPUTE` says."""
     if recompute not in RECOMPUTE:
-        sys.exit(f"recompute is '{recompute}', which is none of {', '.join(RECOMPUTE)}")
+        sys.exit(f"recompute is '{recompute}'; expected one of: {', '.join(RECOMPUTE)}")
     modeling = sys.modules[type(model).__module__]
     attention = getattr(modeling, "eager_attention_forward", None)
     if recompute == "attention":

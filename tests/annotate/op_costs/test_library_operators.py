@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from onerank.annotate.op_costs import engine_operators, library_operators
 from onerank.annotate.op_costs.node_costs import needs_values, work_of
 from onerank.annotate.op_costs.op_classes import OpClass, op_class
+from onerank.capture.patch_registry import DEEP_GEMM
 
 Shape = Sequence[int] | None
 BF16 = "Tensor(c10::BFloat16)"
@@ -193,6 +194,14 @@ def test_products_of_grouped_gemm_and_deep_gemm(name, reads, written, group):
     product = work(name, reads, [written])
     assert product.flops == 2 * 96 * 32 * 64
     assert [tuple(part[:4]) for part in product.parts] == [group]
+
+
+def test_each_product_of_deep_gemm_that_is_recorded_has_a_formula():
+    """But for masked ones: how many rows of each group count is on the device."""
+    recorded = {f"deep_gemm::{name}" for name in DEEP_GEMM if not name.endswith("_masked")}
+    formulas = {name for name in library_operators.FORMULAS if name.startswith("deep_gemm::")}
+    assert formulas == recorded
+    assert {op_class(f"deep_gemm::{name}") for name in DEEP_GEMM} == {OpClass.GEMM}
 
 
 @pytest.mark.parametrize("mask", [[], [(2, 1, 16, 16)]])
