@@ -184,7 +184,7 @@ class Server:
 def _empty_allocator() -> None:
     """Free what earlier steps left in the caching allocator, and reset its peaks.
 
-    Otherwise the recorded peak of reserved memory is that of the largest step so far.
+    Otherwise the reserved memory of a step would contain the peak of the step before.
     """
     # Reference cycles keep the KV cache of a finished step alive.
     gc.collect()

@@ -20,6 +20,7 @@ from onerank.converters.sources.kineto.engine_steps import StepContent, parse_an
 from onerank.ir import InferenceStep
 from onerank.serving.recorded_bundle import Deployment, bundle_of
 from onerank.serving.recording import Recording, read_recording
+from onerank.serving.serving_curves import serving_figures
 from onerank.serving.tables import RankMemory
 from tests.cli.invoke_cli import TRACES, invoke, refused
 from tests.converters.small_traces import Trace
@@ -433,6 +434,14 @@ def test_a_recording_is_a_bundle_with_null_for_what_it_lacks(vllm: Recording) ->
     assert sorted(traces) == [1, 2, 3, 4, 5]
 
 
+def test_a_report_counts_the_steps_without_a_time(vllm: Recording) -> None:
+    bundle, _ = bundle_of(vllm, [VLLM])
+    assert bundle.steps["step_ns"].null_count() == 1
+    (note,) = serving_figures(bundle).notes
+    assert note.code == "report-steps-untimed"
+    assert note.text.startswith("1 of 5 steps")
+
+
 def test_decodes_of_similar_contexts_are_one_row(tmp_path: Path) -> None:
     trace = Trace()
     contexts = [108, 112, 116, 1000]
@@ -511,6 +520,10 @@ def test_other_commands_read_the_bundle_of_a_recording(tmp_path: Path) -> None:
     invoke(annotate, "--target", "H100", bundle)
     read = onerank.read_bundle(predicted)
     assert read.steps["step_ns"].null_count() == 5
+    before = onerank.read_bundle(bundle)
+    (profiled,) = (note for note in read.manifest.notes if note.code == "recording-profiled")
+    assert str(profiled) not in map(str, before.manifest.notes)
+    assert len(read.manifest.notes) == len(before.manifest.notes)
     # A CPU has no CUDA graphs, so the gaps between kernels are those of an H100.
     kernels = read.kernels.group_by("row").agg(pl.col("kernels").sum()).sort("row")["kernels"]
     gaps_ns = read.steps["graph_ns"] - read.steps["gpu_ns"]

@@ -273,12 +273,20 @@ def _recost_recording(
             msgspec.structs.replace(part, row=number) for part in part_rows(graph, row.kind)
         ]
         progress(_MEASURED, number, len(bundle.rows))
+    # The note on recorded times names the host's alone, which are kept.
+    host = Note(
+        "times of the host are those of the recorded engine under a profiler, which makes it "
+        "slower",
+        code="recording-profiled",
+    )
+    notes = [host if note.code == host.code else note for note in bundle.manifest.notes]
     manifest = msgspec.structs.replace(
         bundle.manifest,
         device=target.gpu.name,
         device_type="cuda",
         source="predicted",
         memory=RankMemory(device_bytes=target.gpu.memory_bytes),
+        notes=tuple(notes),
         # A re-costed trace has no times of collectives.
         collectives_timed=False,
     )

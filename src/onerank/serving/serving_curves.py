@@ -94,7 +94,7 @@ class ServingFigures:
         roofline: decodes by context; empty if their FLOPs are not known.
         without_work: decodes whose FLOPs or bytes are not known.
         gpu: description of the device; None without one.
-        notes: why a figure is missing.
+        notes: why a figure or a step is missing.
     """
 
     ttft: Curves
@@ -117,7 +117,8 @@ def serving_figures(bundle: Bundle) -> ServingFigures:
     Raises:
         AnnotateError: a trace cannot be re-costed.
     """
-    rows = [row for row in bundle.rows if row.fits and row.is_composed and step_time_ns(row)]
+    composed = [row for row in bundle.rows if row.fits and row.is_composed]
+    rows = [row for row in composed if step_time_ns(row)]
     prefills = [row for row in rows if row.kind == "prefill"]
     decodes = [row for row in rows if row.kind == "decode"]
     gpu = find_gpu(bundle.manifest.device)
@@ -126,6 +127,14 @@ def serving_figures(bundle: Bundle) -> ServingFigures:
     tp = bundle.manifest.tp
     rate = _interval_of(lambda ns, row: row.composition.decodes * 1e9 / ns / (tp or 1))
     energies, notes = _energies_uj(bundle, decodes, gpu)
+    if untimed := len(composed) - len(rows):
+        # The last eager step of a recording, which no other step follows.
+        notes.append(
+            Note(
+                f"{untimed} of {len(bundle.rows)} steps have no time and are in no chart",
+                code="report-steps-untimed",
+            )
+        )
     roofline, without_work = _roofline(bundle, decodes, by_context)
     return ServingFigures(
         ttft=_curves(prefills, _prompts(bundle), _new_tokens, milliseconds),
