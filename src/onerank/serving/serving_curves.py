@@ -259,7 +259,7 @@ def _largest(bundle: Bundle) -> LargestBatches | None:
 def _energies_uj(
     bundle: Bundle, rows: Sequence[StepRow], gpu: Gpu | None
 ) -> tuple[dict[int, int], list[Note]]:
-    """Return the energy of each row on one GPU by its id, and why there is none."""
+    """Return the energy of each row on one GPU by its id, and a note if it cannot be computed."""
     if gpu is None or bundle.directory is None:
         return {}, []
     traces = {id(bundle.rows[number - 1]): path for number, path in bundle.traces()}
