@@ -253,8 +253,8 @@ def serving(
         progress: receives a short description of each phase.
 
     Raises:
-        CaptureError: the configuration is none of a causal language model, or the model does not
-            support the size.
+        CaptureError: the configuration is not that of a causal language model, or the model does
+            not support the size.
     """
     read = read_config(config)
     gpu = options.emulated_gpu

@@ -432,8 +432,7 @@ def decode_cases(
 
     Args:
         decodes: the calls.
-        by_shape: what is left out, a die family or GPU and campaign -> the model of unmeasured
-            kernels.
+        by_shape: the omitted die family, or GPU and campaign -> the model of unmeasured kernels.
         model: family that is left out -> the model of measured kernels.
         described: returns the description of a target that the prediction may use.
     """

@@ -1,8 +1,8 @@
 """Times, memory and energy of a pipeline stage by block: the forward and backward of a micro-batch.
 
 A stage is replayed once, with its micro-batches one after another. The time of a block lasts from
-the end of the previous block's compute to the end of its own. Communication that overlaps the next
-block therefore counts where it delays something.
+the end of the previous block's compute to the end of the block's compute. Communication that
+overlaps the next block therefore counts where it delays something.
 """
 
 from collections.abc import Mapping

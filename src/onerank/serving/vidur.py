@@ -100,7 +100,7 @@ def export_vidur(
         checkout: checkout of Vidur, whose format is compared with the written one.
 
     Raises:
-        ExportError: the model has other operators, the device is none of Vidur's, or the checkout
+        ExportError: the model has other operators, Vidur does not know the device, or the checkout
             reads another format.
         AnnotateError: the bundle has too few points.
     """

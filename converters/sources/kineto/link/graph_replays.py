@@ -116,7 +116,7 @@ class RecordedGraphs:
         self._graphs: dict[int, RecordedGraph | None] = {}
 
     def graph(self, number: int) -> RecordedGraph | None:
-        """Return the recording of a graph; None if there is none."""
+        """Return the recording of a graph; None if it was not recorded."""
         if self._directory is None:
             return None
         if number not in self._graphs:
