@@ -184,7 +184,16 @@ def _command(forks: bool, args: list[str]) -> None:
 
 @contextmanager
 def _forking() -> Generator[None]:
-    """Let captures, and the workers of a plan, be forks of this process."""
+    """Let captures, and the workers of a plan, be forks of this process.
+
+    A torch with CUDA cannot run in a fork of a process that has looked for a GPU, even if it found
+    none. There captures and workers start fresh interpreters, as for a user.
+    """
+    import torch
+
+    if torch.version.cuda is not None:
+        yield
+        return
     from onerank.capture import isolation
     from onerank.plan import tasks
 
