@@ -61,7 +61,7 @@ from onerank.ir import (
 )
 from onerank.ir.errors import CaptureError
 from onerank.ir.notes import Note
-from onerank.ir.output_files import scratch_directory
+from onerank.ir.output_files import created, scratch_directory
 
 
 @dataclass(frozen=True)
@@ -463,7 +463,8 @@ def _versions() -> dict[str, str]:
 def keep(raw: Path, directory: Path) -> None:
     """Copy the traces to `directory`, which appears only when complete."""
     # The scratch directory is next to the target: a rename across file systems would fail.
-    with scratch_directory(directory.absolute().parent) as scratch:
+    parent = directory.absolute().parent
+    with created(parent), scratch_directory(parent) as scratch:
         copy = shutil.copytree(raw, scratch / "raw")
         # It is empty: `check_raw_dir` refuses any other.
         if directory.exists():

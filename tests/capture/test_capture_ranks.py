@@ -456,7 +456,7 @@ def test_json_tells_each_rank_and_extrapolates_each(tmp_path):
         *SHORT,
         "--json",
         "-o",
-        tmp_path / "t.et",
+        tmp_path / "absent" / "t.et",
     )
     output = json.loads(done.stdout)
     assert output["missing"] == []
@@ -464,10 +464,10 @@ def test_json_tells_each_rank_and_extrapolates_each(tmp_path):
     assert (entry["rank"], entry["represents"], entry["trace"]) == (
         0,
         [0, 1],
-        str(tmp_path / "t.0.et"),
+        str(tmp_path / "absent" / "t.0.et"),
     )
     assert entry["step_ns"] > 0
-    depths = onerank.read(tmp_path / "t.0.et").job.measurement.depths
+    depths = onerank.read(tmp_path / "absent" / "t.0.et").job.measurement.depths
     assert depths is not None
     assert depths.layers == (1, 3)
 
