@@ -70,6 +70,27 @@ def test_rows_at_words_are_copied_asynchronously():
     assert not misaligned_lower_bound_ns(load_gpu("MI300X"), gemm(LOGITS)).any()
 
 
+@pytest.mark.parametrize(
+    ("name", "took_us"),
+    [("V100", [452, 575, 889, 2199, 456, 1984]), ("T4", [1060, 1431, 2135, 5280, 1241, 5755])],
+)
+def test_before_ampere_rows_need_no_alignment(name, took_us):
+    """DeepBench's fp16 GEMMs with rows off 16 bytes take no longer than aligned ones."""
+    shapes = ((1760, 7133, 1760), (2048, 7133, 2048), (2560, 7133, 2560), (4096, 7133, 4096),
+              (3072, 7435, 1024), (7680, 5481, 2560))  # fmt: skip
+    works = [
+        Work(flops=2 * m * n * k, bytes_read=2 * (m + n) * k, bytes_written=2 * m * n, matmul=True,
+             dtype="float16", gemm=GemmShape(1, m, n, k, 2, 2))
+        for m, n, k in shapes
+    ]  # fmt: skip
+    kernels = kernels_of(works, np.zeros(len(works)))
+    assert has_misaligned_rows(kernels.gemm)[1].all()
+    assert not misaligned_lower_bound_ns(load_gpu(name), kernels.gemm).any()
+    predicted_ns, _ = predict_from_description(kernels, load_gpu(name))
+    assert predicted_ns / 1e3 == pytest.approx(took_us, rel=0.45)
+    assert np.mean(predicted_ns / 1e3 / took_us) == pytest.approx(1, abs=0.3)
+
+
 @pytest.fixture
 def gpt2(trace, mm) -> Graph:
     """GPT-2's logits as 8192 tokens took on an H200 (2026-11-23), and a product with good rows."""
