@@ -26,7 +26,7 @@ from onerank.capture.isolation import ProcessRunner, named_errors, named_progres
 from onerank.capture.no_device.emulated_gpu import EmulatedGpu
 from onerank.capture.options import Options, SeveralCaptures
 from onerank.capture.parallelize.fewer_layers import Depth, Layers
-from onerank.capture.parallelize.shard_model import classes_along
+from onerank.capture.parallelize.shard_model import ModelSlicing, classes_along
 from onerank.capture.parallelize.tensor.apply_tensor_parallel import Sliced
 from onerank.capture.profiling.profiled_windows import PLAIN_EXECUTION_TRACE, compress
 from onerank.capture.profiling.window_observations import Observations
@@ -402,14 +402,14 @@ def job_of(rank_run: RankRun, options: Options, observed: Observations) -> Job:
             notes=tuple(notes),
         ),
         modules=rank_run.modules.table(),
-        pipeline=_pipeline(rank_run),
+        pipeline=pipeline_of(rank_run.models),
         classes=_classes(rank_run, options.world),
     )
 
 
-def _pipeline(rank_run: RankRun) -> Pipeline | None:
+def pipeline_of(models: ModelSlicing) -> Pipeline | None:
     """Return the pipeline of the first model that was sliced to a stage; None without one."""
-    stages = (sliced.stage for _, sliced in rank_run.models.sliced)
+    stages = (sliced.stage for _, sliced in models.sliced)
     return next((stage.pipeline for stage in stages if stage is not None), None)
 
 

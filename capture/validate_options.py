@@ -105,13 +105,8 @@ def validate(script: Path, options: Options) -> bool:
 
 def _check(script: Path, options: Options, distributed: bool | None) -> None:
     """Check the options; `distributed` is None while it is not known."""
-    options.resolve()
+    check_job(options)
     world = options.world
-    if not 0 <= options.rank < world.size:
-        raise CaptureError(
-            f"--rank {options.rank}: the world has {world}; expected 0 to {world.size - 1}",
-            code="rank-out-of-range",
-        )
     check_raw_dir(options.raw_dir)
     _check_steps(options)
     parse_routing(options.moe_routing)
@@ -123,7 +118,8 @@ def _check(script: Path, options: Options, distributed: bool | None) -> None:
     _check_launch(script, options, distributed)
     _check_device(script, options, distributed)
     ranks_per_node(world.size, options.nproc_per_node)
-    _check_slicing(script, options, distributed)
+    if distributed:
+        _check_whole(script, options)
     if options.depth is not None:
         _check_stages(script, options, distributed)
     if distributed and options.data_parallel is not None:
@@ -132,6 +128,28 @@ def _check(script: Path, options: Options, distributed: bool | None) -> None:
             "  leave them out (--dp then sets only the shape of the world), or give --no-torchrun",
             code="dp-strategy-unused",
         )
+
+
+def check_job(options: Options) -> None:
+    """Check the sizes of a job, the rank, and the settings of the slicer.
+
+    Raises:
+        OneRankError: options exclude each other, have no effect, or a file is invalid.
+    """
+    options.resolve()
+    world = options.world
+    if not 0 <= options.rank < world.size:
+        raise CaptureError(
+            f"--rank {options.rank}: the world has {world}; expected 0 to {world.size - 1}",
+            code="rank-out-of-range",
+        )
+    for option, axis, code in _slicing_settings(options):
+        if world.sizes.get(axis, 1) < 2:
+            raise CaptureError(
+                f"{option} has no effect: the world has {world}\n"
+                f"  give --{axis} N with N above 1, or leave {option.split()[0]} out",
+                code=code,
+            )
 
 
 def _check_steps(options: Options) -> None:
@@ -220,29 +238,24 @@ def _check_launch(script: Path, options: Options, distributed: bool | None) -> N
         )
 
 
-def _check_slicing(script: Path, options: Options, distributed: bool | None) -> None:
-    """Refuse settings of the slicer where nothing is sliced along their axis."""
-    sizes = options.world.sizes
+def _slicing_settings(options: Options) -> list[tuple[str, str, str]]:
+    """Return each given setting of the slicer with its axis, and the code of its errors."""
     settings = (
         ("--sp", options.sp, "tp", "sp-unused"),
         (f"--cp-comm {options.cp_comm}", options.cp_comm != "all_gather", "cp", "cp-comm-unused"),
         ("--pp-layers", bool(options.pp_layers), "pp", "pp-layers-unused"),
     )
-    for option, given, axis, code in settings:
-        if not given:
-            continue
-        if distributed:
-            raise CaptureError(
-                f"{option} has no effect: {script.name} distributes itself and is not sliced\n"
-                "  leave it out, or give --no-torchrun",
-                code=code,
-            )
-        if sizes.get(axis, 1) < 2:
-            raise CaptureError(
-                f"{option} has no effect: the world has {options.world}\n"
-                f"  give --{axis} N with N above 1, or leave {option.split()[0]} out",
-                code=code,
-            )
+    return [(option, axis, code) for option, given, axis, code in settings if given]
+
+
+def _check_whole(script: Path, options: Options) -> None:
+    """Refuse settings of the slicer for a script whose models are not sliced."""
+    for option, _, code in _slicing_settings(options):
+        raise CaptureError(
+            f"{option} has no effect: {script.name} distributes itself and is not sliced\n"
+            "  leave it out, or give --no-torchrun",
+            code=code,
+        )
 
 
 def check_ranks(

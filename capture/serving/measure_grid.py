@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import torch
 
-from onerank.capture.capture_script import convert_raw, cpu_name, job_of
+from onerank.capture.capture_script import convert_raw, cpu_name, job_of, pipeline_of
 from onerank.capture.fake_world.recorder import peers_of
 from onerank.capture.no_device.emulated_process import EmulatedProcess
 from onerank.capture.no_device.recorded_step import StepRecorder
@@ -34,7 +34,7 @@ from onerank.capture.serving.served_model import (
     read_config,
 )
 from onerank.converters.sources.kineto import EXECUTION_TRACE, JOB
-from onerank.ir import Graph
+from onerank.ir import Graph, Pipeline
 from onerank.ir.errors import CaptureError
 from onerank.ir.output_files import scratch_directory
 
@@ -85,6 +85,7 @@ class ServedModel:
         weights_bytes: bytes of this rank's weights.
         kv_bytes_per_token: bytes of the KV cache for each token, of this rank.
         memory_bytes: memory of the device.
+        pipeline: the stage; None without pipeline parallelism.
     """
 
     name: str
@@ -93,6 +94,12 @@ class ServedModel:
     weights_bytes: int
     kv_bytes_per_token: int
     memory_bytes: int
+    pipeline: Pipeline | None = None
+
+    @property
+    def has_head(self) -> bool:
+        """Whether the rank computes logits, as the last stage does."""
+        return self.pipeline is None or self.pipeline.stage == len(self.pipeline.layers) - 1
 
 
 class Server:
@@ -176,7 +183,9 @@ class Server:
     def step(self, composition: Composition) -> RepeatableStep:
         """Return the step of a composition, which can be repeated."""
         vocabulary = self._model.config.get_text_config().vocab_size
-        step = RepeatableStep.of(self._model, composition, vocabulary, self._device)
+        step = RepeatableStep.of(
+            *(self._model, composition, vocabulary, self._device), has_head=self.served.has_head
+        )
         step.cache.allocate(self._first)
         return step
 
@@ -286,7 +295,7 @@ def serving(
             )
         if emulated is None:
             materialise(model, device)
-        served, first = _served(model, options, device)
+        served, first = _served(model, options, device, pipeline_of(models))
         # After `_served`, whose step adds the scopes of attention: `Modules` reads the modules of a
         # model at the first call that it sees.
         stack.enter_context(modules.installed())
@@ -309,11 +318,14 @@ def serving(
         yield Server(rank_run, options, model, served, first=first, make_windows=make_windows)
 
 
-def _served(model: Any, options: Options, device: str) -> tuple[ServedModel, StepCache]:
+def _served(
+    model: Any, options: Options, device: str, pipeline: Pipeline | None
+) -> tuple[ServedModel, StepCache]:
     """Return what the points share, and the cache of a step; gives attention its scopes."""
     config = model.config.get_text_config()
     composition = Composition(decodes=1, decode_context=1)
-    step = RepeatableStep.of(model, composition, config.vocab_size, device)
+    # A step of decodes alone computes the logits of all tokens, on every stage.
+    step = RepeatableStep.of(model, composition, config.vocab_size, device, has_head=False)
     give_attention_scopes(step, model)
     # After the step the cache holds two tokens: the context and the new one.
     cached = sum(tensor.nbytes for tensor in step.cache.cache_tensors()) // 2
@@ -330,6 +342,7 @@ def _served(model: Any, options: Options, device: str) -> tuple[ServedModel, Ste
         weights_bytes=sum(weights.values()),
         kv_bytes_per_token=cached,
         memory_bytes=memory,
+        pipeline=pipeline,
     )
     return served, step.cache
 

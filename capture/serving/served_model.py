@@ -339,7 +339,13 @@ class RepeatableStep:
 
     @classmethod
     def of(
-        cls, model: Any, composition: Composition, vocabulary: int, device: str
+        cls,
+        model: Any,
+        composition: Composition,
+        vocabulary: int,
+        device: str,
+        *,
+        has_head: bool = True,
     ) -> "RepeatableStep":
         """Return the step of a composition, with random tokens.
 
@@ -348,6 +354,7 @@ class RepeatableStep:
             composition: sequences of the step.
             vocabulary: number of tokens to draw from.
             device: the model's device.
+            has_head: whether the model computes logits; other pipeline stages send all tokens.
         """
         c = composition
         tokens = torch.randint(0, vocabulary, (1, c.new_tokens), device=device)
@@ -359,7 +366,7 @@ class RepeatableStep:
         last = torch.cat([ends, torch.arange(first, c.new_tokens, device=device)])
         cache = StepCache(composition)
         # Engines take the logits of the last token of each sequence; of decodes alone, of all.
-        keep: dict[str, Any] = {"logits_to_keep": last} if c.prefills else {}
+        keep: dict[str, Any] = {"logits_to_keep": last} if c.prefills and has_head else {}
         arguments = {"input_ids": tokens, "position_ids": positions, "past_key_values": cache}
         return cls(model, cache, {**arguments, "use_cache": True, **keep})
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 import onerank
 from onerank.annotate import load_gpu
 from onerank.annotate.hosts.host import HOST_OP_KINDS
-from onerank.capture.options import Options
+from onerank.capture.options import Options, WindowPlan
 from onerank.capture.serving import served_model
 from onerank.capture.serving.compositions import Composition, default_grid, parse_grid
 from onerank.capture.serving.served_model import (
@@ -25,6 +25,7 @@ from onerank.capture.serving.served_model import (
 )
 from onerank.cli import annotate
 from onerank.cli import onerank as onerank_command
+from onerank.ir import Kind, Pipeline
 from onerank.ir.errors import CaptureError, FormatError
 from onerank.plan.tasks import Store
 from onerank.serving import build_bundle
@@ -353,7 +354,7 @@ def test_results_belong_to_the_contents_of_the_files_that_options_name(
 
 
 def test_measured_on_this_machine(tmp_path: Path):
-    windows = onerank.capture.options.WindowPlan(warm_up=1, timed_steps=2)
+    windows = WindowPlan(warm_up=1, timed_steps=2)
     grid = parse_grid("decode: batch=2 context=16; prefill: tokens=8 context=0")
     bundle, _ = serve(
         written(tmp_path, LLAMA), Options(windows=windows), grid, Store(tmp_path / "store")
@@ -401,6 +402,97 @@ def test_a_model_whose_step_fails(tmp_path: Path):
     assert error.value.code == "serve-step-failed"
 
 
+STAGES = """
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from onerank.capture.options import Options
+from onerank.capture.serving.compositions import parse_grid
+from onerank.plan.tasks import Store
+from onerank.serving.build_bundle import serve
+
+config, output = map(Path, sys.argv[1:])
+grid = parse_grid("decode: batch=8 context=512; mixed: tokens=32 context=64 batch=8 "
+                  "decode_context=100")
+whole = Options(device="none", tp=2)
+staged = replace(whole, pp=3, pp_layers=(1, 2, 1))
+runs = {"whole": whole, **{str(stage): replace(staged, rank=2 * stage) for stage in range(3)}}
+for name, options in runs.items():
+    bundle, traces = serve(config, options, grid, Store(output / "store"))
+    bundle.write(output / name, traces)
+"""
+
+
+@pytest.fixture(scope="module")
+def stages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return bundles of a Llama of four layers: the model, and three stages of it, tp 2."""
+    directory = tmp_path_factory.mktemp("stages")
+    done = run_code(STAGES, written(directory, {**LLAMA, "num_hidden_layers": 4}), directory)
+    assert done.returncode == 0, done.stderr
+    return directory
+
+
+def test_stages_have_the_parts_of_the_model(stages: Path):
+    whole, *parts = [read_bundle(stages / name) for name in ("whole", "0", "1", "2")]
+    assert [part.manifest.pipeline for part in parts] == [
+        Pipeline(stage, (1, 2, 1)) for stage in range(3)
+    ]
+    assert [part.manifest.pp for part in (whole, *parts)] == [1, 3, 3, 3]
+    weights, caches = (
+        [getattr(read.manifest.memory, name) or 0 for read in (whole, *parts)]
+        for name in ("weights_bytes", "kv_bytes_per_token")
+    )
+    assert weights[0] == sum(weights[1:])
+    layer = caches[0] // 4
+    assert caches[1:] == [layer, 2 * layer, layer]
+    # The embedding is on the first stage; the last norm and the head are on the last one.
+    embedding = WORDS * HIDDEN // 2 * 2
+    assert 2 * (weights[1] - embedding) == weights[2] == 2 * (weights[3] - embedding - 2 * HIDDEN)
+    # Each stage computes the rotary frequencies itself.
+    flops = [
+        sum(k.flops or 0 for k in read.kernel_rows if ".layers." in (k.module or ""))
+        for read in (whole, *parts)
+    ]
+    assert flops[0] == sum(flops[1:]) == 2 * sum(flops[1::2])
+    heads = [any(k.module == "lm_head" and k.flops for k in part.kernel_rows) for part in parts]
+    assert heads == [False, False, True]
+
+
+def test_stages_exchange_the_hidden_states_of_all_new_tokens(stages: Path):
+    for stage, kinds in enumerate(([Kind.SEND], [Kind.RECV, Kind.SEND], [Kind.RECV])):
+        read = read_bundle(stages / str(stage))
+        for number, trace in read.traces():
+            graph = onerank.read(trace)
+            assert graph.job.pipeline == read.manifest.pipeline
+            places = graph.mask(Kind.SEND, Kind.RECV).nonzero()[0]
+            assert [Kind(int(graph.nodes.kind[place])) for place in places] == kinds
+            new_tokens = read.rows[number - 1].new_tokens or 0
+            assert {*graph.nodes.comm_bytes[places]} == {new_tokens * HIDDEN * 2}
+        (note,) = read.manifest.notes
+        assert f" {len(kinds)} messages " in note.text
+
+
+def test_a_stage_is_reported_and_not_exported(stages: Path, tmp_path: Path):
+    invoke(onerank_command, "report", stages / "1", "-o", tmp_path / "report.html")
+    assert "pp 3, stage 1 with layers 1 to 2, rank 2" in (tmp_path / "report.html").read_text()
+    for simulator in (["vidur", "--model", "x/y"], ["llmservingsim"], ["sglang-sim"],
+                      ["aiconfigurator"]):  # fmt: skip
+        refused(onerank_command, "export", simulator[0], stages / "1", *simulator[1:], "-o",
+                tmp_path / "out", error="export-pipeline-stage")  # fmt: skip
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_stage_is_measured_on_this_machine(tmp_path: Path):
+    config, windows = written(tmp_path, LLAMA), WindowPlan(warm_up=1, timed_steps=2)
+    options = Options(pp=2, rank=0, windows=windows)
+    grid = parse_grid("decode: batch=2 context=16; prefill: tokens=8 context=0")
+    bundle, _ = serve(config, options, grid, Store(tmp_path / "store"))
+    assert bundle.manifest.pipeline == Pipeline(0, (1, 1))
+    assert all(row.source == "measured" and row.step_ns for row in bundle.rows)
+    assert not any(kernel.flops for kernel in bundle.kernel_rows if kernel.part == "head")
+
+
 @pytest.mark.parametrize(("rank", "parts"), [(0, 4), (3, 2)])
 def test_experts_are_shared_by_ranks(tmp_path: Path, rank: int, parts: int):
     """Four ranks have two of eight experts each; with 2:2:1:...:1 tokens the first has more."""
@@ -436,6 +528,9 @@ def test_wrong_sizes_write_nothing(tmp_path: Path):
         (("--tp", 3), "tp-indivisible-heads"),
         (("--ep", 2), "ep-no-experts"),
         (("--tp", 2, "--rank", 2), "rank-out-of-range"),
+        (("--pp", 3), "pp-too-many-stages"),
+        (("--pp", 2, "--pp-layers", "2,2"), "pp-layers-malformed"),
+        (("--pp-layers", "1,1"), "pp-layers-unused"),
         (("--moe-routing", "zipf:1"), "routing-unused"),
         (("--grid", "decode: batch=1000000 context=4096"), "serve-nothing-fits"),
     ):

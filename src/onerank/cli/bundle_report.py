@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from onerank.cli import report_charts as charts
-from onerank.cli.bundle_tables import show_bundle
+from onerank.cli.bundle_tables import parallel_sizes, show_bundle
 from onerank.cli.report_page import Reported, Section
 from onerank.display import size
 from onerank.serving.bundle import Bundle, read_bundle
@@ -64,6 +64,12 @@ _CHARTS = (
 )
 
 
+_OF_STAGE = (
+    " Times are those of one pipeline stage; a token passes all of them. Rates and energies assume "
+    "stages of equal time and a full pipeline."
+)
+
+
 @dataclass(frozen=True)
 class _Colours:
     """Colours of curves, the same for both bundles.
@@ -117,6 +123,8 @@ def _sections(bundle: Bundle, figures: ServingFigures, colours: _Colours) -> Ite
         if not curves.curves:
             continue
         caption = chart.caption
+        if bundle.manifest.pipeline is not None:
+            caption += _OF_STAGE
         if curves.dropped:
             caption += f" Not drawn: {curves.dropped} steps of other sizes, which the table has."
         chosen = colours.of[chart.field]
@@ -151,11 +159,10 @@ def _cards(bundle: Bundle, figures: ServingFigures) -> dict[str, str]:
     manifest, memory = bundle.manifest, bundle.manifest.memory
     validation = manifest.cross_validation
     fits = memory.tokens_that_fit if memory.device_bytes else None
-    sizes = f"tp {manifest.tp}" if manifest.tp else "not known"
     return {
         "device": f"{manifest.device}, times {manifest.source}",
         "model": manifest.model or "not known",
-        "parallel sizes": sizes if manifest.ep == 1 else f"{sizes}, ep {manifest.ep}",
+        "parallel sizes": parallel_sizes(manifest),
         "weights": "" if memory.weights_bytes is None else size(memory.weights_bytes),
         "KV cache of a token": (
             "" if memory.kv_bytes_per_token is None else size(memory.kv_bytes_per_token)

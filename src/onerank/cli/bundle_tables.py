@@ -11,13 +11,20 @@ from onerank.serving.tables import Manifest, StepRow
 _ROWS = 60
 
 
-def _sizes(manifest: Manifest) -> str:
-    """Return the parallel sizes of a bundle, with the routing of experts."""
-    if manifest.ep == 1:
-        sizes = f"tp {manifest.tp or 'not known'}"
-    else:
-        sizes = f"tp {manifest.tp}, ep {manifest.ep}, {manifest.moe_routing} routing"
-    return f"{sizes}, rank {manifest.rank}" if manifest.rank else sizes
+def parallel_sizes(manifest: Manifest) -> str:
+    """Return the parallel sizes of a bundle, with its pipeline stage and routing of experts."""
+    sizes = [f"tp {manifest.tp or 'not known'}"]
+    if manifest.pipeline is not None:
+        stage, layers = manifest.pipeline.stage, manifest.pipeline.layers
+        first = sum(layers[:stage])
+        last = first + layers[stage] - 1
+        held = f"layers {first} to {last}" if last > first else f"layer {first}"
+        sizes.append(f"pp {len(layers)}, stage {stage} with {held}")
+    if manifest.ep > 1:
+        sizes.append(f"ep {manifest.ep}, {manifest.moe_routing} routing")
+    if manifest.rank:
+        sizes.append(f"rank {manifest.rank}")
+    return ", ".join(sizes)
 
 
 def _counts(row: StepRow) -> str:
@@ -35,7 +42,7 @@ def show_bundle(bundle: Bundle, directory: Path, *, as_json: bool) -> None:
     memory, validation = manifest.memory, manifest.cross_validation
     layers = [] if manifest.layers is None else [counted(manifest.layers, "layer")]
     pairs = [
-        ("model", ", ".join([manifest.model or "not known", *layers, _sizes(manifest)])),
+        ("model", ", ".join([manifest.model or "not known", *layers, parallel_sizes(manifest)])),
         ("device", f"{manifest.device}, times {manifest.source}"),
     ]
     if memory.weights_bytes is not None:

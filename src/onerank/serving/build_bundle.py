@@ -16,7 +16,7 @@ from onerank.annotate.passes.pass_options import NO_PASSES
 from onerank.capture.options import Options
 from onerank.capture.parallelize.experts.routing import parse_routing
 from onerank.capture.serving.compositions import Composition, default_grid
-from onerank.ir import Graph
+from onerank.ir import Graph, Pipeline
 from onerank.ir.chakra import read
 from onerank.ir.errors import CaptureError
 from onerank.ir.notes import Note
@@ -54,6 +54,7 @@ class Model:
     ep: int = 1
     moe_routing: str = "balanced"
     rank: int = 0
+    pipeline: Pipeline | None = None
 
     @classmethod
     def of(cls, manifest: Manifest, gpu: Gpu) -> "Model":
@@ -72,6 +73,7 @@ class Model:
             ep=manifest.ep,
             moe_routing=manifest.moe_routing,
             rank=manifest.rank or 0,
+            pipeline=manifest.pipeline,
         )
 
 
@@ -88,7 +90,7 @@ def serve(
 
     Args:
         config: `config.json` of a transformers model, or its directory.
-        options: tensor-parallel size, device, windows.
+        options: parallel sizes, rank, device, windows.
         grid: the compositions; None for a grid derived from the model.
         store: results of this run and of earlier ones.
         host: host of a capture without a device, as for `onerank.recost`.
@@ -191,6 +193,7 @@ def _model(served: Any, content: bytes, options: Options) -> Model:
         options.ep,
         options.moe_routing,
         options.rank,
+        served.pipeline,
     )
 
 
@@ -333,6 +336,7 @@ def _bundle(
         ep=model.ep,
         moe_routing=model.moe_routing,
         rank=model.rank,
+        pipeline=model.pipeline,
     )
     traces = {number: point.trace for number, point in enumerate(points, start=1) if point.trace}
     return Bundle(manifest, rows, kernels).validated(), traces
@@ -341,10 +345,14 @@ def _bundle(
 def _notes(points: Sequence[Point], fitting: Sequence[Point]) -> Iterator[Note]:
     """Yield what the tables leave out."""
     collectives = max(point.collectives for point in fitting)
-    if collectives:
+    messages = max(point.messages for point in fitting)
+    if collectives or messages:
+        text = f"{collectives} collectives"
+        if messages:
+            text += f" and {messages} messages between stages"
         yield Note(
-            f"a step has up to {collectives} collectives: the traces contain them, and the tables "
-            "count no time for them",
+            f"a step has up to {text}: the traces contain them, and the tables count no time for "
+            "them",
             code="serve-collectives-untimed",
         )
     misfits = len(points) - len(fitting)

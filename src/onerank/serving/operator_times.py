@@ -137,8 +137,17 @@ def deployment(bundle: Bundle, simulator: str) -> tuple[str, int]:
     """Return the class of a bundle's model, and its tensor-parallel size.
 
     Raises:
-        ExportError: the bundle is a recording for which they were not given.
+        ExportError: the bundle is a recording for which they were not given, or of one stage of a
+            pipeline.
     """
+    if bundle.manifest.pipeline is not None:
+        stage = bundle.manifest.pipeline.stage
+        raise ExportError(
+            f"the bundle has the steps of stage {stage} of {bundle.manifest.pp}, and {simulator} "
+            "reads steps of a whole model\n  measure it without --pp; a trace of the bundle is a "
+            "workload of the stage: onerank export astra-sim",
+            code="export-pipeline-stage",
+        )
     model, tp = bundle.manifest.model, bundle.manifest.tp
     if model is None or tp is None:
         given = {"--config": model, "--tp": tp}

@@ -18,7 +18,7 @@ from onerank.annotate.passes.host_time import with_host
 from onerank.annotate.passes.pass_options import NO_PASSES
 from onerank.annotate.recost.recost import Recosting
 from onerank.capture.serving.compositions import Composition
-from onerank.ir import Graph
+from onerank.ir import Graph, Kind
 from onerank.ir.replay import ReplayedRank
 from onerank.serving.tables import KernelRow, Part, Source, StepRow, fits
 
@@ -47,6 +47,7 @@ class Point(msgspec.Struct, frozen=True):
         device_type: as in `tables.Manifest`.
         versions: software of the capture.
         collectives: collectives of the step.
+        messages: its sends and receives.
     """
 
     row: StepRow
@@ -57,6 +58,7 @@ class Point(msgspec.Struct, frozen=True):
     device_type: str = ""
     versions: dict[str, str] = {}
     collectives: int = 0
+    messages: int = 0
 
 
 def misfit(composition: Composition, needed_bytes: int, source: Source) -> Point:
@@ -256,7 +258,8 @@ def _point(row: StepRow, graph: Graph) -> Point:
         device=device.name,
         device_type=device.type,
         versions=measurement.versions,
-        collectives=int(graph.communication.sum()),
+        collectives=int(graph.mask(Kind.COLLECTIVE).sum()),
+        messages=int(graph.mask(Kind.SEND, Kind.RECV).sum()),
     )
 
 

@@ -125,7 +125,9 @@ def serving_figures(bundle: Bundle) -> ServingFigures:
     by_context = _by_context(bundle, "decode_context")
     milliseconds = _interval_of(lambda ns, row: ns / 1e6)
     tp = bundle.manifest.tp
-    rate = _interval_of(lambda ns, row: row.composition.decodes * 1e9 / ns / (tp or 1))
+    # A full pipeline computes a batch on each of its stages.
+    gpus = (tp or 1) * bundle.manifest.pp
+    rate = _interval_of(lambda ns, row: row.composition.decodes * 1e9 / ns / gpus)
     energies, notes = _energies_uj(bundle, decodes, gpu)
     if untimed := len(composed) - len(rows):
         # The last eager step of a recording, which no other step follows.
@@ -145,7 +147,7 @@ def serving_figures(bundle: Bundle) -> ServingFigures:
             [row for row in decodes if id(row) in energies],
             by_context,
             _batch,
-            lambda row: (row.composition.decodes * 1e6 / energies[id(row)] / (tp or 1), None, None),
+            lambda row: (row.composition.decodes * 1e6 / energies[id(row)] / gpus, None, None),
         ),
         largest=_largest(bundle),
         roofline=roofline,

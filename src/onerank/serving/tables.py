@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from onerank.capture.serving.compositions import Composition
+from onerank.ir import Pipeline
 from onerank.ir.notes import Note
 
 if TYPE_CHECKING:
@@ -109,8 +110,10 @@ class Manifest(msgspec.Struct, frozen=True):
         notes: statements on the quality of the figures.
         ep: expert-parallel size; each rank of the group computes the composition of a row.
         moe_routing: how tokens are distributed over experts, as for `capture serve`.
-        rank: the rank, of tp times ep; None for a recording without ranks.
+        rank: the rank, of tp times ep times pp; None for a recording without ranks.
         collectives_timed: whether the times of steps contain those of collectives.
+        pipeline: the pipeline stage that the steps, weights and KV cache belong to; None without
+            pipeline parallelism. `layers` counts those of all stages.
         format: version of the format.
     """
 
@@ -130,7 +133,13 @@ class Manifest(msgspec.Struct, frozen=True):
     moe_routing: str = "balanced"
     rank: int | None = 0
     collectives_timed: bool = False
+    pipeline: Pipeline | None = None
     format: int = FORMAT
+
+    @property
+    def pp(self) -> int:
+        """Pipeline-parallel size."""
+        return len(self.pipeline.layers) if self.pipeline else 1
 
     @property
     def is_recording(self) -> bool:

@@ -26,6 +26,14 @@ class ServeOptions:
     """The rank to measure, the grid, and where the bundle goes."""
 
     tp: int = shared_option(Options, "tp", show_default=True)
+    pp: int = shared_option(
+        Options,
+        "pp",
+        help="Pipeline-parallel size: --rank selects the stage, which is measured with its layers, "
+        "their KV cache, and a receive and a send of hidden states.",
+        show_default=True,
+    )
+    pp_layers: tuple[int, ...] = shared_option(Options, "pp_layers")
     ep: int = shared_option(
         Options,
         "ep",
@@ -42,7 +50,8 @@ class ServeOptions:
     rank: int = shared_option(
         Options,
         "rank",
-        help="Rank to measure, of tp times ep: with skewed routing, ranks differ.  [default: 0]",
+        help="Rank to measure, of tp times ep times pp; tp is innermost, pp outermost. Stages, and "
+        "ranks with skewed routing, differ.  [default: 0]",
     )
     grid: str | None = option(
         "Compositions to measure: a TOML file, or a text such as 'decode: batch=1,8,64 "
@@ -96,6 +105,7 @@ def serve(config: Path, options: ServeOptions, as_json: bool) -> None:
     """
     from onerank.capture.isolation import sigterm_interrupts
     from onerank.capture.serving.compositions import parse_grid
+    from onerank.capture.validate_options import check_job
     from onerank.cli.bundle_tables import show_bundle
     from onerank.plan.tasks import Store
     from onerank.serving.build_bundle import serve as serve_model
@@ -106,6 +116,8 @@ def serve(config: Path, options: ServeOptions, as_json: bool) -> None:
     windows = WindowPlan(warm_up=2, timed_steps=options.timed_steps)
     job = Options(
         tp=options.tp,
+        pp=options.pp,
+        pp_layers=options.pp_layers,
         ep=options.ep,
         moe_routing=options.moe_routing,
         rank=options.rank,
@@ -113,7 +125,7 @@ def serve(config: Path, options: ServeOptions, as_json: bool) -> None:
         like=options.like,
         windows=windows,
     )
-    job.resolve()
+    check_job(job)
     name = options.output.absolute().name
     results = options.store or options.output.absolute().with_name(f".{name}.results")
     store = Store(results)
