@@ -256,13 +256,13 @@ PATCHES: tuple[Patch, ...] = (
         "triton.runtime.jit.JITFunction",
         ("run",),
         "A Triton kernel is recorded by its operands; nothing can run it.",
-        ("no_device.triton_kernels",),
+        ("no_device.operators.triton_kernels",),
     ),
     Patch(
         "triton.runtime.autotuner.Autotuner",
         ("run",),
         "Triton's tuner times configurations on the device.",
-        ("no_device.triton_kernels",),
+        ("no_device.operators.triton_kernels",),
     ),
     Patch(
         "threading.Thread",
@@ -368,13 +368,13 @@ PATCHES: tuple[Patch, ...] = (
         "grouped_gemm_backend",
         ("gmm",),
         "A function of a C++ extension is recorded by its operands; nothing can run it.",
-        ("no_device.extension_functions",),
+        ("no_device.operators.extension_functions",),
     ),
     Patch(
         "deep_gemm",
         DEEP_GEMM,
         "A function of a C++ extension is recorded by its operands; nothing can run it.",
-        ("no_device.extension_functions",),
+        ("no_device.operators.extension_functions",),
     ),
     Patch(
         "torch.nn.attention.flex_attention",

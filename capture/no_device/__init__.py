@@ -1,9 +1,12 @@
 """Capture a script without a device: fake tensors, and a CUDA that only answers questions.
 
+- `emulated_process`: the script's process, with everything that is patched in it.
 - `cuda_stubs`: what torch's C++ code needs to treat a tensor as one on a GPU.
-- `cuda_api`: `torch.cuda` as on the GPU that the capture stands for.
-- `fake_operators`: the dispatch mode that runs operators on shapes and records them.
-- `values`: what a script reads from a tensor that has no numbers.
+- `cuda_api`: `torch.cuda` as on `emulated_gpu`, the GPU that the capture stands for.
+- `attention_backends`: the attention kernel that the GPU would choose.
+- `operators`: each operator runs on shapes and is recorded.
+- `inductor`: compiled graphs, as Inductor schedules them for the GPU.
+- `tensor_values`: storages, and what a script reads from a tensor that has no numbers.
 - `event_log`: the recorded operators, module calls and allocations, written as raw traces.
-- `steps`: which steps are recorded.
+- `recorded_step`: which steps are recorded.
 """

@@ -20,16 +20,20 @@ from torch.utils.data import dataloader
 
 from onerank.capture.fake_tensors import as_subclass
 from onerank.capture.fake_world.recorder import Recorder
-from onerank.capture.no_device import cuda_stubs, triton_kernels
+from onerank.capture.no_device import cuda_stubs
 from onerank.capture.no_device.attention_backends import choose_attention
 from onerank.capture.no_device.cuda_api import emulated_cuda
 from onerank.capture.no_device.emulated_gpu import EmulatedGpu
 from onerank.capture.no_device.event_log import EventLog
-from onerank.capture.no_device.extension_functions import recorded_extensions
-from onerank.capture.no_device.fake_operators import REAL_ELEMENTS, FakeOperators
-from onerank.capture.no_device.functional_collectives import SYMMETRIC_MEMORY, fused_products
 from onerank.capture.no_device.inductor import InductorOnShapes
-from onerank.capture.no_device.router_choices import RouterChoices
+from onerank.capture.no_device.operators import triton_kernels
+from onerank.capture.no_device.operators.extension_functions import recorded_extensions
+from onerank.capture.no_device.operators.fake_operators import REAL_ELEMENTS, FakeOperators
+from onerank.capture.no_device.operators.functional_collectives import (
+    SYMMETRIC_MEMORY,
+    fused_products,
+)
+from onerank.capture.no_device.operators.router_choices import RouterChoices
 from onerank.capture.no_device.tensor_values import Known, UnknownValues
 from onerank.capture.parallelize.experts.routing import Routing
 from onerank.capture.patches import after_import, patched, rebound, resolve

@@ -17,7 +17,6 @@ import msgspec
 import torch
 from torch import Tensor
 
-from onerank.capture.no_device.gpu_operators import Shaped, WrappedNumber
 from onerank.converters.sources.kineto.lowering.select_nodes import HOST_READS
 from onerank.ir import UNKNOWN
 from onerank.ir.dtypes import TENSOR_TYPES
@@ -63,6 +62,37 @@ Operands = tuple[list[Any], list[Any], list[str], list[Any]]
 """Values, shapes, types and strides, as an execution trace has them."""
 
 _NO_OPERANDS: Operands = ([], [], [], [])
+
+
+class Shaped:
+    """An operand of which only the shape and the dtype are known."""
+
+    def __init__(
+        self, like: Tensor, dtype: torch.dtype, shape: Sequence[int] | None = None
+    ) -> None:
+        self.storage = like
+        self.shape = list(like.shape if shape is None else shape)
+        self.dtype = dtype
+
+
+@dataclass(frozen=True)
+class WrappedNumber:
+    """A Python number that an operator takes as a tensor; an execution trace shows it as one."""
+
+    value: complex
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the tensor that torch makes of it."""
+        match self.value:
+            case bool():
+                return torch.bool
+            case int():
+                return torch.int64
+            case float():
+                return torch.float64
+            case _:
+                return torch.complex128
 
 
 @dataclass(slots=True)

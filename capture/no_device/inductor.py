@@ -27,8 +27,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from onerank.capture.no_device.emulated_gpu import EmulatedGpu
-from onerank.capture.no_device.fake_operators import FakeOperators
-from onerank.capture.no_device.gpu_operators import Shaped
+from onerank.capture.no_device.event_log import Shaped
+from onerank.capture.no_device.operators.fake_operators import FakeOperators
 from onerank.capture.patches import after_import, patched, rebound, resolve, untraced
 from onerank.ir import UNKNOWN
 from onerank.ir.notes import Note

@@ -7,7 +7,7 @@ from typing import Any
 
 from onerank.capture.no_device.emulated_process import EmulatedProcess
 from onerank.capture.no_device.event_log import EventLog, write
-from onerank.capture.no_device.fake_operators import FakeOperators
+from onerank.capture.no_device.operators.fake_operators import FakeOperators
 from onerank.capture.profiling.measurement_windows import refuse_endless_skips
 from onerank.capture.profiling.module_scopes import MODEL, SCOPE, Modules
 from onerank.capture.profiling.window_observations import Observations, RepeatedForward

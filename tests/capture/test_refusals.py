@@ -32,7 +32,7 @@ from onerank.capture.fake_world.message_payloads import MessageRequest
 from onerank.capture.fake_world.recorder import RealPeers
 from onerank.capture.isolated_capture import loading_capture
 from onerank.capture.no_device import cuda_stubs
-from onerank.capture.no_device.functional_collectives import FunctionalCollectives
+from onerank.capture.no_device.operators.functional_collectives import FunctionalCollectives
 from onerank.capture.parallelize.context import context_model
 from onerank.capture.parallelize.context.partial_attention import check_widths
 from onerank.capture.parallelize.data.zero import ShardedOptimizers

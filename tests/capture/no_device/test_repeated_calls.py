@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from onerank.capture.no_device.fake_kernels import RepeatedCalls
+from onerank.capture.no_device.operators.fake_kernels import RepeatedCalls
 
 aten: Any = torch.ops.aten
 

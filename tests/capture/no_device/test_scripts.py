@@ -15,8 +15,8 @@ from own_process import run_command
 
 import onerank
 from onerank.annotate.op_costs.node_costs import op_costs_of
-from onerank.capture.no_device import block_masks
-from onerank.capture.no_device.triton_kernels import launch_of
+from onerank.capture.no_device.operators import block_masks
+from onerank.capture.no_device.operators.triton_kernels import launch_of
 from onerank.ir import Collective, Graph, Kind, Phase, Reason
 
 LINEAR = """

@@ -9,8 +9,8 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._pytree import tree_map_only
 
 from onerank.capture.fake_tensors import KNOWN_ELEMENTS, is_small
-from onerank.capture.no_device.operator_calls import OperatorCall, tensors_in
-from onerank.capture.no_device.router_choices import CHOICES, RouterChoices
+from onerank.capture.no_device.operators.operator_calls import OperatorCall, tensors_in
+from onerank.capture.no_device.operators.router_choices import CHOICES, RouterChoices
 from onerank.capture.no_device.tensor_values import Known, UnknownValues
 
 # Operators that create constants in the shape or the dtype of a tensor.

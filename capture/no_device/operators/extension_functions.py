@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from onerank.capture.no_device.triton_kernels import KernelLaunch
+from onerank.capture.no_device.operators.triton_kernels import KernelLaunch
 from onerank.capture.patch_registry import DEEP_GEMM
 from onerank.capture.patches import after_import, patched
 

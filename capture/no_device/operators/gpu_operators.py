@@ -7,45 +7,15 @@ place. `run_before` runs those that prepare operands, so that their memory is ac
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from math import ceil, sqrt
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from onerank.capture.no_device.event_log import Shaped
+
 _torch: Any = torch  # operators by name have no types
-
-
-class Shaped:
-    """An operand of which only the shape and the dtype are known."""
-
-    def __init__(
-        self, like: Tensor, dtype: torch.dtype, shape: Sequence[int] | None = None
-    ) -> None:
-        self.storage = like
-        self.shape = list(like.shape if shape is None else shape)
-        self.dtype = dtype
-
-
-@dataclass(frozen=True)
-class WrappedNumber:
-    """A Python number that an operator takes as a tensor; an execution trace shows it as one."""
-
-    value: complex
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the tensor that torch makes of it."""
-        match self.value:
-            case bool():
-                return torch.bool
-            case int():
-                return torch.int64
-            case float():
-                return torch.float64
-            case _:
-                return torch.complex128
 
 
 class Inner(NamedTuple):

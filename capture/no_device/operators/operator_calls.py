@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from onerank.capture.no_device.gpu_operators import WrappedNumber, has_preparation
+from onerank.capture.no_device.event_log import WrappedNumber
+from onerank.capture.no_device.operators.gpu_operators import has_preparation
 
 # torch's dispatcher has no types.
 _torch: Any = torch

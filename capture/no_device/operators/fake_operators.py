@@ -28,17 +28,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from onerank.capture.fake_tensors import mark_written
-from onerank.capture.no_device.block_masks import FLEX_ATTENTION, BlockMasks
-from onerank.capture.no_device.event_log import Describer, EventLog, RecordedEvent
-from onerank.capture.no_device.fake_kernels import RepeatedCalls, lacks_fake, shapes_of
-from onerank.capture.no_device.functional_collectives import FunctionalCollectives
-from onerank.capture.no_device.gpu_operators import (
-    Shaped,
+from onerank.capture.no_device.event_log import Describer, EventLog, RecordedEvent, Shaped
+from onerank.capture.no_device.operators.block_masks import FLEX_ATTENTION, BlockMasks
+from onerank.capture.no_device.operators.fake_kernels import RepeatedCalls, lacks_fake, shapes_of
+from onerank.capture.no_device.operators.functional_collectives import FunctionalCollectives
+from onerank.capture.no_device.operators.gpu_operators import (
     inner_of,
     run_before,
 )
-from onerank.capture.no_device.known_results import KnownResults
-from onerank.capture.no_device.operator_calls import (
+from onerank.capture.no_device.operators.known_results import KnownResults
+from onerank.capture.no_device.operators.operator_calls import (
     FUNCTIONAL,
     OperatorCall,
     OperatorSchema,
@@ -48,14 +47,14 @@ from onerank.capture.no_device.operator_calls import (
     is_same_data,
     tensors_in,
 )
-from onerank.capture.no_device.router_choices import RouterChoices
+from onerank.capture.no_device.operators.router_choices import RouterChoices
+from onerank.capture.no_device.operators.triton_kernels import WRAPPED, KernelLaunch, wrapped_launch
 from onerank.capture.no_device.tensor_values import (
     Known,
     Storages,
     UnknownValues,
     Workspaces,
 )
-from onerank.capture.no_device.triton_kernels import WRAPPED, KernelLaunch, wrapped_launch
 
 # torch's dispatcher and autograd's nodes have no public names and no types.
 _torch: Any = torch
