@@ -94,3 +94,8 @@ def as_subclass(tensor: Tensor, kind: type[Tensor]) -> Tensor:
         _COMBINED[kind] = type(kind.__name__, bases, {})
     alias.__class__ = _COMBINED[kind]
     return alias
+
+
+def is_combined(tensor: object) -> bool:
+    """Return whether `as_subclass` made a fake tensor an instance of another class too."""
+    return isinstance(tensor, FakeTensor) and type(tensor) in _COMBINED.values()

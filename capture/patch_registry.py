@@ -365,16 +365,34 @@ PATCHES: tuple[Patch, ...] = (
         ("no_device.inductor",),
     ),
     Patch(
-        "grouped_gemm_backend",
-        ("gmm",),
-        "A function of a C++ extension is recorded by its operands; nothing can run it.",
-        ("no_device.operators.extension_functions",),
-    ),
-    Patch(
         "deep_gemm",
         DEEP_GEMM,
         "A function of a C++ extension is recorded by its operands; nothing can run it.",
-        ("no_device.operators.extension_functions",),
+        ("no_device.extensions.products",),
+    ),
+    Patch(
+        "transformer_engine.common",
+        ("load_framework_extension",),
+        "The module of its extension is provided; a library would need CUDA's.",
+        ("no_device.extensions.install",),
+    ),
+    Patch(
+        "transformer_engine.pytorch.attention.dot_product_attention.utils",
+        ("get_attention_backend",),
+        "It refuses cuDNN's attention for queries of another class than torch.Tensor.",
+        ("no_device.extensions.install",),
+    ),
+    Patch(
+        "torch.utils.cpp_extension",
+        ("load", "load_inline"),
+        "Nothing can compile or run an extension; its functions are recorded or refused by name.",
+        ("no_device.extensions.install",),
+    ),
+    Patch(
+        "deepspeed.ops.op_builder.builder.OpBuilder",
+        ("load",),
+        "Nothing can compile or run an extension; its functions are recorded or refused by name.",
+        ("no_device.extensions.install",),
     ),
     Patch(
         "torch.nn.attention.flex_attention",

@@ -10,8 +10,10 @@ differ: a kernel that computes less than the masked product, and one that recomp
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from math import prod
 
+from onerank.annotate.op_costs import gemm
 from onerank.annotate.op_costs.attention import AttentionArguments, attention_formula
 from onerank.annotate.op_costs.cost_record import (
     ComponentGemm,
@@ -27,6 +29,7 @@ from onerank.annotate.op_costs.memory_bound import (
     SOFTMAX_FORWARD,
 )
 from onerank.annotate.op_costs.operands import Call, Tensor
+from onerank.ir import UNKNOWN
 
 
 def _per_element(flops: int, written: tuple[int, ...] = ()) -> Formula:
@@ -232,6 +235,193 @@ _TE_SOFTMAX = {
 }
 
 
+def _product_with_epilogue(call: Call) -> Work | None:
+    """Return the work of a product [m, k] x [k, n] of TransformerEngine or apex.
+
+    After the operands come their scales, then what the kernel adds: a bias, GELU's input, the
+    result before.
+    """
+    work = gemm.FORMULAS["_scaled_mm"](call)
+    return work and replace(work, bytes_read=call.input_bytes, bytes_written=call.output_bytes)
+
+
+def _per_result(flops: int) -> Formula:
+    """Return the formula of a kernel whose FLOPs are proportional to its first result."""
+
+    def formula(call: Call) -> Work | None:
+        result = call.output()
+        return result and vector_work(call, flops * result.numel)
+
+    return formula
+
+
+def _per_gradient(flops: int) -> Formula:
+    """Return the formula of a kernel whose FLOPs are proportional to its first operand.
+
+    The operand may be a list of tensors.
+    """
+
+    def formula(call: Call) -> Work:
+        return vector_work(call, flops * call.numel(0))
+
+    return formula
+
+
+# FLOPs per element of activations and of their gradients, as those of torch's operators.
+_ACTIVATIONS = {"gelu": (4, 8), "qgelu": (4, 8), "silu": (3, 6), "relu": (1, 1), "srelu": (2, 2)}
+
+# A gate multiplies the activation of the other half; the gradient has two products more, and
+# computes the activation again.
+_GATES = {"geglu": "gelu", "qgeglu": "qgelu", "swiglu": "silu", "reglu": "relu", "sreglu": "srelu"}
+
+_SUM, _QUANTIZE = 1, 2  # a scale and the largest number
+
+_TE = {
+    f"transformer_engine::{name}": formula
+    for name, formula in {
+        "generic_gemm": _product_with_epilogue,
+        "fused_attn_fwd": attention_formula(
+            AttentionArguments(0, 3, heads_first=False, lengths=4, longest=5)
+        ),
+        "fused_attn_bwd": attention_formula(
+            AttentionArguments(0, 3, heads_first=False, lengths=4, longest=5, backward=True)
+        ),
+        "layernorm_fwd": _per_element(NORM_FORWARD),
+        "layernorm_bwd": _per_element(NORM_BACKWARD),
+        "rmsnorm_fwd": _per_element(NORM_FORWARD),
+        "rmsnorm_bwd": _per_element(NORM_BACKWARD),
+        "rmsnorm_bwd_add": _per_element(NORM_BACKWARD + 1),
+        "quantize": _per_element(_QUANTIZE),
+        "dequantize": _per_element(1),
+        "compute_amax": _per_element(_QUANTIZE),
+        "compute_dbias": _per_element(_SUM),
+        "bgrad_quantize": _per_element(_SUM + _QUANTIZE),
+        "fp8_transpose": _per_element(0),
+        "fused_amax_and_scale_update": _per_element(1),
+        **{name: _per_result(forward) for name, (forward, _) in _ACTIVATIONS.items()},
+        **{f"d{name}": _per_gradient(backward) for name, (_, backward) in _ACTIVATIONS.items()},
+        **{
+            f"dbias_d{name}": _per_gradient(backward + _SUM)
+            for name, (_, backward) in _ACTIVATIONS.items()
+        },
+        **{name: _per_result(_ACTIVATIONS[half][0] + 1) for name, half in _GATES.items()},
+        **{f"d{name}": _per_gradient(sum(_ACTIVATIONS[half]) + 2) for name, half in _GATES.items()},
+        "fused_rope_forward": _per_result(_ROTARY),
+        "fused_rope_backward": _per_result(_ROTARY),
+        **{
+            f"{kind}_{direction}": _per_element(flops + 1)
+            for kind in (
+                "scaled_softmax",
+                "scaled_masked_softmax",
+                "scaled_upper_triang_masked_softmax",
+                "scaled_aligned_causal_masked_softmax",
+            )
+            for direction, flops in (("forward", SOFTMAX_FORWARD), ("backward", SOFTMAX_BACKWARD))
+        },
+    }.items()
+}
+
+# Kernels on lists of tensors; gradients come first. FLOPs as torch's fused optimizers.
+_MULTI_TENSOR = {
+    f"{package}::multi_tensor_{name}": _per_gradient(flops)
+    for package in ("apex", "transformer_engine")
+    for name, flops in (("adam", 14), ("sgd", 6), ("l2norm", 2), ("scale", 1))
+}
+
+_APEX = {
+    # Functions of the extension, and the operators that apex wraps around them.
+    **{
+        f"apex::{name.format(kind)}": _per_element(flops)
+        for kind in ("layer", "rms")
+        for name, flops in (
+            ("{}_norm_forward", NORM_FORWARD),
+            ("{}_norm_backward", NORM_BACKWARD),
+            ("fused_{}_norm_fwd", NORM_FORWARD),
+            ("fused_{}_norm_bwd", NORM_BACKWARD),
+            ("fused_{}_norm_affine_fwd", NORM_FORWARD),
+            ("fused_{}_norm_affine_bwd", NORM_BACKWARD),
+        )
+    },
+    "apex::wgrad_gemm_accum": _product_with_epilogue,
+    "apex::scaled_softmax_forward": _per_element(SOFTMAX_FORWARD + 1),
+    "apex::scaled_softmax_backward": _per_element(SOFTMAX_BACKWARD + 1),
+}
+
+
+# bitsandbytes' optimizers: name of the kind -> FLOPs per parameter, as torch's fused ones.
+_UPDATES = {"adam": 14, "momentum": 6}
+
+
+def _optimizer_update(written: tuple[int, ...], also_read: tuple[int, ...] = ()) -> Formula:
+    """Return the formula of an update of one parameter: (kind, gradient, parameter, states, ...).
+
+    Args:
+        written: positions of parameter, states and their scales.
+        also_read: positions of tables.
+    """
+
+    def formula(call: Call) -> Work:
+        each = _UPDATES.get(str(call.value(0)))
+        flops = UNKNOWN if each is None else each * call.numel(2)
+        read = call.list_bytes(1, *written, *also_read)
+        return vector_work(call, flops, read, call.list_bytes(*written))
+
+    return formula
+
+
+_BITSANDBYTES = {
+    f"bitsandbytes::{name}": formula
+    for name, formula in {
+        "int8_vectorwise_quant": _per_element(_QUANTIZE),
+        "int8_double_quant": _per_element(2 * _QUANTIZE),
+        "int8_vectorwise_dequant": _per_element(1),
+        "quantize_4bit": _per_element(_QUANTIZE),
+        "quantize_blockwise": _per_element(_QUANTIZE),
+        "dequantize_4bit": _per_result(1),
+        "dequantize_blockwise": _per_result(1),
+        "optimizer_update_32bit": _optimizer_update((2, 3, 4)),
+        "optimizer_update_8bit_blockwise": _optimizer_update((2, 3, 4, 14, 15), (12, 13)),
+    }.items()
+}
+
+
+# torchao's conversions to numbers with a scale for each 32 of them.
+_TORCHAO = {
+    f"torchao::{name}": _per_element(_QUANTIZE)
+    for name in (
+        "triton_to_mxfp8_dim0",
+        "triton_to_mxfp8_dim1",
+        "mxfp8_quantize",
+        "mxfp8_quantize_2d_1x32_cutedsl",
+        "mxfp8_quantize_2d_32x1_cutedsl",
+        "mxfp8_quantize_3d_cutedsl",
+    )
+}
+
+
+def _selective_scan(times: int) -> Formula:
+    """Return the formula of Mamba 1's scan of u, delta [b, d, l] with A [d, n] (arXiv:2312.00752).
+
+    For each channel, token and number of the state: exp(delta A), delta B u, the state's update
+    and its product with C, 8 FLOPs as in torch's operators (selective_scan_ref). For each channel
+    and token: softplus(delta + bias), D u, and the gate with SiLU.
+
+    Args:
+        times: 1 for the forward; 3 for the backward, which repeats it and has two gradients of each
+            product.
+    """
+
+    def formula(call: Call) -> Work | None:
+        a = call.tensor(2)
+        if a is None:
+            return None
+        skip, gate, bias = (bool(call.tensor(at)) for at in (5, 6, 7))
+        each = 8 * a.shape[-1] + 2 * skip + 4 * gate + 2 * bias
+        return vector_work(call, times * each * call.numel(0))
+
+    return formula
+
+
 def _indexed_dot(call: Call) -> Work:
     """Return the work of the scores of the targets: a row of the vocabulary for each token."""
     rows, table = call.list_bytes(0), call.list_bytes(1)
@@ -288,7 +478,14 @@ FORMULAS: dict[str, Formula] = {
     ),
     "grouped_gemm::gmm": _extension_product,
     **_DEEP_GEMM,
+    **_TE,
     **_TE_SOFTMAX,
+    **_APEX,
+    **_BITSANDBYTES,
+    **_TORCHAO,
+    **_MULTI_TENSOR,
+    "mamba_ssm::selective_scan_fwd": _selective_scan(1),
+    "mamba_ssm::selective_scan_bwd": _selective_scan(3),
     "quack::_rmsnorm_fwd": _per_element(NORM_FORWARD, (2, 4, 5, 7)),
     "quack::_rmsnorm_bwd": _per_element(NORM_BACKWARD, (4, 5, 6, 8)),
     "quack::cross_entropy_fwd_out": _per_element(SOFTMAX_FORWARD, (3, 4, 5)),
@@ -297,3 +494,8 @@ FORMULAS: dict[str, Formula] = {
     "DaoAILab::_causal_conv1d_bwd_cpp": _causal_convolution(3, (7, 8, 9, 10)),
 }
 """Full name without overload -> formula."""
+
+NEED_VALUES = frozenset(
+    "fused_attn_fwd fused_attn_bwd optimizer_update_32bit optimizer_update_8bit_blockwise".split()
+)
+"""Operators, by base name, whose formula reads argument values."""

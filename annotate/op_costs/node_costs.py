@@ -31,7 +31,12 @@ from onerank.ir import UNKNOWN, Graph, Kind, Reason
 from onerank.ir.arrays import F64, I64, U8, Mask, deduplicate, membership_mask
 from onerank.ir.errors import AnnotateError
 
-NEED_VALUES = gemm.NEED_VALUES | attention.NEED_VALUES | memory_bound.NEED_VALUES
+NEED_VALUES = (
+    gemm.NEED_VALUES
+    | attention.NEED_VALUES
+    | memory_bound.NEED_VALUES
+    | library_operators.NEED_VALUES
+)
 """Operators, by base name, whose cost depends on argument values in addition to shapes."""
 
 # Limit on FLOPs or bytes of a call, so that sums of reads and writes fit into int64.
@@ -44,6 +49,11 @@ _FORMULAS = {
 
 # By full name: libraries and engines reuse names of torch and of each other.
 _BY_FULL_NAME = {**library_operators.FORMULAS, **engine_operators.FORMULAS}
+
+
+def has_formula(op: str) -> bool:
+    """Return whether a built-in formula gives the FLOPs or bytes of an operator."""
+    return op.split(".", 1)[0] in _BY_FULL_NAME or base_name(op) in _FORMULAS
 
 
 def needs_values(op: str) -> bool:

@@ -118,7 +118,7 @@ _OPERATORS = {
         k_grouped_fp8_gemm_tn_contiguous k_grouped_bf16_gemm_tn_contiguous
         chunk_fwd_kernel_h chunk_fwd_kernel_o chunk_bwd_kernel_dh chunk_bwd_kernel_dqkwg
         chunk_bwd_kernel_dv chunk_gated_delta_rule_fwd_kernel_h_blockdim64
-        chunk_gated_delta_rule_bwd_kernel_dhu_blockdim64""",
+        chunk_gated_delta_rule_bwd_kernel_dhu_blockdim64 generic_gemm wgrad_gemm_accum""",
     OpClass.ATTENTION: """
         scaled_dot_product_attention _scaled_dot_product_attention_math
         unified_attention unified_attention_with_output unified_mla_attention
@@ -134,7 +134,7 @@ _OPERATORS = {
         _efficient_attention_backward _cudnn_attention_forward _cudnn_attention_backward
         _native_multi_head_attention flex_attention flex_attention_backward
         _flash_attn_forward _flash_attn_backward _flash_attn_varlen_forward
-        _flash_attn_varlen_backward""",
+        _flash_attn_varlen_backward fused_attn_fwd fused_attn_bwd""",
     OpClass.NORM: """
         layer_norm native_layer_norm native_layer_norm_backward rms_norm _fused_rms_norm
         _fused_rms_norm_backward batch_norm native_batch_norm native_batch_norm_backward
@@ -149,13 +149,21 @@ _OPERATORS = {
         _block_rms_norm_backward_kernel _layer_norm_forward_kernel _layer_norm_backward_kernel
         _fused_add_rms_norm_forward_kernel _fused_add_rms_norm_backward_kernel
         _layer_norm_fwd_1pass_kernel _layer_norm_bwd_kernel layer_norm_fwd_kernel
-        layer_norm_bwd_kernel""",
+        layer_norm_bwd_kernel layernorm_fwd layernorm_bwd rmsnorm_fwd rmsnorm_bwd rmsnorm_bwd_add
+        layer_norm_forward layer_norm_backward rms_norm_forward rms_norm_backward
+        fused_layer_norm_fwd fused_layer_norm_bwd fused_rms_norm_fwd fused_rms_norm_bwd
+        fused_layer_norm_affine_fwd fused_layer_norm_affine_bwd fused_rms_norm_affine_fwd
+        fused_rms_norm_affine_bwd""",
     OpClass.SOFTMAX: """
         softmax log_softmax _softmax _log_softmax _softmax_backward_data
         _log_softmax_backward_data _safe_softmax _masked_softmax _masked_softmax_backward
         scaled_softmax_fwd scaled_softmax_bwd scaled_masked_softmax_fwd scaled_masked_softmax_bwd
         scaled_upper_triang_masked_softmax_fwd scaled_upper_triang_masked_softmax_bwd
-        scaled_aligned_causal_masked_softmax_fwd scaled_aligned_causal_masked_softmax_bwd""",
+        scaled_aligned_causal_masked_softmax_fwd scaled_aligned_causal_masked_softmax_bwd
+        scaled_softmax_forward scaled_softmax_backward scaled_masked_softmax_forward
+        scaled_masked_softmax_backward scaled_upper_triang_masked_softmax_forward
+        scaled_upper_triang_masked_softmax_backward scaled_aligned_causal_masked_softmax_forward
+        scaled_aligned_causal_masked_softmax_backward""",
     OpClass.LOSS: """
         nll_loss nll_loss_forward nll_loss_backward nll_loss2d_forward nll_loss2d_backward
         cross_entropy_loss mse_loss mse_loss_backward l1_loss binary_cross_entropy
@@ -203,20 +211,30 @@ _OPERATORS = {
         _ps_roi_align_backward ps_roi_pool _ps_roi_pool_backward
         _swiglu_forward_kernel _swiglu_backward_kernel _geglu_tanh_forward_kernel
         _geglu_tanh_backward_kernel _triton_rope rotary_kernel element_mul_kernel
-        _causal_conv1d_fwd_cpp _causal_conv1d_bwd_cpp""",
+        _causal_conv1d_fwd_cpp _causal_conv1d_bwd_cpp selective_scan_fwd selective_scan_bwd
+        quantize dequantize bgrad_quantize multi_tensor_scale fused_rope_forward
+        fused_rope_backward qgelu srelu geglu qgeglu reglu sreglu swiglu clamped_swiglu situglu
+        dgelu dqgelu drelu dsrelu dsilu dglu dgeglu dqgeglu dreglu dsreglu dswiglu clamped_dswiglu
+        triton_to_mxfp8_dim0 triton_to_mxfp8_dim1 mxfp8_quantize mxfp8_quantize_2d_1x32_cutedsl
+        mxfp8_quantize_2d_32x1_cutedsl mxfp8_quantize_3d_cutedsl
+        int8_vectorwise_quant int8_double_quant int8_vectorwise_dequant quantize_4bit
+        quantize_blockwise dequantize_4bit dequantize_blockwise
+        dsituglu dbias_dgelu dbias_dqgelu dbias_drelu dbias_dsrelu dbias_dsilu""",
     OpClass.REDUCTION: """
         fused_reduction
         sum nansum mean prod max min amax amin aminmax argmax argmin norm linalg_vector_norm
         linalg_norm var var_mean std std_mean any all logsumexp count_nonzero median nanmedian
         equal allclose _is_all_true trace
-        _is_any_true nanmean _aminmax segment_reduce""",
+        _is_any_true nanmean _aminmax segment_reduce compute_amax compute_dbias
+        multi_tensor_l2norm fused_amax_and_scale_update""",
     OpClass.EMBEDDING: """
         embedding embedding_dense_backward embedding_backward embedding_renorm_ _embedding_bag
         _embedding_bag_dense_backward _embedding_bag_backward
         _embedding_bag_per_sample_weights_backward _embedding_bag_forward_only""",
     OpClass.OPTIMIZER: """
         _fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adagrad_
-        _amp_foreach_non_finite_check_and_unscale_""",
+        _amp_foreach_non_finite_check_and_unscale_ multi_tensor_adam multi_tensor_sgd
+        optimizer_update_32bit optimizer_update_8bit_blockwise""",
     OpClass.COPY: """
         copy copy_ _to_copy clone cat concat stack repeat repeat_interleave flip roll
         constant_pad_nd pad replication_pad2d reflection_pad2d _pin_memory _copy_from
@@ -228,7 +246,7 @@ _OPERATORS = {
         replication_pad1d replication_pad3d replication_pad1d_backward
         replication_pad2d_backward replication_pad3d_backward reflection_pad1d reflection_pad3d
         reflection_pad1d_backward reflection_pad2d_backward reflection_pad3d_backward
-        pixel_unshuffle native_channel_shuffle channel_shuffle tile""",
+        pixel_unshuffle native_channel_shuffle channel_shuffle tile fp8_transpose""",
     OpClass.MEMSET: """
         fill fill_ zero zero_ zeros ones full zeros_like ones_like full_like new_zeros new_ones
         new_full eye

@@ -14,7 +14,7 @@ from onerank.capture.no_device.event_log import EventLog
 from onerank.capture.patches import patched
 from onerank.ir.errors import CaptureError
 
-_CUDA_VERSION = "12.8"
+_CUDA_VERSION = "13.0"
 _NCCL_VERSION = (2, 27, 5)
 _ARCHITECTURES = ("sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
 

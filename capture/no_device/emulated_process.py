@@ -18,16 +18,16 @@ from torch.utils import _python_dispatch
 from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.data import dataloader
 
-from onerank.capture.fake_tensors import as_subclass
+from onerank.capture.fake_tensors import as_subclass, is_combined
 from onerank.capture.fake_world.recorder import Recorder
 from onerank.capture.no_device import cuda_stubs
 from onerank.capture.no_device.attention_backends import choose_attention
 from onerank.capture.no_device.cuda_api import emulated_cuda
 from onerank.capture.no_device.emulated_gpu import EmulatedGpu
 from onerank.capture.no_device.event_log import EventLog
+from onerank.capture.no_device.extensions.install import recorded_extensions
 from onerank.capture.no_device.inductor import InductorOnShapes
 from onerank.capture.no_device.operators import triton_kernels
-from onerank.capture.no_device.operators.extension_functions import recorded_extensions
 from onerank.capture.no_device.operators.fake_operators import REAL_ELEMENTS, FakeOperators
 from onerank.capture.no_device.operators.functional_collectives import (
     SYMMETRIC_MEMORY,
@@ -110,6 +110,10 @@ class EmulatedProcess:
             # Exactly a tensor: a fake one or a subclass is left as it is.
             if type(data) is Tensor:
                 data = self.fake(data)
+            elif is_combined(data):
+                # A module that moves makes one of a parameter of a subclass, whose `detach` has
+                # not its class (bitsandbytes' `Params4bit`). On a GPU it sets the data instead.
+                data = as_subclass(data.detach(), Tensor)
             return new_parameter(cls, data, requires_grad)
 
         def make_subclass(cls: Any, data: Any, requires_grad: bool = False, **options: Any) -> Any:
@@ -198,7 +202,7 @@ class EmulatedProcess:
                     lambda: triton_kernels.recorded_launches(self.operators.launch),
                 ),
                 after_import(triton_kernels.TUNER, triton_kernels.first_configuration),
-                recorded_extensions(self.operators.launch),
+                recorded_extensions(self.operators.launch, self.values),
                 after_import(
                     _HUGGING_FACE,
                     lambda: patched(_HUGGING_FACE, {"is_fake_tensor": _no}),

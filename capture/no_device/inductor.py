@@ -13,8 +13,9 @@ import importlib
 import logging
 import re
 import sys
+import threading
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from types import ModuleType
@@ -101,6 +102,7 @@ class InductorOnShapes:
         self._gpu = gpu
         self._compile = torch.compile
         self._settings = contextlib.ExitStack()
+        self._configured: set[int] = set()  # threads
 
     @contextlib.contextmanager
     def installed(self) -> Generator[None]:
@@ -167,6 +169,9 @@ class InductorOnShapes:
         log = logging.getLogger(_CONVERT_FRAME)
 
         def convert_or_skip(converter: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
+            # Settings are those of a thread, and a backward compiles in another one.
+            if threading.get_ident() not in self._configured:
+                self._configure()
             try:
                 return convert(converter, frame, *args, **kwargs)
             except Exception as error:
@@ -193,13 +198,23 @@ class InductorOnShapes:
         finally:
             log.removeFilter(without_noted)
 
+    def _override(self, config: Any, settings: Mapping[str, Any]) -> None:
+        """Change settings until the capture ends."""
+        # Their own context (`config.patch`) has to end in the thread that began it, and a function
+        # may be compiled first in a thread of a backward.
+        before = {name: getattr(config, name) for name in settings}
+        for name, value in settings.items():
+            setattr(config, name, value)
+            self._settings.callback(setattr, config, name, before[name])
+
     def _configure(self) -> None:
         """Override settings of Dynamo and Inductor that the script may have changed."""
         dynamo: Any = importlib.import_module("torch._dynamo.config")
         inductor: Any = importlib.import_module("torch._inductor.config")
         # What neither can compile runs eager, as `notes` says.
-        self._settings.enter_context(dynamo.patch(suppress_errors=True))
-        self._settings.enter_context(inductor.patch(_SETTINGS))
+        self._configured.add(threading.get_ident())
+        self._override(dynamo, {"suppress_errors": True})
+        self._override(inductor, _SETTINGS)
 
     def _padding(self) -> contextlib.AbstractContextManager[None]:
         """Let Inductor pad products by computed times in the place of measured ones."""

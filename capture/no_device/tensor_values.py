@@ -207,6 +207,20 @@ class UnknownValues:
             code="no-device-operator",
         )
 
+    def refuse_extension(self, function: str) -> NoReturn:
+        """Refuse a function of a C++ extension of which nothing says what it computes.
+
+        Raises:
+            CaptureError: always; it names the function and the script's line.
+        """
+        module, _, name = function.partition("::")
+        raise CaptureError(
+            f"{self._places()}: {name} of the extension {module} runs on a GPU only\n"
+            f'  register its results by onerank.register_extension_function("{function}", ...), '
+            "and its FLOPs by onerank.register_operator_cost",
+            code="no-device-extension",
+        )
+
     def notes(self) -> list[Note]:
         """Return a note on the numbers that the script read, if any."""
         if not self._reads:

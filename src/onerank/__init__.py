@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from onerank import capture, export
     from onerank.analysis.predict_ops import OpPrediction
@@ -40,6 +40,7 @@ __all__ = [
     "read",
     "read_bundle",
     "recost",
+    "register_extension_function",
     "register_operator_cost",
     "replay",
 ]
@@ -376,6 +377,38 @@ def predict(
     calls = op_calls([{"op": op, **sizes}] if isinstance(op, str) else op)
     predictions = predict_calls(calls, target, databases=databases)
     return predictions[0] if isinstance(op, str) else predictions
+
+
+def register_extension_function(
+    function: str, results: Callable[..., Any], *, writes: Sequence[int] = ()
+) -> None:
+    """Register a function of a C++ extension, for captures without a device in this process.
+
+    An extension that torch's dispatcher does not know binds its kernels to Python functions. Such a
+    capture calls `results` instead, and records an operator of the name `function`:
+
+        onerank.register_extension_function(
+            "my_ext::gemm", lambda a, b: a.new_empty(a.shape[0], b.shape[1])
+        )
+        onerank.register_operator_cost(
+            "my_ext::gemm",
+            lambda inputs, outputs: 2 * inputs[0][1] * outputs[0][0] * outputs[0][1],
+        )
+
+    A module that is not installed then imports. Register before the script imports it.
+
+    Args:
+        function: the name by which Python imports the extension, `::` and the function's name.
+        results: takes the function's arguments, and returns what it returns. Tensors that it
+            creates count as allocated by the function.
+        writes: positions of the arguments that the function writes and does not read.
+
+    Raises:
+        CaptureError: `function` is no such name.
+    """
+    from onerank.capture.no_device.extensions import emulated_modules
+
+    emulated_modules.register_extension_function(function, results, writes=writes)
 
 
 def register_operator_cost(

@@ -132,14 +132,34 @@ def _quantised_rows(source: Tensor, threshold: float = 0.0) -> tuple[Tensor, Ten
     )
 
 
+def _quantised_rows_and_columns(source: Tensor, threshold: float = 0.0) -> tuple[Any, ...]:
+    """Return 8-bit integers by rows and by columns, their scales, and the columns of outliers."""
+    rows, scales, outliers = _quantised_rows(source, threshold)
+    column_scales = source.new_empty(source.shape[-1], dtype=torch.float32)
+    return rows, torch.empty_like(rows), scales, column_scales, outliers
+
+
 def _mixed_product(source: Tensor, rows: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     """Return the product of quantised rows and weights, and an input without outliers."""
     return source.new_empty((*rows.shape[:-1], weight.shape[0])), source.new_empty(0)
 
 
+def _shifted(operator: Callable[..., Any]) -> Callable[..., Tensor]:
+    """Return the shift of flags, which torch's fake implementation refuses.
+
+    A kernel shifts them as the integers of their promoted type.
+    """
+
+    def shift(flags: Tensor, other: Any) -> Tensor:
+        return operator(flags.to(torch.result_type(flags, other)), other)
+
+    return shift
+
+
 SHAPES: dict[str, Callable[..., Any]] = {
     "bitsandbytes::int8_mixed_scaled_mm": _mixed_product,
     "bitsandbytes::int8_vectorwise_quant": _quantised_rows,
+    "bitsandbytes::int8_double_quant": _quantised_rows_and_columns,
     "_efficient_attention_backward": _attention_gradients,
     "batch_norm_stats": _statistics,
     "batch_norm_gather_stats_with_counts": _gathered_statistics,
@@ -148,6 +168,13 @@ SHAPES: dict[str, Callable[..., Any]] = {
     "batch_norm_backward_elemt": _like_second,
 }
 """Operator, of torch without `aten::` -> function of its arguments that returns empty results."""
+
+_SHIFTS: dict[str, Callable[..., Any]] = {
+    "__lshift__": torch.bitwise_left_shift,
+    "__rshift__": torch.bitwise_right_shift,
+    "bitwise_left_shift": torch.bitwise_left_shift,
+    "bitwise_right_shift": torch.bitwise_right_shift,
+}
 
 
 def shapes_of(base: str, args: tuple[Any, ...]) -> Callable[..., Any] | None:
@@ -161,6 +188,8 @@ def shapes_of(base: str, args: tuple[Any, ...]) -> Callable[..., Any] | None:
         return _grouped_product
     if base == "_int_mm" and args[0].is_cuda:
         return _int_product
+    if base in _SHIFTS and args[0].dtype == torch.bool:
+        return _shifted(_SHIFTS[base])
     return SHAPES.get(base)
 
 

@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from onerank.annotate.op_costs.node_costs import has_formula
 from onerank.capture.fake_tensors import mark_written
 from onerank.capture.no_device.event_log import Describer, EventLog, RecordedEvent, Shaped
 from onerank.capture.no_device.operators.block_masks import FLEX_ATTENTION, BlockMasks
@@ -276,7 +277,11 @@ class FakeOperators(TorchDispatchMode):
             self._log.end(event)
 
     def _describe_results(self, call: OperatorCall, result: Any, event: RecordedEvent) -> None:
-        event.outputs = self.describe(result if isinstance(result, tuple) else (result,))
+        results = result if isinstance(result, tuple) else (result,)
+        if result is None and call.schema.namespace != "aten" and not has_formula(call.schema.name):
+            # Its operands show all that a custom operator moves, and those that it writes as well.
+            results = tuple(call.written())
+        event.outputs = self.describe(results)
         if not event.on_device:
             return
         inner = inner_of(event.name, call.operands, result)

@@ -784,62 +784,6 @@ def test_attention_of_32_bits_with_grouped_heads(context, operator, calls, tmp_p
     assert "aten::_efficient_attention_forward" not in operators
 
 
-EXTENSIONS = """
-    import torch
-    import deep_gemm, grouped_gemm_backend
-    weight = torch.nn.Parameter(torch.ones(4, 32, 64, device="cuda", dtype=torch.bfloat16))
-    optimizer = torch.optim.SGD([weight], lr=0.1)
-    counts = torch.tensor([5, 7, 2, 2])
-    def empty(*shape, dtype=torch.bfloat16):
-        return torch.empty(*shape, device="cuda", dtype=dtype)
-    class Grouped(torch.autograd.Function):
-        @staticmethod
-        def forward(context, x, weight):
-            context.save_for_backward(x)
-            grouped_gemm_backend.gmm(x, weight, y := empty(16, 64), counts, False, False)
-            return y
-        @staticmethod
-        def backward(context, gradient):
-            (x,) = context.saved_tensors
-            grouped_gemm_backend.gmm(x, gradient, dw := empty(4, 32, 64), counts, True, False)
-            return None, dw
-    eight = torch.float8_e4m3fn
-    a, b = empty(16, 256, dtype=eight), empty(4, 128, 256, dtype=eight)
-    scales = empty(16, 2, dtype=torch.float32), empty(4, 1, 2, dtype=torch.float32)
-    layout = torch.zeros(16, device="cuda", dtype=torch.int32)
-    for step in range(5):
-        Grouped.apply(empty(16, 32), weight).sum().backward()
-        deep_gemm.fp8_gemm_nt((a, scales[0]), (b[0], scales[1][0]), d := empty(16, 128))
-        deep_gemm.m_grouped_fp8_gemm_nt_contiguous((a, scales[0]), (b, scales[1]), d, layout)
-        deep_gemm.bf16_gemm_tn(empty(256, 16), empty(256, 128), d, c=d)
-        optimizer.step()
-        optimizer.zero_grad()
-"""
-
-
-def test_products_of_extensions_are_operators(tmp_path):
-    for name in ("deep_gemm", "grouped_gemm_backend"):  # not built: modules without functions
-        (tmp_path / f"{name}.py").write_text("")
-    graph = captured(tmp_path, EXTENSIONS)
-    costs = op_costs_of(graph)
-    names = [graph.strings[int(op)] for op in graph.nodes.op[costs.index]]
-    rows = [at for at, name in enumerate(names) if name.startswith(("deep_gemm", "grouped"))]
-    assert {(names[at], int(costs.flops[at]), int(costs.bytes_written[at])) for at in rows} == {
-        ("grouped_gemm::gmm", 2 * 16 * 32 * 64, 2 * 16 * 64),
-        ("grouped_gemm::gmm", 2 * 16 * 32 * 64, 2 * 4 * 32 * 64),
-        ("deep_gemm::fp8_gemm_nt", 2 * 16 * 256 * 128, 2 * 16 * 128),
-        ("deep_gemm::m_grouped_fp8_gemm_nt_contiguous", 2 * 16 * 256 * 128, 2 * 16 * 128),
-        ("deep_gemm::bf16_gemm_tn", 2 * 16 * 256 * 128, 2 * 16 * 128),
-    }
-    read = dict(zip((names[at] for at in rows), costs.bytes_read[rows].tolist(), strict=True))
-    scales, layout = 4 * 16 * 2, 4 * 16
-    assert read["deep_gemm::fp8_gemm_nt"] == 16 * 256 + scales + 128 * 256 + 4 * 2
-    assert read["deep_gemm::m_grouped_fp8_gemm_nt_contiguous"] == (
-        16 * 256 + scales + 4 * (128 * 256 + 4 * 2) + layout
-    )
-    assert read["deep_gemm::bf16_gemm_tn"] == 2 * (256 * 16 + 256 * 128 + 16 * 128)
-
-
 def shapes_of(graph: Graph, operator: str) -> list[Any]:
     """Return the shapes of the operands of each call of an operator."""
     rows = [i for i, op in enumerate(graph.text("op")) if op == operator]

@@ -1,0 +1,8 @@
+"""C++ extensions of libraries, whose functions a capture without a device records as operators.
+
+- `emulated_modules`: modules that stand in for extensions, and functions that users register.
+- `install`: which extensions there are, and what their packages need to import without a GPU.
+- `transformer_engine`: the functions of TransformerEngine's extension.
+- `fused_kernels`: those of apex, DeepSpeed and Mamba 1.
+- `products`: those of grouped_gemm and DeepGEMM.
+"""

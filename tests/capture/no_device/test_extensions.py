@@ -1,0 +1,279 @@
+"""`capture run --device none`: functions of C++ extensions, which are not built.
+
+The packages around the extensions are empty: the tests call what the packages call.
+"""
+
+import textwrap
+from pathlib import Path
+
+import pytest
+from own_process import run_command
+
+import onerank
+from onerank.annotate.op_costs.node_costs import op_costs_of
+from onerank.ir import Graph
+from onerank.ir.errors import CaptureError
+
+TRAINING = """
+import torch
+from torch import empty, randn
+weight = torch.nn.Parameter(torch.ones(64, 32, device="cuda", dtype=torch.bfloat16))
+optimizer = torch.optim.SGD([weight], lr=0.1)
+{setup}
+for step in range(5):
+    weight.sum().backward()
+{statements}
+    optimizer.step()
+"""
+
+
+def run(directory: Path, text: str, *packages: str):
+    for package in packages:
+        (directory / package).mkdir()
+        (directory / package / "__init__.py").write_text("")
+    (directory / "train.py").write_text(textwrap.dedent(text))
+    command = ("capture", "run", directory / "train.py", "--device", "none")
+    return run_command(*command, "-o", directory / "trace.et")
+
+
+def captured(directory: Path, text: str, *packages: str) -> Graph:
+    done = run(directory, text, *packages)
+    assert done.returncode == 0, done.stderr
+    return onerank.read(directory / "trace.et")
+
+
+def script(setup: str, statements: str) -> str:
+    indented = textwrap.indent(textwrap.dedent(statements).strip(), " " * 4)
+    return TRAINING.format(setup=textwrap.dedent(setup).strip(), statements=indented)
+
+
+def costs(graph: Graph, namespace: str) -> list[tuple[str, int, int, int]]:
+    """Return (operator, FLOPs, bytes read, bytes written) of a namespace's operators, in order."""
+    work = op_costs_of(graph)
+    names = [graph.strings[int(op)] for op in graph.nodes.op[work.index]]
+    return [
+        (name.removeprefix(f"{namespace}::"), int(flops), int(read), int(written))
+        for name, flops, read, written in zip(
+            names, work.flops, work.bytes_read, work.bytes_written, strict=True
+        )
+        if name.startswith(f"{namespace}::")
+    ]
+
+
+TE_SETUP = """
+import transformer_engine_torch as tex
+def on_gpu(*shape, dtype=torch.bfloat16):
+    return randn(*shape, device="cuda", dtype=dtype)
+x, w, bias = on_gpu(8, 4, 32), on_gpu(64, 32), on_gpu(64)
+workspace = empty(1, device="cuda")
+def gemm(a, trans_a, b, trans_b, bias=None, gelu=False, grad=False, d=None):
+    rest = (workspace, 1, d is not None, False)
+    kind = tex.DType.kBFloat16
+    return tex.generic_gemm(
+        a, trans_a, b, trans_b, d, None, kind, bias, kind, gelu, None, grad, *rest
+    )
+"""
+
+
+def test_products_of_transformer_engine(tmp_path):
+    statements = """
+    y, _, before, _ = gemm(w, True, x, False, bias=bias, gelu=True)
+    assert y.shape == before.shape == (8, 4, 64)
+    dx = gemm(w, False, y, False)[0]
+    assert dx.shape == x.shape
+    dw, dbias, _, _ = gemm(x, False, y, True, bias=bias, grad=True)
+    assert dw.shape == w.shape and dbias.shape == bias.shape
+    gemm(x, False, y, True, d=dw)
+    """
+    graph = captured(tmp_path, script(TE_SETUP, statements), "transformer_engine")
+    flops = 2 * 32 * 64 * 32
+    x, w, y, bias = 2 * 32 * 32, 2 * 64 * 32, 2 * 32 * 64, 2 * 64
+    assert costs(graph, "transformer_engine") == [
+        ("generic_gemm", flops, x + w + bias, 2 * y),
+        ("generic_gemm", flops, y + w, x),
+        ("generic_gemm", flops, x + y, w + bias),
+        ("generic_gemm", flops, x + y + w, w),
+    ]
+
+
+@pytest.mark.parametrize("layout", ["SBHD_SBHD_SBHD", "BSHD_BSHD_BSHD", "SB3HD"])
+def test_attention_of_transformer_engine(layout, tmp_path):
+    first = "BSHD" if layout[0] == "B" else "SBHD"
+    shape = (2, 64, 4, 16) if first == "BSHD" else (64, 2, 4, 16)
+    statements = f"""
+    q = on_gpu(*{shape})
+    layout, order = tex.NVTE_QKV_Layout.NVTE_{layout}, tex.NVTE_QKV_Format.NVTE_{first}
+    lengths = torch.tensor([0, 64, 128], device="cuda", dtype=torch.int32)
+    kinds = tex.NVTE_Bias_Type(0), tex.NVTE_Mask_Type.NVTE_CAUSAL_MASK, tex.NVTE_Softmax_Type(0)
+    window, none = ([-1, 0], False), [None] * 4
+    out, stats, state = tex.fused_attn_fwd(
+        64, 64, True, 0.1, 0.0, True, layout, order, order, *kinds, *window, lengths, lengths,
+        q, q, q, q.dtype, *none, None, None, None, None, None, 16, False, False,
+    )
+    assert out.shape == q.shape and stats.shape == (2, 4, 64, 1)
+    dq, dk, dv, _, _ = tex.fused_attn_bwd(
+        64, 64, 0.1, 0.0, True, layout, order, order, layout, order, order, *kinds, *window,
+        False, lengths, lengths, q, q, q, out, out, q.dtype, [stats, state], *none[:2],
+        None, None, None, False,
+    )
+    assert dq.shape == dk.shape == dv.shape == q.shape
+    """
+    graph = captured(tmp_path, script(TE_SETUP, statements), "transformer_engine")
+    pairs = 2 * 4 * 64 * 64 // 2
+    tensor, stats = 2 * 2 * 64 * 4 * 16, 4 * 2 * 4 * 64
+    assert costs(graph, "transformer_engine") == [
+        ("fused_attn_fwd", 2 * pairs * 32, 3 * tensor, tensor + stats),
+        ("fused_attn_bwd", 2 * pairs * 80, 5 * tensor + stats, 3 * tensor),
+    ]
+
+
+def test_norms_and_optimizers_of_apex(tmp_path):
+    setup = """
+    import amp_C, fused_layer_norm_cuda as norms
+    x, w = (randn(*shape, device="cuda") for shape in ((8, 4, 32), (32,)))
+    """
+    statements = """
+    y, mean, scale = norms.forward_affine(x, (32,), w, w, 1e-5)
+    dx, dw, db = norms.backward_affine(y, mean, scale, x, (32,), w, w, 1e-5, False)
+    assert dx.shape == x.shape and dw.shape == db.shape == w.shape and mean.shape == (32,)
+    flag = torch.zeros(1, dtype=torch.int, device="cuda")
+    norm, _ = amp_C.multi_tensor_l2norm(65536, flag, [[x, w]], False)
+    amp_C.multi_tensor_adam(65536, flag, [[x, w]] * 4, 0.1, 0.9, 0.9, 1e-8, 1, 1, 1, 0.0)
+    """
+    graph = captured(tmp_path, script(setup, statements), "apex")
+    x, w, elements = 4 * 32 * 32, 4 * 32, 32 * 32 + 32
+    assert costs(graph, "apex") == [
+        ("layer_norm_forward", 7 * 32 * 32, x + 2 * w, x + 2 * w),
+        ("layer_norm_backward", 14 * 32 * 32, 2 * x + 4 * w, x + 2 * w),
+        ("multi_tensor_l2norm", 2 * elements, 4 * elements, 4),
+        ("multi_tensor_adam", 14 * elements, 4 * 4 * elements, 3 * 4 * elements),
+    ]
+
+
+def test_the_scan_of_mamba(tmp_path):
+    setup = """
+    import selective_scan_cuda
+    u, a = randn(2, 16, 4096, device="cuda"), randn(16, 8, device="cuda")
+    b, d = randn(2, 1, 8, 4096, device="cuda"), randn(16, device="cuda")
+    """
+    statements = """
+    y, states, gated = selective_scan_cuda.fwd(u, u, a, b, b, d, u, d, True)
+    assert states.shape == (2, 16, 2, 16) and gated.shape == u.shape
+    results = selective_scan_cuda.bwd(u, u, a, b, b, d, u, d, y, states, y, None, True, True)
+    assert [tuple(t.shape) for t in results] == [
+        tuple(t.shape) for t in (u, u, a, b, b, d, d, u, u)
+    ]
+    """
+    graph = captured(tmp_path, script(setup, statements), "mamba_ssm")
+    elements = 2 * 16 * 4096
+    u, b, a, d, states = 4 * elements, 4 * 2 * 8 * 4096, 4 * 16 * 8, 4 * 16, 4 * 2 * 16 * 2 * 16
+    read, flops = 3 * u + a + 2 * b + 2 * d, elements * (8 * 8 + 8)
+    assert costs(graph, "mamba_ssm") == [
+        ("selective_scan_fwd", flops, read, 2 * u + states),
+        ("selective_scan_bwd", 3 * flops, read + 2 * u + states, 4 * u + a + 2 * b + 2 * d),
+    ]
+
+
+def test_a_registered_function_of_an_extension(tmp_path):
+    setup = """
+    import onerank
+    onerank.register_extension_function(
+        "my_ext::gemm", lambda a, b, out: a.new_empty(a.shape[0], 1), writes=[2]
+    )
+    onerank.register_operator_cost("my_ext::gemm", lambda inputs, outputs: 2 * inputs[0][1])
+    import my_ext
+    out = empty(64, 32, device="cuda")
+    """
+    graph = captured(tmp_path, script(setup, "my_ext.gemm(weight, weight, out)"))
+    assert costs(graph, "my_ext") == [("gemm", 2 * 32, 2 * 2 * 64 * 32, 2 * 64 + 4 * 64 * 32)]
+
+
+@pytest.mark.parametrize(
+    ("setup", "statement", "function"),
+    [
+        ("import transformer_engine_torch as ext", "ext.ep_dispatch(weight)", "ep_dispatch"),
+        (
+            "from torch.utils import cpp_extension\n"
+            "ext = cpp_extension.load(name='my_kernels', sources=['k.cpp', 'k.cu'])",
+            "ext.Scan.apply(weight)",
+            "my_kernels::Scan.apply",
+        ),
+        ("import deep_ep_cpp as ext", "ext.Buffer(0, 1)", "deep_ep_cpp::Buffer"),
+    ],
+)
+def test_another_function_of_an_extension_is_an_error(setup, statement, function, tmp_path):
+    done = run(tmp_path, script(setup, statement), "transformer_engine", "deep_ep")
+    assert done.returncode == 2
+    assert "error[no-device-extension]: train.py:" in done.stderr
+    assert function in done.stderr
+    assert "register_extension_function" in done.stderr
+    assert not (tmp_path / "trace.et").exists()
+
+
+def test_an_extension_without_its_package_is_absent(tmp_path):
+    done = run(tmp_path, script("import transformer_engine_torch", "pass"))
+    assert done.returncode == 2
+    assert "ModuleNotFoundError" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["gemm", "::gemm", "my_ext::", "my_ext::a b"])
+def test_a_name_that_is_no_function_is_refused(name):
+    with pytest.raises(CaptureError) as error:
+        onerank.register_extension_function(name, lambda: None)
+    assert error.value.code == "extension-function-name"
+
+
+EXTENSIONS = """
+    import torch
+    import deep_gemm, grouped_gemm_backend
+    weight = torch.nn.Parameter(torch.ones(4, 32, 64, device="cuda", dtype=torch.bfloat16))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    counts = torch.tensor([5, 7, 2, 2])
+    def empty(*shape, dtype=torch.bfloat16):
+        return torch.empty(*shape, device="cuda", dtype=dtype)
+    class Grouped(torch.autograd.Function):
+        @staticmethod
+        def forward(context, x, weight):
+            context.save_for_backward(x)
+            grouped_gemm_backend.gmm(x, weight, y := empty(16, 64), counts, False, False)
+            return y
+        @staticmethod
+        def backward(context, gradient):
+            (x,) = context.saved_tensors
+            grouped_gemm_backend.gmm(x, gradient, dw := empty(4, 32, 64), counts, True, False)
+            return None, dw
+    eight = torch.float8_e4m3fn
+    a, b = empty(16, 256, dtype=eight), empty(4, 128, 256, dtype=eight)
+    scales = empty(16, 2, dtype=torch.float32), empty(4, 1, 2, dtype=torch.float32)
+    layout = torch.zeros(16, device="cuda", dtype=torch.int32)
+    for step in range(5):
+        Grouped.apply(empty(16, 32), weight).sum().backward()
+        deep_gemm.fp8_gemm_nt((a, scales[0]), (b[0], scales[1][0]), d := empty(16, 128))
+        deep_gemm.m_grouped_fp8_gemm_nt_contiguous((a, scales[0]), (b, scales[1]), d, layout)
+        deep_gemm.bf16_gemm_tn(empty(256, 16), empty(256, 128), d, c=d)
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_products_of_extensions_are_operators(tmp_path):
+    for name in ("deep_gemm", "grouped_gemm_backend"):  # not built: modules without functions
+        (tmp_path / f"{name}.py").write_text("")
+    graph = captured(tmp_path, EXTENSIONS)
+    costs = op_costs_of(graph)
+    names = [graph.strings[int(op)] for op in graph.nodes.op[costs.index]]
+    rows = [at for at, name in enumerate(names) if name.startswith(("deep_gemm", "grouped"))]
+    assert {(names[at], int(costs.flops[at]), int(costs.bytes_written[at])) for at in rows} == {
+        ("grouped_gemm::gmm", 2 * 16 * 32 * 64, 2 * 16 * 64),
+        ("grouped_gemm::gmm", 2 * 16 * 32 * 64, 2 * 4 * 32 * 64),
+        ("deep_gemm::fp8_gemm_nt", 2 * 16 * 256 * 128, 2 * 16 * 128),
+        ("deep_gemm::m_grouped_fp8_gemm_nt_contiguous", 2 * 16 * 256 * 128, 2 * 16 * 128),
+        ("deep_gemm::bf16_gemm_tn", 2 * 16 * 256 * 128, 2 * 16 * 128),
+    }
+    read = dict(zip((names[at] for at in rows), costs.bytes_read[rows].tolist(), strict=True))
+    scales, layout = 4 * 16 * 2, 4 * 16
+    assert read["deep_gemm::fp8_gemm_nt"] == 16 * 256 + scales + 128 * 256 + 4 * 2
+    assert read["deep_gemm::m_grouped_fp8_gemm_nt_contiguous"] == (
+        16 * 256 + scales + 4 * (128 * 256 + 4 * 2) + layout
+    )
+    assert read["deep_gemm::bf16_gemm_tn"] == 2 * (256 * 16 + 256 * 128 + 16 * 128)
