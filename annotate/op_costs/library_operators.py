@@ -32,18 +32,20 @@ from onerank.annotate.op_costs.operands import Call, Tensor
 from onerank.ir import UNKNOWN
 
 
-def _per_element(flops: int, written: tuple[int, ...] = ()) -> Formula:
+def _per_element(flops: int, written: tuple[int, ...] = (), *, returns: bool = True) -> Formula:
     """Return the formula of a kernel whose FLOPs are proportional to its largest operand.
 
     Args:
         flops: FLOPs per element of this operand.
         written: positions of arguments that the operator writes and does not read.
+        returns: whether it returns tensors; if not, a capture without a device records as its
+            results what it writes.
     """
 
     def formula(call: Call) -> Work | None:
         read = [at for at in range(len(call.inputs)) if at not in written]
         elements = max((call.numel(at) for at in read), default=0)
-        results = call.list_bytes(*written) + call.output_bytes
+        results = call.list_bytes(*written) + returns * call.output_bytes
         return vector_work(call, flops * elements, call.list_bytes(*read), results)
 
     return formula
@@ -486,10 +488,10 @@ FORMULAS: dict[str, Formula] = {
     **_MULTI_TENSOR,
     "mamba_ssm::selective_scan_fwd": _selective_scan(1),
     "mamba_ssm::selective_scan_bwd": _selective_scan(3),
-    "quack::_rmsnorm_fwd": _per_element(NORM_FORWARD, (2, 4, 5, 7)),
-    "quack::_rmsnorm_bwd": _per_element(NORM_BACKWARD, (4, 5, 6, 8)),
-    "quack::cross_entropy_fwd_out": _per_element(SOFTMAX_FORWARD, (3, 4, 5)),
-    "quack::cross_entropy_bwd_out": _per_element(SOFTMAX_BACKWARD, (4,)),
+    "quack::_rmsnorm_fwd": _per_element(NORM_FORWARD, (2, 4, 5, 7), returns=False),
+    "quack::_rmsnorm_bwd": _per_element(NORM_BACKWARD, (4, 5, 6, 8), returns=False),
+    "quack::cross_entropy_fwd_out": _per_element(SOFTMAX_FORWARD, (3, 4, 5), returns=False),
+    "quack::cross_entropy_bwd_out": _per_element(SOFTMAX_BACKWARD, (4,), returns=False),
     "DaoAILab::_causal_conv1d_fwd_cpp": _causal_convolution(1, (5, 6)),
     "DaoAILab::_causal_conv1d_bwd_cpp": _causal_convolution(3, (7, 8, 9, 10)),
 }

@@ -51,11 +51,6 @@ _FORMULAS = {
 _BY_FULL_NAME = {**library_operators.FORMULAS, **engine_operators.FORMULAS}
 
 
-def has_formula(op: str) -> bool:
-    """Return whether a built-in formula gives the FLOPs or bytes of an operator."""
-    return op.split(".", 1)[0] in _BY_FULL_NAME or base_name(op) in _FORMULAS
-
-
 def needs_values(op: str) -> bool:
     """Return whether `work_of` must be given the operator's input values."""
     return base_name(op) in NEED_VALUES

@@ -27,7 +27,6 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from onerank.annotate.op_costs.node_costs import has_formula
 from onerank.capture.fake_tensors import mark_written
 from onerank.capture.no_device.event_log import Describer, EventLog, RecordedEvent, Shaped
 from onerank.capture.no_device.operators.block_masks import FLEX_ATTENTION, BlockMasks
@@ -278,8 +277,8 @@ class FakeOperators(TorchDispatchMode):
 
     def _describe_results(self, call: OperatorCall, result: Any, event: RecordedEvent) -> None:
         results = result if isinstance(result, tuple) else (result,)
-        if result is None and call.schema.namespace != "aten" and not has_formula(call.schema.name):
-            # Its operands show all that a custom operator moves, and those that it writes as well.
+        if result is None and call.schema.namespace != "aten":
+            # Without results its operands show what a custom operator writes.
             results = tuple(call.written())
         event.outputs = self.describe(results)
         if not event.on_device:
