@@ -22,8 +22,8 @@ from typing import Any, NoReturn, Protocol
 from torch import Tensor
 
 from onerank.capture.no_device.operators.operator_calls import tensors_in
-from onerank.capture.no_device.tensor_values import UnknownValues
 from onerank.capture.no_device.operators.triton_kernels import KernelLaunch
+from onerank.capture.no_device.tensor_values import UnknownValues
 from onerank.ir.errors import CaptureError
 
 

@@ -14,8 +14,8 @@ from onerank.capture.no_device.extensions import fused_kernels
 from onerank.capture.no_device.extensions.emulated_modules import EmulatedExtensions, Extension
 from onerank.capture.no_device.extensions.products import GROUPED_GEMM, recorded_deep_gemm
 from onerank.capture.no_device.extensions.transformer_engine import TRANSFORMER_ENGINE
-from onerank.capture.no_device.tensor_values import UnknownValues
 from onerank.capture.no_device.operators.triton_kernels import KernelLaunch
+from onerank.capture.no_device.tensor_values import UnknownValues
 from onerank.capture.patches import after_import, patched, resolve
 
 _EXTENSIONS = (
