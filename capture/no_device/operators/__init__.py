@@ -8,5 +8,5 @@
 - `router_choices`: experts that a script's router chooses.
 - `block_masks`: blocks that flex attention computes.
 - `functional_collectives`: DTensor's collectives, and products fused with them.
-- `extension_functions`, `triton_kernels`: functions of C++ extensions, and Triton kernels.
+- `triton_kernels`: Triton kernels that a script launches.
 """
