@@ -206,7 +206,7 @@ def _unique(compositions: Iterable[Composition]) -> tuple[Composition, ...]:
     return tuple(dict.fromkeys(compositions))
 
 
-# Longest context of the default grid: a decode of 32,768 tokens shows the slope of attention.
+# Longest sequence of the default grid. Attention grows evenly with contexts above it.
 _LONGEST_DEFAULT = 32768
 
 
@@ -214,22 +214,36 @@ def default_grid(longest: int) -> tuple[Composition, ...]:
     """Return at most 60 compositions for a model.
 
     Decode batches are dense, because products of few tokens have steps at the tiles of a GPU.
-    Contexts are sparse, because attention grows evenly with them. Mixed steps with one decode add
-    numbers of tokens between those of the prefills.
+    Contexts are sparse, because attention grows evenly with them. Few sequences of an engine
+    consist of whole blocks of the attention kernel, whose kernel for them is faster, so half of the
+    prefills do not. Some decode batches fill the last wave of thread blocks to a small part. Mixed
+    steps with one decode add numbers of tokens just above a tile.
 
     Args:
         longest: tokens that a sequence of the model may have.
     """
     longest = min(longest, _LONGEST_DEFAULT)
+    decodes = [
+        *((batch, context)
+          for batch in (1, 4, 16, 64, 256) for context in (128, 1024, 4096, 16384)),
+        *((batch, 1024) for batch in (2, 8, 32, 48, 100, 192)),
+        *((40, 3000), (24, 6000)),
+    ]  # fmt: skip
+    whole_blocks = [
+        *((tokens, 0) for tokens in (256, 1024, 2048, 4096, 8192)),
+        *((1024, 2048), (256, 8192), (1024, 8192), (8192, 8192)),
+    ]
+    parted = [
+        *((tokens, 0) for tokens in (64, 200, 450, 700, 1300, 2200, 5000)),
+        *((200, 3000), (1100, 3000), (3000, 3000), (500, 5000)),
+    ]
     grid = [
-        *(Composition(decodes=b, decode_context=c)
-          for b in (1, 4, 16, 64, 256) for c in (128, 1024, 4096, 16384, 32768)),
-        *(Composition(decodes=b, decode_context=1024) for b in (2, 8, 32, 128, 192)),
-        *(Composition(prefills=1, prefill_tokens=n, prefill_context=c)
-          for n in (64, 256, 1024, 2048, 4096, 8192) for c in (0, 2048, 8192)),
-        *(Composition(1, 1024, 1, n, 0) for n in (384, 512, 768, 1536)),
-        *(Composition(b, c, 1, n, 2048)
-          for n in (256, 1024) for b, c in ((16, 1024), (64, 4096), (128, 512), (8, 16384))),
+        *(Composition(batch, context) for batch, context in decodes),
+        *(Composition(0, 0, 1, tokens, context) for tokens, context in whole_blocks + parted),
+        *(Composition(1, 1024, 1, tokens, 0) for tokens in (384, 768, 1536)),
+        *(Composition(batch, context, 1, tokens, 2048)
+          for tokens in (256, 1024)
+          for batch, context in ((16, 1024), (64, 4096), (128, 512), (8, 16384))),
     ]  # fmt: skip
 
     def fits(c: Composition) -> bool:

@@ -1,6 +1,7 @@
 """Interpolation of steps, on times that a known function of the sizes gives."""
 
 import math
+from collections.abc import Callable
 
 import msgspec
 import numpy as np
@@ -8,8 +9,13 @@ import pytest
 
 from onerank.capture.serving.compositions import Composition, default_grid, parse_grid
 from onerank.ir.errors import AnnotateError
-from onerank.serving.latency_interpolation import Interpolation, cross_validate
-from onerank.serving.tables import KernelRow, Part, StepRow
+from onerank.serving.bundle import Bundle
+from onerank.serving.latency_interpolation import (
+    AttentionWaves,
+    Interpolation,
+    cross_validate,
+)
+from onerank.serving.tables import KernelRow, Manifest, Part, RankMemory, StepRow
 
 
 def parts_of(c: Composition) -> dict[Part, float]:
@@ -27,12 +33,31 @@ def parts_of(c: Composition) -> dict[Part, float]:
     return parts
 
 
-def rows_of(grid: tuple[Composition, ...]) -> tuple[list[StepRow], list[KernelRow]]:
+# Of an H100 and a Llama-8B: 33 decodes occupy the GPU once.
+WAVES = AttentionWaves.of(sms=132, kv_heads=8)
+
+
+def parts_in_waves(c: Composition) -> dict[Part, float]:
+    """Return times of the parts where attention runs as FlashAttention 2 does on an H100."""
+    parts = parts_of(c)
+    if c.decodes:
+        # A wave of few thread blocks takes 70% of the time of a full one.
+        blocks = 0.3 * c.decodes + 0.7 * WAVES.occupied(c.decodes)
+        parts["decode_attention"] = 2e5 + 100 * blocks * (c.decode_context + 1)
+    if c.prefill_tokens % 128 or (c.prefill_tokens + c.prefill_context) % 128:
+        parts["prefill_attention"] = 1.4 * parts.get("prefill_attention", 0.0)
+    return parts
+
+
+def rows_of(
+    grid: tuple[Composition, ...],
+    times: Callable[[Composition], dict[Part, float]] = parts_of,
+) -> tuple[list[StepRow], list[KernelRow]]:
     """Return the rows of a grid; the host takes 20 ms."""
     steps: list[StepRow] = []
     kernels: list[KernelRow] = []
     for number, c in enumerate(grid, start=1):
-        parts = parts_of(c)
+        parts = times(c)
         total = sum(parts.values())
         steps.append(
             StepRow.of(
@@ -47,7 +72,7 @@ def rows_of(grid: tuple[Composition, ...]) -> tuple[list[StepRow], list[KernelRo
 
 
 def test_compositions_between_the_points_of_the_default_grid():
-    interpolation = Interpolation.of(*rows_of(default_grid(32768)))
+    interpolation = Interpolation.of(*rows_of(default_grid(32768)), None)
     draw = np.random.default_rng(7)
     errors: list[float] = []
     for _ in range(40):
@@ -72,20 +97,73 @@ def test_compositions_between_the_points_of_the_default_grid():
     assert np.quantile(errors, 0.9) < 0.10
 
 
+def test_waves_of_thread_blocks():
+    """FlashAttention 2 divides the keys of few decodes, and starts another wave for a 34th."""
+    assert WAVES.occupied(20) == 20
+    assert [WAVES.occupied(n) for n in (27, 33, 34, 66, 67)] == [33, 33, 66, 66, 99]
+
+
+@pytest.mark.parametrize(
+    ("changed", "decodes"),
+    [
+        ({}, 66),
+        ({"tp": 16}, 264),  # two ranks share a key-value head
+        ({"config": {"text_config": {"num_attention_heads": 24}}}, 22),
+        ({"config": {}}, None),
+        ({"device": "AMD EPYC 9654"}, None),
+        ({"memory": RankMemory(0)}, None),  # a recording, whose attention kernel is another
+    ],
+)
+def test_the_waves_of_a_bundle(changed: dict[str, object], decodes: float | None):
+    rows, kernels = rows_of(parse_grid("decode: batch=1,2,4 context=8"))
+    manifest = Manifest(
+        model="LlamaForCausalLM", config={"num_key_value_heads": 8}, tp=2, layers=1, longest=4096,
+        device="NVIDIA H100 80GB HBM3", device_type="cuda", source="measured",
+        memory=RankMemory(0, weights_bytes=1), versions={},
+    )  # fmt: skip
+    bundle = Bundle(msgspec.structs.replace(manifest, **changed), tuple(rows), tuple(kernels))
+    assert bundle.interpolation.waves == (None if decodes is None else AttentionWaves(decodes))
+
+
+def test_attention_in_waves_and_blocks():
+    rows, kernels = rows_of(default_grid(32768), parts_in_waves)
+    draw = np.random.default_rng(5)
+    compositions = [
+        Composition(
+            decodes=int(draw.integers(30, 120)),
+            decode_context=int(draw.integers(2000, 6000)),
+            prefills=1,
+            prefill_tokens=int(draw.integers(500, 3000)),
+            prefill_context=int(draw.integers(0, 6000)),
+        )
+        for _ in range(40)
+    ]
+    errors: dict[bool, float] = {}
+    for waves in (None, WAVES):
+        interpolation = Interpolation.of(rows, kernels, waves)
+        steps = [interpolation.step(c).graph_ns or 0 for c in compositions]
+        measured = [sum(parts_in_waves(c).values()) * 1.02 for c in compositions]
+        relative = [abs(step / total - 1) for step, total in zip(steps, measured, strict=True)]
+        errors[waves is not None] = float(np.mean(relative))
+    assert errors[True] < 0.02
+    assert errors[True] < errors[False] / 2
+
+
 def test_points_are_reproduced():
     grid = default_grid(32768)
-    interpolation = Interpolation.of(*rows_of(grid))
+    interpolation = Interpolation.of(*rows_of(grid), None)
     for c in grid:
         step = interpolation.step(c)
         assert step.graph_ns == pytest.approx(sum(parts_of(c).values()) * 1.02, rel=0.03)
 
 
-def test_cross_validation_leaves_each_row_out():
+def test_cross_validation_leaves_rows_out():
     grid = parse_grid("decode: batch=1,2,4,8,16,32,64 context=256,1024,4096")
     rows, kernels = rows_of(grid)
-    validation = cross_validate(rows, kernels)
+    validation = cross_validate(rows, kernels, None)
     assert validation is not None
-    assert validation.points == len(grid) == 21
+    # The smallest and the largest batch are at the edge: without them, the fit would extrapolate.
+    assert validation.points == len(grid) - 2 * 3 == 15
     assert validation.median < 0.01
     # A wrong row is its own error, and does not vanish in a fit that contains it.
     wrong = [*rows]
@@ -99,7 +177,7 @@ def test_cross_validation_leaves_each_row_out():
         wrong[10].composition, **figures, graph_ns=total, graph_low_ns=None, graph_high_ns=None,
         gpu_ns=round(total / 1.02), peak_bytes=1, fits=True, source="measured",
     )  # fmt: skip
-    worse = cross_validate(wrong, kernels)
+    worse = cross_validate(wrong, kernels, None)
     assert worse is not None
     assert worse.p90 > validation.p90
 
@@ -111,11 +189,12 @@ def test_rows_without_a_cuda_graph_do_not_count_as_graphs():
         msgspec.structs.replace(row, graph_ns=None if number % 4 == 0 else row.graph_ns)
         for number, row in enumerate(rows)
     ]
-    validation = cross_validate(rows, kernels)
+    validation = cross_validate(rows, kernels, None)
     assert validation is not None
-    assert validation.points == sum(row.graph_ns is not None for row in rows) == 15
+    inside = [row for row in rows if 1 < row.composition.decodes < 64]
+    assert validation.points == sum(row.graph_ns is not None for row in inside) == 11
     assert validation.p90 < 0.02
-    interpolation = Interpolation.of(rows, kernels)
+    interpolation = Interpolation.of(rows, kernels, None)
     for row in rows:
         kernels_ns = sum(parts_of(row.composition).values())
         step = interpolation.step(row.composition)
@@ -123,7 +202,7 @@ def test_rows_without_a_cuda_graph_do_not_count_as_graphs():
 
 
 def test_a_module_has_its_own_time():
-    interpolation = Interpolation.of(*rows_of(default_grid(32768)))
+    interpolation = Interpolation.of(*rows_of(default_grid(32768)), None)
     time_ns = interpolation.module(["decode_attention"])
     assert time_ns(Composition(24, 3000)) == pytest.approx(2e5 + 40 * 24 * 3001, rel=0.05)
     assert time_ns(Composition(prefills=1, prefill_tokens=5)) == 0
@@ -133,13 +212,13 @@ def test_a_module_has_its_own_time():
 def test_too_few_points():
     rows, kernels = rows_of(parse_grid("decode: batch=1,2 context=8"))
     with pytest.raises(AnnotateError) as error:
-        Interpolation.of(rows, kernels)
+        Interpolation.of(rows, kernels, None)
     assert error.value.code == "bundle-too-few-points"
-    assert cross_validate(rows, kernels) is None
+    assert cross_validate(rows, kernels, None) is None
 
 
 def test_a_kind_that_was_not_measured():
-    interpolation = Interpolation.of(*rows_of(parse_grid("decode: batch=1,2,4 context=8")))
+    interpolation = Interpolation.of(*rows_of(parse_grid("decode: batch=1,2,4 context=8")), None)
     with pytest.raises(AnnotateError) as error:
         interpolation.step(Composition(prefills=1, prefill_tokens=8))
     assert error.value.code == "bundle-no-such-steps"

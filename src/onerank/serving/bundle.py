@@ -17,11 +17,16 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from onerank.annotate import find_gpu
 from onerank.capture.serving.compositions import Composition, parse_grid
 from onerank.display import Displayed
 from onerank.ir.errors import FormatError
 from onerank.ir.output_files import is_replaceable, replacing_directory, write_tables
-from onerank.serving.latency_interpolation import Interpolation, cross_validate
+from onerank.serving.latency_interpolation import (
+    AttentionWaves,
+    Interpolation,
+    cross_validate,
+)
 from onerank.serving.tables import FORMAT, KernelRow, Manifest, StepRow, data_frame
 
 if TYPE_CHECKING:
@@ -77,7 +82,7 @@ class Bundle(Displayed):
     @cached_property
     def interpolation(self) -> Interpolation:
         """Times of compositions between the rows."""
-        return Interpolation.of(self.rows, self.kernel_rows)
+        return Interpolation.of(self.rows, self.kernel_rows, self._waves())
 
     def at(self, grid: str | Sequence[Composition]) -> "pl.DataFrame":
         """Return interpolated steps, with the columns of `steps`.
@@ -100,9 +105,17 @@ class Bundle(Displayed):
 
     def validated(self) -> "Bundle":
         """Return the bundle with the errors of its interpolation."""
-        validation = cross_validate(self.rows, self.kernel_rows)
+        validation = cross_validate(self.rows, self.kernel_rows, self._waves())
         manifest = msgspec.structs.replace(self.manifest, cross_validation=validation)
         return replace(self, manifest=manifest)
+
+    def _waves(self) -> AttentionWaves | None:
+        """Return the waves of attention; None if the kernels or their number are not known."""
+        manifest = self.manifest
+        gpu, heads = find_gpu(manifest.device), manifest.kv_heads
+        if manifest.is_recording or gpu is None or heads is None:
+            return None
+        return AttentionWaves.of(gpu.sm_count, heads)
 
     def displayed_fields(self) -> dict[str, Any]:
         """Return what the bundle prints."""

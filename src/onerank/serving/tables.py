@@ -142,6 +142,15 @@ class Manifest(msgspec.Struct, frozen=True):
         return len(self.pipeline.layers) if self.pipeline else 1
 
     @property
+    def kv_heads(self) -> int | None:
+        """Key-value heads of the rank; None if the configuration does not show them."""
+        config = self.config.get("text_config", self.config)
+        names = ("num_key_value_heads", "num_attention_heads", "n_head")
+        heads = next((config[name] for name in names if config.get(name)), None)
+        # Ranks beyond the number of heads share them.
+        return None if heads is None else max(1, heads // (self.tp or 1))
+
+    @property
     def is_recording(self) -> bool:
         """Whether the steps are those of a recorded engine, whose memory is not known."""
         return self.memory.weights_bytes is None
