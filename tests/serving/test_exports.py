@@ -21,6 +21,11 @@ from onerank.serving.aiconfigurator import export_aiconfigurator
 from onerank.serving.bundle import Bundle, read_bundle
 from onerank.serving.llmservingsim import export_llmservingsim
 from onerank.serving.sglang_sim import export_sglang_sim
+from onerank.serving.simulator_options import (
+    AiconfiguratorOptions,
+    LinkedSimulatorOptions,
+    VidurOptions,
+)
 from onerank.serving.step_collectives import TracedStep, growth
 from onerank.serving.tables import RankMemory, StepRow
 from onerank.serving.vidur import export_vidur
@@ -34,6 +39,9 @@ EXPORTS = {
     "aiconfigurator": export_aiconfigurator,
     "sglang-sim": export_sglang_sim,
 }
+
+OPTIONS = {export_vidur: VidurOptions, export_aiconfigurator: AiconfiguratorOptions}
+"""Options of simulators that have more than `LinkedSimulatorOptions`."""
 
 
 @pytest.fixture(scope="module")
@@ -64,10 +72,15 @@ def row_of(bundle: Bundle, composition: Composition) -> tuple[Any, dict[str, int
     return bundle.rows[number - 1], times
 
 
+def write_export(export: Any, bundle: Bundle, output: Path, **options: Any) -> Any:
+    """Return what an export wrote with the options of its simulator."""
+    return export(bundle, OPTIONS.get(export, LinkedSimulatorOptions)(output=output, **options))
+
+
 def refuses(code: str, export: Any, bundle: Bundle, output: Path, **options: Any) -> None:
     """Check that an export fails with a code and writes nothing."""
     with pytest.raises(ExportError) as error:
-        export(bundle, output / "refused", **options)
+        write_export(export, bundle, output / "refused", **options)
     assert error.value.code == code
     assert not (output / "refused").exists()
 
@@ -141,10 +154,14 @@ def test_vidur_gets_times_of_layers(bundle: Path, tmp_path: Path):
 
 def test_vidur_gets_contexts_as_long_as_a_sequence(bundle: Path, tmp_path: Path):
     """Those of the grid's largest step sum to 32,768 tokens; a sequence may have more."""
-    written = export_vidur(changed(bundle, longest=65536), tmp_path / "long", model="a")
+    written = write_export(
+        export_vidur, changed(bundle, longest=65536), tmp_path / "long", model="a"
+    )
     assert pl.read_csv(written.attention)["kv_cache_size"].max() == 65535
     memory = msgspec.structs.replace(read_bundle(bundle).manifest.memory, tokens_that_fit=1000)
-    written = export_vidur(changed(bundle, memory=memory), tmp_path / "full", model="a")
+    written = write_export(
+        export_vidur, changed(bundle, memory=memory), tmp_path / "full", model="a"
+    )
     attention = pl.read_csv(written.attention)
     cached = attention["batch_size"] * attention["kv_cache_size"]
     assert 900 < (cached + attention["prefill_chunk_size"]).max() <= 1000  # pyright: ignore
@@ -234,7 +251,9 @@ def test_the_gaps_of_a_cuda_graph_are_in_the_step(bundle: Path, tmp_path: Path):
         msgspec.structs.replace(row, graph_ns=row.graph_ns and row.graph_ns + gap_ns)
         for row in read.rows
     )
-    written = export_llmservingsim(Bundle(read.manifest, rows, read.kernel_rows), tmp_path)
+    written = write_export(
+        export_llmservingsim, Bundle(read.manifest, rows, read.kernel_rows), tmp_path
+    )
     shape = {"prefill_chunk": 512, "kv_prefill": 0, "n_decode": 0, "kv_decode": 0}
     step_us = simulated_us(written.profile / "tp1", 512, 1, shape)
     before, _ = row_of(read, Composition(0, 0, 1, 512, 0))
@@ -243,7 +262,7 @@ def test_the_gaps_of_a_cuda_graph_are_in_the_step(bundle: Path, tmp_path: Path):
 
 def test_the_kv_cache_of_llmservingsim_is_the_bundles(bundle: Path, tmp_path: Path):
     manifest = read_bundle(bundle).manifest
-    written = export_llmservingsim(read_bundle(bundle), tmp_path)
+    written = write_export(export_llmservingsim, read_bundle(bundle), tmp_path)
     cluster = json.loads(written.cluster.read_text())
     (instance,) = cluster["nodes"][0]["instances"]
     npu = instance["npu_mem"]
@@ -255,8 +274,8 @@ def test_the_kv_cache_of_llmservingsim_is_the_bundles(bundle: Path, tmp_path: Pa
 
 
 def test_tensor_parallel_sizes_share_a_profile(bundle: Path, tmp_path: Path):
-    export_llmservingsim(read_bundle(bundle), tmp_path)
-    written = export_llmservingsim(changed(bundle, tp=2), tmp_path)
+    write_export(export_llmservingsim, read_bundle(bundle), tmp_path)
+    written = write_export(export_llmservingsim, changed(bundle, tp=2), tmp_path)
     assert sorted(path.name for path in written.profile.iterdir()) == ["meta.yaml", "tp1", "tp2"]
     cluster = json.loads(written.cluster.read_text())
     assert (cluster["link_bw"], cluster["link_latency"]) == (450, 830)
@@ -278,7 +297,7 @@ def test_a_gpu_without_a_description(bundle: Path, tmp_path: Path, simulator: st
 def test_the_memory_bandwidth_is_that_of_the_description(bundle: Path, tmp_path: Path):
     """ASTRA-sim takes 3 bytes / bandwidth for each byte of a reduction."""
     other = changed(bundle, tp=2, device="Other GPU")
-    written = export_llmservingsim(other, tmp_path, gpu="H200", link=32)
+    written = write_export(export_llmservingsim, other, tmp_path, gpu="H200", link_gb_per_s=32)
     cluster = json.loads(written.cluster.read_text())
     assert cluster["link_bw"] == 32
     assert cluster["nodes"][0]["instances"][0]["npu_mem"]["mem_bw"] == 4800
@@ -293,8 +312,10 @@ def test_norms_of_queries_and_keys_are_qwen3s(bundle: Path, tmp_path: Path):
         if (kernel.module or "").endswith(".input_layernorm")
         for name in "qk"
     )
-    written = export_llmservingsim(
-        Bundle(read.manifest, read.rows, (*read.kernel_rows, *norms)), tmp_path
+    written = write_export(
+        export_llmservingsim,
+        Bundle(read.manifest, read.rows, (*read.kernel_rows, *norms)),
+        tmp_path,
     )
     assert json.loads(written.model_config.read_text())["model_type"] == "qwen3"
     dense = pl.read_csv(written.profile / "tp1" / "dense.csv").filter(tokens=512)
@@ -346,7 +367,7 @@ def with_experts(bundle: Path, **fields: Any) -> Bundle:
 
 def test_experts_are_a_table_of_llmservingsim(bundle: Path, tmp_path: Path):
     read = with_experts(bundle)
-    written = export_llmservingsim(read, tmp_path)
+    written = write_export(export_llmservingsim, read, tmp_path)
     profile = written.profile / "tp1"
     moe = pl.read_csv(profile / "moe.csv")
     assert set(moe["activated_experts"]) == {8}
@@ -366,8 +387,8 @@ def test_experts_are_a_table_of_llmservingsim(bundle: Path, tmp_path: Path):
 
 
 def test_ranks_of_experts_are_instances_of_llmservingsim(bundle: Path, tmp_path: Path):
-    alone = export_llmservingsim(with_experts(bundle), tmp_path)
-    shared = export_llmservingsim(with_experts(bundle, ep=2), tmp_path)
+    alone = write_export(export_llmservingsim, with_experts(bundle), tmp_path)
+    shared = write_export(export_llmservingsim, with_experts(bundle, ep=2), tmp_path)
     (node,) = json.loads(shared.cluster.read_text())["nodes"]
     sizes = [[i[key] for key in ("tp_size", "ep_size", "dp_group")] for i in node["instances"]]
     assert (node["num_instances"], sizes) == (2, [[1, 2, "A"]] * 2)
@@ -454,7 +475,9 @@ def test_an_aiconfigurator_of_another_format(bundle: Path, tmp_path: Path):
 
 def test_the_steps_of_aiconfigurator_contain_collectives(bundle: Path, tmp_path: Path):
     tables = [
-        pl.read_parquet(export_aiconfigurator(changed(bundle, tp=tp), tmp_path / str(tp)).table)
+        pl.read_parquet(
+            write_export(export_aiconfigurator, changed(bundle, tp=tp), tmp_path / str(tp)).table
+        )
         for tp in (1, 2)
     ]
     shape = {"workload_kind": "decode", "batch_size": 8, "total_kv_read_tokens": 8 * 513}
@@ -478,13 +501,13 @@ def test_the_steps_of_aiconfigurator_contain_collectives(bundle: Path, tmp_path:
 def test_collectives_of_a_recording_on_another_gpu(bundle: Path, tmp_path: Path, simulator: str):
     memory = RankMemory(read_bundle(bundle).manifest.memory.device_bytes)
     recorded = changed(bundle, tp=2, memory=memory, collectives_timed=True)
-    EXPORTS[simulator](recorded, tmp_path, model="a")
+    write_export(EXPORTS[simulator], recorded, tmp_path, model="a")
     predicted = changed(bundle, tp=2, memory=memory)
     refuses("export-collectives-unknown", EXPORTS[simulator], predicted, tmp_path, model="a")
 
 
 def test_aiconfigurator_gets_the_model(bundle: Path, tmp_path: Path):
-    written = export_aiconfigurator(read_bundle(bundle), tmp_path)
+    written = write_export(export_aiconfigurator, read_bundle(bundle), tmp_path)
     path = Path(written.options[written.options.index("--model-path") + 1])
     config = json.loads((path / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLM"]
@@ -501,13 +524,13 @@ def test_what_aiconfigurator_has_no_table_for(bundle: Path, tmp_path: Path):
 
 
 def test_experts_select_rows_of_aiconfigurator(bundle: Path, tmp_path: Path):
-    sliced = export_aiconfigurator(with_experts(bundle, tp=2), tmp_path / "tp2")
+    sliced = write_export(export_aiconfigurator, with_experts(bundle, tp=2), tmp_path / "tp2")
     names = ("tp", "dp", "moe_tp", "moe_ep")
     assert pl.read_parquet(sliced.table).select(names).unique().rows() == [(2, 1, 2, 1)]
     assert "--moe-tp-size" in sliced.options
-    alone = export_aiconfigurator(with_experts(bundle), tmp_path / "tp1")
+    alone = write_export(export_aiconfigurator, with_experts(bundle), tmp_path / "tp1")
     assert pl.read_parquet(alone.table).select(names).unique().rows() == [(1, 1, 1, 1)]
-    dense = export_aiconfigurator(read_bundle(bundle), tmp_path / "dense")
+    dense = write_export(export_aiconfigurator, read_bundle(bundle), tmp_path / "dense")
     assert "--moe-tp-size" not in dense.options
 
 
@@ -579,7 +602,11 @@ def test_sglang_simulator_finds_the_steps_of_a_bundle(bundle: Path, tmp_path: Pa
 
 def test_the_steps_of_sglang_simulator_contain_collectives(bundle: Path, tmp_path: Path):
     tables = [
-        json.loads(export_sglang_sim(changed(bundle, tp=tp), tmp_path / str(tp)).table.read_text())
+        json.loads(
+            write_export(
+                export_sglang_sim, changed(bundle, tp=tp), tmp_path / str(tp)
+            ).table.read_text()
+        )
         for tp in (1, 2)
     ]
     key = json.dumps([[1, 512]] * 8)

@@ -95,6 +95,8 @@ TRACE = INPUT = _Input()
 
 INPUT_OR_DIRECTORY = _Input(dir_okay=True)
 
+INPUT_DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
+
 
 class _OutputFile(click.Path):
     """A file or directory to write; an unwritable place is reported before any work is done."""

@@ -7,8 +7,9 @@ adds the options to a command, which receives an instance of the dataclass. `hea
 for help, and `tools/generate_reference.py` writes the reference page from them.
 
 The dataclass stands where it is used. The options of a capture are declared in
-`onerank.capture.options`, which does not import click; their metadata is plain data with the names
-of `OptionSpec`.
+`onerank.capture.options`, those of exports to simulators of serving in
+`onerank.serving.simulator_options`. These modules do not import click; their metadata is plain data
+with the names of `OptionSpec`.
 """
 
 import dataclasses
@@ -22,7 +23,7 @@ from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin
 
 import click
 
-from onerank.cli.common import INPUT, OUTPUT_DIRECTORY, InvalidValue, ReportingMain
+from onerank.cli.common import INPUT, INPUT_DIRECTORY, OUTPUT_DIRECTORY, InvalidValue, ReportingMain
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -73,9 +74,11 @@ class OptionSpec:
         heading: section of the help.
         names: spellings in place of `--field-name`, such as ("-o", "--output").
         minimum: the least whole number; None accepts all.
+        positive: whether the value is a number above zero.
         input_file: whether the value names a file, which must exist.
+        input_directory: whether the value names a directory, which must exist.
         output_directory: whether the value names a directory to write.
-        type: click's type; None derives it from the field's type and the three above.
+        type: click's type; None derives it from the field's type and the five above.
         settings: further keywords of `click.option`.
     """
 
@@ -83,7 +86,9 @@ class OptionSpec:
     heading: str = "Options"
     names: tuple[str, ...] = ()
     minimum: int | None = None
+    positive: bool = False
     input_file: bool = False
+    input_directory: bool = False
     output_directory: bool = False
     type: Any = None
     settings: dict[str, Any]
@@ -102,10 +107,15 @@ class OptionSpec:
             return self.type
         if self.minimum is not None:
             return click.IntRange(self.minimum)
-        if self.input_file:
-            return INPUT
-        if self.output_directory:
-            return OUTPUT_DIRECTORY
+        if self.positive:
+            return click.FloatRange(min=0, min_open=True)
+        for is_path, path_type in (
+            (self.input_file, INPUT),
+            (self.input_directory, INPUT_DIRECTORY),
+            (self.output_directory, OUTPUT_DIRECTORY),
+        ):
+            if is_path:
+                return path_type
         # With `multiple` click collects the values of a tuple itself.
         members = get_args(annotation) if _is_union(annotation) else (annotation,)
         if any(get_origin(m) is tuple for m in members) and not self.settings.get("multiple"):

@@ -28,10 +28,12 @@ from onerank.serving.operator_times import (
     described_gpu,
     growing,
     has_experts,
+    model_dtype,
     require_memory,
     step_ns,
     token_sizes,
 )
+from onerank.serving.simulator_options import AiconfiguratorOptions
 from onerank.serving.step_collectives import StepCollectives
 
 _TABLE = "fpm_forward_perf"
@@ -88,29 +90,14 @@ class AiconfiguratorExport:
     options: tuple[str, ...]
 
 
-def export_aiconfigurator(
-    bundle: Bundle,
-    output: Path,
-    *,
-    model: str | None = None,
-    backend: str = "vllm",
-    version: str = "onerank",
-    gpu: str | None = None,
-    link: float | None = None,
-    checkout: Path | None = None,
-) -> AiconfiguratorExport:
+def export_aiconfigurator(bundle: Bundle, options: AiconfiguratorOptions) -> AiconfiguratorExport:
     """Write the steps of a bundle for aiconfigurator.
 
     Args:
         bundle: the bundle.
-        output: directory of systems to write.
-        model: model path as it is given to aiconfigurator: a name, or a directory with a
-            config.json; None: a directory that is written.
-        backend: engine that aiconfigurator takes the steps for.
-        version: its version; a name of the table.
-        gpu: description of the bundle's GPU, a shipped one or a file; None: by its device.
-        link: bandwidth between GPUs in GB/s, one way; None: by the GPU's description.
-        checkout: contains `aiconfigurator_core`, whose format is compared with the written one.
+        options: the output is a directory of systems. The model is a path as it is given to
+            aiconfigurator: a name, or a directory with a config.json; None: a directory that is
+            written. The checkout contains `aiconfigurator_core`.
 
     Raises:
         ExportError: the model has another dtype, the sizes of its collectives or the
@@ -120,11 +107,13 @@ def export_aiconfigurator(
     """
     require_memory(bundle, "aiconfigurator")
     extent = Extent.of(bundle, "aiconfigurator")
-    described = described_gpu(bundle, gpu)
-    if checkout is not None:
-        _check_version(checkout)
+    described = described_gpu(bundle, options.gpu)
+    if options.checkout is not None:
+        _check_version(options.checkout)
     (name, tp), ep = deployment(bundle, "aiconfigurator"), bundle.manifest.ep
     _check_model(bundle)
+    output, model = options.output, options.model
+    backend, version = options.backend, options.version
     system = bundle.manifest.device.lower().replace(" ", "_").replace("-", "_") + "_onerank"
     model_directory = output.absolute() / "model"
     model_path = model or str(model_directory)
@@ -144,7 +133,7 @@ def export_aiconfigurator(
         "moe_ep": ep,
         "partition_policy": "balanced_v1",
     }
-    collectives = StepCollectives.of(bundle, tp, described, link)
+    collectives = StepCollectives.of(bundle, tp, described, options.link_gb_per_s)
     rows: list[dict[str, Any]] = []
     for step in _steps(extent):
         latency_ns = step_ns(bundle, step) + collectives.time_ns(step)
@@ -176,17 +165,17 @@ def export_aiconfigurator(
         config = {"architectures": [name], **bundle.manifest.config}
         files[model_directory / "config.json"] = _json(config)
     replace_files(files)
-    options = (
+    run_options = (
         *("--systems-paths", str(output.absolute()), "--system", system),
         *("--backend", backend, "--backend-version", version),
         *("--forward-model", "fpm", "--model-path", model_path),
         *("--tp-size", str(tp)),
     )
     if has_experts(bundle):
-        options += ("--attention-dp-size", str(ep), "--moe-tp-size", str(tp))
-        options += ("--moe-ep-size", str(ep))
+        run_options += ("--attention-dp-size", str(ep), "--moe-tp-size", str(tp))
+        run_options += ("--moe-ep-size", str(ep))
     written = [*files]
-    return AiconfiguratorExport(written[0], written[2], len(rows), options)
+    return AiconfiguratorExport(written[0], written[2], len(rows), run_options)
 
 
 def _steps(extent: Extent) -> Iterator[Composition]:
@@ -264,12 +253,11 @@ def _check_model(bundle: Bundle) -> None:
     Raises:
         ExportError: the model has another dtype.
     """
-    manifest = bundle.manifest
-    dtype = str(manifest.config.get("dtype") or manifest.config.get("torch_dtype") or "bfloat16")
+    dtype = model_dtype(bundle)
     if dtype != "bfloat16":
         raise ExportError(
-            f"aiconfigurator's table is written for models in bfloat16, and {manifest.model} has "
-            f"{dtype}",
+            f"aiconfigurator's table is written for models in bfloat16, and "
+            f"{bundle.manifest.model} has {dtype}",
             code="aiconfigurator-model-unsupported",
         )
 

@@ -34,10 +34,12 @@ from onerank.serving.operator_times import (
     described_gpu,
     growing,
     link_gb_per_s,
+    model_dtype,
     require_memory,
     step_ns,
     token_sizes,
 )
+from onerank.serving.simulator_options import LinkedSimulatorOptions
 
 # Layer of a decoder in the simulator's catalogs -> its modules.
 _LAYER = {
@@ -97,24 +99,13 @@ class LLMServingSimExport:
     options: tuple[str, ...]
 
 
-def export_llmservingsim(
-    bundle: Bundle,
-    output: Path,
-    *,
-    model: str | None = None,
-    gpu: str | None = None,
-    link: float | None = None,
-    checkout: Path | None = None,
-) -> LLMServingSimExport:
+def export_llmservingsim(bundle: Bundle, options: LinkedSimulatorOptions) -> LLMServingSimExport:
     """Write the tables of a bundle for LLMServingSim.
 
     Args:
         bundle: the bundle.
-        output: directory to write, with the layout of a checkout.
-        model: name of the model in the simulator; None: the model's class.
-        gpu: description of the bundle's GPU, a shipped one or a file; None: by its device.
-        link: bandwidth between GPUs in GB/s, one way; None: by the GPU's description.
-        checkout: checkout of LLMServingSim, whose format is compared with the written one.
+        options: the output gets the layout of a checkout; the default name of the model is its
+            class.
 
     Raises:
         ExportError: the model has other operators, the device's memory, description or link is not
@@ -124,12 +115,12 @@ def export_llmservingsim(
     served = ServedRank.of(bundle, "LLMServingSim")
     require_memory(bundle, "LLMServingSim")
     extent = Extent.of(bundle, "LLMServingSim")
-    described = described_gpu(bundle, gpu)
+    described = described_gpu(bundle, options.gpu)
     manifest = bundle.manifest
-    model = model or served.model
+    output, model = options.output, options.model or served.model
     architecture = _architecture(bundle, served)
-    if checkout is not None:
-        _check_version(checkout, architecture)
+    if options.checkout is not None:
+        _check_version(options.checkout, architecture)
     config = _model_config(bundle, served, architecture)
     hardware = re.sub(r"[^\w.-]+", "-", manifest.device)
     if served.has_experts and served.tp * served.ep > 1:
@@ -148,17 +139,17 @@ def export_llmservingsim(
         },
         output / profile / "meta.yaml": _json(_meta(bundle, extent)),
         output / model_config: _json(config),
-        output / cluster: _json(_cluster(bundle, served, names, described, link)),
+        output / cluster: _json(_cluster(bundle, served, names, described, options.link_gb_per_s)),
     }
     replace_files(files)
-    options = (
+    run_options = (
         *("--cluster-config", str(cluster), "--dtype", config["torch_dtype"]),
         *("--max-num-batched-tokens", str(extent.new_tokens)),
         *("--max-num-seqs", str(extent.decodes)),
     )
     rows = sum(len(rows) for _, rows in tables.values())
     return LLMServingSimExport(
-        output / profile, output / model_config, output / cluster, rows, options
+        output / profile, output / model_config, output / cluster, rows, run_options
     )
 
 
@@ -341,8 +332,7 @@ def _model_config(bundle: Bundle, served: ServedRank, architecture: str) -> dict
         raise _unsupported(bundle, f"its configuration has no {absent[0]}")
     if served.has_experts:
         _experts(bundle)
-    # `capture serve` builds a model whose configuration names no dtype in bfloat16.
-    dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+    dtype = model_dtype(bundle)
     if dtype not in _DTYPES:
         raise _unsupported(bundle, f"its dtype is {dtype}")
     # The type of the model names the simulator's list of layers: Mistral's are Llama's.

@@ -133,6 +133,14 @@ def has_experts(bundle: Bundle) -> bool:
     return any(re.fullmatch(rf"{LAYER}\.{EXPERTS}", module) for module in bundle.modules)
 
 
+def model_dtype(bundle: Bundle) -> str:
+    """Return the dtype of a bundle's model by torch's name, such as "bfloat16"."""
+    config = bundle.manifest.config
+    # transformers 5 renamed `torch_dtype`. `capture serve` builds a model whose configuration names
+    # no dtype in bfloat16.
+    return str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+
+
 def deployment(bundle: Bundle, simulator: str) -> tuple[str, int]:
     """Return the class of a bundle's model, and its tensor-parallel size.
 

@@ -23,9 +23,11 @@ from onerank.serving.operator_times import (
     deployment,
     described_gpu,
     growing,
+    model_dtype,
     require_memory,
     step_ns,
 )
+from onerank.serving.simulator_options import LinkedSimulatorOptions
 from onerank.serving.step_collectives import StepCollectives
 
 _PREDICTOR = Path("src/sglang_simulator/time_predictor/replay.py")
@@ -60,26 +62,14 @@ class SglangSimExport:
     options: tuple[str, ...]
 
 
-def export_sglang_sim(
-    bundle: Bundle,
-    output: Path,
-    *,
-    model: str | None = None,
-    gpu: str | None = None,
-    link: float | None = None,
-    checkout: Path | None = None,
-) -> SglangSimExport:
+def export_sglang_sim(bundle: Bundle, options: LinkedSimulatorOptions) -> SglangSimExport:
     """Write the steps of a bundle for SGLang Simulator.
 
     Args:
         bundle: the bundle.
-        output: directory to write.
-        model: local directory of the model; None: a directory that is written, with its
-            configuration and without a tokenizer.
-        gpu: description of the bundle's GPU, a shipped one or a file; None: by its device.
-        link: bandwidth between GPUs in GB/s, one way; None: by the GPU's description.
-        checkout: checkout of SGLang, or its `tools/sglang-simulator`, whose format is compared with
-            the written one.
+        options: the model is a local directory; None: a directory that is written, with its
+            configuration and without a tokenizer. The checkout is SGLang's, or its
+            `tools/sglang-simulator`.
 
     Raises:
         ExportError: the model's dtype, the sizes of its collectives or the device's memory or link
@@ -88,17 +78,18 @@ def export_sglang_sim(
     """
     require_memory(bundle, "SGLang Simulator")
     extent = Extent.of(bundle, "SGLang Simulator")
-    described = described_gpu(bundle, gpu)
-    if checkout is not None:
-        _check_version(checkout)
+    described = described_gpu(bundle, options.gpu)
+    if options.checkout is not None:
+        _check_version(options.checkout)
     name, tp = deployment(bundle, "SGLang Simulator")
     config = _config(bundle, described, tp)
-    collectives = StepCollectives.of(bundle, tp, described, link)
+    collectives = StepCollectives.of(bundle, tp, described, options.link_gb_per_s)
     times: dict[str, float] = {}
     # The bundle's own steps are found exactly, mixed ones too (`--enable-mixed-chunk`).
     own = [row.composition for row in bundle.rows if row.fits and row.is_composed]
     for step in (*_steps(extent), *own):
         times[_key(step)] = (step_ns(bundle, step) + collectives.time_ns(step)) / 1e9
+    output, model = options.output, options.model
     table, simulator = output / "replay_table.json", output / "simulator.json"
     files = {table: _json(times), simulator: _json(config)}
     directory = output.absolute() / "model"
@@ -106,17 +97,17 @@ def export_sglang_sim(
         described_model = {"architectures": [name], **bundle.manifest.config}
         files[directory / "config.json"] = _json(described_model)
     replace_files(files)
-    options = (
+    run_options = (
         *("--model-path", model or str(directory)),
         *("--sim-config-path", str(simulator.absolute())),
         *("--chunked-prefill-size", str(extent.new_tokens)),
         *("--max-running-requests", str(extent.decodes)),
     )
     if extent.cached_tokens is not None:
-        options += ("--max-total-tokens", str(extent.cached_tokens))
+        run_options += ("--max-total-tokens", str(extent.cached_tokens))
     if model is None:
-        options += ("--skip-tokenizer-init",)
-    return SglangSimExport(table, simulator, len(times), options)
+        run_options += ("--skip-tokenizer-init",)
+    return SglangSimExport(table, simulator, len(times), run_options)
 
 
 def _steps(extent: Extent) -> Iterator[Composition]:
@@ -153,7 +144,7 @@ def _config(bundle: Bundle, gpu: Gpu, tp: int) -> dict[str, Any]:
         ExportError: the dtype is not one of the simulator's.
     """
     manifest = bundle.manifest
-    dtype = str(manifest.config.get("dtype") or manifest.config.get("torch_dtype") or "bfloat16")
+    dtype = model_dtype(bundle)
     if dtype not in _DTYPES:
         raise ExportError(
             f"SGLang Simulator's table is written for models in {', '.join(_DTYPES)}, and "

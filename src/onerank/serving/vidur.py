@@ -26,6 +26,7 @@ from onerank.serving.operator_times import (
     growing,
     token_sizes,
 )
+from onerank.serving.simulator_options import VidurOptions
 
 # Operator of Vidur -> ends of the paths of our modules, as regular expressions. Vidur's `add` is
 # both residual additions of a layer, and its `mlp_act` includes the product with the gate.
@@ -82,43 +83,34 @@ class VidurExport:
     options: tuple[str, ...]
 
 
-def export_vidur(
-    bundle: Bundle,
-    output: Path,
-    *,
-    model: str,
-    device: str | None = None,
-    checkout: Path | None = None,
-) -> VidurExport:
+def export_vidur(bundle: Bundle, options: VidurOptions) -> VidurExport:
     """Write the tables of a bundle for Vidur.
 
     Args:
         bundle: the bundle.
-        output: directory to write; gets `compute/DEVICE/MODEL/`.
-        model: Vidur's name of the model, such as "meta-llama/Meta-Llama-3-8B".
-        device: Vidur's name of the GPU; None: by the bundle's device.
-        checkout: checkout of Vidur, whose format is compared with the written one.
+        options: the output gets `compute/DEVICE/MODEL/`.
 
     Raises:
         ExportError: the model has other operators, Vidur does not know the device, or the checkout
             reads another format.
         AnnotateError: the bundle has too few points.
     """
-    if checkout is not None:
-        _check_version(checkout, model)
+    model = options.model
+    if options.checkout is not None:
+        _check_version(options.checkout, model)
     served = ServedRank.of(bundle, "Vidur")
-    device = device or _device(bundle.manifest.device)
+    device = options.device or _device(bundle.manifest.device)
     extent = Extent.of(bundle, "Vidur")
     times = _Times.of(bundle, served.layers)
     config = _Shape.of(bundle, served)
     mlp = times.mlp_rows(config, token_sizes(extent.new_tokens))
     attention = times.attention_rows(config, extent)
-    directory = output / "compute" / device / model
+    directory = options.output / "compute" / device / model
     files = directory / "mlp.csv", directory / "attention.csv"
     replace_files({files[0]: _csv(mlp), files[1]: _csv(attention)})
     # Absolute, because Vidur runs in its own checkout.
     prefix = "--random_forrest_execution_time_predictor_config_"
-    options = (
+    run_options = (
         *("--replica_config_device", device, "--replica_config_model_name", model),
         *("--replica_config_tensor_parallel_size", str(served.tp)),
         *(f"{prefix}compute_input_file", str(files[0].absolute())),
@@ -127,7 +119,7 @@ def export_vidur(
         *(f"{prefix}attention_decode_batching_overhead_fraction", "0"),
         *(f"{prefix}prediction_max_batch_size", str(extent.decodes)),
     )
-    return VidurExport(*files, len(mlp) + len(attention), model, device, options)
+    return VidurExport(*files, len(mlp) + len(attention), model, device, run_options)
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,10 @@
 
 import contextlib
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import click
 
@@ -19,6 +20,11 @@ from onerank.cli.dataclass_to_click import (
     with_options,
 )
 from onerank.cli.terminal import advancing_parts, lines, print_json
+from onerank.serving.simulator_options import (
+    AiconfiguratorOptions,
+    LinkedSimulatorOptions,
+    VidurOptions,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,60 +155,14 @@ def serve(config: Path, options: ServeOptions, as_json: bool) -> None:
     show_bundle(bundle, options.output, as_json=as_json)
 
 
-@dataclass(frozen=True, kw_only=True)
-class BundleExportOptions:
-    """Options of every export of a bundle."""
-
-    model: str | None = option(
-        "Name of the model in the simulator.  [default: by the bundle]",
-        default=None,
-        metavar="NAME",
-    )
-    checkout: Path | None = option(
-        "Checkout of the simulator, or the directory of its installed package: refuse if it reads "
-        "another format.",
-        default=None,
-        type=click.Path(exists=True, file_okay=False, path_type=Path),
-    )
-    output: Path = option(
-        "Directory to write, in the layout that the simulator reads.",
-        "-o",
-        "--output",
-        type=OUTPUT_DIRECTORY,
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class LinkedExportOptions(BundleExportOptions):
-    """Options of exports to simulators that need the memory bandwidth and links of the GPUs."""
-
-    gpu: str | None = option(
-        "Description of the bundle's GPU: a name of `onerank gpus` or a file.  [default: by the "
-        "bundle's device]",
-        default=None,
-        metavar="GPU",
-    )
-    link_gb_per_s: float | None = option(
-        "Bandwidth between the GPUs of an instance, one way.  [default: by the GPU's description]",
-        default=None,
-        type=click.FloatRange(min=0, min_open=True),
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class VidurOptions(BundleExportOptions):
-    """Vidur's names of the model and the GPU."""
-
-    # Vidur has a fixed set of models, so no name follows from a bundle.
-    model: str = shared_option(
-        BundleExportOptions,
-        "model",
-        required=True,
-        help="Name of the model in Vidur, such as meta-llama/Meta-Llama-3-8B.",
-    )
-    device: str | None = option(
-        "Name of the GPU in Vidur.  [default: by the bundle's device]", default=None, metavar="NAME"
-    )
+def _show_export(
+    written: Any, pairs: Sequence[tuple[str, str]], title: str, *, as_json: bool
+) -> None:
+    """Print what an export wrote: as JSON, or as lines of names and values under a title."""
+    if as_json:
+        print_json(written)
+    else:
+        lines(pairs, title)
 
 
 @click.command(cls=SectionedCommand, sections=headings(VidurOptions))
@@ -220,30 +180,21 @@ def vidur(bundle: Path, options: VidurOptions, as_json: bool) -> None:
     from onerank.serving.bundle import read_bundle
     from onerank.serving.vidur import export_vidur
 
-    written = export_vidur(
-        read_bundle(bundle),
-        options.output,
-        model=options.model,
-        device=options.device,
-        checkout=options.checkout,
-    )
-    if as_json:
-        print_json(written)
-        return
+    written = export_vidur(read_bundle(bundle), options)
     pairs = [
         ("files", f"{written.mlp}, {written.attention}"),
         ("rows", str(written.rows)),
         ("run", "python -m vidur.main " + " ".join(written.options)),
     ]
-    lines(pairs, f"{written.model} on {written.device}, for Vidur")
+    _show_export(written, pairs, f"{written.model} on {written.device}, for Vidur", as_json=as_json)
 
 
-@click.command(cls=SectionedCommand, sections=headings(LinkedExportOptions))
+@click.command(cls=SectionedCommand, sections=headings(LinkedSimulatorOptions))
 @click.argument("bundle", type=INPUT_OR_DIRECTORY)
-@with_options(LinkedExportOptions)
+@with_options(LinkedSimulatorOptions)
 @as_json
 @reports_errors
-def llmservingsim(bundle: Path, options: LinkedExportOptions, as_json: bool) -> None:
+def llmservingsim(bundle: Path, options: LinkedSimulatorOptions, as_json: bool) -> None:
     """Write the profile that LLMServingSim 2, a simulator of serving clusters, reads.
 
     BUNDLE is the directory of `capture serve`. The layers of a step take as long as the step
@@ -254,32 +205,22 @@ def llmservingsim(bundle: Path, options: LinkedExportOptions, as_json: bool) -> 
     from onerank.serving.bundle import read_bundle
     from onerank.serving.llmservingsim import export_llmservingsim
 
-    written = export_llmservingsim(
-        read_bundle(bundle),
-        options.output,
-        model=options.model,
-        gpu=options.gpu,
-        link=options.link_gb_per_s,
-        checkout=options.checkout,
-    )
-    if as_json:
-        print_json(written)
-        return
+    written = export_llmservingsim(read_bundle(bundle), options)
     pairs = [
         ("cluster", str(written.cluster)),
         ("model", str(written.model_config)),
         ("rows", str(written.rows)),
         ("run", "python -m serving " + " ".join(written.options)),
     ]
-    lines(pairs, f"{written.profile}, for LLMServingSim")
+    _show_export(written, pairs, f"{written.profile}, for LLMServingSim", as_json=as_json)
 
 
-@click.command(cls=SectionedCommand, sections=headings(LinkedExportOptions))
+@click.command(cls=SectionedCommand, sections=headings(LinkedSimulatorOptions))
 @click.argument("bundle", type=INPUT_OR_DIRECTORY)
-@with_options(LinkedExportOptions)
+@with_options(LinkedSimulatorOptions)
 @as_json
 @reports_errors
-def sglang_sim(bundle: Path, options: LinkedExportOptions, as_json: bool) -> None:
+def sglang_sim(bundle: Path, options: LinkedSimulatorOptions, as_json: bool) -> None:
     """Write the steps as a replay table of SGLang Simulator, which runs SGLang's scheduler.
 
     BUNDLE is the directory of `capture serve` or `convert --engine-steps`. The table has whole
@@ -290,41 +231,14 @@ def sglang_sim(bundle: Path, options: LinkedExportOptions, as_json: bool) -> Non
     from onerank.serving.bundle import read_bundle
     from onerank.serving.sglang_sim import export_sglang_sim
 
-    written = export_sglang_sim(
-        read_bundle(bundle),
-        options.output,
-        model=options.model,
-        gpu=options.gpu,
-        link=options.link_gb_per_s,
-        checkout=options.checkout,
-    )
-    if as_json:
-        print_json(written)
-        return
+    written = export_sglang_sim(read_bundle(bundle), options)
     server = "python -m sglang_simulator.simulation.sglang.launch_server "
     pairs = [
         ("config", str(written.config)),
         ("rows", str(written.rows)),
         ("run", server + " ".join(written.options)),
     ]
-    lines(pairs, f"{written.table}, for SGLang Simulator")
-
-
-@dataclass(frozen=True, kw_only=True)
-class AiconfiguratorOptions(LinkedExportOptions):
-    """The engine that aiconfigurator models, and the name of its table."""
-
-    backend: Literal["vllm", "sglang", "trtllm"] = option(
-        "Engine whose memory and scheduling aiconfigurator models.",
-        default="vllm",
-        show_default=True,
-    )
-    version: str = option(
-        "Name of the table, which aiconfigurator calls the engine's version.",
-        default="onerank",
-        show_default=True,
-        metavar="NAME",
-    )
+    _show_export(written, pairs, f"{written.table}, for SGLang Simulator", as_json=as_json)
 
 
 @click.command(cls=SectionedCommand, sections=headings(AiconfiguratorOptions))
@@ -344,22 +258,10 @@ def aiconfigurator(bundle: Path, options: AiconfiguratorOptions, as_json: bool) 
     from onerank.serving.aiconfigurator import export_aiconfigurator
     from onerank.serving.bundle import read_bundle
 
-    written = export_aiconfigurator(
-        read_bundle(bundle),
-        options.output,
-        model=options.model,
-        backend=options.backend,
-        version=options.version,
-        gpu=options.gpu,
-        link=options.link_gb_per_s,
-        checkout=options.checkout,
-    )
-    if as_json:
-        print_json(written)
-        return
+    written = export_aiconfigurator(read_bundle(bundle), options)
     pairs = [
         ("system", str(written.system)),
         ("rows", str(written.rows)),
         ("run", "aiconfigurator cli estimate " + " ".join(written.options)),
     ]
-    lines(pairs, f"{written.table}, for aiconfigurator")
+    _show_export(written, pairs, f"{written.table}, for aiconfigurator", as_json=as_json)
