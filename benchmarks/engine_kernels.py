@@ -59,7 +59,7 @@ from tools.fit.public_cases import (
 
 _PLAIN = {"cutlass": Experts(0.0, 1.0, 0.0), "triton": Experts(0.0, 1.0, 0.0)}
 
-_LEFT_OUT = {"decode_unmeasured": "campaign", "decode_other": "family"}
+_BY_SHAPE = ("decode_unmeasured", "decode_other", "latent_other")
 LONG_NS = 10_000
 
 
@@ -111,7 +111,8 @@ def attention(title: str, decodes: list[Decodes]) -> None:
     print(f"{'target':15}{'calls':>6}  {'left out':9}{'mean':>6}{'bias':>7}{'roofline':>10}")
     for case, other in zip(cases, baseline, strict=True):
         errors = [error(each.predicted_ns, case.measured_ns) for each in (case, other)]
-        if left_out := _LEFT_OUT.get(case.kind):
+        if case.kind in _BY_SHAPE:
+            left_out = "campaign" if case.without else "family"
             print(f"{case.target.name:15}{len(case.measured_ns):6}  {left_out:9}", end="")
             print(f"{errors[0]:6.1f}{case.error.mean():+7.2f}{errors[1]:10.1f}")
         else:
@@ -184,24 +185,30 @@ def experts(measured: list[ExpertLayers], fits: dict[str, Coefficients]) -> None
 def quantisation(folder: Path) -> None:
     """Print the errors of kernels that quantise 16 bits to 8, from another GPU."""
     models = (predict_learned, predict_by_residual, predict_by_ratio)
+    heads = "".join(f"{name:>10}" for name in ("mean", "residual", "ratio"))
     print("\nkernels that quantise, from another GPU")
-    print(f"{'source':10}{'target':10}{'over':>6}{'mean':>7}{'residual':>10}{'ratio':>7}", end="")
-    print(f"{'under':>8}{'mean':>7}{'residual':>10}{'ratio':>7}")
+    print(f"{'kernels':28}{'source':10}{'target':10}{'over':>6}{heads}{'under':>8}{heads}")
     every = [[*quantisation_cases(folder, model)] for model in models]
-    for pair in dict.fromkeys((case.source.name, case.target.name) for case in every[0]):
-        print(f"{pair[0]:10}{pair[1]:10}", end="")
+    rows: list[list[float]] = []
+    for cases in zip(*every, strict=True):
+        name, case = cases[0]
+        print(f"{name:28}{case.source.name:10}{case.target.name:10}", end="")
+        row: list[float] = []
         for long, width in ((True, 6), (False, 8)):
-            errors: list[float] = []
-            count = 0
-            for cases in every:
-                of_pair = [c for c in cases if (c.source.name, c.target.name) == pair]
-                measured_ns = np.concatenate([c.measured_ns for c in of_pair])
-                predicted_ns = np.concatenate([c.predicted_ns for c in of_pair])
-                chosen = (measured_ns > LONG_NS) == long
-                count = int(chosen.sum())
-                errors.append(error(predicted_ns[chosen], measured_ns[chosen]))
-            print(f"{count:{width}}{errors[0]:7.1f}{errors[1]:10.1f}{errors[2]:7.1f}", end="")
+            chosen = (case.measured_ns > LONG_NS) == long
+            errors = [
+                error(each.predicted_ns[chosen], each.measured_ns[chosen])
+                if chosen.any()
+                else float("nan")
+                for _, each in cases
+            ]
+            row += errors
+            print(f"{chosen.sum():{width}}" + "".join(f"{each:10.1f}" for each in errors), end="")
         print()
+        rows.append(row)
+    means = np.nanmean(rows, axis=0)
+    print(f"{'mean':48}{'':6}" + "".join(f"{each:10.1f}" for each in means[:3]), end="")
+    print(f"{'':8}" + "".join(f"{each:10.1f}" for each in means[3:]))
 
 
 def error(predicted_ns: F64, measured_ns: F64) -> float:

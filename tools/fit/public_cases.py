@@ -33,6 +33,7 @@ from onerank.annotate.models.features import KernelFeatures
 from onerank.annotate.models.intervals import same_die
 from onerank.annotate.models.learned import predict_from_description, predict_learned
 from onerank.annotate.models.prediction_terms import Rule
+from onerank.annotate.models.roofline import predict_from_datasheet
 from onerank.annotate.op_costs.memory_bound import PASSES
 from onerank.annotate.op_costs.op_classes import OpClass, floor_share_of
 from onerank.ir.arrays import F64
@@ -85,8 +86,6 @@ _DECODE_CALLS = 2000  # of each GPU, campaign and kernel
 # ones take little time from memory, too. The omission does not flatter: with the campaign left out
 # of the fit, omitted calls over 10 us are 13 to 18% off, the others 9 to 27%, by campaign.
 _SERVED = 0.1, 2.0
-
-_BYTES_QUANTISED = 2 + 1  # of an element read in 16 bits and written in 8
 
 _SEED = 4
 
@@ -155,14 +154,47 @@ def vector_cases(
         yield Case(first.kind, first.source, first.target, measured_ns, predicted_ns, moved)
 
 
+@dataclass(frozen=True, slots=True)
+class _Quantisation:
+    """What a framework runs to quantise activations from 16 bits to 8.
+
+    Attributes:
+        framework: of the campaign.
+        name: of the kernels.
+        rows: operators in `quantisation.parquet` whose times add up to that of the kernels.
+        moved: bytes that each kernel moves for an element.
+        footprint: bytes of all operands and results for an element.
+    """
+
+    framework: str
+    name: str
+    rows: tuple[str, ...]
+    moved: tuple[int, ...]
+    footprint: int
+
+
+# The campaign times a quantisation with a given scale ("scale_matrix"), and one that finds its
+# scale: "compute_scale" is how much longer that takes. vLLM finds the scale of a row and quantises
+# it in one kernel, which reads the row twice; TensorRT-LLM's kernel for the scale of a tensor runs
+# before the other. SGLang's quantisation with a given scale are torch's division, clamp, conversion
+# and copy, in float32.
+_QUANTISATIONS = (
+    _Quantisation("trtllm", "quantise a tensor", ("scale_matrix",), (3,), 3),
+    _Quantisation("trtllm", "scale of a tensor", ("compute_scale",), (2,), 2),
+    _Quantisation("vllm", "quantise a tensor", ("scale_matrix",), (3,), 3),
+    _Quantisation("vllm", "quantise rows", ("scale_matrix", "compute_scale"), (5,), 3),
+    _Quantisation("sglang", "torch's operators", ("scale_matrix",), (6, 8, 5, 2), 12),
+)
+
+
 def quantisation_cases(
     folder: Path, model: Predict = predict_learned, described: Described = as_shipped
-) -> Iterator[Case]:
-    """Yield frameworks' kernels that quantise, from another die's time; no family is excluded.
+) -> Iterator[tuple[str, Case]]:
+    """Yield (kernels, case) of frameworks' kernels that quantise, from another die's time.
 
-    The intervals do not contain these errors: some times are those of several kernels. A campaign
-    repeats a call with the same operands, so calls that the last-level cache of either GPU serves
-    in part are omitted.
+    No family is excluded, and the intervals do not contain these errors. A campaign repeats a call
+    with the same operands, so calls that the last-level cache of either GPU serves in part are
+    omitted. The time of several kernels is divided among them as they would take it by their bytes.
 
     Args:
         folder: has `quantisation.parquet`.
@@ -175,27 +207,42 @@ def quantisation_cases(
     """
     rows = read_table(folder / QUANTISATION_FILE, ["gpu", "campaign", "op", "m", "k", "time_us"])
     rows = rows.with_columns(framework=pl.col("campaign").str.split(" ").list.first())
-    for _, table in rows.group_by("framework", "op", maintain_order=True):
-        times = table.pivot(
-            on="gpu", index=["m", "k"], values="time_us", aggregate_function="median"
+    medians = rows.group_by("framework", "gpu", "m", "k", "op").agg(pl.col("time_us").median())
+    for kernels in _QUANTISATIONS:
+        of_kernels = medians.filter(
+            pl.col("framework") == kernels.framework, pl.col("op").is_in(kernels.rows)
         )
+        # A difference of 0 was measured as negative, and is no row.
+        complete = pl.col("op").n_unique() == len(kernels.rows)
+        sums = of_kernels.group_by("gpu", "m", "k").agg(pl.col("time_us").sum(), complete=complete)
+        times = sums.filter("complete").sort("gpu", "m", "k")
+        times = times.pivot(on="gpu", index=["m", "k"], values="time_us")
         for source, target in permutations(times.columns[2:], 2):
             gpus = load_gpu(source), load_gpu(target)
             if same_die(*gpus):
                 continue
             caches = sorted(gpu.l2_bytes or 1 for gpu in gpus)
-            moved = _BYTES_QUANTISED * pl.col("m") * pl.col("k")
+            filled = kernels.footprint * pl.col("m") * pl.col("k")
             least, most = _SERVED[0] * caches[0], _SERVED[1] * caches[1]
-            both = times.drop_nulls([source, target]).filter(~moved.is_between(least, most))
+            both = times.drop_nulls([source, target]).filter(~filled.is_between(least, most))
             if both.is_empty():
                 continue
             sizes = (both["m"] * both["k"]).to_numpy().astype(np.float64)
-            kernels = of_memory(both[source].to_numpy() * 1000, _BYTES_QUANTISED * sizes)
-            share = floor_share_of(OpClass.ELEMENTWISE)
-            kernels = replace(kernels, floor_share=np.full(len(both), share))
-            predicted_ns, _ = model(kernels, gpus[0], described(gpus[1]))
-            measured_ns = both[target].to_numpy() * 1000
-            yield Case("memory_other_die", *gpus, measured_ns, predicted_ns, kernels.bytes)
+            measured_ns = both[source].to_numpy() * 1000
+            share = np.full(len(both), floor_share_of(OpClass.ELEMENTWISE))
+            each = [
+                replace(of_memory(measured_ns, moved * sizes), floor_share=share)
+                for moved in kernels.moved
+            ]
+            by_shape = np.array([predict_from_datasheet(one, gpus[0])[0] for one in each])
+            predicted_ns = np.zeros(len(both))
+            for one, part in zip(each, by_shape / by_shape.sum(axis=0), strict=True):
+                part_ns = part * measured_ns
+                timed = replace(one, duration_ns=part_ns, operator_ns=part_ns)
+                predicted_ns += model(timed, gpus[0], described(gpus[1]))[0]
+            target_ns = both[target].to_numpy() * 1000
+            case = Case("memory_other_die", *gpus, target_ns, predicted_ns, sizes)
+            yield f"{kernels.framework}: {kernels.name}", case
 
 
 def _vector_kernels(op: str, table: pl.DataFrame, gpu: str) -> KernelFeatures:
@@ -428,7 +475,8 @@ def decode_cases(
     """Yield attention of one query per sequence by its shape, and from another GPU's time.
 
     By shape a call has the kind "decode_unmeasured", with the coefficients of the architecture from
-    other campaigns, and "decode_other" or "latent_other", without the architecture.
+    other campaigns, and "decode_other" or "latent_other", without the architecture. The two also
+    have calls by a kernel that no other campaign ran on the architecture.
 
     Args:
         decodes: the calls.
@@ -439,9 +487,11 @@ def decode_cases(
     for each in decodes:
         gpu, target = each.gpu, described(each.gpu)
         kernels = of_attention(Attention(each.shapes, {}), each.times_ns)
-        kinds = [("latent_other" if each.latent else "decode_other", "")]
+        other = "latent_other" if each.latent else "decode_other"
+        kinds = [(other, "")]
         if elsewhere(each, decodes):
-            kinds.append(("decode_unmeasured", each.name))
+            # The other campaigns have measured another kernel, if this one is unusual.
+            kinds.append(("decode_unmeasured" if each.usual else other, each.name))
         for kind, without in kinds:
             predicted_ns = by_shape(without or family(gpu))(kernels, target)[0]
             predicted_ns = predicted_ns + target.launch_floor_ns
