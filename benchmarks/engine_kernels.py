@@ -43,7 +43,7 @@ from onerank.annotate.models.learned import (
 from onerank.annotate.models.roofline import predict_from_datasheet
 from onerank.annotate.models.scale_measured import predict_by_residual
 from onerank.ir.arrays import F64
-from tools.fit.expert_cases import UNTUNED, ExpertLayers, read_experts
+from tools.fit.expert_cases import UNTUNED, ExpertLayers, read_experts, untuned_steps
 from tools.fit.latent_prefill_cases import latent_prefill_cases, read_latent_prefills
 from tools.fit.leave_one_out import fits_without, models_without
 from tools.fit.measured_kernels import family, read_attention, read_products
@@ -75,7 +75,9 @@ def main() -> None:
         attention(title, [each for each in decodes if each.latent == latent])
     fits = fits_without(read_products(folder), read_attention(folder), (), folder)
     latent_prefill(folder, fits)
-    experts(read_experts(folder), fits)
+    layers = read_experts(folder)
+    experts(layers, fits)
+    untuned([each for each in layers if each.kernel == UNTUNED])
     quantisation(folder)
 
 
@@ -180,6 +182,23 @@ def experts(measured: list[ExpertLayers], fits: dict[str, Coefficients]) -> None
         ratio = predict_by_ratio(kernels, before.gpu, after.gpu)[0]
         print(f"{before.gpu.name:15}{after.gpu.name:15}{before.kernel[:35]:36}", end="")
         print(f"{len(both):6}{error(learned, measured_ns):7.1f}{error(ratio, measured_ns):7.1f}")
+
+
+def untuned(measured: list[ExpertLayers]) -> None:
+    """Print the cycles of a step of FlashInfer's kernels without their tuner, on each GPU.
+
+    The error of a GPU is that with the other's cycles.
+    """
+    cycles = [
+        float(np.median(each.times_ns / untuned_steps(each))) * each.gpu.clock_hz * 1e-9
+        for each in measured
+    ]
+    print(f"\n{UNTUNED}: cycles of a tile of 128 x 16 for 64 elements along k")
+    print(f"{'target':15}{'calls':>6}{'cycles':>8}{'mean':>7}")
+    for at, each in enumerate(measured):
+        of_step_ns = cycles[1 - at] / each.gpu.clock_hz * 1e9
+        off = error(of_step_ns * untuned_steps(each), each.times_ns)
+        print(f"{each.gpu.name:15}{len(each.layers):6}{cycles[at]:8.0f}{off:7.1f}")
 
 
 def quantisation(folder: Path) -> None:

@@ -40,9 +40,16 @@ _LIBRARIES = {
     "vllm_fused_moe": "triton",
 }
 
+# Campaigns whose layers of Nemotron-H have no gate, as that model (squared ReLU). Earlier ones ran
+# the same sizes with a gate: their times are those of first GEMMs of twice the columns.
+_NEMOTRON_WITHOUT_GATE = ("sglang 0.5.14", "vllm 0.24.0")
+
 UNTUNED = "sglang_flashinfer_cutlass_moe"
-"""FlashInfer's kernels on Hopper, in a campaign that does not run their tuner: every active expert
-takes 4 to 7 us, whatever its rows, four times the time to read its weights. No fit has them."""
+"""FlashInfer's kernels on Hopper, in a campaign that does not run their tuner. No fit has them.
+
+Every tile of 128 x 16 results takes about 700 cycles for 64 elements along the inner size, as if no
+load overlapped another (`untuned_steps`).
+"""
 
 _EVERY = 5  # the fit takes every fifth layer, which saves time
 
@@ -123,10 +130,12 @@ def read_experts(folder: Path) -> list[ExpertLayers]:
     ):
         gpu = load_gpu(str(name))
         table = of_kernel.group_by(_LAYER).agg(pl.col("time_us").median()).sort(_LAYER)
-        layers = [
-            ExpertSizes(tokens, chosen, experts, hidden, 2 * inner, inner)
-            for tokens, hidden, inner, chosen, experts in table.select(_LAYER).iter_rows()
-        ]
+        layers: list[ExpertSizes] = []
+        for tokens, hidden, inner, chosen, experts in table.select(_LAYER).iter_rows():
+            nemotron = (chosen, experts) == (22, 512) or (hidden, chosen, experts) == (2688, 6, 128)
+            gated = not nemotron or str(campaign) not in _NEMOTRON_WITHOUT_GATE
+            first = 2 * inner if gated else inner
+            layers.append(ExpertSizes(tokens, chosen, experts, hidden, first, inner))
         cold = [
             at
             for at, s in enumerate(layers)
@@ -136,6 +145,17 @@ def read_experts(folder: Path) -> list[ExpertLayers]:
         kept = [layers[at] for at in cold]
         read.append(ExpertLayers(gpu, str(campaign), str(kernel), kept, times_ns))
     return read
+
+
+def untuned_steps(measured: ExpertLayers) -> F64:
+    """Return the steps of 64 elements along k that an SM takes in tiles of 128 x 16, float64[d]."""
+    steps: list[float] = []
+    for sizes in measured.layers:
+        tiles_high = -(-sizes.rows // sizes.active // 128)
+        gemms = (sizes.first, sizes.hidden), (sizes.hidden, sizes.inner)
+        of_gemms = sum(-(-n // 16) * -(-k // 64) for n, k in gemms)
+        steps.append(sizes.active * tiles_high * of_gemms / measured.gpu.sm_count)
+    return np.array(steps)
 
 
 def fit_experts(measured: Sequence[ExpertLayers], gemm: GemmCoefficients) -> dict[str, Experts]:
