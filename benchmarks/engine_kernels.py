@@ -35,6 +35,7 @@ from harness import given_folder
 
 from onerank.annotate.models.coefficients import Coefficients, Experts, shipped
 from onerank.annotate.models.cost_model import Predict, PredictFromDescription
+from onerank.annotate.models.intervals import same_die
 from onerank.annotate.models.learned import (
     predict_by_ratio,
     predict_from_description,
@@ -43,7 +44,13 @@ from onerank.annotate.models.learned import (
 from onerank.annotate.models.roofline import predict_from_datasheet
 from onerank.annotate.models.scale_measured import predict_by_residual
 from onerank.ir.arrays import F64
-from tools.fit.expert_cases import UNTUNED, ExpertLayers, read_experts, untuned_steps
+from tools.fit.expert_cases import (
+    EXPERT_LIBRARIES,
+    UNTUNED,
+    ExpertLayers,
+    read_experts,
+    untuned_steps,
+)
 from tools.fit.latent_prefill_cases import latent_prefill_cases, read_latent_prefills
 from tools.fit.leave_one_out import fits_without, models_without
 from tools.fit.measured_kernels import family, read_attention, read_products
@@ -57,7 +64,7 @@ from tools.fit.public_cases import (
     read_decodes,
 )
 
-_PLAIN = {"cutlass": Experts(0.0, 1.0, 0.0), "triton": Experts(0.0, 1.0, 0.0)}
+_PLAIN = dict.fromkeys(EXPERT_LIBRARIES, Experts(0.0, 1.0, 0.0))
 
 _BY_SHAPE = ("decode_unmeasured", "decode_other", "latent_other")
 LONG_NS = 10_000
@@ -166,6 +173,7 @@ def experts(measured: list[ExpertLayers], fits: dict[str, Coefficients]) -> None
         print(f"{error(predict_from_datasheet(kernels, gpu)[0], each.times_ns):10.1f}")
     print("\nexperts of an MoE layer, from another GPU, family of the target left out")
     print(f"{'source':15}{'target':15}{'kernel':36}{'calls':>6}{'mean':>7}{'ratio':>7}")
+    of_target: dict[str, list[tuple[float, float]]] = {}
     for before, after in permutations(measured, 2):
         if before.kernel != after.kernel or before.gpu == after.gpu or UNTUNED in before.kernel:
             continue
@@ -181,7 +189,14 @@ def experts(measured: list[ExpertLayers], fits: dict[str, Coefficients]) -> None
         learned = predict_learned(kernels, before.gpu, after.gpu, c)[0]
         ratio = predict_by_ratio(kernels, before.gpu, after.gpu)[0]
         print(f"{before.gpu.name:15}{after.gpu.name:15}{before.kernel[:35]:36}", end="")
-        print(f"{len(both):6}{error(learned, measured_ns):7.1f}{error(ratio, measured_ns):7.1f}")
+        errors = error(learned, measured_ns), error(ratio, measured_ns)
+        print(f"{len(both):6}{errors[0]:7.1f}{errors[1]:7.1f}")
+        source_die = "the same die" if same_die(before.gpu, after.gpu) else "another die"
+        of_target.setdefault(f"{after.gpu.name}, from {source_die}", []).append(errors)
+    print("\nmeans over the sources and kernels of a target")
+    for name, pairs in of_target.items():
+        learned, ratio = np.mean(pairs, axis=0)
+        print(f"{name:66}{len(pairs):6}{learned:7.1f}{ratio:7.1f}")
 
 
 def untuned(measured: list[ExpertLayers]) -> None:

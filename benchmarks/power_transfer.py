@@ -16,6 +16,9 @@ coefficients without the target's die family.
 GEMMs with an inner size over 16,384 have separate rows, because their figures contradict a steady
 state: an H200 ran 32,768 x 65,536 x 51,200 at 818 TFLOP/s and 510 W, and 32,768 x 65,536 x 16,384
 at 672 TFLOP/s and 693 W, its limit. The same FLOPs at a higher clock draw more power, not less.
+The sensor shows the mean of about a second, so a run of a second contains the pause before it:
+after a GEMM of 6.5 ms, one of 2.6 us reads 388 W and the next 132 W. An H200 ran 8192 x 32 x 51,200
+at 134 TFLOP/s and 0.99 of its limit, and 8192 x 32 x 65,536 at 135 TFLOP/s and 0.73.
 16,384 was chosen after the errors of these GEMMs had been seen, on the GPUs that the rows judge, so
 only the rows "all" are held out.
 """

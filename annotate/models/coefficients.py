@@ -210,8 +210,8 @@ class Coefficients(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         finely_scaled: architecture -> its GEMMs with scales of rows or blocks.
         finely_scaled_elsewhere: those of an architecture that was not measured, one fit to all:
             left-out families are 16% off with it, and 18% with the mean of the others'.
-        experts: library, "cutlass" or "triton" -> its experts of an MoE layer, one fit to all
-            architectures.
+        experts: library, "cutlass", "sglang" or "vllm" -> its experts of an MoE layer, one fit to
+            all architectures.
         attention: fused attention.
         attention_floor: architecture -> factor on `AttentionCoefficients.floor` of its usual
             kernels, if FlashAttention was not measured there.

@@ -14,12 +14,27 @@ class PartKernel(IntEnum):
 
     LIBRARY = 0
     """The kernel of a plain GEMM, or torch's grouped one, which runs as long."""
-    TRITON_EXPERTS = 1
-    """vLLM's and SGLang's grouped kernel, in tiles for more tokens than experts."""
-    TRITON_FEW_TOKENS = 2
-    """The same in tiles for up to as many tokens as experts."""
-    CUTLASS_EXPERTS = 3
+    CUTLASS_EXPERTS = 1
     """TensorRT-LLM's grouped kernel."""
+    VLLM_EXPERTS = 2
+    """vLLM's grouped kernel in Triton, in tiles for more tokens than experts."""
+    VLLM_FEW_TOKENS = 3
+    """The same in tiles for up to as many tokens as experts."""
+    SGLANG_EXPERTS = 4
+    """SGLang's grouped kernel in Triton, in tiles for more tokens than experts."""
+    SGLANG_FEW_TOKENS = 5
+    """The same in tiles for up to as many tokens as experts."""
+
+    @property
+    def for_few_tokens(self) -> "PartKernel":
+        """The kernel's tiles for up to as many tokens as experts."""
+        return _FOR_FEW_TOKENS.get(self, self)
+
+
+_FOR_FEW_TOKENS = {
+    PartKernel.VLLM_EXPERTS: PartKernel.VLLM_FEW_TOKENS,
+    PartKernel.SGLANG_EXPERTS: PartKernel.SGLANG_FEW_TOKENS,
+}
 
 
 class ComponentGemm(NamedTuple):

@@ -175,7 +175,7 @@ def _fused_experts(choices: int, kernel: PartKernel) -> Formula:
         sizes = ExpertSizes(
             tokens, chosen.shape[-1], first.shape[0], hidden, first.shape[1], second.shape[2]
         )
-        few = kernel is PartKernel.TRITON_EXPERTS and tokens <= sizes.experts
+        in_tiles = kernel.for_few_tokens if tokens <= sizes.experts else kernel
         each = (first.numel + second.numel) // max(1, sizes.experts)
         idle = (sizes.experts - sizes.active) * each * _EXPERT_BYTES
         return matmul_work(
@@ -183,7 +183,7 @@ def _fused_experts(choices: int, kernel: PartKernel) -> Formula:
             x,
             2 * sizes.rows * each,
             call.input_bytes - idle,
-            parts=expert_parts(sizes, PartKernel.TRITON_FEW_TOKENS if few else kernel),
+            parts=expert_parts(sizes, in_tiles),
         )
 
     return formula
@@ -200,8 +200,11 @@ def _packed_linear(call: Call) -> Work | None:
 
 FORMULAS: Mapping[str, Formula] = {
     **{
-        f"{library}::{name}_fused_experts": _fused_experts(4, PartKernel.TRITON_EXPERTS)
-        for library in ("vllm", "sglang")
+        f"{library}::{name}_fused_experts": _fused_experts(4, kernel)
+        for library, kernel in (
+            ("vllm", PartKernel.VLLM_EXPERTS),
+            ("sglang", PartKernel.SGLANG_EXPERTS),
+        )
         for name in ("inplace", "outplace")
     },
     "trtllm::fused_moe": _fused_experts(1, PartKernel.CUTLASS_EXPERTS),

@@ -36,12 +36,21 @@ _LIBRARIES = {
     "trtllmgen": "",
     "flashinfer_trtllm": "",
     "cutlass": "cutlass",
-    "triton": "triton",
-    "vllm_fused_moe": "triton",
+    "sglang_fused_moe_triton": "sglang",
+    "vllm_fused_moe": "vllm",
+    "vllm_unquantizedfusedmoe_triton": "vllm",
 }
+
+EXPERT_LIBRARIES = {
+    "cutlass": PartKernel.CUTLASS_EXPERTS,
+    "sglang": PartKernel.SGLANG_EXPERTS,
+    "vllm": PartKernel.VLLM_EXPERTS,
+}
+"""Library with coefficients -> its kernel."""
 
 # Campaigns whose layers of Nemotron-H have no gate, as that model (squared ReLU). Earlier ones ran
 # the same sizes with a gate: their times are those of first GEMMs of twice the columns.
+_NEMOTRON = ((2688, 6, 128), (2048, 22, 512), (8192, 22, 512))  # hidden, chosen, experts
 _NEMOTRON_WITHOUT_GATE = ("sglang 0.5.14", "vllm 0.24.0")
 
 UNTUNED = "sglang_flashinfer_cutlass_moe"
@@ -76,7 +85,7 @@ class ExpertLayers:
 
     @property
     def library(self) -> str:
-        """Whose coefficients the kernel has: "cutlass", "triton" or "", those of plain GEMMs.
+        """Whose coefficients the kernel has: one of `EXPERT_LIBRARIES`, or "", plain GEMMs'.
 
         Raises:
             FormatError: no library is known for the kernel.
@@ -106,10 +115,8 @@ class ExpertLayers:
         return replace(kernels, gemm=0 * kernels.gemm, bytes=moved, parts=parts)
 
     def _kernel(self, sizes: ExpertSizes) -> PartKernel:
-        if self.library == "triton":
-            few = sizes.tokens <= sizes.experts
-            return PartKernel.TRITON_FEW_TOKENS if few else PartKernel.TRITON_EXPERTS
-        return PartKernel.CUTLASS_EXPERTS if self.library else PartKernel.LIBRARY
+        kernel = EXPERT_LIBRARIES.get(self.library, PartKernel.LIBRARY)
+        return kernel.for_few_tokens if sizes.tokens <= sizes.experts else kernel
 
 
 def read_experts(folder: Path) -> list[ExpertLayers]:
@@ -132,7 +139,7 @@ def read_experts(folder: Path) -> list[ExpertLayers]:
         table = of_kernel.group_by(_LAYER).agg(pl.col("time_us").median()).sort(_LAYER)
         layers: list[ExpertSizes] = []
         for tokens, hidden, inner, chosen, experts in table.select(_LAYER).iter_rows():
-            nemotron = (chosen, experts) == (22, 512) or (hidden, chosen, experts) == (2688, 6, 128)
+            nemotron = (hidden, chosen, experts) in _NEMOTRON
             gated = not nemotron or str(campaign) not in _NEMOTRON_WITHOUT_GATE
             first = 2 * inner if gated else inner
             layers.append(ExpertSizes(tokens, chosen, experts, hidden, first, inner))
@@ -162,7 +169,7 @@ def fit_experts(measured: Sequence[ExpertLayers], gemm: GemmCoefficients) -> dic
     """Return library -> the coefficients that fit its layers, every die family with one weight."""
     return {
         library: _fit_library([each for each in measured if each.library == library], gemm)
-        for library in ("cutlass", "triton")
+        for library in EXPERT_LIBRARIES
     }
 
 
@@ -174,7 +181,7 @@ def _fit_library(measured: list[ExpertLayers], gemm: GemmCoefficients) -> Expert
     def residuals(x: F64) -> F64:
         experts = Experts(*np.exp(x).tolist())
         c = msgspec.structs.replace(
-            shipped(), gemm=gemm, experts=dict.fromkeys(("cutlass", "triton"), experts)
+            shipped(), gemm=gemm, experts=dict.fromkeys(EXPERT_LIBRARIES, experts)
         )
         parts: list[F64] = []
         for each, features, name in zip(chosen, kernels, families, strict=True):

@@ -493,8 +493,10 @@ def decode_cases(
             # The other campaigns have measured another kernel, if this one is unusual.
             kinds.append(("decode_unmeasured" if each.usual else other, each.name))
         for kind, without in kinds:
-            predicted_ns = by_shape(without or family(gpu))(kernels, target)[0]
-            predicted_ns = predicted_ns + target.launch_floor_ns
+            # A datasheet's other figures are estimated from the architecture, if it was measured.
+            known = gpu if without else target
+            predicted_ns = by_shape(without or family(gpu))(kernels, known)[0]
+            predicted_ns = predicted_ns + known.launch_floor_ns
             case = Case(kind, gpu, gpu, each.times_ns, predicted_ns, each.shapes[:, 3])
             yield replace(case, without=without)
     for before, after in permutations(decodes, 2):

@@ -295,8 +295,8 @@ EXPERTS = (128, 1536, 2048), (128, 2048, 768)
 @pytest.mark.parametrize(
     ("op", "inputs", "kernel"),
     [
-        ("vllm::outplace_fused_experts", [INPUT, *EXPERTS, CHOICES, CHOICES], "TRITON_EXPERTS"),
-        ("sglang::inplace_fused_experts", [INPUT, *EXPERTS, CHOICES, CHOICES], "TRITON_EXPERTS"),
+        ("vllm::outplace_fused_experts", [INPUT, *EXPERTS, CHOICES, CHOICES], "VLLM_EXPERTS"),
+        ("sglang::inplace_fused_experts", [INPUT, *EXPERTS, CHOICES, CHOICES], "SGLANG_EXPERTS"),
         (
             "trtllm::fused_moe",
             [INPUT, CHOICES, CHOICES, EXPERTS[0], None, EXPERTS[1], None],
@@ -326,7 +326,7 @@ def test_few_tokens_read_their_experts_alone():
     inputs = [(2, 2048), *EXPERTS, (2, 8), (2, 8)]
     cost = work("vllm::outplace_fused_experts", inputs, [(2, 2048)])
     assert [part[:2] for part in cost.parts] == [(16, 1), (16, 1)]
-    assert {part.kernel.name for part in cost.parts} == {"TRITON_FEW_TOKENS"}
+    assert {part.kernel.name for part in cost.parts} == {"VLLM_FEW_TOKENS"}
     assert cost.bytes_read == 2 * (2 * 2048 + 2 * 2 * 8 + 16 * (1536 * 2048 + 2048 * 768))
 
 

@@ -18,7 +18,13 @@ from onerank.annotate.models.learned import (
 from onerank.annotate.models.prediction_terms import Rule
 from onerank.annotate.op_costs.engine_operators import ExpertSizes
 from onerank.ir.errors import FormatError
-from tools.fit.expert_cases import ExpertLayers, expert_cases, fit_experts, read_experts
+from tools.fit.expert_cases import (
+    ExpertLayers,
+    expert_cases,
+    fit_experts,
+    read_experts,
+    untuned_steps,
+)
 
 H100 = load_gpu("H100")
 
@@ -65,6 +71,24 @@ def test_layers_that_the_cache_serves_are_not_read(tmp_path):
     assert read.layers == [ExpertSizes(8, 1, 8, 2048, 2048, 1024)]
 
 
+@pytest.mark.parametrize(("campaign", "first"), [("sglang 0.5.10", 3712), ("sglang 0.5.14", 1856)])
+def test_experts_of_nemotron_have_no_gate_in_later_campaigns(tmp_path, campaign, first):
+    names = {"gpu": "L40S", "campaign": campaign, "kernel": "sglang_fused_moe_triton"}
+    layer = {"tokens": 512, "hidden": 2688, "inner": 1856, "chosen": 6, "experts": 128}
+    pl.DataFrame([{**names, **layer, "time_us": 3739.4}]).write_parquet(
+        tmp_path / "experts.parquet"
+    )
+    (read,) = read_experts(tmp_path)
+    assert read.layers == [ExpertSizes(512, 6, 128, 2688, first, 1856)]
+
+
+def test_untuned_kernels_take_tiles_of_128_rows():
+    """128 experts of 129 rows have two tiles each, of 232 x 2688 and 2688 x 232, on 132 SMs."""
+    sizes = ExpertSizes(129, 128, 128, 2688, 232, 232)
+    layers = ExpertLayers(H100, "a", "sglang_flashinfer_cutlass_moe", [sizes], np.ones(1))
+    assert untuned_steps(layers) == pytest.approx([128 * 2 * (15 * 42 + 168 * 4) / 132])
+
+
 def test_a_kernel_of_an_unknown_library_is_refused():
     layers = ExpertLayers(H100, "a", "another_moe", QWEN, np.ones(3))
     with raises_code("fit-unknown-kernel", FormatError, naming="another_moe"):
@@ -76,7 +100,8 @@ def test_the_fit_finds_the_coefficients_of_each_library():
     c = shipped()
     truth = {
         "cutlass": msgspec.structs.replace(c.experts["cutlass"], rate=1.1),
-        "triton": msgspec.structs.replace(c.experts["triton"], epilogue=1.2),
+        "sglang": msgspec.structs.replace(c.experts["sglang"], rate=0.6),
+        "vllm": msgspec.structs.replace(c.experts["vllm"], epilogue=1.2),
     }
     made = msgspec.structs.replace(c, experts=truth)
     sizes = [
@@ -88,7 +113,7 @@ def test_the_fit_finds_the_coefficients_of_each_library():
     # The fit takes every fifth layer.
     every = [layer for layer in sizes for _ in range(5)]
     measured = []
-    for kernel in MEASURED_US:
+    for kernel in (*MEASURED_US, "sglang_fused_moe_triton"):
         empty = ExpertLayers(H100, "a", kernel, every, np.ones(len(every)))
         times_ns = part_times(empty.features(), H100, made)
         measured.append(ExpertLayers(H100, "a", kernel, every, times_ns))
