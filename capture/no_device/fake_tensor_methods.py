@@ -1,0 +1,197 @@
+"""What Python's methods and functions of tensors do with fake ones, and with their storages."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+
+from onerank.capture.fake_tensors import as_subclass, is_combined
+from onerank.capture.no_device.operators.fake_operators import FakeOperators
+from onerank.capture.no_device.tensor_values import Known, Storages, UnknownValues
+
+_torch: Any = torch
+
+TENSOR_FACTORIES = ("tensor", "as_tensor")
+"""Functions of torch that create tensors from Python's numbers."""
+
+
+def creates_parameter(fake: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+    """Return a replacement of `nn.Parameter.__new__`, which creates fake parameters.
+
+    Args:
+        fake: returns a fake tensor like a real one.
+    """
+    new_parameter = nn.Parameter.__new__
+
+    def parameter(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
+        # Exactly a tensor: a fake one or a subclass is left as it is.
+        if type(data) is Tensor:
+            data = fake(data)
+        elif is_combined(data):
+            # A module that moves makes one of a parameter of a subclass, whose `detach` has
+            # not its class (bitsandbytes' `Params4bit`). On a GPU it sets the data instead.
+            data = as_subclass(data.detach(), Tensor)
+        return new_parameter(cls, data, requires_grad)
+
+    return parameter
+
+
+def makes_subclass(fake: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+    """Return a replacement of `Tensor._make_subclass`; `fake` as for `creates_parameter`."""
+    subclass_of = _torch.Tensor._make_subclass
+
+    def make_subclass(cls: Any, data: Any, requires_grad: bool = False, **options: Any) -> Any:
+        # bitsandbytes makes its weights so. A parameter is fake, whatever its class.
+        if issubclass(cls, nn.Parameter) and type(data) is Tensor and not data.is_meta:
+            data = fake(data)
+        if not isinstance(data, FakeTensor):
+            return subclass_of(cls, data, requires_grad, **options)
+        return as_subclass(data.detach(), cls).requires_grad_(requires_grad)
+
+    return make_subclass
+
+
+def storage_functions(storages: Storages) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """Return replacements of `Tensor.data_ptr`, and of attributes of `UntypedStorage`.
+
+    Args:
+        storages: storages of fake tensors, with their addresses and sizes.
+    """
+    resize = torch.UntypedStorage.resize_
+    tensor_address, storage_address = Tensor.data_ptr, torch.UntypedStorage.data_ptr
+
+    def address_of_tensor(tensor: Tensor) -> int:
+        if not isinstance(tensor, FakeTensor):
+            return tensor_address(tensor)
+        # Views of one storage differ by their offset, as real addresses do.
+        return storages.address(tensor) + int(tensor.storage_offset()) * tensor.element_size()
+
+    def address_of_storage(storage: Any) -> int:
+        return storages.address_of_storage(storage) or storage_address(storage)
+
+    def resize_storage(storage: Any, size: int) -> Any:
+        result = resize(storage, size)
+        storages.resize(storage, size)
+        return result
+
+    return address_of_tensor, {"resize_": resize_storage, "data_ptr": address_of_storage}
+
+
+def fake_tensor_methods(operators: FakeOperators, values: UnknownValues) -> dict[str, Any]:
+    """Return attributes of `FakeTensor` to replace.
+
+    Args:
+        operators: know the numbers of small tensors.
+        values: decides what a script reads of unknown ones.
+    """
+
+    def numpy(tensor: Any, **_: Any) -> Any:
+        numbers = operators.known.get(tensor)
+        if numbers is None:
+            numbers = values.numbers(tensor)
+        with unset_fake_temporarily():
+            return numbers.detach().numpy()
+
+    def tolist(tensor: Any) -> Any:
+        numbers = operators.known.get(tensor)
+        # torch copies the whole tensor to the host; of a subclass it reads every element.
+        tensor.cpu()
+        with unset_fake_temporarily():
+            if numbers is None:
+                numbers = torch.full(tensor.shape, values.scalar(tensor))
+            return numbers.tolist()
+
+    return {
+        "__new__": staticmethod(_new_fake),
+        "data": _data,
+        "numpy": numpy,
+        "tolist": tolist,
+        "__format__": _format,
+        "__repr__": _repr,
+    }
+
+
+_new_fake_of_torch: Any = FakeTensor.__new__
+
+
+def _new_fake(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    """Create a fake tensor, or a parameter for a call with the arguments of `nn.Parameter`."""
+    # The class of a fake parameter is FakeTensor. accelerate and diffusers load weights by
+    # `type(parameter)(tensor, requires_grad=...)`, and empty them by
+    # `type(parameter)(tensor, **parameter.__dict__)`, which holds attributes of the fake tensor.
+    if args and isinstance(args[0], Tensor):
+        kept = {name: kwargs[name] for name in ("requires_grad",) if name in kwargs}
+        return nn.Parameter(*args, **kept)
+    return _new_fake_of_torch(cls, *args, **kwargs)
+
+
+_tensor_data: Any = _torch._C.TensorBase.data
+
+
+def _set_data(tensor: Any, value: Any) -> None:
+    _tensor_data.__set__(tensor, value)
+    # The device and the numbers of a fake tensor are attributes, which torch does not replace.
+    if isinstance(value, FakeTensor):
+        tensor.fake_device = value.fake_device
+        vars(tensor).pop(Known.ATTRIBUTE, None)
+        if hasattr(value, Known.ATTRIBUTE):
+            setattr(tensor, Known.ATTRIBUTE, getattr(value, Known.ATTRIBUTE))
+
+
+_data = property(_tensor_data.__get__, _set_data)
+
+
+def _format(tensor: Any, specification: str) -> str:
+    """Format the number of a 0-d tensor, as torch does for tensors of no subclass."""
+    return format(tensor.item() if tensor.dim() == 0 else repr(tensor), specification)
+
+
+def _repr(tensor: Any, **_: Any) -> str:
+    """Describe a tensor without its values, as torch does on the meta device."""
+    size = tuple(tensor.shape)
+    return f"tensor(..., device='{tensor.device}', size={size}, dtype={tensor.dtype})"
+
+
+def tensor_factory(name: str) -> Callable[..., Any]:
+    """Return a replacement of a function of torch that creates tensors from Python's numbers.
+
+    Args:
+        name: `tensor` or `as_tensor`.
+    """
+    create: Any = getattr(torch, name)
+
+    @functools.wraps(create)
+    def create_on_thread(*args: Any, **kwargs: Any) -> Any:
+        # Without this flag of the thread, C++ copies the new tensor to its device, and no mode sees
+        # the copy. FakeTensorMode sets it in the thread that enters the mode; the threads of a
+        # backward do not enter it.
+        lifts = _torch._C._only_lift_cpu_tensors()
+        _torch._C._set_only_lift_cpu_tensors(True)
+        try:
+            return create(*args, **kwargs)
+        finally:
+            _torch._C._set_only_lift_cpu_tensors(lifts)
+
+    return create_on_thread
+
+
+_swap_real = torch.utils.swap_tensors
+
+
+def swap(first: Any, second: Any) -> None:
+    """Exchange two tensors, as `torch.utils.swap_tensors` does, weak references or not."""
+    if not isinstance(first, FakeTensor):
+        _swap_real(first, second)
+        return
+    # torch moves a fake parameter by a swap, and refuses one with weak references. Those of this
+    # process (of modules, optimizers) mean the object, which stays the parameter. It keeps its
+    # attributes too, as a real parameter does, whose data torch replaces.
+    fresh, replaced = dict(vars(second)), dict(vars(first))
+    vars(first).pop(Known.ATTRIBUTE, None)
+    vars(first).update(fresh)
+    vars(second).clear()
+    vars(second).update(replaced)
+    _torch._C._swap_tensor_impl(first, second)
