@@ -33,7 +33,7 @@ from onerank.capture.script.optimizer_steps import (
 )
 from onerank.capture.script.repeatable_call import Growth, RepeatableCall, kept_random_state
 from onerank.ir import InferenceKind, InferenceStep
-from onerank.ir.errors import ScriptError
+from onerank.ir.errors import OneRankError, ScriptError
 from onerank.ir.notes import Note
 
 DEFAULT_STEPS: tuple[StepChoice, ...] = ("prefill", "decode")
@@ -118,7 +118,7 @@ class InferenceSteps:
         self._encoder = ""  # part of a generating model: the first that ran without tokens
         self._end_forward: Callable[[Windows], None] = lambda _: None
         self._captured: Callable[[], None] = lambda: None
-        self._refuse: Callable[[ScriptError], None] = lambda _: None
+        self._refuse: Callable[[OneRankError], None] = lambda _: None
 
     @property
     def complete(self) -> bool:
@@ -130,7 +130,7 @@ class InferenceSteps:
         self,
         end_forward: Callable[[Windows], None],
         captured: Callable[[], None],
-        refuse: Callable[[ScriptError], None],
+        refuse: Callable[[OneRankError], None],
     ) -> Generator[None]:
         """Capture forwards of the script that runs in this context.
 

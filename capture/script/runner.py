@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 
@@ -21,7 +21,7 @@ from onerank.capture.profiling.measurement_windows import Windows
 from onerank.capture.profiling.window_observations import Observations
 from onerank.capture.script.before_first_step import BeforeFirstStep
 from onerank.capture.script.error_hints import explained, library_line, script_line
-from onerank.capture.script.inference_steps import InferenceSteps
+from onerank.capture.script.inference_steps import MeasuredForward
 from onerank.capture.script.optimizer_steps import after_step
 from onerank.ir.errors import CaptureError, OneRankError, ScriptError
 from onerank.ir.notes import Note
@@ -79,6 +79,42 @@ class Eviction:
 _MAX_CAUGHT_ENDS = 3
 
 
+class WatchedForwards(Protocol):
+    """Decides by the forwards of a script where the script ends."""
+
+    @property
+    def is_explicit(self) -> bool:
+        """Whether the script's optimizer steps do not count."""
+        ...
+
+    @property
+    def complete(self) -> bool:
+        """Whether the script has shown all that is needed."""
+        ...
+
+    @property
+    def measured(self) -> Sequence[MeasuredForward]:
+        """The captured forwards."""
+        ...
+
+    def watching(
+        self,
+        end_forward: Callable[[Windows], None],
+        captured: Callable[[], None],
+        refuse: Callable[[OneRankError], None],
+    ) -> contextlib.AbstractContextManager[None]:
+        """Return the context in which the script runs; arguments as for `InferenceSteps`."""
+        ...
+
+    def discard(self) -> None:
+        """Forget the captured forwards, because the script trains."""
+        ...
+
+    def end(self, script: Path) -> bool:
+        """Return whether the script showed all that is needed, at its end; may raise if not."""
+        ...
+
+
 class CaptureComplete(SystemExit):
     """Ends the script; a SystemExit, because `except Exception` does not catch it."""
 
@@ -97,7 +133,7 @@ def run_script(
     fsdp_shards: bool = False,
     partial_sequence: bool = False,
     before: BeforeFirstStep | None = None,
-    inference: InferenceSteps | None = None,
+    inference: WatchedForwards | None = None,
 ) -> None:
     """Run `script` as `__main__` until the windows are complete.
 
@@ -110,7 +146,7 @@ def run_script(
         fsdp_shards: as for `explained`.
         partial_sequence: as for `explained`.
         before: observes the script until its first step.
-        inference: captures forwards of a script that infers.
+        inference: captures forwards of a script that infers, or takes its model.
 
     Raises:
         ScriptError: the script raised, exited, took too few steps, or neither trained nor inferred.
@@ -197,7 +233,7 @@ class _Boundary:
         at_step: Callable[[Windows], None],
         eviction: Eviction,
         before: BeforeFirstStep | None,
-        inference: InferenceSteps | None,
+        inference: WatchedForwards | None,
     ) -> None:
         self.failure: OneRankError | None = None
         self._windows = windows

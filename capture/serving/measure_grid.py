@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from onerank.capture.capture_script import convert_raw, cpu_name, job_of, pipeline_of
 from onerank.capture.fake_world.recorder import peers_of
@@ -25,9 +26,11 @@ from onerank.capture.profiling.step_timers import StepTimer
 from onerank.capture.profiling.window_plan import Progress
 from onerank.capture.run_as_rank import RankRun, slicing
 from onerank.capture.serving.compositions import MOST_TOKENS, Composition
+from onerank.capture.serving.script_model import ModelScript, model_of_script
 from onerank.capture.serving.served_model import (
     RepeatableStep,
     StepCache,
+    adopt_model,
     build_model,
     give_attention_scopes,
     materialise,
@@ -85,7 +88,9 @@ class ServedModel:
         weights_bytes: bytes of this rank's weights.
         kv_bytes_per_token: bytes of the KV cache for each token, of this rank.
         memory_bytes: memory of the device.
+        config: the model's configuration, as JSON.
         pipeline: the stage; None without pipeline parallelism.
+        parameters: name, dtype and shape of each parameter of this rank.
     """
 
     name: str
@@ -94,7 +99,9 @@ class ServedModel:
     weights_bytes: int
     kv_bytes_per_token: int
     memory_bytes: int
-    pipeline: Pipeline | None = None
+    config: dict[str, Any]
+    pipeline: Pipeline | None
+    parameters: tuple[tuple[str, str, tuple[int, ...]], ...]
 
     @property
     def has_head(self) -> bool:
@@ -114,6 +121,7 @@ class Server:
         *,
         first: StepCache,
         make_windows: Callable[[Path, Any], Any],
+        device: str,
     ) -> None:
         self.served = served
         self._first = first
@@ -121,7 +129,7 @@ class Server:
         self._options = options
         self._model = model
         self._make_windows = make_windows
-        self._device = _device(options)
+        self._device = device
 
     def measure(self, composition: Composition, number: int) -> MeasuredPoint:
         """Return the measured step of a composition.
@@ -252,22 +260,24 @@ def _graph_replays(step: RepeatableStep) -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def serving(
-    config: Path, options: Options, progress: Progress = lambda _: None
+    source: Path | ModelScript, options: Options, progress: Progress = lambda _: None
 ) -> Generator[Server]:
     """Load a model as one rank of an engine; yield what measures its steps.
 
     Args:
-        config: `config.json` of a transformers model, or its directory.
-        options: the tensor-parallel size, the device and the windows.
+        source: `config.json` of a transformers model, or its directory, or a script that builds and
+            calls a model.
+        options: the parallel sizes, the rank, the device and the windows.
         progress: receives a short description of each phase.
 
     Raises:
-        CaptureError: the configuration is not that of a causal language model, or the model does
-            not support the size.
+        CaptureError: the configuration is not that of a causal language model, the model cannot
+            compute an engine's steps, or it does not support the sizes.
+        ScriptError: the script raised, or called no language model.
     """
-    read = read_config(config)
-    gpu = options.emulated_gpu
-    emulated = EmulatedProcess.of(gpu, config, parse_routing(options.moe_routing))
+    path = source.path if isinstance(source, ModelScript) else source
+    config = None if isinstance(source, ModelScript) else read_config(source)
+    emulated = EmulatedProcess.of(options.emulated_gpu, path, parse_routing(options.moe_routing))
     with contextlib.ExitStack() as stack:
         raw = stack.enter_context(scratch_directory())
         stack.enter_context(emulated.installed() if emulated else contextlib.nullcontext())
@@ -282,40 +292,56 @@ def serving(
         models = slicing(peers, options, infers=True)
         modules = Modules()
         stack.enter_context(emulated.running(peers) if emulated else contextlib.nullcontext())
-        progress("building the model")
-        device = _device(options)
-        model = build_model(read, device, shapes_only=emulated is not None)
-        if options.world.size > 1:
-            models.sliced.append((type(model).__name__, models.slice_one(model)))
-        elif options.moe_routing != BALANCED:
+        sliced = options.world.size > 1
+        if not sliced and options.moe_routing != BALANCED:
             raise CaptureError(
                 f"--moe-routing {options.moe_routing} has no effect: it applies to sliced models\n"
                 "  give a size (--ep, --tp), or leave it out",
                 code="routing-unused",
             )
-        if emulated is None:
-            materialise(model, device)
-        served, first = _served(model, options, device, pipeline_of(models))
-        # After `_served`, whose step adds the scopes of attention: `Modules` reads the modules of a
-        # model at the first call that it sees.
-        stack.enter_context(modules.installed())
-        make: Callable[..., Any] = Windows
-        if emulated is not None:
-            make = functools.partial(StepRecorder, emulated, unrecorded=_UNRECORDED)
+        progress("building the model")
+        device = "cuda" if emulated is not None or torch.cuda.is_available() else "cpu"
 
         def make_windows(directory: Path, forward: Any) -> Any:
+            make: Callable[..., Any] = Windows
+            if emulated is not None:
+                make = functools.partial(StepRecorder, emulated, unrecorded=_UNRECORDED)
             return make(
                 *(options.windows, directory, modules, progress, peers),
                 forward=forward,
                 on_gpu=device == "cuda",
             )
 
+        if isinstance(source, ModelScript):
+            model = model_of_script(
+                source, options, make_windows(raw, None), models if sliced else None
+            )
+            model = adopt_model(model)
+            if emulated is not None:
+                # Fake weights may be on the CPU, where the script left them.
+                model.to(device)
+            device = next(model.parameters()).device.type
+        else:
+            model = build_model(config, device, shapes_only=emulated is not None)
+            if sliced:
+                models.sliced.append((type(model).__name__, models.slice_one(model)))
+            if emulated is None:
+                materialise(model, device)
+        served, first = _served(model, options, device, pipeline_of(models))
+        # After `_served`, whose step adds the scopes of attention: `Modules` reads the modules of a
+        # model at the first call that it sees.
+        stack.enter_context(modules.installed())
         rank_run = RankRun(
             *(raw, peers, models, modules, make_windows(raw, None), ()),
             FewerLayers(None, None),
             False,
         )
-        yield Server(rank_run, options, model, served, first=first, make_windows=make_windows)
+        yield Server(
+            *(rank_run, options, model, served),
+            first=first,
+            make_windows=make_windows,
+            device=device,
+        )
 
 
 def _served(
@@ -334,7 +360,7 @@ def _served(
     if gpu is None and device == "cuda":
         memory = torch.cuda.get_device_properties(0).total_memory
     # Tied weights are one parameter.
-    weights = {id(parameter): parameter.nbytes for parameter in model.parameters()}
+    weights = {id(parameter): _stored_bytes(parameter) for parameter in model.parameters()}
     served = ServedModel(
         name=type(model).__name__,
         layers=config.num_hidden_layers,
@@ -342,13 +368,22 @@ def _served(
         weights_bytes=sum(weights.values()),
         kv_bytes_per_token=cached,
         memory_bytes=memory,
+        config=msgspec.json.decode(config.to_json_string(use_diff=False)),
         pipeline=pipeline,
+        parameters=tuple(
+            (name, str(parameter.dtype), tuple(parameter.shape))
+            for name, parameter in model.named_parameters()
+        ),
     )
     return served, step.cache
 
 
-def _device(options: Options) -> str:
-    return "cuda" if options.device == "none" or torch.cuda.is_available() else "cpu"
+def _stored_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes of a tensor, of a quantised one those of its parts."""
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        return sum(_stored_bytes(getattr(tensor, name)) for name in names)
+    return tensor.nbytes
 
 
 def device_name() -> str:

@@ -101,6 +101,19 @@ def build_model(config: Any, device: str, *, shapes_only: bool) -> Any:
     return model.eval()
 
 
+def adopt_model(model: Any) -> Any:
+    """Return a model that a script built, for inference with the attention of an engine's steps."""
+    from transformers import AttentionInterface, PretrainedConfig
+
+    AttentionInterface.register(_ATTENTION, _attention_function)
+    # Not `set_attn_implementation`: a pipeline stage has two copies of the configuration.
+    for module in model.modules():
+        config = vars(module).get("config")
+        if isinstance(config, PretrainedConfig):
+            config._attn_implementation = _ATTENTION  # pyright: ignore[reportPrivateUsage]
+    return model.eval()
+
+
 def materialise(model: Any, device: str) -> None:
     """Give a model on `meta` random weights on a device.
 

@@ -26,7 +26,7 @@ from onerank.capture.serving.served_model import (
 from onerank.cli import annotate
 from onerank.cli import onerank as onerank_command
 from onerank.ir import Kind, Pipeline
-from onerank.ir.errors import CaptureError, FormatError
+from onerank.ir.errors import CaptureError, FormatError, OneRankError
 from onerank.plan.tasks import Store
 from onerank.serving import build_bundle
 from onerank.serving.build_bundle import serve
@@ -470,7 +470,7 @@ def test_stages_exchange_the_hidden_states_of_all_new_tokens(stages: Path):
             new_tokens = read.rows[number - 1].new_tokens or 0
             assert {*graph.nodes.comm_bytes[places]} == {new_tokens * HIDDEN * 2}
         (note,) = read.manifest.notes
-        assert f" {len(kinds)} messages " in note.text
+        assert f" {len(kinds)} sends and receives " in note.text
 
 
 def test_a_stage_is_reported_and_not_exported(stages: Path, tmp_path: Path):
@@ -491,6 +491,151 @@ def test_a_stage_is_measured_on_this_machine(tmp_path: Path):
     assert bundle.manifest.pipeline == Pipeline(0, (1, 1))
     assert all(row.source == "measured" and row.step_ns for row in bundle.rows)
     assert not any(kernel.flops for kernel in bundle.kernel_rows if kernel.part == "head")
+
+
+SCRIPT = """
+import json, sys
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+config = AutoConfig.for_model(**json.load(open(sys.argv[1])))
+model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+CALL
+raise AssertionError("the script is stopped at its first call")
+"""
+
+CALLS = {
+    "generate": "model.generate(torch.ones(1, 4, dtype=torch.long), max_new_tokens=2)",
+    "a plain forward": "model(torch.ones(1, 4, dtype=torch.long))",
+    "a caught end": "try:\n    model(torch.ones(1, 4, dtype=torch.long))\n"
+    "except BaseException:\n    model(torch.ones(1, 4, dtype=torch.long))",
+    "an encoder first": "torch.nn.Linear(2, 2)(torch.ones(1, 2))\n"
+    "model.generate(torch.ones(1, 4, dtype=torch.long), max_new_tokens=2)",
+}
+
+
+def scripted(directory: Path, call: str) -> Path:
+    """Write a script that builds the model of `config.json` and runs a line with it."""
+    script = directory / "script.py"
+    script.write_text(SCRIPT.replace("CALL", call))
+    return script
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_a_script_is_measured_on_this_machine(tmp_path: Path, call: str):
+    windows = WindowPlan(warm_up=1, timed_steps=2)
+    config, script = written(tmp_path, LLAMA), scripted(tmp_path, call)
+    grid = parse_grid("decode: batch=2 context=16")
+    options, store = Options(windows=windows), Store(tmp_path / "store")
+    bundle, _ = serve(script, options, grid, store, args=[str(config)])
+    memory = bundle.manifest.memory
+    assert memory.kv_bytes_per_token == 2 * 2 * LAYERS * KV_HEADS * HIDDEN // HEADS
+    assert bundle.rows[0].source == "measured"
+    assert bundle.manifest.config["num_hidden_layers"] == LAYERS
+
+
+SCRIPT_AND_CONFIG = """
+import sys
+from pathlib import Path
+
+from onerank.capture.options import Options
+from onerank.capture.serving.compositions import Composition, parse_grid
+from onerank.plan.tasks import Store
+from onerank.serving import build_bundle
+
+script, config, output = map(Path, sys.argv[1:])
+grid = parse_grid("decode: batch=8 context=100; mixed: tokens=32 context=64 batch=8 "
+                  "decode_context=100")
+options = Options(device="none", tp=2, pp=2, rank=2)
+store = Store(output / "store")
+for name, source, args in (("config", config, ()), ("script", script, (str(config),))):
+    bundle, traces = build_bundle.serve(source, options, grid, store, args=args)
+    bundle.write(output / name, traces)
+
+
+def absent(*_):
+    raise AssertionError("all steps are stored")
+
+
+measure, build_bundle._measure = build_bundle._measure, absent
+again, _ = build_bundle.serve(script, options, grid, store, args=(str(config),))
+assert again.rows == bundle.rows
+config.write_text(config.read_text().replace('"hidden_size": 256', '"hidden_size": 512'))
+measured = []
+build_bundle._measure = lambda *args: measured.append(args[1]) or measure(*args)
+wider, _ = build_bundle.serve(script, options, grid, store, args=(str(config),))
+assert len(measured) == 2, "the script builds another model, with the same text and arguments"
+"""
+
+
+def test_a_script_has_the_steps_of_its_models_configuration(tmp_path: Path):
+    script = scripted(tmp_path, CALLS["generate"])
+    done = run_code(SCRIPT_AND_CONFIG, script, written(tmp_path, LLAMA), tmp_path)
+    assert done.returncode == 0, done.stderr
+    by_config, by_script = (read_bundle(tmp_path / name) for name in ("config", "script"))
+    assert by_script.rows == by_config.rows
+    assert by_script.kernel_rows == by_config.kernel_rows
+    manifests = by_script.manifest, by_config.manifest
+    for name in ("memory", "pipeline", "model", "layers", "notes"):
+        assert getattr(manifests[0], name) == getattr(manifests[1], name)
+
+
+GENERATES_T5 = """
+from transformers import T5Config, T5ForConditionalGeneration
+config = T5Config(d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=4, vocab_size=32,
+                  decoder_start_token_id=0)
+T5ForConditionalGeneration(config).generate(torch.ones(1, 4, dtype=torch.long))
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "code"),
+    [
+        ("raise ValueError('no data')", "script-raised"),
+        ("sys.exit(3)", "script-exited"),
+        ("torch.nn.Linear(2, 2)(torch.ones(1, 2)); sys.exit", "serve-no-model"),
+        ("model = torch.compile(model)\nmodel(torch.ones(1, 4).long())", "serve-compiled"),
+        ("model.compile()\nmodel(torch.ones(1, 4).long())", "serve-compiled"),
+        ("import torch.distributed as dist", "serve-script-distributed"),
+        (GENERATES_T5, "encoder-decoder-unsupported"),
+        ("""
+class Prompted(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.prompt = model, torch.nn.Parameter(torch.ones(4))
+    def forward(self, ids):
+        return self.inner(ids)
+Prompted()(torch.ones(1, 4).long())""", "serve-wrapped-model"),
+        ("model.lm_head.to('meta')\nmodel(torch.ones(1, 4).long())", "serve-model-devices"),
+        ("""
+from transformers import FalconConfig, FalconForCausalLM
+config = FalconConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=8)
+FalconForCausalLM(config)(torch.ones(1, 4).long())""", "serve-own-attention"),
+    ],
+)  # fmt: skip
+def test_a_script_that_cannot_be_driven(tmp_path: Path, call: str, code: str):
+    text = SCRIPT.replace("CALL", call).replace("raise AssertionError", "str")
+    (tmp_path / "script.py").write_text(text)
+    config, store = written(tmp_path, LLAMA), Store(tmp_path / "store")
+    with pytest.raises(OneRankError) as error:
+        serve(tmp_path / "script.py", Options(), None, store, args=[str(config)])
+    assert error.value.code == code
+    assert not [*store.directory.iterdir()]
+
+
+def test_a_script_on_the_command_line(tmp_path: Path):
+    script, config = scripted(tmp_path, CALLS["generate"]), written(tmp_path, LLAMA)
+    arguments = ("capture", "serve", script, "--grid", "decode: batch=2 context=16", "-o",
+                 tmp_path / "b")  # fmt: skip
+    done = run_command(*arguments, "--json", "--", config)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["manifest"]["model"] == "LlamaForCausalLM"
+    done = run_command(*arguments, "--", tmp_path / "absent.json")
+    assert done.returncode == 2
+    assert "error[script-raised]" in done.stderr
+    refused(onerank_command, "capture", "serve", config, "-o", tmp_path / "c", "--", "-x",
+            error="serve-arguments-unused")  # fmt: skip
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["b", "config.json", "script.py"]
 
 
 @pytest.mark.parametrize(("rank", "parts"), [(0, 4), (3, 2)])

@@ -78,28 +78,33 @@ class Model:
 
 
 def serve(
-    config: Path,
+    source: Path,
     options: Options,
     grid: Sequence[Composition] | None,
     store: Store,
     *,
+    args: Sequence[str] = (),
     host: str = "typical",
     progress: Progress = lambda name, complete, whole: None,
 ) -> tuple[Bundle, dict[int, bytes]]:
     """Measure a model over a grid, and return the bundle with the trace of each row.
 
     Args:
-        config: `config.json` of a transformers model, or its directory.
+        source: `config.json` of a transformers model, or its directory, or a script (.py) that
+            builds a model and calls it.
         options: parallel sizes, rank, device, windows.
         grid: the compositions; None for a grid derived from the model.
         store: results of this run and of earlier ones.
+        args: arguments of the script.
         host: host of a capture without a device, as for `onerank.recost`.
         progress: see `Progress`.
 
     Raises:
         CaptureError: the model cannot be served, or no composition fits into memory.
+        ScriptError: the script raised, or called no language model.
     """
-    file = config / "config.json" if config.is_dir() else config
+    is_script = source.suffix == ".py"
+    file = source / "config.json" if source.is_dir() else source
     # A missing file is an error of `serving`, which reads it.
     content = file.read_bytes() if file.is_file() else b""
     target = None
@@ -109,20 +114,29 @@ def serve(
     # runs: the keys of results have the contents.
     routing = parse_routing(options.moe_routing)
     described = None if target is None else (target.gpu, target.host)
-    record = _Record(
-        store,
-        (content.decode(errors="replace"), options, routing, _device_name(options), described),
-    )
-    model, points = record.model(), dict[Composition, Point]()
-    if model is not None:
-        grid = grid or default_grid(model.longest)
+    inputs = (content.decode(errors="replace"), options, routing, _device_name(options), described)
+    record, points = _Record(store, inputs), dict[Composition, Point]()
+    # A script may read other files, so only a run of it shows which model it builds.
+    model = None if is_script else record.model()
+
+    def stored(grid: Sequence[Composition]) -> dict[Composition, Point]:
         points = {c: point for c in grid if (point := record.point(c)) is not None}
         progress(_MEASURED, len(points), len(grid))
+        return points
+
+    if model is not None:
+        grid = grid or default_grid(model.longest)
+        points = stored(grid)
     if model is None or grid is None or len(points) < len(grid):
-        with _server(config, options) as server:
-            model = _model(server.served, content, options)
+        with _server(source, tuple(args), options) as server:
+            served = server.served
+            if is_script:
+                record = _Record(store, (*inputs, args, served.config, served.parameters))
+            config = served.config if is_script else msgspec.json.decode(content)
+            model = _model(served, config, options)
             record.add_model(model)
             grid = grid or default_grid(model.longest)
+            points = stored(grid)
             for number, composition in enumerate(grid, start=1):
                 if composition not in points:
                     point = _measure(server, composition, number, target)
@@ -133,12 +147,14 @@ def serve(
 
 
 @contextlib.contextmanager
-def _server(config: Path, options: Options) -> Generator[Any]:
+def _server(source: Path, args: tuple[str, ...], options: Options) -> Generator[Any]:
     from onerank.capture.isolated_capture import loading_capture
 
     with loading_capture():
         from onerank.capture.serving.measure_grid import serving
-    with serving(config, options) as server:
+        from onerank.capture.serving.script_model import ModelScript
+    model = ModelScript(source, args) if source.suffix == ".py" else source
+    with serving(model, options) as server:
         yield server
 
 
@@ -180,10 +196,10 @@ class _Record:
         self._store.write(key, msgspec.msgpack.encode(point))
 
 
-def _model(served: Any, content: bytes, options: Options) -> Model:
+def _model(served: Any, config: dict[str, Any], options: Options) -> Model:
     return Model(
         served.name,
-        msgspec.json.decode(content),
+        config,
         options.tp,
         served.layers,
         served.longest,
@@ -349,7 +365,7 @@ def _notes(points: Sequence[Point], fitting: Sequence[Point]) -> Iterator[Note]:
     if collectives or messages:
         text = f"{collectives} collectives"
         if messages:
-            text += f" and {messages} messages between stages"
+            text += f" and {messages} sends and receives between stages"
         yield Note(
             f"a step has up to {text}: the traces contain them, and the tables count no time for "
             "them",

@@ -1,4 +1,4 @@
-"""`capture serve CONFIG` measures a rank of an engine; `export` writes bundles for simulators."""
+"""`capture serve` measures a rank of an engine; `export` writes bundles for simulators."""
 
 import contextlib
 import shutil
@@ -11,7 +11,14 @@ import click
 
 from onerank.capture.options import CAPTURED, OUTPUT, Options
 from onerank.capture.profiling.window_plan import WindowPlan
-from onerank.cli.common import INPUT_OR_DIRECTORY, OUTPUT_DIRECTORY, as_json, reports_errors
+from onerank.cli.common import (
+    INPUT_OR_DIRECTORY,
+    OUTPUT_DIRECTORY,
+    UsageError,
+    as_json,
+    ends_despite_threads,
+    reports_errors,
+)
 from onerank.cli.dataclass_to_click import (
     SectionedCommand,
     headings,
@@ -19,6 +26,7 @@ from onerank.cli.dataclass_to_click import (
     shared_option,
     with_options,
 )
+from onerank.cli.script import ScriptCommand, script_streams
 from onerank.cli.terminal import advancing_parts, lines, print_json
 from onerank.serving.simulator_options import (
     AiconfiguratorOptions,
@@ -96,18 +104,22 @@ class ServeOptions:
     )
 
 
-@click.command(cls=SectionedCommand, sections=headings(ServeOptions))
-@click.argument("config", type=INPUT_OR_DIRECTORY)
+@click.command(cls=ScriptCommand, sections=headings(ServeOptions))
+@click.argument("source", type=INPUT_OR_DIRECTORY, metavar="CONFIG|SCRIPT")
+@click.argument("args", nargs=-1, metavar="[-- ARGS]")
 @with_options(ServeOptions)
 @as_json
+@ends_despite_threads
 @reports_errors
-def serve(config: Path, options: ServeOptions, as_json: bool) -> None:
+def serve(source: Path, args: tuple[str, ...], options: ServeOptions, as_json: bool) -> None:
     """Measure the steps of an inference engine's rank over a grid of compositions.
 
-    CONFIG is the config.json of a transformers model, which is built with random weights and
-    sliced for --tp. Prefills and decodes of a step share its linear layers; attention runs for each
-    against a KV cache. The bundle has tables of times, kernels per module and memory, and a trace
-    of each step. After a kill, the same command continues where it stopped.
+    CONFIG is the config.json of a transformers model, which is built with random weights. SCRIPT
+    (.py) builds a transformers model itself; it is stopped at its first call of the model, which
+    then computes the steps. The model is sliced for the sizes. Prefills and decodes of a step share
+    its linear layers; attention runs for each against a KV cache. The bundle has tables of times,
+    kernels per module and memory, and a trace of each step. After a kill, the same command
+    continues where it stopped.
     """
     from onerank.capture.isolation import sigterm_interrupts
     from onerank.capture.serving.compositions import parse_grid
@@ -117,6 +129,13 @@ def serve(config: Path, options: ServeOptions, as_json: bool) -> None:
     from onerank.serving.build_bundle import serve as serve_model
     from onerank.serving.bundle import check_replaceable
 
+    is_script = source.suffix == ".py"
+    if args and not is_script:
+        raise UsageError(
+            f"{source} is no script (.py), so it takes no arguments: {' '.join(args)}\n"
+            "  leave them out",
+            code="serve-arguments-unused",
+        )
     grid = parse_grid(options.grid) if options.grid is not None else None
     check_replaceable(options.output)
     windows = WindowPlan(warm_up=2, timed_steps=options.timed_steps)
@@ -135,10 +154,11 @@ def serve(config: Path, options: ServeOptions, as_json: bool) -> None:
     name = options.output.absolute().name
     results = options.store or options.output.absolute().with_name(f".{name}.results")
     store = Store(results)
-    with sigterm_interrupts(), advancing_parts() as progress:
+    streams = script_streams(stdout_to_stderr=as_json) if is_script else contextlib.nullcontext()
+    with sigterm_interrupts(), advancing_parts() as progress, streams:
         try:
             bundle, traces = serve_model(
-                config, job, grid, store, host=options.host, progress=progress
+                *(source, job, grid, store), args=args, host=options.host, progress=progress
             )
         except KeyboardInterrupt as interrupt:
             raise KeyboardInterrupt(
