@@ -1,8 +1,8 @@
 """The language model of a script, taken from the script at its first call of the model.
 
 The script runs unchanged until it calls a model of transformers that generates text, directly or
-through `generate`. Then the script ends, and the model computes the steps of an engine. Whatever the
-script did to the model before applies to it: its device and dtype, replaced layers.
+through `generate`. Then the script ends, and the model computes the steps of an engine. Its device,
+its dtype and replaced layers are those that the script chose.
 """
 
 import contextlib
@@ -114,7 +114,7 @@ class FirstCall:
     @contextlib.contextmanager
     def watching(
         self,
-        end_forward: Callable[[Windows], None],  # noqa: ARG002  no forward is repeated
+        end_forward: Callable[[Windows], None],
         captured: Callable[[], None],
         refuse: Callable[[OneRankError], None],
     ) -> Generator[None]:
@@ -132,7 +132,7 @@ class FirstCall:
         finally:
             self.modules.on_model_call.remove(self._before_model)
 
-    def end(self, script: Path) -> bool:  # noqa: ARG002
+    def end(self, script: Path) -> bool:
         """Return whether the model was called, at the script's end."""
         return self.complete
 
@@ -153,8 +153,8 @@ class FirstCall:
 
 def _without_model(script: Path, others: Sequence[str]) -> ScriptError:
     return ScriptError(
-        f"{script} ended without a call of a language model of transformers (models that it called: "
-        f"{', '.join(others) or 'none'})\n  call the model, or its generate, in the script; "
+        f"{script} ended without a call of a language model of transformers (models that it "
+        f"called: {', '.join(others) or 'none'})\n  call the model, or its generate, in the script; "
         "`capture run` captures other models",
         code="serve-no-model",
     )
