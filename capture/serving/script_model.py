@@ -154,8 +154,8 @@ class FirstCall:
 def _without_model(script: Path, others: Sequence[str]) -> ScriptError:
     return ScriptError(
         f"{script} ended without a call of a language model of transformers (models that it "
-        f"called: {', '.join(others) or 'none'})\n  call the model, or its generate, in the script; "
-        "`capture run` captures other models",
+        f"called: {', '.join(others) or 'none'})\n  call the model, or its generate, in the "
+        "script; `capture run` captures other models",
         code="serve-no-model",
     )
 
