@@ -2,7 +2,7 @@
 
 python benchmarks/serving.py measure -o DIR [--config config.json] [--tp 1]    on one GPU
 python benchmarks/serving.py real -o DIR [--config config.json]                on two GPUs
-python benchmarks/serving.py compare DIR [DIR_OF_ANOTHER_GPU]                  anywhere
+python benchmarks/serving.py compare DIR [DIR_OF_ANOTHER_GPU] [--more BUNDLE]  anywhere
 
 `measure` runs 40 compositions drawn with a fixed seed, without a profiler, and the default grid of
 `capture serve`; then it finds the largest KV cache that fits, and captures a decode that runs as a
@@ -10,7 +10,8 @@ CUDA graph. It continues where it was killed. `real` runs a Llama on two GPUs, s
 Megatron-LM and vLLM, with NCCL, and the slice of rank 0 on one of them, over the same compositions.
 
 `compare` interpolates the drawn compositions from the grid, predicts them from shapes alone (device
-none), predicts the bundle for the GPU of the other directory and back, and prints the errors.
+none), predicts the bundle for the GPU of the other directory and back, and prints the errors. With
+`--more` the grid is the default one, and what DIR lacks of it is in the other bundle.
 """
 
 import argparse
@@ -487,25 +488,47 @@ def heading(title: str) -> None:
     print(f"\n{title:44} {'':4}  {'median':>8} {'p90':>8} {'mean':>8} {'signed':>8}")
 
 
-def compare(directory: Path, other: Path | None) -> None:
+def compare(directory: Path, other: Path | None, more: Path | None) -> None:
     """Print all errors."""
     if (directory / "slice.0.json").exists():
         compare_real(directory)
         return
     for folder in filter(None, (directory, other)):
-        measured_on_one_gpu(folder)
+        measured_on_one_gpu(folder, more)
     if other is not None:
         transfer(directory, other)
         transfer(other, directory)
 
 
-def measured_on_one_gpu(directory: Path) -> None:
+def default_points(*bundles: Any) -> Any:
+    """Return a bundle with the default grid's rows, each from the first bundle that has it."""
+    import msgspec
+
+    from onerank.capture.serving.compositions import default_grid
+
+    grid, rows, kernels = {*default_grid(bundles[0].manifest.longest)}, list[Any](), list[Any]()
+    for bundle in bundles:
+        for number, row in enumerate(bundle.rows, start=1):
+            if row.composition not in grid:
+                continue
+            grid.remove(row.composition)
+            rows.append(row)
+            modules = [kernel for kernel in bundle.kernel_rows if kernel.row == number]
+            kernels += [msgspec.structs.replace(module, row=len(rows)) for module in modules]
+    if grid:
+        print(f"{len(grid)} compositions of the default grid are missing")
+    return dataclasses.replace(bundles[0], rows=tuple(rows), kernel_rows=tuple(kernels)).validated()
+
+
+def measured_on_one_gpu(directory: Path, more: Path | None) -> None:
     """Print the errors of interpolation, of shapes alone and of memory on one GPU."""
     import onerank
     from onerank.capture.serving.compositions import Composition
 
     print("\n" + "\n".join(json.loads((directory / "conditions.json").read_text()).values()))
     bundle = onerank.read_bundle(directory / "bundle")
+    if more is not None:
+        bundle = default_points(bundle, onerank.read_bundle(more))
     print(bundle)
     rows = json.loads((directory / "drawn.json").read_text())
     compositions = [Composition(**row["composition"]) for row in rows]
@@ -525,6 +548,8 @@ def measured_on_one_gpu(directory: Path) -> None:
         for row, g in zip(table.to_dicts(), graph, strict=True)
     ]
     print(f"inside the 80% interval: {sum(inside)} of {len(inside)}")
+    for c, predicted, measured in zip(compositions, table["graph_ns"], graph, strict=True):
+        print(f"  {c!s:44} {measured / 1e6:9.3f} ms {predicted / measured - 1:+8.1%}")
     if (file := directory / "capacity.json").is_file():
         tokens = json.loads(file.read_text())
         error = tokens["predicted_tokens"] / tokens["measured_tokens"] - 1
@@ -683,13 +708,14 @@ def main() -> None:
     comparison = commands.add_parser("compare")
     comparison.add_argument("directory", type=Path)
     comparison.add_argument("other", type=Path, nargs="?")
+    comparison.add_argument("--more", type=Path, help="a bundle of the default grid's other points")
     args = parser.parse_args()
     if args.command == "measure":
         measure(args.output, args.config, args.tp)
     elif args.command == "real":
         real(args.output, args.config)
     else:
-        compare(args.directory, args.other)
+        compare(args.directory, args.other, args.more)
 
 
 if __name__ == "__main__":
