@@ -1,6 +1,8 @@
 """Capture a script without a device: fake tensors, and a CUDA that only answers questions.
 
 - `emulated_process`: the script's process, with everything that is patched in it.
+- `fake_tensor_methods`: methods and functions of tensors that read numbers, data or addresses.
+- `saved_files`: `torch.save` and `torch.load`.
 - `cuda_stubs`: what torch's C++ code needs to treat a tensor as one on a GPU.
 - `cuda_api`: `torch.cuda` as on `emulated_gpu`, the GPU that the capture stands for.
 - `attention_backends`: the attention kernel that the GPU would choose.

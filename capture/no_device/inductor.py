@@ -70,7 +70,11 @@ _SETTINGS = {
     "triton.autotune_at_compile_time": False,
     "triton.cudagraphs": False,  # a replay calls no operators
     "force_disable_caches": True,  # a cached graph may be of another GPU
-    "compile_threads": 1,  # nothing is compiled
+    "compile_threads": 1,  # no kernel of a GPU is compiled
+    # Graphs of constants run on the CPU, so they are compiled, one small kernel each. These would
+    # compile test programs and torch's headers before, 6 s of CPU time: nothing is cached here.
+    "cpp.vec_isa_ok": False,
+    "cpp_cache_precompile_headers": False,
 }
 
 
