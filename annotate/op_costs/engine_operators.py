@@ -189,6 +189,19 @@ def _fused_experts(choices: int, kernel: PartKernel) -> Formula:
     return formula
 
 
+OPAQUE_EXPERTS = (
+    "vllm::moe_forward",
+    "vllm::moe_forward_shared",
+    "sglang::moe_forward_piecewise_cuda_graph_impl",
+)
+"""Operators that run the experts of a layer which they name: the weights are no operands."""
+
+
+def _without_weights(_: Call) -> Work:
+    # The bytes of the operands would leave out the weights, which are most of the work.
+    return Work()
+
+
 def _packed_linear(call: Call) -> Work | None:
     """Return the work of vLLM's linear layer on a CPU: d [t, n], tokens [t, k], weight [n, k]."""
     tokens, weight = call.tensor(1), call.tensor(2)
@@ -209,5 +222,6 @@ FORMULAS: Mapping[str, Formula] = {
     },
     "trtllm::fused_moe": _fused_experts(1, PartKernel.CUTLASS_EXPERTS),
     "_C::weight_packed_linear": _packed_linear,
+    **dict.fromkeys(OPAQUE_EXPERTS, _without_weights),
 }
 """Formulas of the operators whose operands show their work, by full name."""

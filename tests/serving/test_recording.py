@@ -480,6 +480,73 @@ def test_several_tokens_for_each_decode_are_no_composition(tmp_path: Path) -> No
     assert codes == ["recording-profiled", "recording-sequences-unknown"]
 
 
+MOE = {
+    "model_type": "mixtral", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1,
+    "num_local_experts": 8, "num_experts_per_tok": 2, "dtype": "bfloat16",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("op", "changed", "known"),
+    [
+        ("vllm::moe_forward", {}, True),
+        ("sglang::moe_forward_piecewise_cuda_graph_impl", {}, True),
+        ("vllm::moe_forward", {"quantization_config": {"quant_method": "fp8"}}, False),
+        ("vllm::moe_forward", {"hidden_size": 128}, False),
+        ("vllm::moe_forward", None, False),
+    ],
+)
+def test_experts_without_weights_as_operands_have_the_work_of_the_configuration(
+    tmp_path: Path, op: str, changed: dict[str, Any] | None, known: bool
+) -> None:
+    trace = Trace()
+    trace.annotation("step[DECODE bs=3 g_sq=3 g_sk=27 g_sqsq=3]", 0, 50)
+    # Three tokens, which choose two of eight experts each.
+    types = ["c10::BFloat16", "c10::BFloat16", ""]
+    operands = {"Input Dims": [[3, 64], [3, 8], []], "Input type": types}
+    experts = trace.op(op, 5, 30, **operands)
+    for number, duration in enumerate((6, 3)):
+        trace.launch(number + 1, 10 + number, external=experts)
+        trace.kernel(number + 1, 40 + 10 * number, duration, name="fused_moe_kernel")
+    (tmp_path / "trace").mkdir()
+    path, _ = trace.write(tmp_path / "trace")
+    config = None
+    if changed is not None:
+        config = tmp_path / "config.json"
+        config.write_text(json.dumps({**MOE, **changed}))
+    bundle, traces = bundle_of(read_recording([path]), [path], (), Deployment(config, tp=2))
+    (row,) = [row for row in bundle.kernel_rows if row.part == "tokens"]
+    codes = [note.code for note in bundle.manifest.notes]
+    assert ("recording-experts-unknown" in codes) is not known
+    if not known:
+        assert (row.flops, row.bytes) == (None, None)
+        return
+    # Six rows through three matrices, and six of the experts' weights; half of both on each rank.
+    expert = 3 * 64 * 96
+    assert row.flops == 2 * 6 * expert // 2
+    assert row.bytes == 6 * expert * 2 // 2 + 2 * 3 * 64 * 2
+    (tmp_path / "step.et").write_bytes(traces[1])
+    kernels = onerank.read(tmp_path / "step.et")
+    shares = kernels.nodes.flops[kernels.compute].tolist()
+    assert shares == [row.flops * 2 // 3, row.flops // 3]
+
+
+def test_kernels_of_one_call_share_its_work(tmp_path: Path) -> None:
+    """A GEMM of two kernels, as split along k, has its FLOPs once."""
+    trace = Trace()
+    trace.annotation("step[DECODE bs=3 g_sq=3 g_sk=27 g_sqsq=3]", 0, 50)
+    types = ["c10::BFloat16", "c10::BFloat16"]
+    operands = {"Input Dims": [[3, 64], [64, 32]], "Input type": types}
+    for call in range(2):
+        product = trace.op("aten::mm", 5 + 15 * call, 12, **operands)
+        for number in (2 * call + 1, 2 * call + 2):
+            trace.launch(number, 5 + 15 * call + number, external=product)
+            trace.kernel(number, 40 + 10 * number, 4, name=f"splitK{number % 2}")
+    path, _ = trace.write(tmp_path)
+    bundle, _ = bundle_of(read_recording([path]), [path])
+    assert [row.flops for row in bundle.kernel_rows] == [2 * 2 * 3 * 64 * 32]
+
+
 def test_a_bundle_has_the_steps_of_the_first_rank(tmp_path: Path) -> None:
     files: list[Path] = []
     for rank in (1, 0):

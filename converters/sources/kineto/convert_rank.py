@@ -199,7 +199,7 @@ def convert(
 
 
 def convert_engine_steps(
-    file: Path, numbers: Sequence[int], captures: Sequence[Path] = ()
+    file: Path, numbers: Sequence[int], captures: Sequence[Path] = (), *, operators: bool = False
 ) -> Iterator[Graph]:
     """Yield the graphs of steps of a recorded engine, whose file is read once.
 
@@ -207,6 +207,7 @@ def convert_engine_steps(
         file: Kineto trace.
         numbers: steps, from 1.
         captures: as of `Sources`.
+        operators: as of `Sources`.
 
     Raises:
         TraceError: as for `convert`.
@@ -221,7 +222,7 @@ def convert_engine_steps(
         job = Job()
         if window.inference is not None:
             job = msgspec.structs.replace(job, inference=window.inference)
-        sources = Sources(file, captures=tuple(captures))
+        sources = Sources(file, captures=tuple(captures), operators=operators)
         et = no_execution_trace()
         yield _lower(window.trace, window.timeline, et, sources, job, graphs=graphs)[0]
 

@@ -19,10 +19,11 @@ from onerank.annotate import CLASSES, characterise
 from onerank.annotate.op_costs.op_classes import OpClass, classify, op_class
 from onerank.converters.sources.kineto.convert_rank import convert_engine_steps
 from onerank.ir import Graph
-from onerank.ir.arrays import Mask
+from onerank.ir.arrays import I64, Mask
 from onerank.ir.errors import TraceError
 from onerank.ir.notes import Note
 from onerank.serving.bundle import Bundle
+from onerank.serving.recorded_experts import ExpertLayer, unknown_experts, with_expert_work
 from onerank.serving.recording import RecordedFile, RecordedStep, Recording
 from onerank.serving.tables import KernelRow, Manifest, Part, RankMemory, StepRow
 
@@ -83,7 +84,9 @@ def bundle_of(
             code="engine-steps-empty",
         )
     typical = [_typical(group) for group in groups]
-    graphs = _graphs(typical, paths, captures)
+    experts = ExpertLayer.of(config, tp)
+    graphs = _graphs(typical, paths, captures, experts)
+    unknown = unknown_experts([*graphs.values()])
     rows = tuple(_row(group, step) for group, step in zip(groups, typical, strict=True))
     kernels = tuple(
         kernel
@@ -102,7 +105,11 @@ def bundle_of(
         source="recorded",
         memory=RankMemory(device_bytes),
         versions={file.engine: file.version for file in recorded},
-        notes=(*recording.manifest.notes, *_notes(recording, recorded, rows)),
+        notes=(
+            *recording.manifest.notes,
+            *_notes(recording, recorded, rows),
+            *([] if unknown is None else [unknown]),
+        ),
         rank=recorded[0].rank,
         collectives_timed=True,
     )
@@ -227,16 +234,33 @@ def _interval(times_ns: Sequence[int | None]) -> tuple[int | None, int | None, i
 
 
 def _graphs(
-    steps: Sequence[RecordedStep], paths: Mapping[str, Path], captures: Sequence[Path]
+    steps: Sequence[RecordedStep],
+    paths: Mapping[str, Path],
+    captures: Sequence[Path],
+    experts: ExpertLayer | None,
 ) -> dict[int, Graph]:
-    """Return the graph of each step by its place, from 1."""
+    """Return the graph of each step by its place, from 1, with the work of its kernels."""
     graphs: dict[int, Graph] = {}
     for name in dict.fromkeys(step.file for step in steps):
         places = [place for place, step in enumerate(steps, start=1) if step.file == name]
         numbers = [steps[place - 1].step for place in places]
         converted = convert_engine_steps(paths[name], numbers, captures)
-        graphs.update(zip(places, converted, strict=True))
+        # The kernels of one call share its work, and only the operators show which these are.
+        with_calls = convert_engine_steps(paths[name], numbers, captures, operators=True)
+        for place, graph, detailed in zip(places, converted, with_calls, strict=True):
+            graphs[place] = _with_work(graph, characterise(with_expert_work(detailed, experts)))
     return dict(sorted(graphs.items()))
+
+
+def _with_work(graph: Graph, detailed: Graph) -> Graph:
+    """Return a step with the work that the same step with its operators has."""
+    compute, same = np.flatnonzero(graph.compute), np.flatnonzero(detailed.compute)
+    assert np.array_equal(graph.nodes.duration_ns[compute], detailed.nodes.duration_ns[same])
+    columns: dict[str, I64] = {}
+    for name in ("flops", "bytes_read", "bytes_written"):
+        columns[name] = getattr(graph.nodes, name).copy()
+        columns[name][compute] = getattr(detailed.nodes, name)[same]
+    return graph.with_columns(**columns)
 
 
 def _encoded(graph: Graph) -> bytes:
