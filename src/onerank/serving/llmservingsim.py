@@ -194,7 +194,7 @@ def _tables(
     tables: dict[str, tuple[Sequence[str], list[_Row]]] = {
         "dense": (("layer", "tokens", "time_us"), dense),
         "per_sequence": (("layer", "sequences", "time_us"), per_sequence),
-        "attention": (attention, _attention(layers, extent)),
+        "attention": (attention, _attention(bundle, layers, extent)),
     }
     if served.has_experts:
         columns = ("tokens", "activated_experts", "time_us")
@@ -237,11 +237,13 @@ def _experts(bundle: Bundle) -> tuple[int, int]:
     return experts, per_token
 
 
-def _attention(layers: "_LayerTimes", extent: Extent) -> list[_Row]:
+def _attention(bundle: Bundle, layers: "_LayerTimes", extent: Extent) -> list[_Row]:
     """Return the rows of `attention.csv`, whose key (0, 0) means that a step has no such part."""
     contexts = growing(16, extent.longest_context, 2)
-    # Attention grows with the square of a chunk, and the simulator interpolates linearly.
-    chunks = growing(16, extent.new_tokens, 1.4)
+    # Attention grows with the square of a chunk, and the simulator interpolates linearly. It is
+    # faster for chunks of whole blocks, as engines use them, so those of the bundle have a row.
+    own = {row.prefill_tokens for row in bundle.rows if row.fits and row.prefill_tokens}
+    chunks = sorted({*growing(16, extent.new_tokens, 1.4), *own})
     prefill_us, decode_us = {(0, 0): 0.0}, {(0, 0): 0.0}
     for chunk, context in itertools.product(chunks, (0, *contexts)):
         step = Composition(0, 0, 1, chunk, context)
