@@ -37,7 +37,7 @@ from pathlib import Path
 from workload_mutants import Mutant, mutants
 
 from onerank.converters.targets.astra_sim.check import check_workload
-from onerank.converters.targets.astra_sim.exporter import export
+from onerank.converters.targets.astra_sim.exporter import export_astra_sim
 from onerank.ir import Collective, Graph, GraphBuilder, Job, Kind, ProcessGroup, Reason, World
 from onerank.ir.errors import OneRankError
 
@@ -254,7 +254,7 @@ def main() -> None:
     unchanged, copy = arguments.scratch / "unchanged", arguments.scratch / "copy"
     shutil.rmtree(unchanged, ignore_errors=True)
     if arguments.workload is None:
-        export(four_ranks(), unchanged)
+        export_astra_sim(four_ranks(), unchanged)
     else:
         shutil.copytree(arguments.workload, unchanged)
     simulator = Simulator(binary, unchanged)

@@ -21,7 +21,7 @@ import numpy as np
 from harness import parser_of
 
 from onerank.converters.sources.kineto import convert_directory
-from onerank.converters.targets.astra_sim.exporter import export
+from onerank.converters.targets.astra_sim.exporter import export_astra_sim
 from onerank.ir import (
     Collective,
     Graph,
@@ -65,7 +65,7 @@ def main() -> None:
     for ranks in options.ranks:
         if ranks < TP or ranks % TP:
             sys.exit(f"{ranks} ranks: give a multiple of {TP}")
-        exported = export(spread(graph, ranks), folder)
+        exported = export_astra_sim(spread(graph, ranks), folder)
         size = sum(path.stat().st_size for path in folder.iterdir()) / 1e6
         began, used = time.perf_counter(), cpu()
         check = [sys.executable, "-c", CHECK, str(folder)]

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from onerank.capture.collective_kernels.kernels import CollectiveKernels, Move, memory
+from onerank.capture.collective_kernels.kernels import CollectiveKernels, Move, device_range
 from onerank.capture.collective_kernels.launch_plan import plan_launch
 from onerank.capture.collective_kernels.network import Curve, Link, Network
 from onerank.capture.profiling.nvml import Board
@@ -107,19 +107,19 @@ class Measuring:
             "all_reduce": (
                 tensor.nbytes,
                 lambda: dist.all_reduce(tensor, op=average),
-                [(memory(tensor), memory(tensor))],
+                [(device_range(tensor), device_range(tensor))],
             ),
             "all_gather": (
                 shard.nbytes,
                 lambda: dist.all_gather_into_tensor(tensor, shard),
-                [(memory(shard), memory(tensor))],
+                [(device_range(shard), device_range(tensor))],
             ),
             "reduce_scatter": (
                 tensor.nbytes,
                 lambda: dist.reduce_scatter_tensor(shard, tensor, op=average),
                 [
-                    (memory(tensor[: shard.numel()]), memory(shard)),
-                    (memory(tensor[shard.numel() :]), None),
+                    (device_range(tensor[: shard.numel()]), device_range(shard)),
+                    (device_range(tensor[shard.numel() :]), None),
                 ],
             ),
         }[name]

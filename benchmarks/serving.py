@@ -150,13 +150,13 @@ def alone(function: Callable[..., None], *args: Any) -> None:
 def measure_bundle(path: Path, options: Any, output: Path) -> None:
     """Write the bundle of the default grid."""
     from onerank.plan.tasks import Store
-    from onerank.serving.build_bundle import serve
+    from onerank.serving.build_bundle import measure_bundle
 
     def progress(_: str, complete: int, whole: int) -> None:
         if complete % 10 == 0 or complete == whole:
             print(f"{complete} of {whole}", flush=True)
 
-    bundle, traces = serve(path, options, None, Store(output / "store"), progress=progress)
+    bundle, traces = measure_bundle(path, options, None, Store(output / "store"), progress=progress)
     if not (output / "bundle").exists():
         bundle.write(output / "bundle", traces)
 
@@ -165,11 +165,11 @@ def measure_drawn(path: Path, options: Any, file: Path) -> None:
     """Write times of the drawn compositions to a file, one by one."""
     import torch
 
-    from onerank.capture.serving.measure_grid import serving
+    from onerank.capture.serving.measure_grid import loaded_server
 
     rows = json.loads(file.read_text()) if file.exists() else []
     known = [row["composition"] for row in rows]
-    with serving(path, options) as server:
+    with loaded_server(path, options) as server:
         for composition in drawn(server.served.longest):
             if _fields(composition) in known:
                 continue
@@ -197,7 +197,7 @@ def capacity(path: Path, options: Any, memory: Any, file: Path) -> None:
     import torch
 
     from onerank.capture.serving.compositions import Composition
-    from onerank.capture.serving.measure_grid import serving
+    from onerank.capture.serving.measure_grid import loaded_server
 
     def tokens(context: int) -> Composition:
         return Composition(64, context, 1, 8192, 0)
@@ -216,7 +216,7 @@ def capacity(path: Path, options: Any, memory: Any, file: Path) -> None:
     predicted = (memory.tokens_that_fit - 8192 - 64) // 64
     # Two probes bracket a prediction that is right within 1%.
     probes = iter([predicted * 99 // 100, predicted * 101 // 100])
-    with serving(path, options) as server:
+    with loaded_server(path, options) as server:
         before = torch.cuda.memory_allocated()
         while high - low > max(1, predicted // 400):
             context = next(probes, (low + high) // 2)
@@ -323,10 +323,10 @@ def real(output: Path, config: Path | None) -> None:
 
 def _slice(_: int, path: Path, output: Path, name: str) -> None:
     from onerank.capture.options import Options
-    from onerank.capture.serving.measure_grid import serving
+    from onerank.capture.serving.measure_grid import loaded_server
 
     chosen = compositions_of_two()[:: 3 if name == "again" else 1]
-    with serving(path, Options(tp=2)) as server:
+    with loaded_server(path, Options(tp=2)) as server:
         _measure_all(server.step, chosen, output / f"{name}.0.json")
 
 
@@ -565,7 +565,7 @@ def from_shapes(
     """Print the errors of drawn compositions that are predicted without a device."""
     from onerank.annotate import load_gpu
     from onerank.capture.options import Options
-    from onerank.capture.serving.measure_grid import serving
+    from onerank.capture.serving.measure_grid import loaded_server
     from onerank.serving.points import Target, predicted
 
     like = load_gpu(bundle.manifest.device)
@@ -573,7 +573,7 @@ def from_shapes(
     target = Target(like, None)
     options = Options(tp=bundle.manifest.tp, device="none", like=like.name)
     shapes = []
-    with serving(directory / "config.json", options) as server:
+    with loaded_server(directory / "config.json", options) as server:
         for number, composition in enumerate(compositions, start=1):
             point = server.measure(composition, number)
             shapes.append(predicted(composition, point.graph, target).row if point.graph else None)

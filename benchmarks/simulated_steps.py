@@ -38,10 +38,8 @@ from onerank.converters.expand.host_delays import insert_host_delays_by_rank
 from onerank.converters.expand.pipeline import PipelineSchedule, expand
 from onerank.converters.expand.ranks import RankGraph, expand_ranks
 from onerank.converters.nccl import wire_bytes
-from onerank.converters.targets.astra_sim.exporter import export as export_workload
-from onerank.converters.targets.astra_sim.exporter import export_ranks as export_workloads
-from onerank.converters.targets.goal import export as export_goal
-from onerank.converters.targets.goal import export_ranks as export_goals
+from onerank.converters.targets.astra_sim.exporter import export_astra_sim, export_astra_sim_ranks
+from onerank.converters.targets.goal import export_goal, export_goal_ranks
 from onerank.ir import Graph
 from onerank.plan import cluster
 from onerank.plan.pipeline_step import replay_job
@@ -331,9 +329,9 @@ def astra_sim(job: Job, *, host_time: bool) -> int | None:
         }
         rank_graphs = job.ranks(host_time=host_time, one_at_a_time=True)
         if rank_graphs is None:
-            export_workload(job.graphs[0], scratch, host_time=host_time, **network)
+            export_astra_sim(job.graphs[0], scratch, host_time=host_time, **network)
         else:
-            export_workloads(rank_graphs, scratch, **network)
+            export_astra_sim_ranks(rank_graphs, scratch, **network)
         output = _said([f"{scratch}/run.sh", "roofline", str(Path(binary).resolve())])
     return max(int(cycles) for cycles in re.findall(r"finished, (\d+) cycles", output))
 
@@ -349,7 +347,7 @@ def loggopsim(job: Job, *, host_time: bool) -> int | None:
         if rank_graphs is None:
             export_goal(job.graphs[0], goal, host_time=host_time)
         else:
-            export_goals(rank_graphs, goal)
+            export_goal_ranks(rank_graphs, goal)
         _said([f"{place}/txt2bin", "-i", str(goal), "-o", str(binary)])
         model = f"-L {round(job.latency_ns)} -o 0 -g 0 -S 2147483647"
         model += f" -G {1 / job.bandwidth_gb_per_s:.12f}"

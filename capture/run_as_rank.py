@@ -139,7 +139,7 @@ def run_as_rank(
         stack.enter_context(emulated.installed() if emulated else contextlib.nullcontext())
         peers.start()
         stack.callback(peers.stop)
-        models = slicing(peers, options, infers=_infers(script, options))
+        models = slicing_to_rank(peers, options, infers=_infers(script, options))
         skipped_checkpoints = SkippedCheckpoints()
         if not options.record_real_job:
             skipped_checkpoints = stack.enter_context(skip_checkpoints())
@@ -359,7 +359,7 @@ def has_accelerator() -> bool:
     return torch.cuda.is_available()
 
 
-def slicing(peers: Peers, options: Options, *, infers: bool = False) -> ModelSlicing:
+def slicing_to_rank(peers: Peers, options: Options, *, infers: bool = False) -> ModelSlicing:
     """Return the slicing of a script's models for the rank in `options`.
 
     `infers` is whether the script only infers.

@@ -244,7 +244,7 @@ class Replays:
             len(samples) < (_SAMPLES if spent < _LONG_S else _MIN_SAMPLES)
         ):
             samples += self._timed_ns(self._at_once)
-        return summary(samples)
+        return timing_of(samples)
 
     def sustain(self, seconds: float) -> Timing:
         """Run without a pause for `seconds`; return the time of a call in the second half."""
@@ -264,7 +264,7 @@ class Replays:
             torch.cuda.synchronize()
         settled_samples = [ns for when, ns in samples if when >= begin + seconds / 2]
         times = settled_samples or [ns for _, ns in samples]
-        return summary([max(1, round(time / self.calls_per_replay)) for time in times])
+        return timing_of([max(1, round(time / self.calls_per_replay)) for time in times])
 
     def _recorded(self, count: int) -> Callable[[], None]:
         """Return a function that runs `count` calls: the replay of a graph, or a loop."""
@@ -313,7 +313,7 @@ def _recording_stream(device: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def summary(samples: Sequence[int]) -> Timing:
+def timing_of(samples: Sequence[int]) -> Timing:
     """Return median and percentiles of samples in ns."""
     if len(samples) < 2:
         return Timing(samples[0], samples[0], samples[0], 1)

@@ -178,7 +178,7 @@ Move = tuple[DeviceRange, DeviceRange | None]
 """(source, target): a shorter source repeats; without a target the source is only read."""
 
 
-def memory(tensor: Tensor) -> DeviceRange:
+def device_range(tensor: Tensor) -> DeviceRange:
     """Return the memory of a contiguous tensor."""
     return DeviceRange(tensor.data_ptr(), tensor.nbytes)
 

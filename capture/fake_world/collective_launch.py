@@ -15,7 +15,7 @@ import torch
 from torch import ScriptObject, Tensor
 from torch._C import _distributed_c10d as distributed_c10d
 
-from onerank.capture.collective_kernels.kernels import DeviceRange, memory
+from onerank.capture.collective_kernels.kernels import DeviceRange, device_range
 from onerank.capture.collective_record import CommCall, as_json
 from onerank.capture.fake_tensors import is_fake, is_small, mark_written, on_gpu
 from onerank.capture.fake_world.async_work import AsyncWork, completed_future, profiler_runs
@@ -162,7 +162,7 @@ class CollectiveLaunch:
         copies: list[Fill] = []
         for target, source in fills:
             if self.paced and _same_memory(target, source):
-                self._moves.append((memory(source), memory(target)))
+                self._moves.append((device_range(source), device_range(target)))
             elif _lacks_numbers(target):
                 mark_written(target, zero=False)
             else:
@@ -194,11 +194,11 @@ class CollectiveLaunch:
             self.fill([(target, random_sum)])
             self.read([source])
         elif self.paced and _same_memory(target, source):
-            source_memory, size = memory(source), target.nbytes
+            source_memory, size = device_range(source), target.nbytes
             part_memory = DeviceRange(source_memory.start + rank * size, size)
             end = part_memory.start + size
             self._moves += [
-                (part_memory, memory(target)),
+                (part_memory, device_range(target)),
                 (DeviceRange(source_memory.start, part_memory.start - source_memory.start), None),
                 (DeviceRange(end, source_memory.start + source_memory.bytes - end), None),
             ]
@@ -210,12 +210,14 @@ class CollectiveLaunch:
     def keep(self, tensors: Sequence[Tensor]) -> None:
         """Keep the values of tensors that the call reads and writes."""
         if self.paced:
-            self._moves += [(memory(t), memory(t)) for t in tensors if t.is_contiguous()]
+            self._moves += [
+                (device_range(t), device_range(t)) for t in tensors if t.is_contiguous()
+            ]
 
     def read(self, tensors: Sequence[Tensor]) -> None:
         """Declare tensors that the call only reads."""
         if self.paced:
-            self._moves += [(memory(t), None) for t in tensors if t.is_contiguous()]
+            self._moves += [(device_range(t), None) for t in tensors if t.is_contiguous()]
 
     def finish(self, outputs: Sequence[Tensor]) -> ScriptObject:
         """Launch the call's kernel and return its work handle."""

@@ -56,10 +56,10 @@ class _MessageLog:
 def _serve_at(server_end: Connection, client_end: Connection, run_as_rank: RunAsRank) -> NoReturn:
     # While this process keeps the client's end open, it gets no end-of-file from the client.
     client_end.close()
-    serve(server_end, run_as_rank)
+    answer_requests(server_end, run_as_rank)
 
 
-def serve(connection: Connection, run_as_rank: RunAsRank) -> NoReturn:
+def answer_requests(connection: Connection, run_as_rank: RunAsRank) -> NoReturn:
     """Answer the message requests of the captured rank until it closes the connection."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     # Each sender is a fork of this process. A collection in a sender would copy the pages of all

@@ -24,7 +24,7 @@ from onerank.capture.profiling.module_scopes import Modules
 from onerank.capture.profiling.profiled_windows import PLAIN_EXECUTION_TRACE, compress
 from onerank.capture.profiling.step_timers import StepTimer
 from onerank.capture.profiling.window_plan import Progress
-from onerank.capture.run_as_rank import RankRun, slicing
+from onerank.capture.run_as_rank import RankRun, slicing_to_rank
 from onerank.capture.serving.compositions import MOST_TOKENS, Composition
 from onerank.capture.serving.script_model import ModelScript, model_of_script
 from onerank.capture.serving.served_model import (
@@ -259,7 +259,7 @@ def _graph_replays(step: RepeatableStep) -> tuple[int, ...]:
 
 
 @contextlib.contextmanager
-def serving(
+def loaded_server(
     source: Path | ModelScript, options: Options, progress: Progress = lambda _: None
 ) -> Generator[Server]:
     """Load a model as one rank of an engine; yield what measures its steps.
@@ -289,7 +289,7 @@ def serving(
         )
         peers.start()
         stack.callback(peers.stop)
-        models = slicing(peers, options, infers=True)
+        models = slicing_to_rank(peers, options, infers=True)
         modules = Modules()
         stack.enter_context(emulated.running(peers) if emulated else contextlib.nullcontext())
         sliced = options.world.size > 1

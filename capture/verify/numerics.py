@@ -40,7 +40,7 @@ from onerank.capture.profiling.measurement_windows import Windows
 from onerank.capture.profiling.module_scopes import Modules, profiler_on
 from onerank.capture.profiling.window_observations import Window
 from onerank.capture.profiling.window_plan import Progress, WindowPlan
-from onerank.capture.run_as_rank import run_as_rank, slicing
+from onerank.capture.run_as_rank import run_as_rank, slicing_to_rank
 from onerank.capture.script.runner import CaptureComplete, run_script
 from onerank.capture.validate_options import uses_torch_distributed
 from onerank.capture.verify.comparison import (
@@ -244,7 +244,7 @@ class Verification(msgspec.Struct, frozen=True):
         return sum(comparison.breaches for comparison in self.comparisons)
 
 
-def verify(
+def verify_script(
     script: Path, args: Sequence[str], options: Options, progress: Progress = lambda _: None
 ) -> Verification:
     """Run both checks on a script.
@@ -469,7 +469,9 @@ def _slices(
             failures.append(error)
         raise CaptureComplete
 
-    models = slicing(ThreadedPeers(options.rank, ThreadedWorld(options.world.size)), options)
+    models = slicing_to_rank(
+        ThreadedPeers(options.rank, ThreadedWorld(options.world.size)), options
+    )
     original = nn.Module.__call__
     windows = _PlainSteps(options.windows, Path(os.devnull), Modules(), progress)
     # Not a global forward hook: those get no keyword arguments.

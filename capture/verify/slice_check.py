@@ -25,7 +25,7 @@ from onerank.capture.parallelize.experts.routing import MODEL, parse_routing
 from onerank.capture.parallelize.tensor.replicated_grads import partial_gradients, reduce_deferred
 from onerank.capture.parallelize.tensor.shard_parameters import fill_with_positions, origin_of
 from onerank.capture.profiling.window_plan import Progress
-from onerank.capture.run_as_rank import slicing
+from onerank.capture.run_as_rank import slicing_to_rank
 from onerank.capture.verify.comparison import (
     ABSOLUTE,
     ROUNDINGS,
@@ -290,12 +290,12 @@ def _compare(
         rank_options = replace(options.in_world(world), rank=peers.rank, record_real_job=True)
         progress(f"slice {peers.rank + 1} of {world.size}")
         sliced = copy.deepcopy(whole_model)
-        slicing(peers, rank_options).slice_one(sliced)
+        slicing_to_rank(peers, rank_options).slice_one(sliced)
         weights = {name: p.detach().clone() for name, p in sliced.named_parameters()}
         result = run_step(sliced, batch, keywords, what=_outputs_of(world, peers.rank))
         position_model = copy.deepcopy(whole_model)
         fill_with_positions(position_model, starts)
-        slicing(peers, rank_options).slice_one(position_model)
+        slicing_to_rank(peers, rank_options).slice_one(position_model)
         positions = {name: p.data.double() for name, p in position_model.named_parameters()}
         return _Slice(peers.rank, world.line("cp", peers.rank), result, weights, positions)
 

@@ -398,7 +398,7 @@ class GoalExport(Displayed):
     notes: list[Note]
 
 
-def export(
+def export_goal(
     graph: Graph,
     path: str | Path,
     *,
@@ -434,7 +434,7 @@ def export(
     return _write([lowered], Path(path), Machine(gpus_per_node, interconnect), [*notes, *idle])
 
 
-def export_ranks(
+def export_goal_ranks(
     rank_graphs: Sequence[RankGraph],
     path: str | Path,
     *,
@@ -446,10 +446,10 @@ def export_ranks(
 
     Args:
         rank_graphs: graphs that together represent every rank of one world.
-        path: as for `export`.
-        gpus_per_node: as for `export`.
-        interconnect: as for `export`.
-        notes: as for `export`.
+        path: as for `export_goal`.
+        gpus_per_node: as for `export_goal`.
+        interconnect: as for `export_goal`.
+        notes: as for `export_goal`.
 
     Raises:
         ExportError: a step cannot run on its ranks, or the ranks' communication does not match.

@@ -19,7 +19,7 @@ _COUNTER = "memory allocated by the step"
 _STREAM_ORDER = 1_000_000
 
 
-def timeline(
+def perfetto_events(
     graph: Graph, start_ns: I64 | None = None, *, process: int = 0, title: str = "measured"
 ) -> list[dict[str, Any]]:
     """Return trace events: slices by thread and stream, arrows for launches and waits, memory.

@@ -427,7 +427,7 @@ class SimaiExport(Displayed):
     notes: list[Note]
 
 
-def export(
+def export_simai(
     graphs: Sequence[Graph],
     path: str | Path,
     *,

@@ -311,9 +311,9 @@ def cost(
 
 def diff(before: Trace, after: Trace) -> TraceDiff:
     """Compare two graphs, or their files, by class, module and kernel name."""
-    from onerank.analysis.trace_diff import compare
+    from onerank.analysis.trace_diff import compare_traces
 
-    return compare(_graph(before), _graph(after))
+    return compare_traces(_graph(before), _graph(after))
 
 
 def check(path: str | Path) -> Records[Finding]:

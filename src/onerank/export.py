@@ -63,7 +63,10 @@ def astra_sim(
     Raises:
         ExportError: arguments exclude each other, or the simulator does not support the job.
     """
-    from onerank.converters.targets.astra_sim.exporter import export, export_ranks
+    from onerank.converters.targets.astra_sim.exporter import (
+        export_astra_sim,
+        export_astra_sim_ranks,
+    )
     from onerank.ir.errors import ExportError
 
     output = Path(output)
@@ -84,8 +87,10 @@ def astra_sim(
     rank_graphs, notes = expansion.ranks_of(job, one_at_a_time=True)
     common: dict[str, Any] = {"name": name, "notes": notes, "overwrite": overwrite, **network}
     if rank_graphs is not None:
-        return export_ranks(rank_graphs, output, **common)
-    return export(job.graphs[0], output, ranks=ranks, host_time=include_host_delays, **common)
+        return export_astra_sim_ranks(rank_graphs, output, **common)
+    return export_astra_sim(
+        job.graphs[0], output, ranks=ranks, host_time=include_host_delays, **common
+    )
 
 
 def simai(
@@ -112,11 +117,11 @@ def simai(
         ExportError: the format does not support the job.
     """
     from onerank.converters.expand.pipeline import PipelineSchedule
-    from onerank.converters.targets.simai import export
+    from onerank.converters.targets.simai import export_simai
 
     # Always kernels: the exporter sums them into rows itself.
     job = _job_of(traces, dp, "kernel")
-    return export(
+    return export_simai(
         job.graphs,
         Path(output),
         schedule=PipelineSchedule.parse(schedule) if schedule else None,
@@ -157,7 +162,7 @@ def goal(
     Raises:
         ExportError: arguments exclude each other, or the format does not support the job.
     """
-    from onerank.converters.targets.goal import export, export_ranks
+    from onerank.converters.targets.goal import export_goal, export_goal_ranks
 
     job = _job_of(traces, dp, granularity)
     interconnect, assumptions = _interconnect(job.graphs[0], compute_capability)
@@ -170,8 +175,10 @@ def goal(
         "interconnect": interconnect,
     }
     if rank_graphs is not None:
-        return export_ranks(rank_graphs, Path(output), **common)
-    return export(job.graphs[0], Path(output), ranks=ranks, host_time=include_host_delays, **common)
+        return export_goal_ranks(rank_graphs, Path(output), **common)
+    return export_goal(
+        job.graphs[0], Path(output), ranks=ranks, host_time=include_host_delays, **common
+    )
 
 
 def perfetto(trace: Trace, output: str | Path, *, title: str | None = None) -> int:
@@ -182,11 +189,11 @@ def perfetto(trace: Trace, output: str | Path, *, title: str | None = None) -> i
         output: JSON file to write, with gzip if its name ends in .gz.
         title: name of the timeline; None: the name of the file, or "step".
     """
-    from onerank.converters.targets.perfetto import timeline, write_timeline
+    from onerank.converters.targets.perfetto import perfetto_events, write_timeline
     from onerank.display import visible_line
 
     named = title or (Path(trace).name if isinstance(trace, (str, Path)) else "step")
-    events = timeline(graph_of(trace), title=visible_line(named))
+    events = perfetto_events(graph_of(trace), title=visible_line(named))
     write_timeline(events, Path(output))
     return sum(event["ph"] == "X" for event in events)
 

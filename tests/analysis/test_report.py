@@ -17,7 +17,7 @@ from onerank.analysis.report_data import (
     module_tree,
     roofline,
     step_parts,
-    timeline,
+    stream_spans,
 )
 from onerank.analysis.step_time import replay
 from onerank.analysis.summary import summarise
@@ -66,7 +66,7 @@ def test_parts_of_a_cpu_capture_add_up_to_the_replayed_step(cpu):
 
 
 def test_the_timeline_has_every_operation_of_the_gpu(gpu):
-    (lane,) = timeline(gpu, schedule(gpu))
+    (lane,) = stream_spans(gpu, schedule(gpu))
     assert lane.title == "stream 7"
     counts = {span.name: len(span.start_ns) for span in lane.spans}
     assert counts["communication"] == 21
@@ -77,7 +77,7 @@ def test_the_timeline_has_every_operation_of_the_gpu(gpu):
 
 def test_a_long_timeline_keeps_its_longest_operations(gpu, monkeypatch):
     monkeypatch.setattr(charts, "MOST_SPANS", 100)
-    lanes = timeline(gpu, schedule(gpu))
+    lanes = stream_spans(gpu, schedule(gpu))
     figure, dropped = charts.timeline_chart(gpu, lanes)
     drawn = [length for bar in figure["data"] for length in bar["x"]]
     assert len(drawn) + dropped == 871
@@ -87,7 +87,7 @@ def test_a_long_timeline_keeps_its_longest_operations(gpu, monkeypatch):
 
 
 def test_a_cpu_capture_has_a_lane_for_each_thread(cpu):
-    lanes = timeline(cpu, schedule(cpu))
+    lanes = stream_spans(cpu, schedule(cpu))
     assert [lane.title.split()[0] for lane in lanes] == ["thread"] * len(lanes)
     assert "gemm" in {span.name for lane in lanes for span in lane.spans}
     assert roofline(cpu)[0] == []

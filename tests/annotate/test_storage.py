@@ -11,8 +11,8 @@ import onerank
 from onerank.analysis.step_time import replay
 from onerank.annotate.passes.storage_nodes import StorageTraffic, with_storage
 from onerank.converters.sources.kineto import convert_directory
-from onerank.converters.targets.astra_sim.exporter import export
-from onerank.converters.targets.goal import export as export_goal
+from onerank.converters.targets.astra_sim.exporter import export_astra_sim
+from onerank.converters.targets.goal import export_goal
 from onerank.ir import Graph, Kind
 
 TRACES = Path(__file__).parents[2] / "traces"
@@ -60,7 +60,7 @@ def test_nodes_survive_the_file_and_are_delays_for_simulators(h200: Graph, tmp_p
     stored = 2_887_999_488 // 9
     for prefetch, delays in ((True, [stored]), (False, [1_000_000, stored])):
         made = with_storage(h200, replace(given, prefetch=prefetch))
-        done = export(made, tmp_path / "workload")
+        done = export_astra_sim(made, tmp_path / "workload")
         assert done.gpu_time_ns == 29_865_307
         assert has_note(done.notes, "storage-prefetch-not-exported", 1000000) is prefetch
         nodes = onerank.read(tmp_path / "workload" / "workload.0.et").nodes
@@ -75,7 +75,7 @@ def test_memory_nodes_without_a_time_are_refused(h200: Graph, tmp_path: Path):
     duration = made.nodes.duration_ns.copy()
     duration[-1] = 0
     with raises_code("storage-no-duration"):
-        export(made.with_columns(duration_ns=duration), tmp_path / "workload")
+        export_astra_sim(made.with_columns(duration_ns=duration), tmp_path / "workload")
 
 
 @pytest.mark.parametrize(

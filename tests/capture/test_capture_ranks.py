@@ -22,7 +22,7 @@ from onerank.capture.parallelize.shard_model import classes_along, rank_classes
 from onerank.converters.expand.pipeline import PipelineSchedule, expand
 from onerank.converters.expand.ranks import expand_ranks
 from onerank.converters.targets.astra_sim.check import check
-from onerank.converters.targets.astra_sim.exporter import export_ranks
+from onerank.converters.targets.astra_sim.exporter import export_astra_sim_ranks
 from onerank.ir import Collective, Graph, Pipeline, World
 from onerank.ir.errors import CaptureError
 
@@ -273,7 +273,7 @@ def test_uneven_experts_meet_in_one_workload(tmp_path):
     assert exchanged(graphs[1]) == [50 * 128, idle] * 4
     rank_graphs = expand_ranks([recost(graph, "H100") for graph in graphs.values()])
     assert [entry.ranks for entry in rank_graphs] == [(0, 2), (1, 3)]
-    done = export_ranks(rank_graphs, tmp_path / "out")
+    done = export_astra_sim_ranks(rank_graphs, tmp_path / "out")
     assert done.ranks == 4
     assert has_note(done.notes, "uneven-all-to-alls")
     for rank in range(4):
@@ -289,7 +289,7 @@ def test_uneven_experts_of_a_pipeline_s_stages(tmp_path):
     rank_graphs = expand(on_h100, PipelineSchedule("1f1b"), 4)
     assert [(entry.ranks, entry.stages) for entry in rank_graphs] == [
         ((0,), (0,)), ((1,), (0,)), ((2,), (1,)), ((3,), (1,))]  # fmt: skip
-    done = export_ranks(rank_graphs, tmp_path / "out")
+    done = export_astra_sim_ranks(rank_graphs, tmp_path / "out")
     assert {(0, 1), (2, 3)} <= {*done.groups.values()}
 
 
@@ -325,7 +325,9 @@ def test_named_ranks_of_a_script_that_distributes_itself(tmp_path):
     assert done.represents == {0: (0, 1), 2: (2, 3)}
     assert done.missing == ()
     on_h100 = [recost(captured_rank.graph, "H100") for captured_rank in done.captures.values()]
-    exported = export_ranks(expand_ranks(on_h100), tmp_path / "out")  # checks that they meet
+    exported = export_astra_sim_ranks(
+        expand_ranks(on_h100), tmp_path / "out"
+    )  # checks that they meet
     assert {*exported.groups.values()} == {(0, 1, 2, 3), (0, 1), (2, 3)}
 
 
@@ -372,7 +374,10 @@ def test_ranks_in_turn_on_a_gpu_leave_each_other_no_memory(tmp_path):
     assert measured.start_memory_bytes == expected.start_memory_bytes
     assert measured.peak_memory_bytes == expected.peak_memory_bytes
     graphs = [captured_rank.graph for captured_rank in both.captures.values()]
-    assert export_ranks(expand(graphs, PipelineSchedule("1f1b"), 4), tmp_path / "out").ranks == 4
+    assert (
+        export_astra_sim_ranks(expand(graphs, PipelineSchedule("1f1b"), 4), tmp_path / "out").ranks
+        == 4
+    )
 
 
 REFUSED: dict[str, tuple[str, World, dict[str, Any], Any, str]] = {

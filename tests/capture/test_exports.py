@@ -32,7 +32,7 @@ def compute_ns(graph: Graph) -> int:
 
 
 def test_simai_conserves_compute(captured: Graph, tmp_path: Path) -> None:
-    made = simai.export([captured], tmp_path / "w.txt")
+    made = simai.export_simai([captured], tmp_path / "w.txt")
     lines = (tmp_path / "w.txt").read_text().splitlines()[2:]
     rows = [line.split() for line in lines]
     assert sum(int(row[at]) for row in rows for at in (2, 5, 8)) == compute_ns(captured)
@@ -46,7 +46,9 @@ def test_simai_conserves_compute(captured: Graph, tmp_path: Path) -> None:
 
 
 def test_simai_repeats_micro_batches(captured: Graph, tmp_path: Path) -> None:
-    few, many = (simai.export([captured], tmp_path / "w.txt", micro_batches=m) for m in (2, 5))
+    few, many = (
+        simai.export_simai([captured], tmp_path / "w.txt", micro_batches=m) for m in (2, 5)
+    )
     assert many.optimizer_ns == few.optimizer_ns
     assert many.input_gradient_ns > 2.3 * few.input_gradient_ns
 
@@ -56,9 +58,9 @@ def test_goal_runs_as_long_as_the_kernels(captured: Graph, tmp_path: Path) -> No
     path = tmp_path / "job.goal"
     if captured.job.pipeline:
         with raises_code("pipeline-missing-stage"):
-            goal.export_ranks(expand([captured], PipelineSchedule.parse("1f1b"), 2), path)
+            goal.export_goal_ranks(expand([captured], PipelineSchedule.parse("1f1b"), 2), path)
         return
-    made = goal.export(captured, path)
+    made = goal.export_goal(captured, path)
     assert made.ranks == captured.job.world.size
     streams = captured.nodes.stream[captured.gpu_compute]
     assert len(set(streams.tolist())) == 1

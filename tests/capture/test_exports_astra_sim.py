@@ -16,7 +16,11 @@ from small_job import capture_small
 
 from onerank.converters.expand.data_parallel import replica_notes, with_replicas
 from onerank.converters.expand.pipeline import PipelineSchedule, expand
-from onerank.converters.targets.astra_sim.exporter import AstraSimExport, export, export_ranks
+from onerank.converters.targets.astra_sim.exporter import (
+    AstraSimExport,
+    export_astra_sim,
+    export_astra_sim_ranks,
+)
 from onerank.ir import Collective, Graph, World
 from onerank.ir.chakra import read_records
 
@@ -60,8 +64,8 @@ def exported(graphs: list[Graph], directory: Path, dp: int | None) -> AstraSimEx
     scaled = [with_replicas(graph, dp) for graph in graphs] if dp else graphs
     if "pp" in scaled[0].job.world.sizes:
         rank_graphs = expand(scaled, PipelineSchedule.parse("1f1b"), 4)
-        return export_ranks(rank_graphs, directory, notes=notes)
-    return export(scaled[0], directory, notes=notes)
+        return export_astra_sim_ranks(rank_graphs, directory, notes=notes)
+    return export_astra_sim(scaled[0], directory, notes=notes)
 
 
 def calls(workload: AstraSimExport, rank: int) -> list[tuple[int, int, tuple[int, ...]]]:

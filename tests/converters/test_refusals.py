@@ -67,13 +67,13 @@ GOAL: dict[str, Callable[[Path], Any]] = {
     "goal-calls-differ": lambda _: calls_that_differ(),
     "goal-calls-missing": lambda _: call_of_one_member(),
     "goal-too-many-tags": lambda _: goal.TagAllocator()._allocate(2**32),
-    "goal-too-many-cpus": lambda path: goal.export(kernels(goal.MOST_CPUS + 1), path, ranks=2),
-    "goal-gpus-per-node": lambda path: goal.export(kernels(), path, ranks=2, gpus_per_node=0),
+    "goal-too-many-cpus": lambda path: goal.export_goal(kernels(goal.MOST_CPUS + 1), path, ranks=2),
+    "goal-gpus-per-node": lambda path: goal.export_goal(kernels(), path, ranks=2, gpus_per_node=0),
 }
 
 SIMAI: dict[str, Callable[[Path], Any]] = {
-    "simai-no-trace": lambda path: simai.export([], path),
-    "simai-other-job": lambda path: simai.export(
+    "simai-no-trace": lambda path: simai.export_simai([], path),
+    "simai-other-job": lambda path: simai.export_simai(
         [stage(0, 2), stage(1, 2, world=World.of(pp=2, dp=2))],
         path,
         schedule=PipelineSchedule.parse("1f1b"),
@@ -81,7 +81,7 @@ SIMAI: dict[str, Callable[[Path], Any]] = {
     "simai-row-too-long": lambda _: simai_rows._split(
         simai_rows.WorkloadRow("layer", forward_ns=10_001 * simai_rows.LARGEST_NS)
     ),
-    "simai-too-many-bytes": lambda path: simai.export([moving(2**50)], path),
+    "simai-too-many-bytes": lambda path: simai.export_simai([moving(2**50)], path),
 }
 
 

@@ -29,7 +29,7 @@ from onerank.ir import Kind, Pipeline
 from onerank.ir.errors import CaptureError, FormatError, OneRankError
 from onerank.plan.tasks import Store
 from onerank.serving import build_bundle
-from onerank.serving.build_bundle import serve
+from onerank.serving.build_bundle import measure_bundle
 from onerank.serving.bundle import read_bundle
 from onerank.serving.points import Point, PointMemory, measured
 from tests.cli.invoke_cli import TRACES, invoke, refused
@@ -300,13 +300,13 @@ def progress(_, complete, whole):
 
 
 try:
-    build_bundle.serve(config, options, grid, store, progress=progress)
+    build_bundle.measure_bundle(config, options, grid, store, progress=progress)
     raise AssertionError("not killed")
 except KilledError:
     pass
 measured, measure = [], build_bundle._measure
 build_bundle._measure = lambda *args: measured.append(args[1]) or measure(*args)
-bundle, traces = build_bundle.serve(config, options, grid, store)
+bundle, traces = build_bundle.measure_bundle(config, options, grid, store)
 assert measured == [Composition(2, 8)], measured
 assert [row.decodes for row in bundle.rows] == [1, 2]
 assert [*traces] == [1, 2]
@@ -317,7 +317,7 @@ def absent(*_):
 
 
 build_bundle._server = absent
-again, _ = build_bundle.serve(config, options, grid, store)
+again, _ = build_bundle.measure_bundle(config, options, grid, store)
 assert again.rows == bundle.rows
 """
 
@@ -348,7 +348,7 @@ def test_results_belong_to_the_contents_of_the_files_that_options_name(
         figures = "".join(time.format(kind=kind, ns=ns) for kind in HOST_OP_KINDS)
         host.write_text(f'name = "test"\n[sources]\nhere = "a test"\n[figures]\n{figures}')
         with pytest.raises(CaptureError):
-            serve(config, options, None, store, host=str(host))
+            measure_bundle(config, options, None, store, host=str(host))
     assert keys[0] == keys[1]
     assert len({*keys}) == 3
 
@@ -356,7 +356,7 @@ def test_results_belong_to_the_contents_of_the_files_that_options_name(
 def test_measured_on_this_machine(tmp_path: Path):
     windows = WindowPlan(warm_up=1, timed_steps=2)
     grid = parse_grid("decode: batch=2 context=16; prefill: tokens=8 context=0")
-    bundle, _ = serve(
+    bundle, _ = measure_bundle(
         written(tmp_path, LLAMA), Options(windows=windows), grid, Store(tmp_path / "store")
     )
     decode = bundle.rows[0]
@@ -410,7 +410,7 @@ from pathlib import Path
 from onerank.capture.options import Options
 from onerank.capture.serving.compositions import parse_grid
 from onerank.plan.tasks import Store
-from onerank.serving.build_bundle import serve
+from onerank.serving.build_bundle import measure_bundle
 
 config, output = map(Path, sys.argv[1:])
 grid = parse_grid("decode: batch=8 context=512; mixed: tokens=32 context=64 batch=8 "
@@ -419,7 +419,7 @@ whole = Options(device="none", tp=2)
 staged = replace(whole, pp=3, pp_layers=(1, 2, 1))
 runs = {"whole": whole, **{str(stage): replace(staged, rank=2 * stage) for stage in range(3)}}
 for name, options in runs.items():
-    bundle, traces = serve(config, options, grid, Store(output / "store"))
+    bundle, traces = measure_bundle(config, options, grid, Store(output / "store"))
     bundle.write(output / name, traces)
 """
 
@@ -487,7 +487,7 @@ def test_a_stage_is_measured_on_this_machine(tmp_path: Path):
     config, windows = written(tmp_path, LLAMA), WindowPlan(warm_up=1, timed_steps=2)
     options = Options(pp=2, rank=0, windows=windows)
     grid = parse_grid("decode: batch=2 context=16; prefill: tokens=8 context=0")
-    bundle, _ = serve(config, options, grid, Store(tmp_path / "store"))
+    bundle, _ = measure_bundle(config, options, grid, Store(tmp_path / "store"))
     assert bundle.manifest.pipeline == Pipeline(0, (1, 1))
     assert all(row.source == "measured" and row.step_ns for row in bundle.rows)
     assert not any(kernel.flops for kernel in bundle.kernel_rows if kernel.part == "head")
@@ -527,7 +527,7 @@ def test_a_script_is_measured_on_this_machine(tmp_path: Path, call: str):
     config, script = written(tmp_path, LLAMA), scripted(tmp_path, call)
     grid = parse_grid("decode: batch=2 context=16")
     options, store = Options(windows=windows), Store(tmp_path / "store")
-    bundle, _ = serve(script, options, grid, store, args=[str(config)])
+    bundle, _ = measure_bundle(script, options, grid, store, args=[str(config)])
     memory = bundle.manifest.memory
     assert memory.kv_bytes_per_token == 2 * 2 * LAYERS * KV_HEADS * HIDDEN // HEADS
     assert bundle.rows[0].source == "measured"
@@ -549,7 +549,7 @@ grid = parse_grid("decode: batch=8 context=100; mixed: tokens=32 context=64 batc
 options = Options(device="none", tp=2, pp=2, rank=2)
 store = Store(output / "store")
 for name, source, args in (("config", config, ()), ("script", script, (str(config),))):
-    bundle, traces = build_bundle.serve(source, options, grid, store, args=args)
+    bundle, traces = build_bundle.measure_bundle(source, options, grid, store, args=args)
     bundle.write(output / name, traces)
 
 
@@ -558,12 +558,12 @@ def absent(*_):
 
 
 measure, build_bundle._measure = build_bundle._measure, absent
-again, _ = build_bundle.serve(script, options, grid, store, args=(str(config),))
+again, _ = build_bundle.measure_bundle(script, options, grid, store, args=(str(config),))
 assert again.rows == bundle.rows
 config.write_text(config.read_text().replace('"hidden_size": 256', '"hidden_size": 512'))
 measured = []
 build_bundle._measure = lambda *args: measured.append(args[1]) or measure(*args)
-wider, _ = build_bundle.serve(script, options, grid, store, args=(str(config),))
+wider, _ = build_bundle.measure_bundle(script, options, grid, store, args=(str(config),))
 assert len(measured) == 2, "the script builds another model, with the same text and arguments"
 """
 
@@ -618,7 +618,7 @@ def test_a_script_that_cannot_be_driven(tmp_path: Path, call: str, code: str):
     (tmp_path / "script.py").write_text(text)
     config, store = written(tmp_path, LLAMA), Store(tmp_path / "store")
     with pytest.raises(OneRankError) as error:
-        serve(tmp_path / "script.py", Options(), None, store, args=[str(config)])
+        measure_bundle(tmp_path / "script.py", Options(), None, store, args=[str(config)])
     assert error.value.code == code
     assert not [*store.directory.iterdir()]
 

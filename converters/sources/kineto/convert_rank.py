@@ -36,7 +36,7 @@ from onerank.converters.sources.kineto.memory_events import (
     History,
     activations,
     differing_steps,
-    memory,
+    join_memory,
     read_history,
 )
 from onerank.converters.sources.kineto.profiled_steps import (
@@ -361,7 +361,7 @@ def _lower(
         )
     # A step on shapes alone has the memory of a GPU, but no kernels.
     in_gpu_memory = on_gpu or job.device.type == MODEL
-    usage = memory(trace.memory, timeline, history, on_gpu=in_gpu_memory)
+    usage = join_memory(trace.memory, timeline, history, on_gpu=in_gpu_memory)
     activation_bytes = activations(trace.memory, timeline, on_gpu=in_gpu_memory)
     job = with_device(job, trace, on_gpu=on_gpu)
     job = with_memory(job, usage, activation_bytes, on_gpu=in_gpu_memory)

@@ -387,7 +387,7 @@ def differing_steps(profile: MemoryRows, structure: MemoryRows) -> tuple[Note | 
     ), spread
 
 
-def memory(
+def join_memory(
     rows: MemoryRows, timeline: HostTimeline, history: History | None = None, *, on_gpu: bool
 ) -> MemoryHistory:
     """Join the `[memory]` instants of one kind of device with operators, by thread and time.

@@ -155,7 +155,7 @@ class AstraSimExport(Displayed):
     )
 
 
-def export(
+def export_astra_sim(
     graph: Graph,
     directory: str | Path,
     *,
@@ -218,7 +218,7 @@ def export(
     return _write(target.with_notes(substitutions), [workload], groups, dropped, {})
 
 
-def export_ranks(
+def export_astra_sim_ranks(
     rank_graphs: Sequence[RankGraph],
     directory: str | Path,
     *,
@@ -231,20 +231,20 @@ def export_ranks(
 ) -> AstraSimExport:
     """Write the steps of unequal ranks, each for the ranks that it represents.
 
-    The output is that of `export`.
+    The output is that of `export_astra_sim`.
 
     Args:
         rank_graphs: graphs that together represent every rank of one world.
         directory: output directory.
         name: prefix of the traces.
-        bandwidth_gb_per_s: as for `export`.
-        latency_ns: as for `export`.
-        memory_gb_per_s: as for `export`.
-        notes: as for `export`.
-        overwrite: as for `export`.
+        bandwidth_gb_per_s: as for `export_astra_sim`.
+        latency_ns: as for `export_astra_sim`.
+        memory_gb_per_s: as for `export_astra_sim`.
+        notes: as for `export_astra_sim`.
+        overwrite: as for `export_astra_sim`.
 
     Raises:
-        ExportError: as for `export`.
+        ExportError: as for `export_astra_sim`.
         GraphError: a graph has a cycle.
         OSError: the directory cannot be written.
     """

@@ -126,7 +126,7 @@ def step_parts(shares: Sequence[Share], replayed: Replay) -> list[StepPart]:
     return [part for part in parts if part.time_ns]
 
 
-def timeline(graph: Graph, times: ReplayTimes) -> list[Lane]:
+def stream_spans(graph: Graph, times: ReplayTimes) -> list[Lane]:
     """Return the spans of each stream; for a CPU capture, of each thread."""
     nodes = graph.nodes
     shown = np.flatnonzero(graph.gpu_compute | graph.communication)

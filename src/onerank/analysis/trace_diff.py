@@ -45,7 +45,7 @@ class TraceDiff(Displayed, msgspec.Struct, frozen=True):
     by_kernel: list[NameDiff]
 
 
-def compare(before: Graph, after: Graph) -> TraceDiff:
+def compare_traces(before: Graph, after: Graph) -> TraceDiff:
     """Compare two graphs by names; node ids of two captures do not correspond.
 
     Raises:

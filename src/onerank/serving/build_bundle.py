@@ -77,7 +77,7 @@ class Model:
         )
 
 
-def serve(
+def measure_bundle(
     source: Path,
     options: Options,
     grid: Sequence[Composition] | None,
@@ -151,10 +151,10 @@ def _server(source: Path, args: tuple[str, ...], options: Options) -> Generator[
     from onerank.capture.isolated_capture import loading_capture
 
     with loading_capture():
-        from onerank.capture.serving.measure_grid import serving
+        from onerank.capture.serving.measure_grid import loaded_server
         from onerank.capture.serving.script_model import ModelScript
     model = ModelScript(source, args) if source.suffix == ".py" else source
-    with serving(model, options) as server:
+    with loaded_server(model, options) as server:
         yield server
 
 

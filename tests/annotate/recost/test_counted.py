@@ -15,7 +15,7 @@ from onerank.analysis.step_time import replay
 from onerank.annotate.gpus.registry import load_gpu
 from onerank.annotate.recost.from_datasheet import _in_bytes, recost_counts
 from onerank.cli import annotate
-from onerank.converters.targets.astra_sim.exporter import export
+from onerank.converters.targets.astra_sim.exporter import export_astra_sim
 from onerank.ir import Evidence
 from onerank.ir.chakra import attribute
 from onerank.ir.chakra.et_def_pb2 import COMM_COLL_NODE, COMP_NODE, GlobalMetadata, Node
@@ -91,7 +91,7 @@ def test_kernels_without_a_stream_run_one_at_a_time(trace: Path) -> None:
 
 def test_counts_alone_are_no_workload(trace: Path, tmp_path: Path) -> None:
     with raises_code("graph-counts-no-times"):
-        export(onerank.read(trace), tmp_path / "workload")
+        export_astra_sim(onerank.read(trace), tmp_path / "workload")
     assert not (tmp_path / "workload").exists()
 
 

@@ -17,8 +17,8 @@ from onerank.converters.expand.host_delays import (
     insert_host_delays_by_rank,
 )
 from onerank.converters.expand.pipeline import PipelineSchedule, expand
-from onerank.converters.targets.astra_sim.exporter import export
-from onerank.converters.targets.goal import export_ranks
+from onerank.converters.targets.astra_sim.exporter import export_astra_sim
+from onerank.converters.targets.goal import export_goal_ranks
 from onerank.ir import (
     Collective,
     EmulatedCalls,
@@ -53,7 +53,7 @@ def late(graph: Graph, operator: str) -> Graph:
 
 def step_ns(graphs: list[Graph], schedule: str, micro_batches: int, path: Path) -> int:
     """Return the step of the slowest rank on a network that takes no time."""
-    export_ranks(expand(graphs, PipelineSchedule.parse(schedule), micro_batches), path)
+    export_goal_ranks(expand(graphs, PipelineSchedule.parse(schedule), micro_batches), path)
     return max(run(parse(path)))
 
 
@@ -107,7 +107,7 @@ def test_overlapping_streams_share_the_time_that_they_take_together(tmp_path: Pa
     delayed, notes = insert_host_delays(graph)
     assert delayed.nodes.duration_ns.tolist() == [1000, 1000, 200, 100]
     assert codes(notes) == ["host-delays"]
-    exported = export(graph, tmp_path, ranks=2, host_time=True)
+    exported = export_astra_sim(graph, tmp_path, ranks=2, host_time=True)
     assert exported.gpu_time_ns == 1800  # the median step
     note_of(exported.notes, "compute-on-several-streams", 2)
 
@@ -130,7 +130,7 @@ def test_equal_ranks_wait_for_the_slowest_of_them(tmp_path: Path) -> None:
     _, notes = insert_host_delays(graph, ranks=2)
     note_of(notes, "host-delays", f"waits {slowest_ns - 1600} ns")
     note_of(notes, "host-delays-slowest-rank", slowest_ns - 2350, "2 ranks")
-    exported = export(graph, tmp_path, host_time=True)
+    exported = export_astra_sim(graph, tmp_path, host_time=True)
     note_of(exported.notes, "host-delays-slowest-rank", slowest_ns - 2350)
     # The ranks of a real job have waited already.
     evidence = np.full(len(graph), Evidence.MEASURED)
@@ -153,7 +153,7 @@ def test_communication_keeps_its_order(tmp_path: Path) -> None:
         if kind is Collective.REDUCE_SCATTER:
             builder.edge(norm, call, Reason.SYNC)
     graph = builder.build(Job(measurement=Measurement(step_ns=(2000,))))
-    export(graph, tmp_path, ranks=2, host_time=True)
+    export_astra_sim(graph, tmp_path, ranks=2, host_time=True)
     names = [node.name for node in read_records(tmp_path / "workload.0.et").nodes]
     assert names == ["gemm", NAME, "norm", "REDUCE_SCATTER", "ALL_GATHER"]
 

@@ -3,7 +3,7 @@
 from raised import raises_code
 
 from onerank.converters.expand.ranks import expand_ranks
-from onerank.converters.targets.astra_sim.exporter import export
+from onerank.converters.targets.astra_sim.exporter import export_astra_sim
 from onerank.ir import Graph, GraphBuilder, Job, Kind, Phase, ProcessGroup, RankClass, World
 
 WORLD = World.of(dp=2, pp=2)
@@ -52,7 +52,7 @@ def test_ranks_named_along_another_axis_are_refused():
 def test_one_stage_of_two_does_not_represent_the_other(tmp_path):
     graph = stage(0, 1, FIRST, LAST)
     with raises_code("p2p-phase-mismatch") as caught:
-        export(graph, tmp_path / "workload")
+        export_astra_sim(graph, tmp_path / "workload")
     assert "rank 0 sends 2 of its forward to ranks 0, 1, 2, 3" in str(caught.value)
     assert not (tmp_path / "workload").exists()
 

@@ -11,7 +11,7 @@ from stages import stage
 
 from onerank.converters.expand.pipeline import PipelineSchedule, expand
 from onerank.converters.expand.ranks import expand_ranks
-from onerank.converters.targets.astra_sim.exporter import export, export_ranks
+from onerank.converters.targets.astra_sim.exporter import export_astra_sim, export_astra_sim_ranks
 from onerank.ir import (
     Collective,
     Graph,
@@ -64,18 +64,20 @@ def test_each_graph_goes_to_the_ranks_of_its_class():
 
 def test_uneven_exchanges_take_the_size_of_the_busiest_rank(tmp_path):
     """Rank 0 gets 96 bytes, more than any rank sends."""
-    exported = export_ranks(
+    exported = export_astra_sim_ranks(
         expand_ranks([exchange(0, 64, 96), exchange(2, 80, 16)]), tmp_path / "out"
     )
     assert [sizes(exported, rank) for rank in range(8)] == [[96, 512]] * 8
     assert has_note(exported.notes, "uneven-all-to-alls")
-    even = export_ranks(expand_ranks([exchange(0, 64, 64), exchange(2, 64, 64)]), tmp_path / "even")
+    even = export_astra_sim_ranks(
+        expand_ranks([exchange(0, 64, 64), exchange(2, 64, 64)]), tmp_path / "even"
+    )
     assert [sizes(even, rank) for rank in range(8)] == [[64, 512]] * 8
     assert not has_note(even.notes, "uneven-all-to-alls")
 
 
 def test_a_rank_that_sends_nothing_takes_part_all_the_same(tmp_path):
-    exported = export_ranks(
+    exported = export_astra_sim_ranks(
         expand_ranks([exchange(0, 0, 96), exchange(2, 80, 0)]), tmp_path / "out"
     )
     assert [sizes(exported, rank) for rank in range(8)] == [[96, 512]] * 8
@@ -127,7 +129,7 @@ def test_graphs_that_do_not_make_all_ranks_are_refused(case):
 
 def test_one_graph_does_not_represent_several_classes(tmp_path):
     with raises_code("ranks-single-class") as caught:
-        export(exchange(0, 64, 64), tmp_path / "out")
+        export_astra_sim(exchange(0, 64, 64), tmp_path / "out")
     assert "(ranks 0, 2)" in str(caught.value)
 
 
@@ -157,7 +159,9 @@ def test_each_class_of_a_stage_runs_on_its_own_ranks(tmp_path):
         next(n.duration_ns for n in entry.graph if n.name == "forward") for entry in rank_graphs
     ]
     assert forward == [1_000_000] * 3 + [500_000] + [1_000_000] * 2
-    done = export_ranks(rank_graphs, tmp_path / "out")  # checked: every send meets its receive
+    done = export_astra_sim_ranks(
+        rank_graphs, tmp_path / "out"
+    )  # checked: every send meets its receive
     groups = {*done.groups.values()}
     assert {(0, 1), (2, 3), (4, 6), (5, 7), (0, 8), (2, 10), (3, 11)} <= groups
     messages = {

@@ -12,7 +12,7 @@ from stages import captures, stage
 
 from onerank.converters.expand.data_parallel import with_replicas
 from onerank.converters.expand.pipeline import PipelineSchedule, expand
-from onerank.converters.targets.goal import export
+from onerank.converters.targets.goal import export_goal
 from onerank.ir import Collective, Graph, GraphBuilder, Job, Kind, ProcessGroup, RankClass, World
 from onerank.ir.chakra import read, read_records, write
 
@@ -75,7 +75,7 @@ def test_roots_go_with_their_replica() -> None:
 def test_a_broadcast_of_the_job_comes_from_its_root(
     end: int, sends: list[bool], tmp_path: Path
 ) -> None:
-    export(step((Collective.BROADCAST, "tp", {"comm_src": end})), tmp_path / "job.goal")
+    export_goal(step((Collective.BROADCAST, "tp", {"comm_src": end})), tmp_path / "job.goal")
     text = (tmp_path / "job.goal").read_text()
     ranks = re.split(r"rank \d+ \{", text)[1:]
     # each pair of tensor-parallel ranks has the root at the same place

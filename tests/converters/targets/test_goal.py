@@ -21,7 +21,7 @@ from onerank.annotate import recost
 from onerank.converters.expand.pipeline import PipelineSchedule, expand
 from onerank.converters.expand.ranks import RankGraph
 from onerank.converters.sources.kineto import convert_directory
-from onerank.converters.targets.goal import export, export_ranks
+from onerank.converters.targets.goal import export_goal, export_goal_ranks
 from onerank.converters.targets.goal_collectives import (
     ROOT,
     SUPPORTED,
@@ -76,7 +76,7 @@ def call_of(collective: Collective, group: str, size: int, **columns: Any) -> di
 
 def test_every_line(tmp_path: Path) -> None:
     graph = step_of(TP2_DP2, call_of(Collective.ALL_REDUCE, "dp", 7))
-    exported = export(graph, tmp_path / "job.goal")
+    exported = export_goal(graph, tmp_path / "job.goal")
     text = (tmp_path / "job.goal").read_text()
     assert text.startswith("num_ranks 4\nrank 0 {\n")
     assert text.partition("rank 2 {\n")[2].partition("rank 3")[0] == (
@@ -121,7 +121,7 @@ def test_independent_calls_share_the_interface(tmp_path: Path) -> None:
     calls = [call_of(Collective.ALL_REDUCE, group, 450_000_000) for group in ("tp", "dp")]
     ends: list[int] = []
     for concurrent in (False, True):
-        export(step_of(TP2_DP2, *calls, concurrent=concurrent), tmp_path / "job.goal")
+        export_goal(step_of(TP2_DP2, *calls, concurrent=concurrent), tmp_path / "job.goal")
         ends.append(run(parse(tmp_path / "job.goal"), Fraction(1, 450))[0])
     assert ends == [pytest.approx(1500 + 2_000_000, rel=1e-4)] * 2
 
@@ -296,7 +296,7 @@ def test_every_collective_runs(tmp_path: Path) -> None:
     calls = [call_of(kind, group, 4096) for kind in SUPPORTED for group in ("tp", "dp", "")]
     graph = step_of(TP2_DP2, *calls)
     for gpus_per_node in (1, 2, 8):
-        exported = export(graph, tmp_path / "job.goal", gpus_per_node=gpus_per_node)
+        exported = export_goal(graph, tmp_path / "job.goal", gpus_per_node=gpus_per_node)
         assert run(parse(tmp_path / "job.goal")) == [1500] * 4
         assert sum(exported.algorithms.values()) == len(calls)
 
@@ -307,7 +307,7 @@ def test_pipelines_take_the_time_of_the_closed_form(schedule: str, tmp_path: Pat
     kind = PipelineSchedule.parse(schedule)
     ranks, batches = 4 // kind.chunks, 8
     rank_graphs = expand(captures(), kind, batches)
-    export_ranks(rank_graphs, tmp_path / "job.goal")
+    export_goal_ranks(rank_graphs, tmp_path / "job.goal")
     ends = run(parse(tmp_path / "job.goal"))
     both = FORWARD_NS + INPUT_NS + WEIGHT_NS
     update = kind.chunks * OPTIMIZER_NS
@@ -322,23 +322,23 @@ def test_pipelines_take_the_time_of_the_closed_form(schedule: str, tmp_path: Pat
 def test_stages_of_two_jobs_are_refused(tmp_path: Path) -> None:
     rank_graphs = expand(captures(), PipelineSchedule.parse("1f1b"), 4)
     with raises_code("goal-unmatched-p2p"):
-        export_ranks(rank_graphs[:3], tmp_path / "job.goal")
+        export_goal_ranks(rank_graphs[:3], tmp_path / "job.goal")
     others = expand(captures(captured=2), PipelineSchedule.parse("1f1b"), 6)
     mixed: list[RankGraph] = [*rank_graphs[:2], *others[2:]]
     with raises_code("goal-unmatched-p2p"):
-        export_ranks(mixed, tmp_path / "job.goal")
+        export_goal_ranks(mixed, tmp_path / "job.goal")
     assert not [*tmp_path.iterdir()]
 
 
 def test_graphs_that_cannot_represent_all_ranks_are_refused(tmp_path: Path) -> None:
     with raises_code("ranks-single-stage"):
-        export(captures()[0], tmp_path / "job.goal")
+        export_goal(captures()[0], tmp_path / "job.goal")
     unknown = step_of(TP2_DP2, call_of(Collective.NONE, "tp", 8))
     with raises_code("export-unknown-collective"):
-        export(unknown, tmp_path / "job.goal")
+        export_goal(unknown, tmp_path / "job.goal")
     cpu, _ = convert_directory(TRACES / "cpu-llama-2l-tp4")
     with raises_code("graph-no-gpu-time"):
-        export(cpu, tmp_path / "job.goal")
+        export_goal(cpu, tmp_path / "job.goal")
     assert not [*tmp_path.iterdir()]
 
 
@@ -350,7 +350,7 @@ def real(request: pytest.FixtureRequest) -> Graph:
 
 def test_real_captures_run(real: Graph, tmp_path: Path) -> None:
     """Without a network each rank takes its kernels' time; with a network, the replayed time."""
-    exported = export(real, tmp_path / "job.goal")
+    exported = export_goal(real, tmp_path / "job.goal")
     ranks = parse(tmp_path / "job.goal")
     compute = int(real.nodes.duration_ns[real.gpu_compute].sum())
     assert exported.gpu_time_ns == compute
@@ -374,7 +374,7 @@ def test_host_delays_have_a_separate_cpu(tmp_path: Path) -> None:
         newest = node
     measured = Measurement(step_ns=(3000,))
     graph = builder.build(msgspec.structs.replace(TP2_DP2, measurement=measured))
-    exported = export(graph, tmp_path / "job.goal", host_time=True)
+    exported = export_goal(graph, tmp_path / "job.goal", host_time=True)
     assert (tmp_path / "job.goal").read_text().split("}")[0].splitlines()[2:] == [
         "l0: calc 1000 cpu 0",
         "l1: calc 1500 cpu 1",
@@ -389,7 +389,7 @@ def test_host_delays_have_a_separate_cpu(tmp_path: Path) -> None:
 def test_with_host_delays_the_step_lasts_as_measured(tmp_path: Path) -> None:
     """Without a network: the H200 capture's median step; the replay shows the profiled one's."""
     graph, _ = convert_directory(TRACES / "h200-llama-8b-4l-tp4")
-    export(graph, tmp_path / "job.goal", host_time=True)
+    export_goal(graph, tmp_path / "job.goal", host_time=True)
     measured = graph.job.measurement
     ends = run(parse(tmp_path / "job.goal"))
     assert measured.median_step_ns
@@ -401,7 +401,7 @@ def test_with_host_delays_the_step_lasts_as_measured(tmp_path: Path) -> None:
 
 
 def test_the_output_is_reproducible(real: Graph, tmp_path: Path) -> None:
-    first, second = (export(real, tmp_path / name).path.read_bytes() for name in "ab")
+    first, second = (export_goal(real, tmp_path / name).path.read_bytes() for name in "ab")
     assert first == second
 
 
@@ -409,7 +409,7 @@ def test_tags_are_unique_in_the_whole_job(real: Graph, tmp_path: Path) -> None:
     world = World.of(tp=4, dp=2)
     job = msgspec.structs.replace(real.job, world=world)
     graph = Graph(real.nodes, real.edges, real.strings, job)
-    export(graph, tmp_path / "job.goal")
+    export_goal(graph, tmp_path / "job.goal")
     ranks = parse(tmp_path / "job.goal")
     users: defaultdict[int, set[frozenset[int]]] = defaultdict(set)
     for rank, ops in enumerate(ranks):
@@ -424,9 +424,11 @@ def test_tags_are_unique_in_the_whole_job(real: Graph, tmp_path: Path) -> None:
 @pytest.mark.parametrize("schedule", ["", "1f1b", "zbv"])
 def test_loggopsim_agrees(real: Graph, schedule: str, tmp_path: Path) -> None:
     if schedule:
-        export_ranks(expand(captures(), PipelineSchedule.parse(schedule), 6), tmp_path / "job.goal")
+        export_goal_ranks(
+            expand(captures(), PipelineSchedule.parse(schedule), 6), tmp_path / "job.goal"
+        )
     else:
-        export(real, tmp_path / "job.goal")
+        export_goal(real, tmp_path / "job.goal")
     ranks: list[list[Operation]] = parse(tmp_path / "job.goal")
     for gap in (0, 450):
         gap_per_byte = f"{1 / gap:.12f}" if gap else "0"

@@ -14,7 +14,7 @@ import onerank
 from onerank.cli import onerank as command
 from onerank.converters.sources.kineto import convert_directory
 from onerank.converters.targets.parquet_graphviz import to_dot
-from onerank.converters.targets.perfetto import timeline
+from onerank.converters.targets.perfetto import perfetto_events
 from onerank.ir import Graph, GraphBuilder, Job, Kind, Reason
 
 CAPTURE = Path(__file__).parents[3] / "traces" / "h200-llama-8b-4l-tp4"
@@ -72,7 +72,7 @@ def test_concurrent_kernels_of_a_stream_get_separate_tracks():
     builder = GraphBuilder()
     for start, name in ((0, "long"), (5, "within"), (20, "behind")):
         builder.add(name=name, kind=Kind.KERNEL, stream=7, start_ns=start, duration_ns=10)
-    events = timeline(builder.build(Job()))
+    events = perfetto_events(builder.build(Job()))
     named = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     tracks = {e["name"]: named[e["tid"]] for e in events if e["ph"] == "X"}
     concurrent = "stream 7, at once 1"
@@ -81,7 +81,7 @@ def test_concurrent_kernels_of_a_stream_get_separate_tracks():
 
 def test_timelines_are_the_same_each_time(trace):
     graph = onerank.read(trace)
-    assert timeline(graph) == timeline(graph)
+    assert perfetto_events(graph) == perfetto_events(graph)
 
 
 def test_tables_hold_every_node_and_edge(trace, tmp_path):

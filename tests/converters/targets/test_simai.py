@@ -16,7 +16,7 @@ from stages import FORWARD_NS, INPUT_NS, OPTIMIZER_NS, WEIGHT_NS, captures
 from onerank.annotate import characterise, recost
 from onerank.converters.expand.pipeline import PipelineSchedule
 from onerank.converters.sources.kineto import convert_directory
-from onerank.converters.targets.simai import export, split_gradients
+from onerank.converters.targets.simai import export_simai, split_gradients
 from onerank.ir import (
     Collective,
     Graph,
@@ -99,7 +99,7 @@ def training_step() -> Graph:
 
 
 def test_every_cell(tmp_path: Path) -> None:
-    exported = export([training_step()], tmp_path / "w.txt")
+    exported = export_simai([training_step()], tmp_path / "w.txt")
     assert (tmp_path / "w.txt").read_text() == (
         "HYBRID_TRANSFORMER_FWD_IN_BCKWD model_parallel_NPU_group: 2 ep: 2 pp: 1 vpp: 1 ga: 1 "
         "all_gpus: 8 checkpoints: 0 checkpoint_initiates: 0 pp_comm: 0\n"
@@ -133,13 +133,13 @@ def test_nodes_without_phase_are_repeated_with_their_micro_batch(tmp_path: Path)
         step.compute("", Phase.NONE, 7)
         step.compute("m.0", Phase.BACKWARD, 20, micro_batch=number)
     step.compute("", Phase.OPTIMIZER, 50)
-    exported = export([step.build(JOB)], tmp_path / "w.txt", micro_batches=5)
+    exported = export_simai([step.build(JOB)], tmp_path / "w.txt", micro_batches=5)
     assert exported.forward_ns == 5 * (10 + 7)
     note_of(exported.notes, "phaseless-counts-as-forward", 3 * 7)
 
 
 def test_layers_as_rows(tmp_path: Path) -> None:
-    export([training_step()], tmp_path / "w.txt", grain="layer")
+    export_simai([training_step()], tmp_path / "w.txt", grain="layer")
     names = [row[0] for row in cells(tmp_path / "w.txt")]
     assert names == ["optimizer", "m.embed", "m.0:0", "m.0:1", "m.0:2", "m.head"]
 
@@ -173,7 +173,7 @@ def test_long_cells_are_split(tmp_path: Path) -> None:
     step.call("m.head", Phase.FORWARD, Collective.ALL_REDUCE, "tp", 100)
     step.compute("m.head", Phase.BACKWARD, 3)
     step.call("m.head", Phase.BACKWARD, Collective.ALL_REDUCE, "tp", 101)
-    exported = export([step.build(JOB)], tmp_path / "w.txt")
+    exported = export_simai([step.build(JOB)], tmp_path / "w.txt")
     rows = cells(tmp_path / "w.txt")
     assert len(rows) == 6
     assert total_ns(tmp_path / "w.txt") == 5 * 2**31 + 7 + 3
@@ -188,7 +188,7 @@ def test_gathers_are_split_at_simais_limit(tmp_path: Path) -> None:
     step = Step()
     step.compute("m.head", Phase.FORWARD, 5)
     step.call("m.head", Phase.FORWARD, Collective.ALL_GATHER, "tp", 20 << 30)  # 40 GiB in full
-    export([step.build(JOB)], tmp_path / "w.txt")
+    export_simai([step.build(JOB)], tmp_path / "w.txt")
     sizes = [int(row[4]) for row in cells(tmp_path / "w.txt")]
     assert len(sizes) == 3
     assert sum(sizes) == 40 << 30
@@ -210,7 +210,7 @@ def test_lost_communication_is_reported(
     step = Step()
     step.compute("m.head", Phase.FORWARD, 5)
     step.call("m.head", Phase.FORWARD, kind, group, size)
-    exported = export([step.build(JOB)], tmp_path / "w.txt")
+    exported = export_simai([step.build(JOB)], tmp_path / "w.txt")
     assert any(loss in reported for reported in exported.losses)
     assert all(row[3] == row[6] == row[9] == "NONE" for row in cells(tmp_path / "w.txt"))
 
@@ -219,7 +219,7 @@ def test_a_gather_of_the_forward_has_one_column_only(tmp_path: Path) -> None:
     step = Step()
     step.call("m.head", Phase.FORWARD, Collective.ALL_GATHER, "dp", 64)
     step.compute("m.head", Phase.FORWARD, 5)
-    exported = export([step.build(JOB)], tmp_path / "w.txt")
+    exported = export_simai([step.build(JOB)], tmp_path / "w.txt")
     assert [row[9:11] for row in cells(tmp_path / "w.txt")][-1] == ["ALLGATHER", "256"]
     assert any("the phase of 1 collectives (forward of dp)" in loss for loss in exported.losses)
 
@@ -237,14 +237,14 @@ def test_incomplete_records_are_refused(columns: dict[str, Any], code: str, tmp_
     columns |= {"kind": Kind.COLLECTIVE, "collective": Collective.ALL_REDUCE}
     step.compute("m.head", Phase.FORWARD, 0, **columns)
     with raises_code(code):
-        export([step.build(JOB)], tmp_path / "w.txt")
+        export_simai([step.build(JOB)], tmp_path / "w.txt")
     assert not [*tmp_path.iterdir()]
 
 
 def test_a_cpu_capture_needs_a_gpu(tmp_path: Path) -> None:
     graph, _ = convert_directory(TRACES / "cpu-llama-2l-tp4")
     with raises_code("export-empty-graph"):
-        export([graph], tmp_path / "w.txt")
+        export_simai([graph], tmp_path / "w.txt")
 
 
 # Pipelines ---------------------------------------------------------------------------------------
@@ -253,7 +253,7 @@ def test_a_cpu_capture_needs_a_gpu(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved:2", 2)])
 def test_a_pipeline_is_its_slowest_rank(schedule: str, chunks: int, tmp_path: Path) -> None:
     graphs = captures()
-    exported = export(
+    exported = export_simai(
         graphs, tmp_path / "w.txt", schedule=PipelineSchedule.parse(schedule), micro_batches=6
     )
     assert exported.forward_ns == 6 * chunks * FORWARD_NS
@@ -275,7 +275,7 @@ def test_an_evaluation_runs_once(captured: int, tmp_path: Path) -> None:
     """However many micro-batches there are, and no part of the pipeline's bubble."""
     graphs = captures(captured=captured, evaluated=captured // 2)
     schedule = PipelineSchedule.parse("1f1b")
-    exported = export(graphs, tmp_path / "w.txt", schedule=schedule, micro_batches=6)
+    exported = export_simai(graphs, tmp_path / "w.txt", schedule=schedule, micro_batches=6)
     assert exported.forward_ns == (6 + 1) * FORWARD_NS
     rows = cells(tmp_path / "w.txt")
     assert [(row[0], row[2]) for row in rows if row[0] == "embedding_layer"] == [
@@ -287,15 +287,15 @@ def test_an_evaluation_runs_once(captured: int, tmp_path: Path) -> None:
 
 def test_stages_need_a_schedule(tmp_path: Path) -> None:
     with raises_code("simai-schedule-missing"):
-        export(captures(), tmp_path / "w.txt")
+        export_simai(captures(), tmp_path / "w.txt")
     with raises_code("simai-same-rank"):
-        export(
+        export_simai(
             [*captures(), captures()[0]],
             tmp_path / "w.txt",
             schedule=PipelineSchedule.parse("1f1b"),
         )
     with raises_code("simai-schedule-impossible") as caught:
-        export([captures()[0]], tmp_path / "w.txt", schedule=PipelineSchedule.parse("1f1b"))
+        export_simai([captures()[0]], tmp_path / "w.txt", schedule=PipelineSchedule.parse("1f1b"))
     assert "[1, 2, 3]" in str(caught.value)
 
 
@@ -309,7 +309,7 @@ def real(request: pytest.FixtureRequest) -> Graph:
 
 
 def test_compute_is_conserved(real: Graph, tmp_path: Path) -> None:
-    exported = export([real], tmp_path / "w.txt")
+    exported = export_simai([real], tmp_path / "w.txt")
     assert total_ns(tmp_path / "w.txt") == compute_ns(real)
     parts = (
         exported.forward_ns,
@@ -339,12 +339,12 @@ def test_each_gradient_takes_the_forwards_products(real: Graph) -> None:
 
 
 def test_the_output_is_reproducible(real: Graph, tmp_path: Path) -> None:
-    first, second = (export([real], tmp_path / name).path.read_bytes() for name in "ab")
+    first, second = (export_simai([real], tmp_path / name).path.read_bytes() for name in "ab")
     assert first == second
 
 
 def test_export_holds_every_call_of_the_step(real: Graph, tmp_path: Path) -> None:
-    export([real], tmp_path / "w.txt")
+    export_simai([real], tmp_path / "w.txt")
     rows = cells(tmp_path / "w.txt")
     sizes = sorted(int(row[at + 1]) for row, at in product(rows, (3, 6, 9)) if row[at] != "NONE")
     full = np.where(real.nodes.collective == Collective.ALL_GATHER, 4, 1) * real.nodes.comm_bytes
@@ -379,7 +379,7 @@ def simulated(directory: Path, gpus: int) -> dict[str, float]:
 @needs_simai
 def test_simai_computes_what_the_graph_does(real: Graph, tmp_path: Path) -> None:
     """TP 4 of 33.5 MB all-reduces: compute to the microsecond, communication by bus bandwidth."""
-    export([real], tmp_path / "w.txt")
+    export_simai([real], tmp_path / "w.txt")
     totals = simulated(tmp_path, 4)
     assert totals["total comp"] == pytest.approx(compute_ns(real) / 1000, abs=1)
     assert totals["Expose TP comm"] > 0
@@ -388,7 +388,9 @@ def test_simai_computes_what_the_graph_does(real: Graph, tmp_path: Path) -> None
 @needs_simai
 def test_simais_bubble_excludes_the_optimizer(tmp_path: Path) -> None:
     """(P - 1) micro-batches of forward and backward; the optimizer is no part of it."""
-    export(captures(), tmp_path / "w.txt", schedule=PipelineSchedule.parse("1f1b"), micro_batches=8)
+    export_simai(
+        captures(), tmp_path / "w.txt", schedule=PipelineSchedule.parse("1f1b"), micro_batches=8
+    )
     totals = simulated(tmp_path, 4)
     both_us = (FORWARD_NS + INPUT_NS + WEIGHT_NS) / 1000
     assert totals["bubble time"] == pytest.approx(3 * both_us, abs=1)

@@ -348,7 +348,7 @@ def verify(
     validate_early(script, options)
     with loading_capture():
         from onerank.capture.isolation import sigterm_interrupts
-        from onerank.capture.verify.numerics import verify as verify_script
+        from onerank.capture.verify.numerics import verify_script
     with sigterm_interrupts(), script_streams(stdout_to_stderr=as_json) as progress:
         verification = verify_script(script, args, options, progress)
     if as_json:

@@ -142,7 +142,7 @@ def _sections(graph: "Graph", summary: "Summary", replayed: "Replay | None") -> 
         caption = f"The {kind} step: compute by class, exposed communication and idle time."
         key = charts.class_colours(parts)
         sections.append(Section("The step", caption, charts.step_chart(parts), key))
-        lanes = report_data.timeline(graph, schedule(graph))
+        lanes = report_data.stream_spans(graph, schedule(graph))
         figure, dropped = charts.timeline_chart(graph, lanes)
         caption = "Colours as above. Drag to zoom, double-click to reset, hover for names."
         if dropped:

@@ -126,7 +126,7 @@ def serve(source: Path, args: tuple[str, ...], options: ServeOptions, as_json: b
     from onerank.capture.validate_options import check_job
     from onerank.cli.bundle_tables import show_bundle
     from onerank.plan.tasks import Store
-    from onerank.serving.build_bundle import serve as serve_model
+    from onerank.serving.build_bundle import measure_bundle
     from onerank.serving.bundle import check_replaceable
 
     is_script = source.suffix == ".py"
@@ -157,7 +157,7 @@ def serve(source: Path, args: tuple[str, ...], options: ServeOptions, as_json: b
     streams = script_streams(stdout_to_stderr=as_json) if is_script else contextlib.nullcontext()
     with sigterm_interrupts(), advancing_parts() as progress, streams:
         try:
-            bundle, traces = serve_model(
+            bundle, traces = measure_bundle(
                 *(source, job, grid, store), args=args, host=options.host, progress=progress
             )
         except KeyboardInterrupt as interrupt:

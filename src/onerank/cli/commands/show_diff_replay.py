@@ -183,12 +183,12 @@ def replay(trace: Path, options: ReplayOptions, as_json: bool) -> None:
     bandwidth = options.busbw_gb_s
     done = package.replay(graph, busbw_gb_s=bandwidth)
     if options.perfetto is not None:
-        from onerank.converters.targets.perfetto import timeline, write_timeline
+        from onerank.converters.targets.perfetto import perfetto_events, write_timeline
 
         # The upper process has the captured times, the lower one the same nodes as replayed.
         timed = graph if bandwidth is None else with_communication(graph, bandwidth)
-        replayed = timeline(timed, schedule(timed).start_ns, process=1, title="replayed")
-        write_timeline([*timeline(graph), *replayed], options.perfetto)
+        replayed = perfetto_events(timed, schedule(timed).start_ns, process=1, title="replayed")
+        write_timeline([*perfetto_events(graph), *replayed], options.perfetto)
     if as_json:
         print_json(done)
     else:

@@ -18,8 +18,8 @@ from onerank.capture import Options, WindowPlan, capture
 from onerank.cli.commands.annotate import annotate
 from onerank.converters.sources.kineto import convert_directory
 from onerank.converters.targets.astra_sim.check import check
-from onerank.converters.targets.astra_sim.exporter import export as to_astra_sim
-from onerank.converters.targets.goal import export as to_goal
+from onerank.converters.targets.astra_sim.exporter import export_astra_sim
+from onerank.converters.targets.goal import export_goal
 from onerank.ir import Graph, Kind
 
 TRACES = Path(__file__).parents[4] / "traces"
@@ -140,9 +140,9 @@ def test_sums_of_gradients_overlap_the_next_product():
 
 def test_exports_have_no_findings(by_hand, tmp_path):
     maximized = recost(by_hand, "H200", passes=PassOptions(overlap="on"))
-    to_astra_sim(maximized, tmp_path / "out")
+    export_astra_sim(maximized, tmp_path / "out")
     assert check(tmp_path / "out") == []
-    to_goal(maximized, tmp_path / "step.goal")
+    export_goal(maximized, tmp_path / "step.goal")
     assert (tmp_path / "step.goal").stat().st_size
 
 

@@ -20,7 +20,7 @@ from onerank.capture.parallelize.data.apply_data_parallel import DataParallelism
 from onerank.capture.parallelize.data.data_groups import DataGroups
 from onerank.capture.parallelize.shard_model import ModelSlicing, slice_to_rank
 from onerank.converters.targets.astra_sim.check import check
-from onerank.converters.targets.astra_sim.exporter import export
+from onerank.converters.targets.astra_sim.exporter import export_astra_sim
 from onerank.ir import Collective, World
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated. Please use:FutureWarning")
@@ -177,7 +177,7 @@ def test_a_captured_rank_is_exported_for_all(tmp_path, data, comm):
         if node.collective is Collective.ALL_GATHER and node.text("group") == "tp"
     ]
     assert len(gathered) == 6 * 2 + 3  # as with --sp only; the unread logits are not gathered
-    exported = export(recost(graph, "H100"), tmp_path / "workload")
+    exported = export_astra_sim(recost(graph, "H100"), tmp_path / "workload")
     assert exported.ranks == 8
     assert check(tmp_path / "workload") == []
     if binary := os.environ.get("ASTRA_SIM_BIN"):

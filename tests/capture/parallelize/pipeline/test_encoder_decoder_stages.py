@@ -21,7 +21,7 @@ from onerank.capture.parallelize.shard_model import slice_to_rank
 from onerank.capture.verify.slice_check import compare_slices
 from onerank.converters.expand.pipeline import PipelineSchedule, expand
 from onerank.converters.targets.astra_sim.check import check
-from onerank.converters.targets.astra_sim.exporter import export_ranks
+from onerank.converters.targets.astra_sim.exporter import export_astra_sim_ranks
 from onerank.ir import Kind, Pipeline, World
 from onerank.ir.errors import SliceError
 
@@ -264,5 +264,5 @@ def test_captured_stages_run_as_a_pipeline(tmp_path):
     expanded = expand(
         [recost(graph, "H100") for graph in graphs], PipelineSchedule.parse("1f1b"), 4
     )
-    assert export_ranks(expanded, tmp_path / "workload").ranks == 3
+    assert export_astra_sim_ranks(expanded, tmp_path / "workload").ranks == 3
     assert check(tmp_path / "workload") == []

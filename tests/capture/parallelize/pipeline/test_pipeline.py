@@ -26,7 +26,7 @@ from onerank.capture.parallelize.shard_model import slice_to_rank
 from onerank.converters.expand.pipeline import PipelineSchedule, expand
 from onerank.converters.expand.pipeline.split_backward import split_backward
 from onerank.converters.expand.pipeline.stages import StageBlock, split_into_blocks
-from onerank.converters.targets.astra_sim.exporter import export_ranks
+from onerank.converters.targets.astra_sim.exporter import export_astra_sim_ranks
 from onerank.ir import Graph, Kind, Phase, Pipeline, World
 from onerank.ir.errors import SliceError
 
@@ -342,7 +342,7 @@ def test_captured_stages_run_as_a_pipeline(tmp_path):
     on_h100 = [recost(graph, "H100") for graph in graphs]
     for schedule, ranks in (("1f1b", 4), ("interleaved:2", 2), ("zbv", 2)):
         expanded = expand(on_h100, PipelineSchedule.parse(schedule), 8)
-        assert export_ranks(expanded, tmp_path / schedule.replace(":", "")).ranks == ranks
+        assert export_astra_sim_ranks(expanded, tmp_path / schedule.replace(":", "")).ranks == ranks
     # the weight gradients of a backward: 7 matrix products and two norms per layer
     block = split_into_blocks(graphs[1]).blocks[StageBlock("B", 1)]
     for nodes in split_backward(graphs[1], block):
@@ -371,7 +371,7 @@ def test_stages_of_a_gpu_run_as_a_pipeline(tmp_path):
             assert len(calls) >= products  # on an H200 a part was seen with one more
     for schedule, ranks in (("1f1b", 4), ("interleaved:2", 2), ("zbv", 2)):
         expanded = expand(graphs, PipelineSchedule.parse(schedule), 8)
-        assert export_ranks(expanded, tmp_path / schedule.replace(":", "")).ranks == ranks
+        assert export_astra_sim_ranks(expanded, tmp_path / schedule.replace(":", "")).ranks == ranks
 
 
 REFUSED = {

@@ -14,7 +14,7 @@ from onerank.converters.expand.pipeline.split_backward import split_backward
 from onerank.converters.expand.pipeline.stages import StageBlock, split_into_blocks
 from onerank.converters.expand.ranks import RankGraph
 from onerank.converters.sources.kineto import convert_directory
-from onerank.converters.targets.astra_sim.exporter import export, export_ranks
+from onerank.converters.targets.astra_sim.exporter import export_astra_sim, export_astra_sim_ranks
 from onerank.ir import Graph, GraphBuilder, Job, Kind, Phase, World
 from onerank.ir.chakra import read_records
 
@@ -61,7 +61,7 @@ def test_every_send_meets_its_receive_and_nothing_stalls(
     if schedule == "interleaved:2" and micro_batches == 3:
         micro_batches = 4
     ranks = expanded(schedule, micro_batches, captures(captured=captured))
-    done = export_ranks(ranks, tmp_path / "out")
+    done = export_astra_sim_ranks(ranks, tmp_path / "out")
     assert done.ranks == len(ranks)
     sends: set[tuple[int, int, int]] = set()
     receives: set[tuple[int, int, int]] = set()
@@ -103,7 +103,7 @@ def test_an_evaluation_is_laid_once(schedule, evaluated, tmp_path):
         expected = order(without.graph)
         expected = evaluation + expected if evaluated == 0 else f"{expected} {evaluation}"
         assert order(rank_graph.graph) == expected.strip()
-    export_ranks(ranks, tmp_path / "out")  # checks that messages meet
+    export_astra_sim_ranks(ranks, tmp_path / "out")  # checks that messages meet
 
 
 def test_sends_do_not_hold_up_what_follows():
@@ -122,7 +122,7 @@ def test_optimizer_and_gradient_sums_come_after_the_last_backward():
 
 def test_groups_of_all_ranks_of_tp_dp_and_pp(tmp_path):
     world = World.of(tp=2, dp=2, pp=4)
-    done = export_ranks(expanded("1f1b", 4, captures(world=world)), tmp_path / "out")
+    done = export_astra_sim_ranks(expanded("1f1b", 4, captures(world=world)), tmp_path / "out")
     assert done.ranks == 16
     groups = {*done.groups.values()}
     assert {(0, 1), (2, 3), (14, 15)} <= groups  # tp
@@ -136,7 +136,7 @@ def test_groups_over_two_axes_and_two_chunks(tmp_path):
     world = World.of(cp=2, dp=2, pp=8)
     ranks = expanded("interleaved:2", 4, captures(8, world=world))
     assert ranks[1].graph.job.world == World.of(cp=2, dp=2, pp=4)
-    done = export_ranks(ranks, tmp_path / "out")
+    done = export_astra_sim_ranks(ranks, tmp_path / "out")
     groups = {*done.groups.values()}
     assert groups == {
         tuple(range(16)),
@@ -146,7 +146,7 @@ def test_groups_over_two_axes_and_two_chunks(tmp_path):
 
 
 def test_an_embedding_whose_stages_share_a_rank_needs_no_sum(tmp_path):
-    done = export_ranks(expanded("zbv", 4), tmp_path / "out")
+    done = export_astra_sim_ranks(expanded("zbv", 4), tmp_path / "out")
     assert done.dropped == {"collectives of one-rank groups": 2}
 
 
@@ -285,5 +285,5 @@ def test_graphs_that_cannot_be_scheduled_are_refused(case):
 
 def test_one_stage_does_not_represent_all(tmp_path):
     with raises_code("ranks-single-stage") as caught:
-        export(stage(1), tmp_path / "out")
+        export_astra_sim(stage(1), tmp_path / "out")
     assert "stage 1 of 4" in str(caught.value)

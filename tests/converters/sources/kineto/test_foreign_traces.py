@@ -13,7 +13,7 @@ from onerank.converters.expand.ranks import expand_ranks
 from onerank.converters.sources.kineto import Sources, convert
 from onerank.converters.sources.kineto.read import json_stream as stream
 from onerank.converters.targets.astra_sim.check import check
-from onerank.converters.targets.astra_sim.exporter import export_ranks
+from onerank.converters.targets.astra_sim.exporter import export_astra_sim_ranks
 from onerank.ir import Graph, Kind, Reason
 from onerank.ir.errors import TraceError
 
@@ -192,7 +192,7 @@ def test_recordings_of_all_ranks_are_exported_each_as_itself(tmp_path):
         (directory := tmp_path / str(rank)).mkdir()
         calls = [call("1", "default_pg", "[0, 1]", at) for at in (0, 100 + later)]
         graphs.append(converted(directory, calls, **distributed(rank, 2))[0])
-    exported = export_ranks(expand_ranks(graphs), tmp_path / "out")
+    exported = export_astra_sim_ranks(expand_ranks(graphs), tmp_path / "out")
     assert (exported.ranks, check(tmp_path / "out")) == (2, [])
     with raises_code("ranks-incomplete"):
         expand_ranks([graphs[0]])

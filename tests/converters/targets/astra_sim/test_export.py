@@ -10,7 +10,7 @@ from astra_sim_steps import TP2_DP2, TP4, Step, one_collective, small_step, step
 from notes import codes, has_note, note_of
 from raised import raises_code
 
-from onerank.converters.targets.astra_sim.exporter import export
+from onerank.converters.targets.astra_sim.exporter import export_astra_sim
 from onerank.converters.targets.astra_sim.write_traces import Workload, micros
 from onerank.ir import (
     Annotation,
@@ -38,7 +38,7 @@ def test_micros_never_drift_by_one(nanoseconds: int) -> None:
 
 
 def test_files_of_a_small_step(tmp_path: Path) -> None:
-    exported = export(small_step(), tmp_path / "out", name="step")
+    exported = export_astra_sim(small_step(), tmp_path / "out", name="step")
     assert exported.files == sorted(path.name for path in (tmp_path / "out").iterdir())
     assert exported.files == [
         "comm_groups.json",
@@ -62,7 +62,7 @@ def test_files_of_a_small_step(tmp_path: Path) -> None:
 
 
 def test_nodes_in_microseconds(tmp_path: Path) -> None:
-    export(small_step(), tmp_path / "out")
+    export_astra_sim(small_step(), tmp_path / "out")
     gemm, reduce, add = read_records(tmp_path / "out/workload.2.et").nodes
     assert (gemm.id, gemm.name, gemm.type, gemm.duration_micros) == (0, "gemm", 4, 12)
     assert values(gemm) == {
@@ -83,7 +83,7 @@ def test_nodes_in_microseconds(tmp_path: Path) -> None:
 
 
 def test_nodes_to_the_nanosecond(tmp_path: Path) -> None:
-    export(small_step(), tmp_path / "out")
+    export_astra_sim(small_step(), tmp_path / "out")
     gemm, reduce, add = read_records(tmp_path / "out/workload_roofline.0.et").nodes
     assert values(gemm)["num_ops"] == ("int64_val", 12_345_500)
     assert values(gemm)["tensor_size"] == ("uint64_val", 1)
@@ -92,7 +92,7 @@ def test_nodes_to_the_nanosecond(tmp_path: Path) -> None:
 
 
 def test_ranks_of_one_line_have_equal_files(tmp_path: Path) -> None:
-    export(small_step(), tmp_path)
+    export_astra_sim(small_step(), tmp_path)
     assert len({path.read_bytes() for path in tmp_path.glob("workload.*.et")}) == 1
 
 
@@ -101,7 +101,7 @@ def test_groups_of_two_axes(tmp_path: Path) -> None:
     first = step.collective(Collective.ALL_REDUCE, 64, "tp")
     second = step.collective(Collective.REDUCE_SCATTER, 128, "dp", first)
     step.collective(Collective.ALL_TO_ALL, 256, "all", second)
-    exported = export(step.build(TP2_DP2), tmp_path)
+    exported = export_astra_sim(step.build(TP2_DP2), tmp_path)
     assert exported.groups == {1: (0, 1, 2, 3), 2: (0, 1), 3: (2, 3), 4: (0, 2), 5: (1, 3)}
     assert json.loads((tmp_path / "comm_groups.json").read_text()) == {
         str(number): list(ranks) for number, ranks in exported.groups.items()
@@ -118,7 +118,7 @@ def test_communications_of_different_groups_keep_one_order(tmp_path: Path) -> No
     for _ in range(2):
         step.collective(Collective.ALL_REDUCE, 64, "tp")
         step.collective(Collective.ALL_REDUCE, 64, "dp")
-    exported = export(step.build(TP2_DP2), tmp_path)
+    exported = export_astra_sim(step.build(TP2_DP2), tmp_path)
     nodes = read_records(tmp_path / "workload.0.et").nodes
     assert [tuple(node.data_deps) for node in nodes] == [(), (0,), (1,), (2,)]
     note_of(exported.notes, "communication-in-order")
@@ -132,7 +132,7 @@ def test_nodes_without_time_or_bytes_are_dropped_and_counted(tmp_path: Path) -> 
     marker = step.kernel("marker", 0, nothing, stream=8)
     step.add(name="profiler", kind=Kind.METADATA)
     step.kernel("after", 2000, marker, stream=9)
-    exported = export(step.build(TP2_DP2), tmp_path)
+    exported = export_astra_sim(step.build(TP2_DP2), tmp_path)
     assert exported.dropped == {
         "GPU nodes of 0 ns": 1,
         "metadata nodes": 1,
@@ -150,7 +150,7 @@ def test_messages_are_shifted_along_the_ring(tmp_path: Path) -> None:
     step.message(Kind.SEND, 2, 512)
     step.message(Kind.RECV, 0, 512)
     job = Job(world=World({"cp": 4}), rank=1)
-    export(step.build(job), tmp_path)
+    export_astra_sim(step.build(job), tmp_path)
     ends = [
         [
             (node.type, node.attributes["comm_src"].value, node.attributes["comm_dst"].value)
@@ -167,7 +167,7 @@ def test_messages_are_shifted_along_the_ring(tmp_path: Path) -> None:
 
 
 def test_network_and_system(tmp_path: Path) -> None:
-    export(
+    export_astra_sim(
         small_step(), tmp_path, bandwidth_gb_per_s=1.073741824, latency_ns=600, memory_gb_per_s=4800
     )
     assert (tmp_path / "network.yml").read_text().splitlines()[::2] == [
@@ -192,35 +192,35 @@ def test_notes_on_the_measured_step(tmp_path: Path) -> None:
     step.kernel("one", 4000, start_ns=0)
     step.kernel("two", 3000, start_ns=2000, stream=8)
     measured = Job(world=World({"tp": 2}), measurement=Measurement(step_ns=(9000, 11_000, 10_000)))
-    notes = export(step.build(measured), tmp_path).notes
+    notes = export_astra_sim(step.build(measured), tmp_path).notes
     note_of(notes, "idle-time-not-exported", "median step", 10_000, 7000, 3000)
     note_of(notes, "compute-on-several-streams", 2, 2000)
     assert not has_note(notes, "nodes-without-stream")
     step.kernel("three", 1000, stream=-1)
-    note_of(export(step.build(measured), tmp_path).notes, "nodes-without-stream", 1)
+    note_of(export_astra_sim(step.build(measured), tmp_path).notes, "nodes-without-stream", 1)
     step = Step()
     step.kernel("one", 4000, start_ns=0)
     step.kernel("two", 3000, start_ns=2000, stream=8)
     annotated = Job(world=World({"tp": 2}), annotations=(Annotation("B200", "roofline", "H100"),))
-    notes = export(step.build(annotated), tmp_path).notes
+    notes = export_astra_sim(step.build(annotated), tmp_path).notes
     note_of(notes, "idle-time-not-exported", "B200", 7000)
     assert "overlap" not in note_of(notes, "compute-on-several-streams", 2).text
 
 
 def test_small_collectives_are_noted(tmp_path: Path) -> None:
-    exported = export(one_collective(Collective.ALL_REDUCE, 2, "all"), tmp_path)
+    exported = export_astra_sim(one_collective(Collective.ALL_REDUCE, 2, "all"), tmp_path)
     note_of(exported.notes, "small-collectives-rounded", 1, 4)
 
 
 def test_a_graph_without_a_world_needs_the_number_of_ranks(tmp_path: Path) -> None:
-    exported = export(small_step(Job(), group=""), tmp_path, ranks=8)
+    exported = export_astra_sim(small_step(Job(), group=""), tmp_path, ranks=8)
     assert exported.groups == {1: tuple(range(8))}
     assert read_records(tmp_path / "workload.7.et").nodes[1].attributes["pg_name"].value == "1"
 
 
 def test_an_earlier_export_is_replaced(tmp_path: Path) -> None:
-    export(small_step(), tmp_path / "out", name="old")
-    export(small_step(), tmp_path / "out", name="new")
+    export_astra_sim(small_step(), tmp_path / "out", name="old")
+    export_astra_sim(small_step(), tmp_path / "out", name="new")
     assert not list((tmp_path / "out").glob("old*"))
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -228,7 +228,7 @@ def test_an_earlier_export_is_replaced(tmp_path: Path) -> None:
 def test_host_delays_fill_the_unprofiled_step(tmp_path: Path) -> None:
     # busy for 3500 of 7000 ns, idle for 2000, 500 and 1000; a step of 5250 leaves half of these
     graph = step_with_gaps(measurement=Measurement(step_ns=(5250, 5250, 9000)))
-    exported = export(graph, tmp_path, host_time=True)
+    exported = export_astra_sim(graph, tmp_path, host_time=True)
     nodes = read_records(tmp_path / "workload_roofline.0.et").nodes
     lasts = [(node.name, values(node)["duration_ns"][1]) for node in nodes]
     wait = "idle: waiting for the host"
@@ -267,7 +267,7 @@ def test_a_hundred_messages_are_not_all_ready_at_once(tmp_path: Path) -> None:
         for message in (sent, received):
             step.update(message, comm_tag=tag)
         newest = (step.kernel("gemm", 1000, received, *newest),)
-    export(step.build(TP2_DP2), tmp_path)
+    export_astra_sim(step.build(TP2_DP2), tmp_path)
     nodes = read_records(tmp_path / "workload.0.et").nodes
     assert sum(not node.data_deps for node in nodes) == 2  # the first send, the first receive
 
@@ -275,7 +275,7 @@ def test_a_hundred_messages_are_not_all_ready_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("lacking", FALLBACKS)
 def test_collectives_that_astra_sim_lacks(lacking: str, tmp_path: Path) -> None:
     size, becomes, bytes_per_rank = FALLBACKS[lacking]
-    exported = export(one_collective(Collective[lacking], size, "tp", TP4), tmp_path)
+    exported = export_astra_sim(one_collective(Collective[lacking], size, "tp", TP4), tmp_path)
     (node,) = read_records(tmp_path / "workload.1.et").nodes
     assert values(node)["comm_type"] == ("int64_val", int(Collective[becomes]))
     assert values(node)["comm_size"] == ("int64_val", bytes_per_rank)
@@ -294,15 +294,15 @@ def test_ranks_are_matched_without_reading_all_files(
     step.message(Kind.SEND, 3, 512, second)
     graph = step.build(TP2_DP2)
     with raises_code("export-p2p-cycle"):
-        export(graph, tmp_path / "out")
+        export_astra_sim(graph, tmp_path / "out")
     step = Step()
     sent = step.message(Kind.SEND, 3, 512)
     gemm = step.kernel("gemm", 1000, step.message(Kind.RECV, 3, 512))
     step.collective(Collective.REDUCE_SCATTER, 128, "dp", gemm, sent)
     graph = step.build(TP2_DP2)
-    whole = export(graph, tmp_path / "out")
+    whole = export_astra_sim(graph, tmp_path / "out")
     monkeypatch.setattr("onerank.converters.targets.astra_sim.exporter._MOST_NODES_READ_BACK", 1)
-    part = export(graph, tmp_path / "part")
+    part = export_astra_sim(graph, tmp_path / "part")
     checked = note_of(part.notes, "files-checked-in-part", "4 ranks", "0, 3")
     assert part.notes == [*whole.notes[:-1], checked, whole.notes[-1]]
     for path in (tmp_path / "out").iterdir():
@@ -314,7 +314,7 @@ def test_ranks_are_matched_without_reading_all_files(
         lambda work, placement: targets(work, placement) | ({1: 0} if placement.shift else {}),
     )
     with raises_code("export-check-failed"):
-        export(graph, tmp_path / "wrong")
+        export_astra_sim(graph, tmp_path / "wrong")
 
 
 FAKE = """\
@@ -330,7 +330,7 @@ exit $STATUS
 def test_the_script_trusts_only_finished_lines(
     finishing: str, status: int, expected: int, tmp_path: Path
 ) -> None:
-    export(small_step(), tmp_path / "out")
+    export_astra_sim(small_step(), tmp_path / "out")
     fake = tmp_path / "astra"
     fake.write_text(FAKE)
     fake.chmod(0o755)
@@ -356,7 +356,7 @@ def test_the_script_trusts_only_finished_lines(
 
 @pytest.mark.parametrize(("topology", "warns"), [("Switch", True), ("FullyConnected", False)])
 def test_the_script_warns_that_the_aware_backend_counts_switches_twice(topology, warns, tmp_path):
-    export(small_step(), tmp_path / "out")
+    export_astra_sim(small_step(), tmp_path / "out")
     network = tmp_path / "out" / "network.yml"
     network.write_text(network.read_text().replace("Switch", topology))
     fake = tmp_path / "AstraSim_Analytical_Congestion_Aware"

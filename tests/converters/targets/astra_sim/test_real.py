@@ -14,7 +14,11 @@ from onerank.annotate import recost
 from onerank.converters.expand.pipeline import PipelineSchedule, expand
 from onerank.converters.expand.ranks import expand_ranks
 from onerank.converters.sources.kineto import convert_directory
-from onerank.converters.targets.astra_sim.exporter import AstraSimExport, export, export_ranks
+from onerank.converters.targets.astra_sim.exporter import (
+    AstraSimExport,
+    export_astra_sim,
+    export_astra_sim_ranks,
+)
 from onerank.ir import (
     Collective,
     Graph,
@@ -122,7 +126,7 @@ def step_of_four_ranks() -> Graph:
 
 
 def test_both_encodings_of_four_ranks(tmp_path: Path) -> None:
-    exported = export(step_of_four_ranks(), tmp_path)
+    exported = export_astra_sim(step_of_four_ranks(), tmp_path)
     assert exported.gpu_time_ns == 12 * (12_345 + 333 + 1777) + 7 * 66
     exact, _ = run(exported, "roofline")
     assert exact == dict.fromkeys(range(4), exported.gpu_time_ns)
@@ -134,7 +138,7 @@ def test_bandwidth_and_latency_are_what_was_asked_for(tmp_path: Path) -> None:
     builder = GraphBuilder()
     columns = {"kind": Kind.COLLECTIVE, "collective": Collective.ALL_GATHER}
     builder.add(name="all_gather", comm_bytes=45_000_000, **columns)
-    exported = export(
+    exported = export_astra_sim(
         builder.build(Job()), tmp_path, ranks=4, bandwidth_gb_per_s=450, latency_ns=500
     )
     _, cycles = run(exported, "micros")
@@ -149,7 +153,9 @@ def test_a_measured_bus_bandwidth_has_the_reductions_in_it(tmp_path: Path) -> No
     columns = {"kind": Kind.COLLECTIVE, "collective": Collective.ALL_REDUCE}
     builder.add(name="all_reduce", comm_bytes=40_000_000, **columns)
     network = {"bandwidth_gb_per_s": 300, "latency_ns": 1000}
-    exported = export(builder.build(Job()), tmp_path, ranks=4, memory_gb_per_s=None, **network)
+    exported = export_astra_sim(
+        builder.build(Job()), tmp_path, ranks=4, memory_gb_per_s=None, **network
+    )
     _, cycles = run(exported, "micros")
     # 60 MB at 300 GB/s, 6 messages of 1 us latency and ASTRA-sim's own 10 ns
     assert set(cycles.values()) <= set(range(200_000 + 6 * 1000, 200_000 + 6 * 1000 + 150))
@@ -174,7 +180,7 @@ def test_a_pipeline_s_step_is_the_closed_form(schedule, micro_batches, step_ns, 
     parsed = PipelineSchedule.parse(schedule)
     graphs = captures(4 * parsed.chunks, scale=parsed.chunks)
     ranks = expand(graphs, parsed, micro_batches)
-    exported = export_ranks(ranks, tmp_path, bandwidth_gb_per_s=1000, latency_ns=0)
+    exported = export_astra_sim_ranks(ranks, tmp_path, bandwidth_gb_per_s=1000, latency_ns=0)
     gpu_time, cycles = run(exported, "roofline")
     assert gpu_time[1] == micro_batches * 3_000_000 + OPTIMIZER_NS
     assert max(cycles.values()) == pytest.approx(step_ns + OPTIMIZER_NS, abs=20_000)
@@ -197,7 +203,9 @@ def test_an_uneven_exchange_takes_as_long_as_its_busiest_rank(tmp_path: Path) ->
         builder.edge(gemm, moved, Reason.SYNC)
         group = ProcessGroup("ep", world.line("ep", rank), "ep")
         graphs.append(builder.build(Job(world, rank, groups=(group,), classes=classes)))
-    exported = export_ranks(expand_ranks(graphs), tmp_path, bandwidth_gb_per_s=450, latency_ns=500)
+    exported = export_astra_sim_ranks(
+        expand_ranks(graphs), tmp_path, bandwidth_gb_per_s=450, latency_ns=500
+    )
     gpu_time, cycles = run(exported, "roofline")
     assert gpu_time == {0: 1_000_000, 1: 2_000_000, 2: 1_000_000, 3: 2_000_000}
     # the later rank's 2 ms, then half of 90 MB to the other rank at 450 GB/s, and 500 ns
@@ -210,7 +218,7 @@ def test_real_captures(raw: Path, tmp_path: Path) -> None:
     graph, _ = convert_directory(raw)
     if graph.job.device.type == "cpu":
         graph = recost(graph, "H100")
-    exported = export(graph, tmp_path)
+    exported = export_astra_sim(graph, tmp_path)
     exact, _ = run(exported, "roofline")
     assert exact == dict.fromkeys(range(4), exported.gpu_time_ns)
     rounded, _ = run(exported, "micros")
@@ -220,7 +228,7 @@ def test_real_captures(raw: Path, tmp_path: Path) -> None:
 def test_host_time_makes_the_step_last_what_was_measured(tmp_path: Path) -> None:
     """On a network that takes next to no time, the H200 capture's step without the profiler."""
     graph, _ = convert_directory(next(raw for raw in CAPTURES if raw.name.startswith("h200")))
-    exported = export(
+    exported = export_astra_sim(
         graph, tmp_path, host_time=True, bandwidth_gb_per_s=1e6, latency_ns=0, memory_gb_per_s=1e6
     )
     _, cycles = run(exported, "roofline")

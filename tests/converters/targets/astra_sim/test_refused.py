@@ -13,7 +13,7 @@ from raised import raises_code
 
 from onerank.annotate.passes.storage_nodes import StorageTraffic, with_storage
 from onerank.converters.expand.ranks import expand_ranks
-from onerank.converters.targets.astra_sim.exporter import export, export_ranks
+from onerank.converters.targets.astra_sim.exporter import export_astra_sim, export_astra_sim_ranks
 from onerank.ir import (
     Annotation,
     Collective,
@@ -29,23 +29,23 @@ from onerank.ir import (
 def test_other_content_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")
     with raises_code("export-output-not-ours"):
-        export(small_step(), tmp_path)
+        export_astra_sim(small_step(), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
     with raises_code("export-output-is-file"):
-        export(small_step(), tmp_path / "thesis.tex")
+        export_astra_sim(small_step(), tmp_path / "thesis.tex")
 
 
 def test_other_files_of_the_directory_survive_the_next_export(tmp_path: Path) -> None:
-    export(small_step(), tmp_path, name="old")
+    export_astra_sim(small_step(), tmp_path, name="old")
     notes, results = tmp_path / "notes.txt", tmp_path / "results"
     notes.write_text("x")
     results.mkdir()
     (results / "run.log").write_text("42 cycles")
     before = sorted(path.name for path in tmp_path.iterdir())
     with raises_code("export-output-not-ours"):
-        export(small_step(), tmp_path, name="new")
+        export_astra_sim(small_step(), tmp_path, name="new")
     assert sorted(path.name for path in tmp_path.iterdir()) == before
-    exported = export(small_step(), tmp_path, name="new", overwrite=True)
+    exported = export_astra_sim(small_step(), tmp_path, name="new", overwrite=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
         [*exported.files, "notes.txt", "results"]
     )
@@ -57,7 +57,7 @@ def test_a_directory_named_like_an_exported_file_is_kept(tmp_path: Path) -> None
     (tmp_path / "run.sh").mkdir()
     (tmp_path / "run.sh" / "mine").write_text("x")
     with raises_code("export-output-not-ours"):
-        export(small_step(), tmp_path, overwrite=True)
+        export_astra_sim(small_step(), tmp_path, overwrite=True)
     assert [path.name for path in tmp_path.rglob("*")] == ["run.sh", "mine"]
 
 
@@ -78,9 +78,9 @@ def test_a_manifest_names_files_of_its_own_directory_only(
     (out / "export.json").write_text(manifest)
     if code:
         with raises_code(code):
-            export(small_step(), out)
+            export_astra_sim(small_step(), out)
     else:
-        export(small_step(), out)
+        export_astra_sim(small_step(), out)
     assert (tmp_path / "thesis.tex").read_text() == "years of work"
 
 
@@ -89,21 +89,21 @@ def test_the_current_directory_stays_when_exported_to(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     inode = tmp_path.stat().st_ino
-    export(small_step(), ".", name="old")
-    exported = export(small_step(), ".", name="new")
+    export_astra_sim(small_step(), ".", name="old")
+    exported = export_astra_sim(small_step(), ".", name="new")
     assert sorted(path.name for path in Path.cwd().iterdir()) == exported.files
     assert tmp_path.stat().st_ino == inode
 
 
 def test_a_full_disk_names_the_directory_and_keeps_the_earlier_export(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    export(small_step(), out)
+    export_astra_sim(small_step(), out)
     before = {path.name: path.read_bytes() for path in out.iterdir()}
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (256, limits[1]))
     try:
         with pytest.raises(OSError) as error:  # noqa: PT011 - the errno is asserted below
-            export(small_step(), out)
+            export_astra_sim(small_step(), out)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert (error.value.errno, error.value.filename) == (errno.EFBIG, str(out))
@@ -124,7 +124,7 @@ def test_a_group_inside_an_axis_gets_the_axes_to_capture_with(ranks, hint, tmp_p
     """FSDP that reshards to a part of its ranks after forward has such groups."""
     job = Job(world=World.of(dp=8), groups=(ProcessGroup("mesh_dim_1", ranks),))
     with raises_code("export-group-not-placeable") as caught:
-        export(one_collective(Collective.ALL_GATHER, 64, "mesh_dim_1", job), tmp_path)
+        export_astra_sim(one_collective(Collective.ALL_GATHER, 64, "mesh_dim_1", job), tmp_path)
     assert re.search(hint, str(caught.value))
 
 
@@ -139,7 +139,7 @@ def test_a_group_inside_an_axis_is_placed_by_the_traces_of_all_ranks(tmp_path) -
             groups=(ProcessGroup("mesh_shard", pairs[rank // 2]),),
         )
         graphs.append(one_collective(Collective.ALL_GATHER, 64, "mesh_shard", job))
-    export_ranks(expand_ranks(graphs), tmp_path / "out", name="job")
+    export_astra_sim_ranks(expand_ranks(graphs), tmp_path / "out", name="job")
     groups = json.loads((tmp_path / "out" / "comm_groups.json").read_text())
     assert [0, 1] in groups.values()
     assert [2, 3] in groups.values()
@@ -150,7 +150,7 @@ def test_findings_leave_nothing_behind(tmp_path: Path) -> None:
     for stream in range(100):
         step.kernel("gemm", 1000, stream=stream)
     with raises_code("export-check-failed") as caught:
-        export(step.build(TP4), tmp_path / "out")
+        export_astra_sim(step.build(TP4), tmp_path / "out")
     assert "100 nodes" in str(caught.value)
     assert "[ready-width]" in str(caught.value)
     assert not list(tmp_path.iterdir())
@@ -185,7 +185,7 @@ def test_a_graph_that_cannot_represent_the_other_ranks(
     graph: Graph, code: str, tmp_path: Path
 ) -> None:
     with raises_code(code):
-        export(graph, tmp_path / "out")
+        export_astra_sim(graph, tmp_path / "out")
     assert not list(tmp_path.iterdir())
 
 
@@ -195,7 +195,7 @@ def test_a_graph_that_cannot_represent_the_other_ranks(
 )
 def test_host_time_needs_a_capture_on_the_gpu(job: dict[str, Any], tmp_path: Path) -> None:
     with raises_code("host-delays-untimed-host"):
-        export(step_with_gaps(**job), tmp_path, host_time=True)
+        export_astra_sim(step_with_gaps(**job), tmp_path, host_time=True)
 
 
 def test_host_time_with_storage_needs_a_host_timed_by_itself(tmp_path: Path) -> None:
@@ -205,12 +205,12 @@ def test_host_time_with_storage_needs_a_host_timed_by_itself(tmp_path: Path) -> 
         StorageTraffic(gb_per_s=1.0, batch_bytes=1000),
     )
     with raises_code("host-delays-with-storage"):
-        export(graph, tmp_path, host_time=True)
+        export_astra_sim(graph, tmp_path, host_time=True)
 
 
 def test_ranks_must_agree_with_the_world(tmp_path: Path) -> None:
     with raises_code("export-rank-count") as caught:
-        export(small_step(TP2_DP2), tmp_path, ranks=8)
+        export_astra_sim(small_step(TP2_DP2), tmp_path, ranks=8)
     assert "tp 2 * dp 2 = 4 ranks" in str(caught.value)
 
 
@@ -218,19 +218,19 @@ def test_a_cpu_capture_must_be_annotated_first(tmp_path: Path) -> None:
     step = Step()
     step.collective(Collective.ALL_REDUCE, 64, "tp", step.host())
     with raises_code("graph-no-gpu-time"):
-        export(step.build(TP4), tmp_path)
+        export_astra_sim(step.build(TP4), tmp_path)
 
 
 def test_memory_nodes_are_refused(tmp_path: Path) -> None:
     step = Step()
     step.add(name="load", kind=Kind.MEM_LOAD)
     with raises_code("storage-no-duration"):
-        export(step.build(TP4), tmp_path)
+        export_astra_sim(step.build(TP4), tmp_path)
 
 
 def test_nothing_to_run(tmp_path: Path) -> None:
     with raises_code("export-empty-graph"):
-        export(one_collective(Collective.ALL_REDUCE, 0, "tp"), tmp_path)
+        export_astra_sim(one_collective(Collective.ALL_REDUCE, 0, "tp"), tmp_path)
 
 
 def test_a_cycle_is_named(tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def test_a_cycle_is_named(tmp_path: Path) -> None:
     step.kernel("one", 1000, 1)
     step.kernel("two", 1000, 0)
     with raises_code("graph-cycle"):
-        export(step.build(TP4), tmp_path)
+        export_astra_sim(step.build(TP4), tmp_path)
 
 
 def test_a_pipeline_stage_cannot_represent_all_ranks(tmp_path: Path) -> None:
@@ -246,11 +246,11 @@ def test_a_pipeline_stage_cannot_represent_all_ranks(tmp_path: Path) -> None:
     step = Step()
     step.message(Kind.SEND, 2, 512, step.kernel("forward", 1000, step.message(Kind.RECV, 0, 512)))
     with raises_code("export-p2p-cycle"):
-        export(step.build(job), tmp_path)
+        export_astra_sim(step.build(job), tmp_path)
     step = Step()
     step.message(Kind.SEND, 2, 512, step.kernel("forward", 1000))
     with raises_code("export-unmatched-p2p"):
-        export(step.build(job), tmp_path)
+        export_astra_sim(step.build(job), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -260,7 +260,7 @@ def test_a_message_needs_another_rank(peer: int, code: str, tmp_path: Path) -> N
     step = Step()
     step.message(Kind.SEND, peer, 512)
     with raises_code(code):
-        export(step.build(Job(world=World({"pp": 4}), rank=1)), tmp_path)
+        export_astra_sim(step.build(Job(world=World({"pp": 4}), rank=1)), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -274,4 +274,4 @@ def test_a_message_needs_another_rank(peer: int, code: str, tmp_path: Path) -> N
 )
 def test_arguments(arguments: dict[str, Any], code: str, tmp_path: Path) -> None:
     with raises_code(code):
-        export(small_step(), tmp_path, **arguments)
+        export_astra_sim(small_step(), tmp_path, **arguments)
