@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from onerank.ir import UNKNOWN, Graph, Job, Kind, Phase, ProcessGroup, RankClass
+from onerank.ir import UNKNOWN, Graph, InferenceStep, Job, Kind, Phase, ProcessGroup, RankClass
 from onerank.ir.errors import ExportError
 from onerank.ir.nodes import ROOT_COLUMNS
 
@@ -76,12 +76,16 @@ def expand_ranks(graphs: Sequence[Graph]) -> list[RankGraph]:
             code="ranks-missing-class",
         )
     rank_graphs = [
-        RankGraph(graph, first.classes[number].members(first.world), (), 0)
+        RankGraph(graph, first.classes[number].members(first.world), _stages(graph.job), 0)
         for number, graph in by_class.items()
     ]
     _check_complete(rank_graphs, first, "capture one rank of each class with `capture run --ranks`")
     check_messages(rank_graphs)
     return sorted(rank_graphs, key=lambda entry: entry.ranks[0])
+
+
+def _stages(job: Job) -> tuple[int, ...]:
+    return () if job.pipeline is None else (job.pipeline.stage,)
 
 
 def _one_graph_per_rank(graphs: Sequence[Graph]) -> list[RankGraph]:
@@ -147,11 +151,19 @@ def check_all_equal(job: Job) -> None:
 
 def _rank_class(job: Job, first: Job) -> RankClass:
     """Return the class that a job's rank represents; check that the job is `first`."""
-    if job.pipeline is not None:
+    # A stage computes one forward of a script that infers, so it needs no schedule.
+    if job.pipeline is not None and job.inference is None:
         raise ExportError(
             f"the trace of rank {job.rank} is of stage {job.pipeline.stage} of a pipeline, whose "
             "ranks wait for each other by a schedule\n  give --schedule and --micro-batches",
             code="ranks-need-schedule",
+        )
+    if _sequences(job.inference) != _sequences(first.inference):
+        raise ExportError(
+            f"the traces of ranks {first.rank} and {job.rank} are of different steps of an "
+            f"inference ({_sequences(first.inference)}; {_sequences(job.inference)})\n"
+            "  give the same step of each stage",
+            code="ranks-different-steps",
         )
     if job.world != first.world or job.classes != first.classes:
         raise ExportError(
@@ -167,6 +179,17 @@ def _rank_class(job: Job, first: Job) -> RankClass:
             code="ranks-no-class",
         )
     return job.rank_class
+
+
+def _sequences(step: InferenceStep | None) -> str:
+    """Return the sequences of a step as text; "training" for none."""
+    if step is None:
+        return "training"
+    contexts = sorted(set(step.context_lengths)) or ["unknown"]
+    return (
+        f"{step.kind}, batch {step.batch}, {step.new_tokens} new tokens, context "
+        f"{', '.join(map(str, contexts))}"
+    )
 
 
 # (index of the sender's graph, index of the receiver's).

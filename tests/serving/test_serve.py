@@ -26,7 +26,7 @@ from onerank.capture.serving.served_model import (
 from onerank.cli import annotate
 from onerank.cli import onerank as onerank_command
 from onerank.ir import Kind, Pipeline
-from onerank.ir.errors import CaptureError, FormatError, OneRankError
+from onerank.ir.errors import CaptureError, ExportError, FormatError, OneRankError
 from onerank.plan.tasks import Store
 from onerank.serving import build_bundle
 from onerank.serving.build_bundle import measure_bundle
@@ -471,6 +471,26 @@ def test_stages_exchange_the_hidden_states_of_all_new_tokens(stages: Path):
             assert {*graph.nodes.comm_bytes[places]} == {new_tokens * HIDDEN * 2}
         (note,) = read.manifest.notes
         assert f" {len(kinds)} sends and receives " in note.text
+
+
+def test_stages_of_a_step_are_a_workload_of_astra_sim(stages: Path, tmp_path: Path):
+    traces = [stages / str(stage) / "traces" / "1.et" for stage in range(3)]
+    graphs = [onerank.recost(trace, "H100") for trace in traces]
+    exported = onerank.export.astra_sim(graphs, tmp_path / "workload")
+    assert exported.ranks == 6
+    invoke(onerank_command, "check", tmp_path / "workload")
+    # Two ranks of each stage exchange the hidden states of eight tokens with the next ones.
+    for rank in range(6):
+        nodes = onerank.read(tmp_path / "workload" / f"workload.{rank}.et").nodes
+        sends, receives = (nodes.kind == kind for kind in (Kind.SEND, Kind.RECV))
+        assert nodes.comm_dst[sends].tolist() == ([rank + 2] if rank < 4 else [])
+        assert nodes.comm_src[receives].tolist() == ([rank - 2] if rank > 1 else [])
+        assert {*nodes.comm_bytes[sends | receives].tolist()} == {8 * HIDDEN * 2}
+    other = onerank.recost(stages / "2" / "traces" / "2.et", "H100")
+    with pytest.raises(ExportError) as error:
+        onerank.export.astra_sim([*graphs[:2], other], tmp_path / "other")
+    assert error.value.code == "ranks-different-steps"
+    assert not (tmp_path / "other").exists()
 
 
 def test_a_stage_is_reported_and_not_exported(stages: Path, tmp_path: Path):
