@@ -125,12 +125,12 @@ class InferenceStep(msgspec.Struct, frozen=True, omit_defaults=True):
             cache that is not empty), or "forward" of a model without tokens.
         number: of the forward in the script, from 1.
         batch: sequences.
-        new_tokens: tokens of each sequence that the step computes, padding included; of a mixed
-            step, those of each prefill.
+        new_tokens: tokens of each sequence that the step computes, padding included; the largest
+            number if they differ.
         context_lengths: tokens of each sequence in the KV cache before the step, without padding
             that an attention mask marks.
         query_lengths: tokens of each sequence that the step computes, if sequences are packed and
-            differ; `new_tokens` is then the largest.
+            differ; () if a recording has only their sum.
         attention_keys: of a recorded engine: tokens in the KV cache after the step, of all
             sequences; None if not recorded.
         attention_pairs: of a recorded engine: pairs of a new token and a token that it attends to;

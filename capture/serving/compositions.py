@@ -66,6 +66,11 @@ class Composition(msgspec.Struct, frozen=True, order=True):
         return before + self.new_tokens
 
     @property
+    def query_lengths(self) -> tuple[int, ...]:
+        """Tokens of each sequence that the step computes: prefills first."""
+        return (*(self.prefill_tokens,) * self.prefills, *(1,) * self.decodes)
+
+    @property
     def context_lengths(self) -> tuple[int, ...]:
         """Tokens of each sequence in the KV cache before the step: prefills first."""
         return (*(self.prefill_context,) * self.prefills, *(self.decode_context,) * self.decodes)
@@ -81,12 +86,14 @@ class Composition(msgspec.Struct, frozen=True, order=True):
 
     def forward(self, number: int) -> InferenceStep:
         """Return the record of the step in a graph; `number` is its place in the grid, from 1."""
+        lengths = self.query_lengths
         return InferenceStep(
             kind=self.kind,
             number=number,
             batch=self.sequences,
-            new_tokens=self.prefill_tokens if self.prefills else 1,
+            new_tokens=max(lengths),
             context_lengths=self.context_lengths,
+            query_lengths=lengths if len({*lengths}) > 1 else (),
         )
 
 

@@ -386,6 +386,8 @@ def test_labels_hold_only_what_the_sums_prove() -> None:
     assert inference(equal) == InferenceStep("prefill", 7, 15, 1024, **sums)
     sums = {"attention_keys": 64, "attention_pairs": 20 * 21 // 2 + 44 * 45 // 2}
     assert inference(unequal) == InferenceStep("prefill", 7, 2, **sums)
+    mixed = inference("execute_context_1(60)_generation_2(2)")
+    assert mixed == InferenceStep("mixed", 7, 3, 60, query_lengths=(60, 1, 1))
     plain = inference("execute_context_2(64)_generation_0(0)")
     assert plain is not None
     assert (plain.attention_keys, plain.attention_pairs) == (None, None)

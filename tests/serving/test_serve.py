@@ -246,6 +246,8 @@ def test_traces_hold_the_composition(bundle: Path):
     assert forward is not None
     assert read.rows[number - 1].kind == forward.kind == "mixed"
     assert forward.context_lengths == (64, *(100,) * 8)
+    assert forward.query_lengths == (32, *(1,) * 8)
+    assert (forward.batch, forward.new_tokens) == (9, 32)
     assert onerank.recost(trace, "H100").nodes.duration_ns.sum() > 0
 
 

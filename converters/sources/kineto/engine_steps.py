@@ -44,6 +44,13 @@ class SequenceGroup:
     equal: bool = False
     pairs: int | None = None
 
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """New tokens of each sequence; () if the trace does not prove them."""
+        if not self.equal or self.new_tokens is None or not self.count:
+            return ()
+        return (self.new_tokens // self.count,) * self.count
+
 
 NO_SEQUENCES = SequenceGroup(0, 0, 0, equal=True, pairs=0)
 
@@ -86,23 +93,22 @@ class StepContent:
     def inference(self, number: int) -> InferenceStep | None:
         """Return the label of a graph of the step; None if the annotation decides no kind.
 
-        `new_tokens` and `context_lengths` are those of each sequence, so they are set only where
-        the sums determine them.
+        `new_tokens`, `query_lengths` and `context_lengths` are those of each sequence, so they are
+        set only where the sums determine them.
         """
         if self.kind is None or self.kind == "idle":
             return None
-        group = self.decodes if self.kind == "decode" else self.prefills
-        new_tokens = 0
-        if group is not None and group.equal and group.new_tokens is not None:
-            new_tokens = group.new_tokens // group.count
+        groups = [group for group in (self.prefills, self.decodes) if group and group.count]
+        proven = all(group.lengths for group in groups)
+        lengths = tuple(n for group in groups for n in group.lengths) if proven else ()
         context = self.context_tokens if self.batch == 1 else None
-        lengths = () if context is None else (context,)
         return InferenceStep(
             self.kind,
             number,
             self.batch or 0,
-            new_tokens,
-            lengths,
+            max(lengths, default=0),
+            () if context is None else (context,),
+            lengths if len({*lengths}) > 1 else (),
             attention_keys=_sum([self.context_tokens, self.new_tokens]),
             attention_pairs=_sum(
                 [group and group.pairs for group in (self.prefills, self.decodes)]
