@@ -265,8 +265,9 @@ class _Resharding:
             _operands(self.before, row, "input")[3], counts, unit, strict=True
         ):
             self._allocate(row, old * count * operand.item_bytes, new * size * operand.item_bytes)
-        derived = [[new, sum(unit)], shapes[1], shapes[2], [[new, size] for size in unit]]
-        self._write(row, "input", derived, {1: [*unit]})
+        whole = [[new, size] for size in unit]
+        self._write(row, "input", [[new, sum(unit)], *shapes[1:3], whole], {1: [*unit]})
+        self._write(row, "output", whole)
 
     def _pack_gradients(self, row: int) -> None:
         """Derive the copy of padded gradients to where they are scattered from."""
