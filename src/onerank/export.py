@@ -40,6 +40,8 @@ def astra_sim(
     name: str = "workload",
     granularity: Granularity = "kernel",
     overwrite: bool = False,
+    decode: Traces | None = None,
+    kv_bytes: int | None = None,
 ) -> AstraSimExport:
     """Write an ASTRA-sim workload: every rank's trace, groups, configuration, run.sh.
 
@@ -59,6 +61,9 @@ def astra_sim(
         name: prefix of the trace files.
         granularity: "kernel", or one node per layer or sub-module between communications.
         overwrite: write into a directory that has other files, and keep those.
+        decode: with traces of a prefill, those of a decode on other GPUs, which starts when it has
+            received the KV cache.
+        kv_bytes: bytes of that KV cache, of all ranks of the prefill.
 
     Raises:
         ExportError: arguments exclude each other, or the simulator does not support the job.
@@ -84,7 +89,23 @@ def astra_sim(
         network["bandwidth_gb_per_s"] = bandwidth_gb_s
     expansion = _Expansion(schedule, micro_batches, ranks, include_host_delays)
     # ASTRA-sim runs one compute node and one communication node of a rank at a time.
-    rank_graphs, notes = expansion.ranks_of(job, one_at_a_time=True)
+    if (decode is None) != (kv_bytes is None):
+        raise ExportError(
+            "give --decode and --kv-bytes together, or neither", code="disaggregated-kv-bytes"
+        )
+    if decode is not None and kv_bytes is not None:
+        from onerank.converters.targets.disaggregated_pair import disaggregated_pair
+
+        if (dp, schedule, micro_batches, ranks, include_host_delays) != (None,) * 4 + (False,):
+            raise ExportError(
+                "--decode excludes --dp, --schedule, --micro-batches, --ranks and "
+                "--include-host-delays",
+                code="disaggregated-options",
+            )
+        decoding = _job_of(_refused_in(output, decode), None, granularity)
+        rank_graphs, notes = disaggregated_pair(job.graphs, decoding.graphs, kv_bytes), job.notes
+    else:
+        rank_graphs, notes = expansion.ranks_of(job, one_at_a_time=True)
     common: dict[str, Any] = {"name": name, "notes": notes, "overwrite": overwrite, **network}
     if rank_graphs is not None:
         return export_astra_sim_ranks(rank_graphs, output, **common)

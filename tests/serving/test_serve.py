@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from own_process import run_code, run_command
@@ -493,6 +494,42 @@ def test_stages_of_a_step_are_a_workload_of_astra_sim(stages: Path, tmp_path: Pa
         onerank.export.astra_sim([*graphs[:2], other], tmp_path / "other")
     assert error.value.code == "ranks-different-steps"
     assert not (tmp_path / "other").exists()
+
+
+def test_a_prefill_and_a_decode_on_other_gpus_are_one_workload(stages: Path, tmp_path: Path):
+    """Three stages of two ranks compute one step, and two other ranks the next one."""
+    first = [onerank.recost(stages / str(stage) / "traces" / "2.et", "H100") for stage in range(3)]
+    decode = onerank.recost(stages / "whole" / "traces" / "1.et", "H100")
+    kv_bytes = 6 * 4096
+    exported = onerank.export.astra_sim(
+        first, tmp_path / "pair", decode=[decode], kv_bytes=kv_bytes
+    )
+    assert exported.ranks == 8
+    invoke(onerank_command, "check", tmp_path / "pair")
+    graphs = [onerank.read(tmp_path / "pair" / f"workload.{rank}.et") for rank in range(8)]
+    for rank, graph in enumerate(graphs[:6]):
+        (own,) = np.flatnonzero(graph.nodes.comm_dst > 5)
+        # Nothing of the prefill comes after its KV cache.
+        assert own not in graph.edges.source
+        assert (graph.nodes.comm_dst[own], graph.nodes.comm_bytes[own]) == (6 + rank // 3, 4096)
+    for rank, graph in enumerate(graphs[6:]):
+        receives = np.flatnonzero(graph.nodes.kind == Kind.RECV)
+        assert graph.nodes.comm_src[receives].tolist() == [3 * rank, 3 * rank + 1, 3 * rank + 2]
+        # All compute of the decode comes after it.
+        roots = np.setdiff1d(np.arange(len(graph)), graph.edges.target)
+        assert {*roots.tolist()} <= {*receives.tolist()}
+    groups = {*exported.groups.values()}
+    assert {(0, 1), (2, 3), (4, 5), (6, 7)} <= groups
+    for code, options in (
+        ("disaggregated-kv-bytes", {"decode": [decode]}),
+        ("disaggregated-indivisible", {"decode": [decode], "kv_bytes": 4095}),
+        ("disaggregated-options", {"decode": [decode], "kv_bytes": kv_bytes, "micro_batches": 2}),
+        ("ranks-single-stage", {"decode": first[:1], "kv_bytes": kv_bytes}),
+    ):
+        with pytest.raises(ExportError) as error:
+            onerank.export.astra_sim(first, tmp_path / "bad", **options)
+        assert error.value.code == code
+    assert not (tmp_path / "bad").exists()
 
 
 def test_a_stage_is_reported_and_not_exported(stages: Path, tmp_path: Path):

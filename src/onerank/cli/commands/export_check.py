@@ -106,6 +106,20 @@ class RankOptions(PipelineOptions):
 class AstraSimOptions(RankOptions):
     """The job, its network, and what is written."""
 
+    decode: Path | None = option(
+        "With traces of a prefill: a trace of the decode on other GPUs, or a directory of its "
+        "ranks' traces. The decode starts when it has received the KV cache.",
+        heading=JOB,
+        default=None,
+        type=INPUT_OR_DIRECTORY,
+    )
+    kv_bytes: int | None = option(
+        "With --decode: bytes of the KV cache that all ranks of the prefill send together.",
+        heading=JOB,
+        default=None,
+        type=SIZE,
+        metavar="BYTES",
+    )
     bandwidth_gb_s: float | None = option(
         "GB/s of each rank in each direction.  [default: of the trace's GPU, else 450]",
         heading=NETWORK,
