@@ -66,9 +66,7 @@ def disaggregated_pair(
             for rank in entry.ranks:
                 graph = _placed(entry.graph, rank, offset, total, axis)
                 own = offset + rank
-                peers = [
-                    other for pair in pairs if own in pair for other in pair if other != own
-                ]
+                peers = [other for pair in pairs if own in pair for other in pair if other != own]
                 ranks.append(RankGraph(_with_messages(graph, peers, size), (own,), (), 0))
     return sorted(ranks, key=lambda entry: entry.ranks[0])
 
