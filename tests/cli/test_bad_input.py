@@ -219,6 +219,13 @@ def test_no_command_writes_over_its_input(traces, tmp_path):
             *("usage-invalid-value", ("'--batch-bytes'",)),
         ),
         (("export", "astra-sim", "-o", "w", "--latency-ns", "nan"), "number-not-finite", ()),
+        (("annotate", "--target", "H100", "--host-scale", "nan"), "number-not-finite", ()),
+        (
+            ("export", "vidur", "-o", "w", "--model", "m", "--checkout", "no"),
+            "usage-invalid-value",
+            ("'no'",),
+        ),
+        (("export", "llmservingsim", "-o", "w", "--link-gb-per-s", "inf"), "number-not-finite", ()),
         (("export", "simai", "-o", "w", "--schedule", "1f1b"), "simai-no-pipeline", ()),
         (("annotate", "--target", "H100", "--explain", "-1"), "usage-invalid-value", ("-1",)),
         (

@@ -155,7 +155,7 @@ class _TraceFile(_OutputFile):
         return path
 
 
-class _Number(click.FloatRange):
+class Number(click.FloatRange):
     """A range of finite numbers; click's own range accepts `nan`."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
@@ -167,15 +167,15 @@ class _Number(click.FloatRange):
         return number
 
 
-GB_PER_S = _Number(min=1e-3, max=1e6)
+GB_PER_S = Number(min=1e-3, max=1e6)
 """A bandwidth in GB/s, at least 1 MB/s: below that, times in ns would exceed 64 bits."""
 
 # At most 1,000 s, far above any network's.
-LATENCY_NS = _Number(min=0, max=1e12)
+LATENCY_NS = Number(min=0, max=1e12)
 
-MINUTES = _Number(min=0, min_open=True)
+POSITIVE = Number(min=0, min_open=True)
 
-GIGABYTES = _Number(min=0, max=1000)
+GIGABYTES = Number(min=0, max=1000)
 
 # Bytes are an int64 column of a graph; half its range leaves room for the sum of two.
 BYTES = click.IntRange(0, 2**62)

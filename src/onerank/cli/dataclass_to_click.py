@@ -23,7 +23,14 @@ from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin
 
 import click
 
-from onerank.cli.common import INPUT, INPUT_DIRECTORY, OUTPUT_DIRECTORY, InvalidValue, ReportingMain
+from onerank.cli.common import (
+    INPUT,
+    INPUT_DIRECTORY,
+    OUTPUT_DIRECTORY,
+    POSITIVE,
+    InvalidValue,
+    ReportingMain,
+)
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -108,7 +115,7 @@ class OptionSpec:
         if self.minimum is not None:
             return click.IntRange(self.minimum)
         if self.positive:
-            return click.FloatRange(min=0, min_open=True)
+            return POSITIVE
         for is_path, path_type in (
             (self.input_file, INPUT),
             (self.input_directory, INPUT_DIRECTORY),

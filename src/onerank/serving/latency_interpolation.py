@@ -39,7 +39,8 @@ _INTERVAL = 0.8
 _BLOCK = 128
 
 # FlashAttention 2 counts on two thread blocks for each SM. If the sequences and heads of a decode
-# fill less than this share of them, it divides the keys among several.
+# fill less than this share of them, it divides the keys among several: both numbers are those of
+# its `num_splits_heuristic`.
 _BLOCKS_PER_SM = 2
 _FULL_WAVE = 0.8
 

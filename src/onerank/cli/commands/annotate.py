@@ -12,6 +12,7 @@ from onerank.cli.common import (
     INPUT_OR_DIRECTORY,
     OUTPUT_DIRECTORY,
     TRACE_OUTPUT,
+    Number,
     UsageError,
     as_json,
     keep_inputs,
@@ -153,7 +154,7 @@ class AnnotateOptions:
         "Multiply the durations of host operators by this factor.",
         heading=WHAT_IF,
         default=1.0,
-        type=click.FloatRange(0, 1000),
+        type=Number(min=0, max=1000),
         show_default=True,
         metavar="F",
     )

@@ -16,8 +16,8 @@ import click
 from onerank.cli.commands.bench_link import link
 from onerank.cli.common import (
     INPUT,
-    MINUTES,
     OUTPUT,
+    POSITIVE,
     TRACE,
     UsageError,
     as_json,
@@ -75,7 +75,7 @@ class MeasureOptions(GpuOptions):
     minutes: float | None = option(
         "Start no call after this time; calls with the most total time come first.",
         default=None,
-        type=MINUTES,
+        type=POSITIVE,
     )
     update: Path | None = option(
         "Skip calls that this database has for this GPU and these libraries; write both.",
