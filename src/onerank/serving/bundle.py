@@ -99,6 +99,7 @@ class Bundle(Displayed):
         rows: list[StepRow] = []
         for composition in compositions:
             row = self.interpolation.step(composition)
+            # Only times are interpolated: memory is a sum of weights, cache and activations.
             peak = memory.bytes_of(composition.cached_tokens, composition.new_tokens)
             rows.append(msgspec.structs.replace(row, peak_bytes=peak, fits=memory.holds(peak)))
         return data_frame(rows, StepRow)
@@ -113,6 +114,7 @@ class Bundle(Displayed):
         """Return the waves of attention; None if the kernels or their number are not known."""
         manifest = self.manifest
         gpu, heads = find_gpu(manifest.device), manifest.kv_heads
+        # A recorded engine may run attention of another library, whose kernels have other waves.
         if manifest.is_recording or gpu is None or heads is None:
             return None
         return AttentionWaves.of(gpu.sm_count, heads)
@@ -133,6 +135,7 @@ class Bundle(Displayed):
         """Yield the number of each row with a trace, and its file."""
         assert self.directory is not None, "a bundle in memory has no traces"
         for number, row in enumerate(self.rows, start=1):
+            # On a GPU, a step that does not fit into the memory cannot run.
             if row.fits:
                 yield number, self.directory / TRACES / f"{number}.et"
 
@@ -175,6 +178,7 @@ def check_replaceable(directory: Path) -> None:
     Raises:
         FormatError: the path exists, and is neither a bundle nor an empty directory.
     """
+    # Writing a bundle removes the directory that it replaces, with all files in it.
     if not is_replaceable(directory, MANIFEST):
         raise FormatError(
             f"{directory} exists and is no bundle: {MANIFEST} is missing\n"
