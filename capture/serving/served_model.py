@@ -8,6 +8,7 @@ it passes as its KV cache.
 """
 
 import contextlib
+import inspect
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -380,7 +381,10 @@ class RepeatableStep:
         cache = StepCache(composition)
         # Engines take the logits of the last token of each sequence; of decodes alone, of all.
         keep: dict[str, Any] = {"logits_to_keep": last} if c.prefills and has_head else {}
-        arguments = {"input_ids": tokens, "position_ids": positions, "past_key_values": cache}
+        # transformers 5.24 renamed the argument, and warns of the old name in each call.
+        renamed = "cache" in inspect.signature(model.forward).parameters
+        arguments: dict[str, Any] = {"input_ids": tokens, "position_ids": positions}
+        arguments["cache" if renamed else "past_key_values"] = cache
         return cls(model, cache, {**arguments, "use_cache": True, **keep})
 
     def __call__(self) -> None:
