@@ -17,6 +17,7 @@ tyro, and for float8 rows torchao at the table's commit.
   FlashAttention 2 on an H100.
 - Compiled rows: torchtitan compiles each block, and Inductor of this torch schedules it, without
   loop ordering after fusion: torch has it by default since September 2025 (pytorch/pytorch 162030).
+  Also without reductions of mixed order, which the torch of the published runs did not have.
 - Time: `annotate --nvlink-active` for examples/gpus/torchtitan-h100.toml or the H200, then
   `onerank replay --cluster`: hosts of 8 GPUs, each with a network interface of 50 GB/s; both links
   reach 75% of their rates; latencies by NCCL's model.
@@ -56,6 +57,7 @@ GPUS_PER_HOST = 8
 OLDER_TORCH = {
     "TORCH_CUDNN_SDPA_DEPRIORITIZED": "1",
     "TORCHINDUCTOR_LOOP_ORDERING_AFTER_FUSION": "0",
+    "TORCHINDUCTOR_MIX_ORDER_REDUCTION": "0",
 }
 
 CLUSTER = """\

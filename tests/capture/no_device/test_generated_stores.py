@@ -1,0 +1,55 @@
+"""What a kernel that Inductor generated writes, from its source (excerpts of torch 2.11's)."""
+
+import pytest
+import torch
+
+from onerank.capture.no_device.inductor import _Accesses
+
+LOOPED = """\
+def triton_red_fused_1(in_ptr0, out_ptr1, out_ptr2, xnumel, r0_numel, XBLOCK, R0_BLOCK):
+    xnumel = 64
+    r0_numel = 32
+    for r0_offset in tl.range(0, r0_numel, R0_BLOCK):
+        tmp0 = tl.load(in_ptr0 + (r0_1 + 32*x0), r0_mask, other=0.0).to(tl.float32)
+        tl.store(out_ptr1 + (x0 + 64*r0_1), tmp35, r0_mask)
+        tl.store(out_ptr2 + (r0_1 + 32*x0), tmp61, r0_mask)
+"""
+PERSISTENT = """\
+def triton_per_fused_1(in_ptr0, out_ptr1, out_ptr2, xnumel, r0_numel, XBLOCK):
+    xnumel = 64
+    r0_numel = 32
+    tmp0 = tl.load(in_ptr0 + (r0_1 + 32*x0), None).to(tl.float32)
+    tl.store(out_ptr1 + (x0 + 64*r0_1), tmp34, None)
+    tl.store(out_ptr2 + (r0_1 + 32*x0), tmp49, None)
+"""
+MIXED_ORDER = PERSISTENT.replace("XBLOCK)", "XBLOCK, RSPLIT_SIZE)")
+TILED = """\
+def triton_poi_fused_1(in_ptr0, out_ptr1, out_ptr2, ynumel, xnumel, YBLOCK, XBLOCK):
+    ynumel = 32
+    xnumel = 64
+    tmp0 = tl.load(in_ptr0 + (y0 + 32*x1), None).to(tl.float32)
+    tl.store(out_ptr1 + (x1 + 64*y0), tmp13, None)
+    tl.store(out_ptr2 + (y0 + 32*x1), tmp13, None)
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "scattered"),
+    [(LOOPED, 8), (PERSISTENT, 32), (MIXED_ORDER, 64), (TILED, 1)],
+    ids=["looped", "persistent", "mixed order", "tiled"],
+)
+def test_a_reduction_that_stores_across_its_rows_moves_sectors(source, scattered):
+    read = torch.empty(64, 32, dtype=torch.bfloat16)
+    across = torch.empty(32, 64, dtype=torch.float8_e4m3fn)
+    along = torch.empty(64, 32, dtype=torch.float8_e4m3fn)
+    name = source.split("(")[0].removeprefix("def ")
+    reads, writes = _Accesses.of(name, source).operands((read, across, along, 64, 32))
+    moved = [torch.Size(tensor.shape).numel() for tensor in (*reads, *writes)]
+    assert moved == [64 * 32, 64 * 32 * scattered, 64 * 32]
+
+
+def test_wider_elements_fill_more_of_a_sector():
+    written = torch.empty(32, 64, dtype=torch.float32)
+    kernel = _Accesses.of("triton_red_fused_1", LOOPED)
+    _, writes = kernel.operands((torch.empty(64, 32), written, torch.empty(64, 32), 64, 32))
+    assert [torch.Size(tensor.shape).numel() * 4 for tensor in writes] == [64 * 32 * 8, 64 * 32 * 4]
