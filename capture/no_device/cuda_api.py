@@ -136,6 +136,43 @@ class RandomGenerator(_TorchGenerator, metaclass=_GeneratorType):
         return super().__new__(cls, "cpu")
 
 
+class _DefaultGenerator(RandomGenerator):
+    """The GPU's own generator, whose state has no meaning."""
+
+    def get_state(self) -> Any:
+        """Return a state, as `torch.cuda.get_rng_state` does."""
+        return _random_state()
+
+    def set_state(self, state: object) -> None:
+        """Do nothing: states of the CPU have another size."""
+
+    def clone_state(self) -> Any:
+        """Return a generator of the same state."""
+        return self
+
+    graphsafe_get_state = clone_state
+    graphsafe_set_state = set_state
+
+
+class _DefaultGenerators:
+    """`torch.cuda.default_generators`: one for each GPU of the node that the script sees."""
+
+    def __init__(self) -> None:
+        self._generator = _DefaultGenerator()
+
+    def __len__(self) -> int:
+        return torch.cuda.device_count()
+
+    def __getitem__(self, index: int) -> Any:
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        return self._generator
+
+
+def _random_state() -> Any:
+    return torch.zeros(16, dtype=torch.uint8, device="cpu")
+
+
 class _Ranges:
     """NVTX, with no profiler to read its ranges."""
 
@@ -308,8 +345,9 @@ def emulated_cuda(gpu: EmulatedGpu, log: EventLog) -> Generator[None]:
         "seed": _call(_nothing),
         "seed_all": _call(_nothing),
         "initial_seed": _call(lambda: 0),
-        "get_rng_state": _call(lambda: torch.zeros(16, dtype=torch.uint8)),
-        "get_rng_state_all": _call(lambda: [torch.zeros(16, dtype=torch.uint8)]),
+        "default_generators": _DefaultGenerators(),
+        "get_rng_state": _call(_random_state),
+        "get_rng_state_all": _call(lambda: [_random_state()]),
         "set_rng_state": _call(_nothing),
         "set_rng_state_all": _call(_nothing),
         "is_current_stream_capturing": _is_capturing,

@@ -101,7 +101,8 @@ def fake_tensor_methods(operators: FakeOperators, values: UnknownValues) -> dict
         tensor.cpu()
         with unset_fake_temporarily():
             if numbers is None:
-                numbers = torch.full(tensor.shape, values.scalar(tensor))
+                # By name: the script may have set another default device.
+                numbers = torch.full(tensor.shape, values.scalar(tensor), device="cpu")
             return numbers.tolist()
 
     return {

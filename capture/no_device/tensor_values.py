@@ -170,7 +170,8 @@ class UnknownValues:
         small = tensor.dtype.is_floating_point and tensor.numel() <= KNOWN_ELEMENTS
         if tensor.numel() != 1 and not small:
             self.refuse("Tensor.numpy()")
-        return torch.full(tensor.shape, self.scalar(tensor), dtype=tensor.dtype)
+        value = self.scalar(tensor)
+        return torch.full(tensor.shape, value, dtype=tensor.dtype, device="cpu")
 
     def answer(self) -> bool:
         """Return the stand-in for the answer to a question about numbers, such as torch.equal."""

@@ -117,6 +117,8 @@ _ENUMERATIONS: dict[str, Any] = {
         "FP8BwdTensors",
         "GRAD_OUTPUT1 GRAD_INPUT1 GRAD_OUTPUT2 GRAD_INPUT2 GRAD_OUTPUT3 GRAD_INPUT3",
     ),
+    "NVTERoutingMapFormat": _enumeration("NVTERoutingMapFormat", "BYTEMAP BITMAP_U8"),
+    "NVTEQBHistogramMode": _enumeration("NVTEQBHistogramMode", "TWO_KERNEL FUSED_ATOMIC"),
     "NVTEScalingMode": _enumeration(
         "NVTEScalingMode",
         "NVTE_DELAYED_TENSOR_SCALING NVTE_MXFP8_1D_SCALING NVTE_BLOCK_SCALING_1D "

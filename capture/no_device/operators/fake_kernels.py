@@ -232,7 +232,8 @@ class _Result:
                     self.shape, self.stride, dtype=self.dtype, device="meta"
                 )
             else:
-                result = torch.empty(0, dtype=self.dtype, device="meta")
+                # Not `torch.empty`: nanotron replaces it while a model is built.
+                result = torch.empty_strided((0,), (1,), dtype=self.dtype, device="meta")
                 result.set_(shared, self.offset, self.shape, self.stride)
         return FakeTensor(mode, result, self.device)
 

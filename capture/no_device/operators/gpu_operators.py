@@ -287,7 +287,7 @@ def _concatenation_plan(args: Sequence[Any]) -> Tensor:
 
 
 def _from_host(numbers: int) -> Tensor:
-    packed = torch.empty(numbers, dtype=torch.int64)
+    packed = torch.empty(numbers, dtype=torch.int64, device="cpu")
     return _torch.ops.aten._to_copy.default(packed, device=torch.device("cuda"), non_blocking=True)
 
 

@@ -31,6 +31,7 @@ class KnownResults:
         self._known = known
         self._unknown = unknown
         self._routers = routers
+        self._shuffles = torch.Generator(device="cpu").manual_seed(0)
 
     def numbers(self, call: OperatorCall) -> Any:
         """Return the numbers of the results; None if they are not known or not small.
@@ -47,17 +48,20 @@ class KnownResults:
         """Return the results computed from known numbers, else None."""
         # Numbers of large tensors would make the capture as slow as a real step on the CPU.
         small = all(map(is_small, call.tensors))
-        if not small or call.schema.is_random or call.schema.namespace != "aten":
+        if not small or call.schema.namespace != "aten":
             return None
+        if call.schema.is_random:
+            return self._permutation(call)
         if (answer := _answer_on_finiteness(call)) is not None:
             with unset_fake_temporarily():
-                return torch.full(call.tensors[0].shape, answer)
+                return torch.full(call.tensors[0].shape, answer, device="cpu")
         numbers = {id(tensor): self._known.get(tensor) for tensor in call.tensors}
         known = all(value is not None for value in numbers.values())
         if not known and call.schema.base == "isin":
             # Generated tokens against the end of a sequence: a generation must reach its length.
             with unset_fake_temporarily():
-                return torch.full(call.tensors[0].shape, fill_value=self._unknown.answer())
+                answer = self._unknown.answer()
+                return torch.full(call.tensors[0].shape, answer, device="cpu")
         if not known or (not numbers and not _is_small_factory(call.args)):
             return None
         args, kwargs = tree_map_only(
@@ -67,6 +71,14 @@ class KnownResults:
         fits = all(map(is_small, tensors_in((results,))))
         return results if fits else None
 
+    def _permutation(self, call: OperatorCall) -> Any:
+        """Return a small random permutation, by which scripts shuffle data; None otherwise."""
+        if call.schema.base != "randperm" or not _is_small_factory(call.args):
+            return None
+        with unset_fake_temporarily():
+            # A generator of the GPU has no state here, and the CPU's is the script's.
+            return torch.randperm(call.args[0], generator=self._shuffles, device="cpu")
+
     def _constants(self, call: OperatorCall) -> Any:
         """Return what is created like a tensor whose numbers do not matter; None if it is large."""
         first = call.tensors[0]
@@ -75,7 +87,7 @@ class KnownResults:
         if not is_small(torch.empty(shape, dtype=dtype, device="meta")):
             return None
         with unset_fake_temporarily():
-            like = torch.empty((), dtype=first.dtype).expand(first.shape)
+            like = torch.empty((), dtype=first.dtype, device="cpu").expand(first.shape)
         kwargs = {name: value for name, value in call.kwargs.items() if name != "memory_format"}
         return _run_with_numbers(call, (like, *call.args[1:]), kwargs)
 

@@ -784,6 +784,28 @@ def test_attention_of_32_bits_with_grouped_heads(context, operator, calls, tmp_p
     assert "aten::_efficient_attention_forward" not in operators
 
 
+SHUFFLED = """
+    import torch
+    torch.set_default_device("cuda")
+    model = torch.nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    order = torch.randperm(6)
+    assert sorted(order.tolist()) == list(range(6)) and order.tolist() != [1] * 6
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    generator.set_state(generator.get_state())
+    for step in range(5):
+        output = model(torch.randn(16, 8))
+        assert output.sum().tolist() == 1.0
+        output.sum().backward()
+        optimizer.step()
+"""
+
+
+def test_a_permutation_on_the_default_device_is_one(tmp_path):
+    graph = captured(tmp_path, SHUFFLED)
+    assert graph.text("op").count("aten::addmm") == 1
+
+
 def shapes_of(graph: Graph, operator: str) -> list[Any]:
     """Return the shapes of the operands of each call of an operator."""
     rows = [i for i, op in enumerate(graph.text("op")) if op == operator]
