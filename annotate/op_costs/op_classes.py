@@ -90,6 +90,7 @@ _OPERATORS = {
         _addmm_activation _scaled_mm _scaled_mm_v2 fp8_scaled_mm cutlass_scaled_mm
         cutlass_scaled_fp4_mm _grouped_mm _scaled_grouped_mm _int_mm linear_backward
         inplace_fused_experts outplace_fused_experts fused_moe
+        moe_forward moe_forward_shared moe_forward_piecewise_cuda_graph_impl
         mkldnn_linear weight_packed_linear convolution _convolution convolution_backward
         cudnn_convolution
         cudnn_convolution_transpose cudnn_convolution_relu miopen_convolution mkldnn_convolution
