@@ -21,6 +21,8 @@ import torch
 
 from onerank.capture.patch_registry import PATCHES
 
+_torch: Any = torch  # the table of TorchScript is private
+
 _PACKAGE = "onerank.capture."
 
 _active: dict[tuple[str, str], list[int]] = {}  # (owner, name) -> positions in `by`, outermost last
@@ -97,8 +99,28 @@ def _patched(owner: str, replacements: Mapping[str, Any], module: str) -> Genera
         contextlib.ExitStack() as undo,
     ):
         for name, by in replacements.items():
+            undo.enter_context(_builtin_of_torchscript(getattr(target, name, None), by))
             undo.enter_context(replaced(target, name, by))
         yield
+
+
+@contextlib.contextmanager
+def _builtin_of_torchscript(original: Any, ours: Any) -> Generator[None]:
+    """Let TorchScript take a replacement for the operator that it replaces.
+
+    TorchScript knows functions of torch by their identity, and compiles the source of any other.
+    """
+    builtins = _torch.jit._builtins
+    operator = builtins._find_builtin(original)
+    table = builtins._get_builtin_table()
+    if operator is None or id(ours) in table:
+        yield
+        return
+    table[id(ours)] = operator
+    try:
+        yield
+    finally:
+        del table[id(ours)]  # another object may get its identity
 
 
 class _ImportHook:
@@ -175,7 +197,12 @@ def _rebound(owner: str, replacements: Mapping[str, Any], module: str) -> Genera
     target = resolve(owner)
     original = [getattr(target, name) for name in replacements]
     ours = list(replacements.values())
-    with _registered(owner, list(replacements), module, everywhere=True):
+    with (
+        _registered(owner, list(replacements), module, everywhere=True),
+        contextlib.ExitStack() as undo,
+    ):
+        for pair in zip(original, ours, strict=True):
+            undo.enter_context(_builtin_of_torchscript(*pair))
         _rebind(original, ours)
         try:
             yield

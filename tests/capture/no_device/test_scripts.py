@@ -3,6 +3,7 @@
 import inspect
 import json
 import textwrap
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -76,6 +77,21 @@ def test_a_custom_operator_has_its_registered_cost(tmp_path):
     assert nodes.flops[row] == 2 * 16 * 32 * 8
     assert nodes.bytes_read[row] == 7
     assert nodes.bytes_written[row] == 16 * 8 * 4
+
+
+def test_torchscript_compiles_functions_that_call_patched_ones(tmp_path):
+    setup = """
+    import torch.distributed.optim  # its optimizers are classes of TorchScript
+
+    @torch.jit.script
+    def scaled(x: torch.Tensor) -> torch.Tensor:
+        return x * torch.tensor(2.0)
+    """
+    text = textwrap.dedent(LINEAR).format(setup=textwrap.dedent(setup), statement="scaled(output)")
+    graph = captured(tmp_path, text)
+    operators = Counter(graph.strings[int(op)] for op in graph.nodes.op)
+    assert operators["aten::mm"] == 2
+    assert operators["aten::mul"] == 1
 
 
 REFUSED = {
