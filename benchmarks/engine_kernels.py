@@ -202,7 +202,7 @@ def experts(measured: list[ExpertLayers], fits: dict[str, Coefficients]) -> None
 def untuned(measured: list[ExpertLayers]) -> None:
     """Print the cycles of a step of FlashInfer's kernels without their tuner, on each GPU.
 
-    The error of a GPU is that with the other's cycles.
+    The error of a GPU is that with another's cycles.
     """
     cycles = [
         float(np.median(each.times_ns / untuned_steps(each))) * each.gpu.clock_hz * 1e-9
@@ -210,10 +210,10 @@ def untuned(measured: list[ExpertLayers]) -> None:
     ]
     print(f"\n{UNTUNED}: cycles of a tile of 128 x 16 for 64 elements along k")
     print(f"{'target':15}{'calls':>6}{'cycles':>8}{'mean':>7}")
-    for at, each in enumerate(measured):
-        of_step_ns = cycles[1 - at] / each.gpu.clock_hz * 1e9
+    for (each, its), (_, others) in permutations(zip(measured, cycles, strict=True), 2):
+        of_step_ns = others / each.gpu.clock_hz * 1e9
         off = error(of_step_ns * untuned_steps(each), each.times_ns)
-        print(f"{each.gpu.name:15}{len(each.layers):6}{cycles[at]:8.0f}{off:7.1f}")
+        print(f"{each.gpu.name:15}{len(each.layers):6}{its:8.0f}{off:7.1f}")
 
 
 def quantisation(folder: Path) -> None:

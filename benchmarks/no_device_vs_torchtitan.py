@@ -17,7 +17,9 @@ tyro, and for float8 rows torchao at the table's commit.
   FlashAttention 2 on an H100.
 - Compiled rows: torchtitan compiles each block, and Inductor of this torch schedules it, without
   loop ordering after fusion: torch has it by default since September 2025 (pytorch/pytorch 162030).
-  Also without reductions of mixed order, which the torch of the published runs did not have.
+  Also without reductions of mixed order. That the torch of the published runs did not have them is
+  an assumption by the dates: pytorch/pytorch 165737 and 166053, which extend them, are of October
+  2025.
 - Time: `annotate --nvlink-active` for examples/gpus/torchtitan-h100.toml or the H200, then
   `onerank replay --cluster`: hosts of 8 GPUs, each with a network interface of 50 GB/s; both links
   reach 75% of their rates; latencies by NCCL's model.

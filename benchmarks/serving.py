@@ -128,7 +128,7 @@ def measure(output: Path, config: Path | None, tp: int) -> None:
     alone(measure_drawn, path, options, output / "drawn.json")
     report("drawn compositions")
 
-    alone(measure_bundle, path, options, output)
+    alone(measure_default_grid, path, options, output)
     report("grid")
     memory = onerank.read_bundle(output / "bundle").manifest.memory
     alone(capacity, path, options, memory, output / "capacity.json")
@@ -147,7 +147,7 @@ def alone(function: Callable[..., None], *args: Any) -> None:
         print(f"{function.__name__}: exit {process.exitcode}", flush=True)
 
 
-def measure_bundle(path: Path, options: Any, output: Path) -> None:
+def measure_default_grid(path: Path, options: Any, output: Path) -> None:
     """Write the bundle of the default grid."""
     from onerank.plan.tasks import Store
     from onerank.serving.build_bundle import measure_bundle

@@ -88,8 +88,9 @@ _BATCHED_OPERANDS, _BATCHED_RESULTS = 264.0, 218.0
 _WORD_BYTES = 4
 _WORD_ALIGNED = 957.0
 
-# Their own kernels copy through registers, which needs no alignment: in DeepBench 12 GEMMs with
-# rows of 7133, 7435 or 5481 elements take as long on a V100 and a T4 as aligned ones.
+# Volta's and Turing's own kernels copy operands through registers, which needs no alignment: in
+# DeepBench 12 GEMMs with rows of 7133, 7435 or 5481 elements take as long on a V100 and a T4 as
+# aligned ones.
 _COPYING_THROUGH_REGISTERS = ("volta", "turing")
 
 
@@ -269,9 +270,9 @@ def _undivided(edges: Iterable[tuple[int, int]]) -> F64:
 
 # Kernel -> library of its coefficients, and tilings. Triton's experts have no tuned configuration
 # for most shapes: vLLM and SGLang then take one tile for more tokens than experts, and one for
-# fewer. SGLang's few tokens are predicted better with the tiles of its tuned configurations, too
-# (17.8 and 17.5% over the layers of both, families left out). CUTLASS's are tuned when the engine
-# starts.
+# fewer. For few tokens SGLang's kernel also has the tiles of its tuned configurations: they lower
+# the mean error over the layers of both from 17.8 to 17.5%, families left out. CUTLASS's kernels
+# are tuned when the engine starts.
 _EXPERT_KERNELS = {
     PartKernel.VLLM_EXPERTS: ("vllm", _undivided([(64, 64)])),
     PartKernel.VLLM_FEW_TOKENS: ("vllm", _undivided([(16, 32)])),

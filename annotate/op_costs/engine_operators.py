@@ -194,11 +194,11 @@ OPAQUE_EXPERTS = (
     "vllm::moe_forward_shared",
     "sglang::moe_forward_piecewise_cuda_graph_impl",
 )
-"""Operators that run the experts of a layer which they name: the weights are no operands."""
+"""Operators that get the name of a layer and run its experts: the weights are no operands."""
 
 
 def _without_weights(_: Call) -> Work:
-    # The bytes of the operands would leave out the weights, which are most of the work.
+    # Unknown FLOPs and bytes: those of the operands would leave out the weights, most of the work.
     return Work()
 
 

@@ -45,7 +45,7 @@ def _per_element(flops: int, written: tuple[int, ...] = (), *, returns: bool = T
     def formula(call: Call) -> Work | None:
         read = [at for at in range(len(call.inputs)) if at not in written]
         elements = max((call.numel(at) for at in read), default=0)
-        results = call.list_bytes(*written) + returns * call.output_bytes
+        results = call.list_bytes(*written) + (call.output_bytes if returns else 0)
         return vector_work(call, flops * elements, call.list_bytes(*read), results)
 
     return formula
@@ -257,7 +257,7 @@ def _per_result(flops: int) -> Formula:
     return formula
 
 
-def _per_gradient(flops: int) -> Formula:
+def _per_first_operand(flops: int) -> Formula:
     """Return the formula of a kernel whose FLOPs are proportional to its first operand.
 
     The operand may be a list of tensors.
@@ -301,13 +301,18 @@ _TE = {
         "fp8_transpose": _per_element(0),
         "fused_amax_and_scale_update": _per_element(1),
         **{name: _per_result(forward) for name, (forward, _) in _ACTIVATIONS.items()},
-        **{f"d{name}": _per_gradient(backward) for name, (_, backward) in _ACTIVATIONS.items()},
         **{
-            f"dbias_d{name}": _per_gradient(backward + _SUM)
+            f"d{name}": _per_first_operand(backward) for name, (_, backward) in _ACTIVATIONS.items()
+        },
+        **{
+            f"dbias_d{name}": _per_first_operand(backward + _SUM)
             for name, (_, backward) in _ACTIVATIONS.items()
         },
         **{name: _per_result(_ACTIVATIONS[half][0] + 1) for name, half in _GATES.items()},
-        **{f"d{name}": _per_gradient(sum(_ACTIVATIONS[half]) + 2) for name, half in _GATES.items()},
+        **{
+            f"d{name}": _per_first_operand(sum(_ACTIVATIONS[half]) + 2)
+            for name, half in _GATES.items()
+        },
         "fused_rope_forward": _per_result(_ROTARY),
         "fused_rope_backward": _per_result(_ROTARY),
         **{
@@ -325,7 +330,7 @@ _TE = {
 
 # Kernels on lists of tensors; gradients come first. FLOPs as torch's fused optimizers.
 _MULTI_TENSOR = {
-    f"{package}::multi_tensor_{name}": _per_gradient(flops)
+    f"{package}::multi_tensor_{name}": _per_first_operand(flops)
     for package in ("apex", "transformer_engine")
     for name, flops in (("adam", 14), ("sgd", 6), ("l2norm", 2), ("scale", 1))
 }

@@ -56,8 +56,8 @@ _NEMOTRON_WITHOUT_GATE = ("sglang 0.5.14", "vllm 0.24.0")
 UNTUNED = "sglang_flashinfer_cutlass_moe"
 """FlashInfer's kernels on Hopper, in a campaign that does not run their tuner. No fit has them.
 
-Every tile of 128 x 16 results takes about 700 cycles for 64 elements along the inner size, as if no
-load overlapped another (`untuned_steps`).
+Every tile of 128 x 16 results takes 700 to 800 cycles for 64 elements along the inner size, as if
+no load overlapped another (`untuned_steps`).
 """
 
 _EVERY = 5  # the fit takes every fifth layer, which saves time

@@ -176,8 +176,8 @@ class _Quantisation:
 # The campaign times a quantisation with a given scale ("scale_matrix"), and one that finds its
 # scale: "compute_scale" is how much longer that takes. vLLM finds the scale of a row and quantises
 # it in one kernel, which reads the row twice; TensorRT-LLM's kernel for the scale of a tensor runs
-# before the other. SGLang's quantisation with a given scale are torch's division, clamp, conversion
-# and copy, in float32.
+# before the other. SGLang quantises with a given scale by four operators of torch in float32:
+# division, clamp, conversion and copy.
 _QUANTISATIONS = (
     _Quantisation("trtllm", "quantise a tensor", ("scale_matrix",), (3,), 3),
     _Quantisation("trtllm", "scale of a tensor", ("compute_scale",), (2,), 2),
@@ -212,7 +212,7 @@ def quantisation_cases(
         of_kernels = medians.filter(
             pl.col("framework") == kernels.framework, pl.col("op").is_in(kernels.rows)
         )
-        # A difference of 0 was measured as negative, and is no row.
+        # Negative differences are 0 in the campaign, and the table omits rows of 0.
         complete = pl.col("op").n_unique() == len(kernels.rows)
         sums = of_kernels.group_by("gpu", "m", "k").agg(pl.col("time_us").sum(), complete=complete)
         times = sums.filter("complete").sort("gpu", "m", "k")

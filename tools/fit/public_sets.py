@@ -25,9 +25,9 @@ What a row times:
   latent_prefill.parquet  latent attention over whole prompts, causal, with its write to a cache;
                       TensorRT-LLM's kernels multiply heads of 192 and 128 and also rotate the
                       positions, SGLang's FlashAttention and Triton multiply latent vectors.
-  quantisation.parquet  the kernels that quantise, of each framework and each timed separately:
+  quantisation.parquet  the kernels of each framework that quantise:
                       "scale_matrix", m x k elements of 16 bits to 8 with a given scale, and
-                      "compute_scale", the time to find the scale.
+                      "compute_scale", how much longer a quantisation takes that finds its scale.
   vector.parquet      fp32 operators of PyTorch 2.1 with TF32 off, one kernel each.
 """
 
