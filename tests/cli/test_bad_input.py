@@ -226,6 +226,15 @@ def test_no_command_writes_over_its_input(traces, tmp_path):
             ("'no'",),
         ),
         (("export", "llmservingsim", "-o", "w", "--link-gb-per-s", "inf"), "number-not-finite", ()),
+        (("export", "astra-sim", "-o", "w", "--kv-bytes", "8"), "disaggregated-kv-bytes", ()),
+        (
+            ("export", "astra-sim", "-o", "w", "--decode", "no.et", "--kv-bytes", "8"),
+            *("usage-invalid-value", ("'no.et'",)),
+        ),
+        (
+            ("export", "astra-sim", "-o", "w", "--kv-bytes", "0"),
+            *("usage-invalid-value", ("'--kv-bytes'",)),
+        ),
         (("export", "simai", "-o", "w", "--schedule", "1f1b"), "simai-no-pipeline", ()),
         (("annotate", "--target", "H100", "--explain", "-1"), "usage-invalid-value", ("-1",)),
         (

@@ -51,9 +51,10 @@ class AttentionWaves:
 
     Its kernel is torch's FlashAttention 2. The kernels of other engines divide it differently.
 
-    A decode has a thread block for each sequence and key-value head (torch's `num_splits_heuristic`
-    for few of them). On an H100, 40 decodes of a Llama-8B at 6,000 tokens take 2.3 times as long as
-    24: their last wave has 56 of 264 blocks.
+    A decode has a thread block for each sequence and key-value head. With few of them, the kernel
+    also divides the keys (`num_splits_heuristic` in torch's `flash_attn/flash_api.cpp`). On an
+    H100, 40 decodes of a Llama-8B at 6,000 tokens take 2.3 times as long as 24: their last wave has
+    56 of 264 blocks.
 
     Attributes:
         decodes: decoding sequences whose thread blocks occupy the GPU once.

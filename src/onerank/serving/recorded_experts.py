@@ -2,8 +2,8 @@
 
 `vllm::moe_forward` and its counterpart in SGLang name a layer, and Triton kernels that they launch
 run the experts. Operands show the tokens; the model's configuration and the parallel size show the
-rest. An operator of their own that has the weights, such as `vllm::inplace_fused_experts`, owns its
-kernels, and `engine_operators` has its formula.
+rest. An operator that takes the weights as operands, such as `vllm::inplace_fused_experts`, has a
+formula in `engine_operators`.
 """
 
 import re
