@@ -493,6 +493,12 @@ MOE = {
     [
         ("vllm::moe_forward", {}, True),
         ("sglang::moe_forward_piecewise_cuda_graph_impl", {}, True),
+        # A configuration may have the dtype outside its `text_config`.
+        (
+            "vllm::moe_forward",
+            {"text_config": {k: v for k, v in MOE.items() if k != "dtype"}},
+            True,
+        ),
         ("vllm::moe_forward", {"quantization_config": {"quant_method": "fp8"}}, False),
         ("vllm::moe_forward", {"hidden_size": 128}, False),
         ("vllm::moe_forward", None, False),

@@ -70,7 +70,8 @@ class ExpertLayer:
         )  # fmt: skip
         inner = text.get("moe_intermediate_size") or text.get("intermediate_size")
         sizes = (text.get("num_experts_per_tok"), experts, text.get("hidden_size"), inner)
-        dtype = text.get("dtype") or text.get("torch_dtype") or config.get("torch_dtype")
+        named = (of.get(name) for of in (text, config) for name in ("dtype", "torch_dtype"))
+        dtype = next(filter(None, named), None)
         item_bytes = _ITEM_BYTES.get(str(dtype))
         known = [size for size in sizes if isinstance(size, int) and size > 0]
         if quantised or len(known) < len(sizes) or item_bytes is None or tp is None:
