@@ -1,8 +1,7 @@
 """Options of a capture, each declared once: for Python, the command line and its reference page.
 
-A field made by `_option` is also an option of `capture run` and `capture verify`. Its metadata is
-plain data, which `onerank.cli.dataclass_to_click` turns into click's terms. This module imports
-neither click nor torch, because the command line reads the declarations to print help.
+A field made by `option` is also an option of `capture run` and `capture verify`. This module
+imports neither click nor torch, because the command line reads the declarations to print help.
 """
 
 import math
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from onerank.capture.profiling.window_plan import StepChoice, WindowPlan
+from onerank.option_fields import option
 
 if TYPE_CHECKING:
     from onerank.capture.collective_kernels import CollectiveEmulation
@@ -34,18 +34,6 @@ _SIZE: Mapping[str, Any] = {"minimum": 1}
 _MOST_RANKS_PER_NODE = 8
 
 
-def _option(
-    help: str,  # noqa: A002
-    *names: str,
-    heading: str,
-    default: Any,
-    **settings: Any,
-) -> Any:
-    """Return a field that is an option; arguments as for `option` in `dataclass_to_click`."""
-    spec = {"help": help, "names": names, "heading": heading, **settings}
-    return field(default=default, metadata=spec)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """The job that a script belongs to, and what to capture of it.
@@ -61,57 +49,57 @@ class Options:
         recorded_steps: successive steps to record, of a training script without a device.
     """
 
-    torchrun: bool | None = _option(
+    torchrun: bool | None = option(
         "Whether SCRIPT distributes itself: it then runs as torchrun would start it, and is not "
         "sliced.  [default: whether it creates a process group before it trains]",
         "--torchrun/--no-torchrun",
         heading=SCRIPT,
         default=None,
     )
-    nproc_per_node: int | None = _option(
+    nproc_per_node: int | None = option(
         "Ranks per node, for a script that distributes itself.  [default: the largest divisor of "
         "the world up to 8]",
         heading=SCRIPT,
         default=None,
         **_SIZE,
     )
-    true_local_rank: bool = _option(
+    true_local_rank: bool = option(
         "Set LOCAL_RANK to the rank's index on its node, for such a script.  [default: 0]",
         heading=SCRIPT,
         default=False,
     )
-    tp: int = _option("Tensor-parallel size.", heading=JOB, default=1, **_SIZE)
-    sp: bool = _option(
+    tp: int = option("Tensor-parallel size.", heading=JOB, default=1, **_SIZE)
+    sp: bool = option(
         "Sequence parallelism as in Megatron-LM; needs --tp.", heading=JOB, default=False
     )
-    tp_style: Literal["megatron", "hf"] = _option(
+    tp_style: Literal["megatron", "hf"] = option(
         "Where collectives are issued: as in Megatron-LM, or as in transformers.",
         heading=JOB,
         default="megatron",
         show_default=True,
     )
-    sharding_plan: "Path | ShardingPlan | None" = _option(
+    sharding_plan: "Path | ShardingPlan | None" = option(
         "Plan file (TOML): how to slice a model class that the script defines.",
         heading=JOB,
         default=None,
         input_file=True,
     )
-    cp: int = _option("Context-parallel size.", heading=JOB, default=1, **_SIZE)
-    cp_comm: Literal["all_gather", "p2p"] = _option(
+    cp: int = option("Context-parallel size.", heading=JOB, default=1, **_SIZE)
+    cp_comm: Literal["all_gather", "p2p"] = option(
         "Exchange of keys and values under --cp: all-gather, or send and receive in a ring.",
         heading=JOB,
         default="all_gather",
         show_default=True,
     )
-    pp: int = _option("Pipeline-parallel size.", heading=JOB, default=1, **_SIZE)
-    pp_layers: tuple[int, ...] = _option(
+    pp: int = option("Pipeline-parallel size.", heading=JOB, default=1, **_SIZE)
+    pp_layers: tuple[int, ...] = option(
         "Layers of each stage, such as 8,8,7,7.  [default: even]",
         heading=JOB,
         default=(),
         metavar="N,N[,...]",
     )
-    ep: int = _option("Expert-parallel size; divides dp * cp.", heading=JOB, default=1, **_SIZE)
-    moe_routing: str = _option(
+    ep: int = option("Expert-parallel size; divides dp * cp.", heading=JOB, default=1, **_SIZE)
+    moe_routing: str = option(
         "Distribution of tokens over the experts of a sliced model: balanced, zipf:S (exponent), a "
         "FILE of tokens per expert (JSON or CSV, one line or one per layer), or model (the model's "
         "router).",
@@ -120,22 +108,22 @@ class Options:
         show_default=True,
         metavar="HOW",
     )
-    dp: int | None = _option(
+    dp: int | None = option(
         "Data-parallel size.  [default: the smallest for --ep]", heading=JOB, default=None, **_SIZE
     )
-    ddp: bool = _option(
+    ddp: bool = option(
         "All-reduce gradients between replicas.  [default for --dp]", heading=JOB, default=False
     )
-    fsdp: bool = _option(
+    fsdp: bool = option(
         "Shard parameters, gradients and optimizer states (FSDP2).", heading=JOB, default=False
     )
-    zero: int | None = _option(
+    zero: int | None = option(
         "Shard optimizer states (1), also gradients (2), or all (3, as --fsdp).",
         heading=JOB,
         default=None,
     )
-    rank: int = _option("Rank to capture.  [default: 0]", heading=CAPTURED, default=0, minimum=0)
-    steps: tuple[StepChoice, ...] | None = _option(
+    rank: int = option("Rank to capture.  [default: 0]", heading=CAPTURED, default=0, minimum=0)
+    steps: tuple[StepChoice, ...] | None = option(
         "Steps to capture of a script that infers, each a forward of its model: the first prefill "
         "or decode, in speculative decoding the first draft or verify, or forwards by number, from "
         "1. Several write NAME.STEP.et each.  [default: prefill,decode, or prefill,draft,verify, "
@@ -144,50 +132,50 @@ class Options:
         default=None,
         metavar="prefill|decode|draft|verify|N[,...]",
     )
-    step_of: str | None = _option(
+    step_of: str | None = option(
         "The method whose calls are the steps, instead of the forward of a model: of an engine's "
         "runner, or of a model in a script that trains. --steps selects calls.",
         heading=CAPTURED,
         default=None,
         metavar="CLASS.METHOD",
     )
-    record_real_job: bool = _option(
+    record_real_job: bool = option(
         "Capture a real job: torchrun -m onerank capture run --record-real-job ... communicates, "
         "and writes a trace.RANK.et on each rank, to compare slices with.",
         heading=CAPTURED,
         default=False,
     )
-    device: Literal["none"] | None = _option(
+    device: Literal["none"] | None = option(
         "none: run the script on shapes alone, on no device: operators, collectives and memory, "
         "no times.  [default: the device that the script chooses]",
         heading=CAPTURED,
         default=None,
     )
-    like: str = _option(
+    like: str = option(
         "With --device none: the GPU that the script sees, a name of `onerank gpus` or a file.",
         heading=CAPTURED,
         default="H100",
         show_default=True,
         metavar="GPU",
     )
-    network: Path | None = _option(
+    network: Path | None = option(
         "On CUDA, occupy the GPU for each collective as long as this network takes (TOML: "
         "[default], [group.NAME], [size.N] with busbw_gb_per_s and latency_us; node_size).",
         heading=COMMUNICATION,
         default=None,
     )
-    busbw_gb_s: float | None = _option(
+    busbw_gb_s: float | None = option(
         "The same with a single bus bandwidth, in gigabytes per second.",
         heading=COMMUNICATION,
         default=None,
         metavar="GB/S",
     )
-    collective_kernels: Literal["on", "off"] | None = _option(
+    collective_kernels: Literal["on", "off"] | None = option(
         "Whether a kernel occupies the GPU for each collective.  [default: on with a network]",
         heading=COMMUNICATION,
         default=None,
     )
-    raw_dir: Path | None = _option(
+    raw_dir: Path | None = option(
         "Keep the raw Kineto and execution traces in this directory.",
         heading=OUTPUT,
         default=None,
@@ -281,21 +269,21 @@ CompileMode = Literal["default", "reduce-overhead", "max-autotune"]
 class SeveralCaptures:
     """Captures of one script in turn, each in a separate process."""
 
-    ranks: tuple[int, ...] | Literal["distinct"] | None = _option(
+    ranks: tuple[int, ...] | Literal["distinct"] | None = option(
         "Capture one rank of each class of equivalent ranks, or these ranks, in turn, each in a "
         "separate process, and write NAME.RANK.et for each.",
         heading=CAPTURED,
         default=None,
         metavar="distinct|R,R[,...]",
     )
-    capture_layers: tuple[int, ...] | None = _option(
+    capture_layers: tuple[int, ...] | None = option(
         "Build a Hugging Face model with each of these numbers of layers in turn, capture it, and "
         "extrapolate to its full depth. With --pp: layers of the captured stage.",
         heading=CAPTURED,
         default=None,
         metavar="N,N[,...]",
     )
-    compile: CompileMode | None = _option(
+    compile: CompileMode | None = option(
         "Capture the step eager (NAME.eager.et next to the output), then under torch.compile in "
         "this mode, and report the gain of each sub-module.",
         heading=CAPTURED,

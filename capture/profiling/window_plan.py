@@ -4,8 +4,10 @@ This module does not import torch: the command line reads the options from it to
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
-from typing import Literal
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from onerank.option_fields import option
 
 MODULES = HOST = 3
 """Steps of the module and host windows: three is the least whose median is not an extreme."""
@@ -16,7 +18,7 @@ StepChoice = int | Literal["prefill", "decode", "draft", "verify"]
 """A step of a script that infers: the first of a kind, or a forward by number."""
 
 
-_STEPS = {"heading": "How a step is measured", "minimum": 1, "show_default": True}
+_STEPS: Any = {"heading": "How a step is measured", "minimum": 1, "show_default": True}
 
 
 @dataclass(frozen=True)
@@ -34,30 +36,19 @@ class WindowPlan:
             would stop at a different step.
     """
 
-    warm_up: int = field(
+    warm_up: int = option(
+        "Steps before anything is measured; on a GPU at least, until times settle.",
         default=3,
-        metadata={
-            "help": "Steps before anything is measured; on a GPU at least, until times settle.",
-            **_STEPS,
-        },
+        **_STEPS,
     )
-    timed_steps: int = field(
-        default=5,
-        metadata={
-            "help": "Steps timed without a profiler: the step time.",
-            **_STEPS,
-        },
-    )
-    repeat: int = field(
+    timed_steps: int = option("Steps timed without a profiler: the step time.", default=5, **_STEPS)
+    repeat: int = option(
+        "Profiled steps; each node gets the median of its durations, and their spread.",
         default=1,
-        metadata={
-            "help": "Profiled steps; each node gets the median of its durations, and their spread.",
-            **_STEPS,
-        },
+        **_STEPS,
     )
-    optimizer_steps: int = field(
-        default=1,
-        metadata={"help": "Steps of the first optimizer that make one step.", **_STEPS},
+    optimizer_steps: int = option(
+        "Steps of the first optimizer that make one step.", default=1, **_STEPS
     )
     settle: bool = True
 
@@ -76,7 +67,7 @@ def more_steps(plan: WindowPlan, *counts: str) -> str:
             step are not named.
     """
     options = [
-        spec.metadata.get("names", (f"--{spec.name.replace('_', '-')}",))[0]
+        f"--{spec.name.replace('_', '-')}"
         for spec in fields(plan)
         if spec.name in counts and getattr(plan, spec.name) > 1
     ]

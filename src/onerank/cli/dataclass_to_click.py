@@ -8,8 +8,8 @@ for help, and `tools/generate_reference.py` writes the reference page from them.
 
 The dataclass stands where it is used. The options of a capture are declared in
 `onerank.capture.options`, those of exports to simulators of serving in
-`onerank.serving.simulator_options`. These modules do not import click; their metadata is plain data
-with the names of `OptionSpec`.
+`onerank.serving.simulator_options`. These modules do not import click: the
+functions of `onerank.option_fields` keep plain data, with the names of `OptionSpec`.
 """
 
 import dataclasses
@@ -174,42 +174,6 @@ class DeclaredOption:
         elif not keywords.get("multiple"):
             keywords["default"] = self.default
         return keywords
-
-
-def option(
-    help: str,  # noqa: A002
-    *names: str,
-    heading: str = "Options",
-    default: Any = dataclasses.MISSING,
-    type: Any = None,  # noqa: A002
-    **settings: Any,
-) -> Any:
-    """Return a dataclass field that is a command-line option.
-
-    Args:
-        help: what the option decides.
-        names: spellings in place of `--field-name`.
-        heading: its section of the help.
-        default: value if the option is absent; without one it is required.
-        type: click's type, where the field's type does not say enough.
-        settings: further keywords of `click.option`, such as metavar.
-    """
-    spec = {"help": help, "names": names, "heading": heading, "type": type, **settings}
-    return dataclasses.field(default=default, metadata=spec)
-
-
-def shared_option(kind: type, name: str, *, required: bool = False, **changes: Any) -> Any:
-    """Return a dataclass field that is an option of another command as well.
-
-    Args:
-        kind: dataclass that declares the option.
-        name: its field.
-        required: whether the option loses its default.
-        changes: metadata that differs, such as help.
-    """
-    declared = next(field for field in dataclasses.fields(kind) if field.name == name)
-    default = dataclasses.MISSING if required else declared.default
-    return dataclasses.field(default=default, metadata={**declared.metadata, **changes})
 
 
 def declared_options(*kinds: type) -> Iterator[DeclaredOption]:

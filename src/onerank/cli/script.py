@@ -19,8 +19,9 @@ import click
 
 from onerank.capture.options import SCRIPT, Options
 from onerank.cli.common import UsageError
-from onerank.cli.dataclass_to_click import Command, SectionedCommand, option, with_options
+from onerank.cli.dataclass_to_click import Command, SectionedCommand, with_options
 from onerank.cli.terminal import visible
+from onerank.option_fields import option
 
 
 def script_of(module: str) -> tuple[Path, str]:

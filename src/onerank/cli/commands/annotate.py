@@ -23,7 +23,6 @@ from onerank.cli.dataclass_to_click import (
     SectionedCommand,
     declared_options,
     headings,
-    option,
     with_options,
 )
 from onerank.cli.terminal import (
@@ -37,6 +36,7 @@ from onerank.cli.terminal import (
     table,
 )
 from onerank.display import flops, size, time
+from onerank.option_fields import option
 
 if TYPE_CHECKING:
     from onerank.analysis.step_time import StepBreakdown, StepChange

@@ -24,9 +24,10 @@ from onerank.cli.common import (
     keep_inputs,
     reports_errors,
 )
-from onerank.cli.dataclass_to_click import SectionedGroup, option, with_options
+from onerank.cli.dataclass_to_click import SectionedGroup, with_options
 from onerank.cli.terminal import advancing, counted, lines, print_json, table
 from onerank.display import time
+from onerank.option_fields import option
 
 if TYPE_CHECKING:
     import polars

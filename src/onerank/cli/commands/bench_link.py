@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import click
 
 from onerank.cli.common import OUTPUT, UsageError, as_json, reports_errors
-from onerank.cli.dataclass_to_click import option, with_options
+from onerank.cli.dataclass_to_click import with_options
 from onerank.cli.terminal import advancing, lines, print_json, table
+from onerank.option_fields import option
 
 if TYPE_CHECKING:
     from onerank.capture.bench.measure_link import MeasuredLink

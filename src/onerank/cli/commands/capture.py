@@ -22,10 +22,11 @@ from onerank.cli.common import (
     keep_inputs,
     reports_errors,
 )
-from onerank.cli.dataclass_to_click import SectionedGroup, headings, option, with_options
+from onerank.cli.dataclass_to_click import SectionedGroup, headings, with_options
 from onerank.cli.script import ScriptCommand, ScriptOptions, job_options, script_streams
 from onerank.cli.terminal import counted, lines, print_json, say, table
 from onerank.display import size, time
+from onerank.option_fields import option
 
 if TYPE_CHECKING:
     from onerank.analysis.summary import RankSummary

@@ -16,9 +16,10 @@ from onerank.cli.common import (
     read_trace,
     reports_errors,
 )
-from onerank.cli.dataclass_to_click import option, with_options
+from onerank.cli.dataclass_to_click import with_options
 from onerank.cli.terminal import lines, print_json
 from onerank.display import size, time
+from onerank.option_fields import option
 
 if TYPE_CHECKING:
     from onerank.ir import Graph

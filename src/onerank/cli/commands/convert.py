@@ -20,9 +20,10 @@ from onerank.cli.common import (
     repeat_notes,
     reports_errors,
 )
-from onerank.cli.dataclass_to_click import SIZE, SectionedCommand, headings, option, with_options
+from onerank.cli.dataclass_to_click import SIZE, SectionedCommand, headings, with_options
 from onerank.cli.terminal import counted, lines, print_json, say, short_kernel, table
 from onerank.display import size, time
+from onerank.option_fields import option
 
 if TYPE_CHECKING:
     from onerank.converters.sources.kineto import Conversion

@@ -26,12 +26,12 @@ from onerank.cli.dataclass_to_click import (
     SectionedCommand,
     SectionedGroup,
     headings,
-    option,
     with_options,
 )
 from onerank.cli.terminal import counted, counting_files, lines, print_json, rank_list, say, table
 from onerank.display import size, time
 from onerank.export import Granularity
+from onerank.option_fields import option
 
 if TYPE_CHECKING:
     from onerank.converters.targets.astra_sim.check import Finding

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 import click
 
 from onerank.cli.common import GIGABYTES, TRACE, as_json, read_trace, reports_errors
-from onerank.cli.dataclass_to_click import SIZE, option, with_options
+from onerank.cli.dataclass_to_click import SIZE, with_options
 from onerank.cli.terminal import amount, lines, print_json, table
 from onerank.display import joules, size, time
+from onerank.option_fields import option
 
 if TYPE_CHECKING:
     from onerank.annotate.cost import CostReport

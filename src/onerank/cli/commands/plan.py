@@ -22,9 +22,10 @@ from onerank.cli.common import (
     as_json,
     reports_errors,
 )
-from onerank.cli.dataclass_to_click import SIZE, option, with_options
+from onerank.cli.dataclass_to_click import SIZE, with_options
 from onerank.cli.terminal import advancing_parts, counted, lines, print_json, table
 from onerank.display import size
+from onerank.option_fields import option
 
 if TYPE_CHECKING:
     from onerank.ir.notes import Note

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from onerank.cli.common import GB_PER_S, OUTPUT, UsageError, as_json, keep_inputs, reports_errors
-from onerank.cli.dataclass_to_click import SIZE, SectionedCommand, headings, option, with_options
+from onerank.cli.dataclass_to_click import SIZE, SectionedCommand, headings, with_options
 from onerank.cli.terminal import evidence, print_json, table
 from onerank.display import time
+from onerank.option_fields import option
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

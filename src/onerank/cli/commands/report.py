@@ -15,9 +15,10 @@ from onerank.cli.common import (
     keep_inputs,
     reports_errors,
 )
-from onerank.cli.dataclass_to_click import option, with_options
+from onerank.cli.dataclass_to_click import with_options
 from onerank.cli.terminal import say
 from onerank.display import size, time
+from onerank.option_fields import option
 
 if TYPE_CHECKING:
     from onerank.analysis.step_time import Replay

@@ -19,15 +19,10 @@ from onerank.cli.common import (
     ends_despite_threads,
     reports_errors,
 )
-from onerank.cli.dataclass_to_click import (
-    SectionedCommand,
-    headings,
-    option,
-    shared_option,
-    with_options,
-)
+from onerank.cli.dataclass_to_click import SectionedCommand, headings, with_options
 from onerank.cli.script import ScriptCommand, script_streams
 from onerank.cli.terminal import advancing_parts, lines, print_json
+from onerank.option_fields import option, shared_option
 from onerank.serving.simulator_options import (
     AiconfiguratorOptions,
     LinkedSimulatorOptions,

@@ -19,10 +19,11 @@ from onerank.cli.common import (
     read_trace,
     reports_errors,
 )
-from onerank.cli.dataclass_to_click import option, with_options
+from onerank.cli.dataclass_to_click import with_options
 from onerank.cli.terminal import MODULE_ROWS, counted, lines, print_json, say, short_kernel, table
 from onerank.display import flops, size, time
 from onerank.export import Granularity
+from onerank.option_fields import option
 
 if TYPE_CHECKING:
     from onerank.analysis.breakdown import BreakdownRow
