@@ -168,6 +168,27 @@ def test_an_error_of_the_script_keeps_its_code_and_traceback(tmp_path):
     assert last.read_text()
 
 
+WRAPPED = """
+def load():
+    try:
+        {}["tokens"]
+    except KeyError as error:
+        raise ValueError("no data") from error
+load()
+"""
+
+
+def test_an_error_that_the_script_wraps_is_named_and_in_the_traceback(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(WRAPPED)
+    with raises_code("script-raised", ScriptError) as error:
+        call(onerank.capture.run, script, torchrun=False)
+    assert "KeyError: 'tokens'" in str(error.value)
+    causes, _, own = error.value.script_traceback.partition("direct cause")
+    assert "line 4, in load" in causes
+    assert "line 7, in <module>" in own
+
+
 def test_an_unknown_option_of_a_capture_is_named(tmp_path):
     with pytest.raises(TypeError, match="tensor_parallel"):
         onerank.capture.run(tmp_path / "train.py", tensor_parallel=2)

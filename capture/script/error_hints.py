@@ -103,7 +103,18 @@ def explained(
     hint = (fsdp_shards and _fsdp_hint(error, script)) or (
         partial_sequence and _sequence_hint(error, script)
     )
-    return hint or FailureReason(text, "script-raised")
+    return hint or FailureReason(text + _first_cause(error), "script-raised")
+
+
+def _first_cause(error: BaseException) -> str:
+    """Return a line on the error that a library wrapped in this one; "" if it wrapped none."""
+    # Megatron-LM raises "MockGPTDataset failed to build" from the missing module that it needs.
+    cause = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    if cause is error:
+        return ""
+    return f"\n  caused by {type(cause).__name__}: {first_line(cause)}"
 
 
 def _fsdp_hint(error: BaseException, script: Path) -> FailureReason | None:

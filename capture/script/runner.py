@@ -400,14 +400,31 @@ def _steps(count: int) -> str:
 
 
 def _own_traceback(error: BaseException, script: Path) -> str:
-    """Format the traceback from the script's first frame on."""
+    """Format the traceback from the script's first frame on, after those of its causes."""
     name = str(script)
     frames = traceback.extract_tb(error.__traceback__)
     first = next((i for i, frame in enumerate(frames) if frame.filename == name), len(frames))
     lines = ["Traceback (most recent call last):\n"] if first < len(frames) else []
     lines += traceback.format_list(f for f in frames[first:] if f.filename != __file__)
     lines += traceback.format_exception_only(error)
-    return "".join(lines)
+    return _causes(error) + "".join(lines)
+
+
+def _causes(error: BaseException) -> str:
+    """Format the exceptions that led to another one, as Python prints them; "" for none."""
+    # A library often wraps an error in one of its own, whose text does not name the cause.
+    if error.__cause__ is not None:
+        cause, relation = error.__cause__, "direct cause of the following exception"
+    elif error.__context__ is not None and not error.__suppress_context__:
+        cause, relation = error.__context__, None
+    else:
+        return ""
+    joint = (
+        f"The above exception was the {relation}:"
+        if relation
+        else "During handling of the above exception, another exception occurred:"
+    )
+    return "".join(traceback.format_exception(cause)) + f"\n{joint}\n\n"
 
 
 @contextlib.contextmanager
