@@ -91,9 +91,22 @@ def as_subclass(tensor: Tensor, kind: type[Tensor]) -> Tensor:
         return alias
     if kind not in _COMBINED:
         bases: Any = (kind, FakeTensor)
-        _COMBINED[kind] = type(kind.__name__, bases, {})
+        _COMBINED[kind] = _equal_to(kind)(kind.__name__, bases, {})
     alias.__class__ = _COMBINED[kind]
     return alias
+
+
+def _equal_to(kind: type[Tensor]) -> Any:
+    """Return a metaclass whose classes are equal to a subclass of tensors, such as for a dict."""
+    # nanotron asserts `type(parameter) == NanotronParameter`; others choose a handler by a class.
+
+    def equals(cls: type, other: object) -> bool:
+        return other is cls or other is kind
+
+    def hash_of_kind(_: type) -> int:
+        return hash(kind)
+
+    return type("Meta", (type(kind),), {"__eq__": equals, "__hash__": hash_of_kind})
 
 
 def is_combined(tensor: object) -> bool:

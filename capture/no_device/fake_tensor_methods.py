@@ -34,6 +34,9 @@ def creates_parameter(fake: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
             # A module that moves makes one of a parameter of a subclass, whose `detach` has
             # not its class (bitsandbytes' `Params4bit`). On a GPU it sets the data instead.
             data = as_subclass(data.detach(), Tensor)
+        if cls is not nn.Parameter and type(data) is FakeTensor:
+            # torch keeps the class of a tensor's subclass, which a fake one is, and drops `cls`.
+            return as_subclass(data.detach(), cls).requires_grad_(requires_grad)
         return new_parameter(cls, data, requires_grad)
 
     return parameter
