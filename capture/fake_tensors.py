@@ -25,15 +25,16 @@ tokens."""
 
 _KNOWN_FLOATS = 1 << 16  # of tensors of floats; no script decides by larger ones
 
-# Routers mark the experts of each token: 16,384 tokens and 256 experts.
-_KNOWN_BOOLS = 1 << 22
+MOST_KNOWN_BOOLS = 1 << 22
+"""Largest tensor of bools whose numbers are kept. Routers mark the experts of each token: 16,384
+tokens and 256 experts."""
 
 
 def is_small(tensor: Tensor) -> bool:
     """Return whether the numbers of a tensor may be kept."""
     if tensor.dtype.is_floating_point:
         return tensor.numel() <= _KNOWN_FLOATS
-    return tensor.numel() <= (_KNOWN_BOOLS if tensor.dtype == torch.bool else KNOWN_ELEMENTS)
+    return tensor.numel() <= (MOST_KNOWN_BOOLS if tensor.dtype == torch.bool else KNOWN_ELEMENTS)
 
 
 _ZERO = "_onerank_zero"

@@ -211,6 +211,7 @@ class EmulatedProcess:
         return [
             *self.values.notes(),
             *self._routers.notes(),
+            *self.operators.zero_patterns.notes(),
             *self.operators.block_masks.notes(),
             *self.inductor.notes(),
             *self._files.notes(),

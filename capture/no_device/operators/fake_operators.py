@@ -49,6 +49,7 @@ from onerank.capture.no_device.operators.operator_calls import (
 )
 from onerank.capture.no_device.operators.router_choices import RouterChoices
 from onerank.capture.no_device.operators.triton_kernels import WRAPPED, KernelLaunch, wrapped_launch
+from onerank.capture.no_device.operators.zero_patterns import ZeroPatterns
 from onerank.capture.no_device.tensor_values import (
     Known,
     Storages,
@@ -107,6 +108,7 @@ class FakeOperators(TorchDispatchMode):
         workspaces: memory that cuBLAS would keep.
         describe: describes operands for the log.
         block_masks: counts what flex attention computes.
+        zero_patterns: which elements of tensors with unknown numbers are zero.
     """
 
     supports_higher_order_operators = True
@@ -139,6 +141,7 @@ class FakeOperators(TorchDispatchMode):
         self._collectives = collectives
         self.storages = Storages(log)
         self.known = Known(self.storages)
+        self.zero_patterns = ZeroPatterns(self.known, self.storages, unknown)
         self._results = KnownResults(self.known, unknown, routers)
         self.workspaces = Workspaces(log, workspace_bytes)
         self.describe = Describer(self.storages.number)
@@ -253,7 +256,7 @@ class FakeOperators(TorchDispatchMode):
         if event is not None and not schema.is_view:
             event.inputs = self.describe(call.operands)
         try:
-            result = call.args[0] if in_place else self._run(call)
+            result = self._write_in_place(call) if in_place else self._run(call)
             del prepared
             outputs = [*tensors_in((result,))]
             # An operator on empty tensors launches nothing.
@@ -322,6 +325,17 @@ class FakeOperators(TorchDispatchMode):
         holders = 2  # the tensor, and the Python object of its storage
         return _torch._C._storage_Use_Count(storage._cdata) <= holders
 
+    def _write_in_place(self, call: OperatorCall) -> Any:
+        """Return the first operand of an operator that autograd runs in place."""
+        self._forget_numbers(call.args[0])
+        return call.args[0]
+
+    def _forget_numbers(self, written: Tensor) -> None:
+        """Forget what is known of a tensor's numbers, which an operator or a kernel wrote."""
+        self.known.spoil(written)
+        self.zero_patterns.forget(written)
+        mark_written(written, zero=False)
+
     def begin_function(self, name: str) -> RecordedEvent | None:
         """Begin the forward of an autograd function, with the number that its node will get."""
         if self._emulating or not self._log.recording:
@@ -342,8 +356,7 @@ class FakeOperators(TorchDispatchMode):
             self._log.end(event)
         # Without an analysis of its source, it may write each of its tensors.
         for tensor in launch.writes or launch.tensors:
-            self.known.spoil(tensor)
-            mark_written(tensor, zero=False)
+            self._forget_numbers(tensor)
 
     def launch_generated(
         self, name: str, reads: Sequence[Shaped], writes: Sequence[Shaped], flops: int
@@ -364,8 +377,7 @@ class FakeOperators(TorchDispatchMode):
             self._log.end(event)
         for written in writes:
             # Its numbers are known so far: those of `empty_strided`, which count as zeros.
-            self.known.spoil(written.storage)
-            mark_written(written.storage, zero=False)
+            self._forget_numbers(written.storage)
 
     def _begin(self, name: str) -> RecordedEvent | None:
         if self._emulating or not self._log.recording:
@@ -406,6 +418,9 @@ class FakeOperators(TorchDispatchMode):
 
     def _run(self, call: OperatorCall) -> Any:
         schema = call.schema
+        if schema.communicates:
+            for tensor in call.tensors:
+                self.zero_patterns.forget(tensor)
         if schema.namespace == "c10d":
             return self._emulate(self._collectives[schema.base], call)
         if schema.namespace.startswith(FUNCTIONAL):
@@ -419,6 +434,9 @@ class FakeOperators(TorchDispatchMode):
             with self:
                 return call.func._op_dk(_CUDA, *call.args, **call.kwargs)
         numbers = self._results.numbers(call)
+        if numbers is None:
+            numbers = self.zero_patterns.numbers(call)
+        masks = self.zero_patterns.of_results(call) if numbers is None else None
         result = self._run_parts(call) if schema.is_composite else _FAILED
         # Without results no shape is needed: not all fused optimizers have a fake implementation.
         if result is _FAILED:
@@ -430,6 +448,7 @@ class FakeOperators(TorchDispatchMode):
             for tensor in call.written():
                 self.known.spoil(tensor)
                 mark_written(tensor, zero=schema.base in _ZEROS)
+        self.zero_patterns.follow(call, result, masks)
         return result
 
     def _run_on_shapes(self, call: OperatorCall, numbers: Any) -> Any:

@@ -722,6 +722,70 @@ def test_a_choice_of_experts_needs_one_distribution_of_these_experts(routing, tm
     assert not (tmp_path / "trace.et").exists()
 
 
+GATED = """
+    import torch
+    from torch import nn
+    experts = nn.ModuleList(nn.Linear(32, 32, bias=False, device="cuda") for _ in range(4))
+    gate = nn.Linear(32, 4, device="cuda")
+    optimizer = torch.optim.SGD([*experts.parameters(), *gate.parameters()], lr=0.1)
+    tokens = {tokens}
+    rows, four = torch.arange(tokens, device="cuda")[:, None], torch.arange(4, device="cuda")
+    for step in range(5):
+        x = torch.randn(tokens, 32, device="cuda")
+        scores = gate(x)
+        weights, chosen = scores.topk(2, dim=-1)
+        gates = {gates}
+        gates = gates / gates.sum(-1, keepdim=True)
+        places = {places}
+        parts = [e(p) for e, p in zip(experts, x[places].split((gates > 0).sum(0).tolist()))]
+        mixed = torch.cat(parts) * gates.t()[gates.t() > 0][:, None]
+        y = torch.zeros_like(x).index_add(0, places, mixed)
+        y.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+SCATTERED = "torch.zeros_like(scores).scatter(1, chosen, weights.softmax(-1))"
+ONE_HOT = "(nn.functional.one_hot(chosen, 4) * weights.softmax(-1)[..., None]).sum(1)"
+INDEXED = "torch.zeros_like(scores).index_put((rows, chosen), weights)"
+MASKED = "scores.softmax(-1).masked_fill((chosen[..., None] != four).all(1), 0)"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "gates", "places"),
+    [
+        (120, SCATTERED, "gates.nonzero()[gates.nonzero()[:, 1].argsort(), 0]"),
+        (120, SCATTERED, "torch.where(gates.t())[1]"),
+        # Too many for their numbers to be kept, if they were known.
+        (32768, SCATTERED, "torch.where(gates.t() != 0)[1]"),
+        (120, ONE_HOT, "torch.where(gates.t().bool())[1]"),
+        (120, INDEXED, "torch.where(~(gates.t() == 0))[1]"),
+        (120, MASKED, "gates.t().contiguous().nonzero(as_tuple=True)[1]"),
+    ],
+)
+def test_the_tokens_of_experts_are_those_with_weights_above_0(tokens, gates, places, tmp_path):
+    (tmp_path / "lines.csv").write_text("2,1,1,0\n")
+    text = GATED.format(tokens=tokens, gates=gates, places=places)
+    graph = captured(tmp_path, text, "--moe-routing", tmp_path / "lines.csv")
+    rows = [shapes[0][0] for shapes in shapes_of(graph, "aten::mm") if shapes[0][1:] == [32]]
+    assert [n for n in rows if n != 32] == [tokens, tokens // 2, tokens // 2, 0]
+    assert has_note(graph.job.measurement.notes, "no-device-nonzero-weights", "train.py:16")
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "zeros = torch.zeros_like(output); zeros[:, 0] += output[:, 0]; zeros.nonzero()",
+        "zeros = torch.zeros_like(output); zeros.copy_(output); zeros.nonzero()",
+        "torch.zeros_like(output).index_add(1, torch.arange(32).cuda(), output).nonzero()",
+        "(torch.zeros_like(output) < output).nonzero()",
+    ],
+)
+def test_zeros_that_unknown_numbers_overwrite_are_unknown(statement, tmp_path):
+    done = run(tmp_path, LINEAR.format(setup="", statement=statement))
+    assert done.returncode == 2
+    assert "error[no-device-value]" in done.stderr
+
+
 EXCHANGED = """
     import torch, torch.distributed as dist
     from torch import nn
