@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from onerank.capture.no_device.extensions.emulated_modules import Extension, Function, Launch
-from onerank.capture.no_device.extensions.transformer_engine import MULTI_TENSOR
 
 # Norms of apex ------------------------------------------------------------------------------------
 
@@ -141,6 +140,66 @@ def _scan_backward(launch: Launch, *args: Any) -> list[Tensor | None]:
     launch("selective_scan_bwd", [*args[:8], gradient, states, out], written)
     narrow = [each.to(like.dtype) for each, like in zip(wide, (b, c), strict=True)]
     return [*results, *narrow, *rest, *gated]
+
+
+# Optimizers and lists of tensors of apex ----------------------------------------------------------
+
+
+def multi_tensor_adam(
+    launch: Launch, chunk_size: int, noop: Tensor, lists: Sequence[Sequence[Tensor]], *_: Any
+) -> None:
+    """Update parameters and two moments from gradients; more lists are copies of the parameters."""
+    del chunk_size, noop
+    if lists[0]:
+        launch("multi_tensor_adam", list(lists[:4]), [t for each in lists[1:] for t in each])
+
+
+def multi_tensor_sgd(
+    launch: Launch, chunk_size: int, noop: Tensor, lists: Sequence[Sequence[Tensor]], *_: Any
+) -> None:
+    """Update parameters and momenta; a fourth list is a copy of the parameters."""
+    del chunk_size, noop
+    if lists[0]:
+        launch("multi_tensor_sgd", list(lists[:3]), [t for each in lists[1:] for t in each])
+
+
+def multi_tensor_l2norm(
+    launch: Launch,
+    chunk_size: int,
+    noop: Tensor,
+    lists: Sequence[Sequence[Tensor]],
+    per_tensor: bool | None = None,
+    *_: Any,
+) -> tuple[Tensor, Tensor]:
+    """Return the norm of all tensors, and of each if it is wanted."""
+    del chunk_size, noop
+    norm = torch.empty(1, dtype=torch.float32, device="cuda")
+    each = torch.empty(len(lists[0]) if per_tensor else 0, dtype=torch.float32, device="cuda")
+    if lists[0]:
+        launch("multi_tensor_l2norm", list(lists[:1]), [norm, *([each] if per_tensor else [])])
+    return norm, each
+
+
+def multi_tensor_scale(
+    launch: Launch, chunk_size: int, noop: Tensor, lists: Sequence[Sequence[Tensor]], *_: Any
+) -> None:
+    """Write a multiple of the first tensors into the second ones."""
+    del chunk_size, noop
+    if lists[0]:
+        launch("multi_tensor_scale", list(lists[:1]), list(lists[1]))
+
+
+MULTI_TENSOR: dict[str, Function] = {
+    "multi_tensor_adam": multi_tensor_adam,
+    "multi_tensor_adam_capturable": multi_tensor_adam,
+    "multi_tensor_adam_capturable_master": multi_tensor_adam,
+    "multi_tensor_sgd": multi_tensor_sgd,
+    "multi_tensor_l2norm": multi_tensor_l2norm,
+    "multi_tensor_unscale_l2norm": multi_tensor_l2norm,
+    "multi_tensor_scale": multi_tensor_scale,
+    "multi_tensor_scale_tensor": multi_tensor_scale,
+}
+"""Functions on lists of tensors, which DeepSpeed and TransformerEngine took over from apex."""
 
 
 EXTENSIONS = (
