@@ -222,6 +222,19 @@ class UnknownValues:
             code="no-device-extension",
         )
 
+    def refuse_library(self, name: str) -> NoReturn:
+        """Refuse to compile a C++ library that registers operators of torch.
+
+        Raises:
+            CaptureError: always; it names the library and the script's line.
+        """
+        raise CaptureError(
+            f"{self._places()}: {name} registers operators by C++ code, which is not compiled\n"
+            "  define them by torch.library, with register_fake, and their FLOPs by "
+            "onerank.register_operator_cost",
+            code="no-device-extension",
+        )
+
     def notes(self) -> list[Note]:
         """Return a note on the numbers that the script read, if any."""
         if not self._reads:

@@ -1,7 +1,6 @@
 """Provide the extensions that have counterparts, and let their packages import without a GPU."""
 
 import contextlib
-import os
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -17,6 +16,7 @@ from onerank.capture.no_device.extensions.transformer_engine import TRANSFORMER_
 from onerank.capture.no_device.operators.triton_kernels import KernelLaunch
 from onerank.capture.no_device.tensor_values import UnknownValues
 from onerank.capture.patches import after_import, patched, resolve
+from onerank.capture.script.runner import environment
 
 _EXTENSIONS = (
     TRANSFORMER_ENGINE,
@@ -70,7 +70,9 @@ def recorded_extensions(
 
         return patched(_TE_ATTENTION, {"get_attention_backend": get_attention_backend})
 
-    def compiled(name: str, *_: Any, **__: Any) -> Any:
+    def compiled(name: str, *_: Any, is_python_module: bool = True, **__: Any) -> Any:
+        if not is_python_module:
+            unknown.refuse_library(name)
         return extensions.module(name)
 
     def deepspeed() -> AbstractContextManager[None]:
@@ -83,23 +85,10 @@ def recorded_extensions(
     with (
         extensions.installed(),
         recorded_deep_gemm(record),
-        _environment(_WITHOUT_LIBRARIES, "1"),
+        environment({_WITHOUT_LIBRARIES: "1"}),
         after_import(_TE_LIBRARIES, transformer_engine),
         after_import(_TE_ATTENTION, te_attention),
         after_import(_JIT, lambda: patched(_JIT, {"load": compiled, "load_inline": compiled})),
         after_import(_DEEPSPEED, deepspeed),
     ):
         yield
-
-
-@contextlib.contextmanager
-def _environment(name: str, value: str) -> Generator[None]:
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = before

@@ -210,6 +210,16 @@ def test_another_function_of_an_extension_is_an_error(setup, statement, function
     assert not (tmp_path / "trace.et").exists()
 
 
+def test_a_library_that_registers_operators_is_refused(tmp_path):
+    setup = "from torch.utils import cpp_extension"
+    load = "cpp_extension.load(name='my_kernels', sources=['k.cpp'], is_python_module=False)"
+    done = run(tmp_path, script(setup, load))
+    assert done.returncode == 2
+    assert "error[no-device-extension]: train.py:" in done.stderr
+    assert "my_kernels" in done.stderr
+    assert not (tmp_path / "trace.et").exists()
+
+
 def test_an_extension_without_its_package_is_absent(tmp_path):
     done = run(tmp_path, script("import transformer_engine_torch", "pass"))
     assert done.returncode == 2
