@@ -31,8 +31,10 @@ from onerank.capture.no_device.emulated_gpu import EmulatedGpu
 from onerank.capture.no_device.event_log import Shaped
 from onerank.capture.no_device.operators.fake_operators import FakeOperators
 from onerank.capture.patches import after_import, patched, rebound, resolve, untraced
+from onerank.capture.script.runner import environment
 from onerank.ir import UNKNOWN
 from onerank.ir.notes import Note
+from onerank.ir.output_files import scratch_directory
 
 _torch: Any = torch
 
@@ -106,13 +108,18 @@ class InductorOnShapes:
         self._gpu = gpu
         self._compile = torch.compile
         self._settings = contextlib.ExitStack()
-        self._configured: set[int] = set()  # threads
+        self._configured = threading.local()
+        self._thread = threading.get_ident()
 
     @contextlib.contextmanager
     def installed(self) -> Generator[None]:
         """Let `torch.compile` and Inductor run without a GPU, while the context lasts."""
         triton = "torch._inductor.codegen.triton"
+        self._thread = threading.get_ident()
         with (
+            # Inductor writes the source of each graph to a new directory, and leaves it there.
+            scratch_directory() as sources,
+            environment({"TORCHINDUCTOR_CACHE_DIR": str(sources)}),
             self._settings,
             after_import(_CONVERT_FRAME, self._skipping_failures),
             after_import(_PROXY_TENSOR, _propagated_constants),
@@ -174,7 +181,7 @@ class InductorOnShapes:
 
         def convert_or_skip(converter: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
             # Settings are those of a thread, and a backward compiles in another one.
-            if threading.get_ident() not in self._configured:
+            if not hasattr(self._configured, "done"):
                 self._configure()
             try:
                 return convert(converter, frame, *args, **kwargs)
@@ -204,19 +211,19 @@ class InductorOnShapes:
 
     def _override(self, config: Any, settings: Mapping[str, Any]) -> None:
         """Change settings until the capture ends."""
-        # Their own context (`config.patch`) has to end in the thread that began it, and a function
-        # may be compiled first in a thread of a backward.
-        before = {name: getattr(config, name) for name in settings}
+        # Each thread has settings. Those of threads of a backward stay: they end with the process,
+        # and could not be restored from this one.
         for name, value in settings.items():
+            if threading.get_ident() == self._thread:
+                self._settings.callback(setattr, config, name, getattr(config, name))
             setattr(config, name, value)
-            self._settings.callback(setattr, config, name, before[name])
 
     def _configure(self) -> None:
         """Override settings of Dynamo and Inductor that the script may have changed."""
         dynamo: Any = importlib.import_module("torch._dynamo.config")
         inductor: Any = importlib.import_module("torch._inductor.config")
         # What neither can compile runs eager, as `notes` says.
-        self._configured.add(threading.get_ident())
+        self._configured.done = True
         self._override(dynamo, {"suppress_errors": True})
         self._override(inductor, _SETTINGS)
 

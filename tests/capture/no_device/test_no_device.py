@@ -1,8 +1,11 @@
 """`capture run --device none`: on shapes alone, what a capture on a device records."""
 
+import importlib
 import textwrap
 from collections import Counter
 from pathlib import Path
+from threading import Thread
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -12,6 +15,7 @@ from own_process import run_command
 import onerank
 from onerank.annotate.op_costs.node_costs import op_costs_of
 from onerank.annotate.op_costs.op_classes import CLASSES, OpClass, classify
+from onerank.capture.no_device.inductor import InductorOnShapes
 from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import Collective, Graph, Kind, Phase
 
@@ -335,7 +339,10 @@ COMPILED = """
 """
 
 
-def test_inductor_schedules_compiled_code(tmp_path):
+def test_inductor_schedules_compiled_code(tmp_path, monkeypatch):
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
     path = script(tmp_path, COMPILED.replace("BACKEND", "'inductor'"))
     graph = capture(path, tmp_path / "trace.et")
     operators = Counter(graph.strings[int(code)] for code in graph.nodes.op)
@@ -356,6 +363,22 @@ def test_inductor_schedules_compiled_code(tmp_path):
     times = dict(zip(predicted.text("name"), predicted.nodes.duration_ns.tolist(), strict=True))
     assert times["triton_per_fused_embedding_native_layer_norm_0"] > 0
     note_of(graph.job.measurement.notes, "inductor-as-scheduled", 2)
+    # The import of Dynamo creates a directory, which stays empty.
+    assert not [left for left in temporary.rglob("*") if not left.match("torchinductor_*")]
+
+
+def test_settings_of_inductor_return_to_those_of_the_script(monkeypatch):
+    config = importlib.import_module("torch._inductor.config")
+    monkeypatch.setattr(config, "max_autotune", True)
+    inductor = InductorOnShapes(Mock(), Mock())
+    with inductor.installed():
+        # A function may be compiled first in a thread of a backward.
+        backward = Thread(target=inductor._configure)
+        backward.start()
+        backward.join()
+        inductor._configure()
+        assert not config.max_autotune
+    assert config.max_autotune
 
 
 def test_what_inductor_cannot_compile_is_captured_eager_and_noted(tmp_path):
