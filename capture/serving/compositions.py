@@ -221,10 +221,10 @@ def default_grid(longest: int) -> tuple[Composition, ...]:
     """Return at most 60 compositions for a model.
 
     Decode batches are dense, because products of few tokens have steps at the tiles of a GPU.
-    Contexts are sparse, because attention grows evenly with them. Few sequences of an engine
-    consist of whole blocks of the attention kernel, whose kernel for them is faster, so half of the
-    prefills do not. Some decode batches fill the last wave of thread blocks to a small part. Mixed
-    steps with one decode add numbers of tokens just above a tile.
+    Contexts are sparse, because attention grows evenly with them. Half of the prefills are no
+    multiples of a block of the attention kernel: those take longer, and engines mostly have them.
+    Some decode batches fill the last wave of thread blocks to a small part. Mixed steps with one
+    decode add numbers of tokens just above a tile.
 
     Args:
         longest: tokens that a sequence of the model may have.
@@ -240,13 +240,14 @@ def default_grid(longest: int) -> tuple[Composition, ...]:
         *((tokens, 0) for tokens in (256, 1024, 2048, 4096, 8192)),
         *((1024, 2048), (256, 8192), (1024, 8192), (8192, 8192)),
     ]
-    parted = [
+    partial_blocks = [
         *((tokens, 0) for tokens in (64, 200, 450, 700, 1300, 2200, 5000)),
         *((200, 3000), (1100, 3000), (3000, 3000), (500, 5000)),
     ]
     grid = [
         *(Composition(batch, context) for batch, context in decodes),
-        *(Composition(0, 0, 1, tokens, context) for tokens, context in whole_blocks + parted),
+        *(Composition(0, 0, 1, tokens, context)
+          for tokens, context in whole_blocks + partial_blocks),
         *(Composition(1, 1024, 1, tokens, 0) for tokens in (384, 768, 1536)),
         *(Composition(batch, context, 1, tokens, 2048)
           for tokens in (256, 1024)

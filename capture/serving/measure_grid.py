@@ -110,7 +110,7 @@ class ServedModel:
 
 
 class Server:
-    """A rank of an engine that computes steps; see `serving`."""
+    """A rank of an engine that computes steps; see `loaded_server`."""
 
     def __init__(
         self,

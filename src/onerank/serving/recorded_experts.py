@@ -154,7 +154,7 @@ def _opaque(graph: Graph) -> I64:
 
 
 def unknown_experts(graphs: Sequence[Graph]) -> Note | None:
-    """Return a note that counts kernels of experts whose work is not known, by operator."""
+    """Return a note that counts GEMMs of experts whose work is not known, by operator."""
     counts: Counter[str] = Counter()
     for graph in graphs:
         counts.update(graph.strings[int(code)] for code in graph.nodes.op[_opaque(graph)])
@@ -162,7 +162,7 @@ def unknown_experts(graphs: Sequence[Graph]) -> Note | None:
         return None
     text = ", ".join(f"{count} of {op}" for op, count in counts.most_common())
     return Note(
-        f"FLOPs and bytes of {sum(counts.values())} kernels of experts are not known ({text}): the "
+        f"FLOPs and bytes of {sum(counts.values())} GEMMs of experts are not known ({text}): the "
         "weights are no operands. They follow from --config, for experts in 16 or 32 bits, and "
         "--tp",
         code="recording-experts-unknown",
