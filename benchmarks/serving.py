@@ -3,6 +3,7 @@
 python benchmarks/serving.py measure -o DIR [--config config.json] [--tp 1]    on one GPU
 python benchmarks/serving.py real -o DIR [--config config.json]                on two GPUs
 python benchmarks/serving.py compare DIR [DIR_OF_ANOTHER_GPU] [--more BUNDLE]  anywhere
+python benchmarks/serving.py points DIR [--more BUNDLE] [--others JSON]        anywhere
 
 `measure` runs 40 compositions drawn with a fixed seed, without a profiler, and the default grid of
 `capture serve`; then it finds the largest KV cache that fits, and captures a decode that runs as a
@@ -12,6 +13,10 @@ Megatron-LM and vLLM, with NCCL, and the slice of rank 0 on one of them, over th
 `compare` interpolates the drawn compositions from the grid, predicts them from shapes alone (device
 none), predicts the bundle for the GPU of the other directory and back, and prints the errors. With
 `--more` the grid is the default one, and what DIR lacks of it is in the other bundle.
+
+`points` interpolates the drawn compositions from the first points of the grid, in the order of
+`capture serve --error`, and says where that option stops. `--others` is a JSON list of further
+compositions with `graph_ns`; those that the grid has are left out.
 """
 
 import argparse
@@ -152,7 +157,7 @@ def measure_default_grid(path: Path, options: Any, output: Path) -> None:
     from onerank.plan.tasks import Store
     from onerank.serving.build_bundle import measure_bundle
 
-    def progress(_: str, complete: int, whole: int) -> None:
+    def progress(name: str, complete: int, whole: int, *, detail: str = "") -> None:
         if complete % 10 == 0 or complete == whole:
             print(f"{complete} of {whole}", flush=True)
 
@@ -559,6 +564,65 @@ def measured_on_one_gpu(directory: Path, more: Path | None) -> None:
     from_shapes(directory, bundle, compositions, graph)
 
 
+WANTED = (0.05, 0.03, 0.025, 0.02, 0.015)
+
+
+def _timed(file: Path) -> list[tuple[Any, float]]:
+    """Return the compositions of a file with their times as CUDA graphs."""
+    from onerank.capture.serving.compositions import Composition
+
+    timed: list[tuple[Any, float]] = []
+    for row in json.loads(file.read_text()):
+        fields = row["composition"]
+        composition = Composition(*fields) if isinstance(fields, list) else Composition(**fields)
+        timed.append((composition, statistics.median(row["graph_ns"])))
+    return timed
+
+
+def by_points(directory: Path, more: Path | None, others: Path | None) -> None:
+    """Print the errors by number of points, and where `capture serve --error` stops."""
+    import msgspec
+
+    import onerank
+    from onerank.serving.adaptive_grid import BATCH, WantedError, measurement_order
+
+    print("\n".join(json.loads((directory / "conditions.json").read_text()).values()))
+    bundle = onerank.read_bundle(directory / "bundle")
+    if more is not None:
+        bundle = default_points(bundle, onerank.read_bundle(more))
+    numbers = {row.composition: number for number, row in enumerate(bundle.rows, start=1)}
+    sets = {
+        file.name: [(c, graph_ns) for c, graph_ns in _timed(file) if c not in numbers]
+        for file in filter(None, (directory / "drawn.json", others))
+    }
+    titles = "".join(f"   {f'{len(of)} of {name}':>16}{'p90':>8}{'mean':>8}"
+                     for name, of in sets.items())  # fmt: skip
+    print(f"\npoints  fit   left out  median     p90{titles}")
+    order, stops = measurement_order([*numbers]), dict[float, int]()
+    for count in range(2 * BATCH, len(order) + 1, BATCH):
+        chosen = {numbers[c]: row for row, c in enumerate(order[:count], start=1)}
+        rows = tuple(bundle.rows[number - 1] for number in chosen)
+        kernels = tuple(
+            msgspec.structs.replace(kernel, row=chosen[kernel.row])
+            for kernel in bundle.kernel_rows
+            if kernel.row in chosen
+        )
+        part = dataclasses.replace(bundle, rows=rows, kernel_rows=kernels).validated()
+        validation = part.manifest.cross_validation
+        for wanted in WANTED:
+            if WantedError(wanted).is_reached(validation):
+                stops.setdefault(wanted, count)
+        cells = f"{count:6}{sum(row.fits for row in rows):5}"
+        cells += f"{validation.points:11}{validation.median:8.1%}{validation.p90:8.1%}"
+        for of in sets.values():
+            predicted = part.at([c for c, _ in of])["graph_ns"]
+            median, *rest = errors(zip(predicted, (graph_ns for _, graph_ns in of), strict=True))
+            cells += f"   {median:16.1%}" + "".join(f"{figure:8.1%}" for figure in rest)
+        print(cells, flush=True)
+    for wanted in WANTED:
+        print(f"--error {wanted:.1%}: {stops.get(wanted, 'not reached')} points")
+
+
 def from_shapes(
     directory: Path, bundle: Any, compositions: Sequence[Any], graph: Sequence[float]
 ) -> None:
@@ -709,8 +773,14 @@ def main() -> None:
     comparison.add_argument("directory", type=Path)
     comparison.add_argument("other", type=Path, nargs="?")
     comparison.add_argument("--more", type=Path, help="a bundle of the default grid's other points")
+    points = commands.add_parser("points")
+    points.add_argument("directory", type=Path)
+    points.add_argument("--more", type=Path, help="a bundle of the default grid's other points")
+    points.add_argument("--others", type=Path, help="further compositions with their times")
     args = parser.parse_args()
-    if args.command == "measure":
+    if args.command == "points":
+        by_points(args.directory, args.more, args.others)
+    elif args.command == "measure":
         measure(args.output, args.config, args.tp)
     elif args.command == "real":
         real(args.output, args.config)

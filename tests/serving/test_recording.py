@@ -16,9 +16,11 @@ from onerank.annotate import characterise
 from onerank.annotate.op_costs.engine_operators import paged_cache_work
 from onerank.cli import annotate
 from onerank.cli import onerank as command
+from onerank.converters.sources.kineto.convert_rank import convert_engine_steps
 from onerank.converters.sources.kineto.engine_steps import StepContent, parse_annotation
 from onerank.ir import InferenceStep
-from onerank.serving.recorded_bundle import Deployment, bundle_of
+from onerank.ir.errors import TraceError
+from onerank.serving.recorded_bundle import Deployment, bundle_of, with_work
 from onerank.serving.recording import Recording, read_recording
 from onerank.serving.serving_curves import serving_figures
 from onerank.serving.tables import RankMemory
@@ -553,6 +555,17 @@ def test_kernels_of_one_call_share_its_work(tmp_path: Path) -> None:
     path, _ = trace.write(tmp_path)
     bundle, _ = bundle_of(read_recording([path]), [path])
     assert [row.flops for row in bundle.kernel_rows] == [2 * 2 * 3 * 64 * 32]
+
+
+def test_work_of_other_kernels_is_refused(vllm: Recording) -> None:
+    first, third = convert_engine_steps(VLLM, [1, 3])
+    with pytest.raises(TraceError, match=r"rank0.*step 1 ") as error:
+        with_work(first, third, vllm.step_rows[0])
+    assert error.value.code == "engine-step-contradictory"
+    # The same kernels in the same order get the work.
+    worked = characterise(first)
+    copied = with_work(first, worked, vllm.step_rows[0])
+    assert (copied.nodes.flops == worked.nodes.flops)[first.compute].all()
 
 
 def test_a_bundle_has_the_steps_of_the_first_rank(tmp_path: Path) -> None:

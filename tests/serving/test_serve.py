@@ -297,7 +297,7 @@ class KilledError(Exception):
     'Ends the run after its first composition.'
 
 
-def progress(_, complete, whole):
+def progress(name, complete, whole, *, detail=""):
     if complete == 1:
         raise KilledError
 

@@ -63,6 +63,16 @@ def show_bundle(bundle: Bundle, directory: Path, *, as_json: bool) -> None:
                 f"{counted(validation.points, 'step')} left out in turn, {what}",
             )
         )
+    extent = manifest.adaptive_grid
+    if extent is not None:
+        reached = "" if extent.reached else "not "
+        pairs.append(
+            (
+                "grid",
+                f"{extent.measured} of {extent.offered} compositions measured, median error of "
+                f"{extent.wanted_error:.1%} {reached}reached",
+            )
+        )
     pairs += [("note", str(note)) for note in manifest.notes]
     lines(pairs, str(directory))
     rows = [

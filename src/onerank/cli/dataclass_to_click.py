@@ -15,6 +15,7 @@ functions of `onerank.option_fields` keep plain data, with the names of `OptionS
 import dataclasses
 import functools
 import importlib
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,6 +67,29 @@ class _Integers(click.ParamType[tuple[int | str, ...] | str]):
             raise InvalidValue(
                 f"'{value}': expected {expected}", param, ctx, code="option-not-integers"
             ) from None
+
+
+class Fraction(click.ParamType[float]):
+    """A number above 0 and below 1, such as 0.03 or 3%."""
+
+    name = "fraction"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        text = str(value).strip()
+        try:
+            fraction = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+        except ValueError:
+            fraction = math.nan
+        if not 0 < fraction < 1:
+            raise InvalidValue(
+                f"'{value}': expected a share above 0% and below 100%, such as 3% or 0.03",
+                param,
+                ctx,
+                code="option-not-fraction",
+            )
+        return fraction
 
 
 Sections = Mapping[str, Sequence[str]]

@@ -193,18 +193,20 @@ def advancing(total: int, label: str) -> Generator[Callable[[], Any]]:
 
 
 @contextlib.contextmanager
-def advancing_parts() -> Generator[Callable[[str, int, int], None]]:
+def advancing_parts() -> Generator[Callable[..., None]]:
     """Show a progress bar for each part of the work; yield the callback that advances one.
 
-    The callback takes the name of the part, how much of it is complete, and the whole.
+    The callback takes the name of the part, how much of it is complete, and the whole; `detail` is
+    shown after the name.
     """
     with _bars() as bars:
         tasks: dict[str, TaskID] = {}
 
-        def advance(name: str, complete: int, whole: int) -> None:
+        def advance(name: str, complete: int, whole: int, *, detail: str = "") -> None:
             if name not in tasks:
                 tasks[name] = bars.add_task(visible_line(name), total=whole)
-            bars.update(tasks[name], completed=complete)
+            shown = visible_line(f"{name}, {detail}" if detail else name)
+            bars.update(tasks[name], completed=complete, description=shown)
 
         yield advance
 

@@ -3,9 +3,9 @@
 import contextlib
 import tempfile
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -21,6 +21,7 @@ from onerank.ir.chakra import read
 from onerank.ir.errors import CaptureError
 from onerank.ir.notes import Note
 from onerank.plan.tasks import Store, content_key
+from onerank.serving.adaptive_grid import BATCH, WantedError, measurement_order
 from onerank.serving.bundle import Bundle
 from onerank.serving.points import (
     Point,
@@ -31,10 +32,20 @@ from onerank.serving.points import (
     predicted_recording,
 )
 from onerank.serving.recorded_bundle import part_rows
-from onerank.serving.tables import KernelRow, Manifest, RankMemory, StepRow
+from onerank.serving.tables import AdaptiveGrid, KernelRow, Manifest, RankMemory, StepRow
 
-Progress = Callable[[str, int, int], None]
-"""Called with the name of a part of the work, how much of it is complete, and the whole."""
+
+class Progress(Protocol):
+    """Receives how much of a part of the work is complete."""
+
+    def __call__(self, name: str, complete: int, whole: int, *, detail: str = "") -> None:
+        """Receive the name of the part, how much of it is complete, the whole, and its state."""
+        ...
+
+
+def _ignored(name: str, complete: int, whole: int, *, detail: str = "") -> None:
+    """Ignore the progress."""
+
 
 _MEASURED = "compositions"
 
@@ -85,7 +96,8 @@ def measure_bundle(
     *,
     args: Sequence[str] = (),
     host: str = "typical",
-    progress: Progress = lambda name, complete, whole: None,
+    wanted: WantedError | None = None,
+    progress: Progress = _ignored,
 ) -> tuple[Bundle, dict[int, bytes]]:
     """Measure a model over a grid, and return the bundle with the trace of each row.
 
@@ -97,6 +109,8 @@ def measure_bundle(
         store: results of this run and of earlier ones.
         args: arguments of the script.
         host: host of a capture without a device, as for `onerank.recost`.
+        wanted: error of the interpolation with which the rest of the grid is left out; None for the
+            whole grid.
         progress: see `Progress`.
 
     Raises:
@@ -115,35 +129,119 @@ def measure_bundle(
     routing = parse_routing(options.moe_routing)
     described = None if target is None else (target.gpu, target.host)
     inputs = (content.decode(errors="replace"), options, routing, _device_name(options), described)
-    record, points = _Record(store, inputs), dict[Composition, Point]()
+    record = _Record(store, inputs)
     # A script may read other files, so only a run of it shows which model it builds.
-    model = None if is_script else record.model()
-
-    def stored(grid: Sequence[Composition]) -> dict[Composition, Point]:
-        points = {c: point for c in grid if (point := record.point(c)) is not None}
-        progress(_MEASURED, len(points), len(grid))
-        return points
-
+    model, run = None if is_script else record.model(), None
     if model is not None:
-        grid = grid or default_grid(model.longest)
-        points = stored(grid)
-    if model is None or grid is None or len(points) < len(grid):
-        with _server(source, tuple(args), options) as server:
-            served = server.served
-            if is_script:
-                record = _Record(store, (*inputs, args, served.config, served.parameters))
+        run = _GridRun.of(model, record, grid, wanted, progress)
+        if run.complete_from_store():
+            return run.bundle()
+    with _server(source, tuple(args), options) as server:
+        served = server.served
+        if is_script:
+            record = _Record(store, (*inputs, args, served.config, served.parameters))
+        if run is None:
             config = served.config if is_script else msgspec.json.decode(content)
             model = _model(served, config, options)
             record.add_model(model)
-            grid = grid or default_grid(model.longest)
-            points = stored(grid)
-            for number, composition in enumerate(grid, start=1):
-                if composition not in points:
-                    point = _measure(server, composition, number, target)
-                    record.add_point(composition, point)
-                    points[composition] = point
-                progress(_MEASURED, len(points), len(grid))
-    return _bundle(model, [points[composition] for composition in grid])
+            run = _GridRun.of(model, record, grid, wanted, progress)
+        run.complete(lambda composition, number: _measure(server, composition, number, target))
+    return run.bundle()
+
+
+@dataclass
+class _GridRun:
+    """Points of a grid, measured or read from the store, until the grid or the wanted error ends.
+
+    Attributes:
+        model: what the points share.
+        record: stored points.
+        grid: the compositions, in the order of the measurement.
+        wanted: error with which the rest is left out; None for the whole grid.
+        progress: see `Progress`.
+        points: points of the first compositions of the grid.
+        suffices: whether these points have the wanted error.
+        detail: the error after the last batch, for the progress bar.
+    """
+
+    model: Model
+    record: "_Record"
+    grid: Sequence[Composition]
+    wanted: WantedError | None
+    progress: Progress
+    points: list[Point] = field(default_factory=list[Point])
+    suffices: bool = False
+    detail: str = ""
+
+    @classmethod
+    def of(
+        cls,
+        model: Model,
+        record: "_Record",
+        grid: Sequence[Composition] | None,
+        wanted: WantedError | None,
+        progress: Progress,
+    ) -> "_GridRun":
+        """Return the run without points; a grid that is None is derived from the model."""
+        grid = grid or default_grid(model.longest)
+        return cls(model, record, measurement_order(grid) if wanted else grid, wanted, progress)
+
+    def complete_from_store(self) -> bool:
+        """Take the points that earlier runs stored; return whether no other is needed."""
+        while self._needs_more:
+            point = self.record.point(self.grid[len(self.points)])
+            if point is None:
+                return False
+            self._add(point)
+        return True
+
+    def complete(self, measure: Callable[[Composition, int], Point]) -> None:
+        """Take the points that are stored, and measure the others that are needed."""
+        while self._needs_more:
+            composition = self.grid[len(self.points)]
+            point = self.record.point(composition)
+            if point is None:
+                point = measure(composition, len(self.points) + 1)
+                self.record.add_point(composition, point)
+            self._add(point)
+
+    def bundle(self) -> tuple[Bundle, dict[int, bytes]]:
+        """Return the bundle of the points, and the trace of each that has one."""
+        bundle, traces = _bundle(self.model, self.points)
+        if self.wanted is None:
+            return bundle, traces
+        validation = bundle.manifest.cross_validation
+        extent = AdaptiveGrid(
+            wanted_error=self.wanted.median,
+            offered=len(self.grid),
+            measured=len(self.points),
+            reached=self.wanted.is_reached(validation),
+        )
+        notes = bundle.manifest.notes
+        if not extent.reached:
+            error = f"is {validation.median:.1%}" if validation else "is not known"
+            text = (
+                f"the median error of the interpolation {error} with all {extent.offered} "
+                f"compositions of the grid, above {extent.wanted_error:.1%}: a larger --grid has "
+                "more points"
+            )
+            notes = (*notes, Note(text, code="serve-error-not-reached"))
+        manifest = msgspec.structs.replace(bundle.manifest, adaptive_grid=extent, notes=notes)
+        return replace(bundle, manifest=manifest), traces
+
+    @property
+    def _needs_more(self) -> bool:
+        return len(self.points) < len(self.grid) and not self.suffices
+
+    def _add(self, point: Point) -> None:
+        self.points.append(point)
+        if self.wanted is not None and len(self.points) % BATCH == 0:
+            bundle, _ = _bundle(self.model, self.points)
+            validation = bundle.manifest.cross_validation
+            self.suffices = self.wanted.is_reached(validation)
+            if validation is not None:
+                self.detail = f"median error {validation.median:.1%}"
+        self.progress(_MEASURED, len(self.points), len(self.grid), detail=self.detail)
 
 
 @contextlib.contextmanager
@@ -242,7 +340,7 @@ def recost_bundle(
     model: str = "auto",
     databases: Sequence[Path] = (),
     passes: PassOptions = NO_PASSES,
-    progress: Progress = lambda name, complete, whole: None,
+    progress: Progress = _ignored,
 ) -> tuple[Bundle, dict[int, Path]]:
     """Predict all steps of a bundle for another GPU; return the bundle and the trace of each row.
 

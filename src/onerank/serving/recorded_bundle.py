@@ -248,14 +248,30 @@ def _graphs(
         # The kernels of one call share its work, and only the operators show which these are.
         with_calls = convert_engine_steps(paths[name], numbers, captures, operators=True)
         for place, graph, detailed in zip(places, converted, with_calls, strict=True):
-            graphs[place] = _with_work(graph, characterise(with_expert_work(detailed, experts)))
+            worked = characterise(with_expert_work(detailed, experts))
+            graphs[place] = with_work(graph, worked, step=steps[place - 1])
     return dict(sorted(graphs.items()))
 
 
-def _with_work(graph: Graph, detailed: Graph) -> Graph:
-    """Return a step with the work that the same step with its operators has."""
+def with_work(graph: Graph, detailed: Graph, step: RecordedStep) -> Graph:
+    """Return a step with the work that the same step with its operators has.
+
+    Args:
+        graph: the step.
+        detailed: the step, converted with its operators.
+        step: names the step in an error.
+
+    Raises:
+        TraceError: the kernels of both are not the same, one by one.
+    """
     compute, same = np.flatnonzero(graph.compute), np.flatnonzero(detailed.compute)
-    assert np.array_equal(graph.nodes.duration_ns[compute], detailed.nodes.duration_ns[same])
+    if not np.array_equal(graph.nodes.duration_ns[compute], detailed.nodes.duration_ns[same]):
+        raise TraceError(
+            f"{step.file}: step {step.step} has {len(compute)} operations, and {len(same)} when it "
+            "is converted with its operators; their durations must be equal, one by one\n  record "
+            "the step again",
+            code="engine-step-contradictory",
+        )
     columns: dict[str, I64] = {}
     for name in ("flops", "bytes_read", "bytes_written"):
         columns[name] = getattr(graph.nodes, name).copy()

@@ -91,6 +91,22 @@ class CrossValidation(msgspec.Struct, frozen=True):
     p90: float
 
 
+class AdaptiveGrid(msgspec.Struct, frozen=True):
+    """A grid whose points were measured until the wanted error of interpolation was reached.
+
+    Attributes:
+        wanted_error: median error of the cross-validation that was wanted.
+        offered: compositions of the grid.
+        measured: those that were measured.
+        reached: whether the cross-validation of the measured ones has the wanted error.
+    """
+
+    wanted_error: float
+    offered: int
+    measured: int
+    reached: bool
+
+
 class Manifest(msgspec.Struct, frozen=True):
     """What a bundle describes.
 
@@ -114,6 +130,8 @@ class Manifest(msgspec.Struct, frozen=True):
         collectives_timed: whether the times of steps contain those of collectives.
         pipeline: the pipeline stage that the steps, weights and KV cache belong to; None without
             pipeline parallelism. `layers` counts those of all stages.
+        adaptive_grid: how far the grid was measured with `--error`; None if all of it was. The rows
+            are in the order of the measurement.
         format: version of the format.
     """
 
@@ -134,6 +152,7 @@ class Manifest(msgspec.Struct, frozen=True):
     rank: int | None = 0
     collectives_timed: bool = False
     pipeline: Pipeline | None = None
+    adaptive_grid: AdaptiveGrid | None = None
     format: int = FORMAT
 
     @property

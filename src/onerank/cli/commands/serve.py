@@ -19,7 +19,7 @@ from onerank.cli.common import (
     ends_despite_threads,
     reports_errors,
 )
-from onerank.cli.dataclass_to_click import SectionedCommand, headings, with_options
+from onerank.cli.dataclass_to_click import Fraction, SectionedCommand, headings, with_options
 from onerank.cli.script import ScriptCommand, script_streams
 from onerank.cli.terminal import advancing_parts, lines, print_json
 from onerank.option_fields import option, shared_option
@@ -69,6 +69,15 @@ class ServeOptions:
         heading=CAPTURED,
         default=None,
         metavar="FILE|TEXT",
+    )
+    error: float | None = option(
+        "Measure only as much of the grid as the interpolation needs for this median error of its "
+        "cross-validation. The points then have an order in which the first ones cover the grid.  "
+        "[default: the whole grid]",
+        heading=CAPTURED,
+        default=None,
+        type=Fraction(),
+        metavar="SHARE",
     )
     device: Literal["none"] | None = shared_option(
         Options,
@@ -121,6 +130,7 @@ def serve(source: Path, args: tuple[str, ...], options: ServeOptions, as_json: b
     from onerank.capture.validate_options import check_job
     from onerank.cli.bundle_tables import show_bundle
     from onerank.plan.tasks import Store
+    from onerank.serving.adaptive_grid import WantedError
     from onerank.serving.build_bundle import measure_bundle
     from onerank.serving.bundle import check_replaceable
 
@@ -149,11 +159,16 @@ def serve(source: Path, args: tuple[str, ...], options: ServeOptions, as_json: b
     name = options.output.absolute().name
     results = options.store or options.output.absolute().with_name(f".{name}.results")
     store = Store(results)
+    wanted = None if options.error is None else WantedError(options.error)
     streams = script_streams(stdout_to_stderr=as_json) if is_script else contextlib.nullcontext()
     with sigterm_interrupts(), advancing_parts() as progress, streams:
         try:
             bundle, traces = measure_bundle(
-                *(source, job, grid, store), args=args, host=options.host, progress=progress
+                *(source, job, grid, store),
+                args=args,
+                host=options.host,
+                wanted=wanted,
+                progress=progress,
             )
         except KeyboardInterrupt as interrupt:
             raise KeyboardInterrupt(
