@@ -1,7 +1,8 @@
 """The graph of one rank: nodes, edges, job, text form, and the Chakra reader and writer."""
 
+from onerank.ir.edges import Edges
 from onerank.ir.enums import COMMUNICATION, GPU_COMPUTE, Collective, Evidence, Kind, Phase, Reason
-from onerank.ir.graph import Edges, Graph, GraphBuilder
+from onerank.ir.graph import Graph, GraphBuilder
 from onerank.ir.job import (
     COMPILED_GRAPH,
     Annotation,

@@ -12,9 +12,10 @@ import msgspec
 import numpy as np
 
 from onerank.ir.arrays import I64, Mask, union_duration_ns
+from onerank.ir.edges import Edges
 from onerank.ir.enums import LAUNCH_NS, Evidence, Kind, Reason
 from onerank.ir.errors import GraphError
-from onerank.ir.graph import Edges, Graph
+from onerank.ir.graph import Graph
 from onerank.ir.nodes import UNKNOWN
 
 QUEUED_NS = 5_000

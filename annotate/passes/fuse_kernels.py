@@ -24,8 +24,8 @@ from onerank.annotate.passes.swap_kernels import MIN_KERNEL_NS
 from onerank.annotate.passes.tensor_locations import TensorLocation, launchers
 from onerank.ir import UNKNOWN, Edges, Evidence, Graph, Kind, Reason
 from onerank.ir.arrays import I64, Mask
+from onerank.ir.edges import one_per_pair
 from onerank.ir.errors import AnnotateError
-from onerank.ir.graph import one_per_pair
 from onerank.ir.notes import Note
 
 

@@ -19,8 +19,8 @@ from onerank.annotate.passes.data_dependencies import (
 from onerank.annotate.passes.tensor_locations import launchers
 from onerank.ir import UNKNOWN, Edges, Evidence, Graph, Kind, Reason
 from onerank.ir.arrays import I64, Mask
+from onerank.ir.edges import one_per_pair, topological_order
 from onerank.ir.errors import AnnotateError
-from onerank.ir.graph import one_per_pair, topological_order
 from onerank.ir.notes import Note
 from onerank.ir.replay import launches
 

@@ -42,8 +42,8 @@ from onerank.ir import UNKNOWN, Annotation, Edges, Evidence, Graph, Kind, Nodes,
 from onerank.ir.arrays import F64, I64, U8, Mask, membership_mask
 from onerank.ir.chakra.third_party_traces import MOST, counts_elements
 from onerank.ir.dtypes import ITEM_BYTES
+from onerank.ir.edges import edges_without, one_per_pair
 from onerank.ir.errors import AnnotateError
-from onerank.ir.graph import edges_without, one_per_pair
 from onerank.ir.notes import Note
 
 

@@ -17,8 +17,8 @@ from onerank.converters.targets.communication_placement import (
 )
 from onerank.ir import Collective, Edges, Graph, Kind, Node, World
 from onerank.ir.arrays import Mask
+from onerank.ir.edges import topological_order
 from onerank.ir.errors import ExportError
-from onerank.ir.graph import topological_order
 from onerank.ir.notes import Note
 
 UNEVEN = Note(

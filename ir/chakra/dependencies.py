@@ -7,9 +7,9 @@ import numpy as np
 from onerank.ir.arrays import I64, U8, U64, Mask
 from onerank.ir.chakra.attributes import members
 from onerank.ir.chakra.field_scan import Buffer, Scan, Spans
+from onerank.ir.edges import Edges
 from onerank.ir.enums import Reason
 from onerank.ir.errors import ChakraError
-from onerank.ir.graph import Edges
 from onerank.ir.nodes import Nodes
 
 

@@ -24,9 +24,10 @@ from onerank.ir.chakra.encode import Encoder
 from onerank.ir.chakra.et_def_pb2 import COMP_NODE, AttributeProto, IOInfo
 from onerank.ir.chakra.framing import UNREADABLE, ChakraFile, MessageSource, parse_raw_node
 from onerank.ir.chakra.metadata import decode_job, has_onerank_schema, is_encoded_job
+from onerank.ir.edges import Edges, topological_order
 from onerank.ir.enums import COMMUNICATION, GPU_COMPUTE, Kind, Reason
 from onerank.ir.errors import ChakraError, GraphError
-from onerank.ir.graph import Edges, Graph, topological_order
+from onerank.ir.graph import Graph
 from onerank.ir.nodes import Nodes, StringTable, default_of, dtype_of, is_text
 from onerank.ir.notes import Note
 

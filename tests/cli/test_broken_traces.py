@@ -12,7 +12,7 @@ import onerank as package
 from onerank.cli import annotate, onerank
 from onerank.ir.chakra import read_records, write_records
 from onerank.ir.chakra.records import ChakraRecords
-from onerank.ir.graph import Edges
+from onerank.ir.edges import Edges
 
 
 def with_dependencies(

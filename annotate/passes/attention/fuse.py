@@ -25,8 +25,8 @@ from onerank.annotate.passes.attention.score_memory import without_scores
 from onerank.annotate.passes.dataflow import TEXTS, Flow, Operand, as_text
 from onerank.ir import UNKNOWN, Edges, Evidence, Graph, Kind, Measurement, Reason
 from onerank.ir.arrays import F64, I64, U8, Mask
+from onerank.ir.edges import edges_without
 from onerank.ir.errors import AnnotateError
-from onerank.ir.graph import edges_without
 from onerank.ir.notes import Note
 
 BY_TORCH = frozenset({"flash2", "cudnn", "aotriton"})

@@ -44,8 +44,8 @@ from onerank.ir import (
 )
 from onerank.ir.arrays import I64
 from onerank.ir.dtypes import TENSOR_TYPES
+from onerank.ir.edges import one_per_pair
 from onerank.ir.errors import AnnotateError
-from onerank.ir.graph import one_per_pair
 from onerank.ir.notes import Note
 
 # Dtypes whose eager kernels `_forward` and `_backward` describe.

@@ -17,8 +17,8 @@ from onerank.converters.sources.kineto.link.link_kernels import GpuOps
 from onerank.converters.sources.kineto.memory_events import MemoryHistory
 from onerank.ir import Edges, Phase, Reason
 from onerank.ir.arrays import I64, U8
+from onerank.ir.edges import topological_order
 from onerank.ir.enums import LAUNCH_NS
-from onerank.ir.graph import topological_order
 
 
 # Not lists: 8 bytes per time lower the peak. With texts interned in bulk, a call stack of 500,000
