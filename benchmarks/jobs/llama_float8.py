@@ -7,13 +7,13 @@ The layers are those of torchtitan's Llama 3 8B, on one GPU and without embeddin
 fp32 weights, bf16 activations, causal attention by FlashAttention, torch.compile of each layer,
 fused AdamW. `--shards N` gives attention and MLP the heads and the width that a rank of N has under
 tensor parallelism, without its communication. `--seconds S` trains for S seconds and prints the
-step by CUDA events, and the GPU's clock and power (needs nvidia-ml-py).
+step by CUDA events, and the GPU's median clock and mean power (needs onerank and nvidia-ml-py).
 """
 
 import argparse
 import itertools
+import math
 import statistics
-import threading
 import time
 from collections.abc import Callable
 
@@ -66,24 +66,6 @@ def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     return turned.flatten(-2).type_as(x)
 
 
-class Sampler(threading.Thread):
-    """Reads clock (MHz) and power (W) of GPU 0 every 20 ms until `stop` is set."""
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self.stop = threading.Event()
-        self.rows: list[tuple[int, float]] = []
-
-    def run(self) -> None:
-        import pynvml
-
-        pynvml.nvmlInit()
-        gpu = pynvml.nvmlDeviceGetHandleByIndex(0)
-        while not self.stop.wait(0.02):
-            clock = pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_SM)
-            self.rows.append((clock, pynvml.nvmlDeviceGetPowerUsage(gpu) / 1e3))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--recipe", choices=("bf16", "tensorwise", "rowwise"), default="bf16")
@@ -132,31 +114,29 @@ def main() -> None:
 
 def report(name: str, step: Callable[[], None], seconds: float) -> None:
     """Run a step for some seconds and print its time, and the GPU's clock and power."""
+    from onerank.capture.profiling.nvml import Board
+
     for _ in range(5):
         step()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    sampler = Sampler()
-    sampler.start()
     times: list[float] = []
-    began = time.perf_counter()
-    while time.perf_counter() - began < seconds:
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(11)]
-        events[0].record()
-        for event in events[1:]:
-            step()
-            event.record()
-        torch.cuda.synchronize()
-        times += [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
-    sampler.stop.set()
-    sampler.join()
-    # The first half settles clock and temperature.
-    clocks, watts = zip(*sampler.rows[len(sampler.rows) // 2 :], strict=True)
+    with Board().power() as power:
+        began = time.perf_counter()
+        while time.perf_counter() - began < seconds:
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(11)]
+            events[0].record()
+            for event in events[1:]:
+                step()
+                event.record()
+            torch.cuda.synchronize()
+            times += [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
+    # Clock and temperature settle in the first half, which `power` leaves out too.
     settled = times[len(times) // 2 :]
     print(
         f"{name}: step {statistics.median(settled):.3f} ms"
         f" (first half {statistics.median(times[: len(times) // 2]):.3f}),"
-        f" {statistics.mean(clocks):.0f} MHz, {statistics.mean(watts):.0f} W,"
+        f" {power.sm_clock_mhz or math.nan:.0f} MHz, {power.watts or math.nan:.0f} W,"
         f" peak {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB",
         flush=True,
     )

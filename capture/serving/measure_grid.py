@@ -236,7 +236,9 @@ _REPLAYS = 5
 def _graph_replays(step: RepeatableStep) -> tuple[int, ...]:
     """Return the times of a step that engines would replay as a CUDA graph, in ns.
 
-    () if the step cannot be captured into one, such as a step that reads a value on the host.
+    () if the step cannot be captured into one, such as a step that reads a value on the host, or if
+    the graph's pool of memory does not fit. A note of the bundle counts these steps
+    (`serve-no-cuda-graph`).
     """
     graph = torch.cuda.CUDAGraph()
     try:
@@ -245,7 +247,9 @@ def _graph_replays(step: RepeatableStep) -> tuple[int, ...]:
     except torch.cuda.OutOfMemoryError:
         return ()
     except RuntimeError:
-        # The error stays in the stream until the host has waited for it.
+        # The same step has run eagerly before, so this is a refusal of the stream capture. CUDA has
+        # many codes for it, and torch raises all of them as RuntimeError. The error stays in the
+        # stream until the host has waited for it.
         torch.cuda.synchronize()
         return ()
     for _ in range(_REPLAYS):
