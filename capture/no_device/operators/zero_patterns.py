@@ -184,13 +184,13 @@ class ZeroPatterns:
             condition, operands = None, call.operands
         elif base == "masked_fill":
             condition, operands = operands[0], [operands[1], condition]
-        # Most products have an operand of which nothing is known to be 0, and need no mask.
-        if all(self._may_not_vanish(operand) for operand in operands):
-            return None
         shapes = [one.shape for one in (condition, *operands) if isinstance(one, Tensor)]
-        if torch.broadcast_shapes(*shapes).numel() > MOST_KNOWN_BOOLS:
-            return None
         with unset_fake_temporarily():
+            # Most products have no operand with zeros, and need no mask.
+            if all(self._may_not_vanish(operand) for operand in operands):
+                return None
+            if torch.broadcast_shapes(*shapes).numel() > MOST_KNOWN_BOOLS:
+                return None
             first, second = map(self._mask, operands)
             if condition is None:
                 mask = first & second
