@@ -54,12 +54,12 @@ from onerank.ir.nodes import Nodes
 from onerank.ir.notes import Note
 from onerank.plan.make_plan import PlanRecord
 from onerank.plan.pipeline_step import JobReplay
-from onerank.serving.aiconfigurator import AiconfiguratorExport
 from onerank.serving.bundle import BundleRecord
-from onerank.serving.llmservingsim import LLMServingSimExport
-from onerank.serving.recording import RecordingRecord
-from onerank.serving.sglang_sim import SglangSimExport
-from onerank.serving.vidur import VidurExport
+from onerank.serving.recordings.recording import RecordingRecord
+from onerank.serving.simulators.aiconfigurator import AiconfiguratorExport
+from onerank.serving.simulators.llmservingsim import LLMServingSimExport
+from onerank.serving.simulators.sglang_sim import SglangSimExport
+from onerank.serving.simulators.vidur import VidurExport
 
 DIRECTORY = Path(__file__).parents[1] / "docs" / "reference"
 

@@ -17,18 +17,18 @@ from onerank.capture.serving.compositions import Composition
 from onerank.cli import onerank as onerank_command
 from onerank.ir.errors import ExportError
 from onerank.plan.cluster import ClusterLink, ClusterNetwork
-from onerank.serving.aiconfigurator import export_aiconfigurator
 from onerank.serving.bundle import Bundle, read_bundle
-from onerank.serving.llmservingsim import export_llmservingsim
-from onerank.serving.sglang_sim import export_sglang_sim
-from onerank.serving.simulator_options import (
+from onerank.serving.simulators.aiconfigurator import export_aiconfigurator
+from onerank.serving.simulators.llmservingsim import export_llmservingsim
+from onerank.serving.simulators.options import (
     AiconfiguratorOptions,
     LinkedSimulatorOptions,
     VidurOptions,
 )
-from onerank.serving.step_collectives import TracedStep, growth
+from onerank.serving.simulators.sglang_sim import export_sglang_sim
+from onerank.serving.simulators.step_collectives import TracedStep, growth
+from onerank.serving.simulators.vidur import export_vidur
 from onerank.serving.tables import RankMemory, StepRow
-from onerank.serving.vidur import export_vidur
 from tests.cli.invoke_cli import invoke, refused
 
 LAYERS, HIDDEN = 2, 256

@@ -20,8 +20,9 @@ from onerank.converters.sources.kineto.convert_rank import convert_engine_steps
 from onerank.converters.sources.kineto.engine_steps import StepContent, parse_annotation
 from onerank.ir import InferenceStep
 from onerank.ir.errors import TraceError
-from onerank.serving.recorded_bundle import Deployment, bundle_of, with_work
-from onerank.serving.recording import Recording, read_recording
+from onerank.serving.recordings.read_recording import read_recording
+from onerank.serving.recordings.recorded_bundle import Deployment, bundle_of, with_work
+from onerank.serving.recordings.recording import Recording
 from onerank.serving.serving_curves import serving_figures
 from onerank.serving.tables import RankMemory
 from tests.cli.invoke_cli import TRACES, invoke, refused

@@ -8,7 +8,7 @@ for help, and `tools/generate_reference.py` writes the reference page from them.
 
 The dataclass stands where it is used. The options of a capture are declared in
 `onerank.capture.options`, those of exports to simulators of serving in
-`onerank.serving.simulator_options`. These modules do not import click: the
+`onerank.serving.simulators.options`. These modules do not import click: the
 functions of `onerank.option_fields` keep plain data, with the names of `OptionSpec`.
 """
 

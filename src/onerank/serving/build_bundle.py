@@ -31,7 +31,7 @@ from onerank.serving.points import (
     predicted,
     predicted_recording,
 )
-from onerank.serving.recorded_bundle import part_rows
+from onerank.serving.recordings.recorded_bundle import part_rows
 from onerank.serving.tables import AdaptiveGrid, KernelRow, Manifest, RankMemory, StepRow
 
 

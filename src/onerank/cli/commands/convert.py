@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from onerank.ir import Graph
     from onerank.ir.chakra import Repairs
     from onerank.serving.bundle import Bundle
-    from onerank.serving.recording import Recording
+    from onerank.serving.recordings.recording import Recording
 
 
 TRACES = "Recorded traces"
@@ -302,8 +302,9 @@ def _convert_engine_steps(source: Path | None, options: ConvertOptions, *, as_js
             code="convert-engine-options",
         )
     from onerank.serving.bundle import check_replaceable
-    from onerank.serving.recorded_bundle import Deployment, bundle_of
-    from onerank.serving.recording import RECORDING, read_recording, recording_files
+    from onerank.serving.recordings.read_recording import read_recording, recording_files
+    from onerank.serving.recordings.recorded_bundle import Deployment, bundle_of
+    from onerank.serving.recordings.recording import RECORDING
 
     check_replaceable(options.output)
     files = recording_files(source) if source.is_dir() else [source]
@@ -319,7 +320,7 @@ def _convert_engine_steps(source: Path | None, options: ConvertOptions, *, as_js
 
 def _captures(options: ConvertOptions) -> tuple[Path, ...]:
     """Return the traces of captures that --graphs names."""
-    from onerank.serving.recording import recording_files
+    from onerank.serving.recordings.read_recording import recording_files
 
     if options.graphs is None or not options.graphs.is_dir():
         return () if options.graphs is None else (options.graphs,)

@@ -23,7 +23,7 @@ from onerank.cli.dataclass_to_click import Fraction, SectionedCommand, headings,
 from onerank.cli.script import ScriptCommand, script_streams
 from onerank.cli.terminal import advancing_parts, lines, print_json
 from onerank.option_fields import option, shared_option
-from onerank.serving.simulator_options import (
+from onerank.serving.simulators.options import (
     AiconfiguratorOptions,
     LinkedSimulatorOptions,
     VidurOptions,
@@ -208,7 +208,7 @@ def vidur(bundle: Path, options: VidurOptions, as_json: bool) -> None:
     directory data/profiling.
     """
     from onerank.serving.bundle import read_bundle
-    from onerank.serving.vidur import export_vidur
+    from onerank.serving.simulators.vidur import export_vidur
 
     written = export_vidur(read_bundle(bundle), options)
     pairs = [
@@ -233,7 +233,7 @@ def llmservingsim(bundle: Path, options: LinkedSimulatorOptions, as_json: bool) 
     to the same directory add to it. The model is named after its class unless --model names it.
     """
     from onerank.serving.bundle import read_bundle
-    from onerank.serving.llmservingsim import export_llmservingsim
+    from onerank.serving.simulators.llmservingsim import export_llmservingsim
 
     written = export_llmservingsim(read_bundle(bundle), options)
     pairs = [
@@ -259,7 +259,7 @@ def sglang_sim(bundle: Path, options: LinkedSimulatorOptions, as_json: bool) -> 
     configuration and tokenizer; by default the export writes one without a tokenizer.
     """
     from onerank.serving.bundle import read_bundle
-    from onerank.serving.sglang_sim import export_sglang_sim
+    from onerank.serving.simulators.sglang_sim import export_sglang_sim
 
     written = export_sglang_sim(read_bundle(bundle), options)
     server = "python -m sglang_simulator.simulation.sglang.launch_server "
@@ -285,8 +285,8 @@ def aiconfigurator(bundle: Path, options: AiconfiguratorOptions, as_json: bool) 
     for aiconfigurator's --systems-paths. --model is a name, or a directory with a config.json; by
     default the export writes such a directory.
     """
-    from onerank.serving.aiconfigurator import export_aiconfigurator
     from onerank.serving.bundle import read_bundle
+    from onerank.serving.simulators.aiconfigurator import export_aiconfigurator
 
     written = export_aiconfigurator(read_bundle(bundle), options)
     pairs = [

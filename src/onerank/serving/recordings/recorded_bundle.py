@@ -23,8 +23,12 @@ from onerank.ir.arrays import I64, Mask
 from onerank.ir.errors import TraceError
 from onerank.ir.notes import Note
 from onerank.serving.bundle import Bundle
-from onerank.serving.recorded_experts import ExpertLayer, unknown_experts, with_expert_work
-from onerank.serving.recording import RecordedFile, RecordedStep, Recording
+from onerank.serving.recordings.recorded_experts import (
+    ExpertLayer,
+    unknown_experts,
+    with_expert_work,
+)
+from onerank.serving.recordings.recording import RecordedFile, RecordedStep, Recording
 from onerank.serving.tables import KernelRow, Manifest, Part, RankMemory, StepRow
 
 # Contexts of one row: within a factor of 2**(1/4). Each step of a decode has a longer context than

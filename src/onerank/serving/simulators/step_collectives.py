@@ -14,7 +14,7 @@ from onerank.ir.chakra import read
 from onerank.ir.errors import ExportError
 from onerank.plan.cluster import ClusterLink, ClusterNetwork
 from onerank.serving.bundle import Bundle
-from onerank.serving.operator_times import link_gb_per_s
+from onerank.serving.simulators.operator_times import link_gb_per_s
 from onerank.serving.tables import StepRow
 
 

@@ -25,7 +25,7 @@ from onerank.capture.serving.compositions import Composition
 from onerank.ir.errors import ExportError
 from onerank.ir.output_files import replace_files
 from onerank.serving.bundle import Bundle
-from onerank.serving.operator_times import (
+from onerank.serving.simulators.operator_times import (
     EXPERTS,
     LAYER,
     Extent,
@@ -39,7 +39,7 @@ from onerank.serving.operator_times import (
     step_ns,
     token_sizes,
 )
-from onerank.serving.simulator_options import LinkedSimulatorOptions
+from onerank.serving.simulators.options import LinkedSimulatorOptions
 
 # Layer of a decoder in the simulator's catalogs -> its modules.
 _LAYER = {

@@ -18,7 +18,7 @@ from onerank.capture.serving.compositions import Composition
 from onerank.ir.errors import ExportError
 from onerank.ir.output_files import replace_files
 from onerank.serving.bundle import Bundle
-from onerank.serving.operator_times import (
+from onerank.serving.simulators.operator_times import (
     LAYER,
     Extent,
     OperatorTimes,
@@ -26,7 +26,7 @@ from onerank.serving.operator_times import (
     growing,
     token_sizes,
 )
-from onerank.serving.simulator_options import VidurOptions
+from onerank.serving.simulators.options import VidurOptions
 
 # Operator of Vidur -> ends of the paths of our modules, as regular expressions. Vidur's `add` is
 # both residual additions of a layer, and its `mlp_act` includes the product with the gate.

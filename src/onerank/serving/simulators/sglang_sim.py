@@ -18,7 +18,7 @@ from onerank.capture.serving.compositions import Composition
 from onerank.ir.errors import ExportError
 from onerank.ir.output_files import replace_files
 from onerank.serving.bundle import Bundle
-from onerank.serving.operator_times import (
+from onerank.serving.simulators.operator_times import (
     Extent,
     deployment,
     described_gpu,
@@ -27,8 +27,8 @@ from onerank.serving.operator_times import (
     require_memory,
     step_ns,
 )
-from onerank.serving.simulator_options import LinkedSimulatorOptions
-from onerank.serving.step_collectives import StepCollectives
+from onerank.serving.simulators.options import LinkedSimulatorOptions
+from onerank.serving.simulators.step_collectives import StepCollectives
 
 _PREDICTOR = Path("src/sglang_simulator/time_predictor/replay.py")
 

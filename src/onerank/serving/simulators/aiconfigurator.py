@@ -22,7 +22,7 @@ from onerank.capture.serving.compositions import Composition
 from onerank.ir.errors import ExportError
 from onerank.ir.output_files import replace_files
 from onerank.serving.bundle import Bundle
-from onerank.serving.operator_times import (
+from onerank.serving.simulators.operator_times import (
     Extent,
     deployment,
     described_gpu,
@@ -33,8 +33,8 @@ from onerank.serving.operator_times import (
     step_ns,
     token_sizes,
 )
-from onerank.serving.simulator_options import AiconfiguratorOptions
-from onerank.serving.step_collectives import StepCollectives
+from onerank.serving.simulators.options import AiconfiguratorOptions
+from onerank.serving.simulators.step_collectives import StepCollectives
 
 _TABLE = "fpm_forward_perf"
 

@@ -1,0 +1,1 @@
+"""Recordings of vLLM and SGLang: tables of their steps, and the bundle from them."""

@@ -1,0 +1,1 @@
+"""Bundles in the formats of simulators of serving, a module each."""
