@@ -49,6 +49,7 @@ class Reason(IntEnum):
         must stay the last member.
     """
 
+    # Traces store these numbers in `data_dep_reasons`, so no member may change its number.
     DATA = 0
     PROGRAM_ORDER = 1
     STREAM_ORDER = 2

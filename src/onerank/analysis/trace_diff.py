@@ -85,4 +85,5 @@ def _changes(before: list[Share], after: list[Share]) -> list[NameDiff]:
         )
         for name in sorted({*first, *second})
     ]
+    # Names order changes of equal time, so equal traces print equal tables.
     return sorted(changes, key=lambda c: (-abs(c.time_after_ns - c.time_before_ns), c.name))

@@ -106,6 +106,7 @@ def reported_bundles(directories: Sequence[Path]) -> list[Reported]:
     sections = [
         [*_sections(bundle, each, colours)] for bundle, each in zip(bundles, figures, strict=True)
     ]
+    # With equal axes, charts of two bundles can be compared by eye.
     for title in {section.title for group in sections for section in group}:
         same = [section.figure for group in sections for section in group if section.title == title]
         charts.share_ranges(same)

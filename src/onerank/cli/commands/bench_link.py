@@ -42,6 +42,7 @@ def link(options: LinkOptions, as_json: bool) -> None:
     divides the ranks, with NCCL, or with gloo where there is no GPU. `capture run --network FILE`
     reads the file.
     """
+    # Before the import of torch, which takes seconds: without torchrun the command fails at once.
     rank, ranks = _rank_of_torchrun()
     from onerank.capture.bench.measure_link import link_requests, measure_link, to_network_file
     from onerank.ir.output_files import replace_file
@@ -51,6 +52,7 @@ def link(options: LinkOptions, as_json: bool) -> None:
     bar = advancing(len(requests), "measuring") if first else contextlib.nullcontext(lambda: None)
     with bar as advance:
         measured = measure_link(requests, advance)
+    # Each time is that of the slowest rank, so all ranks have the same, and one writes them.
     if not first:
         return
     replace_file(options.output, to_network_file(measured).encode())
