@@ -1,5 +1,6 @@
 """Benchmarks run by hand, so that only this test notices a name that has moved."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +26,15 @@ def test_every_benchmark_imports():
     assert len(names) > 20
     done = run_code(IMPORT_ALL, ROOT / "benchmarks", ROOT, " ".join(names))
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
+
+
+def test_the_index_lists_every_benchmark_and_its_links_exist():
+    index = (ROOT / "benchmarks" / "README.md").read_text()
+    listed = set(re.findall(r"`(\w+\.py)`", index))
+    assert listed == {path.name for path in (ROOT / "benchmarks").glob("*.py")}
+    links = re.findall(r"\]\(([^)]+)\)", index)
+    assert links
+    assert not [link for link in links if not (ROOT / "benchmarks" / link).exists()]
 
 
 def test_end_leaves_no_worker_in_a_session_of_its_own(monkeypatch):
