@@ -215,8 +215,8 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "torch",
         ("tensor", "as_tensor"),
-        "In a thread of the backward C++ copies the new tensor to its device past every mode. A "
-        "device may be another GPU of the node.",
+        "In a thread of the backward C++ copies the new tensor to its device past every mode. "
+        "Pinned memory needs a driver. A device may be another GPU of the node.",
         ("no_device.emulated_process", "fake_world.device_remap"),
     ),
     Patch(

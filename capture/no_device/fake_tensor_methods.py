@@ -169,6 +169,9 @@ def tensor_factory(name: str) -> Callable[..., Any]:
 
     @functools.wraps(create)
     def create_on_thread(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("pin_memory"):
+            # C++ pins the numbers before it dispatches an operator, and needs a driver for it.
+            kwargs["pin_memory"] = False
         # Without this flag of the thread, C++ copies the new tensor to its device, and no mode sees
         # the copy. FakeTensorMode sets it in the thread that enters the mode; the threads of a
         # backward do not enter it.

@@ -383,6 +383,7 @@ LOGGING = """
     thread = threading.Thread(target=lambda: moved.append(torch.ones(4).to("cuda")))
     thread.start(); thread.join()
     assert moved[0].is_cuda and moved[0].tolist() == [1.0] * 4
+    assert torch.tensor([1, 2], pin_memory=True).cuda(non_blocking=True).tolist() == [1, 2]
     dropped = torch.randn(4, device="cuda", generator=generator)
     file = io.BytesIO()
     weights = torch.frombuffer(bytearray(1 << 23), dtype=torch.float32)
