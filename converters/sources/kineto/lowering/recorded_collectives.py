@@ -53,7 +53,7 @@ class RecordedCall:
 
 
 def recorded_calls(timeline: HostTimeline, gpu: GpuOps, et: ExecutionTrace) -> list[RecordedCall]:
-    """Return the recorded calls in the order of their marks.
+    """Return the recorded calls in the order in which they were issued.
 
     Raises:
         TraceError: a mark holds no valid record of a call.
@@ -65,7 +65,9 @@ def recorded_calls(timeline: HostTimeline, gpu: GpuOps, et: ExecutionTrace) -> l
         by_mark[mark].append(row)
     calls: list[RecordedCall] = []
     by_sequence: dict[int, RecordedCall] = {}
-    for op in np.flatnonzero(timeline.is_mark).tolist():
+    # Events are sorted by thread, and autograd's thread issues calls between those of the script's.
+    marks = np.flatnonzero(timeline.is_mark)
+    for op in marks[np.argsort(timeline.rows.start_ns[marks], kind="stable")].tolist():
         call = RecordedCall(op, from_mark(timeline, op, et), by_mark[op])
         calls.append(call)
         by_sequence[call.communication.sequence] = call
