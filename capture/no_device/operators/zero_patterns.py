@@ -26,10 +26,12 @@ _ZEROS = frozenset("zeros zeros_like new_zeros zero".split())
 
 # Operators that move elements: of a mask they make the mask of their result.
 _MOVES = frozenset(
-    "view _unsafe_view _reshape_alias alias detach clone expand permute transpose t select slice "
-    "unsqueeze squeeze unbind split split_with_sizes index index_select gather cat stack flip "
-    "roll".split()
+    "alias detach clone expand permute transpose t select slice unsqueeze squeeze unbind split "
+    "split_with_sizes index index_select gather cat stack flip roll".split()
 )
+
+# The mask may have other strides than the tensor, so that it has no such view.
+_RESHAPES = frozenset("view _unsafe_view _reshape_alias".split())
 
 # Operators that write elements of their second tensor, or a number, at known places of the first.
 _SCATTERS = frozenset("scatter scatter_add index_put".split())
@@ -85,11 +87,13 @@ class ZeroPatterns:
 
     def of_results(self, call: OperatorCall) -> list[Tensor] | None:
         """Return the masks of an operator's results, before it runs; None if they are unknown."""
-        base = call.schema.base.lstrip("_").removesuffix("_impl_").removesuffix("_")
+        base = call.schema.base.removesuffix("_")
+        if base == "_index_put_impl":
+            base = "index_put"
         if base in _ZEROS:
             with unset_fake_temporarily():
                 return [torch.zeros((), dtype=torch.bool, device="cpu")]
-        if not call.tensors or call.tensors[0].numel() > MOST_KNOWN_BOOLS:
+        if not call.tensors or call.tensors[0].numel() > MOST_KNOWN_BOOLS or "out" in call.kwargs:
             return None
         if base in _SCATTERS:
             mask = self._scattered(call, base)
@@ -181,7 +185,7 @@ class ZeroPatterns:
         """Return the mask of a product, or of a selection by a known condition, else None."""
         condition, *operands = call.operands
         if base == "mul":
-            condition, operands = None, call.operands
+            condition, operands = None, call.operands[:2]
         elif base == "masked_fill":
             condition, operands = operands[0], [operands[1], condition]
         shapes = [one.shape for one in (condition, *operands) if isinstance(one, Tensor)]
@@ -217,9 +221,13 @@ class ZeroPatterns:
             elif base == "copy":
                 mask = self._mask(call.args[1]).expand(call.args[0].shape)
             elif base in _REDUCTIONS:
-                mask = call.func(self._mask(call.tensors[0]).float(), *call.args[1:]) != 0
+                numbers = self._mask(call.tensors[0]).float()
+                kwargs = {name: value for name, value in call.kwargs.items() if name != "dtype"}
+                mask = call.func(numbers, *call.args[1:], **kwargs) != 0
             elif base == "add" and len(call.tensors) == 2:
                 mask = self._mask(call.tensors[0]) | self._mask(call.tensors[1])
+            elif base in _RESHAPES and not isinstance(call.args[1], torch.dtype):
+                mask = self._mask(call.args[0]).reshape(call.args[1])
             elif base in _MOVES:
                 mask = self._moved(call)
         return mask

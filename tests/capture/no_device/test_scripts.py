@@ -789,6 +789,40 @@ def test_zeros_that_unknown_numbers_overwrite_are_unknown(statement, tmp_path):
     assert "error[no-device-value]" in done.stderr
 
 
+FOLLOWED = """
+    import torch
+    gate = torch.nn.Linear(32, 4, device="cuda")
+    optimizer = torch.optim.SGD(gate.parameters(), lr=0.1)
+    out = torch.empty(16, 4, device="cuda")
+    for step in range(5):
+        s = gate(torch.randn(16, 32, device="cuda"))
+        w, c = s.topk(2, -1)
+        g = torch.zeros_like(s).scatter(-1, c, w)
+        with torch.no_grad():
+            torch.mul(g, g, out=out)
+            g.view(4, 16).t().reshape(-1).view(torch.int32)
+            torch.zeros(4, 6, device="cuda").expand(2, 4, 6).reshape(8, 6).view(-1)
+            g.sum((0, 1)), g.mean(dtype=torch.float64), g.sum(dim=0, keepdim=True)
+            sizes = [torch.cat([g, part]).split([16, 16])[0].nonzero().shape for part in (g, s)]
+            g.as_strided((2, 2), (1, 1)), g[::2, None, ..., 1:], g * 2, 3 * g
+            torch.where(g > 0, g, 0.0), torch.where(s > 0, g, s)
+            half = g.mul_(s).t().clone()[:2].nonzero().shape[0]
+            g[:, 0] = s[:, 0]
+            g.masked_fill_(s > 0, 1.0)
+        print(sizes, half)
+        s.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_zero_patterns_follow_operators_of_many_kinds(tmp_path):
+    """Two of four experts of 16 tokens are chosen; a balanced choice gives 16 to two of them."""
+    done = run(tmp_path, FOLLOWED)
+    assert done.returncode == 0, done.stderr
+    assert "[torch.Size([32, 2]), torch.Size([32, 2])] 16" in done.stdout + done.stderr
+
+
 EXCHANGED = """
     import torch, torch.distributed as dist
     from torch import nn
