@@ -133,6 +133,7 @@ class KernelFeatures:
         over_link: whether it is a copy over the host link or to another GPU, or communication
             without a recorded group, bool[n].
         transfer: whether it is a copy or fill by a copy engine, bool[n].
+        constant: whether it writes one value to all of its bytes, bool[n].
         dtype: positions in `dtypes`, int64[n].
         dtypes: dtypes of GEMM operands; "" for none.
         call: positions in `gemm` and `attention`, int64[n].
@@ -157,6 +158,7 @@ class KernelFeatures:
     matmul_class: Mask
     over_link: Mask
     transfer: Mask
+    constant: Mask
     dtype: I64
     dtypes: tuple[str, ...]
     call: I64
@@ -187,6 +189,7 @@ class KernelFeatures:
             over_link=(copies & ~device_copies(graph)[index])
             | costs.is_class(OpClass.COMMUNICATION),
             transfer=copies | (nodes.kind[index] == Kind.MEMSET),
+            constant=costs.is_class(OpClass.MEMSET),
             dtype=costs.dtype,
             dtypes=costs.dtypes,
             call=costs.call,
@@ -322,6 +325,7 @@ def kernels_of(works: Sequence[Work], duration_ns: F64) -> KernelFeatures:
         matmul_class=matmul,
         over_link=no_kernel,
         transfer=no_kernel,
+        constant=no_kernel,
         dtype=np.array([dtypes.index(work.dtype) for work in works], dtype=np.int64),
         dtypes=dtypes,
         call=np.arange(count),

@@ -53,6 +53,7 @@ from onerank.annotate.models.coefficients import (
     GemmCoefficients,
     TilePipeline,
 )
+from onerank.annotate.models.features import ComponentGemms
 from onerank.annotate.models.prediction_terms import (
     Term,
     TermRecord,
@@ -306,6 +307,23 @@ def experts_kernels(gpu: Gpu, kernels: U8, c: Coefficients) -> Iterator[tuple[I6
             experts = c.experts[library]
             floor_ns = experts.other_ns + c.gemm.floor * gpu.launch_floor_ns
             yield rows, TileKernel(c.gemm, floor_ns, experts.rate, experts.epilogue, tilings)
+
+
+def executed_over_counted(parts: ComponentGemms, calls: int) -> F64:
+    """Return the FLOPs that experts' kernels execute over those of their tokens, float64[calls].
+
+    A tile has a fixed number of rows, and the tensor cores multiply its empty rows too. Of the
+    tiles of a tuned kernel, the one with the fewest rows counts. 1 for calls without experts.
+    """
+    rows = np.ones(len(parts.call))
+    for code, (_, tilings) in _EXPERT_KERNELS.items():
+        rows[parts.kernels == code] = tilings[0].min()
+    m = parts.shapes[:, 1]
+    counted = parts.times * parts.flops
+    executed = counted * np.ceil(m / rows) * rows / np.maximum(m, 1)
+    of_executed = np.bincount(parts.call, weights=executed, minlength=calls)
+    of_counted = np.bincount(parts.call, weights=counted, minlength=calls)
+    return np.divide(of_executed, of_counted, out=np.ones(calls), where=of_counted > 0)
 
 
 def scaled_kernels(

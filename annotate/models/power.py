@@ -9,9 +9,15 @@ import numpy as np
 
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.features import KernelFeatures
+from onerank.annotate.models.gemm_tiles import executed_over_counted
 from onerank.ir.arrays import F64
 
 _SHIPPED = Path(__file__).with_name("power.toml")
+
+# Traffic of one repeated value as a share of that of random values: DRAM and buses draw power when
+# their lines change. An H200 drew 347 W while it filled 537 MB with one value at 3.3 TB/s, and 574
+# to 609 W while it copied as many bytes at 4.1 TB/s (the shipped database, 2026-11-21).
+_CONSTANT_TRAFFIC = 0.3
 
 # Vector operations per attention score, forward and backward. A softmax has five (see
 # `op_costs.memory_bound`); the backward repeats it and adds the four of its gradient.
@@ -115,12 +121,17 @@ def utilization(seconds: F64, tensor: F64, moved: F64, vector: F64, gpu: Gpu) ->
 
 
 def utilization_of(kernels: KernelFeatures, gpu: Gpu) -> F64:
-    """Return the utilization of a GPU by kernels, see `utilization`."""
+    """Return the utilization of a GPU by kernels, see `utilization`.
+
+    Experts' kernels also multiply the empty rows of their tiles.
+    """
     work = np.nan_to_num(kernels.flops)
     tensor = np.where(kernels.matmul, np.nan_to_num(work / kernels.rates(gpu).sustained), 0.0)
+    tensor = tensor * executed_over_counted(kernels.parts, len(kernels.gemm))[kernels.call]
     vector = np.where(kernels.matmul, work * _scores_per_flop(kernels), work)
     seconds = np.maximum(kernels.duration_ns, 1) * 1e-9
-    return utilization(seconds, tensor, np.nan_to_num(kernels.bytes), vector, gpu)
+    moved = np.nan_to_num(kernels.bytes) * np.where(kernels.constant, _CONSTANT_TRAFFIC, 1.0)
+    return utilization(seconds, tensor, moved, vector, gpu)
 
 
 def power_share(use: F64, c: PowerCoefficients) -> F64:

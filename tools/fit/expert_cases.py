@@ -27,7 +27,8 @@ from tools.fit.measured_kernels import Products, family, of_products, read_table
 
 EXPERTS_FILE = "experts.parquet"
 
-_LAYER = ["tokens", "hidden", "inner", "chosen", "experts"]
+LAYER = ["tokens", "hidden", "inner", "chosen", "experts"]
+"""Columns with the sizes of a layer."""
 
 # Part of a kernel's name in the table -> the library of its coefficients. TensorRT-LLM's generated
 # kernels run on a B200 only, so no other GPU could judge a fit to them.
@@ -129,16 +130,16 @@ def read_experts(folder: Path) -> list[ExpertLayers]:
         FormatError: the file is missing or lacks a column.
         TargetError: it has a GPU without a description.
     """
-    columns = ["gpu", "campaign", "kernel", *_LAYER, "time_us"]
+    columns = ["gpu", "campaign", "kernel", *LAYER, "time_us"]
     rows = read_table(folder / EXPERTS_FILE, columns)
     read: list[ExpertLayers] = []
     for (name, campaign, kernel), of_kernel in rows.sort(columns).group_by(
         "gpu", "campaign", "kernel", maintain_order=True
     ):
         gpu = load_gpu(str(name))
-        table = of_kernel.group_by(_LAYER).agg(pl.col("time_us").median()).sort(_LAYER)
+        table = of_kernel.group_by(LAYER).agg(pl.col("time_us").median()).sort(LAYER)
         layers: list[ExpertSizes] = []
-        for tokens, hidden, inner, chosen, experts in table.select(_LAYER).iter_rows():
+        for tokens, hidden, inner, chosen, experts in table.select(LAYER).iter_rows():
             nemotron = (hidden, chosen, experts) in _NEMOTRON
             gated = not nemotron or str(campaign) not in _NEMOTRON_WITHOUT_GATE
             first = 2 * inner if gated else inner

@@ -2,9 +2,10 @@
 
 DATABASE is the output of `onerank bench --grid power`. The program prints the coefficients and
 their errors on data outside the fit: on each class of calls left out of the fit, on GEMMs of
-another campaign (`--products`, a parquet table of `gpu, dtype, m, n, k, time_us, power_w`), and on
-whole steps whose power was sampled for some seconds (`--step`, captures with `--timed-steps`). With
-`-o` it writes the coefficients in the format of `annotate/models/power.toml`.
+another campaign (`--products`, see `public_powers`), on experts of MoE layers (`--experts`, a
+table of `public_sets`), and on whole steps whose power was sampled for some seconds (`--step`,
+captures with `--timed-steps`). With `-o` it writes the coefficients in the format of
+`annotate/models/power.toml`.
 """
 
 import argparse
@@ -16,7 +17,6 @@ from typing import Self
 
 import msgspec
 import numpy as np
-import polars as pl
 
 from onerank.annotate.describe_gpu import Powers, fit
 from onerank.annotate.energy import SETTLED_S, StepDurations, report_energy
@@ -28,7 +28,6 @@ from onerank.annotate.models.power import (
     PowerCoefficients,
     PowerModel,
     power_share,
-    utilization,
     utilization_of,
 )
 from onerank.annotate.op_costs.cost_record import Work
@@ -39,15 +38,7 @@ from onerank.ir import Graph
 from onerank.ir.arrays import F64
 from onerank.ir.chakra import read
 from onerank.ir.errors import AnnotateError, FormatError, TargetError
-
-COLUMNS = ("gpu", "m", "n", "k", "time_us", "power_w")
-
-LEAST_US = 200
-"""Shortest GEMMs used: power samples of shorter runs include the idle time between runs.
-
-A GEMM of m = n = k = 2048 draws 309 W in the table and 705 W when sustained for two seconds on the
-same GPU; one of 4096 draws 692 W in both.
-"""
+from tools.fit.public_powers import GemmRuns, read_expert_powers, read_gemm_runs
 
 # Operator -> number of lists among its operands, which a key stores flattened.
 _LISTS = {
@@ -89,9 +80,12 @@ def _powers_of(name: str, rows: list[KernelRow]) -> Powers:
             f"{name}: the fit needs a description with tdp_w", code="fit-gpu-incomplete"
         )
     nanoseconds = np.array([row.median_ns for row in rows], dtype=np.float64)
-    use = utilization_of(kernels_of([_work(row) for row in rows], nanoseconds), gpu)
+    classes = [op_class(row.operator) for row in rows]
+    constant = np.array([each is OpClass.MEMSET for each in classes])
+    kernels = replace(kernels_of([_work(row) for row in rows], nanoseconds), constant=constant)
+    use = utilization_of(kernels, gpu)
     share = np.array([row.power_w or 0.0 for row in rows]) / gpu.tdp_w
-    names = tuple(op_class(row.operator).value for row in rows)
+    names = tuple(each.value for each in classes)
     return Powers(gpu, use, share, nanoseconds * 1e-9, names)
 
 
@@ -147,47 +141,6 @@ def _results(call: Call, tensors: list[Tensor]) -> list[Tensor]:
     return [max(tensors, key=lambda tensor: tensor.numel)] if operator_class in _AS_OPERAND else []
 
 
-def read_gemm_powers(path: Path) -> dict[str, pl.DataFrame]:
-    """Read bf16 GEMMs of `LEAST_US` and more with their power: name of the GPU -> its rows.
-
-    Raises:
-        FormatError: the file is no such table.
-    """
-    try:
-        table = pl.read_parquet(path)
-    except (OSError, pl.exceptions.PolarsError) as error:
-        raise FormatError(
-            f"{path}: cannot be read as a parquet table: {error}", code="fit-unreadable-table"
-        ) from None
-    if lacking := [name for name in COLUMNS if name not in table.columns]:
-        raise FormatError(
-            f"{path}: lacks {', '.join(lacking)}; it has {', '.join(table.columns)}",
-            code="fit-missing-columns",
-        )
-    if "dtype" in table.columns:
-        table = table.filter(pl.col("dtype").cast(pl.String) == "bfloat16")
-    table = table.filter(pl.col("time_us") >= LEAST_US)
-    return {str(key): rows for (key,), rows in table.group_by("gpu", maintain_order=True)}
-
-
-def gemm_powers(name: str, rows: pl.DataFrame) -> Powers:
-    """Return the power of a GPU's bf16 GEMMs: columns m, n, k, time_us, power_w.
-
-    Raises:
-        TargetError: the GPU has no description, or one without power limit.
-    """
-    gpu = load_gpu(name)
-    rate = gpu.tensor_flops_per_s("bfloat16")
-    if gpu.tdp_w is None or rate is None:
-        raise TargetError(
-            f"{gpu.name}: the test needs tdp_w and a bf16 rate", code="fit-gpu-incomplete"
-        )
-    m, n, k, time, power = (rows[name].to_numpy().astype(np.float64) for name in COLUMNS[1:])
-    moved = 2 * (m * k + k * n + m * n)
-    use = utilization(time * 1e-6, 2 * m * n * k / rate, moved, np.zeros_like(time), gpu)
-    return Powers(gpu, use, power / gpu.tdp_w, time * 1e-6, ("gemm",) * len(time))
-
-
 @dataclass(frozen=True, slots=True)
 class Errors:
     """Errors: predicted over measured, minus 1.
@@ -240,9 +193,42 @@ def _wanted(coefficients: F64, measured: Powers) -> F64:
 
 def errors_of(model: FittedPower, measured: Powers) -> Errors:
     """Return the error of the model on sustained calls."""
-    predicted = model.shares(measured)
-    whole = (predicted @ measured.duration_s) / (measured.share @ measured.duration_s)
-    return Errors(float(whole) - 1, predicted / measured.share - 1)
+    return errors_between(model.shares(measured), measured)
+
+
+def errors_between(shares: F64, measured: Powers) -> Errors:
+    """Return the error of predicted shares of the power limit, float64[d]."""
+    whole = (shares @ measured.duration_s) / (measured.share @ measured.duration_s)
+    return Errors(float(whole) - 1, shares / measured.share - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """Calls of another campaign, to judge a fit by.
+
+    Attributes:
+        name: of the kind of calls and the GPU.
+        powers: the calls.
+        runs: all runs of the campaign, if its sensor shows a part of the run before; `powers` is
+            not used then.
+    """
+
+    name: str
+    powers: Powers
+    runs: GemmRuns | None = None
+
+    @classmethod
+    def of_runs(cls, runs: GemmRuns) -> Self:
+        """Return a campaign of GEMMs."""
+        return cls(f"GEMMs of {runs.powers.gpu.name}", runs.powers, runs)
+
+    def errors(self, model: FittedPower) -> Errors:
+        """Return the errors of the calls; of GEMMs, of those with random weights."""
+        if self.runs is None:
+            return errors_of(model, self.powers)
+        where = self.runs.long & self.runs.with_random_weights
+        readings = self.runs.readings(model.shares(self.powers))
+        return errors_between(readings[where], self.powers.only(where))
 
 
 def without_its_class(calls: Powers) -> F64:
@@ -296,7 +282,7 @@ def step_of(name: str, graph: Graph, model: PowerModel) -> Step:
 
 def model_of(
     measured: list[Powers],
-    products: list[Powers],
+    held_out: list[HeldOut],
     steps: list[tuple[str, Graph]],
     source: str,
 ) -> tuple[PowerModel, list[Step]]:
@@ -322,9 +308,7 @@ def model_of(
     )
     fitted_steps = [step_of(name, graph, model) for name, graph in steps]
     errors_by_case = [(f"a step on {names}", step.error) for step in fitted_steps]
-    errors_by_case += [
-        (f"products of {calls.gpu.name}", errors_of(fitted, calls).energy) for calls in products
-    ]
+    errors_by_case += [(case.name, case.errors(fitted).energy) for case in held_out]
     worst = max((abs(error) for _, error in errors_by_case), default=1.0)
     text = ", ".join(f"{name} {error:+.1%}" for name, error in errors_by_case)
     errors = {"step_error": round(worst, 3), "step_errors": text}
@@ -358,7 +342,7 @@ def to_toml(model: PowerModel) -> str:
     )
 
 
-def table(measured: list[Powers], products: list[Powers], steps: list[Step]) -> str:
+def table(measured: list[Powers], held_out: list[HeldOut], steps: list[Step]) -> str:
     """Return the evaluation as text, a line per case."""
     fitted = FittedPower.of(measured)
     names = (*PowerCoefficients.__struct_fields__, "at_limit")
@@ -382,8 +366,7 @@ def table(measured: list[Powers], products: list[Powers], steps: list[Step]) -> 
                 ((1 + error[in_class]) * watts[in_class]).sum() / watts[in_class].sum() - 1
             )
             lines.append(_line(f"    {name}", Errors(class_error, error[in_class])))
-    lines += [_line(f"{calls.gpu.name}, products of a table", errors_of(fitted, calls))
-              for calls in products]  # fmt: skip
+    lines += [_line(f"{case.name}, another campaign", case.errors(fitted)) for case in held_out]
     if steps:
         lines += ["", f"{'whole steps':34}{'read':>9}{'model':>9}"]
     lines += [f"{step.name:34}{step.read_w:7.0f} W{step.modelled_w:7.0f} W{step.error:+9.1%}"
@@ -404,17 +387,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("database", type=Path, help="kernel database of sustained calls")
     parser.add_argument("--products", type=Path, help="parquet table of measured GEMMs")
+    parser.add_argument("--experts", type=Path, help="parquet table of experts of MoE layers")
     parser.add_argument("--step", type=Path, action="append", default=[],
                         help="capture whose --timed-steps took 1.5 s or more")  # fmt: skip
     parser.add_argument("-o", "--output", type=Path, help="coefficients to write")
     parser.add_argument("--source", default="unknown", help="source of the measurements")
     options = parser.parse_args()
     measured = read_measured(options.database)
-    tables = read_gemm_powers(options.products) if options.products else {}
-    products = [gemm_powers(name, rows) for name, rows in tables.items()]
+    held_out: list[HeldOut] = []
+    if options.products:
+        held_out += [HeldOut.of_runs(runs) for runs in read_gemm_runs(options.products)]
+    if options.experts:
+        held_out += [
+            HeldOut(f"experts of {powers.gpu.name}", powers)
+            for powers in read_expert_powers(options.experts)
+        ]
     steps = [(path.name, read(path)) for path in options.step]
-    model, fitted_steps = model_of(measured, products, steps, options.source)
-    sys.stdout.write(f"{table(measured, products, fitted_steps)}\n")
+    model, fitted_steps = model_of(measured, held_out, steps, options.source)
+    sys.stdout.write(f"{table(measured, held_out, fitted_steps)}\n")
     if options.output is not None:
         options.output.write_text(to_toml(model), encoding="utf-8")
 

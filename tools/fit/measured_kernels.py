@@ -184,6 +184,7 @@ def _kernels(times_ns: F64, flops: F64, moved: F64, dtype: str) -> KernelFeature
         matmul_class=every,
         over_link=none,
         transfer=none,
+        constant=none,
         dtype=np.zeros(count, dtype=np.int64),
         dtypes=(dtype,),
         call=np.arange(count),

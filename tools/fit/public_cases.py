@@ -91,7 +91,8 @@ _SEED = 4
 
 _SIZES = ["m", "n", "k"]
 
-_ATTENTION_SIZES = ["batch", "rows", "keys", "heads", "kv_heads", "head_dim"]
+ATTENTION_SIZES = ["batch", "rows", "keys", "heads", "kv_heads", "head_dim"]
+"""Columns with the sizes of a call."""
 
 # Least share of attention in a measured time that includes a write to a cache.
 _LEAST_ALONE = 0.2
@@ -291,19 +292,19 @@ def _read_calls(folder: Path) -> Iterator[_Calls]:
         gpu = load_gpu(str(name))
         table = measured.sample(min(_CALLS, len(measured)), seed=_SEED)
         usual = str(kernel) in _USUAL.get(gpu.architecture, ())
-        shapes = _forward_shapes(table, causal=True)
+        shapes = forward_shapes(table, causal=True)
         yield _Calls(gpu, usual, shapes, table["time_us"].to_numpy() * 1000)
 
 
 def _read_attention(folder: Path) -> pl.DataFrame:
-    columns = ["gpu", "campaign", "kernel", "phase", *_ATTENTION_SIZES, "time_us"]
+    columns = ["gpu", "campaign", "kernel", "phase", *ATTENTION_SIZES, "time_us"]
     return read_table(folder / ATTENTION_KERNELS_FILE, columns)
 
 
-def _forward_shapes(table: pl.DataFrame, *, causal: bool) -> F64:
+def forward_shapes(table: pl.DataFrame, *, causal: bool) -> F64:
     """Return the shapes of forward attention as `attention_ns` takes them, float64[d, 9]."""
     batch, queries, keys, heads, key_heads, d = (
-        table[column].to_numpy().astype(np.float64) for column in _ATTENTION_SIZES
+        table[column].to_numpy().astype(np.float64) for column in ATTENTION_SIZES
     )
     none = np.zeros(len(table))
     return np.stack([batch, heads, key_heads, queries, keys, d, d, none + causal, none], axis=1)
@@ -367,8 +368,8 @@ def _read_grouped(folder: Path) -> Iterator[Decodes]:
         if not usual and str(kernel) not in _OTHER_DECODE.get(gpu.architecture, ()):
             continue
         cache_bytes = 4 * pl.col("batch") * pl.col("kv_heads") * pl.col("keys") * pl.col("head_dim")
-        drawn = _drawn_cold(table, cache_bytes, gpu, _ATTENTION_SIZES)
-        shapes = _forward_shapes(drawn, causal=False)
+        drawn = _drawn_cold(table, cache_bytes, gpu, ATTENTION_SIZES)
+        shapes = forward_shapes(drawn, causal=False)
         times_ns = drawn["time_us"].to_numpy() * 1000
         yield Decodes(gpu, str(campaign), shapes, times_ns, usual=usual)
 

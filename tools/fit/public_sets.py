@@ -28,11 +28,13 @@ What a row times:
   quantisation.parquet  the kernels of each framework that quantise:
                       "scale_matrix", m x k elements of 16 bits to 8 with a given scale, and
                       "compute_scale", how much longer a quantisation takes that finds its scale.
+  experts_power.parquet, attention_power.parquet  the rows of both tables above that have a power:
+                      vLLM 0.22.0 on an H200 and a B200, the mean of NVML's readings over a second.
   vector.parquet      fp32 operators of PyTorch 2.1 with TF32 off, one kernel each.
 """
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import polars as pl
@@ -60,6 +62,9 @@ BOARDS = {
 _WITH_LAUNCHES = ("DeepGemmFp8BlockScaledMMKernel", "CutlassFp8BlockScaledMMKernel",
                   "FlashInferFp8BlockScaledMMKernel", "TritonFp8BlockScaledMMKernel")  # fmt: skip
 
+# Column of the tables that have a power -> its name in ours.
+_POWER = {"power": "power_w"}
+
 _SLOW_QUANTISED, _MOST_TOKENS = "CutlassFP8ScaledMMLinearKernel", 256
 
 
@@ -83,6 +88,8 @@ def main() -> None:
         ("latent_prefill", latent_prefill(options.systems)),
         ("experts", experts(options.systems)),
         ("quantisation", quantisation(options.systems)),
+        ("experts_power", experts(options.systems, _POWER)),
+        ("attention_power", attention(options.systems, _POWER)),
         ("vector", vector(options.neusight)),
     ):
         pl.concat(tables).write_parquet(options.output / f"{name}.parquet")
@@ -122,10 +129,17 @@ def quantise(systems: Path) -> Iterator[pl.DataFrame]:
         )
 
 
-def attention(systems: Path) -> Iterator[pl.DataFrame]:
-    """Yield the attention of each GPU and framework, in 16 bits with a cache in 16 bits."""
+def attention(systems: Path, also: Mapping[str, str] = {}) -> Iterator[pl.DataFrame]:
+    """Yield the attention of each GPU and framework, in 16 bits with a cache in 16 bits.
+
+    Args:
+        systems: folder of the tables.
+        also: further columns -> their names; tables without them are left out.
+    """
     for gpu, campaign, path in _files(systems, "attention/*/*/*_attention_perf.parquet"):
         rows = pl.read_parquet(path)
+        if not also.keys() <= {*rows.columns}:
+            continue
         if "window_size" not in rows.columns:
             rows = rows.with_columns(window_size=pl.lit(0))
         rows = rows.filter(
@@ -145,6 +159,7 @@ def attention(systems: Path) -> Iterator[pl.DataFrame]:
             pl.col("num_key_value_heads").cast(pl.Int64).alias("kv_heads"),
             pl.col("head_dim").cast(pl.Int64),
             (pl.col("latency") * 1000).cast(pl.Float64).alias("time_us"),
+            *(pl.col(column).alias(name) for column, name in also.items()),
         ).filter(pl.col("kv_heads") > 0)
 
 
@@ -183,10 +198,17 @@ def latent_prefill(systems: Path) -> Iterator[pl.DataFrame]:
         )
 
 
-def experts(systems: Path) -> Iterator[pl.DataFrame]:
-    """Yield MoE layers in 16 bits with equal shares of the tokens for all experts of a model."""
+def experts(systems: Path, also: Mapping[str, str] = {}) -> Iterator[pl.DataFrame]:
+    """Yield MoE layers in 16 bits with equal shares of the tokens for all experts of a model.
+
+    Args:
+        systems: folder of the tables.
+        also: further columns -> their names; tables without them are left out.
+    """
     for gpu, campaign, path in _files(systems, "moe/*/*/moe_perf.parquet"):
         rows = pl.read_parquet(path)
+        if not also.keys() <= {*rows.columns}:
+            continue
         rows = rows.filter(
             pl.col("moe_dtype") == "bfloat16",
             pl.col("distribution") == "balanced",
@@ -202,6 +224,7 @@ def experts(systems: Path) -> Iterator[pl.DataFrame]:
             pl.col("topk").cast(pl.Int64).alias("chosen"),
             pl.col("num_experts").cast(pl.Int64).alias("experts"),
             (pl.col("latency") * 1000).cast(pl.Float64).alias("time_us"),
+            *(pl.col(column).alias(name) for column, name in also.items()),
         )
 
 

@@ -14,21 +14,26 @@ from raised import raises_code
 from onerank.annotate import PassOptions, load_gpu, recost, with_figures
 from onerank.annotate.energy import StepDurations, report_energy, sensor_notes, work_notes
 from onerank.annotate.kernel_db.database import table_of, write_database
+from onerank.annotate.models.features import ComponentGemms
+from onerank.annotate.models.gemm_tiles import executed_over_counted
 from onerank.annotate.models.power import PowerCoefficients, power_model, power_share
+from onerank.annotate.op_costs.cost_record import PartKernel, Work
+from onerank.annotate.op_costs.engine_operators import ExpertSizes, expert_parts
 from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import Kind, Reading, Sensors
 from tools.fit.fit_power import (
     FittedPower,
+    HeldOut,
     Powers,
     errors_of,
     fit,
     model_of,
-    read_gemm_powers,
     read_measured,
     step_of,
     to_toml,
 )
 from tools.fit.fit_power import without_its_class as left_out
+from tools.fit.public_powers import read_gemm_runs
 
 TRACES = Path(__file__).parents[3] / "traces"
 
@@ -48,7 +53,8 @@ def test_a_kernel_at_full_rate_is_held_to_the_limit_and_gaps_draw_idle_power(tra
     assert found.step_uj == found.busy_uj + found.idle_uj
     assert found.step_low_uj < found.step_uj < found.step_high_uj
     memory = 3 * 4096**2 * 2 / 204_970e-9 / (4.8e12 * 0.856)
-    share = C.base + C.active * (1 - 2640 / 204_970) + C.tensor + C.memory * memory
+    tensor = 2 * 4096**3 / 204_970e-9 / gpu.tensor_flops_per_s("bfloat16")
+    share = C.base + C.active * (1 - 2640 / 204_970) + C.tensor * tensor + C.memory * memory
     note_of(found.notes, "energy-power-limit", round(share * 700), 700)
 
 
@@ -166,9 +172,10 @@ def test_the_fit_finds_the_coefficients_it_was_made_with():
 
 
 def test_the_steps_interval_is_the_largest_error_that_was_not_fitted_to():
-    model, _ = model_of([held()], [held(share=0.8), held()], [], "made")
+    cases = [HeldOut("some", held(share=0.8)), HeldOut("others", held())]
+    model, _ = model_of([held()], cases, [], "made")
     assert model.step_error == 0.25
-    assert model.step_errors == "products of H200 +25.0%, products of H200 +0.0%"
+    assert model.step_errors == "some +25.0%, others +0.0%"
     assert "vector = 4.000" in to_toml(model)
     assert model.at_limit == 1
     drawing = held()
@@ -211,6 +218,47 @@ def test_a_table_without_power_is_an_error(tmp_path: Path):
     path = tmp_path / "x.parquet"
     pl.DataFrame({"gpu": ["H200"], "m": [1]}).write_parquet(path)
     with raises_code("fit-missing-columns", naming=("x.parquet", "n, k, time_us, power_w")):
-        read_gemm_powers(path)
-    with raises_code("fit-unreadable-table"):
-        read_gemm_powers(tmp_path / "none.parquet")
+        read_gemm_runs(path)
+    with raises_code("fit-no-file"):
+        read_gemm_runs(tmp_path / "none.parquet")
+
+
+def test_a_reading_contains_half_of_the_run_before(tmp_path: Path):
+    """Six copies of 1 ms run 167 times, 1.002 s; the sensor shows the last second.
+
+    Two runs at the limit, then one at half of it. 36 ms of its warm-up are before its first
+    reading, so eleven readings show 0.036 to 1 s of it: 0.533 s in the mean.
+    """
+    sizes = {"m": [3, 2, 1], "n": [8] * 3, "k": [8] * 3, "time_us": [1000.0] * 3}
+    rows = {"gpu": ["H200"] * 3, "dtype": ["bfloat16"] * 3, **sizes, "power_w": [700.0, 700, 350]}
+    pl.DataFrame(rows).write_parquet(tmp_path / "gemm_power.parquet")
+    random = pl.DataFrame(rows | {"time_us": [1000.0, 1200.0, 1000.0]})
+    random.write_parquet(tmp_path / "gemm.parquet")
+    (runs,) = read_gemm_runs(tmp_path / "gemm_power.parquet")
+    assert runs.sizes[:, 0].tolist() == [3, 2, 1]
+    assert runs.with_random_weights.tolist() == [True, False, True]
+    readings = runs.readings(np.array([1.0, 1.0, 0.5]))
+    assert readings[:2] == pytest.approx(1)
+    assert readings[2] == pytest.approx(1 - 0.5 * 0.533, abs=0.01)
+    assert runs.readings(np.full(3, 0.7)) == pytest.approx(0.7)
+
+
+def test_a_fill_draws_less_than_a_copy_of_as_many_bytes(trace):
+    """At 80% of the bandwidth: a fill of an H200 drew 347 W, a copy 574 W and more."""
+    gpu, tensor = load_gpu("H200"), "Tensor(c10::BFloat16)"
+    ns = 4 * 10**8 / (gpu.bandwidth_bytes_per_s * 0.8) * 1e9
+    durations, drawn = StepDurations(round(ns), round(ns), "made"), {}
+    for op, inputs in (("fill_", ((200_000_000,),)), ("copy_", ((100_000_000,),) * 2)):
+        operands = [(tensor, shape) for shape in inputs]
+        graph = trace({"op": f"aten::{op}", "inputs": operands, "ns": round(ns)})
+        drawn[op] = report_energy(graph, gpu, durations).mean_power_mw / 1e3
+    assert drawn["copy_"] - drawn["fill_"] == pytest.approx(0.7 * 0.8 * C.memory * 700, rel=0.01)
+
+
+def test_experts_draw_the_power_of_whole_tiles():
+    """Two tokens for each of 128 experts: vLLM's tiles of 16 rows multiply 8 times as much."""
+    sizes = ExpertSizes(32, 8, 128, 2048, 1536, 768)
+    few = Work(parts=expert_parts(sizes, PartKernel.VLLM_FEW_TOKENS))
+    plain = Work(parts=expert_parts(sizes, PartKernel.LIBRARY))
+    ratio = executed_over_counted(ComponentGemms.of([few, plain, Work()]), 3)
+    assert ratio.tolist() == [8, 1, 1]
