@@ -221,19 +221,19 @@ _DEEP_GEMM = {
     )
 }
 
-# TransformerEngine's softmax of unfused attention (softmax.py): the scale is one more product.
-_TE_SOFTMAX = {
-    f"te_softmax::{name}_{direction}": formula
-    for name in (
-        "scaled_softmax",
-        "scaled_masked_softmax",
-        "scaled_upper_triang_masked_softmax",
-        "scaled_aligned_causal_masked_softmax",
+# Megatron-LM's softmax of unfused attention, in apex and TransformerEngine: the scale is one more
+# product. TransformerEngine wraps the functions of its extension in operators (softmax.py).
+_SOFTMAX_KINDS = ("scaled_softmax", "scaled_masked_softmax", "scaled_upper_triang_masked_softmax")
+_TE_SOFTMAX_KINDS = (*_SOFTMAX_KINDS, "scaled_aligned_causal_masked_softmax")
+_SCALED_SOFTMAX = {
+    f"{package}::{kind}_{direction}": _per_element(flops + 1)
+    for package, forward, backward, kinds in (
+        ("te_softmax", "fwd", "bwd", _TE_SOFTMAX_KINDS),
+        ("transformer_engine", "forward", "backward", _TE_SOFTMAX_KINDS),
+        ("apex", "forward", "backward", (*_SOFTMAX_KINDS, "generic_scaled_masked_softmax")),
     )
-    for direction, formula in (
-        ("fwd", _per_element(SOFTMAX_FORWARD + 1)),
-        ("bwd", _per_element(SOFTMAX_BACKWARD + 1)),
-    )
+    for kind in kinds
+    for direction, flops in ((forward, SOFTMAX_FORWARD), (backward, SOFTMAX_BACKWARD))
 }
 
 
@@ -315,16 +315,6 @@ _TE = {
         },
         "fused_rope_forward": _per_result(_ROTARY),
         "fused_rope_backward": _per_result(_ROTARY),
-        **{
-            f"{kind}_{direction}": _per_element(flops + 1)
-            for kind in (
-                "scaled_softmax",
-                "scaled_masked_softmax",
-                "scaled_upper_triang_masked_softmax",
-                "scaled_aligned_causal_masked_softmax",
-            )
-            for direction, flops in (("forward", SOFTMAX_FORWARD), ("backward", SOFTMAX_BACKWARD))
-        },
     }.items()
 }
 
@@ -350,8 +340,6 @@ _APEX = {
         )
     },
     "apex::wgrad_gemm_accum": _product_with_epilogue,
-    "apex::scaled_softmax_forward": _per_element(SOFTMAX_FORWARD + 1),
-    "apex::scaled_softmax_backward": _per_element(SOFTMAX_BACKWARD + 1),
 }
 
 
@@ -486,7 +474,7 @@ FORMULAS: dict[str, Formula] = {
     "grouped_gemm::gmm": _extension_product,
     **_DEEP_GEMM,
     **_TE,
-    **_TE_SOFTMAX,
+    **_SCALED_SOFTMAX,
     **_APEX,
     **_BITSANDBYTES,
     **_TORCHAO,

@@ -164,7 +164,8 @@ _OPERATORS = {
         scaled_softmax_forward scaled_softmax_backward scaled_masked_softmax_forward
         scaled_masked_softmax_backward scaled_upper_triang_masked_softmax_forward
         scaled_upper_triang_masked_softmax_backward scaled_aligned_causal_masked_softmax_forward
-        scaled_aligned_causal_masked_softmax_backward""",
+        scaled_aligned_causal_masked_softmax_backward generic_scaled_masked_softmax_forward
+        generic_scaled_masked_softmax_backward""",
     OpClass.LOSS: """
         nll_loss nll_loss_forward nll_loss_backward nll_loss2d_forward nll_loss2d_backward
         cross_entropy_loss mse_loss mse_loss_backward l1_loss binary_cross_entropy

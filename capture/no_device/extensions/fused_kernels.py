@@ -86,22 +86,33 @@ def _accumulated_product(launch: Launch, source: Tensor, gradient: Tensor, weigh
     launch("wgrad_gemm_accum", [*operands, None, None, None, None, weight], [weight])
 
 
-# Softmax of Megatron-LM and apex ------------------------------------------------------------------
+# Softmax of scores, and other functions of one operand's shape ------------------------------------
+
+SCALED_SOFTMAX = ("scaled_softmax", "scaled_masked_softmax", "scaled_upper_triang_masked_softmax")
+"""Megatron-LM's kernels. Apex has a module for each, TransformerEngine a function."""
 
 
-def _softmax_forward(launch: Launch, scores: Tensor, *rest: Any) -> Tensor:
-    result = torch.empty_like(scores)
-    masks = [each for each in rest if isinstance(each, Tensor)]
-    launch("scaled_softmax_forward", [scores, *masks], [result])
-    return result
+def like_first(name: str) -> Function:
+    """Return a counterpart whose result has the shape of its first operand."""
+
+    def function(launch: Launch, *args: Any, **named: Any) -> Tensor:
+        operands = [*args, *named.values()]
+        result = torch.empty_like(operands[0], memory_format=torch.contiguous_format)
+        launch(name, [each for each in operands if isinstance(each, Tensor)], [result])
+        return result
+
+    return function
 
 
-def _softmax_backward(launch: Launch, gradient: Tensor, result: Tensor, *_: Any) -> Tensor:
-    launch("scaled_softmax_backward", [gradient, result], [gradient])
-    return gradient
+def in_place(name: str) -> Function:
+    """Return a counterpart that writes its first operand, and returns it."""
 
+    def function(launch: Launch, *args: Any, **named: Any) -> Tensor:
+        operands = [*args, *named.values()]
+        launch(name, [each for each in operands if isinstance(each, Tensor)], [operands[0]])
+        return operands[0]
 
-_SOFTMAX: dict[str, Function] = {"forward": _softmax_forward, "backward": _softmax_backward}
+    return function
 
 
 # Mamba 1 ------------------------------------------------------------------------------------------
@@ -215,13 +226,13 @@ EXTENSIONS = (
         },
     ),
     *(
-        Extension(module, "apex", "apex", _SOFTMAX)
-        for module in (
-            "scaled_softmax_cuda",
-            "scaled_masked_softmax_cuda",
-            "scaled_upper_triang_masked_softmax_cuda",
-            "generic_scaled_masked_softmax_cuda",
+        Extension(
+            f"{kind}_cuda",
+            "apex",
+            "apex",
+            {"forward": like_first(f"{kind}_forward"), "backward": in_place(f"{kind}_backward")},
         )
+        for kind in (*SCALED_SOFTMAX, "generic_scaled_masked_softmax")
     ),
     Extension("fused_adam", "deepspeed", "apex", MULTI_TENSOR),
     Extension(

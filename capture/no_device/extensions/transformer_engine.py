@@ -13,7 +13,12 @@ from torch import Tensor
 
 from onerank.capture.no_device.event_log import Shaped
 from onerank.capture.no_device.extensions.emulated_modules import Extension, Function, Launch
-from onerank.capture.no_device.extensions.fused_kernels import MULTI_TENSOR
+from onerank.capture.no_device.extensions.fused_kernels import (
+    MULTI_TENSOR,
+    SCALED_SOFTMAX,
+    in_place,
+    like_first,
+)
 from onerank.capture.no_device.extensions.transformer_engine_attention import (
     fused_attn_bwd,
     fused_attn_fwd,
@@ -244,32 +249,6 @@ def bgrad_quantize(launch: Launch, gradient: Tensor, quantizer: Any) -> list[Any
     return [bias, out]
 
 
-# Rotary embedding, softmax, dropout ---------------------------------------------------------------
-
-
-def _like_first(name: str) -> Function:
-    """Return a counterpart whose result has the shape of its first operand."""
-
-    def function(launch: Launch, *args: Any, **named: Any) -> Tensor:
-        operands = [*args, *named.values()]
-        result = torch.empty_like(operands[0], memory_format=torch.contiguous_format)
-        launch(name, [each for each in operands if isinstance(each, Tensor)], [result])
-        return result
-
-    return function
-
-
-def _in_place(name: str) -> Function:
-    """Return a counterpart that writes its first operand, and returns it."""
-
-    def function(launch: Launch, *args: Any, **named: Any) -> Tensor:
-        operands = [*args, *named.values()]
-        launch(name, [each for each in operands if isinstance(each, Tensor)], [operands[0]])
-        return operands[0]
-
-    return function
-
-
 # Scales of delayed scaling, and the module --------------------------------------------------------
 
 
@@ -315,24 +294,14 @@ _FUNCTIONS: dict[str, Function] = {
     "fused_attn_fwd": fused_attn_fwd,
     "fused_attn_bwd": fused_attn_bwd,
     "fused_amax_and_scale_update_after_reduction": _update_scales,
-    "fused_rope_forward": _like_first("fused_rope_forward"),
-    "fused_rope_backward": _like_first("fused_rope_backward"),
+    "fused_rope_forward": like_first("fused_rope_forward"),
+    "fused_rope_backward": like_first("fused_rope_backward"),
     **{
-        f"{kind}_forward": _like_first(f"{kind}_forward")
-        for kind in (
-            "scaled_softmax",
-            "scaled_masked_softmax",
-            "scaled_upper_triang_masked_softmax",
-            "scaled_aligned_causal_masked_softmax",
-        )
-    },
-    **{
-        f"{kind}_backward": _in_place(f"{kind}_backward")
-        for kind in (
-            "scaled_softmax",
-            "scaled_masked_softmax",
-            "scaled_upper_triang_masked_softmax",
-            "scaled_aligned_causal_masked_softmax",
+        name: function
+        for kind in (*SCALED_SOFTMAX, "scaled_aligned_causal_masked_softmax")
+        for name, function in (
+            (f"{kind}_forward", like_first(f"{kind}_forward")),
+            (f"{kind}_backward", in_place(f"{kind}_backward")),
         )
     },
     **MULTI_TENSOR,

@@ -127,10 +127,12 @@ def test_attention_of_transformer_engine(layout, tmp_path):
     ]
 
 
-def test_norms_and_optimizers_of_apex(tmp_path):
+def test_norms_softmax_and_optimizers_of_apex(tmp_path):
     setup = """
-    import amp_C, fused_layer_norm_cuda as norms
+    import amp_C, fused_layer_norm_cuda as norms, scaled_masked_softmax_cuda as softmax
     x, w = (randn(*shape, device="cuda") for shape in ((8, 4, 32), (32,)))
+    scores = randn(2, 4, 16, 16, device="cuda")
+    mask = torch.zeros(2, 1, 16, 16, dtype=torch.uint8, device="cuda")
     """
     statements = """
     y, mean, scale = norms.forward_affine(x, (32,), w, w, 1e-5)
@@ -139,14 +141,19 @@ def test_norms_and_optimizers_of_apex(tmp_path):
     flag = torch.zeros(1, dtype=torch.int, device="cuda")
     norm, _ = amp_C.multi_tensor_l2norm(65536, flag, [[x, w]], False)
     amp_C.multi_tensor_adam(65536, flag, [[x, w]] * 4, 0.1, 0.9, 0.9, 1e-8, 1, 1, 1, 0.0)
+    shares = softmax.forward(scores, mask, 0.5)
+    assert softmax.backward(torch.ones_like(shares), shares, 0.5).shape == scores.shape
     """
     graph = captured(tmp_path, script(setup, statements), "apex")
     x, w, elements = 4 * 32 * 32, 4 * 32, 32 * 32 + 32
+    scores = 2 * 4 * 16 * 16
     assert costs(graph, "apex") == [
         ("layer_norm_forward", 7 * 32 * 32, x + 2 * w, x + 2 * w),
         ("layer_norm_backward", 14 * 32 * 32, 2 * x + 4 * w, x + 2 * w),
         ("multi_tensor_l2norm", 2 * elements, 4 * elements, 4),
         ("multi_tensor_adam", 14 * elements, 4 * 4 * elements, 3 * 4 * elements),
+        ("scaled_masked_softmax_forward", 6 * scores, 4 * scores + 512, 4 * scores),
+        ("scaled_masked_softmax_backward", 5 * scores, 2 * 4 * scores, 4 * scores),
     ]
 
 
