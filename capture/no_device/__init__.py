@@ -8,7 +8,8 @@
 - `attention_backends`: the attention kernel that the GPU would choose.
 - `operators`: each operator runs on shapes and is recorded.
 - `extensions`: C++ extensions of libraries, whose functions are recorded as operators.
-- `inductor`: compiled graphs, as Inductor schedules them for the GPU.
+- `inductor`: compiled graphs, as Inductor schedules them for the GPU; `generated_kernels` are their
+  kernels.
 - `tensor_values`: storages, and what a script reads from a tensor that has no numbers.
 - `event_log`: the recorded operators, module calls and allocations, written as raw traces.
 - `recorded_step`: which steps are recorded.

@@ -11,12 +11,9 @@ import contextlib
 import functools
 import importlib
 import logging
-import re
 import sys
 import threading
-from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from types import ModuleType
 from typing import Any
@@ -28,11 +25,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from onerank.capture.no_device.emulated_gpu import EmulatedGpu
-from onerank.capture.no_device.event_log import Shaped
+from onerank.capture.no_device.generated_kernels import (
+    FLOPS_COMMENT,
+    GeneratedKernel,
+    KernelAccesses,
+)
 from onerank.capture.no_device.operators.fake_operators import FakeOperators
-from onerank.capture.patches import after_import, patched, rebound, resolve, untraced
+from onerank.capture.patches import after_import, patched, rebound, resolve
 from onerank.capture.script.runner import environment
-from onerank.ir import UNKNOWN
 from onerank.ir.notes import Note
 from onerank.ir.output_files import scratch_directory
 
@@ -239,8 +239,8 @@ class InductorOnShapes:
     def _kernels(self) -> contextlib.AbstractContextManager[None]:
         """Let generated kernels be recorded in the place of compiling them."""
 
-        def triton(_: Any, name: str, source: str, *__: Any, **___: Any) -> _Kernel:
-            return _Kernel(name, _Accesses.of(name, source), self._operators)
+        def triton(_: Any, name: str, source: str, *__: Any, **___: Any) -> GeneratedKernel:
+            return GeneratedKernel(name, KernelAccesses.of(name, source), self._operators)
 
         return patched("torch._inductor.async_compile.AsyncCompile", {"triton": triton})
 
@@ -369,9 +369,6 @@ _NO_FLOPS = frozenset(
     "bucketize output placeholder partial_accumulate getitem get_item".split()
 )
 
-_FLOPS_COMMENT = "# onerank FLOPs: "
-"""Precedes the FLOPs in the source of a kernel."""
-
 
 def _counted() -> contextlib.AbstractContextManager[None]:
     """Append a generated kernel's FLOPs to its source.
@@ -383,7 +380,7 @@ def _counted() -> contextlib.AbstractContextManager[None]:
 
     def define_kernel(scheduling: Any, source: str, schedule: Any, kernel: Any) -> Any:
         flops = _flops_of(schedule)
-        counted = source if flops is None else f"{source}\n{_FLOPS_COMMENT}{flops}\n"
+        counted = source if flops is None else f"{source}\n{FLOPS_COMMENT}{flops}\n"
         return define(scheduling, counted, schedule, kernel)
 
     return patched(owner, {"define_kernel": define_kernel})
@@ -560,127 +557,3 @@ def _reinterpret(tensor: Tensor, size: Any, stride: Any, offset: int = 0) -> Ten
 
 def _same(tensor: Any) -> Any:
     return tensor
-
-
-_SECTOR_BYTES = 32
-
-_LOOPED_SCATTERED_BYTES = 8
-"""Bytes that an element costs which a looped reduction stores across its rows.
-
-Inductor's tuning lets such a kernel process several rows at once, so a store fills a part of a
-sector. Measured on an H100 with torch 2.11: 1.8 TB/s where coalesced kernels reach 2.9, for
-4096 float8 elements of 16,384 and of 98,304 rows.
-"""
-
-
-@dataclass(frozen=True)
-class _Accesses:
-    """Reads and writes of a generated kernel.
-
-    Attributes:
-        parameters: names of its parameters, in order.
-        loads: pointer -> distinct places from which each iteration reads.
-        stores: the same for writes.
-        scattered: pointer -> bytes that the store of an element moves, for pointers to which
-            neighbouring threads store in different sectors.
-        sizes: iterations along each axis that the source states.
-        flops: FLOPs that the source states; UNKNOWN if it states none.
-    """
-
-    parameters: tuple[str, ...]
-    loads: dict[str, int]
-    stores: dict[str, int]
-    scattered: dict[str, int]
-    sizes: dict[str, int]
-    flops: int
-
-    @classmethod
-    def of(cls, name: str, source: str) -> "_Accesses":
-        """Read a kernel's source."""
-        signature = re.search(rf"def {re.escape(name)}\(([^)]*)\)|def triton_\(([^)]*)\)", source)
-        text = (signature.group(1) or signature.group(2) or "") if signature else ""
-        parameters = tuple(part.split(":")[0].strip() for part in text.split(","))
-        # The source states the sizes that Inductor knows; others are arguments of the launch.
-        sizes = re.findall(r"^    (\w+numel) = (\d+)$", source, re.MULTILINE)
-        flops = re.search(rf"^{_FLOPS_COMMENT}(\d+)$", source, re.MULTILINE)
-        return cls(
-            parameters,
-            _places(r"tl\.load\((\w+) \+ (\([^\n]*?\)),", source),
-            _places(r"tl\.(?:store|atomic_add)\((\w+) \+ (\([^\n]*?\)),", source),
-            _scattered(source),
-            {axis: int(size) for axis, size in sizes},
-            int(flops.group(1)) if flops else UNKNOWN,
-        )
-
-    def operands(self, args: tuple[Any, ...]) -> tuple[list[Shaped], list[Shaped]]:
-        """Return the tensors that a launch reads, and those that it writes.
-
-        Each has as many elements as the launch touches: one of an embedding's table for each
-        iteration, and the whole of a tensor that has fewer. A tensor that is stored element by
-        element, each in another sector, has a last axis for the rest of what the store moves.
-        """
-        by_name = dict(zip(self.parameters, args, strict=False))
-        axes = {name: value for name, value in by_name.items() if name.endswith("numel")}
-        iterations = prod(
-            size for size in (axes | self.sizes).values() if isinstance(size, int) and size > 0
-        )
-        return (
-            _touched(by_name, self.loads, iterations, {}),
-            _touched(by_name, self.stores, iterations, self.scattered),
-        )
-
-
-def _scattered(source: str) -> dict[str, int]:
-    """Return the pointers to which a reduction stores across its rows, as `_Accesses.scattered`.
-
-    Threads of a reduction are neighbours along a row. A pointwise kernel has tiles instead, which
-    it transposes on chip.
-    """
-    stores = re.findall(r"tl\.store\((\w+) \+ \([^\n]*?\d\*r\d_\d[^\n]*?\),", source)
-    if re.search(r"^\s*for r\d_offset in", source, re.MULTILINE):
-        each = _LOOPED_SCATTERED_BYTES
-    elif "RSPLIT_SIZE" in source:
-        # A program stores row after row, and all of them together touch more sectors than L2 holds
-        # before the next row adds its bytes. So each store reads a sector and writes it.
-        each = 2 * _SECTOR_BYTES
-    else:
-        each = _SECTOR_BYTES
-    return dict.fromkeys(stores, each)
-
-
-def _places(pattern: str, source: str) -> dict[str, int]:
-    places = set(re.findall(pattern, source))
-    return dict(Counter(pointer for pointer, _ in places))
-
-
-def _touched(
-    by_name: dict[str, Any], places: dict[str, int], iterations: int, scattered: dict[str, int]
-) -> list[Shaped]:
-    touched: list[Shaped] = []
-    for name, tensor in by_name.items():
-        if name in places and isinstance(tensor, Tensor):
-            elements = places[name] * iterations
-            whole = tensor.numel() <= elements
-            shape = list(tensor.shape) if whole else [elements]
-            if scattered.get(name, 0) > tensor.element_size():
-                shape = [*shape, scattered[name] // tensor.element_size()]
-            touched.append(Shaped(tensor, tensor.dtype, shape))
-    return touched
-
-
-class _Kernel:
-    """A generated kernel that nothing compiles."""
-
-    def __init__(self, name: str, accesses: _Accesses, operators: FakeOperators) -> None:
-        self._name = name
-        self._accesses = accesses
-        self._operators = operators
-
-    def run(self, *args: Any, stream: Any = None, **_: Any) -> None:
-        """Record a launch."""
-        reads, writes = self._accesses.operands(args)
-        self._operators.launch_generated(self._name, reads, writes, self._accesses.flops)
-
-
-# Dynamo must not trace the recording of a step.
-untraced(_Kernel.run)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from onerank.capture.no_device.inductor import _Accesses
+from onerank.capture.no_device.generated_kernels import KernelAccesses
 
 LOOPED = """\
 def triton_red_fused_1(in_ptr0, out_ptr1, out_ptr2, xnumel, r0_numel, XBLOCK, R0_BLOCK):
@@ -43,13 +43,13 @@ def test_a_reduction_that_stores_across_its_rows_moves_sectors(source, scattered
     across = torch.empty(32, 64, dtype=torch.float8_e4m3fn)
     along = torch.empty(64, 32, dtype=torch.float8_e4m3fn)
     name = source.split("(")[0].removeprefix("def ")
-    reads, writes = _Accesses.of(name, source).operands((read, across, along, 64, 32))
+    reads, writes = KernelAccesses.of(name, source).operands((read, across, along, 64, 32))
     moved = [torch.Size(tensor.shape).numel() for tensor in (*reads, *writes)]
     assert moved == [64 * 32, 64 * 32 * scattered, 64 * 32]
 
 
 def test_wider_elements_fill_more_of_a_sector():
     written = torch.empty(32, 64, dtype=torch.float32)
-    kernel = _Accesses.of("triton_red_fused_1", LOOPED)
+    kernel = KernelAccesses.of("triton_red_fused_1", LOOPED)
     _, writes = kernel.operands((torch.empty(64, 32), written, torch.empty(64, 32), 64, 32))
     assert [torch.Size(tensor.shape).numel() * 4 for tensor in writes] == [64 * 32 * 8, 64 * 32 * 4]
