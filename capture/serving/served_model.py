@@ -27,6 +27,8 @@ _ATTENTION = "onerank_serving"
 # Elements of a head that FlashAttention 2 supports (`check_head_dim_size_flash` in torch).
 _MOST_FLASH_HEAD = 256
 
+_LEAST_FLASH_CAPABILITY = 8, 0
+
 
 def read_config(path: Path) -> Any:
     """Return the configuration of a transformers model.
@@ -314,6 +316,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float | None, window: int | 
     size = q.shape[-1]
     flash = (
         q.is_cuda
+        # FlashAttention 2 does not run on Turing and Volta.
+        and torch.cuda.get_device_capability(q.device) >= _LEAST_FLASH_CAPABILITY
         and not windowed
         and q.dtype in (torch.float16, torch.bfloat16)
         and size <= _MOST_FLASH_HEAD

@@ -103,6 +103,9 @@ def test_waves_of_thread_blocks():
     assert [WAVES.occupied(n) for n in (27, 33, 34, 66, 67)] == [33, 33, 66, 66, 99]
 
 
+SERVED = {"num_key_value_heads": 8, "num_attention_heads": 32, "hidden_size": 4096}
+
+
 @pytest.mark.parametrize(
     ("changed", "decodes"),
     [
@@ -110,6 +113,19 @@ def test_waves_of_thread_blocks():
         ({"tp": 16}, 264),  # two ranks share a key-value head
         ({"config": {"text_config": {"num_attention_heads": 24}}}, 22),
         ({"config": {}}, None),
+        # Other kernels divide their work differently.
+        ({"attention_kernels": ("cudnn", "flash2")}, None),  # layers with a sliding window
+        ({"attention_kernels": ("aotriton",), "device": "MI300X"}, None),
+        ({"attention_kernels": ("",)}, None),
+        # Bundles of earlier versions do not name the kernel: `capture serve` chooses it by these.
+        ({"attention_kernels": None, "config": SERVED}, 66),
+        ({"attention_kernels": None, "config": {**SERVED, "dtype": "float32"}}, None),
+        ({"attention_kernels": None, "config": {**SERVED, "head_dim": 320}}, None),
+        ({"attention_kernels": None, "config": {**SERVED, "sliding_window": 4096}}, None),
+        ({"attention_kernels": None, "config": {**SERVED, "v_head_dim": 64}}, None),
+        ({"attention_kernels": None, "config": SERVED, "device": "T4"}, None),
+        ({"attention_kernels": None, "config": SERVED, "device": "MI300X"}, None),
+        ({"attention_kernels": None, "config": SERVED, "device": "A100-SXM-80GB"}, 54),
         ({"device": "AMD EPYC 9654"}, None),
         ({"memory": RankMemory(0)}, None),  # a recording, whose attention kernel is another
     ],
@@ -119,7 +135,7 @@ def test_the_waves_of_a_bundle(changed: dict[str, object], decodes: float | None
     manifest = Manifest(
         model="LlamaForCausalLM", config={"num_key_value_heads": 8}, tp=2, layers=1, longest=4096,
         device="NVIDIA H100 80GB HBM3", device_type="cuda", source="measured",
-        memory=RankMemory(0, weights_bytes=1), versions={},
+        memory=RankMemory(0, weights_bytes=1), versions={}, attention_kernels=("flash2",),
     )  # fmt: skip
     bundle = Bundle(msgspec.structs.replace(manifest, **changed), tuple(rows), tuple(kernels))
     assert bundle.interpolation.waves == (None if decodes is None else AttentionWaves(decodes))

@@ -13,7 +13,7 @@ from own_process import run_code, run_command
 from transformers import AutoModelForCausalLM, DynamicCache
 
 import onerank
-from onerank.annotate import load_gpu
+from onerank.annotate import PassOptions, load_gpu
 from onerank.annotate.hosts.host import HOST_OP_KINDS
 from onerank.capture.options import Options, WindowPlan
 from onerank.capture.serving import served_model
@@ -29,10 +29,10 @@ from onerank.cli import onerank as onerank_command
 from onerank.ir import Kind, Pipeline
 from onerank.ir.errors import CaptureError, ExportError, FormatError, OneRankError
 from onerank.plan.tasks import Store
-from onerank.serving import build_bundle
+from onerank.serving import build_bundle, points
 from onerank.serving.build_bundle import measure_bundle
 from onerank.serving.bundle import read_bundle
-from onerank.serving.points import Point, PointMemory, measured
+from onerank.serving.points import Point, PointMemory, Target, measured
 from tests.cli.invoke_cli import TRACES, invoke, refused
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, MLP, WORDS = 2, 256, 8, 4, 512, 1024
@@ -173,6 +173,38 @@ def test_gaps_of_a_prefill_are_those_of_the_allocator(tmp_path: Path):
     assert point.memory.gaps_bytes == pytest.approx(334_617_088, rel=0.01)
 
 
+def test_the_kernels_of_attention_are_named(bundle: Path, tmp_path: Path):
+    assert read_bundle(bundle).manifest.attention_kernels == ("flash2",)
+    assert read_bundle(bundle).interpolation.waves is not None
+    # Turing has no FlashAttention 2.
+    output = tmp_path / "T4"
+    done = run_command("capture", "serve", bundle.parent / "config.json", "--device", "none",
+                       "--like", "T4", "--grid", "decode: batch=1,2,4 context=8",
+                       "-o", output)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert read_bundle(output).manifest.attention_kernels == ("",)
+    assert read_bundle(output).interpolation.waves is None
+
+
+@pytest.mark.parametrize(
+    ("gpu", "requested", "families"),
+    [
+        ("H200", "usual", {"flash2"}),
+        ("H200", "cudnn", {"cudnn"}),
+        ("A100-SXM-80GB", "usual", {"flash2"}),
+        ("MI300X", "usual", {"aotriton"}),
+    ],
+)
+def test_the_kernels_of_attention_on_another_gpu(
+    tmp_path: Path, gpu: str, requested: str, families: set[str]
+):
+    trace = tmp_path / "8192.et"
+    kept = TRACES / "h100-llama-8b-prefill" / "8192.et.gz"
+    trace.write_bytes(gzip.decompress(kept.read_bytes()))
+    target = Target(load_gpu(gpu), None, passes=PassOptions(attention=requested))
+    assert points._families_on(onerank.read(trace), target) == families
+
+
 def test_a_step_that_does_not_fit_is_named(bundle: Path):
     read = read_bundle(bundle)
     row = read.rows[-1]
@@ -198,7 +230,7 @@ def test_notes_count_what_the_tables_leave_out(bundle: Path):
 def test_steps_without_a_cuda_graph_are_counted(bundle: Path):
     read = read_bundle(bundle)
     manifest, memory = read.manifest, read.manifest.memory
-    points = [
+    changed = [
         Point(
             msgspec.structs.replace(row, graph_ns=None if row.kind == "mixed" else row.graph_ns),
             tuple(kernel for kernel in read.kernel_rows if kernel.row == number),
@@ -211,7 +243,7 @@ def test_steps_without_a_cuda_graph_are_counted(bundle: Path):
         manifest.model, manifest.config, manifest.tp, manifest.layers, manifest.longest,
         memory.weights_bytes, memory.kv_bytes_per_token, memory.device_bytes,
     )  # fmt: skip
-    rebuilt, _ = build_bundle._bundle(model, points)
+    rebuilt, _ = build_bundle._bundle(model, changed)
     notes = {note.code: note.text for note in rebuilt.manifest.notes}
     assert notes["serve-no-cuda-graph"].startswith("1 of 7 steps ")
 
@@ -287,7 +319,7 @@ from pathlib import Path
 from onerank.capture.options import Options
 from onerank.capture.serving.compositions import Composition, parse_grid
 from onerank.plan.tasks import Store
-from onerank.serving import build_bundle
+from onerank.serving import build_bundle, points
 
 config, store = Path(sys.argv[1]), Store(Path(sys.argv[2]))
 grid, options = parse_grid("decode: batch=1,2 context=8"), Options(device="none")
@@ -600,7 +632,7 @@ from pathlib import Path
 from onerank.capture.options import Options
 from onerank.capture.serving.compositions import Composition, parse_grid
 from onerank.plan.tasks import Store
-from onerank.serving import build_bundle
+from onerank.serving import build_bundle, points
 
 script, config, output = map(Path, sys.argv[1:])
 grid = parse_grid("decode: batch=8 context=100; mixed: tokens=32 context=64 batch=8 "

@@ -188,6 +188,8 @@ class ZeroPatterns:
             condition, operands = None, call.operands[:2]
         elif base == "masked_fill":
             condition, operands = operands[0], [operands[1], condition]
+        # An operator with `out` has the written tensor as its last operand.
+        operands = operands[:2]
         shapes = [one.shape for one in (condition, *operands) if isinstance(one, Tensor)]
         with unset_fake_temporarily():
             # Most products have no operand with zeros, and need no mask.

@@ -451,6 +451,7 @@ def _bundle(
         moe_routing=model.moe_routing,
         rank=model.rank,
         pipeline=model.pipeline,
+        attention_kernels=tuple(sorted({name for point in fitting for name in point.attention})),
     )
     traces = {number: point.trace for number, point in enumerate(points, start=1) if point.trace}
     return Bundle(manifest, rows, kernels).validated(), traces

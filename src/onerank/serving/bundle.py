@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from onerank.annotate import find_gpu
+from onerank.annotate.gpus.gpu import Gpu
 from onerank.capture.serving.compositions import Composition, parse_grid
 from onerank.display import Displayed
 from onerank.ir.errors import FormatError
@@ -111,11 +112,18 @@ class Bundle(Displayed):
         return replace(self, manifest=manifest)
 
     def _waves(self) -> AttentionWaves | None:
-        """Return the waves of attention; None if the kernels or their number are not known."""
+        """Return the waves of attention; None if its kernels or their number are not known.
+
+        Only those of FlashAttention 2 are known. A recorded engine may run those of a library.
+        """
         manifest = self.manifest
         gpu, heads = find_gpu(manifest.device), manifest.kv_heads
-        # A recorded engine may run attention of another library, whose kernels have other waves.
         if manifest.is_recording or gpu is None or heads is None:
+            return None
+        families = manifest.attention_kernels
+        if families is None:
+            families = (_served_attention(manifest, gpu),)
+        if families != ("flash2",):
             return None
         return AttentionWaves.of(gpu.sm_count, heads)
 
@@ -170,6 +178,27 @@ class Bundle(Displayed):
             (whole / MANIFEST).write_bytes(manifest)
             more(whole)
         return Bundle(self.manifest, self.rows, self.kernel_rows, directory)
+
+
+# Elements of a head that FlashAttention 2 supports.
+_MOST_FLASH_HEAD = 256
+
+
+def _served_attention(manifest: Manifest, gpu: Gpu) -> str:
+    """Return the kernel of a bundle that does not name it: as `capture serve` chooses it.
+
+    "flash2" where FlashAttention 2 runs all layers; "" for any other kernel.
+    """
+    config = manifest.config.get("text_config", manifest.config)
+    width, heads = (config.get(name) or 0 for name in ("hidden_size", "num_attention_heads"))
+    size = config.get("head_dim") or (width // heads if heads else 0)
+    windowed = config.get("sliding_window") and config.get("use_sliding_window", True)
+    # Latent attention has values that are narrower than its keys.
+    latent = config.get("v_head_dim", size) != size or config.get("kv_lora_rank")
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+    fits = 0 < size <= _MOST_FLASH_HEAD and size % 8 == 0 and dtype in ("bfloat16", "float16")
+    runs = gpu.is_nvidia and (gpu.capability or 0) >= 80
+    return "flash2" if fits and runs and not windowed and not latent else ""
 
 
 def check_replaceable(directory: Path) -> None:

@@ -14,9 +14,11 @@ from onerank.annotate import PassOptions, characterise, recost, summarise
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.hosts.host import Host
 from onerank.annotate.memory.memory_report import non_allocator_bytes, report_memory
+from onerank.annotate.models.attention_kernels import family_of, family_of_operator, resolve
+from onerank.annotate.op_costs.op_classes import OpClass, op_class
 from onerank.annotate.passes.host_time import with_host
 from onerank.annotate.passes.pass_options import NO_PASSES
-from onerank.annotate.recost.recost import Recosting
+from onerank.annotate.recost.recost import Recosting, source_gpu
 from onerank.capture.serving.compositions import Composition
 from onerank.ir import Graph, Kind
 from onerank.ir.replay import ReplayedRank
@@ -48,6 +50,7 @@ class Point(msgspec.Struct, frozen=True):
         versions: software of the capture.
         collectives: collectives of the step.
         messages: its sends and receives.
+        attention: as `attention_kernels` in `tables.Manifest`, of this step.
     """
 
     row: StepRow
@@ -59,6 +62,7 @@ class Point(msgspec.Struct, frozen=True):
     versions: dict[str, str] = {}
     collectives: int = 0
     messages: int = 0
+    attention: tuple[str, ...] = ()
 
 
 def misfit(composition: Composition, needed_bytes: int, source: Source) -> Point:
@@ -103,7 +107,7 @@ def measured(composition: Composition, graph: Graph, graph_ns: Sequence[int]) ->
         fits=True,
         source="measured",
     )
-    return _point(row, graph)
+    return _point(row, graph, _attention_families(graph))
 
 
 def _ends(times_ns: Sequence[int]) -> tuple[int | None, int | None]:
@@ -158,7 +162,7 @@ def predicted(
         fits=True,
         source="predicted",
     )
-    point = _point(row, after)
+    point = _point(row, after, _families_on(before, target))
     assert point.memory is not None, "a point with a graph has its memory"
     if not fits(target.gpu.memory_bytes, peak_bytes, point.memory.outside_bytes):
         return misfit(composition, peak_bytes, "predicted")
@@ -240,7 +244,43 @@ def _gaps_bytes(graph: Graph) -> int:
     return max(0, (report.simulated_reserved_bytes or 0) - report.peak_bytes)
 
 
-def _point(row: StepRow, graph: Graph) -> Point:
+def _attention_families(graph: Graph) -> set[str]:
+    """Return the families of the kernels that compute the attention of a step's parts.
+
+    They are those of `attention_kernels`; "" stands for any other kernel, such as the products of
+    attention without a fused kernel.
+    """
+    nodes, index = graph.nodes, np.flatnonzero(graph.compute)
+    columns = [getattr(nodes, name)[index] for name in ("module", "op", "name", "kind")]
+    families: set[str] = set()
+    for *codes, kind in np.unique(np.stack(columns), axis=1).T.tolist():
+        module, op, name = (graph.strings[code] for code in codes)
+        if _part(module, {}, "") not in ("prefill_attention", "decode_attention"):
+            continue
+        # Copies of queries, keys and results are no attention.
+        if op_class(op, name, Kind(kind)) in (OpClass.ATTENTION, OpClass.GEMM):
+            families.add(family_of(name) or family_of_operator(op))
+    return families
+
+
+def _families_on(graph: Graph, target: Target) -> set[str]:
+    """Return the families of the kernels that a captured step has when it is predicted for a GPU.
+
+    Raises:
+        AnnotateError: a requested kernel does not run there.
+    """
+    families, requested = _attention_families(graph), target.passes.attention
+    if graph.job.device.runs_operators:
+        # Operators that name FlashAttention's or cuDNN's kernel on an NVIDIA GPU run others on AMD.
+        named = families if target.gpu.is_nvidia else {""}
+        return named if requested in ("usual", "same") else {requested}
+    source = source_gpu(graph, None)
+    return {
+        resolve(family, source, target.gpu, requested).runs if family else "" for family in families
+    }
+
+
+def _point(row: StepRow, graph: Graph, families: set[str]) -> Point:
     measurement, device = graph.job.measurement, graph.job.device
     resident = measurement.resident_bytes or {}
     known = sum(sum(sizes) for name, sizes in resident.items() if name != "workspace")
@@ -260,6 +300,7 @@ def _point(row: StepRow, graph: Graph) -> Point:
         versions=measurement.versions,
         collectives=int(graph.mask(Kind.COLLECTIVE).sum()),
         messages=int(graph.mask(Kind.SEND, Kind.RECV).sum()),
+        attention=tuple(sorted(families)),
     )
 
 

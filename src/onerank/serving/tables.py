@@ -130,6 +130,8 @@ class Manifest(msgspec.Struct, frozen=True):
         collectives_timed: whether the times of steps contain those of collectives.
         pipeline: the pipeline stage that the steps, weights and KV cache belong to; None without
             pipeline parallelism. `layers` counts those of all stages.
+        attention_kernels: families of the kernels of attention, such as "flash2"; "" stands for any
+            other kernel. None of a recording, or of a bundle of an earlier version.
         adaptive_grid: how far the grid was measured with `--error`; None if all of it was. The rows
             are in the order of the measurement.
         format: version of the format.
@@ -152,6 +154,7 @@ class Manifest(msgspec.Struct, frozen=True):
     rank: int | None = 0
     collectives_timed: bool = False
     pipeline: Pipeline | None = None
+    attention_kernels: tuple[str, ...] | None = None
     adaptive_grid: AdaptiveGrid | None = None
     format: int = FORMAT
 
