@@ -101,7 +101,7 @@ class _Engine:
         rows, kernels = rows_of((composition,), parts_in_waves)
         return Point(
             rows[0], tuple(kernels), PointMemory(0, 0, 0), trace=b"x", device="H100-SXM",
-            device_type="model",
+            device_type="model", attention=("flash2",),
         )  # fmt: skip
 
     def run(self, error: float | None, grid: tuple[Composition, ...] | None = None) -> Any:
