@@ -14,6 +14,7 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
+from contextvars import ContextVar
 from math import prod
 from types import ModuleType
 from typing import Any
@@ -211,10 +212,11 @@ class InductorOnShapes:
 
     def _override(self, config: Any, settings: Mapping[str, Any]) -> None:
         """Change settings until the capture ends."""
-        # Each thread has settings. Those of threads of a backward stay: they end with the process,
-        # and could not be restored from this one.
+        # Settings belong to the process in torch 2.11, and to a thread in 2.13. Those of threads of
+        # a backward stay: they end with the process, and this thread could not restore them.
+        ours = threading.get_ident() == self._thread
         for name, value in settings.items():
-            if threading.get_ident() == self._thread:
+            if ours or not isinstance(config._config[name].user_override, ContextVar):
                 self._settings.callback(setattr, config, name, getattr(config, name))
             setattr(config, name, value)
 
