@@ -347,6 +347,24 @@ class CachingAllocator:
         if self._lingering.pop(id(block), None) is not None:
             self._give_back(block)
 
+    def release_cached(self) -> None:
+        """Release all free segments to the driver (`release_cached_blocks`)."""
+        for block in list(self._lingering.values()):
+            self.finish(block)
+        for each_pool in self._pools.values():
+            if self.settings.expandable_segments:
+                given = give_back(each_pool)
+                self.reserved_bytes -= given
+                self.returned += given > 0
+                continue
+            for block in each_pool.free_blocks():
+                self._release(block)
+
+    def reset_peaks(self) -> None:
+        """Set the peaks to the present values."""
+        self.peak_allocated_bytes = self.allocated_bytes
+        self.peak_reserved_bytes = self.reserved_bytes
+
     def _give_back(self, block: Block) -> None:
         block.free = True
         block.merge()
@@ -380,7 +398,7 @@ class CachingAllocator:
 
     def _new_block(self, pool: Pool, size: int) -> Block:
         # The order of `malloc` in torch: the driver, then oversized blocks, then the whole cache.
-        for make_room in (None, self._release_oversized, self._release_cached):
+        for make_room in (None, self._release_oversized, self._release_all):
             if make_room is not None:
                 make_room(pool, size)
             block = self._from_driver(pool, size)
@@ -432,18 +450,8 @@ class CachingAllocator:
             released += block.size
             self._release(block)
 
-    def _release_cached(self, pool: Pool, size: int) -> None:
-        """Release all free segments to the driver (`release_cached_blocks`)."""
-        for block in list(self._lingering.values()):
-            self.finish(block)
-        for each_pool in self._pools.values():
-            if self.settings.expandable_segments:
-                given = give_back(each_pool)
-                self.reserved_bytes -= given
-                self.returned += given > 0
-                continue
-            for block in each_pool.free_blocks():
-                self._release(block)
+    def _release_all(self, _pool: Pool, _size: int) -> None:
+        self.release_cached()
 
     def _release(self, block: Block) -> None:
         if block.whole:

@@ -277,25 +277,24 @@ def emulated_cuda(gpu: EmulatedGpu, log: EventLog) -> Generator[None]:
     )
 
     def statistics(*_: Any, **__: Any) -> dict[str, int]:
-        current, peak = log.live_bytes, log.peak_bytes
+        current, peak = log.memory.allocated_bytes, log.memory.peak_allocated_bytes
         return _Counters(
             {
                 "allocated_bytes.all.current": current,
                 "allocated_bytes.all.peak": peak,
-                # No allocator runs, so what is allocated counts as reserved.
-                "reserved_bytes.all.current": current,
-                "reserved_bytes.all.peak": peak,
+                "reserved_bytes.all.current": log.memory.reserved_bytes,
+                "reserved_bytes.all.peak": log.memory.peak_reserved_bytes,
                 "active_bytes.all.current": current,
                 "active_bytes.all.peak": peak,
             }
         )
 
     def reset_peak(*_: Any, **__: Any) -> None:
-        log.peak_bytes = log.live_bytes
+        log.memory.reset_peaks()
 
     def memory_info() -> tuple[int, int]:
         # Never negative: a step that does not fit this GPU is captured, too.
-        return max(0, gpu.memory_bytes - log.live_bytes), gpu.memory_bytes
+        return max(0, gpu.memory_bytes - log.memory.reserved_bytes), gpu.memory_bytes
 
     cuda: dict[str, Any] = {
         "is_available": _call(lambda: True),
@@ -322,12 +321,12 @@ def emulated_cuda(gpu: EmulatedGpu, log: EventLog) -> Generator[None]:
         "stream": _entered,
         "Stream": Stream,
         "Event": Event,
-        "empty_cache": _call(_nothing),
+        "empty_cache": _call(log.memory.empty_cache),
         "memory_stats": _call(statistics),
-        "memory_allocated": _call(lambda: log.live_bytes),
-        "max_memory_allocated": _call(lambda: log.peak_bytes),
-        "memory_reserved": _call(lambda: log.live_bytes),
-        "max_memory_reserved": _call(lambda: log.peak_bytes),
+        "memory_allocated": _call(lambda: log.memory.allocated_bytes),
+        "max_memory_allocated": _call(lambda: log.memory.peak_allocated_bytes),
+        "memory_reserved": _call(lambda: log.memory.reserved_bytes),
+        "max_memory_reserved": _call(lambda: log.memory.peak_reserved_bytes),
         "reset_peak_memory_stats": _call(reset_peak),
         "reset_accumulated_memory_stats": _call(_nothing),
         "reset_max_memory_allocated": _call(reset_peak),
@@ -361,13 +360,13 @@ def emulated_cuda(gpu: EmulatedGpu, log: EventLog) -> Generator[None]:
         "set_device_idx": _call(_nothing),
         "synchronize": _call(lambda: log.wait_on_host(None)),
         "current_stream": _call(lambda: _current[-1]),
-        "memory_allocated": _call(lambda: log.live_bytes),
-        "max_memory_allocated": _call(lambda: log.peak_bytes),
-        "memory_reserved": _call(lambda: log.live_bytes),
-        "max_memory_reserved": _call(lambda: log.peak_bytes),
+        "memory_allocated": _call(lambda: log.memory.allocated_bytes),
+        "max_memory_allocated": _call(lambda: log.memory.peak_allocated_bytes),
+        "memory_reserved": _call(lambda: log.memory.reserved_bytes),
+        "max_memory_reserved": _call(lambda: log.memory.peak_reserved_bytes),
         "memory_stats": _call(statistics),
         "reset_peak_memory_stats": _call(reset_peak),
-        "empty_cache": _call(_nothing),
+        "empty_cache": _call(log.memory.empty_cache),
     }
     nccl = {"version": _call(lambda: _NCCL_VERSION), "is_available": _call(lambda: True)}
     # `torch.cuda` re-exports functions of these modules, and scripts import them from either.

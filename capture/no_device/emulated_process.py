@@ -20,6 +20,7 @@ from onerank.capture.fake_world.recorder import Recorder
 from onerank.capture.no_device import cuda_stubs
 from onerank.capture.no_device.attention_backends import choose_attention
 from onerank.capture.no_device.cuda_api import emulated_cuda
+from onerank.capture.no_device.device_memory import DeviceMemory
 from onerank.capture.no_device.emulated_gpu import EmulatedGpu
 from onerank.capture.no_device.event_log import EventLog
 from onerank.capture.no_device.extensions.install import recorded_extensions
@@ -70,7 +71,7 @@ class EmulatedProcess:
 
     def __init__(self, gpu: EmulatedGpu, script: Path, routing: Routing | None) -> None:
         self.gpu = gpu
-        self.log = EventLog()
+        self.log = EventLog(memory=DeviceMemory(gpu.memory_bytes))
         self.values = UnknownValues(script)
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._collectives: dict[str, Callable[..., Any]] = {}

@@ -17,17 +17,17 @@ import msgspec
 import torch
 from torch import Tensor
 
+from onerank.annotate.memory.allocator import round_size
+from onerank.capture.no_device.device_memory import DeviceMemory
+from onerank.converters.sources.kineto import AllocatorAction, History
 from onerank.converters.sources.kineto.lowering.select_nodes import HOST_READS
-from onerank.ir import UNKNOWN
+from onerank.ir import UNKNOWN, AllocatorSettings
 from onerank.ir.dtypes import TENSOR_TYPES
 
 Category = Literal["cpu_op", "user_annotation"]
 
 SCHEMA = "1.1.1-chakra.0.0.4"
 """Schema of the execution trace, as torch 2.11 and 2.13 write it."""
-
-# The caching allocator rounds every block up to a multiple of these bytes.
-_ROUNDED_TO = 512
 
 _TYPES = {
     getattr(torch, dtype): name for dtype, name in TENSOR_TYPES.items() if hasattr(torch, dtype)
@@ -138,13 +138,24 @@ class RecordedEvent:
 
 @dataclass(slots=True)
 class Allocation:
-    """Bytes that were allocated, or freed if negative, and the total since the process began."""
+    """Bytes that were allocated, or freed if negative.
+
+    Attributes:
+        tick: when.
+        thread: on which thread.
+        storage: number of the storage.
+        bytes: requested, as the allocator rounds it.
+        allocated: total of these bytes since the process began.
+        reserved: bytes that the allocator then holds.
+        stream: number of the stream.
+    """
 
     tick: int
     thread: int
     storage: int
     bytes: int
     allocated: int
+    reserved: int
     stream: int
 
 
@@ -173,8 +184,10 @@ class EventLog:
         recording: whether events are kept.
         events: in the order of their begin.
         allocations: of the device, in order.
-        live_bytes: allocated at present.
+        live_bytes: requested at present, as the allocator rounds requests.
         peak_bytes: most since `begin_step`.
+        memory: the device's memory. Its blocks may be larger than what was requested: how much
+            depends on all sizes, so a plan could not derive it for another size.
         stream: number of the current stream, 0 for the default stream.
         waits: of streams for each other and of the host, in order.
     """
@@ -184,6 +197,7 @@ class EventLog:
     allocations: list[Allocation] = field(default_factory=list[Allocation])
     live_bytes: int = 0
     peak_bytes: int = 0
+    memory: DeviceMemory = field(default_factory=DeviceMemory)
     stream: int = 0
     waits: list[RecordedWait] = field(default_factory=list[RecordedWait])
     _tick: int = 0
@@ -199,6 +213,7 @@ class EventLog:
         self._open.clear()
         self._tick = 0
         self.peak_bytes = self.live_bytes
+        self.memory.reset_peaks()
         self.recording = True
 
     def end_step(self) -> None:
@@ -275,14 +290,18 @@ class EventLog:
 
     def allocate(self, storage: int, size: int) -> int:
         """Record an allocation; return the bytes that it takes."""
-        taken = -(-size // _ROUNDED_TO) * _ROUNDED_TO
+        if not size:
+            return 0
+        taken = round_size(size, self.memory.settings.roundup_divisions)
         if self.stream:
             self._stream_of[storage] = self.stream
+        self.memory.allocate(storage, size, self.stream)
         self._account(storage, taken, self.stream)
         return taken
 
     def free(self, storage: int, taken: int) -> None:
         """Record the free of an allocation that took these bytes."""
+        self.memory.free(storage)
         # A block returns to the pool of the stream on which it was allocated.
         self._account(storage, -taken, self._stream_of.pop(storage, 0))
 
@@ -290,8 +309,9 @@ class EventLog:
         self.live_bytes += change
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         if self.recording:
+            totals = self.live_bytes, self.memory.reserved_bytes
             self.allocations.append(
-                Allocation(self._next(), self._thread(), storage, change, self.live_bytes, stream)
+                Allocation(self._next(), self._thread(), storage, change, *totals, stream)
             )
 
     def _end(self, event: RecordedEvent) -> None:
@@ -372,16 +392,40 @@ def _plain(operand: Any) -> tuple[Any, str]:  # noqa: PLR0911  a type per line
             return "<Object>", "Object"
 
 
-def write(log: EventLog, structure: Path, execution_trace: Path) -> None:
+def write(log: EventLog, structure: Path, execution_trace: Path, history: Path) -> None:
     """Write a recorded step as a Kineto trace and an execution trace, both gzipped.
 
     If an operator used the device, operators that only the host runs are left out: on a GPU they
     launch no kernels, so they are no nodes of its graph either.
+
+    Args:
+        log: the recorded step.
+        structure: receives the Kineto trace.
+        execution_trace: receives the execution trace.
+        history: receives the allocator's history, if the allocator is configured.
     """
     on_device = any(event.on_device for event in log.events)
     kept = [event for event in log.events if not event.is_operator or event.on_device == on_device]
     _write(structure, {"schemaVersion": 1, "traceEvents": [*_kineto_events(log, kept)]})
     _write(execution_trace, {"schema": SCHEMA, "nodes": [*_nodes(kept)]})
+    # The Kineto trace has all of the history but the settings.
+    if log.memory.settings != AllocatorSettings():
+        history.write_bytes(msgspec.json.encode(_history(log)))
+
+
+def _history(log: EventLog) -> History:
+    allocations = log.allocations
+    actions = (AllocatorAction.FREED, AllocatorAction.ALLOCATED)
+    return History(
+        action=tuple(int(actions[allocation.bytes > 0]) for allocation in allocations),
+        address=tuple(allocation.storage for allocation in allocations),
+        bytes=tuple(abs(allocation.bytes) for allocation in allocations),
+        pool=tuple(allocation.stream for allocation in allocations),
+        # Without streams that wait for each other in time, nothing lingers.
+        lingers=(0,) * len(allocations),
+        reserved_bytes=max((allocation.reserved for allocation in allocations), default=0),
+        settings=log.memory.settings,
+    )
 
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:
@@ -411,8 +455,7 @@ def _kineto_events(log: EventLog, kept: Sequence[RecordedEvent]) -> list[dict[st
         )
     for number, allocation in enumerate(log.allocations, start=len(kept) + 1):
         args = {
-            # No allocator runs; what it would reserve is simulated from these events later.
-            "Total Reserved": 0,
+            "Total Reserved": allocation.reserved,
             "Total Allocated": allocation.allocated,
             "Bytes": allocation.bytes,
             "Device Id": 0,

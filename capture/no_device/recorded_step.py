@@ -12,7 +12,7 @@ from onerank.capture.profiling.measurement_windows import refuse_endless_skips
 from onerank.capture.profiling.module_scopes import MODEL, SCOPE, Modules
 from onerank.capture.profiling.window_observations import Observations, RepeatedForward
 from onerank.capture.profiling.window_plan import Progress, WindowPlan, more_steps
-from onerank.converters.sources.kineto import EXECUTION_TRACE, STRUCTURE
+from onerank.converters.sources.kineto import EXECUTION_TRACE, STRUCTURE, history_name
 from onerank.ir.notes import Note
 
 UNRECORDED = 2
@@ -164,7 +164,8 @@ class StepRecorder:
         if self._recorded > 1:
             directory /= f"step-{len(self.results)}"
             directory.mkdir()
-        write(log, directory / STRUCTURE, directory / EXECUTION_TRACE)
+        files = (directory / name for name in (STRUCTURE, EXECUTION_TRACE, history_name(0)))
+        write(log, *files)
         self.observed.generated_flops = log.generated_flops()
         self.results.append((directory, _of_this_step(self.observed)))
         self.complete = len(self.results) == self._recorded

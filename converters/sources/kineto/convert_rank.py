@@ -94,7 +94,8 @@ class Sources:
             operations, and operators have no shapes.
         profiles: Kineto traces of equal steps, recorded without the execution trace observer, which
             give the times; with several, each node gets the median.
-        histories: the allocator's history of each of these steps; the files may be missing.
+        histories: the allocator's history of each of these steps, or of the step of `kineto` if
+            there are none; the files may be missing.
         uncontended: Kineto trace of a step without emulated collectives on the GPU, which gives
             uncontended kernel times; None if `profiles` have no emulated collectives.
         operators: whether to keep the operators of a GPU trace without `et`.
@@ -162,7 +163,10 @@ def convert(
     if window.inference is not None:
         job = msgspec.structs.replace(job, inference=window.inference)
     if not sources.profiles:
-        graph, report = _lower(structure, structure_timeline, et, sources, job, graphs=graphs)
+        history = read_history(sources.histories[0]) if sources.histories else None
+        graph, report = _lower(
+            structure, structure_timeline, et, sources, job, graphs=graphs, history=history
+        )
         report.notes.extend([*window.notes, *graphs.notes()])
         return graph, report
     measured: list[tuple[Graph, Conversion]] = []
@@ -430,12 +434,13 @@ def convert_directory(directory: Path) -> tuple[Graph, Conversion]:
         TraceError: the directory is not a capture, or a file cannot be read or linked.
     """
     job, missing_job = _read_job(directory)
-    steps = range(0 if job.device.type == MODEL else _count_profiles(directory))
+    profiles = 0 if job.device.type == MODEL else _count_profiles(directory)
     sources = Sources(
         kineto=directory / STRUCTURE,
         et=directory / EXECUTION_TRACE,
-        profiles=tuple(directory / profile_name(number) for number in steps),
-        histories=tuple(directory / history_name(number) for number in steps),
+        profiles=tuple(directory / profile_name(number) for number in range(profiles)),
+        # A step on shapes alone has no profile, and the history is that of its structure.
+        histories=tuple(directory / history_name(number) for number in range(max(1, profiles))),
         uncontended=directory / UNCONTENDED if (directory / UNCONTENDED).exists() else None,
         graphs=directory,
     )

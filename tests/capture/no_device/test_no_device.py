@@ -15,9 +15,10 @@ from own_process import run_command
 import onerank
 from onerank.annotate.op_costs.node_costs import op_costs_of
 from onerank.annotate.op_costs.op_classes import CLASSES, OpClass, classify
+from onerank.capture.no_device.device_memory import settings_in
 from onerank.capture.no_device.inductor import InductorOnShapes
 from onerank.converters.sources.kineto import convert_directory
-from onerank.ir import Collective, Graph, Kind, Phase
+from onerank.ir import AllocatorSettings, Collective, Graph, Kind, Phase
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "examples"
@@ -592,3 +593,76 @@ def test_fewer_layers_of_a_sharded_model_give_the_whole_capture(tmp_path):
     assert Counter(deep.nodes.stream.tolist()) == Counter(whole.nodes.stream.tolist())
     peaks = [onerank.memory(graph).peak_bytes for graph in (deep, whole)]
     assert peaks[0] == peaks[1]
+
+
+KEPT = """
+    import torch
+    weight = torch.nn.Parameter(torch.ones(1 << 20, device="cuda"))  # 4 MiB
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    evaluated = torch.ones(64 << 18, device="cuda")  # 64 MiB
+    del evaluated
+    {before}
+    for step in range(5):
+        ((weight * 2) ** 2).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        print(torch.cuda.memory_reserved(), torch.cuda.memory_allocated())
+"""
+_MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("before", "settings", "reserved"),
+    [
+        # A segment of 20 MiB of the parameter, the evaluation's, and one of small blocks. The
+        # gradient and results are parts of the evaluation's.
+        ("", "", (20 + 64 + 2) * _MIB),
+        # All five blocks of the step are parts of the parameter's segment.
+        ("torch.cuda.empty_cache()", "", (20 + 2) * _MIB),
+        # The evaluation's block serves no smaller request.
+        ("", "max_split_size_mb:32", (20 + 64 + 2) * _MIB),
+        ("", "expandable_segments:True", (80 + 2) * _MIB),
+    ],
+)
+def test_reserved_memory_follows_the_whole_process(
+    before, settings, reserved, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", settings)
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(KEPT.format(before=before)))
+    trace = tmp_path / "trace.et"
+    done = run_command("capture", "run", script, "--device", "none", "-o", trace)
+    assert done.returncode == 0, done.stderr
+    graph = onerank.read(trace)
+    log = graph.job.measurement.memory
+    assert log.reserved_bytes == reserved
+    assert f"{reserved} {4 * _MIB}" in done.stderr + done.stdout
+    expected = {"max_split_bytes": 32 * _MIB} if "split" in settings else {}
+    expected |= {"expandable_segments": True} if "expandable" in settings else {}
+    assert (log.settings or AllocatorSettings()) == AllocatorSettings(**expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "divisions"),
+    [
+        ("roundup_power2_divisions:4", (4,) * 16),
+        ("backend:native, roundup_power2_divisions:[2:8,4:2,>:1]", (8, 8, 2, *[1] * 13)),
+    ],
+)
+def test_settings_of_the_allocator_are_those_of_the_environment(text, divisions):
+    assert settings_in(text).roundup_divisions == divisions
+
+
+@pytest.mark.parametrize(
+    "setting",
+    ["max_split_size_mb:many", "expandable_segments:1", "roundup_power2_divisions:[256:3]"],
+)
+def test_a_malformed_setting_of_the_allocator_is_an_error(setting, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", f"backend:native,{setting}")
+    (tmp_path / "train.py").write_text(textwrap.dedent(KEPT.format(before="")))
+    trace = tmp_path / "trace.et"
+    done = run_command("capture", "run", tmp_path / "train.py", "--device", "none", "-o", trace)
+    assert done.returncode == 2
+    assert "error[alloc-conf-malformed]" in done.stderr
+    assert setting in done.stderr
+    assert not trace.exists()

@@ -262,7 +262,7 @@ def _figures(report: "MemoryReport") -> list[tuple[str, str]]:
         reserved = f"{size(report.simulated_reserved_bytes)} simulated"
         if report.reserved_bytes:
             error = report.simulated_reserved_bytes / report.reserved_bytes - 1
-            reserved = f"{size(report.reserved_bytes)} measured, {reserved} ({error:+.2%})"
+            reserved = f"{size(report.reserved_bytes)} in the capture, {reserved} ({error:+.2%})"
         pairs.append(("reserved", reserved))
     if report.fragmentation_bytes is not None:
         pairs.append(("fragmentation", f"{size(report.fragmentation_bytes)} reserved, not in use"))
