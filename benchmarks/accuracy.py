@@ -12,7 +12,7 @@ Knowledge about a target:
   datasheet    the vendor's figures; achievable bandwidth and launch floor, in clock cycles, are
                means over the other families, the sustained fraction is what the power limit allows
   calibrated   datasheet plus two microbenchmarks: mean rates of 27 large and of 8 skinny products
-  described    the shipped description, whose fractions and floor were measured in this campaign
+  described    the shipped description, whose fractions and floor were measured in this dataset
   itself       the learned model fitted only to the target: a bound for the form of the model
 The form of the models was found on these GPUs, their coefficients were not: a new family may fare
 worse. Errors are percent of the measured time. Kernels over 10 us unless a column says "all".
@@ -89,7 +89,7 @@ def main() -> None:
     if have(folder, "vidur_mlp_fp16.parquet"):
         memory(folder)
         layers(folder, fits)
-        campaigns(folder, products)
+        compare_datasets(folder, products)
     if have(folder, "neusight_nodes_fp32.parquet"):
         published(folder)
     kernel_db_accuracy.tables(folder, products, fits)
@@ -288,14 +288,14 @@ def end_to_end(head: str, operators: pl.DataFrame, target: str) -> None:
     print(f"{off.mean():+8.1f}")
 
 
-def campaigns(folder: Path, products: Products) -> None:
-    """Print the difference between two campaigns on one GPU, for GEMMs that both measured."""
+def compare_datasets(folder: Path, products: Products) -> None:
+    """Print the difference between two datasets on one GPU, for GEMMs that both measured."""
     rows = pl.read_parquet(folder / "vidur_mlp_fp16.parquet")
     rows = rows.filter(pl.col("kind").cast(pl.String) == "gemm", pl.col("time_ms") > 0)
     index = ["model", "tp", "tokens", "op", "m", "n", "k"]
     rows = rows.group_by("gpu", *index, maintain_order=True).agg(pl.col("time_ms").median() * 1e6)
     print(
-        "\nThe same products on the same GPU in both campaigns (fp16 here, bf16 there): percent off"
+        "\nThe same products on the same GPU in both datasets (fp16 here, bf16 there): percent off"
     )
     print(f"{'gpu':6}{'products over 10 us':>20}{'mean':>7}{'layers':>8}{'mean of their sums':>20}")
     for name in ("A100", "H100"):

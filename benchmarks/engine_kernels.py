@@ -10,7 +10,7 @@ DATA_DIRECTORY holds the tables of benchmarks/held_out.py, which `tools.fit.publ
   ratio     mean error of the ratio rule, from the same framework on another GPU; for experts the
             ratio of both rooflines
 
-Attention has one query per sequence. "campaign": coefficients of other campaigns on the
+Attention has one query per sequence. "dataset": coefficients of other datasets on the
 architecture; "family": without the die family. The constants of latent attention in
 `attention_time` were chosen on Hopper and Blackwell, both judged here. A row of an MoE layer times
 choosing the experts from the router's scores, sorting the tokens, two grouped GEMMs, the gated
@@ -93,16 +93,16 @@ def attention(title: str, decodes: list[Decodes]) -> None:
 
     @cache
     def without(name: str) -> Coefficients:
-        """Return the coefficients without a die family or a campaign on a GPU."""
-        campaign = [each for each in decodes if each.name == name]
+        """Return the coefficients without a die family or a dataset on a GPU."""
+        dataset = [each for each in decodes if each.name == name]
         others = (
-            elsewhere(campaign[0], decodes)
-            if campaign
+            elsewhere(dataset[0], decodes)
+            if dataset
             else [each for each in decodes if family(each.gpu) != name]
         )
         if decodes[0].latent:
             return msgspec.structs.replace(shipped(), latent_decode=fit_latent(others))
-        known = fit_decode(decodes) if campaign else {}
+        known = fit_decode(decodes) if dataset else {}
         return msgspec.structs.replace(shipped(), decode=known | fit_decode(others))
 
     def by_shape(name: str) -> PredictFromDescription:
@@ -121,7 +121,7 @@ def attention(title: str, decodes: list[Decodes]) -> None:
     for case, other in zip(cases, baseline, strict=True):
         errors = [error(each.predicted_ns, case.measured_ns) for each in (case, other)]
         if case.kind in _BY_SHAPE:
-            left_out = "campaign" if case.without else "family"
+            left_out = "dataset" if case.without else "family"
             print(f"{case.target.name:15}{len(case.measured_ns):6}  {left_out:9}", end="")
             print(f"{errors[0]:6.1f}{case.error.mean():+7.2f}{errors[1]:10.1f}")
         else:
@@ -141,12 +141,12 @@ def latent_prefill(folder: Path, fits: dict[str, Coefficients]) -> None:
     seen = latent_prefill_cases(measured, lambda _: predict_from_description)
     roofline = latent_prefill_cases(measured, lambda _: predict_from_datasheet)
     print("\nlatent attention (MLA) over whole prompts, by shape, family left out")
-    print(f"{'target':15}{'campaign':18}{'heads':>8}{'calls':>6}", end="")
+    print(f"{'target':15}{'dataset':18}{'heads':>8}{'calls':>6}", end="")
     print(f"{'mean':>7}{'bias':>7}{'inside':>8}{'seen':>7}{'roofline':>10}")
     for each, case, shown, other in zip(measured, cases, seen, roofline, strict=True):
         deviation, width = np.abs(case.error), shipped().errors[case.kind].high
         heads = "576/512" if each.absorbed else "192/128"
-        print(f"{each.gpu.name:15}{each.campaign:18}{heads:>8}{len(deviation):6}", end="")
+        print(f"{each.gpu.name:15}{each.dataset:18}{heads:>8}{len(deviation):6}", end="")
         print(f"{error(case.predicted_ns, case.measured_ns):7.1f}{case.error.mean():+7.2f}", end="")
         print(f"{(deviation < width).mean() * 100:8.1f}", end="")
         print(f"{error(shown.predicted_ns, case.measured_ns):7.1f}", end="")
@@ -157,7 +157,7 @@ def experts(measured: list[ExpertLayers], fits: dict[str, Coefficients]) -> None
     """Print the errors of MoE layers by shape, and from another GPU."""
     interval = shipped().errors["composed"].high
     print("\nexperts of an MoE layer, by shape, family left out")
-    print(f"{'target':15}{'campaign':18}{'kernel':36}{'calls':>6}", end="")
+    print(f"{'target':15}{'dataset':18}{'kernel':36}{'calls':>6}", end="")
     print(f"{'mean':>7}{'bias':>7}{'inside':>8}{'plain':>7}{'roofline':>10}")
     for each in measured:
         c, kernels, gpu = fits[family(each.gpu)], each.features(), each.gpu
@@ -166,7 +166,7 @@ def experts(measured: list[ExpertLayers], fits: dict[str, Coefficients]) -> None
             predict_from_description(kernels, gpu, coefficients)[0] for coefficients in (c, plain)
         )
         deviation = np.log(each.times_ns / predicted_ns)
-        print(f"{gpu.name:15}{each.campaign:18}{each.kernel[:35]:36}{len(each.times_ns):6}", end="")
+        print(f"{gpu.name:15}{each.dataset:18}{each.kernel[:35]:36}{len(each.times_ns):6}", end="")
         print(f"{error(predicted_ns, each.times_ns):7.1f}{deviation.mean():+7.2f}", end="")
         print(f"{(np.abs(deviation) < interval).mean() * 100:8.1f}", end="")
         print(f"{error(plain_ns, each.times_ns):7.1f}", end="")

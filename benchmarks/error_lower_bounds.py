@@ -45,7 +45,7 @@ def main() -> None:
     fits = fits_without(products, None)
     forms(products, fits)
     next_rows(products)
-    campaigns(folder, products)
+    compare_datasets(folder, products)
     layers(folder, products, fits)
 
 
@@ -162,8 +162,8 @@ def next_rows(products: Products) -> None:
             )
 
 
-def campaigns(folder: Path, products: Products) -> None:
-    """Print the difference between two campaigns with the same harness on the same GPU."""
+def compare_datasets(folder: Path, products: Products) -> None:
+    """Print the difference between two datasets with the same harness on the same GPU."""
     rows = pl.read_parquet(folder / "gemm_power.parquet")
     rows = rows.with_columns(pl.col("gpu").cast(pl.String))
     print("\nThe same products on the same GPU in gemm_power.parquet, beside gemm.parquet")
@@ -187,14 +187,14 @@ def measured(products: Products, gpu: Gpu) -> pl.DataFrame:
 
 
 def layers(folder: Path, products: Products, fits: dict[str, Coefficients]) -> None:
-    """Print the layers of another campaign next to this campaign's measurements."""
+    """Print the layers of another dataset next to this dataset's measurements."""
     rows = pl.read_parquet(folder / "vidur_mlp_fp16.parquet").filter(pl.col("time_ms") > 0)
     index = ["model", "tp", "tokens", "op", "kind", *SIZES]
     rows = rows.group_by("gpu", *index, maintain_order=True).agg(pl.col("time_ms").median() * 1e6)
     pairs = rows.pivot(on="gpu", index=index, values="time_ms").drop_nulls(["A100", "H100"])
     pairs = pairs.cast(dict.fromkeys(SIZES, pl.Int64))
     product = pairs["kind"].cast(pl.String) == "gemm"
-    print("\nA layer's products on the GPU they are predicted for: the campaign of gemm.parquet")
+    print("\nA layer's products on the GPU they are predicted for: the dataset of gemm.parquet")
     print("has measured them (bf16), that of the layers too (fp16). ln(the former / the latter) by")
     print("rows, percent, over 10 us; then layers all of whose products it has, the sum of these:")
     print("mean error and signed, predicted from the layer's source, and measured in gemm.parquet")

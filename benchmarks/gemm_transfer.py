@@ -6,7 +6,7 @@ DATA_DIRECTORY holds `gemm.parquet`: columns gpu, dtype, m, n, k, time_us; the s
 on every GPU in one harness, CUDA graph replay. Each ordered pair of GPUs is a re-costing through
 the public API: a graph of aten::mm kernels with the source's times, re-costed for the target,
 compared with the target's times. "datasheet" uses the target's description alone, no measurement.
-The descriptions' floors and sustained fractions were measured on the same campaign, so absolute
+The descriptions' floors and sustained fractions were measured on the same dataset, so absolute
 errors are those of a well described GPU; the models' formulas hold no coefficient fitted to it.
 """
 

@@ -100,25 +100,25 @@ def versions_apart(folder: Path) -> None:
     No prediction from a shape can be closer to both than half of it.
     """
     rows = read_table(
-        folder / "linears.parquet", ["gpu", "campaign", "dtype", "m", "n", "k", "time_us"]
+        folder / "linears.parquet", ["gpu", "dataset", "dtype", "m", "n", "k", "time_us"]
     )
     # vLLM's rows have at most 256 tokens, and TensorRT-LLM's in fp8 one scale for a tensor.
     kept = {
-        "fp8": pl.col("campaign").str.starts_with("sglang"),
-        "fp8_block": ~pl.col("campaign").str.starts_with("vllm"),
+        "fp8": pl.col("dataset").str.starts_with("sglang"),
+        "fp8_block": ~pl.col("dataset").str.starts_with("vllm"),
     }
     print(
-        "\n8-bit linear layers, two campaigns on one GPU: mean of |ratio - 1| over and under 10 us"
+        "\n8-bit linear layers, two datasets on one GPU: mean of |ratio - 1| over and under 10 us"
     )
     print(f"{'gpu':10}{'dtype':11}{'of':20}{'to':20}{'count':>7}{'mean':>7}{'under':>7}")
     for dtype, condition in kept.items():
         of_type = rows.filter(pl.col("dtype") == dtype, condition)
-        groups = sorted(set(of_type.select("gpu", "campaign").iter_rows()))
+        groups = sorted(set(of_type.select("gpu", "dataset").iter_rows()))
         for (gpu, before), (other, after) in combinations(groups, 2):
             if gpu != other:
                 continue
             of, to = (
-                of_type.filter(pl.col("gpu") == gpu, pl.col("campaign") == name)
+                of_type.filter(pl.col("gpu") == gpu, pl.col("dataset") == name)
                 for name in (before, after)
             )
             both = of.join(to, on=["m", "n", "k"], suffix="_to")

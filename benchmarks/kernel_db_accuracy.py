@@ -1,4 +1,4 @@
-"""Error of kernel database look-ups, from campaigns that measured GPUs twice.
+"""Error of kernel database look-ups, from datasets that measured GPUs twice.
 
     PYTHONPATH=. python benchmarks/kernel_db_accuracy.py DATA_DIRECTORY
 
@@ -6,12 +6,12 @@
 whose other files are missing (gemm_power.parquet, vidur_mlp_fp16.parquet,
 attention_prefill.parquet) are skipped with a note.
 
-  between      a database of some of a campaign's shapes predicts the others of the same campaign:
+  between      a database of some of a dataset's shapes predicts the others of the same dataset:
                the model corrected by its error around them (`annotate/kernel_db`), and
                fitted without the target's die family
-  looked up    one campaign's time of the shape itself, compared with another campaign's
-  on both      the same, with half of the source's own deviation between the campaigns
-  learned      from the source's time in the second campaign, with no measurement of the target
+  looked up    one dataset's time of the shape itself, compared with another dataset's
+  on both      the same, with half of the source's own deviation between the datasets
+  learned      from the source's time in the second dataset, with no measurement of the target
 
 Where there is a shipped database of the H200, the captured step of `traces/h200-llama-8b-4l-tp4` is
 looked up in it and compared with the measured step, with a step's caches and clocks; other
@@ -48,7 +48,7 @@ from onerank.annotate.recost.recost import source_gpu
 from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import Graph
 from onerank.ir.arrays import F64
-from tools.fit.evaluate_fit import POWER_FILE, VIDUR_FILE, campaigns
+from tools.fit.evaluate_fit import POWER_FILE, VIDUR_FILE, dataset_pairs
 from tools.fit.leave_one_out import fits_without
 from tools.fit.measured_kernels import (
     Products,
@@ -101,14 +101,14 @@ def tables(folder: Path, products: Products, fits: dict[str, Coefficients]) -> N
         if not (folder / name).is_file():
             print(f"{folder / name}: no such file, so its part is left out")
     print(
-        "\nbetween rows of one campaign; covered: rows that the others predict; "
+        "\nbetween rows of one dataset; covered: rows that the others predict; "
         "inside: of the 80% interval by leaving rows out"
     )
     print(f"{'rows':>6} {'':14}{'GPU':13}{'covered':>8}{'inside':>8}  {'':10}{columns}")
     for measured in every(folder, products, fits):
         for part in PARTS:
             between(measured, part)
-    print(f"\none campaign from another\n{'':24}{'from':15}{'to':15}{'how':12}{columns}")
+    print(f"\none dataset from another\n{'':24}{'from':15}{'to':15}{'how':12}{columns}")
     for line in across(folder, products, fits):
         print(line)
     shipped_step = convert_directory(TRACE)[0]
@@ -117,7 +117,7 @@ def tables(folder: Path, products: Products, fits: dict[str, Coefficients]) -> N
 
 
 def every(folder: Path, products: Products, fits: dict[str, Coefficients]) -> Iterator[Measured]:
-    """Yield the measurements of each campaign, by GPU."""
+    """Yield the measurements of each dataset, by GPU."""
     for name, times in products.times_ns.items():
         gpu = load_gpu(name)
         modelled, _ = predict_from_description(of_products(products, times), gpu, fits[family(gpu)])
@@ -150,7 +150,7 @@ def every(folder: Path, products: Products, fits: dict[str, Coefficients]) -> It
 
 
 def between(measured: Measured, part: float) -> None:
-    """Print the error of shapes predicted from a part of the campaign's other shapes."""
+    """Print the error of shapes predicted from a part of the dataset's other shapes."""
     rng = np.random.default_rng(3)
     count = len(measured.times_ns)
     is_stored = rng.random(count) < part
@@ -175,8 +175,8 @@ def between(measured: Measured, part: float) -> None:
 
 
 def across(folder: Path, products: Products, fits: dict[str, Coefficients]) -> Iterator[str]:
-    """Yield a line for each second campaign, pair of GPUs and method."""
-    for pair in campaigns(folder):
+    """Yield a line for each second dataset, pair of GPUs and method."""
+    for pair in dataset_pairs(folder):
         shapes = np.stack(
             [np.ones(len(pair.sizes)), *pair.sizes.T, *np.full((2, len(pair.sizes)), 2.0)], axis=1
         )
@@ -202,7 +202,7 @@ def across(folder: Path, products: Products, fits: dict[str, Coefficients]) -> I
 
 
 def around(folder: Path, products: Products, fits: dict[str, Coefficients]) -> Iterator[str]:
-    """Yield the error of the layers' GEMMs, interpolated between rows of the GEMM campaign."""
+    """Yield the error of the layers' GEMMs, interpolated between rows of the GEMM dataset."""
     if not (folder / VIDUR_FILE).is_file():
         return
     rows = pl.read_parquet(folder / VIDUR_FILE).filter(pl.col("kind").cast(pl.String) == "gemm")

@@ -12,8 +12,8 @@ are re-costed for the other by the model that `annotate --target` uses, without 
 and their sum is compared with the sum of the other GPU's own rows.
 
 The tables have a grid of sizes. A product with n or k between two of them is the weighted mean of
-its neighbours, on both GPUs with equal weights; one with n above the grid is two products. A
-campaign repeats an operator with the same operands, so a cache serves weights that fit into it; in
+its neighbours, on both GPUs with equal weights; one with n above the grid is two products. The
+benchmarks repeat an operator with the same operands, so a cache serves weights that fit into it; in
 an engine none would.
 
   mean    of |re-costed sum / measured sum - 1| in percent
@@ -58,11 +58,11 @@ GPUS = "H100-SXM", "H200"
 
 
 @dataclass(frozen=True)
-class Campaign:
-    """What one framework's campaign ran.
+class Dataset:
+    """The dataset of one framework, and the kernels in it.
 
     Attributes:
-        name: of the campaign.
+        name: of the dataset.
         linear: kernel of linear layers.
         attention: kernel of attention.
         experts: kernel of experts.
@@ -74,11 +74,11 @@ class Campaign:
     experts: str
 
 
-CAMPAIGNS = (
-    Campaign("vllm 0.24.0", "torch.nn.functional.linear", "vllm_flash_attn_fa3",
+DATASETS = (
+    Dataset("vllm 0.24.0", "torch.nn.functional.linear", "vllm_flash_attn_fa3",
              "vllm_unquantizedfusedmoe_triton_tritonexperts"),
-    Campaign("sglang 0.5.14", "sglang_torch_linear", "fa3", "sglang_fused_moe_triton"),
-    Campaign("trtllm 1.3.0rc20", "torch_flow", "torch_flow", "moe_torch_flow_cutlass"),
+    Dataset("sglang 0.5.14", "sglang_torch_linear", "fa3", "sglang_fused_moe_triton"),
+    Dataset("trtllm 1.3.0rc20", "torch_flow", "torch_flow", "moe_torch_flow_cutlass"),
 )  # fmt: skip
 
 
@@ -185,25 +185,25 @@ def step(model: Model, batch: int, queries: int, keys: int, grid: Sequence[int])
 Times = dict[tuple[str, tuple[int, ...]], float]
 
 
-def read_times(folder: Path, campaign: Campaign) -> dict[str, Times]:
+def read_times(folder: Path, dataset: Dataset) -> dict[str, Times]:
     """Return GPU -> operator -> measured time in ns."""
     times: dict[str, Times] = {name: {} for name in GPUS}
     linears = read_table(
-        folder / "linears.parquet", ["gpu", "campaign", "kernel", "dtype", "m", "n", "k", "time_us"]
+        folder / "linears.parquet", ["gpu", "dataset", "kernel", "dtype", "m", "n", "k", "time_us"]
     ).filter(
         pl.col("gpu").is_in(GPUS),
-        pl.col("campaign") == campaign.name,
-        pl.col("kernel") == campaign.linear,
+        pl.col("dataset") == dataset.name,
+        pl.col("kernel") == dataset.linear,
         pl.col("dtype") == "bfloat16",
     )
     attention = read_table(
         folder / "attention.parquet",
-        ["gpu", "campaign", "kernel", "phase", "batch", "rows", "keys", "heads", "kv_heads",
+        ["gpu", "dataset", "kernel", "phase", "batch", "rows", "keys", "heads", "kv_heads",
          "head_dim", "time_us"],
     ).filter(
         pl.col("gpu").is_in(GPUS),
-        pl.col("campaign") == campaign.name,
-        pl.col("kernel") == campaign.attention,
+        pl.col("dataset") == dataset.name,
+        pl.col("kernel") == dataset.attention,
         pl.col("head_dim") == HEAD_SIZE,
     )  # fmt: skip
     kind = pl.when(pl.col("phase") == "generation").then(pl.lit("decode"))
@@ -216,8 +216,8 @@ def read_times(folder: Path, campaign: Campaign) -> dict[str, Times]:
         for gpu, name, *sizes, time_us in medians.iter_rows():
             times[gpu][name, tuple(sizes)] = time_us * 1000
     for layers in read_experts(folder):
-        names = layers.gpu.name, layers.campaign, layers.kernel
-        if names in {(gpu, campaign.name, campaign.experts) for gpu in GPUS}:
+        names = layers.gpu.name, layers.dataset, layers.kernel
+        if names in {(gpu, dataset.name, dataset.experts) for gpu in GPUS}:
             for sizes, time_ns in zip(layers.layers, layers.times_ns, strict=True):
                 times[layers.gpu.name]["experts", _fields(sizes)] = float(time_ns)
     return times
@@ -230,7 +230,7 @@ def _fields(s: ExpertSizes) -> tuple[int, ...]:
 def recosted(
     times: Times,
     operators: Sequence[tuple[str, tuple[int, ...]]],
-    campaign: Campaign,
+    dataset: Dataset,
     gpus: tuple[Gpu, Gpu],
     model: Predict,
 ) -> Times:
@@ -245,18 +245,18 @@ def recosted(
         # The write of a key and a value for each sequence is another kernel: a launch.
         floors = (source.launch_floor_ns, target.launch_floor_ns) if kind == "decode" else (0, 0)
         alone = np.maximum(measured - floors[0], 0.2 * measured)
-        kernels = _features(kind, sizes, alone, campaign, source)
+        kernels = _features(kind, sizes, alone, dataset, source)
         result = model(kernels, source, target)[0] + floors[1]
         predicted |= {(kind, of): float(ns) for of, ns in zip(sizes, result, strict=True)}
     return predicted
 
 
 def _features(
-    kind: str, sizes: list[tuple[int, ...]], times_ns: F64, campaign: Campaign, gpu: Gpu
+    kind: str, sizes: list[tuple[int, ...]], times_ns: F64, dataset: Dataset, gpu: Gpu
 ) -> KernelFeatures:
     if kind == "experts":
         layers = [ExpertSizes(*of) for of in sizes]
-        return ExpertLayers(gpu, campaign.name, campaign.experts, layers, times_ns).features()
+        return ExpertLayers(gpu, dataset.name, dataset.experts, layers, times_ns).features()
     if kind == "linear":
         shapes = np.array([[1, *of, 2, 2] for of in sizes], dtype=np.float64)
         return of_products(Products("bfloat16", shapes, {}), times_ns)
@@ -286,7 +286,7 @@ class Result:
 
 
 def results(
-    campaign: Campaign, times: dict[str, Times], names: tuple[str, str], model: Predict
+    dataset: Dataset, times: dict[str, Times], names: tuple[str, str], model: Predict
 ) -> Iterator[Result]:
     """Yield the steps whose operators both tables have."""
     gpus = load_gpu(names[0]), load_gpu(names[1])
@@ -303,9 +303,9 @@ def results(
         every = list(dict.fromkeys((o.kind, o.sizes) for *_, of in complete for o in of))
         tables = [
             after,
-            recosted(before, every, campaign, gpus, model),
+            recosted(before, every, dataset, gpus, model),
             before,
-            recosted(before, every, campaign, gpus, predict_by_ratio),
+            recosted(before, every, dataset, gpus, predict_by_ratio),
         ]
         for kind, label, operators in complete:
             sums: list[dict[str, float]] = []
@@ -342,14 +342,14 @@ def main() -> None:
         "shipped": predict_learned, "left out": measured(family(load_gpu(GPUS[0]))),
     }  # fmt: skip
     every: dict[str, list[Result]] = {}
-    for campaign in CAMPAIGNS:
-        times = read_times(folder, campaign)
+    for dataset in DATASETS:
+        times = read_times(folder, dataset)
         for names in permutations(GPUS):
             for title, model in models.items():
                 every.setdefault(f"{names[0]} for {names[1]}, {title}", []).extend(
-                    results(campaign, times, names, model)
+                    results(dataset, times, names, model)
                 )
-    print(f"\n{'steps of three campaigns':58}{'':5}{'mean':>8}{'signed':>8}{'p90':>8}{'most':>8}"
+    print(f"\n{'steps of three datasets':58}{'':5}{'mean':>8}{'signed':>8}{'p90':>8}{'most':>8}"
           f"{'kept':>8}{'ratio':>8}")  # fmt: skip
     for title, of in every.items():
         line(title, of)

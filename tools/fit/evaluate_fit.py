@@ -120,11 +120,11 @@ def attention_cases(
     model: Callable[[str], PredictFromDescription],
     described: Described = as_shipped,
 ) -> Iterator[Case]:
-    """Yield attention of the campaign by its shape, by GPU, with the GPU's die family left out."""
+    """Yield attention of the dataset by its shape, by GPU, with the GPU's die family left out."""
     for name, times in attention.times_ns.items():
         gpu = load_gpu(name)
         predicted_ns, _ = model(family(gpu))(of_attention(attention, times), described(gpu))
-        # The campaign's kernels also write keys and values to a cache, which no operator of a step
+        # The dataset's kernels also write keys and values to a cache, which no operator of a step
         # does.
         predicted_ns = predicted_ns + stored_ns(gpu, attention.shapes)
         yield Case("attention_unmeasured", gpu, gpu, times, predicted_ns, attention.shapes[:, 3])
@@ -138,7 +138,7 @@ def database_cases(
     works: list[Work] = []
     times: list[int] = []
     for row in rows_of(read_database(SHIPPED / "H200.parquet")):
-        # The kernel of torch on an H200; the campaign has flash-attention's only.
+        # The kernel of torch on an H200; the dataset has only flash-attention's.
         if "_cudnn_attention" not in row.operator:
             continue
         call = call_of(CallKey(row.operator, row.shapes, row.dtypes, row.attributes))
@@ -201,19 +201,19 @@ def as_calibrated(gpus: Sequence[Gpu], products: Products) -> Described:
 
 POWER_FILE = "gemm_power.parquet"
 STEP_KINDS = ("looked_up", "looked_up_short_or_data_dependent")
-# Shortest layers that are compared: their campaign records whole microseconds.
+# Shortest layers that are compared: their times are whole microseconds.
 _LONG_NS = 10_000
 _SIZES = ["m", "n", "k"]
 
 
-class Campaigns(NamedTuple):
+class DatasetPair(NamedTuple):
     """The same 16-bit products measured twice.
 
     Attributes:
-        name: name of the second campaign.
+        name: name of the second dataset.
         sizes: m, n and k, float64[d, 3].
-        first: name of a description -> times of the first campaign in ns, float64[d].
-        second: the same for the second campaign.
+        first: name of a description -> times of the first dataset in ns, float64[d].
+        second: the same for the second dataset.
     """
 
     name: str
@@ -222,8 +222,8 @@ class Campaigns(NamedTuple):
     second: dict[str, F64]
 
 
-def campaigns(folder: Path) -> Iterator[Campaigns]:
-    """Yield each campaign in the folder, compared with that of `gemm.parquet`.
+def dataset_pairs(folder: Path) -> Iterator[DatasetPair]:
+    """Yield each dataset in the folder, paired with that of `gemm.parquet`.
 
     `gemm_power.parquet` has the same bf16 GEMMs on two GPUs. `vidur_mlp_fp16.parquet` has layers in
     fp16 on two others, of which those over 10 us are used.
@@ -252,7 +252,7 @@ def campaigns(folder: Path) -> Iterator[Campaigns]:
             for gpu, description in names.items()
         )
         both = table.join(first, on=_SIZES).sort(_SIZES)
-        yield Campaigns(
+        yield DatasetPair(
             name,
             both.select(_SIZES).to_numpy(),
             {description: both[f"first {gpu}"].to_numpy() for gpu, description in names.items()},
@@ -264,24 +264,21 @@ def campaigns(folder: Path) -> Iterator[Campaigns]:
 
 
 def looked_up_cases(folder: Path) -> Iterator[Case]:
-    """Yield look-ups of the first campaign for the second, on one GPU and on two.
+    """Yield look-ups of the first dataset for the second, on one GPU and on two.
 
     No family is excluded, because nothing of a look-up is fitted.
     """
-    for campaign in campaigns(folder):
-        rows = campaign.sizes[:, 0]
-        for name, times in campaign.second.items():
+    for pair in dataset_pairs(folder):
+        rows = pair.sizes[:, 0]
+        for name, times in pair.second.items():
             gpu = load_gpu(name)
-            yield Case("looked_up_other_versions", gpu, gpu, times, campaign.first[name], rows)
-        for source, target in permutations(campaign.second, 2):
+            yield Case("looked_up_other_versions", gpu, gpu, times, pair.first[name], rows)
+        for source, target in permutations(pair.second, 2):
             gpus = load_gpu(source), load_gpu(target)
             predicted_ns = (
-                campaign.first[target]
-                * (campaign.second[source] / campaign.first[source]) ** SOURCE_SHARE
+                pair.first[target] * (pair.second[source] / pair.first[source]) ** SOURCE_SHARE
             )
-            yield Case(
-                "looked_up_other_versions", *gpus, campaign.second[target], predicted_ns, rows
-            )
+            yield Case("looked_up_other_versions", *gpus, pair.second[target], predicted_ns, rows)
 
 
 def captured_cases(graph: Graph, library: Library) -> Iterator[Case]:

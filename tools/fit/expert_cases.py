@@ -49,13 +49,13 @@ EXPERT_LIBRARIES = {
 }
 """Library with coefficients -> its kernel."""
 
-# Campaigns whose layers of Nemotron-H have no gate, as that model (squared ReLU). Earlier ones ran
+# Datasets whose layers of Nemotron-H have no gate, as that model (squared ReLU). Earlier ones ran
 # the same sizes with a gate: their times are those of first GEMMs of twice the columns.
 _NEMOTRON = ((2688, 6, 128), (2048, 22, 512), (8192, 22, 512))  # hidden, chosen, experts
 _NEMOTRON_WITHOUT_GATE = ("sglang 0.5.14", "vllm 0.24.0")
 
 UNTUNED = "sglang_flashinfer_cutlass_moe"
-"""FlashInfer's kernels on Hopper, in a campaign that does not run their tuner. No fit has them.
+"""FlashInfer's kernels on Hopper, measured without their tuner. No fit has them.
 
 Every tile of 128 x 16 results takes 700 to 800 cycles for 64 elements along the inner size, as if
 no load overlapped another (`untuned_steps`).
@@ -72,14 +72,14 @@ class ExpertLayers:
 
     Attributes:
         gpu: the GPU.
-        campaign: framework and version.
+        dataset: framework and version.
         kernel: name in the table.
         layers: d layers.
         times_ns: with routing, sorting, activation and sum, float64[d].
     """
 
     gpu: Gpu
-    campaign: str
+    dataset: str
     kernel: str
     layers: list[ExpertSizes]
     times_ns: F64
@@ -130,18 +130,18 @@ def read_experts(folder: Path) -> list[ExpertLayers]:
         FormatError: the file is missing or lacks a column.
         TargetError: it has a GPU without a description.
     """
-    columns = ["gpu", "campaign", "kernel", *LAYER, "time_us"]
+    columns = ["gpu", "dataset", "kernel", *LAYER, "time_us"]
     rows = read_table(folder / EXPERTS_FILE, columns)
     read: list[ExpertLayers] = []
-    for (name, campaign, kernel), of_kernel in rows.sort(columns).group_by(
-        "gpu", "campaign", "kernel", maintain_order=True
+    for (name, dataset, kernel), of_kernel in rows.sort(columns).group_by(
+        "gpu", "dataset", "kernel", maintain_order=True
     ):
         gpu = load_gpu(str(name))
         table = of_kernel.group_by(LAYER).agg(pl.col("time_us").median()).sort(LAYER)
         layers: list[ExpertSizes] = []
         for tokens, hidden, inner, chosen, experts in table.select(LAYER).iter_rows():
             nemotron = (hidden, chosen, experts) in _NEMOTRON
-            gated = not nemotron or str(campaign) not in _NEMOTRON_WITHOUT_GATE
+            gated = not nemotron or str(dataset) not in _NEMOTRON_WITHOUT_GATE
             first = 2 * inner if gated else inner
             layers.append(ExpertSizes(tokens, chosen, experts, hidden, first, inner))
         cold = [
@@ -151,7 +151,7 @@ def read_experts(folder: Path) -> list[ExpertLayers]:
         ]
         times_ns = table["time_us"].to_numpy().astype(np.float64)[cold] * 1000
         kept = [layers[at] for at in cold]
-        read.append(ExpertLayers(gpu, str(campaign), str(kernel), kept, times_ns))
+        read.append(ExpertLayers(gpu, str(dataset), str(kernel), kept, times_ns))
     return read
 
 
@@ -187,7 +187,7 @@ def _fit_library(measured: list[ExpertLayers], gemm: GemmCoefficients) -> Expert
         parts: list[F64] = []
         for each, features, name in zip(chosen, kernels, families, strict=True):
             error = np.log(part_times(features, each.gpu, c) / each.times_ns)
-            # Weights of families, and of campaigns whatever their number of layers.
+            # Weights of families, and of datasets whatever their number of layers.
             parts.append((families.count(name) * len(error)) ** -0.5 * error)
         return np.sqrt(len(parts[0])) * np.concatenate(parts)
 

@@ -2,7 +2,7 @@
 
 DATABASE is the output of `onerank bench --grid power`. The program prints the coefficients and
 their errors on data outside the fit: on each class of calls left out of the fit, on GEMMs of
-another campaign (`--products`, see `public_powers`), on experts of MoE layers (`--experts`, a
+another dataset (`--products`, see `public_powers`), on experts of MoE layers (`--experts`, a
 table of `public_sets`), and on whole steps whose power was sampled for some seconds (`--step`,
 captures with `--timed-steps`). With `-o` it writes the coefficients in the format of
 `annotate/models/power.toml`.
@@ -204,12 +204,12 @@ def errors_between(shares: F64, measured: Powers) -> Errors:
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """Calls of another campaign, to judge a fit by.
+    """Calls of another dataset, to judge a fit by.
 
     Attributes:
         name: of the kind of calls and the GPU.
         powers: the calls.
-        runs: all runs of the campaign, if its sensor shows a part of the run before; `powers` is
+        runs: all runs of the dataset, if its sensor shows a part of the run before; `powers` is
             not used then.
     """
 
@@ -219,7 +219,7 @@ class HeldOut:
 
     @classmethod
     def of_runs(cls, runs: GemmRuns) -> Self:
-        """Return a campaign of GEMMs."""
+        """Return a dataset of GEMMs."""
         return cls(f"GEMMs of {runs.powers.gpu.name}", runs.powers, runs)
 
     def errors(self, model: FittedPower) -> Errors:
@@ -366,7 +366,7 @@ def table(measured: list[Powers], held_out: list[HeldOut], steps: list[Step]) ->
                 ((1 + error[in_class]) * watts[in_class]).sum() / watts[in_class].sum() - 1
             )
             lines.append(_line(f"    {name}", Errors(class_error, error[in_class])))
-    lines += [_line(f"{case.name}, another campaign", case.errors(fitted)) for case in held_out]
+    lines += [_line(f"{case.name}, another dataset", case.errors(fitted)) for case in held_out]
     if steps:
         lines += ["", f"{'whole steps':34}{'read':>9}{'model':>9}"]
     lines += [f"{step.name:34}{step.read_w:7.0f} W{step.modelled_w:7.0f} W{step.error:+9.1%}"

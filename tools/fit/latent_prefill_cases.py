@@ -35,14 +35,14 @@ class LatentPrefills:
 
     Attributes:
         gpu: the GPU.
-        campaign: framework and version.
+        dataset: framework and version.
         absorbed: whether queries meet the latent vectors instead of keys and values of each head.
         attention: the calls.
         times_ns: with the kernels of `other_ns`, float64[d].
     """
 
     gpu: Gpu
-    campaign: str
+    dataset: str
     absorbed: bool
     attention: Attention
     times_ns: F64
@@ -70,11 +70,11 @@ def read_latent_prefills(folder: Path) -> list[LatentPrefills]:
         FormatError: the file is missing or lacks a column.
         TargetError: it has a GPU without a description.
     """
-    columns = ["gpu", "campaign", "kernel", *_SIZES, "time_us"]
+    columns = ["gpu", "dataset", "kernel", *_SIZES, "time_us"]
     rows = read_table(folder / LATENT_PREFILL_FILE, columns)
     read: list[LatentPrefills] = []
-    for (name, campaign, kernel), of_kernel in rows.sort(columns).group_by(
-        "gpu", "campaign", "kernel", maintain_order=True
+    for (name, dataset, kernel), of_kernel in rows.sort(columns).group_by(
+        "gpu", "dataset", "kernel", maintain_order=True
     ):
         gpu, absorbed = load_gpu(str(name)), kernel in ("flash_attention", "triton")
         table = of_kernel.group_by(_SIZES).agg(pl.col("time_us").median()).sort(_SIZES)
@@ -85,7 +85,7 @@ def read_latent_prefills(folder: Path) -> list[LatentPrefills]:
         sizes = (batch, heads, key_heads, rows_, rows_, width * ones, value * ones, ones, 0 * ones)
         times_ns = table["time_us"].to_numpy().astype(np.float64) * 1000
         attention = Attention(np.stack(sizes, axis=1), {gpu.name: times_ns})
-        read.append(LatentPrefills(gpu, str(campaign), absorbed, attention, times_ns))
+        read.append(LatentPrefills(gpu, str(dataset), absorbed, attention, times_ns))
     return read
 
 

@@ -66,7 +66,7 @@ from tools.fit.public_cases import (
 )
 
 # Shares of the source's deviation that carry over, see `Coefficients`. Round figures, chosen on the
-# GPUs of the campaign: the error is flat around them.
+# GPUs of the dataset: the error is flat around them.
 SAME_DIE = 0.8
 PRODUCT_CARRIED = 0.15
 NARROW_CARRIED = 0.3
@@ -95,8 +95,8 @@ def fits_without(
 ) -> dict[str, Coefficients]:
     """Return die family -> the coefficients fitted without it; see `fitted`.
 
-    With a folder also GPU and campaign of decoding -> coefficients with the decoding of its
-    architecture from other campaigns.
+    With a folder also GPU and dataset of decoding -> coefficients with the decoding of its
+    architecture from other datasets.
     """
     gpus = [load_gpu(name) for name in products.times_ns]
     families = sorted({family(gpu) for gpu in gpus})
@@ -112,7 +112,7 @@ def fits_without(
 def decodes_without(
     fits: dict[str, Coefficients], gpus: Sequence[Gpu], decodes: Sequence[Decodes]
 ) -> dict[str, Coefficients]:
-    """Return GPU and campaign -> coefficients with its architecture's decoding from the others."""
+    """Return GPU and dataset -> coefficients with its architecture's decoding from the others."""
     seen: dict[str, Coefficients] = {}
     for each in decodes:
         if others := elsewhere(each, decodes):
@@ -175,7 +175,7 @@ def fitted(
 
 
 def coefficients_without(fits: dict[str, Coefficients], name: str) -> Coefficients:
-    """Return the coefficients fitted without a die family or a campaign.
+    """Return the coefficients fitted without a die family or a dataset.
 
     A family that is in no fit has those of the first fit.
     """
@@ -244,7 +244,7 @@ def attention_cases(
 ) -> Iterator[Case]:
     """Yield every ordered pair of the GPUs that measured `attention`.
 
-    The campaign's times include writing keys and values to a cache, which a trace has as separate
+    The dataset's times include writing keys and values to a cache, which a trace has as separate
     kernels; here their time is subtracted by its bytes on both GPUs.
     """
     gpus = [load_gpu(name) for name in attention.times_ns]

@@ -75,7 +75,7 @@ def read_products(folder: Path, dtype: str = "bfloat16") -> Products:
     sizes = [table[name].to_numpy().astype(np.float64) for name in ("m", "n", "k")]
     item, result = _ITEM_BYTES[dtype]
     shapes = np.stack([ones, *sizes, ones * item, ones * result], axis=1)
-    # The campaign's 8-bit layers scale each row (sglang).
+    # The dataset's 8-bit layers scale each row (sglang).
     scales = Scales.ROW if item == 1 else Scales.TENSOR
     return Products(TORCH_DTYPE[dtype], shapes, _times(table, 3), scales)
 
@@ -116,7 +116,7 @@ def read_table(path: Path, columns: list[str]) -> pl.DataFrame:
 
 
 def _times(table: pl.DataFrame, first: int) -> dict[str, F64]:
-    """Return the times by GPU description; the last campaign wins for a GPU with two."""
+    """Return the times by GPU description; the last dataset wins for a GPU with two."""
     return {
         load_gpu(name).name: table[name].to_numpy().astype(np.float64) * 1000
         for name in table.columns[first:]

@@ -98,7 +98,7 @@ def read_linears(folder: Path) -> list[Linears]:
         FormatError: the file is missing or lacks a column.
         TargetError: it has a GPU without a description.
     """
-    columns = ["gpu", "campaign", "kernel", "dtype", *_SIZES, "time_us"]
+    columns = ["gpu", "dataset", "kernel", "dtype", *_SIZES, "time_us"]
     rows = read_table(folder / LINEARS_FILE, columns)
     linears: list[Linears] = []
     for (kernel, dtype), scales in _SCALES.items():
@@ -154,14 +154,14 @@ def _read_tensor_scaled(folder: Path) -> Iterator[_TensorScaled]:
         FormatError: `linears.parquet` or `quantise.parquet` is missing or lacks a column.
         TargetError: one has a GPU without a description.
     """
-    columns = ["gpu", "campaign", "kernel", "dtype", *_SIZES, "time_us"]
+    columns = ["gpu", "dataset", "kernel", "dtype", *_SIZES, "time_us"]
     table = read_table(folder / LINEARS_FILE, columns)
     table = table.filter(pl.col("kernel") == _TENSOR_SCALED)
-    quantise = read_table(folder / QUANTISE_FILE, ["gpu", "campaign", "m", "k", "time_us"])
+    quantise = read_table(folder / QUANTISE_FILE, ["gpu", "dataset", "m", "k", "time_us"])
     both = table.filter(pl.col("dtype") == "fp8").join(
-        table.filter(pl.col("dtype") == "bfloat16"), on=["gpu", "campaign", *_SIZES]
+        table.filter(pl.col("dtype") == "bfloat16"), on=["gpu", "dataset", *_SIZES]
     )
-    both = both.join(quantise, on=["gpu", "campaign", "m", "k"], suffix="_quantise")
+    both = both.join(quantise, on=["gpu", "dataset", "m", "k"], suffix="_quantise")
     for (name,), of_gpu in both.sort("gpu", *_SIZES).group_by("gpu", maintain_order=True):
         gpu = load_gpu(str(name))
         narrow, wide = (
@@ -308,7 +308,7 @@ def linear_cases(
         rows = each.products.shapes[:, 1]
         yield Case("gemm_8bit_unmeasured", each.gpu, each.gpu, each.times_ns, predicted_ns, rows)
     for before, after in permutations(linears, 2):
-        # Two campaigns of one GPU are no prediction.
+        # Two datasets of one GPU are no prediction.
         if before.kernel != after.kernel or before.gpu == after.gpu:
             continue
         if not np.array_equal(before.products.shapes, after.products.shapes):

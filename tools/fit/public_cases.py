@@ -79,12 +79,12 @@ _LEAST_QUERIES = 16  # frameworks run other kernels for fewer
 
 _CALLS = 400  # of each GPU, attention kernel and head size
 
-_DECODE_CALLS = 2000  # of each GPU, campaign and kernel
+_DECODE_CALLS = 2000  # of each GPU, dataset and kernel
 
-# A campaign repeats a call with the same keys and values, so the last-level cache serves them if
+# Benchmarks repeat a call with the same keys and values, so the last-level cache serves them if
 # they fit. Calls whose keys and values have between these shares of its size are omitted; smaller
-# ones take little time from memory, too. The omission does not flatter: with the campaign left out
-# of the fit, omitted calls over 10 us are 13 to 18% off, the others 9 to 27%, by campaign.
+# ones take little time from memory, too. The omission does not flatter: with the dataset left out
+# of the fit, omitted calls over 10 us are 13 to 18% off, the others 9 to 27%, by dataset.
 _SERVED = 0.1, 2.0
 
 _SEED = 4
@@ -160,7 +160,7 @@ class _Quantisation:
     """What a framework runs to quantise activations from 16 bits to 8.
 
     Attributes:
-        framework: of the campaign.
+        framework: of the dataset.
         name: of the kernels.
         rows: operators in `quantisation.parquet` whose times add up to that of the kernels.
         moved: bytes that each kernel moves for an element.
@@ -174,7 +174,7 @@ class _Quantisation:
     footprint: int
 
 
-# The campaign times a quantisation with a given scale ("scale_matrix"), and one that finds its
+# The dataset has a quantisation with a given scale ("scale_matrix"), and one that computes its
 # scale: "compute_scale" is how much longer that takes. vLLM finds the scale of a row and quantises
 # it in one kernel, which reads the row twice; TensorRT-LLM's kernel for the scale of a tensor runs
 # before the other. SGLang quantises with a given scale by four operators of torch in float32:
@@ -193,7 +193,7 @@ def quantisation_cases(
 ) -> Iterator[tuple[str, Case]]:
     """Yield (kernels, case) of frameworks' kernels that quantise, from another die's time.
 
-    No family is excluded, and the intervals do not contain these errors. A campaign repeats a call
+    No family is excluded, and the intervals do not contain these errors. Benchmarks repeat a call
     with the same operands, so calls that the last-level cache of either GPU serves in part are
     omitted. The time of several kernels is divided among them as they would take it by their bytes.
 
@@ -206,14 +206,14 @@ def quantisation_cases(
         FormatError: the file is missing or lacks a column.
         TargetError: it has a GPU without a description.
     """
-    rows = read_table(folder / QUANTISATION_FILE, ["gpu", "campaign", "op", "m", "k", "time_us"])
-    rows = rows.with_columns(framework=pl.col("campaign").str.split(" ").list.first())
+    rows = read_table(folder / QUANTISATION_FILE, ["gpu", "dataset", "op", "m", "k", "time_us"])
+    rows = rows.with_columns(framework=pl.col("dataset").str.split(" ").list.first())
     medians = rows.group_by("framework", "gpu", "m", "k", "op").agg(pl.col("time_us").median())
     for kernels in _QUANTISATIONS:
         of_kernels = medians.filter(
             pl.col("framework") == kernels.framework, pl.col("op").is_in(kernels.rows)
         )
-        # Negative differences are 0 in the campaign, and the table omits rows of 0.
+        # Negative differences are 0 in the dataset, and the table omits rows of 0.
         complete = pl.col("op").n_unique() == len(kernels.rows)
         sums = of_kernels.group_by("gpu", "m", "k").agg(pl.col("time_us").sum(), complete=complete)
         times = sums.filter("complete").sort("gpu", "m", "k")
@@ -287,7 +287,7 @@ def _read_calls(folder: Path) -> Iterator[_Calls]:
     """
     rows = _read_attention(folder)
     rows = rows.filter(pl.col("phase") == "context", pl.col("rows") >= _LEAST_QUERIES)
-    groups = rows.group_by("gpu", "campaign", "kernel", "head_dim", maintain_order=True)
+    groups = rows.group_by("gpu", "dataset", "kernel", "head_dim", maintain_order=True)
     for (name, _, kernel, _), measured in groups:
         gpu = load_gpu(str(name))
         table = measured.sample(min(_CALLS, len(measured)), seed=_SEED)
@@ -297,7 +297,7 @@ def _read_calls(folder: Path) -> Iterator[_Calls]:
 
 
 def _read_attention(folder: Path) -> pl.DataFrame:
-    columns = ["gpu", "campaign", "kernel", "phase", *ATTENTION_SIZES, "time_us"]
+    columns = ["gpu", "dataset", "kernel", "phase", *ATTENTION_SIZES, "time_us"]
     return read_table(folder / ATTENTION_KERNELS_FILE, columns)
 
 
@@ -312,11 +312,11 @@ def forward_shapes(table: pl.DataFrame, *, causal: bool) -> F64:
 
 @dataclass(frozen=True, slots=True)
 class Decodes:
-    """Attention of one query per sequence, of one GPU, campaign and kernel.
+    """Attention of one query per sequence, of one GPU, dataset and kernel.
 
     Attributes:
         gpu: the GPU.
-        campaign: framework and version.
+        dataset: framework and version.
         shapes: as `attention_time.attention_ns` takes them, float64[d, 9].
         times_ns: times with the write of a key and a value per sequence, float64[d].
         usual: whether libraries run the kernel on the architecture.
@@ -324,7 +324,7 @@ class Decodes:
     """
 
     gpu: Gpu
-    campaign: str
+    dataset: str
     shapes: F64
     times_ns: F64
     usual: bool = True
@@ -332,13 +332,13 @@ class Decodes:
 
     @property
     def name(self) -> str:
-        """GPU, campaign and kind of attention."""
-        return f"{self.gpu.name}, {self.campaign}{', latent' if self.latent else ''}"
+        """GPU, dataset and kind of attention."""
+        return f"{self.gpu.name}, {self.dataset}{', latent' if self.latent else ''}"
 
     @property
     def framework(self) -> str:
-        """Framework of the campaign."""
-        return self.campaign.split(" ", 1)[0]
+        """Framework of the dataset."""
+        return self.dataset.split(" ", 1)[0]
 
     @property
     def alone_ns(self) -> F64:
@@ -360,8 +360,8 @@ def _read_grouped(folder: Path) -> Iterator[Decodes]:
     """Yield the calls in `attention.parquet`, by kernels in `_USUAL_DECODE`, `_OTHER_DECODE`."""
     rows = _read_attention(folder)
     rows = rows.filter(pl.col("phase") == "generation").sort(rows.columns)
-    for (name, campaign, kernel), table in rows.group_by(
-        "gpu", "campaign", "kernel", maintain_order=True
+    for (name, dataset, kernel), table in rows.group_by(
+        "gpu", "dataset", "kernel", maintain_order=True
     ):
         gpu = load_gpu(str(name))
         usual = str(kernel) in _USUAL_DECODE.get(gpu.architecture, ())
@@ -371,14 +371,14 @@ def _read_grouped(folder: Path) -> Iterator[Decodes]:
         drawn = _drawn_cold(table, cache_bytes, gpu, ATTENTION_SIZES)
         shapes = forward_shapes(drawn, causal=False)
         times_ns = drawn["time_us"].to_numpy() * 1000
-        yield Decodes(gpu, str(campaign), shapes, times_ns, usual=usual)
+        yield Decodes(gpu, str(dataset), shapes, times_ns, usual=usual)
 
 
 def _read_latent(folder: Path) -> Iterator[Decodes]:
     """Yield the calls in `latent.parquet`; on architectures without a kernel none is usual."""
     sizes = ["batch", "keys", "heads"]
-    rows = read_table(folder / LATENT_FILE, ["gpu", "campaign", *sizes, "time_us"])
-    for (name, campaign), table in rows.group_by("gpu", "campaign", maintain_order=True):
+    rows = read_table(folder / LATENT_FILE, ["gpu", "dataset", *sizes, "time_us"])
+    for (name, dataset), table in rows.group_by("gpu", "dataset", maintain_order=True):
         gpu, (d, dv) = load_gpu(str(name)), _LATENT_SIZES
         times = table.group_by(sizes).agg(pl.col("time_us").median()).sort(sizes)
         drawn = _drawn_cold(times, 2 * d * pl.col("batch") * pl.col("keys"), gpu, sizes)
@@ -388,7 +388,7 @@ def _read_latent(folder: Path) -> Iterator[Decodes]:
         times_ns = drawn["time_us"].to_numpy() * 1000
         usual = gpu.architecture in LATENT_ARCHITECTURES
         shapes = np.stack(columns, axis=1)
-        yield Decodes(gpu, str(campaign), shapes, times_ns, usual=usual, latent=True)
+        yield Decodes(gpu, str(dataset), shapes, times_ns, usual=usual, latent=True)
 
 
 def _drawn_cold(
@@ -453,7 +453,7 @@ def _fit(
 
 
 def elsewhere(each: Decodes, decodes: Sequence[Decodes]) -> list[Decodes]:
-    """Return the calls of other campaigns on the architecture; of other GPUs, if there are any.
+    """Return the calls of other datasets on the architecture; of other GPUs, if there are any.
 
     Kernels that are not usual are not predicted from each other.
     """
@@ -461,7 +461,7 @@ def elsewhere(each: Decodes, decodes: Sequence[Decodes]) -> list[Decodes]:
         other
         for other in decodes
         if (other.gpu.architecture, other.latent) == (each.gpu.architecture, each.latent)
-        and other.campaign != each.campaign
+        and other.dataset != each.dataset
         and other.usual
     ]
     return [other for other in others if other.gpu != each.gpu] or others
@@ -476,12 +476,12 @@ def decode_cases(
     """Yield attention of one query per sequence by its shape, and from another GPU's time.
 
     By shape a call has the kind "decode_unmeasured", with the coefficients of the architecture from
-    other campaigns, and "decode_other" or "latent_other", without the architecture. The two also
-    have calls by a kernel that no other campaign ran on the architecture.
+    other datasets, and "decode_other" or "latent_other", without the architecture. The two also
+    have calls by a kernel that no other dataset has for the architecture.
 
     Args:
         decodes: the calls.
-        by_shape: the omitted die family, or GPU and campaign -> the model of unmeasured kernels.
+        by_shape: the omitted die family, or GPU and dataset -> the model of unmeasured kernels.
         model: family that is left out -> the model of measured kernels.
         described: returns the description of a target that the prediction may use.
     """
@@ -491,7 +491,7 @@ def decode_cases(
         other = "latent_other" if each.latent else "decode_other"
         kinds = [(other, "")]
         if elsewhere(each, decodes):
-            # The other campaigns have measured another kernel, if this one is unusual.
+            # The other datasets have measured another kernel, if this one is unusual.
             kinds.append(("decode_unmeasured" if each.usual else other, each.name))
         for kind, without in kinds:
             # A datasheet's other figures are estimated from the architecture, if it was measured.
@@ -501,7 +501,7 @@ def decode_cases(
             case = Case(kind, gpu, gpu, each.times_ns, predicted_ns, each.shapes[:, 3])
             yield replace(case, without=without)
     for before, after in permutations(decodes, 2):
-        # A framework's campaigns run one kernel, in the version for each architecture.
+        # A framework's datasets run one kernel, in the version for each architecture.
         if before.gpu == after.gpu or before.framework != after.framework:
             continue
         # `of_attention` counts keys and values separately; latent attention reads them as one.

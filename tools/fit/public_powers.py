@@ -46,7 +46,7 @@ same GPU; one of 4096 draws 692 W in both.
 FASTER = 1.1
 """Weights count as random unless random ones take more than this times the time.
 
-Two campaigns with random weights differ by 6 to 10% on one GPU.
+Two datasets with random weights differ by 6 to 10% on one GPU.
 """
 
 _SENSOR_S = 1.0  # the sensor shows the mean power of this time, and is read every tenth of it
@@ -143,11 +143,11 @@ def read_expert_powers(path: Path) -> list[Powers]:
         FormatError: the file is missing or lacks a column, or an unknown kernel ran.
         TargetError: it has a GPU without a description, or one without power limit.
     """
-    columns = ["gpu", "campaign", "kernel", *LAYER, "time_us"]
+    columns = ["gpu", "dataset", "kernel", *LAYER, "time_us"]
     rows = read_table(path, [*columns, "power_w"]).filter(pl.col("time_us") >= LEAST_US)
     read: list[Powers] = []
-    for (name, campaign, kernel), table in rows.sort(columns).group_by(
-        "gpu", "campaign", "kernel", maintain_order=True
+    for (name, dataset, kernel), table in rows.sort(columns).group_by(
+        "gpu", "dataset", "kernel", maintain_order=True
     ):
         gpu = load_gpu(str(name))
         layers = [
@@ -155,7 +155,7 @@ def read_expert_powers(path: Path) -> list[Powers]:
             for tokens, hidden, inner, chosen, experts in table.select(LAYER).iter_rows()
         ]
         times_ns = table["time_us"].to_numpy().astype(np.float64) * 1000
-        measured = ExpertLayers(gpu, str(campaign), str(kernel), layers, times_ns)
+        measured = ExpertLayers(gpu, str(dataset), str(kernel), layers, times_ns)
         read.append(_powers("experts", gpu, measured.features(), table))
     return read
 

@@ -97,7 +97,7 @@ def main() -> None:
 
 def linears(systems: Path) -> Iterator[pl.DataFrame]:
     """Yield the linear layers of each GPU and framework."""
-    for gpu, campaign, path in _files(systems, "gemm/*/*/gemm_perf.parquet"):
+    for gpu, dataset, path in _files(systems, "gemm/*/*/gemm_perf.parquet"):
         rows = pl.read_parquet(path)
         rows = rows.filter(
             ~pl.col("kernel_source").is_in(_WITH_LAUNCHES),
@@ -105,7 +105,7 @@ def linears(systems: Path) -> Iterator[pl.DataFrame]:
             (pl.col("kernel_source") != _SLOW_QUANTISED) | (pl.col("m") <= _MOST_TOKENS),
         )
         yield rows.select(
-            *_named(gpu, campaign),
+            *_named(gpu, dataset),
             pl.col("kernel_source").alias("kernel"),
             pl.col("gemm_dtype").alias("dtype"),
             *(pl.col(size).cast(pl.Int64) for size in "mnk"),
@@ -115,7 +115,7 @@ def linears(systems: Path) -> Iterator[pl.DataFrame]:
 
 def quantise(systems: Path) -> Iterator[pl.DataFrame]:
     """Yield the time to quantise the activations [m, k] of TensorRT-LLM's layers."""
-    for gpu, campaign, path in _files(systems, "quantize/trtllm/*/computescale_perf.parquet"):
+    for gpu, dataset, path in _files(systems, "quantize/trtllm/*/computescale_perf.parquet"):
         scale, apply = (
             pl.read_parquet(path.with_name(f"{name}_perf.parquet")).filter(
                 pl.col("quant_dtype") == "fp8"
@@ -123,7 +123,7 @@ def quantise(systems: Path) -> Iterator[pl.DataFrame]:
             for name in ("computescale", "scale_matrix")
         )
         yield scale.join(apply, on=["m", "k"]).select(
-            *_named(gpu, campaign),
+            *_named(gpu, dataset),
             *(pl.col(size).cast(pl.Int64) for size in "mk"),
             ((pl.col("latency") + pl.col("latency_right")) * 1000).alias("time_us"),
         )
@@ -136,7 +136,7 @@ def attention(systems: Path, also: Mapping[str, str] = {}) -> Iterator[pl.DataFr
         systems: folder of the tables.
         also: further columns -> their names; tables without them are left out.
     """
-    for gpu, campaign, path in _files(systems, "attention/*/*/*_attention_perf.parquet"):
+    for gpu, dataset, path in _files(systems, "attention/*/*/*_attention_perf.parquet"):
         rows = pl.read_parquet(path)
         if not also.keys() <= {*rows.columns}:
             continue
@@ -149,7 +149,7 @@ def attention(systems: Path, also: Mapping[str, str] = {}) -> Iterator[pl.DataFr
         )
         generation = path.name.startswith("generation")
         yield rows.select(
-            *_named(gpu, campaign),
+            *_named(gpu, dataset),
             pl.col("kernel_source").alias("kernel"),
             pl.lit("generation" if generation else "context").alias("phase"),
             pl.col("batch_size").cast(pl.Int64).alias("batch"),
@@ -165,13 +165,13 @@ def attention(systems: Path, also: Mapping[str, str] = {}) -> Iterator[pl.DataFr
 
 def latent(systems: Path) -> Iterator[pl.DataFrame]:
     """Yield latent attention of one query, in 16 bits with a cache in 16 bits."""
-    for gpu, campaign, path in _files(systems, "mla/*/*/generation_mla_perf.parquet"):
+    for gpu, dataset, path in _files(systems, "mla/*/*/generation_mla_perf.parquet"):
         rows = pl.read_parquet(path)
         rows = rows.filter(
             pl.col("mla_dtype") == "bfloat16", pl.col("kv_cache_dtype") == "bfloat16"
         )
         yield rows.select(
-            *_named(gpu, campaign),
+            *_named(gpu, dataset),
             pl.col("kernel_source").alias("kernel"),
             pl.col("batch_size").cast(pl.Int64).alias("batch"),
             (pl.col("isl") + pl.col("step")).cast(pl.Int64).alias("keys"),
@@ -182,14 +182,14 @@ def latent(systems: Path) -> Iterator[pl.DataFrame]:
 
 def latent_prefill(systems: Path) -> Iterator[pl.DataFrame]:
     """Yield latent attention over whole prompts, in 16 bits with a cache in 16 bits."""
-    for gpu, campaign, path in _files(systems, "mla/*/*/context_mla_perf.parquet"):
+    for gpu, dataset, path in _files(systems, "mla/*/*/context_mla_perf.parquet"):
         rows = pl.read_parquet(path).filter(
             pl.col("mla_dtype") == "bfloat16", pl.col("kv_cache_dtype") == "bfloat16"
         )
         if "step" in rows.columns:
             rows = rows.filter(pl.col("step").fill_null(0) == 0)  # tokens before the prompt
         yield rows.select(
-            *_named(gpu, campaign),
+            *_named(gpu, dataset),
             pl.col("kernel_source").alias("kernel"),
             pl.col("batch_size").cast(pl.Int64).alias("batch"),
             pl.col("isl").cast(pl.Int64).alias("rows"),
@@ -205,7 +205,7 @@ def experts(systems: Path, also: Mapping[str, str] = {}) -> Iterator[pl.DataFram
         systems: folder of the tables.
         also: further columns -> their names; tables without them are left out.
     """
-    for gpu, campaign, path in _files(systems, "moe/*/*/moe_perf.parquet"):
+    for gpu, dataset, path in _files(systems, "moe/*/*/moe_perf.parquet"):
         rows = pl.read_parquet(path)
         if not also.keys() <= {*rows.columns}:
             continue
@@ -216,7 +216,7 @@ def experts(systems: Path, also: Mapping[str, str] = {}) -> Iterator[pl.DataFram
             ~pl.col("kernel_source").str.contains("nongated"),
         )
         yield rows.select(
-            *_named(gpu, campaign),
+            *_named(gpu, dataset),
             pl.col("kernel_source").alias("kernel"),
             pl.col("num_tokens").cast(pl.Int64).alias("tokens"),
             pl.col("hidden_size").cast(pl.Int64).alias("hidden"),
@@ -230,12 +230,12 @@ def experts(systems: Path, also: Mapping[str, str] = {}) -> Iterator[pl.DataFram
 
 def quantisation(systems: Path) -> Iterator[pl.DataFrame]:
     """Yield kernels that quantise 16 bits to 8, of frameworks, and those that find the scales."""
-    for gpu, campaign, path in _files(systems, "quantize/*/*/*.parquet"):
+    for gpu, dataset, path in _files(systems, "quantize/*/*/*.parquet"):
         rows = pl.read_parquet(path)
         # A framework that has one kernel for both has rows of 0 for the other.
         rows = rows.filter(pl.col("quant_dtype") == "fp8", pl.col("latency") > _LEAST_MS)
         yield rows.select(
-            *_named(gpu, campaign),
+            *_named(gpu, dataset),
             pl.col("op_name").alias("op"),
             *(pl.col(size).cast(pl.Int64) for size in "mk"),
             (pl.col("latency") * 1000).cast(pl.Float64).alias("time_us"),
@@ -271,8 +271,8 @@ def _files(systems: Path, pattern: str) -> Iterator[tuple[str, str, Path]]:
             yield gpu, f"{framework} {version}", path
 
 
-def _named(gpu: str, campaign: str) -> tuple[pl.Expr, pl.Expr]:
-    return pl.lit(gpu).alias("gpu"), pl.lit(campaign).alias("campaign")
+def _named(gpu: str, dataset: str) -> tuple[pl.Expr, pl.Expr]:
+    return pl.lit(gpu).alias("gpu"), pl.lit(dataset).alias("dataset")
 
 
 if __name__ == "__main__":

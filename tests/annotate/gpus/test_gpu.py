@@ -176,10 +176,10 @@ def test_what_an_h100_sustains():
     assert gpu.figures["link_latency_ns"].value == 830
 
 
-def test_only_gpus_in_the_measurements_claim_the_campaigns_gemm_ceiling():
+def test_only_gpus_in_the_measurements_claim_the_datasets_gemm_ceiling():
     told = {name: load_gpu(name).figures.get("bf16_sustained_fraction") for name in gpu_names()}
-    of_campaign = {n: one.value for n, one in told.items() if one and one.source == "gemm"}
-    assert of_campaign == {
+    of_dataset = {n: one.value for n, one in told.items() if one and one.source == "gemm"}
+    assert of_dataset == {
         "A100-SXM-80GB": 0.794,
         "B200": 0.646,
         "H100-SXM": 0.737,

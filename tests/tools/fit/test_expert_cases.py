@@ -40,7 +40,7 @@ MEASURED_US = {
 @pytest.mark.parametrize("kernel", MEASURED_US)
 def test_experts_by_their_shapes(kernel):
     measured_ns = np.array(MEASURED_US[kernel]) * 1000
-    layers = ExpertLayers(H100, "a campaign", kernel, QWEN, measured_ns)
+    layers = ExpertLayers(H100, "a dataset", kernel, QWEN, measured_ns)
     predicted_ns, rules = predict_from_description(layers.features(), H100)
     assert predicted_ns == pytest.approx(measured_ns, rel=0.21)
     assert set(rules.tolist()) == {Rule.PARTS}
@@ -63,7 +63,7 @@ def test_half_of_the_deviation_carries_over_to_another_die():
 def test_layers_that_the_cache_serves_are_not_read(tmp_path):
     """One expert of 12.6 MB fits into an H100's 50 MB, and eight do not."""
     layer = {"hidden": 2048, "inner": 1024, "chosen": 1, "experts": 8, "time_us": 50.0}
-    names = {"gpu": "H100-SXM", "campaign": "a", "kernel": "sglang_fused_moe_triton"}
+    names = {"gpu": "H100-SXM", "dataset": "a", "kernel": "sglang_fused_moe_triton"}
     pl.DataFrame([{**names, **layer, "tokens": tokens} for tokens in (1, 8)]).write_parquet(
         tmp_path / "experts.parquet"
     )
@@ -71,9 +71,9 @@ def test_layers_that_the_cache_serves_are_not_read(tmp_path):
     assert read.layers == [ExpertSizes(8, 1, 8, 2048, 2048, 1024)]
 
 
-@pytest.mark.parametrize(("campaign", "first"), [("sglang 0.5.10", 3712), ("sglang 0.5.14", 1856)])
-def test_experts_of_nemotron_have_no_gate_in_later_campaigns(tmp_path, campaign, first):
-    names = {"gpu": "L40S", "campaign": campaign, "kernel": "sglang_fused_moe_triton"}
+@pytest.mark.parametrize(("dataset", "first"), [("sglang 0.5.10", 3712), ("sglang 0.5.14", 1856)])
+def test_experts_of_nemotron_have_no_gate_in_later_datasets(tmp_path, dataset, first):
+    names = {"gpu": "L40S", "dataset": dataset, "kernel": "sglang_fused_moe_triton"}
     layer = {"tokens": 512, "hidden": 2688, "inner": 1856, "chosen": 6, "experts": 128}
     pl.DataFrame([{**names, **layer, "time_us": 3739.4}]).write_parquet(
         tmp_path / "experts.parquet"

@@ -70,7 +70,7 @@ def test_the_bound_of_a_kind_holds_most_errors_of_its_worst_family():
 
 
 def eight_bit_table(tmp_path, times_us: list[float]) -> None:
-    rows = {"gpu": "H100-SXM", "campaign": "sglang 1", "dtype": "fp8", "n": 4096, "k": 4096,
+    rows = {"gpu": "H100-SXM", "dataset": "sglang 1", "dtype": "fp8", "n": 4096, "k": 4096,
             "kernel": "sglang_sgl_kernel_fp8_scaled_mm"}  # fmt: skip
     sizes = [2 ** (4 + at) for at in range(len(times_us))]
     table = pl.DataFrame({"m": sizes, "time_us": times_us}).with_columns(
@@ -100,16 +100,16 @@ def test_eight_bit_kernels_are_fitted_without_their_quantisation(tmp_path):
 
 def test_gemms_with_one_scale_are_a_layer_less_its_measured_quantisation(tmp_path):
     """Quantising takes 10 of 100 us; where it takes 30, the layer is no case."""
-    index = {"gpu": "H100-SXM", "campaign": "trtllm 1", "kernel": "torch_flow", "n": 4096}
+    index = {"gpu": "H100-SXM", "dataset": "trtllm 1", "kernel": "torch_flow", "n": 4096}
     rows = [
         {**index, "m": m, "k": 4096, "dtype": dtype, "time_us": 100.0}
         for m in (512, 1024)
         for dtype in ("fp8", "bfloat16")
     ]
     pl.DataFrame(rows).write_parquet(tmp_path / "linears.parquet")
-    campaign = {"gpu": ["H100-SXM"] * 2, "campaign": ["trtllm 1"] * 2}
+    dataset = {"gpu": ["H100-SXM"] * 2, "dataset": ["trtllm 1"] * 2}
     quantise = {"m": [512, 1024], "k": [4096] * 2, "time_us": [10.0, 30.0]}
-    pl.DataFrame({**campaign, **quantise}).write_parquet(tmp_path / "quantise.parquet")
+    pl.DataFrame({**dataset, **quantise}).write_parquet(tmp_path / "quantise.parquet")
     _, case = tensor_scaled_cases(tmp_path, lambda _: predict_from_description)
     assert (case.measured_ns.tolist(), case.rows.tolist()) == ([90e3], [512])
 
@@ -135,7 +135,7 @@ def test_fp32_operators_are_cases_of_vector_units(tmp_path):
 def test_kernels_that_an_architecture_does_not_usually_run(tmp_path):
     index = {"batch": 4, "rows": 2048, "keys": 2048, "heads": 32, "kv_heads": 8, "head_dim": 128}
     rows = [
-        {"gpu": gpu, "campaign": "c", "kernel": kernel, "phase": "context", **index, "time_us": t}
+        {"gpu": gpu, "dataset": "c", "kernel": kernel, "phase": "context", **index, "time_us": t}
         for gpu, kernel, t in (
             ("H100-SXM", "fa3", 400.0),
             ("H100-SXM", "triton", 900.0),
@@ -160,19 +160,19 @@ def test_kernels_that_an_architecture_does_not_usually_run(tmp_path):
     assert factors[0] != factors[1]
 
 
-def decode_table(tmp_path, campaigns: dict[str, str]) -> None:
-    """Write calls of campaigns on a GPU: a floor of 8 us and 100,000 keys of 512 B per us."""
+def decode_table(tmp_path, datasets: dict[str, str]) -> None:
+    """Write calls of datasets on a GPU: a floor of 8 us and 100,000 keys of 512 B per us."""
     rows = [
-        {"gpu": gpu, "campaign": campaign, "kernel": kernel, "phase": "generation", "rows": 1,
+        {"gpu": gpu, "dataset": dataset, "kernel": kernel, "phase": "generation", "rows": 1,
          "batch": batch, "keys": keys, "heads": 32, "kv_heads": 1, "head_dim": 128,
          "time_us": 8 + batch * keys / 5000}
-        for campaign, (gpu, kernel) in campaigns.items()
+        for dataset, (gpu, kernel) in datasets.items()
         for batch in (1, 64, 1024)
         for keys in (128, 2048, 16384)
     ]  # fmt: skip
     pl.DataFrame(rows).write_parquet(tmp_path / "attention.parquet")
     latent = [
-        {"gpu": gpu, "campaign": "sglang 1", "batch": 256, "keys": keys, "heads": 16,
+        {"gpu": gpu, "dataset": "sglang 1", "batch": 256, "keys": keys, "heads": 16,
          "time_us": 20 + keys / time_us}
         for gpu, time_us in (("H100-SXM", 9.8), ("L40S", 2.0))
         for keys in (2, 8192, 32768)
@@ -180,11 +180,11 @@ def decode_table(tmp_path, campaigns: dict[str, str]) -> None:
     pl.DataFrame(latent).write_parquet(tmp_path / "latent.parquet")
 
 
-def test_decoding_is_fitted_by_architecture_and_judged_on_another_campaign(tmp_path):
-    campaigns = {"sglang 1": ("H100-SXM", "fa3"), "vllm 1": ("H100-SXM", "vllm_flash_attn_fa3")}
-    decode_table(tmp_path, campaigns | {"vllm 2": ("L40S", "vllm_flash_attn_fa2")})
+def test_decoding_is_fitted_by_architecture_and_judged_on_another_dataset(tmp_path):
+    datasets = {"sglang 1": ("H100-SXM", "fa3"), "vllm 1": ("H100-SXM", "vllm_flash_attn_fa3")}
+    decode_table(tmp_path, datasets | {"vllm 2": ("L40S", "vllm_flash_attn_fa2")})
     decodes = read_decodes(tmp_path)
-    # Caches of 5 to 105 MB are left out: the campaign rereads them from the L2 of 52 MB.
+    # Caches of 5 to 105 MB are left out: the benchmark rereads them from the L2 of 52 MB.
     moved = [4 * each.shapes[:, 0] * each.shapes[:, 4] * 128 for each in decodes[:2]]
     assert all(((m < 5.3e6) | (m > 104e6)).all() for m in moved)
     fits = fit_decode(decodes)
