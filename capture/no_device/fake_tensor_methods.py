@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from onerank.capture.fake_tensors import as_subclass, is_combined
 from onerank.capture.no_device.operators.fake_operators import FakeOperators
+from onerank.capture.no_device.operators.zero_patterns import ZERO_PATTERN
 from onerank.capture.no_device.tensor_values import Known, Storages, UnknownValues
 
 _torch: Any = torch
@@ -137,12 +138,13 @@ _tensor_data: Any = _torch._C.TensorBase.data
 
 def _set_data(tensor: Any, value: Any) -> None:
     _tensor_data.__set__(tensor, value)
-    # The device and the numbers of a fake tensor are attributes, which torch does not replace.
+    # What is known of a fake tensor are attributes, which torch does not replace.
     if isinstance(value, FakeTensor):
         tensor.fake_device = value.fake_device
-        vars(tensor).pop(Known.ATTRIBUTE, None)
-        if hasattr(value, Known.ATTRIBUTE):
-            setattr(tensor, Known.ATTRIBUTE, getattr(value, Known.ATTRIBUTE))
+        for name in (Known.ATTRIBUTE, ZERO_PATTERN):
+            vars(tensor).pop(name, None)
+            if hasattr(value, name):
+                setattr(tensor, name, getattr(value, name))
 
 
 _data = property(_tensor_data.__get__, _set_data)

@@ -19,8 +19,8 @@ from onerank.capture.no_device.operators.operator_calls import OperatorCall, ten
 from onerank.capture.no_device.tensor_values import Known, Storages, UnknownValues
 from onerank.ir.notes import Note
 
-# An attribute of a fake tensor: its mask, and how often its memory had been written by then.
-_ATTRIBUTE = "_onerank_nonzero"
+ZERO_PATTERN = "_onerank_nonzero"
+"""Attribute of a fake tensor: its mask, and how often its memory had been written by then."""
 
 _ZEROS = frozenset("zeros zeros_like new_zeros zero".split())
 
@@ -118,7 +118,7 @@ class ZeroPatterns:
             if isinstance(tensor, FakeTensor) and tensor.numel() <= MOST_KNOWN_BOOLS:
                 writes = self._writes.setdefault(self._storages.number(tensor), 0)
                 with unset_fake_temporarily():
-                    setattr(tensor, _ATTRIBUTE, (mask.expand(tensor.shape), writes))
+                    setattr(tensor, ZERO_PATTERN, (mask.expand(tensor.shape), writes))
 
     def forget(self, tensor: Tensor) -> None:
         """Forget the masks of a tensor's memory, which is written."""
@@ -140,7 +140,7 @@ class ZeroPatterns:
 
     def _attached(self, tensor: Any) -> Tensor | None:
         """Return the mask that follows a tensor, else None."""
-        mask, writes = getattr(tensor, _ATTRIBUTE, (None, 0))
+        mask, writes = getattr(tensor, ZERO_PATTERN, (None, 0))
         if mask is None or writes != self._writes[self._storages.number(tensor)]:
             return None
         return mask

@@ -781,6 +781,7 @@ def test_the_tokens_of_experts_are_those_with_weights_above_0(tokens, gates, pla
         "zeros = torch.zeros_like(output); zeros.copy_(output); zeros.nonzero()",
         "torch.zeros_like(output).index_add(1, torch.arange(32).cuda(), output).nonzero()",
         "(torch.zeros_like(output) < output).nonzero()",
+        "zeros = torch.zeros_like(output); zeros.data = output.detach(); zeros.nonzero()",
     ],
 )
 def test_zeros_that_unknown_numbers_overwrite_are_unknown(statement, tmp_path):
@@ -806,6 +807,9 @@ FOLLOWED = """
             sizes = [torch.cat([g, part]).split([16, 16])[0].nonzero().shape for part in (g, s)]
             g.as_strided((2, 2), (1, 1)), g[::2, None, ..., 1:], g * 2, 3 * g
             torch.where(g > 0, g, 0.0), torch.where(s > 0, g, s)
+            zeros = torch.nn.init.zeros_(torch.nn.Linear(8, 512).weight)
+            zeros.data = zeros.data[256:].clone()
+            zeros.cuda()
             half = g.mul_(s).t().clone()[:2].nonzero().shape[0]
             g[:, 0] = s[:, 0]
             g.masked_fill_(s > 0, 1.0)
