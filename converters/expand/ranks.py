@@ -158,13 +158,7 @@ def _rank_class(job: Job, first: Job) -> RankClass:
             "ranks wait for each other by a schedule\n  give --schedule and --micro-batches",
             code="ranks-need-schedule",
         )
-    if _sequences(job.inference) != _sequences(first.inference):
-        raise ExportError(
-            f"the traces of ranks {first.rank} and {job.rank} are of different steps of an "
-            f"inference ({_sequences(first.inference)}; {_sequences(job.inference)})\n"
-            "  give the same step of each stage",
-            code="ranks-different-steps",
-        )
+    check_same_step(job, first)
     if job.world != first.world or job.classes != first.classes:
         raise ExportError(
             f"the traces of ranks {first.rank} and {job.rank} differ in the world or the captured "
@@ -179,6 +173,21 @@ def _rank_class(job: Job, first: Job) -> RankClass:
             code="ranks-no-class",
         )
     return job.rank_class
+
+
+def check_same_step(job: Job, first: Job) -> None:
+    """Refuse traces of different steps of an inference.
+
+    Raises:
+        ExportError: the steps have other sequences, or one is a step of training.
+    """
+    if _sequences(job.inference) != _sequences(first.inference):
+        raise ExportError(
+            f"the traces of ranks {first.rank} and {job.rank} are of different steps of an "
+            f"inference ({_sequences(first.inference)}; {_sequences(job.inference)})\n"
+            "  give the same step of each stage",
+            code="ranks-different-steps",
+        )
 
 
 def _sequences(step: InferenceStep | None) -> str:

@@ -62,7 +62,7 @@ def astra_sim(
         granularity: "kernel", or one node per layer or sub-module between communications.
         overwrite: write into a directory that has other files, and keep those.
         decode: with traces of a prefill, those of a decode on other GPUs, which starts when it has
-            received the KV cache.
+            received the KV cache. GPUs whose links have other rates need a bandwidth.
         kv_bytes: bytes of that KV cache, of all ranks of the prefill.
 
     Raises:
@@ -104,6 +104,10 @@ def astra_sim(
             )
         decoding = _job_of(_refused_in(output, decode), None, granularity)
         rank_graphs, notes = disaggregated_pair(job.graphs, decoding.graphs, kv_bytes), job.notes
+        shared, rate_notes = _shared_rates(
+            job.graphs[0], decoding.graphs[0], bandwidth_gb_s, busbw_gb_s
+        )
+        network, notes = {**network, **shared}, [*notes, *rate_notes]
     else:
         rank_graphs, notes = expansion.ranks_of(job, one_at_a_time=True)
     common: dict[str, Any] = {"name": name, "notes": notes, "overwrite": overwrite, **network}
@@ -372,6 +376,44 @@ def _links_of(graph: Graph) -> dict[str, Any]:
     if link := gpu.figures.get("link_bandwidth_gb_per_s"):
         rates["bandwidth_gb_per_s"] = link.value
     return rates
+
+
+def _shared_rates(
+    prefill: Graph, decode: Graph, bandwidth_gb_s: float | None, busbw_gb_s: float | None
+) -> tuple[dict[str, Any], list[Note]]:
+    """Return the rates of a network of a prefill's and a decode's GPUs, as far as not given.
+
+    ASTRA-sim has one network file with one rate of all links, and one system file with one rate of
+    all memories.
+
+    Raises:
+        ExportError: the GPUs' links have different rates, and none is given.
+    """
+    from onerank.ir.errors import ExportError
+    from onerank.ir.notes import Note
+
+    sides = _links_of(prefill), _links_of(decode)
+    names = [graph.job.device.name or "an unnamed GPU" for graph in (prefill, decode)]
+    links, memories = (
+        [side.get(rate) for side in sides] for rate in ("bandwidth_gb_per_s", "memory_gb_per_s")
+    )
+    if bandwidth_gb_s is None and busbw_gb_s is None and links[0] != links[1]:
+        rates = [f"{link:g} GB/s" if link else "a rate that is not known" for link in links]
+        raise ExportError(
+            f"the links of the prefill's {names[0]} have {rates[0]}, those of the decode's "
+            f"{names[1]} {rates[1]}, and ASTRA-sim has one rate for all\n"
+            "  give it: --bandwidth-gb-s, or --busbw-gb-s as measured",
+            code="disaggregated-link-rates",
+        )
+    known = [memory for memory in memories if memory]
+    if busbw_gb_s is not None or memories[0] == memories[1] or not known:
+        return {}, []
+    note = Note(
+        f"ASTRA-sim has one memory rate for all GPUs: {min(known):g} GB/s, the lower of "
+        f"{names[0]} and {names[1]}, counts for the reductions of both",
+        code="disaggregated-memory-rates",
+    )
+    return {"memory_gb_per_s": min(known)}, [note]
 
 
 def _interconnect(graph: Graph, requested: int | None) -> tuple[Interconnect, list[Note]]:

@@ -528,6 +528,70 @@ def test_stages_of_a_step_are_a_workload_of_astra_sim(stages: Path, tmp_path: Pa
     assert not (tmp_path / "other").exists()
 
 
+def test_stages_compute_several_batches_one_after_another(stages: Path, tmp_path: Path):
+    graphs = [onerank.recost(stages / str(stage) / "traces" / "1.et", "H100") for stage in range(3)]
+    batches = {"schedule": "gpipe", "micro_batches": 3}
+    exported = onerank.export.astra_sim(graphs, tmp_path / "three", **batches)
+    assert exported.ranks == 6
+    invoke(onerank_command, "check", tmp_path / "three")
+    single = onerank.export.astra_sim(graphs, tmp_path / "one")
+    assert exported.gpu_time_ns == 3 * single.gpu_time_ns
+    for rank in range(6):
+        three, one = (
+            onerank.read(tmp_path / name / f"workload_roofline.{rank}.et")
+            for name in ("three", "one")
+        )
+        # All nodes are repeated, also those after the model, such as the gathering of the logits.
+        assert len(three) == 3 * len(one)
+        sends = three.nodes.kind == Kind.SEND
+        assert three.nodes.comm_dst[sends].tolist() == ([rank + 2] * 3 if rank < 4 else [])
+        # The tags distinguish the batches, and the next stage receives them in this order.
+        assert len({*three.nodes.comm_tag[sends].tolist()}) == (3 if rank < 4 else 0)
+    other = onerank.recost(stages / "2" / "traces" / "2.et", "H100")
+    for code, given, schedule in (
+        ("pipeline-inference-schedule", graphs, "1f1b"),
+        ("pipeline-inference-schedule", graphs, "zbv"),
+        ("ranks-different-steps", [*graphs[:2], other], "gpipe"),
+        ("pipeline-missing-stage", graphs[:2], "gpipe"),
+    ):
+        with pytest.raises(ExportError) as error:
+            onerank.export.astra_sim(given, tmp_path / "bad", schedule=schedule, micro_batches=4)
+        assert error.value.code == code
+    assert not (tmp_path / "bad").exists()
+
+
+@pytest.mark.parametrize(
+    ("gpu", "given", "memory", "noted"),
+    [
+        ("H100", {}, "3350.0 GB/s of memory", False),
+        # The links of both are NVLink 4, and the H200 has the faster memory.
+        ("H200", {}, "3350.0 GB/s of memory", True),
+        ("A100-SXM-80GB", {"bandwidth_gb_s": 300.0}, "2039.0 GB/s of memory", True),
+        ("A100-SXM-80GB", {"busbw_gb_s": 230.0}, "reductions included", False),
+    ],
+)
+def test_a_decode_on_another_gpu_has_the_rates_of_the_slower(  # noqa: PLR0917
+    stages: Path, tmp_path: Path, gpu: str, given: dict[str, float], memory: str, noted: bool
+):
+    prefill = onerank.recost(stages / "whole" / "traces" / "2.et", "H100")
+    decode = onerank.recost(stages / "whole" / "traces" / "1.et", gpu)
+    pair = {"decode": decode, "kv_bytes": 4096}
+    exported = onerank.export.astra_sim(prefill, tmp_path / "pair", **pair, **given)
+    notes = {note.code: note.text for note in exported.notes}
+    assert ("disaggregated-memory-rates" in notes) == noted
+    assert memory in notes["assumed-network"]
+    assert f"{next(iter(given.values()), 450.0)} GB/s and" in notes["assumed-network"]
+
+
+def test_a_decode_with_links_of_another_rate_needs_a_bandwidth(stages: Path, tmp_path: Path):
+    prefill = onerank.recost(stages / "whole" / "traces" / "2.et", "H100")
+    decode = onerank.recost(stages / "whole" / "traces" / "1.et", "A100-SXM-80GB")
+    with pytest.raises(ExportError, match=r"450 GB/s.* 300 GB/s") as error:
+        onerank.export.astra_sim(prefill, tmp_path / "pair", decode=decode, kv_bytes=4096)
+    assert error.value.code == "disaggregated-link-rates"
+    assert not (tmp_path / "pair").exists()
+
+
 def test_a_prefill_and_a_decode_on_other_gpus_are_one_workload(stages: Path, tmp_path: Path):
     """Three stages of two ranks compute one step, and two other ranks the next one."""
     first = [onerank.recost(stages / str(stage) / "traces" / "2.et", "H100") for stage in range(3)]

@@ -30,6 +30,7 @@ from onerank.converters.expand.pipeline.stages import (
     StageBlock,
     StagePosition,
     group_stages,
+    phases_of,
 )
 from onerank.converters.expand.ranks import RankGraph, with_roots
 from onerank.ir import (
@@ -98,7 +99,7 @@ class RankBuilder:
         for chunk, stage in self.chunks.items():
             # Nodes after the micro-batches wait for the last captured one, so its entry must lead
             # to the last one of the schedule.
-            for phase in (FORWARD, BACKWARD):
+            for phase in phases_of(stage.graph.job):
                 last = self.copies[chunk, StageBlock(phase, self.position.micro_batches - 1)]
                 self.copies[chunk, StageBlock(phase, stage.micro_batches - 1)] = last
         for block in (StageBlock(EVALUATION), StageBlock(AFTER)):
@@ -342,13 +343,21 @@ def expand(
     Args:
         graphs: one per class of equivalent ranks, in any order.
         schedule: the order of forwards and backwards.
-        micro_batches: micro-batches of a step; captured ones are repeated, see `Stage.source`.
+        micro_batches: micro-batches of a step; captured ones are repeated, see `Stage.source`. Of
+            inference, each is a whole captured step.
 
     Raises:
         ExportError: the graphs are not the stages of one pipeline, or do not fit the schedule.
         GraphError: a graph has a cycle.
     """
     stage_groups = group_stages(graphs)
+    phases = phases_of(graphs[0].job)
+    if BACKWARD not in phases and schedule.kind != "gpipe":
+        raise ExportError(
+            f"--schedule {schedule} orders forwards and backwards, and a step of inference has no "
+            "backward\n  use gpipe: each stage computes the micro-batches one after another",
+            code="pipeline-inference-schedule",
+        )
     captured = graphs[0].job.world
     stages = captured.sizes[AXIS]
     if stages % schedule.chunks:
@@ -371,7 +380,8 @@ def expand(
     sizes = {axis: ranks if axis == AXIS else size for axis, size in captured.sizes.items()}
     world = World(sizes, captured.ep)
     rank_graphs: list[RankGraph] = []
-    for rank, actions in enumerate(schedule.actions(ranks, micro_batches)):
+    for rank, every_action in enumerate(schedule.actions(ranks, micro_batches)):
+        actions = [action for action in every_action if action.phase != BACKWARD or phases[1:]]
         numbers = [schedule.stage(ranks, rank, chunk) for chunk in range(schedule.chunks)]
         position = StagePosition(schedule, ranks, rank, micro_batches, captured, world)
         for group in stage_groups:

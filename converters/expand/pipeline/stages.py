@@ -12,7 +12,7 @@ import numpy as np
 
 from onerank.converters.expand.host_delays import host_delay_nodes
 from onerank.converters.expand.pipeline.schedules import BACKWARD, FORWARD, PipelineSchedule
-from onerank.converters.expand.ranks import with_peers, with_roots
+from onerank.converters.expand.ranks import check_same_step, with_peers, with_roots
 from onerank.ir import Graph, Job, Kind, Node, Phase, ProcessGroup, Reason, World
 from onerank.ir.errors import ExportError
 
@@ -72,7 +72,8 @@ def split_into_blocks(graph: Graph) -> Stage:
     - A host delay joins the node that it holds back.
 
     Raises:
-        ExportError: the graph is not one step with forward and backward of every micro-batch.
+        ExportError: the graph is not one step with forward and backward of every micro-batch, or
+            of inference with the forward of each.
         GraphError: the graph has a cycle.
     """
     order: list[int] = graph.topological_order().tolist()
@@ -100,12 +101,13 @@ def split_into_blocks(graph: Graph) -> Stage:
     for index in order:
         blocks.setdefault(block_of[index], []).append(index)
     count = 1 + max((block.micro_batch for block in blocks), default=0)
-    for block in _expected(count):
+    for block in _expected(count, phases_of(graph.job)):
         if block not in blocks:
             raise ExportError(
                 f"the graph has no {'forward' if block.phase == FORWARD else 'backward'} of "
                 f"micro-batch {block.micro_batch} ({count} in all), which a schedule needs\n"
-                "  capture a training step with `capture run --pp`",
+                "  capture a training step with `capture run --pp`, or a step of inference with "
+                "`capture serve --pp`",
                 code="pipeline-missing-phase",
             )
     return Stage(graph, blocks, [block_of[index] for index in range(len(graph))], count)
@@ -150,7 +152,11 @@ def _blocks_in_order(
                 )
             undecided = []
             block_of[index] = current = block
-    return block_of | dict.fromkeys(undecided, StageBlock(AFTER))
+    # A forward of inference ends with nodes outside the model's modules, such as the gathering of
+    # the logits. Each micro-batch has them.
+    infers = BACKWARD not in phases_of(graph.job)
+    end = StageBlock(FORWARD, current.micro_batch) if infers else StageBlock(AFTER)
+    return block_of | dict.fromkeys(undecided, end)
 
 
 def _named_blocks(graph: Graph) -> list[StageBlock | None]:
@@ -166,10 +172,15 @@ def _named_blocks(graph: Graph) -> list[StageBlock | None]:
     return [blocks[pair] for pair in pairs]
 
 
-def _expected(count: int) -> Iterator[StageBlock]:
+def phases_of(job: Job) -> tuple[str, ...]:
+    """Return the phases that each micro-batch of a job's step has: inference has no backward."""
+    return (FORWARD, BACKWARD) if job.inference is None else (FORWARD,)
+
+
+def _expected(count: int, phases: tuple[str, ...]) -> Iterator[StageBlock]:
     for micro_batch in range(count):
-        yield StageBlock(FORWARD, micro_batch)
-        yield StageBlock(BACKWARD, micro_batch)
+        for phase in phases:
+            yield StageBlock(phase, micro_batch)
 
 
 AXIS = "pp"
@@ -254,6 +265,7 @@ def _check(job: Job, first: Job) -> None:
         raise _different_jobs(job, first, "layers of the stages", code="pipeline-different-layers")
     if job.world != first.world or job.classes != first.classes:
         raise _different_jobs(job, first, "world", code="pipeline-different-worlds")
+    check_same_step(job, first)
 
 
 def _graphs_of_line(graphs: Sequence[Graph], first: int) -> tuple[int, ...]:

@@ -152,8 +152,9 @@ def deployment(bundle: Bundle, simulator: str) -> tuple[str, int]:
         stage = bundle.manifest.pipeline.stage
         raise ExportError(
             f"the bundle has the steps of stage {stage} of {bundle.manifest.pp}, and {simulator} "
-            "reads steps of a whole model\n  measure it without --pp; a trace of the bundle is a "
-            "workload of the stage: onerank export astra-sim",
+            "reads steps of a whole model\n  measure the model without --pp; with --device none it "
+            "may be larger than a GPU. Vidur and LLMServingSim divide its layers among stages "
+            "themselves. For the step of all stages: onerank export astra-sim",
             code="export-pipeline-stage",
         )
     model, tp = bundle.manifest.model, bundle.manifest.tp
