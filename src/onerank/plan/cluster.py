@@ -6,6 +6,7 @@ from pathlib import Path
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.hosts.host import TYPICAL
 from onerank.converters.nccl import Topology, choose, interconnect_of, wire_bytes
+from onerank.ir.errors import TargetError
 from onerank.plan.layouts import Choices
 
 CAPTURED_MICRO_BATCHES = 3
@@ -110,14 +111,14 @@ class ClusterNetwork:
         gpus_per_node: ranks of a node.
         intra_node: link within a node.
         inter_node: link of a GPU to other nodes.
-        capability: compute capability of the GPUs, for NCCL's latency; Hopper's if it is unknown.
+        capability: compute capability of the GPUs, for NCCL's latency; None: links have latencies.
         gpu: their name.
     """
 
     gpus_per_node: int
     intra_node: ClusterLink
     inter_node: ClusterLink
-    capability: int = 90
+    capability: int | None = None
     gpu: str = ""
 
     def time_ns(self, collective: str, size_bytes: int, ranks: tuple[int, ...]) -> float:
@@ -127,6 +128,9 @@ class ClusterNetwork:
             collective: name in lower case; "send" and "recv" for messages.
             size_bytes: input of one rank.
             ranks: global ranks of the group; of a message, both ends.
+
+        Raises:
+            TargetError: the link has no latency, and NCCL's needs a compute capability.
         """
         if len(ranks) < 2:
             return 0.0
@@ -138,6 +142,13 @@ class ClusterNetwork:
             rate = min(rate, interfaces * link.busbw_gb_per_s)
         latency_us = link.latency_us
         if latency_us is None:
+            if self.capability is None:
+                raise TargetError(
+                    f"{self.gpu or 'the GPU'}: the latency of collectives is unknown: NCCL's "
+                    "follows from a compute capability, and the description has none\n"
+                    "  set latency_us of the cluster's links, or compute_capability",
+                    code="cluster-latency-unknown",
+                )
             joined = interconnect_of(self.capability, self.gpu)
             latency_us = choose(
                 collective, size_bytes, Topology(len(ranks), nodes, joined)
@@ -147,11 +158,19 @@ class ClusterNetwork:
 
 
 def network_of(cluster: Cluster, gpu: Gpu) -> ClusterNetwork:
-    """Return the network of a cluster of a GPU."""
-    return ClusterNetwork(
+    """Return the network of a cluster of a GPU.
+
+    Raises:
+        TargetError: a link that groups use has no latency, and NCCL's needs a compute capability.
+    """
+    network = ClusterNetwork(
         cluster.gpus_per_node,
         cluster.intra_node,
         cluster.inter_node,
-        gpu.capability or 90,
+        gpu.capability,
         gpu.name,
     )
+    # An unknown latency is an error before the captures of a plan, and not after them.
+    for ranks in {min(cluster.gpus, cluster.gpus_per_node), cluster.gpus}:
+        network.time_ns("all_reduce", 0, tuple(range(ranks)))
+    return network

@@ -178,6 +178,7 @@ class _Evaluator:
     captures: Mapping[str, Mapping[str, Any]]
     exact: bool
     gpu: Gpu = field(init=False)
+    network: ClusterNetwork = field(init=False)
     graphs: dict[StageCapture, Graph] = field(default_factory=dict[StageCapture, Graph])
     costed: dict[tuple[StageCapture, int], _Costed] = field(
         default_factory=dict[tuple[StageCapture, int], _Costed]
@@ -197,6 +198,7 @@ class _Evaluator:
 
     def __post_init__(self) -> None:
         self.gpu = load_gpu(self.job.cluster.gpu)
+        self.network = network_of(self.job.cluster, self.gpu)
 
     def outcome(self, layout: Layout) -> Outcome:
         """Return the outcome of a layout.
@@ -205,7 +207,7 @@ class _Evaluator:
             OneRankError: a capture was refused, or the layout does not fit the model.
         """
         sources = stage_sources(self.job, layout, self.layers, exact=self.exact)
-        network = network_of(self.job.cluster, self.gpu)
+        network = self.network
         stages = [self._stage(source, layout, network) for source in sources]
         schedule = schedule_of(layout)
         step = step_of(stages, layout.world, network, schedule, layout.micro_batches)

@@ -37,6 +37,7 @@ class StepCollectives:
         Raises:
             ExportError: a size does not grow with new tokens and sequences, the link between the
                 GPUs is not known, or the bundle is a recording predicted for another GPU.
+            TargetError: the GPU has no compute capability, which decides NCCL's latency.
         """
         gpus = tp * bundle.manifest.ep
         has_untimed = gpus > 1 and not bundle.manifest.collectives_timed
@@ -49,9 +50,10 @@ class StepCollectives:
             )
         # Without collectives the rate is not used.
         rate = ClusterLink((link_gb_per_s(gpu, link, gpus) if has_untimed else None) or 1.0)
-        network = ClusterNetwork(gpus, rate, rate, gpu.capability or 90, gpu.name)
+        network = ClusterNetwork(gpus, rate, rate, gpu.capability, gpu.name)
         sizes: Counter[CollectiveSize] = Counter()
         if has_untimed:
+            network.time_ns("all_reduce", 0, tuple(range(gpus)))  # fails without a latency
             # A decode has as many sequences as new tokens, and a prefill has fewer: the two steps
             # separate growth with tokens from growth with sequences.
             steps = _traced(bundle, "decode"), _traced(bundle, "prefill")
