@@ -11,7 +11,7 @@ from own_process import COMPILED_IN_TURN, run_command
 
 import onerank
 from onerank.analysis.summary import summarise
-from onerank.capture.compile_compare import fuse, sub_module
+from onerank.capture.compiled_kernels import sub_module, with_compilation
 from onerank.ir import (
     COMPILED_GRAPH,
     GeneratedKernel,
@@ -276,7 +276,7 @@ def modules_of(graph: Graph) -> list[str]:
 
 def test_kernels_are_matched_with_the_code_by_name_and_place():
     empty = GraphBuilder().build(Job())
-    graph = fuse(empty, gpu_step(STEP * 2), CODE, "default")  # two micro-batches
+    graph = with_compilation(empty, gpu_step(STEP * 2), CODE, "default")  # two micro-batches
     once = ["norm", "q", "q", "k", "attention", "mlp", "last", "mixed"]
     assert modules_of(graph) == once * 2
     done = graph.job.compilation
@@ -292,14 +292,16 @@ def test_kernels_are_matched_with_the_code_by_name_and_place():
 
 def test_of_a_replayed_graph_calls_that_cannot_be_told_apart_share_their_time():
     empty = GraphBuilder().build(Job())
-    graph = fuse(empty, gpu_step(STEP, replayed=True), CODE, "reduce-overhead")
+    graph = with_compilation(empty, gpu_step(STEP, replayed=True), CODE, "reduce-overhead")
     done = graph.job.compilation
     assert done.shared_ops == 4  # four kernels between two known ones, for three calls
     times = {row.module: row.compiled_ns for row in done.modules}
     assert sum(times.values()) == 80
     assert (times["norm"], times["mlp"], times["last"]) == (10, 10, 10)
     plain = [(op, kernels[-1:]) for op, kernels in STEP]  # without split-K there is one each
-    done = fuse(empty, gpu_step(plain, replayed=True), CODE, "reduce-overhead").job.compilation
+    done = with_compilation(
+        empty, gpu_step(plain, replayed=True), CODE, "reduce-overhead"
+    ).job.compilation
     assert (done.shared_ops, done.unknown_ops) == (0, 0)
 
 
@@ -307,7 +309,7 @@ def test_a_kernel_that_matches_nothing_is_counted():
     empty = GraphBuilder().build(Job())
     strange = [*STEP[:1], ("aten::fill_", ["fill"]), *STEP[4:5]]
     code = [kernel("triton_poi_fused_add_0", "norm"), kernel("triton_poi_fused_add_1", "mlp")]
-    graph = fuse(empty, gpu_step(strange), code, "default")
+    graph = with_compilation(empty, gpu_step(strange), code, "default")
     assert graph.job.compilation.unknown_ops == 1
     assert modules_of(graph) == ["norm", f"{COMPILED_GRAPH}0", "mlp"]
 
