@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 from onerank.plan.layouts import PlanError, PredictedRange
 
@@ -66,3 +67,10 @@ def large(size: int) -> bytes:
 def read_local(name: str) -> str:
     """Return the text of a file of the plan's directory."""
     return Path(name).read_text()
+
+
+def refused_without(path: str, log: str) -> dict[str, Any]:
+    """Return a result for this run alone if a file is missing, after adding a line to `log`."""
+    with Path(log).open("a") as file:
+        file.write("call\n")
+    return {"found": Path(path).exists(), "lasts": Path(path).exists()}

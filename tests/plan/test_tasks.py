@@ -56,6 +56,30 @@ def test_what_is_stored_does_not_run_again(store: Store, tmp_path: Path):
     assert sum(steps) == 3
 
 
+def test_a_refusal_holds_for_its_run_alone(tmp_path: Path):
+    log, cause = tmp_path / "log", tmp_path / "data.bin"
+    refused = task("refused_without", str(cause), str(log))
+    found = {}
+    for run, calls in (("first", 1), ("second", 2), ("third", 3), ("fourth", 3)):
+        if run == "third":
+            cause.touch()
+        store = Store(tmp_path / "store")
+        for _ in range(2):
+            found[run] = run_tasks([refused], store, LocalPool(1))[refused.key]["found"]
+        assert log.read_text().count("call") == calls
+    assert found == {"first": False, "second": False, "third": True, "fourth": True}
+
+
+def test_results_of_ended_runs_are_removed_after_a_week(tmp_path: Path):
+    first = Store(tmp_path)
+    first.write("key", b"refused", lasts=False)
+    assert (Store(tmp_path).read("key"), first.read("key")) == (None, b"refused")
+    (path,) = tmp_path.iterdir()
+    os.utime(path, (0, 0))
+    Store(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_damaged_result_is_computed_again(store: Store):
     square = task("square", 3)
     run_tasks([square], store, LocalPool(1))

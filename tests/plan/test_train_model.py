@@ -78,3 +78,19 @@ def test_a_recomputation_that_does_not_exist_is_refused(
 ):
     refused = captured(attention, kind)["refused"]
     assert {code for code, _ in refused.values()} == {"script-exited"}
+
+
+def test_a_later_run_tries_again_what_the_model_did_not_refuse(tmp_path: Path):
+    script = tmp_path / "train.py"
+    script.write_text("import module_that_is_not_installed\n")
+    captures = [StageCapture((), 1, False, 1, 1, 1, "ddp", 1, 0, 0)]
+    result = call(capture_stage, str(script), "H100", captures)
+    assert result["refused"][""][0] == "script-raised"
+    assert not result["lasts"]
+    config = tmp_path / "config.json"
+    config.write_text(MODEL.replace("ATTENTION", "sdpa"))
+    arguments = (str(config), "--seq", "32")
+    of_three = [StageCapture(arguments, 3, False, 1, 1, 1, "ddp", 1, 0, 0, "1:1:none")]
+    result = call(capture_stage, "", "H100", of_three)
+    assert result["refused"]["1:1:none"][0].startswith("tp-")
+    assert result["lasts"]

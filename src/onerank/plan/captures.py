@@ -27,7 +27,7 @@ import msgspec
 from onerank.annotate.hosts.host import TYPICAL
 from onerank.converters.expand.pipeline import PipelineSchedule
 from onerank.ir import World
-from onerank.ir.errors import OneRankError
+from onerank.ir.errors import DepthError, OneRankError, SliceError
 from onerank.plan.cluster import (
     CAPTURED_MICRO_BATCHES,
     PLACEHOLDERS,
@@ -386,22 +386,26 @@ def capture_stage(
     Returns:
         "traces": step -> the `.et` file; "refused": step -> code and message of the error if the
         model or the script does not allow the capture; "layers": layers of the model or of the
-        stage; "group": as given.
+        stage; "group": as given; "lasts": whether a later run need not try again.
     """
     result: dict[str, Any] = {"traces": {}, "refused": {}, "layers": 0, "group": group}
+    result["lasts"] = True
     steps = [capture.step for capture in captures]
     try:
         captured = _captured(script, gpu, captures)
     except OneRankError as error:
-        # A refusal is a result, too: a later run finds it stored and does not try again.
+        # A refusal is a result, too. Whether a model can be sliced follows from what the key
+        # contains; other causes may be gone in a later run, such as a missing file or module.
         if len(captures) == 1:
-            return result | {"refused": {steps[0]: (error.code, str(error))}}
+            lasts = isinstance(error, SliceError | DepthError)
+            return result | {"refused": {steps[0]: (error.code, str(error))}, "lasts": lasts}
         # One step may be the cause, such as a recomputation that the model does not support.
         for capture in captures:
             alone = capture_stage(script, gpu, [capture], group)
             result["traces"] |= alone["traces"]
             result["refused"] |= alone["refused"]
             result["layers"] = max(result["layers"], alone["layers"])
+            result["lasts"] &= alone["lasts"]
         return result
     with tempfile.TemporaryDirectory(prefix="onerank-") as directory:
         trace = Path(directory) / "trace.et"

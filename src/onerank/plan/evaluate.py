@@ -149,7 +149,10 @@ def evaluate(
             underived.append(Underived(layout, str(error)))
         except OneRankError as error:
             dropped.append(Dropped(str(layout), error.code, str(error)))
-    return msgspec.to_builtins({"outcomes": outcomes, "dropped": dropped, "underived": underived})
+    # A layout that a capture of this run refused may be evaluated in a later one.
+    lasts = all(result["lasts"] for result in captures.values())
+    lists = {"outcomes": outcomes, "dropped": dropped, "underived": underived}
+    return msgspec.to_builtins({**lists, "lasts": lasts})
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,10 @@ import multiprocessing
 import os
 import socket
 import sys
+import time
 import traceback
 import typing
+import uuid
 import zlib
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -22,7 +24,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import msgspec
 
@@ -33,6 +35,10 @@ from onerank.plan.layouts import PlanError
 
 # Time in which a Ray cluster has to answer, in seconds.
 _ANSWER_S = 10
+
+# Ending of the files of results that later runs do not use, and the age at which they go.
+_OF_ONE_RUN = ".of-run"
+_LONGEST_RUN_S = 7 * 24 * 3600
 
 ATTEMPTS = 2
 """Processes that may die of a task before the plan fails."""
@@ -47,7 +53,8 @@ class Task:
             runs.
         label: what it does, for errors.
         function: "module:callable", importable by name. msgspec encodes its result, and decodes it
-            as the type of its return annotation.
+            as the type of its return annotation. A dict whose item "lasts" is false is a result of
+            this run alone: a later run calls the function again.
         arguments: its arguments, which pickle. Paths are relative to the plan's directory.
         needs: keys of stored results. The function takes them before its arguments, in a dict by
             key, as msgspec decodes them without a type.
@@ -64,15 +71,26 @@ class Task:
 
 @dataclass(frozen=True)
 class Store:
-    """Results on disk, by key. Several runs may use a store at the same time."""
+    """Results on disk, by key. Several runs may use a store at the same time.
+
+    Attributes:
+        directory: where the results are.
+        run: name of this run, which its workers share.
+    """
 
     directory: Path
+    run: str = field(default_factory=lambda: uuid.uuid4().hex)
     _complete: set[str] = field(default_factory=set[str], repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
         # A killed run may have left unfinished files; those of running ones are locked.
         remove_abandoned(self.directory)
+        for path in self.directory.glob(f"*{_OF_ONE_RUN}"):
+            # Another process may remove it at the same time.
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - path.stat().st_mtime > _LONGEST_RUN_S:
+                    path.unlink()
 
     def __contains__(self, key: str) -> bool:
         # Each round of a plan lists the captures of all rounds before it, which take megabytes.
@@ -82,22 +100,22 @@ class Store:
 
     def read(self, key: str) -> bytes | None:
         """Return an encoded result; None if it is absent or its file is damaged."""
-        try:
-            return zlib.decompress(self._path(key).read_bytes())
-        except (FileNotFoundError, zlib.error):
-            return None
+        for lasts in (True, False):
+            with contextlib.suppress(FileNotFoundError, zlib.error):
+                return zlib.decompress(self._path(key, lasts=lasts).read_bytes())
+        return None
 
-    def write(self, key: str, result: bytes) -> None:
-        """Store an encoded result.
+    def write(self, key: str, result: bytes, *, lasts: bool = True) -> None:
+        """Store an encoded result, for later runs too if it lasts.
 
         Raises:
             OSError: the file cannot be written.
         """
         # zlib's checksum shows damage, such as that of a machine that lost power.
-        replace_file(self._path(key), zlib.compress(result, level=1))
+        replace_file(self._path(key, lasts=lasts), zlib.compress(result, level=1))
 
-    def _path(self, key: str) -> Path:
-        return self.directory / f"{key}.result"
+    def _path(self, key: str, *, lasts: bool) -> Path:
+        return self.directory / (f"{key}.result" if lasts else f"{key}-{self.run}{_OF_ONE_RUN}")
 
 
 class Executor(Protocol):
@@ -188,8 +206,8 @@ def _result(function: str, encoded: bytes | None) -> Any:
     return msgspec.msgpack.decode(encoded, type=kind)
 
 
-def _call(task: Task, needed: Sequence[bytes]) -> bytes:
-    """Return the encoded result of a task.
+def _call(task: Task, needed: Sequence[bytes]) -> tuple[bytes, bool]:
+    """Return the encoded result of a task, and whether it lasts.
 
     Args:
         task: the task.
@@ -198,7 +216,9 @@ def _call(task: Task, needed: Sequence[bytes]) -> bytes:
     by_key = zip(task.needs, needed, strict=True)
     results = {key: msgspec.msgpack.decode(result) for key, result in by_key}
     arguments = (results, *task.arguments) if task.needs else task.arguments
-    return msgspec.msgpack.encode(_function(task.function)(*arguments))
+    result = _function(task.function)(*arguments)
+    lasts = not isinstance(result, dict) or bool(cast("dict[str, Any]", result).get("lasts", True))
+    return msgspec.msgpack.encode(result), lasts
 
 
 # This machine -------------------------------------------------------------------------------------
@@ -258,7 +278,7 @@ class LocalPool:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__, *self.preload])
         connection, other = context.Pipe()
-        setting = (store.directory.absolute(), self.directory, dict(os.environ), other)
+        setting = (store.directory.absolute(), store.run, self.directory, dict(os.environ), other)
         process = context.Process(target=_work, args=setting)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -320,13 +340,17 @@ def _answering(workers: Sequence[_Worker]) -> list[_Worker]:
 
 
 def _work(
-    store: Path, directory: Path, environment: dict[str, str], connection: "Connection[Any, Any]"
+    store: Path,
+    run: str,
+    directory: Path,
+    environment: dict[str, str],
+    connection: "Connection[Any, Any]",
 ) -> None:
     """Run the tasks that arrive in a new process, and store their results."""
     # The fork server keeps the environment of the moment it started.
     os.environ.clear()
     os.environ.update(environment)
-    results = Store(store)
+    results = Store(store, run)
     with contextlib.suppress(
         EOFError, KeyboardInterrupt
     ):  # the command ended, or ends this process
@@ -336,7 +360,8 @@ def _work(
             try:
                 os.chdir(directory)
                 needed = [_stored(results, key) for key in task.needs]
-                results.write(task.key, _call(task, needed))
+                result, lasts = _call(task, needed)
+                results.write(task.key, result, lasts=lasts)
             except Exception as raised:  # noqa: BLE001  raised again by the command
                 error = raised
                 if not isinstance(error, (OneRankError, OSError)):
@@ -398,8 +423,8 @@ class RayCluster:
             (done, *_), _ = ray.wait([*waiting], num_returns=1)
             task = waiting.pop(done)
             with _ray_errors(ray, task):
-                result = ray.get(done)
-            store.write(task.key, result)
+                result, lasts = ray.get(done)
+            store.write(task.key, result, lasts=lasts)
             yield task
 
     def _connected(self) -> Any:
@@ -435,7 +460,7 @@ class RayCluster:
                 yield f"/{path.absolute().relative_to(self.directory)}"
 
 
-def _call_on_ray(task: Task, code: tuple[str, ...], *needed: bytes) -> bytes:
+def _call_on_ray(task: Task, code: tuple[str, ...], *needed: bytes) -> tuple[bytes, bool]:
     # A result of other code would be stored under the key of this one.
     if code != _code():
         raise PlanError(
