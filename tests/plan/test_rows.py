@@ -98,11 +98,11 @@ variant = ["", "--wide 2"]
 """
 
 
-def plan_of(directory: Path, config: str) -> list[dict[str, Any]]:
+def plan_of(directory: Path, config: str) -> dict[str, Any]:
     (directory / "plan.toml").write_text(config)
     done = run_command("plan", "plan.toml", "-o", "plan", "--json", forks=True)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)["fitting"]
+    return json.loads(done.stdout)
 
 
 def check_commands(directory: Path, row: dict[str, Any], number: int = 1) -> None:
@@ -124,7 +124,9 @@ def test_a_row_is_what_its_commands_give(tmp_path: Path, monkeypatch: pytest.Mon
     pytest.importorskip("plotly")
     (tmp_path / "llama.json").write_text(MODEL)
     monkeypatch.chdir(tmp_path)
-    (row,) = plan_of(tmp_path, CONFIG)
+    plan = plan_of(tmp_path, CONFIG)
+    (row,) = plan["fitting"]
+    assert plan["layers"] == json.loads(MODEL)["num_hidden_layers"]
     assert (row["layout"]["dp"], row["layout"]["micro_batches"]) == (2, 1)
     assert row["energy_j"] is None
     assert row["mfu"]["value"] > 0
@@ -138,12 +140,14 @@ def test_rows_of_a_script_that_distributes_itself(tmp_path: Path, monkeypatch: p
     faster = re.sub(r"_ns = (\d+)", lambda figure: f"_ns = {int(figure[1]) / 4}", typical)
     (tmp_path / "fast.toml").write_text(faster)
     monkeypatch.chdir(tmp_path)
-    rows = plan_of(tmp_path, OWN)
+    plan = plan_of(tmp_path, OWN)
+    rows = plan["fitting"]
+    assert plan["layers"] is None
     assert [row["layout"]["variant"] for row in rows] == ["", "--wide 2"]
     assert {row["layout"]["dp"] for row in rows} == {4}
     check_commands(tmp_path, rows[1], number=2)
     # The host decides the step of so small a model.
-    (typical_row, _) = plan_of(tmp_path, OWN.replace('host = "fast.toml"', ""))
+    (typical_row, _) = plan_of(tmp_path, OWN.replace('host = "fast.toml"', ""))["fitting"]
     assert typical_row["step_ns"]["value"] == pytest.approx(
         4 * rows[0]["step_ns"]["value"], rel=0.1
     )

@@ -36,7 +36,7 @@ class Plan:
 
     Attributes:
         config: what was planned.
-        layers: layers of the model; 1 if its script distributes itself.
+        layers: layers of the model; None if its script distributes itself, and is captured whole.
         fitting: outcomes that fit into memory, the shortest step first.
         misfits: outcomes that do not, the nearest first.
         dropped: combinations of choices without figures: no layouts of this cluster or this model,
@@ -45,7 +45,7 @@ class Plan:
     """
 
     config: PlanConfig
-    layers: int
+    layers: int | None
     fitting: tuple[Outcome, ...]
     misfits: tuple[Outcome, ...]
     dropped: tuple[Dropped, ...]
@@ -70,7 +70,7 @@ class PlanRecord:
     Attributes:
         gpu: the cluster's GPU.
         gpus: number of its GPUs.
-        layers: layers of the model; 1 if its script distributes itself.
+        layers: layers of the model; None if its script distributes itself, and is captured whole.
         fitting: outcomes that fit into memory, by step time.
         misfits: outcomes that do not, by the bytes that are missing.
         dropped: combinations without figures: no layouts, or ruled out by a misfit.
@@ -79,7 +79,7 @@ class PlanRecord:
 
     gpu: str
     gpus: int
-    layers: int
+    layers: int | None
     fitting: tuple[Outcome, ...]
     misfits: tuple[Outcome, ...]
     dropped: tuple[Dropped, ...]
@@ -106,7 +106,7 @@ def make_plan(config: PlanConfig, store: Store, executor: Executor, progress: Pr
     layouts, dropped = enumerate_layouts(
         job.choices, gpus=job.cluster.gpus, global_batch=job.global_batch
     )
-    # A script that distributes itself is captured whole, so its layers do not matter.
+    # Stages of a script that distributes itself are captured whole, whatever their layers.
     layers = 1
     if not job.model.torchrun:
         probe = probe_task(job, layouts[0])
@@ -141,7 +141,8 @@ def make_plan(config: PlanConfig, store: Store, executor: Executor, progress: Pr
         # A capture with a layout's own number of replicas needs no derivation.
         assert not pending, pending
     plan = replace(
-        sorted_plan(config, layers, outcomes, dropped), notes=notes_on_captures(underived)
+        sorted_plan(config, None if job.model.torchrun else layers, outcomes, dropped),
+        notes=notes_on_captures(underived),
     )
     check_fits(plan)
     return plan
@@ -223,7 +224,10 @@ def _without_batch(layout: Layout) -> Layout:
 
 
 def sorted_plan(
-    config: PlanConfig, layers: int, outcomes: Sequence[Outcome], dropped: Sequence[Dropped]
+    config: PlanConfig,
+    layers: int | None,
+    outcomes: Sequence[Outcome],
+    dropped: Sequence[Dropped],
 ) -> Plan:
     """Return the plan with these outcomes; ties keep their order, so that all runs agree."""
     named = [_with_config(outcome, config) for outcome in outcomes]

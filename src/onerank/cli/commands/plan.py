@@ -156,7 +156,7 @@ def render_plan(planned: "Plan", rows: int, title: str) -> None:
         (
             "model",
             "a script that distributes itself"
-            if planned.config.job.model.torchrun
+            if planned.layers is None
             else f"{counted(planned.layers, 'layer')}",
         ),
     ]
