@@ -9,10 +9,11 @@ CPU too (`Known`). Token counts and loss scales that a script reads back are the
 long as they do not depend on parameters.
 """
 
+import contextlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +57,7 @@ from onerank.capture.no_device.tensor_values import (
     UnknownValues,
     Workspaces,
 )
+from onerank.capture.patches import replaced
 
 # torch's dispatcher and autograd's nodes have no public names and no types.
 _torch: Any = torch
@@ -148,10 +150,11 @@ class FakeOperators(TorchDispatchMode):
         self._functional = FunctionalCollectives(self.storages.number)
         self._schemas: dict[Any, OperatorSchema] = {}
         self._repeated = RepeatedCalls()
+        self._factories = _Factories()
         self.block_masks = BlockMasks(self.known.get)
         # Reentrant, since an operator's parts come back to this mode on the same thread.
         self._lock = threading.RLock()
-        self._last_sequence = -1
+        self._numbered = threading.local()  # autograd numbers the nodes of each thread from 0
         self._emulating = 0  # communication calls that run: their operators are no work of the job
         self._composites = 0  # operators that run whose parts belong to fake tensors
 
@@ -159,7 +162,7 @@ class FakeOperators(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
         # FakeTensorMode keeps the state of a call in the mode, for one thread at a time.
-        with self._lock:
+        with self._lock, self._factories.of_torch():
             return self._dispatch(func, types, args, kwargs)
 
     def _dispatch(  # noqa: PLR0911  one line per kind of operator
@@ -343,7 +346,7 @@ class FakeOperators(TorchDispatchMode):
         self.follow_backward()
         sequence = -1
         if torch.is_grad_enabled():
-            sequence = self._last_sequence = _torch.autograd._get_sequence_nr()
+            sequence = self._numbered.last = _torch.autograd._get_sequence_nr()
         return self._log.begin(name, sequence=sequence)
 
     def launch(self, launch: KernelLaunch) -> None:
@@ -388,8 +391,8 @@ class FakeOperators(TorchDispatchMode):
             latest = _torch.autograd._get_sequence_nr() - 1
             # The node of a differentiable operator is numbered before the operator runs here; an
             # operator without a node repeats the number of the one before.
-            if latest != self._last_sequence:
-                sequence = self._last_sequence = latest
+            if latest != getattr(self._numbered, "last", -1):
+                sequence = self._numbered.last = latest
         return self._log.begin(name, sequence=sequence)
 
     def follow_backward(self) -> Any:
@@ -519,6 +522,44 @@ class FakeOperators(TorchDispatchMode):
             self._log.end(open_ranges.pop())
         with unset_fake_temporarily():
             return _torch.ops.profiler._record_function_exit._RecordFunction(args[0])
+
+
+class _Factories:
+    """Functions of torch that create tensors, some of which the script may have replaced.
+
+    nanotron replaces `torch.empty` while it builds a model. On a GPU operators do not notice that,
+    but here torch runs their implementations in Python, which call these functions too.
+    """
+
+    _NAMES = ("empty", "empty_like", "empty_strided", "zeros", "ones", "full", "arange")
+    _TORCH: ClassVar = {name: getattr(torch, name) for name in _NAMES}
+
+    def __init__(self) -> None:
+        self._seen: list[Any] = []
+        self._replaced: tuple[str, ...] = ()
+
+    def of_torch(self) -> contextlib.AbstractContextManager[object]:
+        """Return a context in which the functions are torch's."""
+        current = [getattr(torch, name) for name in self._NAMES]
+        if current != self._seen:
+            self._seen = current
+            pairs = zip(self._NAMES, current, strict=True)
+            self._replaced = tuple(name for name, function in pairs if _is_of_script(function))
+        if not self._replaced:
+            return _UNCHANGED
+        stack = contextlib.ExitStack()
+        for name in self._replaced:
+            stack.enter_context(replaced(torch, name, self._TORCH[name]))
+        return stack
+
+
+_UNCHANGED = contextlib.nullcontext()
+
+
+def _is_of_script(function: Any) -> bool:
+    """Whether a function is neither torch's nor a replacement by this package."""
+    module = getattr(function, "__globals__", {}).get("__name__", "torch")
+    return module.partition(".")[0] not in ("torch", "onerank")
 
 
 _local = threading.local()

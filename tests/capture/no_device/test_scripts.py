@@ -384,6 +384,11 @@ LOGGING = """
     thread.start(); thread.join()
     assert moved[0].is_cuda and moved[0].tolist() == [1.0] * 4
     assert torch.tensor([1, 2], pin_memory=True).cuda(non_blocking=True).tolist() == [1, 2]
+    # As nanotron creates the weights of a model.
+    create = torch.empty
+    torch.empty = lambda *shape, **options: create(*shape, **options | {"device": "cuda"})
+    assert torch.empty(3).is_cuda and torch.arange(4, device="cuda").tolist() == [0, 1, 2, 3]
+    torch.empty = create
     dropped = torch.randn(4, device="cuda", generator=generator)
     file = io.BytesIO()
     weights = torch.frombuffer(bytearray(1 << 23), dtype=torch.float32)
