@@ -187,6 +187,7 @@ class CallLog:
 
         A group without a description gets torch's name.
         """
+        ranks = tuple(map(int, ranks))  # nanotron takes them from an array of NumPy
         name = group.group_desc
         # torch's description of the default group.
         if name == "default_pg":

@@ -10,6 +10,7 @@ from onerank.ir import Reason
 
 # As TransformerEngine's ring attention exchanges keys and values, and their gradients.
 RING = """
+import numpy
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -37,6 +38,8 @@ class Ring(torch.autograd.Function):
         return exchanged(gradient.contiguous())
 
 model = nn.Linear(64, 64, bias=False, device="cuda")
+# As nanotron reads ranks from an array.
+dist.broadcast(model.weight.detach(), group_src=0, group=dist.new_group([*numpy.arange(size)]))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 side = torch.cuda.Stream()
 for step in range(5):
