@@ -100,6 +100,14 @@ class EmulatedProcess:
         """Whether a router of the script chose experts as `--moe-routing` says."""
         return self._routers.calls > 0
 
+    def check(self) -> None:
+        """Check what only a whole step shows.
+
+        Raises:
+            SliceError: a routing file has another number of lines than the script has routers.
+        """
+        self._routers.check()
+
     @contextlib.contextmanager
     def installed(self) -> Generator[None]:
         """Patch torch inside the context so that it reports the emulated GPU.

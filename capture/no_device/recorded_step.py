@@ -157,6 +157,7 @@ class StepRecorder:
         log = self._process.log
         log.end_step()
         self._modules.listener = None
+        self._process.check()
         self.observed.peak_memory_bytes[:] = [log.peak_bytes]
         self.observed.profiled_step_ns[:] = [0]
         self._progress("writing the recorded step")

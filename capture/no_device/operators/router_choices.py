@@ -5,13 +5,16 @@ many tokens each expert computes, and with it all later shapes. So its indices g
 static routing. Weights and losses stay unknown.
 """
 
+import sys
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from onerank.capture.parallelize.experts.routing import Routing, chosen_experts
+from onerank.ir.errors import SliceError
 from onerank.ir.notes import Note
 
 CHOICES = ("topk", "argmax")
@@ -37,7 +40,9 @@ class RouterChoices:
         """
         self.calls = 0
         self._routing = routing
-        self._indices: dict[tuple[int, int, int], Tensor] = {}
+        self._indices: dict[tuple[int, int, int, int], Tensor] = {}
+        # The modules that chose, in the order of their first choice: the layers.
+        self._layers: list[weakref.ref[nn.Module]] = []
 
     def results(self, operator: str, operands: Sequence[Any]) -> Any:
         """Return the numbers of a choice's results, None for values; None if no router chooses.
@@ -74,16 +79,62 @@ class RouterChoices:
         if not scores.dtype.is_floating_point or not 1 <= top_k <= experts or not scores.numel():
             return None
         table = self._routing.table
-        if table and [len(line) for line in table] != [experts]:
-            return None  # the script does not say which layer calls
+        if any(len(line) != experts for line in table):
+            return None
+        layer = 0
+        if len(table) > 1:
+            module = _calling_module()
+            if module is None:
+                return None  # nothing says which layer calls
+            layer = self._layer(module)
         self.calls += 1
         tokens = scores.numel() // experts
-        key = experts, tokens, top_k
+        key = layer, experts, tokens, top_k
         with unset_fake_temporarily():
             if key not in self._indices:
-                counts = self._routing.tokens_per_expert(0, experts, tokens, top_k)
+                counts = self._routing.tokens_per_expert(layer, experts, tokens, top_k)
                 self._indices[key] = chosen_experts(counts, top_k)
             return self._indices[key].view(*scores.shape[:-1], top_k)
+
+    def _layer(self, module: nn.Module) -> int:
+        """Return the number of a layer by the module that chooses in it.
+
+        Raises:
+            SliceError: more modules choose than the table has lines.
+        """
+        known = [reference() for reference in self._layers]
+        for number, other in enumerate(known):
+            if other is module:
+                return number
+        self._layers.append(weakref.ref(module))
+        self._check_count(len(self._layers) <= self._lines)
+        return len(self._layers) - 1
+
+    def check(self) -> None:
+        """Check that each line of a table belongs to a layer, after a step.
+
+        Raises:
+            SliceError: a table has more lines than modules chose.
+        """
+        if self._lines > 1 and self.calls:
+            self._check_count(len(self._layers) == self._lines)
+
+    @property
+    def _lines(self) -> int:
+        return len(self._routing.table) if self._routing is not None else 0
+
+    def _check_count(self, holds: bool) -> None:
+        if holds:
+            return
+        assert self._routing is not None, "only a table has lines"
+        raise SliceError(
+            f"--moe-routing {self._routing.name}: {self._lines} lines, but "
+            f"{'at least ' if len(self._layers) > self._lines else ''}{len(self._layers)} modules "
+            "of the script choose experts\n"
+            "  give a line for each of them, in the order of their first choice on this rank, or "
+            "1 for all",
+            code="routing-layer-count",
+        )
 
     def notes(self) -> list[Note]:
         """Return a note on the choices, if any."""
@@ -96,3 +147,17 @@ class RouterChoices:
                 code="no-device-routers",
             )
         ]
+
+
+def _calling_module() -> nn.Module | None:
+    """Return the module whose method runs, the innermost one; None if there is none."""
+    frame: Any = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    while frame is not None:
+        # The first argument of a method, by any name.
+        code = frame.f_code
+        if code.co_argcount:
+            first = frame.f_locals.get(code.co_varnames[0])
+            if isinstance(first, nn.Module):
+                return first
+        frame = frame.f_back
+    return None

@@ -832,6 +832,57 @@ def test_zero_patterns_follow_operators_of_many_kinds(tmp_path):
     assert "[torch.Size([32, 2]), torch.Size([32, 2])] 16" in done.stdout + done.stderr
 
 
+LAYERED = """
+    import torch
+    from torch import nn
+    from torch.utils.checkpoint import checkpoint
+
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.experts = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(4))
+            self.gate = nn.Linear(32, 4)
+
+        def forward(self, x):
+            weights, chosen = self.gate(x).softmax(-1).topk(2, dim=-1)
+            y = torch.zeros_like(x)
+            for number, expert in enumerate(self.experts):
+                row, slot = torch.where(chosen == number)
+                y = y.index_add(0, row, expert(x[row]) * weights[row, slot, None])
+            return y
+
+    model = nn.Sequential(*(Experts() for _ in range(3))).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(5):
+        x = torch.randn(120, 32, device="cuda", requires_grad=True)
+        for layer in model:
+            x = checkpoint(layer, x, use_reentrant=False)
+        x.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_each_router_of_a_script_has_a_line_of_a_routing_file(tmp_path):
+    lines = [[2, 1, 1, 0], [1, 1, 1, 1], [0, 0, 2, 2]]
+    table = tmp_path / "lines.csv"
+    table.write_text("\n".join(",".join(map(str, line)) for line in lines) + "\n")
+    graph = captured(tmp_path, LAYERED, "--moe-routing", table)
+    products = shapes_of(graph, "aten::mm", graph.nodes.phase == Phase.FORWARD)
+    of_experts = [first[0] for first, second in products if second == [32, 32]]
+    assert of_experts == [120, 60, 60, 0, 60, 60, 60, 60, 0, 0, 120, 120]
+
+
+@pytest.mark.parametrize("lines", [2, 4])
+def test_a_routing_file_needs_a_line_for_each_router_of_a_script(lines, tmp_path):
+    (tmp_path / "lines.csv").write_text("1,1,1,1\n" * lines)
+    done = run(tmp_path, LAYERED, "--moe-routing", tmp_path / "lines.csv")
+    assert done.returncode == 2
+    assert "error[routing-layer-count]" in done.stderr
+    assert f"{lines} lines" in done.stderr
+    assert not (tmp_path / "trace.et").exists()
+
+
 EXCHANGED = """
     import torch, torch.distributed as dist
     from torch import nn
@@ -932,8 +983,9 @@ def test_a_permutation_on_the_default_device_is_one(tmp_path):
     assert graph.text("op").count("aten::addmm") == 1
 
 
-def shapes_of(graph: Graph, operator: str) -> list[Any]:
-    """Return the shapes of the operands of each call of an operator."""
+def shapes_of(graph: Graph, operator: str, chosen: Any = None) -> list[Any]:
+    """Return the shapes of the operands of each call of an operator, of all or chosen nodes."""
     rows = [i for i, op in enumerate(graph.text("op")) if op == operator]
+    rows = [i for i in rows if chosen is None or chosen[i]]
     shapes = graph.text("input_shapes")
     return [json.loads(shapes[row]) for row in rows]
