@@ -33,6 +33,7 @@ from onerank.capture.serving.served_model import (
     adopt_model,
     build_model,
     give_attention_scopes,
+    latent_bytes_per_token,
     materialise,
     read_config,
 )
@@ -87,6 +88,8 @@ class ServedModel:
         longest: tokens that a sequence may have.
         weights_bytes: bytes of this rank's weights.
         kv_bytes_per_token: bytes of the KV cache for each token, of this rank.
+        latent_bytes_per_token: bytes that engines keep of each token instead; None if the model has
+            no latent attention.
         memory_bytes: memory of the device.
         config: the model's configuration, as JSON.
         pipeline: the stage; None without pipeline parallelism.
@@ -98,6 +101,7 @@ class ServedModel:
     longest: int
     weights_bytes: int
     kv_bytes_per_token: int
+    latent_bytes_per_token: int | None
     memory_bytes: int
     config: dict[str, Any]
     pipeline: Pipeline | None
@@ -371,6 +375,7 @@ def _served(
         longest=int(getattr(config, "max_position_embeddings", 0) or MOST_TOKENS),
         weights_bytes=sum(weights.values()),
         kv_bytes_per_token=cached,
+        latent_bytes_per_token=latent_bytes_per_token(model, step.cache),
         memory_bytes=memory,
         config=msgspec.json.decode(config.to_json_string(use_diff=False)),
         pipeline=pipeline,

@@ -397,6 +397,32 @@ class RepeatableStep:
             self.model(**self.arguments)
 
 
+def latent_bytes_per_token(model: Any, cache: StepCache) -> int | None:
+    """Return the KV cache of a token in engines, of a model with multi-head latent attention.
+
+    Engines cache the latent vector and the rotary part of the key, which `kv_a_proj_with_mqa`
+    computes, and `kv_b_proj` expands to the keys and values of all heads. Of layers with another
+    kind of attention, it contains what the cache holds.
+
+    Args:
+        model: a model.
+        cache: its cache after a step of one decode with a context of one token.
+
+    Returns:
+        The bytes; None if no layer of the model has such attention.
+    """
+    widths = {
+        module.layer_idx: module.kv_a_proj_with_mqa.weight.shape[0]
+        for module in model.modules()
+        if hasattr(module, "kv_a_proj_with_mqa") and hasattr(module, "kv_b_proj")
+    }
+    if not widths:
+        return None
+    itemsize = next(iter(cache.tensors.values())).itemsize
+    others = sum(t.nbytes for (layer, *_), t in cache.tensors.items() if layer not in widths)
+    return others // 2 + sum(widths.values()) * itemsize
+
+
 @contextlib.contextmanager
 def _running(cache: StepCache) -> Generator[None]:
     _step.cache = cache

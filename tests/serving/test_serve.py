@@ -227,6 +227,32 @@ def test_notes_count_what_the_tables_leave_out(bundle: Path):
     assert f"1 of {len(read.rows)} " in notes["serve-misfits"]
 
 
+# Latent vectors of 64 elements with a rotary part of 32, for 8 heads of 64 and 32.
+DEEPSEEK: dict[str, Any] = {
+    "model_type": "deepseek_v3", "hidden_size": 256, "intermediate_size": 512,
+    "moe_intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 8,
+    "num_key_value_heads": 8, "n_routed_experts": 16, "num_experts_per_tok": 4, "n_group": 4,
+    "topk_group": 2, "first_k_dense_replace": 1, "kv_lora_rank": 64, "q_lora_rank": 128,
+    "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32, "vocab_size": WORDS,
+    "max_position_embeddings": 4096, "dtype": "bfloat16",
+}  # fmt: skip
+
+
+def test_expanded_latents_are_named(tmp_path: Path):
+    config = written(tmp_path, DEEPSEEK)
+    done = run_command("capture", "serve", config, "--device", "none",
+                       "--grid", "decode: batch=8 context=512", "-o", tmp_path / "b")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    annotated = invoke(annotate, "--target", "H200", tmp_path / "b", "-o", tmp_path / "h200")
+    assert annotated.exit_code == 0, annotated.output
+    for name in ("b", "h200"):
+        manifest = read_bundle(tmp_path / name).manifest
+        assert manifest.memory.kv_bytes_per_token == 3 * 8 * (64 + 32) * 2
+        assert manifest.memory.latent_bytes_per_token == 3 * (64 + 32) * 2
+        notes = {note.code: note.text for note in manifest.notes}
+        assert "8.0 times" in notes["serve-expanded-latents"]
+
+
 def test_steps_without_a_cuda_graph_are_counted(bundle: Path):
     read = read_bundle(bundle)
     manifest, memory = read.manifest, read.manifest.memory

@@ -66,6 +66,7 @@ class Model:
     moe_routing: str = "balanced"
     rank: int = 0
     pipeline: Pipeline | None = None
+    latent_bytes_per_token: int | None = None
 
     @classmethod
     def of(cls, manifest: Manifest, gpu: Gpu) -> "Model":
@@ -85,6 +86,7 @@ class Model:
             moe_routing=manifest.moe_routing,
             rank=manifest.rank or 0,
             pipeline=manifest.pipeline,
+            latent_bytes_per_token=memory.latent_bytes_per_token,
         )
 
 
@@ -308,6 +310,7 @@ def _model(served: Any, config: dict[str, Any], options: Options) -> Model:
         options.moe_routing,
         options.rank,
         served.pipeline,
+        served.latent_bytes_per_token,
     )
 
 
@@ -446,7 +449,7 @@ def _bundle(
         source=first.row.source,
         memory=_memory(model, fitting),
         versions=first.versions,
-        notes=tuple(_notes(points, fitting)),
+        notes=tuple(_notes(model, points, fitting)),
         ep=model.ep,
         moe_routing=model.moe_routing,
         rank=model.rank,
@@ -457,8 +460,16 @@ def _bundle(
     return Bundle(manifest, rows, kernels).validated(), traces
 
 
-def _notes(points: Sequence[Point], fitting: Sequence[Point]) -> Iterator[Note]:
-    """Yield what the tables leave out."""
+def _notes(model: Model, points: Sequence[Point], fitting: Sequence[Point]) -> Iterator[Note]:
+    """Yield what the tables leave out, and where the steps are not those of engines."""
+    latent, cached = model.latent_bytes_per_token, model.kv_bytes_per_token
+    if latent is not None and latent < cached:
+        yield Note(
+            f"the KV cache holds the keys and values of all heads, {cached} B per token: engines "
+            f"keep the latent vectors, {latent} B, so {cached / latent:.1f} times as many tokens "
+            "fit, and a decode reads less of the cache by the same factor",
+            code="serve-expanded-latents",
+        )
     collectives = max(point.collectives for point in fitting)
     messages = max(point.messages for point in fitting)
     if collectives or messages:
@@ -505,4 +516,5 @@ def _memory(model: Model, points: Sequence[Point]) -> RankMemory:
         activations_tokens=largest.row.composition.new_tokens,
         tokens_that_fit=room // model.kv_bytes_per_token if model.kv_bytes_per_token else 0,
         gaps_bytes=largest.memory.gaps_bytes,
+        latent_bytes_per_token=model.latent_bytes_per_token,
     )

@@ -50,6 +50,8 @@ class RankMemory(msgspec.Struct, frozen=True):
         tokens_that_fit: tokens whose KV cache fits next to the rest; 0 if the memory of the device
             is not known.
         gaps_bytes: what the allocator reserves beyond its peak in that step, by simulation.
+        latent_bytes_per_token: KV cache of one token in engines, which keep the vectors of latent
+            attention; None of a model without it.
     """
 
     device_bytes: int
@@ -61,6 +63,7 @@ class RankMemory(msgspec.Struct, frozen=True):
     activations_tokens: int | None = None
     tokens_that_fit: int | None = None
     gaps_bytes: int | None = None
+    latent_bytes_per_token: int | None = None
 
     def bytes_of(self, cached_tokens: int, new_tokens: int) -> int | None:
         """Return the allocator's peak of a step, with activations that grow with its new tokens."""
