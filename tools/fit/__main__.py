@@ -44,7 +44,8 @@ _PROVENANCE = {
     "trtllm 1.3.0rc20 of aiconfigurator-core 0.12.0 (Apache-2.0)",
     "experts": "experts of MoE layers in bf16 of A100, H100, H200, L40S, B200 by SGLang's and "
     "vLLM's Triton kernels and by CUTLASS's grouped GEMMs: the benchmark sets sglang 0.5.10 and "
-    "0.5.14, vllm 0.19.0 to 0.24.0 and trtllm 1.0.0 to 1.3.0rc20 of aiconfigurator-core 0.12.0",
+    "0.5.14, vllm 0.19.0 to 0.24.0 and trtllm 1.0.0 to 1.3.0rc20 of aiconfigurator-core 0.12.0, "
+    "each library's shrunk toward the fit to all",
     "errors": "ln(measured / predicted) with the target's die family left out of the fit; memory: "
     "layer operators of A100 and H100 from microsoft/vidur (MIT) and fp32 operators of V100, T4 "
     "and A100 from sitar-lab/NeuSight (MIT), memory_same_die: those fp32 operators on two A100s, "

@@ -167,15 +167,27 @@ def untuned_steps(measured: ExpertLayers) -> F64:
 
 
 def fit_experts(measured: Sequence[ExpertLayers], gemm: GemmCoefficients) -> dict[str, Experts]:
-    """Return library -> the coefficients that fit its layers, every die family with one weight."""
-    return {
-        library: _fit_library([each for each in measured if each.library == library], gemm)
-        for library in EXPERT_LIBRARIES
-    }
+    """Return library -> its coefficients, every die family with one weight.
+
+    A library's own fit is shrunk toward the fit to all libraries, which counts as one die family
+    more: its logarithms have the weight n / (n + 1) with n families. With the target's family left
+    out this lowers the mean error over GPUs and libraries from 15.6 to 15.5%, and that of SGLang's
+    kernel from 14.5 to 13.7% on an A100 and from 18.0 to 16.8% on an L40S.
+    """
+    of_all = _fit_libraries(measured, gemm)
+    shrunk: dict[str, Experts] = {}
+    for library in EXPERT_LIBRARIES:
+        layers = [each for each in measured if each.library == library]
+        own = len({family(each.gpu) for each in layers})
+        x = (own * _fit_libraries(layers, gemm) + of_all) / (own + 1) if own else of_all
+        shrunk[library] = Experts(*np.exp(x).tolist())
+    return shrunk
 
 
-def _fit_library(measured: list[ExpertLayers], gemm: GemmCoefficients) -> Experts:
-    chosen = [each.every(_EVERY) for each in measured if each.kernel != UNTUNED]
+def _fit_libraries(measured: Sequence[ExpertLayers], gemm: GemmCoefficients) -> F64:
+    """Return the logarithms of one set of coefficients, those of `Experts`, float64[3]."""
+    with_own = [each for each in measured if each.library and each.kernel != UNTUNED]
+    chosen = [each.every(_EVERY) for each in with_own]
     families = [family(each.gpu) for each in chosen]
     kernels = [each.features() for each in chosen]
 
@@ -191,8 +203,7 @@ def _fit_library(measured: list[ExpertLayers], gemm: GemmCoefficients) -> Expert
             parts.append((families.count(name) * len(error)) ** -0.5 * error)
         return np.sqrt(len(parts[0])) * np.concatenate(parts)
 
-    x = fit_robustly(residuals, np.log(msgspec.structs.astuple(_START)))
-    return Experts(*np.exp(x).tolist())
+    return fit_robustly(residuals, np.log(msgspec.structs.astuple(_START)))
 
 
 def expert_cases(
