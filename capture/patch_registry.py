@@ -195,6 +195,19 @@ PATCHES: tuple[Patch, ...] = (
         ("no_device.emulated_process",),
     ),
     Patch(
+        "torch._VF",
+        ("lstm", "gru", "rnn_tanh", "rnn_relu"),
+        "C++ decides whether cuDNN runs recurrent layers; a build for the CPU has none, and one "
+        "for CUDA needs a GPU.",
+        ("no_device.emulated_process",),
+    ),
+    Patch(
+        "torch",
+        ("_use_cudnn_rnn_flatten_weight",),
+        "cuDNN's flat buffer of weights is made by addresses.",
+        ("no_device.emulated_process",),
+    ),
+    Patch(
         "torch.nn.DataParallel",
         ("scatter",),
         "It moves inputs to the GPU by C++ code that a CPU build lacks.",

@@ -241,6 +241,7 @@ _OPERATORS = {
         copy copy_ _to_copy clone cat concat stack repeat repeat_interleave flip roll
         constant_pad_nd pad replication_pad2d reflection_pad2d _pin_memory _copy_from
         im2col col2im pixel_shuffle select_backward slice_backward unfold_backward
+        _pack_padded_sequence
         split_with_sizes_copy chunk_cat _chunk_cat _local_scalar_dense slice_scatter
         select_scatter as_strided_scatter diagonal_scatter _reshape_copy view_copy permute_copy
         transpose_copy expand_copy copy_bucket_to_grad flatten_dense_tensors

@@ -34,7 +34,7 @@ from onerank.capture.no_device.fake_tensor_methods import (
     tensor_factory,
 )
 from onerank.capture.no_device.inductor import InductorOnShapes
-from onerank.capture.no_device.operators import triton_kernels
+from onerank.capture.no_device.operators import recurrent_layers, triton_kernels
 from onerank.capture.no_device.operators.fake_operators import FakeOperators
 from onerank.capture.no_device.operators.functional_collectives import (
     SYMMETRIC_MEMORY,
@@ -159,6 +159,9 @@ class EmulatedProcess:
                 # The checks of its arguments compare numbers.
                 patched("torch.distributions.Distribution", {"_validate_args": False}),
                 self.inductor.installed(),
+                patched(recurrent_layers.OWNER, recurrent_layers.recurrent_functions()),
+                # It moves the weights into one buffer for cuDNN, by addresses.
+                patched("torch", {"_use_cudnn_rnn_flatten_weight": _never}),
                 patched("torch.utils", {"swap_tensors": swap}),
                 patched("torch.distributed", {"Logger": _Logger}),
                 rebound(
@@ -406,6 +409,10 @@ def _has_foreach(tensors: Sequence[Tensor | None], device: torch.device) -> bool
 
 
 def _no(_: object) -> bool:
+    return False
+
+
+def _never() -> bool:
     return False
 
 

@@ -13,6 +13,12 @@ from torch import Tensor
 from torch._library import custom_ops, utils
 from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
 
+from onerank.capture.no_device.operators.recurrent_layers import (
+    packed_sequence,
+    results_of_backward,
+    results_of_forward,
+)
+
 _library: Any = utils  # private in torch, without types
 _custom: Any = custom_ops
 _torch: Any = torch
@@ -160,6 +166,9 @@ SHAPES: dict[str, Callable[..., Any]] = {
     "bitsandbytes::int8_mixed_scaled_mm": _mixed_product,
     "bitsandbytes::int8_vectorwise_quant": _quantised_rows,
     "bitsandbytes::int8_double_quant": _quantised_rows_and_columns,
+    "_pack_padded_sequence": packed_sequence,
+    "_cudnn_rnn": results_of_forward,
+    "_cudnn_rnn_backward": results_of_backward,
     "_efficient_attention_backward": _attention_gradients,
     "batch_norm_stats": _statistics,
     "batch_norm_gather_stats_with_counts": _gathered_statistics,

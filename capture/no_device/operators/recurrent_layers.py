@@ -1,0 +1,137 @@
+"""Recurrent layers as cuDNN runs them: one operator for all layers and time steps.
+
+torch decides in C++ that it calls cuDNN (`at::lstm` and others in aten/src/ATen/native/RNN.cpp):
+a build for the CPU never does, and a build for CUDA then needs a GPU. So the functions that
+`torch.nn.LSTM`, `GRU` and `RNN` call are replaced by calls of the operator `_cudnn_rnn`.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DynamicOutputShapeException,
+    FakeTensor,
+    unset_fake_temporarily,
+)
+
+_torch: Any = torch  # operators by name have no types
+
+OWNER = "torch._VF"
+"""The module whose functions `torch.nn` calls."""
+
+# `cudnnRNNMode_t`, by the name of torch's function.
+_MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
+
+_LSTM = _MODES["lstm"]
+
+# Numbers per element of the state that cuDNN keeps for the backward, by mode. cuDNN does not
+# document its reserve space; assumed are all gates, the cell's state (of a GRU the part of the
+# candidate that the reset gate multiplies) and the output of each step.
+_KEPT = {0: 2, 1: 2, _LSTM: 4 + 1 + 1, _MODES["gru"]: 3 + 1 + 1}
+
+# `cudnn_is_acceptable` in aten/src/ATen/cudnn; other types run as GEMMs and elementwise operators.
+_TYPES = (torch.float16, torch.float32, torch.float64)
+
+
+def recurrent_functions() -> dict[str, Callable[..., Any]]:
+    """Return replacements of the functions in `OWNER`, by name."""
+    return {name: _layer(getattr(torch._VF, name), mode) for name, mode in _MODES.items()}  # pyright: ignore[reportPrivateUsage]
+
+
+def _layer(original: Callable[..., Any], mode: int) -> Callable[..., Any]:
+    def run(source: Tensor, second: Any, *rest: Any) -> Any:
+        if not isinstance(source, FakeTensor) or not source.is_cuda:
+            return original(source, second, *rest)
+        if source.dtype not in _TYPES or not torch.backends.cudnn.enabled:
+            return original(source, second, *rest)
+        return _with_cudnn(source, second, rest, mode)
+
+    return run
+
+
+def _with_cudnn(source: Tensor, second: Any, rest: Sequence[Any], mode: int) -> tuple[Tensor, ...]:
+    """Call cuDNN's operator with the arguments of torch's function.
+
+    Packed sequences have the sizes of their batches as the second argument, and no `batch_first`.
+    """
+    packed = isinstance(rest[1], list | tuple)
+    sizes: list[int] = second.tolist() if packed else []
+    states, weights, biased, layers, dropout, train, bidirectional, *first = (
+        rest if packed else (second, *rest)
+    )
+    if torch.is_autocast_enabled("cuda"):
+        dtype = torch.get_autocast_dtype("cuda")
+        source, states, weights = (_converted(each, dtype) for each in (source, states, weights))
+    hidden, cell = states if mode == _LSTM else (states, None)
+    size = (hidden if cell is None else cell).shape[2]
+    projected = hidden.shape[2] if hidden.shape[2] != size else 0
+    # Autocast's own kernel of the operator copies the weights into one buffer, which it addresses.
+    with torch.autocast("cuda", enabled=False):
+        output, last, last_cell, _, _ = _torch.ops.aten._cudnn_rnn(
+            source, [*weights], (4 if biased else 2) + (projected > 0), None, hidden, cell, mode,
+            size, projected, layers, bool(first and first[0]), dropout, train, bidirectional,
+            sizes, None,
+        )  # fmt: skip
+    return (output, last, last_cell) if mode == _LSTM else (output, last)
+
+
+def _converted(tensors: Any, dtype: torch.dtype) -> Any:
+    if isinstance(tensors, Tensor):
+        return tensors.to(dtype)
+    return type(tensors)(tensor.to(dtype) for tensor in tensors)
+
+
+def results_of_forward(*args: Any) -> tuple[Tensor, ...]:
+    """Return output, last states, reserve space and weights of `_cudnn_rnn`.
+
+    torch's fake implementation has an empty reserve space. The weights count as those that
+    `flatten_parameters` put into one buffer, which takes no memory of its own.
+    """
+    source, _, _, _, hidden, cell, mode, size, projected, layers, _, _, train, both, sizes, _ = args
+    directions = 2 if both else 1
+    width = projected or size
+    output = source.new_empty((*source.shape[:-1], width * directions))
+    batch = sizes[0] if sizes else hidden.shape[1]
+    last = hidden.new_empty((layers * directions, batch, width))
+    last_cell = source.new_empty(0 if cell is None else (layers * directions, batch, size))
+    tokens = source.numel() // source.shape[-1]
+    kept = tokens * layers * directions * size * _KEPT[mode] * source.element_size()
+    reserve = source.new_empty(kept if train else 0, dtype=torch.uint8)
+    return output, last, last_cell, reserve, source.new_empty(0)
+
+
+def results_of_backward(*args: Any) -> tuple[Any, ...]:
+    """Return the gradients of input, states and weights of `_cudnn_rnn_backward`.
+
+    The gradients of all weights are parts of one buffer there; here each has memory.
+    """
+    source, weights, _, _, hidden, cell, *_ = args
+    of_input, of_hidden, of_cell, of_weights = args[-1]
+    return (
+        torch.empty_like(source) if of_input else None,
+        torch.empty_like(hidden) if of_hidden else None,
+        torch.empty_like(cell) if cell is not None and of_cell else None,
+        [torch.empty_like(each) if of_weights else None for each in weights],
+    )
+
+
+def packed_sequence(
+    source: Tensor, lengths: Tensor, batch_first: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return the rows of `_pack_padded_sequence`, and how many sequences have each time step.
+
+    The lengths are on the CPU, in descending order.
+
+    Raises:
+        DynamicOutputShapeException: the lengths depend on numbers that are not known.
+    """
+    del batch_first  # rows are those of all sequences, whatever their layout
+    if isinstance(lengths, FakeTensor):
+        raise DynamicOutputShapeException(_torch.ops.aten._pack_padded_sequence.default)
+    with unset_fake_temporarily():
+        known: list[int] = lengths.tolist()
+        sizes = [sum(length > step for length in known) for step in range(max(known))]
+        counts = torch.tensor(sizes, device="cpu")
+    return source.new_empty((sum(known), *source.shape[2:])), counts
