@@ -19,11 +19,13 @@ setup: .venv/installed
 test: lint tests docs
 
 # One thread each, so that the tests of two cores do not fight over them. A file runs in one worker,
-# which makes its module's fixtures once: 692 s instead of 791 s on two cores.
+# which makes its module's fixtures once: 692 s instead of 791 s on two cores. `tests/conftest.py`
+# orders the files.
 # Images of Python often forbid bytecode files; each command that a test starts would compile onerank
 # anew, a fifth of the second that `annotate` takes.
 tests: setup
-	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --dist loadfile
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= \
+	  $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 # The generated pages of docs/reference: commands, JSON output, trace attributes.
 reference: setup

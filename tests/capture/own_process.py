@@ -120,8 +120,15 @@ def forkserver_context() -> Any:
             "onerank.cli.commands.annotate",
             "onerank.cli.commands.capture",
             "onerank.cli.commands.convert",
+            "onerank.cli.commands.export_check",
+            "onerank.cli.commands.plan",
+            "onerank.cli.commands.serve",
             "onerank.cli.commands.show_diff_replay",
-            "rich.console",
+            "onerank.cli.summary_tables",
+            "onerank.plan.make_plan",
+            "onerank.serving.build_bundle",
+            "rich.progress",
+            "rich.table",
             "indexed_bindings",
         ]
     )
