@@ -310,6 +310,26 @@ def test_kernels_for_scales_of_rows_choose_large_tiles_by_rows_and_never_divide_
     assert by_row.item() > 1.2 * by_block.item()
 
 
+def test_tensor_memory_multiplies_64_rows_in_8_bits_and_128_in_4():
+    """Of a B200: an RTX 5090 has no such memory, and CUTLASS's tiles for rows are Hopper's."""
+    four = 0.5 + 1 / 16
+    shapes = np.array([[1, m, 4096, 4096, item, 2] for m in (8, 256) for item in (1, four)])
+    scales = np.full(4, Scales.ROW, dtype=np.uint8)
+    least = {
+        gpu.name: {
+            int(row): int(kernel.tilings[0].min())
+            for rows, kernel in scaled_kernels(
+                gpu, shapes, scales, shipped().gemm, shipped().finely_scaled_on(gpu)
+            )
+            for row in rows
+        }
+        for gpu in (B200, load_gpu("RTX-5090"), H100)
+    }
+    assert least["B200"] == {0: 64, 1: 128, 2: 64, 3: 128}
+    assert least["H100-SXM"] == {0: 16, 1: 16, 2: 128, 3: 128}
+    assert least["RTX-5090"][0] == 16
+
+
 def test_blackwells_attention_has_a_longer_floor():
     c = shipped()
     assert c.attention_on(H100) == c.attention
