@@ -25,8 +25,9 @@ from functools import cache
 import numpy as np
 
 from onerank.annotate.gpus.gpu import Gpu
-from onerank.annotate.models.attention_time import QUERY_TILE
+from onerank.annotate.models.attention_time import QUERY_TILE, AttentionTerms, decode_terms
 from onerank.annotate.models.coefficients import Coefficients, Decode
+from onerank.annotate.models.flash2_decode import FLASH2_DECODE, WaveTerms, flash2_decode_terms
 from onerank.ir.arrays import F64
 from onerank.ir.errors import AnnotateError
 
@@ -195,14 +196,11 @@ _BY_SHAPE = {
     ),
 }
 
-# (family, architecture) -> decoding by the kernels of torch's operators, fitted to 99 calls of each
-# on one H100: time per call of a replayed CUDA graph, with the gaps between kernels. These times
-# are 5.0 and 8.0% off, and 5.8 and 8.2% for a pair of (heads, key heads) that the fit leaves out;
-# the kernels' durations are 12.6 and 12.2% off (benchmarks/results/2026-11-26-decode-h100.txt).
-_DECODE = {
-    ("cudnn", "hopper"): Decode(1.574, 1305.0, 369.7, 1.189, 1.389, copy_floors=1.0),
-    ("flash2", "hopper"): Decode(2.320, 2592.0, 255.2, 1.148, 1.0, copy_floors=1.0),
-}
+# (family, architecture) -> decoding by the kernels of torch's operators, fitted to 99 calls on one
+# H100: time per call of a replayed CUDA graph, with the gaps between kernels. These times are 5.0%
+# off, and 5.8% for a pair of (heads, key heads) that the fit leaves out; the kernels' durations are
+# 12.6% off (benchmarks/results/2026-11-26-decode-h100.txt).
+_DECODE = {("cudnn", "hopper"): Decode(1.574, 1305.0, 369.7, 1.189, 1.389, copy_floors=1.0)}
 
 # torch runs the memory-efficient kernel where the others do not apply: in fp32, with a mask, or for
 # values of another width. No request names it, so no table but `_BY_SHAPE` has it.
@@ -227,9 +225,18 @@ def shape_factors(family: str, gpu: Gpu) -> ShapeFactors | None:
     return _BY_SHAPE.get((family, gpu.architecture))
 
 
-def decode_of(family: str, gpu: Gpu) -> Decode | None:
-    """Return the coefficients of a family's decoding on a GPU's architecture; None if unknown."""
-    return _DECODE.get((family, gpu.architecture))
+def named_decode_terms(family: str, gpu: Gpu, shapes: F64) -> AttentionTerms | WaveTerms | None:
+    """Return the time of decoding by the kernel that an operator names; None if not measured.
+
+    Args:
+        family: the kernel.
+        gpu: the GPU.
+        shapes: as for `attention_time.attention_terms`, float64[d, 9].
+    """
+    if family == "flash2" and gpu.architecture in FLASH2_DECODE:
+        return flash2_decode_terms(gpu, shapes, FLASH2_DECODE[gpu.architecture])
+    coefficients = _DECODE.get((family, gpu.architecture))
+    return None if coefficients is None else decode_terms(gpu, shapes, coefficients)
 
 
 def _usual(gpu: Gpu) -> str:

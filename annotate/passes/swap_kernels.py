@@ -10,15 +10,15 @@ from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.attention_kernels import (
     UNRESOLVED,
     Resolution,
-    decode_of,
     family_of,
     family_of_operator,
+    named_decode_terms,
     resolve,
     resolve_unmeasured,
     shape_factors,
     slowdown_of,
 )
-from onerank.annotate.models.attention_time import decode_terms, has_few_queries, is_latent
+from onerank.annotate.models.attention_time import has_few_queries, is_latent
 from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.cost_model import CostModel, PredictFromDescription
 from onerank.annotate.models.features import KernelFeatures
@@ -401,11 +401,10 @@ def _swap_decoding(
     families = np.array([family_of_operator(operators[row]) for row in decoded.tolist()])
     swapped_ns, notes = predicted_ns.copy(), list[Note]()
     for family in dict.fromkeys(families.tolist()):
-        coefficients = decode_of(family, target)
-        if coefficients is None:
-            continue
         rows = decoded[families == family]
-        terms = decode_terms(target, shapes[rows], coefficients)
+        terms = named_decode_terms(family, target, shapes[rows])
+        if terms is None:
+            continue
         swapped_ns[rows] = terms.predicted_ns
         if record is not None:
             record.update(rows, lambda i, _, terms=terms: terms.term(i, target.name))
