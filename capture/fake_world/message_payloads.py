@@ -253,6 +253,8 @@ LARGEST_BYTES = 2**20
 _FRAMES_BELOW_THE_SCRIPT = (
     *("onerank.capture", "torch.distributed.distributed_c10d", "torch.distributed.c10d_logger"),
     *("torch.distributed._functional_collectives", "torch.utils._contextlib", "torch._ops"),
+    # Without a device a dispatch mode receives the call, and torch wraps its methods.
+    *("torch._compile", "torch._dynamo.eval_frame"),
 )
 
 
