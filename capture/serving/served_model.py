@@ -122,7 +122,15 @@ def materialise(model: Any, device: str) -> None:
 
     Zeros would draw less power in a GPU's multipliers, and so raise its clocks.
     """
+    tied: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            tied.setdefault(id(parameter), []).append((module, name))
     model.to_empty(device=device)
+    # `to_empty` creates a parameter for each module that has one.
+    for (first, own), *others in tied.values():
+        for module, name in others:
+            setattr(module, name, getattr(first, own))
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.dim() > 1:

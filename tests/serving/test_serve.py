@@ -253,6 +253,13 @@ def test_expanded_latents_are_named(tmp_path: Path):
         assert "8.0 times" in notes["serve-expanded-latents"]
 
 
+def test_tied_weights_have_one_storage(tmp_path: Path):
+    config = read_config(written(tmp_path, {**LLAMA, "tie_word_embeddings": True}))
+    model = build_model(config, "cpu", shapes_only=False)
+    materialise(model, "cpu")
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
 def test_steps_without_a_cuda_graph_are_counted(bundle: Path):
     read = read_bundle(bundle)
     manifest, memory = read.manifest, read.manifest.memory
