@@ -73,6 +73,9 @@ def sum_rotary_gradient(module: nn.Module, width: int, group: dist.ProcessGroup)
     """Sum the gradient of the last `width` features of a module's output over the group."""
 
     def split(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+        # Inference has no gradient, and engines no copy for it.
+        if not torch.is_grad_enabled():
+            return output
         latent, rotary = output.split([output.shape[-1] - width, width], dim=-1)
         return torch.cat([latent, copy_to_group(rotary, group)], dim=-1)
 
