@@ -80,8 +80,15 @@ def attention_formula(layout: AttentionArguments) -> Formula:
         elif causal:
             # Kernels skip tiles above the diagonal; FlopCounterMode counts them.
             flops //= 2
+        batch, heads, key_heads, rows, columns = sizes
+        bytes_read = None
+        if heads == key_heads == 1 and d > dv and not masked and not layout.backward:
+            # Decode of latent attention in a kernel that shares a key among the queries of one
+            # head: the queries are the heads of one token, and the value is a part of the key.
+            sizes = batch, rows, 1, 1, columns
+            bytes_read = call.input_bytes - value.nbytes
         shape = AttentionShape(*sizes, d, dv, causal=masked, backward=int(layout.backward))
-        return matmul_work(call, query, flops, attention=shape)
+        return matmul_work(call, query, flops, bytes_read, attention=shape)
 
     return formula
 

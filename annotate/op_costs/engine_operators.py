@@ -211,6 +211,21 @@ def _packed_linear(call: Call) -> Work | None:
     return matmul_work(call, tokens, 2 * rows * n * k, call.list_bytes(1, 2), gemm=(1, rows, n, k))
 
 
+def _latent_attention(call: Call) -> Work | None:
+    """Return the work of latent attention with one query per sequence.
+
+    Its operands are queries [b, h, d], cached vectors [b, keys, d], and their leading part as
+    values [b, keys, dv], which are read once with the vectors.
+    """
+    query, keys, values = (call.tensor(place) for place in range(3))
+    if query is None or keys is None or values is None:
+        return None
+    (batch, heads, d), length, dv = query.shape, keys.shape[1], values.shape[2]
+    shape = AttentionShape(batch, heads, 1, 1, length, d, dv, causal=0, backward=0)
+    flops = 2 * batch * heads * length * (d + dv)
+    return matmul_work(call, query, flops, query.nbytes + keys.nbytes, attention=shape)
+
+
 FORMULAS: Mapping[str, Formula] = {
     **{
         f"{library}::{name}_fused_experts": _fused_experts(4, kernel)
@@ -222,6 +237,7 @@ FORMULAS: Mapping[str, Formula] = {
     },
     "trtllm::fused_moe": _fused_experts(1, PartKernel.CUTLASS_EXPERTS),
     "_C::weight_packed_linear": _packed_linear,
+    "onerank_serving::latent_attention": _latent_attention,
     **dict.fromkeys(OPAQUE_EXPERTS, _without_weights),
 }
 """Formulas of the operators whose operands show their work, by full name."""

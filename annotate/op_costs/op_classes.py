@@ -123,7 +123,7 @@ _OPERATORS = {
     OpClass.ATTENTION: """
         scaled_dot_product_attention _scaled_dot_product_attention_math
         unified_attention unified_attention_with_output unified_mla_attention
-        unified_mla_attention_with_output cpu_attention_with_kv_cache
+        unified_mla_attention_with_output cpu_attention_with_kv_cache latent_attention
         _scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_backward
         _scaled_dot_product_flash_attention_for_cpu
         _scaled_dot_product_flash_attention_for_cpu_backward

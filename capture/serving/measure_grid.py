@@ -26,6 +26,7 @@ from onerank.capture.profiling.step_timers import StepTimer
 from onerank.capture.profiling.window_plan import Progress
 from onerank.capture.run_as_rank import RankRun, slicing_to_rank
 from onerank.capture.serving.compositions import MOST_TOKENS, Composition
+from onerank.capture.serving.latent_attention import latent_bytes_per_token
 from onerank.capture.serving.script_model import ModelScript, model_of_script
 from onerank.capture.serving.served_model import (
     RepeatableStep,
@@ -33,7 +34,6 @@ from onerank.capture.serving.served_model import (
     adopt_model,
     build_model,
     give_attention_scopes,
-    latent_bytes_per_token,
     materialise,
     read_config,
 )
@@ -362,7 +362,8 @@ def _served(
     step = RepeatableStep.of(model, composition, config.vocab_size, device, has_head=False)
     give_attention_scopes(step, model)
     # After the step the cache holds two tokens: the context and the new one.
-    cached = sum(tensor.nbytes for tensor in step.cache.cache_tensors()) // 2
+    cached = {layer: size // 2 for layer, size in step.cache.bytes_by_layer().items()}
+    itemsize = step.cache.cache_tensors()[0].itemsize
     gpu = options.emulated_gpu
     memory = gpu.memory_bytes if gpu is not None else 0
     if gpu is None and device == "cuda":
@@ -374,8 +375,8 @@ def _served(
         layers=config.num_hidden_layers,
         longest=int(getattr(config, "max_position_embeddings", 0) or MOST_TOKENS),
         weights_bytes=sum(weights.values()),
-        kv_bytes_per_token=cached,
-        latent_bytes_per_token=latent_bytes_per_token(model, step.cache),
+        kv_bytes_per_token=sum(cached.values()),
+        latent_bytes_per_token=latent_bytes_per_token(model, cached, itemsize),
         memory_bytes=memory,
         config=msgspec.json.decode(config.to_json_string(use_diff=False)),
         pipeline=pipeline,

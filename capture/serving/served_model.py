@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from onerank.capture.serving import latent_attention
 from onerank.capture.serving.compositions import Composition
 from onerank.ir.errors import CaptureError
 
@@ -147,7 +148,8 @@ class StepCache:
     """The KV cache of one engine step, as transformers takes it.
 
     Keys and values of a step's prefills and decodes are tensors [sequences, heads, tokens, size]
-    per layer. A repeated step writes the same places again.
+    per layer. Of latent attention, the vectors are the keys of one head, without values. A repeated
+    step writes the same places again.
 
     Attributes:
         composition: the step's sequences.
@@ -197,7 +199,16 @@ class StepCache:
         """Return all keys and values."""
         return tuple(self.tensors.values())
 
-    def room(self, part: str, new: Tensor, *, context: int, value: bool) -> Tensor:
+    def bytes_by_layer(self) -> dict[int, int]:
+        """Return the bytes of each layer."""
+        sizes: dict[int, int] = {}
+        for (layer, *_), tensor in self.tensors.items():
+            sizes[layer] = sizes.get(layer, 0) + tensor.nbytes
+        return sizes
+
+    def room(
+        self, part: str, new: Tensor, *, context: int, value: bool = False, width: int = 0
+    ) -> Tensor:
         """Return the keys or values of a part of the step, allocated on the first call.
 
         Args:
@@ -205,11 +216,12 @@ class StepCache:
             new: the new ones, [sequences, heads, new tokens, size].
             context: tokens of each sequence in the cache before the step.
             value: whether they are values.
+            width: elements of a token and head in the cache; 0: as many as the new ones have.
         """
         key = _step.layer, part, value
         if key not in self.tensors:
             count, heads, tokens, size = new.shape
-            shape = count, heads, context + tokens, size
+            shape = count, heads, context + tokens, width or size
             self.tensors[key] = torch.empty(shape, dtype=new.dtype, device=new.device).normal_()
         return self.tensors[key]
 
@@ -268,13 +280,65 @@ class _PartAttention(nn.Module):
         return out.transpose(1, 2).flatten(0, 1).unsqueeze(0)
 
 
+class _LatentWrite(nn.Module):
+    """Writes latent vectors and rotary parts to the KV cache; a module, to have a scope."""
+
+    def forward(self, cached: Tensor, latents: Tensor, rotary: Tensor) -> None:
+        """Write new vectors, in one kernel as engines do."""
+        torch.cat((latents, rotary), dim=-1, out=cached)
+
+
+class _LatentPart(nn.Module):
+    """Latent attention of the prefills, or of the decodes, of a step; a module, to have a scope."""
+
+    def __init__(self, part: str) -> None:
+        super().__init__()
+        self.part = part
+        self.cache_write = _LatentWrite()
+
+    def forward(
+        self,
+        query: Tensor,
+        new: tuple[Tensor, Tensor],
+        weight: Tensor,
+        scale: float | None,
+        window: int | None,
+    ) -> Tensor:
+        """Return [1, tokens, heads, size] of the part's tokens.
+
+        Args:
+            query: queries, [1, heads, tokens, width].
+            new: latent vectors and rotary parts, [1, 1, tokens, width] each.
+            weight: as `latent_attention.up_weight` returns it.
+            scale: as in transformers, like `window`.
+            window: tokens that a query sees; None for all.
+        """
+        cache = _step.cache
+        assert cache is not None, "a step is running"
+        step, prefill = cache.composition, self.part == "prefill"
+        count = step.prefills if prefill else step.decodes
+        context = step.prefill_context if prefill else step.decode_context
+        # [1, 1, sequences * tokens, width] -> [sequences, 1, tokens, width]
+        latents, rotary = (t[0].unflatten(1, (count, -1)).transpose(0, 1) for t in new)
+        width = latents.shape[-1] + rotary.shape[-1]
+        cached = cache.room(self.part, latents, context=context, width=width)
+        self.cache_write(cached[:, :, context:], latents, rotary)
+        if not prefill:
+            seen = cached[:, 0, -window:] if window is not None else cached[:, 0]
+            return latent_attention.decode(seen, weight, query[0], scale).unsqueeze(0)
+        queries = query[0].unflatten(1, (count, -1)).transpose(0, 1)
+        keys, values = latent_attention.expand(cached[:, 0], weight, queries)
+        out = _attend(queries, keys, values, scale, window)
+        return out.transpose(1, 2).flatten(0, 1).unsqueeze(0)
+
+
 class _Parts(nn.Module):
     """The two kinds of attention of a layer."""
 
-    def __init__(self) -> None:
+    def __init__(self, of_part: type[_PartAttention | _LatentPart]) -> None:
         super().__init__()
-        self.prefill = _PartAttention("prefill")
-        self.decode = _PartAttention("decode")
+        self.prefill = of_part("prefill")
+        self.decode = of_part("decode")
 
 
 PARTS = "step_attention"
@@ -300,7 +364,8 @@ def _attention_function(
     if _step.callers is not None:
         _step.callers.append(module)
         if not hasattr(module, PARTS):
-            setattr(module, PARTS, _Parts())
+            latent = latent_attention.keeps_latents(module)
+            setattr(module, PARTS, _Parts(_LatentPart if latent else _PartAttention))
     cache = _step.cache
     assert cache is not None, "a step is running"
     step, parts = cache.composition, getattr(module, PARTS)
@@ -308,8 +373,11 @@ def _attention_function(
     outputs: list[Tensor] = []
     for part, start, end in ((parts.prefill, 0, chunk), (parts.decode, chunk, step.new_tokens)):
         if start < end:
-            tensors = (t[:, :, start:end] for t in (query, key, value))
-            outputs.append(part(*tensors, scaling, sliding_window))
+            q, k, v = (t[:, :, start:end] for t in (query, key, value))
+            operands = q, k, v
+            if isinstance(part, _LatentPart):
+                operands = q, (k, v), latent_attention.up_weight(module)
+            outputs.append(part(*operands, scaling, sliding_window))
     return (torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]), None
 
 
@@ -405,32 +473,6 @@ class RepeatableStep:
             self.model(**self.arguments)
 
 
-def latent_bytes_per_token(model: Any, cache: StepCache) -> int | None:
-    """Return the KV cache of a token in engines, of a model with multi-head latent attention.
-
-    Engines cache the latent vector and the rotary part of the key, which `kv_a_proj_with_mqa`
-    computes, and `kv_b_proj` expands to the keys and values of all heads. Of layers with another
-    kind of attention, it contains what the cache holds.
-
-    Args:
-        model: a model.
-        cache: its cache after a step of one decode with a context of one token.
-
-    Returns:
-        The bytes; None if no layer of the model has such attention.
-    """
-    widths = {
-        module.layer_idx: module.kv_a_proj_with_mqa.weight.shape[0]
-        for module in model.modules()
-        if hasattr(module, "kv_a_proj_with_mqa") and hasattr(module, "kv_b_proj")
-    }
-    if not widths:
-        return None
-    itemsize = next(iter(cache.tensors.values())).itemsize
-    others = sum(t.nbytes for (layer, *_), t in cache.tensors.items() if layer not in widths)
-    return others // 2 + sum(widths.values()) * itemsize
-
-
 @contextlib.contextmanager
 def _running(cache: StepCache) -> Generator[None]:
     _step.cache = cache
@@ -443,9 +485,12 @@ def _running(cache: StepCache) -> Generator[None]:
 def give_attention_scopes(step: Callable[[], None], model: Any) -> None:
     """Run a step once and add the modules of attention to the modules that call it.
 
+    Latent attention then passes its vectors to them, as engines cache them.
+
     Raises:
         CaptureError: the model does not use transformers' attention interface, or does not run.
     """
+    latent_attention.keep_latents(model)
     _step.callers = callers = []
     try:
         step()

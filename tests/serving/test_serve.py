@@ -1,5 +1,6 @@
 """`capture serve`: the steps of an engine, their figures, and what a run leaves behind."""
 
+import copy
 import gzip
 import json
 from pathlib import Path
@@ -13,10 +14,10 @@ from own_process import run_code, run_command
 from transformers import AutoModelForCausalLM, DynamicCache
 
 import onerank
-from onerank.annotate import PassOptions, load_gpu
+from onerank.annotate import PassOptions, characterise, load_gpu
 from onerank.annotate.hosts.host import HOST_OP_KINDS
 from onerank.capture.options import Options, WindowPlan
-from onerank.capture.serving import served_model
+from onerank.capture.serving import latent_attention, served_model
 from onerank.capture.serving.compositions import Composition, default_grid, parse_grid
 from onerank.capture.serving.served_model import (
     RepeatableStep,
@@ -227,30 +228,120 @@ def test_notes_count_what_the_tables_leave_out(bundle: Path):
     assert f"1 of {len(read.rows)} " in notes["serve-misfits"]
 
 
-# Latent vectors of 64 elements with a rotary part of 32, for 8 heads of 64 and 32.
-DEEPSEEK: dict[str, Any] = {
+# Latent vectors of 512 elements with a rotary part of 64, for 8 heads of 32 + 64 and 16.
+LATENT: dict[str, Any] = {
     "model_type": "deepseek_v3", "hidden_size": 256, "intermediate_size": 512,
-    "moe_intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 8,
-    "num_key_value_heads": 8, "n_routed_experts": 16, "num_experts_per_tok": 4, "n_group": 4,
-    "topk_group": 2, "first_k_dense_replace": 1, "kv_lora_rank": 64, "q_lora_rank": 128,
-    "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32, "vocab_size": WORDS,
-    "max_position_embeddings": 4096, "dtype": "bfloat16",
+    "moe_intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 8,
+    "num_key_value_heads": 8, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2,
+    "topk_group": 1, "first_k_dense_replace": 1, "kv_lora_rank": 512, "q_lora_rank": 128,
+    "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 16, "vocab_size": WORDS,
+    "max_position_embeddings": 4096, "dtype": "bfloat16", "head_dim": 64,
 }  # fmt: skip
+LATENT_BYTES = LATENT["num_hidden_layers"] * (512 + 64) * 2
 
 
-def test_expanded_latents_are_named(tmp_path: Path):
-    config = written(tmp_path, DEEPSEEK)
-    done = run_command("capture", "serve", config, "--device", "none",
-                       "--grid", "decode: batch=8 context=512", "-o", tmp_path / "b")  # fmt: skip
+@pytest.mark.parametrize("kind", ["deepseek_v3", "deepseek_v2", "glm4_moe_lite", "minicpm3"])
+def test_latent_attention_computes_what_transformers_computes(tmp_path: Path, kind: str):
+    config = read_config(written(tmp_path, {**LATENT, "model_type": kind, "dtype": "float32"}))
+    reference = AutoModelForCausalLM.from_config(copy.deepcopy(config)).eval()
+    model = build_model(config, "cpu", shapes_only=False)
+    materialise(model, "cpu")
+    reference.load_state_dict(model.state_dict())
+    step = RepeatableStep.of(model, Composition(3, 7, 2, 5, 4), WORDS, "cpu")
+    served_model.give_attention_scopes(step, model)
+    tokens = step.arguments["input_ids"][0]
+    expected: list[torch.Tensor] = []
+    parts = (("prefill", 2, 5, 4, tokens[:10]), ("decode", 3, 1, 7, tokens[10:]))
+    for part, count, new, context, ids in parts:
+        before = torch.randint(0, WORDS, (count, context))
+        with torch.no_grad():
+            output = reference(torch.cat((before, ids.view(count, new)), dim=1))
+            expected.append(output.logits[:, -1])
+            # The context is a prefill of the served model.
+            earlier = RepeatableStep.of(model, Composition(0, 0, count, context, 0), WORDS, "cpu")
+            earlier.arguments["input_ids"] = before.view(1, -1)
+            earlier()
+        for (layer, _, value), vectors in earlier.cache.tensors.items():
+            step.cache.tensors[layer, part, value][:, :, :context] = vectors
+    with torch.no_grad(), served_model._running(step.cache):
+        logits = model(**step.arguments).logits[0]
+    torch.testing.assert_close(logits, torch.cat(expected), rtol=1e-4, atol=1e-4)
+    assert sum(step.cache.bytes_by_layer().values()) == 2 * LATENT_BYTES * (2 * 9 + 3 * 8)
+
+
+def test_ranks_decode_the_heads_of_latent_attention():
+    cached, query = torch.randn(3, 5, 24 + 8), torch.randn(4, 3, 16 + 8)
+    weight = torch.randn(4 * (16 + 12), 24)
+    whole = latent_attention.decode(cached, weight, query, None)
+    halves = [
+        latent_attention.decode(cached, w, q, None)
+        for w, q in zip(weight.chunk(2), query.chunk(2), strict=True)
+    ]
+    torch.testing.assert_close(torch.cat(halves, dim=1), whole)
+    keys, values = latent_attention.expand(cached, weight, query.transpose(0, 1).unsqueeze(2))
+    scores = torch.einsum("hbd,bhtd->bht", query, keys) * (16 + 8) ** -0.5
+    expected = torch.einsum("bht,bhtv->bhv", scores.softmax(dim=-1), values)
+    torch.testing.assert_close(whole, expected)
+
+
+def test_latent_vectors_are_cached_as_engines_cache_them(tmp_path: Path):
+    config = written(tmp_path, LATENT)
+    done = run_command("capture", "serve", config, "--tp", 2, "--device", "none",
+                       "--grid", "decode: batch=64 context=2047", "-o", tmp_path / "b")  # fmt: skip
     assert done.returncode == 0, done.stderr
-    annotated = invoke(annotate, "--target", "H200", tmp_path / "b", "-o", tmp_path / "h200")
-    assert annotated.exit_code == 0, annotated.output
+    invoke(annotate, "--target", "H200", tmp_path / "b", "-o", tmp_path / "h200")
     for name in ("b", "h200"):
         manifest = read_bundle(tmp_path / name).manifest
-        assert manifest.memory.kv_bytes_per_token == 3 * 8 * (64 + 32) * 2
-        assert manifest.memory.latent_bytes_per_token == 3 * (64 + 32) * 2
+        # Each rank has the vectors of all heads.
+        assert manifest.memory.kv_bytes_per_token == LATENT_BYTES
+        assert manifest.memory.latent_bytes_per_token == LATENT_BYTES
+        assert "serve-expanded-latents" not in [note.code for note in manifest.notes]
+    graph = characterise(onerank.read(tmp_path / "b" / "traces" / "1.et"))
+    nodes, text = graph.nodes, graph.strings
+    inside = [
+        node
+        for node in np.flatnonzero(graph.compute).tolist()
+        if ".layers.1.self_attn.step_attention.decode" in text[int(nodes.module[node])]
+    ]
+    # As vLLM: the cache's vectors, queries of the vectors and their rotary part, attention, values.
+    assert [text[int(nodes.op[node])] for node in inside] == [
+        *("aten::cat", "aten::bmm", "aten::cat"),
+        *("onerank_serving::latent_attention", "aten::bmm"),
+    ]
+    attention = inside[3]
+    assert nodes.flops[attention] == 2 * 64 * 4 * 2048 * (512 + 64 + 512)
+    assert nodes.bytes_read[attention] == 2 * 64 * (2048 + 4) * (512 + 64)
+    assert nodes.bytes_written[attention] == 2 * 64 * 4 * 512
+    # The products by each half of `kv_b_proj`, of four heads.
+    assert [nodes.flops[inside[place]] for place in (1, 4)] == [
+        2 * 64 * 4 * 32 * 512,
+        2 * 64 * 4 * 512 * 16,
+    ]
+
+
+ADAPTED = """class Adapted(torch.nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+    def forward(self, x):
+        return self.inner(x)
+for layer in model.model.layers:
+    layer.self_attn.kv_b_proj = Adapted(layer.self_attn.kv_b_proj)
+model(torch.ones(1, 4, dtype=torch.long))"""
+
+
+def test_latents_that_are_expanded_are_named(tmp_path: Path):
+    config, script = written(tmp_path, LATENT), scripted(tmp_path, ADAPTED)
+    done = run_command("capture", "serve", script, "--device", "none", "-o", tmp_path / "b",
+                       "--grid", "decode: batch=8 context=512", "--", config)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    invoke(annotate, "--target", "H200", tmp_path / "b", "-o", tmp_path / "h200")
+    for name in ("b", "h200"):
+        manifest = read_bundle(tmp_path / name).manifest
+        assert manifest.memory.kv_bytes_per_token == 2 * 8 * (32 + 64 + 16) * 2
+        assert manifest.memory.latent_bytes_per_token == LATENT_BYTES
         notes = {note.code: note.text for note in manifest.notes}
-        assert "8.0 times" in notes["serve-expanded-latents"]
+        assert f"{8 * (32 + 64 + 16) / (512 + 64):.1f} times" in notes["serve-expanded-latents"]
 
 
 def test_tied_weights_have_one_storage(tmp_path: Path):

@@ -152,6 +152,31 @@ def test_the_last_queries_of_a_sequence_see_all_keys_before_them():
     assert found == 2 * 2 * 8 * (32 * 96 + triangle) * (64 + 64)
 
 
+def test_decode_of_latent_attention_is_the_same_by_torchs_kernel():
+    """Heads of a token that are the queries of one head, and the operator of `capture serve`."""
+    b, h, keys, d, dv = 4, 16, 1000, 576, 512
+    queries, vectors, values = (BF16, [b, h, d]), (BF16, [b, keys, d]), (BF16, [b, keys, dv])
+    operands = queries, vectors, values, ("Double", [])
+    texts = json.dumps([shape for _, shape in operands]), json.dumps([kind for kind, _ in operands])
+    served = work_of("onerank_serving::latent_attention", texts, ("[[4,16,512]]", f'["{BF16}"]'))
+    assert served.attention == (b, h, 1, 1, keys, d, dv, 0, 0)
+    # Values are the leading part of the vectors.
+    assert (served.flops, served.bytes_read, served.bytes_written) == (
+        2 * b * h * keys * (d + dv),
+        2 * b * (h + keys) * d,
+        2 * b * h * dv,
+    )
+    inputs = [(kind, [b, rows, 1, size]) for kind, (_, rows, size) in (queries, vectors, values)]
+    inputs += [NONE] * 5 + [("Double", []), ("Int", []), ("Bool", [])]
+    by_torch = record(
+        "_efficient_attention_forward",
+        inputs,
+        [(BF16, [b, h, 1, dv])],
+        [None] * 8 + [0.0, 0, False],
+    )
+    assert by_torch == served
+
+
 def test_flash_attention_backward_is_five_products():
     grad, lse = QKV[0], (F32, [2, 8, 128])
     undefined = ("Tensor(nullptr (uninitialized))", [])

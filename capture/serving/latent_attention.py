@@ -1,0 +1,146 @@
+"""Multi-head latent attention (MLA) as inference engines compute it.
+
+Models of DeepSeek's kind project each token down to a latent vector and a rotary part of the key,
+which all heads share, and `kv_b_proj` expands the latent vector to the keys and values of all
+heads. Engines cache the vector and the rotary part only. As in vLLM
+(vllm/model_executor/layers/attention/mla_attention.py), a prefill expands the cached vectors, and a
+decode does not: the half of `kv_b_proj` that makes keys multiplies the queries, and the half that
+makes values multiplies the results. Attention then has one key for all heads, the cached vector,
+whose leading part is the value.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+# torch's dispatcher has no types.
+_torch: Any = torch
+
+_DOWN, _UP = "kv_a_proj_with_mqa", "kv_b_proj"
+# Since transformers 5.23 the attention of all models with latent vectors has this method, which it
+# calls after the update of the cache.
+_EXPAND = "expand_kv"
+
+# Not `onerank`, which starts the names of the capture's marks in a profile.
+_library = _torch.library.Library("onerank_serving", "DEF")
+_library.define("latent_attention(Tensor query, Tensor keys, Tensor values, float scale) -> Tensor")
+
+
+def _shared_head(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    # The heads are the queries of one head, so that a kernel reads a key once for all of them.
+    q, k, v = (tensor.unsqueeze(1) for tensor in (query, keys, values))
+    return functional.scaled_dot_product_attention(q, k, v, scale=scale)[:, 0].contiguous()
+
+
+def _empty_result(query: Tensor, _: Tensor, values: Tensor, __: float) -> Tensor:
+    return query.new_empty(*query.shape[:2], values.shape[-1])
+
+
+for _key in ("CPU", "CUDA"):
+    _library.impl("latent_attention", _shared_head, _key)
+_torch.library.register_fake("onerank_serving::latent_attention", _empty_result, lib=_library)
+
+
+def latent_modules(model: nn.Module) -> Iterator[Any]:
+    """Yield the modules of latent attention in a model."""
+    for module in model.modules():
+        if hasattr(module, _DOWN) and hasattr(module, _UP):
+            yield module
+
+
+def keep_latents(model: nn.Module) -> None:
+    """Let latent attention pass vectors that are not expanded to the attention function.
+
+    A layer keeps its expanded keys and values if its version of transformers has them in the
+    cache, or if `kv_b_proj` has no dense weight: quantised ones and adapters are not absorbed.
+    """
+    for module in latent_modules(model):
+        up = getattr(module, _UP)
+        dense = (
+            getattr(up, "bias", None) is None
+            and isinstance(up, nn.Linear)
+            and up.weight.is_floating_point()
+            and up.weight.dim() == 2
+            and not is_traceable_wrapper_subclass(up.weight)
+        )
+        if dense and hasattr(module, _EXPAND):
+            setattr(module, _EXPAND, _unexpanded)
+
+
+def _unexpanded(latents: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
+    return latents, rotary
+
+
+def keeps_latents(module: nn.Module) -> bool:
+    """Return whether a module passes vectors that are not expanded to the attention function."""
+    return vars(module).get(_EXPAND) is _unexpanded
+
+
+def up_weight(module: Any) -> Tensor:
+    """Return the weight of `kv_b_proj`, [heads * (key width + value width), latent width]."""
+    return getattr(module, _UP).weight
+
+
+def latent_bytes_per_token(model: nn.Module, cached: dict[int, int], itemsize: int) -> int | None:
+    """Return the KV cache of a token in engines, of a model with multi-head latent attention.
+
+    Of layers with another kind of attention, it contains what the cache holds.
+
+    Args:
+        model: a model.
+        cached: bytes of a token in the KV cache, by layer.
+        itemsize: bytes of an element of the cache.
+
+    Returns:
+        The bytes; None if no layer of the model has such attention.
+    """
+    widths = {m.layer_idx: getattr(m, _DOWN).weight.shape[0] for m in latent_modules(model)}
+    if not widths:
+        return None
+    others = sum(size for layer, size in cached.items() if layer not in widths)
+    return others + sum(widths.values()) * itemsize
+
+
+def expand(cached: Tensor, weight: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the keys and values of all heads, [sequences, heads, tokens, width].
+
+    Args:
+        cached: latent vectors and rotary parts, [sequences, tokens, width].
+        weight: as `up_weight` returns it.
+        query: queries, [sequences, heads, new tokens, width].
+    """
+    latents, rotary = cached.split([weight.shape[1], cached.shape[2] - weight.shape[1]], dim=-1)
+    heads, width = query.shape[1], query.shape[3]
+    plain = width - rotary.shape[-1]
+    expanded = functional.linear(latents, weight).unflatten(-1, (heads, -1))
+    keys = expanded.new_empty(*expanded.shape[:3], width)
+    keys[..., :plain].copy_(expanded[..., :plain])
+    keys[..., plain:].copy_(rotary.unsqueeze(2))
+    return keys.transpose(1, 2), expanded[..., plain:].transpose(1, 2)
+
+
+def decode(cached: Tensor, weight: Tensor, query: Tensor, scale: float | None) -> Tensor:
+    """Return the attention of one query per sequence, [sequences, heads, value width].
+
+    Args:
+        cached: latent vectors and rotary parts, [sequences, tokens, width].
+        weight: as `up_weight` returns it.
+        query: queries, [heads, sequences, width].
+        scale: of the scores; None for 1 / sqrt(width of a query).
+    """
+    heads, sequences, width = query.shape
+    rank = weight.shape[1]
+    plain = width - (cached.shape[2] - rank)
+    of_keys, of_values = weight.view(heads, -1, rank).tensor_split([plain], dim=1)
+    absorbed = torch.bmm(query[..., :plain], of_keys)
+    joined = torch.cat((absorbed, query[..., plain:]), dim=-1).transpose(0, 1)
+    result = _torch.ops.onerank_serving.latent_attention(
+        joined, cached, cached[..., :rank], width**-0.5 if scale is None else scale
+    )
+    values = result.new_empty(sequences, heads, of_values.shape[1])
+    torch.bmm(result.transpose(0, 1), of_values.transpose(1, 2), out=values.transpose(0, 1))
+    return values
