@@ -20,6 +20,7 @@ MODEL = """{
   "num_key_value_heads": 4, "vocab_size": 512
 }"""
 
+# A Rubin has no compute capability, from which a latency would follow.
 CONFIG = """
 [model]
 config = "llama.json"
@@ -27,7 +28,7 @@ config = "llama.json"
 gpu = "Rubin"
 nodes = 1
 gpus_per_node = 2
-intra_node = { busbw_gb_per_s = 370 }
+intra_node = { busbw_gb_per_s = 370, latency_us = 12 }
 [job]
 global_batch = 2
 seq = 128
