@@ -3,9 +3,9 @@
 A call with one query per sequence has a thread block for each sequence, key head and tile of 64
 queries; the heads of a group are its queries. If these blocks fill less than 0.8 of two per SM, the
 kernel also divides the keys: `num_splits_heuristic` of torch's `flash_attn/flash_api.cpp` (2.11)
-takes the fewest parts with which the last wave of blocks is at least 0.85 as full as with the best
-number. A second kernel combines the parts. On an H100 the heuristic gives the recorded grid of all
-47 decodes of a Llama-8B that were looked at.
+takes the fewest parts with which the waves of blocks are at least 0.85 times as full as with the
+best number. A second kernel combines the parts. On an H100 the heuristic gives the recorded grid of
+each of the 47 decodes of a Llama-8B that were compared.
 
 Blocks run in waves of two per SM. A wave takes its prologue, and the longer of two: one block's
 keys at the rate of a block, and all blocks' keys at the rate of the memory. So 40 sequences of
@@ -36,8 +36,9 @@ class Flash2Decode:
     Attributes:
         floor: launch floors of a call.
         prologue_cycles: of a wave.
-        whole_prologue_cycles: of a full wave whose blocks have all keys, which another kernel
-            computes; with fewer blocks it approaches the former.
+        whole_prologue_cycles: of a full wave whose blocks have all keys: another kernel computes
+            them. With fewer blocks the prologue is between this and `prologue_cycles`, by their
+            share of a full wave.
         bytes_per_cycle: keys and values that a block reads per cycle, if memory does not limit it.
         bandwidth_share: share of the described bandwidth that all blocks reach together.
         combine_floors: launch floors of the kernel that combines the parts.
@@ -69,10 +70,10 @@ FLASH2_DECODE = {
 """Architecture -> coefficients.
 
 Fitted to the kernels of 70 decodes of a Llama-8B (32 heads of 128, 8 key heads; 1 to 256 sequences
-of 128 to 16,384 tokens) on two H100s with torch 2.11, 47 of them in replays of CUDA graphs. They
-are 4.5% off in the mean, 17% at most; with waves that are never partly full, fitted to 99 other
-calls, they were 11.7% off. Of these 99 the fit has one, 4 sequences of 128 tokens. Other head sizes
-follow by their bytes, and were not measured.
+of 128 to 16,384 tokens) on two H100s with torch 2.11, 47 of them in replays of CUDA graphs. The
+fit is 4.5% off these 70 in the mean, 17% at most. A form without partly full waves, fitted to 99
+other calls, was 11.7% off. One of the 99, 4 sequences of 128 tokens, is in this fit, too. Other
+head sizes follow by their bytes, and were not measured.
 """
 
 

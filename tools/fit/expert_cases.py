@@ -138,12 +138,7 @@ def read_experts(folder: Path) -> list[ExpertLayers]:
     ):
         gpu = load_gpu(str(name))
         table = of_kernel.group_by(LAYER).agg(pl.col("time_us").median()).sort(LAYER)
-        layers: list[ExpertSizes] = []
-        for tokens, hidden, inner, chosen, experts in table.select(LAYER).iter_rows():
-            nemotron = (hidden, chosen, experts) in _NEMOTRON
-            gated = not nemotron or str(dataset) not in _NEMOTRON_WITHOUT_GATE
-            first = 2 * inner if gated else inner
-            layers.append(ExpertSizes(tokens, chosen, experts, hidden, first, inner))
+        layers = layers_of(table, str(dataset))
         cold = [
             at
             for at, s in enumerate(layers)
@@ -153,6 +148,17 @@ def read_experts(folder: Path) -> list[ExpertLayers]:
         kept = [layers[at] for at in cold]
         read.append(ExpertLayers(gpu, str(dataset), str(kernel), kept, times_ns))
     return read
+
+
+def layers_of(table: pl.DataFrame, dataset: str) -> list[ExpertSizes]:
+    """Return the layers in the columns `LAYER` of a dataset's table."""
+    layers: list[ExpertSizes] = []
+    for tokens, hidden, inner, chosen, experts in table.select(LAYER).iter_rows():
+        nemotron = (hidden, chosen, experts) in _NEMOTRON
+        gated = not nemotron or dataset not in _NEMOTRON_WITHOUT_GATE
+        first = 2 * inner if gated else inner
+        layers.append(ExpertSizes(tokens, chosen, experts, hidden, first, inner))
+    return layers
 
 
 def untuned_steps(measured: ExpertLayers) -> F64:

@@ -209,8 +209,7 @@ class HeldOut:
     Attributes:
         name: of the kind of calls and the GPU.
         powers: the calls.
-        runs: all runs of the dataset, if its sensor shows a part of the run before; `powers` is
-            not used then.
+        runs: the runs of the calls, if a reading contains a part of the run before.
     """
 
     name: str

@@ -27,10 +27,9 @@ from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.gpus.registry import load_gpu
 from onerank.annotate.models.features import KernelFeatures
 from onerank.annotate.models.power import utilization, utilization_of
-from onerank.annotate.op_costs.engine_operators import ExpertSizes
 from onerank.ir.arrays import F64, Mask
 from onerank.ir.errors import TargetError
-from tools.fit.expert_cases import LAYER, ExpertLayers
+from tools.fit.expert_cases import LAYER, ExpertLayers, layers_of
 from tools.fit.measured_kernels import GEMM_FILE, Attention, of_attention, read_table
 from tools.fit.public_cases import ATTENTION_SIZES, forward_shapes
 
@@ -64,7 +63,7 @@ class GemmRuns:
     Attributes:
         powers: utilization, and reading as a share of the power limit.
         sizes: m, n and k, float64[d, 3].
-        random_s: times with random weights, nan where they were not measured, float64[d].
+        random_s: times with random weights, nan where `gemm.parquet` has none, float64[d].
     """
 
     powers: Powers
@@ -100,21 +99,22 @@ class GemmRuns:
 
 
 def read_gemm_runs(path: Path) -> list[GemmRuns]:
-    """Read the bf16 GEMMs of each GPU with their power, and `gemm.parquet` if it lies beside.
+    """Read the bf16 GEMMs of each GPU with their power.
+
+    Args:
+        path: the table; `gemm.parquet` in the same folder has the times with random weights.
 
     Raises:
-        FormatError: the file is missing or lacks a column.
+        FormatError: one of the files is missing or lacks a column.
         TargetError: it has a GPU without a description, or one without power limit.
     """
     rows = read_table(path, ["gpu", "dtype", "m", "n", "k", "time_us", "power_w"])
     rows = rows.filter(pl.col("dtype").cast(pl.String) == "bfloat16")
     index = ["gpu", "m", "n", "k"]
-    rows = rows.with_columns(pl.lit(None, pl.Float64).alias("random_us"))
-    if (random := path.with_name(GEMM_FILE)).is_file():
-        known = read_table(random, [*index, "dtype", "time_us"])
-        known = known.filter(pl.col("dtype").cast(pl.String) == "bfloat16")
-        known = known.select(*index, pl.col("time_us").cast(pl.Float64).alias("random_us"))
-        rows = rows.drop("random_us").join(known, on=index, how="left")
+    random = read_table(path.with_name(GEMM_FILE), [*index, "dtype", "time_us"])
+    random = random.filter(pl.col("dtype").cast(pl.String) == "bfloat16")
+    random = random.select(*index, pl.col("time_us").alias("random_us"))
+    rows = rows.join(random, on=index, how="left")
     rows = rows.sort(["m", "n", "k"], descending=True)
     return [
         _runs(load_gpu(str(name)), of_gpu)
@@ -137,7 +137,7 @@ def _runs(gpu: Gpu, rows: pl.DataFrame) -> GemmRuns:
 
 
 def read_expert_powers(path: Path) -> list[Powers]:
-    """Read the power of experts from a table of `public_sets`, an entry for each GPU.
+    """Read the power of experts from a table of `public_sets`, by GPU, dataset and kernel.
 
     Raises:
         FormatError: the file is missing or lacks a column, or an unknown kernel ran.
@@ -150,18 +150,15 @@ def read_expert_powers(path: Path) -> list[Powers]:
         "gpu", "dataset", "kernel", maintain_order=True
     ):
         gpu = load_gpu(str(name))
-        layers = [
-            ExpertSizes(tokens, chosen, experts, hidden, 2 * inner, inner)
-            for tokens, hidden, inner, chosen, experts in table.select(LAYER).iter_rows()
-        ]
         times_ns = table["time_us"].to_numpy().astype(np.float64) * 1000
+        layers = layers_of(table, str(dataset))
         measured = ExpertLayers(gpu, str(dataset), str(kernel), layers, times_ns)
         read.append(_powers("experts", gpu, measured.features(), table))
     return read
 
 
 def read_attention_powers(path: Path) -> list[Powers]:
-    """Read the power of attention from a table of `public_sets`, entries for each GPU.
+    """Read the power of attention from a table of `public_sets`, by GPU and phase.
 
     Raises:
         FormatError: the file is missing or lacks a column.

@@ -36,7 +36,8 @@ from onerank.plan.layouts import PlanError
 # Time in which a Ray cluster has to answer, in seconds.
 _ANSWER_S = 10
 
-# Ending of the files of results that later runs do not use, and the age at which they go.
+# Ending of the files of results that later runs do not use. A run does not delete its files, since
+# its workers read them until it ends; later runs delete those that are older than any run lasts.
 _OF_ONE_RUN = ".of-run"
 _LONGEST_RUN_S = 7 * 24 * 3600
 
