@@ -80,7 +80,7 @@ class DeviceMemory:
             try:
                 self._blocks[storage] = self._allocator.allocate(size, stream)
             except OutOfMemoryError:
-                # A step that does not fit is captured, too; a plan tells by how much.
+                # A step that does not fit is captured, too; `onerank memory` reports by how much.
                 self._allocator.capacity_bytes = None
                 self._blocks[storage] = self._allocator.allocate(size, stream)
             finally:
@@ -103,7 +103,7 @@ class DeviceMemory:
             self._free_pending()
 
     def reset_peaks(self) -> None:
-        """Begin to look for peaks again, from the present values."""
+        """Restart the peaks from the present values."""
         with self._lock:
             self._allocator.reset_peaks()
 

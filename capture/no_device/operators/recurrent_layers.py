@@ -31,7 +31,8 @@ _LSTM = _MODES["lstm"]
 # candidate that the reset gate multiplies) and the output of each step.
 _KEPT = {0: 2, 1: 2, _LSTM: 4 + 1 + 1, _MODES["gru"]: 3 + 1 + 1}
 
-# `cudnn_is_acceptable` in aten/src/ATen/cudnn; other types run as GEMMs and elementwise operators.
+# `use_cudnn` in aten/src/ATen/native/RNN.cpp; other types run as GEMMs and elementwise operators.
+# bfloat16 needs Ampere and cuDNN 9.13; PyTorch 2.11 comes with 9.19.
 _TYPES = (torch.float16, torch.float32, torch.float64)
 
 
@@ -44,11 +45,16 @@ def _layer(original: Callable[..., Any], mode: int) -> Callable[..., Any]:
     def run(source: Tensor, second: Any, *rest: Any) -> Any:
         if not isinstance(source, FakeTensor) or not source.is_cuda:
             return original(source, second, *rest)
-        if source.dtype not in _TYPES or not torch.backends.cudnn.enabled:
+        if not _runs_with_cudnn(source):
             return original(source, second, *rest)
         return _with_cudnn(source, second, rest, mode)
 
     return run
+
+
+def _runs_with_cudnn(source: Tensor) -> bool:
+    half = source.dtype == torch.bfloat16 and torch.cuda.get_device_capability() >= (8, 0)
+    return torch.backends.cudnn.enabled and source.numel() > 0 and (half or source.dtype in _TYPES)
 
 
 def _with_cudnn(source: Tensor, second: Any, rest: Sequence[Any], mode: int) -> tuple[Tensor, ...]:
@@ -87,7 +93,7 @@ def results_of_forward(*args: Any) -> tuple[Tensor, ...]:
     """Return output, last states, reserve space and weights of `_cudnn_rnn`.
 
     torch's fake implementation has an empty reserve space. The weights count as those that
-    `flatten_parameters` put into one buffer, which takes no memory of its own.
+    `flatten_parameters` put into one buffer, so they take no further memory.
     """
     source, _, _, _, hidden, cell, mode, size, projected, layers, _, _, train, both, sizes, _ = args
     directions = 2 if both else 1

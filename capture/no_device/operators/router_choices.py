@@ -150,7 +150,7 @@ class RouterChoices:
 
 
 def _calling_module() -> nn.Module | None:
-    """Return the module whose method runs, the innermost one; None if there is none."""
+    """Return the innermost module of which a method runs, None outside of modules."""
     frame: Any = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
     while frame is not None:
         # The first argument of a method, by any name.

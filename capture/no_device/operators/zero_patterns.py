@@ -1,9 +1,10 @@
 """Which elements of a tensor are zero, where their numbers are unknown.
 
-A router may scatter the weights of the chosen experts into zeros, and ask for the tokens of an
+A router may scatter the weights of the chosen experts into zeros, and select the tokens of an
 expert by `nonzero(gates)` or `gates > 0`. The weights depend on parameters, but once
-`--moe-routing` has chosen the experts, their places do not. So a mask of the elements that may
-differ from zero follows such a tensor. Each unknown number counts as above 0.
+`--moe-routing` has chosen the experts, their places do not. So each such tensor has a mask of the
+elements that may differ from zero, from which each operator derives the masks of its results. Each
+unknown number counts as above 0.
 """
 
 from typing import Any
@@ -37,7 +38,7 @@ _RESHAPES = frozenset("view _unsafe_view _reshape_alias".split())
 _SCATTERS = frozenset("scatter scatter_add index_put".split())
 
 # Functions of each element that are 0 at 0 and above 0 above it.
-_OF_EACH_ELEMENT = frozenset("div sqrt square abs relu _to_copy clamp_min".split())
+_OF_EACH_ELEMENT = frozenset("div sqrt square abs relu _to_copy".split())
 
 _COMBINES = frozenset("mul where masked_fill".split())
 
@@ -65,7 +66,7 @@ class ZeroPatterns:
         self._unknown = unknown
         # A write makes the masks of other views of the memory invalid.
         self._writes: dict[int, int] = {}
-        self._asked: set[str] = set()
+        self._lines: set[str] = set()
 
     def numbers(self, call: OperatorCall) -> Tensor | None:
         """Return the numbers of a result that only depend on which elements are zero, else None."""
@@ -79,7 +80,7 @@ class ZeroPatterns:
         mask = self._attached(call.tensors[1 if copied else 0])
         if mask is None or (copied and mask.shape != call.args[0].shape):
             return None
-        self._asked.add(self._unknown.place())
+        self._lines.add(self._unknown.place())
         with unset_fake_temporarily():
             if base in _OF_THE_MASK:
                 return call.func(mask, *call.args[1:], **call.kwargs)
@@ -93,7 +94,9 @@ class ZeroPatterns:
         if base in _ZEROS:
             with unset_fake_temporarily():
                 return [torch.zeros((), dtype=torch.bool, device="cpu")]
-        if not call.tensors or call.tensors[0].numel() > MOST_KNOWN_BOOLS or "out" in call.kwargs:
+        # The second operand may be the larger one, as where zeros are prepended to a tensor.
+        largest = max((tensor.numel() for tensor in call.tensors), default=0)
+        if not call.tensors or largest > MOST_KNOWN_BOOLS or "out" in call.kwargs:
             return None
         if base in _SCATTERS:
             mask = self._scattered(call, base)
@@ -128,12 +131,12 @@ class ZeroPatterns:
 
     def notes(self) -> list[Note]:
         """Return a note on the answers, if any."""
-        if not self._asked:
+        if not self._lines:
             return []
         return [
             Note(
                 "the script asks which weights of a router are 0; those of chosen experts count "
-                f"as above 0: {', '.join(sorted(self._asked))}",
+                f"as above 0: {', '.join(sorted(self._lines))}",
                 code="no-device-nonzero-weights",
             )
         ]
@@ -218,7 +221,7 @@ class ZeroPatterns:
         """Return the masks of results of an operator on tensors with masks, else None."""
         mask: Any = None
         with unset_fake_temporarily():
-            if base in _OF_EACH_ELEMENT:
+            if base in _OF_EACH_ELEMENT or (base == "clamp_min" and _is_zero(call.args[1])):
                 mask = self._attached(call.tensors[0])
             elif base == "copy":
                 mask = self._mask(call.args[1]).expand(call.args[0].shape)
@@ -244,6 +247,10 @@ class ZeroPatterns:
         others: Any = tree_map_only(Tensor, lambda one: numbers[id(one)], rest)
         kwargs = {name: value for name, value in call.kwargs.items() if name != "memory_format"}
         return call.func(mask, *others, **kwargs)
+
+
+def _is_zero(operand: Any) -> bool:
+    return not isinstance(operand, Tensor) and _number(operand) == 0
 
 
 def _number(operand: Any) -> Any:

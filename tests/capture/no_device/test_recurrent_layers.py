@@ -29,11 +29,14 @@ SCRIPT = """
 PACKED = "y = pad_packed_sequence(model(pack_padded_sequence(x, torch.tensor([7, 5, 2])))[0])[0]"
 
 
-def captured(directory: Path, layer: str, shape: str, statement: str) -> Graph:
+def captured(
+    directory: Path, layer: str, shape: str, statement: str, like: str = "H100-SXM"
+) -> Graph:
     text = SCRIPT.format(layer=layer, shape=shape, statement=statement)
     (directory / "train.py").write_text(textwrap.dedent(text))
     trace = directory / "trace.et"
-    done = run_command("capture", "run", directory / "train.py", "--device", "none", "-o", trace)
+    options = ("--device", "none", "--like", like, "-o", trace)
+    done = run_command("capture", "run", directory / "train.py", *options)
     assert done.returncode == 0, done.stderr
     return onerank.read(trace)
 
@@ -103,6 +106,13 @@ def test_autocast_runs_a_recurrent_layer_in_16_bits(tmp_path):
     graph = captured(tmp_path, "LSTM(64, 32)", "(7, 3, 64)", statement)
     (row,) = (i for i, op in enumerate(graph.text("op")) if op == "aten::_cudnn_rnn")
     assert "BFloat16" in graph.text("input_types")[row]
+
+
+@pytest.mark.parametrize(("like", "calls"), [("H100-SXM", 1), ("V100", 0)])
+def test_cudnn_runs_bfloat16_from_ampere_on(like, calls, tmp_path):
+    statement = "model.bfloat16(); y, _ = model(x.bfloat16())"
+    graph = captured(tmp_path, "LSTM(64, 32)", "(7, 3, 64)", statement, like)
+    assert graph.text("op").count("aten::_cudnn_rnn") == calls
 
 
 def test_without_cudnn_a_recurrent_layer_runs_as_other_operators(tmp_path):

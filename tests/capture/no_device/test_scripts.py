@@ -787,6 +787,7 @@ def test_the_tokens_of_experts_are_those_with_weights_above_0(tokens, gates, pla
         "torch.zeros_like(output).index_add(1, torch.arange(32).cuda(), output).nonzero()",
         "(torch.zeros_like(output) < output).nonzero()",
         "zeros = torch.zeros_like(output); zeros.data = output.detach(); zeros.nonzero()",
+        "(output * torch.ones_like(output).tril()).clamp_min(0.1).nonzero()",
     ],
 )
 def test_zeros_that_unknown_numbers_overwrite_are_unknown(statement, tmp_path):
