@@ -135,7 +135,7 @@ class ZeroPatterns:
             return []
         return [
             Note(
-                "the script asks which weights of a router are 0; those of chosen experts count "
+                "the script reads which weights of a router are 0; those of chosen experts count "
                 f"as above 0: {', '.join(sorted(self._lines))}",
                 code="no-device-nonzero-weights",
             )
