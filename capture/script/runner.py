@@ -412,7 +412,7 @@ def _own_traceback(error: BaseException, script: Path) -> str:
 
 def _causes(error: BaseException) -> str:
     """Format the exceptions that led to another one, as Python prints them; "" for none."""
-    # A library often wraps an error in one of its own, whose text does not name the cause.
+    # A library often raises another error from the first one, and its text does not name the cause.
     if error.__cause__ is not None:
         cause, relation = error.__cause__, "direct cause of the following exception"
     elif error.__context__ is not None and not error.__suppress_context__:
