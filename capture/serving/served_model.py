@@ -511,7 +511,8 @@ def give_attention_scopes(step: Callable[[], None], model: Any) -> None:
 
 def _own_attention(name: str) -> CaptureError:
     return CaptureError(
-        f"{name} does not look up its attention in transformers' AttentionInterface, so its KV "
-        "cache cannot be composed of several sequences\n  serve a model that does, such as Llama",
+        f"{name} does not look up its attention in transformers' AttentionInterface, or needs "
+        "another cache than one of keys and values, as an indexer and linear attention do, so its "
+        "cache cannot be composed of several sequences\n  serve another model, such as Llama",
         code="serve-own-attention",
     )
