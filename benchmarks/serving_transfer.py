@@ -12,9 +12,10 @@ are re-costed for the other by the model that `annotate --target` uses, without 
 and their sum is compared with the sum of the other GPU's own rows.
 
 The tables have a grid of sizes. A product with n or k between two of them is the weighted mean of
-its neighbours, on both GPUs with equal weights; one with n above the grid is two products. The
-benchmarks repeat an operator with the same operands, so a cache serves weights that fit into it; in
-an engine none would.
+its neighbours, on both GPUs with equal weights. One with n above the grid is two products, and one
+with n below it, Mixtral's router of 8 experts, has the smallest n. The benchmarks repeat an
+operator with the same operands, so a cache serves weights that fit into it; in an engine none
+would.
 
   mean    of |re-costed sum / measured sum - 1| in percent
   signed  mean of re-costed sum / measured sum - 1
@@ -150,10 +151,13 @@ def products(m: int, n: int, k: int, count: float, grid: Sequence[int]) -> Itera
 
 
 def neighbours(size: int, grid: Sequence[int]) -> list[tuple[int, float]]:
-    """Return the sizes of the grid around a size, with the weights of a linear interpolation."""
+    """Return the sizes of the grid around a size, with the weights of a linear interpolation.
+
+    A size below the grid has the smallest of it.
+    """
     at = int(np.searchsorted(grid, size))
-    if grid[at] == size:
-        return [(size, 1.0)]
+    if at == 0 or grid[at] == size:
+        return [(grid[at], 1.0)]
     low, high = grid[at - 1], grid[at]
     weight = (size - low) / (high - low)
     return [(low, 1 - weight), (high, weight)]
