@@ -17,7 +17,7 @@ from onerank.serving import build_bundle
 from onerank.serving.adaptive_grid import BATCH, WantedError, measurement_order
 from onerank.serving.build_bundle import measure_bundle
 from onerank.serving.latency_interpolation import AttentionWaves, Interpolation
-from onerank.serving.points import Point, PointMemory
+from onerank.serving.points import Point, PointMemory, misfit
 from onerank.serving.tables import CrossValidation
 from tests.cli.invoke_cli import refused
 from tests.serving.test_latency_interpolation import parts_in_waves, rows_of
@@ -65,7 +65,7 @@ def test_the_first_points_interpolate_the_others(count: int):
     ],
 )
 def test_when_the_error_is_reached(validation: CrossValidation | None, reached: bool):
-    assert WantedError(0.03).is_reached(validation) == reached
+    assert (WantedError(0.03).shortfall(validation) is None) == reached
 
 
 class _KilledError(Exception):
@@ -78,7 +78,7 @@ class _Engine:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         self.measured: list[Composition] = []
         self.details: list[str] = []
-        self.most = 1000
+        self.most, self.misfits = 1000, 0
         self.config = tmp_path / "config.json"
         self.config.write_text('{"num_key_value_heads": 8}')
         self.store = Store(tmp_path / "store")
@@ -89,7 +89,7 @@ class _Engine:
     def _server(self, *_: object) -> Generator[Any]:
         served = SimpleNamespace(
             name="LlamaForCausalLM", layers=1, longest=32768, weights_bytes=1, memory_bytes=1 << 40,
-            kv_bytes_per_token=1, pipeline=None,
+            kv_bytes_per_token=1, pipeline=None, latent_bytes_per_token=None,
         )  # fmt: skip
         yield SimpleNamespace(served=served)
 
@@ -98,6 +98,8 @@ class _Engine:
             raise _KilledError
         self.measured.append(composition)
         assert number == len(self.measured)
+        if number <= self.misfits:
+            return misfit(composition, 1 << 41, "predicted")
         rows, kernels = rows_of((composition,), parts_in_waves)
         return Point(
             rows[0], tuple(kernels), PointMemory(0, 0, 0), trace=b"x", device="H100-SXM",
@@ -156,6 +158,23 @@ def test_a_grid_without_the_error_is_measured_whole_and_noted(engine: _Engine):
     whole = engine.run(None, grid)
     assert whole.manifest.adaptive_grid is None
     assert [row.composition for row in whole.rows] == [*grid]
+
+
+def test_a_median_of_few_steps_is_not_named_as_too_large(engine: _Engine):
+    grid = parse_grid("decode: batch=1,3,9,20 context=200,5000")
+    manifest = engine.run(0.5, grid).manifest
+    assert manifest.cross_validation.points < 10
+    assert manifest.cross_validation.median < 0.5
+    assert not manifest.adaptive_grid.reached
+    notes = {note.code: note.text for note in manifest.notes}
+    assert "median error is" not in notes["serve-error-not-reached"]
+
+
+def test_the_first_steps_do_not_fit_into_memory(engine: _Engine):
+    engine.misfits = BATCH
+    bundle = engine.run(0.03)
+    assert [row.fits for row in bundle.rows[: BATCH + 1]] == [False] * BATCH + [True]
+    assert bundle.manifest.adaptive_grid.reached
 
 
 @pytest.mark.parametrize("error", ["0", "3", "100%", "-3%", "x", "nan", ""])

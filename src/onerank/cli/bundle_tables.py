@@ -70,7 +70,7 @@ def show_bundle(bundle: Bundle, directory: Path, *, as_json: bool) -> None:
             (
                 "grid",
                 f"{extent.measured} of {extent.offered} compositions measured, median error of "
-                f"{extent.wanted_error:.1%} {reached}reached",
+                f"{100 * extent.wanted_error:g}% {reached}reached",
             )
         )
     pairs += [("note", str(note)) for note in manifest.notes]

@@ -33,11 +33,22 @@ class WantedError:
 
     median: float
 
-    def is_reached(self, validation: CrossValidation | None) -> bool:
-        """Return whether the points of a cross-validation suffice; None: it was not possible."""
-        if validation is None or validation.points < _LEAST_STEPS:
-            return False
-        return validation.median <= self.median
+    def shortfall(self, validation: CrossValidation | None) -> str | None:
+        """Return why the points of a cross-validation do not suffice; None if they do.
+
+        Args:
+            validation: errors of the points; None if these are too few for a cross-validation.
+        """
+        if validation is None:
+            return "too few steps for a cross-validation fit into memory"
+        if validation.points < _LEAST_STEPS:
+            return (
+                f"the cross-validation left out {validation.points} steps in turn, and its median "
+                f"needs {_LEAST_STEPS}"
+            )
+        if validation.median > self.median:
+            return f"the median error is {validation.median:.2%}"
+        return None
 
 
 def measurement_order(grid: Sequence[Composition]) -> tuple[Composition, ...]:

@@ -212,20 +212,18 @@ class _GridRun:
         bundle, traces = _bundle(self.model, self.points)
         if self.wanted is None:
             return bundle, traces
-        validation = bundle.manifest.cross_validation
+        shortfall = self.wanted.shortfall(bundle.manifest.cross_validation)
         extent = AdaptiveGrid(
             wanted_error=self.wanted.median,
             offered=len(self.grid),
             measured=len(self.points),
-            reached=self.wanted.is_reached(validation),
+            reached=shortfall is None,
         )
         notes = bundle.manifest.notes
-        if not extent.reached:
-            error = f"is {validation.median:.1%}" if validation else "is not known"
+        if shortfall is not None:
             text = (
-                f"the median error of the interpolation {error} with all {extent.offered} "
-                f"compositions of the grid, above {extent.wanted_error:.1%}: a larger --grid has "
-                "more points"
+                f"all {extent.offered} compositions of the grid do not reach an error of "
+                f"{100 * extent.wanted_error:g}%: {shortfall}; a larger --grid has more points"
             )
             notes = (*notes, Note(text, code="serve-error-not-reached"))
         manifest = msgspec.structs.replace(bundle.manifest, adaptive_grid=extent, notes=notes)
@@ -237,10 +235,12 @@ class _GridRun:
 
     def _add(self, point: Point) -> None:
         self.points.append(point)
-        if self.wanted is not None and len(self.points) % BATCH == 0:
+        # The first steps of the order may all be too large for the memory.
+        some_fit = any(point.memory is not None for point in self.points)
+        if self.wanted is not None and some_fit and len(self.points) % BATCH == 0:
             bundle, _ = _bundle(self.model, self.points)
             validation = bundle.manifest.cross_validation
-            self.suffices = self.wanted.is_reached(validation)
+            self.suffices = self.wanted.shortfall(validation) is None
             if validation is not None:
                 self.detail = f"median error {validation.median:.1%}"
         self.progress(_MEASURED, len(self.points), len(self.grid), detail=self.detail)
