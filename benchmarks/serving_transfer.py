@@ -348,7 +348,7 @@ def main() -> None:
     every: dict[str, list[Result]] = {}
     for dataset in DATASETS:
         times = read_times(folder, dataset)
-        for names in permutations(GPUS):
+        for names in permutations(GPUS, 2):
             for title, model in models.items():
                 every.setdefault(f"{names[0]} for {names[1]}, {title}", []).extend(
                     results(dataset, times, names, model)
