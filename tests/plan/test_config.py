@@ -115,6 +115,15 @@ def test_a_bad_field_is_named(read: Read, before: str, after: str, code: str, pl
     assert caught.value.code == code
 
 
+def test_a_latency_that_nothing_gives_is_named(read: Read):
+    """NCCL's latency follows from a compute capability, which an MI300X lacks."""
+    text = CONFIG.replace('"H100"', '"MI300X"')
+    assert read(text).job.cluster.gpu == "MI300X"
+    with pytest.raises(OneRankError, match="MI300X") as caught:
+        read(text.replace(", latency_us = 25", ""))
+    assert caught.value.code == "cluster-latency-unknown"
+
+
 OWN = CONFIG.replace("arguments = [", 'torchrun = true\narguments = ["--tp={tp}", ').replace(
     'pp = 2\nschedule = ["1f1b", "interleaved:2"]\n', ""
 )

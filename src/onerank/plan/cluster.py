@@ -170,7 +170,7 @@ def network_of(cluster: Cluster, gpu: Gpu) -> ClusterNetwork:
         gpu.capability,
         gpu.name,
     )
-    # An unknown latency is an error before the captures of a plan, and not after them.
+    # An unknown latency is an error when the network is described, not at its first collective.
     for ranks in {min(cluster.gpus, cluster.gpus_per_node), cluster.gpus}:
         network.time_ns("all_reduce", 0, tuple(range(ranks)))
     return network

@@ -52,6 +52,7 @@ from onerank.plan.cluster import (
     ClusterLink,
     PlannedJob,
     TrainingScript,
+    network_of,
 )
 from onerank.plan.layouts import BY_SCRIPT, REST, SHARDINGS, Choices, PlanError
 
@@ -159,7 +160,7 @@ def read_config(path: Path) -> PlanConfig:
 
     Raises:
         PlanError: a field is missing, unknown, of another type or out of range; a file is missing.
-        TargetError: the GPU is unknown.
+        TargetError: the GPU is unknown, or a latency that its description does not give.
     """
     tables = load_toml(path, error=PlanError)
     _check_names(f"{path}: ", tables, ("model", "cluster", "job", "vary"))
@@ -184,7 +185,7 @@ def read_cluster(path: Path) -> Cluster:
 
     Raises:
         PlanError: a field is missing, unknown, of another type or out of range.
-        TargetError: the GPU is unknown.
+        TargetError: the GPU is unknown, or a latency that its description does not give.
     """
     return _cluster(path, load_toml(path, error=PlanError).get("cluster"))
 
@@ -364,7 +365,7 @@ def _digest(files: Sequence[Path]) -> str:
 
 
 def _cluster(path: Path, table: object) -> Cluster:
-    """Return the cluster; check that the GPU is known, and that several nodes have a network."""
+    """Return the cluster; check its GPU, its latencies, and that several nodes have a network."""
     read = _convert(f"{path}: [cluster]", table, _Cluster)
     if read.nodes > 1 and read.inter_node is None:
         raise PlanError(
@@ -373,11 +374,11 @@ def _cluster(path: Path, table: object) -> Cluster:
             "network interface",
             code="plan-missing-field",
         )
-    load_gpu(_file_or_name(path, read.gpu))
+    gpu = load_gpu(_file_or_name(path, read.gpu))
     load_host(_file_or_name(path, read.host))
     # No group of a single node uses it.
     inter_node = read.inter_node or read.intra_node
-    return Cluster(
+    cluster = Cluster(
         gpu=read.gpu,
         nodes=read.nodes,
         gpus_per_node=read.gpus_per_node,
@@ -387,6 +388,9 @@ def _cluster(path: Path, table: object) -> Cluster:
         memory_bytes=None if read.memory_gb is None else round(read.memory_gb * 1e9),
         host=read.host,
     )
+    # An unknown latency is an error here, not after the captures of a plan.
+    network_of(cluster, gpu)
+    return cluster
 
 
 def _file_or_name(path: Path, name: str) -> Path | str:
