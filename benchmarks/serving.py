@@ -610,7 +610,7 @@ def by_points(directory: Path, more: Path | None, others: Path | None) -> None:
         part = dataclasses.replace(bundle, rows=rows, kernel_rows=kernels).validated()
         validation = part.manifest.cross_validation
         for wanted in WANTED:
-            if WantedError(wanted).is_reached(validation):
+            if WantedError(wanted).shortfall(validation) is None:
                 stops.setdefault(wanted, count)
         cells = f"{count:6}{sum(row.fits for row in rows):5}"
         cells += f"{validation.points:11}{validation.median:8.1%}{validation.p90:8.1%}"

@@ -55,8 +55,9 @@ def latent_modules(model: nn.Module) -> Iterator[Any]:
 def keep_latents(model: nn.Module) -> None:
     """Let latent attention pass vectors that are not expanded to the attention function.
 
-    A layer keeps its expanded keys and values if its version of transformers has them in the
-    cache, or if `kv_b_proj` has no dense weight: quantised ones and adapters are not absorbed.
+    A layer still caches expanded keys and values if its version of transformers expands them
+    before the cache, or if `kv_b_proj` is quantised or has an adapter: `decode` multiplies by its
+    weight.
     """
     for module in latent_modules(model):
         up = getattr(module, _UP)
@@ -86,9 +87,9 @@ def up_weight(module: Any) -> Tensor:
 
 
 def latent_bytes_per_token(model: nn.Module, cached: dict[int, int], itemsize: int) -> int | None:
-    """Return the KV cache of a token in engines, of a model with multi-head latent attention.
+    """Return the bytes per token that engines cache for a model with latent attention.
 
-    Of layers with another kind of attention, it contains what the cache holds.
+    A layer with another kind of attention counts with its bytes in `cached`.
 
     Args:
         model: a model.
