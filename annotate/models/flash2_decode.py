@@ -23,9 +23,14 @@ from onerank.annotate.models.gemm_tiles import p_norm
 from onerank.annotate.models.prediction_terms import Term, quantity, total
 from onerank.ir.arrays import F64, I64
 
-# Thread blocks of an SM that the heuristic counts on, the share of them from which keys are not
-# divided, the least efficiency relative to the best, and the most parts.
-_BLOCKS_PER_SM, _FULL, _NEARLY_BEST, _MOST_PARTS = 2, 0.8, 0.85, 128
+BLOCKS_PER_SM = 2
+"""Thread blocks of an SM that the heuristic counts on."""
+
+FULL_WAVE = 0.8
+"""Share of these blocks from which the kernel does not divide keys."""
+
+# The least efficiency of the heuristic relative to the best, and the most parts.
+_NEARLY_BEST, _MOST_PARTS = 0.85, 128
 _QUERY_TILE = 64
 
 
@@ -130,7 +135,7 @@ def flash2_decode_terms(gpu: Gpu, shapes: F64, c: Flash2Decode) -> WaveTerms:
     # `set_params_splitkv`: fewer keys in a block of wider heads.
     block_keys: F64 = np.where(width <= 64, 256, np.where(width <= 128, 128, 64))
     blocks = np.ceil(keys / block_keys)
-    places = _BLOCKS_PER_SM * gpu.sm_count
+    places = BLOCKS_PER_SM * gpu.sm_count
     parts = np.array(
         [_parts(int(u), int(b), places) for u, b in zip(units, blocks, strict=True)],
         dtype=np.float64,
@@ -161,7 +166,7 @@ def flash2_decode_terms(gpu: Gpu, shapes: F64, c: Flash2Decode) -> WaveTerms:
 @cache
 def _parts(units: int, blocks: int, places: int) -> int:
     """Return into how many parts the keys of each unit are divided, as `num_splits_heuristic`."""
-    if units >= _FULL * places:
+    if units >= FULL_WAVE * places:
         return 1
     efficiencies: list[float] = []
     for parts in range(1, min(_MOST_PARTS, places, blocks) + 1):

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from onerank.annotate.models.flash2_decode import BLOCKS_PER_SM, FULL_WAVE
 from onerank.capture.serving.compositions import Composition
 from onerank.ir.arrays import F64
 from onerank.ir.errors import AnnotateError
@@ -41,12 +42,6 @@ Sequences of whole blocks run a kernel without bounds checks: on an H100, 384 qu
 time than 370.
 """
 
-# FlashAttention 2 counts on two thread blocks for each SM. If the sequences and heads of a decode
-# fill less than this share of them, it divides the keys among several: both numbers are those of
-# its `num_splits_heuristic`.
-_BLOCKS_PER_SM = 2
-_FULL_WAVE = 0.8
-
 
 @dataclass(frozen=True)
 class AttentionWaves:
@@ -68,12 +63,12 @@ class AttentionWaves:
     @classmethod
     def of(cls, sms: int, kv_heads: int) -> "AttentionWaves":
         """Return the waves of a GPU with `sms` SMs, for a rank with `kv_heads` key-value heads."""
-        return cls(_BLOCKS_PER_SM * sms / kv_heads)
+        return cls(BLOCKS_PER_SM * sms / kv_heads)
 
     def occupied(self, decodes: int) -> float:
         """Return how many decodes would fill the waves that these take."""
         waves = decodes / self.decodes
-        return (waves if waves < _FULL_WAVE else math.ceil(waves)) * self.decodes
+        return (waves if waves < FULL_WAVE else math.ceil(waves)) * self.decodes
 
 
 def _of_prefill(c: Composition, waves: AttentionWaves | None) -> tuple[list[float], list[float]]:
