@@ -123,6 +123,7 @@ HEAD_SIZE = 128
 DECODES = [(batch, keys) for batch in (1, 8, 32, 128, 256) for keys in (512, 2048, 8192, 32768)
            if batch * keys <= 1 << 21]  # fmt: skip
 PREFILLS = (512, 1024, 2048, 4096, 8192)
+STEPS_OFFERED = len(MODELS) * (len(DECODES) + len(PREFILLS))
 
 
 @dataclass(frozen=True)
@@ -292,7 +293,7 @@ class Result:
 def results(
     dataset: Dataset, times: dict[str, Times], names: tuple[str, str], model: Predict
 ) -> Iterator[Result]:
-    """Yield the steps whose operators both tables have."""
+    """Yield the steps whose operators both tables have, of `STEPS_OFFERED`."""
     gpus = load_gpu(names[0]), load_gpu(names[1])
     before, after = (times[name] for name in names)
     grid = sorted({of[1] for kind, of in before if kind == "linear"})
@@ -357,6 +358,9 @@ def main() -> None:
           f"{'kept':>8}{'ratio':>8}")  # fmt: skip
     for title, of in every.items():
         line(title, of)
+        # The batches and contexts of the datasets differ, and some lack an operator's sizes.
+        missing = len(DATASETS) * STEPS_OFFERED - len(of)
+        print(f"{'  not in both tables':58}{missing:5}")
         for kind in ("prefill", "decode"):
             line(f"  {kind}", [each for each in of if each.kind == kind])
             for model in MODELS:

@@ -174,6 +174,17 @@ class StepCache:
         """Return the longest context of the step."""
         return max(self.composition.prefill_context, self.composition.decode_context)
 
+    def sequences(self, part: str) -> tuple[int, int]:
+        """Return the sequences of a part of the step, and the tokens of each before the step.
+
+        Args:
+            part: "prefill" or "decode".
+        """
+        c = self.composition
+        if part == "prefill":
+            return c.prefills, c.prefill_context
+        return c.decodes, c.decode_context
+
     def allocate(self, like: "StepCache") -> None:
         """Allocate the keys and values of all layers, as engines do before their first step.
 
@@ -183,13 +194,10 @@ class StepCache:
         Args:
             like: cache of a step of one decode, from which heads and sizes are read.
         """
-        c = self.composition
-        for part, count, length in (
-            ("prefill", c.prefills, c.prefill_context + c.prefill_tokens),
-            ("decode", c.decodes, c.decode_context + 1),
-        ):
+        for part, new in (("prefill", self.composition.prefill_tokens), ("decode", 1)):
+            count, context = self.sequences(part)
             for (layer, _, value), other in like.tensors.items() if count else ():
-                shape = count, other.shape[1], length, other.shape[3]
+                shape = count, other.shape[1], context + new, other.shape[3]
                 self.tensors[layer, part, value] = other.new_empty(shape).normal_()
 
     def restore(self) -> None:
@@ -268,9 +276,7 @@ class _PartAttention(nn.Module):
         """Return [1, tokens, heads, size] of the part's tokens; arguments as in transformers."""
         cache = _step.cache
         assert cache is not None, "a step is running"
-        step, prefill = cache.composition, self.part == "prefill"
-        count = step.prefills if prefill else step.decodes
-        context = step.prefill_context if prefill else step.decode_context
+        count, context = cache.sequences(self.part)
         # [1, heads, sequences * tokens, size] -> [sequences, heads, tokens, size]
         q, k, v = (t[0].unflatten(1, (count, -1)).transpose(0, 1) for t in (query, key, value))
         keys = cache.room(self.part, k, context=context, value=False)
@@ -315,15 +321,13 @@ class _LatentPart(nn.Module):
         """
         cache = _step.cache
         assert cache is not None, "a step is running"
-        step, prefill = cache.composition, self.part == "prefill"
-        count = step.prefills if prefill else step.decodes
-        context = step.prefill_context if prefill else step.decode_context
+        count, context = cache.sequences(self.part)
         # [1, 1, sequences * tokens, width] -> [sequences, 1, tokens, width]
         latents, rotary = (t[0].unflatten(1, (count, -1)).transpose(0, 1) for t in new)
         width = latents.shape[-1] + rotary.shape[-1]
         cached = cache.room(self.part, latents, context=context, width=width)
         self.cache_write(cached[:, :, context:], latents, rotary)
-        if not prefill:
+        if self.part == "decode":
             seen = cached[:, 0, -window:] if window is not None else cached[:, 0]
             return latent_attention.decode(seen, weight, query[0], scale).unsqueeze(0)
         queries = query[0].unflatten(1, (count, -1)).transpose(0, 1)

@@ -405,15 +405,16 @@ def _shared_rates(
             "  give it: --bandwidth-gb-s, or --busbw-gb-s as measured",
             code="disaggregated-link-rates",
         )
-    known = [memory for memory in memories if memory]
+    known = [(memory, name) for memory, name in zip(memories, names, strict=True) if memory]
     if busbw_gb_s is not None or memories[0] == memories[1] or not known:
         return {}, []
+    lowest, slower = min(known)
     note = Note(
-        f"ASTRA-sim has one memory rate for all GPUs: {min(known):g} GB/s, the lower of "
-        f"{names[0]} and {names[1]}, counts for the reductions of both",
+        f"ASTRA-sim has one memory rate for all GPUs, so reductions on {names[0]} and {names[1]} "
+        f"have {lowest:g} GB/s, the rate of {slower}",
         code="disaggregated-memory-rates",
     )
-    return {"memory_gb_per_s": min(known)}, [note]
+    return {"memory_gb_per_s": lowest}, [note]
 
 
 def _interconnect(graph: Graph, requested: int | None) -> tuple[Interconnect, list[Note]]:
