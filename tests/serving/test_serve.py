@@ -351,12 +351,13 @@ def test_tied_weights_have_one_storage(tmp_path: Path):
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
-def test_steps_without_a_cuda_graph_are_counted(bundle: Path):
+def notes_on_a_gpu(bundle: Path, *, latent_bytes: int | None = None, **changes: Any):
+    """Return the notes of a bundle by code, with changed steps and as if it were of a GPU."""
     read = read_bundle(bundle)
     manifest, memory = read.manifest, read.manifest.memory
     changed = [
         Point(
-            msgspec.structs.replace(row, graph_ns=None if row.kind == "mixed" else row.graph_ns),
+            msgspec.structs.replace(row, **{k: v(row) for k, v in changes.items()}),
             tuple(kernel for kernel in read.kernel_rows if kernel.row == number),
             PointMemory(0, 0, 0) if row.fits else None,
             device_type="cuda",
@@ -366,10 +367,28 @@ def test_steps_without_a_cuda_graph_are_counted(bundle: Path):
     model = build_bundle.Model(
         manifest.model, manifest.config, manifest.tp, manifest.layers, manifest.longest,
         memory.weights_bytes, memory.kv_bytes_per_token, memory.device_bytes,
+        latent_bytes_per_token=latent_bytes,
     )  # fmt: skip
     rebuilt, _ = build_bundle._bundle(model, changed)
-    notes = {note.code: note.text for note in rebuilt.manifest.notes}
+    return {note.code: note.text for note in rebuilt.manifest.notes}
+
+
+def test_steps_without_a_cuda_graph_are_counted(bundle: Path):
+    notes = notes_on_a_gpu(
+        bundle, graph_ns=lambda row: None if row.kind == "mixed" else row.graph_ns
+    )
     assert notes["serve-no-cuda-graph"].startswith("1 of 7 steps ")
+
+
+def test_the_kernel_of_measured_latent_attention_is_named(bundle: Path):
+    cached = read_bundle(bundle).manifest.memory.kv_bytes_per_token
+    for source, latent_bytes, named in (
+        ("measured", cached, True),
+        ("measured", None, False),
+        ("predicted", cached, False),
+    ):
+        notes = notes_on_a_gpu(bundle, latent_bytes=latent_bytes, source=lambda _, s=source: s)
+        assert ("serve-latent-kernel" in notes) == named
 
 
 def test_kernels_have_the_work_of_their_module(bundle: Path):

@@ -470,6 +470,15 @@ def _notes(model: Model, points: Sequence[Point], fitting: Sequence[Point]) -> I
             "fit, and a decode reads less of the cache by the same factor",
             code="serve-expanded-latents",
         )
+    on_gpu = [point for point in fitting if point.device_type == "cuda"]
+    # Without a device, the kernel is one that engines run.
+    measured = [point for point in on_gpu if point.row.source == "measured"]
+    if latent == cached and any(point.row.decodes for point in measured):
+        yield Note(
+            "decodes of latent attention ran in torch's memory-efficient kernel, which is slower "
+            "than that of engines: --device none predicts theirs",
+            code="serve-latent-kernel",
+        )
     collectives = max(point.collectives for point in fitting)
     messages = max(point.messages for point in fitting)
     if collectives or messages:
@@ -488,7 +497,6 @@ def _notes(model: Model, points: Sequence[Point], fitting: Sequence[Point]) -> I
             code="serve-misfits",
         )
     # A CPU has no CUDA graphs.
-    on_gpu = [point for point in fitting if point.device_type == "cuda"]
     eager = sum(point.row.graph_ns is None for point in on_gpu)
     if eager:
         yield Note(

@@ -108,7 +108,7 @@ def test_autocast_runs_a_recurrent_layer_in_16_bits(tmp_path):
     assert "BFloat16" in graph.text("input_types")[row]
 
 
-@pytest.mark.parametrize(("like", "calls"), [("H100-SXM", 1), ("V100", 0)])
+@pytest.mark.parametrize(("like", "calls"), [("H100-SXM", 1), ("T4", 0)])
 def test_cudnn_runs_bfloat16_from_ampere_on(like, calls, tmp_path):
     statement = "model.bfloat16(); y, _ = model(x.bfloat16())"
     graph = captured(tmp_path, "LSTM(64, 32)", "(7, 3, 64)", statement, like)
