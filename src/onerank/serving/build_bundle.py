@@ -1,7 +1,6 @@
 """Measure a model over a grid of compositions, or re-cost a bundle, and write the tables."""
 
 import contextlib
-import tempfile
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,13 +15,13 @@ from onerank.annotate.passes.pass_options import NO_PASSES
 from onerank.capture.options import Options
 from onerank.capture.parallelize.experts.routing import parse_routing
 from onerank.capture.serving.compositions import Composition, default_grid
-from onerank.ir import Graph, Pipeline
+from onerank.ir import Pipeline
 from onerank.ir.chakra import read
 from onerank.ir.errors import CaptureError
 from onerank.ir.notes import Note
 from onerank.plan.tasks import Store, content_key
 from onerank.serving.adaptive_grid import BATCH, WantedError, measurement_order
-from onerank.serving.bundle import Bundle
+from onerank.serving.bundle import Bundle, encoded_trace
 from onerank.serving.points import (
     Point,
     Target,
@@ -325,14 +324,7 @@ def _measure(server: Any, composition: Composition, number: int, target: Target 
         point = predicted(composition, result.graph, target)
     if point.memory is None:
         return point
-    return msgspec.structs.replace(point, trace=_encoded(result.graph))
-
-
-def _encoded(graph: Graph) -> bytes:
-    with tempfile.TemporaryDirectory(prefix="onerank-") as directory:
-        trace = Path(directory) / "trace.et"
-        graph.write(trace)
-        return trace.read_bytes()
+    return msgspec.structs.replace(point, trace=encoded_trace(result.graph))
 
 
 def recost_bundle(

@@ -9,6 +9,7 @@ traces/N.et      the step of row N, from 1, as a Chakra graph
 """
 
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -21,6 +22,7 @@ from onerank.annotate import find_gpu
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.capture.serving.compositions import Composition, parse_grid
 from onerank.display import Displayed
+from onerank.ir import Graph
 from onerank.ir.errors import FormatError
 from onerank.ir.output_files import is_replaceable, replacing_directory, write_tables
 from onerank.serving.latency_interpolation import (
@@ -178,6 +180,14 @@ class Bundle(Displayed):
             (whole / MANIFEST).write_bytes(manifest)
             more(whole)
         return Bundle(self.manifest, self.rows, self.kernel_rows, directory)
+
+
+def encoded_trace(graph: Graph) -> bytes:
+    """Return a graph as the content of a Chakra file, as `Bundle.write` takes it."""
+    with tempfile.TemporaryDirectory(prefix="onerank-") as directory:
+        trace = Path(directory) / "trace.et"
+        graph.write(trace)
+        return trace.read_bytes()
 
 
 # Elements of a head that FlashAttention 2 supports.

@@ -5,7 +5,6 @@ A bundle is that of one rank, so it has the steps of the first rank that was rec
 
 import re
 import statistics
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import log2
@@ -22,7 +21,7 @@ from onerank.ir import Graph
 from onerank.ir.arrays import I64, Mask
 from onerank.ir.errors import TraceError
 from onerank.ir.notes import Note
-from onerank.serving.bundle import Bundle
+from onerank.serving.bundle import Bundle, encoded_trace
 from onerank.serving.recordings.recorded_experts import (
     ExpertLayer,
     unknown_experts,
@@ -117,7 +116,7 @@ def bundle_of(
         rank=recorded[0].rank,
         collectives_timed=True,
     )
-    traces = {number: _encoded(graph) for number, graph in graphs.items()}
+    traces = {number: encoded_trace(graph) for number, graph in graphs.items()}
     return Bundle(manifest, rows, kernels).validated(), traces
 
 
@@ -281,13 +280,6 @@ def with_work(graph: Graph, detailed: Graph, step: RecordedStep) -> Graph:
         columns[name] = getattr(graph.nodes, name).copy()
         columns[name][compute] = getattr(detailed.nodes, name)[same]
     return graph.with_columns(**columns)
-
-
-def _encoded(graph: Graph) -> bytes:
-    with tempfile.TemporaryDirectory(prefix="onerank-") as directory:
-        trace = Path(directory) / "trace.et"
-        graph.write(trace)
-        return trace.read_bytes()
 
 
 # Parts of a step ----------------------------------------------------------------------------------
