@@ -23,7 +23,7 @@ def test_memory_tells_the_peak_by_class_and_that_it_fits(traces):
         630 << 20,
     ]
     shown = invoke(onerank, "memory", traces / "gpu.et").stdout
-    assert "6.694 GB measured, 6.705 GB simulated (+0.16%)" in shown
+    assert "6.694 GB in the capture, 6.705 GB simulated (+0.16%)" in shown
     assert "optimizer      1.925 GB  29.8%" in shown
     args = ("--target", "T4", "--non-allocator-gb", 9)
     shown = invoke(onerank, "memory", traces / "gpu.et", *args).stdout
