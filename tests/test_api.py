@@ -189,6 +189,14 @@ def test_an_error_that_the_script_wraps_is_named_and_in_the_traceback(tmp_path):
     assert "line 7, in <module>" in own
 
 
+def test_an_error_that_is_its_own_cause_is_raised(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("error = ValueError('no data')\nraise error from error\n")
+    with raises_code("script-raised", ScriptError) as error:
+        call(onerank.capture.run, script, torchrun=False)
+    assert "no data" in str(error.value)
+
+
 def test_an_unknown_option_of_a_capture_is_named(tmp_path):
     with pytest.raises(TypeError, match="tensor_parallel"):
         onerank.capture.run(tmp_path / "train.py", tensor_parallel=2)

@@ -109,9 +109,11 @@ def explained(
 def _first_cause(error: BaseException) -> str:
     """Return a line on the error that a library wrapped in this one; "" if it wrapped none."""
     # Megatron-LM raises "MockGPTDataset failed to build" from the missing module that it needs.
-    cause = error
-    while cause.__cause__ is not None:
+    cause, seen = error, {id(error)}
+    # `raise error from error` makes an error its own cause.
+    while cause.__cause__ is not None and id(cause.__cause__) not in seen:
         cause = cause.__cause__
+        seen.add(id(cause))
     if cause is error:
         return ""
     return f"\n  caused by {type(cause).__name__}: {first_line(cause)}"
