@@ -7,7 +7,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from own_process import run_command
+from without_device import captured, run
 
 import onerank
 from onerank.annotate.op_costs.node_costs import op_costs_of
@@ -27,19 +27,11 @@ for step in range(5):
 """
 
 
-def run(directory: Path, text: str, *packages: str):
+def write_packages(directory: Path, *packages: str) -> None:
+    """Write empty packages: they are there, and their extensions are not."""
     for package in packages:
         (directory / package).mkdir()
         (directory / package / "__init__.py").write_text("")
-    (directory / "train.py").write_text(textwrap.dedent(text))
-    command = ("capture", "run", directory / "train.py", "--device", "none")
-    return run_command(*command, "-o", directory / "trace.et")
-
-
-def captured(directory: Path, text: str, *packages: str) -> Graph:
-    done = run(directory, text, *packages)
-    assert done.returncode == 0, done.stderr
-    return onerank.read(directory / "trace.et")
 
 
 def script(setup: str, statements: str) -> str:
@@ -85,7 +77,8 @@ def test_products_of_transformer_engine(tmp_path):
     assert dw.shape == w.shape and dbias.shape == bias.shape
     gemm(x, False, y, True, d=dw)
     """
-    graph = captured(tmp_path, script(TE_SETUP, statements), "transformer_engine")
+    write_packages(tmp_path, "transformer_engine")
+    graph = captured(tmp_path, script(TE_SETUP, statements))
     flops = 2 * 32 * 64 * 32
     x, w, y, bias = 2 * 32 * 32, 2 * 64 * 32, 2 * 32 * 64, 2 * 64
     assert costs(graph, "transformer_engine") == [
@@ -118,7 +111,8 @@ def test_attention_of_transformer_engine(layout, tmp_path):
     )
     assert dq.shape == dk.shape == dv.shape == q.shape
     """
-    graph = captured(tmp_path, script(TE_SETUP, statements), "transformer_engine")
+    write_packages(tmp_path, "transformer_engine")
+    graph = captured(tmp_path, script(TE_SETUP, statements))
     pairs = 2 * 4 * 64 * 64 // 2
     tensor, stats = 2 * 2 * 64 * 4 * 16, 4 * 2 * 4 * 64
     assert costs(graph, "transformer_engine") == [
@@ -144,7 +138,8 @@ def test_norms_softmax_and_optimizers_of_apex(tmp_path):
     shares = softmax.forward(scores, mask, 0.5)
     assert softmax.backward(torch.ones_like(shares), shares, 0.5).shape == scores.shape
     """
-    graph = captured(tmp_path, script(setup, statements), "apex")
+    write_packages(tmp_path, "apex")
+    graph = captured(tmp_path, script(setup, statements))
     x, w, elements = 4 * 32 * 32, 4 * 32, 32 * 32 + 32
     scores = 2 * 4 * 16 * 16
     assert costs(graph, "apex") == [
@@ -171,7 +166,8 @@ def test_the_scan_of_mamba(tmp_path):
         tuple(t.shape) for t in (u, u, a, b, b, d, d, u, u)
     ]
     """
-    graph = captured(tmp_path, script(setup, statements), "mamba_ssm")
+    write_packages(tmp_path, "mamba_ssm")
+    graph = captured(tmp_path, script(setup, statements))
     elements = 2 * 16 * 4096
     u, b, a, d, states = 4 * elements, 4 * 2 * 8 * 4096, 4 * 16 * 8, 4 * 16, 4 * 2 * 16 * 2 * 16
     read, flops = 3 * u + a + 2 * b + 2 * d, elements * (8 * 8 + 8)
@@ -209,7 +205,8 @@ def test_a_registered_function_of_an_extension(tmp_path):
     ],
 )
 def test_another_function_of_an_extension_is_an_error(setup, statement, function, tmp_path):
-    done = run(tmp_path, script(setup, statement), "transformer_engine", "deep_ep")
+    write_packages(tmp_path, "transformer_engine", "deep_ep")
+    done = run(tmp_path, script(setup, statement))
     assert done.returncode == 2
     assert "error[no-device-extension]: train.py:" in done.stderr
     assert function in done.stderr

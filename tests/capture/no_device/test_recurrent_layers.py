@@ -1,13 +1,11 @@
 """Recurrent layers without a device are cuDNN's one operator."""
 
-import textwrap
 from pathlib import Path
 
 import numpy as np
 import pytest
-from own_process import run_command
+from without_device import captured
 
-import onerank
 from onerank.annotate.op_costs.node_costs import op_costs_of
 from onerank.ir import Graph, Phase
 
@@ -29,16 +27,11 @@ SCRIPT = """
 PACKED = "y = pad_packed_sequence(model(pack_padded_sequence(x, torch.tensor([7, 5, 2])))[0])[0]"
 
 
-def captured(
+def recurrent(
     directory: Path, layer: str, shape: str, statement: str, like: str = "H100-SXM"
 ) -> Graph:
     text = SCRIPT.format(layer=layer, shape=shape, statement=statement)
-    (directory / "train.py").write_text(textwrap.dedent(text))
-    trace = directory / "trace.et"
-    options = ("--device", "none", "--like", like, "-o", trace)
-    done = run_command("capture", "run", directory / "train.py", *options)
-    assert done.returncode == 0, done.stderr
-    return onerank.read(trace)
+    return captured(directory, text, "--like", like)
 
 
 def flops_of(graph: Graph, operator: str) -> list[int]:
@@ -80,7 +73,7 @@ def flops_of(graph: Graph, operator: str) -> list[int]:
     ],
 )
 def test_a_recurrent_layer_is_one_operator(layer, shape, statement, products, tmp_path):
-    graph = captured(tmp_path, layer, shape, statement)
+    graph = recurrent(tmp_path, layer, shape, statement)
     assert flops_of(graph, "aten::_cudnn_rnn") == [2 * products]
     assert flops_of(graph, "aten::_cudnn_rnn_backward") == [4 * products]
     assert not [op for op in graph.text("op") if op in ("aten::mm", "aten::addmm", "aten::sigmoid")]
@@ -89,7 +82,7 @@ def test_a_recurrent_layer_is_one_operator(layer, shape, statement, products, tm
 @pytest.mark.parametrize(("layer", "kept"), [("LSTM", 6), ("GRU", 5), ("RNN", 2)])
 def test_the_reserve_space_is_kept_for_the_backward(layer, kept, tmp_path):
     """As assumed: gates, the state of the cell, and the output of each step."""
-    graph = captured(tmp_path, f"{layer}(256, 128, 3)", "(20, 16, 256)", "y, _ = model(x)")
+    graph = recurrent(tmp_path, f"{layer}(256, 128, 3)", "(20, 16, 256)", "y, _ = model(x)")
     log = graph.job.measurement.memory
     expected = 20 * 16 * 3 * 128 * kept * 4
     (block,) = np.flatnonzero(np.array(log.blocks.bytes) == expected)
@@ -103,7 +96,7 @@ def test_autocast_runs_a_recurrent_layer_in_16_bits(tmp_path):
     statement = """with torch.autocast("cuda", torch.bfloat16):
             y, _ = model(x)
         assert y.dtype == torch.bfloat16"""
-    graph = captured(tmp_path, "LSTM(64, 32)", "(7, 3, 64)", statement)
+    graph = recurrent(tmp_path, "LSTM(64, 32)", "(7, 3, 64)", statement)
     (row,) = (i for i, op in enumerate(graph.text("op")) if op == "aten::_cudnn_rnn")
     assert "BFloat16" in graph.text("input_types")[row]
 
@@ -111,12 +104,12 @@ def test_autocast_runs_a_recurrent_layer_in_16_bits(tmp_path):
 @pytest.mark.parametrize(("like", "calls"), [("H100-SXM", 1), ("T4", 0)])
 def test_cudnn_runs_bfloat16_from_ampere_on(like, calls, tmp_path):
     statement = "model.bfloat16(); y, _ = model(x.bfloat16())"
-    graph = captured(tmp_path, "LSTM(64, 32)", "(7, 3, 64)", statement, like)
+    graph = recurrent(tmp_path, "LSTM(64, 32)", "(7, 3, 64)", statement, like)
     assert graph.text("op").count("aten::_cudnn_rnn") == calls
 
 
 def test_without_cudnn_a_recurrent_layer_runs_as_other_operators(tmp_path):
     statement = "torch.backends.cudnn.enabled = False; y, _ = model(x)"
-    graph = captured(tmp_path, "LSTM(64, 32)", "(7, 3, 64)", statement)
+    graph = recurrent(tmp_path, "LSTM(64, 32)", "(7, 3, 64)", statement)
     assert flops_of(graph, "aten::_cudnn_rnn") == []
     assert sum(op in ("aten::mm", "aten::addmm") for op in graph.text("op")) >= 8

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from notes import has_note
-from own_process import run_command
+from without_device import captured, run
 
 import onerank
 from onerank.annotate.op_costs.node_costs import op_costs_of
@@ -34,18 +34,6 @@ LINEAR = """
         optimizer.step()
         optimizer.zero_grad()
 """
-
-
-def run(directory: Path, text: str, *options: object):
-    (directory / "train.py").write_text(textwrap.dedent(text))
-    command = ("capture", "run", directory / "train.py", "--device", "none", *options)
-    return run_command(*command, "-o", directory / "trace.et")
-
-
-def captured(directory: Path, text: str, *options: object) -> Graph:
-    done = run(directory, text, *options)
-    assert done.returncode == 0, done.stderr
-    return onerank.read(directory / "trace.et")
 
 
 CUSTOM = """

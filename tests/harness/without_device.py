@@ -1,0 +1,23 @@
+"""Captures of short scripts without a device."""
+
+import textwrap
+from pathlib import Path
+
+from own_process import run_command
+
+import onerank
+from onerank.ir import Graph
+
+
+def run(directory: Path, text: str, *options: object):
+    """Capture a script, and return the completed process; its trace is `trace.et`."""
+    (directory / "train.py").write_text(textwrap.dedent(text))
+    command = ("capture", "run", directory / "train.py", "--device", "none", *options)
+    return run_command(*command, "-o", directory / "trace.et")
+
+
+def captured(directory: Path, text: str, *options: object) -> Graph:
+    """Capture a script, and return its graph."""
+    done = run(directory, text, *options)
+    assert done.returncode == 0, done.stderr
+    return onerank.read(directory / "trace.et")
