@@ -30,8 +30,8 @@ _DEFAULT_ORDER = [
 _MOST_CUDNN_HEAD = 128
 # Heads of 192 and 256 ran on an H100 with torch 2.11.
 _MOST_CUDNN_HEAD_ON_HOPPER = 256
-# Elements of a head that FlashAttention 2 supports (`check_head_dim_size_flash`).
-_MOST_FLASH_HEAD = 256
+MOST_FLASH_HEAD = 256
+"""Elements of a head that FlashAttention 2 supports (`check_head_dim_size_flash` in torch)."""
 
 
 @contextlib.contextmanager
@@ -144,7 +144,7 @@ class _Attention:
 
     def fits_flash(self, gpu: EmulatedGpu) -> bool:
         """Return whether FlashAttention 2 takes the call on `gpu`."""
-        fits = self.head <= _MOST_FLASH_HEAD and self.head == self.value.shape[-1]
+        fits = self.head <= MOST_FLASH_HEAD and self.head == self.value.shape[-1]
         return self._is_16_bit and self.mask is None and fits and gpu.capability >= (8, 0)
 
     def fits_efficient(self) -> bool:

@@ -233,7 +233,7 @@ class WrapperSteps:
             frame = frame.f_back
         if outermost is not None:
             self._first_frame = outermost
-            self._watch(type(_self_of(outermost)))
+            self._watch(type(self_of(outermost)))
         return False
 
     def _watch(self, kind: type) -> None:
@@ -266,7 +266,7 @@ def _is_wrapper_step(frame: FrameType) -> bool:
     """Return whether a frame runs a method `step` of an object that has parameter groups."""
     if frame.f_code.co_name != "step" or not frame.f_code.co_argcount:
         return False
-    instance = _self_of(frame)
+    instance = self_of(frame)
     method = getattr(type(instance), "step", None)
     # torch marks the steps of its optimizers as hooked; those are watched already.
     return method is not None and not getattr(method, "hooked", False) and _has_groups(instance)
@@ -289,7 +289,7 @@ def _has_groups(instance: object) -> bool:
         return False
 
 
-def _self_of(frame: FrameType) -> Any:
+def self_of(frame: FrameType) -> Any:
     """Return the first argument of the function that a frame runs: the instance of a method."""
     return frame.f_locals.get(frame.f_code.co_varnames[0])
 

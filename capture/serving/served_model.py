@@ -19,14 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from onerank.capture.no_device.attention_backends import MOST_FLASH_HEAD
 from onerank.capture.serving import latent_attention
 from onerank.capture.serving.compositions import Composition
 from onerank.ir.errors import CaptureError
 
 _ATTENTION = "onerank_serving"
-
-# Elements of a head that FlashAttention 2 supports (`check_head_dim_size_flash` in torch).
-_MOST_FLASH_HEAD = 256
 
 _LEAST_FLASH_CAPABILITY = 8, 0
 
@@ -400,7 +398,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float | None, window: int | 
         and torch.cuda.get_device_capability(q.device) >= _LEAST_FLASH_CAPABILITY
         and not windowed
         and q.dtype in (torch.float16, torch.bfloat16)
-        and size <= _MOST_FLASH_HEAD
+        and size <= MOST_FLASH_HEAD
         and size % 8 == 0
         and v.shape[-1] == size
     )

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from onerank.capture.parallelize.experts.routing import Routing, chosen_experts
+from onerank.capture.script.optimizer_steps import self_of
 from onerank.ir.errors import SliceError
 from onerank.ir.notes import Note
 
@@ -153,11 +154,7 @@ def _calling_module() -> nn.Module | None:
     """Return the innermost module of which a method runs, None outside of modules."""
     frame: Any = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
     while frame is not None:
-        # The first argument of a method, by any name.
-        code = frame.f_code
-        if code.co_argcount:
-            first = frame.f_locals.get(code.co_varnames[0])
-            if isinstance(first, nn.Module):
-                return first
+        if frame.f_code.co_argcount and isinstance(instance := self_of(frame), nn.Module):
+            return instance
         frame = frame.f_back
     return None

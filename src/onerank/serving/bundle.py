@@ -190,7 +190,7 @@ def encoded_trace(graph: Graph) -> bytes:
         return trace.read_bytes()
 
 
-# Elements of a head that FlashAttention 2 supports.
+# As `MOST_FLASH_HEAD` of `capture.no_device.attention_backends`, which imports torch.
 _MOST_FLASH_HEAD = 256
 
 
