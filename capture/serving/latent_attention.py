@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 _torch: Any = torch
 
 _DOWN, _UP = "kv_a_proj_with_mqa", "kv_b_proj"
-# Since transformers 5.23 the attention of all models with latent vectors has this method, which it
+# Since transformers 5.15 the attention of all models with latent vectors has this method, which it
 # calls after the update of the cache.
 _EXPAND = "expand_kv"
 

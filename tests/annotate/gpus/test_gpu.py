@@ -177,8 +177,8 @@ def test_what_an_h100_sustains():
 
 
 def test_only_gpus_in_the_measurements_claim_the_datasets_gemm_ceiling():
-    told = {name: load_gpu(name).figures.get("bf16_sustained_fraction") for name in gpu_names()}
-    of_dataset = {n: one.value for n, one in told.items() if one and one.source == "gemm"}
+    figures = {name: load_gpu(name).figures.get("bf16_sustained_fraction") for name in gpu_names()}
+    of_dataset = {n: one.value for n, one in figures.items() if one and one.source == "gemm"}
     assert of_dataset == {
         "A100-SXM-80GB": 0.794,
         "B200": 0.646,

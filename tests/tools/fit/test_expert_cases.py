@@ -125,9 +125,9 @@ def test_the_fit_of_a_library_is_shrunk_toward_that_of_all():
             for name in (library, other)
         )
         assert of / to == pytest.approx((expected_of / expected_to) ** 0.5, rel=0.05)
-    alike = fit_experts([layers for layers in measured if layers.library == "vllm"], c.gemm)
+    of_vllm = fit_experts([layers for layers in measured if layers.library == "vllm"], c.gemm)
     # A library without layers has the coefficients of all.
-    for found in alike.values():
-        assert msgspec.structs.astuple(found) == pytest.approx(
+    for coefficients in of_vllm.values():
+        assert msgspec.structs.astuple(coefficients) == pytest.approx(
             msgspec.structs.astuple(truth["vllm"]), rel=0.1
         )
