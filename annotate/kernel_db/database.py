@@ -365,7 +365,7 @@ class Library:
         the graph's versions take precedence, then the latest date. A step's operands are partly in
         the cache, so the result is the geometric mean of a cold and a warm row: with operands of
         1.6 to 25 MB, cold rows are 3 to 41% above captured steps on an H200, warm ones 1 to 13%
-        below (`benchmarks/kernel_db_accuracy.py --step`).
+        below (`benchmarks/predictions/kernel_db_accuracy.py --step`).
 
         Args:
             key: the call.

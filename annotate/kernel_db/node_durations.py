@@ -70,11 +70,11 @@ def best_of(
     """Return the prediction with the narrower interval: a cost model's or the database's.
 
     Rows of another benchmark set, with other libraries, are off by 8 to 11%
-    (`benchmarks/kernel_db_accuracy.py`, "looked up"). A GEMM that was measured on another cut of
-    the target's die is predicted better from there: H100 to H200 and back 6% off
-    (`benchmarks/accuracy.py`). Interpolated calls must lie close to rows. If the graph was not
-    measured (a CPU capture), the database always wins: the models' intervals apply to measured
-    sources.
+    (`benchmarks/predictions/kernel_db_accuracy.py`, "looked up"). A GEMM that was measured on
+    another cut of the target's die is predicted better from there: H100 to H200 and back 6% off
+    (`benchmarks/predictions/accuracy.py`). Interpolated calls must lie close to rows. If the graph
+    was not measured (a CPU capture), the database always wins: the models' intervals apply to
+    measured sources.
 
     Args:
         graph: the measured graph.

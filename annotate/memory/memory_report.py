@@ -2,8 +2,8 @@
 
 Outside the caching allocator are the CUDA context and NCCL's buffers. A trace does not record them,
 and a slice runs without NCCL. Each figure is the larger of the measurement on two H200s (torch
-2.11, NCCL 2.28.9; `benchmarks/non_allocator_memory.py`) and of public reports, so that a step that
-is predicted to fit does fit:
+2.11, NCCL 2.28.9; `benchmarks/slices/non_allocator_memory.py`) and of public reports, so that a
+step that is predicted to fit does fit:
 
 - The context with loaded kernels and libraries: 806 MB after a step of GEMMs, attention and
   convolutions on an H200; 0.13 (T4) to 0.74 GiB (GH200) in 14 out-of-memory messages of PyTorch.

@@ -14,8 +14,8 @@ was not measured, it is assumed to reach the same share of the peak as the measu
 
 On AMD GPUs PyTorch runs AOTriton's kernels; Composable Kernel's and AITER's assembly kernels come
 with libraries. The time model was fitted to none of them, and all are slower than it predicts.
-Their factors are published times over predicted times (`benchmarks/attention_published.py` and its
-TOML file, with sources).
+Their factors are published times over predicted times (`attention_published.py` in
+`benchmarks/predictions/` and its TOML file, with sources).
 """
 
 import re

@@ -46,7 +46,8 @@ _VALIDATED_DISTANCE = 1.0
 
 # Distances from the fitted NVIDIA GPUs between which the tile model's weight stays constant. An
 # L40S, 1.3 outside if its family is left out, is predicted best by three parts of the tile model
-# and one of the residual model. Error factors of GEMMs in DeepBench (benchmarks/deepbench.py):
+# and one of the residual model. Error factors of GEMMs in DeepBench
+# (benchmarks/predictions/deepbench.py):
 #
 #   GPU   distance  predicted from          constant weight  falling weight
 #   V100  2.3       shapes                  1.17             1.25
@@ -179,7 +180,7 @@ additions 0.8 to 1.0 times.
 without a measurement ("memory_unmeasured") are much less certain than measured ones. So are GEMMs
 with misaligned rows, of which eight were measured, up to 1.5 times off. Unmeasured convolutions and
 recurrent layers ("composed") have errors from DeepBench, of two GPUs that differ from the fitted
-ones (benchmarks/deepbench.py), so they are not widened.
+ones (benchmarks/predictions/deepbench.py), so they are not widened.
 """
 
 _AT = {kind: np.uint8(at) for at, kind in enumerate(KINDS)}

@@ -139,8 +139,8 @@ def predict_learned(
     4. For convolutions and recurrent layers, which are several GEMMs, all of it carries over. From
        a V100 to a T4 and back DeepBench's convolutions are 1.18 times off forward, 1.21 and 1.52
        for the gradients of input and filter; with the residual model 1.29, 1.32 and 1.47
-       (benchmarks/deepbench.py). For the experts of an MoE layer to another die the share is
-       `experts_carried`: it contains what unequal shares of the tokens add.
+       (benchmarks/predictions/deepbench.py). For the experts of an MoE layer to another die the
+       share is `experts_carried`: it contains what unequal shares of the tokens add.
 
     Attention becomes the kernel that the target runs (see `attention_kernels`). To another NVIDIA
     die, memory-bound kernels scale with their time by shape (see `roofline.scale_by_shape`).

@@ -47,11 +47,11 @@ def predict_by_residual(
     `OVERLAP_EXPONENT` is the only fitted coefficient. The form of 3 (compute-bound) and 4 was
     chosen among some thirty on bf16 GEMMs of A100, L40S, H100, H200 and B200 (aiconfigurator,
     sglang 0.5.10); over the 20 ordered pairs its mean error is 18.7%, the ratio rule's 50.3%
-    (`benchmarks/gemm_transfer.py`). For kernels with unknown FLOPs: GEMMs and attention scale above
-    the floor with the sustained 16-bit rate; others with known bytes use the roofline's memory
-    term; without either, they scale above the floor with bandwidth, since operators without formula
-    are mostly fused pointwise work, sorting and scans, which stream memory. All are counted. Copies
-    over a link keep their duration (`KernelFeatures.over_link`).
+    (`benchmarks/predictions/gemm_transfer.py`). For kernels with unknown FLOPs: GEMMs and attention
+    scale above the floor with the sustained 16-bit rate; others with known bytes use the roofline's
+    memory term; without either, they scale above the floor with bandwidth, since operators without
+    formula are mostly fused pointwise work, sorting and scans, which stream memory. All are
+    counted. Copies over a link keep their duration (`KernelFeatures.over_link`).
     """
     count = len(kernels.call)
     predicted_ns, rules = np.empty(count), np.empty(count, dtype=np.uint8)
@@ -192,8 +192,8 @@ OVERLAP_EXPONENT = 1.5
 
 1 means no overlap, infinity complete overlap. Among values from 1 to 3 it has the smallest error
 over ten captured steps of H200 and H100, each predicted from the other
-(`benchmarks/paired_steps.py`), over all kernels and for softmaxes. Norms and activations of A100
-and H100 in another benchmark set do not distinguish values around it.
+(`benchmarks/predictions/paired_steps.py`), over all kernels and for softmaxes. Norms and
+activations of A100 and H100 in another benchmark set do not distinguish values around it.
 """
 
 

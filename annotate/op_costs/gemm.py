@@ -264,7 +264,7 @@ SLOWER = {"down": 1.14, "up": 1.3, "filter": 1.4}
 
 Measured on DeepBench's 16-bit convolutions of 32 channels and more with cuDNN 7.6; medians on a
 V100 and a T4: 1.13 and 1.15 (down), 1.34 and 1.24 (up), 1.31 and 1.78 (filter); see
-benchmarks/deepbench.py.
+benchmarks/predictions/deepbench.py.
 """
 
 
@@ -397,7 +397,8 @@ STEP_LAUNCHES = 6
 """Launch floors of a time step in addition to its GEMM.
 
 The gates' kernel, the kernel that sums a split GEMM, and the gaps between the three. From
-DeepBench's layers of 25 to 1500 steps on a V100, cuDNN 7.6, 16 bits; see benchmarks/deepbench.py.
+DeepBench's layers of 25 to 1500 steps on a V100, cuDNN 7.6, 16 bits; see
+benchmarks/predictions/deepbench.py.
 """
 
 

@@ -1,6 +1,7 @@
 """Readers of damaged files: whatever a file contains, only errors of onerank's own come out.
 
-`benchmarks/fuzz.py` runs the same families by hand, for as long as wanted and guided by coverage.
+`benchmarks/speed/fuzz.py` runs the same families by hand, for any time and guided by
+coverage.
 """
 
 import pytest

@@ -86,7 +86,7 @@ def main() -> None:
     kinds = dict.fromkeys(case.kind for case in cases)
     # A file without these errors would not load, so those of the shipped file stay.
     kept = {kind: shipped().errors[kind] for kind in STEP_KINDS if not options.step}
-    # Measured by benchmarks/deepbench.py.
+    # Measured by benchmarks/predictions/deepbench.py.
     kept["composed"] = shipped().errors["composed"]
     if missing := [kind for kind in KINDS[1:] if kind not in {**kinds, **kept}]:
         parser.error(

@@ -1,0 +1,378 @@
+"""Hold captures without a device against torchtitan's published throughput and memory.
+
+    python -m benchmarks.no_device.no_device_vs_torchtitan TORCHTITAN [--table NAME]
+        [--captures DIRECTORY] [--rows NAME ...]
+
+The published tables are in benchmarks/ of pytorch/torchtitan. TORCHTITAN is a checkout at the
+table's commit. It runs in this interpreter, which needs torchdata, tiktoken, datasets, triton and
+tyro, and for float8 rows torchao at the table's commit.
+
+    --table     file                                     torchtitan  torchao
+    2024-12     llama3_h100_202412_torchtitan.md         9dec370     eab345c
+    async-tp    asyncTP_llama3_h100_2025-06_torchtitan   820504e     6243040
+    h200        llama3-8b_h200_202506_trainy-whitefiber  e7c0cae     0afa4c1
+
+- The job is torchtitan's train.py with its own configurations. Tokenizer and text are made here:
+  128,256 tokens, random words. TORCH_CUDNN_SDPA_DEPRIORITIZED=1: torch of December 2024 ran
+  FlashAttention 2 on an H100.
+- Compiled rows: torchtitan compiles each block, and Inductor of this torch schedules it, without
+  loop ordering after fusion: torch has it by default since September 2025 (pytorch/pytorch 162030).
+  Also without reductions of mixed order. That the torch of the published runs did not have them is
+  an assumption by the dates: pytorch/pytorch 165737 and 166053, which extend them, are of October
+  2025.
+- Time: `annotate --nvlink-active` for examples/gpus/torchtitan-h100.toml or the H200, then
+  `onerank replay --cluster`: hosts of 8 GPUs, each with a network interface of 50 GB/s; both links
+  reach 75% of their rates; latencies by NCCL's model.
+- Memory: the allocator's reserved memory, as torchtitan reports; simulated with the pools of the
+  job's streams.
+- `--captures` keeps captures and uses those that are there. `--rows` names some rows.
+"""
+
+import base64
+import itertools
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.harness import order_agreement, parser_of
+
+H100 = str(Path(__file__).parents[2] / "examples" / "gpus" / "torchtitan-h100.toml")
+
+# All-reduces among four H200s reached 338 GB/s of NVLink's 450 (results of 2026-11-26, slices
+# against real jobs). Eight GPUs of a host, and networks between hosts, are assumed to reach the
+# same share.
+REACHED = 338 / 450
+NVLINK_GB_PER_S = 450
+NIC_GB_PER_S = 50
+GPUS_PER_HOST = 8
+
+# Defaults of the torch of the published runs.
+OLDER_TORCH = {
+    "TORCH_CUDNN_SDPA_DEPRIORITIZED": "1",
+    "TORCHINDUCTOR_LOOP_ORDERING_AFTER_FUSION": "0",
+    "TORCHINDUCTOR_MIX_ORDER_REDUCTION": "0",
+}
+
+CLUSTER = """\
+[cluster]
+gpu = "{gpu}"
+nodes = {nodes}
+gpus_per_node = {node}
+intra_node = {{ busbw_gb_per_s = {intra:.1f} }}
+inter_node = {{ busbw_gb_per_s = {inter:.1f} }}
+"""
+
+# The commands of the async TP page leave all other options of float8 at their defaults, so weights
+# are gathered in 16 bits and converted after.
+FLOAT8_ASYNC_TP = ("--model.converters=float8",)
+FLOAT8_ROWWISE = (*FLOAT8_ASYNC_TP, "--float8.recipe_name=rowwise")
+FLOAT8_H200 = (
+    *("--model.converters=float8", "--float8.enable_fsdp_float8_all_gather"),
+    "--float8.precompute_float8_dynamic_scale_for_fsdp",
+)
+PER_OPERATOR = (
+    *("--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op"),
+    "--parallelism.tensor_parallel_degree=8",
+)
+
+FLOAT8 = (
+    *("--float8.enable_float8_linear", "--float8.enable_fsdp_float8_all_gather"),
+    "--float8.precompute_float8_dynamic_scale_for_fsdp",
+)
+FULL = ("--activation_checkpoint.mode", "full")
+
+
+@dataclass(frozen=True)
+class Published:
+    """A row of the table.
+
+    Attributes:
+        name: of the row.
+        capture: name of its capture, which rows share.
+        model: "8b" or "70b".
+        sizes: of the world, as options of `capture run`.
+        batch: sequences of a rank.
+        length: tokens of a sequence.
+        compiled: whether the published run compiled the blocks.
+        tokens_per_s: published, of a GPU.
+        memory_gib: published; None if it was not.
+        options: of torchtitan.
+        gpus_per_sequence: GPUs that share a sequence (TP and CP).
+        table: a key of `TABLES`.
+    """
+
+    name: str
+    capture: str
+    model: str
+    sizes: str
+    batch: int
+    length: int
+    compiled: bool
+    tokens_per_s: int
+    memory_gib: float | None
+    options: tuple[str, ...] = ()
+    gpus_per_sequence: int = 1
+    table: str = "2024-12"
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of a step for each GPU."""
+        return self.batch * self.length / self.gpus_per_sequence
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of the job."""
+        return math.prod(map(int, self.sizes.split()[1::2]))
+
+
+ROWS = (
+    Published("8B, FSDP 8", "fsdp8", "8b", "--dp 8", 2, 8192, False, 5762, 82.4),
+    Published("8B, FSDP 8, compile", "fsdp8-c", "8b", "--dp 8", 2, 8192, True, 6667, 77.0),
+    Published(
+        *("8B, FSDP 8, compile, float8", "fsdp8-f8-c", "8b", "--dp 8", 2, 8192, True, 8532, 76.8),
+        options=FLOAT8,
+    ),
+    Published(
+        *("8B, FSDP 128", "fsdp128", "8b", "--dp 128", 2, 8192, False, 5605, 67.0),
+    ),
+    Published(
+        *("8B, FSDP 128, compile", "fsdp128-c", "8b", "--dp 128", 2, 8192, True, 6514, 62.0),
+    ),
+    Published(
+        *("8B, FSDP 128, compile, float8", "fsdp128-f8-c", "8b", "--dp 128", 2, 8192, True),
+        *(8380, 61.8, FLOAT8),
+    ),
+    Published(
+        *("8B, FSDP 8, 32K, full, compile, f8", "cp1-c", "8b", "--dp 8", 1, 32768, True),
+        *(3890, 83.9, (*FULL, *FLOAT8)),
+    ),
+    Published(
+        *("8B, FSDP 4 CP 2, 64K, compile, f8", "cp2-c", "8b", "--dp 4 --cp 2", 1, 65536, True),
+        *(2540, 84.2, (*FULL, *FLOAT8, "--experimental.context_parallel_degree", "2"), 2),
+    ),
+    Published(
+        *("8B, FSDP 2 CP 4, 128K, compile, f8", "cp4-c", "8b", "--dp 2 --cp 4", 1, 131072, True),
+        *(1071, 84.0, (*FULL, *FLOAT8, "--experimental.context_parallel_degree", "4"), 4),
+    ),
+    Published(
+        *("8B, CP 8, 256K, compile, f8", "cp8-c", "8b", "--cp 8", 1, 262144, True),
+        *(548, 84.5, (*FULL, *FLOAT8, "--experimental.context_parallel_degree", "8"), 8),
+    ),
+    Published(
+        *("70B, FSDP 32 TP 8, compile, f8", "70b-c", "70b", "--tp 8 --dp 32", 16, 8192, True),
+        *(829, 71.9, (*FULL, *FLOAT8), 8),
+    ),
+    Published(
+        *("8B, FSDP 8 TP 8, compile", "tp8b", "8b", "--tp 8 --dp 8", 12, 8192, True, 4378, None),
+        *(PER_OPERATOR, 8),
+        table="async-tp",
+    ),
+    Published(
+        *("8B, FSDP 8 TP 8, compile, float8", "tp8b-f8", "8b", "--tp 8 --dp 8", 12, 8192, True),
+        *(5078, None, (*PER_OPERATOR, *FLOAT8_ASYNC_TP), 8),
+        table="async-tp",
+    ),
+    Published(
+        *("8B, FSDP 8 TP 8, compile, rowwise", "tp8b-rw", "8b", "--tp 8 --dp 8", 12, 8192, True),
+        *(3709, None, (*PER_OPERATOR, *FLOAT8_ROWWISE), 8),
+        table="async-tp",
+    ),
+    Published(
+        *("70B, FSDP 32 TP 8, compile", "tp70b", "70b", "--tp 8 --dp 32", 16, 8192, True),
+        *(597, None, (), 8),
+        table="async-tp",
+    ),
+    Published(
+        *("70B, FSDP 32 TP 8, compile, float8", "tp70b-f8", "70b", "--tp 8 --dp 32", 16, 8192),
+        *(True, 810, None, FLOAT8_ASYNC_TP, 8),
+        table="async-tp",
+    ),
+    Published(
+        *("70B, FSDP 32 TP 8, compile, rowwise", "tp70b-rw", "70b", "--tp 8 --dp 32", 16, 8192),
+        *(True, 600, None, FLOAT8_ROWWISE, 8),
+        table="async-tp",
+    ),
+    *(
+        Published(
+            *(f"8B, FSDP {gpus}, compile, float8", f"h200-{gpus}", "8b", f"--dp {gpus}", 2, 8192),
+            *(True, tokens_per_s, memory_gib),
+            options=(*FLOAT8_H200, "--float8.force_recompute_fp8_weight_in_bwd"),
+            table="h200",
+        )
+        for gpus, tokens_per_s, memory_gib in ((32, 10938, 47.96), (64, 10753, 46.97))
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Table:
+    """How to start the runs of a published table.
+
+    Attributes:
+        gpu: name or path of the GPU's description.
+        script: in the checkout.
+        config: of a model, in the checkout; "{}" stands for the model.
+        batch: option for the sequences of a rank.
+        config_option: option for the configuration.
+    """
+
+    gpu: str
+    script: str = "torchtitan/train.py"
+    config: str = "torchtitan/models/llama3/train_configs/llama3_{}.toml"
+    batch: str = "--training.local_batch_size"
+    config_option: str = "--job.config-file"
+
+
+TABLES = {
+    "2024-12": Table(
+        H100,
+        *("train.py", "train_configs/llama3_{}.toml", "--training.batch_size"),
+        "--job.config_file",
+    ),
+    "async-tp": Table(H100),
+    "h200": Table("H200"),
+}
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("torchtitan", type=Path)
+    parser.add_argument("--table", choices=TABLES, default="2024-12")
+    parser.add_argument("--captures", type=Path)
+    parser.add_argument("--rows", nargs="*", default=[])
+    args = parser.parse_args()
+    print(f"{datetime.now(UTC):%Y-%m-%d}, {os.cpu_count()} cores; torch {torch.__version__}")
+    print((__doc__ or "").split("\n\n", 2)[2])
+    print(f"{'':36s}{'tokens/s per GPU':^27s}{'reserved memory, GiB':^27s}")
+    columns = f"{'published':>9s}{'predicted':>10s}{'error':>8s}"
+    print(f"{'Llama 3.1':36s}{columns}{columns}", flush=True)
+    errors: dict[str, list[float]] = {"bf16": [], "float8": [], "memory": []}
+    times: dict[str, list[tuple[float, float]]] = {}
+    chosen = [row for row in ROWS if row.table == args.table]
+    rows = [row for row in chosen if not args.rows or row.name in args.rows]
+    with tempfile.TemporaryDirectory() as directory:
+        work = Path(directory)
+        captures: Path = args.captures or work
+        captures.mkdir(parents=True, exist_ok=True)
+        for row in rows:
+            trace = captures / f"{row.capture}.et"
+            if not trace.exists():
+                capture(args.torchtitan.resolve(), row, trace.resolve(), work)
+            tokens_per_s = row.tokens / step_s(trace, row, work)
+            error = tokens_per_s / row.tokens_per_s - 1
+            # Only rows of one model, length and number of GPUs are layouts to choose from.
+            kind = f"{row.model}, {row.length} tokens, {row.gpus} GPUs"
+            times.setdefault(kind, []).append((1 / tokens_per_s, 1 / row.tokens_per_s))
+            errors["float8" if "float8" in " ".join(row.options) else "bf16"].append(error)
+            line = f"{row.name:36s}{row.tokens_per_s:9,}{tokens_per_s:10,.0f}{error:+8.1%}"
+            memory_gib = reserved_gib(trace)
+            if row.memory_gib is not None:
+                errors["memory"].append(memory_gib / row.memory_gib - 1)
+                line += f"{row.memory_gib:9.1f}{memory_gib:10.1f}{errors['memory'][-1]:+8.1%}"
+            else:
+                line += f"{'-':>9s}{memory_gib:10.1f}{'-':>8s}"
+            print(line, flush=True)
+    for kind, values in errors.items():
+        if values:
+            mean = sum(map(abs, values)) / len(values)
+            print(f"{kind}: mean absolute error {mean:.1%}, largest {max(map(abs, values)):.1%}")
+    for kind, pairs in times.items():
+        if len(pairs) > 1:
+            print(f"order of {len(pairs)} rows of {kind}: {order_agreement(pairs)}")
+
+
+def capture(torchtitan: Path, row: Published, trace: Path, work: Path) -> None:
+    """Capture torchtitan's train.py in a row's configuration."""
+    inputs = work / "inputs"
+    if not inputs.exists():
+        write_inputs(inputs)
+    table = TABLES[row.table]
+    script = [
+        *(table.config_option, table.config.format(row.model)),
+        *("--job.dump_folder", str(work / "out")),
+        *("--model.tokenizer_path", str(inputs / "tokenizer.model")),
+        *("--training.dataset", "c4_test", "--training.dataset_path", str(inputs / "text")),
+        *(table.batch, str(row.batch), "--training.seq_len", str(row.length)),
+        *(("--training.compile",) if row.compiled else ()),
+        *row.options,
+    ]
+    command = ["capture", "run", table.script, "--torchrun", "--device", "none"]
+    command += ["--like", table.gpu]
+    output_of(*command, *row.sizes.split(), "-o", str(trace), "--", *script, cwd=torchtitan)
+
+
+def write_inputs(directory: Path) -> None:
+    """Write a tokenizer of Llama 3's size and a text: their content does not change the step."""
+    tokens = [bytes([byte]) for byte in range(256)]
+    tokens += map(bytes, itertools.product(range(256), range(256)))
+    triples = itertools.product(range(32, 127), repeat=3)
+    tokens += map(bytes, itertools.islice(triples, 128_000 - len(tokens)))
+    (directory / "text").mkdir(parents=True)
+    lines = (f"{base64.b64encode(token).decode()} {i}\n" for i, token in enumerate(tokens))
+    (directory / "tokenizer.model").write_text("".join(lines), encoding="utf-8")
+    letters = random.Random(0)
+    texts = ("".join(letters.choices("abcdefghij klmno", k=2000)) for _ in range(2000))
+    lines = (json.dumps({"text": text}) + "\n" for text in texts)
+    (directory / "text" / "data.json").write_text("".join(lines), encoding="utf-8")
+
+
+def step_s(trace: Path, row: Published, work: Path) -> float:
+    """Return the predicted steady-state step of a row in seconds, communication included."""
+    directory = work / row.capture
+    directory.mkdir(exist_ok=True)
+    gpu = TABLES[row.table].gpu
+    output_of("annotate", "--target", gpu, "--nvlink-active", str(trace),
+              "-o", str(directory / "trace.et"))  # fmt: skip
+    cluster = work / "cluster.toml"
+    cluster.write_text(
+        CLUSTER.format(
+            gpu=gpu,
+            nodes=row.gpus // GPUS_PER_HOST,
+            node=GPUS_PER_HOST,
+            intra=REACHED * NVLINK_GB_PER_S,
+            inter=REACHED * NIC_GB_PER_S,
+        ),
+        encoding="utf-8",
+    )
+    step: dict[str, Any] = json.loads(
+        output_of("replay", str(directory), "--cluster", str(cluster), "--json")
+    )
+    return step["step_ns"] / 1e9
+
+
+def reserved_gib(trace: Path) -> float:
+    memory: dict[str, Any] = json.loads(output_of("memory", str(trace), "--json"))
+    return memory["simulated_reserved_bytes"] / 2**30
+
+
+def output_of(*command: str, cwd: Path | None = None) -> str:
+    """Run an onerank command and return what it prints; exit with its errors if it fails."""
+    environment = {**os.environ, **OLDER_TORCH}
+    if cwd is not None:
+        path = os.pathsep.join([str(cwd), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment["PYTHONPATH"] = path
+    result = subprocess.run(
+        [sys.executable, "-m", "onerank", *command],
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env=environment,
+    )
+    if result.returncode:
+        raise SystemExit(f"onerank {' '.join(command)}\n{result.stderr}")
+    return result.stdout
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,279 @@
+"""Error and coverage of predictions whose die family, dtype or kernel is held out.
+
+    python -m benchmarks.predictions.held_out DATA_DIRECTORY
+
+DATA_DIRECTORY holds the tables of `accuracy` and those that `tools.fit.public_sets` writes:
+linears.parquet, quantise.parquet, attention.parquet, latent.parquet and vector.parquet. For every
+target the coefficients are refitted without its die family (H100 and H200 are one).
+
+  mean      of |predicted / measured - 1|, over 10 us and under, in percent
+  baseline  the same by ratio of the source's time; by shape, of the roofline
+  inside    measured times in the 80% interval, in percent. Its width comes from the other families,
+            with the factor for a further family. The last row of a group is the mean of its targets
+
+by shape: "datasheet" has the vendor's figures alone, "described" the shipped description. 8-bit
+and NVFP4 layers include the kernel that quantises the activations. NVFP4 is a dtype left out:
+nothing is fitted to it, and its coefficients are those of 8 bits. It has no other GPU to judge its
+interval by. fp32 and memory-bound kernels have no fitted coefficient, but the sustained fractions
+of the vector units are medians over fp32 layers of the same set.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+
+from benchmarks.harness import given_folder
+from onerank.annotate import load_gpu
+from onerank.annotate.models import roofline
+from onerank.annotate.models.coefficients import Coefficients, Error
+from onerank.annotate.models.cost_model import Predict, PredictFromDescription
+from onerank.annotate.models.intervals import widening
+from onerank.annotate.models.learned import predict_by_ratio
+from onerank.ir.arrays import F64, Mask
+from tools.fit.evaluate_fit import (
+    Case,
+    Described,
+    as_by_datasheet,
+    as_shipped,
+    unmeasured_cases,
+)
+from tools.fit.evaluate_fit import attention_cases as attention_by_shape
+from tools.fit.leave_one_out import (
+    attention_cases,
+    drawn,
+    errors_of,
+    few_families,
+    fits_of,
+    fits_without,
+    gemm_by_shape,
+    gemm_cases,
+    memory_cases,
+    models_without,
+    parted,
+)
+from tools.fit.measured_kernels import family, read_attention, read_products, read_table
+from tools.fit.narrow_gemm_cases import (
+    four_bit_cases,
+    linear_cases,
+    read_linears,
+    tensor_scaled_cases,
+)
+from tools.fit.public_cases import decode_cases, kernel_cases, read_decodes, vector_cases
+
+LONG_NS = 10_000
+
+ByShape = Callable[[str], PredictFromDescription]
+Measured = Callable[[str], Predict]
+Cases = Callable[[ByShape, Measured], Iterable[Case]]
+
+
+def main() -> None:
+    """Print one table for each group."""
+    folder = given_folder(__doc__, "gemm.parquet", "linears.parquet")
+    groups, fits = groups_of(folder)
+    by_shape, measured = models_without(fits)
+    predicted = {name: widened(cases(by_shape, measured), fits) for name, cases in groups.items()}
+    # An interval depends on the kind and on how the target is described, not on the group.
+    by_level: dict[str, list[Case]] = {}
+    for name, cases in predicted.items():
+        parts = [part for case in cases for part in parted(case)]
+        by_level.setdefault(_level(name), []).extend(parts)
+    few = {level: few_families(parts) for level, parts in by_level.items()}
+    for level, factors in few.items():
+        print(f"\nfactors for a further family, {level}:")
+        print(", ".join(f"{kind} {factor:.3f}" for kind, factor in factors.items()))
+    for name, cases in groups.items():
+        baseline = [*cases(lambda _: roofline.predict_from_datasheet, lambda _: predict_by_ratio)]
+        for kind in dict.fromkeys(case.kind for case in predicted[name]):
+            level = _level(name)
+            table(name, kind, predicted[name], baseline, (by_level[level], few[level]))
+    versions_apart(folder)
+
+
+def versions_apart(folder: Path) -> None:
+    """Print how far two frameworks or versions are apart on one GPU, over the same 8-bit layers.
+
+    No prediction from a shape can be closer to both than half of it.
+    """
+    rows = read_table(
+        folder / "linears.parquet", ["gpu", "dataset", "dtype", "m", "n", "k", "time_us"]
+    )
+    # vLLM's rows have at most 256 tokens, and TensorRT-LLM's in fp8 one scale for a tensor.
+    kept = {
+        "fp8": pl.col("dataset").str.starts_with("sglang"),
+        "fp8_block": ~pl.col("dataset").str.starts_with("vllm"),
+    }
+    print(
+        "\n8-bit linear layers, two datasets on one GPU: mean of |ratio - 1| over and under 10 us"
+    )
+    print(f"{'gpu':10}{'dtype':11}{'of':20}{'to':20}{'count':>7}{'mean':>7}{'under':>7}")
+    for dtype, condition in kept.items():
+        of_type = rows.filter(pl.col("dtype") == dtype, condition)
+        groups = sorted(set(of_type.select("gpu", "dataset").iter_rows()))
+        for (gpu, before), (other, after) in combinations(groups, 2):
+            if gpu != other:
+                continue
+            of, to = (
+                of_type.filter(pl.col("gpu") == gpu, pl.col("dataset") == name)
+                for name in (before, after)
+            )
+            both = of.join(to, on=["m", "n", "k"], suffix="_to")
+            times = (both[name].to_numpy() for name in ("time_us_to", "time_us"))
+            measured, reference = (time.astype(np.float64) * 1000 for time in times)
+            apart, long = np.abs(reference / measured - 1), measured > LONG_NS
+            figures = (mean(apart, long) * 100, mean(apart, ~long) * 100)
+            print(f"{gpu:10}{dtype:11}{before:20}{after:20}{len(both):7}", end="")
+            print("".join(f"{figure:7.1f}" for figure in figures))
+
+
+def _level(name: str) -> str:
+    """Return what is known of the targets of a group: "datasheet" or "described"."""
+    return name.rsplit(", ", 1)[1]
+
+
+def groups_of(folder: Path) -> tuple[dict[str, Cases], dict[str, Coefficients]]:
+    """Return title -> the group's cases, and die family -> the coefficients without it."""
+    products, attention = read_products(folder), read_attention(folder)
+    linears, decodes = read_linears(folder), read_decodes(folder)
+    fits = fits_without(products, attention, linears, folder)
+    products = drawn(products)
+    by_datasheet = as_by_datasheet([load_gpu(name) for name in products.times_ns])
+
+    def bf16(described: Described) -> Cases:
+        return lambda by_shape, measured: [
+            *gemm_by_shape(products, by_shape, described),
+            *gemm_cases(products, described, measured),
+        ]
+
+    def memory(_: ByShape, measured: Measured) -> list[Case]:
+        return [*memory_cases(folder, measured("")), *unmeasured_cases(folder)]
+
+    groups: dict[str, Cases] = {
+        "bf16 GEMMs, datasheet": bf16(by_datasheet),
+        "bf16 GEMMs, described": bf16(as_shipped),
+        "8-bit linear layers, datasheet": lambda by_shape, measured: linear_cases(
+            linears, by_shape, measured, by_datasheet
+        ),
+        "8-bit linear layers, described": lambda by_shape, measured: linear_cases(
+            linears, by_shape, measured
+        ),
+        "8-bit GEMMs with one scale for a tensor, described": lambda by_shape, _: (
+            tensor_scaled_cases(folder, by_shape)
+        ),
+        "linear layers in NVFP4, described": lambda by_shape, _: four_bit_cases(folder, by_shape),
+        "attention, described": lambda by_shape, measured: [
+            *attention_by_shape(attention, by_shape),
+            *attention_cases(attention, measured),
+            *kernel_cases(folder, by_shape),
+        ],
+        "attention of one query, described": lambda by_shape, measured: decode_cases(
+            decodes, by_shape, measured
+        ),
+        "fp32 operators, described": lambda by_shape, measured: vector_cases(
+            folder, measured(""), by_shape("")
+        ),
+        "fp16 norms and activations, described": memory,
+    }
+    return groups, fits
+
+
+def widened(cases: Iterable[Case], fits: dict[str, Coefficients]) -> list[Case]:
+    """Return the cases with the widening of their target."""
+    return [
+        replace(case, widening=widening(case.target, fits_of(fits, case), case.kind))
+        for case in cases
+    ]
+
+
+def table(
+    name: str,
+    kind: str,
+    cases: list[Case],
+    baseline: list[Case],
+    level: tuple[list[Case], dict[str, float]],
+) -> None:
+    """Print error, baseline and coverage of one kind of a group, by target.
+
+    Args:
+        name: the group.
+        kind: of its predictions.
+        cases: the group's predictions.
+        baseline: the same by the baseline.
+        level: predictions of all groups with this knowledge of the target, and kind -> factor for a
+            further family.
+    """
+    chosen = [at for at, case in enumerate(cases) if case.kind == kind]
+    print(f"\n{name}: {kind}")
+    print(f"{'target':17}{'count':>8}{'mean':>7}{'under':>7}{'baseline':>10}{'under':>7}", end="")
+    print(f"{'inside':>8}{'under':>7}")
+    rows: list[list[float]] = []
+    for target in dict.fromkeys(cases[at].target.name for at in chosen):
+        of_target = [at for at in chosen if cases[at].target.name == target]
+        row = [
+            *means([cases[at] for at in of_target]),
+            *means([baseline[at] for at in of_target]),
+            *inside([cases[at] for at in of_target], *level),
+        ]
+        rows.append(row)
+        count = sum(len(cases[at].measured_ns) for at in of_target)
+        print(f"{target:17}{count:8}{text(row)}")
+    columns = np.array(rows).T
+    known = [mean(column, ~np.isnan(column)) for column in columns]
+    print(f"{'mean':25}{text(known)}")
+
+
+def text(row: list[float]) -> str:
+    """Return the columns of a row; nan is "-"."""
+    widths = (7, 7, 10, 7, 8, 7)
+    cells = ("-" if np.isnan(figure) else f"{figure:.1f}" for figure in row)
+    return "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
+
+
+def means(cases: list[Case]) -> list[float]:
+    """Return the mean errors over and under 10 us in percent; nan without cases."""
+    measured = np.concatenate([case.measured_ns for case in cases])
+    error = np.abs(np.concatenate([case.predicted_ns for case in cases]) / measured - 1)
+    return [mean(error, measured > LONG_NS) * 100, mean(error, measured <= LONG_NS) * 100]
+
+
+def mean(values: F64 | Mask, where: Mask) -> float:
+    """Return the mean of the values at `where`; nan without any."""
+    return float(values[where].mean()) if where.any() else float("nan")
+
+
+def inside(cases: list[Case], every: list[Case], few: dict[str, float]) -> list[float]:
+    """Return the percentages of times in the interval over and under 10 us.
+
+    Args:
+        cases: of one target.
+        every: parts of all predictions with this knowledge of the target.
+        few: kind -> factor for a further family.
+    """
+    target, bounds = cases[0].target, dict[str, Error]()
+    for kind in dict.fromkeys(part.kind for case in cases for part in parted(case)):
+        of_kind = [part for part in every if part.kind == kind]
+        # Kinds of one family, such as "gemm_same_die", have the width of its other GPUs.
+        others = [part for part in of_kind if family(part.target) != family(target)]
+        others = others or [part for part in of_kind if part.target.name != target.name]
+        if others:
+            bounds[kind] = errors_of(others, few[kind])
+    if not bounds:
+        return [float("nan")] * 2
+    held: list[Mask] = []
+    long: list[Mask] = []
+    for case in cases:
+        for part in parted(case):
+            if part.kind not in bounds:
+                continue
+            held.append(np.abs(part.error) <= bounds[part.kind].high * part.widening)
+            long.append(part.measured_ns > LONG_NS)
+    is_held, is_long = np.concatenate(held), np.concatenate(long)
+    return [mean(is_held, is_long) * 100, mean(is_held, ~is_long) * 100]
+
+
+if __name__ == "__main__":
+    main()
