@@ -60,12 +60,12 @@ def main() -> None:
             )
             captures = {task.key: capture_stage(*task.arguments) for task in tasks}
             result = evaluate(captures, job, [layout], layers, exact)
-            if not result["outcomes"]:
-                raise SystemExit(f"{layout}: {result['dropped'] or 'not derived'}")
-            outcomes += result["outcomes"]
+            if not result.outcomes:
+                raise SystemExit(f"{layout}: {result.dropped or 'not derived'}")
+            outcomes += result.outcomes
         line = f"{layout!s:74}"
         for name, unit in (("step_ns", 1e6), ("peak_bytes", 1e9)):
-            derived, captured = (outcome[name]["value"] for outcome in outcomes)
+            derived, captured = (getattr(outcome, name).value for outcome in outcomes)
             line += f"{derived / unit:11.3f}{captured / unit:11.3f}{derived / captured - 1:+9.3%}"
         print(f"{line}", flush=True)
 

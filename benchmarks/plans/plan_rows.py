@@ -84,17 +84,17 @@ def main() -> None:
             start = time.process_time()
             result = evaluate(captures, job, [each], LAYERS, exact)
             spent = time.process_time() - start
-            if not result["underived"]:
+            if not result.underived:
                 break
-        if result["dropped"]:
-            print(f"{each!s:62}{result['dropped'][0]['code']}", flush=True)
+        if result.dropped:
+            print(f"{each!s:62}{result.dropped[0].code}", flush=True)
             continue
-        (row,) = result["outcomes"]
-        replayed = run_commands(row["commands"], directory)
+        (row,) = result.outcomes
+        replayed = run_commands(row.commands, directory)
         line = f"{each!s:62}"
         for predicted, done, unit in (
-            (row["step_ns"]["value"], replayed["step_ns"], 1e6),
-            (row["peak_bytes"]["value"], replayed["peak_bytes"], 1e9),
+            (row.step_ns.value, replayed["step_ns"], 1e6),
+            (row.peak_bytes.value, replayed["peak_bytes"], 1e9),
         ):
             line += f"{predicted / unit:10.3f}{done / unit:10.3f}{predicted / done - 1:+9.2%}"
         print(f"{line}  {len(captures)} captures, evaluated in {spent:.1f} s", flush=True)

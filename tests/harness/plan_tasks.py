@@ -4,9 +4,9 @@ import os
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
 from onerank.plan.layouts import PlanError, PredictedRange
+from onerank.plan.tasks import TaskResult
 
 
 def square(number: int) -> PredictedRange:
@@ -14,9 +14,9 @@ def square(number: int) -> PredictedRange:
     return PredictedRange(number**2, 0.0, 1.0)
 
 
-def total(results: dict[str, dict[str, float]]) -> float:
+def total(results: dict[str, PredictedRange]) -> float:
     """Return the sum of the needed squares."""
-    return sum(result["value"] for result in results.values())
+    return sum(result.value for result in results.values())
 
 
 def log_call(log: str, number: int) -> int:
@@ -69,8 +69,14 @@ def read_local(name: str) -> str:
     return Path(name).read_text()
 
 
-def refused_without(path: str, log: str) -> dict[str, Any]:
+class Found(TaskResult):
+    """Whether a file exists."""
+
+    found: bool
+
+
+def refused_without(path: str, log: str) -> Found:
     """Return a result for this run alone if a file is missing, after adding a line to `log`."""
     with Path(log).open("a") as file:
         file.write("call\n")
-    return {"found": Path(path).exists(), "lasts": Path(path).exists()}
+    return Found(found=Path(path).exists(), lasts=Path(path).exists())

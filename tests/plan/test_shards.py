@@ -68,10 +68,10 @@ def captured(tmp_path_factory):
             for step in steps
         ]
         result = call(capture_stage, "", "H100", captures)
-        assert not result["refused"]
+        assert not result.refused
         path = Path(directory) / "trace.et"
         graphs: dict[str, Graph] = {}
-        for step, trace in result["traces"].items():
+        for step, trace in result.traces.items():
             path.write_bytes(trace)
             graphs[step] = onerank.read(path)
         return graphs

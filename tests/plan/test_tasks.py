@@ -65,7 +65,7 @@ def test_a_refusal_holds_for_its_run_alone(tmp_path: Path):
             cause.touch()
         store = Store(tmp_path / "store")
         for _ in range(2):
-            found[run] = run_tasks([refused], store, LocalPool(1))[refused.key]["found"]
+            found[run] = run_tasks([refused], store, LocalPool(1))[refused.key].found
         assert log.read_text().count("call") == calls
     assert found == {"first": False, "second": False, "third": True, "fourth": True}
 

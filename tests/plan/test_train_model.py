@@ -3,13 +3,12 @@
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from own_process import call
 
 import onerank
-from onerank.plan.captures import StageCapture, capture_stage
+from onerank.plan.captures import CaptureResult, StageCapture, capture_stage
 
 MODEL = """{
   "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 2,
@@ -19,14 +18,14 @@ MODEL = """{
 
 LAYERS = 2
 
-Captured = Callable[..., dict[str, Any]]
+Captured = Callable[..., CaptureResult]
 
 
 @pytest.fixture
 def captured(tmp_path: Path) -> Captured:
     """Return a function that captures steps of a model with an implementation of attention."""
 
-    def capture(attention: str, *kinds: str) -> dict[str, Any]:
+    def capture(attention: str, *kinds: str) -> CaptureResult:
         path = tmp_path / f"{attention}.json"
         path.write_text(MODEL.replace("ATTENTION", attention))
         captures = [
@@ -45,9 +44,9 @@ def test_what_each_recomputation_runs_again(captured: Captured, tmp_path: Path):
     # Each step sets the recomputation anew, so the order of kinds matters.
     kinds = ("full", "attention", "none", "selective")
     result = captured("eager", *kinds)
-    assert not result["refused"]
+    assert not result.refused
     counts: dict[str, Counter[str]] = {}
-    for step, trace in result["traces"].items():
+    for step, trace in result.traces.items():
         (tmp_path / "trace.et").write_bytes(trace)
         graph = onerank.read(tmp_path / "trace.et")
         counts[step.split(":")[2]] = Counter(graph.text("name"))
@@ -76,7 +75,7 @@ def test_what_each_recomputation_runs_again(captured: Captured, tmp_path: Path):
 def test_a_recomputation_that_does_not_exist_is_refused(
     captured: Captured, attention: str, kind: str
 ):
-    refused = captured(attention, kind)["refused"]
+    refused = captured(attention, kind).refused
     assert {code for code, _ in refused.values()} == {"script-exited"}
 
 
@@ -85,12 +84,12 @@ def test_a_later_run_tries_again_what_the_model_did_not_refuse(tmp_path: Path):
     script.write_text("import module_that_is_not_installed\n")
     captures = [StageCapture((), 1, False, 1, 1, 1, "ddp", 1, 0, 0)]
     result = call(capture_stage, str(script), "H100", captures)
-    assert result["refused"][""][0] == "script-raised"
-    assert not result["lasts"]
+    assert result.refused[""][0] == "script-raised"
+    assert not result.lasts
     config = tmp_path / "config.json"
     config.write_text(MODEL.replace("ATTENTION", "sdpa"))
     arguments = (str(config), "--seq", "32")
     of_three = [StageCapture(arguments, 3, False, 1, 1, 1, "ddp", 1, 0, 0, "1:1:none")]
     result = call(capture_stage, "", "H100", of_three)
-    assert result["refused"]["1:1:none"][0].startswith("tp-")
-    assert result["lasts"]
+    assert result.refused["1:1:none"][0].startswith("tp-")
+    assert result.lasts

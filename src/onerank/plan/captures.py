@@ -17,7 +17,7 @@ import os
 import re
 import shlex
 import tempfile
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,7 +37,7 @@ from onerank.plan.cluster import (
 )
 from onerank.plan.layouts import Layout, PlanError
 from onerank.plan.micro_batches import captured_sizes
-from onerank.plan.tasks import Task, content_key
+from onerank.plan.tasks import Task, TaskResult, content_key
 
 if TYPE_CHECKING:
     from onerank.capture.capture_script import Capture
@@ -340,31 +340,48 @@ def _task(job: PlannedJob, captures: Sequence[StageCapture], label: str) -> Task
     )
 
 
-def layers_of(result: Mapping[str, Any]) -> int:
+class CaptureResult(TaskResult):
+    """Captures that differ in their step. It lasts unless a later run should try a capture again.
+
+    Attributes:
+        group: `group_key` of the captures.
+        layers: layers of the model or of the stage.
+        traces: step -> the `.et` file.
+        refused: step -> code and message of the error if the model or the script does not allow
+            the capture.
+    """
+
+    group: str
+    layers: int = 0
+    traces: dict[str, bytes] = msgspec.field(default_factory=dict[str, bytes])
+    refused: dict[str, tuple[str, str]] = msgspec.field(default_factory=dict[str, tuple[str, str]])
+
+
+def layers_of(result: CaptureResult) -> int:
     """Return the layers of the model, by the result of the probe.
 
     Raises:
         PlanError: the script cannot be captured.
     """
     trace_of(result, "")
-    return int(result["layers"])
+    return result.layers
 
 
-def trace_of(result: Mapping[str, Any], step: str) -> bytes:
-    """Return the `.et` file of a recorded step in the result of `capture_stage`.
+def trace_of(result: CaptureResult, step: str) -> bytes:
+    """Return the `.et` file of a recorded step.
 
     Raises:
         PlanError: the model or the script does not allow the capture.
     """
-    if step in result["refused"]:
-        code, message = result["refused"][step]
+    if step in result.refused:
+        code, message = result.refused[step]
         raise PlanError(message, code=code)
-    return result["traces"][step]
+    return result.traces[step]
 
 
-def recorded_step(result: Mapping[str, Any], step: str) -> str:
-    """Return the step in the result of `capture_stage` from which a step is derived, or itself."""
-    recorded = {**result["traces"], **result["refused"]}
+def recorded_step(result: CaptureResult, step: str) -> str:
+    """Return the step from which a step is derived, or itself."""
+    recorded = {**result.traces, **result.refused}
     if step in recorded:
         return step
     count, _, recompute = parse_step(step)
@@ -374,7 +391,7 @@ def recorded_step(result: Mapping[str, Any], step: str) -> str:
 
 def capture_stage(
     script: str, gpu: str, captures: Sequence[StageCapture], group: str = ""
-) -> dict[str, Any]:
+) -> CaptureResult:
     """Run captures that differ in their step, in one fork of this process.
 
     Args:
@@ -382,14 +399,8 @@ def capture_stage(
         gpu: the GPU that it sees.
         captures: what to capture.
         group: their `group_key`.
-
-    Returns:
-        "traces": step -> the `.et` file; "refused": step -> code and message of the error if the
-        model or the script does not allow the capture; "layers": layers of the model or of the
-        stage; "group": as given; "lasts": whether a later run need not try again.
     """
-    result: dict[str, Any] = {"traces": {}, "refused": {}, "layers": 0, "group": group}
-    result["lasts"] = True
+    result = CaptureResult(group=group)
     steps = [capture.step for capture in captures]
     try:
         captured = _captured(script, gpu, captures)
@@ -397,22 +408,23 @@ def capture_stage(
         # A refusal is a result, too. Whether a model can be sliced follows from what the key
         # contains; other causes may be gone in a later run, such as a missing file or module.
         if len(captures) == 1:
-            lasts = isinstance(error, SliceError | DepthError)
-            return result | {"refused": {steps[0]: (error.code, str(error))}, "lasts": lasts}
+            result.lasts = isinstance(error, SliceError | DepthError)
+            result.refused[steps[0]] = error.code, str(error)
+            return result
         # One step may be the cause, such as a recomputation that the model does not support.
         for capture in captures:
             alone = capture_stage(script, gpu, [capture], group)
-            result["traces"] |= alone["traces"]
-            result["refused"] |= alone["refused"]
-            result["layers"] = max(result["layers"], alone["layers"])
-            result["lasts"] &= alone["lasts"]
+            result.traces |= alone.traces
+            result.refused |= alone.refused
+            result.layers = max(result.layers, alone.layers)
+            result.lasts &= alone.lasts
         return result
     with tempfile.TemporaryDirectory(prefix="onerank-") as directory:
         trace = Path(directory) / "trace.et"
         for step, each in zip(steps, captured, strict=True):
             each.graph.write(trace)
-            result["traces"][step] = trace.read_bytes()
-            result["layers"] = each.layers.depth if each.layers else 0
+            result.traces[step] = trace.read_bytes()
+            result.layers = each.layers.depth if each.layers else 0
     return result
 
 

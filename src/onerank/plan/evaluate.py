@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 
 import onerank
@@ -24,6 +23,7 @@ from onerank.ir.arrays import I64
 from onerank.ir.errors import DepthError, OneRankError
 from onerank.ir.notes import Note
 from onerank.plan.captures import (
+    CaptureResult,
     StageCapture,
     StageSource,
     commands_of,
@@ -42,7 +42,7 @@ from onerank.plan.pipeline_step import PipelineStep, step_of
 from onerank.plan.shard_memory import ShardError
 from onerank.plan.shards import with_shards
 from onerank.plan.stage_times import Figures, StageTimes, at_depth, memory_of, stage_times
-from onerank.plan.tasks import Task, content_key
+from onerank.plan.tasks import Task, TaskResult, content_key
 
 _HOST_BOUND = 0.05
 """Share of a step that the GPU waits for its host above which a plan says so."""
@@ -107,27 +107,28 @@ def plan_evaluations(
     return tasks
 
 
-def outcomes_of(result: Mapping[str, Any]) -> tuple[list[Outcome], list[Dropped]]:
-    """Return the outcomes and the refused layouts of an evaluation's result."""
-    return (
-        msgspec.convert(result["outcomes"], list[Outcome]),
-        msgspec.convert(result["dropped"], list[Dropped]),
-    )
+class Evaluation(TaskResult):
+    """Evaluated layouts. It lasts if the captures do.
 
+    Attributes:
+        outcomes: of the layouts that have figures.
+        dropped: those that a capture refused, or that do not fit the model.
+        underived: those that need captures with their own replicas and micro-batches.
+    """
 
-def underived_of(result: Mapping[str, Any]) -> list[Underived]:
-    """Return the layouts of an evaluation that need captures with their own replicas."""
-    return msgspec.convert(result["underived"], list[Underived])
+    outcomes: list[Outcome]
+    dropped: list[Dropped]
+    underived: list[Underived]
 
 
 def evaluate(
-    captures: Mapping[str, Mapping[str, Any]],
+    captures: Mapping[str, CaptureResult],
     job: PlannedJob,
     layouts: Sequence[Layout],
     layers: int,
     exact: bool = False,
-) -> dict[str, Any]:
-    """Return the outcomes of layouts, as builtin types; see `outcomes_of` and `underived_of`.
+) -> Evaluation:
+    """Return the outcomes of layouts.
 
     Args:
         captures: results of their captures.
@@ -136,7 +137,7 @@ def evaluate(
         layers: layers of the model.
         exact: as for `stage_sources`.
     """
-    by_group = {result["group"]: result for result in captures.values()}
+    by_group = {result.group: result for result in captures.values()}
     evaluator = _Evaluator(job, layers, by_group, exact)
     outcomes: list[Outcome] = []
     dropped: list[Dropped] = []
@@ -150,9 +151,8 @@ def evaluate(
         except OneRankError as error:
             dropped.append(Dropped(str(layout), error.code, str(error)))
     # A layout that a capture of this run refused may be evaluated in a later one.
-    lasts = all(result["lasts"] for result in captures.values())
-    lists = {"outcomes": outcomes, "dropped": dropped, "underived": underived}
-    return msgspec.to_builtins({**lists, "lasts": lasts})
+    lasts = all(result.lasts for result in captures.values())
+    return Evaluation(outcomes=outcomes, dropped=dropped, underived=underived, lasts=lasts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +178,7 @@ class _Evaluator:
 
     job: PlannedJob
     layers: int
-    captures: Mapping[str, Mapping[str, Any]]
+    captures: Mapping[str, CaptureResult]
     exact: bool
     gpu: Gpu = field(init=False)
     network: ClusterNetwork = field(init=False)
@@ -332,7 +332,7 @@ class _Evaluator:
             if recorded != capture.step:
                 prime, size = (parse_step(step)[1] for step in (recorded, capture.step))
                 count = parse_step(recorded)[0]
-                same = (step for step in result["traces"] if parse_step(step)[0] == count)
+                same = (step for step in result.traces if parse_step(step)[0] == count)
                 smallest = min(same, key=lambda step: parse_step(step)[1])
                 of_smallest = _read(trace_of(result, smallest))
                 graph = with_micro_batch(graph, of_smallest, prime, size)

@@ -2,14 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from shlex import quote
 
 from onerank.display import size
 from onerank.ir.notes import Note
 from onerank.plan.captures import layers_of, plan_captures, probe_task
 from onerank.plan.config import PlanConfig
-from onerank.plan.evaluate import outcomes_of, plan_evaluations, underived_of
+from onerank.plan.evaluate import plan_evaluations
 from onerank.plan.layouts import (
     Dropped,
     Layout,
@@ -129,13 +128,12 @@ def make_plan(config: PlanConfig, store: Store, executor: Executor, progress: Pr
             evaluations = plan_evaluations(job, pending, layers, captures, exact=exact)
             part = _part(f"layouts{suffix}", evaluations, progress)
             results = run_tasks(evaluations, store, executor, part)
-            again = [*chain.from_iterable(map(underived_of, results.values()))]
+            again = [each for result in results.values() for each in result.underived]
             underived += again
             pending = [each.layout for each in again]
             for result in results.values():
-                evaluated, refused = outcomes_of(result)
-                outcomes += evaluated
-                dropped += refused
+                outcomes += result.outcomes
+                dropped += result.dropped
             if not pending:
                 break
         # A capture with a layout's own number of replicas needs no derivation.

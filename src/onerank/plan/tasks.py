@@ -9,6 +9,7 @@ import contextlib
 import functools
 import hashlib
 import importlib
+import inspect
 import multiprocessing
 import os
 import socket
@@ -19,12 +20,12 @@ import typing
 import uuid
 import zlib
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import msgspec
 
@@ -45,6 +46,16 @@ ATTEMPTS = 2
 """Processes that may die of a task before the plan fails."""
 
 
+class TaskResult(msgspec.Struct, kw_only=True):
+    """What a task returns if later runs may have to call it again.
+
+    Attributes:
+        lasts: whether later runs use the result; otherwise it is one of this run alone.
+    """
+
+    lasts: bool = True
+
+
 @dataclass(frozen=True, slots=True)
 class Task:
     """A function call whose result is stored.
@@ -54,11 +65,11 @@ class Task:
             runs.
         label: what it does, for errors.
         function: "module:callable", importable by name. msgspec encodes its result, and decodes it
-            as the type of its return annotation. A dict whose item "lasts" is false is a result of
-            this run alone: a later run calls the function again.
+            as the type of its return annotation. A result that may hold for one run alone is a
+            `TaskResult`.
         arguments: its arguments, which pickle. Paths are relative to the plan's directory.
         needs: keys of stored results. The function takes them before its arguments, in a dict by
-            key, as msgspec decodes them without a type.
+            key, decoded as the annotation of its first parameter says.
         amount: what it adds to the progress bar.
     """
 
@@ -207,6 +218,15 @@ def _result(function: str, encoded: bytes | None) -> Any:
     return msgspec.msgpack.decode(encoded, type=kind)
 
 
+def _needed_results(
+    function: Callable[..., Any], needed: Iterable[tuple[str, bytes]]
+) -> dict[str, Any]:
+    """Decode results that a function takes, as the values of its first parameter."""
+    first = next(iter(inspect.signature(function).parameters))
+    _, kind = typing.get_args(typing.get_type_hints(function)[first])
+    return {key: msgspec.msgpack.decode(encoded, type=kind) for key, encoded in needed}
+
+
 def _call(task: Task, needed: Sequence[bytes]) -> tuple[bytes, bool]:
     """Return the encoded result of a task, and whether it lasts.
 
@@ -214,11 +234,12 @@ def _call(task: Task, needed: Sequence[bytes]) -> tuple[bytes, bool]:
         task: the task.
         needed: encoded results of the keys in `task.needs`.
     """
-    by_key = zip(task.needs, needed, strict=True)
-    results = {key: msgspec.msgpack.decode(result) for key, result in by_key}
-    arguments = (results, *task.arguments) if task.needs else task.arguments
-    result = _function(task.function)(*arguments)
-    lasts = not isinstance(result, dict) or bool(cast("dict[str, Any]", result).get("lasts", True))
+    function, arguments = _function(task.function), task.arguments
+    if task.needs:
+        by_key = zip(task.needs, needed, strict=True)
+        arguments = (_needed_results(function, by_key), *arguments)
+    result = function(*arguments)
+    lasts = result.lasts if isinstance(result, TaskResult) else True
     return msgspec.msgpack.encode(result), lasts
 
 
