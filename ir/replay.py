@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from onerank.ir.arrays import I64, Mask, union_duration_ns
+from onerank.ir.contention import Constraints, Contention, SharedGpu
 from onerank.ir.edges import Edges
 from onerank.ir.enums import LAUNCH_NS, Evidence, Kind, Reason
 from onerank.ir.errors import GraphError
@@ -295,12 +296,20 @@ class ReplayedRank:
         graph: the graph.
         queues: whether the host waits for room in launch queues where it did in the capture.
         call_excess_ns: as for `edge_delays`.
+        contention: what operations take of the GPU; None: each takes its duration.
 
     Raises:
         GraphError: the graph has a cycle, or no node takes time.
     """
 
-    def __init__(self, graph: Graph, *, queues: bool = True, call_excess_ns: float = 0.0) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        *,
+        queues: bool = True,
+        call_excess_ns: float = 0.0,
+        contention: Contention | None = None,
+    ) -> None:
         if not graph.nodes.duration_ns.any():
             raise GraphError(
                 f"none of the graph's {len(graph)} nodes takes time, so there is nothing to replay;"
@@ -308,6 +317,7 @@ class ReplayedRank:
                 code="replay-no-durations",
             )
         self._call_excess_ns = call_excess_ns
+        self._contention = contention
         self._prepare(graph, queues=queues)
         # Without streams nothing orders the GPU's kernels, and they would all run at once. Their
         # order comes from a first schedule, which needs the delays: hence the second preparation.
@@ -341,6 +351,8 @@ class ReplayedRank:
 
     def schedule(self, floor: I64 | None = None) -> ReplayTimes:
         """Return the start and end of each node; none starts before `floor`, int64[n]."""
+        if self._contention is not None:
+            return self._contended_schedule(self._contention, floor)
         graph = self._graph
         # Lists, because the loop reads single elements, which is slow on numpy arrays.
         offsets: list[int] = graph.edges.offsets.tolist()
@@ -370,6 +382,27 @@ class ReplayedRank:
             start[node], end[node] = ready, ready + duration[node]
             blocker[node], launched[node] = last_source, by_launch
         return ReplayTimes(np.array(start), np.array(end), np.array(blocker), np.array(launched))
+
+    def _contended_schedule(self, contention: Contention, floor: I64 | None) -> ReplayTimes:
+        graph, delay = self._graph, np.array(self._delay, dtype=np.int64)
+        constraints = Constraints(
+            sources=graph.edges.source.tolist(),
+            targets=graph.edges.target.tolist(),
+            delay=self._delay,
+            ignored=delay == NO_DELAY,
+            from_start=self._from_start,
+            earliest=(self._earliest + (0 if floor is None else floor)).tolist(),
+            floors=[0] * len(graph) if floor is None else floor.tolist(),
+        )
+        done = SharedGpu(constraints, graph.nodes.duration_ns.tolist(), contention)
+        # Edge UNKNOWN, -1, is the appended one.
+        is_launch = np.array([*self._is_launch, False])
+        return ReplayTimes(
+            np.array(done.start),
+            np.array(done.end),
+            np.array(done.blocker),
+            is_launch[np.array(done.released_by)],
+        )
 
     def steady_state(self, inter_step_host_ns: int) -> tuple[ReplayTimes, int]:
         """Replay consecutive steps; return the schedule of one in steady state, and its time in ns.
@@ -425,13 +458,13 @@ def _one_at_a_time(graph: Graph, lanes: list[I64], start_ns: I64) -> Graph:
     return replace(graph, edges=Edges.from_pairs(len(graph), source, target, reason))
 
 
-def schedule(graph: Graph) -> ReplayTimes:
-    """Return the start and end of each node.
+def schedule(graph: Graph, contention: Contention | None = None) -> ReplayTimes:
+    """Return the start and end of each node; `contention` is as for `ReplayedRank`.
 
     Raises:
         GraphError: the graph has a cycle, or no node takes time.
     """
-    return ReplayedRank(graph).schedule()
+    return ReplayedRank(graph, contention=contention).schedule()
 
 
 @dataclass(frozen=True, slots=True)
@@ -451,7 +484,11 @@ class SteadyStateStep:
 
 
 def steady_state_step(
-    graph: Graph, gpu_ns: I64 | None = None, *, as_captured: bool = False
+    graph: Graph,
+    gpu_ns: I64 | None = None,
+    *,
+    as_captured: bool = False,
+    contention: Contention | None = None,
 ) -> SteadyStateStep | None:
     """Replay the graph as consecutive steps without a profiler; return one in steady state.
 
@@ -464,6 +501,7 @@ def steady_state_step(
         graph: the graph.
         gpu_ns: durations to use for GPU operations, int64[n]; None keeps the graph's.
         as_captured: keep the host time of the emulation, as the measured steps contain it.
+        contention: as for `ReplayedRank`.
 
     Raises:
         GraphError: the graph has a cycle, or no node takes time.
@@ -476,7 +514,7 @@ def steady_state_step(
     # The measured host was that of the capture: a host of another speed issues real calls at its
     # own speed, too.
     excess_ns = emulated.excess_ns * graph.job.host_factor if emulated else 0.0
-    replayed = replay_without_profiler(graph, overhead.host_factor, excess_ns)
+    replayed = replay_without_profiler(graph, overhead.host_factor, excess_ns, contention)
     if gpu_ns is not None:
         replayed = replayed.with_gpu_durations(gpu_ns)
     times, step_ns = replayed.steady_state(inter_step_host_ns)
@@ -531,16 +569,20 @@ def with_step_time(graph: Graph, step_ns: int) -> Graph:
 
 
 def replay_without_profiler(
-    graph: Graph, host_factor: float, call_excess_ns: float = 0.0
+    graph: Graph,
+    host_factor: float,
+    call_excess_ns: float = 0.0,
+    contention: Contention | None = None,
 ) -> ReplayedRank:
     """Return the graph ready for scheduling, its host time scaled by `host_factor`.
 
-    Waits for room in launch queues are dropped. `call_excess_ns` is as for `edge_delays`.
+    Waits for room in launch queues are dropped. `call_excess_ns` is as for `edge_delays`,
+    `contention` as for `ReplayedRank`.
     """
     # In 20 ms without the profiler a host launched 1050 kernels that took 50 ms; the profiled host
     # was already waiting for room in the launch queue, so its waits do not apply.
     scaled = with_host_factor(graph, host_factor)
-    return ReplayedRank(scaled, queues=False, call_excess_ns=call_excess_ns)
+    return ReplayedRank(scaled, queues=False, call_excess_ns=call_excess_ns, contention=contention)
 
 
 def with_host_factor(graph: Graph, factor: float) -> Graph:

@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from onerank.analysis.contention import CallShape
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.hosts.host import TYPICAL
-from onerank.converters.nccl import Topology, choose, interconnect_of, wire_bytes
+from onerank.converters.nccl import Choice, Topology, choose, interconnect_of, wire_bytes
 from onerank.ir.errors import TargetError
 from onerank.plan.layouts import Choices
 
@@ -134,12 +135,7 @@ class ClusterNetwork:
         """
         if len(ranks) < 2:
             return 0.0
-        nodes = len({rank // self.gpus_per_node for rank in ranks})
-        link, rate = self.intra_node, self.intra_node.busbw_gb_per_s
-        if nodes > 1:
-            link = self.inter_node
-            interfaces = max(1, len(ranks) // nodes)
-            rate = min(rate, interfaces * link.busbw_gb_per_s)
+        link, rate = self._link(ranks)
         latency_us = link.latency_us
         if latency_us is None:
             if self.capability is None:
@@ -149,12 +145,43 @@ class ClusterNetwork:
                     "  set latency_us of the cluster's links, or compute_capability",
                     code="cluster-latency-unknown",
                 )
-            joined = interconnect_of(self.capability, self.gpu)
-            latency_us = choose(
-                collective, size_bytes, Topology(len(ranks), nodes, joined)
-            ).latency_us
+            latency_us = self._launch(self.capability, collective, size_bytes, ranks).latency_us
         # Bytes over GB/s are nanoseconds.
         return latency_us * 1e3 + wire_bytes(collective, size_bytes, len(ranks)) / rate
+
+    def call_shape(
+        self, collective: str, size_bytes: int, ranks: tuple[int, ...]
+    ) -> CallShape | None:
+        """Return how a call occupies its GPU; None for one rank, or without compute capability.
+
+        Args:
+            collective: as for `time_ns`, and so are the others.
+            size_bytes: input of one rank.
+            ranks: global ranks.
+        """
+        if len(ranks) < 2 or self.capability is None:
+            return None
+        launch = self._launch(self.capability, collective, size_bytes, ranks)
+        return CallShape(launch.channels, self.intra_node.busbw_gb_per_s / self._link(ranks)[1])
+
+    def _link(self, ranks: tuple[int, ...]) -> tuple[ClusterLink, float]:
+        """Return the link that limits a group, and its bus bandwidth in GB/s."""
+        nodes = self._nodes(ranks)
+        link, rate = self.intra_node, self.intra_node.busbw_gb_per_s
+        if nodes > 1:
+            link = self.inter_node
+            interfaces = max(1, len(ranks) // nodes)
+            rate = min(rate, interfaces * link.busbw_gb_per_s)
+        return link, rate
+
+    def _launch(
+        self, capability: int, collective: str, size_bytes: int, ranks: tuple[int, ...]
+    ) -> Choice:
+        joined = interconnect_of(capability, self.gpu)
+        return choose(collective, size_bytes, Topology(len(ranks), self._nodes(ranks), joined))
+
+    def _nodes(self, ranks: tuple[int, ...]) -> int:
+        return len({rank // self.gpus_per_node for rank in ranks})
 
 
 def network_of(cluster: Cluster, gpu: Gpu) -> ClusterNetwork:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from onerank.analysis.contention import CallShape, contention_of
 from onerank.annotate.memory.memory_report import non_allocator_bytes
 from onerank.converters.expand.pipeline.schedules import BACKWARD, FORWARD, INPUT, WEIGHT
 from onerank.converters.expand.pipeline.split_backward import split_backward
@@ -22,6 +23,7 @@ from onerank.converters.expand.pipeline.stages import (
 )
 from onerank.ir import Graph, Kind, Measurement, Phase, World
 from onerank.ir.arrays import I64, union_duration_ns
+from onerank.ir.contention import Contention
 from onerank.ir.replay import ReplayTimes, schedule, steady_state_step
 from onerank.plan.cluster import ClusterNetwork
 
@@ -142,9 +144,10 @@ def stage_times(
         ExportError: the graph is not one step, or its backward cannot be split.
         GraphError: the graph has a cycle, or takes no time.
     """
-    graph, sent_bytes = with_network(graph, network, world)
+    timed = with_network(graph, network, world)
+    graph = timed.graph
     stage = split_into_blocks(graph)
-    times, begin_ns, host_bound_share = _replayed(graph)
+    times, begin_ns, host_bound_share = _replayed(timed)
     nodes = graph.nodes
     device = graph.compute | graph.communication
     blocks: dict[StageBlock, Figures] = {}
@@ -185,7 +188,7 @@ def stage_times(
         blocks={StageBlock(BEFORE): NO_FIGURES, **blocks},
         micro_batches=stage.micro_batches,
         input_share=input_share,
-        sent_bytes=sent_bytes,
+        sent_bytes=timed.sent_bytes,
         **memory_of(graph.job.measurement),
         other_bytes=non_allocator_bytes(graph),
         # (1, 1) stands for a re-costing without an interval.
@@ -207,14 +210,24 @@ def memory_of(measured: Measurement) -> dict[str, int]:
     }
 
 
-def with_network(
-    graph: Graph, network: ClusterNetwork, world: World
-) -> tuple[Graph, tuple[int, int]]:
-    """Return the graph with its communication timed, and the bytes that the stage sends.
+@dataclass(frozen=True, slots=True)
+class TimedStage:
+    """A stage on a network.
 
-    Messages between stages take no time in the stage: the schedule adds it. Their bytes are those
-    of an activation and of a gradient, 0 where the stage sends none.
+    Attributes:
+        graph: the stage with its communication timed. Messages between stages take no time: the
+            schedule adds it.
+        sent_bytes: bytes of an activation and of a gradient that the stage sends, 0 for none.
+        contention: what its kernels and collectives take of the GPU; None if durations contain it.
     """
+
+    graph: Graph
+    sent_bytes: tuple[int, int]
+    contention: Contention | None
+
+
+def with_network(graph: Graph, network: ClusterNetwork, world: World) -> TimedStage:
+    """Return the stage with its communication timed."""
     nodes, job = graph.nodes, graph.job
     captured = job.world
     duration = nodes.duration_ns.copy()
@@ -223,6 +236,7 @@ def with_network(
                      for axis, at in captured.point(job.rank).items()})  # fmt: skip
     sent = {Phase.FORWARD: 0, Phase.BACKWARD: 0}
     groups: dict[str, tuple[int, ...]] = {}
+    shapes: dict[int, CallShape] = {}
     for index in np.flatnonzero(graph.communication).tolist():
         node = graph.node(index)
         size = max(0, node.value("comm_bytes"))
@@ -241,9 +255,14 @@ def with_network(
             if name not in groups:
                 groups[name] = _ranks_of(graph, name, world, rank)
             ranks = groups[name]
-        duration[index] = round(network.time_ns(node.collective.name.lower(), size, ranks))
+        call = node.collective.name.lower(), size, ranks
+        duration[index] = round(network.time_ns(*call))
+        if shape := network.call_shape(*call):
+            shapes[index] = shape
     timed = graph.with_columns(duration_ns=duration)
-    return timed, (sent[Phase.FORWARD], sent[Phase.BACKWARD])
+    return TimedStage(
+        timed, (sent[Phase.FORWARD], sent[Phase.BACKWARD]), contention_of(timed, shapes)
+    )
 
 
 def _ranks_of(graph: Graph, name: str, world: World, rank: int) -> tuple[int, ...]:
@@ -257,12 +276,13 @@ def _ranks_of(graph: Graph, name: str, world: World, rank: int) -> tuple[int, ..
     return world.line("+".join(axes), rank) if axes else (rank,)
 
 
-def _replayed(graph: Graph) -> tuple[ReplayTimes, int, float]:
+def _replayed(timed: TimedStage) -> tuple[ReplayTimes, int, float]:
     """Return the times of the step, its begin in ns, and the share of waiting for launches."""
-    step = steady_state_step(graph)
+    graph, contention = timed.graph, timed.contention
+    step = steady_state_step(graph, contention=contention)
     device = graph.compute | graph.communication
     if step is None:
-        times = schedule(graph)
+        times = schedule(graph, contention)
         return times, int(times.start_ns.min()), 0.0
     end_ns = int(step.times.end_ns[device].max(initial=0))
     begin_ns = end_ns - step.step_ns

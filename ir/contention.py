@@ -1,0 +1,288 @@
+"""Schedule a graph whose kernels and collectives compete for one GPU.
+
+Every operation has its time alone on the GPU and progresses at a rate of at most 1 (processor
+sharing):
+
+- Communication holds multiprocessors: NCCL's channels are thread blocks that stay until the call
+  is done. Kernels share the rest. A kernel that needs fewer runs at its full rate.
+- A call progresses slower next to kernels, which compete for caches, memory and power.
+- A call starts when enough multiprocessors are free. A running kernel frees its multiprocessors
+  after each round of its thread blocks; a persistent kernel has one round.
+
+Rates change when an operation starts or ends, so the schedule is computed in the order of time.
+"""
+
+import heapq
+from dataclasses import dataclass
+
+import numpy as np
+
+from onerank.ir.arrays import F64, I64, Mask
+from onerank.ir.nodes import UNKNOWN
+
+LEAST_RATE = 0.05
+"""Rate of a kernel if communication holds all multiprocessors. Calls of several groups may hold
+more channels than a GPU has multiprocessors; the kernel runs where blocks of two calls meet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contention:
+    """What each operation takes of a GPU, and what it takes from others.
+
+    Attributes:
+        needed: share of the multiprocessors that a kernel uses alone, 0 for other operations,
+            float64[n].
+        rounds: rounds of thread blocks in which a kernel uses all of them; 0 if some are free or
+            become free often, int64[n].
+        held: share that a communication call holds, 0 for other operations, float64[n].
+        spare: how many times its actual rate a call reaches where the network does not limit it;
+            1 within a node, float64[n].
+        slows: how many times as long a call takes next to this kernel if nothing but the GPU
+            limits the call; 1 for other operations, float64[n].
+        among_kernels: whether kernels of different streams share multiprocessors. False if their
+            durations were measured in place, because these contain it.
+    """
+
+    needed: F64
+    rounds: I64
+    held: F64
+    spare: F64
+    slows: F64
+    among_kernels: bool
+
+    @property
+    def matters(self) -> bool:
+        """Whether any operation can slow another one."""
+        return bool((self.held > 0).any()) and bool((self.needed > 0).any())
+
+
+@dataclass(frozen=True, slots=True)
+class Constraints:
+    """Constraints on the starts of nodes, as lists for loops over single elements.
+
+    Attributes:
+        sources: source of each edge.
+        targets: target of each edge.
+        delay: delay of each edge in ns.
+        ignored: edges that do not constrain their target.
+        from_start: whether the delay counts from the source's start, not its end.
+        earliest: start of a node without constraints.
+        floors: earliest start of each node.
+    """
+
+    sources: list[int]
+    targets: list[int]
+    delay: list[int]
+    ignored: Mask
+    from_start: list[bool]
+    earliest: list[int]
+    floors: list[int]
+
+
+@dataclass(slots=True)
+class _Running:
+    """An operation that runs; times in ns.
+
+    Attributes:
+        node: the node.
+        left: its remaining time at a rate of 1.
+        rate: its rate.
+        lead: time before the end at which successors that overlap it are released; 0 after that.
+    """
+
+    node: int
+    left: float
+    rate: float
+    lead: float
+
+    @property
+    def until_event(self) -> float:
+        """Time until it releases successors or ends, at its rate."""
+        return max(self.left - self.lead, 0.0) / self.rate
+
+
+class SharedGpu:
+    """The state of a schedule: nodes whose constraints are open, and operations that run.
+
+    Args:
+        constraints: of the graph.
+        duration: time of each node alone, in ns.
+        contention: of the same graph.
+    """
+
+    def __init__(
+        self, constraints: Constraints, duration: list[int], contention: Contention
+    ) -> None:
+        count = len(duration)
+        self._of, self._duration = constraints, duration
+        self._needed: list[float] = contention.needed.tolist()
+        self._rounds: list[int] = contention.rounds.tolist()
+        self._held: list[float] = contention.held.tolist()
+        self._spare: list[float] = contention.spare.tolist()
+        self._slows: list[float] = contention.slows.tolist()
+        self._among_kernels = contention.among_kernels
+        self._outgoing = _outgoing(constraints, count)
+        self._open = np.bincount(
+            np.array(constraints.targets, dtype=np.int64)[~constraints.ignored], minlength=count
+        ).tolist()
+        self._lead = _leads(constraints, count)
+        self.start: list[int] = [0] * count
+        self.end: list[int] = [0] * count
+        self.blocker: list[int] = [UNKNOWN] * count
+        self.released_by: list[int] = [UNKNOWN] * count
+        self._ready: list[int] = list(constraints.earliest)
+        self._running: list[_Running] = []
+        # (time, order, node, whether it waited for multiprocessors)
+        self._starts: list[tuple[float, int, int, bool]] = []
+        self._pushed = 0
+        self._now = 0.0
+        self._run()
+
+    def _run(self) -> None:
+        self._release([node for node, count in enumerate(self._open) if not count])
+        running, starts = self._running, self._starts
+        while running or starts:
+            event = min((entry.until_event for entry in running), default=np.inf)
+            # Operations that end at the same time free their multiprocessors first.
+            if starts and starts[0][0] < self._now + event:
+                time, _, node, waited = heapq.heappop(starts)
+                self._advance(max(time, self._now))
+                self._begin(node, waited=waited)
+                continue
+            self._advance(self._now + event)
+            for entry in [entry for entry in running if entry.until_event <= 0]:
+                self._reach(entry)
+            self._set_rates()
+
+    def _advance(self, time: float) -> None:
+        elapsed, self._now = time - self._now, time
+        for entry in self._running:
+            entry.left -= elapsed * entry.rate
+            # Rounding leaves less than a thousandth of a nanosecond.
+            if entry.left - entry.lead < 1e-3:
+                entry.left = min(entry.left, entry.lead)
+
+    def _begin(self, node: int, *, waited: bool) -> None:
+        if self._held[node] and not waited:
+            wait_ns, kernel = self._wait_for_multiprocessors(self._held[node])
+            if wait_ns:
+                self.blocker[node], self.released_by[node] = kernel, UNKNOWN
+                self._push(self._now + wait_ns, node, waited=True)
+                return
+        self.start[node] = round(self._now)
+        self._running.append(
+            _Running(node, float(self._duration[node]), 1.0, float(self._lead[node]))
+        )
+        self._set_rates()
+        self._release(self._resolve(node, started=True))
+
+    def _wait_for_multiprocessors(self, held: float) -> tuple[float, int]:
+        """Return the time until a running kernel ends a round of blocks, and the kernel.
+
+        Args:
+            held: share of the multiprocessors that is needed.
+        """
+        used = sum(self._needed[entry.node] + self._held[entry.node] for entry in self._running)
+        if used + held <= 1.0:
+            return 0.0, UNKNOWN
+        waits: list[tuple[float, int]] = []
+        for entry in self._running:
+            if not self._needed[entry.node]:
+                continue
+            rounds, length = self._rounds[entry.node], self._duration[entry.node]
+            done = length - entry.left
+            # What starts at the same moment finds the multiprocessors free.
+            if not rounds or done <= 0:
+                return 0.0, UNKNOWN
+            round_ns = length / rounds
+            waits.append(((round_ns - done % round_ns) / entry.rate, entry.node))
+        return min(waits, default=(0.0, UNKNOWN))
+
+    def _reach(self, entry: _Running) -> None:
+        """Release what may overlap an operation's end, or end the operation."""
+        node = entry.node
+        if entry.left > 0:
+            entry.lead = 0.0
+            self.end[node] = round(self._now + entry.left / entry.rate)
+            self._release(self._resolve(node, started=False, overlapping=True))
+            return
+        self._running.remove(entry)
+        self.end[node] = round(self._now)
+        self._release(self._resolve(node, started=False))
+
+    def _set_rates(self) -> None:
+        held = sum(self._held[entry.node] for entry in self._running)
+        needed = [self._needed[entry.node] for entry in self._running]
+        free, wanted = max(LEAST_RATE, 1.0 - held), sum(needed)
+        slowdown = 1.0
+        for entry, share in zip(self._running, needed, strict=True):
+            slowdown = max(slowdown, 1.0 + (self._slows[entry.node] - 1.0) * share)
+        for entry, share in zip(self._running, needed, strict=True):
+            if self._held[entry.node]:
+                entry.rate = min(1.0, self._spare[entry.node] / slowdown)
+            else:
+                entry.rate = min(1.0, free / (wanted if self._among_kernels else share))
+
+    def _resolve(self, node: int, *, started: bool, overlapping: bool = False) -> list[int]:
+        """Satisfy the constraints that wait for a node; return the nodes without open ones.
+
+        Args:
+            node: the node.
+            started: whether it has started, else it has ended.
+            overlapping: only edges whose target may start before the node's end.
+        """
+        of, ready = self._of, list[int]()
+        begun, ended = self.start[node], self.end[node]
+        for edge in self._outgoing[node]:
+            if of.from_start[edge] != started:
+                continue
+            if not started and (of.delay[edge] < 0) != overlapping:
+                continue
+            target = of.targets[edge]
+            # A negative delay lets a node overlap its predecessor, never precede its start.
+            time = max((begun if started else ended) + of.delay[edge], begun)
+            # The first constraint replaces `earliest`, even by an earlier time.
+            if time > self._ready[target] or self.released_by[target] == UNKNOWN:
+                self._ready[target], self.released_by[target] = time, edge
+                self.blocker[target] = node
+            self._open[target] -= 1
+            if not self._open[target]:
+                ready.append(target)
+        return ready
+
+    def _release(self, nodes: list[int]) -> None:
+        """Start nodes that nothing constrains any more, or set the time of their start."""
+        while nodes:
+            node = nodes.pop()
+            begin = max(self._ready[node], self._of.floors[node])
+            if self._duration[node] and (self._needed[node] or self._held[node]):
+                self._push(begin, node, waited=False)
+                continue
+            # Others take nothing of the GPU, so their end is known.
+            self.start[node], self.end[node] = begin, begin + self._duration[node]
+            nodes += self._resolve(node, started=True)
+            if self._lead[node]:
+                nodes += self._resolve(node, started=False, overlapping=True)
+            nodes += self._resolve(node, started=False)
+
+    def _push(self, time: float, node: int, *, waited: bool) -> None:
+        heapq.heappush(self._starts, (time, self._pushed, node, waited))
+        self._pushed += 1
+
+
+def _outgoing(of: Constraints, count: int) -> list[list[int]]:
+    """Return the edges from each node that constrain their target."""
+    outgoing: list[list[int]] = [[] for _ in range(count)]
+    for edge in np.flatnonzero(~of.ignored).tolist():
+        outgoing[of.sources[edge]].append(edge)
+    return outgoing
+
+
+def _leads(of: Constraints, count: int) -> list[int]:
+    """Return how long before each node's end the first of its successors may start, in ns."""
+    lead = np.zeros(count, dtype=np.int64)
+    delay = np.array(of.delay, dtype=np.int64)
+    overlapping = ~of.ignored & ~np.array(of.from_start, dtype=np.bool_) & (delay < 0)
+    sources = np.array(of.sources, dtype=np.int64)
+    np.maximum.at(lead, sources[overlapping], -delay[overlapping])
+    return lead.tolist()

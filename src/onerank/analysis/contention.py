@@ -1,0 +1,103 @@
+"""What the kernels and collectives of a graph take of the GPU that they share.
+
+Measured on H100 and H200, 132 multiprocessors, NCCL 2.28.9 with 24 channels:
+
+- Kernels that run during a collective take 1.15 to 1.31 times as long, both those bound by
+  arithmetic and those bound by memory; 132 / (132 - 24) is 1.22
+  (benchmarks/results/2026-11-27-torchtitan-4xh100.txt).
+- Calls of 64 and 512 MiB, over and over next to kernels, give the slowdown of a call as the slope
+  of its time over its time alone: `BESIDE_ARITHMETIC` and `BESIDE_MEMORY`
+  (benchmarks/results/2026-11-22-collectives-under-load-2xh200.txt).
+- What the calls of 64 MiB take beyond that is their wait for multiprocessors: 126 to 152 us next to
+  products of 900 us, 2 us next to elementwise kernels, whose blocks end often (same file). Next to
+  a persistent product calls start when it ends (traces of the former file).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from onerank.ir import Evidence, Graph
+from onerank.ir.arrays import F64, I64
+from onerank.ir.contention import Contention
+
+BESIDE_ARITHMETIC = 1.63
+"""Slowdown of a collective next to matrix products: the mean of 1.51 to 1.68, four slopes."""
+
+BESIDE_MEMORY = 1.85
+"""Slowdown of a collective next to elementwise kernels: the mean of 1.79 to 1.90, four slopes."""
+
+_MEMORY_BOUND_FLOPS_PER_BYTE = 50
+"""Kernels below are bound by memory: GPUs balance at 100 to 300, elementwise kernels have under 10,
+products and attention of training several hundred."""
+
+_IN_PLACE = (Evidence.SCALED, Evidence.CALIBRATED, Evidence.MEASURED)
+"""Evidence of durations from a trace, which contain what concurrent kernels took."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallShape:
+    """How a communication call occupies its GPU.
+
+    Attributes:
+        channels: thread blocks of its kernel, each on a multiprocessor of its own.
+        spare: how many times the network's rate the GPUs would reach; 1 if they are the limit.
+    """
+
+    channels: int
+    spare: float
+
+
+def contention_of(graph: Graph, calls: Mapping[int, CallShape]) -> Contention | None:
+    """Return what the operations of a graph take of their GPU.
+
+    None if durations contain the contention already, because the collectives of the capture (or
+    kernels in their place) ran on its GPU; if the GPU's number of multiprocessors is unknown; or if
+    nothing can compete.
+
+    Args:
+        graph: with times of kernels and of communication.
+        calls: the shape of each communication node that runs on the GPU.
+    """
+    nodes, sm_count = graph.nodes, graph.job.device.sm_count
+    ran = nodes.evidence[graph.communication] != Evidence.NONE
+    if not calls or not sm_count or ran.any():
+        return None
+    kernels = graph.gpu_compute & (nodes.duration_ns > 0)
+    blocks = _blocks(graph)
+    # Without a launch shape a kernel is assumed to have many short blocks.
+    needed = np.where(blocks > 0, np.minimum(1.0, blocks / sm_count), 1.0)
+    rounds = np.where(blocks > 0, np.maximum(1, blocks // sm_count), 0)
+    held, spare = np.zeros(len(graph)), np.ones(len(graph))
+    for index, call in calls.items():
+        held[index], spare[index] = call.channels / sm_count, call.spare
+    contention = Contention(
+        needed=np.where(kernels, needed, 0.0),
+        rounds=np.where(kernels, rounds, 0),
+        held=held,
+        spare=spare,
+        slows=np.where(kernels, _slows(graph), 1.0),
+        among_kernels=not np.isin(nodes.evidence[kernels], _IN_PLACE).any(),
+    )
+    return contention if contention.matters else None
+
+
+def _slows(graph: Graph) -> F64:
+    nodes = graph.nodes
+    moved = np.maximum(nodes.bytes_read, 0) + np.maximum(nodes.bytes_written, 0)
+    bound_by_memory = (moved > 0) & (nodes.flops < _MEMORY_BOUND_FLOPS_PER_BYTE * moved)
+    return np.where(bound_by_memory, BESIDE_MEMORY, BESIDE_ARITHMETIC)
+
+
+def _blocks(graph: Graph) -> I64:
+    """Return the thread blocks of each launch, 0 if not known."""
+    codes, place = np.unique(graph.nodes.grid, return_inverse=True)
+    counts = [_product(graph.strings[code]) for code in codes.tolist()]
+    return np.array(counts, dtype=np.int64)[place.reshape(-1)]
+
+
+def _product(grid: str) -> int:
+    """Return the number of blocks of a launch shape such as "[2, 66, 1]", 0 for ""."""
+    sizes = grid.strip("[]").split(",") if grid else ["0"]
+    return int(np.prod([int(size) for size in sizes], dtype=np.int64))

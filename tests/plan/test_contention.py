@@ -1,0 +1,212 @@
+"""Kernels and collectives that share a GPU: by hand, and a real job on four H100s."""
+
+import gzip
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import onerank
+from onerank.analysis.contention import BESIDE_ARITHMETIC, CallShape, contention_of
+from onerank.analysis.step_time import with_communication
+from onerank.annotate import load_gpu
+from onerank.converters.sources.kineto import convert_directory
+from onerank.ir import Device, Evidence, Graph, GraphBuilder, Job, Kind, Reason
+from onerank.ir.contention import Contention
+from onerank.ir.replay import ReplayTimes, schedule, steady_state_step
+from onerank.plan.cluster import Cluster, ClusterLink, ClusterNetwork, network_of
+from onerank.plan.stage_times import TimedStage, stage_times, with_network
+
+TRACES = Path(__file__).parents[2] / "traces"
+US = 1_000
+
+
+def unpacked(path: str, directory: Path) -> Graph:
+    file = directory / "trace.et"
+    file.write_bytes(gzip.decompress((TRACES / path).read_bytes()))
+    return onerank.read(file)
+
+
+def operations(*rows: tuple[Kind, int, int], sm_count: int = 100) -> Graph:
+    """Operations as (kind, stream, us), each stream's one after another, the streams at once."""
+    builder, last = GraphBuilder(), dict[int, int]()
+    for kind, stream, duration_us in rows:
+        node = builder.add(
+            name="op",
+            kind=kind,
+            stream=stream,
+            duration_ns=duration_us * US,
+            evidence=Evidence.DATASHEET if kind is Kind.KERNEL else Evidence.NONE,
+        )
+        if stream in last:
+            builder.edge(last[stream], node, Reason.STREAM_ORDER)
+        last[stream] = node
+    return builder.build(Job(device=Device("cuda", "H100", sm_count=sm_count)))
+
+
+def with_grids(graph: Graph, *blocks: int) -> Graph:
+    return graph.with_columns(grid=[f"[{count}, 1, 1]" if count else "" for count in blocks])
+
+
+def ends_us(graph: Graph, *, channels: int = 20, spare: float = 1.0) -> list[float]:
+    calls = {
+        index: CallShape(channels, spare) for index in np.flatnonzero(graph.communication).tolist()
+    }
+    return (schedule(graph, contention_of(graph, calls)).end_ns / US).tolist()
+
+
+KERNEL, CALL = Kind.KERNEL, Kind.COLLECTIVE
+
+
+def test_a_call_holds_multiprocessors_and_progresses_slower() -> None:
+    """For 163 us the kernel has 80 of 100 multiprocessors; the other 69.6 us it has all."""
+    ends = ends_us(operations((KERNEL, 7, 200), (CALL, 8, 100)))
+    assert ends[1] == pytest.approx(100 * BESIDE_ARITHMETIC)
+    assert ends[0] == pytest.approx(163 + 200 - 163 * 0.8)
+
+
+def test_what_overlaps_nothing_keeps_its_time() -> None:
+    assert ends_us(operations((KERNEL, 7, 200), (CALL, 7, 100), (KERNEL, 7, 50))) == [
+        200,
+        300,
+        350,
+    ]
+
+
+def test_a_small_kernel_loses_nothing() -> None:
+    """40 of 100 multiprocessors are free for the call, and the kernel disturbs it less."""
+    graph = with_grids(operations((KERNEL, 7, 200), (CALL, 8, 100)), 60, 0)
+    ends = ends_us(graph)
+    assert ends[0] == 200
+    assert ends[1] == pytest.approx(100 * (1 + (BESIDE_ARITHMETIC - 1) * 0.6))
+
+
+@pytest.mark.parametrize(("blocks", "starts_us"), [(100, 400), (400, 100), (0, 50)])
+def test_a_call_waits_for_a_round_of_blocks(blocks: int, starts_us: float) -> None:
+    """A persistent kernel frees its multiprocessors at its end, one of four rounds in between."""
+    graph = operations((KERNEL, 7, 400), (KERNEL, 8, 50), (CALL, 8, 10))
+    graph = with_grids(graph, blocks, 1, 0)
+    contention = contention_of(graph, {2: CallShape(20, 1.0)})
+    assert contention is not None
+    times = schedule(graph, replace(contention, among_kernels=False))
+    assert times.start_ns[2] == starts_us * US
+    assert times.blocked_by[2] == (0 if blocks else 1)
+
+
+def test_a_network_that_limits_a_call_leaves_it_its_rate() -> None:
+    """GPUs that reach 4 times the network's rate still do so next to kernels."""
+    graph = operations((KERNEL, 7, 200), (CALL, 8, 100))
+    assert ends_us(graph, spare=4.0)[1] == 100
+    assert ends_us(graph, spare=1.2)[1] == pytest.approx(100 * BESIDE_ARITHMETIC / 1.2, abs=1e-3)
+
+
+def test_kernels_of_two_streams_share_unless_they_were_measured_so() -> None:
+    """A call of another time makes the schedule one of a shared GPU."""
+    graph = operations((KERNEL, 7, 100), (KERNEL, 8, 60), (CALL, 8, 10))
+    assert ends_us(graph)[:2] == [pytest.approx(160 + 16.3 * 0.2), 120]
+    measured = graph.with_columns(evidence=np.array([7, 7, 0], dtype=np.uint8))
+    assert ends_us(measured)[1] == 60
+
+
+def test_captured_overlaps_on_a_stream_stay() -> None:
+    """A successor that began 5 us before the end still does; both then run slower."""
+    graph = operations((KERNEL, 7, 100), (KERNEL, 7, 100), (CALL, 8, 1000))
+    graph = graph.with_columns(
+        blocked_ns=np.array([0, -5 * US, 0]),
+        start_ns=np.array([0, 95 * US, 0]),
+        evidence=np.array([7, 7, 0], dtype=np.uint8),
+    )
+    times = schedule(graph, contention_of(graph, {2: CallShape(20, 1.0)}))
+    assert times.end_ns[0] == 125 * US
+    assert times.start_ns[1] == times.end_ns[0] - 5 * US
+
+
+@pytest.mark.parametrize("bandwidth", [None, 100.0])
+def test_without_competition_it_is_the_same_schedule(bandwidth: float | None) -> None:
+    """Of 4,056 real nodes, with launches, waits and overlaps on one stream."""
+    graph = convert_directory(TRACES / "h200-llama-8b-4l-tp4")[0]
+    if bandwidth is not None:
+        graph = with_communication(graph, bandwidth)
+    count, kernels = len(graph), graph.gpu_compute
+    free = Contention(
+        needed=np.where(kernels, 1.0, 0.0),
+        rounds=np.zeros(count, dtype=np.int64),
+        held=np.where(graph.communication, 1e-12, 0.0),
+        spare=np.full(count, 1e9),
+        slows=np.where(kernels, 1.5, 1.0),
+        among_kernels=False,
+    )
+    alone, shared = schedule(graph), schedule(graph, free)
+    for name in ReplayTimes.__slots__:
+        assert (getattr(alone, name) == getattr(shared, name)).all()
+
+
+H100 = Cluster("H100", 1, 4, ClusterLink(338.0), ClusterLink(37.6))
+
+
+@pytest.fixture(scope="module")
+def fsdp(tmp_path_factory: pytest.TempPathFactory) -> TimedStage:
+    """FSDP 4 of Llama 3.1 8B by torchtitan, captured without a device, on four H100s."""
+    graph = unpacked("h100-torchtitan-fsdp4/trace.et.gz", tmp_path_factory.mktemp("fsdp"))
+    costed = onerank.recost(graph, "H100", nvlink_active=True)
+    return with_network(costed, network_of(H100, load_gpu("H100")), costed.job.world)
+
+
+def step_ms(timed: TimedStage, contention: Contention | None) -> float:
+    step = steady_state_step(timed.graph, contention=contention)
+    assert step is not None
+    return step.step_ns / 1e6
+
+
+def test_a_real_job_on_four_h100s(fsdp: TimedStage) -> None:
+    """Two machines took 1050.8 and 1039.4 ms a step; without contention it is 5 to 6% short."""
+    contention = fsdp.contention
+    assert contention is not None
+    calls = fsdp.graph.communication & (fsdp.graph.nodes.comm_bytes > 1 << 20)
+    # As in the job's trace.
+    assert contention.held[calls].tolist() == pytest.approx([24 / 132] * int(calls.sum()))
+    assert step_ms(fsdp, None) < 0.96 * 1039.4
+    assert 0.98 * 1039.4 < step_ms(fsdp, contention) < 1.01 * 1050.8
+
+
+def test_half_of_what_is_predicted_is_slower_calls_and_shared_kernels(fsdp: TimedStage) -> None:
+    """Each mechanism lengthens the step by itself."""
+    contention = fsdp.contention
+    assert contention is not None
+    whole = step_ms(fsdp, contention)
+    for weaker in (
+        replace(contention, slows=np.ones_like(contention.slows)),
+        replace(contention, among_kernels=False),
+        replace(contention, held=np.where(contention.held > 0, 1e-9, 0.0)),
+    ):
+        assert whole - step_ms(fsdp, weaker) > 5
+
+
+@pytest.mark.parametrize("rank", ["real", "slice"])
+def test_durations_that_contain_contention_get_none(rank: str, tmp_path: Path) -> None:
+    """NCCL, or kernels in its place, ran during these captures on H200s."""
+    graph = unpacked(f"h200-llama-8b-4l-tp2-real/{rank}.0.et.gz", tmp_path)
+    gpu = load_gpu("H200")
+    network = network_of(Cluster("H200", 1, 8, ClusterLink(338.0), ClusterLink(37.6)), gpu)
+    assert with_network(graph, network, graph.job.world).contention is None
+    recosted = onerank.recost(graph, "H100")
+    assert with_network(recosted, network, graph.job.world).contention is None
+
+
+def test_without_a_compute_capability_nothing_competes() -> None:
+    """NCCL's channels are not known, so a call holds no multiprocessors."""
+    known = ClusterNetwork(8, ClusterLink(400, 10), ClusterLink(50, 20), 90)
+    assert known.call_shape("all_reduce", 1 << 30, tuple(range(4))) == CallShape(24, 1.0)
+    across = known.call_shape("all_reduce", 1 << 30, (0, 8))
+    assert across is not None
+    assert across.spare == 8
+    assert known.call_shape("all_reduce", 1 << 30, (3,)) is None
+    unknown = ClusterNetwork(8, ClusterLink(400, 10), ClusterLink(50, 20))
+    assert unknown.call_shape("all_reduce", 1 << 30, tuple(range(4))) is None
+
+
+def test_blocks_of_a_stage_contain_it(fsdp: TimedStage) -> None:
+    gpu = load_gpu("H100")
+    times = stage_times(fsdp.graph, network_of(H100, gpu), fsdp.graph.job.world)
+    assert times.elapsed_ns == pytest.approx(step_ms(fsdp, fsdp.contention) * 1e6, rel=1e-3)
