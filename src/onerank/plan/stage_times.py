@@ -67,6 +67,9 @@ class Figures:
 
 NO_FIGURES = Figures()
 
+_COPIES = "symm_mem"
+"""Namespace of operators that copy by the copy engine between GPUs, so they occupy no SMs."""
+
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:
@@ -257,7 +260,7 @@ def with_network(graph: Graph, network: ClusterNetwork, world: World) -> TimedSt
             ranks = groups[name]
         call = node.collective.name.lower(), size, ranks
         duration[index] = round(network.time_ns(*call))
-        if shape := network.call_shape(*call):
+        if not node.text("op").startswith(_COPIES) and (shape := network.call_shape(*call)):
             shapes[index] = shape
     timed = graph.with_columns(duration_ns=duration)
     return TimedStage(
