@@ -52,8 +52,8 @@ from onerank.ir.enums import Collective, Reason
 from onerank.ir.job import Job
 from onerank.ir.nodes import Nodes
 from onerank.ir.notes import Note
+from onerank.plan.job_replay import JobReplay
 from onerank.plan.make_plan import PlanRecord
-from onerank.plan.pipeline_step import JobReplay
 from onerank.serving.bundle import BundleRecord
 from onerank.serving.recordings.recording import RecordingRecord
 from onerank.serving.simulators.aiconfigurator import AiconfiguratorExport

@@ -42,7 +42,7 @@ from onerank.converters.targets.astra_sim.exporter import export_astra_sim, expo
 from onerank.converters.targets.goal import export_goal, export_goal_ranks
 from onerank.ir import Graph
 from onerank.plan import cluster
-from onerank.plan.pipeline_step import replay_job
+from onerank.plan.job_replay import replay_job
 
 Call = tuple[str, int, int]
 """Name, ranks of the group, input bytes of a rank."""

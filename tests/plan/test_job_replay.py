@@ -1,13 +1,20 @@
-"""A job replayed by blocks takes as long as the expanded graphs of all its ranks."""
+"""A replayed job takes as long as the expanded graphs of all its ranks."""
 
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
 import pytest
+from own_process import run_command
+from raised import raises_code
 from stages import captures
 
+import onerank
 from onerank.converters.expand.pipeline import PipelineSchedule, expand
 from onerank.converters.expand.ranks import RankGraph
-from onerank.ir import Kind
+from onerank.ir import Graph, Kind, Phase
 from onerank.plan.cluster import ClusterLink, ClusterNetwork
-from onerank.plan.pipeline_step import replay_job
+from onerank.plan.job_replay import JobReplay, replay_job
 
 INSTANT = ClusterNetwork(8, ClusterLink(1e9, 0.0), ClusterLink(1e9, 0.0))
 
@@ -52,3 +59,125 @@ def test_blocks_take_as_long_as_all_ranks(schedule: str, micro_batches: int) -> 
     replayed = replay_job(graphs, INSTANT, parsed, micro_batches)
     assert replayed.step_ns == pytest.approx(end_of_expanded(expanded), rel=1e-4)
     assert replayed.compute_ns + replayed.bubble_ns == pytest.approx(replayed.step_ns, rel=1e-4)
+
+
+def own_order(schedule: str = "1f1b", micro_batches: int = 8) -> list[Graph]:
+    """Return graphs of ranks in the order of a schedule, as a script that runs it has."""
+    expanded = expand(captures(), PipelineSchedule.parse(schedule), micro_batches)
+    # Messages of NCCL have no tags: those between two ranks arrive in the order of their sends.
+    return [
+        entry.graph.with_columns(comm_tag=np.zeros_like(entry.graph.nodes.comm_tag))
+        for entry in expanded
+    ]
+
+
+def replayed(graphs: Sequence[Graph]) -> JobReplay:
+    # The named schedule does not count: the traces have their own.
+    return replay_job(graphs, INSTANT, PipelineSchedule.parse("gpipe"), None)
+
+
+@pytest.mark.parametrize("micro_batches", [4, 8])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved:2", "zbv"])
+def test_the_order_of_the_traces_decides(schedule: str, micro_batches: int) -> None:
+    parsed = PipelineSchedule.parse(schedule)
+    expanded = expand(captures(), parsed, micro_batches)
+    step = replayed([entry.graph for entry in reversed(expanded)])
+    assert step.step_ns == end_of_expanded(expanded)
+    laid_out = replay_job(captures(), INSTANT, parsed, micro_batches)
+    assert step.step_ns == laid_out.step_ns
+    assert (step.ranks, step.compute_ns) == (len(expanded), laid_out.compute_ns)
+
+
+def test_a_collective_of_several_stages_begins_when_the_last_has_come() -> None:
+    graphs = own_order()
+    # The first and the last stage sum the gradient of their embedding. The last ends first, and
+    # its optimizer takes 50 ms here.
+    last = graphs[-1]
+    durations = last.nodes.duration_ns.copy()
+    optimizer = (last.nodes.phase == Phase.OPTIMIZER) & (durations > 0)
+    durations[optimizer] = 50_000_000
+    before = replayed(graphs).step_ns
+    step = replayed([*graphs[:-1], last.with_columns(duration_ns=durations)])
+    assert optimizer.sum() == 1
+    assert step.step_ns == pytest.approx(before - 500_000 + 50_000_000, abs=10)
+
+
+def without_last(graph: Graph, kind: Kind) -> Graph:
+    """Turn the last call of a kind into a kernel."""
+    kinds = graph.nodes.kind.copy()
+    kinds[np.flatnonzero(kinds == kind)[-1]] = Kind.KERNEL
+    return graph.with_columns(kind=kinds)
+
+
+def test_ranks_that_do_not_belong_together_are_refused() -> None:
+    graphs = own_order()
+    with raises_code("pipeline-missing-stage", naming="[2]"):
+        replayed([*graphs[:2], graphs[3]])
+    with raises_code("pipeline-duplicate-rank", naming="ranks 1 and 1"):
+        replayed([*graphs, graphs[1]])
+    with raises_code("pipeline-unmatched-message", naming=("7", "stage 1", "8")):
+        replayed([without_last(graphs[0], Kind.SEND), *graphs[1:]])
+    with raises_code("pipeline-unmatched-collective", naming=("0 on stage 0", "1 on stage 3")):
+        replayed([without_last(graphs[0], Kind.COLLECTIVE), *graphs[1:]])
+
+
+def test_ranks_that_wait_for_each_other_are_refused() -> None:
+    first, second, *others = own_order()
+    activations = first.nodes.comm_tag.copy()
+    sends = np.flatnonzero(first.nodes.kind == Kind.SEND)
+    activations[sends] = range(1, 9)
+    # The second stage first expects what the first sends last, after gradients of the second.
+    received = second.nodes.comm_tag.copy()
+    from_first = np.flatnonzero((second.nodes.kind == Kind.RECV) & (second.nodes.comm_src == 0))
+    received[from_first] = [8, *range(2, 8), 1]
+    crossed = [first.with_columns(comm_tag=activations), second.with_columns(comm_tag=received)]
+    with raises_code("pipeline-deadlock"):
+        replayed([*crossed, *others])
+
+
+SCRIPT = """
+import sys
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+dist.init_process_group("nccl")
+rank, size = dist.get_rank(), dist.get_world_size()
+device = torch.device("cuda")
+block = nn.Sequential(nn.Linear(2048, 4096), nn.GELU(), nn.Linear(4096, 2048)).to(device)
+stage = PipelineStage(block, rank, size, device)
+runner = Schedule1F1B(stage, 4, loss_fn=nn.functional.mse_loss)
+optimizer = torch.optim.SGD(block.parameters(), lr=0.1)
+for step in range(4):
+    x = torch.randn(16384, 2048, device=device)
+    first = (x,) if rank == 0 else ()
+    last = {"target": x, "losses": []} if rank == size - 1 else {}
+    runner.step(*first, **last)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_gradients_leave_a_captured_stage_after_its_backward(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    command = ("capture", "run", script, "--device", "none", "--like", "H100", "--pp", 2)
+    done = run_command(*command, "--ranks", "0,1", "-o", tmp_path / "trace.et")
+    assert done.returncode == 0, done.stderr
+    graphs = [onerank.read(tmp_path / f"trace.{rank}.et") for rank in (0, 1)]
+    graphs = [onerank.recost(graph, "H100") for graph in graphs]
+
+    def spent_ns(rank: int, phase: Phase, micro_batch: int) -> int:
+        nodes = graphs[rank].nodes
+        chosen = (nodes.phase == phase) & (nodes.micro_batch == micro_batch)
+        return int(nodes.duration_ns[chosen & graphs[rank].compute].sum())
+
+    forward = spent_ns(0, Phase.FORWARD, 0)
+    of_last = sum(spent_ns(1, phase, i) for phase in (Phase.FORWARD, Phase.BACKWARD)
+                  for i in range(4))  # fmt: skip
+    backward = spent_ns(0, Phase.BACKWARD, 3)
+    # The last stage works without a pause from the first activation on, and the first stage
+    # computes the last gradient after it.
+    step = replayed(graphs)
+    assert step.step_ns == pytest.approx(forward + of_last + backward, rel=0.02)
+    assert step.bubble_ns > 0.1 * step.step_ns

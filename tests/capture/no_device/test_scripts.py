@@ -978,3 +978,30 @@ def shapes_of(graph: Graph, operator: str, chosen: Any = None) -> list[Any]:
     rows = [i for i in rows if chosen is None or chosen[i]]
     shapes = graph.text("input_shapes")
     return [json.loads(shapes[row]) for row in rows]
+
+
+SUMMED_BY_HAND = """
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    dist.init_process_group("nccl")
+    model = nn.Linear(64, 64, bias=False).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        model(torch.randn(8, 64, device="cuda")).sum().backward()
+        dist.all_reduce(model.weight.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_a_call_after_backward_waits_for_the_thread_of_autograd(tmp_path):
+    graph = captured(tmp_path, SUMMED_BY_HAND, "--dp", 4)
+    (call,) = np.flatnonzero(graph.communication)
+    operators = graph.text("op")
+    threads = graph.nodes.thread
+    before = [source for source, _ in graph.edges.of(call)]
+    # The product for the gradient of the weight is the last of the backward.
+    (gradient,) = (source for source in before if operators[source] == "aten::mm")
+    assert graph.nodes.phase[gradient] == Phase.BACKWARD
+    assert threads[gradient] != threads[call]

@@ -371,18 +371,25 @@ class DependencyEdges:
             if place >= 0:
                 self.edges.add(int(order[place]), first, Reason.PROGRAM_ORDER)
 
+    def autograd_threads(self) -> I64:
+        """Return the threads that run backwards alone.
+
+        On CUDA autograd has a thread per device; on a CPU it runs on the thread that calls it.
+        """
+        rows, phase = self.timeline.rows, self.timeline.phase
+        backward = (phase == Phase.BACKWARD) | (not rows.is_operator.any())
+        others = rows.thread[(phase == Phase.FORWARD) | (phase == Phase.OPTIMIZER)]
+        return np.setdiff1d(rows.thread[backward], others)
+
     def _add_handovers(self) -> None:
         """Let autograd's thread wait for the thread that called backward, and the other way round.
 
         DDP's work after backward runs on autograd's thread outside any autograd operator.
         Without operators, every thread that starts as another ends takes over from that thread.
         """
-        rows, phase = self.timeline.rows, self.timeline.phase
-        backward = (phase == Phase.BACKWARD) | (not rows.is_operator.any())
-        others = rows.thread[(phase == Phase.FORWARD) | (phase == Phase.OPTIMIZER)]
-        # On CUDA autograd has a thread per device; on a CPU it runs on the thread that calls it.
-        autograd = np.setdiff1d(rows.thread[backward], others)
-        backward |= np.isin(rows.thread, autograd)
+        rows = self.timeline.rows
+        backward = (self.timeline.phase == Phase.BACKWARD) | (not rows.is_operator.any())
+        backward |= np.isin(rows.thread, self.autograd_threads())
         order = np.argsort(rows.start_ns[self.kept], kind="stable")
         ordered = self.kept[order]
         before, after = ordered[:-1], ordered[1:]

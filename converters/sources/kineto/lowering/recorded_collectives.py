@@ -5,6 +5,7 @@ operators and GPU operations in `DependencyEdges`.
 """
 
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -100,6 +101,43 @@ def wait_is_known(call: RecordedCall, timeline: HostTimeline) -> bool:
     return bool(call.waits) or bool(timeline.in_functions[call.op])
 
 
+class _Handovers:
+    """Operators of autograd's threads, and of the threads that wait while one of them runs.
+
+    A call on one thread comes after what another thread has run, and what another runs next comes
+    after its wait: the thread that calls backward is blocked until the backward ends.
+    """
+
+    def __init__(self, builder: DependencyEdges) -> None:
+        rows = builder.timeline.rows
+        self._autograd = {*builder.autograd_threads().tolist()}
+        order = np.argsort(rows.start_ns[builder.kept], kind="stable")
+        self._numbers = order.tolist()
+        self._starts = rows.start_ns[builder.kept][order]
+        self._threads: list[int] = rows.thread[builder.kept][order].tolist()
+
+    def before(self, thread: int, time_ns: int) -> int | None:
+        """Return the operator of another thread that ran last before a time; None for its own."""
+        place = int(np.searchsorted(self._starts, time_ns))
+        return self._of_other(thread, reversed(range(place)))
+
+    def after(self, thread: int, time_ns: int) -> int | None:
+        """Return the operator of another thread that runs first from a time; None for its own."""
+        place = int(np.searchsorted(self._starts, time_ns))
+        return self._of_other(thread, range(place, len(self._starts)))
+
+    def _of_other(self, thread: int, places: Iterable[int]) -> int | None:
+        if not self._autograd:
+            return None
+        for place in places:
+            other = self._threads[place]
+            if other == thread:
+                return None
+            if thread in self._autograd or other in self._autograd:
+                return self._numbers[place]
+        return None
+
+
 @dataclass(slots=True)
 class _Placement:
     """Where and for how long a recorded call runs."""
@@ -122,6 +160,7 @@ class CallPlacement:
         self._node, self._enclosing = builder.node, builder.enclosing
         self._edges, self._times = builder.edges, builder.times
         self._streams, self._threads = streams, threads
+        self._handovers = _Handovers(builder)
         self._asynchronous: dict[str, int] = {}
         self._placed: list[_Placement] = []
 
@@ -171,13 +210,33 @@ class CallPlacement:
                 waiter = end_of_wait(call, operators)
                 if waiter >= 0:
                     self._edges.add(number, int(self._node[waiter]), Reason.SYNC)
+                ended = call.waits[0] if call.waits else None
             else:
                 if thread not in self._threads:
                     self._threads[thread] = NodeSequence(self._times)
                 self._insert(number, self._threads[thread])
                 unplaced.append(call)
+                ended = call.op
+            self._hand_over(number, call.op, ended)
         self._add_gloo_calls(gloo_calls, operators)
         return unplaced
+
+    def _hand_over(self, number: int, issued: int, ended: int | None) -> None:
+        """Order a call with the operators of other threads that ran before and after it.
+
+        Args:
+            number: of the call.
+            issued: its mark.
+            ended: mark after which other threads wait for the call; None if it is not known.
+        """
+        rows = self._timeline.rows
+        before = self._handovers.before(int(rows.thread[issued]), int(rows.start_ns[issued]))
+        if before is not None:
+            self._edges.add(before, number, Reason.SYNC)
+        if ended is not None:
+            after = self._handovers.after(int(rows.thread[ended]), int(rows.start_ns[ended]))
+            if after is not None:
+                self._edges.add(number, after, Reason.SYNC)
 
     def _on_emulated_streams(self, calls: list[RecordedCall]) -> list[RecordedCall]:
         """Add the calls of a capture without a device; return the calls assumed blocking.

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from onerank.analysis.trace_diff import NameDiff, TraceDiff
     from onerank.ir import Graph
     from onerank.ir.notes import Note
-    from onerank.plan.pipeline_step import JobReplay
+    from onerank.plan.job_replay import JobReplay
 
 # Kernels that a table lists; --json has all.
 _KERNEL_ROWS = 40
@@ -203,7 +203,7 @@ def _replay_job(trace: Path, cluster: Path, options: ReplayOptions, *, as_json: 
     from onerank.converters.expand.pipeline import PipelineSchedule
     from onerank.plan.cluster import network_of
     from onerank.plan.config import read_cluster
-    from onerank.plan.pipeline_step import replay_job
+    from onerank.plan.job_replay import replay_job
 
     if options.busbw_gb_s is not None or options.perfetto is not None:
         raise UsageError(

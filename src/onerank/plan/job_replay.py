@@ -1,0 +1,342 @@
+"""Replay the captured ranks of a job together, on a cluster.
+
+Ranks of a sliced model are laid out by a schedule. `torch.distributed.pipelining`, Megatron-LM and
+hand-written loops decide themselves when a rank computes and what it sends. Their traces hold this
+order: each rank is replayed as captured, and a message arrives when its sender has got there.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from onerank.annotate.memory.memory_report import non_allocator_bytes
+from onerank.converters.expand.pipeline import AXIS, PipelineSchedule
+from onerank.converters.expand.pipeline.stages import group_stages
+from onerank.display import Displayed
+from onerank.ir import Graph, Kind, World
+from onerank.ir.arrays import I64, Mask, union_duration_ns
+from onerank.ir.errors import ExportError
+from onerank.ir.replay import ReplayedRank, ReplayTimes, replay_without_profiler
+from onerank.plan.cluster import ClusterNetwork
+from onerank.plan.pipeline_step import step_of
+from onerank.plan.stage_times import StageTimes, stage_times, with_network
+
+MAX_ROUNDS = 1_000
+"""Rounds of replays after which two ranks wait for each other: a step needs some for each message
+between two ranks."""
+
+
+class JobReplay(Displayed, msgspec.Struct, frozen=True):
+    """A replayed step of a job; times in ns.
+
+    Attributes:
+        step_ns: the step.
+        compute_ns: time in which the slowest rank computes.
+        exposed_communication_ns: time in which it communicates and computes nothing.
+        bubble_ns: time in which it waits for other stages.
+        peak_bytes: memory of the fullest rank, that outside the allocator included.
+        ranks: ranks of the job.
+    """
+
+    step_ns: int
+    compute_ns: int
+    exposed_communication_ns: int
+    bubble_ns: int
+    peak_bytes: int
+    ranks: int
+
+
+def replay_job(
+    graphs: Sequence[Graph],
+    network: ClusterNetwork,
+    schedule: PipelineSchedule,
+    micro_batches: int | None,
+) -> JobReplay:
+    """Return the step of a job from the re-costed graphs of its stages.
+
+    Args:
+        graphs: one per class of equivalent ranks; a single one without a pipeline.
+        network: times the communication.
+        schedule: order of forwards and backwards. Ranks whose script runs its own pipeline keep
+            the order of their trace instead.
+        micro_batches: micro-batches of the step, which repeat those of the capture; None: as
+            captured.
+
+    Raises:
+        ExportError: the graphs are not the stages of one pipeline, or do not fit the schedule.
+        GraphError: a graph has a cycle, or takes no time.
+    """
+    captured = graphs[0].job.world
+    stages = captured.sizes.get(AXIS, 1)
+    if stages > 1 and graphs[0].job.pipeline is None:
+        return _scripted_step(graphs, network)
+    if stages % schedule.chunks:
+        raise ExportError(
+            f"--schedule {schedule} puts {schedule.chunks} stages on each rank, which does not "
+            f"divide the {stages} captured stages ({stages} = {schedule.chunks} x "
+            f"{stages // schedule.chunks} + {stages % schedule.chunks})",
+            code="pipeline-indivisible-stages",
+        )
+    if stages == 1:
+        of_stages = [graphs[0]]
+    else:
+        of_stages = [stage.graph for stage in group_stages(graphs)[0].stages]
+    # Each captured stage is a rank of the capture; some schedules put several on one rank.
+    ranks = stages // schedule.chunks
+    sizes = {axis: ranks if axis == AXIS else size for axis, size in captured.sizes.items()}
+    world = World({axis: size for axis, size in sizes.items() if size > 1}, captured.ep)
+    splits = schedule.kind == "zbv"
+    by_graph: dict[int, StageTimes] = {}
+    for graph in of_stages:
+        # A graph may stand for several stages, and is replayed once.
+        if id(graph) not in by_graph:
+            by_graph[id(graph)] = stage_times(graph, network, world, splits_backward=splits)
+    stages_of_rank = [by_graph[id(graph)] for graph in of_stages]
+    count = micro_batches or stages_of_rank[0].micro_batches
+    step = step_of(stages_of_rank, world, network, schedule, count)
+    slowest, fullest = step.slowest, step.fullest
+    return JobReplay(
+        step_ns=round(slowest.end_ns),
+        compute_ns=round(slowest.busy.compute_ns),
+        exposed_communication_ns=round(slowest.busy.exposed_ns),
+        bubble_ns=round(max(0.0, slowest.end_ns - slowest.busy.elapsed_ns)),
+        peak_bytes=round(fullest.peak_bytes + fullest.other_bytes),
+        ranks=world.size,
+    )
+
+
+# Ranks with their own schedules -------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Wait:
+    """A node of a rank that waits for a node of another: a message, or a collective of both.
+
+    Attributes:
+        source: place of the rank that is waited for.
+        node: its node, whose start counts.
+        target: place of the waiting rank.
+        waiting: its node.
+        duration_ns: time from the one start to the other.
+    """
+
+    source: int
+    node: int
+    target: int
+    waiting: int
+    duration_ns: int = 0
+
+
+@dataclass(slots=True)
+class _Rank:
+    """A rank of the pipeline.
+
+    Attributes:
+        graph: its step, timed.
+        replayed: ready for scheduling.
+        floor: earliest start of each node without the other ranks, int64[n].
+        times: of the replayed step.
+    """
+
+    graph: Graph
+    replayed: ReplayedRank
+    floor: I64
+    times: ReplayTimes
+
+
+def _scripted_step(graphs: Sequence[Graph], network: ClusterNetwork) -> JobReplay:
+    """Return the step of a pipeline from the re-costed graphs of its ranks.
+
+    All ranks begin the step together, with as much lead of the host as the step before leaves.
+
+    Args:
+        graphs: one for each rank of one pipeline, in any order.
+        network: times the communication.
+
+    Raises:
+        ExportError: a rank of the pipeline has no graph or two, the ranks make other calls than
+            their peers, or they wait for each other.
+        GraphError: a graph has a cycle, or takes no time.
+    """
+    ordered = _by_place(graphs)
+    waits = [*_messages(ordered, network), *_shared_collectives(ordered)]
+    ranks = [_prepared(graph, network) for graph in ordered]
+    begin_ns = max(int(rank.floor.max()) for rank in ranks)
+    for rank in ranks:
+        rank.floor += begin_ns - int(rank.floor.max())
+        rank.times = rank.replayed.schedule(rank.floor)
+    _exchange(ranks, waits)
+    slowest = max(ranks, key=lambda rank: int(rank.times.end_ns.max()))
+    step_ns = int(slowest.times.end_ns.max()) - begin_ns
+    compute, communication = slowest.graph.compute, slowest.graph.communication
+    compute_ns = _busy_ns(slowest, compute, begin_ns)
+    busy_ns = _busy_ns(slowest, compute | communication, begin_ns)
+    return JobReplay(
+        step_ns=step_ns,
+        compute_ns=compute_ns,
+        exposed_communication_ns=busy_ns - compute_ns,
+        bubble_ns=step_ns - busy_ns,
+        peak_bytes=max(
+            graph.job.measurement.peak_memory_bytes + non_allocator_bytes(graph)
+            for graph in ordered
+        ),
+        ranks=ordered[0].job.world.size,
+    )
+
+
+def _by_place(graphs: Sequence[Graph]) -> list[Graph]:
+    """Return the graphs by their place on the pipeline's axis."""
+    world = graphs[0].job.world
+    by_place: dict[int, Graph] = {}
+    for graph in graphs:
+        place = world.point(graph.job.rank)[AXIS]
+        if place in by_place:
+            raise ExportError(
+                f"ranks {by_place[place].job.rank} and {graph.job.rank} are both on stage {place} "
+                "of a pipeline whose script runs its own schedule\n  give one rank of each stage",
+                code="pipeline-duplicate-rank",
+            )
+        by_place[place] = graph
+    missing = [place for place in range(world.sizes[AXIS]) if place not in by_place]
+    if missing:
+        first = graphs[0].job.rank
+        ranks = [world.at({**world.point(first), AXIS: place}) for place in missing]
+        raise ExportError(
+            f"stages {missing} of the pipeline's {world.sizes[AXIS]} have no trace, and its script "
+            f"runs its own schedule\n  capture one rank of each stage: the ranks {ranks} too",
+            code="pipeline-missing-stage",
+        )
+    return [by_place[place] for place in sorted(by_place)]
+
+
+def _messages(graphs: Sequence[Graph], network: ClusterNetwork) -> list[_Wait]:
+    """Return the waits for messages: each receive for the send of its turn.
+
+    A send completes in the background.
+    """
+    world = graphs[0].job.world
+    # Sender, receiver and tag -> node and bytes of each call, in the order of the rank.
+    sends: dict[tuple[int, int, int], list[tuple[int, int]]] = defaultdict(list)
+    receives: dict[tuple[int, int, int], list[tuple[int, int]]] = defaultdict(list)
+    for place, graph in enumerate(graphs):
+        for index in _ordered(graph, Kind.SEND, Kind.RECV):
+            node = graph.node(index)
+            is_send = node.kind is Kind.SEND
+            peer = world.point(node.value("comm_dst" if is_send else "comm_src"))[AXIS]
+            call, tag = (index, max(0, node.value("comm_bytes"))), node.value("comm_tag")
+            if peer != place:
+                (sends[place, peer, tag] if is_send else receives[peer, place, tag]).append(call)
+    messages: list[_Wait] = []
+    for sender, receiver, tag in sorted({*sends, *receives}):
+        sent, received = sends[sender, receiver, tag], receives[sender, receiver, tag]
+        if [size for _, size in sent] != [size for _, size in received]:
+            raise ExportError(
+                f"stage {sender} sends {len(sent)} messages of {sum(size for _, size in sent)} "
+                f"bytes to stage {receiver}, which receives {len(received)} of "
+                f"{sum(size for _, size in received)}, or others\n"
+                "  give traces of one job and one step",
+                code="pipeline-unmatched-message",
+            )
+        ends = graphs[sender].job.rank, graphs[receiver].job.rank
+        messages += [
+            _Wait(sender, source, receiver, target, round(network.time_ns("send", size, ends)))
+            for (source, size), (target, _) in zip(sent, received, strict=True)
+        ]
+    return messages
+
+
+def _shared_collectives(graphs: Sequence[Graph]) -> list[_Wait]:
+    """Return the waits of collectives that several ranks of the pipeline take part in.
+
+    Such a call, as of a gradient norm, begins when the last of its ranks has come to it.
+    """
+    world = graphs[0].job.world
+    calls: dict[tuple[int, ...], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for place, graph in enumerate(graphs):
+        for index in _ordered(graph, Kind.COLLECTIVE):
+            group = graph.job.group(graph.node(index).text("group"))
+            if group is not None and len({world.point(rank)[AXIS] for rank in group.ranks}) > 1:
+                calls[group.ranks][place].append(index)
+    waits: list[_Wait] = []
+    for ranks, by_place in calls.items():
+        places = sorted({world.point(rank)[AXIS] for rank in ranks})
+        counts = {place: len(by_place[place]) for place in places}
+        if len({*counts.values()}) > 1:
+            listed = ", ".join(f"{count} on stage {place}" for place, count in counts.items())
+            raise ExportError(
+                f"the stages make other numbers of collective calls in the group of the ranks "
+                f"{list(ranks)}: {listed}\n  give traces of one job and one step",
+                code="pipeline-unmatched-collective",
+            )
+        for together in zip(*(by_place[place] for place in places), strict=True):
+            met = [*zip(places, together, strict=True)]
+            waits += [_Wait(*one, *other) for one in met for other in met if one != other]
+    return waits
+
+
+def _ordered(graph: Graph, *kinds: Kind) -> list[int]:
+    """Return the nodes of some kinds in the order of their rank."""
+    order = graph.topological_order()
+    return order[np.isin(graph.nodes.kind[order], [int(kind) for kind in kinds])].tolist()
+
+
+def _prepared(graph: Graph, network: ClusterNetwork) -> _Rank:
+    """Return a rank whose floor is the end of the step before, replayed without the other ranks."""
+    graph, _ = with_network(graph, network, graph.job.world)
+    overhead, emulated = graph.job.measurement.host_overhead, graph.job.measurement.emulated_calls
+    is_host = graph.mask(Kind.HOST_OP)
+    if overhead is None or not is_host.any():
+        replayed = ReplayedRank(graph)
+        return _Rank(graph, replayed, np.zeros(len(graph), dtype=np.int64), replayed.schedule())
+    factor = graph.job.host_factor
+    excess_ns = emulated.excess_ns * factor if emulated else 0.0
+    replayed = replay_without_profiler(graph, overhead.host_factor, excess_ns)
+    times = replayed.schedule()
+    host_ns = int(times.end_ns[is_host].max()) + round(overhead.inter_step_host_ns * factor)
+    gpu_ns = max(host_ns, int(times.end_ns.max()))
+    return _Rank(graph, replayed, np.where(is_host, host_ns, gpu_ns), times)
+
+
+def _exchange(ranks: Sequence[_Rank], waits: Sequence[_Wait]) -> None:
+    """Replay the ranks until each wait ends when the other rank has got there.
+
+    Each round replays the ranks that wait for something at another time than before. Starts grow
+    from round to round, and settle from the first message of the step to the last.
+    """
+    of_target: dict[int, list[_Wait]] = defaultdict(list)
+    for wait in waits:
+        of_target[wait.target].append(wait)
+    arrivals: dict[int, list[int]] = {}
+    for number in range(MAX_ROUNDS):
+        changed = False
+        # Activations pass from the first rank to the last and gradients the other way.
+        places = range(len(ranks)) if number % 2 == 0 else reversed(range(len(ranks)))
+        for place in places:
+            current = [
+                int(ranks[wait.source].times.start_ns[wait.node]) + wait.duration_ns
+                for wait in of_target[place]
+            ]
+            if current != arrivals.get(place):
+                arrivals[place] = current
+                rank = ranks[place]
+                floor = rank.floor.copy()
+                for wait, arrival in zip(of_target[place], current, strict=True):
+                    floor[wait.waiting] = max(floor[wait.waiting], arrival)
+                rank.times = rank.replayed.schedule(floor)
+                changed = True
+        if not changed:
+            return
+    raise ExportError(
+        f"the stages still wait for each other after {MAX_ROUNDS} replays of their messages\n"
+        "  give traces of one job and one step",
+        code="pipeline-deadlock",
+    )
+
+
+def _busy_ns(rank: _Rank, chosen: Mask, begin_ns: int) -> int:
+    """Return the time since a moment in which at least one of the chosen nodes runs."""
+    starts, ends = rank.times.start_ns[chosen], rank.times.end_ns[chosen]
+    return union_duration_ns(np.maximum(starts, begin_ns), np.maximum(ends, begin_ns))
