@@ -144,7 +144,8 @@ class ReplayOptions:
         type=INPUT,
     )
     schedule: str = option(
-        "With --cluster: order of the pipeline: gpipe, 1f1b, interleaved:V or zbv.",
+        "With --cluster: order of the pipeline: gpipe, 1f1b, interleaved:V or zbv. A script that "
+        "runs its own pipeline keeps its order.",
         default="1f1b",
         show_default=True,
     )
