@@ -25,6 +25,9 @@ tyro, and for float8 rows torchao at the table's commit.
   reach 75% of their rates; latencies by NCCL's model.
 - Memory: the allocator's reserved memory, as torchtitan reports; simulated with the pools of the
   job's streams.
+- Pipelines of 405B: 8 micro-batches, torchtitan's own number. Of 1F1B three ranks are captured: the
+  first stage's, the second's for all inner ones, and the last's.
+- Async TP: copies between GPUs are timed as all-to-alls.
 - `--captures` keeps captures and uses those that are there. `--rows` names some rows.
 """
 
@@ -37,14 +40,23 @@ import random
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
+import onerank
 from benchmarks.harness import order_agreement, parser_of
+from onerank.annotate import load_gpu
+from onerank.converters.expand.pipeline import PipelineSchedule
+from onerank.ir import Pipeline, RankClass
+from onerank.plan.cluster import network_of
+from onerank.plan.config import read_cluster
+from onerank.plan.job_replay import replay_job
 
 H100 = str(Path(__file__).parents[2] / "examples" / "gpus" / "torchtitan-h100.toml")
 
@@ -89,6 +101,12 @@ FLOAT8 = (
     *("--float8.enable_float8_linear", "--float8.enable_fsdp_float8_all_gather"),
     "--float8.precompute_float8_dynamic_scale_for_fsdp",
 )
+ASYNC_TP = ("--parallelism.enable_async_tensor_parallel",)
+ASYNC_TP_2024 = ("--experimental.enable_async_tensor_parallel",)
+# The page gives no number of micro-batches. torchtitan's own is the number of stages.
+PIPELINE = ("--experimental.pipeline_parallel_degree", "8")
+SCHEDULE = "--experimental.pipeline_parallel_schedule"
+LAYERS_OF_STAGES = (15, *[16] * 6, 15)
 FULL = ("--activation_checkpoint.mode", "full")
 
 
@@ -99,7 +117,7 @@ class Published:
     Attributes:
         name: of the row.
         capture: name of its capture, which rows share.
-        model: "8b" or "70b".
+        model: "8b", "70b" or "405b".
         sizes: of the world, as options of `capture run`.
         batch: sequences of a rank.
         length: tokens of a sequence.
@@ -118,7 +136,7 @@ class Published:
     batch: int
     length: int
     compiled: bool
-    tokens_per_s: int
+    tokens_per_s: float
     memory_gib: float | None
     options: tuple[str, ...] = ()
     gpus_per_sequence: int = 1
@@ -128,6 +146,25 @@ class Published:
     def tokens(self) -> float:
         """Tokens of a step for each GPU."""
         return self.batch * self.length / self.gpus_per_sequence
+
+    @property
+    def float8(self) -> bool:
+        """Whether it multiplies in float8; the configuration of the 405B does."""
+        return self.model == "405b" or "float8" in " ".join(self.options)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Ranks to capture: of a pipeline one of each stage, or of the first two and the last."""
+        if "--pp" not in self.sizes:
+            return (0,)
+        stages = range(8) if "Interleaved1F1B" in self.options else (0, 1, 7)
+        return tuple(stage * self.gpus // len(LAYERS_OF_STAGES) for stage in stages)
+
+    def traces(self, directory: Path) -> list[Path]:
+        """Return the files of its captures."""
+        if len(self.ranks) == 1:
+            return [directory / f"{self.capture}.et"]
+        return [directory / f"{self.capture}.{rank}.et" for rank in self.ranks]
 
     @property
     def gpus(self) -> int:
@@ -173,34 +210,82 @@ ROWS = (
         *(829, 71.9, (*FULL, *FLOAT8), 8),
     ),
     Published(
-        *("8B, FSDP 8 TP 8, compile", "tp8b", "8b", "--tp 8 --dp 8", 12, 8192, True, 4378, None),
-        *(PER_OPERATOR, 8),
-        table="async-tp",
+        *(
+            "70B, FSDP 32 TP 8, async, compile, f8",
+            "70b-a",
+            "70b",
+            "--tp 8 --dp 32",
+            16,
+            8192,
+            True,
+        ),
+        *(876, 67.6, (*FULL, *FLOAT8, *ASYNC_TP_2024), 8),
     ),
-    Published(
-        *("8B, FSDP 8 TP 8, compile, float8", "tp8b-f8", "8b", "--tp 8 --dp 8", 12, 8192, True),
-        *(5078, None, (*PER_OPERATOR, *FLOAT8_ASYNC_TP), 8),
-        table="async-tp",
+    *(
+        Published(
+            *(f"405B, FSDP 8 TP 8 PP 8, {schedule}", f"405b-{schedule}", "405b"),
+            *("--tp 8 --dp 8 --pp 8", 32, 8192, True, tokens_per_s, memory_gib),
+            *((*PIPELINE, SCHEDULE, schedule), 64),
+        )
+        for schedule, tokens_per_s, memory_gib in (
+            ("1F1B", 100, 82.5),
+            ("Interleaved1F1B", 128, 72.7),
+        )
     ),
-    Published(
-        *("8B, FSDP 8 TP 8, compile, rowwise", "tp8b-rw", "8b", "--tp 8 --dp 8", 12, 8192, True),
-        *(3709, None, (*PER_OPERATOR, *FLOAT8_ROWWISE), 8),
-        table="async-tp",
+    *(
+        Published(
+            *(f"405B, FSDP {8 // cp} CP {cp} TP 8 PP 8, {32 * cp}K", f"405b-cp{cp}", "405b"),
+            *(f"--tp 8 --cp {cp} --dp {8 // cp} --pp 8", 8, 32768 * cp, True),
+            *(tokens_per_s, memory_gib),
+            (*PIPELINE, SCHEDULE, "1F1B", "--experimental.context_parallel_degree", str(cp)),
+            64 * cp,
+        )
+        for cp, tokens_per_s, memory_gib in (
+            (1, 76, 75.3),
+            (2, 47, 75.9),
+            (4, 31, 77.1),
+            (8, 16, 84.9),
+        )
     ),
-    Published(
-        *("70B, FSDP 32 TP 8, compile", "tp70b", "70b", "--tp 8 --dp 32", 16, 8192, True),
-        *(597, None, (), 8),
-        table="async-tp",
-    ),
-    Published(
-        *("70B, FSDP 32 TP 8, compile, float8", "tp70b-f8", "70b", "--tp 8 --dp 32", 16, 8192),
-        *(True, 810, None, FLOAT8_ASYNC_TP, 8),
-        table="async-tp",
-    ),
-    Published(
-        *("70B, FSDP 32 TP 8, compile, rowwise", "tp70b-rw", "70b", "--tp 8 --dp 32", 16, 8192),
-        *(True, 600, None, FLOAT8_ROWWISE, 8),
-        table="async-tp",
+    *(
+        Published(
+            *(f"{name}{kind}{text}", f"{capture}{kind_key}{key}", model, sizes, batch, 8192, True),
+            *(tokens_per_s, None, (*options, *recipe, *overlap), 8),
+            table="async-tp",
+        )
+        for name, capture, model, sizes, batch, options, published in (
+            (
+                "8B, FSDP 8 TP 8, compile",
+                "tp8b",
+                "8b",
+                "--tp 8 --dp 8",
+                12,
+                PER_OPERATOR,
+                (4378, 4809.4, 5078.1, 5570.1, 3708.5, 3914.9),
+            ),
+            (
+                "70B, FSDP 32 TP 8, compile",
+                "tp70b",
+                "70b",
+                "--tp 8 --dp 32",
+                16,
+                FULL,
+                (597.3, 652.4, 809.8, 942.4, 599.6, 624.8),
+            ),
+        )
+        for (kind, kind_key, recipe, text, key, overlap), tokens_per_s in zip(
+            (
+                (kind, kind_key, recipe, text, key, overlap)
+                for kind, kind_key, recipe in (
+                    ("", "", ()),
+                    (", float8", "-f8", FLOAT8_ASYNC_TP),
+                    (", rowwise", "-rw", FLOAT8_ROWWISE),
+                )
+                for text, key, overlap in (("", "", ()), (", async", "-a", ASYNC_TP))
+            ),
+            published,
+            strict=True,
+        )
     ),
     *(
         Published(
@@ -265,17 +350,18 @@ def main() -> None:
         captures: Path = args.captures or work
         captures.mkdir(parents=True, exist_ok=True)
         for row in rows:
-            trace = captures / f"{row.capture}.et"
-            if not trace.exists():
-                capture(args.torchtitan.resolve(), row, trace.resolve(), work)
-            tokens_per_s = row.tokens / step_s(trace, row, work)
+            traces = row.traces(captures.resolve())
+            if not all(trace.exists() for trace in traces):
+                capture(args.torchtitan.resolve(), row, captures.resolve(), work)
+            tokens_per_s = row.tokens / step_s(traces, row, work)
             error = tokens_per_s / row.tokens_per_s - 1
             # Only rows of one model, length and number of GPUs are layouts to choose from.
             kind = f"{row.model}, {row.length} tokens, {row.gpus} GPUs"
             times.setdefault(kind, []).append((1 / tokens_per_s, 1 / row.tokens_per_s))
-            errors["float8" if "float8" in " ".join(row.options) else "bf16"].append(error)
-            line = f"{row.name:36s}{row.tokens_per_s:9,}{tokens_per_s:10,.0f}{error:+8.1%}"
-            memory_gib = reserved_gib(trace)
+            errors["float8" if row.float8 else "bf16"].append(error)
+            line = f"{row.name:36s}{row.tokens_per_s:9,.0f}{tokens_per_s:10,.0f}{error:+8.1%}"
+            # Published is that of the fullest rank.
+            memory_gib = max(map(reserved_gib, traces))
             if row.memory_gib is not None:
                 errors["memory"].append(memory_gib / row.memory_gib - 1)
                 line += f"{row.memory_gib:9.1f}{memory_gib:10.1f}{errors['memory'][-1]:+8.1%}"
@@ -291,8 +377,8 @@ def main() -> None:
             print(f"order of {len(pairs)} rows of {kind}: {order_agreement(pairs)}")
 
 
-def capture(torchtitan: Path, row: Published, trace: Path, work: Path) -> None:
-    """Capture torchtitan's train.py in a row's configuration."""
+def capture(torchtitan: Path, row: Published, captures: Path, work: Path) -> None:
+    """Capture torchtitan's train.py in a row's configuration; several ranks get their numbers."""
     inputs = work / "inputs"
     if not inputs.exists():
         write_inputs(inputs)
@@ -308,7 +394,10 @@ def capture(torchtitan: Path, row: Published, trace: Path, work: Path) -> None:
     ]
     command = ["capture", "run", table.script, "--torchrun", "--device", "none"]
     command += ["--like", table.gpu]
-    output_of(*command, *row.sizes.split(), "-o", str(trace), "--", *script, cwd=torchtitan)
+    if len(row.ranks) > 1:
+        command += ["--ranks", ",".join(map(str, row.ranks))]
+    command += [*row.sizes.split(), "-o", str(captures / f"{row.capture}.et")]
+    output_of(*command, "--", *script, cwd=torchtitan)
 
 
 def write_inputs(directory: Path) -> None:
@@ -326,13 +415,14 @@ def write_inputs(directory: Path) -> None:
     (directory / "text" / "data.json").write_text("".join(lines), encoding="utf-8")
 
 
-def step_s(trace: Path, row: Published, work: Path) -> float:
+def step_s(traces: Sequence[Path], row: Published, work: Path) -> float:
     """Return the predicted steady-state step of a row in seconds, communication included."""
     directory = work / row.capture
     directory.mkdir(exist_ok=True)
     gpu = TABLES[row.table].gpu
-    output_of("annotate", "--target", gpu, "--nvlink-active", str(trace),
-              "-o", str(directory / "trace.et"))  # fmt: skip
+    for trace in traces:
+        output_of("annotate", "--target", gpu, "--nvlink-active", str(trace),
+                  "-o", str(directory / trace.name))  # fmt: skip
     cluster = work / "cluster.toml"
     cluster.write_text(
         CLUSTER.format(
@@ -344,10 +434,41 @@ def step_s(trace: Path, row: Published, work: Path) -> float:
         ),
         encoding="utf-8",
     )
+    if 1 < len(traces) < len(LAYERS_OF_STAGES):
+        return stages_step_s([directory / trace.name for trace in traces], cluster)
     step: dict[str, Any] = json.loads(
         output_of("replay", str(directory), "--cluster", str(cluster), "--json")
     )
     return step["step_ns"] / 1e9
+
+
+def stages_step_s(traces: Sequence[Path], cluster: Path) -> float:
+    """Return the step of 1F1B in seconds, by the ranks of the first two stages and of the last.
+
+    The inner stages are equal but for the order of their micro-batches, which the schedule gives.
+    """
+    graphs = [onerank.read(trace) for trace in traces]
+    world, last = graphs[0].job.world, len(LAYERS_OF_STAGES) - 1
+    inner = tuple(range(1, last))
+    ranks = [graph.job.rank for graph in graphs]
+    classes = tuple(
+        RankClass(rank, {"pp": stages})
+        for rank, stages in zip(ranks, ((0,), inner, (last,)), strict=True)
+    )
+    stages = [
+        replace(
+            graph,
+            job=msgspec.structs.replace(
+                graph.job,
+                pipeline=Pipeline(world.point(rank)["pp"], LAYERS_OF_STAGES),
+                classes=classes,
+            ),
+        )
+        for graph, rank in zip(graphs, ranks, strict=True)
+    ]
+    described = read_cluster(cluster)
+    network = network_of(described, load_gpu(described.gpu))
+    return replay_job(stages, network, PipelineSchedule.parse("1f1b"), None).step_ns / 1e9
 
 
 def reserved_gib(trace: Path) -> float:
