@@ -365,6 +365,16 @@ def job_of(rank_run: RankRun, options: Options, observed: Observations) -> Job:
                 code="captured-without-device",
             )
         )
+        # Scripts that choose a device by `torch.cuda.is_available` get the GPU; others stay on
+        # the CPU, which a trace for a GPU would hide.
+        if not max(observed.peak_memory_bytes):
+            notes.append(
+                Note(
+                    "the script put no tensor on the GPU: its CPU operators count as the GPU's, "
+                    "and no memory is recorded. Create its model and batches on `cuda`.",
+                    code="no-device-gpu-unused",
+                )
+            )
     elif not observed.on_gpu:
         notes.append(
             Note(

@@ -213,7 +213,8 @@ def report_memory(
     if measured.memory is None and not nodes and not measured.peak_memory_bytes:
         raise AnnotateError(
             "the trace records no memory: no node allocates and no peak was measured\n"
-            "  capture the step with `capture run`, which records both",
+            "  capture the step with `capture run`, which records both; with --device none, of a "
+            "script that puts its tensors on the GPU",
             code="memory-not-recorded",
         )
     device = _device(graph, target, non_allocator_bytes)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from onerank.display import time
 from onerank.ir import UNKNOWN, Edges, Graph, Kind, Nodes, Reason
 from onerank.ir.arrays import I64, Mask
 from onerank.ir.chakra.third_party_traces import is_counted
@@ -74,9 +75,9 @@ def insert_host_delays(
     # A delay needs a stream, which it takes from the compute before it.
     delayed = delayed[last_compute[delayed - 1] >= 0]
     text = (
-        f"The GPU waits {idle[delayed].sum()} ns for its host, in {len(delayed)} nodes: the "
-        f"{target.step} ({target.step_ns - target.slower_ns} ns) less GPU busy time "
-        f"({busy_ns} ns), placed where the GPU waited {target.gaps_from}. Network time hides a "
+        f"The GPU waits {time(int(idle[delayed].sum()))} for its host, in {len(delayed)} nodes: "
+        f"the {target.step} ({time(target.step_ns - target.slower_ns)}) less GPU busy time "
+        f"({time(busy_ns)}), placed where the GPU waited {target.gaps_from}. Network time hides a "
         "part of it, which the simulator cannot know."
     )
     notes = [Note(text, code="host-delays")]
@@ -84,14 +85,14 @@ def insert_host_delays(
     if graph.job.measurement.host_overhead and emulated is not None and emulated.excess_ns:
         calls = emulated.synchronous + emulated.asynchronous
         text = (
-            f"Each of {calls} emulated calls kept the host {emulated.excess_ns:.0f} ns longer than "
+            f"Each of {calls} emulated calls kept the host {time(emulated.excess_ns)} longer than "
             "a call of NCCL does; the delays leave that out."
         )
         notes.append(Note(text, code="host-delays-emulated-calls"))
     if others_ns:
         text = (
-            f"They contain {others_ns} ns by which the slowest of the {ranks} ranks is expected to "
-            "exceed the median step, by the spread of the slice's steps."
+            f"They contain {time(others_ns)} by which the slowest of the {ranks} ranks is expected "
+            "to exceed the median step, by the spread of the slice's steps."
         )
         notes.append(Note(text, code="host-delays-slowest-rank"))
     ends = busy[last_compute[delayed - 1]], busy[delayed]
@@ -101,7 +102,7 @@ def insert_host_delays(
     # overlap its products, took 1.9% longer than its compute covers.
     if one_at_a_time:
         if overlap_ns := int(durations.sum() - shares.sum()):
-            text = f"Streams overlap by {overlap_ns} ns, divided among the operations."
+            text = f"Streams overlap by {time(overlap_ns)}, divided among the operations."
             notes.append(Note(text, code="host-delays-divided-overlap"))
         durations = shares.copy()
     if target.slower_ns:
@@ -111,8 +112,8 @@ def insert_host_delays(
         share = target.slower_ns / int(shares[compute].sum())
         durations[compute] = np.rint(durations[compute] * (1 + share))
         text = (
-            f"The {target.slower_step} ({target.step_ns} ns) is longer by {target.slower_ns} ns: "
-            f"its compute took {share:.1%} longer."
+            f"The {target.slower_step} ({time(target.step_ns)}) is longer by "
+            f"{time(target.slower_ns)}: its compute took {share:.1%} longer."
         )
         notes.append(Note(text, code="host-delays-slower-compute"))
     return _insert(graph.with_columns(duration_ns=durations), *ends, idle[delayed]), notes

@@ -115,6 +115,7 @@ NO_TIME = "GPU nodes of 0 ns"
 METADATA = "metadata nodes"
 INVALID = "invalid nodes"
 NO_IDLE_TIME = "Host time and GPU idle time are not in the workload"
+ADDS_HOST_TIME = "--include-host-delays adds them."
 
 
 def timed_compute(graph: Graph) -> Mask:

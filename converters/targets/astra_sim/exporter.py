@@ -34,6 +34,7 @@ from onerank.converters.targets.communication_placement import (
     world_of,
 )
 from onerank.converters.targets.lower_step import (
+    ADDS_HOST_TIME,
     NO_IDLE_TIME,
     UNEVEN,
     check_peers,
@@ -41,7 +42,7 @@ from onerank.converters.targets.lower_step import (
     equalize_all_to_alls,
     timed_compute,
 )
-from onerank.display import Displayed
+from onerank.display import Displayed, time
 from onerank.ir import UNKNOWN, Collective, Graph
 from onerank.ir.arrays import union_duration_ns
 from onerank.ir.errors import ExportError
@@ -403,14 +404,15 @@ def _note_on_check(read_back: set[int], ranks: int) -> Note:
 def _note_on_idle_time(graphs: Sequence[Graph]) -> Note:
     """Return the note that idle time is dropped; for a single graph, with its share of the step."""
     if len(graphs) > 1:
-        return Note(f"{NO_IDLE_TIME}.", code="idle-time-not-exported")
+        return Note(f"{NO_IDLE_TIME}. {ADDS_HOST_TIME}", code="idle-time-not-exported")
     (graph,) = graphs
     compute_ns = _gpu_time_ns(graph)
     measurement = graph.job.measurement
     if graph.job.annotations:
+        # The capture's step is that of another GPU, so only the predicted compute is stated.
         target = graph.job.annotations[-1].target
         return Note(
-            f"{NO_IDLE_TIME}; for {target} they are not known (GPU compute: {compute_ns} ns).",
+            f"{NO_IDLE_TIME}, only GPU compute, {time(compute_ns)} on {target}. {ADDS_HOST_TIME}",
             code="idle-time-not-exported",
         )
     step_ns, source = measurement.median_step_ns, "the median step without the profiler"
@@ -422,16 +424,17 @@ def _note_on_idle_time(graphs: Sequence[Graph]) -> Note:
         step_ns, source = int(ends.max() - graph.nodes.start_ns.min()), "the span of the trace"
     if step_ns is None:
         return Note(
-            f"{NO_IDLE_TIME}; the duration of the step is not known (GPU compute: {compute_ns} "
-            "ns).",
+            f"{NO_IDLE_TIME}, only GPU compute, {time(compute_ns)}; the duration of the step is "
+            "not known.",
             code="idle-time-not-exported",
         )
     idle_ns = step_ns - compute_ns
     difference = (
-        f"the difference {idle_ns} ns" if idle_ns >= 0 else "which is more, as streams overlap"
+        f"the difference {time(idle_ns)}" if idle_ns >= 0 else "which is more, as streams overlap"
     )
     return Note(
-        f"{NO_IDLE_TIME}: {source} is {step_ns} ns, GPU compute {compute_ns} ns, {difference}.",
+        f"{NO_IDLE_TIME}: {source} is {time(step_ns)}, GPU compute {time(compute_ns)}, "
+        f"{difference}. {ADDS_HOST_TIME}",
         code="idle-time-not-exported",
     )
 
@@ -447,7 +450,7 @@ def _notes_on_streams(graph: Graph) -> list[Note]:
         if graph.nodes.start_ns.any() and not graph.job.annotations and not has_delays:
             start, duration = graph.nodes.start_ns[compute], graph.nodes.duration_ns[compute]
             overlap_ns = int(duration.sum()) - union_duration_ns(start, start + duration)
-            text += f", and in the trace they overlap for {overlap_ns} ns"
+            text += f", and in the trace they overlap for {time(overlap_ns)}"
         notes.append(Note(f"{text}.", code="compute-on-several-streams"))
     without_stream = int((compute & (graph.nodes.stream == UNKNOWN)).sum())
     if without_stream:
@@ -466,8 +469,9 @@ def _notes_on_storage(graph: Graph) -> list[Note]:
         return []
     return [
         Note(
-            f"Storage reads for the next step ({prefetch_ns.max()} ns) are not in the workload, "
-            "since ASTRA-sim overlaps no storage with compute. No step is shorter than that.",
+            f"Storage reads for the next step ({time(int(prefetch_ns.max()))}) are not in the "
+            "workload, since ASTRA-sim overlaps no storage with compute. No step is shorter than "
+            "that.",
             code="storage-prefetch-not-exported",
         )
     ]

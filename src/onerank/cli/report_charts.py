@@ -465,6 +465,9 @@ def share_ranges(figures: Sequence[Figure]) -> None:
 _MULTIPLES = ((4, (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8)), (150, (1, 2, 5)))
 
 
+_FEWEST_TICKS = 3
+
+
 def _ticks(low: float, high: float) -> Figure:
     """Return the ticks of a logarithmic axis."""
     multiples = next((values for ratio, values in _MULTIPLES if high / low < ratio), None)
@@ -473,6 +476,12 @@ def _ticks(low: float, high: float) -> Figure:
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)))
     ticks = [multiple * 10.0**power for power in powers for multiple in multiples]
     shown = [tick for tick in ticks if low <= tick <= high]
+    if len(shown) < _FEWEST_TICKS:
+        # A range of a few percent holds one of the multiples, or none: equal steps read better.
+        step = 10.0 ** math.floor(math.log10((high - low) / 2))
+        step *= next(k for k in (5, 2, 1) if (high - low) / (k * step) >= _FEWEST_TICKS or k == 1)
+        first, last = math.ceil(low / step), math.floor(high / step)
+        shown = [step * k for k in range(first, last + 1)]
     return {"tickvals": shown, "ticktext": [f"{tick:,.10g}" for tick in shown]}
 
 
@@ -568,6 +577,9 @@ def _escaped(text: str) -> str:
 
 
 def _figure(data: list[Figure], height: int, **layout: Any) -> Figure:
+    if "yaxis" in layout:
+        # Otherwise the axis' title covers tick labels of more than four characters.
+        layout["yaxis"] = {"automargin": True, **layout["yaxis"]}
     return {
         "data": data,
         "layout": {

@@ -67,6 +67,14 @@ def test_a_custom_operator_has_its_registered_cost(tmp_path):
     assert nodes.bytes_written[row] == 16 * 8 * 4
 
 
+def test_a_script_that_stays_on_the_cpu_is_noted(tmp_path):
+    script = textwrap.dedent(LINEAR).format(setup="", statement="")
+    on_cpu = captured(tmp_path, script.replace(', device="cuda"', ""))
+    assert has_note(on_cpu.job.measurement.notes, "no-device-gpu-unused", "cuda")
+    on_gpu = captured(tmp_path, script)
+    assert not has_note(on_gpu.job.measurement.notes, "no-device-gpu-unused")
+
+
 def test_torchscript_compiles_functions_that_call_patched_ones(tmp_path):
     setup = """
     import torch.distributed.optim  # its optimizers are classes of TorchScript

@@ -19,6 +19,7 @@ from onerank.converters.expand.host_delays import (
 from onerank.converters.expand.pipeline import PipelineSchedule, expand
 from onerank.converters.targets.astra_sim.exporter import export_astra_sim
 from onerank.converters.targets.goal import export_goal_ranks
+from onerank.display import time
 from onerank.ir import (
     Collective,
     EmulatedCalls,
@@ -66,7 +67,7 @@ def test_a_wait_inside_a_block_is_repeated_with_it(schedule: str, tmp_path: Path
     assert duration_ns == pytest.approx(expected, abs=1000)
     assert codes(notes) == ["host-delays"] * 3
     for rank, note in zip((0, 1, 3), notes, strict=True):
-        assert has_note([note], "host-delays", f"Rank {rank} ", 300_000, "3 nodes")
+        assert has_note([note], "host-delays", f"Rank {rank} ", "300.000 us", "3 nodes")
 
 
 def test_a_bubble_hides_waits(tmp_path: Path) -> None:
@@ -128,10 +129,10 @@ def test_equal_ranks_wait_for_the_slowest_of_them(tmp_path: Path) -> None:
     assert codes(notes) == ["host-delays"]
     slowest_ns = round(2100 + 0.5**0.5 * 500)
     _, notes = insert_host_delays(graph, ranks=2)
-    note_of(notes, "host-delays", f"waits {slowest_ns - 1600} ns")
-    note_of(notes, "host-delays-slowest-rank", slowest_ns - 2350, "2 ranks")
+    note_of(notes, "host-delays", f"waits {time(slowest_ns - 1600)}")
+    note_of(notes, "host-delays-slowest-rank", time(slowest_ns - 2350), "2 ranks")
     exported = export_astra_sim(graph, tmp_path, host_time=True)
-    note_of(exported.notes, "host-delays-slowest-rank", slowest_ns - 2350)
+    note_of(exported.notes, "host-delays-slowest-rank", time(slowest_ns - 2350))
     # The ranks of a real job have waited already.
     evidence = np.full(len(graph), Evidence.MEASURED)
     _, notes = insert_host_delays(graph.with_columns(evidence=evidence), ranks=2)
@@ -166,8 +167,8 @@ def test_a_step_longer_than_the_profiled_one_had_slower_kernels() -> None:
     measured = Measurement(step_ns=(2120,), profiled_step_ns=1800)
     graph, notes = insert_host_delays(builder.build(Job(measurement=measured)))
     assert graph.nodes.duration_ns.tolist() == [1200, 200, 720]  # kernels a fifth longer
-    note_of(notes, "host-delays", 200, "1 nodes", "profiled step", 1800)
-    note_of(notes, "host-delays-slower-compute", 2120, 320, 20.0)
+    note_of(notes, "host-delays", 200, "1 nodes", "profiled step", "1.800 us")
+    note_of(notes, "host-delays-slower-compute", "2.120 us", "320 ns", 20.0)
 
 
 def test_the_commands_take_several_traces(tmp_path: Path) -> None:
@@ -219,5 +220,5 @@ def test_delays_leave_out_the_host_time_of_the_emulation() -> None:
         delayed, notes = insert_host_delays(builder.build(Job(measurement=measurement)))
         is_delay = np.array([name == NAME for name in delayed.text("name")])
         waits[excess_ns] = int(delayed.nodes.duration_ns[is_delay].sum())
-        assert has_note(notes, "host-delays-emulated-calls", "7000 ns") == bool(excess_ns)
+        assert has_note(notes, "host-delays-emulated-calls", "7.000 us") == bool(excess_ns)
     assert waits[0] - waits[7000] == 2 * 7000  # the third call ends the step

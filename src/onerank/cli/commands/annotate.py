@@ -33,6 +33,7 @@ from onerank.cli.terminal import (
     lines,
     parts,
     print_json,
+    ratio,
     table,
 )
 from onerank.display import flops, size, time
@@ -415,7 +416,7 @@ def render_recosting(
             row.count,
             time(row.before_ns) if row.before_ns else "-",
             time(row.after_ns),
-            f"x{row.after_ns / row.before_ns:.3f}" if row.before_ns else "-",
+            ratio(row.after_ns, row.before_ns),
             flops(row.flops),
             size(row.bytes_read + row.bytes_written),
             _shares(row.evidence_ns),

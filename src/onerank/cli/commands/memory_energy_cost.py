@@ -266,13 +266,14 @@ def _figures(report: "MemoryReport") -> list[tuple[str, str]]:
         pairs.append(("reserved", reserved))
     if report.fragmentation_bytes is not None:
         pairs.append(("fragmentation", f"{size(report.fragmentation_bytes)} reserved, not in use"))
-    pairs.append(("classes", report.source))
-    outside_bytes = sum(buffer.bytes for buffer in report.non_allocator)
-    sources = "; ".join(
-        f"{buffer.what} {size(buffer.bytes)} ({buffer.source})" for buffer in report.non_allocator
-    )
+    pairs.append(("classes at the start", report.source))
     if report.non_allocator:
-        pairs.append(("outside the allocator", f"{size(outside_bytes)}: {sources}"))
+        outside_bytes = sum(buffer.bytes for buffer in report.non_allocator)
+        pairs.append(("outside the allocator", size(outside_bytes)))
+        pairs += [
+            ("", f"{size(buffer.bytes)}  {buffer.what} ({buffer.source})")
+            for buffer in report.non_allocator
+        ]
     if report.capacity_bytes:
         pairs.append(
             (report.target or "device", f"{size(report.capacity_bytes)}: {_verdict(report)}")

@@ -103,12 +103,16 @@ def _analysed(graph: "Graph") -> "tuple[Summary, Replay | None]":
 def _cards(summary: "Summary", replayed: "Replay | None") -> dict[str, str]:
     """Return the key figures of a trace."""
     world = " ".join(f"{axis} {length}" for axis, length in summary.world.items()) or "1"
+    # The replay repeats the profiled step, whose host is slower than that of the measured steps.
+    replayed_step = (
+        "step under the profiler, replayed" if summary.measured_step_ns else "step, replayed"
+    )
     return {
         "device": summary.device or "unknown",
         "world": f"{world}; rank {summary.rank}",
         "step, measured": time(summary.measured_step_ns) if summary.measured_step_ns else "",
-        "step, replayed": time(replayed.step_time_ns) if replayed else "",
-        "compute": time(summary.compute_time_ns),
+        replayed_step: time(replayed.step_time_ns) if replayed else "",
+        "compute": time(summary.compute_time_ns) if replayed else "no times; annotate the trace",
         "exposed communication": time(replayed.exposed_communication_ns) if replayed else "",
         "peak memory": size(summary.peak_memory_bytes) if summary.peak_memory_bytes else "",
         "note": "; ".join(map(str, summary.notes)),
@@ -146,6 +150,8 @@ def _sections(graph: "Graph", summary: "Summary", replayed: "Replay | None") -> 
         lanes = report_data.stream_spans(graph, schedule(graph))
         figure, dropped = charts.timeline_chart(graph, lanes)
         caption = "Colours as above. Drag to zoom, double-click to reset, hover for names."
+        if replayed.steady_state is not None:
+            caption = f"The step under the profiler, which slows the host. {caption}"
         if dropped:
             caption += f" The shortest operations are not drawn: {dropped}."
         sections.append(Section("Timeline", caption, figure, wide=True))

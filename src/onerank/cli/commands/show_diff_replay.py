@@ -20,7 +20,16 @@ from onerank.cli.common import (
     reports_errors,
 )
 from onerank.cli.dataclass_to_click import with_options
-from onerank.cli.terminal import MODULE_ROWS, counted, lines, print_json, say, short_kernel, table
+from onerank.cli.terminal import (
+    MODULE_ROWS,
+    counted,
+    lines,
+    print_json,
+    ratio,
+    say,
+    short_kernel,
+    table,
+)
 from onerank.display import flops, size, time
 from onerank.export import Granularity
 from onerank.option_fields import option
@@ -358,9 +367,9 @@ def _pair(change: "NameDiff") -> str:
 
 
 def _ratio(change: "NameDiff") -> str:
-    if not change.time_before_ns:
-        return "new" if change.time_after_ns else "-"
-    return f"x{change.time_after_ns / change.time_before_ns:.3f}"
+    if change.time_after_ns and not change.time_before_ns:
+        return "new"
+    return ratio(change.time_after_ns, change.time_before_ns)
 
 
 def render_replay(done: "Replay", title: str) -> None:
@@ -406,4 +415,4 @@ def render_replay(done: "Replay", title: str) -> None:
          f"{share.time_ns / total:.1%}")
         for share in done.critical_path[:MODULE_ROWS]
     ]  # fmt: skip
-    table("Critical path", ("", "what", "nodes", "time", "share"), rows, texts=(0, 1))
+    table("Critical path", ("module", "what", "nodes", "time", "share"), rows, texts=(0, 1))

@@ -56,7 +56,7 @@ def test_files_of_a_small_step(tmp_path: Path) -> None:
     assert exported.groups == {1: (0, 1, 2, 3)}
     assert exported.dropped == {"host operations": 2}
     assert codes(exported.notes) == ["idle-time-not-exported", "assumed-network"]
-    note_of(exported.notes, "idle-time-not-exported", 12678)
+    note_of(exported.notes, "idle-time-not-exported", "12.678 us")
     note_of(exported.notes, "assumed-network", 450, 500, 3350)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -193,8 +193,8 @@ def test_notes_on_the_measured_step(tmp_path: Path) -> None:
     step.kernel("two", 3000, start_ns=2000, stream=8)
     measured = Job(world=World({"tp": 2}), measurement=Measurement(step_ns=(9000, 11_000, 10_000)))
     notes = export_astra_sim(step.build(measured), tmp_path).notes
-    note_of(notes, "idle-time-not-exported", "median step", 10_000, 7000, 3000)
-    note_of(notes, "compute-on-several-streams", 2, 2000)
+    note_of(notes, "idle-time-not-exported", "median step", "10.000 us", "7.000 us", "3.000 us")
+    note_of(notes, "compute-on-several-streams", 2, "2.000 us")
     assert not has_note(notes, "nodes-without-stream")
     step.kernel("three", 1000, stream=-1)
     note_of(export_astra_sim(step.build(measured), tmp_path).notes, "nodes-without-stream", 1)
@@ -203,7 +203,7 @@ def test_notes_on_the_measured_step(tmp_path: Path) -> None:
     step.kernel("two", 3000, start_ns=2000, stream=8)
     annotated = Job(world=World({"tp": 2}), annotations=(Annotation("B200", "roofline", "H100"),))
     notes = export_astra_sim(step.build(annotated), tmp_path).notes
-    note_of(notes, "idle-time-not-exported", "B200", 7000)
+    note_of(notes, "idle-time-not-exported", "B200", "7.000 us")
     assert "overlap" not in note_of(notes, "compute-on-several-streams", 2).text
 
 
@@ -243,7 +243,7 @@ def test_host_delays_fill_the_unprofiled_step(tmp_path: Path) -> None:
     ]
     assert [node.data_deps for node in nodes] == [(), (0,), (1,), (2,), (3,), (3,), (4, 5)]
     assert exported.gpu_time_ns == 3000 + 1750
-    naming = 1750, "3 nodes", "median step", 5250, 3500
+    naming = "1.750 us", "3 nodes", "median step", "5.250 us", "3.500 us"
     note_of(exported.notes, "host-delays", *naming)
 
 
