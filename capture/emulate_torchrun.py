@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from onerank.capture.checkpoints import skip_checkpoints
+from onerank.capture.fake_world.c10d_patches import group_from_init
 from onerank.capture.fake_world.call_log import Messages
 from onerank.capture.fake_world.device_remap import (
     node_sized_groups,
@@ -107,12 +108,12 @@ def _probe(
     routing = parse_routing(options.moe_routing)
     with contextlib.ExitStack() as stack:
         stack.enter_context(emulated(options.emulated_gpu, script, routing))
-        stack.enter_context(emulated_launch(options, options.rank))
-        stack.enter_context(skip_checkpoints())
-        stack.enter_context(FewerLayers(options.depth).installed())
         stack.enter_context(
             rebound("torch.distributed.distributed_c10d", {"init_process_group": create_group})
         )
+        stack.enter_context(emulated_launch(options, options.rank))
+        stack.enter_context(skip_checkpoints())
+        stack.enter_context(FewerLayers(options.depth).installed())
         play_script(script, args, options.module)
 
 
@@ -169,6 +170,7 @@ def emulated_launch(options: Options, rank: int) -> Generator[None]:
             report_node_gpus(per_node, rank % per_node),
             spawn_in_process(),
             block_launchers(),
+            group_from_init(),
         ):
             stack.enter_context(context)
         yield

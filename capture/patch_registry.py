@@ -71,7 +71,7 @@ PATCHES: tuple[Patch, ...] = (
         "torch.distributed.distributed_c10d",
         ("is_initialized",),
         "A script whose models onerank slices must see no process group: it would wrap them in "
-        "DistributedDataParallel again.",
+        "DistributedDataParallel again. One under torchrun sees none before it creates it.",
         ("fake_world.c10d_patches",),
         everywhere=True,
     ),
@@ -148,9 +148,16 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         "torch",
-        ("Generator",),
-        "A generator of the GPU needs a driver.",
+        ("Generator", "Stream", "Event"),
+        "A generator, a stream or an event of the GPU needs a driver.",
         ("no_device.cuda_api",),
+    ),
+    Patch(
+        "torch.random",
+        ("set_rng_state",),
+        "A state that another rank sent has no numbers.",
+        ("no_device.cuda_api",),
+        everywhere=True,
     ),
     Patch(
         "torch.nn.Parameter",
@@ -195,6 +202,12 @@ PATCHES: tuple[Patch, ...] = (
         ("no_device.emulated_process",),
     ),
     Patch(
+        "torch._subclasses.fake_tensor.FakeTensor",
+        ("__reduce_ex__",),
+        "A tensor without numbers is saved by its shape.",
+        ("no_device.saved_files",),
+    ),
+    Patch(
         "torch._VF",
         ("lstm", "gru", "rnn_tanh", "rnn_relu"),
         "C++ decides whether cuDNN runs recurrent layers; a build for the CPU has none, and one "
@@ -223,7 +236,7 @@ PATCHES: tuple[Patch, ...] = (
         "torch",
         ("save", "load"),
         "There are no values to save. A data set that is loaded keeps its values.",
-        ("no_device.emulated_process",),
+        ("no_device.saved_files",),
     ),
     Patch(
         "torch",

@@ -368,6 +368,9 @@ def _is_high_priority(options: object) -> bool:
 
 _SEE_THE_GROUP = ("torch", "onerank")
 
+# It calls `init_process_group` for a script that creates a mesh first.
+_CREATES_GROUP = "torch.distributed.device_mesh"
+
 
 @contextlib.contextmanager
 def hidden_group() -> Generator[None]:
@@ -376,8 +379,39 @@ def hidden_group() -> Generator[None]:
 
     @functools.wraps(original)
     def is_initialized() -> bool:
-        caller = str(sys._getframe(1).f_globals.get("__name__", ""))  # pyright: ignore
-        return original() and caller.partition(".")[0] in _SEE_THE_GROUP
+        return original() and _caller().partition(".")[0] in _SEE_THE_GROUP
 
     with rebound("torch.distributed.distributed_c10d", {"is_initialized": is_initialized}):
         yield
+
+
+@contextlib.contextmanager
+def group_from_init() -> Generator[None]:
+    """Let `dist.is_initialized` return False to a script until it calls `init_process_group`.
+
+    The default group exists from the recorder's start. Under torchrun the script creates it, and
+    some scripts refuse a group of another backend that exists already.
+    """
+    original, create, called = dist.is_initialized, c10d.init_process_group, False
+
+    @functools.wraps(original)
+    def is_initialized() -> bool:
+        caller = _caller()
+        early = caller.partition(".")[0] in _SEE_THE_GROUP and caller != _CREATES_GROUP
+        return original() and (called or early)
+
+    @functools.wraps(create)
+    def init_process_group(*args: Any, **kwargs: Any) -> Any:
+        nonlocal called
+        called = True
+        return create(*args, **kwargs)
+
+    functions = {"is_initialized": is_initialized, "init_process_group": init_process_group}
+    with rebound("torch.distributed.distributed_c10d", functions):
+        yield
+
+
+def _caller() -> str:
+    """Return the name of the module that called the function which calls this one."""
+    frame = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
+    return str(frame.f_globals.get("__name__", ""))

@@ -8,10 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from onerank.capture.no_device.emulated_gpu import EmulatedGpu
 from onerank.capture.no_device.event_log import EventLog
-from onerank.capture.patches import patched
+from onerank.capture.patches import patched, rebound
 from onerank.ir.errors import CaptureError
 
 _CUDA_VERSION = "13.0"
@@ -135,6 +136,14 @@ class RandomGenerator(_TorchGenerator, metaclass=_GeneratorType):
         del device
         return super().__new__(cls, "cpu")
 
+    def set_state(self, state: Any) -> Any:
+        """Set the state; one that came from the GPU has no numbers, and sets nothing.
+
+        Ranks send it to each other, and after that draw the same numbers. In a capture of one rank
+        its own state serves.
+        """
+        return self if isinstance(state, FakeTensor) else super().set_state(state)
+
 
 class _DefaultGenerator(RandomGenerator):
     """The GPU's own generator, whose state has no meaning."""
@@ -143,8 +152,10 @@ class _DefaultGenerator(RandomGenerator):
         """Return a state, as `torch.cuda.get_rng_state` does."""
         return _random_state()
 
-    def set_state(self, state: object) -> None:
+    def set_state(self, state: object) -> Any:
         """Do nothing: states of the CPU have another size."""
+        del state
+        return self
 
     def clone_state(self) -> Any:
         """Return a generator of the same state."""
@@ -167,6 +178,12 @@ class _DefaultGenerators:
         if not -len(self) <= index < len(self):
             raise IndexError(index)
         return self._generator
+
+
+def _set_rng_state(state: Any) -> None:
+    """Set the state of the CPU's default generator, as `RandomGenerator.set_state` does."""
+    if not isinstance(state, FakeTensor):
+        torch.default_generator.set_state(state)
 
 
 def _random_state() -> Any:
@@ -360,6 +377,7 @@ def emulated_cuda(gpu: EmulatedGpu, log: EventLog) -> Generator[None]:
         "set_device_idx": _call(_nothing),
         "synchronize": _call(lambda: log.wait_on_host(None)),
         "current_stream": _call(lambda: _current[-1]),
+        "set_stream": _set_stream,
         "memory_allocated": _call(lambda: log.memory.allocated_bytes),
         "max_memory_allocated": _call(lambda: log.memory.peak_allocated_bytes),
         "memory_reserved": _call(lambda: log.memory.reserved_bytes),
@@ -392,9 +410,10 @@ def emulated_cuda(gpu: EmulatedGpu, log: EventLog) -> Generator[None]:
                     "record_stream": _call(_nothing),
                 },
             ),
-            ("torch", {"Generator": RandomGenerator}),
+            ("torch", {"Generator": RandomGenerator, "Stream": Stream, "Event": Event}),
         ):
             undo.enter_context(patched(owner, {n: v for n, v in names.items() if _has(owner, n)}))
+        undo.enter_context(rebound("torch.random", {"set_rng_state": _set_rng_state}))
         yield
 
 

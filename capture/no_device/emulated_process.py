@@ -75,12 +75,12 @@ class EmulatedProcess:
         self.values = UnknownValues(script)
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._collectives: dict[str, Callable[..., Any]] = {}
-        self._files = SavedFiles(self.fake)
         self._routers = RouterChoices(routing)
         self.operators = FakeOperators(
             self.log, self.values, self._collectives, gpu.workspace_bytes, self._routers
         )
         self.inductor = InductorOnShapes(self.operators, self.gpu)
+        self._files = SavedFiles(self._fake, self.operators.known)
 
     @classmethod
     def of(
@@ -152,7 +152,7 @@ class EmulatedProcess:
                 ),
                 rebound("torch.distributed.distributed_c10d", {"is_nccl_available": _nccl}),
                 *_nccl_class(),
-                patched("torch", self._files.functions()),
+                self._files.installed(),
                 patched("torch", {name: tensor_factory(name) for name in TENSOR_FACTORIES}),
                 patched("torch._C", {"_get_accelerator": _accelerator}),
                 patched("torch._C", {"_cuda_getCurrentRawStream": _default_stream}),

@@ -1,25 +1,33 @@
 """`torch.save` and `torch.load` in a capture without a device.
 
 Files with the numbers of a data set are read, since those decide about shapes. Weights become fake
-tensors, and nothing is saved of what no device computed.
+tensors. A tensor that no device computed is saved by its shape, so that a script can load what it
+has saved. A file with numbers is not overwritten by one without.
 """
 
+import contextlib
+import io
 import os
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _python_dispatch
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from onerank.capture.no_device.operators.fake_operators import REAL_ELEMENTS
+from onerank.capture.no_device.tensor_values import Known
+from onerank.capture.patches import patched
+from onerank.ir.errors import CaptureError
 from onerank.ir.notes import Note
 
 _modes: Any = _python_dispatch
+
+_FAKE_TENSOR = "torch._subclasses.fake_tensor.FakeTensor"
 
 _READ_BYTES = 1 << 28
 """Largest file that is read whole; a larger one is mapped into memory if its format allows it."""
@@ -56,44 +64,129 @@ def _is_on_cpu(storage: Any, tag: str, map_location: Any) -> bool:
     return torch.device(tag if map_location is None else map_location).type == "cpu"
 
 
-class SavedFiles:
-    """The files that a script saves and loads.
+class SavedTensor(NamedTuple):
+    """What a file holds of a fake tensor.
 
-    Args:
-        fake: returns a fake tensor like a real one.
+    Attributes:
+        numbers: those of a small tensor that are known.
     """
 
-    def __init__(self, fake: Callable[[Tensor], Tensor]) -> None:
-        self._fake = fake
-        self._saves_nothing = False
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+    requires_grad: bool
+    is_parameter: bool
+    numbers: Tensor | None
 
-    def functions(self) -> dict[str, Callable[..., Any]]:
-        """Return the replacements of `torch.save` and `torch.load`."""
-        return {"save": self._save_function(), "load": self._load_function()}
+
+_emulations: list["SavedFiles"] = []
+
+
+def tensor_of_shape(*saved: Any) -> Tensor:
+    """Return a fake tensor from the fields of a `SavedTensor`; pickle calls it.
+
+    Raises:
+        CaptureError: no capture without a device runs.
+    """
+    if not _emulations:
+        raise CaptureError(
+            "this file was saved by a capture without a device: it holds the shapes of tensors, "
+            "without their numbers",
+            code="no-device-file",
+        )
+    return _emulations[-1].create(SavedTensor(*saved))
+
+
+class SavedFiles:
+    """The files that a script saves and loads."""
+
+    def __init__(self, mode: FakeTensorMode, known: Known) -> None:
+        """Create the record of files.
+
+        Args:
+            mode: creates fake tensors.
+            known: numbers of small ones.
+        """
+        self._mode = mode
+        self._known = known
+        self._location: Any = None  # the `map_location` of the load that runs
+        self._shapes = 0  # tensors that were saved without numbers
+
+    @contextlib.contextmanager
+    def installed(self) -> Generator[None]:
+        """Replace `torch.save`, `torch.load` and the pickling of fake tensors."""
+        functions = {"save": self._save_function(), "load": self._load_function()}
+        with (
+            patched("torch", functions),
+            patched(
+                "torch._subclasses.fake_tensor.FakeTensor",
+                {"__reduce_ex__": self._reduce_function()},
+            ),
+        ):
+            _emulations.append(self)
+            try:
+                yield
+            finally:
+                _emulations.pop()
 
     def notes(self) -> list[Note]:
-        """Return a note if a file was not written."""
-        if not self._saves_nothing:
+        """Return a note if a tensor was saved without its numbers."""
+        if not self._shapes:
             return []
         return [
             Note(
-                "torch.save wrote nothing, since no device computed the values",
+                "torch.save wrote the shapes of tensors without numbers, since no device computed "
+                "them, and left existing files as they are",
                 code="no-device-save-skipped",
             )
         ]
 
+    def create(self, saved: SavedTensor) -> Tensor:
+        """Return a fake tensor on the device to which the `map_location` of the load sends it."""
+        with _modes._disable_current_modes():
+            on_cpu = _is_on_cpu(torch.UntypedStorage(0), saved.device, self._location)
+            with self._mode:
+                tensor: Any = torch.empty_strided(
+                    saved.shape,
+                    saved.strides,
+                    dtype=saved.dtype,
+                    device="cpu" if on_cpu else "cuda",
+                )
+                if saved.is_parameter:
+                    return nn.Parameter(tensor, saved.requires_grad)
+            self._known.set(tensor, saved.numbers)
+        return tensor.requires_grad_(saved.requires_grad)
+
+    def _reduce_function(self) -> Callable[..., Any]:
+        """Return the method by which pickle describes a fake tensor."""
+
+        def reduce(tensor: Any, _: object) -> Any:
+            self._shapes += 1
+            saved = SavedTensor(
+                tuple(tensor.shape),
+                tensor.stride(),
+                tensor.dtype,
+                str(tensor.fake_device),
+                tensor.requires_grad,
+                isinstance(tensor, nn.Parameter),
+                self._known.get(tensor),
+            )
+            return tensor_of_shape, tuple(saved)  # `weights_only` reads no other class
+
+        return reduce
+
     def _save_function(self) -> Callable[..., Any]:
         original = torch.save
 
-        def save(value: Any, *args: Any, **kwargs: Any) -> Any:
-            tensors = tree_flatten(value)[0]
-            if any(isinstance(getattr(t, "_local_tensor", t), FakeTensor) for t in tensors):
-                self._saves_nothing = True
-                # Scripts rename a checkpoint that they have written, or link to it.
-                if args and isinstance(args[0], str | os.PathLike):
-                    Path(args[0]).touch()
-                return None
-            return original(value, *args, **kwargs)
+        def save(value: Any, file: Any, *args: Any, **kwargs: Any) -> None:
+            if not isinstance(file, str | os.PathLike) or _is_overwritten(Path(file)):
+                original(value, file, *args, **kwargs)
+                return
+            saved, before = io.BytesIO(), self._shapes
+            original(value, saved, *args, **kwargs)
+            if self._shapes == before:
+                Path(file).write_bytes(saved.getbuffer())
 
         return save
 
@@ -103,10 +196,14 @@ class SavedFiles:
         def load(file: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
             # Under a FakeTensorMode torch.load skips all numbers, also those of a data set, which
             # decide about shapes.
+            outer, self._location = self._location, map_location
             try:
-                return self._load_numbers(original, file, map_location, *args, **kwargs)
+                with torch.serialization.safe_globals([tensor_of_shape]):
+                    return self._load_numbers(original, file, map_location, *args, **kwargs)
             except _OnlyShapesError:
                 return original(file, map_location, *args, **kwargs)
+            finally:
+                self._location = outer
 
         return load
 
@@ -140,6 +237,24 @@ class SavedFiles:
 
         def shaped(tensor: Any) -> Any:
             large = type(tensor) is Tensor and tensor.numel() > REAL_ELEMENTS
-            return self._fake(tensor) if large and tensor.is_floating_point() else tensor
+            if not large or not tensor.is_floating_point():
+                return tensor
+            with _modes._disable_current_modes():
+                return self._mode.from_tensor(tensor)
 
         return tree_map_only(Tensor, shaped, value)
+
+
+def _is_overwritten(path: Path) -> bool:
+    """Whether a path may get shapes in the place of numbers: if it holds no numbers."""
+    if not path.exists():
+        return True
+    if not path.is_file():
+        return False  # a device
+    if not path.stat().st_size:
+        return True
+    if not zipfile.is_zipfile(path):
+        return False
+    with zipfile.ZipFile(path) as archive:
+        pickles = [name for name in archive.namelist() if name.endswith("data.pkl")]
+        return any(tensor_of_shape.__name__.encode() in archive.read(name) for name in pickles)
