@@ -15,19 +15,21 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _python_dispatch
 from torch.utils._pytree import tree_map_only
 
 from onerank.capture.no_device.operators.fake_operators import REAL_ELEMENTS
 from onerank.capture.no_device.tensor_values import Known
-from onerank.capture.patches import patched
+from onerank.capture.patches import after_import, patched, resolve
 from onerank.ir.errors import CaptureError
 from onerank.ir.notes import Note
 
 _modes: Any = _python_dispatch
 
 _FAKE_TENSOR = "torch._subclasses.fake_tensor.FakeTensor"
+
+_STAGER = "torch.distributed.checkpoint._state_dict_stager"
 
 _READ_BYTES = 1 << 28
 """Largest file that is read whole; a larger one is mapped into memory if its format allows it."""
@@ -119,10 +121,8 @@ class SavedFiles:
         functions = {"save": self._save_function(), "load": self._load_function()}
         with (
             patched("torch", functions),
-            patched(
-                "torch._subclasses.fake_tensor.FakeTensor",
-                {"__reduce_ex__": self._reduce_function()},
-            ),
+            patched(_FAKE_TENSOR, {"__reduce_ex__": self._reduce_function()}),
+            after_import(_STAGER, _staged),
         ):
             _emulations.append(self)
             try:
@@ -258,3 +258,18 @@ def _is_overwritten(path: Path) -> bool:
     with zipfile.ZipFile(path) as archive:
         pickles = [name for name in archive.namelist() if name.endswith("data.pkl")]
         return any(tensor_of_shape.__name__.encode() in archive.read(name) for name in pickles)
+
+
+def _staged() -> contextlib.AbstractContextManager[None]:
+    """Let an asynchronous save copy tensors to the host, and not the memory of their storages."""
+    owner = f"{_STAGER}.StateDictStager"
+    original = resolve(owner)._offload_tensor
+
+    def offload(stager: Any, tensor: Any, memo: Any, non_blocking: bool = False) -> Any:
+        if not isinstance(tensor, FakeTensor):
+            return original(stager, tensor, memo, non_blocking)
+        copied = tensor.detach().to("cpu", non_blocking=non_blocking, copy=True)
+        memo[id(tensor)] = copied
+        return copied
+
+    return patched(owner, {"_offload_tensor": offload})
