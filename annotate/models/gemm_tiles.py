@@ -26,34 +26,27 @@ exp(-ln(time / best) / choice). Operands come from memory unless six GEMMs' oper
 cache, as in the measurements of the fit; results may stay in the cache.
 
 cuBLAS multiplies 8 bits with one scale for a tensor by the same tiles. With scales of rows or
-blocks, and in 4 bits, other libraries' kernels run (`scaled_kernels`). The last wave, a step and
+blocks, and in 4 bits, other libraries' kernels run (see `tile_kernels`). The last wave, a step and
 the size of a tile cost them more or less than cuBLAS. They never divide the inner size, and no
 other tile hides part of a tile's epilogue:
 
     tiles + epilogue's share * waves * epilogue
 
-The grouped GEMMs of experts in inference engines (`experts_kernels`) do not hide it either. Rows of
-different experts share no tile, so a tile of an expert with few tokens is mostly empty.
+The grouped GEMMs of experts in inference engines do not hide it either. Rows of different experts
+share no tile, so a tile of an expert with few tokens is mostly empty.
 
 Misaligned GEMMs are slower from Ampere on. With a vocabulary of 50257 in 16 bits, rows of logits
 start at any even byte, but kernels of the GPU's generation need 16-byte alignment. Libraries then
 run a kernel of an older generation at a fraction of the rate, whatever the size.
 """
 
-from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.gpus.spec_schema import ASYNCHRONOUS, SYNCHRONOUS
-from onerank.annotate.models.coefficients import (
-    Coefficients,
-    FinelyScaled,
-    GemmCoefficients,
-    TilePipeline,
-)
-from onerank.annotate.models.features import ComponentGemms
+from onerank.annotate.models.coefficients import GemmCoefficients, TilePipeline
 from onerank.annotate.models.prediction_terms import (
     Term,
     TermRecord,
@@ -63,8 +56,8 @@ from onerank.annotate.models.prediction_terms import (
     quantity,
     total,
 )
-from onerank.annotate.op_costs.cost_record import GemmShape, PartKernel, Scales
-from onerank.ir.arrays import F64, I64, U8, Mask
+from onerank.annotate.models.tile_kernels import TILINGS, TileKernel
+from onerank.ir.arrays import F64, Mask
 
 # Kernels of the GPU's generation need rows at this alignment; see the module's docstring.
 _BOUNDARY_BYTES = 16
@@ -144,32 +137,6 @@ def misaligned_lower_bound_ns(gpu: Gpu, gemm: F64) -> F64:
         least[rows] = np.maximum(least, flops / rate / cycles_per_ns)[rows]
     return least
 
-
-_EDGES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64), (64, 256), (256, 64),
-          (16, 64), (32, 64), (16, 128), (32, 128))  # fmt: skip
-
-_SPLITS = (1, 2, 4, 8, 16)
-
-_TILINGS = np.array([(*edges, split) for edges in _EDGES for split in _SPLITS], dtype=np.float64).T
-
-# Kernels for scales of rows or blocks never divide the inner size: without it the residuals' spread
-# falls from 0.29 to 0.23 over the block-scaled layers of an H100, and from 0.37 to 0.29 on an L40S.
-_WHOLE_K = _TILINGS[:, _TILINGS[2] == 1]
-
-# CUTLASS's kernels for scales of rows choose the tile by m alone: beyond 128 rows it is at least
-# 128 x 128, whatever the grid. From 129 to 256 rows vLLM's layers take 1.09 times the time of that
-# tile on an H100, spread 0.07, and 1.45 times that of the best tile, spread 0.13.
-_LARGE_TILES = _WHOLE_K[:, (_WHOLE_K[0] >= 128) & (_WHOLE_K[1] >= 128)]
-_LARGE_FROM = 128
-
-# Tensor cores with a memory of their own (tcgen05, compute capability 10 and 11) multiply at least
-# 64 rows at once in 8 bits, and 128 in 4 bits with scales of blocks. Smaller tiles are mostly
-# empty. CUTLASS also has smaller tiles than Hopper's for more than 128 rows: time(m + 1) / time(m)
-# at m = 256 is 1.57 on an H200 and 1.44 on a B200, and at 1024 it is 1.31 and 1.17. With both, the
-# mean error of a B200's 8-bit layers falls from 15.4 to 14.4% over 10 us and from 12.5 to 9.0%
-# under, its family left out, and that of NVFP4 layers, the dtype left out, from 21.7 to 18.7%.
-_TENSOR_MEMORY = range(100, 120)
-_EIGHT_BIT_ROWS, _FOUR_BIT_ROWS = 64, 128
 
 # GEMMs per block of the arithmetic, which bounds its temporaries to [512, 60] elements.
 _CHUNK = 512
@@ -253,116 +220,6 @@ class GemmTarget(NamedTuple):
         # a copy engine feeds tensor cores only. With the pipeline of its tensor cores 1,040 linear
         # layers of NeuSight's set were 1.22 times off there, in the median.
         return coefficients.synchronous if self.vector else pipeline_of(self.gpu, coefficients)
-
-
-class TileKernel(NamedTuple):
-    """A kernel whose tilings, or whose coefficients, are not those from which cuBLAS chooses.
-
-    Attributes:
-        coefficients: of its tiles.
-        floor_ns: shortest time, in addition to the tiles.
-        rate: factor on the sustained rate.
-        epilogue: time of a tile that no other tile hides, in epilogues of cuBLAS's tiles.
-        tilings: rows, columns and splits of the tilings that it has, float64[3, t].
-    """
-
-    coefficients: GemmCoefficients
-    floor_ns: float
-    rate: float
-    epilogue: float
-    tilings: F64
-
-
-def _undivided(edges: Iterable[tuple[int, int]]) -> F64:
-    """Return tilings of these rows and columns that do not divide the inner size."""
-    return np.array([(*edge, 1) for edge in edges], dtype=np.float64).T
-
-
-# Kernel -> library of its coefficients, and tilings. Triton's experts have no tuned configuration
-# for most shapes: vLLM and SGLang then take one tile for more tokens than experts, and one for
-# fewer. For few tokens SGLang's kernel also has the tiles of its tuned configurations: they lower
-# the mean error over the layers of both from 17.8 to 17.5%, families left out. CUTLASS's kernels
-# are tuned when the engine starts.
-_EXPERT_KERNELS = {
-    PartKernel.VLLM_EXPERTS: ("vllm", _undivided([(64, 64)])),
-    PartKernel.VLLM_FEW_TOKENS: ("vllm", _undivided([(16, 32)])),
-    PartKernel.SGLANG_EXPERTS: ("sglang", _undivided([(64, 64)])),
-    PartKernel.SGLANG_FEW_TOKENS: ("sglang", _undivided([(16, 32), (16, 64), (16, 128)])),
-    PartKernel.CUTLASS_EXPERTS: (
-        "cutlass",
-        _undivided((rows, columns) for rows in (16, 32, 64, 128) for columns in (32, 64, 128, 256)),
-    ),
-}
-
-
-# cuBLAS runs batched float32 GEMMs on an A100 in one tile, whatever their sizes: all 2,281 of
-# NeuSight's set have the kernel "ampere_sgemm_128x128_nn". The V100, T4 and H100 of that set have
-# smaller tiles, too. Other Ampere dies were not measured, and are assumed to run the A100's kernel.
-_BATCHED_VECTOR = np.array([[128.0], [128.0], [1.0]])
-
-
-def batched_vector_kernel(gpu: Gpu, c: GemmCoefficients) -> TileKernel | None:
-    """Return the kernel of batched GEMMs on the vector units; None if it is that of single ones."""
-    if gpu.architecture != "ampere":
-        return None
-    return TileKernel(c, c.floor * gpu.launch_floor_ns, 1.0, 0.0, _BATCHED_VECTOR)
-
-
-def experts_kernels(gpu: Gpu, kernels: U8, c: Coefficients) -> Iterator[tuple[I64, TileKernel]]:
-    """Yield the rows of experts' GEMMs in `kernels`, a `PartKernel` for each, and their kernel."""
-    for code, (library, tilings) in _EXPERT_KERNELS.items():
-        rows = np.flatnonzero(kernels == code)
-        if len(rows):
-            experts = c.experts[library]
-            floor_ns = experts.other_ns + c.gemm.floor * gpu.launch_floor_ns
-            yield rows, TileKernel(c.gemm, floor_ns, experts.rate, experts.epilogue, tilings)
-
-
-def executed_over_counted(parts: ComponentGemms, calls: int) -> F64:
-    """Return the FLOPs that experts' kernels execute over those of their tokens, float64[calls].
-
-    A tile has a fixed number of rows, and the tensor cores multiply its empty rows too. Of the
-    tiles of a tuned kernel, the one with the fewest rows counts. 1 for calls without experts.
-    """
-    rows = np.ones(len(parts.call))
-    for code, (_, tilings) in _EXPERT_KERNELS.items():
-        rows[parts.kernels == code] = tilings[0].min()
-    m = parts.shapes[:, 1]
-    counted = parts.times * parts.flops
-    executed = counted * np.ceil(m / rows) * rows / np.maximum(m, 1)
-    of_executed = np.bincount(parts.call, weights=executed, minlength=calls)
-    of_counted = np.bincount(parts.call, weights=counted, minlength=calls)
-    return np.divide(of_executed, of_counted, out=np.ones(calls), where=of_counted > 0)
-
-
-def scaled_kernels(
-    gpu: Gpu, shapes: F64, scales: U8, c: GemmCoefficients, scaled: FinelyScaled
-) -> Iterator[tuple[I64, TileKernel]]:
-    """Yield rows of GEMMs in 8 or 4 bits with fine scales, and the kernel that computes them.
-
-    Args:
-        gpu: where they run.
-        shapes: as for `gemm_ns`.
-        scales: a `Scales` for each, uint8[d].
-        c: of cuBLAS's tiles.
-        scaled: of these kernels on the GPU.
-    """
-    coefficients = scaled.applied(c)
-    if (gpu.capability or 0) in _TENSOR_MEMORY:
-        four = shapes[:, GemmShape._fields.index("operand_bytes")] < 1
-        parts = tuple(
-            (mask, _WHOLE_K[:, _WHOLE_K[0] >= least])
-            for mask, least in ((four, _FOUR_BIT_ROWS), (~four, _EIGHT_BIT_ROWS))
-        )
-    else:
-        # Kernels of Ada have smaller tiles for few rows and are chosen by more than m.
-        large = (scales == Scales.ROW) & (gpu.architecture in ASYNCHRONOUS)
-        large &= shapes[:, GemmShape._fields.index("m")] > _LARGE_FROM
-        parts = (large, _LARGE_TILES), (~large, _WHOLE_K)
-    for mask, tilings in parts:
-        if mask.any():
-            figures = scaled.floor_ns, scaled.rate, scaled.epilogue
-            yield np.flatnonzero(mask), TileKernel(coefficients, *figures, tilings)
 
 
 def gemm_ns(
@@ -497,7 +354,7 @@ def _tiling_times(
     gpu, rates = run.gpu, run.rates
     batch, m, n, k, item, result, *more = shapes.T[:, :, None]
     reuse = more[0] if more else 1.0
-    tilings, epilogue = _TILINGS, 0.0
+    tilings, epilogue = TILINGS, 0.0
     if kernel is not None:
         tilings, epilogue = kernel.tilings, kernel.epilogue
     rows, columns, split = tilings[:, None, :]

@@ -23,14 +23,7 @@ from onerank.annotate.models.calibration import (
 )
 from onerank.annotate.models.coefficients import Coefficients, shipped
 from onerank.annotate.models.features import KernelFeatures, KernelRates, matmul_ratio
-from onerank.annotate.models.gemm_tiles import (
-    GemmTarget,
-    Rates,
-    batched_vector_kernel,
-    experts_kernels,
-    gemm_ns,
-    scaled_kernels,
-)
+from onerank.annotate.models.gemm_tiles import GemmTarget, Rates, gemm_ns
 from onerank.annotate.models.intervals import composite_tile_weight, same_die, tile_model_weight
 from onerank.annotate.models.prediction_terms import (
     Rule,
@@ -48,6 +41,11 @@ from onerank.annotate.models.prediction_terms import (
 )
 from onerank.annotate.models.roofline import PartTimes, predict_from_datasheet, scale_by_shape
 from onerank.annotate.models.scale_measured import clamp_to_lower_bound
+from onerank.annotate.models.tile_kernels import (
+    batched_vector_kernel,
+    experts_kernels,
+    scaled_kernels,
+)
 from onerank.annotate.op_costs.cost_record import AttentionSizes, GemmShape, Scales
 from onerank.ir.arrays import F64, I64, U8, Mask, deduplicate
 

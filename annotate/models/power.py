@@ -9,7 +9,7 @@ import numpy as np
 
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.features import KernelFeatures
-from onerank.annotate.models.gemm_tiles import executed_over_counted
+from onerank.annotate.models.tile_kernels import executed_over_counted
 from onerank.ir.arrays import F64
 
 _SHIPPED = Path(__file__).with_name("power.toml")

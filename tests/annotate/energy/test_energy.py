@@ -15,8 +15,8 @@ from onerank.annotate import PassOptions, load_gpu, recost, with_figures
 from onerank.annotate.energy import StepDurations, report_energy, sensor_notes, work_notes
 from onerank.annotate.kernel_db.database import table_of, write_database
 from onerank.annotate.models.features import ComponentGemms
-from onerank.annotate.models.gemm_tiles import executed_over_counted
 from onerank.annotate.models.power import PowerCoefficients, power_model, power_share
+from onerank.annotate.models.tile_kernels import executed_over_counted
 from onerank.annotate.op_costs.cost_record import PartKernel, Work
 from onerank.annotate.op_costs.engine_operators import ExpertSizes, expert_parts
 from onerank.converters.sources.kineto import convert_directory

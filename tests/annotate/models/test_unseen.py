@@ -12,7 +12,6 @@ from onerank.annotate.models.attention_kernels import has_figure, is_known_by_sh
 from onerank.annotate.models.attention_time import attention_tiles, decode_terms
 from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.cost_model import MODELS
-from onerank.annotate.models.gemm_tiles import scaled_kernels
 from onerank.annotate.models.intervals import (
     KINDS,
     distance_from_fitted,
@@ -23,6 +22,7 @@ from onerank.annotate.models.intervals import (
 from onerank.annotate.models.learned import predict_from_description, predict_learned
 from onerank.annotate.models.prediction_terms import Rule
 from onerank.annotate.models.scale_measured import predict_by_residual
+from onerank.annotate.models.tile_kernels import scaled_kernels
 from onerank.annotate.op_costs.cost_record import Scales
 from onerank.annotate.passes.swap_kernels import swap_unmeasured_attention
 from tools.fit.measured_kernels import (
