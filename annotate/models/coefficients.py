@@ -90,7 +90,6 @@ class FinelyScaled(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         tail: as in `TilePipeline`.
         step_cycles: as in `GemmCoefficients`: a step has as many bytes, twice the elements, and
             the multiplication of its partial sums with the scales.
-        tile: as in `GemmCoefficients`.
     """
 
     floor_ns: float
@@ -98,13 +97,11 @@ class FinelyScaled(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     epilogue: float
     tail: float
     step_cycles: float
-    tile: float
 
     def applied(self, gemm: GemmCoefficients) -> GemmCoefficients:
         """Return cuBLAS's coefficients with those of these kernels in their place."""
         return msgspec.structs.replace(
             gemm,
-            tile=self.tile,
             step_cycles=self.step_cycles,
             synchronous=msgspec.structs.replace(gemm.synchronous, tail=self.tail),
             asynchronous=msgspec.structs.replace(gemm.asynchronous, tail=self.tail),

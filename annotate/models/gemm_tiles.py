@@ -26,9 +26,9 @@ exp(-ln(time / best) / choice). Operands come from memory unless six GEMMs' oper
 cache, as in the measurements of the fit; results may stay in the cache.
 
 cuBLAS multiplies 8 bits with one scale for a tensor by the same tiles. With scales of rows or
-blocks, and in 4 bits, other libraries' kernels run (see `tile_kernels`). The last wave, a step and
-the size of a tile cost them more or less than cuBLAS. They never divide the inner size, and no
-other tile hides part of a tile's epilogue:
+blocks, and in 4 bits, other libraries' kernels run (see `tile_kernels`). The last wave and a step
+cost them more or less than cuBLAS. They never divide the inner size, and no other tile hides part
+of a tile's epilogue:
 
     tiles + epilogue's share * waves * epilogue
 
@@ -354,16 +354,16 @@ def _tiling_times(
     gpu, rates = run.gpu, run.rates
     batch, m, n, k, item, result, *more = shapes.T[:, :, None]
     reuse = more[0] if more else 1.0
-    tilings, epilogue = TILINGS, 0.0
+    tilings, epilogue, cluster = TILINGS, 0.0, 1
     if kernel is not None:
-        tilings, epilogue = kernel.tilings, kernel.epilogue
+        tilings, epilogue, cluster = kernel.tilings, kernel.epilogue, kernel.cluster
     rows, columns, split = tilings[:, None, :]
     pipe, sm = run.pipeline(c), gpu.sm_count
     cycle = 1e9 / gpu.clock_hz  # in ns, as all times here
     step = _STEP * np.where(item < 1, 4, np.where(item < 2, 2, 1))
     steps = np.ceil(k / split / step)
     inner = steps * step
-    tiles = batch * np.ceil(m / rows) * np.ceil(n / columns) * split
+    tiles = batch * np.ceil(m / rows / cluster) * cluster * np.ceil(n / columns) * split
 
     sustained, peak = rates.sustained[:, None], rates.peak[:, None]
     # The factor 1e9 makes FLOPs over FLOP/s a time in ns.

@@ -13,7 +13,7 @@ from onerank.annotate.gpus.spec_schema import ASYNCHRONOUS
 from onerank.annotate.models.coefficients import Coefficients, FinelyScaled, GemmCoefficients
 from onerank.annotate.models.features import ComponentGemms
 from onerank.annotate.op_costs.cost_record import GemmShape, PartKernel, Scales
-from onerank.ir.arrays import F64, I64, U8
+from onerank.ir.arrays import F64, I64, U8, Mask
 
 _EDGES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64), (64, 256), (256, 64),
           (16, 64), (32, 64), (16, 128), (32, 128))  # fmt: skip
@@ -27,21 +27,6 @@ TILINGS = np.array([(*edges, split) for edges in _EDGES for split in _SPLITS], d
 # falls from 0.29 to 0.23 over the block-scaled layers of an H100, and from 0.37 to 0.29 on an L40S.
 _WHOLE_K = TILINGS[:, TILINGS[2] == 1]
 
-# CUTLASS's kernels for scales of rows choose the tile by m alone: beyond 128 rows it is at least
-# 128 x 128, whatever the grid. From 129 to 256 rows vLLM's layers take 1.09 times the time of that
-# tile on an H100, spread 0.07, and 1.45 times that of the best tile, spread 0.13.
-_LARGE_TILES = _WHOLE_K[:, (_WHOLE_K[0] >= 128) & (_WHOLE_K[1] >= 128)]
-_LARGE_FROM = 128
-
-# Tensor cores with a memory of their own (tcgen05, compute capability 10 and 11) multiply at least
-# 64 rows at once in 8 bits, and 128 in 4 bits with scales of blocks. Smaller tiles are mostly
-# empty. CUTLASS also has smaller tiles than Hopper's for more than 128 rows: time(m + 1) / time(m)
-# at m = 256 is 1.57 on an H200 and 1.44 on a B200, and at 1024 it is 1.31 and 1.17. With both, the
-# mean error of a B200's 8-bit layers falls from 15.4 to 14.4% over 10 us and from 12.5 to 9.0%
-# under, its family left out, and that of NVFP4 layers, the dtype left out, from 21.7 to 18.7%.
-_TENSOR_MEMORY = range(100, 120)
-_EIGHT_BIT_ROWS, _FOUR_BIT_ROWS = 64, 128
-
 
 class TileKernel(NamedTuple):
     """A kernel whose tilings, or whose coefficients, are not those from which cuBLAS chooses.
@@ -52,6 +37,7 @@ class TileKernel(NamedTuple):
         rate: factor on the sustained rate.
         epilogue: time of a tile that no other tile hides, in epilogues of cuBLAS's tiles.
         tilings: rows, columns and splits of the tilings that it has, float64[3, t].
+        cluster: tiles along the rows that run together, on an SM each, also where one is empty.
     """
 
     coefficients: GemmCoefficients
@@ -59,6 +45,7 @@ class TileKernel(NamedTuple):
     rate: float
     epilogue: float
     tilings: F64
+    cluster: int = 1
 
 
 def _undivided(edges: Iterable[tuple[int, int]]) -> F64:
@@ -123,6 +110,75 @@ def executed_over_counted(parts: ComponentGemms, calls: int) -> F64:
     return np.divide(of_executed, of_counted, out=np.ones(calls), where=of_counted > 0)
 
 
+# Most rows, tiles, and tiles in a cluster of CUTLASS's kernels for scales of rows on Hopper. vLLM
+# and SGLang choose by m alone (vLLM: csrc/quantization/w8a8/cutlass/c3x, Apache-2.0). For few rows
+# they exchange the operands, so a tile has as few as 16. A cluster has two tiles of 128 rows:
+# time(m + 1) / time(m) is 1.54 to 1.82 at m = 128, 1.51 to 1.57 at 256 and 1.51 to 1.58 at 512.
+_HOPPER_ROWS: tuple[tuple[float, F64, int], ...] = (
+    (16, _undivided([(16, 64)]), 1),
+    (64, _undivided([(16, 64), (32, 64), (64, 64)]), 1),
+    (128, _undivided([(64, 128)]), 1),
+    (np.inf, _undivided([(128, 128)]), 2),
+)
+
+# Tensor cores with a memory of their own (tcgen05, compute capability 10 and 11) multiply at least
+# 64 rows at once in 8 bits, and 128 in 4 bits with scales of blocks. Smaller tiles are mostly
+# empty. CUTLASS also has smaller tiles than Hopper's for more than 128 rows: time(m + 1) / time(m)
+# at m = 256 is 1.57 on an H200 and 1.44 on a B200, and at 1024 it is 1.31 and 1.17.
+_TENSOR_MEMORY = range(100, 120)
+_EIGHT_BIT_ROWS, _FOUR_BIT_ROWS = 64, 128
+
+# Tiles of DeepGEMM on such tensor cores: 128 rows, or 128 columns with the operands exchanged.
+_DEEP_GEMM = _undivided(
+    [
+        *((128, columns) for columns in (16, *range(32, 257, 32))),
+        *((rows, 128) for rows in range(16, 257, 16)),
+    ]
+)
+
+
+def _deep_gemm_choice(gpu: Gpu, shapes: F64) -> I64:
+    """Return the index in `_DEEP_GEMM` of the tile that DeepGEMM chooses for each GEMM, int64[d].
+
+    It has the fewest waves; of these, the fullest last one; of these, the smallest tile
+    (csrc/jit_kernels/heuristics of deepseek-ai/DeepGEMM, MIT).
+    """
+    m, n = (shapes[:, GemmShape._fields.index(name), None] for name in ("m", "n"))
+    rows, columns, _ = _DEEP_GEMM
+    tiles = np.ceil(m / rows) * np.ceil(n / columns)
+    waves = np.ceil(tiles / gpu.sm_count)
+    idle = waves * gpu.sm_count - tiles
+    order = np.lexsort((np.broadcast_to(rows + columns, tiles.shape), idle, waves), axis=1)
+    return order[:, 0]
+
+
+def _scaled_tilings(gpu: Gpu, shapes: F64, scales: U8) -> Iterator[tuple[Mask, F64, int]]:
+    """Yield GEMMs with fine scales, their tilings and the tiles in a cluster; see `scaled_kernels`.
+
+    Kernels of Ada have smaller tiles for few rows and are chosen by more than m.
+    """
+    every = np.ones(len(shapes), dtype=bool)
+    by_row: Mask = scales == Scales.ROW
+    if (gpu.capability or 0) in _TENSOR_MEMORY:
+        four: Mask = shapes[:, GemmShape._fields.index("operand_bytes")] < 1
+        yield four, _WHOLE_K[:, _WHOLE_K[0] >= _FOUR_BIT_ROWS], 1
+        yield by_row & ~four, _WHOLE_K[:, _WHOLE_K[0] >= _EIGHT_BIT_ROWS], 1
+        by_block = np.flatnonzero(~by_row & ~four)
+        choice = np.full(len(shapes), -1)
+        choice[by_block] = _deep_gemm_choice(gpu, shapes[by_block])
+        for tile in np.unique(choice[by_block]):
+            yield choice == tile, _DEEP_GEMM[:, [tile]], 1
+        return
+    if gpu.architecture not in ASYNCHRONOUS:
+        yield every, _WHOLE_K, 1
+        return
+    yield ~by_row, _WHOLE_K, 1
+    m, above = shapes[:, GemmShape._fields.index("m")], 0.0
+    for most, tilings, cluster in _HOPPER_ROWS:
+        yield by_row & (m > above) & (m <= most), tilings, cluster
+        above = most
+
+
 def scaled_kernels(
     gpu: Gpu, shapes: F64, scales: U8, c: GemmCoefficients, scaled: FinelyScaled
 ) -> Iterator[tuple[I64, TileKernel]]:
@@ -136,18 +192,7 @@ def scaled_kernels(
         scaled: of these kernels on the GPU.
     """
     coefficients = scaled.applied(c)
-    if (gpu.capability or 0) in _TENSOR_MEMORY:
-        four = shapes[:, GemmShape._fields.index("operand_bytes")] < 1
-        parts = tuple(
-            (mask, _WHOLE_K[:, _WHOLE_K[0] >= least])
-            for mask, least in ((four, _FOUR_BIT_ROWS), (~four, _EIGHT_BIT_ROWS))
-        )
-    else:
-        # Kernels of Ada have smaller tiles for few rows and are chosen by more than m.
-        large = (scales == Scales.ROW) & (gpu.architecture in ASYNCHRONOUS)
-        large &= shapes[:, GemmShape._fields.index("m")] > _LARGE_FROM
-        parts = (large, _LARGE_TILES), (~large, _WHOLE_K)
-    for mask, tilings in parts:
+    for mask, tilings, cluster in _scaled_tilings(gpu, shapes, scales):
         if mask.any():
             figures = scaled.floor_ns, scaled.rate, scaled.epilogue
-            yield np.flatnonzero(mask), TileKernel(coefficients, *figures, tilings)
+            yield np.flatnonzero(mask), TileKernel(coefficients, *figures, tilings, cluster)

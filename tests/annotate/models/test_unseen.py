@@ -8,10 +8,12 @@ import pytest
 from notes import note_of
 
 from onerank.annotate import load_gpu
+from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.attention_kernels import has_figure, is_known_by_shape
 from onerank.annotate.models.attention_time import attention_tiles, decode_terms
 from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.cost_model import MODELS
+from onerank.annotate.models.gemm_tiles import Rates, gemm_ns
 from onerank.annotate.models.intervals import (
     KINDS,
     distance_from_fitted,
@@ -22,9 +24,10 @@ from onerank.annotate.models.intervals import (
 from onerank.annotate.models.learned import predict_from_description, predict_learned
 from onerank.annotate.models.prediction_terms import Rule
 from onerank.annotate.models.scale_measured import predict_by_residual
-from onerank.annotate.models.tile_kernels import scaled_kernels
+from onerank.annotate.models.tile_kernels import TileKernel, scaled_kernels
 from onerank.annotate.op_costs.cost_record import Scales
 from onerank.annotate.passes.swap_kernels import swap_unmeasured_attention
+from onerank.ir.arrays import F64
 from tools.fit.measured_kernels import (
     Attention,
     Products,
@@ -275,11 +278,11 @@ def test_eight_bit_kernels_of_an_unmeasured_architecture_have_one_fit_to_all():
     assert min(floors_ns) < c.finely_scaled_elsewhere.floor_ns < max(floors_ns)
 
 
-def test_eight_bit_kernels_have_their_own_last_wave_step_and_tile():
+def test_eight_bit_kernels_have_their_own_last_wave_and_step():
     c = shipped()
     applied = c.finely_scaled["hopper"].applied(c.gemm)
     narrow = c.finely_scaled["hopper"]
-    assert (applied.step_cycles, applied.tile) == (narrow.step_cycles, narrow.tile)
+    assert (applied.step_cycles, applied.tile) == (narrow.step_cycles, c.gemm.tile)
     assert applied.asynchronous.tail == applied.synchronous.tail == narrow.tail
     assert applied.asynchronous.issue == c.gemm.asynchronous.issue
 
@@ -291,18 +294,22 @@ def test_one_scale_for_a_tensor_leaves_the_tiles_of_16_bits():
     assert fast == pytest.approx(93.0e3, rel=0.01)
 
 
-def test_kernels_for_scales_of_rows_choose_large_tiles_by_rows_and_never_divide_k():
-    shapes = np.array([[1, m, 256, 16384, 1, 2] for m in (128, 256)], dtype=float)
-    scales = np.full(2, Scales.ROW, dtype=np.uint8)
-    narrow = shipped().finely_scaled_on(H100)
-    kernels = scaled_kernels(H100, shapes, scales, shipped().gemm, narrow)
-    (large, of_large), (small, of_small) = kernels
-    assert (large.tolist(), small.tolist()) == ([1], [0])
-    assert of_large.tilings[:2].min() == 128
-    assert of_small.tilings[:2].min() == 16
-    assert of_large.tilings[2].max() == of_small.tilings[2].max() == 1
+def tiles_of(gpu: Gpu, shapes: F64, scale: Scales) -> dict[int, TileKernel]:
+    """Return the row of each GEMM with fine scales -> its kernel."""
+    c, scales = shipped(), np.full(len(shapes), scale, dtype=np.uint8)
+    kernels = scaled_kernels(gpu, shapes, scales, c.gemm, c.finely_scaled_on(gpu))
+    return {int(row): kernel for rows, kernel in kernels for row in rows}
+
+
+def test_kernels_for_scales_of_rows_choose_tiles_by_rows_and_never_divide_k():
+    counts = (16, 17, 64, 65, 128, 129, 4096)
+    shapes = np.array([[1, m, 256, 16384, 1, 2] for m in counts], dtype=float)
+    tiles = tiles_of(H100, shapes, Scales.ROW)
+    assert [int(tiles[row].tilings[0].max()) for row in range(7)] == [16, 64, 64, 64, 64, 128, 128]
+    assert [tiles[row].cluster for row in range(7)] == [1, 1, 1, 1, 1, 2, 2]
+    assert all(tile.tilings[2].max() == 1 for tile in tiles.values())
     # Two blocks of 128 x 128 take longer than the tiles of DeepGEMM, which fill more SMs.
-    kernels = of_products(Products("float8_e4m3fn", shapes[1:], {}), np.ones(1))
+    kernels = of_products(Products("float8_e4m3fn", shapes[5:6], {}), np.ones(1))
     by_row, by_block = (
         predict_from_description(replace(kernels, scales=np.full(1, scale, np.uint8)), H100)[0]
         for scale in (Scales.ROW, Scales.BLOCK)
@@ -310,24 +317,49 @@ def test_kernels_for_scales_of_rows_choose_large_tiles_by_rows_and_never_divide_
     assert by_row.item() > 1.2 * by_block.item()
 
 
+def test_an_empty_tile_of_a_cluster_takes_an_sm():
+    """257 x 5,632 results are 132 tiles of 128 x 128, one for each SM, and 176 in clusters of two."""
+    shapes = np.array([[1, m, 5632, 1024, 1, 2] for m in (257, 512)], dtype=float)
+    by_two = tiles_of(H100, shapes, Scales.ROW)[0]
+    rates = Rates(*(np.full(2, rate) for rate in (1.3e15, 2e15)))
+    alone, in_clusters = (
+        gemm_ns(H100, rates, shapes, shipped().gemm, kernel=by_two._replace(cluster=cluster))
+        for cluster in (1, 2)
+    )
+    assert in_clusters[0] > 1.1 * alone[0]
+    assert in_clusters[1] == alone[1]
+
+
+def test_deep_gemm_chooses_the_fewest_waves_then_the_fullest_then_the_smallest_tile():
+    """On the 148 SMs of a B200.
+
+    128 x 4,096: tiles of 128 x 32 are the most in one wave, 128. 4,096 x 4,096: the largest tiles,
+    128 x 256 and 256 x 128, are 512 and need four waves; no tile needs fewer.
+    """
+    shapes = np.array([[1, m, 4096, 4096, 1, 2] for m in (128, 4096)], dtype=float)
+    tiles = tiles_of(B200, shapes, Scales.BLOCK)
+    assert tiles[0].tilings.T.tolist() == [[128, 32, 1]]
+    rows, columns, _ = tiles[1].tilings[:, 0]
+    blocks = (4096 / rows) * (4096 / columns)
+    assert np.ceil(blocks / 148) == 4
+
+
 def test_tensor_memory_multiplies_64_rows_in_8_bits_and_128_in_4():
     """Of a B200: an RTX 5090 has no such memory, and CUTLASS's tiles for rows are Hopper's."""
     four = 0.5 + 1 / 16
     shapes = np.array([[1, m, 4096, 4096, item, 2] for m in (8, 256) for item in (1, four)])
-    scales = np.full(4, Scales.ROW, dtype=np.uint8)
     least = {
-        gpu.name: {
-            int(row): int(kernel.tilings[0].min())
-            for rows, kernel in scaled_kernels(
-                gpu, shapes, scales, shipped().gemm, shipped().finely_scaled_on(gpu)
-            )
-            for row in rows
-        }
+        gpu.name: [
+            int(kernel.tilings[0].min())
+            for _, kernel in sorted(tiles_of(gpu, shapes, Scales.ROW).items())
+        ]
         for gpu in (B200, load_gpu("RTX-5090"), H100)
     }
-    assert least["B200"] == {0: 64, 1: 128, 2: 64, 3: 128}
-    assert least["H100-SXM"] == {0: 16, 1: 16, 2: 128, 3: 128}
-    assert least["RTX-5090"][0] == 16
+    assert least == {
+        "B200": [64, 128, 64, 128],
+        "RTX-5090": [16, 16, 16, 16],
+        "H100-SXM": [16, 16, 128, 128],
+    }
 
 
 def test_blackwells_attention_has_a_longer_floor():
