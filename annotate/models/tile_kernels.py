@@ -110,6 +110,31 @@ def executed_over_counted(parts: ComponentGemms, calls: int) -> F64:
     return np.divide(of_executed, of_counted, out=np.ones(calls), where=of_counted > 0)
 
 
+# The larger a tile, the fewer bytes it loads from the cache for a FLOP. The power of GEMMs, which
+# mostly have this tile, contains its loads.
+_LARGE_TILE = 256.0, 128.0
+
+
+def loads_of_small_tiles(parts: ComponentGemms, calls: int) -> F64:
+    """Return the bytes that experts' kernels load from the cache for small tiles, float64[calls].
+
+    They are those beyond the loads of tiles of 256 x 128 for as many FLOPs. Of the tiles of a tuned
+    kernel, the one that loads least counts. 0 for calls without experts.
+    """
+    beyond = np.zeros(len(parts.call))
+    batch, m, n, k, item, *_ = parts.shapes.T
+    for code, (_, tilings) in _EXPERT_KERNELS.items():
+        rows, columns, _ = tilings[:, :, None]
+        tiles = batch * np.ceil(m / rows) * np.ceil(n / columns)
+        of_large = rows * columns * sum(1 / edge for edge in _LARGE_TILE)
+        loads = item * k * tiles * np.stack([rows + columns, of_large])
+        least = loads[0].argmin(axis=0), np.arange(len(m))
+        beyond = np.where(parts.kernels == code, loads[0][least] - loads[1][least], beyond)
+    loads: F64 = np.zeros(calls)
+    np.add.at(loads, parts.call, parts.times * beyond)
+    return loads
+
+
 # Most rows, tiles, and tiles in a cluster of CUTLASS's kernels for scales of rows on Hopper. vLLM
 # and SGLang choose by m alone (vLLM: csrc/quantization/w8a8/cutlass/c3x, Apache-2.0). For few rows
 # they exchange the operands, so a tile has as few as 16. A cluster has two tiles of 128 rows:

@@ -2,10 +2,10 @@
 
 DATABASE is the output of `onerank bench --grid power`. The program prints the coefficients and
 their errors on data outside the fit: on each class of calls left out of the fit, on GEMMs of
-another dataset (`--products`, see `public_powers`), on experts of MoE layers (`--experts`, a
-table of `public_sets`), and on whole steps whose power was sampled for some seconds (`--step`,
-captures with `--timed-steps`). With `-o` it writes the coefficients in the format of
-`annotate/models/power.toml`.
+another dataset (`--products`, see `public_powers`), on experts of MoE layers and attention of one
+query (`--experts` and `--attention`, tables of `public_sets`), and on whole steps whose power was
+sampled for some seconds (`--step`, captures with `--timed-steps`). With `-o` it writes the
+coefficients in the format of `annotate/models/power.toml`.
 """
 
 import argparse
@@ -38,7 +38,13 @@ from onerank.ir import Graph
 from onerank.ir.arrays import F64
 from onerank.ir.chakra import read
 from onerank.ir.errors import AnnotateError, FormatError, TargetError
-from tools.fit.public_powers import GemmRuns, read_expert_powers, read_gemm_runs
+from tools.fit.public_powers import (
+    DECODE,
+    GemmRuns,
+    read_attention_powers,
+    read_expert_powers,
+    read_gemm_runs,
+)
 
 # Operator -> number of lists among its operands, which a key stores flattened.
 _LISTS = {
@@ -349,7 +355,7 @@ def table(measured: list[Powers], held_out: list[HeldOut], steps: list[Step]) ->
     lines = [
         "  ".join(f"{name} {value:.3f}" for name, value in zip(names, values, strict=True)),
         "",
-        f"{'':34}{'calls':>7}{'energy':>9}{'median':>9}{'mean':>8}{'p90':>8}",
+        f"{'':42}{'calls':>7}{'energy':>9}{'median':>9}{'mean':>8}{'p90':>8}",
     ]
     for calls in measured:
         lines.append(_line(f"{calls.gpu.name}, fitted to", errors_of(fitted, calls)))
@@ -367,8 +373,8 @@ def table(measured: list[Powers], held_out: list[HeldOut], steps: list[Step]) ->
             lines.append(_line(f"    {name}", Errors(class_error, error[in_class])))
     lines += [_line(f"{case.name}, another dataset", case.errors(fitted)) for case in held_out]
     if steps:
-        lines += ["", f"{'whole steps':34}{'read':>9}{'model':>9}"]
-    lines += [f"{step.name:34}{step.read_w:7.0f} W{step.modelled_w:7.0f} W{step.error:+9.1%}"
+        lines += ["", f"{'whole steps':42}{'read':>9}{'model':>9}"]
+    lines += [f"{step.name:42}{step.read_w:7.0f} W{step.modelled_w:7.0f} W{step.error:+9.1%}"
               for step in steps]  # fmt: skip
     return "\n".join(lines)
 
@@ -376,7 +382,7 @@ def table(measured: list[Powers], held_out: list[HeldOut], steps: list[Step]) ->
 def _line(title: str, errors: Errors) -> str:
     off = np.abs(errors.calls)
     return (
-        f"{title:34}{len(off):7}{errors.energy:+9.1%}{np.median(off):9.1%}{off.mean():8.1%}"
+        f"{title:42}{len(off):7}{errors.energy:+9.1%}{np.median(off):9.1%}{off.mean():8.1%}"
         f"{np.quantile(off, 0.9):8.1%}"
     )
 
@@ -387,6 +393,7 @@ def main() -> None:
     parser.add_argument("database", type=Path, help="kernel database of sustained calls")
     parser.add_argument("--products", type=Path, help="parquet table of measured GEMMs")
     parser.add_argument("--experts", type=Path, help="parquet table of experts of MoE layers")
+    parser.add_argument("--attention", type=Path, help="parquet table of fused attention")
     parser.add_argument("--step", type=Path, action="append", default=[],
                         help="capture whose --timed-steps took 1.5 s or more")  # fmt: skip
     parser.add_argument("-o", "--output", type=Path, help="coefficients to write")
@@ -400,6 +407,13 @@ def main() -> None:
         held_out += [
             HeldOut(f"experts of {powers.gpu.name}", powers)
             for powers in read_expert_powers(options.experts)
+        ]
+    if options.attention:
+        # Repeats of attention over whole prompts disagree by about 20% (`public_powers`).
+        held_out += [
+            HeldOut(f"{powers.names[0]} of {powers.gpu.name}", powers)
+            for powers in read_attention_powers(options.attention)
+            if powers.names[0] == DECODE
         ]
     steps = [(path.name, read(path)) for path in options.step]
     model, fitted_steps = model_of(measured, held_out, steps, options.source)

@@ -16,7 +16,7 @@ from onerank.annotate.energy import StepDurations, report_energy, sensor_notes, 
 from onerank.annotate.kernel_db.database import table_of, write_database
 from onerank.annotate.models.features import ComponentGemms
 from onerank.annotate.models.power import PowerCoefficients, power_model, power_share
-from onerank.annotate.models.tile_kernels import executed_over_counted
+from onerank.annotate.models.tile_kernels import executed_over_counted, loads_of_small_tiles
 from onerank.annotate.op_costs.cost_record import PartKernel, Work
 from onerank.annotate.op_costs.engine_operators import ExpertSizes, expert_parts
 from onerank.converters.sources.kineto import convert_directory
@@ -262,3 +262,15 @@ def test_experts_draw_the_power_of_whole_tiles():
     plain = Work(parts=expert_parts(sizes, PartKernel.LIBRARY))
     ratio = executed_over_counted(ComponentGemms.of([few, plain, Work()]), 3)
     assert ratio.tolist() == [8, 1, 1]
+
+
+def test_small_tiles_of_experts_load_more_from_the_cache_than_large_ones():
+    """128 experts of 64 tokens: one row of 64 x 64 tiles each, 24 in the first GEMM, 32 in the second.
+
+    A tile loads 128 elements of 2 bytes for each of k, one of 256 x 128 for as many FLOPs 48.
+    """
+    sizes = ExpertSizes(1024, 8, 128, 2048, 1536, 768)
+    layer = Work(parts=expert_parts(sizes, PartKernel.VLLM_EXPERTS))
+    plain = Work(parts=expert_parts(sizes, PartKernel.LIBRARY))
+    loads = loads_of_small_tiles(ComponentGemms.of([layer, plain]), 2)
+    assert loads.tolist() == [2 * 80 * 128 * (24 * 2048 + 32 * 768), 0]

@@ -318,7 +318,7 @@ def test_kernels_for_scales_of_rows_choose_tiles_by_rows_and_never_divide_k():
 
 
 def test_an_empty_tile_of_a_cluster_takes_an_sm():
-    """257 x 5,632 results are 132 tiles of 128 x 128, one for each SM, and 176 in clusters of two."""
+    """257 x 5,632 results are 132 tiles, one for each SM, and 176 in clusters of two."""
     shapes = np.array([[1, m, 5632, 1024, 1, 2] for m in (257, 512)], dtype=float)
     by_two = tiles_of(H100, shapes, Scales.ROW)[0]
     rates = Rates(*(np.full(2, rate) for rate in (1.3e15, 2e15)))
