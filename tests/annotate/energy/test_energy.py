@@ -265,7 +265,7 @@ def test_experts_draw_the_power_of_whole_tiles():
 
 
 def test_small_tiles_of_experts_load_more_from_the_cache_than_large_ones():
-    """128 experts of 64 tokens: one row of 64 x 64 tiles each, 24 in the first GEMM, 32 in the second.
+    """128 experts of 64 tokens: 24 tiles of 64 x 64 each in the first GEMM and 32 in the second.
 
     A tile loads 128 elements of 2 bytes for each of k, one of 256 x 128 for as many FLOPs 48.
     """
