@@ -359,7 +359,7 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         "torch._inductor.fx_passes.joint_graph.UniformValueConstantFolder",
-        ("run",),
+        ("__init__", "run"),
         "Inductor computes constants on their device to fold them.",
         ("no_device.inductor",),
     ),

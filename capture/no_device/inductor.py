@@ -429,13 +429,18 @@ def _cpu(_: torch.device) -> torch.device:
 def _constants() -> contextlib.AbstractContextManager[None]:
     """Let Inductor compute constants of one value, which it folds, on the CPU."""
     owner = f"{_JOINT_GRAPH}.UniformValueConstantFolder"
-    run = resolve(owner).run
 
-    def run_on_cpu(folder: Any, *args: Any, **kwargs: Any) -> Any:
-        with _OnCpu():
-            return run(folder, *args, **kwargs)
+    def on_cpu(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with _OnCpu():
+                return method(*args, **kwargs)
 
-    return patched(owner, {"run": run_on_cpu})
+        return run
+
+    # The constructor creates the zeros of products with a 0, as of torchao's rowwise recipe.
+    names = ("__init__", "run")
+    return patched(owner, {name: on_cpu(getattr(resolve(owner), name)) for name in names})
 
 
 def _propagated_constants() -> contextlib.AbstractContextManager[None]:
