@@ -33,7 +33,7 @@ from onerank.capture.fake_world.recorder import RealPeers
 from onerank.capture.isolated_capture import loading_capture
 from onerank.capture.no_device import cuda_stubs
 from onerank.capture.no_device.operators.functional_collectives import FunctionalCollectives
-from onerank.capture.parallelize.context import context_model
+from onerank.capture.parallelize.context import context_model, sharded_batch
 from onerank.capture.parallelize.context.partial_attention import check_widths
 from onerank.capture.parallelize.data.zero import ShardedOptimizers
 from onerank.capture.parallelize.experts import aux_loss, routing
@@ -144,8 +144,8 @@ def used_model() -> None:
 ZEROS = torch.zeros(1, 1, 1, 1)
 
 MODELS: dict[str, Callable[[], Any]] = {
-    "cp-unknown-mask": lambda: context_model._mask(mask_function=None),
-    "cp-other-inputs": lambda: context_model.shard_batch(
+    "cp-unknown-mask": lambda: sharded_batch.part_mask(mask_function=None),
+    "cp-other-inputs": lambda: sharded_batch.shard_batch(
         Batches(),
         (),
         {"input_ids": torch.zeros(1, 4, dtype=torch.long), "pixel_values": ZEROS},

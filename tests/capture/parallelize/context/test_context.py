@@ -27,8 +27,11 @@ from context_job import (
 from torch.utils._pytree import tree_map
 
 from onerank.capture import Options
-from onerank.capture.parallelize.context import context_model, sequence_attention
-from onerank.capture.parallelize.context import context_model as context_mask
+from onerank.capture.parallelize.context import (
+    context_model,
+    sequence_attention,
+    sharded_batch,
+)
 from onerank.capture.parallelize.context.sequence_attention import Context
 from onerank.capture.parallelize.shard_model import slice_to_rank
 from onerank.capture.verify.slice_check import compare_slices
@@ -239,7 +242,7 @@ def test_trailing_padding_without_labels_needs_no_mask(monkeypatch, comm):
 
 @pytest.mark.parametrize("kind", ["Llama", "Gemma2"])
 def test_verification_detects_attention_across_packed_sequences(monkeypatch, kind):
-    monkeypatch.setattr(context_mask, "_knows_positions", lambda _: False)
+    monkeypatch.setattr(sharded_batch, "_knows_positions", lambda _: False)
     changes = CAPPED if kind == "Gemma2" else {}
     rows = compared(model(kind, **changes), None, PACKED, cp=2)
     assert sum(row.breaches for row in rows if row.what == "gradients") > 0
