@@ -1,0 +1,413 @@
+"""Operators limited by memory, captured on a GPU and predicted from shapes.
+
+    python -m benchmarks.predictions.small_operators measure TRACE      on a GPU
+    python -m benchmarks.predictions.small_operators compare TRACE      anywhere
+
+`measure` captures one forward of a module whose submodules are the cases: embeddings and their
+backward, indexing, sorting, scans, small norms, rotary embeddings and gated activations, each three
+times. Cold cases have other operands each time, which come from memory; the operands of the others
+are those of the call before. `compare` captures the same forward without a device, predicts it for
+that GPU, and prints the sum of the kernels of each case: the median of the three calls.
+"""
+
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from benchmarks.harness import parser_of
+
+_CALLS = 3
+_BF16, _F32 = torch.bfloat16, torch.float32
+_random: Any = torch.randn
+_aten: Any = torch.ops.aten
+
+Call = Callable[[], Any]
+Case = tuple[str, bool, Callable[[str], Call]]
+"""Name, whether the case is cold, and what makes a call with new operands on a device."""
+
+
+def cases() -> Iterator[Case]:
+    """Yield all cases."""
+    for dtype, (words, width), tokens in product(
+        (_BF16, _F32), ((2048, 1024), (32000, 1024), (128256, 2048)), (128, 1024, 4096, 16384)
+    ):
+        name = f"{words}x{width} {tokens} {'bf16' if dtype is _BF16 else 'f32'}"
+        yield f"embedding_backward {name}", True, partial(_backward, words, width, tokens, dtype)
+    for tokens in (1, 16, 64, 1024, 8192):
+        for name, make in _ROWS.items():
+            yield f"{name} {tokens}", True, partial(make, tokens)
+        for name, make in _EXPERTS.items():
+            yield f"{name} {tokens}", False, partial(make, tokens)
+        if tokens > 1024:
+            continue
+        for width, (name, make) in product((1024, 4096, 7168), _LAYERS.items()):
+            yield f"{name} {tokens}x{width}", False, partial(make, tokens, width)
+        for (heads, size), (name, make) in product(((32, 128), (8, 128), (16, 64)), _HEADS.items()):
+            # One token is contiguous either way.
+            if tokens > 1 or make is not _transposed:
+                name_of_size = f"{name} {tokens}x{heads}x{size}"
+                yield name_of_size, False, partial(make, tokens, heads, size)
+    for batch, (name, make) in product((1, 8, 64), _LOGITS.items()):
+        yield f"{name} of logits {batch}", False, partial(make, batch)
+
+
+def _indices(most: int, *shape: int, device: str) -> Any:
+    return torch.randint(0, most, shape, device=device)
+
+
+def _backward(words: int, width: int, tokens: int, dtype: Any, device: str) -> Call:
+    gradient = _random(tokens, width, device=device, dtype=dtype)
+    at = _indices(words, tokens, device=device)
+    return lambda: _aten.embedding_dense_backward(gradient, at, words, -1, False)
+
+
+# Rows of a table, by random indices.
+
+
+def _table(words: int, tokens: int, device: str) -> tuple[Any, Any]:
+    width = 4096 if tokens <= 1024 else 2048
+    table = _random(words, width, device=device, dtype=_BF16)
+    return table, _indices(words, tokens, device=device)
+
+
+def _embedding(tokens: int, device: str) -> Call:
+    table, at = _table(128256, tokens, device)
+    return lambda: functional.embedding(at, table)
+
+
+def _index_select(tokens: int, device: str) -> Call:
+    table, at = _table(65536, tokens, device)
+    return lambda: table.index_select(0, at)
+
+
+def _index(tokens: int, device: str) -> Call:
+    table, at = _table(65536, tokens, device)
+    return lambda: table[at]
+
+
+def _into_rows(tokens: int, device: str) -> tuple[Any, Any]:
+    table = _random(65536, 1024, device=device, dtype=_BF16)
+    return table, _random(tokens, 1024, device=device, dtype=_BF16)
+
+
+def _index_put(tokens: int, device: str) -> Call:
+    table, rows = _into_rows(tokens, device)
+    at = torch.randperm(len(table), device=device)[:tokens]
+    return lambda: table.index_put_((at,), rows)
+
+
+def _index_put_added(tokens: int, device: str) -> Call:
+    table, rows = _into_rows(tokens, device)
+    at = _indices(len(table), tokens, device=device)
+    return lambda: table.index_put_((at,), rows, accumulate=True)
+
+
+def _index_add(tokens: int, device: str) -> Call:
+    table, rows = _into_rows(tokens, device)
+    at = _indices(len(table), tokens, device=device)
+    return lambda: table.index_add_(0, at, rows)
+
+
+_ROWS = {
+    "embedding": _embedding,
+    "index_select": _index_select,
+    "index": _index,
+    "index_put": _index_put,
+    "index_put accumulate": _index_put_added,
+    "index_add": _index_add,
+}
+
+
+# Routing to 8 of 256 experts.
+
+
+def _scatter(tokens: int, device: str) -> Call:
+    into, at = torch.zeros(tokens, 128, device=device), _indices(128, tokens, 8, device=device)
+    values = torch.rand(tokens, 8, device=device)
+    return lambda: into.scatter_(1, at, values)
+
+
+def _gather(tokens: int, device: str) -> Call:
+    scores = torch.rand(tokens, 256, device=device)
+    at = _indices(256, tokens, 8, device=device)
+    return lambda: scores.gather(1, at)
+
+
+def _topk_experts(tokens: int, device: str) -> Call:
+    scores = torch.rand(tokens, 256, device=device)
+    return lambda: scores.topk(8, dim=-1)
+
+
+def _softmax_experts(tokens: int, device: str) -> Call:
+    scores = torch.rand(tokens, 256, device=device)
+    return lambda: scores.softmax(-1)
+
+
+def _sort_experts(tokens: int, device: str) -> Call:
+    return _indices(256, tokens * 8, device=device).sort
+
+
+def _histogram(tokens: int, device: str) -> Call:
+    at = _indices(256, tokens * 8, device=device)
+    return lambda: at.float().histc(256, 0, 255)
+
+
+def _cumsum_rows(tokens: int, device: str) -> Call:
+    counts = _indices(64, tokens, 256, device=device)
+    return lambda: counts.cumsum(0)
+
+
+def _cumsum_columns(tokens: int, device: str) -> Call:
+    values = torch.rand(tokens, 4096, device=device)
+    return lambda: values.cumsum(-1)
+
+
+_EXPERTS = {
+    "scatter": _scatter,
+    "gather": _gather,
+    "topk 256": _topk_experts,
+    "softmax 256": _softmax_experts,
+    "sort experts": _sort_experts,
+    "histc experts": _histogram,
+    "cumsum rows": _cumsum_rows,
+    "cumsum columns": _cumsum_columns,
+}
+
+
+# Between the products of a layer.
+
+
+def _hidden(tokens: int, width: int, device: str) -> Any:
+    return _random(1, tokens, width, device=device, dtype=_BF16)
+
+
+def _eager_norm(tokens: int, width: int, device: str) -> Call:
+    x, weight = _hidden(tokens, width, device), torch.ones(width, device=device, dtype=_BF16)
+
+    def call() -> Any:
+        wide = x.to(_F32)
+        scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return weight * scaled.to(_BF16)
+
+    return call
+
+
+def _rms_norm(tokens: int, width: int, device: str) -> Call:
+    x, weight = _hidden(tokens, width, device), torch.ones(width, device=device, dtype=_BF16)
+    return lambda: functional.rms_norm(x, (width,), weight, 1e-6)
+
+
+def _layer_norm(tokens: int, width: int, device: str) -> Call:
+    x, weight = _hidden(tokens, width, device), torch.ones(width, device=device, dtype=_BF16)
+    bias = torch.ones(width, device=device, dtype=_BF16)
+    return lambda: functional.layer_norm(x, (width,), weight, bias)
+
+
+def _gated(tokens: int, width: int, device: str) -> Call:
+    x, y = (_hidden(tokens, width, device) for _ in range(2))
+    return lambda: functional.silu(x) * y
+
+
+def _residual(tokens: int, width: int, device: str) -> Call:
+    x, y = (_hidden(tokens, width, device) for _ in range(2))
+    return lambda: x + y
+
+
+_LAYERS = {
+    "eager RMS norm": _eager_norm,
+    "rms_norm": _rms_norm,
+    "layer_norm": _layer_norm,
+    "silu mul": _gated,
+    "add": _residual,
+}
+
+
+# On the heads of attention.
+
+
+def _rope(tokens: int, heads: int, size: int, device: str) -> Call:
+    q = _random(1, tokens, heads, size, device=device, dtype=_BF16).transpose(1, 2)
+    cos, sin = (torch.rand(1, 1, tokens, size, device=device).to(_BF16) for _ in range(2))
+
+    def call() -> Any:
+        half = size // 2
+        turned = torch.cat((-q[..., half:], q[..., :half]), dim=-1)
+        return q * cos + turned * sin
+
+    return call
+
+
+def _cat(tokens: int, heads: int, size: int, device: str) -> Call:
+    a, b = (_random(tokens, heads, n, device=device, dtype=_BF16) for n in (size, 64))
+    return lambda: torch.cat((a, b), dim=-1)
+
+
+def _transposed(tokens: int, heads: int, size: int, device: str) -> Call:
+    a = _random(tokens, heads, size, device=device, dtype=_BF16)
+    return a.transpose(0, 1).contiguous
+
+
+_HEADS = {"rope": _rope, "cat": _cat, "transposed copy": _transposed}
+
+
+# Sampling from the logits.
+
+
+def _logits(batch: int, device: str) -> Any:
+    return torch.rand(batch, 128256, device=device)
+
+
+def _argmax(batch: int, device: str) -> Call:
+    logits = _random(batch, 128256, device=device, dtype=_BF16)
+    return lambda: logits.argmax(-1)
+
+
+def _topk(batch: int, device: str) -> Call:
+    logits = _logits(batch, device)
+    return lambda: logits.topk(50, dim=-1)
+
+
+def _softmax(batch: int, device: str) -> Call:
+    logits = _logits(batch, device)
+    return lambda: logits.softmax(-1)
+
+
+def _sort(batch: int, device: str) -> Call:
+    logits = _logits(batch, device)
+    return lambda: logits.sort(dim=-1, descending=True)
+
+
+def _cumsum(batch: int, device: str) -> Call:
+    logits = _logits(batch, device)
+    return lambda: logits.cumsum(-1)
+
+
+def _multinomial(batch: int, device: str) -> Call:
+    weights = _logits(batch, device)
+    return lambda: weights.multinomial(1)
+
+
+_LOGITS = {
+    "argmax": _argmax,
+    "topk": _topk,
+    "softmax": _softmax,
+    "sort": _sort,
+    "cumsum": _cumsum,
+    "multinomial": _multinomial,
+}
+
+
+class Repeated(torch.nn.Module):
+    """A case: its calls take turns."""
+
+    def __init__(self, calls: list[Call]) -> None:
+        super().__init__()
+        self.calls = calls
+
+    def forward(self, number: int) -> None:
+        """Run one call."""
+        self.calls[number % len(self.calls)]()
+
+
+class Operators(torch.nn.Module):
+    """All cases, each as a submodule, so that the capture knows whose a kernel is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = torch.nn.Parameter(torch.zeros(1, device="cuda"))
+        for name, cold, make in cases():
+            calls = [make("cuda") for _ in range(_CALLS if cold else 1)]
+            self.add_module(name, Repeated(calls))
+
+    def forward(self, x: Any) -> Any:
+        """Run every case three times."""
+        for number in range(_CALLS):
+            for case in self.children():
+                case(number)
+        return x
+
+
+def run_steps() -> None:
+    """Run the forward as a script's steps: what a capture of this file runs."""
+    torch.manual_seed(0)
+    model = Operators()
+    with torch.no_grad():
+        for _ in range(3):
+            model(torch.ones(1, device="cuda"))
+            torch.cuda.synchronize()
+
+
+def captured(device: str | None, like: str) -> Any:
+    """Return the graph of one forward."""
+    from onerank.capture.capture_script import capture
+    from onerank.capture.options import Options
+    from onerank.capture.profiling.window_plan import WindowPlan
+
+    options = Options(
+        device=device,
+        like=like,
+        step_of="Operators.forward",
+        steps=(2,),
+        windows=WindowPlan(warm_up=2, settle=False),
+    )
+    return capture(Path(__file__), ("steps", "-"), options).graph
+
+
+def compare(trace: Path) -> None:
+    """Print measured and predicted times of each case."""
+    import onerank
+
+    measured = onerank.read(trace)
+    gpu = measured.job.device.name
+    print(f"{gpu}, {measured.job.measurement.versions}")
+    predicted = onerank.recost(captured("none", gpu), gpu)
+    ours, theirs = _times(measured), _times(predicted)
+    print(f"{'us':44}{'kernels':>8}{'measured':>10}{'kernels':>8}{'predicted':>10}{'error':>9}")
+    for name, _, _ in cases():
+        if name not in ours:
+            continue
+        count, time_ns = ours[name]
+        predicted_count, predicted_ns = theirs.get(name, (0, 0))
+        print(f"{name:44}{count:8}{time_ns / 1e3:10.2f}{predicted_count:8}"
+              f"{predicted_ns / 1e3:10.2f}{predicted_ns / time_ns - 1:+9.0%}")  # fmt: skip
+
+
+def _times(graph: Any) -> dict[str, tuple[int, float]]:
+    """Return number and time of the kernels of a case's median call, by case."""
+    nodes, found = graph.nodes, dict[str, list[int]]()
+    for i in np.flatnonzero(graph.compute).tolist():
+        case = graph.strings[int(nodes.module[i])]
+        found.setdefault(case, []).append(int(nodes.duration_ns[i]))
+    calls: dict[str, tuple[int, float]] = {}
+    for case, times in found.items():
+        each = len(times) // _CALLS
+        sums = [sum(times[n * each : (n + 1) * each]) for n in range(_CALLS)]
+        calls[case] = each, statistics.median(sums)
+    return calls
+
+
+def main() -> None:
+    """Measure, compare, or run the steps that are captured."""
+    if sys.argv[1:2] == ["steps"]:
+        return run_steps()
+    parser = parser_of(__doc__)
+    parser.add_argument("action", choices=("measure", "compare"))
+    parser.add_argument("trace", type=Path, help="Chakra trace of the measured forward")
+    args = parser.parse_args()
+    if args.action == "measure":
+        captured(None, "H100").write(args.trace)
+    else:
+        compare(args.trace)
+    return None
+
+
+if __name__ == "__main__":
+    main()
