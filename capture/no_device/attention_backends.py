@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend
 
-from onerank.capture.no_device.emulated_gpu import EmulatedGpu
+from onerank.capture.no_device.emulated_gpu import MOST_FLASH_HEAD, EmulatedGpu
 from onerank.capture.patches import rebound
 
 _torch: Any = torch
@@ -30,8 +30,6 @@ _DEFAULT_ORDER = [
 _MOST_CUDNN_HEAD = 128
 # Heads of 192 and 256 ran on an H100 with torch 2.11.
 _MOST_CUDNN_HEAD_ON_HOPPER = 256
-MOST_FLASH_HEAD = 256
-"""Elements of a head that FlashAttention 2 supports (`check_head_dim_size_flash` in torch)."""
 
 
 @contextlib.contextmanager

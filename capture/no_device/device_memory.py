@@ -13,6 +13,7 @@ from collections import deque
 from onerank.annotate.memory.allocator import Block, CachingAllocator, OutOfMemoryError
 from onerank.ir import AllocatorSettings
 from onerank.ir.errors import CaptureError
+from onerank.ir.notes import Note
 
 _MIB = 1 << 20
 
@@ -36,11 +37,26 @@ class DeviceMemory:
         """
         text = next((os.environ[name] for name in _VARIABLES if os.environ.get(name)), "")
         self._allocator = CachingAllocator(capacity_bytes, settings_in(text))
+        self._unsimulated = [
+            setting for setting in _settings_of(text) if _changes_reserved_memory(setting)
+        ]
         self._blocks: dict[int, Block] = {}
         self._freed: deque[int] = deque()
         # Reentrant: the garbage collector may free a storage within any line of an allocation.
         self._lock = threading.RLock()
         self._busy = False
+
+    def notes(self) -> list[Note]:
+        """Return a note on settings that change reserved memory and are not simulated."""
+        if not self._unsimulated:
+            return []
+        return [
+            Note(
+                f"{' or '.join(_VARIABLES)}: {', '.join(self._unsimulated)} is not simulated; "
+                "reserved memory is that of an allocator without it",
+                code="alloc-conf-not-simulated",
+            )
+        ]
 
     @property
     def settings(self) -> AllocatorSettings:
@@ -119,15 +135,13 @@ class DeviceMemory:
 def settings_in(text: str) -> AllocatorSettings:
     """Return the settings of the caching allocator in the value of `PYTORCH_ALLOC_CONF`.
 
-    Settings that do not decide about sizes are ignored.
+    Other settings change no sizes, or are in the note of `DeviceMemory.notes`.
 
     Raises:
         CaptureError: one of those that do is malformed.
     """
     settings = AllocatorSettings()
-    text = text.replace(" ", "")
-    # A comma within brackets separates divisions.
-    for setting in filter(None, re.split(r",(?![^\[]*\])", text)):
+    for setting in _settings_of(text):
         name, _, value = setting.partition(":")
         try:
             settings = _with_setting(settings, name, value)
@@ -138,6 +152,29 @@ def settings_in(text: str) -> AllocatorSettings:
                 code="alloc-conf-malformed",
             ) from error
     return settings
+
+
+def _settings_of(text: str) -> list[str]:
+    """Return the settings, each as name:value."""
+    # A comma within brackets separates divisions.
+    return [setting for setting in re.split(r",(?![^\[]*\])", text.replace(" ", "")) if setting]
+
+
+def _changes_reserved_memory(setting: str) -> bool:
+    """Return whether a setting that is not simulated changes what the allocator reserves.
+
+    Above the threshold, a part of the GPU's memory, the allocator frees blocks before it reserves
+    more (`garbage_collect_cached_blocks`). Another backend is another allocator.
+    """
+    name, _, value = setting.partition(":")
+    match name:
+        case "garbage_collection_threshold":
+            # 0 is the default and turns it off.
+            return value.strip("0.") != ""
+        case "backend":
+            return value != "native"
+        case _:
+            return False
 
 
 def _with_setting(settings: AllocatorSettings, name: str, value: str) -> AllocatorSettings:

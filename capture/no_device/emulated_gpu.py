@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 from onerank.annotate.gpus.registry import load_gpu
 
+MOST_FLASH_HEAD = 256
+"""Elements of a head that FlashAttention 2 supports (`check_head_dim_size_flash` in torch)."""
+
 
 @dataclass(frozen=True)
 class EmulatedGpu:

@@ -227,6 +227,7 @@ class EmulatedProcess:
             *self.operators.block_masks.notes(),
             *self.inductor.notes(),
             *self._files.notes(),
+            *self.log.memory.notes(),
         ]
 
     def fake(self, tensor: Tensor) -> Tensor:

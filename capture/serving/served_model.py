@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from onerank.capture.no_device.attention_backends import MOST_FLASH_HEAD
+from onerank.capture.no_device.emulated_gpu import MOST_FLASH_HEAD
 from onerank.capture.serving import latent_attention
 from onerank.capture.serving.compositions import Composition
 from onerank.ir.errors import CaptureError

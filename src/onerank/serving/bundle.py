@@ -20,6 +20,7 @@ import msgspec
 
 from onerank.annotate import find_gpu
 from onerank.annotate.gpus.gpu import Gpu
+from onerank.capture.no_device.emulated_gpu import MOST_FLASH_HEAD
 from onerank.capture.serving.compositions import Composition, parse_grid
 from onerank.display import Displayed
 from onerank.ir import Graph
@@ -190,10 +191,6 @@ def encoded_trace(graph: Graph) -> bytes:
         return trace.read_bytes()
 
 
-# As `MOST_FLASH_HEAD` of `capture.no_device.attention_backends`, which imports torch.
-_MOST_FLASH_HEAD = 256
-
-
 def _served_attention(manifest: Manifest, gpu: Gpu) -> str:
     """Return the kernel of a bundle that does not name it: as `capture serve` chooses it.
 
@@ -206,7 +203,7 @@ def _served_attention(manifest: Manifest, gpu: Gpu) -> str:
     # Latent attention has values that are narrower than its keys.
     latent = config.get("v_head_dim", size) != size or config.get("kv_lora_rank")
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
-    fits = 0 < size <= _MOST_FLASH_HEAD and size % 8 == 0 and dtype in ("bfloat16", "float16")
+    fits = 0 < size <= MOST_FLASH_HEAD and size % 8 == 0 and dtype in ("bfloat16", "float16")
     runs = gpu.is_nvidia and (gpu.capability or 0) >= 80
     return "flash2" if fits and runs and not windowed and not latent else ""
 

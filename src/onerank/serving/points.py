@@ -22,10 +22,7 @@ from onerank.annotate.recost.recost import Recosting, source_gpu
 from onerank.capture.serving.compositions import Composition
 from onerank.ir import Graph, Kind
 from onerank.ir.replay import ReplayedRank
-from onerank.serving.tables import KernelRow, Part, Source, StepRow, fits
-
-# Percentiles of the ends of an 80% interval.
-_LOW, _HIGH = 10, 90
+from onerank.serving.tables import KernelRow, Part, Source, StepRow, fits, p10_median_p90
 
 
 class PointMemory(msgspec.Struct, frozen=True):
@@ -113,8 +110,8 @@ def measured(composition: Composition, graph: Graph, graph_ns: Sequence[int]) ->
 def _ends(times_ns: Sequence[int]) -> tuple[int | None, int | None]:
     if not times_ns:
         return None, None
-    low, high = np.percentile(times_ns, (_LOW, _HIGH))
-    return round(low), round(high)
+    low, _, high = p10_median_p90(times_ns)
+    return low, high
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
+import numpy as np
 
 from onerank.capture.serving.compositions import Composition
 from onerank.ir import Pipeline
@@ -34,6 +35,15 @@ def fits(device_bytes: int, peak_bytes: int | None, outside_bytes: int | None) -
     if not device_bytes or peak_bytes is None or outside_bytes is None:
         return True
     return peak_bytes + outside_bytes <= device_bytes
+
+
+def p10_median_p90(times_ns: Sequence[int]) -> tuple[int, int, int]:
+    """Return the 10th percentile, the median and the 90th percentile of one or more times.
+
+    The percentiles are the ends of the 80% interval of a measured or recorded step.
+    """
+    low, median, high = np.percentile(times_ns, (10, 50, 90))
+    return round(low), round(median), round(high)
 
 
 class RankMemory(msgspec.Struct, frozen=True):

@@ -623,6 +623,7 @@ _MIB = 1 << 20
         # The evaluation's block serves no smaller request.
         ("", "max_split_size_mb:32", (20 + 64 + 2) * _MIB),
         ("", "expandable_segments:True", (80 + 2) * _MIB),
+        ("", "garbage_collection_threshold:0.8,backend:native", (20 + 64 + 2) * _MIB),
     ],
 )
 def test_reserved_memory_follows_the_whole_process(
@@ -641,6 +642,8 @@ def test_reserved_memory_follows_the_whole_process(
     expected = {"max_split_bytes": 32 * _MIB} if "split" in settings else {}
     expected |= {"expandable_segments": True} if "expandable" in settings else {}
     assert (log.settings or AllocatorSettings()) == AllocatorSettings(**expected)
+    noted = has_note(graph.job.measurement.notes, "alloc-conf-not-simulated", 0.8)
+    assert noted == ("threshold" in settings)
 
 
 @pytest.mark.parametrize(

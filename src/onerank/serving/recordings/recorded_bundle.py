@@ -28,7 +28,7 @@ from onerank.serving.recordings.recorded_experts import (
     with_expert_work,
 )
 from onerank.serving.recordings.recording import RecordedFile, RecordedStep, Recording
-from onerank.serving.tables import KernelRow, Manifest, Part, RankMemory, StepRow
+from onerank.serving.tables import KernelRow, Manifest, Part, RankMemory, StepRow, p10_median_p90
 
 # Contexts of one row: within a factor of 2**(1/4). Each step of a decode has a longer context than
 # the one before, so that a recording of a minute would have thousands of rows.
@@ -232,8 +232,7 @@ def _interval(times_ns: Sequence[int | None]) -> tuple[int | None, int | None, i
     known = [time_ns for time_ns in times_ns if time_ns is not None]
     if not known:
         return None, None, None
-    low, median, high = np.percentile(known, (10, 50, 90))
-    return round(low), round(median), round(high)
+    return p10_median_p90(known)
 
 
 def _graphs(

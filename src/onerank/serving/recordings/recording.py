@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
-import numpy as np
 
 from onerank.ir.notes import Note
 from onerank.ir.output_files import write_tables
-from onerank.serving.tables import data_frame
+from onerank.serving.tables import data_frame, p10_median_p90
 
 if TYPE_CHECKING:
     import polars as pl
@@ -31,9 +30,6 @@ RECORDING = "recording"
 
 MANIFEST, COMPOSITIONS = "recording.json", "compositions.parquet"
 STEPS, KERNELS = "steps.parquet", "kernels.parquet"
-
-# Percentiles of the ends of an 80% interval, as in a bundle.
-_LOW, _HIGH = 10, 90
 
 Link = Literal["operator", "CUDA graph", "launch call", "no launch"]
 """Link of an operation on the GPU.
@@ -312,8 +308,8 @@ def _composition(rows: Sequence[RecordedStep]) -> RecordedComposition:
     contexts = [row.context_tokens for row in rows if row.context_tokens is not None]
     between = [row.step_ns for row in rows if row.step_ns is not None]
     spans = [row.gpu_span_ns for row in rows if row.gpu_span_ns is not None]
-    gpu_low, gpu_ns, gpu_high = _percentiles([row.gpu_ns for row in rows])
-    low, step_ns, high = _percentiles(between) if between else (None, None, None)
+    gpu_low, gpu_ns, gpu_high = p10_median_p90([row.gpu_ns for row in rows])
+    low, step_ns, high = p10_median_p90(between) if between else (None, None, None)
     return RecordedComposition(
         file=first.file,
         kind=first.kind,
@@ -327,15 +323,9 @@ def _composition(rows: Sequence[RecordedStep]) -> RecordedComposition:
         step_ns=step_ns,
         p10_ns=low,
         p90_ns=high,
-        host_ns=_percentiles([row.host_ns for row in rows])[1],
+        host_ns=p10_median_p90([row.host_ns for row in rows])[1],
         gpu_ns=gpu_ns,
         gpu_p10_ns=gpu_low,
         gpu_p90_ns=gpu_high,
-        gpu_span_ns=_percentiles(spans)[1] if spans else None,
+        gpu_span_ns=p10_median_p90(spans)[1] if spans else None,
     )
-
-
-def _percentiles(times_ns: Sequence[int]) -> tuple[int, int, int]:
-    """Return the lower end of the interval, the median and the upper end."""
-    low, median, high = np.percentile(times_ns, (_LOW, 50, _HIGH))
-    return round(low), round(median), round(high)
