@@ -211,6 +211,10 @@ class SharedGpu:
         self._release(self._resolve(node, started=False))
 
     def _set_rates(self) -> None:
+        # Most of a step has one operation at a time.
+        if len(self._running) == 1:
+            self._running[0].rate = 1.0
+            return
         held = sum(self._held[entry.node] for entry in self._running)
         needed = [self._needed[entry.node] for entry in self._running]
         free, wanted = max(LEAST_RATE, 1.0 - held), sum(needed)
