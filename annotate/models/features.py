@@ -147,6 +147,7 @@ class KernelFeatures:
         passes: number of times that the operator's kernels stream the bytes, float64[n].
         rereads: number of times that memory, not the cache, serves them, float64[n].
         cycles: least SM cycles for its elements, float64[n].
+        chain: loads that wait for each other, float64[n].
         from_torch: whether PyTorch's operator launches it, bool[n]. Other libraries' kernels reach
             less of the bandwidth.
     """
@@ -170,6 +171,7 @@ class KernelFeatures:
     passes: F64
     rereads: F64
     cycles: F64
+    chain: F64
     from_torch: Mask
     parts: ComponentGemms = field(default_factory=lambda: ComponentGemms.of([]))
 
@@ -201,6 +203,7 @@ class KernelFeatures:
             passes=np.array([work.passes for work in costs.works])[costs.call],
             rereads=np.array([work.rereads for work in costs.works])[costs.call],
             cycles=np.array([work.cycles for work in costs.works])[costs.call],
+            chain=np.array([work.chain for work in costs.works])[costs.call],
             from_torch=_from_torch(graph, index),
             parts=ComponentGemms.of(costs.works),
         )
@@ -337,6 +340,7 @@ def kernels_of(works: Sequence[Work], duration_ns: F64) -> KernelFeatures:
         passes=np.array([work.passes for work in works]),
         rereads=np.array([work.rereads for work in works]),
         cycles=np.array([work.cycles for work in works]),
+        chain=np.array([work.chain for work in works]),
         from_torch=np.ones(count, dtype=bool),
         parts=ComponentGemms.of(works),
     )

@@ -63,6 +63,7 @@ class Rule(IntEnum):
     MISALIGNED = 26
     OTHER_ATTENTION = 27
     DECODE = 28
+    CHAIN = 29
 
     @property
     def label(self) -> str:
@@ -99,6 +100,7 @@ _LABELS = {
     "without overrides",
     Rule.PARTS: "convolution, recurrent layer or grouped GEMM, by the tiles of its GEMMs",
     Rule.ISSUE: "bound by SM cycles per element",
+    Rule.CHAIN: "bound by loads that wait for each other: few rows",
     Rule.MISALIGNED: "GEMM whose rows begin off 16 bytes: an older generation's kernel",
     Rule.OTHER_ATTENTION: "attention by its tiles, by a kernel without figures on the architecture",
     Rule.DECODE: "attention of a few queries, by the keys and values that it reads",

@@ -167,6 +167,7 @@ class Work:
         passes: number of times that its kernels stream the bytes.
         rereads: number of times that memory, not the cache, serves them.
         cycles: least SM cycles for its elements.
+        chain: loads that wait for each other, see `load_chains`.
     """
 
     flops: int = UNKNOWN
@@ -182,6 +183,7 @@ class Work:
     passes: float = 1.0
     rereads: float = 1.0
     cycles: float = 0.0
+    chain: float = 0.0
 
 
 # Complex dtype -> dtype of its real and imaginary parts.

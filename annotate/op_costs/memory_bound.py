@@ -289,7 +289,7 @@ _REGISTER_ROW = 1024
 _SHARED_ROW_BYTES = 48 * 1024
 
 PASSES = {
-    "native_layer_norm": 1.8,
+    "native_layer_norm": 1.5,
     "_fused_rms_norm": 1.45,
     "native_layer_norm_backward": 2.7,
     "_fused_rms_norm_backward": 2.7,
@@ -298,7 +298,10 @@ PASSES = {
 """Passes over the bytes: time times achievable bandwidth, over the bytes.
 
 Measured on calls of 30 us and more in the shipped database of the H200. Dropout: 1.15 in 16 bits
-and 1.12 in 32, for 67 and 134 million elements on an H100 with torch 2.11 (2026-11-26).
+and 1.12 in 32, for 67 and 134 million elements on an H100 with torch 2.11 (2026-11-26). Layer norm
+reads once for the sums and again for the result: in NeuSight's set it takes 1.53 passes on a V100,
+1.46 on a T4 and 1.35 on an A100 (medians, 32 bits). The 1.64 to 1.99 of the H200's database, in 16
+bits, are the SMs' (`_NORMED_PER_CYCLE`).
 """
 
 # Passes by the kernels' code: one for the sums, one for the result. Not measured.
@@ -316,8 +319,10 @@ _COUNTED = {
     "native_group_norm_backward": 5 / 3,
 }
 
-# Measured in the same way as `PASSES`.
-_LONG_SOFTMAX, _LONG_SOFTMAX_BACKWARD = 1.85, 1.4
+# A cache serves some of the rereads: 1.54 passes on a V100, 1.28 on a T4 and 1.36 on an A100, in
+# NeuSight's set. On an H200 the SMs bound the forward (`_LONG_SOFTMAX_PER_CYCLE`); its backward is
+# measured in the same way as `PASSES`.
+_LONG_SOFTMAX, _LONG_SOFTMAX_BACKWARD = 1.5, 1.4
 # Measured on `index_add_` of rows of 4 and 8 kB in the same database; in 16 bits the additions
 # retry a compare-and-swap.
 _ADDED_IN_16_BITS = 5.7
@@ -365,9 +370,23 @@ def _computes_sums(call: Call) -> bool:
 # `reduce_kernel`.
 _ELEMENTWISE_PER_CYCLE, _REDUCED_PER_CYCLE = 1.34, 2.5
 
+# The same of layer norms, and of softmax of long rows: 2.0 to 2.4 and 1.0 to 1.2 in the shipped
+# database of the H200.
+_NORMED_PER_CYCLE, _LONG_SOFTMAX_PER_CYCLE = 2.2, 1.1
+
+# The same of `topk`, which reads a row once for every two bits of its numbers: 8 of 256 numbers in
+# 8192 rows take an H100 120 us (2026-11-27-small-operators-h100).
+_TOPK_PER_CYCLE = 0.08
+
 
 def cycles_of(call: Call, operator_class: OpClass) -> float:
     """Return the SM cycles of a call's elements; 0 if its bytes determine its time."""
+    if call.op == "topk":
+        return call.numel(0) / _TOPK_PER_CYCLE
+    if call.op == "native_layer_norm":
+        return call.numel(0) / _NORMED_PER_CYCLE
+    if call.op in ("_softmax", "_log_softmax") and passes_of(call) > 1:
+        return call.numel(0) / _LONG_SOFTMAX_PER_CYCLE
     if operator_class is OpClass.REDUCTION:
         return call.numel(0) / _REDUCED_PER_CYCLE
     if operator_class is OpClass.ELEMENTWISE or call.op == "copy_":

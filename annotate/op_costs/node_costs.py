@@ -12,11 +12,13 @@ from onerank.annotate.op_costs import (
     engine_operators,
     gemm,
     library_operators,
+    load_chains,
     memory_bound,
 )
 from onerank.annotate.op_costs.cost_record import Work
 from onerank.annotate.op_costs.custom_operator_costs import is_registered, registered_work
 from onerank.annotate.op_costs.engine_operators import paged_cache_work, reads_paged_cache
+from onerank.annotate.op_costs.load_chains import chain_of
 from onerank.annotate.op_costs.memory_bound import cycles_of, passes_of, rereads_of
 from onerank.annotate.op_costs.op_classes import (
     CLASSES,
@@ -35,6 +37,7 @@ NEED_VALUES = (
     gemm.NEED_VALUES
     | attention.NEED_VALUES
     | memory_bound.NEED_VALUES
+    | load_chains.NEED_VALUES
     | library_operators.NEED_VALUES
 )
 """Operators, by base name, whose cost depends on argument values in addition to shapes."""
@@ -120,11 +123,11 @@ def work_of_call(op: str, call: Call) -> Work:
         return by_full_name(call) or memory_bound.bytes_only(call)
     formula = _FORMULAS.get(call.op) or memory_bound.BY_CLASS.get(op_class(op))
     work = (formula(call) if formula else None) or memory_bound.bytes_only(call)
-    passes, cycles = passes_of(call), cycles_of(call, op_class(op))
+    passes, cycles, chain = passes_of(call), cycles_of(call, op_class(op)), chain_of(call)
     # Most calls end here, which spares them a copy of the record.
-    if passes == 1 and not cycles:
+    if passes == 1 and not cycles and not chain:
         return work
-    return replace(work, passes=passes, rereads=rereads_of(call), cycles=cycles)
+    return replace(work, passes=passes, rereads=rereads_of(call), cycles=cycles, chain=chain)
 
 
 _LARGEST_COUNT = 2.0**62

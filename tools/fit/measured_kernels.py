@@ -196,5 +196,6 @@ def _kernels(times_ns: F64, flops: F64, moved: F64, dtype: str) -> KernelFeature
         passes=np.ones(count),
         rereads=np.ones(count),
         cycles=np.zeros(count),
+        chain=np.zeros(count),
         from_torch=every,
     )

@@ -34,8 +34,10 @@ from onerank.annotate.models.intervals import same_die
 from onerank.annotate.models.learned import predict_from_description, predict_learned
 from onerank.annotate.models.prediction_terms import Rule
 from onerank.annotate.models.roofline import predict_from_datasheet
-from onerank.annotate.op_costs.memory_bound import PASSES
+from onerank.annotate.op_costs.cost_record import Work
+from onerank.annotate.op_costs.node_costs import work_of_call
 from onerank.annotate.op_costs.op_classes import OpClass, floor_share_of
+from onerank.annotate.op_costs.operands import Call, Tensor
 from onerank.ir.arrays import F64
 from tools.fit.evaluate_fit import Case, Described, as_shipped
 from tools.fit.fit_tiles import fit_robustly, rates_of, robust_loss, stored_ns
@@ -255,10 +257,24 @@ def _vector_kernels(op: str, table: pl.DataFrame, gpu: str) -> KernelFeatures:
         return of_products(Products("float32", shapes, {}), times_ns)
     tensors = 3 if op in ("add", "mul", "div", "pow") else 2
     op_class = {"ln": OpClass.NORM, "softmax": OpClass.SOFTMAX}.get(op, OpClass.ELEMENTWISE)
-    passes = PASSES["native_layer_norm"] if op == "ln" else 1.0
     kernels = of_memory(times_ns, 4 * tensors * m * n)
-    ones = np.ones(len(table))
-    return replace(kernels, floor_share=floor_share_of(op_class) * ones, passes=passes * ones)
+    kernels = replace(kernels, floor_share=floor_share_of(op_class) * np.ones(len(table)))
+    if op not in _ROW_OPERATORS:
+        return kernels
+    works = [_row_work(op, *sizes) for sizes in table.select("m", "n").iter_rows()]
+    # Arrays of the works' attributes of the same names.
+    columns = ("passes", "rereads", "cycles", "chain")
+    return replace(kernels, **{c: np.array([getattr(w, c) for w in works]) for c in columns})
+
+
+# Operators that read rows more than once -> their names in PyTorch.
+_ROW_OPERATORS = {"ln": "native_layer_norm", "softmax": "_softmax"}
+
+
+def _row_work(op: str, rows: int, columns: int) -> Work:
+    tensor = Tensor((rows, columns), "float32", 4)
+    name = _ROW_OPERATORS[op]
+    return work_of_call(f"aten::{name}", Call(name, ((tensor,),), ((tensor,),), ()))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,95 @@
+"""Chains of loads that wait for each other, which bound kernels with few rows.
+
+One thread block reads a row in steps, and a step waits for the loads of the step before. With many
+rows other blocks hide this time; with few the time grows with the length of the row and not with
+the number of rows. Sums of kernel times on an H100, torch 2.11 (benchmarks/results,
+2026-11-27-small-operators-h100): layer norm of 1 to 64 rows of 7168 15 us, a softmax of 1 to 8 rows
+of 128,256 numbers 41 us, `cumsum` along the first dimension of 8192 x 256 3.2 ms.
+"""
+
+from collections.abc import Callable
+from math import ceil, log2
+
+from onerank.annotate.op_costs.operands import Call
+
+NEED_VALUES = frozenset({"cumsum", "cumprod", "logcumsumexp"})
+"""Scans, whose chain depends on the dimension."""
+
+# Elements that a block of PyTorch's kernels reads in a step, and its steps over a row. Layer norm
+# (`vectorized_layer_norm_kernel`): 128 threads with 4 elements each, once for the sums and once for
+# the result. Softmax of rows that do not fit into shared memory: 1024 threads with 16 bytes each,
+# for the maximum, the sum and the result. A reduction: 512 threads with 4 elements.
+_NORM_ELEMENTS, _NORM_PASSES = 512, 2
+_SOFTMAX_BYTES, _SOFTMAX_PASSES, _SHARED_ROW_BYTES = 16 * 1024, 3, 48 * 1024
+_REDUCED_ELEMENTS = 512 * 4
+
+# From this many elements for each result on, several blocks share a reduction.
+_SHARED_REDUCTION = 512 * 256
+
+# A step of a scan along the last dimension is a tree of additions: 1.35 to 1.65 us for 32 to 512
+# threads, in loads.
+_TREE = 3.5
+
+_THREADS = 9  # log2 of the threads of a block of that scan
+
+
+def _norm(call: Call) -> float:
+    tensor = call.tensor(0)
+    if tensor is None or not tensor.shape:
+        return 0.0
+    return _NORM_PASSES * ceil(tensor.shape[-1] / _NORM_ELEMENTS)
+
+
+def _softmax(call: Call) -> float:
+    tensor = call.tensor(0)
+    if tensor is None or not tensor.shape:
+        return 0.0
+    row_bytes = tensor.shape[-1] * tensor.item_bytes
+    passes = _SOFTMAX_PASSES if row_bytes > _SHARED_ROW_BYTES else 1
+    return passes * ceil(row_bytes / _SOFTMAX_BYTES)
+
+
+def _reduction(call: Call) -> float:
+    """Return the loads of a reduction of whole rows; 0 of one along another dimension."""
+    tensor, results = call.tensor(0), call.output_numel
+    if tensor is None or not tensor.shape or not results:
+        return 0.0
+    reduced = tensor.numel // results
+    if reduced not in (tensor.shape[-1], tensor.numel) or reduced >= _SHARED_REDUCTION:
+        return 0.0
+    return ceil(reduced / _REDUCED_ELEMENTS)
+
+
+def _scan(call: Call) -> float:
+    """Return the loads of a scan; a single row is divided among blocks.
+
+    Along another dimension than the last, a thread adds the numbers of a column one by one. Along
+    the last, a block scans as many rows as leave it 16 threads or more for each (PyTorch's
+    `get_log_num_threads_x_inner_scan`), and a thread has two elements.
+    """
+    tensor, axis = call.tensor(0), call.value(1)
+    if tensor is None or not tensor.shape or not isinstance(axis, int):
+        return 0.0
+    size = tensor.shape[axis]
+    if not size or tensor.numel == size:
+        return 0.0
+    if axis % len(tensor.shape) != len(tensor.shape) - 1:
+        return float(size)
+    rows = tensor.numel // size
+    spare = ceil(log2(size)) - ceil(log2(rows))
+    threads = 2 ** min(max((_THREADS + spare) // 2, 4), _THREADS)
+    return _TREE * ceil(size / (2 * threads))
+
+
+_CHAINS: dict[str, Callable[[Call], float]] = {
+    **dict.fromkeys(("native_layer_norm", "_fused_rms_norm"), _norm),
+    **dict.fromkeys(("_softmax", "_log_softmax"), _softmax),
+    **dict.fromkeys(("argmax", "argmin", "max", "min", "amax", "amin", "sum", "mean"), _reduction),
+    **dict.fromkeys(NEED_VALUES, _scan),
+}
+
+
+def chain_of(call: Call) -> float:
+    """Return the number of loads of a call's longest chain; 0 if none bounds its time."""
+    chain = _CHAINS.get(call.op)
+    return chain(call) if chain else 0.0

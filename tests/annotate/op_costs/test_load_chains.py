@@ -1,0 +1,83 @@
+"""Chains of loads bound kernels with few rows."""
+
+import numpy as np
+import pytest
+
+from onerank.annotate import load_gpu
+from onerank.annotate.models import roofline
+from onerank.annotate.models.features import kernels_of
+from onerank.annotate.models.prediction_terms import Rule
+from onerank.annotate.op_costs.cost_record import Work
+from onerank.annotate.op_costs.load_chains import chain_of
+from onerank.annotate.op_costs.node_costs import work_of_call
+from onerank.annotate.op_costs.operands import Call, Tensor
+
+H100 = load_gpu("H100")
+
+
+def call(op: str, shape: tuple[int, ...], result: tuple[int, ...], item: int = 4, axis: int = -1):
+    dtype = {2: "bfloat16", 4: "float32", 8: "int64"}[item]
+    x, y = Tensor(shape, dtype, item), Tensor(result, dtype, item)
+    return Call(op, ((x,), (), ()), ((y,),), (None, axis, None))
+
+
+def rows(op: str, *shape: int, item: int = 4, axis: int = -1) -> Call:
+    return call(op, shape, shape, item, axis)
+
+
+@pytest.mark.parametrize(
+    ("made", "loads"),
+    [
+        (rows("native_layer_norm", 16, 7168, item=2), 2 * 14),
+        (rows("native_layer_norm", 16, 7169, item=2), 2 * 15),
+        (rows("_softmax", 8, 128256), 3 * 32),
+        (rows("_softmax", 8, 12288), 3),  # the row stays in shared memory
+        (call("argmax", (8, 128256), (8,), 4), 63),
+        (call("sum", (8, 128256), (128256,), 4), 0),  # along the rows
+        (call("sum", (4096, 4096), (), 4), 0),  # several blocks share it
+        (rows("cumsum", 1024, 256, item=8, axis=0), 1024),
+        # 512, 128 and 32 threads for rows of 4096; a single row is divided among blocks.
+        (rows("cumsum", 8, 128256), 3.5 * 126),
+        (rows("cumsum", 64, 4096), 3.5 * 16),
+        (rows("cumsum", 1024, 4096), 3.5 * 64),
+        (rows("cumsum", 1, 4096), 0),
+        (rows("add", 16, 7168), 0),
+    ],
+)
+def test_loads_that_wait_for_each_other(made: Call, loads: float):
+    assert chain_of(made) == loads
+    assert work_of_call(f"aten::{made.op}", made).chain == loads
+
+
+@pytest.mark.parametrize(
+    ("made", "measured_us"),
+    [
+        # An H100, torch 2.11: 2026-11-27-small-operators-h100.
+        (rows("native_layer_norm", 1, 7168, item=2), 15.65),
+        (rows("native_layer_norm", 64, 4096, item=2), 9.76),
+        (rows("_softmax", 1, 128256), 40.9),
+        (rows("cumsum", 1024, 256, item=8, axis=0), 399.1),
+        (rows("cumsum", 8192, 256, item=8, axis=0), 3172.6),
+        (rows("cumsum", 64, 4096), 24.3),
+        (rows("cumsum", 1024, 4096), 86.5),
+    ],
+)
+def test_times_of_few_rows_on_an_h100(made: Call, measured_us: float):
+    kernels = kernels_of([work_of_call(f"aten::{made.op}", made)], np.zeros(1))
+    (ns,), (rule,) = roofline.predict_from_datasheet(kernels, H100)
+    assert ns / 1e3 == pytest.approx(measured_us, rel=0.15)
+    assert rule == Rule.CHAIN
+
+
+def test_other_vendors_and_the_roofline_of_the_literature_have_no_chains():
+    kernels = kernels_of([Work(0, 1000, 1000, chain=100)], np.zeros(1))
+    chained, plain = (
+        model(kernels, *gpus)[0].item()
+        for model, gpus in (
+            (roofline.predict_from_datasheet, (H100,)),
+            (roofline.predict_by_roofline, (H100, H100)),
+        )
+    )
+    assert chained - plain == pytest.approx(41_000, rel=0.01)
+    mi300x = load_gpu("MI300X")
+    assert roofline.predict_from_datasheet(kernels, mi300x)[0].item() < 10_000
