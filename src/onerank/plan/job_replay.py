@@ -285,15 +285,16 @@ def _ordered(graph: Graph, *kinds: Kind) -> list[int]:
 
 def _prepared(graph: Graph, network: ClusterNetwork) -> _Rank:
     """Return a rank whose floor is the end of the step before, replayed without the other ranks."""
-    graph, _ = with_network(graph, network, graph.job.world)
+    timed = with_network(graph, network, graph.job.world)
+    graph, contention = timed.graph, timed.contention
     overhead, emulated = graph.job.measurement.host_overhead, graph.job.measurement.emulated_calls
     is_host = graph.mask(Kind.HOST_OP)
     if overhead is None or not is_host.any():
-        replayed = ReplayedRank(graph)
+        replayed = ReplayedRank(graph, contention=contention)
         return _Rank(graph, replayed, np.zeros(len(graph), dtype=np.int64), replayed.schedule())
     factor = graph.job.host_factor
     excess_ns = emulated.excess_ns * factor if emulated else 0.0
-    replayed = replay_without_profiler(graph, overhead.host_factor, excess_ns)
+    replayed = replay_without_profiler(graph, overhead.host_factor, excess_ns, contention)
     times = replayed.schedule()
     host_ns = int(times.end_ns[is_host].max()) + round(overhead.inter_step_host_ns * factor)
     gpu_ns = max(host_ns, int(times.end_ns.max()))
