@@ -21,7 +21,10 @@ from onerank.capture.no_device.tensor_values import Known, Storages, UnknownValu
 from onerank.ir.notes import Note
 
 ZERO_PATTERN = "_onerank_nonzero"
-"""Attribute of a fake tensor: its mask, and how often its memory had been written by then."""
+"""Attribute of a fake tensor: its mask, the number of its storage, and of that storage's writes.
+
+The attribute stays where `tensor.data = other` gives the tensor another storage.
+"""
 
 _ZEROS = frozenset("zeros zeros_like new_zeros zero".split())
 
@@ -119,9 +122,10 @@ class ZeroPatterns:
             return
         for tensor, mask in zip(results, masks, strict=True):
             if isinstance(tensor, FakeTensor) and tensor.numel() <= MOST_KNOWN_BOOLS:
-                writes = self._writes.setdefault(self._storages.number(tensor), 0)
+                number = self._storages.number(tensor)
+                writes = self._writes.setdefault(number, 0)
                 with unset_fake_temporarily():
-                    setattr(tensor, ZERO_PATTERN, (mask.expand(tensor.shape), writes))
+                    setattr(tensor, ZERO_PATTERN, (mask.expand(tensor.shape), number, writes))
 
     def forget(self, tensor: Tensor) -> None:
         """Forget the masks of a tensor's memory, which is written."""
@@ -143,10 +147,10 @@ class ZeroPatterns:
 
     def _attached(self, tensor: Any) -> Tensor | None:
         """Return the mask that follows a tensor, else None."""
-        mask, writes = getattr(tensor, ZERO_PATTERN, (None, 0))
-        if mask is None or writes != self._writes[self._storages.number(tensor)]:
+        mask, number, writes = getattr(tensor, ZERO_PATTERN, (None, 0, 0))
+        if mask is None or number != self._storages.number(tensor):
             return None
-        return mask
+        return mask if writes == self._writes[number] else None
 
     def _mask(self, operand: Any) -> Tensor:
         """Return the mask of an operand, which is a tensor or a number."""

@@ -793,6 +793,7 @@ def test_zeros_that_unknown_numbers_overwrite_are_unknown(statement, tmp_path):
 
 
 FOLLOWED = """
+    import copy
     import torch
     gate = torch.nn.Linear(32, 4, device="cuda")
     optimizer = torch.optim.SGD(gate.parameters(), lr=0.1)
@@ -812,6 +813,7 @@ FOLLOWED = """
             zeros = torch.nn.init.zeros_(torch.nn.Linear(8, 512).weight)
             zeros.data = zeros.data[256:].clone()
             zeros.cuda()
+            copy.deepcopy(torch.nn.LayerNorm(8)).cuda()
             half = g.mul_(s).t().clone()[:2].nonzero().shape[0]
             g[:, 0] = s[:, 0]
             g.masked_fill_(s > 0, 1.0)
