@@ -296,7 +296,9 @@ class C10dOperators:
             check_contiguous(args.output)
             check_contiguous(args.input)
             source, size = args.input, launch.group.size
-            if _are_counts([source, args.output]) and not any(splits.values()):
+            # Functional collectives state equal splits, which c10d takes for granted.
+            equal = all(len({*sizes}) <= 1 for sizes in splits.values())
+            if _are_counts([source, args.output]) and equal:
                 source = source.view(-1).chunk(size)[launch.group.rank]
             launch.fill([(args.output, source)])
             return launch.finish([args.output])

@@ -12,6 +12,7 @@ from onerank.capture.fake_tensors import as_subclass, is_combined
 from onerank.capture.no_device.operators.fake_operators import FakeOperators
 from onerank.capture.no_device.operators.zero_patterns import ZERO_PATTERN
 from onerank.capture.no_device.tensor_values import Known, Storages, UnknownValues
+from onerank.capture.patches import untraced
 
 _torch: Any = torch
 
@@ -109,14 +110,11 @@ def fake_tensor_methods(operators: FakeOperators, values: UnknownValues) -> dict
                 numbers = torch.full(tensor.shape, values.scalar(tensor), device="cpu")
             return numbers.tolist()
 
-    return {
-        "__new__": staticmethod(_new_fake),
-        "data": _data,
-        "numpy": numpy,
-        "tolist": tolist,
-        "__format__": _format,
-        "__repr__": _repr,
-    }
+    # Dynamo leaves a graph for these, and would compile their body.
+    methods = {"numpy": numpy, "tolist": tolist, "__format__": _format, "__repr__": _repr}
+    for method in methods.values():
+        untraced(method)
+    return {"__new__": staticmethod(_new_fake), "data": _data, **methods}
 
 
 _new_fake_of_torch: Any = FakeTensor.__new__

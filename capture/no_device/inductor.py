@@ -31,6 +31,7 @@ from onerank.capture.no_device.generated_kernels import (
     GeneratedKernel,
     KernelAccesses,
 )
+from onerank.capture.no_device.graph_numbers import NUMBERS, GraphNumbers
 from onerank.capture.no_device.operators.fake_operators import FakeOperators
 from onerank.capture.patches import after_import, patched, rebound, resolve
 from onerank.capture.script.runner import environment
@@ -254,7 +255,8 @@ class InductorOnShapes:
             _: Any, key: str, path: str, linemap: Any = None, attrs: dict[str, Any] | None = None
         ) -> ModuleType:
             self.graphs += 1
-            wrapper = _load(key, path)
+            virtualized: Any = importlib.import_module("torch._inductor.virtualized")
+            wrapper = _load(key, path, GraphNumbers(virtualized.V.graph, self._operators))
             vars(wrapper).update(attrs or {})
             return wrapper
 
@@ -526,7 +528,7 @@ def _first_stream(_: int) -> int:
     return 0
 
 
-def _load(key: str, path: str) -> ModuleType:
+def _load(key: str, path: str, numbers: GraphNumbers) -> ModuleType:
     """Run a wrapper's source, with fake tensors in the place of the device's."""
     wrapper = ModuleType(f"onerank_inductor_{key}")
     wrapper.__file__ = path
@@ -535,6 +537,8 @@ def _load(key: str, path: str) -> ModuleType:
     # Only a CUDA build of torch has this function.
     raw_stream = "from torch._C import _cuda_getCurrentRawStream as get_raw_stream"
     source = source.replace(raw_stream, "get_raw_stream = None")
+    if numbers.decides:
+        source = numbers.extended(source)
     stubs: dict[str, Any] = {}
     # The wrapper imports triton, and does not use it.
     if "triton" not in sys.modules:
@@ -551,6 +555,11 @@ def _load(key: str, path: str) -> ModuleType:
         assert_size_stride=_nothing,
         assert_alignment=_nothing,
     )
+    if numbers.decides:
+        call = vars(wrapper)["call"]
+        vars(wrapper).update(
+            {"call": functools.partial(numbers.run, call), NUMBERS: numbers.report}
+        )
     return wrapper
 
 

@@ -126,6 +126,13 @@ class Known:
         ):
             setattr(tensor, self.ATTRIBUTE, value)
 
+    def overwrite(self, tensor: Any, value: Tensor | None) -> None:
+        """Keep the numbers of a fake tensor that was written whole; None: they are unknown."""
+        vars(tensor).pop(self.ATTRIBUTE, None)
+        if value is not None:
+            self._spoiled.discard(self._storages.number(tensor))
+            self.set(tensor, value)
+
     def spoil(self, tensor: Tensor) -> None:
         """Forget the numbers of a tensor that is written with unknown ones, and of its views."""
         if hasattr(tensor, self.ATTRIBUTE):

@@ -111,6 +111,7 @@ class FakeOperators(TorchDispatchMode):
         describe: describes operands for the log.
         block_masks: counts what flex attention computes.
         zero_patterns: which elements of tensors with unknown numbers are zero.
+        routers: gives the choices of routers.
     """
 
     supports_higher_order_operators = True
@@ -144,6 +145,7 @@ class FakeOperators(TorchDispatchMode):
         self.storages = Storages(log)
         self.known = Known(self.storages)
         self.zero_patterns = ZeroPatterns(self.known, self.storages, unknown)
+        self.routers = routers
         self._results = KnownResults(self.known, unknown, routers)
         self.workspaces = Workspaces(log, workspace_bytes)
         self.describe = Describer(self.storages.number)
