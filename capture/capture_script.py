@@ -356,39 +356,7 @@ def job_of(rank_run: RankRun, options: Options, observed: Observations) -> Job:
         if name in used
     )
     several = len(observed.profiled_step_ns) > 1
-    notes = list(observed.notes)
     gpu = options.emulated_gpu
-    if gpu is not None:
-        notes.append(
-            Note(
-                f"run on no device, on shapes alone, as on a {gpu.name}: no time was measured",
-                code="captured-without-device",
-            )
-        )
-        # Scripts that choose a device by `torch.cuda.is_available` get the GPU; others stay on
-        # the CPU, which a trace for a GPU would hide.
-        if not max(observed.peak_memory_bytes):
-            notes.append(
-                Note(
-                    "the script put no tensor on the GPU: its CPU operators count as the GPU's, "
-                    "and no memory is recorded. Create its model and batches on `cuda`.",
-                    code="no-device-gpu-unused",
-                )
-            )
-    elif not observed.on_gpu:
-        notes.append(
-            Note(
-                "measured on a CPU: its compute nodes are operators, not kernels",
-                code="captured-on-cpu",
-            )
-        )
-        if options.emulation.network is not None:
-            notes.append(
-                Note(
-                    "no kernels emulated the collectives: that needs a GPU",
-                    code="collectives-not-emulated",
-                )
-            )
     return Job(
         world=options.world,
         rank=options.rank,
@@ -409,12 +377,51 @@ def job_of(rank_run: RankRun, options: Options, observed: Observations) -> Job:
             resident_pools=observed.resident_pools,
             input_spread=observed.input_spread,
             versions=_versions(),
-            notes=tuple(notes),
+            notes=(*observed.notes, *_device_notes(options, observed)),
         ),
         modules=rank_run.modules.table(),
         pipeline=pipeline_of(rank_run.models),
         classes=_classes(rank_run, options.world),
     )
+
+
+def _device_notes(options: Options, observed: Observations) -> list[Note]:
+    """Return what the step's device means for the trace; [] of a GPU."""
+    gpu = options.emulated_gpu
+    if gpu is not None:
+        notes = [
+            Note(
+                f"run on no device, on shapes alone, as on a {gpu.name}: no time was measured",
+                code="captured-without-device",
+            )
+        ]
+        # Scripts that choose a device by `torch.cuda.is_available` get the GPU; others stay on
+        # the CPU, which a trace for a GPU would hide.
+        if not max(observed.peak_memory_bytes):
+            notes.append(
+                Note(
+                    "the script put no tensor on the GPU: its CPU operators count as the GPU's, "
+                    "and no memory is recorded. Create its model and batches on `cuda`.",
+                    code="no-device-gpu-unused",
+                )
+            )
+        return notes
+    if observed.on_gpu:
+        return []
+    notes = [
+        Note(
+            "measured on a CPU: its compute nodes are operators, not kernels",
+            code="captured-on-cpu",
+        )
+    ]
+    if options.emulation.network is not None:
+        notes.append(
+            Note(
+                "no kernels emulated the collectives: that needs a GPU",
+                code="collectives-not-emulated",
+            )
+        )
+    return notes
 
 
 def pipeline_of(models: ModelSlicing) -> Pipeline | None:

@@ -52,6 +52,79 @@ def insert_host_delays(
     """
     graph, target = _target_duration(graph)
     compute = graph.gpu_compute & (graph.nodes.duration_ns > 0)
+    waits = _host_waits(graph, compute, target, ranks)
+    notes = _notes_on_waits(graph, waits, target, ranks)
+    shares = _shares(graph, np.flatnonzero(compute))
+    durations = graph.nodes.duration_ns.copy()
+    # ASTRA-sim runs one operation of a GPU at a time: without shares, an FSDP2 step, whose copies
+    # overlap its products, took 1.9% longer than its compute covers.
+    if one_at_a_time:
+        if overlap_ns := int(durations.sum() - shares.sum()):
+            text = f"Streams overlap by {time(overlap_ns)}, divided among the operations."
+            notes.append(Note(text, code="host-delays-divided-overlap"))
+        durations = shares.copy()
+    if target.slower_ns:
+        # A GPU at its power limit is slower in consecutive steps than in one after a pause. The
+        # profiler cannot shorten a wait, so a median step above the profiled one is slower compute.
+        # For a pipeline stage on an H200 the difference was 2.4% of the kernel time.
+        share = target.slower_ns / int(shares[compute].sum())
+        durations[compute] = np.rint(durations[compute] * (1 + share))
+        text = (
+            f"The {target.slower_step} ({time(target.step_ns)}) is longer by "
+            f"{time(target.slower_ns)}: its compute took {share:.1%} longer."
+        )
+        notes.append(Note(text, code="host-delays-slower-compute"))
+    timed = graph.with_columns(duration_ns=durations)
+    return _insert(timed, waits.after, waits.before, waits.idle_ns), notes
+
+
+@dataclass(frozen=True)
+class _TargetDuration:
+    """Duration that the step must have once host delays are inserted.
+
+    Attributes:
+        step: name of the step that gives the duration, for the note.
+        gaps_from: where the idle intervals were seen, for the note.
+        step_ns: duration of the step.
+        slower_ns: part of `step_ns` by which kernels took longer than in the graph.
+        slower_step: name of the step that has `slower_ns`, for the note.
+    """
+
+    step: str
+    gaps_from: str
+    step_ns: int
+    slower_ns: int
+    slower_step: str = "median step without the profiler"
+
+
+@dataclass(frozen=True)
+class _HostWaits:
+    """Intervals in which the GPU waits for its host.
+
+    Attributes:
+        after: node of compute that ends before each, int64[n].
+        before: node that starts after each, int64[n].
+        idle_ns: duration of each, int64[n].
+        busy_ns: time in which the GPU is not idle.
+        others_ns: part of all durations in which the rank waits for the slowest of its equal ranks.
+    """
+
+    after: I64
+    before: I64
+    idle_ns: I64
+    busy_ns: int
+    others_ns: int
+
+
+def _host_waits(graph: Graph, compute: Mask, target: _TargetDuration, ranks: int) -> _HostWaits:
+    """Return the idle intervals, scaled so that the step takes its target duration.
+
+    Args:
+        graph: with the start times from which the idle intervals are read.
+        compute: nodes of compute that take time, bool[n].
+        target: duration of the step.
+        ranks: number of equal ranks that the graph represents.
+    """
     other_work = graph.communication & (graph.nodes.duration_ns > 0)
     other_work |= storage_delays(graph) & ~prefetched_storage(graph)
     busy = np.flatnonzero(compute | other_work)
@@ -74,11 +147,19 @@ def insert_host_delays(
     last_compute = np.maximum.accumulate(np.where(compute[busy], np.arange(len(busy)), -1))
     # A delay needs a stream, which it takes from the compute before it.
     delayed = delayed[last_compute[delayed - 1] >= 0]
+    return _HostWaits(
+        busy[last_compute[delayed - 1]], busy[delayed], idle[delayed], busy_ns, others_ns
+    )
+
+
+def _notes_on_waits(
+    graph: Graph, waits: _HostWaits, target: _TargetDuration, ranks: int
+) -> list[Note]:
     text = (
-        f"The GPU waits {time(int(idle[delayed].sum()))} for its host, in {len(delayed)} nodes: "
-        f"the {target.step} ({time(target.step_ns - target.slower_ns)}) less GPU busy time "
-        f"({time(busy_ns)}), placed where the GPU waited {target.gaps_from}. Network time hides a "
-        "part of it, which the simulator cannot know."
+        f"The GPU waits {time(int(waits.idle_ns.sum()))} for its host, in {len(waits.idle_ns)} "
+        f"nodes: the {target.step} ({time(target.step_ns - target.slower_ns)}) less GPU busy time "
+        f"({time(waits.busy_ns)}), placed where the GPU waited {target.gaps_from}. Network time "
+        "hides a part of it, which the simulator cannot know."
     )
     notes = [Note(text, code="host-delays")]
     emulated = graph.job.measurement.emulated_calls
@@ -89,53 +170,13 @@ def insert_host_delays(
             "a call of NCCL does; the delays leave that out."
         )
         notes.append(Note(text, code="host-delays-emulated-calls"))
-    if others_ns:
+    if waits.others_ns:
         text = (
-            f"They contain {time(others_ns)} by which the slowest of the {ranks} ranks is expected "
-            "to exceed the median step, by the spread of the slice's steps."
+            f"They contain {time(waits.others_ns)} by which the slowest of the {ranks} ranks is "
+            "expected to exceed the median step, by the spread of the slice's steps."
         )
         notes.append(Note(text, code="host-delays-slowest-rank"))
-    ends = busy[last_compute[delayed - 1]], busy[delayed]
-    shares = _shares(graph, np.flatnonzero(compute))
-    durations = graph.nodes.duration_ns.copy()
-    # ASTRA-sim runs one operation of a GPU at a time: without shares, an FSDP2 step, whose copies
-    # overlap its products, took 1.9% longer than its compute covers.
-    if one_at_a_time:
-        if overlap_ns := int(durations.sum() - shares.sum()):
-            text = f"Streams overlap by {time(overlap_ns)}, divided among the operations."
-            notes.append(Note(text, code="host-delays-divided-overlap"))
-        durations = shares.copy()
-    if target.slower_ns:
-        # A GPU at its power limit is slower in consecutive steps than in one after a pause. The
-        # profiler cannot shorten a wait, so a median step above the profiled one is slower compute.
-        # For a pipeline stage on an H200 the difference was 2.4% of the kernel time.
-        share = target.slower_ns / int(shares[compute].sum())
-        durations[compute] = np.rint(durations[compute] * (1 + share))
-        text = (
-            f"The {target.slower_step} ({time(target.step_ns)}) is longer by "
-            f"{time(target.slower_ns)}: its compute took {share:.1%} longer."
-        )
-        notes.append(Note(text, code="host-delays-slower-compute"))
-    return _insert(graph.with_columns(duration_ns=durations), *ends, idle[delayed]), notes
-
-
-@dataclass(frozen=True)
-class _TargetDuration:
-    """Duration that the step must have once host delays are inserted.
-
-    Attributes:
-        step: name of the step that gives the duration, for the note.
-        gaps_from: where the idle intervals were seen, for the note.
-        step_ns: duration of the step.
-        slower_ns: part of `step_ns` by which kernels took longer than in the graph.
-        slower_step: name of the step that has `slower_ns`, for the note.
-    """
-
-    step: str
-    gaps_from: str
-    step_ns: int
-    slower_ns: int
-    slower_step: str = "median step without the profiler"
+    return notes
 
 
 def _target_duration(graph: Graph) -> tuple[Graph, _TargetDuration]:

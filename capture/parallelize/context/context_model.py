@@ -96,33 +96,66 @@ def apply_context_parallel(
         SliceError: the model is not supported on parts of a sequence.
     """
     configured = _check(model, group.size())
-    context = Context(group, comm)
-    layer = _Layer(context, eager=configured._attn_implementation == "eager")
+    layer = _Layer(Context(group, comm), eager=configured._attn_implementation == "eager")
     chunked = _CHUNKED in (getattr(configured, "layer_types", None) or ())
     _register_attention()
     for module in _configure(model, _ATTENTION):
         setattr(module, _LAYER, layer)
+    hooks = _ModelHooks(
+        layer,
+        type(model).__name__,
+        chunked=chunked,
+        has_loss=has_loss,
+        peers_absent=peers_absent,
+    )
+    # First, so that the hooks of the other axes see this rank's part of the batch.
+    model.register_forward_pre_hook(hooks.enter, with_kwargs=True, prepend=True)
+    trunk: Any = model.base_model
+    # A script that calls the trunk itself would run it on the whole sequence.
+    if trunk is not model:
+        trunk.register_forward_pre_hook(hooks.enter_trunk)
+    model.register_forward_hook(hooks.leave, always_call=True)
 
-    running = packed = False
 
-    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        nonlocal running, packed
-        running = True
+@dataclass
+class _ModelHooks:
+    """Hooks of a context-parallel model: they cut each call's batch, and sum its losses.
+
+    Attributes:
+        layer: settings of the attention modules.
+        model_class: name of the model's class, for errors.
+        chunked: whether some layers use chunked attention.
+        has_loss: whether the model computes a loss.
+        peers_absent: whether the group's other ranks do not exist to add partial sums.
+        running: whether a call of the model is in progress.
+        packed: whether its sequences are cut one by one, so that logits are not gathered.
+    """
+
+    layer: _Layer
+    model_class: str
+    chunked: bool
+    has_loss: bool
+    peers_absent: bool
+    running: bool = False
+    packed: bool = False
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Replace the arguments of a call by this rank's part; set the inputs of its masks."""
+        self.running = True
+        context = self.layer.context
         batch = shard_batch(module, args, kwargs, context)
-        packed = batch.packing is not None
-        masked = (
-            layer.eager or chunked or batch.token_mask is not None or batch.documents is not None
-        )
-        if chunked and batch.documents is not None:
+        self.packed = batch.packing is not None
+        if self.chunked and batch.documents is not None:
             raise SliceError(
                 f"--cp: {type(module).__name__} uses chunked attention, which --cp does not "
                 "support with packed sequences: do not pack",
                 code="cp-chunked-packed",
             )
-        implementation = MASKED if masked else _ATTENTION
-        _configure(module, implementation)
+        hides_tokens = batch.token_mask is not None or batch.documents is not None
+        masked = self.layer.eager or self.chunked or hides_tokens
+        _configure(module, MASKED if masked else _ATTENTION)
         if masked:
-            masking = batch.token_mask, batch.documents, layer.eager, batch.packing
+            masking = batch.token_mask, batch.documents, self.layer.eager, batch.packing
             MASK_INPUTS.set(MaskInputs(batch.query_positions, batch.length, *masking))
             # A mask of ones if nothing is padded: without a mask, transformers looks for packed
             # sequences in position ids, and those of the part jump between its two chunks.
@@ -132,28 +165,25 @@ def apply_context_parallel(
         if adds_balancing_loss(module, batch.arguments):
             share_balancing_loss(module)
             counted = None if batch.counted is None else context.local_chunks(batch.counted)
-            BALANCE.set(Balance((group,), peers_absent, counted))
+            BALANCE.set(Balance((context.group,), self.peers_absent, counted))
         return (), batch.arguments
 
-    def gather(logits: Tensor) -> Tensor:
-        whole: Any = GatheredLogits.apply(logits, group)
-        return whole
-
-    def enter_trunk(module: nn.Module, _: Any) -> None:
-        if not running:
+    def enter_trunk(self, module: nn.Module, _: Any) -> None:
+        """Refuse a call of the trunk that does not come from the model."""
+        if not self.running:
             raise SliceError(
                 f"--cp: {type(module).__name__} was called directly with whole sequences, but "
-                f"--cp cuts them when {type(model).__name__} is called\n"
+                f"--cp cuts them when {self.model_class} is called\n"
                 "  call that, or leave --cp out",
                 code="cp-called-directly",
             )
 
-    def leave(_: nn.Module, __: Any, output: Any) -> None:
-        nonlocal running
-        running = False
+    def leave(self, _: nn.Module, __: Any, output: Any) -> None:
+        """Sum the losses of the ranks; gather the logits when the script reads them."""
+        self.running = False
         MASK_INPUTS.set(None)
         BALANCE.set(None)
-        if not has_loss or output is None:
+        if not self.has_loss or output is None:
             return
         if isinstance(output, tuple):
             raise SliceError(
@@ -164,24 +194,22 @@ def apply_context_parallel(
         if losses:
             parts = [output[key] for key in losses]
             summed: Any = _SumOfParts.apply(
-                parts[0] if len(parts) == 1 else torch.stack(parts), group, peers_absent
+                parts[0] if len(parts) == 1 else torch.stack(parts),
+                self.layer.context.group,
+                self.peers_absent,
             )
             # indexed, not split: autograd forbids in-place changes of views of a split
             for place, key in enumerate(losses):
                 output[key] = summed if len(losses) == 1 else summed[place]
         output.__class__ = (
             without_logits(type(output), _PACKED_LOGITS)
-            if packed
-            else logits_when_read(type(output), gather)
+            if self.packed
+            else logits_when_read(type(output), self._gathered)
         )
 
-    # First, so that the hooks of the other axes see this rank's part of the batch.
-    model.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
-    trunk: Any = model.base_model
-    # A script that calls the trunk itself would run it on the whole sequence.
-    if trunk is not model:
-        trunk.register_forward_pre_hook(enter_trunk)
-    model.register_forward_hook(leave, always_call=True)
+    def _gathered(self, logits: Tensor) -> Tensor:
+        whole: Any = GatheredLogits.apply(logits, self.layer.context.group)
+        return whole
 
 
 def _configure(model: Any, attention: str) -> list[nn.Module]:
