@@ -18,6 +18,7 @@ from onerank.annotate.passes.nvlink_power import lacking_figures
 from onerank.converters.expand.layers import DepthCaptures
 from onerank.converters.expand.pipeline.schedules import FORWARD
 from onerank.converters.expand.pipeline.stages import StageBlock
+from onerank.display import size
 from onerank.ir import Graph, Measurement
 from onerank.ir.arrays import I64
 from onerank.ir.errors import DepthError, OneRankError
@@ -402,7 +403,7 @@ class _Evaluator:
             commands=commands_of(
                 self.job, layout, self.layers, links_active=not lacking_figures(self.gpu)
             ),
-            notes=_notes(self.gpu, stages, layout),
+            notes=_notes(self.gpu, stages, layout, peak_bytes, capacity),
         )
 
     def _energy_j(
@@ -471,8 +472,23 @@ def _step_range(step_ns: float, busy: Figures, stages: Sequence[StageTimes]) -> 
     return PredictedRange(step_ns, max(ends[0], 0.0), ends[1])
 
 
-def _notes(gpu: Gpu, stages: Sequence[StageTimes], layout: Layout) -> tuple[Note, ...]:
+def _notes(
+    gpu: Gpu,
+    stages: Sequence[StageTimes],
+    layout: Layout,
+    peak_bytes: PredictedRange,
+    capacity: float,
+) -> tuple[Note, ...]:
+    """Return the notes of a layout whose GPUs have `capacity` bytes."""
     notes: list[Note] = []
+    if peak_bytes.value <= capacity < peak_bytes.high:
+        notes.append(
+            Note(
+                f"may not fit: with fragmentation up to {size(peak_bytes.high)} of "
+                f"{size(capacity)}",
+                code="plan-may-not-fit",
+            )
+        )
     if lacking := lacking_figures(gpu):
         notes.append(
             Note(
