@@ -14,10 +14,12 @@ Rates change when an operation starts or ends, so the schedule is computed in th
 
 import heapq
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 
 from onerank.ir.arrays import F64, I64, Mask
+from onerank.ir.edges import Edges
 from onerank.ir.nodes import UNKNOWN
 
 LEAST_RATE = 0.05
@@ -56,27 +58,53 @@ class Contention:
         return bool((self.held > 0).any()) and bool((self.needed > 0).any())
 
 
+_Outgoing = list[tuple[int, int, int]]
+"""Edges as (target, delay in ns, edge)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Constraints:
-    """Constraints on the starts of nodes, as lists for loops over single elements.
+    """Constraints on the starts of nodes, by source, as lists for loops over single elements.
 
     Attributes:
-        sources: source of each edge.
-        targets: target of each edge.
-        delay: delay of each edge in ns.
-        ignored: edges that do not constrain their target.
-        from_start: whether the delay counts from the source's start, not its end.
-        earliest: start of a node without constraints.
-        floors: earliest start of each node.
+        after_start: per node, the edges whose delay counts from its start.
+        before_end: those whose delay is negative and counts from its end.
+        after_end: the others.
+        lead: how long before its end the first successor may start, in ns.
+        count: number of edges to each node.
     """
 
-    sources: list[int]
-    targets: list[int]
-    delay: list[int]
-    ignored: Mask
-    from_start: list[bool]
-    earliest: list[int]
-    floors: list[int]
+    after_start: list[_Outgoing]
+    before_end: list[_Outgoing]
+    after_end: list[_Outgoing]
+    lead: list[int]
+    count: list[int]
+
+    @classmethod
+    def of(cls, edges: Edges, delay: I64, from_start: Mask, ignored: Mask) -> Self:
+        """Return the constraints of a graph's edges.
+
+        Args:
+            edges: of n nodes.
+            delay: delay of each edge in ns.
+            from_start: whether it counts from the source's start, not its end.
+            ignored: edges that do not constrain their target.
+        """
+        nodes = len(edges.offsets) - 1
+        by_kind: list[list[_Outgoing]] = [[[] for _ in range(nodes)] for _ in range(3)]
+        kind = np.where(from_start, 0, np.where(delay < 0, 1, 2))
+        kept = np.flatnonzero(~ignored)
+        sources: list[int] = edges.source.tolist()
+        targets: list[int] = edges.target.tolist()
+        delays, kinds = list[int](delay.tolist()), list[int](kind.tolist())
+        for edge in kept.tolist():
+            by_kind[kinds[edge]][sources[edge]].append((targets[edge], delays[edge], edge))
+        lead = np.zeros(nodes, dtype=np.int64)
+        overlapping = kept[kind[kept] == 1]
+        np.maximum.at(lead, edges.source[overlapping], -delay[overlapping])
+        count = np.bincount(edges.target[kept], minlength=nodes)
+        after_start, before_end, after_end = by_kind
+        return cls(after_start, before_end, after_end, lead.tolist(), count.tolist())
 
 
 @dataclass(slots=True)
@@ -106,31 +134,34 @@ class SharedGpu:
 
     Args:
         constraints: of the graph.
+        earliest: start of each node without constraints, in ns.
+        floors: earliest start of each node, in ns.
         duration: time of each node alone, in ns.
         contention: of the same graph.
     """
 
     def __init__(
-        self, constraints: Constraints, duration: list[int], contention: Contention
+        self,
+        constraints: Constraints,
+        earliest: list[int],
+        floors: list[int],
+        duration: list[int],
+        contention: Contention,
     ) -> None:
         count = len(duration)
-        self._of, self._duration = constraints, duration
+        self._of, self._floors, self._duration = constraints, floors, duration
         self._needed: list[float] = contention.needed.tolist()
         self._rounds: list[int] = contention.rounds.tolist()
         self._held: list[float] = contention.held.tolist()
         self._spare: list[float] = contention.spare.tolist()
         self._slows: list[float] = contention.slows.tolist()
         self._among_kernels = contention.among_kernels
-        self._outgoing = _outgoing(constraints, count)
-        self._open = np.bincount(
-            np.array(constraints.targets, dtype=np.int64)[~constraints.ignored], minlength=count
-        ).tolist()
-        self._lead = _leads(constraints, count)
+        self._open = constraints.count.copy()
         self.start: list[int] = [0] * count
         self.end: list[int] = [0] * count
         self.blocker: list[int] = [UNKNOWN] * count
         self.released_by: list[int] = [UNKNOWN] * count
-        self._ready: list[int] = list(constraints.earliest)
+        self._ready = earliest.copy()
         self._running: list[_Running] = []
         # (time, order, node, whether it waited for multiprocessors)
         self._starts: list[tuple[float, int, int, bool]] = []
@@ -171,10 +202,10 @@ class SharedGpu:
                 return
         self.start[node] = round(self._now)
         self._running.append(
-            _Running(node, float(self._duration[node]), 1.0, float(self._lead[node]))
+            _Running(node, float(self._duration[node]), 1.0, float(self._of.lead[node]))
         )
         self._set_rates()
-        self._release(self._resolve(node, started=True))
+        self._release(self._resolve(node, self._of.after_start[node], self.start[node]))
 
     def _wait_for_multiprocessors(self, held: float) -> tuple[float, int]:
         """Return the time until a running kernel ends a round of blocks, and the kernel.
@@ -204,11 +235,11 @@ class SharedGpu:
         if entry.left > 0:
             entry.lead = 0.0
             self.end[node] = round(self._now + entry.left / entry.rate)
-            self._release(self._resolve(node, started=False, overlapping=True))
+            self._release(self._resolve(node, self._of.before_end[node], self.end[node]))
             return
         self._running.remove(entry)
         self.end[node] = round(self._now)
-        self._release(self._resolve(node, started=False))
+        self._release(self._resolve(node, self._of.after_end[node], self.end[node]))
 
     def _set_rates(self) -> None:
         # Most of a step has one operation at a time.
@@ -227,66 +258,47 @@ class SharedGpu:
             else:
                 entry.rate = min(1.0, free / (wanted if self._among_kernels else share))
 
-    def _resolve(self, node: int, *, started: bool, overlapping: bool = False) -> list[int]:
-        """Satisfy the constraints that wait for a node; return the nodes without open ones.
+    def _resolve(self, node: int, edges: _Outgoing, time: int) -> list[int]:
+        """Satisfy edges from a node; return the targets without open constraints.
 
         Args:
             node: the node.
-            started: whether it has started, else it has ended.
-            overlapping: only edges whose target may start before the node's end.
+            edges: some of its edges.
+            time: its start or end, from which their delays count.
         """
-        of, ready = self._of, list[int]()
-        begun, ended = self.start[node], self.end[node]
-        for edge in self._outgoing[node]:
-            if of.from_start[edge] != started:
-                continue
-            if not started and (of.delay[edge] < 0) != overlapping:
-                continue
-            target = of.targets[edge]
+        satisfied = list[int]()
+        begun = self.start[node]
+        for target, delay, edge in edges:
             # A negative delay lets a node overlap its predecessor, never precede its start.
-            time = max((begun if started else ended) + of.delay[edge], begun)
+            at = max(time + delay, begun)
             # The first constraint replaces `earliest`, even by an earlier time.
-            if time > self._ready[target] or self.released_by[target] == UNKNOWN:
-                self._ready[target], self.released_by[target] = time, edge
+            if at > self._ready[target] or self.released_by[target] == UNKNOWN:
+                self._ready[target], self.released_by[target] = at, edge
                 self.blocker[target] = node
             self._open[target] -= 1
             if not self._open[target]:
-                ready.append(target)
-        return ready
+                satisfied.append(target)
+        return satisfied
 
     def _release(self, nodes: list[int]) -> None:
         """Start nodes that nothing constrains any more, or set the time of their start."""
         while nodes:
             node = nodes.pop()
-            begin = max(self._ready[node], self._of.floors[node])
+            begin = max(self._ready[node], self._floors[node])
             if self._duration[node] and (self._needed[node] or self._held[node]):
                 self._push(begin, node, waited=False)
                 continue
             # Others take nothing of the GPU, so their end is known.
             self.start[node], self.end[node] = begin, begin + self._duration[node]
-            nodes += self._resolve(node, started=True)
-            if self._lead[node]:
-                nodes += self._resolve(node, started=False, overlapping=True)
-            nodes += self._resolve(node, started=False)
+            of, end = self._of, self.end[node]
+            for edges, time in (
+                (of.after_start[node], begin),
+                (of.before_end[node], end),
+                (of.after_end[node], end),
+            ):
+                if edges:
+                    nodes += self._resolve(node, edges, time)
 
     def _push(self, time: float, node: int, *, waited: bool) -> None:
         heapq.heappush(self._starts, (time, self._pushed, node, waited))
         self._pushed += 1
-
-
-def _outgoing(of: Constraints, count: int) -> list[list[int]]:
-    """Return the edges from each node that constrain their target."""
-    outgoing: list[list[int]] = [[] for _ in range(count)]
-    for edge in np.flatnonzero(~of.ignored).tolist():
-        outgoing[of.sources[edge]].append(edge)
-    return outgoing
-
-
-def _leads(of: Constraints, count: int) -> list[int]:
-    """Return how long before each node's end the first of its successors may start, in ns."""
-    lead = np.zeros(count, dtype=np.int64)
-    delay = np.array(of.delay, dtype=np.int64)
-    overlapping = ~of.ignored & ~np.array(of.from_start, dtype=np.bool_) & (delay < 0)
-    sources = np.array(of.sources, dtype=np.int64)
-    np.maximum.at(lead, sources[overlapping], -delay[overlapping])
-    return lead.tolist()

@@ -328,6 +328,7 @@ class ReplayedRank:
 
     def _prepare(self, graph: Graph, *, queues: bool) -> None:
         self._graph = graph
+        self._constraints: Constraints | None = None
         self._delay, self._from_start = edge_delays(graph, self._call_excess_ns)
         if not queues:
             for edge in np.flatnonzero(graph.edges.reason == Reason.LAUNCH_QUEUE).tolist():
@@ -384,17 +385,19 @@ class ReplayedRank:
         return ReplayTimes(np.array(start), np.array(end), np.array(blocker), np.array(launched))
 
     def _contended_schedule(self, contention: Contention, floor: I64 | None) -> ReplayTimes:
-        graph, delay = self._graph, np.array(self._delay, dtype=np.int64)
-        constraints = Constraints(
-            sources=graph.edges.source.tolist(),
-            targets=graph.edges.target.tolist(),
-            delay=self._delay,
-            ignored=delay == NO_DELAY,
-            from_start=self._from_start,
-            earliest=(self._earliest + (0 if floor is None else floor)).tolist(),
-            floors=[0] * len(graph) if floor is None else floor.tolist(),
+        graph = self._graph
+        if self._constraints is None:
+            delay = np.array(self._delay, dtype=np.int64)
+            self._constraints = Constraints.of(
+                graph.edges, delay, np.array(self._from_start, dtype=np.bool_), delay == NO_DELAY
+            )
+        done = SharedGpu(
+            self._constraints,
+            (self._earliest + (0 if floor is None else floor)).tolist(),
+            [0] * len(graph) if floor is None else floor.tolist(),
+            graph.nodes.duration_ns.tolist(),
+            contention,
         )
-        done = SharedGpu(constraints, graph.nodes.duration_ns.tolist(), contention)
         # Edge UNKNOWN, -1, is the appended one.
         is_launch = np.array([*self._is_launch, False])
         return ReplayTimes(
