@@ -182,6 +182,11 @@ class Gpu(Displayed, msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return round(self._required("launch_floor_ns"))
 
     @property
+    def elementwise_floor_ns(self) -> float | None:
+        """Time of the shortest elementwise kernels; None if not described."""
+        return self._scaled("elementwise_floor_ns", 1)
+
+    @property
     def tdp_w(self) -> float | None:
         return self._scaled("tdp_w", 1)
 

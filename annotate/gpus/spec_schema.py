@@ -122,6 +122,7 @@ RANGES: Mapping[str, Range] = {
     ),
     # Ranges catch a wrong unit, such as us in place of ns, not an unlikely board.
     "launch_floor_ns": Range(100, 1e6, "the time of the shortest kernels in ns"),
+    "elementwise_floor_ns": Range(100, 1e6, "the time of the shortest elementwise kernels in ns"),
     "tdp_w": Range(5, 10_000, "the power limit in watts"),
     "idle_w": Range(0.1, 5_000, "the power of an idle GPU in watts"),
     **{

@@ -27,8 +27,15 @@ import numpy as np
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.attention_time import QUERY_TILE, AttentionTerms, decode_terms
 from onerank.annotate.models.coefficients import Coefficients, Decode
-from onerank.annotate.models.flash2_decode import FLASH2_DECODE, WaveTerms, flash2_decode_terms
-from onerank.ir.arrays import F64
+from onerank.annotate.models.flash2_decode import (
+    FLASH2_DECODE,
+    FLASH2_PREFILL,
+    WaveTerms,
+    divides_keys,
+    flash2_decode_terms,
+    flash2_prefill_terms,
+)
+from onerank.ir.arrays import F64, Mask
 from onerank.ir.errors import AnnotateError
 
 CHOICES = (
@@ -237,6 +244,24 @@ def named_decode_terms(family: str, gpu: Gpu, shapes: F64) -> AttentionTerms | W
         return flash2_decode_terms(gpu, shapes, FLASH2_DECODE[gpu.architecture])
     coefficients = _DECODE.get((family, gpu.architecture))
     return None if coefficients is None else decode_terms(gpu, shapes, coefficients)
+
+
+def divided_prefills(family: str, gpu: Gpu, shapes: F64) -> Mask:
+    """Return the forward calls with more than one query whose keys a kernel divides, bool[d].
+
+    Only those for which `divided_prefill_terms` has figures; arguments as for `named_decode_terms`.
+    """
+    if family != "flash2" or gpu.architecture not in FLASH2_PREFILL:
+        return np.zeros(len(shapes), dtype=bool)
+    _, _, _, rows, _, _, _, _, backward = shapes.T
+    return (rows > 1) & (backward == 0) & divides_keys(gpu, shapes)
+
+
+def divided_prefill_terms(gpu: Gpu, shapes: F64) -> WaveTerms:
+    """Return the time of `divided_prefills`."""
+    architecture = gpu.architecture
+    coefficients = FLASH2_DECODE[architecture], FLASH2_PREFILL[architecture]
+    return flash2_prefill_terms(gpu, shapes, *coefficients)
 
 
 def _usual(gpu: Gpu) -> str:

@@ -99,6 +99,16 @@ _OPERAND_BYTES = GemmShape._fields.index("operand_bytes")
 _BATCH = AttentionShape._fields.index("batch")
 _BACKWARD = AttentionShape._fields.index("backward")
 
+# Bytes that the last-level cache serves per SM and cycle. Vectorised kernels of PyTorch whose
+# operands of 1.2 to 25 MB fit into half of it reach 5 to 6.3 TB/s on an H100 and 5 to 7.3 on an
+# H200, 20 to 28 bytes; of 34 to 50 MB 5 to 6 TB/s on an H200, and 3.3 to 3.6 on an H100 (steps of a
+# Llama-8B and of DeepSeek-V3's layers, torch 2.11, 2026-11-23 to 27).
+_CACHE_BYTES_PER_CYCLE = 20.0
+
+# In the same steps, kernels that handle elements one by one handle 1.4 to 2.2 per SM and cycle in
+# place of 1.34 where the cache serves their operands.
+_FASTER_IN_CACHE = 1.25
+
 # Temporaries of the model's arithmetic for this many kernels stay in a CPU core's cache.
 _BLOCK = 1 << 14
 
@@ -180,6 +190,7 @@ class KernelFeatures:
         """Collect the features of the compute nodes of `graph` from their costs."""
         nodes, index = graph.nodes, costs.index
         copies = nodes.kind[index] == Kind.MEMCPY
+        transfer = copies | (nodes.kind[index] == Kind.MEMSET)
         known = (costs.bytes_read >= 0) & (costs.bytes_written >= 0)
         moved = costs.bytes_read.astype(np.float64) + costs.bytes_written
         return cls(
@@ -190,7 +201,7 @@ class KernelFeatures:
             matmul_class=costs.is_class(OpClass.GEMM, OpClass.ATTENTION),
             over_link=(copies & ~device_copies(graph)[index])
             | costs.is_class(OpClass.COMMUNICATION),
-            transfer=copies | (nodes.kind[index] == Kind.MEMSET),
+            transfer=transfer,
             constant=costs.is_class(OpClass.MEMSET),
             dtype=costs.dtype,
             dtypes=costs.dtypes,
@@ -199,7 +210,8 @@ class KernelFeatures:
             scales=np.array([work.scales for work in costs.works], dtype=np.uint8),
             attention=_shape_rows([work.attention for work in costs.works], AttentionShape),
             operator_ns=costs.operator_ns,
-            floor_share=np.array([floor_share_of(name) for name in CLASSES])[costs.op_class],
+            floor_share=np.array([floor_share_of(name) for name in CLASSES])[costs.op_class]
+            * np.where(transfer, 1, np.array([w.floor_factor for w in costs.works])[costs.call]),
             passes=np.array([work.passes for work in costs.works])[costs.call],
             rereads=np.array([work.rereads for work in costs.works])[costs.call],
             cycles=np.array([work.cycles for work in costs.works])[costs.call],
@@ -252,6 +264,30 @@ class KernelFeatures:
         whole = np.ones(len(self.operator_ns))
         return np.divide(self.duration_ns, self.operator_ns, out=whole, where=measured)
 
+    def cached_share(self, gpu: Gpu) -> F64:
+        """Return the share of each kernel's bytes that the last-level cache serves, float64[n].
+
+        All up to half of the cache, which the kernel before wrote, and less up to all of it.
+        """
+        # Other vendors' GPUs and libraries were not measured.
+        if not gpu.is_nvidia or gpu.l2_bytes is None:
+            return np.zeros(len(self.call))
+        share = np.clip(2 - 2 * np.nan_to_num(self.bytes) / gpu.l2_bytes, 0, 1)
+        return share * (self.from_torch & ~(self.matmul_class | self.transfer))
+
+    def s_per_byte(self, gpu: Gpu) -> F64:
+        """Return the time of a byte from the cache and from memory, in seconds, float64[n]."""
+        cache = max(gpu.bandwidth_bytes_per_s, _CACHE_BYTES_PER_CYCLE * gpu.issue_rate_hz)
+        share = self.cached_share(gpu)
+        return share / cache + (1 - share) / gpu.bandwidth_bytes_per_s
+
+    def issue_s(self, gpu: Gpu) -> F64:
+        """Return the time of elements that are handled one by one, in seconds, float64[n]."""
+        # `cycles` is of the whole operator, unlike FLOPs and
+        # bytes, which `node_costs` divides among its kernels.
+        issue = self.cycles * self.share_of_operator / gpu.issue_rate_hz
+        return issue / (1 + (_FASTER_IN_CACHE - 1) * self.cached_share(gpu))
+
     def floor_ns(self, gpu: Gpu) -> F64:
         """Return the launch floor of each kernel's class on `gpu` in ns, float64[n]."""
         return self.floor_share_on(gpu) * gpu.launch_floor_ns
@@ -261,7 +297,7 @@ class KernelFeatures:
         # Shares below 1 were measured on NVIDIA GPUs only; on an
         # MI300X no class is shorter than a GEMM (see `op_classes.py`).
         if gpu.is_nvidia:
-            return shares_on(self.floor_share, gpu.architecture)
+            return shares_on(self.floor_share, gpu)
         return np.maximum(self.floor_share, 1)
 
     def floor_ratio(self, source: Gpu, target: Gpu) -> F64:

@@ -34,12 +34,12 @@ def predict_from_datasheet(
     """Return (durations in ns, rules): launch floor plus the longest of memory and compute time.
 
     The floor depends on the operator's class (see `features`). Memory time is the bytes, as often
-    as the operator's kernels stream them (`Work.passes`), at the achievable bandwidth; compute
+    as the operator's kernels stream them (`Work.passes`), at the achievable bandwidth, or at that
+    of the last-level cache for operands of PyTorch's kernels that fit into half of it; compute
     time uses sustained rates. A dtype without units on the target runs at the rate of a wider one
     (see `KernelRates`). Without a rate or a formula for the operator, only memory counts.
-    Elements handled one by one take SM cycles, and loads that wait for each other a latency each.
-    A recurrent layer is costed GEMM by GEMM (see
-    `cost_record.ComponentGemm`).
+    Elements handled one by one take SM cycles, and loads that wait for each other a latency each. A
+    recurrent layer is costed GEMM by GEMM (see `cost_record.ComponentGemm`).
     """
     terms = datasheet_terms(kernels, target)
     predicted_ns, rate = terms.predicted_ns, terms.rate
@@ -270,10 +270,8 @@ def datasheet_terms(kernels: KernelFeatures, target: Gpu) -> DatasheetTerms:
     rates = kernels.rates(target)
     rate = rates.sustained
     compute = np.nan_to_num(kernels.flops / rate)
-    memory = np.nan_to_num(kernels.bytes * kernels.passes) / target.bandwidth_bytes_per_s
-    # `cycles` is of the whole operator, unlike FLOPs and
-    # bytes, which `node_costs` divides among its kernels.
-    issue = kernels.cycles * kernels.share_of_operator / target.issue_rate_hz
+    memory = np.nan_to_num(kernels.bytes * kernels.passes) * kernels.s_per_byte(target)
+    issue = kernels.issue_s(target)
     rule = np.where(compute > memory, Rule.COMPUTE, Rule.MEMORY)
     rule = np.where((compute > memory) & rates.wider, Rule.WIDER_RATE, rule)
     rule = np.where(kernels.matmul & np.isnan(rate), Rule.NO_RATE, rule)

@@ -168,6 +168,7 @@ class Work:
         rereads: number of times that memory, not the cache, serves them.
         cycles: least SM cycles for its elements.
         chain: loads that wait for each other, see `load_chains`.
+        floor_factor: time of the shortest such call over that of the shortest of its class.
     """
 
     flops: int = UNKNOWN
@@ -184,6 +185,7 @@ class Work:
     rereads: float = 1.0
     cycles: float = 0.0
     chain: float = 0.0
+    floor_factor: float = 1.0
 
 
 # Complex dtype -> dtype of its real and imaginary parts.

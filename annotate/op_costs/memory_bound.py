@@ -16,12 +16,14 @@ Two effects add to reading each operand and writing each result once:
 - Work per element. A kernel with broadcast operands, operands of unequal strides or a widening cast
   computes the address of each element, and a sum adds elements singly, so an SM handles a few
   elements per cycle at any size.
+
+Those kernels also start more slowly than others, which short ones show, as in a decode.
 """
 
 from math import prod
 
 from onerank.annotate.op_costs.cost_record import Formula, Work, vector_work
-from onerank.annotate.op_costs.op_classes import OpClass
+from onerank.annotate.op_costs.op_classes import OpClass, is_generated
 from onerank.annotate.op_costs.operands import Call, Tensor
 
 # Operator -> operations per element; 1 for operators that are absent.
@@ -367,8 +369,9 @@ def _computes_sums(call: Call) -> bool:
 # Elements per SM and cycle of `max_clock_mhz`: of elementwise kernels without vector loads, and of
 # reductions. Measured on kernels of 10 us and more in two captured steps on an H200: 1.25 to 1.56
 # for `elementwise_kernel` and `unrolled_elementwise_kernel`, in 16 and 32 bits; 2.3 to 3.2 for
-# `reduce_kernel`.
-_ELEMENTWISE_PER_CYCLE, _REDUCED_PER_CYCLE = 1.34, 2.5
+# `reduce_kernel`. Concatenations with a strided operand: 0.93 on an H100 and 0.96 on an H200 (2 to
+# 67 MB), by a kernel that divides each element's index.
+_ELEMENTWISE_PER_CYCLE, _REDUCED_PER_CYCLE, _CONCATENATED_PER_CYCLE = 1.34, 2.5, 0.95
 
 # The same of layer norms, and of softmax of long rows: 2.0 to 2.4 and 1.0 to 1.2 in the shipped
 # database of the H200.
@@ -389,16 +392,47 @@ def cycles_of(call: Call, operator_class: OpClass) -> float:
         return call.numel(0) / _LONG_SOFTMAX_PER_CYCLE
     if operator_class is OpClass.REDUCTION:
         return call.numel(0) / _REDUCED_PER_CYCLE
-    if operator_class is OpClass.ELEMENTWISE or call.op == "copy_":
-        elements = max(call.output_numel, call.numel(0))
-        operands = (
-            operand for operand in (*call.inputs, *call.outputs) if operand and len(operand) == 1
-        )
-        # An operand of one element is a scalar of the kernel, which needs no address.
-        spread = any(1 < operand[0].numel < elements for operand in operands)
-        if spread or _strides_differ(call) or (call.op == "copy_" and _widens(call)):
-            return elements / _ELEMENTWISE_PER_CYCLE
-    return 0.0
+    if _computes_addresses(call, operator_class) or (call.op == "copy_" and _widens(call)):
+        return max(call.output_numel, call.numel(0)) / _ELEMENTWISE_PER_CYCLE
+    return call.numel(0) / _CONCATENATED_PER_CYCLE if _concatenates_strided(call) else 0.0
+
+
+def _concatenates_strided(call: Call) -> bool:
+    """Return whether a call concatenates tensors of which one is not contiguous."""
+    tensors = (call.inputs[0] if call.inputs else None) or ()
+    return call.op == "cat" and not all(tensor.contiguous for tensor in tensors)
+
+
+def _computes_addresses(call: Call, operator_class: OpClass) -> bool:
+    """Return whether an elementwise kernel computes each element's addresses from its index."""
+    if operator_class is not OpClass.ELEMENTWISE and call.op != "copy_":
+        return False
+    elements = max(call.output_numel, call.numel(0))
+    operands = (
+        operand for operand in (*call.inputs, *call.outputs) if operand and len(operand) == 1
+    )
+    # An operand of one element is a scalar of the kernel, which needs no address.
+    spread = any(1 < operand[0].numel < elements for operand in operands)
+    return spread or _strides_differ(call)
+
+
+# Shortest time of a kernel over that of a class's shortest, on an H100 (kernels of decodes of a
+# Llama-8B and of DeepSeek-V3's layers, torch 2.11, 2026-11-26 and 27): `elementwise_kernel`, which
+# divides an index by sizes, 2.0 to 2.3 us against 1.2; copies to a wider dtype, which
+# `unrolled_elementwise_kernel` loads by a switch of the dtype, 2.7 (on an H200 2.3); concatenations
+# with a strided operand, 2.0 to 2.5 (of contiguous ones 1.3). Reductions that Inductor generates
+# take 1.3 us, as its elementwise kernels do.
+_OF_ADDRESSES, _OF_WIDENING, _GENERATED_REDUCTION = 1.75, 2.1, 0.65
+
+
+def floor_factor_of(op: str, call: Call, operator_class: OpClass) -> float:
+    """Return the time of the shortest call of a kernel over that of its class's shortest."""
+    if is_generated(op):
+        return _GENERATED_REDUCTION if operator_class is OpClass.REDUCTION else 1.0
+    if call.op == "copy_" and _widens(call):
+        return _OF_WIDENING
+    slow = _computes_addresses(call, operator_class) or _concatenates_strided(call)
+    return _OF_ADDRESSES if slow else 1.0
 
 
 def _strides_differ(call: Call) -> bool:

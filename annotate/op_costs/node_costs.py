@@ -19,7 +19,12 @@ from onerank.annotate.op_costs.cost_record import Work
 from onerank.annotate.op_costs.custom_operator_costs import is_registered, registered_work
 from onerank.annotate.op_costs.engine_operators import paged_cache_work, reads_paged_cache
 from onerank.annotate.op_costs.load_chains import chain_of
-from onerank.annotate.op_costs.memory_bound import cycles_of, passes_of, rereads_of
+from onerank.annotate.op_costs.memory_bound import (
+    cycles_of,
+    floor_factor_of,
+    passes_of,
+    rereads_of,
+)
 from onerank.annotate.op_costs.op_classes import (
     CLASSES,
     OpClass,
@@ -62,7 +67,7 @@ def needs_values(op: str) -> bool:
 def needs_strides(op: str) -> bool:
     """Return whether `work_of` must be given the strides of the operator's inputs."""
     name = base_name(op)
-    return name == "copy_" or op_class(op) is OpClass.ELEMENTWISE
+    return name in ("copy_", "cat") or op_class(op) is OpClass.ELEMENTWISE
 
 
 def work_of(
@@ -116,7 +121,8 @@ def work_of_call(op: str, call: Call) -> Work:
         return registered_work(op, call, memory_bound.bytes_only(call))
     # The name of a generated kernel shows its outer loop, and not its arithmetic.
     if is_generated(op):
-        return memory_bound.bytes_only(call)
+        work = memory_bound.bytes_only(call)
+        return replace(work, floor_factor=floor_factor_of(op, call, op_class(op)))
     by_full_name = _BY_FULL_NAME.get(op.split(".", 1)[0])
     if by_full_name is not None:
         # No passes or cycles, which were measured on torch's kernels.
@@ -124,10 +130,18 @@ def work_of_call(op: str, call: Call) -> Work:
     formula = _FORMULAS.get(call.op) or memory_bound.BY_CLASS.get(op_class(op))
     work = (formula(call) if formula else None) or memory_bound.bytes_only(call)
     passes, cycles, chain = passes_of(call), cycles_of(call, op_class(op)), chain_of(call)
+    floor_factor = floor_factor_of(op, call, op_class(op))
     # Most calls end here, which spares them a copy of the record.
-    if passes == 1 and not cycles and not chain:
+    if passes == floor_factor == 1 and not cycles and not chain:
         return work
-    return replace(work, passes=passes, rereads=rereads_of(call), cycles=cycles, chain=chain)
+    return replace(
+        work,
+        passes=passes,
+        rereads=rereads_of(call),
+        cycles=cycles,
+        chain=chain,
+        floor_factor=floor_factor,
+    )
 
 
 _LARGEST_COUNT = 2.0**62

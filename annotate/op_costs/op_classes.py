@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from onerank.annotate.gpus.gpu import Gpu
 from onerank.ir import Graph, Kind
 from onerank.ir.arrays import F64, U8, Mask, deduplicate
 
@@ -40,9 +41,10 @@ class OpClass(Enum):
 
 # Time of a class's shortest kernels over that of the shortest GEMMs, which is `launch_floor_ns` in
 # the description of a GPU. Absent classes have 1. Measured on an H200 (2640 ns for a GEMM): medians
-# of calls of up to 300 kB in the shipped kernel database; copies and embeddings in captured steps.
+# of calls of up to 300 kB in the shipped kernel database; embeddings in captured steps. Copies and
+# reductions: decodes on an H100, over what its elementwise kernels take longer than an H200's.
 # With one floor for all, the datasheet model was 85% off for elementwise kernels under 10 us there,
-# and 156% for fills.
+# and 156% for fills. Other kernels of a class take longer: see `memory_bound.floor_factor_of`.
 #
 # For NVIDIA GPUs only. On an MI300X no class is shorter than the others: in public Kineto traces
 # (AMD-AGI/TraceLens, kernels of up to 200 kB) the median trace has elementwise kernels of 4.3 us,
@@ -51,11 +53,11 @@ _FLOOR_SHARES = {
     OpClass.MEMSET: 0.27,
     OpClass.INDEX: 0.33,
     OpClass.ELEMENTWISE: 0.35,
+    OpClass.COPY: 0.37,
     OpClass.EMBEDDING: 0.38,
-    OpClass.COPY: 0.45,
     OpClass.SOFTMAX: 0.47,
     OpClass.RANDOM: 0.54,
-    OpClass.REDUCTION: 0.77,
+    OpClass.REDUCTION: 0.60,
 }
 
 
@@ -72,12 +74,15 @@ def floor_share_of(work_class: OpClass) -> float:
 _BY_ARCHITECTURE = {"volta": 1.35, "turing": 1.35, "ampere": 1.35, "blackwell": 1.8}
 
 
-def shares_on(shares: F64, architecture: str) -> F64:
-    """Return shares of the launch floor, of an H200, on another architecture.
+def shares_on(shares: F64, gpu: Gpu) -> F64:
+    """Return shares of the launch floor, of an H200, on another NVIDIA GPU.
 
     A factor raises a share to 1 at most; shares above 1 stay.
     """
-    factor = _BY_ARCHITECTURE.get(architecture, 1.0)
+    factor = _BY_ARCHITECTURE.get(gpu.architecture, 1.0)
+    if gpu.elementwise_floor_ns is not None:
+        shortest_ns = _FLOOR_SHARES[OpClass.ELEMENTWISE] * gpu.launch_floor_ns
+        factor = gpu.elementwise_floor_ns / shortest_ns
     return np.maximum(shares, np.minimum(shares * factor, 1))
 
 

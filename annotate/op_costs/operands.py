@@ -53,6 +53,13 @@ class Tensor:
         return tuple(prod(self.shape[axis + 1 :]) for axis in range(len(self.shape)))
 
     @property
+    def contiguous(self) -> bool:
+        """Whether its elements are adjacent in memory in the order of its shape."""
+        dense = replace(self, recorded_strides=()).strides
+        of_axes = zip(self.shape, self.strides, dense, strict=True)
+        return all(size == 1 or stride == step for size, stride, step in of_axes)
+
+    @property
     def numel(self) -> int:
         """Number of elements; 1 for a 0-d tensor."""
         return prod(self.shape)
@@ -172,14 +179,24 @@ def _operands(shapes: str, types: str) -> tuple[Operand, ...]:
 
 
 def _with_strides(operands: tuple[Operand, ...], strides: list[Any]) -> tuple[Operand, ...]:
-    """Return the operands with the strides of those that are a single tensor."""
+    """Return the operands with the strides of their tensors."""
     if len(strides) != len(operands):
         return operands
+    return tuple(map(_strided, operands, strides))
+
+
+def _strided(operand: Operand, given: Any) -> Operand:
+    """Return an operand with its strides: a list of them, or of lists for a list of tensors."""
+    if not operand:
+        return operand
+    if len(operand) == 1 and _are_strides(given, operand[0]):
+        return (replace(operand[0], recorded_strides=tuple(given)),)
+    if not isinstance(given, list) or len(given) != len(operand):  # pyright: ignore[reportUnknownArgumentType]
+        return operand
+    of_each = zip(operand, cast("list[Any]", given), strict=True)
     return tuple(
-        (replace(operand[0], recorded_strides=tuple(given)),)
-        if operand and len(operand) == 1 and _are_strides(given, operand[0])
-        else operand
-        for operand, given in zip(operands, strides, strict=True)
+        replace(tensor, recorded_strides=tuple(listed)) if _are_strides(listed, tensor) else tensor
+        for tensor, listed in of_each
     )
 
 
@@ -263,6 +280,12 @@ def _replaced(kind: str, shape: Any, new: Iterator[tuple[int, ...]]) -> Any:
     if not kind.startswith("Tensor(") or kind == f"Tensor({_UNDEFINED})":
         return shape
     return next(new)
+
+
+def numbers_of(value: Any) -> list[int | float]:
+    """Return a value that is a list of numbers; [] for any other."""
+    items = cast("list[Any]", value) if isinstance(value, list) else []
+    return items if all(isinstance(item, int | float) for item in items) else []
 
 
 # Ids and offsets of tensors differ between calls of equal cost. Without tensors, their values are

@@ -6,12 +6,12 @@ without a rule launches one kernel.
 """
 
 from collections.abc import Sequence
-from itertools import groupby
-from math import ceil, prod
+from math import ceil
 
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.op_costs.op_classes import OpClass, base_name, is_generated, op_class
-from onerank.annotate.op_costs.operands import Call, Tensor
+from onerank.annotate.op_costs.operands import Call, Tensor, numbers_of
+from onerank.annotate.op_costs.reductions import NEED_AXES, division_of
 from onerank.annotate.passes.library_launches import (
     FILL,
     LIBRARY_RULES,
@@ -21,7 +21,6 @@ from onerank.annotate.passes.library_launches import (
     Rule,
     attention_of_cpu,
     gemm_launches,
-    numbers_of,
 )
 from onerank.ir import Kind
 
@@ -385,7 +384,7 @@ def _loss_backward(call: Call, target: Gpu) -> Sequence[Launch]:
     return (zero, Launch("nll_loss_backward_reduce_cuda_kernel_2d", 1.0))
 
 
-# Elementwise kernels and reductions. Source: TensorIterator.cpp and Reduce.cuh.
+# Elementwise kernels and reductions. Source: TensorIterator.cpp.
 
 _INDEXED_BYTES = 2**31 - 1
 
@@ -408,98 +407,25 @@ def _elementwise(call: Call, target: Gpu) -> Sequence[Launch]:
     return (Launch(share=1 / halves),) * halves if halves > 1 else ()
 
 
-_THREADS, _LEAST_VALUES, _MOST_VALUES = 512, 16, 256
-
-
 def _reduction(call: Call, target: Gpu) -> Sequence[Launch]:
-    """Return the launches of a reduction: with semaphores where blocks share an output.
-
-    Follows `setReduceConfig` for a contiguous operand.
-    """
+    """Return the launches of a reduction: with semaphores where blocks share an output."""
     halves = _halves(call)
     if halves > 1:
         return (Launch(share=1 / halves),) * halves
-    reduced = _reduced(call)
-    tensor = call.tensor(0)
-    if tensor is None or reduced is None or not tensor.numel:
+    division = division_of(call)
+    if division is None:
         return ()
-    sizes = [(size, axis in reduced) for axis, size in enumerate(tensor.shape) if size > 1]
-    inputs = prod(size for size, is_reduced in sizes if is_reduced)
-    outputs = tensor.numel // inputs
-    vector = 1
-    if not sizes or sizes[-1][1]:
-        first, second, along_input = inputs, outputs, True
-        # Adjacent reduced axes coalesce into one.
-        runs = sum(is_reduced for is_reduced, _ in groupby(sizes, key=lambda size: size[1]))
-        # `reduce_kernel` loads four values per thread along a contiguous axis of 128 elements or
-        # more.
-        first //= 4 if inputs >= 128 and runs == 1 else 1
-    else:
-        inner = 1
-        for size, is_reduced in reversed(sizes):
-            if is_reduced:
-                break
-            inner *= size
-        vector = next(width for width in (4, 2, 1) if inner % width == 0)
-        first, second, along_input = outputs // vector, inputs, False
-    most = _THREADS // vector
-    first, second = (min(_power_of_two(size), most) for size in (first, second))
-    width = min(first, 32)
-    height = min(second, most // width)
-    width = min(first, most // height)
-    input_step, output_step = (width, 1) if along_input else (1, width)
-    values = ceil(inputs / input_step)
-    across_warps = values >= min(height * 16, _MOST_VALUES)
-    if across_warps:
-        input_step *= height
-    else:
-        output_step *= height
-    values = ceil(inputs / input_step)
-    columns = ceil(outputs // vector / output_step)
-    wanted = target.sm_count * (_THREADS_OF_SM // (width * height))
-    rows = 1
-    if across_warps and values >= _MOST_VALUES and columns <= wanted:
-        rows = min(ceil(wanted / columns), ceil(values / _LEAST_VALUES))
-        rows = max(rows, ceil(values / _MOST_VALUES))
-    kernel = Launch("reduce_kernel", 1.0, grid=(columns, rows, 1), block=(width, height, 1))
+    rows = division.rows(target.sm_count)
+    kernel = Launch(
+        "reduce_kernel", 1.0, grid=(division.columns, rows, 1), block=(*division.block, 1)
+    )
     # Blocks that share an output count their arrivals in semaphores, which a memset clears first.
     return (MEMSET, kernel) if rows > 1 else (kernel,)
 
 
-# Threads that an SM of a data-centre GPU holds; 1536 on others, which have fewer SMs, too.
-_THREADS_OF_SM = 2048
-
-
-def _power_of_two(size: int) -> int:
-    return 1 << (max(1, size).bit_length() - 1)
-
-
-def _reduced(call: Call) -> set[int] | None:
-    """Return the axes that a reduction sums; None if neither values nor shapes determine them."""
-    tensor, result = call.tensor(0), call.output()
-    if tensor is None or result is None:
-        return None
-    axes = len(tensor.shape)
-    if result.numel == 1:
-        return set(range(axes))
-    for value in call.values[1:3]:
-        if listed := numbers_of(value):
-            return {int(axis) % axes for axis in listed}
-    if len(result.shape) == axes:
-        return {at for at in range(axes) if tensor.shape[at] != result.shape[at]}
-    if call.op in _ONE_AXIS and isinstance(call.value(1), int):
-        return {call.value(1) % axes}
-    return None
-
-
-_ONE_AXIS = ("max", "min", "argmax", "argmin", "all", "any", "prod")
-
-
 # Operators, by base name, whose launches depend on axes or flags.
-_NEED_VALUES = frozenset(
-    "_index_put_impl_ index_put_ index_put sum mean nansum amax amin std var var_mean "
-    "linalg_vector_norm norm logsumexp max min argmax argmin all any prod "
-    "_cudnn_attention_forward".split()
+_NEED_VALUES = NEED_AXES | frozenset(
+    "_index_put_impl_ index_put_ index_put _cudnn_attention_forward".split()
 )
 
 

@@ -7,12 +7,12 @@ database of the H200, and 1,400 calls profiled on an H100 (2026-11-25, torch 2.1
 
 from collections.abc import Callable, Sequence
 from math import ceil, prod
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.attention_kernels import FUSED, resolve_unmeasured
 from onerank.annotate.op_costs.node_costs import work_of_call
-from onerank.annotate.op_costs.operands import Call, Tensor
+from onerank.annotate.op_costs.operands import Call, Tensor, numbers_of
 from onerank.ir import Kind
 
 
@@ -50,12 +50,6 @@ WHOLE = Launch(share=1.0)
 MEMSET = Launch("Memset (Device)", kind=Kind.MEMSET)
 
 FILL = "aten::fill_"
-
-
-def numbers_of(value: Any) -> list[int | float]:
-    """Return a value that is a list of numbers; [] for any other."""
-    items = cast("list[Any]", value) if isinstance(value, list) else []
-    return items if all(isinstance(item, int | float) for item in items) else []
 
 
 # GEMMs. cuBLAS 13 on a Hopper GPU runs persistent kernels ("nvjet_sm90"): a block takes

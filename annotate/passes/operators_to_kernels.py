@@ -247,7 +247,7 @@ def _helper_ns(op: str, launch: Launch, target: Gpu) -> float:
 def _floor_ns(op: str, launch: Launch, target: Gpu) -> float:
     """Return the shortest time of a launch on `target` in ns."""
     share = floor_share_of(op_class(launch.op or op, launch.name, launch.kind))
-    floors = launch.floors or float(shares_on(np.array(share), target.architecture))
+    floors = launch.floors or float(shares_on(np.array(share), target))
     return floors * target.launch_floor_ns
 
 
@@ -378,7 +378,7 @@ def _durations(graph: Graph, group: I64, share: F64, helper_ns: F64, target: Gpu
     size = int(group.max()) + 1
     helpers = np.bincount(group, weights=helper_ns, minlength=size)[group]
     of_class = np.array([floor_share_of(name) for name in CLASSES])
-    floor_ns = shares_on(of_class, target.architecture)[classes[group]]
+    floor_ns = shares_on(of_class, target)[classes[group]]
     floor_ns *= target.launch_floor_ns
     working = np.bincount(group, weights=share > 0, minlength=size)[group]
     # A looked-up time can be shorter than its helpers are predicted.

@@ -10,6 +10,8 @@ from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.attention_kernels import (
     UNRESOLVED,
     Resolution,
+    divided_prefill_terms,
+    divided_prefills,
     family_of,
     family_of_operator,
     named_decode_terms,
@@ -322,6 +324,10 @@ def swap_unmeasured_attention(  # noqa: PLR0917
     unswapped_ns, decode_notes = _swap_decoding(
         (unswapped_ns, rules), shapes, target, operators, record
     )
+    if usual:
+        unswapped_ns, rules = _divide_prefills(
+            (unswapped_ns, rules), shapes, target, operators, record
+        )
     # The tile model predicts the kernel written for the architecture, which is the usual one there.
     fused = membership_mask(rules, (Rule.ATTENTION_TILES, Rule.OTHER_ATTENTION, Rule.OUTSIDE))
     # The factors of families were not measured in decoding: every kernel reads the same keys and
@@ -414,6 +420,33 @@ def _swap_decoding(
             _attention_note(len(rows), target, Resolution("", family, by_kernel, 1.0, source))
         )
     return swapped_ns, notes
+
+
+def _divide_prefills(
+    predicted: tuple[F64, U8],
+    shapes: F64,
+    target: Gpu,
+    operators: Sequence[str],
+    record: TermRecord | None,
+) -> tuple[F64, U8]:
+    """Return times and rules with prefills of few tokens by a kernel that divides their keys.
+
+    Arguments as for `_swap_decoding`.
+    """
+    predicted_ns, rules = predicted
+    fused = np.flatnonzero(membership_mask(rules, (Rule.ATTENTION_TILES, Rule.OTHER_ATTENTION)))
+    families = np.array([family_of_operator(operators[row]) for row in fused.tolist()])
+    changed_ns, changed_rules = predicted_ns.copy(), rules.copy()
+    for family in dict.fromkeys(families.tolist()):
+        rows = fused[families == family]
+        rows = rows[divided_prefills(family, target, shapes[rows])]
+        if not len(rows):
+            continue
+        terms = divided_prefill_terms(target, shapes[rows])
+        changed_ns[rows], changed_rules[rows] = terms.predicted_ns, Rule.DECODE
+        if record is not None:
+            record.update(rows, lambda i, _, terms=terms: terms.term(i, target.name))
+    return changed_ns, changed_rules
 
 
 def _mean(values: F64) -> float:

@@ -170,6 +170,14 @@ class TestScaling:
         ]
         resources = [np.full(len(kernels.flops), ratio) for ratio in shared]
         resources += [kernels.floor_ratio(source, gpu)]
+        # A larger cache serves more bytes, and its elements faster.
+        resources += [kernels.s_per_byte(gpu) / kernels.s_per_byte(source)]
+        elements = np.divide(
+            *(kernels.issue_s(one) for one in (gpu, source)),
+            out=np.ones(len(kernels.cycles)),
+            where=kernels.cycles > 0,
+        )
+        resources += [elements]
         resources += [here.peak / there.peak, here.sustained / there.sustained]
         made = recost(h200, target, model=model).nodes.duration_ns[h200.gpu_compute]
         low = kernels.duration_ns * np.nanmin(resources, axis=0)  # no rate, no bound

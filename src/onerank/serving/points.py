@@ -15,12 +15,12 @@ from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.hosts.host import Host
 from onerank.annotate.memory.memory_report import non_allocator_bytes, report_memory
 from onerank.annotate.models.attention_kernels import family_of, family_of_operator, resolve
-from onerank.annotate.op_costs.op_classes import OpClass, op_class
+from onerank.annotate.op_costs.op_classes import CLASSES, OpClass, classify, op_class
 from onerank.annotate.passes.host_time import with_host
 from onerank.annotate.passes.pass_options import NO_PASSES
 from onerank.annotate.recost.recost import Recosting, source_gpu
 from onerank.capture.serving.compositions import Composition
-from onerank.ir import Graph, Kind
+from onerank.ir import Evidence, Graph, Kind
 from onerank.ir.replay import ReplayedRank
 from onerank.serving.tables import KernelRow, Part, Source, StepRow, fits, p10_median_p90
 
@@ -210,7 +210,7 @@ def _graph_times(
 ) -> dict[str, int | None]:
     """Return the times of kernels, and of a CUDA graph of them, as columns of `StepRow`."""
     gpu_ns = recosting.after_ns
-    gaps_ns = _GRAPH_GAP_NS * int(after.gpu_compute.sum())
+    gaps_ns = _GRAPH_GAP_NS * _kernels_without_gap(after)
     if measured_row is not None and measured_row.graph_ns and measured_row.gpu_ns:
         # The gaps between the kernels of a CUDA graph are taken to be those of the measured GPU.
         gaps_ns = max(0, measured_row.graph_ns - measured_row.gpu_ns)
@@ -221,6 +221,17 @@ def _graph_times(
         "graph_high_ns": high,
         "gpu_ns": gpu_ns,
     }
+
+
+def _kernels_without_gap(graph: Graph) -> int:
+    """Return the number of kernels whose predicted time does not contain the gap after it.
+
+    The time of a GEMM from shapes contains it: the tile model was fitted to the time per call of
+    replayed graphs.
+    """
+    index = np.flatnonzero(graph.gpu_compute)
+    gemm = classify(graph, index) == CLASSES.index(OpClass.GEMM)
+    return int((~gemm | (graph.nodes.evidence[index] != Evidence.DATASHEET)).sum())
 
 
 def _host_ns(graph: Graph) -> int:

@@ -6,9 +6,12 @@ import pytest
 from onerank.annotate import load_gpu
 from onerank.annotate.models.flash2_decode import (
     FLASH2_DECODE,
+    FLASH2_PREFILL,
     WaveTerms,
     _parts,
+    divides_keys,
     flash2_decode_terms,
+    flash2_prefill_terms,
 )
 
 H100 = load_gpu("H100")
@@ -71,3 +74,36 @@ def test_the_heads_of_a_group_share_a_block():
     grouped, separate = terms(66, 1000), terms(66, 1000, kv_heads=32)
     assert (grouped.waves[0], separate.waves[0]) == (2, 8)
     assert separate.predicted_ns[0] > 3.5 * grouped.predicted_ns[0]
+
+
+# New tokens, tokens before them, parts that the grid shows, and time of both kernels in us: the
+# same model, medians of 32 layers.
+PREFILLS = (
+    (64, 2048, 6, 20.8),
+    (64, 8192, 8, 41.7),
+    (256, 0, 2, 17.0),
+    (256, 2048, 2, 44.0),
+    (256, 8192, 2, 125.4),
+)
+
+
+def prefill_shape(tokens: int, context: int):
+    """Return the shape of a prefill of one sequence, aligned with the last key."""
+    return np.array([[1, 32, 8, tokens, context + tokens, 128, 128, 2, 0]], dtype=np.float64)
+
+
+@pytest.mark.parametrize(("tokens", "context", "parts", "time_us"), PREFILLS)
+def test_prefills_of_few_tokens_divide_their_keys(
+    tokens: int, context: int, parts: int, time_us: float
+):
+    shape = prefill_shape(tokens, context)
+    assert _parts(32 * tokens // 64, -(-(context + tokens) // 128), 2 * 132) == parts
+    assert divides_keys(H100, shape).all()
+    coefficients = FLASH2_DECODE["hopper"], FLASH2_PREFILL["hopper"]
+    (predicted_ns,) = flash2_prefill_terms(H100, shape, *coefficients).predicted_ns
+    assert predicted_ns / 1000 == pytest.approx(time_us, rel=0.06)
+
+
+def test_prefills_that_fill_the_gpu_do_not_divide_their_keys():
+    # 512 tokens of 32 heads are 256 tiles, more than 0.8 of two per SM.
+    assert not divides_keys(H100, prefill_shape(512, 8192)).any()

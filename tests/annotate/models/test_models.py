@@ -138,7 +138,7 @@ class TestResidual:
         graph = trace(add(10**9, ns=round(moved + 0.35 * h200.launch_floor_ns)))
         expected = moved * h200.bandwidth_bytes_per_s / h100.bandwidth_bytes_per_s
         assert times(recost(graph, "H100-SXM", model="residual"))[0] == pytest.approx(
-            expected + 0.35 * h100.launch_floor_ns
+            expected + h100.elementwise_floor_ns
         )
 
 
@@ -155,7 +155,7 @@ class TestBoth:
         )
         host, device = times(made)
         assert host == 50_000
-        assert device == (100_000 if model == "ratio" else 99_100)  # 0.45 of 2 us stay
+        assert device == (100_000 if model == "ratio" else 99_260)  # 0.37 of 2 us stay
         evidence = made.nodes.evidence[made.gpu_compute].tolist()
         assert evidence == [Evidence.MEASURED, Evidence.SCALED]
         assert rules(made)["kept as measured (copies that cross the host link, communication)"] == 1

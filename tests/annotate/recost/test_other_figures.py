@@ -163,7 +163,8 @@ class TestOfWhatWasLookedUp:
             assert (made.nodes.evidence == there.nodes.evidence).all()
         fast = recost(cpu_llama, changed("H200", "memory_bandwidth_gb_per_s", 1.25))
         assert (times(fast) <= times(there)).all()
-        assert 0.95 < times(fast).sum() / times(there).sum() < 0.99
+        # The operands of so small a model fit into the cache, whose bandwidth stays.
+        assert 0.999 < times(fast).sum() / times(there).sum() < 1
 
     @pytest.mark.parametrize(
         "figure",
