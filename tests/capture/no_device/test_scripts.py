@@ -75,6 +75,16 @@ def test_a_script_that_stays_on_the_cpu_is_noted(tmp_path):
     assert not has_note(on_gpu.job.measurement.notes, "no-device-gpu-unused")
 
 
+def test_a_norm_is_the_operator_that_only_a_cuda_build_has(tmp_path):
+    """A CPU build of torch computes `rms_norm` by a formula of eight operators."""
+    setup, statement = 'norm = nn.RMSNorm(32, device="cuda")', "loss = norm(output).sum()"
+    graph = captured(tmp_path, LINEAR.format(setup=setup, statement=statement))
+    operators = Counter(graph.strings[int(op)] for op in graph.nodes.op)
+    for name in ("aten::_fused_rms_norm", "aten::_fused_rms_norm_backward"):
+        assert operators.pop(name) == 1
+    assert not {"aten::pow", "aten::mean", "aten::rsqrt"} & {*operators}
+
+
 def test_torchscript_compiles_functions_that_call_patched_ones(tmp_path):
     setup = """
     import torch.distributed.optim  # its optimizers are classes of TorchScript
