@@ -121,7 +121,7 @@ def test_a_step_that_reads_its_result_has_no_lead():
 def test_what_a_measured_step_took_longer_stays():
     assert steady_state_ns(replay(with_step_time(launches(20), 63_000))) == 63_000
     _, notes = insert_host_delays(with_step_time(launches(20), 63_000))
-    note = note_of(notes, "host-delays-slower-compute", 63_000, 3000)
+    note = note_of(notes, "host-delays-slower-compute", "63.000 us", "3.000 us")
     assert "median step" not in note.text  # of this graph none was measured
     slower = with_step_time(launches(20), 63_000)
     slower = slower.with_columns(
