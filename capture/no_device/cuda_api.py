@@ -20,6 +20,17 @@ _NCCL_VERSION = (2, 27, 5)
 _ARCHITECTURES = ("sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
 
 
+_TELEMETRY = ("utilization", "memory_usage", "temperature", "power_draw", "clock_rate")
+
+_WITHOUT_EFFECT = (
+    "set_sync_debug_mode",
+    "set_per_process_memory_fraction",
+    "caching_allocator_enable",
+    "reset_accumulated_host_memory_stats",
+    "reset_peak_host_memory_stats",
+)
+
+
 class Stream:
     """A CUDA stream on which nothing runs.
 
@@ -367,6 +378,17 @@ def emulated_cuda(gpu: EmulatedGpu, log: EventLog) -> Generator[None]:
         "set_rng_state": _call(_nothing),
         "set_rng_state_all": _call(_nothing),
         "is_current_stream_capturing": _is_capturing,
+        # What trainers log and set around steps: nothing runs, so nothing is busy, warm or waited
+        # for without its knowledge.
+        **{name: _call(lambda: 0) for name in _TELEMETRY},
+        "device_memory_used": _call(lambda: log.memory.reserved_bytes),
+        "list_gpu_processes": _call(str),
+        "memory_stats_as_nested_dict": _call(dict),
+        "host_memory_stats": _call(_Counters),
+        "host_memory_stats_as_nested_dict": _call(dict),
+        "get_sync_debug_mode": _call(lambda: 0),
+        "get_per_process_memory_fraction": _call(lambda: 1.0),
+        **{name: _call(_nothing) for name in _WITHOUT_EFFECT},
     }
     accelerator: dict[str, Any] = {
         "is_available": _call(lambda: True),

@@ -87,6 +87,9 @@ _PROXY_TENSOR = "torch.fx.experimental.proxy_tensor"
 
 _FLEX_ATTENTION = "torch.nn.attention.flex_attention"
 
+_CHECKPOINT_FILE = "torch/utils/checkpoint.py"
+_COMPILED_CALL_FILE = "torch/_dynamo/eval_frame.py"
+
 _LONGEST_REASON = 120
 """Characters of an error's first line in a note."""
 
@@ -98,14 +101,18 @@ class InductorOnShapes:
         graphs: compiled graphs, forward and backward apart.
         eager: backends other than Inductor that the script compiles with, as keys in order.
         failed: functions that were not compiled, each with the reason, in order.
+        unbroken: functions that Dynamo left to the interpreter, since it cannot leave their graph
+            where it has to, such as in a loop: each with the reason, in order.
         unfused: calls of flex attention outside of compiled code.
+        uncheckpointed: calls of flex attention in a checkpoint within compiled code.
     """
 
     def __init__(self, operators: FakeOperators, gpu: EmulatedGpu) -> None:
         self.graphs = 0
         self.eager: dict[str, None] = {}
         self.failed: list[str] = []
-        self.unfused = 0
+        self.unbroken: dict[str, None] = {}
+        self.unfused = self.uncheckpointed = 0
         self._operators = operators
         self._gpu = gpu
         self._compile = torch.compile
@@ -190,8 +197,10 @@ class InductorOnShapes:
             except Exception as error:
                 # After other errors Dynamo continues with the functions that this one calls, as on
                 # a GPU.
+                name = getattr(frame.f_code, "co_qualname", frame.f_code.co_name)
+                if isinstance(error, errors.Unsupported):
+                    self.unbroken[f"{name}: {_reason(error)}"] = None
                 if isinstance(error, of_emulation):
-                    name = getattr(frame.f_code, "co_qualname", frame.f_code.co_name)
                     self.failed.append(f"{name}: {_reason(error)}")
                     # Otherwise Dynamo traces every function below the failed one, which for a T5
                     # of 48 layers took more than ten minutes.
@@ -272,7 +281,9 @@ class InductorOnShapes:
         flex = resolve(f"{_FLEX_ATTENTION}.flex_attention")
 
         def run(args: Any, kwargs: Any, compiled: bool) -> Any:
-            self.unfused += not compiled
+            checkpointed = _in_compiled_checkpoint()
+            self.uncheckpointed += checkpointed
+            self.unfused += not compiled and not checkpointed
             return flex(*args, **kwargs)
 
         reason = "its kernel is generated from a template"
@@ -314,6 +325,24 @@ class InductorOnShapes:
                     code="compile-failed",
                 )
             )
+        if self.unbroken:
+            notes.append(
+                Note(
+                    f"{len(self.unbroken)} functions under torch.compile ran eager, on a GPU too, "
+                    "because Dynamo cannot leave their graph where it has to; the first is "
+                    f"{next(iter(self.unbroken))}",
+                    code="compile-graph-unbroken",
+                )
+            )
+        if self.uncheckpointed:
+            notes.append(
+                Note(
+                    f"{self.uncheckpointed} calls of flex attention are in a checkpoint under "
+                    "torch.compile: without a device they leave its graph, so the checkpoint ran "
+                    f"eager, and a GPU fuses what is around attention; {_FUSION_SHORTENS}",
+                    code="compile-checkpoint-eager",
+                )
+            )
         if self.eager:
             notes.append(
                 Note(
@@ -331,6 +360,19 @@ class InductorOnShapes:
                 )
             )
         return notes
+
+
+def _in_compiled_checkpoint() -> bool:
+    """Whether an activation checkpoint runs within a compiled function."""
+    frame: Any = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    checkpointed = False
+    while frame is not None:
+        path = frame.f_code.co_filename
+        checkpointed = checkpointed or path.endswith(_CHECKPOINT_FILE)
+        if checkpointed and path.endswith(_COMPILED_CALL_FILE):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _reason(error: BaseException) -> str:

@@ -98,6 +98,11 @@ PROCESS = """
         restore(sent.cpu())
     assert torch.randperm(4, generator=generator).sum() == 6
 
+    torch.cuda.set_sync_debug_mode("warn")
+    assert torch.cuda.get_sync_debug_mode() == torch.cuda.utilization() == 0
+    assert torch.cuda.device_memory_used() == torch.cuda.memory_reserved()
+    assert torch.cuda.host_memory_stats()["allocated_bytes.current"] == 0
+
     copies, compute = torch.Stream(), torch.accelerator.current_stream()
     model = nn.Linear(8, 8, device="cuda")
     optimizer = torch.optim.SGD(model.parameters())
