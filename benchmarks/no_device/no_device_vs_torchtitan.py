@@ -359,7 +359,10 @@ def main() -> None:
             kind = f"{row.model}, {row.length} tokens, {row.gpus} GPUs"
             times.setdefault(kind, []).append((1 / tokens_per_s, 1 / row.tokens_per_s))
             errors["float8" if row.float8 else "bf16"].append(error)
-            line = f"{row.name:36s}{row.tokens_per_s:9,.0f}{tokens_per_s:10,.0f}{error:+8.1%}"
+            digits = 1 if tokens_per_s < 200 else 0
+            line = (
+                f"{row.name:36s}{row.tokens_per_s:9,.0f}{tokens_per_s:10,.{digits}f}{error:+8.1%}"
+            )
             # Published is that of the fullest rank.
             memory_gib = max(map(reserved_gib, traces))
             if row.memory_gib is not None:
