@@ -1,4 +1,4 @@
-"""Estimate what a datasheet does not state: achievable bandwidth, sustained rates, launch floor.
+"""Estimate what a datasheet does not state: achievable bandwidth, rates, launch floor.
 
 A description may have only datasheet figures. The figures that only a measurement gives are then
 estimated from GPUs whose GEMMs and attention were measured in one benchmark run (`REFERENCES`), and
@@ -40,6 +40,18 @@ _NODE_POWER = {"ampere": 1 / 0.7}
 _MOST_SUSTAINED = 0.9
 
 
+_FP32 = VECTOR["fp32"]
+
+# float32 lanes of an SM or compute unit, each with a multiply-add per cycle. Ampere's consumer dies
+# (compute capability 8.6 and 8.7) have twice those of the A100.
+_FP32_LANES = {
+    **dict.fromkeys(("volta", "turing", "cdna2"), 64),
+    **dict.fromkeys(("ada", "hopper", "blackwell", "blackwell-rtx", "cdna3"), 128),
+    "ampere": 64,
+}
+_CONSUMER_AMPERE = range(81, 89)
+
+
 def with_estimates(gpu: Gpu, references: Callable[[], Sequence[Gpu]]) -> Gpu:
     """Return the GPU with estimates in place of figures that its description lacks.
 
@@ -58,6 +70,7 @@ def with_estimates(gpu: Gpu, references: Callable[[], Sequence[Gpu]]) -> Gpu:
         ),
         "launch_floor_ns": lambda: launch_floor_ns(gpu, measured),
         "tensor_sustained_fraction": lambda: sustained_fraction(gpu, measured),
+        _FP32: lambda: fp32_vector_tflops(gpu),
         "vector_sustained_fraction": lambda: mean_over_families(
             measured, lambda g: g.figures["vector_sustained_fraction"].value
         ),
@@ -90,6 +103,8 @@ def _missing(gpu: Gpu) -> list[str]:
     """Return the names of figures that the cost models need and the description lacks."""
     figures = gpu.figures
     missing: list[str] = []
+    if _FP32 not in figures and gpu.architecture in _FP32_LANES:
+        missing.append(_FP32)
     if not figures.keys() & {"memory_achievable_fraction", "measured_copy_gb_per_s"}:
         missing.append("memory_achievable_fraction")
     if "launch_floor_ns" not in figures:
@@ -99,7 +114,8 @@ def _missing(gpu: Gpu) -> list[str]:
         (VECTOR.values(), "vector_sustained_fraction"),
     ):
         by_measurement = fraction.startswith("tensor") and "measured_gemm_tflops" in figures
-        lacking = [p for p in peaks if p in figures and not figures.keys() & {*FRACTIONS[p]}]
+        stated = [p for p in peaks if p in figures or p in missing]
+        lacking = [p for p in stated if not figures.keys() & {*FRACTIONS[p]}]
         if lacking and not by_measurement:
             missing.append(fraction)
     return missing
@@ -133,6 +149,17 @@ def launch_floor_ns(target: Gpu, references: Sequence[Gpu]) -> float:
         same or references, lambda gpu: gpu.launch_floor_ns * gpu.clock_hz**_FLOOR_BY_CLOCK
     )
     return median(at_1_hz) / target.clock_hz**_FLOOR_BY_CLOCK
+
+
+def fp32_vector_tflops(gpu: Gpu) -> float:
+    """Return the float32 rate of the vector units, from SMs, lanes and clock.
+
+    Without it, GEMMs in float32 would be predicted by bandwidth alone.
+    """
+    lanes = _FP32_LANES[gpu.architecture]
+    if gpu.architecture == "ampere" and (gpu.capability or 0) in _CONSUMER_AMPERE:
+        lanes *= 2
+    return 2 * lanes * gpu.sm_count * gpu.clock_hz / 1e12
 
 
 def sustained_fraction(target: Gpu, references: Sequence[Gpu]) -> float:

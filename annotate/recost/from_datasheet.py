@@ -353,7 +353,7 @@ def _write_prediction(  # noqa: PLR0917
     details["dropped"] = _count_names(graph, np.flatnonzero(dropped))
     annotation = Annotation(target.name, MODEL, graph.job.device.name or "cpu", details)
     pass_notes = (*work.notes, *predicted.notes)
-    notes = (_note(target, rules), *target_notes(graph, target), *pass_notes)
+    notes = (_note(target, rules), *target_notes(graph, target, rules), *pass_notes)
     return replace(annotated, job=job_for(graph.job, target, annotation, *notes))
 
 

@@ -299,7 +299,7 @@ def _write_prediction(  # noqa: PLR0917
         code="recost-from-measurement",
     )
     notes = () if same_gpu else (note,)
-    notes += () if source == target else target_notes(graph, target)
+    notes += () if source == target else target_notes(graph, target, rules)
     job = job_for(graph.job, target, annotation, *notes, *pass_notes, as_measured=unchanged)
     return replace(annotated, job=job)
 

@@ -281,9 +281,23 @@ def details_of(
     }
 
 
-def target_notes(graph: Graph, target: Gpu) -> tuple[Note, ...]:
-    """Return notes on estimated figures of the target, and on memory that it lacks."""
-    return (*estimate_notes(target), *_memory_notes(graph, target))
+def target_notes(graph: Graph, target: Gpu, rules: U8) -> tuple[Note, ...]:
+    """Return notes on estimated figures of the target, and on rates and memory that it lacks."""
+    return (*estimate_notes(target), *_rate_notes(target, rules), *_memory_notes(graph, target))
+
+
+def _rate_notes(target: Gpu, rules: U8) -> tuple[Note, ...]:
+    without = int((rules == Rule.NO_RATE).sum())
+    if not without:
+        return ()
+    return (
+        Note(
+            f"{without} GEMMs or attention calls are in a data type for which the description of "
+            f"{target.name} has no rate: predicted by memory bandwidth alone, so they may take "
+            "longer. State the rate, such as fp32_vector_tflops, in the description.",
+            code="target-rate-missing",
+        ),
+    )
 
 
 def _memory_notes(graph: Graph, target: Gpu) -> tuple[Note, ...]:

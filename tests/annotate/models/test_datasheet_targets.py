@@ -7,6 +7,7 @@ import pytest
 from notes import note_of
 
 from onerank.annotate import load_gpu, recost
+from onerank.annotate.gpus.datasheet_estimates import fp32_vector_tflops
 from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.intervals import widening
 from onerank.ir import Graph
@@ -63,3 +64,31 @@ def test_the_estimates_are_near_the_measured_figures(datasheet):
         (gpu.launch_floor_ns, measured.launch_floor_ns),
     ):
         assert estimate == pytest.approx(figure, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "name", ["V100", "T4", "A100", "RTX-3090", "L40S", "B200", "MI250X", "MI300X"]
+)
+def test_the_float32_rate_follows_from_lanes_and_clock(name):
+    """An H100's datasheet states 8% more, at a higher clock than its boost clock."""
+    gpu = load_gpu(name)
+    stated = gpu.figures["fp32_vector_tflops"].value
+    assert fp32_vector_tflops(gpu) == pytest.approx(stated, rel=0.01)
+
+
+def test_a_missing_float32_rate_is_estimated_or_a_note_says_so(trace, tmp_path):
+    square = ("Tensor(float)", [4096, 4096])
+    operator = {"op": "aten::mm", "inputs": [square] * 2, "outputs": [square], "ns": 3_000_000}
+    graph = trace(operator)
+    lines = DATASHEET.splitlines()
+    text = "\n".join(line for line in lines if not line.startswith("fp32_vector_tflops"))
+    for architecture, code in (("hopper", ""), ("other", "target-rate-missing")):
+        path = tmp_path / f"{architecture}.toml"
+        path.write_text(text.replace('"hopper"', f'"{architecture}"'), encoding="utf-8")
+        gpu = load_gpu(str(path))
+        notes = recost(graph, gpu).job.measurement.notes
+        if code:
+            note_of(notes, code, "1 GEMMs", "fp32_vector_tflops")
+        else:
+            assert gpu.figures["fp32_vector_tflops"].confidence == "estimated"
+            assert "target-rate-missing" not in {note.code for note in notes}
