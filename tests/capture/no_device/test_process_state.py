@@ -3,7 +3,7 @@
 import pytest
 import torch
 from notes import has_note
-from without_device import captured
+from without_device import captured, run
 
 from onerank.ir.errors import CaptureError
 
@@ -136,3 +136,26 @@ def test_a_script_creates_its_process_group(tmp_path):
 
 def test_a_device_mesh_creates_the_process_group(tmp_path):
     _process(tmp_path, MESH)
+
+
+UNKNOWN_INTEGERS = """
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    dist.init_process_group("nccl")
+    model = nn.Linear(8, 4, device="cuda")
+    optimizer = torch.optim.SGD(model.parameters())
+    for step in range(4):
+        output = model(torch.randn(2, 8, device="cuda"))
+        dist.broadcast((output > 0).sum(0), 0)
+        output.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_send_integers_that_no_device_computed(rank, tmp_path):
+    done = run(tmp_path, UNKNOWN_INTEGERS, "--dp", 2, "--rank", rank, "--torchrun")
+    assert done.returncode == 0, done.stderr
+    assert ("CaptureWarning: broadcast" in done.stderr) == (rank == 1)
