@@ -62,7 +62,7 @@ def test_nodes_survive_the_file_and_are_delays_for_simulators(h200: Graph, tmp_p
         made = with_storage(h200, replace(given, prefetch=prefetch))
         done = export_astra_sim(made, tmp_path / "workload")
         assert done.gpu_time_ns == 29_865_307
-        assert has_note(done.notes, "storage-prefetch-not-exported", 1000000) is prefetch
+        assert has_note(done.notes, "storage-prefetch-not-exported", "1.000 ms") is prefetch
         nodes = onerank.read(tmp_path / "workload" / "workload.0.et").nodes
         assert nodes.duration_ns.sum() - 29_865_307 == sum(delays)
     schedule = export_goal(made, tmp_path / "job.goal")

@@ -382,7 +382,7 @@ def test_host_delays_have_a_separate_cpu(tmp_path: Path) -> None:
         "l2: calc 500 cpu 0",
         "l2 requires l1",
     ]
-    note_of(exported.notes, "host-delays", 1500, "1 nodes")
+    note_of(exported.notes, "host-delays", "1.500 us", "1 nodes")
     assert codes(exported.notes) == ["host-delays", "goal-payload-only", "goal-node-placement"]
 
 
