@@ -169,3 +169,13 @@ def test_the_digest_follows_what_the_script_may_import(read: Read, tmp_path: Pat
     (tmp_path / ".venv").mkdir()
     (tmp_path / ".venv" / "library.py").write_text("VALUE = 2\n")
     assert read(CONFIG.replace("2.5", "3.5")).job.model.digest == digests[-1]
+
+
+def test_a_recomputation_is_one_of_the_loop_or_of_the_script(read: Read, tmp_path: Path):
+    text = CONFIG.replace('"full"', '"ful"')
+    assert "ful" in read(text).job.choices.recompute  # a script may offer it
+    script, arguments = CONFIG.splitlines()[1:3]
+    (tmp_path / "model.json").write_text("{}")
+    with pytest.raises(OneRankError, match=r'"ful".*did you mean full') as caught:
+        read(text.replace(script, 'config = "model.json"').replace(arguments, ""))
+    assert caught.value.code == "plan-unknown-recomputation"

@@ -9,6 +9,8 @@ from own_process import call
 
 import onerank
 from onerank.plan.captures import CaptureResult, StageCapture, capture_stage
+from onerank.plan.config import RECOMPUTATIONS
+from onerank.plan.train_model import RECOMPUTE
 
 MODEL = """{
   "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 2,
@@ -93,3 +95,7 @@ def test_a_later_run_tries_again_what_the_model_did_not_refuse(tmp_path: Path):
     result = call(capture_stage, "", "H100", of_three)
     assert result.refused["1:1:none"][0].startswith("tp-")
     assert result.lasts
+
+
+def test_a_configuration_knows_the_recomputations_of_the_loop():
+    assert tuple(RECOMPUTE) == RECOMPUTATIONS

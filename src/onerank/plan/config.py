@@ -143,6 +143,9 @@ _LOOP_ARGUMENTS = tuple(
 )
 """Arguments of `train_model` after the model's configuration."""
 
+RECOMPUTATIONS = ("none", "attention", "selective", "full")
+"""What `train_model` offers; it imports torch, which reading a configuration does not."""
+
 # Braces around anything but a name, such as JSON's, are the script's.
 _PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
 
@@ -327,6 +330,14 @@ def _model(path: Path, model: _Model, choices: Choices) -> TrainingScript:
                 f"{path}: [vary] variant needs script in [model], which has config",
                 code="plan-no-placeholder",
             )
+        for recompute in choices.recompute:
+            if recompute not in RECOMPUTATIONS:
+                raise PlanError(
+                    f'{path}: [vary] recompute "{recompute}" is unknown'
+                    f"{did_you_mean(recompute, RECOMPUTATIONS)}\n"
+                    f"  onerank's own loop offers {', '.join(RECOMPUTATIONS)}",
+                    code="plan-unknown-recomputation",
+                )
         return TrainingScript(TRAIN_MODEL, (name, *_LOOP_ARGUMENTS), _digest([path.parent / name]))
     placeholders = _PLACEHOLDER.findall(" ".join(model.arguments))
     known = PLACEHOLDERS + (TORCHRUN_PLACEHOLDERS if model.torchrun else ())
