@@ -1,7 +1,8 @@
 """Kernels of an engine's steps one by one: eager, in a CUDA graph, and predicted from shapes.
 
-    python -m benchmarks.serving.serving_kernels measure DIR [MODEL...] [--flash-mla LIBRARY]
-    python -m benchmarks.serving.serving_kernels compare DIR [MODEL...]
+    python -m benchmarks.serving.serving_kernels measure DIR [MODEL...] [--grid TEXT]
+        [--flash-mla LIBRARY]
+    python -m benchmarks.serving.serving_kernels compare DIR [MODEL...] [--grid TEXT]
 
 `measure` needs a GPU. It builds a rank of each model, and for each step writes the trace of
 `capture serve` and the kernels of replays of its CUDA graph in their order: name, grid, block,
@@ -69,12 +70,48 @@ QWEN3: dict[str, Any] = {
     "dtype": "bfloat16",
 }
 
+DEEPSEEK_LITE: dict[str, Any] = {
+    **DEEPSEEK,
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "q_lora_rank": None,
+}
+QWEN2: dict[str, Any] = {
+    "model_type": "qwen2",
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "vocab_size": 16032,
+    "max_position_embeddings": 131072,
+    "dtype": "bfloat16",
+}
+MISTRAL: dict[str, Any] = {
+    "model_type": "mistral",
+    "hidden_size": 5120,
+    "intermediate_size": 32768,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 16384,
+    "max_position_embeddings": 32768,
+    "sliding_window": None,
+    "dtype": "bfloat16",
+}
+
 # Name -> configuration and tensor-parallel size.
 MODELS: dict[str, tuple[dict[str, Any], int]] = {
     "deepseek-v3-tp8": (DEEPSEEK, 8),
     "llama-8b": (LLAMA, 1),
     "llama-8b-tp8": (LLAMA, 8),
     "qwen3-0.6b": (QWEN3, 1),
+    "deepseek-v2-lite": (DEEPSEEK_LITE, 1),
+    "qwen2.5-1.5b": (QWEN2, 1),
+    "mistral-24b-tp4": (MISTRAL, 4),
 }
 
 # The new token makes the keys whole pages of FlashMLA's cache.
@@ -82,13 +119,6 @@ STEPS = "decode: batch=1,16,128 context=1023,4095; prefill: tokens=256 context=0
 
 _PAGE = 64
 _REPLAYS = 9
-
-
-def compositions():
-    """Return the steps."""
-    from onerank.capture.serving.compositions import parse_grid
-
-    return parse_grid(STEPS)
 
 
 def _configured(directory: Path, model: str) -> tuple[Path, int]:
@@ -102,13 +132,14 @@ def _configured(directory: Path, model: str) -> tuple[Path, int]:
 # Measured -----------------------------------------------------------------------------------------
 
 
-def measure(directory: Path, models: list[str], flash_mla: Path | None) -> None:
+def measure(directory: Path, models: list[str], grid: str, flash_mla: Path | None) -> None:
     """Write traces and lists of kernels of each model's steps."""
     import torch
 
     from benchmarks.serving.serving import conditions
     from onerank.capture.options import Options
     from onerank.capture.profiling.window_plan import WindowPlan
+    from onerank.capture.serving.compositions import parse_grid
     from onerank.capture.serving.measure_grid import loaded_server
 
     for model in models:
@@ -117,7 +148,7 @@ def measure(directory: Path, models: list[str], flash_mla: Path | None) -> None:
         (path.parent / "conditions.json").write_text(json.dumps(conditions()))
         options = Options(tp=tp, windows=WindowPlan(warm_up=2, settle=False))
         with loaded_server(path, options) as server:
-            for number, composition in enumerate(compositions(), start=1):
+            for number, composition in enumerate(parse_grid(grid), start=1):
                 point = server.measure(composition, number)
                 assert point.graph is not None, "the step fits"
                 point.graph.write(path.parent / f"{number}.et")
@@ -227,11 +258,12 @@ def _use_own_kernel() -> None:
 # Compared -----------------------------------------------------------------------------------------
 
 
-def compare(directory: Path, models: list[str]) -> None:
+def compare(directory: Path, models: list[str], grid: str) -> None:
     """Predict the steps of each model without a device, and print their kernels by operator."""
     import onerank
     from onerank.annotate import load_gpu
     from onerank.capture.options import Options
+    from onerank.capture.serving.compositions import parse_grid
     from onerank.capture.serving.measure_grid import loaded_server
     from onerank.serving.points import Target, predicted
 
@@ -242,7 +274,7 @@ def compare(directory: Path, models: list[str]) -> None:
         path, tp = _configured(directory, model)
         options = Options(tp=tp, device="none", like=like.name)
         with loaded_server(path, options) as server:
-            for number, composition in enumerate(compositions(), start=1):
+            for number, composition in enumerate(parse_grid(grid), start=1):
                 point = server.measure(composition, number)
                 assert point.graph is not None, "without a device every step is measured"
                 expected = predicted(composition, point.graph, Target(like, None))
@@ -301,15 +333,16 @@ def main() -> None:
     parser.add_argument("action", choices=("measure", "compare"))
     parser.add_argument("directory", type=Path)
     parser.add_argument("models", nargs="*", metavar="MODEL", help=", ".join(MODELS))
+    parser.add_argument("--grid", default=STEPS, help=f"the steps, as for capture serve [{STEPS}]")
     parser.add_argument("--flash-mla", type=Path, help="shared library of FlashMLA")
     args = parser.parse_args()
     models = args.models or [*MODELS]
     if unknown := {*models} - {*MODELS}:
         parser.error(f"unknown models: {', '.join(sorted(unknown))}")
     if args.action == "measure":
-        measure(args.directory, models, args.flash_mla)
+        measure(args.directory, models, args.grid, args.flash_mla)
     else:
-        compare(args.directory, models)
+        compare(args.directory, models, args.grid)
 
 
 if __name__ == "__main__":
