@@ -26,10 +26,10 @@ _MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
 
 _LSTM = _MODES["lstm"]
 
-# Numbers per element of the state that cuDNN keeps for the backward, by mode. cuDNN does not
-# document its reserve space; assumed are all gates, the cell's state (of a GRU the part of the
-# candidate that the reset gate multiplies) and the output of each step.
-_KEPT = {0: 2, 1: 2, _LSTM: 4 + 1 + 1, _MODES["gru"]: 3 + 1 + 1}
+# Numbers per element of the state that cuDNN keeps for the backward in a layer, by mode. They are
+# measured (H100, torch 2.11), as are the bytes of its reserve space that depend on no size.
+_KEPT = {0: 1, 1: 1, _LSTM: 5, _MODES["gru"]: 6}
+_RESERVE_BYTES, _RESERVE_MULTIPLE = 256, 32
 
 # `use_cudnn` in aten/src/ATen/native/RNN.cpp; other types run as GEMMs and elementwise operators.
 # bfloat16 needs Ampere and cuDNN 9.13; PyTorch 2.11 comes with 9.19.
@@ -95,7 +95,8 @@ def results_of_forward(*args: Any) -> tuple[Tensor, ...]:
     torch's fake implementation has an empty reserve space. The weights count as those that
     `flatten_parameters` put into one buffer, so they take no further memory.
     """
-    source, _, _, _, hidden, cell, mode, size, projected, layers, _, _, train, both, sizes, _ = args
+    source, _, _, _, hidden, cell, mode, size, projected, layers, *rest = args
+    _, dropout, train, both, sizes, _ = rest
     directions = 2 if both else 1
     width = projected or size
     output = source.new_empty((*source.shape[:-1], width * directions))
@@ -103,7 +104,12 @@ def results_of_forward(*args: Any) -> tuple[Tensor, ...]:
     last = hidden.new_empty((layers * directions, batch, width))
     last_cell = source.new_empty(0 if cell is None else (layers * directions, batch, size))
     tokens = source.numel() // source.shape[-1]
-    kept = tokens * layers * directions * size * _KEPT[mode] * source.element_size()
+    # Each layer but the last keeps its output as well, and each direction of the next one a mask of
+    # one bit for an element of it.
+    outputs = tokens * (layers - 1) * directions * size
+    masks = -(-outputs * directions // 8 // _RESERVE_MULTIPLE) * _RESERVE_MULTIPLE
+    kept = (tokens * layers * directions * size * _KEPT[mode] + outputs) * source.element_size()
+    kept += _RESERVE_BYTES + (masks if dropout else 0)
     reserve = source.new_empty(kept if train else 0, dtype=torch.uint8)
     return output, last, last_cell, reserve, source.new_empty(0)
 
