@@ -158,6 +158,7 @@ class KernelFeatures:
         rereads: number of times that memory, not the cache, serves them, float64[n].
         cycles: least SM cycles for its elements, float64[n].
         chain: loads that wait for each other, float64[n].
+        far_load: time of such a load from memory over one from the cache, float64[n].
         from_torch: whether PyTorch's operator launches it, bool[n]. Other libraries' kernels reach
             less of the bandwidth.
     """
@@ -182,6 +183,7 @@ class KernelFeatures:
     rereads: F64
     cycles: F64
     chain: F64
+    far_load: F64
     from_torch: Mask
     parts: ComponentGemms = field(default_factory=lambda: ComponentGemms.of([]))
 
@@ -216,6 +218,7 @@ class KernelFeatures:
             rereads=np.array([work.rereads for work in costs.works])[costs.call],
             cycles=np.array([work.cycles for work in costs.works])[costs.call],
             chain=np.array([work.chain for work in costs.works])[costs.call],
+            far_load=np.array([work.far_load for work in costs.works])[costs.call],
             from_torch=_from_torch(graph, index),
             parts=ComponentGemms.of(costs.works),
         )
@@ -287,6 +290,14 @@ class KernelFeatures:
         # bytes, which `node_costs` divides among its kernels.
         issue = self.cycles * self.share_of_operator / gpu.issue_rate_hz
         return issue / (1 + (_FASTER_IN_CACHE - 1) * self.cached_share(gpu))
+
+    def chain_loads(self, gpu: Gpu) -> F64:
+        """Return the loads that wait for each other, in loads from the cache, float64[n].
+
+        Operands beyond half of the cache come from memory.
+        """
+        from_memory = self.cached_share(gpu) < 1
+        return self.chain * self.share_of_operator * np.where(from_memory, self.far_load, 1)
 
     def floor_ns(self, gpu: Gpu) -> F64:
         """Return the launch floor of each kernel's class on `gpu` in ns, float64[n]."""
@@ -377,6 +388,7 @@ def kernels_of(works: Sequence[Work], duration_ns: F64) -> KernelFeatures:
         rereads=np.array([work.rereads for work in works]),
         cycles=np.array([work.cycles for work in works]),
         chain=np.array([work.chain for work in works]),
+        far_load=np.array([work.far_load for work in works]),
         from_torch=np.ones(count, dtype=bool),
         parts=ComponentGemms.of(works),
     )

@@ -278,7 +278,7 @@ def datasheet_terms(kernels: KernelFeatures, target: Gpu) -> DatasheetTerms:
     rule = np.where(np.isnan(kernels.bytes) & np.isnan(kernels.flops), Rule.FLOOR_ONLY, rule)
     rule = np.where(issue > np.maximum(compute, memory), Rule.ISSUE, rule)
     latency_s = _LATENCY_S if target.is_nvidia else 0.0
-    chain = kernels.chain * kernels.share_of_operator * latency_s
+    chain = kernels.chain_loads(target) * latency_s
     rule = np.where(chain > np.maximum.reduce([compute, memory, issue]), Rule.CHAIN, rule)
     floor = kernels.floor_ns(target)
     return DatasheetTerms(floor, rate, compute, memory, issue, chain, rule.astype(np.uint8))

@@ -168,6 +168,7 @@ class Work:
         rereads: number of times that memory, not the cache, serves them.
         cycles: least SM cycles for its elements.
         chain: loads that wait for each other, see `load_chains`.
+        far_load: time of such a load from memory over one from the cache.
         floor_factor: time of the shortest such call over that of the shortest of its class.
     """
 
@@ -185,6 +186,7 @@ class Work:
     rereads: float = 1.0
     cycles: float = 0.0
     chain: float = 0.0
+    far_load: float = 1.0
     floor_factor: float = 1.0
 
 

@@ -18,7 +18,7 @@ from onerank.annotate.op_costs import (
 from onerank.annotate.op_costs.cost_record import Work
 from onerank.annotate.op_costs.custom_operator_costs import is_registered, registered_work
 from onerank.annotate.op_costs.engine_operators import paged_cache_work, reads_paged_cache
-from onerank.annotate.op_costs.load_chains import chain_of
+from onerank.annotate.op_costs.load_chains import chain_of, far_load_of
 from onerank.annotate.op_costs.memory_bound import (
     cycles_of,
     floor_factor_of,
@@ -140,6 +140,7 @@ def work_of_call(op: str, call: Call) -> Work:
         rereads=rereads_of(call),
         cycles=cycles,
         chain=chain,
+        far_load=far_load_of(call),
         floor_factor=floor_factor,
     )
 

@@ -197,5 +197,6 @@ def _kernels(times_ns: F64, flops: F64, moved: F64, dtype: str) -> KernelFeature
         rereads=np.ones(count),
         cycles=np.zeros(count),
         chain=np.zeros(count),
+        far_load=np.ones(count),
         from_torch=every,
     )

@@ -263,7 +263,7 @@ def _vector_kernels(op: str, table: pl.DataFrame, gpu: str) -> KernelFeatures:
         return kernels
     works = [_row_work(op, *sizes) for sizes in table.select("m", "n").iter_rows()]
     # Arrays of the works' attributes of the same names.
-    columns = ("passes", "rereads", "cycles", "chain")
+    columns = ("passes", "rereads", "cycles", "chain", "far_load")
     return replace(kernels, **{c: np.array([getattr(w, c) for w in works]) for c in columns})
 
 

@@ -56,6 +56,9 @@ def predicted(op: str, record: Work, gpu: str = "H100") -> tuple[float, Rule]:
         ("H100", 256, 4096, 9.15),
         ("H100", 512, 7168, 15.23),
         ("H200", 1024, 4096, 9.50),
+        # More than half of the cache: the loads come from memory.
+        ("H100", 2048, 4096, 20.1),
+        ("H100", 2048, 7168, 37.6),
     ],
 )
 def test_means_of_a_few_rows_wait_for_the_loads_of_a_thread(gpu, rows, width, measured_us):
