@@ -27,6 +27,7 @@ class Launch(NamedTuple):
         written_bytes: bytes of the call's results that a helper writes.
         internal_bytes: bytes that it reads and writes of buffers within the call.
         floors: least time in launch floors; 0: the floor of its class.
+        fitted: whether the model of the operator's class was fitted on times that contain it.
         grid: blocks along each axis; () if not known.
         block: threads of a block along each axis; () if not known.
     """
@@ -38,6 +39,7 @@ class Launch(NamedTuple):
     written_bytes: int = 0
     internal_bytes: int = 0
     floors: float = 0.0
+    fitted: bool = True
     grid: tuple[int, ...] = ()
     block: tuple[int, ...] = ()
 
@@ -320,6 +322,30 @@ def _efficient_attention_backward(call: Call, target: Gpu) -> Sequence[Launch]:
     )
 
 
+# FlashMLA divides the keys of all sequences equally among the SMs, in blocks of 64, counting 5 more
+# blocks for each sequence (`get_mla_metadata`). Up to 64 heads of a sequence are one tile.
+_LATENT_BLOCK, _LATENT_OVERHEAD, _LATENT_HEADS = 64, 5, 64
+
+# Launch floors of the kernel that combines the parts of a sequence: 2 us and 0.2 us for each part
+# with 16 heads on an H100 (2026-11-27-flash-mla-h100). Of 128 heads each part takes up to 0.3 us.
+_COMBINE, _COMBINE_PART = 0.74, 0.074
+
+
+def _latent_attention(call: Call, target: Gpu) -> Sequence[Launch]:
+    """Return the launches of FlashMLA's decode: the parts of the keys, and their combination.
+
+    The model of latent attention is fitted on kernels that divide the keys into fewer parts.
+    """
+    shape = work_of_call("onerank_serving::latent_attention", call).attention
+    if shape is None or target.capability != _HOPPER:
+        return ()
+    sms = max(1, target.sm_count // ceil(shape.heads / _LATENT_HEADS))
+    blocks = ceil(shape.keys / _LATENT_BLOCK)
+    blocks_of_sm = ceil(shape.batch * (blocks + _LATENT_OVERHEAD) / sms)
+    floors = _COMBINE + _COMBINE_PART * ceil(blocks / blocks_of_sm)
+    return (WHOLE, Launch("flash_fwd_mla_combine_kernel", floors=floors, fitted=False))
+
+
 def _reduce_heads(call: Call, name: str, op: str = "") -> Sequence[Launch]:
     """Return sums of the gradients of key and value over query heads that share them."""
     query, key = call.tensor(1), call.tensor(2)
@@ -337,6 +363,7 @@ def _reduce_heads(call: Call, name: str, op: str = "") -> Sequence[Launch]:
 
 LIBRARY_RULES: dict[str, Rule] = {
     "_grouped_mm": _grouped_gemm,
+    "latent_attention": _latent_attention,
     "convolution": _convolution,
     "convolution_backward": _convolution_backward,
     **dict.fromkeys(

@@ -78,7 +78,8 @@ def add_launches(  # noqa: PLR0917
     calls, call = _distinct_calls(graph, costs.index, target, attention)
     least, more = np.array([_launch_times(*item, target) for item in calls]).reshape(-1, 2).T
     # Their floors are in the fitted time, so only a time below the sum of floors grows.
-    whole = costs.is_class(*_TIMED_WHOLE)
+    fitted = np.array([all(launch.fitted for launch in item[1]) for item in calls], dtype=bool)
+    whole = costs.is_class(*_TIMED_WHOLE) & fitted[call]
     added = np.where(whole, np.maximum(least[call] - predicted_ns, 0), more[call])
     several = np.array([len(launches) > 1 for _, launches in calls], dtype=bool)
     added = np.where(several[call] & ~measured, added, 0.0)

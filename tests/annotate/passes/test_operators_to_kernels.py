@@ -185,6 +185,27 @@ def test_attention_as_on_an_h100():
     assert len(launched("_flash_attention_backward", *[heads_last[0]] * 2, *[longer] * 2)) == 5
 
 
+@pytest.mark.parametrize(
+    ("sequences", "keys", "measured_us"),
+    [(1, 256, 2.6), (1, 1024, 5.2), (1, 4096, 15.8), (1, 16384, 28.8), (4, 1024, 5.6),
+     (4, 4096, 7.7), (16, 256, 2.8), (128, 4096, 2.0)],
+)  # fmt: skip
+def test_parts_of_a_latent_decode_are_combined_as_on_an_h100(sequences, keys, measured_us):
+    """FlashMLA with 16 heads: 2026-11-27-flash-mla-h100."""
+    vectors, values = tensor(sequences, keys, 576), tensor(sequences, keys, 512)
+    call = Call(
+        "latent_attention",
+        tuple((x,) for x in (tensor(sequences, 16, 576), vectors, values)),
+        ((tensor(sequences, 16, 512),),),
+        (),
+    )
+    h100 = load_gpu("H100")
+    attention, combine = launches_of("onerank_serving::latent_attention", call, h100)
+    assert (attention.share, combine.share) == (1, 0)
+    assert combine.floors * h100.launch_floor_ns / 1000 == pytest.approx(measured_us, rel=0.2)
+    assert len(launches_of("onerank_serving::latent_attention", call, load_gpu("B200"))) == 1
+
+
 @pytest.mark.parametrize("target", ["H200", "A100", "MI300X"])
 def test_launches_share_work_and_time_of_their_operator(target):
     graph = convert_directory(TRACES / "cpu-llama-2l-tp4")[0]
