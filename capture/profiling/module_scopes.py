@@ -213,6 +213,7 @@ class Modules:
         self._numbers: dict[nn.Module, int] = {}  # of models
         self._compiled_calls: dict[nn.Module, CompiledCall] = {}  # of models that are being called
         self._compiles = False  # whether the script has called torch.compile
+        self._called: set[nn.Module] = set()  # if it has: called by eager code, see only_compiled
         self._handles: tuple[RemovableHandle, ...] = ()  # of the hooks of every module
 
     @contextlib.contextmanager
@@ -246,6 +247,8 @@ class Modules:
         # Hooks of every module took 0.8 ms of a decode of 10.4 ms that waits for its host (a Llama
         # of 16 layers, one H100, torch 2.11): nn.Module calls its forward in a slower way.
         if self._compiles:
+            # The first steps may have run eagerly.
+            self._called.clear()
             yield
             return
         every: tuple[Any, Any] = _global_forward_pre_hooks, _global_forward_hooks
@@ -296,6 +299,10 @@ class Modules:
         For functions in `on_model_call`.
         """
         return self._compiled_calls.get(model, model)
+
+    def only_compiled(self, module: nn.Module) -> bool:
+        """Return whether compiled code alone calls a module, judged by the latest timed steps."""
+        return self._compiles and module not in self._called
 
     def _compile_function(self) -> Callable[..., Any]:
         """Return torch.compile; a compiled `model.__call__` gets hooks outside of compiled code."""
@@ -353,6 +360,8 @@ class Modules:
                 for observe in self.on_model_call:
                     observe(module, (args, named))
         self._inside.append(module)
+        if self._compiles:
+            self._called.add(module)
         if self.listener is not None:
             self.listener.enter(self._paths[module], self._numbers.get(module, 0))
 

@@ -128,7 +128,12 @@ class ModuleTimer:
     @contextlib.contextmanager
     def running(self) -> Generator[None]:
         """Hook the modules known so far while the context lasts."""
-        self._paths = dict(_timed(self._modules))
+        # Hooks are not called within compiled code, but dynamo would compile it again for them.
+        self._paths = {
+            module: path
+            for module, path in _timed(self._modules)
+            if not self._modules.only_compiled(module)
+        }
         calls = {module: compiled_call(module) for module in self._paths}
         hooks = [
             register_optimizer_step_pre_hook(self._before_optimizer),

@@ -45,8 +45,13 @@ def run(*args: str | Path) -> subprocess.CompletedProcess[str]:
 def captured(tmp_path_factory) -> tuple[Graph, Graph, Path]:
     """The eager and the compiled graph of rank 0 of TP=2, and where the latter lies."""
     trace = tmp_path_factory.mktemp("compile") / "trace.et"
+    # No instrument of the capture may have dynamo compile the same code again.
+    script = tmp_path_factory.mktemp("script") / EXAMPLE.name
+    setting = "__import__('torch._dynamo')._dynamo.config.error_on_recompile = True"
+    script.write_text(EXAMPLE.read_text().replace("import torch\n", f"import torch\n{setting}\n", 1))
+    assert setting in script.read_text()
     options = ["--tp", "2", "--compile", "--warm-up", "2", "--timed-steps", "2", "-o", trace]
-    done = run(EXAMPLE, *options, "--", "--layers", "2", "--seq", "16", "--batch", "1")
+    done = run(script, *options, "--", "--layers", "2", "--seq", "16", "--batch", "1")
     assert done.returncode == 0, done.stderr
     assert "Generated kernels" in done.stdout
     assert sorted(p.name for p in trace.parent.iterdir()) == ["trace.eager.et", "trace.et"]
