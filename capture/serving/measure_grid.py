@@ -25,6 +25,7 @@ from onerank.capture.profiling.profiled_windows import PLAIN_EXECUTION_TRACE, co
 from onerank.capture.profiling.step_timers import StepTimer
 from onerank.capture.profiling.window_plan import Progress
 from onerank.capture.run_as_rank import RankRun, slicing_to_rank
+from onerank.capture.serving.attention_windows import WindowedLayers, step_bytes, windowed_layers
 from onerank.capture.serving.compositions import MOST_TOKENS, Composition
 from onerank.capture.serving.latent_attention import latent_bytes_per_token
 from onerank.capture.serving.script_model import ModelScript, model_of_script
@@ -87,13 +88,14 @@ class ServedModel:
         layers: number of decoder layers.
         longest: tokens that a sequence may have.
         weights_bytes: bytes of this rank's weights.
-        kv_bytes_per_token: bytes of the KV cache for each token, of this rank.
+        kv_bytes_per_token: bytes of the KV cache for each token in all layers, of this rank.
         latent_bytes_per_token: bytes that engines keep of each token instead; None if the model has
             no latent attention.
         memory_bytes: memory of the device.
         config: the model's configuration, as JSON.
         pipeline: the stage; None without pipeline parallelism.
         parameters: name, dtype and shape of each parameter of this rank.
+        kv_windows: layers that hold a part of a sequence.
     """
 
     name: str
@@ -106,6 +108,7 @@ class ServedModel:
     config: dict[str, Any]
     pipeline: Pipeline | None
     parameters: tuple[tuple[str, str, tuple[int, ...]], ...]
+    kv_windows: tuple[WindowedLayers, ...] = ()
 
     @property
     def has_head(self) -> bool:
@@ -146,10 +149,11 @@ class Server:
         """
         if self._on_gpu:
             _empty_allocator()
-        needed = self.served.weights_bytes
-        needed += composition.cached_tokens * self.served.kv_bytes_per_token
+        served = self.served
+        needed = served.weights_bytes
+        needed += step_bytes(served.kv_bytes_per_token, served.kv_windows, composition)
         # Without this, a composition far above the memory would fail in the allocator's retries.
-        if self._on_gpu and self.served.memory_bytes < needed:
+        if self._on_gpu and served.memory_bytes < needed:
             return MeasuredPoint(composition, None, needed_bytes=needed)
         try:
             return self._measure(composition, number)
@@ -361,8 +365,7 @@ def _served(
     # A step of decodes alone computes the logits of all tokens, on every stage.
     step = RepeatableStep.of(model, composition, config.vocab_size, device, has_head=False)
     give_attention_scopes(step, model)
-    # After the step the cache holds two tokens: the context and the new one.
-    cached = {layer: size // 2 for layer, size in step.cache.bytes_by_layer().items()}
+    cached = step.cache.bytes_per_token()
     itemsize = step.cache.cache_tensors()[0].itemsize
     gpu = options.emulated_gpu
     memory = gpu.memory_bytes if gpu is not None else 0
@@ -384,6 +387,7 @@ def _served(
             (name, str(parameter.dtype), tuple(parameter.shape))
             for name, parameter in model.named_parameters()
         ),
+        kv_windows=windowed_layers(cached, step.cache.windows),
     )
     return served, step.cache
 

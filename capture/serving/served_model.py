@@ -21,6 +21,7 @@ from torch.nn import functional
 
 from onerank.capture.no_device.emulated_gpu import MOST_FLASH_HEAD
 from onerank.capture.serving import latent_attention
+from onerank.capture.serving.attention_windows import AttentionWindow
 from onerank.capture.serving.compositions import Composition
 from onerank.ir.errors import CaptureError
 
@@ -146,18 +147,21 @@ class StepCache:
     """The KV cache of one engine step, as transformers takes it.
 
     Keys and values of a step's prefills and decodes are tensors [sequences, heads, tokens, size]
-    per layer. Of latent attention, the vectors are the keys of one head, without values. A repeated
+    per layer. A layer with a window holds the tokens that the step sees: engines free the others.
+    Of latent attention, the vectors are the keys of one head, without values. A repeated
     step writes the same places again.
 
     Attributes:
         composition: the step's sequences.
         tensors: keys and values by layer, part of the step, and whether they are values.
+        windows: window of each layer that has one and that has run.
     """
 
     composition: Composition
     tensors: dict[tuple[int, str, bool], Tensor] = field(
         default_factory=dict[tuple[int, str, bool], Tensor]
     )
+    windows: dict[int, AttentionWindow] = field(default_factory=dict[int, AttentionWindow])
 
     is_compileable = False
 
@@ -183,6 +187,17 @@ class StepCache:
             return c.prefills, c.prefill_context
         return c.decodes, c.decode_context
 
+    def cached_before(self, part: str, layer: int) -> int:
+        """Return the tokens of each sequence that a layer's cache holds before the step.
+
+        Args:
+            part: "prefill" or "decode".
+            layer: index of the layer.
+        """
+        _, context = self.sequences(part)
+        window = self.windows.get(layer)
+        return context if window is None else window.seen_before(context)
+
     def allocate(self, like: "StepCache") -> None:
         """Allocate the keys and values of all layers, as engines do before their first step.
 
@@ -190,12 +205,14 @@ class StepCache:
         in the allocator's segments.
 
         Args:
-            like: cache of a step of one decode, from which heads and sizes are read.
+            like: cache of a step of one decode, from which heads, sizes and windows are read.
         """
+        self.windows.update(like.windows)
         for part, new in (("prefill", self.composition.prefill_tokens), ("decode", 1)):
-            count, context = self.sequences(part)
+            count, _ = self.sequences(part)
             for (layer, _, value), other in like.tensors.items() if count else ():
-                shape = count, other.shape[1], context + new, other.shape[3]
+                tokens = self.cached_before(part, layer) + new
+                shape = count, other.shape[1], tokens, other.shape[3]
                 self.tensors[layer, part, value] = other.new_empty(shape).normal_()
 
     def restore(self) -> None:
@@ -205,29 +222,28 @@ class StepCache:
         """Return all keys and values."""
         return tuple(self.tensors.values())
 
-    def bytes_by_layer(self) -> dict[int, int]:
-        """Return the bytes of each layer."""
+    def bytes_per_token(self) -> dict[int, int]:
+        """Return the bytes of one token of one sequence, by layer; the step has one part."""
         sizes: dict[int, int] = {}
         for (layer, *_), tensor in self.tensors.items():
-            sizes[layer] = sizes.get(layer, 0) + tensor.nbytes
+            size = tensor.nbytes // (tensor.shape[0] * tensor.shape[2])
+            sizes[layer] = sizes.get(layer, 0) + size
         return sizes
 
-    def room(
-        self, part: str, new: Tensor, *, context: int, value: bool = False, width: int = 0
-    ) -> Tensor:
-        """Return the keys or values of a part of the step, allocated on the first call.
+    def room(self, part: str, new: Tensor, *, value: bool = False, width: int = 0) -> Tensor:
+        """Return the keys or values of a part of the running layer, allocated on the first call.
 
         Args:
             part: "prefill" or "decode".
             new: the new ones, [sequences, heads, new tokens, size].
-            context: tokens of each sequence in the cache before the step.
             value: whether they are values.
             width: elements of a token and head in the cache; 0: as many as the new ones have.
         """
         key = _step.layer, part, value
         if key not in self.tensors:
             count, heads, tokens, size = new.shape
-            shape = count, heads, context + tokens, width or size
+            before = self.cached_before(part, _step.layer)
+            shape = count, heads, before + tokens, width or size
             self.tensors[key] = torch.empty(shape, dtype=new.dtype, device=new.device).normal_()
         return self.tensors[key]
 
@@ -269,17 +285,22 @@ class _PartAttention(nn.Module):
         self.cache_write = _CacheWrite()
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float | None,
+        window: AttentionWindow | None,
     ) -> Tensor:
-        """Return [1, tokens, heads, size] of the part's tokens; arguments as in transformers."""
+        """Return [1, tokens, heads, size] of the part's tokens; tensors as in transformers."""
         cache = _step.cache
         assert cache is not None, "a step is running"
-        count, context = cache.sequences(self.part)
+        count, _ = cache.sequences(self.part)
         # [1, heads, sequences * tokens, size] -> [sequences, heads, tokens, size]
         q, k, v = (t[0].unflatten(1, (count, -1)).transpose(0, 1) for t in (query, key, value))
-        keys = cache.room(self.part, k, context=context, value=False)
-        values = cache.room(self.part, v, context=context, value=True)
-        self.cache_write(keys, values, (k, v), context)
+        keys = cache.room(self.part, k, value=False)
+        values = cache.room(self.part, v, value=True)
+        self.cache_write(keys, values, (k, v), cache.cached_before(self.part, _step.layer))
         out = _attend(q, keys, values, scale, window)
         return out.transpose(1, 2).flatten(0, 1).unsqueeze(0)
 
@@ -306,7 +327,7 @@ class _LatentPart(nn.Module):
         new: tuple[Tensor, Tensor],
         weight: Tensor,
         scale: float | None,
-        window: int | None,
+        window: AttentionWindow | None,
     ) -> Tensor:
         """Return [1, tokens, heads, size] of the part's tokens.
 
@@ -314,20 +335,20 @@ class _LatentPart(nn.Module):
             query: queries, [1, heads, tokens, width].
             new: latent vectors and rotary parts, [1, 1, tokens, width] each.
             weight: as `latent_attention.up_weight` returns it.
-            scale: as in transformers, like `window`.
-            window: tokens that a query sees; None for all.
+            scale: as in transformers.
+            window: tokens that a query sees; None for all before it.
         """
         cache = _step.cache
         assert cache is not None, "a step is running"
-        count, context = cache.sequences(self.part)
+        count, _ = cache.sequences(self.part)
         # [1, 1, sequences * tokens, width] -> [sequences, 1, tokens, width]
         latents, rotary = (t[0].unflatten(1, (count, -1)).transpose(0, 1) for t in new)
         width = latents.shape[-1] + rotary.shape[-1]
-        cached = cache.room(self.part, latents, context=context, width=width)
-        self.cache_write(cached[:, :, context:], latents, rotary)
+        cached = cache.room(self.part, latents, width=width)
+        before = cache.cached_before(self.part, _step.layer)
+        self.cache_write(cached[:, :, before:], latents, rotary)
         if self.part == "decode":
-            seen = cached[:, 0, -window:] if window is not None else cached[:, 0]
-            return latent_attention.decode(seen, weight, query[0], scale).unsqueeze(0)
+            return latent_attention.decode(cached[:, 0], weight, query[0], scale).unsqueeze(0)
         queries = query[0].unflatten(1, (count, -1)).transpose(0, 1)
         keys, values = latent_attention.expand(cached[:, 0], weight, queries)
         out = _attend(queries, keys, values, scale, window)
@@ -371,6 +392,9 @@ def _attention_function(
     cache = _step.cache
     assert cache is not None, "a step is running"
     step, parts = cache.composition, getattr(module, PARTS)
+    window = _window_of(module, sliding_window)
+    if window is not None:
+        cache.windows[_step.layer] = window
     chunk = step.prefills * step.prefill_tokens
     outputs: list[Tensor] = []
     for part, start, end in ((parts.prefill, 0, chunk), (parts.decode, chunk, step.new_tokens)):
@@ -379,18 +403,31 @@ def _attention_function(
             operands = q, k, v
             if isinstance(part, _LatentPart):
                 operands = q, (k, v), latent_attention.up_weight(module)
-            outputs.append(part(*operands, scaling, sliding_window))
+            outputs.append(part(*operands, scaling, window))
     return (torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]), None
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float | None, window: int | None) -> Tensor:
-    """Return attention of queries that are the last tokens of the keys."""
+def _window_of(module: nn.Module, sliding_window: int | None) -> AttentionWindow | None:
+    """Return the window of a layer's attention; None if a query sees all tokens before it."""
+    if sliding_window is not None:
+        return AttentionWindow(sliding_window)
+    # transformers passes the chunks of a layer as a mask, and none to this function.
+    config: Any = vars(module).get("config")
+    types = getattr(config, "layer_types", None)
+    if types and types[_step.layer] == "chunked_attention":
+        return AttentionWindow(int(config.attention_chunk_size), chunked=True)
+    return None
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None, window: AttentionWindow | None
+) -> Tensor:
+    """Return attention of queries that are the last tokens of the keys.
+
+    The first query sees the first key: keys before its window are not in the cache.
+    """
     tokens, cached = q.shape[2], k.shape[2]
-    if window is not None and tokens + window < cached:
-        # No query sees keys before the window of the first one.
-        k, v = (t[:, :, cached - tokens - window + 1 :] for t in (k, v))
-        cached = k.shape[2]
-    windowed = window is not None and tokens > 1 and cached > window
+    windowed = window is not None and tokens > 1 and cached > window.tokens
     size = q.shape[-1]
     flash = (
         q.is_cuda
@@ -411,8 +448,12 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float | None, window: int | 
     mask = None
     if (tokens > 1 and cached > tokens) or windowed:
         mask = torch.ones(tokens, cached, dtype=torch.bool, device=q.device).tril(cached - tokens)
-        if windowed and window is not None:
-            mask = mask.triu(cached - tokens - window + 1)
+        if windowed and window is not None and window.chunked:
+            # The first key starts a chunk.
+            chunks = torch.arange(cached, device=q.device) // window.tokens
+            mask &= chunks[cached - tokens :, None] == chunks
+        elif windowed and window is not None:
+            mask = mask.triu(cached - tokens - window.tokens + 1)
     causal = mask is None and tokens > 1
     return functional.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=True

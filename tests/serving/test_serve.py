@@ -266,7 +266,9 @@ def test_latent_attention_computes_what_transformers_computes(tmp_path: Path, ki
     with torch.no_grad(), served_model._running(step.cache):
         logits = model(**step.arguments).logits[0]
     torch.testing.assert_close(logits, torch.cat(expected), rtol=1e-4, atol=1e-4)
-    assert sum(step.cache.bytes_by_layer().values()) == 2 * LATENT_BYTES * (2 * 9 + 3 * 8)
+    assert sum(tensor.nbytes for tensor in step.cache.cache_tensors()) == 2 * LATENT_BYTES * (
+        2 * 9 + 3 * 8
+    )
 
 
 def test_ranks_decode_the_heads_of_latent_attention():

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from onerank.cli import report_charts as charts
-from onerank.cli.bundle_tables import parallel_sizes, show_bundle
+from onerank.cli.bundle_tables import parallel_sizes, show_bundle, tokens_that_fit
 from onerank.cli.report_page import Reported, Section
 from onerank.display import size
 from onerank.serving.bundle import Bundle, read_bundle
@@ -159,7 +159,6 @@ def _cards(bundle: Bundle, figures: ServingFigures) -> dict[str, str]:
     """Return the key figures of a bundle."""
     manifest, memory = bundle.manifest, bundle.manifest.memory
     validation = manifest.cross_validation
-    fits = memory.tokens_that_fit if memory.device_bytes else None
     return {
         "device": f"{manifest.device}, times {manifest.source}",
         "model": manifest.model or "not known",
@@ -168,7 +167,7 @@ def _cards(bundle: Bundle, figures: ServingFigures) -> dict[str, str]:
         "KV cache of a token": (
             "" if memory.kv_bytes_per_token is None else size(memory.kv_bytes_per_token)
         ),
-        "tokens that fit": "" if fits is None else f"{fits:,}",
+        "tokens that fit": tokens_that_fit(manifest),
         "steps": str(len(bundle.rows)),
         "interpolation": (
             f"median error {validation.median:.1%}, p90 {validation.p90:.1%}" if validation else ""

@@ -27,6 +27,25 @@ def parallel_sizes(manifest: Manifest) -> str:
     return ", ".join(sizes)
 
 
+def tokens_that_fit(manifest: Manifest) -> str:
+    """Return the tokens whose KV cache fits: if layers have windows, in short and long sequences.
+
+    "" if the memory of the device or the KV cache is not known.
+    """
+    memory, longest = manifest.memory, manifest.longest
+    if not memory.device_bytes or memory.tokens_that_fit is None:
+        return ""
+    text = f"{memory.tokens_that_fit:,}"
+    batch = memory.sequences_that_fit(longest - 1) if longest else None
+    if not memory.kv_windows or longest is None or batch is None:
+        return text
+    shortest = min(layers.window.tokens for layers in memory.kv_windows)
+    return (
+        f"{text} in sequences up to {shortest:,}, {batch * longest:,} in "
+        f"{counted(batch, 'sequence')} of {longest:,}"
+    )
+
+
 def _counts(row: StepRow) -> str:
     """Return what is known of a recorded step's sequences."""
     counts = {"sequence": row.batch, "new token": row.new_tokens}
@@ -50,10 +69,18 @@ def show_bundle(bundle: Bundle, directory: Path, *, as_json: bool) -> None:
         pairs += [
             ("weights", size(memory.weights_bytes)),
             ("KV cache", f"{size(memory.kv_bytes_per_token or 0)} per token"),
+            *(
+                (
+                    "",
+                    f"{size(layers.bytes_per_token)} of it in {counted(layers.layers, 'layer')} "
+                    f"with {layers.window}",
+                )
+                for layers in memory.kv_windows
+            ),
             ("activations", f"{size(memory.activations_bytes or 0)} at {tokens}"),
         ]
     if memory.device_bytes and memory.tokens_that_fit is not None:
-        pairs.append(("tokens that fit", f"{memory.tokens_that_fit:,}"))
+        pairs.append(("tokens that fit", tokens_that_fit(manifest)))
     if validation is not None:
         what = "as a CUDA graph" if any(row.graph_ns for row in bundle.rows) else "eager"
         pairs.append(

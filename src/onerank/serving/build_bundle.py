@@ -14,6 +14,7 @@ from onerank.annotate.hosts.host import load_host
 from onerank.annotate.passes.pass_options import NO_PASSES
 from onerank.capture.options import Options
 from onerank.capture.parallelize.experts.routing import parse_routing
+from onerank.capture.serving.attention_windows import WindowedLayers
 from onerank.capture.serving.compositions import Composition, default_grid
 from onerank.ir import Pipeline
 from onerank.ir.chakra import read
@@ -66,6 +67,7 @@ class Model:
     rank: int = 0
     pipeline: Pipeline | None = None
     latent_bytes_per_token: int | None = None
+    kv_windows: tuple[WindowedLayers, ...] = ()
 
     @classmethod
     def of(cls, manifest: Manifest, gpu: Gpu) -> "Model":
@@ -86,6 +88,7 @@ class Model:
             rank=manifest.rank or 0,
             pipeline=manifest.pipeline,
             latent_bytes_per_token=memory.latent_bytes_per_token,
+            kv_windows=memory.kv_windows,
         )
 
 
@@ -310,6 +313,7 @@ def _model(served: Any, config: dict[str, Any], options: Options) -> Model:
         options.rank,
         served.pipeline,
         served.latent_bytes_per_token,
+        served.kv_windows,
     )
 
 
@@ -430,6 +434,7 @@ def _bundle(
         for number, point in enumerate(points, start=1)
         for module in point.modules
     )
+    memory = _memory(model, fitting)
     manifest = Manifest(
         model=model.name,
         config=model.config,
@@ -439,9 +444,9 @@ def _bundle(
         device=device or first.device,
         device_type=first.device_type,
         source=first.row.source,
-        memory=_memory(model, fitting),
+        memory=memory,
         versions=first.versions,
-        notes=tuple(_notes(model, points, fitting)),
+        notes=tuple(_notes(model, memory, points, fitting)),
         ep=model.ep,
         moe_routing=model.moe_routing,
         rank=model.rank,
@@ -452,8 +457,23 @@ def _bundle(
     return Bundle(manifest, rows, kernels).validated(), traces
 
 
-def _notes(model: Model, points: Sequence[Point], fitting: Sequence[Point]) -> Iterator[Note]:
+def _notes(
+    model: Model, memory: RankMemory, points: Sequence[Point], fitting: Sequence[Point]
+) -> Iterator[Note]:
     """Yield what the tables leave out, and where the steps are not those of engines."""
+    longest = model.longest - 1
+    if memory.kv_windows and (fit := memory.sequences_that_fit(longest)) is not None:
+        held = " and ".join(
+            f"{layers.window} in {layers.layers} of {model.layers} layers"
+            for layers in memory.kv_windows
+        )
+        yield Note(
+            f"the KV cache keeps of a sequence {held}. tokens_that_fit counts all tokens in all "
+            f"layers, so it is a lower bound for longer sequences: {fit:,} of {model.longest:,} "
+            f"tokens fit, and by that figure {(memory.tokens_that_fit or 0) // model.longest:,}. "
+            "Simulators get the lower bound, as they have one figure per token",
+            code="serve-windowed-layers",
+        )
     latent, cached = model.latent_bytes_per_token, model.kv_bytes_per_token
     if latent is not None and latent < cached:
         yield Note(
@@ -517,4 +537,5 @@ def _memory(model: Model, points: Sequence[Point]) -> RankMemory:
         tokens_that_fit=room // model.kv_bytes_per_token if model.kv_bytes_per_token else 0,
         gaps_bytes=largest.memory.gaps_bytes,
         latent_bytes_per_token=model.latent_bytes_per_token,
+        kv_windows=model.kv_windows,
     )

@@ -104,7 +104,7 @@ class Bundle(Displayed):
         for composition in compositions:
             row = self.interpolation.step(composition)
             # Only times are interpolated: memory is a sum of weights, cache and activations.
-            peak = memory.bytes_of(composition.cached_tokens, composition.new_tokens)
+            peak = memory.bytes_of(composition)
             rows.append(msgspec.structs.replace(row, peak_bytes=peak, fits=memory.holds(peak)))
         return data_frame(rows, StepRow)
 

@@ -245,14 +245,16 @@ def _curves(rows: Iterable[StepRow], key: _Key, x: Callable[[StepRow], int], y: 
 
 def _largest(bundle: Bundle) -> LargestBatches | None:
     memory, longest = bundle.manifest.memory, bundle.manifest.longest
-    if not memory.device_bytes or memory.tokens_that_fit is None or longest is None:
+    if longest is None:
         return None
     contexts = [2**power for power in range(6, 30) if 2**power < longest] + [longest - 1]
+    batches = [memory.sequences_that_fit(context) for context in contexts]
+    if None in batches:
+        return None
     decodes = [row for row in bundle.rows if row.kind == "decode"]
     return LargestBatches(
         tuple(contexts),
-        # A decode adds one token to each sequence.
-        tuple(memory.tokens_that_fit // (context + 1) for context in contexts),
+        tuple(batch or 0 for batch in batches),
         tuple((_context(row), _batch(row)) for row in decodes if row.fits),
         tuple((_context(row), _batch(row)) for row in decodes if not row.fits),
     )

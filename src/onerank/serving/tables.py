@@ -6,6 +6,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 import numpy as np
 
+from onerank.capture.serving.attention_windows import (
+    WindowedLayers,
+    sequence_bytes,
+    step_bytes,
+)
 from onerank.capture.serving.compositions import Composition
 from onerank.ir import Pipeline
 from onerank.ir.notes import Note
@@ -53,15 +58,17 @@ class RankMemory(msgspec.Struct, frozen=True):
         device_bytes: memory of the device; 0 if not known.
         outside_bytes: estimate of the CUDA context and NCCL, which the allocator does not see.
         weights_bytes: weights.
-        kv_bytes_per_token: KV cache of one token.
+        kv_bytes_per_token: KV cache of one token in all layers.
         workspace_bytes: workspaces of libraries such as cuBLAS.
         activations_bytes: the most that a measured step has beyond weights, KV cache and workspace.
         activations_tokens: new tokens of that step.
-        tokens_that_fit: tokens whose KV cache fits next to the rest; 0 if the memory of the device
-            is not known.
+        tokens_that_fit: tokens whose KV cache of all layers fits next to the rest; 0 if the memory
+            of the device is not known. Of sequences longer than a window of `kv_windows`, more fit.
         gaps_bytes: what the allocator reserves beyond its peak in that step, by simulation.
         latent_bytes_per_token: KV cache of one token in engines, which keep the vectors of latent
             attention; None of a model without it.
+        kv_windows: layers that hold a part of a sequence only. Empty if none does, and in bundles
+            of earlier versions, whose steps held all tokens in all layers.
     """
 
     device_bytes: int
@@ -74,16 +81,27 @@ class RankMemory(msgspec.Struct, frozen=True):
     tokens_that_fit: int | None = None
     gaps_bytes: int | None = None
     latent_bytes_per_token: int | None = None
+    kv_windows: tuple[WindowedLayers, ...] = ()
 
-    def bytes_of(self, cached_tokens: int, new_tokens: int) -> int | None:
+    def bytes_of(self, composition: Composition) -> int | None:
         """Return the allocator's peak of a step, with activations that grow with its new tokens."""
         known = (self.weights_bytes, self.workspace_bytes, self.kv_bytes_per_token,
                  self.activations_bytes, self.activations_tokens)  # fmt: skip
         if any(figure is None for figure in known):
             return None
         weights, workspace, kv, activations, tokens = (figure or 0 for figure in known)
-        growing = activations * new_tokens // max(1, tokens)
-        return weights + workspace + cached_tokens * kv + growing
+        growing = activations * composition.new_tokens // max(1, tokens)
+        return weights + workspace + step_bytes(kv, self.kv_windows, composition) + growing
+
+    def sequences_that_fit(self, context: int) -> int | None:
+        """Return how many sequences fit that decode with so many tokens before the step.
+
+        None if the KV cache or the memory of the device is not known.
+        """
+        if not self.device_bytes or self.tokens_that_fit is None or not self.kv_bytes_per_token:
+            return None
+        room = self.tokens_that_fit * self.kv_bytes_per_token
+        return room // sequence_bytes(self.kv_bytes_per_token, self.kv_windows, context)
 
     def holds(self, peak_bytes: int | None) -> bool:
         """Return whether a step with this peak of the allocator fits next to the memory outside."""

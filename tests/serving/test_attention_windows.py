@@ -1,0 +1,218 @@
+"""`capture serve` of models whose layers see a part of a sequence: cache, results and bytes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from own_process import run_command
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from onerank.capture.options import Options
+from onerank.capture.serving import served_model
+from onerank.capture.serving.attention_windows import (
+    AttentionWindow,
+    WindowedLayers,
+    sequence_bytes,
+)
+from onerank.capture.serving.compositions import Composition
+from onerank.capture.serving.measure_grid import _served
+from onerank.capture.serving.served_model import (
+    RepeatableStep,
+    build_model,
+    materialise,
+    read_config,
+)
+from onerank.serving.bundle import Bundle, read_bundle
+from onerank.serving.serving_curves import serving_figures
+from onerank.serving.tables import RankMemory
+
+# Layers, key-value heads and windows of the published models; other sizes are small.
+SMALL: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 64, "vocab_size": 128, "dtype": "bfloat16",
+}  # fmt: skip
+GPT_OSS_20B = {
+    **SMALL, "model_type": "gpt_oss", "num_hidden_layers": 24, "num_attention_heads": 64,
+    "num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128, "num_local_experts": 4,
+    "num_experts_per_tok": 2, "max_position_embeddings": 131072,
+}  # fmt: skip
+GEMMA3_12B = {
+    **SMALL, "model_type": "gemma3_text", "num_hidden_layers": 48, "num_attention_heads": 16,
+    "num_key_value_heads": 8, "head_dim": 256, "sliding_window": 1024,
+    "max_position_embeddings": 131072,
+}  # fmt: skip
+MISTRAL_7B = {
+    **SMALL, "model_type": "mistral", "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 128, "sliding_window": None,
+    "max_position_embeddings": 32768,
+}  # fmt: skip
+LLAMA4_SCOUT = {
+    **SMALL, "model_type": "llama4_text", "num_hidden_layers": 48, "num_attention_heads": 40,
+    "num_key_value_heads": 8, "head_dim": 128, "attention_chunk_size": 8192,
+    "intermediate_size_mlp": 64, "num_local_experts": 2, "max_position_embeddings": 1 << 20,
+}  # fmt: skip
+
+
+def configured(directory: Path, config: dict[str, Any]) -> Any:
+    """Return a configuration, read from a file."""
+    path = directory / "config.json"
+    path.write_text(json.dumps(config))
+    return read_config(path)
+
+
+@pytest.mark.parametrize(
+    ("config", "per_token", "windows", "sequence"),
+    [
+        # 12 of 24 layers; keys and values of 8 heads of 64 elements, 2 bytes each.
+        (GPT_OSS_20B, 49152, [(AttentionWindow(128), 12)], (131071, 24576 * (131072 + 128))),
+        # Below the window, each token counts in all layers.
+        (GPT_OSS_20B, 49152, [(AttentionWindow(128), 12)], (127, 49152 * 128)),
+        # Five of six layers, 40 of 48.
+        (GEMMA3_12B, 393216, [(AttentionWindow(1024), 40)], (131071, 8192 * (8 * 131072 + 40960))),
+        (MISTRAL_7B, 131072, [], (32767, 131072 * 32768)),
+        # Three of four layers have chunks of 8192 tokens.
+        (LLAMA4_SCOUT, 196608, [(AttentionWindow(8192, chunked=True), 36)],
+         (131071, 4096 * (12 * 131072 + 36 * 8192))),
+    ],
+)  # fmt: skip
+def test_the_cache_of_published_models(
+    tmp_path: Path,
+    config: dict[str, Any],
+    per_token: int,
+    windows: list[tuple[AttentionWindow, int]],
+    sequence: tuple[int, int],
+):
+    model = build_model(configured(tmp_path, config), "cpu", shapes_only=False)
+    materialise(model, "cpu")
+    served, _ = _served(model, Options(), "cpu", None)
+    assert served.kv_bytes_per_token == per_token
+    context, in_sequence = sequence
+    assert [(layers.window, layers.layers) for layers in served.kv_windows] == windows
+    assert sequence_bytes(per_token, served.kv_windows, context) == in_sequence
+
+
+FEW = {**SMALL, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+       "dtype": "float32", "max_position_embeddings": 512}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {**FEW, "model_type": "mistral", "num_hidden_layers": 2, "sliding_window": 4},
+        {**FEW, "model_type": "gemma3_text", "num_hidden_layers": 3, "sliding_window": 4,
+         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+        {**FEW, "model_type": "llama4_text", "num_hidden_layers": 4, "attention_chunk_size": 4,
+         "intermediate_size_mlp": 64, "num_local_experts": 2, "attn_temperature_tuning": False},
+    ],
+    ids=["sliding", "mixed layers", "chunks"],
+)  # fmt: skip
+@pytest.mark.parametrize(
+    "composition",
+    [
+        Composition(3, 7, 2, 5, 4),
+        Composition(3, 2, 2, 7, 9),
+        Composition(2, 8, 1, 3, 1),
+        Composition(1, 12),
+    ],
+    ids=str,
+)
+def test_a_step_with_windows_computes_what_transformers_computes(
+    tmp_path: Path, config: dict[str, Any], composition: Composition
+):
+    """The cache lacks the tokens outside of a window; transformers masks them."""
+    read = configured(tmp_path, config)
+    model = build_model(read, "cpu", shapes_only=False)
+    materialise(model, "cpu")
+    step = RepeatableStep.of(model, composition, 128, "cpu")
+    served_model.give_attention_scopes(step, model)
+    with torch.no_grad(), served_model._running(step.cache):
+        logits = model(**step.arguments).logits[0]
+    assert step.cache.windows
+    reference = AutoModelForCausalLM.from_config(read, attn_implementation="eager").eval()
+    reference.load_state_dict(model.state_dict(), strict=False)
+    c, tokens = composition, step.arguments["input_ids"][0]
+    chunk = c.prefills * c.prefill_tokens
+    expected: list[torch.Tensor] = []
+    for part, count, new, context, ids in (
+        ("prefill", c.prefills, c.prefill_tokens, c.prefill_context, tokens[:chunk]),
+        ("decode", c.decodes, 1, c.decode_context, tokens[chunk:]),
+    ):
+        if not count:
+            continue
+        cache = DynamicCache()
+        for layer in range(config["num_hidden_layers"]):
+            held = step.cache.cached_before(part, layer)
+            assert (held < context) == (layer in step.cache.windows and context > held)
+            before: list[torch.Tensor] = []
+            for value in (False, True):
+                cached = step.cache.tensors[layer, part, value]
+                assert cached.shape[2] == held + new
+                # What is outside of the window must not matter.
+                outside = cached.new_empty(*cached.shape[:2], context - held, 16).normal_()
+                before.append(torch.cat((outside, cached[:, :, :held]), dim=2))
+            cache.update(before[0], before[1], layer)
+        with torch.no_grad():
+            output = reference(ids.view(count, new), past_key_values=cache)
+        expected.append(output.logits[:, -1])
+    torch.testing.assert_close(logits, torch.cat(expected), rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """Return the bundle of a small gpt-oss with one layer of each kind, without a device."""
+    directory = tmp_path_factory.mktemp("windowed")
+    config = {**GPT_OSS_20B, "num_hidden_layers": 2}
+    (directory / "config.json").write_text(json.dumps(config))
+    done = run_command(
+        "capture", "serve", directory / "config.json", "--device", "none", "-o",
+        directory / "bundle", "--grid",
+        "decode: batch=2 context=1000,4000; prefill: tokens=32 context=0,4000",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return read_bundle(directory / "bundle")
+
+
+def test_a_decode_reads_the_window_only(bundle: Bundle):
+    moved = [
+        sum(
+            kernel.bytes
+            for kernel in bundle.kernel_rows
+            if kernel.row == row and (kernel.module or "").endswith(".step_attention.decode")
+        )
+        for row in (1, 2)
+    ]
+    # Of 3,000 more tokens, the layer without a window reads keys and values of 2 sequences.
+    assert moved[1] - moved[0] == 2 * 3000 * 2 * 8 * 64 * 2
+    # Queries and results of 64 heads of 64 elements, in 2 layers.
+    cached = 2 * 2 * 8 * 64 * 2 * (1001 + 128)
+    assert moved[0] == pytest.approx(cached + 2 * 2 * 2 * 64 * 64 * 2, rel=0.01)
+
+
+def test_the_memory_of_a_step_has_the_window_only(bundle: Bundle):
+    short, long = bundle.rows[:2]
+    assert long.peak_bytes - short.peak_bytes == 2 * 3000 * 2048
+    memory = bundle.manifest.memory
+    assert memory.kv_windows == (WindowedLayers(AttentionWindow(128), 1, 2048),)
+    predicted = [memory.bytes_of(row.composition) for row in bundle.rows[:2]]
+    assert predicted[1] - predicted[0] == 2 * 3000 * 2048
+
+
+def test_the_largest_batch_follows_from_windows(bundle: Bundle):
+    memory = bundle.manifest.memory
+    room = memory.tokens_that_fit * 4096
+    assert memory.sequences_that_fit(131071) == room // (2048 * (131072 + 128))
+    largest = serving_figures(bundle).largest
+    assert largest.contexts[-1] == 131071
+    assert largest.batches[-1] == memory.sequences_that_fit(131071)
+    assert largest.batches[0] == memory.tokens_that_fit // 65
+    assert "serve-windowed-layers" in {note.code for note in bundle.manifest.notes}
+
+
+def test_a_memory_record_without_windows_counts_all_tokens(bundle: Bundle):
+    """Bundles of earlier versions have no `kv_windows`."""
+    record = msgspec.to_builtins(bundle.manifest.memory)
+    del record["kv_windows"]
+    memory = msgspec.convert(record, RankMemory)
+    assert memory.sequences_that_fit(131071) == memory.tokens_that_fit // 131072
