@@ -48,7 +48,8 @@ def captured(tmp_path_factory) -> tuple[Graph, Graph, Path]:
     # No instrument of the capture may have dynamo compile the same code again.
     script = tmp_path_factory.mktemp("script") / EXAMPLE.name
     setting = "__import__('torch._dynamo')._dynamo.config.error_on_recompile = True"
-    script.write_text(EXAMPLE.read_text().replace("import torch\n", f"import torch\n{setting}\n", 1))
+    text = EXAMPLE.read_text().replace("import torch\n", f"import torch\n{setting}\n", 1)
+    script.write_text(text)
     assert setting in script.read_text()
     options = ["--tp", "2", "--compile", "--warm-up", "2", "--timed-steps", "2", "-o", trace]
     done = run(script, *options, "--", "--layers", "2", "--seq", "16", "--batch", "1")
