@@ -36,6 +36,24 @@ class AttentionWindow(msgspec.Struct, frozen=True, order=True):
         """
         return context % self.tokens if self.chunked else min(context, self.tokens - 1)
 
+    def products(self, context: int, new_tokens: int) -> float:
+        """Return how many keys the new tokens of a sequence see, summed.
+
+        A query that sees n keys counts n - 1/2, as half of its own key.
+
+        Args:
+            context: tokens of the sequence in the KV cache.
+            new_tokens: tokens that the step computes.
+        """
+        before = self.seen_before(context)
+        growing = min(new_tokens, self.tokens - before)
+        others = new_tokens - growing
+        of_growing = growing * (before + growing / 2)
+        if not self.chunked:
+            return of_growing + others * (self.tokens - 0.5)
+        whole, rest = divmod(others, self.tokens)
+        return of_growing + (whole * self.tokens**2 + rest**2) / 2
+
 
 class WindowedLayers(msgspec.Struct, frozen=True):
     """The layers of a rank with one window.

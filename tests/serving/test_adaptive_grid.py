@@ -16,7 +16,7 @@ from onerank.plan.tasks import Store
 from onerank.serving import build_bundle
 from onerank.serving.adaptive_grid import BATCH, WantedError, measurement_order
 from onerank.serving.build_bundle import measure_bundle
-from onerank.serving.latency_interpolation import AttentionWaves, Interpolation
+from onerank.serving.latency_interpolation import AttentionForm, AttentionWaves, Interpolation
 from onerank.serving.points import Point, PointMemory, misfit
 from onerank.serving.tables import CrossValidation
 from tests.cli.invoke_cli import refused
@@ -45,7 +45,7 @@ def test_the_first_points_cover_the_grid():
 @pytest.mark.parametrize("count", [12, 20])
 def test_the_first_points_interpolate_the_others(count: int):
     order = measurement_order(default_grid(32768))
-    interpolation = Interpolation.of(*rows_of(order[:count], parts_in_waves), WAVES)
+    interpolation = Interpolation.of(*rows_of(order[:count], parts_in_waves), AttentionForm(WAVES))
     errors: list[float] = []
     for c in order[count:]:
         measured = 1.02 * sum(parts_in_waves(c).values())
@@ -90,6 +90,7 @@ class _Engine:
         served = SimpleNamespace(
             name="LlamaForCausalLM", layers=1, longest=32768, weights_bytes=1, memory_bytes=1 << 40,
             kv_bytes_per_token=1, pipeline=None, latent_bytes_per_token=None,
+            kv_windows=(),
         )  # fmt: skip
         yield SimpleNamespace(served=served)
 

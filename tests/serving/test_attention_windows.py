@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from own_process import run_command
@@ -17,7 +18,7 @@ from onerank.capture.serving.attention_windows import (
     WindowedLayers,
     sequence_bytes,
 )
-from onerank.capture.serving.compositions import Composition
+from onerank.capture.serving.compositions import Composition, parse_grid
 from onerank.capture.serving.measure_grid import _served
 from onerank.capture.serving.served_model import (
     RepeatableStep,
@@ -26,8 +27,14 @@ from onerank.capture.serving.served_model import (
     read_config,
 )
 from onerank.serving.bundle import Bundle, read_bundle
+from onerank.serving.latency_interpolation import AttentionForm, Interpolation
 from onerank.serving.serving_curves import serving_figures
-from onerank.serving.tables import RankMemory
+from onerank.serving.simulators.aiconfigurator import export_aiconfigurator
+from onerank.serving.simulators.operator_times import Extent
+from onerank.serving.simulators.options import AiconfiguratorOptions, LinkedSimulatorOptions
+from onerank.serving.simulators.sglang_sim import export_sglang_sim
+from onerank.serving.tables import Part, RankMemory
+from tests.serving.test_latency_interpolation import rows_of
 
 # Layers, key-value heads and windows of the published models; other sizes are small.
 SMALL: dict[str, Any] = {
@@ -208,6 +215,72 @@ def test_the_largest_batch_follows_from_windows(bundle: Bundle):
     assert largest.batches[-1] == memory.sequences_that_fit(131071)
     assert largest.batches[0] == memory.tokens_that_fit // 65
     assert "serve-windowed-layers" in {note.code for note in bundle.manifest.notes}
+
+
+@pytest.mark.parametrize("window", [AttentionWindow(7), AttentionWindow(7, chunked=True)], ids=str)
+def test_keys_and_products_are_those_of_the_mask(window: AttentionWindow):
+    for context in (0, 3, 6, 7, 20):
+        for new in (1, 2, 7, 30):
+            queries = np.arange(context, context + new)[:, None]
+            keys = np.arange(context + new)[None, :]
+            near = keys // 7 == queries // 7 if window.chunked else queries - keys < 7
+            seen = near & (keys <= queries)
+            assert window.seen_before(context) + new == seen.any(axis=0).sum()
+            assert window.products(context, new) == seen.sum() - new / 2
+
+
+def windowed_times(c: Composition) -> dict[Part, float]:
+    """Return the times of parts: half of the layers have a window of 128 tokens."""
+    parts: dict[Part, float] = {"tokens": 1e6 + 1e3 * c.new_tokens, "head": 1e5}
+    if c.decodes:
+        keys = c.decode_context + 1
+        parts["decode_attention"] = 1e5 + 20 * c.decodes * (keys + min(keys, 128))
+    if c.prefills:
+        tokens, keys = c.prefills * c.prefill_tokens, c.prefill_context + c.prefill_tokens / 2
+        parts["prefill_attention"] = 3e5 + 0.1 * tokens * (keys + min(keys, 128))
+    return parts
+
+
+def test_interpolation_knows_the_window():
+    """From few points on both sides of a window, the part that no longer grows is separated."""
+    grid = parse_grid(
+        "decode: batch=1,16,128 context=16,64,4096; prefill: tokens=32,2048 context=0,8192"
+    )
+    rows, kernels = rows_of(grid, windowed_times)
+    others = parse_grid("decode: batch=4,48 context=128,256,512,1024,2048")
+    errors: dict[bool, float] = {}
+    for form in (AttentionForm(), AttentionForm(windows=((AttentionWindow(128), 0.5),))):
+        attention = Interpolation.of(rows, kernels, form).module(["decode_attention"])
+        expected = [windowed_times(c)["decode_attention"] for c in others]
+        relative = [abs(attention(c) / ns - 1) for c, ns in zip(others, expected, strict=True)]
+        errors[bool(form.windows)] = max(relative)
+    assert errors[True] < 0.01
+    assert errors[True] < errors[False] / 4
+
+
+def test_a_bundle_has_the_form_of_its_layers(bundle: Bundle):
+    assert bundle.interpolation.form.windows == ((AttentionWindow(128), 0.5),)
+
+
+def test_exports_write_the_lower_bound_and_say_so(bundle: Bundle, tmp_path: Path):
+    memory, longest = bundle.manifest.memory, bundle.manifest.longest
+    written = export_sglang_sim(bundle, LinkedSimulatorOptions(output=tmp_path / "s"))
+    tokens = written.options[written.options.index("--max-total-tokens") + 1]
+    assert int(tokens) == memory.tokens_that_fit
+    (note,) = written.notes
+    assert note.code == "export-windowed-layers"
+    assert f"{memory.sequences_that_fit(longest - 1):,} sequences of {longest:,}" in note.text
+    written = export_aiconfigurator(bundle, AiconfiguratorOptions(output=tmp_path / "a"))
+    assert [note.code for note in written.notes] == ["export-windowed-layers"]
+
+
+def test_steps_that_fit_by_their_windows_are_exported(bundle: Bundle):
+    """A step of long sequences fits that would not if all layers kept all tokens."""
+    extent = Extent.of(bundle, "SGLang Simulator")
+    batch = bundle.manifest.memory.sequences_that_fit(131070)
+    assert batch * 131071 > extent.cached_tokens
+    assert extent.holds(Composition(batch, 131070))
+    assert not extent.holds(Composition(batch + 1, 131070))
 
 
 def test_a_memory_record_without_windows_counts_all_tokens(bundle: Bundle):

@@ -11,6 +11,7 @@ from onerank.capture.serving.compositions import Composition, default_grid, pars
 from onerank.ir.errors import AnnotateError
 from onerank.serving.bundle import Bundle
 from onerank.serving.latency_interpolation import (
+    AttentionForm,
     AttentionWaves,
     Interpolation,
     cross_validate,
@@ -35,6 +36,7 @@ def parts_of(c: Composition) -> dict[Part, float]:
 
 # Of an H100 and a Llama-8B: 33 decodes occupy the GPU once.
 WAVES = AttentionWaves.of(sms=132, kv_heads=8)
+FORM = AttentionForm()
 
 
 def parts_in_waves(c: Composition) -> dict[Part, float]:
@@ -72,7 +74,7 @@ def rows_of(
 
 
 def test_compositions_between_the_points_of_the_default_grid():
-    interpolation = Interpolation.of(*rows_of(default_grid(32768)), None)
+    interpolation = Interpolation.of(*rows_of(default_grid(32768)), FORM)
     draw = np.random.default_rng(7)
     errors: list[float] = []
     for _ in range(40):
@@ -138,7 +140,7 @@ def test_the_waves_of_a_bundle(changed: dict[str, object], decodes: float | None
         memory=RankMemory(0, weights_bytes=1), versions={}, attention_kernels=("flash2",),
     )  # fmt: skip
     bundle = Bundle(msgspec.structs.replace(manifest, **changed), tuple(rows), tuple(kernels))
-    assert bundle.interpolation.waves == (None if decodes is None else AttentionWaves(decodes))
+    assert bundle.interpolation.form.waves == (None if decodes is None else AttentionWaves(decodes))
 
 
 def test_attention_in_waves_and_blocks():
@@ -156,7 +158,7 @@ def test_attention_in_waves_and_blocks():
     ]
     errors: dict[bool, float] = {}
     for waves in (None, WAVES):
-        interpolation = Interpolation.of(rows, kernels, waves)
+        interpolation = Interpolation.of(rows, kernels, AttentionForm(waves))
         steps = [interpolation.step(c).graph_ns or 0 for c in compositions]
         measured = [sum(parts_in_waves(c).values()) * 1.02 for c in compositions]
         relative = [abs(step / total - 1) for step, total in zip(steps, measured, strict=True)]
@@ -167,7 +169,7 @@ def test_attention_in_waves_and_blocks():
 
 def test_points_are_reproduced():
     grid = default_grid(32768)
-    interpolation = Interpolation.of(*rows_of(grid), None)
+    interpolation = Interpolation.of(*rows_of(grid), FORM)
     for c in grid:
         step = interpolation.step(c)
         assert step.graph_ns == pytest.approx(sum(parts_of(c).values()) * 1.02, rel=0.03)
@@ -176,7 +178,7 @@ def test_points_are_reproduced():
 def test_cross_validation_leaves_rows_out():
     grid = parse_grid("decode: batch=1,2,4,8,16,32,64 context=256,1024,4096")
     rows, kernels = rows_of(grid)
-    validation = cross_validate(rows, kernels, None)
+    validation = cross_validate(rows, kernels, FORM)
     assert validation is not None
     # The smallest and the largest batch are at the edge: without them, the fit would extrapolate.
     assert validation.points == len(grid) - 2 * 3 == 15
@@ -193,7 +195,7 @@ def test_cross_validation_leaves_rows_out():
         wrong[10].composition, **figures, graph_ns=total, graph_low_ns=None, graph_high_ns=None,
         gpu_ns=round(total / 1.02), peak_bytes=1, fits=True, source="measured",
     )  # fmt: skip
-    worse = cross_validate(wrong, kernels, None)
+    worse = cross_validate(wrong, kernels, FORM)
     assert worse is not None
     assert worse.p90 > validation.p90
 
@@ -205,12 +207,12 @@ def test_rows_without_a_cuda_graph_do_not_count_as_graphs():
         msgspec.structs.replace(row, graph_ns=None if number % 4 == 0 else row.graph_ns)
         for number, row in enumerate(rows)
     ]
-    validation = cross_validate(rows, kernels, None)
+    validation = cross_validate(rows, kernels, FORM)
     assert validation is not None
     inside = [row for row in rows if 1 < row.composition.decodes < 64]
     assert validation.points == sum(row.graph_ns is not None for row in inside) == 11
     assert validation.p90 < 0.02
-    interpolation = Interpolation.of(rows, kernels, None)
+    interpolation = Interpolation.of(rows, kernels, FORM)
     for row in rows:
         kernels_ns = sum(parts_of(row.composition).values())
         step = interpolation.step(row.composition)
@@ -218,7 +220,7 @@ def test_rows_without_a_cuda_graph_do_not_count_as_graphs():
 
 
 def test_a_module_has_its_own_time():
-    interpolation = Interpolation.of(*rows_of(default_grid(32768)), None)
+    interpolation = Interpolation.of(*rows_of(default_grid(32768)), FORM)
     time_ns = interpolation.module(["decode_attention"])
     assert time_ns(Composition(24, 3000)) == pytest.approx(2e5 + 40 * 24 * 3001, rel=0.05)
     assert time_ns(Composition(prefills=1, prefill_tokens=5)) == 0
@@ -228,13 +230,13 @@ def test_a_module_has_its_own_time():
 def test_too_few_points():
     rows, kernels = rows_of(parse_grid("decode: batch=1,2 context=8"))
     with pytest.raises(AnnotateError) as error:
-        Interpolation.of(rows, kernels, None)
+        Interpolation.of(rows, kernels, FORM)
     assert error.value.code == "bundle-too-few-points"
     assert cross_validate(rows, kernels, None) is None
 
 
 def test_a_kind_that_was_not_measured():
-    interpolation = Interpolation.of(*rows_of(parse_grid("decode: batch=1,2,4 context=8")), None)
+    interpolation = Interpolation.of(*rows_of(parse_grid("decode: batch=1,2,4 context=8")), FORM)
     with pytest.raises(AnnotateError) as error:
         interpolation.step(Composition(prefills=1, prefill_tokens=8))
     assert error.value.code == "bundle-no-such-steps"

@@ -176,7 +176,7 @@ def test_gaps_of_a_prefill_are_those_of_the_allocator(tmp_path: Path):
 
 def test_the_kernels_of_attention_are_named(bundle: Path, tmp_path: Path):
     assert read_bundle(bundle).manifest.attention_kernels == ("flash2",)
-    assert read_bundle(bundle).interpolation.waves is not None
+    assert read_bundle(bundle).interpolation.form.waves is not None
     # Turing has no FlashAttention 2.
     output = tmp_path / "T4"
     done = run_command("capture", "serve", bundle.parent / "config.json", "--device", "none",
@@ -184,7 +184,7 @@ def test_the_kernels_of_attention_are_named(bundle: Path, tmp_path: Path):
                        "-o", output)  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert read_bundle(output).manifest.attention_kernels == ("",)
-    assert read_bundle(output).interpolation.waves is None
+    assert read_bundle(output).interpolation.form.waves is None
 
 
 @pytest.mark.parametrize(

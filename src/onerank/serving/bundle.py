@@ -27,6 +27,7 @@ from onerank.ir import Graph
 from onerank.ir.errors import FormatError
 from onerank.ir.output_files import is_replaceable, replacing_directory, write_tables
 from onerank.serving.latency_interpolation import (
+    AttentionForm,
     AttentionWaves,
     Interpolation,
     cross_validate,
@@ -86,7 +87,7 @@ class Bundle(Displayed):
     @cached_property
     def interpolation(self) -> Interpolation:
         """Times of compositions between the rows."""
-        return Interpolation.of(self.rows, self.kernel_rows, self._waves())
+        return Interpolation.of(self.rows, self.kernel_rows, self._attention_form())
 
     def at(self, grid: str | Sequence[Composition]) -> "pl.DataFrame":
         """Return interpolated steps, with the columns of `steps`.
@@ -110,9 +111,17 @@ class Bundle(Displayed):
 
     def validated(self) -> "Bundle":
         """Return the bundle with the errors of its interpolation."""
-        validation = cross_validate(self.rows, self.kernel_rows, self._waves())
+        validation = cross_validate(self.rows, self.kernel_rows, self._attention_form())
         manifest = msgspec.structs.replace(self.manifest, cross_validation=validation)
         return replace(self, manifest=manifest)
+
+    def _attention_form(self) -> AttentionForm:
+        memory = self.manifest.memory
+        every = memory.kv_bytes_per_token or 1
+        windows = tuple(
+            (layers.window, layers.bytes_per_token / every) for layers in memory.kv_windows
+        )
+        return AttentionForm(self._waves(), windows)
 
     def _waves(self) -> AttentionWaves | None:
         """Return the waves of attention; None if its kernels or their number are not known.

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from onerank.annotate.models.flash2_decode import BLOCKS_PER_SM, FULL_WAVE
+from onerank.capture.serving.attention_windows import AttentionWindow
 from onerank.capture.serving.compositions import Composition
 from onerank.ir.arrays import F64
 from onerank.ir.errors import AnnotateError
@@ -71,32 +72,64 @@ class AttentionWaves:
         return (waves if waves < FULL_WAVE else math.ceil(waves)) * self.decodes
 
 
-def _of_prefill(c: Composition, waves: AttentionWaves | None) -> tuple[list[float], list[float]]:
-    tokens = c.prefills * c.prefill_tokens
-    keys = c.prefill_context + c.prefill_tokens
-    # A causal query sees the context and on average half of the chunk.
-    products = tokens * (c.prefill_context + c.prefill_tokens / 2)
-    parted = waves is not None and (c.prefill_tokens % BLOCK > 0 or keys % BLOCK > 0)
+@dataclass(frozen=True)
+class AttentionForm:
+    """What the time of attention depends on besides the sequences of a step.
+
+    Attributes:
+        waves: its division among the SMs; None if its kernels divide it in an unknown way.
+        windows: windows of layers, and the share of these layers in the KV cache of a token. The
+            other layers see all tokens.
+    """
+
+    waves: AttentionWaves | None = None
+    windows: tuple[tuple[AttentionWindow, float], ...] = ()
+
+    def keys(self, context: int, new_tokens: int) -> float:
+        """Return how many keys of a sequence a layer reads in a step, in the mean of the layers."""
+        unseen = sum(
+            share * (context - window.seen_before(context)) for window, share in self.windows
+        )
+        return context + new_tokens - unseen
+
+    def products(self, context: int, new_tokens: int) -> float:
+        """Return the products of queries and keys of a sequence, in the mean of the layers."""
+        # A causal query sees the context and on average half of the chunk.
+        every = new_tokens * (context + new_tokens / 2)
+        unseen = sum(
+            share * (every - window.products(context, new_tokens)) for window, share in self.windows
+        )
+        return every - unseen
+
+
+def _of_prefill(c: Composition, form: AttentionForm) -> tuple[list[float], list[float]]:
+    tokens, keys = c.prefills * c.prefill_tokens, form.keys(c.prefill_context, c.prefill_tokens)
+    products = c.prefills * form.products(c.prefill_context, c.prefill_tokens)
+    longest = c.prefill_context + c.prefill_tokens
+    parted = form.waves is not None and (c.prefill_tokens % BLOCK > 0 or longest % BLOCK > 0)
     terms = [1.0, tokens, products, c.prefills * keys, tokens * parted, products * parted]
+    if form.windows:
+        # Kernels that take a window as a mask compute the products that it hides.
+        terms.append(tokens * keys)
     return terms, [tokens, c.prefill_tokens, keys, 2.0**parted]
 
 
-def _of_decode(c: Composition, waves: AttentionWaves | None) -> tuple[list[float], list[float]]:
-    keys = c.decode_context + 1
-    occupied = c.decodes if waves is None else waves.occupied(c.decodes)
+def _of_decode(c: Composition, form: AttentionForm) -> tuple[list[float], list[float]]:
+    keys = form.keys(c.decode_context, 1)
+    occupied = c.decodes if form.waves is None else form.waves.occupied(c.decodes)
     terms = [1.0, c.decodes, keys, c.decodes * keys, occupied * keys]
     return terms, [c.decodes, keys, (occupied / c.decodes) ** 2]
 
 
-def _of_head(c: Composition, _: AttentionWaves | None) -> tuple[list[float], list[float]]:
+def _of_head(c: Composition, _: AttentionForm) -> tuple[list[float], list[float]]:
     return [1.0, c.sequences], [c.sequences]
 
 
-def _of_tokens(c: Composition, _: AttentionWaves | None) -> tuple[list[float], list[float]]:
+def _of_tokens(c: Composition, _: AttentionForm) -> tuple[list[float], list[float]]:
     return [1.0, c.new_tokens], [c.new_tokens]
 
 
-Sizes = Callable[[Composition, AttentionWaves | None], tuple[list[float], list[float]]]
+Sizes = Callable[[Composition, AttentionForm], tuple[list[float], list[float]]]
 
 # Part -> function that returns the terms of its work, and the sizes that its factor depends on.
 _SIZES: dict[Part, Sizes] = {
@@ -231,7 +264,7 @@ class _Fit:
     part: Part
     coefficients: F64
     factor: _Smooth
-    waves: AttentionWaves | None
+    form: AttentionForm
 
     @classmethod
     def of(
@@ -239,22 +272,22 @@ class _Fit:
         part: Part,
         compositions: Sequence[Composition],
         times_ns: Sequence[float],
-        waves: AttentionWaves | None,
+        form: AttentionForm,
         like: "_Fit | None" = None,
     ) -> "_Fit":
         """Fit times of at least one composition that has the part; `like` as for `_Smooth.of`."""
-        sizes = [_SIZES[part](c, waves) for c in compositions]
+        sizes = [_SIZES[part](c, form) for c in compositions]
         terms, values = np.array([s[0] for s in sizes]), np.maximum(1.0, np.array(times_ns))
         coefficients = _nonnegative(terms, values)
         ratio = np.log(values / np.maximum(1e-9, terms @ coefficients))
         smooth = _Smooth.of(_logs([s[1] for s in sizes]), ratio, like and like.factor)
-        return cls(part, coefficients, smooth, waves)
+        return cls(part, coefficients, smooth, form)
 
     def __call__(self, c: Composition) -> float:
         """Return the time in ns; 0 if the step has no such part."""
         if not _has(self.part, c):
             return 0.0
-        terms, sizes = _SIZES[self.part](c, self.waves)
+        terms, sizes = _SIZES[self.part](c, self.form)
         base = float(np.array(terms) @ self.coefficients)
         return base * math.exp(self.factor(_logs([sizes])[0]))
 
@@ -289,7 +322,7 @@ class _StepFit:
         cls,
         rows: Sequence[StepRow],
         parts_ns: Sequence[dict[Part, int]],
-        waves: AttentionWaves | None,
+        form: AttentionForm,
         like: "_StepFit | None" = None,
     ) -> "_StepFit":
         """Fit steps that fit into memory; `like` as for `_Smooth.of`.
@@ -311,7 +344,7 @@ class _StepFit:
             if index:
                 times = [float(parts_ns[i][part]) for i in index]
                 chosen = [compositions[i] for i in index]
-                parts.append(_Fit.of(part, chosen, times, waves, likes.get(part)))
+                parts.append(_Fit.of(part, chosen, times, form, likes.get(part)))
         hosts = [float(row.host_ns or 0) for row in rows]
         host = None
         if all(hosts):
@@ -396,7 +429,7 @@ def _parts_ns(rows: Sequence[StepRow], kernels: Sequence[KernelRow]) -> list[dic
 
 
 def _errors(
-    rows: Sequence[StepRow], parts_ns: Sequence[dict[Part, int]], waves: AttentionWaves | None
+    rows: Sequence[StepRow], parts_ns: Sequence[dict[Part, int]], form: AttentionForm
 ) -> F64:
     """Return log of predicted over measured, each row fitted without those of as many new tokens.
 
@@ -407,7 +440,7 @@ def _errors(
     two differ too much to be mixed.
     """
     errors: list[float] = []
-    whole = _StepFit.of(rows, parts_ns, waves)
+    whole = _StepFit.of(rows, parts_ns, form)
     every = [row.composition.new_tokens for row in rows]
     for row, tokens in zip(rows, every, strict=True):
         if tokens in (min(every), max(every)):
@@ -415,7 +448,7 @@ def _errors(
         others = [i for i, other in enumerate(rows) if other.composition.new_tokens != tokens]
         try:
             remaining = [rows[i] for i in others], [parts_ns[i] for i in others]
-            fit = _StepFit.of(*remaining, waves, whole)
+            fit = _StepFit.of(*remaining, form, whole)
             times = fit(row.composition)
         except AnnotateError:  # no other number of new tokens has its kind
             continue
@@ -437,7 +470,7 @@ def _fitting(
 
 
 def cross_validate(
-    rows: Sequence[StepRow], kernels: Sequence[KernelRow], waves: AttentionWaves | None
+    rows: Sequence[StepRow], kernels: Sequence[KernelRow], form: AttentionForm
 ) -> CrossValidation | None:
     """Return the errors of interpolated rows; None with fewer than six rows.
 
@@ -447,7 +480,7 @@ def cross_validate(
     fitting, parts = _fitting(rows, kernels)
     if len(fitting) < _LEAST_VALIDATED:
         return None
-    errors = np.abs(np.expm1(_errors(fitting, parts, waves)))
+    errors = np.abs(np.expm1(_errors(fitting, parts, form)))
     if not len(errors):
         return None
     median, p90 = np.percentile(errors, (50, 90))
@@ -464,7 +497,7 @@ class Interpolation:
         rows: rows of known sequences that fit into memory.
         kernels: modules of all rows.
         places: number of each of these rows in the bundle.
-        waves: as for `of`.
+        form: as for `of`.
     """
 
     steps: _StepFit
@@ -472,31 +505,31 @@ class Interpolation:
     rows: tuple[StepRow, ...]
     kernels: tuple[KernelRow, ...]
     places: tuple[int, ...]
-    waves: AttentionWaves | None
+    form: AttentionForm
 
     @classmethod
     def of(
         cls,
         rows: Sequence[StepRow],
         kernels: Sequence[KernelRow],
-        waves: AttentionWaves | None,
+        form: AttentionForm,
     ) -> "Interpolation":
         """Fit the rows of a bundle.
 
         Args:
             rows: the steps.
             kernels: modules of all rows.
-            waves: those of attention on a GPU that `capture serve` measured or predicts; else None.
+            form: what the time of attention depends on.
 
         Raises:
             AnnotateError: there are too few.
         """
         fitting, parts = _fitting(rows, kernels)
-        steps = _StepFit.of(fitting, parts, waves)
-        errors = _errors(fitting, parts, waves) if len(fitting) >= _LEAST_VALIDATED else np.zeros(0)
+        steps = _StepFit.of(fitting, parts, form)
+        errors = _errors(fitting, parts, form) if len(fitting) >= _LEAST_VALIDATED else np.zeros(0)
         spread = float(np.quantile(np.abs(errors), _INTERVAL)) if len(errors) else math.inf
         places = tuple(i for i, row in enumerate(rows, start=1) if row.fits and row.is_composed)
-        return cls(steps, spread, tuple(fitting), tuple(kernels), places, waves)
+        return cls(steps, spread, tuple(fitting), tuple(kernels), places, form)
 
     def step(self, composition: Composition) -> StepRow:
         """Return the times of a composition; its memory is not interpolated.
@@ -542,4 +575,4 @@ class Interpolation:
         if not index:
             return lambda composition: 0.0
         compositions = [by_place[place].composition for place in index]
-        return _Fit.of(parts.pop(), compositions, [times[place] for place in index], self.waves)
+        return _Fit.of(parts.pop(), compositions, [times[place] for place in index], self.form)

@@ -93,14 +93,28 @@ class RankMemory(msgspec.Struct, frozen=True):
         growing = activations * composition.new_tokens // max(1, tokens)
         return weights + workspace + step_bytes(kv, self.kv_windows, composition) + growing
 
+    def caches(self, composition: Composition) -> bool:
+        """Return whether the KV cache of a step fits; True if bytes or room are not known."""
+        room = self._room_bytes
+        if room is None or not self.kv_bytes_per_token:
+            return True
+        return step_bytes(self.kv_bytes_per_token, self.kv_windows, composition) <= room
+
+    @property
+    def _room_bytes(self) -> int | None:
+        """Memory for the KV cache, up to a token; None if not known."""
+        if not self.device_bytes or self.tokens_that_fit is None:
+            return None
+        return self.tokens_that_fit * (self.kv_bytes_per_token or 0)
+
     def sequences_that_fit(self, context: int) -> int | None:
         """Return how many sequences fit that decode with so many tokens before the step.
 
         None if the KV cache or the memory of the device is not known.
         """
-        if not self.device_bytes or self.tokens_that_fit is None or not self.kv_bytes_per_token:
+        room = self._room_bytes
+        if room is None or not self.kv_bytes_per_token:
             return None
-        room = self.tokens_that_fit * self.kv_bytes_per_token
         return room // sequence_bytes(self.kv_bytes_per_token, self.kv_windows, context)
 
     def holds(self, peak_bytes: int | None) -> bool:

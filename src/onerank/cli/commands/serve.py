@@ -192,7 +192,7 @@ def _show_export(
     if as_json:
         print_json(written)
     else:
-        lines(pairs, title)
+        lines([*pairs, *(("note", str(note)) for note in written.notes)], title)
 
 
 @click.command(cls=SectionedCommand, sections=headings(VidurOptions))

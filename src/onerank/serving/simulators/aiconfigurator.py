@@ -20,6 +20,7 @@ import yaml
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.capture.serving.compositions import Composition
 from onerank.ir.errors import ExportError
+from onerank.ir.notes import Note
 from onerank.ir.output_files import replace_files
 from onerank.serving.bundle import Bundle
 from onerank.serving.simulators.operator_times import (
@@ -32,6 +33,7 @@ from onerank.serving.simulators.operator_times import (
     require_memory,
     step_ns,
     token_sizes,
+    windows_note,
 )
 from onerank.serving.simulators.options import AiconfiguratorOptions
 from onerank.serving.simulators.step_collectives import StepCollectives
@@ -82,12 +84,14 @@ class AiconfiguratorExport:
         system: file that describes the GPU.
         rows: rows of the table.
         options: options of `aiconfigurator cli estimate` that use the files.
+        notes: how far the simulator's KV cache is that of the model.
     """
 
     table: Path
     system: Path
     rows: int
     options: tuple[str, ...]
+    notes: tuple[Note, ...] = ()
 
 
 def export_aiconfigurator(bundle: Bundle, options: AiconfiguratorOptions) -> AiconfiguratorExport:
@@ -175,7 +179,16 @@ def export_aiconfigurator(bundle: Bundle, options: AiconfiguratorOptions) -> Aic
         run_options += ("--attention-dp-size", str(ep), "--moe-tp-size", str(tp))
         run_options += ("--moe-ep-size", str(ep))
     written = [*files]
-    return AiconfiguratorExport(written[0], written[2], len(rows), run_options)
+    return AiconfiguratorExport(
+        written[0],
+        written[2],
+        len(rows),
+        run_options,
+        notes=windows_note(
+            bundle,
+            "aiconfigurator sizes the KV cache by the model's configuration and the GPU's memory",
+        ),
+    )
 
 
 def _steps(extent: Extent) -> Iterator[Composition]:

@@ -23,6 +23,7 @@ import yaml
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.capture.serving.compositions import Composition
 from onerank.ir.errors import ExportError
+from onerank.ir.notes import Note
 from onerank.ir.output_files import replace_files
 from onerank.serving.bundle import Bundle
 from onerank.serving.simulators.operator_times import (
@@ -38,6 +39,7 @@ from onerank.serving.simulators.operator_times import (
     require_memory,
     step_ns,
     token_sizes,
+    windows_note,
 )
 from onerank.serving.simulators.options import LinkedSimulatorOptions
 
@@ -90,6 +92,7 @@ class LLMServingSimExport:
         cluster: file that describes a cluster of one instance.
         rows: rows of the tables.
         options: options of `python -m serving` that use the files.
+        notes: how far the simulator's KV cache is that of the model.
     """
 
     profile: Path
@@ -97,6 +100,7 @@ class LLMServingSimExport:
     cluster: Path
     rows: int
     options: tuple[str, ...]
+    notes: tuple[Note, ...] = ()
 
 
 def export_llmservingsim(bundle: Bundle, options: LinkedSimulatorOptions) -> LLMServingSimExport:
@@ -149,7 +153,15 @@ def export_llmservingsim(bundle: Bundle, options: LinkedSimulatorOptions) -> LLM
     )
     rows = sum(len(rows) for _, rows in tables.values())
     return LLMServingSimExport(
-        output / profile, output / model_config, output / cluster, rows, run_options
+        output / profile,
+        output / model_config,
+        output / cluster,
+        rows,
+        run_options,
+        notes=windows_note(
+            bundle,
+            "mem_util leaves room for the tokens that fit if all layers keep all tokens",
+        ),
     )
 
 

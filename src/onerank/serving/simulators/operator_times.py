@@ -4,6 +4,7 @@ The exporters share this module. Each names the simulator's operators by the mod
 consist of, chooses the compositions of its table, and writes the table.
 """
 
+import bisect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,9 @@ from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.gpus.registry import find_gpu, load_gpu
 from onerank.capture.serving.compositions import Composition
 from onerank.ir.errors import ExportError
+from onerank.ir.notes import Note
 from onerank.serving.bundle import Bundle
+from onerank.serving.tables import RankMemory
 
 EXPERTS = r"(mlp|block_sparse_moe)\.experts(\..*)?"
 """Path of the experts in a layer, as a regular expression."""
@@ -30,13 +33,16 @@ class Extent:
         decodes: the most decodes of a step in the bundle.
         longest_context: tokens that a sequence may have before a step, by the model and by the KV
             cache.
-        cached_tokens: tokens that the KV cache holds; None if the device's memory is not known.
+        cached_tokens: tokens that the KV cache holds in all layers; None if the device's memory is
+            not known.
+        memory: memory of the rank, by which steps fit.
     """
 
     new_tokens: int
     decodes: int
     longest_context: int
     cached_tokens: int | None
+    memory: RankMemory
 
     @classmethod
     def of(cls, bundle: Bundle, simulator: str) -> "Extent":
@@ -64,11 +70,15 @@ class Extent:
             max(step.prefill_context + step.prefill_tokens, step.decode_context + 1)
             for step in fitting
         )
+        held = bisect.bisect_left(
+            range(1, longest + 1), True, key=lambda n: not memory.caches(Composition(1, n - 1))
+        )
         return cls(
             max(step.new_tokens for step in fitting),
             max(step.decodes for step in fitting),
-            max(1, (longest if cached is None else min(longest, cached)) - 1),
+            max(1, held - 1),
             cached,
+            memory,
         )
 
     def holds(self, composition: Composition) -> bool:
@@ -77,8 +87,7 @@ class Extent:
             (composition.prefill_context + composition.prefill_tokens) * bool(composition.prefills),
             (composition.decode_context + 1) * bool(composition.decodes),
         )
-        fits = self.cached_tokens is None or composition.cached_tokens <= self.cached_tokens
-        return fits and longest <= self.longest_context + 1
+        return self.memory.caches(composition) and longest <= self.longest_context + 1
 
 
 @dataclass(frozen=True)
@@ -167,6 +176,26 @@ def deployment(bundle: Bundle, simulator: str) -> tuple[str, int]:
             code="export-deployment-unknown",
         )
     return model, tp
+
+
+def windows_note(bundle: Bundle, figure: str) -> tuple[Note, ...]:
+    """Return a note on the KV cache of layers with a window; () if the model has none.
+
+    Args:
+        bundle: the bundle.
+        figure: what sizes the KV cache in the simulator, a sentence.
+    """
+    memory, longest = bundle.manifest.memory, bundle.manifest.longest
+    batch = memory.sequences_that_fit(longest - 1) if longest else None
+    if not memory.kv_windows or longest is None or batch is None:
+        return ()
+    held = " and ".join(f"{w.window} in {w.layers} layers" for w in memory.kv_windows)
+    whole = (memory.tokens_that_fit or 0) // longest
+    text = (
+        f"{figure}. Of a sequence, the model keeps {held}: {batch:,} sequences of {longest:,} "
+        f"tokens fit, and {whole:,} if all layers kept all of them"
+    )
+    return (Note(text, code="export-windowed-layers"),)
 
 
 def require_memory(bundle: Bundle, simulator: str) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.capture.serving.compositions import Composition
 from onerank.ir.errors import ExportError
+from onerank.ir.notes import Note
 from onerank.ir.output_files import replace_files
 from onerank.serving.bundle import Bundle
 from onerank.serving.simulators.operator_times import (
@@ -26,6 +27,7 @@ from onerank.serving.simulators.operator_times import (
     model_dtype,
     require_memory,
     step_ns,
+    windows_note,
 )
 from onerank.serving.simulators.options import LinkedSimulatorOptions
 from onerank.serving.simulators.step_collectives import StepCollectives
@@ -54,12 +56,14 @@ class SglangSimExport:
         config: the simulator's configuration, which names the table.
         rows: rows of the table.
         options: options of the simulator's server that use the files.
+        notes: how far the simulator's KV cache is that of the model.
     """
 
     table: Path
     config: Path
     rows: int
     options: tuple[str, ...]
+    notes: tuple[Note, ...] = ()
 
 
 def export_sglang_sim(bundle: Bundle, options: LinkedSimulatorOptions) -> SglangSimExport:
@@ -107,7 +111,16 @@ def export_sglang_sim(bundle: Bundle, options: LinkedSimulatorOptions) -> Sglang
         run_options += ("--max-total-tokens", str(extent.cached_tokens))
     if model is None:
         run_options += ("--skip-tokenizer-init",)
-    return SglangSimExport(table, simulator, len(times), run_options)
+    return SglangSimExport(
+        table,
+        simulator,
+        len(times),
+        run_options,
+        notes=windows_note(
+            bundle,
+            "--max-total-tokens has the tokens that fit if all layers keep all tokens",
+        ),
+    )
 
 
 def _steps(extent: Extent) -> Iterator[Composition]:

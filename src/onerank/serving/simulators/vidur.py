@@ -16,6 +16,7 @@ from typing import Any
 
 from onerank.capture.serving.compositions import Composition
 from onerank.ir.errors import ExportError
+from onerank.ir.notes import Note
 from onerank.ir.output_files import replace_files
 from onerank.serving.bundle import Bundle
 from onerank.serving.simulators.operator_times import (
@@ -25,6 +26,7 @@ from onerank.serving.simulators.operator_times import (
     ServedRank,
     growing,
     token_sizes,
+    windows_note,
 )
 from onerank.serving.simulators.options import VidurOptions
 
@@ -73,6 +75,7 @@ class VidurExport:
         model: Vidur's name of the model.
         device: Vidur's name of the GPU.
         options: options of `python -m vidur.main` that use the files.
+        notes: how far the simulator's KV cache is that of the model.
     """
 
     mlp: Path
@@ -81,6 +84,7 @@ class VidurExport:
     model: str
     device: str
     options: tuple[str, ...]
+    notes: tuple[Note, ...] = ()
 
 
 def export_vidur(bundle: Bundle, options: VidurOptions) -> VidurExport:
@@ -119,7 +123,16 @@ def export_vidur(bundle: Bundle, options: VidurOptions) -> VidurExport:
         *(f"{prefix}attention_decode_batching_overhead_fraction", "0"),
         *(f"{prefix}prediction_max_batch_size", str(extent.decodes)),
     )
-    return VidurExport(*files, len(mlp) + len(attention), model, device, run_options)
+    return VidurExport(
+        *files,
+        len(mlp) + len(attention),
+        model,
+        device,
+        run_options,
+        notes=windows_note(
+            bundle, "Vidur computes the KV cache of a token by the sizes of its own model"
+        ),
+    )
 
 
 @dataclass(frozen=True)
