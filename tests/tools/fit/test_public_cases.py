@@ -86,7 +86,8 @@ def test_eight_bit_kernels_are_fitted_without_their_quantisation(tmp_path):
     shapes = np.array([(1, m, 4096, 4096, 1, 2) for m in sizes])
     products = Products("float8_e4m3fn", shapes, {}, Scales.ROW)
     moved_ns = 1.4 * 3 * 8192 * 4096 / (3.35e12 * 0.865) * 1e9
-    assert quantised_ns(H100, products)[-1] == pytest.approx(0.77 * 2600 + moved_ns, rel=0.01)
+    # 0.77 of an H200's floor; an H100's shortest kernels take 1.3 times as long.
+    assert quantised_ns(H100, products)[-1] == pytest.approx(0.77 * 1.3 * 2690 + moved_ns, rel=0.01)
     made_ns = finely_scaled_ns(H100, products, shapes, c, truth)
     eight_bit_table(tmp_path, ((made_ns + quantised_ns(H100, products)) / 1000).tolist())
     (linears,) = read_linears(tmp_path)
