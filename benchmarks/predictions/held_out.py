@@ -39,6 +39,7 @@ from tools.fit.evaluate_fit import (
     Described,
     as_by_datasheet,
     as_shipped,
+    step_cases,
     unmeasured_cases,
 )
 from tools.fit.evaluate_fit import attention_cases as attention_by_shape
@@ -177,6 +178,7 @@ def groups_of(folder: Path) -> tuple[dict[str, Cases], dict[str, Coefficients]]:
             folder, measured(""), by_shape("")
         ),
         "fp16 norms and activations, described": memory,
+        "memory-bound kernels of captured steps, described": lambda _, __: [*step_cases()],
     }
     return groups, fits
 

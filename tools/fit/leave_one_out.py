@@ -28,6 +28,7 @@ from tools.fit.evaluate_fit import (
     resized_attention_cases,
     resized_memory_cases,
     resized_product_cases,
+    step_cases,
     unmeasured_cases,
 )
 from tools.fit.evaluate_fit import attention_cases as attention_unmeasured
@@ -436,7 +437,7 @@ def datasheet_cases(folder: Path, fits: dict[str, Coefficients]) -> Iterator[Cas
     cases += attention_cases(attention, learned, described)
     for model in (predict_learned, scale_measured.predict_by_residual):
         cases += memory_cases(folder, model, described)
-    cases += unmeasured_cases(folder, described)
+    cases += [*unmeasured_cases(folder, described), *step_cases(described)]
     by_sheet = vector_cases(
         folder, lambda k, source, gpu: predict_learned(k, source, described(gpu))
     )
@@ -483,6 +484,7 @@ def every_case(folder: Path, fits: dict[str, Coefficients] | None = None) -> lis
         *kernel_cases(folder, from_description),
         *decode_cases(read_decodes(folder), from_description, learned),
         *unmeasured_cases(folder),
+        *step_cases(),
     ]
     parts = [part for case in cases for part in parted(case)]
     return [replace(c, widening=widening(c.target, fits_of(fits, c), c.kind)) for c in parts]

@@ -14,7 +14,13 @@ from onerank.annotate.models.gemm_tiles import gemm_ns
 from onerank.ir.errors import FormatError
 from tools.fit import Attention, Products, fit_gemm, read_products
 from tools.fit.__main__ import to_toml
-from tools.fit.evaluate_fit import VIDUR_FILE, Case, as_by_datasheet, unmeasured_cases
+from tools.fit.evaluate_fit import (
+    VIDUR_FILE,
+    Case,
+    as_by_datasheet,
+    step_cases,
+    unmeasured_cases,
+)
 from tools.fit.fit_tiles import fit_attention, fit_robustly, rates_of, stored_ns
 from tools.fit.leave_one_out import errors_of
 
@@ -109,6 +115,30 @@ def test_errors_of_what_the_datasheet_alone_tells(tmp_path):
     assert (case.kind, case.target.name) == ("memory_unmeasured", "A100-SXM-80GB")
     assert case.measured_ns.tolist() == [2e6]
     assert case.predicted_ns == pytest.approx([1e6 + 1550], rel=1e-6)
+
+
+def test_additions_faster_than_memory_are_no_cases_beyond_half_of_the_cache(tmp_path):
+    """An H100 has 3.35 TB/s and a cache of 50 MB."""
+    each = {"gpu": "H100", "model": "m", "tp": 1, "op": "add", "kind": "mem"}
+    megabytes_and_us = ((100, 25.0), (100, 40.0), (10, 2.5))
+    rows = [
+        {**each, "tokens": at, "bytes": size * 1_000_000, "time_ms": us / 1000}
+        for at, (size, us) in enumerate(megabytes_and_us)
+    ]
+    pl.DataFrame(rows).write_parquet(tmp_path / VIDUR_FILE)
+    (case,) = unmeasured_cases(tmp_path)
+    assert case.measured_ns == pytest.approx([40_000, 2_500])
+
+
+def test_kernels_of_captured_steps_are_cases_of_their_gpu():
+    h100, h200 = step_cases()
+    assert (h100.target.name, h200.target.name) == ("H100-SXM", "H200")
+    for case in (h100, h200):
+        assert case.kind == "memory_unmeasured"
+        assert len(case.measured_ns) > 150
+        assert (case.measured_ns > 0).all()
+        # Half of the kernels by their shapes alone.
+        assert np.median(np.abs(case.error)) < 0.2
 
 
 def test_products_of_several_gpus_are_paired(tmp_path):
