@@ -189,7 +189,8 @@ def windows_note(bundle: Bundle, figure: str) -> tuple[Note, ...]:
     batch = memory.sequences_that_fit(longest - 1) if longest else None
     if not memory.kv_windows or longest is None or batch is None:
         return ()
-    held = " and ".join(f"{w.window} in {w.layers} layers" for w in memory.kv_windows)
+    layers = bundle.manifest.layers
+    held = " and ".join(f"{w.window} in {w.layers} of {layers} layers" for w in memory.kv_windows)
     whole = (memory.tokens_that_fit or 0) // longest
     text = (
         f"{figure}. Of a sequence, the model keeps {held}: {batch:,} sequences of {longest:,} "
