@@ -29,7 +29,7 @@ more channels than a GPU has multiprocessors; the kernel runs where blocks of tw
 
 @dataclass(frozen=True, slots=True)
 class Contention:
-    """What each operation takes of a GPU, and what it takes from others.
+    """The share of a GPU that each operation occupies, and by how much it slows others.
 
     Attributes:
         needed: share of the multiprocessors that a kernel uses alone, 0 for other operations,
@@ -37,8 +37,8 @@ class Contention:
         rounds: rounds of thread blocks in which a kernel uses all of them; 0 if some are free or
             become free often, int64[n].
         held: share that a communication call holds, 0 for other operations, float64[n].
-        spare: how many times its actual rate a call reaches where the network does not limit it;
-            1 within a node, float64[n].
+        spare: the rate that a call could reach on its GPUs over its rate alone, which the network
+            may limit; 1 within a node, float64[n].
         slows: how many times as long a call takes next to this kernel if nothing but the GPU
             limits the call; 1 for other operations, float64[n].
         among_kernels: whether kernels of different streams share multiprocessors. False if their

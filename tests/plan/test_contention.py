@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import onerank
-from onerank.analysis.contention import BESIDE_ARITHMETIC, CallShape, contention_of
+from onerank.analysis.contention import SLOWDOWN_BY_ARITHMETIC, CallShape, contention_of
 from onerank.analysis.step_time import with_communication
 from onerank.annotate import load_gpu
 from onerank.converters.sources.kineto import convert_directory
@@ -62,7 +62,7 @@ KERNEL, CALL = Kind.KERNEL, Kind.COLLECTIVE
 def test_a_call_holds_multiprocessors_and_progresses_slower() -> None:
     """For 163 us the kernel has 80 of 100 multiprocessors; the other 69.6 us it has all."""
     ends = ends_us(operations((KERNEL, 7, 200), (CALL, 8, 100)))
-    assert ends[1] == pytest.approx(100 * BESIDE_ARITHMETIC)
+    assert ends[1] == pytest.approx(100 * SLOWDOWN_BY_ARITHMETIC)
     assert ends[0] == pytest.approx(163 + 200 - 163 * 0.8)
 
 
@@ -79,7 +79,7 @@ def test_a_small_kernel_loses_nothing() -> None:
     graph = with_grids(operations((KERNEL, 7, 200), (CALL, 8, 100)), 60, 0)
     ends = ends_us(graph)
     assert ends[0] == 200
-    assert ends[1] == pytest.approx(100 * (1 + (BESIDE_ARITHMETIC - 1) * 0.6))
+    assert ends[1] == pytest.approx(100 * (1 + (SLOWDOWN_BY_ARITHMETIC - 1) * 0.6))
 
 
 @pytest.mark.parametrize(("blocks", "starts_us"), [(100, 400), (400, 100), (0, 50)])
@@ -98,7 +98,8 @@ def test_a_network_that_limits_a_call_leaves_it_its_rate() -> None:
     """GPUs that reach 4 times the network's rate still do so next to kernels."""
     graph = operations((KERNEL, 7, 200), (CALL, 8, 100))
     assert ends_us(graph, spare=4.0)[1] == 100
-    assert ends_us(graph, spare=1.2)[1] == pytest.approx(100 * BESIDE_ARITHMETIC / 1.2, abs=1e-3)
+    limited = 100 * SLOWDOWN_BY_ARITHMETIC / 1.2
+    assert ends_us(graph, spare=1.2)[1] == pytest.approx(limited, abs=1e-3)
 
 
 def test_kernels_of_two_streams_share_unless_they_were_measured_so() -> None:

@@ -111,6 +111,8 @@ def without_last(graph: Graph, kind: Kind) -> Graph:
 
 def test_ranks_that_do_not_belong_together_are_refused() -> None:
     graphs = own_order()
+    with raises_code("pipeline-own-micro-batches", naming="--micro-batches 4"):
+        replay_job(own_order(), INSTANT, PipelineSchedule.parse("1f1b"), 4)
     with raises_code("pipeline-missing-stage", naming="[2]"):
         replayed([*graphs[:2], graphs[3]])
     with raises_code("pipeline-duplicate-rank", naming="ranks 1 and 1"):

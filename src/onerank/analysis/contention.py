@@ -1,16 +1,17 @@
-"""What the kernels and collectives of a graph take of the GPU that they share.
+"""The share of a GPU that each kernel and collective of a graph occupies.
 
 Measured on H100 and H200, 132 multiprocessors, NCCL 2.28.9 with 24 channels:
 
 - Kernels that run during a collective take 1.15 to 1.31 times as long, both those bound by
   arithmetic and those bound by memory; 132 / (132 - 24) is 1.22
   (benchmarks/results/2026-11-27-torchtitan-4xh100.txt).
-- Calls of 64 and 512 MiB, over and over next to kernels, give the slowdown of a call as the slope
-  of its time over its time alone: `BESIDE_ARITHMETIC` and `BESIDE_MEMORY`
+- `SLOWDOWN_BY_ARITHMETIC` and `SLOWDOWN_BY_MEMORY` are slopes: the difference between the times of
+  calls of 512 and 64 MiB next to kernels, over the same difference without kernels
   (benchmarks/results/2026-11-22-collectives-under-load-2xh200.txt).
-- What the calls of 64 MiB take beyond that is their wait for multiprocessors: 126 to 152 us next to
-  products of 900 us, 2 us next to elementwise kernels, whose blocks end often (same file). Next to
-  a persistent product calls start when it ends (traces of the former file).
+- The calls of 64 MiB take longer than that slowdown explains. The rest is their wait for
+  multiprocessors: 126 to 152 us next to products of 900 us, 2 us next to elementwise kernels, whose
+  blocks end often (same file). Next to a persistent product calls start when it ends (traces of the
+  former file).
 """
 
 from collections.abc import Mapping
@@ -22,10 +23,10 @@ from onerank.ir import Evidence, Graph
 from onerank.ir.arrays import F64, I64
 from onerank.ir.contention import Contention
 
-BESIDE_ARITHMETIC = 1.63
+SLOWDOWN_BY_ARITHMETIC = 1.63
 """Slowdown of a collective next to matrix products: the mean of 1.51 to 1.68, four slopes."""
 
-BESIDE_MEMORY = 1.85
+SLOWDOWN_BY_MEMORY = 1.85
 """Slowdown of a collective next to elementwise kernels: the mean of 1.79 to 1.90, four slopes."""
 
 _MEMORY_BOUND_FLOPS_PER_BYTE = 50
@@ -41,8 +42,8 @@ class CallShape:
     """How a communication call occupies its GPU.
 
     Attributes:
-        channels: thread blocks of its kernel, each on a multiprocessor of its own.
-        spare: how many times the network's rate the GPUs would reach; 1 if they are the limit.
+        channels: thread blocks of its kernel, each of which occupies a multiprocessor.
+        spare: the rate that its GPUs could reach over the network's rate; 1 if the GPUs limit it.
     """
 
     channels: int
@@ -50,7 +51,7 @@ class CallShape:
 
 
 def contention_of(graph: Graph, calls: Mapping[int, CallShape]) -> Contention | None:
-    """Return what the operations of a graph take of their GPU.
+    """Return the share of the GPU that each operation of a graph occupies.
 
     None if durations contain the contention already, because the collectives of the capture (or
     kernels in their place) ran on its GPU; if the GPU's number of multiprocessors is unknown; or if
@@ -87,7 +88,7 @@ def _slows(graph: Graph) -> F64:
     nodes = graph.nodes
     moved = np.maximum(nodes.bytes_read, 0) + np.maximum(nodes.bytes_written, 0)
     bound_by_memory = (moved > 0) & (nodes.flops < _MEMORY_BOUND_FLOPS_PER_BYTE * moved)
-    return np.where(bound_by_memory, BESIDE_MEMORY, BESIDE_ARITHMETIC)
+    return np.where(bound_by_memory, SLOWDOWN_BY_MEMORY, SLOWDOWN_BY_ARITHMETIC)
 
 
 def _blocks(graph: Graph) -> I64:

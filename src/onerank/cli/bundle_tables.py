@@ -28,9 +28,11 @@ def parallel_sizes(manifest: Manifest) -> str:
 
 
 def tokens_that_fit(manifest: Manifest) -> str:
-    """Return the tokens whose KV cache fits: if layers have windows, in short and long sequences.
+    """Return the number of tokens whose KV cache fits into the device's memory.
 
-    "" if the memory of the device or the KV cache is not known.
+    If layers have windows, the number depends on the length of sequences: the text states it for
+    sequences up to the shortest window and for the longest ones. "" if the memory of the device or
+    the KV cache is not known.
     """
     memory, longest = manifest.memory, manifest.longest
     if not memory.device_bytes or memory.tokens_that_fit is None:
@@ -79,8 +81,8 @@ def show_bundle(bundle: Bundle, directory: Path, *, as_json: bool) -> None:
             ),
             ("activations", f"{size(memory.activations_bytes or 0)} at {tokens}"),
         ]
-    if memory.device_bytes and memory.tokens_that_fit is not None:
-        pairs.append(("tokens that fit", tokens_that_fit(manifest)))
+    if fitting := tokens_that_fit(manifest):
+        pairs.append(("tokens that fit", fitting))
     if validation is not None:
         what = "as a CUDA graph" if any(row.graph_ns for row in bundle.rows) else "eager"
         pairs.append(

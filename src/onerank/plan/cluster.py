@@ -155,9 +155,9 @@ class ClusterNetwork:
         """Return how a call occupies its GPU; None for one rank, or without compute capability.
 
         Args:
-            collective: as for `time_ns`, and so are the others.
+            collective: as for `time_ns`.
             size_bytes: input of one rank.
-            ranks: global ranks.
+            ranks: global ranks of the group.
         """
         if len(ranks) < 2 or self.capability is None:
             return None

@@ -1,8 +1,9 @@
 """Replay the captured ranks of a job together, on a cluster.
 
-Ranks of a sliced model are laid out by a schedule. `torch.distributed.pipelining`, Megatron-LM and
-hand-written loops decide themselves when a rank computes and what it sends. Their traces hold this
-order: each rank is replayed as captured, and a message arrives when its sender has got there.
+A schedule orders the blocks of a sliced model's stages. `torch.distributed.pipelining`, Megatron-LM
+and hand-written loops run their own schedule, whose order their traces record: each rank is
+replayed in the order of its trace, and receives a message a transfer time after its sender sends
+it.
 """
 
 from collections import defaultdict
@@ -25,8 +26,8 @@ from onerank.plan.pipeline_step import step_of
 from onerank.plan.stage_times import StageTimes, stage_times, with_network
 
 MAX_ROUNDS = 1_000
-"""Rounds of replays after which two ranks wait for each other: a step needs some for each message
-between two ranks."""
+"""Rounds of replays after which ranks count as deadlocked. A step needs a few rounds for each
+message between two ranks."""
 
 
 class JobReplay(Displayed, msgspec.Struct, frozen=True):
@@ -66,12 +67,20 @@ def replay_job(
             captured.
 
     Raises:
-        ExportError: the graphs are not the stages of one pipeline, or do not fit the schedule.
+        ExportError: the graphs are not the stages of one pipeline, or do not fit the schedule; or
+            `micro_batches` is given for ranks that keep their order.
         GraphError: a graph has a cycle, or takes no time.
     """
     captured = graphs[0].job.world
     stages = captured.sizes.get(AXIS, 1)
     if stages > 1 and graphs[0].job.pipeline is None:
+        if micro_batches is not None:
+            raise ExportError(
+                f"--micro-batches {micro_batches}: the script runs its own pipeline schedule, so "
+                "the step keeps the micro-batches of its trace\n"
+                "  leave out --micro-batches, or capture with another number of them",
+                code="pipeline-own-micro-batches",
+            )
         return _scripted_step(graphs, network)
     if stages % schedule.chunks:
         raise ExportError(
@@ -249,9 +258,9 @@ def _messages(graphs: Sequence[Graph], network: ClusterNetwork) -> list[_Wait]:
 
 
 def _shared_collectives(graphs: Sequence[Graph]) -> list[_Wait]:
-    """Return the waits of collectives that several ranks of the pipeline take part in.
+    """Return the waits of collectives whose group contains several ranks of the pipeline.
 
-    Such a call, as of a gradient norm, begins when the last of its ranks has come to it.
+    Such a call, as of a gradient norm, begins when the last of its ranks reaches it.
     """
     world = graphs[0].job.world
     calls: dict[tuple[int, ...], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
@@ -267,7 +276,7 @@ def _shared_collectives(graphs: Sequence[Graph]) -> list[_Wait]:
         if len({*counts.values()}) > 1:
             listed = ", ".join(f"{count} on stage {place}" for place, count in counts.items())
             raise ExportError(
-                f"the stages make other numbers of collective calls in the group of the ranks "
+                f"the stages make different numbers of collective calls in the group of the ranks "
                 f"{list(ranks)}: {listed}\n  give traces of one job and one step",
                 code="pipeline-unmatched-collective",
             )
@@ -302,10 +311,10 @@ def _prepared(graph: Graph, network: ClusterNetwork) -> _Rank:
 
 
 def _exchange(ranks: Sequence[_Rank], waits: Sequence[_Wait]) -> None:
-    """Replay the ranks until each wait ends when the other rank has got there.
+    """Replay the ranks until every waiting node starts after the node that it waits for.
 
-    Each round replays the ranks that wait for something at another time than before. Starts grow
-    from round to round, and settle from the first message of the step to the last.
+    Each round replays the ranks for which the start of an awaited node changed. Starts grow from
+    round to round, and settle from the first message of the step to the last.
     """
     of_target: dict[int, list[_Wait]] = defaultdict(list)
     for wait in waits:

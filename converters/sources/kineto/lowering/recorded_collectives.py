@@ -102,10 +102,11 @@ def wait_is_known(call: RecordedCall, timeline: HostTimeline) -> bool:
 
 
 class _Handovers:
-    """Operators of autograd's threads, and of the threads that wait while one of them runs.
+    """Operators at which the host passes between autograd's threads and the thread that waits.
 
-    A call on one thread comes after what another thread has run, and what another runs next comes
-    after its wait: the thread that calls backward is blocked until the backward ends.
+    The thread that calls backward is blocked until the backward ends, so only one of them runs at a
+    time. A call comes after the last operator of the other thread, and the next operator of the
+    other thread comes after the wait for the call.
     """
 
     def __init__(self, builder: DependencyEdges) -> None:
@@ -117,12 +118,12 @@ class _Handovers:
         self._threads: list[int] = rows.thread[builder.kept][order].tolist()
 
     def before(self, thread: int, time_ns: int) -> int | None:
-        """Return the operator of another thread that ran last before a time; None for its own."""
+        """Return the last operator before a time if another thread ran it, else None."""
         place = int(np.searchsorted(self._starts, time_ns))
         return self._of_other(thread, reversed(range(place)))
 
     def after(self, thread: int, time_ns: int) -> int | None:
-        """Return the operator of another thread that runs first from a time; None for its own."""
+        """Return the first operator from a time on if another thread runs it, else None."""
         place = int(np.searchsorted(self._starts, time_ns))
         return self._of_other(thread, range(place, len(self._starts)))
 

@@ -159,7 +159,8 @@ class ReplayOptions:
         show_default=True,
     )
     micro_batches: int | None = option(
-        "With --cluster: micro-batches of a step.  [default: those of the trace]",
+        "With --cluster: micro-batches of a step. Refused for a script that runs its own "
+        "pipeline.  [default: those of the trace]",
         default=None,
         type=click.IntRange(1),
     )
