@@ -20,6 +20,18 @@ def parser_of(document: str | None) -> argparse.ArgumentParser:
     )
 
 
+def print_conditions(*more: str) -> None:
+    """Print date, machine and versions of this run.
+
+    Args:
+        more: what else the figures depend on, such as `torch 2.13.0`.
+    """
+    machine = f"{platform.machine()}, {os.cpu_count()} cores"
+    versions = f"Python {platform.python_version()}, numpy {np.__version__}"
+    parts = [versions, f"polars {pl.__version__}", *more]
+    print(f"{datetime.now(UTC):%Y-%m-%d}, {machine}; {', '.join(parts)}")
+
+
 def given_folder(document: str | None, *names: str) -> Path:
     """Return the folder of the command line; print date, versions and what the benchmark does.
 
@@ -36,8 +48,7 @@ def given_folder(document: str | None, *names: str) -> Path:
     for name in names:
         if not (folder / name).is_file():
             sys.exit(f"{folder / name}: no such file; give the directory that holds it")
-    print(f"{datetime.now(UTC):%Y-%m-%d}, {platform.machine()}, {os.cpu_count()} cores", end="; ")
-    print(f"Python {platform.python_version()}, numpy {np.__version__}, polars {pl.__version__}")
+    print_conditions()
     print(text)
     return folder
 

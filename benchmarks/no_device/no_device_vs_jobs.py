@@ -24,7 +24,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import parser_of
+from benchmarks.harness import parser_of, print_conditions
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 JOBS = {
@@ -61,7 +61,8 @@ def predict(directory: Path) -> None:
     from onerank.plan.cluster import Cluster, ClusterLink, network_of
     from onerank.plan.stage_times import with_network
 
-    print(f"captured without a device, torch {torch.__version__}; 4 x H100, {BUSBW_GB_PER_S} GB/s")
+    print_conditions(f"torch {torch.__version__}")
+    print(f"captured without a device; 4 x H100, {BUSBW_GB_PER_S} GB/s")
     print(f"{'ms':16s}{'predicted':>11s}{'no contention':>15s}{'measured':>11s}")
     link = ClusterLink(BUSBW_GB_PER_S)
     network = network_of(Cluster("H100", 1, 4, link, link), load_gpu("H100"))
@@ -69,18 +70,10 @@ def predict(directory: Path) -> None:
         path = directory / f"{name}.et"
         if not path.exists():
             script, *arguments = job.split()
-            command = [sys.executable, "-m", "onerank", "capture", "run", script, "--torchrun"]
-            command += [
-                "--device",
-                "none",
-                "--like",
-                "H100",
-                "--dp",
-                "4",
-                "-o",
-                str(path.resolve()),
-            ]
-            subprocess.run([*command, "--", *arguments], cwd=EXAMPLES, check=True)
+            options = "--torchrun --device none --like H100 --dp 4".split()
+            command = [sys.executable, "-m", "onerank", "capture", "run", script, *options]
+            output = ["-o", str(path.resolve())]
+            subprocess.run([*command, *output, "--", *arguments], cwd=EXAMPLES, check=True)
         graph = onerank.recost(path, "H100", nvlink_active=True)
         timed = with_network(graph, network, graph.job.world)
         steps = [

@@ -20,11 +20,8 @@ steps with `--step FILE`. Half of that database's rows are of calls of this trac
 
 import argparse
 import itertools
-import os
-import platform
 import sys
 from collections.abc import Iterator
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,6 +29,7 @@ import numpy as np
 import polars as pl
 
 import onerank
+from benchmarks.harness import print_conditions
 from onerank.annotate import load_gpu
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.kernel_db.database import COLD, SHIPPED, WARM, Library, open_library
@@ -330,8 +328,7 @@ def main() -> None:
     parser.add_argument("--step", type=Path, action="append", default=[],
                         help="a captured step (.et) on a GPU with a shipped database")  # fmt: skip
     arguments = parser.parse_args()
-    print(f"{datetime.now(UTC):%Y-%m-%d}, {platform.machine()}, {os.cpu_count()} cores", end="; ")
-    print(f"Python {platform.python_version()}, numpy {np.__version__}, polars {pl.__version__}")
+    print_conditions()
     print((__doc__ or "").split("\n\n", 2)[2].rstrip())
     if arguments.data is not None:
         if not (arguments.data / "gemm.parquet").is_file():

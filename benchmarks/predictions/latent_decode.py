@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from benchmarks.harness import parser_of
+from benchmarks.harness import parser_of, print_conditions
 from onerank.annotate import load_gpu
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.coefficients import shipped
@@ -43,7 +43,8 @@ def measure(table: Path, library: Path) -> None:
 
     torch.ops.load_library(str(library))
     dense: Any = torch.ops.flash_mla_legacy.dense_decode_fwd
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}")
+    gpu = torch.cuda.get_device_name()
+    print_conditions(f"torch {torch.__version__}", f"CUDA {torch.version.cuda}", gpu)
     print(f"relative error of 3 sequences of 256 tokens, 16 heads: {_error(dense):.4f}")
     with table.open("w", newline="") as file:
         writer = csv.writer(file)
@@ -143,6 +144,7 @@ def compare(table: Path, name: str) -> None:
     (low, high), _ = intervals(kernels, predicted, None, gpu, shipped())
     predicted_ns = predicted[0]
     error = 100 * (predicted_ns / measured_ns - 1)
+    print_conditions()
     print(f"{gpu.name}, {table.name}")
     print(f"{'heads':>6}{'batch':>6}{'context':>8}{'attention':>11}{'combine':>9}{'sum us':>9}"
           f"{'predicted':>11}{'error':>8}")  # fmt: skip

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from benchmarks.harness import parser_of
+from benchmarks.harness import parser_of, print_conditions
 
 _CALLS = 3
 
@@ -412,12 +412,14 @@ def compare(trace: Path, sizes: str) -> None:
 
     measured = onerank.read(trace)
     gpu = measured.job.device.name
-    print(f"{gpu}, {measured.job.measurement.versions}")
+    print(f"measured: {gpu}, {measured.job.measurement.versions}; predicted:")
+    print_conditions(f"torch {torch.__version__}")
     predicted = onerank.recost(captured("none", gpu, sizes), gpu)
     ours, theirs = _times(measured), _times(predicted)
     print(f"{'us':44}{'kernels':>8}{'measured':>10}{'kernels':>8}{'predicted':>10}{'error':>9}")
     for name, _, _ in cases(SIZES[sizes]):
         if name not in ours:
+            print(f"{name:44} not in the measured trace")
             continue
         count, time_ns = ours[name]
         predicted_count, predicted_ns = theirs.get(name, (0, 0))

@@ -468,9 +468,10 @@ def _notes(
             for layers in memory.kv_windows
         )
         yield Note(
-            f"the KV cache keeps of a sequence {held}. tokens_that_fit counts all tokens in all "
-            f"layers, so it is a lower bound for longer sequences: {fit:,} of {model.longest:,} "
-            f"tokens fit, and by that figure {(memory.tokens_that_fit or 0) // model.longest:,}. "
+            f"layers keep only a part of a sequence in the KV cache: {held}. "
+            "tokens_that_fit counts all tokens in all layers, so it is a lower bound for longer "
+            f"sequences: {fit:,} sequences of {model.longest:,} tokens fit, and by that figure "
+            f"{(memory.tokens_that_fit or 0) // model.longest:,}. "
             "Simulators get the lower bound, as they have one figure per token",
             code="serve-windowed-layers",
         )

@@ -193,8 +193,8 @@ def windows_note(bundle: Bundle, figure: str) -> tuple[Note, ...]:
     held = " and ".join(f"{w.window} in {w.layers} of {layers} layers" for w in memory.kv_windows)
     whole = (memory.tokens_that_fit or 0) // longest
     text = (
-        f"{figure}. Of a sequence, the model keeps {held}: {batch:,} sequences of {longest:,} "
-        f"tokens fit, and {whole:,} if all layers kept all of them"
+        f"{figure}. Layers keep only a part of a sequence: {held}. {batch:,} sequences of "
+        f"{longest:,} tokens fit; only {whole:,} would if all layers kept all of them"
     )
     return (Note(text, code="export-windowed-layers"),)
 
