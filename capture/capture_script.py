@@ -386,7 +386,7 @@ def job_of(rank_run: RankRun, options: Options, observed: Observations) -> Job:
 
 
 def _device_notes(options: Options, observed: Observations) -> list[Note]:
-    """Return what the step's device means for the trace; [] of a GPU."""
+    """Return notes on what the trace lacks because no GPU ran the step."""
     gpu = options.emulated_gpu
     if gpu is not None:
         notes = [
@@ -395,8 +395,7 @@ def _device_notes(options: Options, observed: Observations) -> list[Note]:
                 code="captured-without-device",
             )
         ]
-        # Scripts that choose a device by `torch.cuda.is_available` get the GPU; others stay on
-        # the CPU, which a trace for a GPU would hide.
+        # A script that never moves to `cuda` runs on the CPU. Its graph looks like one of a GPU.
         if not max(observed.peak_memory_bytes):
             notes.append(
                 Note(

@@ -108,6 +108,7 @@ def _probe(
     routing = parse_routing(options.moe_routing)
     with contextlib.ExitStack() as stack:
         stack.enter_context(emulated(options.emulated_gpu, script, routing))
+        # Before the launch, whose `group_from_init` wraps the function that is in place by then.
         stack.enter_context(
             rebound("torch.distributed.distributed_c10d", {"init_process_group": create_group})
         )

@@ -18,6 +18,11 @@ def on_gpu(tensor: Tensor) -> bool:
     return tensor.is_cuda and not isinstance(tensor, FakeTensor)
 
 
+def is_integral(dtype: torch.dtype) -> bool:
+    """Whether a dtype holds integers or bools."""
+    return not dtype.is_floating_point and not dtype.is_complex
+
+
 KNOWN_ELEMENTS = 1 << 20
 """Largest tensor of integers or bools on the GPU whose numbers are kept: token ids and masks. With
 65,536 the mask of 16 sequences of 8,192 tokens was unknown, and the model built one of all pairs of

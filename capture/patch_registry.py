@@ -71,7 +71,7 @@ PATCHES: tuple[Patch, ...] = (
         "torch.distributed.distributed_c10d",
         ("is_initialized",),
         "A script whose models onerank slices must see no process group: it would wrap them in "
-        "DistributedDataParallel again. One under torchrun sees none before it creates it.",
+        "DistributedDataParallel again. Under torchrun it must see none until it creates one.",
         ("fake_world.c10d_patches",),
         everywhere=True,
     ),

@@ -296,7 +296,7 @@ class C10dOperators:
             check_contiguous(args.output)
             check_contiguous(args.input)
             source, size = args.input, launch.group.size
-            # Functional collectives state equal splits, which c10d takes for granted.
+            # Functional collectives pass equal split sizes; callers of c10d leave them empty.
             equal = all(len({*sizes}) <= 1 for sizes in splits.values())
             if _are_counts([source, args.output]) and equal:
                 source = source.view(-1).chunk(size)[launch.group.rank]

@@ -368,7 +368,7 @@ def _is_high_priority(options: object) -> bool:
 
 _SEE_THE_GROUP = ("torch", "onerank")
 
-# It calls `init_process_group` for a script that creates a mesh first.
+# This module of torch calls `init_process_group` if a script creates a mesh without a group.
 _CREATES_GROUP = "torch.distributed.device_mesh"
 
 
@@ -389,8 +389,8 @@ def hidden_group() -> Generator[None]:
 def group_from_init() -> Generator[None]:
     """Let `dist.is_initialized` return False to a script until it calls `init_process_group`.
 
-    The default group exists from the recorder's start. Under torchrun the script creates it, and
-    some scripts refuse a group of another backend that exists already.
+    The recorder creates the default group before the script starts. Under torchrun the script
+    creates it, and some scripts refuse an existing group of another backend.
     """
     original, create, called = dist.is_initialized, c10d.init_process_group, False
 
@@ -412,6 +412,6 @@ def group_from_init() -> Generator[None]:
 
 
 def _caller() -> str:
-    """Return the name of the module that called the function which calls this one."""
+    """Return the name of the module that called the caller of this function."""
     frame = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
     return str(frame.f_globals.get("__name__", ""))

@@ -306,8 +306,8 @@ class IntegerPayloads:
         try:
             payloads = [_bytes(tensor) for tensor in tensors]
         except CaptureError:
-            # Without a device their numbers may be unknown. A receiver expects a message at this
-            # place, and warns of one without the values of its tensors.
+            # Without a device, numbers may be unknown. The receiver counts messages, so an empty
+            # one keeps their order; it warns that the values are unknown.
             payloads = []
         messages.send(to, payloads)
 

@@ -9,7 +9,7 @@
 - `operators`: each operator runs on shapes and is recorded.
 - `extensions`: C++ extensions of libraries, whose functions are recorded as operators.
 - `inductor`: compiled graphs, as Inductor schedules them for the GPU; `generated_kernels` are their
-  kernels, `graph_numbers` the numbers that follow from known ones.
+  kernels, `graph_numbers` computes their known integers.
 - `tensor_values`: storages, and what a script reads from a tensor that has no numbers.
 - `event_log`: the recorded operators, module calls and allocations, written as raw traces.
 - `recorded_step`: which steps are recorded.

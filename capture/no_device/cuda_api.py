@@ -19,9 +19,10 @@ _CUDA_VERSION = "13.0"
 _NCCL_VERSION = (2, 27, 5)
 _ARCHITECTURES = ("sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
 
-
+# Readings of NVML, which trainers log: 0 without a device.
 _TELEMETRY = ("utilization", "memory_usage", "temperature", "power_draw", "clock_rate")
 
+# Functions that trainers call around steps and that do nothing here.
 _WITHOUT_EFFECT = (
     "set_sync_debug_mode",
     "set_per_process_memory_fraction",
@@ -148,10 +149,10 @@ class RandomGenerator(_TorchGenerator, metaclass=_GeneratorType):
         return super().__new__(cls, "cpu")
 
     def set_state(self, state: Any) -> Any:
-        """Set the state; one that came from the GPU has no numbers, and sets nothing.
+        """Set the state; ignore a fake tensor, which has no numbers.
 
-        Ranks send it to each other, and after that draw the same numbers. In a capture of one rank
-        its own state serves.
+        Ranks broadcast a state through the GPU, so that all draw the same numbers. The captured
+        rank draws from its present state instead.
         """
         return self if isinstance(state, FakeTensor) else super().set_state(state)
 
@@ -378,8 +379,6 @@ def emulated_cuda(gpu: EmulatedGpu, log: EventLog) -> Generator[None]:
         "set_rng_state": _call(_nothing),
         "set_rng_state_all": _call(_nothing),
         "is_current_stream_capturing": _is_capturing,
-        # What trainers log and set around steps: nothing runs, so nothing is busy, warm or waited
-        # for without its knowledge.
         **{name: _call(lambda: 0) for name in _TELEMETRY},
         "device_memory_used": _call(lambda: log.memory.reserved_bytes),
         "list_gpu_processes": _call(str),

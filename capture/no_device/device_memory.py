@@ -135,10 +135,10 @@ class DeviceMemory:
 def settings_in(text: str) -> AllocatorSettings:
     """Return the settings of the caching allocator in the value of `PYTORCH_ALLOC_CONF`.
 
-    Other settings change no sizes, or are in the note of `DeviceMemory.notes`.
+    Other settings are ignored; `DeviceMemory.notes` names those that change reserved memory.
 
     Raises:
-        CaptureError: one of those that do is malformed.
+        CaptureError: a setting that is simulated is malformed.
     """
     settings = AllocatorSettings()
     for setting in _settings_of(text):

@@ -396,11 +396,11 @@ def _gpu_kernels() -> Generator[None]:
         if not name.startswith("aten::"):
             continue
         has_kernel = functools.partial(private._dispatch_has_kernel_for_dispatch_key, name)
-        # The only operator (torch 2.11) that has a kernel in a CUDA build and none on a CPU. Before
-        # torch 2.9, which gave it a backward, a GPU did not run it.
+        # The only operator (torch 2.11) that a CUDA build has a kernel for and a CPU build has not.
+        # torch 2.9 added its backward; before that, a GPU ran the formula.
         on_gpu_only = name == "aten::_fused_rms_norm" and f"{name}_backward" in names
-        has_twin = has_kernel("CPU") or on_gpu_only
-        if has_twin and has_kernel("CompositeImplicitAutograd") and not has_kernel("CUDA"):
+        runs_on_gpu = has_kernel("CPU") or on_gpu_only
+        if runs_on_gpu and has_kernel("CompositeImplicitAutograd") and not has_kernel("CUDA"):
             library.impl(name.removeprefix("aten::"), _not_here, "CUDA")
     try:
         yield

@@ -110,7 +110,7 @@ def fake_tensor_methods(operators: FakeOperators, values: UnknownValues) -> dict
                 numbers = torch.full(tensor.shape, values.scalar(tensor), device="cpu")
             return numbers.tolist()
 
-    # Dynamo leaves a graph for these, and would compile their body.
+    # Dynamo breaks the graph at these methods, and would then compile their bodies.
     methods = {"numpy": numpy, "tolist": tolist, "__format__": _format, "__repr__": _repr}
     for method in methods.values():
         untraced(method)

@@ -1,10 +1,10 @@
-"""Numbers inside a graph that Inductor compiled: those that follow from known ones.
+"""Known numbers inside a graph that Inductor compiled.
 
 A router inside a compiled graph decides about sizes: the graph reads how many tokens each expert
 gets, and splits or exchanges the tokens by these counts. Generated kernels compute the counts, and
-no device runs them. So the source of a graph's wrapper is extended: after each launch, the numbers
-of what the kernel writes are computed on the CPU, by the FX graph that Inductor lowered, from the
-numbers of the graph's inputs and of what libraries returned.
+no device runs them. So this module extends the source of a graph's wrapper: after each launch it
+computes on the CPU what the kernel writes. It evaluates the FX graph that Inductor lowered, on the
+numbers of the graph's inputs and of the results of libraries.
 """
 
 import ast
@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_map
 
-from onerank.capture.fake_tensors import is_small
+from onerank.capture.fake_tensors import is_integral, is_small
 from onerank.capture.no_device.operators.fake_operators import FakeOperators
 from onerank.capture.no_device.operators.operator_calls import tensors_in
 from onerank.capture.no_device.operators.router_choices import CHOICES
@@ -36,10 +36,11 @@ _UNKNOWN = object()
 
 
 class GraphNumbers:
-    """Which numbers of a compiled graph follow from others.
+    """Computes the numbers of a compiled graph that follow from known ones.
 
     Attributes:
-        computed: buffers that generated kernels write -> their node of the FX graph, or None.
+        computed: buffers that generated kernels write -> their node of the FX graph; None if their
+            numbers stay unknown.
         returned: buffers that libraries return -> their node.
     """
 
@@ -48,7 +49,7 @@ class GraphNumbers:
 
         Args:
             graph: Inductor's `GraphLowering`.
-            operators: know the numbers of tensors.
+            operators: the emulation of operators, which holds the known numbers of tensors.
         """
         self._operators = operators
         self._module = graph.module
@@ -67,8 +68,9 @@ class GraphNumbers:
         for buffer in graph.buffers:
             node = getattr(buffer, "origin_node", None) or getattr(buffer, "fx_node", None)
             if type(buffer).__name__ == "ComputedBuffer":
-                whole = _is_whole(buffer.get_dtype())  # else no index, count or mask
-                self.computed[buffer.get_name()] = node if whole else None
+                # Shapes follow from indices, counts and masks, not from floating-point numbers.
+                decides = is_integral(buffer.get_dtype())
+                self.computed[buffer.get_name()] = node if decides else None
             elif node is not None:
                 self.returned[buffer.get_name()] = node
         self._calls = threading.local()
@@ -77,7 +79,7 @@ class GraphNumbers:
     def decides(self) -> bool:
         """Whether numbers of the graph may decide about shapes, inside of it or after it."""
         outputs = (node.meta.get("val") for node in self._outputs if node is not None)
-        integers = any(isinstance(value, Tensor) and _is_whole(value.dtype) for value in outputs)
+        integers = any(isinstance(value, Tensor) and is_integral(value.dtype) for value in outputs)
         return integers or bool(self._scalars)
 
     def extended(self, source: str) -> str:
@@ -113,7 +115,7 @@ class GraphNumbers:
         try:
             results = call(args)
             for node, result in zip(self._outputs, results, strict=True):
-                if isinstance(result, FakeTensor) and _is_whole(result.dtype):
+                if isinstance(result, FakeTensor) and is_integral(result.dtype):
                     self._set(result, self._value(node))
             return results
         finally:
@@ -178,7 +180,7 @@ class GraphNumbers:
         operands = [given.get(a.name, a.default_value) for a in arguments]
         operands[0] = operands[0].meta["val"]
         results = None
-        if _has_sizes(operands[0]):
+        if _has_known_sizes(operands[0]):
             results = self._operators.routers.results(name, operands)
         if results is None:
             return _UNKNOWN
@@ -193,13 +195,17 @@ untraced(GraphNumbers.report)
 
 
 def _run_on_cpu(target: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Return the result of a function on numbers; `_UNKNOWN` if it is large or only on a GPU."""
+    """Return the result of a function on numbers; `_UNKNOWN` if it is large or fails on the CPU.
+
+    It fails, among others, where an operator has kernels for GPUs only. A script that reads a
+    number that stays unknown gets a note or an error, as outside of compiled graphs.
+    """
     if "device" in kwargs:
         kwargs["device"] = torch.device("cpu")
     with unset_fake_temporarily():
         try:
             result = target(*args, **kwargs)
-        except (RuntimeError, NotImplementedError):
+        except RuntimeError:
             return _UNKNOWN
     return result if all(map(is_small, tensors_in((result,)))) else _UNKNOWN
 
@@ -209,12 +215,8 @@ def _name(target: Any) -> str:
     return getattr(target, "_opname", "")
 
 
-def _is_whole(dtype: torch.dtype) -> bool:
-    return not dtype.is_floating_point and not dtype.is_complex
-
-
 def _is_computable(node: Any) -> bool:
-    """Whether a node is a computation that the CPU has too, of few numbers."""
+    """Whether the CPU can compute a node, whose result is small."""
     target = node.target
     if isinstance(target, OpOverload):
         if _torch.Tag.nondeterministic_seeded in target.tags:
@@ -224,11 +226,11 @@ def _is_computable(node: Any) -> bool:
     elif getattr(target, "__module__", "") not in ("_operator", "math", "torch"):
         return False
     value = node.meta.get("val")
-    return not isinstance(value, Tensor) or not _has_sizes(value) or is_small(value)
+    return not isinstance(value, Tensor) or not _has_known_sizes(value) or is_small(value)
 
 
-def _has_sizes(tensor: Any) -> bool:
-    """Whether no size of a tensor is a symbol."""
+def _has_known_sizes(tensor: Any) -> bool:
+    """Whether each size of a tensor is a number, and none a symbol."""
     return all(isinstance(size, int) for size in tensor.shape)
 
 

@@ -101,18 +101,18 @@ class InductorOnShapes:
         graphs: compiled graphs, forward and backward apart.
         eager: backends other than Inductor that the script compiles with, as keys in order.
         failed: functions that were not compiled, each with the reason, in order.
-        unbroken: functions that Dynamo left to the interpreter, since it cannot leave their graph
-            where it has to, such as in a loop: each with the reason, in order.
+        unbreakable: functions that ran eager because they need a graph break where Dynamo allows
+            none, such as in a loop; each with the reason, in order.
         unfused: calls of flex attention outside of compiled code.
-        uncheckpointed: calls of flex attention in a checkpoint within compiled code.
+        checkpointed: calls of flex attention in a checkpoint within compiled code.
     """
 
     def __init__(self, operators: FakeOperators, gpu: EmulatedGpu) -> None:
         self.graphs = 0
         self.eager: dict[str, None] = {}
         self.failed: list[str] = []
-        self.unbroken: dict[str, None] = {}
-        self.unfused = self.uncheckpointed = 0
+        self.unbreakable: dict[str, None] = {}
+        self.unfused = self.checkpointed = 0
         self._operators = operators
         self._gpu = gpu
         self._compile = torch.compile
@@ -199,7 +199,7 @@ class InductorOnShapes:
                 # a GPU.
                 name = getattr(frame.f_code, "co_qualname", frame.f_code.co_name)
                 if isinstance(error, errors.Unsupported):
-                    self.unbroken[f"{name}: {_reason(error)}"] = None
+                    self.unbreakable[f"{name}: {_reason(error)}"] = None
                 if isinstance(error, of_emulation):
                     self.failed.append(f"{name}: {_reason(error)}")
                     # Otherwise Dynamo traces every function below the failed one, which for a T5
@@ -282,7 +282,7 @@ class InductorOnShapes:
 
         def run(args: Any, kwargs: Any, compiled: bool) -> Any:
             checkpointed = _in_compiled_checkpoint()
-            self.uncheckpointed += checkpointed
+            self.checkpointed += checkpointed
             self.unfused += not compiled and not checkpointed
             return flex(*args, **kwargs)
 
@@ -325,21 +325,22 @@ class InductorOnShapes:
                     code="compile-failed",
                 )
             )
-        if self.unbroken:
+        if self.unbreakable:
             notes.append(
                 Note(
-                    f"{len(self.unbroken)} functions under torch.compile ran eager, on a GPU too, "
-                    "because Dynamo cannot leave their graph where it has to; the first is "
-                    f"{next(iter(self.unbroken))}",
+                    f"{len(self.unbreakable)} functions under torch.compile ran eager, as on a "
+                    "GPU, because they need a graph break where Dynamo allows none; the first is "
+                    f"{next(iter(self.unbreakable))}",
                     code="compile-graph-unbroken",
                 )
             )
-        if self.uncheckpointed:
+        if self.checkpointed:
             notes.append(
                 Note(
-                    f"{self.uncheckpointed} calls of flex attention are in a checkpoint under "
-                    "torch.compile: without a device they leave its graph, so the checkpoint ran "
-                    f"eager, and a GPU fuses what is around attention; {_FUSION_SHORTENS}",
+                    f"{self.checkpointed} calls of flex attention are in a checkpoint under "
+                    "torch.compile: without a device each breaks the graph, so the checkpoint ran "
+                    "eager; a GPU fuses the operators around attention; "
+                    f"{_FUSION_SHORTENS}",
                     code="compile-checkpoint-eager",
                 )
             )
@@ -482,7 +483,8 @@ def _constants() -> contextlib.AbstractContextManager[None]:
 
         return run
 
-    # The constructor creates the zeros of products with a 0, as of torchao's rowwise recipe.
+    # The constructor folds products with 0 into zeros on the device; torchao's rowwise recipe has
+    # such products.
     names = ("__init__", "run")
     return patched(owner, {name: on_cpu(getattr(resolve(owner), name)) for name in names})
 

@@ -82,6 +82,7 @@ class SavedTensor(NamedTuple):
     numbers: Tensor | None
 
 
+# Innermost last. A list of the module, because pickle calls `tensor_of_shape` without a context.
 _emulations: list["SavedFiles"] = []
 
 
@@ -136,8 +137,8 @@ class SavedFiles:
             return []
         return [
             Note(
-                "torch.save wrote the shapes of tensors without numbers, since no device computed "
-                "them, and left existing files as they are",
+                "torch.save wrote shapes instead of numbers that no device computed, and kept "
+                "existing files that hold numbers",
                 code="no-device-save-skipped",
             )
         ]
@@ -180,7 +181,7 @@ class SavedFiles:
         original = torch.save
 
         def save(value: Any, file: Any, *args: Any, **kwargs: Any) -> None:
-            if not isinstance(file, str | os.PathLike) or _is_overwritten(Path(file)):
+            if not isinstance(file, str | os.PathLike) or _is_replaceable(Path(file)):
                 original(value, file, *args, **kwargs)
                 return
             saved, before = io.BytesIO(), self._shapes
@@ -245,8 +246,8 @@ class SavedFiles:
         return tree_map_only(Tensor, shaped, value)
 
 
-def _is_overwritten(path: Path) -> bool:
-    """Whether a path may get shapes in the place of numbers: if it holds no numbers."""
+def _is_replaceable(path: Path) -> bool:
+    """Whether a file of shapes may replace what a path holds: nothing, or a file of shapes."""
     if not path.exists():
         return True
     if not path.is_file():
@@ -261,7 +262,7 @@ def _is_overwritten(path: Path) -> bool:
 
 
 def _staged() -> contextlib.AbstractContextManager[None]:
-    """Let an asynchronous save copy tensors to the host, and not the memory of their storages."""
+    """Let an asynchronous save copy fake tensors to the host as tensors: they have no memory."""
     owner = f"{_STAGER}.StateDictStager"
     original = resolve(owner)._offload_tensor
 

@@ -213,7 +213,8 @@ class Modules:
         self._numbers: dict[nn.Module, int] = {}  # of models
         self._compiled_calls: dict[nn.Module, CompiledCall] = {}  # of models that are being called
         self._compiles = False  # whether the script has called torch.compile
-        self._called: set[nn.Module] = set()  # if it has: called by eager code, see only_compiled
+        # Modules that eager code called, kept if the script compiles; for `only_compiled`.
+        self._called: set[nn.Module] = set()
         self._handles: tuple[RemovableHandle, ...] = ()  # of the hooks of every module
 
     @contextlib.contextmanager
@@ -247,7 +248,7 @@ class Modules:
         # Hooks of every module took 0.8 ms of a decode of 10.4 ms that waits for its host (a Llama
         # of 16 layers, one H100, torch 2.11): nn.Module calls its forward in a slower way.
         if self._compiles:
-            # The first steps may have run eagerly.
+            # Warm-up steps may have called modules that are compiled by now.
             self._called.clear()
             yield
             return
@@ -301,7 +302,7 @@ class Modules:
         return self._compiled_calls.get(model, model)
 
     def only_compiled(self, module: nn.Module) -> bool:
-        """Return whether compiled code alone calls a module, judged by the latest timed steps."""
+        """Return whether only compiled code called a module since the last timed steps began."""
         return self._compiles and module not in self._called
 
     def _compile_function(self) -> Callable[..., Any]:

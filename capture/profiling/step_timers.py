@@ -128,7 +128,7 @@ class ModuleTimer:
     @contextlib.contextmanager
     def running(self) -> Generator[None]:
         """Hook the modules known so far while the context lasts."""
-        # Hooks are not called within compiled code, but dynamo would compile it again for them.
+        # A hook of a module within compiled code is never called, but makes Dynamo recompile it.
         self._paths = {
             module: path
             for module, path in _timed(self._modules)

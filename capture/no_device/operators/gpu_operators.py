@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from onerank.capture.fake_tensors import is_integral
 from onerank.capture.no_device.event_log import Shaped
 
 _torch: Any = torch  # operators by name have no types
@@ -229,8 +230,7 @@ def run_before(name: str, args: Sequence[Any]) -> object:
 
 def _converted(tensor: Tensor, dtype: torch.dtype | None) -> Tensor | None:
     """Convert the operand of a sum: integers and flags to 64 bits unless a dtype is given."""
-    whole = not tensor.dtype.is_floating_point and not tensor.dtype.is_complex
-    dtype = dtype or (torch.int64 if whole else tensor.dtype)
+    dtype = dtype or (torch.int64 if is_integral(tensor.dtype) else tensor.dtype)
     # The kernels that sum 16-bit numbers in float32 convert them as they read them.
     widened = tensor.dtype in (torch.float16, torch.bfloat16) and dtype == torch.float32
     if dtype == tensor.dtype or widened:

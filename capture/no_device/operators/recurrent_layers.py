@@ -26,8 +26,9 @@ _MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
 
 _LSTM = _MODES["lstm"]
 
-# Numbers per element of the state that cuDNN keeps for the backward in a layer, by mode. They are
-# measured (H100, torch 2.11), as are the bytes of its reserve space that depend on no size.
+# Numbers that a layer keeps for the backward in cuDNN's reserve space, per element of its state and
+# by mode; the space's fixed bytes; and the bytes of which its dropout masks are a multiple. cuDNN
+# does not document them: they are measured (H100, torch 2.11).
 _KEPT = {0: 1, 1: 1, _LSTM: 5, _MODES["gru"]: 6}
 _RESERVE_BYTES, _RESERVE_MULTIPLE = 256, 32
 
@@ -104,8 +105,8 @@ def results_of_forward(*args: Any) -> tuple[Tensor, ...]:
     last = hidden.new_empty((layers * directions, batch, width))
     last_cell = source.new_empty(0 if cell is None else (layers * directions, batch, size))
     tokens = source.numel() // source.shape[-1]
-    # Each layer but the last keeps its output as well, and each direction of the next one a mask of
-    # one bit for an element of it.
+    # Each layer but the last also keeps its output. With dropout, each direction of the next layer
+    # keeps a mask of one bit per element of that output.
     outputs = tokens * (layers - 1) * directions * size
     masks = -(-outputs * directions // 8 // _RESERVE_MULTIPLE) * _RESERVE_MULTIPLE
     kept = (tokens * layers * directions * size * _KEPT[mode] + outputs) * source.element_size()

@@ -21,9 +21,9 @@ from onerank.capture.no_device.tensor_values import Known, Storages, UnknownValu
 from onerank.ir.notes import Note
 
 ZERO_PATTERN = "_onerank_nonzero"
-"""Attribute of a fake tensor: its mask, the number of its storage, and of that storage's writes.
+"""Attribute of a fake tensor: its mask, the number of its storage, and that storage's write count.
 
-The attribute stays where `tensor.data = other` gives the tensor another storage.
+The storage's number is kept because `tensor.data = other` changes the storage, but not attributes.
 """
 
 _ZEROS = frozenset("zeros zeros_like new_zeros zero".split())

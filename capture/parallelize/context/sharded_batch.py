@@ -27,7 +27,6 @@ from onerank.ir.errors import SliceError
 # this stride is not copied again in every layer (`partial_attention._bias`).
 _ALIGNED = 16
 
-
 _NON_TEXT_INPUTS = ("pixel_values", "pixel_values_videos", "input_features")
 
 
@@ -252,7 +251,11 @@ MASK_INPUTS: contextvars.ContextVar[MaskInputs | None] = contextvars.ContextVar(
 def part_mask(
     *, mask_function: Any, dtype: torch.dtype = torch.float32, **options: Any
 ) -> Tensor | Packing:
-    """Return the additive mask [batch or 1, 1, part, sequence], through transformers' interface."""
+    """Return the additive mask of this rank's queries, [batch or 1, 1, part, sequence].
+
+    Transformers calls it as a mask function of its interface. Packed sequences that are cut one by
+    one need no mask: their `Packing` takes its place.
+    """
     inputs = MASK_INPUTS.get()
     if inputs is None or options.get("use_vmap"):
         raise SliceError(

@@ -38,7 +38,7 @@ def _notes(directory, forward, options=""):
     return captured(directory, text).job.measurement.notes
 
 
-def test_a_graph_that_cannot_be_left_in_a_loop_has_a_note(tmp_path):
+def test_an_impossible_graph_break_in_a_loop_has_a_note(tmp_path):
     notes = _notes(tmp_path, LOOP)
     assert has_note(notes, "compile-graph-unbroken")
     assert not has_note(notes, "compile-failed")

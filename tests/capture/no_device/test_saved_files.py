@@ -1,0 +1,81 @@
+"""Files that a script saves and loads without a device."""
+
+import pytest
+import torch
+from notes import has_note
+from without_device import captured
+
+from onerank.ir.errors import CaptureError
+
+SAVES = """
+    import io
+    import os
+    import torch
+    from torch import nn
+    torch.save({"a": 1}, "existing.pt")
+    model = nn.Linear(8, 4, device="cuda")
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in range(4):
+        model(torch.randn(2, 8, device="cuda")).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 1:
+            torch.save(model, "module.pt")
+            module = torch.load("module.pt", weights_only=False)
+            assert isinstance(module.weight, nn.Parameter) and module.weight.is_leaf
+            assert module.weight.is_cuda and module.weight.shape == (4, 8)
+
+            states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            states["rows"] = torch.arange(3, device="cuda")
+            torch.save(states, "saved.tmp")
+            os.rename("saved.tmp", "saved.pt")
+            on_cpu = torch.load("saved.pt", map_location="cpu")
+            assert not on_cpu["model"]["weight"].is_cuda
+            assert on_cpu["rows"].tolist() == [0, 1, 2]
+            assert on_cpu["optimizer"]["state"][0]["step"] == 2
+            model.load_state_dict(on_cpu["model"])
+            optimizer.load_state_dict(torch.load("saved.pt")["optimizer"])
+
+            file = io.BytesIO()
+            torch.save(model.state_dict(), file)
+            file.seek(0)
+            assert torch.load(file)["bias"].is_cuda
+
+            torch.save(model.state_dict(), "existing.pt")
+            assert torch.load("existing.pt") == {"a": 1}
+"""
+
+
+def test_a_script_loads_the_shapes_that_it_has_saved(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    graph = captured(tmp_path, SAVES)
+    assert has_note(graph.job.measurement.notes, "no-device-save-skipped")
+    with pytest.raises(CaptureError) as error:
+        torch.load("saved.pt", weights_only=False)
+    assert error.value.code == "no-device-file"
+
+
+ASYNC_SAVE = """
+    import torch
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from torch import nn
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+    from torch.distributed.fsdp import fully_shard
+    dist.init_process_group("cpu:gloo,cuda:nccl")
+    model = fully_shard(nn.Linear(8, 4, device="cuda"))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in range(4):
+        model(torch.randn(2, 8, device="cuda")).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 1:
+            states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
+            dcp.async_save(states, checkpoint_id="saved").result()
+"""
+
+
+def test_an_asynchronous_save_stages_shards_on_the_host(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    graph = captured(tmp_path, ASYNC_SAVE, "--dp", 2, "--torchrun")
+    assert has_note(graph.job.measurement.notes, "checkpoints-skipped")
