@@ -25,8 +25,6 @@ _TELEMETRY = ("utilization", "memory_usage", "temperature", "power_draw", "clock
 # Functions that trainers call around steps and that do nothing here.
 _WITHOUT_EFFECT = (
     "set_sync_debug_mode",
-    "set_per_process_memory_fraction",
-    "caching_allocator_enable",
     "reset_accumulated_host_memory_stats",
     "reset_peak_host_memory_stats",
 )
@@ -325,6 +323,18 @@ def emulated_cuda(gpu: EmulatedGpu, log: EventLog) -> Generator[None]:
         # Never negative: a step that does not fit this GPU is captured, too.
         return max(0, gpu.memory_bytes - log.memory.reserved_bytes), gpu.memory_bytes
 
+    memory_fraction = 1.0
+
+    def set_fraction(fraction: float, *_: Any, **__: Any) -> None:
+        nonlocal memory_fraction
+        memory_fraction = fraction
+        if fraction < 1:
+            log.memory.note_unsimulated(f"set_per_process_memory_fraction({fraction})")
+
+    def enable_caching(value: bool = True) -> None:
+        if not value:
+            log.memory.note_unsimulated("caching_allocator_enable(False)")
+
     cuda: dict[str, Any] = {
         "is_available": _call(lambda: True),
         "is_initialized": _call(lambda: True),
@@ -365,7 +375,9 @@ def emulated_cuda(gpu: EmulatedGpu, log: EventLog) -> Generator[None]:
         **{name: _LegacyType(name, (), {}) for name in _LEGACY_DTYPES},
         "CUDAGraph": CudaGraph,
         "graph": CudaGraph,
-        "set_per_process_memory_fraction": _call(_nothing),
+        "set_per_process_memory_fraction": set_fraction,
+        "get_per_process_memory_fraction": _call(lambda: memory_fraction),
+        "caching_allocator_enable": enable_caching,
         "get_allocator_backend": _call(lambda: "native"),
         # No number on the GPU has a meaning, so its random state has none either.
         "manual_seed": _call(_nothing),
@@ -386,7 +398,6 @@ def emulated_cuda(gpu: EmulatedGpu, log: EventLog) -> Generator[None]:
         "host_memory_stats": _call(_Counters),
         "host_memory_stats_as_nested_dict": _call(dict),
         "get_sync_debug_mode": _call(lambda: 0),
-        "get_per_process_memory_fraction": _call(lambda: 1.0),
         **{name: _call(_nothing) for name in _WITHOUT_EFFECT},
     }
     accelerator: dict[str, Any] = {

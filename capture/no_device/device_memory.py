@@ -37,14 +37,17 @@ class DeviceMemory:
         """
         text = next((os.environ[name] for name in _VARIABLES if os.environ.get(name)), "")
         self._allocator = CachingAllocator(capacity_bytes, settings_in(text))
-        self._unsimulated = [
-            setting for setting in _settings_of(text) if _changes_reserved_memory(setting)
-        ]
+        settings = filter(_changes_reserved_memory, _settings_of(text))
+        self._unsimulated = dict.fromkeys(settings)  # keys, in order
         self._blocks: dict[int, Block] = {}
         self._freed: deque[int] = deque()
         # Reentrant: the garbage collector may free a storage within any line of an allocation.
         self._lock = threading.RLock()
         self._busy = False
+
+    def note_unsimulated(self, setting: str) -> None:
+        """Note a setting of the script that changes reserved memory and is not simulated."""
+        self._unsimulated[setting] = None
 
     def notes(self) -> list[Note]:
         """Return a note on settings that change reserved memory and are not simulated."""
@@ -52,8 +55,8 @@ class DeviceMemory:
             return []
         return [
             Note(
-                f"{' or '.join(_VARIABLES)}: {', '.join(self._unsimulated)} is not simulated; "
-                "reserved memory is that of an allocator without it",
+                f"allocator settings that are not simulated: {', '.join(self._unsimulated)}; "
+                "reserved memory is that of an allocator without them",
                 code="alloc-conf-not-simulated",
             )
         ]

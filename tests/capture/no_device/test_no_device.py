@@ -624,6 +624,8 @@ _MIB = 1 << 20
         ("", "max_split_size_mb:32", (20 + 64 + 2) * _MIB),
         ("", "expandable_segments:True", (80 + 2) * _MIB),
         ("", "garbage_collection_threshold:0.8,backend:native", (20 + 64 + 2) * _MIB),
+        ("torch.cuda.set_per_process_memory_fraction(0.8)", "", (20 + 64 + 2) * _MIB),
+        ("torch.cuda.set_per_process_memory_fraction(1.0)", "", (20 + 64 + 2) * _MIB),
     ],
 )
 def test_reserved_memory_follows_the_whole_process(
@@ -643,7 +645,7 @@ def test_reserved_memory_follows_the_whole_process(
     expected |= {"expandable_segments": True} if "expandable" in settings else {}
     assert (log.settings or AllocatorSettings()) == AllocatorSettings(**expected)
     noted = has_note(graph.job.measurement.notes, "alloc-conf-not-simulated", 0.8)
-    assert noted == ("threshold" in settings)
+    assert noted == ("0.8" in settings + before)
 
 
 @pytest.mark.parametrize(
