@@ -247,9 +247,9 @@ def named_decode_terms(family: str, gpu: Gpu, shapes: F64) -> AttentionTerms | W
 
 
 def divided_prefills(family: str, gpu: Gpu, shapes: F64) -> Mask:
-    """Return the forward calls with more than one query whose keys a kernel divides, bool[d].
+    """Return which calls are prefills whose keys the kernel divides, bool[d].
 
-    Only those for which `divided_prefill_terms` has figures; arguments as for `named_decode_terms`.
+    False where `divided_prefill_terms` has no coefficients. Arguments as for `named_decode_terms`.
     """
     if family != "flash2" or gpu.architecture not in FLASH2_PREFILL:
         return np.zeros(len(shapes), dtype=bool)
@@ -258,7 +258,7 @@ def divided_prefills(family: str, gpu: Gpu, shapes: F64) -> Mask:
 
 
 def divided_prefill_terms(gpu: Gpu, shapes: F64) -> WaveTerms:
-    """Return the time of `divided_prefills`."""
+    """Return the terms of the time of calls that are `divided_prefills`."""
     architecture = gpu.architecture
     coefficients = FLASH2_DECODE[architecture], FLASH2_PREFILL[architecture]
     return flash2_prefill_terms(gpu, shapes, *coefficients)

@@ -270,7 +270,8 @@ class KernelFeatures:
     def cached_share(self, gpu: Gpu) -> F64:
         """Return the share of each kernel's bytes that the last-level cache serves, float64[n].
 
-        All up to half of the cache, which the kernel before wrote, and less up to all of it.
+        1 for operands of up to half of the cache, which the previous kernel wrote; falls linearly
+        to 0 for operands as large as the cache.
         """
         # Other vendors' GPUs and libraries were not measured.
         if not gpu.is_nvidia or gpu.l2_bytes is None:
@@ -279,7 +280,7 @@ class KernelFeatures:
         return share * (self.from_torch & ~(self.matmul_class | self.transfer))
 
     def s_per_byte(self, gpu: Gpu) -> F64:
-        """Return the time of a byte from the cache and from memory, in seconds, float64[n]."""
+        """Return the mean time of a byte, from the cache or from memory, in s, float64[n]."""
         cache = max(gpu.bandwidth_bytes_per_s, _CACHE_BYTES_PER_CYCLE * gpu.issue_rate_hz)
         share = self.cached_share(gpu)
         return share / cache + (1 - share) / gpu.bandwidth_bytes_per_s
@@ -294,7 +295,7 @@ class KernelFeatures:
     def chain_loads(self, gpu: Gpu) -> F64:
         """Return the loads that wait for each other, in loads from the cache, float64[n].
 
-        Operands beyond half of the cache come from memory.
+        If the operands exceed half of the cache, every load counts as one from memory.
         """
         from_memory = self.cached_share(gpu) < 1
         return self.chain * self.share_of_operator * np.where(from_memory, self.far_load, 1)

@@ -185,7 +185,10 @@ def flash2_decode_terms(gpu: Gpu, shapes: F64, c: Flash2Decode) -> WaveTerms:
 
 
 def divides_keys(gpu: Gpu, shapes: F64) -> Mask:
-    """Return whether the kernel divides the keys of each call, bool[d]; arguments as above."""
+    """Return whether the kernel divides the keys of each call, bool[d].
+
+    Arguments as for `flash2_decode_terms`.
+    """
     return _division(gpu, shapes)[-1] > 1
 
 
@@ -198,7 +201,7 @@ def flash2_prefill_terms(
         gpu: the GPU.
         shapes: as for `attention_time.attention_terms`, float64[d, 9].
         decode: coefficients of a decode on the architecture.
-        c: those of a prefill.
+        c: coefficients of a prefill on the architecture.
     """
     columns: list[F64] = list(shapes.T)
     batch, heads, _, rows, _, d, dv, *_ = columns
@@ -218,7 +221,12 @@ def flash2_prefill_terms(
 
 
 def _division(gpu: Gpu, shapes: F64) -> tuple[F64, F64, F64, F64]:
-    """Return (thread blocks before keys are divided, blocks of keys, keys of one, parts)."""
+    """Return how the kernel divides each call's work.
+
+    Returns:
+        (thread blocks without a division of the keys, blocks of keys, keys of a block, parts into
+        which the keys are divided), float64[d] each.
+    """
     columns: list[F64] = list(shapes.T)
     batch, heads, key_heads, rows, keys, d, dv, *_ = columns
     # A single query of each head of a group becomes a row of one tile.
