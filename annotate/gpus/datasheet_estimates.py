@@ -3,7 +3,8 @@
 A description may have only datasheet figures. The figures that only a measurement gives are then
 estimated from GPUs whose GEMMs and attention were measured in one benchmark run (`REFERENCES`), and
 `Gpu.by_datasheet` is true. Predictions for such a GPU have the errors of these estimates, measured
-with the target's die family left out (`datasheet_errors` in `models/coefficients.toml`).
+with the target's die family left out (`datasheet_errors` in `models/coefficients.toml`). A float32
+rate that is not stated follows from SMs, lanes and clock.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,8 +28,8 @@ REFERENCES = ("A100-SXM-80GB", "L40S", "H100-SXM", "H200", "B200")
 """Shipped descriptions whose specs were all measured in one benchmark set (see `sources`)."""
 
 _SOURCE_TEXT = (
-    "estimated by onerank from measured GPUs (A100, L40S, H100, H200, B200): the datasheet does "
-    "not state it"
+    "estimated by onerank, as the datasheet does not state it: a float32 rate from SMs, lanes and "
+    "clock, other figures from measured GPUs (A100, L40S, H100, H200, B200)"
 )
 
 # Power of a chip at one speed relative to TSMC's 5 nm class, which the other references share:
@@ -93,7 +94,8 @@ def estimate_notes(gpu: Gpu) -> tuple[Note, ...]:
     return (
         Note(
             f"The description of {gpu.name} does not state {', '.join(estimated)}: estimated from "
-            "measured GPUs. Intervals have the errors of such estimates.",
+            "measured GPUs, or a float32 rate from SMs, lanes and clock. Intervals have the errors "
+            "of such estimates.",
             code="target-figures-estimated",
         ),
     )
