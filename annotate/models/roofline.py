@@ -69,7 +69,8 @@ def predict_by_roofline(
     """Return (new durations in ns, rules): a launch floor plus the target's roofline.
 
     The roofline is the longer of bytes / achievable bandwidth and FLOPs / sustained rate, whatever
-    the source. Measured durations only divide the work of an operator among its kernels; each
+    the source; operands in the last-level cache have its bandwidth, as in `predict_from_datasheet`.
+    Measured durations only divide the work of an operator among its kernels; each
     kernel has a separate floor.
     """
     count = len(kernels.passes)
