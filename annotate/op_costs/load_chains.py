@@ -2,14 +2,18 @@
 
 One thread block reads a row in steps, and a step waits for the loads of the step before. With many
 rows other blocks hide this time; with few the time grows with the length of the row and not with
-the number of rows. Sums of kernel times on an H100, torch 2.11 (benchmarks/results,
+the number of rows. Times on an H100, torch 2.11 (benchmarks/results,
 2026-11-27-small-operators-h100): layer norm of 1 to 64 rows of 7168 15 us, a softmax of 1 to 8 rows
 of 128,256 numbers 41 us, `cumsum` along the first dimension of 8192 x 256 3.2 ms.
+
+The chain is one of four bounds of a kernel, of which the longest counts (`roofline`): with many
+rows it is that of bytes or of SM cycles, which `memory_bound` has.
 """
 
 from collections.abc import Callable
 from math import ceil, log2
 
+from onerank.annotate.op_costs.memory_bound import SHARED_ROW_BYTES
 from onerank.annotate.op_costs.operands import Call
 from onerank.annotate.op_costs.reductions import NEED_AXES, division_of
 
@@ -23,7 +27,7 @@ NEED_VALUES = _SCANS | NEED_AXES
 # the result. Softmax of rows that do not fit into shared memory: 1024 threads with 16 bytes each,
 # for the maximum, the sum and the result. Reductions: see `reductions`.
 _NORM_ELEMENTS, _NORM_PASSES = 512, 2
-_SOFTMAX_BYTES, _SOFTMAX_PASSES, _SHARED_ROW_BYTES = 16 * 1024, 3, 48 * 1024
+_SOFTMAX_BYTES, _SOFTMAX_PASSES = 16 * 1024, 3
 
 # Time of a load of a sum over that of other loads: means of 1 to 512 rows of 512 to 7168 elements
 # take 2.0 us and 0.22 us for each load of a thread, on an H100 and an H200 (decodes, torch 2.11).
@@ -52,7 +56,7 @@ def _softmax(call: Call) -> float:
     if tensor is None or not tensor.shape:
         return 0.0
     row_bytes = tensor.shape[-1] * tensor.item_bytes
-    passes = _SOFTMAX_PASSES if row_bytes > _SHARED_ROW_BYTES else 1
+    passes = _SOFTMAX_PASSES if row_bytes > SHARED_ROW_BYTES else 1
     return passes * ceil(row_bytes / _SOFTMAX_BYTES)
 
 

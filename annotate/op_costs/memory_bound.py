@@ -17,7 +17,9 @@ Two effects add to reading each operand and writing each result once:
   computes the address of each element, and a sum adds elements singly, so an SM handles a few
   elements per cycle at any size.
 
-Those kernels also start more slowly than others, which short ones show, as in a decode.
+Short kernels, as in a decode, show that those which compute addresses also start more slowly
+(`floor_factor_of`). Kernels with few rows wait for one load after another instead: see
+`load_chains`.
 """
 
 from math import prod
@@ -285,10 +287,13 @@ def bytes_only(call: Call) -> Work:
     return Work(bytes_read=_read(call), bytes_written=_written(call))
 
 
-# Longest row that PyTorch's softmax keeps in registers, in elements; longer ones are read twice.
+# Longest row that PyTorch's softmax keeps in registers, in elements; longer ones take
+# `_LONG_SOFTMAX` passes.
 _REGISTER_ROW = 1024
-# Longest row that its backward keeps in shared memory: the 48 KiB of a block without opt-in.
-_SHARED_ROW_BYTES = 48 * 1024
+
+SHARED_ROW_BYTES = 48 * 1024
+"""Longest row that a softmax or its backward keeps in shared memory: the limit of a block without
+opt-in."""
 
 PASSES = {
     "native_layer_norm": 1.5,
@@ -344,7 +349,7 @@ def passes_of(call: Call) -> float:
     if name in ("_softmax", "_log_softmax"):
         return _LONG_SOFTMAX if tensor.shape[-1] > _REGISTER_ROW else 1.0
     if name in ("_softmax_backward_data", "_log_softmax_backward_data"):
-        fits = tensor.shape[-1] * tensor.item_bytes <= _SHARED_ROW_BYTES
+        fits = tensor.shape[-1] * tensor.item_bytes <= SHARED_ROW_BYTES
         return 1.0 if fits else _LONG_SOFTMAX_BACKWARD
     return _ADDED_IN_16_BITS if name in _ADDS and tensor.item_bytes == 2 else 1.0
 

@@ -42,7 +42,8 @@ class OpClass(Enum):
 # Time of a class's shortest kernels over that of the shortest GEMMs, which is `launch_floor_ns` in
 # the description of a GPU. Absent classes have 1. Measured on an H200 (2640 ns for a GEMM): medians
 # of calls of up to 300 kB in the shipped kernel database; embeddings in captured steps. Copies and
-# reductions: decodes on an H100, over what its elementwise kernels take longer than an H200's.
+# reductions: decodes on an H100, divided by 1.3, the ratio of its shortest elementwise kernels to
+# those of an H200.
 # With one floor for all, the datasheet model was 85% off for elementwise kernels under 10 us there,
 # and 156% for fills. Other kernels of a class take longer: see `memory_bound.floor_factor_of`.
 #

@@ -54,7 +54,7 @@ class Tensor:
 
     @property
     def contiguous(self) -> bool:
-        """Whether its elements are adjacent in memory in the order of its shape."""
+        """Whether the elements lie one after another in memory, the last axis fastest."""
         dense = replace(self, recorded_strides=()).strides
         of_axes = zip(self.shape, self.strides, dense, strict=True)
         return all(size == 1 or stride == step for size, stride, step in of_axes)

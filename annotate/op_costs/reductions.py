@@ -9,6 +9,9 @@ from math import ceil, prod
 
 from onerank.annotate.op_costs.operands import Call, numbers_of
 
+# Reductions whose axis is an integer, not a list.
+_ONE_AXIS = ("max", "min", "argmax", "argmin", "all", "any", "prod")
+
 NEED_AXES = frozenset(
     "sum mean nansum amax amin std var var_mean linalg_vector_norm norm logsumexp max min argmax "
     "argmin all any prod".split()
@@ -31,7 +34,7 @@ class Division:
     Attributes:
         block: threads of a block along the input and along the output.
         columns: blocks that have different outputs.
-        values: values of a thread, if no blocks share an output.
+        values: values that a thread reads if no other block shares its output.
         across_warps: whether the warps of a block share an output.
     """
 
@@ -40,10 +43,15 @@ class Division:
     values: int
     across_warps: bool
 
+    @property
+    def _may_share_outputs(self) -> bool:
+        """Whether several blocks share an output if the GPU has room for them."""
+        return self.across_warps and self.values >= _MOST_VALUES
+
     def rows(self, sm_count: int) -> int:
         """Return the number of blocks that share an output."""
         wanted = sm_count * (_THREADS_OF_SM // prod(self.block))
-        if not self.across_warps or self.values < _MOST_VALUES or self.columns > wanted:
+        if not self._may_share_outputs or self.columns > wanted:
             return 1
         rows = min(ceil(wanted / self.columns), ceil(self.values / _LEAST_VALUES))
         return max(rows, ceil(self.values / _MOST_VALUES))
@@ -52,10 +60,11 @@ class Division:
     def loads(self) -> int:
         """The number of a thread's loads that wait for each other.
 
-        Of blocks that share an output it is a lower bound, as if there were enough of them.
+        A lower bound where blocks share an output: it assumes so many blocks that each thread has
+        the fewest values.
         """
-        shared = self.across_warps and self.values >= _MOST_VALUES
-        return ceil((_LEAST_VALUES if shared else self.values) / _LOADED_TOGETHER)
+        values = _LEAST_VALUES if self._may_share_outputs else self.values
+        return ceil(values / _LOADED_TOGETHER)
 
 
 def division_of(call: Call) -> Division | None:
@@ -104,7 +113,7 @@ def _power_of_two(size: int) -> int:
 
 
 def _reduced(call: Call) -> set[int] | None:
-    """Return the axes that a reduction sums; None if neither values nor shapes determine them."""
+    """Return the axes of a reduction; None if neither values nor shapes determine them."""
     tensor, result = call.tensor(0), call.output()
     if tensor is None or result is None:
         return None
@@ -119,6 +128,3 @@ def _reduced(call: Call) -> set[int] | None:
     if call.op in _ONE_AXIS and isinstance(call.value(1), int):
         return {call.value(1) % axes}
     return None
-
-
-_ONE_AXIS = ("max", "min", "argmax", "argmin", "all", "any", "prod")
