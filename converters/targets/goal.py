@@ -36,7 +36,7 @@ from onerank.converters.targets.goal_collectives import (
     messages,
 )
 from onerank.converters.targets.lower_step import (
-    NO_IDLE_TIME,
+    IDLE_TIME_NOT_EXPORTED,
     UNEVEN,
     LoweredStep,
     check_peers,
@@ -426,7 +426,7 @@ def export_goal(
     """
     check_all_equal(graph.job)
     world = world_of(graph.job, ranks)
-    idle = [Note(f"{NO_IDLE_TIME}.", code="idle-time-not-exported")]
+    idle = [IDLE_TIME_NOT_EXPORTED]
     if host_time:
         graph, idle = insert_host_delays(graph, ranks=world.size)
     lowered = lower_rank(graph, world, range(world.size))
@@ -465,7 +465,7 @@ def export_goal_ranks(
         lower_rank(entry.graph, world, entry.ranks, unequal_along=axis) for entry in equalized
     ]
     has_delays = any(NAME in entry.graph.strings.values for entry in equalized)
-    idle = [] if has_delays else [Note(f"{NO_IDLE_TIME}.", code="idle-time-not-exported")]
+    idle = [] if has_delays else [IDLE_TIME_NOT_EXPORTED]
     notes = [*notes, *([UNEVEN] if changed else []), *idle]
     return _write(lowered, Path(path), Machine(gpus_per_node, interconnect), notes)
 

@@ -116,6 +116,7 @@ METADATA = "metadata nodes"
 INVALID = "invalid nodes"
 NO_IDLE_TIME = "Host time and GPU idle time are not in the workload"
 ADDS_HOST_TIME = "--include-host-delays adds them."
+IDLE_TIME_NOT_EXPORTED = Note(f"{NO_IDLE_TIME}. {ADDS_HOST_TIME}", code="idle-time-not-exported")
 
 
 def timed_compute(graph: Graph) -> Mask:

@@ -35,6 +35,7 @@ from onerank.converters.targets.communication_placement import (
 )
 from onerank.converters.targets.lower_step import (
     ADDS_HOST_TIME,
+    IDLE_TIME_NOT_EXPORTED,
     NO_IDLE_TIME,
     UNEVEN,
     check_peers,
@@ -404,7 +405,7 @@ def _note_on_check(read_back: set[int], ranks: int) -> Note:
 def _note_on_idle_time(graphs: Sequence[Graph]) -> Note:
     """Return the note that idle time is dropped; for a single graph, with its share of the step."""
     if len(graphs) > 1:
-        return Note(f"{NO_IDLE_TIME}. {ADDS_HOST_TIME}", code="idle-time-not-exported")
+        return IDLE_TIME_NOT_EXPORTED
     (graph,) = graphs
     compute_ns = _gpu_time_ns(graph)
     measurement = graph.job.measurement
