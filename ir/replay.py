@@ -296,7 +296,7 @@ class ReplayedRank:
         graph: the graph.
         queues: whether the host waits for room in launch queues where it did in the capture.
         call_excess_ns: as for `edge_delays`.
-        contention: what operations take of the GPU; None: each takes its duration.
+        contention: shares of the GPU that operations occupy; None: each takes its duration.
 
     Raises:
         GraphError: the graph has a cycle, or no node takes time.

@@ -221,7 +221,7 @@ class TimedStage:
         graph: the stage with its communication timed. Messages between stages take no time: the
             schedule adds it.
         sent_bytes: bytes of an activation and of a gradient that the stage sends, 0 for none.
-        contention: what its kernels and collectives take of the GPU; None if durations contain it.
+        contention: shares of the GPU that its operations occupy; None if `contention_of` has none.
     """
 
     graph: Graph
