@@ -1,8 +1,8 @@
-"""Layers whose attention sees a part of a sequence only, and the KV cache that they need.
+"""Layers whose attention sees only a part of a sequence, and the KV cache that they need.
 
-A layer with a sliding window, as half of gpt-oss's, never reads a token again that lies before the
-window. Engines free its blocks: vLLM and SGLang have pools of blocks for each kind of layer (hybrid
-KV cache; `SlidingWindowSpec` and `ChunkedLocalAttentionSpec` in vLLM's
+A layer with a sliding window, such as every second layer of gpt-oss, never again reads tokens
+before the window, so engines free their blocks. vLLM and SGLang have a pool of blocks for each kind
+of layer (hybrid KV cache; `SlidingWindowSpec` and `ChunkedLocalAttentionSpec` in vLLM's
 vllm/v1/kv_cache_interface.py). This module imports no torch.
 """
 
@@ -17,9 +17,9 @@ class AttentionWindow(msgspec.Struct, frozen=True, order=True):
     """The tokens that a query of a layer sees.
 
     Attributes:
-        tokens: the most tokens that a query sees, with its own.
-        chunked: whether a sequence is cut into chunks of so many tokens, and a query sees its chunk
-            up to itself, as in Llama 4. Otherwise it sees the last tokens up to itself.
+        tokens: the most tokens that a query sees, including its own.
+        chunked: True if a sequence is cut into chunks of `tokens` tokens and a query sees its chunk
+            up to itself, as in Llama 4; False if it sees the last `tokens` tokens up to itself.
     """
 
     tokens: int
@@ -37,9 +37,10 @@ class AttentionWindow(msgspec.Struct, frozen=True, order=True):
         return context % self.tokens if self.chunked else min(context, self.tokens - 1)
 
     def products(self, context: int, new_tokens: int) -> float:
-        """Return how many keys the new tokens of a sequence see, summed.
+        """Return the number of products of queries and keys of a sequence's new tokens.
 
-        A query that sees n keys counts n - 1/2, as half of its own key.
+        Each query counts its own key as a half. So t new tokens after c cached ones count
+        t (c + t / 2) where the window hides no key, as in layers without a window.
 
         Args:
             context: tokens of the sequence in the KV cache.
@@ -61,7 +62,7 @@ class WindowedLayers(msgspec.Struct, frozen=True):
     Attributes:
         window: the tokens that a query sees.
         layers: number of these layers.
-        bytes_per_token: their KV cache of a token inside the window, summed.
+        bytes_per_token: KV cache of one token inside the window, in all these layers.
     """
 
     window: AttentionWindow
@@ -72,7 +73,7 @@ class WindowedLayers(msgspec.Struct, frozen=True):
 def windowed_layers(
     bytes_per_token: Mapping[int, int], windows: Mapping[int, AttentionWindow]
 ) -> tuple[WindowedLayers, ...]:
-    """Return the layers with a window, by window.
+    """Group the layers that have a window by their window, in order of its tokens.
 
     Args:
         bytes_per_token: KV cache of a token, by layer.
@@ -90,10 +91,11 @@ def windowed_layers(
 def sequence_bytes(
     bytes_per_token: int, windowed: Iterable[WindowedLayers], context: int, new_tokens: int = 1
 ) -> int:
-    """Return the KV cache that a sequence needs in a step, of all layers.
+    """Return the bytes of KV cache that a sequence needs in a step, in all layers.
 
-    A layer with a window needs the new tokens, and those before that the first of them sees. In a
-    layer with chunks this is the most at any place in a chunk, since a sequence passes through all.
+    A layer with a window needs the new tokens and the earlier ones that the first of them sees. A
+    layer with chunks counts like one with a sliding window of the chunk's size: that is its need at
+    the end of a chunk, which a growing sequence reaches.
 
     Args:
         bytes_per_token: KV cache of a token in all layers, those with a window included.
@@ -111,7 +113,7 @@ def sequence_bytes(
 def step_bytes(
     bytes_per_token: int, windowed: Iterable[WindowedLayers], composition: Composition
 ) -> int:
-    """Return the KV cache that the sequences of a step need; arguments as `sequence_bytes`."""
+    """Return the bytes of KV cache of all sequences of a step; arguments as `sequence_bytes`."""
     c, windowed = composition, tuple(windowed)
     prefill = sequence_bytes(bytes_per_token, windowed, c.prefill_context, c.prefill_tokens)
     decode = sequence_bytes(bytes_per_token, windowed, c.decode_context)

@@ -95,7 +95,7 @@ class ServedModel:
         config: the model's configuration, as JSON.
         pipeline: the stage; None without pipeline parallelism.
         parameters: name, dtype and shape of each parameter of this rank.
-        kv_windows: layers that hold a part of a sequence.
+        kv_windows: layers that hold only a part of a sequence.
     """
 
     name: str
@@ -108,7 +108,7 @@ class ServedModel:
     config: dict[str, Any]
     pipeline: Pipeline | None
     parameters: tuple[tuple[str, str, tuple[int, ...]], ...]
-    kv_windows: tuple[WindowedLayers, ...] = ()
+    kv_windows: tuple[WindowedLayers, ...]
 
     @property
     def has_head(self) -> bool:

@@ -148,8 +148,8 @@ class StepCache:
 
     Keys and values of a step's prefills and decodes are tensors [sequences, heads, tokens, size]
     per layer. A layer with a window holds the tokens that the step sees: engines free the others.
-    Of latent attention, the vectors are the keys of one head, without values. A repeated
-    step writes the same places again.
+    Of latent attention, the vectors are the keys of one head, without values. A repeated step
+    writes the same places again.
 
     Attributes:
         composition: the step's sequences.
@@ -223,7 +223,10 @@ class StepCache:
         return tuple(self.tensors.values())
 
     def bytes_per_token(self) -> dict[int, int]:
-        """Return the bytes of one token of one sequence, by layer; the step has one part."""
+        """Return the bytes of one token of one sequence, by layer.
+
+        The step must have one part only, prefill or decode; two would count twice.
+        """
         sizes: dict[int, int] = {}
         for (layer, *_), tensor in self.tensors.items():
             size = tensor.nbytes // (tensor.shape[0] * tensor.shape[2])
@@ -336,7 +339,7 @@ class _LatentPart(nn.Module):
             new: latent vectors and rotary parts, [1, 1, tokens, width] each.
             weight: as `latent_attention.up_weight` returns it.
             scale: as in transformers.
-            window: tokens that a query sees; None for all before it.
+            window: tokens that a query sees; None for all up to itself.
         """
         cache = _step.cache
         assert cache is not None, "a step is running"
@@ -408,10 +411,10 @@ def _attention_function(
 
 
 def _window_of(module: nn.Module, sliding_window: int | None) -> AttentionWindow | None:
-    """Return the window of a layer's attention; None if a query sees all tokens before it."""
+    """Return the window of a layer's attention; None if a query sees all tokens up to itself."""
     if sliding_window is not None:
         return AttentionWindow(sliding_window)
-    # transformers passes the chunks of a layer as a mask, and none to this function.
+    # transformers states the chunks of a layer in its mask, and passes this function no mask.
     config: Any = vars(module).get("config")
     types = getattr(config, "layer_types", None)
     if types and types[_step.layer] == "chunked_attention":
@@ -427,13 +430,13 @@ def _attend(
     The first query sees the first key: keys before its window are not in the cache.
     """
     tokens, cached = q.shape[2], k.shape[2]
-    windowed = window is not None and tokens > 1 and cached > window.tokens
+    hiding = window if window is not None and tokens > 1 and cached > window.tokens else None
     size = q.shape[-1]
     flash = (
         q.is_cuda
         # FlashAttention 2 does not run on Turing and Volta.
         and torch.cuda.get_device_capability(q.device) >= _LEAST_FLASH_CAPABILITY
-        and not windowed
+        and hiding is None
         and q.dtype in (torch.float16, torch.bfloat16)
         and size <= MOST_FLASH_HEAD
         and size % 8 == 0
@@ -446,14 +449,14 @@ def _attend(
             q, k, v, 0.0, tokens > 1, False, scale=scale
         )[0]
     mask = None
-    if (tokens > 1 and cached > tokens) or windowed:
+    if (tokens > 1 and cached > tokens) or hiding is not None:
         mask = torch.ones(tokens, cached, dtype=torch.bool, device=q.device).tril(cached - tokens)
-        if windowed and window is not None and window.chunked:
+        if hiding is not None and hiding.chunked:
             # The first key starts a chunk.
-            chunks = torch.arange(cached, device=q.device) // window.tokens
+            chunks = torch.arange(cached, device=q.device) // hiding.tokens
             mask &= chunks[cached - tokens :, None] == chunks
-        elif windowed and window is not None:
-            mask = mask.triu(cached - tokens - window.tokens + 1)
+        elif hiding is not None:
+            mask = mask.triu(cached - tokens - hiding.tokens + 1)
     causal = mask is None and tokens > 1
     return functional.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=True
