@@ -302,8 +302,14 @@ class Modules:
         return self._compiled_calls.get(model, model)
 
     def only_compiled(self, module: nn.Module) -> bool:
-        """Return whether only compiled code called a module since the last timed steps began."""
-        return self._compiles and module not in self._called
+        """Return whether only compiled code called a module since the last timed steps began.
+
+        False before any timed step. False for all modules if a graph broke: compiled code then ends
+        within modules, and hooks that it cannot trace run although `_enter` was compiled.
+        """
+        if not self._called or module in self._called:
+            return False
+        return not torch._dynamo.utils.counters["graph_break"]  # pyright: ignore[reportPrivateUsage]
 
     def _compile_function(self) -> Callable[..., Any]:
         """Return torch.compile; a compiled `model.__call__` gets hooks outside of compiled code."""

@@ -145,8 +145,9 @@ class BreaksOff(nn.LayerNorm):
         return super().forward(x)
 
 
+@pytest.mark.parametrize("timed_steps", [0, 2])
 @pytest.mark.filterwarnings("ignore:Using .torch.compile:UserWarning")
-def test_layers_whose_compiled_code_breaks_off_are_timed():
+def test_layers_whose_compiled_code_breaks_off_are_timed(timed_steps):
     """Their hooks run between compiled pieces, and must not be taken for more to compile."""
     model = Model()
     model.layers = nn.ModuleList([BreaksOff(4), BreaksOff(4)])
@@ -156,6 +157,9 @@ def test_layers_whose_compiled_code_breaks_off_are_timed():
     with modules.installed():
         times = ModuleTimer(modules, on_gpu=False)
         compiled = torch.compile(model, backend="eager")
+        with modules.only_models_hooked():
+            for _ in range(timed_steps):
+                compiled(torch.arange(8)).backward()
         with times.running():
             for step in range(3):
                 compiled(torch.arange(8)).backward()
