@@ -23,8 +23,9 @@ from onerank.ir.edges import Edges
 from onerank.ir.nodes import UNKNOWN
 
 LEAST_RATE = 0.05
-"""Rate of a kernel if communication holds all multiprocessors. Calls of several groups may hold
-more channels than a GPU has multiprocessors; the kernel runs where blocks of two calls meet."""
+"""Rate of a kernel if communication holds all multiprocessors: assumed, not measured. Calls of
+several groups may together have more channels than a GPU has multiprocessors. Their blocks then
+share some, so that a kernel still makes progress."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ _SUMS = ("sum", "nansum", "mean", "linalg_vector_norm", "norm")
 # threads, in loads.
 _TREE = 3.5
 
-_THREADS = 9  # log2 of the threads of a block of that scan
+_LOG2_THREADS = 9  # of a block of that scan, at most
 
 
 def _norm(call: Call) -> float:
@@ -84,7 +84,7 @@ def _scan(call: Call) -> float:
         return float(size)
     rows = tensor.numel // size
     spare = ceil(log2(size)) - ceil(log2(rows))
-    threads = 2 ** min(max((_THREADS + spare) // 2, 4), _THREADS)
+    threads = 2 ** min(max((_LOG2_THREADS + spare) // 2, 4), _LOG2_THREADS)
     return _TREE * ceil(size / (2 * threads))
 
 

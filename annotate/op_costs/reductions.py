@@ -23,7 +23,8 @@ _THREADS, _LEAST_VALUES, _MOST_VALUES = 512, 16, 256
 # Values that a thread loads at a time: a vector, or `vt0` independent ones.
 _LOADED_TOGETHER = 4
 
-# Threads that an SM of a data-centre GPU holds; 1536 on others, which have fewer SMs, too.
+# Resident threads of an SM of a data-centre GPU. An SM of other GPUs has 1536, which would change
+# the number of blocks that share an output on those GPUs; that is not modelled.
 _THREADS_OF_SM = 2048
 
 
@@ -60,8 +61,8 @@ class Division:
     def loads(self) -> int:
         """The number of a thread's loads that wait for each other.
 
-        A lower bound where blocks share an output: it assumes so many blocks that each thread has
-        the fewest values.
+        A lower bound where blocks share an output: it assumes that the GPU has room for enough
+        blocks to leave each thread the fewest values.
         """
         values = _LEAST_VALUES if self._may_share_outputs else self.values
         return ceil(values / _LOADED_TOGETHER)

@@ -122,7 +122,8 @@ def measure(directory: Path, name: str) -> None:
             record["kernels"] = kernels_of(profiler)
             (directory / f"{name}.{rank}.json").write_text(json.dumps(record))
             print(f"{name} rank {rank}: {record['median_ms']:.2f} ms", flush=True)
-            os._exit(0)  # the script has no end of its own here, and NCCL's threads still run
+            # The script would go on training, and a normal exit waits for NCCL's threads.
+            os._exit(0)
 
     register_optimizer_step_post_hook(after_step)
     script, *arguments = JOBS[name].split()

@@ -130,7 +130,7 @@ def export_vidur(bundle: Bundle, options: VidurOptions) -> VidurExport:
         device,
         run_options,
         notes=windows_note(
-            bundle, "Vidur computes the KV cache of a token by the sizes of its own model"
+            bundle, "Vidur computes the KV cache of a token from its own description of the model"
         ),
     )
 
