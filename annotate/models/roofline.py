@@ -262,7 +262,8 @@ class DatasheetTerms:
 
 # A load of a chain (`load_chains`): an H100 takes 0.387 us for each number of a column that
 # `cumsum` adds, 0.41 for each step of a long softmax and of an RMS norm, and 0.48 of a layer norm.
-# Memory's latency in ns is about the same on all GPUs. Other vendors were not measured.
+# Assumed for other NVIDIA GPUs, of which none was measured. Kernels of other vendors' GPUs get no
+# such time.
 _LATENCY_S = 0.41e-6
 
 

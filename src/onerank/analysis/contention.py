@@ -14,6 +14,7 @@ Measured on H100 and H200, 132 multiprocessors, NCCL 2.28.9 with 24 channels:
   former file).
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -100,5 +101,4 @@ def _blocks(graph: Graph) -> I64:
 
 def _product(grid: str) -> int:
     """Return the number of blocks of a launch shape such as "[2, 66, 1]", 0 for ""."""
-    sizes = grid.strip("[]").split(",") if grid else ["0"]
-    return int(np.prod([int(size) for size in sizes], dtype=np.int64))
+    return math.prod(int(size) for size in grid.strip("[]").split(",")) if grid else 0
