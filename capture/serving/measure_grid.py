@@ -17,7 +17,12 @@ from onerank.capture.fake_world.recorder import peers_of
 from onerank.capture.no_device.emulated_process import EmulatedProcess
 from onerank.capture.no_device.recorded_step import StepRecorder
 from onerank.capture.options import Options
-from onerank.capture.parallelize.experts.routing import BALANCED, parse_routing
+from onerank.capture.parallelize.experts.expert_parallel import (
+    apply_static_routing,
+    expert_layers,
+    routes_itself,
+)
+from onerank.capture.parallelize.experts.routing import MODEL, parse_routing
 from onerank.capture.parallelize.fewer_layers import FewerLayers
 from onerank.capture.profiling.measurement_windows import Windows
 from onerank.capture.profiling.module_scopes import Modules
@@ -96,6 +101,7 @@ class ServedModel:
         pipeline: the stage; None without pipeline parallelism.
         parameters: name, dtype and shape of each parameter of this rank.
         kv_windows: layers that hold only a part of a sequence.
+        moe_routing: how tokens were distributed over the experts, as in `Manifest`.
     """
 
     name: str
@@ -109,6 +115,7 @@ class ServedModel:
     pipeline: Pipeline | None
     parameters: tuple[tuple[str, str, tuple[int, ...]], ...]
     kv_windows: tuple[WindowedLayers, ...]
+    moe_routing: str | None
 
     @property
     def has_head(self) -> bool:
@@ -305,12 +312,6 @@ def loaded_server(
         modules = Modules()
         stack.enter_context(emulated.running(peers) if emulated else contextlib.nullcontext())
         sliced = options.world.size > 1
-        if not sliced and options.moe_routing != BALANCED:
-            raise CaptureError(
-                f"--moe-routing {options.moe_routing} has no effect: it applies to sliced models\n"
-                "  give a size (--ep, --tp), or leave it out",
-                code="routing-unused",
-            )
         progress("building the model")
         device = "cuda" if emulated is not None or torch.cuda.is_available() else "cpu"
 
@@ -339,7 +340,9 @@ def loaded_server(
                 models.sliced.append((type(model).__name__, models.slice_one(model)))
             if emulated is None:
                 materialise(model, device)
-        served, first = _served(model, options, device, pipeline_of(models))
+        pipeline = pipeline_of(models)
+        moe_routing = _routing_of(model, options, pipeline, sliced=sliced)
+        served, first = _served(model, options, device, pipeline, moe_routing)
         # After `_served`, whose step adds the scopes of attention: `Modules` reads the modules of a
         # model at the first call that it sees.
         stack.enter_context(modules.installed())
@@ -356,8 +359,42 @@ def loaded_server(
         )
 
 
+def _routing_of(
+    model: Any, options: Options, pipeline: Pipeline | None, *, sliced: bool
+) -> str | None:
+    """Route the tokens of an unsliced model; return `moe_routing` of the bundle.
+
+    Slicing has routed the tokens of a slice. With random weights, the model's own router would send
+    the tokens of a prefill to few experts, and those of decodes to many, so steps with as many new
+    tokens would have different products.
+
+    Raises:
+        CaptureError: a router chooses the experts, and no device computes its scores.
+        SliceError: the routing does not fit the model.
+    """
+    routing = parse_routing(options.moe_routing)
+    if routing is not None and not sliced:
+        apply_static_routing(model, routing)
+    # The model's other stages may have its experts.
+    own = routes_itself(model) and pipeline is None
+    if not own and not expert_layers(model):
+        return None
+    if options.emulated_gpu is not None and routing is None:
+        raise CaptureError(
+            f"--device none with --moe-routing {MODEL}: the router's choice depends on numbers "
+            "that no device computes\n  route by balanced, zipf:S or a FILE",
+            code="no-device-routing",
+        )
+    # Without a device, every router chooses by the option.
+    return MODEL if own and options.emulated_gpu is None else options.moe_routing
+
+
 def _served(
-    model: Any, options: Options, device: str, pipeline: Pipeline | None
+    model: Any,
+    options: Options,
+    device: str,
+    pipeline: Pipeline | None,
+    moe_routing: str | None,
 ) -> tuple[ServedModel, StepCache]:
     """Return what the points share, and the cache of a step; gives attention its scopes."""
     config = model.config.get_text_config()
@@ -388,6 +425,7 @@ def _served(
             for name, parameter in model.named_parameters()
         ),
         kv_windows=windowed_layers(cached, step.cache.windows),
+        moe_routing=moe_routing,
     )
     return served, step.cache
 

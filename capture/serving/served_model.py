@@ -23,7 +23,7 @@ from onerank.capture.no_device.emulated_gpu import MOST_FLASH_HEAD
 from onerank.capture.serving import latent_attention
 from onerank.capture.serving.attention_windows import AttentionWindow
 from onerank.capture.serving.compositions import Composition
-from onerank.ir.errors import CaptureError
+from onerank.ir.errors import CaptureError, OneRankError
 
 _ATTENTION = "onerank_serving"
 
@@ -540,6 +540,8 @@ def give_attention_scopes(step: Callable[[], None], model: Any) -> None:
     _step.callers = callers = []
     try:
         step()
+    except OneRankError:
+        raise
     except Exception as error:
         # A model with another kind of cache fails before its attention, with any exception.
         if not callers:

@@ -966,6 +966,91 @@ def test_experts_are_shared_by_ranks(tmp_path: Path, rank: int, parts: int):
     assert sizes == [sent, received] * LAYERS
 
 
+@pytest.mark.parametrize("from_script", [False, True])
+@pytest.mark.parametrize(
+    ("routing", "tokens"),
+    [
+        ("balanced", [16] * 8),
+        # 64 tokens x 2 experts, by 1/1 : 1/2 : ... : 1/8; an expert gets each token at most once.
+        ("zipf:1", [47, 23, 16, 12, 9, 8, 7, 6]),
+        ("4,4,2,2,1,1,1,1", [32, 32, 16, 16, 8, 8, 8, 8]),
+        ("model", None),
+    ],
+)
+def test_whole_models_route_as_the_option_states(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    routing: str,
+    tokens: list[int] | None,
+    from_script: bool,
+):
+    from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+    sizes = {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 16}
+    source = config = written(tmp_path, {**LLAMA, "model_type": "mixtral", **sizes})
+    args: list[str] = []
+    if from_script:
+        source, args = scripted(tmp_path, CALLS["a plain forward"]), [str(config)]
+    if "," in routing:
+        (tmp_path / "loads.csv").write_text(routing)
+        routing = str(tmp_path / "loads.csv")
+    counts: list[list[int]] = []
+    forward = MixtralExperts.forward
+
+    def counted(self: Any, hidden: Any, index: Any, weights: Any) -> Any:
+        if len(index) == 64:
+            counts.append(index.flatten().bincount(minlength=8).tolist())
+        return forward(self, hidden, index, weights)
+
+    monkeypatch.setattr(MixtralExperts, "forward", counted)
+    grid = parse_grid("decode: batch=64 context=8; prefill: tokens=64 context=0")
+    options = Options(moe_routing=routing, windows=WindowPlan(warm_up=1, timed_steps=1))
+    bundle, _ = measure_bundle(source, options, grid, Store(tmp_path / "store"), args=args)
+    assert bundle.manifest.moe_routing == routing
+    assert ("serve-own-router" in {note.code for note in bundle.manifest.notes}) == (not tokens)
+    if tokens:
+        assert counts
+        assert [*map(tuple, counts)] == [tuple(tokens)] * len(counts)
+    else:
+        assert any(count != counts[0] for count in counts)
+
+
+def test_a_router_outside_of_transformers_interface_is_stated(tmp_path: Path):
+    config = {"model_type": "jetmoe", "hidden_size": 64, "intermediate_size": 64,
+              "num_hidden_layers": 1, "num_key_value_heads": 2, "kv_channels": 16,
+              "num_local_experts": 4, "num_experts_per_tok": 2, "vocab_size": 64}  # fmt: skip
+    source, store = written(tmp_path, config), Store(tmp_path / "store")
+    windows, grid = WindowPlan(warm_up=1, timed_steps=1), parse_grid("decode: batch=2 context=4")
+    bundle, _ = measure_bundle(source, Options(windows=windows), grid, store)
+    assert bundle.manifest.moe_routing == "model"
+    assert "serve-own-router" in {note.code for note in bundle.manifest.notes}
+    with pytest.raises(OneRankError) as error:
+        measure_bundle(source, Options(moe_routing="zipf:1"), grid, store)
+    assert error.value.code == "routing-no-experts"
+
+
+@pytest.mark.parametrize(
+    ("routing", "code"),
+    [
+        ("model", "no-device-routing"),
+        ("1,2,3", "routing-expert-count"),
+        ("1,1,1,1,1,1,1,1\n" * 3, "routing-layer-count"),
+        ("9,1,1,1,1,1,1,1", "routing-share-too-large"),
+    ],
+)
+def test_a_routing_that_a_whole_model_cannot_have(tmp_path: Path, routing: str, code: str):
+    sizes = {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 16}
+    config = written(tmp_path, {**LLAMA, "model_type": "mixtral", **sizes})
+    if "," in routing:
+        (tmp_path / "loads.csv").write_text(routing)
+        routing = str(tmp_path / "loads.csv")
+    done = run_command("capture", "serve", config, "--device", "none", "--moe-routing", routing,
+                       "-o", tmp_path / "b")  # fmt: skip
+    assert done.returncode == 2
+    assert f"error[{code}]: " in done.stderr
+    assert not (tmp_path / "b").exists()
+
+
 def test_wrong_sizes_write_nothing(tmp_path: Path):
     config = written(tmp_path, LLAMA)
     arguments = ("capture", "serve", config, "--device", "none", "-o", tmp_path / "b")
@@ -976,7 +1061,7 @@ def test_wrong_sizes_write_nothing(tmp_path: Path):
         (("--pp", 3), "pp-too-many-stages"),
         (("--pp", 2, "--pp-layers", "2,2"), "pp-layers-malformed"),
         (("--pp-layers", "1,1"), "pp-layers-unused"),
-        (("--moe-routing", "zipf:1"), "routing-unused"),
+        (("--moe-routing", "zipf:1"), "routing-no-experts"),
         (("--grid", "decode: batch=1000000 context=4096"), "serve-nothing-fits"),
     ):
         done = run_command(*arguments, *options)

@@ -281,10 +281,25 @@ def expert_loads(
     return loads
 
 
-def _no_experts_message(model: nn.Module, size: int) -> str:
+def routes_itself(model: nn.Module) -> bool:
+    """Return whether a model has routed experts to which static routing does not apply.
+
+    Their modules are not those of transformers' experts interface. Experts that compute every
+    token are not routed.
+    """
+    fused, dense = expert_layers(model), dense_layers(model)
+    return _configured_experts(model) > 1 and not fused and not dense
+
+
+def _configured_experts(model: nn.Module) -> int:
+    """Return the number of experts in the model's configuration; 0 without experts."""
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    experts = max((getattr(text, key, 0) or 0 for key in _EXPERT_COUNT_KEYS), default=0)
+    return max((getattr(text, key, 0) or 0 for key in _EXPERT_COUNT_KEYS), default=0)
+
+
+def _no_experts_message(model: nn.Module, size: int) -> str:
+    experts = _configured_experts(model)
     kind = type(model).__name__
     if experts > 1:
         return (

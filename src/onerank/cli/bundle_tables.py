@@ -21,7 +21,9 @@ def parallel_sizes(manifest: Manifest) -> str:
         held = f"layers {first} to {last}" if last > first else f"layer {first}"
         sizes.append(f"pp {len(layers)}, stage {stage} with {held}")
     if manifest.ep > 1:
-        sizes.append(f"ep {manifest.ep}, {manifest.moe_routing} routing")
+        sizes.append(f"ep {manifest.ep}")
+    if manifest.moe_routing is not None:
+        sizes.append(f"{manifest.moe_routing} routing")
     if manifest.rank:
         sizes.append(f"rank {manifest.rank}")
     return ", ".join(sizes)

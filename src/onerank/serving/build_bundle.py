@@ -13,7 +13,7 @@ from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.hosts.host import load_host
 from onerank.annotate.passes.pass_options import NO_PASSES
 from onerank.capture.options import Options
-from onerank.capture.parallelize.experts.routing import parse_routing
+from onerank.capture.parallelize.experts.routing import MODEL, parse_routing
 from onerank.capture.serving.attention_windows import WindowedLayers
 from onerank.capture.serving.compositions import Composition, default_grid
 from onerank.ir import Pipeline
@@ -63,7 +63,7 @@ class Model:
     kv_bytes_per_token: int
     memory_bytes: int
     ep: int = 1
-    moe_routing: str = "balanced"
+    moe_routing: str | None = None
     rank: int = 0
     pipeline: Pipeline | None = None
     latent_bytes_per_token: int | None = None
@@ -309,7 +309,7 @@ def _model(served: Any, config: dict[str, Any], options: Options) -> Model:
         served.kv_bytes_per_token,
         served.memory_bytes,
         options.ep,
-        options.moe_routing,
+        served.moe_routing,
         options.rank,
         served.pipeline,
         served.latent_bytes_per_token,
@@ -482,6 +482,12 @@ def _notes(
             f"keep the latent vectors, {latent} B, so {cached / latent:.1f} times as many tokens "
             "fit, and a decode reads less of the cache by the same factor",
             code="serve-expanded-latents",
+        )
+    if model.moe_routing == MODEL:
+        yield Note(
+            "the model's own router chose the experts: with random weights it sends the tokens of "
+            "a prefill to few of them, and its steps differ from those of trained weights",
+            code="serve-own-router",
         )
     on_gpu = [point for point in fitting if point.device_type == "cuda"]
     # Without a device, the kernel is one that engines run.

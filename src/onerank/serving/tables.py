@@ -170,7 +170,9 @@ class Manifest(msgspec.Struct, frozen=True):
             with too few points.
         notes: statements on the quality of the figures.
         ep: expert-parallel size; each rank of the group computes the composition of a row.
-        moe_routing: how tokens are distributed over experts, as for `capture serve`.
+        moe_routing: how tokens are distributed over experts, as for `capture serve`; "model" is the
+            model's own router. None if the rank has no routed experts. Earlier versions
+            wrote "balanced" for all models, also where an unsliced model's router decided.
         rank: the rank, of tp times ep times pp; None for a recording without ranks.
         collectives_timed: whether the times of steps contain those of collectives.
         pipeline: the pipeline stage that the steps, weights and KV cache belong to; None without
@@ -195,7 +197,7 @@ class Manifest(msgspec.Struct, frozen=True):
     cross_validation: CrossValidation | None = None
     notes: tuple[Note, ...] = ()
     ep: int = 1
-    moe_routing: str = "balanced"
+    moe_routing: str | None = None
     rank: int | None = 0
     collectives_timed: bool = False
     pipeline: Pipeline | None = None

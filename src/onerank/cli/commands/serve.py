@@ -53,8 +53,8 @@ class ServeOptions:
     moe_routing: str = shared_option(
         Options,
         "moe_routing",
-        help="Distribution of tokens over the experts of a sliced model: balanced, zipf:S "
-        "(exponent), or a FILE of tokens per expert (JSON or CSV, one line or one per layer).",
+        help="Distribution of tokens over experts: balanced, zipf:S (exponent), a FILE of tokens "
+        "per expert (JSON or CSV, one line or one per layer), or model (the model's router).",
     )
     rank: int = shared_option(
         Options,
