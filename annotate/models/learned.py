@@ -429,7 +429,10 @@ def predict_from_description(
     *,
     record: TermRecord | None = None,
 ) -> tuple[F64, U8]:
-    """Return (durations in ns, rules) of unmeasured kernels, from shapes only."""
+    """Return (durations in ns, rules) of unmeasured kernels, from shapes only.
+
+    Measured durations only divide the time of an operator among its kernels.
+    """
     c = coefficients or shipped()
     predicted_ns, rules = predict_from_datasheet(kernels, target, record=record)
     scratch = None if record is None else TermRecord(record.rows)
@@ -453,6 +456,7 @@ def predict_from_description(
     by_tiles = np.isfinite(tiles_ns)
     misaligned = _is_misaligned(kernels, target, tiles_ns)[by_tiles]
     trust = tile_model_weight(target, c)
+    tiles_ns = _divide_among_kernels(tiles_ns, kernels.share_of_operator, scratch)
     _mix(predicted_ns, tiles_ns, trust, record, scratch)
     rules[by_tiles] = _rules(attention[by_tiles], misaligned, trust)
     near = attention & (rules == Rule.ATTENTION_TILES)
@@ -463,9 +467,29 @@ def predict_from_description(
     rules[near & few] = np.where(decoded, Rule.DECODE, Rule.OTHER_ATTENTION)[near & few]
     scratch = None if record is None else TermRecord(record.rows)
     parts_ns = part_times(kernels, target, c, scratch)
+    parts_ns = _divide_among_kernels(parts_ns, kernels.share_of_operator, scratch)
     _mix(predicted_ns, parts_ns, composite_tile_weight(target, c), record, scratch)
     rules[np.isfinite(parts_ns)] = Rule.PARTS
     return predicted_ns, rules
+
+
+def _divide_among_kernels(operator_ns: F64, share: F64, record: TermRecord | None) -> F64:
+    """Return the time of each kernel, float64[n].
+
+    Args:
+        operator_ns: time of its whole operator, float64[n].
+        share: share of the operator's time that it takes, float64[n].
+        record: terms of `operator_ns`, updated in place.
+    """
+    if record is not None:
+
+        def divided(i: int, root: Term | None) -> Term | None:
+            if root is None or share[i] == 1:
+                return root
+            return product(root, factor(float(share[i]), "share of operator"), name="kernel")
+
+        record.update(slice(0, len(share)), divided)
+    return operator_ns * share
 
 
 def slower_attention(root: Term, floor_ns: float, by_kernel: float, value_ns: float) -> Term:

@@ -231,6 +231,7 @@ def test_the_intervals_of_what_nobody_measured_hold_for_a_captured_step(h200: Gr
     each = memory & (measured > 0) & ~kernels.over_link & (kernels.operator_ns == measured)
     assert each.sum() > 400
     assert 0.75 < ((low <= measured) & (measured <= high))[each].mean() < 0.95
+    assert made[0].sum() == pytest.approx(measured.sum(), rel=0.02)
     assert step.p10_ns < measured.sum() < step.p90_ns
     # products are surer: the step is between them and what streams memory
     alone = shipped().errors["memory_unmeasured"].shared

@@ -22,7 +22,7 @@ from onerank.annotate.models.intervals import (
     widening,
 )
 from onerank.annotate.models.learned import predict_from_description, predict_learned
-from onerank.annotate.models.prediction_terms import Rule
+from onerank.annotate.models.prediction_terms import Rule, TermRecord
 from onerank.annotate.models.scale_measured import predict_by_residual
 from onerank.annotate.models.tile_kernels import TileKernel, scaled_kernels
 from onerank.annotate.op_costs.cost_record import Scales
@@ -121,6 +121,18 @@ def test_kernels_of_an_architecture_left_out_of_the_fit_are_unknown():
     assert KINDS[kinds_of(attention(4096), (slow, rules), None, B200)[0]] == "attention_other"
     assert has_figure(H100, without)
     assert (has_figure(B200, without), has_figure(B200, c)) == (False, True)
+
+
+@pytest.mark.parametrize("rows", [4096, 1])
+def test_the_kernels_of_an_operator_take_its_time_together(rows: int):
+    """CuDNN's backward launches five kernels, a GEMM divided along k two."""
+    whole = attention(rows)
+    kernels = whole.select(np.zeros(2, dtype=np.int64))
+    kernels = replace(kernels, duration_ns=np.array([1e3, 3e3]), operator_ns=np.full(2, 4e3))
+    ((whole_ns,), _), record = predict_from_description(whole, H100), TermRecord(np.arange(2))
+    times, _ = predict_from_description(kernels, H100, record=record)
+    assert times == pytest.approx([whole_ns / 4, whole_ns * 3 / 4])
+    assert [record.roots[row].evaluate() for row in range(2)] == pytest.approx(times)
 
 
 def test_decoding_reads_keys_and_values_from_memory():
