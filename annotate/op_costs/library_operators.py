@@ -278,6 +278,60 @@ _GATES = {"geglu": "gelu", "qgeglu": "qgelu", "swiglu": "silu", "reglu": "relu",
 
 _SUM, _QUANTIZE = 1, 2  # a scale and the largest number
 
+# Fused routers: score function (0 sigmoid, 1 softmax, 2 square root of softplus) -> FLOPs per score
+# of the function and of its gradient.
+_SCORES = {0: (3, 3), 1: (SOFTMAX_FORWARD, SOFTMAX_BACKWARD), 2: (2, 5)}
+# Of the weights' sum and division by it: per chosen expert, and in the gradient.
+_NORMALISED, _NORMALISED_BACKWARD = 2, 4
+
+
+def _fused_router(*, backward: bool) -> Formula:
+    """Return the formula of TransformerEngine's router of logits [tokens, experts].
+
+    Arguments: logits or the gradient of the weights, a bias or the choice, experts of a token,
+    score function, whether softmax is of all experts, and whether the weights are scaled.
+    Choosing counts no FLOPs, as `topk`.
+    """
+
+    def formula(call: Call) -> Work | None:
+        logits, top_k, function = call.tensor(0), call.value(2), call.value(3)
+        if logits is None or not logits.shape or function not in _SCORES or not top_k:
+            return None
+        chosen = logits.numel // logits.shape[-1] * top_k
+        softmax = function == 1
+        scored = chosen if softmax and not call.value(4) else logits.numel
+        flops = _SCORES[function][backward] * scored
+        if not softmax and top_k > 1:
+            flops += (_NORMALISED_BACKWARD if backward else _NORMALISED) * chosen
+        if not backward and call.tensor(1) is not None:
+            flops += logits.numel
+        if call.value(5):
+            flops += chosen
+        return vector_work(call, flops)
+
+    return formula
+
+
+def _router_scores(*, backward: bool) -> Formula:
+    """Return the formula of the scores of all experts, normalised, for an auxiliary loss."""
+
+    def formula(call: Call) -> Work | None:
+        function = call.value(1)
+        if function not in _SCORES:
+            return None
+        each = _SCORES[function][backward]
+        if function != 1:
+            each += _NORMALISED_BACKWARD if backward else _NORMALISED
+        return vector_work(call, each * call.numel(0))
+
+    return formula
+
+
+def _balance_loss(call: Call) -> Work:
+    """Return the work of an auxiliary loss: the sum of each expert's scores, times its tokens."""
+    return vector_work(call, call.numel(0) + 2 * call.numel(1))
+
+
 _TE = {
     f"transformer_engine::{name}": formula
     for name, formula in {
@@ -315,6 +369,12 @@ _TE = {
         },
         "fused_rope_forward": _per_result(_ROTARY),
         "fused_rope_backward": _per_result(_ROTARY),
+        "fused_topk_with_score_function_fwd": _fused_router(backward=False),
+        "fused_topk_with_score_function_bwd": _fused_router(backward=True),
+        "fused_score_for_moe_aux_loss_fwd": _router_scores(backward=False),
+        "fused_score_for_moe_aux_loss_bwd": _router_scores(backward=True),
+        "fused_moe_aux_loss_fwd": _balance_loss,
+        "fused_moe_aux_loss_bwd": _per_result(2),
     }.items()
 }
 
@@ -491,6 +551,8 @@ FORMULAS: dict[str, Formula] = {
 """Full name without overload -> formula."""
 
 NEED_VALUES = frozenset(
-    "fused_attn_fwd fused_attn_bwd optimizer_update_32bit optimizer_update_8bit_blockwise".split()
+    "fused_attn_fwd fused_attn_bwd optimizer_update_32bit optimizer_update_8bit_blockwise "
+    "fused_topk_with_score_function_fwd fused_topk_with_score_function_bwd "
+    "fused_score_for_moe_aux_loss_fwd fused_score_for_moe_aux_loss_bwd".split()
 )
 """Operators, by base name, whose formula reads argument values."""

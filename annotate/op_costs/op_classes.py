@@ -171,7 +171,9 @@ _OPERATORS = {
         scaled_masked_softmax_backward scaled_upper_triang_masked_softmax_forward
         scaled_upper_triang_masked_softmax_backward scaled_aligned_causal_masked_softmax_forward
         scaled_aligned_causal_masked_softmax_backward generic_scaled_masked_softmax_forward
-        generic_scaled_masked_softmax_backward""",
+        generic_scaled_masked_softmax_backward fused_topk_with_score_function_fwd
+        fused_topk_with_score_function_bwd fused_score_for_moe_aux_loss_fwd
+        fused_score_for_moe_aux_loss_bwd""",
     OpClass.LOSS: """
         nll_loss nll_loss_forward nll_loss_backward nll_loss2d_forward nll_loss2d_backward
         cross_entropy_loss mse_loss mse_loss_backward l1_loss binary_cross_entropy
@@ -234,7 +236,8 @@ _OPERATORS = {
         linalg_norm var var_mean std std_mean any all logsumexp count_nonzero median nanmedian
         equal allclose _is_all_true trace
         _is_any_true nanmean _aminmax segment_reduce compute_amax compute_dbias
-        multi_tensor_l2norm fused_amax_and_scale_update""",
+        multi_tensor_l2norm fused_amax_and_scale_update fused_moe_aux_loss_fwd
+        fused_moe_aux_loss_bwd""",
     OpClass.EMBEDDING: """
         embedding embedding_dense_backward embedding_backward embedding_renorm_ _embedding_bag
         _embedding_bag_dense_backward _embedding_bag_backward

@@ -22,6 +22,7 @@ from typing import Any, NoReturn, Protocol
 from torch import Tensor
 
 from onerank.capture.no_device.operators.operator_calls import tensors_in
+from onerank.capture.no_device.operators.router_choices import FusedChoice
 from onerank.capture.no_device.operators.triton_kernels import KernelLaunch
 from onerank.capture.no_device.tensor_values import UnknownValues
 from onerank.ir.errors import CaptureError
@@ -30,13 +31,20 @@ from onerank.ir.errors import CaptureError
 class Launch(Protocol):
     """Records a kernel of an extension by its operands."""
 
-    def __call__(self, name: str, reads: Sequence[Any], writes: Sequence[Tensor]) -> None:
+    def __call__(
+        self,
+        name: str,
+        reads: Sequence[Any],
+        writes: Sequence[Tensor],
+        choice: FusedChoice | None = None,
+    ) -> None:
         """Record a launch.
 
         Args:
             name: the kernel's, without namespace.
             reads: what it reads, in the order that its formula expects; no tensors are values.
             writes: the tensors that it writes.
+            choice: the experts that it chooses, of a fused router.
         """
         ...
 
@@ -135,9 +143,14 @@ class EmulatedExtensions:
     def bound(self, extension: Extension, function: Function) -> Callable[..., Any]:
         """Return a counterpart with the `Launch` of its extension."""
 
-        def launch(name: str, reads: Sequence[Any], writes: Sequence[Tensor]) -> None:
-            tensors = [*tensors_in(reads), *writes]
-            self.record(KernelLaunch(f"{extension.namespace}::{name}", reads, writes, tensors))
+        def launch(
+            name: str,
+            reads: Sequence[Any],
+            writes: Sequence[Tensor],
+            choice: FusedChoice | None = None,
+        ) -> None:
+            full_name, tensors = f"{extension.namespace}::{name}", [*tensors_in(reads), *writes]
+            self.record(KernelLaunch(full_name, reads, writes, tensors, choice))
 
         def call(*args: Any, **kwargs: Any) -> Any:
             return function(launch, *args, **kwargs)

@@ -24,6 +24,7 @@ from onerank.capture.no_device.extensions.transformer_engine_attention import (
     fused_attn_fwd,
     get_fused_attn_backend,
 )
+from onerank.capture.no_device.extensions.transformer_engine_routers import ROUTERS
 from onerank.capture.no_device.extensions.transformer_engine_tensors import (
     ENUMERATIONS,
     FUSING_ELEMENTWISE,
@@ -305,6 +306,7 @@ _FUNCTIONS: dict[str, Function] = {
         )
     },
     **MULTI_TENSOR,
+    **ROUTERS,
     # Answers as with cuBLAS 13.1.1 and cuDNN 9.24.
     "get_cublasLt_version": _constant(130101),
     "get_cudnn_version": _constant(92400),

@@ -362,6 +362,8 @@ class FakeOperators(TorchDispatchMode):
         # Without an analysis of its source, it may write each of its tensors.
         for tensor in launch.writes or launch.tensors:
             self._forget_numbers(tensor)
+        if launch.choice is not None:
+            self.known.overwrite(launch.choice.result, self.routers.fused(launch.choice))
 
     def launch_generated(
         self, name: str, reads: Sequence[Shaped], writes: Sequence[Shaped], flops: int

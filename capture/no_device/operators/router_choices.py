@@ -8,8 +8,11 @@ static routing. Weights and losses stay unknown.
 import sys
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
@@ -26,11 +29,48 @@ CHOICES = ("topk", "argmax")
 _MOST_EXPERTS = 512
 
 
+class ChoiceForm(Enum):
+    """How a fused router writes the experts of a token, of which there are E, k chosen."""
+
+    INDICES = "indices"  # [..., k]
+    MAP = "map"  # bools [..., E]
+    BITS = "bits"  # bytes [..., ceil(E / 8)]; bit e % 8 of byte e // 8 is expert e's
+
+
+@dataclass(frozen=True)
+class FusedChoice:
+    """The experts that a fused router's kernel chooses.
+
+    Attributes:
+        scores: [..., experts], from which the kernel chooses.
+        top_k: experts of each token.
+        result: the tensor to which it writes the choice.
+        form: the result's form.
+    """
+
+    scores: Tensor
+    top_k: int
+    result: Tensor
+    form: ChoiceForm
+
+    def written(self, indices: Tensor) -> Tensor:
+        """Return the numbers of the result, given the chosen experts [..., top_k]."""
+        if self.form is ChoiceForm.INDICES:
+            return indices.to(self.result.dtype)
+        experts = self.scores.shape[-1]
+        chosen = torch.zeros(*indices.shape[:-1], experts, dtype=torch.bool)
+        chosen.scatter_(-1, indices, value=True)
+        if self.form is ChoiceForm.MAP:
+            return chosen.to(self.result.dtype)
+        padded = torch.nn.functional.pad(chosen, (0, -experts % 8)).unflatten(-1, (-1, 8))
+        return (padded * torch.tensor([1 << bit for bit in range(8)])).sum(-1).to(torch.uint8)
+
+
 class RouterChoices:
     """Numbers of the indices that `topk` or `argmax` returns for unknown scores.
 
     Attributes:
-        calls: calls of `topk` and `argmax` whose indices are known.
+        calls: calls of `topk`, `argmax` and fused routers whose indices are known.
     """
 
     def __init__(self, routing: Routing | None) -> None:
@@ -64,6 +104,14 @@ class RouterChoices:
             return None
         with unset_fake_temporarily():
             return indices if operands[2] else indices.squeeze(-1)
+
+    def fused(self, choice: FusedChoice) -> Tensor | None:
+        """Return the numbers that a fused router writes; None if they stay unknown."""
+        indices = self._chosen(choice.scores, choice.top_k, -1)
+        if indices is None:
+            return None
+        with unset_fake_temporarily():
+            return choice.written(indices)
 
     def _chosen(self, scores: Tensor, top_k: int, dimension: int | None) -> Tensor | None:
         """Return the indices of the chosen experts; None if the call is no router's.
@@ -143,8 +191,8 @@ class RouterChoices:
             return []
         return [
             Note(
-                f"no device computed the scores of routers, so {self.calls} calls of topk or "
-                f"argmax chose experts by --moe-routing {self._routing.name}",
+                f"no device computed the scores of routers, so {self.calls} calls of topk, "
+                f"argmax or fused routers chose experts by --moe-routing {self._routing.name}",
                 code="no-device-routers",
             )
         ]

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._higher_order_ops import triton_kernel_wrap
 from torch._subclasses.fake_tensor import FakeTensor
 
+from onerank.capture.no_device.operators.router_choices import FusedChoice
 from onerank.capture.patches import patched, resolve
 
 _wrapped_kernels: Any = triton_kernel_wrap  # private in torch, without types
@@ -34,12 +35,14 @@ class KernelLaunch:
         reads: its arguments in the order of its signature; None for those that it only writes.
         writes: the tensors that it writes; none if a Triton kernel's source does not show them.
         tensors: all tensors among its arguments.
+        choice: the experts that it chooses, of a fused router.
     """
 
     name: str
     reads: Sequence[Any]
     writes: Sequence[Tensor]
     tensors: Sequence[Tensor]
+    choice: FusedChoice | None = None
 
 
 def launch_of(kernel: Any, args: Sequence[Any], named: dict[str, Any]) -> KernelLaunch:

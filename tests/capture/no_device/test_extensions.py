@@ -291,3 +291,75 @@ def test_products_of_extensions_are_operators(tmp_path):
         16 * 256 + scales + 4 * (128 * 256 + 4 * 2) + layout
     )
     assert read["deep_gemm::bf16_gemm_tn"] == 2 * (256 * 16 + 256 * 128 + 16 * 128)
+
+
+ROUTER = """
+tokens, experts, chosen = 24, 12, 2
+logits = torch.randn(tokens, experts, device="cuda", dtype=torch.bfloat16)
+"""
+
+
+@pytest.mark.parametrize(
+    ("function", "softmax_first", "flops"),
+    [
+        # Softmax of the chosen logits, or of all.
+        ("softmax", False, 5 * 48),
+        ("softmax", True, 5 * 288),
+        # Sigmoid of all, and the bias; the weights' sum and division.
+        ("sigmoid", False, 3 * 288 + 288 + 2 * 48),
+    ],
+)
+def test_fused_routers_of_transformer_engine(function, softmax_first, flops, tmp_path):
+    bias = 'torch.zeros(experts, device="cuda")' if function == "sigmoid" else None
+    statements = f"""
+    weights, routed, scores = tex.fused_topk_with_score_function_fwd(
+        logits, chosen, {softmax_first}, None, None, None, "{function}", {bias}, 0, None
+    )
+    assert routed.sum(0).tolist() == [8] * 3 + [4] * 6 + [0] * 3, routed.sum(0).tolist()
+    assert routed.sum(1).tolist() == [2] * tokens
+    gradient = torch.empty_like(weights)
+    tex.fused_topk_with_score_function_bwd(
+        routed, scores, weights, gradient, chosen, {softmax_first}, None, "{function}", False, 0
+    )
+    """
+    write_packages(tmp_path, "transformer_engine")
+    (tmp_path / "lines.csv").write_text("2,2,2,1,1,1,1,1,1,0,0,0\n")
+    setup = "import transformer_engine_torch as tex\n" + ROUTER
+    graph = captured(tmp_path, script(setup, statements), "--moe-routing", tmp_path / "lines.csv")
+    forward, backward = costs(graph, "transformer_engine")
+    bias_bytes = 4 * 12 if bias else 0
+    # Weights have the logits' dtype, the map a byte and the saved scores four for each expert.
+    assert forward == (
+        "fused_topk_with_score_function_fwd",
+        flops,
+        2 * 288 + bias_bytes,
+        (2 + 1 + 4) * 288,
+    )
+    assert backward[0] == "fused_topk_with_score_function_bwd"
+    assert backward[2:] == ((2 + 1 + 4) * 288, 2 * 288)
+
+
+def test_forms_of_a_fused_router_s_choice(tmp_path):
+    statements = """
+    bits = tex.fused_score_for_moe_aux_loss_fwd(logits, chosen, "softmax", 1)[1]
+    assert bits.shape == (tokens, 2) and int(bits[0, 0]) == 3, bits[0].tolist()
+    indices = torch.empty(tokens, chosen, device="cuda", dtype=torch.int16)
+    tex.fused_topk_with_score_function_fwd(
+        logits, chosen, False, None, None, 2.5, "softmax", None, 0, indices
+    )
+    assert indices[0].tolist() == [0, 1]
+    counts = torch.ones(experts, device="cuda")
+    loss, factor = tex.fused_moe_aux_loss_fwd(
+        logits, counts, tokens, experts, tokens, experts, chosen, 0.1
+    )
+    assert loss.shape == () and loss.dtype == logits.dtype
+    assert tex.fused_moe_aux_loss_bwd(factor, counts, tokens, experts, loss).shape == logits.shape
+    """
+    write_packages(tmp_path, "transformer_engine")
+    (tmp_path / "lines.csv").write_text("12,12" + ",0" * 10 + "\n")
+    setup = "import transformer_engine_torch as tex\n" + ROUTER
+    graph = captured(tmp_path, script(setup, statements), "--moe-routing", tmp_path / "lines.csv")
+    flops = {name: flops for name, flops, *_ in costs(graph, "transformer_engine")}
+    assert flops["fused_score_for_moe_aux_loss_fwd"] == 5 * 288
+    assert flops["fused_topk_with_score_function_fwd"] == 6 * 48  # scaled by 2.5
+    assert flops["fused_moe_aux_loss_fwd"] == 288 + 2 * 12
