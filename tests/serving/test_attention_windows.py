@@ -93,7 +93,7 @@ def test_the_cache_of_published_models(
 ):
     model = build_model(configured(tmp_path, config), "cpu", shapes_only=False)
     materialise(model, "cpu")
-    served, _ = _served(model, Options(), "cpu", None)
+    served, _ = _served(model, Options(), "cpu", None, None)
     assert served.kv_bytes_per_token == per_token
     context, in_sequence = sequence
     assert [(layers.window, layers.layers) for layers in served.kv_windows] == windows
