@@ -17,7 +17,7 @@ import numpy as np
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.cost_model import PredictFromDescription
 from onerank.annotate.models.features import kernels_of
-from onerank.annotate.op_costs.attention import causal_position
+from onerank.annotate.op_costs.attention import causal_position, window_of_call
 from onerank.annotate.op_costs.cost_record import Work
 from onerank.annotate.op_costs.node_costs import work_of_call
 from onerank.annotate.op_costs.op_classes import OpClass, base_name, floor_share_of, op_class
@@ -303,7 +303,7 @@ def point_of(key: CallKey) -> CallPoint | None:
     packed = "int32" in key.dtypes
     if work.attention and all(work.attention.sizes) and not packed:
         batch, heads, key_heads, rows, keys, *fixed = work.attention
-        group = (key.operator, dtypes, *fixed)
+        group = (key.operator, dtypes, window_of_call(call), *fixed)
         return CallPoint(group, _logs(batch, heads, key_heads, rows, keys), work)
     return None
 

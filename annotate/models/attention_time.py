@@ -42,10 +42,8 @@ from onerank.annotate.models.coefficients import (
 )
 from onerank.annotate.models.gemm_tiles import Rates, cache_misses, p_norm
 from onerank.annotate.models.prediction_terms import Term, TermRecord, norm, quantity, total
+from onerank.annotate.op_costs.attention import QUERY_TILE
 from onerank.ir.arrays import F64, Mask
-
-QUERY_TILE = 128
-"""Queries of a tile; a block of keys has as many."""
 
 # Architectures whose kernels pack only single queries. With 16 to 64 queries of four and more heads
 # per key head, a B200's (TensorRT-LLM's) took 2.0 times as long as packed tiles, in the median, and

@@ -7,12 +7,14 @@ and has four more GEMMs: dV = P^T dO, dP = dO V^T, dQ = dS K, dK = dS^T Q; 2*b*h
 Conventions: `is_causal` halves the count, because kernels skip the masked half of the tiles
 (torch's FlopCounterMode does not halve). With fewer queries than keys, FlashAttention aligns the
 causal mask with the last key (bottom right): a query sees sk - sq / 2 keys instead of sk / 2. A
-window or a mask tensor does not reduce the count. A block mask of flex attention does: each block
+window of FlashAttention reduces the count to the pairs inside it, of which a query's own counts as
+a half under a causal mask; a mask tensor does not. A block mask of flex attention does: each block
 in which the mask is true somewhere counts as a whole. h is the number of query heads: grouped-query
 attention (GQA) saves no FLOPs.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from onerank.annotate.op_costs.cost_record import (
     LOWER_RIGHT,
@@ -22,6 +24,9 @@ from onerank.annotate.op_costs.cost_record import (
     matmul_work,
 )
 from onerank.annotate.op_costs.operands import Call, Tensor
+
+QUERY_TILE = 128
+"""Queries of one head that a thread block of fused attention processes together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +46,9 @@ class AttentionArguments:
             mask type of 2 does too.
         pairs: position of the number of pairs of a query and a key that are computed, of all
             sequences and heads. None: no argument has it, and `is_causal` decides.
+        window: position of the number of keys that a query sees before its own; the number of those
+            after its own follows. Only of operators that are `lower_right`. None: no argument has
+            them.
     """
 
     query: int
@@ -51,6 +59,72 @@ class AttentionArguments:
     backward: bool = False
     lower_right: bool = False
     pairs: int | None = None
+    window: int | None = None
+
+
+class KeyWindow(NamedTuple):
+    """The keys that a query sees around its own, by `window_size` of FlashAttention.
+
+    Attributes:
+        left: keys before its own.
+        right: keys after its own.
+    """
+
+    left: int
+    right: int
+
+    def pairs(self, rows: int, keys: int) -> int:
+        """Return the pairs of a query and a key that it sees, of one sequence and head.
+
+        Args:
+            rows: queries; the last one is aligned with the last key.
+            keys: keys.
+        """
+        own = keys - rows  # the key of the first query
+        seen = _clipped_sum(own + self.right + 1, rows, keys)
+        return seen - _clipped_sum(own - self.left, rows, keys)
+
+    def hidden(self, rows: int, keys: int) -> int:
+        """Return how many keys no query sees; arguments as for `pairs`."""
+        return max(0, keys - rows - self.left)
+
+    def keys_of_tile(self, rows: int, keys: int) -> int:
+        """Return the mean number of keys that a tile of queries sees; arguments as for `pairs`."""
+        others = min(rows, QUERY_TILE) - 1  # the windows of neighbours differ by one key
+        most = min(keys, self.left + 1 + others + self.right)
+        return min(most, -(-self.pairs(rows, keys) // rows) + others)
+
+    def hides(self, rows: int, keys: int, *, causal: bool) -> bool:
+        """Return whether it hides a key that a mask, if any, does not; arguments as for `pairs`."""
+        return self.left < keys - 1 or (not causal and self.right < rows - 1)
+
+
+def _clipped_sum(start: int, count: int, most: int) -> int:
+    """Return the sum of `count` numbers from `start` on, each clipped to the range 0 to `most`."""
+
+    def below(end: int) -> int:
+        inside = min(max(end, 0), most + 1)
+        return inside * (inside - 1) // 2 + most * max(0, end - most - 1)
+
+    return below(start + count) - below(start)
+
+
+def window_of_call(call: Call) -> KeyWindow | None:
+    """Return the window of a call of attention; None if its operator has no such argument."""
+    layout = _LAYOUTS.get(call.op)
+    return None if layout is None else _window(layout, call)
+
+
+def _window(layout: AttentionArguments, call: Call) -> KeyWindow | None:
+    """Return the window in the arguments of a call; None if it has none, or no shape of keys."""
+    key = call.tensor(layout.query + 1)
+    if layout.window is None or layout.causal is None or key is None:
+        return None
+    limits = [call.value(layout.window + side) for side in (0, 1)]
+    # None and negative numbers stand for no limit.
+    every = key.numel
+    left, right = (n if isinstance(n, int) and n >= 0 else every for n in limits)
+    return KeyWindow(left, 0 if call.value(layout.causal) else right)
 
 
 def attention_formula(layout: AttentionArguments) -> Formula:
@@ -72,8 +146,18 @@ def attention_formula(layout: AttentionArguments) -> Formula:
             # As if each query had the mean number of keys.
             columns, scores = -(-pairs * columns // scores), pairs
             sizes = (*sizes[:4], columns)
-        flops = 2 * scores * (3 * d + 2 * dv if layout.backward else d + dv)
+        width = 3 * d + 2 * dv if layout.backward else d + dv
+        flops = 2 * scores * width
         masked = int(bool(causal))
+        window, bytes_read = _window(layout, call), None
+        if window is not None and window.hides(rows, columns, causal=bool(causal)):
+            seen = 2 * window.pairs(rows, columns) - (rows if causal else 0)
+            flops = batch * heads * seen * width
+            unread = (key.nbytes + value.nbytes) * window.hidden(rows, columns) // columns
+            bytes_read = call.input_bytes - unread
+            # As if each query saw the keys that its tile does, without a mask.
+            columns, masked, causal = window.keys_of_tile(rows, columns), 0, False
+            sizes = (*sizes[:4], columns)
         if causal and columns > rows and (layout.lower_right or causal == LOWER_RIGHT):
             flops = flops // columns * (2 * columns - rows) // 2
             masked = LOWER_RIGHT
@@ -81,7 +165,6 @@ def attention_formula(layout: AttentionArguments) -> Formula:
             # Kernels skip tiles above the diagonal; FlopCounterMode counts them.
             flops //= 2
         batch, heads, key_heads, rows, columns = sizes
-        bytes_read = None
         if heads == key_heads == 1 and d > dv and not masked and not layout.backward:
             # Decode of latent attention in a kernel that shares a key among the queries of one
             # head: the queries are the heads of one token, and the value is a part of the key.
@@ -138,10 +221,10 @@ _LAYOUTS = {
     "_scaled_dot_product_efficient_attention_backward": AttentionArguments(1, 11, backward=True),
     "_scaled_dot_product_cudnn_attention_backward": AttentionArguments(1, 14, backward=True),
     "_flash_attention_forward": AttentionArguments(
-        0, 8, heads_first=False, lengths=3, longest=5, lower_right=True
+        0, 8, heads_first=False, lengths=3, longest=5, lower_right=True, window=11
     ),
     "_flash_attention_backward": AttentionArguments(
-        1, 11, heads_first=False, lengths=6, longest=8, backward=True, lower_right=True
+        1, 11, heads_first=False, lengths=6, longest=8, backward=True, lower_right=True, window=15
     ),
     "_efficient_attention_forward": AttentionArguments(
         0, 9, heads_first=False, lengths=4, longest=6
@@ -155,15 +238,15 @@ _LAYOUTS = {
     "flex_attention": AttentionArguments(0, None, pairs=9),
     "flex_attention_backward": AttentionArguments(0, None, backward=True, pairs=14),
     # Operators of the flash_attn package, 2.7 and 2.8 (flash_attn_interface.py).
-    "_flash_attn_forward": AttentionArguments(0, 5, heads_first=False, lower_right=True),
+    "_flash_attn_forward": AttentionArguments(0, 5, heads_first=False, lower_right=True, window=6),
     "_flash_attn_backward": AttentionArguments(
-        1, 11, heads_first=False, backward=True, lower_right=True
+        1, 11, heads_first=False, backward=True, lower_right=True, window=12
     ),
     "_flash_attn_varlen_forward": AttentionArguments(
-        0, 9, heads_first=False, lengths=3, longest=5, lower_right=True
+        0, 9, heads_first=False, lengths=3, longest=5, lower_right=True, window=10
     ),
     "_flash_attn_varlen_backward": AttentionArguments(
-        1, 15, heads_first=False, lengths=9, longest=11, backward=True, lower_right=True
+        1, 15, heads_first=False, lengths=9, longest=11, backward=True, lower_right=True, window=16
     ),
 }
 

@@ -524,11 +524,19 @@ FORMULAS: dict[str, Formula] = {
     "flash_attn::layer_norm_fwd_impl": _per_element(NORM_FORWARD, (4, 14)),
     "flash_attn::layer_norm_bwd_impl": _per_element(NORM_BACKWARD),
     "flash_attn_3::_flash_attn_forward": attention_formula(
-        AttentionArguments(0, 24, heads_first=False, lengths=7, longest=12, lower_right=True)
+        AttentionArguments(
+            0, 24, heads_first=False, lengths=7, longest=12, lower_right=True, window=25
+        )
     ),
     "flash_attn_3::_flash_attn_backward": attention_formula(
         AttentionArguments(
-            1, 16, heads_first=False, lengths=6, longest=10, backward=True, lower_right=True
+            *(1, 16),
+            heads_first=False,
+            lengths=6,
+            longest=10,
+            backward=True,
+            lower_right=True,
+            window=17,
         )
     ),
     "grouped_gemm::gmm": _extension_product,

@@ -431,17 +431,29 @@ def _attend(
     """
     tokens, cached = q.shape[2], k.shape[2]
     hiding = window if window is not None and tokens > 1 and cached > window.tokens else None
+    if hiding is not None and hiding.chunked:
+        return _attend_to_chunks(q, k, v, scale, hiding.tokens)
     size = q.shape[-1]
     flash = (
         q.is_cuda
         # FlashAttention 2 does not run on Turing and Volta.
         and torch.cuda.get_device_capability(q.device) >= _LEAST_FLASH_CAPABILITY
-        and hiding is None
         and q.dtype in (torch.float16, torch.bfloat16)
         and size <= MOST_FLASH_HEAD
         and size % 8 == 0
         and v.shape[-1] == size
     )
+    if flash and hiding is not None:
+        # Queries see `left` keys before their own; the operator takes tokens before heads.
+        left = hiding.tokens - 1
+        out = torch.ops.aten._flash_attention_forward(
+            *(t.transpose(1, 2) for t in (q, k, v)),
+            *(None, None, tokens, cached, 0.0, True, False),
+            scale=scale,
+            window_size_left=left,
+            window_size_right=0,
+        )[0]
+        return out.transpose(1, 2)
     if flash:
         # The operator itself, since `scaled_dot_product_attention` would choose cuDNN on Hopper for
         # some compositions only. It aligns a causal mask with the last key, and shares key heads.
@@ -451,16 +463,34 @@ def _attend(
     mask = None
     if (tokens > 1 and cached > tokens) or hiding is not None:
         mask = torch.ones(tokens, cached, dtype=torch.bool, device=q.device).tril(cached - tokens)
-        if hiding is not None and hiding.chunked:
-            # The first key starts a chunk.
-            chunks = torch.arange(cached, device=q.device) // hiding.tokens
-            mask &= chunks[cached - tokens :, None] == chunks
-        elif hiding is not None:
+        if hiding is not None:
             mask = mask.triu(cached - tokens - hiding.tokens + 1)
     causal = mask is None and tokens > 1
     return functional.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=True
     )
+
+
+def _attend_to_chunks(q: Tensor, k: Tensor, v: Tensor, scale: float | None, chunk: int) -> Tensor:
+    """Return attention of queries that see the keys of their chunk up to their own.
+
+    Engines give each chunk of a sequence to the kernel as a sequence.
+
+    Args:
+        q: queries of the last keys.
+        k: keys; the first one starts a chunk, and a query sees it.
+        v: values.
+        scale: as for `_attend`.
+        chunk: tokens of a chunk.
+    """
+    before = k.shape[2] - q.shape[2]
+    outputs: list[Tensor] = []
+    for start in range(0, k.shape[2], chunk):
+        keys, values = (t[:, :, start : start + chunk] for t in (k, v))
+        queries = q[:, :, max(0, start - before) : start - before + chunk]
+        outputs.append(_attend(queries, keys, values, scale, None).transpose(1, 2))
+    # In the layout of FlashAttention, [sequences, tokens, heads, size].
+    return torch.cat(outputs, dim=1).transpose(1, 2)
 
 
 @dataclass(frozen=True)

@@ -175,7 +175,8 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     done = run_command(
         "capture", "serve", directory / "config.json", "--device", "none", "-o",
         directory / "bundle", "--grid",
-        "decode: batch=2 context=1000,4000; prefill: tokens=32 context=0,4000",
+        "decode: batch=2 context=1000,4000; prefill: tokens=32 context=0,4000; "
+        "prefill: tokens=300 context=0,4000 batch=2",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return read_bundle(directory / "bundle")
@@ -195,6 +196,69 @@ def test_a_decode_reads_the_window_only(bundle: Bundle):
     # Queries and results of 64 heads of 64 elements, in 2 layers.
     cached = 2 * 2 * 8 * 64 * 2 * (1001 + 128)
     assert moved[0] == pytest.approx(cached + 2 * 2 * 2 * 64 * 64 * 2, rel=0.01)
+
+
+def prefill_attention(bundle: Bundle, row: int) -> tuple[int, int]:
+    """Return the FLOPs and bytes of the prefills' attention in a step."""
+    of_row = [
+        kernel
+        for kernel in bundle.kernel_rows
+        if kernel.row == row and (kernel.module or "").endswith(".step_attention.prefill")
+    ]
+    return sum(kernel.flops or 0 for kernel in of_row), sum(kernel.bytes or 0 for kernel in of_row)
+
+
+@pytest.mark.parametrize("config", [GPT_OSS_20B, LLAMA4_SCOUT], ids=["sliding", "chunks"])
+def test_a_prefill_longer_than_the_window_computes_the_window_only(
+    tmp_path: Path, config: dict[str, Any]
+):
+    """Two prefills of 300 tokens, without context and after 4,000 tokens, counted by hand."""
+    chunked = config is LLAMA4_SCOUT
+    types = ["chunked_attention" if chunked else "sliding_attention", "full_attention"]
+    small = {**config, "num_hidden_layers": 2, "layer_types": types, "attention_chunk_size": 128}
+    (tmp_path / "config.json").write_text(json.dumps(small))
+    done = run_command(
+        "capture", "serve", tmp_path / "config.json", "--device", "none", "-o", tmp_path / "b",
+        "--grid", "prefill: tokens=300 context=0,4000 batch=2",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    bundle = read_bundle(tmp_path / "b")
+    heads, key_heads, size = config["num_attention_heads"], 8, config["head_dim"]
+    # A query's own key counts as a half, as under a causal mask.
+    if chunked:
+        # Chunks start at tokens 0, 128 and 256; at 3968, 4096, 4224: 32 tokens are before 4000.
+        windowed = [2 * 128 * 64 + 44 * 22, 96 * (32 + 48) + 128 * 64 + 76 * 38]
+        held = [300, 332]
+    else:
+        # 128 queries see 1 to 128 keys, the others 128.
+        windowed = [128 * 64 + 172 * 127.5, 300 * 127.5]
+        held = [300, 427]
+    for row, (context, pairs, keys) in enumerate(zip((0, 4000), windowed, held, strict=True), 1):
+        flops, moved = prefill_attention(bundle, row)
+        of_layers = pairs + 300 * (context + 150)
+        assert flops == 2 * heads * of_layers * 2 * (size + size)
+        # Queries, results and their sums of exponentials in two layers; keys and values.
+        of_queries = 2 * 2 * heads * 300 * (2 * size * 2 + 4)
+        of_keys = 2 * key_heads * (keys + context + 300) * 2 * size * 2
+        # The parts of chunks are joined by a copy. A call returns the state of random numbers.
+        joined = 2 * 2 * heads * 300 * size * 2 if chunked else 0
+        calls = 1 + (3 if chunked else 1)
+        assert moved == of_queries + of_keys + joined + calls * 3 * 8
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize(("tokens", "context"), [(300, 0), (200, 4000), (1000, 100)])
+def test_flash_attention_sees_the_window_that_the_mask_shows(
+    chunked: bool, tokens: int, context: int
+):
+    window = AttentionWindow(128, chunked=chunked)
+    cached = window.seen_before(context) + tokens
+    q = torch.randn(2, 8, tokens, 64, dtype=torch.bfloat16, device="cuda")
+    k, v = torch.randn(2, 2, 2, cached, 64, dtype=torch.bfloat16, device="cuda")
+    flash = served_model._attend(q, k, v, None, window)
+    exact = served_model._attend(q.float(), k.float(), v.float(), None, window)
+    torch.testing.assert_close(flash.float(), exact, rtol=2e-2, atol=2e-2)
 
 
 def test_the_memory_of_a_step_has_the_window_only(bundle: Bundle):

@@ -153,6 +153,14 @@ def test_flash_attention_3_counts_what_version_2_counts():
         "flash_attn_3::_flash_attn_backward", gradients, [(2, 8, 64)], [None] * 16 + [True]
     )
     assert backward.flops == expected * 5 // 2
+    # 8 keys before each query's own: 9 queries see less, and the own key counts as a half.
+    windowed = round(2 * 2 * 8 * (9 * 4.5 + 55 * 8.5) * (32 + 32))
+    limits = [*values, 8, 0]
+    name = "flash_attn_3::_flash_attn_forward"
+    assert work(name, [*operands, None, None], [query], limits).flops == windowed
+    name, limits = "flash_attn_3::_flash_attn_backward", [None] * 16 + [True, 8, 0]
+    found = work(name, [*gradients, None, None], [(2, 8, 64)], limits)
+    assert found.flops == windowed * 5 // 2
 
 
 @pytest.mark.parametrize("pairs", [None, 2 * 8 * 64 * 64, 12345])

@@ -200,6 +200,65 @@ def test_packed_attention_needs_equal_lengths():
     assert work("_flash_attention_forward", inputs, out, values)[0] == UNKNOWN
 
 
+INT, NO_TENSOR = ("Int", []), ("None", [])
+
+
+@pytest.mark.parametrize(
+    ("causal", "left", "right", "pairs"),
+    [
+        # Queries 96 to 127 of 128: without a limit, and with a window of 9 keys or more.
+        (True, None, None, 32 * 96 + 32 * 16),
+        (True, -1, -1, 32 * 96 + 32 * 16),
+        (True, 127, 0, 32 * 96 + 32 * 16),
+        (True, 8, 0, 32 * 8.5),
+        # A causal mask overrides the limit to the right.
+        (True, 8, 5, 32 * 8.5),
+        (False, 8, 0, 32 * 9),
+        # The last queries have no keys after them.
+        (False, 8, 2, 32 * 11 - 2 - 1),
+        (False, None, 0, 32 * 96 + 32 * 33 / 2),
+    ],
+)
+def test_a_window_of_flash_attention(
+    causal: bool, left: int | None, right: int | None, pairs: float
+):
+    query, key = (BF16, [2, 32, 8, 64]), (BF16, [2, 128, 2, 64])
+    inputs = [query, key, key, NO_TENSOR, NO_TENSOR, INT, INT, ("Double", []), ("Bool", [])]
+    inputs += [("Bool", []), NO_TENSOR, INT, INT]
+    values = [None] * 5 + [32, 128, 0.0, causal, False, None, left, right]
+    flops, read, _ = work("_flash_attention_forward", inputs, [query], values)
+    assert flops == 2 * 2 * 8 * pairs * (64 + 64)
+    keys = 128 if left is None or left in (-1, 127) else 32 + left
+    assert read == 2 * (32 * 8 + 2 * keys * 2) * 64 * 2
+
+
+def test_windows_of_other_operators_of_flash_attention():
+    """Two sequences of 64 tokens that see 8 keys before their own: 9 * 4.5 + 55 * 8.5 pairs."""
+    packed, ends = (BF16, [128, 8, 32]), ("Tensor(int)", [3])
+    whole, lse = (BF16, [2, 64, 8, 32]), (F32, [2, 8, 64])
+    pairs = 9 * 4.5 + 55 * 8.5
+    forward, backward = (round(2 * 2 * 8 * pairs * n * 32) for n in (2, 5))
+    none, sizes = NO_TENSOR, [INT, INT]
+    for name, inputs, values, flops in (
+        ("_flash_attn_forward", [whole] * 3, [0.0, 0.1, True, 8, 0], forward),
+        ("_flash_attn_varlen_forward", [packed] * 3 + [ends] * 2 + sizes,
+         [64, 64, 0.0, 0.1, True, 8, 0], forward),
+        ("_flash_attn_backward", [whole] * 5 + [lse] + [whole] * 3,
+         [0.0, 0.1, True, 8, 0], backward),
+        ("_flash_attn_varlen_backward", [packed] * 5 + [lse] + [packed] * 3 + [ends] * 2 + sizes,
+         [64, 64, 0.0, 0.1, True, 8, 0], backward),
+        ("_flash_attention_backward",
+         [whole] * 5 + [lse, none, none, *sizes, INT, INT, none, none, none],
+         [64, 64, 0.0, True, None, None, None, 8, 0], backward),
+    ):  # fmt: skip
+        ahead = sum(1 for kind, _ in inputs if kind not in ("Int",))
+        if name == "_flash_attention_backward":
+            ahead = 8
+        given = [None] * ahead + values
+        rest = [INT] * (len(given) - len(inputs))
+        assert work(name, [*inputs, *rest], [whole], given)[0] == flops, name
+
+
 def test_the_flash_attn_package_has_its_schemas():
     """Heads come after the sequence, as in `_flash_attn_forward(q, k, v, dropout_p, ...)`."""
     query, key = (BF16, [2, 64, 8, 32]), (BF16, [2, 64, 2, 32])
