@@ -37,7 +37,7 @@ from onerank.capture.parallelize.fewer_layers import FewerLayers
 from onerank.capture.patches import patched, rebound
 from onerank.capture.profiling.window_plan import Progress
 from onerank.capture.script.optimizer_steps import after_step
-from onerank.capture.script.runner import environment, play_script
+from onerank.capture.script.runner import Script, environment, play_script
 from onerank.capture.validate_options import names_torch_distributed
 from onerank.ir.errors import CaptureError
 
@@ -115,7 +115,7 @@ def _probe(
         stack.enter_context(emulated_launch(options, options.rank))
         stack.enter_context(skip_checkpoints())
         stack.enter_context(FewerLayers(options.depth).installed())
-        play_script(script, args, options.module)
+        play_script(Script(script, args, options.module))
 
 
 def sender_runner(script: Path, args: Sequence[str], options: Options) -> RunAsRank:
@@ -145,7 +145,7 @@ def sender_runner(script: Path, args: Sequence[str], options: Options) -> RunAsR
             stack.enter_context(skip_checkpoints())
             stack.enter_context(fewer_layers.installed())
             stack.enter_context(after_step(count_step))
-            play_script(script, args, options.module)
+            play_script(Script(script, args, options.module))
 
     return run_rank
 

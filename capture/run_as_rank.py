@@ -40,13 +40,14 @@ from onerank.capture.profiling.module_scopes import Modules
 from onerank.capture.profiling.window_observations import Observations
 from onerank.capture.profiling.window_plan import Progress
 from onerank.capture.script.before_first_step import BeforeFirstStep
+from onerank.capture.script.error_hints import ModelChanges
 from onerank.capture.script.inference_steps import (
     InferenceSteps,
     MeasuredForward,
     WindowsOfForward,
 )
 from onerank.capture.script.repeatable_call import RepeatableCall
-from onerank.capture.script.runner import run_script
+from onerank.capture.script.runner import Script, run_script
 from onerank.capture.validate_options import names_training, validate
 from onerank.ir.errors import CaptureError
 from onerank.ir.notes import Note
@@ -192,10 +193,11 @@ def run_as_rank(
         progress(f"running {script.name}")
         stack.enter_context(emulated.running(peers) if emulated else contextlib.nullcontext())
         run_script(
-            *(script, args, training, at_step),
-            module=options.module,
-            fsdp_shards=options.data_parallel == "fsdp",
-            partial_sequence=slices and world.sizes.get("cp", 1) > 1,
+            *(Script(script, args, options.module), training, at_step),
+            changes=ModelChanges(
+                fsdp_shards=options.data_parallel == "fsdp",
+                partial_sequence=slices and world.sizes.get("cp", 1) > 1,
+            ),
             before=BeforeFirstStep(script, progress, modules),
             inference=inference,
         )

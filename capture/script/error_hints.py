@@ -4,6 +4,7 @@ import os
 import re
 import sysconfig
 import traceback
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,6 +45,22 @@ META_ADVICE = (
 _ADAMW_FACTOR = 4
 
 
+@dataclass(frozen=True)
+class ModelChanges:
+    """What a capture changed in a script's models, and may be the cause of the script's errors.
+
+    Attributes:
+        fsdp_shards: whether --fsdp shards the models.
+        partial_sequence: whether --cp cuts the models' sequences.
+    """
+
+    fsdp_shards: bool = False
+    partial_sequence: bool = False
+
+
+UNCHANGED = ModelChanges()
+
+
 class FailureReason(NamedTuple):
     """Why a script failed.
 
@@ -57,15 +74,14 @@ class FailureReason(NamedTuple):
 
 
 def explained(
-    error: BaseException, script: Path, *, fsdp_shards: bool = False, partial_sequence: bool = False
+    error: BaseException, script: Path, changes: ModelChanges = UNCHANGED
 ) -> FailureReason:
     """Return an error's message with advice and the code of its cause.
 
     Args:
         error: error that the script raised.
         script: path of the script.
-        fsdp_shards: whether --fsdp shards the script's models.
-        partial_sequence: whether --cp cuts the sequences of the script's models.
+        changes: what the capture changed in the script's models.
     """
     text = str(error)
     if type(error).__name__ == "CheckpointException":
@@ -100,8 +116,8 @@ def explained(
             "  a real job on CPUs fails too: capture on a machine with a GPU",
             "script-gpu-only",
         )
-    hint = (fsdp_shards and _fsdp_hint(error, script)) or (
-        partial_sequence and _sequence_hint(error, script)
+    hint = (changes.fsdp_shards and _fsdp_hint(error, script)) or (
+        changes.partial_sequence and _sequence_hint(error, script)
     )
     return hint or FailureReason(text + _first_cause(error), "script-raised")
 

@@ -10,6 +10,7 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NoReturn, Protocol
@@ -20,13 +21,34 @@ from onerank.capture.patches import patched
 from onerank.capture.profiling.measurement_windows import Windows
 from onerank.capture.profiling.window_observations import Observations
 from onerank.capture.script.before_first_step import BeforeFirstStep
-from onerank.capture.script.error_hints import explained, library_line, script_line
+from onerank.capture.script.error_hints import (
+    UNCHANGED,
+    ModelChanges,
+    explained,
+    library_line,
+    script_line,
+)
 from onerank.capture.script.inference_steps import MeasuredForward
 from onerank.capture.script.optimizer_steps import after_step
 from onerank.ir.errors import CaptureError, OneRankError, ScriptError
 from onerank.ir.notes import Note
 
 _EVICTION_INTERVAL_S = 1e-4
+
+
+@dataclass(frozen=True)
+class Script:
+    """A script of the user, as `python` is called with it.
+
+    Attributes:
+        path: its file.
+        args: its command-line arguments.
+        module: its name as a module, to run it like `python -m`; None runs the file.
+    """
+
+    path: Path
+    args: Sequence[str] = ()
+    module: str | None = None
 
 
 class Eviction:
@@ -124,27 +146,21 @@ class _ImmediateExit(SystemExit):
 
 
 def run_script(
-    script: Path,
-    args: Sequence[str],
+    script: Script,
     windows: Windows,
     at_step: Callable[[Windows], None],
     *,
-    module: str | None = None,
-    fsdp_shards: bool = False,
-    partial_sequence: bool = False,
+    changes: ModelChanges = UNCHANGED,
     before: BeforeFirstStep | None = None,
     inference: WatchedForwards | None = None,
 ) -> None:
     """Run `script` as `__main__` until the windows are complete.
 
     Args:
-        script: path of the script.
-        args: command-line arguments of the script.
+        script: the script.
         windows: receive every optimizer step.
         at_step: called with the windows after each step, before the windows end it.
-        module: as for `play_script`.
-        fsdp_shards: as for `explained`.
-        partial_sequence: as for `explained`.
+        changes: what the capture changes in the script's models.
         before: observes the script until its first step.
         inference: captures forwards of a script that infers, or takes its model.
 
@@ -165,7 +181,7 @@ def run_script(
             watched,
             eviction,
         ):
-            play_script(script, args, module)
+            play_script(script)
     except CaptureComplete:
         pass
     except OneRankError:
@@ -173,22 +189,15 @@ def run_script(
     except SystemExit as exit_:
         # A script that exits after the first structure step has shown all that is needed.
         windows.close()
-        if not boundary.ended(script) and boundary.failure is None:
-            raise ScriptError(
-                _exited(exit_, script, args, windows, boundary.taken), code="script-exited"
-            ) from exit_
+        if not boundary.ended(script.path) and boundary.failure is None:
+            raise _exited(exit_, script, windows, boundary.taken) from exit_
     except (KeyboardInterrupt, GeneratorExit):
         raise
     except BaseException as error:  # CheckpointException of torch.distributed is no Exception
         # An error while the script ends does not affect a complete capture.
         if boundary.complete:
             return
-        why = explained(error, script, fsdp_shards=fsdp_shards, partial_sequence=partial_sequence)
-        raise ScriptError(
-            f"{script} raised {type(error).__name__} after {_steps(boundary.taken)}: {why.message}",
-            _own_traceback(error, script),
-            code=why.code,
-        ) from error
+        raise _raised(error, script.path, changes, boundary.taken) from error
     finally:
         windows.close()
     if boundary.failure is not None:
@@ -202,21 +211,8 @@ def run_script(
             )
         )
     # Also after a normal return: a script may catch the exit, or step in another thread.
-    if boundary.ended(script):
-        return
-    if boundary.taken == 0:
-        raise ScriptError(
-            f"{script} ended without a step\n"
-            "  training: call step() of a torch.optim optimizer, or of an object that holds the "
-            "parameters, with finite gradients\n"
-            "  inference: run the model under torch.inference_mode() or no_grad(); if the script "
-            "also creates an optimizer, name the steps: --steps prefill,decode",
-            code="script-no-step",
-        )
-    raise ScriptError(
-        f"{script} ended after {_counted(windows, boundary.taken)}; {windows.steps_needed()}",
-        code="script-too-few-steps",
-    )
+    if not boundary.ended(script.path):
+        raise _too_few_steps(script.path, windows, boundary.taken)
 
 
 class _Boundary:
@@ -360,34 +356,56 @@ def _ending_children() -> Generator[None]:
             leave(status)
 
 
-def play_script(script: Path, args: Sequence[str], module: str | None = None) -> None:
-    """Run `script` as `__main__`, to its end.
-
-    Args:
-        script: path of the script.
-        args: command-line arguments of the script.
-        module: name of the script as a module, to run it like `python -m`; None runs the file.
-    """
-    with _as_main(script, args, Path.cwd() if module else script.resolve().parent):
-        if module is None:
-            runpy.run_path(str(script), run_name="__main__")
+def play_script(script: Script) -> None:
+    """Run `script` as `__main__`, to its end."""
+    with _as_main(script):
+        if script.module is None:
+            runpy.run_path(str(script.path), run_name="__main__")
         else:
-            runpy.run_module(module, run_name="__main__", alter_sys=True)
+            runpy.run_module(script.module, run_name="__main__", alter_sys=True)
 
 
-def _exited(
-    exit_: SystemExit, script: Path, args: Sequence[str], windows: Windows, taken: int
-) -> str:
+def _exited(exit_: SystemExit, script: Script, windows: Windows, taken: int) -> ScriptError:
+    """Return the error of a script that exited after `taken` optimizer steps, too few."""
     call = "os._exit" if isinstance(exit_, _ImmediateExit) else "sys.exit"
-    where = script_line(exit_, script) + library_line(exit_, script)
+    where = script_line(exit_, script.path) + library_line(exit_, script.path)
     text = f"{where} called {call}({exit_.code!r}) after {_counted(windows, taken)}; "
     if taken:
-        return text + windows.steps_needed()
-    text += f"let it train or infer: its arguments, after --, were {shlex.join(args) or 'none'}"
-    # Scripts that count GPUs and see none often exit with 0.
-    if not exit_.code and not torch.accelerator.is_available():
-        text += ". This machine has no GPU; if the script needs one, capture where there is one"
-    return text
+        text += windows.steps_needed()
+    else:
+        args = shlex.join(script.args) or "none"
+        text += f"let it train or infer: its arguments, after --, were {args}"
+        # Scripts that count GPUs and see none often exit with 0.
+        if not exit_.code and not torch.accelerator.is_available():
+            text += ". This machine has no GPU; if the script needs one, capture where there is one"
+    return ScriptError(text, code="script-exited")
+
+
+def _raised(error: BaseException, script: Path, changes: ModelChanges, taken: int) -> ScriptError:
+    """Return the error of a script that raised `error` after `taken` optimizer steps."""
+    why = explained(error, script, changes)
+    return ScriptError(
+        f"{script} raised {type(error).__name__} after {_steps(taken)}: {why.message}",
+        _own_traceback(error, script),
+        code=why.code,
+    )
+
+
+def _too_few_steps(script: Path, windows: Windows, taken: int) -> ScriptError:
+    """Return the error of a script that ended after `taken` optimizer steps, too few."""
+    if taken == 0:
+        return ScriptError(
+            f"{script} ended without a step\n"
+            "  training: call step() of a torch.optim optimizer, or of an object that holds the "
+            "parameters, with finite gradients\n"
+            "  inference: run the model under torch.inference_mode() or no_grad(); if the script "
+            "also creates an optimizer, name the steps: --steps prefill,decode",
+            code="script-no-step",
+        )
+    return ScriptError(
+        f"{script} ended after {_counted(windows, taken)}; {windows.steps_needed()}",
+        code="script-too-few-steps",
+    )
 
 
 def _counted(windows: Windows, taken: int) -> str:
@@ -428,14 +446,14 @@ def _causes(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def _as_main(script: Path, args: Sequence[str], imports_from: Path) -> Generator[None]:
-    """Set argv and the import path as `python script args` does, and restore them at the end.
+def _as_main(script: Script) -> Generator[None]:
+    """Set argv and the import path as `python` does for a script, and restore them at the end.
 
     The working directory is restored too, because paths of the user are relative to it.
     """
     argv, path, directory = sys.argv, list(sys.path), Path.cwd()
-    sys.argv = [str(script), *args]
-    sys.path.insert(0, str(imports_from))
+    sys.argv = [str(script.path), *script.args]
+    sys.path.insert(0, str(directory if script.module else script.path.resolve().parent))
     try:
         yield
     finally:

@@ -30,10 +30,11 @@ from onerank.capture.profiling.profiled_windows import PLAIN_EXECUTION_TRACE, co
 from onerank.capture.profiling.step_timers import StepTimer
 from onerank.capture.profiling.window_plan import Progress
 from onerank.capture.run_as_rank import RankRun, slicing_to_rank
+from onerank.capture.script.runner import Script
 from onerank.capture.serving.attention_windows import WindowedLayers, step_bytes, windowed_layers
 from onerank.capture.serving.compositions import MOST_TOKENS, Composition
 from onerank.capture.serving.latent_attention import latent_bytes_per_token
-from onerank.capture.serving.script_model import ModelScript, model_of_script
+from onerank.capture.serving.script_model import model_of_script
 from onerank.capture.serving.served_model import (
     RepeatableStep,
     StepCache,
@@ -279,7 +280,7 @@ def _graph_replays(step: RepeatableStep) -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def loaded_server(
-    source: Path | ModelScript, options: Options, progress: Progress = lambda _: None
+    source: Path | Script, options: Options, progress: Progress = lambda _: None
 ) -> Generator[Server]:
     """Load a model as one rank of an engine; yield what measures its steps.
 
@@ -294,8 +295,8 @@ def loaded_server(
             compute an engine's steps, or it does not support the sizes.
         ScriptError: the script raised, or called no language model.
     """
-    path = source.path if isinstance(source, ModelScript) else source
-    config = None if isinstance(source, ModelScript) else read_config(source)
+    path = source.path if isinstance(source, Script) else source
+    config = None if isinstance(source, Script) else read_config(source)
     emulated = EmulatedProcess.of(options.emulated_gpu, path, parse_routing(options.moe_routing))
     with contextlib.ExitStack() as stack:
         raw = stack.enter_context(scratch_directory())
@@ -325,7 +326,7 @@ def loaded_server(
                 on_gpu=device == "cuda",
             )
 
-        if isinstance(source, ModelScript):
+        if isinstance(source, Script):
             model = model_of_script(
                 source, options, make_windows(raw, None), models if sliced else None
             )

@@ -22,31 +22,18 @@ from onerank.capture.parallelize.shard_model import ModelSlicing
 from onerank.capture.profiling.measurement_windows import Windows
 from onerank.capture.profiling.module_scopes import Arguments, Modules
 from onerank.capture.script.inference_steps import MeasuredForward
-from onerank.capture.script.runner import run_script
+from onerank.capture.script.runner import Script, run_script
 from onerank.capture.validate_options import names_torch_distributed
 from onerank.ir.errors import CaptureError, OneRankError, ScriptError
 
 
-@dataclass(frozen=True)
-class ModelScript:
-    """A script that builds a model and calls it.
-
-    Attributes:
-        path: its file.
-        args: its arguments.
-    """
-
-    path: Path
-    args: tuple[str, ...] = ()
-
-
 def model_of_script(
-    script: ModelScript, options: Options, windows: Windows, models: ModelSlicing | None
+    script: Script, options: Options, windows: Windows, models: ModelSlicing | None
 ) -> Any:
     """Run a script until it calls its language model, and return the model.
 
     Args:
-        script: the script.
+        script: a script that builds a model and calls it.
         options: the job.
         windows: windows that see no step, since the script ends before.
         models: slices the script's models; None leaves them whole.
@@ -71,7 +58,7 @@ def model_of_script(
         if models is not None:
             stack.enter_context(models.installed())
         try:
-            run_script(script.path, script.args, windows, lambda _: None, inference=first_call)
+            run_script(script, windows, lambda _: None, inference=first_call)
         except ScriptError as error:
             if error.code not in ("script-no-step", "script-too-few-steps"):
                 raise

@@ -41,7 +41,7 @@ from onerank.capture.profiling.module_scopes import Modules, profiler_on
 from onerank.capture.profiling.window_observations import Window
 from onerank.capture.profiling.window_plan import Progress, WindowPlan
 from onerank.capture.run_as_rank import run_as_rank, slicing_to_rank
-from onerank.capture.script.runner import CaptureComplete, run_script
+from onerank.capture.script.runner import CaptureComplete, Script, run_script
 from onerank.capture.validate_options import uses_torch_distributed
 from onerank.capture.verify.comparison import (
     ABSOLUTE,
@@ -476,7 +476,7 @@ def _slices(
     windows = _PlainSteps(options.windows, Path(os.devnull), Modules(), progress)
     # Not a global forward hook: those get no keyword arguments.
     with patched("torch.nn.Module", {"__call__": compare_first_call}), _repeatable():
-        run_script(script, args, windows, lambda _: None, module=options.module)
+        run_script(Script(script, args, options.module), windows, lambda _: None)
     if failures:
         raise failures[0]
     if results:

@@ -253,9 +253,9 @@ def _server(source: Path, args: tuple[str, ...], options: Options) -> Generator[
     from onerank.capture.isolated_capture import loading_capture
 
     with loading_capture():
+        from onerank.capture.script.runner import Script
         from onerank.capture.serving.measure_grid import loaded_server
-        from onerank.capture.serving.script_model import ModelScript
-    model = ModelScript(source, args) if source.suffix == ".py" else source
+    model = Script(source, args) if source.suffix == ".py" else source
     with loaded_server(model, options) as server:
         yield server
 

@@ -73,7 +73,7 @@ ALL_RANKS = """
     from onerank.capture.fake_world.recorder import Recorder
     from onerank.capture.fake_world.sender_processes import SenderProcesses
     from onerank.capture.emulate_torchrun import sender_runner, torchrun_variables
-    from onerank.capture.script.runner import environment, play_script
+    from onerank.capture.script.runner import Script, environment, play_script
     from onerank.ir import World
 
     torch.set_num_threads(1)
@@ -91,7 +91,7 @@ ALL_RANKS = """
                     lambda *_: steps.append(len(recorder.calls))
                 )
                 with environment(torchrun_variables(rank, 3, 3)):
-                    play_script(script, [schedule])
+                    play_script(Script(script, [schedule]))
                 hook.remove()
                 recorder.stop()
             calls = recorder.calls[steps[0]:]
