@@ -31,7 +31,7 @@ from onerank.capture.parallelize.data.grad_clipping import Clipping
 from onerank.capture.parallelize.data.optimizers import cutting_states, note_of_slices
 from onerank.capture.parallelize.experts.routing import BALANCED, parse_routing
 from onerank.capture.parallelize.fewer_layers import FewerLayers, StageLayers
-from onerank.capture.parallelize.shard_model import ModelSlicing, slice_to_rank
+from onerank.capture.parallelize.shard_model import ModelSlicing, SlicingOptions, slice_to_rank
 from onerank.capture.parallelize.tensor.apply_tensor_parallel import REPLICATED_HEADS, Sliced
 from onerank.capture.parallelize.tensor.plan_file import without_plan
 from onerank.capture.profiling.cuda_graphs import GraphRecorder, recorded_graphs
@@ -108,10 +108,9 @@ def run_as_rank(
     """
     if script.is_file():
         options = decide_torchrun(script, args, options, progress)
-    script_distributed = validate(script, options)
-    world = options.world
-    copies = len(data_ranks(world, options.rank))
-    slices = not script_distributed and (world.size > copies or world.ep > 1 or "cp" in world.sizes)
+    job = _RankJob(
+        Script(script, args, options.module), options, distributed=validate(script, options)
+    )
     with contextlib.ExitStack() as stack:
         raw = stack.enter_context(scratch_directory())
         emulated = EmulatedProcess.of(
@@ -124,43 +123,23 @@ def run_as_rank(
                 unrecorded=unrecorded_steps(options),
                 recorded=options.recorded_steps,
             )
-        messages = None
-        if script_distributed and not options.record_real_job:
-            # Before the script can initialise CUDA: senders are forks, and CUDA works in no fork
-            # of a process that has initialised it.
-            senders = SenderProcesses(options.rank, sender_runner(script, args, options), progress)
-            messages = stack.enter_context(senders.ready())
-        peers = peers_of(
-            options.rank,
-            world.size,
-            real=options.record_real_job,
-            messages=messages,
-            emulation=options.emulation,
-        )
-        stack.enter_context(emulated.installed() if emulated else contextlib.nullcontext())
-        peers.start()
-        stack.callback(peers.stop)
-        models = slicing_to_rank(peers, options, infers=_infers(script, options))
-        skipped_checkpoints = SkippedCheckpoints()
-        if not options.record_real_job:
-            skipped_checkpoints = stack.enter_context(skip_checkpoints())
-            stack.enter_context(
-                emulated_launch(options, options.rank) if script_distributed else _single_process()
-            )
+        peers = stack.enter_context(_running_peers(job, emulated, progress))
+        models = slicing_to_rank(peers, options, infers=job.infers)
+        sliced_models = models if job.slices else None
+        skipped_checkpoints = stack.enter_context(_launched(job))
         # Before the hooks of the parallel forms: a collective that such a hook issues as a forward
         # begins must run inside the module's scope.
         modules = Modules()
         stack.enter_context(modules.installed())
-        if not script_distributed:
-            stack.enter_context(_parallel(models if slices else None, copies, peers, options))
+        if not job.distributed:
+            stack.enter_context(_parallel(sliced_models, job.copies, peers, options))
         graphs = stack.enter_context(recorded_graphs(modules, raw, on_device=emulated is None))
         fewer_layers = FewerLayers(
             options.depth,
-            StageLayers.of(world, options.rank, options.pp_layers) if slices else None,
+            StageLayers.of(options.world, options.rank, options.pp_layers) if job.slices else None,
         )
         stack.enter_context(fewer_layers.installed())
         training: Any = make_windows(options.windows, raw, modules, progress, peers)
-
         inference = InferenceSteps(
             modules,
             options.steps or (),
@@ -168,35 +147,25 @@ def run_as_rank(
             _windows_of_forwards(
                 functools.partial(make_windows, options.windows), modules, graphs, progress, peers
             ),
-            recognise=_infers(script, options),
+            recognise=job.infers,
             step_of=options.step_of,
         )
+        checks = _StepChecks(job, peers, models, fewer_layers, emulated)
 
         def at_step(windows: Any) -> None:
-            if script_distributed and isinstance(peers, Recorder):
+            if job.distributed and isinstance(peers, Recorder):
                 peers.next_step()
-            fewer_layers.check_built(script)
-            if isinstance(peers, Recorder) and peers.refused is not None:
-                raise peers.refused
-            _check_parallel(
-                *(script, options, peers, models if slices else None, windows.steps),
-                trains=windows is training,
-            )
-            _check_slices(
-                *(script, options, models),
-                routed=windows.steps > 0 or (emulated is not None and emulated.routed),
-                trains=windows is training,
-            )
-            if windows.steps == 0 and slices and world.sizes.get("tp", 1) > 1:
+            checks.check(windows, trains=windows is training)
+            if windows.steps == 0 and job.slices and options.world.sizes.get("tp", 1) > 1:
                 windows.observed.notes += filter(None, [note_of_slices()])
 
         progress(f"running {script.name}")
         stack.enter_context(emulated.running(peers) if emulated else contextlib.nullcontext())
         run_script(
-            *(Script(script, args, options.module), training, at_step),
+            *(job.script, training, at_step),
             changes=ModelChanges(
                 fsdp_shards=options.data_parallel == "fsdp",
-                partial_sequence=slices and world.sizes.get("cp", 1) > 1,
+                partial_sequence=job.slices and options.world.sizes.get("cp", 1) > 1,
             ),
             before=BeforeFirstStep(script, progress, modules),
             inference=inference,
@@ -208,9 +177,93 @@ def run_as_rank(
                 *graphs.notes(),
             ]
         yield RankRun(
-            *(raw, peers, models, modules, training, forwards, fewer_layers, script_distributed),
+            *(raw, peers, models, modules, training, forwards, fewer_layers, job.distributed),
             recorded_steps=tuple(training.results) if options.recorded_steps > 1 else (),
         )
+
+
+@dataclass(frozen=True)
+class _RankJob:
+    """A script, and the job of which it runs one rank.
+
+    Attributes:
+        script: the script.
+        options: as for `capture`.
+        distributed: whether the script distributes itself.
+    """
+
+    script: Script
+    options: Options
+    distributed: bool
+
+    @property
+    def copies(self) -> int:
+        """Number of data-parallel ranks."""
+        return len(data_ranks(self.options.world, self.options.rank))
+
+    @property
+    def slices(self) -> bool:
+        """Whether the capture slices the script's models."""
+        world = self.options.world
+        splits = world.size > self.copies or world.ep > 1 or "cp" in world.sizes
+        return splits and not self.distributed
+
+    @property
+    def infers(self) -> bool:
+        """Whether the script only infers, by its options and its text."""
+        named = self.options.steps is not None or self.options.step_of is not None
+        return named or not names_training(self.script.path, self.options)
+
+
+@contextlib.contextmanager
+def _running_peers(
+    job: _RankJob, emulated: EmulatedProcess | None, progress: Progress
+) -> Generator[Recorder | RealPeers]:
+    """Yield the other ranks of the job, started, in a process that shows the emulated GPU."""
+    options = job.options
+    with contextlib.ExitStack() as stack:
+        messages = None
+        if job.distributed and not options.record_real_job:
+            # Before the script can initialise CUDA: senders are forks, and CUDA works in no fork
+            # of a process that has initialised it.
+            run_sender = sender_runner(job.script.path, job.script.args, options)
+            senders = SenderProcesses(options.rank, run_sender, progress)
+            messages = stack.enter_context(senders.ready())
+        peers = peers_of(
+            options.rank,
+            options.world.size,
+            real=options.record_real_job,
+            messages=messages,
+            emulation=options.emulation,
+        )
+        stack.enter_context(emulated.installed() if emulated else contextlib.nullcontext())
+        peers.start()
+        stack.callback(peers.stop)
+        yield peers
+
+
+@contextlib.contextmanager
+def _launched(job: _RankJob) -> Generator[SkippedCheckpoints]:
+    """Show the script the launch it expects; yield the checkpoints that it did not write.
+
+    A script that distributes itself sees a launch by torchrun, any other a job of one process. A
+    recorded real job keeps its own launch and writes its checkpoints.
+    """
+    if job.options.record_real_job:
+        yield SkippedCheckpoints()
+        return
+    launch = (
+        emulated_launch(job.options, job.options.rank) if job.distributed else _single_process()
+    )
+    with skip_checkpoints() as skipped, launch:
+        yield skipped
+
+
+@contextlib.contextmanager
+def _single_process() -> Generator[None]:
+    """Show the script a job of one process, for which it was written."""
+    with block_launchers(), hidden_group():
+        yield
 
 
 def _windows_of_forwards(
@@ -246,74 +299,66 @@ def unrecorded_steps(options: Options) -> int:
     return UNRECORDED if not options.micro_batches or settles_late else 1
 
 
-def _check_parallel(
-    script: Path,
-    options: Options,
-    peers: Peers,
-    models: ModelSlicing | None,
-    steps: int,
-    *,
-    trains: bool,
-) -> None:
-    """Raise if a world of several ranks goes unused in the script's first steps.
+@dataclass(frozen=True)
+class _StepChecks:
+    """Checks at the end of each step that the script is captured as its options say.
 
-    Args:
-        script: as for `capture`.
-        options: as for `capture`.
+    Attributes:
+        job: the script and its options.
         peers: the other ranks.
-        models: slices the models; None if nothing is sliced.
-        steps: steps before the one that ends.
-        trains: whether the step is one of training.
-
-    Raises:
-        CaptureError: no model was sliced, or nothing was communicated.
+        models: slices the models, if the job slices any.
+        fewer_layers: builds the models with fewer layers.
+        emulated: the process without a device; None on a device.
     """
-    # An encoder of images, which is a step of a generation, is whole on each rank.
-    if options.world.size == 1 or (models is not None and models.sliced and not trains):
-        return
-    # Not after the first step: a script that averages parameters between steps communicates for
-    # the first time after it.
-    silent = isinstance(peers, Recorder) and not peers.calls and steps == 1
-    whole = models is not None and not models.sliced and steps == 0
-    if silent or whole:
-        finding = "no model was sliced" if models is not None else "nothing was communicated"
-        passed_over = models.passed_over if models is not None else None
-        raise nothing_parallel_error(script, options, finding, passed_over)
 
+    job: _RankJob
+    peers: Peers
+    models: ModelSlicing
+    fewer_layers: FewerLayers
+    emulated: EmulatedProcess | None
 
-def _check_slices(
-    script: Path, options: Options, models: ModelSlicing, *, routed: bool, trains: bool
-) -> None:
-    """Raise if `--moe-routing` has no router to apply to, or a slice for inference trains.
+    def check(self, windows: Any, *, trains: bool) -> None:
+        """Check the step that ends; `trains` is whether it is one of training.
 
-    Args:
-        script: as for `capture`.
-        options: as for `capture`.
-        models: slices the models.
-        routed: whether a router in the script got its experts, or an earlier step was checked.
-        trains: whether the step is one of training.
-    """
-    if options.moe_routing != BALANCED and not models.sliced and not routed:
-        raise nothing_routed_error(script, options)
-    if trains and any(REPLICATED_HEADS in sliced.modules for _, sliced in models.sliced):
-        raise CaptureError(
-            f"{script} trains, but its text names no optimizer, so its key-value heads were "
-            "replicated as in a serving engine\n  import torch.optim in the script",
-            code="heads-replicated",
-        )
+        Raises:
+            CaptureError: an option had no effect, or a collective cannot be emulated.
+        """
+        self.fewer_layers.check_built(self.job.script.path)
+        if isinstance(self.peers, Recorder) and self.peers.refused is not None:
+            raise self.peers.refused
+        self._check_parallel(windows.steps, trains=trains)
+        self._check_slices(windows.steps, trains=trains)
 
+    def _check_parallel(self, steps: int, *, trains: bool) -> None:
+        """Raise if a world of several ranks goes unused in the script's first steps.
 
-def _infers(script: Path, options: Options) -> bool:
-    """Return whether a script only infers, by its options and its text."""
-    named = options.steps is not None or options.step_of is not None
-    return named or not names_training(script, options)
+        `steps` is the number of steps before the one that ends.
+        """
+        options, models = self.job.options, self.models if self.job.slices else None
+        # An encoder of images, which is a step of a generation, is whole on each rank.
+        if options.world.size == 1 or (models is not None and models.sliced and not trains):
+            return
+        # Not after the first step: a script that averages parameters between steps communicates for
+        # the first time after it.
+        silent = isinstance(self.peers, Recorder) and not self.peers.calls and steps == 1
+        whole = models is not None and not models.sliced and steps == 0
+        if silent or whole:
+            finding = "no model was sliced" if models is not None else "nothing was communicated"
+            passed_over = models.passed_over if models is not None else None
+            raise nothing_parallel_error(self.job.script.path, options, finding, passed_over)
 
-
-@contextlib.contextmanager
-def _single_process() -> Generator[None]:
-    """Show the script a job of one process, for which it was written."""
-    with block_launchers(), hidden_group():
-        yield
+    def _check_slices(self, steps: int, *, trains: bool) -> None:
+        """Raise if `--moe-routing` has no router to apply to, or a slice for inference trains."""
+        routed = steps > 0 or (self.emulated is not None and self.emulated.routed)
+        script, options, sliced_models = self.job.script.path, self.job.options, self.models.sliced
+        if options.moe_routing != BALANCED and not sliced_models and not routed:
+            raise nothing_routed_error(script, options)
+        if trains and any(REPLICATED_HEADS in sliced.modules for _, sliced in sliced_models):
+            raise CaptureError(
+                f"{script} trains, but its text names no optimizer, so its key-value heads were "
+                "replicated as in a serving engine\n  import torch.optim in the script",
+                code="heads-replicated",
+            )
 
 
 @contextlib.contextmanager
@@ -366,24 +411,20 @@ def slicing_to_rank(peers: Peers, options: Options, *, infers: bool = False) -> 
 
     `infers` is whether the script only infers.
     """
-    routing = parse_routing(options.moe_routing)
+    slicing = SlicingOptions(
+        tp_style=options.tp_style,
+        plan=options.plan,
+        sequence=options.sp,
+        routing=parse_routing(options.moe_routing),
+        peers_absent=not options.record_real_job,
+        pp_layers=options.pp_layers,
+        stage_depth=options.depth.layers if options.depth else None,
+        cp_comm=options.cp_comm,
+        replicate_heads=infers,
+    )
 
     def slice_one(model: nn.Module) -> Sliced:
-        return slice_to_rank(
-            model,
-            options.world,
-            options.rank,
-            peers.new_group,
-            tp_style=options.tp_style,
-            plan=options.plan,
-            sequence=options.sp,
-            routing=routing,
-            peers_absent=not options.record_real_job,
-            pp_layers=options.pp_layers,
-            stage_depth=options.depth.layers if options.depth else None,
-            cp_comm=options.cp_comm,
-            replicate_heads=infers,
-        )
+        return slice_to_rank(model, options.world, options.rank, peers.new_group, slicing)
 
     return ModelSlicing(slice_one, options.plan.classes if options.plan else None)
 

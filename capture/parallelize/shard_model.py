@@ -9,10 +9,10 @@ import copy
 import functools
 import weakref
 from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from onerank.capture.parallelize.context.context_model import apply_context_parallel
@@ -32,7 +32,7 @@ from onerank.capture.parallelize.hugging_face import (
 )
 from onerank.capture.parallelize.model_structure import is_encoder_decoder
 from onerank.capture.parallelize.pipeline.encoder_decoder_stages import stage_encoder_decoder
-from onerank.capture.parallelize.pipeline.stage import PipelineStage, stage_model
+from onerank.capture.parallelize.pipeline.stage import NewGroup, PipelineStage, stage_model
 from onerank.capture.parallelize.tensor.apply_tensor_parallel import Sliced, slice_model
 from onerank.capture.parallelize.tensor.module_styles import TensorParallelStyle
 from onerank.capture.parallelize.tensor.plan_file import ShardingPlan
@@ -100,21 +100,35 @@ def _grouped(keys: Iterable[Hashable]) -> list[tuple[tuple[Hashable, ...], tuple
     return [(key, tuple(places)) for key, places in positions.items()]  # pyright: ignore[reportReturnType]
 
 
+@dataclass(frozen=True)
+class SlicingOptions:
+    """How a model is divided along the axes of a world.
+
+    Attributes:
+        tp_style: where the tensor-parallel collectives stand.
+        plan: tensor-parallel plan; None selects the model's default plan.
+        sequence: whether norms and residuals are sharded along the sequence.
+        routing: how tokens are routed to experts; None leaves it to the model's router.
+        peers_absent: whether the other ranks do not exist, so that collectives return no data.
+        pp_layers: layers of each pipeline stage; () splits them evenly.
+        stage_depth: layers of its stage to keep (`--capture-layers`); None keeps all.
+        cp_comm: how keys and values travel between context-parallel ranks.
+        replicate_heads: as for `slice_model`.
+    """
+
+    tp_style: TensorParallelStyle = "megatron"
+    plan: ShardingPlan | None = None
+    sequence: bool = False
+    routing: Routing | None = None
+    peers_absent: bool = True
+    pp_layers: Sequence[int] = ()
+    stage_depth: int | None = None
+    cp_comm: ContextComm = "all_gather"
+    replicate_heads: bool = False
+
+
 def slice_to_rank(
-    model: nn.Module,
-    world: World,
-    rank: int,
-    new_group: Callable[[str, Sequence[int]], dist.ProcessGroup],
-    *,
-    tp_style: TensorParallelStyle,
-    plan: ShardingPlan | None = None,
-    sequence: bool = False,
-    routing: Routing | None = None,
-    peers_absent: bool = True,
-    pp_layers: Sequence[int] = (),
-    stage_depth: int | None = None,
-    cp_comm: ContextComm = "all_gather",
-    replicate_heads: bool = False,
+    model: nn.Module, world: World, rank: int, new_group: NewGroup, options: SlicingOptions
 ) -> Sliced:
     """Reduce a model to the slice of one rank and insert its communication.
 
@@ -125,73 +139,85 @@ def slice_to_rank(
         world: sizes of the parallel axes.
         rank: the rank whose slice to keep.
         new_group: creates the process group of an axis from its name and ranks.
-        tp_style: where the tensor-parallel collectives stand.
-        plan: tensor-parallel plan; None selects the model's default plan.
-        sequence: whether norms and residuals are sharded along the sequence.
-        routing: how tokens are routed to experts; None leaves it to the model's router.
-        peers_absent: whether the other ranks do not exist, so that collectives return no data.
-        pp_layers: layers of each pipeline stage; () splits them evenly.
-        stage_depth: layers of its stage to keep (`--capture-layers`); None keeps all.
-        cp_comm: how keys and values travel between context-parallel ranks.
-        replicate_heads: as for `slice_model`.
+        options: how to divide the model.
 
     Raises:
         SliceError: the model does not support this slicing.
     """
-    before = sum(p.numel() for p in model.parameters())
+    before = _elements(model)
     modules: dict[str, int] = {}
-    duplicates: set[str] = set()
+    duplicates: frozenset[str] = frozenset()
     loads: Loads | None = {}
+    routing = options.routing
     if routing is not None:
         apply_static_routing(model, routing)
-    has_stages, has_context = "pp" in world.sizes, "cp" in world.sizes
     tensor = None
-    if "tp" in world.sizes or (world.ep == 1 and not has_stages and not has_context):
+    if "tp" in world.sizes or (world.ep == 1 and not {"pp", "cp"} & world.sizes.keys()):
         tensor = new_group("tp", world.line("tp", rank))
     if world.ep > 1:
         loads = expert_loads(model, routing, world.ep) if routing else None
         group = new_group("ep", world.line("ep", rank))
-        modules |= shard_experts(model, group, tensor if sequence else None)
+        modules |= shard_experts(model, group, tensor if options.sequence else None)
     if tensor is not None:
         # Before the model is reduced to a stage: the plan is checked against the whole model, whose
         # embedding, last norm and head other stages hold.
         sliced = slice_model(
             model,
             tensor,
-            tp_style,
-            peers_absent=peers_absent,
-            plan=plan,
-            sequence=sequence,
-            replicate_heads=replicate_heads,
+            options.tp_style,
+            peers_absent=options.peers_absent,
+            plan=options.plan,
+            sequence=options.sequence,
+            replicate_heads=options.replicate_heads,
         )
         modules |= sliced.modules
-        duplicates |= sliced.duplicates
+        duplicates = sliced.duplicates
     stage = None
-    if has_stages:
-        line = world.line("pp", rank)
-        shards = tensor.size() if tensor is not None and sequence else 1
-        reduce_to_stage = (
-            stage_encoder_decoder
-            if is_encoder_decoder(model)
-            else functools.partial(stage_model, depth=stage_depth)
-        )
-        stage = reduce_to_stage(
-            model, new_group("pp", line), line, new_group, pp_layers, shards=shards
-        )
-        modules["layer"] = stage_depth or stage.pipeline.layers[stage.pipeline.stage]
-        for tied in stage.tied:
-            if tied.is_copy:
-                duplicates |= {n for n, p in model.named_parameters() if p is tied.weight}
-    if has_context:
+    if "pp" in world.sizes:
+        shards = tensor.size() if tensor is not None and options.sequence else 1
+        stage = _reduce_to_stage(model, world.line("pp", rank), new_group, options, shards)
+        modules["layer"] = options.stage_depth or stage.pipeline.layers[stage.pipeline.stage]
+        duplicates |= _tied_copies(model, stage)
+    if "cp" in world.sizes:
         # After the stage, which decides whether this rank computes a loss. Its hook goes before
         # those of the other axes (`prepend`), which see this rank's part of the batch.
-        last = stage is None or stage.pipeline.stage == len(stage.pipeline.layers) - 1
-        group = new_group("cp", world.line("cp", rank))
-        apply_context_parallel(model, group, comm=cp_comm, has_loss=last, peers_absent=peers_absent)
+        apply_context_parallel(
+            model,
+            new_group("cp", world.line("cp", rank)),
+            comm=options.cp_comm,
+            has_loss=stage is None or stage.pipeline.stage == len(stage.pipeline.layers) - 1,
+            peers_absent=options.peers_absent,
+        )
     # With the model's own router (`loads` is None) a rank's work depends on data: no classes.
     classes = () if loads is None else rank_classes(world, stage, loads)
-    after = sum(p.numel() for p in model.parameters())
-    return Sliced(modules, before, after, stage, classes, frozenset(duplicates))
+    return Sliced(modules, before, _elements(model), stage, classes, duplicates)
+
+
+def _elements(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def _reduce_to_stage(
+    model: nn.Module,
+    ranks: Sequence[int],
+    new_group: NewGroup,
+    options: SlicingOptions,
+    shards: int,
+) -> PipelineStage:
+    """Reduce a model to this rank's pipeline stage; `ranks` and `shards` as for `stage_model`."""
+    reduce_model = (
+        stage_encoder_decoder
+        if is_encoder_decoder(model)
+        else functools.partial(stage_model, depth=options.stage_depth)
+    )
+    group = new_group("pp", ranks)
+    return reduce_model(model, group, ranks, new_group, options.pp_layers, shards=shards)
+
+
+def _tied_copies(model: nn.Module, stage: PipelineStage) -> set[str]:
+    """Return the names of parameters that are copies of a weight that an earlier stage holds."""
+    copies = {id(tied.weight) for tied in stage.tied if tied.is_copy}
+    return {name for name, p in model.named_parameters() if id(p) in copies}
 
 
 _SLICED = "_onerank_sliced"

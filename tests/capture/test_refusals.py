@@ -54,6 +54,7 @@ from onerank.capture.parallelize.tensor.moe import cut_experts
 from onerank.capture.parallelize.tensor.plan_file import ModuleRule
 from onerank.capture.parallelize.tensor.shard_parameters import origin_of
 from onerank.capture.parallelize.tensor.vocab_parallel import parallel_head
+from onerank.capture.script.runner import Script
 from onerank.capture.verify import threaded_world
 from onerank.ir import RankClass
 
@@ -290,15 +291,15 @@ OPTIONS: dict[str, Callable[[], Any]] = {
     "layers-with-real-job": lambda: validate_options.check_layers(
         (2, 4), Options(record_real_job=True)
     ),
-    "heads-replicated": lambda: run_as_rank._check_slices(
-        Path("train.py"),
-        Options(),
-        SimpleNamespace(  # type: ignore[arg-type]
+    "heads-replicated": lambda: run_as_rank._StepChecks(
+        run_as_rank._RankJob(Script(Path("train.py")), Options(), distributed=False),
+        peers=RealPeers(0, 1),
+        models=SimpleNamespace(  # type: ignore[arg-type]
             sliced=[(None, SimpleNamespace(modules=(run_as_rank.REPLICATED_HEADS,)))]
         ),
-        routed=False,
-        trains=True,
-    ),
+        fewer_layers=FewerLayers(None),
+        emulated=None,
+    ).check(SimpleNamespace(steps=0), trains=True),
     "ranks-classes-differ": lambda: capture_script._check_classes(
         1, [RankClass(1, {"ep": (0,)})], 0, [RankClass(0, {"ep": (0, 1)})]
     ),

@@ -33,7 +33,7 @@ from onerank.capture.parallelize.context import (
     sharded_batch,
 )
 from onerank.capture.parallelize.context.sequence_attention import Context
-from onerank.capture.parallelize.shard_model import slice_to_rank
+from onerank.capture.parallelize.shard_model import SlicingOptions, slice_to_rank
 from onerank.capture.verify.slice_check import compare_slices
 from onerank.ir import World
 
@@ -95,7 +95,7 @@ def test_a_script_that_reads_logits_gets_those_of_the_whole_sequence(kind, chang
 
 def test_unread_logits_are_not_gathered(recorder):
     sliced = model()
-    slice_to_rank(sliced, World.of(cp=4), 1, recorder.new_group, tp_style="megatron")
+    slice_to_rank(sliced, World.of(cp=4), 1, recorder.new_group, SlicingOptions())
     ones = torch.ones(BATCH, SEQUENCE, dtype=torch.long)
     output = sliced(tokens(), ones, labels=tokens())  # by position, with a mask that masks nothing
     before = len(recorder.calls)
@@ -122,14 +122,14 @@ def test_unread_logits_are_not_gathered(recorder):
 )
 def test_every_read_of_logits_returns_the_whole_sequence(recorder, read):
     sliced = model()
-    slice_to_rank(sliced, World.of(cp=4), 1, recorder.new_group, tp_style="megatron")
+    slice_to_rank(sliced, World.of(cp=4), 1, recorder.new_group, SlicingOptions())
     output = sliced(tokens(), labels=tokens())
     assert read(output).shape == (BATCH, SEQUENCE, 96)
 
 
 def test_a_script_can_replace_the_logits(recorder):
     sliced = model()
-    slice_to_rank(sliced, World.of(cp=4), 1, recorder.new_group, tp_style="megatron")
+    slice_to_rank(sliced, World.of(cp=4), 1, recorder.new_group, SlicingOptions())
     output = sliced(tokens(), labels=tokens())
     output.logits = output.logits.double()
     assert output["logits"].dtype == output[1].dtype == torch.float64
@@ -307,7 +307,7 @@ def test_verification_detects_a_balancing_loss_over_a_part(monkeypatch):
 
 def test_routed_token_counts_and_both_losses_are_reduced(recorder):
     sliced = model("Mixtral", **BALANCED)
-    slice_to_rank(sliced, World.of(cp=4), 1, recorder.new_group, tp_style="megatron")
+    slice_to_rank(sliced, World.of(cp=4), 1, recorder.new_group, SlicingOptions())
     output = sliced(input_ids=tokens(), labels=tokens())
     reduced = [call.bytes for call in recorder.calls if call.collective == "all_reduce"]
     assert reduced == [4 * (4 + 1), 4 * 2]  # of 4 experts and all tokens; of both losses

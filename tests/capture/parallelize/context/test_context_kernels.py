@@ -20,7 +20,7 @@ from onerank.capture.parallelize.context.partial_attention import (
     attend_backward,
 )
 from onerank.capture.parallelize.context.sequence_attention import Context
-from onerank.capture.parallelize.shard_model import slice_to_rank
+from onerank.capture.parallelize.shard_model import SlicingOptions, slice_to_rank
 from onerank.capture.verify.threaded_world import ThreadedPeers, ThreadedWorld
 from onerank.ir import World
 from onerank.ir.errors import SliceError
@@ -195,7 +195,7 @@ def test_gpt2_trains_with_its_default_dropout(recorder):
     torch.manual_seed(0)
     sliced = transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2)).train()
     assert sliced.config.attn_pdrop == 0.1
-    slice_to_rank(sliced, World.of(cp=4), 1, recorder.new_group, tp_style="megatron")
+    slice_to_rank(sliced, World.of(cp=4), 1, recorder.new_group, SlicingOptions())
     losses = [sliced(input_ids=tokens(), labels=tokens()).loss for _ in range(2)]
     assert losses[0] != losses[1]
     losses[0].backward()

@@ -18,7 +18,7 @@ from onerank.capture import Options, WindowPlan, capture
 from onerank.capture.fake_world.recorder import Recorder
 from onerank.capture.parallelize.data.apply_data_parallel import DataParallelism
 from onerank.capture.parallelize.data.data_groups import DataGroups
-from onerank.capture.parallelize.shard_model import ModelSlicing, slice_to_rank
+from onerank.capture.parallelize.shard_model import ModelSlicing, SlicingOptions, slice_to_rank
 from onerank.converters.targets.astra_sim.check import check
 from onerank.converters.targets.astra_sim.exporter import export_astra_sim
 from onerank.ir import Collective, World
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated. Please use:Futu
 
 def recorded(recorder: Recorder, comm: Any, **arguments: Any) -> tuple[int, list[tuple[str, int]]]:
     sliced = model()
-    slice_to_rank(sliced, World.of(cp=4), 1, recorder.new_group, tp_style="megatron", cp_comm=comm)
+    slice_to_rank(sliced, World.of(cp=4), 1, recorder.new_group, SlicingOptions(cp_comm=comm))
     loss = sliced(input_ids=tokens(), labels=tokens(), **arguments).loss
     forward = len(recorder.calls)
     loss.backward()
@@ -40,7 +40,7 @@ def test_a_model_that_is_never_moved_is_sliced_at_its_first_call(recorder):
     sliced = model("Gemma2", **CAPPED)
 
     def slice_model(built: Any) -> Any:
-        return slice_to_rank(built, World.of(cp=4), 1, recorder.new_group, tp_style="megatron")
+        return slice_to_rank(built, World.of(cp=4), 1, recorder.new_group, SlicingOptions())
 
     with ModelSlicing(slice_model).installed():
         for _ in range(2):
@@ -113,7 +113,11 @@ def train_rank(rank: int, results: Any) -> None:
         sliced = model()
         comm = "p2p" if form in ("ddp", "zero1") else "all_gather"
         slice_to_rank(
-            sliced, world, rank, new_group, tp_style="hf", peers_absent=False, cp_comm=comm
+            sliced,
+            world,
+            rank,
+            new_group,
+            SlicingOptions(tp_style="hf", peers_absent=False, cp_comm=comm),
         )
         if reentrant is not None:
             sliced.gradient_checkpointing_enable({"use_reentrant": reentrant})

@@ -19,7 +19,7 @@ from context_job import (
 )
 from raised import raises_code
 
-from onerank.capture.parallelize.shard_model import slice_to_rank
+from onerank.capture.parallelize.shard_model import SlicingOptions, slice_to_rank
 from onerank.ir import World
 from onerank.ir.errors import SliceError
 
@@ -120,7 +120,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str, str]] = {
 
 def test_logits_of_packed_sequences_on_a_ring_are_refused(recorder):
     sliced = model()
-    slice_to_rank(sliced, World.of(cp=4), 1, recorder.new_group, tp_style="megatron", cp_comm="p2p")
+    slice_to_rank(sliced, World.of(cp=4), 1, recorder.new_group, SlicingOptions(cp_comm="p2p"))
     output = sliced(input_ids=tokens(), labels=tokens(), **packed((16, 8), (24,)))
     assert output.loss.isfinite()
     with raises_code("output-not-available"):
@@ -137,7 +137,7 @@ def test_unsupported_calls_are_refused(recorder, case):
 
     def slice_and_call() -> None:
         new_group = recorder.new_group
-        slice_to_rank(sliced, World.of(cp=4), 1, new_group, tp_style="megatron", cp_comm=comm)
+        slice_to_rank(sliced, World.of(cp=4), 1, new_group, SlicingOptions(cp_comm=comm))
         sliced(**arguments)
 
     with raises_code(code, SliceError) as refused:

@@ -14,7 +14,7 @@ from onerank.capture.fake_world.recorder import Recorder
 from onerank.capture.parallelize.data.apply_data_parallel import DataParallelism
 from onerank.capture.parallelize.data.data_groups import DataGroups
 from onerank.capture.parallelize.data.grad_accumulation import DeferredGradSync
-from onerank.capture.parallelize.shard_model import slice_to_rank
+from onerank.capture.parallelize.shard_model import SlicingOptions, slice_to_rank
 from onerank.ir import World
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated. Please use:FutureWarning")
@@ -118,9 +118,7 @@ def train_rank(rank: int, results: Any) -> None:
             world,
             rank,
             new_group,
-            tp_style="megatron",
-            sequence=True,
-            peers_absent=False,
+            SlicingOptions(sequence=True, peers_absent=False),
         )
         with DeferredGradSync({model_to_train: sliced}).installed():
             results[name, rank] = train(model_to_train, compute, **options)
@@ -142,7 +140,7 @@ def test_one_flat_all_reduce_after_the_last_backward(form):
     recorder.start()
     model_to_train = model()
     sliced = slice_to_rank(
-        model_to_train, world, 0, recorder.new_group, tp_style="megatron", sequence=True
+        model_to_train, world, 0, recorder.new_group, SlicingOptions(sequence=True)
     )
     calls_per_backward: list[list[int]] = []
     with DeferredGradSync({model_to_train: sliced}).installed():

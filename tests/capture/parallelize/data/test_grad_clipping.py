@@ -16,7 +16,7 @@ from onerank.capture.parallelize.data.apply_data_parallel import DataParallelism
 from onerank.capture.parallelize.data.data_groups import DataGroups
 from onerank.capture.parallelize.data.grad_clipping import Clipping
 from onerank.capture.parallelize.pipeline.stage import TiedEmbedding
-from onerank.capture.parallelize.shard_model import slice_to_rank
+from onerank.capture.parallelize.shard_model import SlicingOptions, slice_to_rank
 from onerank.ir import World
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated. Please use:FutureWarning")
@@ -89,13 +89,7 @@ def clip_on_rank(rank: int, results: Any) -> None:
     for name, (kind, world, form, sequence, order) in JOBS.items():
         candidate = model(kind)
         sliced = slice_to_rank(
-            candidate,
-            world,
-            rank,
-            new_group,
-            tp_style="megatron",
-            sequence=sequence,
-            peers_absent=False,
+            candidate, world, rank, new_group, SlicingOptions(sequence=sequence, peers_absent=False)
         )
         data = DataParallelism(form, DataGroups(new_group, world, rank)) if form else None
         shards = data.shards if data else None
@@ -111,7 +105,7 @@ def clip_on_rank(rank: int, results: Any) -> None:
     for infinite_rank, fused in itertools.product((2, RANKS), (False, True)):  # rank 2, or none
         candidate = model("llama")
         sliced = slice_to_rank(
-            candidate, world, rank, new_group, tp_style="megatron", peers_absent=False
+            candidate, world, rank, new_group, SlicingOptions(peers_absent=False)
         )
         with Clipping({candidate: sliced}, world, rank, new_group, None).installed():
             results["skips", infinite_rank, fused, rank] = skip(
@@ -208,7 +202,7 @@ def test_collectives_of_clipping(world, expected_calls):
     recorder.start()
     try:
         candidate = model("mixtral")
-        sliced = slice_to_rank(candidate, world, 0, recorder.new_group, tp_style="megatron")
+        sliced = slice_to_rank(candidate, world, 0, recorder.new_group, SlicingOptions())
         candidate(input_ids=tokens(0), labels=tokens(0)).loss.backward()
         before = len(recorder.calls)
         with Clipping({candidate: sliced}, world, 0, recorder.new_group, None).installed():
@@ -227,9 +221,7 @@ def test_a_non_finite_norm_is_an_error_if_the_script_requests_it():
     recorder = Recorder(0, 2)
     recorder.start()
     try:
-        sliced = slice_to_rank(
-            candidate, World.of(tp=2), 0, recorder.new_group, tp_style="megatron"
-        )
+        sliced = slice_to_rank(candidate, World.of(tp=2), 0, recorder.new_group, SlicingOptions())
         with (
             Clipping({candidate: sliced}, World.of(tp=2), 0, recorder.new_group, None).installed(),
             pytest.raises(RuntimeError, match="`parameters`"),
@@ -244,9 +236,7 @@ def test_a_disabled_scaler_communicates_nothing():
     recorder.start()
     try:
         candidate = model("llama")
-        sliced = slice_to_rank(
-            candidate, World.of(tp=2), 0, recorder.new_group, tp_style="megatron"
-        )
+        sliced = slice_to_rank(candidate, World.of(tp=2), 0, recorder.new_group, SlicingOptions())
         optimizer, scaler = (
             torch.optim.SGD(candidate.parameters()),
             torch.amp.GradScaler(enabled=False),

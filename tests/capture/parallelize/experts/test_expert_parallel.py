@@ -24,7 +24,7 @@ from onerank.capture.parallelize.experts.expert_parallel import (
     shard_experts,
 )
 from onerank.capture.parallelize.experts.routing import Routing, parse_routing
-from onerank.capture.parallelize.shard_model import slice_to_rank
+from onerank.capture.parallelize.shard_model import SlicingOptions, slice_to_rank
 from onerank.capture.parallelize.tensor.apply_tensor_parallel import slice_model
 from onerank.capture.parallelize.tensor.moe import cut_experts
 from onerank.ir import World
@@ -129,9 +129,11 @@ def train_rank(rank: int, results: Any) -> None:
             WORLDS[world],
             rank,
             lambda _, ranks: groups[tuple(ranks)],
-            tp_style="megatron" if tp_style == "sequence" else tp_style,
-            sequence=tp_style == "sequence",
-            peers_absent=False,
+            SlicingOptions(
+                tp_style="megatron" if tp_style == "sequence" else tp_style,
+                sequence=tp_style == "sequence",
+                peers_absent=False,
+            ),
         )
         loss = loss_of(sliced, WORLDS[world].point(rank).get("dp", 0))
         loss.backward()
@@ -191,12 +193,7 @@ def step_without_peers(kind: str, world: World, rank: int, routing: str, **optio
     try:
         sliced = model(kind, **options)
         summary = slice_to_rank(
-            sliced,
-            world,
-            rank,
-            recorder.new_group,
-            tp_style="megatron",
-            routing=parse_routing(routing),
+            sliced, world, rank, recorder.new_group, SlicingOptions(routing=parse_routing(routing))
         )
         loss_of(sliced).backward()
     finally:
@@ -407,7 +404,7 @@ def test_a_step_on_a_gpu(implementation, routing):
         sliced = model("mixtral", implementation)
         static = parse_routing(routing)
         world = World.of(tp=2, dp=2, ep=2)
-        slice_to_rank(sliced, world, 1, recorder.new_group, tp_style="megatron", routing=static)
+        slice_to_rank(sliced, world, 1, recorder.new_group, SlicingOptions(routing=static))
         sliced.to("cuda", torch.bfloat16)
         batch = tokens().cuda()
         loss = sliced(input_ids=batch, labels=batch).loss

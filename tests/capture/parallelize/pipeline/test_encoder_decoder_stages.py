@@ -17,7 +17,7 @@ from onerank.capture import Options, WindowPlan, capture
 from onerank.capture.fake_world.recorder import Recorder
 from onerank.capture.parallelize.pipeline.encoder_decoder_stages import split_stacks
 from onerank.capture.parallelize.pipeline.stage_boundary import PassthroughTensor
-from onerank.capture.parallelize.shard_model import slice_to_rank
+from onerank.capture.parallelize.shard_model import SlicingOptions, slice_to_rank
 from onerank.capture.verify.slice_check import compare_slices
 from onerank.converters.expand.pipeline import PipelineSchedule, expand
 from onerank.converters.targets.astra_sim.check import check
@@ -75,13 +75,7 @@ def sliced_model(case: str, rank: int, new_group: Any, *, peers_absent: bool) ->
     kind, world, sequence, recomputed = CASES[case]
     module, batch = encoder_decoder(kind)
     slice_to_rank(
-        module,
-        world,
-        rank,
-        new_group,
-        tp_style="megatron",
-        sequence=sequence,
-        peers_absent=peers_absent,
+        module, world, rank, new_group, SlicingOptions(sequence=sequence, peers_absent=peers_absent)
     )
     if recomputed:
         module.gradient_checkpointing_enable()
@@ -166,7 +160,7 @@ def test_a_decoder_stage_forwards_the_encoders_output():
     recorder = Recorder(2, 4)  # the decoder's first stage of two
     recorder.start()
     module, batch = encoder_decoder("T5")
-    slice_to_rank(module, World.of(pp=4), 2, recorder.new_group, tp_style="megatron")
+    slice_to_rank(module, World.of(pp=4), 2, recorder.new_group, SlicingOptions())
     output = module(**batch)
     output.loss.backward()
     recorder.stop()
@@ -201,14 +195,14 @@ def test_stages_hold_layers_of_one_stack():
 )
 def test_calls_that_a_stage_cannot_run_are_refused(recorder, changes, code):
     module, batch = encoder_decoder("T5")
-    slice_to_rank(module, World.of(pp=4), 1, recorder.new_group, tp_style="megatron")
+    slice_to_rank(module, World.of(pp=4), 1, recorder.new_group, SlicingOptions())
     with raises_code(code, SliceError):
         module(**{**batch, **changes})
 
 
 def test_outputs_that_an_encoder_stage_lacks_are_refused(recorder):
     module, batch = encoder_decoder("T5")
-    slice_to_rank(module, World.of(pp=4), 1, recorder.new_group, tp_style="megatron")
+    slice_to_rank(module, World.of(pp=4), 1, recorder.new_group, SlicingOptions())
     output = module(**batch)
     for name in ("logits", "encoder_last_hidden_state"):
         with raises_code("output-not-available", SliceError) as refused:

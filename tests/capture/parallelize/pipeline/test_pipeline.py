@@ -22,7 +22,7 @@ from onerank.capture.parallelize.data.fsdp import FullyShardedModel
 from onerank.capture.parallelize.data.optimizers import cutting_states
 from onerank.capture.parallelize.model_structure import split_layers
 from onerank.capture.parallelize.pipeline.stage import stage_model
-from onerank.capture.parallelize.shard_model import slice_to_rank
+from onerank.capture.parallelize.shard_model import SlicingOptions, slice_to_rank
 from onerank.converters.expand.pipeline import PipelineSchedule, expand
 from onerank.converters.expand.pipeline.split_backward import split_backward
 from onerank.converters.expand.pipeline.stages import StageBlock, split_into_blocks
@@ -117,10 +117,7 @@ def train_rank(rank: int, results: Any) -> None:
             world,
             rank,
             new_group,
-            tp_style="megatron",
-            sequence="sequence" in case,
-            peers_absent=False,
-            pp_layers=layers,
+            SlicingOptions(sequence="sequence" in case, peers_absent=False, pp_layers=layers),
         )
         summary = pickle.loads(pickle.dumps(summary))  # as --ranks distinct does
         if recomputed:
@@ -177,7 +174,7 @@ def test_stages_exchange_a_shard_of_the_sequence():
     recorder.start()
     stage = model("Llama", {"num_hidden_layers": 4})
     world = World.of(tp=2, pp=4)
-    slice_to_rank(stage, world, 2, recorder.new_group, tp_style="megatron", sequence=True)
+    slice_to_rank(stage, world, 2, recorder.new_group, SlicingOptions(sequence=True))
     batch = tokens(0)
     stage(input_ids=batch, labels=batch).loss.backward()
     recorder.stop()

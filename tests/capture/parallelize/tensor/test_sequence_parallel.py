@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from onerank.capture import Options
 from onerank.capture.fake_world.recorder import Recorder
 from onerank.capture.parallelize.experts.routing import Routing
-from onerank.capture.parallelize.shard_model import slice_to_rank
+from onerank.capture.parallelize.shard_model import SlicingOptions, slice_to_rank
 from onerank.capture.parallelize.tensor.apply_tensor_parallel import slice_model
 from onerank.capture.verify.slice_check import compare_slices
 from onerank.ir import World
@@ -170,7 +170,7 @@ def test_sharded_experts_get_the_tokens_of_all_shards_after_the_all_to_all():
     world = World.of(tp=2, dp=2, ep=2)
     balanced = Routing("balanced")
     slice_to_rank(
-        one, world, 0, recorder.new_group, tp_style="megatron", sequence=True, routing=balanced
+        one, world, 0, recorder.new_group, SlicingOptions(sequence=True, routing=balanced)
     )
     one(input_ids=tokens(), labels=tokens()).loss.backward()
     recorder.stop()
