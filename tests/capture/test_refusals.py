@@ -29,7 +29,7 @@ from onerank.capture.bench.random_operands import overload_of, with_random_opera
 from onerank.capture.collective_kernels import kernels
 from onerank.capture.fake_world import message_payloads, sender_processes
 from onerank.capture.fake_world.message_payloads import MessageRequest
-from onerank.capture.fake_world.recorder import RealPeers
+from onerank.capture.fake_world.recorder import RealPeers, Recorder
 from onerank.capture.isolated_capture import loading_capture
 from onerank.capture.no_device import cuda_stubs
 from onerank.capture.no_device.operators.functional_collectives import FunctionalCollectives
@@ -293,7 +293,7 @@ OPTIONS: dict[str, Callable[[], Any]] = {
     ),
     "heads-replicated": lambda: run_as_rank._StepChecks(
         run_as_rank._RankJob(Script(Path("train.py")), Options(), distributed=False),
-        peers=RealPeers(0, 1),
+        peers=Recorder(0, 1),
         models=SimpleNamespace(  # type: ignore[arg-type]
             sliced=[(None, SimpleNamespace(modules=(run_as_rank.REPLICATED_HEADS,)))]
         ),

@@ -152,44 +152,48 @@ def convert(
         operands=sources.et is None,
         captures=sources.captures,
     )
-    structure, structure_timeline = window.trace, window.timeline
     et = no_execution_trace()
     if sources.et is not None:
-        rf_ids = structure_timeline.rows.rf_id
+        rf_ids = window.timeline.rows.rf_id
         recorded = rf_ids[rf_ids != 0]
         et = load_execution_trace(sources.et, strings, recorded if len(recorded) else None)
         et = graphs.with_execution_traces(et)
+    capture = _Capture(sources, et, graphs)
     job = job or Job()
     if window.inference is not None:
         job = msgspec.structs.replace(job, inference=window.inference)
-    if not sources.profiles:
-        history = read_history(sources.histories[0]) if sources.histories else None
-        graph, report = _lower(
-            structure, structure_timeline, et, sources, job, graphs=graphs, history=history
-        )
-        report.notes.extend([*window.notes, *graphs.notes()])
-        return graph, report
+    if sources.profiles:
+        graph, report = _convert_profiles(capture, window, job)
+    else:
+        graph, report = _lower(window, capture, job, capture.history(0))
+        report.notes.extend(window.notes)
+    report.notes.extend(graphs.notes())
+    return graph, report
+
+
+def _convert_profiles(
+    capture: "_Capture", structure: "_Window", job: Job
+) -> tuple[Graph, Conversion]:
+    """Lower each profiled step with the execution trace of `structure`, and merge the graphs.
+
+    The structure gives the times only if no profiled step runs the same operators.
+    """
     measured: list[tuple[Graph, Conversion]] = []
     mismatched: list[Note] = []
     spread = 0.0
     # Times come from windows without the execution trace observer: with it a CPU operator takes 111
     # us longer, under Kineto alone 3 to 6 us.
-    for number, path in enumerate(sources.profiles):
-        profile = _read(path, graphs)
-        trace, timeline = profile.trace, profile.timeline
-        rf_id, difference = copy_record_ids(timeline, structure_timeline)
+    for number, path in enumerate(capture.sources.profiles):
+        profile = _read(path, capture.graphs)
+        rf_id, difference = copy_record_ids(profile.timeline, structure.timeline)
         if rf_id is None:
             if difference is not None:
                 mismatched.append(difference.at(path.name))
             continue
-        timeline.rows.rf_id[:] = rf_id
-        unknown = drop_unknown_calls(timeline)
-        history = read_history(sources.histories[number]) if sources.histories else None
-        step_job = of_step(job, number)
-        graph, report = _lower(
-            trace, timeline, et, sources, step_job, graphs=graphs, history=history
-        )
-        sizes, size_spread = differing_steps(trace.memory, structure.memory)
+        profile.timeline.rows.rf_id[:] = rf_id
+        unknown = drop_unknown_calls(profile.timeline)
+        graph, report = _lower(profile, capture, of_step(job, number), capture.history(number))
+        sizes, size_spread = differing_steps(profile.trace.memory, structure.trace.memory)
         spread = max(spread, size_spread)
         report.notes.extend([unknown] if unknown else [])
         mismatched += [note for note in (difference, sizes) if note and note not in mismatched]
@@ -197,8 +201,7 @@ def convert(
     if measured:
         graph, report = merge_steps(measured)
     else:
-        graph, report = _lower(structure, structure_timeline, et, sources, job, graphs=graphs)
-    report.notes.extend(graphs.notes())
+        graph, report = _lower(structure, capture, job)
     return with_host_overhead(_with_mismatch(graph, mismatched, spread)), report
 
 
@@ -227,8 +230,7 @@ def convert_engine_steps(
         if window.inference is not None:
             job = msgspec.structs.replace(job, inference=window.inference)
         sources = Sources(file, captures=tuple(captures), operators=operators)
-        et = no_execution_trace()
-        yield _lower(window.trace, window.timeline, et, sources, job, graphs=graphs)[0]
+        yield _lower(window, _Capture(sources, no_execution_trace(), graphs), job)[0]
 
 
 def _with_mismatch(graph: Graph, notes: list[Note], spread: float) -> Graph:
@@ -263,6 +265,25 @@ class _Window:
     timeline: HostTimeline
     notes: list[Note]
     inference: InferenceStep | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Capture:
+    """What all windows of a rank's capture share.
+
+    Attributes:
+        sources: its files.
+        et: the execution trace, without nodes if there is none.
+        graphs: recordings of the CUDA graphs that the windows replay.
+    """
+
+    sources: Sources
+    et: ExecutionTrace
+    graphs: RecordedGraphs
+
+    def history(self, number: int) -> History | None:
+        """Return the allocator's history of a profiled step; None if not recorded."""
+        return read_history(self.sources.histories[number]) if self.sources.histories else None
 
 
 def _read(
@@ -323,38 +344,21 @@ def _window(
 
 
 def _lower(
-    trace: KinetoTrace,
-    timeline: HostTimeline,
-    et: ExecutionTrace,
-    sources: Sources,
-    job: Job,
-    *,
-    graphs: RecordedGraphs,
-    history: History | None = None,
+    window: _Window, capture: _Capture, job: Job, history: History | None = None
 ) -> tuple[Graph, Conversion]:
     """Join one window's host events with the execution trace, and lower the window to a graph.
 
     Args:
-        trace: the window's trace.
-        timeline: its host events.
-        et: the execution trace, without nodes if there is none.
-        sources: files of the capture.
+        window: the window.
+        capture: the capture that it belongs to.
         job: the job so far.
-        graphs: recordings of the CUDA graphs that the window replays.
         history: the allocator's history of the step; None if not recorded.
 
     Raises:
         TraceError: the traces cannot be joined, or nothing in them computes.
     """
-    notes: list[Note] = []
-    if sources.et is not None:
-        et, notes = join(timeline, et, sources.kineto)
-    # In this order: phases need the modules, and gradient reductions need the phases.
-    attribute(timeline, et.tid)
-    assign_phases(timeline, et.tid)
-    attribute_grad_reductions(timeline, et)
-    if sources.et is None:
-        use_profiler_shapes(timeline)
+    trace, timeline, sources = window.trace, window.timeline, capture.sources
+    et, join_notes = _attribute_operators(timeline, capture)
     gpu = link(trace, timeline)
     on_gpu = len(gpu) > 0
     if sources.et is None and not on_gpu and not timeline.rows.is_operator.any():
@@ -375,20 +379,21 @@ def _lower(
     # need a window in which they only leave markers.
     if sources.uncontended is not None:
         uncontended = load_kineto(sources.uncontended, trace.strings)
-        uncontended = with_replayed_operators(uncontended, graphs)
+        uncontended = with_replayed_operators(uncontended, capture.graphs)
         gpu, unpaired = with_uncontended_times(timeline, gpu, uncontended)
-    linked = LinkedTrace(
-        timeline=timeline,
-        gpu=gpu,
-        gloo=GlooCalls() if on_gpu else find_gloo_calls(timeline, et, groups_of(trace.distributed)),
-        waits=synchronizations(trace),
-        queue=launch_queue(trace),
-        memory=usage,
-        timing=trace.path.name,
-        et=et,
-    )
     graph, report = assemble(
-        linked,
+        LinkedTrace(
+            timeline=timeline,
+            gpu=gpu,
+            gloo=GlooCalls()
+            if on_gpu
+            else find_gloo_calls(timeline, et, groups_of(trace.distributed)),
+            waits=synchronizations(trace),
+            queue=launch_queue(trace),
+            memory=usage,
+            timing=trace.path.name,
+            et=et,
+        ),
         job,
         with_operators=sources.et is not None or sources.operators or not on_gpu,
     )
@@ -399,27 +404,56 @@ def _lower(
             code="trace-no-compute",
         )
     graph = replace(graph, job=with_world(graph.job, trace.distributed))
-    report.notes.extend(notes)
-    if on_gpu and (gloo_calls := int(timeline.is_run.sum())):
-        report.notes.append(
-            Note(
-                f"{gloo_calls} calls by Gloo are dropped: only CPU traces have them",
-                code="gloo-calls-dropped",
-            )
-        )
-    report.notes.extend(of_unread(trace, et))
-    if usage.note:
-        report.notes.append(usage.note)
-    report.notes.extend(overlap_notes(trace.path, timeline, gpu))
-    if unpaired:
-        report.notes.append(
-            Note(
-                f"the uncontended time of {unpaired} GPU operations is unknown: the window without "
-                "communication lacks them",
-                code="uncontended-time-unknown",
-            )
-        )
+    report.notes.extend(
+        [
+            *join_notes,
+            *_notes_of_gloo(timeline, on_gpu=on_gpu),
+            *of_unread(trace, et),
+            *([usage.note] if usage.note else []),
+            *overlap_notes(trace.path, timeline, gpu),
+            *_notes_of_unpaired(unpaired),
+        ]
+    )
     return graph, report
+
+
+def _attribute_operators(
+    timeline: HostTimeline, capture: _Capture
+) -> tuple[ExecutionTrace, list[Note]]:
+    """Give a window's operators their records, modules, phases and shapes.
+
+    Returns:
+        The execution trace as joined, and notes on the join.
+    """
+    et, notes = capture.et, list[Note]()
+    has_records = capture.sources.et is not None
+    if has_records:
+        et, notes = join(timeline, et, capture.sources.kineto)
+    # In this order: phases need the modules, and gradient reductions need the phases.
+    attribute(timeline, et.tid)
+    assign_phases(timeline, et.tid)
+    attribute_grad_reductions(timeline, et)
+    if not has_records:
+        use_profiler_shapes(timeline)
+    return et, notes
+
+
+def _notes_of_gloo(timeline: HostTimeline, *, on_gpu: bool) -> list[Note]:
+    calls = int(timeline.is_run.sum())
+    if not (on_gpu and calls):
+        return []
+    text = f"{calls} calls by Gloo are dropped: only CPU traces have them"
+    return [Note(text, code="gloo-calls-dropped")]
+
+
+def _notes_of_unpaired(operations: int) -> list[Note]:
+    if not operations:
+        return []
+    text = (
+        f"the uncontended time of {operations} GPU operations is unknown: the window without "
+        "communication lacks them"
+    )
+    return [Note(text, code="uncontended-time-unknown")]
 
 
 def is_capture(directory: Path) -> bool:
