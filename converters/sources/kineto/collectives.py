@@ -25,7 +25,8 @@ from onerank.converters.sources.kineto.link.link_kernels import (
     NCCL_KERNEL,
     GpuOps,
 )
-from onerank.converters.sources.kineto.read.schema import MOST_RANKS, NO_CALL, Args, ExecutionTrace
+from onerank.converters.sources.kineto.read.schema import MOST_RANKS, Args
+from onerank.converters.sources.kineto.read.trace_columns import NO_CALL, ExecutionTrace
 from onerank.ir import UNKNOWN, Collective, Kind, Phase
 from onerank.ir.arrays import I64, Mask
 from onerank.ir.errors import TraceError

@@ -10,13 +10,14 @@ import numpy as np
 
 from onerank.converters.sources.kineto.engine_steps import EngineStep, find_steps
 from onerank.converters.sources.kineto.gloo import GlooCalls, find_gloo_calls
+from onerank.converters.sources.kineto.link.et_join import join
 from onerank.converters.sources.kineto.link.graph_replays import (
     CapturedGraphs,
     EngineCaptures,
     RecordedGraphs,
     with_replayed_operators,
 )
-from onerank.converters.sources.kineto.link.host_timeline import HostTimeline, host_timeline, join
+from onerank.converters.sources.kineto.link.host_timeline import HostTimeline, host_timeline
 from onerank.converters.sources.kineto.link.launch_queue import launch_queue
 from onerank.converters.sources.kineto.link.link_kernels import link, with_unattributed_launches
 from onerank.converters.sources.kineto.link.module_phase import (
@@ -57,7 +58,7 @@ from onerank.converters.sources.kineto.read.kineto_trace import (
     load_kineto,
     steps,
 )
-from onerank.converters.sources.kineto.read.schema import ExecutionTrace, KinetoTrace
+from onerank.converters.sources.kineto.read.trace_columns import ExecutionTrace, KinetoTrace
 from onerank.converters.sources.kineto.shape_inference.recorded_shapes import use_profiler_shapes
 from onerank.converters.sources.kineto.trace_job import (
     groups_of,

@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 
 from onerank.converters.sources.kineto.read.kineto_trace import load_kineto
-from onerank.converters.sources.kineto.read.schema import HostRows, KinetoTrace
+from onerank.converters.sources.kineto.read.trace_columns import HostRows, KinetoTrace
 from onerank.ir import InferenceStep
 from onerank.ir.arrays import unique_values
 from onerank.ir.errors import TraceError

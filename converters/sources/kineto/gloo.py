@@ -21,7 +21,7 @@ from onerank.converters.sources.kineto.collectives import (
     with_root,
 )
 from onerank.converters.sources.kineto.link.host_timeline import NONE, RUN, HostTimeline, groups
-from onerank.converters.sources.kineto.read.schema import ExecutionTrace
+from onerank.converters.sources.kineto.read.trace_columns import ExecutionTrace
 from onerank.ir import UNKNOWN, Collective, Kind, ProcessGroup
 from onerank.ir.arrays import I64, Mask
 from onerank.ir.nodes import ROOT_COLUMNS

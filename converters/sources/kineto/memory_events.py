@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from onerank.converters.sources.kineto.link.host_timeline import NONE, HostTimeline
-from onerank.converters.sources.kineto.read.schema import MemoryRows, pick
+from onerank.converters.sources.kineto.read.trace_columns import MemoryRows, pick
 from onerank.ir import AllocatorSettings, Blocks, MemoryClass, MemoryLog, Phase
 from onerank.ir.arrays import I64, Mask
 from onerank.ir.errors import TraceError

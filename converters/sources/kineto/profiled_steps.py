@@ -21,7 +21,7 @@ import numpy as np
 from onerank.converters.sources.kineto.link.host_timeline import HostTimeline, host_timeline
 from onerank.converters.sources.kineto.link.link_kernels import GpuOps, link
 from onerank.converters.sources.kineto.lowering.diagnostics import Conversion
-from onerank.converters.sources.kineto.read.schema import KinetoTrace
+from onerank.converters.sources.kineto.read.trace_columns import KinetoTrace
 from onerank.ir import UNKNOWN, Graph, Kind
 from onerank.ir.arrays import I32, I64, Mask
 from onerank.ir.notes import Note

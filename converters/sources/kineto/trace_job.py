@@ -15,7 +15,8 @@ import numpy as np
 from onerank.converters.sources.kineto.collectives import Communication
 from onerank.converters.sources.kineto.link.link_kernels import GpuOps
 from onerank.converters.sources.kineto.memory_events import MemoryHistory
-from onerank.converters.sources.kineto.read.schema import DeviceProperties, Distributed, KinetoTrace
+from onerank.converters.sources.kineto.read.schema import DeviceProperties, Distributed
+from onerank.converters.sources.kineto.read.trace_columns import KinetoTrace
 from onerank.ir import (
     Device,
     Graph,

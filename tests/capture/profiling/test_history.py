@@ -22,7 +22,7 @@ from onerank.capture.profiling.allocator_snapshots import (
 )
 from onerank.converters.sources.kineto import AllocatorAction
 from onerank.converters.sources.kineto.memory_events import History, join_history
-from onerank.converters.sources.kineto.read.schema import MemoryRows
+from onerank.converters.sources.kineto.read.trace_columns import MemoryRows
 from onerank.ir import AllocatorSettings
 
 MIB = 1 << 20

@@ -30,9 +30,9 @@ from onerank.converters.sources.kineto.link.host_timeline import (
 from onerank.converters.sources.kineto.link.link_kernels import GRAPH_LAUNCHES, KERNEL_CATEGORY
 from onerank.converters.sources.kineto.read.execution_trace import load_execution_trace
 from onerank.converters.sources.kineto.read.kineto_trace import load_kineto
-from onerank.converters.sources.kineto.read.schema import (
+from onerank.converters.sources.kineto.read.schema import Args
+from onerank.converters.sources.kineto.read.trace_columns import (
     NO_CALL,
-    Args,
     ExecutionTrace,
     GpuRows,
     HostRows,

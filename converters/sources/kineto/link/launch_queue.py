@@ -13,7 +13,7 @@ import numpy as np
 
 from onerank.converters.sources.kineto.link.host_timeline import groups
 from onerank.converters.sources.kineto.link.link_kernels import CLOCK_NS
-from onerank.converters.sources.kineto.read.schema import KinetoTrace, last_of
+from onerank.converters.sources.kineto.read.trace_columns import KinetoTrace, last_of
 from onerank.ir.arrays import I32, I64, Mask
 from onerank.ir.notes import Note
 from onerank.ir.replay import RELEASE_NS

@@ -16,7 +16,7 @@ from onerank.converters.sources.kineto.link.host_timeline import (
     host_timeline,
     named,
 )
-from onerank.converters.sources.kineto.read.schema import (
+from onerank.converters.sources.kineto.read.trace_columns import (
     GPU_CATEGORIES,
     NO_CALL,
     OWN_CALL,

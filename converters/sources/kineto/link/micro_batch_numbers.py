@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from onerank.converters.sources.kineto.link.host_timeline import MODEL_SCOPE, NONE, HostTimeline
-from onerank.converters.sources.kineto.read.schema import pick
+from onerank.converters.sources.kineto.read.trace_columns import pick
 from onerank.ir import Phase
 from onerank.ir.arrays import I64, Mask, unique_values
 

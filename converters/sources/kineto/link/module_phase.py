@@ -27,7 +27,7 @@ from onerank.converters.sources.kineto.link.micro_batch_numbers import (
     forward_backward_pairs,
     micro_batches,
 )
-from onerank.converters.sources.kineto.read.schema import ExecutionTrace, pick
+from onerank.converters.sources.kineto.read.trace_columns import ExecutionTrace, pick
 from onerank.ir import Job, Phase
 from onerank.ir.arrays import I64, Mask, unique_values
 

@@ -23,7 +23,7 @@ from onerank.converters.sources.kineto.link.link_kernels import (
     KERNEL_CATEGORY,
     is_communication,
 )
-from onerank.converters.sources.kineto.read.schema import KinetoTrace, last_of
+from onerank.converters.sources.kineto.read.trace_columns import KinetoTrace, last_of
 from onerank.ir.arrays import unique_values
 
 RECORDS = frozenset({"cudaEventRecord", "cudaEventRecordWithFlags", "hipEventRecord"})

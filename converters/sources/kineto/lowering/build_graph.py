@@ -46,7 +46,7 @@ from onerank.converters.sources.kineto.lowering.recorded_collectives import (
 from onerank.converters.sources.kineto.lowering.select_nodes import SelectedNodes, select_nodes
 from onerank.converters.sources.kineto.lowering.sync_edges import SyncEdges, UnexplainedGaps
 from onerank.converters.sources.kineto.memory_events import MemoryHistory
-from onerank.converters.sources.kineto.read.schema import (
+from onerank.converters.sources.kineto.read.trace_columns import (
     GPU_CATEGORIES,
     NO_CALL,
     ExecutionTrace,

@@ -15,7 +15,7 @@ from onerank.converters.sources.kineto.link.link_kernels import GpuOps
 from onerank.converters.sources.kineto.link.sync_events import Synchronizations
 from onerank.converters.sources.kineto.lowering.recorded_collectives import RecordedCall
 from onerank.converters.sources.kineto.lowering.select_nodes import unattributed_calls
-from onerank.converters.sources.kineto.read.schema import ExecutionTrace, KinetoTrace
+from onerank.converters.sources.kineto.read.trace_columns import ExecutionTrace, KinetoTrace
 from onerank.ir import UNKNOWN, Graph, Kind, Reason
 from onerank.ir.arrays import I64
 from onerank.ir.errors import TraceError

@@ -30,7 +30,7 @@ from onerank.converters.sources.kineto.lowering.dependency_edges import (
     ThreadSequences,
     sequence_at,
 )
-from onerank.converters.sources.kineto.read.schema import ExecutionTrace
+from onerank.converters.sources.kineto.read.trace_columns import ExecutionTrace
 from onerank.ir import UNKNOWN, Evidence, Reason
 from onerank.ir.arrays import I64
 

@@ -22,7 +22,7 @@ import numpy as np
 from onerank.converters.sources.kineto.gloo import GlooCalls
 from onerank.converters.sources.kineto.link.host_timeline import MODULE_SCOPE, HostTimeline
 from onerank.converters.sources.kineto.link.link_kernels import GpuOps
-from onerank.converters.sources.kineto.read.schema import OWN_CALL
+from onerank.converters.sources.kineto.read.trace_columns import OWN_CALL
 from onerank.ir import Phase
 from onerank.ir.arrays import I64, Mask
 from onerank.ir.enums import DATA_LOADING

@@ -29,7 +29,7 @@ from onerank.converters.sources.kineto.lowering.dependency_edges import (
     StreamSequences,
     ThreadSequences,
 )
-from onerank.converters.sources.kineto.read.schema import GpuRows
+from onerank.converters.sources.kineto.read.trace_columns import GpuRows
 from onerank.ir import Reason, StringTable
 from onerank.ir.arrays import I64
 from onerank.ir.notes import Note

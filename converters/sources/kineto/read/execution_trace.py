@@ -9,13 +9,13 @@ import numpy as np
 
 from onerank.converters.sources.kineto.read.json_stream import ArrayFile, decode_raw
 from onerank.converters.sources.kineto.read.schema import (
-    ExecutionTrace,
     FlatFile,
     FlatNode,
     NestedFile,
     NestedNode,
     SchemaFile,
 )
+from onerank.converters.sources.kineto.read.trace_columns import ExecutionTrace
 from onerank.ir import StringTable
 from onerank.ir.arrays import I32, I64, unique_values
 from onerank.ir.errors import TraceError

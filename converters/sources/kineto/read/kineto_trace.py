@@ -15,15 +15,18 @@ import numpy as np
 
 from onerank.converters.sources.kineto.read.json_stream import ArrayFile, decode_raw
 from onerank.converters.sources.kineto.read.schema import (
-    GPU_CATEGORIES,
-    NO_CALL,
     Args,
     DeviceProperties,
     Distributed,
     Event,
+    KinetoFile,
+    read_distributed,
+)
+from onerank.converters.sources.kineto.read.trace_columns import (
+    GPU_CATEGORIES,
+    NO_CALL,
     GpuRows,
     HostRows,
-    KinetoFile,
     KinetoTrace,
     LaunchRows,
     MemoryRows,
@@ -32,7 +35,6 @@ from onerank.converters.sources.kineto.read.schema import (
     concatenated,
     last_of,
     pick,
-    read_distributed,
 )
 from onerank.ir import StringTable
 from onerank.ir.arrays import I32, I64, Mask, unique_values

@@ -19,7 +19,7 @@ from onerank.converters.sources.kineto.link.host_timeline import HostTimeline, h
 from onerank.converters.sources.kineto.link.link_kernels import GpuOps, is_communication, link
 from onerank.converters.sources.kineto.read.json_stream import beginning, kind_of
 from onerank.converters.sources.kineto.read.kineto_trace import load_kineto
-from onerank.converters.sources.kineto.read.schema import KinetoTrace, pick
+from onerank.converters.sources.kineto.read.trace_columns import KinetoTrace, pick
 from onerank.ir import UNKNOWN, StringTable
 from onerank.ir.arrays import I64, Mask
 from onerank.ir.errors import TraceError

@@ -12,7 +12,7 @@ from onerank.converters.sources.kineto.lowering import sync_edges
 from onerank.converters.sources.kineto.memory_events import AllocatorAction, History, join_history
 from onerank.converters.sources.kineto.read.execution_trace import without_placeholders
 from onerank.converters.sources.kineto.read.kineto_trace import load_kineto
-from onerank.converters.sources.kineto.read.schema import MemoryRows
+from onerank.converters.sources.kineto.read.trace_columns import MemoryRows
 from onerank.ir import Graph
 from onerank.ir.replay import schedule
 
