@@ -186,6 +186,7 @@ class Graph(Displayed):
         Raises:
             GraphError: the graph has a cycle, or records no modules.
         """
+        # Imported by the call: coarsening builds graphs, so its module imports this one.
         from onerank.ir.coarsen import coarsen
 
         return coarsen(self, grain)
@@ -245,6 +246,7 @@ class Graph(Displayed):
             ChakraError: a value does not fit Chakra's schema.
             OSError: the file cannot be written.
         """
+        # Imported by the call: the reader of the same package builds graphs.
         from onerank.ir.chakra import write
 
         write(self, path)

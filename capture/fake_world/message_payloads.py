@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from onerank.capture.collective_record import Group, Payload
+from onerank.capture.fake_tensors import is_integral
 from onerank.capture.fake_world.call_log import Address, CallLog, Messages
 from onerank.capture.fake_world.collective_launch import CallRange, raw
 from onerank.ir.errors import CaptureError, CaptureWarning
@@ -365,9 +366,7 @@ class IntegerPayloads:
 
 def _are_integers(tensors: Sequence[Tensor]) -> bool:
     """Whether tensors have elements, and all are integers or flags."""
-    return _have_values(tensors) and not any(
-        t.is_floating_point() or t.is_complex() for t in tensors
-    )
+    return _have_values(tensors) and all(is_integral(tensor.dtype) for tensor in tensors)
 
 
 def _have_values(tensors: Sequence[Tensor]) -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from onerank.capture.fake_tensors import KNOWN_ELEMENTS, is_small
+from onerank.capture.fake_tensors import KNOWN_ELEMENTS, is_integral, is_small
 from onerank.capture.no_device.event_log import EventLog
 from onerank.ir.errors import CaptureError
 from onerank.ir.notes import Note
@@ -157,7 +157,7 @@ class UnknownValues:
 
     def scalar(self, tensor: Tensor) -> bool | int | float:
         """Return the stand-in for the number in a tensor of one element."""
-        if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+        if not is_integral(tensor.dtype):
             value: bool | int | float = 1.0
         elif str(tensor.dtype) == "torch.bool":
             value = _is_asserted()

@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from onerank.capture.emulate_torchrun import decide_torchrun
+from onerank.capture.fake_tensors import is_integral
 from onerank.capture.isolation import run_isolated
 from onerank.capture.options import Options
 from onerank.capture.patches import patched
@@ -175,7 +176,7 @@ def _is_recorded(value: Any) -> bool:
 def _samples(values: Iterable[Any]) -> list[Sample]:
     samples: list[Sample] = []
     for value in tree_leaves(list(values)):
-        if not _is_recorded(value) or not (value.is_floating_point() or value.is_complex()):
+        if not _is_recorded(value) or is_integral(value.dtype):
             continue
         local, flat = _flat(value)
         positions = torch.linspace(0, max(flat.numel() - 1, 0), min(flat.numel(), SAMPLES)).long()

@@ -28,7 +28,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from onerank.capture.fake_tensors import mark_written
+from onerank.capture.fake_tensors import is_integral, mark_written
 from onerank.capture.no_device.event_log import Describer, EventLog, RecordedEvent, Shaped
 from onerank.capture.no_device.operators.block_masks import FLEX_ATTENTION, BlockMasks
 from onerank.capture.no_device.operators.fake_kernels import RepeatedCalls, lacks_fake, shapes_of
@@ -573,9 +573,9 @@ _FAILED = object()
 
 def _is_large(tensor: Tensor) -> bool:
     """Whether a tensor that is created on the CPU is too large to keep its numbers."""
-    if tensor.is_floating_point() or tensor.is_complex():
-        return tensor.numel() > REAL_ELEMENTS
-    return tensor.nbytes > _REAL_INTEGER_BYTES
+    if is_integral(tensor.dtype):
+        return tensor.nbytes > _REAL_INTEGER_BYTES
+    return tensor.numel() > REAL_ELEMENTS
 
 
 def _like(numbers: Tensor) -> Tensor:

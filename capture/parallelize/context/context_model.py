@@ -27,7 +27,6 @@ from onerank.capture.parallelize.context.sequence_attention import (
 )
 from onerank.capture.parallelize.context.sharded_batch import (
     MASK_INPUTS,
-    MaskInputs,
     part_mask,
     shard_batch,
 )
@@ -143,25 +142,21 @@ class _ModelHooks:
         """Replace the arguments of a call by this rank's part; set the inputs of its masks."""
         self.running = True
         context = self.layer.context
-        batch = shard_batch(module, args, kwargs, context)
-        self.packed = batch.packing is not None
-        if self.chunked and batch.documents is not None:
+        batch = shard_batch(module, args, kwargs, context, eager=self.layer.eager)
+        self.packed = batch.masks.packing is not None
+        if self.chunked and batch.masks.documents is not None:
             raise SliceError(
                 f"--cp: {type(module).__name__} uses chunked attention, which --cp does not "
                 "support with packed sequences: do not pack",
                 code="cp-chunked-packed",
             )
-        hides_tokens = batch.token_mask is not None or batch.documents is not None
-        masked = self.layer.eager or self.chunked or hides_tokens
+        masked = self.layer.eager or self.chunked or batch.masks.hides_tokens
         _configure(module, MASKED if masked else _ATTENTION)
         if masked:
-            masking = batch.token_mask, batch.documents, self.layer.eager, batch.packing
-            MASK_INPUTS.set(MaskInputs(batch.query_positions, batch.length, *masking))
+            MASK_INPUTS.set(batch.masks)
             # A mask of ones if nothing is padded: without a mask, transformers looks for packed
             # sequences in position ids, and those of the part jump between its two chunks.
-            batch.arguments["attention_mask"] = (
-                batch.unmasked() if batch.token_mask is None else batch.token_mask
-            )
+            batch.arguments["attention_mask"] = batch.attention_mask()
         if adds_balancing_loss(module, batch.arguments):
             share_balancing_loss(module)
             counted = None if batch.counted is None else context.local_chunks(batch.counted)

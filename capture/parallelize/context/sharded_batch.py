@@ -31,37 +31,63 @@ _NON_TEXT_INPUTS = ("pixel_values", "pixel_values_videos", "input_features")
 
 
 @dataclass(frozen=True)
+class MaskInputs:
+    """Positions, padding and packing of a call's sequences, from which layers build masks.
+
+    Attributes:
+        query_positions: position in the sequence of each token of this rank's part, [part].
+        length: tokens of a whole sequence.
+        token_mask: mask of tokens that are not padding, [batch, sequence]; None if padding needs no
+            mask.
+        documents: index of each token's packed sequence, [batch, sequence]; None for one.
+        packing: packed sequences that are cut one by one, which replaces masks.
+        eager: whether the model's eager attention uses the mask (lowest finite number, not -inf).
+    """
+
+    query_positions: Tensor
+    length: int
+    token_mask: Tensor | None
+    documents: Tensor | None
+    packing: Packing | None
+    eager: bool
+
+    @property
+    def hides_tokens(self) -> bool:
+        """Whether tokens attend to fewer than all earlier ones."""
+        return self.token_mask is not None or self.documents is not None
+
+
+@dataclass(frozen=True)
 class Batch:
     """A call's arguments, cut to a rank's part of the sequence, and the inputs of its masks.
 
     Attributes:
         arguments: arguments by name, without attention_mask.
-        query_positions: position in the sequence of each token of this rank's part, [part].
         sequences: number of sequences.
-        length: tokens of a whole sequence.
-        token_mask: mask of tokens that are not padding, [batch, sequence]; None if padding needs no
-            mask.
-        counted: the same mask for token statistics, such as a balancing loss.
-        documents: index of each token's packed sequence, [batch, sequence]; None for one.
-        packing: packed sequences that are cut one by one, so that no mask is needed.
+        counted: mask of tokens that are not padding, for token statistics such as a balancing loss,
+            [batch, sequence]; None if all count.
+        masks: inputs of the attention masks.
     """
 
     arguments: dict[str, Any]
-    query_positions: Tensor
     sequences: int
-    length: int
-    token_mask: Tensor | None
     counted: Tensor | None
-    documents: Tensor | None
-    packing: Packing | None
+    masks: MaskInputs
 
-    def unmasked(self) -> Tensor:
-        """Return an attention_mask of the whole sequences that hides nothing."""
-        return self.query_positions.new_ones((self.sequences, self.length))
+    def attention_mask(self) -> Tensor:
+        """Return an attention_mask of the whole sequences: of ones if nothing is padded."""
+        if self.masks.token_mask is not None:
+            return self.masks.token_mask
+        return self.masks.query_positions.new_ones((self.sequences, self.masks.length))
 
 
 def shard_batch(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], context: Context
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    context: Context,
+    *,
+    eager: bool = False,
 ) -> Batch:
     """Cut a call's arguments to this rank's part of the sequence.
 
@@ -73,21 +99,60 @@ def shard_batch(
         args: positional arguments of the call; input_ids, labels and masks are [batch, sequence].
         kwargs: keyword arguments of the call.
         context: the split of the sequence.
+        eager: as of `MaskInputs`.
 
     Raises:
         SliceError: the arguments cannot be cut.
     """
     arguments = by_name(model, args, kwargs)
-    labels = arguments.get("labels")
-    sequence = next(
-        (
-            arguments[name]
-            for name in ("input_ids", "inputs_embeds")
-            if arguments.get(name) is not None
+    sequence = _sequence_to_cut(model, arguments)
+    all_positions = torch.arange(sequence.shape[1], device=sequence.device).unsqueeze(0)
+    counted = _unpadded(arguments.get("attention_mask"), all_positions)
+    shifted = _shifted_labels(arguments)
+    positions, documents = _packed(model, arguments, all_positions)
+    token_mask = None if counted is None or _is_trailing(counted, shifted) else counted
+    if token_mask is not None:
+        _check_positions(model, token_mask)
+    packing = None
+    if documents is not None and context.comm == "p2p":
+        packing = packing_of(documents, context.group.rank(), context.group.size())
+        positions = positions.expand(len(documents), -1)
+    cut = context.local_chunks if packing is None else packing.local_chunks
+    for name in ("input_ids", "inputs_embeds", "labels"):
+        if arguments.get(name) is not None:
+            arguments[name] = cut(arguments[name])
+    # Each part needs its positions: without them a model counts from 0.
+    local = {**arguments, "attention_mask": None, "position_ids": cut(positions)}
+    if arguments.get("labels") is not None and shifted is not None:
+        if local.get("num_items_in_batch") is None:
+            # By default the loss function divides by the part's labels, and parts have unequal
+            # numbers of them; divided by the whole sequence's number, the parts sum to its loss.
+            local["num_items_in_batch"] = (shifted != IGNORED_LABEL).sum()
+        local["shift_labels"] = cut(shifted)
+    return Batch(
+        arguments=local,
+        sequences=sequence.shape[0],
+        counted=counted,
+        masks=MaskInputs(
+            query_positions=context.local_chunks(all_positions)[0],
+            length=sequence.shape[1],
+            token_mask=token_mask,
+            documents=documents,
+            packing=packing,
+            eager=eager,
         ),
-        None,
     )
-    if sequence is None:
+
+
+def _sequence_to_cut(model: nn.Module, arguments: dict[str, Any]) -> Tensor:
+    """Return the tokens or embeddings of a call, [batch, sequence, ...].
+
+    Raises:
+        SliceError: there are none, or other arguments depend on positions in the whole sequence.
+    """
+    names = ("input_ids", "inputs_embeds")
+    given = [arguments[name] for name in names if arguments.get(name) is not None]
+    if not given:
         raise SliceError(
             f"--cp: {type(model).__name__} was called without input_ids, which --cp cuts\n"
             "  call model(input_ids=..., labels=...)",
@@ -107,31 +172,21 @@ def shard_batch(
             "sequence, but a rank holds only a part: leave it out",
             code="cp-logits-to-keep",
         )
-    all_positions = torch.arange(sequence.shape[1], device=sequence.device).unsqueeze(0)
-    shifted = arguments.get("shift_labels")
+    return given[0]
+
+
+def _shifted_labels(arguments: dict[str, Any]) -> Tensor | None:
+    """Return the label that each token predicts, [batch, sequence]; None without labels."""
+    shifted, labels = arguments.get("shift_labels"), arguments.get("labels")
     if shifted is None and labels is not None:
         # The shift comes before the cut: a chunk's last token learns from the next chunk's first.
-        shifted = nn.functional.pad(labels, (0, 1), value=IGNORED_LABEL)[..., 1:]
-    counted = _unpadded(arguments.get("attention_mask"), all_positions)
-    positions, documents = _packed(model, arguments, all_positions)
-    packing = None
-    if documents is not None and context.comm == "p2p":
-        packing = packing_of(documents, context.group.rank(), context.group.size())
-        positions = positions.expand(len(documents), -1)
-    cut = context.local_chunks if packing is None else packing.local_chunks
-    for name in ("input_ids", "inputs_embeds", "labels"):
-        if arguments.get(name) is not None:
-            arguments[name] = cut(arguments[name])
-    # Each part needs its positions: without them a model counts from 0.
-    local = {**arguments, "attention_mask": None, "position_ids": cut(positions)}
-    if labels is not None and shifted is not None:
-        if local.get("num_items_in_batch") is None:
-            # By default the loss function divides by the part's labels, and parts have unequal
-            # numbers of them; divided by the whole sequence's number, the parts sum to its loss.
-            local["num_items_in_batch"] = (shifted != IGNORED_LABEL).sum()
-        local["shift_labels"] = cut(shifted)
-    token_mask = None if counted is None or _is_trailing(counted, shifted) else counted
-    if token_mask is not None and (embedding_class := _position_counting_embedding(model)):
+        return nn.functional.pad(labels, (0, 1), value=IGNORED_LABEL)[..., 1:]
+    return shifted
+
+
+def _check_positions(model: nn.Module, token_mask: Tensor) -> None:
+    """Refuse a model that counts positions from a mask, which the rank's part does not have."""
+    if embedding_class := _position_counting_embedding(model):
         raise SliceError(
             f"--cp: {type(model).__name__} counts its positions from the attention_mask "
             f"({embedding_class}), which excludes {int((~token_mask).sum())} of "
@@ -139,17 +194,6 @@ def shard_batch(
             "sequences",
             code="cp-positions-from-mask",
         )
-    count, length = sequence.shape[:2]
-    return Batch(
-        local,
-        context.local_chunks(all_positions)[0],
-        count,
-        length,
-        token_mask,
-        counted,
-        documents,
-        packing,
-    )
 
 
 def _unpadded(mask: Any, all_positions: Tensor) -> Tensor | None:
@@ -219,27 +263,6 @@ def _packed(
 
 
 # Attention masks ---------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class MaskInputs:
-    """Positions, padding and packing of a call's sequences, from which layers build masks.
-
-    Attributes:
-        query_positions: position in the sequence of each token of this rank's part, [part].
-        length: tokens of a sequence.
-        token_mask: mask of tokens that are not padding, [batch, sequence]; None for all.
-        documents: index of each token's packed sequence, [batch, sequence]; None for one.
-        eager: whether the model's eager attention uses the mask (lowest finite number, not -inf).
-        packing: packed sequences that are cut one by one; replaces masks.
-    """
-
-    query_positions: Tensor
-    length: int
-    token_mask: Tensor | None = None
-    documents: Tensor | None = None
-    eager: bool = False
-    packing: Packing | None = None
 
 
 MASK_INPUTS: contextvars.ContextVar[MaskInputs | None] = contextvars.ContextVar(
