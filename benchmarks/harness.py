@@ -6,10 +6,8 @@ import platform
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
-
-import numpy as np
-import polars as pl
 
 
 def parser_of(document: str | None) -> argparse.ArgumentParser:
@@ -21,15 +19,33 @@ def parser_of(document: str | None) -> argparse.ArgumentParser:
 
 
 def print_conditions(*more: str) -> None:
-    """Print date, machine and versions of this run.
+    """Print date, machine, load and versions of this run.
 
     Args:
-        more: what else the figures depend on, such as `torch 2.13.0`.
+        more: what else the figures depend on, such as `version_of("transformers")`.
     """
-    machine = f"{platform.machine()}, {os.cpu_count()} cores"
-    versions = f"Python {platform.python_version()}, numpy {np.__version__}"
-    parts = [versions, f"polars {pl.__version__}", *more]
-    print(f"{datetime.now(UTC):%Y-%m-%d}, {machine}; {', '.join(parts)}")
+    machine = f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
+    libraries = [version_of(name) for name in ("onerank", "numpy", "polars")]
+    parts = [f"Python {platform.python_version()}", *libraries, *more]
+    print(f"{datetime.now(UTC):%Y-%m-%d}, {machine}; {', '.join(parts)}", flush=True)
+
+
+def version_of(package: str) -> str:
+    """Return the name and version of an installed package, for `print_conditions`."""
+    return f"{package} {metadata.version(package)}"
+
+
+def gpus_and_torch(count: int = 1) -> tuple[str, ...]:
+    """Return the GPUs of this host, torch, and CUDA or NCCL, for `print_conditions`.
+
+    Args:
+        count: number of GPUs that the benchmark runs on; with several, NCCL's version counts.
+    """
+    import torch  # not every benchmark needs it
+
+    gpus = f"{count} x {torch.cuda.get_device_name()}"
+    nccl = [f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"] if count > 1 else []
+    return (gpus, version_of("torch"), f"CUDA {torch.version.cuda}", *nccl)
 
 
 def given_folder(document: str | None, *names: str) -> Path:

@@ -29,6 +29,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import onerank
+from benchmarks.harness import parser_of
 
 VOCABULARY = 50257  # GPT-2's
 DROPOUT = 0.1
@@ -367,7 +368,7 @@ def padded_vocabulary(tp: int) -> int:
 
 def main() -> None:
     """Train on random tokens."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser = parser_of(__doc__)
     for name, default in {"hidden": 0, "heads": 16, "micro-batch": 0, "tp": 0, "sequence": 1024,
                           "layers": 2}.items():  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default, required=not default)

@@ -35,14 +35,12 @@ for each GPU between nodes (four HDR adapters for eight GPUs, as they say).
 
 import csv
 import math
-import platform
 import statistics
 import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import cache
 from itertools import combinations, pairwise
 from pathlib import Path
@@ -51,7 +49,7 @@ import numpy as np
 from scipy.stats import kendalltau
 
 import onerank
-from benchmarks.harness import parser_of
+from benchmarks.harness import parser_of, print_conditions, version_of
 from benchmarks.no_device.megatron_step import (
     GPU,
     NODE,
@@ -383,7 +381,7 @@ def main() -> None:
     path = options.data / "megatron_a100_iterations.csv"
     if not path.is_file():
         sys.exit(f"{path}: no such file; give the directory that holds it")
-    print(f"{datetime.now(UTC):%Y-%m-%d}, {platform.machine()}, Python {platform.python_version()}")
+    print_conditions(version_of("torch"))
     print((__doc__ or "").split("\n\n", 2)[2])
     rows = rows_of(path)
     with tempfile.TemporaryDirectory() as directory:

@@ -18,14 +18,10 @@ to 105 MB within a node, as nccl-tests reports for 8 A100s in vTrain's repositor
 fused accumulation in 32 bits counts as a plain product.
 """
 
-import platform
 import tempfile
-from datetime import UTC, datetime
 from pathlib import Path
 
-import torch
-
-from benchmarks.harness import order_agreement, parser_of
+from benchmarks.harness import order_agreement, parser_of, print_conditions, version_of
 from benchmarks.no_device.megatron_step import Job, Network, parts_of, step_ns
 
 SELENE = Network(node_gb_per_s=200, nic_gb_per_s=25)
@@ -46,7 +42,7 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("captures", type=Path, nargs="?")
     folder = parser.parse_args().captures
-    print(f"{datetime.now(UTC):%Y-%m-%d}, {platform.machine()}; torch {torch.__version__}")
+    print_conditions(version_of("torch"))
     print((__doc__ or "").split("\n\n", 2)[2])
     print(f"{'':22}{'published':>10}{'predicted':>10}{'error':>8}{'80% interval':>18}"
           f"{'layer':>10}{'head':>9}{'optimizer':>11}")  # fmt: skip

@@ -14,11 +14,8 @@ import tempfile
 import time
 from pathlib import Path
 
-import torch
-import transformers
-
 import onerank
-from benchmarks.harness import parser_of
+from benchmarks.harness import parser_of, print_conditions, version_of
 
 SCRIPT = Path(__file__).parents[1] / "jobs" / "large_models.py"
 
@@ -42,8 +39,7 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("jobs", nargs="*", metavar="JOB", help="default: all")
     chosen = parser.parse_args().jobs or list(JOBS)
-    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
-    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {versions}")
+    print_conditions(version_of("torch"), version_of("transformers"))
     print(f"{'job':34s} {'nodes':>8s} {'CPU s':>7s} {'wall s':>7s} {'peak MB':>8s}")
     for job in chosen:
         options, arguments = JOBS[job]

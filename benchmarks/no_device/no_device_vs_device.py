@@ -13,12 +13,13 @@ memory at the step's start. Kernels of the capture without a device are those of
 
 import argparse
 import multiprocessing
-import platform
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from benchmarks.harness import print_conditions, version_of
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 _FOUR = ("--shape", "8b", "--layers", "4", "--seq", "4096", "--batch", "1", "--steps", "60")
@@ -164,9 +165,7 @@ def main() -> None:
                 process.start()
                 process.join()
                 print(f"{form}, {device or 'GPU'}: exit {process.exitcode}", flush=True)
-    import torch
-
-    print(f"{platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}")
+    print_conditions(version_of("torch"))
     columns = "".join(f"{name:>10}" for name in ("FLOPs", "bytes", "peak", "at start"))
     on_kernels = f"{'kernels':>8}{'other':>6}  {'worst class':<18}"
     print(f"{'form':<24}{'calls':>6} {'collectives':<12}{on_kernels}{columns}")

@@ -24,7 +24,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import parser_of, print_conditions
+from benchmarks.harness import parser_of, print_conditions, version_of
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 JOBS = {
@@ -53,7 +53,6 @@ def main() -> None:
 
 
 def predict(directory: Path) -> None:
-    import torch
 
     import onerank
     from onerank.annotate import load_gpu
@@ -61,7 +60,7 @@ def predict(directory: Path) -> None:
     from onerank.plan.cluster import Cluster, ClusterLink, network_of
     from onerank.plan.stage_times import with_network
 
-    print_conditions(f"torch {torch.__version__}")
+    print_conditions(version_of("torch"))
     print(f"captured without a device; 4 x H100, {BUSBW_GB_PER_S} GB/s")
     print(f"{'ms':16s}{'predicted':>11s}{'no contention':>15s}{'measured':>11s}")
     link = ClusterLink(BUSBW_GB_PER_S)

@@ -42,15 +42,13 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 
 import onerank
-from benchmarks.harness import order_agreement, parser_of
+from benchmarks.harness import order_agreement, parser_of, print_conditions, version_of
 from onerank.annotate import load_gpu
 from onerank.converters.expand.pipeline import PipelineSchedule
 from onerank.ir import Pipeline, RankClass
@@ -336,7 +334,7 @@ def main() -> None:
     parser.add_argument("--captures", type=Path)
     parser.add_argument("--rows", nargs="*", default=[])
     args = parser.parse_args()
-    print(f"{datetime.now(UTC):%Y-%m-%d}, {os.cpu_count()} cores; torch {torch.__version__}")
+    print_conditions(version_of("torch"))
     print((__doc__ or "").split("\n\n", 2)[2])
     print(f"{'':36s}{'tokens/s per GPU':^27s}{'reserved memory, GiB':^27s}")
     columns = f"{'published':>9s}{'predicted':>10s}{'error':>8s}"

@@ -19,7 +19,6 @@ is the bfloat16 step with its data type replaced.
 """
 
 import math
-import platform
 import subprocess
 import sys
 import tempfile
@@ -31,7 +30,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import onerank
-from benchmarks.harness import parser_of
+from benchmarks.harness import parser_of, print_conditions, version_of
 from benchmarks.no_device import published_step
 from onerank.annotate import CLASSES, PassOptions, classify, load_gpu, recost
 from onerank.annotate.op_costs.op_classes import OpClass
@@ -68,9 +67,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path, nargs="?", help="keeps the captures")
     folder = parser.parse_args().folder
     rows = published_rows()
-    print(
-        f"{platform.machine()}, Python {platform.python_version()}, onerank {onerank.__version__}"
-    )
+    print_conditions(version_of("torch"))
     print(f"{'model':14}{'GPU':>14}{'type':>9}{'batch':>10}{'GPUs':>5}{'published':>10}"
           f"{'predicted':>10}{'80% interval':>17}{'fused':>8}{'MFU %':>6}  ratio")  # fmt: skip
     errors: dict[str, list[float]] = {}

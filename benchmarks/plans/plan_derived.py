@@ -8,13 +8,11 @@ Llama-3 70B on 512 H100s, as in plan_scale.py.
 """
 
 import os
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
 
-from benchmarks.harness import parser_of
+from benchmarks.harness import parser_of, print_conditions, version_of
 from benchmarks.plans.plan_scale import CONFIG, MODEL, VARY
 from onerank.plan.captures import capture_stage, plan_captures
 from onerank.plan.config import read_config
@@ -46,8 +44,7 @@ def main() -> None:
     layouts, _ = enumerate_layouts(
         job.choices, gpus=job.cluster.gpus, global_batch=job.global_batch
     )
-    print(f"{datetime.now(UTC):%Y-%m-%d}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.0f}; "
-          f"torch {version('torch')}")  # fmt: skip
+    print_conditions(version_of("torch"))
     columns = f"{'derived':>11}{'captured':>11}{'error':>9}"
     print(f"{'':74}{'step, ms':^31}{'peak memory, GB':^31}\n{'':74}{columns}{columns}", flush=True)
     for row in [ROWS[number - 1] for number in options.row] if options.row else ROWS:

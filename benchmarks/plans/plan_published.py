@@ -18,14 +18,12 @@ DIRECTORY keeps the results: the same command continues an interrupted run.
 import os
 import subprocess
 import sys
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 
-from benchmarks.harness import order_agreement, parser_of
+from benchmarks.harness import order_agreement, parser_of, print_conditions, version_of
 from benchmarks.no_device.megatron_published import MODELS, PUBLISHED_S
 from benchmarks.no_device.megatron_step import NODE, Job
 from benchmarks.no_device.no_device_vs_torchtitan import (
@@ -96,7 +94,7 @@ def main() -> None:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--torchtitan", type=Path, metavar="CHECKOUT")
     options = parser.parse_args()
-    print(f"{datetime.now(UTC):%Y-%m-%d}, {os.cpu_count()} cores; torch {torch.__version__}")
+    print_conditions(version_of("torch"))
     print((__doc__ or "").split("\n\n", 2)[2])
     for name, job in MODELS.items():
         print_megatron(name, job, options.directory / name)

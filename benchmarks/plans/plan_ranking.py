@@ -24,15 +24,13 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from itertools import combinations
 from pathlib import Path
 
 import msgspec
-import torch
 from scipy.stats import kendalltau
 
-from benchmarks.harness import order_agreement, parser_of
+from benchmarks.harness import order_agreement, parser_of, print_conditions, version_of
 from onerank.annotate.hosts import host as hosts
 
 AXES = ("tp", "dp", "pp", "micro_batch")
@@ -92,7 +90,7 @@ def main() -> None:
     groups = groups_of(options.data / "megatron_a100_iterations.csv", wanted)
     if not groups:
         sys.exit(f"no two rows of the table are alternatives with {wanted}")
-    print(f"{datetime.now(UTC):%Y-%m-%d}, torch {torch.__version__}")
+    print_conditions(version_of("torch"))
     print((__doc__ or "").split("\n\n", 2)[2])
     print(f"host: typical, times {options.host_factor:g}")
     print(f"{'group':44}{'rows':>5}{'tau':>8}{'best loses':>12}{'median error':>14}")

@@ -8,15 +8,11 @@ astra-sim` writes the workload. The model is a Llama of 16 layers on 2 nodes of 
 """
 
 import json
-import os
 import subprocess
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 
-import torch
-
-from benchmarks.harness import parser_of
+from benchmarks.harness import parser_of, print_conditions, version_of
 from onerank.plan.captures import capture_stage, plan_captures
 from onerank.plan.config import read_config
 from onerank.plan.evaluate import evaluate
@@ -70,7 +66,7 @@ def main() -> None:
     config = directory / "plan.toml"
     config.write_text(CONFIG)
     job = read_config(config).job
-    print(f"{datetime.now(UTC):%Y-%m-%d}, {os.cpu_count()} cores; torch {torch.__version__}")
+    print_conditions(version_of("torch"))
     print((__doc__ or "").split("\n\n", 2)[2])
     columns = f"{'row':>10}{'commands':>10}{'error':>9}"
     print(f"{'':62}{'step, ms':^29}{'peak memory, GB':^29}\n{'':62}{columns}{columns}", flush=True)

@@ -11,13 +11,11 @@ import os
 import subprocess
 import sys
 import time
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
 
-from benchmarks.harness import parser_of
+from benchmarks.harness import parser_of, print_conditions, version_of
 from onerank.plan.captures import plan_captures
 from onerank.plan.config import read_config
 from onerank.plan.layouts import enumerate_layouts
@@ -66,8 +64,7 @@ def main() -> None:
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_bytes(msgspec.json.encode(MODEL))
     (directory / "plan.toml").write_text(CONFIG + "\n".join(lines))
-    print(f"{datetime.now(UTC):%Y-%m-%d}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.0f}, "
-          f"Python {sys.version.split()[0]}, torch {version('torch')}")  # fmt: skip
+    print_conditions(version_of("torch"))
     print("\n".join(lines))
     os.chdir(directory)  # paths of the configuration are relative to it
     job = read_config(Path("plan.toml")).job

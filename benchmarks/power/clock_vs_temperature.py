@@ -6,13 +6,12 @@ Needs a cold CUDA GPU. Multiplies 4096 x 4096 by 4096 x 14336 (bfloat16) in a lo
 and prints, every few seconds, the power, the SM clock, the temperature and a product's time.
 """
 
-import argparse
-import datetime
 import sys
 import time
 
 import torch
 
+from benchmarks.harness import gpus_and_torch, parser_of, print_conditions
 from onerank.capture.profiling.nvml import Board
 
 EACH_S = 5.0
@@ -21,15 +20,12 @@ PRODUCTS = 64  # between two looks at the clock
 
 def main() -> None:
     """Print a line every few seconds."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--seconds", type=float, default=120)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("needs a CUDA GPU")
-    print(
-        f"{datetime.date.today()}, {torch.cuda.get_device_name()}, torch {torch.__version__}, "
-        f"{torch.cuda.temperature()} °C at the start"
-    )
+    print_conditions(*gpus_and_torch(), f"{torch.cuda.temperature()} °C at the start")
     shapes = ((4096, 4096), (4096, 14336), (4096, 14336))
     a, b, c = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes)
     board = Board()

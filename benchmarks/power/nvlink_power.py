@@ -8,8 +8,6 @@ keeps the link active with negligible traffic, and 64 MiB, next to equal copies 
 it repeats this without products. Power is the energy counter over the second half of a line.
 """
 
-import argparse
-import datetime
 import sys
 import threading
 import time
@@ -19,6 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from benchmarks.harness import gpus_and_torch, parser_of, print_conditions
 from onerank.capture.profiling.nvml import Board
 
 PRODUCTS = 16  # GEMMs between two CUDA events
@@ -48,17 +47,15 @@ ALONE = [*TRICKLES, Copies("64 MiB always", 64 << 20, 0)]
 
 def main() -> None:
     """Print a line for each kind of copies."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--seconds", type=float, default=2.2, help="of each line")
     parser.add_argument("--rounds", type=int, default=2)
     arguments = parser.parse_args()
     if torch.cuda.device_count() < len(GPUS):
         sys.exit(f"needs {len(GPUS)} CUDA GPUs, found {torch.cuda.device_count()}")
     measuring = Measuring(arguments.seconds)
-    print(
-        f"{datetime.date.today()}, {len(GPUS)} x {torch.cuda.get_device_name()}, torch "
-        f"{torch.__version__}, {arguments.seconds} s a line; both GPUs' figures"
-    )
+    print_conditions(*gpus_and_torch(len(GPUS)))
+    print(f"{arguments.seconds} s a line; both GPUs' figures")
     print(f"{'copies':30}{'W':>14}{'MHz':>12}{'product, us':>18}")
     measuring.line("none, to warm up", None, products=True)
     measuring.line("none, no peer reached yet", None, products=True)

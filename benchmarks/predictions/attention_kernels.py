@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.harness import parser_of
+from benchmarks.harness import gpus_and_torch, parser_of, print_conditions
 
 SHAPES = [(1, 8, 4096), (1, 32, 4096), (4, 32, 2048), (1, 32, 16384)]  # batch, heads, length
 KERNELS = {"flash2": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
@@ -26,7 +26,7 @@ def main() -> None:
     parser_of(__doc__).parse_args()
     if not torch.cuda.is_available():
         sys.exit("no CUDA device: nothing to measure")
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}")
+    print_conditions(*gpus_and_torch())
     print(f"{'shape':>16}{'d':>5}{'pass':>10}{'kernel':>9}{'us':>10}{'TFLOP/s':>9}{'x flash2':>10}")
     for batch, heads, length in SHAPES:
         for d in (64, 128):

@@ -14,14 +14,12 @@ from these same rates.
 
 import math
 import tomllib
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-import onerank
-from benchmarks.harness import parser_of
+from benchmarks.harness import parser_of, print_conditions
 from onerank.annotate import load_gpu
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.attention_kernels import slowdown_of
@@ -38,7 +36,7 @@ def main() -> None:
     parser_of(__doc__).parse_args()
     data = tomllib.loads(RATES.read_text(encoding="utf-8"))
     rows = [Row(zip(data["fields"], row, strict=True)) for row in data["rates"]]
-    print(f"{datetime.now(UTC):%Y-%m-%d}, onerank {onerank.__version__}, numpy {np.__version__}")
+    print_conditions()
     print("d: head size; c: causal; b: backward; own, told: predicted over published")
     heads = f"{'gpu':8}{'kernel':10}{'d':>4}{'c':>2}{'b':>2}{'own':>7}{'told':>7}"
     print(f"{heads}  tokens: own/published")

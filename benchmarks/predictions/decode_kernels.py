@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 
-from benchmarks.harness import parser_of
+from benchmarks.harness import gpus_and_torch, parser_of, print_conditions
 from onerank.annotate import load_gpu
 from onerank.annotate.models import roofline
 from onerank.annotate.models.coefficients import shipped
@@ -66,7 +66,7 @@ def measure(table: Path) -> None:
 
     if not torch.cuda.is_available():
         raise SystemExit("no CUDA device: nothing to measure")
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}")
+    print_conditions(*gpus_and_torch())
     pool = torch.empty(_POOL, device="cuda", dtype=torch.bfloat16).normal_(0, 0.02)
     with table.open("w", newline="") as file:
         writer = csv.writer(file)

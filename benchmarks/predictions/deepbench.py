@@ -27,7 +27,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 
-from benchmarks.harness import parser_of
+from benchmarks.harness import parser_of, print_conditions
 from onerank.annotate import load_gpu
 from onerank.annotate.models import learned, roofline, scale_measured
 from onerank.annotate.models.features import kernels_of
@@ -52,6 +52,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="DeepBench/results/train")
     folder = parser.parse_args().folder
     measured = {name: read(folder / f"DeepBench_NV_{name}.xlsx") for name in GPUS}
+    print_conditions()
     print(f"mean error in percent / mean factor off / mean of predicted over measured\n{'':24}"
           f"{'':6}{'calls':>6}{'one product':>20}{'predicted':>20}{'residual':>20}"
           f"{'from measured':>20}")  # fmt: skip

@@ -10,15 +10,14 @@ The descriptions' floors and sustained fractions were measured on the same datas
 errors are those of a well described GPU; the models' formulas hold no coefficient fitted to it.
 """
 
-import argparse
 import itertools
-import platform
 import sys
 from pathlib import Path
 
 import numpy as np
 import polars as pl
 
+from benchmarks.harness import parser_of, print_conditions
 from onerank.annotate import find_gpu, recost
 from onerank.ir import Device, Edges, Evidence, Graph, Job, Kind, Nodes, StringTable
 from onerank.ir.arrays import F64, Mask
@@ -32,7 +31,7 @@ BINS = {
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser = parser_of(__doc__)
     parser.add_argument("data", type=Path, help="directory with gemm.parquet")
     path = parser.parse_args().data / "gemm.parquet"
     if not path.is_file():
@@ -42,8 +41,9 @@ def main() -> None:
     gpus = [name for name in table.columns[3:] if find_gpu(name) is not None]
     masks = {name: table.select(test).to_series() for name, test in BINS.items()}
     full = {name: np.broadcast_to(mask.to_numpy(), len(table)) for name, mask in masks.items()}
+    print_conditions()
     print(f"{len(table)} bf16 shapes ({', '.join(f'{n} {int(m.sum())}' for n, m in full.items())})")
-    print(f"from {path.name}; Python {platform.python_version()}, numpy {np.__version__}")
+    print(f"from {path.name}")
     print(f"GPUs without a description here: {sorted({*table.columns[3:]} - {*gpus}) or 'none'}")
     print(
         "Error of the predicted time, percent of the measured: mean / median of absolute values\n"

@@ -6,7 +6,6 @@ Each TRACE was captured on the database's GPU. Its kernels are looked up by oper
 kernel name, and the rows' times are compared with the measured ones, class by class.
 """
 
-import argparse
 from collections import defaultdict
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import numpy as np
 import polars as pl
 
 import onerank
+from benchmarks.harness import parser_of
 from onerank.annotate import op_class
 from onerank.annotate.kernel_db.calls import CallKey, call_key
 from onerank.annotate.kernel_db.database import KernelRow, contents, read_database, rows_of
@@ -24,7 +24,7 @@ LONG_NS = 50_000
 
 def main() -> None:
     """Print the content of the database, and the comparison with each trace."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser = parser_of(__doc__)
     parser.add_argument("database", type=Path)
     parser.add_argument("traces", type=Path, nargs="*")
     arguments = parser.parse_args()

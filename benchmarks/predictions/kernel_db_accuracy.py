@@ -18,7 +18,6 @@ looked up in it and compared with the measured step, with a step's caches and cl
 steps with `--step FILE`. Half of that database's rows are of calls of this trace.
 """
 
-import argparse
 import itertools
 import sys
 from collections.abc import Iterator
@@ -29,7 +28,7 @@ import numpy as np
 import polars as pl
 
 import onerank
-from benchmarks.harness import print_conditions
+from benchmarks.harness import parser_of, print_conditions
 from onerank.annotate import load_gpu
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.kernel_db.database import COLD, SHIPPED, WARM, Library, open_library
@@ -323,7 +322,7 @@ def share_of(kernels: KernelFeatures, whole_ns: F64) -> F64:
 
 def main() -> None:
     """Print the tables alone."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser = parser_of(__doc__)
     parser.add_argument("data", type=Path, nargs="?", help="directory with the measurements")
     parser.add_argument("--step", type=Path, action="append", default=[],
                         help="a captured step (.et) on a GPU with a shipped database")  # fmt: skip

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from benchmarks.harness import parser_of, print_conditions
+from benchmarks.harness import gpus_and_torch, parser_of, print_conditions
 from onerank.annotate import load_gpu
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.coefficients import shipped
@@ -43,8 +43,7 @@ def measure(table: Path, library: Path) -> None:
 
     torch.ops.load_library(str(library))
     dense: Any = torch.ops.flash_mla_legacy.dense_decode_fwd
-    gpu = torch.cuda.get_device_name()
-    print_conditions(f"torch {torch.__version__}", f"CUDA {torch.version.cuda}", gpu)
+    print_conditions(*gpus_and_torch())
     print(f"relative error of 3 sequences of 256 tokens, 16 heads: {_error(dense):.4f}")
     with table.open("w", newline="") as file:
         writer = csv.writer(file)

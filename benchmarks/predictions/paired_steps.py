@@ -15,7 +15,6 @@ Traces with the same name in both folders are a pair: captures of the same job. 
 Then compute by class, over all pairs and for each pair. Copies between host and GPU are excluded.
 """
 
-import argparse
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -23,6 +22,7 @@ from pathlib import Path
 import numpy as np
 
 import onerank
+from benchmarks.harness import parser_of, print_conditions
 from benchmarks.predictions.paired_traces import by_class
 from onerank.analysis.step_energy import step_durations_of
 from onerank.analysis.step_time import step_change
@@ -41,7 +41,7 @@ HEADS = (
 
 def main() -> None:
     """Print both tables."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser = parser_of(__doc__)
     parser.add_argument("folders", type=Path, nargs=2)
     parser.add_argument("--target", help="a description of the second folder's GPU")
     parser.add_argument("--database", type=Path, action="append", default=[])
@@ -58,6 +58,7 @@ def main() -> None:
         sys.exit(f"{second.job.device.name} is no GPU known here; give --target")
     name_of_target = arguments.target or target.name
     versions = ", ".join(f"{k} {v}" for k, v in second.job.measurement.versions.items())
+    print_conditions()
     print(f"{first.job.device.name} -> {second.job.device.name} as {target.name}; {versions}")
     print(f"\n{'':18}" + "".join(f"{head:>11}" for head in HEADS) + f"{'peak error':>12}")
     classes: dict[str, list[tuple[float, float, float]]] = defaultdict(list)

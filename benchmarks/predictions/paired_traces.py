@@ -7,7 +7,6 @@ shapes, types and their number are equal; their mean times are compared. Public
 pairs: Kineto traces of five models on H100 and MI300X in AMD-AGI/TraceLens.
 """
 
-import argparse
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 import onerank
+from benchmarks.harness import parser_of, print_conditions
 from onerank.annotate import CLASSES, classify, find_gpu, recost
 from onerank.ir import Graph
 
@@ -34,13 +34,14 @@ class Call(NamedTuple):
 
 def main() -> None:
     """Print both directions."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser = parser_of(__doc__)
     parser.add_argument("folders", type=Path, nargs=2)
     first, second = parser.parse_args().folders
     names = sorted({p.name for p in first.glob("*.et")} & {p.name for p in second.glob("*.et")})
     if not names:
         sys.exit(f"no graph has one name in {first} and {second}")
-    print(f"onerank {onerank.__version__}; {len(names)} models: {', '.join(names)}")
+    print_conditions()
+    print(f"{len(names)} models: {', '.join(names)}")
     for source, target in ((first, second), (second, first)):
         pairs = [(onerank.read(source / name), onerank.read(target / name)) for name in names]
         targets = {find_gpu(graph.job.device.name).name for _, graph in pairs}

@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 import onerank
+from benchmarks.harness import parser_of, print_conditions
 from onerank.analysis.step_time import replay
 from onerank.annotate import CLASSES, PassOptions, classify, find_gpu, recost
 from onerank.annotate.memory.memory_report import report_memory
@@ -35,7 +36,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "train_llama.py"
 
 def main() -> None:
     """Run the requested comparison."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser = parser_of(__doc__)
     parts = parser.add_subparsers(dest="part", required=True)
     capturing(parts.add_parser("capture"))
     pair = parts.add_parser("between")
@@ -47,7 +48,9 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.part == "capture":
         capture(arguments)
-    elif arguments.part == "attention":
+        return
+    print_conditions()
+    if arguments.part == "attention":
         attention(*map(onerank.read, arguments.captures))
     else:
         sizes = (
@@ -63,7 +66,7 @@ def between(first: Graph, second: Graph, seq: Change, batch: Change) -> None:
     for start, end, sizes in ((first, second, [seq, batch]), (second, first, back)):
         target = gpu_of(start)
         for graph in (start, end):
-            print_conditions(graph)
+            print_capture(graph)
         passes = PassOptions(sizes=Resize(*sizes))
         title = f"--seq {sizes[0].before}={sizes[0].after} --micro-batch {sizes[1].before}="
         compare(f"{title}{sizes[1].after}", recost(start, target, passes=passes), end)
@@ -72,7 +75,7 @@ def between(first: Graph, second: Graph, seq: Change, batch: Change) -> None:
 def attention(eager: Graph, fused: Graph) -> None:
     """Compare a capture with fused attention with its prediction from eager attention."""
     for graph in (eager, fused):
-        print_conditions(graph)
+        print_capture(graph)
     predicted = recost(eager, gpu_of(eager), passes=PassOptions(attention="fused"))
     compare("--kernel attention=fused", predicted, fused)
 
@@ -83,7 +86,7 @@ def gpu_of(graph: Graph) -> str:
     return gpu.name if gpu else "H100"
 
 
-def print_conditions(graph: Graph) -> None:
+def print_capture(graph: Graph) -> None:
     """Print a capture's device, software, step time, clock and power."""
     device, measured = graph.job.device, graph.job.measurement
     sensors = device.sensors

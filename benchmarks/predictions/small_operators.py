@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from benchmarks.harness import parser_of, print_conditions
+from benchmarks.harness import parser_of, print_conditions, version_of
 
 _CALLS = 3
 
@@ -413,7 +413,7 @@ def compare(trace: Path, sizes: str) -> None:
     measured = onerank.read(trace)
     gpu = measured.job.device.name
     print(f"measured: {gpu}, {measured.job.measurement.versions}; predicted:")
-    print_conditions(f"torch {torch.__version__}")
+    print_conditions(version_of("torch"))
     predicted = onerank.recost(captured("none", gpu, sizes), gpu)
     ours, theirs = _times(measured), _times(predicted)
     print(f"{'us':44}{'kernels':>8}{'measured':>10}{'kernels':>8}{'predicted':>10}{'error':>9}")

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.harness import parser_of, print_conditions
+from benchmarks.harness import parser_of, print_conditions, version_of
 
 DEEPSEEK: dict[str, Any] = {
     "model_type": "deepseek_v3",
@@ -260,8 +260,6 @@ def _use_own_kernel() -> None:
 
 def compare(directory: Path, models: list[str], grid: str) -> None:
     """Predict the steps of each model without a device, and print their kernels by operator."""
-    import torch
-
     import onerank
     from onerank.annotate import load_gpu
     from onerank.capture.options import Options
@@ -272,7 +270,7 @@ def compare(directory: Path, models: list[str], grid: str) -> None:
     conditions = json.loads((directory / models[0] / "conditions.json").read_text())
     print("\n".join(conditions.values()))
     print("predicted:")
-    print_conditions(f"torch {torch.__version__}")
+    print_conditions(version_of("torch"))
     like = load_gpu(conditions["gpus"].split(",")[0])
     for model in models:
         path, tp = _configured(directory, model)

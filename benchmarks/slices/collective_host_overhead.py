@@ -10,11 +10,9 @@ It prints the time in us until a call returns, and of the wait for its handle: m
 of these the median over the rounds.
 """
 
-import datetime
 import functools
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -28,7 +26,7 @@ import torch.distributed._functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from benchmarks.harness import parser_of
+from benchmarks.harness import gpus_and_torch, parser_of, print_conditions, version_of
 
 CALLS = 60  # fewer than the launches that a stream takes before the host waits
 ELEMENTS = {"cuda": 1 << 18, "cpu": 1 << 8}  # of a shard; a CPU copies them while it issues
@@ -72,11 +70,8 @@ def main() -> None:
         columns = {name: median_of(times) for name, times in samples.items()}
     if os.environ.get("RANK", "0") == "0":
         on_gpu = torch.cuda.is_available()
-        device = torch.cuda.get_device_name() if on_gpu else f"CPU, {platform.machine()}"
-        print(
-            f"{datetime.date.today()}, {device}, torch {torch.__version__}, Python "
-            f"{platform.python_version()}; us of the host per call (and per wait)"
-        )
+        print_conditions(*(gpus_and_torch() if on_gpu else [version_of("torch")]))
+        print("us of the host per call (and per wait)")
         print(f"{'':28}" + "".join(f"{name:>18}" for name in columns))
         for call in next(iter(columns.values())):
             cells = [cell(times[call]) for times in columns.values()]

@@ -11,8 +11,6 @@ the power (energy counter of the board over the second half; it lags by about 0.
 in bandwidth, multiprocessors and power.
 """
 
-import argparse
-import datetime
 import json
 import os
 import sys
@@ -24,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.harness import gpus_and_torch, parser_of, print_conditions
 from onerank.capture.collective_kernels.kernels import CollectiveKernels, Move, device_range
 from onerank.capture.collective_kernels.launch_plan import plan_launch
 from onerank.capture.collective_kernels.network import Curve, Link, Network
@@ -51,7 +50,7 @@ class Row:
 
 def main() -> None:
     """Measure, write each rank's rows, and print those of rank 0."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser = parser_of(__doc__)
     parser.add_argument("-o", "--output", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=1.5, help="of each line")
     parser.add_argument("--mib", default="64,512", help="sizes of the whole tensor")
@@ -204,11 +203,8 @@ def _event() -> torch.cuda.Event:
 
 
 def _conditions(ranks: int, seconds: float) -> None:
-    nccl = ".".join(map(str, torch.cuda.nccl.version()))
-    print(
-        f"{datetime.date.today()}, {ranks} x {torch.cuda.get_device_name()}, torch "
-        f"{torch.__version__}, NCCL {nccl}, {seconds} s a line; figures of rank 0's GPU"
-    )
+    print_conditions(*gpus_and_torch(ranks))
+    print(f"{seconds} s a line; figures of rank 0's GPU")
     print(
         f"{'collective':15}{'MiB':>5} {'beside':15}{'of':9}{'call, us':>10}{'beside, us':>12}"
         f"{'W':>7}{'MHz':>6}"

@@ -7,7 +7,6 @@ CUDA context, kernels and libraries, NCCL communicators, sends and receives.
 Nothing else may run on these GPUs.
 """
 
-import datetime
 import importlib
 import os
 import sys
@@ -17,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.harness import parser_of
+from benchmarks.harness import gpus_and_torch, parser_of, print_conditions
 
 MIB = 1 << 20
 
@@ -55,11 +54,8 @@ def main() -> None:
     torch.cuda.set_device(rank)
     torch.cuda.mem_get_info()
     if rank == 0:
-        nccl = ".".join(map(str, torch.cuda.nccl.version()))
-        print(
-            f"{datetime.date.today()}, {ranks} x {torch.cuda.get_device_name()}, torch "
-            f"{torch.__version__}, NCCL {nccl}; rank 0"
-        )
+        print_conditions(*gpus_and_torch(ranks))
+        print("memory of rank 0")
     outside.tell("context")
     compute(outside)
     communicate(outside, rank, ranks)

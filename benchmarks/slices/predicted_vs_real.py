@@ -34,6 +34,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness import parser_of
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 WINDOWS = ("--warm-up", "10", "--timed-steps", "20", "--repeat", "3")
 # A step of a pipeline, or of a whole model, lasts long enough to settle the clocks in fewer steps.
@@ -196,7 +198,7 @@ def torchtitan_forms(n: int, checkout: Path, work: Path) -> dict[str, Form]:
 
 def main() -> None:
     """Run one of the phases."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser = parser_of(__doc__)
     phases = parser.add_subparsers(dest="phase", required=True)
     capturing = phases.add_parser("capture")
     capturing.add_argument("-o", "--output", type=Path, required=True)

@@ -16,16 +16,15 @@ A trace that does not represent all ranks is listed with the error of its export
 
 import gzip
 import os
-import platform
 import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 
 import onerank
+from benchmarks.harness import print_conditions
 from onerank.analysis.step_time import replay
 from onerank.converters.expand.host_delays import insert_host_delays_by_rank
 from onerank.converters.expand.ranks import expand_ranks
@@ -43,7 +42,7 @@ def main() -> None:
     binary = Path(os.environ.get("ASTRA_SIM_BIN", "")).resolve()
     if not binary.is_file():
         sys.exit("ASTRA_SIM_BIN is not set: name AstraSim_Analytical_Congestion_Unaware")
-    print(f"{datetime.now(UTC):%Y-%m-%d}, {platform.machine()}, Python {platform.python_version()}")
+    print_conditions()
     print(
         f"{'trace':44}{'ranks':>6}{'nodes':>7}{'busy':>9}{'GPU':>9}{'':>8}{'micros':>9}{'':>8}"
         f"{'step':>9}{'host':>9}"

@@ -22,7 +22,6 @@ They need `pip install megatron-core deepspeed`; their first lines list other re
 """
 
 import argparse
-import datetime
 import os
 import shlex
 import subprocess
@@ -33,6 +32,7 @@ from pathlib import Path
 import torch
 
 import onerank
+from benchmarks.harness import gpus_and_torch, parser_of, print_conditions
 from benchmarks.slices.slice_comparison import compare, sensors
 from onerank.ir import Graph
 
@@ -41,7 +41,7 @@ WINDOWS = ["--warm-up", "10", "--timed-steps", "20", "--repeat", "3"]
 
 def main() -> None:
     """Run both and print the comparison."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser = parser_of(__doc__)
     parser.add_argument("-o", "--output", type=Path, default=Path("slice_vs_real"))
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--rank", type=int, default=0)
@@ -131,10 +131,9 @@ def quietly(command: list[str], gpu: int | None = None) -> None:
 
 def conditions(arguments: argparse.Namespace, run: list[str], sliced: Graph) -> None:
     """Print the date, the machine, the versions and the command."""
+    print_conditions(*gpus_and_torch(arguments.ranks))
     versions = ", ".join(f"{k} {v}" for k, v in sliced.job.measurement.versions.items())
-    nccl = ".".join(map(str, torch.cuda.nccl.version()))
-    machine = f"{arguments.ranks} x {sliced.job.device.name}"
-    print(f"{datetime.date.today()}, {machine}, {versions}, NCCL {nccl}")
+    print(f"slice captured on {sliced.job.device.name} with {versions}")
     slices = "slices of all ranks" if arguments.each else f"slice of rank {arguments.rank}"
     print(f"{shlex.join(run)}; {slices} {arguments.slice}\n")
 

@@ -17,7 +17,6 @@ not be a network drive.
 """
 
 import os
-import platform
 import resource
 import statistics
 import tempfile
@@ -26,10 +25,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-import google.protobuf
 import numpy as np
 
-from benchmarks.harness import parser_of
+from benchmarks.harness import parser_of, print_conditions, version_of
 from benchmarks.speed.repeated_graph import copies
 from onerank.converters.sources.kineto import convert_directory
 from onerank.converters.targets.astra_sim.lower_for_astra_sim import SUPPORTED, lower_for_astra_sim
@@ -62,11 +60,7 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("folder", nargs="?", help="where to write; default: the system's")
     folder = parser.parse_args().folder
-    print(
-        f"{platform.processor() or platform.machine()}, {platform.system()}, Python "
-        f"{platform.python_version()}, numpy {np.__version__}, protobuf "
-        f"{google.protobuf.__version__}; load {Path('/proc/loadavg').read_text().split()[0]}"
-    )
+    print_conditions(version_of("protobuf"))
     captured = convert_directory(CAPTURE)[0]
     with tempfile.TemporaryDirectory(dir=folder) as directory:
         print(f"{'':28} {'nodes':>7} {'bytes/node':>10} {'read/CPU s':>11} {'write/CPU s':>11}")

@@ -20,7 +20,6 @@ contains TEXT; --all prints every mutant.
 
 import argparse
 import os
-import platform
 import re
 import resource
 import shutil
@@ -31,9 +30,9 @@ import time
 import traceback
 from collections import Counter
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 
+from benchmarks.harness import print_conditions
 from benchmarks.speed.workload_mutants import Mutant, mutants
 from onerank.converters.targets.astra_sim.check import check_workload
 from onerank.converters.targets.astra_sim.exporter import export_astra_sim
@@ -288,8 +287,9 @@ def _print(row: Row) -> None:
 
 
 def _summarise(rows: list[Row], seconds: float) -> None:
-    print(f"\n{len(rows)} mutants in {seconds:.0f} s, {datetime.now(UTC):%Y-%m-%d}, ", end="")
-    print(f"{platform.machine()}, Python {platform.python_version()}")
+    print()
+    print_conditions()
+    print(f"{len(rows)} mutants in {seconds:.0f} s")
     print(f"\n{'ASTRA-sim':10}{'finding':>9}{'none':>9}")
     for outcome in OUTCOMES:
         of_outcome = [row for row in rows if row.simulated.outcome == outcome]

@@ -7,7 +7,6 @@ with --kernels 61 nodes made for it, 12 kB) for tp 4 x dp RANKS/4, one collectiv
 the dp groups, below FOLDER; checks it in a separate process; and removes it again.
 """
 
-import platform
 import resource
 import shutil
 import subprocess
@@ -19,7 +18,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from benchmarks.harness import parser_of
+from benchmarks.harness import parser_of, print_conditions
 from onerank.converters.sources.kineto import convert_directory
 from onerank.converters.targets.astra_sim.exporter import export_astra_sim
 from onerank.ir import (
@@ -57,10 +56,7 @@ def main() -> None:
     options = parser.parse_args()
     graph = kernels() if options.kernels else convert_directory(CAPTURE)[0]
     folder = options.folder / "onerank-check"
-    print(
-        f"{platform.processor() or platform.machine()}, Python {platform.python_version()}, numpy "
-        f"{np.__version__}; load {Path('/proc/loadavg').read_text().split()[0]}"
-    )
+    print_conditions()
     print(f"{'ranks':>8} {'nodes':>6} {'MB':>7} {'CPU s':>8} {'wall s':>8} {'peak MB':>8}")
     for ranks in options.ranks:
         if ranks < TP or ranks % TP:

@@ -20,12 +20,10 @@ import dataclasses
 import gzip
 import json
 import os
-import platform
 import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +32,7 @@ from typing import Any
 import msgspec
 
 import onerank
+from benchmarks.harness import print_conditions, version_of
 from benchmarks.speed import adversarial_traces
 
 TRACES = Path(__file__).parents[2] / "traces"
@@ -83,7 +82,7 @@ def main() -> None:
     parser.add_argument("--et", type=Path)
     parser.add_argument("--adversarial", action="store_true")
     options = parser.parse_args()
-    conditions()
+    print_conditions(version_of("msgspec"))
     if options.adversarial:
         adversarial()
         return
@@ -134,15 +133,6 @@ def adversarial() -> None:
                 before = run.cpu_seconds
                 figures = f"{len(events):>9}{run.cpu_seconds:>8.2f}{run.mebibytes:>7.0f}"
                 print(f"{name:<34}{figures}  {growth}", flush=True)
-
-
-def conditions() -> None:
-    versions = ", ".join(f"{name} {__import__(name).__version__}" for name in ("numpy", "msgspec"))
-    print(
-        f"{time.strftime('%Y-%m-%d')}, {platform.machine()}, {os.cpu_count()} cores, "
-        f"Python {platform.python_version()}, onerank {onerank.__version__}, {versions}; "
-        f"load {os.getloadavg()[0]:.1f} when it began"
-    )
 
 
 def row(name: str, pair: Pair, run: Run) -> float:

@@ -10,7 +10,6 @@ draws seeds instead and needs nothing. Prints a row for each family and every di
 import argparse
 import json
 import os
-import platform
 import resource
 import signal
 import subprocess
@@ -21,6 +20,8 @@ import traceback
 from collections import Counter
 from pathlib import Path
 from typing import Any
+
+from benchmarks.harness import print_conditions
 
 HANG_S = 20
 MEMORY_FACTOR, MEMORY_MB = 10, 500
@@ -139,10 +140,9 @@ def main() -> None:
     names = options.families or [*FAMILIES]
     minutes = options.minutes / len(names)
     how = "without guidance" if options.unguided else "guided by coverage (atheris)"
+    print_conditions()
     print(
-        f"{time.strftime('%Y-%m-%d')}, {platform.machine()}, {os.cpu_count()} cores, Python "
-        f"{platform.python_version()}; {minutes:.1f} minutes per family, {how}; load "
-        f"{os.getloadavg()[0]:.1f} when it began\n"
+        f"{minutes:.1f} minutes per family, {how}\n"
         f"a hang: over {HANG_S} s; memory: a mutant that takes over {MEMORY_FACTOR} times its "
         f"bytes plus {MEMORY_MB} MB\n"
         f"{'family':<18}{'mutants':>9}{'read':>9}{'refused':>9}{'tracebacks':>11}{'hangs':>7}"

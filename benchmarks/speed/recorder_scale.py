@@ -7,7 +7,6 @@ over a line of a mesh and to a neighbour. Prints microseconds per call, median o
 the seconds to create groups.
 """
 
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from benchmarks.harness import parser_of
+from benchmarks.harness import parser_of, print_conditions, version_of
 from onerank.capture.fake_world.recorder import Recorder
 
 
@@ -23,7 +22,8 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("calls", type=int, nargs="?", default=2000)
     calls = parser.parse_args().calls
-    print(f"{platform.processor() or platform.machine()}, torch {torch.__version__}, {calls} calls")
+    print_conditions(version_of("torch"))
+    print(f"{calls} calls")
     print("ranks   groups s   world us   line us   send us")
     for ranks in (8, 1024, 16384, 131072):
         recorder = Recorder(ranks // 2, ranks)

@@ -5,7 +5,6 @@
 To compare two versions, run it in both checkouts by turns: `--turns 1`, several times each.
 """
 
-import argparse
 import gzip
 import statistics
 import tempfile
@@ -13,6 +12,7 @@ import time
 from pathlib import Path
 
 import onerank
+from benchmarks.harness import parser_of, print_conditions
 from benchmarks.speed import repeated_graph
 from onerank.ir import Graph
 
@@ -31,10 +31,11 @@ def kept_trace(name: str) -> Graph:
 
 def main() -> None:
     """Print the median CPU time of each case."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--copies", type=int, default=100, help="size of the larger step")
     parser.add_argument("--turns", type=int, default=7)
     options = parser.parse_args()
+    print_conditions()
     for name in STEPS:
         captured = kept_trace(name)
         for graph in (captured, repeated_graph.copies(captured, options.copies)):

@@ -6,11 +6,11 @@ Each copy has separate tensors. Prints CPU seconds of one core (best of three) a
 """
 
 import argparse
-import platform
 import resource
 import time
 
 import onerank
+from benchmarks.harness import print_conditions
 from benchmarks.speed.repeated_graph import copies
 from onerank.annotate.passes.pass_options import parse_sizes
 
@@ -31,7 +31,7 @@ def main() -> None:
         resized = sizes.apply(graph)
         times.append(time.process_time() - begin)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
-    print(f"{platform.processor() or platform.machine()}, python {platform.python_version()}")
+    print_conditions()
     counts = f"{len(graph)} nodes, {resized.changed.sum()} resized"
     print(f"{arguments.trace}, {arguments.copies} times: {counts}")
     print(f"{min(times):.2f} s of CPU (best of {', '.join(f'{one:.2f}' for one in times)})")
