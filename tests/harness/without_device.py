@@ -8,6 +8,22 @@ from own_process import run_command
 import onerank
 from onerank.ir import Graph
 
+LINEAR = """
+    import torch
+    from torch import nn
+    model = nn.Linear(64, 32, bias=False, device="cuda")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    {setup}
+    for step in range(5):
+        output = model(torch.randn(16, 64, device="cuda"))
+        loss = output.sum()
+        {statement}
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+"""A script of one linear layer; `{setup}` stands before its steps, `{statement}` in each."""
+
 
 def run(directory: Path, text: str, *options: object):
     """Capture a script, and return the completed process; its trace is `trace.et`."""

@@ -1,0 +1,167 @@
+"""`capture run --device none`: the kernel of an attention, and the blocks that its mask leaves."""
+
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from notes import has_note
+from without_device import captured
+
+from onerank.annotate.op_costs.node_costs import op_costs_of
+from onerank.capture.no_device.operators import block_masks
+from onerank.ir import Graph, Phase
+
+ATTENTION = """
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _set_pg_timeout
+    from datetime import timedelta
+    from torch import nn
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.functional import scaled_dot_product_attention
+    dist.init_process_group("nccl")
+    _set_pg_timeout(timedelta(seconds=100), dist.group.WORLD)
+    flash, math, cudnn = (
+        SDPBackend.FLASH_ATTENTION, SDPBackend.MATH, SDPBackend.CUDNN_ATTENTION
+    )
+    model = nn.Linear(64, 64, device="cuda", dtype=torch.bfloat16)
+    optimizer = torch.optim.SGD(model.parameters())
+    for step in range(4):
+        x = model(torch.randn(2, 4, 32, 64, device="cuda", dtype=torch.bfloat16))
+        scaled_dot_product_attention(x, x, x)
+        for backends, in_order in (([flash], False), ([math], False), ([flash, cudnn], True)):
+            with sdpa_kernel(backends, set_priority=in_order):
+                scaled_dot_product_attention(x, x, x)
+        x.sum().backward()
+        dist.all_reduce(model.weight.grad)
+        optimizer.step()
+"""
+
+
+def attention_operators(directory: Path) -> list[str]:
+    graph = captured(directory, ATTENTION, "--torchrun", "--dp", 2, "--like", "H100")
+    ops = [graph.strings[int(op)] for op in graph.nodes.op]
+    names = ("aten::_cudnn_attention_forward", "aten::_flash_attention_forward", "aten::_softmax")
+    return [op.removeprefix("aten::").removeprefix("_") for op in ops if op in names]
+
+
+def test_attention_runs_by_the_backends_that_a_script_enables(tmp_path, monkeypatch):
+    cudnn, flash = "cudnn_attention_forward", "flash_attention_forward"
+    monkeypatch.delenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", raising=False)
+    assert attention_operators(tmp_path) == [cudnn, flash, "softmax", flash]
+    monkeypatch.setenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
+    assert attention_operators(tmp_path) == [flash, flash, "softmax", flash]
+
+
+FLEX = """
+    import torch
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    heads = torch.nn.Parameter(torch.ones(3, 2, 4, 640, 32, device="cuda"))
+    optimizer = torch.optim.SGD([heads], lr=0.1)
+    documents = torch.arange(640, device="cuda") // 300
+    noise = (torch.randn(640, device="cuda") + heads[0, 0, 0, 0, 0]) > 0
+    masks = dict(
+        causal=lambda b, h, q, k: q >= k,
+        document=lambda b, h, q, k: (q >= k) & (documents[q] == documents[k]),
+        window=lambda b, h, q, k: (q >= k) & (q - k < 100 + 300 * h),
+        unknown=lambda b, h, q, k: noise[q],
+    )
+    mask_mod = masks["{mask}"]
+    {function}
+    def attend(heads, mask):
+        return flex_attention(*heads, block_mask=mask).relu()
+    for step in range(5):
+        mask = create_block_mask(mask_mod, 2, 4, 640, 640, device="cuda")
+        attend(heads, mask).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+# 640 tokens are 5 blocks of 128; queries and keys of two sequences.
+BLOCKS = {
+    "causal": 4 * 15,
+    # Tokens from 300, in the third block, are another document: it starts with the third block.
+    "document": 4 * (1 + 2 + 3 + 2 + 3),
+    # Windows of 100, 400, 700 and 1000 tokens: query 512 sees key 113 in the second.
+    "window": (1 + 4 * 2) + 3 * 15,
+    "unknown": 4 * 25,
+}
+
+
+@pytest.mark.parametrize("mask", BLOCKS)
+def test_flex_attention_counts_the_blocks_of_its_mask(mask, tmp_path):
+    graph = captured(tmp_path, textwrap.dedent(FLEX).format(mask=mask, function=""))
+    flops = flops_of(graph)
+    assert flops["flex_attention"] == 2 * BLOCKS[mask] * 2 * 128 * 128 * (32 + 32)
+    assert flops["flex_attention_backward"] == flops["flex_attention"] * 5 // 2
+    assert has_note(graph.job.measurement.notes, "flex-attention-whole") == (mask == "unknown")
+    assert has_note(graph.job.measurement.notes, "flex-attention-unfused")
+
+
+def flops_of(graph: Graph) -> dict[str, int]:
+    """Return operator -> FLOPs of its last call."""
+    costs = op_costs_of(graph)
+    operators = [graph.strings[int(op)] for op in graph.nodes.op[costs.index]]
+    names = (op.removeprefix("aten::") for op in operators)
+    return dict(zip(names, costs.flops.tolist(), strict=True))
+
+
+def test_flex_attention_is_an_operator_between_compiled_graphs(tmp_path):
+    text = textwrap.dedent(FLEX).format(mask="window", function="@torch.compile")
+    graph = captured(tmp_path, text)
+    flops = flops_of(graph)
+    assert flops["flex_attention"] == 2 * BLOCKS["window"] * 2 * 128 * 128 * (32 + 32)
+    assert any(op.startswith("triton_") and "relu" in op for op in flops)
+    assert not has_note(graph.job.measurement.notes, "flex-attention-unfused")
+    assert not has_note(graph.job.measurement.notes, "compile-failed")
+
+
+def test_a_long_mask_is_evaluated_on_a_grid(monkeypatch):
+    numbers = {size: torch.arange(1000) // size for size in (90, 333)}
+    masks = [
+        lambda b, h, q, k: q >= k,
+        lambda b, h, q, k: (q - k).abs() <= 70,
+        *(lambda b, h, q, k, n=n: (q >= k) & (n[q] == n[k]) for n in numbers.values()),
+    ]
+    for mask in masks:
+        exact = block_masks._visited(mask, (1, 2, 1000, 1000), (128, 64), ())
+        with monkeypatch.context() as patch:
+            patch.setattr(block_masks, "_EVALUATED", 1 << 13)
+            sampled = block_masks._visited(mask, (1, 2, 1000, 1000), (128, 64), ())
+        assert sampled.tolist() == exact.tolist()
+        assert exact.shape == (1, 2, 8)
+        assert 0 < exact.sum() < 2 * 8 * 16
+
+
+GROUPED_HEADS = """
+    import contextlib
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention
+    query = torch.nn.Parameter(torch.ones(2, 4, 64, 32, device="cuda"))
+    key = torch.ones(2, 2, 64, 32, device="cuda")
+    optimizer = torch.optim.SGD([query], lr=0.1)
+    for step in range(5):
+        with {context}:
+            y = scaled_dot_product_attention(query, key, key, is_causal=True, enable_gqa=True)
+        y.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("context", "operator", "calls"),
+    [
+        ("contextlib.nullcontext()", "aten::bmm", 2),
+        ("torch.autocast('cuda', torch.bfloat16)", "aten::_cudnn_attention_forward", 1),
+    ],
+)
+def test_attention_of_32_bits_with_grouped_heads(context, operator, calls, tmp_path):
+    """The memory-efficient kernel takes no groups; autocast converts the operands."""
+    graph = captured(tmp_path, GROUPED_HEADS.format(context=context), "--like", "H100")
+    forward = graph.nodes.phase == Phase.FORWARD
+    operators = [op for op, kept in zip(graph.text("op"), forward, strict=True) if kept]
+    assert operators.count(operator) == calls
+    assert "aten::_efficient_attention_forward" not in operators
