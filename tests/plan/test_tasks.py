@@ -3,6 +3,7 @@
 import errno
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 from raised import raises_code
 
 from onerank.ir.errors import OneRankError
+from onerank.plan import tasks as tasks_module
 from onerank.plan.layouts import PredictedRange
 from onerank.plan.tasks import (
     LocalPool,
@@ -159,6 +161,55 @@ def test_a_killed_run_resumes(store: Store, tmp_path: Path, number: signal.Signa
     results = run_tasks(tasks, store, LocalPool(2))
     assert [results[task.key] for task in tasks] == [0, 1, 2, 3, 4, 5]
     assert log.read_text().split().count("0") == log.read_text().split().count("1") == 1
+
+
+_RUN_COPY = """
+import sys
+from pathlib import Path
+from test_tasks import task
+from onerank.ir.errors import OneRankError
+from onerank.plan.tasks import LocalPool, Store, run_tasks
+if __name__ == "__main__":
+    log, until, store = sys.argv[1:]
+    try:
+        run_tasks([task("log_then_wait", log, 0, until)], Store(Path(store)), LocalPool(1))
+    except OneRankError as error:
+        print(error.code)
+"""
+
+
+def test_a_checkout_that_changes_during_a_run_ends_it(store: Store, tmp_path: Path):
+    package = Path(tasks_module.__file__).parents[1]
+    shutil.copytree(package, tmp_path / "onerank", ignore=shutil.ignore_patterns("__pycache__"))
+    log, until = tmp_path / "log", tmp_path / "until"
+    log.touch()
+    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parent), *sys.path])
+    process = subprocess.Popen(
+        [sys.executable, "-c", _RUN_COPY, str(log), str(until), str(store.directory)],
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    while not log.read_text():
+        assert process.poll() is None
+        time.sleep(0.02)
+    changed = tmp_path / "onerank" / "plan" / "layouts.py"
+    changed.write_text(changed.read_text() + "\n")
+    until.touch()
+    output, _ = process.communicate(timeout=60)
+    assert (process.returncode, output.split()) == (0, ["plan-code-changed"])
+    assert list(store.directory.iterdir()) == []
+
+
+def test_a_worker_of_another_checkout_runs_no_task(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(tasks_module, "_code", lambda: ("2.13.0", "another digest"))
+    log = tmp_path / "log"
+    with raises_code("plan-code-changed"):
+        run_tasks([task("log_call", str(log), 1)], store, LocalPool(1))
+    assert not log.exists()
+    assert list(store.directory.iterdir()) == []
 
 
 def test_ray_that_is_not_installed(store: Store, monkeypatch: pytest.MonkeyPatch):

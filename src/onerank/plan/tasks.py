@@ -187,6 +187,14 @@ def content_key(*content: object) -> str:
 
 @functools.cache
 def _code() -> tuple[str, ...]:
+    """Return `_installed_code` as it was when this process first called this function.
+
+    All keys of a run contain the same code. `_check_unchanged` finds changes during the run.
+    """
+    return _installed_code()
+
+
+def _installed_code() -> tuple[str, ...]:
     """Return the versions of torch and transformers, and a digest of onerank's files.
 
     A checkout changes without a new version, and a result of other code is not one of this code.
@@ -198,13 +206,39 @@ def _code() -> tuple[str, ...]:
         folders.sort()
         for name in sorted(names):
             if name.endswith((".py", ".toml", ".parquet")):
+                path = Path(folder) / name
+                status = path.stat()
                 digest.update(name.encode())
-                digest.update((Path(folder) / name).read_bytes())
+                digest.update(_file_digest(path, status.st_mtime_ns, status.st_size))
     versions: list[str] = []
     for library in ("torch", "transformers"):
         with contextlib.suppress(PackageNotFoundError):
             versions.append(version(library))
     return (*versions, digest.hexdigest())
+
+
+@functools.cache
+def _file_digest(path: Path, mtime_ns: int, size: int) -> bytes:
+    """Return a digest of a file; the time and size of its last change make a changed file new."""
+    del mtime_ns, size
+    return hashlib.sha256(path.read_bytes()).digest()
+
+
+def _check_unchanged(code: tuple[str, ...]) -> None:
+    """Check that this process runs the code that a run began with.
+
+    Args:
+        code: `_code` of the process that names the results.
+
+    Raises:
+        PlanError: the code changed, so a result would be stored under the key of other code.
+    """
+    if not code == _code() == _installed_code():
+        raise PlanError(
+            "onerank's files, or the versions of torch or transformers, changed while the plan ran"
+            "\n  run it again; results of the files before the change are stored, and not used",
+            code="plan-code-changed",
+        )
 
 
 def _function(name: str) -> Callable[..., Any]:
@@ -300,8 +334,8 @@ class LocalPool:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__, *self.preload])
         connection, other = context.Pipe()
-        setting = (store.directory.absolute(), store.run, self.directory, dict(os.environ), other)
-        process = context.Process(target=_work, args=setting)
+        run = _Run(store.directory.absolute(), store.run, _code(), self.directory, dict(os.environ))
+        process = context.Process(target=_work, args=(run, other))
         sys.stdout.flush()
         sys.stderr.flush()
         with unseen_by_spawned_processes(dict(os.environ)):
@@ -361,18 +395,31 @@ def _answering(workers: Sequence[_Worker]) -> list[_Worker]:
     return [worker for worker in busy if {worker.connection, worker.process.sentinel} & {*ready}]
 
 
-def _work(
-    store: Path,
-    run: str,
-    directory: Path,
-    environment: dict[str, str],
-    connection: "Connection[Any, Any]",
-) -> None:
+@dataclass(frozen=True)
+class _Run:
+    """What the workers of a run share with the process that started them.
+
+    Attributes:
+        store: directory of the results.
+        name: name of the run.
+        code: `_code` of the process that names the results.
+        directory: working directory of the tasks.
+        environment: environment of the process that started the run.
+    """
+
+    store: Path
+    name: str
+    code: tuple[str, ...]
+    directory: Path
+    environment: dict[str, str]
+
+
+def _work(run: _Run, connection: "Connection[Any, Any]") -> None:
     """Run the tasks that arrive in a new process, and store their results."""
     # The fork server keeps the environment of the moment it started.
     os.environ.clear()
-    os.environ.update(environment)
-    results = Store(store, run)
+    os.environ.update(run.environment)
+    results = Store(run.store, run.name)
     with contextlib.suppress(
         EOFError, KeyboardInterrupt
     ):  # the command ended, or ends this process
@@ -380,9 +427,14 @@ def _work(
             task = connection.recv()
             error: Exception | None = None
             try:
-                os.chdir(directory)
+                os.chdir(run.directory)
                 needed = [_stored(results, key) for key in task.needs]
-                result, lasts = _call(task, needed)
+                _check_unchanged(run.code)
+                try:
+                    result, lasts = _call(task, needed)
+                finally:
+                    # Also if the task raised: a module of the changed code may be the cause.
+                    _check_unchanged(run.code)
                 results.write(task.key, result, lasts=lasts)
             except Exception as raised:  # noqa: BLE001  raised again by the command
                 error = raised
