@@ -10,6 +10,7 @@ long as they do not depend on parameters.
 """
 
 import contextlib
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -91,6 +92,10 @@ _ZEROS = ("zero_", "_foreach_zero_")
 
 # What autograd writes into a tensor of zeros, or adds to a gradient.
 _IN_PLACE_OF_AUTOGRAD = ("add", "index_put", "scatter", "scatter_add", "index_add")
+
+# Functions between the caller of an operator and its record.
+_PASSES_ON = "__torch_dispatch__"
+_BETWEEN = ("onerank.capture.no_device.", "torch._compile", "torch._dynamo.", "torch._ops")
 
 # Above the sequence numbers of autograd: nodes such as AccumulateGrad have the largest integer.
 _UNNUMBERED = 1 << 62
@@ -312,9 +317,13 @@ class FakeOperators(TorchDispatchMode):
         It adds two gradients of one tensor in place if nothing else has the first one's memory
         (`accumulate` in torch/csrc/autograd/input_buffer.cpp), and writes the gradient of an
         indexed tensor into zeros that it creates (`index_backward` and others in
-        FunctionsManual.cpp). It never does so for tensors of a subclass, such as fake ones.
+        FunctionsManual.cpp). It never does so for tensors of a subclass, such as fake ones. Python
+        code that runs in the backward, as that of DTensors or of an autograd function, has a new
+        result.
         """
         if _torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
+            return False
+        if _is_called_by_python():
             return False
         innermost = self._log.innermost()
         if innermost is not None and innermost.category == "cpu_op" and innermost.node is None:
@@ -564,6 +573,20 @@ def _is_of_script(function: Any) -> bool:
     """Whether a function is neither torch's nor a replacement by this package."""
     module = getattr(function, "__globals__", {}).get("__name__", "torch")
     return module.partition(".")[0] not in ("torch", "onerank")
+
+
+def _is_called_by_python() -> bool:
+    """Whether Python code called the running operator, not autograd's engine.
+
+    The engine calls operators from a thread without Python frames, or from `torch.autograd.graph`.
+    """
+    frame: Any = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__", ""))
+        if frame.f_code.co_name != _PASSES_ON and not module.startswith(_BETWEEN):
+            return module != "torch.autograd.graph"
+        frame = frame.f_back
+    return False
 
 
 _local = threading.local()

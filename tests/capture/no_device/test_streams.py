@@ -230,3 +230,39 @@ def test_a_call_after_backward_waits_for_the_thread_of_autograd(tmp_path):
     (gradient,) = (source for source in before if operators[source] == "aten::mm")
     assert graph.nodes.phase[gradient] == Phase.BACKWARD
     assert threads[gradient] != threads[call]
+
+
+SUMS_IN_BACKWARD = """
+    import torch
+
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            zeros = torch.zeros_like(grad)
+            return (zeros + torch.exp(ctx.saved_tensors[0])) * grad
+
+    model = torch.nn.Linear(512, 512, device="cuda")
+    optimizer = torch.optim.SGD(model.parameters())
+    for step in range(4):
+        hidden = model(torch.randn(512, 512, device="cuda"))
+        (Scaled.apply(hidden) + torch.sin(hidden)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_sums_of_python_code_in_the_backward_have_memory(tmp_path):
+    graph = captured(tmp_path, SUMS_IN_BACKWARD)
+    backward = np.flatnonzero(graph.nodes.phase == Phase.BACKWARD)
+    operators = graph.text("op")
+    allocated = {
+        name: [int(graph.nodes.bytes_allocated[i]) for i in backward if operators[i] == name]
+        for name in ("aten::add", "aten::add_")
+    }
+    # The function's sum, and autograd's of the two gradients of `hidden`.
+    assert allocated == {"aten::add": [512 * 512 * 4], "aten::add_": [0]}
