@@ -64,7 +64,8 @@ def predict(directory: Path) -> None:
     print(f"captured without a device; 4 x H100, {BUSBW_GB_PER_S} GB/s")
     print(f"{'ms':16s}{'predicted':>11s}{'no contention':>15s}{'measured':>11s}")
     link = ClusterLink(BUSBW_GB_PER_S)
-    network = network_of(Cluster("H100", 1, 4, link, link), load_gpu("H100"))
+    gpu = load_gpu("H100")
+    network = network_of(Cluster(gpu.name, 1, 4, link, link, gpu.memory_bytes), gpu)
     for name, job in JOBS.items():
         path = directory / f"{name}.et"
         if not path.exists():

@@ -132,6 +132,8 @@ def test_the_files_hold_every_row(plan: Callable[..., Result]):
     assert "onerank replay row --cluster plan.toml --schedule 1f1b" in script
     page = Path("out/pareto.html").read_text()
     assert page.count('<div id="figure-') == 2
+    # A line at the memory of an H100, in the chart of memory and in no other.
+    assert page.count('"y0":84.94,"y1":84.94') == 1
     assert "https://" not in page.split("</script>")[1]
 
 

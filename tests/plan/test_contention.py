@@ -143,7 +143,7 @@ def test_without_competition_it_is_the_same_schedule(bandwidth: float | None) ->
         assert (getattr(alone, name) == getattr(shared, name)).all()
 
 
-H100 = Cluster("H100", 1, 4, ClusterLink(338.0), ClusterLink(37.6))
+H100 = Cluster("H100", 1, 4, ClusterLink(338.0), ClusterLink(37.6), 80 * 10**9)
 
 
 @pytest.fixture(scope="module")
@@ -189,7 +189,9 @@ def test_durations_that_contain_contention_get_none(rank: str, tmp_path: Path) -
     """NCCL, or kernels in its place, ran during these captures on H200s."""
     graph = unpacked(f"h200-llama-8b-4l-tp2-real/{rank}.0.et.gz", tmp_path)
     gpu = load_gpu("H200")
-    network = network_of(Cluster("H200", 1, 8, ClusterLink(338.0), ClusterLink(37.6)), gpu)
+    network = network_of(
+        Cluster("H200", 1, 8, ClusterLink(338.0), ClusterLink(37.6), 141 * 10**9), gpu
+    )
     assert with_network(graph, network, graph.job.world).contention is None
     recosted = onerank.recost(graph, "H100")
     assert with_network(recosted, network, graph.job.world).contention is None

@@ -41,7 +41,7 @@ def test_a_gpu_without_a_compute_capability_needs_latencies() -> None:
     gpu, known, unknown = load_gpu("MI300X"), ClusterLink(300, 12), ClusterLink(300)
     for nodes, intra, inter in ((1, unknown, known), (2, known, unknown)):
         with raises_code("cluster-latency-unknown", naming=("MI300X", "latency_us")):
-            network_of(Cluster("MI300X", nodes, 8, intra, inter), gpu)
+            network_of(Cluster("MI300X", nodes, 8, intra, inter, 192 * 10**9), gpu)
     # Of one node, no group uses the link to others.
-    network = network_of(Cluster("MI300X", 1, 8, known, unknown), gpu)
+    network = network_of(Cluster("MI300X", 1, 8, known, unknown, 192 * 10**9), gpu)
     assert network.time_ns("all_reduce", 0, tuple(range(8))) == 12_000

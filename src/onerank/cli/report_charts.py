@@ -46,6 +46,9 @@ _PALETTE = (
 )  # fmt: skip
 
 # Modules are not classes of work, so their colours are others.
+_LIMIT = "#d62728"
+"""Colour of limits, and of what exceeds them."""
+
 _MODULE_PALETTE = ("#4c78a8", "#5d8a86", "#6b7f52", "#7a6a8f", "#8a6d5b")
 
 _COLOURS = {
@@ -306,10 +309,7 @@ def memory_chart(memory: MemoryChart, capacity_bytes: int) -> Figure:
     ]  # fmt: skip
     # A capacity far above the peak would flatten the chart.
     if capacity_bytes and capacity_bytes < 2 * peak:
-        lines.append(
-            {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": capacity_bytes / 1e9,
-             "y1": capacity_bytes / 1e9, "line": {"color": "#d62728", "width": 1}}
-        )  # fmt: skip
+        lines.append(_line_across(capacity_bytes / 1e9))
     return _figure(
         data,
         400,
@@ -503,6 +503,7 @@ def pareto_chart(
     names: Sequence[str],
     fitting: int,
     front: Sequence[int],
+    limit: tuple[float, str] | None = None,
 ) -> Figure:
     """Draw layouts by step time and another figure, and the front of the best ones.
 
@@ -513,6 +514,8 @@ def pareto_chart(
         names: the layouts.
         fitting: how many fit into memory; they are the first. The others are crosses.
         front: those that no other beats in both figures, by step time.
+        limit: largest value of the figure with which a layout fits, and its name; a line if it is
+            less than twice the largest value.
     """
 
     def points(indices: Sequence[int], **style: Any) -> Figure:
@@ -536,7 +539,7 @@ def pareto_chart(
         }
 
     behind = [i for i in range(fitting) if i not in front]
-    cross = {"color": "#d62728", "symbol": "x", "size": 7}
+    cross = {"color": _LIMIT, "symbol": "x", "size": 7}
     data = [
         points(range(fitting, len(names)), mode="markers", marker=cross),
         points(behind, mode="markers", marker={"color": _PALETTE[8], "size": 7}),
@@ -551,8 +554,22 @@ def pareto_chart(
             error_y=interval(values),
         ),
     ]
+    lines, marks = list[Figure](), list[Figure]()
+    # As in `memory_chart`, a limit far above all points would flatten the chart.
+    if limit is not None and limit[0] < 2 * max(each.value for each in values):
+        value, name = limit
+        lines.append(_line_across(value))
+        marks.append(
+            {"x": 1, "xref": "paper", "xanchor": "right", "y": value, "yanchor": "bottom",
+             "text": _escaped(name), "showarrow": False, "font": {"color": _LIMIT}}
+        )  # fmt: skip
     return _figure(
-        data, 420, xaxis={"title": {"text": "step (s)"}}, yaxis={"title": {"text": title}}
+        data,
+        420,
+        annotations=marks,
+        shapes=lines,
+        xaxis={"title": {"text": "step (s)"}},
+        yaxis={"title": {"text": title}},
     )
 
 
@@ -566,6 +583,12 @@ def _kept_events(total: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
     edges = np.linspace(0, len(total), _MOST_EVENTS + 1).astype(np.int64)
     groups = zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True)
     return np.array([start + int(total[start:end].argmax()) for start, end in groups])
+
+
+def _line_across(value: float) -> Figure:
+    """Return a horizontal line over the whole width of a plot: a limit."""
+    return {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": value, "y1": value,
+            "line": {"color": _LIMIT, "width": 1}}  # fmt: skip
 
 
 def _milliseconds(ns: "np.ndarray[Any, Any]") -> list[float]:

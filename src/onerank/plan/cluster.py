@@ -63,8 +63,8 @@ class Cluster:
         gpus_per_node: GPUs of a node.
         intra_node: link of GPUs of one node.
         inter_node: link of two GPUs of different nodes: one network interface of one GPU.
+        memory_bytes: memory of a GPU: of the configuration, or of the GPU's description.
         price_per_gpu_hour: price of a GPU for an hour; None: not known.
-        memory_bytes: memory of a GPU; None: as its description says.
         host: a shipped description of a host, or a description's path.
     """
 
@@ -73,8 +73,8 @@ class Cluster:
     gpus_per_node: int
     intra_node: ClusterLink
     inter_node: ClusterLink
+    memory_bytes: int
     price_per_gpu_hour: float | None = None
-    memory_bytes: int | None = None
     host: str = TYPICAL
 
     @property

@@ -28,10 +28,11 @@
 Paths are relative to the file.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
@@ -218,10 +219,8 @@ def _choices(where: str, table: object, seq: int) -> Choices:
                 code="plan-unknown-sharding",
             )
     for schedule in choices.schedule:
-        try:
+        with _naming(f"{where} schedule"):
             PipelineSchedule.parse(schedule)
-        except OneRankError as error:
-            raise PlanError(f"{where} schedule: {error}", code=error.code) from None
     return choices
 
 
@@ -385,8 +384,10 @@ def _cluster(path: Path, table: object) -> Cluster:
             "network interface",
             code="plan-missing-field",
         )
-    gpu = load_gpu(_file_or_name(path, read.gpu))
-    load_host(_file_or_name(path, read.host))
+    with _naming(f"{path}: [cluster] gpu"):
+        gpu = load_gpu(_file_or_name(path, read.gpu))
+    with _naming(f"{path}: [cluster] host"):
+        load_host(_file_or_name(path, read.host))
     # No group of a single node uses it.
     inter_node = read.inter_node or read.intra_node
     cluster = Cluster(
@@ -395,13 +396,22 @@ def _cluster(path: Path, table: object) -> Cluster:
         gpus_per_node=read.gpus_per_node,
         intra_node=ClusterLink(read.intra_node.busbw_gb_per_s, read.intra_node.latency_us),
         inter_node=ClusterLink(inter_node.busbw_gb_per_s, inter_node.latency_us),
+        memory_bytes=gpu.memory_bytes if read.memory_gb is None else round(read.memory_gb * 1e9),
         price_per_gpu_hour=read.price_per_gpu_hour,
-        memory_bytes=None if read.memory_gb is None else round(read.memory_gb * 1e9),
         host=read.host,
     )
     # An unknown latency is an error here, not after the captures of a plan.
     network_of(cluster, gpu)
     return cluster
+
+
+@contextlib.contextmanager
+def _naming(place: str) -> Generator[None]:
+    """Begin the message of an error that a value of the configuration causes with its place."""
+    try:
+        yield
+    except OneRankError as error:
+        raise error.at(place) from None
 
 
 def _file_or_name(path: Path, name: str) -> Path | str:

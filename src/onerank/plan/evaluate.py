@@ -376,7 +376,7 @@ class _Evaluator:
             peak * (1 - _SIMULATED_PEAK_ERROR),
             fullest.peak_bytes * fragmentation * (1 + _SIMULATED_PEAK_ERROR) + fullest.other_bytes,
         )
-        capacity = self.job.cluster.memory_bytes or self.gpu.memory_bytes
+        capacity = self.job.cluster.memory_bytes
         tokens = layout.tokens_per_step
         # A backward has twice the FLOPs of its forward; a recomputed forward is no work of the
         # model.

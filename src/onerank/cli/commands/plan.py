@@ -358,7 +358,7 @@ def _page(planned: "Plan", library: str) -> str:
     fitting = planned.fitting
     steps = [outcome.step_ns * 1e-9 for outcome in planned.outcomes]
     charts = {
-        "memory of the fullest GPU (GB)": [o.peak_bytes * 1e-9 for o in planned.outcomes],
+        _MEMORY: [o.peak_bytes * 1e-9 for o in planned.outcomes],
         "energy per million tokens (kJ)": [
             o.energy_j * (1e3 / o.layout.tokens_per_step) for o in fitting if o.energy_j
         ],
@@ -373,6 +373,8 @@ def _page(planned: "Plan", library: str) -> str:
     for place, (title, values) in enumerate(charts.items()):
         if not values:
             continue
+        memory_bytes = planned.config.job.cluster.memory_bytes
+        limit = (memory_bytes / 1e9, f"memory of a GPU, {size(memory_bytes)}")
         front = pareto_front([(steps[i].value, values[i].value) for i in range(len(fitting))])
         figures[f"figure-{place}"] = pareto_chart(
             # Layouts that fit come first, and energy and price are of those only.
@@ -382,6 +384,7 @@ def _page(planned: "Plan", library: str) -> str:
             names[: len(values)],
             len(fitting),
             front,
+            limit if title == _MEMORY else None,
         )
         parts.append(f'<h2>Step time and {title}</h2><div id="figure-{place}"></div>')
     template = files("onerank.cli").joinpath("report_page.html").read_text("utf-8")
@@ -395,7 +398,9 @@ def _page(planned: "Plan", library: str) -> str:
     )
 
 
+_MEMORY = "memory of the fullest GPU (GB)"
+
 _KEY = (
-    "<p>Each point is a layout. The line joins those that no other beats in both figures; bars are "
-    "their 80% intervals. Crosses do not fit into memory. Hover for the layout.</p>"
+    "<p>Each point is a layout. The blue line joins those that no other beats in both figures; bars "
+    "are their 80% intervals. Crosses do not fit into memory. Hover for the layout.</p>"
 )
