@@ -401,6 +401,6 @@ def _page(planned: "Plan", library: str) -> str:
 _MEMORY = "memory of the fullest GPU (GB)"
 
 _KEY = (
-    "<p>Each point is a layout. The blue line joins those that no other beats in both figures; bars "
-    "are their 80% intervals. Crosses do not fit into memory. Hover for the layout.</p>"
+    "<p>Each point is a layout. The blue line joins those that no other beats in both figures; "
+    "bars are their 80% intervals. Crosses do not fit into memory. Hover for the layout.</p>"
 )
