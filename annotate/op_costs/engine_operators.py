@@ -49,6 +49,11 @@ def reads_paged_cache(op: str) -> bool:
     return name in _KEY_HEADS or name in _CACHE_WRITES
 
 
+def computes_paged_attention(op: str) -> bool:
+    """Return whether an operator attends to an engine's paged KV cache."""
+    return op.split(".", 1)[0] in _KEY_HEADS
+
+
 def paged_cache_work(op: str, inputs: tuple[str, str], step: InferenceStep | None) -> Work:
     """Return the work of an operator on a paged KV cache; unknown if the step lacks its counts.
 

@@ -20,6 +20,7 @@ from onerank.converters.sources.kineto.convert_rank import convert_engine_steps
 from onerank.converters.sources.kineto.engine_steps import StepContent, parse_annotation
 from onerank.ir import InferenceStep
 from onerank.ir.errors import TraceError
+from onerank.serving.bundle import Bundle
 from onerank.serving.recordings.read_recording import read_recording
 from onerank.serving.recordings.recorded_bundle import Deployment, bundle_of, with_work
 from onerank.serving.recordings.recording import Recording
@@ -485,6 +486,9 @@ def test_several_tokens_for_each_decode_are_no_composition(tmp_path: Path) -> No
     assert codes == ["recording-profiled", "recording-sequences-unknown"]
 
 
+# vLLM's Triton kernel, and the one of gpt-oss.
+EXPERT_KERNELS = ("fused_moe_kernel", "_matmul_ogs_NNT_bf16xbf16xmxfp4_16x128x256x1_swiglu")
+
 MOE = {
     "model_type": "mixtral", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1,
     "num_local_experts": 8, "num_experts_per_tok": 2, "dtype": "bfloat16",
@@ -503,6 +507,10 @@ MOE = {
             True,
         ),
         ("vllm::moe_forward", {"quantization_config": {"quant_method": "fp8"}}, False),
+        # Weights of four bits, with a scale of one byte for 32 of them.
+        ("vllm::moe_forward", {"quantization_config": {"quant_method": "mxfp4"}}, True),
+        # The tokens may be padded, but not narrower.
+        ("vllm::moe_forward", {"hidden_size": 60}, True),
         ("vllm::moe_forward", {"hidden_size": 128}, False),
         ("vllm::moe_forward", None, False),
     ],
@@ -518,7 +526,7 @@ def test_experts_without_weights_as_operands_have_the_work_of_the_configuration(
     experts = trace.op(op, 5, 30, **operands)
     for number, duration in enumerate((6, 3)):
         trace.launch(number + 1, 10 + number, external=experts)
-        trace.kernel(number + 1, 40 + 10 * number, duration, name="fused_moe_kernel")
+        trace.kernel(number + 1, 40 + 10 * number, duration, name=EXPERT_KERNELS[number])
     (tmp_path / "trace").mkdir()
     path, _ = trace.write(tmp_path / "trace")
     config = None
@@ -533,9 +541,11 @@ def test_experts_without_weights_as_operands_have_the_work_of_the_configuration(
         assert (row.flops, row.bytes) == (None, None)
         return
     # Six rows through three matrices, and six of the experts' weights; half of both on each rank.
-    expert = 3 * 64 * 96
+    assert changed is not None
+    expert = 3 * changed.get("hidden_size", 64) * 96
+    item = 17 / 32 if "quantization_config" in changed else 2
     assert row.flops == 2 * 6 * expert // 2
-    assert row.bytes == 6 * expert * 2 // 2 + 2 * 3 * 64 * 2
+    assert row.bytes == int(6 * expert * item) // 2 + 2 * 3 * 64 * 2
     (tmp_path / "step.et").write_bytes(traces[1])
     kernels = onerank.read(tmp_path / "step.et")
     shares = kernels.nodes.flops[kernels.compute].tolist()
@@ -698,3 +708,98 @@ def test_bad_recordings_write_nothing(tmp_path: Path) -> None:
     )
     assert [path.name for path in foreign.iterdir()] == ["notes.txt"]
     assert not list(tmp_path.glob(".onerank*"))
+
+
+QWEN = {
+    "model_type": "qwen3", "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 32, "dtype": "bfloat16",
+}  # fmt: skip
+HALF_WINDOWED = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
+
+
+def attention_of_rows(bundle: Bundle) -> list[tuple[int | None, int | None]]:
+    """Return the FLOPs and bytes of each row's attention."""
+    rows = bundle.kernels.filter(pl.col("part").ne_missing("tokens"))
+    return list(zip(rows["flops"].to_list(), rows["bytes"].to_list(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("changed", "windowed"),
+    [
+        (HALF_WINDOWED, [True, False]),
+        ({"sliding_window": 16, "sliding_window_pattern": 2}, [True, False]),
+        ({"sliding_window": 16, "model_type": "mistral"}, [True, True]),
+        ({"attention_chunk_size": 16, "layer_types": ["chunked_attention"] * 2}, [True, True]),
+        ({"sliding_window": 16, "use_sliding_window": False}, [False, False]),
+        ({"sliding_window": None}, [False, False]),
+        ({}, [False, False]),
+    ],
+)
+def test_attention_of_a_recorded_layer_sees_its_window(
+    tmp_path: Path, changed: dict[str, Any], windowed: list[bool]
+) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({**QWEN, **changed}))
+    bundle, traces = bundle_of(read_recording([VLLM]), [VLLM], (), Deployment(config, tp=1))
+    number = next(n for n, row in enumerate(bundle.rows, 1) if row.context_tokens == 24)
+    flops, moved = attention_of_rows(bundle)[number - 1]
+    # One token after 24: it sees 16 keys in a window, and 9 in the second chunk of 16.
+    inside = 9 if "attention_chunk_size" in changed else 16
+    keys = sum(inside if window else 25 for window in windowed)
+    heads, key_heads, size = 8, 4, 32
+    assert flops == 4 * keys * heads * size
+    assert moved == 2 * keys * key_heads * size * 2 + len(windowed) * 2 * heads * size * 2
+    codes = [note.code for note in bundle.manifest.notes]
+    assert ("recording-windows-mean" in codes) == any(windowed)
+    assert "recording-windows-unknown" not in codes
+    # The trace has the same work.
+    (tmp_path / "step.et").write_bytes(traces[number])
+    nodes = onerank.read(tmp_path / "step.et").nodes_frame()
+    of_op = nodes.filter(pl.col("op") == "_C::cpu_attention_with_kv_cache")
+    assert of_op["flops"].sum() == flops
+
+
+def test_sequences_have_the_mean_length_in_a_window(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({**QWEN, **HALF_WINDOWED}))
+    bundle, _ = bundle_of(read_recording([VLLM]), [VLLM], (), Deployment(config, tp=1))
+    flops = [flops for flops, _ in attention_of_rows(bundle)]
+    # Prompts of 20 and 44 of 100 tokens, as two of 32: 16 queries see up to 16 keys, 16 see 16.
+    pairs = 2 * (16 * 17 // 2 + 16 * 16)
+    assert flops[0] == 4 * (20 * 21 // 2 + 44 * 45 // 2 + pairs) * 8 * 32
+    # 128 tokens of three sequences: each sees 16 keys and more, by the mean.
+    assert flops[2] == 4 * (131 + 3 * 16) * 8 * 32
+
+
+@pytest.mark.parametrize(
+    ("changed", "code"),
+    [
+        # Gemma 2's layers alternate, which its early configurations do not state.
+        ({"sliding_window": 16, "model_type": "gemma2"}, "recording-windows-unknown"),
+        (
+            {"sliding_window": 16, "layer_types": ["sliding_attention"] * 3},
+            "recording-windows-unmatched",
+        ),
+    ],
+)
+def test_windows_of_unknown_layers_count_all_keys_and_say_so(
+    tmp_path: Path, changed: dict[str, Any], code: str
+) -> None:
+    config = tmp_path / "config.json"
+    figures: list[list[tuple[int | None, int | None]]] = []
+    for extra in ({}, changed):
+        config.write_text(json.dumps({**QWEN, **extra}))
+        bundle, _ = bundle_of(read_recording([VLLM]), [VLLM], (), Deployment(config, tp=1))
+        figures.append(attention_of_rows(bundle))
+    assert figures[0] == figures[1]
+    assert code in [note.code for note in bundle.manifest.notes]
+
+
+def test_chunks_of_several_sequences_count_all_keys_and_say_so(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    chunked = {"attention_chunk_size": 16, "layer_types": ["chunked_attention"] * 2}
+    config.write_text(json.dumps({**QWEN, **chunked}))
+    bundle, _ = bundle_of(read_recording([VLLM]), [VLLM], (), Deployment(config, tp=1))
+    assert attention_of_rows(bundle)[2][0] == 2 * 4 * 131 * 8 * 32
+    (note,) = [n for n in bundle.manifest.notes if n.code == "recording-windows-mean"]
+    assert "in 4 rows" in note.text

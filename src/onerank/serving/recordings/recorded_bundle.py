@@ -27,6 +27,7 @@ from onerank.serving.recordings.recorded_experts import (
     unknown_experts,
     with_expert_work,
 )
+from onerank.serving.recordings.recorded_windows import WindowedLayers, layer_windows
 from onerank.serving.recordings.recording import RecordedFile, RecordedStep, Recording
 from onerank.serving.tables import KernelRow, Manifest, Part, RankMemory, StepRow, p10_median_p90
 
@@ -88,7 +89,8 @@ def bundle_of(
         )
     typical = [_typical(group) for group in groups]
     experts = ExpertLayer.of(config, tp)
-    graphs = _graphs(typical, paths, captures, experts)
+    windows = WindowedLayers(layer_windows(config))
+    graphs = _graphs(typical, paths, captures, experts, windows)
     unknown = unknown_experts([*graphs.values()])
     rows = tuple(_row(group, step) for group, step in zip(groups, typical, strict=True))
     kernels = tuple(
@@ -112,6 +114,7 @@ def bundle_of(
             *recording.manifest.notes,
             *_notes(recording, recorded, rows),
             *([] if unknown is None else [unknown]),
+            *windows.notes(),
         ),
         rank=recorded[0].rank,
         collectives_timed=True,
@@ -240,6 +243,7 @@ def _graphs(
     paths: Mapping[str, Path],
     captures: Sequence[Path],
     experts: ExpertLayer | None,
+    windows: WindowedLayers,
 ) -> dict[int, Graph]:
     """Return the graph of each step by its place, from 1, with the work of its kernels."""
     graphs: dict[int, Graph] = {}
@@ -250,8 +254,9 @@ def _graphs(
         # The kernels of one call share its work, and only the operators show which these are.
         with_calls = convert_engine_steps(paths[name], numbers, captures, operators=True)
         for place, graph, detailed in zip(places, converted, with_calls, strict=True):
+            step = steps[place - 1]
             worked = characterise(with_expert_work(detailed, experts))
-            graphs[place] = with_work(graph, worked, step=steps[place - 1])
+            graphs[place] = with_work(graph, windows.with_work(worked, step), step=step)
     return dict(sorted(graphs.items()))
 
 

@@ -22,14 +22,21 @@ from onerank.ir import UNKNOWN, Graph, Reason
 from onerank.ir.arrays import I64
 from onerank.ir.notes import Note
 
-# Kernels of the two GEMMs: vLLM's and SGLang's Triton kernel, CUTLASS's and FlashInfer's, DeepGEMM,
-# Marlin.
+# Kernels of the two GEMMs: vLLM's and SGLang's Triton kernel, OpenAI's triton_kernels (gpt-oss),
+# CUTLASS's and FlashInfer's, DeepGEMM, Marlin.
 _GEMMS = re.compile(
-    r"fused_moe_kernel|moe_?gemm|group(?:ed)?_?gemm|gemm.*moe|deep_gemm|marlin_moe|moe_wna16",
+    r"fused_moe_kernel|_?matmul_ogs|moe_?gemm|group(?:ed)?_?gemm|gemm.*moe|deep_gemm|marlin_moe|moe_wna16",
     re.IGNORECASE,
 )
 
 _ITEM_BYTES: Mapping[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+# Bytes of a weight by `quant_method`, if it is multiplied with activations in 16 bits: MXFP4 has a
+# scale of one byte for each 32 weights of four bits.
+_QUANTISED_BYTES: Mapping[str, float] = {"mxfp4": 17 / 32}
+
+# vLLM pads tokens to a multiple of this many elements where a kernel of 4 bits needs it.
+_PADDING = 256
 
 
 @dataclass(frozen=True)
@@ -41,7 +48,7 @@ class ExpertLayer:
         experts: experts of a layer.
         hidden: width of a token.
         inner: inner size of an expert, of all ranks.
-        item_bytes: bytes of a weight.
+        item_bytes: bytes of a weight, with its share of a scale.
         ranks: GPUs that share the experts, as slices or as whole experts.
         matrices: weight matrices of an expert: 3 with a gated activation, else 2.
     """
@@ -50,20 +57,20 @@ class ExpertLayer:
     experts: int
     hidden: int
     inner: int
-    item_bytes: int
+    item_bytes: float
     ranks: int
     matrices: int
 
     @classmethod
     def of(cls, config: Mapping[str, Any], tp: int | None) -> "ExpertLayer | None":
-        """Return the experts; None if a figure is missing, or the weights are quantised.
+        """Return the experts; None if a figure is missing, or not known of quantised weights.
 
         Args:
             config: configuration of the model; empty if not known.
             tp: tensor-parallel size of the run; None if not known.
         """
         text: Mapping[str, Any] = config.get("text_config") or config
-        quantised = "quantization_config" in config or "quantization_config" in text
+        quantisation = config.get("quantization_config") or text.get("quantization_config")
         experts = next(
             (text[name] for name in ("num_local_experts", "num_experts", "n_routed_experts")
              if name in text), None,
@@ -73,8 +80,10 @@ class ExpertLayer:
         named = (of.get(name) for of in (text, config) for name in ("dtype", "torch_dtype"))
         dtype = next(filter(None, named), None)
         item_bytes = _ITEM_BYTES.get(str(dtype))
+        if quantisation is not None:
+            item_bytes = _QUANTISED_BYTES.get(str(quantisation.get("quant_method")))
         known = [size for size in sizes if isinstance(size, int) and size > 0]
-        if quantised or len(known) < len(sizes) or item_bytes is None or tp is None:
+        if len(known) < len(sizes) or item_bytes is None or tp is None:
             return None
         # Nemotron-H squares its activation and has no gate.
         gated = text.get("mlp_hidden_act", text.get("hidden_act")) != "relu2"
@@ -85,14 +94,15 @@ class ExpertLayer:
         """Return the mean work of a rank in a call; unknown if the tokens have another width.
 
         With fewer choices than experts, each goes to a different one. A rank has 1 / `ranks` of the
-        FLOPs and the weights, whether it has slices of all experts or some whole ones.
+        FLOPs and the weights, whether it has slices of all experts or some whole ones. Padding
+        counts no FLOPs.
         """
         tokens = call.tensor(0)
-        if tokens is None or tokens.shape[-1:] != (self.hidden,):
+        if tokens is None or not 0 <= tokens.shape[-1] - self.hidden < _PADDING:
             return Work()
         rows = prod(tokens.shape[:-1]) * self.chosen
         expert = self.matrices * self.hidden * self.inner
-        weights = min(self.experts, rows) * expert * self.item_bytes
+        weights = int(min(self.experts, rows) * expert * self.item_bytes)
         return Work(
             flops=2 * rows * expert // self.ranks,
             bytes_read=tokens.nbytes + weights // self.ranks,
@@ -163,7 +173,7 @@ def unknown_experts(graphs: Sequence[Graph]) -> Note | None:
     text = ", ".join(f"{count} of {op}" for op, count in counts.most_common())
     return Note(
         f"FLOPs and bytes of {sum(counts.values())} GEMMs of experts are not known ({text}): the "
-        "weights are no operands. They follow from --config, for experts in 16 or 32 bits, and "
-        "--tp",
+        "weights are no operands. They follow from --config, for experts in 16 or 32 bits or "
+        "MXFP4, and --tp",
         code="recording-experts-unknown",
     )
