@@ -92,8 +92,8 @@ def has_misaligned_rows(gemm: F64) -> tuple[Mask, Mask]:
     """Return whether the rows of an operand, and of the result, are misaligned.
 
     Rows of the result have n elements, and rows of an operand that is not transposed k. For a
-    weight gradient an operand's rows have m elements. m may be a number of
-    tokens or the width of a layer: it is a width if another GEMM of the step has it as n.
+    weight gradient, [m, k] x [k, n], an operand's rows have m elements. m is then the width of a
+    layer's result, and the step has the forward GEMM, [k, n] x [n, m].
 
     Args:
         gemm: shapes of all GEMMs of a step, as for `gemm_ns`, or zeros, float64[d, 6].
@@ -101,14 +101,17 @@ def has_misaligned_rows(gemm: F64) -> tuple[Mask, Mask]:
     Returns:
         Two masks, bool[d].
     """
-    batch, m, n, _, item, _ = gemm.T
+    batch, m, n, k, item, _ = gemm.T
     off = (gemm[:, 1:4] * item[:, None]) % _BOUNDARY_BYTES != 0
     off &= (item == _ITEM_BYTES)[:, None]
     # Inductor pads GPT-2's vocabulary in two of its three products, so the third, the weight's
     # gradient, meets the padded width there (50264 for 50257, on an H100).
     padded = np.ceil(m * item / _BOUNDARY_BYTES) * _BOUNDARY_BYTES / np.maximum(item, 1)
-    widths = np.unique(n[batch == 1])
-    gradient = off[:, 0] & (batch == 1) & (np.isin(m, widths) | np.isin(padded, widths))
+    single = batch == 1
+    forward = {*zip(m[single], n[single], k[single], strict=True)}
+    gradient = np.zeros(len(gemm), dtype=bool)
+    for row in np.flatnonzero(off[:, 0] & single):
+        gradient[row] = any((k[row], width, n[row]) in forward for width in (m[row], padded[row]))
     return off[:, 2] | gradient, off[:, 1]
 
 

@@ -33,6 +33,8 @@ def gemm(*shapes: tuple[int, ...], item: int = 2) -> np.ndarray:
         (gemm((768, 197, 197, 64), (768, 197, 64, 197)), [False, True], [True, False]),
         (gemm((197, 768, 3072), (12, 197, 197, 64)), [False] * 2, [False, True]),
         (gemm(LOGITS, item=4), [False], [False]),
+        # Rotary embeddings multiply frequencies with the positions of 700 tokens.
+        (gemm((64, 700, 1), (700, 14336, 4096)), [True, False], [True, False]),
         (gemm((0, 0, 0, 0)), [False], [False]),
     ],
 )
