@@ -91,9 +91,7 @@ _COPYING_THROUGH_REGISTERS = ("volta", "turing")
 def has_misaligned_rows(gemm: F64) -> tuple[Mask, Mask]:
     """Return whether the rows of an operand, and of the result, are misaligned.
 
-    Rows of the result have n elements, and rows of an operand that is not transposed k. For a
-    weight gradient, [m, k] x [k, n], an operand's rows have m elements. m is then the width of a
-    layer's result, and the step has the forward GEMM, [k, n] x [n, m].
+    Rows of the result have n elements; rows of an operand: see `_operand_row_elements`.
 
     Args:
         gemm: shapes of all GEMMs of a step, as for `gemm_ns`, or zeros, float64[d, 6].
@@ -101,18 +99,31 @@ def has_misaligned_rows(gemm: F64) -> tuple[Mask, Mask]:
     Returns:
         Two masks, bool[d].
     """
+    rows = np.stack([_operand_row_elements(gemm), gemm[:, 2]])
+    item = gemm[:, 4]
+    off: Mask = (rows * item) % _BOUNDARY_BYTES != 0
+    operands, results = off & (item == _ITEM_BYTES)
+    return operands, results
+
+
+def _operand_row_elements(gemm: F64) -> F64:
+    """Return the elements of a row of an operand, float64[d]; argument as above.
+
+    An operand that is not transposed has rows of k elements. The gradient of a weight,
+    [m, k] x [k, n], transposes both, so that they have m and n, and k is the number of tokens; the
+    step then contains the forward GEMM, [k, n] x [n, m].
+    """
     batch, m, n, k, item, _ = gemm.T
-    off = (gemm[:, 1:4] * item[:, None]) % _BOUNDARY_BYTES != 0
-    off &= (item == _ITEM_BYTES)[:, None]
     # Inductor pads GPT-2's vocabulary in two of its three products, so the third, the weight's
     # gradient, meets the padded width there (50264 for 50257, on an H100).
     padded = np.ceil(m * item / _BOUNDARY_BYTES) * _BOUNDARY_BYTES / np.maximum(item, 1)
     single = batch == 1
-    forward = {*zip(m[single], n[single], k[single], strict=True)}
-    gradient = np.zeros(len(gemm), dtype=bool)
-    for row in np.flatnonzero(off[:, 0] & single):
-        gradient[row] = any((k[row], width, n[row]) in forward for width in (m[row], padded[row]))
-    return off[:, 2] | gradient, off[:, 1]
+    forward = {*zip(m[single].tolist(), n[single].tolist(), k[single].tolist(), strict=True)}
+    elements = k.copy()
+    for row in np.flatnonzero(single):
+        if any((k[row], width, n[row]) in forward for width in (m[row], padded[row])):
+            elements[row] = m[row]
+    return elements
 
 
 def misaligned_lower_bound_ns(gpu: Gpu, gemm: F64) -> F64:
@@ -126,15 +137,11 @@ def misaligned_lower_bound_ns(gpu: Gpu, gemm: F64) -> F64:
     operands, results = has_misaligned_rows(gemm)
     flops = 2 * gemm[:, :4].prod(axis=1)
     cycles_per_ns = gpu.sm_count * gpu.max_clock_hz * 1e-9
-    row_bytes = gemm[:, 1:4] * gemm[:, 4:5]
-    # A weight gradient's operand has rows of m elements, any other operand rows of k.
-    operand_bytes = np.where(
-        row_bytes[:, 2] % _BOUNDARY_BYTES != 0, row_bytes[:, 2], row_bytes[:, 0]
-    )
+    item = gemm[:, 4]
     batched = gemm[:, 0] > 1
     for rows, row, single, of_batch in (
-        (operands, operand_bytes, _MISALIGNED_OPERANDS, _BATCHED_OPERANDS),
-        (results, row_bytes[:, 1], _MISALIGNED_RESULTS, _BATCHED_RESULTS),
+        (operands, _operand_row_elements(gemm) * item, _MISALIGNED_OPERANDS, _BATCHED_OPERANDS),
+        (results, gemm[:, 2] * item, _MISALIGNED_RESULTS, _BATCHED_RESULTS),
     ):
         rate = np.where(batched, of_batch, np.where(row % _WORD_BYTES == 0, _WORD_ALIGNED, single))
         least[rows] = np.maximum(least, flops / rate / cycles_per_ns)[rows]

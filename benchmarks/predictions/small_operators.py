@@ -1,14 +1,15 @@
 """Operators limited by memory, captured on a GPU and predicted from shapes.
 
-    python -m benchmarks.predictions.small_operators measure TRACE [--sizes held-out]   on a GPU
-    python -m benchmarks.predictions.small_operators compare TRACE [--sizes held-out]   anywhere
+    python -m benchmarks.predictions.small_operators measure TRACE [--sizes unseen]   on a GPU
+    python -m benchmarks.predictions.small_operators compare TRACE [--sizes unseen]   anywhere
 
 `measure` captures one forward of a module whose submodules are the cases: embeddings and their
 backward, indexing, sorting, scans, small norms, rotary embeddings and gated activations, each three
 times. Cold cases have other operands each time, which come from memory; the operands of the others
 are those of the call before. `compare` captures the same forward without a device, predicts it for
 that GPU, and prints the sum of the kernels of each case: the median of the three calls. The rules
-of `annotate` were mended with the first sizes in view; the held-out ones lie between and beyond.
+of `annotate` were mended with the first and the held-out sizes in view. The unseen sizes lie
+between and beyond, with operators that the others have not.
 """
 
 import statistics
@@ -41,6 +42,7 @@ class Sizes:
         heads: number and size of heads.
         batches: rows of logits.
         words: columns of logits.
+        others: whether operators that no rule was mended with are among the cases.
     """
 
     tables: tuple[tuple[int, int], ...]
@@ -50,6 +52,7 @@ class Sizes:
     heads: tuple[tuple[int, int], ...]
     batches: tuple[int, ...]
     words: int
+    others: bool = False
 
 
 SIZES = {
@@ -70,6 +73,16 @@ SIZES = {
         heads=((28, 128), (4, 128), (64, 64)),
         batches=(2, 32),
         words=151936,
+    ),
+    "unseen": Sizes(
+        tables=((32768, 1280), (100352, 3072)),
+        embedded=(300, 1500, 6000),
+        tokens=(2, 12, 96, 600, 5000),
+        widths=(896, 2560, 6144),
+        heads=((24, 128), (12, 64), (40, 128)),
+        batches=(4, 16, 100),
+        words=102400,
+        others=True,
     ),
 }
 _BF16, _F32 = torch.bfloat16, torch.float32
@@ -100,6 +113,8 @@ def cases(sizes: Sizes) -> Iterator[Case]:
             if tokens > 1 or make is not _transposed:
                 name_of_size = f"{name} {tokens}x{heads}x{size}"
                 yield name_of_size, False, partial(make, tokens, heads, size)
+        for width, (name, make) in product(sizes.widths * sizes.others, _OTHERS.items()):
+            yield f"{name} {tokens}x{width}", False, partial(make, tokens, width)
     for batch, (name, make) in product(sizes.batches, _LOGITS.items()):
         yield f"{name} of logits {batch}", False, partial(make, batch, sizes.words)
 
@@ -347,6 +362,72 @@ _LOGITS = {
     "sort": _sort,
     "cumsum": _cumsum,
     "multinomial": _multinomial,
+}
+
+
+# Operators that no other case has.
+
+
+def _unary(function: Callable[[Any], Any], tokens: int, width: int, device: str) -> Call:
+    x = _random(tokens, width, device=device, dtype=_BF16)
+    return lambda: function(x)
+
+
+def _masked(tokens: int, width: int, device: str) -> Call:
+    x = _random(tokens, width, device=device)
+    mask = x > 0
+    return lambda: x.masked_fill(mask, 0.0)
+
+
+def _one_hot(tokens: int, width: int, device: str) -> Call:
+    at = _indices(64, tokens, device=device)
+    return lambda: functional.one_hot(at, 64)
+
+
+def _scatter_add(tokens: int, width: int, device: str) -> Call:
+    into, at = torch.zeros(tokens, 64, device=device), _indices(64, tokens, 6, device=device)
+    values = torch.rand(tokens, 6, device=device)
+    return lambda: into.scatter_add_(1, at, values)
+
+
+def _index_copy(tokens: int, width: int, device: str) -> Call:
+    table = _random(8192, width, device=device, dtype=_BF16)
+    rows = _random(tokens, width, device=device, dtype=_BF16)
+    at = torch.randperm(len(table), device=device)[:tokens]
+    return lambda: table.index_copy_(0, at, rows)
+
+
+def _argsort(tokens: int, width: int, device: str) -> Call:
+    at = _indices(64, tokens * 6, device=device)
+    return lambda: at.argsort(stable=True)
+
+
+_OTHERS: dict[str, Callable[[int, int, str], Call]] = {
+    **{
+        name: partial(_unary, function)
+        for name, function in {
+            "gelu": functional.gelu,
+            "sigmoid": torch.sigmoid,
+            "exp": torch.exp,
+            "sin": torch.sin,
+            "clamp": lambda x: x.clamp(-1, 1),
+            "square": torch.square,
+            "to float": lambda x: x.float(),
+            "sum rows": lambda x: x.sum(0),
+            "amax": lambda x: x.abs().amax(-1, keepdim=True),
+            "log_softmax": lambda x: x.log_softmax(-1),
+            "std": lambda x: x.std(-1),
+            "roll": lambda x: x.roll(1, 0),
+            "flip": lambda x: x.flip(0),
+            "triu": torch.triu,
+            "repeat": lambda x: x.repeat(2, 1),
+        }.items()
+    },
+    "masked_fill": _masked,
+    "one_hot": _one_hot,
+    "scatter_add": _scatter_add,
+    "index_copy": _index_copy,
+    "argsort": _argsort,
 }
 
 

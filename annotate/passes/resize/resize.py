@@ -104,7 +104,7 @@ class Resize:
             _note(growth, changed, sizing),
             *_unresized_note(graph, growth),
             *mismatch_notes(resized, changed),
-            *_misaligned_note(graph, resized, sizing),
+            *misaligned_note(graph, resized, sizing),
         )
         notes = (*notes, *memory.notes)
         return Resized(resized, changed, notes)
@@ -257,7 +257,7 @@ def _unresized_note(graph: Graph, growth: StepGrowth) -> tuple[Note, ...]:
 _ALIGNED_ELEMENTS = 8
 
 
-def _misaligned_note(before: Graph, after: Graph, sizing: Sizing) -> tuple[Note, ...]:
+def misaligned_note(before: Graph, after: Graph, sizing: Sizing) -> tuple[Note, ...]:
     """Return a note if the new size moves rows of GEMMs off 16-byte boundaries."""
     has_sequence = sizing.seq != NO_SEQUENCE
     name, change = ("sequence", sizing.seq) if has_sequence else ("micro-batch", sizing.batch)
