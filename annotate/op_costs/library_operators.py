@@ -519,7 +519,17 @@ _TRITON: dict[str, Formula] = {
     **_FLA,
 }
 
+
+def _summed_rows(call: Call) -> Work | None:
+    """Return the work of a kernel that sums the rows of a token: those beyond one row each."""
+    result = call.output()
+    return result and vector_work(call, max(0, call.numel(0) - result.numel))
+
+
 FORMULAS: dict[str, Formula] = {
+    "deep_ep::get_dispatch_layout": _per_element(0),
+    "deep_ep::permute_rows": _per_element(0),
+    "deep_ep::unpermute_rows": _summed_rows,
     **{f"triton::{name}": formula for name, formula in _TRITON.items()},
     "flash_attn::layer_norm_fwd_impl": _per_element(NORM_FORWARD, (4, 14)),
     "flash_attn::layer_norm_bwd_impl": _per_element(NORM_BACKWARD),

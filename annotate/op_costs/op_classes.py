@@ -258,7 +258,7 @@ _OPERATORS = {
         replication_pad1d replication_pad3d replication_pad1d_backward
         replication_pad2d_backward replication_pad3d_backward reflection_pad1d reflection_pad3d
         reflection_pad1d_backward reflection_pad2d_backward reflection_pad3d_backward
-        pixel_unshuffle native_channel_shuffle channel_shuffle tile fp8_transpose""",
+        pixel_unshuffle native_channel_shuffle channel_shuffle tile fp8_transpose permute_rows""",
     OpClass.MEMSET: """
         fill fill_ zero zero_ zeros ones full zeros_like ones_like full_like new_zeros new_ones
         new_full eye
@@ -276,7 +276,8 @@ _OPERATORS = {
         _unique2 unique_consecutive unique_dim searchsorted bucketize bincount histc one_hot arange
         range linspace logspace tril_indices triu_indices meshgrid _index_put_impl
         masked_select_backward gather_backward _grouped_mm_offsets
-        masked_scatter_backward index_select_backward value_selecting_reduction_backward nms""",
+        masked_scatter_backward index_select_backward value_selecting_reduction_backward nms
+        get_dispatch_layout unpermute_rows""",
     OpClass.NOTHING: """
         view _unsafe_view reshape _reshape_alias view_as resolve_conj resolve_neg alias detach
         detach_ expand expand_as as_strided as_strided_ transpose t permute movedim swapaxes select

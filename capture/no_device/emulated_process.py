@@ -178,7 +178,7 @@ class EmulatedProcess:
                     lambda: triton_kernels.recorded_launches(self.operators.launch),
                 ),
                 after_import(triton_kernels.TUNER, triton_kernels.first_configuration),
-                recorded_extensions(self.operators.launch, self.values),
+                recorded_extensions(self.operators.launch, self.values, self.operators.known),
                 after_import(
                     _HUGGING_FACE,
                     lambda: patched(_HUGGING_FACE, {"is_fake_tensor": _no}),

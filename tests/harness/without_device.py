@@ -37,3 +37,10 @@ def captured(directory: Path, text: str, *options: object) -> Graph:
     done = run(directory, text, *options)
     assert done.returncode == 0, done.stderr
     return onerank.read(directory / "trace.et")
+
+
+def write_packages(directory: Path, *packages: str) -> None:
+    """Write empty packages: they are there, and their extensions are not."""
+    for package in packages:
+        (directory / package).mkdir()
+        (directory / package / "__init__.py").write_text("")

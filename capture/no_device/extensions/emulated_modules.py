@@ -142,15 +142,7 @@ class EmulatedExtensions:
 
     def bound(self, extension: Extension, function: Function) -> Callable[..., Any]:
         """Return a counterpart with the `Launch` of its extension."""
-
-        def launch(
-            name: str,
-            reads: Sequence[Any],
-            writes: Sequence[Tensor],
-            choice: FusedChoice | None = None,
-        ) -> None:
-            full_name, tensors = f"{extension.namespace}::{name}", [*tensors_in(reads), *writes]
-            self.record(KernelLaunch(full_name, reads, writes, tensors, choice))
+        launch = launch_in(extension.namespace, self.record)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             return function(launch, *args, **kwargs)
@@ -164,6 +156,21 @@ class EmulatedExtensions:
             CaptureError: always; it names the function and the script's line.
         """
         self.unknown.refuse_extension(function)
+
+
+def launch_in(namespace: str, record: Callable[[KernelLaunch], None]) -> Launch:
+    """Return a `Launch` that names kernels in a namespace of operators."""
+
+    def launch(
+        name: str,
+        reads: Sequence[Any],
+        writes: Sequence[Tensor],
+        choice: FusedChoice | None = None,
+    ) -> None:
+        tensors = [*tensors_in(reads), *writes]
+        record(KernelLaunch(f"{namespace}::{name}", reads, writes, tensors, choice))
+
+    return launch
 
 
 def _as_registered(name: str, registered: _Registered) -> Function:

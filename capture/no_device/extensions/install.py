@@ -10,11 +10,16 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from onerank.capture.no_device.extensions import fused_kernels
-from onerank.capture.no_device.extensions.emulated_modules import EmulatedExtensions, Extension
+from onerank.capture.no_device.extensions.emulated_modules import (
+    EmulatedExtensions,
+    Extension,
+    launch_in,
+)
+from onerank.capture.no_device.extensions.expert_exchange import expert_exchange
 from onerank.capture.no_device.extensions.products import GROUPED_GEMM, recorded_deep_gemm
 from onerank.capture.no_device.extensions.transformer_engine import TRANSFORMER_ENGINE
 from onerank.capture.no_device.operators.triton_kernels import KernelLaunch
-from onerank.capture.no_device.tensor_values import UnknownValues
+from onerank.capture.no_device.tensor_values import Known, UnknownValues
 from onerank.capture.patches import after_import, patched, resolve
 from onerank.capture.script.runner import environment
 
@@ -25,8 +30,6 @@ _EXTENSIONS = (
     # Their packages call these from operators with a fake implementation, which runs instead.
     Extension("flash_attn_2_cuda", "flash_attn", "flash_attn"),
     Extension("causal_conv1d_cuda", "causal_conv1d", "causal_conv1d"),
-    # Its kernels communicate; a call is an error.
-    Extension("deep_ep_cpp", "deep_ep", "deep_ep"),
 )
 
 _TE_LIBRARIES = "transformer_engine.common"
@@ -43,15 +46,18 @@ _DEEPSPEED = "deepspeed.ops.op_builder.builder"
 
 @contextlib.contextmanager
 def recorded_extensions(
-    record: Callable[[KernelLaunch], None], unknown: UnknownValues
+    record: Callable[[KernelLaunch], None], unknown: UnknownValues, known: Known
 ) -> Generator[None]:
     """Record calls of extensions' functions inside the context.
 
     Args:
         record: records a launch.
         unknown: knows the line of the script that runs.
+        known: numbers of tensors.
     """
-    extensions = EmulatedExtensions(record, unknown, {each.module: each for each in _EXTENSIONS})
+    exchange = expert_exchange(launch_in("deep_ep", record), known, unknown)
+    modules = {each.module: each for each in (*_EXTENSIONS, *exchange)}
+    extensions = EmulatedExtensions(record, unknown, modules)
 
     def load_nothing(_: str) -> None:
         """Stand in for the loading of a library, whose module is provided already."""

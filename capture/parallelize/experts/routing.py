@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 BALANCED = "balanced"
 MODEL = "model"  # the model's own router decides
 _SEED = 0
+# Times that a slot of a token changes places with another's. The mean number of ranks that a token
+# visits is then within 0.6% of that of independent experts, and 51% above it without exchanges (256
+# experts on 8 ranks, 8 experts a token).
+_EXCHANGES = 4
 
 
 @dataclass(frozen=True)
@@ -137,8 +141,9 @@ def parse_routing(text: str) -> Routing | None:
 def chosen_experts(counts: list[int], top_k: int) -> "Tensor":
     """Return expert indices [tokens, top_k], int64, in which expert e occurs counts[e] times.
 
-    The experts of a token differ. A fixed seed shuffles the tokens and each token's top-k slots;
-    torch's global generators keep their state.
+    The experts of a token differ, and are otherwise independent of each other, as those of many
+    tokens are in a job: dispatchers that send a token once to each rank (DeepEP) move as many rows.
+    A fixed seed draws them; torch's global generators keep their state.
     """
     # Imported here, because the command line parses --moe-routing without torch.
     import torch
@@ -151,7 +156,21 @@ def chosen_experts(counts: list[int], top_k: int) -> "Tensor":
     generator = torch.Generator().manual_seed(_SEED)
     index = index[torch.randperm(tokens, generator=generator)]
     slot_order = torch.rand(tokens, top_k, generator=generator).argsort(dim=1)
-    return index.gather(1, slot_order).contiguous()
+    index = index.gather(1, slot_order).contiguous()
+    # The experts of a token are evenly spaced so far. A slot of each token in one half changes
+    # places with a slot of a token in the other half, unless a token would get an expert twice.
+    half = tokens // 2
+    for _ in range(_EXCHANGES * top_k if top_k > 1 and half else 0):
+        shift, slot, its = (
+            int(torch.randint(limit, (), generator=generator)) for limit in (half, top_k, top_k)
+        )
+        one, other = index[:half], index[half : 2 * half].roll(shift, 0)
+        first, second = one[:, slot].clone(), other[:, its].clone()
+        twice = (one == second[:, None]).any(dim=1) | (other == first[:, None]).any(dim=1)
+        one[:, slot] = torch.where(twice, first, second)
+        other[:, its] = torch.where(twice, second, first)
+        index[half : 2 * half] = other.roll(-shift, 0)
+    return index
 
 
 class StaticRouting:

@@ -1,6 +1,7 @@
 """Static routing: the `--moe-routing` option, tokens per expert, and expert indices."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -142,3 +143,17 @@ def test_a_table_that_gives_an_expert_a_token_twice_is_refused():
     routing = Routing("f.csv", table=((6.0, 1.0, 2.0, 1.0),))
     with raises_code("routing-share-too-large", naming=("f.csv", "60.0%", "1 / 2 = 50.0%")):
         routing.tokens_per_expert(0, 4, 10, 2)
+
+
+@pytest.mark.parametrize(
+    ("experts", "top_k", "ranks", "tokens"), [(8, 2, 4, 2048), (256, 8, 8, 4096), (64, 6, 8, 4096)]
+)
+def test_experts_of_a_token_are_independent(experts, top_k, ranks, tokens):
+    # Of C(n, k) sets of experts, those without an expert of a rank miss the rank.
+    each = experts // ranks
+    visited = 1 - math.comb(experts - each, top_k) / math.comb(experts, top_k)
+    chosen = chosen_experts([tokens * top_k // experts] * experts, top_k)
+    assert torch.bincount(chosen.flatten()).tolist() == [tokens * top_k // experts] * experts
+    assert all(len({*row}) == top_k for row in chosen.tolist())
+    visits = sum(int((chosen // each == rank).any(1).sum()) for rank in range(ranks))
+    assert visits / (ranks * tokens) == pytest.approx(visited, rel=0.02)
