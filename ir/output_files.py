@@ -179,6 +179,31 @@ def created(directory: Path) -> Generator[None]:
         raise
 
 
+@contextmanager
+def moving_into(directory: Path) -> Generator[Path]:
+    """Yield a temporary directory whose files move to `directory` on success, all or none.
+
+    Creates the directory and its missing parents.
+
+    Raises:
+        OSError: a file cannot be written; the error names its path in `directory`.
+    """
+    # In the same directory, because a file cannot be renamed to another file system.
+    place = directory.absolute()
+    try:
+        with created(place), scratch_directory(place) as scratch:
+            yield scratch
+            for path in sorted(scratch.iterdir()):
+                path.replace(place / path.name)
+    except OSError as error:
+        name = Path(os.fsdecode(error.filename or directory))
+        if name.parent.name.startswith(f".{PREFIX}"):
+            error.filename, error.filename2 = str(directory / name.name), None
+        elif name.name.startswith(f".{PREFIX}"):
+            error.filename = str(directory)
+        raise
+
+
 def is_replaceable(directory: Path, marker: str) -> bool:
     """Return whether a directory is absent, empty, or an earlier output: one with file `marker`."""
     if not directory.exists() or (directory / marker).is_file():

@@ -33,6 +33,7 @@ from onerank.capture.bench.gpu_limits import Microbenchmarks
 from onerank.capture.bench.measure_link import MeasuredLink
 from onerank.capture.verify.numerics import Verification
 from onerank.cli import annotate, capture, onerank
+from onerank.cli.commands.annotate import RecostedTraces
 from onerank.cli.commands.bench import Benched, Described, MergedFiles, StoredOperator
 from onerank.cli.commands.coarsen_storage import StorageAdded
 from onerank.cli.commands.convert import EtConverted, JsonConverted
@@ -160,6 +161,7 @@ PRINTED: Mapping[str, tuple[type, str]] = {
     "onerank convert TRACE.json": (JsonConverted, "One record."),
     "onerank storage": (StorageAdded, "One record."),
     "annotate": (Recosting, "One record, and `step` in it, a [StepChange](#stepchange)."),
+    "annotate DIRECTORY": (RecostedTraces, "One record."),
     "annotate --explain": (Explanation, "One record."),
     "onerank predict": (OpPrediction, "A list, one record per operator."),
     "onerank gpus": (Gpu, "A list, one record per GPU."),
@@ -194,7 +196,9 @@ FURTHER = (StepChange,)
 """Records that a command adds to the fields of another record."""
 
 # The commands import these for type checkers only, so that help loads neither numpy nor torch.
-_ANNOTATED = {kind.__name__: kind for kind in (Gpu, Microbenchmarks, Note, Repairs)}
+_ANNOTATED = {
+    kind.__name__: kind for kind in (Gpu, Microbenchmarks, Note, Recosting, Repairs, StepChange)
+}
 
 UNITS = {
     "ns": "ns",

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,47 @@ def test_annotate_as_json(traces, tmp_path):
     assert report["evidence"] == {"measured": 1, "calibrated": 849}
     assert report["unknown"] == []
     assert sum(row["after_ns"] for row in report["classes"]) == report["after_ns"]
+
+
+@pytest.fixture
+def stages(traces, tmp_path):
+    """Return a directory of two traces alone."""
+    directory = tmp_path / "stages"
+    directory.mkdir()
+    for name in ("cpu.et", "gpu.et"):
+        shutil.copy(traces / name, directory)
+    return directory
+
+
+def test_a_directory_of_traces(stages, tmp_path):
+    done = json.loads(invoke(annotate, "--target", "H100", stages, "--json").stdout)["traces"]
+    assert [row["trace"] for row in done] == [
+        str(tmp_path / "stages.H100" / name) for name in ("cpu.et", "gpu.et")
+    ]
+    assert done[1]["recosting"]["before_ns"] == GPU_NS
+    alone = tmp_path / "alone.et"
+    for row in done:
+        trace = Path(row["trace"])
+        report = json.loads(
+            invoke(annotate, "--target", "H100", stages / trace.name, "-o", alone, "--json").stdout
+        )
+        assert report == row["recosting"] | {"step": row["step"]}
+        assert trace.read_bytes() == alone.read_bytes()
+    table = invoke(annotate, "--target", "H100", stages, "-o", tmp_path / "out").stdout
+    assert [line.split()[1] for line in table.splitlines() if ".et " in line] == [
+        "cpu.et",
+        "gpu.et",
+    ]
+
+
+def test_a_directory_of_traces_is_annotated_whole_or_not_at_all(stages, tmp_path):
+    to_h100 = ("--target", "H100", stages)
+    refused(annotate, *to_h100, "-o", stages, error="output-is-input")
+    refused(annotate, *to_h100, "--explain", "1", error="explain-several-traces")
+    cut = stages / "gpu.et"
+    cut.write_bytes(cut.read_bytes()[:-7])
+    refused(annotate, *to_h100, "-o", tmp_path / "out", error="chakra-truncated", naming="gpu.et")
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_step_before_and_after_as_replay_tells_it(traces, tmp_path):

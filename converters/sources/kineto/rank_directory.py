@@ -2,10 +2,8 @@
 
 import os
 import re
-import shutil
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -21,7 +19,7 @@ from onerank.converters.sources.kineto.lowering.diagnostics import Conversion
 from onerank.converters.sources.kineto.read.json_stream import beginning, kind_of
 from onerank.converters.sources.kineto.read.kineto_trace import ALL
 from onerank.ir.errors import OneRankError, TraceError
-from onerank.ir.output_files import scratch_directory
+from onerank.ir.output_files import moving_into
 
 # Kineto writes `distributedInfo` before `traceEvents`: the file's beginning is enough.
 _RANK_IN_FILE = re.compile(rb'"distributedInfo"\s*:\s*\{[^{}]*?"rank"\s*:\s*(\d+)')
@@ -136,33 +134,14 @@ def convert_ranks(ranks: list[Rank], output: Path, *, step: str = ALL) -> list[C
         )
     workers = min(len(ranks), os.cpu_count() or 1)
     # All ranks or none: an error must leave no partial directory.
-    with _scratch_directory(output) as scratch:
+    with moving_into(output) as scratch:
         jobs = [(rank, scratch / f"{rank.name}.et", step) for rank in ranks]
         if workers == 1:
             results = [_convert(*job) for job in jobs]
         else:
             with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
                 results = list(_run_jobs(pool, jobs))
-        output.mkdir(exist_ok=True)
-        return [
-            Converted(Path(shutil.move(path, output / path.name)), nodes, report)
-            for path, nodes, report in results
-        ]
-
-
-@contextmanager
-def _scratch_directory(output: Path) -> Generator[Path]:
-    """Yield a temporary directory; an error that names a file in it names its path in `output`."""
-    try:
-        with scratch_directory(output.parent) as scratch:
-            yield scratch
-    except OSError as error:
-        path = Path(error.filename or output)
-        if path.parent.name.startswith(".onerank-"):
-            error.filename = str(output / path.name)
-        elif path.name.startswith(".onerank-"):
-            error.filename = str(output)
-        raise
+    return [Converted(output / path.name, nodes, report) for path, nodes, report in results]
 
 
 # A written trace, its number of nodes, and the report of its conversion.

@@ -1,7 +1,7 @@
 """`annotate --target GPU` predicts a step on another GPU; `gpus` lists GPU descriptions."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -42,6 +42,7 @@ from onerank.option_fields import option
 if TYPE_CHECKING:
     from onerank.analysis.step_time import StepBreakdown, StepChange
     from onerank.annotate import Explanation, Gpu, Recosting
+    from onerank.ir import Graph
     from onerank.ir.notes import Note
 
 
@@ -182,69 +183,183 @@ def annotate(trace: Path, options: AnnotateOptions, as_json: bool) -> None:
     GPUs that the model had not seen. Communication and the host stay as measured. A network
     simulator, or `onerank replay --busbw-gb-s`, times communication. A CPU capture becomes the GPU
     step that it represents, predicted from the target's datasheet, which is the weakest evidence.
-    If TRACE is a bundle, the directory that `capture serve` writes, every step in it is predicted.
+    If TRACE is a directory of several ranks' traces (`capture run --ranks`), or a bundle, the
+    directory that `capture serve` writes, every trace in it is predicted.
     """
-    if trace.is_dir():
-        _annotate_bundle(trace, options, as_json=as_json)
-        return
-
     from dataclasses import asdict
 
     import onerank
-    from onerank.analysis.step_time import step_change
-    from onerank.annotate import explain, load_gpu, summarise, with_figures
-    from onerank.annotate.passes.nvlink_power import nvlink_idle_note
-    from onerank.annotate.passes.pass_options import parse_kernels
 
-    override = figures_of(options.override)
-    gpu = with_figures(load_gpu(options.target), override)
-    what_if: dict[str, Any] = {
-        "seq": options.seq,
-        "micro_batch": options.micro_batch,
-        "dtype": options.dtype,
-        "attention": parse_kernels(options.kernel),
-        "fuse": options.fuse,
-        "overlap": options.overlap,
-        "nvlink_active": options.nvlink_active,
-    }
-    inputs: dict[str, Any] = {
-        "model": options.model,
-        "source": options.source,
-        "databases": options.database,
-    }
-    if options.explain is not None:
-        _check_explains(options, what_if)
-        explanation = explain(read_trace(trace), gpu, options.explain, **inputs)
-        print_json(explanation) if as_json else render_explanation(explanation)
+    if trace.is_dir():
+        annotate_all = _annotate_traces if any(trace.glob("*.et")) else _annotate_bundle
+        annotate_all(trace, options, as_json=as_json)
         return
-    output = options.output or default_output(trace, options.target, gpu.name)
+    prediction = _Prediction.of(options)
+    if options.explain is not None:
+        _explain(trace, options, prediction, as_json=as_json)
+        return
+    output = options.output or default_output(trace, options.target, prediction.gpu.name)
     output = TRACE_OUTPUT.convert(output, None, click.get_current_context())
-    # Target and host may be files, which the output must not replace.
-    description = Path(options.target) if Path(options.target).is_file() else None
-    host = Path(options.host) if Path(options.host).is_file() else None
-    keep_inputs(output, trace, description, host, *options.database)
+    _keep_inputs(output, [trace], options)
     # The tables end with the notes; with --json they go to stderr.
-    before = read_trace(trace) if as_json else onerank.read(trace)
-    after = onerank.recost(
-        before,
-        options.target,
-        override=override,
-        host=options.host,
-        host_scale=options.host_scale,
-        **what_if,
-        **inputs,
-    )
-    recosting = summarise(before, after)
-    # Replay refuses a graph with a cycle, so it runs before anything is written.
-    step = step_change(before, after, recosting.interval)
-    after.write(output)
+    graph = read_trace(trace) if as_json else onerank.read(trace)
+    recosting, step, notes = prediction.write(graph, output)
     if as_json:
         print_json({**asdict(recosting), "step": step})
     else:
-        # A slice runs without its peers, so its NVLinks are idle, and real ranks draw more power.
-        idle_links = () if options.nvlink_active else nvlink_idle_note(after, gpu)
-        notes = (*after.job.measurement.notes, *idle_links)
         render_recosting(recosting, step, notes, title=f"{trace} -> {output}")
+
+
+@dataclass(frozen=True)
+class _Prediction:
+    """How traces are predicted.
+
+    Attributes:
+        gpu: the target, with the figures that `--override` sets.
+        what_if: changes of the step.
+        inputs: what the model reads.
+        others: further arguments of `onerank.recost`.
+    """
+
+    gpu: "Gpu"
+    what_if: Mapping[str, Any]
+    inputs: Mapping[str, Any]
+    others: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, options: AnnotateOptions) -> "_Prediction":
+        """Read the target and the what-ifs."""
+        from onerank.annotate import load_gpu, with_figures
+        from onerank.annotate.passes.pass_options import parse_kernels
+
+        override = figures_of(options.override)
+        return cls(
+            gpu=with_figures(load_gpu(options.target), override),
+            what_if={
+                "seq": options.seq,
+                "micro_batch": options.micro_batch,
+                "dtype": options.dtype,
+                "attention": parse_kernels(options.kernel),
+                "fuse": options.fuse,
+                "overlap": options.overlap,
+                "nvlink_active": options.nvlink_active,
+            },
+            inputs={
+                "model": options.model,
+                "source": options.source,
+                "databases": options.database,
+            },
+            others={
+                "target": options.target,
+                "override": override,
+                "host": options.host,
+                "host_scale": options.host_scale,
+            },
+        )
+
+    def write(
+        self, before: "Graph", output: Path
+    ) -> "tuple[Recosting, StepChange, tuple[Note, ...]]":
+        """Predict a graph and write it; return what changed, and the notes of the new graph."""
+        import onerank
+        from onerank.analysis.step_time import step_change
+        from onerank.annotate import summarise
+        from onerank.annotate.passes.nvlink_power import nvlink_idle_note
+
+        after = onerank.recost(before, **self.others, **self.what_if, **self.inputs)
+        recosting = summarise(before, after)
+        # Replay refuses a graph with a cycle, so it runs before anything is written.
+        step = step_change(before, after, recosting.interval)
+        after.write(output)
+        # A slice runs without its peers, so its NVLinks are idle, and real ranks draw more power.
+        idle_links = () if self.what_if["nvlink_active"] else nvlink_idle_note(after, self.gpu)
+        return recosting, step, (*after.job.measurement.notes, *idle_links)
+
+
+def _explain(
+    trace: Path, options: AnnotateOptions, prediction: _Prediction, *, as_json: bool
+) -> None:
+    """Print the arithmetic of one node."""
+    from onerank.annotate import explain
+
+    assert options.explain is not None
+    _check_explains(options, prediction.what_if)
+    explanation = explain(read_trace(trace), prediction.gpu, options.explain, **prediction.inputs)
+    print_json(explanation) if as_json else render_explanation(explanation)
+
+
+def _keep_inputs(output: Path, traces: Sequence[Path], options: AnnotateOptions) -> None:
+    """Refuse an output that would replace an input; target and host may be files."""
+    described = [Path(name) for name in (options.target, options.host) if Path(name).is_file()]
+    keep_inputs(output, *traces, *described, *options.database)
+
+
+@dataclass(frozen=True)
+class RecostedTrace:
+    """One of several re-costed traces.
+
+    Attributes:
+        rank: its rank.
+        trace: file that was written.
+        recosting: the re-costing in figures.
+        step: the step before and after.
+    """
+
+    rank: int
+    trace: Path
+    recosting: "Recosting"
+    step: "StepChange"
+
+
+@dataclass(frozen=True)
+class RecostedTraces:
+    """All re-costed traces of a directory.
+
+    Attributes:
+        traces: one record each.
+    """
+
+    traces: list[RecostedTrace]
+
+
+def _annotate_traces(directory: Path, options: AnnotateOptions, *, as_json: bool) -> None:
+    """Predict all traces of a directory for another GPU, and write a directory of traces."""
+    import onerank
+    from onerank.export import trace_files
+    from onerank.ir.output_files import moving_into
+
+    if options.explain is not None:
+        raise UsageError(
+            f"{directory} holds several traces, and --explain shows a node of one: name its trace",
+            code="explain-several-traces",
+        )
+    files = trace_files((directory,))
+    prediction = _Prediction.of(options)
+    output = _output_directory(directory, options)
+    for file in files:
+        _keep_inputs(output / file.name, files, options)
+    seen: set[Note] = set()
+    notes: dict[Note, None] = {}
+    done: list[RecostedTrace] = []
+    with moving_into(output) as scratch:
+        for file in files:
+            graph = read_trace(file, seen=seen) if as_json else onerank.read(file)
+            recosting, step, notes_of_rank = prediction.write(graph, scratch / file.name)
+            done.append(RecostedTrace(graph.job.rank, output / file.name, recosting, step))
+            notes |= dict.fromkeys(notes_of_rank)
+    if as_json:
+        print_json(RecostedTraces(done))
+    else:
+        render_recosted_traces(done, [*notes], title=f"{directory} -> {output}")
+
+
+def _output_directory(directory: Path, options: AnnotateOptions) -> Path:
+    """Return the directory to write for a directory: the given one, or `stages.H100`."""
+    word = re.sub(r"[^\w.-]+", "-", Path(options.target).stem)
+    # "." and ".." have no name to add to.
+    whole = directory.resolve() if directory.name in ("", "..") else directory
+    output = options.output or whole.with_name(f"{whole.name}.{word}")
+    return OUTPUT_DIRECTORY.convert(output, None, click.get_current_context())
 
 
 def _annotate_bundle(directory: Path, options: AnnotateOptions, *, as_json: bool) -> None:
@@ -266,9 +381,7 @@ def _annotate_bundle(directory: Path, options: AnnotateOptions, *, as_json: bool
             f"{directory} is a bundle: leave out {', '.join(refused)}, which need a single trace",
             code="bundle-option",
         )
-    word = re.sub(r"[^\w.-]+", "-", Path(options.target).stem)
-    output = options.output or directory.with_name(f"{directory.name}.{word}")
-    output = OUTPUT_DIRECTORY.convert(output, None, click.get_current_context())
+    output = _output_directory(directory, options)
     passes = PassOptions(
         dtype=options.dtype,
         attention=parse_kernels(options.kernel),
@@ -292,7 +405,7 @@ def _annotate_bundle(directory: Path, options: AnnotateOptions, *, as_json: bool
     show_bundle(recosted, output, as_json=as_json)
 
 
-def _check_explains(options: AnnotateOptions, what_if: dict[str, Any]) -> None:
+def _check_explains(options: AnnotateOptions, what_if: Mapping[str, Any]) -> None:
     """Refuse options that have no effect with --explain."""
     if options.output is not None or options.host_scale != 1:
         refused = "--host-scale" if options.output is None else "--output"
@@ -426,6 +539,28 @@ def render_recosting(
     columns = ("", "nodes", "before", "after", "ratio", "FLOPs", "bytes", "evidence by time")
     title = f"Compute by class, on {recosting.source} and on {recosting.target}"
     table(title, columns, rows, texts=(0, len(columns) - 1))
+
+
+def render_recosted_traces(
+    traces: Sequence[RecostedTrace], notes: "Sequence[Note]", title: str
+) -> None:
+    """Print a row for each re-costed trace, and the notes of all."""
+    rows = [
+        (
+            row.rank,
+            row.trace.name,
+            row.recosting.source,
+            time(row.step.before.step_ns) if row.step.before else "-",
+            time(row.step.after.step_ns) if row.step.after else "-",
+            time(row.recosting.after_ns),
+            row.step.untimed,
+        )
+        for row in traces
+    ]
+    target = traces[0].recosting.target
+    columns = ("rank", "trace", "from", "step before", f"step on {target}", "compute", "untimed")
+    table(title, columns, rows, texts=(1, 2))
+    lines([("note", str(note)) for note in notes])
 
 
 def _step(recosting: "Recosting", step: "StepChange") -> list[tuple[str, str]]:

@@ -256,15 +256,11 @@ def _write_ranks(done: "CapturedRanks", world: str, output: Path, *, as_json: bo
 
 def _write_all(graphs: Mapping[Path, "Graph"]) -> None:
     """Write each graph to its file; no file appears before all are written."""
-    from onerank.ir.output_files import created, scratch_directory
+    from onerank.ir.output_files import moving_into
 
-    parent = next(iter(graphs)).absolute().parent
-    # In the same directory, because a file cannot be renamed to another file system.
-    with created(parent), scratch_directory(parent) as scratch:
+    with moving_into(next(iter(graphs)).parent) as scratch:
         for path, graph in graphs.items():
             graph.write(scratch / path.name)
-        for path in graphs:
-            (scratch / path.name).replace(path)
 
 
 def _render_ranks(captured: "Sequence[RankSummary]", missing: tuple[int, ...], world: str) -> None:
