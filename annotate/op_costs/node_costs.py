@@ -14,6 +14,7 @@ from onerank.annotate.op_costs import (
     library_operators,
     load_chains,
     memory_bound,
+    state_operators,
 )
 from onerank.annotate.op_costs.cost_record import Work
 from onerank.annotate.op_costs.custom_operator_costs import is_registered, registered_work
@@ -44,6 +45,7 @@ NEED_VALUES = (
     | memory_bound.NEED_VALUES
     | load_chains.NEED_VALUES
     | library_operators.NEED_VALUES
+    | state_operators.NEED_VALUES
 )
 """Operators, by base name, whose cost depends on argument values in addition to shapes."""
 
@@ -56,7 +58,11 @@ _FORMULAS = {
 }
 
 # By full name: libraries and engines reuse names of torch and of each other.
-_BY_FULL_NAME = {**library_operators.FORMULAS, **engine_operators.FORMULAS}
+_BY_FULL_NAME = {
+    **library_operators.FORMULAS,
+    **engine_operators.FORMULAS,
+    **state_operators.FORMULAS,
+}
 
 
 def needs_values(op: str) -> bool:

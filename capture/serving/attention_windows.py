@@ -1,4 +1,4 @@
-"""Layers whose attention sees only a part of a sequence, and the KV cache that they need.
+"""Layers whose attention sees only a part of a sequence, and the cache that a sequence needs.
 
 A layer with a sliding window, such as every second layer of gpt-oss, never again reads tokens
 before the window, so engines free their blocks. vLLM and SGLang have a pool of blocks for each kind
@@ -6,7 +6,7 @@ of layer (hybrid KV cache; `SlidingWindowSpec` and `ChunkedLocalAttentionSpec` i
 vllm/v1/kv_cache_interface.py). This module imports no torch.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import msgspec
 
@@ -88,33 +88,38 @@ def windowed_layers(
     )
 
 
-def sequence_bytes(
-    bytes_per_token: int, windowed: Iterable[WindowedLayers], context: int, new_tokens: int = 1
-) -> int:
-    """Return the bytes of KV cache that a sequence needs in a step, in all layers.
+class CacheNeed(msgspec.Struct, frozen=True):
+    """What a rank keeps of each sequence.
 
-    A layer with a window needs the new tokens and the earlier ones that the first of them sees. A
-    layer with chunks counts like one with a sliding window of the chunk's size: that is its need at
-    the end of a chunk, which a growing sequence reaches.
-
-    Args:
+    Attributes:
         bytes_per_token: KV cache of a token in all layers, those with a window included.
         windowed: the layers with a window.
-        context: tokens of the sequence before the step.
-        new_tokens: tokens that the step computes.
+        state_bytes: states of constant size of a sequence, in all layers.
     """
-    tokens = context + new_tokens
-    outside = sum(
-        layers.bytes_per_token * max(0, context - (layers.window.tokens - 1)) for layers in windowed
-    )
-    return bytes_per_token * tokens - outside
 
+    bytes_per_token: int
+    windowed: tuple[WindowedLayers, ...] = ()
+    state_bytes: int = 0
 
-def step_bytes(
-    bytes_per_token: int, windowed: Iterable[WindowedLayers], composition: Composition
-) -> int:
-    """Return the bytes of KV cache of all sequences of a step; arguments as `sequence_bytes`."""
-    c, windowed = composition, tuple(windowed)
-    prefill = sequence_bytes(bytes_per_token, windowed, c.prefill_context, c.prefill_tokens)
-    decode = sequence_bytes(bytes_per_token, windowed, c.decode_context)
-    return c.prefills * prefill + c.decodes * decode
+    def of_sequence(self, context: int, new_tokens: int = 1) -> int:
+        """Return the bytes that a sequence needs in a step, in all layers.
+
+        A layer with a window needs the new tokens and the earlier ones that the first of them sees.
+        A layer with chunks counts like one with a sliding window of the chunk's size: that is its
+        need at the end of a chunk, which a growing sequence reaches.
+
+        Args:
+            context: tokens of the sequence before the step.
+            new_tokens: tokens that the step computes.
+        """
+        outside = sum(
+            layers.bytes_per_token * max(0, context - (layers.window.tokens - 1))
+            for layers in self.windowed
+        )
+        return self.state_bytes + self.bytes_per_token * (context + new_tokens) - outside
+
+    def of_step(self, composition: Composition) -> int:
+        """Return the bytes of all sequences of a step."""
+        c = composition
+        prefill = self.of_sequence(c.prefill_context, c.prefill_tokens)
+        return c.prefills * prefill + c.decodes * self.of_sequence(c.decode_context)

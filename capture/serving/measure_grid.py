@@ -31,7 +31,7 @@ from onerank.capture.profiling.step_timers import StepTimer
 from onerank.capture.profiling.window_plan import Progress
 from onerank.capture.run_as_rank import RankRun, slicing_to_rank
 from onerank.capture.script.runner import Script
-from onerank.capture.serving.attention_windows import WindowedLayers, step_bytes, windowed_layers
+from onerank.capture.serving.attention_windows import CacheNeed, WindowedLayers, windowed_layers
 from onerank.capture.serving.compositions import MOST_TOKENS, Composition
 from onerank.capture.serving.latent_attention import latent_bytes_per_token
 from onerank.capture.serving.script_model import model_of_script
@@ -102,6 +102,7 @@ class ServedModel:
         pipeline: the stage; None without pipeline parallelism.
         parameters: name, dtype and shape of each parameter of this rank.
         kv_windows: layers that hold only a part of a sequence.
+        state_bytes_per_sequence: states of constant size of a sequence, in all layers of this rank.
         moe_routing: how tokens were distributed over the experts, as in `Manifest`.
     """
 
@@ -116,7 +117,13 @@ class ServedModel:
     pipeline: Pipeline | None
     parameters: tuple[tuple[str, str, tuple[int, ...]], ...]
     kv_windows: tuple[WindowedLayers, ...]
+    state_bytes_per_sequence: int
     moe_routing: str | None
+
+    @property
+    def cache_need(self) -> CacheNeed:
+        """What the rank keeps of each sequence."""
+        return CacheNeed(self.kv_bytes_per_token, self.kv_windows, self.state_bytes_per_sequence)
 
     @property
     def has_head(self) -> bool:
@@ -158,8 +165,7 @@ class Server:
         if self._on_gpu:
             _empty_allocator()
         served = self.served
-        needed = served.weights_bytes
-        needed += step_bytes(served.kv_bytes_per_token, served.kv_windows, composition)
+        needed = served.weights_bytes + served.cache_need.of_step(composition)
         # Without this, a composition far above the memory would fail in the allocator's retries.
         if self._on_gpu and served.memory_bytes < needed:
             return MeasuredPoint(composition, None, needed_bytes=needed)
@@ -402,9 +408,9 @@ def _served(
     composition = Composition(decodes=1, decode_context=1)
     # A step of decodes alone computes the logits of all tokens, on every stage.
     step = RepeatableStep.of(model, composition, config.vocab_size, device, has_head=False)
-    give_attention_scopes(step, model)
+    give_attention_scopes(step)
     cached = step.cache.bytes_per_token()
-    itemsize = step.cache.cache_tensors()[0].itemsize
+    itemsize = next((keys.itemsize for keys in step.cache.tensors.values()), 0)
     gpu = options.emulated_gpu
     memory = gpu.memory_bytes if gpu is not None else 0
     if gpu is None and device == "cuda":
@@ -426,6 +432,7 @@ def _served(
             for name, parameter in model.named_parameters()
         ),
         kv_windows=windowed_layers(cached, step.cache.windows),
+        state_bytes_per_sequence=step.cache.states.bytes_per_sequence(),
         moe_routing=moe_routing,
     )
     return served, step.cache

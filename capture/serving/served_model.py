@@ -9,7 +9,7 @@ it passes as its KV cache.
 
 import contextlib
 import inspect
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from onerank.capture.no_device.emulated_gpu import MOST_FLASH_HEAD
-from onerank.capture.serving import latent_attention
+from onerank.capture.serving import latent_attention, sequence_states
 from onerank.capture.serving.attention_windows import AttentionWindow
 from onerank.capture.serving.compositions import Composition
+from onerank.capture.serving.sequence_states import SequenceStates
 from onerank.ir.errors import CaptureError, OneRankError
 
 _ATTENTION = "onerank_serving"
@@ -155,6 +156,7 @@ class StepCache:
         composition: the step's sequences.
         tensors: keys and values by layer, part of the step, and whether they are values.
         windows: window of each layer that has one and that has run.
+        states: states of constant size, of layers with such.
     """
 
     composition: Composition
@@ -162,8 +164,12 @@ class StepCache:
         default_factory=dict[tuple[int, str, bool], Tensor]
     )
     windows: dict[int, AttentionWindow] = field(default_factory=dict[int, AttentionWindow])
+    states: SequenceStates = field(init=False)
 
     is_compileable = False
+
+    def __post_init__(self) -> None:
+        self.states = SequenceStates(self.composition)
 
     def update(
         self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any
@@ -171,6 +177,31 @@ class StepCache:
         """Return the new keys and values; the attention function writes them to the cache."""
         _step.layer = layer_idx
         return keys, values
+
+    def update_conv_state(self, rows: Tensor, layer_idx: int, **_: Any) -> Tensor:
+        """Return the new inputs of a convolution, whose operator has the earlier ones."""
+        self.states.layer = layer_idx
+        return rows
+
+    def update_recurrent_state(self, state: Any, *_: Any, **__: Any) -> None:
+        """Do nothing: the operator of a scan has updated the state.
+
+        Raises:
+            CaptureError: the layer has computed its state otherwise.
+        """
+        if not isinstance(state, sequence_states.UpdatedState):
+            raise sequence_states.unsupported(
+                f"the states of its layer {self.states.layer} by a function of its own"
+            )
+
+    def get_conv_state(self, *_: Any, **__: Any) -> None:
+        """Return None: a layer with states then computes as in a prefill, for all parts."""
+
+    get_recurrent_state = get_conv_state
+
+    def is_recording_past(self, *_: Any) -> bool:
+        """Return False: no tokens are taken back."""
+        return False
 
     def get_seq_length(self, *_: Any) -> int:
         """Return the longest context of the step."""
@@ -208,6 +239,7 @@ class StepCache:
             like: cache of a step of one decode, from which heads, sizes and windows are read.
         """
         self.windows.update(like.windows)
+        self.states.allocate(like.states)
         for part, new in (("prefill", self.composition.prefill_tokens), ("decode", 1)):
             count, _ = self.sequences(part)
             for (layer, _, value), other in like.tensors.items() if count else ():
@@ -219,8 +251,8 @@ class StepCache:
         """Do nothing: a step overwrites what it wrote before."""
 
     def cache_tensors(self) -> tuple[Tensor, ...]:
-        """Return all keys and values."""
-        return tuple(self.tensors.values())
+        """Return all keys, values and states."""
+        return *self.tensors.values(), *self.states.tensors.values()
 
     def bytes_per_token(self) -> dict[int, int]:
         """Return the bytes of one token of one sequence, by layer.
@@ -537,15 +569,20 @@ class RepeatableStep:
         cache = StepCache(composition)
         # Engines take the logits of the last token of each sequence; of decodes alone, of all.
         keep: dict[str, Any] = {"logits_to_keep": last} if c.prefills and has_head else {}
-        # transformers 5.24 renamed the argument, and warns of the old name in each call.
-        renamed = "cache" in inspect.signature(model.forward).parameters
+        # transformers 5.24 renamed the argument, and warns of the old name in each call. Models
+        # without attention have the third name.
+        named = inspect.signature(model.forward).parameters
+        name = next(
+            (name for name in ("cache", "past_key_values", "cache_params") if name in named),
+            "past_key_values",
+        )
         arguments: dict[str, Any] = {"input_ids": tokens, "position_ids": positions}
-        arguments["cache" if renamed else "past_key_values"] = cache
+        arguments[name] = cache
         return cls(model, cache, {**arguments, "use_cache": True, **keep})
 
     def __call__(self) -> None:
         """Compute the step."""
-        with torch.no_grad(), _running(self.cache):
+        with torch.no_grad(), _running(self.cache), self.cache.states.running():
             self.model(**self.arguments)
 
 
@@ -558,23 +595,29 @@ def _running(cache: StepCache) -> Generator[None]:
         _step.cache = None
 
 
-def give_attention_scopes(step: Callable[[], None], model: Any) -> None:
+def give_attention_scopes(step: RepeatableStep) -> None:
     """Run a step once and add the modules of attention to the modules that call it.
 
-    Latent attention then passes its vectors to them, as engines cache them.
+    Latent attention then passes its vectors to them, as engines cache them. Layers with states get
+    theirs.
 
     Raises:
-        CaptureError: the model does not use transformers' attention interface, or does not run.
+        CaptureError: the model has layers that neither use transformers' attention interface nor
+            call its functions of states, or does not run.
     """
+    model = step.model
     latent_attention.keep_latents(model)
+    sequence_states.keep_states(model)
     _step.callers = callers = []
     try:
         step()
     except OneRankError:
         raise
     except Exception as error:
+        if isinstance(error, CaptureError):
+            raise
         # A model with another kind of cache fails before its attention, with any exception.
-        if not callers:
+        if not callers and not step.cache.states.tensors:
             raise _own_attention(type(model).__name__) from error
         raise CaptureError(
             f"{type(model).__name__} does not run a step of an engine: {type(error).__name__}: "
@@ -583,7 +626,7 @@ def give_attention_scopes(step: Callable[[], None], model: Any) -> None:
         ) from error
     finally:
         _step.callers = None
-    if not callers:
+    if not callers and not step.cache.states.tensors:
         raise _own_attention(type(model).__name__)
 
 

@@ -15,8 +15,8 @@ from onerank.capture.options import Options
 from onerank.capture.serving import served_model
 from onerank.capture.serving.attention_windows import (
     AttentionWindow,
+    CacheNeed,
     WindowedLayers,
-    sequence_bytes,
 )
 from onerank.capture.serving.compositions import Composition, parse_grid
 from onerank.capture.serving.measure_grid import _served
@@ -97,7 +97,8 @@ def test_the_cache_of_published_models(
     assert served.kv_bytes_per_token == per_token
     context, in_sequence = sequence
     assert [(layers.window, layers.layers) for layers in served.kv_windows] == windows
-    assert sequence_bytes(per_token, served.kv_windows, context) == in_sequence
+    assert served.cache_need.of_sequence(context) == in_sequence
+    assert served.cache_need == CacheNeed(per_token, served.kv_windows)
 
 
 FEW = {**SMALL, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
@@ -133,7 +134,7 @@ def test_a_step_with_windows_computes_what_transformers_computes(
     model = build_model(read, "cpu", shapes_only=False)
     materialise(model, "cpu")
     step = RepeatableStep.of(model, composition, 128, "cpu")
-    served_model.give_attention_scopes(step, model)
+    served_model.give_attention_scopes(step)
     with torch.no_grad(), served_model._running(step.cache):
         logits = model(**step.arguments).logits[0]
     assert step.cache.windows

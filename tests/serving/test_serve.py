@@ -130,7 +130,7 @@ def test_a_step_computes_what_transformers_computes(tmp_path: Path):
     model = build_model(config, "cpu", shapes_only=False)
     materialise(model, "cpu")
     step = RepeatableStep.of(model, Composition(3, 7, 2, 5, 4), WORDS, "cpu")
-    served_model.give_attention_scopes(step, model)
+    served_model.give_attention_scopes(step)
     with torch.no_grad(), served_model._running(step.cache):
         logits = model(**step.arguments).logits[0]
     reference = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
@@ -248,7 +248,7 @@ def test_latent_attention_computes_what_transformers_computes(tmp_path: Path, ki
     materialise(model, "cpu")
     reference.load_state_dict(model.state_dict())
     step = RepeatableStep.of(model, Composition(3, 7, 2, 5, 4), WORDS, "cpu")
-    served_model.give_attention_scopes(step, model)
+    served_model.give_attention_scopes(step)
     tokens = step.arguments["input_ids"][0]
     expected: list[torch.Tensor] = []
     parts = (("prefill", 2, 5, 4, tokens[:10]), ("decode", 3, 1, 7, tokens[10:]))
@@ -578,7 +578,7 @@ def test_a_model_whose_step_fails(tmp_path: Path):
         raise RuntimeError("no kernel")
 
     with pytest.raises(CaptureError) as error:
-        served_model.give_attention_scopes(step, model)
+        served_model.give_attention_scopes(step)
     assert error.value.code == "serve-step-failed"
 
 

@@ -33,15 +33,21 @@ def tokens_that_fit(manifest: Manifest) -> str:
     """Return the number of tokens whose KV cache fits into the device's memory.
 
     If layers have windows, the number depends on the length of sequences: the text states it for
-    sequences up to the shortest window and for the longest ones. "" if the memory of the device or
-    the KV cache is not known.
+    sequences up to the shortest window and for the longest ones. If sequences have states, the text
+    also states it for the longest ones. "" if the memory of the device or the KV cache is not
+    known.
     """
     memory, longest = manifest.memory, manifest.longest
     if not memory.device_bytes or memory.tokens_that_fit is None:
         return ""
     text = f"{memory.tokens_that_fit:,}"
     batch = memory.sequences_that_fit(longest - 1) if longest else None
-    if not memory.kv_windows or longest is None or batch is None:
+    if longest is None or batch is None:
+        return text
+    if memory.state_bytes_per_sequence:
+        sequences = f"{counted(batch, 'sequence')} of {longest:,} with their states"
+        return f"{text}, or {sequences}" if memory.kv_bytes_per_token else sequences
+    if not memory.kv_windows:
         return text
     shortest = min(layers.window.tokens for layers in memory.kv_windows)
     return (
@@ -70,9 +76,11 @@ def show_bundle(bundle: Bundle, directory: Path, *, as_json: bool) -> None:
     ]
     if memory.weights_bytes is not None:
         tokens = counted(memory.activations_tokens or 0, "new token")
+        states = [("states", f"{size(memory.state_bytes_per_sequence)} per sequence")]
         pairs += [
             ("weights", size(memory.weights_bytes)),
             ("KV cache", f"{size(memory.kv_bytes_per_token or 0)} per token"),
+            *(states if memory.state_bytes_per_sequence else ()),
             *(
                 (
                     "",

@@ -68,6 +68,7 @@ class Model:
     pipeline: Pipeline | None = None
     latent_bytes_per_token: int | None = None
     kv_windows: tuple[WindowedLayers, ...] = ()
+    state_bytes_per_sequence: int = 0
 
     @classmethod
     def of(cls, manifest: Manifest, gpu: Gpu) -> "Model":
@@ -89,6 +90,7 @@ class Model:
             pipeline=manifest.pipeline,
             latent_bytes_per_token=memory.latent_bytes_per_token,
             kv_windows=memory.kv_windows,
+            state_bytes_per_sequence=memory.state_bytes_per_sequence,
         )
 
 
@@ -314,6 +316,7 @@ def _model(served: Any, config: dict[str, Any], options: Options) -> Model:
         served.pipeline,
         served.latent_bytes_per_token,
         served.kv_windows,
+        served.state_bytes_per_sequence,
     )
 
 
@@ -489,6 +492,21 @@ def _notes(
             "a prefill to few of them, and its steps differ from those of trained weights",
             code="serve-own-router",
         )
+    if memory.state_bytes_per_sequence:
+        text = (
+            "layers keep a state of constant size for each sequence, "
+            f"{memory.state_bytes_per_sequence:,} B in all: it takes the room of "
+            "tokens_that_fit too"
+        )
+        if (fit := memory.sequences_that_fit(longest)) is not None:
+            text += f", so {fit:,} sequences of {model.longest:,} tokens fit"
+        yield Note(text, code="serve-sequence-states")
+    if memory.state_bytes_per_sequence and any(point.device_type == "cpu" for point in fitting):
+        yield Note(
+            "layers with such states ran transformers' reference on the CPU, whose operators and "
+            "times are not those of engines' kernels: --device none predicts theirs",
+            code="serve-reference-states",
+        )
     on_gpu = [point for point in fitting if point.device_type == "cuda"]
     # Without a device, the kernel is one that engines run.
     measured = [point for point in on_gpu if point.row.source == "measured"]
@@ -545,4 +563,6 @@ def _memory(model: Model, points: Sequence[Point]) -> RankMemory:
         gaps_bytes=largest.memory.gaps_bytes,
         latent_bytes_per_token=model.latent_bytes_per_token,
         kv_windows=model.kv_windows,
+        state_bytes_per_sequence=model.state_bytes_per_sequence,
+        cache_room_bytes=room if model.memory_bytes else None,
     )

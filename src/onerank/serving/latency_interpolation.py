@@ -1,7 +1,9 @@
 """Interpolate the time of compositions that were not measured.
 
-The kernels of a step fall into four parts: attention of the prefills, attention of the decodes, the
-head (its size is the number of sequences), and all other modules (new tokens). The time of a part
+The kernels of a step fall into parts: attention of the prefills, attention of the decodes, updates
+of the states that linear attention and the like keep of each sequence (prefills and decodes, whose
+contexts do not matter), the head (its size is the number of sequences), and all other modules (new
+tokens). The time of a part
 is a sum of the terms of its work, such as queries times keys, fitted with coefficients of at least
 0, times a smooth factor of its sizes. Gaussian-process regression of the logarithm gives the
 factor. Its kernel is the one with the least leave-one-out error. Attention also depends on how its
@@ -121,6 +123,21 @@ def _of_decode(c: Composition, form: AttentionForm) -> tuple[list[float], list[f
     return terms, [c.decodes, keys, (occupied / c.decodes) ** 2]
 
 
+# Tokens of a chunk of scans over a sequence, one after another: fla's 64, mamba_ssm's 128 or 256.
+_CHUNK = 64
+
+
+def _of_prefill_state(c: Composition, _: AttentionForm) -> tuple[list[float], list[float]]:
+    tokens = c.prefills * c.prefill_tokens
+    chunks = math.ceil(c.prefill_tokens / _CHUNK)
+    terms = [1.0, tokens, c.prefills, chunks, c.prefills * chunks]
+    return terms, [tokens, c.prefill_tokens]
+
+
+def _of_decode_state(c: Composition, _: AttentionForm) -> tuple[list[float], list[float]]:
+    return [1.0, c.decodes], [c.decodes]
+
+
 def _of_head(c: Composition, _: AttentionForm) -> tuple[list[float], list[float]]:
     return [1.0, c.sequences], [c.sequences]
 
@@ -135,15 +152,23 @@ Sizes = Callable[[Composition, AttentionForm], tuple[list[float], list[float]]]
 _SIZES: dict[Part, Sizes] = {
     "prefill_attention": _of_prefill,
     "decode_attention": _of_decode,
+    "prefill_state": _of_prefill_state,
+    "decode_state": _of_decode_state,
     "head": _of_head,
     "tokens": _of_tokens,
 }
 
 
+# Parts of the prefills and of the decodes of a step.
+_OF_PREFILLS: tuple[Part, ...] = ("prefill_attention", "prefill_state")
+_OF_DECODES: tuple[Part, ...] = ("decode_attention", "decode_state")
+
+
 def _has(part: Part, c: Composition) -> bool:
     """Return whether a step has a part."""
-    counts = {"prefill_attention": c.prefills, "decode_attention": c.decodes}
-    return counts.get(part, 1) > 0
+    if part in _OF_PREFILLS:
+        return c.prefills > 0
+    return part not in _OF_DECODES or c.decodes > 0
 
 
 # Regression ---------------------------------------------------------------------------------------
@@ -369,14 +394,12 @@ class _StepFit:
     def __call__(self, c: Composition) -> "_Times":
         """Return the times of a composition."""
         fitted = {fit.part for fit in self.parts}
-        attention: tuple[Part, ...] = ("prefill_attention", "decode_attention")
-        missing = [part for part in attention if _has(part, c) and part not in fitted]
-        if missing:
-            kind = missing[0].removesuffix("_attention")
-            raise AnnotateError(
-                f"{c}: the bundle has no {kind}s to interpolate between\n  measure some",
-                code="bundle-no-such-steps",
-            )
+        for kind, parts in (("prefill", _OF_PREFILLS), ("decode", _OF_DECODES)):
+            if _has(parts[0], c) and fitted.isdisjoint(parts):
+                raise AnnotateError(
+                    f"{c}: the bundle has no {kind}s to interpolate between\n  measure some",
+                    code="bundle-no-such-steps",
+                )
         gpu_ns = sum(fit(c) for fit in self.parts)
         host_ns = None if self.host is None else float(np.array(_host_terms(c)) @ self.host)
         graph_ns = None

@@ -335,6 +335,10 @@ def _part(module: str, roles: Mapping[str, str], root: str) -> Part:
         return "prefill_attention"
     if module.endswith(".step_attention.decode"):
         return "decode_attention"
+    if module.endswith(".step_state.prefill"):
+        return "prefill_state"
+    if module.endswith(".step_state.decode"):
+        return "decode_state"
     # The model's own operators select the last tokens before its head, and gather logits after it.
     if roles.get(module) == "head" or module in ("", root):
         return "head"

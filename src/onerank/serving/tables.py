@@ -6,11 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 import numpy as np
 
-from onerank.capture.serving.attention_windows import (
-    WindowedLayers,
-    sequence_bytes,
-    step_bytes,
-)
+from onerank.capture.serving.attention_windows import CacheNeed, WindowedLayers
 from onerank.capture.serving.compositions import Composition
 from onerank.ir import Pipeline
 from onerank.ir.notes import Note
@@ -24,9 +20,12 @@ FORMAT = 1
 Source = Literal["measured", "recorded", "predicted", "interpolated"]
 """Where times are from; recorded ones are those of an engine under a profiler."""
 
-Part = Literal["prefill_attention", "decode_attention", "head", "tokens"]
-"""What the time of a module depends on: the prefills, the decodes, the number of sequences, or the
-number of new tokens."""
+Part = Literal[
+    "prefill_attention", "decode_attention", "prefill_state", "decode_state", "head", "tokens"
+]
+"""What the time of a module depends on: the prefills or the decodes with their contexts, the
+prefills or the decodes without them (layers with a state of constant size per sequence), the number
+of sequences, or the number of new tokens."""
 
 
 def fits(device_bytes: int, peak_bytes: int | None, outside_bytes: int | None) -> bool:
@@ -63,12 +62,17 @@ class RankMemory(msgspec.Struct, frozen=True):
         activations_bytes: the most that a measured step has beyond weights, KV cache and workspace.
         activations_tokens: new tokens of that step.
         tokens_that_fit: tokens whose KV cache of all layers fits next to the rest; 0 if the memory
-            of the device is not known. Of sequences longer than a window of `kv_windows`, more fit.
+            of the device is not known, or if no layer has a KV cache. Of sequences longer than a
+            window of `kv_windows`, more fit. States of sequences take the same room.
         gaps_bytes: what the allocator reserves beyond its peak in that step, by simulation.
         latent_bytes_per_token: KV cache of one token in engines, which keep the vectors of latent
             attention; None of a model without it.
         kv_windows: layers that hold a part of a sequence only. Empty if none does, and in bundles
             of earlier versions, whose steps held all tokens in all layers.
+        state_bytes_per_sequence: states of constant size of one sequence in all layers, such as
+            those of linear attention.
+        cache_room_bytes: memory for KV cache and states; None if the memory of the device is not
+            known, and in bundles of earlier versions.
     """
 
     device_bytes: int
@@ -82,6 +86,15 @@ class RankMemory(msgspec.Struct, frozen=True):
     gaps_bytes: int | None = None
     latent_bytes_per_token: int | None = None
     kv_windows: tuple[WindowedLayers, ...] = ()
+    state_bytes_per_sequence: int = 0
+    cache_room_bytes: int | None = None
+
+    @property
+    def cache_need(self) -> CacheNeed:
+        """What the rank keeps of each sequence; nothing if not known."""
+        return CacheNeed(
+            self.kv_bytes_per_token or 0, self.kv_windows, self.state_bytes_per_sequence
+        )
 
     def bytes_of(self, composition: Composition) -> int | None:
         """Return the allocator's peak of a step, with activations that grow with its new tokens."""
@@ -89,23 +102,34 @@ class RankMemory(msgspec.Struct, frozen=True):
                  self.activations_bytes, self.activations_tokens)  # fmt: skip
         if any(figure is None for figure in known):
             return None
-        weights, workspace, kv, activations, tokens = (figure or 0 for figure in known)
+        weights, workspace, _, activations, tokens = (figure or 0 for figure in known)
         growing = activations * composition.new_tokens // max(1, tokens)
-        return weights + workspace + step_bytes(kv, self.kv_windows, composition) + growing
+        return weights + workspace + self.cache_need.of_step(composition) + growing
 
     def caches(self, composition: Composition) -> bool:
         """Return whether the KV cache of a step fits; True if bytes or room are not known."""
         room = self._room_bytes
-        if room is None or not self.kv_bytes_per_token:
-            return True
-        return step_bytes(self.kv_bytes_per_token, self.kv_windows, composition) <= room
+        return room is None or self.cache_need.of_step(composition) <= room
 
     @property
     def _room_bytes(self) -> int | None:
-        """Memory for the KV cache, up to a token; None if not known."""
+        """Memory for KV cache and states; None if not known."""
+        if self.cache_room_bytes is not None:
+            return self.cache_room_bytes
         if not self.device_bytes or self.tokens_that_fit is None:
             return None
         return self.tokens_that_fit * (self.kv_bytes_per_token or 0)
+
+    def tokens_with_states(self, sequences: int) -> int | None:
+        """Return the tokens whose KV cache fits next to the states of a number of sequences.
+
+        None if the memory of the device is not known.
+        """
+        room = self._room_bytes
+        if room is None:
+            return None
+        remaining = max(0, room - sequences * self.state_bytes_per_sequence)
+        return remaining // self.kv_bytes_per_token if self.kv_bytes_per_token else 0
 
     def sequences_that_fit(self, context: int) -> int | None:
         """Return how many sequences fit that decode with so many tokens before the step.
@@ -113,9 +137,8 @@ class RankMemory(msgspec.Struct, frozen=True):
         None if the KV cache or the memory of the device is not known.
         """
         room = self._room_bytes
-        if room is None or not self.kv_bytes_per_token:
-            return None
-        return room // sequence_bytes(self.kv_bytes_per_token, self.kv_windows, context)
+        need = self.cache_need.of_sequence(context)
+        return None if room is None or not need else room // need
 
     def holds(self, peak_bytes: int | None) -> bool:
         """Return whether a step with this peak of the allocator fits next to the memory outside."""

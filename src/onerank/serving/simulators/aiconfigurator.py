@@ -25,6 +25,7 @@ from onerank.ir.output_files import replace_files
 from onerank.serving.bundle import Bundle
 from onerank.serving.simulators.operator_times import (
     Extent,
+    cache_notes,
     deployment,
     described_gpu,
     growing,
@@ -33,7 +34,6 @@ from onerank.serving.simulators.operator_times import (
     require_memory,
     step_ns,
     token_sizes,
-    windows_note,
 )
 from onerank.serving.simulators.options import AiconfiguratorOptions
 from onerank.serving.simulators.step_collectives import StepCollectives
@@ -184,7 +184,7 @@ def export_aiconfigurator(bundle: Bundle, options: AiconfiguratorOptions) -> Aic
         written[2],
         len(rows),
         run_options,
-        notes=windows_note(
+        notes=cache_notes(
             bundle,
             "aiconfigurator sizes the KV cache by the model's configuration and the GPU's memory",
         ),

@@ -32,6 +32,7 @@ from onerank.serving.simulators.operator_times import (
     Extent,
     OperatorTimes,
     ServedRank,
+    cache_notes,
     described_gpu,
     growing,
     link_gb_per_s,
@@ -39,7 +40,6 @@ from onerank.serving.simulators.operator_times import (
     require_memory,
     step_ns,
     token_sizes,
-    windows_note,
 )
 from onerank.serving.simulators.options import LinkedSimulatorOptions
 
@@ -158,7 +158,7 @@ def export_llmservingsim(bundle: Bundle, options: LinkedSimulatorOptions) -> LLM
         output / cluster,
         rows,
         run_options,
-        notes=windows_note(
+        notes=cache_notes(
             bundle,
             "mem_util leaves room for the tokens that fit if all layers keep all tokens",
         ),

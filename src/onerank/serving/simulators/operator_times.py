@@ -64,7 +64,9 @@ class Extent:
                     code="export-steps-missing",
                 )
         memory = bundle.manifest.memory
-        cached = memory.tokens_that_fit if memory.device_bytes else None
+        decodes = max(step.decodes for step in fitting)
+        # Engines allocate the states of their largest batch beside the KV cache.
+        cached = memory.tokens_with_states(decodes) if memory.device_bytes else None
         # A recording without its model's configuration has no longer sequences than it shows.
         longest = bundle.manifest.longest or max(
             max(step.prefill_context + step.prefill_tokens, step.decode_context + 1)
@@ -75,7 +77,7 @@ class Extent:
         )
         return cls(
             max(step.new_tokens for step in fitting),
-            max(step.decodes for step in fitting),
+            decodes,
             max(1, held - 1),
             cached,
             memory,
@@ -178,8 +180,8 @@ def deployment(bundle: Bundle, simulator: str) -> tuple[str, int]:
     return model, tp
 
 
-def windows_note(bundle: Bundle, figure: str) -> tuple[Note, ...]:
-    """Return a note on the KV cache of layers with a window; () if the model has none.
+def cache_notes(bundle: Bundle, figure: str) -> tuple[Note, ...]:
+    """Return notes on layers that keep less than all tokens of a sequence; () without such.
 
     Args:
         bundle: the bundle.
@@ -187,7 +189,15 @@ def windows_note(bundle: Bundle, figure: str) -> tuple[Note, ...]:
     """
     memory, longest = bundle.manifest.memory, bundle.manifest.longest
     batch = memory.sequences_that_fit(longest - 1) if longest else None
-    if not memory.kv_windows or longest is None or batch is None:
+    if longest is None or batch is None:
+        return ()
+    if memory.state_bytes_per_sequence:
+        text = (
+            f"{figure}. Each sequence also has a state of {memory.state_bytes_per_sequence:,} B, "
+            f"which simulators do not know: {batch:,} sequences of {longest:,} tokens fit"
+        )
+        return (Note(text, code="export-sequence-states"),)
+    if not memory.kv_windows:
         return ()
     layers = bundle.manifest.layers
     held = " and ".join(f"{w.window} in {w.layers} of {layers} layers" for w in memory.kv_windows)

@@ -21,13 +21,13 @@ from onerank.ir.output_files import replace_files
 from onerank.serving.bundle import Bundle
 from onerank.serving.simulators.operator_times import (
     Extent,
+    cache_notes,
     deployment,
     described_gpu,
     growing,
     model_dtype,
     require_memory,
     step_ns,
-    windows_note,
 )
 from onerank.serving.simulators.options import LinkedSimulatorOptions
 from onerank.serving.simulators.step_collectives import StepCollectives
@@ -116,7 +116,7 @@ def export_sglang_sim(bundle: Bundle, options: LinkedSimulatorOptions) -> Sglang
         simulator,
         len(times),
         run_options,
-        notes=windows_note(
+        notes=cache_notes(
             bundle,
             "--max-total-tokens has the tokens that fit if all layers keep all tokens",
         ),

@@ -24,9 +24,9 @@ from onerank.serving.simulators.operator_times import (
     Extent,
     OperatorTimes,
     ServedRank,
+    cache_notes,
     growing,
     token_sizes,
-    windows_note,
 )
 from onerank.serving.simulators.options import VidurOptions
 
@@ -129,7 +129,7 @@ def export_vidur(bundle: Bundle, options: VidurOptions) -> VidurExport:
         model,
         device,
         run_options,
-        notes=windows_note(
+        notes=cache_notes(
             bundle, "Vidur computes the KV cache of a token from its own description of the model"
         ),
     )

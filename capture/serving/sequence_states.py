@@ -1,0 +1,340 @@
+"""Layers that keep a state of constant size for each sequence, besides or instead of a KV cache.
+
+Linear attention (Qwen3-Next's gated delta rule, Kimi Linear), Mamba and short convolutions keep the
+last inputs of a convolution, and a matrix that sums up all tokens. An engine's step runs a
+convolution and a scan over the prefills of a step, and an update of the states for its decodes:
+vLLM and SGLang split the tokens so (vllm/model_executor/layers/mamba, `GDNAttentionBackend`).
+
+All such layers of transformers call the same few functions of their module for these two, by name.
+`keep_states` gives each layer a copy of its forward in which the names mean the operators of
+`state_operators`, run for each part of the step.
+"""
+
+import contextlib
+import inspect
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, field
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from onerank.capture.serving import state_operators as _operators
+from onerank.capture.serving.compositions import Composition
+from onerank.ir.errors import CaptureError
+
+# torch's dispatcher has no types.
+_ops: Any = torch.ops
+
+PARTS = "step_state"
+"""Name of the module, below a layer with states, that updates them for a step's parts."""
+
+_CONVOLUTION, _RECURRENCE = "convolution", "recurrence"
+
+# Settings of a configuration that name the dtype of the recurrent state. Without one, it has the
+# dtype of the cache, as in vLLM (`mamba_ssm_cache_dtype` "auto").
+_STATE_DTYPES = ("mamba_ssm_dtype", "mamba_ssm_cache_dtype")
+
+
+@dataclass
+class SequenceStates:
+    """The states of the sequences of one engine step.
+
+    Attributes:
+        composition: the step's sequences.
+        tensors: states by layer, part of the step, and kind; the first axis are the sequences.
+        layer: index of the layer that runs.
+    """
+
+    composition: Composition
+    tensors: dict[tuple[int, str, str], Tensor] = field(
+        default_factory=dict[tuple[int, str, str], Tensor]
+    )
+    layer: int = 0
+
+    def parts(self) -> Iterator[tuple[str, int, int]]:
+        """Yield the name, the sequences and the tokens of each sequence of the step's parts."""
+        c = self.composition
+        if c.prefills:
+            yield "prefill", c.prefills, c.prefill_tokens
+        if c.decodes:
+            yield "decode", c.decodes, 1
+
+    def room(
+        self, part: str, kind: str, like: Tensor, shape: tuple[int, ...], dtype: Any
+    ) -> Tensor:
+        """Return a state of the running layer, allocated on the first call."""
+        key = self.layer, part, kind
+        if key not in self.tensors:
+            self.tensors[key] = like.new_empty(shape, dtype=dtype).normal_()
+        return self.tensors[key]
+
+    def allocate(self, like: "SequenceStates") -> None:
+        """Allocate the states of all layers; `like` has those of a step of decodes."""
+        for part, count, _ in self.parts():
+            for (layer, _, kind), other in like.tensors.items():
+                shape = count, *other.shape[1:]
+                self.tensors[layer, part, kind] = other.new_empty(shape).normal_()
+
+    @contextlib.contextmanager
+    def running(self) -> Generator[None]:
+        """Let the layers of a model update these states."""
+        _Step.states = self
+        try:
+            yield
+        finally:
+            _Step.states = None
+
+    def bytes_per_sequence(self) -> int:
+        """Return the bytes of the states of one sequence, in all layers.
+
+        The step must have one part only, prefill or decode.
+        """
+        return sum(tensor.nbytes // tensor.shape[0] for tensor in self.tensors.values())
+
+
+class UpdatedState:
+    """What a replaced function returns as the new state, which the operators have stored."""
+
+    def to(self, *_: Any, **__: Any) -> "UpdatedState":
+        """Return this: the operators chose the dtype."""
+        return self
+
+
+class _Step:
+    """The step that runs: models pass no argument of ours to their functions."""
+
+    states: SequenceStates | None = None
+
+
+def _running() -> SequenceStates:
+    assert _Step.states is not None, "a step is running"
+    return _Step.states
+
+
+class _PartStates(nn.Module):
+    """Convolution and scan of the prefills or of the decodes of a step; a module, for its scope."""
+
+    def __init__(self, part: str) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self, update: Callable[..., Any], *operands: Any) -> Any:
+        """Return the result of an update of the states of a part."""
+        return update(self.part, *operands)
+
+
+class _Parts(nn.Module):
+    """The two kinds of state updates of a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prefill = _PartStates("prefill")
+        self.decode = _PartStates("decode")
+
+
+@dataclass(frozen=True)
+class _StatefulLayer:
+    """What replaces the functions that a layer with states calls.
+
+    Attributes:
+        parts: the modules of the step's parts.
+        recurrence_dtype: dtype of the recurrent state; None for that of the cache.
+    """
+
+    parts: _Parts
+    recurrence_dtype: torch.dtype | None
+
+    def by_part(self, update: Callable[..., Tensor], *operands: Tensor) -> Tensor:
+        """Return the results of an update of each part of a step, joined.
+
+        Args:
+            update: (part, operands of the part) -> [sequences, tokens, ...].
+            operands: [1, tokens of the step, ...], prefills first.
+        """
+        start, outputs = 0, list[Tensor]()
+        for part, count, tokens in _running().parts():
+            end = start + count * tokens
+            of_part = [t[0, start:end].unflatten(0, (count, tokens)) for t in operands]
+            out: Tensor = getattr(self.parts, part)(update, *of_part)
+            outputs.append(out.flatten(0, 1))
+            start = end
+        joined = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+        return joined.unsqueeze(0)
+
+    def convolve(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+        **_: Any,
+    ) -> Tensor:
+        """Compute a depthwise convolution over the last tokens, as `causal_conv1d_fn`.
+
+        Args:
+            x: [1, channels, tokens].
+            weight: [channels, width].
+            bias: [channels].
+            activation: "silu", or None.
+        """
+        if activation not in (None, "silu", "swish"):
+            raise unsupported(f"the activation {activation} of a convolution")
+        states, silu = _running(), activation is not None
+
+        def update(part: str, rows: Tensor) -> Tensor:
+            count, channels = rows.shape[0], rows.shape[2]
+            shape = count, channels, weight.shape[1] - 1
+            state = states.room(part, _CONVOLUTION, rows, shape, rows.dtype)
+            if part == "prefill":
+                return _ops.onerank_serving.causal_conv1d(
+                    rows.contiguous(), weight, bias, state, silu
+                )
+            return _ops.onerank_serving.causal_conv1d_update(
+                rows[:, 0].contiguous(), weight, bias, state, silu
+            ).unsqueeze(1)
+
+        return self.by_part(update, x.transpose(1, 2)).transpose(1, 2)
+
+    def delta_rule(
+        self, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **_: Any
+    ) -> tuple[Tensor, UpdatedState]:
+        """Compute the gated delta rule, as `chunk_gated_delta_rule` and `chunk_kda`.
+
+        Args:
+            query: [1, tokens, key heads, k].
+            key: as query.
+            value: [1, tokens, heads, v].
+            g: decay, [1, tokens, heads] or [1, tokens, heads, k].
+            beta: [1, tokens, heads].
+        """
+        states = _running()
+        # vLLM keeps the state of KDA in float32 (`kda_state_dtype`).
+        dtype = torch.float32 if g.dim() == 4 else self.recurrence_dtype or value.dtype
+
+        def update(part: str, *operands: Tensor) -> Tensor:
+            q, k, v, decay, rate = (tensor.contiguous() for tensor in operands)
+            shape = v.shape[0], v.shape[2], k.shape[3], v.shape[3]
+            state = states.room(part, _RECURRENCE, v, shape, dtype)
+            if part == "decode":
+                return _ops.onerank_serving.recurrent_gated_delta_rule(q, k, v, decay, rate, state)
+            with _scratch(v, _operators.delta_scratch_bytes(q, v)):
+                out, after = _ops.onerank_serving.chunk_gated_delta_rule(
+                    q, k, v, decay, rate, state
+                )
+            state.copy_(after)
+            return out
+
+        return self.by_part(update, query, key, value, g, beta), UpdatedState()
+
+    def mamba_scan(  # noqa: PLR0917
+        self,
+        hidden_states: Tensor,
+        dt: Tensor,
+        A: Tensor,  # noqa: N803
+        B: Tensor,  # noqa: N803
+        C: Tensor,  # noqa: N803
+        chunk_size: int,
+        D: Tensor | None = None,  # noqa: N803
+        z: Tensor | None = None,
+        dt_bias: Tensor | None = None,
+        dt_limit: tuple[float, float] = (0.0, float("inf")),
+        **_: Any,
+    ) -> tuple[Tensor, UpdatedState]:
+        """Compute Mamba 2's scan, as `mamba_chunk_scan_combined`.
+
+        Args:
+            hidden_states: [1, tokens, heads, p].
+            dt: [1, tokens, heads].
+            A: [heads].
+            B: [1, tokens, groups, s].
+            C: as B.
+            chunk_size: tokens of a chunk.
+            D: [heads].
+            z: must be None: engines apply the gate in the norm.
+            dt_bias: [heads].
+            dt_limit: limits of dt, which change no time.
+        """
+        if z is not None:
+            raise unsupported("a gate inside the scan of Mamba 2")
+        states = _running()
+        dtype = self.recurrence_dtype or hidden_states.dtype
+
+        def update(part: str, *operands: Tensor) -> Tensor:
+            x, step, b, c = operands
+            shape = x.shape[0], x.shape[2], x.shape[3], b.shape[3]
+            state = states.room(part, _RECURRENCE, x, shape, dtype)
+            if part == "decode":
+                x, step, b, c = (tensor[:, 0] for tensor in operands)
+                out = _ops.onerank_serving.selective_state_update(
+                    x, step, A, b, c, D, dt_bias, state
+                )
+                return out.unsqueeze(1)
+            with _scratch(x, _operators.mamba_scratch_bytes(x, b, chunk_size)):
+                out, after = _ops.onerank_serving.mamba_chunk_scan(
+                    x, step, A, b, c, D, dt_bias, state, chunk_size
+                )
+            state.copy_(after)
+            return out
+
+        return self.by_part(update, hidden_states, dt, B, C), UpdatedState()
+
+
+class _scratch:  # noqa: N801
+    """Memory of the kernels of an operator that runs on shapes alone, while a context lasts."""
+
+    def __init__(self, like: Tensor, size: int) -> None:
+        # The packages' kernels allocate theirs.
+        fake = type(like).__name__ == "FakeTensor"
+        self._memory = like.new_empty(size, dtype=torch.uint8) if fake else None
+
+    def __enter__(self) -> None:
+        """Do nothing: the memory exists."""
+
+    def __exit__(self, *_: object) -> None:
+        self._memory = None
+
+
+# Function that a layer of transformers calls -> method that replaces it. The functions that update
+# the states of decodes are not called: `StepCache` says that a layer has no state yet.
+_REPLACED = {
+    "causal_conv1d_fn": "convolve",
+    "torch_chunk_gated_delta_rule": "delta_rule",
+    "chunk_kimi_delta_attention": "delta_rule",
+    "mamba2_chunk_scan": "mamba_scan",
+}
+
+
+def keep_states(model: nn.Module) -> None:
+    """Let the layers with a state per sequence update the states of an engine's step."""
+    config: Any = getattr(model, "config", None)
+    settings = (getattr(config and config.get_text_config(), name, None) for name in _STATE_DTYPES)
+    named = next((setting for setting in settings if setting), None)
+    dtype = named if isinstance(named, torch.dtype) else getattr(torch, named or "", None)
+    for module in list(model.modules()):
+        forward = inspect.unwrap(type(module).forward)
+        if not isinstance(forward, FunctionType):
+            continue
+        names = _REPLACED.keys() & set(forward.__code__.co_names)
+        if not names or hasattr(module, PARTS):
+            continue
+        parts = _Parts()
+        layer = _StatefulLayer(parts, dtype)
+        setattr(module, PARTS, parts)
+        # A copy of the function and not of the module: other models have the same functions.
+        scope = forward.__globals__ | {name: getattr(layer, _REPLACED[name]) for name in names}
+        own = FunctionType(
+            *(forward.__code__, scope, forward.__name__, forward.__defaults__, forward.__closure__)
+        )
+        own.__kwdefaults__ = forward.__kwdefaults__
+        module.forward = MethodType(own, module)
+
+
+def unsupported(what: str) -> CaptureError:
+    """Return the error for a layer whose computation of states no operator stands for."""
+    return CaptureError(
+        f"the model computes {what}, for which capture serve has no kernel of engines\n"
+        "  serve another model, such as Qwen3-Next or Bamba",
+        code="serve-state-unsupported",
+    )

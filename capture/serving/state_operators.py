@@ -1,0 +1,303 @@
+"""Operators of layers with a state of constant size per sequence, as engines' kernels compute them.
+
+Engines run Triton kernels of flash-linear-attention (fla), mamba_ssm and causal_conv1d here, or
+copies of them. transformers computes the same by many small operators where these packages are not
+installed, which no engine does. So a layer calls one operator of this file for a convolution, a
+scan or a state update:
+
+- without a device, the operator is recorded with its operands, and its work follows from them
+  (`annotate/op_costs/state_operators.py`);
+- on a GPU, it runs the package's kernels, and refuses to run without the package;
+- on a CPU, it runs transformers' reference.
+
+Shapes: n sequences, t tokens of each, h heads and g groups or key heads.
+"""
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from onerank.ir.errors import CaptureError
+
+# torch's dispatcher has no types.
+_torch: Any = torch
+
+_library = _torch.library.Library("onerank_serving", "FRAGMENT")
+
+CHUNK = 64
+"""Tokens of a chunk of the delta rules in fla."""
+
+_REFERENCES = "transformers.models"
+
+
+def _package(module: str, name: str, distribution: str) -> Any:
+    """Return a function of a package with kernels.
+
+    Raises:
+        CaptureError: it is not installed, or another version.
+    """
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise CaptureError(
+            f"layers with a state per sequence run {name} of {distribution} on a GPU, as engines "
+            f"do, and {module} is not installed ({error})\n"
+            f"  pip install {distribution}, or leave the GPU out: --device none",
+            code="serve-kernels-missing",
+        ) from error
+
+
+def _reference(module: str, name: str) -> Any:
+    """Return transformers' reference of an operator."""
+    return getattr(importlib.import_module(f"{_REFERENCES}.{module}"), name)
+
+
+def _define(schema: str, fake: Callable[..., Any], cpu: Callable[..., Any], gpu: Any) -> None:
+    name = schema.partition("(")[0]
+    _library.define(schema)
+    _library.impl(name, cpu, "CPU")
+    _library.impl(name, gpu, "CUDA")
+    _torch.library.register_fake(f"onerank_serving::{name}", fake, lib=_library)
+
+
+# Convolutions over the last tokens: rows [n, t, channels], weight [channels, width], and the state
+# [n, channels, width - 1], the inputs of the tokens before.
+
+
+def _convolve(
+    rows: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, silu: bool
+) -> Tensor:
+    inputs = torch.cat((state, rows.transpose(1, 2).to(state.dtype)), dim=-1)
+    state.copy_(inputs[..., inputs.shape[-1] - state.shape[-1] :])
+    out = functional.conv1d(
+        inputs.to(weight.dtype), weight.unsqueeze(1), bias, groups=weight.shape[0]
+    )
+    return (functional.silu(out) if silu else out).transpose(1, 2).contiguous()
+
+
+def _convolve_fla(
+    rows: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, silu: bool
+) -> Tensor:
+    convolve = _package("fla.modules.causal_conv1d", "causal_conv1d", "flash-linear-attention")
+    # fla's state has one more token, which it does not read.
+    before = functional.pad(state, (1, 0))
+    out, after = convolve(
+        *(rows, weight, bias),
+        initial_state=before,
+        output_final_state=True,
+        activation="silu" if silu else None,
+    )
+    state.copy_(after[..., 1:])
+    return out
+
+
+def _convolve_update(
+    rows: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, silu: bool
+) -> Tensor:
+    return _convolve(rows.unsqueeze(1), weight, bias, state, silu)[:, 0].contiguous()
+
+
+def _convolve_update_fla(
+    rows: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, silu: bool
+) -> Tensor:
+    update = _package("fla.modules.causal_conv1d", "causal_conv1d_update", "flash-linear-attention")
+    out, _ = update(
+        *(rows, functional.pad(state, (1, 0))),
+        weight=weight,
+        bias=bias,
+        activation="silu" if silu else None,
+    )
+    return out
+
+
+def _like_rows(rows: Tensor, *_: Any) -> Tensor:
+    return rows.new_empty(rows.shape)
+
+
+_CONVOLUTION = "(Tensor rows, Tensor weight, Tensor? bias, Tensor(a!) state, bool silu) -> Tensor"
+_define("causal_conv1d" + _CONVOLUTION, _like_rows, _convolve, _convolve_fla)
+_define("causal_conv1d_update" + _CONVOLUTION, _like_rows, _convolve_update, _convolve_update_fla)
+
+
+def delta_scratch_bytes(q: Tensor, v: Tensor) -> int:
+    """Return the bytes that fla's chunked kernels allocate, besides results.
+
+    For each head and token: two vectors of the WY representation and the corrected value; the
+    chunk's inverse; the decay's sum in float32. For each chunk its first state. For each key head
+    and token: normalised queries and keys.
+
+    Args:
+        q: [n, t, g, k].
+        v: [n, t, h, v].
+    """
+    (n, t, h, value), (groups, width) = v.shape, q.shape[2:]
+    chunks = -(-t // CHUNK)
+    of_heads = t * (width + 2 * value + CHUNK) + chunks * width * value
+    of_keys = 2 * t * groups * width
+    return n * ((h * of_heads + of_keys) * v.element_size() + 4 * h * t)
+
+
+def mamba_scratch_bytes(x: Tensor, b: Tensor, chunk: int) -> int:
+    """Return the bytes that mamba_ssm's chunked kernels allocate, besides results.
+
+    In float32: dt and the sums of the decay for each head and token, a state for each chunk
+    before and after the chunks before are added, and the scores of a chunk for each group.
+
+    Args:
+        x: [n, t, h, p].
+        b: [n, t, g, s].
+        chunk: tokens of a chunk.
+    """
+    (n, t, h, p), (groups, s) = x.shape, b.shape[2:]
+    chunks = -(-t // chunk)
+    return 4 * n * (2 * h * t + 2 * chunks * h * p * s + chunks * groups * chunk * chunk)
+
+
+# The gated delta rule: q and k [n, t, g, k], v [n, t, h, v], beta [n, t, h], state [n, h, k, v].
+# The decay, as a logarithm, is one number of a head [n, t, h], or one of each of its channels
+# [n, t, h, k], as in Kimi Delta Attention (KDA).
+
+
+def _delta(prefill: bool, gpu: bool, by_channel: bool) -> Any:
+    if gpu:
+        module, name = {
+            (True, False): ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
+            (False, False): ("fla.ops.gated_delta_rule", "fused_recurrent_gated_delta_rule"),
+            (True, True): ("fla.ops.kda", "chunk_kda"),
+            (False, True): ("fla.ops.kda", "fused_recurrent_kda"),
+        }[prefill, by_channel]
+        return _package(module, name, "flash-linear-attention")
+    module, name = {
+        (True, False): ("qwen3_next.modeling_qwen3_next", "torch_chunk_gated_delta_rule"),
+        (False, False): ("qwen3_next.modeling_qwen3_next", "torch_recurrent_gated_delta_rule"),
+        (True, True): ("kimi_linear.modeling_kimi_linear", "chunk_kimi_delta_attention"),
+        (False, True): ("kimi_linear.modeling_kimi_linear", "recurrent_kimi_delta_attention"),
+    }[prefill, by_channel]
+    return _reference(module, name)
+
+
+def _delta_rule(prefill: bool, gpu: bool) -> Callable[..., tuple[Tensor, Tensor]]:
+    def run(  # noqa: PLR0917
+        q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        out, after = _delta(prefill, gpu, g.dim() == 4)(
+            *(q, k, v),
+            g=g,
+            beta=beta,
+            initial_state=state,
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+        )
+        return out, after.float()
+
+    return run
+
+
+def _recurrent(gpu: bool) -> Callable[..., Tensor]:
+    run = _delta_rule(False, gpu)
+
+    def update(  # noqa: PLR0917
+        q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
+    ) -> Tensor:
+        # Engines' kernel writes the new state over the old one. fla's writes it elsewhere, in as
+        # long a time; copying it back would take another.
+        return run(q, k, v, g, beta, state)[0]
+
+    return update
+
+
+def _fake_delta_rule(  # noqa: PLR0917
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    return v.new_empty(v.shape), state.new_empty(state.shape, dtype=torch.float32)
+
+
+def _fake_recurrent(  # noqa: PLR0917
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
+) -> Tensor:
+    return v.new_empty(v.shape)
+
+
+_DELTA = "(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor state) -> "
+_define(
+    f"chunk_gated_delta_rule{_DELTA}(Tensor, Tensor)",
+    *(_fake_delta_rule, _delta_rule(True, False), _delta_rule(True, True)),
+)
+_define(
+    f"recurrent_gated_delta_rule{_DELTA}Tensor",
+    *(_fake_recurrent, _recurrent(False), _recurrent(True)),
+)
+
+
+# Mamba 2 (arXiv:2405.21060): x [n, t, h, p], dt [n, t, h], a, d and dt_bias [h], b and c
+# [n, t, g, s], state [n, h, p, s].
+
+
+def _mamba_scan(gpu: bool) -> Callable[..., tuple[Tensor, Tensor]]:
+    def run(  # noqa: PLR0917
+        x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None,
+        dt_bias: Tensor | None, state: Tensor, chunk: int,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        if gpu:
+            scan = _package(
+                "mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined", "mamba-ssm"
+            )
+        else:
+            scan = _reference("bamba.modeling_bamba", "mamba2_chunk_scan")
+        out, after = scan(
+            *(x, dt, a, b, c),
+            chunk_size=chunk,
+            D=d,
+            dt_bias=dt_bias,
+            initial_states=state,
+            dt_softplus=True,
+            return_final_states=True,
+        )
+        return out.to(x.dtype), after.float()
+
+    return run
+
+
+def _state_update(gpu: bool) -> Callable[..., Tensor]:
+    def run(  # noqa: PLR0917
+        x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None,
+        dt_bias: Tensor | None, state: Tensor,
+    ) -> Tensor:  # fmt: skip
+        if gpu:
+            update = _package(
+                "mamba_ssm.ops.triton.selective_state_update", "selective_state_update", "mamba-ssm"
+            )
+        else:
+            update = _reference("bamba.modeling_bamba", "mamba2_selective_state_update")
+        size, width = x.shape[-1], b.shape[-1]
+        # One number of a head is a view of stride 0: the kernel reads it once.
+        return update(
+            *(state, x, dt[..., None].expand(-1, -1, size)),
+            *(a[:, None, None].expand(-1, size, width), b, c),
+            None if d is None else d[:, None].expand(-1, size),
+            z=None,
+            dt_bias=None if dt_bias is None else dt_bias[:, None].expand(-1, size),
+            dt_softplus=True,
+        )
+
+    return run
+
+
+def _fake_mamba_scan(x: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    state: Tensor = others[6]
+    return x.new_empty(x.shape), state.new_empty(state.shape, dtype=torch.float32)
+
+
+_MAMBA = "(Tensor x, Tensor dt, Tensor a, Tensor b, Tensor c, Tensor? d, Tensor? dt_bias, "
+_define(
+    f"mamba_chunk_scan{_MAMBA}Tensor state, int chunk) -> (Tensor, Tensor)",
+    *(_fake_mamba_scan, _mamba_scan(False), _mamba_scan(True)),
+)
+_define(
+    f"selective_state_update{_MAMBA}Tensor(a!) state) -> Tensor",
+    *(_like_rows, _state_update(False), _state_update(True)),
+)

@@ -1,0 +1,317 @@
+"""`capture serve` of models with a state of constant size per sequence: results, bytes, FLOPs."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from own_process import run_command
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from onerank.capture.options import Options
+from onerank.capture.serving import served_model
+from onerank.capture.serving.attention_windows import CacheNeed
+from onerank.capture.serving.compositions import Composition
+from onerank.capture.serving.measure_grid import _served
+from onerank.capture.serving.served_model import (
+    RepeatableStep,
+    _running,
+    build_model,
+    materialise,
+    read_config,
+)
+from onerank.serving.bundle import Bundle, read_bundle
+from onerank.serving.simulators.aiconfigurator import export_aiconfigurator
+from onerank.serving.simulators.options import AiconfiguratorOptions, LinkedSimulatorOptions
+from onerank.serving.simulators.sglang_sim import export_sglang_sim
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 64, "vocab_size": 128, "dtype": "bfloat16",
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 4096,
+}  # fmt: skip
+EXPERTS = {
+    "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "num_local_experts": 4,
+}  # fmt: skip
+
+# Layers, heads, states and convolutions of the published configurations; other sizes are small.
+QWEN3_NEXT_80B = {
+    # huggingface.co/Qwen/Qwen3-Next-80B-A3B-Instruct
+    **SMALL, **EXPERTS, "model_type": "qwen3_next", "num_hidden_layers": 48,
+    "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256,
+    "shared_expert_intermediate_size": 32, "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4, "full_attention_interval": 4,
+}  # fmt: skip
+GRANITE_4_SMALL = {
+    # huggingface.co/ibm-granite/granite-4.0-h-small
+    **SMALL, **EXPERTS, "model_type": "granitemoehybrid", "num_hidden_layers": 40,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+    "shared_intermediate_size": 32, "mamba_n_heads": 128, "mamba_d_head": 64, "mamba_d_state": 128,
+    "mamba_n_groups": 1, "mamba_d_conv": 4, "mamba_expand": 128,
+    "layer_types": ["attention" if layer in (5, 15, 25, 35) else "mamba" for layer in range(40)],
+}  # fmt: skip
+KIMI_LINEAR_48B = {
+    # huggingface.co/moonshotai/Kimi-Linear-48B-A3B-Base
+    **SMALL, **EXPERTS, "model_type": "kimi_linear", "num_hidden_layers": 27,
+    "num_attention_heads": 32, "num_key_value_heads": 32, "kv_lora_rank": 512, "q_lora_rank": None,
+    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "linear_num_heads": 32,
+    "linear_head_dim": 128, "linear_conv_kernel_dim": 4, "n_shared_experts": 1,
+    "layer_types": ["full_attention" if layer in (3, 7, 11, 15, 19, 23, 26) else "linear_attention"
+                    for layer in range(27)],
+}  # fmt: skip
+NEMOTRON_H_8B = {
+    # huggingface.co/nvidia/Nemotron-H-8B-Base-8K: 24 layers of Mamba 2, 4 of attention, 24 MLPs
+    **SMALL, "model_type": "nemotron_h", "num_attention_heads": 32, "num_key_value_heads": 8,
+    "head_dim": 128, "mamba_num_heads": 128, "mamba_head_dim": 64, "ssm_state_size": 128,
+    "n_groups": 8, "conv_kernel": 4, "chunk_size": 128,
+    "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
+}  # fmt: skip
+
+
+def built(directory: Path, config: dict[str, Any]) -> Any:
+    """Return a model with weights on the CPU."""
+    path = directory / "config.json"
+    path.write_text(json.dumps(config))
+    model = build_model(read_config(path), "cpu", shapes_only=False)
+    materialise(model, "cpu")
+    return model
+
+
+@pytest.mark.parametrize(
+    ("config", "per_token", "state_bytes"),
+    [
+        # 12 layers of 2 key-value heads of 256. 36 layers: the last 3 inputs of a convolution of
+        # 2 x 16 x 128 + 32 x 128 channels, and 32 states of 128 x 128; 2 bytes each.
+        (QWEN3_NEXT_80B, 12 * 2 * 2 * 256 * 2, 36 * 2 * (3 * 8192 + 32 * 128 * 128)),
+        # 36 layers: 128 x 64 + 2 x 128 channels, and 128 states of 64 x 128.
+        (GRANITE_4_SMALL, 4 * 2 * 8 * 128 * 2, 36 * 2 * (3 * 8448 + 128 * 64 * 128)),
+        # 7 layers cache a latent vector of 512 and a rotary part of 64. 20 layers: 3 x 32 x 128
+        # channels, and 32 states of 128 x 128 in float32.
+        (KIMI_LINEAR_48B, 7 * 576 * 2, 20 * (2 * 3 * 12288 + 4 * 32 * 128 * 128)),
+        # 24 layers: 128 x 64 + 2 x 8 x 128 channels. Its configuration's default is a state in
+        # float32; a configuration may name another dtype.
+        (NEMOTRON_H_8B, 4 * 2 * 8 * 128 * 2, 24 * (2 * 3 * 10240 + 4 * 128 * 64 * 128)),
+        ({**NEMOTRON_H_8B, "mamba_ssm_cache_dtype": "bfloat16"}, 4 * 2 * 8 * 128 * 2,
+         24 * 2 * (3 * 10240 + 128 * 64 * 128)),
+    ],
+    ids=["Qwen3-Next", "Granite 4", "Kimi Linear", "Nemotron-H", "Nemotron-H, bfloat16"],
+)  # fmt: skip
+def test_the_cache_of_published_models(
+    tmp_path: Path, config: dict[str, Any], per_token: int, state_bytes: int
+):
+    served, _ = _served(built(tmp_path, config), Options(), "cpu", None, None)
+    assert served.cache_need == CacheNeed(per_token, (), state_bytes)
+    assert served.cache_need.of_sequence(999) == 1000 * per_token + state_bytes
+    step = Composition(decodes=3, decode_context=9, prefills=2, prefill_tokens=8)
+    assert served.cache_need.of_step(step) == 46 * per_token + 5 * state_bytes
+
+
+FEW = {**SMALL, **EXPERTS, "num_hidden_layers": 4, "num_attention_heads": 4,
+       "num_key_value_heads": 2, "head_dim": 16, "dtype": "float32"}  # fmt: skip
+FEW_QWEN = {
+    **FEW, "model_type": "qwen3_next", "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 8, "shared_expert_intermediate_size": 32,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+}  # fmt: skip
+FEW_BAMBA = {
+    **FEW, "model_type": "bamba", "attn_layer_indices": [1, 3], "mamba_n_heads": 8,
+    "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 2, "mamba_chunk_size": 4,
+}  # fmt: skip
+FEW_KIMI = {
+    **FEW, "model_type": "kimi_linear", "num_key_value_heads": 4, "kv_lora_rank": 16,
+    "q_lora_rank": None, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
+    "linear_num_heads": 4, "linear_head_dim": 16, "n_shared_experts": 1,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+}  # fmt: skip
+FEW_LFM2 = {**FEW, "model_type": "lfm2", "layer_types": ["conv", "full_attention"] * 2}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [FEW_QWEN, FEW_BAMBA, FEW_KIMI, FEW_LFM2],
+    ids=["delta rule", "Mamba 2", "KDA", "short convolution"],
+)
+@pytest.mark.parametrize("composition", [Composition(3, 7, 2, 5, 4), Composition(2, 6)], ids=str)
+def test_a_step_computes_what_transformers_computes(
+    tmp_path: Path, config: dict[str, Any], composition: Composition
+):
+    model, c = built(tmp_path, config), composition
+    step = RepeatableStep.of(model, composition, 128, "cpu")
+    served_model.give_attention_scopes(step)
+    other = read_config(tmp_path / "config.json")
+    reference = AutoModelForCausalLM.from_config(other, attn_implementation="eager").eval()
+    reference.load_state_dict(model.state_dict(), strict=False)
+    expected: list[torch.Tensor] = []
+    tokens = step.arguments["input_ids"][0]
+    chunk = c.prefills * c.prefill_tokens
+    for part, count, new, context, ids in (
+        ("prefill", c.prefills, c.prefill_tokens, c.prefill_context, tokens[:chunk]),
+        ("decode", c.decodes, 1, c.decode_context, tokens[chunk:]),
+    ):
+        if not count:
+            continue
+        cache = DynamicCache(config=other)
+        with torch.no_grad():
+            reference(torch.randint(0, 128, (count, context)), past_key_values=cache)
+        for (layer, of_part, value), cached in step.cache.tensors.items():
+            if of_part == part:
+                held = cache.layers[layer]
+                before = held.values if value else held.keys
+                # Of latent attention, the rotary part follows the latent vector.
+                latent = cached.shape[-1] > before.shape[-1]
+                before = torch.cat((held.keys, held.values), dim=-1) if latent else before
+                cached[:, :, :context] = before
+        for (layer, of_part, kind), state in step.cache.states.tensors.items():
+            if of_part == part:
+                held = cache.layers[layer]
+                before = held.conv_states if kind == "convolution" else held.recurrent_states
+                before = next(iter(before.values())) if isinstance(before, dict) else before[0]
+                state.copy_(before[..., before.shape[-1] - state.shape[-1] :])
+        with torch.no_grad():
+            output = reference(
+                ids.view(count, new),
+                past_key_values=cache,
+                position_ids=torch.arange(context, context + new).expand(count, new),
+            )
+        expected.append(output.logits[:, -1])
+    with torch.no_grad(), _running(step.cache), step.cache.states.running():
+        logits = model(**step.arguments).logits[0]
+    assert step.cache.states.tensors
+    torch.testing.assert_close(logits, torch.cat(expected), rtol=1e-4, atol=1e-4)
+
+
+def served_bundle(directory: Path, config: dict[str, Any], *options: str) -> Bundle:
+    """Return the bundle of a model without a device."""
+    (directory / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    done = run_command(
+        "capture", "serve", directory / "config.json", "--device", "none", "-o",
+        directory / "bundle", *options, "--grid",
+        "decode: batch=2 context=100,1000; decode: batch=32 context=100; "
+        "prefill: tokens=128 context=0,1000; prefill: tokens=512 context=0; "
+        "mixed: tokens=64 context=0 batch=4 decode_context=100",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return read_bundle(directory / "bundle")
+
+
+def summed(bundle: Bundle, row: int, suffix: str) -> tuple[int, int]:
+    """Return the FLOPs and bytes of the modules with a suffix in a step."""
+    rows = [
+        kernel
+        for kernel in bundle.kernel_rows
+        if kernel.row == row and (kernel.module or "").endswith(suffix)
+    ]
+    assert rows, suffix
+    return sum(kernel.flops for kernel in rows), sum(kernel.bytes for kernel in rows)
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """Return the bundle of a Qwen3-Next with one layer of each kind."""
+    config = {
+        **FEW_QWEN, "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"],
+    }  # fmt: skip
+    return served_bundle(tmp_path_factory.mktemp("qwen"), config)
+
+
+@pytest.fixture(scope="module")
+def bamba(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """Return the bundle of a Bamba with one layer of each kind."""
+    config = {
+        **FEW_BAMBA, "num_hidden_layers": 2, "attn_layer_indices": [1], "mamba_chunk_size": 64,
+    }  # fmt: skip
+    return served_bundle(tmp_path_factory.mktemp("bamba"), config)
+
+
+def test_the_work_of_the_delta_rule_by_hand(qwen: Bundle):
+    # 96 channels, 4 inputs each and SiLU; 4 heads with a state of 16 x 8.
+    convolution, update = (2 * 4 + 3) * 96, 7 * 4 * 16 * 8
+    # Chunks of 64: keys with keys and queries, the inverse and its two products, three products
+    # with the state, and the scores times values.
+    scan = 4 * (6 * 64 * 16 + 4 * 64 * 8 + 6 * 16 * 8 + 64 * 64 // 3)
+    for row, decodes in ((1, 2), (2, 2), (3, 32), (7, 4)):
+        flops, moved = summed(qwen, row, ".step_state.decode")
+        assert flops == decodes * (convolution + update)
+        # The convolution reads rows, its weight and states, and writes rows and states. The copies
+        # and the update have queries and keys of 2 x 16, values of 4 x 8, a decay in float32 and a
+        # rate, and the states read and written.
+        rows = decodes * 2 * (2 * 96 + 2 * 3 * 96) + 2 * 96 * 4
+        copies = decodes * 2 * 2 * (2 * 32 + 32)
+        states = decodes * (2 * (2 * 32 + 2 * 32 + 4) + 4 * 4 + 2 * 2 * 4 * 16 * 8)
+        assert moved == rows + copies + states
+    for row, tokens in ((4, 128), (5, 128), (6, 512), (7, 64)):
+        assert summed(qwen, row, ".step_state.prefill")[0] == tokens * (convolution + scan)
+    # Projections: queries, keys, values and gates of 32 features, and 2 for each of 4 heads.
+    for row, tokens in ((1, 2), (6, 512)):
+        assert summed(qwen, row, ".in_proj_qkvz")[0] == 2 * tokens * 64 * 4 * 32
+        assert summed(qwen, row, ".in_proj_ba")[0] == 2 * tokens * 64 * 8
+        assert summed(qwen, row, ".linear_attn.out_proj")[0] == 2 * tokens * 32 * 64
+
+
+def test_the_work_of_mamba_2_by_hand(bamba: Bundle):
+    # 8 heads of 16, states of 8, 2 groups: 128 + 2 x 16 channels with a bias of the convolution.
+    convolution, update = (2 * 4 + 3) * 160, 6 * 8 * 16 * 8 + 2 * 8 * 16
+    scan = 2 * 64 * 8 * 2 + 8 * 16 * (4 * 8 + 64)
+    for row, decodes in ((1, 2), (3, 32), (7, 4)):
+        assert summed(bamba, row, ".step_state.decode")[0] == decodes * (convolution + update)
+    for row, tokens in ((4, 128), (6, 512), (7, 64)):
+        assert summed(bamba, row, ".step_state.prefill")[0] == tokens * (convolution + scan)
+    for row, tokens in ((1, 2), (6, 512)):
+        assert summed(bamba, row, ".mamba.in_proj")[0] == 2 * tokens * 64 * (128 + 160 + 8)
+
+
+@pytest.mark.parametrize("name", ["qwen", "bamba"])
+def test_states_do_not_grow_with_the_context(name: str, request: pytest.FixtureRequest):
+    bundle: Bundle = request.getfixturevalue(name)
+    memory = bundle.manifest.memory
+    short, long = bundle.rows[:2]
+    per_token = 2 * 2 * 16 * 2
+    assert memory.kv_bytes_per_token == per_token
+    assert long.peak_bytes - short.peak_bytes == 2 * 900 * per_token
+    assert summed(bundle, 1, ".step_state.decode") == summed(bundle, 2, ".step_state.decode")
+    # 30 more decodes have 30 more states; activations are those of 30 more tokens.
+    state_bytes = memory.state_bytes_per_sequence
+    assert state_bytes == 2 * {"qwen": 3 * 96 + 4 * 16 * 8, "bamba": 3 * 160 + 8 * 16 * 8}[name]
+    before = [memory.bytes_of(row.composition) for row in (bundle.rows[0], bundle.rows[2])]
+    assert before[1] - before[0] >= 30 * (state_bytes + 101 * per_token)
+    interpolation = bundle.interpolation
+    for part in ("prefill", "decode"):
+        modules = [module for module in bundle.modules if module.endswith(f".step_state.{part}")]
+        time = interpolation.module(modules)
+        if part == "decode":
+            assert time(Composition(8, 64)) == time(Composition(8, 4000)) > 0
+        else:
+            assert time(Composition(0, 0, 1, 256, 0)) == time(Composition(0, 0, 1, 256, 3000)) > 0
+
+
+def test_states_limit_the_batch(qwen: Bundle, tmp_path: Path):
+    memory, longest = qwen.manifest.memory, qwen.manifest.longest
+    room = memory.cache_room_bytes
+    each = memory.kv_bytes_per_token * longest + memory.state_bytes_per_sequence
+    assert memory.sequences_that_fit(longest - 1) == room // each
+    assert memory.tokens_that_fit == room // memory.kv_bytes_per_token
+    assert "serve-sequence-states" in {note.code for note in qwen.manifest.notes}
+    written = export_sglang_sim(qwen, LinkedSimulatorOptions(output=tmp_path / "s"))
+    tokens = int(written.options[written.options.index("--max-total-tokens") + 1])
+    # SGLang allocates the states of its largest batch first.
+    left = room - 32 * memory.state_bytes_per_sequence
+    assert tokens == left // memory.kv_bytes_per_token
+    assert [note.code for note in written.notes] == ["export-sequence-states"]
+    written = export_aiconfigurator(qwen, AiconfiguratorOptions(output=tmp_path / "a"))
+    assert [note.code for note in written.notes] == ["export-sequence-states"]
+
+
+def test_a_layer_that_computes_its_states_itself_is_refused(tmp_path: Path):
+    """Jamba's scan, Mamba 1, would run in a loop over the tokens."""
+    config = {
+        **FEW, "model_type": "jamba", "attn_layer_period": 2, "attn_layer_offset": 1,
+        "mamba_d_state": 8, "mamba_dt_rank": 8,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    done = run_command(
+        "capture", "serve", tmp_path / "config.json", "--device", "none", "-o", tmp_path / "b",
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "error[serve-state-unsupported]" in done.stderr
+    assert not (tmp_path / "b").exists()
