@@ -557,7 +557,10 @@ def test_measured_on_this_machine(tmp_path: Path):
         ({**LLAMA, "hidden_size": "wide"}, "serve-model-unknown"),
         ({**LLAMA, "quantization_config": {"quant_method": "fp8"}}, "serve-quantised"),
         ({"model_type": "falcon", "num_hidden_layers": 1}, "serve-own-attention"),
-        ({"model_type": "mamba", "num_hidden_layers": 1, "vocab_size": 8}, "serve-own-attention"),
+        (
+            {"model_type": "mamba", "num_hidden_layers": 1, "vocab_size": 8},
+            "serve-state-unsupported",
+        ),
     ],
 )
 def test_a_model_that_is_not_served(tmp_path: Path, config: dict[str, Any], code: str):
