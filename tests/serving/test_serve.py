@@ -576,10 +576,11 @@ def test_a_model_whose_step_fails(tmp_path: Path):
     model = build_model(config, "cpu", shapes_only=False)
     materialise(model, "cpu")
 
-    def step() -> None:
-        RepeatableStep.of(model, Composition(1, 1), WORDS, "cpu")()
+    def fail(*_: Any) -> None:
         raise RuntimeError("no kernel")
 
+    model.lm_head.register_forward_hook(fail)
+    step = RepeatableStep.of(model, Composition(1, 1), WORDS, "cpu")
     with pytest.raises(CaptureError) as error:
         served_model.give_attention_scopes(step)
     assert error.value.code == "serve-step-failed"
