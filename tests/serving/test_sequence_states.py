@@ -1,6 +1,7 @@
 """`capture serve` of models with a state of constant size per sequence: results, bytes, FLOPs."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from own_process import run_command
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from onerank.capture.options import Options
-from onerank.capture.serving import served_model
+from onerank.capture.serving import served_model, state_operators
 from onerank.capture.serving.attention_windows import CacheNeed
 from onerank.capture.serving.compositions import Composition
 from onerank.capture.serving.measure_grid import _served
@@ -21,6 +22,7 @@ from onerank.capture.serving.served_model import (
     materialise,
     read_config,
 )
+from onerank.ir.errors import CaptureError
 from onerank.serving.bundle import Bundle, read_bundle
 from onerank.serving.simulators.aiconfigurator import export_aiconfigurator
 from onerank.serving.simulators.options import AiconfiguratorOptions, LinkedSimulatorOptions
@@ -315,3 +317,29 @@ def test_a_layer_that_computes_its_states_itself_is_refused(tmp_path: Path):
     assert done.returncode == 2
     assert "error[serve-state-unsupported]" in done.stderr
     assert not (tmp_path / "b").exists()
+
+
+def test_a_cpu_runs_a_reference_and_says_so(tmp_path: Path):
+    config = {**FEW_LFM2, "num_hidden_layers": 1, "layer_types": ["conv"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    done = run_command(
+        "capture", "serve", tmp_path / "config.json", "-o", tmp_path / "b",
+        "--grid", "decode: batch=2 context=4",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    notes = {note.code for note in read_bundle(tmp_path / "b").manifest.notes}
+    assert {"serve-sequence-states", "serve-reference-states"} <= notes
+
+
+@pytest.mark.parametrize("by_channel", [False, True])
+def test_a_gpu_without_the_kernels_of_engines_is_refused(
+    monkeypatch: pytest.MonkeyPatch, by_channel: bool
+):
+    monkeypatch.setitem(sys.modules, "fla", None)
+    for module in ("fla.ops", "fla.ops.gated_delta_rule", "fla.ops.kda"):
+        monkeypatch.setitem(sys.modules, module, None)
+    for prefill in (True, False):
+        with pytest.raises(CaptureError) as error:
+            state_operators._delta(prefill, gpu=True, by_channel=by_channel)
+        assert error.value.code == "serve-kernels-missing"
+        assert "pip install flash-linear-attention" in str(error.value)
