@@ -42,11 +42,13 @@ def nodes() -> list[tuple[str, ast.Call | ast.Constant]]:
     ]
 
 
+@cache
 def calls() -> list[tuple[str, ast.Call]]:
     """Return the place and the node of every call in the package."""
     return [(place, node) for place, node in nodes() if isinstance(node, ast.Call)]
 
 
+@cache
 def raised() -> list[tuple[str, ast.Call]]:
     """Return the place and the call of every construction of an error, a warning or a note."""
     return [
@@ -56,6 +58,7 @@ def raised() -> list[tuple[str, ast.Call]]:
     ]
 
 
+@cache
 def codes(*classes: str) -> list[tuple[str, str]]:
     """Return the place and the literal code of every error, warning and note of the classes."""
     return [
