@@ -11,7 +11,7 @@ from onerank.annotate.gpus.registry import load_gpu
 from onerank.annotate.models.attention_time import attention_tiles
 from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.features import KernelFeatures
-from onerank.annotate.models.intervals import distance_from_fitted
+from onerank.annotate.models.gpu_distance import distance_from_fitted
 from onerank.annotate.models.prediction_terms import Operation, Rule, Term, TermRecord
 from onerank.annotate.op_costs.cost_record import AttentionSizes
 from onerank.annotate.op_costs.node_costs import OpCosts, op_costs_of

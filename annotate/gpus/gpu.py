@@ -30,6 +30,9 @@ from onerank.display import Displayed
 # Largest rate from the last-level cache to an SM (NVIDIA's whitepapers, Volta to Hopper).
 _SM_BYTES_PER_CYCLE = 64
 
+# Throughput of a large 16-bit GEMM, measured by `onerank bench describe`.
+_GEMM = "measured_gemm_tflops"
+
 _UNIT_OF_DTYPE = {
     "bfloat16": "bf16",
     "float16": "fp16",
@@ -45,8 +48,17 @@ _UNIT_OF_DTYPE = {
 class Gpu(Displayed, msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A GPU. `figures` holds the description as written; the properties convert units.
 
-    `compute_capability` is CUDA's, such as "8.6"; "" if there is none or it is not known. `before`
-    is the GPU as described, if `with_figures` changed some figures.
+    `registry.load_gpu` reads one from a TOML file; `registry.with_figures` changes its figures.
+
+    Attributes:
+        name: the name; with changed figures, these follow in parentheses.
+        vendor: such as "NVIDIA".
+        architecture: such as "hopper"; "other" for one without its own rules.
+        sources: short name of a source -> where it is.
+        figures: the description's figures by name, as in `onerank gpus --schema`.
+        aliases: further names, as drivers and torch report them.
+        compute_capability: CUDA's, such as "8.6"; "" if there is none or it is not known.
+        before: the GPU as described, if `--override` (`with_figures`) changed some figures.
     """
 
     name: str
@@ -269,9 +281,6 @@ class Gpu(Displayed, msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ):
             known.append(_GEMM)
         return known
-
-
-_GEMM = "measured_gemm_tflops"
 
 
 def _measured_fraction(figures: dict[str, Figure]) -> float:

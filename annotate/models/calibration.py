@@ -17,7 +17,7 @@ from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.gpus.spec_schema import Figure, measured_of
 from onerank.annotate.models.coefficients import GemmCoefficients
 from onerank.annotate.models.gemm_tiles import Rates, gemm_ns
-from onerank.annotate.models.intervals import same_die
+from onerank.annotate.models.gpu_distance import same_die
 from onerank.ir.arrays import F64
 from onerank.ir.measurement import LARGE_SHAPES, SKINNY_SHAPES
 

@@ -24,7 +24,7 @@ from onerank.annotate.models.calibration import (
 from onerank.annotate.models.coefficients import Coefficients, shipped
 from onerank.annotate.models.features import KernelFeatures, KernelRates, matmul_ratio
 from onerank.annotate.models.gemm_tiles import GemmTarget, Rates, gemm_ns
-from onerank.annotate.models.intervals import composite_tile_weight, same_die, tile_model_weight
+from onerank.annotate.models.gpu_distance import composite_tile_weight, same_die, tile_model_weight
 from onerank.annotate.models.prediction_terms import (
     Rule,
     Term,

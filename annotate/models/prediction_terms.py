@@ -1,9 +1,9 @@
 """How a duration was predicted: the rule, counts by evidence, and the named terms.
 
 The terms are a tree whose root is the predicted duration. The models compute columns for all
-kernels. A `TermRecord` selects the kernels whose terms are kept; each step of a prediction adds a
-level to their trees from the columns that it just computed. Without a record nothing is kept, so
-re-costing a large graph has no cost for it.
+kernels. A `TermRecord` selects the kernels whose terms are kept, for `annotate --explain`; each
+step of a prediction adds a level to their trees from the columns that it just computed. Without a
+record nothing is kept, so re-costing a large graph has no cost for it.
 """
 
 import math
@@ -109,21 +109,18 @@ _LABELS = {
 }
 
 AS_MEASURED = (Rule.KEPT, Rule.NO_DURATION, Rule.SAME_GPU)
-
 """Rules that keep the measured duration, if there is one."""
 
 OF_ATTENTION = (Rule.ATTENTION_TILES, Rule.OTHER_ATTENTION, Rule.DECODE)
 """Rules of fused attention near the fitted GPUs."""
 
 BY_TILES = (Rule.GEMM_TILES, *OF_ATTENTION, Rule.OUTSIDE, Rule.MISALIGNED)
-
 """Rules of GEMMs and attention that use the tile model."""
 
 BY_DATABASE = (
     *(Rule.LOOKED_UP, Rule.LOOKED_UP_ON_BOTH, Rule.BETWEEN),
     *(Rule.RESIZED_BY_ROWS, Rule.RESIZED_BETWEEN, Rule.LOOKED_UP_WITH_OVERRIDES),
 )
-
 """Rules that use a kernel database's measurement on the target."""
 
 
@@ -169,8 +166,8 @@ class Term:
 
     def named(self) -> "Iterator[Term]":
         """Yield each named term once, after its operands."""
-        # By identity: equal terms of different kernels are
-        # distinct, and one object may occur in several formulas.
+        # By identity: equal terms of different kernels are distinct, and one object may occur in
+        # several formulas.
         seen: set[int] = set()
         yield from self._named(seen)
 

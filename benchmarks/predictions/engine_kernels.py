@@ -35,7 +35,7 @@ import numpy as np
 from benchmarks.harness import given_folder
 from onerank.annotate.models.coefficients import Coefficients, Experts, shipped
 from onerank.annotate.models.cost_model import Predict, PredictFromDescription
-from onerank.annotate.models.intervals import same_die
+from onerank.annotate.models.gpu_distance import same_die
 from onerank.annotate.models.learned import (
     predict_by_ratio,
     predict_from_description,

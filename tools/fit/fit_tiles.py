@@ -14,7 +14,7 @@ from onerank.annotate.models.coefficients import (
     TilePipeline,
 )
 from onerank.annotate.models.gemm_tiles import Rates, cache_misses, gemm_ns
-from onerank.annotate.models.intervals import properties
+from onerank.annotate.models.gpu_distance import properties
 from onerank.ir.arrays import F64
 from tools.fit.measured_kernels import Attention, Products, family
 

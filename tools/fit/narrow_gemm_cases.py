@@ -18,7 +18,7 @@ from onerank.annotate.kernel_db.database import SHIPPED, read_database, rows_of
 from onerank.annotate.models.coefficients import FinelyScaled, GemmCoefficients
 from onerank.annotate.models.cost_model import Predict, PredictFromDescription
 from onerank.annotate.models.gemm_tiles import Rates, gemm_ns
-from onerank.annotate.models.intervals import same_die
+from onerank.annotate.models.gpu_distance import same_die
 from onerank.annotate.models.tile_kernels import scaled_kernels
 from onerank.annotate.op_costs.cost_record import Scales
 from onerank.annotate.op_costs.op_classes import shares_on

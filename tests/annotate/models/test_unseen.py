@@ -14,13 +14,8 @@ from onerank.annotate.models.attention_time import attention_tiles, decode_terms
 from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.cost_model import MODELS
 from onerank.annotate.models.gemm_tiles import Rates, gemm_ns
-from onerank.annotate.models.intervals import (
-    KINDS,
-    distance_from_fitted,
-    kinds_of,
-    tile_model_weight,
-    widening,
-)
+from onerank.annotate.models.gpu_distance import distance_from_fitted, tile_model_weight
+from onerank.annotate.models.intervals import KINDS, kinds_of, widening
 from onerank.annotate.models.learned import predict_from_description, predict_learned
 from onerank.annotate.models.prediction_terms import Rule, TermRecord
 from onerank.annotate.models.scale_measured import predict_by_residual
