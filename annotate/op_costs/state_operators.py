@@ -1,16 +1,17 @@
 """FLOPs and bytes of the operators of layers with a state per sequence (`capture serve`).
 
 Operators are those of `capture/serving/state_operators.py`. Bytes are those of operands, states and
-results, each moved once. The chunked scans are several kernels that pass buffers to each other:
-`Work.passes` counts these buffers, as a multiple of the bytes. One of the kernels computes the
-states chunk after chunk: `Work.chain` are its dependent steps.
+results, each moved once. The chunked scans are several kernels that pass buffers to each other, see
+`chunk_kernels`. Of the delta rule, one of them computes the states chunk after chunk: its time is
+that of the steps that wait for each other (`Work.chain`), or of its bytes.
 
 Shapes: n sequences, t tokens of each, h heads, g groups or key heads.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import ceil
+from typing import NamedTuple
 
 from onerank.annotate.op_costs.cost_record import Formula, Work, matmul_work, vector_work
 from onerank.annotate.op_costs.operands import Call, Tensor
@@ -61,10 +62,7 @@ def _chunked_delta_rule(call: Call) -> Work | None:
     c, chunks = DELTA_CHUNK, ceil(t / DELTA_CHUNK)
     of_token = 6 * c * key + 4 * c * value + 6 * key * value + c * c // 3
     work = _with_state(matmul_work(call, v, n * h * chunks * c * of_token), state)
-    # Two vectors of each token that the inverse makes, and the corrected value, written and read;
-    # normalised keys and queries; the inverse; a state for each chunk.
-    buffers = n * h * (t * (key + 2 * value + c) + chunks * key * value) + 2 * n * t * groups * key
-    return _streamed(work, 2 * buffers * v.item_bytes, _DELTA_STEPS * chunks)
+    return _streamed(work, _delta_kernels(call), _DELTA_STEPS * chunks)
 
 
 def _recurrent_delta_rule(call: Call) -> Work | None:
@@ -74,7 +72,8 @@ def _recurrent_delta_rule(call: Call) -> Work | None:
     query, 2.
     """
     state = call.tensor(5)
-    return state and _with_state(vector_work(call, 7 * state.numel), state)
+    work = state and _with_state(vector_work(call, 7 * state.numel), state)
+    return work and replace(work, passes=_UPDATE_TIMES)
 
 
 def _mamba_scan(call: Call) -> Work | None:
@@ -94,9 +93,7 @@ def _mamba_scan(call: Call) -> Work | None:
     chunks = ceil(t / chunk)
     of_token = 2 * chunk * s * groups + h * p * (4 * s + chunk)
     work = _with_state(matmul_work(call, x, n * chunks * chunk * of_token), state)
-    # In float32: dt and sums of the decay, two states for each chunk, and the scores.
-    buffers = n * (2 * h * t + 2 * chunks * h * p * s + chunks * groups * chunk * chunk)
-    return _streamed(work, 2 * 4 * buffers, _MAMBA_STEPS * chunks)
+    return _streamed(work, _mamba_kernels(call), 0.0)
 
 
 def _selective_state_update(call: Call) -> Work | None:
@@ -113,14 +110,110 @@ def _selective_state_update(call: Call) -> Work | None:
     return _with_state(vector_work(call, 6 * state.numel + skip * x.numel), state)
 
 
-# Dependent steps of a chunk, in loads that wait for each other.
-_DELTA_STEPS, _MAMBA_STEPS = 4.0, 1.0
+# Time of fla's update over that of its bytes at the achievable bandwidth of an H100: 8 to 256
+# sequences with 32 heads of 128 x 128 in float32, which it updates with 2.35 to 2.45 TB/s.
+_UPDATE_TIMES = 1.18
 
 
-def _streamed(work: Work, buffer_bytes: int, chain: float) -> Work:
-    """Return work whose kernels also move buffers, and compute chunks one after another."""
-    moved = work.bytes_read + work.bytes_written
-    return replace(work, passes=1 + buffer_bytes / max(1, moved), chain=chain)
+class ChunkKernel(NamedTuple):
+    """A kernel of a chunked scan.
+
+    Attributes:
+        name: its name.
+        moved: bytes that it streams, times `_DELTA_TIMES` where it is slower than its bytes.
+        floors: its shortest time in launch floors; 0 for the kernel that has the FLOPs.
+    """
+
+    name: str
+    moved: int
+    floors: float = 0.0
+
+
+# A chunk of the scan over the states of the delta rule, in loads that wait for each other: an H100
+# takes 1.25 us with 16 heads of 128, and 1.48 with 32 (2026-11-27-state-kernels-h100).
+_DELTA_STEPS = 3.3
+
+# Shortest times of fla's kernels in launch floors, and their time over that of their bytes, from
+# the same measurement. The kernel of the inverse takes 16 to 19 us up to 1,024 tokens.
+_NORM, _CUMSUM, _INVERSE, _VECTORS, _OUTPUT = 1.08, 0.48, 6.2, 1.45, 1.5
+_DELTA_TIMES = {_INVERSE: 2.8, _VECTORS: 1.15, _OUTPUT: 1.45}
+
+
+def _delta_kernels(call: Call) -> Sequence[ChunkKernel]:
+    """Return the kernels of fla's chunked delta rule, in order.
+
+    The inverse of each chunk is [c, c]; w and u are its products with keys and with values, which
+    the scan over the states corrects; it also writes the state before each chunk.
+    """
+    operands = _tensors(call, 0, 2, 3)
+    if operands is None:
+        return ()
+    q, v, decay = operands
+    (n, t, h, value), key, item = v.shape, q.shape[3], v.item_bytes
+    chunks = ceil(t / DELTA_CHUNK)
+    keys, values = item * n * t * h * key, item * n * t * h * value
+    inverse, states = item * n * t * h * DELTA_CHUNK, item * n * chunks * h * key * value
+
+    def slower(floors: float, moved: int) -> tuple[int, float]:
+        return round(_DELTA_TIMES[floors] * moved), floors
+
+    return (
+        ChunkKernel("l2norm_fwd_kernel", 2 * q.nbytes, _NORM),
+        ChunkKernel("l2norm_fwd_kernel", 2 * q.nbytes, _NORM),
+        ChunkKernel("chunk_local_cumsum_scalar_kernel", 2 * decay.nbytes, _CUMSUM),
+        ChunkKernel("vectorized_elementwise_kernel", inverse, _CUMSUM),
+        ChunkKernel(
+            "chunk_gated_delta_rule_fwd_kkt_solve_kernel",
+            *slower(_INVERSE, q.nbytes + inverse),
+        ),
+        ChunkKernel(
+            "recompute_w_u_fwd_kernel",
+            *slower(_VECTORS, q.nbytes + inverse + keys + 2 * values),
+        ),
+        ChunkKernel(
+            "chunk_gated_delta_rule_fwd_kernel_h_blockdim64",
+            q.nbytes + keys + 2 * values + states,
+        ),
+        ChunkKernel("chunk_fwd_kernel_o", *slower(_OUTPUT, 2 * (q.nbytes + values) + states)),
+    )
+
+
+def _mamba_kernels(call: Call) -> Sequence[ChunkKernel]:
+    """Return the kernels of mamba_ssm's chunked scan, in order.
+
+    In float32: dt and the sums of the decay, the states of all chunks, and scores [c, c].
+    """
+    operands = _tensors(call, 0, 1, 3)
+    chunk = call.value(8)
+    if operands is None or not isinstance(chunk, int):
+        return ()
+    x, dt, b = operands
+    (n, t, h, p), (groups, s) = x.shape, b.shape[2:]
+    chunks = ceil(t / chunk)
+    steps, states = 4 * n * t * h, 4 * n * chunks * h * p * s
+    scores = 4 * n * chunks * groups * chunk * chunk
+    return (
+        ChunkKernel("_chunk_cumsum_fwd_kernel", dt.nbytes + 2 * steps, _CUMSUM),
+        ChunkKernel("_chunk_state_fwd_kernel", x.nbytes + b.nbytes + 2 * steps + states, 1.0),
+        ChunkKernel("_state_passing_fwd_kernel", 2 * states, 1.0),
+        ChunkKernel("_bmm_chunk_fwd_kernel", 2 * b.nbytes + scores, 1.0),
+        ChunkKernel(
+            "_chunk_scan_fwd_kernel", 2 * x.nbytes + b.nbytes + 2 * steps + states + scores
+        ),
+    )
+
+
+def chunk_kernels(op: str, call: Call) -> Sequence[ChunkKernel]:
+    """Return the kernels of a chunked scan, by base name; () for another operator."""
+    kernels = {"chunk_gated_delta_rule": _delta_kernels, "mamba_chunk_scan": _mamba_kernels}
+    return kernels[op](call) if op in kernels else ()
+
+
+def _streamed(work: Work, kernels: Sequence[ChunkKernel], chain: float) -> Work:
+    """Return work with the streamed bytes and the steps of the kernel that has the FLOPs."""
+    moved = sum(kernel.moved for kernel in kernels if not kernel.floors)
+    of_operands = max(1, work.bytes_read + work.bytes_written)
+    return replace(work, passes=moved / of_operands, chain=chain)
 
 
 FORMULAS: Mapping[str, Formula] = {

@@ -13,6 +13,7 @@ from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.attention_kernels import FUSED, resolve_unmeasured
 from onerank.annotate.op_costs.node_costs import work_of_call
 from onerank.annotate.op_costs.operands import Call, Tensor, numbers_of
+from onerank.annotate.op_costs.state_operators import chunk_kernels
 from onerank.ir import Kind
 
 
@@ -346,6 +347,20 @@ def _latent_attention(call: Call, target: Gpu) -> Sequence[Launch]:
     return (WHOLE, Launch("flash_fwd_mla_combine_kernel", floors=floors, fitted=False))
 
 
+def _chunked_scan(call: Call, target: Gpu) -> Sequence[Launch]:
+    """Return the launches of a chunked scan of linear attention or Mamba 2."""
+    return [
+        Launch(
+            kernel.name,
+            share=0.0 if kernel.floors else 1.0,
+            internal_bytes=kernel.moved if kernel.floors else 0,
+            floors=kernel.floors,
+            fitted=False,
+        )
+        for kernel in chunk_kernels(call.op, call)
+    ]
+
+
 def _reduce_heads(call: Call, name: str, op: str = "") -> Sequence[Launch]:
     """Return sums of the gradients of key and value over query heads that share them."""
     query, key = call.tensor(1), call.tensor(2)
@@ -364,6 +379,7 @@ def _reduce_heads(call: Call, name: str, op: str = "") -> Sequence[Launch]:
 LIBRARY_RULES: dict[str, Rule] = {
     "_grouped_mm": _grouped_gemm,
     "latent_attention": _latent_attention,
+    **dict.fromkeys(["chunk_gated_delta_rule", "mamba_chunk_scan"], _chunked_scan),
     "convolution": _convolution,
     "convolution_backward": _convolution_backward,
     **dict.fromkeys(
