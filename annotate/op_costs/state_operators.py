@@ -58,7 +58,7 @@ def _chunked_delta_rule(call: Call) -> Work | None:
     if operands is None:
         return None
     q, v, state = operands
-    (n, t, h, value), (groups, key) = v.shape, q.shape[2:]
+    (n, t, h, value), key = v.shape, q.shape[3]
     c, chunks = DELTA_CHUNK, ceil(t / DELTA_CHUNK)
     of_token = 6 * c * key + 4 * c * value + 6 * key * value + c * c // 3
     work = _with_state(matmul_work(call, v, n * h * chunks * c * of_token), state)

@@ -425,9 +425,7 @@ def _reduction(call: Call, target: Gpu) -> Sequence[Launch]:
 
 # Operators, by base name, whose launches depend on axes or flags.
 _NEED_VALUES = NEED_AXES | frozenset(
-    (
-        "_index_put_impl_ index_put_ index_put _cudnn_attention_forward mamba_chunk_scan "
-    ).split()
+    ("_index_put_impl_ index_put_ index_put _cudnn_attention_forward mamba_chunk_scan ").split()
 )
 
 

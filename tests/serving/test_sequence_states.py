@@ -343,3 +343,19 @@ def test_a_gpu_without_the_kernels_of_engines_is_refused(
             state_operators._delta(prefill, gpu=True, by_channel=by_channel)
         assert error.value.code == "serve-kernels-missing"
         assert "pip install flash-linear-attention" in str(error.value)
+
+
+def test_ranks_have_the_states_of_their_heads(tmp_path: Path, qwen: Bundle):
+    """Tensor parallelism slices heads and channels, and sums after each layer."""
+    config = {
+        **FEW_QWEN, "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"],
+    }  # fmt: skip
+    sliced = served_bundle(tmp_path, config, "--tp", "2")
+    whole, half = qwen.manifest.memory, sliced.manifest.memory
+    assert 2 * half.state_bytes_per_sequence == whole.state_bytes_per_sequence
+    for row in (1, 3, 4, 6):
+        for part in ("decode" if row < 4 else "prefill",):
+            of_whole, _ = summed(qwen, row, f".step_state.{part}")
+            assert 2 * summed(sliced, row, f".step_state.{part}")[0] == of_whole
+        for projection in (".in_proj_qkvz", ".in_proj_ba", ".linear_attn.out_proj"):
+            assert 2 * summed(sliced, row, projection)[0] == summed(qwen, row, projection)[0]

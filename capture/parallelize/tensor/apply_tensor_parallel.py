@@ -79,6 +79,11 @@ from onerank.capture.parallelize.tensor.shard_parameters import (
     slice_head_bias,
 )
 from onerank.capture.parallelize.tensor.shared_heads import apply_row_of_head, count_one_head
+from onerank.capture.parallelize.tensor.stateful_layers import (
+    STATEFUL,
+    cut_stateful,
+    fused_widths,
+)
 from onerank.capture.parallelize.tensor.vocab_parallel import (
     computes_loss_in_forward,
     cross_entropy_head,
@@ -155,6 +160,7 @@ def slice_model(
     )
     for name, style in resolved.styles.items():
         slicer.cut(name, style)
+    slicer.cut_stateful()
     # After all cuts: hooks of a boundary wrap the forwards that slicing installs.
     for name, boundary in resolved.boundaries.items():
         boundary.place_before(model.get_submodule(name))
@@ -217,6 +223,7 @@ class _Slicer:
             )
         # ids of parameters that are cut already: a tied parameter occurs in two modules
         self._cut: set[int] = set()
+        self._stateful: list[str] = []
 
     def cut(self, name: str, style: str) -> None:
         """Keep this rank's share of a module and insert the collectives of its style."""
@@ -244,12 +251,19 @@ class _Slicer:
             cut_experts(module, name, self._group, sequence=self._stack is not None)
         elif style in IDENTITY:
             module.register_forward_hook(_divide_hook(self._group))
+        elif style == STATEFUL:
+            self._stateful.append(name)
         elif style in HEADS:
             self._cut_heads(module, name)
         elif style in SPLIT_OUTPUT:
             module.register_forward_hook(_split_hook(self._group))
         elif style in LATENT and self._stack is None:
             sum_rotary_gradient(module, rotary_width(self._model, parent_of(name)), self._group)
+
+    def cut_stateful(self) -> None:
+        """Keep this rank's heads of the layers with states, after their projections."""
+        for name in self._stateful:
+            cut_stateful(self._model.get_submodule(name), name, self._group)
 
     def _cut_heads(self, module: nn.Module, name: str) -> None:
         ranks = self._resolved.ranks_per_head.get(parent_of(name))
@@ -266,7 +280,9 @@ class _Slicer:
         boundary = resolved.layer_inputs.get(name) or resolved.boundaries.get(parent_of(name))
         adapted = resolved.adapted.get(name)
         linear = module if adapted is None else adapted.base
-        fused = blocks_of(model, linear, name, style, proportions)
+        block, _, leaf = name.rpartition(".")
+        fused = fused_widths(model.get_submodule(block), leaf)
+        fused = fused or blocks_of(model, linear, name, style, proportions)
         # () for a single part: a tied head's weight may be cut already, so `cut_module` reads its
         # size.
         blocks = fused if len(fused) > 1 else ()

@@ -51,6 +51,7 @@ from onerank.capture.parallelize.tensor.module_styles import (
 from onerank.capture.parallelize.tensor.plan_file import KEPT_WHOLE, ModuleRule, without_plan
 from onerank.capture.parallelize.tensor.sequence_parallel import LayerInput
 from onerank.capture.parallelize.tensor.shared_heads import SharedHeads, shared_heads
+from onerank.capture.parallelize.tensor.stateful_layers import stateful_styles
 from onerank.ir.errors import SliceError
 
 _ATTENTION = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
@@ -77,9 +78,12 @@ _MLP = {
 
 
 def add_megatron_styles(
-    model: PreTrainedModel, styles: dict[str, str], *, complete: bool
+    model: PreTrainedModel, styles: dict[str, str], size: int, *, complete: bool
 ) -> dict[str, str]:
-    """Add styles of latent attention and, if `complete`, of every module the plan omits."""
+    """Add styles of latent attention and, if `complete`, of every module the plan omits.
+
+    Layers with states get those of `size` ranks, also where the plan has others.
+    """
     result = dict(styles)
     if complete:
         stacks: set[str | None] = {_stack_of(name) for name in styles} | {
@@ -93,6 +97,8 @@ def add_megatron_styles(
                     if not (gathered and key in _NORMS):
                         # The plan's own style takes precedence.
                         result.setdefault(f"{name}.{key}".removesuffix("."), style)
+    if complete:
+        result |= stateful_styles(model, size)
     result |= latent_styles(model, styles, complete=complete)
     planned = (name for name, style in styles.items() if style in EXPERTS)
     for name in dict.fromkeys([*_experts(model), *planned]) if complete else ():
@@ -275,7 +281,7 @@ def _styles(
         return explicit
     if isinstance(model, PreTrainedModel):
         defaults = add_megatron_styles(
-            model, planned_styles(model), complete=tp_style == "megatron"
+            model, planned_styles(model), size, complete=tp_style == "megatron"
         )
         # A rule of the user's plan replaces that of the model's.
         return defaults | explicit

@@ -56,6 +56,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Afmoe": {**EXPERTS, "head_dim": 8, "num_dense_layers": 1, "sliding_window": 8,
               "layer_types": ["sliding_attention", "full_attention"]},
     "Apertus": {},
+    "Bamba": {"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 8,
+              "mamba_d_state": 8, "mamba_n_groups": 2, "mamba_chunk_size": 8},
     "BioGpt": {},
     "Bloom": {"num_key_value_heads": 4},
     "CodeGen": {"num_attention_heads": 8, "num_key_value_heads": 8, "rotary_dim": 4},
@@ -107,7 +109,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Phi": {"num_key_value_heads": 4},
     "Phi3": {},
     "Phimoe": {"num_local_experts": 4},
+    "OlmoHybrid": {key: value for key, value in LINEAR.items() if "expert" not in key},
     "Qwen3Next": LINEAR,
+    "Qwen3_5Text": {key: value for key, value in LINEAR.items() if "expert" not in key},
     "SmolLM3": {},
 }  # fmt: skip
 
@@ -163,7 +167,13 @@ AGREE = [
     ("Phi", STAGES),  # drops out what it embeds by a module behind its layers
     ("Phi3", TENSOR),
     ("Phimoe", BOTH),
-    ("Qwen3Next", TENSOR),  # gathers all round its linear attention
+    ("Bamba", TENSOR),  # the groups of Mamba 2, each with its heads
+    ("Bamba", SEQUENCE),
+    ("OlmoHybrid", TENSOR),  # a projection for each operand of linear attention
+    ("Qwen3Next", TENSOR),  # linear attention by heads, a fused projection by key heads
+    ("Qwen3Next", {"tp": 4}),  # two key heads: gathered around linear attention
+    ("Qwen3Next", SEQUENCE),
+    ("Qwen3_5Text", TENSOR),  # three parts in a projection of linear attention
     ("Qwen3Next", SHARED),
     ("Qwen3Next", STAGES),  # a cache of another sort for each layer
     ("SmolLM3", TENSOR),

@@ -1,0 +1,142 @@
+"""Slice layers with a state per sequence by heads: linear attention and Mamba 2.
+
+Each rank computes the convolution, the scan and the norm of its heads, as in vLLM
+(vllm/model_executor/layers/mamba) and in Megatron-LM: projections in are column-parallel, the one
+out is row-parallel. transformers' plans gather the output of every projection instead, and compute
+the scan of all heads on each rank. A convolution has the channels of queries, keys and values, or
+of inputs, B and C, which are sliced part by part.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import nn
+
+from onerank.capture.parallelize.tensor.shard_parameters import cut_blocks, cut_parameter
+
+STATEFUL = "state_heads"
+"""Style of a layer with states: its parameters, convolution and head counts are sliced."""
+
+CHANNELS = "state_channels"
+"""Style of its convolution, which is sliced with the layer."""
+
+_COLUMN, _ROW, _WHOLE = "colwise", "rowwise", "replicated_with_grad_allreduce"
+
+
+class _Layer(NamedTuple):
+    """How a kind of layer is sliced.
+
+    Attributes:
+        known_by: attributes that show the kind.
+        channels: widths of the parts of the convolution.
+        divide: attributes that count what is sliced.
+        heads: attributes that must be multiples of the number of ranks.
+        styles: child module -> style; the names are those of all models of the kind.
+        parts: child module -> widths of its fused parts.
+    """
+
+    known_by: tuple[str, ...]
+    channels: tuple[str, ...]
+    divide: tuple[str, ...]
+    heads: tuple[str, ...]
+    styles: dict[str, str]
+    parts: dict[str, tuple[str, ...]]
+
+
+_DELTA_RULE = _Layer(
+    known_by=("conv1d", "A_log", "num_k_heads", "num_v_heads", "key_dim", "value_dim"),
+    channels=("key_dim", "key_dim", "value_dim"),
+    divide=("num_k_heads", "num_v_heads", "key_dim", "value_dim", "conv_dim"),
+    heads=("num_k_heads", "num_v_heads"),
+    styles={
+        # Qwen3-Next has the queries, keys, values and gates of a key head together; so a share of
+        # the rows is that of a rank's heads.
+        **dict.fromkeys(("in_proj_qkvz", "in_proj_ba"), _COLUMN),
+        **dict.fromkeys(("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), _COLUMN),
+        **dict.fromkeys(("q_proj", "k_proj", "v_proj", "a_proj", "b_proj", "g_proj"), _COLUMN),
+        **dict.fromkeys(("out_proj", "o_proj"), _ROW),
+        **dict.fromkeys(("norm", "o_norm"), _WHOLE),
+    },
+    parts={"in_proj_qkv": ("key_dim", "key_dim", "value_dim")},
+)
+
+_MAMBA_2 = _Layer(
+    known_by=(
+        *("conv1d", "A_log", "D", "in_proj", "n_groups", "num_heads", "ssm_state_size"),
+        # The norm has the groups of the layer: one over all features would need a sum over ranks.
+        *("intermediate_size", "conv_dim", "norm.group_size"),
+    ),
+    channels=("intermediate_size", "of_groups", "of_groups"),
+    divide=("num_heads", "n_groups", "intermediate_size", "conv_dim"),
+    heads=("num_heads", "n_groups"),
+    styles={"in_proj": _COLUMN, "out_proj": _ROW, "norm": "local_params"},
+    parts={
+        "in_proj": ("intermediate_size", "intermediate_size", "of_groups", "of_groups", "num_heads")
+    },
+)
+
+
+def _width(module: Any, name: str) -> int:
+    if name == "of_groups":
+        return module.n_groups * module.ssm_state_size
+    return getattr(module, name)
+
+
+def _kind_of(module: nn.Module) -> _Layer | None:
+    for kind in (_DELTA_RULE, _MAMBA_2):
+        if all(_has(module, name) for name in kind.known_by):
+            return kind
+    return None
+
+
+def _has(module: nn.Module, path: str) -> bool:
+    owner, _, name = path.rpartition(".")
+    return hasattr(getattr(module, owner, None) if owner else module, name)
+
+
+def stateful_styles(model: nn.Module, size: int) -> dict[str, str]:
+    """Return module name -> style for the layers with states, and the modules in them.
+
+    A layer whose heads or groups a number of ranks does not divide keeps the styles of the model's
+    plan; the plans of models with Mamba 2 have none.
+    """
+    styles: dict[str, str] = {}
+    for name, module in model.named_modules():
+        kind = _kind_of(module)
+        if kind is None or any(_width(module, heads) % size for heads in kind.heads):
+            continue
+        styles[name], styles[f"{name}.conv1d"] = STATEFUL, CHANNELS
+        for child, inner in module.named_children():
+            if child in kind.styles and any(True for _ in inner.parameters(recurse=False)):
+                styles[f"{name}.{child}"] = kind.styles[child]
+    return styles
+
+
+def fused_widths(module: nn.Module, child: str) -> Sequence[int]:
+    """Return the output features of the fused parts of a projection in a layer with states.
+
+    () if the layer has none, or the projection a single part.
+    """
+    kind = _kind_of(module)
+    return [_width(module, name) for name in kind.parts.get(child, ())] if kind else ()
+
+
+def cut_stateful(module: Any, name: str, group: dist.ProcessGroup) -> None:
+    """Keep this rank's heads of a layer with states: parameters, convolution and counts.
+
+    After its projections, whose parts follow from the counts.
+    """
+    kind = _kind_of(module)
+    assert kind is not None, "a layer that `stateful_styles` knows"
+    size = group.size()
+    for key, parameter in module.named_parameters(recurse=False):
+        cut_parameter(parameter, f"{name}.{key}", group, "heads")
+    convolution = module.conv1d
+    widths = [_width(module, part) for part in kind.channels]
+    for key, parameter in convolution.named_parameters(recurse=False):
+        cut_blocks(parameter, f"{name}.conv1d.{key}", group, 0, widths)
+    channels = convolution.weight.shape[0]
+    convolution.in_channels = convolution.out_channels = convolution.groups = channels
+    for attribute in kind.divide:
+        setattr(module, attribute, getattr(module, attribute) // size)

@@ -1,0 +1,65 @@
+"""Work and times of the operators of layers with a state per sequence."""
+
+import json
+
+import numpy as np
+import pytest
+
+from onerank.annotate.gpus.registry import load_gpu
+from onerank.annotate.models.features import kernels_of
+from onerank.annotate.models.roofline import predict_from_datasheet
+from onerank.annotate.op_costs.node_costs import work_of_call
+from onerank.annotate.op_costs.operands import Call
+from onerank.annotate.passes.launch_rules import launches_of
+from onerank.annotate.passes.operators_to_kernels import _launch_times
+
+BF16, F32 = "Tensor(c10::BFloat16)", "Tensor(float)"
+
+
+def delta_rule(op: str, n: int, t: int, h: int) -> Call:
+    """Return a call with h heads of 128 and half as many key heads."""
+    keys, values, state = [n, t, h // 2, 128], [n, t, h, 128], [n, h, 128, 128]
+    shapes = [keys, keys, values, [n, t, h], [n, t, h], state]
+    inputs = json.dumps(shapes), json.dumps([BF16, BF16, BF16, F32, BF16, F32])
+    outputs = [values, state] if t > 1 else [values]
+    return Call.parse(op, inputs, (json.dumps(outputs), json.dumps([BF16, F32][: len(outputs)])))
+
+
+# Summed kernels of fla 0.6.0 in us, by sequences, tokens and heads
+# (benchmarks/results/2026-11-27-state-kernels-h100.txt).
+MEASURED = {
+    (1, 64, 32): 40.2, (1, 256, 32): 47.3, (1, 1024, 32): 97.5, (1, 4096, 32): 309.1,
+    (1, 16384, 32): 1202.1, (4, 1024, 32): 289.3, (16, 256, 32): 317.6, (1, 64, 16): 37.3,
+    (1, 256, 16): 41.9, (1, 1024, 16): 71.7, (1, 4096, 16): 218.1, (1, 16384, 16): 834.0,
+    (1, 1, 32): 3.2, (8, 1, 32): 14.3, (64, 1, 32): 111.2, (256, 1, 32): 437.6,
+}  # fmt: skip
+
+
+def test_times_of_the_delta_rule_on_an_h100():
+    h100, errors = load_gpu("H100"), list[float]()
+    for (n, t, h), measured_us in MEASURED.items():
+        name = "chunk_gated_delta_rule" if t > 1 else "recurrent_gated_delta_rule"
+        op, call = f"onerank_serving::{name}", delta_rule(name, n, t, h)
+        kernel_ns, _ = predict_from_datasheet(
+            kernels_of([work_of_call(op, call)], np.zeros(1)), h100
+        )
+        launches = list(launches_of(op, call, h100))
+        assert len(launches) == (8 if t > 1 else 1)
+        assert [launch.share for launch in launches if launch.share] == [1.0]
+        _, others_ns = _launch_times(op, launches, h100) if t > 1 else (0, 0.0)
+        errors.append((kernel_ns[0] + others_ns) / 1e3 / measured_us - 1)
+    assert np.abs(errors).max() < 0.16
+    assert np.abs(errors).mean() < 0.08
+
+
+@pytest.mark.parametrize("t", [64, 65, 128])
+def test_a_chunk_is_computed_whole(t: int):
+    work = work_of_call(
+        "onerank_serving::chunk_gated_delta_rule", delta_rule("chunk_gated_delta_rule", 2, t, 4)
+    )
+    of_token = 6 * 64 * 128 + 4 * 64 * 128 + 6 * 128 * 128 + 64 * 64 // 3
+    assert work.flops == 2 * 4 * (64 if t == 64 else 128) * of_token
+    # Queries, keys, values, decay, rates; the state is read and written, also as a result.
+    rows = 2 * t * (2 * 2 * 2 * 128 + 2 * 4 * 128 + 4 * 4 + 2 * 4)
+    state = 4 * 2 * 4 * 128 * 128
+    assert work.bytes_read == rows + state
