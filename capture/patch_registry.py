@@ -194,11 +194,12 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         "torch._subclasses.fake_tensor.FakeTensor",
-        ("__new__", "data", "numpy", "tolist", "__format__", "__repr__"),
+        ("__new__", "data", "set_", "numpy", "tolist", "__format__", "__repr__"),
         "Libraries create a parameter by the class of another one, which is FakeTensor. FSDP1 "
         "moves a parameter by its data, which leaves a fake tensor's device as it was. Scripts "
         "log a loss by way of NumPy, and read counts as a list. torchao takes a tensor that "
-        "prints as FakeTensor for one of a compiler, and skips what a GPU would run.",
+        "prints as FakeTensor for one of a compiler, and skips what a GPU would run. nanotron "
+        "gives a tensor a part of a storage.",
         ("no_device.emulated_process",),
     ),
     Patch(
@@ -465,9 +466,9 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         "torch.UntypedStorage",
-        ("resize_", "data_ptr"),
+        ("resize_", "data_ptr", "__getitem__"),
         "FSDP frees and allocates gathered parameters by resizing their storage, and compares "
-        "addresses.",
+        "addresses. nanotron gives gradients parts of a storage.",
         ("no_device.emulated_process",),
     ),
     Patch(

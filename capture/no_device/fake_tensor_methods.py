@@ -2,6 +2,8 @@
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -65,7 +67,7 @@ def storage_functions(storages: Storages) -> tuple[Callable[..., Any], dict[str,
     Args:
         storages: storages of fake tensors, with their addresses and sizes.
     """
-    resize = torch.UntypedStorage.resize_
+    resize, item = torch.UntypedStorage.resize_, torch.UntypedStorage.__getitem__
     tensor_address, storage_address = Tensor.data_ptr, torch.UntypedStorage.data_ptr
 
     def address_of_tensor(tensor: Tensor) -> int:
@@ -82,7 +84,74 @@ def storage_functions(storages: Storages) -> tuple[Callable[..., Any], dict[str,
         storages.resize(storage, size)
         return result
 
-    return address_of_tensor, {"resize_": resize_storage, "data_ptr": address_of_storage}
+    def item_of_storage(storage: Any, at: Any) -> Any:
+        # A fake tensor's storage has no memory of which to take a part.
+        if not isinstance(at, slice) or not storages.address_of_storage(storage):
+            return item(storage, at)
+        return _StoragePart(storages, storage, range(storage.nbytes())[at])
+
+    return address_of_tensor, {
+        "resize_": resize_storage,
+        "data_ptr": address_of_storage,
+        "__getitem__": item_of_storage,
+    }
+
+
+@dataclass(frozen=True)
+class _StoragePart:
+    """A slice of a fake tensor's storage, which shares its memory.
+
+    nanotron gives each gradient a part of one buffer's storage, by `Tensor.set_`.
+    """
+
+    storages: Storages
+    storage: Any
+    places: range  # bytes of the storage
+
+    @property
+    def device(self) -> torch.device:
+        return self.storages.device_of(self.storage)
+
+    def nbytes(self) -> int:
+        return len(self.places)
+
+    size = __len__ = nbytes
+
+    def element_size(self) -> int:
+        return 1
+
+    def data_ptr(self) -> int:
+        return self.storages.address_of_storage(self.storage) + self.places.start
+
+    def __getitem__(self, at: slice) -> "_StoragePart":
+        return _StoragePart(self.storages, self.storage, self.places[at])
+
+
+def _set(tensor: Any, source: Any = None, *rest: Any, **named: Any) -> Any:
+    """Let a tensor use the memory of another, of a storage, or of a part of one."""
+    if not isinstance(source, _StoragePart):
+        return _set_of_torch(tensor, *([] if source is None else [source]), *rest, **named)
+    offset, size, stride = _arguments_of_set(tensor, source, *rest, **named)
+    offset += source.places.start // tensor.element_size()
+    return _set_of_torch(tensor, source.storage, offset, size, stride)
+
+
+_set_of_torch: Any = _torch._C.TensorBase.set_
+
+
+def _arguments_of_set(
+    tensor: Any,
+    source: _StoragePart,
+    storage_offset: int = 0,
+    size: Any = None,
+    stride: Any = None,
+) -> tuple[int, Any, Any]:
+    """Return offset, size and strides; without a size, all elements of a part in one dimension."""
+    if size is None:
+        return storage_offset, (source.nbytes() // tensor.element_size(),), (1,)
+    if stride is None:
+        stride = [prod(size[axis + 1 :]) for axis in range(len(size))]
+    return storage_offset, size, stride
 
 
 def fake_tensor_methods(operators: FakeOperators, values: UnknownValues) -> dict[str, Any]:
@@ -114,7 +183,7 @@ def fake_tensor_methods(operators: FakeOperators, values: UnknownValues) -> dict
     methods = {"numpy": numpy, "tolist": tolist, "__format__": _format, "__repr__": _repr}
     for method in methods.values():
         untraced(method)
-    return {"__new__": staticmethod(_new_fake), "data": _data, **methods}
+    return {"__new__": staticmethod(_new_fake), "data": _data, "set_": _set, **methods}
 
 
 _new_fake_of_torch: Any = FakeTensor.__new__

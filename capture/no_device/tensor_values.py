@@ -51,6 +51,13 @@ class Storages:
         known = self._live.get(storage._cdata)
         return known[0] * _APART if known is not None and storage.nbytes() else 0
 
+    def device_of(self, storage: Any) -> torch.device:
+        """Return the device of a storage: the GPU if it takes memory there."""
+        known = self._live.get(storage._cdata)
+        if known is None or not known[1]:
+            return torch.device("cpu")
+        return torch.device("cuda", torch.cuda.current_device())
+
     def resize(self, storage: Any, size: int) -> None:
         """Record that a storage is resized, as FSDP frees and allocates gathered parameters."""
         key: int = storage._cdata

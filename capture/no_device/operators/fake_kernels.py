@@ -11,7 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._library import custom_ops, utils
-from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
+from torch._subclasses.fake_tensor import (
+    FakeTensor,
+    FakeTensorMode,
+    in_kernel_invocation_manager,
+)
 
 from onerank.capture.no_device.operators.recurrent_layers import (
     packed_sequence,
@@ -233,8 +237,15 @@ class _Result:
     def build(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return a new tensor for a call with these tensors."""
         first: Any = next(tensor for tensor in tensors if isinstance(tensor, FakeTensor))
-        mode = first.fake_mode
-        shared = None if self.shares is None else tensors[self.shares].untyped_storage()
+        base = None if self.shares is None else tensors[self.shares]
+        if base is not None and torch.is_inference_mode_enabled() and not base.is_inference():
+            # In inference mode too a view of such a tensor shares its version counter.
+            with torch.inference_mode(mode=False):
+                return self._build(first.fake_mode, base)
+        return self._build(first.fake_mode, base)
+
+    def _build(self, mode: FakeTensorMode, base: Tensor | None) -> Tensor:
+        shared = None if base is None else base.untyped_storage()
         with in_kernel_invocation_manager(mode):
             if shared is None:
                 result = torch.empty_strided(

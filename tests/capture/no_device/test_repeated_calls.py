@@ -73,3 +73,18 @@ def test_an_operator_that_writes_runs_each_time(calls: Calls):
     tensor = calls.tensor(3)
     assert all(calls.run(aten.add_.Scalar, tensor, 1) is tensor for _ in range(2))
     assert calls.ran == 2
+
+
+def test_a_view_in_inference_mode_is_no_inference_tensor(calls: Calls):
+    # A script that trains, then evaluates: timm expands a class token.
+    tensor = calls.tensor(1, 1, 6)
+    calls.run(aten.expand.default, tensor, [4, 1, 6])
+    calls.run(aten.exp.default, tensor)
+    with torch.inference_mode():
+        view = calls.run(aten.expand.default, tensor, [4, 1, 6])
+        result = calls.run(aten.exp.default, tensor)
+        created = calls.tensor(1, 1, 6)
+        of_inference = calls.run(aten.expand.default, created, [4, 1, 6])
+    assert calls.ran == 2
+    inference = [each.is_inference() for each in (view, result, created, of_inference)]
+    assert inference == [False, True, True, True]

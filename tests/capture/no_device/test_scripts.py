@@ -152,3 +152,36 @@ SHUFFLED = """
 def test_a_permutation_on_the_default_device_is_one(tmp_path):
     graph = captured(tmp_path, SHUFFLED)
     assert graph.text("op").count("aten::addmm") == 1
+
+
+STORAGE_PARTS = """
+import torch
+weight = torch.nn.Parameter(torch.randn(32, 16, device="cuda", dtype=torch.bfloat16))
+bias = torch.nn.Parameter(torch.randn(32, device="cuda", dtype=torch.bfloat16))
+optimizer = torch.optim.SGD([weight, bias], lr=0.1)
+buffer = torch.zeros(544, device="cuda")
+whole, gradients = buffer.untyped_storage(), []
+held = torch.cuda.memory_allocated()
+for first, last, parameter in ((0, 512, weight), (512, 544, bias)):
+    part = whole[4 * first : 4 * last]
+    gradient = torch.empty([], device=part.device)
+    gradient.set_(source=part)
+    assert part.nbytes() == 4 * (last - first) and gradient.storage_offset() == first
+    assert gradient.data_ptr() == part.data_ptr() == buffer.data_ptr() + 4 * first
+    gradients.append(gradient.view_as(parameter))
+assert whole[4:12][4:].size() == 4
+assert torch.cuda.memory_allocated() == held, "the parts take no memory"
+for step in range(5):
+    x = torch.randn(8, 16, device="cuda", dtype=torch.bfloat16)
+    torch.nn.functional.linear(x, weight, bias).sum().backward()
+    for gradient, parameter in zip(gradients, (weight, bias)):
+        gradient.add_(parameter.grad)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_parts_of_a_storage_share_its_memory(tmp_path):
+    # nanotron accumulates gradients in 32 bits so; the script asserts what they share.
+    graph = captured(tmp_path, STORAGE_PARTS)
+    assert graph.text("op").count("aten::add_") == 2
