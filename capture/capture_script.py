@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from onerank.annotate.op_costs.node_costs import with_generated_flops, with_registered_costs
+from onerank.annotate.op_costs.node_costs import with_generated_work, with_registered_costs
 from onerank.capture.emulate_torchrun import decide_torchrun
 from onerank.capture.fake_world.recorder import Recorder
 from onerank.capture.isolation import ProcessRunner, named_errors, named_progress, run_isolated
@@ -140,7 +140,7 @@ def capture_steps(
         for label, directory, observed, _ in steps:
             graph, conversion = convert_raw(directory)
             # Only this process knows what Inductor fused.
-            graph = with_generated_flops(graph, observed.generated_flops)
+            graph = with_generated_work(graph, observed.generated_work)
             captures[label] = Capture(
                 graph,
                 conversion,

@@ -30,7 +30,7 @@ from onerank.ir.measurement import (
     ScopeTime,
     Sensors,
 )
-from onerank.ir.nodes import UNKNOWN, Node, Nodes, StringTable
+from onerank.ir.nodes import UNKNOWN, GeneratedWork, Node, Nodes, StringTable
 from onerank.ir.world import Pipeline, ProcessGroup, RankClass, World, axis_of
 
 __all__ = [
@@ -49,6 +49,7 @@ __all__ = [
     "Evidence",
     "Fusion",
     "GeneratedKernel",
+    "GeneratedWork",
     "Graph",
     "GraphBuilder",
     "HostOverhead",

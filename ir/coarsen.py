@@ -118,7 +118,7 @@ def _loss(graph: Graph, roles: npt.NDArray[np.str_]) -> Mask:
 
 _SUMMED = ("duration_ns", "spread_ns", "bytes_allocated", "bytes_freed")
 
-_SUMMED_WHERE_KNOWN = ("flops", "bytes_read", "bytes_written")
+_SUMMED_WHERE_KNOWN = ("flops", "bytes_read", "bytes_written", "instructions")
 
 _Lane = tuple[str, int]
 

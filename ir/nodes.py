@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import Field, dataclass, field, fields, replace
 from itertools import count, islice
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -92,6 +92,19 @@ Objects = npt.NDArray[np.object_]
 UNKNOWN = -1
 """A count that is not known, or a stream, thread, peer or tag that a node does not have."""
 
+
+class GeneratedWork(NamedTuple):
+    """What a kernel that Inductor generated does; UNKNOWN if its source does not show it.
+
+    Attributes:
+        flops: its FLOPs.
+        instructions: those of all its threads.
+    """
+
+    flops: int = UNKNOWN
+    instructions: int = UNKNOWN
+
+
 ROOT_COLUMNS = {
     Collective.BROADCAST: "comm_src",
     Collective.SCATTER: "comm_src",
@@ -165,6 +178,9 @@ class Nodes:
     flops: I64 = _column(np.int64, UNKNOWN)
     bytes_read: I64 = _column(np.int64, UNKNOWN)
     bytes_written: I64 = _column(np.int64, UNKNOWN)
+    instructions: I64 = _column(np.int64, UNKNOWN)
+    """Instructions that the threads of a kernel execute, each thread's counted by itself; UNKNOWN
+    except for kernels that Inductor generated in a capture without a device."""
     bytes_allocated: I64 = _column(np.int64, 0)
     """Device memory that the operator allocated."""
     bytes_freed: I64 = _column(np.int64, 0)

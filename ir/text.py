@@ -61,6 +61,7 @@ _LABELS = {
     "flops": "flops",
     "bytes_read": "bytes_read",
     "bytes_written": "bytes_written",
+    "instructions": "instructions",
     "bytes_allocated": "allocated",
     "bytes_freed": "freed",
     "grid": "grid",

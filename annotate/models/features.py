@@ -109,6 +109,9 @@ _CACHE_BYTES_PER_CYCLE = 20.0
 # place of 1.34 where the cache serves their operands.
 _FASTER_IN_CACHE = 1.25
 
+# Threads whose instructions an SM issues per cycle: four warps, on NVIDIA GPUs since Volta.
+_LANES = 128
+
 # Temporaries of the model's arithmetic for this many kernels stay in a CPU core's cache.
 _BLOCK = 1 << 14
 
@@ -161,6 +164,7 @@ class KernelFeatures:
         far_load: time of such a load from memory over one from the cache, float64[n].
         from_torch: whether PyTorch's operator launches it, bool[n]. Other libraries' kernels reach
             less of the bandwidth.
+        instructions: those of its threads, 0 if not known, float64[n].
     """
 
     duration_ns: F64
@@ -185,6 +189,7 @@ class KernelFeatures:
     chain: F64
     far_load: F64
     from_torch: Mask
+    instructions: F64
     parts: ComponentGemms = field(default_factory=lambda: ComponentGemms.of([]))
 
     @classmethod
@@ -220,6 +225,7 @@ class KernelFeatures:
             chain=np.array([work.chain for work in costs.works])[costs.call],
             far_load=np.array([work.far_load for work in costs.works])[costs.call],
             from_torch=_from_torch(graph, index),
+            instructions=np.maximum(nodes.instructions[index], 0).astype(np.float64),
             parts=ComponentGemms.of(costs.works),
         )
 
@@ -291,6 +297,16 @@ class KernelFeatures:
         # bytes, which `node_costs` divides among its kernels.
         issue = self.cycles * self.share_of_operator / gpu.issue_rate_hz
         return issue / (1 + (_FASTER_IN_CACHE - 1) * self.cached_share(gpu))
+
+    def instructions_s(self, gpu: Gpu) -> F64:
+        """Return the time to issue a kernel's instructions, in seconds, float64[n].
+
+        The clock is the boost clock, because steps of training run below the highest one. Other
+        vendors' GPUs were not measured.
+        """
+        if not gpu.is_nvidia or not self.instructions.any():
+            return np.zeros(len(self.instructions))
+        return self.instructions / (_LANES * gpu.sm_count * gpu.clock_hz)
 
     def chain_loads(self, gpu: Gpu) -> F64:
         """Return the loads that wait for each other, in loads from the cache, float64[n].
@@ -391,6 +407,7 @@ def kernels_of(works: Sequence[Work], duration_ns: F64) -> KernelFeatures:
         chain=np.array([work.chain for work in works]),
         far_load=np.array([work.far_load for work in works]),
         from_torch=np.ones(count, dtype=bool),
+        instructions=np.zeros(count),
         parts=ComponentGemms.of(works),
     )
 

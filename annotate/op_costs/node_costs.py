@@ -35,7 +35,7 @@ from onerank.annotate.op_costs.op_classes import (
     op_class,
 )
 from onerank.annotate.op_costs.operands import Call, UnknownDtypeError, without_tensors
-from onerank.ir import UNKNOWN, Graph, Kind, Reason
+from onerank.ir import UNKNOWN, GeneratedWork, Graph, Kind, Reason
 from onerank.ir.arrays import F64, I64, U8, Mask, deduplicate, membership_mask
 from onerank.ir.errors import AnnotateError
 
@@ -245,22 +245,24 @@ def with_registered_costs(graph: Graph) -> Graph:
     return graph.with_columns(**columns)
 
 
-def with_generated_flops(graph: Graph, flops: Sequence[int]) -> Graph:
-    """Return the graph with the FLOPs of the kernels that Inductor generated.
+def with_generated_work(graph: Graph, work: Sequence[GeneratedWork]) -> Graph:
+    """Return the graph with the work of the kernels that Inductor generated.
 
     Args:
         graph: a capture without a device.
-        flops: of each launch in order, or UNKNOWN; empty for other captures.
+        work: of each launch in order; empty for other captures.
     """
-    if not flops:
+    if not work:
         return graph
     names = np.unique(graph.nodes.op).tolist()
     generated = [code for code in names if is_generated(graph.strings[code])]
     launches = np.flatnonzero(np.isin(graph.nodes.op, generated) & compute_mask(graph))
     launches = launches[np.argsort(graph.nodes.start_ns[launches], kind="stable")]
-    column = graph.nodes.flops.copy()
-    column[launches] = flops
-    return graph.with_columns(flops=column)
+    columns: dict[str, I64] = {}
+    for name, counts in zip(GeneratedWork._fields, zip(*work, strict=True), strict=True):
+        columns[name] = getattr(graph.nodes, name).copy()
+        columns[name][launches] = counts
+    return graph.with_columns(**columns)
 
 
 def op_costs_of(graph: Graph) -> OpCosts:

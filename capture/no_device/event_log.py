@@ -21,7 +21,7 @@ from onerank.annotate.memory.allocator import round_size
 from onerank.capture.no_device.device_memory import DeviceMemory
 from onerank.converters.sources.kineto import AllocatorAction, History
 from onerank.converters.sources.kineto.lowering.select_nodes import HOST_READS
-from onerank.ir import UNKNOWN, AllocatorSettings
+from onerank.ir import AllocatorSettings, GeneratedWork
 from onerank.ir.dtypes import TENSOR_TYPES
 
 Category = Literal["cpu_op", "user_annotation"]
@@ -112,7 +112,7 @@ class RecordedEvent:
         on_device: whether it reads or writes memory of the device.
         node: autograd node that it stands for, else None.
         stream: number of the stream that was current when it began, 0 for the default stream.
-        flops: of a kernel that Inductor generated, or UNKNOWN.
+        work: of a kernel that Inductor generated.
     """
 
     name: str
@@ -127,7 +127,7 @@ class RecordedEvent:
     on_device: bool = False
     node: object = None
     stream: int = 0
-    flops: int = UNKNOWN
+    work: GeneratedWork = field(default_factory=GeneratedWork)
 
     @property
     def is_operator(self) -> bool:
@@ -274,9 +274,9 @@ class EventLog:
         """Remove the events that began after a place in the log, and have ended."""
         del self.events[mark:]
 
-    def generated_flops(self) -> tuple[int, ...]:
-        """Return the FLOPs of each launch of a kernel that Inductor generated, in order."""
-        return tuple(event.flops for event in self.events if event.name.startswith(GENERATED))
+    def generated_work(self) -> tuple[GeneratedWork, ...]:
+        """Return the work of each launch of a kernel that Inductor generated, in order."""
+        return tuple(event.work for event in self.events if event.name.startswith(GENERATED))
 
     def innermost(self) -> RecordedEvent | None:
         """Return the innermost open event of this thread."""

@@ -13,9 +13,10 @@ from typing import Any
 from torch import Tensor
 
 from onerank.capture.no_device.event_log import Shaped
+from onerank.capture.no_device.generated_instructions import instructions_of
 from onerank.capture.no_device.operators.fake_operators import FakeOperators
 from onerank.capture.patches import untraced
-from onerank.ir import UNKNOWN
+from onerank.ir import UNKNOWN, GeneratedWork
 
 FLOPS_COMMENT = "# onerank FLOPs: "
 """Precedes the FLOPs in the source of a kernel."""
@@ -43,6 +44,7 @@ class KernelAccesses:
             neighbouring threads store in different sectors.
         sizes: iterations along each axis that the source states.
         flops: FLOPs that the source states; UNKNOWN if it states none.
+        instructions: those of an iteration.
     """
 
     parameters: tuple[str, ...]
@@ -51,6 +53,7 @@ class KernelAccesses:
     scattered: dict[str, int]
     sizes: dict[str, int]
     flops: int
+    instructions: float
 
     @classmethod
     def of(cls, name: str, source: str) -> "KernelAccesses":
@@ -68,7 +71,19 @@ class KernelAccesses:
             _scattered(source),
             {axis: int(size) for axis, size in sizes},
             int(flops.group(1)) if flops else UNKNOWN,
+            instructions_of(source),
         )
+
+    def _iterations(self, by_name: dict[str, Any]) -> int:
+        axes = {name: value for name, value in by_name.items() if name.endswith("numel")}
+        return prod(
+            size for size in (axes | self.sizes).values() if isinstance(size, int) and size > 0
+        )
+
+    def work(self, args: tuple[Any, ...]) -> GeneratedWork:
+        """Return the FLOPs and the instructions of a launch."""
+        iterations = self._iterations(dict(zip(self.parameters, args, strict=False)))
+        return GeneratedWork(self.flops, round(self.instructions * iterations))
 
     def operands(self, args: tuple[Any, ...]) -> tuple[list[Shaped], list[Shaped]]:
         """Return the tensors that a launch reads, and those that it writes.
@@ -79,10 +94,7 @@ class KernelAccesses:
         annotate derives the bytes of a kernel from its shapes, also at another sequence length.
         """
         by_name = dict(zip(self.parameters, args, strict=False))
-        axes = {name: value for name, value in by_name.items() if name.endswith("numel")}
-        iterations = prod(
-            size for size in (axes | self.sizes).values() if isinstance(size, int) and size > 0
-        )
+        iterations = self._iterations(by_name)
         return (
             _touched(by_name, self.loads, iterations, {}),
             _touched(by_name, self.stores, iterations, self.scattered),
@@ -138,7 +150,8 @@ class GeneratedKernel:
     def run(self, *args: Any, stream: Any = None, **_: Any) -> None:
         """Record a launch."""
         reads, writes = self._accesses.operands(args)
-        self._operators.launch_generated(self._name, reads, writes, self._accesses.flops)
+        work = self._accesses.work(args)
+        self._operators.launch_generated(self._name, reads, writes, work)
 
 
 # Dynamo must not trace the recording of a step.

@@ -167,7 +167,7 @@ class StepRecorder:
             directory.mkdir()
         files = (directory / name for name in (STRUCTURE, EXECUTION_TRACE, history_name(0)))
         write(log, *files)
-        self.observed.generated_flops = log.generated_flops()
+        self.observed.generated_work = log.generated_work()
         self.results.append((directory, _of_this_step(self.observed)))
         self.complete = len(self.results) == self._recorded
         if not self.complete:

@@ -11,7 +11,7 @@ from onerank.capture.profiling.allocator_snapshots import ByMemoryClass
 from onerank.capture.profiling.module_scopes import Modules
 from onerank.capture.profiling.step_variance import StepWork, WorkOfSteps
 from onerank.capture.profiling.window_plan import Progress, WindowPlan
-from onerank.ir import EmulatedCalls, ScopeTime, Sensors
+from onerank.ir import EmulatedCalls, GeneratedWork, ScopeTime, Sensors
 from onerank.ir.notes import Note
 
 Window = Generator[None, bool, None]
@@ -40,7 +40,7 @@ class Observations:
         resident_pools: allocator pool of each of these storages.
         input_spread: spread of the input sizes of the steps, as in `ir.Measurement`.
         notes: notes to store with the trace.
-        generated_flops: of a capture without a device, FLOPs of each kernel that Inductor
+        generated_work: of a capture without a device, the work of each kernel that Inductor
             generated, in order.
     """
 
@@ -61,7 +61,7 @@ class Observations:
     resident_pools: ByMemoryClass = field(default_factory=ByMemoryClass)
     input_spread: float = 0.0
     notes: list[Note] = field(default_factory=list[Note])
-    generated_flops: tuple[int, ...] = ()
+    generated_work: tuple[GeneratedWork, ...] = ()
 
 
 class CallTimes(Protocol):

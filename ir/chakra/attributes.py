@@ -146,6 +146,7 @@ FIELDS = (
     Field("flops", "flops", "int64_val"),
     Field("bytes_read", "bytes_read", "int64_val"),
     Field("bytes_written", "bytes_written", "int64_val"),
+    Field("instructions", "instructions", "int64_val"),
     Field("bytes_allocated", "bytes_allocated", "int64_val"),
     Field("bytes_freed", "bytes_freed", "int64_val"),
     Field("grid", "grid", "string_val"),

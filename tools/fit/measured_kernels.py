@@ -199,4 +199,5 @@ def _kernels(times_ns: F64, flops: F64, moved: F64, dtype: str) -> KernelFeature
         chain=np.zeros(count),
         far_load=np.ones(count),
         from_torch=every,
+        instructions=np.zeros(count),
     )

@@ -89,7 +89,7 @@ class Resize:
             )
         strings = graph.strings.copy()
         columns = _shapes(graph, growth, changed, sizing, strings)
-        for name in ("flops", "bytes_read", "bytes_written"):
+        for name in ("flops", "bytes_read", "bytes_written", "instructions"):
             columns[name] = np.where(changed, UNKNOWN, getattr(graph.nodes, name))
         columns |= _communication(graph, growth, changed, sizing)
         columns["input_values"] = _values(graph, growth, changed, sizing, strings)

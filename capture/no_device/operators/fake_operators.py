@@ -59,6 +59,7 @@ from onerank.capture.no_device.tensor_values import (
     Workspaces,
 )
 from onerank.capture.patches import replaced
+from onerank.ir import GeneratedWork
 
 # torch's dispatcher and autograd's nodes have no public names and no types.
 _torch: Any = torch
@@ -375,7 +376,7 @@ class FakeOperators(TorchDispatchMode):
             self.known.overwrite(launch.choice.result, self.routers.fused(launch.choice))
 
     def launch_generated(
-        self, name: str, reads: Sequence[Shaped], writes: Sequence[Shaped], flops: int
+        self, name: str, reads: Sequence[Shaped], writes: Sequence[Shaped], work: GeneratedWork
     ) -> None:
         """Record a kernel that Inductor generated.
 
@@ -383,11 +384,11 @@ class FakeOperators(TorchDispatchMode):
             name: as Inductor names it.
             reads: tensors that it reads.
             writes: tensors that it writes.
-            flops: its FLOPs, or UNKNOWN.
+            work: its FLOPs and instructions.
         """
         event = self._begin(name)
         if event is not None:
-            event.flops = flops
+            event.work = work
             event.inputs, event.outputs = self.describe(reads), self.describe(writes)
             event.on_device = True
             self._log.end(event)

@@ -290,7 +290,15 @@ def _grown(
     return repeat_units(elements, alignment.units, extrapolation.periods_beyond)
 
 
-_AMOUNTS = ("bytes_allocated", "bytes_freed", "flops", "bytes_read", "bytes_written", "comm_bytes")
+_AMOUNTS = (
+    "bytes_allocated",
+    "bytes_freed",
+    "flops",
+    "bytes_read",
+    "bytes_written",
+    "instructions",
+    "comm_bytes",
+)
 
 _TEXTS = (
     ("input_shapes", extrapolate_shapes),

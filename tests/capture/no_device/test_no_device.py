@@ -18,7 +18,7 @@ from onerank.annotate.op_costs.op_classes import CLASSES, OpClass, classify
 from onerank.capture.no_device.device_memory import settings_in
 from onerank.capture.no_device.inductor import InductorOnShapes
 from onerank.converters.sources.kineto import convert_directory
-from onerank.ir import AllocatorSettings, Collective, Graph, Kind, Phase
+from onerank.ir import UNKNOWN, AllocatorSettings, Collective, Graph, Kind, Phase
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "examples"
@@ -355,6 +355,12 @@ def test_inductor_schedules_compiled_code(tmp_path, monkeypatch):
     assert (costs.bytes_read[gelu], costs.bytes_written[gelu]) == (32 * 128 * 4, 32 * 128 * 4)
     # x / 2 * (1 + erf(x / sqrt(2)))
     assert costs.flops[gelu] == 5 * 32 * 128
+    generated = np.array([name.startswith("triton_") for name in names])
+    instructions = graph.nodes.instructions[costs.index]
+    # A load, four operations and the error function.
+    assert instructions[gelu] == round((2.5 + 4 * 1.2 + 10) * 32 * 128)
+    assert (instructions[generated] > 0).all()
+    assert (instructions[~generated] == UNKNOWN).all()
     assert (costs.flops >= 0).all()
     # Of the embedding's table only the rows of the tokens count: tokens, rows, weight and bias.
     first = names.index("triton_per_fused_embedding_native_layer_norm_0")
