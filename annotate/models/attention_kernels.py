@@ -145,6 +145,8 @@ class ShapeFactors:
         forward_tail: share of the longest tile.
         backward_tail: the same of the backward pass.
         source: where the figures are from.
+        sustained: sustained over peak rate of the GPU if the kernel, measured alone, stayed below
+            its power limit; None if not.
     """
 
     heads: tuple[int, ...]
@@ -153,13 +155,28 @@ class ShapeFactors:
     forward_tail: float
     backward_tail: float
     source: str
+    sustained: float | None = None
 
-    def of(self, gpu: Gpu, shapes: F64) -> F64:
+    def in_training(self, gpu: Gpu) -> float:
+        """Return the time in a step of training over the time alone.
+
+        Products keep a step at the power limit, so its clock is the boost clock. A kernel that
+        stays below the limit alone has the highest clock there. The model's time grows with the
+        root of the sustained rate, so that it has a part of the limit already.
+        """
+        rates = gpu.tensor_flops_per_s("bfloat16"), gpu.peak_tensor_flops_per_s("bfloat16")
+        if self.sustained is None or not rates[0] or not rates[1]:
+            return 1.0
+        limited = (rates[0] / rates[1] / self.sustained) ** 0.5
+        return gpu.max_clock_hz / gpu.clock_hz * limited
+
+    def of(self, gpu: Gpu, shapes: F64, *, training: bool) -> F64:
         """Return the factor of each call, float64[d].
 
         Args:
             gpu: the GPU.
             shapes: as for `attention_time.attention_terms`, float64[d, 9].
+            training: whether the calls are of a step of training.
         """
         columns: list[F64] = list(shapes.T)
         batch, heads, _, rows, _, d, _, causal, back = columns
@@ -172,12 +189,16 @@ class ShapeFactors:
         per_sm: F64 = batch * heads * np.ceil(rows / QUERY_TILE) / gpu.sm_count
         tail: F64 = np.where(backward, self.backward_tail, self.forward_tail)
         waiting: F64 = 1 + 2 * tail / np.maximum(per_sm, _FEW_TILES)
-        return np.where(causal > 0, by_head * waiting, by_head)
+        factors = np.where(causal > 0, by_head * waiting, by_head)
+        return factors * self.in_training(gpu) if training else factors
 
 
 # Tiles per SM below which the wait grows no further: the model's time is that of the longest tile.
 _FEW_TILES = 4
 # Of benchmarks/results/2026-11-26-attention-kernels-h100.txt; the factors are fitted to all of it.
+# FlashAttention-2 reaches half of cuDNN's rate, at 1980 MHz. In training steps of 1.6 to 1.84 GHz
+# its forward takes 1.06 to 1.14 times as long and its backward 1.05 to 1.16 times; 1980 over the
+# boost clock of 1830 MHz is 1.08 (2026-11-27-generated-instructions-h100).
 _H100 = "measured on an H100 SXM, torch 2.11 and CUDA 13, heads of 64 to 256"
 # (family, architecture) -> factors of the operators that torch runs there: geometric means over
 # 4096 tokens and more without a mask; the tails fit the causal calls.
@@ -186,7 +207,7 @@ _BY_SHAPE = {
         (64, 96, 128, 192, 256),
         (1.45, 1.53, 1.69, 2.12, 2.25),
         (1.72, 1.82, 1.85, 2.37, 2.43),
-        *(0.75, 0.35, _H100),
+        *(0.75, 0.35, _H100, 0.737),
     ),
     ("cudnn", "hopper"): ShapeFactors(
         (64, 96, 128, 192, 256),

@@ -351,7 +351,7 @@ def swap_unmeasured_attention(  # noqa: PLR0917
         kernel, by_shape = requested_kernel, shape_factors(family, target)
         without = False
         if by_shape is not None:
-            factors[rows] = by_shape.of(target, shapes[rows])
+            factors[rows] = by_shape.of(target, shapes[rows], training=bool(backward.any()))
             means = [_mean(factors[rows[backward[rows] == back]]) for back in (False, True)]
             kernel = Resolution("", family, means[0], means[1], by_shape.source)
         else:

@@ -165,11 +165,13 @@ def test_attention_may_be_by_a_kernel_that_is_named(capture):
     per_sm = 2 * 16 * (4096 / 128) / 132
     # Factors of heads of 128, and the wait for the last tiles of a causal mask.
     factors = np.array([1.69 * (1 + 2 * 0.75 / per_sm), 1.85 * (1 + 2 * 0.35 / per_sm)])
+    # A step of training has the boost clock; the kernel was measured at the highest one.
+    factors *= 1980 / 1830
     slower = usual + above * (factors - 1)
     # Half a nanosecond of rounding in `usual`, times the factor, and another half in `made`.
     assert times_of_operators(made) == pytest.approx(slower, abs=0.5 * factors.max() + 0.5)
     note_of(
-        made.job.measurement.notes, "attention-kernel-assumed", 2, "flash2", "H100-SXM", "x2.02"
+        made.job.measurement.notes, "attention-kernel-assumed", 2, "flash2", "H100-SXM", "x2.18"
     )
     own = recost(graph, "H100", passes=PassOptions(attention="flash3"))
     note_of(own.job.measurement.notes, "attention-kernel-assumed", 2, "flash3", "H100-SXM", "x1.00")
