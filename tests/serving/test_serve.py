@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import polars as pl
 import pytest
 import torch
 from own_process import run_code, run_command
@@ -34,6 +35,8 @@ from onerank.serving import build_bundle, points
 from onerank.serving.build_bundle import measure_bundle
 from onerank.serving.bundle import read_bundle
 from onerank.serving.points import Point, PointMemory, Target, measured
+from onerank.serving.simulators.options import VidurOptions
+from onerank.serving.simulators.vidur import export_vidur
 from tests.cli.invoke_cli import TRACES, invoke, refused
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, MLP, WORDS = 2, 256, 8, 4, 512, 1024
@@ -598,7 +601,7 @@ from onerank.serving.build_bundle import measure_bundle
 
 config, output = map(Path, sys.argv[1:])
 grid = parse_grid("decode: batch=8 context=512; mixed: tokens=32 context=64 batch=8 "
-                  "decode_context=100")
+                  "decode_context=100; prefill: tokens=128 context=0")
 whole = Options(device="none", tp=2)
 staged = replace(whole, pp=3, pp_layers=(1, 2, 1))
 runs = {"whole": whole, **{str(stage): replace(staged, rank=2 * stage) for stage in range(3)}}
@@ -780,11 +783,28 @@ def test_a_prefill_and_a_decode_on_other_gpus_are_one_workload(stages: Path, tmp
 def test_a_stage_is_reported_and_not_exported(stages: Path, tmp_path: Path):
     invoke(onerank_command, "report", stages / "1", "-o", tmp_path / "report.html")
     assert "pp 3, stage 1 with layers 1 to 2, rank 2" in (tmp_path / "report.html").read_text()
-    for simulator in (["vidur", "--model", "x/y"], ["llmservingsim"], ["sglang-sim"],
-                      ["aiconfigurator"]):  # fmt: skip
-        refused(onerank_command, "export", simulator[0], stages / "1", *simulator[1:], "-o",
-                tmp_path / "out", error="export-pipeline-stage")  # fmt: skip
+    for simulator in ("llmservingsim", "sglang-sim", "aiconfigurator"):
+        refused(onerank_command, "export", simulator, stages / "1", "-o", tmp_path / "out",
+                error="export-pipeline-stage")  # fmt: skip
     assert not (tmp_path / "out").exists()
+
+
+def test_vidur_takes_the_layers_of_a_stage(stages: Path, tmp_path: Path):
+    """Times of a layer are those of the whole model, in a stage of one or two of four layers."""
+    tables: dict[str, list[pl.DataFrame]] = {}
+    for name in ("whole", "0", "1"):
+        options = VidurOptions(output=tmp_path / name, model="x/y", device="h100")
+        written = export_vidur(read_bundle(stages / name), options)
+        tables[name] = [pl.read_csv(written.mlp), pl.read_csv(written.attention)]
+        at = written.options.index("--replica_config_num_pipeline_stages")
+        assert written.options[at + 1] == ("1" if name == "whole" else "3")
+        codes = [note.code for note in written.notes]
+        assert codes == ([] if name == "whole" else ["vidur-uneven-stages"])
+    for stage in ("0", "1"):
+        for of_stage, of_whole in zip(tables[stage], tables["whole"], strict=True):
+            for column in (name for name in of_whole.columns if name.endswith(".median")):
+                expected, found = of_whole[column].to_numpy(), of_stage[column].to_numpy()
+                np.testing.assert_allclose(found[: len(expected)], expected, rtol=0.02)
 
 
 def test_a_stage_is_measured_on_this_machine(tmp_path: Path):

@@ -101,7 +101,8 @@ class ServedRank:
         tp: tensor-parallel size.
         ep: expert-parallel size.
         has_experts: whether its layers have experts.
-        layers: decoder layers.
+        layers: decoder layers of the rank: those of its stage with pipeline parallelism.
+        stages: pipeline stages of the model.
         longest: tokens that a sequence may have.
         kv_cache_bytes: most bytes of the KV cache that fit into the memory.
         weights_bytes: weights.
@@ -112,16 +113,23 @@ class ServedRank:
     ep: int
     has_experts: bool
     layers: int
+    stages: int
     longest: int
     kv_cache_bytes: int
     weights_bytes: int
 
     @classmethod
-    def of(cls, bundle: Bundle, simulator: str) -> "ServedRank":
+    def of(cls, bundle: Bundle, simulator: str, *, takes_stage: bool = False) -> "ServedRank":
         """Return the rank of a bundle.
 
+        Args:
+            bundle: the bundle.
+            simulator: name of the simulator, for errors.
+            takes_stage: whether the layers of a pipeline stage suffice.
+
         Raises:
-            ExportError: the bundle is a recording, whose kernels have no modules.
+            ExportError: the bundle is a recording, whose kernels have no modules, or of a stage
+                that does not suffice.
         """
         manifest, memory = bundle.manifest, bundle.manifest.memory
         known = (manifest.layers, manifest.longest, memory.weights_bytes)
@@ -133,10 +141,13 @@ class ServedRank:
                 "config.json; or export whole steps: onerank export aiconfigurator",
                 code="export-modules-missing",
             )
-        model, tp = deployment(bundle, simulator)
+        model, tp = deployment(bundle, simulator, takes_stage=takes_stage)
+        pipeline = manifest.pipeline
+        if pipeline is not None:
+            layers = pipeline.layers[pipeline.stage]
         cache = (memory.tokens_that_fit or 0) * (memory.kv_bytes_per_token or 0)
         sizes = tp, manifest.ep, has_experts(bundle)
-        return cls(model, *sizes, layers, longest, cache, weights_bytes)
+        return cls(model, *sizes, layers, manifest.pp, longest, cache, weights_bytes)
 
 
 def has_experts(bundle: Bundle) -> bool:
@@ -152,20 +163,23 @@ def model_dtype(bundle: Bundle) -> str:
     return str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
 
 
-def deployment(bundle: Bundle, simulator: str) -> tuple[str, int]:
+def deployment(bundle: Bundle, simulator: str, *, takes_stage: bool = False) -> tuple[str, int]:
     """Return the class of a bundle's model, and its tensor-parallel size.
+
+    Arguments as for `ServedRank.of`.
 
     Raises:
         ExportError: the bundle is a recording for which they were not given, or of one stage of a
-            pipeline.
+            pipeline that does not suffice.
     """
-    if bundle.manifest.pipeline is not None:
+    if bundle.manifest.pipeline is not None and not takes_stage:
         stage = bundle.manifest.pipeline.stage
         raise ExportError(
             f"the bundle has the steps of stage {stage} of {bundle.manifest.pp}, and {simulator} "
-            "reads steps of a whole model\n  measure the model without --pp; with --device none it "
-            "may be larger than a GPU. Vidur and LLMServingSim divide its layers among stages "
-            "themselves. For the step of all stages: onerank export astra-sim",
+            "reads those of a whole model, with its embedding and head\n  measure the model "
+            "without --pp; with --device none it may be larger than a GPU. From a stage: onerank "
+            "export vidur, which takes times of layers, and onerank export astra-sim, for a step "
+            "of all stages",
             code="export-pipeline-stage",
         )
     model, tp = bundle.manifest.model, bundle.manifest.tp

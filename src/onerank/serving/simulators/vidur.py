@@ -9,7 +9,7 @@ Vidur counts no head and no embedding, and has its own network tables.
 import csv
 import io
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,7 +102,8 @@ def export_vidur(bundle: Bundle, options: VidurOptions) -> VidurExport:
     model = options.model
     if options.checkout is not None:
         _check_version(options.checkout, model)
-    served = ServedRank.of(bundle, "Vidur")
+    # Vidur's tables have operators of a layer, and all layers are alike.
+    served = ServedRank.of(bundle, "Vidur", takes_stage=True)
     device = options.device or _device(bundle.manifest.device)
     extent = Extent.of(bundle, "Vidur")
     times = _Times.of(bundle, served.layers)
@@ -117,6 +118,7 @@ def export_vidur(bundle: Bundle, options: VidurOptions) -> VidurExport:
     run_options = (
         *("--replica_config_device", device, "--replica_config_model_name", model),
         *("--replica_config_tensor_parallel_size", str(served.tp)),
+        *("--replica_config_num_pipeline_stages", str(served.stages)),
         *(f"{prefix}compute_input_file", str(files[0].absolute())),
         *(f"{prefix}attention_input_file", str(files[1].absolute())),
         # The rows of decodes are those of whole batches already.
@@ -129,10 +131,25 @@ def export_vidur(bundle: Bundle, options: VidurOptions) -> VidurExport:
         model,
         device,
         run_options,
-        notes=cache_notes(
-            bundle, "Vidur computes the KV cache of a token from its own description of the model"
+        notes=(
+            *cache_notes(
+                bundle,
+                "Vidur computes the KV cache of a token from its own description of the model",
+            ),
+            *_stage_notes(bundle),
         ),
     )
+
+
+def _stage_notes(bundle: Bundle) -> Iterator[Note]:
+    """Yield a note on stages of unequal numbers of layers, which Vidur does not have."""
+    pipeline = bundle.manifest.pipeline
+    if pipeline is not None and len({*pipeline.layers}) > 1:
+        yield Note(
+            f"the stages have {', '.join(map(str, pipeline.layers))} layers; Vidur divides the "
+            "layers of a model evenly, and refuses a number that the stages do not divide",
+            code="vidur-uneven-stages",
+        )
 
 
 @dataclass(frozen=True)
