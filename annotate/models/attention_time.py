@@ -45,6 +45,8 @@ from onerank.annotate.models.prediction_terms import Term, TermRecord, norm, qua
 from onerank.annotate.op_costs.attention import QUERY_TILE
 from onerank.ir.arrays import F64, Mask
 
+_WIDEST = 256  # head size up to which a tile has that many queries
+
 # Architectures whose kernels pack only single queries. With 16 to 64 queries of four and more heads
 # per key head, a B200's (TensorRT-LLM's) took 2.0 times as long as packed tiles, in the median, and
 # 1.2 times as long as separate ones.
@@ -307,6 +309,12 @@ def attention_terms(
     batch, heads, key_heads, rows, keys, d, dv, causal, back = columns
     cycle, backward = 1e9 / gpu.clock_hz, back > 0
     tiles = attention_tiles(gpu, shapes)
+    # Values narrower than the keys take as long as if they were as wide. Of latent attention's
+    # prefill, heads of 192 and 128, the part that grows with the scores takes 1.05 to 1.18 times
+    # the time of 192 + 128 (TensorRT-LLM's kernels on H100, H200 and B200), and 192 + 192 takes
+    # 1.11 to 1.14.
+    width = np.maximum(d, dv)
+    query_tile = _query_tile(width)
     blocks = np.maximum(keys, QUERY_TILE / 2) / QUERY_TILE
     # Query tile i of n sees i blocks of keys under a causal mask, (n + 1) /
     # 2 on average. Queries of the last keys also see all keys before them.
@@ -316,18 +324,13 @@ def attention_terms(
     # The fitted efficiency includes the exponentials of heads of 128, so only other
     # head sizes change the time. An overridden peak must not change what was fitted.
     fitted_to = _FITTED_TO / (_FITTED_TO + _softmax(*(described or (gpu, rates))))
-    # Values narrower than the keys take as long as if they were as wide. Of latent attention's
-    # prefill, heads of 192 and 128, the part that grows with the scores takes 1.05 to 1.18 times
-    # the time of 192 + 128 (TensorRT-LLM's kernels on H100, H200 and B200), and 192 + 192 takes
-    # 1.11 to 1.14.
-    width = np.maximum(d, dv)
     # The backward pass has five products per score: it repeats QK' (d), then computes
     # the gradients of V and of the weights (dv each), of Q and of K (d each).
     products: F64 = np.where(
         backward, _BACKWARD * (3 * d + 2 * width + softmax), d + width + softmax
     )
     rate = c.efficiency * (rates.sustained * rates.peak) ** 0.5
-    block: F64 = 2e9 * QUERY_TILE * QUERY_TILE * products * fitted_to / (rate / gpu.sm_count)
+    block: F64 = 2e9 * query_tile * QUERY_TILE * products * fitted_to / (rate / gpu.sm_count)
     prologue = c.prologue_cycles * cycle
     compute = np.maximum(
         # Under a causal mask the last query tile still sees all keys, so it bounds the time.
@@ -364,14 +367,22 @@ def _softmax(gpu: Gpu, rates: Rates) -> F64:
     return rates.peak / 2 / exponentials_per_s
 
 
+def _query_tile(width: F64) -> F64:
+    """Return the queries of a tile for heads of `width`, float64[d]."""
+    # The accumulators of wider heads do not fit into the registers: with one tile of 16 queries and
+    # heads of 512 Triton's kernel takes 9.7 us on an H100, FlashAttention-4's 12.0.
+    return np.where(width > _WIDEST, QUERY_TILE / 2, QUERY_TILE)
+
+
 def attention_tiles(gpu: Gpu, shapes: F64) -> F64:
     """Return the number of query tiles of fused attention on a GPU, float64[d]."""
     columns: list[F64] = list(shapes.T)
-    batch, heads, key_heads, rows, *_ = columns
+    batch, heads, key_heads, rows, _, d, dv, *_ = columns
+    tile = _query_tile(np.maximum(d, dv))
     group = heads / np.maximum(key_heads, 1)
     # FlashAttention packs the queries of the heads that share a key head into one tile
     # (`pack_gqa`), which pays off in decoding, where a head has one query.
     packs = (gpu.architecture not in _PACK_SINGLE_QUERIES) | (rows == 1)
-    grouped_tiles = key_heads * np.ceil(rows * group / QUERY_TILE)
-    separate_tiles = heads * np.ceil(rows / QUERY_TILE)
+    grouped_tiles = key_heads * np.ceil(rows * group / tile)
+    separate_tiles = heads * np.ceil(rows / tile)
     return batch * np.where(packs, np.minimum(grouped_tiles, separate_tiles), separate_tiles)

@@ -1,5 +1,6 @@
 """Evaluate predictions for GPUs whose die family is left out of the fit."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import permutations
@@ -9,22 +10,22 @@ from typing import Any
 import msgspec
 import numpy as np
 import numpy.typing as npt
-import polars as pl
 
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.gpus.registry import load_gpu
 from onerank.annotate.models import scale_measured
 from onerank.annotate.models.coefficients import Coefficients, Error, shipped
 from onerank.annotate.models.cost_model import Predict, PredictFromDescription
-from onerank.annotate.models.intervals import SHORT_NS, same_die, widening
+from onerank.annotate.models.intervals import LONG_NS, SHORT_NS, same_die, widening
 from onerank.annotate.models.learned import predict_from_description, predict_learned
-from onerank.ir.arrays import F64
+from onerank.ir.arrays import F64, Mask
 from tools.fit.evaluate_fit import (
-    VIDUR_FILE,
     Case,
     Described,
     as_by_datasheet,
     as_shipped,
+    layer_times,
+    read_layers,
     resized_attention_cases,
     resized_memory_cases,
     resized_product_cases,
@@ -79,7 +80,7 @@ ATTENTION_CARRIED = 0.5
 EXPERTS_CARRIED = 0.5
 
 # Time of attention by other kernels than its architecture's usual, over the model's: FlashInfer's,
-# TensorRT-LLM's and Triton's. `other_attention` of all families is 1.48, rounded here. The errors
+# TensorRT-LLM's and Triton's. `other_attention` of all families is 1.54, rounded here. The errors
 # of such kernels do not contain it: each family is predicted with the mean of the others
 # (`kernel_cases`).
 OTHER_ATTENTION = 1.5
@@ -267,23 +268,23 @@ def memory_cases(
 
     No family is excluded, because nothing of these predictions is fitted.
     """
-    rows = pl.read_parquet(folder / VIDUR_FILE).filter(pl.col("kind").cast(pl.String) == "mem")
+    layers = read_layers(folder)
     index = ["model", "tp", "tokens", "op", "bytes"]
-    grouped = rows.group_by("gpu", *index, maintain_order=True).agg(pl.col("time_ms").median())
-    table = grouped.pivot(on="gpu", index=index, values="time_ms").drop_nulls()
-    table = table.filter(pl.all_horizontal(pl.col("A100", "H100") > 0))
-    times = {name: table[name].to_numpy().astype(np.float64) * 1e6 for name in ("A100", "H100")}
-    for source, target in permutations(times, 2):
+    for source, target in permutations(layers, 2):
         gpus = load_gpu(source), load_gpu(target)
-        predicted_ns, _ = model(of_layers(times[source], table), gpus[0], described(gpus[1]))
+        table = layers[source].join(layers[target], on=index, suffix="_target")
+        kernels = of_layers(layer_times(table), table)
+        predicted_ns, _ = model(kernels, gpus[0], described(gpus[1]))
+        measured_ns = layer_times(table, "time_ms_target")
         kind = "memory" if model is scale_measured.predict_by_residual else "memory_other_die"
-        yield Case(kind, *gpus, times[target], predicted_ns, np.zeros(len(table)))
+        yield Case(kind, *gpus, measured_ns, predicted_ns, np.zeros(len(table)))
 
 
 _PARTED = (
     *("gemm", "gemm_uncalibrated", "gemm_unmeasured", "gemm_8bit_unmeasured", "product"),
     *("memory", "memory_other_die", "memory_unmeasured", "memory_library_unmeasured"),
 )
+_WITH_LONG = ("memory_unmeasured",)
 
 
 def errors_of(cases: Iterable[Case], few: float = 1.0) -> Error:
@@ -347,8 +348,7 @@ def _bound(groups: Sequence[F64]) -> float:
 # measurement: an interval stated as 80% should hold two thirds of the times of any GPU.
 _OF_EVERY_GPU = 2 / 3
 
-# Least number of a GPU's cases over, or under, 10 us: the quantile of fewer is that of a few
-# shapes.
+# Least number of a GPU's cases in a group: the quantile of fewer is that of a few shapes.
 _LEAST_CASES = 100
 
 
@@ -357,15 +357,18 @@ def few_families(cases: Iterable[Case]) -> dict[str, float]:
 
     A bound of few families is too narrow for the next one. Each family in turn is left out of the
     bound of its kind, too. Times the factor, which is at least 1, the bounds of the others contain
-    80% of its errors in the mean over kinds and families. They contain two thirds of the errors on
-    each GPU of the kernels that took more than 10 us, and of the others.
+    80% of its errors in the mean over kinds and families. On each GPU they contain two thirds of
+    the errors of each kind, and over the kinds of all lengths two thirds of those of kernels that
+    took more than 10 us, and of the others.
     """
     by_kind: dict[str, list[Case]] = {}
     for case in cases:
         by_kind.setdefault(case.kind, []).append(case)
     every: list[F64] = []
-    # Predicted lengths decide the kind. Measured ones are judged, over the kinds of both lengths.
-    judged: dict[tuple[str, str, bool], list[F64]] = {}
+    # Group of cases of a GPU -> kind -> errors over its bound. First the cases of each kind, whose
+    # predictions have one length, then those that took more than 10 us and less.
+    predicted: dict[tuple[str, str, bool], dict[str, list[F64]]] = {}
+    measured: dict[tuple[str, str, bool], dict[str, list[F64]]] = {}
     for kind, of_kind in by_kind.items():
         groups = {name: np.concatenate(each) for name, each in _by_group(of_kind).items()}
         if len(groups) == 1:
@@ -377,34 +380,64 @@ def few_families(cases: Iterable[Case]) -> dict[str, float]:
         for case in of_kind:
             bound = bounds.get(family(case.target)) or bounds[case.target.name]
             ratio = np.abs(case.error) / case.widening / bound
+            gpu = case.target.name
+            predicted.setdefault((kind, gpu, True), {}).setdefault(kind, []).append(ratio)
             for long in (True, False):
-                of_length = ratio[(case.measured_ns > SHORT_NS) == long]
-                judged.setdefault((_any_length(kind), case.target.name, long), []).append(of_length)
-    least: dict[str, float] = {}
-    for (any_length, _, long), ratios in judged.items():
-        ratio = np.concatenate(ratios)
-        kind = f"{any_length}_short" if any_length in _PARTED and not long else any_length
-        if len(ratio) >= _LEAST_CASES:
-            within = float(np.quantile(ratio, _OF_EVERY_GPU))
-            least[kind] = max(least.get(kind, 1.0), within)
+                group = measured.setdefault((_any_length(kind), gpu, long), {})
+                group.setdefault(kind, []).append(ratio[(case.measured_ns > SHORT_NS) == long])
     # The mean of the shares grows with the factor, so the factor is a quantile in which every
     # kind and family has the same weight.
     mean = max(1.0, _bound(every)) if every else 1.0
-    return {kind: max(mean, least.get(kind, 1.0)) for kind in by_kind}
+    factors = dict.fromkeys(by_kind, mean)
+    for groups in (predicted, measured):
+        least = dict(factors)
+        for key, group in groups.items():
+            ratios = {kind: np.concatenate(group[kind]) / factors[kind] for kind in group}
+            if sum(map(len, ratios.values())) < _LEAST_CASES:
+                continue
+            for kind, factor in _growth(ratios, _kind_of_length(*key)).items():
+                least[kind] = max(least[kind], factor * factors[kind])
+        factors = least
+    return factors
+
+
+def _growth(ratios: dict[str, F64], kind: str) -> dict[str, float]:
+    """Return kind -> the factor with which the bounds of a group hold enough of its errors.
+
+    Args:
+        ratios: kind -> errors of the group's predictions over their bound.
+        kind: kind of the group's measured length. It grows alone if that suffices; else the errors
+            are of calls whose predicted length is another, and all kinds grow.
+    """
+    count = math.ceil(_OF_EVERY_GPU * sum(map(len, ratios.values())))
+    own = np.sort(ratios.get(kind, np.empty(0)))
+    lacking = count - sum(int((each <= 1).sum()) for k, each in ratios.items() if k != kind)
+    if lacking <= len(own):
+        return {kind: float(own[lacking - 1])} if lacking > 0 else {}
+    return dict.fromkeys(ratios, float(np.sort(np.concatenate([*ratios.values()]))[count - 1]))
+
+
+def _kind_of_length(kind: str, _: str, long: bool) -> str:
+    return f"{kind}_short" if kind in _PARTED and not long else kind
 
 
 def _any_length(kind: str) -> str:
     """Return a kind without its length."""
-    return kind.removesuffix("_short")
+    return kind.removesuffix("_short").removesuffix("_long")
+
+
+def _by_length(kind: str, times_ns: F64) -> dict[str, Mask]:
+    """Return kind with its length -> whether each time is of this length; all if it has none."""
+    if kind not in _PARTED:
+        return {kind: np.ones(len(times_ns), dtype=bool)}
+    short = times_ns < SHORT_NS
+    long = times_ns >= (LONG_NS if kind in _WITH_LONG else np.inf)
+    return {f"{kind}_short": short, kind: ~short & ~long, f"{kind}_long": long}
 
 
 def parted(case: Case) -> Iterator[Case]:
-    """Yield a case as two if its kind has errors of short predictions: those, and the rest."""
-    if case.kind not in _PARTED:
-        yield case
-        return
-    short = case.predicted_ns < SHORT_NS
-    for kind, mask in ((f"{case.kind}_short", short), (case.kind, ~short)):
+    """Yield a case as several if its kind has errors by the length of a prediction."""
+    for kind, mask in _by_length(case.kind, case.predicted_ns).items():
         if not mask.any():
             continue
         yield replace(

@@ -59,6 +59,34 @@ def test_blackwell_packs_the_heads_of_single_queries_only():
     assert attention_tiles(B200, attention(1).attention).item() == 4 * 4
 
 
+def test_heads_wider_than_256_have_tiles_of_half_the_queries():
+    narrow, wide = (
+        of_attention(
+            Attention(np.array([[1, 4, 4, 16, 16, d, d, 1, 0]], dtype=float), {}), np.ones(1)
+        )
+        for d in (256, 512)
+    )
+    prefill = np.array([[1, 4, 4, 4096, 4096, 512, 512, 1, 0]], dtype=float)
+    assert attention_tiles(H100, prefill).item() == 2 * attention_tiles(
+        H100, np.where(prefill == 512, 256, prefill)
+    )
+    # 16 queries fill one tile of either: the products of both take equally long.
+    (narrow_ns,), (wide_ns,) = (predict_from_description(k, H100)[0] for k in (narrow, wide))
+    assert wide_ns == pytest.approx(narrow_ns, rel=0.03)
+
+
+def test_long_memory_bound_kernels_are_surer_on_nvidias_gpus():
+    """2, 100 and 800 MB take 1.6, 35 and 279 us on an H100."""
+    short, usual, long = (of_memory(np.ones(1), np.array([moved])) for moved in (2e6, 1e8, 8e8))
+    assert kind(short, None, H100) == "memory_unmeasured_short"
+    assert kind(usual, None, H100) == "memory_unmeasured"
+    assert kind(long, None, H100) == "memory_unmeasured_long"
+    assert kind(long, None, load_gpu("MI300X")) == "memory_unmeasured"
+    errors = shipped().errors
+    highs = [errors[f"memory_unmeasured{length}"].high for length in ("_short", "", "_long")]
+    assert highs == sorted(highs, reverse=True)
+
+
 def test_attention_without_a_measured_kernel_is_slower_and_less_certain():
     c = shipped()
     assert (is_known_by_shape(H100), is_known_by_shape(RTX)) == (True, False)

@@ -22,7 +22,7 @@ from tools.fit.evaluate_fit import (
     unmeasured_cases,
 )
 from tools.fit.fit_tiles import fit_attention, fit_robustly, rates_of, stored_ns
-from tools.fit.leave_one_out import errors_of
+from tools.fit.leave_one_out import errors_of, memory_cases
 
 
 def test_fit_robustly_bears_outliers():
@@ -117,17 +117,25 @@ def test_errors_of_what_the_datasheet_alone_tells(tmp_path):
     assert case.predicted_ns == pytest.approx([1e6 + 1550], rel=1e-6)
 
 
-def test_additions_faster_than_memory_are_no_cases_beyond_half_of_the_cache(tmp_path):
-    """An H100 has 3.35 TB/s and a cache of 50 MB."""
-    each = {"gpu": "H100", "model": "m", "tp": 1, "op": "add", "kind": "mem"}
-    megabytes_and_us = ((100, 25.0), (100, 40.0), (10, 2.5))
+def test_additions_that_the_cache_serves_in_part_are_no_cases(tmp_path):
+    """An A100 has a cache of 42 MB, an H100 of 52: half of it to 8 times its size do not count."""
+    each = {"model": "m", "tp": 1, "op": "add", "kind": "mem"}
+    sizes = {
+        "A100": ((18, 9.0), (24, 12.0), (300, 170.0), (400, 234.0)),
+        "H100": ((10, 2.5), (18, 6.0)),
+    }
     rows = [
-        {**each, "tokens": at, "bytes": size * 1_000_000, "time_ms": us / 1000}
-        for at, (size, us) in enumerate(megabytes_and_us)
+        {**each, "gpu": gpu, "tokens": size, "bytes": size * 1_000_000, "time_ms": us / 1000}
+        for gpu, calls in sizes.items()
+        for size, us in calls
     ]
     pl.DataFrame(rows).write_parquet(tmp_path / VIDUR_FILE)
-    (case,) = unmeasured_cases(tmp_path)
-    assert case.measured_ns == pytest.approx([40_000, 2_500])
+    a100, _, h100, _ = unmeasured_cases(tmp_path)
+    assert a100.measured_ns == pytest.approx([9_000, 234_000])
+    assert h100.measured_ns == pytest.approx([2_500, 6_000])
+    # Both ways between the GPUs, only what neither found in its cache.
+    pairs = list(memory_cases(tmp_path))
+    assert [case.measured_ns.tolist() for case in pairs] == [[6_000], [9_000]]
 
 
 def test_kernels_of_captured_steps_are_cases_of_their_gpu():

@@ -4,7 +4,7 @@ import numpy as np
 import polars as pl
 import pytest
 
-from onerank.annotate import load_gpu
+from onerank.annotate import Gpu, load_gpu
 from onerank.annotate.models.attention_time import decode_terms, latent_terms
 from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.learned import predict_from_description
@@ -12,7 +12,7 @@ from onerank.annotate.models.prediction_terms import Rule
 from onerank.annotate.op_costs.cost_record import Scales
 from tools.fit.evaluate_fit import Case
 from tools.fit.fit_tiles import rates_of
-from tools.fit.leave_one_out import errors_of, few_families
+from tools.fit.leave_one_out import errors_of, few_families, parted
 from tools.fit.measured_kernels import Products
 from tools.fit.narrow_gemm_cases import (
     finely_scaled_ns,
@@ -35,7 +35,7 @@ from tools.fit.public_cases import (
 A100, H100, L40S, B200 = (load_gpu(name) for name in ("A100", "H100", "L40S", "B200"))
 
 
-def case_of(kind: str, gpu, errors: list[float]) -> Case:
+def case_of(kind: str, gpu: Gpu, errors: list[float]) -> Case:
     ones = np.ones(len(errors))
     return Case(kind, gpu, gpu, 1e5 * np.exp(errors), 1e5 * ones, ones)
 
@@ -67,6 +67,46 @@ def test_the_bound_of_a_kind_holds_most_errors_of_its_worst_family():
     cases.append(case_of("gemm", L40S, [0.1] * 200))
     few = few_families([*cases, *(case_of("memory", g, [0.1]) for g in (A100, H100, L40S))])
     assert few == pytest.approx({"gemm": 10 / 3, "memory": 1.0}, rel=0.01)
+
+
+def test_bounds_hold_for_each_measured_length():
+    """Of calls of 9 us on an L40S some are predicted at 25, outside the bound of long ones.
+
+    With 90 of 290, the bound of short ones grows until it holds the rest of two thirds. 110 of 310
+    are more than a third, so both bounds grow until they hold two thirds.
+    """
+    errors = np.linspace(-0.1, 0.1, 1000)
+
+    def case(kind: str, gpu: Gpu, measured_ns: float, predicted_ns: float, count: int) -> Case:
+        calm = errors if measured_ns == predicted_ns else np.zeros(1)
+        times = measured_ns * np.exp(np.resize(calm[:: len(calm) // count or 1], count))
+        return Case(kind, gpu, gpu, times, np.full(count, predicted_ns), np.ones(count))
+
+    cases = [
+        case(kind, gpu, time, time, count)
+        for gpu in (A100, H100, L40S)
+        for kind, time, count in (("gemm_short", 9e3, 200), ("gemm", 9e4, 500))
+    ]
+    assert few_families(cases) == pytest.approx({"gemm_short": 1, "gemm": 1}, abs=0.02)
+    few = few_families([*cases, case("gemm", L40S, 9e3, 2.5e4, 90)])
+    assert few == pytest.approx({"gemm_short": 0.97 / 0.8, "gemm": 1}, abs=0.02)
+    few = few_families([*cases, case("gemm", L40S, 9e3, 2.5e4, 110)])
+    assert few == pytest.approx(dict.fromkeys(few, np.log(2.5 / 0.9) / 0.08), rel=0.02)
+
+
+def test_predictions_are_parted_by_their_lengths():
+    predicted_ns = np.array([5e3, 5e4, 5e5])
+    for kind, kinds in (
+        ("memory_unmeasured", ["_short", "", "_long"]),
+        ("gemm", ["_short", ""]),
+        ("attention", [""]),
+    ):
+        case = Case(kind, A100, A100, predicted_ns, predicted_ns, np.ones(3))
+        parts = [*parted(case)]
+        assert [part.kind for part in parts] == [f"{kind}{length}" for length in kinds]
+        assert (
+            np.concatenate([part.predicted_ns for part in parts]).tolist() == predicted_ns.tolist()
+        )
 
 
 def eight_bit_table(tmp_path, times_us: list[float]) -> None:
