@@ -280,9 +280,7 @@ def divided_prefills(family: str, gpu: Gpu, shapes: F64) -> Mask:
 
 def divided_prefill_terms(gpu: Gpu, shapes: F64) -> WaveTerms:
     """Return the terms of the time of calls that are `divided_prefills`."""
-    architecture = gpu.architecture
-    coefficients = FLASH2_DECODE[architecture], FLASH2_PREFILL[architecture]
-    return flash2_prefill_terms(gpu, shapes, *coefficients)
+    return flash2_prefill_terms(gpu, shapes, FLASH2_PREFILL[gpu.architecture])
 
 
 def _usual(gpu: Gpu) -> str:

@@ -7,9 +7,11 @@ takes the fewest parts with which the waves of blocks are at least 0.85 times as
 best number. A second kernel combines the parts. On an H100 the heuristic gives the recorded grid of
 each of the 47 decodes of a Llama-8B that were compared.
 
-Blocks run in waves of two per SM. A wave takes its prologue, and the longer of two: one block's
-keys at the rate of a block, and all blocks' keys at the rate of the memory. So 40 sequences of
-6,000 tokens with 8 key heads, 320 blocks on 264 places, take 2.3 times as long as 24 sequences.
+Blocks run in waves of two per SM. A wave takes its prologue, and the longer of two: the keys of
+the fullest SM at the rate of its blocks, and all blocks' keys at the rate of the memory. A block
+alone on an SM waits for its own loads, so two blocks of a call that does not divide its keys take
+less than twice as long as one. Such a call reaches 2.7 TB/s at most, whatever the memory: 40
+sequences of 3,000 tokens with 8 key heads take an H100 244 us and an H200 242.
 
 A prefill has a block for each head and tile of 64 new tokens, and divides the keys by the same
 rule: 64 tokens of 32 heads are 32 blocks, whose keys become 6 to 8 parts. The products of a tile
@@ -39,50 +41,94 @@ _QUERY_TILE = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Flash2Decode:
-    """Coefficients on an architecture.
+class BlockWaves:
+    """Coefficients of a kernel whose thread blocks run in waves.
 
     Attributes:
         floor: launch floors of a call.
         prologue_cycles: of a wave.
-        whole_prologue_cycles: of a full wave whose blocks have all keys: another kernel computes
-            them. With fewer blocks the prologue is between this and `prologue_cycles`, by their
-            share of a full wave.
-        bytes_per_cycle: keys and values that a block reads per cycle, if memory does not limit it.
+        block_key_cycles: of a block for each key, if it has an SM for itself.
+        sm_key_cycles: of an SM for each key of two blocks, and for each key and element of a head.
         bandwidth_share: share of the described bandwidth that all blocks reach together.
-        combine_floors: launch floors of the kernel that combines the parts.
-        part_cycles: its cycles for each part.
-        overlap: exponent of how a block's own rate and the memory's overlap.
+        overlap: exponent of how the SMs' own rate and the memory's overlap.
     """
 
     floor: float
     prologue_cycles: float
-    whole_prologue_cycles: float
-    bytes_per_cycle: float
+    block_key_cycles: float
+    sm_key_cycles: tuple[float, float]
     bandwidth_share: float
+    overlap: float
+
+    def wave_ns(self, gpu: Gpu, running: F64, keys: F64, read: F64, width: F64) -> F64:
+        """Return the time of a wave, float64[d].
+
+        Args:
+            gpu: the GPU.
+            running: blocks of the wave, up to two per SM.
+            keys: of the block that has most.
+            read: keys that a block reads in the mean.
+            width: elements of a head.
+        """
+        cycle = 1e9 / gpu.clock_hz
+        each, by_width = self.sm_key_cycles
+        of_two = np.maximum(self.block_key_cycles, 2 * (each + by_width * width))
+        key_cycles = np.where(running > gpu.sm_count, of_two, self.block_key_cycles)
+        key_bytes = 4 * width  # key and value, of 16 bits
+        bandwidth = self.bandwidth_share * gpu.bandwidth_bytes_per_s / 1e9
+        by_memory = np.maximum(running, 1) * read * key_bytes / bandwidth
+        return self.prologue_cycles * cycle + p_norm(
+            self.overlap, keys * key_cycles * cycle, by_memory
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Flash2Decode:
+    """Coefficients on an architecture.
+
+    Attributes:
+        whole: of the kernel whose blocks have all keys of a sequence.
+        divided: of the one whose blocks have a part of them.
+        combine_floors: launch floors of the kernel that combines the parts.
+        part_cycles: its cycles for each part.
+    """
+
+    whole: BlockWaves
+    divided: BlockWaves
     combine_floors: float
     part_cycles: float
-    overlap: float = 4.0
 
 
 FLASH2_DECODE = {
     "hopper": Flash2Decode(
-        floor=1.313,
-        prologue_cycles=2038.0,
-        whole_prologue_cycles=8993.0,
-        bytes_per_cycle=11.94,
-        bandwidth_share=0.935,
-        combine_floors=0.466,
-        part_cycles=476.0,
+        whole=BlockWaves(
+            floor=1.56,
+            prologue_cycles=0.0,
+            block_key_cycles=47.5,
+            sm_key_cycles=(5.2, 0.301),
+            bandwidth_share=0.935,
+            overlap=11.4,
+        ),
+        divided=BlockWaves(
+            floor=1.175,
+            prologue_cycles=3530.0,
+            block_key_cycles=10.2,
+            sm_key_cycles=(7.5, 0.0445),
+            bandwidth_share=1.167,
+            overlap=1.62,
+        ),
+        combine_floors=1.05,
+        part_cycles=390.0,
     )
 }
 """Architecture -> coefficients.
 
-Fitted to the kernels of 70 decodes of a Llama-8B (32 heads of 128, 8 key heads; 1 to 256 sequences
-of 128 to 16,384 tokens) on two H100s with torch 2.11, 47 of them in replays of CUDA graphs. The
-fit is 4.5% off these 70 in the mean, 17% at most. A form without partly full waves, fitted to 99
-other calls, was 11.7% off. One of the 99, 4 sequences of 128 tokens, is in this fit, too. Other
-head sizes follow by their bytes, and were not measured.
+Fitted to the kernels of decodes of a Llama-8B and a Llama-1B (32 heads of 128 or 64, 8 key heads; 1
+to 256 sequences of 128 to 16,384 tokens) with torch 2.11: 26 calls that do not divide their keys
+and 48 that do, on H100s and, 19 of the 74, on an H200 (2026-11-26 and 27). The fit is about 3 and
+4% off these in the mean; 11% and, behind a prefill of the same step, 18% at most. Other head sizes
+were not measured. The combining kernel of 33 parts of four sequences takes 17 us and is predicted
+at 10.
 """
 
 
@@ -91,19 +137,32 @@ class Flash2Prefill:
     """Coefficients of a prefill with divided keys on an architecture.
 
     Attributes:
+        floor: launch floors of a call.
         prologue_cycles: of a wave.
         key_cycles: of a block for each key, with heads of 128.
+        combine_floors: launch floors of the kernel that combines the parts.
         combine_bytes: bytes that the kernel that combines the parts moves for each element of the
             result, without the 4 of each part.
+        bandwidth_share: share of the described bandwidth that it reaches.
     """
 
+    floor: float
     prologue_cycles: float
     key_cycles: float
+    combine_floors: float
     combine_bytes: float
+    bandwidth_share: float
 
 
 FLASH2_PREFILL = {
-    "hopper": Flash2Prefill(prologue_cycles=3870.0, key_cycles=48.2, combine_bytes=10)
+    "hopper": Flash2Prefill(
+        floor=1.313,
+        prologue_cycles=3870.0,
+        key_cycles=48.2,
+        combine_floors=0.466,
+        combine_bytes=10,
+        bandwidth_share=0.935,
+    )
 }
 """Architecture -> coefficients.
 
@@ -118,13 +177,13 @@ class WaveTerms:
     """Terms of the time of d calls, in ns.
 
     Attributes:
-        floor_ns: launch floor.
+        floor_ns: launch floor, float64[d].
         waves: waves of thread blocks, int64[d].
         waves_ns: their time, float64[d].
         combine_ns: time of the kernel that combines parts; 0 without one, float64[d].
     """
 
-    floor_ns: float
+    floor_ns: F64
     waves: I64
     waves_ns: F64
     combine_ns: F64
@@ -138,7 +197,7 @@ class WaveTerms:
         """Return the time of call `i` on the GPU of this name as a term."""
         on = f"on {gpu}"
         terms = [
-            quantity("floor", self.floor_ns, note=f"launch floor {on}"),
+            quantity("floor", float(self.floor_ns[i]), note=f"launch floor {on}"),
             quantity("waves", self.waves_ns[i], note=f"of thread blocks {on}: {self.waves[i]}"),
         ]
         if self.combine_ns[i]:
@@ -159,28 +218,25 @@ def flash2_decode_terms(gpu: Gpu, shapes: F64, c: Flash2Decode) -> WaveTerms:
     columns: list[F64] = list(shapes.T)
     _, _, _, _, keys, d, dv, *_ = columns
     width = (d + dv) / 2
-    places = BLOCKS_PER_SM * gpu.sm_count
+    places = float(BLOCKS_PER_SM * gpu.sm_count)
     units, blocks, block_keys, parts = _division(gpu, shapes)
-    cycle = 1e9 / gpu.clock_hz
     # The longest part determines a wave, but only its own keys are read.
-    key_bytes = 4 * width  # key and value, of 16 bits
-    longest = np.ceil(blocks / parts) * block_keys * key_bytes / c.bytes_per_cycle * cycle
-    bandwidth = c.bandwidth_share * gpu.bandwidth_bytes_per_s
-    read_ns = keys / parts * key_bytes / bandwidth * 1e9
-    longer = np.where(parts > 1, 0.0, c.whole_prologue_cycles - c.prologue_cycles)
+    longest, read = np.ceil(blocks / parts) * block_keys, keys / parts
     full, rest = np.divmod(units * parts, places)
+    divided = parts > 1
 
-    def wave_ns(running: F64) -> F64:
-        prologue = c.prologue_cycles + longer * running / places
-        return prologue * cycle + p_norm(c.overlap, longest, running * read_ns)
+    def waves_ns(kernel: BlockWaves) -> F64:
+        whole_wave = kernel.wave_ns(gpu, np.full(len(parts), places), longest, read, width)
+        last = kernel.wave_ns(gpu, rest, longest, read, width)
+        return full * whole_wave + np.where(rest > 0, last, 0.0)
 
-    last: F64 = np.where(rest > 0, wave_ns(rest), 0.0)
+    cycle = 1e9 / gpu.clock_hz
     combine = c.combine_floors * gpu.launch_floor_ns + c.part_cycles * cycle * parts
     return WaveTerms(
-        floor_ns=c.floor * gpu.launch_floor_ns,
+        floor_ns=np.where(divided, c.divided.floor, c.whole.floor) * gpu.launch_floor_ns,
         waves=(full + (rest > 0)).astype(np.int64),
-        waves_ns=full * wave_ns(np.full(len(parts), float(places))) + last,
-        combine_ns=np.where(parts > 1, combine, 0.0),
+        waves_ns=np.where(divided, waves_ns(c.divided), waves_ns(c.whole)),
+        combine_ns=np.where(divided, combine, 0.0),
     )
 
 
@@ -192,16 +248,13 @@ def divides_keys(gpu: Gpu, shapes: F64) -> Mask:
     return _division(gpu, shapes)[-1] > 1
 
 
-def flash2_prefill_terms(
-    gpu: Gpu, shapes: F64, decode: Flash2Decode, c: Flash2Prefill
-) -> WaveTerms:
+def flash2_prefill_terms(gpu: Gpu, shapes: F64, c: Flash2Prefill) -> WaveTerms:
     """Return the terms of the time of prefills whose keys are divided.
 
     Args:
         gpu: the GPU.
         shapes: as for `attention_time.attention_terms`, float64[d, 9].
-        decode: coefficients of a decode on the architecture.
-        c: coefficients of a prefill on the architecture.
+        c: coefficients of the architecture.
     """
     columns: list[F64] = list(shapes.T)
     batch, heads, _, rows, _, d, dv, *_ = columns
@@ -210,10 +263,10 @@ def flash2_prefill_terms(
     longest = np.ceil(blocks / parts) * block_keys * c.key_cycles * (d + dv) / 256
     waves = np.ceil(units * parts / (BLOCKS_PER_SM * gpu.sm_count))
     combined_bytes = batch * heads * rows * dv * (4 * parts + c.combine_bytes)
-    bandwidth = decode.bandwidth_share * gpu.bandwidth_bytes_per_s
-    combine = decode.combine_floors * gpu.launch_floor_ns + combined_bytes / bandwidth * 1e9
+    bandwidth = c.bandwidth_share * gpu.bandwidth_bytes_per_s
+    combine = c.combine_floors * gpu.launch_floor_ns + combined_bytes / bandwidth * 1e9
     return WaveTerms(
-        floor_ns=decode.floor * gpu.launch_floor_ns,
+        floor_ns=np.full(len(shapes), c.floor * gpu.launch_floor_ns),
         waves=waves.astype(np.int64),
         waves_ns=waves * (c.prologue_cycles + longest) * cycle,
         combine_ns=combine,
