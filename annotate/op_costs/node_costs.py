@@ -1,4 +1,9 @@
-"""FLOPs and bytes of every compute node, and the formula of each operator."""
+"""FLOPs and bytes of every compute node, and the formula of each operator.
+
+`characterise` fills a graph's columns, and `op_costs_of` returns all that the cost models need.
+`work_of` is the work of one call: the formula that its operator has in one of the other modules of
+this package, or the bytes of its operands.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace

@@ -1,7 +1,9 @@
 """The class of work of an operator or kernel: a fixed vocabulary, and the tables that assign it.
 
-The operator's name decides. The kernel's name is read only if there is no operator, or if no table
-has it (custom or compiled operators). Anything else is UNKNOWN, and counted.
+`op_class` returns the class of one node, `classify` those of a graph. The operator's name decides.
+The kernel's name is read only if there is no operator, or if no table has it (custom or compiled
+operators). Anything else is UNKNOWN, and counted. A class also decides how long the shortest kernel
+takes: `floor_share_of`.
 """
 
 import re
@@ -37,54 +39,6 @@ class OpClass(Enum):
     NOTHING = "launches nothing"
     """Views, allocation, queries and annotations: no kernel on a GPU."""
     UNKNOWN = "unknown"
-
-
-# Time of a class's shortest kernels over that of the shortest GEMMs, which is `launch_floor_ns` in
-# the description of a GPU. Absent classes have 1. Measured on an H200 (2640 ns for a GEMM): medians
-# of calls of up to 300 kB in the shipped kernel database; embeddings in captured steps. Copies and
-# reductions: decodes on an H100, divided by 1.3, the ratio of its shortest elementwise kernels to
-# those of an H200.
-# With one floor for all, the datasheet model was 85% off for elementwise kernels under 10 us there,
-# and 156% for fills. Other kernels of a class take longer: see `memory_bound.floor_factor_of`.
-#
-# For NVIDIA GPUs only. On an MI300X no class is shorter than the others: in public Kineto traces
-# (AMD-AGI/TraceLens, kernels of up to 200 kB) the median trace has elementwise kernels of 4.3 us,
-# copies of 4.5, fills of 4.6, reductions of 5.5, GEMMs of 2.2 and 6.1.
-_FLOOR_SHARES = {
-    OpClass.MEMSET: 0.27,
-    OpClass.INDEX: 0.33,
-    OpClass.ELEMENTWISE: 0.35,
-    OpClass.COPY: 0.37,
-    OpClass.EMBEDDING: 0.38,
-    OpClass.SOFTMAX: 0.47,
-    OpClass.RANDOM: 0.54,
-    OpClass.REDUCTION: 0.60,
-}
-
-
-def floor_share_of(work_class: OpClass) -> float:
-    """Return the time of a class's shortest kernels as a share of the launch floor."""
-    return _FLOOR_SHARES.get(work_class, 1.0)
-
-
-# Architecture -> factor on the shares below 1, which are an H200's. The shortest elementwise
-# kernels take 0.92 us there, 1.6 on an A100 and 1.9 on a V100 (fifth percentile of public Kineto
-# traces, facebookresearch/HolisticTraceAnalysis). Of the engines' kernels that quantise up to 4 MB,
-# replayed in a graph, a B200 takes 0.95 to 1.5 times as long as an H200, whose shortest GEMMs take
-# 1.4 times as long as a B200's (aiconfigurator). Turing is assumed to be like Volta.
-_BY_ARCHITECTURE = {"volta": 1.35, "turing": 1.35, "ampere": 1.35, "blackwell": 1.8}
-
-
-def shares_on(shares: F64, gpu: Gpu) -> F64:
-    """Return shares of the launch floor, of an H200, on another NVIDIA GPU.
-
-    A factor raises a share to 1 at most; shares above 1 stay.
-    """
-    factor = _BY_ARCHITECTURE.get(gpu.architecture, 1.0)
-    if gpu.elementwise_floor_ns is not None:
-        shortest_ns = _FLOOR_SHARES[OpClass.ELEMENTWISE] * gpu.launch_floor_ns
-        factor = gpu.elementwise_floor_ns / shortest_ns
-    return np.maximum(shares, np.minimum(shares * factor, 1))
 
 
 CLASSES = tuple(OpClass)
@@ -374,8 +328,8 @@ def op_class(op: str, kernel_name: str = "", kind: Kind = Kind.KERNEL) -> OpClas
     if kind == Kind.MEMSET:
         return OpClass.MEMSET
     known = _of_operator(op)
-    # A view launches nothing, so a kernel under one was launched by
-    # something that the trace does not name; the kernel's name says more.
+    # A view launches nothing, so a kernel under one was launched by something that the trace does
+    # not name; the kernel's name says more.
     if kind == Kind.KERNEL and known in (OpClass.UNKNOWN, OpClass.NOTHING):
         return _of_kernel(kernel_name)
     if known is OpClass.UNKNOWN and "::" not in op:
@@ -394,8 +348,8 @@ def _of_operator(op: str) -> OpClass:
     # Only optimizers and gradient clipping call these.
     if name.startswith("_foreach_"):
         return OpClass.COPY if name.startswith("_foreach_copy") else OpClass.OPTIMIZER
-    # The exact name first: `fill_` and `copy_` have entries, and
-    # only others fall back to the form that is not in place.
+    # The exact name first: `fill_` and `copy_` have entries, and only others fall back to the form
+    # that is not in place.
     return _TABLE.get(name) or _TABLE.get(name.removesuffix("_")) or OpClass.UNKNOWN
 
 
@@ -423,3 +377,53 @@ def device_copies(graph: Graph) -> Mask:
     names = np.unique(graph.nodes.name[copies])
     inside = [int(n) for n in names if "dtod" in graph.strings[int(n)].lower().replace(" ", "")]
     return copies & np.isin(graph.nodes.name, inside)
+
+
+# Launch floors ------------------------------------------------------------------------------------
+
+# Time of a class's shortest kernels over that of the shortest GEMMs, which is `launch_floor_ns` in
+# the description of a GPU. Absent classes have 1. Measured on an H200 (2640 ns for a GEMM): medians
+# of calls of up to 300 kB in the shipped kernel database; embeddings in captured steps. Copies and
+# reductions: decodes on an H100, divided by 1.3, the ratio of its shortest elementwise kernels to
+# those of an H200.
+# With one floor for all, the datasheet model was 85% off for elementwise kernels under 10 us there,
+# and 156% for fills. Other kernels of a class take longer: see `memory_bound.floor_factor_of`.
+#
+# For NVIDIA GPUs only. On an MI300X no class is shorter than the others: in public Kineto traces
+# (AMD-AGI/TraceLens, kernels of up to 200 kB) the median trace has elementwise kernels of 4.3 us,
+# copies of 4.5, fills of 4.6, reductions of 5.5, GEMMs of 2.2 and 6.1.
+_FLOOR_SHARES = {
+    OpClass.MEMSET: 0.27,
+    OpClass.INDEX: 0.33,
+    OpClass.ELEMENTWISE: 0.35,
+    OpClass.COPY: 0.37,
+    OpClass.EMBEDDING: 0.38,
+    OpClass.SOFTMAX: 0.47,
+    OpClass.RANDOM: 0.54,
+    OpClass.REDUCTION: 0.60,
+}
+
+
+def floor_share_of(work_class: OpClass) -> float:
+    """Return the time of a class's shortest kernels as a share of the launch floor."""
+    return _FLOOR_SHARES.get(work_class, 1.0)
+
+
+# Architecture -> factor on the shares below 1, which are an H200's. The shortest elementwise
+# kernels take 0.92 us there, 1.6 on an A100 and 1.9 on a V100 (fifth percentile of public Kineto
+# traces, facebookresearch/HolisticTraceAnalysis). Of the engines' kernels that quantise up to 4 MB,
+# replayed in a graph, a B200 takes 0.95 to 1.5 times as long as an H200, whose shortest GEMMs take
+# 1.4 times as long as a B200's (aiconfigurator). Turing is assumed to be like Volta.
+_BY_ARCHITECTURE = {"volta": 1.35, "turing": 1.35, "ampere": 1.35, "blackwell": 1.8}
+
+
+def shares_on(shares: F64, gpu: Gpu) -> F64:
+    """Return shares of the launch floor, of an H200, on another NVIDIA GPU.
+
+    A factor raises a share to 1 at most; shares above 1 stay.
+    """
+    factor = _BY_ARCHITECTURE.get(gpu.architecture, 1.0)
+    if gpu.elementwise_floor_ns is not None:
+        shortest_ns = _FLOOR_SHARES[OpClass.ELEMENTWISE] * gpu.launch_floor_ns
+        factor = gpu.elementwise_floor_ns / shortest_ns
+    return np.maximum(shares, np.minimum(shares * factor, 1))

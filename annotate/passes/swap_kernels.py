@@ -1,7 +1,7 @@
 """Predict times with other attention kernels, products in other dtypes, or other shapes."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -345,45 +345,85 @@ def swap_unmeasured_attention(  # noqa: PLR0917
     families, place = np.unique(np.array(names), return_inverse=True)
     backward = kernels.is_attention_backward
     factors, notes = np.ones(len(fused)), [*decode_notes]
-    by_place: list[Resolution] = []
+    swaps: list[_FamilySwap] = []
+    rules = rules.copy()
     for at, family in enumerate(families.tolist()):
         rows = np.flatnonzero(fused & (place == at))
-        kernel, by_shape = requested_kernel, shape_factors(family, target)
-        without = False
-        if by_shape is not None:
-            factors[rows] = by_shape.of(target, shapes[rows], training=bool(backward.any()))
-            means = [_mean(factors[rows[backward[rows] == back]]) for back in (False, True)]
-            kernel = Resolution("", family, means[0], means[1], by_shape.source)
-        else:
-            if slowdown := slowdown_of(family, target):
-                kernel = Resolution(
-                    "", family, slowdown.forward, slowdown.backward, slowdown.source
-                )
-            # Operators name kernels of NVIDIA's GPUs; other vendors' GPUs run none of them.
-            elif family and target.is_nvidia and len(rows):
-                # On an architecture without a measured kernel, the model's time has this factor.
-                near = rules[rows] == Rule.ATTENTION_TILES
-                slower = shipped().other_attention if near.any() else 1.0
-                kernel = Resolution("", family, slower, slower, "no figure is known")
-                rules = rules.copy()
-                rules[rows[near]] = Rule.OTHER_ATTENTION
-                without = True
-            factors[rows] = np.where(backward[rows], kernel.backward, kernel.forward)
-        by_place.append(kernel)
-        if without:
-            notes.append(_without_figure(len(rows), target, kernel))
-        elif len(rows) and (not usual or (factors[rows] != 1).any()):
-            notes.append(_attention_note(len(rows), target, kernel))
+        swap = _swap_to_family(
+            *(family, shapes[rows], backward[rows], rules[rows]),
+            *(target, requested_kernel),
+            training=bool(backward.any()),
+        )
+        swaps.append(swap)
+        factors[rows] = swap.factors
+        if swap.without_figure:
+            rules[rows[rules[rows] == Rule.ATTENTION_TILES]] = Rule.OTHER_ATTENTION
+            notes.append(_without_figure(len(rows), target, swap.kernel))
+        elif len(rows) and (not usual or (swap.factors != 1).any()):
+            notes.append(_attention_note(len(rows), target, swap.kernel))
     above = np.maximum(unswapped_ns - target.launch_floor_ns, 0)
     if record is not None:
         record.update_where(
             fused,
             lambda i, root: _attention_term(
-                root, float(above[i]), float(factors[i]), by_place[int(place[i])]
+                root, float(above[i]), float(factors[i]), swaps[int(place[i])].kernel
             ),
         )
     swapped_ns = np.where(fused, unswapped_ns + above * (factors - 1), unswapped_ns)
     return swapped_ns, rules, tuple(notes)
+
+
+@dataclass(frozen=True, slots=True)
+class _FamilySwap:
+    """The kernel that some calls of attention run.
+
+    Attributes:
+        kernel: the kernel, with its mean factors.
+        factors: time of each call over that of the usual kernel, float64[k].
+        without_figure: whether the kernel has no figure on the target.
+    """
+
+    kernel: Resolution
+    factors: F64
+    without_figure: bool = False
+
+
+def _swap_to_family(  # noqa: PLR0917
+    family: str,
+    shapes: F64,
+    backward: Mask,
+    rules: U8,
+    target: Gpu,
+    requested_kernel: Resolution,
+    *,
+    training: bool,
+) -> _FamilySwap:
+    """Return the kernel of a family that k calls run.
+
+    Args:
+        family: the family; "" for calls whose operator names none.
+        shapes: `AttentionShape` of each call, float64[k, 9].
+        backward: whether each call is a backward pass, bool[k].
+        rules: the rule that predicted each call, uint8[k].
+        target: GPU they are predicted for.
+        requested_kernel: the kernel of calls without a figure of their family.
+        training: whether the step has backward passes, also of other families.
+    """
+    if (by_shape := shape_factors(family, target)) is not None:
+        factors = by_shape.of(target, shapes, training=training)
+        means = _mean(factors[~backward]), _mean(factors[backward])
+        return _FamilySwap(Resolution("", family, *means, by_shape.source), factors)
+    kernel, without_figure = requested_kernel, False
+    if slowdown := slowdown_of(family, target):
+        kernel = Resolution("", family, slowdown.forward, slowdown.backward, slowdown.source)
+    # Operators name kernels of NVIDIA's GPUs; other vendors' GPUs run none of them.
+    elif family and target.is_nvidia and len(shapes):
+        # On an architecture without a measured kernel, the model's time has this factor.
+        near = bool((rules == Rule.ATTENTION_TILES).any())
+        slower = shipped().other_attention if near else 1.0
+        kernel = Resolution("", family, slower, slower, "no figure is known")
+        without_figure = True
+    return _FamilySwap(kernel, np.where(backward, kernel.backward, kernel.forward), without_figure)
 
 
 def _swap_decoding(
