@@ -285,7 +285,7 @@ def measure(traces: tuple[Path, ...], options: MeasureOptions, as_json: bool) ->
     output, update = options.output, options.update
     # --update may be the output: its rows are read first, and written with the new ones.
     keep_inputs(output, *traces)
-    from onerank.annotate.kernel_db.database import merge, read_database, table_of, write_database
+    from onerank.annotate.kernel_db.database import read_database, table_of
     from onerank.capture.bench.bench_runner import child_on, measure_isolated, on_device, versions
     from onerank.capture.bench.measure_call import Account
     from onerank.capture.profiling.nvml import Board
@@ -294,7 +294,7 @@ def measure(traces: tuple[Path, ...], options: MeasureOptions, as_json: bool) ->
 
     requests, dropped = _calls_to_measure(traces, options.grid)
     stored = read_database(update) if update else table_of([])
-    rows: list[KernelRow] = []
+    writer = _RowWriter(stored, output)
     account = Account(requested=len(requests))
     with on_device(options.gpu) as device:
         board = Board()
@@ -313,15 +313,11 @@ def measure(traces: tuple[Path, ...], options: MeasureOptions, as_json: bool) ->
             measurements = measure_isolated(
                 requests, account, child, seconds=seconds, advance=advance
             )
-            written = monotonic()
             try:
                 # Closing ends the child process at once when this one is interrupted.
                 with contextlib.closing(measurements):
                     for measurement in measurements:
-                        rows.append(_row(measurement, device.name, software))
-                        if monotonic() > written + _WRITTEN_EACH_S:
-                            write_database(merge([stored, table_of(rows)]).table, output)
-                            written = monotonic()
+                        writer.add(_row(measurement, device.name, software))
             except KeyboardInterrupt:
                 notes.append(
                     Note(
@@ -330,20 +326,17 @@ def measure(traces: tuple[Path, ...], options: MeasureOptions, as_json: bool) ->
                     )
                 )
             except CaptureError as error:
-                if not rows:
+                if not writer.rows:
                     raise
                 # A run takes hours; an error in its last call must not lose the others.
-                write_database(merge([stored, table_of(rows)]).table, output)
-                saved = f"the {len(rows)} rows measured until then are in {output}"
+                writer.write()
+                saved = f"the {len(writer.rows)} rows measured until then are in {output}"
                 raise CaptureError(f"{error}; {saved}", code=error.code) from error
-    # New rows come last, because `merge` keeps the later of two equal calls.
-    table = merge([stored, table_of(rows)]).table
-    write_database(table, output)
     done = Benched(
         output=str(output),
         gpu=device.name,
         versions=software,
-        rows=len(table),
+        rows=writer.write(),
         requested=account.requested,
         measured=account.done,
         other_kernels=dict(account.other_kernels.most_common()),
@@ -354,6 +347,40 @@ def measure(traces: tuple[Path, ...], options: MeasureOptions, as_json: bool) ->
         notes=tuple(notes),
     )
     print_json(done) if as_json else render_benched(done)
+
+
+class _RowWriter:
+    """Collects measured rows, and writes them with the stored ones every half minute.
+
+    Args:
+        stored: rows of earlier runs.
+        output: the database to write.
+
+    Attributes:
+        rows: the measured rows.
+    """
+
+    def __init__(self, stored: "polars.DataFrame", output: Path) -> None:
+        self.rows: list[KernelRow] = []
+        self._stored = stored
+        self._output = output
+        self._written_s = monotonic()
+
+    def add(self, row: "KernelRow") -> None:
+        """Collect a row; write all if the last time is long ago."""
+        self.rows.append(row)
+        if monotonic() > self._written_s + _WRITTEN_EACH_S:
+            self.write()
+
+    def write(self) -> int:
+        """Write all rows; return their number."""
+        from onerank.annotate.kernel_db.database import merge, table_of, write_database
+
+        # New rows come last, because `merge` keeps the later of two equal calls.
+        table = merge([self._stored, table_of(self.rows)]).table
+        write_database(table, self._output)
+        self._written_s = monotonic()
+        return len(table)
 
 
 def _calls_to_measure(
