@@ -15,6 +15,7 @@ from onerank.serving.latency_interpolation import (
     AttentionWaves,
     Interpolation,
     cross_validate,
+    interval_of,
 )
 from onerank.serving.tables import KernelRow, Manifest, Part, RankMemory, StepRow
 
@@ -217,6 +218,18 @@ def test_rows_without_a_cuda_graph_do_not_count_as_graphs():
         kernels_ns = sum(parts_of(row.composition).values())
         step = interpolation.step(row.composition)
         assert step.graph_ns == pytest.approx(kernels_ns * 1.02, rel=0.03)
+
+
+def test_four_of_five_further_errors_lie_within_the_interval():
+    generator = np.random.default_rng(0)
+    for count in (4, 9, 12, 14, 40):
+        errors = generator.normal(size=(4000, count))
+        further = np.abs(generator.normal(size=4000))
+        inside = np.mean(further <= [interval_of(sample) for sample in errors])
+        # The probability is rank / (count + 1); the mean of 4,000 trials is within 2% of it.
+        assert inside == pytest.approx(math.ceil(0.8 * (count + 1)) / (count + 1), abs=0.02)
+    assert interval_of(np.array([0.1, -0.2, 0.3])) == math.inf
+    assert interval_of(np.array([0.1, -0.4, 0.2, 0.3])) == 0.4
 
 
 def test_a_module_has_its_own_time():

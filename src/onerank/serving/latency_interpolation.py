@@ -510,6 +510,19 @@ def cross_validate(
     return CrossValidation(len(errors), float(median), float(p90))
 
 
+def interval_of(errors: F64) -> float:
+    """Return the bound within which 80% of further errors lie, in absolute value.
+
+    With n errors it is the one of rank ceil(0.8 (n + 1)), as in conformal prediction (Lei et al.
+    2018, arXiv 1604.04173, section 2): a further error lies within it with a probability of at
+    least 80% if all are equally likely in any order. The empirical quantile of few errors is too
+    small. Infinite with fewer than four.
+    """
+    # Rounded, because a product of floats may lie just above a whole number.
+    rank = math.ceil(round(_INTERVAL * (len(errors) + 1), 9))
+    return math.inf if rank > len(errors) else float(np.sort(np.abs(errors))[rank - 1])
+
+
 @dataclass(frozen=True)
 class Interpolation:
     """Times of compositions between the rows of a bundle.
@@ -550,7 +563,7 @@ class Interpolation:
         fitting, parts = _fitting(rows, kernels)
         steps = _StepFit.of(fitting, parts, form)
         errors = _errors(fitting, parts, form) if len(fitting) >= _LEAST_VALIDATED else np.zeros(0)
-        spread = float(np.quantile(np.abs(errors), _INTERVAL)) if len(errors) else math.inf
+        spread = interval_of(errors)
         places = tuple(i for i, row in enumerate(rows, start=1) if row.fits and row.is_composed)
         return cls(steps, spread, tuple(fitting), tuple(kernels), places, form)
 
