@@ -10,6 +10,7 @@ Experts: one call runs both grouped GEMMs of an MoE layer.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from math import prod
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from onerank.annotate.op_costs.cost_record import (
     PartKernel,
     Work,
     matmul_work,
+    vector_work,
 )
 from onerank.annotate.op_costs.operands import Call, UnknownDtypeError, flatten
 from onerank.ir import InferenceStep
@@ -231,6 +233,74 @@ def _latent_attention(call: Call) -> Work | None:
     return matmul_work(call, query, flops, query.nbytes + keys.nbytes, attention=shape)
 
 
+# Operators of sparse latent attention (DSA) of `capture serve`, for n sequences of t new tokens and
+# `keys` cached ones, the new ones last. A query reads no key after its own.
+
+
+def _pairs(t: int, keys: int, count: int) -> int:
+    """Return the pairs of a query and a key of a sequence, of at most `count` for each query."""
+    before = keys - t
+    growing = min(t, max(0, count - before))
+    return growing * before + growing * (growing + 1) // 2 + (t - growing) * count
+
+
+def _stored_keys(call: Call) -> Work | None:
+    """Return the work of quantising new keys [n, t, d] into the cache, whose rows come second."""
+    keys = call.tensor(0)
+    return keys and vector_work(call, 2 * keys.numel, keys.nbytes, call.list_bytes(1))
+
+
+def _scaled_queries(call: Call) -> Work:
+    """Return the work of quantising queries [n, t, h, d] and scaling the heads' weights."""
+    return vector_work(call, 2 * (call.numel(0) + call.numel(1)))
+
+
+def _index_scores(call: Call) -> Work | None:
+    """Return the work of an indexer's scores [n, t, keys] in float32.
+
+    Queries [n, t, h, d] in 8 bits meet cached keys with their scales, [n, keys, d + 4].
+    """
+    q, weights, cached = (call.tensor(place) for place in range(3))
+    if q is None or weights is None or cached is None:
+        return None
+    (n, t, h, d), keys = q.shape, cached.shape[1]
+    pairs = n * _pairs(t, keys, keys)
+    work = matmul_work(call, q, 2 * pairs * h * d, q.nbytes + weights.nbytes + cached.nbytes)
+    return replace(work, bytes_written=4 * pairs)
+
+
+def _largest_scores(call: Call) -> Work | None:
+    """Return the work of the choice of the largest scores of each query: each is read once."""
+    scores = call.tensor(0)
+    if scores is None:
+        return None
+    n, t, keys = scores.shape
+    pairs = n * _pairs(t, keys, keys)
+    return vector_work(call, pairs, 4 * pairs)
+
+
+def _sparse_attention(call: Call) -> Work | None:
+    """Return the work of attention of queries [n, t, h, d] to chosen vectors of [n, keys, d].
+
+    Each vector counts as read once, as far as the queries choose different ones.
+    """
+    query, cached, indices, result = *(call.tensor(place) for place in range(3)), call.output()
+    if query is None or cached is None or indices is None or result is None:
+        return None
+    (n, t, h, d), keys, dv, count = query.shape, cached.shape[1], result.shape[3], indices.shape[2]
+    pairs = n * _pairs(t, keys, count)
+    read = min(cached.nbytes, pairs * d * cached.item_bytes)
+    shape = AttentionShape(n, h, 1, 1, min(keys, count), d, dv, causal=0, backward=0)
+    return matmul_work(
+        call,
+        query,
+        2 * pairs * h * (d + dv),
+        query.nbytes + read + indices.nbytes,
+        # A prefill's queries choose each for itself; no kernel of attention was measured so.
+        attention=shape if t == 1 else None,
+    )
+
+
 FORMULAS: Mapping[str, Formula] = {
     **{
         f"{library}::{name}_fused_experts": _fused_experts(4, kernel)
@@ -243,6 +313,11 @@ FORMULAS: Mapping[str, Formula] = {
     "trtllm::fused_moe": _fused_experts(1, PartKernel.CUTLASS_EXPERTS),
     "_C::weight_packed_linear": _packed_linear,
     "onerank_serving::latent_attention": _latent_attention,
+    "onerank_serving::store_index_keys": _stored_keys,
+    "onerank_serving::scale_index_queries": _scaled_queries,
+    "onerank_serving::index_scores": _index_scores,
+    "onerank_serving::largest_scores": _largest_scores,
+    "onerank_serving::sparse_latent_attention": _sparse_attention,
     **dict.fromkeys(OPAQUE_EXPERTS, _without_weights),
 }
 """Formulas of the operators whose operands show their work, by full name."""

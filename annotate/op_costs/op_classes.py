@@ -80,11 +80,12 @@ _OPERATORS = {
         chunk_fwd_kernel_h chunk_fwd_kernel_o chunk_bwd_kernel_dh chunk_bwd_kernel_dqkwg
         chunk_bwd_kernel_dv chunk_gated_delta_rule_fwd_kernel_h_blockdim64
         chunk_gated_delta_rule_bwd_kernel_dhu_blockdim64 generic_gemm wgrad_gemm_accum
-        chunk_gated_delta_rule mamba_chunk_scan""",
+        chunk_gated_delta_rule mamba_chunk_scan index_scores""",
     OpClass.ATTENTION: """
         scaled_dot_product_attention _scaled_dot_product_attention_math
         unified_attention unified_attention_with_output unified_mla_attention
         unified_mla_attention_with_output cpu_attention_with_kv_cache latent_attention
+        sparse_latent_attention
         _scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_backward
         _scaled_dot_product_flash_attention_for_cpu
         _scaled_dot_product_flash_attention_for_cpu_backward
@@ -178,6 +179,7 @@ _OPERATORS = {
         _geglu_tanh_backward_kernel _triton_rope rotary_kernel element_mul_kernel
         _causal_conv1d_fwd_cpp _causal_conv1d_bwd_cpp selective_scan_fwd selective_scan_bwd
         causal_conv1d causal_conv1d_update recurrent_gated_delta_rule selective_state_update
+        store_index_keys scale_index_queries
         quantize dequantize bgrad_quantize multi_tensor_scale fused_rope_forward
         fused_rope_backward qgelu srelu geglu qgeglu reglu sreglu swiglu clamped_swiglu situglu
         dgelu dqgelu drelu dsrelu dsilu dglu dgeglu dqgeglu dreglu dsreglu dswiglu clamped_dswiglu
@@ -225,6 +227,7 @@ _OPERATORS = {
         multinomial dropout native_dropout poisson rrelu_with_noise _fused_dropout trunc_normal_
         _standard_gamma philox_rand""",
     OpClass.INDEX: """
+        largest_scores
         index index_put _index_put_impl_ _unsafe_index _unsafe_index_put index_select index_add
         index_copy index_fill index_reduce gather scatter scatter_add scatter_reduce masked_select
         masked_scatter take take_along_dim put nonzero nonzero_static argwhere sort argsort topk

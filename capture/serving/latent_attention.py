@@ -9,13 +9,15 @@ makes values multiplies the results. Attention then has one key for all heads, t
 whose leading part is the value.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from onerank.capture.serving.sparse_attention import SCALE_BYTES, indexers
 
 # torch's dispatcher has no types.
 _torch: Any = torch
@@ -89,7 +91,8 @@ def up_weight(module: Any) -> Tensor:
 def latent_bytes_per_token(model: nn.Module, cached: dict[int, int], itemsize: int) -> int | None:
     """Return the bytes per token that engines cache for a model with latent attention.
 
-    A layer with another kind of attention counts with its bytes in `cached`.
+    A layer with another kind of attention counts with its bytes in `cached`. The cache of an
+    indexer counts as it is.
 
     Args:
         model: a model.
@@ -103,7 +106,10 @@ def latent_bytes_per_token(model: nn.Module, cached: dict[int, int], itemsize: i
     if not widths:
         return None
     others = sum(size for layer, size in cached.items() if layer not in widths)
-    return others + sum(widths.values()) * itemsize
+    indexed = sum(
+        indexer.head_dim + SCALE_BYTES for indexer in indexers(model) if indexer.layer_idx in widths
+    )
+    return others + indexed + sum(widths.values()) * itemsize
 
 
 def expand(cached: Tensor, weight: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
@@ -133,15 +139,33 @@ def decode(cached: Tensor, weight: Tensor, query: Tensor, scale: float | None) -
         query: queries, [heads, sequences, width].
         scale: of the scores; None for 1 / sqrt(width of a query).
     """
-    heads, sequences, width = query.shape
-    rank = weight.shape[1]
-    plain = width - (cached.shape[2] - rank)
-    of_keys, of_values = weight.view(heads, -1, rank).tensor_split([plain], dim=1)
+    width, rank = query.shape[-1], weight.shape[1]
+
+    def attend(joined: Tensor) -> Tensor:
+        return _torch.ops.onerank_serving.latent_attention(
+            joined, cached, cached[..., :rank], width**-0.5 if scale is None else scale
+        )
+
+    return absorbed_attention(query, weight, cached.shape[2] - rank, attend)
+
+
+def absorbed_attention(
+    query: Tensor, weight: Tensor, rotary: int, attend: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Return attention to vectors that are not expanded, [tokens, heads, value width].
+
+    Args:
+        query: queries, [heads, tokens, width].
+        weight: as `up_weight` returns it.
+        rotary: width of the rotary part.
+        attend: computes attention [tokens, heads, latent width] of queries in the width of a
+            cached vector, [tokens, heads, latent width + rotary].
+    """
+    heads, tokens, width = query.shape
+    plain = width - rotary
+    of_keys, of_values = weight.view(heads, -1, weight.shape[1]).tensor_split([plain], dim=1)
     absorbed = torch.bmm(query[..., :plain], of_keys)
-    joined = torch.cat((absorbed, query[..., plain:]), dim=-1).transpose(0, 1)
-    result = _torch.ops.onerank_serving.latent_attention(
-        joined, cached, cached[..., :rank], width**-0.5 if scale is None else scale
-    )
-    values = result.new_empty(sequences, heads, of_values.shape[1])
+    result = attend(torch.cat((absorbed, query[..., plain:]), dim=-1).transpose(0, 1))
+    values = result.new_empty(tokens, heads, of_values.shape[1])
     torch.bmm(result.transpose(0, 1), of_values.transpose(1, 2), out=values.transpose(0, 1))
     return values

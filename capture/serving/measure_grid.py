@@ -44,6 +44,7 @@ from onerank.capture.serving.served_model import (
     materialise,
     read_config,
 )
+from onerank.capture.serving.sparse_attention import attended_tokens
 from onerank.converters.sources.kineto import EXECUTION_TRACE, JOB
 from onerank.ir import Graph, Pipeline
 from onerank.ir.errors import CaptureError
@@ -102,6 +103,7 @@ class ServedModel:
         pipeline: the stage; None without pipeline parallelism.
         parameters: name, dtype and shape of each parameter of this rank.
         kv_windows: layers that hold only a part of a sequence.
+        attended_tokens: most tokens that a query of sparse attention reads; None without such.
         state_bytes_per_sequence: states of constant size of a sequence, in all layers of this rank.
         moe_routing: how tokens were distributed over the experts, as in `Manifest`.
     """
@@ -118,6 +120,7 @@ class ServedModel:
     parameters: tuple[tuple[str, str, tuple[int, ...]], ...]
     kv_windows: tuple[WindowedLayers, ...]
     state_bytes_per_sequence: int
+    attended_tokens: int | None
     moe_routing: str | None
 
     @property
@@ -433,6 +436,7 @@ def _served(
         ),
         kv_windows=windowed_layers(cached, step.cache.windows),
         state_bytes_per_sequence=step.cache.states.bytes_per_sequence(),
+        attended_tokens=attended_tokens(model),
         moe_routing=moe_routing,
     )
     return served, step.cache

@@ -20,13 +20,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from onerank.capture.no_device.emulated_gpu import MOST_FLASH_HEAD
-from onerank.capture.serving import latent_attention, sequence_states
+from onerank.capture.serving import latent_attention, sequence_states, sparse_attention
 from onerank.capture.serving.attention_windows import AttentionWindow
 from onerank.capture.serving.compositions import Composition
 from onerank.capture.serving.sequence_states import SequenceStates
 from onerank.ir.errors import CaptureError, OneRankError
 
 _ATTENTION = "onerank_serving"
+
+# torch's dispatcher has no types.
+_ops: Any = torch.ops
 
 _LEAST_FLASH_CAPABILITY = 8, 0
 
@@ -157,6 +160,7 @@ class StepCache:
         tensors: keys and values by layer, part of the step, and whether they are values.
         windows: window of each layer that has one and that has run.
         states: states of constant size, of layers with such.
+        index: quantised keys of indexers by layer and part, [sequences, tokens, width].
     """
 
     composition: Composition
@@ -165,6 +169,7 @@ class StepCache:
     )
     windows: dict[int, AttentionWindow] = field(default_factory=dict[int, AttentionWindow])
     states: SequenceStates = field(init=False)
+    index: dict[tuple[int, str], Tensor] = field(default_factory=dict[tuple[int, str], Tensor])
 
     is_compileable = False
 
@@ -240,6 +245,10 @@ class StepCache:
         """
         self.windows.update(like.windows)
         self.states.allocate(like.states)
+        for part, count, new in self.states.parts():
+            for (layer, _), other in like.index.items():
+                tokens = self.cached_before(part, layer) + new
+                self.index[layer, part] = other.new_zeros(count, tokens, other.shape[2])
         for part, new in (("prefill", self.composition.prefill_tokens), ("decode", 1)):
             count, _ = self.sequences(part)
             for (layer, _, value), other in like.tensors.items() if count else ():
@@ -252,7 +261,7 @@ class StepCache:
 
     def cache_tensors(self) -> tuple[Tensor, ...]:
         """Return all keys, values and states."""
-        return *self.tensors.values(), *self.states.tensors.values()
+        return *self.tensors.values(), *self.states.tensors.values(), *self.index.values()
 
     def bytes_per_token(self) -> dict[int, int]:
         """Return the bytes of one token of one sequence, by layer.
@@ -263,7 +272,24 @@ class StepCache:
         for (layer, *_), tensor in self.tensors.items():
             size = tensor.nbytes // (tensor.shape[0] * tensor.shape[2])
             sizes[layer] = sizes.get(layer, 0) + size
+        for (layer, _), tensor in self.index.items():
+            sizes[layer] = sizes.get(layer, 0) + tensor.shape[2]
         return sizes
+
+    def index_room(self, part: str, new: Tensor, scale_bytes: int) -> Tensor:
+        """Return the cache of the running layer's indexer, allocated on the first call.
+
+        Args:
+            part: "prefill" or "decode".
+            new: new keys, [sequences, new tokens, elements], of which it keeps a byte each.
+            scale_bytes: bytes of a key's scale.
+        """
+        key = _step.layer, part
+        if key not in self.index:
+            count, tokens, width = new.shape
+            shape = count, self.cached_before(part, _step.layer) + tokens, width + scale_bytes
+            self.index[key] = new.new_zeros(shape, dtype=torch.uint8)
+        return self.index[key]
 
     def room(self, part: str, new: Tensor, *, value: bool = False, width: int = 0) -> Tensor:
         """Return the keys or values of a part of the running layer, allocated on the first call.
@@ -390,10 +416,52 @@ class _LatentPart(nn.Module):
         return out.transpose(1, 2).flatten(0, 1).unsqueeze(0)
 
 
+class _SparsePart(nn.Module):
+    """Sparse latent attention of a part of a step; a module, to have a scope."""
+
+    def __init__(self, part: str) -> None:
+        super().__init__()
+        self.part = part
+        self.cache_write = _LatentWrite()
+
+    def forward(
+        self,
+        query: Tensor,
+        new: tuple[Tensor, Tensor],
+        weight: Tensor,
+        scale: float | None,
+        indices: Tensor,
+    ) -> Tensor:
+        """Return [1, tokens, heads, size] of the part's tokens; arguments as `_LatentPart`.
+
+        `indices` are the tokens that each query attends to, [sequences, new tokens, count].
+        """
+        cache = _step.cache
+        assert cache is not None, "a step is running"
+        count, _ = cache.sequences(self.part)
+        latents, rotary = (t[0].unflatten(1, (count, -1)).transpose(0, 1) for t in new)
+        rank, width = latents.shape[-1], latents.shape[-1] + rotary.shape[-1]
+        cached = cache.room(self.part, latents, width=width)
+        self.cache_write(
+            cached[:, :, cache.cached_before(self.part, _step.layer) :], latents, rotary
+        )
+
+        def attend(joined: Tensor) -> Tensor:
+            result: Tensor = _ops.onerank_serving.sparse_latent_attention(
+                joined.unflatten(0, (count, -1)).contiguous(),
+                *(cached[:, 0], indices, rank),
+                query.shape[-1] ** -0.5 if scale is None else scale,
+            )
+            return result.flatten(0, 1)
+
+        attended = latent_attention.absorbed_attention(query[0], weight, width - rank, attend)
+        return attended.unsqueeze(0)
+
+
 class _Parts(nn.Module):
     """The two kinds of attention of a layer."""
 
-    def __init__(self, of_part: type[_PartAttention | _LatentPart]) -> None:
+    def __init__(self, of_part: type[_PartAttention | _LatentPart | _SparsePart]) -> None:
         super().__init__()
         self.prefill = of_part("prefill")
         self.decode = of_part("decode")
@@ -412,6 +480,7 @@ def _attention_function(
     *,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    indices: dict[str, Tensor] | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Compute the attention of a step, as a function of transformers' interface.
@@ -423,7 +492,8 @@ def _attention_function(
         _step.callers.append(module)
         if not hasattr(module, PARTS):
             latent = latent_attention.keeps_latents(module)
-            setattr(module, PARTS, _Parts(_LatentPart if latent else _PartAttention))
+            of_part = _SparsePart if latent and indices is not None else _LatentPart
+            setattr(module, PARTS, _Parts(of_part if latent else _PartAttention))
     cache = _step.cache
     assert cache is not None, "a step is running"
     step, parts = cache.composition, getattr(module, PARTS)
@@ -435,10 +505,13 @@ def _attention_function(
     for part, start, end in ((parts.prefill, 0, chunk), (parts.decode, chunk, step.new_tokens)):
         if start < end:
             q, k, v = (t[:, :, start:end] for t in (query, key, value))
-            operands = q, k, v
-            if isinstance(part, _LatentPart):
+            operands, seen = (q, k, v), window
+            if isinstance(part, _LatentPart | _SparsePart):
                 operands = q, (k, v), latent_attention.up_weight(module)
-            outputs.append(part(*operands, scaling, window))
+            if isinstance(part, _SparsePart):
+                assert indices is not None, "the layer's first call had some"
+                seen = indices[part.part]
+            outputs.append(part(*operands, scaling, seen))
     return (torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]), None
 
 
@@ -578,6 +651,9 @@ class RepeatableStep:
         )
         arguments: dict[str, Any] = {"input_ids": tokens, "position_ids": positions}
         arguments[name] = cache
+        if sparse_attention.attended_tokens(model) is not None:
+            # Layers index their mask, which the indexer and the attention of a step do not read.
+            arguments["attention_mask"] = torch.zeros(1, 1, 1, 1, device=device)
         return cls(model, cache, {**arguments, "use_cache": True, **keep})
 
     def __call__(self) -> None:
@@ -608,6 +684,7 @@ def give_attention_scopes(step: RepeatableStep) -> None:
     model = step.model
     latent_attention.keep_latents(model)
     sequence_states.keep_states(model)
+    sparse_attention.keep_indices(model)
     _step.callers = callers = []
     try:
         step()

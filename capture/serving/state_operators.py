@@ -56,7 +56,10 @@ def _reference(module: str, name: str) -> Any:
     return getattr(importlib.import_module(f"{_REFERENCES}.{module}"), name)
 
 
-def _define(schema: str, fake: Callable[..., Any], cpu: Callable[..., Any], gpu: Any) -> None:
+def define_operator(
+    schema: str, fake: Callable[..., Any], cpu: Callable[..., Any], gpu: Any
+) -> None:
+    """Register an operator with its results on shapes, on a CPU and on a GPU."""
     name = schema.partition("(")[0]
     _library.define(schema)
     _library.impl(name, cpu, "CPU")
@@ -119,8 +122,10 @@ def _like_rows(rows: Tensor, *_: Any) -> Tensor:
 
 
 _CONVOLUTION = "(Tensor rows, Tensor weight, Tensor? bias, Tensor(a!) state, bool silu) -> Tensor"
-_define("causal_conv1d" + _CONVOLUTION, _like_rows, _convolve, _convolve_fla)
-_define("causal_conv1d_update" + _CONVOLUTION, _like_rows, _convolve_update, _convolve_update_fla)
+define_operator("causal_conv1d" + _CONVOLUTION, _like_rows, _convolve, _convolve_fla)
+define_operator(
+    "causal_conv1d_update" + _CONVOLUTION, _like_rows, _convolve_update, _convolve_update_fla
+)
 
 
 def delta_scratch_bytes(q: Tensor, v: Tensor) -> int:
@@ -223,11 +228,11 @@ def _fake_recurrent(  # noqa: PLR0917
 
 
 _DELTA = "(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor state) -> "
-_define(
+define_operator(
     f"chunk_gated_delta_rule{_DELTA}(Tensor, Tensor)",
     *(_fake_delta_rule, _delta_rule(True, False), _delta_rule(True, True)),
 )
-_define(
+define_operator(
     f"recurrent_gated_delta_rule{_DELTA}Tensor",
     *(_fake_recurrent, _recurrent(False), _recurrent(True)),
 )
@@ -293,11 +298,11 @@ def _fake_mamba_scan(x: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
 
 
 _MAMBA = "(Tensor x, Tensor dt, Tensor a, Tensor b, Tensor c, Tensor? d, Tensor? dt_bias, "
-_define(
+define_operator(
     f"mamba_chunk_scan{_MAMBA}Tensor state, int chunk) -> (Tensor, Tensor)",
     *(_fake_mamba_scan, _mamba_scan(False), _mamba_scan(True)),
 )
-_define(
+define_operator(
     f"selective_state_update{_MAMBA}Tensor(a!) state) -> Tensor",
     *(_like_rows, _state_update(False), _state_update(True)),
 )

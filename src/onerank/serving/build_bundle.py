@@ -69,6 +69,7 @@ class Model:
     latent_bytes_per_token: int | None = None
     kv_windows: tuple[WindowedLayers, ...] = ()
     state_bytes_per_sequence: int = 0
+    attended_tokens: int | None = None
 
     @classmethod
     def of(cls, manifest: Manifest, gpu: Gpu) -> "Model":
@@ -91,6 +92,7 @@ class Model:
             latent_bytes_per_token=memory.latent_bytes_per_token,
             kv_windows=memory.kv_windows,
             state_bytes_per_sequence=memory.state_bytes_per_sequence,
+            attended_tokens=manifest.attended_tokens,
         )
 
 
@@ -317,6 +319,7 @@ def _model(served: Any, config: dict[str, Any], options: Options) -> Model:
         served.latent_bytes_per_token,
         served.kv_windows,
         served.state_bytes_per_sequence,
+        served.attended_tokens,
     )
 
 
@@ -454,6 +457,7 @@ def _bundle(
         moe_routing=model.moe_routing,
         rank=model.rank,
         pipeline=model.pipeline,
+        attended_tokens=model.attended_tokens,
         attention_kernels=tuple(sorted({name for point in fitting for name in point.attention})),
     )
     traces = {number: point.trace for number, point in enumerate(points, start=1) if point.trace}

@@ -21,6 +21,7 @@ import msgspec
 from onerank.annotate import find_gpu
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.capture.no_device.emulated_gpu import MOST_FLASH_HEAD
+from onerank.capture.serving.attention_windows import AttentionWindow
 from onerank.capture.serving.compositions import Composition, parse_grid
 from onerank.display import Displayed
 from onerank.ir import Graph
@@ -121,6 +122,9 @@ class Bundle(Displayed):
         windows = tuple(
             (layers.window, layers.bytes_per_token / every) for layers in memory.kv_windows
         )
+        if self.manifest.attended_tokens is not None:
+            # Layers cache all tokens, and a query reads no more than these.
+            windows = ((AttentionWindow(self.manifest.attended_tokens), 1.0),)
         return AttentionForm(self._waves(), windows)
 
     def _waves(self) -> AttentionWaves | None:

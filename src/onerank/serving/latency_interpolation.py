@@ -1,6 +1,7 @@
 """Interpolate the time of compositions that were not measured.
 
-The kernels of a step fall into parts: attention of the prefills, attention of the decodes, updates
+The kernels of a step fall into parts: attention of the prefills, attention of the decodes, the
+scores of indexers of sparse attention (prefills and decodes, with all cached tokens), updates
 of the states that linear attention and the like keep of each sequence (prefills and decodes, whose
 contexts do not matter), the head (its size is the number of sequences), and all other modules (new
 tokens). The time of a part
@@ -123,6 +124,18 @@ def _of_decode(c: Composition, form: AttentionForm) -> tuple[list[float], list[f
     return terms, [c.decodes, keys, (occupied / c.decodes) ** 2]
 
 
+def _of_prefill_index(c: Composition, _: AttentionForm) -> tuple[list[float], list[float]]:
+    every = AttentionForm()
+    tokens, keys = c.prefills * c.prefill_tokens, every.keys(c.prefill_context, c.prefill_tokens)
+    products = c.prefills * every.products(c.prefill_context, c.prefill_tokens)
+    return [1.0, tokens, products, c.prefills * keys], [tokens, c.prefill_tokens, keys]
+
+
+def _of_decode_index(c: Composition, _: AttentionForm) -> tuple[list[float], list[float]]:
+    keys = AttentionForm().keys(c.decode_context, 1)
+    return [1.0, c.decodes, keys, c.decodes * keys], [c.decodes, keys]
+
+
 # Tokens of a chunk of scans over a sequence, one after another: fla's 64, mamba_ssm's 128 or 256.
 _CHUNK = 64
 
@@ -152,6 +165,8 @@ Sizes = Callable[[Composition, AttentionForm], tuple[list[float], list[float]]]
 _SIZES: dict[Part, Sizes] = {
     "prefill_attention": _of_prefill,
     "decode_attention": _of_decode,
+    "prefill_index": _of_prefill_index,
+    "decode_index": _of_decode_index,
     "prefill_state": _of_prefill_state,
     "decode_state": _of_decode_state,
     "head": _of_head,
@@ -160,8 +175,8 @@ _SIZES: dict[Part, Sizes] = {
 
 
 # Parts of the prefills and of the decodes of a step.
-_OF_PREFILLS: tuple[Part, ...] = ("prefill_attention", "prefill_state")
-_OF_DECODES: tuple[Part, ...] = ("decode_attention", "decode_state")
+_OF_PREFILLS: tuple[Part, ...] = ("prefill_attention", "prefill_index", "prefill_state")
+_OF_DECODES: tuple[Part, ...] = ("decode_attention", "decode_index", "decode_state")
 
 
 def _has(part: Part, c: Composition) -> bool:

@@ -329,16 +329,22 @@ def _modules(graph: Graph) -> tuple[KernelRow, ...]:
     )
 
 
+# End of a module's path -> what its time depends on.
+_PARTS: Mapping[str, Part] = {
+    ".step_attention.prefill": "prefill_attention",
+    ".step_attention.decode": "decode_attention",
+    ".step_index.prefill": "prefill_index",
+    ".step_index.decode": "decode_index",
+    ".step_state.prefill": "prefill_state",
+    ".step_state.decode": "decode_state",
+}
+
+
 def _part(module: str, roles: Mapping[str, str], root: str) -> Part:
     """Return what the time of a module depends on."""
-    if module.endswith(".step_attention.prefill"):
-        return "prefill_attention"
-    if module.endswith(".step_attention.decode"):
-        return "decode_attention"
-    if module.endswith(".step_state.prefill"):
-        return "prefill_state"
-    if module.endswith(".step_state.decode"):
-        return "decode_state"
+    for end, part in _PARTS.items():
+        if module.endswith(end):
+            return part
     # The model's own operators select the last tokens before its head, and gather logits after it.
     if roles.get(module) == "head" or module in ("", root):
         return "head"

@@ -21,11 +21,19 @@ Source = Literal["measured", "recorded", "predicted", "interpolated"]
 """Where times are from; recorded ones are those of an engine under a profiler."""
 
 Part = Literal[
-    "prefill_attention", "decode_attention", "prefill_state", "decode_state", "head", "tokens"
+    "prefill_attention",
+    "decode_attention",
+    "prefill_index",
+    "decode_index",
+    "prefill_state",
+    "decode_state",
+    "head",
+    "tokens",
 ]
-"""What the time of a module depends on: the prefills or the decodes with their contexts, the
-prefills or the decodes without them (layers with a state of constant size per sequence), the number
-of sequences, or the number of new tokens."""
+"""What the time of a module depends on: the prefills or the decodes with their contexts (attention,
+and the scores of an indexer of sparse attention), the prefills or the decodes without them (layers
+with a state of constant size per sequence), the number of sequences, or the number of new
+tokens."""
 
 
 def fits(device_bytes: int, peak_bytes: int | None, outside_bytes: int | None) -> bool:
@@ -204,6 +212,7 @@ class Manifest(msgspec.Struct, frozen=True):
             other kernel. None of a recording, or of a bundle of an earlier version.
         adaptive_grid: how far the grid was measured with `--error`; None if all of it was. The rows
             are in the order of the measurement.
+        attended_tokens: most tokens that a query of sparse attention reads; None of other models.
         format: version of the format.
     """
 
@@ -226,6 +235,7 @@ class Manifest(msgspec.Struct, frozen=True):
     pipeline: Pipeline | None = None
     attention_kernels: tuple[str, ...] | None = None
     adaptive_grid: AdaptiveGrid | None = None
+    attended_tokens: int | None = None
     format: int = FORMAT
 
     @property
