@@ -14,6 +14,12 @@ def triton_red_fused_1(in_ptr0, out_ptr1, out_ptr2, xnumel, r0_numel, XBLOCK, R0
         tl.store(out_ptr1 + (x0 + 64*r0_1), tmp35, r0_mask)
         tl.store(out_ptr2 + (r0_1 + 32*x0), tmp61, r0_mask)
 """
+ONE_ROW = f"""\
+@triton_heuristics.reduction(
+    size_hints={{'x': 64, 'r0_': 32}}, reduction_hint=ReductionHint.INNER,
+)
+@triton.jit
+{LOOPED}"""
 PERSISTENT = """\
 def triton_per_fused_1(in_ptr0, out_ptr1, out_ptr2, xnumel, r0_numel, XBLOCK):
     xnumel = 64
@@ -35,14 +41,14 @@ def triton_poi_fused_1(in_ptr0, out_ptr1, out_ptr2, ynumel, xnumel, YBLOCK, XBLO
 
 @pytest.mark.parametrize(
     ("source", "scattered"),
-    [(LOOPED, 8), (PERSISTENT, 32), (MIXED_ORDER, 64), (TILED, 1)],
-    ids=["looped", "persistent", "mixed order", "tiled"],
+    [(LOOPED, 8), (ONE_ROW, 32), (PERSISTENT, 32), (MIXED_ORDER, 64), (TILED, 1)],
+    ids=["looped", "one row", "persistent", "mixed order", "tiled"],
 )
 def test_a_reduction_that_stores_across_its_rows_moves_sectors(source, scattered):
     read = torch.empty(64, 32, dtype=torch.bfloat16)
     across = torch.empty(32, 64, dtype=torch.float8_e4m3fn)
     along = torch.empty(64, 32, dtype=torch.float8_e4m3fn)
-    name = source.split("(")[0].removeprefix("def ")
+    name = source.partition("def ")[2].partition("(")[0]
     reads, writes = KernelAccesses.of(name, source).operands((read, across, along, 64, 32))
     moved = [torch.Size(tensor.shape).numel() for tensor in (*reads, *writes)]
     assert moved == [64 * 32, 64 * 32 * scattered, 64 * 32]
