@@ -1,8 +1,12 @@
 """Install patches of torch and other libraries: one way, for the symbols in the registry.
 
-`patched` and `rebound` install a replacement for the duration of a context. They refuse a symbol or
-a module that `patch_registry.py` does not list, and modules that patch one symbol in another order
-than it says. `replaced` changes an object that the script defines.
+`patched` replaces a symbol where it is defined, for the duration of a context; `rebound` also where
+modules have imported it. They refuse a symbol or a module that `patch_registry.py` does not list,
+and modules that patch one symbol in another order than it says. `replaced` changes an object that
+the script defines, and `after_import` patches a module once the script imports it.
+
+`live` returns objects that exist already when a patch is installed, and `untraced` keeps Dynamo out
+of a replacement.
 """
 
 import contextlib
@@ -21,60 +25,7 @@ import torch
 
 from onerank.capture.patch_registry import PATCHES
 
-_torch: Any = torch  # the table of TorchScript is private
-
-_PACKAGE = "onerank.capture."
-
-_active: dict[tuple[str, str], list[int]] = {}  # (owner, name) -> positions in `by`, outermost last
-
-
-def _position(owner: str, name: str, module: str, *, everywhere: bool) -> int:
-    """Return the place of an installing module in the registry's order."""
-    short = module.removeprefix(_PACKAGE)
-    for patch in PATCHES:
-        if patch.owner == owner and (name in patch.names or not patch.names):
-            assert short in patch.by, f"{short} patches {owner}.{name}, which {patch.by} may"
-            assert patch.everywhere == everywhere, f"{owner}.{name}: everywhere={everywhere}"
-            return patch.by.index(short)
-    raise AssertionError(f"{short} patches {owner}.{name}, which is not in PATCHES")
-
-
-@contextlib.contextmanager
-def _registered(owner: str, names: list[str], module: str, *, everywhere: bool) -> Generator[None]:
-    """Check the registry and the order of installation, and note what is installed."""
-    places = {name: _position(owner, name, module, everywhere=everywhere) for name in names}
-    for name, place in places.items():
-        stack = _active.setdefault((owner, name), [])
-        # Each replacement calls the function that it replaces, so the order of installation decides
-        # which one runs inside the other.
-        assert not stack or stack[-1] <= place, f"{module} patches {owner}.{name} too late"
-        stack.append(place)
-    try:
-        yield
-    finally:
-        for name in places:
-            _active[owner, name].pop()
-
-
-def resolve(owner: str) -> Any:
-    """Return the module or class of a dotted path.
-
-    Raises:
-        ImportError: the library is not installed.
-        AttributeError: this version of the library lacks it.
-    """
-    parts = owner.split(".")
-    for end in range(len(parts), 0, -1):
-        try:
-            target: Any = importlib.import_module(".".join(parts[:end]))
-        except ModuleNotFoundError:
-            if end == 1:
-                raise
-            continue
-        for name in parts[end:]:
-            target = getattr(target, name)
-        return target
-    raise ImportError(owner)
+_torch: Any = torch  # tables of TorchScript and Dynamo are private
 
 
 def patched(
@@ -102,88 +53,6 @@ def _patched(owner: str, replacements: Mapping[str, Any], module: str) -> Genera
             undo.enter_context(_builtin_of_torchscript(getattr(target, name, None), by))
             undo.enter_context(replaced(target, name, by))
         yield
-
-
-@contextlib.contextmanager
-def _builtin_of_torchscript(original: Any, ours: Any) -> Generator[None]:
-    """Let TorchScript take a replacement for the operator that it replaces.
-
-    TorchScript knows functions of torch by their identity, and compiles the source of any other.
-    """
-    builtins = _torch.jit._builtins
-    operator = builtins._find_builtin(original)
-    table = builtins._get_builtin_table()
-    if operator is None or id(ours) in table:
-        yield
-        return
-    table[id(ours)] = operator
-    try:
-        yield
-    finally:
-        del table[id(ours)]  # another object may get its identity
-
-
-class _ImportHook:
-    """A finder that calls functions after their module has been imported."""
-
-    def __init__(self) -> None:
-        self.callbacks: dict[str, list[Callable[[], object]]] = {}
-
-    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        callbacks = self.callbacks.get(name)
-        if not callbacks:
-            return None
-        # Without this finder, which would call itself without end.
-        others = (finder for finder in sys.meta_path if finder is not self)
-        specs = (finder.find_spec(name, path, target) for finder in others)
-        spec = next((spec for spec in specs if spec is not None), None)
-        if spec is not None and spec.loader is not None:
-            loader: Any = spec.loader
-            execute = loader.exec_module
-
-            def executed(module: Any) -> None:
-                # An attribute of the instance, which hid the method.
-                del loader.exec_module
-                execute(module)
-                for callback in list(callbacks):
-                    callback()
-
-            loader.exec_module = executed
-        return spec
-
-
-_import_hook = _ImportHook()
-
-
-@contextlib.contextmanager
-def after_import(
-    module: str, install: Callable[[], AbstractContextManager[None]]
-) -> Generator[None]:
-    """Enter a context once a module is imported, at once if it is; leave it with this one.
-
-    Args:
-        module: dotted name of a module that the script may import.
-        install: returns the context, such as one that patches the module.
-    """
-    with contextlib.ExitStack() as undo:
-        if module in sys.modules:
-            undo.enter_context(install())
-            yield
-            return
-        callbacks = _import_hook.callbacks.setdefault(module, [])
-
-        def imported() -> None:
-            undo.enter_context(install())
-
-        callbacks.append(imported)
-        if _import_hook not in sys.meta_path:
-            sys.meta_path.insert(0, _import_hook)
-        try:
-            yield
-        finally:
-            callbacks.remove(imported)
-            if not any(_import_hook.callbacks.values()):
-                sys.meta_path.remove(_import_hook)
 
 
 def rebound(owner: str, replacements: Mapping[str, Any]) -> AbstractContextManager[None]:
@@ -230,6 +99,142 @@ def replaced(owner: Any, name: str, by: Any) -> Generator[None]:
             setattr(owner, name, original)
 
 
+@contextlib.contextmanager
+def after_import(
+    module: str, install: Callable[[], AbstractContextManager[None]]
+) -> Generator[None]:
+    """Enter a context once a module is imported, at once if it is; leave it with this one.
+
+    Args:
+        module: dotted name of a module that the script may import.
+        install: returns the context, such as one that patches the module.
+    """
+    with contextlib.ExitStack() as undo:
+        if module in sys.modules:
+            undo.enter_context(install())
+            yield
+            return
+        callbacks = _import_hook.callbacks.setdefault(module, [])
+
+        def imported() -> None:
+            undo.enter_context(install())
+
+        callbacks.append(imported)
+        if _import_hook not in sys.meta_path:
+            sys.meta_path.insert(0, _import_hook)
+        try:
+            yield
+        finally:
+            callbacks.remove(imported)
+            if not any(_import_hook.callbacks.values()):
+                sys.meta_path.remove(_import_hook)
+
+
+class _ImportHook:
+    """A finder that calls functions after their module has been imported."""
+
+    def __init__(self) -> None:
+        self.callbacks: dict[str, list[Callable[[], object]]] = {}
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        callbacks = self.callbacks.get(name)
+        if not callbacks:
+            return None
+        # Without this finder, which would call itself without end.
+        others = (finder for finder in sys.meta_path if finder is not self)
+        specs = (finder.find_spec(name, path, target) for finder in others)
+        spec = next((spec for spec in specs if spec is not None), None)
+        if spec is not None and spec.loader is not None:
+            loader: Any = spec.loader
+            execute = loader.exec_module
+
+            def executed(module: Any) -> None:
+                # An attribute of the instance, which hid the method.
+                del loader.exec_module
+                execute(module)
+                for callback in list(callbacks):
+                    callback()
+
+            loader.exec_module = executed
+        return spec
+
+
+_import_hook = _ImportHook()
+
+
+def resolve(owner: str) -> Any:
+    """Return the module or class of a dotted path.
+
+    Raises:
+        ImportError: the library is not installed.
+        AttributeError: this version of the library lacks it.
+    """
+    parts = owner.split(".")
+    for end in range(len(parts), 0, -1):
+        try:
+            target: Any = importlib.import_module(".".join(parts[:end]))
+        except ModuleNotFoundError:
+            if end == 1:
+                raise
+            continue
+        for name in parts[end:]:
+            target = getattr(target, name)
+        return target
+    raise ImportError(owner)
+
+
+_PACKAGE = "onerank.capture."
+
+_active: dict[tuple[str, str], list[int]] = {}  # (owner, name) -> positions in `by`, outermost last
+
+
+@contextlib.contextmanager
+def _registered(owner: str, names: list[str], module: str, *, everywhere: bool) -> Generator[None]:
+    """Check the registry and the order of installation, and note what is installed."""
+    places = {name: _position(owner, name, module, everywhere=everywhere) for name in names}
+    for name, place in places.items():
+        stack = _active.setdefault((owner, name), [])
+        # Each replacement calls the function that it replaces, so the order of installation decides
+        # which one runs inside the other.
+        assert not stack or stack[-1] <= place, f"{module} patches {owner}.{name} too late"
+        stack.append(place)
+    try:
+        yield
+    finally:
+        for name in places:
+            _active[owner, name].pop()
+
+
+def _position(owner: str, name: str, module: str, *, everywhere: bool) -> int:
+    """Return the place of an installing module in the registry's order."""
+    short = module.removeprefix(_PACKAGE)
+    for patch in PATCHES:
+        if patch.owner == owner and (name in patch.names or not patch.names):
+            assert short in patch.by, f"{short} patches {owner}.{name}, which {patch.by} may"
+            assert patch.everywhere == everywhere, f"{owner}.{name}: everywhere={everywhere}"
+            return patch.by.index(short)
+    raise AssertionError(f"{short} patches {owner}.{name}, which is not in PATCHES")
+
+
+@contextlib.contextmanager
+def _builtin_of_torchscript(original: Any, ours: Any) -> Generator[None]:
+    """Let TorchScript take a replacement for the operator that it replaces.
+
+    TorchScript knows functions of torch by their identity, and compiles the source of any other.
+    """
+    builtins = _torch.jit._builtins
+    operator = builtins._find_builtin(original)
+    table = builtins._get_builtin_table()
+    if operator is None or id(ours) in table:
+        yield
+        return
+    table[id(ours)] = operator
+    try:
+        yield
+    finally:
+        del table[id(ours)]  # another object may get its identity
+
+
 _LIBRARIES = tuple(
     {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
     # An editable installation of this package is in none of them.
@@ -237,7 +242,9 @@ _LIBRARIES = tuple(
 )
 
 _originals: dict[int, object] = {}  # functions of libraries that `rebound` replaces, by identity
+
 _rebindable: set[int] = set()  # identities of these functions and of what replaces them now
+
 _bindings: dict[str, tuple[int, int, list[str]]] = {}
 """Module of a library -> identity and size of its namespace, names bound to such functions."""
 
@@ -305,8 +312,6 @@ def _rebind(old: list[Any], new: list[Any]) -> None:
 
 
 _Called = TypeVar("_Called", bound=Callable[..., Any])
-
-_torch: Any = torch  # what follows has no types and no public name
 
 _frames = _torch._C._dynamo.eval_frame
 

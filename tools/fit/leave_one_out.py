@@ -16,7 +16,8 @@ from onerank.annotate.gpus.registry import load_gpu
 from onerank.annotate.models import scale_measured
 from onerank.annotate.models.coefficients import Coefficients, Error, shipped
 from onerank.annotate.models.cost_model import Predict, PredictFromDescription
-from onerank.annotate.models.intervals import LONG_NS, SHORT_NS, same_die, widening
+from onerank.annotate.models.gpu_distance import same_die
+from onerank.annotate.models.intervals import LONG_NS, SHORT_NS, widening
 from onerank.annotate.models.learned import predict_from_description, predict_learned
 from onerank.ir.arrays import F64, Mask
 from tools.fit.evaluate_fit import (

@@ -30,7 +30,7 @@ from onerank.annotate.models.coefficients import (
 )
 from onerank.annotate.models.cost_model import Predict, PredictFromDescription
 from onerank.annotate.models.features import KernelFeatures
-from onerank.annotate.models.intervals import same_die
+from onerank.annotate.models.gpu_distance import same_die
 from onerank.annotate.models.learned import predict_from_description, predict_learned
 from onerank.annotate.models.prediction_terms import Rule
 from onerank.annotate.models.roofline import predict_from_datasheet
