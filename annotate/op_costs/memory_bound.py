@@ -112,11 +112,22 @@ WRITES_INTO_ZEROS = frozenset(
 )
 """Operators that zero their result (on a GPU in a separate kernel), then write a part of it."""
 
-NEED_VALUES = frozenset({"addcmul", "addcmul_", "_foreach_addcmul", "_foreach_addcmul_", "gather"})
+_SQUARES = frozenset({"addcmul", "addcmul_", "_foreach_addcmul", "_foreach_addcmul_"})
+_PUTS = frozenset({"index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"})
+_BY_DIM = frozenset(
+    f"{name}{suffix}"
+    for name in ("gather", "index_fill", "scatter", "scatter_add", "scatter_reduce")
+    for suffix in ("", "_")
+)
+NEED_STRIDES = _BY_DIM
+"""Operators whose index may be expanded."""
+
+NEED_VALUES = _SQUARES | _PUTS | _BY_DIM
 """Operators whose cost depends on argument values in addition to shapes.
 
 Adam's second moment multiplies the gradient by itself (v + w*g*g), which equal operand ids show.
-The dimension of a gather shows whether its index is one number per row, expanded.
+The dimension of a gather shows whether its index is one number per row, expanded. `index_put` adds
+if a flag says so.
 """
 
 
@@ -128,7 +139,7 @@ def _elements(call: Call) -> int:
 def _read(call: Call) -> int:
     """Return the bytes read: those of all operands but one that is only overwritten."""
     unread = {0} if call.op in _WRITE_ONLY else set[int]()
-    if call.op in NEED_VALUES and call.value(1) is not None and call.value(1) == call.value(2):
+    if call.op in _SQUARES and call.value(1) is not None and call.value(1) == call.value(2):
         # Adam's v + w*g*g passes the gradient twice, and the kernel loads it once.
         unread.add(2)
     tensors = [p for p, operand in enumerate(call.inputs) if operand and p not in unread]
@@ -238,27 +249,58 @@ def _index(call: Call) -> Work:
     if table is None or not name.startswith(("index", "gather", "take", "scatter")):
         return vector_work(call, 0, _read(call), _written(call))
     operands = call.input_bytes - table.nbytes
-    if not name.startswith(("scatter", "index_put", "index_add", "index_copy", "index_fill")):
-        if name.startswith("gather"):
-            # An expanded index is stored once per row.
-            operands = call.list_bytes(2) // _row_elements(call, table)
-        return vector_work(call, 0, call.output_bytes + operands)
-    source = call.tensor(2) if name.startswith("index_put") else call.tensor(3)
     index = call.tensor(2)
-    elements = source.numel if source else index.numel if index else 0
+    if name.startswith("gather"):
+        operands = _index_bytes(call, table, index) if index else 0
+    elif name.startswith("scatter") and index is not None:
+        operands += _index_bytes(call, table, index) - index.nbytes
+    if not name.startswith(("scatter", "index_put", "index_add", "index_copy", "index_fill")):
+        return vector_work(call, 0, call.output_bytes + operands)
+    elements = _changed_elements(call, name, table)
     changed = elements * table.item_bytes
     # An addition reads what it changes.
-    added = changed if "add" in name or "reduce" in name else 0
+    adds = "add" in name or "reduce" in name or (name.startswith("index_put") and call.value(3))
+    added = changed if adds else 0
     # Out of place, a copy of the table is changed.
     copied = 0 if call.op.endswith("_") else table.nbytes
     return vector_work(call, elements if added else 0, operands + added + copied, changed + copied)
 
 
-def _row_elements(call: Call, table: Tensor) -> int:
-    """Return how many elements share an entry of a gather's index: a row's, or 1.
+def _changed_elements(call: Call, name: str, table: Tensor) -> int:
+    """Return how many elements of a table a scattered store writes."""
+    at = 2 if name.startswith("index_put") else 3
+    source, index = call.tensor(at), call.tensor(2)
+    if name.startswith("index_fill"):
+        # A number for each row of the index, whether or not the number is a tensor.
+        dim = call.value(1)
+        if index is None or not isinstance(dim, int) or not table.shape:
+            return index.numel if index else 0
+        return index.numel * (table.numel // max(1, table.shape[dim % len(table.shape)]))
+    if name.startswith("index_put"):
+        indices = call.inputs[1] if len(call.inputs) > 1 else None
+        if source is not None and source.numel > 1:
+            return source.numel
+        # One number for all: as many as the indices name, if they are those of the first axes.
+        if not indices or any(each.item_bytes == 1 for each in indices):
+            return source.numel if source else 0
+        rest = table.shape[len(indices) :]
+        return max(each.numel for each in indices) * prod(rest)
+    return source.numel if source else index.numel if index else 0
 
-    `index_select` and routing to experts gather whole rows by an index expanded over them.
+
+def _index_bytes(call: Call, table: Tensor, index: Tensor) -> int:
+    """Return the bytes of the index of a gather or scatter, of which a part may be expanded.
+
+    `index_select`, PyTorch Geometric and routing to experts expand an index over a row. If the
+    graph has no strides, an index that has the table's row counts as expanded.
     """
+    if index.recorded_strides:
+        return index.stored_bytes
+    return index.nbytes // _row_elements(call, table)
+
+
+def _row_elements(call: Call, table: Tensor) -> int:
+    """Return how many elements share an entry of an expanded index: a row's, or 1."""
     dim, index = call.value(1), call.tensor(2)
     if not isinstance(dim, int) or index is None or len(index.shape) != len(table.shape):
         return 1

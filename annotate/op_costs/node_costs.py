@@ -39,7 +39,12 @@ from onerank.annotate.op_costs.op_classes import (
     is_generated,
     op_class,
 )
-from onerank.annotate.op_costs.operands import Call, UnknownDtypeError, without_tensors
+from onerank.annotate.op_costs.operands import (
+    DENSE,
+    Call,
+    UnknownDtypeError,
+    without_tensors,
+)
 from onerank.ir import UNKNOWN, GeneratedWork, Graph, Kind, Reason
 from onerank.ir.arrays import F64, I64, U8, Mask, deduplicate, membership_mask
 from onerank.ir.errors import AnnotateError
@@ -78,7 +83,8 @@ def needs_values(op: str) -> bool:
 def needs_strides(op: str) -> bool:
     """Return whether `work_of` must be given the strides of the operator's inputs."""
     name = base_name(op)
-    return name in ("copy_", "cat") or op_class(op) is OpClass.ELEMENTWISE
+    indexed = name in memory_bound.NEED_STRIDES
+    return name in ("copy_", "cat") or indexed or op_class(op) is OpClass.ELEMENTWISE
 
 
 def work_of(
@@ -97,7 +103,8 @@ def work_of(
         inputs: (shapes, types) of the arguments, JSON text as in the columns of `Nodes`.
         outputs: the same of the results.
         values: input values, for operators that `needs_values`.
-        strides: strides of the arguments, for operators that `needs_strides`.
+        strides: strides of the arguments, for operators that `needs_strides`; `DENSE` if the graph
+            has strides and all arguments are contiguous, empty if it has none.
         fills: whether the call itself zeroes a result that it writes in part: true in a CPU
             capture, whose nodes are whole operators; on a GPU a separate kernel does.
 
@@ -326,6 +333,8 @@ def _distinct_works(graph: Graph, index: I64) -> tuple[list[Work], I64]:
     rows: list[list[int]] = np.stack([column[first] for column in columns], axis=1).tolist()
     works: list[Work] = []
     fills = graph.job.device.runs_operators
+    # A graph with strides leaves out those of contiguous operands.
+    unstated = DENSE if nodes.input_strides.any() else ""
     for row in rows:
         op, strided, *operands = (strings[code] for code in (row[0], *row[3:]))
         shapes, types, out_shapes, out_types = operands
@@ -336,7 +345,7 @@ def _distinct_works(graph: Graph, index: I64) -> tuple[list[Work], I64]:
         if reads_paged_cache(op):
             works.append(paged_cache_work(op, inputs, graph.job.inference))
             continue
-        work = work_of(op, inputs, outputs, texts[row[1]], strided, fills=fills)
+        work = work_of(op, inputs, outputs, texts[row[1]], strided or unstated, fills=fills)
         # Some traces record no results, and shape inference has no rule for every operator.
         no_results = types and not out_types
         works.append(replace(work, bytes_written=UNKNOWN) if no_results else work)

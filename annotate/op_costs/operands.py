@@ -25,6 +25,10 @@ from onerank.ir.errors import AnnotateError, first_line
 _UNDEFINED = "nullptr (uninitialized)"
 
 
+DENSE = "dense"
+"""In the place of strides: all operands are contiguous."""
+
+
 class UnknownDtypeError(Exception):
     """A tensor's dtype is unknown; callers count its operator as unknown."""
 
@@ -69,6 +73,12 @@ class Tensor:
         """Bytes of all elements, each once, whatever the strides."""
         return self.numel * self.item_bytes
 
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes in memory: an expanded dimension, whose stride is 0, is stored once."""
+        sizes = zip(self.shape, self.strides, strict=True)
+        return prod(size for size, step in sizes if step or not size) * self.item_bytes
+
 
 Operand = tuple[Tensor, ...] | None
 """Tensors of one argument: one for a tensor, several for a list, None for anything else."""
@@ -106,7 +116,8 @@ class Call:
     ) -> Self:
         """Parse the columns' text; `inputs` and `outputs` are (shapes, types).
 
-        Strides are those of the inputs. Strides of another form than the shapes are ignored.
+        Strides are those of the inputs; `DENSE` if all are contiguous. Strides of another form than
+        the shapes are ignored.
 
         Raises:
             UnknownDtypeError: a tensor's dtype is unknown.
@@ -115,7 +126,9 @@ class Call:
         try:
             decoded = _list(values)
             operands = _operands(*inputs)
-            if strides:
+            if strides == DENSE:
+                operands = tuple(map(_dense, operands))
+            elif strides:
                 operands = _with_strides(operands, _list(strides))
             return cls(op, operands, _operands(*outputs), tuple(decoded))
         except (msgspec.DecodeError, ValueError, TypeError, RecursionError) as error:
@@ -176,6 +189,11 @@ class Call:
 def _operands(shapes: str, types: str) -> tuple[Operand, ...]:
     pairs = zip(_list(shapes), _list(types), strict=True)
     return tuple(_tensors(kind, shape) for shape, kind in pairs)
+
+
+def _dense(operand: Operand) -> Operand:
+    """Return an operand whose tensors are contiguous."""
+    return operand and tuple(replace(each, recorded_strides=each.strides) for each in operand)
 
 
 def _with_strides(operands: tuple[Operand, ...], strides: list[Any]) -> tuple[Operand, ...]:

@@ -65,14 +65,19 @@ _NO_OPERANDS: Operands = ([], [], [], [])
 
 
 class Shaped:
-    """An operand of which only the shape and the dtype are known."""
+    """An operand of which only shape, dtype and perhaps strides are known."""
 
     def __init__(
-        self, like: Tensor, dtype: torch.dtype, shape: Sequence[int] | None = None
+        self,
+        like: Tensor,
+        dtype: torch.dtype,
+        shape: Sequence[int] | None = None,
+        strides: Sequence[int] = (),
     ) -> None:
         self.storage = like
         self.shape = list(like.shape if shape is None else shape)
         self.dtype = dtype
+        self.strides = list(strides)
 
 
 @dataclass(frozen=True)
@@ -349,7 +354,8 @@ class Describer:
                 return self._tensor(operand)
             case Shaped():
                 value = self._tensor(operand.storage)[0]
-                return value, operand.shape, _TYPES.get(operand.dtype, _UNKNOWN_TYPE), []
+                type_ = _TYPES.get(operand.dtype, _UNKNOWN_TYPE)
+                return value, operand.shape, type_, operand.strides
             case WrappedNumber():
                 return [0, 0, 0, 1, _NUMBER_BYTES, "cpu"], [], _TYPES[operand.dtype], []
             case list() | tuple():

@@ -67,7 +67,8 @@ class KernelAccesses:
         flops = re.search(rf"^{FLOPS_COMMENT}(\d+)$", source, re.MULTILINE)
         return cls(
             parameters,
-            _places(r"tl\.load\((\w+) \+ (\([^\n]*?\)),", source),
+            # An atomic addition reads what it changes.
+            _places(r"tl\.(?:load|atomic_add)\((\w+) \+ (\([^\n]*?\)),", source),
             _places(r"tl\.(?:store|atomic_add)\((\w+) \+ (\([^\n]*?\)),", source),
             _scattered(source),
             {axis: int(size) for axis, size in sizes},
@@ -133,8 +134,10 @@ def _touched(
     for name, tensor in by_name.items():
         if name in places and isinstance(tensor, Tensor):
             elements = places[name] * iterations
-            whole = tensor.numel() <= elements
-            shape = list(tensor.shape) if whole else [elements]
+            # An expanded axis, whose stride is 0, is stored once.
+            axes = zip(tensor.shape, tensor.stride(), strict=True)
+            stored = [size for size, step in axes if step or size == 0]
+            shape = stored if prod(stored) <= elements else [elements]
             if scattered.get(name, 0) > tensor.element_size():
                 shape = [*shape, scattered[name] // tensor.element_size()]
             touched.append(Shaped(tensor, tensor.dtype, shape))

@@ -98,8 +98,13 @@ def _put(args: Sequence[Any], _: Any) -> Inner:
 
 
 def _gathered(args: Sequence[Any], result: Any) -> Inner:
+    """`index_select` gathers by an index that it expands over the other dimensions."""
     tensor, dimension, index = args
-    return Inner("aten::gather", (tensor, dimension, Shaped(result, index.dtype), False, result))
+    strides = [0] * result.dim()
+    if strides:
+        strides[dimension] = index.stride(0) if index.dim() else 1
+    expanded = Shaped(result, index.dtype, strides=strides)
+    return Inner("aten::gather", (tensor, dimension, expanded, False, result))
 
 
 def _repeated(args: Sequence[Any], result: Any) -> Inner:

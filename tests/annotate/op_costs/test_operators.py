@@ -411,3 +411,63 @@ def test_no_formula_keeps_bytes_no_shapes_keeps_nothing():
 def test_broken_columns_are_named():
     with raises_code("operands-unreadable", naming=("mm", "[[2,2]]", "[]")):
         work_of("aten::mm", ("[[2,2]]", "[]"))
+
+
+# A table of 10,000 rows of 64, and an index of 100 rows: 25,600 bytes change.
+TABLE, ROWS, INDEX = (F32, [10_000, 64]), (F32, [100, 64]), (I64, [100])
+BY_ROW = (I64, [100, 64])  # an index for each element, expanded or not
+NUMBER = ("Scalar", [])
+CHANGED, NAMED, EACH = 25_600, 800, 51_200
+
+
+@pytest.mark.parametrize(
+    ("op", "inputs", "dim", "strides", "expected"),
+    [
+        ("index_add_", [TABLE, NUMBER, INDEX, ROWS], 0, None, (6400, NAMED + 2 * CHANGED, CHANGED)),
+        ("index_copy_", [TABLE, NUMBER, INDEX, ROWS], 0, None, (0, NAMED + CHANGED, CHANGED)),
+        # A number for each of 100 rows of 64, and for each of 100 columns of 10,000.
+        ("index_fill_", [TABLE, NUMBER, INDEX, NUMBER], 0, None, (0, NAMED, CHANGED)),
+        ("index_fill_", [TABLE, NUMBER, INDEX, NUMBER], 1, None, (0, NAMED, 4_000_000)),
+        ("scatter_", [TABLE, NUMBER, BY_ROW, ROWS], 0, [1, 0], (0, NAMED + CHANGED, CHANGED)),
+        ("scatter_", [TABLE, NUMBER, BY_ROW, ROWS], 0, [64, 1], (0, EACH + CHANGED, CHANGED)),
+        ("scatter_", [TABLE, NUMBER, BY_ROW, NUMBER], 0, [1, 0], (0, NAMED, CHANGED)),
+        # Without strides in the graph, an index with the table's row counts as expanded.
+        ("scatter_", [TABLE, NUMBER, BY_ROW, ROWS], 0, None, (0, NAMED + CHANGED, CHANGED)),
+        (
+            *("scatter_add_", [TABLE, NUMBER, BY_ROW, ROWS], 0, [1, 0]),
+            (6400, NAMED + 2 * CHANGED, CHANGED),
+        ),
+        (
+            *("scatter_reduce_", [TABLE, NUMBER, BY_ROW, ROWS], 0, [64, 1]),
+            (6400, EACH + 2 * CHANGED, CHANGED),
+        ),
+        ("gather", [TABLE, NUMBER, BY_ROW], 0, [1, 0], (0, CHANGED + NAMED, CHANGED)),
+        ("gather", [TABLE, NUMBER, BY_ROW], 0, [64, 1], (0, CHANGED + EACH, CHANGED)),
+    ],
+)
+def test_scattered_stores_move_what_they_touch(op, inputs, dim, strides, expected):
+    shapes = json.dumps([shape for _, shape in inputs])
+    types = json.dumps([dtype for dtype, _ in inputs])
+    given = "" if strides is None else json.dumps([[64, 1], [], strides, []][: len(inputs)])
+    result = [100, 64] if op == "gather" else [10_000, 64]
+    results, values = (json.dumps([result]), json.dumps([F32])), json.dumps([None, dim])
+    cost = work_of(op, (shapes, types), results, values, given)
+    assert (cost.flops, cost.bytes_read, cost.bytes_written) == expected
+
+
+@pytest.mark.parametrize(
+    ("source", "accumulates", "expected"),
+    [
+        (ROWS, False, (0, NAMED + CHANGED, CHANGED)),
+        (ROWS, True, (6400, NAMED + 2 * CHANGED, CHANGED)),
+        # One number for all 100 rows.
+        ((F32, []), False, (0, NAMED + 4, CHANGED)),
+    ],
+)
+def test_index_put_adds_by_its_flag(source, accumulates, expected):
+    inputs = json.dumps([[10_000, 64], [[100]], source[1], []])
+    types = json.dumps([F32, f"GenericList[{I64}]", F32, "Bool"])
+    values = json.dumps([None, None, None, accumulates])
+    results = json.dumps([[10_000, 64]]), json.dumps([F32])
+    cost = work_of("_index_put_impl_", (inputs, types), results, values)
+    assert (cost.flops, cost.bytes_read, cost.bytes_written) == expected

@@ -59,3 +59,22 @@ def test_wider_elements_fill_more_of_a_sector():
     kernel = KernelAccesses.of("triton_red_fused_1", LOOPED)
     _, writes = kernel.operands((torch.empty(64, 32), written, torch.empty(64, 32), 64, 32))
     assert [torch.Size(tensor.shape).numel() * 4 for tensor in writes] == [64 * 32 * 8, 64 * 32 * 4]
+
+
+ATOMIC = """\
+def triton_poi_fused_index_add_1(in_ptr0, in_ptr1, out_ptr0, xnumel, XBLOCK):
+    xnumel = 6400
+    tmp0 = tl.load(in_ptr0 + (x1), xmask, eviction_policy='evict_last')
+    tmp6 = tl.load(in_ptr1 + (x2), xmask)
+    tl.atomic_add(out_ptr0 + (x0 + 64*tmp4), tmp6, xmask, sem='relaxed')
+"""
+
+
+def test_an_atomic_addition_reads_what_it_changes():
+    # 100 rows of 10,000, by an index that is expanded over the 64 elements of a row.
+    index = torch.zeros(100, 1, dtype=torch.int64).expand(100, 64)
+    table, rows = torch.empty(10_000, 64), torch.empty(100, 64)
+    kernel = KernelAccesses.of("triton_poi_fused_index_add_1", ATOMIC)
+    reads, writes = kernel.operands((index, rows, table, 6400))
+    moved = [[torch.Size(tensor.shape).numel() for tensor in each] for each in (reads, writes)]
+    assert moved == [[100, 6400, 6400], [6400]]
