@@ -48,6 +48,11 @@ def latent_styles(model: nn.Module, planned: dict[str, str], *, complete: bool) 
         for key in (_QUERY_DOWN, _QUERY_NORM, _NORM):
             if children.get(key) is not None:
                 styles[f"{name}.{key}"] = WHOLE[0]
+        # vLLM replicates the indexer of sparse attention: each rank chooses the tokens itself.
+        indexer = children.get("indexer")
+        for key, child in indexer.named_children() if indexer is not None else ():
+            if any(True for _ in child.parameters(recurse=False)):
+                styles[f"{name}.indexer.{key}"] = WHOLE[0]
         for key in children:
             if planned.get(f"{name}.{key}") in COLUMN:  # of the hidden states, as gates of heads
                 styles[f"{name}.{key}"] = UP[0]

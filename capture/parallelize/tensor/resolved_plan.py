@@ -62,6 +62,8 @@ _NORMS = ("q_norm", "k_norm", "query_layernorm", "key_layernorm", "q_layernorm",
 
 _GATED = ("gate_proj", "up_proj", "down_proj")
 
+_PLAIN = ("up_proj", "down_proj")
+
 _PACKED = "gate_up_proj"
 
 _SINKS = {"sinks"}
@@ -140,6 +142,8 @@ def _known_styles(model: PreTrainedModel, module: nn.Module) -> dict[str, str]:
         return {key: _MLP[key] for key in _GATED}
     if _is_packed(children):
         return {_PACKED: "packed_colwise", "down_proj": _MLP["down_proj"]}
+    if _is_plain(children):
+        return {key: _MLP[key] for key in _PLAIN}
     styles: dict[str, str] = {}
     for shared in _SHARED:
         if isinstance(mlp := children.get(shared), nn.Module):
@@ -154,6 +158,13 @@ def _is_gated(children: dict[str, Any]) -> bool:
         return False
     gate, up, down = (children[key] for key in _GATED)
     return gate.out_features == up.out_features == down.in_features
+
+
+def _is_plain(children: dict[str, Any]) -> bool:
+    """Return whether the children are the projections of an MLP without a gate, as Nemotron-H's."""
+    if not all(isinstance(children.get(key), nn.Linear) for key in _PLAIN):
+        return False
+    return children["up_proj"].out_features == children["down_proj"].in_features
 
 
 def _is_packed(children: dict[str, Any]) -> bool:

@@ -109,6 +109,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Phi": {"num_key_value_heads": 4},
     "Phi3": {},
     "Phimoe": {"num_local_experts": 4},
+    "NemotronH": {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"],
+                  "mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2,
+                  "chunk_size": 8, "head_dim": 8},
     "OlmoHybrid": {key: value for key, value in LINEAR.items() if "expert" not in key},
     "Qwen3Next": LINEAR,
     "Qwen3_5Text": {key: value for key, value in LINEAR.items() if "expert" not in key},
@@ -128,6 +131,7 @@ AGREE = [
     ("Bloom", TENSOR),  # a bias for each head and sequence
     ("Bloom", {"tp": 4}),
     ("CodeGen", {**SEQUENCE, "pp": 2}),  # four blocks of queries, values and keys
+    ("Dots3NoteText", TENSOR),  # an indexer, whole on each rank
     ("Falcon", {**SEQUENCE, "pp": 2}),  # queries, their key and its value together
     ("Mpt", {**SEQUENCE, "pp": 2}),  # a bias for each head, q, k and v in one projection
     *((kind, SEQUENCE) for kind in ("BioGpt", "OPT", "XGLM")),  # an MLP in the layer itself
@@ -169,6 +173,7 @@ AGREE = [
     ("Phimoe", BOTH),
     ("Bamba", TENSOR),  # the groups of Mamba 2, each with its heads
     ("Bamba", SEQUENCE),
+    ("NemotronH", TENSOR),  # an MLP without a gate
     ("OlmoHybrid", TENSOR),  # a projection for each operand of linear attention
     ("Qwen3Next", TENSOR),  # linear attention by heads, a fused projection by key heads
     ("Qwen3Next", {"tp": 4}),  # two key heads: gathered around linear attention
@@ -244,7 +249,7 @@ def test_unsupported_models_are_refused(kind, sizes, code, names):
 
 @pytest.mark.parametrize(
     ("kind", "missing"),
-    [("GraniteMoeHybrid", "mamba.in_proj"), ("Dots3NoteText", "self_attn.indexer.wq_b")],
+    [("GraniteMoeHybrid", "mamba.in_proj"), ("Jamba", "mamba.in_proj")],
 )
 def test_a_refusal_shows_a_plan_that_completes_the_models_plan(kind, missing, tmp_path):
     with raises_code("tp-unplanned-module", naming=(missing, "--sharding-plan FILE")) as refused:
