@@ -76,7 +76,7 @@ def add_launches(  # noqa: PLR0917
     if not target.is_nvidia:
         return predicted_ns
     calls, call = _distinct_calls(graph, costs.index, target, attention)
-    least, more = np.array([_launch_times(*item, target) for item in calls]).reshape(-1, 2).T
+    least, more = np.array([launch_times(*item, target) for item in calls]).reshape(-1, 2).T
     # Their floors are in the fitted time, so only a time below the sum of floors grows.
     fitted = np.array([all(launch.fitted for launch in item[1]) for item in calls], dtype=bool)
     whole = costs.is_class(*_TIMED_WHOLE) & fitted[call]
@@ -97,8 +97,8 @@ def add_launches(  # noqa: PLR0917
     return predicted_ns + added
 
 
-def _launch_times(op: str, launches: list[Launch], target: Gpu) -> tuple[float, float]:
-    """Return (least time of all launches, the same without one kernel's floor) in ns."""
+def launch_times(op: str, launches: list[Launch], target: Gpu) -> tuple[float, float]:
+    """Return (least time of all launches of an operator, the same without one floor) in ns."""
     floors_ns = [_floor_ns(op, launch, target) for launch in launches]
     buffer_bytes = sum(launch.internal_bytes for launch in launches)
     least_ns = sum(floors_ns) + buffer_bytes / target.bandwidth_bytes_per_s * 1e9

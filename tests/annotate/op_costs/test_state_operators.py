@@ -11,7 +11,7 @@ from onerank.annotate.models.roofline import predict_from_datasheet
 from onerank.annotate.op_costs.node_costs import work_of_call
 from onerank.annotate.op_costs.operands import Call
 from onerank.annotate.passes.launch_rules import launches_of
-from onerank.annotate.passes.operators_to_kernels import _launch_times
+from onerank.annotate.passes.operators_to_kernels import launch_times
 
 BF16, F32 = "Tensor(c10::BFloat16)", "Tensor(float)"
 
@@ -46,7 +46,7 @@ def test_times_of_the_delta_rule_on_an_h100():
         launches = list(launches_of(op, call, h100))
         assert len(launches) == (8 if t > 1 else 1)
         assert [launch.share for launch in launches if launch.share] == [1.0]
-        _, others_ns = _launch_times(op, launches, h100) if t > 1 else (0, 0.0)
+        _, others_ns = launch_times(op, launches, h100) if t > 1 else (0, 0.0)
         errors.append((kernel_ns[0] + others_ns) / 1e3 / measured_us - 1)
     assert np.abs(errors).max() < 0.16
     assert np.abs(errors).mean() < 0.08
