@@ -40,7 +40,7 @@ from onerank.annotate.models.intervals import intervals
 from onerank.annotate.models.learned import predict_from_description, predict_learned
 from onerank.annotate.models.prediction_terms import Rule
 from onerank.annotate.op_costs.node_costs import op_costs_of
-from onerank.annotate.op_costs.op_classes import CLASSES, OpClass
+from onerank.annotate.op_costs.op_classes import CLASSES
 from onerank.annotate.recost.recost import source_gpu
 from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import Graph
@@ -255,9 +255,6 @@ def step(graph: Graph, name: str) -> None:
     costs = op_costs_of(graph)
     kernels = KernelFeatures.of(graph, costs)
     modelled, rules = predict_from_description(kernels, gpu)
-    modelled = np.where(
-        costs.is_class(OpClass.GEMM, OpClass.ATTENTION), share_of(kernels, modelled), modelled
-    )
     basis = Basis(library, None, gpu, predict_from_description, shipped())
     every = np.ones(len(modelled), dtype=bool)
     best = best_of(graph, costs, kernels, (modelled, rules), basis, where=every)
@@ -313,11 +310,6 @@ def caches(graph: Graph, name: str) -> None:
             cold, warm = (times[rows].sum() / true[rows].sum() - 1 for times in times_by_state)
             print(f"{least:5} to {most} MB read {rows.sum():6} nodes   cold {cold:+7.1%}   "
                   f"warm {warm:+7.1%}")  # fmt: skip
-
-
-def share_of(kernels: KernelFeatures, whole_ns: F64) -> F64:
-    """Return each kernel's share of its operator's predicted time, by measured durations."""
-    return whole_ns * kernels.duration_ns / np.maximum(kernels.operator_ns, 1)
 
 
 def main() -> None:
