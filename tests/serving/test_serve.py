@@ -20,6 +20,7 @@ from onerank.annotate.hosts.host import HOST_OP_KINDS
 from onerank.capture.options import Options, WindowPlan
 from onerank.capture.serving import latent_attention, served_model
 from onerank.capture.serving.compositions import Composition, default_grid, parse_grid
+from onerank.capture.serving.measure_grid import loaded_server
 from onerank.capture.serving.served_model import (
     RepeatableStep,
     build_model,
@@ -549,6 +550,14 @@ def test_measured_on_this_machine(tmp_path: Path):
     assert decode.p90_ns is not None
     assert 0 < decode.p10_ns <= decode.step_ns <= decode.p90_ns
     assert decode.gpu_ns == sum(k.time_ns for k in bundle.kernel_rows if k.row == 1)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_the_first_cuda_graph_is_as_fast_as_later_ones(tmp_path: Path):
+    sizes = {"num_hidden_layers": 16, "hidden_size": 2048, "intermediate_size": 8192}
+    with loaded_server(written(tmp_path, {**LLAMA, **sizes}), Options()) as server:
+        times = [min(server.time(Composition(2, 264), 3).graph_ns) for _ in range(5)]
+    assert times[0] == pytest.approx(times[-1], rel=0.03)
 
 
 @pytest.mark.parametrize(
