@@ -40,7 +40,8 @@ def _convolution(call: Call) -> Work | None:
         return None
     rows, weight, state = operands
     each = 2 * weight.shape[-1] + _SILU * (call.value(4) is not False)
-    return _with_state(vector_work(call, each * rows.numel), state)
+    work = _with_state(vector_work(call, each * rows.numel), state)
+    return replace(work, passes=_CONVOLUTION_TIMES[call.op])
 
 
 def _chunked_delta_rule(call: Call) -> Work | None:
@@ -107,12 +108,25 @@ def _selective_state_update(call: Call) -> Work | None:
         return None
     x, state = operands
     skip = 2 * (call.tensor(5) is not None)
-    return _with_state(vector_work(call, 6 * state.numel + skip * x.numel), state)
+    work = _with_state(vector_work(call, 6 * state.numel + skip * x.numel), state)
+    # In 16 bits, the kernel is bound by its instructions and not by the bytes.
+    return replace(work, passes=_MAMBA_UPDATE_TIMES[0 if state.item_bytes > 2 else 1])
 
 
 # Time of fla's update over that of its bytes at the achievable bandwidth of an H100: 8 to 256
 # sequences with 32 heads of 128 x 128 in float32, which it updates with 2.35 to 2.45 TB/s.
 _UPDATE_TIMES = 1.18
+
+
+# The same of the convolutions of fla, with 8,192 channels, and of mamba_ssm's update, with 128
+# heads of 64 and 128 numbers of the state in float32 and in bfloat16
+# (2026-11-27-state-kernels-h100).
+_CONVOLUTION_TIMES = {"causal_conv1d": 1.4, "causal_conv1d_update": 2.2}
+_MAMBA_UPDATE_TIMES = (1.07, 1.65)
+
+# Time of mamba_ssm's kernels over that of their bytes: states of chunks, their sum over the chunks
+# before, of which the cache serves a part, and the output.
+_STATES, _PASSING, _SCAN = 1.2, 0.8, 1.5
 
 
 class ChunkKernel(NamedTuple):
@@ -194,11 +208,16 @@ def _mamba_kernels(call: Call) -> Sequence[ChunkKernel]:
     scores = 4 * n * chunks * groups * chunk * chunk
     return (
         ChunkKernel("_chunk_cumsum_fwd_kernel", dt.nbytes + 2 * steps, _CUMSUM),
-        ChunkKernel("_chunk_state_fwd_kernel", x.nbytes + b.nbytes + 2 * steps + states, 1.0),
-        ChunkKernel("_state_passing_fwd_kernel", 2 * states, 1.0),
+        ChunkKernel(
+            "_chunk_state_fwd_kernel",
+            round(_STATES * (x.nbytes + b.nbytes + 2 * steps + states)),
+            1.0,
+        ),
+        ChunkKernel("_state_passing_fwd_kernel", round(_PASSING * 2 * states), 1.0),
         ChunkKernel("_bmm_chunk_fwd_kernel", 2 * b.nbytes + scores, 1.0),
         ChunkKernel(
-            "_chunk_scan_fwd_kernel", 2 * x.nbytes + b.nbytes + 2 * steps + states + scores
+            "_chunk_scan_fwd_kernel",
+            round(_SCAN * (2 * x.nbytes + b.nbytes + 2 * steps + states + scores)),
         ),
     )
 

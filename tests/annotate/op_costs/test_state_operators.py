@@ -52,6 +52,36 @@ def test_times_of_the_delta_rule_on_an_h100():
     assert np.abs(errors).mean() < 0.08
 
 
+# The same of mamba_ssm's scan, with 128 heads of 64, 8 groups and states of 128, by sequences and
+# tokens.
+MEASURED_SCANS = {
+    (1, 64): 19.2, (1, 256): 33.6, (1, 1024): 95.0, (1, 4096): 341.2, (1, 16384): 1321.5,
+    (16, 256): 390.0,
+}  # fmt: skip
+
+
+def test_times_of_mamba_2_on_an_h100():
+    h100, op, errors = load_gpu("H100"), "onerank_serving::mamba_chunk_scan", list[float]()
+    for (n, t), measured_us in MEASURED_SCANS.items():
+        x, b, state = [n, t, 128, 64], [n, t, 8, 128], [n, 128, 64, 128]
+        call = Call.parse(
+            "mamba_chunk_scan",
+            (json.dumps([x, [n, t, 128], [128], b, b, [128], [128], state, []]),
+             json.dumps([BF16, BF16, F32, BF16, BF16, BF16, F32, F32, "Int"])),
+            (json.dumps([x, state]), json.dumps([BF16, F32])),
+            json.dumps([*[None] * 8, 128]), "",
+        )  # fmt: skip
+        kernel_ns, _ = predict_from_datasheet(
+            kernels_of([work_of_call(op, call)], np.zeros(1)), h100
+        )
+        launches = list(launches_of(op, call, h100))
+        assert len(launches) == 5
+        others_ns = launch_times(op, launches, h100)[1]
+        errors.append((kernel_ns[0] + others_ns) / 1e3 / measured_us - 1)
+    assert np.abs(errors).max() < 0.13
+    assert np.abs(errors).mean() < 0.05
+
+
 @pytest.mark.parametrize("t", [64, 65, 128])
 def test_a_chunk_is_computed_whole(t: int):
     work = work_of_call(
