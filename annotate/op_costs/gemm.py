@@ -468,4 +468,21 @@ _RECURRENT: dict[str, Formula] = {
     "mkldnn_rnn_layer_backward": _recurrent([1, 2], 5, 2),
 }
 
-FORMULAS = {**GEMMS, **CONVOLUTIONS, **_RECURRENT}
+
+def _triangular_solve(call: Call) -> Work | None:
+    """Return the work of a triangular system a [..., n, n] for right sides b, by substitution.
+
+    n^2 FLOPs for each right side. transformers' linear attention solves one for each chunk.
+    """
+    a, b = call.tensor(0), call.tensor(1)
+    if a is None or b is None or not a.shape:
+        return None
+    return matmul_work(call, a, b.numel * a.shape[-1])
+
+
+FORMULAS = {
+    **GEMMS,
+    **CONVOLUTIONS,
+    **_RECURRENT,
+    "linalg_solve_triangular": _triangular_solve,
+}

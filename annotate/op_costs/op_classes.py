@@ -80,7 +80,7 @@ _OPERATORS = {
         chunk_fwd_kernel_h chunk_fwd_kernel_o chunk_bwd_kernel_dh chunk_bwd_kernel_dqkwg
         chunk_bwd_kernel_dv chunk_gated_delta_rule_fwd_kernel_h_blockdim64
         chunk_gated_delta_rule_bwd_kernel_dhu_blockdim64 generic_gemm wgrad_gemm_accum
-        chunk_gated_delta_rule mamba_chunk_scan index_scores""",
+        chunk_gated_delta_rule mamba_chunk_scan index_scores linalg_solve_triangular""",
     OpClass.ATTENTION: """
         scaled_dot_product_attention _scaled_dot_product_attention_math
         unified_attention unified_attention_with_output unified_mla_attention

@@ -93,3 +93,14 @@ def test_a_chunk_is_computed_whole(t: int):
     rows = 2 * t * (2 * 2 * 2 * 128 + 2 * 4 * 128 + 4 * 4 + 2 * 4)
     state = 4 * 2 * 4 * 128 * 128
     assert work.bytes_read == rows + state
+
+
+def test_a_triangular_system_costs_n_squared_for_each_right_side():
+    """As transformers' delta rule solves for each chunk of 64 tokens."""
+    shapes = [[1, 4, 2, 64, 64], [1, 4, 2, 64, 16], []]
+    inputs = json.dumps(shapes), json.dumps([F32, F32, "Bool"])
+    outputs = json.dumps([shapes[1]]), json.dumps([F32])
+    call = Call.parse("linalg_solve_triangular", inputs, outputs, "", "")
+    work = work_of_call("aten::linalg_solve_triangular", call)
+    assert work.flops == 4 * 2 * 16 * 64**2
+    assert work.matmul
