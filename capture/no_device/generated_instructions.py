@@ -40,7 +40,7 @@ _DIVISION = re.compile(r"//|%")
 _LOAD = re.compile(r"tl\.load\(\w+ \+ \((.*?)\)(?:, (.*))?\)(?:\.to\(tl\.float32\))?$")
 _STORE = re.compile(r"tl\.store\(\w+ \+ \((.*?)\), ")
 _ASSIGNED = re.compile(r"(\w+) = (.*)$")
-_ROW = re.compile(r"\w+index // \d{2,}$")
+_ROW = re.compile(r"\(*\w+index // \d{2,}\)?( % \d+\))?$")
 _VALUE = re.compile(r"_?tmp\d+$")
 
 # The first pattern that an expression contains names its operation.
@@ -128,8 +128,11 @@ class _Reading:
         if not axes >= self._all:
             return
         self._address(address, axes)
-        # Neighbours with conditions or divided indices of their own are not loaded together.
-        single = "tmp" in options.partition(",")[0] or _DIVISION.search(address)
+        # Neighbours with conditions or divided indices of their own are not loaded together. Those
+        # of a row share its condition, as in a concatenation.
+        condition = options.partition(",")[0]
+        own = "tmp" in condition and self._axes_of(condition) >= self._all
+        single = own or _DIVISION.search(address)
         self.counts["single load" if single else "load"] += 1
 
     def _operate(self, name: str, expression: str, axes: frozenset[str]) -> None:
