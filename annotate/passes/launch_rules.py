@@ -235,6 +235,20 @@ def _index_put(call: Call, target: Gpu) -> Sequence[Launch]:
 # Longest row that a block sorts: `sort_size` in Sort.cu.
 _SORTED_IN_BLOCK = 4096
 
+# Keys of a row up to which a kernel of Sort.cu runs, its name, and the floors it takes at least: a
+# block's threads sort several keys each, in passes over the bits. On an H100 64-bit keys take 3.4
+# to 4.0 us, 8.6, 25.1 to 25.7, 27.1 and 31.2 (torch 2.11); `sortKeyValueInplace` chooses by size.
+_BLOCK_SORTS = (
+    (32, "bitonicSortKVInPlace", 1.4),
+    (128, "radixSortKVInPlace", 3.25),
+    (1024, "radixSortKVInPlace", 9.6),
+    (2048, "radixSortKVInPlace", 10.3),
+    (_SORTED_IN_BLOCK, "radixSortKVInPlace", 11.8),
+)
+
+# Bits of the keys with which these times were measured; radix passes are as many as bits.
+_TIMED_BITS = 64
+
 
 def _sort(call: Call, target: Gpu) -> Sequence[Launch]:
     """Return the launches of a sort along the last dimension. Source: Sort.cu."""
@@ -245,7 +259,12 @@ def _sort(call: Call, target: Gpu) -> Sequence[Launch]:
     if keys.shape[-1] <= _SORTED_IN_BLOCK:
         several = keys.numel > keys.shape[-1]
         expand = Launch("elementwise_kernel", op=_COPY) if several else copy
-        return (copy, _COUNT_UP, expand, copy, Launch("radixSortKVInPlace", 1.0))
+        name, floors = next(
+            (kernel, floors) for most, kernel, floors in _BLOCK_SORTS if keys.shape[-1] <= most
+        )
+        if name.startswith("radix"):
+            floors *= 8 * keys.item_bytes / _TIMED_BITS
+        return (copy, _COUNT_UP, expand, copy, Launch(name, 1.0, floors=floors))
     sort = _radix_sort(8 * keys.item_bytes)
     *before, sweep = sort
     whole = sweep._replace(share=1.0)
@@ -343,6 +362,53 @@ def _histogram(call: Call, target: Gpu) -> Sequence[Launch]:
     )
 
 
+# Launch floors of a load that waits for the one before, in a reduction's block of 512 threads with
+# four values each, and the share of it that a sum takes (`load_chains`).
+_LOAD_FLOORS, _SUMMED = 0.155, 0.535
+_VALUES_OF_LOAD = 512 * 4
+
+# Values from which blocks share a reduction to one number, and its floors then.
+_SHARED_VALUES, _SHARED_FLOORS = 131072, 2.2
+
+
+def _multinomial(call: Call, target: Gpu) -> Sequence[Launch]:
+    """Return the launches of one sample of each row: the largest of weights over random numbers.
+
+    Source: `multinomial` in Distributions.cpp. It checks the weights first, without the host.
+    """
+    weights = call.tensor(0)
+    if weights is None or not weights.shape or call.value(1) != 1:
+        return ()
+    values, size = weights.numel, weights.nbytes
+    shared = values >= _SHARED_VALUES
+    bound = _SHARED_FLOORS if shared else _LOAD_FLOORS * ceil(values / _VALUES_OF_LOAD)
+    extreme = Launch("reduce_kernel", op="aten::min", floors=bound, internal_bytes=size)
+    row_floors = _LOAD_FLOORS * ceil(weights.shape[-1] / _VALUES_OF_LOAD)
+    small = Launch("vectorized_elementwise_kernel", op="aten::ge")
+    check = Launch("_assert_async_cuda_kernel", floors=0.83)
+    clear = (MEMSET,) * shared
+    return (
+        *clear,
+        extreme,
+        small,
+        *clear,
+        extreme._replace(op="aten::max"),
+        small._replace(op="aten::lt"),
+        small._replace(op="aten::bitwise_and"),
+        check,
+        Launch("reduce_kernel", op="aten::sum", floors=max(0.9, _SUMMED * row_floors),
+               internal_bytes=size),
+        small._replace(op="aten::eq"),
+        Launch("reduce_kernel", op="aten::any", floors=1.0),
+        small._replace(op="aten::bitwise_not"),
+        check,
+        Launch("distribution_elementwise_grid_stride_kernel", op="aten::exponential_", floors=1.1,
+               internal_bytes=size),
+        Launch("vectorized_elementwise_kernel", op="aten::div", internal_bytes=3 * size),
+        Launch("reduce_kernel", 1.0, op="aten::argmax", floors=max(0.9, row_floors)),
+    )  # fmt: skip
+
+
 # Norms and losses.
 
 
@@ -425,7 +491,10 @@ def _reduction(call: Call, target: Gpu) -> Sequence[Launch]:
 
 # Operators, by base name, whose launches depend on axes or flags.
 _NEED_VALUES = NEED_AXES | frozenset(
-    ("_index_put_impl_ index_put_ index_put _cudnn_attention_forward mamba_chunk_scan ").split()
+    (
+        "_index_put_impl_ index_put_ index_put _cudnn_attention_forward mamba_chunk_scan "
+        "multinomial"
+    ).split()
 )
 
 
@@ -459,6 +528,7 @@ _RULES: dict[str, Rule] = {
     "argsort": _sort,
     "topk": _topk,
     "cumsum": _cumsum,
+    "multinomial": _multinomial,
     "_local_scalar_dense": _read_number,
     "nonzero": _nonzero,
     "masked_select": _masked_select,

@@ -267,3 +267,34 @@ def test_convolutions_as_on_an_h100(channels, size, window, stride, expected):
         assert tuple(map(len, launches)) == counts
         for one in launches:
             assert sum(launch.share for launch in one) == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("keys", "kernel", "measured_us"),
+    [
+        (24, "bitonicSortKVInPlace", 4.03),
+        (96, "radixSortKVInPlace", 8.67),
+        (600, "radixSortKVInPlace", 25.66),
+        (1600, "radixSortKVInPlace", 27.3),
+        (3000, "radixSortKVInPlace", 31.07),
+    ],
+)
+def test_a_block_sorts_a_short_row(keys, kernel, measured_us):
+    """Rows of 64-bit keys on an H100, torch 2.11 (2026-11-27)."""
+    h100 = load_gpu("H100")
+    operand = Tensor((keys,), "int64", 8)
+    last = launches_of("aten::sort", Call("sort", ((operand,),), ((operand,),), ()), h100)[-1]
+    assert last.name == kernel
+    assert last.floors * h100.launch_floor_ns / 1e3 == pytest.approx(measured_us, rel=0.12)
+
+
+def test_one_sample_of_each_row_checks_its_weights():
+    """The kernels of `multinomial` of 8 rows of 128,256 words on an H100: 80 us."""
+    weights = Tensor((8, 128256), "float32", 4)
+    sampled = Tensor((8, 1), "int64", 8)
+    call = Call("multinomial", ((weights,), (), (), ()), ((sampled,),), (None, 1, False, None))
+    launches = launches_of("aten::multinomial", call, load_gpu("H100"))
+    assert len(launches) == 16
+    assert [base_name(launch.op) for launch in launches if launch.internal_bytes] == [
+        *("min", "max", "sum", "exponential_", "div"),
+    ]
