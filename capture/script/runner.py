@@ -365,8 +365,14 @@ def play_script(script: Script) -> None:
             runpy.run_module(script.module, run_name="__main__", alter_sys=True)
 
 
-def _exited(exit_: SystemExit, script: Script, windows: Windows, taken: int) -> ScriptError:
+def _exited(exit_: SystemExit, script: Script, windows: Windows, taken: int) -> OneRankError:
     """Return the error of a script that exited after `taken` optimizer steps, too few."""
+    # A launcher such as Hydra's prints what a script raised, and exits while it handles that.
+    handled = exit_.__context__
+    while handled is not None:
+        if isinstance(handled, OneRankError):
+            return handled
+        handled = handled.__context__
     call = "os._exit" if isinstance(exit_, _ImmediateExit) else "sys.exit"
     where = script_line(exit_, script.path) + library_line(exit_, script.path)
     text = f"{where} called {call}({exit_.code!r}) after {_counted(windows, taken)}; "

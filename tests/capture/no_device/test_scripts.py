@@ -4,7 +4,7 @@ import textwrap
 from collections import Counter
 
 from notes import has_note
-from without_device import LINEAR, captured
+from without_device import LINEAR, captured, run
 
 
 def test_a_script_that_stays_on_the_cpu_is_noted(tmp_path):
@@ -185,3 +185,18 @@ def test_parts_of_a_storage_share_its_memory(tmp_path):
     # nanotron accumulates gradients in 32 bits so; the script asserts what they share.
     graph = captured(tmp_path, STORAGE_PARTS)
     assert graph.text("op").count("aten::add_") == 2
+
+
+def test_a_refusal_that_a_launcher_turns_into_an_exit_is_reported(tmp_path):
+    # Hydra prints what a script raises, and exits while it handles that.
+    text = """
+    import sys, torch
+    try:
+        (torch.randn(8, device="cuda") > 0).nonzero()
+    except Exception:
+        sys.exit(1)
+    """
+    done = run(tmp_path, text)
+    assert done.returncode == 2
+    assert "error[no-device-value]: train.py:4" in done.stderr
+    assert "script-exited" not in done.stderr
