@@ -359,7 +359,8 @@ def test_inductor_schedules_compiled_code(tmp_path, monkeypatch):
     instructions = graph.nodes.instructions[costs.index]
     # A load, four operations and the error function.
     assert instructions[gelu] == round((2.5 + 4 * 1.2 + 10) * 32 * 128)
-    assert (instructions[generated] > 0).all()
+    # A kernel that only stores a number has none that count.
+    assert (instructions[generated] >= 0).all()
     assert (instructions[~generated] == UNKNOWN).all()
     assert (costs.flops >= 0).all()
     # Of the embedding's table only the rows of the tokens count: tokens, rows, weight and bias.
