@@ -1,5 +1,6 @@
 """Figures of one composition: from its measured graph, or predicted for a GPU."""
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -204,6 +205,11 @@ def _recosted(before: Graph, target: Target) -> tuple[Graph, Recosting]:
 # 22 decodes of a Llama-8B at TP 2 (1,439 to 1,534 kernels) on an H100, 352 to 383 in most of them.
 _GRAPH_GAP_NS = 370
 
+# Half the width of the gap's 80% interval. Decodes have gaps of 173 to 303 ns on H100s (Llama-8B,
+# Llama-1B and a Qwen3-MoE, whole) and of 357 to 417 ns on an H200 (the two Llamas); a gap that was
+# measured on an H100 differs from that on the H200 by 60 to 177.
+_GRAPH_GAP_HALF_WIDTH_NS = 150
+
 
 def _graph_times(
     recosting: Recosting, after: Graph, measured_row: StepRow | None
@@ -214,11 +220,16 @@ def _graph_times(
     if measured_row is not None and measured_row.graph_ns and measured_row.gpu_ns:
         # The gaps between the kernels of a CUDA graph are taken to be those of the measured GPU.
         gaps_ns = max(0, measured_row.graph_ns - measured_row.gpu_ns)
-    low, high = [end + gaps_ns for end in recosting.interval] or [None, None]
+    gaps_width_ns = _GRAPH_GAP_HALF_WIDTH_NS * int(after.gpu_compute.sum())
+    low, high = recosting.interval or (None, None)
+    if low is not None and high is not None:
+        # The errors of kernels and of gaps have different causes, so they add in quadrature.
+        low = gpu_ns + gaps_ns - math.hypot(gpu_ns - low, gaps_width_ns)
+        high = gpu_ns + gaps_ns + math.hypot(high - gpu_ns, gaps_width_ns)
     return {
         "graph_ns": gpu_ns + gaps_ns,
-        "graph_low_ns": low,
-        "graph_high_ns": high,
+        "graph_low_ns": None if low is None else round(low),
+        "graph_high_ns": None if high is None else round(high),
         "gpu_ns": gpu_ns,
     }
 

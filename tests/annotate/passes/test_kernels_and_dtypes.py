@@ -95,6 +95,35 @@ def test_the_kernel_that_the_target_usually_runs(ran, source, target, runs, forw
     assert (resolution.runs, resolution.forward) == (runs, pytest.approx(forward))
 
 
+def decode(shape: tuple[int, int, int], us: float):
+    sequences, context, size = shape
+    query, key = [sequences, 32, 1, size], [sequences, 8, context + 1, size]
+    return {
+        "op": "aten::_scaled_dot_product_flash_attention",
+        "inputs": [(BF16, query), *[(BF16, key)] * 2, ("Double", []), *[("Bool", [])] * 2],
+        "outputs": [(BF16, query)],
+        "values": ["", "", "", 0.0, False, False],
+        "kernels": [(FLASH2, round(us * 1000))],
+    }
+
+
+@pytest.mark.parametrize(
+    ("shape", "h200_us", "h100_us"),
+    [
+        # Medians over the layers of a Llama-8B and a Llama-1B: sequences, context, size of a head.
+        ((40, 3000, 128), 241.7, 243.6),  # bound by an SM's rate, whatever the memory
+        ((128, 512, 128), 126.0, 133.1),
+        ((8, 16384, 128), 138.5, 190.2),  # bound by the memory
+        ((40, 3000, 64), 175.4, 173.5),
+    ],
+)
+def test_a_measured_decode_scales_by_the_model_of_its_kernel(trace, shape, h200_us, h100_us):
+    to_h200 = recost(trace(decode(shape, h100_us), device="H100"), "H200")
+    to_h100 = recost(trace(decode(shape, h200_us), device="H200"), "H100")
+    assert kernels(to_h200)[0] / 1000 == pytest.approx(h200_us, rel=0.09)
+    assert kernels(to_h100)[0] / 1000 == pytest.approx(h100_us, rel=0.09)
+
+
 def test_flash_attention_2_on_hopper_takes_173_hundredths_of_the_usual(trace):
     graph = trace(attention(FLASH2), device="A100")
     usual, second = recost(graph, "H100"), recost_with(graph, "H100", attention="flash2")
