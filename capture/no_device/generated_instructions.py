@@ -37,7 +37,7 @@ _ELEMENTS_OF_A_THREAD = 16
 
 _NAMES = re.compile(r"[A-Za-z_]\w*")
 _DIVISION = re.compile(r"//|%")
-_LOAD = re.compile(r"tl\.load\(\w+ \+ \((.*?)\)(?:, (.*))?\)(?:\.to\(tl\.float32\))?$")
+_LOAD = re.compile(r"tl\.load\(\w+ \+ \((.*?)\)(?:, (.*))?\)(?:\.to\(tl\.\w+\))?$")
 _STORE = re.compile(r"tl\.store\(\w+ \+ \((.*?)\), ")
 _ASSIGNED = re.compile(r"(\w+) = (.*)$")
 _ROW = re.compile(r"\(*\w+index // \d{2,}\)?( % \d+\))?$")
@@ -45,6 +45,8 @@ _VALUE = re.compile(r"_?tmp\d+$")
 
 # The first pattern that an expression contains names its operation.
 _OPERATIONS = (
+    # Before the functions: `isinf` contains `sin`.
+    (re.compile(r"\.is(?:nan|inf)\("), "select"),
     (re.compile(r"exp2|log2"), "power"),
     (re.compile(r"exp|log|tanh|erf|sin|cos|pow"), "exponential"),
     (re.compile(r"sqrt"), "root"),
@@ -75,7 +77,7 @@ def operations_of(source: str) -> dict[str, float]:
 
 
 class _Reading:
-    """What is known while the lines of a kernel are read.
+    """Counts the operations of a kernel line by line, and keeps the axes of each name.
 
     Args:
         axes: its axes with more than one iteration, such as "x" and "r0_".
@@ -128,22 +130,22 @@ class _Reading:
         if not axes >= self._all:
             return
         self._address(address, axes)
-        # Neighbours with conditions or divided indices of their own are not loaded together. Those
-        # of a row share its condition, as in a concatenation.
+        # Neighbours are loaded one by one if their conditions differ or their index is divided.
+        # Those of a row share its condition, as in a concatenation.
         condition = options.partition(",")[0]
-        own = "tmp" in condition and self._axes_of(condition) >= self._all
-        single = own or _DIVISION.search(address)
+        of_elements = "tmp" in condition and self._axes_of(condition) >= self._all
+        single = of_elements or _DIVISION.search(address)
         self.counts["single load" if single else "load"] += 1
 
     def _operate(self, name: str, expression: str, axes: frozenset[str]) -> None:
-        of_doubles = any(each in self._doubles for each in _NAMES.findall(expression))
+        of_doubles = not self._doubles.isdisjoint(_NAMES.findall(expression))
         if "float64" in expression or (of_doubles and ".to(" not in expression):
             self._doubles.add(name)
         elif name in self._doubles:
             self._doubles.discard(name)
         is_double = of_doubles or name in self._doubles
-        found = (operation for pattern, operation in _OPERATIONS if pattern.search(expression))
-        operation = next(found, "arithmetic")
+        named = (operation for pattern, operation in _OPERATIONS if pattern.search(expression))
+        operation = next(named, "arithmetic")
         if is_double:
             operation = "double quotient" if operation == "quotient" else "double"
         if operation:

@@ -138,3 +138,20 @@ def test_a_condition_of_a_row_leaves_neighbours_together():
     of_a_row = instructions_of(CONCATENATED.replace("PLACE", "x1"))
     of_elements = instructions_of(CONCATENATED.replace("PLACE", "x0"))
     assert of_elements - of_a_row == pytest.approx(3.6 - 2.5 + (1.3 + 1.2) * 15 / 16)
+
+
+MASKED = """
+@triton.jit
+def triton_poi_fused_1(in_ptr0, in_ptr1, out_ptr0, xnumel, XBLOCK):
+    xnumel = 58720256
+    x0 = xindex
+    tmp0 = tl.load(in_ptr0 + (x0), None).to(tl.int1)
+    tmp1 = tl.load(in_ptr1 + (x0), None).to(tl.float32)
+    tmp2 = libdevice.isinf(tmp1).to(tl.int1)
+    tmp3 = tmp0 | tmp2
+    tl.store(out_ptr0 + (x0), tmp3, None)
+"""
+
+
+def test_booleans_are_loaded_and_compared():
+    assert instructions_of(MASKED) == pytest.approx(2 * 2.5 + 1.3 + 1.2)
