@@ -359,7 +359,7 @@ def test_inductor_schedules_compiled_code(tmp_path, monkeypatch):
     instructions = graph.nodes.instructions[costs.index]
     # A load, four operations and the error function.
     assert instructions[gelu] == round((2.5 + 4 * 1.2 + 10) * 32 * 128)
-    # A kernel that reads nothing stores a number: zeros, to which the embedding's gradient is added.
+    # One kernel reads nothing: it stores zeros, to which the embedding's gradient is added.
     fills = generated & (costs.bytes_read == 0)
     assert fills.sum() == 1
     assert instructions[fills].tolist() == [0]
