@@ -51,6 +51,14 @@ def test_the_index_lists_every_benchmark_and_its_links_exist():
     assert not [link for link in links if not (BENCHMARKS / link).exists()]
 
 
+def test_scripts_of_jobs_import_nothing_of_benchmarks():
+    # `torchrun` and `capture run` start them as files: the root of the checkout is not on the path.
+    scripts = sorted((BENCHMARKS / "jobs").glob("*.py"))
+    assert scripts
+    imports = re.compile(r"^\s*(?:from|import) benchmarks\b", re.MULTILINE)
+    assert not [path.name for path in scripts if imports.search(path.read_text())]
+
+
 def test_end_leaves_no_worker_in_a_session_of_its_own():
     from benchmarks.slices.predicted_vs_real import end
 

@@ -6,16 +6,16 @@ capture run benchmarks/jobs/deepspeed_zero.py --torchrun --dp 2 -o trace.et -- -
 Needs `pip install deepspeed`; runs on a CPU with DS_ACCELERATOR=cpu.
 """
 
+import argparse
+
 import deepspeed
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.harness import parser_of
-
 
 def main() -> None:
     """Train for a number of steps on random tokens."""
-    parser = parser_of(__doc__)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     sizes = {"zero": 1, "layers": 8, "hidden": 2048, "ffn": 5632, "heads": 16, "vocab": 32000}
     sizes |= {"seq": 2048, "batch": 4, "micro-batches": 1, "steps": 1000}
     for name, default in sizes.items():

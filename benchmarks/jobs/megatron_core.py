@@ -25,8 +25,6 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import transformer_block
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from benchmarks.harness import parser_of
-
 
 def main() -> None:
     """Train for a number of steps on random tokens."""
@@ -81,7 +79,7 @@ def main() -> None:
 
 def arguments() -> argparse.Namespace:
     """Return the options."""
-    parser = parser_of(__doc__)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     sizes = {"tp": 1, "pp": 1, "vp": 0, "cp": 1, "ep": 1}
     sizes |= {"layers": 8, "hidden": 4096, "ffn": 11008, "heads": 32, "vocab": 32000}
     sizes |= {"experts": 0, "topk": 2, "seq": 2048, "batch": 1, "micro-batches": 2, "steps": 1000}

@@ -29,7 +29,6 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import onerank
-from benchmarks.harness import parser_of
 
 VOCABULARY = 50257  # GPT-2's
 DROPOUT = 0.1
@@ -368,7 +367,7 @@ def padded_vocabulary(tp: int) -> int:
 
 def main() -> None:
     """Train on random tokens."""
-    parser = parser_of(__doc__)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     for name, default in {"hidden": 0, "heads": 16, "micro-batch": 0, "tp": 0, "sequence": 1024,
                           "layers": 2}.items():  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default, required=not default)
