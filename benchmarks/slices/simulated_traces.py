@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import onerank
-from benchmarks.harness import print_conditions
+from benchmarks.harness import parser_of, print_conditions
 from onerank.analysis.step_time import replay
 from onerank.converters.expand.host_delays import insert_host_delays_by_rank
 from onerank.converters.expand.ranks import expand_ranks
@@ -39,6 +39,7 @@ BANDWIDTH_GB_PER_S = 450.0
 
 
 def main() -> None:
+    parser_of(__doc__).parse_args()
     binary = Path(os.environ.get("ASTRA_SIM_BIN", "")).resolve()
     if not binary.is_file():
         sys.exit("ASTRA_SIM_BIN is not set: name AstraSim_Analytical_Congestion_Unaware")
