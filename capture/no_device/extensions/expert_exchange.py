@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from onerank.capture.no_device.extensions.emulated_modules import Extension, Launch
@@ -40,16 +40,14 @@ class _Layout:
         group: ranks that share the experts.
         tokens: tokens of this rank.
         visits: whether a token of this rank goes to a rank [tokens, ranks].
-        choice: experts of each token [tokens, k]; -1 is none.
         local_choice: experts of each received token [received, k], numbered on this rank; -1 is
-            another rank's.
+            none, or another rank's.
         per_expert: tokens that each expert of this rank receives.
     """
 
     group: Any
     tokens: int
     visits: Tensor
-    choice: Tensor
     local_choice: Tensor
     per_expert: list[int]
 
@@ -66,7 +64,7 @@ class _Layout:
             here[arriving < 0] = -1
             local = here.repeat(ranks, 1)
             counts = torch.bincount(local[local >= 0], minlength=each)
-        return cls(group, len(choice), visits, choice, local, counts.tolist())
+        return cls(group, len(choice), visits, local, counts.tolist())
 
     @property
     def to_rank(self) -> list[int]:
@@ -83,11 +81,11 @@ class _Layout:
         """Send rows to the ranks of their experts, or back.
 
         Args:
-            rows: this rank's tokens, or received ones [n, ...]; the first of them stand for those
-                that a rank gets.
-            result: the received tokens, or this rank's.
-            back: whether received tokens return.
-            later: whether the caller waits for the result by itself.
+            rows: this rank's tokens [n, ...], or received ones if `back`. A rank gets as many of
+                the first rows as it has tokens to receive.
+            result: the received tokens, or this rank's if `back`.
+            back: whether received tokens return to their ranks.
+            later: whether the caller, not the current stream, waits for the result.
 
         Returns:
             The work handle, if the caller waits.
@@ -157,7 +155,7 @@ class _Config:
 
 @dataclass(frozen=True)
 class _Kernels:
-    """What the buffers of both packages need of a capture."""
+    """Records launches of both packages, and knows the numbers of tensors."""
 
     launch: Launch
     known: Known
@@ -203,7 +201,7 @@ class _Communicator:
 
 
 class _Buffer(_Communicator):
-    """`deep_ep.Buffer`: [tokens, hidden] rows, with an event in the place of a wait."""
+    """`deep_ep.Buffer`: rows are [tokens, hidden]; each call returns an event to wait for."""
 
     num_sms = 20
 
@@ -250,6 +248,8 @@ class _Buffer(_Communicator):
             x: [tokens, hidden], or a pair of it in 8 bits and its scales.
             handle: of an earlier dispatch, whose layout repeats.
             given: `topk_idx`, `topk_weights`, `num_tokens_per_expert`, `async_finish` and others.
+                With `num_worst_tokens` the results have as many rows, of which the last stay
+                unused, and the host learns no counts.
 
         Returns:
             Received rows, their local experts and weights, tokens of each expert, the handle, and
@@ -262,23 +262,30 @@ class _Buffer(_Communicator):
             experts = given["num_tokens_per_expert"].shape[0]
             numbers = kernels.numbers(given["topk_idx"], "Buffer.dispatch")
             layout = _Layout.of(self.group, numbers, experts)
-            choice = kernels.filled(layout.local_choice, given["topk_idx"].dtype)
+            worst = given.get("num_worst_tokens") or 0
+            allocated = worst or layout.received
+            unused = allocated - layout.received
+            assert unused >= 0, "DeepEP receives at most num_worst_tokens"
+            with unset_fake_temporarily():
+                local = nn.functional.pad(layout.local_choice, (0, 0, 0, unused), value=-1)
+            choice = kernels.filled(local, given["topk_idx"].dtype)
             if given.get("topk_weights") is not None:
                 weights = given["topk_weights"].new_empty(choice.shape)
-            align = given.get("expert_alignment") or 1
-            per_expert = [-(-count // align) * align for count in layout.per_expert]
-            if not given.get("num_worst_tokens"):
+            per_expert = []
+            if not worst:
                 # The host polls the counts that the kernel writes, to allocate the result.
                 torch.cuda.current_stream().synchronize()
+                align = given.get("expert_alignment") or 1
+                per_expert = [-(-count // align) * align for count in layout.per_expert]
         else:
-            (layout,) = handle
-        received = rows.new_empty((layout.received, *rows.shape[1:]))
+            layout, allocated = handle
+        received = rows.new_empty((allocated, *rows.shape[1:]))
         work = layout.exchange(rows, received, back=False, later=later)
         result: Any = received
         if scales is not None:
-            result = received, scales.new_empty((layout.received, *scales.shape[1:]))
+            result = received, scales.new_empty((allocated, *scales.shape[1:]))
         event = _EventOverlap(_Work(work) if later else None)
-        return result, choice, weights, per_expert, (layout,), event
+        return result, choice, weights, per_expert, (layout, allocated), event
 
     def combine(self, x: Tensor, handle: Any, topk_weights: Tensor | None = None, **given: Any):
         """Send rows back, and sum those of a token.
@@ -286,7 +293,7 @@ class _Buffer(_Communicator):
         Returns:
             Rows of this rank's tokens, the sums of their weights, and the event.
         """
-        (layout,) = handle
+        layout, _ = handle
         later = bool(given.get("async_finish"))
         combined = x.new_empty((layout.tokens, *x.shape[1:]))
         work = layout.exchange(x, combined, back=True, later=later)
@@ -365,7 +372,7 @@ class _HybridBuffer(_Communicator):
         chosen = self.kernels.numbers(routed, call)
         with unset_fake_temporarily():
             most = max(1, int(chosen.sum(-1).max()))
-            # The chosen experts first; -1 behind them.
+            # The chosen experts come first, and -1 fills the other slots.
             order = chosen.int().argsort(dim=-1, descending=True, stable=True)[:, :most]
             numbers = torch.where(chosen.gather(-1, order), order, -1)
         return _Layout.of(self.group, numbers, routed.shape[-1])

@@ -107,6 +107,16 @@ def test_deepep_sends_a_token_once_to_each_rank(shares, rank, printed, rows, tmp
     assert sizes == [there, back, there]
 
 
+def test_deepep_with_a_worst_case_allocates_its_rows(tmp_path):
+    text = DEEPEP.replace("previous_event=event,", "previous_event=event, num_worst_tokens=100,")
+    text = text.replace("local[:2]", "local[95:97]")
+    result, sizes = dispatched(tmp_path, text, [1, 1, 0, 0, 0, 0, 0, 0], 0)
+    # 24 tokens of each of 4 ranks travel; the host learns no counts.
+    assert "RESULT [24, 0, 0, 0] 100 [] [[" in result
+    assert result.endswith(", [-1, -1]]")
+    assert sizes == [24 * 16 * 2, 96 * 16 * 2, 24 * 16 * 2]
+
+
 def test_hybridep_orders_rows_by_padded_experts(tmp_path):
     result, sizes = dispatched(tmp_path, HYBRID, [1, 0, 0, 1, 0, 0, 0, 0], 1)
     # 24 tokens of each of 4 ranks for its second expert, in multiples of 32.
