@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import nn
 
+from onerank.capture.parallelize.tensor.module_styles import COLUMN, HEADS, REPLICATED, ROW
 from onerank.capture.parallelize.tensor.shard_parameters import cut_blocks, cut_parameter
 
 STATEFUL = "state_heads"
@@ -21,7 +22,7 @@ STATEFUL = "state_heads"
 CHANNELS = "state_channels"
 """Style of its convolution, which is sliced with the layer."""
 
-_COLUMN, _ROW, _WHOLE = "colwise", "rowwise", "replicated_with_grad_allreduce"
+_COLUMN, _ROW = COLUMN[0], ROW[0]
 
 
 class _Layer(NamedTuple):
@@ -50,13 +51,13 @@ _DELTA_RULE = _Layer(
     divide=("num_k_heads", "num_v_heads", "key_dim", "value_dim", "conv_dim"),
     heads=("num_k_heads", "num_v_heads"),
     styles={
-        # Qwen3-Next has the queries, keys, values and gates of a key head together; so a share of
-        # the rows is that of a rank's heads.
+        # Qwen3-Next keeps the rows of a key head together (queries, keys, values and gates), so a
+        # rank's share of the rows is that of its heads.
         **dict.fromkeys(("in_proj_qkvz", "in_proj_ba"), _COLUMN),
         **dict.fromkeys(("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), _COLUMN),
         **dict.fromkeys(("q_proj", "k_proj", "v_proj", "a_proj", "b_proj", "g_proj"), _COLUMN),
         **dict.fromkeys(("out_proj", "o_proj"), _ROW),
-        **dict.fromkeys(("norm", "o_norm"), _WHOLE),
+        **dict.fromkeys(("norm", "o_norm"), REPLICATED[0]),
     },
     parts={"in_proj_qkv": ("key_dim", "key_dim", "value_dim")},
 )
@@ -70,7 +71,7 @@ _MAMBA_2 = _Layer(
     channels=("intermediate_size", "of_groups", "of_groups"),
     divide=("num_heads", "n_groups", "intermediate_size", "conv_dim"),
     heads=("num_heads", "n_groups"),
-    styles={"in_proj": _COLUMN, "out_proj": _ROW, "norm": "local_params"},
+    styles={"in_proj": _COLUMN, "out_proj": _ROW, "norm": HEADS[0]},
     parts={
         "in_proj": ("intermediate_size", "intermediate_size", "of_groups", "of_groups", "num_heads")
     },
@@ -116,7 +117,7 @@ def stateful_styles(model: nn.Module, size: int) -> dict[str, str]:
 def fused_widths(module: nn.Module, child: str) -> Sequence[int]:
     """Return the output features of the fused parts of a projection in a layer with states.
 
-    () if the layer has none, or the projection a single part.
+    () if the layer has no state, or the projection has a single part.
     """
     kind = _kind_of(module)
     return [_width(module, name) for name in kind.parts.get(child, ())] if kind else ()
@@ -125,7 +126,7 @@ def fused_widths(module: nn.Module, child: str) -> Sequence[int]:
 def cut_stateful(module: Any, name: str, group: dist.ProcessGroup) -> None:
     """Keep this rank's heads of a layer with states: parameters, convolution and counts.
 
-    After its projections, whose parts follow from the counts.
+    Call it after the projections are cut: the widths of their parts follow from these counts.
     """
     kind = _kind_of(module)
     assert kind is not None, "a layer that `stateful_styles` knows"
