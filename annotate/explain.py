@@ -8,7 +8,7 @@ import numpy as np
 
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.gpus.registry import load_gpu
-from onerank.annotate.models.attention_time import attention_tiles
+from onerank.annotate.models.attention_time import attention_tiles, queries_of_tile
 from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.features import KernelFeatures
 from onerank.annotate.models.gpu_distance import distance_from_fitted
@@ -146,7 +146,7 @@ def _lines(
     rule, root = record.rules[row], record.roots[row]
     lines: Lines = []
     if source is None:
-        lines.append(("measured", "on no GPU: the trace was captured on a CPU"))
+        lines.append(("measured", "on no GPU: the capture was on a CPU or without a device"))
     lines += [*_work_lines(kernels, row), ("rule", rule.label)]
     is_by_tiles = any(term.name in ("by tiles", "by rows") for term in root.named())
     if is_by_tiles:
@@ -173,11 +173,13 @@ def term_text(term: Term) -> str:
 
 
 def _work_lines(kernels: KernelFeatures, row: int) -> Lines:
-    """Return the known bytes and FLOPs of a kernel."""
+    """Return the known bytes, FLOPs and instructions of a kernel."""
     work: list[str] = []
     for amount, unit in ((kernels.bytes[row], "bytes"), (kernels.flops[row], "FLOPs")):
         if np.isfinite(amount):
             work.append(f"{amount:,.0f} {unit}")
+    if kernels.instructions[row]:
+        work.append(f"{kernels.instructions[row]:,.0f} instructions")
     return [("work", ", ".join(work))] if work else []
 
 
@@ -206,8 +208,10 @@ def _wave_lines(kernels: KernelFeatures, row: int, target: Gpu) -> Lines:
         return []
     call = int(kernels.call[row])
     if kernels.attention[call, :_SIZES].all():
-        tiles = attention_tiles(target, kernels.attention[[call]]).item()
-        what = "tiles of 128 queries"
+        shapes = kernels.attention[[call]]
+        tiles = attention_tiles(target, shapes).item()
+        head_sizes = shapes[:, 5:7]
+        what = f"tiles of {queries_of_tile(head_sizes.max(axis=1)).item():.0f} queries"
     else:
         batch, m, n, *_ = kernels.gemm[call]
         tiles = batch * np.ceil(m / 128) * np.ceil(n / 128)

@@ -45,7 +45,7 @@ from onerank.annotate.models.prediction_terms import Term, TermRecord, norm, qua
 from onerank.annotate.op_costs.attention import QUERY_TILE
 from onerank.ir.arrays import F64, Mask
 
-_WIDEST = 256  # head size up to which a tile has that many queries
+_WIDEST = 256  # head size up to which a tile has `QUERY_TILE` queries
 
 # Architectures whose kernels pack only single queries. With 16 to 64 queries of four and more heads
 # per key head, a B200's (TensorRT-LLM's) took 2.0 times as long as packed tiles, in the median, and
@@ -314,7 +314,7 @@ def attention_terms(
     # the time of 192 + 128 (TensorRT-LLM's kernels on H100, H200 and B200), and 192 + 192 takes
     # 1.11 to 1.14.
     width = np.maximum(d, dv)
-    query_tile = _query_tile(width)
+    tile = queries_of_tile(width)
     blocks = np.maximum(keys, QUERY_TILE / 2) / QUERY_TILE
     # Query tile i of n sees i blocks of keys under a causal mask, (n + 1) /
     # 2 on average. Queries of the last keys also see all keys before them.
@@ -330,7 +330,7 @@ def attention_terms(
         backward, _BACKWARD * (3 * d + 2 * width + softmax), d + width + softmax
     )
     rate = c.efficiency * (rates.sustained * rates.peak) ** 0.5
-    block: F64 = 2e9 * query_tile * QUERY_TILE * products * fitted_to / (rate / gpu.sm_count)
+    block: F64 = 2e9 * tile * QUERY_TILE * products * fitted_to / (rate / gpu.sm_count)
     prologue = c.prologue_cycles * cycle
     compute = np.maximum(
         # Under a causal mask the last query tile still sees all keys, so it bounds the time.
@@ -367,8 +367,12 @@ def _softmax(gpu: Gpu, rates: Rates) -> F64:
     return rates.peak / 2 / exponentials_per_s
 
 
-def _query_tile(width: F64) -> F64:
-    """Return the queries of a tile for heads of `width`, float64[d]."""
+def queries_of_tile(width: F64) -> F64:
+    """Return the number of queries of a tile, float64[d].
+
+    Args:
+        width: the larger of the head sizes of keys and values, float64[d].
+    """
     # The accumulators of wider heads do not fit into the registers: with one tile of 16 queries and
     # heads of 512 Triton's kernel takes 9.7 us on an H100, FlashAttention-4's 12.0.
     return np.where(width > _WIDEST, QUERY_TILE / 2, QUERY_TILE)
@@ -378,7 +382,7 @@ def attention_tiles(gpu: Gpu, shapes: F64) -> F64:
     """Return the number of query tiles of fused attention on a GPU, float64[d]."""
     columns: list[F64] = list(shapes.T)
     batch, heads, key_heads, rows, _, d, dv, *_ = columns
-    tile = _query_tile(np.maximum(d, dv))
+    tile = queries_of_tile(np.maximum(d, dv))
     group = heads / np.maximum(key_heads, 1)
     # FlashAttention packs the queries of the heads that share a key head into one tile
     # (`pack_gqa`), which pays off in decoding, where a head has one query.

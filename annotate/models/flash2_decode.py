@@ -198,7 +198,9 @@ class WaveTerms:
         on = f"on {gpu}"
         terms = [
             quantity("floor", float(self.floor_ns[i]), note=f"launch floor {on}"),
-            quantity("waves", self.waves_ns[i], note=f"of thread blocks {on}: {self.waves[i]}"),
+            quantity(
+                "waves", self.waves_ns[i], note=f"{self.waves[i]} waves of thread blocks {on}"
+            ),
         ]
         if self.combine_ns[i]:
             note = f"sum over the parts of divided keys {on}"

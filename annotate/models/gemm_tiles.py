@@ -107,11 +107,14 @@ def has_misaligned_rows(gemm: F64) -> tuple[Mask, Mask]:
 
 
 def _operand_row_elements(gemm: F64) -> F64:
-    """Return the elements of a row of an operand, float64[d]; argument as above.
+    """Return the elements of a row of an operand, float64[d].
 
     An operand that is not transposed has rows of k elements. The gradient of a weight,
     [m, k] x [k, n], transposes both, so that they have m and n, and k is the number of tokens; the
     step then contains the forward GEMM, [k, n] x [n, m].
+
+    Args:
+        gemm: as for `has_misaligned_rows`.
     """
     batch, m, n, k, item, _ = gemm.T
     # Inductor pads GPT-2's vocabulary in two of its three products, so the third, the weight's

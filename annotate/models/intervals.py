@@ -152,7 +152,7 @@ _WITHOUT_MODEL = (
 )
 
 SHORT_NS = 10_000
-"""Shorter GEMMs have separate errors, because the launch determines their time."""
+"""Shorter predictions have separate errors, because the launch determines their time."""
 
 LONG_NS = 100_000
 """Longer memory-bound kernels without a measurement have separate errors.

@@ -16,6 +16,7 @@ from onerank.annotate.models.prediction_terms import (
     TermRecord,
     factor,
     longest,
+    norm,
     power,
     product,
     quantity,
@@ -38,8 +39,9 @@ def predict_from_datasheet(
     of the last-level cache for operands of PyTorch's kernels that fit into half of it; compute
     time uses sustained rates. A dtype without units on the target runs at the rate of a wider one
     (see `KernelRates`). Without a rate or a formula for the operator, only memory counts.
-    Elements handled one by one take SM cycles, and loads that wait for each other a latency each. A
-    recurrent layer is costed GEMM by GEMM (see `cost_record.ComponentGemm`).
+    Instructions of generated kernels overlap with memory. Elements handled one by one take SM
+    cycles, and loads that wait for each other a latency each. A recurrent layer is costed GEMM by
+    GEMM (see `cost_record.ComponentGemm`).
     """
     terms = datasheet_terms(kernels, target)
     predicted_ns, rate = terms.predicted_ns, terms.rate
@@ -224,7 +226,9 @@ class DatasheetTerms:
         floor_ns: launch floor of the operator's class, float64[n].
         rate: sustained FLOP/s for the kernel's class and dtype, nan if unknown, float64[n].
         compute_s: FLOPs at that rate; 0 if unknown, float64[n].
-        memory_s: streamed bytes at the achievable bandwidth; 0 if unknown, float64[n].
+        bytes_s: streamed bytes at the achievable bandwidth; 0 if unknown, float64[n].
+        instructions_s: instructions of the threads; 0 if unknown, float64[n].
+        memory_s: the p-norm of `bytes_s` and `instructions_s`, float64[n].
         issue_s: SM cycles of elements handled one by one, float64[n].
         chain_s: latency of loads that wait for each other, float64[n].
         rule: a `Rule` for each, uint8[n].
@@ -233,6 +237,8 @@ class DatasheetTerms:
     floor_ns: F64
     rate: F64
     compute_s: F64
+    bytes_s: F64
+    instructions_s: F64
     memory_s: F64
     issue_s: F64
     chain_s: F64
@@ -246,15 +252,21 @@ class DatasheetTerms:
 
     def term(self, i: int) -> Term:
         """Return the prediction of kernel `i` as a term."""
-        times = [
-            quantity("memory", self.memory_s[i] * 1e9, note="streamed bytes at the bandwidth"),
-            quantity("compute", self.compute_s[i] * 1e9, note="FLOPs at the sustained rate"),
-        ]
+        streamed_ns, note = self.bytes_s[i] * 1e9, "streamed bytes at the bandwidth"
+        memory = quantity("memory", streamed_ns, note=note)
+        if self.instructions_s[i]:
+            streamed = quantity("bytes", streamed_ns, note=note)
+            note = "instructions of its threads, issued at the boost clock"
+            issued = quantity("instructions", self.instructions_s[i] * 1e9, note=note)
+            both_ns = self.memory_s[i] * 1e9
+            memory = norm(_SMOOTH, streamed, issued, name="memory", value=both_ns)
+        note = "FLOPs at the sustained rate"
+        times = [memory, quantity("compute", self.compute_s[i] * 1e9, note=note)]
         if self.issue_s[i]:
             note = "SM cycles of elements handled one by one"
             times.append(quantity("issue", self.issue_s[i] * 1e9, note=note))
         if self.chain_s[i]:
-            note = "loads that wait for each other, as with few rows"
+            note = "loads that wait for each other: few rows, or an index and its row"
             times.append(quantity("chain", self.chain_s[i] * 1e9, note=note))
         floor = quantity("floor", self.floor_ns[i], note="launch floor")
         return total(floor, longest(*times), name="datasheet", value=self.predicted_ns[i])
@@ -279,22 +291,25 @@ def datasheet_terms(kernels: KernelFeatures, target: Gpu) -> DatasheetTerms:
     rates = kernels.rates(target)
     rate = rates.sustained
     compute = np.nan_to_num(kernels.flops / rate)
-    memory = np.nan_to_num(kernels.bytes * kernels.passes) * kernels.s_per_byte(target)
+    streamed = np.nan_to_num(kernels.bytes * kernels.passes) * kernels.s_per_byte(target)
     instructions = kernels.instructions_s(target)
-    with_instructions = (memory**_SMOOTH + instructions**_SMOOTH) ** (1 / _SMOOTH)
+    both = (streamed**_SMOOTH + instructions**_SMOOTH) ** (1 / _SMOOTH)
+    memory = np.where(instructions > 0, both, streamed)
     issue = kernels.issue_s(target)
     rule = np.where(compute > memory, Rule.COMPUTE, Rule.MEMORY)
     rule = np.where((compute > memory) & rates.wider, Rule.WIDER_RATE, rule)
     rule = np.where(kernels.matmul & np.isnan(rate), Rule.NO_RATE, rule)
     rule = np.where(np.isnan(kernels.bytes) & np.isnan(kernels.flops), Rule.FLOOR_ONLY, rule)
-    rule = np.where((instructions > memory) & (memory >= compute), Rule.ISSUE, rule)
-    memory = np.where(instructions > 0, with_instructions, memory)
+    rule = np.where((instructions > streamed) & (memory >= compute), Rule.ISSUE, rule)
     rule = np.where(issue > np.maximum(compute, memory), Rule.ISSUE, rule)
     latency_s = _LATENCY_S if target.is_nvidia else 0.0
     chain = kernels.chain_loads(target) * latency_s
     rule = np.where(chain > np.maximum.reduce([compute, memory, issue]), Rule.CHAIN, rule)
     floor = kernels.floor_ns(target)
-    return DatasheetTerms(floor, rate, compute, memory, issue, chain, rule.astype(np.uint8))
+    return DatasheetTerms(
+        *(floor, rate, compute, streamed, instructions, memory, issue, chain),
+        rule=rule.astype(np.uint8),
+    )
 
 
 def parts_of(kernels: KernelFeatures, target: Gpu, rows: I64, rate: F64) -> PartTimes:

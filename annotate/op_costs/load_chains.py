@@ -1,10 +1,11 @@
-"""Chains of loads that wait for each other, which bound kernels with few rows.
+"""Chains of loads that wait for each other, which bound kernels with few rows or with an index.
 
 One thread block reads a row in steps, and a step waits for the loads of the step before. With many
 rows other blocks hide this time; with few the time grows with the length of the row and not with
 the number of rows. Times on an H100, torch 2.11 (benchmarks/results,
 2026-11-27-small-operators-h100): layer norm of 1 to 64 rows of 7168 15 us, a softmax of 1 to 8 rows
-of 128,256 numbers 41 us, `cumsum` along the first dimension of 8192 x 256 3.2 ms.
+of 128,256 numbers 41 us, `cumsum` along the first dimension of 8192 x 256 3.2 ms. An index and the
+element at it are a chain of two loads.
 
 The chain is one of four bounds of a kernel, of which the longest counts (`roofline`): with many
 rows it is that of bytes or of SM cycles, which `memory_bound` has.

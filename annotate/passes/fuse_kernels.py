@@ -330,7 +330,7 @@ def _write_fused(graph: Graph, chains: list[Chain], op: str) -> Graph:
     """Return the graph with the first of each chain turned into the fused kernel."""
     nodes = graph.nodes
     names = ("duration_ns", "spread_ns", "p10_ns", "p90_ns", "uncontended_ns", "evidence", "flops",
-             "bytes_read", "bytes_written", "kind")  # fmt: skip
+             "instructions", "bytes_read", "bytes_written", "kind")  # fmt: skip
     columns = {name: getattr(nodes, name).copy() for name in names}
     texts = {name: graph.text(name) for name in TEXTS}
     for chain in chains:
@@ -344,8 +344,9 @@ def _write_fused(graph: Graph, chains: list[Chain], op: str) -> Graph:
             # Only the part above the floor streams bytes, and the fused kernel has one floor.
             floor = np.minimum(values, MIN_KERNEL_NS)
             columns[name][head] = round(float(floor.max() + (values - floor).sum() * streamed))
-        flops = nodes.flops[members]
-        columns["flops"][head] = UNKNOWN if (flops == UNKNOWN).any() else flops.sum()
+        for name in ("flops", "instructions"):
+            counts = getattr(nodes, name)[members]
+            columns[name][head] = UNKNOWN if (counts == UNKNOWN).any() else counts.sum()
         columns["bytes_read"][head] = chain.bytes_read
         columns["bytes_written"][head] = chain.bytes_written
         # Neither the spread nor the time without contention of a fused kernel follows from its

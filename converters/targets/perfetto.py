@@ -133,7 +133,7 @@ def _slices(
         if shown_ns[index] != nodes.duration_ns[index]:
             # The slice was cut; without this its width would be taken for the duration.
             details["own_ns"] = int(nodes.duration_ns[index])
-        for column in ("flops", "bytes_read", "bytes_written", "comm_bytes"):
+        for column in ("flops", "instructions", "bytes_read", "bytes_written", "comm_bytes"):
             if (value := int(getattr(nodes, column)[index])) != UNKNOWN:
                 details[column] = value
         if kind.is_communication:
