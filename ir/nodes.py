@@ -98,7 +98,7 @@ class GeneratedWork(NamedTuple):
 
     Attributes:
         flops: its FLOPs.
-        instructions: those of all its threads.
+        instructions: its instructions, summed over its threads.
     """
 
     flops: int = UNKNOWN
@@ -179,7 +179,7 @@ class Nodes:
     bytes_read: I64 = _column(np.int64, UNKNOWN)
     bytes_written: I64 = _column(np.int64, UNKNOWN)
     instructions: I64 = _column(np.int64, UNKNOWN)
-    """Instructions that the threads of a kernel execute, each thread's counted by itself; UNKNOWN
+    """Instructions that a kernel executes, summed over its threads (not its warps); UNKNOWN
     except for kernels that Inductor generated in a capture without a device."""
     bytes_allocated: I64 = _column(np.int64, 0)
     """Device memory that the operator allocated."""

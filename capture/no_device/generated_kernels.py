@@ -93,7 +93,7 @@ class KernelAccesses:
         Each has as many elements as the launch touches: one of an embedding's table for each
         iteration, and the whole of a tensor that has fewer. A tensor that is stored element by
         element, each in another sector, has a last axis for the rest of what the store moves:
-        annotate derives the bytes of a kernel from its shapes, also at another sequence length.
+        annotate derives the bytes of a kernel from its shapes.
         """
         by_name = dict(zip(self.parameters, args, strict=False))
         iterations = self._iterations(by_name)

@@ -69,9 +69,8 @@ class Resize:
         """Return the graph with the operands of its calls at the new size.
 
         Shapes of operators and kernels, communication bytes, and memory allocated and freed change.
-        FLOPs and bytes follow from the shapes; of generated kernels only bytes do. Parameters,
-        their gradients and the optimizer stay. Timed communication grows in proportion to its
-        bytes.
+        FLOPs and bytes follow from the shapes. Parameters, their gradients and the optimizer stay.
+        Timed communication grows in proportion to its bytes.
 
         Raises:
             AnnotateError: the sizes cannot be inferred or followed, do not divide, or change
@@ -104,7 +103,6 @@ class Resize:
         notes = (
             _note(growth, changed, sizing),
             *_unresized_note(graph, growth),
-            *_generated_note(graph, changed),
             *mismatch_notes(resized, changed),
             *misaligned_note(graph, resized, sizing),
         )
@@ -251,23 +249,6 @@ def _unresized_note(graph: Graph, growth: StepGrowth) -> tuple[Note, ...]:
             f"{len(unresized)} kernels of forward and backward, {time_ns} ns, do not record their "
             "operands and stay as captured.",
             code="resize-operands-unknown",
-        ),
-    )
-
-
-def _generated_note(graph: Graph, changed: Mask) -> tuple[Note, ...]:
-    """Return a note if kernels that Inductor generated lose their instructions and FLOPs.
-
-    Both are counted for the iterations of the captured size, which the graph does not have.
-    """
-    count = int((changed & (graph.nodes.instructions > 0)).sum())
-    if not count:
-        return ()
-    return (
-        Note(
-            f"{count} generated kernels have no FLOPs or instructions at the new size: only their "
-            "bytes determine their time.",
-            code="resize-generated-work",
         ),
     )
 

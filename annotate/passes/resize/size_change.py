@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from onerank.annotate.op_costs.op_classes import is_generated
 from onerank.annotate.passes.tensor_locations import has_tensor_ids
 from onerank.annotate.token_count import token_ids
 from onerank.ir import Graph, Job, Phase
@@ -491,14 +492,18 @@ def _check(graph: Graph) -> None:
         )
     if graph.job.compilation is not None:
         raise AnnotateError(
-            "the step was compiled, and generated kernels do not record their operands\n"
+            "the step was compiled, and tensors cannot be followed through generated kernels\n"
             "  use the eager capture next to it (--compile writes trace.eager.et)",
             code="resize-compiled-trace",
         )
-    # The job records a compilation only for `--compile`; torch.compile in a script leaves this.
-    if any(module.type == "OptimizedModule" for module in graph.job.modules):
+    # The job records a compilation only for `--compile`. After torch.compile in a script the module
+    # shows it, but in captures without a device, or of `model.compile()`, only the kernels do.
+    wrapped = any(module.type == "OptimizedModule" for module in graph.job.modules)
+    operators = np.unique(graph.nodes.op).tolist()
+    if wrapped or any(is_generated(graph.strings[code]) for code in operators):
         raise AnnotateError(
-            "the script compiled its model, and generated kernels do not record their operands\n"
+            "the script compiled its model, and tensors cannot be followed through generated "
+            "kernels\n"
             "  capture it without torch.compile",
             code="resize-compiled-script",
         )
