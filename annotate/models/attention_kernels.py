@@ -145,8 +145,8 @@ class ShapeFactors:
         forward_tail: share of the longest tile.
         backward_tail: the same of the backward pass.
         source: where the figures are from.
-        sustained: sustained over peak rate of the GPU if the kernel, measured alone, stayed below
-            its power limit; None if not.
+        sustained: sustained over peak rate of the GPU on which the kernel alone was measured and
+            stayed below the power limit; None if it reached the limit.
     """
 
     heads: tuple[int, ...]
@@ -161,8 +161,9 @@ class ShapeFactors:
         """Return the time in a step of training over the time alone.
 
         Products keep a step at the power limit, so its clock is the boost clock. A kernel that
-        stays below the limit alone has the highest clock there. The model's time grows with the
-        root of the sustained rate, so that it has a part of the limit already.
+        stays below the limit alone has the highest clock there. The model's rate is proportional
+        to the root of the sustained rate, so a GPU with a lower one has a part of the limit in its
+        time already, and gets a smaller factor.
         """
         rates = gpu.tensor_flops_per_s("bfloat16"), gpu.peak_tensor_flops_per_s("bfloat16")
         if self.sustained is None or not rates[0] or not rates[1]:

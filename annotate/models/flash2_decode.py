@@ -199,7 +199,7 @@ class WaveTerms:
         terms = [
             quantity("floor", float(self.floor_ns[i]), note=f"launch floor {on}"),
             quantity(
-                "waves", self.waves_ns[i], note=f"{self.waves[i]} waves of thread blocks {on}"
+                "waves", self.waves_ns[i], note=f"waves of thread blocks {on}: {self.waves[i]}"
             ),
         ]
         if self.combine_ns[i]:

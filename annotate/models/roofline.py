@@ -307,7 +307,14 @@ def datasheet_terms(kernels: KernelFeatures, target: Gpu) -> DatasheetTerms:
     rule = np.where(chain > np.maximum.reduce([compute, memory, issue]), Rule.CHAIN, rule)
     floor = kernels.floor_ns(target)
     return DatasheetTerms(
-        *(floor, rate, compute, streamed, instructions, memory, issue, chain),
+        floor_ns=floor,
+        rate=rate,
+        compute_s=compute,
+        bytes_s=streamed,
+        instructions_s=instructions,
+        memory_s=memory,
+        issue_s=issue,
+        chain_s=chain,
         rule=rule.astype(np.uint8),
     )
 

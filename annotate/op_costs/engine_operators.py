@@ -282,7 +282,7 @@ def _largest_scores(call: Call) -> Work | None:
 def _sparse_attention(call: Call) -> Work | None:
     """Return the work of attention of queries [n, t, h, d] to chosen vectors of [n, keys, d].
 
-    Each vector counts as read once, as far as the queries choose different ones.
+    Each chosen vector is read once for its query, up to the bytes of the whole cache.
     """
     query, cached, indices, result = *(call.tensor(place) for place in range(3)), call.output()
     if query is None or cached is None or indices is None or result is None:

@@ -24,8 +24,8 @@ _SILU = 3
 
 def _tensors(call: Call, *places: int) -> list[Tensor] | None:
     """Return operands; None if one is not recorded."""
-    found = [call.tensor(place) for place in places]
-    return None if None in found else [tensor for tensor in found if tensor is not None]
+    tensors = [tensor for place in places if (tensor := call.tensor(place)) is not None]
+    return tensors if len(tensors) == len(places) else None
 
 
 def _with_state(work: Work, state: Tensor) -> Work:
@@ -134,7 +134,7 @@ class ChunkKernel(NamedTuple):
 
     Attributes:
         name: its name.
-        moved: bytes that it streams, times `_DELTA_TIMES` where it is slower than its bytes.
+        moved: bytes that it streams, multiplied by its time over that of its bytes.
         floors: its shortest time in launch floors; 0 for the kernel that has the FLOPs.
     """
 
@@ -147,10 +147,11 @@ class ChunkKernel(NamedTuple):
 # takes 1.25 us with 16 heads of 128, and 1.48 with 32 (2026-11-27-state-kernels-h100).
 _DELTA_STEPS = 3.3
 
-# Shortest times of fla's kernels in launch floors, and their time over that of their bytes, from
-# the same measurement. The kernel of the inverse takes 16 to 19 us up to 1,024 tokens.
-_NORM, _CUMSUM, _INVERSE, _VECTORS, _OUTPUT = 1.08, 0.48, 6.2, 1.45, 1.5
-_DELTA_TIMES = {_INVERSE: 2.8, _VECTORS: 1.15, _OUTPUT: 1.45}
+# Shortest times of fla's kernels in launch floors, from the same measurement. Kernels that are
+# slower than their bytes: the same, and their time over that of their bytes. The kernel of the
+# inverse takes 16 to 19 us up to 1,024 tokens.
+_NORM, _CUMSUM = 1.08, 0.48
+_INVERSE, _VECTORS, _OUTPUT = (6.2, 2.8), (1.45, 1.15), (1.5, 1.45)
 
 
 def _delta_kernels(call: Call) -> Sequence[ChunkKernel]:
@@ -168,8 +169,9 @@ def _delta_kernels(call: Call) -> Sequence[ChunkKernel]:
     keys, values = item * n * t * h * key, item * n * t * h * value
     inverse, states = item * n * t * h * DELTA_CHUNK, item * n * chunks * h * key * value
 
-    def slower(floors: float, moved: int) -> tuple[int, float]:
-        return round(_DELTA_TIMES[floors] * moved), floors
+    def slower(kernel: tuple[float, float], moved: int) -> tuple[int, float]:
+        floors, times = kernel
+        return round(times * moved), floors
 
     return (
         ChunkKernel("l2norm_fwd_kernel", 2 * q.nbytes, _NORM),

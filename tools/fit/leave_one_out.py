@@ -366,8 +366,8 @@ def few_families(cases: Iterable[Case]) -> dict[str, float]:
     for case in cases:
         by_kind.setdefault(case.kind, []).append(case)
     every: list[F64] = []
-    # Group of cases of a GPU -> kind -> errors over its bound. First the cases of each kind, whose
-    # predictions have one length, then those that took more than 10 us and less.
+    # Group of cases of a GPU -> kind -> errors over its bound. `predicted` groups them by kind,
+    # which depends on the predicted length, `measured` by whether they took more than 10 us.
     predicted: dict[tuple[str, str, bool], dict[str, list[F64]]] = {}
     measured: dict[tuple[str, str, bool], dict[str, list[F64]]] = {}
     for kind, of_kind in by_kind.items():
@@ -392,11 +392,11 @@ def few_families(cases: Iterable[Case]) -> dict[str, float]:
     factors = dict.fromkeys(by_kind, mean)
     for groups in (predicted, measured):
         least = dict(factors)
-        for key, group in groups.items():
+        for (name, _, long), group in groups.items():
             ratios = {kind: np.concatenate(group[kind]) / factors[kind] for kind in group}
             if sum(map(len, ratios.values())) < _LEAST_CASES:
                 continue
-            for kind, factor in _growth(ratios, _kind_of_length(*key)).items():
+            for kind, factor in _growth(ratios, _kind_of_length(name, long=long)).items():
                 least[kind] = max(least[kind], factor * factors[kind])
         factors = least
     return factors
@@ -418,7 +418,8 @@ def _growth(ratios: dict[str, F64], kind: str) -> dict[str, float]:
     return dict.fromkeys(ratios, float(np.sort(np.concatenate([*ratios.values()]))[count - 1]))
 
 
-def _kind_of_length(kind: str, _: str, long: bool) -> str:
+def _kind_of_length(kind: str, *, long: bool) -> str:
+    """Return a kind with the length of times over 10 us, or of shorter ones."""
     return f"{kind}_short" if kind in _PARTED and not long else kind
 
 

@@ -5,7 +5,7 @@ from click.testing import CliRunner
 from notes import note_of
 from raised import raises_code
 
-from onerank.annotate import MODELS, PassOptions, load_gpu, recost
+from onerank.annotate import MODELS, PassOptions, explain, load_gpu, recost
 from onerank.annotate.models.attention_kernels import CHOICES, family_of, resolve
 from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.learned import attention_share
@@ -122,6 +122,20 @@ def test_a_measured_decode_scales_by_the_model_of_its_kernel(trace, shape, h200_
     to_h100 = recost(trace(decode(shape, h200_us), device="H200"), "H100")
     assert kernels(to_h200)[0] / 1000 == pytest.approx(h200_us, rel=0.09)
     assert kernels(to_h100)[0] / 1000 == pytest.approx(h100_us, rel=0.09)
+
+
+def test_explain_prints_the_waves_of_a_measured_decode(trace):
+    graph = trace(decode((8, 16384, 128), 190.2), device="H100")
+    (node,) = graph.nodes.id[graph.gpu_compute].tolist()
+    explained = explain(graph, "H200", node)
+    assert explained.terms is not None
+    terms = [term for term in explained.terms.named() if term.name in ("waves", "by kernel")]
+    # Of the target and of the source, and their ratio times the measured time.
+    assert [term.name for term in terms] == ["waves", "waves", "by kernel"]
+    assert [term.note for term in terms[:2]] == [
+        f"waves of thread blocks on {name}: 1" for name in ("H200", "H100-SXM")
+    ]
+    assert explained.terms.evaluate() == pytest.approx(explained.duration_ns, abs=0.5)
 
 
 def test_flash_attention_2_on_hopper_takes_173_hundredths_of_the_usual(trace):

@@ -204,7 +204,14 @@ def _connect(events: _NodeEvents) -> _Connected:
         builder.add_launch_order(self_times_ns, threads)
         gaps = sync_edges.explain_gaps()
     return _Connected(
-        *(builder, placement, sync_edges, self_times_ns, gaps, unplaced, syncs, without_edge)
+        builder=builder,
+        placement=placement,
+        sync_edges=sync_edges,
+        self_times_ns=self_times_ns,
+        gaps=gaps,
+        unplaced=unplaced,
+        syncs=syncs,
+        syncs_without_edge=without_edge,
     )
 
 
