@@ -315,34 +315,40 @@ class _HybridBuffer(_Communicator):
             hidden: [tokens, hidden].
             handle: of an earlier dispatch, whose layout repeats.
             given: `routing_map` [tokens, experts] or `topk_idx` and `num_of_experts`; `probs`,
-                `pad_multiple`, `non_blocking`, `fuse_permute_dispatch` and others.
+                `pad_multiple`, `non_blocking`, `fuse_permute_dispatch` and others. With
+                `non_blocking` the results have `num_permuted_tokens` rows, of which the last stay
+                unused, and the counts stay on the GPU.
 
         Returns:
             Ordered rows, their weights, scales, rows of each expert, and the handle.
         """
         kernels = self.kernels
-        if handle is None:
-            layout = self._layout(given)
-            if not given.get("non_blocking"):
-                torch.cuda.current_stream().synchronize()
-        else:
-            layout = handle[0]
+        layout: _Layout = self._layout(given) if handle is None else handle[0]
         align = given.get("pad_multiple") or 1
         per_expert = [-(-count // align) * align for count in layout.per_expert]
-        ordered = hidden.new_empty((sum(per_expert), *hidden.shape[1:]))
+        filled = sum(per_expert)
+        if handle is not None:
+            allocated: int = handle[2]
+        elif given.get("non_blocking"):
+            allocated = int(given["num_permuted_tokens"])
+            assert allocated >= filled, "HybridEP drops rows beyond num_permuted_tokens"
+        else:
+            allocated = filled
+            torch.cuda.current_stream().synchronize()
+        ordered = hidden.new_empty((allocated, *hidden.shape[1:]))
         # Rows arrive in a buffer of the package; the result, which has at least as many rows,
         # stands for it.
         arrived = ordered[: layout.received]
         layout.exchange(hidden, arrived, back=False, later=False)
         if not given.get("fuse_permute_dispatch"):
-            kernels.launch("permute_rows", [arrived], [ordered])
+            kernels.launch("permute_rows", [arrived], [ordered[:filled]])
         probs = given.get("probs")
-        weights = None if probs is None else probs.new_empty(sum(per_expert))
+        weights = None if probs is None else probs.new_empty(allocated)
         with unset_fake_temporarily():
             counts = torch.tensor(per_expert)
         counts = kernels.filled(counts, counts.dtype) if given.get("non_blocking") else counts
         overflow = kernels.filled([0], torch.int32)
-        return ordered, weights, None, counts, (layout, overflow)
+        return ordered, weights, None, counts, (layout, filled, allocated, overflow)
 
     def combine_with_unpermute(
         self, *, hidden: Tensor, handle: Any, probs: Tensor | None = None, **given: Any
@@ -352,10 +358,10 @@ class _HybridBuffer(_Communicator):
         Returns:
             Rows of this rank's tokens, and their weights for all experts [tokens, experts].
         """
-        layout: _Layout = handle[0]
+        layout, filled, *_ = handle
         leaving = hidden[: layout.received]
         if not given.get("fuse_unpermute_combine"):
-            self.kernels.launch("unpermute_rows", [hidden], [leaving])
+            self.kernels.launch("unpermute_rows", [hidden[:filled]], [leaving])
         combined = hidden.new_empty((layout.tokens, *hidden.shape[1:]))
         layout.exchange(leaving, combined, back=True, later=False)
         experts = len(layout.per_expert) * self.group_size

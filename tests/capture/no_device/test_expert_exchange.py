@@ -63,6 +63,8 @@ HYBRID = (
         num_of_experts_per_rank=2, pad_multiple=32,
     )
     combined, weights = buffer.combine_with_unpermute(hidden=rows, handle=handle, probs=weights)
+    again = buffer.dispatch_with_permute(hidden=combined, handle=handle, pad_multiple=32)[0]
+    assert again.shape == rows.shape
     assert combined.shape == x.shape and weights.shape == (24, 8)
     (x * combined).sum().backward()
     optimizer.step()
@@ -117,11 +119,15 @@ def test_deepep_with_a_worst_case_allocates_its_rows(tmp_path):
     assert sizes == [24 * 16 * 2, 96 * 16 * 2, 24 * 16 * 2]
 
 
-def test_hybridep_orders_rows_by_padded_experts(tmp_path):
-    result, sizes = dispatched(tmp_path, HYBRID, [1, 0, 0, 1, 0, 0, 0, 0], 1)
+@pytest.mark.parametrize(
+    ("waits", "rows"), [("", 96), ("non_blocking=True, num_permuted_tokens=128,", 128)]
+)
+def test_hybridep_orders_rows_by_padded_experts(waits, rows, tmp_path):
+    text = HYBRID.replace("pad_multiple=32,", f"pad_multiple=32, {waits}")
+    result, sizes = dispatched(tmp_path, text, [1, 0, 0, 1, 0, 0, 0, 0], 1)
     # 24 tokens of each of 4 ranks for its second expert, in multiples of 32.
-    assert "RESULT 96 [0, 96] 0" in result
-    assert sizes == [48 * 16 * 2, 96 * 16 * 2]
+    assert f"RESULT {rows} [0, 96] 0" in result
+    assert sizes == [48 * 16 * 2, 96 * 16 * 2, 48 * 16 * 2]
     graph = onerank.read(tmp_path / "trace.et")
     work = op_costs_of(graph)
     names = [graph.strings[int(op)] for op in graph.nodes.op[work.index]]
