@@ -245,7 +245,7 @@ def _pairs(t: int, keys: int, count: int) -> int:
 
 
 def _stored_keys(call: Call) -> Work | None:
-    """Return the work of quantising new keys [n, t, d] into the cache, whose rows come second."""
+    """Return the work of quantising new keys [n, t, d]; the second operand is their place."""
     keys = call.tensor(0)
     return keys and vector_work(call, 2 * keys.numel, keys.nbytes, call.list_bytes(1))
 
@@ -296,7 +296,7 @@ def _sparse_attention(call: Call) -> Work | None:
         query,
         2 * pairs * h * (d + dv),
         query.nbytes + read + indices.nbytes,
-        # A prefill's queries choose each for itself; no kernel of attention was measured so.
+        # Each query of a prefill attends to other keys: no measured attention kernel does so.
         attention=shape if t == 1 else None,
     )
 

@@ -7,7 +7,7 @@ grid before it loads the model.
 
 import itertools
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -74,6 +74,13 @@ class Composition(msgspec.Struct, frozen=True, order=True):
     def context_lengths(self) -> tuple[int, ...]:
         """Tokens of each sequence in the KV cache before the step: prefills first."""
         return (*(self.prefill_context,) * self.prefills, *(self.decode_context,) * self.decodes)
+
+    def parts(self) -> Iterator[tuple[str, int, int]]:
+        """Yield name, sequences and new tokens of each, for prefills and decodes of the step."""
+        if self.prefills:
+            yield "prefill", self.prefills, self.prefill_tokens
+        if self.decodes:
+            yield "decode", self.decodes, 1
 
     def __str__(self) -> str:
         parts: list[str] = []

@@ -5,9 +5,9 @@ last inputs of a convolution, and a matrix that sums up all tokens. An engine's 
 convolution and a scan over the prefills of a step, and an update of the states for its decodes:
 vLLM and SGLang split the tokens so (vllm/model_executor/layers/mamba, `GDNAttentionBackend`).
 
-All such layers of transformers call the same few functions of their module for these two, by name.
-`keep_states` gives each layer a copy of its forward in which the names mean the operators of
-`state_operators`, run for each part of the step.
+In transformers, all such layers call functions with the same few names for the convolution and the
+scan. `keep_states` gives each layer a copy of its forward in which these names mean the operators
+of `state_operators`, run for each part of the step.
 """
 
 import contextlib
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from onerank.capture.fake_tensors import is_fake
 from onerank.capture.serving import state_operators as _operators
 from onerank.capture.serving.compositions import Composition
 from onerank.ir.errors import CaptureError
@@ -53,14 +54,6 @@ class SequenceStates:
     )
     layer: int = 0
 
-    def parts(self) -> Iterator[tuple[str, int, int]]:
-        """Yield the name, the sequences and the tokens of each sequence of the step's parts."""
-        c = self.composition
-        if c.prefills:
-            yield "prefill", c.prefills, c.prefill_tokens
-        if c.decodes:
-            yield "decode", c.decodes, 1
-
     def room(
         self, part: str, kind: str, like: Tensor, shape: tuple[int, ...], dtype: Any
     ) -> Tensor:
@@ -72,7 +65,7 @@ class SequenceStates:
 
     def allocate(self, like: "SequenceStates") -> None:
         """Allocate the states of all layers; `like` has those of a step of decodes."""
-        for part, count, _ in self.parts():
+        for part, count, _ in self.composition.parts():
             for (layer, _, kind), other in like.tensors.items():
                 shape = count, *other.shape[1:]
                 self.tensors[layer, part, kind] = other.new_empty(shape).normal_()
@@ -154,7 +147,7 @@ class _StatefulLayer:
             operands: [1, tokens of the step, ...], prefills first.
         """
         start, outputs = 0, list[Tensor]()
-        for part, count, tokens in _running().parts():
+        for part, count, tokens in _running().composition.parts():
             end = start + count * tokens
             of_part = [t[0, start:end].unflatten(0, (count, tokens)) for t in operands]
             out: Tensor = getattr(self.parts, part)(update, *of_part)
@@ -281,19 +274,15 @@ class _StatefulLayer:
         return self.by_part(update, hidden_states, dt, B, C), UpdatedState()
 
 
-class _scratch:  # noqa: N801
-    """Memory of the kernels of an operator that runs on shapes alone, while a context lasts."""
+@contextlib.contextmanager
+def _scratch(like: Tensor, size: int) -> Generator[None]:
+    """Hold the memory that an operator's kernels allocate, where it runs on shapes alone.
 
-    def __init__(self, like: Tensor, size: int) -> None:
-        # The packages' kernels allocate theirs.
-        fake = type(like).__name__ == "FakeTensor"
-        self._memory = like.new_empty(size, dtype=torch.uint8) if fake else None
-
-    def __enter__(self) -> None:
-        """Do nothing: the memory exists."""
-
-    def __exit__(self, *_: object) -> None:
-        self._memory = None
+    On a GPU, the packages' kernels allocate it themselves.
+    """
+    memory = like.new_empty(size, dtype=torch.uint8) if is_fake(like) else None
+    yield
+    del memory
 
 
 # Function that a layer of transformers calls -> method that replaces it. The functions that update

@@ -159,7 +159,7 @@ class StepCache:
         composition: the step's sequences.
         tensors: keys and values by layer, part of the step, and whether they are values.
         windows: window of each layer that has one and that has run.
-        states: states of constant size, of layers with such.
+        states: states of constant size of linear attention, Mamba 2 and short convolutions.
         index: quantised keys of indexers by layer and part, [sequences, tokens, width].
     """
 
@@ -196,7 +196,7 @@ class StepCache:
         """
         if not isinstance(state, sequence_states.UpdatedState):
             raise sequence_states.unsupported(
-                f"the states of its layer {self.states.layer} by a function of its own"
+                f"the states of its layer {self.states.layer} by a function without an operator"
             )
 
     def get_conv_state(self, *_: Any, **__: Any) -> None:
@@ -245,13 +245,11 @@ class StepCache:
         """
         self.windows.update(like.windows)
         self.states.allocate(like.states)
-        for part, count, new in self.states.parts():
+        for part, count, new in self.composition.parts():
             for (layer, _), other in like.index.items():
                 tokens = self.cached_before(part, layer) + new
                 self.index[layer, part] = other.new_zeros(count, tokens, other.shape[2])
-        for part, new in (("prefill", self.composition.prefill_tokens), ("decode", 1)):
-            count, _ = self.sequences(part)
-            for (layer, _, value), other in like.tensors.items() if count else ():
+            for (layer, _, value), other in like.tensors.items():
                 tokens = self.cached_before(part, layer) + new
                 shape = count, other.shape[1], tokens, other.shape[3]
                 self.tensors[layer, part, value] = other.new_empty(shape).normal_()

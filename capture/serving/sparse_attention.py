@@ -190,7 +190,7 @@ def _index(
     keys = torch.cat((rotated[1], of_keys[1]), dim=-1).squeeze(2)
     weights = self.weights_proj(hidden_states)
     start, indices = 0, dict[str, Tensor]()
-    for part, count, tokens in past_key_values.states.parts():
+    for part, count, tokens in past_key_values.composition.parts():
         end = start + count * tokens
         operands = [t[0, start:end].unflatten(0, (count, tokens)) for t in (q, keys, weights)]
         cached = past_key_values.index_room(part, operands[1], SCALE_BYTES)

@@ -44,16 +44,14 @@ def tokens_that_fit(manifest: Manifest) -> str:
     batch = memory.sequences_that_fit(longest - 1) if longest else None
     if longest is None or batch is None:
         return text
+    sequences = f"{batch:,} {'sequence' if batch == 1 else 'sequences'} of {longest:,}"
     if memory.state_bytes_per_sequence:
-        sequences = f"{counted(batch, 'sequence')} of {longest:,} with their states"
+        sequences += " with their states"
         return f"{text}, or {sequences}" if memory.kv_bytes_per_token else sequences
     if not memory.kv_windows:
         return text
     shortest = min(layers.window.tokens for layers in memory.kv_windows)
-    return (
-        f"{text} in sequences up to {shortest:,}, {batch * longest:,} in "
-        f"{counted(batch, 'sequence')} of {longest:,}"
-    )
+    return f"{text} in sequences up to {shortest:,}, {batch * longest:,} in {sequences}"
 
 
 def _counts(row: StepRow) -> str:

@@ -1,14 +1,17 @@
 """Interpolate the time of compositions that were not measured.
 
-The kernels of a step fall into parts: attention of the prefills, attention of the decodes, the
-scores of indexers of sparse attention (prefills and decodes, with all cached tokens), updates
-of the states that linear attention and the like keep of each sequence (prefills and decodes, whose
-contexts do not matter), the head (its size is the number of sequences), and all other modules (new
-tokens). The time of a part
-is a sum of the terms of its work, such as queries times keys, fitted with coefficients of at least
-0, times a smooth factor of its sizes. Gaussian-process regression of the logarithm gives the
-factor. Its kernel is the one with the least leave-one-out error. Attention also depends on how its
-kernel divides the work, see `AttentionWaves`.
+The kernels of a step fall into parts, most of them once for the prefills and once for the decodes:
+
+- attention;
+- scores of the indexers of sparse attention, over all cached tokens;
+- updates of states of constant size, such as those of linear attention, whatever the context;
+- the head, by the number of sequences;
+- all other modules, by new tokens.
+
+The time of a part is a sum of the terms of its work, such as queries times keys, fitted with
+coefficients of at least 0, times a smooth factor of its sizes. Gaussian-process regression of the
+logarithm gives the factor. Its kernel is the one with the least leave-one-out error. Attention also
+depends on how its kernel divides the work, see `AttentionWaves`.
 
 The step follows from its kernels: as a CUDA graph their sum times a factor; eager, the longer of
 kernels and host times a factor of their ratio, since launches overlap kernels.
@@ -21,6 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from onerank.annotate.models.flash2_decode import BLOCKS_PER_SM, FULL_WAVE
+from onerank.annotate.op_costs.state_operators import DELTA_CHUNK
 from onerank.capture.serving.attention_windows import AttentionWindow
 from onerank.capture.serving.compositions import Composition
 from onerank.ir.arrays import F64
@@ -136,13 +140,11 @@ def _of_decode_index(c: Composition, _: AttentionForm) -> tuple[list[float], lis
     return [1.0, c.decodes, keys, c.decodes * keys], [c.decodes, keys]
 
 
-# Tokens of a chunk of scans over a sequence, one after another: fla's 64, mamba_ssm's 128 or 256.
-_CHUNK = 64
-
-
 def _of_prefill_state(c: Composition, _: AttentionForm) -> tuple[list[float], list[float]]:
     tokens = c.prefills * c.prefill_tokens
-    chunks = math.ceil(c.prefill_tokens / _CHUNK)
+    # A scan computes the chunks of a sequence one after another. Those of mamba_ssm have 128 or 256
+    # tokens: the fitted coefficient contains the ratio.
+    chunks = math.ceil(c.prefill_tokens / DELTA_CHUNK)
     terms = [1.0, tokens, c.prefills, chunks, c.prefills * chunks]
     return terms, [tokens, c.prefill_tokens]
 

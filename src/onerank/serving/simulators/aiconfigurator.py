@@ -184,9 +184,12 @@ def export_aiconfigurator(bundle: Bundle, options: AiconfiguratorOptions) -> Aic
         written[2],
         len(rows),
         run_options,
-        notes=cache_notes(
-            bundle,
-            "aiconfigurator sizes the KV cache by the model's configuration and the GPU's memory",
+        notes=(
+            *cache_notes(
+                bundle,
+                "aiconfigurator sizes the KV cache by the model's configuration and the memory of "
+                "the GPU",
+            ),
         ),
     )
 

@@ -158,9 +158,11 @@ def export_llmservingsim(bundle: Bundle, options: LinkedSimulatorOptions) -> LLM
         output / cluster,
         rows,
         run_options,
-        notes=cache_notes(
-            bundle,
-            "mem_util leaves room for the tokens that fit if all layers keep all tokens",
+        notes=(
+            *cache_notes(
+                bundle,
+                "mem_util leaves room for the tokens that fit if all layers keep all tokens",
+            ),
         ),
     )
 

@@ -6,7 +6,7 @@ consist of, chooses the compositions of its table, and writes the table.
 
 import bisect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from onerank.annotate.gpus.gpu import Gpu
@@ -65,7 +65,7 @@ class Extent:
                 )
         memory = bundle.manifest.memory
         decodes = max(step.decodes for step in fitting)
-        # Engines allocate the states of their largest batch beside the KV cache.
+        # Engines allocate the states of their largest batch before the KV cache.
         cached = memory.tokens_with_states(decodes) if memory.device_bytes else None
         # A recording without its model's configuration has no longer sequences than it shows.
         longest = bundle.manifest.longest or max(
@@ -194,8 +194,8 @@ def deployment(bundle: Bundle, simulator: str, *, takes_stage: bool = False) -> 
     return model, tp
 
 
-def cache_notes(bundle: Bundle, figure: str) -> tuple[Note, ...]:
-    """Return notes on layers that keep less than all tokens of a sequence; () without such.
+def cache_notes(bundle: Bundle, figure: str) -> Iterator[Note]:
+    """Yield notes on layers that have states, or keep a part of the tokens of a sequence.
 
     Args:
         bundle: the bundle.
@@ -203,16 +203,16 @@ def cache_notes(bundle: Bundle, figure: str) -> tuple[Note, ...]:
     """
     memory, longest = bundle.manifest.memory, bundle.manifest.longest
     batch = memory.sequences_that_fit(longest - 1) if longest else None
-    if longest is None or batch is None:
-        return ()
     if memory.state_bytes_per_sequence:
         text = (
-            f"{figure}. Each sequence also has a state of {memory.state_bytes_per_sequence:,} B, "
-            f"which simulators do not know: {batch:,} sequences of {longest:,} tokens fit"
+            f"{figure}. Each sequence also has states of {memory.state_bytes_per_sequence:,} B, "
+            "which simulators do not count"
         )
-        return (Note(text, code="export-sequence-states"),)
-    if not memory.kv_windows:
-        return ()
+        if longest is not None and batch is not None:
+            text += f": {batch:,} sequences of {longest:,} tokens fit"
+        yield Note(text, code="export-sequence-states")
+    if not memory.kv_windows or longest is None or batch is None:
+        return
     layers = bundle.manifest.layers
     held = " and ".join(f"{w.window} in {w.layers} of {layers} layers" for w in memory.kv_windows)
     whole = (memory.tokens_that_fit or 0) // longest
@@ -220,7 +220,7 @@ def cache_notes(bundle: Bundle, figure: str) -> tuple[Note, ...]:
         f"{figure}. Layers keep only a part of a sequence: {held}. {batch:,} sequences of "
         f"{longest:,} tokens fit; only {whole:,} would if all layers kept all of them"
     )
-    return (Note(text, code="export-windowed-layers"),)
+    yield Note(text, code="export-windowed-layers")
 
 
 def require_memory(bundle: Bundle, simulator: str) -> None:

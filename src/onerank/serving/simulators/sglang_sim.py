@@ -116,9 +116,11 @@ def export_sglang_sim(bundle: Bundle, options: LinkedSimulatorOptions) -> Sglang
         simulator,
         len(times),
         run_options,
-        notes=cache_notes(
-            bundle,
-            "--max-total-tokens has the tokens that fit if all layers keep all tokens",
+        notes=(
+            *cache_notes(
+                bundle,
+                "--max-total-tokens has the tokens that fit if all layers keep all tokens",
+            ),
         ),
     )
 

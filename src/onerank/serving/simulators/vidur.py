@@ -102,7 +102,7 @@ def export_vidur(bundle: Bundle, options: VidurOptions) -> VidurExport:
     model = options.model
     if options.checkout is not None:
         _check_version(options.checkout, model)
-    # Vidur's tables have operators of a layer, and all layers are alike.
+    # Vidur's tables have the operators of one layer, which any stage has.
     served = ServedRank.of(bundle, "Vidur", takes_stage=True)
     device = options.device or _device(bundle.manifest.device)
     extent = Extent.of(bundle, "Vidur")
