@@ -24,6 +24,7 @@ from onerank.capture.parallelize.experts.expert_parallel import (
 )
 from onerank.capture.parallelize.experts.routing import MODEL, parse_routing
 from onerank.capture.parallelize.fewer_layers import FewerLayers
+from onerank.capture.parallelize.tensor.stateful_layers import has_heads_of_rank
 from onerank.capture.profiling.measurement_windows import Windows
 from onerank.capture.profiling.module_scopes import Modules
 from onerank.capture.profiling.profiled_windows import PLAIN_EXECUTION_TRACE, compress
@@ -35,6 +36,7 @@ from onerank.capture.serving.attention_windows import CacheNeed, WindowedLayers,
 from onerank.capture.serving.compositions import MOST_TOKENS, Composition
 from onerank.capture.serving.latent_attention import latent_bytes_per_token
 from onerank.capture.serving.script_model import model_of_script
+from onerank.capture.serving.sequence_states import stateful_layers
 from onerank.capture.serving.served_model import (
     RepeatableStep,
     StepCache,
@@ -105,6 +107,7 @@ class ServedModel:
         kv_windows: layers that hold only a part of a sequence.
         attended_tokens: most tokens that a query of sparse attention reads; None without such.
         state_bytes_per_sequence: states of constant size of a sequence, in all layers of this rank.
+        whole_state_layers: layers with such states that tensor parallelism did not slice.
         moe_routing: how tokens were distributed over the experts, as in `Manifest`.
     """
 
@@ -120,6 +123,7 @@ class ServedModel:
     parameters: tuple[tuple[str, str, tuple[int, ...]], ...]
     kv_windows: tuple[WindowedLayers, ...]
     state_bytes_per_sequence: int
+    whole_state_layers: int
     attended_tokens: int | None
     moe_routing: str | None
 
@@ -456,6 +460,9 @@ def _served(
         ),
         kv_windows=windowed_layers(cached, step.cache.windows),
         state_bytes_per_sequence=step.cache.states.bytes_per_sequence(),
+        whole_state_layers=sum(
+            not has_heads_of_rank(layer) for layer in stateful_layers(model) if options.tp > 1
+        ),
         attended_tokens=attended_tokens(model),
         moe_routing=moe_routing,
     )

@@ -320,6 +320,11 @@ def keep_states(model: nn.Module) -> None:
         module.forward = MethodType(own, module)
 
 
+def stateful_layers(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the layers of a model to which `keep_states` gave states."""
+    yield from (module for module in model.modules() if hasattr(module, PARTS))
+
+
 def unsupported(what: str) -> CaptureError:
     """Return the error for a layer whose computation of states no operator stands for."""
     return CaptureError(

@@ -10,6 +10,7 @@ import torch
 from own_process import run_command
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from onerank.annotate import load_gpu
 from onerank.capture.options import Options
 from onerank.capture.serving import served_model, state_operators
 from onerank.capture.serving.attention_windows import CacheNeed
@@ -23,6 +24,7 @@ from onerank.capture.serving.served_model import (
     read_config,
 )
 from onerank.ir.errors import CaptureError
+from onerank.serving.build_bundle import recost_bundle
 from onerank.serving.bundle import Bundle, read_bundle
 from onerank.serving.simulators.aiconfigurator import export_aiconfigurator
 from onerank.serving.simulators.options import AiconfiguratorOptions, LinkedSimulatorOptions
@@ -345,6 +347,20 @@ def test_a_gpu_without_the_kernels_of_engines_is_refused(
         assert "pip install flash-linear-attention" in str(error.value)
 
 
+def test_heads_that_ranks_do_not_divide_are_whole_on_each(tmp_path: Path, qwen: Bundle):
+    """Four ranks divide the four value heads and not the two key heads."""
+    config = {
+        **FEW_QWEN, "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"],
+    }  # fmt: skip
+    whole = served_bundle(tmp_path, config, "--tp", "4").manifest
+    assert whole.memory.state_bytes_per_sequence == qwen.manifest.memory.state_bytes_per_sequence
+    assert whole.memory.whole_state_layers == 1
+    assert "serve-whole-states" in {note.code for note in whole.notes}
+    recosted, _ = recost_bundle(read_bundle(tmp_path / "bundle"), load_gpu("H200"))
+    assert recosted.manifest.memory.whole_state_layers == 1
+    assert "serve-whole-states" in {note.code for note in recosted.manifest.notes}
+
+
 def test_ranks_have_the_states_of_their_heads(tmp_path: Path, qwen: Bundle):
     """Tensor parallelism slices heads and channels, and sums after each layer."""
     config = {
@@ -353,6 +369,8 @@ def test_ranks_have_the_states_of_their_heads(tmp_path: Path, qwen: Bundle):
     sliced = served_bundle(tmp_path, config, "--tp", "2")
     whole, half = qwen.manifest.memory, sliced.manifest.memory
     assert 2 * half.state_bytes_per_sequence == whole.state_bytes_per_sequence
+    assert half.whole_state_layers == 0
+    assert "serve-whole-states" not in {note.code for note in sliced.manifest.notes}
     for row in (1, 3, 4, 6):
         for part in ("decode" if row < 4 else "prefill",):
             of_whole, _ = summed(qwen, row, f".step_state.{part}")

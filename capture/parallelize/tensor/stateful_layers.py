@@ -22,6 +22,9 @@ STATEFUL = "state_heads"
 CHANNELS = "state_channels"
 """Style of its convolution, which is sliced with the layer."""
 
+# Marks a layer whose heads were cut. An attribute, because pipeline stages rename modules.
+_CUT = "_onerank_state_heads_cut"
+
 _COLUMN, _ROW = COLUMN[0], ROW[0]
 
 
@@ -100,7 +103,8 @@ def stateful_styles(model: nn.Module, size: int) -> dict[str, str]:
     """Return module name -> style for the layers with states, and the modules in them.
 
     A layer whose heads or groups a number of ranks does not divide keeps the styles of the model's
-    plan; the plans of models with Mamba 2 have none.
+    plan. That of Qwen3-Next gathers the outputs of its projections: each rank computes all heads.
+    The plans of models with Mamba 2 have no styles for it, so slicing refuses them.
     """
     styles: dict[str, str] = {}
     for name, module in model.named_modules():
@@ -141,3 +145,9 @@ def cut_stateful(module: Any, name: str, group: dist.ProcessGroup) -> None:
     convolution.in_channels = convolution.out_channels = convolution.groups = channels
     for attribute in kind.divide:
         setattr(module, attribute, getattr(module, attribute) // size)
+    setattr(module, _CUT, True)
+
+
+def has_heads_of_rank(module: nn.Module) -> bool:
+    """Return whether a layer with states has this rank's heads only."""
+    return hasattr(module, _CUT)

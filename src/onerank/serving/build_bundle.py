@@ -69,6 +69,7 @@ class Model:
     latent_bytes_per_token: int | None = None
     kv_windows: tuple[WindowedLayers, ...] = ()
     state_bytes_per_sequence: int = 0
+    whole_state_layers: int = 0
     attended_tokens: int | None = None
 
     @classmethod
@@ -92,6 +93,7 @@ class Model:
             latent_bytes_per_token=memory.latent_bytes_per_token,
             kv_windows=memory.kv_windows,
             state_bytes_per_sequence=memory.state_bytes_per_sequence,
+            whole_state_layers=memory.whole_state_layers,
             attended_tokens=manifest.attended_tokens,
         )
 
@@ -319,6 +321,7 @@ def _model(served: Any, config: dict[str, Any], options: Options) -> Model:
         served.latent_bytes_per_token,
         served.kv_windows,
         served.state_bytes_per_sequence,
+        served.whole_state_layers,
         served.attended_tokens,
     )
 
@@ -499,12 +502,20 @@ def _notes(
     if memory.state_bytes_per_sequence:
         text = (
             "layers keep a state of constant size for each sequence, "
-            f"{memory.state_bytes_per_sequence:,} B in all: it takes the room of "
-            "tokens_that_fit too"
+            f"{memory.state_bytes_per_sequence:,} B in all layers. tokens_that_fit counts the "
+            "memory that states and KV cache share, without states"
         )
         if (fit := memory.sequences_that_fit(longest)) is not None:
-            text += f", so {fit:,} sequences of {model.longest:,} tokens fit"
+            text += f": with them {fit:,} sequences of {model.longest:,} tokens fit"
         yield Note(text, code="serve-sequence-states")
+    if memory.whole_state_layers:
+        yield Note(
+            f"each of the {model.tp} tensor-parallel ranks computes all heads of "
+            f"{memory.whole_state_layers} layers with states, and keeps their whole states, which "
+            "engines do not. These layers are sliced if the number of ranks divides their key "
+            "heads and value heads",
+            code="serve-whole-states",
+        )
     if memory.state_bytes_per_sequence and any(point.device_type == "cpu" for point in fitting):
         yield Note(
             "layers with such states ran transformers' reference on the CPU, whose operators and "
@@ -568,5 +579,6 @@ def _memory(model: Model, points: Sequence[Point]) -> RankMemory:
         latent_bytes_per_token=model.latent_bytes_per_token,
         kv_windows=model.kv_windows,
         state_bytes_per_sequence=model.state_bytes_per_sequence,
+        whole_state_layers=model.whole_state_layers,
         cache_room_bytes=room if model.memory_bytes else None,
     )

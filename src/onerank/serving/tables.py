@@ -79,6 +79,8 @@ class RankMemory(msgspec.Struct, frozen=True):
             of earlier versions, whose steps held all tokens in all layers.
         state_bytes_per_sequence: states of constant size of one sequence in all layers, such as
             those of linear attention.
+        whole_state_layers: layers with such states that tensor parallelism did not slice: each rank
+            computes all their heads.
         cache_room_bytes: memory for KV cache and states; None if the memory of the device is not
             known, and in bundles of earlier versions.
     """
@@ -95,6 +97,7 @@ class RankMemory(msgspec.Struct, frozen=True):
     latent_bytes_per_token: int | None = None
     kv_windows: tuple[WindowedLayers, ...] = ()
     state_bytes_per_sequence: int = 0
+    whole_state_layers: int = 0
     cache_room_bytes: int | None = None
 
     @property
