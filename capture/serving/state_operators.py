@@ -21,13 +21,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from onerank.annotate.op_costs.state_operators import DELTA_CHUNK
 from onerank.ir.errors import CaptureError
 
 # torch's dispatcher has no types.
 _torch: Any = torch
 
 _library = _torch.library.Library("onerank_serving", "FRAGMENT")
+
+CHUNK = 64
+"""Tokens of a chunk of fla's delta rules. Equal to annotate's `DELTA_CHUNK`, which capture may not
+import."""
 
 _REFERENCES = "transformers.models"
 
@@ -138,8 +141,8 @@ def delta_scratch_bytes(q: Tensor, v: Tensor) -> int:
         v: [n, t, h, v].
     """
     (n, t, h, value), (groups, width) = v.shape, q.shape[2:]
-    chunks = -(-t // DELTA_CHUNK)
-    of_heads = t * (width + 2 * value + DELTA_CHUNK) + chunks * width * value
+    chunks = -(-t // CHUNK)
+    of_heads = t * (width + 2 * value + CHUNK) + chunks * width * value
     of_keys = 2 * t * groups * width
     return n * ((h * of_heads + of_keys) * v.element_size() + 4 * h * t)
 

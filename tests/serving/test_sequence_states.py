@@ -11,6 +11,7 @@ from own_process import run_command
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from onerank.annotate import load_gpu
+from onerank.annotate.op_costs.state_operators import DELTA_CHUNK
 from onerank.capture.options import Options
 from onerank.capture.serving import served_model, state_operators
 from onerank.capture.serving.attention_windows import CacheNeed
@@ -331,6 +332,11 @@ def test_a_cpu_runs_a_reference_and_says_so(tmp_path: Path):
     assert done.returncode == 0, done.stderr
     notes = {note.code for note in read_bundle(tmp_path / "b").manifest.notes}
     assert {"serve-sequence-states", "serve-reference-states"} <= notes
+
+
+def test_capture_and_annotate_have_the_same_chunks():
+    """Scratch memory and work of the delta rule; capture may not import the formulas of work."""
+    assert state_operators.CHUNK == DELTA_CHUNK
 
 
 @pytest.mark.parametrize("by_channel", [False, True])
