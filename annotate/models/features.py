@@ -164,7 +164,7 @@ class KernelFeatures:
         far_load: time of such a load from memory over one from the cache, float64[n].
         from_torch: whether PyTorch's operator launches it, bool[n]. Other libraries' kernels reach
             less of the bandwidth.
-        instructions: those of its threads, 0 if not known, float64[n].
+        instructions: instructions, summed over its threads; 0 if not known, float64[n].
     """
 
     duration_ns: F64
