@@ -48,7 +48,7 @@ KINDS = {
     "cohere": "Cohere",
     "phi": "Phi",
     "diffllama": "DiffLlama",
-    "deepseek": "DeepseekV32",
+    "minimax": "MiniMax",
     "gpt2": "GPT2",
 }
 
@@ -245,11 +245,11 @@ def test_an_unknown_style_is_refused():
 REFUSED = {
     "only the head": ("diffllama", {}, "hf", "tp-no-rowwise", ("model.embed_tokens",)),
     "attention left out": (
-        "deepseek",
-        {"q_lora_rank": 8, "kv_lora_rank": 8, "n_routed_experts": 4, "n_group": 1},
+        "minimax",
+        {"num_local_experts": 4, "layer_types": ["linear_attention", "full_attention"]},
         "megatron",
         "tp-unplanned-module",
-        ("self_attn.indexer.wq_b", "--tp-style hf"),
+        ("self_attn.qkv_proj", "--tp-style hf"),
     ),
     "norm left out": (
         *("cohere", {"use_qk_norm": True}, "hf"),
