@@ -57,7 +57,7 @@ class Gpu(Displayed, msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         sources: short name of a source -> where it is.
         figures: the description's figures by name, as in `onerank gpus --schema`.
         aliases: further names, as drivers and torch report them.
-        compute_capability: CUDA's, such as "8.6"; "" if there is none or it is not known.
+        compute_capability: CUDA's, such as "8.6"; "" if unknown or another vendor's GPU.
         before: the GPU as described, if `--override` (`with_figures`) changed some figures.
     """
 

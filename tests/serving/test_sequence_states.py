@@ -132,19 +132,17 @@ FEW_KIMI = {
 FEW_LFM2 = {**FEW, "model_type": "lfm2", "layer_types": ["conv", "full_attention"] * 2}
 
 
-@pytest.mark.parametrize(
-    "config",
-    [FEW_QWEN, FEW_BAMBA, FEW_KIMI, FEW_LFM2],
-    ids=["delta rule", "Mamba 2", "KDA", "short convolution"],
-)
-@pytest.mark.parametrize("composition", [Composition(3, 7, 2, 5, 4), Composition(2, 6)], ids=str)
-def test_a_step_computes_what_transformers_computes(
-    tmp_path: Path, config: dict[str, Any], composition: Composition
-):
-    model, c = built(tmp_path, config), composition
+def step_like_transformers(
+    directory: Path, config: dict[str, Any], composition: Composition
+) -> RepeatableStep:
+    """Return a step of a served model, after a comparison of its logits with transformers'.
+
+    The caches and states of the step hold what transformers computes for the tokens before it.
+    """
+    model, c = built(directory, config), composition
     step = RepeatableStep.of(model, composition, 128, "cpu")
     served_model.give_attention_scopes(step)
-    other = read_config(tmp_path / "config.json")
+    other = read_config(directory / "config.json")
     reference = AutoModelForCausalLM.from_config(other, attn_implementation="eager").eval()
     reference.load_state_dict(model.state_dict(), strict=False)
     expected: list[torch.Tensor] = []
@@ -182,8 +180,20 @@ def test_a_step_computes_what_transformers_computes(
         expected.append(output.logits[:, -1])
     with torch.no_grad(), _running(step.cache), step.cache.states.running():
         logits = model(**step.arguments).logits[0]
-    assert step.cache.states.tensors
     torch.testing.assert_close(logits, torch.cat(expected), rtol=1e-4, atol=1e-4)
+    return step
+
+
+@pytest.mark.parametrize(
+    "config",
+    [FEW_QWEN, FEW_BAMBA, FEW_KIMI, FEW_LFM2],
+    ids=["delta rule", "Mamba 2", "KDA", "short convolution"],
+)
+@pytest.mark.parametrize("composition", [Composition(3, 7, 2, 5, 4), Composition(2, 6)], ids=str)
+def test_a_step_computes_what_transformers_computes(
+    tmp_path: Path, config: dict[str, Any], composition: Composition
+):
+    assert step_like_transformers(tmp_path, config, composition).cache.states.tensors
 
 
 def served_bundle(directory: Path, config: dict[str, Any], *options: str) -> Bundle:

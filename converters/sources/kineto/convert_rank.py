@@ -274,7 +274,7 @@ class _Capture:
 
     Attributes:
         sources: its files.
-        et: the execution trace, without nodes if there is none.
+        et: the execution trace; without nodes if the rank has no such file.
         graphs: recordings of the CUDA graphs that the windows replay.
     """
 

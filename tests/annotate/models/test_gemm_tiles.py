@@ -199,7 +199,7 @@ class TestAttention:
         alone, in_step = (factors.of(gpu, shapes, training=here) for here in (False, True))
         # Measured: 3.61 ms in a step of float8 training, 3.18 alone.
         assert in_step / alone == pytest.approx(1980 / 1830)
-        # Half the sustained rate tells that power limits the clock by the root of a half already.
+        # At half the sustained rate, power already limits the clock to the root of a half.
         slower = with_figures(gpu, {"bf16_sustained_fraction": 0.737 / 2})
         in_step = factors.of(slower, shapes, training=True)
         assert in_step / alone == pytest.approx(1980 / 1830 / 2**0.5)
