@@ -686,11 +686,9 @@ def give_attention_scopes(step: RepeatableStep) -> None:
     _step.callers = callers = []
     try:
         step()
-    except OneRankError:
+    except OneRankError:  # a refusal keeps its own code
         raise
     except Exception as error:
-        if isinstance(error, CaptureError):
-            raise
         # A model with another kind of cache fails before its attention, with any exception.
         if not callers and not step.cache.states.tensors:
             raise _own_attention(type(model).__name__) from error
