@@ -22,7 +22,7 @@ import torch
 from onerank.annotate.op_costs.node_costs import with_generated_work, with_registered_costs
 from onerank.capture.emulate_torchrun import decide_torchrun
 from onerank.capture.fake_world.recorder import Recorder
-from onerank.capture.isolation import ProcessRunner, named_errors, named_progress, run_isolated
+from onerank.capture.isolation import ProcessRunner, named_progress, run_isolated
 from onerank.capture.no_device.emulated_gpu import EmulatedGpu
 from onerank.capture.options import Options, SeveralCaptures
 from onerank.capture.parallelize.fewer_layers import Depth, Layers
@@ -59,7 +59,7 @@ from onerank.ir import (
     World,
     axis_of,
 )
-from onerank.ir.errors import CaptureError
+from onerank.ir.errors import CaptureError, errors_at
 from onerank.ir.notes import Note
 from onerank.ir.output_files import created, scratch_directory
 
@@ -200,7 +200,7 @@ def capture_at_depths(
                 raw_dir=options.raw_dir and raw / f"{count}-layers",
             )
             label = f"{count} layer" + ("" if count == 1 else "s")
-            with named_errors(f"at {label}"):
+            with errors_at(f"at {label}"):
                 captures[count] = run(
                     capture,
                     *(script, list(args), depth_options),
@@ -279,7 +279,7 @@ def capture_ranks(
             raw_dir = options.raw_dir and raw / f"rank-{rank}"
             rank_options = replace(options, rank=rank, raw_dir=raw_dir)
             rank_progress = named_progress(f"rank {rank}", progress)
-            with named_errors(f"rank {rank}"):
+            with errors_at(f"rank {rank}"):
                 captures[rank] = (
                     capture_at_depths(
                         script, args, rank_options, layers, progress=rank_progress, run=run

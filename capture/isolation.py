@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
 from onerank.capture.profiling.window_plan import Progress
-from onerank.ir.errors import CaptureError, OneRankError
+from onerank.ir.errors import CaptureError
 
 _T = TypeVar("_T")
 
@@ -190,16 +190,6 @@ def process_events(
 def named_progress(name: str, progress: Progress) -> Progress:
     """Return a progress callback that prefixes each message with the name of a run."""
     return lambda text: progress(f"{name}: {text}")
-
-
-@contextlib.contextmanager
-def named_errors(name: str) -> Generator[None]:
-    """Prefix the message of an error with the name of the run that raised it."""
-    try:
-        yield
-    except OneRankError as error:
-        error.args = (f"{name}: {error}",)
-        raise
 
 
 def _last(events: Iterator[tuple[str, Any]], progress: Progress) -> Any:

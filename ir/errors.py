@@ -23,7 +23,8 @@ A `CaptureWarning` names a difference between the capture and the real job; the 
 `assert` is reserved for bugs in onerank.
 """
 
-from typing import Self
+import contextlib
+from collections.abc import Generator
 
 _LINE = 160
 
@@ -49,9 +50,16 @@ class OneRankError(Exception):
             # In __dict__, so that it survives pickling between processes.
             self.code = code
 
-    def at(self, place: object) -> Self:
-        """Return the error, with the same code, whose message begins with the place."""
-        return type(self)(f"{place}: {self}", code=self.code)
+
+@contextlib.contextmanager
+def errors_at(place: object) -> Generator[None]:
+    """Begin the message of an error that the block raises with its place: a file, row or rank."""
+    try:
+        yield
+    except OneRankError as error:
+        # Not a new error: subclasses have fields besides the code, such as a script's traceback.
+        error.args = (f"{place}: {error}",)
+        raise
 
 
 class FormatError(OneRankError):

@@ -20,7 +20,7 @@ from onerank.annotate.recost.recost import recost
 from onerank.converters.nccl import wire_bytes
 from onerank.display import Displayed
 from onerank.ir import Device, Evidence, Graph, GraphBuilder, Job, Kind
-from onerank.ir.errors import AnnotateError
+from onerank.ir.errors import AnnotateError, errors_at
 
 OPS = ("gemm", "attention", "norm", "elementwise", "collective")
 
@@ -250,12 +250,11 @@ def op_calls(rows: Sequence[Mapping[str, Any]]) -> list[OpCall]:
                 code="predict-column",
             )
         values = {name: value for name, value in row.items() if value not in (None, "")}
-        try:
-            calls.append(OpCall(**values))
-        except TypeError as error:
-            raise AnnotateError(f"row {number}: {error}", code="predict-row") from None
-        except AnnotateError as error:
-            raise error.at(f"row {number}") from None
+        with errors_at(f"row {number}"):
+            try:
+                calls.append(OpCall(**values))
+            except TypeError as error:
+                raise AnnotateError(str(error), code="predict-row") from None
     return calls
 
 

@@ -28,11 +28,10 @@
 Paths are relative to the file.
 """
 
-import contextlib
 import dataclasses
 import hashlib
 import re
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
@@ -43,7 +42,7 @@ from onerank.annotate import load_gpu
 from onerank.annotate.gpus.spec_schema import did_you_mean
 from onerank.annotate.hosts.host import TYPICAL, load_host
 from onerank.converters.expand.pipeline import PipelineSchedule
-from onerank.ir.errors import OneRankError
+from onerank.ir.errors import errors_at
 from onerank.ir.input_files import load_toml
 from onerank.plan.captures import TRAIN_MODEL
 from onerank.plan.cluster import (
@@ -219,7 +218,7 @@ def _choices(where: str, table: object, seq: int) -> Choices:
                 code="plan-unknown-sharding",
             )
     for schedule in choices.schedule:
-        with _naming(f"{where} schedule"):
+        with errors_at(f"{where} schedule"):
             PipelineSchedule.parse(schedule)
     return choices
 
@@ -384,9 +383,9 @@ def _cluster(path: Path, table: object) -> Cluster:
             "network interface",
             code="plan-missing-field",
         )
-    with _naming(f"{path}: [cluster] gpu"):
+    with errors_at(f"{path}: [cluster] gpu"):
         gpu = load_gpu(_file_or_name(path, read.gpu))
-    with _naming(f"{path}: [cluster] host"):
+    with errors_at(f"{path}: [cluster] host"):
         load_host(_file_or_name(path, read.host))
     # No group of a single node uses it.
     inter_node = read.inter_node or read.intra_node
@@ -403,15 +402,6 @@ def _cluster(path: Path, table: object) -> Cluster:
     # An unknown latency is an error here, not after the captures of a plan.
     network_of(cluster, gpu)
     return cluster
-
-
-@contextlib.contextmanager
-def _naming(place: str) -> Generator[None]:
-    """Begin the message of an error that a value of the configuration causes with its place."""
-    try:
-        yield
-    except OneRankError as error:
-        raise error.at(place) from None
 
 
 def _file_or_name(path: Path, name: str) -> Path | str:
