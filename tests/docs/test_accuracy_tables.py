@@ -11,6 +11,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 from accuracy_tables import filled, missing_figures, read_rows  # noqa: E402
 
 ROWS = read_rows()
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs/accuracy").glob("*.md"))]
 
 
 def test_every_figure_is_in_the_file_that_its_row_names():
@@ -23,15 +24,15 @@ def test_a_figure_that_is_not_in_its_file_is_reported():
     assert len(missing_figures([{**ROWS[0], "file": "no-such-file.txt"}])) == 1
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/accuracy.md"])
-def test_the_tables_of_a_page_are_up_to_date(page: str):
-    text = (ROOT / page).read_text()
-    links = "benchmarks/results" if page == "README.md" else ""
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_tables_of_a_page_are_up_to_date(page: Path):
+    text = page.read_text()
+    links = "benchmarks/results" if page.name == "README.md" else ""
     assert filled(text, ROWS, links) == text, "run: python tools/accuracy_tables.py"
 
 
 def test_every_claim_has_a_table():
-    text = (ROOT / "docs/accuracy.md").read_text()
+    text = "".join(page.read_text() for page in PAGES)
     assert [c for c in {row["claim"] for row in ROWS} if f"<!-- claim: {c} -->" not in text] == []
 
 
