@@ -358,7 +358,7 @@ def _real_rank(rank: int, path: Path, output: Path, name: str) -> None:
     materialise(model, "cuda")
 
     first = RepeatableStep.of(model, Composition(1, 1), model.config.vocab_size, "cuda")
-    give_attention_scopes(first, model)
+    give_attention_scopes(first)
 
     def step(composition: Composition) -> RepeatableStep:
         # The same tokens on both ranks.

@@ -30,7 +30,7 @@ from onerank.capture.profiling.module_scopes import Modules
 from onerank.capture.profiling.profiled_windows import PLAIN_EXECUTION_TRACE, compress
 from onerank.capture.profiling.step_timers import StepTimer
 from onerank.capture.profiling.window_plan import Progress
-from onerank.capture.run_as_rank import RankRun, slicing_to_rank
+from onerank.capture.run_as_rank import RankRun, nothing_parallel_error, slicing_to_rank
 from onerank.capture.script.runner import Script
 from onerank.capture.serving.attention_windows import CacheNeed, WindowedLayers, windowed_layers
 from onerank.capture.serving.compositions import MOST_TOKENS, Composition
@@ -361,6 +361,8 @@ def loaded_server(
             model = model_of_script(
                 source, options, make_windows(raw, None), models if sliced else None
             )
+            if sliced and not models.sliced:
+                raise nothing_parallel_error(path, options, "no model was sliced", model)
             model = adopt_model(model)
             if emulated is not None:
                 # Fake weights may be on the CPU, where the script left them.
@@ -369,6 +371,8 @@ def loaded_server(
         else:
             model = build_model(config, device, shapes_only=emulated is not None)
             if sliced:
+                if not models.slices(model):
+                    raise nothing_parallel_error(path, options, "no model was sliced", model)
                 models.sliced.append((type(model).__name__, models.slice_one(model)))
             if emulated is None:
                 materialise(model, device)

@@ -377,6 +377,37 @@ def test_heads_that_ranks_do_not_divide_are_whole_on_each(tmp_path: Path, qwen: 
     assert "serve-whole-states" in {note.code for note in recosted.manifest.notes}
 
 
+def test_a_plan_keeps_layers_whole(tmp_path: Path):
+    """The lines that the error advises are a plan; its text is part of what a result depends on."""
+    config = {
+        **FEW_BAMBA, "hidden_size": 48, "mamba_n_heads": 6, "mamba_n_groups": 3,
+        "num_hidden_layers": 2, "attn_layer_indices": [1],
+    }  # fmt: skip
+    file, plan = tmp_path / "config.json", tmp_path / "plan.toml"
+    file.write_text(json.dumps(config))
+    command = (
+        "capture", "serve", file, "--tp", 2, "-o", tmp_path / "bundle",
+        "--grid", "decode: batch=2 context=4",
+    )  # fmt: skip
+    advice = run_command(*command).stderr
+    assert "error[tp-unplanned-module]" in advice
+    lines = [line for line in advice.splitlines() if line.startswith(("model", "[", '"'))]
+    plan.write_text("\n".join(lines))
+    command = *command, "--sharding-plan", plan, "--store", tmp_path / "store"
+    done = run_command(*command)
+    assert done.returncode == 0, done.stderr
+    manifest = read_bundle(tmp_path / "bundle").manifest
+    assert manifest.memory.whole_state_layers == 1
+    # 6 heads of 16 channels, and keys and queries of 3 groups of 8; 4 bytes each.
+    assert manifest.memory.state_bytes_per_sequence == 4 * (3 * (96 + 48) + 96 * 8)
+    plan.write_text(plan.read_text().replace("Bamba", "Llama"))
+    other = run_command(*command)
+    assert other.returncode == 2
+    assert "error[nothing-parallel]" in other.stderr
+    assert "LlamaForCausalLM" in other.stderr
+    assert "BambaForCausalLM" in other.stderr
+
+
 def test_ranks_have_the_states_of_their_heads(tmp_path: Path, qwen: Bundle):
     """Tensor parallelism slices heads and channels, and sums after each layer."""
     config = {

@@ -134,11 +134,12 @@ def measure_bundle(
     target = None
     if options.emulated_gpu is not None:
         target = Target(load_gpu(options.like), load_host(host))
-    # The routing, the host and the GPU may be names of files, whose contents can change between
-    # runs: the keys of results have the contents.
+    # The routing, the host, the GPU and the plan may be names of files, whose contents can change
+    # between runs: the keys of results have the contents.
     routing = parse_routing(options.moe_routing)
     described = None if target is None else (target.gpu, target.host)
-    inputs = (content.decode(errors="replace"), options, routing, _device_name(options), described)
+    files = (routing, described, options.plan)
+    inputs = (content.decode(errors="replace"), options, _device_name(options), *files)
     record = _Record(store, inputs)
     # A script may read other files, so only a run of it shows which model it builds.
     model, run = None if is_script else record.model(), None

@@ -35,6 +35,11 @@ class ServeOptions:
     """The rank to measure, the grid, and where the bundle goes."""
 
     tp: int = shared_option(Options, "tp", show_default=True)
+    sharding_plan: Path | None = shared_option(
+        Options,
+        "sharding_plan",
+        help="Plan file (TOML): how --tp slices the model, or which of its modules stay whole.",
+    )
     pp: int = shared_option(
         Options,
         "pp",
@@ -146,6 +151,7 @@ def serve(source: Path, args: tuple[str, ...], options: ServeOptions, as_json: b
     windows = WindowPlan(warm_up=2, timed_steps=options.timed_steps)
     job = Options(
         tp=options.tp,
+        sharding_plan=options.sharding_plan,
         pp=options.pp,
         pp_layers=options.pp_layers,
         ep=options.ep,
