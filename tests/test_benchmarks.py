@@ -51,6 +51,21 @@ def test_the_index_lists_every_benchmark_and_its_links_exist():
     assert not [link for link in links if not (BENCHMARKS / link).exists()]
 
 
+def test_every_result_is_cited():
+    """By a page, the code, or a result that is cited itself; others only look as if they count."""
+    folder = BENCHMARKS / "results"
+    roots = ("annotate", "benchmarks", "capture", "converters", "docs", "ir", "src", "tools")
+    suffixes = (".md", ".py", ".toml", ".cu")
+    files = [path for root in roots for path in (ROOT / root).rglob("*") if path.suffix in suffixes]
+    cited = "".join(path.read_text() for path in files if folder not in path.parents)
+    pending = {path for path in folder.iterdir() if path.suffix in (".txt", ".md")}
+    assert len(pending) > 50
+    while found := {path for path in pending if path.stem in cited}:
+        pending -= found
+        cited = "".join(path.read_text() for path in found)
+    assert sorted(path.name for path in pending) == []
+
+
 def test_scripts_of_jobs_import_nothing_of_benchmarks():
     # `torchrun` and `capture run` start them as files: the root of the checkout is not on the path.
     scripts = sorted((BENCHMARKS / "jobs").glob("*.py"))

@@ -28,7 +28,8 @@ _LSTM = _MODES["lstm"]
 
 # Numbers that a layer keeps for the backward in cuDNN's reserve space, per element of its state and
 # by mode; the space's fixed bytes; and the bytes of which its dropout masks are a multiple. cuDNN
-# does not document them: they are measured (H100, torch 2.11).
+# does not document them: they are measured on an H100 with torch 2.11
+# (benchmarks/results/2026-11-27-no-device-memory-2-h100.txt).
 _KEPT = {0: 1, 1: 1, _LSTM: 5, _MODES["gru"]: 6}
 _RESERVE_BYTES, _RESERVE_MULTIPLE = 256, 32
 
