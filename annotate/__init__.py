@@ -13,7 +13,13 @@ from onerank.annotate.passes.overlap import MaximizeOverlap, SerializeOverlap
 from onerank.annotate.passes.pass_options import PassOptions
 from onerank.annotate.passes.resize.resize import Resize
 from onerank.annotate.passes.resize.size_change import Change
-from onerank.annotate.recost.recost import ClassRow, Recosting, UnknownKernel, recost, summarise
+from onerank.annotate.recost.recost import recost
+from onerank.annotate.recost.recosting_summary import (
+    ClassRow,
+    Recosting,
+    UnknownKernel,
+    summarise,
+)
 
 __all__ = [
     "CLASSES",

@@ -1,4 +1,8 @@
-"""Re-cost a graph for a target GPU: the list of passes, in order, and a summary of the changes."""
+"""Re-cost a graph for a target GPU: `recost` runs the passes of `PASSES` in order.
+
+`PredictDurations` is the pass that predicts. Those before it change what is predicted, those after
+it replace predicted nodes. A pass that the user did not request does not apply.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -6,15 +10,14 @@ from pathlib import Path
 from typing import Protocol
 
 import msgspec
-import numpy as np
 
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.gpus.registry import find_gpu, load_gpu
 from onerank.annotate.models.attention_kernels import FUSED
 from onerank.annotate.models.cost_model import MODELS, CostModel
-from onerank.annotate.models.prediction_terms import TermRecord, by_evidence
+from onerank.annotate.models.prediction_terms import TermRecord
 from onerank.annotate.op_costs.node_costs import compute_mask, op_costs_of
-from onerank.annotate.op_costs.op_classes import CLASSES, OpClass, classify
+from onerank.annotate.op_costs.op_classes import OpClass
 from onerank.annotate.passes.attention.fuse import FusedAttention, has_eager_attention
 from onerank.annotate.passes.attention.unfuse import EagerAttention
 from onerank.annotate.passes.fuse_kernels import FuseChains
@@ -27,9 +30,61 @@ from onerank.annotate.recost.from_datasheet import recost_counts, recost_cpu_cap
 from onerank.annotate.recost.from_gpu import recost_measured
 from onerank.annotate.recost.predict_nodes import database_look_up
 from onerank.ir import UNKNOWN, Evidence, Graph
-from onerank.ir.arrays import I64, U8, U64, deduplicate, membership_mask
+from onerank.ir.arrays import membership_mask
 from onerank.ir.chakra.third_party_traces import is_counted
 from onerank.ir.errors import AnnotateError
+
+
+def recost(
+    graph: Graph,
+    target: str | Gpu,
+    *,
+    model: str = "auto",
+    source: str | None = None,
+    passes: PassOptions = NO_PASSES,
+    databases: Sequence[str | Path] = (),
+    record: TermRecord | None = None,
+) -> Graph:
+    """Return `graph` with the duration of every compute node predicted for another GPU.
+
+    Args:
+        graph: a captured or converted graph. A CPU capture becomes the GPU graph it represents,
+            costed only from shapes and the target's description, with every model.
+        target: a GPU description, its name or its path.
+        model: cost model, one of `MODELS`.
+        source: GPU that measured the graph, in the forms of `target`; None: by its device record.
+        passes: another dtype, attention kernel, sequence length, micro-batch, fused kernels,
+            other overlap, active NVLink. By default the target's usual attention kernels run.
+        databases: kernel databases of the target, in addition to the shipped ones; for "auto".
+        record: takes the terms of compute nodes, as positions among them, before passes that
+            replace nodes.
+
+    Raises:
+        TargetError: target or source is unknown or its description malformed.
+        AnnotateError: the model is unknown, the graph was re-costed before, its device is unknown,
+            a requested pass does not fit the graph, or a database is of other GPUs.
+        DatabaseError: a file is no kernel database.
+        OSError: a database cannot be read.
+    """
+    if model not in MODELS:
+        raise AnnotateError(
+            f'unknown cost model "{model}"; known are {", ".join(MODELS)}',
+            code="recost-unknown-model",
+        )
+    if passes.overlap not in CHOICES:
+        known = ", ".join(CHOICES)
+        raise AnnotateError(
+            f'overlap "{passes.overlap}" is not known; known are {known}',
+            code="recost-unknown-overlap",
+        )
+    gpu = load_gpu(target) if isinstance(target, str) else target
+    # The request keeps the graph as captured; `graph` is the result of the passes so far.
+    request = RecostRequest(graph, gpu, MODELS[model], source, passes, databases, record)
+    for pass_ in PASSES:
+        if pass_.applies(request):
+            graph = pass_.apply(graph, request)
+    return graph
+
 
 _PREDICTED = (
     Evidence.DATASHEET,
@@ -362,57 +417,6 @@ PASSES: tuple[Pass, ...] = (
 """Every pass of a re-costing in order; the docstring of each states the reason for its place."""
 
 
-def recost(
-    graph: Graph,
-    target: str | Gpu,
-    *,
-    model: str = "auto",
-    source: str | None = None,
-    passes: PassOptions = NO_PASSES,
-    databases: Sequence[str | Path] = (),
-    record: TermRecord | None = None,
-) -> Graph:
-    """Return `graph` with the duration of every compute node predicted for another GPU.
-
-    Args:
-        graph: a captured or converted graph. A CPU capture becomes the GPU graph it represents,
-            costed only from shapes and the target's description, with every model.
-        target: a GPU description, its name or its path.
-        model: cost model, one of `MODELS`.
-        source: GPU that measured the graph, in the forms of `target`; None: by its device record.
-        passes: another dtype, attention kernel, sequence length, micro-batch, fused kernels,
-            other overlap, active NVLink. By default the target's usual attention kernels run.
-        databases: kernel databases of the target, in addition to the shipped ones; for "auto".
-        record: takes the terms of compute nodes, as positions among them, before passes that
-            replace nodes.
-
-    Raises:
-        TargetError: target or source is unknown or its description malformed.
-        AnnotateError: the model is unknown, the graph was re-costed before, its device is unknown,
-            a requested pass does not fit the graph, or a database is of other GPUs.
-        DatabaseError: a file is no kernel database.
-        OSError: a database cannot be read.
-    """
-    if model not in MODELS:
-        raise AnnotateError(
-            f'unknown cost model "{model}"; known are {", ".join(MODELS)}',
-            code="recost-unknown-model",
-        )
-    if passes.overlap not in CHOICES:
-        known = ", ".join(CHOICES)
-        raise AnnotateError(
-            f'overlap "{passes.overlap}" is not known; known are {known}',
-            code="recost-unknown-overlap",
-        )
-    gpu = load_gpu(target) if isinstance(target, str) else target
-    # The request keeps the graph as captured; `graph` is the result of the passes so far.
-    request = RecostRequest(graph, gpu, MODELS[model], source, passes, databases, record)
-    for pass_ in PASSES:
-        if pass_.applies(request):
-            graph = pass_.apply(graph, request)
-    return graph
-
-
 def _for_captured_attention(graph: Graph, requested: PassOptions) -> PassOptions:
     """Return the request for prediction, which swaps only fused kernels present in the graph."""
     kernel = requested.attention
@@ -432,153 +436,3 @@ def _without_interval(graph: Graph) -> Graph:
     return replace(
         graph, job=msgspec.structs.replace(graph.job, annotations=(*earlier, annotation))
     )
-
-
-@dataclass(frozen=True, slots=True)
-class ClassRow:
-    """Compute nodes of one class.
-
-    Attributes:
-        op_class: their class.
-        count: how many there are.
-        before_ns: their time before re-costing.
-        after_ns: their time after re-costing.
-        flops: sum of the known FLOPs.
-        bytes_read: sum of the known bytes read.
-        bytes_written: sum of the known bytes written.
-        evidence_ns: time after re-costing by evidence.
-    """
-
-    op_class: OpClass
-    count: int
-    before_ns: int
-    after_ns: int
-    flops: int
-    bytes_read: int
-    bytes_written: int
-    evidence_ns: dict[str, int]
-
-
-@dataclass(frozen=True, slots=True)
-class UnknownKernel:
-    """Kernels of one operator and name whose class is unknown or whose work has no formula."""
-
-    op: str
-    name: str
-    count: int
-    before_ns: int
-    after_ns: int
-
-
-@dataclass(frozen=True, slots=True)
-class Recosting:
-    """A re-costing in figures.
-
-    Attributes:
-        target: GPU description that the durations are predicted for.
-        model: cost model.
-        source: device of the original durations.
-        classes: one row per class that occurs, by decreasing time after re-costing.
-        before_ns: time of all compute nodes before re-costing, including nodes it removed.
-        after_ns: time of all compute nodes after re-costing.
-        evidence: number of nodes by evidence of their duration ("measured", "looked_up", "scaled").
-        evidence_ns: time after re-costing by evidence.
-        rules: number of nodes by the rule that predicted their duration.
-        unknown: kernels of unknown class or without formula, by decreasing time before re-costing.
-        dropped: removed operators and how often each occurred; only for CPU captures.
-        interval: p10 and p90 of the time of all compute nodes in ns; () for models without errors.
-    """
-
-    target: str
-    model: str
-    source: str
-    classes: tuple[ClassRow, ...]
-    before_ns: int
-    after_ns: int
-    evidence: dict[str, int]
-    evidence_ns: dict[str, int]
-    rules: dict[str, int]
-    unknown: tuple[UnknownKernel, ...]
-    dropped: dict[str, int]
-    interval: tuple[int, ...]
-
-
-def summarise(before: Graph, after: Graph) -> Recosting:
-    """Return the changes of the last re-costing, between `before` and `after`.
-
-    Nodes are matched by id, since passes add and remove nodes.
-    """
-    assert after.job.annotations, "the graph was never re-costed"
-    last = after.job.annotations[-1]
-    index = np.flatnonzero(compute_mask(after))
-    old = _durations_before(before, after.nodes.id[index])
-    new = after.nodes.duration_ns[index]
-    codes = classify(after, index)
-    rows = [
-        _class_row(after, op_class, index[codes == code], old[codes == code])
-        for code, op_class in enumerate(CLASSES)
-        if (codes == code).any()
-    ]
-    return Recosting(
-        target=last.target,
-        model=last.model,
-        source=last.source,
-        classes=tuple(sorted(rows, key=lambda row: -row.after_ns)),
-        before_ns=int(before.nodes.duration_ns[compute_mask(before)].sum()),
-        after_ns=int(new.sum()),
-        evidence=by_evidence(after, index),
-        evidence_ns=by_evidence(after, index, new),
-        rules=dict(last.details.get("rules", {})),
-        unknown=_unknown(after, index, codes, old, new),
-        dropped=dict(last.details.get("dropped", {})),
-        interval=tuple(last.details.get("interval", ())),
-    )
-
-
-def _durations_before(before: Graph, ids: U64) -> I64:
-    """Return the earlier durations of the nodes with these ids; 0 for nodes that did not exist."""
-    order = np.argsort(before.nodes.id)
-    # An id above all others would be past the end; the comparison below rejects its neighbour.
-    position = np.minimum(np.searchsorted(before.nodes.id[order], ids), len(order) - 1)
-    existed = before.nodes.id[order[position]] == ids
-    return np.where(existed, before.nodes.duration_ns[order[position]], 0)
-
-
-def _class_row(after: Graph, op_class: OpClass, index: I64, old: I64) -> ClassRow:
-    sums = {
-        # UNKNOWN is -1 and must not reduce the sum.
-        name: int(np.maximum(getattr(after.nodes, name)[index], 0).sum())
-        for name in ("flops", "bytes_read", "bytes_written")
-    }
-    return ClassRow(
-        op_class=op_class,
-        count=len(index),
-        before_ns=int(old.sum()),
-        after_ns=int(after.nodes.duration_ns[index].sum()),
-        evidence_ns=by_evidence(after, index, after.nodes.duration_ns[index]),
-        **sums,
-    )
-
-
-def _unknown(after: Graph, index: I64, codes: U8, old: I64, new: I64) -> tuple[UnknownKernel, ...]:
-    without_model = (codes == CLASSES.index(OpClass.UNKNOWN)) | (
-        after.nodes.flops[index] == UNKNOWN
-    )
-    op, name = after.nodes.op[index][without_model], after.nodes.name[index][without_model]
-    first, group = deduplicate([op, name])
-    count = np.bincount(group, minlength=len(first))
-    sums = [
-        np.bincount(group, weights=times[without_model], minlength=len(first)).tolist()
-        for times in (old, new)
-    ]
-    kernels = [
-        UnknownKernel(
-            after.strings[int(op[row])],
-            after.strings[int(name[row])],
-            occurrences,
-            int(before_ns),
-            int(after_ns),
-        )
-        for row, occurrences, before_ns, after_ns in zip(first, count.tolist(), *sums, strict=True)
-    ]
-    return tuple(sorted(kernels, key=lambda entry: -entry.before_ns))

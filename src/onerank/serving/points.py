@@ -19,7 +19,8 @@ from onerank.annotate.models.attention_kernels import family_of, family_of_opera
 from onerank.annotate.op_costs.op_classes import CLASSES, OpClass, classify, op_class
 from onerank.annotate.passes.host_time import with_host
 from onerank.annotate.passes.pass_options import NO_PASSES
-from onerank.annotate.recost.recost import Recosting, source_gpu
+from onerank.annotate.recost.recost import source_gpu
+from onerank.annotate.recost.recosting_summary import Recosting
 from onerank.capture.serving.compositions import Composition
 from onerank.ir import Evidence, Graph, Kind
 from onerank.ir.replay import ReplayedRank
