@@ -180,16 +180,17 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         "torch.Tensor",
-        ("data_ptr", "_make_subclass"),
+        ("data_ptr", "_make_subclass", "nested_int_memo"),
         "torch and our slices identify tensors by their address. Weights of bitsandbytes "
-        "are of a subclass, and C++ makes none of a fake tensor.",
+        "are of a subclass, and C++ makes none of a fake tensor. A nested tensor that moves to "
+        "the emulated GPU keeps its ragged size.",
         ("no_device.emulated_process",),
     ),
     Patch(
         "torch._subclasses.fake_tensor.FakeTensorMode",
         ("avoid_device_init", "create_symbolic_nested_int"),
         "torch.cuda says that there is a device, but no tensor may be created on it. A nested "
-        "tensor has no sizes there.",
+        "tensor gets a ragged size without a graph that has symbols.",
         ("no_device.emulated_process",),
     ),
     Patch(
@@ -485,6 +486,13 @@ PATCHES: tuple[Patch, ...] = (
         "torch.nn.functional",
         ("scaled_dot_product_attention",),
         "torch chooses the attention kernel in C++ that only a CUDA build has.",
+        ("no_device.attention_backends",),
+        everywhere=True,
+    ),
+    Patch(
+        "torch.backends.cuda",
+        ("can_use_cudnn_attention", "can_use_flash_attention", "can_use_efficient_attention"),
+        "They ask the same C++, for nested tensors and for scripts.",
         ("no_device.attention_backends",),
         everywhere=True,
     ),

@@ -24,6 +24,7 @@ from onerank.annotate.op_costs.cost_record import (
     matmul_work,
 )
 from onerank.annotate.op_costs.operands import Call, Tensor
+from onerank.annotate.op_costs.packed_lengths import PackedLengths
 
 QUERY_TILE = 128
 """Queries of one head that a thread block of fused attention processes together."""
@@ -41,6 +42,7 @@ class AttentionArguments:
         lengths: position of the query's cumulative lengths; the longest two lengths follow at
             `longest`. None: always a padded batch.
         longest: position of the longest query length.
+        key_lengths: position of the keys' cumulative lengths; None: they follow the query's.
         backward: whether it is the backward pass.
         lower_right: whether `is_causal` aligns the mask with the last key (bottom right); a custom
             mask type of 2 does too.
@@ -56,6 +58,7 @@ class AttentionArguments:
     heads_first: bool = True
     lengths: int | None = None
     longest: int = 0
+    key_lengths: int | None = None
     backward: bool = False
     lower_right: bool = False
     pairs: int | None = None
@@ -109,6 +112,45 @@ def _clipped_sum(start: int, count: int, most: int) -> int:
     return below(start + count) - below(start)
 
 
+@dataclass(frozen=True, slots=True)
+class _Mask:
+    """The mask of a call, without that of a tensor or a function.
+
+    Attributes:
+        flag: `is_causal` or a custom mask type.
+        window: of FlashAttention; None if the call has none.
+        lower_right: whether a causal mask is aligned with the last key.
+    """
+
+    flag: int
+    window: KeyWindow | None
+    lower_right: bool
+
+    def hides_by_window(self, rows: int, keys: int) -> bool:
+        """Return whether the window hides more of a sequence than the flag does."""
+        return self.window is not None and self.window.hides(rows, keys, causal=bool(self.flag))
+
+    def alignment(self, rows: int, keys: int) -> int:
+        """Return the mask as in `AttentionShape`; a window stands for it if it hides more."""
+        if not self.flag or self.hides_by_window(rows, keys):
+            return 0
+        shifted = keys > rows and (self.lower_right or self.flag == LOWER_RIGHT)
+        return LOWER_RIGHT if shifted else 1
+
+    def pairs(self, rows: int, keys: int) -> int:
+        """Return twice the pairs of a query and a key that one sequence and head computes."""
+        if self.window is not None and self.hides_by_window(rows, keys):
+            return 2 * self.window.pairs(rows, keys) - (rows if self.flag else 0)
+        # Kernels skip tiles above the diagonal; FlopCounterMode counts them.
+        match self.alignment(rows, keys):
+            case 0:
+                return 2 * rows * keys
+            case 1:
+                return rows * keys
+            case _:
+                return rows * (2 * keys - rows)
+
+
 def window_of_call(call: Call) -> KeyWindow | None:
     """Return the window of a call of attention; None if its operator has no such argument."""
     layout = _LAYOUTS.get(call.op)
@@ -141,29 +183,29 @@ def attention_formula(layout: AttentionArguments) -> Formula:
         batch, heads, _, rows, columns = sizes
         d, dv = query.shape[-1], value.shape[-1]
         scores = batch * heads * rows * columns
+        packed = _lengths_of(layout, call)
         pairs = call.value(layout.pairs) if layout.pairs is not None else None
         if isinstance(pairs, int) and pairs < scores:
             # As if each query had the mean number of keys.
             columns, scores = -(-pairs * columns // scores), pairs
             sizes = (*sizes[:4], columns)
         width = 3 * d + 2 * dv if layout.backward else d + dv
-        flops = 2 * scores * width
-        masked = int(bool(causal))
-        window, bytes_read = _window(layout, call), None
-        if window is not None and window.hides(rows, columns, causal=bool(causal)):
-            seen = 2 * window.pairs(rows, columns) - (rows if causal else 0)
-            flops = batch * heads * seen * width
-            unread = (key.nbytes + value.nbytes) * window.hidden(rows, columns) // columns
+        flag = causal if isinstance(causal, int) else bool(causal)
+        mask = _Mask(int(flag), _window(layout, call), lower_right=layout.lower_right)
+        if packed is not None:
+            twice_pairs = heads * sum(n * mask.pairs(*pair) for pair, n in packed.counts().items())
+        elif mask.flag or mask.window is not None:
+            twice_pairs = batch * heads * mask.pairs(rows, columns)
+        else:
+            twice_pairs = 2 * scores
+        flops = twice_pairs * width
+        masked, bytes_read = mask.alignment(rows, columns), None
+        if mask.hides_by_window(rows, columns) and mask.window is not None:
+            unread = (key.nbytes + value.nbytes) * mask.window.hidden(rows, columns) // columns
             bytes_read = call.input_bytes - unread
             # As if each query saw the keys that its tile does, without a mask.
-            columns, masked, causal = window.keys_of_tile(rows, columns), 0, False
+            columns = mask.window.keys_of_tile(rows, columns)
             sizes = (*sizes[:4], columns)
-        if causal and columns > rows and (layout.lower_right or causal == LOWER_RIGHT):
-            flops = flops // columns * (2 * columns - rows) // 2
-            masked = LOWER_RIGHT
-        elif causal:
-            # Kernels skip tiles above the diagonal; FlopCounterMode counts them.
-            flops //= 2
         batch, heads, key_heads, rows, columns = sizes
         if heads == key_heads == 1 and d > dv and not masked and not layout.backward:
             # Decode of latent attention in a kernel that shares a key among the queries of one
@@ -182,16 +224,20 @@ def _sizes(
     """Return (b, h, key heads, sq, sk); None for packed sequences of unknown lengths."""
     packed = call.tensor(layout.lengths) if layout.lengths is not None else None
     if packed is not None and packed.numel > 1:
+        heads = query.shape[-2] if len(query.shape) in (3, 4) else 0
+        key_heads = key.shape[-2] if len(key.shape) in (3, 4) else heads
+        lengths = _lengths_of(layout, call)
+        if lengths is not None:
+            sequences, rows, columns = lengths.equal_sequences()
+            return sequences, heads, key_heads, rows, columns
         longest_q, longest_k = call.value(layout.longest), call.value(layout.longest + 1)
         # `cu_seqlens` has one boundary more than sequences.
         sequences = packed.numel - 1
-        heads = query.shape[-2] if len(query.shape) in (3, 4) else 0
-        key_heads = key.shape[-2] if len(key.shape) in (3, 4) else heads
         tokens = query.numel // max(1, heads * query.shape[-1])
         if not isinstance(longest_q, int) or not isinstance(longest_k, int):
             return None
-        # The lengths are on the device and not recorded: they are known only if all sequences are
-        # as long as the longest.
+        # Lengths on a device are not recorded: they are known only if all sequences are as long as
+        # the longest.
         if sequences * longest_q != tokens:
             return None
         return sequences, heads, key_heads, longest_q, longest_k
@@ -201,6 +247,26 @@ def _sizes(
     heads, rows = (second, third) if layout.heads_first else (third, second)
     key_heads, columns = key.shape[1:3] if layout.heads_first else (key.shape[2], key.shape[1])
     return batch, heads, key_heads, rows, columns
+
+
+def _lengths_of(layout: AttentionArguments, call: Call) -> PackedLengths | None:
+    return None if layout.lengths is None else PackedLengths.of_values(call.values)
+
+
+def boundaries_of(op: str) -> tuple[int, int] | None:
+    """Return where an operator's schema has the boundaries of packed queries and of packed keys.
+
+    Args:
+        op: operator, without overload; with its namespace if the library's is another one.
+
+    Returns:
+        None for an operator without them.
+    """
+    layout = LIBRARY_LAYOUTS.get(op) or _LAYOUTS.get(op.rpartition("::")[2])
+    if layout is None or layout.lengths is None:
+        return None
+    keys = layout.lengths + 1 if layout.key_lengths is None else layout.key_lengths
+    return layout.lengths, keys
 
 
 # Positions as in the schemas of torch 2.13; those that torch 2.11 shares are the same.
@@ -249,6 +315,22 @@ _LAYOUTS = {
         1, 15, heads_first=False, lengths=9, longest=11, backward=True, lower_right=True, window=16
     ),
 }
+
+LIBRARY_LAYOUTS = {
+    "flash_attn_3::_flash_attn_forward": AttentionArguments(
+        0, 24, heads_first=False, lengths=7, longest=12, lower_right=True, window=25
+    ),
+    "flash_attn_3::_flash_attn_backward": AttentionArguments(
+        1, 16, heads_first=False, lengths=6, longest=10, backward=True, lower_right=True, window=17
+    ),
+    "transformer_engine::fused_attn_fwd": AttentionArguments(
+        0, 3, heads_first=False, lengths=4, longest=5, key_lengths=7
+    ),
+    "transformer_engine::fused_attn_bwd": AttentionArguments(
+        0, 3, heads_first=False, lengths=4, longest=5, key_lengths=7, backward=True
+    ),
+}
+"""Layouts of operators whose names are those of others, or of functions, by full name."""
 
 FORMULAS: dict[str, Formula] = {
     name: attention_formula(layout) for name, layout in _LAYOUTS.items()

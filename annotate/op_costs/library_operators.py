@@ -14,7 +14,7 @@ from dataclasses import replace
 from math import prod
 
 from onerank.annotate.op_costs import gemm
-from onerank.annotate.op_costs.attention import AttentionArguments, attention_formula
+from onerank.annotate.op_costs.attention import LIBRARY_LAYOUTS, attention_formula
 from onerank.annotate.op_costs.cost_record import (
     ComponentGemm,
     Formula,
@@ -336,12 +336,6 @@ _TE = {
     f"transformer_engine::{name}": formula
     for name, formula in {
         "generic_gemm": _product_with_epilogue,
-        "fused_attn_fwd": attention_formula(
-            AttentionArguments(0, 3, heads_first=False, lengths=4, longest=5)
-        ),
-        "fused_attn_bwd": attention_formula(
-            AttentionArguments(0, 3, heads_first=False, lengths=4, longest=5, backward=True)
-        ),
         "layernorm_fwd": _per_element(NORM_FORWARD),
         "layernorm_bwd": _per_element(NORM_BACKWARD),
         "rmsnorm_fwd": _per_element(NORM_FORWARD),
@@ -533,22 +527,7 @@ FORMULAS: dict[str, Formula] = {
     **{f"triton::{name}": formula for name, formula in _TRITON.items()},
     "flash_attn::layer_norm_fwd_impl": _per_element(NORM_FORWARD, (4, 14)),
     "flash_attn::layer_norm_bwd_impl": _per_element(NORM_BACKWARD),
-    "flash_attn_3::_flash_attn_forward": attention_formula(
-        AttentionArguments(
-            0, 24, heads_first=False, lengths=7, longest=12, lower_right=True, window=25
-        )
-    ),
-    "flash_attn_3::_flash_attn_backward": attention_formula(
-        AttentionArguments(
-            *(1, 16),
-            heads_first=False,
-            lengths=6,
-            longest=10,
-            backward=True,
-            lower_right=True,
-            window=17,
-        )
-    ),
+    **{name: attention_formula(layout) for name, layout in LIBRARY_LAYOUTS.items()},
     "grouped_gemm::gmm": _extension_product,
     **_DEEP_GEMM,
     **_TE,

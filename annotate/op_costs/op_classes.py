@@ -216,7 +216,8 @@ _OPERATORS = {
         replication_pad1d replication_pad3d replication_pad1d_backward
         replication_pad2d_backward replication_pad3d_backward reflection_pad1d reflection_pad3d
         reflection_pad1d_backward reflection_pad2d_backward reflection_pad3d_backward
-        pixel_unshuffle native_channel_shuffle channel_shuffle tile fp8_transpose permute_rows""",
+        pixel_unshuffle native_channel_shuffle channel_shuffle tile fp8_transpose permute_rows
+        _jagged_to_padded_dense_forward _padded_dense_to_jagged_forward""",
     OpClass.MEMSET: """
         fill fill_ zero zero_ zeros ones full zeros_like ones_like full_like new_zeros new_ones
         new_full eye

@@ -47,13 +47,41 @@ def choose_attention(gpu: EmulatedGpu) -> Generator[None]:
 
     @functools.wraps(by_torch)
     def attention(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        # Real tensors on the CPU keep torch's own choice.
-        if not query.is_cuda or query.dim() != 4:
+        # Real tensors on the CPU keep torch's own choice. For nested tensors it is Python code,
+        # which asks which backends can be used.
+        if not query.is_cuda or query.is_nested or query.dim() != 4:
             return by_torch(query, *args, **kwargs)
         return _run(_Attention.of(query, *args, **kwargs).autocast(), gpu, enabled())
 
-    with rebound("torch.nn.functional", {"scaled_dot_product_attention": attention}):
+    with (
+        rebound("torch.nn.functional", {"scaled_dot_product_attention": attention}),
+        rebound("torch.backends.cuda", _usable_backends(gpu)),
+    ):
         yield
+
+
+def _usable_backends(gpu: EmulatedGpu) -> dict[str, Callable[..., bool]]:
+    """Return replacements of functions that tell whether a backend can be used on `gpu`."""
+
+    def usable(backend: SDPBackend, fits: Callable[["_Attention"], bool]) -> Callable[..., bool]:
+        def can_use(params: Any, debug: bool = False) -> bool:
+            query, key, value, mask = params.query, params.key, params.value, params.attn_mask
+            of_call = query, key, value, mask, params.dropout, params.is_causal, None
+            return _IS_ENABLED[backend]() and fits(_Attention(*of_call))
+
+        return can_use
+
+    return {
+        "can_use_cudnn_attention": usable(
+            SDPBackend.CUDNN_ATTENTION, lambda attention: attention.fits_cudnn(gpu)
+        ),
+        "can_use_flash_attention": usable(
+            SDPBackend.FLASH_ATTENTION, lambda attention: attention.fits_flash(gpu)
+        ),
+        "can_use_efficient_attention": usable(
+            SDPBackend.EFFICIENT_ATTENTION, _Attention.fits_efficient
+        ),
+    }
 
 
 @dataclass(frozen=True)

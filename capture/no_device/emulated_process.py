@@ -34,6 +34,10 @@ from onerank.capture.no_device.fake_tensor_methods import (
     tensor_factory,
 )
 from onerank.capture.no_device.inductor import InductorOnShapes
+from onerank.capture.no_device.nested_tensors import (
+    create_nested_int,
+    nested_int_of_real_offsets,
+)
 from onerank.capture.no_device.operators import recurrent_layers, triton_kernels
 from onerank.capture.no_device.operators.fake_operators import FakeOperators
 from onerank.capture.no_device.operators.functional_collectives import (
@@ -47,7 +51,6 @@ from onerank.capture.parallelize.experts.routing import Routing
 from onerank.capture.patches import after_import, patched, rebound, resolve
 from onerank.capture.profiling.allocator_snapshots import ByMemoryClass, sizes_of
 from onerank.capture.profiling.step_memory import resident_storages
-from onerank.ir.errors import CaptureError
 from onerank.ir.notes import Note
 
 _torch: Any = torch
@@ -134,6 +137,7 @@ class EmulatedProcess:
                     {
                         "data_ptr": tensor_address,
                         "_make_subclass": staticmethod(makes_subclass(self.fake)),
+                        "nested_int_memo": nested_int_of_real_offsets,
                     },
                 ),
                 patched("torch.UntypedStorage", of_storage),
@@ -142,7 +146,7 @@ class EmulatedProcess:
                     _FAKE_TENSORS + ".FakeTensorMode",
                     {
                         "avoid_device_init": property(_yes),
-                        "create_symbolic_nested_int": _refuse_nested,
+                        "create_symbolic_nested_int": create_nested_int,
                     },
                 ),
                 patched("torch.nn.DataParallel", {"scatter": _moved}),
@@ -310,14 +314,6 @@ class EmulatedProcess:
 
 
 _FAKE_TENSORS = "torch._subclasses.fake_tensor"
-
-
-def _refuse_nested(*_: Any, **__: Any) -> Any:
-    raise CaptureError(
-        "nested tensors have lengths that only a device holds, so their operators have no shapes "
-        "without one\n  pad the sequences, or capture on a GPU",
-        code="no-device-nested",
-    )
 
 
 def _moved(_: Any, inputs: Any, kwargs: Any, device_ids: Sequence[Any]) -> Any:

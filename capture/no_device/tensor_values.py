@@ -222,6 +222,20 @@ class UnknownValues:
             code="no-device-operator",
         )
 
+    def refuse_nested(self, operator: str) -> NoReturn:
+        """Refuse an operator on nested tensors of the layout `torch.strided`.
+
+        Raises:
+            CaptureError: always; it names the script's line.
+        """
+        raise CaptureError(
+            f"{self._places()}: {operator} takes or returns a nested tensor of the strided layout, "
+            "which has no shape without its numbers\n"
+            "  pass layout=torch.jagged, or enable_nested_tensor=False to nn.TransformerEncoder; "
+            "or capture on a GPU or a CPU",
+            code="no-device-nested",
+        )
+
     def refuse_extension(self, function: str) -> NoReturn:
         """Refuse a function of a C++ extension of which nothing says what it computes.
 

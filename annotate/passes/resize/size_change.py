@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 
 from onerank.annotate.op_costs.op_classes import is_generated
+from onerank.annotate.op_costs.packed_lengths import PACKED
 from onerank.annotate.passes.tensor_locations import has_tensor_ids
 from onerank.annotate.token_count import token_ids
 from onerank.ir import Graph, Job, Phase
@@ -513,6 +514,12 @@ def _check(graph: Graph) -> None:
             "the operands of the trace have no tensor ids, so sequence and micro-batch cannot be "
             "followed\n  capture it with `capture run`, or convert with an execution trace",
             code="resize-no-tensor-ids",
+        )
+    if any(PACKED in graph.strings[code] for code in values):
+        raise AnnotateError(
+            "attention computes packed sequences whose lengths are recorded, and no other size has "
+            "these lengths\n  capture it at the other size",
+            code="resize-packed-sequences",
         )
 
 

@@ -57,7 +57,7 @@ def _by_sequence(tensor: Any, order: str) -> Any:
 def _queries_and_keys(given: SimpleNamespace) -> list[Any]:
     """Return queries, keys and values, the mask, and what gives the lengths of packed sequences.
 
-    These are their boundaries, the longest queries and the longest keys.
+    These are the boundaries of queries, the longest queries and keys, and the boundaries of keys.
     """
     order = _format(given.qkv_layout, of_keys=False)
     key_order = _format(given.qkv_layout, of_keys=True)
@@ -66,7 +66,11 @@ def _queries_and_keys(given: SimpleNamespace) -> list[Any]:
     return [
         *(_by_sequence(*each) for each in operands),
         _CAUSAL.get(int(given.attn_mask_type), 0),
-        *([given.cu_seqlens_q, *longest] if "T" in order else [None, 0, 0]),
+        *(
+            [given.cu_seqlens_q, *longest, given.cu_seqlens_kv]
+            if "T" in order
+            else [None, 0, 0, None]
+        ),
     ]
 
 

@@ -30,7 +30,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from onerank.capture.fake_tensors import is_integral, mark_written
-from onerank.capture.no_device.event_log import Describer, EventLog, RecordedEvent, Shaped
+from onerank.capture.no_device.event_log import (
+    Describer,
+    EventLog,
+    Operands,
+    RecordedEvent,
+    Shaped,
+)
 from onerank.capture.no_device.operators.block_masks import FLEX_ATTENTION, BlockMasks
 from onerank.capture.no_device.operators.fake_kernels import RepeatedCalls, lacks_fake, shapes_of
 from onerank.capture.no_device.operators.functional_collectives import FunctionalCollectives
@@ -50,6 +56,7 @@ from onerank.capture.no_device.operators.operator_calls import (
     tensors_in,
 )
 from onerank.capture.no_device.operators.router_choices import RouterChoices
+from onerank.capture.no_device.operators.sequence_boundaries import with_lengths
 from onerank.capture.no_device.operators.triton_kernels import WRAPPED, KernelLaunch, wrapped_launch
 from onerank.capture.no_device.operators.zero_patterns import ZeroPatterns
 from onerank.capture.no_device.tensor_values import (
@@ -102,6 +109,9 @@ _BETWEEN = ("onerank.capture.no_device.", "torch._compile", "torch._dynamo.", "t
 _UNNUMBERED = 1 << 62
 
 _PLAIN = (Tensor, nn.Parameter, FakeTensor)
+
+# Operators of nested tensors of the strided layout, which C++ implements.
+_NESTED = "_nested_tensor"
 
 # Operators that run in cuBLAS, which keeps a workspace.
 _PRODUCTS = frozenset("mm addmm bmm baddbmm addmv mv dot _scaled_mm".split())
@@ -265,7 +275,7 @@ class FakeOperators(TorchDispatchMode):
         prepared = self._prepare(call)
         event = self._begin(f"{schema.name}_" if in_place else schema.name)
         if event is not None and not schema.is_view:
-            event.inputs = self.describe(call.operands)
+            event.inputs = self._describe_inputs(schema.name, call.operands)
         try:
             result = self._write_in_place(call) if in_place else self._run(call)
             del prepared
@@ -289,6 +299,9 @@ class FakeOperators(TorchDispatchMode):
         finally:
             self._log.end(event)
 
+    def _describe_inputs(self, name: str, operands: Sequence[Any]) -> Operands:
+        return self.describe(with_lengths(name, operands, self.known.get))
+
     def _describe_results(self, call: OperatorCall, result: Any, event: RecordedEvent) -> None:
         results = result if isinstance(result, tuple) else (result,)
         if result is None and call.schema.namespace != "aten":
@@ -300,7 +313,7 @@ class FakeOperators(TorchDispatchMode):
         inner = inner_of(event.name, call.operands, result)
         if inner is not None:
             event.name = inner.name
-            event.inputs = self.describe(inner.args)
+            event.inputs = self._describe_inputs(inner.name, inner.args)
             if inner.results is not None:
                 event.outputs = self.describe(inner.results)
 
@@ -365,7 +378,7 @@ class FakeOperators(TorchDispatchMode):
         """Record a kernel that Python launches without an operator."""
         event = self._begin(launch.name)
         if event is not None:
-            event.inputs = self.describe(launch.reads)
+            event.inputs = self._describe_inputs(launch.name, launch.reads)
             event.outputs = self.describe(launch.writes)
             event.on_device = True
             self._log.end(event)
@@ -485,6 +498,9 @@ class FakeOperators(TorchDispatchMode):
         except DataDependentOutputException:
             return self._unknown.answer() if numbers is None else numbers
         except RuntimeError:
+            nested = any(each.is_nested and each.layout == torch.strided for each in call.tensors)
+            if nested or call.schema.base.startswith(_NESTED):
+                self._unknown.refuse_nested(call.schema.name)
             if lacks_fake(call.func):
                 # Inductor calls `_scaled_mm.out`, which has no fake implementation.
                 given = call.given_results() or self._unknown.refuse_operator(call.schema.name)

@@ -181,7 +181,23 @@ def _efficient_backward(args: Sequence[Any], _: Any) -> Inner:
     )
 
 
+def _packed(args: Sequence[Any], _: Any) -> Inner:
+    """`varlen_attn` of torch.nn.attention calls FlashAttention."""
+    query, key, value, *boundaries, longest_q, longest_k, is_causal, scale, window = args[:10]
+    lengths = *boundaries, longest_q, longest_k
+    rest = 0.0, is_causal, False, scale, *(window or (-1, -1)), *args[11:12], None, *args[12:]
+    return Inner("aten::_flash_attention_forward", (query, key, value, *lengths, *rest))
+
+
+def _packed_backward(args: Sequence[Any], _: Any) -> Inner:
+    *tensors, longest_q, longest_k, is_causal, random, scale, window = args
+    rest = 0.0, is_causal, random, None, scale, *(window or (-1, -1))
+    return Inner("aten::_flash_attention_backward", (*tensors, longest_q, longest_k, *rest))
+
+
 _INNER: dict[str, _Call] = {
+    "torch_attn::_varlen_attn": _packed,
+    "torch_attn::_varlen_attn_backward": _packed_backward,
     "fsdp::all_gather_copy_in": _gathered_in,
     "fsdp::split_with_sizes_copy": _split,
     "fsdp::chunk_cat": _concatenated,
@@ -296,6 +312,11 @@ def _from_host(numbers: int) -> Tensor:
     return _torch.ops.aten._to_copy.default(packed, device=torch.device("cuda"), non_blocking=True)
 
 
+def _random_state(args: Sequence[Any]) -> Tensor:
+    """`varlen_attn` returns zeros for the random state of a dropout that it does not have."""
+    return torch.zeros(2, dtype=torch.int64, device=args[0].device)
+
+
 _BEFORE: dict[str, Callable[[Sequence[Any]], Any]] = {
     "sum": _operand_in_dtype,
     "nansum": _operand_in_dtype,
@@ -304,6 +325,7 @@ _BEFORE: dict[str, Callable[[Sequence[Any]], Any]] = {
     "cumprod": _operand_in_dtype,
     "_softmax_backward_data": _weighted,
     "repeat_interleave": _ends,
+    "torch_attn::_varlen_attn": _random_state,
     "fsdp::split_with_sizes_copy": _split_plan,
     "fsdp::chunk_cat": _concatenation_plan,
 }

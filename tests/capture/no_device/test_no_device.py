@@ -497,17 +497,14 @@ STEP = """
     optimizer.step()
 """
 
-JAGGED = """
-    parts = [torch.randn(n, 8, device="cuda") for n in (3, 5)]
-    rows = torch.nested.nested_tensor(parts, layout=torch.jagged)
-"""
+NESTED = "rows = torch.nested.nested_tensor([torch.randn(n, 8) for n in (3, 5)]).cuda()"
 
 
 @pytest.mark.parametrize(
     ("text", "options", "code"),
     [
         (DATA_DEPENDENT, (), "no-device-value"),
-        (STEP.replace("INPUT", JAGGED.strip()), (), "no-device-nested"),
+        (STEP.replace("INPUT", NESTED), (), "no-device-nested"),
         (
             STEP.replace("INPUT", "rows = torch.cuda.FloatTensor(4, 8)"),
             (),
@@ -528,6 +525,8 @@ def test_bad_input_names_its_place(text, options, code, tmp_path):
     assert not (tmp_path / "t.et").exists()
     if code == "no-device-value":
         assert "train.py:7" in done.stderr
+    if code == "no-device-nested":
+        assert "train.py:5" in done.stderr
 
 
 def test_too_few_steps_are_counted_without_windows(tmp_path):
