@@ -180,10 +180,9 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         "torch.Tensor",
-        ("data_ptr", "_make_subclass", "nested_int_memo"),
+        ("data_ptr", "_make_subclass"),
         "torch and our slices identify tensors by their address. Weights of bitsandbytes "
-        "are of a subclass, and C++ makes none of a fake tensor. A nested tensor that moves to "
-        "the emulated GPU keeps its ragged size.",
+        "are of a subclass, and C++ makes none of a fake tensor.",
         ("no_device.emulated_process",),
     ),
     Patch(
@@ -191,6 +190,12 @@ PATCHES: tuple[Patch, ...] = (
         ("avoid_device_init", "create_symbolic_nested_int"),
         "torch.cuda says that there is a device, but no tensor may be created on it. A nested "
         "tensor gets a ragged size without a graph that has symbols.",
+        ("no_device.emulated_process",),
+    ),
+    Patch(
+        "torch.nested._internal.nested_tensor",
+        ("get_tensor_symint",),
+        "A nested tensor of real numbers keeps its ragged size when it moves to the emulated GPU.",
         ("no_device.emulated_process",),
     ),
     Patch(

@@ -35,8 +35,9 @@ from onerank.capture.no_device.fake_tensor_methods import (
 )
 from onerank.capture.no_device.inductor import InductorOnShapes
 from onerank.capture.no_device.nested_tensors import (
+    NESTED,
     create_nested_int,
-    nested_int_of_real_offsets,
+    keeps_ragged_size,
 )
 from onerank.capture.no_device.operators import recurrent_layers, triton_kernels
 from onerank.capture.no_device.operators.fake_operators import FakeOperators
@@ -137,7 +138,6 @@ class EmulatedProcess:
                     {
                         "data_ptr": tensor_address,
                         "_make_subclass": staticmethod(makes_subclass(self.fake)),
-                        "nested_int_memo": nested_int_of_real_offsets,
                     },
                 ),
                 patched("torch.UntypedStorage", of_storage),
@@ -149,6 +149,7 @@ class EmulatedProcess:
                         "create_symbolic_nested_int": create_nested_int,
                     },
                 ),
+                patched(NESTED, {"get_tensor_symint": keeps_ragged_size()}),
                 patched("torch.nn.DataParallel", {"scatter": _moved}),
                 patched("torch.utils.data.DataLoader", {"_get_iterator": _load_in_this_process}),
                 patched(

@@ -14,6 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nested._internal import nested_tensor
 from torch.nested._internal.nested_int import NestedIntNode
 
+NESTED = "torch.nested._internal.nested_tensor"
+"""The module that creates them."""
+
 _torch: Any = torch
 _jagged: Any = nested_tensor
 _symbolic_nested_int: Callable[..., Any] = FakeTensorMode.create_symbolic_nested_int
@@ -29,14 +32,19 @@ def create_nested_int(mode: Any, *, nt_tensor_id: int | None = None) -> Any:
     return _torch.SymInt(NestedIntNode(number, 1))
 
 
-def _get_nested_int(offsets: Tensor) -> Any:
-    return _jagged.get_tensor_symint(offsets)
+def keeps_ragged_size() -> Callable[..., Any]:
+    """Return a replacement of `get_tensor_symint`, which keeps a ragged size in real offsets too.
 
+    torch copies it from offsets to those on another device by this attribute if the latter are
+    fake, and expects the former to be fake as well. A batch of real numbers moves to an emulated
+    GPU so.
+    """
+    ragged_size_of: Callable[..., Any] = _jagged.get_tensor_symint
 
-def _set_nested_int(offsets: Tensor, ragged_size: Any) -> None:
-    _jagged._tensor_symint_registry[offsets] = ragged_size
+    def ragged_size(offsets: Any, *, coeff: int = 1) -> Any:
+        size = ragged_size_of(offsets, coeff=coeff)
+        if type(offsets) is Tensor and coeff == 1:
+            offsets.nested_int_memo = size
+        return size
 
-
-# torch copies this attribute from offsets to those on another device if the latter are fake, and
-# expects it of a fake tensor only. A batch of real numbers moves to an emulated GPU so.
-nested_int_of_real_offsets = property(_get_nested_int, _set_nested_int)
+    return ragged_size
