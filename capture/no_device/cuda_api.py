@@ -19,16 +19,6 @@ _CUDA_VERSION = "13.0"
 _NCCL_VERSION = (2, 27, 5)
 _ARCHITECTURES = ("sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
 
-# Readings of NVML, which trainers log: 0 without a device.
-_TELEMETRY = ("utilization", "memory_usage", "temperature", "power_draw", "clock_rate")
-
-# Functions that trainers call around steps and that do nothing here.
-_WITHOUT_EFFECT = (
-    "set_sync_debug_mode",
-    "reset_accumulated_host_memory_stats",
-    "reset_peak_host_memory_stats",
-)
-
 
 class Stream:
     """A CUDA stream on which nothing runs.
@@ -277,178 +267,6 @@ def _entered(stream: Stream | None) -> Generator[None]:
         yield
 
 
-@contextlib.contextmanager
-def emulated_cuda(gpu: EmulatedGpu, log: EventLog) -> Generator[None]:
-    """Let `torch.cuda` answer as on `gpu`, with the memory that `log` counts."""
-    major, minor = gpu.capability
-    properties = SimpleNamespace(
-        name=gpu.name,
-        major=major,
-        minor=minor,
-        total_memory=gpu.memory_bytes,
-        multi_processor_count=gpu.sm_count,
-        # Of sm_80 and sm_90; sm_86 and sm_89 have 1536.
-        max_threads_per_multi_processor=2048,
-        shared_memory_per_block=49152,
-        # The limits of sm_90 and sm_80 in the CUDA C++ programming guide (227 KB and 163 KB per
-        # block).
-        shared_memory_per_block_optin=232448 if major >= 9 else 166912,
-        shared_memory_per_multiprocessor=233472 if major >= 9 else 167936,
-        regs_per_multiprocessor=65536,
-        warp_size=32,
-        L2_cache_size=gpu.l2_bytes,
-        is_integrated=0,
-        is_multi_gpu_board=0,
-        gcnArchName="",
-        uuid="00000000-0000-0000-0000-000000000000",
-    )
-
-    def statistics(*_: Any, **__: Any) -> dict[str, int]:
-        current, peak = log.memory.allocated_bytes, log.memory.peak_allocated_bytes
-        return _Counters(
-            {
-                "allocated_bytes.all.current": current,
-                "allocated_bytes.all.peak": peak,
-                "reserved_bytes.all.current": log.memory.reserved_bytes,
-                "reserved_bytes.all.peak": log.memory.peak_reserved_bytes,
-                "active_bytes.all.current": current,
-                "active_bytes.all.peak": peak,
-            }
-        )
-
-    def reset_peak(*_: Any, **__: Any) -> None:
-        log.memory.reset_peaks()
-
-    def memory_info() -> tuple[int, int]:
-        # Never negative: a step that does not fit this GPU is captured, too.
-        return max(0, gpu.memory_bytes - log.memory.reserved_bytes), gpu.memory_bytes
-
-    memory_fraction = 1.0
-
-    def set_fraction(fraction: float, *_: Any, **__: Any) -> None:
-        nonlocal memory_fraction
-        memory_fraction = fraction
-        if fraction < 1:
-            log.memory.note_unsimulated(f"set_per_process_memory_fraction({fraction})")
-
-    def enable_caching(value: bool = True) -> None:
-        if not value:
-            log.memory.note_unsimulated("caching_allocator_enable(False)")
-
-    cuda: dict[str, Any] = {
-        "is_available": _call(lambda: True),
-        "is_initialized": _call(lambda: True),
-        "_is_compiled": _call(lambda: True),
-        "_lazy_init": _call(_nothing),
-        "init": _call(_nothing),
-        "device_count": _call(lambda: 1),
-        "current_device": _call(lambda: 0),
-        "set_device": _call(_nothing),
-        "_exchange_device": _call(lambda: 0),
-        "_maybe_exchange_device": _call(lambda: 0),
-        "get_device_name": _call(lambda: gpu.name),
-        "get_device_capability": _call(lambda: gpu.capability),
-        "get_device_properties": _call(lambda: properties),
-        "get_arch_list": _call(lambda: list(_ARCHITECTURES)),
-        "is_bf16_supported": _call(lambda: major >= 8),
-        "can_device_access_peer": _call(lambda: True),
-        "synchronize": _call(lambda: log.wait_on_host(None)),
-        "ipc_collect": _call(_nothing),
-        "current_stream": _call(lambda: _current[-1]),
-        "default_stream": _call(lambda: _DEFAULT),
-        "set_stream": _set_stream,
-        "stream": _entered,
-        "Stream": Stream,
-        "Event": Event,
-        "empty_cache": _call(log.memory.empty_cache),
-        "memory_stats": _call(statistics),
-        "memory_allocated": _call(lambda: log.memory.allocated_bytes),
-        "max_memory_allocated": _call(lambda: log.memory.peak_allocated_bytes),
-        "memory_reserved": _call(lambda: log.memory.reserved_bytes),
-        "max_memory_reserved": _call(lambda: log.memory.peak_reserved_bytes),
-        "reset_peak_memory_stats": _call(reset_peak),
-        "reset_accumulated_memory_stats": _call(_nothing),
-        "reset_max_memory_allocated": _call(reset_peak),
-        "mem_get_info": _call(memory_info),
-        "memory_summary": _call(lambda: ""),
-        "memory_snapshot": _call(list),
-        **{name: _LegacyType(name, (), {}) for name in _LEGACY_DTYPES},
-        "CUDAGraph": CudaGraph,
-        "graph": CudaGraph,
-        "set_per_process_memory_fraction": set_fraction,
-        "get_per_process_memory_fraction": _call(lambda: memory_fraction),
-        "caching_allocator_enable": enable_caching,
-        "get_allocator_backend": _call(lambda: "native"),
-        # No number on the GPU has a meaning, so its random state has none either.
-        "manual_seed": _call(_nothing),
-        "manual_seed_all": _call(_nothing),
-        "seed": _call(_nothing),
-        "seed_all": _call(_nothing),
-        "initial_seed": _call(lambda: 0),
-        "default_generators": _DefaultGenerators(),
-        "get_rng_state": _call(_random_state),
-        "get_rng_state_all": _call(lambda: [_random_state()]),
-        "set_rng_state": _call(_nothing),
-        "set_rng_state_all": _call(_nothing),
-        "is_current_stream_capturing": _is_capturing,
-        **{name: _call(lambda: 0) for name in _TELEMETRY},
-        "device_memory_used": _call(lambda: log.memory.reserved_bytes),
-        "list_gpu_processes": _call(str),
-        "memory_stats_as_nested_dict": _call(dict),
-        "host_memory_stats": _call(_Counters),
-        "host_memory_stats_as_nested_dict": _call(dict),
-        "get_sync_debug_mode": _call(lambda: 0),
-        **{name: _call(_nothing) for name in _WITHOUT_EFFECT},
-    }
-    accelerator: dict[str, Any] = {
-        "is_available": _call(lambda: True),
-        "device_count": _call(lambda: 1),
-        "current_device_index": _call(lambda: 0),
-        "current_device_idx": _call(lambda: 0),
-        "set_device_index": _call(_nothing),
-        "set_device_idx": _call(_nothing),
-        "synchronize": _call(lambda: log.wait_on_host(None)),
-        "current_stream": _call(lambda: _current[-1]),
-        "set_stream": _set_stream,
-        "memory_allocated": _call(lambda: log.memory.allocated_bytes),
-        "max_memory_allocated": _call(lambda: log.memory.peak_allocated_bytes),
-        "memory_reserved": _call(lambda: log.memory.reserved_bytes),
-        "max_memory_reserved": _call(lambda: log.memory.peak_reserved_bytes),
-        "memory_stats": _call(statistics),
-        "reset_peak_memory_stats": _call(reset_peak),
-        "empty_cache": _call(log.memory.empty_cache),
-    }
-    nccl = {"version": _call(lambda: _NCCL_VERSION), "is_available": _call(lambda: True)}
-    # `torch.cuda` re-exports functions of these modules, and scripts import them from either.
-    memory = {name: cuda[name] for name in cuda if hasattr(torch.cuda.memory, name)}
-    random = {name: cuda[name] for name in cuda if hasattr(torch.cuda.random, name)}
-    with contextlib.ExitStack() as undo:
-        _logs.append(log)
-        undo.callback(_logs.pop)
-        for owner, names in (
-            ("torch.cuda", cuda),
-            ("torch.accelerator", accelerator),
-            ("torch.cuda.memory", memory),
-            ("torch.cuda.random", random),
-            ("torch.cuda.nccl", nccl),
-            ("torch.cuda.nvtx", {"_nvtx": _Ranges()}),
-            # A CUDA build keeps its version: torchvision compares it with that of its own build.
-            ("torch.version", {"cuda": torch.version.cuda or _CUDA_VERSION}),
-            (
-                "torch.Tensor",
-                {
-                    "pin_memory": _same,
-                    "is_pinned": _call(lambda: False),
-                    "record_stream": _call(_nothing),
-                },
-            ),
-            ("torch", {"Generator": RandomGenerator, "Stream": Stream, "Event": Event}),
-        ):
-            undo.enter_context(patched(owner, {n: v for n, v in names.items() if _has(owner, n)}))
-        undo.enter_context(rebound("torch.random", {"set_rng_state": _set_rng_state}))
-        yield
-
-
 def _nothing() -> None:
     """Do nothing."""
 
@@ -471,6 +289,232 @@ class _Counters(dict[str, int]):
 
     def __missing__(self, _: str) -> int:
         return 0
+
+
+# What functions of `torch.cuda` return on every GPU, whatever their arguments.
+_CUDA_ANSWERS: dict[str, Callable[[], Any]] = {
+    # One GPU, which is initialised.
+    "is_available": lambda: True,
+    "is_initialized": lambda: True,
+    "_is_compiled": lambda: True,
+    "_lazy_init": _nothing,
+    "init": _nothing,
+    "device_count": lambda: 1,
+    "current_device": lambda: 0,
+    "set_device": _nothing,
+    "_exchange_device": lambda: 0,
+    "_maybe_exchange_device": lambda: 0,
+    "get_arch_list": lambda: list(_ARCHITECTURES),
+    "can_device_access_peer": lambda: True,
+    "ipc_collect": _nothing,
+    "current_stream": lambda: _current[-1],
+    "default_stream": lambda: _DEFAULT,
+    # No number on the GPU has a meaning, so its random state has none either.
+    "manual_seed": _nothing,
+    "manual_seed_all": _nothing,
+    "seed": _nothing,
+    "seed_all": _nothing,
+    "initial_seed": lambda: 0,
+    "get_rng_state": _random_state,
+    "get_rng_state_all": lambda: [_random_state()],
+    "set_rng_state": _nothing,
+    "set_rng_state_all": _nothing,
+    # Readings of NVML, which trainers log.
+    "utilization": lambda: 0,
+    "memory_usage": lambda: 0,
+    "temperature": lambda: 0,
+    "power_draw": lambda: 0,
+    "clock_rate": lambda: 0,
+    "list_gpu_processes": str,
+    # What trainers call around steps.
+    "set_sync_debug_mode": _nothing,
+    "get_sync_debug_mode": lambda: 0,
+    "get_allocator_backend": lambda: "native",
+    "memory_summary": str,
+    "memory_snapshot": list,
+    "memory_stats_as_nested_dict": dict,
+    "host_memory_stats": _Counters,
+    "host_memory_stats_as_nested_dict": dict,
+    "reset_accumulated_memory_stats": _nothing,
+    "reset_accumulated_host_memory_stats": _nothing,
+    "reset_peak_host_memory_stats": _nothing,
+}
+
+_NCCL_ANSWERS: dict[str, Callable[[], Any]] = {
+    "version": lambda: _NCCL_VERSION,
+    "is_available": lambda: True,
+}
+
+_TENSOR_ANSWERS: dict[str, Callable[[], Any]] = {
+    "is_pinned": lambda: False,
+    "record_stream": _nothing,
+}
+
+# Functions of `torch.accelerator`.
+_ACCELERATOR = (
+    *("is_available", "device_count", "synchronize", "current_stream"),
+    *("current_device_index", "current_device_idx", "set_device_index", "set_device_idx"),
+    *("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"),
+    *("memory_stats", "reset_peak_memory_stats", "empty_cache"),
+)
+
+
+@contextlib.contextmanager
+def emulated_cuda(gpu: EmulatedGpu, log: EventLog) -> Generator[None]:
+    """Let `torch.cuda` answer as on `gpu`, with the memory that `log` counts."""
+    cuda = _cuda_functions(gpu, log)
+    # `torch.cuda` re-exports functions of these modules, and scripts import them from either.
+    memory = {name: cuda[name] for name in cuda if hasattr(torch.cuda.memory, name)}
+    random = {name: cuda[name] for name in cuda if hasattr(torch.cuda.random, name)}
+    with contextlib.ExitStack() as undo:
+        _logs.append(log)
+        undo.callback(_logs.pop)
+        for owner, names in (
+            ("torch.cuda", cuda),
+            ("torch.accelerator", _accelerator_functions(gpu, log)),
+            ("torch.cuda.memory", memory),
+            ("torch.cuda.random", random),
+            ("torch.cuda.nccl", _functions(_NCCL_ANSWERS)),
+            ("torch.cuda.nvtx", {"_nvtx": _Ranges()}),
+            # A CUDA build keeps its version: torchvision compares it with that of its own build.
+            ("torch.version", {"cuda": torch.version.cuda or _CUDA_VERSION}),
+            ("torch.Tensor", {"pin_memory": _same, **_functions(_TENSOR_ANSWERS)}),
+            ("torch", {"Generator": RandomGenerator, "Stream": Stream, "Event": Event}),
+        ):
+            undo.enter_context(patched(owner, {n: v for n, v in names.items() if _has(owner, n)}))
+        undo.enter_context(rebound("torch.random", {"set_rng_state": _set_rng_state}))
+        yield
+
+
+def _cuda_functions(gpu: EmulatedGpu, log: EventLog) -> dict[str, Any]:
+    """Return what replaces functions and classes of `torch.cuda`, by name."""
+    memory = _Memory(gpu, log)
+    properties = _properties(gpu)
+    return {
+        **_functions(_CUDA_ANSWERS),
+        **_functions(memory.answers()),
+        **_functions(
+            {
+                "get_device_name": lambda: gpu.name,
+                "get_device_capability": lambda: gpu.capability,
+                "get_device_properties": lambda: properties,
+                "is_bf16_supported": lambda: gpu.capability[0] >= 8,
+                "synchronize": lambda: log.wait_on_host(None),
+            }
+        ),
+        "set_per_process_memory_fraction": memory.set_fraction,
+        "caching_allocator_enable": memory.enable_caching,
+        "set_stream": _set_stream,
+        "stream": _entered,
+        "Stream": Stream,
+        "Event": Event,
+        "CUDAGraph": CudaGraph,
+        "graph": CudaGraph,
+        "is_current_stream_capturing": _is_capturing,
+        "default_generators": _DefaultGenerators(),
+        **{name: _LegacyType(name, (), {}) for name in _LEGACY_DTYPES},
+    }
+
+
+def _accelerator_functions(gpu: EmulatedGpu, log: EventLog) -> dict[str, Any]:
+    """Return what replaces functions of `torch.accelerator`, by name."""
+    answers = {
+        **_CUDA_ANSWERS,
+        **_Memory(gpu, log).answers(),
+        "current_device_index": lambda: 0,
+        "current_device_idx": lambda: 0,
+        "set_device_index": _nothing,
+        "set_device_idx": _nothing,
+        "synchronize": lambda: log.wait_on_host(None),
+    }
+    return {**_functions({name: answers[name] for name in _ACCELERATOR}), "set_stream": _set_stream}
+
+
+def _properties(gpu: EmulatedGpu) -> SimpleNamespace:
+    """Return `torch.cuda.get_device_properties` of the GPU."""
+    major, minor = gpu.capability
+    return SimpleNamespace(
+        name=gpu.name,
+        major=major,
+        minor=minor,
+        total_memory=gpu.memory_bytes,
+        multi_processor_count=gpu.sm_count,
+        # Of sm_80 and sm_90; sm_86 and sm_89 have 1536.
+        max_threads_per_multi_processor=2048,
+        shared_memory_per_block=49152,
+        # The limits of sm_90 and sm_80 in the CUDA C++ programming guide (227 KB and 163 KB per
+        # block).
+        shared_memory_per_block_optin=232448 if major >= 9 else 166912,
+        shared_memory_per_multiprocessor=233472 if major >= 9 else 167936,
+        regs_per_multiprocessor=65536,
+        warp_size=32,
+        L2_cache_size=gpu.l2_bytes,
+        is_integrated=0,
+        is_multi_gpu_board=0,
+        gcnArchName="",
+        uuid="00000000-0000-0000-0000-000000000000",
+    )
+
+
+class _Memory:
+    """The functions of `torch.cuda` on memory, answered from what a log counts."""
+
+    def __init__(self, gpu: EmulatedGpu, log: EventLog) -> None:
+        self._gpu = gpu
+        self._allocator = log.memory
+        self._fraction = 1.0
+
+    def answers(self) -> dict[str, Callable[[], Any]]:
+        """Return the functions whose arguments do not matter."""
+        allocator = self._allocator
+        return {
+            "memory_stats": self._statistics,
+            "memory_allocated": lambda: allocator.allocated_bytes,
+            "max_memory_allocated": lambda: allocator.peak_allocated_bytes,
+            "memory_reserved": lambda: allocator.reserved_bytes,
+            "max_memory_reserved": lambda: allocator.peak_reserved_bytes,
+            "device_memory_used": lambda: allocator.reserved_bytes,
+            "mem_get_info": self._info,
+            "empty_cache": allocator.empty_cache,
+            "reset_peak_memory_stats": allocator.reset_peaks,
+            "reset_max_memory_allocated": allocator.reset_peaks,
+            "get_per_process_memory_fraction": lambda: self._fraction,
+        }
+
+    def set_fraction(self, fraction: float, *_: Any, **__: Any) -> None:
+        """`torch.cuda.set_per_process_memory_fraction`, whose limit is not simulated."""
+        self._fraction = fraction
+        if fraction < 1:
+            self._allocator.note_unsimulated(f"set_per_process_memory_fraction({fraction})")
+
+    def enable_caching(self, value: bool = True) -> None:
+        """`torch.cuda.caching_allocator_enable`; without the cache memory is not simulated."""
+        if not value:
+            self._allocator.note_unsimulated("caching_allocator_enable(False)")
+
+    def _info(self) -> tuple[int, int]:
+        # Never negative: a step that does not fit this GPU is captured, too.
+        free = max(0, self._gpu.memory_bytes - self._allocator.reserved_bytes)
+        return free, self._gpu.memory_bytes
+
+    def _statistics(self) -> dict[str, int]:
+        allocator = self._allocator
+        current, peak = allocator.allocated_bytes, allocator.peak_allocated_bytes
+        return _Counters(
+            {
+                "allocated_bytes.all.current": current,
+                "allocated_bytes.all.peak": peak,
+                "reserved_bytes.all.current": allocator.reserved_bytes,
+                "reserved_bytes.all.peak": allocator.peak_reserved_bytes,
+                "active_bytes.all.current": current,
+                "active_bytes.all.peak": peak,
+            }
+        )
+
+
+def _functions(answers: dict[str, Callable[[], Any]]) -> dict[str, Callable[..., Any]]:
+    """Return functions that ignore their arguments, most of which name the device."""
+    return {name: _call(answer) for name, answer in answers.items()}
 
 
 def _has(owner: str, name: str) -> bool:
