@@ -7,8 +7,9 @@ python -m benchmarks.serving.serving points DIR [--more BUNDLE] [--others JSON] 
 
 `measure` runs 40 compositions drawn with a fixed seed, without a profiler, and the default grid of
 `capture serve`; then it finds the largest KV cache that fits, and captures a decode that runs as a
-CUDA graph. It continues where it was killed. `real` runs a Llama on two GPUs, sharded as in
-Megatron-LM and vLLM, with NCCL, and the slice of rank 0 on one of them, over the same compositions.
+CUDA graph. It continues where it was killed. `real` runs a Llama, or a model with the same modules,
+such as Qwen3, on two GPUs, sharded as in Megatron-LM and vLLM, with NCCL, and the slice of rank 0
+on one of them, over the same compositions.
 
 `compare` interpolates the drawn compositions from the grid, predicts them from shapes alone (device
 none), predicts the bundle for the GPU of the other directory and back, and prints the errors. With
@@ -57,8 +58,8 @@ SEED = 28
 # 16 GB of weights.
 MOST_CACHED = 400_000
 
-# The same of a rank of two.
-MOST_CACHED_OF_TWO = 800_000
+# Bytes of the same on a rank of two: 800,000 tokens of a Llama-8B.
+MOST_CACHED_BYTES_OF_TWO = 52_428_800_000
 
 KINDS = ("", "prefill", "decode", "mixed")
 
@@ -289,9 +290,17 @@ def _text(file: Path) -> bytes:
 # Two GPUs -----------------------------------------------------------------------------------------
 
 
-def compositions_of_two():
-    """Return prefills and decodes that fit into 80 GB with half of a Llama-8B."""
+def compositions_of_two(config: Any):
+    """Return prefills and decodes whose KV cache on each of two ranks fits into 80 GB.
+
+    Args:
+        config: a model's configuration, of transformers.
+    """
     from onerank.capture.serving.compositions import Composition
+
+    # Keys and values of half of the heads; 2 bytes each.
+    heads, layers = config.num_key_value_heads // 2, config.num_hidden_layers
+    token_bytes = layers * 2 * heads * config.head_dim * 2
 
     decodes = [
         Composition(batch, context)
@@ -305,7 +314,11 @@ def compositions_of_two():
             *((1, 512, 2048), (1, 2048, 8192), (1, 512, 32256), (4, 1024, 0), (16, 128, 0)),
         )
     ]
-    return [c for c in (*decodes, *prefills) if c.cached_tokens <= MOST_CACHED_OF_TWO]
+    return [
+        c
+        for c in (*decodes, *prefills)
+        if c.cached_tokens * token_bytes <= MOST_CACHED_BYTES_OF_TWO
+    ]
 
 
 def real(output: Path, config: Path | None) -> None:
@@ -329,8 +342,9 @@ def real(output: Path, config: Path | None) -> None:
 def _slice(_: int, path: Path, output: Path, name: str) -> None:
     from onerank.capture.options import Options
     from onerank.capture.serving.measure_grid import loaded_server
+    from onerank.capture.serving.served_model import read_config
 
-    chosen = compositions_of_two()[:: 3 if name == "again" else 1]
+    chosen = compositions_of_two(read_config(path))[:: 3 if name == "again" else 1]
     with loaded_server(path, Options(tp=2)) as server:
         _measure_all(server.step, chosen, output / f"{name}.0.json")
 
@@ -353,7 +367,8 @@ def _real_rank(rank: int, path: Path, output: Path, name: str) -> None:
     torch.cuda.set_device(rank)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29531")
     dist.init_process_group("nccl", rank=rank, world_size=2)
-    model = build_model(read_config(path), "cuda", shapes_only=False)
+    config = read_config(path)
+    model = build_model(config, "cuda", shapes_only=False)
     shard(model, rank, 2)
     materialise(model, "cuda")
 
@@ -367,15 +382,15 @@ def _real_rank(rank: int, path: Path, output: Path, name: str) -> None:
         made.cache.allocate(first.cache)
         return made
 
-    _measure_all(step, compositions_of_two(), output / f"{name}.{rank}.json")
+    _measure_all(step, compositions_of_two(config), output / f"{name}.{rank}.json")
     dist.destroy_process_group()
 
 
 def shard(model: Any, rank: int, ranks: int) -> None:
-    """Shard a Llama on `meta`: heads and features of the layers, and the vocabulary.
+    """Shard a Llama or Qwen3 on `meta`: heads and features of the layers, and the vocabulary.
 
     Args:
-        model: a `LlamaForCausalLM` of transformers.
+        model: a `LlamaForCausalLM` or `Qwen3ForCausalLM` of transformers.
         rank: this process.
         ranks: processes of the default group.
     """

@@ -60,7 +60,7 @@ class SequenceStates:
         """Return a state of the running layer, allocated on the first call."""
         key = self.layer, part, kind
         if key not in self.tensors:
-            self.tensors[key] = like.new_empty(shape, dtype=dtype).normal_()
+            self.tensors[key] = _new_state(kind, like.new_empty(0, dtype=dtype), shape)
         return self.tensors[key]
 
     def allocate(self, like: "SequenceStates") -> None:
@@ -68,7 +68,7 @@ class SequenceStates:
         for part, count, _ in self.composition.parts():
             for (layer, _, kind), other in like.tensors.items():
                 shape = count, *other.shape[1:]
-                self.tensors[layer, part, kind] = other.new_empty(shape).normal_()
+                self.tensors[layer, part, kind] = _new_state(kind, other, shape)
 
     @contextlib.contextmanager
     def running(self) -> Generator[None]:
@@ -85,6 +85,12 @@ class SequenceStates:
         The step must have one part only, prefill or decode.
         """
         return sum(tensor.nbytes // tensor.shape[0] for tensor in self.tensors.values())
+
+
+def _new_state(kind: str, like: Tensor, shape: tuple[int, ...]) -> Tensor:
+    if kind == _CONVOLUTION:
+        return _operators.convolution_state(like, shape)
+    return like.new_empty(shape).normal_()
 
 
 class UpdatedState:

@@ -204,6 +204,10 @@ class StepCache:
 
     get_recurrent_state = get_conv_state
 
+    def has_previous_state(self, *_: Any, **__: Any) -> bool:
+        """Return False, as `get_conv_state` returns None; transformers 5.17 calls it."""
+        return False
+
     def is_recording_past(self, *_: Any) -> bool:
         """Return False: no tokens are taken back."""
         return False

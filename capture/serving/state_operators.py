@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from onerank.capture.fake_tensors import on_gpu
 from onerank.ir.errors import CaptureError
 
 # torch's dispatcher has no types.
@@ -83,19 +84,36 @@ def _convolve(
     return (functional.silu(out) if silu else out).transpose(1, 2).contiguous()
 
 
+def convolution_state(like: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return the state of convolutions with random inputs, [n, channels, width - 1].
+
+    fla's kernels take a tensor with one more input, which they do not read. On a GPU the state is a
+    part of such a tensor, so that no step copies it.
+    """
+    n, channels, inputs = shape
+    if not on_gpu(like):
+        return like.new_empty(shape).normal_()
+    return like.new_empty(n, channels, inputs + 1).normal_()[..., 1:]
+
+
+def _state_of_fla(state: Tensor) -> Tensor:
+    """Return the tensor that the state of `convolution_state` is a part of, on a GPU."""
+    n, channels, inputs = state.shape
+    return state.as_strided((n, channels, inputs + 1), state.stride(), state.storage_offset() - 1)
+
+
 def _convolve_fla(
     rows: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, silu: bool
 ) -> Tensor:
     convolve = _package("fla.modules.causal_conv1d", "causal_conv1d", "flash-linear-attention")
-    # fla's state has one more token, which it does not read.
-    before = functional.pad(state, (1, 0))
-    out, after = convolve(
+    # Engines' kernel writes the new state over the old one. fla's writes it elsewhere, in as long a
+    # time; copying it back would take another.
+    out, _ = convolve(
         *(rows, weight, bias),
-        initial_state=before,
+        initial_state=_state_of_fla(state),
         output_final_state=True,
         activation="silu" if silu else None,
     )
-    state.copy_(after[..., 1:])
     return out
 
 
@@ -110,7 +128,7 @@ def _convolve_update_fla(
 ) -> Tensor:
     update = _package("fla.modules.causal_conv1d", "causal_conv1d_update", "flash-linear-attention")
     out, _ = update(
-        *(rows, functional.pad(state, (1, 0))),
+        *(rows, _state_of_fla(state)),
         weight=weight,
         bias=bias,
         activation="silu" if silu else None,
@@ -209,8 +227,7 @@ def _recurrent(gpu: bool) -> Callable[..., Tensor]:
     def update(  # noqa: PLR0917
         q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
     ) -> Tensor:
-        # Engines' kernel writes the new state over the old one. fla's writes it elsewhere, in as
-        # long a time; copying it back would take another.
+        # As for a convolution, the state that fla returns is not copied back.
         return run(q, k, v, g, beta, state)[0]
 
     return update

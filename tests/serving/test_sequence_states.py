@@ -349,6 +349,18 @@ def test_capture_and_annotate_have_the_same_chunks():
     assert state_operators.CHUNK == DELTA_CHUNK
 
 
+def test_fla_gets_the_states_of_a_convolution_without_a_copy(monkeypatch: pytest.MonkeyPatch):
+    """Its tensor has one more input, in the same memory."""
+    monkeypatch.setattr(state_operators, "on_gpu", lambda _: True)
+    state = state_operators.convolution_state(torch.zeros(1), (2, 6, 3))
+    whole = state_operators._state_of_fla(state)
+    assert whole.shape == (2, 6, 4)
+    assert whole.is_contiguous()
+    state[1, 5, 2] = 7.0
+    assert whole[1, 5, 3] == 7.0
+    assert state.nbytes == 4 * 2 * 6 * 3
+
+
 @pytest.mark.parametrize("by_channel", [False, True])
 def test_a_gpu_without_the_kernels_of_engines_is_refused(
     monkeypatch: pytest.MonkeyPatch, by_channel: bool
