@@ -72,31 +72,20 @@ def astra_sim(
         export_astra_sim,
         export_astra_sim_ranks,
     )
+    from onerank.converters.targets.disaggregated_pair import disaggregated_pair
     from onerank.ir.errors import ExportError
 
     output = Path(output)
     # An export replaces the directory, and with it a trace that was read from there.
     job = _job_of(_refused_in(output, traces), dp, granularity)
-    if bandwidth_gb_s is not None and busbw_gb_s is not None:
-        raise ExportError(
-            "give --bandwidth-gb-s or --busbw-gb-s, not both", code="export-two-bandwidths"
-        )
-    network = {**_links_of(job.graphs[0]), "latency_ns": latency_ns}
-    if busbw_gb_s is not None:
-        # A measured bus bandwidth includes reductions, so ASTRA-sim must not add memory time.
-        network |= {"bandwidth_gb_per_s": busbw_gb_s, "memory_gb_per_s": None}
-    elif bandwidth_gb_s is not None:
-        network["bandwidth_gb_per_s"] = bandwidth_gb_s
+    network = {**_network(job.graphs[0], bandwidth_gb_s, busbw_gb_s), "latency_ns": latency_ns}
     expansion = _Expansion(schedule, micro_batches, ranks, include_host_delays)
-    # ASTRA-sim runs one compute node and one communication node of a rank at a time.
     if (decode is None) != (kv_bytes is None):
         raise ExportError(
             "give --decode and --kv-bytes together, or neither", code="disaggregated-kv-bytes"
         )
     if decode is not None and kv_bytes is not None:
-        from onerank.converters.targets.disaggregated_pair import disaggregated_pair
-
-        if (dp, schedule, micro_batches, ranks, include_host_delays) != (None,) * 4 + (False,):
+        if dp is not None or expansion != _Expansion():
             raise ExportError(
                 "--decode excludes --dp, --schedule, --micro-batches, --ranks and "
                 "--include-host-delays",
@@ -109,6 +98,7 @@ def astra_sim(
         )
         network, notes = {**network, **shared}, [*notes, *rate_notes]
     else:
+        # ASTRA-sim runs one compute node and one communication node of a rank at a time.
         rank_graphs, notes = expansion.ranks_of(job, one_at_a_time=True)
     common: dict[str, Any] = {"name": name, "notes": notes, "overwrite": overwrite, **network}
     if rank_graphs is not None:
@@ -317,10 +307,10 @@ def _job_of(traces: Traces, dp: int | None, granularity: Granularity) -> _Captur
 class _Expansion:
     """How captured ranks expand to all; the fields are arguments of `astra_sim`."""
 
-    schedule: str | None
-    micro_batches: int | None
-    ranks: int | None
-    include_host_delays: bool
+    schedule: str | None = None
+    micro_batches: int | None = None
+    ranks: int | None = None
+    include_host_delays: bool = False
 
     def ranks_of(
         self, job: _CapturedJob, *, one_at_a_time: bool
@@ -365,6 +355,29 @@ class _Expansion:
                 code="export-ranks-several-traces",
             )
         return expand_ranks(graphs), notes
+
+
+def _network(
+    graph: Graph, bandwidth_gb_s: float | None, busbw_gb_s: float | None
+) -> dict[str, Any]:
+    """Return the rates of links and memory: the given ones, else those of the graph's GPU.
+
+    Raises:
+        ExportError: both rates of links are given.
+    """
+    from onerank.ir.errors import ExportError
+
+    if bandwidth_gb_s is not None and busbw_gb_s is not None:
+        raise ExportError(
+            "give --bandwidth-gb-s or --busbw-gb-s, not both", code="export-two-bandwidths"
+        )
+    rates = _links_of(graph)
+    if busbw_gb_s is not None:
+        # A measured bus bandwidth includes reductions, so ASTRA-sim must not add memory time.
+        return {**rates, "bandwidth_gb_per_s": busbw_gb_s, "memory_gb_per_s": None}
+    if bandwidth_gb_s is not None:
+        return {**rates, "bandwidth_gb_per_s": bandwidth_gb_s}
+    return rates
 
 
 def _links_of(graph: Graph) -> dict[str, Any]:

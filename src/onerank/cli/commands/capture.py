@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import importlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -95,38 +96,71 @@ def run(
     check_in_turn(job, how, names_rank=source is click.core.ParameterSource.COMMANDLINE)
     options = dataclasses.replace(job, module=module, windows=windows)
     if job.record_real_job:
-        rank = _launched_rank()
-        output = output.with_suffix(f".{rank}{output.suffix}")
-        raw_dir = job.raw_dir and job.raw_dir.with_name(f"{job.raw_dir.name}.{rank}")
-        # Each rank would decide for itself when its steps have settled, and stop at another step
-        # than its peers, which then wait for it in a collective.
-        windows = dataclasses.replace(windows, settle=False)
-        options = dataclasses.replace(options, rank=rank, raw_dir=raw_dir, windows=windows)
+        options, output = _of_launched_rank(options, output)
     validate_early(script, options, how)
     with loading_capture():
-        from onerank.capture.capture_script import (
-            capture_at_depths,
-            capture_ranks,
-            capture_steps,
-        )
-        from onerank.capture.compile_compare import capture_compiled
-        from onerank.capture.isolation import forked_processes, sigterm_interrupts
+        # It imports all that captures; the functions below import names of it.
+        importlib.import_module("onerank.capture.compile_compare")
 
     if how.ranks is not None:
-        with (
-            sigterm_interrupts(),
-            script_streams(stdout_to_stderr=as_json) as progress,
-            forked_processes() as run_process,
-        ):
-            several = capture_ranks(
-                *(script, args, options, how.named_ranks),
-                layers=how.capture_layers,
-                progress=progress,
-                run=run_process,
-            )
+        several = _capture_ranks(script, args, options, how, as_json=as_json)
         _write_ranks(several, str(options.world), output, as_json=as_json)
         return
-    steps: dict[str, Capture] = {}
+    captures = _capture_one_rank(script, args, options, how, output, as_json=as_json)
+    if len(captures) > 1:
+        _write_steps(captures, output, as_json=as_json)
+    else:
+        _write_step(next(iter(captures.values())), output, as_json=as_json)
+
+
+def _of_launched_rank(options: Options, output: Path) -> tuple[Options, Path]:
+    """Return the options and the output of the rank that torchrun launched, for a real job."""
+    rank = _launched_rank()
+    raw_dir = options.raw_dir and options.raw_dir.with_name(f"{options.raw_dir.name}.{rank}")
+    # Each rank would decide for itself when its steps have settled, and stop at another step than
+    # its peers, which then wait for it in a collective.
+    windows = dataclasses.replace(options.windows, settle=False)
+    options = dataclasses.replace(options, rank=rank, raw_dir=raw_dir, windows=windows)
+    return options, output.with_suffix(f".{rank}{output.suffix}")
+
+
+def _capture_ranks(
+    script: Path, args: tuple[str, ...], options: Options, how: CaptureOptions, *, as_json: bool
+) -> "CapturedRanks":
+    """Capture several ranks in turn."""
+    from onerank.capture.capture_script import capture_ranks
+    from onerank.capture.isolation import forked_processes, sigterm_interrupts
+
+    with (
+        sigterm_interrupts(),
+        script_streams(stdout_to_stderr=as_json) as progress,
+        forked_processes() as run_process,
+    ):
+        return capture_ranks(
+            *(script, args, options, how.named_ranks),
+            layers=how.capture_layers,
+            progress=progress,
+            run=run_process,
+        )
+
+
+def _capture_one_rank(
+    script: Path,
+    args: tuple[str, ...],
+    options: Options,
+    how: CaptureOptions,
+    output: Path,
+    *,
+    as_json: bool,
+) -> "dict[str, Capture]":
+    """Capture one rank; return its step, or each forward of a script that infers, by its label.
+
+    With `--compile`, this also writes the trace of the eager step.
+    """
+    from onerank.capture.capture_script import capture_at_depths, capture_steps
+    from onerank.capture.compile_compare import capture_compiled
+    from onerank.capture.isolation import forked_processes, sigterm_interrupts
+
     with sigterm_interrupts(), script_streams(stdout_to_stderr=as_json) as progress:
         if how.capture_layers is not None:
             with forked_processes() as run_process:
@@ -135,21 +169,21 @@ def run(
                     progress=progress,
                     run=run_process,
                 )
-        elif how.compile is not None:
+            return {"": captured}
+        if how.compile is not None:
             pair = capture_compiled(script, args, options, how.compile, progress)
             pair.eager.graph.write(output.with_suffix(f".eager{output.suffix}"))
-            captured = pair.compiled
-        else:
-            steps = capture_steps(script, args, options, progress)
-            captured = next(iter(steps.values()))
+            return {"": pair.compiled}
+        return capture_steps(script, args, options, progress)
+
+
+def _write_step(captured: "Capture", output: Path, *, as_json: bool) -> None:
+    """Write the trace of one step, and show its summary."""
     # Imported after the script has run: they import polars, whose threads would run next to it.
     from onerank.analysis.summary import summarise
     from onerank.cli.commands.convert import render_conversion
     from onerank.cli.summary_tables import render_summary
 
-    if len(steps) > 1:
-        _write_steps(steps, output, as_json=as_json)
-        return
     captured.graph.write(output)
     summary = summarise(captured.graph)
     if as_json:
