@@ -16,7 +16,7 @@ from onerank.capture.options import Options
 from onerank.capture.serving import served_model, state_operators
 from onerank.capture.serving.attention_windows import CacheNeed
 from onerank.capture.serving.compositions import Composition
-from onerank.capture.serving.measure_grid import _served
+from onerank.capture.serving.measure_grid import _served, loaded_server
 from onerank.capture.serving.served_model import (
     RepeatableStep,
     _running,
@@ -387,6 +387,28 @@ def test_heads_that_ranks_do_not_divide_are_whole_on_each(tmp_path: Path, qwen: 
     recosted, _ = recost_bundle(read_bundle(tmp_path / "bundle"), load_gpu("H200"))
     assert recosted.manifest.memory.whole_state_layers == 1
     assert "serve-whole-states" in {note.code for note in recosted.manifest.notes}
+
+
+@pytest.mark.parametrize(
+    ("config", "whole_bytes"),
+    [
+        # Two layers of 3 x 3 x 4 x 16 inputs of convolutions and 4 states of 16 x 16; 4 bytes each.
+        (FEW_KIMI, 2 * 4 * (3 * 192 + 4 * 16 * 16)),
+        # Two layers of 2 x 64 inputs.
+        (FEW_LFM2, 2 * 4 * 2 * 64),
+    ],
+    ids=["Kimi Linear", "LFM2"],
+)
+def test_ranks_have_half_of_the_states(tmp_path: Path, config: dict[str, Any], whole_bytes: int):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config))
+    step = Composition(decodes=2, decode_context=4, prefills=1, prefill_tokens=8)
+    for tp in (1, 2):
+        with loaded_server(file, Options(tp=tp)) as server:
+            served = server.served
+            server.step(step)()
+        assert served.state_bytes_per_sequence == whole_bytes // tp
+        assert served.whole_state_layers == 0
 
 
 def test_a_plan_keeps_layers_whole(tmp_path: Path):

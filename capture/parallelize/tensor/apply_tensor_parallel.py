@@ -83,6 +83,7 @@ from onerank.capture.parallelize.tensor.stateful_layers import (
     STATEFUL,
     cut_stateful,
     fused_widths,
+    mark_as_cut,
 )
 from onerank.capture.parallelize.tensor.vocab_parallel import (
     computes_loss_in_forward,
@@ -272,6 +273,7 @@ class _Slicer:
             apply_row_of_head(module, self._group.size() // ranks, self._group)
         else:
             cut_heads(module, name, self._group)
+            mark_as_cut(module)
 
     def _cut_column(self, module: nn.Module, name: str, style: str) -> None:
         model, group = self._model, self._group

@@ -54,6 +54,7 @@ PLAN_STYLES = {
     "embedding_rowwise": "vocabulary sliced",
     "head": "vocabulary sliced, up to torch.nn.functional.cross_entropy in the model's forward",
     "embedding_split_output": "kept whole, of its output the features of this rank's heads",
+    "depthwise": "channels of a depthwise convolution sliced",
     "replicated": "kept whole",
     "replicated_with_grad_allreduce": "kept whole between sliced layers, its gradients summed",
 }
@@ -203,8 +204,11 @@ def _shipped() -> dict[str, ShardingPlan]:
 
 
 def shipped_plan(model: "nn.Module") -> ShardingPlan | None:
-    """Return the plan shipped with onerank for a transformers model that has no plan."""
-    if not isinstance(model, PreTrainedModel) or getattr(model, "_tp_plan", None):
+    """Return the plan that onerank ships for a model without a plan of its layers."""
+    if not isinstance(model, PreTrainedModel):
+        return None
+    # A plan of the head alone, as LFM2's, would leave all layers whole.
+    if any("*" in name for name in getattr(model, "_tp_plan", None) or {}):
         return None
     return _shipped().get(type(model).__name__)
 

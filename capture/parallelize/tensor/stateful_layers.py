@@ -14,15 +14,19 @@ import torch.distributed as dist
 from torch import nn
 
 from onerank.capture.parallelize.tensor.module_styles import COLUMN, HEADS, REPLICATED, ROW
-from onerank.capture.parallelize.tensor.shard_parameters import cut_blocks, cut_parameter
+from onerank.capture.parallelize.tensor.shard_parameters import (
+    cut_blocks,
+    cut_parameter,
+    divide_attributes,
+)
 
 STATEFUL = "state_heads"
 """Style of a layer with states: its parameters, convolution and head counts are sliced."""
 
 CHANNELS = "state_channels"
-"""Style of its convolution, which is sliced with the layer."""
+"""Style of its convolution, and of a child with heads, which are sliced with the layer."""
 
-# Marks a layer whose heads were cut. An attribute, because pipeline stages rename modules.
+# Marks a module whose heads were cut. An attribute, because pipeline stages rename modules.
 _CUT = "_onerank_state_heads_cut"
 
 _COLUMN, _ROW = COLUMN[0], ROW[0]
@@ -38,6 +42,7 @@ class _Layer(NamedTuple):
         heads: attributes that must be multiples of the number of ranks.
         styles: child module -> style; the names are those of all models of the kind.
         parts: child module -> widths of its fused parts.
+        nested: child module -> what it counts of the layer's heads, as in `divide`.
     """
 
     known_by: tuple[str, ...]
@@ -46,6 +51,7 @@ class _Layer(NamedTuple):
     heads: tuple[str, ...]
     styles: dict[str, str]
     parts: dict[str, tuple[str, ...]]
+    nested: dict[str, tuple[str, ...]]
 
 
 _DELTA_RULE = _Layer(
@@ -63,6 +69,25 @@ _DELTA_RULE = _Layer(
         **dict.fromkeys(("norm", "o_norm"), REPLICATED[0]),
     },
     parts={"in_proj_qkv": ("key_dim", "key_dim", "value_dim")},
+    nested={},
+)
+
+_KIMI_DELTA = _Layer(
+    known_by=("conv1d", "forget_gate", "num_heads", "qkv_dim", "conv_dim"),
+    channels=("qkv_dim", "qkv_dim", "qkv_dim"),
+    divide=("num_heads", "qkv_dim", "conv_dim"),
+    heads=("num_heads",),
+    styles={
+        **dict.fromkeys(("q_proj", "k_proj", "v_proj", "b_proj", "g_b_proj"), _COLUMN),
+        "o_proj": _ROW,
+        # Narrow, so each rank computes all of it, as in vLLM (`ReplicatedLinear`).
+        **dict.fromkeys(("g_a_proj", "forget_gate.f_a_proj", "o_norm"), REPLICATED[0]),
+        # Not column-parallel: its input belongs to the layer, which has its boundary already.
+        "forget_gate.f_b_proj": HEADS[0],
+        "forget_gate": CHANNELS,
+    },
+    parts={},
+    nested={"forget_gate": ("num_heads", "qkv_dim")},
 )
 
 _MAMBA_2 = _Layer(
@@ -78,6 +103,7 @@ _MAMBA_2 = _Layer(
     parts={
         "in_proj": ("intermediate_size", "intermediate_size", "of_groups", "of_groups", "num_heads")
     },
+    nested={},
 )
 
 
@@ -88,7 +114,7 @@ def _width(module: Any, name: str) -> int:
 
 
 def _kind_of(module: nn.Module) -> _Layer | None:
-    for kind in (_DELTA_RULE, _MAMBA_2):
+    for kind in (_DELTA_RULE, _KIMI_DELTA, _MAMBA_2):
         if all(_has(module, name) for name in kind.known_by):
             return kind
     return None
@@ -112,7 +138,7 @@ def stateful_styles(model: nn.Module, size: int) -> dict[str, str]:
         if kind is None or any(_width(module, heads) % size for heads in kind.heads):
             continue
         styles[name], styles[f"{name}.conv1d"] = STATEFUL, CHANNELS
-        for child, inner in module.named_children():
+        for child, inner in module.named_modules():
             if child in kind.styles and any(True for _ in inner.parameters(recurse=False)):
                 styles[f"{name}.{child}"] = kind.styles[child]
     return styles
@@ -143,11 +169,21 @@ def cut_stateful(module: Any, name: str, group: dist.ProcessGroup) -> None:
         cut_blocks(parameter, f"{name}.conv1d.{key}", group, 0, widths)
     channels = convolution.weight.shape[0]
     convolution.in_channels = convolution.out_channels = convolution.groups = channels
-    for attribute in kind.divide:
-        setattr(module, attribute, getattr(module, attribute) // size)
+    for child, counts in kind.nested.items():
+        inner = module.get_submodule(child)
+        for key, parameter in inner.named_parameters(recurse=False):
+            heads = next(dim for dim, length in enumerate(parameter.shape) if length > 1)
+            cut_parameter(parameter, f"{name}.{child}.{key}", group, "heads", dim=heads)
+        divide_attributes(inner, f"{name}.{child}", counts, size)
+    divide_attributes(module, name, kind.divide, size)
+    mark_as_cut(module)
+
+
+def mark_as_cut(module: nn.Module) -> None:
+    """Note that a module has this rank's heads or channels only."""
     setattr(module, _CUT, True)
 
 
-def has_heads_of_rank(module: nn.Module) -> bool:
-    """Return whether a layer with states has this rank's heads only."""
-    return hasattr(module, _CUT)
+def has_heads_of_rank(layer: nn.Module) -> bool:
+    """Return whether a layer with states, or a convolution in it, has this rank's heads only."""
+    return any(hasattr(module, _CUT) for module in layer.modules())

@@ -100,6 +100,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "GptOss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
     "Granite": {},
     "GraniteMoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "KimiLinear": {**LATENT, "q_lora_rank": None, "num_experts": 4, "num_experts_per_tok": 2,
+                   "n_shared_experts": 1, "moe_intermediate_size": 16, "linear_num_heads": 4,
+                   "linear_head_dim": 8, "layer_types": ["linear_attention", "full_attention"]},
+    "Lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
     "Llama4Text": {"num_local_experts": 2, "head_dim": 8, "intermediate_size_mlp": 64,
                    "moe_layers": [1], "attention_chunk_size": 8},
     "LongcatFlash": {**LATENT, "num_layers": 2, "head_dim": 8, "ffn_hidden_size": 64,
@@ -173,6 +177,10 @@ AGREE = [
     ("Phimoe", BOTH),
     ("Bamba", TENSOR),  # the groups of Mamba 2, each with its heads
     ("Bamba", SEQUENCE),
+    ("KimiLinear", TENSOR),  # a decay for each channel of a head, from a narrow projection
+    ("KimiLinear", SEQUENCE),
+    ("Lfm2", TENSOR),  # short convolutions
+    ("Lfm2", SEQUENCE),
     ("NemotronH", TENSOR),  # an MLP without a gate
     ("OlmoHybrid", TENSOR),  # a projection for each operand of linear attention
     ("Qwen3Next", TENSOR),  # linear attention by heads, a fused projection by key heads
