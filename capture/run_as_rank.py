@@ -111,75 +111,44 @@ def run_as_rank(
     job = _RankJob(
         Script(script, args, options.module), options, distributed=validate(script, options)
     )
-    with contextlib.ExitStack() as stack:
-        raw = stack.enter_context(scratch_directory())
-        emulated = EmulatedProcess.of(
-            options.emulated_gpu, script, parse_routing(options.moe_routing)
+    emulated = EmulatedProcess.of(options.emulated_gpu, script, parse_routing(options.moe_routing))
+    if emulated is not None:
+        make_windows = functools.partial(
+            StepRecorder,
+            emulated,
+            unrecorded=unrecorded_steps(options),
+            recorded=options.recorded_steps,
         )
-        if emulated is not None:
-            make_windows = functools.partial(
-                StepRecorder,
-                emulated,
-                unrecorded=unrecorded_steps(options),
-                recorded=options.recorded_steps,
-            )
-        peers = stack.enter_context(_running_peers(job, emulated, progress))
-        models = slicing_to_rank(peers, options, infers=job.infers)
-        sliced_models = models if job.slices else None
-        skipped_checkpoints = stack.enter_context(_launched(job))
-        # Before the hooks of the parallel forms: a collective that such a hook issues as a forward
-        # begins must run inside the module's scope.
-        modules = Modules()
-        stack.enter_context(modules.installed())
-        if not job.distributed:
-            stack.enter_context(_parallel(sliced_models, job.copies, peers, options))
-        graphs = stack.enter_context(recorded_graphs(modules, raw, on_device=emulated is None))
-        fewer_layers = FewerLayers(
-            options.depth,
-            StageLayers.of(options.world, options.rank, options.pp_layers) if job.slices else None,
-        )
-        stack.enter_context(fewer_layers.installed())
-        training: Any = make_windows(options.windows, raw, modules, progress, peers)
+    with scratch_directory() as raw, _as_one_rank(job, emulated, raw, progress) as rank:
+        training: Any = make_windows(options.windows, raw, rank.modules, progress, rank.peers)
         inference = InferenceSteps(
-            modules,
+            rank.modules,
             options.steps or (),
             raw,
-            _windows_of_forwards(
-                functools.partial(make_windows, options.windows), modules, graphs, progress, peers
-            ),
+            _windows_of_forwards(functools.partial(make_windows, options.windows), rank, progress),
             recognise=job.infers,
             step_of=options.step_of,
         )
-        checks = _StepChecks(job, peers, models, fewer_layers, emulated)
-
-        def at_step(windows: Any) -> None:
-            if job.distributed and isinstance(peers, Recorder):
-                peers.next_step()
-            checks.check(windows, trains=windows is training)
-            if windows.steps == 0 and job.slices and options.world.sizes.get("tp", 1) > 1:
-                windows.observed.notes += filter(None, [note_of_slices()])
-
         progress(f"running {script.name}")
-        stack.enter_context(emulated.running(peers) if emulated else contextlib.nullcontext())
-        run_script(
-            *(job.script, training, at_step),
-            changes=ModelChanges(
-                fsdp_shards=options.data_parallel == "fsdp",
-                partial_sequence=job.slices and options.world.sizes.get("cp", 1) > 1,
-            ),
-            before=BeforeFirstStep(script, progress, modules),
-            inference=inference,
-        )
-        forwards = tuple(inference.measured)
-        for done in [forward.windows for forward in forwards] or [training]:
-            done.observed.notes += [
-                *_notes_of_emulation(peers, skipped_checkpoints, done.steps),
-                *graphs.notes(),
-            ]
-        yield RankRun(
-            *(raw, peers, models, modules, training, forwards, fewer_layers, job.distributed),
-            recorded_steps=tuple(training.results) if options.recorded_steps > 1 else (),
-        )
+        with emulated.running(rank.peers) if emulated else contextlib.nullcontext():
+            run_script(
+                *(job.script, training, _StepChecks(job, rank, training, emulated).at_step),
+                changes=ModelChanges(
+                    fsdp_shards=options.data_parallel == "fsdp",
+                    partial_sequence=job.slices and options.world.sizes.get("cp", 1) > 1,
+                ),
+                before=BeforeFirstStep(script, progress, rank.modules),
+                inference=inference,
+            )
+            forwards = tuple(inference.measured)
+            for done in [forward.windows for forward in forwards] or [training]:
+                done.observed.notes += rank.notes(done.steps)
+            yield RankRun(
+                *(raw, rank.peers, rank.models, rank.modules, training, forwards),
+                rank.fewer_layers,
+                job.distributed,
+                recorded_steps=tuple(training.results) if options.recorded_steps > 1 else (),
+            )
 
 
 @dataclass(frozen=True)
@@ -213,6 +182,63 @@ class _RankJob:
         """Whether the script only infers, by its options and its text."""
         named = self.options.steps is not None or self.options.step_of is not None
         return named or not names_training(self.script.path, self.options)
+
+
+@dataclass(frozen=True)
+class _EmulatedRank:
+    """What makes the process one rank of the job, and records what the script does as it.
+
+    Attributes:
+        peers: the other ranks.
+        models: slices the models, if the job slices any.
+        modules: modules that the script calls.
+        graphs: CUDA graphs that the script captures.
+        fewer_layers: builds the models with fewer layers.
+        skipped_checkpoints: checkpoints that the script did not write.
+    """
+
+    peers: Recorder | RealPeers
+    models: ModelSlicing
+    modules: Modules
+    graphs: GraphRecorder
+    fewer_layers: FewerLayers
+    skipped_checkpoints: SkippedCheckpoints
+
+    def notes(self, steps: int) -> list[Note]:
+        """Return notes on what the capture did in the place of the job, after so many steps."""
+        peers = self.peers
+        sums_note = peers.partial_sums.note() if isinstance(peers, Recorder) else None
+        return [
+            *self.skipped_checkpoints.notes(steps),
+            *filter(None, [sums_note]),
+            *self.graphs.notes(),
+        ]
+
+
+@contextlib.contextmanager
+def _as_one_rank(
+    job: _RankJob, emulated: EmulatedProcess | None, raw: Path, progress: Progress
+) -> Generator[_EmulatedRank]:
+    """Make this process one rank of the job: its peers, its launch, its part of the models."""
+    options = job.options
+    with contextlib.ExitStack() as stack:
+        peers = stack.enter_context(_running_peers(job, emulated, progress))
+        models = slicing_to_rank(peers, options, infers=job.infers)
+        skipped_checkpoints = stack.enter_context(_launched(job))
+        # Before the hooks of the parallel forms: a collective that such a hook issues as a forward
+        # begins must run inside the module's scope.
+        modules = Modules()
+        stack.enter_context(modules.installed())
+        if not job.distributed:
+            sliced_models = models if job.slices else None
+            stack.enter_context(_parallel(sliced_models, job.copies, peers, options))
+        graphs = stack.enter_context(recorded_graphs(modules, raw, on_device=emulated is None))
+        fewer_layers = FewerLayers(
+            options.depth,
+            StageLayers.of(options.world, options.rank, options.pp_layers) if job.slices else None,
+        )
+        stack.enter_context(fewer_layers.installed())
+        yield _EmulatedRank(peers, models, modules, graphs, fewer_layers, skipped_checkpoints)
 
 
 @contextlib.contextmanager
@@ -267,29 +293,19 @@ def _single_process() -> Generator[None]:
 
 
 def _windows_of_forwards(
-    make_windows: Callable[..., Any],
-    modules: Modules,
-    graphs: GraphRecorder,
-    progress: Progress,
-    peers: Peers,
+    make_windows: Callable[..., Any], rank: _EmulatedRank, progress: Progress
 ) -> WindowsOfForward:
     """Return what creates the windows of each captured forward of a script that infers."""
 
     def windows_of_forward(directory: Path, *, forward: RepeatableCall, on_gpu: bool) -> Any:
-        graphs.directory = directory
+        rank.graphs.directory = directory
         return make_windows(
-            *(directory, modules, named_progress(directory.name, progress), peers),
+            *(directory, rank.modules, named_progress(directory.name, progress), rank.peers),
             forward=forward,
             on_gpu=on_gpu,
         )
 
     return windows_of_forward
-
-
-def _notes_of_emulation(peers: Peers, checkpoints: SkippedCheckpoints, steps: int) -> list[Note]:
-    """Return notes on what the capture did in the place of the job."""
-    sums_note = peers.partial_sums.note() if isinstance(peers, Recorder) else None
-    return [*checkpoints.notes(steps), *filter(None, [sums_note])]
 
 
 def unrecorded_steps(options: Options) -> int:
@@ -305,42 +321,46 @@ class _StepChecks:
 
     Attributes:
         job: the script and its options.
-        peers: the other ranks.
-        models: slices the models, if the job slices any.
-        fewer_layers: builds the models with fewer layers.
+        rank: what makes the process one rank of the job.
+        training: the windows of training steps; those of a forward are others.
         emulated: the process without a device; None on a device.
     """
 
     job: _RankJob
-    peers: Peers
-    models: ModelSlicing
-    fewer_layers: FewerLayers
+    rank: _EmulatedRank
+    training: Any
     emulated: EmulatedProcess | None
 
-    def check(self, windows: Any, *, trains: bool) -> None:
-        """Check the step that ends; `trains` is whether it is one of training.
+    def at_step(self, windows: Any) -> None:
+        """Check the step that ends, which `windows` observed.
 
         Raises:
             CaptureError: an option had no effect, or a collective cannot be emulated.
         """
-        self.fewer_layers.check_built(self.job.script.path)
-        if isinstance(self.peers, Recorder) and self.peers.refused is not None:
-            raise self.peers.refused
+        peers, trains = self.rank.peers, windows is self.training
+        if self.job.distributed and isinstance(peers, Recorder):
+            peers.next_step()
+        self.rank.fewer_layers.check_built(self.job.script.path)
+        if isinstance(peers, Recorder) and peers.refused is not None:
+            raise peers.refused
         self._check_parallel(windows.steps, trains=trains)
         self._check_slices(windows.steps, trains=trains)
+        tp = self.job.options.world.sizes.get("tp", 1)
+        if windows.steps == 0 and self.job.slices and tp > 1:
+            windows.observed.notes += filter(None, [note_of_slices()])
 
     def _check_parallel(self, steps: int, *, trains: bool) -> None:
         """Raise if a world of several ranks goes unused in the script's first steps.
 
         `steps` is the number of steps before the one that ends.
         """
-        options, models = self.job.options, self.models if self.job.slices else None
+        options, models = self.job.options, self.rank.models if self.job.slices else None
         # An encoder of images, which is a step of a generation, is whole on each rank.
         if options.world.size == 1 or (models is not None and models.sliced and not trains):
             return
         # Not after the first step: a script that averages parameters between steps communicates for
         # the first time after it.
-        silent = isinstance(self.peers, Recorder) and not self.peers.calls and steps == 1
+        silent = isinstance(self.rank.peers, Recorder) and not self.rank.peers.calls and steps == 1
         whole = models is not None and not models.sliced and steps == 0
         if silent or whole:
             finding = "no model was sliced" if models is not None else "nothing was communicated"
@@ -350,7 +370,8 @@ class _StepChecks:
     def _check_slices(self, steps: int, *, trains: bool) -> None:
         """Raise if `--moe-routing` has no router to apply to, or a slice for inference trains."""
         routed = steps > 0 or (self.emulated is not None and self.emulated.routed)
-        script, options, sliced_models = self.job.script.path, self.job.options, self.models.sliced
+        script, options = self.job.script.path, self.job.options
+        sliced_models = self.rank.models.sliced
         if options.moe_routing != BALANCED and not sliced_models and not routed:
             raise nothing_routed_error(script, options)
         if trains and any(REPLICATED_HEADS in sliced.modules for _, sliced in sliced_models):
