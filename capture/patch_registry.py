@@ -76,6 +76,19 @@ PATCHES: tuple[Patch, ...] = (
         everywhere=True,
     ),
     Patch(
+        "torch.distributed.tensor._redistribute",
+        ("redistribute_local_tensor",),
+        "Without a device the host's time is predicted from counts of what it does in Python.",
+        ("no_device.emulated_process",),
+        everywhere=True,
+    ),
+    Patch(
+        "torch.distributed.fsdp._fully_shard._fsdp_param_group",
+        ("foreach_all_gather", "foreach_reduce"),
+        "As above: gathers and reductions of FSDP2 and their parameters are counted.",
+        ("no_device.emulated_process",),
+    ),
+    Patch(
         "torch.distributed.pipelining.stage._PipelineStageBase",
         ("get_fwd_recv_ops", "get_fwd_send_ops", "get_bwd_recv_ops", "get_bwd_send_ops"),
         "Label sends and receives with the phase and micro-batch for which the stage builds them.",

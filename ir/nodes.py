@@ -185,6 +185,9 @@ class Nodes:
     """Device memory that the operator allocated."""
     bytes_freed: I64 = _column(np.int64, 0)
     """Device memory that was freed with the operator."""
+    python_calls: Codes = _text()
+    """Counts of the Python calls of the host since the node before, by kind (`python_calls.py`), in
+    a capture without a device; empty for none."""
     grid: Codes = _text()
     """Blocks of a kernel's launch along each axis."""
     block: Codes = _text()

@@ -64,6 +64,7 @@ _LABELS = {
     "instructions": "instructions",
     "bytes_allocated": "allocated",
     "bytes_freed": "freed",
+    "python_calls": "python",
     "grid": "grid",
     "block": "block",
 }

@@ -10,7 +10,8 @@ A description is a TOML file. Some ship with this package; a user passes the pat
 
 A figure is the host time from one launching operator to the next. It includes all launches of the
 operator, and what a capture without a GPU does not record: views, allocation, autograd nodes, calls
-of modules.
+of modules. What Python does besides that has a figure for each kind of `PYTHON_CALLS`. It adds to the
+time of the operators.
 """
 
 from pathlib import Path
@@ -19,6 +20,7 @@ import msgspec
 
 from onerank.ir.errors import TargetError
 from onerank.ir.input_files import load_toml
+from onerank.ir.python_calls import PYTHON_CALLS
 
 HOST_OP_KINDS = {
     "gemm": "a GEMM or convolution",
@@ -29,6 +31,7 @@ HOST_OP_KINDS = {
     "backward": "another operator of the backward pass",
     "inference": "an operator, other than a collective, of a script that only infers",
     "step": "the rest of a step: from its last launch to the first operator of the next step",
+    **PYTHON_CALLS,
 }
 """Kinds of host work and what they are; the order is that of the codes in a graph's calls."""
 

@@ -2,6 +2,7 @@
 
 import json
 import statistics
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from onerank.ir.arrays import F64, I32, I64, Mask
 from onerank.ir.errors import AnnotateError
 from onerank.ir.measurement import HostOverhead
 from onerank.ir.notes import Note
+from onerank.ir.python_calls import PYTHON_CALLS, python_calls_of
 from onerank.ir.replay import launches, with_host_factor
 
 # Classes that decide the kind of an operator with several launches, the strongest first.
@@ -39,6 +41,8 @@ class HostCalls:
             operator, else once.
         node: nodes on the device, int64[n].
         call: the call that launches each of them, int64[n].
+        python: kind of `PYTHON_CALLS` -> calls of Python before each call, int64[c]. A GPU capture
+            does not count them.
     """
 
     first: I64
@@ -46,6 +50,7 @@ class HostCalls:
     times: I64
     node: I64
     call: I64
+    python: Mapping[str, I64]
 
     def host_ns(self, host: Host, percentile: str) -> F64:
         """Return the time of the host for each call, float64[c].
@@ -56,7 +61,14 @@ class HostCalls:
         """
         figures = [getattr(host.figures[kind], percentile) for kind in HOST_OP_KINDS]
         each_ns: F64 = np.array(figures, dtype=np.float64)[self.kind]
-        return each_ns * self.times.astype(np.float64)
+        return each_ns * self.times.astype(np.float64) + self.python_ns(host, percentile)
+
+    def python_ns(self, host: Host, percentile: str) -> F64:
+        """Return what calls of Python add to the time of each call, float64[c]; see `host_ns`."""
+        total_ns = np.zeros(len(self.first))
+        for kind, counts in self.python.items():
+            total_ns += counts * getattr(host.figures[kind], percentile)
+        return total_ns
 
     def step_ns(self, host: Host, percentile: str) -> float:
         """Return the time of the host for the whole step, in ns."""
@@ -85,7 +97,7 @@ def host_calls(graph: Graph, node: I64, first: Mask) -> HostCalls:
         # measured decodes give one time for all operators.
         kind[kind != _CODE["collective"]] = _CODE["inference"]
     times = np.where(kind == _CODE["optimizer"], _tensors(graph, node[first]), np.int64(1))
-    return HostCalls(node[first], kind, times, node, call)
+    return HostCalls(node[first], kind, times, node, call, {})
 
 
 def _tensors(graph: Graph, node: I64) -> I64:
@@ -134,7 +146,36 @@ def _predicted_calls(graph: Graph, captured: Graph) -> tuple[HostCalls, I64]:
     called_ns = captured.nodes.start_ns[place][order][owner]
     program = np.lexsort((owner, called_ns))
     first = np.diff(owner[program], prepend=-1) != 0
-    return host_calls(graph, order[program], first), called_ns[program[first]]
+    began_ns = called_ns[program[first]]
+    calls = replace(
+        host_calls(graph, order[program], first), python=_python_calls(captured, began_ns)
+    )
+    return calls, began_ns
+
+
+def _python_calls(captured: Graph, began_ns: I64) -> dict[str, I64]:
+    """Return the calls of Python before each call by kind, int64[c] each.
+
+    Args:
+        captured: the capture.
+        began_ns: start of each call in it, ascending, int64[c].
+
+    Raises:
+        AnnotateError: the text of a node's calls of Python is malformed.
+    """
+    nodes = captured.nodes
+    counted = np.flatnonzero(nodes.python_calls)
+    # Operators that launch nothing pass their calls to the next one that does, the last ones to the
+    # last.
+    place = np.searchsorted(began_ns, nodes.start_ns[counted])
+    place = np.minimum(place, len(began_ns) - 1)
+    by_kind: dict[str, I64] = {}
+    codes, which = np.unique(nodes.python_calls[counted], return_inverse=True)
+    for number, code in enumerate(codes.tolist()):
+        of_code = np.bincount(place[which == number], minlength=len(began_ns))
+        for kind, count in python_calls_of(captured.strings[code]).items():
+            by_kind[kind] = by_kind.get(kind, np.int64(0)) + of_code * count
+    return by_kind
 
 
 def _host_waits(captured: Graph, calls: HostCalls, called_ns: I64) -> tuple[I64, I64, int]:
@@ -291,8 +332,11 @@ def add_host(graph: Graph, captured: Graph, host: Host) -> Graph:
     job = graph.job
     rest_ns = round(host.figures["step"].p50_ns)
     step_ns = int(each_ns["p50_ns"].sum()) + rest_ns
+    python_ns = calls.python_ns(host, "p50_ns").sum()
+    # Python's share is what differs most between hosts and versions of torch.
+    share = f", of which {python_ns / 1e6:.3f} ms in {_python_text(calls)}" if python_ns else ""
     note = Note(
-        f"{count} calls take {step_ns / 1e6:.3f} ms of the host in a step, by the "
+        f"{count} calls take {step_ns / 1e6:.3f} ms of the host in a step{share}, by the "
         f'description "{host.name}"; no host was measured.',
         code="host-described",
     )
@@ -315,6 +359,13 @@ def add_host(graph: Graph, captured: Graph, host: Host) -> Graph:
     annotation = msgspec.structs.replace(annotation, details=details)
     job = msgspec.structs.replace(job, measurement=measurement, annotations=(*earlier, annotation))
     return replace(graph, nodes=Nodes.joined([nodes, added]), edges=edges, job=job)
+
+
+def _python_text(calls: HostCalls) -> str:
+    """Return the counts of calls of Python, for a note."""
+    sums = {kind: int(counts.sum()) for kind, counts in calls.python.items()}
+    listed = ", ".join(f"{kind} {sums[kind]}" for kind in PYTHON_CALLS if sums.get(kind))
+    return f"calls of Python ({listed})"
 
 
 def scale_host(graph: Graph, factor: float) -> Graph:

@@ -130,6 +130,8 @@ class EmulatedProcess:
                 choose_attention(self.gpu),
                 self._ranges(),
                 self._functions(),
+                after_import(_REDISTRIBUTE, self._redistributions),
+                after_import(_FSDP_GROUPS, self._fsdp_groups),
                 patched(
                     "torch.nn.Parameter", {"__new__": staticmethod(creates_parameter(self.fake))}
                 ),
@@ -281,6 +283,32 @@ class EmulatedProcess:
 
         with patched("torch.autograd.Function", {"apply": classmethod(apply)}):
             yield
+
+    def _redistributions(self) -> contextlib.AbstractContextManager[None]:
+        """Count DTensors that change their placement."""
+        redistribute = resolve(_REDISTRIBUTE).redistribute_local_tensor
+
+        def counted(local: Tensor, current: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
+            if current.placements != target.placements:
+                self.log.call_python("redistribute")
+            return redistribute(local, current, target, *args, **kwargs)
+
+        return rebound(_REDISTRIBUTE, {"redistribute_local_tensor": counted})
+
+    def _fsdp_groups(self) -> contextlib.AbstractContextManager[None]:
+        """Count gathers and reductions of FSDP2, and their parameters."""
+
+        def counting(name: str) -> Callable[..., Any]:
+            original = getattr(resolve(_FSDP_GROUPS), name)
+
+            def counted(parameters: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+                self.log.call_python("fsdp_group")
+                self.log.call_python("fsdp_parameter", len(parameters))
+                return original(parameters, *args, **kwargs)
+
+            return counted
+
+        return patched(_FSDP_GROUPS, {name: counting(name) for name in _FSDP_COLLECTIVES})
 
     @contextlib.contextmanager
     def _ranges(self) -> Generator[None]:
@@ -435,6 +463,12 @@ def _not_here(*_: object, **__: object) -> None:
 
 
 _SHARDING = "torch.distributed.tensor._sharding_prop"
+
+_REDISTRIBUTE = "torch.distributed.tensor._redistribute"
+
+_FSDP_GROUPS = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
+
+_FSDP_COLLECTIVES = ("foreach_all_gather", "foreach_reduce")
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ each end takes one tick. They order events and mean no duration.
 import gzip
 import math
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,7 @@ from onerank.converters.sources.kineto import AllocatorAction, History
 from onerank.converters.sources.kineto.lowering.select_nodes import HOST_READS
 from onerank.ir import AllocatorSettings, GeneratedWork
 from onerank.ir.dtypes import TENSOR_TYPES
+from onerank.ir.python_calls import python_calls_text
 
 Category = Literal["cpu_op", "user_annotation"]
 
@@ -118,6 +120,7 @@ class RecordedEvent:
         node: autograd node that it stands for, else None.
         stream: number of the stream that was current when it began, 0 for the default stream.
         work: of a kernel that Inductor generated.
+        python_calls: calls of Python since the event before, by kind.
     """
 
     name: str
@@ -133,6 +136,7 @@ class RecordedEvent:
     node: object = None
     stream: int = 0
     work: GeneratedWork = field(default_factory=GeneratedWork)
+    python_calls: Counter[str] = field(default_factory=Counter[str])
 
     @property
     def is_operator(self) -> bool:
@@ -205,6 +209,7 @@ class EventLog:
     memory: DeviceMemory = field(default_factory=DeviceMemory)
     stream: int = 0
     waits: list[RecordedWait] = field(default_factory=list[RecordedWait])
+    _python_calls: Counter[str] = field(default_factory=Counter[str])
     _tick: int = 0
     _stream_of: dict[int, int] = field(default_factory=dict[int, int])
     _threads: dict[int, int] = field(default_factory=lambda: {threading.get_ident(): 1})
@@ -215,6 +220,7 @@ class EventLog:
         self.events.clear()
         self.allocations.clear()
         self.waits.clear()
+        self._python_calls = Counter()
         self._open.clear()
         self._tick = 0
         self.peak_bytes = self.live_bytes
@@ -224,6 +230,9 @@ class EventLog:
     def end_step(self) -> None:
         """Keep no more events; end those that are open."""
         self.recording = False
+        if self.events:
+            # What follows the last operator of a step precedes the first of the next one.
+            self.events[0].python_calls += self._python_calls
         for stack in self._open.values():
             while stack:
                 self._end(stack.pop())
@@ -235,10 +244,24 @@ class EventLog:
         if not self.recording:
             return None
         thread = self._thread()
-        event = RecordedEvent(name, category, thread, self._next(), stream=self.stream, **details)
+        event = RecordedEvent(
+            name,
+            category,
+            thread,
+            self._next(),
+            stream=self.stream,
+            python_calls=self._python_calls,
+            **details,
+        )
+        self._python_calls = Counter()
         self.events.append(event)
         self._open.setdefault(thread, []).append(event)
         return event
+
+    def call_python(self, kind: str, count: int = 1) -> None:
+        """Count calls of Python of a kind of `PYTHON_CALLS`, for the next event."""
+        if self.recording and count:
+            self._python_calls[kind] += count
 
     def end(self, event: RecordedEvent | None) -> None:
         """End an event, and those that began within it and are open."""
@@ -277,6 +300,8 @@ class EventLog:
 
     def forget_since(self, mark: int) -> None:
         """Remove the events that began after a place in the log, and have ended."""
+        for event in self.events[mark:]:
+            self._python_calls += event.python_calls
         del self.events[mark:]
 
     def generated_work(self) -> tuple[GeneratedWork, ...]:
@@ -442,12 +467,15 @@ def _write(path: Path, content: Mapping[str, Any]) -> None:
 def _kineto_events(log: EventLog, kept: Sequence[RecordedEvent]) -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = []
     with_streams = any(event.stream for event in kept)
+    python_calls = _python_calls_of_kept(log.events, kept)
     for number, event in enumerate(kept, start=1):
         args: dict[str, Any] = {"Record function id": number, "Ev Idx": number}
         if event.sequence >= 0:
             args |= {"Sequence number": event.sequence, "Fwd thread id": event.forward_thread}
         if with_streams or (event.on_device and event.name in HOST_READS):
             args["stream"] = event.stream
+        if calls := python_calls[number - 1]:
+            args["Python calls"] = python_calls_text(calls)
         events.append(
             {
                 "ph": "X",
@@ -485,6 +513,20 @@ def _kineto_events(log: EventLog, kept: Sequence[RecordedEvent]) -> list[dict[st
     # With one stream, waits between streams order nothing.
     events += [_kineto_wait(wait) for wait in log.waits if with_streams or wait.stream is None]
     return events
+
+
+def _python_calls_of_kept(
+    events: Sequence[RecordedEvent], kept: Sequence[RecordedEvent]
+) -> list[Counter[str]]:
+    """Return the calls of Python before each kept event; it gets those of dropped ones before."""
+    calls: list[Counter[str]] = []
+    pending = Counter[str]()
+    for event in events:
+        pending += event.python_calls
+        if len(calls) < len(kept) and event is kept[len(calls)]:
+            calls.append(pending)
+            pending = Counter()
+    return calls
 
 
 def _kineto_wait(wait: RecordedWait) -> dict[str, Any]:

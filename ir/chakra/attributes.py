@@ -149,6 +149,7 @@ FIELDS = (
     Field("instructions", "instructions", "int64_val"),
     Field("bytes_allocated", "bytes_allocated", "int64_val"),
     Field("bytes_freed", "bytes_freed", "int64_val"),
+    Field("python_calls", "python_calls", "string_val"),
     Field("grid", "grid", "string_val"),
     Field("block", "block", "string_val"),
     Field("input_strides", "input_strides", "string_val"),

@@ -10,6 +10,7 @@ long as they do not depend on parameters.
 """
 
 import contextlib
+import itertools
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -84,6 +85,8 @@ _COMPOSITE = _torch._C.DispatchKey.CompositeExplicitAutograd
 _CUDA = _torch._C.DispatchKey.CUDA
 
 _UNRECORDED = ("prim", "inductor")
+
+_DTENSORS = "torch.distributed.tensor"
 
 # Operators of asynchronous tensor parallelism: Python calls products and copies on two streams.
 _FUSED_WITH_COLLECTIVES = "symm_mem"
@@ -189,8 +192,13 @@ class FakeOperators(TorchDispatchMode):
         # torch's own answer would be the meta device, on which fake tensors are.
         if func is _torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device
-        if not all(kind in _PLAIN or issubclass(kind, FakeTensor) for kind in types):
+        subclasses = [
+            each for each in types if each not in _PLAIN and not issubclass(each, FakeTensor)
+        ]
+        if subclasses:
             # A subclass such as DTensor runs operators on what it wraps.
+            if self._log.recording and not self._emulating:
+                self._count_dispatch(func, subclasses, args)
             return NotImplemented
         if isinstance(func, HigherOrderOperator):
             return self._run_higher_order(func, args, kwargs or {})
@@ -219,6 +227,19 @@ class FakeOperators(TorchDispatchMode):
         if not fakes and not is_cuda_device(kwargs.get("device")) and not schema.communicates:
             return self._run_on_cpu(call)
         return self._record(call)
+
+    def _count_dispatch(self, func: Any, subclasses: Sequence[type], args: Any) -> None:
+        """Count an operator that a subclass of Tensor dispatches in Python."""
+        if getattr(func, "namespace", "") in _UNRECORDED:
+            return
+        dtensor: Any = getattr(sys.modules.get(_DTENSORS), "DTensor", None)
+        if dtensor is None or not any(issubclass(each, dtensor) for each in subclasses):
+            self._log.call_python("subclass")
+            return
+        self._log.call_python("dtensor")
+        lists = [each for each in args if isinstance(each, list | tuple)]
+        listed = sum(isinstance(each, dtensor) for each in itertools.chain.from_iterable(lists))
+        self._log.call_python("dtensor_listed", listed)
 
     def read_scalar(self, tensor: Tensor) -> Any:
         """Return the number of a fake tensor of one element, and record that the host reads it.
@@ -369,6 +390,7 @@ class FakeOperators(TorchDispatchMode):
         if self._emulating or not self._log.recording:
             return None
         self.follow_backward()
+        self._log.call_python("function")
         sequence = -1
         if torch.is_grad_enabled():
             sequence = self._numbered.last = _torch.autograd._get_sequence_nr()
@@ -436,6 +458,8 @@ class FakeOperators(TorchDispatchMode):
             self._log.end(innermost)
         if node is None:
             return None
+        if isinstance(node, _torch._C._FunctionBase):
+            self._log.call_python("function")  # the backward of a function in Python
         number: int = node._sequence_nr()
         sequence = number if number < _UNNUMBERED else -1
         self._log.begin(

@@ -70,6 +70,38 @@ def test_operators_of_inference_have_a_figure_but_collectives_keep_theirs(cpu: G
     assert (times == 1_000).sum() == 480 - 17
 
 
+def with_python_calls(graph: Graph, calls: dict[int, str]) -> Graph:
+    """Return the graph with the text of calls of Python of some nodes."""
+    codes = graph.nodes.python_calls.copy()
+    codes[list(calls)] = graph.strings.encode(calls.values())
+    return graph.with_columns(python_calls=codes)
+
+
+def test_calls_of_python_add_to_the_host(cpu: Graph, described):
+    calls = {0: '{"dtensor":3}', 9: '{"dtensor":2,"function":1}', len(cpu) - 1: '{"function":4}'}
+    host = described(10_000, step=0, dtensor=50_000, function=7_000)
+    plain = onerank.recost(cpu, "H100", host=host)
+    graph = onerank.recost(with_python_calls(cpu, calls), "H100", host=host)
+    times, before = (each.nodes.duration_ns[each.mask(Kind.HOST_OP)] for each in (graph, plain))
+    assert (times - before).sum() == 5 * 50_000 + 5 * 7_000
+    # The first and the last call of the step have those of the first and the last node.
+    assert (times - before)[[0, -1]].tolist() == [150_000, 28_000]
+    assert has_note(graph.job.measurement.notes, "host-described", "dtensor 5, function 5")
+    assert not has_note(plain.job.measurement.notes, "host-described", "Python")
+
+
+@pytest.mark.parametrize("text", ["{", '{"views":1}', '{"dtensor":-1}', '{"dtensor":"1"}'])
+def test_malformed_calls_of_python_are_refused(cpu: Graph, tmp_path: Path, text: str):
+    trace, output = tmp_path / "cpu.et", tmp_path / "out.et"
+    with_python_calls(cpu, {0: text}).write(trace)
+    result = CliRunner().invoke(
+        command, ["annotate", str(trace), "--target", "H100", "-o", str(output)]
+    )
+    assert result.exit_code == 2
+    assert "error[python-calls-malformed]" in result.stderr
+    assert not output.exists()
+
+
 def test_a_fast_host_leaves_the_step_of_the_kernels(cpu: Graph, described):
     without = onerank.recost(cpu, "H100", host="none")
     graph = onerank.recost(cpu, "H100", host=described(100))

@@ -57,6 +57,7 @@ def with_unattributed_launches(
         call=zeros + NO_CALL,
         operands=np.zeros((len(rows), 3), dtype=np.int32),
         stream=zeros - 1,
+        python_calls=np.zeros(len(rows), dtype=np.int32),
     )
     columns = {
         spec.name: np.concatenate([getattr(trace.host, spec.name), getattr(calls, spec.name)])

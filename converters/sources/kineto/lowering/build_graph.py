@@ -5,7 +5,7 @@ and edges form a cycle, the edges that point back in time are dropped and counte
 """
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -59,6 +59,7 @@ from onerank.ir.arrays import I32, I64
 from onerank.ir.dtypes import DTYPES, TENSOR_TYPES, split_types
 from onerank.ir.nodes import ROOT_COLUMNS, TEXT_COLUMNS
 from onerank.ir.notes import Note
+from onerank.ir.python_calls import python_calls_of, python_calls_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +102,7 @@ def assemble(
     builder = connected.builder
     columns = _node_columns(events, connected)
     joined, order = join_by_start(columns.parts, builder.start_ns)
+    joined["python_calls"] = _python_calls(trace.timeline, builder.start_ns[order])
     place = np.argsort(order)
     # Last, once every kind of edge is there: only then do cycles between kinds show.
     edges, contradictions, example = builder.edges.build(place)
@@ -599,6 +601,27 @@ def _operands(timeline: HostTimeline, et: ExecutionTrace, ops: I64) -> Columns:
         for name, of_trace, of_profile in zip(_OPERANDS, recorded, timeline.operands, strict=True)
     }
     return columns | {"input_strides": np.where(rows >= 0, pick(strides, rows, 0), 0)}
+
+
+def _python_calls(timeline: HostTimeline, start_ns: I64) -> I32:
+    """Return for each node the calls of Python since the node before, int32[n].
+
+    Args:
+        timeline: the host events, of which a capture without a device has such calls.
+        start_ns: start of each node, ascending, int64[n].
+    """
+    calls = np.zeros(len(start_ns), dtype=np.int32)
+    rows, strings = timeline.rows, timeline.strings
+    counted = np.flatnonzero(rows.python_calls)
+    if not len(counted) or not len(start_ns):
+        return calls
+    # Calls after the last node have no node that follows, and count for the last one.
+    node = np.minimum(np.searchsorted(start_ns, rows.start_ns[counted]), len(start_ns) - 1)
+    sums = defaultdict[int, Counter[str]](Counter)
+    for place, code in zip(node.tolist(), rows.python_calls[counted].tolist(), strict=True):
+        sums[place] += python_calls_of(strings[code])
+    calls[list(sums)] = strings.encode(map(python_calls_text, sums.values()))
+    return calls
 
 
 def join_by_start(parts: list[Columns], start: I64) -> tuple[Columns, I64]:

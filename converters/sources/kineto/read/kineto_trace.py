@@ -137,6 +137,7 @@ class _Reader:
             call=self._calls(args),
             operands=self._operands(args),
             stream=self._streams(events, args),
+            python_calls=self.strings.encode(a.python_calls for a in args),
         )
 
     def launches(self, events: list[Event]) -> LaunchRows:

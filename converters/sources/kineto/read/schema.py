@@ -23,6 +23,8 @@ class Args(msgspec.Struct, gc=False, frozen=True):
     forward_thread: int = msgspec.field(name="Fwd thread id", default=0)
     event_index: int = msgspec.field(name="Ev Idx", default=0)
     correlation: int = 0
+    # Of a capture without a device: counts by kind, as JSON.
+    python_calls: str = msgspec.field(name="Python calls", default="")
     stream: int | str = -1  # text with AMD
     device: int = -1
     grid: list[int] | str | None = None  # text on kernels that the driver launches

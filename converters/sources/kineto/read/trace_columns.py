@@ -81,7 +81,7 @@ class HostRows(Rows):
 
     `thread` indexes the trace's `threads`; `call` its `calls`, NO_CALL for most. `operands` are
     codes of the JSON text of values, shapes and types of the inputs, as in the file, int32[n, 3].
-    `stream` is UNKNOWN except in captures without a device.
+    `stream` is UNKNOWN and `python_calls` empty except in captures without a device.
     """
 
     name: I32
@@ -97,6 +97,7 @@ class HostRows(Rows):
     call: I64
     operands: I32
     stream: I64
+    python_calls: I32
 
     def __len__(self) -> int:
         return len(self.name)

@@ -1,0 +1,54 @@
+"""Calls of Python that the host makes before an operator, besides the operator: kinds and counts.
+
+A capture without a device counts them; the text of their counts is a column of the nodes.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+
+import msgspec
+
+from onerank.ir.errors import AnnotateError
+
+PYTHON_CALLS = {
+    "dtensor": "an operator that DTensor dispatches",
+    "dtensor_listed": "a DTensor in a list that an operator takes, as those of optimizers do",
+    "redistribute": "a DTensor that changes its placement, without the collective",
+    "subclass": "an operator that another subclass of Tensor dispatches in Python",
+    "function": "a forward or a backward of an autograd function in Python",
+    "fsdp_group": "a gather or a reduction of a group of FSDP2, without the collective",
+    "fsdp_parameter": "a parameter of such a group, for each gather and reduction",
+}
+"""Kinds and what they are."""
+
+_decode = msgspec.json.Decoder(dict[str, int]).decode
+
+
+def python_calls_text(counts: Mapping[str, int]) -> str:
+    """Return the text of counts by kind; "" for none."""
+    return msgspec.json.encode(counts, order="sorted").decode() if counts else ""
+
+
+def python_calls_of(text: str) -> Counter[str]:
+    """Return the counts by kind of a text of `python_calls_text`.
+
+    Raises:
+        AnnotateError: it is no such text.
+    """
+    if not text:
+        return Counter()
+    try:
+        counts = _decode(text)
+    except msgspec.MsgspecError as error:
+        raise AnnotateError(
+            f"the Python calls of a node are {text!r}; expected counts by kind ({error})",
+            code="python-calls-malformed",
+        ) from None
+    unknown = counts.keys() - PYTHON_CALLS.keys()
+    if unknown or any(count < 0 for count in counts.values()):
+        raise AnnotateError(
+            f"the Python calls of a node are {text!r}; expected counts from 0 of the kinds "
+            f"{', '.join(PYTHON_CALLS)}",
+            code="python-calls-malformed",
+        )
+    return Counter(counts)

@@ -1,0 +1,126 @@
+"""`capture run --device none`: what Python does on the host besides operators, in counts."""
+
+from collections import Counter
+
+from without_device import captured
+
+from onerank.ir import Graph, Phase
+from onerank.ir.python_calls import python_calls_of
+
+DTENSORS = """
+    import torch
+    import torch.distributed as dist
+    from torch import Tensor, nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.utils._pytree import tree_map_only
+
+    class Wrapper(Tensor):
+        @staticmethod
+        def __new__(cls, inner):
+            made = Tensor._make_wrapper_subclass(cls, inner.shape, device=inner.device)
+            made.inner = inner
+            return made
+
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            inner = tree_map_only(Wrapper, lambda each: each.inner, (args, kwargs or {}))
+            return tree_map_only(Tensor, Wrapper, func(*inner[0], **inner[1]))
+
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x + x
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient + gradient
+
+    dist.init_process_group("nccl")
+    mesh = init_device_mesh("cuda", (2,))
+    weight = nn.Parameter(torch.ones(64, 64, device="cuda"))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    shards = [distribute_tensor(torch.ones(8, 8, device="cuda"), mesh, [Shard(0)]) for _ in "abc"]
+    wrapper = Wrapper(torch.ones(8, 8, device="cuda"))
+    for step in range(5):
+        torch.ones(8, device="cuda").neg()
+        with torch.no_grad():
+            shards[0].mul_(shards[1]).add_(shards[2])
+            shards[0].redistribute(mesh, [Replicate()])
+            shards[0].redistribute(mesh, [Shard(0)])
+            torch._foreach_neg_(shards)
+            wrapper.exp()
+        Twice.apply(weight).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def counts_by_operator(graph: Graph) -> dict[str, Counter[str]]:
+    """Return the counts of the first node of each operator that has some."""
+    found: dict[str, Counter[str]] = {}
+    for name, code in zip(graph.text("name"), graph.nodes.python_calls.tolist(), strict=True):
+        if code:
+            found.setdefault(name.removeprefix("aten::"), python_calls_of(graph.strings[code]))
+    return found
+
+
+def test_calls_of_python_count_for_the_operator_that_follows(tmp_path):
+    graph = captured(tmp_path, DTENSORS, "--torchrun", "--dp", 2)
+    assert counts_by_operator(graph) == {
+        "mul_": {"dtensor": 1},
+        "add_": {"dtensor": 1},
+        # The second call keeps the placement, and redistributes nothing.
+        "all_gather": {"function": 1, "redistribute": 1},
+        "_foreach_neg_": {"function": 1, "dtensor": 1, "dtensor_listed": 3},
+        "exp": {"subclass": 1},
+        "add": {"function": 1},  # of the forward; the backward's is another node of that name
+    }
+    total = sum((python_calls_of(text) for text in graph.text("python_calls")), Counter[str]())
+    assert total["function"] == 4
+
+
+FSDP2 = """
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.distributed.fsdp import fully_shard
+    dist.init_process_group("nccl")
+    model = nn.Sequential(*(nn.Linear(64, 64, device="cuda") for _ in range(4)))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(5):
+        model(torch.randn(16, 64, device="cuda")).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_gathers_and_reductions_of_fsdp2_count_their_parameters(tmp_path):
+    graph = captured(tmp_path, FSDP2, "--torchrun", "--dp", 4)
+    by_phase = {phase: Counter[str]() for phase in Phase}
+    for phase, text in zip(graph.nodes.phase.tolist(), graph.text("python_calls"), strict=True):
+        by_phase[Phase(phase)] += python_calls_of(text)
+    # Each layer has a weight and a bias. The last layer is not gathered again for the backward.
+    assert by_phase[Phase.FORWARD]["fsdp_group"] == 4
+    assert by_phase[Phase.FORWARD]["fsdp_parameter"] == 8
+    backward = by_phase[Phase.BACKWARD]
+    assert (backward["fsdp_group"], backward["fsdp_parameter"]) in ((7, 14), (8, 16))
+
+
+PLAIN = """
+    import torch
+    from torch import nn
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in range(5):
+        model(torch.randn(16, 64, device="cuda")).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_a_plain_script_calls_python_for_nothing(tmp_path):
+    assert not captured(tmp_path, PLAIN).nodes.python_calls.any()
