@@ -10,8 +10,7 @@ A description is a TOML file. Some ship with this package; a user passes the pat
 
 A figure is the host time from one launching operator to the next. It includes all launches of the
 operator, and what a capture without a GPU does not record: views, allocation, autograd nodes, calls
-of modules. What Python does besides that has a figure for each kind of `PYTHON_CALLS`. It adds to the
-time of the operators.
+of modules. Each kind of `PYTHON_CALLS` has a figure, which adds to that of operators.
 """
 
 from pathlib import Path

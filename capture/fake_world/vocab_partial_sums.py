@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from onerank.capture.collective_kernels.kernels import allocate_outside_torch
+from onerank.capture.fake_tensors import is_fake
 from onerank.capture.patches import live
 from onerank.capture.script.optimizer_steps import in_backward
 from onerank.ir.notes import Note
@@ -111,6 +112,8 @@ def _lacks_rows(part: Tensor) -> bool:
     wide = part.is_floating_point() and part.element_size() > 1
     if not wide or part.is_meta or part.numel() == 0 or not part.is_contiguous():
         return False
+    if is_fake(part):
+        return False  # without numbers nothing is zero, and a read would count as the script's
     if part.is_cuda and torch.cuda.is_current_stream_capturing():
         return False  # a graph capture forbids the synchronisation below
     zero = torch.linalg.vector_norm(part.data, float("inf"), dim=-1) == 0

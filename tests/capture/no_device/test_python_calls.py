@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+from notes import has_note
 from without_device import captured
 
 from onerank.ir import Graph, Phase
@@ -124,3 +125,33 @@ PLAIN = """
 
 def test_a_plain_script_calls_python_for_nothing(tmp_path):
     assert not captured(tmp_path, PLAIN).nodes.python_calls.any()
+
+
+TENSOR_PARALLEL = """
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel, RowwiseParallel, parallelize_module,
+    )
+    dist.init_process_group("nccl")
+    mesh = init_device_mesh("cuda", (2,))
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).cuda()
+    parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    for step in range(5):
+        model(torch.randn(256, 64, device="cuda")).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_a_sum_of_tensor_parallel_ranks_reads_nothing_for_the_script(tmp_path):
+    graph = captured(tmp_path, TENSOR_PARALLEL, "--torchrun", "--tp", 2)
+    assert not has_note(graph.job.measurement.notes, "no-device-stand-ins")
+    # Each of the four parameters steps by an operator that DTensor dispatches.
+    steps = [name == "aten::add_" for name in graph.text("name")]
+    counts = [python_calls_of(text) for text in graph.text("python_calls")]
+    of_steps = [count for count, is_step in zip(counts, steps, strict=True) if is_step]
+    assert of_steps == [{"dtensor": 1}] * 4
