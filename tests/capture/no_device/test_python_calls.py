@@ -154,4 +154,6 @@ def test_a_sum_of_tensor_parallel_ranks_reads_nothing_for_the_script(tmp_path):
     steps = [name == "aten::add_" for name in graph.text("name")]
     counts = [python_calls_of(text) for text in graph.text("python_calls")]
     of_steps = [count for count, is_step in zip(counts, steps, strict=True) if is_step]
-    assert of_steps == [{"dtensor": 1}] * 4
+    assert of_steps[1:] == [{"dtensor": 1}] * 3
+    # The first follows views of the backward, which launch nothing.
+    assert of_steps[0]["dtensor"] > 1
