@@ -84,6 +84,7 @@ from onerank.capture.parallelize.tensor.stateful_layers import (
     cut_stateful,
     fused_widths,
     mark_as_cut,
+    repeat_only_group,
 )
 from onerank.capture.parallelize.tensor.vocab_parallel import (
     computes_loss_in_forward,
@@ -140,7 +141,8 @@ def slice_model(
         plan: what to slice; None selects transformers' plan, or a plan that ships with onerank.
         sequence: whether norms and residuals are sharded along the sequence.
         replicate_heads: whether each rank has the weights of its key-value head, where ranks share
-            one; otherwise they are sharded, and their output is gathered.
+            one; otherwise they are sharded, and their output is gathered. The same for the only
+            group of a layer of Mamba 2, which is refused otherwise.
 
     Raises:
         SliceError: the model has no plan, the plan omits a module or has an unknown style, or
@@ -253,6 +255,8 @@ class _Slicer:
         elif style in IDENTITY:
             module.register_forward_hook(_divide_hook(self._group))
         elif style == STATEFUL:
+            # The layer comes before its projections, whose parts then have the copies.
+            repeat_only_group(module, self._group.size())
             self._stateful.append(name)
         elif style in HEADS:
             self._cut_heads(module, name)

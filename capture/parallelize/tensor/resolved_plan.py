@@ -80,11 +80,17 @@ _MLP = {
 
 
 def add_megatron_styles(
-    model: PreTrainedModel, styles: dict[str, str], size: int, *, complete: bool
+    model: PreTrainedModel,
+    styles: dict[str, str],
+    size: int,
+    *,
+    complete: bool,
+    shares_group: bool = False,
 ) -> dict[str, str]:
     """Add styles of latent attention and, if `complete`, of every module the plan omits.
 
-    Layers with states get those of `size` ranks, also where the plan has others.
+    Layers with states get those of `size` ranks, also where the plan has others; `shares_group` as
+    for `stateful_styles`.
     """
     result = dict(styles)
     if complete:
@@ -100,7 +106,7 @@ def add_megatron_styles(
                         # The plan's own style takes precedence.
                         result.setdefault(f"{name}.{key}".removesuffix("."), style)
     if complete:
-        result |= stateful_styles(model, size)
+        result |= stateful_styles(model, size, shares_group=shares_group)
     result |= latent_styles(model, styles, complete=complete)
     planned = (name for name, style in styles.items() if style in EXPERTS)
     for name in dict.fromkeys([*_experts(model), *planned]) if complete else ():
@@ -259,7 +265,7 @@ def resolve_plan(
     Raises:
         SliceError: as for `slice_model`.
     """
-    styles = _styles(model, rules, group.size(), tp_style)
+    styles = _styles(model, rules, group.size(), tp_style, shares_group=replicate_heads)
     adapters = _adapted(model, styles, rules)
     styles |= {inner: WHOLE[0] for lora in adapters.values() for inner in lora.inner}
     check_complete(model, styles, tp_style)
@@ -282,7 +288,12 @@ def resolve_plan(
 
 
 def _styles(
-    model: nn.Module, rules: dict[str, ModuleRule], size: int, tp_style: TensorParallelStyle
+    model: nn.Module,
+    rules: dict[str, ModuleRule],
+    size: int,
+    tp_style: TensorParallelStyle,
+    *,
+    shares_group: bool,
 ) -> dict[str, str]:
     if isinstance(model, PreTrainedModel):
         check_sizes(model, size)
@@ -292,7 +303,9 @@ def _styles(
         return explicit
     if isinstance(model, PreTrainedModel):
         defaults = add_megatron_styles(
-            model, planned_styles(model), size, complete=tp_style == "megatron"
+            *(model, planned_styles(model), size),
+            complete=tp_style == "megatron",
+            shares_group=shares_group,
         )
         # A rule of the user's plan replaces that of the model's.
         return defaults | explicit

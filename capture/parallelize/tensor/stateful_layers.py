@@ -5,14 +5,22 @@ Each rank computes the convolution, the scan and the norm of its heads, as in vL
 out is row-parallel. transformers' plans gather the output of every projection instead, and compute
 the scan of all heads on each rank. A convolution has the channels of queries, keys and values, or
 of inputs, B and C, which are sliced part by part.
+
+A single group of Mamba 2 serves the heads of all ranks. In inference each rank has a copy of it,
+and the norm sums its squares over the ranks, as in vLLM (`Mixer2RMSNormGated`). In training the
+copies would need a sum of their gradients, and Megatron-LM requires a group for each rank: refused.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 
+from onerank.capture.parallelize.autograd_collectives import reduce_from_group
 from onerank.capture.parallelize.tensor.module_styles import COLUMN, HEADS, REPLICATED, ROW
 from onerank.capture.parallelize.tensor.shard_parameters import (
     cut_blocks,
@@ -125,23 +133,66 @@ def _has(module: nn.Module, path: str) -> bool:
     return hasattr(getattr(module, owner, None) if owner else module, name)
 
 
-def stateful_styles(model: nn.Module, size: int) -> dict[str, str]:
+def stateful_styles(model: nn.Module, size: int, *, shares_group: bool = False) -> dict[str, str]:
     """Return module name -> style for the layers with states, and the modules in them.
 
-    A layer whose heads or groups a number of ranks does not divide keeps the styles of the model's
+    With `shares_group`, each rank may have a copy of the only group of a Mamba 2 layer. Any other
+    layer whose heads or groups a number of ranks does not divide keeps the styles of the model's
     plan. That of Qwen3-Next gathers the outputs of its projections: each rank computes all heads.
     The plans of models with Mamba 2 have no styles for it, so slicing refuses them.
     """
     styles: dict[str, str] = {}
     for name, module in model.named_modules():
         kind = _kind_of(module)
-        if kind is None or any(_width(module, heads) % size for heads in kind.heads):
+        if kind is None or not all(
+            _width(module, heads) % size == 0 or (shares_group and _is_only_group(module, heads))
+            for heads in kind.heads
+        ):
             continue
         styles[name], styles[f"{name}.conv1d"] = STATEFUL, CHANNELS
         for child, inner in module.named_modules():
             if child in kind.styles and any(True for _ in inner.parameters(recurse=False)):
                 styles[f"{name}.{child}"] = kind.styles[child]
     return styles
+
+
+def _is_only_group(module: Any, heads: str) -> bool:
+    return heads == "n_groups" and module.n_groups == 1
+
+
+def repeat_only_group(module: Any, size: int) -> None:
+    """Give a layer of Mamba 2 with one group a copy of the group for each rank.
+
+    Call it before the layer is cut, which leaves one copy.
+    """
+    if not hasattr(module, "n_groups") or module.n_groups % size == 0:
+        return
+    kind = _kind_of(module)
+    assert kind is not None, "a layer that `stateful_styles` knows"
+    for layer, parts in ((module.in_proj, kind.parts["in_proj"]), (module.conv1d, kind.channels)):
+        widths = [_width(module, part) for part in parts]
+        for parameter in layer.parameters(recurse=False):
+            rows = zip(parts, parameter.data.split(widths), strict=True)
+            repeats = [
+                row.repeat(size, *[1] * (row.dim() - 1)) if part == "of_groups" else row
+                for part, row in rows
+            ]
+            parameter.data = torch.cat(repeats)
+    module.n_groups = size
+    module.conv_dim = sum(_width(module, part) for part in kind.channels)
+
+
+def _norm_over_ranks(
+    norm: Any, group: dist.ProcessGroup, hidden_states: Tensor, gate: Tensor | None = None
+) -> Tensor:
+    """Return the gated norm of a layer's only group, of whose features each rank has a part."""
+    hidden = hidden_states.float()
+    if gate is not None:
+        hidden = hidden * functional.silu(gate.float())
+    squares = reduce_from_group(hidden.pow(2).sum(-1, keepdim=True), group)
+    variance = squares / (hidden.shape[-1] * group.size())
+    hidden = hidden * torch.rsqrt(variance + norm.variance_epsilon)
+    return norm.weight * hidden.to(hidden_states.dtype)
 
 
 def fused_widths(module: nn.Module, child: str) -> Sequence[int]:
@@ -176,6 +227,8 @@ def cut_stateful(module: Any, name: str, group: dist.ProcessGroup) -> None:
             cut_parameter(parameter, f"{name}.{child}.{key}", group, "heads", dim=heads)
         divide_attributes(inner, f"{name}.{child}", counts, size)
     divide_attributes(module, name, kind.divide, size)
+    if kind is _MAMBA_2 and module.norm.group_size > module.intermediate_size:
+        module.norm.forward = functools.partial(_norm_over_ranks, module.norm, group)
     mark_as_cut(module)
 
 

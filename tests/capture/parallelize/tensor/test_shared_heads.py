@@ -1,4 +1,4 @@
-"""More tensor-parallel ranks than key-value heads, against the whole model."""
+"""More tensor-parallel ranks than key-value heads or groups of Mamba 2, against whole models."""
 
 from collections import Counter
 from typing import Any
@@ -118,6 +118,49 @@ def test_ranks_that_share_heads_match_the_whole_model(slices, case, style):
                 if expected.shape[dim] != actual.shape[dim]:
                     expected = expected.chunk(RANKS, dim)[rank]
             torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4, msg=name)
+
+
+def mamba() -> Any:
+    torch.manual_seed(0)
+    config = transformers.BambaConfig(
+        **SHAPE, attn_layer_indices=[1], mamba_n_heads=8, mamba_d_head=HIDDEN // 4,
+        mamba_d_state=8, mamba_n_groups=1, mamba_chunk_size=8,
+    )  # fmt: skip
+    whole = transformers.BambaForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in whole.parameters():
+            parameter.add_(torch.randn(parameter.shape), alpha=0.02)
+    return whole
+
+
+def infer_with_one_group(rank: int, results: Any) -> None:
+    sliced = mamba()
+    before = sliced.model.layers[0].mamba.in_proj.weight.detach().clone()
+    slice_model(sliced, dist.group.WORLD, "megatron", peers_absent=False, replicate_heads=True)
+    with torch.no_grad():
+        logits = sliced(input_ids=batch()["input_ids"]).logits
+    results[rank] = logits, before, sliced.model.layers[0].mamba.in_proj.weight.detach()
+
+
+def test_ranks_share_the_only_group_of_mamba_2_in_inference():
+    with torch.no_grad():
+        expected = mamba()(input_ids=batch()["input_ids"]).logits
+    ranks = 2
+    results = run_ranks(infer_with_one_group, ranks)
+    gate, inputs, group = 2 * HIDDEN, 2 * HIDDEN, 8
+    for rank in range(ranks):
+        logits, whole, rows = results[rank]
+        torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-4)
+        parts = whole.split([gate, inputs, group, group, 8])
+        # The group is whole on each rank; gates, inputs and steps of the heads are divided.
+        kept = [p if p.shape[0] == group and n in (2, 3) else p.chunk(ranks)[rank]
+                for n, p in enumerate(parts)]  # fmt: skip
+        torch.testing.assert_close(rows, torch.cat(kept), atol=0, rtol=0)
+
+
+def test_training_needs_a_group_of_mamba_2_for_each_rank():
+    with raises_code("tp-unplanned-module", naming=("mamba.in_proj",)):
+        slice_on_recorder(mamba(), "megatron")
 
 
 def test_a_rank_holds_a_quarter_of_each_projection_and_one_head():
