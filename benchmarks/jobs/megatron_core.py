@@ -59,7 +59,7 @@ def main() -> None:
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
-            lr=1e-6,  # beside absent ranks gradients are others: more would diverge
+            lr=1e-6,  # gradients of absent ranks differ: more would diverge
             bf16=True,
             params_dtype=torch.bfloat16,
             clip_grad=args.clip,
@@ -87,7 +87,7 @@ def arguments() -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--sp", action="store_true", help="sequence parallel")
     parser.add_argument("--dist-opt", action="store_true", help="the distributed optimizer")
-    parser.add_argument("--overlap", action="store_true", help="reduce, and gather, beside compute")
+    parser.add_argument("--overlap", action="store_true", help="reduce and gather during compute")
     parser.add_argument(
         "--overlap-p2p", action="store_true", help="no batches of sends and receives"
     )

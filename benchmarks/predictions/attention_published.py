@@ -3,8 +3,8 @@
     python -m benchmarks.predictions.attention_published
 
 Prints predicted and published TFLOP/s (sources: attention_published.toml), and the geometric mean
-of predicted over published. `own` predicts for the kernel that the model assumes (on Hopper
-flash-attention 3 and cuDNN). `told` predicts for the measured kernel, if `attention_kernels` has a
+of predicted over published. `usual` predicts for the kernel that the model assumes (on Hopper
+flash-attention 3 and cuDNN). `named` predicts for the measured kernel, if `attention_kernels` has a
 slowdown for it. The published rates begin at 512 tokens.
 
 The forward pass is fitted to none of these rates. The factor of the backward pass was chosen with
@@ -37,9 +37,9 @@ def main() -> None:
     data = tomllib.loads(RATES.read_text(encoding="utf-8"))
     rows = [Row(zip(data["fields"], row, strict=True)) for row in data["rates"]]
     print_conditions()
-    print("d: head size; c: causal; b: backward; own, told: predicted over published")
-    heads = f"{'gpu':8}{'kernel':10}{'d':>4}{'c':>2}{'b':>2}{'own':>7}{'told':>7}"
-    print(f"{heads}  tokens: own/published")
+    print("d: head size; c: causal; b: backward; usual, named: predicted over published")
+    heads = f"{'gpu':8}{'kernel':10}{'d':>4}{'c':>2}{'b':>2}{'usual':>7}{'named':>7}"
+    print(f"{heads}  tokens: usual/published")
     for row in rows:
         gpu = load_gpu(row["gpu"])
         works = [work(row, length) for length in row["lengths"]]

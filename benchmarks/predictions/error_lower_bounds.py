@@ -166,7 +166,7 @@ def compare_datasets(folder: Path, products: Products) -> None:
     """Print the difference between two datasets with the same harness on the same GPU."""
     rows = pl.read_parquet(folder / "gemm_power.parquet")
     rows = rows.with_columns(pl.col("gpu").cast(pl.String))
-    print("\nThe same products on the same GPU in gemm_power.parquet, beside gemm.parquet")
+    print("\nThe same products on the same GPU in gemm_power.parquet, next to gemm.parquet")
     print(f"{'gpu':15}{'over 10 us':>11}{'mean error':>12}{'median':>8}{'signed':>8}")
     for name in rows["gpu"].unique(maintain_order=True):
         gpu = load_gpu(name)

@@ -303,7 +303,7 @@ def caches(graph: Graph, name: str) -> None:
         times_by_state.append(np.where(times.rules == Rule.LOOKED_UP, times.time_ns, np.nan))
     true, size = kernels.duration_ns, costs.bytes_read / 1e6
     in_both = np.isfinite(times_by_state[0] + times_by_state[1]) & (true > LEAST_NS)
-    print(f"{name}: sums of the rows of one state over {LEAST_NS / 1e3:.0f} us, beside the step's")
+    print(f"{name}: sums of the rows of one state over {LEAST_NS / 1e3:.0f} us, over the step's")
     for least, most in itertools.pairwise(READ_MB):
         rows = in_both & (size >= least) & (size < most)
         if rows.any():

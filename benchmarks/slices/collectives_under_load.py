@@ -41,9 +41,9 @@ class Row:
     collective: str
     mib: int
     of: str
-    beside: str
+    concurrent: str
     call_us: float
-    beside_us: float | None
+    overlapped_us: float | None
     watts: float | None
     sm_clock_mhz: int | None
 
@@ -87,11 +87,11 @@ class Measuring:
         self.calls, self.compute = torch.cuda.Stream(), torch.cuda.Stream()
         a, b = self.random(4096, 4096), self.random(4096, 14336)
         c, d = self.random(4096, 14336), self.random(4096, 14336)
-        self.beside: dict[str, Callable[[], object]] = {
+        self.concurrent: dict[str, Callable[[], object]] = {
             "matrix product": lambda: torch.mm(a, b, out=c),
             "elementwise": lambda: torch.mul(b, d, out=c),
         }
-        self.alone_us = {name: _mean_us(once, 200) for name, once in self.beside.items()}
+        self.alone_us = {name: _mean_us(once, 200) for name, once in self.concurrent.items()}
 
     def random(self, *shape: int) -> Tensor:
         """Return normal random numbers with standard deviation 1."""
@@ -129,8 +129,8 @@ class Measuring:
         paced = self.paced(name, size, us, moves)
         return [
             Row(name, mib, implementation, concurrent, *self.figures(once, us, concurrent))
-            for concurrent in ("", *self.beside)
-            for implementation, once in (("NCCL", nccl), ("stand-in", paced))
+            for concurrent in ("", *self.concurrent)
+            for implementation, once in (("NCCL", nccl), ("emulated", paced))
         ]
 
     def paced(self, name: str, size: int, us: float, moves: list[Move]) -> Callable[[], object]:
@@ -153,7 +153,7 @@ class Measuring:
         Concurrent kernels run on another stream and end after the last call.
         """
         count = max(8, round(self.us / us))
-        concurrent_kernel = self.beside.get(concurrent)
+        concurrent_kernel = self.concurrent.get(concurrent)
         kernels_per_call = AHEAD * us / self.alone_us[concurrent] if concurrent_kernel else 0.0
         marks: list[torch.cuda.Event] = []
         done = 0
@@ -180,8 +180,8 @@ class Measuring:
         within = [moment for mark in marks if (moment := begin.elapsed_time(mark)) < total]
         within = within[len(within) // 10 :]  # without the start
         spans = BETWEEN_MARKS * (len(within) - 1)
-        beside_us = (within[-1] - within[0]) * 1e3 / spans if spans > 0 else None
-        return total * 1e3 / count, beside_us, power.watts, power.sm_clock_mhz
+        overlapped_us = (within[-1] - within[0]) * 1e3 / spans if spans > 0 else None
+        return total * 1e3 / count, overlapped_us, power.watts, power.sm_clock_mhz
 
 
 def _mean_us(once: Callable[[], object], count: int) -> float:
@@ -206,7 +206,7 @@ def _conditions(ranks: int, seconds: float) -> None:
     print_conditions(*gpus_and_torch(ranks))
     print(f"{seconds} s a line; figures of rank 0's GPU")
     print(
-        f"{'collective':15}{'MiB':>5} {'beside':15}{'of':9}{'call, us':>10}{'beside, us':>12}"
+        f"{'collective':15}{'MiB':>5} {'concurrent':15}{'of':9}{'call, us':>10}{'overlap, us':>12}"
         f"{'W':>7}{'MHz':>6}"
     )
 
@@ -216,8 +216,8 @@ def _line(row: Row) -> str:
         return f"{'-' if value is None else format(value, f'.{digits}f'):>{width}}"
 
     return (
-        f"{row.collective:15}{row.mib:>5} {row.beside or 'nothing':15}{row.of:9}"
-        f"{cell(row.call_us, 10, 1)}{cell(row.beside_us, 12, 1)}"
+        f"{row.collective:15}{row.mib:>5} {row.concurrent or 'nothing':15}{row.of:9}"
+        f"{cell(row.call_us, 10, 1)}{cell(row.overlapped_us, 12, 1)}"
         f"{cell(row.watts, 7)}{cell(row.sm_clock_mhz, 6)}"
     )
 

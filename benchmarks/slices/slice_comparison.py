@@ -42,7 +42,7 @@ def compare(sliced: Graph, at_once: list[Graph], real: list[Graph], rank: int) -
     with_links = {
         r: changed for r in same if (changed := with_nvlink_active(at_once[r])) is not None
     }
-    print(f"{'':34}{'slice':>16}{f'real, rank {rank}':>16}{'real, ranks alike':>24}"
+    print(f"{'':34}{'slice':>16}{f'real, rank {rank}':>16}{'real, equal ranks':>24}"
           f"{'slice - median':>16}{'at once - same GPU':>20}{'NVLink active':>15}")  # fmt: skip
 
     def row(label: str, figure: Callable[[Graph], float], form: str = ".3f") -> None:
@@ -65,7 +65,7 @@ def compare(sliced: Graph, at_once: list[Graph], real: list[Graph], rank: int) -
     (calls, single_rank), (real_calls, real_alone) = collectives(sliced), collectives(real[rank])
     # NCCL runs no kernel for such calls, so a real trace need not show them.
     if single_rank or real_alone:
-        print(f"{'calls among one rank, left out':34}{single_rank:>16}{real_alone:>16}")
+        print(f"{'calls of a group of one, dropped':34}{single_rank:>16}{real_alone:>16}")
     print(f"{'collectives, in issue order':34}{len(calls):>16}{len(real_calls):>16}"
           f"{'the same' if calls == real_calls else 'DIFFERENT':>24}")  # fmt: skip
     if calls != real_calls:
@@ -75,7 +75,7 @@ def compare(sliced: Graph, at_once: list[Graph], real: list[Graph], rank: int) -
     overlapped = overlapping(real[rank])
     row("summed compute, ms", compute_ms)
     row(
-        "  beside no communication, ms",
+        "  overlaps no communication, ms",
         lambda graph: compute_ms(graph) - time_ms(graph, overlapped),
     )
     for name in [share.name for share in shares_by_class(characterise(sliced))]:
