@@ -94,9 +94,9 @@ def test_one_gemm_from_python_and_on_the_command_line():
     assert 139_000 < predicted.duration_ns < 200_000
     assert predicted.p10_ns < predicted.duration_ns < predicted.p90_ns
     sizes = ("--m", 4096, "--n", 4096, "--k", 4096, "--dtype", "bf16")
-    (told,) = json.loads(run("gemm", *sizes, "--target", "H100", "--json"))
-    assert told["duration_ns"] == predicted.duration_ns
-    assert told["terms"]["name"] == predicted.terms.name
+    (shown,) = json.loads(run("gemm", *sizes, "--target", "H100", "--json"))
+    assert shown["duration_ns"] == predicted.duration_ns
+    assert shown["terms"]["name"] == predicted.terms.name
     assert "compute" in run("gemm", *sizes, "--target", "H100")
     assert onerank.predict("gemm", "H100", m=1, n=8192, k=8192).bound == "memory"
     assert onerank.predict("elementwise", "H100", numel=8).bound == "launch"
@@ -107,8 +107,8 @@ def test_attention_that_is_not_causal_takes_longer():
     causal, whole = (onerank.predict("attention", "H100", causal=c, **sizes) for c in (True, False))
     assert 1.6 < whole.duration_ns / causal.duration_ns < 2
     args = [f"--{name.replace('_', '-')}={value}" for name, value in sizes.items()]
-    (told,) = json.loads(run("attention", *args, "--no-causal", "--target", "H100", "--json"))
-    assert told["duration_ns"] == whole.duration_ns
+    (shown,) = json.loads(run("attention", *args, "--no-causal", "--target", "H100", "--json"))
+    assert shown["duration_ns"] == whole.duration_ns
 
 
 def test_a_collective_takes_its_wire_bytes_over_the_bus_bandwidth():

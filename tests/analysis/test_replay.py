@@ -184,7 +184,7 @@ def test_a_host_that_was_blocked_does_not_count_the_wait_as_its_own():
         duration_ns=np.array([5_000, 50_000, 1_000]),
         evidence=np.array([Evidence.MEASURED, Evidence.SCALED, Evidence.MEASURED]),
     )
-    # 3 us of waking up are not told apart from being blocked any more
+    # 3 us of waking up count as blocked, too
     assert replay(graph).step_time_ns - replay(fast).step_time_ns == 53_000
 
 

@@ -216,7 +216,7 @@ def doubled(gpu: Gpu, figure: str) -> Gpu:
 
 
 def test_the_intervals_of_what_nobody_measured_hold_for_a_captured_step(h200: Graph):
-    """The kernels of a step by their shapes alone, as those of a CPU capture, beside their times.
+    """The kernels of a step by their shapes alone, as those of a CPU capture, against their times.
 
     No coefficient and no error of these kinds is of this step. Operators of one kernel each.
     """

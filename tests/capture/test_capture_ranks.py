@@ -381,12 +381,12 @@ def test_ranks_in_turn_on_a_gpu_leave_each_other_no_memory(tmp_path):
 
 
 REFUSED: dict[str, tuple[str, World, dict[str, Any], Any, str]] = {
-    "which are alike is the script's": (
+    "the classes are the script's": (
         ITSELF, World.of(dp=8, pp=2), {}, None,
         "ranks-classes-unknown"),
-    "which are alike is the script's, no pipeline": (
+    "the classes are the script's, no pipeline": (
         ITSELF, World.of(dp=8), {}, None, "ranks-classes-unknown"),
-    "which are alike is the router's": (
+    "the classes are the router's": (
         EXPERTS, World.of(dp=2, ep=2), {"moe_routing": "model"}, None,
         "ranks-model-routing"),
     "one rank": (LLAMA, World(), {}, None, "ranks-of-one"),

@@ -70,7 +70,7 @@ def test_kernel_time_is_kinetos_to_the_nanosecond(captured):
     calls = graph.mask(Kind.COLLECTIVE).sum()
     assert len([event for event in markers if event["cat"] == "kernel"]) == calls
     left_out = len(gpu_events(events)) - measured["gpu_ops"]
-    if left_out == calls:  # megatron: beside the markers nothing runs in its all-reduces' place
+    if left_out == calls:  # megatron: only the markers run in its all-reduces' place
         marked = sum(round(event["dur"] * 1000) for event in markers if event["cat"] == "kernel")
         assert measured["gpu_time_ns"] == total - marked
     else:  # hf: one copy stands for the all-gather of the logits

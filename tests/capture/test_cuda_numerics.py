@@ -29,11 +29,11 @@ def capture(*args: str | Path) -> dict[str, Any]:
 @pytest.mark.parametrize("tp_style", ["megatron", "hf"])
 def test_instruments_and_slices_leave_the_numbers_as_they_are(tp_style):
     options = ["--tp", "4", "--rank", "1", "--tp-style", tp_style, "--json"]
-    told = capture("verify", EXAMPLE, *options, *SMALL)
-    assert told["not_checked"] == []
-    checks = {row["check"] for row in told["comparisons"]}
+    report = capture("verify", EXAMPLE, *options, *SMALL)
+    assert report["not_checked"] == []
+    checks = {row["check"] for row in report["comparisons"]}
     assert checks == {"plain", "profiled", "slices"}
-    for row in told["comparisons"]:
+    for row in report["comparisons"]:
         if row["check"] != "slices":  # bf16, and not a bit differs
             assert row["equal"] == row["tensors"], row
 
@@ -47,18 +47,18 @@ def gemms(graph: Graph) -> Counter[str]:
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_compiled_kernels_are_linked_and_named(mode, tmp_path):
     trace = tmp_path / "t.et"
-    told = capture("run", EXAMPLE, "--compile", mode, "-o", trace, "--json", *SMALL)
+    report = capture("run", EXAMPLE, "--compile", mode, "-o", trace, "--json", *SMALL)
     eager, compiled = onerank.read(tmp_path / "t.eager.et"), onerank.read(trace)
     done = compiled.job.compilation
     kernels = [node for node in compiled if node.kind is Kind.KERNEL]
     generated = [node for node in kernels if node.name.startswith("triton_")]
     assert len(generated) == sum(fusion.launches for fusion in done.fusions) > 0
-    assert done.unknown_ops <= max(3, len(kernels) // 50), told["compilation"]
+    assert done.unknown_ops <= max(3, len(kernels) // 50), report["compilation"]
     assert all(node.text("op") for node in kernels)  # each has the operator that launched it
     modules = Counter(node.text("module") for node in kernels)
     # unknown, too, are the copies into a CUDA graph's inputs, outside the compiled graph
     assert sum(n for m, n in modules.items() if m.startswith(COMPILED_GRAPH)) <= done.unknown_ops
     assert any("aten.silu" in fusion.operators for fusion in done.fusions)
-    assert sum(row.compiled_ns for row in done.modules) == told["gpu_time_ns"]
+    assert sum(row.compiled_ns for row in done.modules) == report["gpu_time_ns"]
     if mode == "default":
         assert gemms(compiled) == gemms(eager)

@@ -54,15 +54,17 @@ def test_the_example_as_rank_2_of_4(tmp_path):
         [*CAPTURE, EXAMPLE, *arguments], capture_output=True, text=True, check=False, env=CPU_ONLY
     )
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
+    report = json.loads(done.stdout)
     graph = onerank.read(trace)
-    assert told["nodes"] == len(graph)
-    assert told["rank"] == graph.job.rank == 2
-    assert told["world"] == {"tp": 4}
-    assert told["gpu_ops"] == 0
-    assert len(told["step_ns"]) == 5
-    assert told["peak_memory_bytes"] > told["start_memory_bytes"] > 0
-    uses = {(use["type"], use["phase"], use["bytes"]): use["count"] for use in told["collectives"]}
+    assert report["nodes"] == len(graph)
+    assert report["rank"] == graph.job.rank == 2
+    assert report["world"] == {"tp": 4}
+    assert report["gpu_ops"] == 0
+    assert len(report["step_ns"]) == 5
+    assert report["peak_memory_bytes"] > report["start_memory_bytes"] > 0
+    uses = {
+        (use["type"], use["phase"], use["bytes"]): use["count"] for use in report["collectives"]
+    }
     hidden_states = 16 * 512 * 4
     assert uses == {
         ("all_reduce", "forward", hidden_states): 3,  # attention, MLP, embedding

@@ -177,8 +177,8 @@ def test_a_script_whose_every_step_is_skipped_does_not_run_on(tmp_path):
         )
 
 
-@pytest.mark.parametrize(("rate", "told"), [(0.01, 0), (1e30, 1)])
-def test_numbers_that_overflow_are_told(tmp_path, rate, told):
+@pytest.mark.parametrize(("rate", "count"), [(0.01, 0), (1e30, 1)])
+def test_numbers_that_overflow_are_noted(tmp_path, rate, count):
     graph = run(
         tmp_path,
         f"""
@@ -189,7 +189,7 @@ def test_numbers_that_overflow_are_told(tmp_path, rate, told):
             optimizer.step()
         """,
     ).graph
-    assert codes(graph.job.measurement.notes).count("parameters-not-finite") == told
+    assert codes(graph.job.measurement.notes).count("parameters-not-finite") == count
 
 
 def test_what_calls_attention_is_attention_and_grains_add_up(tmp_path):

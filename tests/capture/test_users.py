@@ -354,13 +354,13 @@ def test_objects_of_the_first_rank_are_those_it_broadcasts(tmp_path, monkeypatch
             model(torch.randn(rows[0], config[0]["width"])).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-            for told in ("epoch", 10 * step):
-                told = [told if rank == 0 else None]
-                dist.broadcast_object_list(told, src=0)
-            assert isinstance(told[0], int)
-            if step == 5:  # unlike the steps before: nobody knows
-                dist.broadcast_object_list(told := [rank or None], src=0)
-                assert told == [3]
+            for message in ("epoch", 10 * step):
+                message = [message if rank == 0 else None]
+                dist.broadcast_object_list(message, src=0)
+            assert isinstance(message[0], int)
+            if step == 5:  # unlike the steps before: unknown
+                dist.broadcast_object_list(message := [rank or None], src=0)
+                assert message == [3]
         """
     path, trace = Path("train.py"), Path("trace.et")
     path.write_text(textwrap.dedent(script))
@@ -372,8 +372,8 @@ def test_objects_of_the_first_rank_are_those_it_broadcasts(tmp_path, monkeypatch
     products = [node.text("input_shapes") for node in graph if node.name == "aten::addmm"]
     assert products == ["[[4],[9,24],[24,4],[],[]]"]
     calls = [(n.name, n.value("comm_bytes")) for n in graph if n.kind.is_communication]
-    sizes = [len(pickle.dumps(told)) for told in ("epoch", 0)]
-    assert calls == [("broadcast", size) for told in sizes for size in (8, told)]
+    sizes = [len(pickle.dumps(message)) for message in ("epoch", 0)]
+    assert calls == [("broadcast", size) for message in sizes for size in (8, message)]
 
 
 def test_objects_that_the_script_as_another_rank_does_not_send_are_told(tmp_path):

@@ -1,4 +1,4 @@
-"""Bad input and outputs that cannot be: exit code 2, told before the work, nothing left behind."""
+"""Bad input and impossible outputs: exit code 2 before the work, and nothing left behind."""
 
 import gzip
 import resource
@@ -194,9 +194,9 @@ def test_a_profilers_file_by_itself_is_told_its_option(tmp_path):
 def test_no_command_writes_over_its_input(traces, tmp_path):
     trace = tmp_path / "t.et"
     trace.write_bytes((traces / "gpu.et").read_bytes())
-    beside = tmp_path / "link.et"
-    beside.symlink_to(trace)
-    for output in (trace, beside):
+    link = tmp_path / "link.et"
+    link.symlink_to(trace)
+    for output in (trace, link):
         args = ("--target", "H100", trace, "-o", output)
         refused(annotate, *args, error="output-is-input")
     raw = TRACES / "cpu-llama-2l-tp4"

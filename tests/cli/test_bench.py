@@ -52,8 +52,11 @@ def test_databases_merge_and_show(two: tuple[Path, Path], tmp_path: Path) -> Non
     assert "aten::bmm  bfloat16      1     1  2.000 us  2.000 us" in " ".join(
         line for line in shown.output.splitlines() if "bmm" in line
     )
-    told = msgspec.json.decode(run("show", output, "--json").output)
-    assert [(one["operator"], one["rows"]) for one in told] == [("aten::bmm", 1), ("aten::mm", 1)]
+    message = msgspec.json.decode(run("show", output, "--json").output)
+    assert [(one["operator"], one["rows"]) for one in message] == [
+        ("aten::bmm", 1),
+        ("aten::mm", 1),
+    ]
 
 
 def test_what_is_no_database_is_refused(two: tuple[Path, Path], tmp_path: Path) -> None:
@@ -103,14 +106,14 @@ def test_a_gpu_that_no_description_names(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    ("stop", "code", "told"),
+    ("stop", "code", "message"),
     [
         (KeyboardInterrupt(), 0, "[bench-interrupted]"),
         (CaptureError("broken", code="bench-broken"), 2, "error[bench-broken]: broken; the 1 rows"),
     ],
 )
 def test_what_was_measured_until_the_end_is_kept(
-    stop: BaseException, code: int, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stop: BaseException, code: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The GPU is played by the CPU, without a process of its own."""
     small = BenchOperand((8, 8), "float32")
@@ -130,7 +133,7 @@ def test_what_was_measured_until_the_end_is_kept(
     output = tmp_path / "out.parquet"
     done = run("--grid", "training", "-o", output)
     assert done.exit_code == code
-    assert told in " ".join(done.output.split("\n"))
+    assert message in " ".join(done.output.split("\n"))
     assert read_database(output)["operator"].to_list() == ["aten::silu"]
 
 

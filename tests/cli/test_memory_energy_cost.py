@@ -77,14 +77,14 @@ def test_energy_without_a_known_gpu_or_power_is_an_error(traces):
 def test_storage_is_added_as_nodes(traces, tmp_path):
     out = tmp_path / "s.et"
     args = ("--storage-gb-s", 2, "--batch-bytes", 100_000, "--checkpoint-every", 500)
-    told = json.loads(
+    stored = json.loads(
         invoke(onerank, "storage", traces / "gpu.et", "-o", out, *args, "--json").stdout
     )
-    assert [(row["kind"], row["bytes"]) for row in told["nodes"]] == [
+    assert [(row["kind"], row["bytes"]) for row in stored["nodes"]] == [
         ("mem_load", 100_000),
         ("mem_store", 5_775_999),
     ]
-    note_of(told["notes"], "storage-checkpoint", 2887999488, 500, 2)
+    note_of(stored["notes"], "storage-checkpoint", 2887999488, 500, 2)
     args = ("-o", out, "--storage-gb-s", 0, "--batch-bytes", 1)
     refused(
         *(onerank, "storage", traces / "gpu.et", *args),

@@ -1,4 +1,4 @@
-"""Groups beside the traces of other tools: found by every command, and what may be wrong told."""
+"""Groups next to traces of other tools: every command reads them and notes doubts."""
 
 import json
 from pathlib import Path

@@ -35,7 +35,7 @@ def exchange(
 
 
 def step(layers: torch.nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
-    """Exchange in batches beside a backward, by single messages, and two tensors in a batch."""
+    """Exchange in batches during a backward, by single messages, and two tensors in a batch."""
     optimizer.zero_grad()
     got = fresh = x
     for _ in range(MICRO_BATCHES):

@@ -337,10 +337,10 @@ class TestWhatIf:
         rate = gpu.tensor_flops_per_s("bfloat16")
         assert rate is not None
         assert fast.tensor_flops_per_s("bfloat16") == pytest.approx(2 * rate)
-        told = with_figures(
+        replaced = with_figures(
             gpu, {"memory_bandwidth_gb_per_s": 9600, "measured_copy_gb_per_s": 5000}
         )
-        assert told.bandwidth_bytes_per_s == 5e12
+        assert replaced.bandwidth_bytes_per_s == 5e12
         worse = with_figures(gpu, {"memory_achievable_fraction": 0.5})
         assert worse.bandwidth_bytes_per_s == pytest.approx(2.4e12)
         capped = with_figures(gpu, {"bf16_sustained_fraction": 0.5})

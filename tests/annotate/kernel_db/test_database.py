@@ -168,10 +168,10 @@ def test_the_key_of_attention_tells_dropout_but_no_scale() -> None:
     types = f'[{BF16},{BF16},{BF16},"Double","Bool","Bool","Double"]'
     tensors = '[1,2,0,1,2,"cuda:0"],[3,4,0,1,2,"cuda:0"],[5,6,0,1,2,"cuda:0"]'
     op = "aten::_scaled_dot_product_flash_attention"
-    for dropout, told in (("0.000000", ""), ("0.100000", '"3":0.1,')):
+    for dropout, expected in (("0.000000", ""), ("0.100000", '"3":0.1,')):
         key = call_key(op, shapes, types, f"[{tensors},{dropout},true,false,0.088388]")
         assert key is not None
-        assert key.attributes == "{" + told + '"4":true,"5":false}'
+        assert key.attributes == "{" + expected + '"4":true,"5":false}'
 
 
 def test_a_call_without_tensors_or_of_an_unknown_type_has_no_key() -> None:
@@ -185,10 +185,10 @@ def test_the_key_of_adam_tells_a_gradient_that_is_passed_twice() -> None:
     state, grad, other = (
         f'[[{n},{n},0,4,4,"cuda:0"],[{n + 1},{n},0,2,4,"cuda:0"]]' for n in (10, 20, 30)
     )
-    for third, told in ((grad, '{"2":"=1"}'), (other, "{}")):
+    for third, expected in ((grad, '{"2":"=1"}'), (other, "{}")):
         key = call_key("aten::_foreach_addcmul_", shapes, types, f"[{state},{grad},{third},0.1]")
         assert key is not None
-        assert key.attributes == told
+        assert key.attributes == expected
         assert key.shapes == ((4,), (2,)) * 3
 
 

@@ -148,8 +148,8 @@ def test_half_of_the_deviation_from_the_sources_own_row_is_carried_over(trace, m
     made = recost(graph, "A100", databases=[path])
     assert times(made) == [22_000]  # 20,000 x 1.21 ** 0.5
     assert evidence(made) == [Evidence.LOOKED_UP]
-    told = dict(explain(graph, "A100", int(graph.nodes.id[1]), databases=[path]).lines)
-    assert told["both"] == "20,000 x 1.0000 x (12,100 / 10,000)^0.5000 = 22,000 ns"
+    shown = dict(explain(graph, "A100", int(graph.nodes.id[1]), databases=[path]).lines)
+    assert shown["both"] == "20,000 x 1.0000 x (12,100 / 10,000)^0.5000 = 22,000 ns"
     other = msgspec.structs.replace(here, kernels=("cutlass",))
     assert times(recost(graph, "A100", databases=[database(other, there)])) == [20_000]
 
@@ -163,8 +163,10 @@ def test_the_layout_is_that_of_the_kernel_that_ran_and_else_any(trace, mm, datab
     ]
     unknown = recost(graph, "A100", databases=[database(*rows)])
     assert times(unknown) == [21_000]  # their geometric mean
-    told = row(mm(512, 512, 512), gpu=H200, kernels=("nvjet_TNT",), median_ns=10_000, layout=turned)
-    known = recost(graph, "A100", databases=[database(*rows, told)])
+    other_layout = row(
+        mm(512, 512, 512), gpu=H200, kernels=("nvjet_TNT",), median_ns=10_000, layout=turned
+    )
+    known = recost(graph, "A100", databases=[database(*rows, other_layout)])
     assert times(known) == [22_050]
     width = [
         np.log(one.nodes.p90_ns[one.gpu_compute] / one.nodes.p10_ns[one.gpu_compute])[0]
@@ -245,9 +247,9 @@ def test_between_rows_the_model_is_off_as_it_is_around(trace, mm, database):
     assert evidence(made) == [Evidence.INTERPOLATED, Evidence.CALIBRATED, Evidence.CALIBRATED]
     (right,) = off_by([mm(1024, 2048, 4096)], 1.3)
     assert times(made) == [pytest.approx(right.median_ns, abs=3), *times(learned)[1:]]
-    told = explain(graph, "A100", int(graph.nodes.id[1]), databases=[path])
-    assert told.duration_ns == times(made)[0]
-    lines = [text for name, text in told.lines if name == "near"]
+    shown = explain(graph, "A100", int(graph.nodes.id[1]), databases=[path])
+    assert shown.duration_ns == times(made)[0]
+    lines = [text for name, text in shown.lines if name == "near"]
     assert len(lines) == 8
     assert all("ln(measured / modelled) = +0.262" in line for line in lines)
     outside = dict(explain(graph, "A100", int(graph.nodes.id[3]), databases=[path]).lines)
@@ -263,8 +265,8 @@ def test_what_lies_between_rows_that_do_not_agree_is_left_to_the_model(trace, mm
     assert evidence(made) == [Evidence.CALIBRATED]
     assert times(made) == times(recost(graph, "A100", model="learned"))
     note_of(made.job.measurement.notes, "kernel-database-wider", 1)
-    told = dict(explain(graph, "A100", int(graph.nodes.id[1]), databases=[path]).lines)
-    assert told["database"] == "not used: the model's interval is narrower"
+    shown = dict(explain(graph, "A100", int(graph.nodes.id[1]), databases=[path]).lines)
+    assert shown["database"] == "not used: the model's interval is narrower"
 
 
 def test_other_versions_tell_less_of_a_kernel_than_a_gpu_of_the_targets_die(
@@ -391,8 +393,10 @@ class TestShipped:
     ):
         """What `onerank bench describe` and `measure` wrote on one GPU go together."""
         mine = tmp_path / "mine.toml"
-        told = (files("onerank.annotate") / "gpus" / "A100-SXM-80GB.toml").read_text()
-        mine.write_text(told.replace('"A100-SXM-80GB"', '"A100-SXM-80GB (measured 2026-11-23)"', 1))
+        description = (files("onerank.annotate") / "gpus" / "A100-SXM-80GB.toml").read_text()
+        mine.write_text(
+            description.replace('"A100-SXM-80GB"', '"A100-SXM-80GB (measured 2026-11-23)"', 1)
+        )
         assert load_gpu(str(mine)).name == "A100-SXM-80GB (measured 2026-11-23)"
         own = database(row(mm(512, 512, 512)))
         assert times(recost(trace(mm(512, 512, 512)), str(mine), databases=[own])) == [20_000]
@@ -461,13 +465,13 @@ def test_the_command_looks_up_and_explains(trace, mm, database, tmp_path):
     graph.write(tmp_path / "t.et")
     path = database(row(mm(512, 512, 512)))
     args = ["--target", "A100", "--database", str(path), str(tmp_path / "t.et")]
-    told = CliRunner().invoke(annotate, args)
-    assert told.exit_code == 0, told.output
-    assert re.search(r"1 calibrated \(\d+\.\d% of the time\), 1 looked up \(\d+\.\d%", told.output)
-    assert "% looked up, " in told.output
-    told = CliRunner().invoke(annotate, [*args, "--explain", str(int(graph.nodes.id[1]))])
-    assert told.exit_code == 0, told.output
-    assert "20,000 ns (20,000 replayed, 20,000 to 20,000 in 20 samples, cold" in told.output
+    shown = CliRunner().invoke(annotate, args)
+    assert shown.exit_code == 0, shown.output
+    assert re.search(r"1 calibrated \(\d+\.\d% of the time\), 1 looked up \(\d+\.\d%", shown.output)
+    assert "% looked up, " in shown.output
+    shown = CliRunner().invoke(annotate, [*args, "--explain", str(int(graph.nodes.id[1]))])
+    assert shown.exit_code == 0, shown.output
+    assert "20,000 ns (20,000 replayed, 20,000 to 20,000 in 20 samples, cold" in shown.output
     assert (
-        "NVIDIA A100-SXM4-80GB 2026-11-21T15:00:00Z, 1,350 MHz, 40 C, torch 2.11.0" in told.output
+        "NVIDIA A100-SXM4-80GB 2026-11-21T15:00:00Z, 1,350 MHz, 40 C, torch 2.11.0" in shown.output
     )

@@ -30,7 +30,7 @@ def test_only_inside_the_range_and_near_a_point():
 
 
 def test_the_bound_is_of_points_left_out():
-    # each inner point is predicted from the others, which are all alike but for itself
+    # each inner point is predicted from the others, which are all equal but for itself
     sizes = column(*range(12))
     off = np.zeros(12)
     off[[2, 5, 9]] = 0.5, -0.4, 0.3
@@ -40,8 +40,8 @@ def test_the_bound_is_of_points_left_out():
         apart = np.array([abs(row - left) for row in rest], dtype=np.float64)
         nearest = np.argsort(apart, kind="stable")[:8]
         weight = 1 / (apart[nearest] ** 2 + 0.01)
-        told = (weight * off[np.array(rest)[nearest]]).sum() / weight.sum()
-        errors.append(abs(off[left] - told))
+        predicted = (weight * off[np.array(rest)[nearest]]).sum() / weight.sum()
+        errors.append(abs(off[left] - predicted))
     ninth = np.sort(errors)[8]  # rank 0.8 * 11 of ten errors, rounded up
     assert bound_beyond(sizes, off, 0.0) == pytest.approx(ninth)
 
@@ -65,7 +65,7 @@ def test_four_of_five_are_within_the_bound():
         return 0.2 * np.sin(2 * where[:, 0]) + 0.1 * where[:, 1] + rng.normal(0, 0.05, len(where))
 
     found = interpolate(sizes, truth(sizes), at)
-    told = np.isfinite(found.off)
-    inside = np.abs(truth(at) - found.off)[told] <= found.bound[told]
-    assert told.mean() > 0.9
+    predicted = np.isfinite(found.off)
+    inside = np.abs(truth(at) - found.off)[predicted] <= found.bound[predicted]
+    assert predicted.mean() > 0.9
     assert 0.75 < inside.mean() < 0.88

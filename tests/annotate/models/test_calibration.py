@@ -38,8 +38,8 @@ def test_mean_rates_are_geometric() -> None:
 
 
 def test_a_gpu_is_as_its_products_have_it_whatever_its_description_tells() -> None:
-    told = {"bf16_sustained_fraction": 0.8, "memory_achievable_fraction": 0.8}
-    true = described(load_gpu("B200"), told)
+    measured = {"bf16_sustained_fraction": 0.8, "memory_achievable_fraction": 0.8}
+    true = described(load_gpu("B200"), measured)
     every, c = gemm_shapes([*LARGE_SHAPES, *SKINNY_SHAPES]), shipped().gemm
     times = gemm_ns(true, rates_of(true, "bfloat16", len(every)), every, c)
     assert calibrated(true, c) == (true, 1)  # nothing of it was measured

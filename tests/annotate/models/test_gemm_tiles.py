@@ -143,7 +143,7 @@ class TestAttention:
         made = self.time(gpu, 1, 1, 1, 128, 128, 64, 64, 0, 0)
         assert made == pytest.approx(3000 + forward, abs=1)
         # the backward pass has 3 * 64 + 2 * 64 in the place of 64 + 64, 1.35 times as slow, and two
-        # launches beside it, of what the cache holds
+        # launches next to it, of what the cache holds
         backward = self.time(gpu, 1, 1, 1, 128, 128, 64, 64, 0, 1)
         assert backward == pytest.approx(7000 + 1.35 * 8389 * 351.25 / 128 * fitted_to, rel=0.005)
 

@@ -102,24 +102,24 @@ def gpt2(trace, mm) -> Graph:
 
 
 def test_from_a_gpu_of_the_same_die(gpt2):
-    """An H100 took 6,639,922, 4,498,456 and 4,273,586 ns; without the rows 30% less was told."""
-    told = recost(gpt2, "H100", model="learned")
-    times = told.nodes.duration_ns[told.gpu_compute]
+    """An H100 took 6,639,922, 4,498,456 and 4,273,586 ns; predicted 30% less without the rows."""
+    predicted = recost(gpt2, "H100", model="learned")
+    times = predicted.nodes.duration_ns[predicted.gpu_compute]
     assert times[:3] == pytest.approx([6_639_922, 4_498_456, 4_273_586], rel=0.09)
-    last = told.job.annotations[-1].details
+    last = predicted.job.annotations[-1].details
     assert last["rules"] == {LABEL: 3, "GEMM by its tiles": 1}
 
 
 def test_another_die_is_unsure(gpt2):
-    told = recost(gpt2, "A100", model="learned")
-    rows = np.flatnonzero(told.gpu_compute)
-    wide = np.log(told.nodes.p90_ns[rows] / told.nodes.duration_ns[rows])
+    predicted = recost(gpt2, "A100", model="learned")
+    rows = np.flatnonzero(predicted.gpu_compute)
+    wide = np.log(predicted.nodes.p90_ns[rows] / predicted.nodes.duration_ns[rows])
     kinds = [shipped().errors[kind].high for kind in ("memory_library_unmeasured", "gemm")]
     assert wide == pytest.approx([kinds[0]] * 3 + [kinds[1]], abs=1e-3)
 
 
 def test_of_what_nobody_measured():
-    """Of a CPU capture, beside what an H200 took; without the rows 4.4 to 6.8 times less."""
+    """Of a CPU capture, against what an H200 took; without the rows 4.4 to 6.8 times less."""
     works = [
         Work(2 * m * n * k, 2 * (m * k + k * n), 2 * m * n, matmul=True, dtype="bfloat16",
              gemm=GemmShape(1, m, n, k, 2, 2))
@@ -134,8 +134,8 @@ def test_of_what_nobody_measured():
 def test_explain_tells_of_them(gpt2):
     node = int(gpt2.nodes.id[gpt2.gpu_compute][0])
     lines = explain(gpt2, "A100", node, model="learned").lines
-    told = [text for term, text in lines if term == "rows"]
-    assert told == [
+    predicted = [text for term, text in lines if term == "rows"]
+    assert predicted == [
         "11,471,660 ns: rows not aligned to 16 bytes on A100-SXM-80GB",
         "6,683,901 ns: rows not aligned to 16 bytes on H200",
     ]

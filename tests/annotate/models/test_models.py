@@ -1,4 +1,4 @@
-"""Durations on another GPU, with the arithmetic beside them."""
+"""Durations on another GPU, with the arithmetic next to them."""
 
 from dataclasses import replace
 
@@ -61,7 +61,7 @@ class TestResidual:
         assert times(made) == [30_002_000]
 
     def test_memory_bound_rest_runs_partly_beside_the_memory(self, trace, add, gpu_file):
-        # 600 us explained of 1200 become 1200 with the halved bandwidth; the rest, 776 us beside
+        # 600 us explained of 1200 become 1200 with the halved bandwidth; the rest, 776 us next to
         # them (1200^1.5 = 600^1.5 + 776^1.5), becomes a quarter with four times the SMs
         graph = trace(add(10**8, ns=1_200_700))
         made = self.recost(graph, gpu_file, bandwidth=500, sm=400)

@@ -1,4 +1,4 @@
-"""FLOPs and bytes of single calls, with the arithmetic beside them."""
+"""FLOPs and bytes of single calls, with the arithmetic next to them."""
 
 import json
 from typing import Any
@@ -306,20 +306,20 @@ def test_flash_attention_with_the_state_of_its_random_numbers():
 
 def test_every_type_of_torch_has_the_name_that_it_is_recorded_with(tmp_path):
     """Names are the compiler's, so that they differ from those of C++'s own headers."""
-    told = [torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16,
+    supported = [torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16,
             torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64,
             torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu, torch.complex64,
             torch.bool]  # fmt: skip
     observer = ExecutionTraceObserver().register_callback(str(tmp_path / "et.json"))
     observer.start()
-    for dtype in told:
+    for dtype in supported:
         torch.empty(4, dtype=dtype).view(2, 2)
     observer.stop()
     observer.unregister_callback()
     nodes = json.loads((tmp_path / "et.json").read_text())["nodes"]
     types = {one for node in nodes for one in node["inputs"]["types"] if one.startswith("Tensor(")}
     read = {DTYPES[one.removeprefix("Tensor(").removesuffix(")")][0] for one in types}
-    assert read == {str(dtype).removeprefix("torch.") for dtype in told}
+    assert read == {str(dtype).removeprefix("torch.") for dtype in supported}
 
 
 def test_pointwise_broadcast_and_in_place():

@@ -77,8 +77,8 @@ class TestOfTheGpuThatWasMeasured:
         assert (made.nodes.p90_ns == UNKNOWN).all()
         *notes, last = made.job.measurement.notes
         assert has_note([last], "what-if-figures", "850 of 850")
-        told = msgspec.structs.replace(made.job.measurement, notes=tuple(notes))
-        assert told == h200.job.measurement  # its steps with it
+        shown = msgspec.structs.replace(made.job.measurement, notes=tuple(notes))
+        assert shown == h200.job.measurement  # its steps with it
 
     def test_a_memory_too_small_is_told_beside_the_measured_step(self, h200: Graph):
         made = recost(h200, with_figures(load_gpu("H200"), {"memory_gb": 2}))
@@ -217,9 +217,9 @@ def test_the_arithmetic_of_what_was_set(trace, mm, add, rows):
             made.nodes.p90_ns[made.gpu_compute],
         )
         for node, ns, high in zip(*(column.tolist() for column in ends), strict=True):
-            told = explain(graph, gpu, node, databases=found)
-            assert told.duration_ns == ns
-            ends = dict(told.lines)["80% interval"].split(" ns")[0].replace(",", "").split(" to ")
+            shown = explain(graph, gpu, node, databases=found)
+            assert shown.duration_ns == ns
+            ends = dict(shown.lines)["80% interval"].split(" ns")[0].replace(",", "").split(" to ")
             assert int(ends[1]) == pytest.approx(high, abs=1)
     lines = explain(
         graph, changed("A100", "memory_bandwidth_gb_per_s", 1.5), 1, databases=[path]

@@ -1,4 +1,4 @@
-"""Measuring calls: what is asked for, how it is made, timed and told. A CPU times its operators."""
+"""Measuring calls: which are requested, how they are made, timed and reported, on a CPU."""
 
 import contextlib
 import json
@@ -144,8 +144,8 @@ def test_a_call_that_ends_its_process_costs_itself_alone() -> None:
     assert list(found) == []
     assert starts == [5, 5, 2]
     assert (account.done, dict(account.untried), ends["end"]) == (4, {}, 5)
-    told = "aten::silu: ended the process by signal 11 (SIGSEGV)"
-    assert dict(account.failed) == {told: 1}
+    reason = "aten::silu: ended the process by signal 11 (SIGSEGV)"
+    assert dict(account.failed) == {reason: 1}
 
 
 def _silus(count: int) -> list[BenchRequest]:

@@ -19,11 +19,11 @@ def test_mean_rates_are_those_of_the_products_that_calibrate(monkeypatch: pytest
         monkeypatch.setattr(micro, name, value)
     monkeypatch.setattr(micro, "_pointwise", lambda: iter(()))
     monkeypatch.setattr(micro, "_short_ns", lambda _, m, n, k: m * n * k)  # 2 FLOPs in a ns
-    told: list[None] = []
-    found = micro.microbenchmarks(Bench(torch.device("cpu")), lambda: told.append(None))
+    reports: list[None] = []
+    found = micro.microbenchmarks(Bench(torch.device("cpu")), lambda: reports.append(None))
     assert found.gemm_tflops == pytest.approx(2e-3)
     moved = 2 * (16 * 64 + 64 * 64 + 16 * 64) / (16 * 64 * 64)
     assert found.skinny_gb_per_s == pytest.approx(geometric_mean([moved]))
     assert {one.sizes for one in found.sustained if one.unit == "bf16"} == {*small}
     # idle, products that are held, the copy, products that are not
-    assert len(told) == 1 + len(list(micro._gemms())) + 2
+    assert len(reports) == 1 + len(list(micro._gemms())) + 2

@@ -37,9 +37,9 @@ def test_sums_are_of_as_many_alike(own, operation, found):
 
 @pytest.mark.usefixtures("scripts_recorder")
 def test_every_call_that_sums():
-    asked = dist.new_group([0, 1])  # of two
+    pair = dist.new_group([0, 1])  # of two
     tensor, kept = torch.ones(1), torch.ones(1)
-    work = dist.all_reduce(tensor, group=asked, async_op=True)
+    work = dist.all_reduce(tensor, group=pair, async_op=True)
     assert work is not None
     work.wait()
     assert tensor.item() == 2

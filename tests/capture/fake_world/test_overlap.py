@@ -26,9 +26,9 @@ BY_HAND = """
     for _ in range(12):
         shared = inputs.clone()
         work = dist.all_reduce(shared, async_op=True)
-        beside = torch.tanh(inputs @ weight)
+        concurrent = torch.tanh(inputs @ weight)
         work.wait()
-        (beside + shared).sum().backward()
+        (concurrent + shared).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
 """
@@ -89,7 +89,7 @@ def test_ddp_overlaps_backward(tmp_path):
     assert copies
     assert copies <= first  # what autograd calls at its end waits for the buckets
     assert set(later) - copies
-    assert not (set(later) - copies) & first  # the rest of backward runs beside the first bucket
+    assert not (set(later) - copies) & first  # the rest of backward runs during the first bucket
     optimizer = [i for i in range(len(graph)) if graph.node(i).phase is Phase.OPTIMIZER]
     assert set(optimizer) <= first
     chained = [r for s, r in graph.edges.of(calls[1]) if s == calls[0]]

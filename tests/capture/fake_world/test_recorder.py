@@ -437,8 +437,8 @@ def test_each_call_is_marked_in_both_traces(recorder: Recorder, tmp_path: Path):
     nodes = json.loads(trace.read_text())["nodes"]
     marks = [node for node in nodes if node["name"] == COMM_RANGE]
     texts = [node["inputs"]["values"][-1] for node in marks]
-    told = [{key: frozen(value) for key, value in parse(text)} for text in texts]
-    read = [CommCall(**call, group_ranks=recorder.groups[call["group"]]) for call in told]
+    parsed = [{key: frozen(value) for key, value in parse(text)} for text in texts]
+    read = [CommCall(**call, group_ranks=recorder.groups[call["group"]]) for call in parsed]
     assert sorted(read, key=lambda call: call.sequence) == recorder.calls
 
     trace_events = json.loads(kineto.read_text())["traceEvents"]

@@ -1,4 +1,4 @@
-"""Memory that Python's garbage collector frees, told as what makes a peak uncertain."""
+"""Memory that Python's garbage collector frees, which makes a peak uncertain."""
 
 import gc
 import textwrap

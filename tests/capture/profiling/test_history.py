@@ -30,9 +30,15 @@ MIB = 1 << 20
 SIDE = 0x5581_AC30  # a stream is a pointer in a snapshot, the default one 0
 
 
-def block(address: int, size: int, state: str = "active_allocated", asked: int | None = None):
-    asked = size if asked is None else asked
-    return {"address": address, "size": size, "requested_size": asked, "state": state, "frames": []}
+def block(address: int, size: int, state: str = "active_allocated", requested: int | None = None):
+    requested = size if requested is None else requested
+    return {
+        "address": address,
+        "size": size,
+        "requested_size": requested,
+        "state": state,
+        "frames": [],
+    }
 
 
 def segment(address: int, stream: int, *blocks: dict, pool: tuple[int, int] = (0, 0)) -> dict:
@@ -71,12 +77,12 @@ SETTINGS = {
 
 
 def snapshot(segments: list[dict], trace: list[dict], **settings) -> dict:
-    told = {**SETTINGS, **settings}
-    return {"segments": segments, "device_traces": [trace], "allocator_settings": told}
+    merged = {**SETTINGS, **settings}
+    return {"segments": segments, "device_traces": [trace], "allocator_settings": merged}
 
 
 HELD = [
-    segment(0x7000_0000, 0, block(0x7000_0000, 24 * MIB, asked=24 * MIB - 100)),
+    segment(0x7000_0000, 0, block(0x7000_0000, 24 * MIB, requested=24 * MIB - 100)),
     segment(
         0x6000_0000,
         SIDE,
@@ -84,7 +90,7 @@ HELD = [
         block(0x6040_0000, 8 * MIB, "active_awaiting_free"),
         block(0x60C0_0000, 8 * MIB, "inactive"),
     ),
-    segment(0x5000_0000, 0, block(0x5000_0000, MIB, asked=MIB - 7), block(0x5010_0000, MIB)),
+    segment(0x5000_0000, 0, block(0x5000_0000, MIB, requested=MIB - 7), block(0x5010_0000, MIB)),
 ]
 
 # an all-gather's output on the side stream, read by the default one, which runs on after its free
@@ -162,13 +168,13 @@ def test_a_scripts_bounded_history_is_not_taken_for_the_step():
 
 
 def test_the_profilers_events_get_pool_request_and_how_long_memory_lingers():
-    told = join_history(taken(), rows(*PROFILED))
-    assert told is not None
-    assert told.pool.tolist() == [0, 1, 0, 0, 1, 0, 1, 0, 0]
-    assert told.requested[1] == 6 * MIB - 300
-    assert told.requested[6] == MIB + 1
+    joined = join_history(taken(), rows(*PROFILED))
+    assert joined is not None
+    assert joined.pool.tolist() == [0, 1, 0, 0, 1, 0, 1, 0, 0]
+    assert joined.requested[1] == 6 * MIB - 300
+    assert joined.requested[6] == MIB + 1
     # freed fourth, and one other event came before its memory could be used
-    assert told.lingers.tolist() == [0, 0, 0, 0, 1, 0, 0, 0, 0]
+    assert joined.lingers.tolist() == [0, 0, 0, 0, 1, 0, 0, 0, 0]
 
 
 def test_memory_whose_use_does_not_end_in_the_step_lingers_to_its_end():
@@ -183,9 +189,9 @@ def test_memory_whose_use_does_not_end_in_the_step_lingers_to_its_end():
         bytes=(1, 1, 1, 1),
         pool=(0, 0, 0, 0),
     )
-    told = join_history(history, rows((512, 512), (512, -512), (1024, 512), (2048, 512)))
-    assert told is not None
-    assert told.lingers.tolist() == [0, 2, 0, 0]
+    joined = join_history(history, rows((512, 512), (512, -512), (1024, 512), (2048, 512)))
+    assert joined is not None
+    assert joined.lingers.tolist() == [0, 2, 0, 0]
 
 
 def test_a_history_of_another_course_tells_nothing():
@@ -200,10 +206,10 @@ def test_memory_lingers_as_it_did_without_a_profiler():
     before = snapshot(HELD, BEFORE)
     other = history_of(before, snapshot(HELD, [*BEFORE, *further]), 0, Pools())
     profiled = taken()
-    told = join_history(lingering_as(profiled, other), rows(*PROFILED))
-    assert told is not None
-    assert told.lingers.tolist() == [0, 0, 0, 0, 3, 0, 0, 0, 0]
-    assert told.requested.tolist() == join_history(profiled, rows(*PROFILED)).requested.tolist()
+    joined = join_history(lingering_as(profiled, other), rows(*PROFILED))
+    assert joined is not None
+    assert joined.lingers.tolist() == [0, 0, 0, 0, 3, 0, 0, 0, 0]
+    assert joined.requested.tolist() == join_history(profiled, rows(*PROFILED)).requested.tolist()
     same = join_history(lingering_as(profiled, profiled), rows(*PROFILED))
     assert same.lingers.tolist() == join_history(profiled, rows(*PROFILED)).lingers.tolist()
 
@@ -213,9 +219,9 @@ def test_another_step_may_have_a_few_events_more_at_its_ends():
     step = [*STEP[:7], other_block, STEP[9], STEP[7], *STEP[10:]]
     further = [entry("alloc", 0x1000_0000, 9), *step]
     other = history_of(snapshot(HELD, []), snapshot(HELD, further), 0, Pools())
-    told = join_history(lingering_as(taken(), other), rows(*PROFILED))
-    assert told is not None
-    assert told.lingers.tolist() == [0, 0, 0, 0, 3, 0, 0, 0, 0]
+    joined = join_history(lingering_as(taken(), other), rows(*PROFILED))
+    assert joined is not None
+    assert joined.lingers.tolist() == [0, 0, 0, 0, 3, 0, 0, 0, 0]
 
 
 def test_a_step_that_did_other_things_tells_nothing_of_this_one():
@@ -264,8 +270,8 @@ def test_the_allocators_settings():
     assert settings_of(snapshot([], [])) is None
     assert settings_of({"segments": [], "device_traces": []}) is None
     divisions = {str(1 << power): 4 if power < 3 else 0 for power in range(16)}
-    told = {"expandable_segments": True, "roundup_power2_divisions": divisions}
-    found = settings_of(snapshot([], [], max_split_size=128 * MIB, **told))
+    options = {"expandable_segments": True, "roundup_power2_divisions": divisions}
+    found = settings_of(snapshot([], [], max_split_size=128 * MIB, **options))
     assert found == AllocatorSettings(True, 128 * MIB, (4, 4, 4) + (0,) * 13)
 
 

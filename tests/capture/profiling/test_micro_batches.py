@@ -84,7 +84,7 @@ def test_each_backward_has_the_number_of_its_forward(tmp_path, schedule):
     assert graph.job.measurement.activation_bytes == (held,) * count
     by_phase = defaultdict[Phase, set[int]](set)
     for node in graph:
-        if node.name != "aten::fill_":  # of which micro-batch, nobody tells
+        if node.name != "aten::fill_":  # its micro-batch is unknown
             by_phase[node.phase].add(node.value("micro_batch"))
     assert by_phase[Phase.FORWARD] == by_phase[Phase.BACKWARD] == set(range(count))
     assert by_phase[Phase.OPTIMIZER] == {-1}

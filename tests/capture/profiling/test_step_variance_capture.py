@@ -1,4 +1,4 @@
-"""Steps of a script that do unlike work: told, or captured as one."""
+"""Steps of a script whose work differs: noted, or captured as one."""
 
 import textwrap
 

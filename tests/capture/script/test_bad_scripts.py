@@ -142,8 +142,8 @@ def test_is_captured_once_and_ends(tmp_path, temporary, case):
     assert done.stderr.count("linking the traces") == 1
     assert "Traceback" not in done.stderr
     assert list(temporary.glob("onerank-*")) == []
-    told = has_note(graph.job.measurement.notes, "script-caught-end", 3)
-    assert told == (case in ("an endless except", "two of them"))
+    noted = has_note(graph.job.measurement.notes, "script-caught-end", 3)
+    assert noted == (case in ("an endless except", "two of them"))
 
 
 HUGE = "        weights = torch.empty(2**50)\n"

@@ -55,9 +55,9 @@ class Schedule:
 
 
 def told_of(steps, iterations):
-    """Return what is told of a script that runs a backward and steps all of these, in turn."""
-    told = []
-    with after_step(lambda *, skipped: told.append((len(seen), skipped))):
+    """Return what is reported of a script that runs a backward and steps all of these, in turn."""
+    reported = []
+    with after_step(lambda *, skipped: reported.append((len(seen), skipped))):
         seen = []
         for iteration in range(iterations):
             for one in parameters_of(steps):
@@ -65,7 +65,7 @@ def told_of(steps, iterations):
             for what in steps:
                 what.step()
             seen.append(iteration)
-    return told
+    return reported
 
 
 def parameters_of(steps):
@@ -107,11 +107,11 @@ class Trainer:
 
 
 def test_a_step_that_runs_a_backward_is_no_optimizers():
-    told, trainer = [], Trainer()
-    with after_step(lambda *, skipped: told.append(skipped)):
+    reported, trainer = [], Trainer()
+    with after_step(lambda *, skipped: reported.append(skipped)):
         for _ in range(6):
             trainer.step()
-    assert told == []
+    assert reported == []
 
 
 SCRIPT = textwrap.dedent("""

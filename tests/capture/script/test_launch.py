@@ -29,9 +29,9 @@ TRAINING = """
 def test_a_module_runs_by_its_name_with_imports_from_here(tmp_path, monkeypatch):
     package = tmp_path / "jobs" / "llm"
     package.mkdir(parents=True)
-    (tmp_path / "beside.py").write_text("import torch.distributed as dist\n")
+    (tmp_path / "sibling.py").write_text("import torch.distributed as dist\n")
     (package / "parts.py").write_text("import torch\n")
-    start = "from beside import dist\nfrom .parts import torch\ndist.init_process_group('nccl')\n"
+    start = "from sibling import dist\nfrom .parts import torch\ndist.init_process_group('nccl')\n"
     (package / "train.py").write_text(start + textwrap.dedent(TRAINING))
     monkeypatch.chdir(tmp_path)
     short = ("--dp", 2, "--warm-up", 1, "--timed-steps", 1, "-o", "t.et")
@@ -295,7 +295,7 @@ def test_counting_gpus_keeps_nothing_of_the_callers(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("asked", "found"),
+    ("requested", "found"),
     [
         *((1, 0), (7, 0), (8, 8), (0, 0), (None, None), (torch.float32, torch.float32)),
         *(("cuda:3", "cuda:0"), ("cuda:8", "cuda:8"), ("cuda", "cuda"), ("cpu", "cpu")),
@@ -304,22 +304,24 @@ def test_counting_gpus_keeps_nothing_of_the_callers(monkeypatch):
         (torch.device("cpu", 1), torch.device("cpu", 1)),
     ],
 )
-def test_a_gpu_of_the_node_is_the_one_that_is_here(asked, found):
-    assert DeviceRemap(1, 8)(asked) == found
-    assert DeviceRemap(0, 8)(asked) == asked  # a job without GPUs has none elsewhere
+def test_a_gpu_of_the_node_is_the_one_that_is_here(requested, found):
+    assert DeviceRemap(1, 8)(requested) == found
+    assert DeviceRemap(0, 8)(requested) == requested  # a job without GPUs has none elsewhere
 
 
 class OnCpu(DeviceRemap):
     """Has the CPU for the GPU that is here."""
 
-    def __call__(self, asked):
-        found = super().__call__(asked)
-        return found if found is asked else torch.device("cpu")
+    def __call__(self, requested):
+        found = super().__call__(requested)
+        return found if found is requested else torch.device("cpu")
 
 
 def test_tensors_and_modules_are_made_on_and_moved_to_the_gpu_that_is_here(monkeypatch):
-    asked, cpu = [], torch.device("cpu")
-    monkeypatch.setattr(torch.Tensor, "cuda", lambda *args, **named: asked.append((args, named)))
+    requested, cpu = [], torch.device("cpu")
+    monkeypatch.setattr(
+        torch.Tensor, "cuda", lambda *args, **named: requested.append((args, named))
+    )
 
     def positions(x):
         return x + torch.arange(2, device=x.device).to(x.dtype)
@@ -345,7 +347,7 @@ def test_tensors_and_modules_are_made_on_and_moved_to_the_gpu_that_is_here(monke
         with pytest.raises((RuntimeError, AssertionError)):
             torch.zeros(2, device="cuda:9")  # no GPU of the node
     assert {one.device for one in made} == {sharded} == {cpu}
-    assert asked == [((x, cpu), {}), ((x,), {"device": cpu}), ((x,), {})]
+    assert requested == [((x, cpu), {}), ((x,), {"device": cpu}), ((x,), {})]
     with pytest.raises((RuntimeError, AssertionError)):
         torch.zeros(2, device="cuda:3")
 

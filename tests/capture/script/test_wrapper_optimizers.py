@@ -14,10 +14,10 @@ from onerank.ir import Phase
 class Sharded:
     """Steps one group of parameters after the other, then gathers, as DeepSpeed does."""
 
-    def __init__(self, told):
+    def __init__(self, reported):
         groups = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
         self.optimizer = torch.optim.SGD([{"params": [one]} for one in groups], lr=0.1)
-        self.told = told
+        self.reported = reported
 
     @property
     def param_groups(self):
@@ -27,7 +27,7 @@ class Sharded:
         for group in self.param_groups:
             group["params"][0].grad = torch.ones(2)
             self.optimizer.step()
-        self.told.append("gathered")
+        self.reported.append("gathered")
 
 
 class Chained:
@@ -44,26 +44,26 @@ class Chained:
 
 @pytest.mark.parametrize("parts", [1, 2])
 def test_a_step_ends_where_the_outer_one_does(parts):
-    told = []
+    reported = []
     own = Sharded.step, Chained.step
-    outer = Chained(*(Sharded(told) for _ in range(parts)))
-    with after_step(lambda *, skipped: told.append(f"{skipped=}")):
+    outer = Chained(*(Sharded(reported) for _ in range(parts)))
+    with after_step(lambda *, skipped: reported.append(f"{skipped=}")):
         for _ in range(3):
             outer.step()
     all_gathered, ended = ["gathered"] * parts, "skipped=False"
     # the first is met while it runs
-    assert told == [ended, *all_gathered, *all_gathered, ended, *all_gathered, ended]
+    assert reported == [ended, *all_gathered, *all_gathered, ended, *all_gathered, ended]
     assert own == (Sharded.step, Chained.step)
 
 
 def test_an_optimizer_that_is_stepped_otherwise_later_is_told():
-    told = []
+    reported = []
     outer = Sharded([])
-    with after_step(lambda *, skipped: told.append(skipped)):
+    with after_step(lambda *, skipped: reported.append(skipped)):
         outer.step()
         for _ in range(3):
             outer.optimizer.step()
-    assert told == [False] * 4
+    assert reported == [False] * 4
 
 
 class Scaled(Sharded):
@@ -83,13 +83,13 @@ class Scaled(Sharded):
 
 @pytest.mark.parametrize("returns", [True, False])  # as Megatron-LM, as DeepSpeed
 def test_an_outer_step_that_leaves_the_optimizers_out_is_skipped(returns):
-    told = []
+    reported = []
     outer, other = Scaled(returns=returns), Scaled(returns=returns)
-    with after_step(lambda *, skipped: told.append(skipped)):
+    with after_step(lambda *, skipped: reported.append(skipped)):
         for infinite in (False, False, True, False):
             outer.step(infinite=infinite)
             other.step(infinite=True)  # a critic's says nothing of the first one's
-    assert told == [False, False, True, False]
+    assert reported == [False, False, True, False]
 
 
 def test_what_an_outer_step_does_is_of_the_optimizers_phase(tmp_path):

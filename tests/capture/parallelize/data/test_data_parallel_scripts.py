@@ -222,12 +222,12 @@ def test_a_reference_built_after_the_first_forward_is_sharded(tmp_path):
 
 
 def test_a_reference_matches_a_script_that_shards_both_models(tmp_path):
-    asked = run_text(tmp_path, MODEL + REFERENCE.replace("SHARDS", ""), "fsdp")
+    requested = run_text(tmp_path, MODEL + REFERENCE.replace("SHARDS", ""), "fsdp")
     itself = run_text(tmp_path, MODEL + REFERENCE.replace("    SHARDS", BOTH), None)
     fetched = 2 * GATHERED[1:2]  # its head stays gathered, because it belongs to the root
-    assert [(kind, size) for kind, size, _ in calls(asked)] == fetched + GATHERED + REDUCED
-    assert calls(asked) == calls(itself)
-    assert peak_above_start(asked) == peak_above_start(itself)
+    assert [(kind, size) for kind, size, _ in calls(requested)] == fetched + GATHERED + REDUCED
+    assert calls(requested) == calls(itself)
+    assert peak_above_start(requested) == peak_above_start(itself)
 
 
 MIXTRAL = """
