@@ -38,7 +38,7 @@ from onerank.annotate.gpus.spec_schema import (
     measured_of,
     refuse_unknown,
 )
-from onerank.ir.errors import TargetError
+from onerank.ir.errors import TargetError, errors_at
 from onerank.ir.input_files import load_toml
 
 _SHIPPED = Path(__file__).parent
@@ -101,16 +101,14 @@ def _by_key() -> dict[str, Gpu]:
 
 def _read(path: Path) -> Gpu:
     data = load_toml(path, error=TargetError)
-    try:
-        refuse_unknown(data, _WRITTEN, "field")
-        gpu = msgspec.convert({**data, "figures": _figures(data.get("figures", {}))}, Gpu)
-        check_gpu(gpu)
-        gpu = with_estimates(gpu, _references)
-    except msgspec.ValidationError as error:
-        raise TargetError(f"{path}: {error}", code="gpu-file-malformed") from None
-    except TargetError as error:
-        raise error.at(path) from None
-    return gpu
+    with errors_at(path):
+        try:
+            refuse_unknown(data, _WRITTEN, "field")
+            gpu = msgspec.convert({**data, "figures": _figures(data.get("figures", {}))}, Gpu)
+            check_gpu(gpu)
+            return with_estimates(gpu, _references)
+        except msgspec.ValidationError as error:
+            raise TargetError(str(error), code="gpu-file-malformed") from None
 
 
 @functools.cache

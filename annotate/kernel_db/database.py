@@ -25,7 +25,7 @@ from onerank.annotate.kernel_db.calls import CallKey, Layout, layout_of_row
 from onerank.annotate.models.cost_model import CostModel
 from onerank.annotate.models.intervals import HALF_WIDTH
 from onerank.ir import Graph
-from onerank.ir.errors import AnnotateError, DatabaseError, first_line
+from onerank.ir.errors import AnnotateError, DatabaseError, errors_at, first_line
 from onerank.ir.output_files import write_tables
 
 COLD, WARM = "cold", "warm"
@@ -172,10 +172,8 @@ def read_database(path: Path) -> pl.DataFrame:
             "database, as `onerank bench -o` writes it",
             code="database-unreadable",
         ) from None
-    try:
+    with errors_at(path):
         return _checked(table)
-    except DatabaseError as error:
-        raise error.at(path) from None
 
 
 def merge(tables: Sequence[pl.DataFrame]) -> Merged:
