@@ -8,14 +8,20 @@ host's time of many calls, from an idle GPU to the last launch, divided by their
 has the median and the quartiles of the samples. The extra time of a sort of dispatch is the time of
 a call with it minus the time of the same call on plain tensors, in samples taken one after another.
 
+A call also runs once under a dispatch mode that counts what Python does in it, by the kinds of
+`onerank.ir.python_calls`, and operators on plain tensors that launch something. `--json` has both;
+`python -m tools.fit.fit_python_calls` makes figures of a host description of it.
+
 With `--fake` one process emulates two ranks by torch's fake process group, on a GPU or on a CPU.
 Collectives then take no time.
 """
 
+import itertools
 import json
 import os
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +31,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from benchmarks.harness import gpus_and_torch, parser_of, print_conditions, version_of
@@ -76,6 +84,60 @@ class Identity(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         """Return the gradient."""
         return gradients[0]
+
+
+class Counts(TorchDispatchMode):
+    """Counts operators, and what Python does besides them.
+
+    Attributes:
+        counts: count by kind of `onerank.ir.python_calls`, and "operator".
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Count an operator; subclasses of Tensor run it."""
+        if any(issubclass(each, DTensor) for each in types):
+            listed = itertools.chain.from_iterable(each for each in args if isinstance(each, list))
+            self.counts["dtensor"] += 1
+            self.counts["dtensor_listed"] += sum(isinstance(each, DTensor) for each in listed)
+            return NotImplemented
+        if any(issubclass(each, Wrapper) for each in types):
+            self.counts["subclass"] += 1
+            return NotImplemented
+        results = func._schema.returns
+        views = any(each.alias_info and not each.alias_info.is_write for each in results)
+        self.counts["operator"] += not views
+        return func(*args, **(kwargs or {}))
+
+
+def counts_of(call: Callable[[], object]) -> Counter[str]:
+    """Return what one call does."""
+    groups: Any = _fsdp_param_group
+    names = ("foreach_all_gather", "foreach_reduce")
+    originals = {name: getattr(groups, name) for name in names}
+    mode = Counts()
+
+    def counting(name: str) -> Callable[..., Any]:
+        def counted(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+            mode.counts["fsdp_group"] += 1
+            mode.counts["fsdp_parameter"] += len(parameters)
+            return originals[name](parameters, *args, **kwargs)
+
+        return counted
+
+    for name in names:
+        setattr(groups, name, counting(name))
+    try:
+        with mode:
+            call()
+    finally:
+        for name, original in originals.items():
+            setattr(groups, name, original)
+    _synchronize()
+    return mode.counts
 
 
 def host_us(call: Callable[[], object], calls: int, samples: int) -> list[float]:
@@ -243,15 +305,19 @@ def main() -> None:
         gpus = 1 if options.fake else 2
         print_conditions(*(gpus_and_torch(gpus) if CUDA else (version_of("torch"),)))
     times: dict[str, list[float]] = {}
+    counts: dict[str, Counter[str]] = {}
     for name, call in operators(mesh).items():
         times[name] = host_us(call, options.calls, options.samples)
+        counts[name] = counts_of(call)
     for name, call in optimizers(mesh).items():
         times[name] = host_us(call, 3, options.samples)
+        counts[name] = counts_of(call)
     for groups, parameters in ((4, 2), (4, 10), (8, 2)):
         for fsdp in (False, True):
             name = f"{'fsdp' if fsdp else 'plain'}/{groups} groups of {parameters} parameters"
             call = sharded(mesh, groups, parameters, fsdp=fsdp)
             times[name] = host_us(call, 3, options.samples)
+            counts[name] = counts_of(call)
     if rank == 0:
         for name, each in times.items():
             low, middle, high = statistics.quantiles(each, n=4)
@@ -261,7 +327,8 @@ def main() -> None:
             extra = f"{middle - statistics.median(plain):+9.1f}" if compared else ""
             print(f"{name:56} {middle:9.1f} ({low:.1f} to {high:.1f}) {extra}", flush=True)
         if options.json:
-            options.json.write_text(json.dumps(times), encoding="utf-8")
+            record = {"times_us": times, "counts": counts}
+            options.json.write_text(json.dumps(record), encoding="utf-8")
     dist.destroy_process_group()
 
 
