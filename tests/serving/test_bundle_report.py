@@ -134,8 +134,14 @@ def test_the_page_of_two_bundles(predicted: Path, tmp_path: Path) -> None:
     charts = json.loads(re.findall(r"const figures = (\{.*\});", text)[-1])
     assert f"{len(charts)} charts" in result.stdout
     titles = re.findall(r"<h2>(.*?)</h2>", text)
-    expected = ["TTFT", "TPOT by batch", "TPOT by context", "Tokens per second and GPU"]
-    assert titles == [*expected, "Tokens per joule", "Tables"]
+    assert titles == [
+        "Time to first token (TTFT)",
+        "Time per output token (TPOT) by batch",
+        "Time per output token (TPOT) by context",
+        "Tokens per second and GPU",
+        "Tokens per joule",
+        "Tables",
+    ]
     # The CPU of the recording has no description, so no power.
     assert sorted(charts) == [f"figure-0-{n}" for n in range(5)] + [
         f"figure-1-{n}" for n in range(4)

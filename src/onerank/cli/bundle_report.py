@@ -35,18 +35,18 @@ class _Chart:
 
 _CHARTS = (
     _Chart(
-        "TTFT",
+        "Time to first token (TTFT)",
         "A prefill, the step before the first token, by its new tokens and its context; a longer "
         "prompt takes several. The time of a request also contains its wait.",
         *("ttft", "new tokens of each prompt", "ms"),
     ),
     _Chart(
-        "TPOT by batch",
+        "Time per output token (TPOT) by batch",
         "A decode, the step between two tokens of a sequence. Bars are 80% intervals.",
         *("tpot_by_batch", "sequences", "ms"),
     ),
     _Chart(
-        "TPOT by context",
+        "Time per output token (TPOT) by context",
         "The same decodes by the context of their sequences.",
         *("tpot_by_context", "context of each sequence (tokens)", "ms"),
     ),

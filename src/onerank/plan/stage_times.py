@@ -18,6 +18,7 @@ from onerank.converters.expand.pipeline.stages import (
     AFTER,
     AXIS,
     BEFORE,
+    Stage,
     StageBlock,
     split_into_blocks,
 )
@@ -152,11 +153,43 @@ def stage_times(
     stage = split_into_blocks(graph)
     times, begin_ns, host_bound_share = _replayed(timed)
     nodes = graph.nodes
+    blocks = _block_figures(graph, stage.blocks, times, begin_ns, energy_uj)
+    details = graph.job.annotations[-1].details if graph.job.annotations else {}
+    low, high = details.get("interval", (1, 1))
+    total = int(nodes.duration_ns[graph.compute].sum())
+    host = tuple(details.get("host_interval", (1.0, 1.0)))
+    return StageTimes(
+        blocks={StageBlock(BEFORE): NO_FIGURES, **blocks},
+        micro_batches=stage.micro_batches,
+        input_share=_input_share(graph, stage) if splits_backward else 1.0,
+        sent_bytes=timed.sent_bytes,
+        **memory_of(graph.job.measurement),
+        other_bytes=non_allocator_bytes(graph),
+        # (1, 1) stands for a re-costing without an interval.
+        compute_factors=(low / total, high / total) if high > 1 else (1.0, 1.0),
+        host_factors=(host[0], host[1]),
+        host_bound_share=host_bound_share,
+        host_ns=float(nodes.duration_ns[graph.mask(Kind.HOST_OP)].sum()),
+    )
+
+
+def _block_figures(
+    graph: Graph,
+    members: Mapping[StageBlock, list[int]],
+    times: ReplayTimes,
+    begin_ns: int,
+    energy_uj: I64 | None,
+) -> dict[StageBlock, Figures]:
+    """Return the figures of each block of the step, which follow each other without a gap.
+
+    A block ends with its last compute node; the time until then counts as its time.
+    """
+    nodes = graph.nodes
     device = graph.compute | graph.communication
     blocks: dict[StageBlock, Figures] = {}
     ends = {
         block: int(times.end_ns[_members(indices, graph.compute, device)].max(initial=begin_ns))
-        for block, indices in stage.blocks.items()
+        for block, indices in members.items()
     }
     after_ns = int(times.end_ns[device].max(initial=begin_ns))
     # The step ends with its last operation, communication included.
@@ -164,7 +197,7 @@ def stage_times(
     previous_ns = begin_ns
     # AFTER last, even where a backward ends at the same time.
     for block in sorted(ends, key=lambda block: (block.phase == AFTER, ends[block])):
-        indices = np.array(stage.blocks.get(block, []), dtype=np.int64)
+        indices = np.array(members.get(block, []), dtype=np.int64)
         begin, end = previous_ns, max(previous_ns, ends[block])
         compute_ns = _within(times, graph.compute, begin, end)
         busy_ns = _within(times, device, begin, end)
@@ -177,29 +210,15 @@ def stage_times(
             flops=float(flops[(flops > 0) & graph.compute[indices]].sum()),
         )
         previous_ns = end
-    details = graph.job.annotations[-1].details if graph.job.annotations else {}
-    low, high = details.get("interval", (1, 1))
-    total = int(nodes.duration_ns[graph.compute].sum())
-    host = tuple(details.get("host_interval", (1.0, 1.0)))
-    input_share = 1.0
-    if splits_backward:
-        backward = stage.blocks[StageBlock(BACKWARD, stage.micro_batches - 1)]
-        inputs, weights = split_backward(graph, backward)
-        spent = [int(nodes.duration_ns[part].sum()) for part in (inputs, weights)]
-        input_share = spent[0] / max(1, sum(spent))
-    return StageTimes(
-        blocks={StageBlock(BEFORE): NO_FIGURES, **blocks},
-        micro_batches=stage.micro_batches,
-        input_share=input_share,
-        sent_bytes=timed.sent_bytes,
-        **memory_of(graph.job.measurement),
-        other_bytes=non_allocator_bytes(graph),
-        # (1, 1) stands for a re-costing without an interval.
-        compute_factors=(low / total, high / total) if high > 1 else (1.0, 1.0),
-        host_factors=(host[0], host[1]),
-        host_bound_share=host_bound_share,
-        host_ns=float(nodes.duration_ns[graph.mask(Kind.HOST_OP)].sum()),
-    )
+    return blocks
+
+
+def _input_share(graph: Graph, stage: Stage) -> float:
+    """Return the share of the input gradients in the time of the last backward."""
+    backward = stage.blocks[StageBlock(BACKWARD, stage.micro_batches - 1)]
+    parts = split_backward(graph, backward)
+    inputs_ns, weights_ns = (int(graph.nodes.duration_ns[part].sum()) for part in parts)
+    return inputs_ns / max(1, inputs_ns + weights_ns)
 
 
 def memory_of(measured: Measurement) -> dict[str, int]:

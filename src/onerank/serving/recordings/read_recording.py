@@ -198,11 +198,15 @@ def _read(trace: KinetoTrace, engine: str, steps: list[EngineStep], replays: I64
         operations = _on_gpu(gpu, timeline, starts, launch)
     else:
         operations = _on_cpu(timeline, starts)
-    strings, file = trace.strings, trace.path.name
-    distributed = trace.distributed
-    rank = None if distributed is None else distributed.rank
+    record = _file_record(trace, engine, steps, operations)
     names = {int(code) for code in np.unique(operations.name)}
-    collective = np.isin(operations.name, [c for c in names if _is_collective(strings[c])])
+    collective = np.isin(operations.name, [c for c in names if _is_collective(trace.strings[c])])
+    rows = [_row(step, record.file, record.rank, operations, collective) for step in steps]
+    return _File(record, rows, _kernels(trace, operations))
+
+
+def _kernels(trace: KinetoTrace, operations: _Operations) -> list[RecordedKernel]:
+    """Return the operations of each step, summed by name, calling operator and kind of link."""
     keys, place = np.unique(
         np.stack([operations.step, operations.name, operations.operator, operations.link], axis=1),
         axis=0,
@@ -213,7 +217,8 @@ def _read(trace: KinetoTrace, engine: str, steps: list[EngineStep], replays: I64
     # In integers: `bincount` would sum floats, and the sums are exact to the nanosecond.
     np.add.at(times, place, operations.time_ns)
     groups: list[list[int]] = keys.tolist()
-    kernels = [
+    strings, file = trace.strings, trace.path.name
+    return [
         RecordedKernel(
             file,
             step,
@@ -227,13 +232,19 @@ def _read(trace: KinetoTrace, engine: str, steps: list[EngineStep], replays: I64
             groups, counts, times.tolist(), strict=True
         )
     ]
-    rows = [_row(step, file, rank, operations, collective) for step in steps]
+
+
+def _file_record(
+    trace: KinetoTrace, engine: str, steps: list[EngineStep], operations: _Operations
+) -> RecordedFile:
+    """Return the file's row: its engine, rank and device, and how its operations are linked."""
+    distributed = trace.distributed
     outside = operations.step == OUTSIDE
-    record = RecordedFile(
-        file=file,
+    return RecordedFile(
+        file=trace.path.name,
         engine=engine,
         version=trace.vllm_version,
-        rank=rank,
+        rank=None if distributed is None else distributed.rank,
         ranks=None if distributed is None else distributed.size,
         device=((trace.device and trace.device.name) or "a GPU") if len(trace.gpu) else "cpu",
         memory_bytes=trace.device.memory_bytes if trace.device and len(trace.gpu) else 0,
@@ -247,7 +258,6 @@ def _read(trace: KinetoTrace, engine: str, steps: list[EngineStep], replays: I64
         outside=int(outside.sum()),
         outside_ns=int(operations.time_ns[outside].sum()),
     )
-    return _File(record, rows, kernels)
 
 
 def _is_collective(name: str) -> bool:

@@ -114,7 +114,7 @@ def export_aiconfigurator(bundle: Bundle, options: AiconfiguratorOptions) -> Aic
     described = described_gpu(bundle, options.gpu)
     if options.checkout is not None:
         _check_version(options.checkout)
-    (name, tp), ep = deployment(bundle, "aiconfigurator"), bundle.manifest.ep
+    name, tp = deployment(bundle, "aiconfigurator")
     _check_model(bundle)
     output, model = options.output, options.model
     backend, version = options.backend, options.version
@@ -129,12 +129,7 @@ def export_aiconfigurator(bundle: Bundle, options: AiconfiguratorOptions) -> Aic
         "backend_version": version,
         "weight_quantization": _IDENTITY["gemm_quant_mode"],
         **_IDENTITY,
-        "tp": tp,
-        # Experts are sliced within the ranks of a tensor-parallel group, and shared among groups,
-        # each of which computes its own sequences.
-        "dp": ep,
-        "moe_tp": tp if has_experts(bundle) else 1,
-        "moe_ep": ep,
+        **_parallelism(bundle, tp),
         "partition_policy": "balanced_v1",
     }
     collectives = StepCollectives.of(bundle, tp, described, options.link_gb_per_s)
@@ -143,23 +138,12 @@ def export_aiconfigurator(bundle: Bundle, options: AiconfiguratorOptions) -> Aic
         latency_ns = step_ns(bundle, step) + collectives.time_ns(step)
         rows.append(shared | _coordinates(step) | {"latency_ms": latency_ns / 1e6})
     table = _parquet(rows)
-    metadata = {
-        **_FORMAT,
-        "system": system,
-        "backend": backend,
-        "backend_version": version,
-        "row_count": len(rows),
-        "parquet_sha256": hashlib.sha256(table).hexdigest(),
-        "onerank": {
-            "device": bundle.manifest.device,
-            "times": bundle.manifest.source,
-            "versions": bundle.manifest.versions,
-        },
-    }
     directory = Path("data") / system / backend / version
     files = {
         output / directory / f"{_TABLE}.parquet": table,
-        output / directory / f"{_TABLE}.metadata.json": _json(metadata),
+        output / directory / f"{_TABLE}.metadata.json": _json(
+            _metadata(bundle, (system, backend, version), table, len(rows))
+        ),
         output / f"{system}.yaml": yaml.safe_dump(
             _system(bundle, described, system), sort_keys=False
         ).encode(),
@@ -173,11 +157,8 @@ def export_aiconfigurator(bundle: Bundle, options: AiconfiguratorOptions) -> Aic
         *("--systems-paths", str(output.absolute()), "--system", system),
         *("--backend", backend, "--backend-version", version),
         *("--forward-model", "fpm", "--model-path", model_path),
-        *("--tp-size", str(tp)),
+        *_parallel_options(bundle, tp),
     )
-    if has_experts(bundle):
-        run_options += ("--attention-dp-size", str(ep), "--moe-tp-size", str(tp))
-        run_options += ("--moe-ep-size", str(ep))
     written = [*files]
     return AiconfiguratorExport(
         written[0],
@@ -192,6 +173,47 @@ def export_aiconfigurator(bundle: Bundle, options: AiconfiguratorOptions) -> Aic
             ),
         ),
     )
+
+
+def _parallelism(bundle: Bundle, tp: int) -> dict[str, int]:
+    """Return the columns of a deployment's parallel sizes.
+
+    Experts are sliced within the ranks of a tensor-parallel group, and shared among groups, each of
+    which computes its own sequences.
+    """
+    ep = bundle.manifest.ep
+    return {"tp": tp, "dp": ep, "moe_tp": tp if has_experts(bundle) else 1, "moe_ep": ep}
+
+
+def _parallel_options(bundle: Bundle, tp: int) -> tuple[str, ...]:
+    """Return the options of aiconfigurator for these sizes."""
+    if not has_experts(bundle):
+        return ("--tp-size", str(tp))
+    ep = str(bundle.manifest.ep)
+    return (
+        *("--tp-size", str(tp), "--attention-dp-size", ep),
+        *("--moe-tp-size", str(tp), "--moe-ep-size", ep),
+    )
+
+
+def _metadata(
+    bundle: Bundle, names: tuple[str, str, str], table: bytes, rows: int
+) -> dict[str, Any]:
+    """Return the content of the file next to a table; `names`: system, backend and its version."""
+    system, backend, version = names
+    return {
+        **_FORMAT,
+        "system": system,
+        "backend": backend,
+        "backend_version": version,
+        "row_count": rows,
+        "parquet_sha256": hashlib.sha256(table).hexdigest(),
+        "onerank": {
+            "device": bundle.manifest.device,
+            "times": bundle.manifest.source,
+            "versions": bundle.manifest.versions,
+        },
+    }
 
 
 def _steps(extent: Extent) -> Iterator[Composition]:
