@@ -53,36 +53,91 @@ def edge_delays(graph: Graph, call_excess_ns: float = 0.0) -> tuple[list[int], l
         graph: the graph.
         call_excess_ns: host time by which each emulated call exceeds a real one.
     """
-    edges, reason = graph.edges, graph.edges.reason
-    factor = graph.job.host_factor
-    is_host = graph.nodes.kind == Kind.HOST_OP
-    duration = graph.nodes.duration_ns
-    # Start times are those of the measured host, so end times must use its durations too.
-    if factor not in (0, 1):
-        duration = np.where(is_host, np.rint(duration / factor), duration).astype(np.int64)
-    start, end = graph.nodes.start_ns, graph.nodes.start_ns + duration
+    measured = _MeasuredTimes.of(graph)
+    delay, from_start = _delays_to_host(measured, call_excess_ns)
+    launch = measured.launch
+    start_limit_ns = _start_limits(graph, launch, measured.start_ns, measured.end_ns)
+    delay = np.where(launch, _launch_delays(measured, start_limit_ns), delay)
+    delay = _with_gpu_gaps(measured, delay, start_limit_ns)
+    # A negative value is the measured overlap of two kernels on one stream; a replay keeps it.
+    on_host, reason = measured.is_host[graph.edges.target], graph.edges.reason
+    waited = np.where(on_host, 0, graph.nodes.blocked_ns[graph.edges.target])
+    follows_stream = (reason == Reason.STREAM_ORDER) | (reason == Reason.ROOM)
+    delay = np.where(follows_stream & (waited < 0), waited, delay + np.maximum(waited, 0))
+    return delay.tolist(), (from_start | launch).tolist()
+
+
+@dataclass(frozen=True, slots=True)
+class _MeasuredTimes:
+    """The times of a captured step with n nodes and e edges, as its own host took them.
+
+    Attributes:
+        graph: the graph, whose host may be another one by `Job.host_factor`.
+        is_host: which nodes are host operators, bool[n].
+        duration_ns: durations on the measured host, int64[n].
+        start_ns: int64[n].
+        end_ns: int64[n].
+        launch: which edges are launches, bool[e].
+    """
+
+    graph: Graph
+    is_host: Mask
+    duration_ns: I64
+    start_ns: I64
+    end_ns: I64
+    launch: Mask
+
+    @classmethod
+    def of(cls, graph: Graph) -> Self:
+        """Return the times of a graph, whose host durations may be scaled."""
+        factor = graph.job.host_factor
+        is_host = graph.nodes.kind == Kind.HOST_OP
+        duration = graph.nodes.duration_ns
+        # Start times are those of the measured host, so end times must use its durations too.
+        if factor not in (0, 1):
+            duration = np.where(is_host, np.rint(duration / factor), duration).astype(np.int64)
+        start = graph.nodes.start_ns
+        return cls(graph, is_host, duration, start, start + duration, launches(graph))
+
+
+def _delays_to_host(measured: _MeasuredTimes, call_excess_ns: float) -> tuple[I64, Mask]:
+    """Return the delays of edges to host operators in ns, and which follow the program.
+
+    Those that follow the program count from the source's start. Other edges have 0.
+    """
+    graph, is_host = measured.graph, measured.is_host
+    edges, reason, factor = graph.edges, graph.edges.reason, graph.job.host_factor
     on_host = is_host[edges.target]
     is_host_call = _untimed_host_communication(graph)
     program = (reason == Reason.PROGRAM_ORDER) & is_host[edges.source]
     program &= on_host | is_host_call[edges.target]
     after_call = (reason == Reason.PROGRAM_ORDER) & is_host_call[edges.source] & ~program
     after_call &= on_host | is_host_call[edges.target]
-    between, wakeup = _host_delays(graph, is_host, start, end)
+    between, wakeup = _host_delays(graph, is_host, measured.start_ns, measured.end_ns)
     delay = np.where(on_host, wakeup, 0)
     delay = np.where(program | after_call, np.rint(between * factor).astype(np.int64), delay)
     if call_excess_ns:
         after_emulated = program & on_host & _emulated_issuers(graph)[edges.source]
         delay = np.where(after_emulated, np.maximum(delay - round(call_excess_ns), 0), delay)
-    launch = launches(graph)
-    unrecorded = unrecorded_waits(graph)
-    start_limit_ns = _start_limits(graph, launch, start, end)
-    latency = _launch_latencies(graph, launch, start - unrecorded, start, end, start_limit_ns)
+    return delay, program
+
+
+def _launch_delays(measured: _MeasuredTimes, start_limit_ns: I64) -> I64:
+    """Return the latency of each launch from its operator's start, in ns; int64[e]."""
+    graph, start, end = measured.graph, measured.start_ns, measured.end_ns
+    recorded = start - unrecorded_waits(graph)
+    latency = _launch_latencies(graph, measured.launch, recorded, start, end, start_limit_ns)
     # Latency after the operator belongs to the driver and the GPU: the host factor does not scale
     # it.
-    host_part = np.minimum(latency, duration[edges.source])
-    latency = latency - host_part + np.rint(host_part * factor).astype(np.int64)
-    delay = np.where(launch, latency, delay)
-    gpu_to_gpu = ~on_host & ~is_host[edges.source]
+    host_part = np.minimum(latency, measured.duration_ns[graph.edges.source])
+    return latency - host_part + np.rint(host_part * graph.job.host_factor).astype(np.int64)
+
+
+def _with_gpu_gaps(measured: _MeasuredTimes, delay: I64, start_limit_ns: I64) -> I64:
+    """Return the delays with the gaps between GPU operations, by stream order and by waits."""
+    graph, start, end = measured.graph, measured.start_ns, measured.end_ns
+    edges, reason, launch = graph.edges, graph.edges.reason, measured.launch
+    gpu_to_gpu = ~measured.is_host[edges.target] & ~measured.is_host[edges.source]
     gap = start[edges.target] - end[edges.source]
     queued = (
         _waits_for_source_alone(graph, launch, start, end, start_limit_ns)
@@ -101,11 +156,7 @@ def edge_delays(graph: Graph, call_excess_ns: float = 0.0) -> tuple[list[int], l
         # A queued operation keeps its measured gap: with the median for all, a step of 15,000
         # operations replayed 1% too short.
         delay = np.where(has_order, np.where(queued, gap, median_gap), delay)
-    # A negative value is the measured overlap of two kernels on one stream; a replay keeps it.
-    waited = np.where(on_host, 0, graph.nodes.blocked_ns[edges.target])
-    follows_stream = (reason == Reason.STREAM_ORDER) | (reason == Reason.ROOM)
-    delay = np.where(follows_stream & (waited < 0), waited, delay + np.maximum(waited, 0))
-    return delay.tolist(), (program | launch).tolist()
+    return delay
 
 
 def _untimed_host_communication(graph: Graph) -> Mask:
