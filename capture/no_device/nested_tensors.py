@@ -43,7 +43,8 @@ def keeps_ragged_size() -> Callable[..., Any]:
 
     def ragged_size(offsets: Any, *, coeff: int = 1) -> Any:
         size = ragged_size_of(offsets, coeff=coeff)
-        if type(offsets) is Tensor and coeff == 1:
+        kind: Any = type(offsets)
+        if kind is Tensor and coeff == 1:
             offsets.nested_int_memo = size
         return size
 
