@@ -113,6 +113,12 @@ PATCHES: tuple[Patch, ...] = (
         ("no_device.cuda_api", "fake_world.device_remap"),
     ),
     Patch(
+        "torch.cuda",
+        ("_compile_kernel",),
+        "It compiles CUDA source, and no driver loads the kernel.",
+        ("no_device.emulated_process",),
+    ),
+    Patch(
         "torch.accelerator",
         ("device_count",),
         "As torch.cuda.device_count.",
@@ -213,7 +219,7 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         "torch._subclasses.fake_tensor.FakeTensor",
-        ("__new__", "data", "set_", "numpy", "tolist", "__format__", "__repr__"),
+        ("__new__", "data", "set_", "numpy", "tolist", "new_tensor", "__format__", "__repr__"),
         "Libraries create a parameter by the class of another one, which is FakeTensor. FSDP1 "
         "moves a parameter by its data, which leaves a fake tensor's device as it was. Scripts "
         "log a loss by way of NumPy, and read counts as a list. torchao takes a tensor that "

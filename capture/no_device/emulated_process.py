@@ -40,6 +40,7 @@ from onerank.capture.no_device.nested_tensors import (
     keeps_ragged_size,
 )
 from onerank.capture.no_device.operators import recurrent_layers, triton_kernels
+from onerank.capture.no_device.operators.cuda_kernels import CudaSourceKernel
 from onerank.capture.no_device.operators.fake_operators import FakeOperators
 from onerank.capture.no_device.operators.functional_collectives import (
     SYMMETRIC_MEMORY,
@@ -49,7 +50,7 @@ from onerank.capture.no_device.operators.router_choices import RouterChoices
 from onerank.capture.no_device.saved_files import SavedFiles
 from onerank.capture.no_device.tensor_values import UnknownValues
 from onerank.capture.parallelize.experts.routing import Routing
-from onerank.capture.patches import after_import, patched, rebound, resolve
+from onerank.capture.patches import after_import, patched, rebound, resolve, untraced
 from onerank.capture.profiling.allocator_snapshots import ByMemoryClass, sizes_of
 from onerank.capture.profiling.step_memory import resident_storages
 from onerank.ir.notes import Note
@@ -185,6 +186,7 @@ class EmulatedProcess:
                     lambda: triton_kernels.recorded_launches(self.operators.launch),
                 ),
                 after_import(triton_kernels.TUNER, triton_kernels.first_configuration),
+                patched("torch.cuda", {"_compile_kernel": self._of_source}),
                 recorded_extensions(self.operators.launch, self.values, self.operators.known),
                 after_import(
                     _HUGGING_FACE,
@@ -269,6 +271,10 @@ class EmulatedProcess:
         finally:
             library._destroy()
 
+    def _of_source(self, kernel_source: str, kernel_name: str, *_: Any, **__: Any) -> Any:
+        """Return a kernel of CUDA source, as `torch.cuda._compile_kernel` does."""
+        return CudaSourceKernel(kernel_source, kernel_name, self.operators.launch)
+
     @contextlib.contextmanager
     def _functions(self) -> Generator[None]:
         """Record the forward of each autograd function, whose node has no operator of its own."""
@@ -281,6 +287,8 @@ class EmulatedProcess:
             finally:
                 self.log.end(event)
 
+        # Dynamo traces autograd functions itself. After a graph break it would compile this one.
+        untraced(apply)
         with patched("torch.autograd.Function", {"apply": classmethod(apply)}):
             yield
 

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from onerank.capture.fake_tensors import as_subclass, is_combined
 from onerank.capture.no_device.operators.fake_operators import FakeOperators
+from onerank.capture.no_device.operators.operator_calls import is_cuda_device
 from onerank.capture.no_device.operators.zero_patterns import ZERO_PATTERN
 from onerank.capture.no_device.tensor_values import Known, Storages, UnknownValues
 from onerank.capture.patches import untraced
@@ -183,7 +184,9 @@ def fake_tensor_methods(operators: FakeOperators, values: UnknownValues) -> dict
     methods = {"numpy": numpy, "tolist": tolist, "__format__": _format, "__repr__": _repr}
     for method in methods.values():
         untraced(method)
-    return {"__new__": staticmethod(_new_fake), "data": _data, "set_": _set, **methods}
+    of_numbers = {"new_tensor": _lifted(_torch._C.TensorBase.new_tensor)}
+    attributes = {"__new__": staticmethod(_new_fake), "data": _data, "set_": _set}
+    return {**attributes, **of_numbers, **methods}
 
 
 _new_fake_of_torch: Any = FakeTensor.__new__
@@ -234,7 +237,11 @@ def tensor_factory(name: str) -> Callable[..., Any]:
     Args:
         name: `tensor` or `as_tensor`.
     """
-    create: Any = getattr(torch, name)
+    return _lifted(getattr(torch, name))
+
+
+def _lifted(create: Any) -> Callable[..., Any]:
+    """Return a replacement of a function or method that creates tensors from Python's numbers."""
 
     @functools.wraps(create)
     def create_on_thread(*args: Any, **kwargs: Any) -> Any:
@@ -247,11 +254,22 @@ def tensor_factory(name: str) -> Callable[..., Any]:
         lifts = _torch._C._only_lift_cpu_tensors()
         _torch._C._set_only_lift_cpu_tensors(True)
         try:
+            if is_cuda_device(kwargs.get("device")) and _is_below_autograd():
+                # Within a fake implementation nothing decomposes the move to the device, and torch
+                # would run it on the numbers.
+                numbers = create(*args, **kwargs | {"device": "cpu"})
+                return _torch.ops.aten._to_copy.default(numbers, device=kwargs["device"])
             return create(*args, **kwargs)
         finally:
             _torch._C._set_only_lift_cpu_tensors(lifts)
 
     return create_on_thread
+
+
+def _is_below_autograd() -> bool:
+    """Whether an operator's kernel runs."""
+    key = _torch._C.DispatchKey.AutogradFunctionality
+    return bool(_torch._C._dispatch_tls_is_dispatch_key_excluded(key))
 
 
 _swap_real = torch.utils.swap_tensors

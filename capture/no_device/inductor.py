@@ -85,6 +85,12 @@ _SETTINGS = {
 _CONVERT_FRAME = "torch._dynamo.convert_frame"
 _PROXY_TENSOR = "torch.fx.experimental.proxy_tensor"
 
+_ANSWERS = (
+    *("get_device_properties", "get_device_capability", "get_device_name", "current_device"),
+    *("is_available", "is_bf16_supported", "device_count"),
+)
+"""Functions of torch.cuda whose answer is a constant of a graph."""
+
 _FLEX_ATTENTION = "torch.nn.attention.flex_attention"
 
 _CHECKPOINT_FILE = "torch/utils/checkpoint.py"
@@ -235,9 +241,24 @@ class InductorOnShapes:
         dynamo: Any = importlib.import_module("torch._dynamo.config")
         inductor: Any = importlib.import_module("torch._inductor.config")
         # What neither can compile runs eager, as `notes` says.
+        if not hasattr(self._configured, "done"):
+            self._inline_answers()
         self._configured.done = True
         self._override(dynamo, {"suppress_errors": True})
         self._override(inductor, _SETTINGS)
+
+    def _inline_answers(self) -> None:
+        """Let Dynamo trace what answers in the place of `torch.cuda`, as functions of a script.
+
+        It knows torch's own functions by name or by identity. It would take ours for operators, or
+        break the graph at the result, which is not of torch's class.
+        """
+        rules: dict[Any, Any] = importlib.import_module("torch._dynamo.trace_rules").__dict__
+        known = rules["get_torch_obj_rule_map"]()
+        traced = importlib.import_module("torch._dynamo.variables.functions").UserFunctionVariable
+        for function in (getattr(torch.cuda, name) for name in _ANSWERS):
+            known[function] = traced
+            self._settings.callback(known.pop, function, None)
 
     def _padding(self) -> contextlib.AbstractContextManager[None]:
         """Let Inductor pad products by computed times in the place of measured ones."""

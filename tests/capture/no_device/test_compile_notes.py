@@ -1,6 +1,6 @@
 """Notes on functions under torch.compile that ran eager without a device."""
 
-from notes import has_note
+from notes import has_note, note_of
 from without_device import captured
 
 TRAINING = """
@@ -48,3 +48,34 @@ def test_flex_attention_in_a_compiled_checkpoint_has_a_note(tmp_path):
     notes = _notes(tmp_path, CHECKPOINT, ", fullgraph=True")
     assert has_note(notes, "compile-checkpoint-eager")
     assert not has_note(notes, "flex-attention-unfused")
+
+
+PROPERTIES = """
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("nccl")
+    model = torch.nn.Linear(16, 16, device="cuda")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def run(x):
+        for _ in range(2):
+            multiprocessors = torch.cuda.get_device_properties("cuda").multi_processor_count
+            x = (model(x) * multiprocessors).relu()
+        return x
+
+    run = torch.compile(run, fullgraph=True)
+    for step in range(5):
+        run(torch.randn(8, 16, device="cuda")).sum().backward()
+        dist.all_reduce(model.weight.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_properties_of_the_gpu_are_constants_of_a_graph(tmp_path):
+    """Under torchrun Dynamo is imported before `torch.cuda` answers for the emulated GPU."""
+    graph = captured(tmp_path, PROPERTIES, "--torchrun", "--dp", 2)
+    notes = graph.job.measurement.notes
+    assert not has_note(notes, "compile-graph-unbroken")
+    note_of(notes, "inductor-as-scheduled", "2 graphs")

@@ -2,6 +2,7 @@
 
 import inspect
 import textwrap
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -216,3 +217,74 @@ def test_the_source_of_a_triton_kernel_shows_its_accesses():
     assert [tensor.numel() for tensor in launch.reads[:4]] == [1, 2, 3, 4]
     unknown = launch_of(kernel(lambda first, second: None), operands[:2], {})
     assert (len(unknown.writes), len(unknown.tensors)) == (0, 2)
+
+
+SOURCE = '''
+    source = """
+    // scales: see the documentation
+    extern "C" __global__ void scaled(const float *x, float const * factors, float* y, int n) {
+      y[threadIdx.x] = factors[0] * x[threadIdx.x];
+    }
+    """
+    scaled = torch.cuda._compile_kernel(source, "scaled", compute_capability="90")
+    scaled.set_shared_memory_config(65536)
+'''
+
+STATEMENT_OF_SOURCE = (
+    "scaled((1, 1, 1), (16, 1, 1), (output.detach(), loss.detach(), torch.empty_like(output), 9))"
+)
+
+
+def test_a_kernel_of_cuda_source_is_recorded_by_its_signature(tmp_path):
+    setup = textwrap.dedent(SOURCE)
+    graph = captured(
+        tmp_path, textwrap.dedent(LINEAR).format(setup=setup, statement=STATEMENT_OF_SOURCE)
+    )
+    costs = op_costs_of(graph)
+    (at,) = [
+        row
+        for row, node in enumerate(costs.index.tolist())
+        if graph.strings[int(graph.nodes.op[node])] == "cuda::scaled"
+    ]
+    # 16 x 32 outputs and a loss, 4 bytes each.
+    assert (costs.bytes_read[at], costs.bytes_written[at]) == (4 * 513, 4 * 512)
+
+
+NUMBERS_ON_DEVICE = """
+    import torch
+
+    @torch.library.custom_op("mylib::copied", mutates_args=(), device_types="cuda")
+    def copied(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x.clone(), torch.empty(0, device=x.device)
+
+    @copied.register_fake
+    def _(x):
+        return torch.empty_like(x), torch.tensor([], device=x.device)
+
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * gradient.new_tensor([2.0]) * gradient.new_tensor(3)
+
+    model = torch.nn.Linear(64, 32, device="cuda")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(5):
+        output, empty = torch.ops.mylib.copied(torch.randn(16, 64, device="cuda"))
+        assert empty.is_cuda and not len(empty)
+        Scaled.apply(model(output)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_tensors_of_numbers_are_created_in_fake_implementations_and_in_backwards(tmp_path):
+    graph = captured(tmp_path, NUMBERS_ON_DEVICE)
+    operators = Counter(graph.strings[int(op)] for op in graph.nodes.op)
+    assert operators["mylib::copied"] == 1
+    # The numbers 2 and 3 move to the GPU, and the forward clones.
+    assert operators["aten::copy_"] == 3
+    assert operators["aten::mul"] == 2
