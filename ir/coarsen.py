@@ -1,5 +1,6 @@
 """Granularity: the module, layer or phase of each node, and a graph with one node per scope."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
@@ -14,6 +15,7 @@ from onerank.ir.graph import Graph, GraphBuilder
 from onerank.ir.job import Job, Module
 from onerank.ir.nodes import TEXT_COLUMNS, UNKNOWN, Nodes
 from onerank.ir.notes import Note
+from onerank.ir.python_calls import python_calls_of, python_calls_text
 
 Grain = Literal["layer", "submodule"]
 
@@ -305,6 +307,10 @@ class _Coarsening:
             columns[name] = int(getattr(nodes, name)[first])
         for name in _SUMMED:
             columns[name] = int(getattr(nodes, name)[members].sum())
+        texts = [self._graph.strings[code] for code in nodes.python_calls[members].tolist() if code]
+        columns["python_calls"] = python_calls_text(
+            sum(map(python_calls_of, texts), Counter[str]())
+        )
         for name in _SUMMED_WHERE_KNOWN:
             values = getattr(nodes, name)[members]
             is_known = values != UNKNOWN

@@ -52,6 +52,16 @@ def test_submodules():
     ]
 
 
+def test_calls_of_python_add():
+    graph = chain(*STEP)
+    texts = ('{"dtensor":2}', "", '{"dtensor":1,"function":4}', '{"function":1}')
+    counted = graph.with_columns(python_calls=graph.strings.encode(texts))
+    assert counted.coarsen("submodule").text("python_calls") == [
+        '{"dtensor":2}', '{"dtensor":1,"function":4}', '{"function":1}'
+    ]  # fmt: skip
+    assert counted.coarsen("layer").text("python_calls") == ['{"dtensor":3,"function":5}']
+
+
 def test_layers():
     coarse = chain(*STEP, ("head", 7), ("model", 8)).coarsen("layer")
     assert rows(coarse)[0] == ("layer forward", "layers.0", 18)

@@ -23,6 +23,7 @@ from typing import Any, cast
 from onerank.converters.expand.layers.captured_layers import LayeredGraph
 from onerank.ir.errors import DepthError
 from onerank.ir.nodes import UNKNOWN
+from onerank.ir.python_calls import python_calls_of, python_calls_text
 
 _LIST_TYPE = "GenericList["
 
@@ -247,6 +248,13 @@ def extrapolate_types(shallow: str, deep: str, extrapolation: DepthExtrapolation
         return None
     types = [_type(a, b, extrapolation) for a, b in zip(first, second, strict=True)]
     return None if None in types else json.dumps(types, separators=(",", ":"))
+
+
+def extrapolate_python_calls(shallow: str, deep: str, extrapolation: DepthExtrapolation) -> str:
+    """Return the counts of calls of Python at the model's depth, as `python_calls_text`."""
+    few, many = python_calls_of(shallow), python_calls_of(deep)
+    counts = {kind: extrapolation.value(few[kind], many[kind]) for kind in few | many}
+    return python_calls_text({kind: count for kind, count in counts.items() if count})
 
 
 def _is_tensors(operand: Any) -> bool:
@@ -503,6 +511,10 @@ class _Matching:
             # UNKNOWN is -1: a line through it would give an amount.
             if before != after and UNKNOWN not in (before, after):
                 changed[column] = self.extrapolation.value(before, after)
+        shallow = self.shallow.graph.node(few).text("python_calls")
+        deep = self.deep.graph.node(many).text("python_calls")
+        if shallow != deep:
+            changed["python_calls"] = extrapolate_python_calls(shallow, deep, self.extrapolation)
         return changed
 
     def _time(self, few: list[int], many: list[int], count: int) -> None:

@@ -13,6 +13,7 @@ from onerank.converters.expand.layers import Pattern, check_depths, extrapolate
 from onerank.converters.expand.layers.nonlayer_nodes import (
     DepthExtrapolation,
     align,
+    extrapolate_python_calls,
     extrapolate_shapes,
     extrapolate_types,
     repeat_units,
@@ -433,6 +434,15 @@ def test_operands_stretch():
         '["GenericList[A,B,B,B,B]"]'
     )
     assert extrapolate_shapes("[[5]]", '[[5],"other"]', extrapolation) is None
+
+
+def test_calls_of_python_follow_the_line():
+    extrapolation = DepthExtrapolation(periods_between=1, periods_beyond=2)
+    shallow, deep = '{"dtensor":1,"function":1}', '{"dtensor":1,"dtensor_listed":20}'
+    assert extrapolate_python_calls(shallow, deep, extrapolation) == (
+        '{"dtensor":1,"dtensor_listed":60}'
+    )
+    assert extrapolate_python_calls("", "", extrapolation) == ""
 
 
 def test_a_model_too_shallow_to_leave_layers_out_is_refused():
