@@ -42,7 +42,7 @@ class HostCalls:
         node: nodes on the device, int64[n].
         call: the call that launches each of them, int64[n].
         python: kind of `PYTHON_CALLS` -> calls of Python before each call, int64[c]. A GPU capture
-            does not count them.
+            counts operators of subclasses of Tensor alone.
     """
 
     first: I64
@@ -126,7 +126,9 @@ def launched_calls(graph: Graph, called_ns: I64) -> HostCalls:
     # A node that an operator and its caller launch counts for the later of the two.
     order = order[np.sort(len(order) - 1 - np.unique(node[order][::-1], return_index=True)[1])]
     source, node = source[order], node[order]
-    return host_calls(graph, node, np.diff(source, prepend=-1) != 0)
+    first = np.diff(source, prepend=-1) != 0
+    python = _python_calls(graph, called_ns, called_ns[source[first]])
+    return replace(host_calls(graph, node, first), python=python)
 
 
 def _predicted_calls(graph: Graph, captured: Graph) -> tuple[HostCalls, I64]:
@@ -147,18 +149,17 @@ def _predicted_calls(graph: Graph, captured: Graph) -> tuple[HostCalls, I64]:
     program = np.lexsort((owner, called_ns))
     first = np.diff(owner[program], prepend=-1) != 0
     began_ns = called_ns[program[first]]
-    calls = replace(
-        host_calls(graph, order[program], first), python=_python_calls(captured, began_ns)
-    )
-    return calls, began_ns
+    python = _python_calls(captured, captured.nodes.start_ns, began_ns)
+    return replace(host_calls(graph, order[program], first), python=python), began_ns
 
 
-def _python_calls(captured: Graph, began_ns: I64) -> dict[str, I64]:
+def _python_calls(captured: Graph, called_ns: I64, began_ns: I64) -> dict[str, I64]:
     """Return the calls of Python before each call by kind, int64[c] each.
 
     Args:
         captured: the capture.
-        began_ns: start of each call in it, ascending, int64[c].
+        called_ns: start of each of its nodes, int64[n].
+        began_ns: start of each call, ascending, int64[c].
 
     Raises:
         AnnotateError: the text of a node's calls of Python is malformed.
@@ -167,7 +168,7 @@ def _python_calls(captured: Graph, began_ns: I64) -> dict[str, I64]:
     counted = np.flatnonzero(nodes.python_calls)
     # Operators that launch nothing pass their calls to the next one that does, the last ones to the
     # last.
-    place = np.searchsorted(began_ns, nodes.start_ns[counted])
+    place = np.searchsorted(began_ns, called_ns[counted])
     place = np.minimum(place, len(began_ns) - 1)
     by_kind: dict[str, I64] = {}
     codes, which = np.unique(nodes.python_calls[counted], return_inverse=True)

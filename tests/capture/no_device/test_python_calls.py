@@ -1,10 +1,13 @@
 """`capture run --device none`: what Python does on the host besides operators, in counts."""
 
+import textwrap
 from collections import Counter
 
 from notes import has_note
+from own_process import run_command
 from without_device import captured
 
+import onerank
 from onerank.ir import Graph, Phase
 from onerank.ir.python_calls import python_calls_of
 
@@ -157,3 +160,19 @@ def test_a_sum_of_tensor_parallel_ranks_reads_nothing_for_the_script(tmp_path):
     assert of_steps[1:] == [{"dtensor": 1}] * 3
     # The first follows views of the backward, which launch nothing.
     assert of_steps[0]["dtensor"] > 1
+
+
+def test_a_cpu_capture_counts_the_operators_of_dtensors(tmp_path):
+    text = TENSOR_PARALLEL.replace('"cuda"', '"cpu"').replace('"nccl"', '"gloo"')
+    (tmp_path / "train.py").write_text(textwrap.dedent(text.replace(".cuda()", "").replace(
+        "range(5)", "range(20)")))  # fmt: skip
+    options = ("--torchrun", "--tp", 2, "-o", tmp_path / "trace.et")
+    done = run_command("capture", "run", tmp_path / "train.py", *options)
+    assert done.returncode == 0, done.stderr
+    without = captured(tmp_path, TENSOR_PARALLEL, "--torchrun", "--tp", 2)
+    assert dispatches(onerank.read(tmp_path / "trace.et")) == dispatches(without) > 10
+
+
+def dispatches(graph: Graph) -> int:
+    """Return how many operators DTensor dispatches in a step."""
+    return sum(python_calls_of(text)["dtensor"] for text in graph.text("python_calls"))

@@ -102,7 +102,7 @@ def assemble(
     builder = connected.builder
     columns = _node_columns(events, connected)
     joined, order = join_by_start(columns.parts, builder.start_ns)
-    joined["python_calls"] = _python_calls(trace.timeline, builder.start_ns[order])
+    joined["python_calls"] = _python_calls(trace.timeline, builder.start_ns[order], joined["kind"])
     place = np.argsort(order)
     # Last, once every kind of edge is there: only then do cycles between kinds show.
     edges, contradictions, example = builder.edges.build(place)
@@ -603,23 +603,41 @@ def _operands(timeline: HostTimeline, et: ExecutionTrace, ops: I64) -> Columns:
     return columns | {"input_strides": np.where(rows >= 0, pick(strides, rows, 0), 0)}
 
 
-def _python_calls(timeline: HostTimeline, start_ns: I64) -> I32:
+# torch's name of the range in which a subclass of Tensor runs an operator in Python.
+_SUBCLASS = "PythonSubclass"
+
+_ONE_DISPATCH = python_calls_text({"dtensor": 1})
+
+
+def _python_calls(timeline: HostTimeline, start_ns: I64, kind: I64) -> I32:
     """Return for each node the calls of Python since the node before, int32[n].
 
+    A capture without a device counts them. In a trace of a profiler, operators that a subclass of
+    Tensor dispatches show as ranges; they count as DTensor's, the most common subclass.
+
     Args:
-        timeline: the host events, of which a capture without a device has such calls.
+        timeline: the host events.
         start_ns: start of each node, ascending, int64[n].
+        kind: kind of each node, int64[n].
     """
     calls = np.zeros(len(start_ns), dtype=np.int32)
     rows, strings = timeline.rows, timeline.strings
-    counted = np.flatnonzero(rows.python_calls)
-    if not len(counted) or not len(start_ns):
+    codes = rows.python_calls.copy()
+    subclass, one = strings.encode([_SUBCLASS, _ONE_DISPATCH])
+    codes[rows.name == subclass] = one
+    counted = np.flatnonzero(codes)
+    host = np.flatnonzero(kind == Kind.HOST_OP)
+    # On a GPU, operators are the host's nodes; without a device, communication is too.
+    nodes = host if np.isin(kind, (Kind.KERNEL, Kind.MEMCPY, Kind.MEMSET)).any() else None
+    starts = start_ns if nodes is None else start_ns[nodes]
+    if not len(counted) or not len(starts):
         return calls
     # Calls after the last node have no node that follows, and count for the last one.
-    node = np.minimum(np.searchsorted(start_ns, rows.start_ns[counted]), len(start_ns) - 1)
+    place = np.minimum(np.searchsorted(starts, rows.start_ns[counted]), len(starts) - 1)
+    place = place if nodes is None else nodes[place]
     sums = defaultdict[int, Counter[str]](Counter)
-    for place, code in zip(node.tolist(), rows.python_calls[counted].tolist(), strict=True):
-        sums[place] += python_calls_of(strings[code])
+    for node, code in zip(place.tolist(), codes[counted].tolist(), strict=True):
+        sums[node] += python_calls_of(strings[code])
     calls[list(sums)] = strings.encode(map(python_calls_text, sums.values()))
     return calls
 
