@@ -521,6 +521,13 @@ PATCHES: tuple[Patch, ...] = (
         everywhere=True,
     ),
     Patch(
+        "torch.nn.functional",
+        ("one_hot",),
+        "torch compares a fake tensor with every class; on a GPU it writes ones into zeros.",
+        ("no_device.emulated_process",),
+        everywhere=True,
+    ),
+    Patch(
         "torch._utils",
         ("_get_device_index",),
         "The index of another GPU of the node means the current device.",

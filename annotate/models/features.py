@@ -7,6 +7,7 @@ from typing import NamedTuple, Self
 import numpy as np
 
 from onerank.annotate.gpus.gpu import Gpu
+from onerank.annotate.models.operand_reuse import OperandReuse
 from onerank.annotate.op_costs.cost_record import AttentionShape, GemmShape, PartKernel, Work
 from onerank.annotate.op_costs.node_costs import OpCosts
 from onerank.annotate.op_costs.op_classes import (
@@ -109,6 +110,11 @@ _CACHE_BYTES_PER_CYCLE = 20.0
 # place of 1.34 where the cache serves their operands.
 _FASTER_IN_CACHE = 1.25
 
+# A first load from memory over one from the cache: kernels of `exp`, `square`, `clamp` and `add`
+# with operands of 4 to 25 kB take an H100 1.47 to 1.54 us where other kernels ran since, and 1.22
+# where the kernel before wrote the operand.
+_MISS_S = 0.27e-6
+
 # Threads whose instructions an SM issues per cycle: four warps, on NVIDIA GPUs since Volta.
 _LANES = 128
 
@@ -165,6 +171,7 @@ class KernelFeatures:
         from_torch: whether PyTorch's operator launches it, bool[n]. Other libraries' kernels reach
             less of the bandwidth.
         instructions: instructions, summed over its threads; 0 if not known, float64[n].
+        reuse: the operands that each reads, and how long ago they were last used.
     """
 
     duration_ns: F64
@@ -190,6 +197,7 @@ class KernelFeatures:
     far_load: F64
     from_torch: Mask
     instructions: F64
+    reuse: OperandReuse
     parts: ComponentGemms = field(default_factory=lambda: ComponentGemms.of([]))
 
     @classmethod
@@ -226,17 +234,18 @@ class KernelFeatures:
             far_load=np.array([work.far_load for work in costs.works])[costs.call],
             from_torch=_from_torch(graph, index),
             instructions=np.maximum(nodes.instructions[index], 0).astype(np.float64),
+            reuse=OperandReuse.of(graph, index, _moved_by_operator(costs)),
             parts=ComponentGemms.of(costs.works),
         )
 
     def select(self, rows: slice | I64) -> "KernelFeatures":
         """Return the features of the nodes at `rows`."""
         # Indexed by call or dtype, not by node.
-        shared = ("dtypes", "gemm", "scales", "attention", "parts")
+        shared = ("dtypes", "gemm", "scales", "attention", "parts", "reuse")
         columns = {
             f.name: getattr(self, f.name)[rows] for f in fields(self) if f.name not in shared
         }
-        return replace(self, **columns)
+        return replace(self, **columns, reuse=self.reuse.select(rows))
 
     def blocks(self) -> Iterator[tuple[slice, "KernelFeatures"]]:
         """Yield (rows, their features) in blocks whose temporaries fit into a CPU core's cache."""
@@ -282,7 +291,7 @@ class KernelFeatures:
         # Other vendors' GPUs and libraries were not measured.
         if not gpu.is_nvidia or gpu.l2_bytes is None:
             return np.zeros(len(self.call))
-        share = np.clip(2 - 2 * np.nan_to_num(self.bytes) / gpu.l2_bytes, 0, 1)
+        share = self.reuse.cached_share(np.nan_to_num(self.bytes), gpu.l2_bytes)
         return share * (self.from_torch & ~(self.matmul_class | self.transfer))
 
     def s_per_byte(self, gpu: Gpu) -> F64:
@@ -290,6 +299,16 @@ class KernelFeatures:
         cache = max(gpu.bandwidth_bytes_per_s, _CACHE_BYTES_PER_CYCLE * gpu.issue_rate_hz)
         share = self.cached_share(gpu)
         return share / cache + (1 - share) / gpu.bandwidth_bytes_per_s
+
+    def miss_s(self, gpu: Gpu) -> F64:
+        """Return the latency of operands that no cache has, in seconds, float64[n].
+
+        Other vendors' GPUs and libraries were not measured.
+        """
+        if not gpu.is_nvidia or gpu.l2_bytes is None:
+            return np.zeros(len(self.call))
+        missed = 1 - self.reuse.kept_share(np.nan_to_num(self.bytes), gpu.l2_bytes)
+        return _MISS_S * missed * (self.from_torch & ~(self.matmul_class | self.transfer))
 
     def issue_s(self, gpu: Gpu) -> F64:
         """Return the time of elements that are handled one by one, in seconds, float64[n]."""
@@ -351,6 +370,12 @@ class KernelFeatures:
         )
 
 
+def _moved_by_operator(costs: OpCosts) -> F64:
+    """Return the bytes that each node's operator moves; 0 if not known, float64[n]."""
+    moved = [max(work.bytes_read, 0) + max(work.bytes_written, 0) for work in costs.works]
+    return np.array(moved, dtype=np.float64)[costs.call]
+
+
 _TORCH = "aten::"
 
 
@@ -408,6 +433,7 @@ def kernels_of(works: Sequence[Work], duration_ns: F64) -> KernelFeatures:
         far_load=np.array([work.far_load for work in works]),
         from_torch=np.ones(count, dtype=bool),
         instructions=np.zeros(count),
+        reuse=OperandReuse.unknown(count),
         parts=ComponentGemms.of(works),
     )
 

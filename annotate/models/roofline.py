@@ -305,7 +305,7 @@ def datasheet_terms(kernels: KernelFeatures, target: Gpu) -> DatasheetTerms:
     latency_s = _LATENCY_S if target.is_nvidia else 0.0
     chain = kernels.chain_loads(target) * latency_s
     rule = np.where(chain > np.maximum.reduce([compute, memory, issue]), Rule.CHAIN, rule)
-    floor = kernels.floor_ns(target)
+    floor = kernels.floor_ns(target) + kernels.miss_s(target) * 1e9
     return DatasheetTerms(
         floor_ns=floor,
         rate=rate,

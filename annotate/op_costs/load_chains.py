@@ -14,7 +14,7 @@ rows it is that of bytes or of SM cycles, which `memory_bound` has.
 from collections.abc import Callable
 from math import ceil, log2
 
-from onerank.annotate.op_costs.memory_bound import SHARED_ROW_BYTES
+from onerank.annotate.op_costs.memory_bound import SHARED_ROW_BYTES, STORES_BY_INDEX, VARIANCES
 from onerank.annotate.op_costs.operands import Call
 from onerank.annotate.op_costs.reductions import NEED_AXES, division_of
 
@@ -28,6 +28,8 @@ NEED_VALUES = _SCANS | NEED_AXES
 # the result. Softmax of rows that do not fit into shared memory: 1024 threads with 16 bytes each,
 # for the maximum, the sum and the result. Reductions: see `reductions`.
 _NORM_ELEMENTS, _NORM_PASSES = 512, 2
+# Welford's algorithm takes longer than a sum of squares: 0.51 us for a step against 0.41.
+_LAYER_NORM = 1.2
 _SOFTMAX_BYTES, _SOFTMAX_PASSES = 16 * 1024, 3
 
 # Time of a load of a sum over that of other loads: means of 1 to 512 rows of 512 to 7168 elements
@@ -36,7 +38,12 @@ _SUMMED = 0.535
 # From memory a load takes 0.57 and 0.64 us: means of 2048 rows of 4096 and of 7168 take an H100
 # 20.1 and 37.6 us.
 _SUMMED_FROM_MEMORY = 1.46
-_SUMS = ("sum", "nansum", "mean", "linalg_vector_norm", "norm")
+_SUMS = ("sum", "nansum", "mean", "linalg_vector_norm", "norm", "amax", "amin")
+# Welford's algorithm loads two values at a time and divides for each: 0.49 to 0.54 us for such a
+# load, whether 2 or 600 rows wait (`std` of rows of 896 to 6144 numbers on an H100).
+_WELFORD_LOADS, _WELFORD = 2, 1.2
+
+_EXTREMES = ("argmax", "argmin", "max", "min")
 
 # A step of a scan along the last dimension is a tree of additions: 1.35 to 1.65 us for 32 to 512
 # threads, in loads.
@@ -49,13 +56,22 @@ def _norm(call: Call) -> float:
     tensor = call.tensor(0)
     if tensor is None or not tensor.shape:
         return 0.0
-    return _NORM_PASSES * ceil(tensor.shape[-1] / _NORM_ELEMENTS)
+    steps = _NORM_PASSES * ceil(tensor.shape[-1] / _NORM_ELEMENTS)
+    return steps * (_LAYER_NORM if call.op == "native_layer_norm" else 1.0)
+
+
+# Up to this length `softmax_warp_forward` keeps a row in the registers of a warp: rows of 256
+# numbers, 8 for each thread, take an H100 1.98 us, rows of 896, which count as 1024, 4.3.
+_WARP_ROW, _WARP, _WARP_ELEMENT, _WARP_HIDDEN = 1024, 32, 0.23, 1.0
 
 
 def _softmax(call: Call) -> float:
     tensor = call.tensor(0)
     if tensor is None or not tensor.shape:
         return 0.0
+    if tensor.shape[-1] <= _WARP_ROW:
+        elements = 2 ** ceil(log2(max(1, tensor.shape[-1]))) / _WARP
+        return max(0.0, _WARP_ELEMENT * elements - _WARP_HIDDEN)
     row_bytes = tensor.shape[-1] * tensor.item_bytes
     passes = _SOFTMAX_PASSES if row_bytes > SHARED_ROW_BYTES else 1
     return passes * ceil(row_bytes / _SOFTMAX_BYTES)
@@ -65,6 +81,8 @@ def _reduction(call: Call) -> float:
     division = division_of(call)
     if division is None:
         return 0.0
+    if call.op in VARIANCES:
+        return division.loads * _WELFORD_LOADS * _WELFORD
     return division.loads * (_SUMMED if call.op in _SUMS else 1.0)
 
 
@@ -92,11 +110,18 @@ def _scan(call: Call) -> float:
 # An index, and the element or row at it: 2.05 us for one row of `embedding`, `index_select` and
 # `index`, 2.0 for `gather` and `scatter` of 8. `index_put` divides offsets by sizes before it
 # knows an address, for the operand, the index and the result: 4.0 to 4.6 us for 1 to 16 rows.
-_INDEXED, _PUT = 2.0, 7.0
+# `flip` divides as well, without an index to load: 3.1 to 3.3 us.
+_INDEXED, _PUT, _FLIPPED = 2.0, 7.0, 5.0
 
-# Elements that a thread of `_scatter_gather_elementwise_kernel` takes one after another, and
-# threads of a block: 128 elements take 2.2 us, 512 4.8.
-_SCATTERED_BY_THREAD, _SCATTER_THREADS = 4, 128
+# Elements that a thread of `_scatter_gather_elementwise_kernel` takes one after another, threads of
+# a block, and loads for an element: 128 elements take 2.2 us, 256 3.1, 512 4.8, 768 6.8, and 1024
+# or more 8.6.
+_SCATTERED_BY_THREAD, _SCATTER_THREADS, _SCATTERED = 8, 128, 2.35
+
+# Up to 16 rows `indexSelectSmallIndex` and `indexFuncSmallIndex` take one row after another (their
+# sources: Indexing.cu). Of 1 to 16 rows `embedding` and `index_select` take 2.2 to 11.5 us,
+# `index_add`, which reads and writes the row, 2.3 to 13.6; 32 rows take 2.1 and 3.1.
+_FEW_ROWS, _SELECTED, _ADDED = 16, 1.5, 1.8
 
 
 def _scattered(call: Call) -> float:
@@ -110,22 +135,44 @@ def _scattered(call: Call) -> float:
         return 0.0
     if isinstance(dim, int) and dim % max(1, len(index.shape)) != len(index.shape) - 1:
         return _INDEXED
-    return _INDEXED * min(_SCATTERED_BY_THREAD, ceil(index.numel / _SCATTER_THREADS))
+    return _SCATTERED * min(_SCATTERED_BY_THREAD, ceil(index.numel / _SCATTER_THREADS))
+
+
+def _of_rows(rows: int, each: float) -> float:
+    """Return the loads of a kernel that selects rows, of which it takes a few one by one."""
+    return max(_INDEXED, 0.5 + each * rows) if rows <= _FEW_ROWS else _INDEXED
+
+
+def _selected(call: Call) -> float:
+    # The index is the second argument of `embedding`, the third of `index_select`.
+    index = call.tensor(1 if call.op == "embedding" else 2)
+    return _of_rows(index.numel, _SELECTED) if index else _INDEXED
+
+
+def _added(call: Call) -> float:
+    index = call.tensor(2)
+    return _of_rows(index.numel, _ADDED) if index else _INDEXED
+
+
+def _bisected(call: Call) -> float:
+    """Return the loads of a binary search, each of which waits for the comparison before it."""
+    at = 0 if call.op == "searchsorted" else 1
+    bounds = call.tensor(at)
+    return log2(bounds.shape[-1] + 1) if bounds and bounds.shape else 0.0
 
 
 _CHAINS: dict[str, Callable[[Call], float]] = {
     **dict.fromkeys(("gather", "scatter", "scatter_", "scatter_add", "scatter_add_"), _scattered),
-    **dict.fromkeys(
-        ("embedding", "index_select", "index", "index_add", "index_add_"), lambda _: _INDEXED
-    ),
-    **dict.fromkeys(
-        ("index_put", "index_put_", "_index_put_impl_", "index_copy", "index_copy_"),
-        lambda _: _PUT,
-    ),
+    **dict.fromkeys(("embedding", "index_select"), _selected),
+    **dict.fromkeys(("index_add", "index_add_"), _added),
+    "index": lambda _: _INDEXED,
+    "flip": lambda _: _FLIPPED,
+    **dict.fromkeys(STORES_BY_INDEX, lambda _: _PUT),
     **dict.fromkeys(("native_layer_norm", "_fused_rms_norm"), _norm),
     **dict.fromkeys(("_softmax", "_log_softmax"), _softmax),
-    **dict.fromkeys((*_SUMS, "argmax", "argmin", "max", "min", "amax", "amin"), _reduction),
+    **dict.fromkeys((*_SUMS, *VARIANCES, *_EXTREMES), _reduction),
     **dict.fromkeys(_SCANS, _scan),
+    **dict.fromkeys(("searchsorted", "bucketize"), _bisected),
 }
 
 
@@ -137,4 +184,7 @@ def chain_of(call: Call) -> float:
 
 def far_load_of(call: Call) -> float:
     """Return the time of a chain's load from memory over one from the cache; 1 if not measured."""
-    return _SUMMED_FROM_MEMORY / _SUMMED if call.op in _SUMS else 1.0
+    if call.op in _SUMS:
+        return _SUMMED_FROM_MEMORY / _SUMMED
+    # An argmax of 4 to 100 rows of 102,400 numbers takes 0.59 to 0.63 us for each load.
+    return _SUMMED_FROM_MEMORY if call.op in _EXTREMES else 1.0

@@ -64,7 +64,7 @@ SOFTMAX_FORWARD, SOFTMAX_BACKWARD = 5, 4
 sum, subtract, product."""
 
 # Operators that overwrite their first operand without reading it.
-_WRITE_ONLY = frozenset(
+WRITE_ONLY = frozenset(
     [
         "fill_",
         "zero_",
@@ -138,7 +138,7 @@ def _elements(call: Call) -> int:
 
 def _read(call: Call) -> int:
     """Return the bytes read: those of all operands but one that is only overwritten."""
-    unread = {0} if call.op in _WRITE_ONLY else set[int]()
+    unread = {0} if call.op in WRITE_ONLY else set[int]()
     if call.op in _SQUARES and call.value(1) is not None and call.value(1) == call.value(2):
         # Adam's v + w*g*g passes the gradient twice, and the kernel loads it once.
         unread.add(2)
@@ -420,6 +420,12 @@ def _computes_sums(call: Call) -> bool:
 # 67 MB), by a kernel that divides each element's index.
 _ELEMENTWISE_PER_CYCLE, _REDUCED_PER_CYCLE, _CONCATENATED_PER_CYCLE = 1.34, 2.5, 0.95
 
+# Kernels that compute an address for each element in other ways (an H100, rows of 896 to 6144
+# numbers in 16 bits, 2026-11-27-small-operators-unseen-h100): copies of an expanded operand, as
+# `repeat` makes them, 2.0 to 2.2; `roll_cuda_kernel` 0.86 to 0.95; `index_elementwise_kernel` (flip
+# and stores by index) 1.4 to 1.9, and `triu_tril_kernel` 1.35, as other elementwise kernels.
+_EXPANDED_PER_CYCLE, _ROLLED_PER_CYCLE = 2.0, 0.9
+
 # The same of layer norms, and of softmax of long rows: 2.0 to 2.4 and 1.0 to 1.2 in the shipped
 # database of the H200.
 _NORMED_PER_CYCLE, _LONG_SOFTMAX_PER_CYCLE = 2.2, 1.1
@@ -429,19 +435,42 @@ _NORMED_PER_CYCLE, _LONG_SOFTMAX_PER_CYCLE = 2.2, 1.1
 _TOPK_PER_CYCLE = 0.08
 
 
+# Fewest elements of a row from which several blocks select from it, by the number of rows up to
+# which this holds: `should_use_multiblock` in TensorTopK.cu.
+_SHARED_ROWS = ((20, 20000), (40, 10000), (80, 8000), (199, 5000), (799, 3000), (4000, 800))
+_MANY_SHARED_ROWS = 400
+
+
+def selects_in_blocks(call: Call) -> bool:
+    """Return whether several blocks share a row of `topk`."""
+    keys = call.tensor(0)
+    if keys is None or not keys.shape or not keys.shape[-1]:
+        return False
+    row = keys.shape[-1]
+    rows = keys.numel // row
+    return row >= next((least for most, least in _SHARED_ROWS if rows <= most), _MANY_SHARED_ROWS)
+
+
 def cycles_of(call: Call, operator_class: OpClass) -> float:
     """Return the SM cycles of a call's elements; 0 if its bytes determine its time."""
-    if call.op == "topk":
-        return call.numel(0) / _TOPK_PER_CYCLE
-    if call.op == "native_layer_norm":
-        return call.numel(0) / _NORMED_PER_CYCLE
-    if call.op in ("_softmax", "_log_softmax") and passes_of(call) > 1:
-        return call.numel(0) / _LONG_SOFTMAX_PER_CYCLE
-    if operator_class is OpClass.REDUCTION:
-        return call.numel(0) / _REDUCED_PER_CYCLE
-    if _computes_addresses(call, operator_class) or (call.op == "copy_" and _widens(call)):
-        return max(call.output_numel, call.numel(0)) / _ELEMENTWISE_PER_CYCLE
-    return call.numel(0) / _CONCATENATED_PER_CYCLE if _concatenates_strided(call) else 0.0
+    op = call.op
+    read, widest = call.numel(0), max(call.output_numel, call.numel(0))
+    stored = call.tensor(2 if "put" in op else 3) if op in STORES_BY_INDEX else None
+    computes = _computes_addresses(call, operator_class) or (op == "copy_" and _casts(call))
+    long_softmax = op in ("_softmax", "_log_softmax") and passes_of(call) > 1
+    # Elements and their rate by the first rule that applies.
+    rules = (
+        (op == "topk" and not selects_in_blocks(call), read, _TOPK_PER_CYCLE),
+        (op == "native_layer_norm", read, _NORMED_PER_CYCLE),
+        (long_softmax, read, _LONG_SOFTMAX_PER_CYCLE),
+        (operator_class is OpClass.REDUCTION, read, _REDUCED_PER_CYCLE),
+        (op == "roll", read, _ROLLED_PER_CYCLE),
+        (stored is not None, stored.numel if stored else 0, _ELEMENTWISE_PER_CYCLE),
+        (computes, widest, _ELEMENTWISE_PER_CYCLE),
+        (_is_expanded(call, operator_class), widest, _EXPANDED_PER_CYCLE),
+        (_concatenates_strided(call), read, _CONCATENATED_PER_CYCLE),
+    )
+    return next((elements / rate for applies, elements, rate in rules if applies), 0.0)
 
 
 def _concatenates_strided(call: Call) -> bool:
@@ -450,8 +479,19 @@ def _concatenates_strided(call: Call) -> bool:
     return call.op == "cat" and not all(tensor.contiguous for tensor in tensors)
 
 
+STORES_BY_INDEX = frozenset(
+    {"index_put", "index_put_", "_index_put_impl_", "index_copy", "index_copy_"}
+)
+"""Operators of `index_elementwise_kernel` that write rows at given places."""
+
+# Kernels for these have their own code, which divides the index of each element by sizes.
+_BY_INDEX = frozenset({"triu", "triu_", "tril", "tril_", "flip", "repeat"})
+
+
 def _computes_addresses(call: Call, operator_class: OpClass) -> bool:
     """Return whether an elementwise kernel computes each element's addresses from its index."""
+    if call.op in _BY_INDEX:
+        return True
     if operator_class is not OpClass.ELEMENTWISE and call.op != "copy_":
         return False
     elements = max(call.output_numel, call.numel(0))
@@ -463,23 +503,63 @@ def _computes_addresses(call: Call, operator_class: OpClass) -> bool:
     return spread or _strides_differ(call)
 
 
+VARIANCES = frozenset({"var", "std", "var_mean", "std_mean"})
+"""Reductions by Welford's algorithm."""
+
 # Shortest time of a kernel over that of a class's shortest, on an H100 (kernels of decodes of a
 # Llama-8B and of DeepSeek-V3's layers, torch 2.11, 2026-11-26 and 27): `elementwise_kernel`, which
 # divides an index by sizes, 2.0 to 2.3 us against 1.2; copies to a wider dtype, which
 # `unrolled_elementwise_kernel` loads by a switch of the dtype, 2.7 (on an H200 2.3); concatenations
 # with a strided operand, 2.0 to 2.5 (of contiguous ones 1.3). Reductions that Inductor generates
 # take 1.3 us, as its elementwise kernels do.
-_OF_ADDRESSES, _OF_WIDENING, _GENERATED_REDUCTION = 1.75, 2.1, 0.65
+_OF_ADDRESSES, _OF_CASTS, _GENERATED_REDUCTION = 1.75, 2.1, 0.65
+
+# On an H100 (2026-11-27-small-operators-unseen-h100): `roll` 1.8 us against 1.3 of other copies.
+# Vectorised kernels of `exp`, `square` and `clamp` take 1.47 to 1.54 us, of functions that divide
+# 1.76 to 1.9, of those that reduce an angle to a quadrant 2.1 to 2.2: a thread computes its four to
+# eight elements one after another. Variances take 1.4 times as long as sums, because the
+# combination of two partial results divides. Norms take 1 to 1.5 us without the steps of their
+# loads (rows of 896 to 6144 numbers); the shortest products 2.7.
+_DIVIDING = """sigmoid silu gelu tanh erf mish div reciprocal logit atan asin acos sigmoid_backward
+    silu_backward gelu_backward tanh_backward"""
+_FLOOR_FACTORS = {
+    **dict.fromkeys(_DIVIDING.split(), 1.25),
+    **dict.fromkeys(("sin", "cos", "tan"), 1.5),
+    **dict.fromkeys(VARIANCES, 1.4),
+    "roll": 1.4,
+    "_fused_rms_norm": 0.35,
+    "native_layer_norm": 0.47,
+}
+
+# Elements of a block that casts; fewer take a thread one load.
+_CAST_TOGETHER = 512
+_NARROWED_BY_VECTORS = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 
 
 def floor_factor_of(op: str, call: Call, operator_class: OpClass) -> float:
     """Return the time of the shortest call of a kernel over that of its class's shortest."""
     if is_generated(op):
         return _GENERATED_REDUCTION if operator_class is OpClass.REDUCTION else 1.0
-    if call.op == "copy_" and _widens(call):
-        return _OF_WIDENING
-    slow = _computes_addresses(call, operator_class) or _concatenates_strided(call)
-    return _OF_ADDRESSES if slow else 1.0
+    if call.op == "copy_" and _casts(call) and call.numel(0) >= _CAST_TOGETHER:
+        return _OF_CASTS
+    addresses = _computes_addresses(call, operator_class) or _is_expanded(call, operator_class)
+    # The divisions of `flip` are a chain, see `load_chains`.
+    if call.op != "flip" and (addresses or _concatenates_strided(call)):
+        return _OF_ADDRESSES
+    return _FLOOR_FACTORS.get(call.op.removesuffix("_"), 1.0)
+
+
+def _is_expanded(call: Call, operator_class: OpClass) -> bool:
+    """Return whether an elementwise kernel reads an operand that is expanded, with stride 0."""
+    if operator_class is not OpClass.ELEMENTWISE and call.op != "copy_":
+        return False
+    operands = (operand[0] for operand in call.inputs if operand and len(operand) == 1)
+    return any(
+        size > 1 and not stride
+        for operand in operands
+        if operand.numel > 1 and operand.recorded_strides
+        for size, stride in zip(operand.shape, operand.strides, strict=True)
+    )
 
 
 def _strides_differ(call: Call) -> bool:
@@ -511,6 +591,12 @@ def _strides_differ(call: Call) -> bool:
     return False
 
 
-def _widens(call: Call) -> bool:
+def _casts(call: Call) -> bool:
+    """Return whether a copy changes the dtype by `unrolled_elementwise_kernel`.
+
+    `float_to_bfloat16_copy_kernel` and its like narrow float32 by vectors (Copy.cu).
+    """
     to, of = call.tensor(0), call.tensor(1)
-    return to is not None and of is not None and to.item_bytes > of.item_bytes
+    if to is None or of is None or to.dtype == of.dtype:
+        return False
+    return of.dtype != "float32" or to.dtype not in _NARROWED_BY_VECTORS

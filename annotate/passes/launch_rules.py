@@ -6,9 +6,10 @@ without a rule launches one kernel.
 """
 
 from collections.abc import Sequence
-from math import ceil
+from math import ceil, expm1, log1p
 
 from onerank.annotate.gpus.gpu import Gpu
+from onerank.annotate.op_costs.memory_bound import selects_in_blocks
 from onerank.annotate.op_costs.op_classes import OpClass, base_name, is_generated, op_class
 from onerank.annotate.op_costs.operands import Call, Tensor, numbers_of
 from onerank.annotate.op_costs.reductions import NEED_AXES, division_of
@@ -163,16 +164,31 @@ _SINGLE_TILE = 2048
 
 _DIGIT_BITS = 8
 
+_ASSERT = Launch("_assert_async_cuda_kernel", floors=0.83, op="aten::_assert_async")
+
 _COUNT_UP = Launch("elementwise_kernel_with_index", op=_ARANGE)
 
 
-def _radix_sort(bits: int) -> Sequence[Launch]:
-    """Return the launches of CUB's onesweep radix sort of keys of `bits` bits."""
-    sweep = (MEMSET, Launch("DeviceRadixSortOnesweepKernel", floors=2.2))
+# Time of a byte that a radix sort of many keys moves over that of a byte at the memory's bandwidth.
+# On an H100 a sweep over 10.2 million keys of 4 bytes with values of 8 takes 124 us, 82 at the
+# bandwidth; the histogram of the keys 40 us, 14 at the bandwidth; of 1.6 million keys 26 and 12.
+_SWEPT, _COUNTED = 1.5, 3
+
+
+def _radix_sort(bits: int, keys_bytes: int = 0, values_bytes: int = 0) -> Sequence[Launch]:
+    """Return the launches of CUB's onesweep radix sort.
+
+    Args:
+        bits: bits of a key.
+        keys_bytes: bytes of all keys; 0 if there are few.
+        values_bytes: bytes of the values that are sorted by them.
+    """
+    swept = int(_SWEPT * 2 * (keys_bytes + values_bytes))
+    sweep = (MEMSET, Launch("DeviceRadixSortOnesweepKernel", floors=2.2, internal_bytes=swept))
     return (
         MEMSET,
         MEMSET,
-        Launch("DeviceRadixSortHistogramKernel", floors=1.2),
+        Launch("DeviceRadixSortHistogramKernel", floors=1.2, internal_bytes=_COUNTED * keys_bytes),
         Launch("DeviceRadixSortExclusiveSumKernel", floors=0.5),
         *sweep * ceil(bits / _DIGIT_BITS),
     )
@@ -181,6 +197,11 @@ def _radix_sort(bits: int) -> Sequence[Launch]:
 _SCAN = (Launch("DeviceScanInitKernel", floors=0.35), Launch("DeviceScanKernel", floors=0.95))
 
 _FEW_INDICES = 3072
+
+# Rows of a segment (`NROWS_PER_THREAD`), and elements of partial sums that an SM handles per cycle:
+# 6000 indices of 32,768 rows of 1280 take an H100 55 us in each of the two kernels, of 100,352 rows
+# of 3072 133 to 145.
+_SEGMENT_ROWS, _SUMMED_PER_CYCLE = 10, 0.53
 
 
 def _embedding_backward(call: Call, target: Gpu) -> Sequence[Launch]:
@@ -192,8 +213,14 @@ def _embedding_backward(call: Call, target: Gpu) -> Sequence[Launch]:
     gradient, indices = call.tensor(0), call.tensor(1)
     if gradient is None or indices is None:
         return ()
-    # Segments are summed in float32.
-    partial_bytes = 4 * gradient.numel
+    # Segments of up to ten rows of one index are summed in float32. A table's row occurs among n
+    # random indices with probability 1 - (1 - 1/rows)^n.
+    table = call.output()
+    words = table.shape[0] if table and table.shape else indices.numel
+    distinct = words * -expm1(indices.numel * log1p(-1 / words)) if words > 1 else 1.0
+    partials = distinct + (indices.numel - distinct) / _SEGMENT_ROWS
+    sums_ns = partials * gradient.shape[-1] / (_SUMMED_PER_CYCLE * target.issue_rate_hz) * 1e9
+    sums = sums_ns / target.launch_floor_ns
     zero = Launch("vectorized_elementwise_kernel", op=FILL, written_bytes=call.output_bytes)
     if indices.numel <= _FEW_INDICES:
         # A block takes one index after another: 37 ns each for rows of 512 elements, 56 for 4096,
@@ -210,16 +237,17 @@ def _embedding_backward(call: Call, target: Gpu) -> Sequence[Launch]:
         *_SCAN,
         Launch("compute_num_of_partial_segments", floors=0.45),
         Launch("krn_partial_segment_offset", floors=0.6),
-        # One writes float32 sums of segments, a row per index at most; the other reads them.
-        Launch("compute_grad_weight", 0.5, internal_bytes=partial_bytes),
-        Launch("sum_and_scatter", 0.5, internal_bytes=partial_bytes),
+        # One writes float32 sums of segments, the other reads them.
+        Launch("compute_grad_weight", 0.5, floors=sums),
+        Launch("sum_and_scatter", 0.5, floors=sums),
     )
 
 
 def _index_put(call: Call, target: Gpu) -> Sequence[Launch]:
     """Return the launches of an indexed assignment; one that accumulates sorts its indices.
 
-    Source: Indexing.cu. Three elementwise kernels make linear indices of those given.
+    Source: Indexing.cu. It checks the least and the largest index, without the host; three
+    elementwise kernels make linear indices of those given.
     """
     rows, indices = call.tensor(0), call.tensor(1)
     if call.value(3) is not True or rows is None or indices is None or not rows.shape:
@@ -229,7 +257,17 @@ def _index_put(call: Call, target: Gpu) -> Sequence[Launch]:
         Launch("vectorized_elementwise_kernel", op=f"aten::{name}")
         for name in ("remainder", "mul", "div_")
     ]
-    return (*linear, _COUNT_UP, *sort, Launch("indexing_backward_kernel", 1.0))
+    checks = [
+        launch
+        for extreme, compares in (("max", "lt"), ("min", "ge"))
+        for launch in (
+            Launch("reduce_kernel", op=f"aten::{extreme}", floors=0.85),
+            Launch("vectorized_elementwise_kernel", op=f"aten::{compares}"),
+            _ASSERT,
+        )
+    ]
+    added = Launch("indexing_backward_kernel", 1.0)
+    return (*checks, *linear, _COUNT_UP, *sort, added)
 
 
 # Longest row that a block sorts: `sort_size` in Sort.cu.
@@ -265,25 +303,68 @@ def _sort(call: Call, target: Gpu) -> Sequence[Launch]:
         if name.startswith("radix"):
             floors *= 8 * keys.item_bytes / _TIMED_BITS
         return (copy, _COUNT_UP, expand, copy, Launch(name, 1.0, floors=floors))
-    sort = _radix_sort(8 * keys.item_bytes)
-    *before, sweep = sort
+    # Every key has a place of 8 bytes: its index, and its row if there are several.
+    places = 8 * keys.numel
+    *before, sweep = _radix_sort(8 * keys.item_bytes, keys.nbytes, places)
     whole = sweep._replace(share=1.0)
     if keys.numel == keys.shape[-1]:
-        return (copy, Launch("fill_reverse_indices_kernel", floors=0.5), *before, whole)
+        fill = Launch("fill_reverse_indices_kernel", floors=0.5, internal_bytes=places)
+        return (copy, fill, *before, whole)
     segments = keys.numel // keys.shape[-1]
+    copied = copy._replace(internal_bytes=2 * keys.nbytes)
     return (
-        copy,
-        Launch("fill_index_and_segment_kernel", floors=0.55),
+        copied,
+        Launch("fill_index_and_segment_kernel", floors=0.55, internal_bytes=places),
         *before,
         whole,
-        *_radix_sort((segments - 1).bit_length()),
-        Launch("sort_postprocess_kernel", floors=1.0),
+        # The keys of the second sort are the places.
+        *_radix_sort((segments - 1).bit_length(), places, 0),
+        # It reads a place and the key there, and writes key and index.
+        Launch(
+            "sort_postprocess_kernel",
+            floors=1.0,
+            internal_bytes=int(_SWEPT * 2 * (keys.nbytes + places)),
+        ),
     )
 
 
+# Passes over the bits of the keys: 2 bits in one block, `RADIX_BITS` in several.
+_SHARED_BITS = 8
+
+# Time of a byte that several blocks read for a top-k over that at the bandwidth: 10.2 million keys
+# of 4 bytes take 25 to 30 us for the counts of a pass, 56 for the selection.
+_DIGITS_READ, _SELECTED_READ = 2, 4
+
+
 def _topk(call: Call, target: Gpu) -> Sequence[Launch]:
-    """Return the launches of a top-k: it selects, then sorts what it selected."""
-    return (Launch("gatherTopK", 1.0), Launch("bitonicSortKVInPlace", floors=2.4))
+    """Return the launches of a top-k: it selects, then sorts what it selected.
+
+    Source: TensorTopK.cu. Floors are those of an H100: a block that selects takes 7.3 us at least,
+    because each of its passes waits for the one before.
+    """
+    keys = call.tensor(0)
+    if keys is None:
+        return ()
+    if not selects_in_blocks(call):
+        return (Launch("gatherTopK", 1.0, floors=2.7), Launch("bitonicSortKVInPlace", floors=1.7))
+    digits = (
+        Launch("computeBlockDigitCounts", floors=0.9, internal_bytes=_DIGITS_READ * keys.nbytes),
+        Launch("computeDigitCumSum", floors=1.2),
+        Launch("computeBlockwiseWithinKCounts", floors=0.95),
+    )
+    scan = (Launch("DeviceScanByKeyInitKernel", floors=0.35),
+            Launch("DeviceScanByKeyKernel", floors=1.3))  # fmt: skip
+    return (
+        Launch("mbtopk::fill", floors=0.35),
+        MEMSET,
+        MEMSET,
+        *digits * (8 * keys.item_bytes // _SHARED_BITS),
+        Launch("computeBlockwiseKthCounts", floors=0.8),
+        *scan,
+        *scan,
+        Launch("mbtopk::gatherTopK", 1.0, internal_bytes=_SELECTED_READ * keys.nbytes),
+        Launch("radixSortKVInPlace", floors=1.9),
+    )
 
 
 def _cumsum(call: Call, target: Gpu) -> Sequence[Launch]:
@@ -358,7 +439,7 @@ def _histogram(call: Call, target: Gpu) -> Sequence[Launch]:
     """Return the launches of a histogram: it zeroes the bins first."""
     return (
         Launch("vectorized_elementwise_kernel", op=FILL),
-        Launch("kernelHistogram1D", 1.0),
+        Launch("kernelHistogram1D", 1.0, floors=0.7),
     )
 
 
@@ -385,7 +466,7 @@ def _multinomial(call: Call, target: Gpu) -> Sequence[Launch]:
     extreme = Launch("reduce_kernel", op="aten::min", floors=bound, internal_bytes=size)
     row_floors = _LOAD_FLOORS * ceil(weights.shape[-1] / _VALUES_OF_LOAD)
     small = Launch("vectorized_elementwise_kernel", op="aten::ge")
-    check = Launch("_assert_async_cuda_kernel", floors=0.83)
+    check = _ASSERT
     clear = (MEMSET,) * shared
     return (
         *clear,
@@ -407,6 +488,27 @@ def _multinomial(call: Call, target: Gpu) -> Sequence[Launch]:
         Launch("vectorized_elementwise_kernel", op="aten::div", internal_bytes=3 * size),
         Launch("reduce_kernel", 1.0, op="aten::argmax", floors=max(0.9, row_floors)),
     )  # fmt: skip
+
+
+# Kernels of `logsumexp` before and after its sum: `logsumexp_out_impl` in ReduceOps.cpp takes the
+# largest of each row, replaces infinite ones, and adds it to the logarithm of the sum.
+_BEFORE_SUM = ("abs", "eq", "masked_fill_")
+_AFTER_SUM = ("log_", "add_")
+
+
+def _logsumexp(call: Call, target: Gpu) -> Sequence[Launch]:
+    """Return the launches of `logsumexp`."""
+    size = call.list_bytes(0)
+
+    def rows(names: Sequence[str]) -> list[Launch]:
+        return [Launch("vectorized_elementwise_kernel", op=f"aten::{name}") for name in names]
+
+    # Broadcast over a row, which computes addresses.
+    spread = Launch("elementwise_kernel", op="aten::sub", floors=0.8, internal_bytes=2 * size)
+    whole = Launch("vectorized_elementwise_kernel", op="aten::exp_", internal_bytes=2 * size)
+    largest = Launch("reduce_kernel", op="aten::amax", floors=0.85, internal_bytes=size)
+    added = Launch("reduce_kernel", 1.0, op="aten::sum")
+    return (largest, *rows(_BEFORE_SUM), spread, whole, added, *rows(_AFTER_SUM))
 
 
 # Norms and losses.
@@ -448,6 +550,16 @@ def _loss_backward(call: Call, target: Gpu) -> Sequence[Launch]:
     """Return the launches of the loss's backward: it zeroes the gradient. Source: Loss.cu."""
     zero = Launch("vectorized_elementwise_kernel", op=FILL, written_bytes=call.output_bytes)
     return (zero, Launch("nll_loss_backward_reduce_cuda_kernel_2d", 1.0))
+
+
+def _mean_loss(call: Call, target: Gpu) -> Sequence[Launch]:
+    """Return the launches of a loss that is a mean or sum of pointwise losses. Source: Loss.cpp."""
+    result = call.output()
+    if result is None or result.numel != 1:
+        return ()
+    each = Launch("vectorized_elementwise_kernel", 1.0)
+    size = call.list_bytes(0)
+    return (each, Launch("reduce_kernel", op="aten::mean", floors=0.9, internal_bytes=2 * size))
 
 
 # Elementwise kernels and reductions. Source: TensorIterator.cpp.
@@ -529,6 +641,8 @@ _RULES: dict[str, Rule] = {
     "topk": _topk,
     "cumsum": _cumsum,
     "multinomial": _multinomial,
+    "logsumexp": _logsumexp,
+    **dict.fromkeys(["mse_loss", "smooth_l1_loss", "huber_loss"], _mean_loss),
     "_local_scalar_dense": _read_number,
     "nonzero": _nonzero,
     "masked_select": _masked_select,

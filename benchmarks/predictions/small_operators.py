@@ -8,14 +8,15 @@ backward, indexing, sorting, scans, small norms, rotary embeddings and gated act
 times. Cold cases have other operands each time, which come from memory; the operands of the others
 are those of the call before. `compare` captures the same forward without a device, predicts it for
 that GPU, and prints the sum of the kernels of each case: the median of the three calls. The rules
-of `annotate` were mended with the first and the held-out sizes in view. The unseen sizes lie
-between and beyond, with operators that the others have not.
+of `annotate` were mended with the first, the held-out and the unseen sizes in view. The blind sizes
+lie between and beyond, with operators that the others have not. Their calls of a case follow each
+other in `blind-repeated`, so that the cache has the operands; in all others the calls take turns.
 """
 
 import statistics
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -42,7 +43,8 @@ class Sizes:
         heads: number and size of heads.
         batches: rows of logits.
         words: columns of logits.
-        others: whether operators that no rule was mended with are among the cases.
+        others: operators, of `_OTHERS` and `_BLIND`, which the first sizes have not.
+        repeated: whether the calls of a case follow each other.
     """
 
     tables: tuple[tuple[int, int], ...]
@@ -52,9 +54,20 @@ class Sizes:
     heads: tuple[tuple[int, int], ...]
     batches: tuple[int, ...]
     words: int
-    others: bool = False
+    others: tuple[str, ...] = ()
+    repeated: bool = False
 
 
+_BLIND_SIZES = Sizes(
+    tables=((64000, 2048),),
+    embedded=(700, 5000),
+    tokens=(3, 40, 1500),
+    widths=(1152, 3584, 8192),
+    heads=((20, 128), (16, 96)),
+    batches=(3, 48),
+    words=64000,
+    others=("unseen", "blind"),
+)
 SIZES = {
     "first": Sizes(
         tables=((2048, 1024), (32000, 1024), (128256, 2048)),
@@ -82,8 +95,10 @@ SIZES = {
         heads=((24, 128), (12, 64), (40, 128)),
         batches=(4, 16, 100),
         words=102400,
-        others=True,
+        others=("unseen",),
     ),
+    "blind": _BLIND_SIZES,
+    "blind-repeated": replace(_BLIND_SIZES, repeated=True),
 }
 _BF16, _F32 = torch.bfloat16, torch.float32
 _random: Any = torch.randn
@@ -104,7 +119,7 @@ def cases(sizes: Sizes) -> Iterator[Case]:
             yield f"{name} {tokens}", True, partial(make, tokens)
         for name, make in _EXPERTS.items():
             yield f"{name} {tokens}", False, partial(make, tokens)
-        if tokens > 1024:
+        if tokens > 1500:
             continue
         for width, (name, make) in product(sizes.widths, _LAYERS.items()):
             yield f"{name} {tokens}x{width}", False, partial(make, tokens, width)
@@ -113,7 +128,8 @@ def cases(sizes: Sizes) -> Iterator[Case]:
             if tokens > 1 or make is not _transposed:
                 name_of_size = f"{name} {tokens}x{heads}x{size}"
                 yield name_of_size, False, partial(make, tokens, heads, size)
-        for width, (name, make) in product(sizes.widths * sizes.others, _OTHERS.items()):
+        others = [item for name in sizes.others for item in _OTHERS[name].items()]
+        for width, (name, make) in product(sizes.widths, others):
             yield f"{name} {tokens}x{width}", False, partial(make, tokens, width)
     for batch, (name, make) in product(sizes.batches, _LOGITS.items()):
         yield f"{name} of logits {batch}", False, partial(make, batch, sizes.words)
@@ -402,7 +418,37 @@ def _argsort(tokens: int, width: int, device: str) -> Call:
     return lambda: at.argsort(stable=True)
 
 
-_OTHERS: dict[str, Callable[[int, int, str], Call]] = {
+def _of(function: Any, *kinds: str) -> Callable[[int, int, str], Call]:
+    """Return a case that calls a function with new tensors.
+
+    Args:
+        function: takes the tensors.
+        kinds: of each tensor: `x` for a hidden state in bf16, `f` in float32, `w` for a weight in
+            float32, `i` for an index of each token.
+    """
+
+    def make(tokens: int, width: int, device: str) -> Call:
+        made = {
+            "x": lambda: _random(tokens, width, device=device, dtype=_BF16),
+            "f": lambda: _random(tokens, width, device=device),
+            "w": lambda: _random(width, device=device),
+            "i": lambda: _indices(64, tokens, device=device),
+        }
+        operands = [made[kind]() for kind in kinds]
+        return lambda: function(*operands)
+
+    return make
+
+
+def _softmax_backward(gradient: Any, result: Any) -> Any:
+    return _aten._softmax_backward_data(gradient, result, -1, _F32)
+
+
+def _group_norm(x: Any) -> Any:
+    return functional.group_norm(x.unsqueeze(-1), 32)
+
+
+_UNSEEN: dict[str, Callable[[int, int, str], Call]] = {
     **{
         name: partial(_unary, function)
         for name, function in {
@@ -430,6 +476,62 @@ _OTHERS: dict[str, Callable[[int, int, str], Call]] = {
     "argsort": _argsort,
 }
 
+_BLIND: dict[str, Callable[[int, int, str], Call]] = {
+    "tanh": _of(torch.tanh, "x"),
+    "erf": _of(torch.erf, "f"),
+    "log": _of(torch.log, "f"),
+    "softplus": _of(functional.softplus, "x"),
+    "cube": _of(lambda x: x.pow(3), "x"),
+    "reciprocal": _of(torch.reciprocal, "f"),
+    "div": _of(torch.div, "x", "x"),
+    "maximum": _of(torch.maximum, "x", "x"),
+    "mul by column": _of(lambda x, w: x * w, "f", "w"),
+    "addcmul": _of(torch.addcmul, "f", "f", "f"),
+    "lerp": _of(lambda a, b: torch.lerp(a, b, 0.1), "x", "x"),
+    "where": _of(lambda a, b: torch.where(a > 0, a, b), "x", "x"),
+    "greater": _of(lambda x: x > 0, "x"),
+    "to bf16": _of(lambda x: x.to(_BF16), "f"),
+    "to half": _of(lambda x: x.half(), "x"),
+    "index to float": _of(lambda i: i.float(), "i"),
+    "tril": _of(torch.tril, "f"),
+    "flip columns": _of(lambda x: x.flip(-1), "f"),
+    "roll columns": _of(lambda x: x.roll(3, -1), "f"),
+    "repeat columns": _of(lambda x: x.repeat(1, 3), "x"),
+    "repeat_interleave": _of(lambda x: x.repeat_interleave(2, 0), "x"),
+    "pad": _of(lambda x: functional.pad(x, (0, 64)), "x"),
+    "stack": _of(lambda a, b: torch.stack((a, b)), "x", "x"),
+    "cat rows": _of(lambda a, b: torch.cat((a, b)), "f", "f"),
+    "cat columns": _of(lambda a, b: torch.cat((a, b), -1), "f", "f"),
+    "transpose": _of(lambda x: x.t().contiguous(), "x"),
+    "every other": _of(lambda x: x[:, ::2].contiguous(), "x"),
+    "var rows": _of(lambda x: x.var(0), "f"),
+    "var": _of(lambda x: x.var(-1), "f"),
+    "mean rows": _of(lambda x: x.mean(0), "f"),
+    "sum": _of(torch.sum, "f"),
+    "max": _of(lambda x: x.max(-1), "x"),
+    "argmin": _of(lambda x: x.argmin(-1), "f"),
+    "logsumexp": _of(lambda x: x.logsumexp(-1), "f"),
+    "norm": _of(lambda x: torch.linalg.vector_norm(x, dim=-1), "x"),
+    "any": _of(lambda x: (x > 3).any(-1), "x"),
+    "all finite": _of(lambda x: torch.isfinite(x).all(), "x"),
+    "group_norm": _of(_group_norm, "f"),
+    "silu_backward": _of(_aten.silu_backward, "x", "x"),
+    "softmax_backward": _of(_softmax_backward, "f", "f"),
+    "mse_loss": _of(functional.mse_loss, "f", "f"),
+    "cross_entropy": _of(functional.cross_entropy, "f", "i"),
+    "dropout": _of(lambda x: functional.dropout(x, 0.1, training=True), "x"),
+    "normal": _of(lambda x: x.normal_(), "f"),
+    "cumprod": _of(lambda x: x.cumprod(-1), "f"),
+    "topk of rows": _of(lambda x: x.topk(16, dim=-1), "f"),
+    "sort rows": _of(lambda x: x.sort(-1), "f"),
+    "searchsorted": _of(torch.searchsorted, "w", "f"),
+    "index_fill": _of(lambda x, i: x.index_fill_(-1, i, 0.0), "x", "i"),
+    "take_along_dim": _of(lambda x, i: x.take_along_dim(i.unsqueeze(-1), -1), "f", "i"),
+    "copy": _of(lambda x: x.clone(), "x"),
+    "zeros": _of(torch.zeros_like, "x"),
+}
+_OTHERS = {"unseen": _UNSEEN, "blind": _BLIND}
+
 
 class Repeated(torch.nn.Module):
     """A case: its calls take turns."""
@@ -448,6 +550,7 @@ class Operators(torch.nn.Module):
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
+        self.repeated = sizes.repeated
         self.unused = torch.nn.Parameter(torch.zeros(1, device="cuda"))
         for name, cold, make in cases(sizes):
             calls = [make("cuda") for _ in range(_CALLS if cold else 1)]
@@ -455,9 +558,13 @@ class Operators(torch.nn.Module):
 
     def forward(self, x: Any) -> Any:
         """Run every case three times."""
-        for number in range(_CALLS):
-            for case in self.children():
-                case(number)
+        cases, numbers = list(self.children()), range(_CALLS)
+        if self.repeated:
+            order = product(cases, numbers)
+        else:
+            order = ((case, number) for number in numbers for case in cases)
+        for case, number in order:
+            case(number)
         return x
 
 

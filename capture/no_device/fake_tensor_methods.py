@@ -231,6 +231,24 @@ def _repr(tensor: Any, **_: Any) -> str:
     return f"tensor(..., device='{tensor.device}', size={size}, dtype={tensor.dtype})"
 
 
+def one_hot_on_gpu() -> Callable[..., Tensor]:
+    """Return a replacement of `functional.one_hot`, which compares fake tensors with all classes.
+
+    On a GPU it writes ones into zeros (`one_hot` in aten/src/ATen/native/Onehot.cpp). torch.compile
+    traces the comparison on a GPU, too.
+    """
+    by_torch: Any = nn.functional.one_hot
+
+    @functools.wraps(by_torch)
+    def one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
+        if num_classes <= 0 or not tensor.is_cuda or torch.compiler.is_compiling():
+            return by_torch(tensor, num_classes)
+        zeros = torch.zeros((*tensor.shape, num_classes), dtype=tensor.dtype, device=tensor.device)
+        return zeros.scatter_(-1, tensor.unsqueeze(-1), 1)
+
+    return one_hot
+
+
 def tensor_factory(name: str) -> Callable[..., Any]:
     """Return a replacement of a function of torch that creates tensors from Python's numbers.
 

@@ -9,6 +9,7 @@ import polars as pl
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.gpus.registry import load_gpu
 from onerank.annotate.models.features import KernelFeatures
+from onerank.annotate.models.operand_reuse import OperandReuse
 from onerank.annotate.op_costs.cost_record import Scales
 from onerank.annotate.op_costs.memory_bound import PASSES
 from onerank.annotate.op_costs.op_classes import OpClass, floor_share_of
@@ -200,4 +201,5 @@ def _kernels(times_ns: F64, flops: F64, moved: F64, dtype: str) -> KernelFeature
         far_load=np.ones(count),
         from_torch=every,
         instructions=np.zeros(count),
+        reuse=OperandReuse.unknown(count),
     )

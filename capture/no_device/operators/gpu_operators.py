@@ -97,9 +97,17 @@ def _put(args: Sequence[Any], _: Any) -> Inner:
     return Inner("aten::_index_put_impl_", (*args[:4], False))
 
 
-def _gathered(args: Sequence[Any], result: Any) -> Inner:
-    """`index_select` gathers by an index that it expands over the other dimensions."""
+_FEW_ROWS = 16
+
+
+def _gathered(args: Sequence[Any], result: Any) -> Inner | None:
+    """`index_select` gathers by an index that it expands over the other dimensions.
+
+    Up to 16 rows have their own kernel (`indexSelectSmallIndex` in Indexing.cu).
+    """
     tensor, dimension, index = args
+    if tensor.dim() > 1 and index.numel() <= _FEW_ROWS:
+        return None
     strides = [0] * result.dim()
     if strides:
         strides[dimension] = index.stride(0) if index.dim() else 1
@@ -108,12 +116,25 @@ def _gathered(args: Sequence[Any], result: Any) -> Inner:
 
 
 def _repeated(args: Sequence[Any], result: Any) -> Inner:
-    """`repeat` copies into its output: for each axis, one of repeats and one of the input."""
+    """`repeat` copies into its output: for each axis, one of repeats and one of the input.
+
+    The input is expanded along the axes of repeats.
+    """
     tensor, repeats = args
-    sizes = (*[1] * (len(repeats) - tensor.dim()), *tensor.shape)
+    added = len(repeats) - tensor.dim()
+    sizes = (*[1] * added, *tensor.shape)
     shape = (*repeats, *sizes)
-    views = [Shaped(each, each.dtype, shape) for each in (result, tensor)]
-    return Inner("aten::copy_", (*views, False))
+    into = result.stride()
+    repeated = [stride * size for stride, size in zip(into, sizes, strict=True)]
+    expanded = (*[0] * len(repeats), *[0] * added, *tensor.stride())
+    return Inner(
+        "aten::copy_",
+        (
+            Shaped(result, result.dtype, shape, strides=(*repeated, *into)),
+            Shaped(tensor, tensor.dtype, shape, strides=expanded),
+            False,
+        ),
+    )
 
 
 def _of_one_number(args: Sequence[Any], result: Any) -> Inner | None:

@@ -38,6 +38,13 @@ def indexed(op: str, operand: tuple[int, ...], index: tuple[int, ...], axis: int
         (indexed("scatter_", (16, 128), (16, 8), 1), 2.18),
         (indexed("scatter_", (64, 128), (64, 8), 1), 4.83),
         (indexed("gather", (65536, 64), (8, 64), 0), 2.0),  # whole rows
+        (indexed("gather", (600, 256), (600, 8), 1), 9.02),
+        (indexed("scatter_add_", (96, 64), (96, 6), 1), 5.54),
+        # Up to 16 rows one after another.
+        (indexed("index_select", (65536, 4096), (12,), 0), 8.90),
+        (indexed("index_add_", (65536, 1024), (12,), 0), 10.46),
+        (indexed("index_select", (65536, 4096), (17,), 0), 2.08),
+        (indexed("flip", (2, 6144), (2, 6144), 0), 3.33),
         (indexed("index_put_", (65536, 4), (4,), 0), 4.03),
     ],
 )
@@ -49,8 +56,13 @@ def test_an_element_waits_for_its_index(made: Call, measured_us: float):
 @pytest.mark.parametrize(
     ("made", "loads"),
     [
-        (rows("native_layer_norm", 16, 7168, item=2), 2 * 14),
-        (rows("native_layer_norm", 16, 7169, item=2), 2 * 15),
+        (rows("native_layer_norm", 16, 7168, item=2), 1.2 * 2 * 14),
+        (rows("native_layer_norm", 16, 7169, item=2), 1.2 * 2 * 15),
+        (rows("_fused_rms_norm", 16, 7168, item=2), 2 * 14),
+        (rows("_softmax", 600, 896), 0.23 * 32 - 1),  # 32 numbers of a row for each thread
+        # 192 numbers of a row for each thread, which reads two at a time.
+        (call("std", (96, 6144), (96, 1), 2), 96 * 1.2),
+        (call("amax", (96, 6144), (96, 1), 2), 48 * 0.535),
         (rows("_softmax", 8, 128256), 3 * 32),
         (rows("_softmax", 8, 12288), 3),  # the row stays in shared memory
         (call("argmax", (8, 128256), (8,), 4), 63),
@@ -66,8 +78,8 @@ def test_an_element_waits_for_its_index(made: Call, measured_us: float):
     ],
 )
 def test_loads_that_wait_for_each_other(made: Call, loads: float):
-    assert chain_of(made) == loads
-    assert work_of_call(f"aten::{made.op}", made).chain == loads
+    assert chain_of(made) == pytest.approx(loads)
+    assert work_of_call(f"aten::{made.op}", made).chain == pytest.approx(loads)
 
 
 @pytest.mark.parametrize(

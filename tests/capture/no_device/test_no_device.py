@@ -316,6 +316,42 @@ def test_operators_that_a_gpu_runs_within_others(tmp_path):
     assert names.count("Memcpy DtoH (Device -> Pinned)") == 1
 
 
+OTHER_KERNELS = """
+    import torch
+    from torch import nn
+    from torch.nn import functional
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Parameter(torch.zeros(64, 32, device="cuda"))
+
+        def forward(self, few, many):
+            self.table.repeat(2, 1)
+            functional.embedding(few, self.table), functional.embedding(many, self.table)
+            return functional.one_hot(few, 8)
+
+    net = Net()
+    few = torch.zeros(16, dtype=torch.int64, device="cuda")
+    many = torch.zeros(17, dtype=torch.int64, device="cuda")
+    with torch.no_grad():
+        for step in range(8):
+            net(few, many)
+"""
+
+
+def test_kernels_of_few_rows_expanded_copies_and_one_hot(tmp_path):
+    """Operators and strides as of an H100 (torch 2.11)."""
+    graph = capture(script(tmp_path, OTHER_KERNELS), tmp_path / "trace.et", "--like", "H100")
+    nodes = graph.nodes
+    order = np.argsort(nodes.start_ns, kind="stable")
+    operators = [graph.strings[int(code)].removeprefix("aten::") for code in nodes.op[order]]
+    assert operators == ["copy_", "index_select", "gather", "fill_", "scatter_"]
+    # Of the repeated rows and of the expanded operand.
+    strides = graph.strings[int(nodes.input_strides[order[0]])]
+    assert strides == "[[2048,32,32,1],[0,0,32,1],[]]"
+
+
 COMPILED = """
     import torch
     from torch import nn
