@@ -276,17 +276,10 @@ def capture_ranks(
             raw.mkdir()
         # The loop extends its list: only the capture of rank 0 reports the classes.
         for rank in pending:
-            raw_dir = options.raw_dir and raw / f"rank-{rank}"
-            rank_options = replace(options, rank=rank, raw_dir=raw_dir)
-            rank_progress = named_progress(f"rank {rank}", progress)
-            with errors_at(f"rank {rank}"):
-                captures[rank] = (
-                    capture_at_depths(
-                        script, args, rank_options, layers, progress=rank_progress, run=run
-                    )
-                    if layers is not None
-                    else run(capture, script, list(args), rank_options, progress=rank_progress)
-                )
+            rank_options = replace(
+                options, rank=rank, raw_dir=options.raw_dir and raw / f"rank-{rank}"
+            )
+            captures[rank] = _capture_rank(script, args, rank_options, layers, progress, run)
             classes = captures[rank].graph.job.classes
             if ranks is None and rank == 0:
                 pending += [
@@ -301,6 +294,23 @@ def capture_ranks(
         # Such a script shards its model itself, so a capture reports no classes.
         captures = _with_classes(captures, classes_along(options.world, pending))
     return _with_represented(captures, options.world)
+
+
+def _capture_rank(  # noqa: PLR0917
+    script: Path,
+    args: Sequence[str],
+    options: Options,
+    layers: Sequence[int] | None,
+    progress: Progress,
+    run: ProcessRunner,
+) -> Capture:
+    """Capture one of several ranks; its progress and errors begin with its number."""
+    label = f"rank {options.rank}"
+    progress = named_progress(label, progress)
+    with errors_at(label):
+        if layers is not None:
+            return capture_at_depths(script, args, options, layers, progress=progress, run=run)
+        return run(capture, script, list(args), options, progress=progress)
 
 
 def _check_classes(

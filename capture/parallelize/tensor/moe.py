@@ -74,26 +74,7 @@ def cut_experts(
         SliceError: a size does not divide, the experts' class is unsupported, or they end with a
             norm, which cannot be applied to partial sums.
     """
-    if is_dense(module):
-        layout = _WeightLayout(transposed=True, fused=2)
-        if sequence:
-            raise SliceError(
-                f"--sp: {name} computes every token for every expert; gathering those from shards "
-                "of the sequence is not supported\n  leave --sp out",
-                code="sp-dense-experts",
-            )
-    elif type(module).__name__ in _OUTSIDE_INTERFACE:
-        layout = _WeightLayout(transposed=False, fused=2)
-    elif is_fused(module):
-        layout = _WeightLayout(
-            module.is_transposed, 2 if module.has_gate and module.is_concatenated else 1
-        )
-    else:
-        raise SliceError(
-            f"{name} is planned as {EXPERTS[0]} but is a {type(module).__name__}, not the fused "
-            "experts of transformers' experts interface: leave --tp out",
-            code="tp-experts-type",
-        )
+    layout = _weight_layout(module, name, sequence=sequence)
     if getattr(module, "has_post_expert_norm", False):
         raise SliceError(
             f"{name}: experts with a norm after them cannot be sliced by --tp: leave --tp out, and "
@@ -127,6 +108,28 @@ def cut_experts(
     elif not are_sharded(module):
         module.register_forward_pre_hook(_gather_hook(group))
         module.register_forward_hook(_scatter_hook(group))
+
+
+def _weight_layout(module: Any, name: str, *, sequence: bool) -> _WeightLayout:
+    """Return the layout of fused experts' weights; arguments and errors as for `cut_experts`."""
+    if is_dense(module):
+        if sequence:
+            raise SliceError(
+                f"--sp: {name} computes every token for every expert; gathering those from shards "
+                "of the sequence is not supported\n  leave --sp out",
+                code="sp-dense-experts",
+            )
+        return _WeightLayout(transposed=True, fused=2)
+    if type(module).__name__ in _OUTSIDE_INTERFACE:
+        return _WeightLayout(transposed=False, fused=2)
+    if is_fused(module):
+        fused = 2 if module.has_gate and module.is_concatenated else 1
+        return _WeightLayout(module.is_transposed, fused)
+    raise SliceError(
+        f"{name} is planned as {EXPERTS[0]} but is a {type(module).__name__}, not the fused "
+        "experts of transformers' experts interface: leave --tp out",
+        code="tp-experts-type",
+    )
 
 
 class _DividedBias(torch.autograd.Function):

@@ -253,13 +253,7 @@ def export_astra_sim_ranks(
     network = bandwidth_gb_per_s, latency_ns, memory_gb_per_s
     target = _Target(Path(directory), name, *network, notes=[*notes], overwrite=overwrite)
     target.check()
-    substitutions: dict[Note, None] = {}
-    supported: list[RankGraph] = []
-    for entry in rank_graphs:
-        _check_nodes(entry.graph)
-        graph, graph_notes = substitute(entry.graph, world_of(entry.graph.job, None).size)
-        substitutions |= dict.fromkeys(graph_notes)
-        supported.append(replace(entry, graph=graph))
+    supported, substitutions = _supported(rank_graphs)
     world = rank_graphs[0].graph.job.world
     axis = unequal_axis(rank_graphs)
     equalized, changed = equalize_all_to_alls(supported, world, unequal_along=axis)
@@ -271,12 +265,15 @@ def export_astra_sim_ranks(
         )
         all_dropped.update(count_dropped(entry.graph) | dropped)
         all_placements.append(placements)
-    uses = [
-        (placement, entry.ranks)
-        for entry, placements in zip(equalized, all_placements, strict=True)
-        for placement in set(placements.values())
-    ]
-    groups = number_groups(world, uses)
+    placed = [*zip(equalized, all_placements, strict=True)]
+    groups = number_groups(
+        world,
+        [
+            (place, entry.ranks)
+            for entry, placements in placed
+            for place in set(placements.values())
+        ],
+    )
     numbers = {members: number for number, members in groups.items()}
     workloads = [
         Workload(
@@ -287,13 +284,25 @@ def export_astra_sim_ranks(
             entry.ranks,
             numbers,
         )
-        for entry, placements in zip(equalized, all_placements, strict=True)
+        for entry, placements in placed
     ]
     peaks = {
         entry.stages: entry.peak_memory_bytes for entry in rank_graphs if entry.peak_memory_bytes
     }
     target = target.with_notes([*substitutions, *([UNEVEN] if changed else [])])
     return _write(target, workloads, groups, dict(all_dropped), peaks)
+
+
+def _supported(rank_graphs: Sequence[RankGraph]) -> tuple[list[RankGraph], list[Note]]:
+    """Return the graphs with substitutes for what ASTRA-sim cannot run, and a note on each kind."""
+    notes: dict[Note, None] = {}
+    supported: list[RankGraph] = []
+    for entry in rank_graphs:
+        _check_nodes(entry.graph)
+        graph, graph_notes = substitute(entry.graph, world_of(entry.graph.job, None).size)
+        notes |= dict.fromkeys(graph_notes)
+        supported.append(replace(entry, graph=graph))
+    return supported, [*notes]
 
 
 def _check_nodes(graph: Graph) -> None:

@@ -5,7 +5,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
@@ -289,7 +289,6 @@ def measure(traces: tuple[Path, ...], options: MeasureOptions, as_json: bool) ->
     from onerank.capture.bench.bench_runner import child_on, measure_isolated, on_device, versions
     from onerank.capture.bench.measure_call import Account
     from onerank.capture.profiling.nvml import Board
-    from onerank.ir.errors import CaptureError
     from onerank.ir.notes import Note
 
     requests, dropped = _calls_to_measure(traces, options.grid)
@@ -313,25 +312,10 @@ def measure(traces: tuple[Path, ...], options: MeasureOptions, as_json: bool) ->
             measurements = measure_isolated(
                 requests, account, child, seconds=seconds, advance=advance
             )
-            try:
-                # Closing ends the child process at once when this one is interrupted.
-                with contextlib.closing(measurements):
-                    for measurement in measurements:
-                        writer.add(_row(measurement, device.name, software))
-            except KeyboardInterrupt:
-                notes.append(
-                    Note(
-                        "interrupted: the rows measured until then were written",
-                        code="bench-interrupted",
-                    )
-                )
-            except CaptureError as error:
-                if not writer.rows:
-                    raise
-                # A run takes hours; an error in its last call must not lose the others.
-                writer.write()
-                saved = f"the {len(writer.rows)} rows measured until then are in {output}"
-                raise CaptureError(f"{error}; {saved}", code=error.code) from error
+            rows = (_row(measurement, device.name, software) for measurement in measurements)
+            # Closing ends the child process at once when this one is interrupted.
+            with contextlib.closing(measurements):
+                notes += writer.add_all(rows)
     done = Benched(
         output=str(output),
         gpu=device.name,
@@ -371,6 +355,30 @@ class _RowWriter:
         self.rows.append(row)
         if monotonic() > self._written_s + _WRITTEN_EACH_S:
             self.write()
+
+    def add_all(self, rows: "Iterable[KernelRow]") -> "list[Note]":
+        """Collect rows until they end or the user interrupts; return a note on an interruption.
+
+        Raises:
+            CaptureError: a row could not be measured; those before are written.
+        """
+        from onerank.ir.errors import CaptureError
+        from onerank.ir.notes import Note
+
+        try:
+            for row in rows:
+                self.add(row)
+        except KeyboardInterrupt:
+            text = "interrupted: the rows measured until then were written"
+            return [Note(text, code="bench-interrupted")]
+        except CaptureError as error:
+            if not self.rows:
+                raise
+            # A run takes hours; an error in its last call must not lose the others.
+            self.write()
+            saved = f"the {len(self.rows)} rows measured until then are in {self._output}"
+            raise CaptureError(f"{error}; {saved}", code=error.code) from error
+        return []
 
     def write(self) -> int:
         """Write all rows; return their number."""
