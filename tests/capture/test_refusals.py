@@ -293,13 +293,16 @@ OPTIONS: dict[str, Callable[[], Any]] = {
     ),
     "heads-replicated": lambda: run_as_rank._StepChecks(
         run_as_rank._RankJob(Script(Path("train.py")), Options(), distributed=False),
-        peers=Recorder(0, 1),
-        models=SimpleNamespace(  # type: ignore[arg-type]
-            sliced=[(None, SimpleNamespace(modules=(run_as_rank.REPLICATED_HEADS,)))]
+        SimpleNamespace(  # type: ignore[arg-type]
+            peers=Recorder(0, 1),
+            models=SimpleNamespace(
+                sliced=[(None, SimpleNamespace(modules=(run_as_rank.REPLICATED_HEADS,)))]
+            ),
+            fewer_layers=FewerLayers(None),
         ),
-        fewer_layers=FewerLayers(None),
+        training := SimpleNamespace(steps=0),
         emulated=None,
-    ).check(SimpleNamespace(steps=0), trains=True),
+    ).at_step(training),
     "ranks-classes-differ": lambda: capture_script._check_classes(
         1, [RankClass(1, {"ep": (0,)})], 0, [RankClass(0, {"ep": (0, 1)})]
     ),
