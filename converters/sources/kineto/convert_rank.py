@@ -19,7 +19,11 @@ from onerank.converters.sources.kineto.link.graph_replays import (
 )
 from onerank.converters.sources.kineto.link.host_timeline import HostTimeline, host_timeline
 from onerank.converters.sources.kineto.link.launch_queue import launch_queue
-from onerank.converters.sources.kineto.link.link_kernels import link, with_unattributed_launches
+from onerank.converters.sources.kineto.link.link_kernels import (
+    GpuOps,
+    link,
+    with_unattributed_launches,
+)
 from onerank.converters.sources.kineto.link.module_phase import (
     assign_phases,
     attribute,
@@ -375,13 +379,7 @@ def _lower(
     job = with_device(job, trace, on_gpu=on_gpu)
     job = with_memory(job, usage, activation_bytes, on_gpu=in_gpu_memory)
     job = with_attention(with_busy_time(job, gpu), timeline)
-    unpaired = 0
-    # Kernels that emulate collectives slow the others, as NCCL's do. Times without that slowdown
-    # need a window in which they only leave markers.
-    if sources.uncontended is not None:
-        uncontended = load_kineto(sources.uncontended, trace.strings)
-        uncontended = with_replayed_operators(uncontended, capture.graphs)
-        gpu, unpaired = with_uncontended_times(timeline, gpu, uncontended)
+    gpu, uncontended_notes = _read_uncontended_times(gpu, window, capture)
     graph, report = assemble(
         LinkedTrace(
             timeline=timeline,
@@ -412,7 +410,7 @@ def _lower(
             *of_unread(trace, et),
             *([usage.note] if usage.note else []),
             *overlap_notes(trace.path, timeline, gpu),
-            *_notes_of_unpaired(unpaired),
+            *uncontended_notes,
         ]
     )
     return graph, report
@@ -447,14 +445,26 @@ def _notes_of_gloo(timeline: HostTimeline, *, on_gpu: bool) -> list[Note]:
     return [Note(text, code="gloo-calls-dropped")]
 
 
-def _notes_of_unpaired(operations: int) -> list[Note]:
-    if not operations:
-        return []
+def _read_uncontended_times(
+    gpu: GpuOps, window: _Window, capture: _Capture
+) -> tuple[GpuOps, list[Note]]:
+    """Return the GPU operations with their times without emulated collectives, and a note.
+
+    Kernels that emulate collectives slow the others, as NCCL's do. Times without that slowdown need
+    a window in which they only leave markers.
+    """
+    path = capture.sources.uncontended
+    if path is None:
+        return gpu, []
+    trace = with_replayed_operators(load_kineto(path, window.trace.strings), capture.graphs)
+    gpu, unpaired = with_uncontended_times(window.timeline, gpu, trace)
+    if not unpaired:
+        return gpu, []
     text = (
-        f"the uncontended time of {operations} GPU operations is unknown: the window without "
+        f"the uncontended time of {unpaired} GPU operations is unknown: the window without "
         "communication lacks them"
     )
-    return [Note(text, code="uncontended-time-unknown")]
+    return gpu, [Note(text, code="uncontended-time-unknown")]
 
 
 def is_capture(directory: Path) -> bool:
