@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from onerank.annotate.gpus.gpu import Gpu
-from onerank.annotate.models import learned, roofline, scale_measured
+from onerank.annotate.models import learned, roofline, scale_by_ratio, scale_measured
 from onerank.annotate.models.features import KernelFeatures
 from onerank.annotate.models.prediction_terms import TermRecord
 from onerank.ir.arrays import F64, U8
@@ -63,7 +63,7 @@ _LEARNED = CostModel(
 )
 
 MODELS: dict[str, CostModel] = {
-    "ratio": CostModel("ratio", learned.predict_by_ratio),
+    "ratio": CostModel("ratio", scale_by_ratio.predict_by_ratio),
     "roofline": CostModel("roofline", roofline.predict_by_roofline),
     "residual": CostModel("residual", scale_measured.predict_by_residual, has_intervals=True),
     "learned": _LEARNED,

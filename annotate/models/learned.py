@@ -1,4 +1,14 @@
-"""The learned model: GEMMs and attention from tiles, other kernels from the residual model."""
+"""The learned model: GEMMs and attention from tiles, other kernels from the residual model.
+
+`predict_learned` predicts kernels that were measured on another GPU: from their shapes, and from how
+far the measured time is from the model's on that GPU. `predict_from_description` predicts kernels
+that no GPU measured, from their shapes alone.
+
+Both divide a GEMM into tiles (`gemm_tiles`), attention into tiles and waves (`attention_time`), and
+convolutions, recurrent layers and experts into the GEMMs that libraries run. The coefficients are
+fitted (`coefficients.toml`). For a GPU far from those of the fit (`gpu_distance`), a part of the
+prediction is that of the residual model (`scale_measured`) or of the roofline.
+"""
 
 from dataclasses import dataclass
 from enum import IntEnum
@@ -22,7 +32,7 @@ from onerank.annotate.models.calibration import (
     without_overrides,
 )
 from onerank.annotate.models.coefficients import Coefficients, shipped
-from onerank.annotate.models.features import KernelFeatures, KernelRates, matmul_ratio
+from onerank.annotate.models.features import KernelFeatures, KernelRates
 from onerank.annotate.models.gemm_tiles import GemmTarget, Rates, gemm_ns
 from onerank.annotate.models.gpu_distance import composite_tile_weight, same_die, tile_model_weight
 from onerank.annotate.models.prediction_terms import (
@@ -48,53 +58,6 @@ from onerank.annotate.models.tile_kernels import (
 )
 from onerank.annotate.op_costs.cost_record import AttentionSizes, GemmShape, Scales
 from onerank.ir.arrays import F64, I64, U8, Mask, deduplicate
-
-
-def predict_by_ratio(
-    kernels: KernelFeatures, source: Gpu, target: Gpu, *, record: TermRecord | None = None
-) -> tuple[F64, U8]:
-    """Return (new durations in ns, rules) of the kernels by the ratio rule.
-
-    T_new = T * FLOPS_known / FLOPS_new if compute-bound, T * BW_known / BW_new if memory-bound.
-
-    Rates are datasheet peaks of the kernel's dtype or, if a GPU has no units for it, of a wider one
-    (counted; see `KernelRates`). A kernel is compute-bound if its FLOPs per byte exceed the source
-    GPU's peak FLOP/s over its peak bandwidth. For kernels with unknown FLOPs, GEMMs and attention
-    use the 16-bit peak; others use bandwidth, since operators without formula are mostly fused
-    pointwise work, sorting and scans, which stream memory. Both are counted. Copies over a link
-    keep their duration (`KernelFeatures.over_link`).
-    """
-    by_memory = source.peak_bandwidth_bytes_per_s / target.peak_bandwidth_bytes_per_s
-    rates, new_rates = kernels.rates(source), kernels.rates(target)
-    peak, new_peak = rates.peak, new_rates.peak
-    ridge = peak / source.peak_bandwidth_bytes_per_s
-    # nan compares false, so unknown work counts as memory-bound.
-    compute = kernels.flops > kernels.bytes * ridge
-    rated = np.isfinite(peak / new_peak)
-    factors = np.where(compute & rated, peak / new_peak, by_memory)
-    rule = np.where(compute, Rule.COMPUTE, Rule.MEMORY)
-    rule = np.where(compute & (rates.wider | new_rates.wider), Rule.WIDER_RATE, rule)
-    rule = np.where(kernels.matmul & ~rated, Rule.NO_RATE, rule)
-    rule = np.where(np.isnan(kernels.bytes), Rule.BANDWIDTH_ONLY, rule)
-    by_matmul = matmul_ratio(source, target, sustained=False)
-    if by_matmul is not None:
-        unknown_flops = kernels.matmul_class & np.isnan(kernels.flops)
-        factors = np.where(unknown_flops, by_matmul, factors)
-        rule = np.where(unknown_flops, Rule.MATMUL_WITHOUT_FLOPS, rule)
-    # Copies over a link stay as measured: neither the GPU's memory nor its FLOPs limit them.
-    factors = np.where(kernels.over_link, 1.0, factors)
-    rule = np.where(kernels.over_link, Rule.KEPT, rule)
-    if record is not None:
-        record.update(
-            slice(0, len(factors)),
-            lambda i, _: product(
-                quantity("measured", kernels.duration_ns[i]),
-                factor(factors[i], "ratio", Rule(int(rule[i])).label),
-                name="by ratio",
-            ),
-        )
-    return kernels.duration_ns * factors, rule.astype(np.uint8)
-
 
 _FITTED_TYPES = ("bfloat16", "float16", "tfloat32", "int8", "float8_e4m3fn", "float8_e5m2",
                  "float8_e4m3fnuz", "float8_e5m2fnuz", "float4_e2m1fn_x2")  # fmt: skip

@@ -35,9 +35,9 @@ from onerank.annotate.models import roofline, scale_measured
 from onerank.annotate.models.coefficients import Coefficients
 from onerank.annotate.models.cost_model import Predict, PredictFromDescription
 from onerank.annotate.models.learned import (
-    predict_by_ratio,
     predict_learned,
 )
+from onerank.annotate.models.scale_by_ratio import predict_by_ratio
 from onerank.annotate.op_costs.cost_record import GemmShape
 from onerank.ir import Device, Edges, Evidence, Graph, Job, Kind, Nodes, StringTable
 from onerank.ir.arrays import F64, Mask

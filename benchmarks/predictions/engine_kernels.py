@@ -37,11 +37,11 @@ from onerank.annotate.models.coefficients import Coefficients, Experts, shipped
 from onerank.annotate.models.cost_model import Predict, PredictFromDescription
 from onerank.annotate.models.gpu_distance import same_die
 from onerank.annotate.models.learned import (
-    predict_by_ratio,
     predict_from_description,
     predict_learned,
 )
 from onerank.annotate.models.roofline import predict_from_datasheet
+from onerank.annotate.models.scale_by_ratio import predict_by_ratio
 from onerank.annotate.models.scale_measured import predict_by_residual
 from onerank.ir.arrays import F64
 from tools.fit.expert_cases import (

@@ -32,7 +32,7 @@ from onerank.annotate.models import roofline
 from onerank.annotate.models.coefficients import Coefficients, Error
 from onerank.annotate.models.cost_model import Predict, PredictFromDescription
 from onerank.annotate.models.intervals import widening
-from onerank.annotate.models.learned import predict_by_ratio
+from onerank.annotate.models.scale_by_ratio import predict_by_ratio
 from onerank.ir.arrays import F64, Mask
 from tools.fit.evaluate_fit import (
     Case,

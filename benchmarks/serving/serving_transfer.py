@@ -39,7 +39,8 @@ from onerank.annotate import load_gpu
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.cost_model import Predict
 from onerank.annotate.models.features import KernelFeatures
-from onerank.annotate.models.learned import predict_by_ratio, predict_learned
+from onerank.annotate.models.learned import predict_learned
+from onerank.annotate.models.scale_by_ratio import predict_by_ratio
 from onerank.annotate.op_costs.engine_operators import ExpertSizes
 from onerank.ir.arrays import F64
 from tools.fit.expert_cases import ExpertLayers, read_experts

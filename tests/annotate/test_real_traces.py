@@ -13,8 +13,8 @@ from onerank.annotate import MODELS, Gpu, OpClass, gpu_names, load_gpu, recost, 
 from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.features import KernelFeatures
 from onerank.annotate.models.intervals import KINDS, intervals, kinds_of
-from onerank.annotate.models.learned import predict_by_ratio as by_ratio
 from onerank.annotate.models.learned import predict_from_description
+from onerank.annotate.models.scale_by_ratio import predict_by_ratio as by_ratio
 from onerank.annotate.models.scale_measured import lower_bound_ns
 from onerank.annotate.models.scale_measured import predict_by_residual as by_residual
 from onerank.annotate.op_costs.node_costs import op_costs_of
