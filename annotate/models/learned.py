@@ -1,8 +1,8 @@
 """The learned model: GEMMs and attention from tiles, other kernels from the residual model.
 
-`predict_learned` predicts kernels that were measured on another GPU: from their shapes, and from how
-far the measured time is from the model's on that GPU. `predict_from_description` predicts kernels
-that no GPU measured, from their shapes alone.
+`predict_learned` predicts kernels that were measured on another GPU: from their shapes, and from
+how far the measured time is from the model's on that GPU. `predict_from_description` predicts
+kernels that no GPU measured, from their shapes alone.
 
 Both divide a GEMM into tiles (`gemm_tiles`), attention into tiles and waves (`attention_time`), and
 convolutions, recurrent layers and experts into the GEMMs that libraries run. The coefficients are
