@@ -45,6 +45,8 @@ KINDS = (
     "gemm",
     "gemm_short",
     "gemm_same_die",
+    "gemm_same_die_short",
+    "gemm_same_die_long",
     "gemm_uncalibrated",
     "gemm_uncalibrated_short",
     "gemm_unmeasured",
@@ -72,6 +74,7 @@ KINDS = (
     "memory_other_die",
     "memory_other_die_short",
     "memory_same_die",
+    "memory_same_die_short",
     "memory_unmeasured",
     "memory_unmeasured_short",
     "memory_unmeasured_long",
@@ -93,8 +96,9 @@ architecture ("other": it was not). "tensor" are 8-bit GEMMs with one scale for 
 GEMMs in NVFP4, to which nothing is fitted, and "decode" is attention of a few queries, "latent"
 that of a latent vector, for which Ampere and Ada run Triton's kernels. "product" are GEMMs on
 vector units or without tiles. "short" are predictions under `SHORT_NS`, which the launch
-determines, "long" those over `LONG_NS`, which bandwidth alone determines. "memory_same_die" has the
-errors of two A100s, which differ in their memory. "library" are memory-bound kernels of other
+determines, "long" those over `LONG_NS`: bandwidth alone determines memory-bound kernels, and the
+clock that the power limit allows GEMMs. "memory_same_die" has the errors of two A100s, which differ
+in their memory, and of a step on an H100 and an H200. "library" are memory-bound kernels of other
 libraries than PyTorch: on an A100 and an H100 vLLM's norms, activations and rotary embeddings take
 1.3 to 2.0 times as long as their bytes, and PyTorch's additions 0.8 to 1.0 times.
 
@@ -138,6 +142,7 @@ _ON_ANY_NVIDIA = (
     "memory_other_die",
     "memory_other_die_short",
     "memory_same_die",
+    "memory_same_die_short",
     "product",
     "product_short",
     "product_unmeasured",
@@ -220,30 +225,7 @@ def kinds_of(
     by_tiles = membership_mask(rules, BY_TILES)
     attention = kernels.is_fused_attention
     few = has_few_queries(kernels.attention)[kernels.call]
-    short = predicted_ns < SHORT_NS
-
-    def by_length(kind: str) -> U8:
-        return np.where(short, _AT[f"{kind}_short"], _AT[kind])
-
-    # The errors of 16-bit GEMMs are not those of vector units, whose tiles have no fit.
-    vector = np.array([name == "float32" for name in kernels.dtypes], dtype=bool)[kernels.dtype]
-    narrow_operands = kernels.has_narrow_operands
-    if source is None:
-        sixteen = by_length("gemm_unmeasured")
-        fine = kernels.scales[kernels.call] != Scales.TENSOR
-        narrow = np.where(
-            fine, by_length("gemm_8bit_unmeasured"), _AT["gemm_8bit_tensor_unmeasured"]
-        )
-    elif die:
-        sixteen, narrow = _AT["gemm_same_die"], _AT["gemm_8bit_same_die"]
-    else:
-        sixteen = by_length("gemm" if target.calibrated else "gemm_uncalibrated")
-        narrow = _AT["gemm_8bit"]
-    without_tiles = _AT["product_unmeasured"] if source is None else by_length("product")
-    product = np.where(vector, without_tiles, np.where(narrow_operands, narrow, sixteen))
-    # One GPU with units for 4 bits was measured, so their errors are those without a source.
-    four, unmeasured_four = kernels.has_four_bit_operands, _AT["gemm_4bit_unmeasured"]
-    product = np.where(four, unmeasured_four, product)
+    product, without_tiles = _product_kinds(kernels, predicted_ns, source, target)
     # Between SKUs of a die the same attention kernel runs, whose deviation carries over whole.
     attention_kind = _AT["attention_same_die" if die else "attention"]
     if source is None:
@@ -271,7 +253,8 @@ def kinds_of(
     kind = np.where(by_tiles, np.where(attention, attention_kind, product), other)
     if source is None:
         kind = np.where(rules == Rule.PARTS, _AT["composed"], kind)
-    kind = np.where(rules == Rule.RETYPED, np.where(four, unmeasured_four, _AT["retyped"]), kind)
+    retyped = np.where(kernels.has_four_bit_operands, _AT["gemm_4bit_unmeasured"], _AT["retyped"])
+    kind = np.where(rules == Rule.RETYPED, retyped, kind)
     looked_up = membership_mask(rules, BY_DATABASE)
     if uncertainty is not None and looked_up.any():
         loose = uncertainty.data_dependent | (predicted_ns <= TINY_NS)
@@ -285,6 +268,39 @@ def kinds_of(
     return np.where(kept, _AT["kept"], kind).astype(np.uint8)
 
 
+def _product_kinds(
+    kernels: KernelFeatures, predicted_ns: F64, source: Gpu | None, target: Gpu
+) -> tuple[U8, U8]:
+    """Return the kinds of GEMMs by tiles, and of products without, uint8[n] each."""
+    short, long = predicted_ns < SHORT_NS, predicted_ns >= LONG_NS
+
+    def by_length(kind: str) -> U8:
+        return np.where(short, _AT[f"{kind}_short"], _AT[kind])
+
+    # The errors of 16-bit GEMMs are not those of vector units, whose tiles have no fit.
+    vector = np.array([name == "float32" for name in kernels.dtypes], dtype=bool)[kernels.dtype]
+    without_tiles = by_length("product")
+    if source is None:
+        without_tiles = np.full(len(short), _AT["product_unmeasured"])
+        sixteen = by_length("gemm_unmeasured")
+        fine = kernels.scales[kernels.call] != Scales.TENSOR
+        narrow = np.where(
+            fine, by_length("gemm_8bit_unmeasured"), _AT["gemm_8bit_tensor_unmeasured"]
+        )
+    elif same_die(source, target):
+        sixteen = np.where(long, _AT["gemm_same_die_long"], by_length("gemm_same_die"))
+        narrow = _AT["gemm_8bit_same_die"]
+    else:
+        sixteen = by_length("gemm" if target.calibrated else "gemm_uncalibrated")
+        narrow = _AT["gemm_8bit"]
+    product = np.where(
+        vector, without_tiles, np.where(kernels.has_narrow_operands, narrow, sixteen)
+    )
+    # One GPU with units for 4 bits was measured, so their errors are those without a source.
+    four = kernels.has_four_bit_operands
+    return np.where(four, _AT["gemm_4bit_unmeasured"], product), without_tiles
+
+
 def _memory_kinds(
     kernels: KernelFeatures, predicted_ns: F64, source: Gpu | None, target: Gpu
 ) -> U8:
@@ -294,8 +310,7 @@ def _memory_kinds(
         kinds = ("memory_library_unmeasured", "memory_unmeasured")
     elif source.is_nvidia and target.is_nvidia:
         if same_die(source, target):
-            # Short ones were measured on no two SKUs of a die.
-            return np.where(short, _AT["memory_short"], _AT["memory_same_die"])
+            return np.where(short, _AT["memory_same_die_short"], _AT["memory_same_die"])
         kinds = ("memory_other_die",) * 2
     else:
         kinds = ("memory",) * 2

@@ -28,8 +28,9 @@ def predict_by_residual(
 
     The measured time is split, and each part scales with the resource that it uses.
 
-    1. The launch floor of the kernel's class becomes the target's (a shorter kernel scales as a
-       whole).
+    1. The launch floor of the kernel's class becomes the target's. A shorter kernel scales as a
+       whole. Between NVIDIA GPUs of one architecture, every kernel's launch takes the same time
+       longer or shorter (`KernelFeatures.launch_change_ns`), at most by half of its floor.
     2. The roofline's time, the longer of bytes / achievable bandwidth and FLOPs / sustained rate,
        becomes the target's; bytes that fit into the last-level cache run at its bandwidth, and
        elements handled one by one take SM cycles. u is the share of the time above the floor that
@@ -79,7 +80,7 @@ class Terms(NamedTuple):
 
     Attributes:
         floor_ns: launch floor on the source, float64[n].
-        floor_ratio: launch floor on the target over that on the source, float64[n].
+        new_floor_ns: launch floor on the target, float64[n].
         above_ns: time above it, float64[n].
         roof_ns: roofline time on the source, float64[n].
         by_roof: roofline of the target over that of the source, float64[n].
@@ -98,7 +99,7 @@ class Terms(NamedTuple):
     """
 
     floor_ns: F64
-    floor_ratio: F64
+    new_floor_ns: F64
     above_ns: F64
     roof_ns: F64
     by_roof: F64
@@ -116,7 +117,7 @@ class Terms(NamedTuple):
     @property
     def predicted_ns(self) -> F64:
         """The target's launch floor plus the scaled time above the floor, float64[n]."""
-        return self.floor_ns * self.floor_ratio + self.above_ns * self.factor
+        return self.new_floor_ns + self.above_ns * self.factor
 
     def term(self, i: int, measured_ns: float, gpus: tuple[Gpu, Gpu]) -> Term:
         """Return the prediction of kernel `i` as a term; `gpus` are source and target."""
@@ -125,7 +126,7 @@ class Terms(NamedTuple):
             return quantity("measured", measured_ns)
         floor = product(
             quantity("floor", self.floor_ns[i], note=f"launch floor on {gpus[0].name}"),
-            factor(self.floor_ratio[i], "floor ratio", f"{gpus[1].name} over {gpus[0].name}"),
+            factor(self._floor_ratio(i), "floor ratio", f"{gpus[1].name} over {gpus[0].name}"),
         )
         if rule is Rule.FLOOR:
             return total(floor, name="residual", value=self.predicted_ns[i])
@@ -134,6 +135,9 @@ class Terms(NamedTuple):
             self._factor_term(i, rule, gpus),
         )
         return total(floor, above, name="residual", value=self.predicted_ns[i])
+
+    def _floor_ratio(self, i: int) -> float:
+        return float(self.new_floor_ns[i] / self.floor_ns[i]) if self.floor_ns[i] else 1.0
 
     def _factor_term(self, i: int, rule: Rule, gpus: tuple[Gpu, Gpu]) -> Term:
         """Return the factor on the time above the floor, by the cases of `predict_by_residual`."""
@@ -280,7 +284,7 @@ def scaling_terms(
     rule = np.where(kernels.over_link, Rule.KEPT, rule).astype(np.uint8)
     return Terms(
         floor_ns=floor,
-        floor_ratio=kernels.floor_ratio(source, target),
+        new_floor_ns=_floor_on(kernels, floor, source, target),
         above_ns=above,
         roof_ns=roof,
         by_roof=by_roof,
@@ -296,6 +300,14 @@ def scaling_terms(
         factor=factors,
         rule=rule,
     )
+
+
+def _floor_on(kernels: KernelFeatures, floor_ns: F64, source: Gpu, target: Gpu) -> F64:
+    """Return the part `floor_ns` of each kernel's time on the source on the target, float64[n]."""
+    nvidia = source.is_nvidia and target.is_nvidia
+    if not (nvidia and source.architecture == target.architecture):
+        return floor_ns * kernels.floor_ratio(source, target)
+    return np.maximum(floor_ns + kernels.launch_change_ns(source, target), floor_ns / 2)
 
 
 def _elements_s(kernels: KernelFeatures, gpu: Gpu) -> F64:

@@ -14,6 +14,7 @@ from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.features import KernelFeatures
 from onerank.annotate.models.intervals import KINDS, intervals, kinds_of
 from onerank.annotate.models.learned import predict_from_description
+from onerank.annotate.models.prediction_terms import Rule
 from onerank.annotate.models.scale_by_ratio import predict_by_ratio as by_ratio
 from onerank.annotate.models.scale_measured import lower_bound_ns
 from onerank.annotate.models.scale_measured import predict_by_residual as by_residual
@@ -182,6 +183,11 @@ class TestScaling:
         made = recost(h200, target, model=model).nodes.duration_ns[h200.gpu_compute]
         low = kernels.duration_ns * np.nanmin(resources, axis=0)  # no rate, no bound
         high = kernels.duration_ns * np.nanmax(resources, axis=0)
+        if source.architecture == gpu.architecture:
+            # A launch takes the same time longer or shorter, whatever the kernel's length.
+            change_ns = kernels.launch_change_ns(source, gpu)
+            low = np.minimum(low, np.maximum(low + change_ns, low / 2))
+            high += np.maximum(change_ns, 0)
         stays = kernels.over_link
         assert (stays | (made >= low - 1)).all()
         # what the source's cache held may come from the target's memory
@@ -231,7 +237,9 @@ def test_the_intervals_of_what_nobody_measured_hold_for_a_captured_step(h200: Gr
     each = memory & (measured > 0) & ~kernels.over_link & (kernels.operator_ns == measured)
     assert each.sum() > 400
     assert 0.75 < ((low <= measured) & (measured <= high))[each].mean() < 0.95
-    assert made[0].sum() == pytest.approx(measured.sum(), rel=0.02)
+    gemm = np.isin(made[1], [Rule.GEMM_TILES])
+    assert made[0][gemm].sum() == pytest.approx(measured[gemm].sum(), rel=0.09)
+    assert made[0].sum() == pytest.approx(measured.sum(), rel=0.025)
     assert step.p10_ns < measured.sum() < step.p90_ns
     # products are surer: the step is between them and what streams memory
     alone = shipped().errors["memory_unmeasured"].shared

@@ -4,6 +4,7 @@ import gzip
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 from itertools import permutations
 from pathlib import Path
 from typing import NamedTuple
@@ -21,19 +22,20 @@ from onerank.annotate.kernel_db.database import SHIPPED, Library, read_database,
 from onerank.annotate.kernel_db.interpolate import SOURCE_SHARE, Basis, look_up
 from onerank.annotate.models.calibration import MeanRates, gemm_shapes, rates_in
 from onerank.annotate.models.coefficients import shipped
-from onerank.annotate.models.cost_model import PredictFromDescription
+from onerank.annotate.models.cost_model import Predict, PredictFromDescription
 from onerank.annotate.models.features import KernelFeatures
 from onerank.annotate.models.intervals import TINY_NS
 from onerank.annotate.models.learned import predict_from_description
 from onerank.annotate.models.prediction_terms import Rule
 from onerank.annotate.models.roofline import predict_from_datasheet
-from onerank.annotate.op_costs.cost_record import Work
+from onerank.annotate.op_costs.cost_record import GemmShape, Work
 from onerank.annotate.op_costs.node_costs import op_costs_of, work_of_call
 from onerank.annotate.op_costs.op_classes import OpClass
 from onerank.annotate.passes.swap_kernels import scale_to_size
 from onerank.annotate.recost.recost import source_gpu
+from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import Graph
-from onerank.ir.arrays import Mask
+from onerank.ir.arrays import I64, Mask
 from onerank.ir.chakra import read
 from onerank.ir.measurement import LARGE_SHAPES, SKINNY_SHAPES
 from tools.fit.fit_tiles import stored_ns
@@ -163,6 +165,10 @@ _STEPS = {
     "h200-llama-8b-4l-tp2-real/slice.0": "H200",
 }
 _TRACES = Path(__file__).parents[2] / "traces"
+
+# The same job as the first of `_STEPS`, as recorded.
+_OTHER_SKU = "h200-llama-8b-4l-tp4"
+
 _NOT_MEMORY = (OpClass.GEMM, OpClass.ATTENTION, OpClass.COMMUNICATION)
 
 
@@ -181,10 +187,66 @@ def step_cases(described: Described = as_shipped) -> Iterator[Case]:
         yield Case("memory_unmeasured", gpu, gpu, times, predicted_ns, np.zeros(len(table)))
 
 
-def _step_kernels(path: str, gpu: Gpu, described: Described) -> pl.DataFrame:
+def same_die_steps(model: Callable[[str], Predict]) -> Iterator[Case]:
+    """Yield both directions of a step of a Llama-8B, captured on two SKUs of a die.
+
+    Kernels of one name and call are one entry with their median times. A kernel that ran on one of
+    the GPUs alone has no entry.
+
+    Args:
+        model: die family that is left out -> the model to use.
+    """
+    graphs = _step("h100-llama-8b-4l-tp4/trace"), convert_directory(_TRACES / _OTHER_SKU)[0]
+    for before, after in (graphs, graphs[::-1]):
+        source, target = source_gpu(before, None), source_gpu(after, None)
+        costs = op_costs_of(before)
+        kernels = KernelFeatures.of(before, costs)
+        predicted_ns, rules = model(family(target))(kernels, source, target)
+        here, there = _same_kernels(before, after)
+        at = np.searchsorted(costs.index, here)
+        each = pl.DataFrame(
+            {
+                "kernel": before.nodes.name[here],
+                "call": costs.call[at],
+                "memory": ~(costs.is_class(*_NOT_MEMORY) | kernels.over_link)[at],
+                "tiles": (rules == Rule.GEMM_TILES)[at],
+                "rows": kernels.gemm[kernels.call[at], GemmShape._fields.index("m")],
+                "measured": after.nodes.duration_ns[there].astype(np.float64),
+                "predicted": predicted_ns[at],
+            }
+        ).filter(pl.col("measured") > 0)
+        of_call = ["kernel", "call", "memory", "tiles", "rows"]
+        medians = pl.col("measured", "predicted").median()
+        table = each.group_by(of_call, maintain_order=True).agg(medians)
+        for kind, chosen in (("memory_same_die", "memory"), ("gemm_same_die", "tiles")):
+            of_kind = table.filter(chosen)
+            measured_ns, predicted, rows = (
+                of_kind[name].to_numpy() for name in ("measured", "predicted", "rows")
+            )
+            yield Case(kind, source, target, measured_ns, predicted, rows)
+
+
+def _same_kernels(graph: Graph, other: Graph) -> tuple[I64, I64]:
+    """Return the nodes of the kernels that both graphs have in the same order, int64[n] each."""
+    index = np.flatnonzero(graph.gpu_compute), np.flatnonzero(other.gpu_compute)
+    names = [
+        [(g.strings[int(g.nodes.op[node])], g.strings[int(g.nodes.name[node])]) for node in nodes]
+        for g, nodes in zip((graph, other), index, strict=True)
+    ]
+    blocks = SequenceMatcher(None, *names, autojunk=False).get_matching_blocks()
+    here = [at for block in blocks for at in range(block.a, block.a + block.size)]
+    there = [at for block in blocks for at in range(block.b, block.b + block.size)]
+    return index[0][here], index[1][there]
+
+
+def _step(path: str) -> Graph:
     with tempfile.NamedTemporaryFile(suffix=".et") as file:
         Path(file.name).write_bytes(gzip.decompress((_TRACES / f"{path}.et.gz").read_bytes()))
-        graph = read(Path(file.name))
+        return read(Path(file.name))
+
+
+def _step_kernels(path: str, gpu: Gpu, described: Described) -> pl.DataFrame:
+    graph = _step(path)
     costs = op_costs_of(graph)
     kernels = KernelFeatures.of(graph, costs)
     predicted_ns, _ = predict_from_datasheet(kernels, described(gpu))

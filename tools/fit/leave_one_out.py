@@ -30,6 +30,7 @@ from tools.fit.evaluate_fit import (
     resized_attention_cases,
     resized_memory_cases,
     resized_product_cases,
+    same_die_steps,
     step_cases,
     unmeasured_cases,
 )
@@ -45,6 +46,7 @@ from tools.fit.measured_kernels import (
     of_layers,
     of_products,
     read_attention,
+    read_other_products,
     read_products,
 )
 from tools.fit.narrow_gemm_cases import (
@@ -230,6 +232,20 @@ def gemm_cases(
         yield Case(kind, source, target, times, predicted_ns, products.shapes[:, 1])
 
 
+def same_die_cases(
+    folder: Path, described: Described, model: Callable[[str], Predict]
+) -> Iterator[Case]:
+    """Yield GEMMs of two SKUs of a die in each of the other benchmark sets.
+
+    A description has the sustained rate of one set. In another, with other boards and operands, the
+    GPUs' rates have another ratio, and that error is the same for all GEMMs that the clock limits.
+    """
+    for products in read_other_products(folder):
+        for case in gemm_cases(drawn(products), described, model):
+            if case.kind == "gemm_same_die":
+                yield case
+
+
 def gemm_by_shape(
     products: Products,
     model: Callable[[str], PredictFromDescription],
@@ -282,10 +298,11 @@ def memory_cases(
 
 
 _PARTED = (
-    *("gemm", "gemm_uncalibrated", "gemm_unmeasured", "gemm_8bit_unmeasured", "product"),
-    *("memory", "memory_other_die", "memory_unmeasured", "memory_library_unmeasured"),
+    *("gemm", "gemm_same_die", "gemm_uncalibrated", "gemm_unmeasured", "gemm_8bit_unmeasured"),
+    *("product", "memory", "memory_other_die", "memory_same_die", "memory_unmeasured"),
+    "memory_library_unmeasured",
 )
-_WITH_LONG = ("memory_unmeasured",)
+_WITH_LONG = ("gemm_same_die", "memory_unmeasured")
 
 
 def errors_of(cases: Iterable[Case], few: float = 1.0) -> Error:
@@ -296,40 +313,65 @@ def errors_of(cases: Iterable[Case], few: float = 1.0) -> Error:
         few: the kind's factor of `few_families`.
     """
     # An interval is widened by this factor when it is applied, so the stored errors are without it.
-    groups = _by_group(cases)
+    listed = list(cases)
+    groups = _by_group(listed)
     bound = few * _bound([np.concatenate(group) for group in groups.values()])
     # Mean squares, not deviations from their mean: the mean of the next GPU's error is not known.
     # Families count equally, and cases of a family by their number of errors.
-    squares = np.mean([_mean_squares(errors) for errors in groups.values()], axis=0)
+    sharing = _by_group(listed, _of_rows)
+    squares = np.mean([_mean_squares(errors) for errors in sharing.values()], axis=0)
     shared, independent = few * np.sqrt(squares[0]), np.sqrt(squares[1])
     count = sum(len(error) for errors in groups.values() for error in errors)
     figures = (round(float(x), 4) for x in (-bound, bound, shared, independent))
     return Error(*figures, count=count)
 
 
-def _by_group(
-    cases: Iterable[Case], values: Callable[[Case], npt.NDArray[Any]] | None = None
-) -> dict[str, list[npt.NDArray[Any]]]:
-    """Return die family -> values of its cases; GPU -> values if one family has all.
+def _errors_of_case(case: Case) -> list[F64]:
+    """Return the errors of a case without their widening, as one array."""
+    return [case.error / case.widening]
 
-    The values are by default the errors without their widening.
+
+def _of_rows(case: Case) -> list[F64]:
+    """Return the errors of a case without their widening, of the calls that share an error.
+
+    The GEMMs of a step have as many rows as the step has tokens, so their errors are those of one
+    regime: all stream weights, or the clock limits all of them. They do not average as those of
+    GEMMs with any number of rows do. Other kinds share the error of the case.
     """
+    (errors,) = _errors_of_case(case)
+    if not case.kind.startswith("gemm"):
+        return [errors]
+    _, at = np.unique(case.rows, return_inverse=True)
+    return [errors[at == group] for group in range(at.max() + 1)]
+
+
+def _by_group(
+    cases: Iterable[Case], values: Callable[[Case], list[npt.NDArray[Any]]] = _errors_of_case
+) -> dict[str, list[npt.NDArray[Any]]]:
+    """Return die family -> values of its cases; GPU -> values if one family has all."""
     listed = list(cases)
     families = {family(case.target) for case in listed}
     groups: dict[str, list[npt.NDArray[Any]]] = {}
     for case in listed:
         name = family(case.target) if len(families) > 1 else case.target.name
-        errors = case.error / case.widening if values is None else values(case)
-        groups.setdefault(name, []).append(errors)
+        groups.setdefault(name, []).extend(values(case))
     return groups
 
 
 def _mean_squares(errors: Sequence[F64]) -> tuple[float, float]:
-    """Return the mean square of the means of cases, and that of the deviations from them."""
-    lengths = [len(error) for error in errors]
-    means = np.average([np.mean(error) ** 2 for error in errors], weights=lengths)
-    deviations = np.average([np.var(error) for error in errors], weights=lengths)
-    return float(means), float(deviations)
+    """Return the mean square of the errors that groups share, and that of the deviations from them.
+
+    The mean of few errors varies by chance, which is no shared error: a group's part of it, the
+    variance over the number of errors, is subtracted. Groups of one error are left out if others
+    exist, since they do not show the two parts.
+    """
+    several = [error for error in errors if len(error) > 1] or errors
+    lengths = np.array([len(error) for error in several])
+    means = np.array([np.mean(error) for error in several])
+    variances = np.array([np.var(error) for error in several])
+    by_chance = variances / np.maximum(lengths - 1, 1)
+    shared = max(0.0, float(np.average(means**2 - by_chance, weights=lengths)))
+    return shared, float(np.average(variances, weights=lengths))
 
 
 def _bound(groups: Sequence[F64]) -> float:
@@ -463,6 +505,7 @@ def datasheet_cases(folder: Path, fits: dict[str, Coefficients]) -> Iterator[Cas
     from_description, learned = models_without(fits)
     # Other GPUs known by their datasheet have the kind `gemm_uncalibrated` in `every_case`.
     cases = [c for c in gemm_cases(products, described, learned) if c.kind == "gemm_same_die"]
+    cases += same_die_cases(folder, described, learned)
     for case in gemm_cases(products, described, lambda _: scale_measured.predict_by_residual):
         cases.append(replace(case, kind="product"))
     cases += gemm_by_shape(products, from_description, described)
@@ -494,6 +537,8 @@ def every_case(folder: Path, fits: dict[str, Coefficients] | None = None) -> lis
     every_product, products = products, drawn(products)
     from_description, learned = models_without(fits)
     cases = [*gemm_cases(products, as_shipped, learned)]
+    cases += same_die_cases(folder, as_shipped, learned)
+    cases += same_die_steps(learned)
     for case in gemm_cases(products, as_by_datasheet(gpus), learned):
         cases.append(replace(case, kind="gemm_uncalibrated"))
     cases += gemm_by_shape(products, from_description)

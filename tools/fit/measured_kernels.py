@@ -20,6 +20,8 @@ GEMM_FILE = "gemm.parquet"
 
 ATTENTION_FILE = "attention_prefill.parquet"
 
+LINEARS_FILE = "linears.parquet"
+
 # Bytes of an element of the operands and of the result: GEMMs in fp8 write 16 bits.
 _ITEM_BYTES = {"bfloat16": (2, 2), "fp8": (1, 2)}
 
@@ -79,6 +81,31 @@ def read_products(folder: Path, dtype: str = "bfloat16") -> Products:
     # The dataset's 8-bit layers scale each row (sglang).
     scales = Scales.ROW if item == 1 else Scales.TENSOR
     return Products(TORCH_DTYPE[dtype], shapes, _times(table, 3), scales)
+
+
+def read_other_products(folder: Path) -> list[Products]:
+    """Read the bf16 GEMMs of `linears.parquet`, one entry per benchmark set with two GPUs or more.
+
+    Raises:
+        FormatError: the file is not there or lacks a column.
+        TargetError: it has a GPU without a description.
+    """
+    sizes = ["m", "n", "k"]
+    rows = read_table(folder / LINEARS_FILE, ["gpu", "dataset", "dtype", *sizes, "time_us"])
+    rows = rows.filter(pl.col("dtype") == "bfloat16")
+    sets: list[Products] = []
+    for _, of_set in rows.group_by("dataset", maintain_order=True):
+        by_gpu = of_set.group_by("gpu", *sizes).agg(pl.col("time_us").median())
+        table = by_gpu.sort("gpu", *sizes).pivot(on="gpu", index=sizes, values="time_us")
+        table = table.drop_nulls().sort(sizes)
+        times_ns = _times(table, len(sizes))
+        if len(times_ns) < 2:
+            continue
+        ones = np.ones(len(table))
+        columns = [table[size].to_numpy().astype(np.float64) for size in sizes]
+        shapes = np.stack([ones, *columns, 2 * ones, 2 * ones], axis=1)
+        sets.append(Products(TORCH_DTYPE["bfloat16"], shapes, times_ns, Scales.TENSOR))
+    return sets
 
 
 def read_attention(folder: Path) -> Attention:

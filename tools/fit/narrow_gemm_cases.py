@@ -26,9 +26,14 @@ from onerank.annotate.passes.swap_kernels import shape_ratio
 from onerank.ir.arrays import F64
 from tools.fit.evaluate_fit import Case, Described, as_shipped
 from tools.fit.fit_tiles import fit_robustly, rates_of
-from tools.fit.measured_kernels import TORCH_DTYPE, Products, family, of_products, read_table
-
-LINEARS_FILE = "linears.parquet"
+from tools.fit.measured_kernels import (
+    LINEARS_FILE,
+    TORCH_DTYPE,
+    Products,
+    family,
+    of_products,
+    read_table,
+)
 
 # (kernel, dtype) -> scales of its layers, if one kernel quantises the activations. TensorRT-LLM
 # quantises per tensor with several kernels, see `_read_tensor_scaled`.

@@ -183,7 +183,7 @@ def test_only_gpus_in_the_measurements_claim_the_datasets_gemm_ceiling():
         "A100-SXM-80GB": 0.794,
         "B200": 0.646,
         "H100-SXM": 0.737,
-        "H200": 0.678,
+        "H200": 0.708,
         "L40S": 0.539,
     }
 
@@ -399,7 +399,7 @@ class TestDatasheetAlone:
         # The floor is that of Hopper, at another clock.
         assert gpu.launch_floor_ns == round((2690 + 2640) / 2 * (1.83 / 2.0) ** (2 / 3))
         # cube roots of watts per TFLOPS and GHz^2
-        h100, h200 = (f / (700 / 989 / 1.83**2) ** (1 / 3) for f in (0.737, 0.678))
+        h100, h200 = (f / (700 / 989 / 1.83**2) ** (1 / 3) for f in (0.737, 0.708))
         b200 = 0.646 / (1000 / 2250 / 1.965**2) ** (1 / 3)
         share = (700 / 1000 / 2.0**2) ** (1 / 3)
         fraction = ((h100 + h200) / 2 + b200) / 2 * share
@@ -411,7 +411,7 @@ class TestDatasheetAlone:
 
     def test_without_a_power_limit_the_fraction_is_the_mean(self, tmp_path: Path):
         gpu = self.load(tmp_path, BF16)
-        mean = (0.794 + 0.539 + (0.737 + 0.678) / 2 + 0.646) / 4
+        mean = (0.794 + 0.539 + (0.737 + 0.708) / 2 + 0.646) / 4
         assert gpu.tensor_flops_per_s("bfloat16") == pytest.approx(1e15 * mean)
 
     def test_what_is_given_is_not_estimated(self, tmp_path: Path):

@@ -48,9 +48,9 @@ def test_intervals_have_the_errors_of_the_estimates(trace, mm, add, datasheet):
     by_sheet, described = (recost(graph, target) for target in (datasheet, "H100"))
     c, gpu = shipped(), load_gpu(datasheet)
     # The trace is of an H200, so both are from an SKU of the same die.
-    gemm, memory = (c.datasheet_errors[kind] for kind in ("gemm_same_die", "memory_same_die"))
+    gemm, memory = (c.datasheet_errors[kind] for kind in ("gemm_same_die_long", "memory_same_die"))
     assert reach(by_sheet) == pytest.approx(
-        [gemm.high * widening(gpu, c, "gemm_same_die"), memory.high], rel=1e-3
+        [gemm.high * widening(gpu, c, "gemm_same_die_long"), memory.high], rel=1e-3
     )
     assert reach(by_sheet)[0] > reach(described)[0]
     note_of(by_sheet.job.measurement.notes, "target-figures-estimated", "launch_floor_ns")

@@ -109,7 +109,7 @@ class TestOfTheGpuThatWasMeasured:
             widths.append(math.log(made.nodes.p90_ns[gpu][0] / moved))
             assert widths[-1] <= abs(math.log(moved / 20_000)) + 1e-4
         assert widths[0] < 0.01 < widths[1] < widths[2]
-        assert widths[2] == pytest.approx(shipped().errors["memory_short"].high, abs=2e-4)
+        assert widths[2] == pytest.approx(shipped().errors["memory_same_die_short"].high, abs=2e-4)
 
     def test_with_other_what_ifs(self, h200: Graph):
         """A figure that does not matter changes none of them."""

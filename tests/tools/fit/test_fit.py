@@ -163,12 +163,37 @@ def test_products_of_several_gpus_are_paired(tmp_path):
 
 def test_errors_have_a_shared_and_an_independent_part():
     a, h = load_gpu("A100"), load_gpu("H100")
+    around = np.tile([-0.2, 0.2], 500)
     cases = [  # the first off by e^(0.1 +- 0.2), the second by e^(-0.1 +- 0.2)
-        Case("gemm", a, h, np.exp([middle - 0.2, middle + 0.2]), np.ones(2), np.ones(2))
+        Case("gemm", a, h, np.exp(middle + around), np.ones(1000), np.ones(1000))
         for middle in (0.1, -0.1)
     ]
     error = errors_of(cases)
-    assert (error.shared, error.independent, error.count) == (0.1, 0.2, 4)
+    assert (error.shared, error.independent) == (pytest.approx(0.1, abs=2e-3), 0.2)
+    assert error.count == 2000
+
+
+def test_gemms_with_as_many_rows_share_an_error():
+    """The GEMMs of a step have as many rows: their errors do not average over numbers of rows."""
+    a, h = load_gpu("A100"), load_gpu("H100")
+    errors = np.concatenate([0.1 + np.tile([-0.02, 0.02], 50), -0.1 + np.tile([-0.02, 0.02], 50)])
+    rows = np.repeat([8.0, 4096.0], 100)
+    gemm, memory = (
+        errors_of([Case(kind, a, h, np.exp(errors), np.ones(200), rows)])
+        for kind in ("gemm", "memory")
+    )
+    assert gemm.shared == pytest.approx(0.1, abs=1e-3)
+    assert gemm.independent == pytest.approx(0.02, abs=1e-3)
+    assert memory.shared < 0.01  # the case's mean is 0
+    assert memory.independent == pytest.approx(0.102, abs=1e-3)
+
+
+def test_a_mean_of_few_errors_is_no_shared_error():
+    a, h = load_gpu("A100"), load_gpu("H100")
+    errors = np.random.default_rng(0).normal(0, 0.1, 4000)
+    rows = np.repeat(np.arange(1000.0), 4)
+    error = errors_of([Case("gemm", a, h, np.exp(errors), np.ones(4000), rows)])
+    assert error.shared < 0.02  # 0.05, if the means counted whole
 
 
 def test_what_was_measured_on_a_target_can_be_forgotten():
