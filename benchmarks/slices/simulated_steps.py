@@ -129,7 +129,7 @@ def compare(directory: Path) -> None:
         table[name] |= parts(directory, name, form, results)
         cells = "".join(f"{_cell(simulated.get(column), real):>24}" for column in columns)
         print(f"{name:16}{f'{real:.3f} ({low:.3f} - {high:.3f})':>30}{cells}", flush=True)
-        print(f"{'':16}{_told(simulated)}")
+        print(f"{'':16}{_network_and_gpus(simulated)}")
     _print_errors(table, columns)
     _print_parts(table)
     (directory / "predicted.json").write_text(json.dumps(table, indent=1) + "\n")
@@ -230,7 +230,7 @@ def _conditions(results: Any) -> None:
     print()
 
 
-def _told(simulated: dict[str, Any]) -> str:
+def _network_and_gpus(simulated: dict[str, Any]) -> str:
     text = f"network: {simulated['network']}"
     per_gpu = simulated.get("ASTRA, host time, each", [])
     if len(per_gpu) > 1:

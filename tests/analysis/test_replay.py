@@ -55,7 +55,7 @@ def test_calls_that_block_a_cpu_hold_back_what_follows():
     assert slow.exposed_communication_ns == calls.sum()
 
 
-def test_a_gpu_operation_is_not_told_when_it_started(h200):
+def test_a_slower_gpu_lengthens_the_replay(h200):
     """A slower GPU lengthens the replay although the start times in the trace stay."""
     twice = h200.with_columns(duration_ns=np.where(h200.gpu_compute, 2, 1) * h200.nodes.duration_ns)
     grown = replay(twice).step_time_ns - replay(h200).step_time_ns

@@ -180,7 +180,7 @@ def test_an_execution_trace_of_another_run(tmp_path: Path) -> None:
         (lambda events: events[3].update(ts=-50.0), "gpu-starts-before-launch", (62_000,)),
     ],
 )
-def test_times_of_the_gpu_that_contradict_each_other_are_told(
+def test_times_of_the_gpu_that_contradict_each_other_are_reported(
     change: Change, code: str, naming: tuple[str | int, ...], tmp_path: Path
 ) -> None:
     """Real traces have such: kernels that start early, clocks that disagree."""

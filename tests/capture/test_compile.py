@@ -213,7 +213,7 @@ def test_layers_that_a_script_compiles_and_shards_keep_their_names(tmp_path):
     assert {time.path for time in graph.job.measurement.scopes} >= set(layers)
 
 
-def test_a_script_without_a_module_to_compile_is_told_so(tmp_path):
+def test_a_script_without_a_module_to_compile_is_refused(tmp_path):
     path = script(
         tmp_path,
         """
@@ -301,7 +301,7 @@ def test_kernels_are_matched_with_the_code_by_name_and_place():
     assert hosts[1:8] == ["norm", "q", "k", "attention", "mlp", "last", "mixed"]
 
 
-def test_of_a_replayed_graph_calls_that_cannot_be_told_apart_share_their_time():
+def test_of_a_replayed_graph_indistinguishable_calls_share_their_time():
     empty = GraphBuilder().build(Job())
     graph = with_compilation(empty, gpu_step(STEP, replayed=True), CODE, "reduce-overhead")
     done = graph.job.compilation

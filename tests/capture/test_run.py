@@ -78,9 +78,9 @@ def test_the_example_as_rank_2_of_4(tmp_path):
         "structure.json.gz",
     ]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["raw", "trace.et"]
-    told_again = run_command("convert", raw, "-o", tmp_path / "again.et")
-    assert told_again.returncode == 0, told_again.stderr
-    assert "times from     profile.json.gz" in told_again.stdout
+    converted = run_command("convert", raw, "-o", tmp_path / "again.et")
+    assert converted.returncode == 0, converted.stderr
+    assert "times from     profile.json.gz" in converted.stdout
     again = onerank.read(tmp_path / "again.et")
     assert again.nodes_frame().equals(graph.nodes_frame())
 

@@ -156,7 +156,7 @@ def test_process_groups_may_be_set_up_by_a_module_that_is_imported(tmp_path):
     assert calls == [("all_reduce", "world")]  # and none that --dp would add
 
 
-def test_an_error_that_is_no_exception_is_told(tmp_path):
+def test_an_error_that_is_no_exception_is_reported(tmp_path):
     text = """
         import torch
         class CheckpointException(BaseException): ...
@@ -168,7 +168,7 @@ def test_an_error_that_is_no_exception_is_told(tmp_path):
         run(tmp_path, text, World())
 
 
-def test_checkpoints_are_loaded_but_not_saved_which_is_told(tmp_path):
+def test_checkpoints_are_loaded_but_not_saved_with_a_note(tmp_path):
     rows = torch.arange(16.0).view(4, 4)
     dcp.save({"module.weight": rows, "module.bias": rows[0]}, checkpoint_id=tmp_path / "given")
     text = f"""
@@ -376,7 +376,7 @@ def test_objects_of_the_first_rank_are_those_it_broadcasts(tmp_path, monkeypatch
     assert calls == [("broadcast", size) for message in sizes for size in (8, message)]
 
 
-def test_objects_that_the_script_as_another_rank_does_not_send_are_told(tmp_path):
+def test_objects_that_the_script_as_another_rank_does_not_send_are_reported(tmp_path):
     text = """
         import torch, torch.distributed as dist
         dist.init_process_group("gloo")

@@ -54,7 +54,7 @@ def test_averages_of_the_weights_are_kept_of_the_slice(tmp_path, world, form):
 @pytest.mark.parametrize(
     ("early", "late"), [(SHADOW, UPDATE), ("", "copy.deepcopy(model)")], ids=["tensors", "copy"]
 )
-def test_whole_tensors_beside_shards_are_told_how_to_be_made(tmp_path, early, late):
+def test_whole_tensors_among_shards_are_refused_with_a_remedy(tmp_path, early, late):
     script = AVERAGED.format(early=early, late=late)
     with raises_code("fsdp-mixed-tensors", naming=("line 14", "--zero 1")):
         run(tmp_path, script, World.of(dp=2), fsdp=True)
@@ -72,7 +72,7 @@ def test_a_model_that_is_saved_within_a_step_is_saved_as_this_rank_has_it(tmp_pa
     assert len(saved) == 2 + 2 * 9 + 1  # embedding and head, of each layer 7 and 2 norms, a norm
 
 
-def test_a_model_that_safetensors_saves_by_itself_is_told_how_to_be_saved(tmp_path):
+def test_a_model_that_safetensors_saves_by_itself_is_refused_with_a_remedy(tmp_path):
     late = f"import safetensors.torch as s; s.save_model(model, {str(tmp_path / 'saved')!r})"
     script = AVERAGED.format(early="", late=late)
     with raises_code("fsdp-no-storage", naming=("line 14", "save_pretrained")):
@@ -93,7 +93,7 @@ def test_an_optimizer_that_knows_no_shards_is_named(tmp_path):
         run(tmp_path, script, World.of(dp=2), fsdp=True)
 
 
-def test_an_optimizer_that_shards_refuse_is_told_so(tmp_path):
+def test_an_optimizer_that_shards_refuse_is_refused(tmp_path):
     script = AVERAGED.format(early="", late="").replace("SGD(", "Adafactor(")
     with raises_code("fsdp-optimizer-unsupported", naming=("line 12", "Adafactor")):
         run(tmp_path, script, World.of(dp=2), fsdp=True)
@@ -112,7 +112,7 @@ def test_advice_on_shards_is_for_those_of_ours(tmp_path):
     assert "--fsdp" not in str(caught.value)
 
 
-def test_matrices_that_are_updated_slice_by_slice_are_told(tmp_path):
+def test_matrices_that_are_updated_slice_by_slice_are_reported(tmp_path):
     script = AVERAGED.format(early="", late="").replace(
         "SGD(model.parameters())", "Muon([p for p in model.parameters() if p.ndim > 1])"
     )

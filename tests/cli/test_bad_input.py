@@ -177,7 +177,7 @@ def test_a_trace_is_named_et(args, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_profilers_file_by_itself_is_told_its_option(tmp_path):
+def test_a_profilers_file_by_itself_is_refused_with_its_option(tmp_path):
     recorded = TRACES / "cpu-llama-2l-tp4"
     for name, option in (
         ("profile.json.gz", "--kineto"),
@@ -269,7 +269,7 @@ def test_real_ranks_need_torchrun(tmp_path, monkeypatch):
     ],
     ids=lambda given: given[0] if isinstance(given, tuple) else "",
 )
-def test_what_a_capture_cannot_do_is_told_before_the_script_runs(
+def test_what_a_capture_cannot_do_is_refused_before_the_script_runs(
     args, error, name, tmp_path, monkeypatch
 ):
     (tmp_path / "train.py").write_text("raise AssertionError('the script ran')")

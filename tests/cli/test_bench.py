@@ -69,7 +69,7 @@ def test_what_is_no_database_is_refused(two: tuple[Path, Path], tmp_path: Path) 
     assert not (tmp_path / "all.parquet").exists()
 
 
-def test_nothing_to_measure_and_a_trace_of_a_cpu_are_told(tmp_path: Path) -> None:
+def test_nothing_to_measure_and_a_trace_of_a_cpu_are_refused(tmp_path: Path) -> None:
     output = tmp_path / "out.parquet"
     done = run("-o", output)
     assert done.exit_code == 2
@@ -154,7 +154,9 @@ def test_calls_of_the_updated_database_are_skipped(
     note_of(msgspec.json.decode(done.stdout)["notes"], "bench-calls-known", 1, "known.parquet")
 
 
-def test_a_gpu_that_is_not_there_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_is_not_there_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     done = run("--grid", "training", "--gpu", "2", "-o", tmp_path / "out")
     assert done.exit_code == 2

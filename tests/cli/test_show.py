@@ -157,7 +157,7 @@ def test_every_command_is_listed_with_its_whole_sentence():
     assert set(onerank.list_commands(None)) <= listed
 
 
-def test_a_description_is_checked_or_its_form_told():
+def test_a_description_is_checked_or_its_form_shown():
     description = ROOT / "examples" / "gpus" / "imaginary.toml"
     assert "nothing wrong" in invoke(onerank, "gpus", "--check", description).stdout
     refused(onerank, "gpus", "--check", description, "--schema", error="gpus-two-forms")

@@ -345,7 +345,7 @@ def test_interrupted_write_leaves_the_old_file_and_nothing_else(
     assert path.read_bytes() == b"old"
 
 
-def test_written_file_replaces_the_old_one_and_leaves_nothing_beside_it(tmp_path: Path):
+def test_written_file_replaces_the_old_one_and_leaves_nothing_else(tmp_path: Path):
     path = tmp_path / "out.et"
     path.write_bytes(b"old")
     kernels([1000]).write(path)

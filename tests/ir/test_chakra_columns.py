@@ -60,7 +60,7 @@ def assert_same(messages: list[bytes]) -> Decoded:
     return read
 
 
-def test_real_nodes_are_read_alike_and_known_to_be_ours(captured):
+def test_real_nodes_are_read_equally_and_known_to_be_ours(captured):
     for _, messages in captured:
         assert assert_same(messages).exact.all()
 
@@ -72,7 +72,7 @@ def test_bytes_are_those_protobuf_writes(captured):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_damaged_nodes_are_read_alike_or_refused_alike(captured, seed):
+def test_damaged_nodes_are_read_equally_or_refused_equally(captured, seed):
     """Of 300 nodes, each with one byte changed, those are exact that are written back."""
     rng = random.Random(seed)
     readable: list[bytes] = []

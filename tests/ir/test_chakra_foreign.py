@@ -73,7 +73,7 @@ def test_integer_too_large_for_the_type_it_had_gets_ours(tmp_path: Path):
     assert list(node.attr) == [attr("comm_size", int64_val=2**40)]
 
 
-def test_change_beside_a_negative_start_that_the_file_had(tmp_path: Path):
+def test_change_next_to_a_negative_start_that_the_file_had(tmp_path: Path):
     original = Node(id=1, start_time_micros=4, attr=[attr("start_ns", int64_val=-9)])
     graph = chakra.read(write_messages(tmp_path / "in.et", GlobalMetadata(), original))
     assert graph.nodes.start_ns.tolist() == [-9]

@@ -170,7 +170,7 @@ def test_the_hosts_factor_is_found_again(captured: dict[int, Path], tokens: int)
     assert overhead.inter_step_host_ns == pytest.approx(35_000, rel=0.01)
 
 
-def test_a_host_that_no_factor_explains_is_told(captured: dict[int, Path]):
+def test_a_host_that_no_factor_explains_is_reported(captured: dict[int, Path]):
     graph = read(captured[1024])
     altered = msgspec.structs.replace(graph.job.measurement, host_step_ns=(90_000_000,), notes=())
     measurement = with_host_overhead(replace(graph, job=Job(measurement=altered))).job.measurement

@@ -69,7 +69,7 @@ def test_a_stage_that_names_no_group_has_its_rank_from_its_file(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", ["comm_groups.json", "comm_group.json", "w.json"])
-def test_a_trace_has_the_groups_beside_it(tmp_path: Path, name: str) -> None:
+def test_a_trace_has_the_groups_of_the_file_next_to_it(tmp_path: Path, name: str) -> None:
     job = onerank.read(workload(tmp_path, name) / "w.2.et").job
     assert job.groups == tuple(
         ProcessGroup(group_name, tuple(ranks)) for group_name, ranks in GROUPS.items()
@@ -90,7 +90,7 @@ def test_a_node_that_holds_groups(tmp_path: Path) -> None:
     assert job.rank == 1
 
 
-def test_without_groups_beside_it_a_trace_is_as_it_was(tmp_path: Path) -> None:
+def test_without_a_file_of_groups_a_trace_is_as_it_was(tmp_path: Path) -> None:
     (tmp_path / "w.0.et").write_bytes(trace("1"))
     assert onerank.read(tmp_path / "w.0.et").job.groups == ()
 
@@ -181,7 +181,7 @@ def test_a_call_on_a_faulty_group_is_the_files_fault_alone(tmp_path: Path) -> No
     ] == [("group-ranks", "comm_groups.json")]
 
 
-def test_two_files_of_groups_are_told(tmp_path: Path) -> None:
+def test_two_files_of_groups_are_reported(tmp_path: Path) -> None:
     workload(tmp_path)
     workload(tmp_path, "comm_group.json")
     (finding,) = [finding for finding in check(tmp_path) if finding.file == "comm_group.json"]

@@ -46,7 +46,7 @@ def test_the_bound_is_of_points_left_out():
     assert bound_beyond(sizes, off, 0.0) == pytest.approx(ninth)
 
 
-def test_errors_are_those_at_the_distance_of_what_is_asked():
+def test_errors_are_those_at_the_distance_of_the_prediction():
     # pairs a hundredth apart agree; the pairs themselves do not
     rng = np.random.default_rng(0)
     level = rng.normal(0, 0.3, 40)

@@ -60,7 +60,7 @@ def test_lingering_memory_is_waited_for_before_memory_runs_out():
     assert (allocator.returned, allocator.reserved_bytes) == (1, 30 * MIB)
 
 
-def test_blocks_are_what_was_asked_for():
+def test_blocks_have_their_requested_sizes():
     """A block may be larger than its request, where the rest was too small to split off."""
     log = log_of((15 * MIB, 0, -1, 0))
     spare = Blocks(

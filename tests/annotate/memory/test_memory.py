@@ -124,7 +124,7 @@ def test_a_cpu_has_no_memory_outside_the_allocator():
     assert report_memory(graph, load_gpu("T4")).non_allocator
 
 
-def test_peers_and_groups_take_memory_beside_the_allocator():
+def test_peers_and_groups_take_memory_outside_the_allocator():
     """Two of four ranks in two groups, one that exchanges all to all, and the next stage."""
     groups = (
         ProcessGroup("pair", (0, 1)),

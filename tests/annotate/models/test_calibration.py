@@ -60,9 +60,9 @@ def test_a_gpu_is_as_its_products_have_it_whatever_its_description_tells() -> No
     assert found == pytest.approx(times, rel=2e-3)
     wide = every * [1, 1, 1, 1, 0.5, 1]  # in 8 bits the units and libraries are others
     eight = of_products(Products("float8_e4m3fn", wide, {}), times)
-    as_told = {name: figure for name, figure in wrong.items() if name.startswith("memory")}
+    memory = {name: figure for name, figure in wrong.items() if name.startswith("memory")}
     assert predict_from_description(eight, gpu)[0] == pytest.approx(
-        predict_from_description(eight, described(true, as_told))[0]
+        predict_from_description(eight, described(true, memory))[0]
     )
 
 

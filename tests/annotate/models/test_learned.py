@@ -164,7 +164,7 @@ class TestIntervals:
         assert half(100) == pytest.approx(np.hypot(error.shared, error.independent / 10), rel=1e-3)
         assert half(count) == pytest.approx(error.shared, rel=0.01)
 
-    def test_the_step_is_told(self, trace, mm):
+    def test_the_step_is_reported(self, trace, mm):
         made = recost(trace(mm(*SIZE), mm(*SIZE)), "A100")
         low, high = made.job.annotations[-1].details["interval"]
         assert low < sum(times(made)) < high

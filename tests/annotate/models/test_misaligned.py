@@ -118,7 +118,7 @@ def test_another_die_is_unsure(gpt2):
     assert wide == pytest.approx([kinds[0]] * 3 + [kinds[1]], abs=1e-3)
 
 
-def test_of_what_nobody_measured():
+def test_of_unmeasured_operators():
     """Of a CPU capture, against what an H200 took; without the rows 4.4 to 6.8 times less."""
     works = [
         Work(2 * m * n * k, 2 * (m * k + k * n), 2 * m * n, matmul=True, dtype="bfloat16",

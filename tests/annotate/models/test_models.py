@@ -60,7 +60,7 @@ class TestResidual:
         made = self.recost(graph, gpu_file, bf16=200, sustained=0.5)
         assert times(made) == [30_002_000]
 
-    def test_memory_bound_rest_runs_partly_beside_the_memory(self, trace, add, gpu_file):
+    def test_memory_bound_rest_partly_overlaps_the_memory(self, trace, add, gpu_file):
         # 600 us explained of 1200 become 1200 with the halved bandwidth; the rest, 776 us next to
         # them (1200^1.5 = 600^1.5 + 776^1.5), becomes a quarter with four times the SMs
         graph = trace(add(10**8, ns=1_200_700))
@@ -224,7 +224,7 @@ class TestBoth:
         with raises_code("recost-no-compute", naming=("1 nodes",)):
             recost(builder.build(Job()), "H100", model=model, source="H200")
 
-    def test_a_step_too_large_for_the_target_is_told(self, model, trace, mm):
+    def test_a_step_too_large_for_the_target_is_reported(self, model, trace, mm):
         graph = trace(mm(512, 512, 512))
         measured = msgspec.structs.replace(graph.job.measurement, peak_memory_bytes=16 * 10**9 + 1)
         graph = replace(graph, job=msgspec.structs.replace(graph.job, measurement=measured))

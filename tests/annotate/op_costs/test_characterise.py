@@ -64,7 +64,7 @@ def test_unknown_stays_unknown(trace):
     assert kernels_of(graph, "flops") == [UNKNOWN, UNKNOWN]
 
 
-def test_tf32_is_told_by_the_kernel(trace, mm):
+def test_tf32_is_recognised_by_the_kernel(trace, mm):
     product = mm(8, 8, 8)
     product["inputs"] = [("Tensor(float)", [8, 8])] * 2
     names = [("ampere_sgemm_128x64_tn", 10), ("sm80_xmma_gemm_f32f32_tf32f32_f32_nn", 10)]

@@ -147,7 +147,7 @@ def test_from_one_gpu_to_another_they_keep_what_they_are_off():
     assert {Rule(int(rule)) for rule in rules} == {Rule.PARTS}
 
 
-def test_the_arithmetic_of_both_ways_is_told():
+def test_the_arithmetic_of_both_ways_is_reported():
     work, h100, v100 = backward(IMAGE, FILTERS, RESULT), load_gpu("H100-SXM"), load_gpu("V100")
     kernels = kernels_of([work], np.array([2e5]))
     moved, rule = alone(work, "H100-SXM")

@@ -116,7 +116,7 @@ def test_elements_take_the_cycles_of_all_sms(gpu_file):
     assert roofline.predict_by_roofline(kernels, gpu, gpu)[0] == pytest.approx(6_000)
 
 
-def test_what_nobody_measured_streams_its_bytes_so_often(gpu_file):
+def test_unmeasured_operators_stream_their_bytes_so_often(gpu_file):
     # 4 MB at 1 TB/s are 4 us, 2.5 times over 10; the baseline of the field knows no passes
     gpu = load_gpu(gpu_file())
     kernels = kernels_of([Work(0, 2_000_000, 2_000_000, passes=2.5)], np.zeros(1))

@@ -80,7 +80,7 @@ class TestOfTheGpuThatWasMeasured:
         shown = msgspec.structs.replace(made.job.measurement, notes=tuple(notes))
         assert shown == h200.job.measurement  # its steps with it
 
-    def test_a_memory_too_small_is_told_beside_the_measured_step(self, h200: Graph):
+    def test_a_memory_too_small_is_reported_with_the_measured_step(self, h200: Graph):
         made = recost(h200, with_figures(load_gpu("H200"), {"memory_gb": 2}))
         assert has_note(made.job.measurement.notes, "target-memory-exceeded")
         assert made.job.measurement.step_ns == h200.job.measurement.step_ns

@@ -168,13 +168,13 @@ def test_calls_after_too_many_that_end_the_process_are_given_up() -> None:
     assert dict(account.untried) == {"12 calls before them ended the process": 8}
 
 
-def test_calls_without_time_are_told() -> None:
+def test_calls_without_time_are_reported() -> None:
     account = Account(requested=3)
     assert not list(Bench(CPU).measure(_silus(3), account, seconds=0))
     assert dict(account.untried) == {"no time was left": 3}
 
 
-def test_what_an_interrupted_child_did_is_told() -> None:
+def test_what_an_interrupted_child_did_is_reported() -> None:
     def start(
         given: Sequence[BenchRequest], one_by_one: frozenset[int], seconds: float
     ) -> Iterator[Message]:
@@ -190,7 +190,7 @@ def test_what_an_interrupted_child_did_is_told() -> None:
     assert (account.done, dict(account.untried)) == (1, {"interrupted": 2})
 
 
-def test_a_failure_is_told_with_the_end_of_its_call() -> None:
+def test_a_failure_is_reported_with_the_end_of_its_call() -> None:
     """So that a call that is tried again after a crash counts once."""
     wanted = [BenchRequest((BenchCall("aten::no_such_operator", ()),)), *_silus(1)]
     account = Account(requested=2)

@@ -39,7 +39,7 @@ def test_real_ranks_wait_for_the_last():
             assert met[rank, "met", meeting]
 
 
-def test_a_rank_that_nobody_meets_goes_on():
+def test_a_rank_without_a_counterpart_goes_on():
     found = run_ranks(_wait_in_vain, 2)
     assert 0.2 <= found["waited"] < 2
     assert not found["came"]

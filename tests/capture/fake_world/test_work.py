@@ -71,7 +71,7 @@ def test_results_stay_until_someone_took_them(recorder):
     assert work.is_success()
 
 
-def test_a_result_that_nobody_kept_is_refused(recorder):
+def test_a_result_that_was_not_kept_is_refused(recorder):
     forgotten = dist.all_reduce(torch.ones(3), async_op=True)
     dist.all_reduce(torch.ones(3), async_op=True)  # the first is over: its tensors may go
     with raises_code("work-tensors-freed"):

@@ -44,7 +44,7 @@ def test_the_largest_run_of_a_step_counts(collector):
     assert collector.note(peak_bytes=70_001) is None
 
 
-def test_what_an_earlier_step_left_is_not_told(collector):
+def test_what_an_earlier_step_left_is_not_reported(collector):
     Block(700)
     gc.collect()
     collector.begin_step()

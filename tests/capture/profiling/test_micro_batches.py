@@ -108,12 +108,12 @@ def test_calls_with_one_backward_are_one_micro_batch(tmp_path):
     assert graph.job.measurement.activation_bytes == (2 * HELD, 2 * HELD)
 
 
-def test_backwards_with_nothing_between_are_told_apart_in_the_order_of_their_forwards(tmp_path):
+def test_backwards_with_nothing_between_are_numbered_in_the_order_of_their_forwards(tmp_path):
     graph = run(tmp_path, "F0 F1 F2 C0 C1 C2")
     assert numbers(graph, Phase.FORWARD) == numbers(graph, Phase.BACKWARD) == [0, 1, 2]
 
 
-def test_in_another_order_they_are_not_told(tmp_path):
+def test_in_another_order_there_is_no_note(tmp_path):
     """Autograd may have run those of 0 and 1 as one."""
     graph = run(tmp_path, "F0 F1 F2 C1 C0 C2")
     assert numbers(graph, Phase.FORWARD) == numbers(graph, Phase.BACKWARD) == [-1, -1, -1]

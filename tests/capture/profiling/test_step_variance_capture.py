@@ -22,7 +22,7 @@ CRITIC_AND_GENERATOR = """
 
 
 @pytest.mark.parametrize("together", [1, 3])
-def test_steps_of_unlike_work_are_told_or_captured_as_one(together, tmp_path):
+def test_steps_of_different_work_are_noted_or_captured_as_one(together, tmp_path):
     path = tmp_path / "train.py"
     path.write_text(textwrap.dedent(CRITIC_AND_GENERATOR))
     plan = WindowPlan(warm_up=1, timed_steps=1, optimizer_steps=together)
@@ -52,7 +52,7 @@ EVERY_SECOND = """
 
 
 @pytest.mark.parametrize("together", [1, 2])
-def test_steps_that_communicate_unlike_often_are_told_or_captured_as_one(together, tmp_path):
+def test_steps_that_communicate_differently_often_are_noted_or_captured_as_one(together, tmp_path):
     """As of an optimizer that updates some parameters in every second step (modded-nanogpt's)."""
     path = tmp_path / "train.py"
     path.write_text(textwrap.dedent(EVERY_SECOND))

@@ -183,14 +183,14 @@ REFUSED = {
     ],
 )
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
-def test_what_libraries_do_on_a_gpu_alone_is_told(said):
+def test_what_libraries_do_on_a_gpu_alone_is_reported(said):
     explanation = explained(ValueError(said), Path("train.py"))
     assert explanation.code == "script-needs-gpu"
     assert said.rstrip(".") in explanation.message
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_is_told_what_it_lacks(tmp_path, temporary, case):
+def test_the_error_names_what_is_missing(tmp_path, temporary, case):
     body, expected = REFUSED[case]
     done = captured(tmp_path, temporary, "", body)
     assert done.returncode == 2
@@ -200,7 +200,7 @@ def test_is_told_what_it_lacks(tmp_path, temporary, case):
     assert list(temporary.glob("onerank-*")) == []
 
 
-def test_a_collective_that_is_not_known_is_told_even_if_the_script_goes_on(tmp_path):
+def test_an_unknown_collective_is_reported_even_if_the_script_goes_on(tmp_path):
     path = tmp_path / "train.py"
     path.write_text(
         textwrap.dedent(LOOP).format(
@@ -219,7 +219,7 @@ def test_a_collective_that_is_not_known_is_told_even_if_the_script_goes_on(tmp_p
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_gpu_memory_is_told(tmp_path):
+def test_gpu_memory_is_reported(tmp_path):
     """Run without CUDA_VISIBLE_DEVICES: see test_cuda for the rest of the GPU's tests."""
     path = tmp_path / "train.py"
     path.write_text(
@@ -238,7 +238,7 @@ def test_gpu_memory_is_told(tmp_path):
     assert "--tp" in done.stderr
 
 
-def test_a_loss_of_what_a_part_of_the_sequence_gives_is_told_of(tmp_path):
+def test_a_loss_of_a_part_of_the_sequence_is_noted(tmp_path):
     path = tmp_path / "train.py"
     path.write_text(
         "import torch, transformers\n"

@@ -54,7 +54,7 @@ class Schedule:
         pass
 
 
-def told_of(steps, iterations):
+def steps_reported(steps, iterations):
     """Return what is reported of a script that runs a backward and steps all of these, in turn."""
     reported = []
     with after_step(lambda *, skipped: reported.append((len(seen), skipped))):
@@ -77,7 +77,7 @@ def test_their_steps_end_iterations_from_the_second_on(kind):
     step = kind.step
     optimizer = kind([torch.nn.Parameter(torch.ones(2))])
     others = [Average(parameters_of([optimizer])), Schedule(optimizer)]
-    assert told_of([optimizer, *others], 4) == [(1, False), (2, False), (3, False)]
+    assert steps_reported([optimizer, *others], 4) == [(1, False), (2, False), (3, False)]
     assert kind.step is step
 
 
@@ -85,7 +85,7 @@ def test_the_first_of_several_marks_iterations():
     weight = [torch.nn.Parameter(torch.ones(2))]
     both = [Plain(weight), Plain([torch.nn.Parameter(torch.ones(2))])]
     both[1].step = lambda: None  # its gradients are not there
-    assert told_of(both, 3) == [(1, False), (2, False)]
+    assert steps_reported(both, 3) == [(1, False), (2, False)]
 
 
 def test_torchs_come_first_where_both_step():
@@ -93,7 +93,7 @@ def test_torchs_come_first_where_both_step():
     own = Plain([weight])
     own.step = lambda: None
     torchs = torch.optim.SGD([weight], lr=0.1)
-    assert told_of([torchs, own], 3) == [(0, False), (1, False), (2, False)]
+    assert steps_reported([torchs, own], 3) == [(0, False), (1, False), (2, False)]
 
 
 class Trainer:

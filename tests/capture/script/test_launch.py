@@ -151,7 +151,7 @@ def test_arguments_of_the_script_come_after_two_dashes(tmp_path):
     assert "sys.exit(7)" in ran.stderr
 
 
-def test_the_trace_is_named_like_the_script_unless_told(tmp_path, monkeypatch):
+def test_the_trace_is_named_like_the_script_by_default(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(
         "import torch\n" + textwrap.dedent(TRAINING).replace("dist.all_reduce", "id")
@@ -172,7 +172,7 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_script_runs(tmp_
     assert "the script ran" not in done.stdout + done.stderr
 
 
-def test_a_library_that_leaves_torchruns_ranks_alone_is_told_of(tmp_path):
+def test_a_library_that_leaves_torchruns_ranks_alone_is_noted(tmp_path):
     path = tmp_path / "train.py"
     path.write_text("import torch\n" + textwrap.dedent(TRAINING).replace("dist.all_reduce", "id"))
     with raises_code("nothing-parallel"):
@@ -234,7 +234,7 @@ def test_a_node_has_as_many_ranks_as_torchrun_would_start_on_it(tmp_path):
         capture(tmp_path / "unaware.py", [], Options(dp=16, nproc_per_node=4))
 
 
-def test_a_rank_finds_its_place_on_the_node_where_asked(tmp_path):
+def test_a_rank_finds_its_place_on_the_requested_node(tmp_path):
     path = tmp_path / "train.py"
     start = """
         import os, torch, torch.distributed as dist

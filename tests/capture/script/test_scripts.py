@@ -102,7 +102,7 @@ def test_a_script_that(style, tmp_path):
     assert graph.mask(Kind.COLLECTIVE).sum() == 4 + 2 + 3
 
 
-def test_a_refusal_that_the_script_catches_is_told(tmp_path):
+def test_a_refusal_that_the_script_catches_is_reported(tmp_path):
     caught = """
         model = LlamaForCausalLM(LlamaConfig(**{**model.config.to_dict(), "vocab_size": 65}))
         for _ in range(12):
@@ -115,7 +115,7 @@ def test_a_refusal_that_the_script_catches_is_told(tmp_path):
         run(tmp_path, caught)
 
 
-def test_os_exit_is_told(tmp_path):
+def test_os_exit_is_reported(tmp_path):
     with raises_code("script-exited", naming=("os._exit(0)", "1 optimizer step")):
         run(tmp_path, "step()\nimport os\nos._exit(0)")
 

@@ -56,7 +56,7 @@ def test_a_step_ends_where_the_outer_one_does(parts):
     assert own == (Sharded.step, Chained.step)
 
 
-def test_an_optimizer_that_is_stepped_otherwise_later_is_told():
+def test_an_optimizer_that_is_stepped_otherwise_later_is_reported():
     reported = []
     outer = Sharded([])
     with after_step(lambda *, skipped: reported.append(skipped)):

@@ -57,7 +57,7 @@ def test_one_stage_of_two_does_not_represent_the_other(tmp_path):
     assert not (tmp_path / "workload").exists()
 
 
-def test_ranks_that_pass_on_what_they_take_are_alike():
+def test_ranks_that_pass_on_what_they_receive_are_equivalent():
     """Ring attention: in forward, keys go to a rank that sends keys back."""
     classes = RankClass(0, {"pp": (0,)}), RankClass(2, {"pp": (1,)})
     ring = [stage(rank, rank + 1, FIRST, FIRST, classes) for rank in (0, 2)]

@@ -104,7 +104,7 @@ def test_roots_go_with_the_stages_of_a_pipeline() -> None:
     assert {entry.graph.job.rank: broadcasts(entry.graph) for entry in expanded} == {0: {1}, 1: {1}}
 
 
-def test_roots_go_with_the_place_beside_the_pipeline() -> None:
+def test_roots_go_with_the_place_outside_the_pipeline() -> None:
     """Ranks 4 to 7 of the middle stage: two data-parallel groups, 4 and 6, 5 and 7."""
     grid = World.of(tp=2, dp=2, pp=3)
     stages = []

@@ -204,7 +204,7 @@ def test_calls_whose_issuer_the_trace_lacks_are_noted(tmp_path):
     note_of(report.notes, "gloo-without-issuer", 5)
 
 
-def test_calls_of_one_of_several_groups_are_told(tmp_path):
+def test_calls_of_one_of_several_groups_are_reported(tmp_path):
     """torch.profiler records Gloo's calls without their group."""
     trace = json.loads(gzip.decompress((DATA / "k0.json.gz").read_bytes()))
     world = trace["distributedInfo"]["pg_config"][0]
@@ -219,7 +219,7 @@ def test_calls_of_one_of_several_groups_are_told(tmp_path):
     assert "(none)      ?  all_reduce" in shown
 
 
-def test_a_record_of_another_name_is_told(tmp_path):
+def test_a_record_of_another_name_is_reported(tmp_path):
     kineto = gzip.decompress((DATA / "k0.json.gz").read_bytes())
     path = tmp_path / "k.json"
     path.write_bytes(kineto.replace(b"gloo:barrier", b"gloo:tea_time"))

@@ -337,7 +337,7 @@ def test_collectives_by_their_names(tmp_path, name, collective):
         ("allreduce", ["<Object>", "<Object>"], (-1, -1)),
     ],
 )
-def test_roots_are_told_by_the_operator_that_asked(tmp_path, name, before, ends):
+def test_roots_follow_from_the_operator(tmp_path, name, before, ends):
     """The root is the third of ranks 2, 4, 6: NCCL's arguments do not contain it."""
     trace = Trace()
     trace.op(f"c10d::{name}_", 0, 20)
@@ -351,7 +351,7 @@ def test_roots_are_told_by_the_operator_that_asked(tmp_path, name, before, ends)
     assert (node.value("comm_src"), node.value("comm_dst")) == ends
 
 
-def test_a_long_list_of_ranks_is_told_by_its_stride(tmp_path):
+def test_a_long_list_of_ranks_is_shown_by_its_stride(tmp_path):
     trace = Trace()
     op = trace.op("record_param_comms", 0, 10)
     trace.launch(100, 5, external=op)

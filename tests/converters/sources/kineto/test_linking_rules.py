@@ -449,7 +449,7 @@ def test_on_a_cpu_ddp_waits_where_backward_ends(tmp_path):
     assert ("all_reduce", "aten::add") not in edges(graph, Reason.SYNC)
 
 
-def test_on_a_cpu_a_call_that_nobody_awaits_blocks(tmp_path):
+def test_on_a_cpu_a_call_without_a_wait_blocks(tmp_path):
     graph, report = on_a_cpu(wait=False).convert(tmp_path)
     assert ("all_reduce", "aten::add") in edges(graph, Reason.PROGRAM_ORDER)
     assert has_note(report.notes, "async-assumed-blocking", 1)

@@ -134,7 +134,7 @@ def test_both_encodings_of_four_ranks(tmp_path: Path) -> None:
     assert all(abs(time - exported.gpu_time_ns) < 1000 for time in rounded.values())
 
 
-def test_bandwidth_and_latency_are_what_was_asked_for(tmp_path: Path) -> None:
+def test_bandwidth_and_latency_are_those_of_the_options(tmp_path: Path) -> None:
     builder = GraphBuilder()
     columns = {"kind": Kind.COLLECTIVE, "collective": Collective.ALL_GATHER}
     builder.add(name="all_gather", comm_bytes=45_000_000, **columns)

@@ -59,7 +59,7 @@ def test_one_that_was_left_room_keeps_its_lead_on_another_gpu(tmp_path):
     assert replay(read(tmp_path / "t.et")) == replay(graph)
 
 
-def test_work_that_the_trace_lacks_is_told_and_kept(tmp_path):
+def test_work_that_the_trace_lacks_is_noted_and_kept(tmp_path):
     trace = Trace()
     op = trace.op("aten::mm", 0, 10)
     trace.launch(100, 5, external=op)
