@@ -732,8 +732,9 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "safetensors.torch",
         ("save_file", "save"),
-        "safetensors knows plain tensors only: save this rank's shard of a DTensor.",
-        ("parallelize.data.apply_data_parallel",),
+        "safetensors knows plain tensors only: save this rank's shard of a DTensor. It copies a "
+        "tensor from its address, and a fake one has none.",
+        ("no_device.saved_files", "parallelize.data.apply_data_parallel"),
         everywhere=True,
     ),
     # torch.compile.

@@ -1,8 +1,8 @@
-"""`torch.save` and `torch.load` in a capture without a device.
+"""What a script saves and loads in a capture without a device, by torch or by safetensors.
 
 Files with the numbers of a data set are read, since those decide about shapes. Weights become fake
-tensors. A tensor that no device computed is saved by its shape, so that a script can load what it
-has saved. A file with numbers is not overwritten by one without.
+tensors. A tensor that no device computed is saved by its shape, in a file of safetensors as zeros,
+so that a script can load what it has saved. A file with numbers is not overwritten by one without.
 """
 
 import contextlib
@@ -11,8 +11,9 @@ import os
 import zipfile
 from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -21,13 +22,15 @@ from torch.utils._pytree import tree_map_only
 
 from onerank.capture.no_device.operators.fake_operators import REAL_ELEMENTS
 from onerank.capture.no_device.tensor_values import Known
-from onerank.capture.patches import after_import, patched, resolve
+from onerank.capture.patches import after_import, patched, rebound, resolve
 from onerank.ir.errors import CaptureError
 from onerank.ir.notes import Note
 
 _modes: Any = _python_dispatch
 
 _FAKE_TENSOR = "torch._subclasses.fake_tensor.FakeTensor"
+
+_SAFETENSORS = "safetensors.torch"
 
 _STAGER = "torch.distributed.checkpoint._state_dict_stager"
 
@@ -124,6 +127,7 @@ class SavedFiles:
             patched("torch", functions),
             patched(_FAKE_TENSOR, {"__reduce_ex__": self._reduce_function()}),
             after_import(_STAGER, _staged),
+            after_import(_SAFETENSORS, self._zeros_for_fakes),
         ):
             _emulations.append(self)
             try:
@@ -132,13 +136,13 @@ class SavedFiles:
                 _emulations.pop()
 
     def notes(self) -> list[Note]:
-        """Return a note if a tensor was saved without its numbers."""
+        """Return a note if a tensor was saved without its numbers, or was to be."""
         if not self._shapes:
             return []
         return [
             Note(
-                "torch.save wrote shapes instead of numbers that no device computed, and kept "
-                "existing files that hold numbers",
+                "saved files have shapes, or zeros in safetensors, instead of numbers that no "
+                "device computed; existing files that hold numbers were kept",
                 code="no-device-save-skipped",
             )
         ]
@@ -176,6 +180,51 @@ class SavedFiles:
             return tensor_of_shape, tuple(saved)  # `weights_only` reads no other class
 
         return reduce
+
+    def _zeros_for_fakes(self) -> contextlib.AbstractContextManager[None]:
+        """Replace the functions of safetensors, which copy a tensor from its address."""
+        module = resolve(_SAFETENSORS)
+        save_file, save = module.save_file, module.save
+
+        def file_of_zeros(
+            tensors: dict[str, Tensor], filename: Any, metadata: dict[str, str] | None = None
+        ) -> None:
+            if not self._counted(tensors):
+                save_file(tensors, filename, metadata)
+            elif _holds_no_numbers(Path(filename)):
+                header, size = _header_of(tensors, metadata)
+                with Path(filename).open("wb") as file:
+                    file.write(header)
+                    # Without blocks on the disk: the zeros of a 70B model take no space.
+                    file.truncate(len(header) + size)
+                    for tensor in tensors.values():
+                        self._write_numbers(tensor, file)
+
+        def bytes_of_zeros(
+            tensors: dict[str, Tensor], metadata: dict[str, str] | None = None
+        ) -> bytes:
+            if not self._counted(tensors):
+                return save(tensors, metadata)
+            header, size = _header_of(tensors, metadata)
+            return header + bytes(size)
+
+        return rebound(_SAFETENSORS, {"save_file": file_of_zeros, "save": bytes_of_zeros})
+
+    def _write_numbers(self, tensor: Tensor, file: BinaryIO) -> None:
+        """Write a tensor's numbers if they are known; otherwise pass over their place."""
+        numbers = self._known.get(tensor)
+        if numbers is None:
+            file.seek(tensor.numel() * tensor.element_size(), os.SEEK_CUR)
+            return
+        with _modes._disable_current_modes():
+            flat = numbers.detach().contiguous().reshape(-1)
+            file.write(flat.view(torch.uint8).numpy().tobytes())
+
+    def _counted(self, tensors: dict[str, Tensor]) -> int:
+        """Return how many of these tensors are fake, and count them for the note."""
+        fakes = sum(isinstance(tensor, FakeTensor) for tensor in tensors.values())
+        self._shapes += fakes
+        return fakes
 
     def _save_function(self) -> Callable[..., Any]:
         original = torch.save
@@ -244,6 +293,39 @@ class SavedFiles:
                 return self._mode.from_tensor(tensor)
 
         return tree_map_only(Tensor, shaped, value)
+
+
+# In the metadata of a file of safetensors that has zeros for numbers.
+_ZEROS = "onerank-without-numbers"
+
+
+def _header_of(tensors: dict[str, Tensor], metadata: dict[str, str] | None) -> tuple[bytes, int]:
+    """Return the first bytes of a file of safetensors, and how many bytes of numbers follow.
+
+    The format: the header's length in 8 bytes, the header as JSON, the tensors one after another.
+    """
+    types = {dtype: name for name, dtype in resolve(_SAFETENSORS)._TYPES.items()}
+    header: dict[str, Any] = {"__metadata__": {**(metadata or {}), _ZEROS: "true"}}
+    end = 0
+    for name, tensor in tensors.items():
+        begin, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": types[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+    text = msgspec.json.encode(header)
+    text += b" " * (-len(text) % 8)  # safetensors aligns the numbers
+    return len(text).to_bytes(8, "little") + text, end
+
+
+def _holds_no_numbers(path: Path) -> bool:
+    """Whether a file of zeros may replace what a path holds: nothing, or a file of zeros."""
+    if not path.exists() or not path.stat().st_size:
+        return True
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        return _ZEROS.encode() in file.read(min(length, _READ_BYTES))
 
 
 def _is_replaceable(path: Path) -> bool:

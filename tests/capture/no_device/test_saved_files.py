@@ -3,6 +3,7 @@
 import pytest
 import torch
 from notes import has_note
+from safetensors.torch import load_file
 from without_device import captured
 
 from onerank.ir.errors import CaptureError
@@ -79,3 +80,41 @@ def test_an_asynchronous_save_stages_shards_on_the_host(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     graph = captured(tmp_path, ASYNC_SAVE, "--dp", 2, "--torchrun")
     assert has_note(graph.job.measurement.notes, "checkpoints-skipped")
+
+
+SAFETENSORS = """
+    import torch
+    from pathlib import Path
+    from safetensors.torch import load_file, save, save_file
+    model = torch.nn.Linear(64, 32, device="cuda")
+    large = torch.nn.Linear(2048, 1024)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    kept = Path("DIRECTORY/kept.safetensors")
+    save_file({"weight": torch.full((32, 64), 5.0)}, kept)
+    for step in range(5):
+        state = {**model.state_dict(), "large": large.weight, "step": torch.tensor(step)}
+        save_file(state, "DIRECTORY/saved.safetensors", metadata={"format": "pt"})
+        save_file(model.state_dict(), kept)
+        loaded = load_file("DIRECTORY/saved.safetensors")
+        assert loaded["large"].shape == (1024, 2048)
+        assert len(save(model.state_dict())) > 4 * 32 * 65
+        model.load_state_dict({name: loaded[name] for name in ("weight", "bias")})
+        model(torch.randn(4, 64, device="cuda")).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_safetensors_saves_zeros_and_keeps_files_with_numbers(tmp_path):
+    graph = captured(tmp_path, SAFETENSORS.replace("DIRECTORY", str(tmp_path)))
+    assert has_note(graph.job.measurement.notes, "no-device-save-skipped")
+    saved = load_file(tmp_path / "saved.safetensors")
+    assert {name: tuple(tensor.shape) for name, tensor in saved.items()} == {
+        "weight": (32, 64),
+        "bias": (32,),
+        "large": (1024, 2048),
+        "step": (),
+    }
+    # Steps 0 to 2 are captured, and what the script itself computed on the CPU has its numbers.
+    assert saved["step"] == 2
+    assert load_file(tmp_path / "kept.safetensors")["weight"].eq(5).all()
