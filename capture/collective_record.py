@@ -51,6 +51,7 @@ class CommCall(msgspec.Struct, frozen=True, gc=False):
             gradients; None if unknown.
         micro_batch: micro-batch of the activations or gradients, from 0 in each step.
         reduction: torch's name of a reduction: sum, avg, premul_sum, max ...
+        copies: whether the ranks copy from symmetric memory, by copy engines instead of a kernel.
     """
 
     sequence: int
@@ -68,6 +69,7 @@ class CommCall(msgspec.Struct, frozen=True, gc=False):
     phase: WorkPhase | None = None
     micro_batch: int | None = None
     reduction: str | None = None
+    copies: bool = False
 
 
 class Group(NamedTuple):
@@ -121,6 +123,7 @@ def as_json(call: CommCall) -> str:
         call.phase,
         call.micro_batch,
         call.reduction,
+        call.copies,
     )
     return f'{{"sequence":{call.sequence},{rest}'
 

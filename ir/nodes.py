@@ -92,6 +92,10 @@ Objects = npt.NDArray[np.object_]
 UNKNOWN = -1
 """A count that is not known, or a stream, thread, peer or tag that a node does not have."""
 
+SYMMETRIC_COPY = "symm_mem::copy"
+"""`op` of an all-to-all in which each rank copies from one other rank's symmetric memory. Copy
+engines run it, so it occupies no multiprocessors."""
+
 
 class GeneratedWork(NamedTuple):
     """What a kernel that Inductor generated does; UNKNOWN if its source does not show it.

@@ -1,7 +1,9 @@
 """The calls and process groups of an emulated rank, and the state its emulated operators share."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -23,8 +25,20 @@ WORLD = "world"
 
 _LARGEST_WORLD = 10_000_000  # ranks; the tuples of larger groups do not fit into memory
 
+_copies: ContextVar[bool] = ContextVar("_copies", default=False)
+
 Address = int | tuple[int, int]
 """The receiver of a message: a global rank, or a group as (size, hash of its tuple of ranks)."""
+
+
+@contextmanager
+def copies_between_gpus() -> Generator[None]:
+    """Record the calls of this context as copies from symmetric memory, by copy engines."""
+    token = _copies.set(True)
+    try:
+        yield
+    finally:
+        _copies.reset(token)
 
 
 class Messages(Protocol):
@@ -286,6 +300,7 @@ class CallLog:
                 phase=purpose and purpose.phase,
                 micro_batch=purpose and purpose.micro_batch,
                 reduction=reduction,
+                copies=_copies.get(),
             )
             self.calls.append(call)
         return call

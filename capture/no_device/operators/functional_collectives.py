@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch._C import _distributed_c10d as distributed_c10d
 
+from onerank.capture.fake_world.call_log import copies_between_gpus
 from onerank.ir.errors import CaptureError
 
 _c10d: Any = distributed_c10d  # groups and options have no types in torch
@@ -241,7 +242,8 @@ def _exchange(group: Any, target: Tensor, source: Tensor, step: int) -> None:
     rank, size = group.rank(), group.size()
     received, sent = [0] * size, [0] * size
     received[(rank + step) % size] = sent[(rank - step) % size] = len(source)
-    group.alltoall_base(target, source, received, sent).wait()
+    with copies_between_gpus():
+        group.alltoall_base(target, source, received, sent).wait()
 
 
 def _two_streams() -> tuple[Any, Any]:

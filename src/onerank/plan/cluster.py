@@ -100,6 +100,12 @@ class PlannedJob:
     choices: Choices
 
 
+# Four H100s that copy 48 and 96 MiB from each other at once take 138.6 and 272.7 us. NCCL's
+# all-gather of 512 MiB reaches 332 GB/s there (2026-11-27-rings-async-tp-4xh100).
+_COPY_LATENCY_NS = 4_500.0
+_COPY_RATE = 375 / 332
+
+
 @dataclass(frozen=True, slots=True)
 class ClusterNetwork:
     """Times of communication among ranks of a cluster, which fill its nodes in order.
@@ -148,6 +154,11 @@ class ClusterNetwork:
             latency_us = self._launch(self.capability, collective, size_bytes, ranks).latency_us
         # Bytes over GB/s are nanoseconds.
         return latency_us * 1e3 + wire_bytes(collective, size_bytes, len(ranks)) / rate
+
+    def copy_ns(self, size_bytes: int, ranks: tuple[int, ...]) -> float:
+        """Return the time in which each rank of a group copies `size_bytes` from another one."""
+        # Bytes over GB/s are nanoseconds. No rank keeps a part, unlike in an all-to-all.
+        return _COPY_LATENCY_NS + size_bytes / (_COPY_RATE * self._link(ranks)[1])
 
     def call_shape(
         self, collective: str, size_bytes: int, ranks: tuple[int, ...]

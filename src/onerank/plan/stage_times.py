@@ -25,6 +25,7 @@ from onerank.converters.expand.pipeline.stages import (
 from onerank.ir import Graph, Kind, Measurement, Phase, World
 from onerank.ir.arrays import I64, union_duration_ns
 from onerank.ir.contention import Contention
+from onerank.ir.nodes import SYMMETRIC_COPY
 from onerank.ir.replay import ReplayTimes, schedule, steady_state_step
 from onerank.plan.cluster import ClusterNetwork
 
@@ -67,9 +68,6 @@ class Figures:
 
 
 NO_FIGURES = Figures()
-
-_COPIES = "symm_mem"
-"""Namespace of operators that copy by the copy engine between GPUs, so they occupy no SMs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,9 +275,12 @@ def with_network(graph: Graph, network: ClusterNetwork, world: World) -> TimedSt
             if name not in groups:
                 groups[name] = _ranks_of(graph, name, world, rank)
             ranks = groups[name]
+        if node.text("op") == SYMMETRIC_COPY:
+            duration[index] = round(network.copy_ns(size, ranks))
+            continue
         call = node.collective.name.lower(), size, ranks
         duration[index] = round(network.time_ns(*call))
-        if not node.text("op").startswith(_COPIES) and (shape := network.call_shape(*call)):
+        if shape := network.call_shape(*call):
             shapes[index] = shape
     timed = graph.with_columns(duration_ns=duration)
     return TimedStage(

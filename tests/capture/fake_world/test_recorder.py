@@ -64,7 +64,7 @@ def test_collectives_in_order_with_bytes_of_the_input(recorder: Recorder):
 
     everyone = {"group": "world", "group_ranks": WORLD, "peer": None, "tag": None}
     plain = {**everyone, "asynchronous": False, "in_split_sizes": (), "out_split_sizes": ()}
-    plain |= {"phase": None, "micro_batch": None, "reduction": None}
+    plain |= {"phase": None, "micro_batch": None, "reduction": None, "copies": False}
     two = {"group": "tp", "group_ranks": (0, 1)}
     splits = {"in_split_sizes": (0, 1, 2, 3), "out_split_sizes": (2, 2, 2, 3)}
     p2p = {"asynchronous": True}

@@ -1,11 +1,16 @@
 """`capture run --device none`: streams, and what the host and communication wait for."""
 
 import numpy as np
+import pytest
 from without_device import captured
 
 import onerank
+from onerank.annotate import load_gpu
 from onerank.annotate.op_costs.node_costs import op_costs_of
 from onerank.ir import Collective, Graph, Kind, Phase, Reason
+from onerank.ir.nodes import SYMMETRIC_COPY
+from onerank.plan.cluster import Cluster, ClusterLink, network_of
+from onerank.plan.stage_times import with_network
 
 READS = """
     import torch
@@ -113,6 +118,21 @@ def test_asynchronous_tensor_parallelism_multiplies_rows_while_others_arrive(tmp
     sizes = graph.nodes.comm_bytes[rounds].tolist()
     sizes.remove(8 * 16 * 4)  # another dimension is sharded
     assert sizes == [2 * 512 * 1024 * 2] * (4 * 3)
+    # Copy engines run the rounds, so they occupy no multiprocessors; no rank keeps a part.
+    operators = graph.text("op")
+    assert [operators[node] for node in rounds.tolist()].count(SYMMETRIC_COPY) == len(sizes)
+    predicted = onerank.recost(graph, "H100")
+    cluster = Cluster("H100", 1, 4, ClusterLink(338.0), ClusterLink(37.6), 80 * 10**9)
+    timed = with_network(predicted, network_of(cluster, load_gpu("H100")), predicted.job.world)
+    operators = timed.graph.text("op")
+    calls = np.flatnonzero(timed.graph.communication).tolist()
+    copies = [node for node in calls if operators[node] == SYMMETRIC_COPY]
+    # 375 GB/s as measured on four H100s, and 4.5 us.
+    expected = 4_500 + sizes[0] / (338 * 375 / 332)
+    assert timed.graph.nodes.duration_ns[copies] == pytest.approx(expected, abs=1)
+    assert timed.contention is not None
+    assert not timed.contention.held[copies].any()
+    assert timed.contention.held[timed.graph.communication].any()
     costs = op_costs_of(graph)
     products = graph.nodes.op[costs.index] == graph.strings.encode(["aten::mm"])[0]
     assert costs.flops[products].sum() == 6 * 2 * (2 * 4 * 512) * 1024 * 1024

@@ -57,7 +57,7 @@ from onerank.converters.sources.kineto.trace_job import with_blocks, with_groups
 from onerank.ir import UNKNOWN, Evidence, Graph, Job, Kind, Nodes, Phase, StringTable
 from onerank.ir.arrays import I32, I64
 from onerank.ir.dtypes import DTYPES, TENSOR_TYPES, split_types
-from onerank.ir.nodes import ROOT_COLUMNS, TEXT_COLUMNS
+from onerank.ir.nodes import ROOT_COLUMNS, SYMMETRIC_COPY, TEXT_COLUMNS
 from onerank.ir.notes import Note
 from onerank.ir.python_calls import python_calls_of, python_calls_text
 
@@ -561,6 +561,7 @@ def recorded_columns(
     context["micro_batch"] = np.where(named, number, context["micro_batch"])
     return {
         **communication_columns(communications, strings),
+        "op": strings.encode(SYMMETRIC_COPY if call.copies else "" for call in communications),
         **{name: np.array(codes, dtype=np.int32) for name, codes in tensors.items()},
         **context,
     }
