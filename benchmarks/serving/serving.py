@@ -356,6 +356,7 @@ def _real_rank(rank: int, path: Path, output: Path, name: str) -> None:
     import torch.distributed as dist
 
     from onerank.capture.serving.compositions import Composition
+    from onerank.capture.serving.measure_grid import capture_earlier_graphs
     from onerank.capture.serving.served_model import (
         RepeatableStep,
         build_model,
@@ -372,6 +373,7 @@ def _real_rank(rank: int, path: Path, output: Path, name: str) -> None:
     shard(model, rank, 2)
     materialise(model, "cuda")
 
+    capture_earlier_graphs()
     first = RepeatableStep.of(model, Composition(1, 1), model.config.vocab_size, "cuda")
     give_attention_scopes(first)
 

@@ -264,7 +264,7 @@ def time_step(step: RepeatableStep, repetitions: int) -> TimedStep:
 _EARLIER_GRAPHS = 6
 
 
-def _capture_earlier_graphs() -> None:
+def capture_earlier_graphs() -> None:
     """Capture a few CUDA graphs, so that all measured ones replay at the pace of an engine's."""
     operand = torch.ones(1024, device="cuda")
     for _ in range(_EARLIER_GRAPHS):
@@ -388,7 +388,7 @@ def loaded_server(
             False,
         )
         if device == "cuda" and emulated is None:
-            _capture_earlier_graphs()
+            capture_earlier_graphs()
         yield Server(
             *(rank_run, options, model, served),
             first=first,
