@@ -1,0 +1,156 @@
+"""`python -m tools.fit.fit_python_calls JSON -o FILE`: figures of a host for what Python does.
+
+JSON is the result of `benchmarks.predictions.python_dispatch --json`. FILE is a description of the
+host in which the figures of `PYTHON_CALLS` are replaced.
+
+The time of a kind is the mean over the benchmark's cases of the time of a call with it minus that
+of the same call on plain tensors, for each time that the kind counts. Of a redistribution the time
+of the collective is subtracted, and of a group of FSDP2 that of three launching calls, since the
+description has figures for those. FSDP2's two kinds are a least-squares solution of cases with
+other numbers of groups and parameters.
+
+One host is measured. The percentiles over hosts are those of `further` in the description.
+"""
+
+import argparse
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from onerank.annotate.hosts.host import TYPICAL, Host, HostTime, load_host
+from onerank.ir.python_calls import PYTHON_CALLS
+
+
+class Measured(msgspec.Struct):
+    """The benchmark's result.
+
+    Attributes:
+        times_us: "sort/case" -> host time of a call in us, of each sample.
+        counts: "sort/case" -> what a call does.
+    """
+
+    times_us: dict[str, list[float]]
+    counts: dict[str, dict[str, int]]
+
+    def extra_us(self, sort: str) -> dict[str, float]:
+        """Return by case the time of a call of a sort minus that on plain tensors, in us."""
+        prefix = f"{sort}/"
+        cases = [name.removeprefix(prefix) for name in self.times_us if name.startswith(prefix)]
+        return {
+            case: self.median_us(prefix + case) - self.median_us(f"plain/{case}")
+            for case in cases
+            if f"plain/{case}" in self.times_us
+        }
+
+    def median_us(self, name: str) -> float:
+        """Return the median of a call's samples."""
+        return statistics.median(self.times_us[name])
+
+
+def python_call_times_us(measured: Measured, host: Host) -> dict[str, float]:
+    """Return the time of each kind of `PYTHON_CALLS` in us.
+
+    Args:
+        measured: the benchmark's result.
+        host: description with the times of collectives and other operators.
+    """
+    times: dict[str, float] = {}
+    for sort in ("dtensor", "subclass"):
+        each = [
+            extra / measured.counts[f"{sort}/{case}"][sort]
+            for case, extra in measured.extra_us(sort).items()
+            if not measured.counts[f"{sort}/{case}"].get("dtensor_listed")
+        ]
+        times[sort] = statistics.mean(each)
+    listed = [
+        (extra - counts["dtensor"] * times["dtensor"]) / counts["dtensor_listed"]
+        for case, extra in measured.extra_us("dtensor").items()
+        if (counts := measured.counts[f"dtensor/{case}"]).get("dtensor_listed")
+    ]
+    times["dtensor_listed"] = statistics.mean(listed)
+    functions = [
+        extra / (2 if "backward" in case else 1)
+        for case, extra in measured.extra_us("function").items()
+    ]
+    functions += [measured.median_us(name) for name in ("from_local", "to_local")]
+    times["function"] = statistics.mean(functions)
+    collectives = {
+        "replicated to shard": 0.0,
+        "partial to replicated": measured.median_us("plain/all_reduce"),
+        "shard to replicated": measured.median_us("plain/all_gather"),
+        "partial to shard": measured.median_us("plain/all_gather"),
+    }
+    # `redistribute` calls an autograd function too.
+    redistributed = [
+        measured.median_us(f"redistribute, {case}") - collective_us - times["function"]
+        for case, collective_us in collectives.items()
+    ]
+    times["redistribute"] = statistics.mean(redistributed)
+    kinds = ("fsdp_group", "fsdp_parameter")
+    cases = measured.extra_us("fsdp")
+    rows = [[measured.counts[f"fsdp/{case}"][kind] for kind in kinds] for case in cases]
+    solution: Any = np.linalg.lstsq(np.array(rows), np.array(list(cases.values())))[0]
+    group_us, parameter_us = map(float, solution)
+    figures = host.figures
+    # The copy into the buffer and the copy out of it, and the collective between them.
+    launching_us = (figures["collective"].p50_ns + 2 * figures["backward"].p50_ns) / 1e3
+    times["fsdp_group"] = max(group_us - launching_us, 0.0)
+    times["fsdp_parameter"] = parameter_us
+    return times
+
+
+def main() -> None:
+    """Write the description."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("measured", type=Path)
+    parser.add_argument("--host", default=TYPICAL, help="description whose other figures stay")
+    parser.add_argument("--source", required=True, help="machine, versions and date")
+    parser.add_argument("-o", "--output", type=Path, required=True)
+    options = parser.parse_args()
+    host = load_host(options.host)
+    assert host is not None
+    measured = msgspec.json.decode(options.measured.read_bytes(), type=Measured)
+    times = python_call_times_us(measured, host)
+    low, high = (host.further.p10, host.further.p90) if host.further else (1.0, 1.0)
+    figures = dict(host.figures)
+    for kind in PYTHON_CALLS:
+        ns = times[kind] * 1e3
+        figures[kind] = HostTime(round(ns * low), round(ns), round(ns * high), "python")
+        sys.stdout.write(f"{kind}: {times[kind]:.1f} us\n")
+    sources = {**host.sources, "python": options.source}
+    host = msgspec.structs.replace(host, figures=figures, sources=sources)
+    options.output.write_text(_toml(host), encoding="utf-8")
+
+
+def _toml(host: Host) -> str:
+    """Return a description as TOML, in the form of `fit_host`."""
+    lines = [
+        "# Written by `python -m tools.fit.fit_host GRAPH... -o FILE`, calls of Python by",
+        "# `python -m tools.fit.fit_python_calls JSON -o FILE`; see hosts/host.py.",
+        f'name = "{host.name}"',
+        "",
+        "[sources]",
+        *(f'{name} = "{source}"' for name, source in host.sources.items()),
+        "",
+        "[figures]",
+    ]
+    for kind, time in host.figures.items():
+        figures = ", ".join(f"{name} = {round(getattr(time, name))}" for name in _PERCENTILES)
+        lines.append(f'{kind} = {{ {figures}, source = "{time.source}" }}')
+    if host.further is not None:
+        lines += ["", "[further]"]
+        lines += [
+            f"{name} = {value:g}" for name, value in msgspec.structs.asdict(host.further).items()
+        ]
+    return "\n".join(lines) + "\n"
+
+
+_PERCENTILES = ("p10_ns", "p50_ns", "p90_ns")
+
+
+if __name__ == "__main__":
+    main()
