@@ -16,6 +16,7 @@ With `--fake` one process emulates two ranks by torch's fake process group, on a
 Collectives then take no time.
 """
 
+import contextlib
 import itertools
 import json
 import os
@@ -25,6 +26,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -32,7 +34,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    _api,
+    _dispatch,
+    _redistribute,
+    distribute_tensor,
+)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
@@ -40,6 +52,7 @@ from benchmarks.harness import gpus_and_torch, parser_of, print_conditions, vers
 
 SIZE = 64
 LISTED = 64
+LAYERS = 16
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 
@@ -101,7 +114,8 @@ class Counts(TorchDispatchMode):
         """Count an operator; subclasses of Tensor run it."""
         if any(issubclass(each, DTensor) for each in types):
             listed = itertools.chain.from_iterable(each for each in args if isinstance(each, list))
-            self.counts["dtensor"] += 1
+            tracked = torch.is_grad_enabled() or _torch._C._current_graph_task_id() != -1
+            self.counts["dtensor" if tracked else "dtensor_untracked"] += 1
             self.counts["dtensor_listed"] += sum(isinstance(each, DTensor) for each in listed)
             return NotImplemented
         if any(issubclass(each, Wrapper) for each in types):
@@ -115,27 +129,40 @@ class Counts(TorchDispatchMode):
 
 def counts_of(call: Callable[[], object]) -> Counter[str]:
     """Return what one call does."""
-    groups: Any = _fsdp_param_group
-    names = ("foreach_all_gather", "foreach_reduce")
-    originals = {name: getattr(groups, name) for name in names}
     mode = Counts()
+    groups: Any = _fsdp_param_group
+    apply: Any = torch.autograd.Function.__dict__["apply"]
+    redistribute: Any = _redistribute.redistribute_local_tensor
 
-    def counting(name: str) -> Callable[..., Any]:
+    def counting(original: Any) -> Callable[..., Any]:
         def counted(parameters: Any, *args: Any, **kwargs: Any) -> Any:
             mode.counts["fsdp_group"] += 1
             mode.counts["fsdp_parameter"] += len(parameters)
-            return originals[name](parameters, *args, **kwargs)
+            return original(parameters, *args, **kwargs)
 
         return counted
 
-    for name in names:
-        setattr(groups, name, counting(name))
-    try:
-        with mode:
-            call()
-    finally:
-        for name, original in originals.items():
-            setattr(groups, name, original)
+    def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        result = apply.__func__(cls, *args, **kwargs)
+        # Its backward counts too.
+        tracked = torch.is_grad_enabled() and getattr(result, "requires_grad", False)
+        mode.counts["function"] += 2 if tracked else 1
+        return result
+
+    def redistributed(local: Tensor, current: Any, target: Any, **kwargs: Any) -> Tensor:
+        mode.counts["redistribute"] += current.placements != target.placements
+        return redistribute(local, current, target, **kwargs)
+
+    with contextlib.ExitStack() as undo:
+        for name in ("foreach_all_gather", "foreach_reduce"):
+            undo.enter_context(mock.patch.object(groups, name, counting(getattr(groups, name))))
+        undo.enter_context(
+            mock.patch.object(torch.autograd.Function, "apply", classmethod(applied))
+        )
+        for module in (_api, _dispatch, _redistribute):
+            undo.enter_context(replaced(module, "redistribute_local_tensor", redistributed))
+        undo.enter_context(mode)
+        call()
     _synchronize()
     return mode.counts
 
@@ -283,6 +310,23 @@ def sharded(mesh: DeviceMesh, groups: int, parameters: int, *, fsdp: bool) -> Ca
     return call
 
 
+def tensor_parallel(mesh: DeviceMesh, *, parallel: bool) -> Callable[[], object]:
+    """Return forward and backward of layers that `parallelize_module` divides."""
+    layers = [nn.Linear(SIZE, SIZE, device=DEVICE) for _ in range(2 * LAYERS)]
+    model = nn.Sequential(*layers)
+    if parallel:
+        styles = (ColwiseParallel(), RowwiseParallel())
+        parallelize_module(model, mesh, {str(n): styles[n % 2] for n in range(2 * LAYERS)})
+    x = torch.randn(SIZE, SIZE, device=DEVICE)
+
+    def call() -> None:
+        model(x).sum().backward()
+        for parameter in model.parameters():
+            parameter.grad = None
+
+    return call
+
+
 def main() -> None:
     """Measure and print."""
     parser = parser_of(__doc__)
@@ -310,6 +354,11 @@ def main() -> None:
         times[name] = host_us(call, options.calls, options.samples)
         counts[name] = counts_of(call)
     for name, call in optimizers(mesh).items():
+        times[name] = host_us(call, 3, options.samples)
+        counts[name] = counts_of(call)
+    for parallel in (False, True):
+        name = f"{'dtensor' if parallel else 'plain'}/{2 * LAYERS} tensor-parallel layers"
+        call = tensor_parallel(mesh, parallel=parallel)
         times[name] = host_us(call, 3, options.samples)
         counts[name] = counts_of(call)
     for groups, parameters in ((4, 2), (4, 10), (8, 2)):
