@@ -153,12 +153,11 @@ def counts_of(call: Callable[[], object]) -> Counter[str]:
         mode.counts["redistribute"] += current.placements != target.placements
         return redistribute(local, current, target, **kwargs)
 
+    replaced = mock.patch.object
     with contextlib.ExitStack() as undo:
         for name in ("foreach_all_gather", "foreach_reduce"):
-            undo.enter_context(mock.patch.object(groups, name, counting(getattr(groups, name))))
-        undo.enter_context(
-            mock.patch.object(torch.autograd.Function, "apply", classmethod(applied))
-        )
+            undo.enter_context(replaced(groups, name, counting(getattr(groups, name))))
+        undo.enter_context(replaced(torch.autograd.Function, "apply", classmethod(applied)))
         for module in (_api, _dispatch, _redistribute):
             undo.enter_context(replaced(module, "redistribute_local_tensor", redistributed))
         undo.enter_context(mode)
