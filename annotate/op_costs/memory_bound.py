@@ -426,6 +426,11 @@ _ELEMENTWISE_PER_CYCLE, _REDUCED_PER_CYCLE, _CONCATENATED_PER_CYCLE = 1.34, 2.5,
 # and stores by index) 1.4 to 1.9, and `triu_tril_kernel` 1.35, as other elementwise kernels.
 _EXPANDED_PER_CYCLE, _ROLLED_PER_CYCLE = 2.0, 0.9
 
+# The same of elementwise kernels and copies whose operands have different innermost axes: each
+# thread of a warp reads another sector. 0.47 to 0.54 for 16 bits and 116 to 231 MB each, on an H100
+# (2026-11-27-two-gpu-jobs-2xh100). Smaller tensors, which the cache holds, were not measured so.
+_TRANSPOSED_PER_CYCLE, _TRANSPOSED_BYTES = 0.49, 50e6
+
 # The same of layer norms, and of softmax of long rows: 2.0 to 2.4 and 1.0 to 1.2 in the shipped
 # database of the H200.
 _NORMED_PER_CYCLE, _LONG_SOFTMAX_PER_CYCLE = 2.2, 1.1
@@ -466,6 +471,7 @@ def cycles_of(call: Call, operator_class: OpClass) -> float:
         (operator_class is OpClass.REDUCTION, read, _REDUCED_PER_CYCLE),
         (op == "roll", read, _ROLLED_PER_CYCLE),
         (stored is not None, stored.numel if stored else 0, _ELEMENTWISE_PER_CYCLE),
+        (computes and _transposes(call), widest, _TRANSPOSED_PER_CYCLE),
         (computes, widest, _ELEMENTWISE_PER_CYCLE),
         (_is_expanded(call, operator_class), widest, _EXPANDED_PER_CYCLE),
         (_concatenates_strided(call), read, _CONCATENATED_PER_CYCLE),
@@ -560,6 +566,22 @@ def _is_expanded(call: Call, operator_class: OpClass) -> bool:
         if operand.numel > 1 and operand.recorded_strides
         for size, stride in zip(operand.shape, operand.strides, strict=True)
     )
+
+
+def _transposes(call: Call) -> bool:
+    """Return whether large operands of one shape differ in the axis of adjacent elements."""
+    operands = [operand[0] for operand in call.inputs if operand and len(operand) == 1]
+    shape = max((operand.shape for operand in operands), key=prod, default=())
+    axes = [axis for axis, size in enumerate(shape) if size > 1]
+    innermost = {
+        min(axes, key=operand.strides.__getitem__)
+        for operand in operands
+        # An expanded operand has no adjacent elements.
+        if operand.shape == shape
+        and operand.nbytes > _TRANSPOSED_BYTES
+        and all(operand.strides[axis] for axis in axes)
+    }
+    return len(innermost) > 1
 
 
 def _strides_differ(call: Call) -> bool:

@@ -291,6 +291,20 @@ def _weighted(args: Sequence[Any]) -> Tensor:
     return args[0] * args[1]
 
 
+def _first_contiguous(args: Sequence[Any]) -> list[Tensor]:
+    """Layer norms and softmax copy an operand that is not contiguous (SoftMax.cu)."""
+    return _copies(args[:1])
+
+
+def _two_contiguous(args: Sequence[Any]) -> list[Tensor]:
+    """The backward of a norm copies its gradient and its input."""
+    return _copies(args[:2])
+
+
+def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor.contiguous() for tensor in tensors if not tensor.is_contiguous()]
+
+
 def _ends(args: Sequence[Any]) -> Tensor:
     """`repeat_interleave` sums up the repeats (Repeat.h)."""
     return args[0].cumsum(0)
@@ -344,6 +358,10 @@ _BEFORE: dict[str, Callable[[Sequence[Any]], Any]] = {
     "prod": _operand_in_dtype,
     "cumsum": _operand_in_dtype,
     "cumprod": _operand_in_dtype,
+    "native_layer_norm": _first_contiguous,
+    "native_layer_norm_backward": _two_contiguous,
+    "_softmax": _first_contiguous,
+    "_log_softmax": _first_contiguous,
     "_softmax_backward_data": _weighted,
     "repeat_interleave": _ends,
     "torch_attn::_varlen_attn": _random_state,

@@ -64,6 +64,24 @@ def test_operands_of_unequal_strides_are_addressed_one_by_one(op, strides, per_c
     assert cycles == pytest.approx(4096 * 4096 / per_cycle if per_cycle else 0)
 
 
+LONG_ROWS, LONG_COLUMNS = [8192, 1], [1, 8192]
+
+
+@pytest.mark.parametrize(
+    ("strides", "per_cycle"),
+    [
+        ([LONG_ROWS, LONG_COLUMNS], 0.49),
+        ([LONG_ROWS, [16384, 1]], 1.34),  # from half of each row: the same innermost axis
+        ([LONG_COLUMNS, [0, 1]], None),  # expanded: one row
+    ],
+)
+def test_large_operands_that_are_transposed_to_each_other_read_a_sector_each(strides, per_cycle):
+    shapes, types = json.dumps([[8192, 8192]] * 2), json.dumps([BF16] * 2)
+    result = (json.dumps([[8192, 8192]]), json.dumps([BF16]))
+    cycles = work_of("aten::copy_", (shapes, types), result, strides=json.dumps(strides)).cycles
+    assert cycles == pytest.approx(8192 * 8192 / per_cycle if per_cycle else 0)
+
+
 @pytest.mark.parametrize(
     ("size", "code", "names"),
     [

@@ -352,6 +352,32 @@ def test_kernels_of_few_rows_expanded_copies_and_one_hot(tmp_path):
     assert strides == "[[2048,32,32,1],[0,0,32,1],[]]"
 
 
+TRANSPOSED = """
+    import torch
+    from torch import nn
+    model = nn.Sequential(nn.LayerNorm(32), nn.Softmax(-1)).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(5):
+        images = torch.randn(4, 32, 8, device="cuda", requires_grad=True)
+        model(images.transpose(1, 2)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_a_norm_copies_an_operand_that_is_not_contiguous(tmp_path):
+    """As in a vision transformer on an H100, whose patches are transposed (torch 2.11)."""
+    graph = capture(script(tmp_path, TRANSPOSED), tmp_path / "trace.et", "--like", "H100")
+    nodes = graph.nodes
+    operators = [
+        graph.strings[int(code)].removeprefix("aten::")
+        for code in nodes.op[np.argsort(nodes.start_ns, kind="stable")]
+    ]
+    for norm in ("native_layer_norm", "native_layer_norm_backward"):
+        assert operators[operators.index(norm) - 1] == "copy_"
+    assert operators[operators.index("_softmax") - 1] == "native_layer_norm"  # contiguous
+
+
 COMPILED = """
     import torch
     from torch import nn
