@@ -11,7 +11,8 @@ import msgspec
 from onerank.ir.errors import AnnotateError
 
 PYTHON_CALLS = {
-    "dtensor": "an operator that DTensor dispatches",
+    "dtensor": "an operator that DTensor dispatches in a forward or a backward",
+    "dtensor_untracked": "one where autograd records nothing, as in an optimizer",
     "dtensor_listed": "a DTensor in a list that an operator takes, as those of optimizers do",
     "redistribute": "a DTensor that changes its placement, without the collective",
     "subclass": "an operator that another subclass of Tensor dispatches in Python",

@@ -4,7 +4,9 @@ JSON is the result of `benchmarks.predictions.python_dispatch --json`. FILE is a
 host in which the figures of `PYTHON_CALLS` are replaced.
 
 The time of a kind is the mean over the benchmark's cases of the time of a call with it minus that
-of the same call on plain tensors, for each time that the kind counts. Of a redistribution the time
+of the same call on plain tensors, for each time that the kind counts. Operators that DTensor
+dispatches in a forward and a backward have the time of layers that `parallelize_module` divides:
+calls on the same tensors again take a quarter of it or less. Of a redistribution the time
 of the collective is subtracted, and of a group of FSDP2 that of three launching calls, since the
 description has figures for those. FSDP2's two kinds are a least-squares solution of cases with
 other numbers of groups and parameters.
@@ -46,6 +48,15 @@ class Measured(msgspec.Struct):
             if f"plain/{case}" in self.times_us
         }
 
+    def mean_us(self, sort: str, kind: str) -> float:
+        """Return the mean over a sort's cases that count a kind, and no lists, in us."""
+        counts = {case: self.counts[f"{sort}/{case}"] for case in self.extra_us(sort)}
+        return statistics.mean(
+            extra / counts[case][kind]
+            for case, extra in self.extra_us(sort).items()
+            if counts[case].get(kind) and not counts[case].get("dtensor_listed")
+        )
+
     def median_us(self, name: str) -> float:
         """Return the median of a call's samples."""
         return statistics.median(self.times_us[name])
@@ -58,20 +69,7 @@ def python_call_times_us(measured: Measured, host: Host) -> dict[str, float]:
         measured: the benchmark's result.
         host: description with the times of collectives and other operators.
     """
-    times: dict[str, float] = {}
-    for sort in ("dtensor", "subclass"):
-        each = [
-            extra / measured.counts[f"{sort}/{case}"][sort]
-            for case, extra in measured.extra_us(sort).items()
-            if not measured.counts[f"{sort}/{case}"].get("dtensor_listed")
-        ]
-        times[sort] = statistics.mean(each)
-    listed = [
-        (extra - counts["dtensor"] * times["dtensor"]) / counts["dtensor_listed"]
-        for case, extra in measured.extra_us("dtensor").items()
-        if (counts := measured.counts[f"dtensor/{case}"]).get("dtensor_listed")
-    ]
-    times["dtensor_listed"] = statistics.mean(listed)
+    times: dict[str, float] = {"subclass": measured.mean_us("subclass", "subclass")}
     functions = [
         extra / (2 if "backward" in case else 1)
         for case, extra in measured.extra_us("function").items()
@@ -90,6 +88,18 @@ def python_call_times_us(measured: Measured, host: Host) -> dict[str, float]:
         for case, collective_us in collectives.items()
     ]
     times["redistribute"] = statistics.mean(redistributed)
+    layers = measured.extra_us("dtensor")[_LAYERS]
+    counts = measured.counts[f"dtensor/{_LAYERS}"]
+    layers -= sum(times[kind] * counts[kind] for kind in ("function", "redistribute"))
+    times["dtensor"] = layers / counts["dtensor"]
+    times["dtensor_untracked"] = measured.mean_us("dtensor", "dtensor_untracked")
+    listed = [
+        (extra - counts["dtensor_untracked"] * times["dtensor_untracked"])
+        / counts["dtensor_listed"]
+        for case, extra in measured.extra_us("dtensor").items()
+        if (counts := measured.counts[f"dtensor/{case}"]).get("dtensor_listed")
+    ]
+    times["dtensor_listed"] = statistics.mean(listed)
     kinds = ("fsdp_group", "fsdp_parameter")
     cases = measured.extra_us("fsdp")
     rows = [[measured.counts[f"fsdp/{case}"][kind] for kind in kinds] for case in cases]
@@ -148,6 +158,8 @@ def _toml(host: Host) -> str:
         ]
     return "\n".join(lines) + "\n"
 
+
+_LAYERS = "32 tensor-parallel layers"
 
 _PERCENTILES = ("p10_ns", "p50_ns", "p90_ns")
 

@@ -236,7 +236,8 @@ class FakeOperators(TorchDispatchMode):
         if dtensor is None or not any(issubclass(each, dtensor) for each in subclasses):
             self._log.call_python("subclass")
             return
-        self._log.call_python("dtensor")
+        tracked = torch.is_grad_enabled() or _torch._C._current_graph_task_id() != -1
+        self._log.call_python("dtensor" if tracked else "dtensor_untracked")
         lists = [each for each in args if isinstance(each, list | tuple)]
         listed = sum(isinstance(each, dtensor) for each in itertools.chain.from_iterable(lists))
         self._log.call_python("dtensor_listed", listed)
