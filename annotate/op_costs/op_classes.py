@@ -252,7 +252,8 @@ _OPERATORS = {
         _cast_Float _assert_async _functional_assert_async sym_constrain_range _nnpack_available
         _fused_sdp_choice _async_error _backward _use_cudnn_ctc_loss
         to type_as contiguous item pin_memory set_data output_nr _shape_as_tensor AccumulateGrad
-        tensor_split search_unused_parameters""",
+        tensor_split search_unused_parameters _indices _values _sparse_coo_tensor_unsafe
+        _sparse_coo_tensor_with_dims_and_tensors""",
 }
 
 _TABLE = {name: work_class for work_class, names in _OPERATORS.items() for name in names.split()}

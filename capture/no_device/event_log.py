@@ -17,6 +17,7 @@ from typing import Any, Literal
 import msgspec
 import torch
 from torch import Tensor
+from torch.utils import _python_dispatch
 
 from onerank.annotate.memory.allocator import round_size
 from onerank.capture.no_device.device_memory import DeviceMemory
@@ -25,6 +26,8 @@ from onerank.converters.sources.kineto.lowering.select_nodes import HOST_READS
 from onerank.ir import AllocatorSettings, GeneratedWork
 from onerank.ir.dtypes import TENSOR_TYPES
 from onerank.ir.python_calls import python_calls_text
+
+_modes: Any = _python_dispatch
 
 Category = Literal["cpu_op", "user_annotation"]
 
@@ -392,6 +395,11 @@ class Describer:
 
     def _tensor(self, tensor: Tensor) -> tuple[Any, Any, str, Any]:
         type_ = _TYPES.get(tensor.dtype, _UNKNOWN_TYPE)
+        if tensor.layout == torch.sparse_coo:
+            # A kernel reads or writes its values; the indices are a few bytes for each row.
+            with _modes._disable_current_modes():
+                values = tensor._values()
+            return "<Object>", list(values.shape), type_, list(values.stride())
         # Tensors of other layouts have no storage to number.
         if tensor.layout != torch.strided:
             return "<Object>", [], type_, []

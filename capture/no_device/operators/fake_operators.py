@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     unset_fake_temporarily,
 )
+from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
@@ -70,6 +71,7 @@ from onerank.capture.patches import replaced
 from onerank.ir import GeneratedWork
 
 # torch's dispatcher and autograd's nodes have no public names and no types.
+_modes: Any = _python_dispatch
 _torch: Any = torch
 
 REAL_ELEMENTS = 1 << 20
@@ -219,6 +221,8 @@ class FakeOperators(TorchDispatchMode):
         # DDP's reducer insists on True for a tensor that it pinned.
         if schema.base == "is_pinned":
             return True
+        if schema.base == "clone" and args[0].layout == torch.sparse_coo:
+            return self._clone_sparse(args[0])
         if schema.namespace in _UNRECORDED:
             return func(*args, **kwargs)
         tensors = tuple(tensors_in((*args, *kwargs.values())))
@@ -241,6 +245,21 @@ class FakeOperators(TorchDispatchMode):
         lists = [each for each in args if isinstance(each, list | tuple)]
         listed = sum(isinstance(each, dtensor) for each in itertools.chain.from_iterable(lists))
         self._log.call_python("dtensor_listed", listed)
+
+    def _clone_sparse(self, tensor: Tensor) -> Tensor:
+        """Return a clone of a sparse tensor; torch's fake one has no elements.
+
+        `AccumulateGrad` keeps the gradient of a table itself, unless Python refers to it too, as to
+        every fake tensor.
+        """
+        if _torch._C._current_autograd_node() is not None and not torch.is_grad_enabled():
+            return tensor
+        with _modes._disable_current_modes():
+            parts = tensor._indices(), tensor._values()
+        with self:
+            indices, values = (part.clone() for part in parts)
+        with _modes._disable_current_modes():
+            return _torch._sparse_coo_tensor_unsafe(indices, values, tensor.shape)
 
     def read_scalar(self, tensor: Tensor) -> Any:
         """Return the number of a fake tensor of one element, and record that the host reads it.
@@ -309,7 +328,8 @@ class FakeOperators(TorchDispatchMode):
             if on_device and schema.base in _PRODUCTS:
                 self.workspaces.use()
             for tensor in outputs:
-                if isinstance(tensor, FakeTensor):
+                # The indices and values of a sparse tensor have storages, and it has none.
+                if isinstance(tensor, FakeTensor) and tensor.layout == torch.strided:
                     self.storages.number(tensor)
             if event is not None:
                 event.on_device = on_device

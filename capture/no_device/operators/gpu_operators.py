@@ -12,10 +12,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils import _python_dispatch
 
 from onerank.capture.fake_tensors import is_integral
 from onerank.capture.no_device.event_log import Shaped
 
+_modes: Any = _python_dispatch
 _torch: Any = torch  # operators by name have no types
 
 
@@ -145,6 +147,23 @@ def _of_one_number(args: Sequence[Any], result: Any) -> Inner | None:
     return Inner("aten::copy_", (flag, flag, False))
 
 
+def _first_row(indices: Tensor) -> Shaped:
+    return Shaped(indices, indices.dtype, indices.shape[1:])
+
+
+def _added(args: Sequence[Any], _: Any) -> Inner | None:
+    """`add_` of a sparse tensor adds its values by `index_add_` (SparseCUDATensorMath.cu).
+
+    A sparse tensor that was coalesced has another kernel, with the same reads and writes.
+    """
+    target, other, alpha = args[:3]
+    if not isinstance(other, Tensor) or other.layout != torch.sparse_coo:
+        return None
+    with _modes._disable_current_modes():
+        indices, values = other._indices(), other._values()
+    return Inner("aten::index_add_", (target, 0, _first_row(indices), values, alpha))
+
+
 def _power(args: Sequence[Any], result: Any) -> Inner | None:
     """`pow` copies its input for an exponent of 1, and fills its output for 0."""
     base, exponent = args[:2]
@@ -233,6 +252,7 @@ _INNER: dict[str, _Call] = {
     "_index_put_impl_": _put,
     "index_select": _gathered,
     "pow": _power,
+    "add_": _added,
     "repeat": _repeated,
     "all": _of_one_number,
     "any": _of_one_number,

@@ -6,6 +6,8 @@ from collections import Counter
 from notes import has_note
 from without_device import LINEAR, captured, run
 
+from onerank.annotate.op_costs.node_costs import op_costs_of
+
 
 def test_a_script_that_stays_on_the_cpu_is_noted(tmp_path):
     script = textwrap.dedent(LINEAR).format(setup="", statement="")
@@ -200,3 +202,28 @@ def test_a_refusal_that_a_launcher_turns_into_an_exit_is_reported(tmp_path):
     assert done.returncode == 2
     assert "error[no-device-value]: train.py:4" in done.stderr
     assert "script-exited" not in done.stderr
+
+
+SPARSE = """
+    import torch
+    table = torch.nn.EmbeddingBag(10_000, 64, mode="sum", sparse=True).cuda()
+    optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
+    ids, offsets = torch.arange(300, device="cuda"), torch.arange(0, 300, 3, device="cuda")
+    for step in range(5):
+        table(ids, offsets).sum().backward()
+        assert table.weight.grad.is_sparse
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_a_sparse_gradient_changes_its_rows_alone(tmp_path):
+    graph = captured(tmp_path, SPARSE)
+    costs = op_costs_of(graph)
+    rows = {graph.strings[int(graph.nodes.op[i])]: n for n, i in enumerate(costs.index.tolist())}
+    values = 300 * 64 * 4
+    assert costs.bytes_written[rows["aten::_embedding_bag_backward"]] == values
+    update = rows["aten::index_add_"]
+    assert costs.bytes_read[update] == 2 * values + 300 * 8
+    assert costs.bytes_written[update] == values
+    assert "aten::clone" not in rows
