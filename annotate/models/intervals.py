@@ -2,10 +2,11 @@
 
 An interval contains four of five measured times on GPUs whose die family the fit had not seen. An
 error has a part that all kernels of a class share on a GPU (libraries, clock under load) and a part
-of each distinct call. The shared part does not average out over a class. That of GEMMs is measured
-over those with as many rows, as a step has them. Between classes it is independent: over the GPUs left out, mean errors of GEMMs, attention and memory-bound kernels do not
-go together. The other part averages over distinct calls, not over repetitions. Both grow with the
-distance of a GPU from the fitted dies (`gpu_distance`).
+of each distinct call. The shared part does not average out over a class; that of GEMMs is measured
+over those with as many rows, as a step has them. Between classes it is independent: over the GPUs
+left out, mean errors of GEMMs, attention and memory-bound kernels do not go together. The other
+part averages over distinct calls, not over repetitions. Both grow with the distance of a GPU from
+the fitted dies (`gpu_distance`).
 
 `intervals` is the entry point: `kinds_of` names the kind of each prediction, the fit has the errors
 of each kind, and `widening` enlarges them for a GPU far from the fitted ones.
