@@ -43,6 +43,7 @@ from onerank.annotate.models.coefficients import (
 from onerank.annotate.models.gemm_tiles import Rates, cache_misses, p_norm
 from onerank.annotate.models.prediction_terms import Term, TermRecord, norm, quantity, total
 from onerank.annotate.op_costs.attention import QUERY_TILE
+from onerank.annotate.op_costs.cost_record import WINDOWED
 from onerank.ir.arrays import F64, Mask
 
 _WIDEST = 256  # head size up to which a tile has `QUERY_TILE` queries
@@ -317,9 +318,11 @@ def attention_terms(
     tile = queries_of_tile(width)
     blocks = np.maximum(keys, QUERY_TILE / 2) / QUERY_TILE
     # Query tile i of n sees i blocks of keys under a causal mask, (n + 1) /
-    # 2 on average. Queries of the last keys also see all keys before them.
+    # 2 on average. Queries of the last keys also see all keys before them. Of a call with a window,
+    # `keys` are those that a tile sees.
     seen = np.where(causal == 2, blocks - rows / QUERY_TILE / 2 + 1 / 2, (blocks + 1) / 2)
-    mean: F64 = np.where((causal > 0) & (rows > QUERY_TILE), seen, blocks)
+    masked = (causal > 0) & (causal != WINDOWED)
+    mean: F64 = np.where(masked & (rows > QUERY_TILE), seen, blocks)
     softmax = _softmax(gpu, rates)
     # The fitted efficiency includes the exponentials of heads of 128, so only other
     # head sizes change the time. An overridden peak must not change what was fitted.

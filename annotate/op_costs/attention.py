@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from onerank.annotate.op_costs.cost_record import (
     LOWER_RIGHT,
+    WINDOWED,
     AttentionShape,
     Formula,
     Work,
@@ -132,7 +133,9 @@ class _Mask:
 
     def alignment(self, rows: int, keys: int) -> int:
         """Return the mask as in `AttentionShape`; a window stands for it if it hides more."""
-        if not self.flag or self.hides_by_window(rows, keys):
+        if self.hides_by_window(rows, keys):
+            return WINDOWED
+        if not self.flag:
             return 0
         shifted = keys > rows and (self.lower_right or self.flag == LOWER_RIGHT)
         return LOWER_RIGHT if shifted else 1

@@ -122,6 +122,8 @@ class AttentionSizes(NamedTuple):
 
 # `CausalVariant.LOWER_RIGHT` of torch.nn.attention.bias: the mask is aligned with the last key.
 LOWER_RIGHT = 2
+# Not torch's: a window hides keys, and `keys` counts those that a tile of queries sees.
+WINDOWED = 3
 
 
 class AttentionShape(NamedTuple):
@@ -129,7 +131,8 @@ class AttentionShape(NamedTuple):
 
     Attributes:
         batch: as in `AttentionSizes`, like all fields up to `dv`.
-        causal: 0 without a causal mask, 1 if it is aligned with the first key, or `LOWER_RIGHT`.
+        causal: 0 without a causal mask, 1 if it is aligned with the first key, `LOWER_RIGHT`, or
+            `WINDOWED`.
         backward: 1 for the backward pass, 0 for the forward.
     """
 

@@ -186,6 +186,26 @@ def test_decoding_by_the_kernel_that_an_operator_names():
     assert [note.code for note in notes] == ["attention-kernel-assumed"] * 2
 
 
+def test_windowed_prefills_of_flash_attention_2():
+    """Measured on an H100: 32 heads of 128, window of 4096, 8192 and 16384 tokens; 16 heads of 256.
+
+    The keys are those that a tile of 128 queries sees.
+    """
+    measured_us = (1519.7, 3321.7, 463.5)
+    shapes = np.array([
+        [1, 32, 8, 8192, 3200, 128, 128, 3, 0],
+        [1, 32, 8, 16384, 3712, 128, 128, 3, 0],
+        [1, 16, 8, 8192, 1088, 256, 256, 3, 0],
+    ], dtype=float)  # fmt: skip
+    kernels = of_attention(Attention(shapes, {}), np.ones(3))
+    predicted = predict_from_description(kernels, H100)
+    durations, _, _ = swap_unmeasured_attention(
+        *(kernels, predicted, H100, MODELS["learned"], "usual"),
+        ["aten::_flash_attention_forward"] * 3,
+    )
+    assert durations == pytest.approx(np.multiply(measured_us, 1e3), rel=0.1)
+
+
 def test_decoding_divides_the_keys_of_few_heads_among_sms():
     """One sequence of 8 key heads: 16 parts each occupy 128 of 132 SMs, which halves their keys."""
     c = shipped().decode_on(H100)
