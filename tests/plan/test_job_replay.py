@@ -1,5 +1,6 @@
 """A replayed job takes as long as the expanded graphs of all its ranks."""
 
+import gzip
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -107,6 +108,19 @@ def without_last(graph: Graph, kind: Kind) -> Graph:
     kinds = graph.nodes.kind.copy()
     kinds[np.flatnonzero(kinds == kind)[-1]] = Kind.KERNEL
     return graph.with_columns(kind=kinds)
+
+
+def test_without_a_pipeline_the_slowest_rank_counts(tmp_path: Path) -> None:
+    traces = Path(__file__).parents[2] / "traces" / "h200-llama-8b-4l-tp2-real"
+    file = tmp_path / "slice.et"
+    file.write_bytes(gzip.decompress((traces / "slice.0.et.gz").read_bytes()))
+    graph = onerank.read(file)
+    slower = graph.with_columns(duration_ns=graph.nodes.duration_ns * 2)
+    schedule = PipelineSchedule.parse("1f1b")
+    alone = [replay_job([one], INSTANT, schedule, None).step_ns for one in (graph, slower)]
+    assert alone[1] > 1.5 * alone[0]
+    for together in ([graph, slower], [slower, graph]):
+        assert replay_job(together, INSTANT, schedule, None).step_ns == alone[1]
 
 
 def test_ranks_that_do_not_belong_together_are_refused() -> None:

@@ -59,7 +59,8 @@ def replay_job(
     """Return the step of a job from the re-costed graphs of its stages.
 
     Args:
-        graphs: one per class of equivalent ranks; a single one without a pipeline.
+        graphs: one per class of equivalent ranks. Without a pipeline, the slowest takes the step's
+            time: that ranks wait for each other within it is not replayed.
         network: times the communication.
         schedule: order of forwards and backwards. Ranks whose script runs its own pipeline keep
             the order of their trace instead.
@@ -82,6 +83,12 @@ def replay_job(
                 code="pipeline-own-micro-batches",
             )
         return _scripted_step(graphs, network)
+    if stages == 1 and len(graphs) > 1:
+        alone = [replay_job([graph], network, schedule, micro_batches) for graph in graphs]
+        slowest = max(alone, key=lambda replay: replay.step_ns)
+        return msgspec.structs.replace(
+            slowest, peak_bytes=max(replay.peak_bytes for replay in alone)
+        )
     if stages % schedule.chunks:
         raise ExportError(
             f"--schedule {schedule} puts {schedule.chunks} stages on each rank, which does not "
@@ -106,12 +113,12 @@ def replay_job(
     stages_of_rank = [by_graph[id(graph)] for graph in of_stages]
     count = micro_batches or stages_of_rank[0].micro_batches
     step = step_of(stages_of_rank, world, network, schedule, count)
-    slowest, fullest = step.slowest, step.fullest
+    last, fullest = step.slowest, step.fullest
     return JobReplay(
-        step_ns=round(slowest.end_ns),
-        compute_ns=round(slowest.busy.compute_ns),
-        exposed_communication_ns=round(slowest.busy.exposed_ns),
-        bubble_ns=round(max(0.0, slowest.end_ns - slowest.busy.elapsed_ns)),
+        step_ns=round(last.end_ns),
+        compute_ns=round(last.busy.compute_ns),
+        exposed_communication_ns=round(last.busy.exposed_ns),
+        bubble_ns=round(max(0.0, last.end_ns - last.busy.elapsed_ns)),
         peak_bytes=round(fullest.peak_bytes + fullest.other_bytes),
         ranks=world.size,
     )
