@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
-from torch.utils import _python_dispatch
+from torch.utils import _foreach_utils, _python_dispatch
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import dataloader
 
@@ -60,6 +60,7 @@ _torch: Any = torch
 _dataloader: Any = dataloader
 _distributed: Any = torch.distributed
 _modes: Any = _python_dispatch
+_foreach: Any = _foreach_utils
 # torch.optim hides the name of this module.
 _optimizers: Any = sys.modules[torch.optim.Optimizer.__module__]
 
@@ -445,8 +446,9 @@ def _gpu_kernels() -> Generator[None]:
 
 def _has_foreach(tensors: Sequence[Tensor | None], device: torch.device) -> bool:
     """Whether torch has foreach kernels for tensors; its own check asks for their exact class."""
-    plain = (Tensor, FakeTensor)
-    return device.type == "cuda" and all(t is None or type(t) in plain for t in tensors)
+    # DTensor adds itself to torch's list.
+    supported = (FakeTensor, *_foreach._foreach_supported_types)
+    return device.type == "cuda" and all(t is None or type(t) in supported for t in tensors)
 
 
 def _no(_: object) -> bool:

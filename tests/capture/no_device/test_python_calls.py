@@ -97,6 +97,7 @@ FSDP2 = """
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(5):
         model(torch.randn(16, 64, device="cuda")).sum().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
 """
@@ -112,6 +113,9 @@ def test_gathers_and_reductions_of_fsdp2_count_their_parameters(tmp_path):
     assert by_phase[Phase.FORWARD]["fsdp_parameter"] == 8
     backward = by_phase[Phase.BACKWARD]
     assert (backward["fsdp_group"], backward["fsdp_parameter"]) in ((7, 14), (8, 16))
+    # As on an H100 (torch 2.11), one operator computes the norms of all gradients, one scales them.
+    names = Counter(graph.text("name"))
+    assert (names["aten::_foreach_norm"], names["aten::_foreach_mul_"]) == (1, 1)
 
 
 PLAIN = """
