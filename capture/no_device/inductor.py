@@ -192,6 +192,7 @@ class InductorOnShapes:
             errors.InternalTorchDynamoError,
             errors.TorchRuntimeError,
         )
+        dynamo_error = errors.TorchDynamoException
         log = logging.getLogger(_CONVERT_FRAME)
 
         def convert_or_skip(converter: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
@@ -206,7 +207,8 @@ class InductorOnShapes:
                 name = getattr(frame.f_code, "co_qualname", frame.f_code.co_name)
                 if isinstance(error, errors.Unsupported):
                     self.unbreakable[f"{name}: {_reason(error)}"] = None
-                if isinstance(error, of_emulation):
+                # An error that is not Dynamo's own would end the script on a GPU as well.
+                if isinstance(error, of_emulation) or not isinstance(error, dynamo_error):
                     self.failed.append(f"{name}: {_reason(error)}")
                     # Otherwise Dynamo traces every function below the failed one, which for a T5
                     # of 48 layers took more than ten minutes.
@@ -217,7 +219,9 @@ class InductorOnShapes:
 
         def without_noted(record: logging.LogRecord) -> bool:
             # `notes` reports these failures instead of their tracebacks.
-            return not (record.exc_info and isinstance(record.exc_info[1], of_emulation))
+            error = record.exc_info and record.exc_info[1]
+            failed = isinstance(error, of_emulation) or not isinstance(error, dynamo_error)
+            return not (error and failed)
 
         log.addFilter(without_noted)
         try:

@@ -14,6 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nested._internal import nested_tensor
 from torch.nested._internal.nested_int import NestedIntNode
 
+from onerank.capture.patches import untraced
+
 NESTED = "torch.nested._internal.nested_tensor"
 """The module that creates them."""
 
@@ -48,4 +50,4 @@ def keeps_ragged_size() -> Callable[..., Any]:
             offsets.nested_int_memo = size
         return size
 
-    return ragged_size
+    return untraced(ragged_size)

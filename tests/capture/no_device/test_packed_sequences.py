@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+from notes import has_note
 from own_process import run_command
 from without_device import captured
 
@@ -75,6 +76,15 @@ def test_jagged_nested_tensors_have_the_shapes_of_their_values(tmp_path):
         ("aten::_flash_attention_forward", forward): 1,
         ("aten::_flash_attention_backward", forward * 5 // 2): 1,
     }
+
+
+def test_compiled_nested_tensors_run_eager_with_a_note(tmp_path):
+    compiled = NESTED.replace("modules = ", "out = torch.compile(out)\n    modules = ")
+    graph = captured(tmp_path, compiled, "--like", "H100")
+    assert has_note(graph.job.measurement.notes, "compile-failed")
+    assert not has_note(graph.job.measurement.notes, "compile-graph-unbroken")
+    products = flops_of(graph, "mm")
+    assert sum(n * flops for (_, flops), n in products.items()) == 6 * 98 * (64 * 192 + 64 * 64)
 
 
 def test_packed_sequences_count_the_pairs_of_each(tmp_path):
