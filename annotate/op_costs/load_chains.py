@@ -28,8 +28,9 @@ NEED_VALUES = _SCANS | NEED_AXES
 # the result. Softmax of rows that do not fit into shared memory: 1024 threads with 16 bytes each,
 # for the maximum, the sum and the result. Reductions: see `reductions`.
 _NORM_ELEMENTS, _NORM_PASSES = 512, 2
-# Welford's algorithm takes longer than a sum of squares: 0.51 us for a step against 0.41.
-_LAYER_NORM = 1.2
+# A step of an RMS norm takes 0.20 us if the cache has the row and 0.39 if not, of a layer norm, by
+# Welford's algorithm, 0.28 and 0.47 (rows of 1152 to 8192, 2026-11-27-small-operators-blind-h100).
+_RMS_NORM, _LAYER_NORM = 0.5, 0.69
 _SOFTMAX_BYTES, _SOFTMAX_PASSES = 16 * 1024, 3
 
 # Time of a load of a sum over that of other loads: means of 1 to 512 rows of 512 to 7168 elements
@@ -38,16 +39,21 @@ _SUMMED = 0.535
 # From memory a load takes 0.57 and 0.64 us: means of 2048 rows of 4096 and of 7168 take an H100
 # 20.1 and 37.6 us.
 _SUMMED_FROM_MEMORY = 1.46
-_SUMS = ("sum", "nansum", "mean", "linalg_vector_norm", "norm", "amax", "amin")
-# Welford's algorithm loads two values at a time and divides for each: 0.49 to 0.54 us for such a
-# load, whether 2 or 600 rows wait (`std` of rows of 896 to 6144 numbers on an H100).
-_WELFORD_LOADS, _WELFORD = 2, 1.2
+_SUMS = ("sum", "nansum", "mean", "linalg_vector_norm", "norm", "amax", "amin", "any", "all")
+# Welford's algorithm loads two values at a time and divides for each: 0.33 us for such a load from
+# the cache and 0.48 from memory, whether 2 or 1500 rows wait (`std` of rows of 896 to 8192 numbers
+# on an H100), and as often as a thread has columns.
+_WELFORD_TOGETHER, _WELFORD = 2, 0.8
 
 _EXTREMES = ("argmax", "argmin", "max", "min")
+_LARGEST = 1.05
 
 # A step of a scan along the last dimension is a tree of additions: 1.35 to 1.65 us for 32 to 512
 # threads, in loads.
 _TREE = 3.5
+
+# A number of a column takes 0.16 us from the cache and 0.38 from memory (1500 x 256 int64).
+_COLUMN = 0.386
 
 _LOG2_THREADS = 9  # of a block of that scan, at most
 
@@ -57,7 +63,7 @@ def _norm(call: Call) -> float:
     if tensor is None or not tensor.shape:
         return 0.0
     steps = _NORM_PASSES * ceil(tensor.shape[-1] / _NORM_ELEMENTS)
-    return steps * (_LAYER_NORM if call.op == "native_layer_norm" else 1.0)
+    return steps * (_LAYER_NORM if call.op == "native_layer_norm" else _RMS_NORM)
 
 
 # Up to this length `softmax_warp_forward` keeps a row in the registers of a warp: rows of 256
@@ -82,8 +88,9 @@ def _reduction(call: Call) -> float:
     if division is None:
         return 0.0
     if call.op in VARIANCES:
-        return division.loads * _WELFORD_LOADS * _WELFORD
-    return division.loads * (_SUMMED if call.op in _SUMS else 1.0)
+        loads = division.values_read / _WELFORD_TOGETHER
+        return loads * division.vector * _WELFORD
+    return division.loads * (_SUMMED if call.op in _SUMS else _LARGEST)
 
 
 def _scan(call: Call) -> float:
@@ -99,8 +106,8 @@ def _scan(call: Call) -> float:
     size = tensor.shape[axis]
     if not size or tensor.numel == size:
         return 0.0
-    if axis % len(tensor.shape) != len(tensor.shape) - 1:
-        return float(size)
+    if _is_of_columns(call):
+        return _COLUMN * size
     rows = tensor.numel // size
     spare = ceil(log2(size)) - ceil(log2(rows))
     threads = 2 ** min(max((_LOG2_THREADS + spare) // 2, 4), _LOG2_THREADS)
@@ -110,13 +117,14 @@ def _scan(call: Call) -> float:
 # An index, and the element or row at it: 2.05 us for one row of `embedding`, `index_select` and
 # `index`, 2.0 for `gather` and `scatter` of 8. `index_put` divides offsets by sizes before it
 # knows an address, for the operand, the index and the result: 4.0 to 4.6 us for 1 to 16 rows.
-# `flip` divides as well, without an index to load: 3.1 to 3.3 us.
-_INDEXED, _PUT, _FLIPPED = 2.0, 7.0, 5.0
+# `index_copy`, whose operands the cache has, takes 2.3 to 2.9. `flip` divides as well, without an
+# index to load: 2.2 us, and 3.0 to 3.3 from memory.
+_INDEXED, _PUT, _FLIPPED = 2.0, 4.0, 2.2
 
 # Elements that a thread of `_scatter_gather_elementwise_kernel` takes one after another, threads of
 # a block, and loads for an element: 128 elements take 2.2 us, 256 3.1, 512 4.8, 768 6.8, and 1024
-# or more 8.6.
-_SCATTERED_BY_THREAD, _SCATTER_THREADS, _SCATTERED = 8, 128, 2.35
+# or more 8.6, from memory; 1.7 to 5.4 from the cache.
+_SCATTERED_BY_THREAD, _SCATTER_THREADS, _SCATTERED = 8, 128, 1.3
 
 # Up to 16 rows `indexSelectSmallIndex` and `indexFuncSmallIndex` take one row after another (their
 # sources: Indexing.cu). Of 1 to 16 rows `embedding` and `index_select` take 2.2 to 11.5 us,
@@ -130,12 +138,19 @@ def _scattered(call: Call) -> float:
     Along another dimension than the last, a gather takes whole rows: `index_select` and `embedding`
     are recorded so without a device.
     """
-    index, dim = call.tensor(2), call.value(1)
+    index = call.tensor(2)
     if index is None:
         return 0.0
-    if isinstance(dim, int) and dim % max(1, len(index.shape)) != len(index.shape) - 1:
+    if _is_of_rows(call):
         return _INDEXED
     return _SCATTERED * min(_SCATTERED_BY_THREAD, ceil(index.numel / _SCATTER_THREADS))
+
+
+def _is_of_rows(call: Call) -> bool:
+    """Return whether an index, along another dimension than the last, names whole rows."""
+    index, dim = call.tensor(2), call.value(1)
+    axes = len(index.shape) if index else 0
+    return isinstance(dim, int) and axes > 0 and dim % axes != axes - 1
 
 
 def _of_rows(rows: int, each: float) -> float:
@@ -154,11 +169,15 @@ def _added(call: Call) -> float:
     return _of_rows(index.numel, _ADDED) if index else _INDEXED
 
 
+# Of 1152 to 8192 bounds: 3.5 to 4.0 us from the cache, 4.7 to 5.7 from memory.
+_COMPARED = 0.52
+
+
 def _bisected(call: Call) -> float:
     """Return the loads of a binary search, each of which waits for the comparison before it."""
     at = 0 if call.op == "searchsorted" else 1
     bounds = call.tensor(at)
-    return log2(bounds.shape[-1] + 1) if bounds and bounds.shape else 0.0
+    return _COMPARED * log2(bounds.shape[-1] + 1) if bounds and bounds.shape else 0.0
 
 
 _CHAINS: dict[str, Callable[[Call], float]] = {
@@ -182,9 +201,31 @@ def chain_of(call: Call) -> float:
     return chain(call) if chain else 0.0
 
 
+# Operators whose loads were measured from memory and from the cache, and the ratio.
+_FAR_LOADS = {
+    **dict.fromkeys(_SUMS, _SUMMED_FROM_MEMORY / _SUMMED),
+    **dict.fromkeys(_EXTREMES, _SUMMED_FROM_MEMORY),
+    **dict.fromkeys(VARIANCES, 1.47),
+    "_fused_rms_norm": 1.95,
+    "native_layer_norm": 1.67,
+    **dict.fromkeys(("gather", "scatter", "scatter_", "scatter_add", "scatter_add_"), 1.78),
+    **dict.fromkeys(STORES_BY_INDEX, 1.75),
+    "flip": 1.9,
+    **dict.fromkeys(_SCANS, 2.4),
+    **dict.fromkeys(("searchsorted", "bucketize"), 1.4),
+}
+
+
 def far_load_of(call: Call) -> float:
     """Return the time of a chain's load from memory over one from the cache; 1 if not measured."""
-    if call.op in _SUMS:
-        return _SUMMED_FROM_MEMORY / _SUMMED
-    # An argmax of 4 to 100 rows of 102,400 numbers takes 0.59 to 0.63 us for each load.
-    return _SUMMED_FROM_MEMORY if call.op in _EXTREMES else 1.0
+    scattered = _CHAINS.get(call.op) is _scattered
+    if (call.op in _SCANS and not _is_of_columns(call)) or (scattered and _is_of_rows(call)):
+        return 1.0
+    return _FAR_LOADS.get(call.op, 1.0)
+
+
+def _is_of_columns(call: Call) -> bool:
+    """Return whether a scan adds along another dimension than the last."""
+    tensor, axis = call.tensor(0), call.value(1)
+    axes = len(tensor.shape) if tensor else 0
+    return isinstance(axis, int) and axes > 0 and axis % axes != axes - 1

@@ -431,6 +431,16 @@ _EXPANDED_PER_CYCLE, _ROLLED_PER_CYCLE = 2.0, 0.9
 # (2026-11-27-two-gpu-jobs-2xh100). Smaller tensors, which the cache holds, were not measured so.
 _TRANSPOSED_PER_CYCLE, _TRANSPOSED_BYTES = 0.49, 50e6
 
+# Kernels with long arithmetic for each element (an H100, 12 million numbers,
+# 2026-11-27-small-operators-blind-h100): variances by Welford's algorithm, `normal_`, `softplus`;
+# sorts of rows in one block, of numbers up to a power of two; comparisons of a binary search.
+_PER_CYCLE = {
+    **dict.fromkeys(("var", "std", "var_mean", "std_mean"), 1.7),
+    "normal_": 1.55,
+    "softplus": 1.9,
+}
+_SORTED_PER_CYCLE, _COMPARED_PER_CYCLE = 0.12, 3.6
+
 # The same of layer norms, and of softmax of long rows: 2.0 to 2.4 and 1.0 to 1.2 in the shipped
 # database of the H200.
 _NORMED_PER_CYCLE, _LONG_SOFTMAX_PER_CYCLE = 2.2, 1.1
@@ -465,6 +475,9 @@ def cycles_of(call: Call, operator_class: OpClass) -> float:
     long_softmax = op in ("_softmax", "_log_softmax") and passes_of(call) > 1
     # Elements and their rate by the first rule that applies.
     rules = (
+        (op in _PER_CYCLE, read, _PER_CYCLE.get(op, 1.0)),
+        (op in ("sort", "argsort"), _sorted_in_blocks(call), _SORTED_PER_CYCLE),
+        (op == "searchsorted", _compared(call), _COMPARED_PER_CYCLE),
         (op == "topk" and not selects_in_blocks(call), read, _TOPK_PER_CYCLE),
         (op == "native_layer_norm", read, _NORMED_PER_CYCLE),
         (long_softmax, read, _LONG_SOFTMAX_PER_CYCLE),
@@ -477,6 +490,25 @@ def cycles_of(call: Call, operator_class: OpClass) -> float:
         (_concatenates_strided(call), read, _CONCATENATED_PER_CYCLE),
     )
     return next((elements / rate for applies, elements, rate in rules if applies), 0.0)
+
+
+SORTED_IN_BLOCK = 4096
+"""Longest row that a block sorts: `sort_size` in Sort.cu."""
+
+
+def _sorted_in_blocks(call: Call) -> int:
+    """Return the numbers that blocks sort, a row each."""
+    keys = call.tensor(0)
+    if keys is None or not keys.shape or not 0 < keys.shape[-1] <= SORTED_IN_BLOCK:
+        return 0
+    row = keys.shape[-1]
+    return keys.numel // row * 2 ** (row - 1).bit_length()
+
+
+def _compared(call: Call) -> int:
+    """Return the comparisons of binary searches."""
+    bounds = call.tensor(0)
+    return call.numel(1) * bounds.shape[-1].bit_length() if bounds and bounds.shape else 0
 
 
 def _concatenates_strided(call: Call) -> bool:
@@ -533,6 +565,7 @@ _FLOOR_FACTORS = {
     **dict.fromkeys(("sin", "cos", "tan"), 1.5),
     **dict.fromkeys(VARIANCES, 1.4),
     "roll": 1.4,
+    "softplus": 1.8,
     "_fused_rms_norm": 0.35,
     "native_layer_norm": 0.47,
 }

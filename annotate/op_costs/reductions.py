@@ -37,12 +37,14 @@ class Division:
         columns: blocks that have different outputs.
         values: values that a thread reads if no other block shares its output.
         across_warps: whether the warps of a block share an output.
+        vector: outputs of a thread.
     """
 
     block: tuple[int, int]
     columns: int
     values: int
     across_warps: bool
+    vector: int = 1
 
     @property
     def _may_share_outputs(self) -> bool:
@@ -58,14 +60,18 @@ class Division:
         return max(rows, ceil(self.values / _MOST_VALUES))
 
     @property
+    def values_read(self) -> int:
+        """The fewest values of each of its outputs that a thread reads; see `loads`."""
+        return _LEAST_VALUES if self._may_share_outputs else self.values
+
+    @property
     def loads(self) -> int:
         """The number of a thread's loads that wait for each other.
 
         A lower bound where blocks share an output: it assumes that the GPU has room for enough
         blocks to leave each thread the fewest values.
         """
-        values = _LEAST_VALUES if self._may_share_outputs else self.values
-        return ceil(values / _LOADED_TOGETHER)
+        return ceil(self.values_read / _LOADED_TOGETHER)
 
 
 def division_of(call: Call) -> Division | None:
@@ -106,7 +112,7 @@ def division_of(call: Call) -> Division | None:
     else:
         output_step *= height
     columns = ceil(outputs // vector / output_step)
-    return Division((width, height), columns, ceil(inputs / input_step), across_warps)
+    return Division((width, height), columns, ceil(inputs / input_step), across_warps, vector)
 
 
 def _power_of_two(size: int) -> int:

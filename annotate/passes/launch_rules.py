@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from math import ceil, expm1, log1p
 
 from onerank.annotate.gpus.gpu import Gpu
-from onerank.annotate.op_costs.memory_bound import selects_in_blocks
+from onerank.annotate.op_costs.memory_bound import SORTED_IN_BLOCK, selects_in_blocks
 from onerank.annotate.op_costs.op_classes import OpClass, base_name, is_generated, op_class
 from onerank.annotate.op_costs.operands import Call, Tensor, numbers_of
 from onerank.annotate.op_costs.reductions import NEED_AXES, division_of
@@ -270,9 +270,6 @@ def _index_put(call: Call, target: Gpu) -> Sequence[Launch]:
     return (*checks, *linear, _COUNT_UP, *sort, added)
 
 
-# Longest row that a block sorts: `sort_size` in Sort.cu.
-_SORTED_IN_BLOCK = 4096
-
 # Keys of a row up to which a kernel of Sort.cu runs, its name, and the floors it takes at least: a
 # block's threads sort several keys each, in passes over the bits. On an H100 64-bit keys take 3.4
 # to 4.0 us, 8.6, 25.1 to 25.7, 27.1 and 31.2 (torch 2.11); `sortKeyValueInplace` chooses by size.
@@ -281,7 +278,7 @@ _BLOCK_SORTS = (
     (128, "radixSortKVInPlace", 3.25),
     (1024, "radixSortKVInPlace", 9.6),
     (2048, "radixSortKVInPlace", 10.3),
-    (_SORTED_IN_BLOCK, "radixSortKVInPlace", 11.8),
+    (SORTED_IN_BLOCK, "radixSortKVInPlace", 11.8),
 )
 
 # Bits of the keys with which these times were measured; radix passes are as many as bits.
@@ -294,7 +291,7 @@ def _sort(call: Call, target: Gpu) -> Sequence[Launch]:
     if keys is None or not keys.shape or keys.numel <= 1:
         return ()
     copy = Launch("Memcpy DtoD (Device -> Device)", kind=Kind.MEMCPY, op=_COPY)
-    if keys.shape[-1] <= _SORTED_IN_BLOCK:
+    if keys.shape[-1] <= SORTED_IN_BLOCK:
         several = keys.numel > keys.shape[-1]
         expand = Launch("elementwise_kernel", op=_COPY) if several else copy
         name, floors = next(
@@ -346,7 +343,11 @@ def _topk(call: Call, target: Gpu) -> Sequence[Launch]:
     if keys is None:
         return ()
     if not selects_in_blocks(call):
-        return (Launch("gatherTopK", 1.0, floors=2.7), Launch("bitonicSortKVInPlace", floors=1.7))
+        # A block reads its row once for every two bits of the keys, 1024 elements in a step: 7.3 us
+        # for rows of 256, 12.4 of 1152, 21.6 of 3584 and 37.5 of 8192, in 32 bits.
+        steps = ceil(keys.shape[-1] / 1024) * keys.item_bytes / 4
+        select = Launch("gatherTopK", 1.0, floors=1.2 + 1.52 * steps)
+        return (select, Launch("bitonicSortKVInPlace", floors=1.7))
     digits = (
         Launch("computeBlockDigitCounts", floors=0.9, internal_bytes=_DIGITS_READ * keys.nbytes),
         Launch("computeDigitCumSum", floors=1.2),
