@@ -79,6 +79,7 @@ KINDS = (
     "memory_unmeasured",
     "memory_unmeasured_short",
     "memory_unmeasured_long",
+    "memory_unknown_layout",
     "memory_library_unmeasured",
     "memory_library_unmeasured_short",
     "resized_product",
@@ -103,6 +104,9 @@ in their memory, and of a step on an H100 and an H200. "library" are memory-boun
 libraries than PyTorch: on an A100 and an H100 vLLM's norms, activations and rotary embeddings take
 1.3 to 2.0 times as long as their bytes, and PyTorch's additions 0.8 to 1.0 times.
 
+"memory_unknown_layout" are those of three axes or more in a graph without strides: a transposed
+operand takes 1.8 to 2.7 times as long as a contiguous one.
+
 "resized" kinds are of another size on one GPU and add to those of another GPU. Memory-bound kernels
 without a measurement ("memory_unmeasured") are much less certain than measured ones. So are GEMMs
 with misaligned rows, of which eight were measured, up to 1.5 times off. Unmeasured convolutions and
@@ -124,7 +128,11 @@ _OTHER_VENDORS = {
     "memory_unmeasured": 2.4,
     "memory_unmeasured_short": 1.1,
     **dict.fromkeys(
-        ("memory_library_unmeasured", "memory_library_unmeasured_short", "composed"), 1.8
+        (
+            *("memory_library_unmeasured", "memory_library_unmeasured_short"),
+            *("memory_unknown_layout", "composed"),
+        ),
+        1.8,
     ),
 }
 
@@ -319,6 +327,8 @@ def _memory_kinds(
     # Long softmax and norms take 1.3 to 2.4 times as long as their bytes on an MI300X.
     if source is None and target.is_nvidia:
         of_torch = np.where(predicted_ns >= LONG_NS, _AT["memory_unmeasured_long"], of_torch)
+    if source is None:
+        of_torch = np.where(kernels.unknown_layout, _AT["memory_unknown_layout"], of_torch)
     return np.where(kernels.from_torch, of_torch, of_library)
 
 

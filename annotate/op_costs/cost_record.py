@@ -173,6 +173,7 @@ class Work:
         chain: loads that wait for each other, see `load_chains`.
         far_load: time of such a load from memory over one from the cache.
         floor_factor: time of the shortest such call over that of the shortest of its class.
+        unknown_layout: whether its time depends on strides that the graph does not have.
     """
 
     flops: int = UNKNOWN
@@ -191,6 +192,7 @@ class Work:
     chain: float = 0.0
     far_load: float = 1.0
     floor_factor: float = 1.0
+    unknown_layout: bool = False
 
 
 # Complex dtype -> dtype of its real and imaginary parts.

@@ -28,6 +28,7 @@ from onerank.annotate.op_costs.load_chains import chain_of, far_load_of
 from onerank.annotate.op_costs.memory_bound import (
     cycles_of,
     floor_factor_of,
+    has_unknown_layout,
     passes_of,
     rereads_of,
 )
@@ -149,8 +150,9 @@ def work_of_call(op: str, call: Call) -> Work:
     work = (formula(call) if formula else None) or memory_bound.bytes_only(call)
     passes, cycles, chain = passes_of(call), cycles_of(call, op_class(op)), chain_of(call)
     floor_factor = floor_factor_of(op, call, op_class(op))
+    unknown_layout = has_unknown_layout(call, op_class(op))
     # Most calls end here, which spares them a copy of the record.
-    if passes == floor_factor == 1 and not cycles and not chain:
+    if passes == floor_factor == 1 and not cycles and not chain and not unknown_layout:
         return work
     return replace(
         work,
@@ -160,6 +162,7 @@ def work_of_call(op: str, call: Call) -> Work:
         chain=chain,
         far_load=far_load_of(call),
         floor_factor=floor_factor,
+        unknown_layout=unknown_layout,
     )
 
 

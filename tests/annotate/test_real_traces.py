@@ -143,7 +143,7 @@ def test_on_another_vendors_gpu_fills_take_as_long_as_the_shortest_products(h200
     assert (made[long] >= target.launch_floor_ns - 1).all()  # 0.27 of it, as of an H200's, before
 
 
-def test_a_measurement_on_another_vendors_gpu_has_the_interval_of_its_prediction(h200: Graph):
+def test_what_another_vendors_gpu_measured_is_as_unsure_as_what_is_told_of_it(h200: Graph):
     device = msgspec.structs.replace(h200.job.device, name="MI300X")
     there = replace(h200, job=msgspec.structs.replace(h200.job, device=device))
     widths = []
@@ -221,7 +221,7 @@ def doubled(gpu: Gpu, figure: str) -> Gpu:
     return msgspec.structs.replace(gpu, figures={**gpu.figures, figure: more})
 
 
-def test_the_intervals_of_unmeasured_operators_hold_for_a_captured_step(h200: Graph):
+def test_the_intervals_of_what_nobody_measured_hold_for_a_captured_step(h200: Graph):
     """The kernels of a step by their shapes alone, as those of a CPU capture, against their times.
 
     No coefficient and no error of these kinds is of this step. Operators of one kernel each.

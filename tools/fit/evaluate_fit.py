@@ -5,7 +5,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
-from itertools import permutations
+from itertools import permutations, product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -176,15 +176,21 @@ def step_cases(described: Described = as_shipped) -> Iterator[Case]:
     """Yield PyTorch's kernels in captured steps that memory bounds, by their shapes, by GPU.
 
     Their operands are where a step leaves them, unlike those of a benchmark that repeats a call.
-    Kernels of one name and call are one entry with their median time.
+    Kernels of one name and call are one entry with their median time. Those whose layout matters
+    and is unknown are a kind, to which a capture with strides adds its kernels without them.
     """
-    for name in dict.fromkeys(_STEPS.values()):
+    for name, strides in product(dict.fromkeys(_STEPS.values()), (True, False)):
         gpu = load_gpu(name)
-        tables = [_step_kernels(path, gpu, described) for path, of in _STEPS.items() if of == name]
+        tables = [
+            _step_kernels(path, gpu, described, strides=strides)
+            for path, of in _STEPS.items()
+            if of == name
+        ]
         each = pl.concat(tables).group_by("kernel", "operator", "shapes", maintain_order=True)
         table = each.agg(pl.col("measured", "predicted").median())
         times, predicted_ns = (table[column].to_numpy() for column in ("measured", "predicted"))
-        yield Case("memory_unmeasured", gpu, gpu, times, predicted_ns, np.zeros(len(table)))
+        kind = "memory_unmeasured" if strides else "memory_unknown_layout"
+        yield Case(kind, gpu, gpu, times, predicted_ns, np.zeros(len(table)))
 
 
 def same_die_steps(model: Callable[[str], Predict]) -> Iterator[Case]:
@@ -245,14 +251,18 @@ def _step(path: str) -> Graph:
         return read(Path(file.name))
 
 
-def _step_kernels(path: str, gpu: Gpu, described: Described) -> pl.DataFrame:
+def _step_kernels(path: str, gpu: Gpu, described: Described, *, strides: bool) -> pl.DataFrame:
+    """Return the kernels of known layout, or without strides those of unknown layout."""
     graph = _step(path)
+    if not strides:
+        graph = graph.with_columns(input_strides=np.zeros_like(graph.nodes.input_strides))
     costs = op_costs_of(graph)
     kernels = KernelFeatures.of(graph, costs)
     predicted_ns, _ = predict_from_datasheet(kernels, described(gpu))
     nodes = graph.nodes
     chosen = kernels.from_torch & (kernels.duration_ns > 0)
     chosen &= ~(costs.is_class(*_NOT_MEMORY) | kernels.over_link)
+    chosen &= kernels.unknown_layout != strides
     index = costs.index[chosen]
     return pl.DataFrame(
         {
