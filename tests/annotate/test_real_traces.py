@@ -232,7 +232,8 @@ def test_the_intervals_of_what_nobody_measured_hold_for_a_captured_step(h200: Gr
     made = predict_from_description(kernels, gpu)
     (low, high), step = intervals(kernels, made, None, gpu, shipped())
     measured = kernels.duration_ns
-    of_memory = [KINDS.index(f"memory_unmeasured{length}") for length in ("", "_short", "_long")]
+    lengths = [f"memory_unmeasured{length}" for length in ("", "_short", "_long")]
+    of_memory = [KINDS.index(kind) for kind in (*lengths, "memory_unknown_layout")]
     memory = np.isin(kinds_of(kernels, made, None, gpu), of_memory)
     each = memory & (measured > 0) & ~kernels.over_link & (kernels.operator_ns == measured)
     assert each.sum() > 400

@@ -82,6 +82,22 @@ def test_large_operands_that_are_transposed_to_each_other_read_a_sector_each(str
     assert cycles == pytest.approx(8192 * 8192 / per_cycle)
 
 
+def test_a_copy_of_three_axes_without_strides_permutes_and_elementwise_kernels_may():
+    def cost(op: str, shape: list[int], strides: str = "", dtype: str = BF16):
+        operands = (json.dumps([shape] * 2), json.dumps([dtype, BF16]))
+        return work_of(
+            f"aten::{op}", operands, (json.dumps([shape]), json.dumps([dtype])), strides=strides
+        )
+
+    heads, rows = [1, 32, 4096, 128], [4096, 4096]
+    permuted = cost("copy_", heads)
+    assert permuted.unknown_layout
+    assert permuted.cycles == pytest.approx(4096 * 4096 / 1.34)
+    assert (cost("mul", heads).unknown_layout, cost("mul", heads).cycles) == (True, 0)
+    for known in (cost("copy_", rows), cost("mul", heads, strides="dense"), cost("cat", heads)):
+        assert not known.unknown_layout
+
+
 @pytest.mark.parametrize(
     ("size", "code", "names"),
     [

@@ -139,14 +139,18 @@ def test_additions_that_the_cache_serves_in_part_are_no_cases(tmp_path):
 
 
 def test_kernels_of_captured_steps_are_cases_of_their_gpu():
-    h100, h200 = step_cases()
-    assert (h100.target.name, h200.target.name) == ("H100-SXM", "H200")
-    for case in (h100, h200):
-        assert case.kind == "memory_unmeasured"
-        assert len(case.measured_ns) > 150
-        assert (case.measured_ns > 0).all()
+    cases = {(case.kind, case.target.name): case for case in step_cases()}
+    for name in ("H100-SXM", "H200"):
+        known, unknown = (
+            cases.pop((kind, name)) for kind in ("memory_unmeasured", "memory_unknown_layout")
+        )
+        assert len(known.measured_ns) + len(unknown.measured_ns) > 150
+        assert (np.concatenate([known.measured_ns, unknown.measured_ns]) > 0).all()
         # Half of the kernels by their shapes alone.
-        assert np.median(np.abs(case.error)) < 0.2
+        assert np.median(np.abs(known.error)) < 0.2
+        # Elementwise kernels with strided operands take about twice as long as with dense ones.
+        assert np.quantile(unknown.error, 0.85) > 0.6
+    assert not cases
 
 
 def test_products_of_several_gpus_are_paired(tmp_path):
