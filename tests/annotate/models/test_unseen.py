@@ -83,8 +83,10 @@ def test_long_memory_bound_kernels_are_surer_on_nvidias_gpus():
     assert kind(long, None, H100) == "memory_unmeasured_long"
     assert kind(long, None, load_gpu("MI300X")) == "memory_unmeasured"
     errors = shipped().errors
-    highs = [errors[f"memory_unmeasured{length}"].high for length in ("_short", "", "_long")]
-    assert highs == sorted(highs, reverse=True)
+    short, usual, long = (
+        errors[f"memory_unmeasured{length}"].high for length in ("_short", "", "_long")
+    )
+    assert long < min(short, usual) / 3
 
 
 def test_attention_without_a_measured_kernel_is_slower_and_less_certain():
