@@ -130,7 +130,10 @@ class ExpertSizes(NamedTuple):
         return max(1, min(self.experts, self.rows))
 
 
-_EXPERT_BYTES = 2  # only experts in 16 bits were measured
+# Only experts in 16 bits were measured; those with weights of 8 bits have FLOPs and bytes.
+_EXPERT_BYTES = 2
+_WIDE = ("bfloat16", "float16")
+_NARROW = ("float8_e4m3fn", "float8_e4m3fnuz", "int8")
 
 
 def expert_parts(sizes: ExpertSizes, kernel: PartKernel) -> tuple[ComponentGemm, ComponentGemm]:
@@ -176,7 +179,9 @@ def _fused_experts(choices: int, kernel: PartKernel) -> Formula:
         hidden = x.shape[-1]
         if (first.shape[2], second.shape[:2]) != (hidden, (first.shape[0], hidden)):
             return None
-        if {x.dtype, first.dtype, second.dtype} - {"bfloat16", "float16"}:
+        if x.dtype not in _WIDE or first.dtype != second.dtype:
+            return None
+        if first.dtype not in (*_WIDE, *_NARROW):
             return None
         tokens = prod(x.shape[:-1])
         sizes = ExpertSizes(
@@ -184,14 +189,12 @@ def _fused_experts(choices: int, kernel: PartKernel) -> Formula:
         )
         in_tiles = kernel.for_few_tokens if tokens <= sizes.experts else kernel
         each = (first.numel + second.numel) // max(1, sizes.experts)
-        idle = (sizes.experts - sizes.active) * each * _EXPERT_BYTES
-        return matmul_work(
-            call,
-            x,
-            2 * sizes.rows * each,
-            call.input_bytes - idle,
-            parts=expert_parts(sizes, in_tiles),
-        )
+        idle = (sizes.experts - sizes.active) * each * first.item_bytes
+        # Weights of 8 bits have a scale for each block, of which those of idle experts count too.
+        # The kernels quantise the tokens, so the products run at the rate of the weights' dtype.
+        parts = expert_parts(sizes, in_tiles) if first.dtype in _WIDE else ()
+        flops = 2 * sizes.rows * each
+        return matmul_work(call, first, flops, call.input_bytes - idle, parts=parts)
 
     return formula
 

@@ -338,6 +338,25 @@ def test_few_tokens_read_their_experts_alone():
     assert cost.bytes_read == 2 * (2 * 2048 + 2 * 2 * 8 + 16 * (1536 * 2048 + 2048 * 768))
 
 
+@pytest.mark.parametrize("dtype", ["c10::Float8_e4m3fn", "c10::Float8_e4m3fnuz", "signed char"])
+def test_experts_in_8_bits_read_the_weights_of_those_that_are_chosen(dtype: str):
+    """Two tokens choose 16 of 128 experts, whose weights have a byte each, and scales of blocks."""
+    few, chosen, scales = (2, 2048), (2, 8), (128, 12, 16)
+    shapes = [few, *EXPERTS, chosen, chosen, scales]
+    types = [BF16, dtype, dtype, BF16, BF16, "float"]
+    columns = json.dumps([[*s] for s in shapes]), json.dumps([_typed(t) for t in types])
+    result = json.dumps([[*few]]), json.dumps([BF16])
+    cost = work_of("vllm::outplace_fused_experts", columns, result, json.dumps(()))
+    weights = 1536 * 2048 + 2048 * 768
+    assert cost.flops == 2 * 16 * weights
+    assert cost.bytes_read == 2 * (2 * 2048 + 2 * 2 * 8) + 16 * weights + 4 * 128 * 12 * 16
+    assert cost.parts == ()
+
+
+def _typed(name: str) -> str:
+    return name if name.startswith("Tensor") else f"Tensor({name})"
+
+
 @pytest.mark.parametrize(
     "weights",
     [((128, 1536, 1024), (128, 2048, 768)), ((128, 1536, 2048), (64, 2048, 768))],
