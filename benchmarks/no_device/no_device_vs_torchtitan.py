@@ -25,7 +25,7 @@ tyro, and for float8 rows torchao at the table's commit.
   reach 75% of their rates; latencies by NCCL's model.
 - Memory: the allocator's reserved memory, as torchtitan reports; simulated with the pools of the
   job's streams. The rows of context parallelism have expandable segments, which torchtitan's script
-  for one host sets: with them the four rows are within 0.3%, without them two are 2.8 and 5.4%
+  for one host sets: with them the four rows are within 0.4%, without them two are 2.8 and 5.4%
   short. The other rows of one host are within 0.3% without them, and 2 to 4% short with them.
 - Pipelines of 405B: 8 micro-batches, torchtitan's own number. Of 1F1B three ranks are captured: the
   first stage's, the second's for all inner ones, and the last's.
