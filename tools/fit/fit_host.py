@@ -21,7 +21,14 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from onerank.annotate.hosts.host import HOST_OP_KINDS, TYPICAL, FurtherHost, Host, load_host
+from onerank.annotate.hosts.host import (
+    HOST_OP_KINDS,
+    TYPICAL,
+    FurtherHost,
+    Host,
+    HostTime,
+    load_host,
+)
 from onerank.annotate.passes.host_time import HostCalls, launched_calls
 from onerank.ir import Graph, Kind
 from onerank.ir.arrays import F64, I64
@@ -127,39 +134,49 @@ def main() -> None:
         figure.source: "shipped-captures" if figure.source == "captures" else figure.source
         for figure in kept.values()
     }
-    lines = [
-        "# Written by `python -m tools.fit.fit_host GRAPH... -o FILE`; see hosts/host.py.",
-        f'name = "{options.name}"',
-        "",
-        "[sources]",
-        f'captures = "{_source(options.graphs)}"',
-        *(f'{name} = "{shipped.sources[source]}"' for source, name in kept_sources.items()),
-        "",
-        "[figures]",
-    ]
+    sources = {"captures": _source(options.graphs)}
+    sources |= {name: shipped.sources[source] for source, name in kept_sources.items()}
+    figures: dict[str, HostTime] = {}
     for kind, each in known.items():
         if kind in kept:
             figure = kept[kind]
-            source = kept_sources[figure.source]
-            figures = (figure.p10_ns, figure.p50_ns, figure.p90_ns)
+            figures[kind] = msgspec.structs.replace(figure, source=kept_sources[figure.source])
         else:
-            source, figures = "captures", np.percentile(each, (10, 50, 90)).tolist()
-        low, mid, high = (round(ns) for ns in figures)
-        lines.append(
-            f'{kind} = {{ p10_ns = {low}, p50_ns = {mid}, p90_ns = {high}, source = "{source}" }}'
-        )
-    options.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    host = load_host(options.output)
-    assert host is not None
+            low, mid, high = map(round, np.percentile(each, (10, 50, 90)).tolist())
+            figures[kind] = HostTime(low, mid, high, "captures")
+    host = Host(options.name, sources, figures)
     steps = [_of_step(graph, calls, host) for graph, (calls, _) in zip(graphs, fitted, strict=True)]
     further = further_host([ratio for ratio, _ in steps], [rest_ns for _, rest_ns in steps])
-    if further is not None:
-        lines += ["", "[further]"]
-        lines += [f"{name} = {value:g}" for name, value in msgspec.structs.asdict(further).items()]
-        options.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    host = msgspec.structs.replace(host, further=further)
+    written_by = "Written by `python -m tools.fit.fit_host GRAPH... -o FILE`; see hosts/host.py."
+    options.output.write_text(host_toml(host, written_by), encoding="utf-8")
     for path, (calls, means) in zip(options.graphs, fitted, strict=True):
-        figures = ", ".join(f"{kind} {ns / 1e3:.1f} us" for kind, ns in means.items())
-        sys.stdout.write(f"{path}: {len(calls.first)} calls; {figures}\n")
+        by_kind = ", ".join(f"{kind} {ns / 1e3:.1f} us" for kind, ns in means.items())
+        sys.stdout.write(f"{path}: {len(calls.first)} calls; {by_kind}\n")
+
+
+def host_toml(host: Host, *comments: str) -> str:
+    """Return a description as TOML, below lines of comment."""
+    lines = [
+        *(f"# {comment}" for comment in comments),
+        f'name = "{host.name}"',
+        "",
+        "[sources]",
+        *(f'{name} = "{source}"' for name, source in host.sources.items()),
+        "",
+        "[figures]",
+    ]
+    for kind, time in host.figures.items():
+        low, mid, high = (round(ns) for ns in (time.p10_ns, time.p50_ns, time.p90_ns))
+        lines.append(
+            f"{kind} = {{ p10_ns = {low}, p50_ns = {mid}, p90_ns = {high}, "
+            f'source = "{time.source}" }}'
+        )
+    if host.further is not None:
+        lines += ["", "[further]"]
+        further = msgspec.structs.asdict(host.further)
+        lines += [f"{name} = {value:g}" for name, value in further.items()]
+    return "\n".join(lines) + "\n"
 
 
 def _of_step(graph: Graph, calls: HostCalls, host: Host) -> tuple[float, float]:

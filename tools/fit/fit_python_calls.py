@@ -25,6 +25,7 @@ import numpy as np
 
 from onerank.annotate.hosts.host import TYPICAL, Host, HostTime, load_host
 from onerank.ir.python_calls import PYTHON_CALLS
+from tools.fit.fit_host import host_toml
 
 
 class Measured(msgspec.Struct):
@@ -133,36 +134,14 @@ def main() -> None:
         sys.stdout.write(f"{kind}: {times[kind]:.1f} us\n")
     sources = {**host.sources, "python": options.source}
     host = msgspec.structs.replace(host, figures=figures, sources=sources)
-    options.output.write_text(_toml(host), encoding="utf-8")
-
-
-def _toml(host: Host) -> str:
-    """Return a description as TOML, in the form of `fit_host`."""
-    lines = [
-        "# Written by `python -m tools.fit.fit_host GRAPH... -o FILE`, calls of Python by",
-        "# `python -m tools.fit.fit_python_calls JSON -o FILE`; see hosts/host.py.",
-        f'name = "{host.name}"',
-        "",
-        "[sources]",
-        *(f'{name} = "{source}"' for name, source in host.sources.items()),
-        "",
-        "[figures]",
-    ]
-    for kind, time in host.figures.items():
-        figures = ", ".join(f"{name} = {round(getattr(time, name))}" for name in _PERCENTILES)
-        lines.append(f'{kind} = {{ {figures}, source = "{time.source}" }}')
-    if host.further is not None:
-        lines += ["", "[further]"]
-        lines += [
-            f"{name} = {value:g}" for name, value in msgspec.structs.asdict(host.further).items()
-        ]
-    return "\n".join(lines) + "\n"
+    written_by = (
+        "Written by `python -m tools.fit.fit_host GRAPH... -o FILE`, calls of Python by",
+        "`python -m tools.fit.fit_python_calls JSON -o FILE`; see hosts/host.py.",
+    )
+    options.output.write_text(host_toml(host, *written_by), encoding="utf-8")
 
 
 _LAYERS = "32 tensor-parallel layers"
-
-_PERCENTILES = ("p10_ns", "p50_ns", "p90_ns")
-
 
 if __name__ == "__main__":
     main()
