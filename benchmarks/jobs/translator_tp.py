@@ -2,7 +2,7 @@
 
 torchrun --nproc-per-node 2 benchmarks/jobs/translator_tp.py --width 4096 --batch 16
 
-Each parameter steps by operators of its own (SGD without foreach), so the host dispatches each in
+SGD without foreach runs operators for each parameter, which the host dispatches one by one in
 Python.
 """
 

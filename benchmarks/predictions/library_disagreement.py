@@ -25,7 +25,8 @@ LEAST_CALLS = 300
 _GEMM = ("m", "n", "k")
 _ATTENTION = ("batch", "rows", "keys", "heads", "kv_heads", "head_dim")
 SORTS = {
-    "GEMMs in fp8, scales of rows": ("linears", "fp8", _GEMM),
+    # vLLM's and SGLang's layers have a scale for each row, TensorRT-LLM's one for the tensor.
+    "GEMMs in fp8, scales of rows or one": ("linears", "fp8", _GEMM),
     "GEMMs in fp8, scales of blocks": ("linears", "fp8_block", _GEMM),
     "GEMMs in NVFP4": ("linears", "nvfp4", _GEMM),
     "attention, prefill": ("attention", "prefill", _ATTENTION),
@@ -66,7 +67,7 @@ def main() -> None:
     """Print the table."""
     folder = given_folder(__doc__, "linears.parquet")
     print_conditions()
-    print(f"{'':34}{'GPU':15}{'libraries':>10}{'calls':>8}{'over 10 us':>12}{'under':>8}")
+    print(f"{'':36}{'GPU':15}{'libraries':>10}{'calls':>8}{'over 10 us':>12}{'under':>8}")
     for sort, (file, part, sizes) in SORTS.items():
         table = calls(folder, file, part, sizes)
         for name in GPUS:
@@ -83,7 +84,7 @@ def main() -> None:
             under = errors[measured & (times <= SHORT_US)] * 100
             short = f"{under.mean():7.1f}%" if len(under) > LEAST_CALLS else f"{'-':>8}"
             print(
-                f"{sort:34}{name:15}{times.shape[1]:10}{len(times):8,}{over.mean():11.1f}%{short}"
+                f"{sort:36}{name:15}{times.shape[1]:10}{len(times):8,}{over.mean():11.1f}%{short}"
             )
 
 
