@@ -99,7 +99,8 @@ def run(
         options, output = _of_launched_rank(options, output)
     validate_early(script, options, how)
     with loading_capture():
-        # It imports all that captures; the functions below import names of it.
+        # This module imports torch and all modules that capture, so a missing library is an error
+        # here and not in the functions below.
         importlib.import_module("onerank.capture.compile_compare")
 
     if how.ranks is not None:
