@@ -8,20 +8,21 @@ nearest to all of them in the mean: no prediction by GPU and shape alone can be 
 that time's errors is the bound, over 10 us and under.
 """
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import polars as pl
 
-from benchmarks.harness import given_folder, print_conditions
+from benchmarks.harness import given_folder
 from onerank.ir.arrays import F64
 
 GPUS = ("A100-SXM-80GB", "H100-SXM", "H200", "B200", "L40S")
 SHORT_US = 10
 LEAST_CALLS = 300
 
-# Sort -> file, the columns that name the library, and those of a call.
+# Kind of call -> file, its dtype or phase there ("" for all rows), and the columns of its sizes.
 _GEMM = ("m", "n", "k")
 _ATTENTION = ("batch", "rows", "keys", "heads", "kv_heads", "head_dim")
 SORTS = {
@@ -29,8 +30,8 @@ SORTS = {
     "GEMMs in fp8, scales of rows or one": ("linears", "fp8", _GEMM),
     "GEMMs in fp8, scales of blocks": ("linears", "fp8_block", _GEMM),
     "GEMMs in NVFP4": ("linears", "nvfp4", _GEMM),
-    "attention, prefill": ("attention", "prefill", _ATTENTION),
-    "attention, decode": ("attention", "decode", _ATTENTION),
+    "attention, prefill": ("attention", "context", _ATTENTION),
+    "attention, decode": ("attention", "generation", _ATTENTION),
     "MLA, decode": ("latent", "", ("batch", "keys", "heads")),
 }
 
@@ -65,11 +66,12 @@ def nearest_errors(times: F64) -> F64:
 
 def main() -> None:
     """Print the table."""
-    folder = given_folder(__doc__, "linears.parquet")
-    print_conditions()
+    folder = given_folder(__doc__, "linears.parquet", "attention.parquet", "latent.parquet")
     print(f"{'':36}{'GPU':15}{'libraries':>10}{'calls':>8}{'over 10 us':>12}{'under':>8}")
     for sort, (file, part, sizes) in SORTS.items():
         table = calls(folder, file, part, sizes)
+        if table.is_empty():
+            sys.exit(f"{folder / file}.parquet has no rows for {sort}")
         for name in GPUS:
             of_gpu = table.filter(pl.col("gpu") == name)
             if of_gpu["library"].n_unique() < 2:
