@@ -6,6 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _python_dispatch
+
+_modes: Any = _python_dispatch
 
 
 def is_fake(tensor: Tensor) -> bool:
@@ -40,6 +43,12 @@ def is_small(tensor: Tensor) -> bool:
     if tensor.dtype.is_floating_point:
         return tensor.numel() <= _KNOWN_FLOATS
     return tensor.numel() <= (MOST_KNOWN_BOOLS if tensor.dtype == torch.bool else KNOWN_ELEMENTS)
+
+
+def sparse_parts(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the indices and values of a sparse tensor, without recording the two calls."""
+    with _modes._disable_current_modes():
+        return tensor._indices(), tensor._values()
 
 
 _ZERO = "_onerank_zero"
@@ -84,7 +93,7 @@ def as_subclass(tensor: Tensor, kind: type[Tensor]) -> Tensor:
 
     Args:
         tensor: a plain or fake tensor, or an instance of a subclass that this function made.
-        kind: a subclass that adds no memory of its own; `Tensor` itself undoes the call.
+        kind: a subclass that adds no memory; `Tensor` itself undoes the call.
     """
     if not isinstance(tensor, FakeTensor):
         return tensor.as_subclass(kind)

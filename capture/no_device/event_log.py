@@ -17,17 +17,15 @@ from typing import Any, Literal
 import msgspec
 import torch
 from torch import Tensor
-from torch.utils import _python_dispatch
 
 from onerank.annotate.memory.allocator import round_size
+from onerank.capture.fake_tensors import sparse_parts
 from onerank.capture.no_device.device_memory import DeviceMemory
 from onerank.converters.sources.kineto import AllocatorAction, History
 from onerank.converters.sources.kineto.lowering.select_nodes import HOST_READS
 from onerank.ir import AllocatorSettings, GeneratedWork
 from onerank.ir.dtypes import TENSOR_TYPES
 from onerank.ir.python_calls import python_calls_text
-
-_modes: Any = _python_dispatch
 
 Category = Literal["cpu_op", "user_annotation"]
 
@@ -302,7 +300,10 @@ class EventLog:
         return len(self.events)
 
     def forget_since(self, mark: int) -> None:
-        """Remove the events that began after a place in the log, and have ended."""
+        """Remove the events that began after a place in the log, and have ended.
+
+        The Python calls before them count for the next event.
+        """
         for event in self.events[mark:]:
             self._python_calls += event.python_calls
         del self.events[mark:]
@@ -397,8 +398,7 @@ class Describer:
         type_ = _TYPES.get(tensor.dtype, _UNKNOWN_TYPE)
         if tensor.layout == torch.sparse_coo:
             # A kernel reads or writes its values; the indices are a few bytes for each row.
-            with _modes._disable_current_modes():
-                values = tensor._values()
+            _, values = sparse_parts(tensor)
             return "<Object>", list(values.shape), type_, list(values.stride())
         # Tensors of other layouts have no storage to number.
         if tensor.layout != torch.strided:
@@ -526,7 +526,10 @@ def _kineto_events(log: EventLog, kept: Sequence[RecordedEvent]) -> list[dict[st
 def _python_calls_of_kept(
     events: Sequence[RecordedEvent], kept: Sequence[RecordedEvent]
 ) -> list[Counter[str]]:
-    """Return the calls of Python before each kept event; it gets those of dropped ones before."""
+    """Return the calls of Python before each kept event, with those before events left out.
+
+    Those after the last kept event precede the first one of the next step, and count for the first.
+    """
     calls: list[Counter[str]] = []
     pending = Counter[str]()
     for event in events:
@@ -534,6 +537,8 @@ def _python_calls_of_kept(
         if len(calls) < len(kept) and event is kept[len(calls)]:
             calls.append(pending)
             pending = Counter()
+    if calls:
+        calls[0] += pending
     return calls
 
 

@@ -31,7 +31,7 @@ from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from onerank.capture.fake_tensors import is_integral, mark_written
+from onerank.capture.fake_tensors import is_integral, mark_written, sparse_parts
 from onerank.capture.no_device.event_log import (
     Describer,
     EventLog,
@@ -247,17 +247,13 @@ class FakeOperators(TorchDispatchMode):
         self._log.call_python("dtensor_listed", listed)
 
     def _clone_sparse(self, tensor: Tensor) -> Tensor:
-        """Return a clone of a sparse tensor; torch's fake one has no elements.
-
-        `AccumulateGrad` keeps the gradient of a table itself, unless Python refers to it too, as to
-        every fake tensor.
-        """
+        """Return a clone of a sparse tensor, whose fake clone of torch has no elements."""
+        # On a GPU `AccumulateGrad` keeps a gradient to which nothing else refers, without a clone.
+        # Python refers to every fake tensor.
         if _torch._C._current_autograd_node() is not None and not torch.is_grad_enabled():
             return tensor
-        with _modes._disable_current_modes():
-            parts = tensor._indices(), tensor._values()
         with self:
-            indices, values = (part.clone() for part in parts)
+            indices, values = (part.clone() for part in sparse_parts(tensor))
         with _modes._disable_current_modes():
             return _torch._sparse_coo_tensor_unsafe(indices, values, tensor.shape)
 

@@ -12,12 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils import _python_dispatch
 
-from onerank.capture.fake_tensors import is_integral
+from onerank.capture.fake_tensors import is_integral, sparse_parts
 from onerank.capture.no_device.event_log import Shaped
 
-_modes: Any = _python_dispatch
 _torch: Any = torch  # operators by name have no types
 
 
@@ -147,10 +145,6 @@ def _of_one_number(args: Sequence[Any], result: Any) -> Inner | None:
     return Inner("aten::copy_", (flag, flag, False))
 
 
-def _first_row(indices: Tensor) -> Shaped:
-    return Shaped(indices, indices.dtype, indices.shape[1:])
-
-
 def _added(args: Sequence[Any], _: Any) -> Inner | None:
     """`add_` of a sparse tensor adds its values by `index_add_` (SparseCUDATensorMath.cu).
 
@@ -159,9 +153,9 @@ def _added(args: Sequence[Any], _: Any) -> Inner | None:
     target, other, alpha = args[:3]
     if not isinstance(other, Tensor) or other.layout != torch.sparse_coo:
         return None
-    with _modes._disable_current_modes():
-        indices, values = other._indices(), other._values()
-    return Inner("aten::index_add_", (target, 0, _first_row(indices), values, alpha))
+    indices, values = sparse_parts(other)
+    rows = Shaped(indices, indices.dtype, indices.shape[1:])
+    return Inner("aten::index_add_", (target, 0, rows, values, alpha))
 
 
 def _power(args: Sequence[Any], result: Any) -> Inner | None:
@@ -225,7 +219,9 @@ def _packed(args: Sequence[Any], _: Any) -> Inner:
     """`varlen_attn` of torch.nn.attention calls FlashAttention."""
     query, key, value, *boundaries, longest_q, longest_k, is_causal, scale, window = args[:10]
     lengths = *boundaries, longest_q, longest_k
-    rest = 0.0, is_causal, False, scale, *(window or (-1, -1)), *args[11:12], None, *args[12:]
+    # Not `enable_gqa`, argument 10. `alibi_slopes`, which is None, stands after `seqused_k`.
+    optional = *args[11:12], None, *args[12:]
+    rest = 0.0, is_causal, False, scale, *(window or (-1, -1)), *optional
     return Inner("aten::_flash_attention_forward", (query, key, value, *lengths, *rest))
 
 
