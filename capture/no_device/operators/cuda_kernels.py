@@ -8,8 +8,6 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import Tensor
-
 from onerank.capture.no_device.operators.triton_kernels import KernelLaunch
 
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
@@ -33,18 +31,11 @@ class CudaSourceKernel:
         self, grid: Any = None, block: Any = None, args: Sequence[Any] | None = None, **_: Any
     ) -> None:
         """Record a launch; the arguments are those of torch's `_CudaKernel`."""
-        given = list(args or ())
-        tensors = [each for each in given if isinstance(each, Tensor)]
-        written = self._written
-        reads = given
-        writes = [each for at, each in enumerate(given) if at in written]
-        if written:
-            reads = [None if at in written else each for at, each in enumerate(given)]
-        writes = [each for each in writes if isinstance(each, Tensor)]
-        self._record(KernelLaunch(f"cuda::{self._name}", reads, writes, tensors))
+        name = f"cuda::{self._name}"
+        self._record(KernelLaunch.of_arguments(name, args or (), written=self._written))
 
     def set_shared_memory_config(self, shared_mem_bytes: int) -> None:
-        """Take the size of shared memory, which nothing here depends on."""
+        """Do nothing: no cost depends on the size of shared memory."""
 
 
 def _written_arguments(source: str, name: str) -> frozenset[int]:

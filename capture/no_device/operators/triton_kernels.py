@@ -7,7 +7,7 @@ import ast
 import contextlib
 import inspect
 import textwrap
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,6 +44,27 @@ class KernelLaunch:
     tensors: Sequence[Tensor]
     choice: FusedChoice | None = None
 
+    @classmethod
+    def of_arguments(
+        cls, name: str, arguments: Sequence[Any], *, written: Set[int], read: Set[int] = frozenset()
+    ) -> "KernelLaunch":
+        """Return the launch of a kernel that writes some of its arguments.
+
+        Args:
+            name: the kernel's, with a namespace.
+            arguments: in the order of its signature.
+            written: places of the arguments that it writes.
+            read: places of those that it reads; it reads all others that it does not write.
+        """
+        is_tensor = [isinstance(argument, Tensor) for argument in arguments]
+        only_written = written - read
+        return cls(
+            name,
+            reads=[None if at in only_written else each for at, each in enumerate(arguments)],
+            writes=[each for at, each in enumerate(arguments) if at in written and is_tensor[at]],
+            tensors=[each for at, each in enumerate(arguments) if is_tensor[at]],
+        )
+
 
 def launch_of(kernel: Any, args: Sequence[Any], named: dict[str, Any]) -> KernelLaunch:
     """Return the launch of a kernel.
@@ -58,15 +79,10 @@ def launch_of(kernel: Any, args: Sequence[Any], named: dict[str, Any]) -> Kernel
     values = {**dict(zip(kernel.arg_names, args, strict=False)), **named}
     # A descriptor of a tensor's tiles, for the tensor memory accelerator, holds the tensor.
     operands = [_tensor_of(values.get(name)) for name in kernel.arg_names]
-    tensors = [operand for operand in operands if isinstance(operand, Tensor)]
     accesses = _accesses_of(kernel)
-    reads, writes = operands, list[Tensor]()
-    if accesses.written:
-        writes = [operands[at] for at in sorted(accesses.written)]
-        writes = [operand for operand in writes if isinstance(operand, Tensor)]
-        unread = accesses.written - accesses.read
-        reads = [None if at in unread else operand for at, operand in enumerate(operands)]
-    return KernelLaunch(f"triton::{kernel.__name__}", reads, writes, tensors)
+    return KernelLaunch.of_arguments(
+        f"triton::{kernel.__name__}", operands, written=accesses.written, read=accesses.read
+    )
 
 
 def wrapped_launch(kernel_idx: int, constant_args_idx: int, kwargs: dict[str, Any]) -> KernelLaunch:
