@@ -136,7 +136,7 @@ class SavedFiles:
                 _emulations.pop()
 
     def notes(self) -> list[Note]:
-        """Return a note if a tensor was saved without its numbers, or was to be."""
+        """Return a note if a file holds a tensor without its numbers, or was kept for that."""
         if not self._shapes:
             return []
         return [
@@ -197,8 +197,7 @@ class SavedFiles:
                     file.write(header)
                     # Without blocks on the disk: the zeros of a 70B model take no space.
                     file.truncate(len(header) + size)
-                    for tensor in tensors.values():
-                        self._write_numbers(tensor, file)
+                    self._write_numbers(tensors, file)
 
         def bytes_of_zeros(
             tensors: dict[str, Tensor], metadata: dict[str, str] | None = None
@@ -206,19 +205,23 @@ class SavedFiles:
             if not self._counted(tensors):
                 return save(tensors, metadata)
             header, size = _header_of(tensors, metadata)
-            return header + bytes(size)
+            file = io.BytesIO(header + bytes(size))
+            file.seek(len(header))
+            self._write_numbers(tensors, file)
+            return file.getvalue()
 
         return rebound(_SAFETENSORS, {"save_file": file_of_zeros, "save": bytes_of_zeros})
 
-    def _write_numbers(self, tensor: Tensor, file: BinaryIO) -> None:
-        """Write a tensor's numbers if they are known; otherwise pass over their place."""
-        numbers = self._known.get(tensor)
-        if numbers is None:
-            file.seek(tensor.numel() * tensor.element_size(), os.SEEK_CUR)
-            return
-        with _modes._disable_current_modes():
-            flat = numbers.detach().contiguous().reshape(-1)
-            file.write(flat.view(torch.uint8).numpy().tobytes())
+    def _write_numbers(self, tensors: dict[str, Tensor], file: BinaryIO) -> None:
+        """Write the numbers that are known, one tensor after another; pass over the others."""
+        for tensor in tensors.values():
+            numbers = self._known.get(tensor)
+            if numbers is None:
+                file.seek(tensor.numel() * tensor.element_size(), os.SEEK_CUR)
+                continue
+            with _modes._disable_current_modes():
+                flat = numbers.detach().contiguous().reshape(-1)
+                file.write(flat.view(torch.uint8).numpy().tobytes())
 
     def _counted(self, tensors: dict[str, Tensor]) -> int:
         """Return how many of these tensors are fake, and count them for the note."""
