@@ -627,15 +627,14 @@ def _python_calls(timeline: HostTimeline, start_ns: I64, kind: I64) -> I32:
     subclass, one = strings.encode([_SUBCLASS, _ONE_DISPATCH])
     codes[rows.name == subclass] = one
     counted = np.flatnonzero(codes)
-    host = np.flatnonzero(kind == Kind.HOST_OP)
+    on_gpu = np.isin(kind, (Kind.KERNEL, Kind.MEMCPY, Kind.MEMSET)).any()
     # On a GPU, operators are the host's nodes; without a device, communication is too.
-    nodes = host if np.isin(kind, (Kind.KERNEL, Kind.MEMCPY, Kind.MEMSET)).any() else None
-    starts = start_ns if nodes is None else start_ns[nodes]
-    if not len(counted) or not len(starts):
+    nodes = np.flatnonzero(kind == Kind.HOST_OP) if on_gpu else np.arange(len(kind))
+    if not len(counted) or not len(nodes):
         return calls
     # Calls after the last node have no node that follows, and count for the last one.
-    place = np.minimum(np.searchsorted(starts, rows.start_ns[counted]), len(starts) - 1)
-    place = place if nodes is None else nodes[place]
+    place = np.searchsorted(start_ns[nodes], rows.start_ns[counted])
+    place = nodes[np.minimum(place, len(nodes) - 1)]
     sums = defaultdict[int, Counter[str]](Counter)
     for node, code in zip(place.tolist(), codes[counted].tolist(), strict=True):
         sums[node] += python_calls_of(strings[code])
