@@ -358,7 +358,7 @@ def test_objects_of_the_first_rank_are_those_it_broadcasts(tmp_path, monkeypatch
                 message = [message if rank == 0 else None]
                 dist.broadcast_object_list(message, src=0)
             assert isinstance(message[0], int)
-            if step == 5:  # unlike the steps before: unknown
+            if step == 5:  # not in the steps before, so its objects are unknown
                 dist.broadcast_object_list(message := [rank or None], src=0)
                 assert message == [3]
         """

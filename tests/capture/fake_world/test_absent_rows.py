@@ -39,7 +39,7 @@ def lacking_rows(values: torch.Tensor) -> int:
 def test_a_first_token_of_another_rank_does_not_blow_gradients_up(scripts_recorder, layout):
     torch.manual_seed(0)
     embedding = nn.Embedding(VOCABULARY, HIDDEN)
-    # a name of its own: DTensor keeps layouts of equal meshes, with their groups
+    # a unique name: DTensor caches layouts of equal meshes, with their groups
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=(f"vocabulary {layout}",))
     layouts: Any = {"input_layouts": Replicate(), "output_layouts": layout}
     parallelize_module(embedding, mesh, RowwiseParallel(**layouts))

@@ -29,7 +29,7 @@ OPERATIONS: Any = dist.ReduceOp
         (torch.ones(2)[:0], OPERATIONS.SUM, []),
     ],
 )
-def test_sums_are_of_as_many_equal_ones(own, operation, found):
+def test_all_ranks_have_equal_numbers(own, operation, found):
     tensor = own.clone()
     dist.all_reduce(tensor, operation)
     assert tensor.tolist() == found

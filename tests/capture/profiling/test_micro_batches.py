@@ -113,7 +113,7 @@ def test_backwards_with_nothing_between_are_numbered_in_the_order_of_their_forwa
     assert numbers(graph, Phase.FORWARD) == numbers(graph, Phase.BACKWARD) == [0, 1, 2]
 
 
-def test_in_another_order_there_is_no_note(tmp_path):
+def test_in_another_order_their_micro_batches_are_unknown(tmp_path):
     """Autograd may have run those of 0 and 1 as one."""
     graph = run(tmp_path, "F0 F1 F2 C1 C0 C2")
     assert numbers(graph, Phase.FORWARD) == numbers(graph, Phase.BACKWARD) == [-1, -1, -1]

@@ -18,14 +18,14 @@ from onerank.ir import Phase
 
 
 def test_torch_is_not_let_make_an_object_of_each_event(tmp_path, monkeypatch):
-    """As it does when it must accumulate events, for longer than the step took."""
+    """It does when it accumulates events, which takes longer than the step took."""
 
     def made(*_, **__):
         pytest.fail("a list of events was made")
 
     monkeypatch.setattr(torch.autograd.profiler, "EventList", made)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # torch 2.11 warns when it must not
+        warnings.simplefilter("error")  # torch 2.11 warns unless it accumulates events
         with kineto(Modules(), on_gpu=False, record_shapes=False) as profiler:
             torch.ones(2) + 1
     write(profiler, tmp_path / "profile.json.gz")

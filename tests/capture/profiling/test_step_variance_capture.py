@@ -52,7 +52,7 @@ EVERY_SECOND = """
 
 
 @pytest.mark.parametrize("together", [1, 2])
-def test_steps_that_communicate_differently_often_are_noted_or_captured_as_one(together, tmp_path):
+def test_steps_with_different_counts_of_calls_are_noted_or_captured_as_one(together, tmp_path):
     """As of an optimizer that updates some parameters in every second step (modded-nanogpt's)."""
     path = tmp_path / "train.py"
     path.write_text(textwrap.dedent(EVERY_SECOND))

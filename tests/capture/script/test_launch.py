@@ -172,7 +172,7 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_script_runs(tmp_
     assert "the script ran" not in done.stdout + done.stderr
 
 
-def test_a_library_that_leaves_torchruns_ranks_alone_is_noted(tmp_path):
+def test_a_library_that_leaves_torchruns_ranks_alone_is_refused(tmp_path):
     path = tmp_path / "train.py"
     path.write_text("import torch\n" + textwrap.dedent(TRAINING).replace("dist.all_reduce", "id"))
     with raises_code("nothing-parallel"):
