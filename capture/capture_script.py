@@ -279,7 +279,9 @@ def capture_ranks(
             rank_options = replace(
                 options, rank=rank, raw_dir=options.raw_dir and raw / f"rank-{rank}"
             )
-            captures[rank] = _capture_rank(script, args, rank_options, layers, progress, run)
+            captures[rank] = _capture_rank(
+                script, args, rank_options, layers, progress=progress, run=run
+            )
             classes = captures[rank].graph.job.classes
             if ranks is None and rank == 0:
                 pending += [
@@ -296,11 +298,12 @@ def capture_ranks(
     return _with_represented(captures, options.world)
 
 
-def _capture_rank(  # noqa: PLR0917
+def _capture_rank(
     script: Path,
     args: Sequence[str],
     options: Options,
     layers: Sequence[int] | None,
+    *,
     progress: Progress,
     run: ProcessRunner,
 ) -> Capture:

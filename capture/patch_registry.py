@@ -516,7 +516,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "torch.backends.cuda",
         ("can_use_cudnn_attention", "can_use_flash_attention", "can_use_efficient_attention"),
-        "They ask the same C++, for nested tensors and for scripts.",
+        "torch's choice for nested tensors calls them, and scripts do; their C++ queries a device.",
         ("no_device.attention_backends",),
         everywhere=True,
     ),

@@ -186,7 +186,7 @@ class _RankJob:
 
 @dataclass(frozen=True)
 class _EmulatedRank:
-    """What makes the process one rank of the job, and records what the script does as it.
+    """The parts that let this process run as one rank of the job, and record what it does.
 
     Attributes:
         peers: the other ranks.
@@ -205,7 +205,7 @@ class _EmulatedRank:
     skipped_checkpoints: SkippedCheckpoints
 
     def notes(self, steps: int) -> list[Note]:
-        """Return notes on what the capture did in the place of the job, after so many steps."""
+        """Return notes on what differs from the job, after the script has made `steps` steps."""
         peers = self.peers
         sums_note = peers.partial_sums.note() if isinstance(peers, Recorder) else None
         return [
@@ -321,8 +321,8 @@ class _StepChecks:
 
     Attributes:
         job: the script and its options.
-        rank: what makes the process one rank of the job.
-        training: the windows of training steps; those of a forward are others.
+        rank: lets the process run as one rank of the job.
+        training: the windows of training steps; each captured forward has other windows.
         emulated: the process without a device; None on a device.
     """
 

@@ -47,8 +47,8 @@ def choose_attention(gpu: EmulatedGpu) -> Generator[None]:
 
     @functools.wraps(by_torch)
     def attention(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        # Real tensors on the CPU keep torch's own choice. For nested tensors it is Python code,
-        # which asks which backends can be used.
+        # Real tensors on the CPU keep torch's own choice. So do nested tensors: torch chooses for
+        # them in Python, by the functions of `_usable_backends`.
         if not query.is_cuda or query.is_nested or query.dim() != 4:
             return by_torch(query, *args, **kwargs)
         return _run(_Attention.of(query, *args, **kwargs).autocast(), gpu, enabled())
@@ -61,13 +61,20 @@ def choose_attention(gpu: EmulatedGpu) -> Generator[None]:
 
 
 def _usable_backends(gpu: EmulatedGpu) -> dict[str, Callable[..., bool]]:
-    """Return replacements of functions that tell whether a backend can be used on `gpu`."""
+    """Return replacements of `torch.backends.cuda.can_use_*_attention`, which answer for `gpu`."""
 
     def usable(backend: SDPBackend, fits: Callable[["_Attention"], bool]) -> Callable[..., bool]:
         def can_use(params: Any, debug: bool = False) -> bool:
-            query, key, value, mask = params.query, params.key, params.value, params.attn_mask
-            of_call = query, key, value, mask, params.dropout, params.is_causal, None
-            return _IS_ENABLED[backend]() and fits(_Attention(*of_call))
+            attention = _Attention(
+                query=params.query,
+                key=params.key,
+                value=params.value,
+                mask=params.attn_mask,
+                dropout=params.dropout,
+                is_causal=params.is_causal,
+                scale=None,  # does not decide
+            )
+            return _IS_ENABLED[backend]() and fits(attention)
 
         return can_use
 

@@ -189,7 +189,7 @@ class EmulatedProcess:
                     lambda: triton_kernels.recorded_launches(self.operators.launch),
                 ),
                 after_import(triton_kernels.TUNER, triton_kernels.first_configuration),
-                patched("torch.cuda", {"_compile_kernel": self._of_source}),
+                patched("torch.cuda", {"_compile_kernel": self._compile_kernel}),
                 recorded_extensions(self.operators.launch, self.values, self.operators.known),
                 after_import(
                     _HUGGING_FACE,
@@ -274,13 +274,13 @@ class EmulatedProcess:
         finally:
             library._destroy()
 
-    def _of_source(self, kernel_source: str, kernel_name: str, *_: Any, **__: Any) -> Any:
+    def _compile_kernel(self, kernel_source: str, kernel_name: str, *_: Any, **__: Any) -> Any:
         """Return a kernel of CUDA source, as `torch.cuda._compile_kernel` does."""
         return CudaSourceKernel(kernel_source, kernel_name, self.operators.launch)
 
     @contextlib.contextmanager
     def _functions(self) -> Generator[None]:
-        """Record the forward of each autograd function, whose node has no operator of its own."""
+        """Record the forward of each autograd function, whose node has no operator."""
         original = torch.autograd.Function.__dict__["apply"]
 
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -290,7 +290,7 @@ class EmulatedProcess:
             finally:
                 self.log.end(event)
 
-        # Dynamo traces autograd functions itself. After a graph break it would compile this one.
+        # Dynamo traces autograd functions itself. After a graph break it would compile `apply`.
         untraced(apply)
         with patched("torch.autograd.Function", {"apply": classmethod(apply)}):
             yield

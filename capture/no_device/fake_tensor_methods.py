@@ -232,10 +232,10 @@ def _repr(tensor: Any, **_: Any) -> str:
 
 
 def one_hot_on_gpu() -> Callable[..., Tensor]:
-    """Return a replacement of `functional.one_hot`, which compares fake tensors with all classes.
+    """Return a replacement of `functional.one_hot` with the operators of a GPU.
 
-    On a GPU it writes ones into zeros (`one_hot` in aten/src/ATen/native/Onehot.cpp). torch.compile
-    traces the comparison on a GPU, too.
+    torch compares a fake tensor with all classes, and writes ones into zeros on a GPU (`one_hot` in
+    aten/src/ATen/native/Onehot.cpp). torch.compile traces the comparison on a GPU, too.
     """
     by_torch: Any = nn.functional.one_hot
 
@@ -285,7 +285,7 @@ def _lifted(create: Any) -> Callable[..., Any]:
 
 
 def _is_below_autograd() -> bool:
-    """Whether an operator's kernel runs."""
+    """Whether the calling code is an operator's kernel, below autograd."""
     key = _torch._C.DispatchKey.AutogradFunctionality
     return bool(_torch._C._dispatch_tls_is_dispatch_key_excluded(key))
 

@@ -186,14 +186,18 @@ class InductorOnShapes:
         convert = resolve(owner).__call__
         types: Any = importlib.import_module("torch._dynamo.types")
         errors: Any = importlib.import_module("torch._dynamo.exc")
-        # These would end the script on a GPU, so the emulation causes them.
+        # Of Dynamo's own errors, these end a script.
         of_emulation = (
             errors.BackendCompilerFailed,
             errors.InternalTorchDynamoError,
             errors.TorchRuntimeError,
         )
-        dynamo_error = errors.TorchDynamoException
         log = logging.getLogger(_CONVERT_FRAME)
+
+        def ends_script(error: BaseException) -> bool:
+            """Whether an error would end the script on a GPU, so that the emulation causes it."""
+            of_dynamo = isinstance(error, errors.TorchDynamoException)
+            return isinstance(error, of_emulation) or not of_dynamo
 
         def convert_or_skip(converter: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
             # Settings are those of a thread, and a backward compiles in another one.
@@ -207,8 +211,7 @@ class InductorOnShapes:
                 name = getattr(frame.f_code, "co_qualname", frame.f_code.co_name)
                 if isinstance(error, errors.Unsupported):
                     self.unbreakable[f"{name}: {_reason(error)}"] = None
-                # An error that is not Dynamo's own would end the script on a GPU as well.
-                if isinstance(error, of_emulation) or not isinstance(error, dynamo_error):
+                if ends_script(error):
                     self.failed.append(f"{name}: {_reason(error)}")
                     # Otherwise Dynamo traces every function below the failed one, which for a T5
                     # of 48 layers took more than ten minutes.
@@ -220,8 +223,7 @@ class InductorOnShapes:
         def without_noted(record: logging.LogRecord) -> bool:
             # `notes` reports these failures instead of their tracebacks.
             error = record.exc_info and record.exc_info[1]
-            failed = isinstance(error, of_emulation) or not isinstance(error, dynamo_error)
-            return not (error and failed)
+            return not (error and ends_script(error))
 
         log.addFilter(without_noted)
         try:
@@ -252,10 +254,11 @@ class InductorOnShapes:
         self._override(inductor, _SETTINGS)
 
     def _inline_answers(self) -> None:
-        """Let Dynamo trace what answers in the place of `torch.cuda`, as functions of a script.
+        """Let Dynamo trace the replacements of `torch.cuda`'s functions like a script's functions.
 
-        It knows torch's own functions by name or by identity. It would take ours for operators, or
-        break the graph at the result, which is not of torch's class.
+        Dynamo has rules for torch's own functions, by name or by identity. Without a rule, it would
+        take the replacements for operators, or break the graph at a result that is not of torch's
+        class.
         """
         rules: dict[Any, Any] = importlib.import_module("torch._dynamo.trace_rules").__dict__
         known = rules["get_torch_obj_rule_map"]()

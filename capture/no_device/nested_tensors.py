@@ -37,9 +37,9 @@ def create_nested_int(mode: Any, *, nt_tensor_id: int | None = None) -> Any:
 def keeps_ragged_size() -> Callable[..., Any]:
     """Return a replacement of `get_tensor_symint`, which keeps a ragged size in real offsets too.
 
-    torch copies it from offsets to those on another device by this attribute if the latter are
-    fake, and expects the former to be fake as well. A batch of real numbers moves to an emulated
-    GPU so.
+    When a nested tensor moves to a device where its offsets are fake, torch copies the ragged size
+    from `nested_int_memo` of the offsets before, which it takes for fake, too. Those of a batch of
+    real numbers that moves to an emulated GPU are real.
     """
     ragged_size_of: Callable[..., Any] = _jagged.get_tensor_symint
 

@@ -377,7 +377,7 @@ def existing_optimizers() -> WeakSet[Optimizer]:
 
 
 def optimizer_exists(earlier: WeakSet[Optimizer]) -> bool:
-    """Return whether a script has an optimizer, of torch.optim or of a class of its own.
+    """Return whether a script has an optimizer, of torch.optim or of a class that it defines.
 
     Args:
         earlier: optimizers from before the script, as a notebook has that trained a model.

@@ -99,7 +99,7 @@ def _raw_node() -> Any:
         if spec.name == "type":
             spec.type = field.TYPE_INT32
         spec.ClearField("type_name")
-    # A pool of its own keeps the second definition out of protobuf's default pool.
+    # A separate pool keeps the second definition out of protobuf's default pool.
     pool = descriptor_pool.DescriptorPool()
     pool.AddSerializedFile(file.SerializeToString())
     return message_factory.GetMessageClass(pool.FindMessageTypeByName("RawNode"))

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from onerank.annotate.op_costs.attention import boundaries_of
 from onerank.annotate.op_costs.packed_lengths import PackedLengths
 
-# Most sequences whose lengths are recorded: a trace of 10,000 has 50 kB of them.
+# Most sequences whose lengths are recorded: those of 10,000 add 50 kB to each call.
 _MOST_SEQUENCES = 10_000
 
 

@@ -29,8 +29,8 @@ REPLICATED = ("replicated_with_grad_allreduce",)
 EXPERTS = ("moe_tp_experts",)
 IDENTITY = ("moe_identity_expert",)
 LATENT = ("mla_kv_a_proj",)
-# The module's own parameters have the heads, or the channels, as first dimension. The last is ours,
-# of plan files.
+# The module's own parameters have the heads, or the channels, as first dimension. `depthwise` is
+# ours, for plan files.
 HEADS = ("local_params", "depthwise")
 UP = ("colwise_own_boundary",)  # ours: column-parallel, with a separate boundary in both styles
 WHOLE = ("whole",)  # ours: Megatron-LM replicates it too

@@ -50,7 +50,7 @@ class _Layer(NamedTuple):
         heads: attributes that must be multiples of the number of ranks.
         styles: child module -> style; the names are those of all models of the kind.
         parts: child module -> widths of its fused parts.
-        nested: child module -> what it counts of the layer's heads, as in `divide`.
+        nested: child module -> attributes of it that are divided, too.
     """
 
     known_by: tuple[str, ...]
@@ -185,7 +185,7 @@ def repeat_only_group(module: Any, size: int) -> None:
 def _norm_over_ranks(
     norm: Any, group: dist.ProcessGroup, hidden_states: Tensor, gate: Tensor | None = None
 ) -> Tensor:
-    """Return the gated norm of a layer's only group, of whose features each rank has a part."""
+    """Return the gated norm over all features of a layer; each rank has a part of them."""
     hidden = hidden_states.float()
     if gate is not None:
         hidden = hidden * functional.silu(gate.float())
@@ -223,6 +223,7 @@ def cut_stateful(module: Any, name: str, group: dist.ProcessGroup) -> None:
     for child, counts in kind.nested.items():
         inner = module.get_submodule(child)
         for key, parameter in inner.named_parameters(recurse=False):
+            # `A_log` of Kimi Linear has dimensions of 1 around that of the heads.
             heads = next(dim for dim, length in enumerate(parameter.shape) if length > 1)
             cut_parameter(parameter, f"{name}.{child}.{key}", group, "heads", dim=heads)
         divide_attributes(inner, f"{name}.{child}", counts, size)

@@ -1,10 +1,11 @@
 """Launches that block because the launch queue of their stream is full.
 
 The driver queues a bounded number of unfinished launches per stream, fewer with large arguments
-(1022 on a V100 and on an H200; 811 with 4 KiB of arguments: benchmarks/results/
-2026-11-21-launch-queue-h200.txt). A host that is further ahead blocks in the launch call until one
-finishes. No trace records the bound or the wait. But a call that normally takes microseconds then
-takes as long as a kernel, and it returns a few microseconds after a kernel ends.
+(1022 on a V100 and on an H200; 811 with 4 KiB of arguments). The bounds are measured:
+benchmarks/results/2026-11-21-launch-queue-h200.txt. A host that is further ahead blocks in the
+launch call until one finishes. No trace records the bound or the wait. But a call that normally
+takes microseconds then takes as long as a kernel, and it returns a few microseconds after a kernel
+ends.
 """
 
 from dataclasses import dataclass

@@ -217,7 +217,7 @@ def _classify_names(timeline: HostTimeline) -> tuple[list[int], dict[int, int]]:
         elif name.startswith(_FINISHES):
             kinds.append(_FINISH)
         elif name.startswith(_BACKWARD):
-            # `AccumulateGrad` runs as a function of its own, without a forward operator.
+            # `AccumulateGrad` runs as a separate function, without a forward operator.
             kinds.append(_GRADIENT if name.endswith(_ACCUMULATES) else _GRAD_FUNCTION)
         elif _FUNCTION.match(name):
             kinds.append(_UNWRAPPED)

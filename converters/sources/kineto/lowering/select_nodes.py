@@ -252,7 +252,7 @@ def select_nodes(
         gloo: the calls that Gloo ran; operators within them are not nodes.
         with_operators: whether operators are nodes.
     """
-    # Kernels within a mark emulate a collective, which is a node of its own.
+    # Kernels within a mark emulate a collective, which is a separate node.
     ran = np.flatnonzero(gpu.in_mark < 0)
     ran = ran[np.argsort(gpu.rows.start_ns[ran], kind="stable")]
     cpu_only = not len(ran)
