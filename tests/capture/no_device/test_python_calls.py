@@ -57,6 +57,7 @@ DTENSORS = """
         Twice.apply(weight).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
+        Twice.apply(torch.ones(2))  # on the CPU, so its operators are left out
 """
 
 
@@ -72,6 +73,7 @@ def counts_by_operator(graph: Graph) -> dict[str, Counter[str]]:
 def test_calls_of_python_count_for_the_operator_that_follows(tmp_path):
     graph = captured(tmp_path, DTENSORS, "--torchrun", "--dp", 2)
     assert counts_by_operator(graph) == {
+        "fill_": {"function": 1},  # at the end of the step before
         "mul_": {"dtensor_untracked": 1},
         "add_": {"dtensor_untracked": 1},
         # The second call keeps the placement, and redistributes nothing.
@@ -81,7 +83,7 @@ def test_calls_of_python_count_for_the_operator_that_follows(tmp_path):
         "add": {"function": 1},  # of the forward; the backward's is another node of that name
     }
     total = sum((python_calls_of(text) for text in graph.text("python_calls")), Counter[str]())
-    assert total["function"] == 4
+    assert total["function"] == 5
 
 
 FSDP2 = """
