@@ -58,7 +58,7 @@ SEED = 28
 # 16 GB of weights.
 MOST_CACHED = 400_000
 
-# Bytes of the same on a rank of two: 800,000 tokens of a Llama-8B.
+# Bytes of the largest KV cache on each of two ranks: 800,000 tokens of a Llama-8B.
 MOST_CACHED_BYTES_OF_TWO = 52_428_800_000
 
 KINDS = ("", "prefill", "decode", "mixed")

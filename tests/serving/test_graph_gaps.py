@@ -28,12 +28,12 @@ def step(tmp_path_factory: pytest.TempPathFactory) -> Graph:
 
 
 def longer_ns(step: Graph, gap_ns: int, gpu: str) -> tuple[float, float, float]:
-    """Return by how much the graph is longer than its kernels there, and its interval's ends.
+    """Return the predicted graph's time beyond its kernels, and the ends of its interval.
 
     Args:
         step: measured on an H100.
-        gap_ns: gap after each kernel there.
-        gpu: the other GPU.
+        gap_ns: gap after each kernel on the H100.
+        gpu: the GPU of the prediction.
     """
     composition = Composition(0, 0, 1, 8192, 0)
     row = measured(composition, step, ()).row
@@ -47,15 +47,15 @@ def longer_ns(step: Graph, gap_ns: int, gpu: str) -> tuple[float, float, float]:
     return longer, low, high
 
 
-def test_gaps_grow_by_what_launches_take_less_inside_kernels(step: Graph):
-    """An H200's kernels are 0.23 us shorter than an H100's, and their period 0.05 us, if short."""
+def test_gaps_grow_where_the_launch_inside_a_kernel_is_shorter(step: Graph):
+    """Short kernels of an H200 are 0.23 us shorter than an H100's, their period only 0.05 us."""
     count = int(step.gpu_compute.sum())
     h100, h200 = load_gpu("H100"), load_gpu("H200")
     change = KernelFeatures.of(step, op_costs_of(step)).launch_change_ns(h100, h200)
     assert {*np.round(change)} <= {-230, -50, 0}
     longer, low, high = longer_ns(step, 300, "H200")
     assert longer == pytest.approx(300 * count - 50 * count - change.sum(), abs=count)
-    # 75 ns for each gap, if nothing else were uncertain
+    # The interval of the gaps alone is 75 ns a gap; that of the kernels adds to it.
     assert low < longer - 75 * count < longer + 75 * count < high
     assert 100 * count < longer - 300 * count < 180 * count
 
@@ -67,7 +67,7 @@ def test_gaps_of_another_die_stay(step: Graph):
     assert high - low > 2 * 150 * count
 
 
-def test_what_exceeds_the_gaps_is_a_share_of_the_kernels(step: Graph):
+def test_a_difference_beyond_the_gaps_is_proportional_to_the_kernels(step: Graph):
     """Long graphs run at a lower clock, and a graph may be faster than its profiled kernels."""
     count = int(step.gpu_compute.sum())
     before_ns = int(step.nodes.duration_ns[step.compute].sum())

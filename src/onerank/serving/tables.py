@@ -279,8 +279,8 @@ class StepRow(msgspec.Struct, frozen=True):
         p10_ns: 10th percentile of the step.
         p90_ns: 90th percentile of the step.
         graph_ns: the step replayed as a CUDA graph; None on a CPU. Predicted: its kernels plus the
-            gaps between them: those of the measured CUDA graph, changed for another GPU of its die
-            by what launches inside kernels take longer or shorter; else 0.37 us after each kernel.
+            gaps between them. Gaps are those of the measured CUDA graph, adjusted for the launch
+            times of another GPU of the same die; without one, 0.37 us after each kernel.
             Recorded: of a step that replayed CUDA graphs, the spans of the replays plus its other
             kernels.
         graph_low_ns: 10th percentile of the replay.

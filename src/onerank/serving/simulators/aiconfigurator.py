@@ -139,14 +139,14 @@ def export_aiconfigurator(bundle: Bundle, options: AiconfiguratorOptions) -> Aic
         rows.append(shared | _coordinates(step) | {"latency_ms": latency_ns / 1e6})
     table = _parquet(rows)
     directory = Path("data") / system / backend / version
+    table_file = output / directory / f"{_TABLE}.parquet"
+    system_file = output / f"{system}.yaml"
+    metadata = _metadata(bundle, (system, backend, version), table, len(rows))
+    description = yaml.safe_dump(_system(bundle, described, system), sort_keys=False)
     files = {
-        output / directory / f"{_TABLE}.parquet": table,
-        output / directory / f"{_TABLE}.metadata.json": _json(
-            _metadata(bundle, (system, backend, version), table, len(rows))
-        ),
-        output / f"{system}.yaml": yaml.safe_dump(
-            _system(bundle, described, system), sort_keys=False
-        ).encode(),
+        table_file: table,
+        table_file.with_suffix(".metadata.json"): _json(metadata),
+        system_file: description.encode(),
     }
     if model is None:
         # The reader selects its model by `architectures`, which configurations need not have.
@@ -159,10 +159,9 @@ def export_aiconfigurator(bundle: Bundle, options: AiconfiguratorOptions) -> Aic
         *("--forward-model", "fpm", "--model-path", model_path),
         *_parallel_options(bundle, tp),
     )
-    written = [*files]
     return AiconfiguratorExport(
-        written[0],
-        written[2],
+        table_file,
+        system_file,
         len(rows),
         run_options,
         notes=(
@@ -186,7 +185,7 @@ def _parallelism(bundle: Bundle, tp: int) -> dict[str, int]:
 
 
 def _parallel_options(bundle: Bundle, tp: int) -> tuple[str, ...]:
-    """Return the options of aiconfigurator for these sizes."""
+    """Return aiconfigurator's options for the parallel sizes."""
     if not has_experts(bundle):
         return ("--tp-size", str(tp))
     ep = str(bundle.manifest.ep)
