@@ -64,7 +64,7 @@ class Measured(msgspec.Struct):
 
 
 def python_call_times_us(measured: Measured, host: Host) -> dict[str, float]:
-    """Return the time of each kind of `PYTHON_CALLS` in us.
+    """Return the time of each kind of `PYTHON_CALLS` in us; noise can make it negative.
 
     Args:
         measured: the benchmark's result.
@@ -109,7 +109,7 @@ def python_call_times_us(measured: Measured, host: Host) -> dict[str, float]:
     figures = host.figures
     # The copy into the buffer and the copy out of it, and the collective between them.
     launching_us = (figures["collective"].p50_ns + 2 * figures["backward"].p50_ns) / 1e3
-    times["fsdp_group"] = max(group_us - launching_us, 0.0)
+    times["fsdp_group"] = group_us - launching_us
     times["fsdp_parameter"] = parameter_us
     return times
 
@@ -126,6 +126,12 @@ def main() -> None:
     assert host is not None
     measured = msgspec.json.decode(options.measured.read_bytes(), type=Measured)
     times = python_call_times_us(measured, host)
+    negative = ", ".join(f"{kind} {us:.1f} us" for kind, us in times.items() if us < 0)
+    if negative:
+        parser.error(
+            f"{options.measured} gives negative times: {negative}; its samples vary too much, "
+            "measure with more --samples"
+        )
     low, high = (host.further.p10, host.further.p90) if host.further else (1.0, 1.0)
     figures = dict(host.figures)
     for kind in PYTHON_CALLS:

@@ -90,3 +90,19 @@ def test_the_description_keeps_other_figures(measured: Measured, tmp_path, monke
         assert time.p50_ns == pytest.approx(TIMES_US[kind] * 1e3)
         assert time.p90_ns == pytest.approx(before.further.p90 * time.p50_ns, abs=1)
     assert after.sources["python"] == "a test"
+
+
+def test_a_negative_time_is_refused(measured: Measured, tmp_path, monkeypatch, capsys):
+    """As of noisy samples, in which groups of many parameters take less time than those of few."""
+    source, output = tmp_path / "measured.json", tmp_path / "host.toml"
+    measured.times_us["fsdp/4 of 10"] = [100.0, 100.0, 100.0]
+    source.write_bytes(msgspec.json.encode(measured))
+    arguments = ["fit", str(source), "--source", "a test", "-o", str(output)]
+    monkeypatch.setattr(sys, "argv", arguments)
+    with pytest.raises(SystemExit) as raised:
+        fit_python_calls.main()
+    assert raised.value.code == 2
+    message = capsys.readouterr().err
+    assert str(source) in message
+    assert "fsdp_parameter" in message
+    assert not output.exists()
