@@ -240,7 +240,7 @@ def test_the_intervals_of_what_nobody_measured_hold_for_a_captured_step(h200: Gr
     assert 0.75 < ((low <= measured) & (measured <= high))[each].mean() < 0.95
     gemm = np.isin(made[1], [Rule.GEMM_TILES])
     assert made[0][gemm].sum() == pytest.approx(measured[gemm].sum(), rel=0.09)
-    assert made[0].sum() == pytest.approx(measured.sum(), rel=0.025)
+    assert made[0].sum() == pytest.approx(measured.sum(), rel=0.02)
     assert step.p10_ns < measured.sum() < step.p90_ns
     # products are surer: the step is between them and what streams memory
     alone = shipped().errors["memory_unmeasured"].shared
