@@ -48,7 +48,9 @@ _PROVENANCE = {
     "each library's shrunk toward the fit to all",
     "errors": "ln(measured / predicted) with the target's die family left out of the fit; memory: "
     "layer operators of A100 and H100 from microsoft/vidur (MIT) and fp32 operators of V100, T4 "
-    "and A100 from sitar-lab/NeuSight (MIT), memory_same_die: those fp32 operators on two A100s, "
+    "and A100 from sitar-lab/NeuSight (MIT), memory_same_die: those fp32 operators on two A100s "
+    "and a step of a Llama-8B on an H100 and an H200, gemm_same_die: bf16 GEMMs of an H100 "
+    "and an H200 in four benchmark sets and in that step, "
     "memory_unmeasured: the same by the datasheet, and PyTorch's kernels in captured steps of a "
     "Llama-8B on H100 and H200, in the project's traces; memory_unknown_layout: those of three "
     "axes or more without strides; "
