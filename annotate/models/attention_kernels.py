@@ -216,8 +216,8 @@ _BY_SHAPE = {
         (1.45, 1.53, 1.69, 2.12, 2.25),
         (1.72, 1.82, 1.85, 2.37, 2.43),
         *(0.75, 0.35),
-        # With a window the kernel compares the positions of each score, and not of the last blocks
-        # alone: with a window that hides one key, heads of 96, 128, 192 and 256 take 1.24, 1.18,
+        # With a window the kernel compares the positions of each score, and not only of the last
+        # blocks: with a window that hides one key, heads of 96, 128, 192 and 256 take 1.24, 1.18,
         # 1.10 and 1.00 times as long as with a causal mask (2026-11-27-attention-windows-2-h100).
         # Heads of 64 take 1.64 times, and 0.9 of the prediction with gpt-oss's window of 128, the
         # only window of that size of heads among the models compared.

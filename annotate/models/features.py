@@ -21,12 +21,6 @@ from onerank.ir import Graph, Kind
 from onerank.ir.arrays import F64, I64, U8, Mask
 
 
-def _launches_ns(gpu: Gpu) -> tuple[float, float]:
-    """Return the time of the shortest GEMMs and of the shortest elementwise kernels."""
-    elementwise = shares_on(np.array([floor_share_of(OpClass.ELEMENTWISE)]), gpu)
-    return gpu.launch_floor_ns, float(elementwise[0]) * gpu.launch_floor_ns
-
-
 class ComponentGemms(NamedTuple):
     """Component GEMMs of composite calls, see `cost_record.ComponentGemm`.
 
@@ -367,8 +361,8 @@ class KernelFeatures:
         GEMMs and attention change with `launch_floor_ns`, all others with the shortest elementwise
         kernels. Of 11,752 kernels that an H100 and an H200 ran (small operators and short GEMMs,
         2026-11-27), those of 1 to 10 us are 0.16 to 0.19 us shorter on the H200 in the median,
-        whatever their length and class; cuBLAS's GEMMs 0.03 to 0.1 us. Fills by the driver take
-        the same time on both: 0.03 to 0.1 us less, with twice that spread.
+        whatever their length and class; cuBLAS's GEMMs 0.03 to 0.1 us. Fills by the driver are
+        0.03 to 0.1 us shorter, half of their spread, and keep their launch's time.
         """
         products, others = (
             target_ns - source_ns
@@ -394,6 +388,12 @@ class KernelFeatures:
             np.where(self.matmul, sustained, vector),
             wider[self.dtype] & self.matmul,
         )
+
+
+def _launches_ns(gpu: Gpu) -> tuple[float, float]:
+    """Return the time of the shortest GEMMs and of the shortest elementwise kernels."""
+    elementwise = shares_on(np.array([floor_share_of(OpClass.ELEMENTWISE)]), gpu)
+    return gpu.launch_floor_ns, float(elementwise[0]) * gpu.launch_floor_ns
 
 
 def _moved_by_operator(costs: OpCosts) -> F64:

@@ -13,7 +13,7 @@ import polars as pl
 from onerank.annotate.op_costs.memory_bound import WRITE_ONLY
 from onerank.annotate.op_costs.op_classes import base_name
 from onerank.ir import Graph
-from onerank.ir.arrays import F64, I32, I64
+from onerank.ir.arrays import F64, I32, I64, Mask
 
 READS = 3
 """Operands of a node that are followed: the largest ones."""
@@ -50,7 +50,7 @@ class OperandReuse(NamedTuple):
         Args:
             graph: one step.
             index: its compute nodes, int64[n].
-            moved: bytes that each reads and writes; nan if not known, float64[n].
+            moved: bytes that each reads and writes; 0 if not known, float64[n].
         """
         nodes, count = graph.nodes, len(index)
         reads = _places(graph, nodes.input_values[index])
@@ -58,7 +58,6 @@ class OperandReuse(NamedTuple):
             return cls.unknown(count)
         writes = _places(graph, nodes.output_values[index])
         reads = reads.only(~_overwritten(graph, index, reads, writes))
-        moved = np.nan_to_num(moved)
         rank = np.empty(count, dtype=np.int64)
         rank[np.argsort(nodes.start_ns[index], kind="stable")] = np.arange(count)
         before = np.zeros(count + 1)
@@ -135,7 +134,7 @@ class _Places(NamedTuple):
     storage: I64
     nbytes: I64
 
-    def only(self, rows: np.ndarray) -> "_Places":
+    def only(self, rows: Mask) -> "_Places":
         return _Places(*(column[rows] for column in self))
 
 
@@ -163,7 +162,7 @@ def _places(graph: Graph, codes: I32) -> _Places:
     return _Places(node.astype(np.int64), storage[row], (elements * item)[row])
 
 
-def _overwritten(graph: Graph, index: I64, reads: _Places, writes: _Places) -> np.ndarray:
+def _overwritten(graph: Graph, index: I64, reads: _Places, writes: _Places) -> Mask:
     """Return which operands their node overwrites without reading them, bool[t]."""
     names = np.unique(graph.nodes.op[index])
     unread = names[[base_name(graph.strings[int(name)]) in WRITE_ONLY for name in names]]

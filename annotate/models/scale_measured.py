@@ -303,7 +303,7 @@ def scaling_terms(
 
 
 def _floor_on(kernels: KernelFeatures, floor_ns: F64, source: Gpu, target: Gpu) -> F64:
-    """Return the part `floor_ns` of each kernel's time on the source on the target, float64[n]."""
+    """Return the target's launch floor for kernels whose floor on the source is `floor_ns`."""
     nvidia = source.is_nvidia and target.is_nvidia
     if not (nvidia and source.architecture == target.architecture):
         return floor_ns * kernels.floor_ratio(source, target)

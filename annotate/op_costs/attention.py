@@ -333,7 +333,7 @@ LIBRARY_LAYOUTS = {
         0, 3, heads_first=False, lengths=4, longest=5, key_lengths=7, backward=True
     ),
 }
-"""Layouts of operators whose names are those of others, or of functions, by full name."""
+"""Layouts by full name of operators that share their name without namespace with others."""
 
 FORMULAS: dict[str, Formula] = {
     name: attention_formula(layout) for name, layout in _LAYOUTS.items()

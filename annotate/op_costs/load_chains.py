@@ -13,9 +13,10 @@ rows it is that of bytes or of SM cycles, which `memory_bound` has.
 
 from collections.abc import Callable
 from math import ceil, log2
+from typing import Any
 
 from onerank.annotate.op_costs.memory_bound import SHARED_ROW_BYTES, STORES_BY_INDEX, VARIANCES
-from onerank.annotate.op_costs.operands import Call
+from onerank.annotate.op_costs.operands import Call, Tensor
 from onerank.annotate.op_costs.reductions import NEED_AXES, division_of
 
 _SCANS = frozenset({"cumsum", "cumprod", "logcumsumexp"})
@@ -106,7 +107,7 @@ def _scan(call: Call) -> float:
     size = tensor.shape[axis]
     if not size or tensor.numel == size:
         return 0.0
-    if _is_of_columns(call):
+    if _is_before_last(axis, tensor):
         return _COLUMN * size
     rows = tensor.numel // size
     spare = ceil(log2(size)) - ceil(log2(rows))
@@ -141,16 +142,15 @@ def _scattered(call: Call) -> float:
     index = call.tensor(2)
     if index is None:
         return 0.0
-    if _is_of_rows(call):
+    if _is_before_last(call.value(1), index):
         return _INDEXED
     return _SCATTERED * min(_SCATTERED_BY_THREAD, ceil(index.numel / _SCATTER_THREADS))
 
 
-def _is_of_rows(call: Call) -> bool:
-    """Return whether an index, along another dimension than the last, names whole rows."""
-    index, dim = call.tensor(2), call.value(1)
-    axes = len(index.shape) if index else 0
-    return isinstance(dim, int) and axes > 0 and dim % axes != axes - 1
+def _is_before_last(axis: Any, tensor: Tensor | None) -> bool:
+    """Return whether `axis` is known, and is another dimension of the tensor than the last."""
+    axes = len(tensor.shape) if tensor else 0
+    return isinstance(axis, int) and axes > 0 and axis % axes != axes - 1
 
 
 def _of_rows(rows: int, each: float) -> float:
@@ -218,14 +218,8 @@ _FAR_LOADS = {
 
 def far_load_of(call: Call) -> float:
     """Return the time of a chain's load from memory over one from the cache; 1 if not measured."""
-    scattered = _CHAINS.get(call.op) is _scattered
-    if (call.op in _SCANS and not _is_of_columns(call)) or (scattered and _is_of_rows(call)):
-        return 1.0
-    return _FAR_LOADS.get(call.op, 1.0)
-
-
-def _is_of_columns(call: Call) -> bool:
-    """Return whether a scan adds along another dimension than the last."""
-    tensor, axis = call.tensor(0), call.value(1)
-    axes = len(tensor.shape) if tensor else 0
-    return isinstance(axis, int) and axes > 0 and axis % axes != axes - 1
+    axis = call.value(1)
+    # Scans of columns were measured, and gathers and scatters of single elements.
+    of_rows = call.op in _SCANS and not _is_before_last(axis, call.tensor(0))
+    whole_rows = _CHAINS.get(call.op) is _scattered and _is_before_last(axis, call.tensor(2))
+    return 1.0 if of_rows or whole_rows else _FAR_LOADS.get(call.op, 1.0)

@@ -668,7 +668,7 @@ def _strides_differ(call: Call) -> bool:
 def _casts(call: Call) -> bool:
     """Return whether a copy changes the dtype by `unrolled_elementwise_kernel`.
 
-    `float_to_bfloat16_copy_kernel` and its like narrow float32 by vectors (Copy.cu).
+    Copy.cu has kernels that narrow float32 by vectors, such as `float_to_bfloat16_copy_kernel`.
     """
     to, of = call.tensor(0), call.tensor(1)
     if to is None or of is None or to.dtype == of.dtype:

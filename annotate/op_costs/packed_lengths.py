@@ -30,7 +30,7 @@ class PackedLengths:
 
     @classmethod
     def of_values(cls, values: Sequence[Any]) -> Self | None:
-        """Return the lengths that are the last of a call's values; None if there are none."""
+        """Return the lengths that a call's last value has; None if it has no such text."""
         last = values[-1] if values else None
         match = _TEXT.fullmatch(last) if isinstance(last, str) else None
         if match is None:

@@ -42,7 +42,7 @@ class HostCalls:
         node: nodes on the device, int64[n].
         call: the call that launches each of them, int64[n].
         python: kind of `PYTHON_CALLS` -> calls of Python before each call, int64[c]. A GPU capture
-            counts operators of subclasses of Tensor alone.
+            counts only operators of subclasses of Tensor.
     """
 
     first: I64

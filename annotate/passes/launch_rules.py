@@ -216,8 +216,8 @@ def _embedding_backward(call: Call, target: Gpu) -> Sequence[Launch]:
     # Segments of up to ten rows of one index are summed in float32. A table's row occurs among n
     # random indices with probability 1 - (1 - 1/rows)^n.
     table = call.output()
-    words = table.shape[0] if table and table.shape else indices.numel
-    distinct = words * -expm1(indices.numel * log1p(-1 / words)) if words > 1 else 1.0
+    rows = table.shape[0] if table and table.shape else indices.numel
+    distinct = rows * -expm1(indices.numel * log1p(-1 / rows)) if rows > 1 else 1.0
     partials = distinct + (indices.numel - distinct) / _SEGMENT_ROWS
     sums_ns = partials * gradient.shape[-1] / (_SUMMED_PER_CYCLE * target.issue_rate_hz) * 1e9
     sums = sums_ns / target.launch_floor_ns
@@ -467,7 +467,6 @@ def _multinomial(call: Call, target: Gpu) -> Sequence[Launch]:
     extreme = Launch("reduce_kernel", op="aten::min", floors=bound, internal_bytes=size)
     row_floors = _LOAD_FLOORS * ceil(weights.shape[-1] / _VALUES_OF_LOAD)
     small = Launch("vectorized_elementwise_kernel", op="aten::ge")
-    check = _ASSERT
     clear = (MEMSET,) * shared
     return (
         *clear,
@@ -477,13 +476,13 @@ def _multinomial(call: Call, target: Gpu) -> Sequence[Launch]:
         extreme._replace(op="aten::max"),
         small._replace(op="aten::lt"),
         small._replace(op="aten::bitwise_and"),
-        check,
+        _ASSERT,
         Launch("reduce_kernel", op="aten::sum", floors=max(0.9, _SUMMED * row_floors),
                internal_bytes=size),
         small._replace(op="aten::eq"),
         Launch("reduce_kernel", op="aten::any", floors=1.0),
         small._replace(op="aten::bitwise_not"),
-        check,
+        _ASSERT,
         Launch("distribution_elementwise_grid_stride_kernel", op="aten::exponential_", floors=1.1,
                internal_bytes=size),
         Launch("vectorized_elementwise_kernel", op="aten::div", internal_bytes=3 * size),

@@ -166,8 +166,8 @@ _STEPS = {
 }
 _TRACES = Path(__file__).parents[2] / "traces"
 
-# The same job as the first of `_STEPS`, as recorded.
-_OTHER_SKU = "h200-llama-8b-4l-tp4"
+# The same step on an H100, and as the profiler recorded it on an H200.
+_SAME_DIE = "h100-llama-8b-4l-tp4/trace", "h200-llama-8b-4l-tp4"
 
 _NOT_MEMORY = (OpClass.GEMM, OpClass.ATTENTION, OpClass.COMMUNICATION)
 
@@ -196,13 +196,14 @@ def step_cases(described: Described = as_shipped) -> Iterator[Case]:
 def same_die_steps(model: Callable[[str], Predict]) -> Iterator[Case]:
     """Yield both directions of a step of a Llama-8B, captured on two SKUs of a die.
 
-    Kernels of one name and call are one entry with their median times. A kernel that ran on one of
-    the GPUs alone has no entry.
+    Kernels of one name and call are one entry with their median times. Kernels that only one of the
+    GPUs ran have no entry.
 
     Args:
         model: die family that is left out -> the model to use.
     """
-    graphs = _step("h100-llama-8b-4l-tp4/trace"), convert_directory(_TRACES / _OTHER_SKU)[0]
+    converted, recorded = _SAME_DIE
+    graphs = _step(converted), convert_directory(_TRACES / recorded)[0]
     for before, after in (graphs, graphs[::-1]):
         source, target = source_gpu(before, None), source_gpu(after, None)
         costs = op_costs_of(before)

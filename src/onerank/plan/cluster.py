@@ -100,10 +100,11 @@ class PlannedJob:
     choices: Choices
 
 
-# Four H100s that copy 48 and 96 MiB from each other at once take 138.6 and 272.7 us. NCCL's
-# all-gather of 512 MiB reaches 332 GB/s there (2026-11-27-rings-async-tp-4xh100).
+# Copies by the copy engine. Four H100s that copy 48 and 96 MiB from each other at once take 138.6
+# and 272.7 us: 4.5 us and 375 GB/s. NCCL's all-gather of 512 MiB, whose rate is that of a link,
+# reaches 332 GB/s there (2026-11-27-rings-async-tp-4xh100).
 _COPY_LATENCY_NS = 4_500.0
-_COPY_RATE = 375 / 332
+_COPY_OVER_NCCL = 375 / 332
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +159,7 @@ class ClusterNetwork:
     def copy_ns(self, size_bytes: int, ranks: tuple[int, ...]) -> float:
         """Return the time in which each rank of a group copies `size_bytes` from another one."""
         # Bytes over GB/s are nanoseconds. No rank keeps a part, unlike in an all-to-all.
-        return _COPY_LATENCY_NS + size_bytes / (_COPY_RATE * self._link(ranks)[1])
+        return _COPY_LATENCY_NS + size_bytes / (_COPY_OVER_NCCL * self._link(ranks)[1])
 
     def call_shape(
         self, collective: str, size_bytes: int, ranks: tuple[int, ...]

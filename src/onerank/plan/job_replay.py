@@ -59,8 +59,9 @@ def replay_job(
     """Return the step of a job from the re-costed graphs of its stages.
 
     Args:
-        graphs: one per class of equivalent ranks. Without a pipeline, the slowest takes the step's
-            time: that ranks wait for each other within it is not replayed.
+        graphs: one per class of equivalent ranks. Without a pipeline, each class is replayed
+            without the others, and the slowest one's step is that of the job: waits for other
+            ranks are not replayed.
         network: times the communication.
         schedule: order of forwards and backwards. Ranks whose script runs its own pipeline keep
             the order of their trace instead.
@@ -84,10 +85,10 @@ def replay_job(
             )
         return _scripted_step(graphs, network)
     if stages == 1 and len(graphs) > 1:
-        alone = [replay_job([graph], network, schedule, micro_batches) for graph in graphs]
-        slowest = max(alone, key=lambda replay: replay.step_ns)
+        replays = [replay_job([graph], network, schedule, micro_batches) for graph in graphs]
+        slowest = max(replays, key=lambda replay: replay.step_ns)
         return msgspec.structs.replace(
-            slowest, peak_bytes=max(replay.peak_bytes for replay in alone)
+            slowest, peak_bytes=max(replay.peak_bytes for replay in replays)
         )
     if stages % schedule.chunks:
         raise ExportError(
