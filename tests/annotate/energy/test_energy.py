@@ -42,7 +42,7 @@ C = power_model().coefficients
 
 def test_a_kernel_at_full_rate_is_held_to_the_limit_and_gaps_draw_idle_power(trace, mm):
     gpu = with_figures(load_gpu("H200"), {"tdp_w": 700, "idle_w": 100})
-    # 2 * 4096^3 FLOPs at 989 * 0.678 TFLOPS: 204.97 us, more than the H200 sustains
+    # 2 * 4096^3 FLOPs in 204.97 us are 671 of the 700 TFLOPS that the H200 sustains.
     graph = trace(mm(4096, 4096, 4096, ns=204_970))
     found = report_energy(graph, gpu, StepDurations(304_970, 204_970, "made"))
     assert C.base + C.active + C.tensor > 1
