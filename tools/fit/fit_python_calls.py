@@ -27,6 +27,9 @@ from onerank.annotate.hosts.host import TYPICAL, Host, HostTime, load_host
 from onerank.ir.python_calls import PYTHON_CALLS
 from tools.fit.fit_host import host_toml
 
+# The benchmark's case of layers that `parallelize_module` divides.
+_LAYERS = "32 tensor-parallel layers"
+
 
 class Measured(msgspec.Struct):
     """The benchmark's result.
@@ -123,7 +126,8 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path, required=True)
     options = parser.parse_args()
     host = load_host(options.host)
-    assert host is not None
+    if host is None:
+        parser.error("--host needs a description, whose other figures stay")
     measured = msgspec.json.decode(options.measured.read_bytes(), type=Measured)
     times = python_call_times_us(measured, host)
     negative = ", ".join(f"{kind} {us:.1f} us" for kind, us in times.items() if us < 0)
@@ -146,8 +150,6 @@ def main() -> None:
     )
     options.output.write_text(host_toml(host, *written_by), encoding="utf-8")
 
-
-_LAYERS = "32 tensor-parallel layers"
 
 if __name__ == "__main__":
     main()

@@ -106,3 +106,14 @@ def test_a_negative_time_is_refused(measured: Measured, tmp_path, monkeypatch, c
     assert str(source) in message
     assert "fsdp_parameter" in message
     assert not output.exists()
+
+
+def test_a_host_without_figures_is_refused(tmp_path, monkeypatch, capsys):
+    output = tmp_path / "host.toml"
+    arguments = ["fit", "measured.json", "--host", "none", "--source", "a test", "-o", str(output)]
+    monkeypatch.setattr(sys, "argv", arguments)
+    with pytest.raises(SystemExit) as raised:
+        fit_python_calls.main()
+    assert raised.value.code == 2
+    assert "--host" in capsys.readouterr().err
+    assert not output.exists()
