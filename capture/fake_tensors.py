@@ -1,6 +1,7 @@
 """Tensors with a shape and no numbers: what differs from real ones in Python."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -49,6 +50,12 @@ def sparse_parts(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """Return the indices and values of a sparse tensor, without recording the two calls."""
     with _modes._disable_current_modes():
         return tensor._indices(), tensor._values()
+
+
+def sparse_tensor(indices: Tensor, values: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return the sparse tensor of these indices and values, without recording its creation."""
+    with _modes._disable_current_modes():
+        return torch.sparse_coo_tensor(indices, values, tuple(shape), check_invariants=False)
 
 
 _ZERO = "_onerank_zero"

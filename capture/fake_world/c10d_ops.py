@@ -182,7 +182,13 @@ class C10dOperators:
             other_tensors: tensors that it also reads or writes.
             stream: selects one of the group's streams.
             details: further arguments of `CallLog.record`.
+
+        Raises:
+            CaptureError: the payload is sparse. On a device torch dispatches sparse tensors to
+                kernels that refuse all of them.
         """
+        if any(tensor.layout == torch.sparse_coo for tensor in payload):
+            raise self._refusal(collective, SPARSE)
         begun_ns = time.perf_counter_ns()
         group = self._call_log.group_of(dist.ProcessGroup.unbox(args.process_group))
         # Sends and receives have no such argument: c10d issues all of them asynchronously.

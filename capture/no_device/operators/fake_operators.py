@@ -31,7 +31,7 @@ from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from onerank.capture.fake_tensors import is_integral, mark_written, sparse_parts
+from onerank.capture.fake_tensors import is_integral, mark_written, sparse_parts, sparse_tensor
 from onerank.capture.no_device.event_log import (
     Describer,
     EventLog,
@@ -221,8 +221,9 @@ class FakeOperators(TorchDispatchMode):
         # DDP's reducer insists on True for a tensor that it pinned.
         if schema.base == "is_pinned":
             return True
-        if schema.base == "clone" and args[0].layout == torch.sparse_coo:
-            return self._clone_sparse(args[0])
+        if schema.base in ("add_", "clone") and _are_sparse(args[:2]):
+            run = self._add_sparse if schema.base == "add_" else self._clone_sparse
+            return run(*args, **kwargs)
         if schema.namespace in _UNRECORDED:
             return func(*args, **kwargs)
         tensors = tuple(tensors_in((*args, *kwargs.values())))
@@ -246,7 +247,7 @@ class FakeOperators(TorchDispatchMode):
         listed = sum(isinstance(each, dtensor) for each in itertools.chain.from_iterable(lists))
         self._log.call_python("dtensor_listed", listed)
 
-    def _clone_sparse(self, tensor: Tensor) -> Tensor:
+    def _clone_sparse(self, tensor: Tensor, **_: Any) -> Tensor:
         """Return a clone of a sparse tensor, whose fake clone of torch has no elements."""
         # On a GPU `AccumulateGrad` keeps a gradient to which nothing else refers, without a clone.
         # Python refers to every fake tensor.
@@ -254,8 +255,23 @@ class FakeOperators(TorchDispatchMode):
             return tensor
         with self:
             indices, values = (part.clone() for part in sparse_parts(tensor))
+        return sparse_tensor(indices, values, tensor.shape)
+
+    def _add_sparse(self, target: Tensor, other: Tensor, *, alpha: float = 1) -> Tensor:
+        """Add to a sparse tensor in place; torch's fake `add_` keeps the number of elements.
+
+        As in `add_out_sparse_cuda` of SparseCUDATensorMath.cu, the result has the elements of both
+        operands: a step that accumulates gradients of a table appends those of each backward.
+        """
+        with self:
+            indices, values = sparse_parts(other)
+            added = values if alpha == 1 else values * alpha
+            own_indices, own_values = sparse_parts(target)
+            indices = torch.cat([own_indices, indices], 1)
+            values = torch.cat([own_values, added])
         with _modes._disable_current_modes():
-            return _torch._sparse_coo_tensor_unsafe(indices, values, tensor.shape)
+            target.data = sparse_tensor(indices, values, target.shape)
+        return target
 
     def read_scalar(self, tensor: Tensor) -> Any:
         """Return the number of a fake tensor of one element, and record that the host reads it.
@@ -527,24 +543,28 @@ class FakeOperators(TorchDispatchMode):
         first = call.args[0] if call.args else None
         if call.schema.writes_first and isinstance(first, FakeTensor) and first.is_cuda:
             return first  # its shape stays, and its numbers have no meaning
-        shapes = shapes_of(call.schema.name.removeprefix("aten::"), call.args)
+        name = call.schema.name
+        shapes = shapes_of(name.removeprefix("aten::"), call.args)
         try:
             run = shapes or call.func
-            return self._repeated.run(run, call.func, call.tensors, call.args, call.kwargs)
+            result = self._repeated.run(run, call.func, call.tensors, call.args, call.kwargs)
+            return self._unknown.refuse_operator(name) if _loses_elements(call, result) else result
         except DynamicOutputShapeException:
             if numbers is not None:
                 return tree_map_only(Tensor, _like, numbers)
             selected = self._results.selected_by_masks(call)
-            return self._unknown.refuse(call.schema.name) if selected is None else selected
+            return self._unknown.refuse(name) if selected is None else selected
         except DataDependentOutputException:
             return self._unknown.answer() if numbers is None else numbers
-        except RuntimeError:
+        except RuntimeError as error:
             nested = any(each.is_nested and each.layout == torch.strided for each in call.tensors)
             if nested or call.schema.base.startswith(_NESTED):
-                self._unknown.refuse_nested(call.schema.name)
-            if lacks_fake(call.func):
+                self._unknown.refuse_nested(name)
+            # Few operators have a fake implementation for sparse tensors.
+            sparse = any(each.layout == torch.sparse_coo for each in call.tensors)
+            if lacks_fake(call.func) or (sparse and isinstance(error, NotImplementedError)):
                 # Inductor calls `_scaled_mm.out`, which has no fake implementation.
-                given = call.given_results() or self._unknown.refuse_operator(call.schema.name)
+                given = call.given_results() or self._unknown.refuse_operator(name)
                 return given[0] if len(given) == 1 else given
             raise
 
@@ -657,6 +677,21 @@ def _is_large(tensor: Tensor) -> bool:
     if is_integral(tensor.dtype):
         return tensor.nbytes > _REAL_INTEGER_BYTES
     return tensor.numel() > REAL_ELEMENTS
+
+
+def _are_sparse(operands: Sequence[Any]) -> bool:
+    return all(isinstance(each, Tensor) and each.layout == torch.sparse_coo for each in operands)
+
+
+def _loses_elements(call: OperatorCall, result: Any) -> bool:
+    """Whether a fake result is sparse and empty, although an operand has elements.
+
+    Torch's fake implementations for sparse tensors give shapes, not the number of elements.
+    """
+    operands = [each for each in call.tensors if each.layout == torch.sparse_coo]
+    if not any(each._nnz() for each in operands):
+        return False
+    return any(_are_sparse([each]) and not each._nnz() for each in tensors_in((result,)))
 
 
 def _like(numbers: Tensor) -> Tensor:

@@ -129,6 +129,9 @@ class ZeroPatterns:
 
     def forget(self, tensor: Tensor) -> None:
         """Forget the masks of a tensor's memory, which is written."""
+        # A sparse tensor has no storage, and no mask.
+        if tensor.layout != torch.strided:
+            return
         number = self._storages.number(tensor)
         if number in self._writes:
             self._writes[number] += 1

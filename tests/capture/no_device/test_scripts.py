@@ -227,3 +227,39 @@ def test_a_sparse_gradient_changes_its_rows_alone(tmp_path):
     assert costs.bytes_read[update] == 2 * values + 300 * 8
     assert costs.bytes_written[update] == values
     assert "aten::clone" not in rows
+
+
+def test_a_sparse_gradient_grows_with_each_backward(tmp_path):
+    script = SPARSE.replace(
+        "        optimizer.step()",
+        """        table(ids, offsets).sum().backward()
+        assert table.weight.grad._nnz() == 600
+        optimizer.step()""",
+    )
+    graph = captured(tmp_path, script)
+    costs = op_costs_of(graph)
+    ops = [graph.strings[int(graph.nodes.op[i])] for i in costs.index.tolist()]
+    joined = [int(costs.bytes_written[row]) for row, op in enumerate(ops) if op == "aten::cat"]
+    assert joined == [600 * 8, 600 * 64 * 4]
+    assert not {"aten::_indices", "aten::_values"} & set(ops)
+    (update,) = (row for row, op in enumerate(ops) if op == "aten::index_add_")
+    assert costs.bytes_written[update] == 600 * 64 * 4
+
+
+def test_an_operator_that_loses_the_elements_of_a_sparse_tensor_is_refused(tmp_path):
+    doubled = "optimizer.step(); table.weight.grad * 2"
+    done = run(tmp_path, SPARSE.replace("optimizer.step()", doubled))
+    assert done.returncode == 2
+    assert "error[no-device-operator]: train.py:9" in done.stderr
+
+
+def test_a_sparse_gradient_is_not_averaged_over_ranks(tmp_path):
+    script = SPARSE.replace(
+        "    optimizer = ",
+        """    torch.distributed.init_process_group("nccl")
+    table = torch.nn.parallel.DistributedDataParallel(table)
+    optimizer = """,
+    ).replace("table.weight", "table.module.weight")
+    done = run(tmp_path, script, "--dp", "2")
+    assert done.returncode == 2
+    assert "error[collective-unsupported]" in done.stderr
