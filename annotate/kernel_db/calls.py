@@ -321,7 +321,9 @@ def _streaming(
         bytes_written=largest.nbytes,
         floor_share=floor_share_of(operator_class),
     )
-    sizes = [call.input_bytes, *(largest.shape[-1:] if operator_class in _BY_ROW else ())]
+    # A scalar is a row of one element, so all points of a group have as many sizes.
+    row_length = largest.shape[-1] if largest.shape else 1
+    sizes = [call.input_bytes, *((row_length,) if operator_class in _BY_ROW else ())]
     forms = tuple(_form(tensor, largest) for tensor in tensors) if len(tensors) <= _FEW else ()
     return CallPoint((key.operator, dtypes, key.attributes, forms), _logs(*sizes), work)
 

@@ -290,6 +290,18 @@ def test_elementwise_calls_lie_between_those_of_their_own_form(trace, add, datab
     assert times(made)[0] == pytest.approx(right.median_ns, rel=0.02)
 
 
+def test_a_scalar_lies_between_rows_as_a_row_of_one_element(trace, database):
+    def total(*shape: int) -> dict[str, Any]:
+        inputs, outputs = [("Tensor(float)", [*shape]), ("None", [])], [("Tensor(float)", [])]
+        return {"op": "aten::sum", "inputs": inputs, "outputs": outputs}
+
+    path = database(*off_by([total(2**power) for power in range(7)], 1.3))
+    made = recost(trace(total(), total(3)), "A100", databases=[path])
+    assert evidence(made) == [Evidence.INTERPOLATED] * 2
+    (right,) = off_by([total(1)], 1.3)
+    assert times(made)[0] == pytest.approx(right.median_ns, abs=3)
+
+
 def test_a_cpu_captures_operators_are_looked_up_whole(mm, columns, database):
     builder = GraphBuilder()
     for start, one in enumerate([mm(512, 512, 512), mm(64, 64, 64)]):
