@@ -105,7 +105,7 @@ def _scan(call: Call) -> float:
     if tensor is None or not tensor.shape or not isinstance(axis, int):
         return 0.0
     size = tensor.shape[axis]
-    if not size or tensor.numel == size:
+    if not tensor.numel or tensor.numel == size:
         return 0.0
     if _is_before_last(axis, tensor):
         return _COLUMN * size

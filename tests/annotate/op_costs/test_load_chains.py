@@ -77,6 +77,7 @@ def test_an_element_waits_for_its_index(made: Call, measured_us: float):
         (rows("cumsum", 64, 4096), 3.5 * 16),
         (rows("cumsum", 1024, 4096), 3.5 * 64),
         (rows("cumsum", 1, 4096), 0),
+        (rows("cumsum", 0, 4096), 0),
         (rows("add", 16, 7168), 0),
     ],
 )
