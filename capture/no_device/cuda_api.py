@@ -332,7 +332,6 @@ _CUDA_ANSWERS: dict[str, Callable[[], Any]] = {
     "get_allocator_backend": lambda: "native",
     "memory_summary": str,
     "memory_snapshot": list,
-    "memory_stats_as_nested_dict": dict,
     "host_memory_stats": _Counters,
     "host_memory_stats_as_nested_dict": dict,
     "reset_accumulated_memory_stats": _nothing,
@@ -469,6 +468,7 @@ class _Memory:
         allocator = self._allocator
         return {
             "memory_stats": self._statistics,
+            "memory_stats_as_nested_dict": self._nested_statistics,
             "memory_allocated": lambda: allocator.allocated_bytes,
             "max_memory_allocated": lambda: allocator.peak_allocated_bytes,
             "memory_reserved": lambda: allocator.reserved_bytes,
@@ -510,6 +510,14 @@ class _Memory:
                 "active_bytes.all.peak": peak,
             }
         )
+
+    def _nested_statistics(self) -> dict[str, dict[str, dict[str, int]]]:
+        """`memory_stats` by counter, pool and figure."""
+        nested: dict[str, dict[str, dict[str, int]]] = {}
+        for name, value in self._statistics().items():
+            counter, pool, figure = name.split(".")
+            nested.setdefault(counter, {}).setdefault(pool, {})[figure] = value
+        return nested
 
 
 def _functions(answers: dict[str, Callable[[], Any]]) -> dict[str, Callable[..., Any]]:

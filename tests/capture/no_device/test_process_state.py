@@ -24,6 +24,9 @@ PROCESS = """
     assert torch.cuda.get_sync_debug_mode() == torch.cuda.utilization() == 0
     assert torch.cuda.device_memory_used() == torch.cuda.memory_reserved()
     assert torch.cuda.host_memory_stats()["allocated_bytes.current"] == 0
+    kept = torch.empty(1 << 20, device="cuda")
+    nested = torch.cuda.memory_stats_as_nested_dict()["allocated_bytes"]["all"]["current"]
+    assert nested == torch.cuda.memory_allocated() >= 4 << 20
 
     copies, compute = torch.Stream(), torch.accelerator.current_stream()
     model = nn.Linear(8, 8, device="cuda")
