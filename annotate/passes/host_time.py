@@ -13,7 +13,7 @@ from onerank.annotate.hosts.host import HOST_OP_KINDS, Host
 from onerank.annotate.op_costs.op_classes import CLASSES, OpClass, classify
 from onerank.ir import Edges, Evidence, Graph, Kind, Nodes, Reason
 from onerank.ir.arrays import F64, I32, I64, Mask
-from onerank.ir.errors import AnnotateError
+from onerank.ir.errors import AnnotateError, TargetError
 from onerank.ir.measurement import HostOverhead
 from onerank.ir.notes import Note
 from onerank.ir.python_calls import PYTHON_CALLS, python_calls_of
@@ -256,6 +256,7 @@ def _with_interval(graph: Graph, captured: Graph, host: Host) -> Graph:
     typical_ns = calls.step_ns(host, "p50_ns")
     # A capture that recorded no host time counts as a host of p50.
     measured_ns = statistics.median(host_step_ns) if host_step_ns else typical_ns
+    _check_host_time(measured_ns, host)
     low_ns, high_ns = (calls.step_ns(host, name) for name in ("p10_ns", "p90_ns"))
     further, residual = host.further, dict[str, list[int]]()
     overhead = captured.job.measurement.host_overhead
@@ -352,6 +353,7 @@ def add_host(graph: Graph, captured: Graph, host: Host) -> Graph:
     )
     *earlier, annotation = job.annotations
     step = {name: calls.step_ns(host, name) for name in times}
+    _check_host_time(step["p50_ns"], host)
     details = {
         **annotation.details,
         "host": host.name,
@@ -360,6 +362,16 @@ def add_host(graph: Graph, captured: Graph, host: Host) -> Graph:
     annotation = msgspec.structs.replace(annotation, details=details)
     job = msgspec.structs.replace(job, measurement=measurement, annotations=(*earlier, annotation))
     return replace(graph, nodes=Nodes.joined([nodes, added]), edges=edges, job=job)
+
+
+def _check_host_time(step_ns: float, host: Host) -> None:
+    """Raise a TargetError if the host takes no time for a step: its interval is factors on it."""
+    if not step_ns:
+        raise TargetError(
+            f'the host "{host.name}" takes 0 ns for all calls of this step; at least one of their '
+            "p50_ns must be more than 0\n  for kernels without a host: --host none",
+            code="host-file-malformed",
+        )
 
 
 def _python_text(calls: HostCalls) -> str:

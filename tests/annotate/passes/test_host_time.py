@@ -259,13 +259,15 @@ def test_a_wrong_host_is_refused(described, tmp_path: Path):
         assert malformed.value.code == "host-file-malformed", name
 
 
-def test_an_unknown_host_writes_nothing(cpu: Graph, tmp_path: Path):
+def test_an_unknown_host_and_one_without_time_write_nothing(cpu: Graph, described, tmp_path: Path):
     trace, output = tmp_path / "cpu.et", tmp_path / "out.et"
     cpu.write(trace)
-    arguments = ["annotate", str(trace), "--target", "H100", "--host", "fast", "-o", str(output)]
-    result = CliRunner().invoke(command, arguments)
-    assert result.exit_code == 2
-    assert not output.exists()
+    for host, code in (("fast", "host-unknown"), (str(described(0)), "host-file-malformed")):
+        options = ["--target", "H100", "--host", host, "-o", str(output)]
+        result = CliRunner().invoke(command, ["annotate", str(trace), *options])
+        assert result.exit_code == 2
+        assert f"error[{code}]" in result.stderr
+        assert not output.exists()
 
 
 def test_a_graph_without_calls_stays_as_it_is(cpu: Graph):
