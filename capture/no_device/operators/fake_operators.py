@@ -229,7 +229,7 @@ class FakeOperators(TorchDispatchMode):
         tensors = tuple(tensors_in((*args, *kwargs.values())))
         call = OperatorCall(func, schema, args, kwargs, tensors)
         fakes = any(isinstance(tensor, FakeTensor) for tensor in tensors)
-        if not fakes and not is_cuda_device(kwargs.get("device")) and not schema.communicates:
+        if not fakes and not schema.communicates and not _names_gpu(args, kwargs):
             return self._run_on_cpu(call)
         return self._record(call)
 
@@ -677,6 +677,12 @@ def _is_large(tensor: Tensor) -> bool:
     if is_integral(tensor.dtype):
         return tensor.nbytes > _REAL_INTEGER_BYTES
     return tensor.numel() > REAL_ELEMENTS
+
+
+def _names_gpu(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operator creates its result on the GPU; nested tensors name it by position."""
+    given = [each for each in args if isinstance(each, torch.device)]
+    return any(map(is_cuda_device, (*given, kwargs.get("device"))))
 
 
 def _are_sparse(operands: Sequence[Any]) -> bool:

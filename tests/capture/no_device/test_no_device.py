@@ -560,6 +560,7 @@ STEP = """
 """
 
 NESTED = "rows = torch.nested.nested_tensor([torch.randn(n, 8) for n in (3, 5)]).cuda()"
+NESTED_ON_GPU = NESTED.replace(").cuda()", ", device='cuda')")
 
 
 @pytest.mark.parametrize(
@@ -567,6 +568,7 @@ NESTED = "rows = torch.nested.nested_tensor([torch.randn(n, 8) for n in (3, 5)])
     [
         (DATA_DEPENDENT, (), "no-device-value"),
         (STEP.replace("INPUT", NESTED), (), "no-device-nested"),
+        (STEP.replace("INPUT", NESTED_ON_GPU), (), "no-device-nested"),
         (
             STEP.replace("INPUT", "rows = torch.cuda.FloatTensor(4, 8)"),
             (),
