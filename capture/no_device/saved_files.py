@@ -252,9 +252,10 @@ class SavedFiles:
             outer, self._location = self._location, map_location
             try:
                 with torch.serialization.safe_globals([tensor_of_shape]):
-                    return self._load_numbers(original, file, map_location, *args, **kwargs)
-            except _OnlyShapesError:
-                return original(file, map_location, *args, **kwargs)
+                    try:
+                        return self._load_numbers(original, file, map_location, *args, **kwargs)
+                    except _OnlyShapesError:
+                        return original(file, map_location, *args, **kwargs)
             finally:
                 self._location = outer
 

@@ -34,6 +34,9 @@ SAVES = """
             assert not on_cpu["model"]["weight"].is_cuda
             assert on_cpu["rows"].tolist() == [0, 1, 2]
             assert on_cpu["optimizer"]["state"][0]["step"] == 2
+            on_gpu = torch.load("saved.pt", map_location="cuda")
+            assert on_gpu["model"]["weight"].is_cuda
+            assert on_gpu["optimizer"]["state"][0]["step"].is_cuda
             model.load_state_dict(on_cpu["model"])
             optimizer.load_state_dict(torch.load("saved.pt")["optimizer"])
 
