@@ -19,8 +19,9 @@ READS = 3
 """Operands of a node that are followed: the largest ones."""
 
 # Of a tensor in a column of values: id, storage, offset, elements, bytes of an element, device. A
-# tensor on the CPU, as a Python number is, has a device without a number.
-_STORED = r'\[\d+,(\d+),\d+,(\d+),(\d+),"[^",]*:\d+"\]'
+# tensor on the CPU, as a Python number is, has a device without a number. A number with more digits
+# is no address or size and might not fit int64: the tensor has no recorded place.
+_STORED = r'\[\d+,(\d{1,18}),\d+,(\d{1,15}),(\d{1,3}),"[^",]*:\d+"\]'
 
 
 class OperandReuse(NamedTuple):

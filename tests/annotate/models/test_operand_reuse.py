@@ -72,7 +72,8 @@ def test_an_operand_of_long_ago_comes_from_memory(step):
 def test_numbers_on_the_cpu_and_operands_without_a_place_are_not_followed(step):
     on_cpu = exp(1, 2, SMALL) | {"values": [place(1, SMALL, "cpu")]}
     unknown = exp(1, 2, SMALL) | {"values": [None]}
-    kernels = step(on_cpu, unknown, exp(8, 9, LARGE))
-    assert kernels.reuse.share[:2].tolist() == [[0, 0, 0]] * 2
-    assert kernels.cached_share(H100)[:2] == pytest.approx([1, 1])
+    no_address = exp(2**64 - 5, 2, SMALL)
+    kernels = step(on_cpu, unknown, no_address, exp(8, 9, LARGE))
+    assert kernels.reuse.share[:3].tolist() == [[0, 0, 0]] * 3
+    assert kernels.cached_share(H100)[:3] == pytest.approx([1, 1, 1])
     assert OperandReuse.unknown(2).cached_share(np.array([0.0, 1e12]), 5e7).tolist() == [1, 0]
