@@ -125,7 +125,8 @@ def _reduced(call: Call) -> set[int] | None:
     if tensor is None or result is None:
         return None
     axes = len(tensor.shape)
-    if result.numel == 1:
+    # PyTorch accepts an axis of a scalar, which has none.
+    if result.numel == 1 or not axes:
         return set(range(axes))
     for value in call.values[1:3]:
         if listed := numbers_of(value):

@@ -66,6 +66,7 @@ def test_an_element_waits_for_its_index(made: Call, measured_us: float):
         # 192 numbers of a row for each thread, which reads two or four at a time.
         (call("std", (96, 6144), (96, 1), 2), 96 * 0.8),
         (call("amax", (96, 6144), (96, 1), 2), 48 * 0.535),
+        (call("argmax", (), (4,), 4), 1.05),  # of a scalar, with a result of another shape
         (rows("_softmax", 8, 128256), 3 * 32),
         (rows("_softmax", 8, 12288), 3),  # the row stays in shared memory
         (call("argmax", (8, 128256), (8,), 4), 63 * 1.05),
