@@ -92,7 +92,7 @@ class OperandReuse(NamedTuple):
         reuse = cls.unknown(len(moved))
         reuse.share[at] = reads.nbytes[order] / np.maximum(moved[at[0]], 1)
         reuse.between[at] = between[order]
-        # Of a table, a node reads some rows.
+        # A lookup reads some rows of its table, so operands may be larger than what a node moves.
         reuse.share[:] /= np.maximum(reuse.share.sum(axis=1, keepdims=True), 1)
         return reuse
 

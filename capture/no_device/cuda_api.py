@@ -375,7 +375,7 @@ def emulated_cuda(gpu: EmulatedGpu, log: EventLog) -> Generator[None]:
             ("torch.cuda.random", random),
             ("torch.cuda.nccl", _functions(_NCCL_ANSWERS)),
             ("torch.cuda.nvtx", {"_nvtx": _Ranges()}),
-            # A CUDA build keeps its version: torchvision compares it with that of its own build.
+            # A CUDA build keeps its version: torchvision refuses a torch of another CUDA version.
             ("torch.version", {"cuda": torch.version.cuda or _CUDA_VERSION}),
             ("torch.Tensor", {"pin_memory": _same, **_functions(_TENSOR_ANSWERS)}),
             ("torch", {"Generator": RandomGenerator, "Stream": Stream, "Event": Event}),

@@ -38,8 +38,8 @@ def keeps_ragged_size() -> Callable[..., Any]:
     """Return a replacement of `get_tensor_symint`, which keeps a ragged size in real offsets too.
 
     When a nested tensor moves to a device where its offsets are fake, torch copies the ragged size
-    from `nested_int_memo` of the offsets before, which it takes for fake, too. Those of a batch of
-    real numbers that moves to an emulated GPU are real.
+    from `nested_int_memo` of the old offsets, an attribute that only fake offsets have. A batch of
+    real numbers that moves to an emulated GPU has real ones.
     """
     ragged_size_of: Callable[..., Any] = _jagged.get_tensor_symint
 

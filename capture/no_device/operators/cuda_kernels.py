@@ -39,10 +39,10 @@ class CudaSourceKernel:
 
 
 def _written_arguments(source: str, name: str) -> frozenset[int]:
-    """Return the positions of a kernel's pointers to what is not const; none without a signature.
+    """Return the positions of a kernel's pointers to data that is not const.
 
-    A macro or a template may hide the signature; the kernel then reads every argument, and may
-    write every tensor.
+    Empty if a macro or a template hides the signature; the kernel then reads every argument, and
+    may write every tensor.
     """
     text = _COMMENT.sub("", source)
     signature = re.search(rf"__global__\b[^;{{}}]*?\b{re.escape(name)}\s*\(([^)]*)\)", text)
