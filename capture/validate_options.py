@@ -143,6 +143,8 @@ def check_job(options: Options) -> None:
             f"--rank {options.rank}: the world has {world}; expected 0 to {world.size - 1}",
             code="rank-out-of-range",
         )
+    if options.plan is not None and world.size == 1:
+        raise unused_plan_error(options)
     for option, axis, code in _slicing_settings(options):
         if world.sizes.get(axis, 1) < 2:
             raise CaptureError(
@@ -150,6 +152,17 @@ def check_job(options: Options) -> None:
                 f"  give --{axis} N with N above 1, or leave {option.split()[0]} out",
                 code=code,
             )
+
+
+def unused_plan_error(options: Options) -> CaptureError:
+    """Return the error of a plan for a world that slices no model by it."""
+    given = options.sharding_plan
+    name = f" {given}" if isinstance(given, Path) else ""
+    return CaptureError(
+        f"--sharding-plan{name} has no effect: the world has {options.world}\n"
+        "  give --tp N with N above 1, or leave --sharding-plan out",
+        code="sharding-plan-unused",
+    )
 
 
 def _check_steps(options: Options) -> None:

@@ -76,6 +76,7 @@ REFUSED = {
     "--moe-routing zipf:x": "routing-bad-exponent",
     "--network missing.toml": "file-unreadable",
     "--sharding-plan train.py": "toml-malformed",
+    "--sharding-plan plan.toml": "sharding-plan-unused",
     "--tp 2 --ranks 0,9": "ranks-out-of-range",
     "--ranks distinct": "ranks-of-one",
     "--capture-layers 4,2": "layers-not-ascending",
@@ -85,6 +86,7 @@ REFUSED = {
 def test_options_are_checked_before_torch_is_imported(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "plan.toml").write_text('model = "Net"\n[modules]\n')
     code = (
         "import sys\n"
         "from onerank.cli import capture\n"

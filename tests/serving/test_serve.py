@@ -1087,6 +1087,8 @@ def test_a_routing_that_a_whole_model_cannot_have(tmp_path: Path, routing: str, 
 def test_wrong_sizes_write_nothing(tmp_path: Path):
     config = written(tmp_path, LLAMA)
     arguments = ("capture", "serve", config, "--device", "none", "-o", tmp_path / "b")
+    plan = tmp_path / "plan.toml"
+    plan.write_text('model = "LlamaForCausalLM"\n[modules]\n"lm_head" = { style = "head" }\n')
     for options, code in (
         (("--tp", 3), "tp-indivisible-heads"),
         (("--ep", 2), "ep-no-experts"),
@@ -1094,6 +1096,8 @@ def test_wrong_sizes_write_nothing(tmp_path: Path):
         (("--pp", 3), "pp-too-many-stages"),
         (("--pp", 2, "--pp-layers", "2,2"), "pp-layers-malformed"),
         (("--pp-layers", "1,1"), "pp-layers-unused"),
+        (("--sharding-plan", plan), "sharding-plan-unused"),
+        (("--pp", 2, "--sharding-plan", plan), "sharding-plan-unused"),
         (("--moe-routing", "zipf:1"), "routing-no-experts"),
         (("--grid", "decode: batch=1000000 context=4096"), "serve-nothing-fits"),
     ):

@@ -132,7 +132,7 @@ def serve(source: Path, args: tuple[str, ...], options: ServeOptions, as_json: b
     """
     from onerank.capture.isolation import sigterm_interrupts
     from onerank.capture.serving.compositions import parse_grid
-    from onerank.capture.validate_options import check_job
+    from onerank.capture.validate_options import check_job, unused_plan_error
     from onerank.cli.bundle_tables import show_bundle
     from onerank.plan.tasks import Store
     from onerank.serving.adaptive_grid import WantedError
@@ -162,6 +162,9 @@ def serve(source: Path, args: tuple[str, ...], options: ServeOptions, as_json: b
         windows=windows,
     )
     check_job(job)
+    # A model of transformers needs no plan to become a stage, or to have its experts divided.
+    if options.sharding_plan is not None and options.tp == 1:
+        raise unused_plan_error(job)
     name = options.output.absolute().name
     results = options.store or options.output.absolute().with_name(f".{name}.results")
     store = Store(results)
