@@ -3,16 +3,23 @@
 `python tools/accuracy_tables.py` fills the tables. With `--check` it writes nothing, and exits with
 code 1 if a table is out of date, or a figure is not in the file that its row names.
 
-A row of the CSV is a figure: the claim of its table, the case, the hardware, the conditions, the
-predicted and the measured value, the error, and the file of `benchmarks/results/` that has the
-figure. Cells may be empty, and a table omits columns without a cell. `_HEADINGS` renames columns.
-A page has a table between `<!-- claim: NAME -->` and `<!-- end -->`. `<!-- claim: headline -->` is
-the table of the rows that are marked as headline.
+A row of the CSV is a figure: its claim, the case, the hardware, the conditions, the predicted and
+the measured value, the error, and the file of `benchmarks/results/` that has the figure. Cells may
+be empty.
+
+A page has a table between `<!-- claim: NAME -->` and `<!-- end -->`. NAME is one of
+
+- a claim: a line for each of its rows,
+- a table of `_WIDE`: a line for each case, and a column for each kind of figure,
+- `headline`: the rows that are marked as headline.
+
+Columns with the same value in all lines, and the names of the files, stand below the table.
 """
 
 import csv
 import re
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -22,6 +29,8 @@ ROWS = RESULTS / "accuracy.csv"
 COLUMNS = ("case", "hardware", "conditions", "predicted", "measured", "error")
 _FIGURES = ("predicted", "measured", "error")
 
+Row = dict[str, str]
+
 _TABLE = re.compile(r"(<!-- claim: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 # What a headline row predicts; in the table of a claim the page's heading says it.
@@ -30,39 +39,192 @@ _TITLES = {
     "step-in-astra-sim": "step in ASTRA-sim, from slices on one GPU",
     "slice-memory": "peak memory of a slice",
     "another-gpu-compute": "compute of a step on another GPU",
-    "held-out": "single kernels, GPU family not in the fit",
+    "held-out-datasheet": "single kernels from the datasheet, GPU family not in the fit",
 }
 
 # Headings of columns by claim, where a more specific one than the column's name fits.
 _HEADINGS: dict[str, dict[str, str]] = {
-    "step-of-slice": {"conditions": "estimate"},
-    "step-in-astra-sim": {"conditions": "slice"},
-    "step-in-astra-sim-no-host": {"conditions": "slice"},
-    "step-in-loggopsim": {"conditions": "slice"},
     "replay-in-astra-sim": {"case": "trace", "conditions": "compared", "measured": "replayed"},
     "checker": {"case": "ASTRA-sim", "conditions": "onerank check", "measured": "workloads"},
-    "slice-step": {"conditions": "compared"},
-    "slice-compute": {"conditions": "compared"},
     "another-gpu-compute": {"conditions": "measured time"},
-    "held-out": {"conditions": "kernels"},
-    "decode": {"conditions": "time of"},
-    "intervals": {"conditions": "kernels", "predicted": "interval", "measured": "inside"},
-    "unlike-gpus": {"conditions": "mean predicted / measured"},
-    "another-vendor": {"conditions": "80% interval"},
     "published-speeds": {"conditions": "80% interval"},
     "torchtitan": {"predicted": "predicted tokens/s", "measured": "published tokens/s"},
+    "intervals-within-a-gpu": {"predicted": "interval"},
+    "fp8-from-bf16": {"error": "mean / median / p90"},
+    "step-in-astra-sim-host-bound": {"conditions": "captured on"},
+}
+
+
+@dataclass(frozen=True)
+class _Column:
+    """A column of a wide table: one cell of the rows that `where` selects."""
+
+    heading: str
+    cell: str
+    where: dict[str, str] = field(default_factory=dict[str, str])
+    with_hardware: bool = False
+    """Whether the hardware of the row follows the cell."""
+
+
+@dataclass(frozen=True)
+class _Wide:
+    """A table with a line for each case: rows with equal `keys` share a line."""
+
+    claims: tuple[str, ...]
+    keys: tuple[str, ...]
+    columns: tuple[_Column, ...]
+    hardware: str = ""
+    """How the hardware of the rows begins."""
+    omits: tuple[str, ...] = ()
+    """Figures that follow from others of the line, such as predicted from measured and error."""
+
+
+def _of_lengths(suffix: str = "") -> _Wide:
+    """Return the table of errors and of interval coverage over and under 10 us."""
+    columns: list[_Column] = []
+    for length in ("over 10 us", "under 10 us"):
+        errors = {"claim": f"held-out{suffix}", "conditions": length}
+        inside = {"claim": f"intervals{suffix}", "conditions": length}
+        lowest = {"claim": f"intervals{suffix}", "conditions": f"{length}, lowest"}
+        columns += [
+            _Column(f"{length}: error", "error", errors),
+            _Column("inside", "measured", inside),
+            _Column("lowest", "measured", lowest, with_hardware=True),
+        ]
+    return _Wide((f"held-out{suffix}", f"intervals{suffix}"), ("case",), tuple(columns))
+
+
+_ONE, _EACH = "one slice, the median rank", "each slice, the rank of its GPU"
+_ACTIVE = "the same, NVLink active"
+
+
+def _of_slices(claim: str, what: str) -> _Wide:
+    """Return the table of a time of the slices, compared in three ways."""
+    return _Wide(
+        (claim,),
+        ("case", "hardware", "file"),
+        (
+            _Column(what, "predicted", {"conditions": _ONE}),
+            _Column("one slice", "error", {"conditions": _ONE}),
+            _Column("each slice", "error", {"conditions": _EACH}),
+            _Column("NVLink active", "error", {"conditions": _ACTIVE}),
+        ),
+    )
+
+
+def _in_astra_sim(conditions: str, heading: str = "") -> _Column:
+    where = {"claim": "step-in-astra-sim", "conditions": conditions}
+    return _Column(f"ASTRA-sim, {heading or conditions}", "error", where)
+
+
+_WIDE: dict[str, _Wide] = {
+    "held-out": _of_lengths(),
+    "held-out-datasheet": _of_lengths("-datasheet"),
+    "intervals-within-a-gpu": _Wide(
+        ("intervals-within-a-gpu",),
+        ("case", "predicted"),
+        (
+            *(
+                _Column(gpu.partition("-")[0], "measured", {"hardware": gpu})
+                for gpu in ("A100-SXM-80GB", "H100-SXM", "H200", "L40S", "B200", "all")
+            ),
+            _Column("in all", "conditions", {"hardware": "all"}),
+        ),
+    ),
+    "decode": _Wide(
+        ("decode",),
+        ("case", "hardware"),
+        (
+            _Column("kernels", "error", {"conditions": "kernels"}),
+            _Column("CUDA graph", "error", {"conditions": "CUDA graph"}),
+        ),
+    ),
+    "quantising-kernels": _Wide(
+        ("quantising-kernels",),
+        ("case", "hardware"),
+        (
+            _Column("over 10 us", "error", {"conditions": "over 10 us"}),
+            _Column("under 10 us", "error", {"conditions": "under 10 us"}),
+        ),
+    ),
+    "unlike-gpus": _Wide(
+        ("unlike-gpus",),
+        ("case",),
+        tuple(
+            column
+            for gpu in ("V100", "T4")
+            for column in (
+                _Column(f"{gpu}: predicted / measured", "conditions", {"hardware": gpu}),
+                _Column("error", "error", {"hardware": gpu}),
+            )
+        ),
+    ),
+    "another-vendor": _Wide(
+        ("another-vendor",),
+        ("case",),
+        tuple(
+            column
+            for pair in ("H100 to MI300X", "MI300X to H100")
+            for column in (
+                _Column(f"{pair}: predicted / measured", "error", {"hardware": pair}),
+                _Column("80% interval", "conditions", {"hardware": pair}),
+            )
+        ),
+    ),
+    "slice-step": _of_slices("slice-step", "step of the slice"),
+    "slice-compute": _of_slices("slice-compute", "compute of the slice"),
+    "slice-counts": _Wide(
+        ("slice-kernels", "slice-memory"),
+        ("case", "hardware", "file"),
+        (
+            _Column("operations: slice", "predicted", {"claim": "slice-kernels"}),
+            _Column("real rank", "measured", {"claim": "slice-kernels"}),
+            _Column("peak memory: slice", "predicted", {"claim": "slice-memory"}),
+            _Column("real rank", "measured", {"claim": "slice-memory"}),
+            _Column("error", "error", {"claim": "slice-memory"}),
+        ),
+    ),
+    "step-of-two-gpus": _Wide(
+        ("step-in-astra-sim", "step-in-astra-sim-no-host", "step-in-loggopsim"),
+        ("case", "hardware", "measured", "file"),
+        (
+            _in_astra_sim("NVLink active"),
+            _in_astra_sim("as captured"),
+            _Column("without host delays", "error", {"claim": "step-in-astra-sim-no-host"}),
+            _Column("LogGOPSim, as captured", "error", {"claim": "step-in-loggopsim"}),
+        ),
+        hardware="2 x",
+        omits=("predicted",),
+    ),
+    "step-of-four-gpus": _Wide(
+        ("step-of-slice", "step-in-astra-sim"),
+        ("case", "hardware", "measured", "file"),
+        (
+            *(
+                _Column(f"slice, {what}", "error", {"claim": "step-of-slice", "conditions": what})
+                for what in ("slowest of 4", "median")
+            ),
+            _in_astra_sim("NVLink active"),
+            _in_astra_sim("as captured"),
+            _in_astra_sim("as captured, slowest of 4", "slowest of 4"),
+        ),
+        hardware="4 x",
+        omits=("predicted",),
+    ),
 }
 
 _NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
+# Explanations such as `(baseline 16.3%)`; the word moves into the heading.
+_COMPARED = re.compile(r"\((baseline|roofline|ratio) ")
 
 
-def read_rows() -> list[dict[str, str]]:
+def read_rows() -> list[Row]:
     """Return the rows of the CSV, in order."""
     with ROWS.open(newline="") as file:
         return list(csv.DictReader(file))
 
 
-def missing_figures(rows: list[dict[str, str]]) -> list[str]:
+def missing_figures(rows: list[Row]) -> list[str]:
     """Return a line for each figure that is not in the file that its row names."""
     texts: dict[str, str] = {}
     missing: list[str] = []
@@ -82,7 +244,97 @@ def missing_figures(rows: list[dict[str, str]]) -> list[str]:
     return missing
 
 
-def filled(page: str, rows: list[dict[str, str]], to_results: str) -> str:
+def rows_of_table(name: str, rows: list[Row]) -> list[Row]:
+    """Return the rows that the table of a page shows."""
+    if name == "headline":
+        return [{**row, "prediction": _TITLES[row["claim"]]} for row in rows if row["headline"]]
+    wide = _WIDE.get(name)
+    if wide is None:
+        return [row for row in rows if row["claim"] == name]
+    return [
+        row
+        for row in rows
+        if row["claim"] in wide.claims and row["hardware"].startswith(wide.hardware)
+    ]
+
+
+def _wide_lines(wide: _Wide, rows: list[Row]) -> list[dict[str, str]]:
+    """Return the lines of a wide table, by column.
+
+    Raises:
+        ValueError: a figure is in no cell, or two are in one.
+    """
+    lines: dict[tuple[str, ...], dict[str, str]] = {}
+    for row in rows:
+        line = lines.setdefault(
+            tuple(row[key] for key in wide.keys), {k: row[k] for k in wide.keys}
+        )
+        shown = {*wide.keys, *wide.omits}
+        for number, column in enumerate(wide.columns):
+            if not row[column.cell] or any(row[k] != v for k, v in column.where.items()):
+                continue
+            if str(number) in line:
+                raise ValueError(f"two figures for {column.heading} of {row}")
+            hardware = f" {row['hardware']}" if column.with_hardware else ""
+            line[str(number)] = row[column.cell] + hardware
+            shown.add(column.cell)
+        if lost := [figure for figure in _FIGURES if row[figure] and figure not in shown]:
+            raise ValueError(f"no cell for {lost[0]} of {row}")
+    return list(lines.values())
+
+
+def _markdown(
+    lines: list[dict[str, str]],
+    headings: dict[str, str],
+    right: set[str],
+    files: list[str],
+    links: str,
+) -> str:
+    """Return a table, and below it what all its lines share.
+
+    Args:
+        lines: cells by column.
+        headings: of the columns, in order.
+        right: columns that are aligned to the right.
+        files: the file of each line, or the one file of all.
+        links: path from the page to `benchmarks/results`; "" for no links.
+    """
+    numbers = {file: str(number) for number, file in enumerate(dict.fromkeys(files), start=1)}
+
+    def named(file: str, text: str) -> str:
+        return f"[{text}]({links}/{file})" if links else text
+
+    below: list[str] = []
+    for column, heading in list(headings.items()):
+        values = {line.get(column, "") for line in lines}
+        if values == {""}:
+            del headings[column]
+        elif len(values) == 1 and column not in right and len(lines) > 1:
+            below.append(f"{heading.capitalize()}: {values.pop()}.")
+            del headings[column]
+        # A word that all cells repeat in parentheses.
+        elif len(words := {m[1] for v in values if (m := _COMPARED.search(v))}) == 1:
+            headings[column] = f"{heading} ({words.pop()})"
+            for line in lines:
+                line[column] = _COMPARED.sub("(", line.get(column, ""))
+    if len(numbers) > 1:
+        headings["file"] = "file"
+        for line, file in zip(lines, files, strict=True):
+            line["file"] = named(file, numbers[file])
+    text = [
+        f"| {' | '.join(headings.values())} |",
+        "|" + "".join("---:|" if column in right else "---|" for column in headings),
+        *(f"| {' | '.join(line.get(column, '') for column in headings)} |" for line in lines),
+    ]
+    names = [named(file, f"`{file.rsplit('.', 1)[0]}`") for file in numbers]
+    if len(names) == 1:
+        below.append(f"File: {names[0]}.")
+    elif not links:
+        below.append(f"Files: {', '.join(f'{n} {name}' for n, name in enumerate(names, start=1))}.")
+    return "\n".join(text) + (f"\n\n{' '.join(below)}" if below else "")
+
+
+def filled(page: str, rows: list[Row], to_results: str) -> str:
     """Return the text of a page with its tables filled.
 
     Args:
@@ -91,30 +343,30 @@ def filled(page: str, rows: list[dict[str, str]], to_results: str) -> str:
         to_results: path from the page to `benchmarks/results`, for links; "" for no links.
 
     Raises:
-        KeyError: the page names a claim without rows.
+        KeyError: the page names a table without rows.
+        ValueError: a figure has no cell in a wide table, or shares one.
     """
 
     def table(match: re.Match[str]) -> str:
-        if match[2] == "headline":
-            selected = [
-                {**row, "prediction": _TITLES[row["claim"]]} for row in rows if row["headline"]
-            ]
-            columns = ["prediction", *COLUMNS]
-        else:
-            selected = [row for row in rows if row["claim"] == match[2]]
-            columns = [column for column in COLUMNS if any(row[column] for row in selected)]
+        name = match[2]
+        selected = rows_of_table(name, rows)
         if not selected:
-            raise KeyError(match[2])
-        headings = _HEADINGS.get(match[2], {})
-        lines = [
-            f"| {' | '.join(headings.get(column, column) for column in columns)} | file |",
-            "|" + "".join("---:|" if c in _FIGURES else "---|" for c in columns) + "---|",
-        ]
-        for row in selected:
-            name = row["file"].rsplit(".", 1)[0]
-            link = f"[{name}]({to_results}/{row['file']})" if to_results else f"`{name}`"
-            lines.append(f"| {' | '.join(row[column] for column in columns)} | {link} |")
-        return match[1] + "\n" + "\n".join(lines) + "\n\n" + match[3]
+            raise KeyError(name)
+        if wide := _WIDE.get(name):
+            lines = _wide_lines(wide, selected)
+            columns = [key for key in wide.keys if key != "file"]
+            figures = {str(number): column.heading for number, column in enumerate(wide.columns)}
+            right: set[str] = {"measured", *figures}
+            files = [line["file"] for line in lines if "file" in line]
+            files = files or list(dict.fromkeys(row["file"] for row in selected))
+        else:
+            lines = [dict(row) for row in selected]
+            columns = ["prediction", *COLUMNS] if name == "headline" else COLUMNS
+            figures: dict[str, str] = {}
+            right = {str(column) for column in _FIGURES}
+            files = [row["file"] for row in selected]
+        headings = {c: _HEADINGS.get(name, {}).get(c, c) for c in columns} | figures
+        return f"{match[1]}\n{_markdown(lines, headings, right, files, to_results)}\n\n{match[3]}"
 
     return _TABLE.sub(table, page)
 

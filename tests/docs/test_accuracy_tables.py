@@ -1,5 +1,6 @@
 """The accuracy tables show the figures of the result files."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 
-from accuracy_tables import filled, missing_figures, read_rows  # noqa: E402
+from accuracy_tables import filled, missing_figures, read_rows, rows_of_table  # noqa: E402
 
 ROWS = read_rows()
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs/accuracy").glob("*.md"))]
@@ -31,9 +32,19 @@ def test_the_tables_of_a_page_are_up_to_date(page: Path):
     assert filled(text, ROWS, links) == text, "run: python tools/accuracy_tables.py"
 
 
-def test_every_claim_has_a_table():
-    text = "".join(page.read_text() for page in PAGES)
-    assert [c for c in {row["claim"] for row in ROWS} if f"<!-- claim: {c} -->" not in text] == []
+def test_a_table_shows_every_row():
+    names = {name for page in PAGES for name in re.findall(r"<!-- claim: ([\w-]+) -->", page.read_text())}
+    shown = [row for name in names - {"headline"} for row in rows_of_table(name, ROWS)]
+    assert [row for row in ROWS if row not in shown] == []
+
+
+def test_a_wide_table_refuses_a_figure_that_it_would_not_show():
+    page = "<!-- claim: decode -->\n<!-- end -->"
+    row = next(row for row in ROWS if row["claim"] == "decode")
+    with pytest.raises(ValueError, match="no cell for error"):
+        filled(page, [{**row, "conditions": "something else"}], "")
+    with pytest.raises(ValueError, match="two figures"):
+        filled(page, [row, {**row, "error": "99.9%"}], "")
 
 
 def _number(cell: str) -> float:
