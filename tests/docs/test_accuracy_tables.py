@@ -33,7 +33,9 @@ def test_the_tables_of_a_page_are_up_to_date(page: Path):
 
 
 def test_a_table_shows_every_row():
-    names = {name for page in PAGES for name in re.findall(r"<!-- claim: ([\w-]+) -->", page.read_text())}
+    names = {
+        name for page in PAGES for name in re.findall(r"<!-- claim: ([\w-]+) -->", page.read_text())
+    }
     shown = [row for name in names - {"headline"} for row in rows_of_table(name, ROWS)]
     assert [row for row in ROWS if row not in shown] == []
 
