@@ -4,7 +4,7 @@ Appending to byte strings copies memory each time. So each row's pieces are coll
 joined in one pass: texts, prefixes that depend only on a length, and numbers as rows of a matrix.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -87,6 +87,11 @@ def slices(octets: bytes, first: I64, last: I64) -> list[bytes]:
     return [octets[a:b] for a, b in zip(first.tolist(), last.tolist(), strict=True)]
 
 
+# Bytes joined at a time. A row has no bound: each launch of an optimizer that updates thousands of
+# tensors has the shapes of all of them, 0.1 MB.
+_CHUNK_BYTES = 1 << 22
+
+
 class Pieces:
     """Builds `count` byte strings (rows) from pieces, in the order in which pieces are added."""
 
@@ -152,11 +157,14 @@ class Pieces:
         """Return each row."""
         return list(map(b"".join, self._table(self._parts).tolist()))
 
-    def join(self) -> bytes:
-        """Return all rows one after another, each after its length."""
+    def joined(self) -> Iterator[bytes]:
+        """Yield all rows one after another, each after its length, a few megabytes at a time."""
         front = Pieces(self._count)
         front.add_sized(np.arange(self._count), self.lengths, varint)
-        return b"".join(self._table([*front._parts, *self._parts]).ravel().tolist())
+        table = self._table([*front._parts, *self._parts])
+        chunk = np.cumsum(front.lengths + self.lengths) // _CHUNK_BYTES
+        for rows in np.split(table, np.flatnonzero(np.diff(chunk)) + 1):
+            yield b"".join(rows.ravel().tolist())
 
     def _table(self, parts: list[tuple[I64 | slice, Objects]]) -> Objects:
         """Return the pieces of each row, object[count, parts]."""

@@ -161,7 +161,7 @@ def _metadata(graph: Graph) -> bytes:
 
 
 def _nodes(graph: Graph) -> Iterator[bytes]:
-    """Yield the node messages, each after its length."""
+    """Yield the bytes of the node messages, each after its length, in chunks of whole nodes."""
     nodes = graph.nodes
     # Ascending ids, as onerank numbers nodes, are unique without a sort.
     if not (nodes.id[1:] > nodes.id[:-1]).all():
@@ -178,7 +178,7 @@ def _nodes(graph: Graph) -> Iterator[bytes]:
         encoder = Encoder(nodes, deps, graph.strings)
         for begin in range(0, len(nodes), _BLOCK):
             rows = np.arange(begin, min(begin + _BLOCK, len(nodes)))
-            yield encoder.encode(rows).join()
+            yield from encoder.encode(rows).joined()
     else:
         yield frame(_amended(graph, deps, is_kept, kept_rows))
 

@@ -5,6 +5,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -365,6 +366,21 @@ def test_device_file_is_written_to_not_replaced():
     importlib.util.find_spec("grpc_tools") is None,
     reason="grpcio-tools is not installed (it is in the dev extra)",
 )
+def test_nodes_that_share_a_long_text_are_written_in_chunks(tmp_path: Path):
+    builder = GraphBuilder()
+    text = "[" + "1, " * 30_000 + "1]"
+    for _ in range(400):
+        builder.add(kind=Kind.KERNEL, name="multi_tensor_apply_kernel", input_values=text)
+    graph, path = builder.build(Job()), tmp_path / "trace.et"
+    tracemalloc.start()
+    graph.write(path)
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert path.stat().st_size > 400 * len(text)  # 36 MB
+    assert peak_bytes < 12_000_000
+    assert chakra.read(path).text("input_values") == [text] * 400
+
+
 def test_generated_code_is_what_the_schema_gives(tmp_path: Path):
     command = ["-m", "grpc_tools.protoc", f"-I{SCHEMA_FOLDER}", f"--python_out={tmp_path}"]
     subprocess.run([sys.executable, *command, f"--pyi_out={tmp_path}", "et_def.proto"], check=True)
