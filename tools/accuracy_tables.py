@@ -306,15 +306,20 @@ def _markdown(
 
     below: list[str] = []
     for column, heading in list(headings.items()):
-        values = {line.get(column, "") for line in lines}
-        if values == {""}:
+        values = {line.get(column, "") for line in lines} - {""}
+        if not values:
             del headings[column]
-        elif len(values) == 1 and column not in right and len(lines) > 1:
+        elif (
+            column not in right
+            and len(lines) > 1
+            and all(line.get(column) == lines[0].get(column) for line in lines)
+        ):
             below.append(f"{heading.capitalize()}: {values.pop()}.")
             del headings[column]
-        # A word that all cells repeat in parentheses.
-        elif len(words := {m[1] for v in values if (m := _COMPARED.search(v))}) == 1:
-            headings[column] = f"{heading} ({words.pop()})"
+        # The word that all cells have in parentheses moves into the heading.
+        elif len(words := {(_COMPARED.search(value) or [None, ""])[1] for value in values}) == 1:
+            word = words.pop()
+            headings[column] = f"{heading} ({word})" if word else heading
             for line in lines:
                 line[column] = _COMPARED.sub("(", line.get(column, ""))
     if len(numbers) > 1:
