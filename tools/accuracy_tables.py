@@ -275,7 +275,8 @@ def _wide_lines(wide: _Wide, rows: list[Row]) -> list[dict[str, str]]:
                 continue
             if str(number) in line:
                 raise ValueError(f"two figures for {column.heading} of {row}")
-            hardware = f" {row['hardware']}" if column.with_hardware else ""
+            # The memory of a GPU would widen the column and does not tell two of a table apart.
+            hardware = f" {row['hardware'].removesuffix('-80GB')}" if column.with_hardware else ""
             line[str(number)] = row[column.cell] + hardware
             shown.add(column.cell)
         if lost := [figure for figure in _FIGURES if row[figure] and figure not in shown]:
