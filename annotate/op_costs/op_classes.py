@@ -237,7 +237,7 @@ _OPERATORS = {
         range linspace logspace tril_indices triu_indices meshgrid _index_put_impl
         masked_select_backward gather_backward _grouped_mm_offsets
         masked_scatter_backward index_select_backward value_selecting_reduction_backward nms
-        get_dispatch_layout unpermute_rows""",
+        get_dispatch_layout unpermute_rows _coalesce""",
     OpClass.NOTHING: """
         view _unsafe_view reshape _reshape_alias view_as resolve_conj resolve_neg alias detach
         detach_ expand expand_as as_strided as_strided_ transpose t permute movedim swapaxes select
@@ -253,7 +253,7 @@ _OPERATORS = {
         _fused_sdp_choice _async_error _backward _use_cudnn_ctc_loss
         to type_as contiguous item pin_memory set_data output_nr _shape_as_tensor AccumulateGrad
         tensor_split search_unused_parameters _indices _values _sparse_coo_tensor_unsafe
-        _sparse_coo_tensor_with_dims_and_tensors""",
+        _sparse_coo_tensor_with_dims_and_tensors _coalesced_""",
 }
 
 _TABLE = {name: work_class for work_class, names in _OPERATORS.items() for name in names.split()}

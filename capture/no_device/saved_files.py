@@ -224,8 +224,14 @@ class SavedFiles:
                 file.write(flat.view(torch.uint8).numpy().tobytes())
 
     def _counted(self, tensors: dict[str, Tensor]) -> int:
-        """Return how many of these tensors are fake, and count them for the note."""
+        """Return how many of these tensors are fake, and count them for the note.
+
+        Raises:
+            RuntimeError, ValueError: safetensors would refuse the tensors.
+        """
         fakes = sum(isinstance(tensor, FakeTensor) for tensor in tensors.values())
+        if fakes:
+            _check_savable(tensors)
         self._shapes += fakes
         return fakes
 
@@ -301,6 +307,29 @@ class SavedFiles:
 
 # In the metadata of a file of safetensors that has zeros for numbers.
 _ZEROS = "onerank-without-numbers"
+
+
+def _check_savable(tensors: dict[str, Tensor]) -> None:
+    """Raise the errors of safetensors for tensors that it does not save.
+
+    Its own checks run on the way to the numbers, under names that differ between versions.
+
+    Raises:
+        RuntimeError: tensors share memory, as tied weights do.
+        ValueError: a tensor is sparse, or not contiguous.
+    """
+    sparse = [name for name, tensor in tensors.items() if tensor.layout != torch.strided]
+    if sparse:
+        raise ValueError(f"safetensors saves no sparse tensors: {sparse}")
+    for tensor in tensors.values():
+        tensor.data_ptr()  # numbers its storage: one without a number has the address 0
+    groups: list[set[str]] = resolve(_SAFETENSORS)._find_shared_tensors(tensors)
+    shared = [sorted(names) for names in groups if len(names) > 1]
+    if shared:
+        raise RuntimeError(f"Some tensors share memory: {shared}; save_model saves each once")
+    for name, tensor in tensors.items():
+        if not tensor.is_contiguous():
+            raise ValueError(f"safetensors saves no tensor that is not contiguous: `{name}`")
 
 
 def _header_of(tensors: dict[str, Tensor], metadata: dict[str, str] | None) -> tuple[bytes, int]:

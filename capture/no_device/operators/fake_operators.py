@@ -31,7 +31,7 @@ from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from onerank.capture.fake_tensors import is_integral, mark_written, sparse_parts, sparse_tensor
+from onerank.capture.fake_tensors import is_integral, mark_written
 from onerank.capture.no_device.event_log import (
     Describer,
     EventLog,
@@ -59,6 +59,7 @@ from onerank.capture.no_device.operators.operator_calls import (
 )
 from onerank.capture.no_device.operators.router_choices import RouterChoices
 from onerank.capture.no_device.operators.sequence_boundaries import with_lengths
+from onerank.capture.no_device.operators.sparse_tensors import SparseTensors, loses_elements
 from onerank.capture.no_device.operators.triton_kernels import WRAPPED, KernelLaunch, wrapped_launch
 from onerank.capture.no_device.operators.zero_patterns import ZeroPatterns
 from onerank.capture.no_device.tensor_values import (
@@ -92,6 +93,9 @@ _DTENSORS = "torch.distributed.tensor"
 
 # Operators of asynchronous tensor parallelism: Python calls products and copies on two streams.
 _FUSED_WITH_COLLECTIVES = "symm_mem"
+
+# They read a flag of the tensor on the host.
+_QUERIES = ("is_coalesced",)
 
 _WITHOUT_EFFECT = ("record_stream", "_assert_async", "_assert_scalar")
 
@@ -171,6 +175,7 @@ class FakeOperators(TorchDispatchMode):
         self.workspaces = Workspaces(log, workspace_bytes)
         self.describe = Describer(self.storages.number)
         self._functional = FunctionalCollectives(self.storages.number)
+        self._sparse = SparseTensors(self, self.launch, self.known, unknown)
         self._schemas: dict[Any, OperatorSchema] = {}
         self._repeated = RepeatedCalls()
         self._factories = _Factories()
@@ -221,10 +226,10 @@ class FakeOperators(TorchDispatchMode):
         # DDP's reducer insists on True for a tensor that it pinned.
         if schema.base == "is_pinned":
             return True
-        if schema.base in ("add_", "clone") and _are_sparse(args[:2]):
-            run = self._add_sparse if schema.base == "add_" else self._clone_sparse
-            return run(*args, **kwargs)
-        if schema.namespace in _UNRECORDED:
+        run_parts = self._sparse.parts_of(schema.base, args)
+        if run_parts is not None:
+            return run_parts(*args, **kwargs)
+        if schema.namespace in _UNRECORDED or schema.base in _QUERIES:
             return func(*args, **kwargs)
         tensors = tuple(tensors_in((*args, *kwargs.values())))
         call = OperatorCall(func, schema, args, kwargs, tensors)
@@ -246,32 +251,6 @@ class FakeOperators(TorchDispatchMode):
         lists = [each for each in args if isinstance(each, list | tuple)]
         listed = sum(isinstance(each, dtensor) for each in itertools.chain.from_iterable(lists))
         self._log.call_python("dtensor_listed", listed)
-
-    def _clone_sparse(self, tensor: Tensor, **_: Any) -> Tensor:
-        """Return a clone of a sparse tensor, whose fake clone of torch has no elements."""
-        # On a GPU `AccumulateGrad` keeps a gradient to which nothing else refers, without a clone.
-        # Python refers to every fake tensor.
-        if _torch._C._current_autograd_node() is not None and not torch.is_grad_enabled():
-            return tensor
-        with self:
-            indices, values = (part.clone() for part in sparse_parts(tensor))
-        return sparse_tensor(indices, values, tensor.shape)
-
-    def _add_sparse(self, target: Tensor, other: Tensor, *, alpha: float = 1) -> Tensor:
-        """Add to a sparse tensor in place; torch's fake `add_` keeps the number of elements.
-
-        As in `add_out_sparse_cuda` of SparseCUDATensorMath.cu, the result has the elements of both
-        operands: a step that accumulates gradients of a table appends those of each backward.
-        """
-        with self:
-            indices, values = sparse_parts(other)
-            added = values if alpha == 1 else values * alpha
-            own_indices, own_values = sparse_parts(target)
-            indices = torch.cat([own_indices, indices], 1)
-            values = torch.cat([own_values, added])
-        with _modes._disable_current_modes():
-            target.data = sparse_tensor(indices, values, target.shape)
-        return target
 
     def read_scalar(self, tensor: Tensor) -> Any:
         """Return the number of a fake tensor of one element, and record that the host reads it.
@@ -536,6 +515,7 @@ class FakeOperators(TorchDispatchMode):
                 self.known.spoil(tensor)
                 mark_written(tensor, zero=schema.base in _ZEROS)
         self.zero_patterns.follow(call, result, masks)
+        self._sparse.follow(call, result)
         return result
 
     def _run_on_shapes(self, call: OperatorCall, numbers: Any) -> Any:
@@ -548,7 +528,7 @@ class FakeOperators(TorchDispatchMode):
         try:
             run = shapes or call.func
             result = self._repeated.run(run, call.func, call.tensors, call.args, call.kwargs)
-            return self._unknown.refuse_operator(name) if _loses_elements(call, result) else result
+            return self._unknown.refuse_operator(name) if loses_elements(call, result) else result
         except DynamicOutputShapeException:
             if numbers is not None:
                 return tree_map_only(Tensor, _like, numbers)
@@ -683,21 +663,6 @@ def _names_gpu(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether an operator creates its result on the GPU; nested tensors name it by position."""
     given = [each for each in args if isinstance(each, torch.device)]
     return any(map(is_cuda_device, (*given, kwargs.get("device"))))
-
-
-def _are_sparse(operands: Sequence[Any]) -> bool:
-    return all(isinstance(each, Tensor) and each.layout == torch.sparse_coo for each in operands)
-
-
-def _loses_elements(call: OperatorCall, result: Any) -> bool:
-    """Whether a fake result is sparse and empty, although an operand has elements.
-
-    Torch's fake implementations for sparse tensors give shapes, not the number of elements.
-    """
-    operands = [each for each in call.tensors if each.layout == torch.sparse_coo]
-    if not any(each._nnz() for each in operands):
-        return False
-    return any(_are_sparse([each]) and not each._nnz() for each in tensors_in((result,)))
 
 
 def _like(numbers: Tensor) -> Tensor:

@@ -122,3 +122,37 @@ def test_safetensors_saves_zeros_and_keeps_files_with_numbers(tmp_path):
         # Steps 0 to 2 are captured, and what the script itself computed on the CPU has its numbers.
         assert saved["step"] == 2
     assert load_file(tmp_path / "kept.safetensors")["weight"].eq(5).all()
+
+
+REFUSED = """
+    import torch
+    from safetensors.torch import load_file, save, save_file, save_model
+    embedding = torch.nn.Embedding(64, 32, device="cuda")
+    head = torch.nn.Linear(32, 64, bias=False, device="cuda")
+    head.weight = embedding.weight
+    model = torch.nn.Sequential(embedding, head)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    file = "DIRECTORY/model.safetensors"
+    def refused(error, tensors):
+        for call in (lambda: save_file(tensors, file), lambda: save(tensors)):
+            try:
+                call()
+            except error:
+                continue
+            raise AssertionError(tensors)
+    for step in range(5):
+        refused(RuntimeError, model.state_dict())
+        refused(RuntimeError, {"all": head.weight, "part": head.weight[1:]})
+        refused(ValueError, {"transposed": head.weight.T})
+        refused(ValueError, {"sparse": torch.eye(2).to_sparse(), "weight": head.weight})
+        save_file({"first": head.weight[:32], "second": head.weight[32:]}, file)
+        save_model(model, file)
+        assert set(load_file(file)) == {"0.weight"}
+        model(torch.arange(8, device="cuda")).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_safetensors_refuses_what_it_refuses_with_numbers(tmp_path):
+    captured(tmp_path, REFUSED.replace("DIRECTORY", str(tmp_path)))

@@ -3,10 +3,12 @@
 import textwrap
 from collections import Counter
 
+import pytest
 from notes import has_note
 from without_device import LINEAR, captured, run
 
 from onerank.annotate.op_costs.node_costs import op_costs_of
+from onerank.ir.nodes import UNKNOWN
 
 
 def test_a_script_that_stays_on_the_cpu_is_noted(tmp_path):
@@ -244,6 +246,36 @@ def test_a_sparse_gradient_grows_with_each_backward(tmp_path):
     assert not {"aten::_indices", "aten::_values"} & set(ops)
     (update,) = (row for row, op in enumerate(ops) if op == "aten::index_add_")
     assert costs.bytes_written[update] == 600 * 64 * 4
+
+
+@pytest.mark.parametrize(("optimizer", "states"), [("SparseAdam", 2), ("Adagrad", 1)])
+def test_an_optimizer_of_sparse_gradients_updates_distinct_rows(tmp_path, optimizer, states):
+    script = SPARSE.replace("optim.SGD", f"optim.{optimizer}").replace(
+        'torch.arange(300, device="cuda"),', 'torch.arange(300, device="cuda") % 100,'
+    )
+    graph = captured(tmp_path, script)
+    costs = op_costs_of(graph)
+    ops = [graph.strings[int(graph.nodes.op[i])] for i in costs.index.tolist()]
+    assert not (costs.flops == UNKNOWN).any()
+    row = 64 * 4
+    (sums,) = (n for n, op in enumerate(ops) if op == "aten::_coalesce")
+    # The elements, and two numbers for each: its sorted row, and its place.
+    assert costs.bytes_read[sums] == 300 * (row + 2 * 8)
+    assert costs.bytes_written[sums] == 100 * row
+    taken = [n for n, op in enumerate(ops) if op == "aten::gather"]
+    assert [int(costs.bytes_written[n]) for n in taken] == [100 * row] * states
+    added = [n for n, op in enumerate(ops) if op == "aten::index_add_"]
+    assert [int(costs.bytes_written[n]) for n in added] == [100 * row] * (states + 1)
+    assert "aten::is_coalesced" not in ops
+
+
+def test_how_many_rows_are_distinct_needs_known_ids(tmp_path):
+    ids = "table.weight[:300, 0].long(),"
+    script = SPARSE.replace("optim.SGD", "optim.SparseAdam")
+    script = script.replace('torch.arange(300, device="cuda"),', ids)
+    done = run(tmp_path, script)
+    assert done.returncode == 2
+    assert "error[no-device-value]: train.py:9" in done.stderr
 
 
 def test_an_operator_that_loses_the_elements_of_a_sparse_tensor_is_refused(tmp_path):
