@@ -12,7 +12,6 @@ messages of the second step are reused in every later step.
 """
 
 import contextlib
-import gc
 import multiprocessing
 import os
 import pickle
@@ -27,6 +26,7 @@ from typing import Any, NoReturn
 
 from onerank.capture.fake_world.call_log import Address
 from onerank.capture.fake_world.message_payloads import LEARNED_STEPS, MessageRequest, RunAsRank
+from onerank.capture.isolation import frozen_objects
 from onerank.capture.patches import index_bindings
 from onerank.ir.errors import CaptureError
 
@@ -62,9 +62,6 @@ def _serve_at(server_end: Connection, client_end: Connection, run_as_rank: RunAs
 def answer_requests(connection: Connection, run_as_rank: RunAsRank) -> NoReturn:
     """Answer the message requests of the captured rank until it closes the connection."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # Each sender is a fork of this process. A collection in a sender would copy the pages of all
-    # objects that are imported here.
-    gc.freeze()
     indexed = False
     senders: list[Any] = []
 
@@ -75,7 +72,8 @@ def answer_requests(connection: Connection, run_as_rank: RunAsRank) -> NoReturn:
 
     signal.signal(signal.SIGTERM, leave)
     log = _MessageLog()
-    with contextlib.suppress(EOFError, OSError):
+    # Each sender is a fork of this process.
+    with frozen_objects(), contextlib.suppress(EOFError, OSError):
         while True:
             request = connection.recv()
             if not isinstance(request, MessageRequest):
@@ -83,8 +81,8 @@ def answer_requests(connection: Connection, run_as_rank: RunAsRank) -> NoReturn:
                 log.sent.setdefault((src, to), []).append(message)
                 continue
             if not indexed:
-                # So would a search for names. Most scripts request no message, and for them the
-                # search here would take 0.15 s of CPU for nothing.
+                # A search in each sender would copy the pages of all modules. Most scripts request
+                # no message, and for them the search here would take 0.15 s of CPU for nothing.
                 index_bindings()
                 indexed = True
             try:

@@ -160,7 +160,7 @@ def _capture_one_rank(
     """
     from onerank.capture.capture_script import capture_at_depths, capture_steps
     from onerank.capture.compile_compare import capture_compiled
-    from onerank.capture.isolation import forked_processes, sigterm_interrupts
+    from onerank.capture.isolation import forked_processes, frozen_objects, sigterm_interrupts
 
     with sigterm_interrupts(), script_streams(stdout_to_stderr=as_json) as progress:
         if how.capture_layers is not None:
@@ -175,7 +175,8 @@ def _capture_one_rank(
             pair = capture_compiled(script, args, options, how.compile, progress)
             pair.eager.graph.write(output.with_suffix(f".eager{output.suffix}"))
             return {"": pair.compiled}
-        return capture_steps(script, args, options, progress)
+        with frozen_objects():
+            return capture_steps(script, args, options, progress)
 
 
 def _write_step(captured: "Capture", output: Path, *, as_json: bool) -> None:
