@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from onerank.ir.errors import AnnotateError
+from onerank.ir.errors import GraphError
 
 PYTHON_CALLS = {
     "dtensor": "an operator that DTensor dispatches in a forward or a backward",
@@ -34,20 +34,20 @@ def python_calls_of(text: str) -> Counter[str]:
     """Return the counts by kind of a text of `python_calls_text`.
 
     Raises:
-        AnnotateError: it is no such text.
+        GraphError: it is no such text.
     """
     if not text:
         return Counter()
     try:
         counts = _decode(text)
     except msgspec.MsgspecError as error:
-        raise AnnotateError(
+        raise GraphError(
             f"the Python calls of a node are {text!r}; expected counts by kind ({error})",
             code="python-calls-malformed",
         ) from None
     unknown = counts.keys() - PYTHON_CALLS.keys()
     if unknown or any(count < 0 for count in counts.values()):
-        raise AnnotateError(
+        raise GraphError(
             f"the Python calls of a node are {text!r}; expected counts from 0 of the kinds "
             f"{', '.join(PYTHON_CALLS)}",
             code="python-calls-malformed",
