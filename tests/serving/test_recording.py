@@ -67,7 +67,8 @@ def test_steps_of_vllm_have_the_sequences_that_were_sent(vllm: Recording) -> Non
     assert {name: steps[name].to_list() for name in EXPECTED} == EXPECTED
     (file,) = vllm.manifest.files
     assert (file.engine, file.version, file.rank, file.ranks) == ("vLLM", "0.32.0", 0, 1)
-    assert (file.device, file.steps) == ("cpu", {"prefill": 1, "mixed": 1, "decode": 4})
+    assert (file.device, file.device_type) == ("cpu", "cpu")
+    assert file.steps == {"prefill": 1, "mixed": 1, "decode": 4}
 
 
 def test_times_of_vllm_are_those_of_the_file(vllm: Recording) -> None:
@@ -172,7 +173,8 @@ def test_graph_replays_of_an_h100_belong_to_their_step(tmp_path: Path) -> None:
     first, last = min(e["ts"] for e in work), max(e["ts"] + e["dur"] for e in work)
     assert step.gpu_span_ns == pytest.approx((last - first) * 1000, abs=1)
     (file,) = recording.manifest.files
-    assert (file.engine, file.device) == ("SGLang", "NVIDIA H100 80GB HBM3")
+    assert (file.engine, file.device_type) == ("SGLang", "cuda")
+    assert file.device == "NVIDIA H100 80GB HBM3"
     assert sum(kernel.count for kernel in recording.manifest.unlinked) == len(work)
     names = {(e["name"]) for e in work}
     assert {kernel.name for kernel in recording.manifest.unlinked} == names

@@ -489,10 +489,11 @@ def render_recording(recording: "Recording", directory: Path, bundle: "Bundle") 
         rank = f", rank {file.rank} of {file.ranks}" if (file.ranks or 1) > 1 else ""
         operations = sum(file.operations.values())
         links = ", ".join(f"{count} {_LINKED[link]}" for link, count in file.operations.items())
-        what = "operators" if file.device == "cpu" else "GPU operations"
+        engine = f"{file.engine} {file.version}".rstrip()
+        what = "operators" if file.device_type == "cpu" else "GPU operations"
         lines(
             [
-                ("engine", f"{file.engine} {file.version}".rstrip() + f" on {file.device}{rank}"),
+                ("engine", f"{engine} on {file.device_text}{rank}"),
                 ("steps", ", ".join(f"{count} {kind}" for kind, count in file.steps.items())),
                 (what, f"{operations}, {time(file.time_ns)}: {links}"),
                 ("outside", f"{file.outside} outside of all steps, {time(file.outside_ns)}"),

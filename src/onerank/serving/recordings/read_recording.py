@@ -238,7 +238,7 @@ def _file_record(
     trace: KinetoTrace, engine: str, steps: list[EngineStep], operations: _Operations
 ) -> RecordedFile:
     """Return the file's row: its engine, rank and device, and how its operations are linked."""
-    distributed = trace.distributed
+    distributed, on_gpu = trace.distributed, len(trace.gpu) > 0
     outside = operations.step == OUTSIDE
     return RecordedFile(
         file=trace.path.name,
@@ -246,8 +246,9 @@ def _file_record(
         version=trace.vllm_version,
         rank=None if distributed is None else distributed.rank,
         ranks=None if distributed is None else distributed.size,
-        device=((trace.device and trace.device.name) or "a GPU") if len(trace.gpu) else "cpu",
-        memory_bytes=trace.device.memory_bytes if trace.device and len(trace.gpu) else 0,
+        device=(trace.device.name if trace.device else "") if on_gpu else "cpu",
+        device_type="cuda" if on_gpu else "cpu",
+        memory_bytes=trace.device.memory_bytes if trace.device and on_gpu else 0,
         steps=dict(Counter(step.content.kind or "unknown" for step in steps)),
         operations={
             name: int((operations.link == number).sum())

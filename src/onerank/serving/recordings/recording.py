@@ -174,7 +174,8 @@ class RecordedFile(msgspec.Struct, frozen=True):
         version: version of the engine; "" if not recorded.
         rank: rank of the file; None if not recorded.
         ranks: ranks of the run; None if not recorded.
-        device: name of the GPU, "a GPU" if not recorded; "cpu" if no operation ran on a GPU.
+        device: name of the GPU, "" if not recorded; "cpu" if no operation ran on a GPU.
+        device_type: "cuda" or "cpu".
         memory_bytes: memory of the GPU; 0 if not recorded.
         steps: number of steps by kind; steps without a kind are "unknown".
         operations: operations on the GPU, or operators, by link.
@@ -189,12 +190,18 @@ class RecordedFile(msgspec.Struct, frozen=True):
     rank: int | None
     ranks: int | None
     device: str
+    device_type: Literal["cuda", "cpu"]
     memory_bytes: int
     steps: dict[str, int]
     operations: dict[str, int]
     time_ns: int
     outside: int
     outside_ns: int
+
+    @property
+    def device_text(self) -> str:
+        """The device as tables and bundles show it."""
+        return self.device or "a GPU"
 
 
 class Unlinked(msgspec.Struct, frozen=True):
