@@ -95,6 +95,12 @@ PATCHES: tuple[Patch, ...] = (
         ("fake_world.p2p_phases",),
     ),
     Patch(
+        "torch.distributed.pipelining.stage._PipelineStage",
+        ("_move_submod_to_device",),
+        "It leaves fake parameters where they are, as parameters without memory.",
+        ("no_device.emulated_process",),
+    ),
+    Patch(
         "torch.distributed",
         ("new_subgroups",),
         "torch counts the GPUs of this host; the job's nodes have more.",

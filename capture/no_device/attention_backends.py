@@ -6,6 +6,7 @@ torch chooses in C++, by a function that only a CUDA build has.
 import contextlib
 import functools
 import os
+import warnings
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -53,11 +54,28 @@ def choose_attention(gpu: EmulatedGpu) -> Generator[None]:
             return by_torch(query, *args, **kwargs)
         return _run(_Attention.of(query, *args, **kwargs).autocast(), gpu, enabled())
 
-    with (
-        rebound("torch.nn.functional", {"scaled_dot_product_attention": attention}),
-        rebound("torch.backends.cuda", _usable_backends(gpu)),
-    ):
-        yield
+    def operator(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if query.is_nested or query.dim() != 4:
+            # Its C++ implementation, which calls other operators.
+            return _torch.ops.aten.scaled_dot_product_attention.default.decompose(
+                query, *args, **kwargs
+            )
+        return attention(query, *args, **kwargs)
+
+    # Graphs of torch.export call the operator, for which C++ would choose as on a CPU.
+    library: Any = _torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        # torch warns although `allow_override=True` states the intent.
+        warnings.filterwarnings("ignore", r"(?s).*Overriding a previously registered kernel")
+        library.impl("scaled_dot_product_attention", operator, "AutogradCUDA", allow_override=True)
+    try:
+        with (
+            rebound("torch.nn.functional", {"scaled_dot_product_attention": attention}),
+            rebound("torch.backends.cuda", _usable_backends(gpu)),
+        ):
+            yield
+    finally:
+        library._destroy()
 
 
 def _usable_backends(gpu: EmulatedGpu) -> dict[str, Callable[..., bool]]:

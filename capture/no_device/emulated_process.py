@@ -156,6 +156,7 @@ class EmulatedProcess:
                 ),
                 patched(NESTED, {"get_tensor_symint": keeps_ragged_size()}),
                 patched("torch.nn.DataParallel", {"scatter": _moved}),
+                patched(_TRACED_STAGE, {"_move_submod_to_device": _stage_moved}),
                 patched("torch.utils.data.DataLoader", {"_get_iterator": _load_in_this_process}),
                 patched(
                     _FAKE_TENSORS + ".FakeTensor", fake_tensor_methods(self.operators, self.values)
@@ -361,6 +362,16 @@ def _moved(_: Any, inputs: Any, kwargs: Any, device_ids: Sequence[Any]) -> Any:
     device = torch.device("cuda", device_ids[0])
     moved = tree_map_only(Tensor, lambda tensor: tensor.to(device), (inputs, kwargs or {}))
     return (moved[0],), (moved[1],)
+
+
+_TRACED_STAGE = "torch.distributed.pipelining.stage._PipelineStage"
+
+
+def _stage_moved(stage: Any) -> None:
+    """Move a stage that `torch.distributed.pipelining.pipeline` cut to the GPU."""
+    # torch leaves a stage with fake parameters where it is, as one on the meta device.
+    if not any(parameter.is_meta for parameter in stage.submod.parameters()):
+        stage.submod.to(stage.device)
 
 
 def _load_in_this_process(loader: Any) -> Any:

@@ -33,6 +33,7 @@ ATTENTION = """
         for backends, in_order in (([flash], False), ([math], False), ([flash, cudnn], True)):
             with sdpa_kernel(backends, set_priority=in_order):
                 scaled_dot_product_attention(x, x, x)
+        torch.ops.aten.scaled_dot_product_attention.default(x, x, x)
         x.sum().backward()
         dist.all_reduce(model.weight.grad)
         optimizer.step()
@@ -49,9 +50,9 @@ def attention_operators(directory: Path) -> list[str]:
 def test_attention_runs_by_the_backends_that_a_script_enables(tmp_path, monkeypatch):
     cudnn, flash = "cudnn_attention_forward", "flash_attention_forward"
     monkeypatch.delenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", raising=False)
-    assert attention_operators(tmp_path) == [cudnn, flash, "softmax", flash]
+    assert attention_operators(tmp_path) == [cudnn, flash, "softmax", flash, cudnn]
     monkeypatch.setenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
-    assert attention_operators(tmp_path) == [flash, flash, "softmax", flash]
+    assert attention_operators(tmp_path) == [flash, flash, "softmax", flash, flash]
 
 
 FLEX = """

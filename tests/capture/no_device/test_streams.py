@@ -286,3 +286,28 @@ def test_sums_of_python_code_in_the_backward_have_memory(tmp_path):
     }
     # The function's sum, and autograd's of the two gradients of `hidden`.
     assert allocated == {"aten::add": [512 * 512 * 4], "aten::add_": [0]}
+
+
+def test_a_stage_that_torch_cuts_from_a_model_runs_on_the_gpu(tmp_path):
+    graph = captured(
+        tmp_path,
+        """
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.distributed.pipelining import Schedule1F1B, SplitPoint, pipeline
+    dist.init_process_group("nccl")
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    example = torch.zeros(2, 64)
+    pipe = pipeline(model, (example,), split_spec={"2": SplitPoint.BEGINNING})
+    stage = pipe.build_stage(dist.get_rank(), torch.device("cuda", 0))
+    schedule = Schedule1F1B(stage, 4, loss_fn=nn.functional.mse_loss)
+    optimizer = torch.optim.SGD(stage.submod.parameters())
+    for step in range(4):
+        schedule.step(torch.zeros(8, 64, device="cuda"))
+        optimizer.step()
+    """,
+        *("--torchrun", "--pp", 2),
+    )
+    products = [graph.strings[int(op)] for op in graph.nodes.op].count("aten::addmm")
+    assert products == 2 * 4
