@@ -51,7 +51,8 @@ class CommCall(msgspec.Struct, frozen=True, gc=False):
             gradients; None if unknown.
         micro_batch: micro-batch of the activations or gradients, from 0 in each step.
         reduction: torch's name of a reduction: sum, avg, premul_sum, max ...
-        copies: whether the ranks copy from symmetric memory, by copy engines instead of a kernel.
+        symmetric: whether it is a call of symmetric memory, not of NCCL: an all-to-all in which
+            each rank copies from another's memory, by copy engines, or a barrier.
     """
 
     sequence: int
@@ -69,7 +70,7 @@ class CommCall(msgspec.Struct, frozen=True, gc=False):
     phase: WorkPhase | None = None
     micro_batch: int | None = None
     reduction: str | None = None
-    copies: bool = False
+    symmetric: bool = False
 
 
 class Group(NamedTuple):
@@ -123,7 +124,7 @@ def as_json(call: CommCall) -> str:
         call.phase,
         call.micro_batch,
         call.reduction,
-        call.copies,
+        call.symmetric,
     )
     return f'{{"sequence":{call.sequence},{rest}'
 

@@ -96,6 +96,10 @@ SYMMETRIC_COPY = "symm_mem::copy"
 """`op` of an all-to-all in which each rank copies from one other rank's symmetric memory. Copy
 engines run it, so it occupies no multiprocessors."""
 
+SYMMETRIC_BARRIER = "symm_mem::barrier"
+"""`op` of a barrier of ranks by signals in symmetric memory: a kernel of one block that writes a
+signal to each other rank and waits for theirs."""
+
 
 class GeneratedWork(NamedTuple):
     """What a kernel that Inductor generated does; UNKNOWN if its source does not show it.

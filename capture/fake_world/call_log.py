@@ -25,20 +25,20 @@ WORLD = "world"
 
 _LARGEST_WORLD = 10_000_000  # ranks; the tuples of larger groups do not fit into memory
 
-_copies: ContextVar[bool] = ContextVar("_copies", default=False)
+_symmetric: ContextVar[bool] = ContextVar("_symmetric", default=False)
 
 Address = int | tuple[int, int]
 """The receiver of a message: a global rank, or a group as (size, hash of its tuple of ranks)."""
 
 
 @contextmanager
-def copies_between_gpus() -> Generator[None]:
-    """Record the calls of this context as copies from symmetric memory, by copy engines."""
-    token = _copies.set(True)
+def symmetric_memory_calls() -> Generator[None]:
+    """Record the calls of this context as those of symmetric memory."""
+    token = _symmetric.set(True)
     try:
         yield
     finally:
-        _copies.reset(token)
+        _symmetric.reset(token)
 
 
 class Messages(Protocol):
@@ -300,7 +300,7 @@ class CallLog:
                 phase=purpose and purpose.phase,
                 micro_batch=purpose and purpose.micro_batch,
                 reduction=reduction,
-                copies=_copies.get(),
+                symmetric=_symmetric.get(),
             )
             self.calls.append(call)
         return call

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch._C import _distributed_c10d as distributed_c10d
 
-from onerank.capture.fake_world.call_log import copies_between_gpus
+from onerank.capture.fake_world.call_log import symmetric_memory_calls
 from onerank.ir.errors import CaptureError
 
 _c10d: Any = distributed_c10d  # groups and options have no types in torch
@@ -171,7 +171,8 @@ def fused_products() -> dict[str, Any]:
     These products implement asynchronous tensor parallelism: `fused_all_gather_matmul`, for one,
     multiplies the rows of one rank while those of the next arrive, on two streams in turn. A GPU
     copies the rows from the memory of the other rank. In each round of copies, every rank reads
-    from one other rank; here the round is recorded as an all-to-all.
+    from one other rank; here the round is recorded as an all-to-all. The barriers between rounds are
+    those of torch's functions.
     """
     return {
         "_pipelined_multi_all_gather_and_consume": _gather_and_consume,
@@ -194,8 +195,10 @@ def _gather_and_consume(
     group = _group(group_name)
     pieces = [tensor.chunk(group.size()) for tensor in ag_out]
     rank, streams = group.rank(), _two_streams()
+    _barrier(group)
     # On a GPU this copy writes the symmetric memory that the other ranks read.
     _copy([piece[rank] for piece in pieces], shard)
+    _barrier(group)
     streams[1].wait_stream(streams[0])
     shard_consumer(shard, rank)
     for step in range(1, group.size()):
@@ -209,6 +212,7 @@ def _gather_and_consume(
         with streams[group.size() % 2]:
             _copy([piece[rank] for piece in pieces], shard)
     streams[0].wait_stream(streams[1])
+    _barrier(group)
 
 
 def _produce_and_exchange(
@@ -220,6 +224,7 @@ def _produce_and_exchange(
     group = _group(group_name)
     chunks = output.chunk(group.size(), dim=out_chunk_dim)
     rank, streams = group.rank(), _two_streams()
+    _barrier(group)
     streams[1].wait_stream(streams[0])
     for step in range(1, group.size()):
         target = chunks[(rank - step) % group.size()]
@@ -227,9 +232,12 @@ def _produce_and_exchange(
             # In place: on a GPU the other ranks read symmetric memory, which the caching allocator
             # does not count.
             chunk_producer((rank + step) % group.size(), target)
+            _barrier(group)
             _exchange(group, target, target, step)
+            _barrier(group)
     chunk_producer(rank, chunks[rank])
     streams[0].wait_stream(streams[1])
+    _barrier(group)
 
 
 def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
@@ -242,8 +250,16 @@ def _exchange(group: Any, target: Tensor, source: Tensor, step: int) -> None:
     rank, size = group.rank(), group.size()
     received, sent = [0] * size, [0] * size
     received[(rank + step) % size] = sent[(rank - step) % size] = len(source)
-    with copies_between_gpus():
+    with symmetric_memory_calls():
         group.alltoall_base(target, source, received, sent).wait()
+
+
+def _barrier(group: Any) -> None:
+    """Record a barrier of symmetric memory on the current stream."""
+    options = _c10d.BarrierOptions()
+    options.asyncOp = False
+    with symmetric_memory_calls():
+        group.barrier(options)
 
 
 def _two_streams() -> tuple[Any, Any]:

@@ -107,7 +107,7 @@ class CallRecord(msgspec.Struct, frozen=True):
     asynchronous: bool = False
     phase: Literal["forward", "backward"] | None = None
     micro_batch: int | None = None
-    copies: bool = False
+    symmetric: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ class Communication:
 
     `group_ranks` is empty and `sequence` is UNKNOWN if not recorded. `src` and `dst` are the peer
     of a send or receive, or a collective's root. `phase` and `micro_batch` are known for sends and
-    receives of pipeline stages. `copies`: as in `CommCall`.
+    receives of pipeline stages. `symmetric`: as in `CommCall`.
     """
 
     kind: Kind
@@ -132,7 +132,7 @@ class Communication:
     sequence: int = UNKNOWN
     phase: Phase = Phase.NONE
     micro_batch: int = UNKNOWN
-    copies: bool = False
+    symmetric: bool = False
 
 
 def awaited(timeline: HostTimeline, op: int, et: ExecutionTrace) -> int:
@@ -198,7 +198,7 @@ def from_mark(timeline: HostTimeline, op: int, et: ExecutionTrace) -> Communicat
         sequence=call.sequence,
         phase=Phase.NONE if call.phase is None else Phase[call.phase.upper()],
         micro_batch=UNKNOWN if call.micro_batch is None else call.micro_batch,
-        copies=call.copies,
+        symmetric=call.symmetric,
     )
 
 

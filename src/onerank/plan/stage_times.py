@@ -25,7 +25,7 @@ from onerank.converters.expand.pipeline.stages import (
 from onerank.ir import Graph, Kind, Measurement, Phase, World
 from onerank.ir.arrays import I64, union_duration_ns
 from onerank.ir.contention import Contention
-from onerank.ir.nodes import SYMMETRIC_COPY
+from onerank.ir.nodes import SYMMETRIC_BARRIER, SYMMETRIC_COPY
 from onerank.ir.replay import ReplayTimes, schedule, steady_state_step
 from onerank.plan.cluster import ClusterNetwork
 
@@ -277,6 +277,9 @@ def with_network(graph: Graph, network: ClusterNetwork, world: World) -> TimedSt
             ranks = groups[name]
         if node.text("op") == SYMMETRIC_COPY:
             duration[index] = round(network.copy_ns(size, ranks))
+            continue
+        if node.text("op") == SYMMETRIC_BARRIER:
+            duration[index] = round(network.symmetric_barrier_ns(ranks))
             continue
         call = node.collective.name.lower(), size, ranks
         duration[index] = round(network.time_ns(*call))

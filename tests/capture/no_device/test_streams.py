@@ -8,7 +8,7 @@ import onerank
 from onerank.annotate import load_gpu
 from onerank.annotate.op_costs.node_costs import op_costs_of
 from onerank.ir import Collective, Graph, Kind, Phase, Reason
-from onerank.ir.nodes import SYMMETRIC_COPY
+from onerank.ir.nodes import SYMMETRIC_BARRIER, SYMMETRIC_COPY
 from onerank.plan.cluster import Cluster, ClusterLink, network_of
 from onerank.plan.stage_times import with_network
 
@@ -118,6 +118,12 @@ def test_asynchronous_tensor_parallelism_multiplies_rows_while_others_arrive(tmp
     sizes = graph.nodes.comm_bytes[rounds].tolist()
     sizes.remove(8 * 16 * 4)  # another dimension is sharded
     assert sizes == [2 * 512 * 1024 * 2] * (4 * 3)
+    # Three barriers in each of the two gathers; two a round and two more in each of the two scatters,
+    # of which those of a round are on the round's stream.
+    barriers = np.flatnonzero(graph.nodes.collective == Collective.BARRIER)
+    assert len(barriers) == 2 * 3 + 2 * (2 * 3 + 2)
+    assert not graph.nodes.comm_bytes[barriers].any()
+    assert sorted(graph.nodes.stream[barriers].tolist()) == [0] * (22 - 2 * 4) + [1] * (2 * 4)
     # Copy engines run the rounds, so they occupy no multiprocessors; no rank keeps a part.
     operators = graph.text("op")
     assert [operators[node] for node in rounds.tolist()].count(SYMMETRIC_COPY) == len(sizes)
@@ -130,8 +136,10 @@ def test_asynchronous_tensor_parallelism_multiplies_rows_while_others_arrive(tmp
     # 375 GB/s as measured on four H100s, and 4.5 us.
     expected = 4_500 + sizes[0] / (338 * 375 / 332)
     assert timed.graph.nodes.duration_ns[copies] == pytest.approx(expected, abs=1)
+    waits = [node for node in calls if operators[node] == SYMMETRIC_BARRIER]
+    assert timed.graph.nodes.duration_ns[waits].tolist() == [6_800] * len(barriers)
     assert timed.contention is not None
-    assert not timed.contention.held[copies].any()
+    assert not timed.contention.held[copies + waits].any()
     assert timed.contention.held[timed.graph.communication].any()
     costs = op_costs_of(graph)
     products = graph.nodes.op[costs.index] == graph.strings.encode(["aten::mm"])[0]

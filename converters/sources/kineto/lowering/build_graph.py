@@ -54,10 +54,10 @@ from onerank.converters.sources.kineto.read.trace_columns import (
 )
 from onerank.converters.sources.kineto.shape_inference.inputs import UNKNOWN_TYPE
 from onerank.converters.sources.kineto.trace_job import with_blocks, with_groups, with_profiled_step
-from onerank.ir import UNKNOWN, Evidence, Graph, Job, Kind, Nodes, Phase, StringTable
+from onerank.ir import UNKNOWN, Collective, Evidence, Graph, Job, Kind, Nodes, Phase, StringTable
 from onerank.ir.arrays import I32, I64
 from onerank.ir.dtypes import DTYPES, TENSOR_TYPES, split_types
-from onerank.ir.nodes import ROOT_COLUMNS, SYMMETRIC_COPY, TEXT_COLUMNS
+from onerank.ir.nodes import ROOT_COLUMNS, SYMMETRIC_BARRIER, SYMMETRIC_COPY, TEXT_COLUMNS
 from onerank.ir.notes import Note
 from onerank.ir.python_calls import python_calls_of, python_calls_text
 
@@ -561,10 +561,16 @@ def recorded_columns(
     context["micro_batch"] = np.where(named, number, context["micro_batch"])
     return {
         **communication_columns(communications, strings),
-        "op": strings.encode(SYMMETRIC_COPY if call.copies else "" for call in communications),
+        "op": strings.encode(_operator_of(call) for call in communications),
         **{name: np.array(codes, dtype=np.int32) for name, codes in tensors.items()},
         **context,
     }
+
+
+def _operator_of(call: Communication) -> str:
+    if not call.symmetric:
+        return ""
+    return SYMMETRIC_BARRIER if call.collective is Collective.BARRIER else SYMMETRIC_COPY
 
 
 def gloo_columns(timeline: HostTimeline, calls: list[GlooCall], et: ExecutionTrace) -> Columns:
