@@ -411,6 +411,12 @@ PATCHES: tuple[Patch, ...] = (
         ("no_device.inductor",),
     ),
     Patch(
+        "torch._prims.rng_prims.graphsafe_run_with_rng_state.__class__",
+        ("__call__",),
+        "It runs a recomputed random operator with the state of a CUDA generator.",
+        ("no_device.inductor",),
+    ),
+    Patch(
         "torch._inductor.fx_passes.pad_mm",
         ("_should_pad", "has_triton"),
         "Inductor pads the operands of a GEMM if that is faster, which it measures.",

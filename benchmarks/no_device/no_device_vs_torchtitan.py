@@ -159,9 +159,15 @@ class Published:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Ranks to capture: of a pipeline one of each stage, or of the first two and the last."""
-        if "--pp" not in self.sizes:
-            return (0,)
+        """Ranks to capture.
+
+        Of a pipeline one of each stage, or of the first two and the last; of a ring all, because
+        Inductor orders the graph of each by its own sizes.
+        """
+        words = self.sizes.split()
+        sizes = dict(zip(words[::2], words[1::2], strict=True))
+        if "--pp" not in sizes:
+            return tuple(range(int(sizes.get("--cp", 1))))
         stages = range(8) if "Interleaved1F1B" in self.options else (0, 1, 7)
         return tuple(stage * self.gpus // len(LAYERS_OF_STAGES) for stage in stages)
 
@@ -447,7 +453,7 @@ def step_s(traces: Sequence[Path], row: Published, work: Path) -> float:
         ),
         encoding="utf-8",
     )
-    if 1 < len(traces) < len(LAYERS_OF_STAGES):
+    if "--pp" in row.sizes and len(traces) < len(LAYERS_OF_STAGES):
         return stages_step_s([directory / trace.name for trace in traces], cluster)
     step: dict[str, Any] = json.loads(
         output_of("replay", str(directory), "--cluster", str(cluster), "--json")

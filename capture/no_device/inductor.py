@@ -145,7 +145,7 @@ class InductorOnShapes:
             after_import(triton, _counted),
             patched("torch.utils._triton", {"triton_hash_with_backend": _text}),
             after_import(_JOINT_GRAPH, _constants),
-            after_import(_PARTITIONERS, _recomputed_random_numbers),
+            after_import(_PARTITIONERS, _recomputed_random_operators),
             after_import(_PADDING, self._padding),
             after_import("torch._inductor.async_compile", self._kernels),
             after_import("torch._inductor.codecache", self._wrappers),
@@ -533,19 +533,56 @@ def _propagated_constants() -> contextlib.AbstractContextManager[None]:
 
 
 _PARTITIONERS = "torch._functorch.partitioners"
+_RANDOM_PRIMS = "torch._prims.rng_prims"
 
 
-def _recomputed_random_numbers() -> contextlib.AbstractContextManager[None]:
-    """Let a recomputed random operator draw again, without the state of its first draw.
+@contextlib.contextmanager
+def _recomputed_random_operators() -> Generator[None]:
+    """Let recomputed random operators, fused attention among them, run without a CUDA generator.
 
-    torch reads the state from a CUDA generator, which only a GPU has. Setting the state launches no
-    kernel.
+    torch wraps each of them, so that the recomputation draws the numbers of the first run
+    (`functionalize_rng_ops`). Setting the state of a generator launches no kernel. But Inductor
+    passes a wrapped operator views of its operands, and other attention contiguous copies: kernels
+    and buffers differ, and by their sizes the order of the graph (`reorder_for_peak_memory`). So the
+    operators are wrapped here, too, without a state.
     """
+    partitioners: Any = importlib.import_module(_PARTITIONERS)
+    wrapper: Any = importlib.import_module(_RANDOM_PRIMS).graphsafe_run_with_rng_state
 
-    def unchanged(_: Any, forward: Any, backward: Any, __: int) -> tuple[Any, Any]:
+    def wrapped(joint: Any, forward: Any, backward: Any, _: int) -> tuple[Any, Any]:
+        graphs = forward.graph, backward.graph
+        found = [{node.name: node for node in graph.nodes} for graph in graphs]
+        for node in joint.graph.nodes:
+            tags = getattr(node.target, "tags", ())
+            is_random = torch.Tag.nondeterministic_seeded in tags
+            # An operator whose result no gradient needs is not in the backward.
+            if not (is_random and partitioners.must_recompute(node)):
+                continue
+            if not all(node.name in nodes for nodes in found):
+                continue
+            for graph, nodes in zip(graphs, found, strict=True):
+                random = nodes[node.name]
+                with graph.inserting_before(random):
+                    call = graph.create_node(
+                        "call_function",
+                        wrapper,
+                        args=(random.target, *random.args),
+                        kwargs={**random.kwargs, "rng_state": None},
+                    )
+                random.replace_all_uses_with(call)
+                graph.erase_node(random)
+        forward.recompile()
+        backward.recompile()
         return forward, backward
 
-    return patched(_PARTITIONERS, {"functionalize_rng_ops": unchanged})
+    def run(_: Any, operator: Any, *args: Any, rng_state: None, **kwargs: Any) -> Any:
+        return operator(*args, **kwargs)
+
+    with (
+        patched(_PARTITIONERS, {"functionalize_rng_ops": wrapped}),
+        patched(f"{_RANDOM_PRIMS}.graphsafe_run_with_rng_state.__class__", {"__call__": run}),
+    ):
+        yield
 
 
 _PADDING = "torch._inductor.fx_passes.pad_mm"
