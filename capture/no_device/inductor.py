@@ -543,8 +543,8 @@ def _recomputed_random_operators() -> Generator[None]:
     torch wraps each of them, so that the recomputation draws the numbers of the first run
     (`functionalize_rng_ops`). Setting the state of a generator launches no kernel. But Inductor
     passes a wrapped operator views of its operands, and other attention contiguous copies: kernels
-    and buffers differ, and by their sizes the order of the graph (`reorder_for_peak_memory`). So the
-    operators are wrapped here, too, without a state.
+    and buffers differ, and by the sizes of buffers the order of the graph
+    (`reorder_for_peak_memory`). So the operators are wrapped here, too, without a state.
     """
     partitioners: Any = importlib.import_module(_PARTITIONERS)
     wrapper: Any = importlib.import_module(_RANDOM_PRIMS).graphsafe_run_with_rng_state

@@ -171,8 +171,8 @@ def fused_products() -> dict[str, Any]:
     These products implement asynchronous tensor parallelism: `fused_all_gather_matmul`, for one,
     multiplies the rows of one rank while those of the next arrive, on two streams in turn. A GPU
     copies the rows from the memory of the other rank. In each round of copies, every rank reads
-    from one other rank; here the round is recorded as an all-to-all. The barriers between rounds are
-    those of torch's functions.
+    from one other rank; here the round is recorded as an all-to-all. Barriers are where torch's
+    functions have them.
     """
     return {
         "_pipelined_multi_all_gather_and_consume": _gather_and_consume,

@@ -118,8 +118,8 @@ def test_asynchronous_tensor_parallelism_multiplies_rows_while_others_arrive(tmp
     sizes = graph.nodes.comm_bytes[rounds].tolist()
     sizes.remove(8 * 16 * 4)  # another dimension is sharded
     assert sizes == [2 * 512 * 1024 * 2] * (4 * 3)
-    # Three barriers in each of the two gathers; two a round and two more in each of the two scatters,
-    # of which those of a round are on the round's stream.
+    # Three barriers in each of the two gathers, two a round and two more in each of the two
+    # scatters. Those of a round are on its stream.
     barriers = np.flatnonzero(graph.nodes.collective == Collective.BARRIER)
     assert len(barriers) == 2 * 3 + 2 * (2 * 3 + 2)
     assert not graph.nodes.comm_bytes[barriers].any()
