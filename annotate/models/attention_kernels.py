@@ -25,7 +25,12 @@ from functools import cache
 import numpy as np
 
 from onerank.annotate.gpus.gpu import Gpu
-from onerank.annotate.models.attention_time import QUERY_TILE, AttentionTerms, decode_terms
+from onerank.annotate.models.attention_time import (
+    QUERY_TILE,
+    AttentionTerms,
+    decode_terms,
+    has_few_queries,
+)
 from onerank.annotate.models.coefficients import Coefficients, Decode
 from onerank.annotate.models.flash2_decode import (
     FLASH2_DECODE,
@@ -35,6 +40,7 @@ from onerank.annotate.models.flash2_decode import (
     flash2_decode_terms,
     flash2_prefill_terms,
 )
+from onerank.annotate.models.flash2_prefill import is_scheduled
 from onerank.annotate.op_costs.cost_record import WINDOWED
 from onerank.ir.arrays import F64, Mask
 from onerank.ir.errors import AnnotateError
@@ -145,8 +151,6 @@ class ShapeFactors:
         backward: the same of the backward pass.
         forward_tail: share of the longest tile.
         backward_tail: the same of the backward pass.
-        window: time of a forward call with a window over that of one without a mask that has as
-            many keys for each tile of queries, for each head size.
         source: where the figures are from.
         sustained: sustained over peak rate of the GPU on which the kernel alone was measured and
             stayed below the power limit; None if it reached the limit.
@@ -157,7 +161,6 @@ class ShapeFactors:
     backward: tuple[float, ...]
     forward_tail: float
     backward_tail: float
-    window: tuple[float, ...]
     source: str
     sustained: float | None = None
 
@@ -185,7 +188,7 @@ class ShapeFactors:
         """
         columns: list[F64] = list(shapes.T)
         batch, heads, _, rows, _, d, _, causal, back = columns
-        backward, windowed = back > 0, causal == WINDOWED
+        backward = back > 0
         by_head: F64 = np.where(
             backward,
             np.interp(d, self.heads, self.backward),
@@ -194,9 +197,7 @@ class ShapeFactors:
         per_sm: F64 = batch * heads * np.ceil(rows / QUERY_TILE) / gpu.sm_count
         tail: F64 = np.where(backward, self.backward_tail, self.forward_tail)
         waiting: F64 = 1 + 2 * tail / np.maximum(per_sm, _FEW_TILES)
-        factors = np.where((causal > 0) & ~windowed, by_head * waiting, by_head)
-        by_window = np.where(backward, 1.0, np.interp(d, self.heads, self.window))
-        factors = np.where(windowed, factors * by_window, factors)
+        factors = np.where((causal > 0) & (causal < WINDOWED), by_head * waiting, by_head)
         return factors * self.in_training(gpu) if training else factors
 
 
@@ -207,35 +208,29 @@ _FEW_TILES = 4
 # its forward takes 1.06 to 1.14 times as long and its backward 1.05 to 1.16 times; 1980 over the
 # boost clock of 1830 MHz is 1.08 (2026-11-27-generated-instructions-h100).
 _H100 = "measured on an H100 SXM, torch 2.11 and CUDA 13, heads of 64 to 256"
-_NO_WINDOW = (1.0,) * 5  # torch calls no other kernel with a window
 # (family, architecture) -> factors of the operators that torch runs there: geometric means over
-# 4096 tokens and more without a mask; the tails fit the causal calls.
+# 4096 tokens and more without a mask; the tails fit the causal calls. FlashAttention-2's forward
+# has `flash2_prefill` instead, except for heads below 33.
 _BY_SHAPE = {
     ("flash2", "hopper"): ShapeFactors(
         (64, 96, 128, 192, 256),
         (1.45, 1.53, 1.69, 2.12, 2.25),
         (1.72, 1.82, 1.85, 2.37, 2.43),
         *(0.75, 0.35),
-        # With a window the kernel compares the positions of each score, and not only of the last
-        # blocks: with a window that hides one key, heads of 96, 128, 192 and 256 take 1.24, 1.18,
-        # 1.10 and 1.00 times as long as with a causal mask (2026-11-27-attention-windows-2-h100).
-        # Heads of 64 take 1.64 times, and 0.9 of the prediction with gpt-oss's window of 128, the
-        # only window of that size of heads among the models compared.
-        (1.0, 1.24, 1.2, 1.1, 1.0),
         *(_H100, 0.737),
     ),
     ("cudnn", "hopper"): ShapeFactors(
         (64, 96, 128, 192, 256),
         (1.0, 1.07, 0.98, 0.98, 1.02),
         (1.08, 1.22, 1.055, 1.72, 1.64),
-        *(0.4, 0.3, _NO_WINDOW, _H100),
+        *(0.4, 0.3, _H100),
     ),
     # Causal calls alone were measured, so their figures hold the wait for the last tiles.
     ("efficient", "hopper"): ShapeFactors(
         (64, 96, 128, 192, 256),
         (3.4, 4.5, 3.55, 5.5, 5.75),
         (4.2, 5.8, 4.4, 19.5, 25.0),
-        *(0.0, 0.0, _NO_WINDOW, _H100),
+        *(0.0, 0.0, _H100),
     ),
 }
 
@@ -291,6 +286,16 @@ def divided_prefills(family: str, gpu: Gpu, shapes: F64) -> Mask:
         return np.zeros(len(shapes), dtype=bool)
     _, _, _, rows, _, _, _, _, backward = shapes.T
     return (rows > 1) & (backward == 0) & divides_keys(gpu, shapes)
+
+
+def scheduled_forwards(family: str, gpu: Gpu, shapes: F64) -> Mask:
+    """Return which calls `flash2_prefill` predicts by the schedule of their tiles, bool[d].
+
+    Arguments as for `named_decode_terms`.
+    """
+    if family != "flash2":
+        return np.zeros(len(shapes), dtype=bool)
+    return is_scheduled(gpu, shapes) & ~has_few_queries(shapes) & ~divides_keys(gpu, shapes)
 
 
 def divided_prefill_terms(gpu: Gpu, shapes: F64) -> WaveTerms:

@@ -321,7 +321,7 @@ def attention_terms(
     # 2 on average. Queries of the last keys also see all keys before them. Of a call with a window,
     # `keys` are those that a tile sees.
     seen = np.where(causal == 2, blocks - rows / QUERY_TILE / 2 + 1 / 2, (blocks + 1) / 2)
-    masked = (causal > 0) & (causal != WINDOWED)
+    masked = (causal > 0) & (causal < WINDOWED)
     mean: F64 = np.where(masked & (rows > QUERY_TILE), seen, blocks)
     softmax = _softmax(gpu, rates)
     # The fitted efficiency includes the exponentials of heads of 128, so only other

@@ -95,8 +95,12 @@ class KeyWindow(NamedTuple):
     def keys_of_tile(self, rows: int, keys: int) -> int:
         """Return the mean number of keys that a tile of queries sees; arguments as for `pairs`."""
         others = min(rows, QUERY_TILE) - 1  # the windows of neighbours differ by one key
-        most = min(keys, self.left + 1 + others + self.right)
-        return min(most, -(-self.pairs(rows, keys) // rows) + others)
+        mean = -(-self.pairs(rows, keys) // rows) + others
+        return min(self.keys_of_last_tile(rows, keys), mean)
+
+    def keys_of_last_tile(self, rows: int, keys: int) -> int:
+        """Return how many keys the last tile of queries sees; arguments as for `pairs`."""
+        return min(keys, self.left + min(rows, QUERY_TILE) + self.right)
 
     def hides(self, rows: int, keys: int, *, causal: bool) -> bool:
         """Return whether it hides a key that a mask, if any, does not; arguments as for `pairs`."""
@@ -207,7 +211,9 @@ def attention_formula(layout: AttentionArguments) -> Formula:
             unread = (key.nbytes + value.nbytes) * mask.window.hidden(rows, columns) // columns
             bytes_read = call.input_bytes - unread
             # As if each query saw the keys that its tile does, without a mask.
+            last = mask.window.keys_of_last_tile(rows, columns)
             columns = mask.window.keys_of_tile(rows, columns)
+            masked += last - columns
             sizes = (*sizes[:4], columns)
         batch, heads, key_heads, rows, columns = sizes
         if heads == key_heads == 1 and d > dv and not masked and not layout.backward:

@@ -18,6 +18,7 @@ from onerank.annotate.models.attention_kernels import (
     named_decode_terms,
     resolve,
     resolve_unmeasured,
+    scheduled_forwards,
     shape_factors,
     slowdown_of,
 )
@@ -25,6 +26,7 @@ from onerank.annotate.models.attention_time import has_few_queries, is_latent
 from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.cost_model import CostModel, PredictFromDescription
 from onerank.annotate.models.features import KernelFeatures
+from onerank.annotate.models.flash2_prefill import ScheduleTerms, flash2_schedule_terms
 from onerank.annotate.models.learned import attention_share
 from onerank.annotate.models.prediction_terms import (
     OF_ATTENTION,
@@ -412,13 +414,14 @@ def swap_unmeasured_attention(  # noqa: PLR0917
     )
     families, place = np.unique(np.array(names), return_inverse=True)
     backward = kernels.is_attention_backward
+    above = np.maximum(unswapped_ns - target.launch_floor_ns, 0)
     factors, notes = np.ones(len(fused)), [*decode_notes]
     swaps: list[_FamilySwap] = []
     rules = rules.copy()
     for at, family in enumerate(families.tolist()):
         rows = np.flatnonzero(fused & (place == at))
         swap = _swap_to_family(
-            *(family, shapes[rows], backward[rows], rules[rows]),
+            *(family, shapes[rows], backward[rows], rules[rows], above[rows]),
             *(target, requested_kernel),
             training=bool(backward.any()),
         )
@@ -429,7 +432,6 @@ def swap_unmeasured_attention(  # noqa: PLR0917
             notes.append(_without_figure(len(rows), target, swap.kernel))
         elif len(rows) and (not usual or (swap.factors != 1).any()):
             notes.append(_attention_note(len(rows), target, swap.kernel))
-    above = np.maximum(unswapped_ns - target.launch_floor_ns, 0)
     if record is not None:
         record.update_where(
             fused,
@@ -438,6 +440,13 @@ def swap_unmeasured_attention(  # noqa: PLR0917
             ),
         )
     swapped_ns = np.where(fused, unswapped_ns + above * (factors - 1), unswapped_ns)
+    for at, swap in enumerate(swaps):
+        if (terms := swap.by_schedule) is None:
+            continue
+        rows = np.flatnonzero(fused & (place == at))[swap.scheduled]
+        swapped_ns[rows] = terms.predicted_ns
+        if record is not None:
+            record.update(rows, lambda i, _, terms=terms: terms.term(i, target.name))
     return swapped_ns, rules, tuple(notes)
 
 
@@ -448,11 +457,15 @@ class _FamilySwap:
     Attributes:
         kernel: the kernel, with its mean factors.
         factors: time of each call over that of the usual kernel, float64[k].
+        scheduled: which calls are predicted by the schedule of their tiles, bool[k].
+        by_schedule: their time; None without such calls.
         without_figure: whether the kernel has no figure on the target.
     """
 
     kernel: Resolution
     factors: F64
+    scheduled: Mask
+    by_schedule: ScheduleTerms | None = None
     without_figure: bool = False
 
 
@@ -461,6 +474,7 @@ def _swap_to_family(  # noqa: PLR0917
     shapes: F64,
     backward: Mask,
     rules: U8,
+    above: F64,
     target: Gpu,
     requested_kernel: Resolution,
     *,
@@ -473,14 +487,22 @@ def _swap_to_family(  # noqa: PLR0917
         shapes: `AttentionShape` of each call, float64[k, 9].
         backward: whether each call is a backward pass, bool[k].
         rules: the rule that predicted each call, uint8[k].
+        above: time of each above the launch floor, by the usual kernel, float64[k].
         target: GPU they are predicted for.
         requested_kernel: the kernel of calls without a figure of their family.
         training: whether the step has backward passes, also of other families.
     """
     if (by_shape := shape_factors(family, target)) is not None:
         factors = by_shape.of(target, shapes, training=training)
+        scheduled = scheduled_forwards(family, target, shapes)
+        terms = None
+        if scheduled.any():
+            terms = flash2_schedule_terms(target, shapes[scheduled], training=training)
+            above_ns = terms.predicted_ns - target.launch_floor_ns
+            factors[scheduled] = above_ns / np.maximum(above[scheduled], 1.0)
         means = _mean(factors[~backward]), _mean(factors[backward])
-        return _FamilySwap(Resolution("", family, *means, by_shape.source), factors)
+        kernel = Resolution("", family, *means, by_shape.source)
+        return _FamilySwap(kernel, factors, scheduled, terms)
     kernel, without_figure = requested_kernel, False
     if slowdown := slowdown_of(family, target):
         kernel = Resolution("", family, slowdown.forward, slowdown.backward, slowdown.source)
@@ -491,7 +513,9 @@ def _swap_to_family(  # noqa: PLR0917
         slower = shipped().other_attention if near else 1.0
         kernel = Resolution("", family, slower, slower, "no figure is known")
         without_figure = True
-    return _FamilySwap(kernel, np.where(backward, kernel.backward, kernel.forward), without_figure)
+    factors = np.where(backward, kernel.backward, kernel.forward)
+    none = np.zeros(len(shapes), dtype=bool)
+    return _FamilySwap(kernel, factors, none, without_figure=without_figure)
 
 
 def _swap_decoding(

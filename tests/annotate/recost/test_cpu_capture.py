@@ -8,6 +8,7 @@ from notes import note_of
 from raised import raises_code
 
 from onerank.annotate import PassOptions, load_gpu, recost, summarise
+from onerank.annotate.models.flash2_prefill import flash2_schedule_terms
 from onerank.ir import Device, Evidence, Graph, GraphBuilder, Job, Kind, Measurement, Reason
 from onerank.ir.notes import Note
 
@@ -163,13 +164,16 @@ def test_attention_may_be_by_a_kernel_that_is_named(capture):
     made = recost(graph, "H100", passes=PassOptions(attention="flash2"))
     above = usual - load_gpu("H100").launch_floor_ns
     per_sm = 2 * 16 * (4096 / 128) / 132
-    # Factors of heads of 128, and the wait for the last tiles of a causal mask.
-    factors = np.array([1.69 * (1 + 2 * 0.75 / per_sm), 1.85 * (1 + 2 * 0.35 / per_sm)])
-    # A step of training has the boost clock; the kernel was measured at the highest one.
-    factors *= 1980 / 1830
-    slower = usual + above * (factors - 1)
+    # The factor of heads of 128, the wait for the last tiles of a causal mask, and the boost clock
+    # of a step of training, while the kernel was measured at the highest one.
+    factor = 1.85 * (1 + 2 * 0.35 / per_sm) * 1980 / 1830
+    slower = usual[1] + above[1] * (factor - 1)
+    forward, backward = times_of_operators(made)
     # Half a nanosecond of rounding in `usual`, times the factor, and another half in `made`.
-    assert times_of_operators(made) == pytest.approx(slower, abs=0.5 * factors.max() + 0.5)
+    assert backward == pytest.approx(slower, abs=0.5 * factor + 0.5)
+    shape = np.array([[2, 16, 16, 4096, 4096, 128, 128, 1, 0]], dtype=float)
+    terms = flash2_schedule_terms(load_gpu("H100"), shape, training=True)
+    assert forward == pytest.approx(terms.predicted_ns[0], abs=0.5)
     note_of(
         made.job.measurement.notes, "attention-kernel-assumed", 2, "flash2", "H100-SXM", "x2.18"
     )
