@@ -6,7 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    FakeTensor,
+    FakeTensorMode,
+    in_kernel_invocation_manager,
+)
 from torch.utils import _python_dispatch
 
 _modes: Any = _python_dispatch
@@ -107,15 +111,31 @@ def as_subclass(tensor: Tensor, kind: type[Tensor]) -> Tensor:
     disabled: Any = torch._C.DisableTorchFunctionSubclass  # pyright: ignore[reportPrivateUsage]
     # A subclass must not see this view in its `__torch_function__`.
     with disabled():
-        alias = tensor.view_as(tensor)
+        alias: Any = tensor.view_as(tensor)
     if kind is Tensor:
         alias.__class__ = FakeTensor
         return alias
     if kind not in _COMBINED:
         bases: Any = (kind, FakeTensor)
         _COMBINED[kind] = _equal_to(kind)(kind.__name__, bases, {})
+    if any(vars(base).get("__slots__") for base in kind.__mro__):
+        return _created(_COMBINED[kind], alias)
     alias.__class__ = _COMBINED[kind]
     return alias
+
+
+def _created(cls: type[Tensor], alias: FakeTensor) -> Tensor:
+    """Return a new instance of a class on the memory of a fake tensor, without its history.
+
+    Python changes the class of no instance to one with slots, as torchrec's slices of a table have.
+    """
+    with in_kernel_invocation_manager(alias.fake_mode):
+        plain = torch.empty_strided((0,), (1,), dtype=alias.dtype, device="meta")
+        place = alias.storage_offset(), alias.shape, alias.stride()
+        plain.set_(alias.untyped_storage(), *place)  # pyright: ignore[reportArgumentType]
+    made: Any = cls
+    created: Tensor = FakeTensor.__new__(made, alias.fake_mode, plain, alias.fake_device)
+    return created.requires_grad_(alias.requires_grad)
 
 
 def _equal_to(kind: type[Tensor]) -> Any:

@@ -83,6 +83,13 @@ PATCHES: tuple[Patch, ...] = (
         everywhere=True,
     ),
     Patch(
+        "torch.distributed._functional_collectives",
+        ("_are_we_tracing", "_wrap_tensor_autograd"),
+        "torch takes fake tensors for those of a compiler, and waits for each collective at once.",
+        ("no_device.operators.functional_collectives",),
+        everywhere=True,
+    ),
+    Patch(
         "torch.distributed.fsdp._fully_shard._fsdp_param_group",
         ("foreach_all_gather", "foreach_reduce"),
         "As above: gathers and reductions of FSDP2 and their parameters are counted.",
@@ -225,12 +232,15 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         "torch._subclasses.fake_tensor.FakeTensor",
-        ("__new__", "data", "set_", "numpy", "tolist", "new_tensor", "__format__", "__repr__"),
+        (
+            *("__new__", "as_subclass", "data", "set_"),
+            *("numpy", "tolist", "new_tensor", "__format__", "__repr__"),
+        ),
         "Libraries create a parameter by the class of another one, which is FakeTensor. FSDP1 "
         "moves a parameter by its data, which leaves a fake tensor's device as it was. Scripts "
         "log a loss by way of NumPy, and read counts as a list. torchao takes a tensor that "
         "prints as FakeTensor for one of a compiler, and skips what a GPU would run. nanotron "
-        "gives a tensor a part of a storage.",
+        "gives a tensor a part of a storage. C++ makes no instance of a subclass of a fake tensor.",
         ("no_device.emulated_process",),
     ),
     Patch(

@@ -44,8 +44,10 @@ from onerank.capture.no_device.operators import recurrent_layers, triton_kernels
 from onerank.capture.no_device.operators.cuda_kernels import CudaSourceKernel
 from onerank.capture.no_device.operators.fake_operators import FakeOperators
 from onerank.capture.no_device.operators.functional_collectives import (
+    FUNCTIONAL_COLLECTIVES,
     SYMMETRIC_MEMORY,
     fused_products,
+    waits_at_first_use,
 )
 from onerank.capture.no_device.operators.router_choices import RouterChoices
 from onerank.capture.no_device.saved_files import SavedFiles
@@ -135,6 +137,7 @@ class EmulatedProcess:
                 self._functions(),
                 after_import(_REDISTRIBUTE, self._redistributions),
                 after_import(_FSDP_GROUPS, self._fsdp_groups),
+                after_import(FUNCTIONAL_COLLECTIVES, waits_at_first_use),
                 patched(
                     "torch.nn.Parameter", {"__new__": staticmethod(creates_parameter(self.fake))}
                 ),

@@ -185,7 +185,12 @@ def fake_tensor_methods(operators: FakeOperators, values: UnknownValues) -> dict
     for method in methods.values():
         untraced(method)
     of_numbers = {"new_tensor": _lifted(_torch._C.TensorBase.new_tensor)}
-    attributes = {"__new__": staticmethod(_new_fake), "data": _data, "set_": _set}
+    attributes = {
+        "__new__": staticmethod(_new_fake),
+        "as_subclass": as_subclass,
+        "data": _data,
+        "set_": _set,
+    }
     return {**attributes, **of_numbers, **methods}
 
 

@@ -26,6 +26,7 @@ _GPU_ONLY = re.compile(
     r"_for_cpu\S* does not have a sharding strategy registered|"
     r"FlexAttention does not support backward on CPU|module 'torch\.cpu' has no attribute"
 )
+_ON_TWO_DEVICES = "Expected all tensors to be on the same device"
 _MIXED = re.compile(r"got mixed torch\.Tensor and DTensor")
 _UNSUPPORTED_ON_SHARDS = re.compile(  # wording of torch.distributed.tensor
     r"in-place operations that require placement changes|"
@@ -73,7 +74,7 @@ class FailureReason(NamedTuple):
     code: str
 
 
-def explained(
+def explained(  # noqa: PLR0911  one cause after another
     error: BaseException, script: Path, changes: ModelChanges = UNCHANGED
 ) -> FailureReason:
     """Return an error's message with advice and the code of its cause.
@@ -115,6 +116,13 @@ def explained(
             f"{script_line(error, script)} runs only on a GPU: {why}\n"
             "  a real job on CPUs fails too: capture on a machine with a GPU",
             "script-gpu-only",
+        )
+    if _ON_TWO_DEVICES in text:
+        return FailureReason(
+            f"{script_line(error, script)}: {first_line(error)}\n"
+            "  move modules, parameters and batches to one device: what is added after "
+            'model.to("cuda") stays where it was created',
+            "script-two-devices",
         )
     hint = (changes.fsdp_shards and _fsdp_hint(error, script)) or (
         changes.partial_sequence and _sequence_hint(error, script)

@@ -2,13 +2,16 @@
 
 import importlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C import _distributed_c10d as distributed_c10d
+from torch.fx.experimental import proxy_tensor
 
 from onerank.capture.fake_world.call_log import symmetric_memory_calls
+from onerank.capture.patches import rebound
 from onerank.ir.errors import CaptureError
 
 _c10d: Any = distributed_c10d  # groups and options have no types in torch
@@ -152,6 +155,47 @@ class FunctionalCollectives:
         options.rootRank = source
         self._started(_group(group).broadcast([tensor], options), [tensor])
         return tensor
+
+
+FUNCTIONAL_COLLECTIVES = "torch.distributed._functional_collectives"
+
+
+def waits_at_first_use() -> AbstractContextManager[None]:
+    """Let a functional collective return before it is complete, as on a GPU.
+
+    torch takes fake tensors for those of a compiler. It would then wait at once, so that nothing
+    overlaps the collective, and would compute the placements of DTensors at each call.
+    """
+    return rebound(
+        FUNCTIONAL_COLLECTIVES,
+        {"_are_we_tracing": _traces, "_wrap_tensor_autograd": _in_flight},
+    )
+
+
+def _traces() -> bool:
+    """Whether torch.compile traces the running code, or proxies record it."""
+    return torch.compiler.is_compiling() or proxy_tensor.get_proxy_mode() is not None
+
+
+class _InFlight(torch.autograd.Function):
+    """Wraps a result in an `AsyncCollectiveTensor`, through which gradients pass."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        del ctx
+        return importlib.import_module(FUNCTIONAL_COLLECTIVES).AsyncCollectiveTensor(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        del ctx
+        return gradients[0]
+
+
+def _in_flight(tensor: Tensor) -> Any:
+    """Return the result of a collective that may still run."""
+    if tensor.requires_grad and torch.is_grad_enabled():
+        return _InFlight.apply(tensor)
+    return importlib.import_module(FUNCTIONAL_COLLECTIVES).AsyncCollectiveTensor(tensor)
 
 
 def _group(name: str) -> Any:

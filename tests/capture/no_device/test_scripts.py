@@ -295,3 +295,47 @@ def test_a_sparse_gradient_is_not_averaged_over_ranks(tmp_path):
     done = run(tmp_path, script, "--dp", "2")
     assert done.returncode == 2
     assert "error[collective-unsupported]" in done.stderr
+
+
+SUBCLASSES = """
+    import torch
+    from torch import nn
+
+    class Rows(nn.Parameter):
+        __slots__ = ("start",)
+
+        def __new__(cls, table, start, stop):
+            return table[start:stop].view(-1, 4).as_subclass(cls)
+
+        def __init__(self, table, start, stop):
+            self.start = start
+
+    class Image(torch.Tensor):
+        pass
+
+    model = nn.Linear(8, 8, device="cuda")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    table = torch.zeros(64, device="cuda")
+    rows = Rows(table, 8, 24)
+    assert isinstance(rows, Rows) and rows.start == 8 and rows.shape == (4, 4) and rows.is_cuda
+    assert rows.untyped_storage().data_ptr() == table.untyped_storage().data_ptr()
+    for step in range(5):
+        image = torch.randn(2, 8, device="cuda").as_subclass(Image)
+        assert isinstance(image, Image)
+        model(image).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_a_tensor_becomes_an_instance_of_a_subclass(tmp_path):
+    captured(tmp_path, SUBCLASSES)
+
+
+def test_a_parameter_that_stayed_on_the_cpu_names_the_line(tmp_path):
+    setup = "model.low_rank = nn.Parameter(torch.randn(64, 32))"
+    text = LINEAR.format(setup=setup, statement="loss = (output.detach() @ model.low_rank.T).sum()")
+    done = run(tmp_path, text)
+    assert done.returncode == 2
+    assert "error[script-two-devices]" in done.stderr
+    assert "train.py line 10" in done.stderr

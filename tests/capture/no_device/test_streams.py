@@ -319,3 +319,34 @@ def test_a_stage_that_torch_cuts_from_a_model_runs_on_the_gpu(tmp_path):
     )
     products = [graph.strings[int(op)] for op in graph.nodes.op].count("aten::addmm")
     assert products == 2 * 4
+
+
+FUNCTIONAL = """
+    import torch
+    import torch.distributed as dist
+    import torch.distributed._functional_collectives as functional
+    dist.init_process_group("nccl")
+    weight = torch.nn.Parameter(torch.zeros(64, 64, device="cuda"))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    for step in range(5):
+        x = torch.ones(8, 64, device="cuda")
+        reduced = functional.all_reduce(x, "sum", dist.group.WORLD)
+        assert type(reduced) is functional.AsyncCollectiveTensor
+        other = x.exp()
+        part = reduced[:4]
+        assert type(part) is functional.AsyncCollectiveTensor
+        used = reduced.sin()
+        assert not isinstance(used, functional.AsyncCollectiveTensor)
+        (used @ weight + other).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_a_functional_collective_waits_at_its_first_use(tmp_path):
+    graph = captured(tmp_path, FUNCTIONAL, "--dp", 2, "--torchrun")
+    operators = graph.text("op")
+    collective = int(np.flatnonzero(graph.nodes.kind == Kind.COLLECTIVE)[0])
+    edges = graph.edges
+    users = [operators[node] for node in edges.target[edges.source == collective].tolist()]
+    assert users == ["aten::sin"]
