@@ -219,9 +219,10 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         "torch._subclasses.fake_tensor.FakeTensorMode",
-        ("avoid_device_init", "create_symbolic_nested_int"),
+        ("avoid_device_init", "create_symbolic_nested_int", "in_kernel_invocation"),
         "torch.cuda says that there is a device, but no tensor may be created on it. A nested "
-        "tensor gets a ragged size without a graph that has symbols.",
+        "tensor gets a ragged size without a graph that has symbols. While one thread runs an "
+        "operator, another one that loads data reads the device of a tensor.",
         ("no_device.emulated_process",),
     ),
     Patch(

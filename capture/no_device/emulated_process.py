@@ -155,6 +155,7 @@ class EmulatedProcess:
                     {
                         "avoid_device_init": property(_yes),
                         "create_symbolic_nested_int": create_nested_int,
+                        "in_kernel_invocation": property(_is_in_kernel, _set_by_thread),
                     },
                 ),
                 patched(NESTED, {"get_tensor_symint": keeps_ragged_size()}),
@@ -387,6 +388,15 @@ def _load_in_this_process(loader: Any) -> Any:
         return _dataloader._SingleProcessDataLoaderIter(loader)
     finally:
         loader.num_workers, loader.timeout = kept
+
+
+def _is_in_kernel(_: object) -> bool:
+    """Whether this thread runs a meta kernel, during which fake tensors are on the meta device."""
+    return _torch._C._meta_in_tls_dispatch_include()
+
+
+def _set_by_thread(_: object, __: bool) -> None:
+    """Ignore the flag of the mode: torch sets one of the thread along with it."""
 
 
 def _yes(_: object) -> bool:

@@ -339,3 +339,33 @@ def test_a_parameter_that_stayed_on_the_cpu_names_the_line(tmp_path):
     assert done.returncode == 2
     assert "error[script-two-devices]" in done.stderr
     assert "train.py line 10" in done.stderr
+
+
+LOADS_IN_A_THREAD = """
+    import sys, threading, torch
+    sys.setswitchinterval(1e-5)
+    model = torch.nn.Linear(8, 8, device="cuda")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    read, ended = set(), threading.Event()
+
+    def load():
+        while not ended.is_set():
+            read.add(model.weight.device.type)
+
+    thread = threading.Thread(target=load, daemon=True)
+    thread.start()
+    for step in range(5):
+        x = torch.randn(2, 8, device="cuda")
+        for _ in range(50):
+            x = x.exp()
+            assert x.device.type == "cuda"
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert read == {"cuda"}, read
+    ended.set()
+"""
+
+
+def test_a_thread_reads_the_device_while_another_computes(tmp_path):
+    captured(tmp_path, LOADS_IN_A_THREAD)
