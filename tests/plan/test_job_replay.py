@@ -2,8 +2,10 @@
 
 import gzip
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from own_process import run_command
@@ -14,6 +16,7 @@ import onerank
 from onerank.converters.expand.pipeline import PipelineSchedule, expand
 from onerank.converters.expand.ranks import RankGraph
 from onerank.ir import Graph, Kind, Phase
+from onerank.ir.arrays import Mask
 from onerank.plan.cluster import ClusterLink, ClusterNetwork
 from onerank.plan.job_replay import JobReplay, replay_job
 
@@ -110,17 +113,53 @@ def without_last(graph: Graph, kind: Kind) -> Graph:
     return graph.with_columns(kind=kinds)
 
 
-def test_without_a_pipeline_the_slowest_rank_counts(tmp_path: Path) -> None:
+def tensor_parallel_ranks(tmp_path: Path) -> list[Graph]:
+    """Return equal graphs of both ranks of a group."""
     traces = Path(__file__).parents[2] / "traces" / "h200-llama-8b-4l-tp2-real"
     file = tmp_path / "slice.et"
     file.write_bytes(gzip.decompress((traces / "slice.0.et.gz").read_bytes()))
     graph = onerank.read(file)
-    slower = graph.with_columns(duration_ns=graph.nodes.duration_ns * 2)
-    schedule = PipelineSchedule.parse("1f1b")
-    alone = [replay_job([one], INSTANT, schedule, None).step_ns for one in (graph, slower)]
-    assert alone[1] > 1.5 * alone[0]
-    for together in ([graph, slower], [slower, graph]):
-        assert replay_job(together, INSTANT, schedule, None).step_ns == alone[1]
+    return [replace(graph, job=msgspec.structs.replace(graph.job, rank=rank)) for rank in (0, 1)]
+
+
+def slowed(graph: Graph, chosen: Mask) -> Graph:
+    factor = np.where(chosen & graph.gpu_compute, 3, 1)
+    return graph.with_columns(duration_ns=graph.nodes.duration_ns * factor)
+
+
+def test_ranks_without_a_pipeline_wait_for_each_other(tmp_path: Path) -> None:
+    ranks = tensor_parallel_ranks(tmp_path)
+    base = replayed(ranks[:1])
+    equal = replayed(ranks)
+    assert equal.step_ns == pytest.approx(base.step_ns, rel=0.01)
+    assert equal.bubble_ns == 0
+    assert equal.idle_ns == pytest.approx(base.idle_ns, rel=0.05)
+    # All kernels of one rank are slower: the other waits.
+    every = np.ones(len(ranks[0]), dtype=np.bool_)
+    slow = [replayed([slowed(ranks[0], every)]).step_ns, *(
+        replayed(together).step_ns
+        for together in ([slowed(ranks[0], every), ranks[1]], [ranks[0], slowed(ranks[1], every)])
+    )]  # fmt: skip
+    assert slow[0] > 2 * base.step_ns
+    assert slow[1:] == pytest.approx([slow[0]] * 2, rel=0.01)
+    # The first half is slower on one rank, the second on the other: each waits for the other.
+    calls = np.flatnonzero(ranks[0].communication)
+    early = np.arange(len(ranks[0])) < calls[len(calls) // 2]
+    alone = [
+        replayed([slowed(ranks[0], early)]).step_ns,
+        replayed([slowed(ranks[1], ~early)]).step_ns,
+    ]
+    together = replayed([slowed(ranks[0], early), slowed(ranks[1], ~early)])
+    assert together.step_ns == pytest.approx(sum(alone) - base.step_ns, rel=0.02)
+    assert together.bubble_ns > 0.9 * (together.step_ns - max(alone))
+
+
+def test_ranks_without_a_pipeline_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
+    ranks = tensor_parallel_ranks(tmp_path)
+    with raises_code("replay-duplicate-rank", naming="rank 1"):
+        replayed([*ranks, ranks[1]])
+    with raises_code("pipeline-unmatched-collective", naming=("21 of rank 0", "20 of rank 1")):
+        replayed([ranks[0], without_last(ranks[1], Kind.COLLECTIVE)])
 
 
 def test_ranks_that_do_not_belong_together_are_refused() -> None:
@@ -131,9 +170,9 @@ def test_ranks_that_do_not_belong_together_are_refused() -> None:
         replayed([*graphs[:2], graphs[3]])
     with raises_code("pipeline-duplicate-rank", naming="ranks 1 and 1"):
         replayed([*graphs, graphs[1]])
-    with raises_code("pipeline-unmatched-message", naming=("7", "stage 1", "8")):
+    with raises_code("pipeline-unmatched-message", naming=("7", "rank 1", "8")):
         replayed([without_last(graphs[0], Kind.SEND), *graphs[1:]])
-    with raises_code("pipeline-unmatched-collective", naming=("0 on stage 0", "1 on stage 3")):
+    with raises_code("pipeline-unmatched-collective", naming=("0 of rank 0", "1 of rank 3")):
         replayed([without_last(graphs[0], Kind.COLLECTIVE), *graphs[1:]])
 
 

@@ -1,13 +1,14 @@
 """Replay the captured ranks of a job together, on a cluster.
 
-A schedule orders the blocks of a sliced model's stages. `torch.distributed.pipelining`, Megatron-LM
-and hand-written loops run their own schedule, whose order their traces record: each rank is
-replayed in the order of its trace, and receives a message a transfer time after its sender sends
-it.
+A schedule orders the blocks of a sliced model's stages. All other ranks are replayed in the order
+of their traces: `torch.distributed.pipelining`, Megatron-LM and hand-written loops run their own
+schedule, and Inductor orders the graph of each rank of a ring by its own sizes. A rank receives a
+message a transfer time after its sender sends it, and a collective begins when the last of its
+ranks reaches it.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -37,7 +38,8 @@ class JobReplay(Displayed, msgspec.Struct, frozen=True):
         step_ns: the step.
         compute_ns: time in which the slowest rank computes.
         exposed_communication_ns: time in which it communicates and computes nothing.
-        bubble_ns: time in which it waits for other stages.
+        bubble_ns: time in which it waits for other ranks.
+        idle_ns: time in which it does neither, as when its GPU waits for the host.
         peak_bytes: memory of the fullest rank, that outside the allocator included.
         ranks: ranks of the job.
     """
@@ -46,6 +48,7 @@ class JobReplay(Displayed, msgspec.Struct, frozen=True):
     compute_ns: int
     exposed_communication_ns: int
     bubble_ns: int
+    idle_ns: int
     peak_bytes: int
     ranks: int
 
@@ -59,9 +62,8 @@ def replay_job(
     """Return the step of a job from the re-costed graphs of its stages.
 
     Args:
-        graphs: one per class of equivalent ranks. Without a pipeline, each class is replayed
-            without the others, and the slowest one's step is that of the job: waits for other
-            ranks are not replayed.
+        graphs: one per class of equivalent ranks. Several ranks without a pipeline wait for each
+            other in the collectives of groups that they share.
         network: times the communication.
         schedule: order of forwards and backwards. Ranks whose script runs its own pipeline keep
             the order of their trace instead.
@@ -69,8 +71,8 @@ def replay_job(
             captured.
 
     Raises:
-        ExportError: the graphs are not the stages of one pipeline, or do not fit the schedule; or
-            `micro_batches` is given for ranks that keep their order.
+        ExportError: the graphs are not the stages of one pipeline, or do not fit the schedule; a
+            rank has two graphs; or `micro_batches` is given for ranks that keep their order.
         GraphError: a graph has a cycle, or takes no time.
     """
     captured = graphs[0].job.world
@@ -83,13 +85,9 @@ def replay_job(
                 "  leave out --micro-batches, or capture with another number of them",
                 code="pipeline-own-micro-batches",
             )
-        return _scripted_step(graphs, network)
+        return _joint_step(_pipeline(graphs), network)
     if stages == 1 and len(graphs) > 1:
-        replays = [replay_job([graph], network, schedule, micro_batches) for graph in graphs]
-        slowest = max(replays, key=lambda replay: replay.step_ns)
-        return msgspec.structs.replace(
-            slowest, peak_bytes=max(replay.peak_bytes for replay in replays)
-        )
+        return _joint_step(_separate_ranks(graphs), network)
     if stages % schedule.chunks:
         raise ExportError(
             f"--schedule {schedule} puts {schedule.chunks} stages on each rank, which does not "
@@ -115,17 +113,19 @@ def replay_job(
     count = micro_batches or stages_of_rank[0].micro_batches
     step = step_of(stages_of_rank, world, network, schedule, count)
     last, fullest = step.slowest, step.fullest
+    busy = last.busy
     return JobReplay(
         step_ns=round(last.end_ns),
-        compute_ns=round(last.busy.compute_ns),
-        exposed_communication_ns=round(last.busy.exposed_ns),
-        bubble_ns=round(max(0.0, last.end_ns - last.busy.elapsed_ns)),
+        compute_ns=round(busy.compute_ns),
+        exposed_communication_ns=round(busy.exposed_ns),
+        bubble_ns=round(max(0.0, last.end_ns - busy.elapsed_ns)),
+        idle_ns=round(max(0.0, busy.elapsed_ns - busy.compute_ns - busy.exposed_ns)),
         peak_bytes=round(fullest.peak_bytes + fullest.other_bytes),
         ranks=world.size,
     )
 
 
-# Ranks with their own schedules -------------------------------------------------------------------
+# Ranks in the order of their traces ---------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,12 +149,12 @@ class _Wait:
 
 @dataclass(slots=True)
 class _Rank:
-    """A rank of the pipeline.
+    """A replayed rank.
 
     Attributes:
         graph: its step, timed.
         replayed: ready for scheduling.
-        floor: earliest start of each node without the other ranks, int64[n].
+        floor: earliest start of each node, int64[n].
         times: of the replayed step.
     """
 
@@ -164,48 +164,22 @@ class _Rank:
     times: ReplayTimes
 
 
-def _scripted_step(graphs: Sequence[Graph], network: ClusterNetwork) -> JobReplay:
-    """Return the step of a pipeline from the re-costed graphs of its ranks.
+@dataclass(frozen=True, slots=True)
+class _Together:
+    """Ranks that are replayed together.
 
-    All ranks begin the step together, with as much lead of the host as the step before leaves.
-
-    Args:
-        graphs: one for each rank of one pipeline, in any order.
-        network: times the communication.
-
-    Raises:
-        ExportError: a rank of the pipeline has no graph or two, the ranks make other calls than
-            their peers, or they wait for each other.
-        GraphError: a graph has a cycle, or takes no time.
+    Attributes:
+        graphs: of the ranks, by place.
+        places: rank of the job -> place of the graph that represents it; other ranks are not
+            waited for.
     """
-    ordered = _by_place(graphs)
-    waits = [*_messages(ordered, network), *_shared_collectives(ordered)]
-    ranks = [_prepared(graph, network) for graph in ordered]
-    begin_ns = max(int(rank.floor.max()) for rank in ranks)
-    for rank in ranks:
-        rank.floor += begin_ns - int(rank.floor.max())
-        rank.times = rank.replayed.schedule(rank.floor)
-    _exchange(ranks, waits)
-    slowest = max(ranks, key=lambda rank: int(rank.times.end_ns.max()))
-    step_ns = int(slowest.times.end_ns.max()) - begin_ns
-    compute, communication = slowest.graph.compute, slowest.graph.communication
-    compute_ns = _busy_ns(slowest, compute, begin_ns)
-    busy_ns = _busy_ns(slowest, compute | communication, begin_ns)
-    return JobReplay(
-        step_ns=step_ns,
-        compute_ns=compute_ns,
-        exposed_communication_ns=busy_ns - compute_ns,
-        bubble_ns=step_ns - busy_ns,
-        peak_bytes=max(
-            graph.job.measurement.peak_memory_bytes + non_allocator_bytes(graph)
-            for graph in ordered
-        ),
-        ranks=ordered[0].job.world.size,
-    )
+
+    graphs: Sequence[Graph]
+    places: Mapping[int, int]
 
 
-def _by_place(graphs: Sequence[Graph]) -> list[Graph]:
-    """Return the graphs by their place on the pipeline's axis."""
+def _pipeline(graphs: Sequence[Graph]) -> _Together:
+    """Return the ranks of a pipeline, by their stage; each represents all ranks of its stage."""
     world = graphs[0].job.world
     by_place: dict[int, Graph] = {}
     for graph in graphs:
@@ -226,15 +200,74 @@ def _by_place(graphs: Sequence[Graph]) -> list[Graph]:
             f"runs its own schedule\n  capture one rank of each stage: the ranks {ranks} too",
             code="pipeline-missing-stage",
         )
-    return [by_place[place] for place in sorted(by_place)]
+    places = {rank: world.point(rank)[AXIS] for rank in range(world.size)}
+    return _Together([by_place[place] for place in sorted(by_place)], places)
 
 
-def _messages(graphs: Sequence[Graph], network: ClusterNetwork) -> list[_Wait]:
+def _separate_ranks(graphs: Sequence[Graph]) -> _Together:
+    """Return ranks of a job without a pipeline, each of which represents itself."""
+    places: dict[int, int] = {}
+    for place, graph in enumerate(graphs):
+        if graph.job.rank in places:
+            raise ExportError(
+                f"rank {graph.job.rank} has two traces\n  give one trace of each rank",
+                code="replay-duplicate-rank",
+            )
+        places[graph.job.rank] = place
+    return _Together(graphs, places)
+
+
+def _joint_step(job: _Together, network: ClusterNetwork) -> JobReplay:
+    """Return the step of ranks that keep the order of their traces.
+
+    All ranks begin the step together, with as much lead of the host as the step before leaves.
+
+    Args:
+        job: the ranks, with re-costed graphs.
+        network: times the communication.
+
+    Raises:
+        ExportError: the ranks make other calls than their peers, or they wait for each other.
+        GraphError: a graph has a cycle, or takes no time.
+    """
+    waits = [*_messages(job, network), *_shared_collectives(job)]
+    ranks = [_prepared(graph, network) for graph in job.graphs]
+    begin_ns = max(int(rank.floor.max()) for rank in ranks)
+    for rank in ranks:
+        rank.floor += begin_ns - int(rank.floor.max())
+        rank.times = rank.replayed.schedule(rank.floor)
+    alone = [rank.times for rank in ranks]
+    _exchange(ranks, waits)
+    last = max(range(len(ranks)), key=lambda place: int(ranks[place].times.end_ns.max()))
+    slowest = ranks[last]
+    step_ns = int(slowest.times.end_ns.max()) - begin_ns
+    compute, communication = slowest.graph.compute, slowest.graph.communication
+    compute_ns = _busy_ns(slowest.times, compute, begin_ns)
+    busy_ns = _busy_ns(slowest.times, compute | communication, begin_ns)
+    # Without the others the rank waits for its host alone.
+    alone_ns = int(alone[last].end_ns.max()) - begin_ns
+    idle_ns = alone_ns - _busy_ns(alone[last], compute | communication, begin_ns)
+    idle_ns = min(idle_ns, step_ns - busy_ns)
+    return JobReplay(
+        step_ns=step_ns,
+        compute_ns=compute_ns,
+        exposed_communication_ns=busy_ns - compute_ns,
+        bubble_ns=step_ns - busy_ns - idle_ns,
+        idle_ns=idle_ns,
+        peak_bytes=max(
+            graph.job.measurement.peak_memory_bytes + non_allocator_bytes(graph)
+            for graph in job.graphs
+        ),
+        ranks=job.graphs[0].job.world.size,
+    )
+
+
+def _messages(job: _Together, network: ClusterNetwork) -> list[_Wait]:
     """Return the waits for messages: each receive for the send of its turn.
 
     A send completes in the background.
     """
-    world = graphs[0].job.world
+    graphs, places = job.graphs, job.places
     # Sender, receiver and tag -> node and bytes of each call, in the order of the rank.
     sends: dict[tuple[int, int, int], list[tuple[int, int]]] = defaultdict(list)
     receives: dict[tuple[int, int, int], list[tuple[int, int]]] = defaultdict(list)
@@ -242,22 +275,22 @@ def _messages(graphs: Sequence[Graph], network: ClusterNetwork) -> list[_Wait]:
         for index in _ordered(graph, Kind.SEND, Kind.RECV):
             node = graph.node(index)
             is_send = node.kind is Kind.SEND
-            peer = world.point(node.value("comm_dst" if is_send else "comm_src"))[AXIS]
+            peer = places.get(node.value("comm_dst" if is_send else "comm_src"), place)
             call, tag = (index, max(0, node.value("comm_bytes"))), node.value("comm_tag")
             if peer != place:
                 (sends[place, peer, tag] if is_send else receives[peer, place, tag]).append(call)
     messages: list[_Wait] = []
     for sender, receiver, tag in sorted({*sends, *receives}):
         sent, received = sends[sender, receiver, tag], receives[sender, receiver, tag]
+        ends = graphs[sender].job.rank, graphs[receiver].job.rank
         if [size for _, size in sent] != [size for _, size in received]:
             raise ExportError(
-                f"stage {sender} sends {len(sent)} messages of {sum(size for _, size in sent)} "
-                f"bytes to stage {receiver}, which receives {len(received)} of "
+                f"rank {ends[0]} sends {len(sent)} messages of {sum(size for _, size in sent)} "
+                f"bytes to rank {ends[1]}, which receives {len(received)} of "
                 f"{sum(size for _, size in received)}, or others\n"
                 "  give traces of one job and one step",
                 code="pipeline-unmatched-message",
             )
-        ends = graphs[sender].job.rank, graphs[receiver].job.rank
         messages += [
             _Wait(sender, source, receiver, target, round(network.time_ns("send", size, ends)))
             for (source, size), (target, _) in zip(sent, received, strict=True)
@@ -265,26 +298,32 @@ def _messages(graphs: Sequence[Graph], network: ClusterNetwork) -> list[_Wait]:
     return messages
 
 
-def _shared_collectives(graphs: Sequence[Graph]) -> list[_Wait]:
-    """Return the waits of collectives whose group contains several ranks of the pipeline.
+def _shared_collectives(job: _Together) -> list[_Wait]:
+    """Return the waits of collectives whose group contains several of the ranks.
 
-    Such a call, as of a gradient norm, begins when the last of its ranks reaches it.
+    Such a call, as of a gradient norm, begins when the last of its ranks reaches it. So does a
+    ring's exchange, although it waits for its neighbours alone.
     """
-    world = graphs[0].job.world
     calls: dict[tuple[int, ...], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for place, graph in enumerate(graphs):
+    members: dict[tuple[int, ...], set[int]] = {}
+    for place, graph in enumerate(job.graphs):
         for index in _ordered(graph, Kind.COLLECTIVE):
             group = graph.job.group(graph.node(index).text("group"))
-            if group is not None and len({world.point(rank)[AXIS] for rank in group.ranks}) > 1:
-                calls[group.ranks][place].append(index)
+            if group is None:
+                continue
+            ranks = group.ranks
+            if ranks not in members:
+                members[ranks] = {job.places[rank] for rank in ranks if rank in job.places}
+            if len(members[ranks]) > 1:
+                calls[ranks][place].append(index)
     waits: list[_Wait] = []
     for ranks, by_place in calls.items():
-        places = sorted({world.point(rank)[AXIS] for rank in ranks})
-        counts = {place: len(by_place[place]) for place in places}
+        places = sorted(members[ranks])
+        counts = {job.graphs[place].job.rank: len(by_place[place]) for place in places}
         if len({*counts.values()}) > 1:
-            listed = ", ".join(f"{count} on stage {place}" for place, count in counts.items())
+            listed = ", ".join(f"{count} of rank {rank}" for rank, count in counts.items())
             raise ExportError(
-                f"the stages make different numbers of collective calls in the group of the ranks "
+                f"ranks make different numbers of collective calls in the group of the ranks "
                 f"{list(ranks)}: {listed}\n  give traces of one job and one step",
                 code="pipeline-unmatched-collective",
             )
@@ -318,43 +357,74 @@ def _prepared(graph: Graph, network: ClusterNetwork) -> _Rank:
     return _Rank(graph, replayed, np.where(is_host, host_ns, gpu_ns), times)
 
 
+@dataclass(frozen=True, slots=True)
+class _Awaited:
+    """What the nodes of one rank wait for in another, as arrays.
+
+    Attributes:
+        source: place of the rank that is waited for.
+        nodes: its nodes, whose starts count, int64[n].
+        waiting: the nodes that wait for them, int64[n].
+        duration_ns: time from the one start to the other, int64[n].
+    """
+
+    source: int
+    nodes: I64
+    waiting: I64
+    duration_ns: I64
+
+
 def _exchange(ranks: Sequence[_Rank], waits: Sequence[_Wait]) -> None:
     """Replay the ranks until every waiting node starts after the node that it waits for.
 
-    Each round replays the ranks for which the start of an awaited node changed. Starts grow from
-    round to round, and settle from the first message of the step to the last.
+    Each round replays the ranks whose nodes must start later than in the round before. Starts grow
+    from round to round, and settle from the first call of the step to the last.
     """
-    of_target: dict[int, list[_Wait]] = defaultdict(list)
-    for wait in waits:
-        of_target[wait.target].append(wait)
-    arrivals: dict[int, list[int]] = {}
+    awaited = [_awaited_by(place, waits) for place in range(len(ranks))]
     for number in range(MAX_ROUNDS):
         changed = False
         # Activations pass from the first rank to the last and gradients the other way.
         places = range(len(ranks)) if number % 2 == 0 else reversed(range(len(ranks)))
         for place in places:
-            current = [
-                int(ranks[wait.source].times.start_ns[wait.node]) + wait.duration_ns
-                for wait in of_target[place]
-            ]
-            if current != arrivals.get(place):
-                arrivals[place] = current
-                rank = ranks[place]
-                floor = rank.floor.copy()
-                for wait, arrival in zip(of_target[place], current, strict=True):
-                    floor[wait.waiting] = max(floor[wait.waiting], arrival)
-                rank.times = rank.replayed.schedule(floor)
-                changed = True
+            rank = ranks[place]
+            floor = rank.floor.copy()
+            for other in awaited[place]:
+                starts = ranks[other.source].times.start_ns[other.nodes] + other.duration_ns
+                np.maximum.at(floor, other.waiting, starts)
+            if (floor > rank.floor).any():
+                late = (floor > rank.floor) & (floor > rank.times.start_ns)
+                # A floor never falls, although a kernel that starts later can let others start
+                # earlier: otherwise rounds could alternate.
+                rank.floor = floor
+                if late.any():
+                    rank.times = rank.replayed.schedule(floor)
+                    changed = True
         if not changed:
             return
     raise ExportError(
-        f"the stages still wait for each other after {MAX_ROUNDS} replays of their messages\n"
+        f"the ranks still wait for each other after {MAX_ROUNDS} replays of their calls\n"
         "  give traces of one job and one step",
         code="pipeline-deadlock",
     )
 
 
-def _busy_ns(rank: _Rank, chosen: Mask, begin_ns: int) -> int:
+def _awaited_by(place: int, waits: Sequence[_Wait]) -> list[_Awaited]:
+    by_source: dict[int, list[_Wait]] = defaultdict(list)
+    for wait in waits:
+        if wait.target == place:
+            by_source[wait.source].append(wait)
+    return [
+        _Awaited(
+            source,
+            np.array([wait.node for wait in listed], dtype=np.int64),
+            np.array([wait.waiting for wait in listed], dtype=np.int64),
+            np.array([wait.duration_ns for wait in listed], dtype=np.int64),
+        )
+        for source, listed in by_source.items()
+    ]
+
+
+def _busy_ns(times: ReplayTimes, chosen: Mask, begin_ns: int) -> int:
     """Return the time since a moment in which at least one of the chosen nodes runs."""
-    starts, ends = rank.times.start_ns[chosen], rank.times.end_ns[chosen]
+    starts, ends = times.start_ns[chosen], times.end_ns[chosen]
     return union_duration_ns(np.maximum(starts, begin_ns), np.maximum(ends, begin_ns))

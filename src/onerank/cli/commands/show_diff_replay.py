@@ -245,6 +245,7 @@ def render_job(done: "JobReplay", title: str) -> None:
             ("compute", part(done.compute_ns)),
             ("exposed comm.", part(done.exposed_communication_ns)),
             ("bubble", part(done.bubble_ns)),
+            ("idle", part(done.idle_ns)),
             ("peak memory", size(done.peak_bytes)),
             ("ranks", str(done.ranks)),
         ],
