@@ -20,6 +20,7 @@ DELTA_CHUNK = 64
 """Tokens of a chunk of fla's kernels of the delta rule."""
 
 _SILU = 3
+_GATE = _SILU + 1
 
 
 def _tensors(call: Call, *places: int) -> list[Tensor] | None:
@@ -98,19 +99,34 @@ def _mamba_scan(call: Call) -> Work | None:
 
 
 def _selective_state_update(call: Call) -> Work | None:
-    """Return the work of Mamba 2's update for one token of each sequence.
+    """Return the work of Mamba's update for one token of each sequence.
 
-    For each element of the state: decay, 1; dt B x, 2; sum, 1; product with C, 2. For each element
-    of the input, D x: 2.
+    For each element of the state: decay, 1; dt B x, 2; sum, 1; product with C, 2. Mamba 1 has a
+    decay for each, exp(dt A): 2 more. For each element of the input, D x, 2, and the gate, 4.
     """
-    operands = _tensors(call, 0, 7)
+    operands = _tensors(call, 0, 2, 7)
     if operands is None:
         return None
-    x, state = operands
-    skip = 2 * (call.tensor(5) is not None)
-    work = _with_state(vector_work(call, 6 * state.numel + skip * x.numel), state)
+    x, a, state = operands
+    of_state = 6 if len(a.shape) == 1 else 8
+    of_input = 2 * (call.tensor(5) is not None) + _GATE * (call.tensor(8) is not None)
+    work = _with_state(vector_work(call, of_state * state.numel + of_input * x.numel), state)
     # In 16 bits, the kernel is bound by its instructions and not by the bytes.
     return replace(work, passes=_MAMBA_UPDATE_TIMES[0 if state.item_bytes > 2 else 1])
+
+
+def _selective_scan(call: Call) -> Work | None:
+    """Return the work of Mamba 1's scan (arXiv:2312.00752), as `_selective_state_update` counts it.
+
+    For each element of the input also dt = softplus(dt + bias), 2.
+    """
+    operands = _tensors(call, 0, 2, 7)
+    if operands is None:
+        return None
+    x, a, state = operands
+    skip, bias, gate = (call.tensor(place) is not None for place in (5, 6, 8))
+    each = 8 * a.shape[1] + 2 * skip + 2 * bias + _GATE * gate
+    return _with_state(vector_work(call, each * x.numel), state)
 
 
 # Time of fla's update over that of its bytes at the achievable bandwidth of an H100: 8 to 256
@@ -245,6 +261,7 @@ FORMULAS: Mapping[str, Formula] = {
         "chunk_gated_delta_rule": _chunked_delta_rule,
         "recurrent_gated_delta_rule": _recurrent_delta_rule,
         "mamba_chunk_scan": _mamba_scan,
+        "selective_scan": _selective_scan,
         "selective_state_update": _selective_state_update,
     }.items()
 }

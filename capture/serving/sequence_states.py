@@ -279,6 +279,52 @@ class _StatefulLayer:
 
         return self.by_part(update, hidden_states, dt, B, C), UpdatedState()
 
+    def selective_scan(  # noqa: PLR0917
+        self,
+        hidden_states: Tensor,
+        dt: Tensor,
+        A: Tensor,  # noqa: N803
+        B: Tensor,  # noqa: N803
+        C: Tensor,  # noqa: N803
+        D: Tensor | None = None,  # noqa: N803
+        z: Tensor | None = None,
+        delta_bias: Tensor | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, UpdatedState]:
+        """Compute Mamba 1's scan, as `selective_scan_fn`.
+
+        Args:
+            hidden_states: [1, channels, tokens].
+            dt: as hidden_states.
+            A: [channels, s].
+            B: [1, s, tokens].
+            C: as B.
+            D: [channels].
+            z: the gate, as hidden_states.
+            delta_bias: [channels].
+        """
+        states = _running()
+        dtype = self.recurrence_dtype or hidden_states.dtype
+
+        def update(part: str, *operands: Tensor) -> Tensor:
+            x, step, b, c, *gates = operands
+            gate = gates[0] if gates else None
+            shape = x.shape[0], x.shape[2], A.shape[1]
+            state = states.room(part, _RECURRENCE, x, shape, dtype)
+            if part == "prefill":
+                return _ops.onerank_serving.selective_scan(
+                    x, step, A, b, c, D, delta_bias, state, gate
+                )
+            x, step, b, c = (tensor[:, 0] for tensor in (x, step, b, c))
+            gate = None if gate is None else gate[:, 0]
+            return _ops.onerank_serving.selective_state_update(
+                x, step, A, b, c, D, delta_bias, state, gate
+            ).unsqueeze(1)
+
+        rows = [hidden_states, dt, B, C, *([] if z is None else [z])]
+        out = self.by_part(update, *(tensor.transpose(1, 2) for tensor in rows))
+        return out.transpose(1, 2), UpdatedState()
+
 
 @contextlib.contextmanager
 def _scratch(like: Tensor, size: int) -> Generator[None]:
@@ -298,6 +344,7 @@ _REPLACED = {
     "torch_chunk_gated_delta_rule": "delta_rule",
     "chunk_kimi_delta_attention": "delta_rule",
     "mamba2_chunk_scan": "mamba_scan",
+    "mamba_selective_scan": "selective_scan",
 }
 
 

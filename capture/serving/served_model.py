@@ -141,7 +141,11 @@ def materialise(model: Any, device: str) -> None:
                 parameter.data.normal_(0.0, 0.02)
             else:
                 parameter.data.fill_(0.0 if name == "bias" else 1.0)
-        if any(True for _ in module.buffers(recurse=False)):
+        buffers = list(module.buffers(recurse=False))
+        for buffer in buffers:
+            # Not all are computed below, and what lay in the memory before may be no number.
+            buffer.fill_(1)
+        if buffers:
             # transformers computes the frequencies of rotary embeddings here.
             model._init_weights(module)
 

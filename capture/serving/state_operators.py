@@ -258,6 +258,9 @@ define_operator(
 
 # Mamba 2 (arXiv:2405.21060): x [n, t, h, p], dt [n, t, h], a, d and dt_bias [h], b and c
 # [n, t, g, s], state [n, h, p, s].
+# Mamba 1 (arXiv:2312.00752): x, dt and the gate z [n, t, channels], a [channels, s], d and dt_bias
+# [channels], b and c [n, t, s], state [n, channels, s].
+# An update has no axis t.
 
 
 def _mamba_scan(gpu: bool) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -285,17 +288,61 @@ def _mamba_scan(gpu: bool) -> Callable[..., tuple[Tensor, Tensor]]:
     return run
 
 
+def _selective_scan(  # noqa: PLR0917
+    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None,
+    dt_bias: Tensor | None, state: Tensor, z: Tensor | None,
+) -> Tensor:  # fmt: skip
+    # Not transformers' reference, which starts with a state of zeros.
+    step = functional.softplus(dt.float() if dt_bias is None else dt.float() + dt_bias.float())
+    current, outputs = state.float(), list[Tensor]()
+    for token in range(x.shape[1]):
+        of_token = step[:, token, :, None]
+        added = of_token * b[:, token, None].float() * x[:, token, :, None].float()
+        current = torch.exp(of_token * a) * current + added
+        outputs.append((current * c[:, token, None].float()).sum(-1))
+    state.copy_(current)
+    out = torch.stack(outputs, dim=1)
+    out = out if d is None else out + x.float() * d.float()
+    return (out if z is None else out * functional.silu(z.float())).to(x.dtype)
+
+
+def _selective_scan_gpu(  # noqa: PLR0917
+    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None,
+    dt_bias: Tensor | None, state: Tensor, z: Tensor | None,
+) -> Tensor:  # fmt: skip
+    scan = _package("mamba_ssm.ops.selective_scan_interface", "selective_scan_fn", "mamba-ssm")
+    u, delta, keys, queries = (tensor.transpose(1, 2) for tensor in (x, dt, b, c))
+    # The package's kernel starts with a state of zeros and returns the last one. That of engines
+    # reads the state of the sequence and writes it in place: as many bytes.
+    out, after = scan(
+        *(u, delta, a, keys, queries),
+        D=None if d is None else d.float(),
+        z=None if z is None else z.transpose(1, 2),
+        delta_bias=None if dt_bias is None else dt_bias.float(),
+        delta_softplus=True,
+        return_last_state=True,
+    )
+    state.copy_(after)
+    return out.transpose(1, 2)
+
+
 def _state_update(gpu: bool) -> Callable[..., Tensor]:
     def run(  # noqa: PLR0917
         x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None,
-        dt_bias: Tensor | None, state: Tensor,
+        dt_bias: Tensor | None, state: Tensor, z: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         if gpu:
             update = _package(
                 "mamba_ssm.ops.triton.selective_state_update", "selective_state_update", "mamba-ssm"
             )
         else:
-            update = _reference("bamba.modeling_bamba", "mamba2_selective_state_update")
+            module, name = {
+                1: ("bamba.modeling_bamba", "mamba2_selective_state_update"),
+                2: ("jamba.modeling_jamba", "mamba_selective_state_update"),
+            }[a.dim()]
+            update = _reference(module, name)
+        if a.dim() == 2:
+            return update(state, x, dt, a, b, c, d, z=z, dt_bias=dt_bias, dt_softplus=True)
         size, width = x.shape[-1], b.shape[-1]
         # One number of a head is a view of stride 0: the kernel reads it once.
         return update(
@@ -321,6 +368,10 @@ define_operator(
     *(_fake_mamba_scan, _mamba_scan(False), _mamba_scan(True)),
 )
 define_operator(
-    f"selective_state_update{_MAMBA}Tensor(a!) state) -> Tensor",
+    f"selective_state_update{_MAMBA}Tensor(a!) state, Tensor? z=None) -> Tensor",
     *(_like_rows, _state_update(False), _state_update(True)),
+)
+define_operator(
+    f"selective_scan{_MAMBA}Tensor(a!) state, Tensor? z) -> Tensor",
+    *(_like_rows, _selective_scan, _selective_scan_gpu),
 )

@@ -1,5 +1,6 @@
 """`capture serve` of models with a state of constant size per sequence: results, bytes, FLOPs."""
 
+import inspect
 import json
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 from own_process import run_command
 from transformers import AutoModelForCausalLM, DynamicCache
 
+import onerank
 from onerank.annotate import load_gpu
 from onerank.annotate.op_costs.state_operators import DELTA_CHUNK
 from onerank.capture.options import Options
@@ -72,6 +74,18 @@ NEMOTRON_H_8B = {
     "n_groups": 8, "conv_kernel": 4, "chunk_size": 128,
     "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
 }  # fmt: skip
+JAMBA_52B = {
+    # huggingface.co/ai21labs/Jamba-v0.1: a layer of attention in eight; 2 x 4,096 channels
+    **SMALL, **EXPERTS, "model_type": "jamba", "num_hidden_layers": 32, "hidden_size": 4096,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "attn_layer_period": 8,
+    "attn_layer_offset": 4, "mamba_d_state": 16, "mamba_dt_rank": 8, "mamba_d_conv": 4,
+    "mamba_expand": 2,
+}  # fmt: skip
+FALCON_MAMBA_7B = {
+    # huggingface.co/tiiuae/falcon-mamba-7b
+    **SMALL, "model_type": "falcon_mamba", "num_hidden_layers": 64, "hidden_size": 4096,
+    "intermediate_size": 8192, "state_size": 16, "conv_kernel": 4, "time_step_rank": 8,
+}  # fmt: skip
 
 
 def built(directory: Path, config: dict[str, Any]) -> Any:
@@ -112,6 +126,28 @@ def test_the_cache_of_published_models(
     assert served.cache_need.of_step(step) == 46 * per_token + 5 * state_bytes
 
 
+@pytest.mark.parametrize(
+    ("config", "per_token", "state_bytes"),
+    [
+        # 4 layers of 8 key-value heads of 128. 28 layers: the last 3 inputs of a convolution and 16
+        # numbers for each of 8,192 channels; 2 bytes each.
+        (JAMBA_52B, 4 * 2 * 8 * 128 * 2, 28 * 2 * 8192 * (3 + 16)),
+        (FALCON_MAMBA_7B, 0, 64 * 2 * 8192 * (3 + 16)),
+    ],
+    ids=["Jamba", "Falcon-Mamba"],
+)
+def test_the_states_of_published_models_with_mamba_1(
+    tmp_path: Path, config: dict[str, Any], per_token: int, state_bytes: int
+):
+    """On shapes alone: their channels follow from hidden sizes whose weights would be large."""
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config))
+    for tp in (1, 8):
+        with loaded_server(file, Options(tp=tp, device="none")) as server:
+            need = server.served.cache_need
+        assert need == CacheNeed(per_token // tp, (), state_bytes // tp)
+
+
 FEW = {**SMALL, **EXPERTS, "num_hidden_layers": 4, "num_attention_heads": 4,
        "num_key_value_heads": 2, "head_dim": 16, "dtype": "float32"}  # fmt: skip
 FEW_QWEN = {
@@ -128,6 +164,15 @@ FEW_KIMI = {
     "q_lora_rank": None, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
     "linear_num_heads": 4, "linear_head_dim": 16, "n_shared_experts": 1,
     "layer_types": ["linear_attention", "full_attention"] * 2,
+}  # fmt: skip
+FEW_JAMBA = {
+    **FEW, "model_type": "jamba", "attn_layer_period": 2, "attn_layer_offset": 1,
+    "expert_layer_period": 2, "mamba_d_state": 8, "mamba_dt_rank": 8,
+}  # fmt: skip
+FEW_FALCON_MAMBA = {**FEW, "model_type": "falcon_mamba", "state_size": 8, "time_step_rank": 4}
+FEW_FALCON_H1 = {
+    **FEW, "model_type": "falcon_h1", "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_ssm": 128,
+    "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_rms_norm": True,
 }  # fmt: skip
 FEW_LFM2 = {**FEW, "model_type": "lfm2", "layer_types": ["conv", "full_attention"] * 2}
 
@@ -155,8 +200,11 @@ def step_like_transformers(
         if not count:
             continue
         cache = DynamicCache(config=other)
+        before_ids = torch.randint(0, 128, (count, context))
+        named = inspect.signature(reference.forward).parameters
+        name = "cache_params" if "cache_params" in named else "past_key_values"
         with torch.no_grad():
-            reference(torch.randint(0, 128, (count, context)), past_key_values=cache)
+            reference(before_ids, **{name: cache}, use_cache=True)
         for (layer, of_part, value), cached in step.cache.tensors.items():
             if of_part == part:
                 held = cache.layers[layer]
@@ -172,11 +220,8 @@ def step_like_transformers(
                 before = next(iter(before.values())) if isinstance(before, dict) else before[0]
                 state.copy_(before[..., before.shape[-1] - state.shape[-1] :])
         with torch.no_grad():
-            output = reference(
-                ids.view(count, new),
-                past_key_values=cache,
-                position_ids=torch.arange(context, context + new).expand(count, new),
-            )
+            # Without a cache: transformers' scan of Mamba 1 does not read the state before.
+            output = reference(torch.cat((before_ids, ids.view(count, new)), dim=1))
         expected.append(output.logits[:, -1])
     with torch.no_grad(), _running(step.cache), step.cache.states.running():
         logits = model(**step.arguments).logits[0]
@@ -186,8 +231,8 @@ def step_like_transformers(
 
 @pytest.mark.parametrize(
     "config",
-    [FEW_QWEN, FEW_BAMBA, FEW_KIMI, FEW_LFM2],
-    ids=["delta rule", "Mamba 2", "KDA", "short convolution"],
+    [FEW_QWEN, FEW_BAMBA, FEW_JAMBA, FEW_FALCON_MAMBA, FEW_KIMI, FEW_LFM2],
+    ids=["delta rule", "Mamba 2", "Jamba", "Mamba 1", "KDA", "short convolution"],
 )
 @pytest.mark.parametrize("composition", [Composition(3, 7, 2, 5, 4), Composition(2, 6)], ids=str)
 def test_a_step_computes_what_transformers_computes(
@@ -262,6 +307,37 @@ def test_the_work_of_the_delta_rule_by_hand(qwen: Bundle):
         assert summed(qwen, row, ".in_proj_qkvz")[0] == 2 * tokens * 64 * 4 * 32
         assert summed(qwen, row, ".in_proj_ba")[0] == 2 * tokens * 64 * 8
         assert summed(qwen, row, ".linear_attn.out_proj")[0] == 2 * tokens * 32 * 64
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_work_of_mamba_1_by_hand(tmp_path: Path, tp: int):
+    config = {**FEW_JAMBA, "num_hidden_layers": 2, "num_experts": 1}
+    bundle = served_bundle(tmp_path, config, "--tp", str(tp))
+    # 128 channels with a bias of the convolution; states of 8; D, and a gate with SiLU.
+    channels = 128 // tp
+    convolution, update = (2 * 4 + 3) * channels, channels * (8 * 8 + 2 + 4)
+    scan = channels * (8 * 8 + 2 + 4 + 2)
+    for row, decodes in ((1, 2), (3, 32), (7, 4)):
+        flops, moved = summed(bundle, row, ".step_state.decode")
+        assert flops == decodes * (convolution + update)
+        # The convolution has its rows, of which a copy is made, because they are half of a
+        # projection's; weights with a bias; and states read and written.
+        rows = (
+            2 * decodes * 2 * 2 * channels + 2 * channels * (4 + 1) + decodes * 2 * 2 * 3 * channels
+        )
+        # The update has inputs, steps, gates and results; B and C; A and the bias in float32, D;
+        # and states.
+        operands = decodes * 2 * (4 * channels + 2 * 8) + channels * (4 * 8 + 4 + 4)
+        assert moved == rows + operands + decodes * 2 * 2 * 8 * channels
+    for row, tokens in ((4, 128), (6, 512), (7, 64)):
+        assert summed(bundle, row, ".step_state.prefill")[0] == tokens * (convolution + scan)
+    for row, tokens in ((1, 2), (6, 512)):
+        assert summed(bundle, row, ".mamba.in_proj")[0] == 2 * tokens * 64 * 2 * channels
+        assert summed(bundle, row, ".mamba.x_proj")[0] == 2 * tokens * channels * (8 + 16)
+        assert summed(bundle, row, ".mamba.out_proj")[0] == 2 * tokens * channels * 64
+    # Sums after the embedding, x_proj, Mamba, attention and two MLPs, and the gathered logits.
+    collectives = onerank.read(dict(bundle.traces())[1]).communication.sum()
+    assert collectives == (7 if tp > 1 else 0)
 
 
 def test_the_work_of_mamba_2_by_hand(bamba: Bundle):
@@ -396,8 +472,11 @@ def test_heads_that_ranks_do_not_divide_are_whole_on_each(tmp_path: Path, qwen: 
         (FEW_KIMI, 2 * 4 * (3 * 192 + 4 * 16 * 16)),
         # Two layers of 2 x 64 inputs.
         (FEW_LFM2, 2 * 4 * 2 * 64),
+        ({**FEW_LFM2, "model_type": "lfm2_moe", "num_dense_layers": 1}, 2 * 4 * 2 * 64),
+        # Two layers of 128 channels.
+        (FEW_JAMBA, 2 * 4 * 128 * (3 + 8)),
     ],
-    ids=["Kimi Linear", "LFM2"],
+    ids=["Kimi Linear", "LFM2", "LFM2-MoE", "Jamba"],
 )
 def test_ranks_have_half_of_the_states(tmp_path: Path, config: dict[str, Any], whole_bytes: int):
     file = tmp_path / "config.json"
@@ -409,6 +488,20 @@ def test_ranks_have_half_of_the_states(tmp_path: Path, config: dict[str, Any], w
             server.step(step)()
         assert served.state_bytes_per_sequence == whole_bytes // tp
         assert served.whole_state_layers == 0
+
+
+def test_ranks_of_one_group_have_copies_of_it(tmp_path: Path):
+    """Falcon-H1's norm counts its groups, and each part of a projection has a factor."""
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(FEW_FALCON_H1))
+    for tp in (1, 2, 4):
+        with loaded_server(file, Options(tp=tp)) as server:
+            server.step(Composition(decodes=2, decode_context=4, prefills=1, prefill_tokens=8))()
+        # Four layers: 3 inputs of the channels of 128 / tp features, and of B and C of 8 each; a
+        # state of 16 x 8 for each of 8 / tp heads.
+        expected = 4 * 4 * (3 * (128 // tp + 2 * 8) + 8 // tp * 16 * 8)
+        assert server.served.state_bytes_per_sequence == expected
+        assert server.served.kv_bytes_per_token == 4 * 2 * max(1, 2 // tp) * 16 * 4
 
 
 def test_a_plan_keeps_layers_whole(tmp_path: Path):

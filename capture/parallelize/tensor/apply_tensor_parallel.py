@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from onerank.capture.parallelize.autograd_collectives import (
+    copy_to_group,
     gather_from_group,
     reduce_from_group,
     split_to_group,
@@ -81,6 +82,7 @@ from onerank.capture.parallelize.tensor.shard_parameters import (
 from onerank.capture.parallelize.tensor.shared_heads import apply_row_of_head, count_one_head
 from onerank.capture.parallelize.tensor.stateful_layers import (
     STATEFUL,
+    SUMMED,
     cut_stateful,
     fused_widths,
     mark_as_cut,
@@ -244,7 +246,7 @@ class _Slicer:
             )
         elif style in (*COLUMN, *GATHERED, *UP, HEAD):
             self._cut_column(module, name, style)
-        elif style in (*ROW, *SPLIT):
+        elif style in (*ROW, *SPLIT, SUMMED):
             self._cut_row(module, name, style)
         elif style in EMBEDDING:
             self._cut_embedding(module, name, style)
@@ -338,9 +340,11 @@ class _Slicer:
         proportions = self._rules.get(name, ModuleRule()).proportions
         blocks = parts_of(name, columns, proportions, "input")
         cut_module(module, name, self._group, output=False, blocks=blocks, cut=self._cut)
-        reduce = scatter_sum_to_sequence if self._stack else reduce_from_group
+        scatters = self._stack and style != SUMMED
+        reduce = scatter_sum_to_sequence if scatters else reduce_from_group
+        reduce = _sum_both_ways if style == SUMMED else reduce
         row_linear(module, self._group, split=style in SPLIT, reduce=reduce)
-        if self._stack:
+        if scatters:
             sum_gradients(module, self._group, ["bias"])
 
     def _cut_embedding(self, module: nn.Module, name: str, style: str) -> None:
@@ -371,6 +375,11 @@ def _divide_heads(
         setattr(module, attribute, 1)
     if rule.head_bias:
         slice_head_bias(module, name, rule.head_bias, getattr(module, rule.divide[0]), group)
+
+
+def _sum_both_ways(partial: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the sum over the ranks; its gradient is the sum of theirs."""
+    return copy_to_group(reduce_from_group(partial, group), group)
 
 
 def _split_hook(group: dist.ProcessGroup) -> Callable[..., Tensor]:

@@ -40,10 +40,16 @@ _STYLES = (
 )  # fmt: skip
 
 
-def planned_styles(model: PreTrainedModel) -> dict[str, str]:
-    """Return module name -> style for every module the plan matches."""
+def planned_styles(model: PreTrainedModel, *, has_states: bool = False) -> dict[str, str]:
+    """Return module name -> style for every module the plan matches.
+
+    Args:
+        model: the model.
+        has_states: whether layers with states have styles, which their kind determines: a model of
+            such layers alone needs no plan, and its vocabulary is sliced.
+    """
     plan: dict[str, str] = dict(getattr(model, "_tp_plan", None) or {})
-    if not plan:
+    if not plan and not has_states:
         raise SliceError(without_plan(model), code="tp-no-plan")
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = getattr(head, "weight", None) is getattr(embedding, "weight", 0)
@@ -54,8 +60,8 @@ def planned_styles(model: PreTrainedModel) -> dict[str, str]:
         if style is None and module is embedding and isinstance(module, nn.Embedding):
             # Older plans omit it; the vocabulary is sliced nevertheless.
             style = EMBEDDING[0]
-        if style is None and module is head and tied:
-            style = GATHERED[0]  # its weight is cut with the embedding's
+        if style is None and module is head and (tied or not plan):
+            style = GATHERED[0]  # a tied weight is cut with the embedding's
         if style is None:
             continue
         if style not in _STYLES:

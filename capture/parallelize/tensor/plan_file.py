@@ -55,6 +55,7 @@ PLAN_STYLES = {
     "head": "vocabulary sliced, up to torch.nn.functional.cross_entropy in the model's forward",
     "embedding_split_output": "kept whole, of its output the features of this rank's heads",
     "depthwise": "channels of a depthwise convolution sliced",
+    "moe_tp_experts": "intermediate features of every expert sliced, of transformers' experts",
     "replicated": "kept whole",
     "replicated_with_grad_allreduce": "kept whole between sliced layers, its gradients summed",
 }
@@ -207,8 +208,10 @@ def shipped_plan(model: "nn.Module") -> ShardingPlan | None:
     """Return the plan that onerank ships for a model without a plan of its layers."""
     if not isinstance(model, PreTrainedModel):
         return None
-    # A plan of the head alone, as LFM2's, would leave all layers whole.
-    if any("*" in name for name in getattr(model, "_tp_plan", None) or {}):
+    # A plan of the head alone, as LFM2's, would leave all layers whole, and one of experts alone,
+    # as LFM2-MoE's, their attention.
+    of_layers = [name for name in getattr(model, "_tp_plan", None) or {} if "*" in name]
+    if any(".experts" not in name for name in of_layers):
         return None
     return _shipped().get(type(model).__name__)
 

@@ -302,9 +302,11 @@ def _styles(
     if any(rule.slices for rule in rules.values()):
         return explicit
     if isinstance(model, PreTrainedModel):
+        complete = tp_style == "megatron"
+        states = complete and bool(stateful_styles(model, size, shares_group=shares_group))
         defaults = add_megatron_styles(
-            *(model, planned_styles(model), size),
-            complete=tp_style == "megatron",
+            *(model, planned_styles(model, has_states=states), size),
+            complete=complete,
             shares_group=shares_group,
         )
         # A rule of the user's plan replaces that of the model's.

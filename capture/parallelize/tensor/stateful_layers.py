@@ -1,4 +1,4 @@
-"""Slice layers with a state per sequence by heads: linear attention and Mamba 2.
+"""Slice layers with a state per sequence by heads or channels: linear attention and Mamba.
 
 Each rank computes the convolution, the scan and the norm of its heads, as in vLLM
 (vllm/model_executor/layers/mamba) and in Megatron-LM: projections in are column-parallel, the one
@@ -9,10 +9,14 @@ of inputs, B and C, which are sliced part by part.
 A single group of Mamba 2 serves the heads of all ranks. In inference each rank has a copy of it,
 and the norm sums its squares over the ranks, as in vLLM (`Mixer2RMSNormGated`). In training the
 copies would need a sum of their gradients, and Megatron-LM requires a group for each rank: refused.
+
+The step, B and C of Mamba 1 depend on all channels: `x_proj` sums over the ranks before the scan,
+as in vLLM (`MambaMixer`).
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +38,9 @@ STATEFUL = "state_heads"
 CHANNELS = "state_channels"
 """Style of its convolution, and of a child with heads, which are sliced with the layer."""
 
+SUMMED = "state_summed"
+"""Style of a row-parallel layer whose sum each rank uses for its channels: gradients are summed."""
+
 # Marks a module whose heads were cut. An attribute, because pipeline stages rename modules.
 _CUT = "_onerank_state_heads_cut"
 
@@ -51,6 +58,7 @@ class _Layer(NamedTuple):
         styles: child module -> style; the names are those of all models of the kind.
         parts: child module -> widths of its fused parts.
         nested: child module -> attributes of it that are divided, too.
+        buffers: buffer of the layer -> widths of the parts of its last axis.
     """
 
     known_by: tuple[str, ...]
@@ -60,6 +68,7 @@ class _Layer(NamedTuple):
     styles: dict[str, str]
     parts: dict[str, tuple[str, ...]]
     nested: dict[str, tuple[str, ...]]
+    buffers: Mapping[str, tuple[str, ...]] = MappingProxyType({})
 
 
 _DELTA_RULE = _Layer(
@@ -115,6 +124,35 @@ _MAMBA_2 = _Layer(
 )
 
 
+_FALCON_H1 = _MAMBA_2._replace(
+    # The norm is optional, and counts its groups.
+    known_by=(*_MAMBA_2.known_by[:-1], "mamba_rms_norm", "mup_vector"),
+    styles={**_MAMBA_2.styles, "norm": CHANNELS},
+    nested={"norm": ("n_groups",)},
+    buffers={"mup_vector": _MAMBA_2.parts["in_proj"]},
+)
+
+_MAMBA_1 = _Layer(
+    known_by=(
+        *("conv1d", "A_log", "D", "in_proj", "x_proj", "dt_proj"),
+        *("time_step_rank", "ssm_state_size", "intermediate_size"),
+    ),
+    channels=("intermediate_size",),
+    divide=("intermediate_size",),
+    heads=("intermediate_size",),
+    styles={
+        "in_proj": _COLUMN,
+        "x_proj": SUMMED,
+        # Not column-parallel: its input follows from a sum whose gradients are summed already.
+        "dt_proj": HEADS[0],
+        "out_proj": _ROW,
+        **dict.fromkeys(("dt_layernorm", "b_layernorm", "c_layernorm"), REPLICATED[0]),
+    },
+    parts={"in_proj": ("intermediate_size", "intermediate_size")},
+    nested={},
+)
+
+
 def _width(module: Any, name: str) -> int:
     if name == "of_groups":
         return module.n_groups * module.ssm_state_size
@@ -122,7 +160,7 @@ def _width(module: Any, name: str) -> int:
 
 
 def _kind_of(module: nn.Module) -> _Layer | None:
-    for kind in (_DELTA_RULE, _KIMI_DELTA, _MAMBA_2):
+    for kind in (_DELTA_RULE, _KIMI_DELTA, _MAMBA_2, _FALCON_H1, _MAMBA_1):
         if all(_has(module, name) for name in kind.known_by):
             return kind
     return None
@@ -170,29 +208,42 @@ def repeat_only_group(module: Any, size: int) -> None:
     kind = _kind_of(module)
     assert kind is not None, "a layer that `stateful_styles` knows"
     for layer, parts in ((module.in_proj, kind.parts["in_proj"]), (module.conv1d, kind.channels)):
-        widths = [_width(module, part) for part in parts]
         for parameter in layer.parameters(recurse=False):
-            rows = zip(parts, parameter.data.split(widths), strict=True)
-            repeats = [
-                row.repeat(size, *[1] * (row.dim() - 1)) if part == "of_groups" else row
-                for part, row in rows
-            ]
-            parameter.data = torch.cat(repeats)
+            parameter.data = _with_groups_of_ranks(module, parameter.data, parts, size, dim=0)
+    for name, parts in kind.buffers.items():
+        buffer = getattr(module, name)
+        setattr(module, name, _with_groups_of_ranks(module, buffer, parts, size, dim=-1))
     module.n_groups = size
     module.conv_dim = sum(_width(module, part) for part in kind.channels)
+
+
+def _with_groups_of_ranks(
+    module: Any, tensor: Tensor, parts: Sequence[str], size: int, *, dim: int
+) -> Tensor:
+    """Return a tensor whose parts of the only group are repeated for each rank."""
+    split = tensor.split([_width(module, part) for part in parts], dim)
+    return torch.cat(
+        [
+            torch.cat([share] * size, dim) if part == "of_groups" else share
+            for part, share in zip(parts, split, strict=True)
+        ],
+        dim,
+    )
 
 
 def _norm_over_ranks(
     norm: Any, group: dist.ProcessGroup, hidden_states: Tensor, gate: Tensor | None = None
 ) -> Tensor:
     """Return the gated norm over all features of a layer; each rank has a part of them."""
+    gated_after = getattr(norm, "norm_before_gate", False)
     hidden = hidden_states.float()
-    if gate is not None:
+    if gate is not None and not gated_after:
         hidden = hidden * functional.silu(gate.float())
     squares = reduce_from_group(hidden.pow(2).sum(-1, keepdim=True), group)
     variance = squares / (hidden.shape[-1] * group.size())
     hidden = hidden * torch.rsqrt(variance + norm.variance_epsilon)
-    return norm.weight * hidden.to(hidden_states.dtype)
+    out = norm.weight * hidden.to(hidden_states.dtype)
+    return out * functional.silu(gate) if gate is not None and gated_after else out
 
 
 def fused_widths(module: nn.Module, child: str) -> Sequence[int]:
@@ -211,13 +262,17 @@ def cut_stateful(module: Any, name: str, group: dist.ProcessGroup) -> None:
     """
     kind = _kind_of(module)
     assert kind is not None, "a layer that `stateful_styles` knows"
-    size = group.size()
+    size, norm_group = group.size(), _norm_group(module)
     for key, parameter in module.named_parameters(recurse=False):
         cut_parameter(parameter, f"{name}.{key}", group, "heads")
     convolution = module.conv1d
     widths = [_width(module, part) for part in kind.channels]
     for key, parameter in convolution.named_parameters(recurse=False):
         cut_blocks(parameter, f"{name}.conv1d.{key}", group, 0, widths)
+    for buffer, parts in kind.buffers.items():
+        split = getattr(module, buffer).split([_width(module, part) for part in parts], -1)
+        shares = [part.chunk(size, -1)[group.rank()] for part in split]
+        setattr(module, buffer, torch.cat(shares, -1))
     channels = convolution.weight.shape[0]
     convolution.in_channels = convolution.out_channels = convolution.groups = channels
     for child, counts in kind.nested.items():
@@ -226,11 +281,23 @@ def cut_stateful(module: Any, name: str, group: dist.ProcessGroup) -> None:
             # `A_log` of Kimi Linear has dimensions of 1 around that of the heads.
             heads = next(dim for dim, length in enumerate(parameter.shape) if length > 1)
             cut_parameter(parameter, f"{name}.{child}.{key}", group, "heads", dim=heads)
-        divide_attributes(inner, f"{name}.{child}", counts, size)
+        # A group that all ranks share still counts as one.
+        counted = [count for count in counts if getattr(inner, count, 1) > 1]
+        divide_attributes(inner, f"{name}.{child}", counted, size)
     divide_attributes(module, name, kind.divide, size)
-    if kind is _MAMBA_2 and module.norm.group_size > module.intermediate_size:
+    if norm_group and norm_group > module.intermediate_size:
         module.norm.forward = functools.partial(_norm_over_ranks, module.norm, group)
     mark_as_cut(module)
+
+
+def _norm_group(module: Any) -> int:
+    """Return the features of a group of the norm of a layer; 0 for other kinds than Mamba 2."""
+    kind = _kind_of(module)
+    if kind is _MAMBA_2:
+        return module.norm.group_size
+    if kind is _FALCON_H1 and module.mamba_rms_norm:
+        return module.intermediate_size // module.norm.n_groups
+    return 0
 
 
 def mark_as_cut(module: nn.Module) -> None:

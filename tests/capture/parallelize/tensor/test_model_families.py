@@ -67,6 +67,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "OPT": {"ffn_dim": 64, "word_embed_proj_dim": 32},
     "Falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
     "Mpt": {"d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 32},
+    "FalconH1": {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_ssm": 64, "mamba_d_state": 8,
+                 "mamba_n_groups": 2, "mamba_chunk_size": 8, "mamba_rms_norm": True,
+                 "ssm_multipliers": [0.5, 1.5, 2.0, 0.25, 0.75]},
+    "FalconMamba": {"state_size": 8, "time_step_rank": 4},
     "Persimmon": {},
     "StableLm": {},
     "XGLM": {"d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 64},
@@ -103,6 +107,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "KimiLinear": {**LATENT, "q_lora_rank": None, "num_experts": 4, "num_experts_per_tok": 2,
                    "n_shared_experts": 1, "moe_intermediate_size": 16, "linear_num_heads": 4,
                    "linear_head_dim": 8, "layer_types": ["linear_attention", "full_attention"]},
+    "Lfm2Moe": {**EXPERTS, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "Lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
     "Llama4Text": {"num_local_experts": 2, "head_dim": 8, "intermediate_size_mlp": 64,
                    "moe_layers": [1], "attention_chunk_size": 8},
@@ -177,10 +182,15 @@ AGREE = [
     ("Phimoe", BOTH),
     ("Bamba", TENSOR),  # the groups of Mamba 2, each with its heads
     ("Bamba", SEQUENCE),
+    ("FalconH1", TENSOR),  # attention and Mamba 2 in each layer, factors of the projection's parts
+    ("FalconMamba", TENSOR),  # norms without weights between Mamba 1's projections
+    ("Jamba", TENSOR),  # channels of Mamba 1, whose B and C are sums over the ranks
+    ("Jamba", SEQUENCE),
     ("KimiLinear", TENSOR),  # a decay for each channel of a head, from a narrow projection
     ("KimiLinear", SEQUENCE),
     ("Lfm2", TENSOR),  # short convolutions
     ("Lfm2", SEQUENCE),
+    ("Lfm2Moe", TENSOR),  # experts in some layers
     ("NemotronH", TENSOR),  # an MLP without a gate
     ("OlmoHybrid", TENSOR),  # a projection for each operand of linear attention
     ("Qwen3Next", TENSOR),  # linear attention by heads, a fused projection by key heads
@@ -257,7 +267,7 @@ def test_unsupported_models_are_refused(kind, sizes, code, names):
 
 @pytest.mark.parametrize(
     ("kind", "missing"),
-    [("GraniteMoeHybrid", "mamba.in_proj"), ("Jamba", "mamba.in_proj")],
+    [("GraniteMoeHybrid", "mamba.in_proj")],
 )
 def test_a_refusal_shows_a_plan_that_completes_the_models_plan(kind, missing, tmp_path):
     with raises_code("tp-unplanned-module", naming=(missing, "--sharding-plan FILE")) as refused:
