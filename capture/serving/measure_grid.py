@@ -42,6 +42,7 @@ from onerank.capture.serving.served_model import (
     StepCache,
     adopt_model,
     build_model,
+    check_layer_types,
     give_attention_scopes,
     materialise,
     read_config,
@@ -440,6 +441,8 @@ def _served(
     # A step of decodes alone computes the logits of all tokens, on every stage.
     step = RepeatableStep.of(model, composition, config.vocab_size, device, has_head=False)
     give_attention_scopes(step)
+    if pipeline is None:
+        check_layer_types(step)
     cached = step.cache.bytes_per_token()
     itemsize = next((keys.itemsize for keys in step.cache.tensors.values()), 0)
     gpu = options.emulated_gpu

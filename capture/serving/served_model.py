@@ -9,7 +9,7 @@ it passes as its KV cache.
 
 import contextlib
 import inspect
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -709,6 +709,28 @@ def give_attention_scopes(step: RepeatableStep) -> None:
         _step.callers = None
     if not callers and not step.cache.states.tensors:
         raise _own_attention(type(model).__name__)
+
+
+# Types of layers that cache nothing.
+_WITHOUT_CACHE = {"mlp", "moe"}
+
+
+def check_layer_types(step: RepeatableStep) -> None:
+    """Refuse a model of which a type of layers has neither attended nor updated a state.
+
+    Such layers keep their states in their modules, for the batch of the last call of the model.
+
+    Args:
+        step: a step that has run, of a model with all its layers.
+    """
+    types: Sequence[str] = getattr(step.model.config.get_text_config(), "layer_types", None) or ()
+    tensors = (*step.cache.tensors, *step.cache.states.tensors)
+    cached = {types[layer] for layer, *_ in tensors if layer < len(types)}
+    left = {*types} - cached - _WITHOUT_CACHE
+    if left:
+        raise sequence_states.unsupported(
+            f"the states of its layers of {', '.join(sorted(left))} in their modules"
+        )
 
 
 def _own_attention(name: str) -> CaptureError:

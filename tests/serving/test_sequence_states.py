@@ -393,12 +393,9 @@ def test_states_limit_the_batch(qwen: Bundle, tmp_path: Path):
     assert [note.code for note in written.notes] == ["export-sequence-states"]
 
 
-def test_a_layer_that_computes_its_states_itself_is_refused(tmp_path: Path):
-    """Jamba's scan, Mamba 1, would run in a loop over the tokens."""
-    config = {
-        **FEW, "model_type": "jamba", "attn_layer_period": 2, "attn_layer_offset": 1,
-        "mamba_d_state": 8, "mamba_dt_rank": 8,
-    }  # fmt: skip
+def test_a_layer_that_keeps_its_states_itself_is_refused(tmp_path: Path):
+    """RecurrentGemma's modules hold the states of one batch, so a step would be one sequence."""
+    config = {**FEW, "model_type": "recurrent_gemma", "lru_width": 64, "num_key_value_heads": 1}
     (tmp_path / "config.json").write_text(json.dumps(config))
     done = run_command(
         "capture", "serve", tmp_path / "config.json", "--device", "none", "-o", tmp_path / "b",
