@@ -260,7 +260,24 @@ def tensor_factory(name: str) -> Callable[..., Any]:
     Args:
         name: `tensor` or `as_tensor`.
     """
-    return _lifted(getattr(torch, name))
+    create = _lifted(getattr(torch, name))
+
+    @functools.wraps(create)
+    def create_on_default_device(*args: Any, **kwargs: Any) -> Any:
+        # A default device applies to functions that torch compares by identity, and finds under the
+        # name of this one.
+        if kwargs.get("device") is None and is_cuda_device(default := _default_device()):
+            kwargs["device"] = default
+        return create(*args, **kwargs)
+
+    return create_on_default_device
+
+
+def _default_device() -> torch.device | None:
+    """Return the device of the innermost context; `torch.get_default_device` creates a tensor."""
+    modes: list[Any] = _torch.overrides._get_current_function_mode_stack()
+    contexts = _torch.utils._device.DeviceContext
+    return next((mode.device for mode in reversed(modes) if isinstance(mode, contexts)), None)
 
 
 def _lifted(create: Any) -> Callable[..., Any]:

@@ -46,6 +46,7 @@ class SequenceStates:
         composition: the step's sequences.
         tensors: states by layer, part of the step, and kind; the first axis are the sequences.
         layer: index of the layer that runs.
+        convolution: number of the convolution that runs, in a layer with several.
     """
 
     composition: Composition
@@ -53,6 +54,7 @@ class SequenceStates:
         default_factory=dict[tuple[int, str, str], Tensor]
     )
     layer: int = 0
+    convolution: int = 0
 
     def room(
         self, part: str, kind: str, like: Tensor, shape: tuple[int, ...], dtype: Any
@@ -88,7 +90,7 @@ class SequenceStates:
 
 
 def _new_state(kind: str, like: Tensor, shape: tuple[int, ...]) -> Tensor:
-    if kind == _CONVOLUTION:
+    if kind.startswith(_CONVOLUTION):
         return _operators.convolution_state(like, shape)
     return like.new_empty(shape).normal_()
 
@@ -181,11 +183,12 @@ class _StatefulLayer:
         if activation not in (None, "silu", "swish"):
             raise unsupported(f"the activation {activation} of a convolution")
         states, silu = _running(), activation is not None
+        kind = f"{_CONVOLUTION}.{states.convolution}" if states.convolution else _CONVOLUTION
 
         def update(part: str, rows: Tensor) -> Tensor:
             count, channels = rows.shape[0], rows.shape[2]
             shape = count, channels, weight.shape[1] - 1
-            state = states.room(part, _CONVOLUTION, rows, shape, rows.dtype)
+            state = states.room(part, kind, rows, shape, rows.dtype)
             if part == "prefill":
                 return _ops.onerank_serving.causal_conv1d(
                     rows.contiguous(), weight, bias, state, silu

@@ -9,6 +9,7 @@ it passes as its KV cache.
 
 import contextlib
 import inspect
+import weakref
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -100,12 +101,22 @@ def build_model(config: Any, device: str, *, shapes_only: bool) -> Any:
             model: Any = AutoModelForCausalLM.from_config(
                 config, dtype=dtype, attn_implementation=_ATTENTION
             )
-    except KeyError as error:
+    except Exception as error:
         # Older models have a table of attention classes.
-        if error.args != (_ATTENTION,):
-            raise
-        raise _own_attention(type(config).__name__) from error
+        if isinstance(error, KeyError) and error.args == (_ATTENTION,):
+            raise _own_attention(type(config).__name__) from error
+        # Models check their configuration themselves, with errors of many classes.
+        raise CaptureError(
+            f"transformers does not build a model of this {type(config).__name__}: "
+            f"{type(error).__name__}: {_first_line(error)}\n"
+            "  check the sizes and lists of layers in the configuration",
+            code="serve-model-unknown",
+        ) from error
     return model.eval()
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "")
 
 
 def adopt_model(model: Any) -> Any:
@@ -135,6 +146,11 @@ def materialise(model: Any, device: str) -> None:
     for (first, own), *others in tied.values():
         for module, name in others:
             setattr(module, name, getattr(first, own))
+    initialisers: dict[int, Any] = {}
+    for owner in model.modules():
+        if hasattr(owner, "_init_weights"):
+            # The innermost model of transformers initialises a module, as in transformers.
+            initialisers.update(dict.fromkeys(map(id, owner.modules()), owner))
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.dim() > 1:
@@ -147,7 +163,7 @@ def materialise(model: Any, device: str) -> None:
             buffer.fill_(1)
         if buffers:
             # transformers computes the frequencies of rotary embeddings here.
-            model._init_weights(module)
+            initialisers[id(module)]._init_weights(module)
 
 
 @dataclass
@@ -165,6 +181,7 @@ class StepCache:
         windows: window of each layer that has one and that has run.
         states: states of constant size of linear attention, Mamba 2 and short convolutions.
         index: quantised keys of indexers by layer and part, [sequences, tokens, width].
+        keys: new keys of the running step, by layer.
     """
 
     composition: Composition
@@ -174,6 +191,7 @@ class StepCache:
     windows: dict[int, AttentionWindow] = field(default_factory=dict[int, AttentionWindow])
     states: SequenceStates = field(init=False)
     index: dict[tuple[int, str], Tensor] = field(default_factory=dict[tuple[int, str], Tensor])
+    keys: dict[int, weakref.ref[Tensor]] = field(default_factory=dict[int, weakref.ref[Tensor]])
 
     is_compileable = False
 
@@ -184,12 +202,21 @@ class StepCache:
         self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
         """Return the new keys and values; the attention function writes them to the cache."""
-        _step.layer = layer_idx
+        _step.layer, _step.writes = layer_idx, True
+        # Layers that share the keys of this one pass the same tensor to their attention. A strong
+        # reference would keep the keys of all layers in memory.
+        self.keys[layer_idx] = weakref.ref(keys)
         return keys, values
 
-    def update_conv_state(self, rows: Tensor, layer_idx: int, **_: Any) -> Tensor:
+    def layer_of(self, keys: Tensor) -> int:
+        """Return the layer whose cache has the keys that a layer attends to."""
+        return next((layer for layer, own in self.keys.items() if own() is keys), _step.layer)
+
+    def update_conv_state(
+        self, rows: Tensor, layer_idx: int, *, state_idx: int = 0, **_: Any
+    ) -> Tensor:
         """Return the new inputs of a convolution, whose operator has the earlier ones."""
-        self.states.layer = layer_idx
+        self.states.layer, self.states.convolution = layer_idx, state_idx
         return rows
 
     def update_recurrent_state(self, state: Any, *_: Any, **__: Any) -> None:
@@ -321,12 +348,16 @@ class _Step:
 
     Attributes:
         cache: its KV cache; None while no step runs.
-        layer: index of the layer that runs.
+        layer: index of the layer that runs; of a layer that shares its keys, the layer that caches
+            them.
+        writes: whether the running layer caches its keys; one that shares those of an earlier layer
+            does not.
         callers: receives the modules that call attention, while it is not None.
     """
 
     cache: StepCache | None = None
     layer: int = 0
+    writes: bool = False
     callers: list[nn.Module] | None = None
 
 
@@ -367,7 +398,8 @@ class _PartAttention(nn.Module):
         q, k, v = (t[0].unflatten(1, (count, -1)).transpose(0, 1) for t in (query, key, value))
         keys = cache.room(self.part, k, value=False)
         values = cache.room(self.part, v, value=True)
-        self.cache_write(keys, values, (k, v), cache.cached_before(self.part, _step.layer))
+        if _step.writes:
+            self.cache_write(keys, values, (k, v), cache.cached_before(self.part, _step.layer))
         out = _attend(q, keys, values, scale, window)
         return out.transpose(1, 2).flatten(0, 1).unsqueeze(0)
 
@@ -503,6 +535,7 @@ def _attention_function(
     cache = _step.cache
     assert cache is not None, "a step is running"
     step, parts = cache.composition, getattr(module, PARTS)
+    _step.layer = cache.layer_of(key)
     window = _window_of(module, sliding_window)
     if window is not None:
         cache.windows[_step.layer] = window
@@ -518,6 +551,7 @@ def _attention_function(
                 assert indices is not None, "the layer's first call had some"
                 seen = indices[part.part]
             outputs.append(part(*operands, scaling, seen))
+    _step.writes = False
     return (torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]), None
 
 
@@ -699,10 +733,10 @@ def give_attention_scopes(step: RepeatableStep) -> None:
     except Exception as error:
         # A model with another kind of cache fails before its attention, with any exception.
         if not callers and not step.cache.states.tensors:
-            raise _own_attention(type(model).__name__) from error
+            raise _own_attention(type(model).__name__, error) from error
         raise CaptureError(
             f"{type(model).__name__} does not run a step of an engine: {type(error).__name__}: "
-            f"{str(error).splitlines()[0] if str(error) else ''}",
+            f"{_first_line(error)}",
             code="serve-step-failed",
         ) from error
     finally:
@@ -733,10 +767,12 @@ def check_layer_types(step: RepeatableStep) -> None:
         )
 
 
-def _own_attention(name: str) -> CaptureError:
+def _own_attention(name: str, error: Exception | None = None) -> CaptureError:
+    cause = "" if error is None else f" ({type(error).__name__}: {_first_line(error)})"
     return CaptureError(
         f"{name} does not look up its attention in transformers' AttentionInterface, or needs "
         "another cache than one of keys and values, as an indexer and linear attention do, so its "
-        "cache cannot be composed of several sequences\n  serve another model, such as Llama",
+        f"cache cannot be composed of several sequences{cause}\n"
+        "  serve another model, such as Llama",
         code="serve-own-attention",
     )

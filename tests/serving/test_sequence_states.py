@@ -241,6 +241,26 @@ def test_a_step_computes_what_transformers_computes(
     assert step_like_transformers(tmp_path, config, composition).cache.states.tensors
 
 
+def test_layers_that_share_keys_cache_none(tmp_path: Path):
+    """The last two of Gemma-3n's layers attend to the keys of the last layer of their type."""
+    config = {
+        **FEW, "model_type": "gemma3n_text", "num_hidden_layers": 6, "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 3, "sliding_window": 6,
+        "laurel_rank": 8, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 128,
+        "activation_sparsity_pattern": [0.0] * 6, "intermediate_size": [64] * 6,
+    }  # fmt: skip
+    cache = step_like_transformers(tmp_path, config, Composition(3, 4, 2, 3, 2)).cache
+    assert {layer for layer, _, _ in cache.tensors} == {0, 1, 2, 3}
+    assert {layer: window.tokens for layer, window in cache.windows.items()} == {0: 6, 2: 6}
+    per_token = 2 * 2 * 16 * 4
+    with loaded_server(tmp_path / "config.json", Options(device="none")) as server:
+        need = server.served.cache_need
+        assert need.bytes_per_token == 4 * per_token
+        assert [(window.layers, window.bytes_per_token) for window in need.windowed] == [
+            (2, 2 * per_token)
+        ]
+
+
 def served_bundle(directory: Path, config: dict[str, Any], *options: str) -> Bundle:
     """Return the bundle of a model without a device."""
     (directory / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
@@ -467,13 +487,18 @@ def test_heads_that_ranks_do_not_divide_are_whole_on_each(tmp_path: Path, qwen: 
     [
         # Two layers of 3 x 3 x 4 x 16 inputs of convolutions and 4 states of 16 x 16; 4 bytes each.
         (FEW_KIMI, 2 * 4 * (3 * 192 + 4 * 16 * 16)),
+        (
+            {**FEW_KIMI, "model_type": "bailing_hybrid", "n_group": 1, "topk_group": 1},
+            2 * 4 * (3 * 192 + 4 * 16 * 16),
+        ),
         # Two layers of 2 x 64 inputs.
         (FEW_LFM2, 2 * 4 * 2 * 64),
         ({**FEW_LFM2, "model_type": "lfm2_moe", "num_dense_layers": 1}, 2 * 4 * 2 * 64),
+        ({**FEW_LFM2, "model_type": "lfm3", "conv_L_cache": 5}, 2 * 4 * 4 * 64),
         # Two layers of 128 channels.
         (FEW_JAMBA, 2 * 4 * 128 * (3 + 8)),
     ],
-    ids=["Kimi Linear", "LFM2", "LFM2-MoE", "Jamba"],
+    ids=["Kimi Linear", "Bailing", "LFM2", "LFM2-MoE", "LFM3", "Jamba"],
 )
 def test_ranks_have_half_of_the_states(tmp_path: Path, config: dict[str, Any], whole_bytes: int):
     file = tmp_path / "config.json"

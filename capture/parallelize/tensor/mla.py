@@ -29,6 +29,7 @@ from onerank.capture.parallelize.tensor.sequence_parallel import (
 from onerank.ir.errors import SliceError
 
 _DOWN, _UP, _OUT = "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"
+_HEAD_GATE = "g_proj"  # a factor for each head
 _QUERY_DOWN, _QUERY_NORM, _NORM = "q_a_proj", "q_a_layernorm", "kv_a_layernorm"
 
 
@@ -54,7 +55,8 @@ def latent_styles(model: nn.Module, planned: dict[str, str], *, complete: bool) 
             if any(True for _ in child.parameters(recurse=False)):
                 styles[f"{name}.indexer.{key}"] = WHOLE[0]
         for key in children:
-            if planned.get(f"{name}.{key}") in COLUMN:  # of the hidden states, as gates of heads
+            gates = key == _HEAD_GATE and complete
+            if gates or planned.get(f"{name}.{key}") in COLUMN:  # of the hidden states
                 styles[f"{name}.{key}"] = UP[0]
     return styles
 

@@ -56,7 +56,7 @@ from onerank.ir.errors import SliceError
 
 _ATTENTION = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
 
-_GATE = "gate_proj"  # in attention: a factor for each output feature
+_GATES = ("gate_proj", "g_proj")  # in attention: a factor for each output feature, or each head
 
 _NORMS = ("q_norm", "k_norm", "query_layernorm", "key_layernorm", "q_layernorm", "k_layernorm")
 
@@ -188,9 +188,11 @@ def _attention_styles(
     heads = [count for name in names for count in of_layers(config, name)]
     width = getattr(module, "head_dim", None)
     styles = dict(_ATTENTION)
-    gate = children.get(_GATE)
-    if isinstance(gate, nn.Linear) and gate.out_features == module.q_proj.out_features:
-        styles[_GATE] = "colwise"
+    for key in _GATES:
+        gate = children.get(key)
+        factors = (module.q_proj.out_features, *of_layers(config, names[0]))
+        if isinstance(gate, nn.Linear) and gate.out_features in factors:
+            styles[key] = "colwise"
     direct = {key for key, _ in module.named_parameters(recurse=False)}
     if direct and direct <= _SINKS:
         styles[""] = HEADS[0]

@@ -95,12 +95,12 @@ _KIMI_DELTA = _Layer(
     divide=("num_heads", "qkv_dim", "conv_dim"),
     heads=("num_heads",),
     styles={
-        **dict.fromkeys(("q_proj", "k_proj", "v_proj", "b_proj", "g_b_proj"), _COLUMN),
+        **dict.fromkeys(("q_proj", "k_proj", "v_proj", "b_proj", "g_proj", "g_b_proj"), _COLUMN),
         "o_proj": _ROW,
         # Narrow, so each rank computes all of it, as in vLLM (`ReplicatedLinear`).
         **dict.fromkeys(("g_a_proj", "forget_gate.f_a_proj", "o_norm"), REPLICATED[0]),
         # Not column-parallel: its input belongs to the layer, which has its boundary already.
-        "forget_gate.f_b_proj": HEADS[0],
+        **dict.fromkeys(("forget_gate.f_b_proj", "forget_gate.f_proj"), HEADS[0]),
         "forget_gate": CHANNELS,
     },
     parts={},

@@ -141,6 +141,8 @@ SHUFFLED = """
     torch.set_default_device("cuda")
     model = torch.nn.Linear(8, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert torch.tensor(1.0).is_cuda and torch.as_tensor([1.0]).is_cuda
+    assert not torch.tensor(1.0, device="cpu").is_cuda
     order = torch.randperm(6)
     assert sorted(order.tolist()) == list(range(6)) and order.tolist() != [1] * 6
     generator = torch.cuda.default_generators[torch.cuda.current_device()]

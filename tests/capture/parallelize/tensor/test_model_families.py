@@ -104,10 +104,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "GptOss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
     "Granite": {},
     "GraniteMoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "BailingHybrid": {**LATENT, "num_experts": 4, "num_experts_per_tok": 2,
+                      "moe_intermediate_size": 16, "linear_num_heads": 4, "linear_head_dim": 8,
+                      "layer_types": ["linear_attention", "full_attention"]},
     "KimiLinear": {**LATENT, "q_lora_rank": None, "num_experts": 4, "num_experts_per_tok": 2,
                    "n_shared_experts": 1, "moe_intermediate_size": 16, "linear_num_heads": 4,
                    "linear_head_dim": 8, "layer_types": ["linear_attention", "full_attention"]},
     "Lfm2Moe": {**EXPERTS, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "Lfm3": {**EXPERTS, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "Lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
     "Llama4Text": {"num_local_experts": 2, "head_dim": 8, "intermediate_size_mlp": 64,
                    "moe_layers": [1], "attention_chunk_size": 8},
@@ -186,11 +190,13 @@ AGREE = [
     ("FalconMamba", TENSOR),  # norms without weights between Mamba 1's projections
     ("Jamba", TENSOR),  # channels of Mamba 1, whose B and C are sums over the ranks
     ("Jamba", SEQUENCE),
+    ("BailingHybrid", TENSOR),  # as Kimi-Linear, with a decay from one projection
     ("KimiLinear", TENSOR),  # a decay for each channel of a head, from a narrow projection
     ("KimiLinear", SEQUENCE),
     ("Lfm2", TENSOR),  # short convolutions
     ("Lfm2", SEQUENCE),
     ("Lfm2Moe", TENSOR),  # experts in some layers
+    ("Lfm3", TENSOR),  # a gate for each head
     ("NemotronH", TENSOR),  # an MLP without a gate
     ("OlmoHybrid", TENSOR),  # a projection for each operand of linear attention
     ("Qwen3Next", TENSOR),  # linear attention by heads, a fused projection by key heads
