@@ -4,7 +4,7 @@ A capture without a device counts them; the text of their counts is a column of 
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
@@ -53,3 +53,14 @@ def python_calls_of(text: str) -> Counter[str]:
             code="python-calls-malformed",
         )
     return Counter(counts)
+
+
+def autograd_functions(names: Iterable[str]) -> set[str]:
+    """Return those of a profiler's names that are ranges of autograd functions in Python.
+
+    torch names the range of a forward after the function's class, and of its backward the class
+    with "Backward". Functions in C++ end in a number, such as MulBackward0.
+    """
+    known = set(names)
+    forwards = {name for name in known if f"{name}Backward" in known}
+    return forwards | {f"{name}Backward" for name in forwards}

@@ -16,7 +16,7 @@ from onerank.ir.arrays import F64, I32, I64, Mask
 from onerank.ir.errors import AnnotateError, TargetError
 from onerank.ir.measurement import HostOverhead
 from onerank.ir.notes import Note
-from onerank.ir.python_calls import PYTHON_CALLS, python_calls_of
+from onerank.ir.python_calls import PYTHON_CALLS, autograd_functions, python_calls_of
 from onerank.ir.replay import launches, with_host_factor
 
 # Classes that decide the kind of an operator with several launches, the strongest first.
@@ -42,7 +42,7 @@ class HostCalls:
         node: nodes on the device, int64[n].
         call: the call that launches each of them, int64[n].
         python: kind of `PYTHON_CALLS` -> calls of Python before each call, int64[c]. A GPU capture
-            counts only operators of subclasses of Tensor.
+            counts only autograd functions, and operators of subclasses of Tensor.
     """
 
     first: I64
@@ -165,17 +165,25 @@ def _python_calls(captured: Graph, called_ns: I64, began_ns: I64) -> dict[str, I
         AnnotateError: the text of a node's calls of Python is malformed.
     """
     nodes = captured.nodes
-    counted = np.flatnonzero(nodes.python_calls)
-    # Operators that launch nothing pass their calls to the next one that does, the last ones to the
-    # last.
-    place = np.searchsorted(began_ns, called_ns[counted])
-    place = np.minimum(place, len(began_ns) - 1)
+
+    def before_calls(counted: I64) -> I64:
+        # Operators that launch nothing pass their calls to the next one that does, the last ones to
+        # the last.
+        place = np.searchsorted(began_ns, called_ns[counted])
+        return np.bincount(np.minimum(place, len(began_ns) - 1), minlength=len(began_ns))
+
     by_kind: dict[str, I64] = {}
-    codes, which = np.unique(nodes.python_calls[counted], return_inverse=True)
-    for number, code in enumerate(codes.tolist()):
-        of_code = np.bincount(place[which == number], minlength=len(began_ns))
+    for code in np.unique(nodes.python_calls).tolist():
+        of_code = before_calls(np.flatnonzero(nodes.python_calls == code))
         for kind, count in python_calls_of(captured.strings[code]).items():
             by_kind[kind] = by_kind.get(kind, np.int64(0)) + of_code * count
+    if "function" not in by_kind:
+        # A capture without a device counts autograd functions. A profiler records them by name.
+        codes = np.unique(nodes.name).tolist()
+        functions = autograd_functions(captured.strings[code] for code in codes)
+        named = [code for code in codes if captured.strings[code] in functions]
+        if named:
+            by_kind["function"] = before_calls(np.flatnonzero(np.isin(nodes.name, named)))
     return by_kind
 
 

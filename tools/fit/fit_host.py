@@ -59,10 +59,12 @@ def host_times(graph: Graph) -> tuple[HostCalls, dict[str, float]]:
     scale = statistics.median(measurement.host_step_ns) / (ended_ns - began_ns)
     shipped = load_host(TYPICAL)
     assert shipped is not None
-    # Operators of subclasses of Tensor have a figure, which adds to those of the kinds.
+    # Autograd functions and operators of subclasses of Tensor have figures, which add to those of
+    # the kinds.
     python_ns = calls.python_ns(shipped, "p50_ns") / scale
-    of_call = np.maximum(np.bincount(calls.call, weights=before_ns) - python_ns, 0)
+    of_call = np.bincount(calls.call, weights=before_ns) - python_ns
     sums = np.bincount(calls.kind, weights=of_call, minlength=len(HOST_OP_KINDS))
+    sums = np.maximum(sums, 0)
     counts = np.bincount(calls.kind, weights=calls.times, minlength=len(HOST_OP_KINDS))
     rest = list(HOST_OP_KINDS).index("step")
     # What the host does after the last launch belongs to no call.

@@ -40,6 +40,11 @@ def test_the_times_by_kind_add_up_to_the_measured_host(capture: Graph):
     total_ns = sum(
         means[kinds[kind]] * count for kind, count in zip(calls.kind, calls.times, strict=True)
     ) + (means["step"] - measurement.host_overhead.inter_step_host_ns)
+    # 19 or 20 autograd functions of the slicing, forward and backward, have their own figure.
+    assert 38 <= calls.python["function"].sum() <= 40
+    shipped = load_host("typical")
+    assert shipped is not None
+    total_ns += calls.python_ns(shipped, "p50_ns").sum()
     assert total_ns == pytest.approx(statistics.median(measurement.host_step_ns), rel=1e-6)
     assert 577 <= len(calls.first) <= 583
     assert calls.times.sum() - len(calls.first) in (8 * 38, 9 * 38)  # lists of 39 tensors
@@ -52,7 +57,8 @@ def test_the_shipped_host_holds_the_hosts_that_it_was_fitted_to(capture: Graph):
     measured_ns = statistics.median(capture.job.measurement.host_step_ns)
     ratios = [calls.step_ns(host, name) / measured_ns for name in ("p10_ns", "p50_ns", "p90_ns")]
     # Five hosts took 19.4 to 31.6 ms: the fastest and the slowest are just outside of 80%.
-    assert 0.63 < ratios[0] < 1.03
+    # The p10 of autograd functions, half of their p50, is another host's.
+    assert 0.61 < ratios[0] < 1.03
     assert 0.75 < ratios[1] < 1.23
     assert 0.97 < ratios[2] < 1.59
 
