@@ -4,7 +4,8 @@ Every operation has its time alone on the GPU and progresses at a rate of at mos
 sharing):
 
 - Communication holds multiprocessors: NCCL's channels are thread blocks that stay until the call
-  is done. Kernels share the rest. A kernel that needs fewer runs at its full rate.
+  is done. Kernels share the rest. A kernel that needs fewer runs at its full rate. A product has
+  whole waves of tiles: one of 128 tiles takes one wave on 132 multiprocessors, and two on 108.
 - A call progresses slower next to kernels, which compete for caches, memory and power.
 - A call starts when enough multiprocessors are free. A running kernel frees its multiprocessors
   after each round of its thread blocks; a persistent kernel has one round.
@@ -14,6 +15,7 @@ Rates change when an operation starts or ends, so the schedule is computed in th
 
 import heapq
 from dataclasses import dataclass
+from math import ceil, floor
 from typing import Self
 
 import numpy as np
@@ -35,6 +37,7 @@ class Contention:
     Attributes:
         needed: share of the multiprocessors that a kernel uses alone, 0 for other operations,
             float64[n].
+        tiles: tiles of a product, each of which takes a multiprocessor; 0 if not known, int64[n].
         rounds: rounds of thread blocks in which a kernel uses all of them; 0 if some are free or
             become free often, int64[n].
         held: share that a communication call holds, 0 for other operations, float64[n].
@@ -42,15 +45,18 @@ class Contention:
             may limit; 1 within a node, float64[n].
         slows: how many times as long a call takes next to this kernel if nothing but the GPU
             limits the call; 1 for other operations, float64[n].
+        multiprocessors: of the GPU.
         among_kernels: whether kernels of different streams share multiprocessors. False if their
             durations were measured in place, because these contain it.
     """
 
     needed: F64
+    tiles: I64
     rounds: I64
     held: F64
     spare: F64
     slows: F64
+    multiprocessors: int
     among_kernels: bool
 
     @property
@@ -152,6 +158,8 @@ class SharedGpu:
         count = len(duration)
         self._of, self._floors, self._duration = constraints, floors, duration
         self._needed: list[float] = contention.needed.tolist()
+        self._tiles: list[int] = contention.tiles.tolist()
+        self._multiprocessors = contention.multiprocessors
         self._rounds: list[int] = contention.rounds.tolist()
         self._held: list[float] = contention.held.tolist()
         self._spare: list[float] = contention.spare.tolist()
@@ -256,8 +264,22 @@ class SharedGpu:
         for entry, share in zip(self._running, needed, strict=True):
             if self._held[entry.node]:
                 entry.rate = min(1.0, self._spare[entry.node] / slowdown)
+            elif self._tiles[entry.node] and (share == wanted or not self._among_kernels):
+                entry.rate = self._rate_of_waves(self._tiles[entry.node], free)
             else:
                 entry.rate = min(1.0, free / (wanted if self._among_kernels else share))
+
+    def _rate_of_waves(self, tiles: int, free: float) -> float:
+        """Return the rate of a product that has a share of the multiprocessors.
+
+        Args:
+            tiles: of the product.
+            free: share of the multiprocessors.
+        """
+        whole = self._multiprocessors
+        # Channels and multiprocessors are integers, of which `free` is a rounded ratio.
+        left = max(1, floor(free * whole + 1e-6))
+        return ceil(tiles / whole) / ceil(tiles / left)
 
     def _resolve(self, node: int, edges: _Outgoing, time: int) -> list[int]:
         """Satisfy edges from a node; return the targets without open constraints.

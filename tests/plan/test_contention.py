@@ -1,6 +1,7 @@
 """Kernels and collectives that share a GPU: by hand, and a real job on four H100s."""
 
 import gzip
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -82,6 +83,16 @@ def test_a_small_kernel_loses_nothing() -> None:
     assert ends[1] == pytest.approx(100 * (1 + (SLOWDOWN_BY_ARITHMETIC - 1) * 0.6))
 
 
+@pytest.mark.parametrize(("tiles", "ends"), [(95, 400), (400, 250), (401, 240), (0, 250)])
+def test_a_product_takes_whole_waves_of_tiles(tiles: int, ends: float) -> None:
+    """On 80 of 100 multiprocessors 95 tiles take 2 waves, not 1; 400 take 5, not 4."""
+    graph = operations((KERNEL, 7, 200), (CALL, 8, 1000))
+    contention = contention_of(graph, {1: CallShape(20, 1.0)})
+    assert contention is not None
+    times = schedule(graph, replace(contention, tiles=np.array([tiles, 0])))
+    assert times.end_ns[0] == pytest.approx(ends * US)
+
+
 @pytest.mark.parametrize(("blocks", "starts_us"), [(100, 400), (400, 100), (0, 50)])
 def test_a_call_waits_for_a_round_of_blocks(blocks: int, starts_us: float) -> None:
     """A persistent kernel frees its multiprocessors at its end, one of four rounds in between."""
@@ -132,10 +143,12 @@ def test_without_competition_it_is_the_same_schedule(bandwidth: float | None) ->
     count, kernels = len(graph), graph.gpu_compute
     free = Contention(
         needed=np.where(kernels, 1.0, 0.0),
+        tiles=np.zeros(count, dtype=np.int64),
         rounds=np.zeros(count, dtype=np.int64),
         held=np.where(graph.communication, 1e-12, 0.0),
         spare=np.full(count, 1e9),
         slows=np.where(kernels, 1.5, 1.0),
+        multiprocessors=132,
         among_kernels=False,
     )
     alone, shared = schedule(graph), schedule(graph, free)
@@ -169,6 +182,18 @@ def test_a_real_job_on_four_h100s(fsdp: TimedStage) -> None:
     assert contention.held[calls].tolist() == pytest.approx([24 / 132] * int(calls.sum()))
     assert step_ms(fsdp, None) < 0.97 * 1039.4
     assert 0.98 * 1039.4 < step_ms(fsdp, contention) < 1.01 * 1050.8
+
+
+def test_products_have_the_tiles_of_the_kernels_of_h100s(fsdp: TimedStage) -> None:
+    """Keys and values, [8192, 4096] x [4096, 1024] and their weights' gradients: 256 x 128."""
+    contention, graph = fsdp.contention, fsdp.graph
+    assert contention is not None
+    products = [place for place, name in enumerate(graph.text("op")) if name == "aten::mm"]
+    counts: list[int] = contention.tiles[products].tolist()
+    tiles = Counter(counts)
+    assert tiles[32 * 8] == 32 * 3  # keys are recomputed
+    assert tiles[4 * 32] == 32 * 2
+    assert not contention.tiles[graph.communication].any()
 
 
 def test_half_of_what_is_predicted_is_slower_calls_and_shared_kernels(fsdp: TimedStage) -> None:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from onerank.annotate.op_costs.node_costs import op_costs_of
 from onerank.ir import Evidence, Graph
 from onerank.ir.arrays import F64, I64
 from onerank.ir.contention import Contention
@@ -36,6 +37,15 @@ products and attention of training several hundred."""
 
 _IN_PLACE = (Evidence.SCALED, Evidence.CALIBRATED, Evidence.MEASURED)
 """Evidence of durations from a trace, which contain what concurrent kernels took."""
+
+
+_TILE = (256, 128)
+"""Of cuBLAS's products in 8 and 16 bits on H100s ("nvjet_sm90_tst_256x128", also 320x128)."""
+
+_LARGEST_OPERAND = 2  # bytes of an element; the tiles of float32 were not measured
+
+_LEAST_FILLED = 0.9
+"""Share of the multiprocessors below which libraries choose smaller tiles: assumed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,16 +80,20 @@ def contention_of(graph: Graph, calls: Mapping[int, CallShape]) -> Contention | 
     blocks = _blocks(graph)
     # Without a launch shape a kernel is assumed to have many short blocks.
     needed = np.where(blocks > 0, np.minimum(1.0, blocks / sm_count), 1.0)
-    rounds = np.where(blocks > 0, np.maximum(1, blocks // sm_count), 0)
+    tiles = np.where(kernels, _tiles(graph, sm_count), 0)
+    rounds = np.where(blocks > 0, np.maximum(1, blocks // sm_count), tiles // sm_count)
+    rounds = np.where(tiles > 0, np.maximum(1, rounds), rounds)
     held, spare = np.zeros(len(graph)), np.ones(len(graph))
     for index, call in calls.items():
         held[index], spare[index] = call.channels / sm_count, call.spare
     contention = Contention(
         needed=np.where(kernels, needed, 0.0),
+        tiles=tiles,
         rounds=np.where(kernels, rounds, 0),
         held=held,
         spare=spare,
         slows=np.where(kernels, _slows(graph), 1.0),
+        multiprocessors=sm_count,
         among_kernels=not np.isin(nodes.evidence[kernels], _IN_PLACE).any(),
     )
     return contention if contention.matters else None
@@ -90,6 +104,23 @@ def _slows(graph: Graph) -> F64:
     moved = np.maximum(nodes.bytes_read, 0) + np.maximum(nodes.bytes_written, 0)
     bound_by_memory = (moved > 0) & (nodes.flops < _MEMORY_BOUND_FLOPS_PER_BYTE * moved)
     return np.where(bound_by_memory, SLOWDOWN_BY_MEMORY, SLOWDOWN_BY_ARITHMETIC)
+
+
+def _tiles(graph: Graph, sm_count: int) -> I64:
+    """Return the tiles of each matrix product, int64[n]; 0 for others and for small ones."""
+    costs = op_costs_of(graph)
+    counts = np.zeros(len(costs.works), dtype=np.int64)
+    for call, work in enumerate(costs.works):
+        if work.gemm is None or work.gemm.operand_bytes > _LARGEST_OPERAND:
+            continue
+        batch, m, n = work.gemm.batch, work.gemm.m, work.gemm.n
+        counts[call] = batch * min(
+            math.ceil(m / rows) * math.ceil(n / columns) for rows, columns in (_TILE, _TILE[::-1])
+        )
+    counts[counts < _LEAST_FILLED * sm_count] = 0
+    tiles = np.zeros(len(graph), dtype=np.int64)
+    tiles[costs.index[costs.matmul]] = counts[costs.call[costs.matmul]]
+    return tiles
 
 
 def _blocks(graph: Graph) -> I64:
