@@ -13,10 +13,13 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from onerank.capture.fake_tensors import KNOWN_ELEMENTS, is_integral, is_small
+from onerank.capture.fake_tensors import is_integral, is_small
 from onerank.capture.no_device.event_log import EventLog
 from onerank.ir.errors import CaptureError
 from onerank.ir.notes import Note
+
+# Largest array that a script gets in place of unknown numbers: a grid of images, predictions.
+_MOST_CONVERTED_BYTES = 1 << 26
 
 # Distance of two made-up addresses: above the size of any storage.
 _APART = 1 << 40
@@ -177,11 +180,12 @@ class UnknownValues:
         """Return the stand-in for the numbers of a tensor that the script converts to NumPy.
 
         Raises:
-            CaptureError: the tensor has several integers or many elements.
+            CaptureError: the tensor has several integers of more than 8 bits or many elements.
         """
-        # Metrics and matchings take arrays of predictions. Integers are counts and indices, which
-        # decide about shapes.
-        small = tensor.dtype.is_floating_point and tensor.numel() <= KNOWN_ELEMENTS
+        # Metrics and matchings take arrays of predictions, and a saved image consists of bytes.
+        # Other integers are counts and indices, which decide about shapes.
+        decides = not tensor.dtype.is_floating_point and tensor.dtype != torch.uint8
+        small = not decides and tensor.nbytes <= _MOST_CONVERTED_BYTES
         if tensor.numel() != 1 and not small:
             self.refuse("Tensor.numpy()")
         value = self.scalar(tensor)

@@ -371,3 +371,9 @@ LOADS_IN_A_THREAD = """
 
 def test_a_thread_reads_the_device_while_another_computes(tmp_path):
     captured(tmp_path, LOADS_IN_A_THREAD)
+
+
+def test_a_saved_image_has_made_up_bytes(tmp_path):
+    statement = "pixels = output.mul(255).to('cpu', torch.uint8).numpy(); assert pixels.max() == 1"
+    graph = captured(tmp_path, LINEAR.format(setup="", statement=statement))
+    assert has_note(graph.job.measurement.notes, "no-device-stand-ins")
