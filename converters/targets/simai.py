@@ -193,53 +193,89 @@ def layer_times(graph: Graph, grain: Grain) -> LayerTimes:
     indices: list[int] = graph.topological_order().tolist()
     order = [index for index in indices if device[index]]
     split, losses = split_gradients(graph, order), Losses()
-    slots = SlotAssigner(graph, losses)
-    names = _row_names(graph, grain)
-    scopes: dict[int, dict[str, ModuleRows]] = {}
-    in_pipeline = graph.job.world.sizes.get(AXIS, 1) > 1
-    # Optimizer and evaluation run once per step. SimAI's bubble is the time of all rows that are
-    # not called embedding_layer, times (PP - 1) / (ga * vpp).
-    updates = ModuleRows(EMBEDDING if in_pipeline else "optimizer")
-    evaluation = ModuleRows(EMBEDDING if in_pipeline else "evaluation")
-    evaluating: list[bool] = graph.evaluating.tolist()
-    sent, phaseless_ns = Counter[tuple[int, Phase]](), 0
-    after_backward = False
-    # A node without a micro-batch belongs to that of the node before it.
-    number = 0
-    newest = ""  # scope of the newest compute, to which a gradient bucket belongs
+    rows = _RowsOfStep(graph, _row_names(graph, grain), split, losses)
     for index in order:
-        node = graph.node(index)
-        recorded = node.value("micro_batch")
-        number = number if recorded < 0 else recorded
-        forward = node.phase in (Phase.FORWARD, Phase.NONE)
-        slot = Slot.FORWARD if forward else Slot.INPUT
-        if node.phase is not Phase.NONE:
-            after_backward = node.phase is Phase.BACKWARD
-        elif after_backward and node.kind.is_communication:
-            # A script that reduces its gradients itself does so after the backward, outside of any
-            # phase. SimAI overlaps only weight-gradient communication with compute.
-            slot = Slot.WEIGHT
-        if split.weights[index] or node.phase is Phase.OPTIMIZER:
-            slot = Slot.WEIGHT
-        name = names[index]
-        if node.kind.is_communication:
-            name = name if node.text("module") else newest or name
-        elif node.phase is not Phase.OPTIMIZER:
-            newest = name
-        if node.phase is Phase.NONE and not node.kind.is_communication:
-            phaseless_ns += node.duration_ns
-        if node.kind is Kind.SEND and not evaluating[index]:
-            sent[number, node.phase] += max(node.value("comm_bytes"), 0)
-        scope = evaluation if evaluating[index] else updates
-        if node.phase is not Phase.OPTIMIZER and not evaluating[index]:
-            scope = scopes.setdefault(number, {}).setdefault(name, ModuleRows(name))
+        rows.add(index)
+    return LayerTimes(graph, rows.micro_batches or [[]], rows.updates, rows.evaluation, split,
+                losses, max(rows.sent_bytes.values(), default=0), rows.phaseless_ns)  # fmt: skip
+
+
+class _RowsOfStep:
+    """Adds the nodes of a step, in dependency order, to the rows of their micro-batch and scope.
+
+    Attributes:
+        updates: the optimizer.
+        evaluation: forwards without a backward.
+        sent_bytes: bytes sent to other stages, by micro-batch and phase.
+        phaseless_ns: compute without a phase.
+    """
+
+    def __init__(
+        self, graph: Graph, names: list[str], split: GradientSplit, losses: Losses
+    ) -> None:
+        self._graph = graph
+        self._names = names
+        self._of_weights = split.weights
+        self._slots = SlotAssigner(graph, losses)
+        self._evaluating: list[bool] = graph.evaluating.tolist()
+        self._scopes: dict[int, dict[str, ModuleRows]] = {}
+        # Optimizer and evaluation run once per step. SimAI's bubble is the time of all rows that
+        # are not called embedding_layer, times (PP - 1) / (ga * vpp).
+        in_pipeline = graph.job.world.sizes.get(AXIS, 1) > 1
+        self.updates = ModuleRows(EMBEDDING if in_pipeline else "optimizer")
+        self.evaluation = ModuleRows(EMBEDDING if in_pipeline else "evaluation")
+        self.sent_bytes = Counter[tuple[int, Phase]]()
+        self.phaseless_ns = 0
+        self._micro_batch = 0
+        self._after_backward = False
+        # Scope of the newest compute, to which a gradient bucket belongs.
+        self._newest = ""
+
+    @property
+    def micro_batches(self) -> list[list[ModuleRows]]:
+        """Rows of the scopes of each micro-batch, in forward order."""
+        return [[*self._scopes[number].values()] for number in sorted(self._scopes)]
+
+    def add(self, index: int) -> None:
+        """Add the node at `index`, which computes or communicates."""
+        node = self._graph.node(index)
+        # A node without a micro-batch belongs to that of the node before it.
+        if (recorded := node.value("micro_batch")) >= 0:
+            self._micro_batch = recorded
+        slot, rows = self._slot_of(index, node), self._rows_of(index, node)
+        if node.kind is Kind.SEND and not self._evaluating[index]:
+            sent_bytes = max(node.value("comm_bytes"), 0)
+            self.sent_bytes[self._micro_batch, node.phase] += sent_bytes
         if not node.kind.is_communication:
-            scope.compute(slot, node.duration_ns)
-        elif (call := slots.assign(node, slot)) is not None:
-            scope.communicate(call, slot)
-    batches = [[*scopes[number].values()] for number in sorted(scopes)]
-    return LayerTimes(graph, batches or [[]], updates, evaluation, split, losses,
-                max(sent.values(), default=0), phaseless_ns)  # fmt: skip
+            if node.phase is Phase.NONE:
+                self.phaseless_ns += node.duration_ns
+            rows.compute(slot, node.duration_ns)
+        elif (call := self._slots.assign(node, slot)) is not None:
+            rows.communicate(call, slot)
+
+    def _slot_of(self, index: int, node: Node) -> Slot:
+        if node.phase is not Phase.NONE:
+            self._after_backward = node.phase is Phase.BACKWARD
+        # A script that reduces its gradients itself does so after the backward, outside of any
+        # phase. SimAI overlaps only weight-gradient communication with compute.
+        reduces_gradients = (
+            node.phase is Phase.NONE and self._after_backward and node.kind.is_communication
+        )
+        if self._of_weights[index] or node.phase is Phase.OPTIMIZER or reduces_gradients:
+            return Slot.WEIGHT
+        return Slot.FORWARD if node.phase in (Phase.FORWARD, Phase.NONE) else Slot.INPUT
+
+    def _rows_of(self, index: int, node: Node) -> ModuleRows:
+        name = self._names[index]
+        if node.kind.is_communication:
+            name = name if node.text("module") else self._newest or name
+        elif node.phase is not Phase.OPTIMIZER:
+            self._newest = name
+        if self._evaluating[index]:
+            return self.evaluation
+        if node.phase is Phase.OPTIMIZER:
+            return self.updates
+        return self._scopes.setdefault(self._micro_batch, {}).setdefault(name, ModuleRows(name))
 
 
 def _row_names(graph: Graph, grain: Grain) -> list[str]:
