@@ -472,61 +472,19 @@ def _notes(
     model: Model, memory: RankMemory, points: Sequence[Point], fitting: Sequence[Point]
 ) -> Iterator[Note]:
     """Yield what the tables leave out, and where the steps are not those of engines."""
-    longest = model.longest - 1
-    if memory.kv_windows and (fit := memory.sequences_that_fit(longest)) is not None:
-        held = " and ".join(
-            f"{layers.window} in {layers.layers} of {model.layers} layers"
-            for layers in memory.kv_windows
-        )
-        yield Note(
-            f"layers keep only a part of a sequence in the KV cache: {held}. "
-            "tokens_that_fit counts all tokens in all layers, so it is a lower bound for longer "
-            f"sequences: {fit:,} sequences of {model.longest:,} tokens fit, and by that figure "
-            f"{(memory.tokens_that_fit or 0) // model.longest:,}. "
-            "Simulators get the lower bound, as they have one figure per token",
-            code="serve-windowed-layers",
-        )
-    latent, cached = model.latent_bytes_per_token, model.kv_bytes_per_token
-    if latent is not None and latent < cached:
-        yield Note(
-            f"the KV cache holds the keys and values of all heads, {cached} B per token: engines "
-            f"keep the latent vectors, {latent} B, so {cached / latent:.1f} times as many tokens "
-            "fit, and a decode reads less of the cache by the same factor",
-            code="serve-expanded-latents",
-        )
+    yield from _cache_notes(model, memory)
     if model.moe_routing == MODEL:
         yield Note(
             "the model's own router chose the experts: with random weights it sends the tokens of "
             "a prefill to few of them, and its steps differ from those of trained weights",
             code="serve-own-router",
         )
-    if memory.state_bytes_per_sequence:
-        text = (
-            "layers keep a state of constant size for each sequence, "
-            f"{memory.state_bytes_per_sequence:,} B in all layers. tokens_that_fit counts the "
-            "memory that states and KV cache share, without states"
-        )
-        if (fit := memory.sequences_that_fit(longest)) is not None:
-            text += f": with them {fit:,} sequences of {model.longest:,} tokens fit"
-        yield Note(text, code="serve-sequence-states")
-    if memory.whole_state_layers:
-        yield Note(
-            f"each of the {model.tp} tensor-parallel ranks computes all heads of "
-            f"{memory.whole_state_layers} layers with states, and keeps their whole states, which "
-            "engines do not. These layers are sliced if the number of ranks divides their key "
-            "heads and value heads",
-            code="serve-whole-states",
-        )
-    if memory.state_bytes_per_sequence and any(point.device_type == "cpu" for point in fitting):
-        yield Note(
-            "layers with such states ran transformers' reference on the CPU, whose operators and "
-            "times are not those of engines' kernels: --device none predicts theirs",
-            code="serve-reference-states",
-        )
+    yield from _state_notes(model, memory, on_cpu=any(p.device_type == "cpu" for p in fitting))
     on_gpu = [point for point in fitting if point.device_type == "cuda"]
     # Without a device, the kernel is one that engines run.
     measured = [point for point in on_gpu if point.row.source == "measured"]
-    if latent == cached and any(point.row.decodes for point in measured):
+    expanded = model.latent_bytes_per_token == model.kv_bytes_per_token
+    if expanded and any(point.row.decodes for point in measured):
         yield Note(
             "decodes of latent attention ran in torch's memory-efficient kernel, which is slower "
             "than that of engines: --device none predicts theirs",
@@ -556,6 +514,59 @@ def _notes(
             f"{eager} of {len(fitting)} steps could not be captured as a CUDA graph and have only "
             "an eager time",
             code="serve-no-cuda-graph",
+        )
+
+
+def _cache_notes(model: Model, memory: RankMemory) -> Iterator[Note]:
+    """Yield where the KV cache of the steps is not that of engines."""
+    longest = model.longest - 1
+    if memory.kv_windows and (fit := memory.sequences_that_fit(longest)) is not None:
+        held = " and ".join(
+            f"{layers.window} in {layers.layers} of {model.layers} layers"
+            for layers in memory.kv_windows
+        )
+        yield Note(
+            f"layers keep only a part of a sequence in the KV cache: {held}. "
+            "tokens_that_fit counts all tokens in all layers, so it is a lower bound for longer "
+            f"sequences: {fit:,} sequences of {model.longest:,} tokens fit, and by that figure "
+            f"{(memory.tokens_that_fit or 0) // model.longest:,}. "
+            "Simulators get the lower bound, as they have one figure per token",
+            code="serve-windowed-layers",
+        )
+    latent, cached = model.latent_bytes_per_token, model.kv_bytes_per_token
+    if latent is not None and latent < cached:
+        yield Note(
+            f"the KV cache holds the keys and values of all heads, {cached} B per token: engines "
+            f"keep the latent vectors, {latent} B, so {cached / latent:.1f} times as many tokens "
+            "fit, and a decode reads less of the cache by the same factor",
+            code="serve-expanded-latents",
+        )
+
+
+def _state_notes(model: Model, memory: RankMemory, *, on_cpu: bool) -> Iterator[Note]:
+    """Yield what is known of layers that keep a state of constant size for each sequence."""
+    if memory.state_bytes_per_sequence:
+        text = (
+            "layers keep a state of constant size for each sequence, "
+            f"{memory.state_bytes_per_sequence:,} B in all layers. tokens_that_fit counts the "
+            "memory that states and KV cache share, without states"
+        )
+        if (fit := memory.sequences_that_fit(model.longest - 1)) is not None:
+            text += f": with them {fit:,} sequences of {model.longest:,} tokens fit"
+        yield Note(text, code="serve-sequence-states")
+    if memory.whole_state_layers:
+        yield Note(
+            f"each of the {model.tp} tensor-parallel ranks computes all heads of "
+            f"{memory.whole_state_layers} layers with states, and keeps their whole states, which "
+            "engines do not. These layers are sliced if the number of ranks divides their key "
+            "heads and value heads",
+            code="serve-whole-states",
+        )
+    if memory.state_bytes_per_sequence and on_cpu:
+        yield Note(
+            "layers with such states ran transformers' reference on the CPU, whose operators and "
+            "times are not those of engines' kernels: --device none predicts theirs",
+            code="serve-reference-states",
         )
 
 
