@@ -74,42 +74,14 @@ def pipeline_step(
     count = len(stages) // schedule.chunks
     actions = schedule.actions(count, micro_batches)
     numbers = [[schedule.stage(count, r, c) for c in range(schedule.chunks)] for r in range(count)]
-    rank_of = {stage: rank for rank, of_rank in enumerate(numbers) for stage in of_rank}
-    clock = [_sum(stages[n].blocks.get(StageBlock(BEFORE), NO_FIGURES) for n in of_rank).elapsed_ns
-             for of_rank in numbers]  # fmt: skip
-    messages = _messages(stages, rank_of, message_ns)
-    # When the activation or the gradient that a stage computes exists: (stage, micro-batch) -> ns.
-    forward: dict[tuple[int, int], float] = {}
-    backward: dict[tuple[int, int], float] = {}
+    clocks = _RankClocks(stages, numbers, micro_batches, message_ns)
     place = [0] * count
-    elapsed: dict[tuple[int, str, int], float] = {}
     pending = True
     # Ranks wait for each other's messages: each round takes every rank as far as it can go.
     while pending:
         pending = False
-        for rank in range(count):
-            while place[rank] < len(actions[rank]):
-                phase, micro_batch, chunk = actions[rank][place[rank]]
-                stage = numbers[rank][chunk]
-                arrival = 0.0
-                if phase == FORWARD and stage > 0:
-                    ready = forward.get((stage - 1, micro_batch))
-                    arrival = None if ready is None else ready + messages[stage - 1][0]
-                elif phase in (BACKWARD, INPUT) and stage < len(stages) - 1:
-                    ready = backward.get((stage + 1, micro_batch))
-                    arrival = None if ready is None else ready + messages[stage + 1][1]
-                if arrival is None:
-                    break
-                # Three positions serve all micro-batches of a phase.
-                key = stage, phase, _position(micro_batch, micro_batches)
-                if key not in elapsed:
-                    figures = stages[stage].block(phase, micro_batch, micro_batches)
-                    elapsed[key] = figures.elapsed_ns
-                clock[rank] = max(clock[rank], arrival) + elapsed[key]
-                if phase == FORWARD:
-                    forward[stage, micro_batch] = clock[rank]
-                elif phase != WEIGHT:
-                    backward[stage, micro_batch] = clock[rank]
+        for rank, of_rank in enumerate(actions):
+            while place[rank] < len(of_rank) and clocks.run(rank, of_rank[place[rank]]):
                 place[rank] += 1
                 pending = True
     # The loop also ends when all ranks wait, which no valid schedule does.
@@ -117,11 +89,82 @@ def pipeline_step(
     return PipelineStep(
         tuple(
             _rank_step(
-                [stages[n] for n in numbers[rank]], actions[rank], micro_batches, clock[rank]
+                [stages[n] for n in numbers[rank]], actions[rank], micro_batches, clocks.ns[rank]
             )
             for rank in range(count)
         )
     )
+
+
+class _RankClocks:
+    """The time of each rank while its actions run.
+
+    Attributes:
+        ns: end of each rank's last action.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[StageTimes],
+        numbers: list[list[int]],
+        micro_batches: int,
+        message_ns: Callable[[int, int, int], float],
+    ) -> None:
+        """Begin a step with what ranks do before their first micro-batch.
+
+        Args:
+            stages: times of each stage.
+            numbers: the stages of each rank, by chunk.
+            micro_batches: as for `pipeline_step`.
+            message_ns: as for `pipeline_step`.
+        """
+        self._stages = stages
+        self._numbers = numbers
+        self._micro_batches = micro_batches
+        rank_of = {stage: rank for rank, of_rank in enumerate(numbers) for stage in of_rank}
+        self._messages = _messages(stages, rank_of, message_ns)
+        before = StageBlock(BEFORE)
+        self.ns = [
+            _sum(stages[n].blocks.get(before, NO_FIGURES) for n in of_rank).elapsed_ns
+            for of_rank in numbers
+        ]
+        # When the activation or the gradient that a stage computes exists:
+        # (stage, micro-batch) -> ns.
+        self._forward: dict[tuple[int, int], float] = {}
+        self._backward: dict[tuple[int, int], float] = {}
+        self._elapsed: dict[tuple[int, str, int], float] = {}
+
+    def run(self, rank: int, action: Action) -> bool:
+        """Run the next action of a rank; return False if its message has not been sent yet."""
+        phase, micro_batch, chunk = action
+        stage = self._numbers[rank][chunk]
+        arrival_ns = self._arrival_ns(phase, stage, micro_batch)
+        if arrival_ns is None:
+            return False
+        self.ns[rank] = max(self.ns[rank], arrival_ns) + self._elapsed_ns(phase, stage, micro_batch)
+        if phase == FORWARD:
+            self._forward[stage, micro_batch] = self.ns[rank]
+        elif phase != WEIGHT:
+            self._backward[stage, micro_batch] = self.ns[rank]
+        return True
+
+    def _arrival_ns(self, phase: str, stage: int, micro_batch: int) -> float | None:
+        """Return when the message that an action waits for arrives; 0 if it waits for none."""
+        if phase == FORWARD and stage > 0:
+            ready = self._forward.get((stage - 1, micro_batch))
+            return None if ready is None else ready + self._messages[stage - 1][0]
+        if phase in (BACKWARD, INPUT) and stage < len(self._stages) - 1:
+            ready = self._backward.get((stage + 1, micro_batch))
+            return None if ready is None else ready + self._messages[stage + 1][1]
+        return 0.0
+
+    def _elapsed_ns(self, phase: str, stage: int, micro_batch: int) -> float:
+        # Three positions serve all micro-batches of a phase.
+        key = stage, phase, _position(micro_batch, self._micro_batches)
+        if key not in self._elapsed:
+            block = self._stages[stage].block(phase, micro_batch, self._micro_batches)
+            self._elapsed[key] = block.elapsed_ns
+        return self._elapsed[key]
 
 
 def _position(micro_batch: int, micro_batches: int) -> int:
