@@ -191,44 +191,61 @@ def stage_sources(
     if job.model.script == TRAIN_MODEL:
         arguments = (job.model.arguments[0], "--seq", str(layout.seq))
         step = f"{captured}:{layout.micro_batch}:{layout.recompute}"
-    # Two replicas may have fewer ranks than an expert-parallel group. A script that distributes
-    # itself may do different work with another number of replicas.
-    derives = layout.ep == 1 and not job.model.torchrun and not exact
-    shared_replicas = derives and layout.dp % _CAPTURED_REPLICAS == 0
-    dp = _CAPTURED_REPLICAS if shared_replicas else layout.dp
     stages = layout.stages
+    base = StageCapture(
+        arguments=arguments,
+        tp=layout.tp,
+        sp=layout.sp,
+        cp=layout.cp,
+        ep=layout.ep,
+        dp=_captured_replicas(job, layout, exact=exact),
+        sharding=layout.sharding,
+        stages=stages,
+        stage=0,
+        layers=0,
+        step=step,
+        torchrun=job.model.torchrun,
+    )
     by_kind: dict[tuple[int, int], StageSource] = {}
     sources: list[StageSource] = []
     for stage, count in enumerate(stage_layers(layers, stages)):
         kind = 0 if stage == 0 else 2 if stage == stages - 1 else 1
         if (kind, count) not in by_kind:
-            canonical = _CANONICAL_STAGES if stages > 1 else 1
-            zero2 = dp > 1 and layout.sharding == "zero2"
-            depths = _ZERO2_DEPTHS if zero2 and count > DEPTHS[-1] else DEPTHS
-            # A stage of the canonical pipeline must hold as many layers as the deepest capture.
-            whole = DEPTHS[-1] < count < depths[-1]
-            shared = not whole and layers // canonical >= depths[-1]
-            depths = ((count,) if count in depths else depths) if shared else (0,)
-            captures = (
-                StageCapture(
-                    arguments=arguments,
-                    tp=layout.tp,
-                    sp=layout.sp,
-                    cp=layout.cp,
-                    ep=layout.ep,
-                    dp=dp,
-                    sharding=layout.sharding,
-                    stages=canonical if shared else stages,
-                    stage=(0, canonical // 2, canonical - 1)[kind] if shared else stage,
-                    layers=depth,
-                    step=step,
-                    torchrun=job.model.torchrun,
-                )
-                for depth in depths
-            )
-            by_kind[kind, count] = StageSource(tuple(captures), count)
+            by_kind[kind, count] = _stage_source(replace(base, stage=stage), kind, count, layers)
         sources.append(by_kind[kind, count])
     return tuple(sources)
+
+
+def _captured_replicas(job: PlannedJob, layout: Layout, *, exact: bool) -> int:
+    """Return the number of replicas in the captures of a layout."""
+    # Two replicas may have fewer ranks than an expert-parallel group. A script that distributes
+    # itself may do different work with another number of replicas.
+    derives = layout.ep == 1 and not job.model.torchrun and not exact
+    if derives and layout.dp % _CAPTURED_REPLICAS == 0:
+        return _CAPTURED_REPLICAS
+    return layout.dp
+
+
+def _stage_source(own: StageCapture, kind: int, count: int, layers: int) -> StageSource:
+    """Return the source of a stage: captures of few layers in a canonical pipeline, if they serve.
+
+    Args:
+        own: capture of the stage in its own pipeline, with all its layers.
+        kind: 0 for the first stage, 2 for the last, 1 for those between.
+        count: layers of the stage.
+        layers: layers of the model.
+    """
+    canonical = _CANONICAL_STAGES if own.stages > 1 else 1
+    zero2 = own.dp > 1 and own.sharding == "zero2"
+    depths = _ZERO2_DEPTHS if zero2 and count > DEPTHS[-1] else DEPTHS
+    # A stage of the canonical pipeline must hold as many layers as the deepest capture.
+    whole = DEPTHS[-1] < count < depths[-1]
+    if whole or layers // canonical < depths[-1]:
+        return StageSource((own,), count)
+    stage = (0, canonical // 2, canonical - 1)[kind]
+    shared = replace(own, stages=canonical, stage=stage)
+    captured = (count,) if count in depths else depths
+    return StageSource(tuple(replace(shared, layers=depth) for depth in captured), count)
 
 
 def group_key(job: PlannedJob, capture: StageCapture) -> str:

@@ -75,8 +75,7 @@ def replay_job(
             rank has two graphs; or `micro_batches` is given for ranks that keep their order.
         GraphError: a graph has a cycle, or takes no time.
     """
-    captured = graphs[0].job.world
-    stages = captured.sizes.get(AXIS, 1)
+    stages = graphs[0].job.world.sizes.get(AXIS, 1)
     if stages > 1 and graphs[0].job.pipeline is None:
         if micro_batches is not None:
             raise ExportError(
@@ -95,6 +94,18 @@ def replay_job(
             f"{stages // schedule.chunks} + {stages % schedule.chunks})",
             code="pipeline-indivisible-stages",
         )
+    return _scheduled_step(graphs, network, schedule, micro_batches)
+
+
+def _scheduled_step(
+    graphs: Sequence[Graph],
+    network: ClusterNetwork,
+    schedule: PipelineSchedule,
+    micro_batches: int | None,
+) -> JobReplay:
+    """Return the step of stages that a schedule lays out; arguments as for `replay_job`."""
+    captured = graphs[0].job.world
+    stages = captured.sizes.get(AXIS, 1)
     if stages == 1:
         of_stages = [graphs[0]]
     else:
