@@ -512,41 +512,9 @@ def simulate_reserved(
     for memory_class in (*first, MemoryClass.COMMUNICATION, MemoryClass.KV_CACHE):
         for piece in resident.get(memory_class, ()):
             allocator.allocate(*piece)
-    blocks = log.blocks
-    pieces = [Piece(*row) for row in zip(_asked(blocks), _pools(blocks), strict=True)]
-    lingers = blocks.lingers or (0,) * len(blocks)
-    kept: dict[Piece, list[Block]] = {}
-    # Resident gradients that no block stands for are allocated in the
-    # first backward; blocks that stand for them come with the events.
-    gradients = MemoryClass.GRADIENTS in resident and not any(
-        kind == MemoryClass.GRADIENTS and at < 0
-        for kind, at in zip(blocks.memory_class, blocks.allocated_at, strict=True)
-    )
-    late = [*(resident.get(MemoryClass.GRADIENTS, ()) if gradients else ())]
-    late += resident.get(MemoryClass.OPTIMIZER, ())
-    events = _events(blocks, log.events)
+    steps = _SimulatedSteps(allocator, log, _allocated_in_first_step(log.blocks, resident))
     for _ in range(STEPS):
-        live: dict[int, Block] = {}
-        ended: dict[int, Block] = {}
-        for row, what in events:
-            if late and what is BlockEvent.ALLOCATED and blocks.phase[row] == Phase.OPTIMIZER:
-                _allocate_all(allocator, late)
-            if what is BlockEvent.ALLOCATED:
-                live[row] = allocator.allocate(*pieces[row])
-            elif what is BlockEvent.FREED:
-                block = live.pop(row, None)
-                # A block that this step frees and did not allocate is one of the previous step.
-                if block is None and kept.get(pieces[row]):
-                    block = kept[pieces[row]].pop(0)
-                if block is not None:
-                    allocator.free(block, lingers=lingers[row] > 0)
-                    ended[row] = block
-            elif row in ended:
-                allocator.finish(ended[row])
-        for row, block in live.items():
-            kept.setdefault(pieces[row], []).append(block)
-        # What is left, if the optimizer's step allocates nothing itself.
-        _allocate_all(allocator, late)
+        steps.run()
     return ReservedMemory(
         allocator.peak_allocated_bytes,
         allocator.peak_reserved_bytes,
@@ -555,7 +523,81 @@ def simulate_reserved(
     )
 
 
-def _asked(blocks: Blocks) -> tuple[int, ...]:
+def _allocated_in_first_step(
+    blocks: Blocks, resident: Mapping[MemoryClass, Sequence[Piece]]
+) -> list[Piece]:
+    """Return the gradients and optimizer states that stay from the first step on."""
+    # Resident gradients that no block stands for are allocated in the
+    # first backward; blocks that stand for them come with the events.
+    gradients = MemoryClass.GRADIENTS in resident and not any(
+        kind == MemoryClass.GRADIENTS and at < 0
+        for kind, at in zip(blocks.memory_class, blocks.allocated_at, strict=True)
+    )
+    return [
+        *(resident.get(MemoryClass.GRADIENTS, ()) if gradients else ()),
+        *resident.get(MemoryClass.OPTIMIZER, ()),
+    ]
+
+
+class _SimulatedSteps:
+    """Runs the events of a logged step again and again; blocks of a step may outlive it."""
+
+    def __init__(self, allocator: CachingAllocator, log: MemoryLog, late: list[Piece]) -> None:
+        """Prepare the steps.
+
+        Args:
+            allocator: takes the events.
+            log: the step.
+            late: allocated when the optimizer's first step begins; emptied then.
+        """
+        blocks = log.blocks
+        self._allocator = allocator
+        self._late = late
+        self._phases = blocks.phase
+        self._pieces = [
+            Piece(*row) for row in zip(_requested_bytes(blocks), _pools(blocks), strict=True)
+        ]
+        self._lingers = blocks.lingers or (0,) * len(blocks)
+        self._events = _events(blocks, log.events)
+        # Blocks of earlier steps that were not freed, by their request.
+        self._kept: dict[Piece, list[Block]] = {}
+
+    def run(self) -> None:
+        """Run the events of one step.
+
+        Raises:
+            OutOfMemoryError: the step exceeds the capacity.
+        """
+        allocator, pieces = self._allocator, self._pieces
+        live: dict[int, Block] = {}
+        ended: dict[int, Block] = {}
+        for row, what in self._events:
+            if what is BlockEvent.ALLOCATED:
+                if self._late and self._phases[row] == Phase.OPTIMIZER:
+                    self._allocate_late()
+                live[row] = allocator.allocate(*pieces[row])
+            elif what is BlockEvent.FREED:
+                block = live.pop(row, None)
+                # A block that this step frees and did not allocate is one of the previous step.
+                if block is None and self._kept.get(pieces[row]):
+                    block = self._kept[pieces[row]].pop(0)
+                if block is not None:
+                    allocator.free(block, lingers=self._lingers[row] > 0)
+                    ended[row] = block
+            elif row in ended:
+                allocator.finish(ended[row])
+        for row, block in live.items():
+            self._kept.setdefault(pieces[row], []).append(block)
+        # For an optimizer whose step allocates nothing itself.
+        self._allocate_late()
+
+    def _allocate_late(self) -> None:
+        for piece in self._late:
+            self._allocator.allocate(*piece)
+        self._late.clear()
+
+
+def _requested_bytes(blocks: Blocks) -> tuple[int, ...]:
     if not blocks.spare_bytes:
         return blocks.bytes
     return tuple(size - rest for size, rest in zip(blocks.bytes, blocks.spare_bytes, strict=True))
@@ -563,13 +605,6 @@ def _asked(blocks: Blocks) -> tuple[int, ...]:
 
 def _pools(blocks: Blocks) -> tuple[int, ...]:
     return blocks.pool or (0,) * len(blocks)
-
-
-def _allocate_all(allocator: CachingAllocator, pieces: list[Piece]) -> None:
-    """Allocate all pieces once: empty the list."""
-    for piece in pieces:
-        allocator.allocate(*piece)
-    pieces.clear()
 
 
 def _events(blocks: Blocks, count: int) -> list[tuple[int, BlockEvent]]:
