@@ -74,24 +74,7 @@ def ranks_in(directory: Path, *, operators: bool = False) -> list[Rank]:
             # `rank-3` and `worker_3` would both become trace.3.
             names = [path.name for path in captures]
         return [Rank(name, path) for name, path in zip(names, captures, strict=True)]
-    kineto: dict[int, Path] = {}
-    et: dict[int, Path] = {}
-    for path in sorted(directory.iterdir()):
-        if not path.name.endswith((".json", ".json.gz")):
-            continue
-        head = beginning(path)
-        kind = kind_of(head)
-        if kind is None:
-            continue
-        paths = kineto if kind == "kineto" else et
-        rank = _rank(path, head)
-        if rank in paths:
-            raise TraceError(
-                f"{paths[rank]} and {path} are both of rank {rank}; expected one Kineto trace and "
-                "one execution trace per rank",
-                code="traces-same-rank",
-            )
-        paths[rank] = path
+    kineto, et = _traces_by_rank(directory)
     if not kineto:
         raise TraceError(
             f"{directory}: expected the files of `capture run --raw-dir` ({JOB}), directories of "
@@ -111,6 +94,33 @@ def ranks_in(directory: Path, *, operators: bool = False) -> list[Rank]:
         Rank(f"{_PREFIX}.{rank}", Sources(path, et.get(rank), operators=operators))
         for rank, path in sorted(kineto.items())
     ]
+
+
+def _traces_by_rank(directory: Path) -> tuple[dict[int, Path], dict[int, Path]]:
+    """Return the Kineto trace and the execution trace of each rank.
+
+    Raises:
+        TraceError: two traces are of one rank, or the rank of a trace is unknown.
+    """
+    kineto: dict[int, Path] = {}
+    et: dict[int, Path] = {}
+    for path in sorted(directory.iterdir()):
+        if not path.name.endswith((".json", ".json.gz")):
+            continue
+        head = beginning(path)
+        kind = kind_of(head)
+        if kind is None:
+            continue
+        paths = kineto if kind == "kineto" else et
+        rank = _rank(path, head)
+        if rank in paths:
+            raise TraceError(
+                f"{paths[rank]} and {path} are both of rank {rank}; expected one Kineto trace and "
+                "one execution trace per rank",
+                code="traces-same-rank",
+            )
+        paths[rank] = path
+    return kineto, et
 
 
 def convert_ranks(ranks: list[Rank], output: Path, *, step: str = ALL) -> list[Converted]:
