@@ -239,6 +239,23 @@ def _checked(table: pl.DataFrame) -> pl.DataFrame:
                 f"column {name} holds {table.schema[name]}, expected {kind}",
                 code="database-column-type",
             )
+    _check_values(table)
+    repeated = table.height - table.n_unique(subset=list(IDENTITY)) if table.height else 0
+    if repeated:
+        raise DatabaseError(
+            f"{repeated} rows repeat another's {', '.join(IDENTITY)}; `onerank bench merge` keeps "
+            "the latest of each",
+            code="database-repeated-rows",
+        )
+    return table.select(SCHEMA.names())
+
+
+def _check_values(table: pl.DataFrame) -> None:
+    """Refuse a table with a row that lacks a value, or whose values contradict each other.
+
+    Raises:
+        DatabaseError: such a row; the message names it.
+    """
     null = pl.any_horizontal(pl.col(*_required()).is_null())
     _refuse(table, null, "a required value is missing", "database-null-value")
     holes = _holes("shapes", "dtypes", "kernels", "kernel_ns")
@@ -269,14 +286,6 @@ def _checked(table: pl.DataFrame) -> pl.DataFrame:
         pl.any_horizontal(pl.col(*_OPTIONAL) <= 0),
         f"{', '.join(_OPTIONAL)} must be above 0, or absent",
     )
-    repeated = table.height - table.n_unique(subset=list(IDENTITY)) if table.height else 0
-    if repeated:
-        raise DatabaseError(
-            f"{repeated} rows repeat another's {', '.join(IDENTITY)}; `onerank bench merge` keeps "
-            "the latest of each",
-            code="database-repeated-rows",
-        )
-    return table.select(SCHEMA.names())
 
 
 def _required() -> list[str]:

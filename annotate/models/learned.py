@@ -10,8 +10,10 @@ fitted (`coefficients.toml`). For a GPU far from those of the fit (`gpu_distance
 prediction is that of the residual model (`scale_measured`) or of the roofline.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -52,6 +54,7 @@ from onerank.annotate.models.prediction_terms import (
 from onerank.annotate.models.roofline import PartTimes, predict_from_datasheet, scale_by_shape
 from onerank.annotate.models.scale_measured import clamp_to_lower_bound
 from onerank.annotate.models.tile_kernels import (
+    TileKernel,
     batched_vector_kernel,
     experts_kernels,
     scaled_kernels,
@@ -564,15 +567,7 @@ def tile_times(
     times[gemms] = np.maximum(aligned_ns, least_ns)
     operator_ns[where] = times[inverse]
     if record is not None and calls is not None and fused_calls is not None and gemm_calls:
-        note = f"rows not aligned to 16 bytes on {gpu.name}"
-
-        def misaligned_term(i: int, aligned: Term | None) -> Term | None:
-            if aligned is None or least_ns[i] <= aligned_ns[i]:
-                return aligned
-            least = quantity("rows", least_ns[i], note=note)
-            return longest(aligned, least, name="by rows", note=f"on {gpu.name}")
-
-        gemm_calls.update(slice(0, len(gemms)), misaligned_term)
+        _record_misaligned(gemm_calls, aligned_ns, least_ns, gpu)
         calls.take(fused, fused_calls)
         calls.take(gemms, gemm_calls)
         for row, position in record.among(where):
@@ -580,6 +575,19 @@ def tile_times(
             if root is not None:
                 record.roots[row] = root
     return operator_ns, is_attention
+
+
+def _record_misaligned(record: TermRecord, aligned_ns: F64, least_ns: F64, gpu: Gpu) -> None:
+    """Add the lower bound of misaligned rows to the terms of the GEMMs that it determines."""
+    note = f"rows not aligned to 16 bytes on {gpu.name}"
+
+    def misaligned_term(i: int, aligned: Term | None) -> Term | None:
+        if aligned is None or least_ns[i] <= aligned_ns[i]:
+            return aligned
+        least = quantity("rows", least_ns[i], note=note)
+        return longest(aligned, least, name="by rows", note=f"on {gpu.name}")
+
+    record.update(slice(0, len(aligned_ns)), misaligned_term)
 
 
 def _distinct(kernels: KernelFeatures, calls: Mask) -> tuple[I64, I64, I64]:
@@ -663,6 +671,59 @@ def _products_ns(  # noqa: PLR0917
     rows, shapes = products
     times = np.empty(len(rows))
     rates, before = kernels.rates(gpu), without_overrides(gpu)
+    for group in _product_groups(kernels, gpu, products, c, measured, part_kernels):
+        chosen = group.chosen
+        described = None
+        if before.figures != gpu.figures:
+            described = _run(
+                group.before, kernels.rates(before), rows[chosen], vector=group.on_vector
+            )
+        scratch = None if record is None else record.within(chosen)
+        run = _run(group.now, rates, rows[chosen], vector=group.on_vector)
+        times[chosen] = gemm_ns(
+            run.gpu,
+            run.rates,
+            shapes[chosen],
+            c.gemm,
+            described,
+            vector=group.on_vector,
+            kernel=group.kernel,
+            record=scratch,
+        )
+        if record is not None and scratch is not None:
+            record.take(chosen, scratch)
+    return times
+
+
+class _ProductGroup(NamedTuple):
+    """GEMMs that kernels of one kind compute.
+
+    Attributes:
+        chosen: the GEMMs, int64[k].
+        now: calibration of the GPU.
+        before: calibration of the GPU without overridden figures.
+        on_vector: whether they run on vector units.
+        kernel: the tile kernel; None: the library's.
+    """
+
+    chosen: I64
+    now: Calibration
+    before: Calibration
+    on_vector: bool = False
+    kernel: TileKernel | None = None
+
+
+def _product_groups(  # noqa: PLR0917
+    kernels: KernelFeatures,
+    gpu: Gpu,
+    products: tuple[I64, F64],
+    c: Coefficients,
+    measured: Calibration | None,
+    part_kernels: U8 | None,
+) -> Iterator[_ProductGroup]:
+    """Yield the GEMMs of `_products_ns`, with its arguments, by the kernels that compute them."""
+    rows, shapes = products
+    before = without_overrides(gpu)
     # The calibration is of 16-bit GEMMs; with its rates, 8-bit ones were less accurate.
     operand_bytes = shapes[:, GemmShape._fields.index("operand_bytes")]
     sixteen_bit: Mask = operand_bytes == _ITEM_BYTES
@@ -684,31 +745,13 @@ def _products_ns(  # noqa: PLR0917
     for chosen, _ in others:
         of_library[chosen] = False
     by_calibration = measured or calibrated(gpu, c.gemm), calibrated(before, c.gemm)
-    for chosen, (at, was), on_vector, kernel in (
-        (np.flatnonzero(sixteen_bit & of_library), by_calibration, False, None),
-        (np.flatnonzero(vector & ~batched), as_described, True, None),
-        (np.flatnonzero(vector & batched), as_described, True, batched_vector_kernel(gpu, c.gemm)),
-        (np.flatnonzero(~sixteen_bit & of_library & ~vector), as_described, False, None),
-        *((chosen, as_described, False, kernel) for chosen, kernel in others),
-    ):
-        described = None
-        if before.figures != gpu.figures:
-            described = _run(was, kernels.rates(before), rows[chosen], vector=on_vector)
-        scratch = None if record is None else record.within(chosen)
-        run = _run(at, rates, rows[chosen], vector=on_vector)
-        times[chosen] = gemm_ns(
-            run.gpu,
-            run.rates,
-            shapes[chosen],
-            c.gemm,
-            described,
-            vector=on_vector,
-            kernel=kernel,
-            record=scratch,
-        )
-        if record is not None and scratch is not None:
-            record.take(chosen, scratch)
-    return times
+    of_batches = batched_vector_kernel(gpu, c.gemm)
+    yield _ProductGroup(np.flatnonzero(sixteen_bit & of_library), *by_calibration)
+    yield _ProductGroup(np.flatnonzero(vector & ~batched), *as_described, on_vector=True)
+    yield _ProductGroup(np.flatnonzero(vector & batched), *as_described, True, of_batches)
+    yield _ProductGroup(np.flatnonzero(~sixteen_bit & of_library & ~vector), *as_described)
+    for chosen, kernel in others:
+        yield _ProductGroup(chosen, *as_described, kernel=kernel)
 
 
 def _run(at: Calibration, rates: KernelRates, rows: I64, *, vector: bool) -> GemmTarget:

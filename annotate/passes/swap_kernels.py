@@ -1,6 +1,6 @@
 """Predict times with other attention kernels, products in other dtypes, or other shapes."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -44,7 +44,7 @@ from onerank.annotate.op_costs.node_costs import OpCosts
 from onerank.annotate.passes.change_dtype import change_dtype
 from onerank.annotate.passes.pass_options import PassOptions
 from onerank.ir import Graph
-from onerank.ir.arrays import F64, U8, Mask, membership_mask
+from onerank.ir.arrays import F64, I64, U8, Mask, membership_mask
 from onerank.ir.errors import AnnotateError
 from onerank.ir.notes import Note
 
@@ -336,24 +336,39 @@ def _swap_attention(  # noqa: PLR0917
     for count, family in zip(occurrences.tolist(), families, strict=True):
         if family:
             counts[family] += count
-    notes = [
-        Note(
-            f"Attention: {counts[name]} {name} kernels on {source.name} -> {resolution.runs} on "
-            f"{target.name}, forward x{resolution.forward:.2f}, "
-            f"backward x{resolution.backward:.2f} ({resolution.reason}).",
-            code="attention-kernel-swapped",
-        )
-        for name, resolution in resolutions.items()
-        if requested not in ("usual", "eager") or resolution.runs != name
-    ]
-    if requested not in ("usual", "eager") and not resolutions:
-        notes.append(
-            Note(
-                f"Attention: no kernel belongs to a known family, so none became {requested}.",
-                code="attention-not-swapped",
-            )
-        )
+    notes = _swap_notes(resolutions, counts, gpus, requested)
     return swapped, swapped != predicted_ns, tuple(notes)
+
+
+def _swap_notes(
+    resolutions: Mapping[str, Resolution],
+    counts: Mapping[str, int],
+    gpus: tuple[Gpu, Gpu],
+    requested: str,
+) -> Iterator[Note]:
+    """Yield a note for each family of attention kernels that becomes another or was requested.
+
+    Args:
+        resolutions: family -> the kernel that runs on the target instead.
+        counts: family -> its nodes.
+        gpus: source and target.
+        requested: as for `_swap_attention`.
+    """
+    source, target = gpus
+    by_request = requested not in ("usual", "eager")
+    for name, resolution in resolutions.items():
+        if by_request or resolution.runs != name:
+            yield Note(
+                f"Attention: {counts[name]} {name} kernels on {source.name} -> "
+                f"{resolution.runs} on {target.name}, forward x{resolution.forward:.2f}, "
+                f"backward x{resolution.backward:.2f} ({resolution.reason}).",
+                code="attention-kernel-swapped",
+            )
+    if by_request and not resolutions:
+        yield Note(
+            f"Attention: no kernel belongs to a known family, so none became {requested}.",
+            code="attention-not-swapped",
+        )
 
 
 def swap_unmeasured_attention(  # noqa: PLR0917
@@ -407,47 +422,54 @@ def swap_unmeasured_attention(  # noqa: PLR0917
     if not fused.any():
         none_swapped = () if usual else (_attention_note(0, target, requested_kernel),)
         return unswapped_ns, rules, (*decode_notes, *none_swapped)
-    names = (
+    families = (
         [family_of_operator(op) for op in operators]
         if usual
         else [requested_kernel.runs] * len(fused)
     )
-    families, place = np.unique(np.array(names), return_inverse=True)
+    swaps: list[tuple[I64, _FamilySwap]] = []
+    kernel_of_family: dict[str, Resolution] = {}
+    factors, notes, rules = np.ones(len(fused)), [*decode_notes], rules.copy()
     backward = kernels.is_attention_backward
     above = np.maximum(unswapped_ns - target.launch_floor_ns, 0)
-    factors, notes = np.ones(len(fused)), [*decode_notes]
-    swaps: list[_FamilySwap] = []
-    rules = rules.copy()
-    for at, family in enumerate(families.tolist()):
-        rows = np.flatnonzero(fused & (place == at))
+    for family, rows in _rows_by_family(families, fused):
         swap = _swap_to_family(
             *(family, shapes[rows], backward[rows], rules[rows], above[rows]),
             *(target, requested_kernel),
             training=bool(backward.any()),
         )
-        swaps.append(swap)
+        swaps.append((rows, swap))
+        kernel_of_family[family] = swap.kernel
         factors[rows] = swap.factors
         if swap.without_figure:
             rules[rows[rules[rows] == Rule.ATTENTION_TILES]] = Rule.OTHER_ATTENTION
             notes.append(_without_figure(len(rows), target, swap.kernel))
-        elif len(rows) and (not usual or (swap.factors != 1).any()):
+        elif not usual or (swap.factors != 1).any():
             notes.append(_attention_note(len(rows), target, swap.kernel))
     if record is not None:
         record.update_where(
             fused,
             lambda i, root: _attention_term(
-                root, float(above[i]), float(factors[i]), swaps[int(place[i])].kernel
+                root, float(above[i]), float(factors[i]), kernel_of_family[families[i]]
             ),
         )
     swapped_ns = np.where(fused, unswapped_ns + above * (factors - 1), unswapped_ns)
-    for at, swap in enumerate(swaps):
+    for rows, swap in swaps:
         if (terms := swap.by_schedule) is None:
             continue
-        rows = np.flatnonzero(fused & (place == at))[swap.scheduled]
-        swapped_ns[rows] = terms.predicted_ns
+        scheduled = rows[swap.scheduled]
+        swapped_ns[scheduled] = terms.predicted_ns
         if record is not None:
-            record.update(rows, lambda i, _, terms=terms: terms.term(i, target.name))
+            record.update(scheduled, lambda i, _, terms=terms: terms.term(i, target.name))
     return swapped_ns, rules, tuple(notes)
+
+
+def _rows_by_family(families: list[str], chosen: Mask) -> Iterator[tuple[str, I64]]:
+    """Yield each family of the chosen calls, in the order of their names, and its rows."""
+    names, place = np.unique(np.array(families), return_inverse=True)
+    for number, name in enumerate(names.tolist()):
+        if len(rows := np.flatnonzero(chosen & (place == number))):
+            yield name, rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ from onerank.annotate.recost.predict_nodes import (
     target_notes,
 )
 from onerank.ir import UNKNOWN, Annotation, Evidence, Graph
-from onerank.ir.arrays import I64, Mask, membership_mask
+from onerank.ir.arrays import I64, U8, Mask, membership_mask
 from onerank.ir.errors import AnnotateError
 from onerank.ir.notes import Note
 
@@ -265,13 +265,8 @@ def _write_prediction(  # noqa: PLR0917
     columns = _columns(graph, prediction, stale)
     predicted = ~membership_mask(rules, AS_MEASURED)
     if not unchanged:
-        evidence = np.full(
-            len(rules), Evidence.CALIBRATED if target.calibrated else Evidence.SCALED
-        )
-        evidence = evidence_of(rules, evidence.astype(np.uint8))
-        evidence = np.where(rules == Rule.RESIZED, np.uint8(Evidence.EXTRAPOLATED), evidence)
         # Nodes that stay as measured keep the evidence of their capture.
-        columns["evidence"][costs.index[predicted]] = evidence[predicted]
+        columns["evidence"][costs.index[predicted]] = _evidence_on(target, rules)[predicted]
     interval: Interval | None = None
     if model.has_intervals and not unchanged:
         ends, interval = intervals(
@@ -302,6 +297,13 @@ def _write_prediction(  # noqa: PLR0917
     notes += () if source == target else target_notes(graph, target, rules)
     job = job_for(graph.job, target, annotation, *notes, *pass_notes, as_measured=unchanged)
     return replace(annotated, job=job)
+
+
+def _evidence_on(target: Gpu, rules: U8) -> U8:
+    """Return the evidence of each node's prediction, uint8[n]."""
+    of_model = Evidence.CALIBRATED if target.calibrated else Evidence.SCALED
+    evidence = evidence_of(rules, np.full(len(rules), of_model, dtype=np.uint8))
+    return np.where(rules == Rule.RESIZED, np.uint8(Evidence.EXTRAPOLATED), evidence)
 
 
 def _columns(
