@@ -173,19 +173,11 @@ def compose(
     work = _Composition(deep, plan, changes, sections, section_of)
     for (kind, _), members in deep.lanes.items():
         work.lanes.append((kind, _lane_with_copies(work, members)))
-    instances: list[Instance] = [instance for _, lane in work.lanes for instance in lane]
-    old = np.array([node for node, _ in instances], dtype=np.int64)
-    copy = np.array([tag for _, tag in instances], dtype=np.int64)
-    duration = _durations(work, old, copy)
-    start = _starts(work, old, copy, duration)
-    # Ties keep the order of the lanes, so that a node never precedes one that it follows on its
-    # lane.
-    order = np.lexsort((np.arange(len(old)), start))
+    old, copy, start, duration = _instances_by_start(work)
     # Only edges read these numbers.
     if linked:
-        for number, place in enumerate(order.tolist()):
-            work.number[instances[place]] = number
-    old, copy, start, duration = old[order], copy[order], start[order], duration[order]
+        instances = zip(old.tolist(), copy.tolist(), strict=True)
+        work.number.update((instance, number) for number, instance in enumerate(instances))
     nodes = replace(deep.graph.nodes.take(old), id=np.arange(len(old), dtype=np.uint64))
     no_edges = np.zeros(0, dtype=np.int64)
     edges = (
@@ -208,6 +200,19 @@ def compose(
     log = compose_memory_log(shallow, deep, plan, changes, Copies(copying, number))
     measured = msgspec.structs.replace(graph.job.measurement, memory=log)
     return replace(graph, job=msgspec.structs.replace(graph.job, measurement=measured))
+
+
+def _instances_by_start(work: _Composition) -> tuple[I64, I64, I64, I64]:
+    """Return node, copy, start and duration of each instance, by start, int64[m] each."""
+    instances: list[Instance] = [instance for _, lane in work.lanes for instance in lane]
+    old = np.array([node for node, _ in instances], dtype=np.int64)
+    copy = np.array([tag for _, tag in instances], dtype=np.int64)
+    duration = _durations(work, old, copy)
+    start = _starts(work, old, copy, duration)
+    # Ties keep the order of the lanes, so that a node never precedes one that it follows on its
+    # lane.
+    order = np.lexsort((np.arange(len(old)), start))
+    return old[order], copy[order], start[order], duration[order]
 
 
 def _layer_sections(deep: LayeredGraph, plan: LayerPlan) -> Iterator[Section]:

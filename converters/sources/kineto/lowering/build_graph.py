@@ -498,21 +498,9 @@ def gpu_columns(
     columns.update(zip(_TYPES, types_by_kernels(rows.name, kinds, timeline.strings), strict=True))
     # A collective's time depends on the network: it has no uncontended time of its GPU.
     columns["uncontended_ns"] = np.where(communicates, UNKNOWN, gpu.uncontended_ns[chosen])
-    names = timeline.strings
-    kernels: list[int] = rows.name[communicates].tolist()
-    places: list[int] = call[communicates].tolist()
-    # All calls of the window, not only those of chosen kernels: a label must be unique among them.
-    groups = labels((args.group_name, args.group_description) for args in timeline.calls)
-    communications = [
-        from_kernel(f"{file}: kernel {names[code]!r}", names[code], timeline.calls[place], groups)
-        for code, place in zip(kernels, places, strict=True)
-    ]
-    issuers: list[int] = operator[communicates].tolist()
-    communications = [
-        with_root(comm, find_root(timeline, op, et)) if comm.collective in ROOT_COLUMNS else comm
-        for comm, op in zip(communications, issuers, strict=True)
-    ]
-    for name, values in communication_columns(communications, names).items():
+    kernels, issuers = rows.name[communicates], operator[communicates]
+    communications = _communications(timeline, et, kernels, issuers, call[communicates], file=file)
+    for name, values in communication_columns(communications, timeline.strings).items():
         default = Kind.KERNEL if name == "kind" else UNKNOWN
         whole = columns.get(name)
         if whole is None:
@@ -520,6 +508,39 @@ def gpu_columns(
         columns[name] = whole.copy()
         columns[name][communicates] = values
     return columns, communications
+
+
+def _communications(
+    timeline: HostTimeline,
+    et: ExecutionTrace,
+    kernels: I32,
+    issuers: I64,
+    calls: I64,
+    *,
+    file: str,
+) -> list[Communication]:
+    """Return the communication of kernels, with its root where the collective has one.
+
+    Args:
+        timeline: the host events.
+        et: the execution trace.
+        kernels: their names, int32[m].
+        issuers: operators that issued them, or NONE, int64[m].
+        calls: index in `timeline.calls` of each, int64[m].
+        file: name of the trace, for messages.
+    """
+    names = timeline.strings
+    places: list[int] = calls.tolist()
+    # All calls of the window, not only those of chosen kernels: a label must be unique among them.
+    groups = labels((args.group_name, args.group_description) for args in timeline.calls)
+    communications = [
+        from_kernel(f"{file}: kernel {names[code]!r}", names[code], timeline.calls[place], groups)
+        for code, place in zip(kernels.tolist(), places, strict=True)
+    ]
+    return [
+        with_root(comm, find_root(timeline, op, et)) if comm.collective in ROOT_COLUMNS else comm
+        for comm, op in zip(communications, issuers.tolist(), strict=True)
+    ]
 
 
 def communication_columns(communications: list[Communication], strings: StringTable) -> Columns:

@@ -311,11 +311,8 @@ def load_kineto(
         "frames": reader.host,
     }
     rows: dict[str, list[Rows]] = {kind: [] for kind in makers}
-    devices: list[DeviceProperties] = []
-    distributed: Distributed | None = None
-    lost_run = False
+    run = _RunFields()
     unread = Counter[str]()
-    version = ""
     count = 0
     expected = "a Kineto trace (an object with `traceEvents`)"
     for part in ArrayFile(
@@ -326,31 +323,58 @@ def load_kineto(
         for kind, events in _group_by_kind(part.events, unread, frames).items():
             if events or not rows[kind]:
                 rows[kind].append(makers[kind](events))
-        if isinstance(part.device_properties, list):
-            devices += part.device_properties
-        read = read_distributed(part.distributed)
-        version = version or part.vllm_version_text
-        lost_run |= read is None and bool(bytes(part.distributed))
-        # A part without the field must not replace the one that has it.
-        distributed = read or distributed
-    # Kineto shortens long lists of ranks in a call with `...`; `distributedInfo` has them whole.
-    # Groups that the script does not describe are all called `undefined`, so the name is the key.
-    described = distributed.groups if distributed else ()
-    # Reversed, so that the first of a name counts.
-    ranks_of = {group.name: group.ranks for group in reversed(described)}
+        run.read(part)
+    ranks_of = run.ranks_of_groups()
     return KinetoTrace(
         path=path,
         strings=reader.strings,
         threads=list(reader.threads),
         calls=[_with_ranks(call, ranks_of) for call in reader.calls],
-        device=devices[0] if devices else None,
-        distributed=distributed,
-        lost_run=lost_run,
-        vllm_version=version,
+        device=run.devices[0] if run.devices else None,
+        distributed=run.distributed,
+        lost_run=run.lost,
+        vllm_version=run.vllm_version,
         has_unread_frames=unread[FRAME] > 0,
         unread={cat: n for cat, n in unread.items() if cat not in KNOWN},
         **{kind: concatenated(pieces) for kind, pieces in rows.items()},  # type: ignore[arg-type]
     )
+
+
+@dataclass(slots=True)
+class _RunFields:
+    """What a trace says of its run, in fields that may come before or after the events.
+
+    Attributes:
+        devices: GPUs of the run.
+        distributed: rank and process groups; None if not recorded.
+        lost: whether a part has these and they cannot be read.
+        vllm_version: "" if not recorded.
+    """
+
+    devices: list[DeviceProperties] = field(default_factory=list[DeviceProperties])
+    distributed: Distributed | None = None
+    lost: bool = False
+    vllm_version: str = ""
+
+    def read(self, part: KinetoFile) -> None:
+        """Take over the fields that a part of the file has."""
+        if isinstance(part.device_properties, list):
+            self.devices += part.device_properties
+        read = read_distributed(part.distributed)
+        self.lost |= read is None and bool(bytes(part.distributed))
+        # A part without the field must not replace the one that has it.
+        self.distributed = read or self.distributed
+        self.vllm_version = self.vllm_version or part.vllm_version_text
+
+    def ranks_of_groups(self) -> dict[str, tuple[int, ...]]:
+        """Return the ranks of each process group by its name.
+
+        Kineto shortens long lists of ranks in a call with `...`; `distributedInfo` has them whole.
+        Groups that the script does not describe are all called `undefined`, so the name is the key.
+        """
+        groups = self.distributed.groups if self.distributed else ()
+        # Reversed, so that the first of a name counts.
+        return {group.name: group.ranks for group in reversed(groups)}
 
 
 def _with_ranks(call: Args, ranks_of: Mapping[str, tuple[int, ...]]) -> Args:
