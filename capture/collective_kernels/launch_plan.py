@@ -175,20 +175,7 @@ def plan_launch(
         # Measured times contain the latency; only their sum is known.
         latency_ns = min(latency_ns, measured_ns)
         transfer_ns = measured_ns - latency_ns
-    total = count_bytes * (len(ranks) if collective == "all_gather" else 1)
-    # `count_bytes` of a scatter are all ranks' parts, and a rank moves one of them.
-    if collective == "scatter":
-        total //= len(ranks)
-    # A reduce-scatter loads every part and stores only this rank's.
-    loads_per_store = len(ranks) if collective == "reduce_scatter" else 1
-    read = written = 0
-    for tensor_pass in PASSES[collective]:
-        separate = tensor_pass.local or tensor_pass.skips_local
-        local = total // len(ranks) if separate else 0
-        for part, traffic in ((total - local, tensor_pass.peers), (local, tensor_pass.local)):
-            if traffic is not None:
-                read += part * (1 + traffic.loads_buffer)
-                written += part // loads_per_store * traffic.stores + part * traffic.stores_buffer
+    read, written = _memory_traffic(collective, count_bytes, len(ranks))
     return LaunchPlan(
         algorithm=choice.algorithm,
         protocol=choice.protocol,
@@ -200,3 +187,28 @@ def plan_launch(
         latency_ns=round(latency_ns),
         transfer_ns=round(transfer_ns),
     )
+
+
+def _memory_traffic(collective: str, count_bytes: int, ranks: int) -> tuple[int, int]:
+    """Return the bytes that a collective reads from and writes to this rank's device memory.
+
+    Args:
+        collective: as in `CommCall`.
+        count_bytes: as `CommCall.bytes`.
+        ranks: ranks of the group.
+    """
+    total = count_bytes * (ranks if collective == "all_gather" else 1)
+    # `count_bytes` of a scatter are all ranks' parts, and a rank moves one of them.
+    if collective == "scatter":
+        total //= ranks
+    # A reduce-scatter loads every part and stores only this rank's.
+    loads_per_store = ranks if collective == "reduce_scatter" else 1
+    read = written = 0
+    for tensor_pass in PASSES[collective]:
+        separate = tensor_pass.local or tensor_pass.skips_local
+        local = total // ranks if separate else 0
+        for part, traffic in ((total - local, tensor_pass.peers), (local, tensor_pass.local)):
+            if traffic is not None:
+                read += part * (1 + traffic.loads_buffer)
+                written += part // loads_per_store * traffic.stores + part * traffic.stores_buffer
+    return read, written

@@ -277,12 +277,10 @@ class CallLog:
             total = total.times(group.size)
         purpose = None
         if collective in ("send", "recv") and tensors is not None:
+            key = Key(collective, group.name, peer, total.bytes)
             # Stages of torch.distributed.pipelining know; a pipeline written by hand is classified
             # by its backwards.
-            purpose = self._purposes.of(collective, tensors)
-            if purpose is None:
-                key = Key(collective, group.name, peer, total.bytes)
-                purpose = self._exchanges.of(key, tensors)
+            purpose = self._purposes.of(collective, tensors) or self._exchanges.of(key, tensors)
         with self._lock:
             call = CommCall(
                 sequence=len(self.calls),

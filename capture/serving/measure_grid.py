@@ -24,6 +24,7 @@ from onerank.capture.parallelize.experts.expert_parallel import (
 )
 from onerank.capture.parallelize.experts.routing import MODEL, parse_routing
 from onerank.capture.parallelize.fewer_layers import FewerLayers
+from onerank.capture.parallelize.shard_model import ModelSlicing
 from onerank.capture.parallelize.tensor.stateful_layers import has_heads_of_rank
 from onerank.capture.profiling.measurement_windows import Windows
 from onerank.capture.profiling.module_scopes import Modules
@@ -344,7 +345,6 @@ def loaded_server(
         models = slicing_to_rank(peers, options, infers=True)
         modules = Modules()
         stack.enter_context(emulated.running(peers) if emulated else contextlib.nullcontext())
-        sliced = options.world.size > 1
         progress("building the model")
         device = "cuda" if emulated is not None or torch.cuda.is_available() else "cpu"
 
@@ -359,26 +359,22 @@ def loaded_server(
             )
 
         if isinstance(source, Script):
-            model = model_of_script(
-                source, options, make_windows(raw, None), models if sliced else None
-            )
-            if sliced and not models.sliced:
-                raise nothing_parallel_error(path, options, "no model was sliced", model)
-            model = adopt_model(model)
+            windows = make_windows(raw, None)
+            model = adopt_model(_model_of_script(source, options, windows, models))
             if emulated is not None:
                 # Fake weights may be on the CPU, where the script left them.
                 model.to(device)
             device = next(model.parameters()).device.type
         else:
             model = build_model(config, device, shapes_only=emulated is not None)
-            if sliced:
+            if options.world.size > 1:
                 if not models.slices(model):
                     raise nothing_parallel_error(path, options, "no model was sliced", model)
                 models.sliced.append((type(model).__name__, models.slice_one(model)))
             if emulated is None:
                 materialise(model, device)
         pipeline = pipeline_of(models)
-        moe_routing = _routing_of(model, options, pipeline, sliced=sliced)
+        moe_routing = _routing_of(model, options, pipeline)
         served, first = _served(model, options, device, pipeline, moe_routing)
         # After `_served`, whose step adds the scopes of attention: `Modules` reads the modules of a
         # model at the first call that it sees.
@@ -398,9 +394,22 @@ def loaded_server(
         )
 
 
-def _routing_of(
-    model: Any, options: Options, pipeline: Pipeline | None, *, sliced: bool
-) -> str | None:
+def _model_of_script(script: Script, options: Options, windows: Any, models: ModelSlicing) -> Any:
+    """Return the model that a script calls, sliced if the job has several ranks.
+
+    Raises:
+        CaptureError: the job has several ranks, and the model does not support slicing.
+        ScriptError: the script raised, or called no language model.
+    """
+    if options.world.size == 1:
+        return model_of_script(script, options, windows, None)
+    model = model_of_script(script, options, windows, models)
+    if not models.sliced:
+        raise nothing_parallel_error(script.path, options, "no model was sliced", model)
+    return model
+
+
+def _routing_of(model: Any, options: Options, pipeline: Pipeline | None) -> str | None:
     """Route the tokens of an unsliced model; return `moe_routing` of the bundle.
 
     Slicing has routed the tokens of a slice. With random weights, the model's own router would send
@@ -412,7 +421,7 @@ def _routing_of(
         SliceError: the routing does not fit the model.
     """
     routing = parse_routing(options.moe_routing)
-    if routing is not None and not sliced:
+    if routing is not None and options.world.size == 1:
         apply_static_routing(model, routing)
     # The model's other stages may have its experts.
     own = routes_itself(model) and pipeline is None

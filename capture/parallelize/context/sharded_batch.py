@@ -10,6 +10,7 @@ queries and of all keys; padding and other packed sequences are then masked out.
 
 import contextvars
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -118,19 +119,8 @@ def shard_batch(
         packing = packing_of(documents, context.group.rank(), context.group.size())
         positions = positions.expand(len(documents), -1)
     cut = context.local_chunks if packing is None else packing.local_chunks
-    for name in ("input_ids", "inputs_embeds", "labels"):
-        if arguments.get(name) is not None:
-            arguments[name] = cut(arguments[name])
-    # Each part needs its positions: without them a model counts from 0.
-    local = {**arguments, "attention_mask": None, "position_ids": cut(positions)}
-    if arguments.get("labels") is not None and shifted is not None:
-        if local.get("num_items_in_batch") is None:
-            # By default the loss function divides by the part's labels, and parts have unequal
-            # numbers of them; divided by the whole sequence's number, the parts sum to its loss.
-            local["num_items_in_batch"] = (shifted != IGNORED_LABEL).sum()
-        local["shift_labels"] = cut(shifted)
     return Batch(
-        arguments=local,
+        arguments=_cut_arguments(arguments, positions, shifted, cut),
         sequences=sequence.shape[0],
         counted=counted,
         masks=MaskInputs(
@@ -142,6 +132,33 @@ def shard_batch(
             eager=eager,
         ),
     )
+
+
+def _cut_arguments(
+    arguments: dict[str, Any],
+    positions: Tensor,
+    shifted: Tensor | None,
+    cut: Callable[[Tensor], Tensor],
+) -> dict[str, Any]:
+    """Return the arguments of a call on this rank's part of the sequence.
+
+    Args:
+        arguments: of the call on the whole sequence, by name.
+        positions: position of each token.
+        shifted: the label that each token predicts; None without labels.
+        cut: cuts a tensor [batch, sequence, ...] to this rank's part.
+    """
+    names = ("input_ids", "inputs_embeds", "labels")
+    parts = {name: cut(arguments[name]) for name in names if arguments.get(name) is not None}
+    # Each part needs its positions: without them a model counts from 0.
+    local = {**arguments, **parts, "attention_mask": None, "position_ids": cut(positions)}
+    if local.get("labels") is not None and shifted is not None:
+        if local.get("num_items_in_batch") is None:
+            # By default the loss function divides by the part's labels, and parts have unequal
+            # numbers of them; divided by the whole sequence's number, the parts sum to its loss.
+            local["num_items_in_batch"] = (shifted != IGNORED_LABEL).sum()
+        local["shift_labels"] = cut(shifted)
+    return local
 
 
 def _sequence_to_cut(model: nn.Module, arguments: dict[str, Any]) -> Tensor:
