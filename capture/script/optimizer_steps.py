@@ -47,7 +47,7 @@ def after_step(boundary: Callable[..., None]) -> Generator[None]:
     first: list[Any] = []
     with (
         _postponed(boundary) as end,
-        _torch_optimizers_watched(first, end),
+        _FirstOptimizer(first, end).watched(),
         CustomOptimizers(first, functools.partial(end, skipped=False)) as custom,
         after_backward(custom.after_backward),
     ):
@@ -102,68 +102,81 @@ def _postponed(boundary: Callable[..., None]) -> Generator[Callable[..., None]]:
         yield end
 
 
-@contextlib.contextmanager
-def _torch_optimizers_watched(first: list[Any], end: Callable[..., None]) -> Generator[None]:
-    """Call `end` after every step of the first torch.optim optimizer, and append it to `first`.
+class _FirstOptimizer:
+    """Watches the steps of the script's first torch.optim optimizer.
 
-    If `first` contains an optimizer of a class of the script already, that optimizer marks the
-    iterations.
+    Args:
+        first: receives the first optimizer that steps. If it contains an optimizer of a class of
+            the script already, that optimizer marks the iterations.
+        end: called after every step of the first optimizer, with `skipped`: whether a GradScaler
+            skipped it.
     """
-    original = Optimizer.profile_hook_step
-    wrapped: dict[Callable[..., Any], Callable[..., Any]] = {}
-    stepping: list[Any] = []
-    taken: list[None] = []
-    scaled = GradScaler.step
 
-    @functools.wraps(scaled)
-    def step_scaled(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        taken.clear()
-        result = scaled(scaler, optimizer, *args, **kwargs)
-        inner = getattr(
-            optimizer, "optimizer", optimizer
-        )  # accelerate wraps the script's optimizer
-        # A scaler that skips a step does not call the optimizer's.
-        if not taken and (not first or first[0] in (optimizer, inner)):
-            end(skipped=True)
-        return result
+    def __init__(self, first: list[Any], end: Callable[..., None]) -> None:
+        self._first = first
+        self._end = end
+        self._replaced: dict[Callable[..., Any], Callable[..., Any]] = {}
+        # An optimizer may step another one.
+        self._stepping: list[Any] = []
+        self._taken = False
 
-    def watch(profiled: Any) -> Callable[..., Any]:
+    @contextlib.contextmanager
+    def watched(self) -> Generator[None]:
+        """Watch while the context lasts."""
+        original = Optimizer.profile_hook_step
+        # Classes whose `step` torch has wrapped already do not pass `profile_hook_step` again.
+        for kind in _optimizer_classes():
+            if getattr(kind.__dict__.get("step"), "hooked", False):
+                kind.step = self._watched_step(kind.step)
+        hook = staticmethod(lambda func: self._watched_step(original(func)))  # pyright: ignore
+        try:
+            with (
+                patched("torch.optim.Optimizer", {"profile_hook_step": hook}),
+                patched("torch.amp.GradScaler", {"step": self._watched_scaler_step()}),
+            ):
+                yield
+        finally:
+            for kind in _optimizer_classes():
+                step = kind.__dict__.get("step")
+                if step in self._replaced:
+                    kind.step = self._replaced[step]
+
+    def _watched_step(self, profiled: Any) -> Callable[..., Any]:
         @functools.wraps(profiled)
         def stepped(*args: Any, **kwargs: Any) -> Any:
-            stepping.append(args[0])
+            self._stepping.append(args[0])
             try:
                 result = profiled(*args, **kwargs)
             finally:
-                stepping.pop()
-            if not first and not stepping:
-                first.append(args[0])
-            if first and args[0] is first[0]:
-                taken.append(None)
-                end(skipped=False)
+                self._stepping.pop()
+            if not self._first and not self._stepping:
+                self._first.append(args[0])
+            if self._first and args[0] is self._first[0]:
+                self._taken = True
+                self._end(skipped=False)
             return result
 
-        # `profiled` becomes the class's `step` again below. Without torch's mark, torch would wrap
-        # it a second time when the next optimizer is created.
+        # `profiled` becomes the class's `step` again in `watched`. Without torch's mark, torch
+        # would wrap it a second time when the next optimizer is created.
         profiled.hooked = True
-        wrapped[stepped] = profiled
+        self._replaced[stepped] = profiled
         return stepped
 
-    # Classes whose `step` torch has wrapped already do not pass `profile_hook_step` again.
-    for kind in _optimizer_classes():
-        if getattr(kind.__dict__.get("step"), "hooked", False):
-            kind.step = watch(kind.step)
-    hook = staticmethod(lambda func: watch(original(func)))  # pyright: ignore
-    try:
-        with (
-            patched("torch.optim.Optimizer", {"profile_hook_step": hook}),
-            patched("torch.amp.GradScaler", {"step": step_scaled}),
-        ):
-            yield
-    finally:
-        for kind in _optimizer_classes():
-            step = kind.__dict__.get("step")
-            if step in wrapped:
-                kind.step = wrapped[step]
+    def _watched_scaler_step(self) -> Callable[..., Any]:
+        scaled = GradScaler.step
+
+        @functools.wraps(scaled)
+        def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            self._taken = False
+            result = scaled(scaler, optimizer, *args, **kwargs)
+            # accelerate wraps the script's optimizer.
+            inner = getattr(optimizer, "optimizer", optimizer)
+            # A scaler that skips a step does not call the optimizer's.
+            if not self._taken and (not self._first or self._first[0] in (optimizer, inner)):
+                self._end(skipped=True)
+            return result
+
+        return step
 
 
 def in_backward() -> bool:

@@ -1,5 +1,6 @@
 """The tables of a bundle: its manifest and its steps."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from onerank.cli.terminal import counted, lines, print_json, table
@@ -66,51 +67,14 @@ def show_bundle(bundle: Bundle, directory: Path, *, as_json: bool) -> None:
     if as_json:
         print_json(BundleRecord(manifest, bundle.rows))
         return
-    memory, validation = manifest.memory, manifest.cross_validation
     layers = [] if manifest.layers is None else [counted(manifest.layers, "layer")]
     pairs = [
         ("model", ", ".join([manifest.model or "not known", *layers, parallel_sizes(manifest)])),
         ("device", f"{manifest.device}, times {manifest.source}"),
+        *_memory_pairs(manifest),
+        *_grid_pairs(bundle),
+        *(("note", str(note)) for note in manifest.notes),
     ]
-    if memory.weights_bytes is not None:
-        tokens = counted(memory.activations_tokens or 0, "new token")
-        states = [("states", f"{size(memory.state_bytes_per_sequence)} per sequence")]
-        pairs += [
-            ("weights", size(memory.weights_bytes)),
-            ("KV cache", f"{size(memory.kv_bytes_per_token or 0)} per token"),
-            *(states if memory.state_bytes_per_sequence else ()),
-            *(
-                (
-                    "",
-                    f"{size(layers.bytes_per_token)} of it in {counted(layers.layers, 'layer')} "
-                    f"with {layers.window}",
-                )
-                for layers in memory.kv_windows
-            ),
-            ("activations", f"{size(memory.activations_bytes or 0)} at {tokens}"),
-        ]
-    if fitting := tokens_that_fit(manifest):
-        pairs.append(("tokens that fit", fitting))
-    if validation is not None:
-        what = "as a CUDA graph" if any(row.graph_ns for row in bundle.rows) else "eager"
-        pairs.append(
-            (
-                "interpolation",
-                f"median error {validation.median:.1%}, p90 {validation.p90:.1%} of "
-                f"{counted(validation.points, 'step')} left out in turn, {what}",
-            )
-        )
-    extent = manifest.adaptive_grid
-    if extent is not None:
-        reached = "" if extent.reached else "not "
-        pairs.append(
-            (
-                "grid",
-                f"{extent.measured} of {extent.offered} compositions measured, median error of "
-                f"{100 * extent.wanted_error:g}% {reached}reached",
-            )
-        )
-    pairs += [("note", str(note)) for note in manifest.notes]
     lines(pairs, str(directory))
     rows = [
         (
@@ -128,3 +92,39 @@ def show_bundle(bundle: Bundle, directory: Path, *, as_json: bool) -> None:
     columns = ("step", "sequences", "eager", "CUDA graph", "kernels", "host", "memory")
     shown = "" if len(bundle.rows) <= _ROWS else f", {_ROWS} of {len(bundle.rows)}"
     table(f"Steps of one rank{shown}", columns, rows, texts=(0, 1))
+
+
+def _memory_pairs(manifest: Manifest) -> Iterator[tuple[str, str]]:
+    """Yield the lines on what fills the memory of the rank, as far as known."""
+    memory = manifest.memory
+    if memory.weights_bytes is not None:
+        tokens = counted(memory.activations_tokens or 0, "new token")
+        yield "weights", size(memory.weights_bytes)
+        yield "KV cache", f"{size(memory.kv_bytes_per_token or 0)} per token"
+        if memory.state_bytes_per_sequence:
+            yield "states", f"{size(memory.state_bytes_per_sequence)} per sequence"
+        for layers in memory.kv_windows:
+            part = f"{size(layers.bytes_per_token)} of it in {counted(layers.layers, 'layer')}"
+            yield "", f"{part} with {layers.window}"
+        yield "activations", f"{size(memory.activations_bytes or 0)} at {tokens}"
+    if fitting := tokens_that_fit(manifest):
+        yield "tokens that fit", fitting
+
+
+def _grid_pairs(bundle: Bundle) -> Iterator[tuple[str, str]]:
+    """Yield the lines on interpolation between the measured compositions, and on their choice."""
+    validation, extent = bundle.manifest.cross_validation, bundle.manifest.adaptive_grid
+    if validation is not None:
+        what = "as a CUDA graph" if any(row.graph_ns for row in bundle.rows) else "eager"
+        yield (
+            "interpolation",
+            f"median error {validation.median:.1%}, p90 {validation.p90:.1%} of "
+            f"{counted(validation.points, 'step')} left out in turn, {what}",
+        )
+    if extent is not None:
+        reached = "" if extent.reached else "not "
+        yield (
+            "grid",
+            f"{extent.measured} of {extent.offered} compositions measured, median error of "
+            f"{100 * extent.wanted_error:g}% {reached}reached",
+        )
