@@ -471,45 +471,90 @@ class _Nodes:
         return layout_of(*(strings[int(column[at])] for column in columns))
 
 
+@dataclass(frozen=True, slots=True)
+class _Matched:
+    """Rows of the databases for n nodes.
+
+    Attributes:
+        matches: of each distinct call, kernel name and strides; None without rows.
+        which: index in `matches` of each node, int64[n].
+        kernel_ns: as in `Match`, of each node, nan without rows, float64[n]; so are `rest_ns`,
+            `whole_ns` and `source_ns`.
+        uncertainty: spread of the rows, and whether their versions are the graph's.
+    """
+
+    matches: list[Match | None]
+    which: I64
+    kernel_ns: F64
+    rest_ns: F64
+    whole_ns: F64
+    source_ns: F64
+    uncertainty: Uncertainty
+
+    @classmethod
+    def of(cls, graph: Graph, nodes: _Nodes, keyed: Keyed, library: Library) -> Self:
+        first, which = deduplicate([keyed.key, nodes.name, nodes.strides])
+        key_of_first = [int(key) for key in keyed.key[first]]
+        names = graph.strings.decode(nodes.name[first])
+        ran: list[set[str]] = [set() for _ in keyed.keys]
+        for key, name in zip(key_of_first, names, strict=True):
+            ran[key].add(name)
+        matches = [
+            library.match(keyed.keys[key], name, ran[key], nodes.layout_at(graph, int(row)))
+            for key, name, row in zip(key_of_first, names, first, strict=True)
+        ]
+        absent = (np.nan,) * 5
+        times = [absent if match is None else match[:5] for match in matches]
+        figures: F64 = np.array(times, dtype=np.float64)[which]
+        kernel_ns, rest_ns, whole_ns, source_ns, spread = (figures[:, n] for n in range(5))
+        # A call without rows has no versions to compare; its time is nan anyway.
+        versions = [m is None or all(library.ran_with(row) for row in m.rows) for m in matches]
+        same = np.array(versions, dtype=bool)[which]
+        uncertainty = Uncertainty.none(len(which))._replace(spread=spread, other_versions=~same)
+        return cls(matches, which, kernel_ns, rest_ns, whole_ns, source_ns, uncertainty)
+
+    def match_of(self, row: int) -> Match | None:
+        """Return the rows for a node."""
+        return self.matches[int(self.which[row])]
+
+
 def _exact(
     graph: Graph, nodes: _Nodes, keyed: Keyed, basis: Basis, record: TermRecord | None
 ) -> Lookups:
     """Return durations from rows of the calls themselves."""
-    library = basis.library
-    first, pair = deduplicate([keyed.key, nodes.name, nodes.strides])
-    key_of_pair = [int(key) for key in keyed.key[first]]
-    names = graph.strings.decode(nodes.name[first])
-    ran: list[set[str]] = [set() for _ in keyed.keys]
-    for key, name in zip(key_of_pair, names, strict=True):
-        ran[key].add(name)
-    matches = [
-        library.match(keyed.keys[key], name, ran[key], nodes.layout_at(graph, int(row)))
-        for key, name, row in zip(key_of_pair, names, first, strict=True)
-    ]
-    figures: F64 = np.array([_figures(match) for match in matches], dtype=np.float64)[pair]
-    kernel_ns, rest_ns, whole_ns, source_ns, spread = (figures[:, column] for column in range(5))
-    # A call without rows has no versions to compare; its time is nan anyway.
-    versions = [m is None or all(library.ran_with(row) for row in m.rows) for m in matches]
-    same = np.array(versions, dtype=bool)[pair]
-    uncertainty = Uncertainty.none(len(pair))._replace(spread=spread, other_versions=~same)
+    matched = _Matched.of(graph, nodes, keyed, basis.library)
     if record is not None:
         for row in record.rows.tolist():
-            key, match = keyed.keys[int(keyed.key[row])], matches[int(pair[row])]
-            record.facts[row] += [("call", call_text(key)), *match_facts(match)]
+            key = keyed.keys[int(keyed.key[row])]
+            record.facts[row] += [("call", call_text(key)), *match_facts(matched.match_of(row))]
     if nodes.whole:
-        if record is not None:
-            note = "all kernels of the call"
-            record.update(
-                slice(0, len(pair)),
-                lambda i, _: (
-                    quantity("looked up", whole_ns[i], note=note)
-                    if np.isfinite(whole_ns[i])
-                    else None
-                ),
-            )
-        return Lookups(whole_ns, np.full(len(pair), Rule.LOOKED_UP, dtype=np.uint8), uncertainty)
+        return _times_of_calls(matched, record)
+    return _times_of_kernels(nodes, keyed, matched, basis, record)
+
+
+def _times_of_calls(matched: _Matched, record: TermRecord | None) -> Lookups:
+    """Return the time of all kernels of each call."""
+    whole_ns, count = matched.whole_ns, len(matched.which)
+
+    def term(i: int, _: Term | None) -> Term | None:
+        if not np.isfinite(whole_ns[i]):
+            return None
+        return quantity("looked up", whole_ns[i], note="all kernels of the call")
+
+    if record is not None:
+        record.update(slice(0, count), term)
+    rules = np.full(count, Rule.LOOKED_UP, dtype=np.uint8)
+    return Lookups(whole_ns, rules, matched.uncertainty)
+
+
+def _times_of_kernels(
+    nodes: _Nodes, keyed: Keyed, matched: _Matched, basis: Basis, record: TermRecord | None
+) -> Lookups:
+    """Return the time of each kernel: of its name, or a part of the kernels without a name."""
+    kernel_ns, rest_ns, source_ns = matched.kernel_ns, matched.rest_ns, matched.source_ns
+    count = len(matched.which)
     on_both: Mask = np.isfinite(source_ns) & (nodes.duration_ns > 0)
-    deviation = np.divide(nodes.duration_ns, source_ns, out=np.ones(len(pair)), where=on_both)
+    deviation = np.divide(nodes.duration_ns, source_ns, out=np.ones(count), where=on_both)
     nameless: Mask = np.isnan(kernel_ns)
     part = _part(nodes, keyed.key, nameless)
     named: F64 = np.where(nameless, part * rest_ns, kernel_ns)
@@ -518,9 +563,9 @@ def _exact(
     def term(i: int, _: Term | None) -> Term | None:
         if not np.isfinite(time_ns[i]):
             return None
-        match = matches[int(pair[i])]
-        count = len(match.rows) if match else 0
-        mean = f", geometric mean of {count} rows" if count > 1 else ""
+        match = matched.match_of(i)
+        rows = len(match.rows) if match else 0
+        mean = f", geometric mean of {rows} rows" if rows > 1 else ""
         if nameless[i]:
             note = f"kernels of the call that the trace does not have{mean}"
             looked_up = product(
@@ -537,14 +582,9 @@ def _exact(
         return product(looked_up, power(quotient(measured, row), factor(SOURCE_SHARE)), name="both")
 
     if record is not None:
-        record.update(slice(0, len(pair)), term)
+        record.update(slice(0, count), term)
     rules = np.where(on_both, Rule.LOOKED_UP_ON_BOTH, Rule.LOOKED_UP).astype(np.uint8)
-    return Lookups(time_ns, rules, uncertainty)
-
-
-def _figures(match: Match | None) -> tuple[float, ...]:
-    """Return the first five fields of a match; nan without one."""
-    return (np.nan,) * 5 if match is None else match[:5]
+    return Lookups(time_ns, rules, matched.uncertainty)
 
 
 def _part(nodes: _Nodes, key: I64, nameless: Mask) -> F64:

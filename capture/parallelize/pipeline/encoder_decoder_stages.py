@@ -26,11 +26,11 @@ from onerank.capture.parallelize.pipeline.stage import (
     EMBEDDING_GROUP,
     NewGroup,
     PipelineStage,
-    TiedEmbedding,
     dtype_of,
     feed_received_states,
     free_parameters,
     refuse_absent_outputs,
+    share_weights,
 )
 from onerank.capture.parallelize.pipeline.stage_boundary import (
     EmptyEmbedding,
@@ -311,16 +311,10 @@ def stage_encoder_decoder(
         dropped += _record_stage_output(stack, boundary, last_encoder_stage=stage == split - 1)
     norms = [getattr(stack.module, name) for name in stack.norms]
     refuse_early_norm(model, stack.layers, norms, "--pp")
-    tied: list[TiedEmbedding] = []
-    for name, by_stage in holders.items():
-        members = [ranks[at] for at in by_stage] if stage in by_stage else [ranks[stage]]
-        # Every stage creates a group, because torch numbers them.
-        sharing = new_group(name, members)
-        if stage in by_stage:
-            tied.append(TiedEmbedding(by_stage[stage], sharing))
+    tied = tuple(share_weights(holders, stage, ranks, new_group))
     free_parameters(dropped, model)
     after = sum(p.numel() for p in model.parameters())
-    return PipelineStage(Pipeline(stage, counts), work_keys, list_name, before, after, tuple(tied))
+    return PipelineStage(Pipeline(stage, counts), work_keys, list_name, before, after, tied)
 
 
 def _keep_layers(stack: _Stack, kept: slice) -> list[nn.Module]:

@@ -14,7 +14,7 @@ optimizer steps, as in Megatron-LM's embedding group
 import copy
 import functools
 import itertools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -189,19 +189,37 @@ def stage_model(
         dropped += _replace_embeddings(model, parts, boundary)
     if stage < stages - 1:
         dropped += _replace_head(model, parts, boundary)
-    tied: tuple[TiedEmbedding, ...] = ()
     norms = [getattr(parts.trunk, name) for name in parts.norms]
     refuse_early_norm(model, parts.layers, norms, "--pp")
+    holders: dict[str, dict[int, Any]] = {}
     if parts.tied:
-        holders = {0: model.get_input_embeddings(), stages - 1: parts.head}
-        members = (ranks[0], ranks[-1]) if stage in holders else (ranks[stage],)
-        # Every stage creates a group, because torch numbers groups per process.
-        embedding_group = new_group(EMBEDDING_GROUP, members)
-        if stage in holders:
-            tied = (TiedEmbedding(holders[stage], embedding_group),)
+        holders[EMBEDDING_GROUP] = {0: model.get_input_embeddings(), stages - 1: parts.head}
+    tied = tuple(share_weights(holders, stage, ranks, new_group))
     free_parameters(dropped, model)
     after = sum(p.numel() for p in model.parameters())
     return PipelineStage(Pipeline(stage, counts), work_keys, list_name, before, after, tied)
+
+
+def share_weights(
+    holders: Mapping[str, Mapping[int, Any]],
+    stage: int,
+    ranks: Sequence[int],
+    new_group: NewGroup,
+) -> Iterator[TiedEmbedding]:
+    """Create a group for each shared weight; yield those of this stage.
+
+    Args:
+        holders: name of the group -> stage -> the module that has the weight there.
+        stage: this rank's stage.
+        ranks: as for `stage_model`.
+        new_group: as for `stage_model`.
+    """
+    for name, by_stage in holders.items():
+        members = [ranks[at] for at in by_stage] if stage in by_stage else [ranks[stage]]
+        # Every stage creates a group, because torch numbers them.
+        group = new_group(name, members)
+        if stage in by_stage:
+            yield TiedEmbedding(by_stage[stage], group)
 
 
 def _note_inference(
