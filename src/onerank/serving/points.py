@@ -1,6 +1,5 @@
 """Figures of one composition: from its measured graph, or predicted for a GPU."""
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,17 +15,15 @@ from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.hosts.host import Host
 from onerank.annotate.memory.memory_report import non_allocator_bytes, report_memory
 from onerank.annotate.models.attention_kernels import family_of, family_of_operator, resolve
-from onerank.annotate.models.features import KernelFeatures
-from onerank.annotate.models.gpu_distance import same_die
-from onerank.annotate.op_costs.node_costs import op_costs_of
-from onerank.annotate.op_costs.op_classes import CLASSES, OpClass, classify, op_class
+from onerank.annotate.op_costs.op_classes import OpClass, op_class
 from onerank.annotate.passes.host_time import with_host
 from onerank.annotate.passes.pass_options import NO_PASSES
 from onerank.annotate.recost.recost import source_gpu
 from onerank.annotate.recost.recosting_summary import Recosting
 from onerank.capture.serving.compositions import Composition
-from onerank.ir import Evidence, Graph, Kind
+from onerank.ir import Graph, Kind
 from onerank.ir.replay import ReplayedRank
+from onerank.serving.graph_gaps import graph_times
 from onerank.serving.tables import KernelRow, Part, Source, StepRow, fits, p10_median_p90
 
 
@@ -158,7 +155,7 @@ def predicted(
         step_ns=step.after.step_ns,
         p10_ns=step.p10_ns,
         p90_ns=step.p90_ns,
-        **_graph_times(recosting, before, after, measured_row, target.gpu),
+        **graph_times(recosting, before, after, measured_row, target.gpu),
         host_ns=_host_ns(after),
         peak_bytes=peak_bytes,
         fits=True,
@@ -188,7 +185,7 @@ def predicted_recording(row: StepRow, before: Graph, target: Target) -> tuple[St
         step_ns=None,
         p10_ns=None,
         p90_ns=None,
-        **_graph_times(recosting, before, after, measured_row, target.gpu),
+        **graph_times(recosting, before, after, measured_row, target.gpu),
         source="predicted",
     )
     return predicted_row, after
@@ -203,116 +200,6 @@ def _recosted(before: Graph, target: Target) -> tuple[Graph, Recosting]:
     )
     after = with_host(after, before, target.host)
     return after, summarise(before, after)
-
-
-# From the end of a kernel of a replayed CUDA graph to the start of the next, in ns: the median of
-# 22 decodes of a Llama-8B at TP 2 (1,439 to 1,534 kernels) on an H100, 352 to 383 in most of them.
-_GRAPH_GAP_NS = 370
-
-# Half the width of the 80% interval of the gap after a kernel, in ns. Measured gaps of decodes are
-# 173 to 303 ns on H100s (Llama-8B, Llama-1B and a Qwen3-MoE, whole) and 357 to 417 ns on an H200
-# (the two Llamas). Gaps predicted for another GPU of the same die differ by up to 90 ns from the
-# measured ones. Measured gaps of one composition differ by up to 41 ns between two H100s.
-_GRAPH_GAP_HALF_WIDTH_NS = 150
-_GRAPH_GAP_SAME_DIE_HALF_WIDTH_NS = 75
-
-# Half the width of the 80% interval of `_GraphGaps.stretch`. That of a prefill changes by 0.001 to
-# 0.006 between two H100s, and by 0.007 to 0.009 from an H100 to an H200.
-_GRAPH_STRETCH_HALF_WIDTH = 0.008
-
-
-@dataclass(frozen=True)
-class _GraphGaps:
-    """The time of a replayed CUDA graph beyond the sum of its kernels under the profiler.
-
-    Attributes:
-        gaps_ns: gaps between the kernels.
-        stretch: the difference beyond the gaps, as a share of the kernels' time: positive where the
-            clock falls during a long graph; negative where kernels overlap in the graph, or run
-            faster than under the profiler.
-        half_width_ns: half the width of the 80% interval of `gaps_ns`.
-    """
-
-    gaps_ns: float
-    stretch: float
-    half_width_ns: float
-
-    @classmethod
-    def predicted(cls, after: Graph) -> "_GraphGaps":
-        """Return the gaps of a step that was not measured as a CUDA graph."""
-        width_ns = _GRAPH_GAP_HALF_WIDTH_NS * int(after.gpu_compute.sum())
-        return cls(_GRAPH_GAP_NS * _kernels_without_gap(after), 0.0, width_ns)
-
-    @classmethod
-    def transferred(cls, row: StepRow, before: Graph, gpu: Gpu) -> "_GraphGaps | None":
-        """Return the gaps of a measured step on another GPU; None if it has no measured graph."""
-        if not (row.graph_ns and row.gpu_ns):
-            return None
-        count = int(before.gpu_compute.sum())
-        longer_ns = row.graph_ns - row.gpu_ns
-        # A difference beyond the usual gaps has another cause, such as a lower clock, whose effect
-        # grows with the kernels.
-        gaps_ns = min(max(0, longer_ns), _GRAPH_GAP_NS * count)
-        stretch = (longer_ns - gaps_ns) / row.gpu_ns
-        source = source_gpu(before, None)
-        if not same_die(source, gpu):
-            return cls(gaps_ns, stretch, _GRAPH_GAP_HALF_WIDTH_NS * count)
-        # `launch_floor_ns` is the time from the start of one of the shortest GEMMs in a replayed
-        # graph to the start of the next. If kernels become shorter by more than this period does,
-        # the gaps become longer: an H200's short kernels are 0.2 us shorter than an H100's, and its
-        # period is only 0.05 us shorter.
-        kernels = KernelFeatures.of(before, op_costs_of(before))
-        longer_period_ns = gpu.launch_floor_ns - source.launch_floor_ns
-        change_ns = float((longer_period_ns - kernels.launch_change_ns(source, gpu)).sum())
-        width_ns = _GRAPH_GAP_SAME_DIE_HALF_WIDTH_NS * count
-        return cls(max(0.0, gaps_ns + change_ns), stretch, width_ns)
-
-    def step(self, recosting: Recosting) -> tuple[int, int | None, int | None]:
-        """Return the time of the replayed graph and the ends of its interval."""
-        gpu_ns = recosting.after_ns
-        graph_ns = gpu_ns * (1 + self.stretch) + self.gaps_ns
-        if not recosting.interval:
-            return round(graph_ns), None, None
-        # The errors of kernels, gaps and stretch have different causes, so they add in quadrature.
-        stretch_ns = _GRAPH_STRETCH_HALF_WIDTH * gpu_ns
-        below, above = (
-            math.hypot(end_ns - gpu_ns, self.half_width_ns, stretch_ns)
-            for end_ns in recosting.interval
-        )
-        return round(graph_ns), round(graph_ns - below), round(graph_ns + above)
-
-
-def _graph_times(
-    recosting: Recosting, before: Graph, after: Graph, measured_row: StepRow | None, gpu: Gpu
-) -> dict[str, int | None]:
-    """Return the times of kernels, and of a CUDA graph of them, as columns of `StepRow`.
-
-    Args:
-        recosting: the change of the kernels.
-        before: the captured graph.
-        after: the predicted graph.
-        measured_row: the row of `before`, if it was measured on another GPU.
-        gpu: what the step is predicted for.
-    """
-    gaps = None if measured_row is None else _GraphGaps.transferred(measured_row, before, gpu)
-    graph_ns, low, high = (gaps or _GraphGaps.predicted(after)).step(recosting)
-    return {
-        "graph_ns": graph_ns,
-        "graph_low_ns": low,
-        "graph_high_ns": high,
-        "gpu_ns": recosting.after_ns,
-    }
-
-
-def _kernels_without_gap(graph: Graph) -> int:
-    """Return the number of kernels whose predicted time does not contain the gap after it.
-
-    The time of a GEMM from shapes contains it: the tile model was fitted to the time per call of
-    replayed graphs.
-    """
-    index = np.flatnonzero(graph.gpu_compute)
-    gemm = classify(graph, index) == CLASSES.index(OpClass.GEMM)
-    return int((~gemm | (graph.nodes.evidence[index] != Evidence.DATASHEET)).sum())
 
 
 def _host_ns(graph: Graph) -> int:
