@@ -88,11 +88,11 @@ def summarise(before: Graph, after: Graph) -> Recosting:
     assert after.job.annotations, "the graph was never re-costed"
     last = after.job.annotations[-1]
     index = np.flatnonzero(compute_mask(after))
-    old = _durations_before(before, after.nodes.id[index])
-    new = after.nodes.duration_ns[index]
+    before_ns = _durations_before(before, after.nodes.id[index])
+    after_ns = after.nodes.duration_ns[index]
     codes = classify(after, index)
     rows = [
-        _class_row(after, op_class, index[codes == code], old[codes == code])
+        _class_row(after, op_class, index[codes == code], before_ns[codes == code])
         for code, op_class in enumerate(CLASSES)
         if (codes == code).any()
     ]
@@ -102,11 +102,11 @@ def summarise(before: Graph, after: Graph) -> Recosting:
         source=last.source,
         classes=tuple(sorted(rows, key=lambda row: -row.after_ns)),
         before_ns=int(before.nodes.duration_ns[compute_mask(before)].sum()),
-        after_ns=int(new.sum()),
+        after_ns=int(after_ns.sum()),
         evidence=by_evidence(after, index),
-        evidence_ns=by_evidence(after, index, new),
+        evidence_ns=by_evidence(after, index, after_ns),
         rules=dict(last.details.get("rules", {})),
-        unknown=_unknown(after, index, codes, old, new),
+        unknown=_unknown(after, index, codes, before_ns, after_ns),
         dropped=dict(last.details.get("dropped", {})),
         interval=tuple(last.details.get("interval", ())),
     )
@@ -121,7 +121,7 @@ def _durations_before(before: Graph, ids: U64) -> I64:
     return np.where(existed, before.nodes.duration_ns[order[position]], 0)
 
 
-def _class_row(after: Graph, op_class: OpClass, index: I64, old: I64) -> ClassRow:
+def _class_row(after: Graph, op_class: OpClass, index: I64, before_ns: I64) -> ClassRow:
     sums = {
         # UNKNOWN is -1 and must not reduce the sum.
         name: int(np.maximum(getattr(after.nodes, name)[index], 0).sum())
@@ -130,14 +130,25 @@ def _class_row(after: Graph, op_class: OpClass, index: I64, old: I64) -> ClassRo
     return ClassRow(
         op_class=op_class,
         count=len(index),
-        before_ns=int(old.sum()),
+        before_ns=int(before_ns.sum()),
         after_ns=int(after.nodes.duration_ns[index].sum()),
         evidence_ns=by_evidence(after, index, after.nodes.duration_ns[index]),
         **sums,
     )
 
 
-def _unknown(after: Graph, index: I64, codes: U8, old: I64, new: I64) -> tuple[UnknownKernel, ...]:
+def _unknown(
+    after: Graph, index: I64, codes: U8, before_ns: I64, after_ns: I64
+) -> tuple[UnknownKernel, ...]:
+    """Return the kernels of unknown class or without formula.
+
+    Args:
+        after: the re-costed graph.
+        index: its compute nodes, int64[n].
+        codes: index in `CLASSES` of each, uint8[n].
+        before_ns: durations before re-costing, int64[n].
+        after_ns: durations after re-costing, int64[n].
+    """
     without_model = (codes == CLASSES.index(OpClass.UNKNOWN)) | (
         after.nodes.flops[index] == UNKNOWN
     )
@@ -146,16 +157,16 @@ def _unknown(after: Graph, index: I64, codes: U8, old: I64, new: I64) -> tuple[U
     count = np.bincount(group, minlength=len(first))
     sums = [
         np.bincount(group, weights=times[without_model], minlength=len(first)).tolist()
-        for times in (old, new)
+        for times in (before_ns, after_ns)
     ]
     kernels = [
         UnknownKernel(
             after.strings[int(op[row])],
             after.strings[int(name[row])],
             occurrences,
-            int(before_ns),
-            int(after_ns),
+            int(before),
+            int(now),
         )
-        for row, occurrences, before_ns, after_ns in zip(first, count.tolist(), *sums, strict=True)
+        for row, occurrences, before, now in zip(first, count.tolist(), *sums, strict=True)
     ]
     return tuple(sorted(kernels, key=lambda entry: -entry.before_ns))

@@ -179,7 +179,7 @@ class Power:
     """Mean power over the second half of a measured interval.
 
     Attributes:
-        steps: updates of the energy counter: time in seconds, energy in mJ.
+        updates: of the energy counter: time in seconds, energy in mJ.
         clocks: readings of the SM clock: time in seconds, clock in MHz.
     """
 
@@ -188,16 +188,16 @@ class Power:
     # in the second half and the last update.
 
     def __init__(self) -> None:
-        self.steps: list[tuple[float, int]] = []
+        self.updates: list[tuple[float, int]] = []
         self.clocks: list[tuple[float, int]] = []
 
     @property
     def watts(self) -> float | None:
         """Mean power in W; None with fewer than three updates of the counter."""
-        if len(self.steps) < 3:
+        if len(self.updates) < 3:
             return None
-        begin, end = self.steps[0][0], self.steps[-1][0]
-        settled = [step for step in self.steps[1:] if step[0] >= (begin + end) / 2]
+        begin, end = self.updates[0][0], self.updates[-1][0]
+        settled = [update for update in self.updates[1:] if update[0] >= (begin + end) / 2]
         if len(settled) < 2 or settled[-1][0] <= settled[0][0]:
             return None
         return (settled[-1][1] - settled[0][1]) / 1e3 / (settled[-1][0] - settled[0][0])
@@ -229,10 +229,10 @@ class Board:
         nvml = self._nvml
         if nvml is None:
             return BoardReading()
-        heat = self._value(
+        temperature_c = self._value(
             lambda: nvml.nvmlDeviceGetTemperature(self._handle, nvml.NVML_TEMPERATURE_GPU)
         )
-        return BoardReading(self._clock() or None, heat or None)
+        return BoardReading(self._clock() or None, temperature_c or None)
 
     def limit_w(self) -> float | None:
         """Return the power limit in force, in W; None if not reported."""
@@ -255,7 +255,7 @@ class Board:
         """Sample the board's energy counter and clock while the context lasts."""
         power, stop = Power(), threading.Event()
         thread = threading.Thread(
-            target=self._follow, args=(power, stop), name="onerank-power", daemon=True
+            target=self._sample_energy, args=(power, stop), name="onerank-power", daemon=True
         )
         thread.start()
         try:
@@ -264,7 +264,7 @@ class Board:
             stop.set()
             thread.join()
 
-    def _follow(self, power: Power, stop: threading.Event) -> None:
+    def _sample_energy(self, power: Power, stop: threading.Event) -> None:
         nvml = self._nvml
         if nvml is None:
             return
@@ -276,7 +276,7 @@ class Board:
             # Only a changed value marks a time: between updates the counter stands still.
             if energy != last:
                 now = time.monotonic()
-                power.steps.append((now, energy))
+                power.updates.append((now, energy))
                 last = energy
                 if clock := self._clock():
                     power.clocks.append((now, clock))
@@ -285,7 +285,8 @@ class Board:
         nvml = self._nvml
         return self._value(lambda: nvml.nvmlDeviceGetClockInfo(self._handle, nvml.NVML_CLOCK_SM))
 
-    def _value(self, source: Any) -> int | None:
+    def _value(self, source: Callable[[], Any]) -> int | None:
+        """Return what NVML reports; None if the GPU does not report it."""
         try:
             return int(source())
         except self._nvml.NVMLError:

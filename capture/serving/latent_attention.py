@@ -22,6 +22,7 @@ from onerank.capture.serving.sparse_attention import SCALE_BYTES, indexers
 # torch's dispatcher has no types.
 _torch: Any = torch
 
+# Names of the two projections in transformers.
 _DOWN, _UP = "kv_a_proj_with_mqa", "kv_b_proj"
 # Since transformers 5.15 the attention of all models with latent vectors has this method, which it
 # calls after the update of the cache.
@@ -42,8 +43,8 @@ def _empty_result(query: Tensor, _: Tensor, values: Tensor, __: float) -> Tensor
     return query.new_empty(*query.shape[:2], values.shape[-1])
 
 
-for _key in ("CPU", "CUDA"):
-    _library.impl("latent_attention", _shared_head, _key)
+for _device in ("CPU", "CUDA"):
+    _library.impl("latent_attention", _shared_head, _device)
 _torch.library.register_fake("onerank_serving::latent_attention", _empty_result, lib=_library)
 
 
@@ -122,12 +123,12 @@ def expand(cached: Tensor, weight: Tensor, query: Tensor) -> tuple[Tensor, Tenso
     """
     latents, rotary = cached.split([weight.shape[1], cached.shape[2] - weight.shape[1]], dim=-1)
     heads, width = query.shape[1], query.shape[3]
-    plain = width - rotary.shape[-1]
+    unrotated = width - rotary.shape[-1]
     expanded = functional.linear(latents, weight).unflatten(-1, (heads, -1))
     keys = expanded.new_empty(*expanded.shape[:3], width)
-    keys[..., :plain].copy_(expanded[..., :plain])
-    keys[..., plain:].copy_(rotary.unsqueeze(2))
-    return keys.transpose(1, 2), expanded[..., plain:].transpose(1, 2)
+    keys[..., :unrotated].copy_(expanded[..., :unrotated])
+    keys[..., unrotated:].copy_(rotary.unsqueeze(2))
+    return keys.transpose(1, 2), expanded[..., unrotated:].transpose(1, 2)
 
 
 def decode(cached: Tensor, weight: Tensor, query: Tensor, scale: float | None) -> Tensor:
@@ -162,10 +163,10 @@ def absorbed_attention(
             cached vector, [tokens, heads, latent width + rotary].
     """
     heads, tokens, width = query.shape
-    plain = width - rotary
-    of_keys, of_values = weight.view(heads, -1, weight.shape[1]).tensor_split([plain], dim=1)
-    absorbed = torch.bmm(query[..., :plain], of_keys)
-    result = attend(torch.cat((absorbed, query[..., plain:]), dim=-1).transpose(0, 1))
+    unrotated = width - rotary
+    of_keys, of_values = weight.view(heads, -1, weight.shape[1]).tensor_split([unrotated], dim=1)
+    absorbed = torch.bmm(query[..., :unrotated], of_keys)
+    result = attend(torch.cat((absorbed, query[..., unrotated:]), dim=-1).transpose(0, 1))
     values = result.new_empty(tokens, heads, of_values.shape[1])
     torch.bmm(result.transpose(0, 1), of_values.transpose(1, 2), out=values.transpose(0, 1))
     return values

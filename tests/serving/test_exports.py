@@ -26,7 +26,7 @@ from onerank.serving.simulators.options import (
     VidurOptions,
 )
 from onerank.serving.simulators.sglang_sim import export_sglang_sim
-from onerank.serving.simulators.step_collectives import TracedStep, growth
+from onerank.serving.simulators.step_collectives import TracedStep, collective_sizes
 from onerank.serving.simulators.vidur import export_vidur
 from onerank.serving.tables import RankMemory, StepRow
 from tests.cli.invoke_cli import invoke, refused
@@ -545,7 +545,7 @@ def test_sizes_of_collectives_grow_with_tokens_or_stay():
 
     decode = traced(Composition(64, 64), ("all_gather", 64), ("all_to_all", 64 * 4096))
     prefill = traced(Composition(0, 0, 1, 512, 0), ("all_gather", 64), ("all_to_all", 512 * 4096))
-    gather, tokens = growth("Mixtral", decode, prefill)
+    gather, tokens = collective_sizes("Mixtral", decode, prefill)
     step = Composition(0, 0, 2, 100, 0)
     assert (gather.of(step), tokens.of(step)) == (64, 200 * 4096)
 

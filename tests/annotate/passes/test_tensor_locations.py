@@ -5,12 +5,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from onerank.annotate.passes.parse_tensor_ids import parse_tensor_ids
 from onerank.annotate.passes.tensor_locations import (
     TensorLocation,
     ValueTexts,
     call_of_node,
     parse_locations,
-    parse_tensor_ids,
     tensor_accesses,
 )
 from onerank.converters.sources.kineto import convert_directory

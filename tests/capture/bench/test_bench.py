@@ -264,7 +264,7 @@ def test_power_is_the_slope_of_the_energy_counter() -> None:
     power = Power()
     assert power.watts is None
     # millijoules: 100 W for the first 0.1 s, then 600 W
-    power.steps = [(0.0, 0), (0.1, 10_000), (0.2, 70_000), (0.3, 130_000), (0.4, 190_000)]
+    power.updates = [(0.0, 0), (0.1, 10_000), (0.2, 70_000), (0.3, 130_000), (0.4, 190_000)]
     assert power.watts == pytest.approx(600)
     assert power.sm_clock_mhz is None
     power.clocks = [(0.0, 1980), (0.1, 1980), (0.2, 1500), (0.3, 1410), (0.4, 1440)]

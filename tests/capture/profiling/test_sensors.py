@@ -97,8 +97,8 @@ def test_a_board_reads_clock_limit_and_the_power_of_an_interval(fake_nvml):
     assert board.limit_w() == 700
     with board.power() as power:
         time.sleep(0.1)
-    joules = (power.steps[-1][1] - power.steps[0][1]) / 1e3
-    assert joules == 2 * (len(power.steps) - 1)
+    joules = (power.updates[-1][1] - power.updates[0][1]) / 1e3
+    assert joules == 2 * (len(power.updates) - 1)
     assert power.watts is not None
     assert power.watts > 0
     assert power.sm_clock_mhz == 1500

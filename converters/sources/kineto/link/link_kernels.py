@@ -98,7 +98,7 @@ CLOCK_NS = 5_000
 
 _RULES = ("external id", "enclosing operator", "no operator", "no launch")
 
-_NO_OPERATOR = _RULES.index("no operator")
+_EXTERNAL_ID, _ENCLOSING_OPERATOR, _NO_OPERATOR, _NO_LAUNCH = range(len(_RULES))
 
 # `cudaGraphLaunch` and `hipGraphLaunch` start many operations: 6,264 of the 7,866 GPU operations of
 # a public trace come from graph launches.
@@ -160,7 +160,8 @@ class GpuOps:
 
 
 def _rule(rule: int) -> str:
-    return f"graph launch: {_RULES[rule - _GRAPH]}" if rule >= _GRAPH else _RULES[rule]
+    by_graph, number = divmod(rule, _GRAPH)
+    return f"graph launch: {_RULES[number]}" if by_graph else _RULES[number]
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,19 +243,20 @@ def _operators_and_rules(
     operator = last_of(timeline.rows.external_id, external, timeline.rows.is_operator)
     # torch up to 2.0 gives some external ids twice: check that the operator ran at the launch.
     operator[_ran_at_another_time(timeline, operator, gpu_ops.launch_ns, launched)] = NONE
-    rule = np.zeros(len(rows), dtype=np.int64)
+    rule = np.full(len(rows), _EXTERNAL_ID, dtype=np.int64)
     unlinked = np.flatnonzero((operator < 0) & launched)
     around = _events_around_launches(trace, timeline, launch[unlinked])
     operator[unlinked] = timeline.operator(around)
-    rule[unlinked] = 1
-    rule[operator < 0] = np.where(launched, 2, 3)[operator < 0]
+    rule[unlinked] = _ENCLOSING_OPERATOR
+    rule[operator < 0] = np.where(launched, _NO_OPERATOR, _NO_LAUNCH)[operator < 0]
+    # A launch outside any operator is a host event itself: `with_unattributed_launches` adds it.
     calls = (operator[unlinked] < 0) & (pick(timeline.rows.event_index, around, 0) == OWN_CALL)
     operator[unlinked[calls]] = around[calls]
     _, places, counts = np.unique(rows.correlation, return_inverse=True, return_counts=True)
     # Several operations of one correlation come from one `cudaGraphLaunch`; `graph_replays` gives
     # each a correlation, and keeps the call's name.
-    by_graph = named(launches.name, trace.strings, lambda name: name.startswith(GRAPH_LAUNCHES))
-    by_graph = pick(by_graph, launch, default=False)
+    graph_calls = named(launches.name, trace.strings, lambda name: name.startswith(GRAPH_LAUNCHES))
+    by_graph = pick(graph_calls, launch, default=False)
     rule[launched & (by_graph | (counts[places] > 1))] += _GRAPH
     return operator, rule
 

@@ -22,7 +22,61 @@ from onerank.ir import Phase
 from onerank.ir.arrays import I64, Mask, unique_values
 
 
-def evaluation_events(timeline: HostTimeline, is_scope: Mask, named: I64) -> Mask:
+def micro_batches(timeline: HostTimeline, is_scope: Mask, et_threads: I64) -> I64:
+    """Return the micro-batch of every forward and backward event, NONE for others, int64[n].
+
+    Evaluations have none. If micro-batches overlap, transfers between calls and calls without a
+    backward have none either.
+
+    Args:
+        timeline: the host events, with their phases.
+        is_scope: which events are module calls, bool[n].
+        et_threads: thread of each row of the execution trace, int64.
+    """
+    pairs = forward_backward_pairs(timeline, et_threads)
+    evaluated = _evaluation_events(timeline, is_scope, pairs.forward)
+    opens = is_scope & (timeline.phase == Phase.FORWARD) & ~evaluated
+    numbers = _number_overlapping(timeline, opens, pairs)
+    if numbers is None:
+        numbers = _number_sequential(
+            timeline, opens if is_scope.any() else timeline.phase == Phase.FORWARD
+        )
+    # With a number, a pipeline schedule would repeat an evaluation with that micro-batch.
+    return np.where(evaluated, NONE, numbers)
+
+
+class ForwardBackwardPairs(NamedTuple):
+    """Pairs of a forward operator and a backward operator that names it.
+
+    Attributes:
+        forward: the distinct forward operators, int64[n].
+        backward: the backward operators, int64[m].
+        place: index in `forward` of each backward operator's forward operator, int64[m].
+    """
+
+    forward: I64
+    backward: I64
+    place: I64
+
+
+def forward_backward_pairs(timeline: HostTimeline, et_threads: I64) -> ForwardBackwardPairs:
+    """Pair backward operators with the last forward operator of their thread and sequence."""
+    rows = timeline.rows
+    et_thread = pick(et_threads, timeline.et, NONE)
+    # Reversed, because `np.unique` returns the first of equal keys and the last operator is wanted.
+    candidates = np.flatnonzero((timeline.phase == Phase.FORWARD) & (rows.sequence >= 0))[::-1]
+    width = int(rows.sequence.max(initial=0)) + 1
+    keys, last = np.unique(
+        et_thread[candidates] * width + rows.sequence[candidates], return_index=True
+    )
+    backward = np.flatnonzero((timeline.phase == Phase.BACKWARD) & (rows.forward_thread > 0))
+    named_keys = rows.forward_thread[backward] * width + rows.sequence[backward]
+    known = np.isin(named_keys, keys)
+    used, place = np.unique(np.searchsorted(keys, named_keys[known]), return_inverse=True)
+    return ForwardBackwardPairs(candidates[last[used]], backward[known], place)
+
+
+def _evaluation_events(timeline: HostTimeline, is_scope: Mask, named: I64) -> Mask:
     """Return which forward events belong to evaluations, bool[n].
 
     An evaluation is a top-level call that no backward names, of a module that another call trains.
@@ -36,7 +90,8 @@ def evaluation_events(timeline: HostTimeline, is_scope: Mask, named: I64) -> Mas
     forward = timeline.phase == Phase.FORWARD
     opens = is_scope & forward
     trains = _reached_by_backward(timeline, named)
-    of_trained = opens & np.isin(modules := _modules(timeline), modules[opens & trains])
+    modules = _module_keys(timeline)
+    of_trained = opens & np.isin(modules, modules[opens & trains])
     calls = timeline.outermost(opens)
     evaluated = unique_values(calls[of_trained & ~pick(trains, calls, default=True)])
     if not len(evaluated):
@@ -65,8 +120,11 @@ def _reached_by_backward(timeline: HostTimeline, named: I64) -> Mask:
     return reached
 
 
-def _modules(timeline: HostTimeline) -> I64:
-    """Return the key of each call's module: its name, and the model if names repeat."""
+def _module_keys(timeline: HostTimeline) -> I64:
+    """Return a key of the module that each event calls, int64[n].
+
+    It stands for the event's name and for the model around it: modules of two models share names.
+    """
     marks = timeline.outermost(timeline.named(lambda name: name.startswith(MODEL_SCOPE)))
     models = pick(timeline.rows.name, marks, NONE).astype(np.int64)
     return timeline.rows.name + (models + 1) * len(timeline.strings)
@@ -79,60 +137,6 @@ def _latest_call(timeline: HostTimeline, calls: I64) -> I64:
     begun = begun[np.argsort(start[begun], kind="stable")]
     last = np.searchsorted(start[begun], start, side="right") - 1
     return pick(begun, last, NONE)
-
-
-class ForwardBackwardPairs(NamedTuple):
-    """Pairs of a forward operator and a backward operator that names it.
-
-    Attributes:
-        forward: the distinct forward operators, int64[n].
-        backward: the backward operators, int64[m].
-        place: index in `forward` of each backward operator's forward operator, int64[m].
-    """
-
-    forward: I64
-    backward: I64
-    place: I64
-
-
-def micro_batches(timeline: HostTimeline, is_scope: Mask, et_threads: I64) -> I64:
-    """Return the micro-batch of every forward and backward event, NONE for others, int64[n].
-
-    Evaluations have none. If micro-batches overlap, transfers between calls and calls without a
-    backward have none either.
-
-    Args:
-        timeline: the host events, with their phases.
-        is_scope: which events are module calls, bool[n].
-        et_threads: thread of each row of the execution trace, int64.
-    """
-    pairs = forward_backward_pairs(timeline, et_threads)
-    evaluated = evaluation_events(timeline, is_scope, pairs.forward)
-    opens = is_scope & (timeline.phase == Phase.FORWARD) & ~evaluated
-    numbers = _number_overlapping(timeline, opens, pairs)
-    if numbers is None:
-        numbers = _number_sequential(
-            timeline, opens if is_scope.any() else timeline.phase == Phase.FORWARD
-        )
-    # With a number, a pipeline schedule would repeat an evaluation with that micro-batch.
-    return np.where(evaluated, NONE, numbers)
-
-
-def forward_backward_pairs(timeline: HostTimeline, et_threads: I64) -> ForwardBackwardPairs:
-    """Pair backward operators with the last forward operator of their thread and sequence."""
-    rows = timeline.rows
-    et_thread = pick(et_threads, timeline.et, NONE)
-    # Reversed, because `np.unique` returns the first of equal keys and the last operator is wanted.
-    candidates = np.flatnonzero((timeline.phase == Phase.FORWARD) & (rows.sequence >= 0))[::-1]
-    width = int(rows.sequence.max(initial=0)) + 1
-    keys, last = np.unique(
-        et_thread[candidates] * width + rows.sequence[candidates], return_index=True
-    )
-    backward = np.flatnonzero((timeline.phase == Phase.BACKWARD) & (rows.forward_thread > 0))
-    named_keys = rows.forward_thread[backward] * width + rows.sequence[backward]
-    known = np.isin(named_keys, keys)
-    used, place = np.unique(np.searchsorted(keys, named_keys[known]), return_inverse=True)
-    return ForwardBackwardPairs(candidates[last[used]], backward[known], place)
 
 
 def _number_sequential(timeline: HostTimeline, opens: Mask) -> I64:
@@ -166,14 +170,12 @@ def _number_overlapping(
     runs_of = _runs_of_units(pairs, run_of, np.where(calls >= 0, calls, outside_calls))
     called = {unit: runs for unit, runs in runs_of.items() if opens[unit]}
     part_of_run = _connected_runs(len(begins), called.values())
-    number_of = _numbers(
-        [
-            _ModelCall(model, int(timeline.rows.start_ns[unit]), part_of_run[called[unit][0]])
-            for unit, model in _models(timeline, sorted(called)).items()
-        ],
-        begins,
-        part_of_run,
-    )
+    models, start_ns = _module_keys(timeline), timeline.rows.start_ns
+    model_calls = [
+        _ModelCall(int(models[unit]), int(start_ns[unit]), part_of_run[runs[0]])
+        for unit, runs in called.items()
+    ]
+    number_of = _numbers(model_calls, begins, part_of_run)
     if number_of is None:
         return None
     of_run = np.array([number_of.get(part, NONE) for part in part_of_run], dtype=np.int64)
@@ -240,18 +242,18 @@ def _runs_of_units(pairs: ForwardBackwardPairs, run_of: I64, unit: I64) -> dict[
     return runs_of
 
 
-def _models(timeline: HostTimeline, calls: list[int]) -> dict[int, tuple[int, int]]:
-    """Return the key of each call's model: its name, and its mark if names repeat."""
-    marks = timeline.outermost(timeline.named(lambda name: name.startswith(MODEL_SCOPE)))
-    name, mark = timeline.rows.name, pick(timeline.rows.name, marks, NONE)
-    return {call: (int(name[call]), int(mark[call])) for call in calls}
-
-
 @dataclass(frozen=True, slots=True, order=True)
 class _ModelCall:
-    """A call of a model, and the connected part of the step that it belongs to."""
+    """A call of a model, and the connected part of the step that it belongs to.
 
-    model: tuple[int, int]
+    Attributes:
+        model: key of the model.
+        start_ns: when the call begins.
+        part: one of the runs that backwards of the same calls connect, as `_connected_runs` names
+            them.
+    """
+
+    model: int
     start_ns: int
     part: int
 
@@ -286,8 +288,8 @@ def _numbers(calls: list[_ModelCall], begins: list[int], parts: list[int]) -> di
     for part, begin in zip(parts, begins, strict=True):
         # Runs are in the order of their time, so the first begin of a part stays.
         backward_ns.setdefault(part, begin)
-    of_model: defaultdict[tuple[int, int], dict[int, int]] = defaultdict(dict)
-    calls_of_part: defaultdict[tuple[int, int], Counter[int]] = defaultdict(Counter)
+    of_model: defaultdict[int, dict[int, int]] = defaultdict(dict)
+    calls_of_part: defaultdict[int, Counter[int]] = defaultdict(Counter)
     for call in sorted(calls):
         of_model[call.model].setdefault(call.part, call.start_ns)
         calls_of_part[call.model][call.part] += 1

@@ -57,13 +57,13 @@ class StepCollectives:
             # A decode has as many sequences as new tokens, and a prefill has fewer: the two steps
             # separate growth with tokens from growth with sequences.
             steps = _traced(bundle, "decode"), _traced(bundle, "prefill")
-            sizes.update(growth(bundle.manifest.model, *steps))
+            sizes.update(collective_sizes(bundle.manifest.model, *steps))
         return cls(sizes, network)
 
-    def time_ns(self, c: Composition) -> float:
+    def time_ns(self, composition: Composition) -> float:
         """Return the summed times of a step's collectives, which nothing overlaps."""
         return sum(
-            count * self.network.time_ns(size.name, size.of(c), tuple(range(size.ranks)))
+            count * self.network.time_ns(size.name, size.of(composition), tuple(range(size.ranks)))
             for size, count in self.sizes.items()
         )
 
@@ -86,9 +86,10 @@ class CollectiveSize:
     token: int
     sequence: int
 
-    def of(self, c: Composition) -> int:
+    def of(self, composition: Composition) -> int:
         """Return the bytes in a step."""
-        return self.constant + self.token * c.new_tokens + self.sequence * c.sequences
+        by_tokens = self.token * composition.new_tokens
+        return self.constant + by_tokens + self.sequence * composition.sequences
 
 
 @dataclass(frozen=True)
@@ -127,8 +128,14 @@ def _traced(bundle: Bundle, kind: str) -> TracedStep:
     return TracedStep(bundle.rows[number - 1], tuple(calls))
 
 
-def growth(model: str | None, decode: TracedStep, prefill: TracedStep) -> Iterator[CollectiveSize]:
+def collective_sizes(
+    model: str | None, decode: TracedStep, prefill: TracedStep
+) -> Iterator[CollectiveSize]:
     """Yield each collective with its bytes: constant, or by new tokens and sequences.
+
+    In a decode of d sequences, each with one new token, it has d * (token + sequence) bytes; in a
+    prefill of s sequences with t new tokens, t * token + s * sequence. These two equations give
+    both rates.
 
     Raises:
         ExportError: the steps have other collectives, or of other sizes.
@@ -138,9 +145,9 @@ def growth(model: str | None, decode: TracedStep, prefill: TracedStep) -> Iterat
     for (name, ranks, prefill_bytes), (*_, decode_bytes) in zip(
         prefill.calls, decode.calls, strict=False
     ):
-        both, odd = divmod(decode_bytes, decodes)
+        both, remainder = divmod(decode_bytes, decodes)
         token, rest = divmod(prefill_bytes - both * row.sequences, row.new_tokens - row.sequences)
-        grows = not (odd or rest) and 0 <= token <= both
+        grows = not (remainder or rest) and 0 <= token <= both
         if same and not grows and prefill_bytes == decode_bytes:
             yield CollectiveSize(name, ranks, prefill_bytes, 0, 0)
             continue
