@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -100,33 +100,34 @@ def read_recording(files: Sequence[Path], captures: Sequence[Path] = ()) -> Reco
             captured = CapturedGraphs(engine_captures, sizes)
             trace = with_replayed_operators(trace, RecordedGraphs(None, trace.strings), captured)
             notes += captured.notes()
-        recorded.append(_read(trace, engine, steps, replays))
+        recorded.append(_file_of(trace, engine, steps, replays))
     if not recorded:
         raise without_steps[0]
-    if without_steps:
-        with_steps = {file.record.file for file in recorded}
-        names = ", ".join(path.name for path in files if path.name not in with_steps)
-        notes.append(
-            Note(
-                f"{len(without_steps)} of {len(files)} files have no engine step, as those of "
-                f"processes without a model: {names}",
-                code="engine-files-without-steps",
-            )
-        )
     rows = tuple(row for file in recorded for row in file.steps)
-    unknown = sum(row.kind is None for row in rows)
-    if unknown:
-        notes.append(
-            Note(
-                f"{unknown} of {len(rows)} steps have no kind, because their annotations or frames "
-                "do not name it",
-                code="engine-steps-unlabelled",
-            )
-        )
+    notes += _notes_of_steps(files, recorded, rows)
     kernels = tuple(kernel for file in recorded for kernel in file.kernels)
     records = tuple(file.record for file in recorded)
     manifest = RecordingManifest(records, _unlinked(kernels), tuple(notes))
     return Recording(manifest, rows, kernels)
+
+
+def _notes_of_steps(
+    files: Sequence[Path], recorded: Sequence["_File"], rows: Sequence[RecordedStep]
+) -> Iterator[Note]:
+    """Yield notes on files without steps, and on steps without a kind."""
+    with_steps = {file.record.file for file in recorded}
+    if others := [path.name for path in files if path.name not in with_steps]:
+        yield Note(
+            f"{len(others)} of {len(files)} files have no engine step, as those of "
+            f"processes without a model: {', '.join(others)}",
+            code="engine-files-without-steps",
+        )
+    if unknown := sum(row.kind is None for row in rows):
+        yield Note(
+            f"{unknown} of {len(rows)} steps have no kind, because their annotations or frames "
+            "do not name it",
+            code="engine-steps-unlabelled",
+        )
 
 
 def _unlinked(kernels: Sequence[RecordedKernel]) -> tuple[Unlinked, ...]:
@@ -173,7 +174,7 @@ class _Operations:
     time_ns: I64
 
 
-def _read(trace: KinetoTrace, engine: str, steps: list[EngineStep], replays: I64) -> _File:
+def _file_of(trace: KinetoTrace, engine: str, steps: list[EngineStep], replays: I64) -> _File:
     """Return the tables of a file.
 
     Args:
@@ -201,11 +202,11 @@ def _read(trace: KinetoTrace, engine: str, steps: list[EngineStep], replays: I64
     record = _file_record(trace, engine, steps, operations)
     names = {int(code) for code in np.unique(operations.name)}
     collective = np.isin(operations.name, [c for c in names if _is_collective(trace.strings[c])])
-    rows = [_row(step, record.file, record.rank, operations, collective) for step in steps]
-    return _File(record, rows, _kernels(trace, operations))
+    rows = [_step_row(step, record.file, record.rank, operations, collective) for step in steps]
+    return _File(record, rows, _kernel_rows(trace, operations))
 
 
-def _kernels(trace: KinetoTrace, operations: _Operations) -> list[RecordedKernel]:
+def _kernel_rows(trace: KinetoTrace, operations: _Operations) -> list[RecordedKernel]:
     """Return the operations of each step, summed by name, calling operator and kind of link."""
     keys, place = np.unique(
         np.stack([operations.step, operations.name, operations.operator, operations.link], axis=1),
@@ -265,7 +266,7 @@ def _is_collective(name: str) -> bool:
     return is_communication(name) or _COLLECTIVE.search(name) is not None
 
 
-def _row(
+def _step_row(
     step: EngineStep, file: str, rank: int | None, operations: _Operations, collective: Mask
 ) -> RecordedStep:
     content = step.content
