@@ -1,10 +1,10 @@
 """FLOPs and bytes of operators of inference engines: vLLM, SGLang and TensorRT-LLM.
 
-Attention: its operands are the packed tokens of all sequences and, of some operators, the whole
-paged KV cache. So the operands do not show the work. The step of the engine does: `InferenceStep`
-has the keys that attention reads and the pairs of a query and a key that it computes, if they are
-recorded. FLOPs are 2 * pairs * h * (d + dv), as in `attention`, with causal pairs counted exactly.
-Bytes are those of queries, results, and the keys and values of the step's sequences.
+Attention: the operands are the packed tokens of all sequences and, in some operators, the whole
+paged KV cache, so the work does not follow from them. It follows from the engine's step, if that is
+recorded: `InferenceStep` has the number of keys that attention reads, and of query-key pairs that
+it computes. FLOPs are 2 * pairs * h * (d + dv), as in `attention`, with exact causal pairs. Bytes
+are those of queries, results, and the keys and values of the step's sequences.
 
 Experts: one call runs both grouped GEMMs of an MoE layer.
 """
@@ -85,7 +85,7 @@ def paged_cache_work(op: str, inputs: tuple[str, str], step: InferenceStep | Non
     shape = None
     tokens = step.new_tokens * step.batch
     if step.kind != "mixed" and step.batch and tokens:
-        # As if each sequence had the mean number of keys.
+        # The models of attention take one length, so each sequence gets the mean number of keys.
         masked = LOWER_RIGHT if step.new_tokens > 1 else 0
         mean = max(1, round(keys / step.batch))
         sizes = step.batch, heads, key_heads, step.new_tokens, mean, size, size
@@ -126,11 +126,12 @@ class ExpertSizes(NamedTuple):
 
     @property
     def active(self) -> int:
-        """Experts with rows: with fewer rows than experts each row goes to a different one."""
+        """Experts that get rows; fewer rows than experts go to a different expert each."""
         return max(1, min(self.experts, self.rows))
 
 
-# Only experts in 16 bits were measured; those with weights of 8 bits have FLOPs and bytes.
+# Only 16-bit experts were measured, so only they are divided into GEMMs for the tile model. Experts
+# with 8-bit weights get FLOPs and bytes.
 _EXPERT_BYTES = 2
 _WIDE = ("bfloat16", "float16")
 _NARROW = ("float8_e4m3fn", "float8_e4m3fnuz", "int8")
@@ -139,17 +140,19 @@ _NARROW = ("float8_e4m3fn", "float8_e4m3fnuz", "int8")
 def expert_parts(sizes: ExpertSizes, kernel: PartKernel) -> tuple[ComponentGemm, ComponentGemm]:
     """Return the two GEMMs of the experts of an MoE layer, which have equal shares of the rows.
 
-    The activation reads the first GEMM's result and writes half of it; the sum over a token's
-    experts reads the second's. CUTLASS's kernels first copy the tokens in the experts' order.
+    The activation reads the first GEMM's result and writes half as much. The sum over a token's
+    experts reads the second GEMM's result. CUTLASS's kernels first copy the tokens into the order
+    of the experts.
     """
     active, rows = sizes.active, sizes.rows
-    each = -(-rows // active)
+    rows_per_expert = -(-rows // active)
     activation = _EXPERT_BYTES * rows * (sizes.first + sizes.inner)
     tokens = _EXPERT_BYTES * (rows + sizes.tokens) * sizes.hidden
     before = tokens if kernel is PartKernel.CUTLASS_EXPERTS else 0
 
     def part(n: int, k: int, moved: int) -> ComponentGemm:
-        return ComponentGemm(active, each, n, k, _EXPERT_BYTES, kernel=kernel, also_moved=moved)
+        sizes_of_gemm = active, rows_per_expert, n, k
+        return ComponentGemm(*sizes_of_gemm, _EXPERT_BYTES, kernel=kernel, also_moved=moved)
 
     return (
         part(sizes.first, sizes.hidden, before + activation),
@@ -161,8 +164,8 @@ def _fused_experts(choices: int, kernel: PartKernel) -> Formula:
     """Return the formula of a call that runs the experts of an MoE layer on tokens [t, h].
 
     The other operands are the weights [e, n, h] and [e, h, i] and the experts chosen for each
-    token, [t, c]. How many tokens each expert gets is on the device and not recorded, as for
-    `_grouped_mm`.
+    token, [t, c]. The number of tokens of each expert is a value on the device, which no trace
+    records, as for `_grouped_mm`.
 
     Args:
         choices: position of the chosen experts.
@@ -188,13 +191,13 @@ def _fused_experts(choices: int, kernel: PartKernel) -> Formula:
             tokens, chosen.shape[-1], first.shape[0], hidden, first.shape[1], second.shape[2]
         )
         in_tiles = kernel.for_few_tokens if tokens <= sizes.experts else kernel
-        each = (first.numel + second.numel) // max(1, sizes.experts)
-        idle = (sizes.experts - sizes.active) * each * first.item_bytes
-        # Weights of 8 bits have a scale for each block, of which those of idle experts count too.
-        # The kernels quantise the tokens, so the products run at the rate of the weights' dtype.
+        weights_of_expert = (first.numel + second.numel) // max(1, sizes.experts)
+        # Only weights: the block scales of idle experts with 8-bit weights still count as read.
+        idle_bytes = (sizes.experts - sizes.active) * weights_of_expert * first.item_bytes
         parts = expert_parts(sizes, in_tiles) if first.dtype in _WIDE else ()
-        flops = 2 * sizes.rows * each
-        return matmul_work(call, first, flops, call.input_bytes - idle, parts=parts)
+        flops = 2 * sizes.rows * weights_of_expert
+        # The kernels quantise the tokens, so the products run at the rate of the weights' dtype.
+        return matmul_work(call, first, flops, call.input_bytes - idle_bytes, parts=parts)
 
     return formula
 
@@ -204,11 +207,11 @@ OPAQUE_EXPERTS = (
     "vllm::moe_forward_shared",
     "sglang::moe_forward_piecewise_cuda_graph_impl",
 )
-"""Operators that get the name of a layer and run its experts: the weights are no operands."""
+"""Operators that run the experts of a layer given by its name: its weights are no operands."""
 
 
 def _without_weights(_: Call) -> Work:
-    # Unknown FLOPs and bytes: those of the operands would leave out the weights, most of the work.
+    # FLOPs and bytes stay unknown: without the weights they would miss most of the work.
     return Work()
 
 
@@ -241,8 +244,9 @@ def _latent_attention(call: Call) -> Work | None:
 
 
 def _pairs(t: int, keys: int, count: int) -> int:
-    """Return the pairs of a query and a key of a sequence, of at most `count` for each query."""
+    """Return the query-key pairs of a sequence: each query reads at most `count` keys."""
     before = keys - t
+    # The first new tokens have fewer than `count` keys, one more each; the others read `count`.
     growing = min(t, max(0, count - before))
     return growing * before + growing * (growing + 1) // 2 + (t - growing) * count
 
@@ -250,7 +254,9 @@ def _pairs(t: int, keys: int, count: int) -> int:
 def _stored_keys(call: Call) -> Work | None:
     """Return the work of quantising new keys [n, t, d]; the second operand is their place."""
     keys = call.tensor(0)
-    return keys and vector_work(call, 2 * keys.numel, keys.nbytes, call.list_bytes(1))
+    if keys is None:
+        return None
+    return vector_work(call, 2 * keys.numel, keys.nbytes, call.list_bytes(1))
 
 
 def _scaled_queries(call: Call) -> Work:
@@ -273,7 +279,7 @@ def _index_scores(call: Call) -> Work | None:
 
 
 def _largest_scores(call: Call) -> Work | None:
-    """Return the work of the choice of the largest scores of each query: each is read once."""
+    """Return the work of selecting each query's largest scores; every score is read once."""
     scores = call.tensor(0)
     if scores is None:
         return None
