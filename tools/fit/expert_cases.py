@@ -16,7 +16,7 @@ from onerank.annotate.gpus.registry import load_gpu
 from onerank.annotate.models.coefficients import Experts, GemmCoefficients, shipped
 from onerank.annotate.models.cost_model import PredictFromDescription
 from onerank.annotate.models.features import ComponentGemms, KernelFeatures
-from onerank.annotate.models.learned import part_times
+from onerank.annotate.models.tile_times import part_times
 from onerank.annotate.op_costs.cost_record import PartKernel, Work
 from onerank.annotate.op_costs.engine_operators import ExpertSizes, expert_parts
 from onerank.ir.arrays import F64

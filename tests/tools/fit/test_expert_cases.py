@@ -10,12 +10,9 @@ from raised import raises_code
 
 from onerank.annotate import load_gpu
 from onerank.annotate.models.coefficients import shipped
-from onerank.annotate.models.learned import (
-    part_times,
-    predict_from_description,
-    predict_learned,
-)
+from onerank.annotate.models.learned import predict_from_description, predict_learned
 from onerank.annotate.models.prediction_terms import Rule
+from onerank.annotate.models.tile_times import part_times
 from onerank.annotate.op_costs.engine_operators import ExpertSizes
 from onerank.ir.errors import FormatError
 from tools.fit.expert_cases import (

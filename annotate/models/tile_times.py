@@ -1,0 +1,287 @@
+"""Times of operators on a GPU by their tiles, from shapes alone.
+
+`tile_times` divides a GEMM into tiles (`gemm_tiles`) and attention into tiles and waves
+(`attention_time`). `part_times` has the operators that libraries run as several GEMMs:
+convolutions, recurrent layers and experts. `learned` makes predictions of these times.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from onerank.annotate.gpus.gpu import Gpu
+from onerank.annotate.models import gemm_tiles
+from onerank.annotate.models.attention_time import attention_ns
+from onerank.annotate.models.calibration import Calibration, calibrated, without_overrides
+from onerank.annotate.models.coefficients import Coefficients
+from onerank.annotate.models.features import KernelFeatures, KernelRates
+from onerank.annotate.models.gemm_tiles import GemmTarget, Rates, gemm_ns
+from onerank.annotate.models.prediction_terms import Term, TermRecord, longest, quantity
+from onerank.annotate.models.roofline import PartTimes
+from onerank.annotate.models.tile_kernels import (
+    TileKernel,
+    batched_vector_kernel,
+    experts_kernels,
+    scaled_kernels,
+)
+from onerank.annotate.op_costs.cost_record import AttentionSizes, GemmShape, Scales
+from onerank.ir.arrays import F64, I64, U8, Mask, deduplicate
+
+_FITTED_TYPES = ("bfloat16", "float16", "tfloat32", "int8", "float8_e4m3fn", "float8_e5m2",
+                 "float8_e4m3fnuz", "float8_e5m2fnuz", "float4_e2m1fn_x2")  # fmt: skip
+
+# Multiplied by vector units, where it takes the tiles of 16-bit GEMMs unchanged. NeuSight's fp32
+# linear layers on V100, T4, A100 and H100 (torch 2.1) are 7 to 11% off by their shapes, in the
+# mean, and its batched products 9 to 22%.
+_VECTOR_TYPE = "float32"
+
+_ITEM_BYTES = 2  # of the GEMMs that two microbenchmarks calibrate
+
+
+def tile_times(
+    kernels: KernelFeatures,
+    gpu: Gpu,
+    c: Coefficients,
+    measured: Calibration | None = None,
+    record: TermRecord | None = None,
+) -> tuple[F64, Mask]:
+    """Return (time of each node's whole operator in ns by its tiles, whether it is attention).
+
+    nan without a shape or without units for the dtype. Each distinct call is computed once.
+    GEMMs in 16 bits use the calibration `measured`, by default that of the GPU's description.
+    `record` takes the times as terms.
+    """
+    operator_ns = np.full(len(kernels.call), np.nan)
+    has_gemm: Mask = np.all(kernels.gemm > 0, axis=1)
+    # The flags after the sizes (causal, backward) are 0 for valid calls too.
+    sizes = kernels.attention[:, : len(AttentionSizes._fields)]
+    has_attention: Mask = np.all(sizes > 0, axis=1)
+    is_attention: Mask = has_attention[kernels.call]
+    where, first, inverse = _distinct(kernels, has_attention | has_gemm)
+    if not len(where):
+        return operator_ns, is_attention
+    kernels = kernels.select(where[first])
+    times = np.full(len(first), np.nan)
+    rates, call = kernels.rates(gpu), kernels.call
+    known, attention = _able(kernels, gpu), has_attention[call]
+    # No kernel of attention in float32 was measured.
+    in_vector = _in_type(kernels, (_VECTOR_TYPE,))
+    gemms = np.flatnonzero(known & ~attention)
+    fused = np.flatnonzero(known & attention & ~in_vector)
+    before = without_overrides(gpu)
+    rates_before = kernels.rates(before)
+    described = before, Rates(rates_before.sustained[fused], rates_before.peak[fused])
+    calls = fused_calls = gemm_calls = None
+    if record is not None:
+        calls = TermRecord(inverse[[position for _, position in record.among(where)]])
+        fused_calls, gemm_calls = calls.within(fused), calls.within(gemms)
+    times[fused] = attention_ns(
+        gpu,
+        Rates(rates.sustained[fused], rates.peak[fused]),
+        kernels.attention[call[fused]],
+        c.attention_on(gpu),
+        described,
+        decode=(c.decode_on(gpu), c.latent_decode),
+        record=fused_calls,
+    )
+    shapes = gemms, kernels.gemm[call[gemms]]
+    aligned_ns = _products_ns(kernels, gpu, shapes, c, measured, gemm_calls)
+    least_ns = gemm_tiles.misaligned_lower_bound_ns(gpu, kernels.gemm)[call[gemms]]
+    times[gemms] = np.maximum(aligned_ns, least_ns)
+    operator_ns[where] = times[inverse]
+    if record is not None and calls is not None and fused_calls is not None and gemm_calls:
+        _record_misaligned(gemm_calls, aligned_ns, least_ns, gpu)
+        calls.take(fused, fused_calls)
+        calls.take(gemms, gemm_calls)
+        for row, position in record.among(where):
+            root = calls.roots.get(int(inverse[position]))
+            if root is not None:
+                record.roots[row] = root
+    return operator_ns, is_attention
+
+
+def part_times(
+    kernels: KernelFeatures, gpu: Gpu, c: Coefficients, record: TermRecord | None = None
+) -> F64:
+    """Return the time of each operator that consists of several GEMMs, in ns, float64[n].
+
+    nan for other operators, and if the tiles do not apply. GEMMs run one after another, each with
+    its additional launches. `record` takes the times as terms.
+    """
+    operator_ns = np.full(len(kernels.call), np.nan)
+    composed = np.zeros(len(kernels.gemm), dtype=bool)
+    composed[kernels.parts.call] = True
+    where, first, inverse = _distinct(kernels, composed)
+    if not len(where):
+        return operator_ns
+    kernels = kernels.select(where[first])
+    # Convolutions in float32 have kernels that are no GEMM (Winograd), so tiles do not apply.
+    able = _able(kernels, gpu) & ~_in_type(kernels, (_VECTOR_TYPE,))
+    known = np.flatnonzero(able)
+    parts, owner = kernels.parts.of_calls(kernels.call[known])
+    shapes = known[owner], parts.shapes
+    single_ns = _products_ns(kernels, gpu, shapes, c, part_kernels=parts.kernels)
+    part_times = PartTimes(parts, owner, single_ns, gpu, len(known))
+    times = np.full(len(first), np.nan)
+    times[known] = part_times.operator_ns
+    operator_ns[where] = times[inverse]
+    if record is not None:
+        position_of = {int(call): i for i, call in enumerate(known)}
+        for row, position in record.among(where):
+            i = position_of.get(int(inverse[position]))
+            if i is not None:
+                record.roots[row] = part_times.term(i, "by tiles", f"on {gpu.name}")
+    return operator_ns
+
+
+def _record_misaligned(record: TermRecord, aligned_ns: F64, least_ns: F64, gpu: Gpu) -> None:
+    """Add the lower bound of misaligned rows to the terms of the GEMMs that it determines."""
+    note = f"rows not aligned to 16 bytes on {gpu.name}"
+
+    def misaligned_term(i: int, aligned: Term | None) -> Term | None:
+        if aligned is None or least_ns[i] <= aligned_ns[i]:
+            return aligned
+        least = quantity("rows", least_ns[i], note=note)
+        return longest(aligned, least, name="by rows", note=f"on {gpu.name}")
+
+    record.update(slice(0, len(aligned_ns)), misaligned_term)
+
+
+def _distinct(kernels: KernelFeatures, calls: Mask) -> tuple[I64, I64, I64]:
+    """Return the GEMM nodes of the selected calls, grouped by call and dtype.
+
+    Returns:
+        Their rows, int64[p]; the first of each group, int64[d]; the group of each, int64[p].
+    """
+    where = np.flatnonzero(kernels.matmul & calls[kernels.call])
+    return where, *deduplicate([kernels.call[where], kernels.dtype[where]])
+
+
+def _able(kernels: KernelFeatures, gpu: Gpu) -> Mask:
+    """Return whether the tile model covers a node: its dtype is fitted and the GPU has units."""
+    rates = kernels.rates(gpu)
+    # Other vendors multiply float32 in matrix cores, whose kernels were not measured.
+    vector = (_VECTOR_TYPE,) if gpu.is_nvidia else ()
+    typed = _in_type(kernels, (*_FITTED_TYPES, *vector))
+    return kernels.matmul & typed & ~rates.wider & np.isfinite(rates.sustained)
+
+
+def _in_type(kernels: KernelFeatures, names: tuple[str, ...]) -> Mask:
+    """Return whether a node's operands have one of the dtypes, bool[n]."""
+    return np.array([name in names for name in kernels.dtypes], dtype=bool)[kernels.dtype]
+
+
+def _products_ns(  # noqa: PLR0917
+    kernels: KernelFeatures,
+    gpu: Gpu,
+    products: tuple[I64, F64],
+    c: Coefficients,
+    measured: Calibration | None = None,
+    record: TermRecord | None = None,
+    part_kernels: U8 | None = None,
+) -> F64:
+    """Return the times of GEMMs, float64[d].
+
+    Args:
+        kernels: the nodes.
+        gpu: where they run.
+        products: row in `kernels` of each GEMM, int64[d]; their shapes, see `gemm_tiles.gemm_ns`.
+        c: fitted coefficients.
+        measured: calibration of `gpu`; None: that of its description.
+        record: takes the times as terms.
+        part_kernels: a `PartKernel` for each; None: the library's.
+    """
+    rows, shapes = products
+    times = np.empty(len(rows))
+    rates, before = kernels.rates(gpu), without_overrides(gpu)
+    for group in _product_groups(kernels, gpu, products, c, measured, part_kernels):
+        chosen = group.chosen
+        described = None
+        if before.figures != gpu.figures:
+            described = _run(
+                group.before, kernels.rates(before), rows[chosen], vector=group.on_vector
+            )
+        scratch = None if record is None else record.within(chosen)
+        run = _run(group.now, rates, rows[chosen], vector=group.on_vector)
+        times[chosen] = gemm_ns(
+            run.gpu,
+            run.rates,
+            shapes[chosen],
+            c.gemm,
+            described,
+            vector=group.on_vector,
+            kernel=group.kernel,
+            record=scratch,
+        )
+        if record is not None and scratch is not None:
+            record.take(chosen, scratch)
+    return times
+
+
+class _ProductGroup(NamedTuple):
+    """GEMMs that kernels of one kind compute.
+
+    Attributes:
+        chosen: the GEMMs, int64[k].
+        now: calibration of the GPU.
+        before: calibration of the GPU without overridden figures.
+        on_vector: whether they run on vector units.
+        kernel: the tile kernel; None: the library's.
+    """
+
+    chosen: I64
+    now: Calibration
+    before: Calibration
+    on_vector: bool = False
+    kernel: TileKernel | None = None
+
+
+def _product_groups(  # noqa: PLR0917
+    kernels: KernelFeatures,
+    gpu: Gpu,
+    products: tuple[I64, F64],
+    c: Coefficients,
+    measured: Calibration | None,
+    part_kernels: U8 | None,
+) -> Iterator[_ProductGroup]:
+    """Yield the GEMMs of `_products_ns`, with its arguments, by the kernels that compute them."""
+    rows, shapes = products
+    before = without_overrides(gpu)
+    # The calibration is of 16-bit GEMMs; with its rates, 8-bit ones were less accurate.
+    operand_bytes = shapes[:, GemmShape._fields.index("operand_bytes")]
+    sixteen_bit: Mask = operand_bytes == _ITEM_BYTES
+    vector = _in_type(kernels, (_VECTOR_TYPE,))[rows]
+    batched: Mask = shapes[:, GemmShape._fields.index("batch")] > 1
+    as_described = Calibration(gpu, 1.0), Calibration(before, 1.0)
+    # With one scale for a tensor cuBLAS multiplies 8 bits as it does 16.
+    scales = kernels.scales[kernels.call[rows]]
+    fine = np.flatnonzero((operand_bytes <= 1) & (scales != Scales.TENSOR))
+    others = [
+        (fine[chosen], kernel)
+        for chosen, kernel in scaled_kernels(
+            gpu, shapes[fine], scales[fine], c.gemm, c.finely_scaled_on(gpu)
+        )
+    ]
+    if part_kernels is not None:
+        others += experts_kernels(gpu, part_kernels, c)
+    of_library = np.ones(len(rows), dtype=bool)
+    for chosen, _ in others:
+        of_library[chosen] = False
+    by_calibration = measured or calibrated(gpu, c.gemm), calibrated(before, c.gemm)
+    of_batches = batched_vector_kernel(gpu, c.gemm)
+    yield _ProductGroup(np.flatnonzero(sixteen_bit & of_library), *by_calibration)
+    yield _ProductGroup(np.flatnonzero(vector & ~batched), *as_described, on_vector=True)
+    yield _ProductGroup(np.flatnonzero(vector & batched), *as_described, True, of_batches)
+    yield _ProductGroup(np.flatnonzero(~sixteen_bit & of_library & ~vector), *as_described)
+    for chosen, kernel in others:
+        yield _ProductGroup(chosen, *as_described, kernel=kernel)
+
+
+def _run(at: Calibration, rates: KernelRates, rows: I64, *, vector: bool) -> GemmTarget:
+    """Return the run of the GEMMs at `rows` on a calibrated GPU."""
+    sustained = rates.sustained[rows]
+    # No power cap limits vector units: their sustained rate is that of the kernels' code.
+    peak = sustained if vector else rates.peak[rows]
+    # No calibration may lift the sustained rate above the datasheet's peak.
+    return GemmTarget(at.gpu, Rates(np.minimum(peak, sustained * at.compute), peak), vector)
