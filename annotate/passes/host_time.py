@@ -11,7 +11,7 @@ import numpy as np
 
 from onerank.annotate.hosts.host import HOST_OP_KINDS, Host
 from onerank.annotate.op_costs.op_classes import CLASSES, OpClass, classify
-from onerank.ir import Edges, Evidence, Graph, Kind, Nodes, Reason
+from onerank.ir import Edges, Evidence, Graph, Job, Kind, Nodes, Reason
 from onerank.ir.arrays import F64, I32, I64, Mask
 from onerank.ir.errors import AnnotateError, TargetError
 from onerank.ir.measurement import HostOverhead
@@ -303,51 +303,69 @@ def add_host(graph: Graph, captured: Graph, host: Host) -> Graph:
     if not len(calls.first):
         return graph
     awaited, delayed, late = _host_waits(captured, calls, began_ns)
+    added = _host_operators(graph, calls, host)
+    edges, host_op = graph.edges, len(graph) + np.arange(len(added))
+    edges = Edges.from_pairs(
+        len(graph) + len(added),
+        np.concatenate([edges.source, host_op[:-1], host_op[calls.call], awaited]),
+        np.concatenate([edges.target, host_op[1:], calls.node, host_op[delayed]]),
+        np.concatenate([
+            edges.reason,
+            np.full(len(added) - 1, Reason.PROGRAM_ORDER, dtype=np.uint8),
+            np.full(len(calls.node), Reason.LAUNCH, dtype=np.uint8),
+            np.full(len(awaited), Reason.SYNC, dtype=np.uint8),
+        ]),
+    )  # fmt: skip
+    job = _job_with_host(graph.job, calls, host, int(added.duration_ns.sum()), late)
+    return replace(graph, nodes=Nodes.joined([graph.nodes, added]), edges=edges, job=job)
+
+
+def _host_operators(graph: Graph, calls: HostCalls, host: Host) -> Nodes:
+    """Return a host operator for each call, one after another."""
     nodes, count = graph.nodes, len(calls.first)
-    times = {name: calls.host_ns(host, name) for name in ("p10_ns", "p50_ns", "p90_ns")}
-    each_ns = {name: np.rint(ns).astype(np.int64) for name, ns in times.items()}
-    # Each call launches at its start. A launch after the call's own time would move all kernels by
-    # one call, some 30 us, and change no step time.
-    called_ns = np.cumsum(each_ns["p50_ns"]) - each_ns["p50_ns"]
+    p10_ns, p50_ns, p90_ns = (
+        np.rint(calls.host_ns(host, name)).astype(np.int64)
+        for name in ("p10_ns", "p50_ns", "p90_ns")
+    )
     last_id = int(nodes.id.max())
     operator = np.where(nodes.op[calls.first] > 0, nodes.op[calls.first], nodes.name[calls.first])
-    added = Nodes.of(
+    return Nodes.of(
         count,
         id=np.arange(last_id + 1, last_id + 1 + count),
         name=operator,
         op=operator,
         kind=np.full(count, Kind.HOST_OP),
         thread=np.zeros(count),
-        start_ns=int(nodes.start_ns.min()) + called_ns,
-        duration_ns=each_ns["p50_ns"],
-        p10_ns=each_ns["p10_ns"],
-        p90_ns=each_ns["p90_ns"],
+        # Each call launches at its start. A launch after the call's own time would move all kernels
+        # by one call, some 30 us, and change no step time.
+        start_ns=int(nodes.start_ns.min()) + np.cumsum(p50_ns) - p50_ns,
+        duration_ns=p50_ns,
+        p10_ns=p10_ns,
+        p90_ns=p90_ns,
         evidence=np.full(count, Evidence.SCALED),
         module=nodes.module[calls.first],
         phase=nodes.phase[calls.first],
         micro_batch=nodes.micro_batch[calls.first],
     )
-    edges, host_op = graph.edges, len(graph) + np.arange(count)
-    edges = Edges.from_pairs(
-        len(graph) + count,
-        np.concatenate([edges.source, host_op[:-1], host_op[calls.call], awaited]),
-        np.concatenate([edges.target, host_op[1:], calls.node, host_op[delayed]]),
-        np.concatenate([
-            edges.reason,
-            np.full(count - 1, Reason.PROGRAM_ORDER, dtype=np.uint8),
-            np.full(len(calls.node), Reason.LAUNCH, dtype=np.uint8),
-            np.full(len(awaited), Reason.SYNC, dtype=np.uint8),
-        ]),
-    )  # fmt: skip
-    job = graph.job
+
+
+def _job_with_host(job: Job, calls: HostCalls, host: Host, calls_ns: int, late: int) -> Job:
+    """Return the job with the host's time of a step, its interval and notes on it.
+
+    Args:
+        job: of the predicted graph.
+        calls: the calls.
+        host: their host.
+        calls_ns: time of all calls.
+        late: number of waits that no launch follows.
+    """
     rest_ns = round(host.figures["step"].p50_ns)
-    step_ns = int(each_ns["p50_ns"].sum()) + rest_ns
     python_ns = calls.python_ns(host, "p50_ns").sum()
     # Python's share is what differs most between hosts and versions of torch.
     share = f", of which {python_ns / 1e6:.3f} ms in {_python_text(calls)}" if python_ns else ""
     note = Note(
-        f"{count} calls take {step_ns / 1e6:.3f} ms of the host in a step{share}, by the "
-        f'description "{host.name}"; no host was measured.',
+        f"{len(calls.first)} calls take {(calls_ns + rest_ns) / 1e6:.3f} ms of the host in a "
+        f'step{share}, by the description "{host.name}"; no host was measured.',
         code="host-described",
     )
     notes = [*job.measurement.notes, note]
@@ -360,16 +378,15 @@ def add_host(graph: Graph, captured: Graph, host: Host) -> Graph:
         notes=tuple(notes),
     )
     *earlier, annotation = job.annotations
-    step = {name: calls.step_ns(host, name) for name in times}
-    _check_host_time(step["p50_ns"], host)
+    p10_ns, p50_ns, p90_ns = (calls.step_ns(host, name) for name in ("p10_ns", "p50_ns", "p90_ns"))
+    _check_host_time(p50_ns, host)
     details = {
         **annotation.details,
         "host": host.name,
-        "host_interval": [step[name] / step["p50_ns"] for name in ("p10_ns", "p90_ns")],
+        "host_interval": [p10_ns / p50_ns, p90_ns / p50_ns],
     }
     annotation = msgspec.structs.replace(annotation, details=details)
-    job = msgspec.structs.replace(job, measurement=measurement, annotations=(*earlier, annotation))
-    return replace(graph, nodes=Nodes.joined([nodes, added]), edges=edges, job=job)
+    return msgspec.structs.replace(job, measurement=measurement, annotations=(*earlier, annotation))
 
 
 def _check_host_time(step_ns: float, host: Host) -> None:

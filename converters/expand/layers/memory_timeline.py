@@ -409,10 +409,7 @@ def _composed(
     place = np.full((len(of), 2), NONE, dtype=np.int64)
     place[at[order], kind[order]] = np.arange(len(order))
     # A block from before the step is recorded at the node that frees it.
-    tag = np.where(allocated >= 0, first, last)
-    node = number[row, np.minimum(tag, number.shape[1] - 1)]
-    node = np.where((node == NONE) | (tag >= number.shape[1]), number[row, 0], node)
-    node[row == NONE] = NONE
+    node = _nodes_of_instances(row, np.where(allocated >= 0, first, last), number)
     # A block from before the step has no allocation, so its free places it.
     rows = np.argsort(np.where(place[:, 0] >= 0, place[:, 0], place[:, 1]), kind="stable")
 
@@ -437,6 +434,21 @@ def _composed(
         events=len(moments),
         settings=log.settings,
     )
+
+
+def _nodes_of_instances(row: I64, copy: I64, number: I64) -> I64:
+    """Return the composed node of each instance of a block, NONE without one, int64[n].
+
+    Args:
+        row: node of the block in the deepest capture, or NONE, int64[n].
+        copy: copy of that node, int64[n]; without it in the composed graph, the original counts.
+        number: as in `Copies`.
+    """
+    copies = number.shape[1]
+    node = number[row, np.minimum(copy, copies - 1)]
+    node = np.where((node == NONE) | (copy >= copies), number[row, 0], node)
+    node[row == NONE] = NONE
+    return node
 
 
 def _precedes(places: I64, others: I64) -> Mask:

@@ -39,6 +39,7 @@ from onerank.converters.sources.kineto.lowering.diagnostics import (
 )
 from onerank.converters.sources.kineto.memory_events import (
     History,
+    MemoryHistory,
     activations,
     differing_steps,
     join_memory,
@@ -372,13 +373,7 @@ def _lower(
             "ProfilerActivity.CPU and, on a GPU, ProfilerActivity.CUDA",
             code="trace-empty",
         )
-    # A step on shapes alone has the memory of a GPU, but no kernels.
-    in_gpu_memory = on_gpu or job.device.type == MODEL
-    usage = join_memory(trace.memory, timeline, history, on_gpu=in_gpu_memory)
-    activation_bytes = activations(trace.memory, timeline, on_gpu=in_gpu_memory)
-    job = with_device(job, trace, on_gpu=on_gpu)
-    job = with_memory(job, usage, activation_bytes, on_gpu=in_gpu_memory)
-    job = with_attention(with_busy_time(job, gpu), timeline)
+    job, usage = _measured_job(window, gpu, job, history)
     gpu, uncontended_notes = _read_uncontended_times(gpu, window, capture)
     graph, report = assemble(
         LinkedTrace(
@@ -414,6 +409,23 @@ def _lower(
         ]
     )
     return graph, report
+
+
+def _measured_job(
+    window: _Window, gpu: GpuOps, job: Job, history: History | None
+) -> tuple[Job, MemoryHistory]:
+    """Return the job with what the window measures of it, and the window's use of memory.
+
+    Arguments are those of `_lower`, and the window's GPU operations.
+    """
+    trace, timeline, on_gpu = window.trace, window.timeline, len(gpu) > 0
+    # A step on shapes alone has the memory of a GPU, but no kernels.
+    in_gpu_memory = on_gpu or job.device.type == MODEL
+    usage = join_memory(trace.memory, timeline, history, on_gpu=in_gpu_memory)
+    activation_bytes = activations(trace.memory, timeline, on_gpu=in_gpu_memory)
+    job = with_device(job, trace, on_gpu=on_gpu)
+    job = with_memory(job, usage, activation_bytes, on_gpu=in_gpu_memory)
+    return with_attention(with_busy_time(job, gpu), timeline), usage
 
 
 def _attribute_operators(

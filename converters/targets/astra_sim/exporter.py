@@ -44,7 +44,7 @@ from onerank.converters.targets.lower_step import (
     timed_compute,
 )
 from onerank.display import Displayed, time
-from onerank.ir import UNKNOWN, Collective, Graph
+from onerank.ir import UNKNOWN, Collective, Graph, World
 from onerank.ir.arrays import union_duration_ns
 from onerank.ir.errors import ExportError
 from onerank.ir.notes import Note
@@ -258,14 +258,25 @@ def export_astra_sim_ranks(
     axis = unequal_axis(rank_graphs)
     equalized, changed = equalize_all_to_alls(supported, world, unequal_along=axis)
     all_dropped: Counter[str] = Counter()
-    all_placements: list[dict[int, Placement]] = []
+    placed: list[tuple[RankGraph, dict[int, Placement]]] = []
     for entry in equalized:
         placements, dropped = place_communications(
             entry.graph, world, SUPPORTED, unequal_along=axis
         )
         all_dropped.update(count_dropped(entry.graph) | dropped)
-        all_placements.append(placements)
-    placed = [*zip(equalized, all_placements, strict=True)]
+        placed.append((entry, placements))
+    workloads, groups = _workloads(placed, world)
+    peaks = {
+        entry.stages: entry.peak_memory_bytes for entry in rank_graphs if entry.peak_memory_bytes
+    }
+    target = target.with_notes([*substitutions, *([UNEVEN] if changed else [])])
+    return _write(target, workloads, groups, dict(all_dropped), peaks)
+
+
+def _workloads(
+    placed: Sequence[tuple[RankGraph, dict[int, Placement]]], world: World
+) -> tuple[list[Workload], dict[int, tuple[int, ...]]]:
+    """Return the workloads of graphs with placed communication, and the ranks of each group."""
     groups = number_groups(
         world,
         [
@@ -286,11 +297,7 @@ def export_astra_sim_ranks(
         )
         for entry, placements in placed
     ]
-    peaks = {
-        entry.stages: entry.peak_memory_bytes for entry in rank_graphs if entry.peak_memory_bytes
-    }
-    target = target.with_notes([*substitutions, *([UNEVEN] if changed else [])])
-    return _write(target, workloads, groups, dict(all_dropped), peaks)
+    return workloads, groups
 
 
 def _supported(rank_graphs: Sequence[RankGraph]) -> tuple[list[RankGraph], list[Note]]:

@@ -233,37 +233,30 @@ def roofline_chart(
     ]
     lowest = min(float(kind.intensity.min()) for kind in points) / 2
     highest = max(float(kind.intensity.max()) for kind in points) * 2
+    powers = {"type": "log", "dtick": 1, "exponentformat": "power"}
+    return _figure(
+        [*data, _roof(gpu, dtype, lowest, highest)],
+        470,
+        xaxis={**powers, "title": {"text": "FLOPs per byte of the operands"}},
+        yaxis={**powers, "title": {"text": "TFLOP/s"}},
+    )
+
+
+def _roof(gpu: Gpu, dtype: str, lowest: float, highest: float) -> Figure:
+    """Return the line of the GPU's peak rate between two intensities, in FLOPs per byte."""
     peak, bandwidth = gpu.peak_tensor_flops_per_s(dtype), gpu.peak_bandwidth_bytes_per_s
     # Without a peak for the data type the roof is the slope alone.
     ridge = peak / bandwidth if peak else highest
     roof = [lowest, ridge, max(highest, ridge)] if peak else [lowest, ridge]
-    data.append(
-        {
-            "type": "scatter",
-            "mode": "lines",
-            "name": _escaped(f"{gpu.name}, {dtype}" if peak else gpu.name),
-            "x": roof,
-            "y": [min(x * bandwidth, peak or x * bandwidth) / 1e12 for x in roof],
-            "line": {"color": "#888888", "width": 2},
-            "hoverinfo": "name",
-        }
-    )
-    return _figure(
-        data,
-        470,
-        xaxis={
-            "type": "log",
-            "dtick": 1,
-            "exponentformat": "power",
-            "title": {"text": "FLOPs per byte of the operands"},
-        },
-        yaxis={
-            "type": "log",
-            "dtick": 1,
-            "exponentformat": "power",
-            "title": {"text": "TFLOP/s"},
-        },
-    )
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "name": _escaped(f"{gpu.name}, {dtype}" if peak else gpu.name),
+        "x": roof,
+        "y": [min(x * bandwidth, peak or x * bandwidth) / 1e12 for x in roof],
+        "line": {"color": "#888888", "width": 2},
+        "hoverinfo": "name",
+    }
 
 
 def memory_chart(memory: MemoryChart, capacity_bytes: int) -> Figure:
