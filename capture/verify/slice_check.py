@@ -237,7 +237,7 @@ def compare_slices(
     try:
         with computed_in_fp32():
             call = tuple(inputs), dict(keywords)
-            rows, missing_reason, notes = _compare(model, call, world, routed, progress)
+            rows, notes = _compare(model, call, world, routed, progress)
     except torch.OutOfMemoryError:
         return [], does_not_fit, []
     if routed.moe_routing != options.moe_routing and expert_layers(model):
@@ -248,7 +248,7 @@ def compare_slices(
                 code="verify-model-routing",
             )
         )
-    return rows, missing_reason, notes
+    return rows, "", notes
 
 
 def _with_equal_routing(options: Options) -> Options:
@@ -276,7 +276,16 @@ def _compare(
     world: World,
     options: Options,
     progress: Progress,
-) -> tuple[list[Comparison], str, list[Note]]:
+) -> tuple[list[Comparison], list[Note]]:
+    """Return how the slices differ from the whole model, and how they ran.
+
+    Args:
+        model: as for `compare_slices`.
+        call: positional and keyword arguments of the model.
+        world: the ranks that differ in their slice.
+        options: how to slice.
+        progress: receives the name of each run.
+    """
     # `eval` turns dropout off, whose random numbers the slices would draw in another order.
     whole_model = copy.deepcopy(model).float().eval()
     for parameter in whole_model.parameters():
@@ -285,21 +294,7 @@ def _compare(
     starts, total = dict[str, int](), 1
     for name, parameter in whole_model.named_parameters():
         starts[name], total = total, total + parameter.numel()
-
-    def run_slice(peers: ThreadedPeers) -> _Slice:
-        rank_options = replace(options.in_world(world), rank=peers.rank, record_real_job=True)
-        progress(f"slice {peers.rank + 1} of {world.size}")
-        sliced = copy.deepcopy(whole_model)
-        slicing_to_rank(peers, rank_options).slice_one(sliced)
-        weights = {name: p.detach().clone() for name, p in sliced.named_parameters()}
-        result = run_step(sliced, batch, keywords, what=_outputs_of(world, peers.rank))
-        position_model = copy.deepcopy(whole_model)
-        fill_with_positions(position_model, starts)
-        slicing_to_rank(peers, rank_options).slice_one(position_model)
-        positions = {name: p.data.double() for name, p in position_model.named_parameters()}
-        return _Slice(peers.rank, world.line("cp", peers.rank), result, weights, positions)
-
-    slices = ThreadedWorld(world.size).run(run_slice)
+    slices = _run_slices(whole_model, starts, (batch, keywords), world, options, progress)
     progress("the whole model")
     reference = copy.deepcopy(whole_model)
     routing = parse_routing(options.moe_routing)
@@ -332,7 +327,42 @@ def _compare(
             code="verify-slices",
         )
     ]
-    return rows, "", notes
+    return rows, notes
+
+
+def _run_slices(  # noqa: PLR0917
+    whole_model: nn.Module,
+    starts: dict[str, int],
+    call: tuple[Any, Any],
+    world: World,
+    options: Options,
+    progress: Progress,
+) -> list[_Slice]:
+    """Run a step of each rank's slice, all ranks in threads of this process.
+
+    Args:
+        whole_model: the model, in fp32.
+        starts: position of the first element of each parameter in the whole model, from 1.
+        call: positional and keyword arguments of the model, in fp32.
+        world: the ranks.
+        options: how to slice.
+        progress: receives the number of each slice.
+    """
+
+    def run_slice(peers: ThreadedPeers) -> _Slice:
+        rank_options = replace(options.in_world(world), rank=peers.rank, record_real_job=True)
+        progress(f"slice {peers.rank + 1} of {world.size}")
+        sliced = copy.deepcopy(whole_model)
+        slicing_to_rank(peers, rank_options).slice_one(sliced)
+        weights = {name: p.detach().clone() for name, p in sliced.named_parameters()}
+        result = run_step(sliced, *call, what=_outputs_of(world, peers.rank))
+        position_model = copy.deepcopy(whole_model)
+        fill_with_positions(position_model, starts)
+        slicing_to_rank(peers, rank_options).slice_one(position_model)
+        positions = {name: p.data.double() for name, p in position_model.named_parameters()}
+        return _Slice(peers.rank, world.line("cp", peers.rank), result, weights, positions)
+
+    return ThreadedWorld(world.size).run(run_slice)
 
 
 def _compare_outputs(

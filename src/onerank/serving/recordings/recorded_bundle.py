@@ -98,8 +98,32 @@ def bundle_of(
         for number, step in enumerate(typical, start=1)
         for kernel in _kernels(recording, step, graphs[number], number)
     )
-    device_bytes = max(file.memory_bytes for file in recorded)
-    manifest = Manifest(
+    notes = (
+        *recording.manifest.notes,
+        *_notes(recording, recorded, rows),
+        *([] if unknown is None else [unknown]),
+        *windows.notes(),
+    )
+    manifest = _manifest(recorded, config, tp, notes)
+    traces = {number: encoded_trace(graph) for number, graph in graphs.items()}
+    return Bundle(manifest, rows, kernels).validated(), traces
+
+
+def _manifest(
+    recorded: Sequence[RecordedFile],
+    config: dict[str, Any],
+    tp: int | None,
+    notes: tuple[Note, ...],
+) -> Manifest:
+    """Return the manifest of the files of a rank.
+
+    Args:
+        recorded: the files.
+        config: configuration of the model; {} if not given.
+        tp: tensor-parallel size; None if not known.
+        notes: of the bundle.
+    """
+    return Manifest(
         model=_model(config),
         config=config,
         tp=tp,
@@ -108,19 +132,12 @@ def bundle_of(
         device=recorded[0].device_text,
         device_type=recorded[0].device_type,
         source="recorded",
-        memory=RankMemory(device_bytes),
+        memory=RankMemory(max(file.memory_bytes for file in recorded)),
         versions={file.engine: file.version for file in recorded},
-        notes=(
-            *recording.manifest.notes,
-            *_notes(recording, recorded, rows),
-            *([] if unknown is None else [unknown]),
-            *windows.notes(),
-        ),
+        notes=notes,
         rank=recorded[0].rank,
         collectives_timed=True,
     )
-    traces = {number: encoded_trace(graph) for number, graph in graphs.items()}
-    return Bundle(manifest, rows, kernels).validated(), traces
 
 
 def _first_rank(files: Sequence[RecordedFile]) -> list[RecordedFile]:
