@@ -53,6 +53,8 @@ class CommCall(msgspec.Struct, frozen=True, gc=False):
         reduction: torch's name of a reduction: sum, avg, premul_sum, max ...
         symmetric: whether it is a call of symmetric memory, not of NCCL: an all-to-all in which
             each rank copies from another's memory, by copy engines, or a barrier.
+        exchanged_bytes: what the rank sends to the others in an all-to-all, or receives from them
+            if that is more; None if the parts are equal.
     """
 
     sequence: int
@@ -71,6 +73,7 @@ class CommCall(msgspec.Struct, frozen=True, gc=False):
     micro_batch: int | None = None
     reduction: str | None = None
     symmetric: bool = False
+    exchanged_bytes: int | None = None
 
 
 class Group(NamedTuple):
@@ -125,6 +128,7 @@ def as_json(call: CommCall) -> str:
         call.micro_batch,
         call.reduction,
         call.symmetric,
+        call.exchanged_bytes,
     )
     return f'{{"sequence":{call.sequence},{rest}'
 
@@ -136,6 +140,28 @@ def _rest_as_json(*values: object) -> str:
     """Return the fields of a call except sequence and group ranks, without the opening brace."""
     names = [name for name in CommCall.__struct_fields__ if name not in ("sequence", "group_ranks")]
     return msgspec.json.encode(dict(zip(names, values, strict=True))).decode().removeprefix("{")
+
+
+def exchanged_bytes(
+    size_bytes: int, sent: Sequence[int], received: Sequence[int], rank: int
+) -> int | None:
+    """Return what a rank sends to the others, or receives from them if that is more.
+
+    None if all parts are equal, or if the input is empty, so that the size of a row is not known.
+
+    Args:
+        size_bytes: of the rank's input.
+        sent: rows for each rank, () for equal parts.
+        received: rows from each rank, () for equal parts.
+        rank: index of the rank in the group.
+    """
+    rows = sum(sent)
+    if not rows or (len({*sent}) <= 1 and len({*received}) <= 1):
+        return None
+    most = rows - sent[rank]
+    if received:
+        most = max(most, sum(received) - received[rank])
+    return most * (size_bytes // rows)
 
 
 def payload_of(collective: str, tensors: Sequence[Tensor]) -> Payload:

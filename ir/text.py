@@ -32,6 +32,7 @@ from onerank.ir.nodes import TEXT_COLUMNS, Nodes, default_of
 # Column -> its label, in the order within a line.
 _LABELS = {
     "comm_bytes": "bytes",
+    "exchanged_bytes": "exchanged",
     "group": "group",
     "comm_src": "src",
     "comm_dst": "dst",

@@ -285,7 +285,13 @@ class C10dOperators:
 
     def _all_to_all(self, args: Any) -> object:
         outputs, inputs = args.output_tensors, args.input_tensors
-        with self._launch("all_to_all", args, inputs, outputs) as launch:
+        splits = {
+            "in_split_sizes": [tensor.numel() for tensor in inputs],
+            "out_split_sizes": [tensor.numel() for tensor in outputs],
+        }
+        if all(len({*sizes}) <= 1 for sizes in splits.values()):
+            splits = {}
+        with self._launch("all_to_all", args, inputs, outputs, **splits) as launch:
             sources = inputs
             if _are_counts([*inputs, *outputs]):
                 # A peer with the same routing sends what this rank sends to itself.

@@ -12,7 +12,13 @@ from torch.distributed import distributed_c10d
 
 from onerank.capture.collective_kernels import CollectiveEmulation
 from onerank.capture.collective_kernels.kernels import Engine
-from onerank.capture.collective_record import CommCall, Group, Payload, payload_of
+from onerank.capture.collective_record import (
+    CommCall,
+    Group,
+    Payload,
+    exchanged_bytes,
+    payload_of,
+)
 from onerank.capture.fake_world.async_work import EmulatedCallTimes, Pending
 from onerank.capture.fake_world.p2p_phases import Key, StagePurposes, StepPurposes
 from onerank.capture.fake_world.vocab_partial_sums import PartialSums
@@ -299,6 +305,9 @@ class CallLog:
                 micro_batch=purpose and purpose.micro_batch,
                 reduction=reduction,
                 symmetric=_symmetric.get(),
+                exchanged_bytes=exchanged_bytes(
+                    total.bytes, in_split_sizes, out_split_sizes, group.rank
+                ),
             )
             self.calls.append(call)
         return call

@@ -155,6 +155,7 @@ FIELDS = (
     Field("input_strides", "input_strides", "string_val"),
     Field("collective", "comm_type", "int64_val"),
     Field("comm_bytes", "comm_size", "int64_val"),
+    Field("exchanged_bytes", "exchanged_bytes", "int64_val"),
     Field("group", "pg_name", "string_val"),
     Field("comm_src", "comm_src", "int32_val"),
     Field("comm_dst", "comm_dst", "int32_val"),

@@ -108,6 +108,7 @@ class CallRecord(msgspec.Struct, frozen=True):
     phase: Literal["forward", "backward"] | None = None
     micro_batch: int | None = None
     symmetric: bool = False
+    exchanged_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +117,8 @@ class Communication:
 
     `group_ranks` is empty and `sequence` is UNKNOWN if not recorded. `src` and `dst` are the peer
     of a send or receive, or a collective's root. `phase` and `micro_batch` are known for sends and
-    receives of pipeline stages. `symmetric`: as in `CommCall`.
+    receives of pipeline stages. `symmetric`: as in `CommCall`. `exchanged`: as in the column
+    `exchanged_bytes`.
     """
 
     kind: Kind
@@ -133,6 +135,7 @@ class Communication:
     phase: Phase = Phase.NONE
     micro_batch: int = UNKNOWN
     symmetric: bool = False
+    exchanged: int = UNKNOWN
 
 
 def awaited(timeline: HostTimeline, op: int, et: ExecutionTrace) -> int:
@@ -199,6 +202,7 @@ def from_mark(timeline: HostTimeline, op: int, et: ExecutionTrace) -> Communicat
         phase=Phase.NONE if call.phase is None else Phase[call.phase.upper()],
         micro_batch=UNKNOWN if call.micro_batch is None else call.micro_batch,
         symmetric=call.symmetric,
+        exchanged=UNKNOWN if call.exchanged_bytes is None else call.exchanged_bytes,
     )
 
 

@@ -172,6 +172,7 @@ def with_communication(graph: Graph, bandwidth_gb_per_s: float) -> Graph:
                 f"node {node.id} ({node.name!r}) communicates, and {missing} are unknown",
                 code="replay-unknown-communication",
             )
+        size = node.even_bytes(ranks)
         wire = wire_bytes(node.collective.name.lower(), size, max(ranks, 1))
         # Bytes over GB/s are nanoseconds.
         duration[index] = round(wire / bandwidth_gb_per_s)

@@ -97,8 +97,10 @@ def with_micro_batch(graph: Graph, smallest: Graph, captured: int, size: int) ->
     for name in (*_SHAPES, *_VALUES):
         strings, columns[name] = growth.text(graph, name)
         graph = replace(graph, strings=strings)
-    growth = replace(growth, constants=frozenset(smallest.nodes.comm_bytes.tolist()))
+    sizes = *smallest.nodes.comm_bytes.tolist(), *smallest.nodes.exchanged_bytes.tolist()
+    growth = replace(growth, constants=frozenset(sizes))
     columns["comm_bytes"] = growth.numbers(graph.nodes.comm_bytes)
+    columns["exchanged_bytes"] = growth.numbers(graph.nodes.exchanged_bytes)
     growth = replace(growth, constants=frozenset(logs[1].blocks.bytes))
     return _with_memory(graph, growth, logs[0]).with_columns(**columns)
 

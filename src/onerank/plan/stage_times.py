@@ -281,7 +281,7 @@ def with_network(graph: Graph, network: ClusterNetwork, world: World) -> TimedSt
         if node.text("op") == SYMMETRIC_BARRIER:
             duration[index] = round(network.symmetric_barrier_ns(ranks))
             continue
-        call = node.collective.name.lower(), size, ranks
+        call = node.collective.name.lower(), max(0, node.even_bytes(len(ranks))), ranks
         duration[index] = round(network.time_ns(*call))
         if shape := network.call_shape(*call):
             shapes[index] = shape

@@ -64,7 +64,8 @@ def test_collectives_in_order_with_bytes_of_the_input(recorder: Recorder):
 
     everyone = {"group": "world", "group_ranks": WORLD, "peer": None, "tag": None}
     plain = {**everyone, "asynchronous": False, "in_split_sizes": (), "out_split_sizes": ()}
-    plain |= {"phase": None, "micro_batch": None, "reduction": None, "copies": False}
+    plain |= {"phase": None, "micro_batch": None, "reduction": None, "symmetric": False}
+    plain |= {"exchanged_bytes": None}
     two = {"group": "tp", "group_ranks": (0, 1)}
     splits = {"in_split_sizes": (0, 1, 2, 3), "out_split_sizes": (2, 2, 2, 3)}
     p2p = {"asynchronous": True}
@@ -72,7 +73,8 @@ def test_collectives_in_order_with_bytes_of_the_input(recorder: Recorder):
         plain | row("all_reduce", 0, 30, "bfloat16", 15) | {"reduction": "sum"},
         plain | row("all_gather", 1, 16, "float32", 4) | {"asynchronous": True},
         plain | row("reduce_scatter", 2, 48, "float32", 12) | two | {"reduction": "avg"},
-        plain | row("all_to_all", 3, 48, "int64", 6) | splits,
+        # Of nine rows that it receives, seven are from others.
+        plain | row("all_to_all", 3, 48, "int64", 6) | splits | {"exchanged_bytes": 7 * 8},
         plain | row("broadcast", 4, 56, "float64", 7) | {"peer": 2},
         plain | row("send", 5, 16, "float32", 4) | p2p | {"peer": 3, "tag": 5},
         plain | row("recv", 6, 16, "float32", 4) | p2p | two | {"peer": 0, "tag": 6},

@@ -7,6 +7,7 @@ from without_device import captured
 import onerank
 from onerank.annotate import load_gpu
 from onerank.annotate.op_costs.node_costs import op_costs_of
+from onerank.converters.targets.astra_sim.lower_for_astra_sim import substitute
 from onerank.ir import Collective, Graph, Kind, Phase, Reason
 from onerank.ir.nodes import SYMMETRIC_BARRIER, SYMMETRIC_COPY
 from onerank.plan.cluster import Cluster, ClusterLink, network_of
@@ -145,6 +146,46 @@ def test_asynchronous_tensor_parallelism_multiplies_rows_while_others_arrive(tmp
     products = graph.nodes.op[costs.index] == graph.strings.encode(["aten::mm"])[0]
     assert costs.flops[products].sum() == 6 * 2 * (2 * 4 * 512) * 1024 * 1024
     assert set(graph.nodes.stream[costs.index[products]].tolist()) == {0, 1}
+
+
+UNEVEN = """
+    import torch
+    import torch.distributed as dist
+    dist.init_process_group("nccl")
+    weight = torch.nn.Parameter(torch.zeros(1024, device="cuda"))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    for step in range(5):
+        rows = torch.zeros(10, 1024, device="cuda") * weight
+        received = torch.empty(6, 1024, device="cuda")
+        dist.all_to_all_single(received, rows.detach(), [1, 5, 0, 0], [1, 2, 3, 4])
+        parts = [torch.empty(n, 1024, device="cuda") for n in (3, 9, 9, 9)]
+        dist.all_to_all(parts, [rows[:1].detach().contiguous()] * 4)
+        dist.all_to_all_single(torch.empty_like(rows[:8]), rows[:8].detach())
+        rows.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_an_all_to_all_takes_as_long_as_its_rank_sends_or_receives(tmp_path):
+    graph = captured(tmp_path, UNEVEN, "--torchrun", "--dp", "4")
+    calls = np.flatnonzero(graph.nodes.collective == Collective.ALL_TO_ALL)
+    row = 4096
+    # Nine rows to others and five from them; one to each of three and nine from each; eight, even.
+    assert graph.nodes.comm_bytes[calls].tolist() == [10 * row, 4 * row, 8 * row]
+    assert graph.nodes.exchanged_bytes[calls].tolist() == [9 * row, 27 * row, -1]
+    even = [graph.node(call).even_bytes(4) for call in calls.tolist()]
+    assert even == [12 * row, 36 * row, 8 * row]
+    slow = Cluster("H100", 1, 4, ClusterLink(1.0, 0.0), ClusterLink(1.0), 80 * 10**9)
+    predicted = onerank.recost(graph, "H100")
+    timed = with_network(predicted, network_of(slow, load_gpu("H100")), predicted.job.world)
+    assert timed.graph.nodes.duration_ns[calls].tolist() == [9 * row, 27 * row, 6 * row]
+    graph.write(tmp_path / "again.et")
+    replayed = onerank.read(tmp_path / "again.et")
+    assert replayed.nodes.exchanged_bytes[calls].tolist() == [9 * row, 27 * row, -1]
+    lowered, notes = substitute(graph, 4)
+    assert lowered.nodes.comm_bytes[calls].tolist() == even
+    assert [note.code for note in notes] == ["all-to-all-uneven"]
 
 
 FSDP = """

@@ -550,6 +550,7 @@ def communication_columns(communications: list[Communication], strings: StringTa
         "kind": np.array([call.kind for call in communications], dtype=np.uint8),
         "collective": np.array([call.collective for call in communications], dtype=np.int64),
         "comm_bytes": np.array([call.bytes for call in communications], dtype=np.int64),
+        "exchanged_bytes": np.array([call.exchanged for call in communications], dtype=np.int64),
         "group": strings.encode(call.group for call in communications),
         "comm_src": np.array([call.src for call in communications], dtype=np.int64),
         "comm_dst": np.array([call.dst for call in communications], dtype=np.int64),
