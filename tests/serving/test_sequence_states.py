@@ -140,12 +140,15 @@ def test_the_states_of_published_models_with_mamba_1(
     tmp_path: Path, config: dict[str, Any], per_token: int, state_bytes: int
 ):
     """On shapes alone: their channels follow from hidden sizes whose weights would be large."""
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(config))
-    for tp in (1, 8):
-        with loaded_server(file, Options(tp=tp, device="none")) as server:
-            need = server.served.cache_need
-        assert need == CacheNeed(per_token // tp, (), state_bytes // tp)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    done = run_command(
+        "capture", "serve", tmp_path / "config.json", "--device", "none", "--tp", 8,
+        "-o", tmp_path / "bundle", "--grid", "decode: batch=1 context=8",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    memory = read_bundle(tmp_path / "bundle").manifest.memory
+    assert memory.kv_bytes_per_token == per_token // 8
+    assert memory.state_bytes_per_sequence == state_bytes // 8
 
 
 FEW = {**SMALL, **EXPERTS, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -253,7 +256,7 @@ def test_layers_that_share_keys_cache_none(tmp_path: Path):
     assert {layer for layer, _, _ in cache.tensors} == {0, 1, 2, 3}
     assert {layer: window.tokens for layer, window in cache.windows.items()} == {0: 6, 2: 6}
     per_token = 2 * 2 * 16 * 4
-    with loaded_server(tmp_path / "config.json", Options(device="none")) as server:
+    with loaded_server(tmp_path / "config.json", Options()) as server:
         need = server.served.cache_need
         assert need.bytes_per_token == 4 * per_token
         assert [(window.layers, window.bytes_per_token) for window in need.windowed] == [

@@ -1105,6 +1105,16 @@ def test_wrong_sizes_write_nothing(tmp_path: Path):
     assert not (tmp_path / "b").exists()
 
 
+def test_a_rank_caches_its_heads_where_a_norm_spans_all(tmp_path: Path):
+    """The plan of transformers gathers them for the norm, so each rank would cache all."""
+    config = {**LLAMA, "model_type": "olmo3", "sliding_window": 64}
+    for tp in (1, 2):
+        with loaded_server(written(tmp_path, config), Options(tp=tp)) as server:
+            need = server.served.cache_need
+        # Keys and values of 2 bytes.
+        assert need.bytes_per_token == 2 * 2 * LAYERS * (KV_HEADS // tp) * HIDDEN // HEADS
+
+
 @pytest.mark.parametrize("name", ["bundle.json", "steps.parquet", "traces/1.et"])
 def test_an_incomplete_bundle(bundle: Path, tmp_path: Path, name: str):
     copy = tmp_path / "copy"

@@ -65,6 +65,7 @@ from onerank.capture.parallelize.tensor.module_styles import (
     parts_of,
 )
 from onerank.capture.parallelize.tensor.moe import cut_experts
+from onerank.capture.parallelize.tensor.norms_over_ranks import NORM_OF_RANKS, slice_norm
 from onerank.capture.parallelize.tensor.plan_file import ModuleRule, ShardingPlan, rules_for
 from onerank.capture.parallelize.tensor.replicated_grads import sum_gradients
 from onerank.capture.parallelize.tensor.resolved_plan import ResolvedPlan, resolve_plan
@@ -260,8 +261,8 @@ class _Slicer:
             # The layer comes before its projections, whose parts then have the copies.
             repeat_only_group(module, self._group.size())
             self._stateful.append(name)
-        elif style in HEADS:
-            self._cut_heads(module, name)
+        elif style in (*HEADS, NORM_OF_RANKS):
+            self._cut_heads(module, name, style)
         elif style in SPLIT_OUTPUT:
             module.register_forward_hook(_split_hook(self._group))
         elif style in LATENT and self._stack is None:
@@ -272,7 +273,10 @@ class _Slicer:
         for name in self._stateful:
             cut_stateful(self._model.get_submodule(name), name, self._group)
 
-    def _cut_heads(self, module: nn.Module, name: str) -> None:
+    def _cut_heads(self, module: nn.Module, name: str, style: str) -> None:
+        if style == NORM_OF_RANKS:
+            slice_norm(module, name, self._group)
+            return
         ranks = self._resolved.ranks_per_head.get(parent_of(name))
         shapes = {parameter.shape[0] for parameter in module.parameters(recurse=False)}
         if ranks is not None and shapes == {self._group.size() // ranks}:

@@ -14,7 +14,6 @@ The step, B and C of Mamba 1 depend on all channels: `x_proj` sums over the rank
 as in vLLM (`MambaMixer`).
 """
 
-import functools
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -22,10 +21,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional
 
-from onerank.capture.parallelize.autograd_collectives import reduce_from_group
 from onerank.capture.parallelize.tensor.module_styles import COLUMN, HEADS, REPLICATED, ROW
+from onerank.capture.parallelize.tensor.norms_over_ranks import norm_over_ranks
 from onerank.capture.parallelize.tensor.shard_parameters import (
     cut_blocks,
     cut_parameter,
@@ -231,21 +229,6 @@ def _with_groups_of_ranks(
     )
 
 
-def _norm_over_ranks(
-    norm: Any, group: dist.ProcessGroup, hidden_states: Tensor, gate: Tensor | None = None
-) -> Tensor:
-    """Return the gated norm over all features of a layer; each rank has a part of them."""
-    gated_after = getattr(norm, "norm_before_gate", False)
-    hidden = hidden_states.float()
-    if gate is not None and not gated_after:
-        hidden = hidden * functional.silu(gate.float())
-    squares = reduce_from_group(hidden.pow(2).sum(-1, keepdim=True), group)
-    variance = squares / (hidden.shape[-1] * group.size())
-    hidden = hidden * torch.rsqrt(variance + norm.variance_epsilon)
-    out = norm.weight * hidden.to(hidden_states.dtype)
-    return out * functional.silu(gate) if gate is not None and gated_after else out
-
-
 def fused_widths(module: nn.Module, child: str) -> Sequence[int]:
     """Return the output features of the fused parts of a projection in a layer with states.
 
@@ -286,7 +269,7 @@ def cut_stateful(module: Any, name: str, group: dist.ProcessGroup) -> None:
         divide_attributes(inner, f"{name}.{child}", counted, size)
     divide_attributes(module, name, kind.divide, size)
     if norm_group and norm_group > module.intermediate_size:
-        module.norm.forward = functools.partial(_norm_over_ranks, module.norm, group)
+        norm_over_ranks(module.norm, group)
     mark_as_cut(module)
 
 

@@ -1,5 +1,6 @@
 """More tensor-parallel ranks than key-value heads or groups of Mamba 2, against whole models."""
 
+import functools
 from collections import Counter
 from typing import Any
 
@@ -156,6 +157,38 @@ def test_ranks_share_the_only_group_of_mamba_2_in_inference():
         kept = [p if p.shape[0] == group and n in (2, 3) else p.chunk(ranks)[rank]
                 for n, p in enumerate(parts)]  # fmt: skip
         torch.testing.assert_close(rows, torch.cat(kept), atol=0, rtol=0)
+
+
+def infer_with_norms(rank: int, results: Any, kind: str) -> None:
+    sliced = model_with_norms(kind)
+    slice_model(sliced, dist.group.WORLD, "megatron", peers_absent=False, replicate_heads=True)
+    with torch.no_grad():
+        logits = sliced(input_ids=batch()["input_ids"]).logits
+    attention = sliced.model.layers[0].self_attn
+    results[rank] = logits, attention.k_proj.weight.shape, attention.k_norm.weight.shape
+
+
+def model_with_norms(kind: str) -> Any:
+    torch.manual_seed(0)
+    changes = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": HEAD_DIM}
+    config = getattr(transformers, f"{kind}Config")(**{**SHAPE, **changes})
+    whole = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for parameter in whole.parameters():
+            parameter.add_(torch.randn(parameter.shape), alpha=0.02)
+    return whole
+
+
+@pytest.mark.parametrize("kind", ["Olmo3", "MiniMaxM2"])
+def test_ranks_norm_their_heads_over_all_heads_in_inference(kind: str):
+    with torch.no_grad():
+        expected = model_with_norms(kind)(input_ids=batch()["input_ids"]).logits
+    results = run_ranks(functools.partial(infer_with_norms, kind=kind), 2)
+    for rank in range(2):
+        logits, projection, norm = results[rank]
+        torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-4)
+        assert projection == (HEADS // 2 * HEAD_DIM, HIDDEN)
+        assert norm == (HEADS // 2 * HEAD_DIM,)
 
 
 def test_training_needs_a_group_of_mamba_2_for_each_rank():
