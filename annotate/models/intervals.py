@@ -64,6 +64,7 @@ KINDS = (
     "attention_other",
     "decode",
     "decode_unmeasured",
+    "decode_unmeasured_short",
     "decode_other",
     "latent_other",
     "product",
@@ -251,8 +252,11 @@ def kinds_of(
         unlike |= rules == Rule.OTHER_ATTENTION
         attention_kind = np.where(unlike, other, attention_kind)
     if not die:
-        decode_kind = "decode_unmeasured" if source is None else "decode"
-        attention_kind = np.where(rules == Rule.DECODE, _AT[decode_kind], attention_kind)
+        decode_kind = _AT["decode"]
+        if source is None:
+            short = _AT["decode_unmeasured_short"]
+            decode_kind = np.where(predicted_ns < SHORT_NS, short, _AT["decode_unmeasured"])
+        attention_kind = np.where(rules == Rule.DECODE, decode_kind, attention_kind)
     memory = _memory_kinds(kernels, predicted_ns, source, target)
     depthwise = kernels.matmul_class & ~kernels.matmul & np.isfinite(kernels.flops)
     other = np.where(kernels.matmul_class & ~depthwise, without_tiles, memory)

@@ -19,6 +19,7 @@ from onerank.annotate.models.cost_model import Predict, PredictFromDescription
 from onerank.annotate.models.gpu_distance import same_die
 from onerank.annotate.models.intervals import LONG_NS, SHORT_NS, widening
 from onerank.annotate.models.learned import predict_from_description, predict_learned
+from onerank.annotate.op_costs.cost_record import GemmShape
 from onerank.ir.arrays import F64, Mask
 from tools.fit.evaluate_fit import (
     Case,
@@ -132,6 +133,32 @@ def decodes_without(
     return seen
 
 
+_LARGE = 4096  # least m, n and k of the GEMMs that determine a sustained rate
+
+
+def at_rate_of(products: Products, gpu: Gpu) -> Gpu:
+    """Return a GPU with the sustained rate of its GEMMs in a benchmark set.
+
+    Coefficients must not make up for the difference between a set's boards and a description's. A
+    description may have the mean of several sets: an H200's GEMMs take 4% longer in the set of
+    `coefficients.toml` than in the mean of four, and a fit with the mean rate lengthened the GEMMs
+    of an H100 by 0.5%. As in the descriptions, the rate is the median of the large GEMMs. Unchanged
+    without such GEMMs.
+    """
+    columns = [GemmShape._fields.index(name) for name in ("m", "n", "k")]
+    large = (products.shapes[:, columns] >= _LARGE).all(axis=1)
+    peak = gpu.peak_tensor_flops_per_s(products.dtype)
+    bf16 = products.dtype == "bfloat16"
+    if not bf16 or gpu.name not in products.times_ns or not large.any() or not peak:
+        return gpu
+    flops = 2 * products.shapes[large][:, columns].prod(axis=1)
+    achieved = float(np.median(flops / products.times_ns[gpu.name][large])) * 1e9
+    share = round(achieved / peak, 3)  # as in the descriptions
+    name = "bf16_sustained_fraction"
+    figure = msgspec.structs.replace(gpu.figures[name], value=share)
+    return msgspec.structs.replace(gpu, figures={**gpu.figures, name: figure})
+
+
 def fitted(
     products: Products,
     attention: Attention | None,
@@ -145,12 +172,13 @@ def fitted(
     linear layers in 8 bits theirs are the shipped ones, and without a folder with the attention of
     other kernels all architectures have the floors of FlashAttention.
     """
-    gemm = fit_gemm(products, gpus)
+    at_rates = [at_rate_of(products, gpu) for gpu in gpus]
+    gemm = fit_gemm(products, at_rates)
     narrow = [each for each in linears if each.gpu in gpus]
     scaled = shipped().finely_scaled, shipped().finely_scaled_elsewhere
     if narrow:
         scaled = fit_finely_scaled(narrow, gemm)
-    fused = fit_attention(attention, gpus) if attention else ATTENTION_START
+    fused = fit_attention(attention, at_rates) if attention else ATTENTION_START
     floors: dict[str, float] = {}
     if attention and folder:
         by_flash = {load_gpu(name).architecture for name in attention.times_ns}
@@ -300,7 +328,7 @@ def memory_cases(
 _PARTED = (
     *("gemm", "gemm_same_die", "gemm_uncalibrated", "gemm_unmeasured", "gemm_8bit_unmeasured"),
     *("product", "memory", "memory_other_die", "memory_same_die", "memory_unmeasured"),
-    "memory_library_unmeasured",
+    *("memory_library_unmeasured", "decode_unmeasured"),
 )
 _WITH_LONG = ("gemm_same_die", "memory_unmeasured")
 
