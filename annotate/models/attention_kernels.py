@@ -41,6 +41,7 @@ from onerank.annotate.models.flash2_decode import (
     flash2_prefill_terms,
 )
 from onerank.annotate.models.flash2_prefill import is_scheduled
+from onerank.annotate.models.flash_mla import flash_mla_terms, runs_flash_mla
 from onerank.annotate.op_costs.cost_record import WINDOWED
 from onerank.ir.arrays import F64, Mask
 from onerank.ir.errors import AnnotateError
@@ -246,6 +247,7 @@ _OPERATORS = (
     ("flash2", "_flash_attention_"),
     ("cudnn", "_cudnn_attention_"),
     ("efficient", "_efficient_attention_"),
+    ("flash_mla", "onerank_serving::latent_attention"),
 )
 
 
@@ -271,6 +273,8 @@ def named_decode_terms(family: str, gpu: Gpu, shapes: F64) -> AttentionTerms | W
         gpu: the GPU.
         shapes: as for `attention_time.attention_terms`, float64[d, 9].
     """
+    if family == "flash_mla":
+        return flash_mla_terms(gpu, shapes) if runs_flash_mla(gpu, shapes).all() else None
     if family == "flash2" and gpu.architecture in FLASH2_DECODE:
         return flash2_decode_terms(gpu, shapes, FLASH2_DECODE[gpu.architecture])
     coefficients = _DECODE.get((family, gpu.architecture))

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.attention_kernels import FUSED, resolve_unmeasured
+from onerank.annotate.models.flash_mla import combination_ns
 from onerank.annotate.op_costs.node_costs import work_of_call
 from onerank.annotate.op_costs.operands import Call, Tensor, numbers_of
 from onerank.annotate.op_costs.state_operators import chunk_kernels
@@ -323,27 +324,14 @@ def _efficient_attention_backward(call: Call, target: Gpu) -> Sequence[Launch]:
     )
 
 
-# FlashMLA divides the keys of all sequences equally among the SMs, in blocks of 64, counting 5 more
-# blocks for each sequence (`get_mla_metadata`). Up to 64 heads of a sequence are one tile.
-_LATENT_BLOCK, _LATENT_OVERHEAD, _LATENT_HEADS = 64, 5, 64
-
-# Launch floors of the kernel that combines the parts of a sequence: 2 us and 0.2 us for each part
-# with 16 heads on an H100 (2026-11-27-flash-mla-h100). Of 128 heads each part takes up to 0.3 us.
-_COMBINE, _COMBINE_PART = 0.74, 0.074
-
-
 def _latent_attention(call: Call, target: Gpu) -> Sequence[Launch]:
-    """Return the launches of FlashMLA's decode: the parts of the keys, and their combination.
-
-    The model of latent attention is fitted on kernels that divide the keys into fewer parts.
-    """
+    """Return the launches of FlashMLA's decode: the parts of the keys, and their combination."""
     shape = work_of_call("onerank_serving::latent_attention", call).attention
     if shape is None or target.capability != _HOPPER:
         return ()
-    sms = max(1, target.sm_count // ceil(shape.heads / _LATENT_HEADS))
-    blocks = ceil(shape.keys / _LATENT_BLOCK)
-    blocks_of_sm = ceil(shape.batch * (blocks + _LATENT_OVERHEAD) / sms)
-    floors = _COMBINE + _COMBINE_PART * ceil(blocks / blocks_of_sm)
+    heads = shape.heads * shape.rows
+    combined_ns = combination_ns(target, shape.batch, heads, shape.keys)
+    floors = combined_ns / target.launch_floor_ns
     return (WHOLE, Launch("flash_fwd_mla_combine_kernel", floors=floors, fitted=False))
 
 

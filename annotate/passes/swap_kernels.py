@@ -557,8 +557,11 @@ def _swap_decoding(
         record: terms of the predictions, updated in place; None to record none.
     """
     predicted_ns, rules = predicted
-    decoded = np.flatnonzero((rules == Rule.DECODE) & ~is_latent(shapes))
+    decoded = np.flatnonzero(rules == Rule.DECODE)
     families = np.array([family_of_operator(operators[row]) for row in decoded.tolist()])
+    latent = is_latent(shapes[decoded])
+    named: Mask = latent == (families == "flash_mla")
+    decoded, families = decoded[named], families[named]
     swapped_ns, notes = predicted_ns.copy(), list[Note]()
     for family in dict.fromkeys(families.tolist()):
         rows = decoded[families == family]
