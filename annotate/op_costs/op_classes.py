@@ -238,7 +238,8 @@ _OPERATORS = {
         range linspace logspace tril_indices triu_indices meshgrid _index_put_impl
         masked_select_backward gather_backward _grouped_mm_offsets
         masked_scatter_backward index_select_backward value_selecting_reduction_backward nms
-        get_dispatch_layout unpermute_rows _coalesce""",
+        get_dispatch_layout unpermute_rows _coalesce
+        permute_2D_sparse_data asynchronous_complete_cumsum bounds_check_indices""",
     OpClass.NOTHING: """
         view _unsafe_view reshape _reshape_alias view_as resolve_conj resolve_neg alias detach
         detach_ expand expand_as as_strided as_strided_ transpose t permute movedim swapaxes select
@@ -354,6 +355,9 @@ def _of_operator(op: str) -> OpClass:
     # Only optimizers and gradient clipping call these.
     if name.startswith("_foreach_"):
         return OpClass.COPY if name.startswith("_foreach_copy") else OpClass.OPTIMIZER
+    # fbgemm_gpu has operators for each optimizer.
+    if name.startswith("split_embedding_"):
+        return OpClass.EMBEDDING
     # The exact name first: `fill_` and `copy_` have entries, and only others fall back to the form
     # that is not in place.
     return _TABLE.get(name) or _TABLE.get(name.removesuffix("_")) or OpClass.UNKNOWN

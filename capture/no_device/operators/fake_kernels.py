@@ -4,6 +4,7 @@ Operators of a GPU whose fake implementation is missing or wrong in torch have a
 that repeats an earlier one has results of the same shapes.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -154,6 +155,29 @@ def _mixed_product(source: Tensor, rows: Tensor, weight: Tensor, *_: Any) -> tup
     return source.new_empty((*rows.shape[:-1], weight.shape[0])), source.new_empty(0)
 
 
+# fbgemm_gpu's numbers of dtypes (SparseType in split_embedding_configs.py).
+_TABLE_TYPES = {0: torch.float32, 1: torch.float16, 5: torch.bfloat16}
+
+_LOOKUPS = re.compile(r"fbgemm::split_embedding_codegen_forward_(un)?weighted_pt2_wrapper")
+_UPDATES = re.compile(r"fbgemm::split_embedding_backward_codegen_\w+_(un)?weighted_pt2_wrapper")
+
+
+def _pooled_rows(*args: Any) -> Tensor:
+    """Return the pooled rows of batched tables, by table next to each other: (batch, columns).
+
+    The implementation for shapes is in fbgemm_gpu's build for CUDA.
+    """
+    columns_of_tables, columns, indices, offsets = args[6], args[7], args[10], args[11]
+    tables = columns_of_tables.numel() - 1
+    batch = (offsets.numel() - 1) // tables
+    return indices.new_empty((batch, columns), dtype=_TABLE_TYPES[args[17]])
+
+
+def _updated_tables(gradient: Tensor, *_: Any) -> Tensor:
+    """Return the empty gradient of tables that the backward has updated."""
+    return gradient.new_empty(0, dtype=torch.float32)
+
+
 def _shifted(operator: Callable[..., Any]) -> Callable[..., Tensor]:
     """Return the shift of flags, which torch's fake implementation refuses.
 
@@ -201,6 +225,10 @@ def shapes_of(base: str, args: tuple[Any, ...]) -> Callable[..., Any] | None:
         return _grouped_product
     if base == "_int_mm" and args[0].is_cuda:
         return _int_product
+    if _LOOKUPS.fullmatch(base) and args[17] in _TABLE_TYPES:
+        return _pooled_rows
+    if _UPDATES.fullmatch(base):
+        return _updated_tables
     if base in _SHIFTS and args[0].dtype == torch.bool:
         return _shifted(_SHIFTS[base])
     return SHAPES.get(base)

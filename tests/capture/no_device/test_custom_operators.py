@@ -11,6 +11,7 @@ import torch
 from without_device import LINEAR, captured, run
 
 from onerank.annotate.op_costs.node_costs import op_costs_of
+from onerank.annotate.op_costs.op_classes import OpClass
 from onerank.capture.no_device.operators.triton_kernels import launch_of
 
 CUSTOM = """
@@ -288,3 +289,65 @@ def test_tensors_of_numbers_are_created_in_fake_implementations_and_in_backwards
     # The numbers 2 and 3 move to the GPU, and the forward clones.
     assert operators["aten::copy_"] == 3
     assert operators["aten::mul"] == 2
+
+
+# As fbgemm_gpu 1.8 defines them; its build for CPUs has no implementation for shapes.
+TABLES = '''
+    import torch
+    library = torch.library.Library("fbgemm", "DEF")
+    library.define("""split_embedding_codegen_forward_unweighted_pt2_wrapper(Tensor host_weights,
+        Tensor dev_weights, Tensor uvm_weights, Tensor lxu_cache_weights, Tensor weights_placements,
+        Tensor weights_offsets, Tensor D_offsets, SymInt total_D, SymInt max_D,
+        Tensor hash_size_cumsum, Tensor indices, Tensor offsets, int pooling_mode,
+        Tensor indice_weights, Tensor lxu_cache_locations, Tensor(f!) uvm_cache_stats,
+        bool is_experimental, int output_dtype) -> Tensor""")
+    library.define("""split_embedding_backward_codegen_rowwise_adagrad_unweighted_pt2_wrapper(
+        Tensor grad_output, Tensor(a!) host_weights, Tensor(b!) dev_weights, Tensor(c!) uvm_weights,
+        Tensor(d!) lxu_cache_weights, Tensor weights_placements, Tensor weights_offsets,
+        Tensor D_offsets, SymInt max_D, bool mixed_D, Tensor hash_size_cumsum,
+        int total_hash_size_bits, Tensor indices, Tensor offsets) -> Tensor""")
+    def ints(*shape):
+        return torch.zeros(*shape, dtype=torch.int64, device="cuda")
+    class Lookup(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, weights):
+            ctx.weights = weights
+            return torch.ops.fbgemm.split_embedding_codegen_forward_unweighted_pt2_wrapper(
+                none, weights, none, none, ints(2), ints(2), ints(3), 2 * 64, 64, ints(3),
+                ints(300), ints(2 * 50 + 1), 0, none, ints(0), ints(0), False, 1)
+        @staticmethod
+        def backward(ctx, gradient):
+            update = (torch.ops.fbgemm.
+                split_embedding_backward_codegen_rowwise_adagrad_unweighted_pt2_wrapper)
+            update(gradient, none, ctx.weights, none, none, ints(2), ints(2), ints(3), 64, False,
+                   ints(3), 11, ints(300), ints(2 * 50 + 1))
+            return None
+    none = torch.zeros(0, device="cuda")
+    weights = torch.nn.Parameter(torch.zeros(2 * 1000 * 64, device="cuda"))
+    head = torch.nn.Linear(128, 8, device="cuda", dtype=torch.float16)
+    optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
+    for step in range(5):
+        pooled = Lookup.apply(weights)
+        assert pooled.shape == (50, 128) and pooled.dtype == torch.float16
+        head(pooled).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+'''
+
+
+def test_batched_tables_of_fbgemm_read_and_update_the_looked_up_rows(tmp_path):
+    graph = captured(tmp_path, TABLES)
+    costs = op_costs_of(graph)
+    ops = [graph.strings[int(graph.nodes.op[i])] for i in costs.index.tolist()]
+    (lookup,) = (n for n, op in enumerate(ops) if "codegen_forward" in op)
+    (update,) = (n for n, op in enumerate(ops) if "backward_codegen" in op)
+    elements = 300 * 64
+    assert costs.flops[lookup] == elements
+    assert costs.bytes_read[lookup] == elements * 4 + 8 * (300 + 101)
+    assert costs.bytes_written[lookup] == 50 * 128 * 2
+    assert costs.flops[update] == 6 * elements
+    # Rows, a number of Adagrad for each, and two passes of sorting 2,000 rows' numbers of 11 bits.
+    changed = elements * 4 + 300 * 4 + 300 * 12 * 2
+    assert costs.bytes_written[update] == changed
+    assert costs.bytes_read[update] == changed + 50 * 128 * 2
+    assert costs.is_class(OpClass.EMBEDDING)[[lookup, update]].all()
