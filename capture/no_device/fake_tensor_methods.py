@@ -51,13 +51,14 @@ def makes_subclass(fake: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
     """Return a replacement of `Tensor._make_subclass`; `fake` as for `creates_parameter`."""
     subclass_of = _torch.Tensor._make_subclass
 
-    def make_subclass(cls: Any, data: Any, requires_grad: bool = False, **options: Any) -> Any:
+    # The argument's name is that of torch, which ColossalAI uses.
+    def make_subclass(cls: Any, data: Any, require_grad: bool = False, **options: Any) -> Any:
         # bitsandbytes makes its weights so. A parameter is fake, whatever its class.
         if issubclass(cls, nn.Parameter) and type(data) is Tensor and not data.is_meta:
             data = fake(data)
         if not isinstance(data, FakeTensor):
-            return subclass_of(cls, data, requires_grad, **options)
-        return as_subclass(data.detach(), cls).requires_grad_(requires_grad)
+            return subclass_of(cls, data, require_grad, **options)
+        return as_subclass(data.detach(), cls).requires_grad_(require_grad)
 
     return make_subclass
 

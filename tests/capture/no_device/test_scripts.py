@@ -321,6 +321,8 @@ SUBCLASSES = """
     rows = Rows(table, 8, 24)
     assert isinstance(rows, Rows) and rows.start == 8 and rows.shape == (4, 4) and rows.is_cuda
     assert rows.untyped_storage().data_ptr() == table.untyped_storage().data_ptr()
+    empty = torch.Tensor._make_subclass(Image, torch.zeros(0), require_grad=True)
+    assert isinstance(empty, Image) and empty.requires_grad
     for step in range(5):
         image = torch.randn(2, 8, device="cuda").as_subclass(Image)
         assert isinstance(image, Image)
