@@ -80,7 +80,8 @@ _OPERATORS = {
         chunk_fwd_kernel_h chunk_fwd_kernel_o chunk_bwd_kernel_dh chunk_bwd_kernel_dqkwg
         chunk_bwd_kernel_dv chunk_gated_delta_rule_fwd_kernel_h_blockdim64
         chunk_gated_delta_rule_bwd_kernel_dhu_blockdim64 generic_gemm wgrad_gemm_accum
-        chunk_gated_delta_rule mamba_chunk_scan index_scores linalg_solve_triangular""",
+        chunk_gated_delta_rule mamba_chunk_scan lightning_attention index_scores
+        linalg_solve_triangular""",
     OpClass.ATTENTION: """
         scaled_dot_product_attention _scaled_dot_product_attention_math
         unified_attention unified_attention_with_output unified_mla_attention
@@ -179,7 +180,7 @@ _OPERATORS = {
         _geglu_tanh_backward_kernel _triton_rope rotary_kernel element_mul_kernel
         _causal_conv1d_fwd_cpp _causal_conv1d_bwd_cpp selective_scan_fwd selective_scan_bwd
         causal_conv1d causal_conv1d_update recurrent_gated_delta_rule selective_state_update
-        selective_scan
+        selective_scan lightning_attention_update
         store_index_keys scale_index_queries
         quantize dequantize bgrad_quantize multi_tensor_scale fused_rope_forward
         fused_rope_backward qgelu srelu geglu qgeglu reglu sreglu swiglu clamped_swiglu situglu

@@ -14,10 +14,14 @@ from math import ceil
 from typing import NamedTuple
 
 from onerank.annotate.op_costs.cost_record import Formula, Work, matmul_work, vector_work
+from onerank.annotate.op_costs.gemm import allowing_tf32
 from onerank.annotate.op_costs.operands import Call, Tensor
 
 DELTA_CHUNK = 64
 """Tokens of a chunk of fla's kernels of the delta rule."""
+
+LIGHTNING_BLOCK, _LIGHTNING_PART = 256, 32
+"""Tokens of a block of vLLM's lightning attention, and of its parts."""
 
 _SILU = 3
 _GATE = _SILU + 1
@@ -127,6 +131,35 @@ def _selective_scan(call: Call) -> Work | None:
     skip, bias, gate = (call.tensor(place) is not None for place in (5, 6, 8))
     each = 8 * a.shape[1] + 2 * skip + 2 * bias + _GATE * gate
     return _with_state(vector_work(call, each * x.numel), state)
+
+
+def _lightning(call: Call) -> Work | None:
+    """Return the work of lightning attention (arXiv:2401.04658), by vLLM's kernels.
+
+    For each head and token, with keys of d and values of e elements: scores and their products with
+    values, 2 (d + e) for each earlier token of a block of 256, computed in parts of 32 up to the
+    token's; the state of a block and its product with queries, 2 d e each. Blocks are computed
+    whole. Operands in float32 are multiplied as TF32, Triton's default.
+    """
+    operands = _tensors(call, 0, 2, 4)
+    if operands is None:
+        return None
+    q, v, state = operands
+    (n, t, h, value), key = v.shape, q.shape[3]
+    tokens = ceil(t / LIGHTNING_BLOCK) * LIGHTNING_BLOCK
+    seen = (LIGHTNING_BLOCK + _LIGHTNING_PART) // 2
+    flops = n * h * tokens * (2 * seen * (key + value) + 4 * key * value)
+    work = _with_state(matmul_work(call, allowing_tf32(q), flops), state)
+    return _streamed(work, _lightning_kernels(call), 0.0)
+
+
+def _lightning_update(call: Call) -> Work | None:
+    """Return the work of lightning attention for one token of each sequence.
+
+    For each element of the state: decay, 1; key times value, 1; sum, 1; product with the query, 2.
+    """
+    state = call.tensor(4)
+    return state and _with_state(vector_work(call, 5 * state.numel), state)
 
 
 # Time of fla's update over that of its bytes at the achievable bandwidth of an H100: 8 to 256
@@ -240,9 +273,33 @@ def _mamba_kernels(call: Call) -> Sequence[ChunkKernel]:
     )
 
 
+def _lightning_kernels(call: Call) -> Sequence[ChunkKernel]:
+    """Return the kernels of vLLM's lightning attention, in order; their times were not measured.
+
+    The states of all blocks are float32. A copy joins them with the last one.
+    """
+    operands = _tensors(call, 0, 2, 4)
+    if operands is None:
+        return ()
+    q, v, state = operands
+    blocks = ceil(v.shape[1] / LIGHTNING_BLOCK)
+    states = 4 * blocks * state.numel
+    return (
+        ChunkKernel("_fwd_diag_kernel", 2 * q.nbytes + 2 * v.nbytes),
+        ChunkKernel("_fwd_kv_parallel", q.nbytes + v.nbytes + states, 1.0),
+        ChunkKernel("_fwd_kv_reduce", 2 * states + 2 * state.nbytes, 1.0),
+        ChunkKernel("_fwd_none_diag_kernel", q.nbytes + 2 * v.nbytes + states, 1.0),
+        ChunkKernel("CatArrayBatchedCopy", 2 * states, 1.0),
+    )
+
+
 def chunk_kernels(op: str, call: Call) -> Sequence[ChunkKernel]:
     """Return the kernels of a chunked scan, by base name; () for another operator."""
-    kernels = {"chunk_gated_delta_rule": _delta_kernels, "mamba_chunk_scan": _mamba_kernels}
+    kernels = {
+        "chunk_gated_delta_rule": _delta_kernels,
+        "mamba_chunk_scan": _mamba_kernels,
+        "lightning_attention": _lightning_kernels,
+    }
     return kernels[op](call) if op in kernels else ()
 
 
@@ -260,6 +317,8 @@ FORMULAS: Mapping[str, Formula] = {
         "causal_conv1d_update": _convolution,
         "chunk_gated_delta_rule": _chunked_delta_rule,
         "recurrent_gated_delta_rule": _recurrent_delta_rule,
+        "lightning_attention": _lightning,
+        "lightning_attention_update": _lightning_update,
         "mamba_chunk_scan": _mamba_scan,
         "selective_scan": _selective_scan,
         "selective_state_update": _selective_state_update,

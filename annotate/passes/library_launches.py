@@ -367,7 +367,9 @@ def _reduce_heads(call: Call, name: str, op: str = "") -> Sequence[Launch]:
 LIBRARY_RULES: dict[str, Rule] = {
     "_grouped_mm": _grouped_gemm,
     "latent_attention": _latent_attention,
-    **dict.fromkeys(["chunk_gated_delta_rule", "mamba_chunk_scan"], _chunked_scan),
+    **dict.fromkeys(
+        ["chunk_gated_delta_rule", "mamba_chunk_scan", "lightning_attention"], _chunked_scan
+    ),
     "convolution": _convolution,
     "convolution_backward": _convolution_backward,
     **dict.fromkeys(

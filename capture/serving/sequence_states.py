@@ -11,6 +11,7 @@ of `state_operators`, run for each part of the step.
 """
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
@@ -328,6 +329,37 @@ class _StatefulLayer:
         out = self.by_part(update, *(tensor.transpose(1, 2) for tensor in rows))
         return out.transpose(1, 2), UpdatedState()
 
+    def lightning_attention(
+        self, module: Any, hidden_states: Tensor, *_: Any, **__: Any
+    ) -> tuple[Tensor, None]:
+        """Compute a layer of MiniMax's lightning attention, in float32 as vLLM does.
+
+        Args:
+            module: the layer, a `MiniMaxLightningAttention`.
+            hidden_states: [1, tokens, hidden].
+        """
+        states = _running()
+        states.layer = module.layer_idx
+        dtype = self.recurrence_dtype or hidden_states.dtype
+        slopes = module.slope_rate.flatten()
+
+        def update(part: str, *operands: Tensor) -> Tensor:
+            q, k, v = operands
+            shape = v.shape[0], v.shape[2], k.shape[3], v.shape[3]
+            state = states.room(part, _RECURRENCE, v, shape, dtype)
+            if part == "decode":
+                return _ops.onerank_serving.lightning_attention_update(q, k, v, slopes, state)
+            # Engines' kernels read contiguous heads.
+            q, k, v = (tensor.contiguous() for tensor in operands)
+            with _scratch(v, _operators.lightning_scratch_bytes(v, state)):
+                return _ops.onerank_serving.lightning_attention(q, k, v, slopes, state)
+
+        activated = module.act_fn(module.qkv_proj(hidden_states).float())
+        of_heads = activated.unflatten(-1, (module.num_attention_heads, 3, module.head_dim))
+        out = self.by_part(update, *of_heads.unbind(-2)).flatten(2)
+        gate = torch.sigmoid(module.output_gate(hidden_states))
+        return module.out_proj((gate * module.norm(out)).to(hidden_states.dtype)), None
+
 
 @contextlib.contextmanager
 def _scratch(like: Tensor, size: int) -> Generator[None]:
@@ -351,6 +383,12 @@ _REPLACED = {
 }
 
 
+# Attributes of a layer of lightning attention, whose forward has its scan in it.
+_LIGHTNING = ("qkv_proj", "output_gate", "out_proj", "slope_rate", "diagonal_decay")
+
+_OWN_CACHE = "MiniMaxCache"
+
+
 def keep_states(model: nn.Module) -> None:
     """Let the layers with a state per sequence update the states of an engine's step."""
     config: Any = getattr(model, "config", None)
@@ -358,8 +396,17 @@ def keep_states(model: nn.Module) -> None:
     named = next((setting for setting in settings if setting), None)
     dtype = named if isinstance(named, torch.dtype) else getattr(torch, named or "", None)
     for module in list(model.modules()):
+        if all(hasattr(module, name) for name in _LIGHTNING) and not hasattr(module, PARTS):
+            layer = _StatefulLayer(_Parts(), dtype)
+            setattr(module, PARTS, layer.parts)
+            module.forward = functools.partial(layer.lightning_attention, module)
+            continue
         forward = inspect.unwrap(type(module).forward)
         if not isinstance(forward, FunctionType):
+            continue
+        if _OWN_CACHE in forward.__code__.co_names:
+            # It refuses other caches by their class.
+            module.forward = MethodType(_copy(forward, {_OWN_CACHE: object}), module)
             continue
         names = _REPLACED.keys() & set(forward.__code__.co_names)
         if not names or hasattr(module, PARTS):
@@ -367,13 +414,21 @@ def keep_states(model: nn.Module) -> None:
         parts = _Parts()
         layer = _StatefulLayer(parts, dtype)
         setattr(module, PARTS, parts)
-        # A copy of the function and not of the module: other models have the same functions.
-        scope = forward.__globals__ | {name: getattr(layer, _REPLACED[name]) for name in names}
-        own = FunctionType(
-            *(forward.__code__, scope, forward.__name__, forward.__defaults__, forward.__closure__)
-        )
-        own.__kwdefaults__ = forward.__kwdefaults__
+        own = _copy(forward, {name: getattr(layer, _REPLACED[name]) for name in names})
         module.forward = MethodType(own, module)
+
+
+def _copy(function: FunctionType, names: dict[str, Any]) -> FunctionType:
+    """Return a copy of a function in which global names have other meanings.
+
+    Not a patch of its module: other models have the same functions.
+    """
+    copy = FunctionType(
+        *(function.__code__, function.__globals__ | names, function.__name__),
+        *(function.__defaults__, function.__closure__),
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
 
 
 def stateful_layers(model: nn.Module) -> Iterator[nn.Module]:

@@ -33,6 +33,8 @@ CHUNK = 64
 """Tokens of a chunk of fla's delta rules. Equal to annotate's `DELTA_CHUNK`, which capture may not
 import."""
 
+_LIGHTNING_BLOCK = 256  # tokens, of vLLM's kernels
+
 _REFERENCES = "transformers.models"
 
 
@@ -254,6 +256,65 @@ define_operator(
     f"recurrent_gated_delta_rule{_DELTA}Tensor",
     *(_fake_recurrent, _recurrent(False), _recurrent(True)),
 )
+
+
+# Lightning attention (arXiv:2401.04658), linear attention with a decay of each head: q and k
+# [n, t, h, d], v [n, t, h, e], slopes [h], state [n, h, d, e].
+
+
+def _lightning(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, state: Tensor) -> Tensor:
+    decay = torch.exp(-slopes.float())[:, None, None]
+    current, outputs = state.float(), list[Tensor]()
+    for token in range(q.shape[1]):
+        added = k[:, token, :, :, None].float() * v[:, token, :, None].float()
+        current = decay * current + added
+        outputs.append((q[:, token, :, None].float() @ current)[:, :, 0])
+    state.copy_(current)
+    return torch.stack(outputs, dim=1).to(v.dtype)
+
+
+def _lightning_fla(name: str) -> Callable[..., Tensor]:
+    def run(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, state: Tensor) -> Tensor:
+        attend = _package("fla.ops.simple_gla", name, "flash-linear-attention")
+        out, after = attend(
+            *(q, k, v),
+            g_gamma=-slopes.float(),
+            scale=1.0,
+            initial_state=state.float(),
+            output_final_state=True,
+        )
+        state.copy_(after)
+        return out
+
+    return run
+
+
+def _like_values(_: Tensor, __: Tensor, v: Tensor, *___: Any) -> Tensor:
+    return v.new_empty(v.shape)
+
+
+_LIGHTNING = "(Tensor q, Tensor k, Tensor v, Tensor slopes, Tensor(a!) state) -> Tensor"
+define_operator(
+    f"lightning_attention{_LIGHTNING}",
+    *(_like_values, _lightning, _lightning_fla("chunk_simple_gla")),
+)
+define_operator(
+    f"lightning_attention_update{_LIGHTNING}",
+    *(_like_values, _lightning, _lightning_fla("fused_recurrent_simple_gla")),
+)
+
+
+def lightning_scratch_bytes(v: Tensor, state: Tensor) -> int:
+    """Return the bytes that vLLM's kernels of lightning attention allocate, besides results.
+
+    In float32: a state for each block of 256 tokens, and all of them again with the last one.
+
+    Args:
+        v: [n, t, h, e].
+        state: [n, h, d, e].
+    """
+    blocks = -(-v.shape[1] // _LIGHTNING_BLOCK)
+    return 4 * state.numel() * (2 * blocks + 1)
 
 
 # Mamba 2 (arXiv:2405.21060): x [n, t, h, p], dt [n, t, h], a, d and dt_bias [h], b and c

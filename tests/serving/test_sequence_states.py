@@ -10,6 +10,7 @@ import pytest
 import torch
 from own_process import run_command
 from transformers import AutoModelForCausalLM, DynamicCache
+from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
 import onerank
 from onerank.annotate import load_gpu
@@ -173,6 +174,10 @@ FEW_JAMBA = {
     "expert_layer_period": 2, "mamba_d_state": 8, "mamba_dt_rank": 8,
 }  # fmt: skip
 FEW_FALCON_MAMBA = {**FEW, "model_type": "falcon_mamba", "state_size": 8, "time_step_rank": 4}
+FEW_MINIMAX = {
+    **FEW, "model_type": "minimax", "layer_types": ["linear_attention", "full_attention"] * 2,
+    "block_size": 4,
+}  # fmt: skip
 FEW_FALCON_H1 = {
     **FEW, "model_type": "falcon_h1", "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_ssm": 128,
     "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_rms_norm": True,
@@ -202,7 +207,8 @@ def step_like_transformers(
     ):
         if not count:
             continue
-        cache = DynamicCache(config=other)
+        lightning = config["model_type"] == "minimax"
+        cache = MiniMaxCache() if lightning else DynamicCache(config=other)
         before_ids = torch.randint(0, 128, (count, context))
         named = inspect.signature(reference.forward).parameters
         name = "cache_params" if "cache_params" in named else "past_key_values"
@@ -217,7 +223,9 @@ def step_like_transformers(
                 before = torch.cat((held.keys, held.values), dim=-1) if latent else before
                 cached[:, :, :context] = before
         for (layer, of_part, kind), state in step.cache.states.tensors.items():
-            if of_part == part:
+            if of_part == part and lightning:
+                state.copy_(cache.linear_cache[layer])
+            elif of_part == part:
                 held = cache.layers[layer]
                 before = held.conv_states if kind == "convolution" else held.recurrent_states
                 before = next(iter(before.values())) if isinstance(before, dict) else before[0]
@@ -234,8 +242,8 @@ def step_like_transformers(
 
 @pytest.mark.parametrize(
     "config",
-    [FEW_QWEN, FEW_BAMBA, FEW_JAMBA, FEW_FALCON_MAMBA, FEW_KIMI, FEW_LFM2],
-    ids=["delta rule", "Mamba 2", "Jamba", "Mamba 1", "KDA", "short convolution"],
+    [FEW_QWEN, FEW_BAMBA, FEW_JAMBA, FEW_FALCON_MAMBA, FEW_KIMI, FEW_LFM2, FEW_MINIMAX],
+    ids=["delta rule", "Mamba 2", "Jamba", "Mamba 1", "KDA", "short convolution", "lightning"],
 )
 @pytest.mark.parametrize("composition", [Composition(3, 7, 2, 5, 4), Composition(2, 6)], ids=str)
 def test_a_step_computes_what_transformers_computes(
@@ -330,6 +338,30 @@ def test_the_work_of_the_delta_rule_by_hand(qwen: Bundle):
         assert summed(qwen, row, ".in_proj_qkvz")[0] == 2 * tokens * 64 * 4 * 32
         assert summed(qwen, row, ".in_proj_ba")[0] == 2 * tokens * 64 * 8
         assert summed(qwen, row, ".linear_attn.out_proj")[0] == 2 * tokens * 32 * 64
+
+
+def test_the_work_of_lightning_attention_by_hand(tmp_path: Path):
+    bundle = served_bundle(tmp_path, {**FEW_MINIMAX, "num_hidden_layers": 2,
+                                      "layer_types": ["linear_attention", "full_attention"]},
+                           "--tp", "2")  # fmt: skip
+    memory = bundle.manifest.memory
+    # Two heads of 16 x 16, and one key-value head of 16, of a rank.
+    assert memory.state_bytes_per_sequence == 2 * 2 * 16 * 16
+    assert memory.kv_bytes_per_token == 2 * 2 * 16
+    for row, decodes in ((1, 2), (3, 32), (7, 4)):
+        flops, moved = summed(bundle, row, ".step_state.decode")
+        assert flops == decodes * 2 * 5 * 16 * 16
+        # Queries, keys, values and results in float32; slopes, and states read and written.
+        assert moved == decodes * 4 * 4 * 2 * 16 + 2 * 2 + decodes * 2 * 2 * 2 * 16 * 16
+    # Blocks of 256 are computed whole, in parts of 32 up to a query's own.
+    of_token = 2 * 144 * 32 + 4 * 16 * 16
+    for row, tokens in ((4, 256), (6, 512), (7, 256)):
+        assert summed(bundle, row, ".step_state.prefill")[0] == 2 * tokens * of_token
+    for row, tokens in ((1, 2), (6, 512)):
+        assert summed(bundle, row, ".self_attn.qkv_proj")[0] == 2 * tokens * 64 * 3 * 32
+        assert summed(bundle, row, ".self_attn.output_gate")[0] == 2 * tokens * 64 * 32
+    # Sums after the embedding, two attentions, a norm and two mixtures; and the gathered logits.
+    assert onerank.read(dict(bundle.traces())[1]).communication.sum() == 7
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -498,10 +530,12 @@ def test_heads_that_ranks_do_not_divide_are_whole_on_each(tmp_path: Path, qwen: 
         (FEW_LFM2, 2 * 4 * 2 * 64),
         ({**FEW_LFM2, "model_type": "lfm2_moe", "num_dense_layers": 1}, 2 * 4 * 2 * 64),
         ({**FEW_LFM2, "model_type": "lfm3", "conv_L_cache": 5}, 2 * 4 * 4 * 64),
+        # Two layers of four heads of 16 x 16.
+        (FEW_MINIMAX, 2 * 4 * 4 * 16 * 16),
         # Two layers of 128 channels.
         (FEW_JAMBA, 2 * 4 * 128 * (3 + 8)),
     ],
-    ids=["Kimi Linear", "Bailing", "LFM2", "LFM2-MoE", "LFM3", "Jamba"],
+    ids=["Kimi Linear", "Bailing", "LFM2", "LFM2-MoE", "LFM3", "MiniMax", "Jamba"],
 )
 def test_ranks_have_half_of_the_states(tmp_path: Path, config: dict[str, Any], whole_bytes: int):
     file = tmp_path / "config.json"

@@ -10,6 +10,8 @@ A single group of Mamba 2 serves the heads of all ranks. In inference each rank 
 and the norm sums its squares over the ranks, as in vLLM (`Mixer2RMSNormGated`). In training the
 copies would need a sum of their gradients, and Megatron-LM requires a group for each rank: refused.
 
+Lightning attention (MiniMax) is sliced in inference only: its norm is over the heads of all ranks.
+
 The step, B and C of Mamba 1 depend on all channels: `x_proj` sums over the ranks before the scan,
 as in vLLM (`MambaMixer`).
 """
@@ -23,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from onerank.capture.parallelize.tensor.module_styles import COLUMN, HEADS, REPLICATED, ROW
-from onerank.capture.parallelize.tensor.norms_over_ranks import norm_over_ranks
+from onerank.capture.parallelize.tensor.norms_over_ranks import NORM_OF_RANKS, norm_over_ranks
 from onerank.capture.parallelize.tensor.shard_parameters import (
     cut_blocks,
     cut_parameter,
@@ -57,6 +59,7 @@ class _Layer(NamedTuple):
         parts: child module -> widths of its fused parts.
         nested: child module -> attributes of it that are divided, too.
         buffers: buffer of the layer -> widths of the parts of its last axis.
+        of_heads: buffer of the layer -> its axis of heads.
     """
 
     known_by: tuple[str, ...]
@@ -67,6 +70,7 @@ class _Layer(NamedTuple):
     parts: dict[str, tuple[str, ...]]
     nested: dict[str, tuple[str, ...]]
     buffers: Mapping[str, tuple[str, ...]] = MappingProxyType({})
+    of_heads: Mapping[str, int] = MappingProxyType({})
 
 
 _DELTA_RULE = _Layer(
@@ -151,6 +155,24 @@ _MAMBA_1 = _Layer(
 )
 
 
+_LIGHTNING = _Layer(
+    known_by=("qkv_proj", "output_gate", "out_proj", "slope_rate", "num_attention_heads"),
+    channels=(),
+    divide=("num_attention_heads",),
+    heads=("num_attention_heads",),
+    styles={
+        # Queries, keys and values of a head are together.
+        **dict.fromkeys(("qkv_proj", "output_gate"), _COLUMN),
+        "out_proj": _ROW,
+        "norm": NORM_OF_RANKS,
+    },
+    parts={},
+    nested={},
+    of_heads={"slope_rate": 0, "query_decay": 0, "key_decay": 0, "diagonal_decay": 1},
+)
+"""Lightning attention of MiniMax, in inference: its norm is over all heads."""
+
+
 def _width(module: Any, name: str) -> int:
     if name == "of_groups":
         return module.n_groups * module.ssm_state_size
@@ -158,7 +180,7 @@ def _width(module: Any, name: str) -> int:
 
 
 def _kind_of(module: nn.Module) -> _Layer | None:
-    for kind in (_DELTA_RULE, _KIMI_DELTA, _MAMBA_2, _FALCON_H1, _MAMBA_1):
+    for kind in (_DELTA_RULE, _KIMI_DELTA, _MAMBA_2, _FALCON_H1, _MAMBA_1, _LIGHTNING):
         if all(_has(module, name) for name in kind.known_by):
             return kind
     return None
@@ -180,12 +202,16 @@ def stateful_styles(model: nn.Module, size: int, *, shares_group: bool = False) 
     styles: dict[str, str] = {}
     for name, module in model.named_modules():
         kind = _kind_of(module)
-        if kind is None or not all(
+        if kind is None or (kind is _LIGHTNING and not shares_group):
+            continue
+        if not all(
             _width(module, heads) % size == 0 or (shares_group and _is_only_group(module, heads))
             for heads in kind.heads
         ):
             continue
-        styles[name], styles[f"{name}.conv1d"] = STATEFUL, CHANNELS
+        styles[name] = STATEFUL
+        if kind.channels:
+            styles[f"{name}.conv1d"] = CHANNELS
         for child, inner in module.named_modules():
             if child in kind.styles and any(True for _ in inner.parameters(recurse=False)):
                 styles[f"{name}.{child}"] = kind.styles[child]
@@ -248,16 +274,14 @@ def cut_stateful(module: Any, name: str, group: dist.ProcessGroup) -> None:
     size, norm_group = group.size(), _norm_group(module)
     for key, parameter in module.named_parameters(recurse=False):
         cut_parameter(parameter, f"{name}.{key}", group, "heads")
-    convolution = module.conv1d
-    widths = [_width(module, part) for part in kind.channels]
-    for key, parameter in convolution.named_parameters(recurse=False):
-        cut_blocks(parameter, f"{name}.conv1d.{key}", group, 0, widths)
+    if kind.channels:
+        _cut_convolution(module, name, [_width(module, part) for part in kind.channels], group)
     for buffer, parts in kind.buffers.items():
         split = getattr(module, buffer).split([_width(module, part) for part in parts], -1)
         shares = [part.chunk(size, -1)[group.rank()] for part in split]
         setattr(module, buffer, torch.cat(shares, -1))
-    channels = convolution.weight.shape[0]
-    convolution.in_channels = convolution.out_channels = convolution.groups = channels
+    for buffer, axis in kind.of_heads.items():
+        setattr(module, buffer, getattr(module, buffer).chunk(size, axis)[group.rank()])
     for child, counts in kind.nested.items():
         inner = module.get_submodule(child)
         for key, parameter in inner.named_parameters(recurse=False):
@@ -271,6 +295,16 @@ def cut_stateful(module: Any, name: str, group: dist.ProcessGroup) -> None:
     if norm_group and norm_group > module.intermediate_size:
         norm_over_ranks(module.norm, group)
     mark_as_cut(module)
+
+
+def _cut_convolution(
+    module: Any, name: str, widths: Sequence[int], group: dist.ProcessGroup
+) -> None:
+    convolution = module.conv1d
+    for key, parameter in convolution.named_parameters(recurse=False):
+        cut_blocks(parameter, f"{name}.conv1d.{key}", group, 0, widths)
+    channels = convolution.weight.shape[0]
+    convolution.in_channels = convolution.out_channels = convolution.groups = channels
 
 
 def _norm_group(module: Any) -> int:
