@@ -234,9 +234,10 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "torch._subclasses.fake_tensor.FakeTensor",
         (
-            *("__new__", "as_subclass", "data", "set_"),
+            *("__new__", "__deepcopy__", "as_subclass", "data", "set_"),
             *("numpy", "tolist", "new_tensor", "__format__", "__repr__"),
         ),
+        "A deep copy takes memory of the GPU. "
         "Libraries create a parameter by the class of another one, which is FakeTensor. FSDP1 "
         "moves a parameter by its data, which leaves a fake tensor's device as it was. Scripts "
         "log a loss by way of NumPy, and read counts as a list. torchao takes a tensor that "

@@ -1,5 +1,6 @@
 """What Python's methods and functions of tensors do with fake ones, and with their storages."""
 
+import copy
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -191,6 +192,7 @@ def fake_tensor_methods(operators: FakeOperators, values: UnknownValues) -> dict
         "as_subclass": as_subclass,
         "data": _data,
         "set_": _set,
+        "__deepcopy__": _deepcopy,
     }
     return {**attributes, **of_numbers, **methods}
 
@@ -207,6 +209,32 @@ def _new_fake(cls: Any, *args: Any, **kwargs: Any) -> Any:
         kept = {name: kwargs[name] for name in ("requires_grad",) if name in kwargs}
         return nn.Parameter(*args, **kept)
     return _new_fake_of_torch(cls, *args, **kwargs)
+
+
+_deepcopy_of_torch: Any = Tensor.__deepcopy__
+
+
+def _deepcopy(tensor: Any, memo: dict[int, Any]) -> Any:
+    """Return a deep copy: a tensor with memory of the GPU, or a parameter."""
+    # torch would copy the storage, which has no memory here, and all attributes, among them the
+    # mode of fake tensors, which then keeps the memory of the original.
+    if not tensor.is_leaf:
+        return _deepcopy_of_torch(tensor, memo)
+    if id(tensor) in memo:
+        return memo[id(tensor)]
+    with torch.no_grad():
+        copied: Any = tensor.detach().clone()
+    if isinstance(tensor, nn.Parameter):
+        copied = nn.Parameter(copied, requires_grad=tensor.requires_grad)
+    else:
+        copied.requires_grad_(tensor.requires_grad)
+    memo[id(tensor)] = copied
+    if tensor.grad is not None:
+        copied.grad = copy.deepcopy(tensor.grad, memo)
+    for name, value in vars(tensor).items():
+        if name not in vars(copied):
+            setattr(copied, name, copy.deepcopy(value, memo))
+    return copied
 
 
 _tensor_data: Any = _torch._C.TensorBase.data

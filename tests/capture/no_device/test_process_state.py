@@ -84,3 +84,35 @@ def test_ranks_send_integers_that_no_device_computed(rank, tmp_path):
     done = run(tmp_path, UNKNOWN_INTEGERS, "--dp", 2, "--rank", rank, "--torchrun")
     assert done.returncode == 0, done.stderr
     assert ("CaptureWarning: broadcast" in done.stderr) == (rank == 1)
+
+
+def test_a_deep_copy_takes_memory_until_it_is_deleted(tmp_path):
+    """As of a moving average of the weights, which FSDP2 divides."""
+    script = """
+    import copy
+    import torch
+    from torch import nn
+    allocated = torch.cuda.memory_allocated
+    model = nn.Linear(256, 256, bias=False, device="cuda")
+    model.weight.note = ["kept"]
+    one = allocated()
+    copied = copy.deepcopy(nn.ModuleList([model, model]))
+    assert allocated() == 2 * one
+    weight = copied[0].weight
+    assert weight is copied[1].weight is not model.weight
+    assert isinstance(weight, nn.Parameter) and weight.is_cuda and weight.requires_grad
+    assert weight.note == ["kept"] and weight.note is not model.weight.note
+    frozen = copy.deepcopy(model.requires_grad_(False))
+    assert not frozen.weight.requires_grad
+    weight.data = weight.data[:128].clone()
+    del frozen, weight
+    assert allocated() == 1.5 * one
+    del copied
+    assert allocated() == one
+    model.requires_grad_(True)
+    optimizer = torch.optim.SGD(model.parameters())
+    for step in range(4):
+        model(torch.ones(2, 256, device="cuda")).sum().backward()
+        optimizer.step()
+    """
+    assert len(captured(tmp_path, script))
