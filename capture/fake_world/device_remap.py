@@ -140,6 +140,9 @@ def _remapped(
 # torch queries each device that it counts; onerank measures the GPUs of this host.
 _SEES_PRESENT_GPUS = ("torch", "onerank")
 
+# They refuse a count of a subclass of int, and derive the device from LOCAL_RANK.
+_TAKES_PLAIN_COUNT = ("lightning", "lightning_fabric", "pytorch_lightning")
+
 
 class NodeGpuCount(int):
     """The number of GPUs of the job's node, for scripts that derive a device from it.
@@ -174,10 +177,11 @@ def report_node_gpus(ranks: int, local_rank: int = 0) -> Generator[None]:
             # Keep no frame in a local variable: the reference cycle would keep the callers'
             # tensors alive until the garbage collector runs.
             caller = str(sys._getframe(1).f_globals.get("__name__", ""))  # pyright: ignore
+            package = caller.partition(".")[0]
             count = original()
-            if count == 0 or caller.partition(".")[0] in _SEES_PRESENT_GPUS:
+            if count == 0 or package in _SEES_PRESENT_GPUS:
                 return count
-            return NodeGpuCount(ranks)
+            return ranks if package in _TAKES_PLAIN_COUNT else NodeGpuCount(ranks)
 
         return device_count
 
