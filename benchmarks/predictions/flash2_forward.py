@@ -147,8 +147,8 @@ def shape_of(case: Case) -> AttentionShape:
     """Return the shape of a call as `annotate` reads it off the arguments."""
     batch, heads, key_heads, size, tokens, keys, window = case
     causal = 0 if window < 0 or tokens == 1 else LOWER_RIGHT if keys > tokens else 1
-    if window > 0:
-        seen = KeyWindow(window - 1, 0)
+    seen = KeyWindow(window - 1, 0)
+    if window > 0 and seen.hides(tokens, keys, causal=True):
         of_tile = seen.keys_of_tile(tokens, keys)
         causal = WINDOWED + seen.keys_of_last_tile(tokens, keys) - of_tile
         keys = of_tile
