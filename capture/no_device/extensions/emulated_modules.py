@@ -209,12 +209,25 @@ class _EmulatedModule(ModuleType):
 def _absent(function: str, extensions: EmulatedExtensions) -> Any:
     """Return what stands for a name without a counterpart: an error when it is called.
 
-    It is a class, since packages use classes of extensions in annotations and base classes.
+    It is a class, since packages use classes of extensions in annotations and base classes. A name
+    in capitals is taken for a class, whose instance computes nothing until it is called.
     """
+
+    class Instance:
+        def __call__(self, *_: Any, **__: Any) -> Any:
+            extensions.refuse(function)
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            return _absent(f"{function}.{name}", extensions)
 
     class Absent(type):
         def __call__(cls, *_: Any, **__: Any) -> Any:
-            extensions.refuse(function)
+            # ColossalAI's optimizer creates one of C++ for parameters on the CPU, without a use.
+            if not function.rpartition("::")[2].rpartition(".")[2][:1].isupper():
+                extensions.refuse(function)
+            return Instance()
 
         def __getattr__(cls, name: str) -> Any:
             if name.startswith("__"):

@@ -210,7 +210,7 @@ MULTI_TENSOR: dict[str, Function] = {
     "multi_tensor_scale": multi_tensor_scale,
     "multi_tensor_scale_tensor": multi_tensor_scale,
 }
-"""Functions on lists of tensors, which DeepSpeed and TransformerEngine took over from apex."""
+"""Functions on lists of tensors, which others took over from apex."""
 
 
 EXTENSIONS = (
@@ -235,6 +235,7 @@ EXTENSIONS = (
         for kind in (*SCALED_SOFTMAX, "generic_scaled_masked_softmax")
     ),
     Extension("fused_adam", "deepspeed", "apex", MULTI_TENSOR),
+    Extension("fused_optim_cuda", "colossalai", "apex", MULTI_TENSOR),
     Extension(
         "selective_scan_cuda",
         "mamba_ssm",
@@ -242,4 +243,5 @@ EXTENSIONS = (
         {"fwd": _scan_forward, "bwd": _scan_backward},
     ),
 )
-"""Extensions by the package that imports them. DeepSpeed's optimizers are a copy of apex's."""
+"""Extensions by the package that imports them. Optimizers of DeepSpeed and ColossalAI are
+copies of apex's."""

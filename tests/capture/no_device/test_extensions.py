@@ -193,6 +193,12 @@ def test_a_registered_function_of_an_extension(tmp_path):
             "ext.Scan.apply(weight)",
             "my_kernels::Scan.apply",
         ),
+        (
+            "from torch.utils import cpp_extension\n"
+            "made = cpp_extension.load(name='my_kernels', sources=['k.cpp']).Adam(0.1)",
+            "made.step(weight)",
+            "my_kernels::Adam.step",
+        ),
     ],
 )
 def test_another_function_of_an_extension_is_an_error(setup, statement, function, tmp_path):
