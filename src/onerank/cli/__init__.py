@@ -26,7 +26,7 @@ SECTIONS = {
     "Predict it for another GPU": {
         "annotate": "annotate",
         "predict": "predict",
-        "gpus": "annotate",
+        "gpus": "gpus",
         "bench": "bench",
         "plan": "plan",
     },

@@ -1,4 +1,4 @@
-"""`annotate --target GPU` predicts a step on another GPU; `gpus` lists GPU descriptions."""
+"""`annotate --target GPU` predicts a step on another GPU."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -451,47 +451,6 @@ def default_output(trace: Path, target: str, name: str) -> Path:
     return trace.with_name(f"{trace.name.removesuffix('.et')}.{word}.et")
 
 
-@dataclass(frozen=True, kw_only=True)
-class GpusOptions:
-    """What `gpus` prints."""
-
-    check: Path | None = option(
-        "Check a description, and print it or its first error (exit code 2).",
-        default=None,
-        type=click.Path(path_type=Path),
-        metavar="FILE",
-    )
-    schema: bool = option("Print the JSON Schema of a description instead.", default=False)
-
-
-@click.command()
-@with_options(GpusOptions)
-@as_json
-@reports_errors
-def gpus(options: GpusOptions, as_json: bool) -> None:
-    """List the GPU descriptions that ship with onerank."""
-    if options.schema and options.check is not None:
-        raise UsageError("give --check or --schema, not both", code="gpus-two-forms")
-    from onerank.annotate import gpu_names, load_gpu
-    from onerank.annotate.gpus.datasheet_estimates import estimate_notes
-    from onerank.annotate.gpus.spec_schema import gpu_schema
-
-    if options.schema:
-        print_json(gpu_schema())
-        return
-    names = gpu_names() if options.check is None else [options.check]
-    descriptions = [load_gpu(name) for name in names]
-    if as_json:
-        print_json(descriptions)
-    else:
-        render_gpus(descriptions)
-        if options.check is not None:
-            notes = [
-                ("estimated", str(note)) for gpu in descriptions for note in estimate_notes(gpu)
-            ]
-            lines([("checked", "nothing wrong"), *notes], str(options.check))
-
-
 # Names of unknown kernels that are listed.
 _MOST_NAMES = 12
 
@@ -625,25 +584,3 @@ def _shares(times_ns: dict[str, int]) -> str:
 def render_explanation(explanation: "Explanation") -> None:
     """Print how one node's duration was predicted."""
     lines(list(explanation.lines), f"node {explanation.node}: {explanation.name}")
-
-
-def render_gpus(gpus: "Sequence[Gpu]") -> None:
-    """Print GPU descriptions."""
-    rows = [
-        (
-            gpu.name,
-            gpu.architecture,
-            gpu.sm_count,
-            f"{gpu.memory_bytes / 1e9:.0f}",
-            f"{gpu.peak_bandwidth_bytes_per_s / 1e9:.0f}",
-            *(_tera(gpu.peak_tensor_flops_per_s(dtype)) for dtype in ("bfloat16", "float16")),
-            ", ".join(gpu.aliases),
-        )
-        for gpu in gpus
-    ]
-    columns = ("name", "family", "SMs", "GB", "GB/s", "bf16", "fp16", "also known as")
-    table("GPU descriptions; bf16 and fp16 in dense TFLOP/s", columns, rows, texts=(0, 1, 7))
-
-
-def _tera(rate: float | None) -> str:
-    return "-" if rate is None else f"{rate / 1e12:.0f}"
