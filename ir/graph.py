@@ -246,8 +246,8 @@ class Graph(Displayed):
             ChakraError: a value does not fit Chakra's schema.
             OSError: the file cannot be written.
         """
-        # Imported by the call: the reader of the same package builds graphs.
-        from onerank.ir.chakra import write
+        # Imported by the call: the writer takes graphs, so its module imports this one.
+        from onerank.ir.chakra.writer import write
 
         write(self, path)
 

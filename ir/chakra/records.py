@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from onerank.ir.chakra.attributes import variant_of
+from onerank.ir.chakra.decode_nodes import not_a_node
 from onerank.ir.chakra.et_def_pb2 import AttributeProto, GlobalMetadata, IOInfo, Node
 from onerank.ir.chakra.framing import UNREADABLE, ChakraFile, frame, parse_raw_node
 from onerank.ir.chakra.metadata import decode_job
-from onerank.ir.chakra.reader import not_a_node
 from onerank.ir.errors import ChakraError
 from onerank.ir.output_files import replace_file
 

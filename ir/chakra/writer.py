@@ -18,12 +18,12 @@ from onerank.ir.chakra.attributes import (
     readers,
     variant_of,
 )
+from onerank.ir.chakra.decode_nodes import decode
 from onerank.ir.chakra.dependencies import Dependencies, dependencies
 from onerank.ir.chakra.encode import Encoder
 from onerank.ir.chakra.et_def_pb2 import AttributeProto, Node
 from onerank.ir.chakra.framing import Packed, frame
 from onerank.ir.chakra.metadata import amend_job, decode_job, encode_job
-from onerank.ir.chakra.reader import decode
 from onerank.ir.errors import GraphError
 from onerank.ir.graph import Graph
 from onerank.ir.nodes import Nodes

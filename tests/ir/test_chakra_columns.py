@@ -16,12 +16,12 @@ from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import Graph, StringTable
 from onerank.ir.chakra.attributes import whole_micros
 from onerank.ir.chakra.bytes_columns import varint, varint_lengths, varints
+from onerank.ir.chakra.decode_nodes import Decoded, decode, decode_each
 from onerank.ir.chakra.dependencies import dependencies
 from onerank.ir.chakra.encode import Encoder
 from onerank.ir.chakra.et_def_pb2 import AttributeProto, Node
 from onerank.ir.chakra.field_scan import PADDING, Buffer
 from onerank.ir.chakra.framing import Packed
-from onerank.ir.chakra.reader import Decoded, decode, decode_each
 from onerank.ir.nodes import TEXT_COLUMNS, Nodes
 
 TRACES = Path(__file__).parents[2] / "traces"
