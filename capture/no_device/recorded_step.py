@@ -8,12 +8,11 @@ from typing import Any
 from onerank.capture.no_device.emulated_process import EmulatedProcess
 from onerank.capture.no_device.event_log import EventLog, write
 from onerank.capture.no_device.operators.fake_operators import FakeOperators
-from onerank.capture.profiling.measurement_windows import refuse_endless_skips
+from onerank.capture.profiling.measurement_windows import CountedSteps
 from onerank.capture.profiling.module_scopes import MODEL, SCOPE, Modules
 from onerank.capture.profiling.window_observations import Observations, RepeatedForward
 from onerank.capture.profiling.window_plan import Progress, WindowPlan, more_steps
 from onerank.converters.sources.kineto import EXECUTION_TRACE, STRUCTURE, history_name
-from onerank.ir.notes import Note
 
 UNRECORDED = 2
 """Steps before the recorded one: the first creates optimizer states, and in the second DDP orders
@@ -45,7 +44,7 @@ class _Scopes:
             self._log.end(event)
 
 
-class StepRecorder:
+class StepRecorder(CountedSteps):
     """Lets the script take its steps and records the last ones; in the place of `Windows`.
 
     Args:
@@ -82,9 +81,7 @@ class StepRecorder:
         forward: RepeatedForward | None = None,
         on_gpu: object = None,
     ) -> None:
-        self.observed = Observations()
-        self.steps = 0
-        self.skipped = 0
+        super().__init__()
         self.complete = False
         self._process = process
         self._plan = plan
@@ -92,7 +89,6 @@ class StepRecorder:
         self._modules = modules
         self._progress = progress
         self._taken = 0
-        self._consecutive_skips = 0
         self._unrecorded = unrecorded
         self._recorded = recorded
         self.results: list[tuple[Path, Observations]] = []
@@ -125,10 +121,7 @@ class StepRecorder:
         Raises:
             ScriptError: a loss scaler skipped more than 100 consecutive steps.
         """
-        self.steps += 1
-        self.skipped += skipped
-        self._consecutive_skips = self._consecutive_skips + 1 if skipped else 0
-        refuse_endless_skips(self._consecutive_skips)
+        self._count_step(skipped=skipped)
         self._taken += not skipped
         if self._taken > self._unrecorded and not skipped:
             self._end_recorded()
@@ -174,14 +167,7 @@ class StepRecorder:
             return
         # All steps share the list of notes.
         self.observed.notes += self._process.notes()
-        if self.skipped:
-            self.observed.notes.append(
-                Note(
-                    f"{self.skipped} of {self.steps} steps were skipped by a loss scaler; no "
-                    "skipped step was recorded",
-                    code="steps-skipped",
-                )
-            )
+        self._note_skipped("; no skipped step was recorded")
 
     def close(self) -> None:
         """Do nothing: an incomplete step is no capture."""

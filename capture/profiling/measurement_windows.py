@@ -59,23 +59,47 @@ from onerank.ir.notes import Note
 _MOST_SKIPPED = 100
 
 
-def refuse_endless_skips(consecutive: int) -> None:
-    """Refuse a script that would never take a step.
+class CountedSteps:
+    """Counts the steps of a script, and those that a loss scaler skipped.
 
-    Raises:
-        ScriptError: a loss scaler skipped more than 100 consecutive steps.
+    Attributes:
+        observed: observations so far; receives the notes.
+        steps: steps so far.
+        skipped: how many of them a loss scaler skipped.
     """
-    if consecutive > _MOST_SKIPPED:
-        raise ScriptError(
-            f"a loss scaler skipped {consecutive} steps in a row "
-            f"(limit {_MOST_SKIPPED}): the gradients are infinite or NaN at any scale. "
-            "Without real peers the values differ from the job's: capture with "
-            "a smaller learning rate, or in bfloat16",
-            code="script-scaler-skips",
-        )
+
+    def __init__(self) -> None:
+        self.observed = Observations()
+        self.steps = 0
+        self.skipped = 0
+        self._consecutive_skips = 0
+
+    def _count_step(self, *, skipped: bool) -> None:
+        """Count a step.
+
+        Raises:
+            ScriptError: a loss scaler skipped more than 100 consecutive steps.
+        """
+        self.steps += 1
+        self.skipped += skipped
+        self._consecutive_skips = self._consecutive_skips + 1 if skipped else 0
+        if self._consecutive_skips > _MOST_SKIPPED:
+            raise ScriptError(
+                f"a loss scaler skipped {self._consecutive_skips} steps in a row "
+                f"(limit {_MOST_SKIPPED}): the gradients are infinite or NaN at any scale. "
+                "Without real peers the values differ from the job's: capture with "
+                "a smaller learning rate, or in bfloat16",
+                code="script-scaler-skips",
+            )
+
+    def _note_skipped(self, consequence: str) -> None:
+        """Add a note on skipped steps, if there are some."""
+        if self.skipped:
+            text = f"{self.skipped} of {self.steps} steps were skipped by a loss scaler"
+            self.observed.notes.append(Note(f"{text}{consequence}", code="steps-skipped"))
 
 
-class Windows:
+class Windows(CountedSteps):
     """Runs the windows one after another; `boundary` is called after every step of the script.
 
     Attributes:
@@ -107,14 +131,11 @@ class Windows:
             forward: as in `WindowContext`.
             on_gpu: whether the steps run on a GPU; None finds out whether the first step does.
         """
-        self.observed = Observations()
-        self.steps = 0
-        self.skipped = 0
+        super().__init__()
         self.complete = False
         self._plan = plan
         self._progress = progress
         self._begun = False
-        self._consecutive_skips = 0
         self._others = others
         self._memory = StepMemory(self.observed, directory, forward)
         self._work = WorkOfSteps(modules, lambda: others.communicated if others else 0)
@@ -137,10 +158,7 @@ class Windows:
         Raises:
             ScriptError: a loss scaler skipped more than 100 consecutive steps.
         """
-        self.steps += 1
-        self.skipped += skipped
-        self._consecutive_skips = self._consecutive_skips + 1 if skipped else 0
-        refuse_endless_skips(self._consecutive_skips)
+        self._count_step(skipped=skipped)
         self._work.end_step()
         try:
             if self._begun:
@@ -194,14 +212,9 @@ class Windows:
             self.observed.notes.append(variance_note)
         if overflow_note := note_of_overflow(self._modules):
             self.observed.notes.append(overflow_note)
-        if self.skipped:
-            self.observed.notes.append(
-                Note(
-                    f"{self.skipped} of {self.steps} steps were skipped by a loss scaler because "
-                    "of infinite gradients; no skipped step is part of the measurement",
-                    code="steps-skipped",
-                )
-            )
+        self._note_skipped(
+            " because of infinite gradients; no skipped step is part of the measurement"
+        )
 
     def _keep_equal_shapes(self) -> None:
         """Drop the unprofiled times of steps whose inputs have other shapes than the graph's."""
