@@ -24,63 +24,6 @@ from typing import NamedTuple
 from onerank.converters.nccl import H100, Choice, Interconnect, Topology, choose
 from onerank.ir import Collective
 
-ROOT = -1
-
-
-def tree(nodes: Sequence[Sequence[int]], number: int) -> list[int]:
-    """Return the parent of each position, `ROOT` for the root.
-
-    Args:
-        nodes: for each node the positions of its GPUs in the group.
-        number: number of the tree. Odd trees are complements; each pair starts one GPU later.
-    """
-    parents = [ROOT] * sum(len(node) for node in nodes)
-    chains = [_rotated(node, number // 2) for node in nodes]
-    node_parents = [
-        _parent(len(nodes), node, complement=number % 2 == 1) for node in range(len(nodes))
-    ]
-    children = [0] * len(nodes)  # joined so far
-    for chain, upper_node in zip(chains, node_parents, strict=True):
-        for lower, upper in pairwise(reversed(chain)):
-            parents[lower] = upper
-        if upper_node != ROOT:
-            upper_chain = chains[upper_node]
-            parents[chain[0]] = upper_chain[min(children[upper_node], len(upper_chain) - 1)]
-            children[upper_node] += 1
-    return parents
-
-
-def depth(nodes: Sequence[Sequence[int]]) -> int:
-    """Return the depth of a tree as NCCL counts it: hops inside a node plus levels of nodes."""
-    return max(len(node) for node in nodes) - 1 + (len(nodes).bit_length() - 1)
-
-
-def _rotated(node: Sequence[int], by: int) -> list[int]:
-    first = by % len(node)
-    return [*node[first:], *node[:first]]
-
-
-def _parent(count: int, node: int, *, complement: bool) -> int:
-    """Return a node's parent in the binary tree over `count` nodes, or in its complement."""
-    if not complement:
-        return _binary(count, node)
-    # The complement of an odd number of nodes is the tree shifted by one.
-    if count % 2:
-        up = _binary(count, (node - 1) % count)
-        return ROOT if up == ROOT else (up + 1) % count
-    up = _binary(count, count - 1 - node)  # the mirrored tree
-    return ROOT if up == ROOT else count - 1 - up
-
-
-def _binary(count: int, node: int) -> int:
-    """Return the parent in a tree whose leaves are the odd numbers and whose root is 0."""
-    if node == 0:
-        return ROOT
-    bit = node & -node
-    up = (node ^ bit) | (bit << 1)
-    return up if up < count else node ^ bit
-
-
 # NCCL reduces one float for a barrier.
 _BARRIER_BYTES = 4
 
@@ -92,6 +35,10 @@ _MOST_CHUNKS = 256
 
 # `nccl.choose` has torch's names, in which both spellings are one collective.
 _NAMES = {Collective.REDUCE_SCATTER_BLOCK: "reduce_scatter"}
+
+_SUMS = (Collective.REDUCE_SCATTER, Collective.REDUCE_SCATTER_BLOCK)
+
+_PAIRS = (Collective.ALL_TO_ALL, Collective.GATHER, Collective.SCATTER)
 
 
 class Message(NamedTuple):
@@ -320,6 +267,64 @@ def _tree_all_reduce(call: CollectiveCall, position: int) -> list[Message]:
     return tree_messages
 
 
+ROOT = -1
+"""Parent of the root of a tree."""
+
+
+def tree(nodes: Sequence[Sequence[int]], number: int) -> list[int]:
+    """Return the parent of each position, `ROOT` for the root.
+
+    Args:
+        nodes: for each node the positions of its GPUs in the group.
+        number: number of the tree. Odd trees are complements; each pair starts one GPU later.
+    """
+    parents = [ROOT] * sum(len(node) for node in nodes)
+    chains = [_rotated(node, number // 2) for node in nodes]
+    node_parents = [
+        _parent(len(nodes), node, complement=number % 2 == 1) for node in range(len(nodes))
+    ]
+    children = [0] * len(nodes)  # joined so far
+    for chain, upper_node in zip(chains, node_parents, strict=True):
+        for lower, upper in pairwise(reversed(chain)):
+            parents[lower] = upper
+        if upper_node != ROOT:
+            upper_chain = chains[upper_node]
+            parents[chain[0]] = upper_chain[min(children[upper_node], len(upper_chain) - 1)]
+            children[upper_node] += 1
+    return parents
+
+
+def depth(nodes: Sequence[Sequence[int]]) -> int:
+    """Return the depth of a tree as NCCL counts it: hops inside a node plus levels of nodes."""
+    return max(len(node) for node in nodes) - 1 + (len(nodes).bit_length() - 1)
+
+
+def _rotated(node: Sequence[int], by: int) -> list[int]:
+    first = by % len(node)
+    return [*node[first:], *node[:first]]
+
+
+def _parent(count: int, node: int, *, complement: bool) -> int:
+    """Return a node's parent in the binary tree over `count` nodes, or in its complement."""
+    if not complement:
+        return _binary(count, node)
+    # The complement of an odd number of nodes is the tree shifted by one.
+    if count % 2:
+        up = _binary(count, (node - 1) % count)
+        return ROOT if up == ROOT else (up + 1) % count
+    up = _binary(count, count - 1 - node)  # the mirrored tree
+    return ROOT if up == ROOT else count - 1 - up
+
+
+def _binary(count: int, node: int) -> int:
+    """Return the parent in a tree whose leaves are the odd numbers and whose root is 0."""
+    if node == 0:
+        return ROOT
+    bit = node & -node
+    up = (node ^ bit) | (bit << 1)
+    return up if up < count else node ^ bit
+
+
 def _pairwise_exchange(call: CollectiveCall, position: int) -> list[Message]:
     """All-to-all: in step s each member sends a part to the member at distance s."""
     count = call.ranks
@@ -354,10 +359,6 @@ def _star(call: CollectiveCall, position: int) -> list[Message]:
         star.append(Message(not to_root, member, size(member), step, (), started))
     return star
 
-
-_SUMS = (Collective.REDUCE_SCATTER, Collective.REDUCE_SCATTER_BLOCK)
-
-_PAIRS = (Collective.ALL_TO_ALL, Collective.GATHER, Collective.SCATTER)
 
 _DECOMPOSERS: dict[Collective, Callable[[CollectiveCall, int], list[Message]]] = {
     Collective.ALL_GATHER: _ring_all_gather,
