@@ -168,6 +168,9 @@ def test_decoding_reads_keys_and_values_from_memory():
     assert predicted_ns == pytest.approx(1.5e6, rel=0.03)
     assert rules[0] == Rule.DECODE
     assert kind(kernels, None, H100) == "decode_unmeasured"
+    short = np.array([[1, 32, 4, 1, 64, 128, 128, 0, 0]], dtype=float)
+    of_short = of_attention(Attention(short, {}), np.ones(1))
+    assert kind(of_short, None, H100) == "decode_unmeasured_short"
     assert kind(kernels, None, RTX) == "decode_other"
     assert kind(kernels, B200, H100) == "decode"
     assert kind(kernels, load_gpu("H200"), H100) == "attention_same_die"

@@ -1,5 +1,7 @@
 """Fitting the tile model, to products whose coefficients are known."""
 
+from dataclasses import replace
+
 import msgspec
 import numpy as np
 import polars as pl
@@ -22,7 +24,7 @@ from tools.fit.evaluate_fit import (
     unmeasured_cases,
 )
 from tools.fit.fit_tiles import fit_attention, fit_robustly, rates_of, stored_ns
-from tools.fit.leave_one_out import errors_of, memory_cases
+from tools.fit.leave_one_out import at_rate_of, errors_of, memory_cases
 
 
 def test_fit_robustly_bears_outliers():
@@ -48,6 +50,25 @@ def test_known_coefficients_are_found_again():
     for gpu in gpus:
         times = gemm_ns(gpu, rates_of(gpu, "bfloat16", 400), shapes, made)
         assert np.abs(times / products.times_ns[gpu.name] - 1).mean() < 0.03
+
+
+def test_gemms_are_fitted_at_the_rate_of_their_own_set():
+    """Large GEMMs of a set reach 0.6 of the peak, whatever the fraction of the description."""
+    gpu = load_gpu("H200")
+    sizes = (4096, 4096, 4096), (8192, 4096, 4096), (16, 64, 64)
+    shapes = np.array([(1, *size, 2, 2) for size in sizes])
+    flops = 2 * shapes[:, 1:4].prod(axis=1)
+    peak = gpu.peak_tensor_flops_per_s("bfloat16")
+    assert peak
+    times_ns = flops / (0.6 * peak) * 1e9 * np.array([1, 1, 50])
+    products = Products("bfloat16", shapes.astype(float), {gpu.name: times_ns})
+    rate = at_rate_of(products, gpu).tensor_flops_per_s("bfloat16")
+    assert rate == pytest.approx(0.6 * peak)
+    # Without large GEMMs, of another GPU or in another type, the description's rate stays.
+    small = Products("bfloat16", shapes[2:].astype(float), {gpu.name: times_ns[2:]})
+    assert at_rate_of(small, gpu) is gpu
+    assert at_rate_of(products, load_gpu("H100")).name == "H100-SXM"
+    assert at_rate_of(replace(products, dtype="float8_e4m3fn"), gpu) is gpu
 
 
 def test_known_coefficients_of_attention_are_found_again():
