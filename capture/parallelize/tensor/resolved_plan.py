@@ -71,6 +71,15 @@ _SINKS = {"sinks"}
 
 _SHARED = ("shared_expert", "shared_experts", "shared_mlp")
 
+# Narrow layers of Gemma-3n and Gemma-4, of which vLLM replicates the first and slices the others:
+# per-layer inputs, AltUp, and the low-rank residual (LAuReL).
+_NARROW = (
+    *("per_layer_input_gate", "per_layer_projection"),
+    *("correction_coefs", "prediction_coefs", "modality_router"),
+)
+# Their block also adds its input, whose gradient is whole.
+_LOW_RANK = {"linear_left": UP[0], "linear_right": "rowwise"}
+
 _MLP = {
     "gate_proj": "colwise",
     "up_proj": "colwise",
@@ -156,7 +165,11 @@ def _known_styles(model: PreTrainedModel, module: nn.Module) -> dict[str, str]:
         if isinstance(mlp := children.get(shared), nn.Module):
             keys = (key for key, _ in mlp.named_children() if key in _MLP)
             styles |= {f"{shared}.{key}": _MLP[key] for key in keys}
-    return styles
+    if children.keys() >= _LOW_RANK.keys():
+        # A norm after the sum over the ranks.
+        whole = {key for key, child in children.items() if not isinstance(child, nn.Linear)}
+        styles |= _LOW_RANK | dict.fromkeys(whole, WHOLE[0])
+    return styles | {key: WHOLE[0] for key in _NARROW if isinstance(children.get(key), nn.Linear)}
 
 
 def _is_gated(children: dict[str, Any]) -> bool:

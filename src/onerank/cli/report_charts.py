@@ -211,6 +211,8 @@ def roofline_chart(
             "type": "scatter",
             "mode": "markers",
             "name": kind.name,
+            # The range of an axis leaves no room for large markers.
+            "cliponaxis": False,
             "x": kind.intensity.tolist(),
             "y": (kind.flops_per_s / 1e12).tolist(),
             "marker": {
