@@ -30,7 +30,8 @@ from onerank.capture.profiling.measurement_windows import Windows
 from onerank.capture.profiling.module_scopes import Modules
 from onerank.capture.profiling.profiled_windows import PLAIN_EXECUTION_TRACE, compress
 from onerank.capture.profiling.step_timers import StepTimer
-from onerank.capture.profiling.window_plan import Progress
+from onerank.capture.profiling.window_observations import OtherRanks
+from onerank.capture.profiling.window_plan import Progress, WindowPlan
 from onerank.capture.run_as_rank import RankRun, nothing_parallel_error, slicing_to_rank
 from onerank.capture.script.runner import Script
 from onerank.capture.serving.attention_windows import CacheNeed, WindowedLayers, windowed_layers
@@ -347,20 +348,10 @@ def loaded_server(
         stack.enter_context(emulated.running(peers) if emulated else contextlib.nullcontext())
         progress("building the model")
         device = "cuda" if emulated is not None or torch.cuda.is_available() else "cpu"
-
-        def make_windows(directory: Path, forward: Any) -> Any:
-            make: Callable[..., Any] = Windows
-            if emulated is not None:
-                make = functools.partial(StepRecorder, emulated, unrecorded=_UNRECORDED)
-            return make(
-                *(options.windows, directory, modules, progress, peers),
-                forward=forward,
-                on_gpu=device == "cuda",
-            )
-
+        windows = _WindowMaker(options.windows, modules, progress, peers, emulated)
         if isinstance(source, Script):
-            windows = make_windows(raw, None)
-            model = adopt_model(_model_of_script(source, options, windows, models))
+            observed = windows.make(raw, None, on_gpu=device == "cuda")
+            model = adopt_model(_model_of_script(source, options, observed, models))
             if emulated is not None:
                 # Fake weights may be on the CPU, where the script left them.
                 model.to(device)
@@ -379,6 +370,7 @@ def loaded_server(
         # After `_served`, whose step adds the scopes of attention: `Modules` reads the modules of a
         # model at the first call that it sees.
         stack.enter_context(modules.installed())
+        make_windows = functools.partial(windows.make, on_gpu=device == "cuda")
         rank_run = RankRun(
             *(raw, peers, models, modules, make_windows(raw, None), ()),
             FewerLayers(None, None),
@@ -391,6 +383,42 @@ def loaded_server(
             first=first,
             make_windows=make_windows,
             device=device,
+        )
+
+
+@dataclass(frozen=True)
+class _WindowMaker:
+    """Makes what measures a step: windows, or the recorder of a step without a device.
+
+    Attributes:
+        plan: steps of the windows.
+        modules: modules of the model.
+        progress: receives a short description of each step.
+        peers: the other ranks.
+        emulated: the process without a device; None on a device.
+    """
+
+    plan: WindowPlan
+    modules: Modules
+    progress: Progress
+    peers: OtherRanks
+    emulated: EmulatedProcess | None
+
+    def make(self, directory: Path, forward: Any, *, on_gpu: bool) -> Any:
+        """Return the windows of a step, whose traces are written to `directory`.
+
+        Args:
+            directory: an existing directory.
+            forward: as for `Windows`.
+            on_gpu: whether the step runs on a GPU, emulated or not.
+        """
+        make: Callable[..., Any] = Windows
+        if self.emulated is not None:
+            make = functools.partial(StepRecorder, self.emulated, unrecorded=_UNRECORDED)
+        return make(
+            *(self.plan, directory, self.modules, self.progress, self.peers),
+            forward=forward,
+            on_gpu=on_gpu,
         )
 
 
