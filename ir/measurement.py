@@ -247,11 +247,14 @@ class HostOverhead(msgspec.Struct, frozen=True):
             the next step, without the profiler.
         residual_ns: measured median step minus the replayed step with this host. Causes are slower
             kernels in steady state and a host whose speed varies.
+        kernel_factor: time of kernels in steady state over their time in the profiled step. 1 where
+            the host may be the cause of the residual.
     """
 
     host_factor: float
     inter_step_host_ns: int
     residual_ns: int
+    kernel_factor: float = 1.0
 
 
 NCCL_SYNCHRONOUS_NS, NCCL_ASYNCHRONOUS_NS, NCCL_WAIT_NS = 20_000, 22_000, 2_200

@@ -578,6 +578,32 @@ def steady_state_step(
     return SteadyStateStep(times, step_ns, max(overhead.residual_ns, busy_ns - step_ns))
 
 
+def waits_for_launches_ns(graph: Graph, step: SteadyStateStep) -> int:
+    """Return the time of a steady-state step in which the device waits for its next launch."""
+    # The host runs ahead into the next step, so the device's last operation ends the step.
+    ended_ns = int(step.times.end_ns[graph.compute | graph.communication].max(initial=0))
+    return launch_waits_ns(graph, step.times, ended_ns - step.step_ns)
+
+
+def launch_waits_ns(graph: Graph, times: ReplayTimes, begun_ns: int) -> int:
+    """Return the idle time before operations of the device that waited for their launch.
+
+    Args:
+        graph: the graph.
+        times: of its replay.
+        begun_ns: time from which the device is available.
+    """
+    gpu = np.flatnonzero(graph.compute | graph.communication)
+    gpu = gpu[np.argsort(times.start_ns[gpu], kind="stable")]
+    if not len(gpu):
+        return 0
+    # Streams overlap: the device is idle only from the latest end of all earlier operations on.
+    reach = np.maximum.accumulate(times.end_ns[gpu])
+    before = np.concatenate([[begun_ns], reach[:-1]])
+    idle = np.maximum(times.start_ns[gpu] - before, 0)
+    return int(idle[times.by_launch[gpu]].sum())
+
+
 def job_step_ns(graph: Graph, ranks: int) -> int | None:
     """Return the expected step of a job of equal ranks, which wait for the slowest of them.
 

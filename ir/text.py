@@ -149,6 +149,8 @@ def _device(device: Device) -> str:
 def _host(measured: Measurement) -> Iterator[str]:
     if (overhead := measured.host_overhead) is not None:
         times = f"inter_step={overhead.inter_step_host_ns} residual={overhead.residual_ns}"
+        if overhead.kernel_factor != 1:
+            times += f" kernel_factor={overhead.kernel_factor}"
         yield f"host_overhead host_factor={overhead.host_factor} {times}"
     if (calls := measured.emulated_calls) is not None:
         numbers = f"synchronous={calls.synchronous} asynchronous={calls.asynchronous}"

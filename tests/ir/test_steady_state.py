@@ -12,10 +12,11 @@ from notes import note_of
 
 from onerank import read
 from onerank.analysis.step_time import Replay, replay
+from onerank.annotate import load_gpu
 from onerank.annotate.passes.host_time import scale_host
 from onerank.cli import onerank as command
 from onerank.converters.expand.host_delays import NAME, insert_host_delays
-from onerank.converters.sources.kineto.trace_job import with_host_overhead
+from onerank.converters.sources.kineto.trace_job import with_host_overhead, with_kernel_factor
 from onerank.ir import (
     EmulatedCalls,
     Evidence,
@@ -29,6 +30,8 @@ from onerank.ir import (
 )
 from onerank.ir.measurement import C10D_NS
 from onerank.ir.replay import schedule, steady_state_step, with_step_time
+from onerank.plan.cluster import Cluster, ClusterLink, network_of
+from onerank.plan.stage_times import with_network
 
 GRAPHS = Path(__file__).parents[2] / "traces" / "h200-llama-8b-4l-tp2-graphs"
 
@@ -234,3 +237,35 @@ def test_the_text_has_all_of_it(captured: dict[int, Path]):
     shown = CliRunner().invoke(command, ["show", "--text", str(captured[1024])]).output
     assert "host_steps=22344620,24651192,23075863 profiled_host=34913331 " in shown
     assert "host_overhead host_factor=0.648 inter_step=143532 residual=-359284" in shown
+
+
+def kernel_factor(graph: Graph, *steps_us: float, emulation_us: float = 0) -> float:
+    timed = with_step_time(graph, round(np.median(steps_us) * 1000))
+    busy_ns = int(graph.nodes.duration_ns[graph.compute].sum() + emulation_us * 1000)
+    measurement = msgspec.structs.replace(
+        timed.job.measurement,
+        step_ns=tuple(round(step * 1000) for step in steps_us),
+        gpu_busy_ns=busy_ns,
+    )
+    timed = with_kernel_factor(replace(timed, job=Job(measurement=measurement)))
+    overhead = timed.job.measurement.host_overhead
+    assert overhead is not None
+    cluster = Cluster("H100", 1, 2, ClusterLink(338.0), ClusterLink(37.6), 80 * 10**9)
+    clocked = with_network(timed, network_of(cluster, load_gpu("H100")), timed.job.world).graph
+    lengths = clocked.nodes.duration_ns[clocked.compute] / graph.nodes.duration_ns[graph.compute]
+    assert lengths == pytest.approx(overhead.kernel_factor)
+    return overhead.kernel_factor
+
+
+def test_kernels_of_a_busy_gpu_take_the_time_of_the_timed_steps():
+    """Its clock is lower there; what emulates communication lengthens these steps too."""
+    assert kernel_factor(launches(20), 63, 63.5, 62.5) == pytest.approx(1.05)
+    assert kernel_factor(launches(20), 63, 63.5, 62.5, emulation_us=1.2) == pytest.approx(1.03)
+    assert kernel_factor(launches(20), 58, 58, 58) == 1
+
+
+def test_a_host_that_may_lengthen_the_step_changes_no_kernel():
+    assert kernel_factor(launches(4), 33, 33, 33) == 1  # launches take longer than kernels
+    assert kernel_factor(launches(20), 61, 63, 65) == 1  # the host varies, kernels do not
+    real = launches(20, calls=True)
+    assert kernel_factor(real, 63, 63, 63) == 1

@@ -18,6 +18,7 @@ from onerank.ir.replay import (
     ReplayedRank,
     ReplayTimes,
     job_step_ns,
+    launch_waits_ns,
     schedule,
     steady_state_step,
     unrecorded_waits,
@@ -142,7 +143,7 @@ def _parts(graph: Graph, times: ReplayTimes, begun_ns: int, step_ns: int) -> Ste
     busy_ns = _union(times, graph.compute | graph.communication)
     idle_ns = step_ns - busy_ns
     # A negative residual makes a steady-state step shorter than its replay, and its idle time less.
-    host_bound_ns = min(_host_bound(graph, times, begun_ns), idle_ns)
+    host_bound_ns = min(launch_waits_ns(graph, times, begun_ns), idle_ns)
     return StepBreakdown(step_ns, compute_ns, busy_ns - compute_ns, idle_ns, host_bound_ns)
 
 
@@ -182,19 +183,6 @@ def with_communication(graph: Graph, bandwidth_gb_per_s: float) -> Graph:
 def _union(times: ReplayTimes, chosen: Mask) -> int:
     """Return the time in which at least one of the chosen nodes runs."""
     return union_duration_ns(times.start_ns[chosen], times.end_ns[chosen])
-
-
-def _host_bound(graph: Graph, times: ReplayTimes, begun_ns: int) -> int:
-    """Return the idle time before operations of the device that waited for their launch."""
-    gpu = np.flatnonzero(graph.compute | graph.communication)
-    gpu = gpu[np.argsort(times.start_ns[gpu], kind="stable")]
-    if not len(gpu):
-        return 0
-    # Streams overlap: the device is idle only from the latest end of all earlier operations on.
-    reach = np.maximum.accumulate(times.end_ns[gpu])
-    before = np.concatenate([[begun_ns], reach[:-1]])
-    idle = np.maximum(times.start_ns[gpu] - before, 0)
-    return int(idle[times.by_launch[gpu]].sum())
 
 
 def _critical_path(graph: Graph, times: ReplayTimes) -> list[PathShare]:

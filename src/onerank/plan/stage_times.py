@@ -247,10 +247,12 @@ class TimedStage:
 
 
 def with_network(graph: Graph, network: ClusterNetwork, world: World) -> TimedStage:
-    """Return the stage with its communication timed."""
+    """Return the stage with its communication timed, and its kernels as long as in steady state."""
     nodes, job = graph.nodes, graph.job
     captured = job.world
     duration = nodes.duration_ns.copy()
+    if (overhead := job.measurement.host_overhead) is not None:
+        duration[graph.compute] = np.rint(duration[graph.compute] * overhead.kernel_factor)
     # The layout may have fewer stages or replicas than the capture.
     rank = world.at({axis: min(at, world.sizes.get(axis, 1) - 1)
                      for axis, at in captured.point(job.rank).items()})  # fmt: skip
