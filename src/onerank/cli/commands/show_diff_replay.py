@@ -148,7 +148,8 @@ class ReplayOptions:
     )
     cluster: Path | None = option(
         "Replay a whole job on this cluster: TRACE is a rank, or a directory with a trace of each "
-        "class of equivalent ranks. A configuration of `onerank plan`, whose [cluster] is read.",
+        "class of equivalent ranks, which wait for each other. A configuration of `onerank plan`, "
+        "whose [cluster] is read.",
         default=None,
         type=INPUT,
     )
