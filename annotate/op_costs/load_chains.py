@@ -90,7 +90,12 @@ def _reduction(call: Call) -> float:
         return 0.0
     if call.op in VARIANCES:
         loads = division.values_read / _WELFORD_TOGETHER
-        return loads * division.vector * _WELFORD
+        # The columns of a thread wait together for its loads: half of their divisions overlap, as 3
+        # and 40 rows of three widths show. If blocks share a column, a thread reads more values
+        # than these, so all columns count.
+        shared = division.values_read < division.values
+        columns = division.vector if shared else max(1.0, division.vector / 2)
+        return loads * columns * _WELFORD
     return division.loads * (_SUMMED if call.op in _SUMS else _LARGEST)
 
 

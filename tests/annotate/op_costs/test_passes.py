@@ -106,6 +106,30 @@ def test_rows_that_are_read_more_than_once_take_cycles(made: Call, cycles: float
     assert cycles_of(made, op_class(f"aten::{made.op}")) == pytest.approx(cycles)
 
 
+# Numbers of a group, and us of both kernels on an H100: 2026-11-27-small-operators-blind-h100.
+@pytest.mark.parametrize(
+    ("size", "measured_us"), [(36, 37.0), (112, 50.2), (256, 97.6)], ids=["36", "112", "256"]
+)
+def test_a_group_norm_of_small_groups_takes_a_warp_for_each(size: int, measured_us: float):
+    h100, made = load_gpu("H100"), call("native_group_norm", 1500, 32 * size, saved=48_000)
+    cycles = cycles_of(made, op_class("aten::native_group_norm"))
+    us = cycles / h100.sm_count / h100.clock_hz * 1e6
+    assert us + 2 * 1.2 == pytest.approx(measured_us, rel=0.15)
+    # A block of 512 threads sums larger groups; their bytes count.
+    image = call("native_group_norm", 8, 320, 64, 64, saved=8 * 32)
+    assert cycles_of(image, op_class("aten::native_group_norm")) == 0
+
+
+def test_index_fill_computes_the_address_of_each_element():
+    """1,500 rows, in each 1,500 numbers by an index of the last axis: 7.7 us on an H100."""
+    x, index = Tensor((1500, 8192), "bfloat16", 2), Tensor((1500,), "int64", 8)
+    made = Call("index_fill_", ((x,), (), (index,)), ((x,),), ("t", -1, "t", 0.0))
+    cycles = cycles_of(made, op_class("aten::index_fill_"))
+    h100 = load_gpu("H100")
+    us = cycles / h100.sm_count / h100.clock_hz * 1e6
+    assert us + 1.2 == pytest.approx(7.7, rel=0.15)
+
+
 def test_elements_take_the_cycles_of_all_sms(gpu_file):
     # 4 MB at 1 TB/s are 4 us; 2e6 cycles on 100 SMs at 1 GHz are 20
     gpu = load_gpu(gpu_file())
