@@ -27,7 +27,8 @@ import polars as pl
 from benchmarks.harness import given_folder
 from onerank.annotate import Gpu, load_gpu
 from onerank.annotate.models.coefficients import Coefficients
-from onerank.annotate.models.learned import predict_learned, tile_times
+from onerank.annotate.models.learned import predict_learned
+from onerank.annotate.models.tile_times import tile_times
 from onerank.ir.arrays import F64
 from tools.fit.evaluate_fit import as_by_datasheet, as_calibrated
 from tools.fit.leave_one_out import fits_without, fitted
