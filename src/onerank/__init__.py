@@ -398,7 +398,8 @@ def register_extension_function(
     A module that is not installed then imports. Register before the script imports it.
 
     Args:
-        function: the name by which Python imports the extension, `::` and the function's name.
+        function: the name by which Python imports the extension, `::` and the function's name; of
+            a method `Class.method`.
         results: takes the function's arguments, and returns what it returns. Tensors that it
             creates count as allocated by the function.
         writes: positions of the arguments that the function writes and does not read.

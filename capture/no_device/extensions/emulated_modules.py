@@ -88,7 +88,7 @@ def register_extension_function(
 ) -> None:
     """Register a function, for this process; as `onerank.register_extension_function`."""
     module, _, name = function.partition("::")
-    if not module or not name.isidentifier():
+    if not module or not all(part.isidentifier() for part in name.split(".")):
         raise CaptureError(
             f"{function!r} is no function of an extension; expected the name by which Python "
             'imports the extension, two colons and the function\n  register it as "my_ext::gemm"',
@@ -199,42 +199,48 @@ class _EmulatedModule(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        extension = self._extension
-        registered = _registered.get(extension.module, {}).get(name)
-        if registered is not None:
-            return self._extensions.bound(extension, _as_registered(name, registered))
-        return _absent(f"{extension.module}::{name}", self._extensions)
+        return _counterpart(self._extension, name, self._extensions)
 
 
-def _absent(function: str, extensions: EmulatedExtensions) -> Any:
+def _counterpart(extension: Extension, name: str, extensions: EmulatedExtensions) -> Any:
+    """Return the registered counterpart of a function or method, else what refuses its call."""
+    registered = _registered.get(extension.module, {}).get(name)
+    if registered is not None:
+        return extensions.bound(extension, _as_registered(name, registered))
+    return _absent(extension, name, extensions)
+
+
+def _absent(extension: Extension, function: str, extensions: EmulatedExtensions) -> Any:
     """Return what stands for a name without a counterpart: an error when it is called.
 
     It is a class, since packages use classes of extensions in annotations and base classes. A name
     in capitals is taken for a class, whose instance computes nothing until it is called.
     """
+    name_of_module = extension.module
+
+    def attribute(name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _counterpart(extension, f"{function}.{name}", extensions)
 
     class Instance:
         def __call__(self, *_: Any, **__: Any) -> Any:
-            extensions.refuse(function)
+            extensions.refuse(f"{name_of_module}::{function}")
 
         def __getattr__(self, name: str) -> Any:
-            if name.startswith("__"):
-                raise AttributeError(name)
-            return _absent(f"{function}.{name}", extensions)
+            return attribute(name)
 
     class Absent(type):
         def __call__(cls, *_: Any, **__: Any) -> Any:
             # ColossalAI's optimizer creates one of C++ for parameters on the CPU, without a use.
-            if not function.rpartition("::")[2].rpartition(".")[2][:1].isupper():
-                extensions.refuse(function)
+            if not function.rpartition(".")[2][:1].isupper():
+                extensions.refuse(f"{name_of_module}::{function}")
             return Instance()
 
         def __getattr__(cls, name: str) -> Any:
-            if name.startswith("__"):
-                raise AttributeError(name)
-            return _absent(f"{function}.{name}", extensions)
+            return attribute(name)
 
-    return Absent(function.rpartition("::")[2], (), {})
+    return Absent(function.rpartition(".")[2], (), {})
 
 
 @dataclass(frozen=True)

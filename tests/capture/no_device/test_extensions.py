@@ -10,7 +10,7 @@ from without_device import captured, run, write_packages
 
 import onerank
 from onerank.annotate.op_costs.node_costs import op_costs_of
-from onerank.ir import Graph
+from onerank.ir import UNKNOWN, Graph
 from onerank.ir.errors import CaptureError
 
 TRAINING = """
@@ -360,3 +360,17 @@ def test_forms_of_a_fused_router_s_choice(tmp_path):
     assert flops["fused_score_for_moe_aux_loss_fwd"] == 5 * 288
     assert flops["fused_topk_with_score_function_fwd"] == 6 * 48  # scaled by 2.5
     assert flops["fused_moe_aux_loss_fwd"] == 288 + 2 * 12
+
+
+METHOD = """
+    import onerank
+    from torch.utils import cpp_extension
+    onerank.register_extension_function("my_kernels::Cell.forward", lambda x: x.new_empty(3, 5))
+    cell = cpp_extension.load(name="my_kernels", sources=["k.cu"]).Cell(True, 64)
+"""
+
+
+def test_a_registered_method_of_an_extension_is_recorded(tmp_path):
+    statement = "assert cell.forward(weight).shape == (3, 5)"
+    graph = captured(tmp_path, script(METHOD, statement))
+    assert costs(graph, "my_kernels") == [("Cell.forward", UNKNOWN, 2 * 64 * 32, 2 * 3 * 5)]
