@@ -397,7 +397,8 @@ def _script_depth() -> int:
 
 def _bytes(tensor: Tensor) -> bytes:
     flat = raw(tensor).reshape(-1).cpu()
-    return flat.view(torch.uint8).numpy().tobytes()
+    # Signed: without a device unknown unsigned bytes are pixels, which have a stand-in.
+    return flat.view(torch.int8).numpy().tobytes()
 
 
 @lru_cache(maxsize=64)
