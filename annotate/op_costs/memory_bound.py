@@ -452,6 +452,11 @@ _GROUP_CYCLES, _GROUPED_PER_CYCLE, _NORMED_GROUPS_PER_CYCLE = 150.0, 0.93, 1.27
 # database of the H200.
 _NORMED_PER_CYCLE, _LONG_SOFTMAX_PER_CYCLE = 2.2, 1.1
 
+# Rows of layer and RMS norms. A block of 128 threads takes one row, however short it is: 131,072
+# rows of 128 in bf16 take an H100 91 us (torch 2.11, 2026-11-27-four-gpu-jobs-4xh100).
+_NORM_ROWS_PER_CYCLE = 1 / 161
+_SHORT_ROW = _NORMED_PER_CYCLE / _NORM_ROWS_PER_CYCLE
+
 # The same of `topk`, which reads a row once for every two bits of its numbers: 8 of 256 numbers in
 # 8192 rows take an H100 120 us (2026-11-27-small-operators-h100).
 _TOPK_PER_CYCLE = 0.08
@@ -480,6 +485,7 @@ def cycles_of(call: Call, operator_class: OpClass) -> float:
     stored = call.tensor(2 if "put" in op else 3) if op in STORES_BY_INDEX else None
     computes = _computes_addresses(call, operator_class) or (op == "copy_" and _casts(call))
     long_softmax = op in ("_softmax", "_log_softmax") and passes_of(call) > 1
+    short_rows = _short_rows(call)
     # Elements and their rate by the first rule that applies.
     rules = (
         (op in _PER_CYCLE, read, _PER_CYCLE.get(op, 1.0)),
@@ -488,6 +494,7 @@ def cycles_of(call: Call, operator_class: OpClass) -> float:
         (op in ("sort", "argsort"), _sorted_in_blocks(call), _SORTED_PER_CYCLE),
         (op == "searchsorted", _compared(call), _COMPARED_PER_CYCLE),
         (op == "topk" and not selects_in_blocks(call), read, _TOPK_PER_CYCLE),
+        (short_rows > 0, short_rows, _NORM_ROWS_PER_CYCLE),
         (op == "native_layer_norm", read, _NORMED_PER_CYCLE),
         (long_softmax, read, _LONG_SOFTMAX_PER_CYCLE),
         (operator_class is OpClass.REDUCTION, read, _REDUCED_PER_CYCLE),
@@ -529,6 +536,15 @@ def _sorted_in_blocks(call: Call) -> int:
         return 0
     row = keys.shape[-1]
     return keys.numel // row * 2 ** (row - 1).bit_length()
+
+
+def _short_rows(call: Call) -> int:
+    """Return the rows of a norm that are so short that their number determines its time."""
+    tensor = call.tensor(0)
+    norm = call.op in ("native_layer_norm", "_fused_rms_norm")
+    if not norm or tensor is None or not tensor.shape or not 0 < tensor.shape[-1] < _SHORT_ROW:
+        return 0
+    return tensor.numel // tensor.shape[-1]
 
 
 def _compared(call: Call) -> int:

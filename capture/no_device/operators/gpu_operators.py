@@ -308,7 +308,7 @@ def _weighted(args: Sequence[Any]) -> Tensor:
 
 
 def _first_contiguous(args: Sequence[Any]) -> list[Tensor]:
-    """Layer norms and softmax copy an operand that is not contiguous (SoftMax.cu)."""
+    """Norms and softmax copy an operand that is not contiguous (SoftMax.cu)."""
     return _copies(args[:1])
 
 
@@ -376,6 +376,8 @@ _BEFORE: dict[str, Callable[[Sequence[Any]], Any]] = {
     "cumprod": _operand_in_dtype,
     "native_layer_norm": _first_contiguous,
     "native_layer_norm_backward": _two_contiguous,
+    "_fused_rms_norm": _first_contiguous,
+    "_fused_rms_norm_backward": _two_contiguous,
     "_softmax": _first_contiguous,
     "_log_softmax": _first_contiguous,
     "_softmax_backward_data": _weighted,

@@ -355,7 +355,7 @@ def test_kernels_of_few_rows_expanded_copies_and_one_hot(tmp_path):
 TRANSPOSED = """
     import torch
     from torch import nn
-    model = nn.Sequential(nn.LayerNorm(32), nn.Softmax(-1)).cuda()
+    model = nn.Sequential({norm}(32), nn.Softmax(-1)).cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(5):
         images = torch.randn(4, 32, 8, device="cuda", requires_grad=True)
@@ -365,17 +365,21 @@ TRANSPOSED = """
 """
 
 
-def test_a_norm_copies_an_operand_that_is_not_contiguous(tmp_path):
-    """As in a vision transformer on an H100, whose patches are transposed (torch 2.11)."""
-    graph = capture(script(tmp_path, TRANSPOSED), tmp_path / "trace.et", "--like", "H100")
+@pytest.mark.parametrize(
+    ("norm", "operator"), [("LayerNorm", "native_layer_norm"), ("RMSNorm", "_fused_rms_norm")]
+)
+def test_a_norm_copies_an_operand_that_is_not_contiguous(tmp_path, norm: str, operator: str):
+    """As in transformers on H100s, of transposed patches and of parts of heads (torch 2.11)."""
+    text = TRANSPOSED.replace("{norm}", f"nn.{norm}")
+    graph = capture(script(tmp_path, text), tmp_path / "trace.et", "--like", "H100")
     nodes = graph.nodes
     operators = [
         graph.strings[int(code)].removeprefix("aten::")
         for code in nodes.op[np.argsort(nodes.start_ns, kind="stable")]
     ]
-    for norm in ("native_layer_norm", "native_layer_norm_backward"):
-        assert operators[operators.index(norm) - 1] == "copy_"
-    assert operators[operators.index("_softmax") - 1] == "native_layer_norm"  # contiguous
+    for each in (operator, f"{operator}_backward"):
+        assert operators[operators.index(each) - 1] == "copy_"
+    assert operators[operators.index("_softmax") - 1] == operator  # contiguous
 
 
 COMPILED = """
