@@ -214,7 +214,8 @@ def _absent(extension: Extension, function: str, extensions: EmulatedExtensions)
     """Return what stands for a name without a counterpart: an error when it is called.
 
     It is a class, since packages use classes of extensions in annotations and base classes. A name
-    in capitals is taken for a class, whose instance computes nothing until it is called.
+    with capitals and no underscore, as `sLSTMFunc`, is taken for a class, whose instance computes
+    nothing until it is called.
     """
     name_of_module = extension.module
 
@@ -233,7 +234,8 @@ def _absent(extension: Extension, function: str, extensions: EmulatedExtensions)
     class Absent(type):
         def __call__(cls, *_: Any, **__: Any) -> Any:
             # ColossalAI's optimizer creates one of C++ for parameters on the CPU, without a use.
-            if not function.rpartition(".")[2][:1].isupper():
+            name = function.rpartition(".")[2]
+            if name == name.lower() or "_" in name:
                 extensions.refuse(f"{name_of_module}::{function}")
             return Instance()
 

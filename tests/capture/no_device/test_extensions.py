@@ -365,12 +365,12 @@ def test_forms_of_a_fused_router_s_choice(tmp_path):
 METHOD = """
     import onerank
     from torch.utils import cpp_extension
-    onerank.register_extension_function("my_kernels::Cell.forward", lambda x: x.new_empty(3, 5))
-    cell = cpp_extension.load(name="my_kernels", sources=["k.cu"]).Cell(True, 64)
+    onerank.register_extension_function("my_kernels::sCell.forward", lambda x: x.new_empty(3, 5))
+    cell = cpp_extension.load(name="my_kernels", sources=["k.cu"]).sCell(True, 64)
 """
 
 
 def test_a_registered_method_of_an_extension_is_recorded(tmp_path):
     statement = "assert cell.forward(weight).shape == (3, 5)"
     graph = captured(tmp_path, script(METHOD, statement))
-    assert costs(graph, "my_kernels") == [("Cell.forward", UNKNOWN, 2 * 64 * 32, 2 * 3 * 5)]
+    assert costs(graph, "my_kernels") == [("sCell.forward", UNKNOWN, 2 * 64 * 32, 2 * 3 * 5)]
