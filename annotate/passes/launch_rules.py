@@ -198,10 +198,13 @@ _SCAN = (Launch("DeviceScanInitKernel", floors=0.35), Launch("DeviceScanKernel",
 
 _FEW_INDICES = 3072
 
-# Rows of a segment (`NROWS_PER_THREAD`), and elements of partial sums that an SM handles per cycle:
-# 6000 indices of 32,768 rows of 1280 take an H100 55 us in each of the two kernels, of 100,352 rows
-# of 3072 133 to 145.
-_SEGMENT_ROWS, _SUMMED_PER_CYCLE = 10, 0.53
+# Rows of a segment (`NROWS_PER_THREAD`), and elements of partial sums that an SM handles per cycle.
+# Both kernels have threads for as many rows as there are indices. Rows without a sum take a share
+# of the time of others, 0.42 and 0.33 in blocks of 1024 threads, next to nothing in smaller ones
+# (2026-11-27-embedding-backward-h100).
+_SEGMENT_ROWS, _SUMMED_PER_CYCLE = 10, 0.495
+_WITHOUT_PARTIAL, _WITHOUT_ROW, _IN_SMALL_BLOCK = 0.42, 0.33, 0.05
+_LARGEST_BLOCK = 1024
 
 
 def _embedding_backward(call: Call, target: Gpu) -> Sequence[Launch]:
@@ -219,8 +222,13 @@ def _embedding_backward(call: Call, target: Gpu) -> Sequence[Launch]:
     rows = table.shape[0] if table and table.shape else indices.numel
     distinct = rows * -expm1(indices.numel * log1p(-1 / rows)) if rows > 1 else 1.0
     partials = distinct + (indices.numel - distinct) / _SEGMENT_ROWS
-    sums_ns = partials * gradient.shape[-1] / (_SUMMED_PER_CYCLE * target.issue_rate_hz) * 1e9
-    sums = sums_ns / target.launch_floor_ns
+    row_ns = gradient.shape[-1] / (_SUMMED_PER_CYCLE * target.issue_rate_hz) * 1e9
+    row = row_ns / target.launch_floor_ns
+    shares = (_WITHOUT_PARTIAL, _WITHOUT_ROW)
+    if gradient.shape[-1] < _LARGEST_BLOCK:
+        shares = (_IN_SMALL_BLOCK, _IN_SMALL_BLOCK)
+    partial_sums = partials + shares[0] * (indices.numel - partials)
+    row_sums = distinct + shares[1] * (indices.numel - distinct)
     zero = Launch("vectorized_elementwise_kernel", op=FILL, written_bytes=call.output_bytes)
     if indices.numel <= _FEW_INDICES:
         # A block takes one index after another: 37 ns each for rows of 512 elements, 56 for 4096,
@@ -238,8 +246,8 @@ def _embedding_backward(call: Call, target: Gpu) -> Sequence[Launch]:
         Launch("compute_num_of_partial_segments", floors=0.45),
         Launch("krn_partial_segment_offset", floors=0.6),
         # One writes float32 sums of segments, the other reads them.
-        Launch("compute_grad_weight", 0.5, floors=sums),
-        Launch("sum_and_scatter", 0.5, floors=sums),
+        Launch("compute_grad_weight", 0.5, floors=row * partial_sums),
+        Launch("sum_and_scatter", 0.5, floors=row * row_sums),
     )
 
 

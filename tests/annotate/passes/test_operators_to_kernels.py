@@ -178,6 +178,26 @@ def test_sorts_and_selections_as_on_an_h100(tokens, expected):
         assert sum(launch.share for launch in launches) == 1
 
 
+@pytest.mark.parametrize(
+    ("words", "width", "tokens", "sums_us"),
+    [
+        (32768, 1280, 16384, (148.5, 144.2)),
+        (32768, 1280, 32768, (277.9, 250.7)),
+        (152064, 4096, 16384, (479.2, 487.4)),
+        (8192, 512, 16384, (33.0, 24.2)),
+    ],
+)
+def test_sums_of_an_embedding_by_random_indices(words, width, tokens, sums_us):
+    """Blocks without a sum take time, too (2026-11-27-embedding-backward-h100)."""
+    index, gradient = tensor(tokens, dtype="int64"), tensor(tokens, width)
+    launches = launched("embedding_dense_backward", gradient, index, outputs=[tensor(words, width)])
+    floor_us = load_gpu("H100").launch_floor_ns / 1000
+    for launch, measured_us in zip(launches[-2:], sums_us, strict=True):
+        assert launch.floors * floor_us == pytest.approx(measured_us, rel=0.24)
+    total_us = sum(launch.floors for launch in launches[-2:]) * floor_us
+    assert total_us == pytest.approx(sum(sums_us), rel=0.12)
+
+
 def test_attention_as_on_an_h100():
     heads_first = tensor(2, 8, 4096, 128), tensor(2, 2, 4096, 128)
     heads_last = tensor(2, 4096, 8, 128), tensor(2, 4096, 2, 128)
