@@ -150,6 +150,9 @@ def test_a_table_of_operators(tmp_path, suffix):
         ({"op": "attention", "heads": 6, "kv_heads": 4, "seq": 8, "head_dim": 8}, "predict-size"),
         ({}, "predict-row"),
         ({"op": "norm", "rows": 8}, "predict-column"),
+        ({"op": "norm", "m": "a", "n": 8}, "predict-type"),
+        ({"op": "norm", "m": 8.5, "n": 8}, "predict-type"),
+        ({"op": "attention", "heads": 8, "seq": 8, "head_dim": 8, "causal": "no"}, "predict-type"),
     ],
 )
 def test_what_is_no_call(call, code):

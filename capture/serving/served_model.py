@@ -62,14 +62,17 @@ def read_config(path: Path) -> Any:
     except Exception as error:
         # A configuration checks its values itself, with errors of many classes.
         raise CaptureError(
-            f"{file}: transformers does not read this configuration of {kind!r}: "
-            f"{str(error).splitlines()[0]}",
+            f"{file}: transformers does not read this configuration of {kind!r}: {_cause(error)}",
             code="serve-model-unknown",
         ) from error
     if type(config) not in AutoModelForCausalLM._model_mapping:  # pyright: ignore[reportPrivateUsage]
         raise CaptureError(
             f"{file}: transformers has no causal language model for {kind!r}",
             code="serve-model-unknown",
+        )
+    if config.get_text_config().num_hidden_layers == 0:
+        raise CaptureError(
+            f"{file}: the model has no layers (num_hidden_layers is 0)", code="serve-model-unknown"
         )
     if getattr(config, "quantization_config", None) is not None:
         raise CaptureError(
@@ -108,15 +111,18 @@ def build_model(config: Any, device: str, *, shapes_only: bool) -> Any:
         # Models check their configuration themselves, with errors of many classes.
         raise CaptureError(
             f"transformers does not build a model of this {type(config).__name__}: "
-            f"{type(error).__name__}: {_first_line(error)}\n"
+            f"{type(error).__name__}: {_cause(error)}\n"
             "  check the sizes and lists of layers in the configuration",
             code="serve-model-unknown",
         ) from error
     return model.eval()
 
 
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), "")
+def _cause(error: Exception) -> str:
+    """Return the first line of an error, with the next one if it only introduces that."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    introduces = bool(lines) and lines[0].endswith(":")
+    return " ".join(lines[: 2 if introduces else 1])
 
 
 def adopt_model(model: Any) -> Any:
@@ -736,7 +742,7 @@ def give_attention_scopes(step: RepeatableStep) -> None:
             raise _own_attention(type(model).__name__, error) from error
         raise CaptureError(
             f"{type(model).__name__} does not run a step of an engine: {type(error).__name__}: "
-            f"{_first_line(error)}",
+            f"{_cause(error)}",
             code="serve-step-failed",
         ) from error
     finally:
@@ -768,7 +774,7 @@ def check_layer_types(step: RepeatableStep) -> None:
 
 
 def _own_attention(name: str, error: Exception | None = None) -> CaptureError:
-    cause = "" if error is None else f" ({type(error).__name__}: {_first_line(error)})"
+    cause = "" if error is None else f" ({type(error).__name__}: {_cause(error)})"
     return CaptureError(
         f"{name} does not look up its attention in transformers' AttentionInterface, or needs "
         "another cache than one of keys and values, as an indexer and linear attention do, so its "

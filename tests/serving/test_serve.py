@@ -566,7 +566,8 @@ def test_the_first_cuda_graph_is_as_fast_as_later_ones(tmp_path: Path):
         ({}, "serve-no-config"),
         ({"model_type": "no-such-model"}, "serve-model-unknown"),
         ({"model_type": "vit"}, "serve-model-unknown"),
-        ({**LLAMA, "hidden_size": "wide"}, "serve-model-unknown"),
+        ({**LLAMA, "num_hidden_layers": 0}, "serve-model-unknown"),
+        ({**LLAMA, "max_position_embeddings": 1}, "grid-beyond-context"),
         # Layers that share keys, and none that has them; the model's constructor raises.
         ({**LLAMA, "model_type": "gemma3n_text", "num_kv_shared_layers": 2}, "serve-model-unknown"),
         ({**LLAMA, "quantization_config": {"quant_method": "fp8"}}, "serve-quantised"),
@@ -579,6 +580,19 @@ def test_a_model_that_is_not_served(tmp_path: Path, config: dict[str, Any], code
     assert done.returncode == 2
     assert f"error[{code}]: " in done.stderr
     assert not output.exists()
+
+
+@pytest.mark.parametrize(
+    ("size", "value", "named"),
+    [("hidden_size", "wide", "'wide'"), ("num_attention_heads", 7, "(7)")],
+)
+def test_the_value_that_a_configuration_refuses_is_named(
+    tmp_path: Path, size: str, value: int | str, named: str
+):
+    with pytest.raises(CaptureError) as error:
+        read_config(written(tmp_path, {**LLAMA, size: value}))
+    assert error.value.code == "serve-model-unknown"
+    assert named in str(error.value)
 
 
 def test_a_model_whose_step_fails(tmp_path: Path):

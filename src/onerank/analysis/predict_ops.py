@@ -6,6 +6,7 @@ wire bytes over a bus bandwidth, as in `onerank replay --busbw-gb-s`.
 """
 
 import json
+import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -44,6 +45,14 @@ _BLOCK, _FOUR_BIT_BLOCK = 128, 16
 FUNCTIONS = ("add", "mul", "silu", "gelu", "exp", "copy_")
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
+
+# Type of a field's default -> types of its values, NumPy's included.
+_TYPES: dict[type, tuple[type, str]] = {
+    bool: (bool, "true or false"),
+    int: (numbers.Integral, "an integer"),
+    float: (numbers.Real, "a number"),
+    str: (str, "a name"),
+}
 
 _BUS_BANDWIDTH_NOTE = "link_bandwidth_gb_per_s of the description: give a measured busbw_gb_s"
 
@@ -101,8 +110,17 @@ class OpCall:
         """Check the call.
 
         Raises:
-            AnnotateError: a name is unknown, or a size is missing or below 1.
+            AnnotateError: a value has another type, a name is unknown, or a size is missing or
+                below 1.
         """
+        for field in fields(self):
+            value = getattr(self, field.name)
+            kind, text = _TYPES[type(field.default) if field.name != "op" else str]
+            # bool is a subclass of int.
+            if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+                raise AnnotateError(
+                    f"{field.name} is {value!r}\n  give {text}", code="predict-type"
+                )
         for name, value, choices in (
             ("op", self.op, OPS),
             ("dtype", self.dtype, tuple(DTYPES) if self.op == "gemm" else _WIDE),
@@ -242,6 +260,7 @@ def op_calls(rows: Sequence[Mapping[str, Any]]) -> list[OpCall]:
         AnnotateError: a column is unknown, or a row is not a valid call.
     """
     columns = {field.name for field in fields(OpCall)}
+    sizes = {field.name for field in fields(OpCall) if type(field.default) is int}
     calls: list[OpCall] = []
     for number, row in enumerate(rows, 1):
         if unknown := [name for name in row if name not in columns]:
@@ -249,7 +268,12 @@ def op_calls(rows: Sequence[Mapping[str, Any]]) -> list[OpCall]:
                 f"unknown column {unknown[0]!r}\n  known are {', '.join(sorted(columns))}",
                 code="predict-column",
             )
-        values = {name: value for name, value in row.items() if value not in (None, "")}
+        values: dict[str, Any] = {
+            # pandas writes integers of a column with empty cells as 128.0.
+            name: int(value) if name in sizes and _is_whole(value) else value
+            for name, value in row.items()
+            if value not in (None, "")
+        }
         with errors_at(f"row {number}"):
             try:
                 calls.append(OpCall(**values))
@@ -401,3 +425,7 @@ def _bound(root: Term) -> str:
     if not parts:  # the operator runs several GEMMs one after another
         return "compute"
     return _BOUNDS[max(parts, key=lambda term: term.value).name]
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, float) and value.is_integer()

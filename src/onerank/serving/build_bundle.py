@@ -193,8 +193,19 @@ class _GridRun:
         wanted: WantedError | None,
         progress: Progress,
     ) -> "_GridRun":
-        """Return the run without points; a grid that is None is derived from the model."""
+        """Return the run without points; a grid that is None is derived from the model.
+
+        Raises:
+            CaptureError: no composition of the derived grid fits into the model's context.
+        """
         grid = grid or default_grid(model.longest)
+        if not grid:
+            raise CaptureError(
+                f"sequences of the model have at most {model.longest} tokens, and all compositions "
+                "of the default grid have more\n"
+                "  give --grid, such as 'prefill: tokens=1 context=0'",
+                code="grid-beyond-context",
+            )
         return cls(model, record, measurement_order(grid) if wanted else grid, wanted, progress)
 
     def complete_from_store(self) -> bool:
