@@ -236,3 +236,23 @@ def test_gradients_leave_a_captured_stage_after_its_backward(tmp_path: Path) -> 
     step = replayed(graphs)
     assert step.step_ns == pytest.approx(forward + of_last + backward, rel=0.02)
     assert step.bubble_ns > 0.1 * step.step_ns
+
+
+def kept_trace(name: str, directory: Path) -> Graph:
+    file = directory / "trace.et"
+    file.write_bytes(gzip.decompress((Path(__file__).parents[2] / "traces" / name).read_bytes()))
+    return onerank.read(file)
+
+
+def test_a_step_of_inference_keeps_its_order(tmp_path: Path) -> None:
+    graph = kept_trace("h100-llama-8b-prefill/8192.et.gz", tmp_path)
+    done = replayed([graph])
+    assert done.compute_ns == pytest.approx(graph.nodes.duration_ns[graph.compute].sum(), rel=1e-3)
+    assert done.bubble_ns == 0
+    with raises_code("pipeline-own-micro-batches", naming="--micro-batches"):
+        replay_job([graph], INSTANT, PipelineSchedule.parse("gpipe"), 2)
+
+
+def test_a_capture_without_times_is_refused(tmp_path: Path) -> None:
+    with raises_code("replay-no-durations", naming="rank 0"):
+        replayed([kept_trace("h100-torchtitan-fsdp4/trace.et.gz", tmp_path)])

@@ -20,7 +20,7 @@ from onerank.converters.expand.pipeline.stages import group_stages
 from onerank.display import Displayed
 from onerank.ir import Graph, Kind, World
 from onerank.ir.arrays import I64, Mask, union_duration_ns
-from onerank.ir.errors import ExportError
+from onerank.ir.errors import ExportError, GraphError
 from onerank.ir.replay import ReplayedRank, ReplayTimes, replay_without_profiler
 from onerank.plan.cluster import ClusterNetwork
 from onerank.plan.pipeline_step import step_of
@@ -63,7 +63,8 @@ def replay_job(
 
     Args:
         graphs: one per class of equivalent ranks. Several ranks without a pipeline wait for each
-            other in the collectives of groups that they share.
+            other in the collectives of groups that they share. Ranks of inference, which has no
+            backward, keep the order of their traces.
         network: times the communication.
         schedule: order of forwards and backwards. Ranks whose script runs its own pipeline keep
             the order of their trace instead.
@@ -73,20 +74,30 @@ def replay_job(
     Raises:
         ExportError: the graphs are not the stages of one pipeline, or do not fit the schedule; a
             rank has two graphs; or `micro_batches` is given for ranks that keep their order.
-        GraphError: a graph has a cycle, or takes no time.
+        GraphError: a graph has a cycle, or its compute nodes take no time.
     """
-    stages = graphs[0].job.world.sizes.get(AXIS, 1)
-    if stages > 1 and graphs[0].job.pipeline is None:
+    for graph in graphs:
+        # The network would time communication alone.
+        if graph.compute.any() and not graph.nodes.duration_ns[graph.compute].any():
+            raise GraphError(
+                f"no compute node of rank {graph.job.rank} takes time\n"
+                "  annotate the trace for a GPU first: annotate --target H100 ...",
+                code="replay-no-durations",
+            )
+    job = graphs[0].job
+    stages = job.world.sizes.get(AXIS, 1)
+    one_stage = stages == 1 and len(graphs) == 1
+    if job.inference is not None or not (one_stage or (stages > 1 and job.pipeline is not None)):
         if micro_batches is not None:
             raise ExportError(
-                f"--micro-batches {micro_batches}: the script runs its own pipeline schedule, so "
-                "the step keeps the micro-batches of its trace\n"
+                f"--micro-batches {micro_batches} is of a schedule, and these ranks keep the order "
+                "of their traces: ranks of inference, of a script that runs its own pipeline, and "
+                "several without a pipeline do\n"
                 "  leave out --micro-batches, or capture with another number of them",
                 code="pipeline-own-micro-batches",
             )
-        return _joint_step(_pipeline(graphs), network)
-    if stages == 1 and len(graphs) > 1:
-        return _joint_step(_separate_ranks(graphs), network)
+        together = _pipeline(graphs) if stages > 1 else _separate_ranks(graphs)
+        return _joint_step(together, network)
     if stages % schedule.chunks:
         raise ExportError(
             f"--schedule {schedule} puts {schedule.chunks} stages on each rank, which does not "
