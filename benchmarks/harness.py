@@ -1,13 +1,17 @@
-"""Command line of a benchmark, and the conditions that it prints."""
+"""Command line of a benchmark, and the conditions and errors that it prints."""
 
 import argparse
 import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
+
+import numpy as np
+
+from onerank.ir.arrays import F64, Mask
 
 
 def parser_of(document: str | None) -> argparse.ArgumentParser:
@@ -67,6 +71,21 @@ def given_folder(document: str | None, *names: str) -> Path:
     print_conditions()
     print(text)
     return folder
+
+
+def print_errors(error: F64, inside: Mask, groups: Mapping[str, Mask]) -> None:
+    """Print the errors of each group of calls, and the share of them inside the interval.
+
+    Args:
+        error: of each call, in percent of the measured time, float64[n].
+        inside: whether its measured time is inside the interval of the prediction, bool[n].
+        groups: name -> calls, bool[n]; a group without calls is not printed.
+    """
+    print(f"\n{'percent':18}{'calls':>6}{'median':>8}{'mean':>8}{'signed':>8}{'inside':>8}")
+    for group, chosen in groups.items():
+        if (of := error[chosen]).size:
+            print(f"{group:18}{len(of):6}{np.median(np.abs(of)):8.1f}{np.abs(of).mean():8.1f}"
+                  f"{of.mean():+8.1f}{100 * inside[chosen].mean():7.0f}%")  # fmt: skip
 
 
 def order_agreement(times: Sequence[tuple[float, float]]) -> str:

@@ -10,8 +10,8 @@ vectors of 576 bf16 elements. Caches rotate through 400 MB, so that they come fr
 is the sum of the medians of both kernels: the attention of each part of the keys, and their
 combination. The kernel that divides the keys runs once per step in engines, and is not counted.
 
-`compare` prints the error of `annotate` in percent of the measured time. Its figures were fitted to
-other sizes than those of `measure`.
+`compare` prints the error of `annotate` in percent of the measured time. The coefficients of
+`flash_mla` were fitted to other sizes than those that `measure` runs.
 """
 
 import csv
@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from benchmarks.harness import gpus_and_torch, parser_of, print_conditions
+from benchmarks.harness import gpus_and_torch, parser_of, print_conditions, print_errors
 from onerank.annotate import load_gpu
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.coefficients import shipped
@@ -160,11 +160,7 @@ def compare(table: Path, name: str) -> None:
     inside = (low <= measured_ns) & (measured_ns <= high)
     groups = {"all": ones > 0} | {f"{h:.0f} heads": heads == h for h in np.unique(heads)}
     groups |= {"over 20 us": measured_ns > 20e3, "up to 20 us": measured_ns <= 20e3}
-    print(f"\n{'percent':14}{'calls':>6}{'median':>8}{'mean':>8}{'signed':>8}{'inside':>8}")
-    for group, chosen in groups.items():
-        of = error[chosen]
-        print(f"{group:14}{len(of):6}{np.median(np.abs(of)):8.1f}{np.abs(of).mean():8.1f}"
-              f"{of.mean():+8.1f}{100 * inside[chosen].mean():7.0f}%")  # fmt: skip
+    print_errors(error, inside, groups)
 
 
 def main() -> None:
