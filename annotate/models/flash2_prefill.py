@@ -48,7 +48,7 @@ class TileCycles:
 
     Attributes:
         alone: for each block of keys, if it has an SM for itself.
-        shared: of an SM for each block of keys of two thread blocks.
+        shared: of an SM for each block of keys of two thread blocks; None: it has one at a time.
         prologue: before and after the keys.
         window: more for each block of keys if the call has a window.
         edge: more for each block of keys at the edge of a causal mask.
@@ -56,7 +56,7 @@ class TileCycles:
     """
 
     alone: float
-    shared: float
+    shared: float | None
     prologue: float
     window: float
     edge: float
@@ -68,7 +68,7 @@ FLASH2_TILES = {
         64: TileCycles(4550, 3450, 4070, 3000, 1260, 4120),
         96: TileCycles(3650, 2280, 4500, 900, 800, 1500),
         128: TileCycles(3700, 2980, 4500, 900, 800, 4100),
-        192: TileCycles(4900, 6800, 4620, 626, 800, 1500),
+        192: TileCycles(4900, None, 4620, 626, 800, 1500),
         256: TileCycles(5280, 3220, 4750, 231, 800, 1500),
     }
 }
@@ -137,8 +137,8 @@ def flash2_schedule_terms(gpu: Gpu, shapes: F64, *, training: bool) -> ScheduleT
     """
     clock_hz = gpu.clock_hz if training else gpu.max_clock_hz
     # An overridden peak of the tensor cores changes the cycles of products.
-    peaks = (before.peak_tensor_flops_per_s("bfloat16") for before in (without_overrides(gpu), gpu))
-    described, peak = peaks
+    described = without_overrides(gpu).peak_tensor_flops_per_s("bfloat16")
+    peak = gpu.peak_tensor_flops_per_s("bfloat16")
     speed = peak / described if peak and described else 1.0
     calls, place = np.unique(shapes, axis=0, return_inverse=True)
     cycles = np.empty(len(calls))
@@ -147,10 +147,9 @@ def flash2_schedule_terms(gpu: Gpu, shapes: F64, *, training: bool) -> ScheduleT
         batch, heads, _, rows, keys, d, _, causal, _ = call
         size = _padded(d)
         of_size = FLASH2_TILES[gpu.architecture][size]
-        alone, pair = of_size.alone / speed, 2 * of_size.shared / speed
-        work = _work(of_size, alone, _key_blocks(size, rows, keys, causal))
+        work = _work(of_size, of_size.alone / speed, _key_blocks(size, rows, keys, causal))
         places = _TILES[size][2]
-        share = min(1.0, alone / pair) if places > 1 else 1.0
+        share = min(1.0, of_size.alone / (2 * of_size.shared)) if of_size.shared else 1.0
         cycles[i] = _makespan(tuple(work.tolist()), batch * heads, gpu.sm_count, places, share)
         blocks[i] = batch * heads * len(work)
     return ScheduleTerms(

@@ -6,9 +6,9 @@ blocks of 64 keys, and 5 more for each sequence that a part begins. A thread blo
 part; the one with most to do determines the time. A second kernel combines the parts of each
 sequence. It returns at once where a sequence is in one part.
 
-Each piece of a sequence begins with loads that nothing hides, and the more heads, the longer its
-end. Blocks wait for memory, the longer the more SMs load: the exponent of the sum of both is below
-one.
+Each piece of a sequence begins with loads that no computation hides. Its end takes longer with more
+heads. Blocks wait for memory, and wait longer when more SMs load, so computation and memory add up
+with an exponent below one: the sum exceeds both times together.
 """
 
 import math
@@ -22,9 +22,12 @@ from onerank.annotate.models.attention_time import AttentionTerms
 from onerank.annotate.models.gemm_tiles import p_norm
 from onerank.ir.arrays import F64, Mask
 
-_KEYS, _VALUES = 576, 512  # widths of a latent vector and of its leading part, the only ones it has
+_KEYS, _VALUES = 576, 512  # the only widths of a latent vector and of its leading part, the values
+# Keys of a block, blocks that `get_mla_metadata` adds for each sequence, and heads of a tile.
 _BLOCK, _OVERHEAD, _HEADS = 64, 5, 64
 _ROWS = 8  # heads of a thread block that combines parts
+_ITEM_BYTES = 2  # of latent vectors and results, in 16 bits
+_PART_BYTES = 4  # of the results of parts, in float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +36,18 @@ class FlashMla:
 
     Attributes:
         floor: launch floors of the first.
-        piece_cycles: of a piece of a sequence, and more with 64 heads, in proportion to fewer.
+        piece_cycles: of a piece of a sequence: without heads, and what 64 heads add; fewer heads
+            add in proportion.
         block_cycles: of a block of keys.
-        bandwidth_share: share of the described bandwidth at which all keys count.
-        overlap: exponent of how both times add up.
+        bandwidth_share: bandwidth for all keys over the described one. It is not a rate that the
+            kernel reaches: it exceeds 1 because `overlap` lengthens the sum.
+        overlap: exponent with which the times of computation and memory add up.
         combine_floor: launch floors of the second.
-        combine_grid_ns: its time for the root of the number of thread blocks of an SM.
-        combine_ns: its time for the parts of the most divided sequence: at least, and for each.
-        combine_bandwidth_share: share of the bandwidth at which it reads the parts.
-        combine_overlap: exponent of how both times add up.
+        combine_grid_ns: its time with one thread block per SM; it grows with the square root of
+            their number.
+        combine_ns: its time for the most divided sequence: without parts, and for each part.
+        combine_bandwidth_share: as `bandwidth_share`, for reading the parts.
+        combine_overlap: as `overlap`.
     """
 
     floor: float
@@ -73,8 +79,9 @@ FLASH_MLA = {
 """Architecture -> coefficients.
 
 Fitted to 648 of 1,190 calls on an H100 and an H200 (torch 2.11; 8 to 128 heads, 1 to 96 sequences
-of 64 to 12,288 tokens, caches of 400 MB in turn). The sums of both kernels of the other 542, of
-other sizes, are 3.8 to 5.9% off in the mean, short or long (2026-11-27-flash-mla-2-hopper).
+of 64 to 12,288 tokens, caches in turn so that keys come from memory). For the other 542 calls, of
+other sizes, the sum of both kernels is 4.5 to 5.9% off in the mean on each GPU, both up to 20 us
+and above (2026-11-27-flash-mla-2-hopper).
 """
 
 
@@ -144,7 +151,7 @@ def flash_mla_terms(gpu: Gpu, shapes: F64) -> AttentionTerms:
     blocks = np.array([plan.blocks for plan in plans], dtype=np.float64)
     least, by_heads = c.piece_cycles
     piece_cycles = least + by_heads * np.minimum(heads * rows, _HEADS) / _HEADS
-    moved = 2 * batch * np.ceil(keys / _BLOCK) * _BLOCK * _KEYS
+    moved = _ITEM_BYTES * batch * np.ceil(keys / _BLOCK) * _BLOCK * _KEYS
     return AttentionTerms(
         floor_ns=c.floor * gpu.launch_floor_ns,
         compute_ns=(pieces * piece_cycles + blocks * c.block_cycles) / gpu.max_clock_hz * 1e9,
@@ -170,7 +177,7 @@ def combination_ns(gpu: Gpu, batch: int, heads: int, keys: int) -> float:
         return at_least
     least, each = c.combine_ns
     waiting = least + each * plan.most
-    moved = heads * (4 * plan.parts + 2 * plan.divided) * _VALUES  # parts in float32
+    moved = heads * (_PART_BYTES * plan.parts + _ITEM_BYTES * plan.divided) * _VALUES
     by_memory = moved / (c.combine_bandwidth_share * gpu.bandwidth_bytes_per_s) * 1e9
     both = p_norm(c.combine_overlap, np.array([waiting]), np.array([by_memory]))
     return at_least + float(both[0])
