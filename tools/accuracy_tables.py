@@ -10,7 +10,7 @@ be empty.
 A page has a table between `<!-- claim: NAME -->` and `<!-- end -->`. NAME is one of
 
 - a claim: a line for each of its rows,
-- a table of `_WIDE`: a line for each case, and a column for each kind of figure,
+- a table of `_WIDE_TABLES`: a line for each case, and a column for each kind of figure,
 - `headline`: the rows that are marked as headline.
 
 Columns with the same value in all lines, and the names of the files, stand below the table.
@@ -67,19 +67,19 @@ class _Column:
 
 
 @dataclass(frozen=True)
-class _Wide:
+class _WideTable:
     """A table with a line for each case: rows with equal `keys` share a line."""
 
     claims: tuple[str, ...]
     keys: tuple[str, ...]
     columns: tuple[_Column, ...]
     hardware: str = ""
-    """How the hardware of the rows begins."""
+    """Prefix of the hardware of the rows that the table shows."""
     omits: tuple[str, ...] = ()
     """Figures that follow from others of the line, such as predicted from measured and error."""
 
 
-def _of_lengths(suffix: str = "") -> _Wide:
+def _of_lengths(suffix: str = "") -> _WideTable:
     """Return the table of errors and of interval coverage over and under 10 us."""
     columns: list[_Column] = []
     for length in ("over 10 us", "under 10 us"):
@@ -91,16 +91,16 @@ def _of_lengths(suffix: str = "") -> _Wide:
             _Column("inside", "measured", inside),
             _Column("lowest", "measured", lowest, with_hardware=True),
         ]
-    return _Wide((f"held-out{suffix}", f"intervals{suffix}"), ("case",), tuple(columns))
+    return _WideTable((f"held-out{suffix}", f"intervals{suffix}"), ("case",), tuple(columns))
 
 
 _ONE, _EACH = "one slice, the median rank", "each slice, the rank of its GPU"
 _ACTIVE = "the same, NVLink active"
 
 
-def _of_slices(claim: str, what: str) -> _Wide:
+def _of_slices(claim: str, what: str) -> _WideTable:
     """Return the table of a time of the slices, compared in three ways."""
-    return _Wide(
+    return _WideTable(
         (claim,),
         ("case", "hardware", "file"),
         (
@@ -117,10 +117,10 @@ def _in_astra_sim(conditions: str, heading: str = "") -> _Column:
     return _Column(f"ASTRA-sim, {heading or conditions}", "error", where)
 
 
-_WIDE: dict[str, _Wide] = {
+_WIDE_TABLES: dict[str, _WideTable] = {
     "held-out": _of_lengths(),
     "held-out-datasheet": _of_lengths("-datasheet"),
-    "intervals-within-a-gpu": _Wide(
+    "intervals-within-a-gpu": _WideTable(
         ("intervals-within-a-gpu",),
         ("case", "predicted"),
         (
@@ -131,7 +131,7 @@ _WIDE: dict[str, _Wide] = {
             _Column("in all", "conditions", {"hardware": "all"}),
         ),
     ),
-    "decode": _Wide(
+    "decode": _WideTable(
         ("decode",),
         ("case", "hardware"),
         (
@@ -139,7 +139,7 @@ _WIDE: dict[str, _Wide] = {
             _Column("CUDA graph", "error", {"conditions": "CUDA graph"}),
         ),
     ),
-    "quantising-kernels": _Wide(
+    "quantising-kernels": _WideTable(
         ("quantising-kernels",),
         ("case", "hardware"),
         (
@@ -147,7 +147,7 @@ _WIDE: dict[str, _Wide] = {
             _Column("under 10 us", "error", {"conditions": "under 10 us"}),
         ),
     ),
-    "unlike-gpus": _Wide(
+    "unlike-gpus": _WideTable(
         ("unlike-gpus",),
         ("case",),
         tuple(
@@ -159,7 +159,7 @@ _WIDE: dict[str, _Wide] = {
             )
         ),
     ),
-    "another-vendor": _Wide(
+    "another-vendor": _WideTable(
         ("another-vendor",),
         ("case",),
         tuple(
@@ -173,7 +173,7 @@ _WIDE: dict[str, _Wide] = {
     ),
     "slice-step": _of_slices("slice-step", "step of the slice"),
     "slice-compute": _of_slices("slice-compute", "compute of the slice"),
-    "slice-counts": _Wide(
+    "slice-counts": _WideTable(
         ("slice-kernels", "slice-memory"),
         ("case", "hardware", "file"),
         (
@@ -184,7 +184,7 @@ _WIDE: dict[str, _Wide] = {
             _Column("error", "error", {"claim": "slice-memory"}),
         ),
     ),
-    "step-of-two-gpus": _Wide(
+    "step-of-two-gpus": _WideTable(
         ("step-in-astra-sim", "step-in-astra-sim-no-host", "step-in-loggopsim"),
         ("case", "hardware", "measured", "file"),
         (
@@ -196,7 +196,7 @@ _WIDE: dict[str, _Wide] = {
         hardware="2 x",
         omits=("predicted",),
     ),
-    "step-of-four-gpus": _Wide(
+    "step-of-four-gpus": _WideTable(
         ("step-of-slice", "step-in-astra-sim"),
         ("case", "hardware", "measured", "file"),
         (
@@ -214,7 +214,8 @@ _WIDE: dict[str, _Wide] = {
 }
 
 _NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
-# Explanations such as `(baseline 16.3%)`; the word moves into the heading.
+# The word of a comparison in a cell, such as `(baseline 16.3%)`. If all cells of a column have the
+# same, the heading shows it instead.
 _COMPARED = re.compile(r"\((baseline|roofline|ratio) ")
 
 
@@ -248,7 +249,7 @@ def rows_of_table(name: str, rows: list[Row]) -> list[Row]:
     """Return the rows that the table of a page shows."""
     if name == "headline":
         return [{**row, "prediction": _TITLES[row["claim"]]} for row in rows if row["headline"]]
-    wide = _WIDE.get(name)
+    wide = _WIDE_TABLES.get(name)
     if wide is None:
         return [row for row in rows if row["claim"] == name]
     return [
@@ -258,7 +259,7 @@ def rows_of_table(name: str, rows: list[Row]) -> list[Row]:
     ]
 
 
-def _wide_lines(wide: _Wide, rows: list[Row]) -> list[dict[str, str]]:
+def _wide_lines(wide: _WideTable, rows: list[Row]) -> list[dict[str, str]]:
     """Return the lines of a wide table, by column.
 
     Raises:
@@ -275,7 +276,7 @@ def _wide_lines(wide: _Wide, rows: list[Row]) -> list[dict[str, str]]:
                 continue
             if str(number) in line:
                 raise ValueError(f"two figures for {column.heading} of {row}")
-            # The memory of a GPU would widen the column and does not tell two of a table apart.
+            # No such column has GPUs that differ in memory alone; the suffix would widen it.
             hardware = f" {row['hardware'].removesuffix('-80GB')}" if column.with_hardware else ""
             line[str(number)] = row[column.cell] + hardware
             shown.add(column.cell)
@@ -358,7 +359,7 @@ def filled(page: str, rows: list[Row], to_results: str) -> str:
         selected = rows_of_table(name, rows)
         if not selected:
             raise KeyError(name)
-        if wide := _WIDE.get(name):
+        if wide := _WIDE_TABLES.get(name):
             lines = _wide_lines(wide, selected)
             columns = [key for key in wide.keys if key != "file"]
             figures = {str(number): column.heading for number, column in enumerate(wide.columns)}

@@ -123,7 +123,7 @@ class AttentionSizes(NamedTuple):
 # `CausalVariant.LOWER_RIGHT` of torch.nn.attention.bias: the mask is aligned with the last key.
 LOWER_RIGHT = 2
 # Not torch's: a window hides keys, and `keys` counts those that a tile of queries sees in the mean.
-# The last queries may see more than that; their number of more keys is added to this value.
+# The last queries may see more keys than the mean; the difference is added to this value.
 WINDOWED = 3
 
 
@@ -133,7 +133,7 @@ class AttentionShape(NamedTuple):
     Attributes:
         batch: as in `AttentionSizes`, like all fields up to `dv`.
         causal: 0 without a causal mask, 1 if it is aligned with the first key, `LOWER_RIGHT`, or
-            `WINDOWED` and more.
+            from `WINDOWED` on with a window.
         backward: 1 for the backward pass, 0 for the forward.
     """
 

@@ -407,6 +407,10 @@ _TABLE_STATES: dict[str, int | None] = {
     "lamb": None,
 }
 
+# Positions of arguments, in fbgemm_gpu 1.8. Offsets of columns have one number more than tables.
+# Lookup: 1 weights, 6 offsets of columns, 10 indices, 11 offsets of bags. Backward: 0 gradient,
+# 2 weights, 7 offsets of columns, 12 indices.
+
 # Radix sort of a looked-up row and its place in the batch: bytes that a pass moves, bits it sorts.
 _SORTED_BYTES, _SORTED_BITS = 8 + 4, 8
 

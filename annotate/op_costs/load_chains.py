@@ -90,9 +90,10 @@ def _reduction(call: Call) -> float:
         return 0.0
     if call.op in VARIANCES:
         loads = division.values_read / _WELFORD_TOGETHER
-        # The columns of a thread wait together for its loads: half of their divisions overlap, as 3
-        # and 40 rows of three widths show. If blocks share a column, a thread reads more values
-        # than these, so all columns count.
+        # The columns of a thread wait together for its loads, and about half of their divisions
+        # overlap: 3 and 40 rows of three widths are then 27% too short to 36% too long, instead of
+        # up to 153% too long (2026-11-27-small-operators-again-h100). If blocks share a column, a
+        # thread reads more values than these, so all columns count.
         shared = division.values_read < division.values
         columns = division.vector if shared else max(1.0, division.vector / 2)
         return loads * columns * _WELFORD

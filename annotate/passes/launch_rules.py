@@ -224,11 +224,11 @@ def _embedding_backward(call: Call, target: Gpu) -> Sequence[Launch]:
     partials = distinct + (indices.numel - distinct) / _SEGMENT_ROWS
     row_ns = gradient.shape[-1] / (_SUMMED_PER_CYCLE * target.issue_rate_hz) * 1e9
     row = row_ns / target.launch_floor_ns
-    shares = (_WITHOUT_PARTIAL, _WITHOUT_ROW)
-    if gradient.shape[-1] < _LARGEST_BLOCK:
-        shares = (_IN_SMALL_BLOCK, _IN_SMALL_BLOCK)
-    partial_sums = partials + shares[0] * (indices.numel - partials)
-    row_sums = distinct + shares[1] * (indices.numel - distinct)
+    small = gradient.shape[-1] < _LARGEST_BLOCK
+    without_partial = _IN_SMALL_BLOCK if small else _WITHOUT_PARTIAL
+    without_row = _IN_SMALL_BLOCK if small else _WITHOUT_ROW
+    partial_sums = partials + without_partial * (indices.numel - partials)
+    row_sums = distinct + without_row * (indices.numel - distinct)
     zero = Launch("vectorized_elementwise_kernel", op=FILL, written_bytes=call.output_bytes)
     if indices.numel <= _FEW_INDICES:
         # A block takes one index after another: 37 ns each for rows of 512 elements, 56 for 4096,

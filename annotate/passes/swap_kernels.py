@@ -431,10 +431,10 @@ def swap_unmeasured_attention(  # noqa: PLR0917
     kernel_of_family: dict[str, Resolution] = {}
     factors, notes, rules = np.ones(len(fused)), [*decode_notes], rules.copy()
     backward = kernels.is_attention_backward
-    above = np.maximum(unswapped_ns - target.launch_floor_ns, 0)
+    above_ns = np.maximum(unswapped_ns - target.launch_floor_ns, 0)
     for family, rows in _rows_by_family(families, fused):
         swap = _swap_to_family(
-            *(family, shapes[rows], backward[rows], rules[rows], above[rows]),
+            *(family, shapes[rows], backward[rows], rules[rows], above_ns[rows]),
             *(target, requested_kernel),
             training=bool(backward.any()),
         )
@@ -450,13 +450,14 @@ def swap_unmeasured_attention(  # noqa: PLR0917
         record.update_where(
             fused,
             lambda i, root: _attention_term(
-                root, float(above[i]), float(factors[i]), kernel_of_family[families[i]]
+                root, float(above_ns[i]), float(factors[i]), kernel_of_family[families[i]]
             ),
         )
-    swapped_ns = np.where(fused, unswapped_ns + above * (factors - 1), unswapped_ns)
+    swapped_ns = np.where(fused, unswapped_ns + above_ns * (factors - 1), unswapped_ns)
     for rows, swap in swaps:
         if (terms := swap.by_schedule) is None:
             continue
+        # The schedule gives the time itself, not a factor of the usual kernel's.
         scheduled = rows[swap.scheduled]
         swapped_ns[scheduled] = terms.predicted_ns
         if record is not None:
@@ -496,7 +497,7 @@ def _swap_to_family(  # noqa: PLR0917
     shapes: F64,
     backward: Mask,
     rules: U8,
-    above: F64,
+    above_ns: F64,
     target: Gpu,
     requested_kernel: Resolution,
     *,
@@ -509,7 +510,7 @@ def _swap_to_family(  # noqa: PLR0917
         shapes: `AttentionShape` of each call, float64[k, 9].
         backward: whether each call is a backward pass, bool[k].
         rules: the rule that predicted each call, uint8[k].
-        above: time of each above the launch floor, by the usual kernel, float64[k].
+        above_ns: time of each above the launch floor, by the usual kernel, float64[k].
         target: GPU they are predicted for.
         requested_kernel: the kernel of calls without a figure of their family.
         training: whether the step has backward passes, also of other families.
@@ -520,8 +521,9 @@ def _swap_to_family(  # noqa: PLR0917
         terms = None
         if scheduled.any():
             terms = flash2_schedule_terms(target, shapes[scheduled], training=training)
-            above_ns = terms.predicted_ns - target.launch_floor_ns
-            factors[scheduled] = above_ns / np.maximum(above[scheduled], 1.0)
+            # For the means of the note; at least 1 ns, as a call may take the launch floor alone.
+            scheduled_ns = terms.predicted_ns - target.launch_floor_ns
+            factors[scheduled] = scheduled_ns / np.maximum(above_ns[scheduled], 1.0)
         means = _mean(factors[~backward]), _mean(factors[backward])
         kernel = Resolution("", family, *means, by_shape.source)
         return _FamilySwap(kernel, factors, scheduled, terms)
@@ -560,6 +562,7 @@ def _swap_decoding(
     decoded = np.flatnonzero(rules == Rule.DECODE)
     families = np.array([family_of_operator(operators[row]) for row in decoded.tolist()])
     latent = is_latent(shapes[decoded])
+    # Only FlashMLA has terms of latent attention, and it has no others.
     named: Mask = latent == (families == "flash_mla")
     decoded, families = decoded[named], families[named]
     swapped_ns, notes = predicted_ns.copy(), list[Note]()

@@ -64,6 +64,8 @@ def host_times(graph: Graph) -> tuple[HostCalls, dict[str, float]]:
     python_ns = calls.python_ns(shipped, "p50_ns") / scale
     of_call = np.bincount(calls.call, weights=before_ns) - python_ns
     sums = np.bincount(calls.kind, weights=of_call, minlength=len(HOST_OP_KINDS))
+    # A single call may take less than Python's p50. To cut each call at 0 would lengthen the mean,
+    # so only the sums are cut.
     sums = np.maximum(sums, 0)
     counts = np.bincount(calls.kind, weights=calls.times, minlength=len(HOST_OP_KINDS))
     rest = list(HOST_OP_KINDS).index("step")

@@ -142,8 +142,9 @@ def at_rate_of(products: Products, gpu: Gpu) -> Gpu:
     Coefficients must not make up for the difference between a set's boards and a description's. A
     description may have the mean of several sets: an H200's GEMMs take 4% longer in the set of
     `coefficients.toml` than in the mean of four, and a fit with the mean rate lengthened the GEMMs
-    of an H100 by 0.5%. As in the descriptions, the rate is the median of the large GEMMs. Unchanged
-    without such GEMMs.
+    of an H100 by 0.5%. As in the descriptions, the rate is the median of the large GEMMs.
+
+    The GPU is unchanged if the set has no large GEMMs of it in bf16: only that rate is replaced.
     """
     columns = [GemmShape._fields.index(name) for name in ("m", "n", "k")]
     large = (products.shapes[:, columns] >= _LARGE).all(axis=1)
