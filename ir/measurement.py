@@ -11,6 +11,7 @@ from typing import Self
 
 import msgspec
 
+from onerank.ir.enums import Phase
 from onerank.ir.notes import Note
 
 
@@ -63,8 +64,42 @@ class Blocks(msgspec.Struct, frozen=True, omit_defaults=True):
     spare_bytes: tuple[int, ...] = ()
     lingers: tuple[int, ...] = ()
 
+    def __post_init__(self) -> None:
+        """Refuse columns that describe no blocks, as in a file that was edited.
+
+        Raises:
+            ValueError: a column has another length than `bytes`, or a value out of its range.
+        """
+        count = len(self.bytes)
+        for name, (low, high) in _BLOCK_RANGES.items():
+            column: tuple[int, ...] = getattr(self, name)
+            if len(column) != count and (column or name not in _OPTIONAL_COLUMNS):
+                raise ValueError(f"{name} has values of {len(column)} blocks, bytes of {count}")
+            if column and not low <= min(column) <= max(column) <= high:
+                raise ValueError(
+                    f"{name} of a block is outside {low} to {high}: {min(column)} to {max(column)}"
+                )
+
     def __len__(self) -> int:
         return len(self.bytes)
+
+
+_LARGEST = (1 << 63) - 1
+
+# Range of a column of `Blocks`, inclusive.
+_BLOCK_RANGES = {
+    "bytes": (0, _LARGEST),
+    "memory_class": (0, len(MemoryClass) - 1),
+    "allocated_at": (-1, _LARGEST),
+    "freed_at": (-1, _LARGEST),
+    "node": (-1, _LARGEST),
+    "phase": (0, len(Phase) - 1),
+    "pool": (0, _LARGEST),
+    "spare_bytes": (0, _LARGEST),
+    "lingers": (0, _LARGEST),
+}
+
+_OPTIONAL_COLUMNS = frozenset(("pool", "spare_bytes", "lingers"))
 
 
 class AllocatorSettings(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -97,6 +132,20 @@ class MemoryLog(msgspec.Struct, frozen=True, omit_defaults=True):
     events: int
     reserved_bytes: int = 0
     settings: AllocatorSettings | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse blocks at events that the step does not have, and events of no block.
+
+        Raises:
+            ValueError: there is such a block or event.
+        """
+        if not 0 <= self.events <= 2 * len(self.blocks):
+            raise ValueError(f"{len(self.blocks)} blocks cannot have {self.events} events")
+        last = max((*self.blocks.allocated_at, *self.blocks.freed_at), default=-1)
+        if last >= self.events:
+            raise ValueError(
+                f"a block is allocated or freed at event {last}; the step has {self.events} events"
+            )
 
     def renumbered(self, ids: Sequence[int]) -> "MemoryLog":
         """Return the log for a graph whose nodes have other ids.

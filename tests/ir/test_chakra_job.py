@@ -1,6 +1,7 @@
 """The job in a Chakra file: its metadata, and another tool's."""
 
 import dataclasses
+import json
 from pathlib import Path
 
 import msgspec
@@ -105,6 +106,36 @@ def test_job_attribute_of_ours_that_does_not_decode(
         names = (f"{path}: message 0 (byte 0)", "'world'", name)
         with raises_code("chakra-edited-metadata", naming=names):
             read(path)
+
+
+BLOCKS = {"bytes": [8], "memory_class": [3], "allocated_at": [0], "freed_at": [1]}
+BLOCKS |= {"node": [0], "phase": [1]}
+
+
+@pytest.mark.parametrize(
+    ("changed", "events", "name"),
+    [
+        ({"node": [0, 1]}, 2, "node"),  # a column of another length
+        ({"freed_at": []}, 2, "freed_at"),
+        ({"pool": [0, 0]}, 2, "pool"),
+        ({"bytes": [-8]}, 2, "bytes"),
+        ({"memory_class": [99]}, 2, "memory_class"),
+        ({"freed_at": [38]}, 2, "event 38"),  # the step ends before
+        ({}, -1, "-1 events"),
+        ({}, 1 << 60, "1 blocks"),
+    ],
+)
+def test_a_memory_log_that_contradicts_itself_is_refused(
+    changed: dict[str, list[int]], events: int, name: str, tmp_path: Path
+):
+    memory = {"blocks": BLOCKS | changed, "events": events}
+    text = json.dumps({"memory": memory})
+    metadata = GlobalMetadata(
+        attr=[attr("schema", string_val="onerank 1"), attr("measurement", string_val=text)]
+    )
+    path = write_messages(tmp_path / "in.et", metadata)
+    with raises_code("chakra-edited-metadata", naming=("message 0", "'measurement'", name)):
+        chakra.read(path)
 
 
 def test_same_attribute_in_another_tools_file_is_left_alone(tmp_path: Path):
