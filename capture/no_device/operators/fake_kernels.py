@@ -22,6 +22,8 @@ from onerank.capture.no_device.operators.recurrent_layers import (
     packed_sequence,
     results_of_backward,
     results_of_forward,
+    results_of_gru_cell,
+    results_of_gru_cell_backward,
 )
 
 _library: Any = utils  # private in torch, without types
@@ -197,6 +199,8 @@ SHAPES: dict[str, Callable[..., Any]] = {
     "_pack_padded_sequence": packed_sequence,
     "_cudnn_rnn": results_of_forward,
     "_cudnn_rnn_backward": results_of_backward,
+    "_thnn_fused_gru_cell": results_of_gru_cell,
+    "_thnn_fused_gru_cell_backward": results_of_gru_cell_backward,
     "_efficient_attention_backward": _attention_gradients,
     "batch_norm_stats": _statistics,
     "batch_norm_gather_stats_with_counts": _gathered_statistics,

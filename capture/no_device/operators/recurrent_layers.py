@@ -131,6 +131,27 @@ def results_of_backward(*args: Any) -> tuple[Any, ...]:
     )
 
 
+# Numbers that a fused GRU cell keeps for its backward, per element of its state:
+# `GRU_WORKSPACE_MULTIPLIER` in aten/src/ATen/native/cuda/RNN.cu.
+_KEPT_BY_GRU_CELL = 5
+
+
+def results_of_gru_cell(_: Tensor, __: Tensor, hidden: Tensor, *___: Any) -> tuple[Tensor, Tensor]:
+    """Return the next state and the workspace of `_thnn_fused_gru_cell`."""
+    batch, size = hidden.shape
+    return torch.empty_like(hidden), hidden.new_empty((batch, _KEPT_BY_GRU_CELL * size))
+
+
+def results_of_gru_cell_backward(
+    of_state: Tensor, workspace: Tensor, biased: bool
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of both gates, the state and both biases of a fused GRU cell."""
+    batch, size = of_state.shape
+    gates = [workspace.new_empty((batch, 3 * size)) for _ in range(2)]
+    biases = [workspace.new_empty(3 * size) if biased else None for _ in range(2)]
+    return *gates, torch.empty_like(of_state), *biases
+
+
 def packed_sequence(
     source: Tensor, lengths: Tensor, batch_first: bool = False
 ) -> tuple[Tensor, Tensor]:

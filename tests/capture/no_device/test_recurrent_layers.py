@@ -1,5 +1,6 @@
 """Recurrent layers without a device are cuDNN's one operator."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -121,3 +122,14 @@ def test_without_cudnn_a_recurrent_layer_runs_as_other_operators(tmp_path):
     graph = recurrent(tmp_path, "LSTM(64, 32)", "(7, 3, 64)", statement)
     assert flops_of(graph, "aten::_cudnn_rnn") == []
     assert sum(op in ("aten::mm", "aten::addmm") for op in graph.text("op")) >= 8
+
+
+def test_a_gru_cell_is_two_products_and_a_fused_operator(tmp_path):
+    """Its workspace has 5 numbers for each of its state, as in RNN.cu."""
+    graph = recurrent(tmp_path, "GRUCell(64, 32)", "(7, 64)", "y = model(x)")
+    operators = graph.text("op")
+    (row,) = (i for i, op in enumerate(operators) if op == "aten::_thnn_fused_gru_cell")
+    assert json.loads(graph.text("output_shapes")[row]) == [[7, 32], [7, 160]]
+    assert operators.count("aten::_thnn_fused_gru_cell_backward") == 1
+    # Forward, and the gradients of both weights and of x; the first state is a constant.
+    assert sum(flops_of(graph, "aten::mm")) == 2 * 7 * 3 * 32 * (3 * 64 + 2 * 32)
