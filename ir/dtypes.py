@@ -1,4 +1,15 @@
-"""Tensor data types: PyTorch's C++ name, the dtype and the size of an element."""
+"""Tensor data types and the text of operands.
+
+A type has PyTorch's C++ name, the dtype and the size of an element. Columns of shapes, types,
+values and strides are lists as text.
+"""
+
+import ast
+from typing import Any, cast
+
+import msgspec
+
+from onerank.ir.errors import first_line
 
 DTYPES = {
     "float": ("float32", 4),
@@ -58,3 +69,29 @@ def split_types(text: str) -> list[str]:
             parts.append(text[start:index])
             start = index + 1
     return [*parts, text[start:]] if text else []
+
+
+# `msgspec.json.decode` with a type reads the type anew in each call, a decoder once; a step of a
+# few layers has some 500 distinct lists.
+_LIST = msgspec.json.Decoder(list[Any])
+
+
+def operand_list(text: str) -> list[Any]:
+    """Parse a column's list of shapes, types, values or strides; empty text has none.
+
+    Raises:
+        ValueError: it is neither a JSON nor a Python list.
+    """
+    if not text:
+        return []
+    try:
+        return _LIST.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        # Chakra's PyTorch converter writes Python's form of the lists, with single quotes.
+        try:
+            value = ast.literal_eval(text)
+        except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
+            raise ValueError(f"neither JSON nor a Python list: {first_line(error)}") from None
+        if not isinstance(value, list):
+            raise ValueError(f"not a list but {type(value).__name__}") from None
+        return cast("list[Any]", value)

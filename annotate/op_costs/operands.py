@@ -5,7 +5,6 @@ work of a call depends only on whether two arguments are the same tensor. `witho
 the ids, which leaves few distinct calls in a large graph.
 """
 
-import ast
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,8 +17,8 @@ import polars as pl
 
 from onerank.ir import Graph
 from onerank.ir.arrays import I32, I64
-from onerank.ir.dtypes import DTYPES, split_types
-from onerank.ir.errors import AnnotateError, first_line
+from onerank.ir.dtypes import DTYPES, operand_list, split_types
+from onerank.ir.errors import AnnotateError
 
 # What an execution trace writes for an undefined tensor, such as an absent bias: no operand.
 _UNDEFINED = "nullptr (uninitialized)"
@@ -124,12 +123,12 @@ class Call:
             AnnotateError: the text is not lists of shapes and types of equal length.
         """
         try:
-            decoded = _list(values)
+            decoded = operand_list(values)
             operands = _operands(*inputs)
             if strides == DENSE:
                 operands = tuple(map(_dense, operands))
             elif strides:
-                operands = _with_strides(operands, _list(strides))
+                operands = _with_strides(operands, operand_list(strides))
             return cls(op, operands, _operands(*outputs), tuple(decoded))
         except (msgspec.DecodeError, ValueError, TypeError, RecursionError) as error:
             raise AnnotateError(
@@ -187,7 +186,7 @@ class Call:
 # Several graphs of a capture have the same operands: at other depths, or with other replicas.
 @functools.lru_cache(maxsize=1 << 14)
 def _operands(shapes: str, types: str) -> tuple[Operand, ...]:
-    pairs = zip(_list(shapes), _list(types), strict=True)
+    pairs = zip(operand_list(shapes), operand_list(types), strict=True)
     return tuple(_tensors(kind, shape) for shape, kind in pairs)
 
 
@@ -229,32 +228,6 @@ def _are_strides(given: Any, tensor: Tensor) -> bool:
 _SHOWN = 60
 
 
-# `msgspec.json.decode` with a type reads the type anew in each call, a decoder once; a step of a
-# few layers has some 500 distinct lists.
-_LIST = msgspec.json.Decoder(list[Any])
-
-
-def _list(text: str) -> list[Any]:
-    """Parse a column's list.
-
-    Raises:
-        ValueError: it is neither a JSON nor a Python list.
-    """
-    if not text:
-        return []
-    try:
-        return _LIST.decode(text)
-    except msgspec.DecodeError:
-        # Chakra's PyTorch converter writes Python's form of the lists, with single quotes.
-        try:
-            value = ast.literal_eval(text)
-        except (SyntaxError, MemoryError, RecursionError) as error:
-            raise ValueError(f"neither JSON nor a Python list: {first_line(error)}") from None
-        if not isinstance(value, list):
-            raise ValueError(f"not a list but {type(value).__name__}") from None
-        return cast("list[Any]", value)
-
-
 def _tensors(kind: Any, shape: Any) -> Operand:
     """Parse one argument of type `Tensor(float)`, `GenericList[Tensor(float),None]` or `Int`."""
     if not isinstance(kind, str):
@@ -280,7 +253,7 @@ def _tensors(kind: Any, shape: Any) -> Operand:
 
 def with_shapes(shapes: str, types: str, new: Sequence[tuple[int, ...]]) -> str:
     """Return a shape column's text with new shapes of its tensors; `new` is flat over lists."""
-    shape_list, type_list = _list(shapes), _list(types)
+    shape_list, type_list = operand_list(shapes), operand_list(types)
     remaining = iter(new)
     replaced = [
         _replaced(*argument, remaining) for argument in zip(type_list, shape_list, strict=True)

@@ -1,6 +1,5 @@
 """Host time of a graph: add it to a graph of kernels, estimate its spread over hosts, scale it."""
 
-import json
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -13,6 +12,7 @@ from onerank.annotate.hosts.host import HOST_OP_KINDS, Host
 from onerank.annotate.op_costs.op_classes import CLASSES, OpClass, classify
 from onerank.ir import Edges, Evidence, Graph, Job, Kind, Nodes, Reason
 from onerank.ir.arrays import F64, I32, I64, Mask
+from onerank.ir.dtypes import operand_list
 from onerank.ir.errors import AnnotateError, TargetError
 from onerank.ir.measurement import HostOverhead
 from onerank.ir.notes import Note
@@ -101,11 +101,24 @@ def host_calls(graph: Graph, node: I64, first: Mask) -> HostCalls:
 
 
 def _tensors(graph: Graph, node: I64) -> I64:
-    """Return the number of tensors in the first input of each node, int64[n]; 1 for no list."""
-    codes, which = np.unique(graph.nodes.input_shapes[node], return_inverse=True)
+    """Return the number of tensors in the first input of each node, int64[n]; 1 for no list.
+
+    Raises:
+        AnnotateError: the shapes of a node are no list.
+    """
+    columns = graph.nodes.input_shapes[node]
+    codes, first, which = np.unique(columns, return_index=True, return_inverse=True)
     counts: list[int] = []
-    for code in codes.tolist():
-        shapes: Any = json.loads(graph.strings[code] or "[]")
+    for code, place in zip(codes.tolist(), first.tolist(), strict=True):
+        try:
+            shapes = operand_list(graph.strings[code])
+        except ValueError as error:
+            found = graph.node(int(node[place]))
+            raise AnnotateError(
+                f"node {found.id} ({found.name!r}): cannot read the shapes of its inputs: {error}\n"
+                "  convert the trace again",
+                code="operands-unreadable",
+            ) from None
         listed: Any = shapes[0] if shapes else None
         # The first input of a foreach operator is its list of tensors, of others a single shape.
         counts.append(len(listed) if listed and isinstance(listed[0], list) else 1)

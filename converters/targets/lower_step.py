@@ -1,6 +1,5 @@
 """Lower a rank's step to what simulators run: no untimed nodes, and all-to-alls of even sizes."""
 
-import json
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from onerank.converters.targets.communication_placement import (
 )
 from onerank.ir import Collective, Edges, Graph, Kind, Node, World
 from onerank.ir.arrays import Mask
+from onerank.ir.dtypes import operand_list
 from onerank.ir.edges import topological_order
 from onerank.ir.errors import ExportError
 from onerank.ir.notes import Note
@@ -100,14 +100,33 @@ def _sharing_groups(
 
 
 def _busiest_bytes(node: Node) -> int:
-    """Return the larger of the bytes that a rank sends and, if recorded, the bytes it receives."""
+    """Return the larger of the bytes that a rank sends and, if recorded, the bytes it receives.
+
+    Raises:
+        ExportError: the operands are no list.
+    """
     sent = node.value("comm_bytes")
-    operands: list[Any] = json.loads(node.text("input_values") or "[]")
+    try:
+        operands = operand_list(node.text("input_values"))
+    except ValueError as error:
+        raise ExportError(
+            f"node {node.id} ({node.name!r}): cannot read the values of its inputs: {error}\n"
+            "  convert the trace again",
+            code="export-bad-operands",
+        ) from None
+    sizes = [_operand_bytes(operand) for operand in operands]
     # The sizes are compared only where the operands are one input and one output tensor; the
     # list form of all-to-all records lists of tensors.
-    if len(operands) != 2 or not all(isinstance(operand, list) for operand in operands):
-        return sent
-    return max(sent, *(elements * size for _, _, _, elements, size, *_ in operands))
+    return sent if len(sizes) != 2 or None in sizes else max(sent, *filter(None, sizes))
+
+
+def _operand_bytes(value: Any) -> int | None:
+    """Return the size of a tensor by its recorded value; None for another operand."""
+    match value:
+        case [_, _, _, int(elements), int(item_bytes), *_]:
+            return elements * item_bytes
+        case _:
+            return None
 
 
 HOST = "host operations"

@@ -114,6 +114,20 @@ def test_malformed_calls_of_python_are_refused(cpu: Graph, tmp_path: Path, text:
     assert not output.exists()
 
 
+def test_unreadable_shapes_are_refused(cpu: Graph, tmp_path: Path):
+    """Of a collective: no formula reads its shapes, only the host's count of tensors."""
+    shapes = cpu.nodes.input_shapes.copy()
+    shapes[np.flatnonzero(cpu.communication)[0]] = cpu.strings.intern("[[,")
+    trace, output = tmp_path / "cpu.et", tmp_path / "out.et"
+    cpu.with_columns(input_shapes=shapes).write(trace)
+    result = CliRunner().invoke(
+        command, ["annotate", str(trace), "--target", "H100", "-o", str(output)]
+    )
+    assert result.exit_code == 2
+    assert "error[operands-unreadable]" in result.stderr
+    assert not output.exists()
+
+
 def test_a_fast_host_leaves_the_step_of_the_kernels(cpu: Graph, described):
     without = onerank.recost(cpu, "H100", host="none")
     graph = onerank.recost(cpu, "H100", host=described(100))

@@ -51,6 +51,13 @@ def exchange(rank: int, sent: int, received: int, **job: Any) -> Graph:
     return builder.build(Job(**columns))
 
 
+def with_values(graph: Graph, values: str) -> Graph:
+    """Return the graph with other recorded values of its all-to-all."""
+    columns = graph.nodes.input_values.copy()
+    columns[1] = graph.strings.intern(values)
+    return graph.with_columns(input_values=columns)
+
+
 def sizes(exported: Any, rank: int) -> list[int]:
     nodes = read_records(exported.directory / f"workload.{rank}.et").nodes
     return [node.attributes["comm_size"].value for node in nodes if node.type == 7]
@@ -74,6 +81,29 @@ def test_uneven_exchanges_take_the_size_of_the_busiest_rank(tmp_path):
     )
     assert [sizes(even, rank) for rank in range(8)] == [[64, 512]] * 8
     assert not has_note(even.notes, "uneven-all-to-alls")
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        # Python's form, as Chakra's converter writes it.
+        ("[[1, 1, 0, 16, 4, 'cuda:0'], [2, 2, 0, 24, 4, 'cuda:0']]", 96),
+        # The list form: bytes of lists of tensors are not compared.
+        ("[" + ",".join(["[" + ",".join(['[1,1,0,99,4,"cuda:0"]'] * 8) + "]"] * 2) + "]", 64),
+        ("[[1,1,0],[2,2,0]]", 64),
+    ],
+)
+def test_recorded_values_of_an_exchange_have_several_forms(values, expected, tmp_path):
+    graphs = [with_values(exchange(rank, 64, 64), values) for rank in (0, 2)]
+    exported = export_astra_sim_ranks(expand_ranks(graphs), tmp_path / "out")
+    assert sizes(exported, 0) == [expected, 512]
+
+
+def test_unreadable_values_of_an_exchange_are_refused(tmp_path):
+    graphs = [with_values(exchange(rank, 64, 64), "[[1,") for rank in (0, 2)]
+    with raises_code("export-bad-operands", naming=("node 1", "all_to_all")):
+        export_astra_sim_ranks(expand_ranks(graphs), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_rank_that_sends_nothing_takes_part_all_the_same(tmp_path):
