@@ -228,6 +228,7 @@ GEMMS: dict[str, Formula] = {
     "matmul": _at(0, 1),
     "mv": _at(0, 1),
     "dot": _at(0, 1),
+    "vdot": _at(0, 1),
     "addmm": _at(1, 2, 0),
     "addmm_": _at(1, 2, 0),
     "_addmm_activation": _at(1, 2, 0),

@@ -103,6 +103,11 @@ _READS = {
 }
 _ARITY = {name: reads for reads, names in _READS.items() for name in names.split()}
 
+# Operators of `SyncBatchNorm` after its all-gather; the places of the running statistics, which
+# they update.
+_GATHERS_STATISTICS = frozenset(("batch_norm_gather_stats", "batch_norm_gather_stats_with_counts"))
+_RUNNING_STATISTICS = (3, 4)
+
 # Operators of vLLM that write keys and values (arguments 0, 1) into a paged cache (2).
 _INTO_CACHE = frozenset(("reshape_and_cache", "reshape_and_cache_flash", "concat_and_cache_mla"))
 
@@ -181,6 +186,11 @@ def _optimizer(call: Call) -> Work:
 
 
 def _norm(call: Call) -> Work:
+    if call.op in _GATHERS_STATISTICS:
+        # It merges (ranks, channels) means; of the normalised tensor it takes only the dtype.
+        changed = call.list_bytes(*_RUNNING_STATISTICS)
+        read = call.input_bytes - call.list_bytes(0)
+        return vector_work(call, NORM_FORWARD * call.numel(1), read, call.output_bytes + changed)
     backward = "backward" in call.op
     each = NORM_BACKWARD if backward else NORM_FORWARD
     return vector_work(call, each * call.numel(0), _read(call), _written(call))

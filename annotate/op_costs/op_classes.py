@@ -106,6 +106,7 @@ _OPERATORS = {
         miopen_batch_norm miopen_batch_norm_backward
         _native_batch_norm_legit _batch_norm_impl_index group_norm native_group_norm
         native_group_norm_backward instance_norm batch_norm_stats batch_norm_elemt
+        batch_norm_gather_stats batch_norm_gather_stats_with_counts
         batch_norm_backward_reduce batch_norm_backward_elemt
         _native_batch_norm_legit_no_training _native_batch_norm_legit_functional
         layer_norm_fwd_impl layer_norm_bwd_impl _rmsnorm_fwd _rmsnorm_bwd
@@ -210,7 +211,7 @@ _OPERATORS = {
         copy copy_ _to_copy clone cat concat stack repeat repeat_interleave flip roll
         constant_pad_nd pad replication_pad2d reflection_pad2d _pin_memory _copy_from
         im2col col2im pixel_shuffle select_backward slice_backward unfold_backward
-        _pack_padded_sequence
+        _pack_padded_sequence _pack_padded_sequence_backward _pad_packed_sequence pad_sequence
         split_with_sizes_copy chunk_cat _chunk_cat _local_scalar_dense slice_scatter
         select_scatter as_strided_scatter diagonal_scatter _reshape_copy view_copy permute_copy
         transpose_copy expand_copy copy_bucket_to_grad flatten_dense_tensors
@@ -245,7 +246,8 @@ _OPERATORS = {
         view _unsafe_view reshape _reshape_alias view_as resolve_conj resolve_neg alias detach
         detach_ expand expand_as as_strided as_strided_ transpose t permute movedim swapaxes select
         narrow slice split split_with_sizes unsafe_split unsafe_chunk chunk unbind unsqueeze
-        squeeze unflatten flatten ravel diagonal unfold numpy_T mT mH adjoint view_as_real
+        squeeze unflatten flatten ravel diagonal unfold numpy_T mT mH adjoint matrix_H
+        view_as_real
         view_as_complex _conj _neg_view transpose_ t_ squeeze_ unsqueeze_ empty empty_like
         empty_strided empty_permuted new_empty new_empty_strided resize_ resize_as_ set_
         _resize_output_ lift lift_fresh result_type can_cast is_nonzero is_same_size size stride

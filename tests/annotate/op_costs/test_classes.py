@@ -14,6 +14,7 @@ from onerank.ir import Kind
         ("aten::convolution_backward", OpClass.GEMM),
         ("aten::_flash_attention_backward", OpClass.ATTENTION),
         ("aten::_fused_rms_norm", OpClass.NORM),
+        ("aten::batch_norm_gather_stats_with_counts", OpClass.NORM),
         ("aten::_log_softmax_backward_data", OpClass.SOFTMAX),
         ("aten::nll_loss_forward", OpClass.LOSS),
         ("aten::add_.Tensor", OpClass.ELEMENTWISE),
@@ -23,6 +24,9 @@ from onerank.ir import Kind
         ("aten::_foreach_addcmul_", OpClass.OPTIMIZER),
         ("aten::_foreach_copy_", OpClass.COPY),
         ("aten::cat", OpClass.COPY),
+        ("aten::_pad_packed_sequence", OpClass.COPY),
+        ("aten::_pack_padded_sequence_backward", OpClass.COPY),
+        ("aten::pad_sequence", OpClass.COPY),
         ("aten::zero_", OpClass.MEMSET),
         ("aten::native_dropout", OpClass.RANDOM),
         ("aten::cumsum", OpClass.INDEX),
@@ -78,6 +82,7 @@ def test_kinds_speak_for_themselves():
 
 def test_views_and_annotations_launch_nothing():
     assert op_class("aten::view", "", Kind.HOST_OP) is OpClass.NOTHING
+    assert op_class("aten::matrix_H", "", Kind.HOST_OP) is OpClass.NOTHING
     assert op_class("AddBackward0", "", Kind.HOST_OP) is OpClass.NOTHING
     assert op_class("aten::_nnpack_available", "", Kind.HOST_OP) is OpClass.NOTHING
     assert op_class("mylib::strange", "", Kind.HOST_OP) is OpClass.UNKNOWN

@@ -38,6 +38,22 @@ def test_mm_8192_4096_4096():
     )
 
 
+def test_a_product_of_vectors():
+    for op in ("dot", "vdot"):
+        assert work(op, [(F32, [1536]), (F32, [1536])], [(F32, [])]) == (3072, 12288, 4)
+
+
+def test_gathered_statistics_of_a_batch_norm_do_not_read_its_input():
+    """Of 8 ranks and 16 channels: means, inverse deviations, running ones, counts."""
+    statistics = [(F32, [8, 16]), (F32, [8, 16]), (F32, [16]), (F32, [16])]
+    inputs = [(F32, [32, 16, 56, 56]), *statistics, ("Double", []), ("Double", []), (F32, [8])]
+    assert work("batch_norm_gather_stats_with_counts", inputs, [(F32, [16]), (F32, [16])]) == (
+        7 * 128,
+        4 * (128 + 128 + 16 + 16 + 8),
+        4 * (16 + 16 + 16 + 16),
+    )
+
+
 ROWS, COLUMNS, HALF_ROWS = [4096, 1], [1, 4096], [8192, 1]
 
 

@@ -69,9 +69,10 @@ _NO_WORK = frozenset(
     "set_ lift_fresh result_type is_nonzero _local_scalar_dense item to contiguous requires_grad_ "
     "_to_copy _version data record_stream is_same_size broadcast_tensors numpy_T mT lift conj "
     "_conj _neg_view resolve_conj resolve_neg view_as_real view_as_complex real imag chunk_cat "
-    "_has_compatible_shallow_copy_type unsafe_split unsafe_split_with_sizes mH cudnn_is_acceptable "
-    "output_nr can_cast promote_types size stride tensor_split unsafe_chunk transpose_ t_ _indices "
-    "_values _sparse_coo_tensor_unsafe _sparse_coo_tensor_with_dims_and_tensors".split()
+    "_has_compatible_shallow_copy_type unsafe_split unsafe_split_with_sizes mH matrix_H adjoint "
+    "cudnn_is_acceptable output_nr can_cast promote_types size stride tensor_split unsafe_chunk "
+    "transpose_ t_ _indices _values _sparse_coo_tensor_unsafe "
+    "_sparse_coo_tensor_with_dims_and_tensors".split()
 )
 
 HOST_READS = ("aten::_local_scalar_dense",)
