@@ -29,7 +29,7 @@ from onerank.annotate.passes.change_dtype import (
 )
 from onerank.annotate.passes.operators_to_kernels import add_launches
 from onerank.annotate.passes.pass_options import PassOptions
-from onerank.annotate.passes.swap_kernels import swap_unmeasured_attention
+from onerank.annotate.passes.unmeasured_attention import swap_unmeasured_attention
 from onerank.annotate.recost.predict_nodes import (
     apply_overrides,
     details_of,

@@ -30,7 +30,7 @@ from onerank.annotate.models.intervals import intervals
 from onerank.annotate.models.learned import predict_from_description
 from onerank.annotate.op_costs.attention import KeyWindow
 from onerank.annotate.op_costs.cost_record import LOWER_RIGHT, WINDOWED, AttentionShape
-from onerank.annotate.passes.swap_kernels import swap_unmeasured_attention
+from onerank.annotate.passes.unmeasured_attention import swap_unmeasured_attention
 from tools.fit.measured_kernels import Attention, of_attention
 
 _OPERATOR = "aten::_flash_attention_forward"

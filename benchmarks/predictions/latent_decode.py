@@ -31,7 +31,7 @@ from onerank.annotate.models.intervals import intervals
 from onerank.annotate.models.learned import predict_from_description
 from onerank.annotate.op_costs.operands import Call, Tensor
 from onerank.annotate.passes.launch_rules import launches_of
-from onerank.annotate.passes.swap_kernels import swap_unmeasured_attention
+from onerank.annotate.passes.unmeasured_attention import swap_unmeasured_attention
 from tools.fit.measured_kernels import Attention, of_attention
 
 COLUMNS = ("heads", "batch", "context", "attention_ns", "combine_ns")

@@ -21,7 +21,7 @@ from onerank.annotate.models.prediction_terms import Rule, TermRecord
 from onerank.annotate.models.scale_measured import predict_by_residual
 from onerank.annotate.models.tile_kernels import TileKernel, scaled_kernels
 from onerank.annotate.op_costs.cost_record import Scales
-from onerank.annotate.passes.swap_kernels import swap_unmeasured_attention
+from onerank.annotate.passes.unmeasured_attention import swap_unmeasured_attention
 from onerank.ir.arrays import F64
 from tools.fit.measured_kernels import (
     Attention,
