@@ -167,6 +167,8 @@ def test_what_the_command_refuses(tmp_path):
     path.write_bytes(b"no parquet")
     assert "error[predict-file]" in run(path, "--target", "H100", code=2)
     run(path, "--target", "H100", "--m", 8, code=2)
+    sizes = "--m", 8, "--n", 8, "--k", 8, "--target", "H100"
+    assert "error[predict-output]" in run("gemm", *sizes, "-o", tmp_path / "p.txt", code=2)
     assert list(tmp_path.iterdir()) == [path]
 
 

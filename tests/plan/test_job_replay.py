@@ -256,3 +256,16 @@ def test_a_step_of_inference_keeps_its_order(tmp_path: Path) -> None:
 def test_a_capture_without_times_is_refused(tmp_path: Path) -> None:
     with raises_code("replay-no-durations", naming="rank 0"):
         replayed([kept_trace("h100-torchtitan-fsdp4/trace.et.gz", tmp_path)])
+
+
+def test_a_cluster_with_fewer_gpus_than_the_job_is_refused(tmp_path: Path) -> None:
+    tensor_parallel_ranks(tmp_path)[0].write(tmp_path / "rank.et")
+    cluster = tmp_path / "cluster.toml"
+    cluster.write_text(
+        '[cluster]\ngpu = "H200"\nnodes = 1\ngpus_per_node = 1\n'
+        "intra_node = { busbw_gb_per_s = 370 }\n"
+    )
+    done = run_command("replay", tmp_path / "rank.et", "--cluster", cluster)
+    assert done.returncode == 2
+    assert "error[replay-cluster-too-small]" in done.stderr
+    assert str(cluster) in done.stderr

@@ -129,6 +129,11 @@ def predict(what: str, options: PredictOptions, as_json: bool) -> None:
             "FILE has the sizes: give only --target, --database and --output",
             code="predict-file-and-sizes",
         )
+    if options.output is not None and options.output.suffix not in (".csv", ".parquet"):
+        raise UsageError(
+            f"--output {options.output} ends neither in .csv nor in .parquet",
+            code="predict-output",
+        )
     rows: list[dict[str, Any]] = [{"op": what, **sizes}] if path is None else _read(path)
     if options.output is not None:
         keep_inputs(options.output, path, *options.database)

@@ -225,6 +225,13 @@ def _replay_job(trace: Path, cluster: Path, options: ReplayOptions, *, as_json: 
     network = network_of(described, load_gpu(described.gpu))
     seen: set[Note] = set()
     graphs = [read_trace(file, seen=seen) for file in export.trace_files((trace,))]
+    ranks = graphs[0].job.world.size
+    if ranks > described.gpus:
+        raise UsageError(
+            f"{cluster}: the cluster has {described.gpus} GPUs ({described.nodes} nodes of "
+            f"{described.gpus_per_node}), and the job has {ranks} ranks",
+            code="replay-cluster-too-small",
+        )
     done = replay_job(
         graphs, network, PipelineSchedule.parse(options.schedule), options.micro_batches
     )
