@@ -142,8 +142,8 @@ class ZeroPatterns:
             return []
         return [
             Note(
-                "the script reads which weights of a router are 0; those of chosen experts count "
-                f"as above 0: {', '.join(sorted(self._lines))}",
+                "the script reads which elements of a tensor are 0, as of a router's weights; "
+                f"those that it wrote count as above 0: {', '.join(sorted(self._lines))}",
                 code="no-device-nonzero-weights",
             )
         ]
