@@ -220,14 +220,30 @@ def _values(
 
 
 def _communication(graph: Graph, growth: StepGrowth, changed: Mask, sizing: Sizing) -> Columns:
-    """Return communication bytes, and durations of timed communication, scaled by its elements."""
+    """Return communication bytes, and durations of timed communication, scaled by its elements.
+
+    Raises:
+        AnnotateError: one of them is out of range.
+    """
     ratios = growth.spread([_comm_ratio(operands, sizing) for operands in growth.operands], 1.0)
     columns: Columns = {}
     for name in ("comm_bytes", "duration_ns", "uncontended_ns"):
         column = getattr(graph.nodes, name)
         is_timed = changed & graph.communication & (column > 0)
-        columns[name] = np.where(is_timed, np.rint(column * ratios).astype(np.int64), column)
+        scaled = np.rint(column * np.where(is_timed, ratios, 1.0))
+        if scaled.max(initial=0) >= _LARGEST:
+            node = graph.node(int(scaled.argmax()))
+            raise AnnotateError(
+                f"node {node.id} ({node.name!r}): {name} would be {scaled.max():.3g}, at a "
+                f"sequence length of {sizing.seq.after} and a micro-batch of {sizing.batch.after}"
+                "\n  choose smaller ones",
+                code="resize-too-large",
+            )
+        columns[name] = np.where(is_timed, scaled.astype(np.int64), column)
     return columns
+
+
+_LARGEST = float(1 << 62)  # of a time or bytes
 
 
 def _comm_ratio(operands: Operands, sizing: Sizing) -> float:

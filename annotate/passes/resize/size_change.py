@@ -51,18 +51,25 @@ NO_SEQUENCE = Change(2**40, 2**40)
 """The change for a step without sequences; no size is as large, so none matches."""
 
 
+_MOST_DIGITS = 12  # of a size in an option
+
+
 def parse_change(option: str, text: str) -> Change:
     """Parse `8192`, or `4096=8192` with the captured size.
 
     Raises:
-        AnnotateError: it is neither, or a size is below 1.
+        AnnotateError: it is neither, or a size is below 1 or too large.
     """
     before, equals, after = text.partition("=")
     sizes = [before, after] if equals else [text]
-    if not all(size.isascii() and size.isdecimal() and int(size) > 0 for size in sizes):
+    # The length first: Python refuses to convert thousands of digits.
+    if not all(
+        size.isascii() and size.isdecimal() and len(size) <= _MOST_DIGITS and int(size) > 0
+        for size in sizes
+    ):
         raise AnnotateError(
             f"{option} {text}: expected a size, {option} 8192, or the captured and the new one, "
-            f"{option} 4096=8192; both 1 or more",
+            f"{option} 4096=8192; both 1 or more, of at most {_MOST_DIGITS} digits",
             code="resize-option-malformed",
         )
     return Change(*map(int, sizes)) if equals else Change(0, int(text))
@@ -154,8 +161,24 @@ class Sizing:
         return product // divisor
 
     def shape(self, shape: tuple[int, ...], powers: tuple[Power, ...]) -> tuple[int, ...]:
-        """Return the new shape of a tensor."""
-        return tuple(self.resized(*pair) for pair in zip(shape, powers, strict=True))
+        """Return the new shape of a tensor.
+
+        Raises:
+            AnnotateError: a new size is not a whole number, or the tensor is too large to count.
+        """
+        resized = tuple(self.resized(*pair) for pair in zip(shape, powers, strict=True))
+        if prod(resized) > _MOST_ELEMENTS:
+            raise AnnotateError(
+                f"a tensor {[*shape]} would be {[*resized]}, more than {_MOST_ELEMENTS:.3g} "
+                f"elements, at a sequence length of {self.seq.after} and a micro-batch of "
+                f"{self.batch.after}\n  choose smaller ones",
+                code="resize-too-large",
+            )
+        return resized
+
+
+# Of 16 bytes each they are 2**61 bytes, the limit of a node's costs.
+_MOST_ELEMENTS = 1 << 57
 
 
 def total(powers: tuple[Power, ...]) -> Power:

@@ -259,7 +259,7 @@ def test_nothing_overlaps_where_collectives_block(h200):
         SerializeOverlap().apply(h200)
 
 
-@pytest.mark.parametrize("text", ["0", "-1", "8k", "4096=", "=4096", "4096=0", "1=2=3"])
+@pytest.mark.parametrize("text", ["0", "-1", "8k", "4096=", "=4096", "4096=0", "1=2=3", "9" * 5000])
 def test_a_malformed_size(text):
     with raises_code("resize-option-malformed", naming=(f"--seq {text}:",)):
         parse_change("--seq", text)
@@ -277,6 +277,9 @@ def test_sizes_follow():
     odd = Sizing.of(Change(4096, 4100), Change(1, 1), job)
     with raises_code("resize-not-whole", naming=("512 x 4100 / 4096 = 512.50",)):
         odd.resized(512, (1, 0))
+    long = Sizing.of(Change(4096, 10**12), Change(1, 10**11), job)
+    with raises_code("resize-too-large", naming=("[1, 4096, 32]", "100000000000")):
+        long.shape((1, 4096, 32), ((0, 1), (1, 0), (0, 0)))
 
 
 def test_steps_without_the_sizes_are_refused(trace, mm, add):

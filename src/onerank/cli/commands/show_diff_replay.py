@@ -66,8 +66,9 @@ def show(trace: Path, options: ShowOptions, as_json: bool) -> None:
     from onerank.analysis.summary import summarise
     from onerank.cli.summary_tables import render_summary
 
-    if options.text and options.granularity:
-        raise UsageError("give --text or --granularity, not both", code="show-two-forms")
+    if options.text and (options.granularity or as_json):
+        other = "--json" if as_json else "--granularity"
+        raise UsageError(f"give --text or {other}, not both", code="show-two-forms")
 
     graph = _read_even_broken(trace)
     if options.text:
@@ -153,11 +154,10 @@ class ReplayOptions:
         default=None,
         type=INPUT,
     )
-    schedule: str = option(
+    schedule: str | None = option(
         "With --cluster: order of the pipeline: gpipe, 1f1b, interleaved:V or zbv. A script that "
-        "runs its own pipeline keeps its order.",
-        default="1f1b",
-        show_default=True,
+        "runs its own pipeline keeps its order.  [default: 1f1b]",
+        default=None,
     )
     micro_batches: int | None = option(
         "With --cluster: micro-batches of a step. Refused for a script that runs its own "
@@ -181,6 +181,10 @@ def replay(trace: Path, options: ReplayOptions, as_json: bool) -> None:
     if options.cluster is not None:
         _replay_job(trace, options.cluster, options, as_json=as_json)
         return
+    if options.schedule is not None or options.micro_batches is not None:
+        raise UsageError(
+            "--schedule and --micro-batches need --cluster", code="replay-needs-cluster"
+        )
     if trace.is_dir():
         raise UsageError(
             f"{trace} is a directory; with --cluster its traces are one job",
@@ -233,7 +237,7 @@ def _replay_job(trace: Path, cluster: Path, options: ReplayOptions, *, as_json: 
             code="replay-cluster-too-small",
         )
     done = replay_job(
-        graphs, network, PipelineSchedule.parse(options.schedule), options.micro_batches
+        graphs, network, PipelineSchedule.parse(options.schedule or "1f1b"), options.micro_batches
     )
     if as_json:
         print_json(done)
