@@ -18,11 +18,11 @@ from onerank.ir.chakra.attributes import (
     readers,
     variant_of,
 )
-from onerank.ir.chakra.decode_nodes import decode
+from onerank.ir.chakra.decode_nodes import decode, not_a_node
 from onerank.ir.chakra.dependencies import Dependencies, dependencies
 from onerank.ir.chakra.encode import Encoder
 from onerank.ir.chakra.et_def_pb2 import AttributeProto, Node
-from onerank.ir.chakra.framing import Packed, frame
+from onerank.ir.chakra.framing import UNREADABLE, Packed, frame
 from onerank.ir.chakra.metadata import amend_job, decode_job, encode_job
 from onerank.ir.errors import GraphError
 from onerank.ir.graph import Graph
@@ -194,7 +194,11 @@ def _require_unique(ids: U64) -> None:
 
 
 def _amended(graph: Graph, deps: Dependencies, is_kept: Mask, kept_rows: I64) -> list[bytes]:
-    """Return the node messages of a graph that has messages of another tool."""
+    """Return the node messages of a graph that has messages of another tool.
+
+    Raises:
+        ChakraError: a message to change has a damaged field that no reader needs.
+    """
     nodes = graph.nodes
     changes = _changes(graph, deps, kept_rows)
     # A time that is unchanged since reading stays as the other tool wrote it, even if negative.
@@ -212,7 +216,11 @@ def _amended(graph: Graph, deps: Dependencies, is_kept: Mask, kept_rows: I64) ->
     for place in np.flatnonzero(any_change).tolist():
         row = int(kept_rows[place])
         changed = [column for column, is_changed in changes.items() if is_changed[place]]
-        messages[row] = amend(kept_messages[place], messages[row], changed)
+        try:
+            messages[row] = amend(kept_messages[place], messages[row], changed)
+        except UNREADABLE as error:
+            # Reading skips a field that a later one of its kind overrides; protobuf does not.
+            raise not_a_node(f"the read message of node {nodes.id[row]}", error) from error
     return messages
 
 

@@ -166,3 +166,15 @@ def test_cycle_is_read_and_left_to_the_graph(tmp_path: Path):
 def test_a_value_that_its_attribute_cannot_hold():
     with raises_code("chakra-attribute-value", naming=("t.et: node 1", "size", "'many'")):
         _proto("size", Attribute("int64_val", "many"), "t.et: node 1")
+
+
+def test_a_damaged_name_that_another_overrides_is_refused_when_its_node_changes(tmp_path: Path):
+    path, output = tmp_path / "in.et", tmp_path / "out.et"
+    node = Node(id=7, name="kernel", type=COMP_NODE, duration_micros=1)
+    path.write_bytes(METADATA + frame([BAD_NAME + node.SerializeToString()]))
+    graph = chakra.read(path)
+    assert graph.text("name") == ["kernel"]
+    longer = graph.with_columns(duration_ns=graph.nodes.duration_ns + 1000)
+    with raises_code("chakra-bad-node", naming=("node 7",)):
+        longer.write(output)
+    assert not output.exists()
