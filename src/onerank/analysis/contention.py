@@ -38,11 +38,12 @@ products and attention of training several hundred."""
 _IN_PLACE = (Evidence.SCALED, Evidence.CALIBRATED, Evidence.MEASURED)
 """Evidence of durations from a trace, which contain what concurrent kernels took."""
 
-
 _TILE = (256, 128)
-"""Of cuBLAS's products in 8 and 16 bits on H100s ("nvjet_sm90_tst_256x128", also 320x128)."""
+"""Rows and columns of a tile of cuBLAS's products in 8 and 16 bits on H100s. Kernels are named
+"nvjet_sm90_tst_256x128"; some have tiles of 320 x 128."""
 
-_LARGEST_OPERAND = 2  # bytes of an element; the tiles of float32 were not measured
+_LARGEST_OPERAND = 2
+"""Bytes of an element up to which tiles are known: those of float32 were not measured."""
 
 _LEAST_FILLED = 0.9
 """Share of the multiprocessors below which libraries choose smaller tiles: assumed."""
@@ -81,8 +82,8 @@ def contention_of(graph: Graph, calls: Mapping[int, CallShape]) -> Contention | 
     # Without a launch shape a kernel is assumed to have many short blocks.
     needed = np.where(blocks > 0, np.minimum(1.0, blocks / sm_count), 1.0)
     tiles = np.where(kernels, _tiles(graph, sm_count), 0)
-    rounds = np.where(blocks > 0, np.maximum(1, blocks // sm_count), tiles // sm_count)
-    rounds = np.where(tiles > 0, np.maximum(1, rounds), rounds)
+    parts = np.where(blocks > 0, blocks, tiles)
+    rounds = np.where(parts > 0, np.maximum(1, parts // sm_count), 0)
     held, spare = np.zeros(len(graph)), np.ones(len(graph))
     for index, call in calls.items():
         held[index], spare[index] = call.channels / sm_count, call.spare

@@ -86,26 +86,18 @@ def replay_job(
             )
     job = graphs[0].job
     stages = job.world.sizes.get(AXIS, 1)
-    one_stage = stages == 1 and len(graphs) == 1
-    if job.inference is not None or not (one_stage or (stages > 1 and job.pipeline is not None)):
-        if micro_batches is not None:
-            raise ExportError(
-                f"--micro-batches {micro_batches} is of a schedule, and these ranks keep the order "
-                "of their traces: ranks of inference, of a script that runs its own pipeline, and "
-                "several without a pipeline do\n"
-                "  leave out --micro-batches, or capture with another number of them",
-                code="pipeline-own-micro-batches",
-            )
-        together = _pipeline(graphs) if stages > 1 else _separate_ranks(graphs)
-        return _joint_step(together, network)
-    if stages % schedule.chunks:
+    has_schedule = job.pipeline is not None if stages > 1 else len(graphs) == 1
+    if has_schedule and job.inference is None:
+        return _scheduled_step(graphs, network, schedule, micro_batches)
+    if micro_batches is not None:
         raise ExportError(
-            f"--schedule {schedule} puts {schedule.chunks} stages on each rank, which does not "
-            f"divide the {stages} captured stages ({stages} = {schedule.chunks} x "
-            f"{stages // schedule.chunks} + {stages % schedule.chunks})",
-            code="pipeline-indivisible-stages",
+            f"--micro-batches {micro_batches} needs a schedule, but these ranks keep the order of "
+            "their traces, as do ranks of inference, ranks of a script that runs its own pipeline, "
+            "and several ranks without a pipeline\n"
+            "  leave out --micro-batches, or capture with another number of them",
+            code="pipeline-own-micro-batches",
         )
-    return _scheduled_step(graphs, network, schedule, micro_batches)
+    return _joint_step(_pipeline(graphs) if stages > 1 else _separate_ranks(graphs), network)
 
 
 def _scheduled_step(
@@ -114,9 +106,20 @@ def _scheduled_step(
     schedule: PipelineSchedule,
     micro_batches: int | None,
 ) -> JobReplay:
-    """Return the step of stages that a schedule lays out; arguments as for `replay_job`."""
+    """Return the step of stages that a schedule lays out; arguments as for `replay_job`.
+
+    Raises:
+        ExportError: the graphs are not the stages of one pipeline, or do not fit the schedule.
+    """
     captured = graphs[0].job.world
     stages = captured.sizes.get(AXIS, 1)
+    if stages % schedule.chunks:
+        raise ExportError(
+            f"--schedule {schedule} puts {schedule.chunks} stages on each rank, which does not "
+            f"divide the {stages} captured stages ({stages} = {schedule.chunks} x "
+            f"{stages // schedule.chunks} + {stages % schedule.chunks})",
+            code="pipeline-indivisible-stages",
+        )
     if stages == 1:
         of_stages = [graphs[0]]
     else:
@@ -187,7 +190,7 @@ class _Rank:
 
 
 @dataclass(frozen=True, slots=True)
-class _Together:
+class _JointRanks:
     """Ranks that are replayed together.
 
     Attributes:
@@ -200,7 +203,7 @@ class _Together:
     places: Mapping[int, int]
 
 
-def _pipeline(graphs: Sequence[Graph]) -> _Together:
+def _pipeline(graphs: Sequence[Graph]) -> _JointRanks:
     """Return the ranks of a pipeline, by their stage; each represents all ranks of its stage."""
     world = graphs[0].job.world
     by_place: dict[int, Graph] = {}
@@ -223,10 +226,10 @@ def _pipeline(graphs: Sequence[Graph]) -> _Together:
             code="pipeline-missing-stage",
         )
     places = {rank: world.point(rank)[AXIS] for rank in range(world.size)}
-    return _Together([by_place[place] for place in sorted(by_place)], places)
+    return _JointRanks([by_place[place] for place in sorted(by_place)], places)
 
 
-def _separate_ranks(graphs: Sequence[Graph]) -> _Together:
+def _separate_ranks(graphs: Sequence[Graph]) -> _JointRanks:
     """Return ranks of a job without a pipeline, each of which represents itself."""
     places: dict[int, int] = {}
     for place, graph in enumerate(graphs):
@@ -236,10 +239,10 @@ def _separate_ranks(graphs: Sequence[Graph]) -> _Together:
                 code="replay-duplicate-rank",
             )
         places[graph.job.rank] = place
-    return _Together(graphs, places)
+    return _JointRanks(graphs, places)
 
 
-def _joint_step(job: _Together, network: ClusterNetwork) -> JobReplay:
+def _joint_step(job: _JointRanks, network: ClusterNetwork) -> JobReplay:
     """Return the step of ranks that keep the order of their traces.
 
     All ranks begin the step together, with as much lead of the host as the step before leaves.
@@ -258,7 +261,7 @@ def _joint_step(job: _Together, network: ClusterNetwork) -> JobReplay:
     for rank in ranks:
         rank.floor += begin_ns - int(rank.floor.max())
         rank.times = rank.replayed.schedule(rank.floor)
-    alone = [rank.times for rank in ranks]
+    separate = [rank.times for rank in ranks]
     _exchange(ranks, waits)
     last = max(range(len(ranks)), key=lambda place: int(ranks[place].times.end_ns.max()))
     slowest = ranks[last]
@@ -266,9 +269,9 @@ def _joint_step(job: _Together, network: ClusterNetwork) -> JobReplay:
     compute, communication = slowest.graph.compute, slowest.graph.communication
     compute_ns = _busy_ns(slowest.times, compute, begin_ns)
     busy_ns = _busy_ns(slowest.times, compute | communication, begin_ns)
-    # Without the others the rank waits for its host alone.
-    alone_ns = int(alone[last].end_ns.max()) - begin_ns
-    idle_ns = alone_ns - _busy_ns(alone[last], compute | communication, begin_ns)
+    # Replayed without the others, a rank is idle only where it waits for its host.
+    separate_ns = int(separate[last].end_ns.max()) - begin_ns
+    idle_ns = separate_ns - _busy_ns(separate[last], compute | communication, begin_ns)
     idle_ns = min(idle_ns, step_ns - busy_ns)
     return JobReplay(
         step_ns=step_ns,
@@ -284,7 +287,7 @@ def _joint_step(job: _Together, network: ClusterNetwork) -> JobReplay:
     )
 
 
-def _messages(job: _Together, network: ClusterNetwork) -> list[_Wait]:
+def _messages(job: _JointRanks, network: ClusterNetwork) -> list[_Wait]:
     """Return the waits for messages: each receive for the send of its turn.
 
     A send completes in the background.
@@ -320,7 +323,7 @@ def _messages(job: _Together, network: ClusterNetwork) -> list[_Wait]:
     return messages
 
 
-def _shared_collectives(job: _Together) -> list[_Wait]:
+def _shared_collectives(job: _JointRanks) -> list[_Wait]:
     """Return the waits of collectives whose group contains several of the ranks.
 
     Such a call, as of a gradient norm, begins when the last of its ranks reaches it. So does a

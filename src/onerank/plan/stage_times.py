@@ -247,7 +247,11 @@ class TimedStage:
 
 
 def with_network(graph: Graph, network: ClusterNetwork, world: World) -> TimedStage:
-    """Return the stage with its communication timed, and its kernels as long as in steady state."""
+    """Return the stage with its communication timed by a network.
+
+    Kernels take their time in steady state (`HostOverhead.kernel_factor`), which also determines
+    how long they compete with the communication.
+    """
     nodes, job = graph.nodes, graph.job
     captured = job.world
     duration = nodes.duration_ns.copy()
