@@ -359,13 +359,6 @@ def test_device_file_is_written_to_not_replaced():
     assert not Path(os.devnull).is_file()
 
 
-# The generated code
-
-
-@pytest.mark.skipif(
-    importlib.util.find_spec("grpc_tools") is None,
-    reason="grpcio-tools is not installed (it is in the dev extra)",
-)
 def test_nodes_that_share_a_long_text_are_written_in_chunks(tmp_path: Path):
     builder = GraphBuilder()
     text = "[" + "1, " * 30_000 + "1]"
@@ -381,6 +374,13 @@ def test_nodes_that_share_a_long_text_are_written_in_chunks(tmp_path: Path):
     assert chakra.read(path).text("input_values") == [text] * 400
 
 
+# The generated code
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("grpc_tools") is None,
+    reason="grpcio-tools is not installed (it is in the dev extra)",
+)
 def test_generated_code_is_what_the_schema_gives(tmp_path: Path):
     command = ["-m", "grpc_tools.protoc", f"-I{SCHEMA_FOLDER}", f"--python_out={tmp_path}"]
     subprocess.run([sys.executable, *command, f"--pyi_out={tmp_path}", "et_def.proto"], check=True)
