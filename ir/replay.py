@@ -536,6 +536,12 @@ class SteadyStateStep:
     step_ns: int
     residual_ns: int
 
+    def device_begin_ns(self, graph: Graph) -> int:
+        """Return the time in `times` from which the device is available to this step."""
+        # The host runs ahead into the next step, so the device's last operation ends the step.
+        ended_ns = self.times.end_ns[graph.compute | graph.communication].max(initial=0)
+        return int(ended_ns) - self.step_ns
+
 
 def steady_state_step(
     graph: Graph,
@@ -576,13 +582,6 @@ def steady_state_step(
     # A negative residual must not make the step shorter than the GPU's work.
     busy_ns = union_duration_ns(times.start_ns[gpu], times.end_ns[gpu])
     return SteadyStateStep(times, step_ns, max(overhead.residual_ns, busy_ns - step_ns))
-
-
-def waits_for_launches_ns(graph: Graph, step: SteadyStateStep) -> int:
-    """Return the time of a steady-state step in which the device waits for its next launch."""
-    # The host runs ahead into the next step, so the device's last operation ends the step.
-    ended_ns = int(step.times.end_ns[graph.compute | graph.communication].max(initial=0))
-    return launch_waits_ns(graph, step.times, ended_ns - step.step_ns)
 
 
 def launch_waits_ns(graph: Graph, times: ReplayTimes, begun_ns: int) -> int:

@@ -184,9 +184,9 @@ class UnknownValues:
         """
         # Metrics and matchings take arrays of predictions, and a saved image consists of bytes.
         # Other integers are counts and indices, which decide about shapes.
-        decides = not tensor.dtype.is_floating_point and tensor.dtype != torch.uint8
-        small = not decides and tensor.nbytes <= _MOST_CONVERTED_BYTES
-        if tensor.numel() != 1 and not small:
+        convertible = tensor.dtype.is_floating_point or tensor.dtype == torch.uint8
+        convertible = convertible and tensor.nbytes <= _MOST_CONVERTED_BYTES
+        if tensor.numel() != 1 and not convertible:
             self.refuse("Tensor.numpy()")
         value = self.scalar(tensor)
         return torch.full(tensor.shape, value, dtype=tensor.dtype, device="cpu")

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from onerank.capture.fake_tensors import is_fake
+from onerank.capture.parallelize.tensor.stateful_layers import is_lightning_attention
 from onerank.capture.serving import state_operators as _operators
 from onerank.capture.serving.compositions import Composition
 from onerank.ir.errors import CaptureError
@@ -383,9 +384,7 @@ _REPLACED = {
 }
 
 
-# Attributes of a layer of lightning attention, whose forward has its scan in it.
-_LIGHTNING = ("qkv_proj", "output_gate", "out_proj", "slope_rate", "diagonal_decay")
-
+# Class of the cache that MiniMax's model expects.
 _OWN_CACHE = "MiniMaxCache"
 
 
@@ -396,7 +395,8 @@ def keep_states(model: nn.Module) -> None:
     named = next((setting for setting in settings if setting), None)
     dtype = named if isinstance(named, torch.dtype) else getattr(torch, named or "", None)
     for module in list(model.modules()):
-        if all(hasattr(module, name) for name in _LIGHTNING) and not hasattr(module, PARTS):
+        # Its forward contains the scan, so there is no name to replace.
+        if is_lightning_attention(module) and not hasattr(module, PARTS):
             layer = _StatefulLayer(_Parts(), dtype)
             setattr(module, PARTS, layer.parts)
             module.forward = functools.partial(layer.lightning_attention, module)
@@ -421,7 +421,7 @@ def keep_states(model: nn.Module) -> None:
 def _copy(function: FunctionType, names: dict[str, Any]) -> FunctionType:
     """Return a copy of a function in which global names have other meanings.
 
-    Not a patch of its module: other models have the same functions.
+    The module of the function stays as it is, since other models call the same functions.
     """
     copy = FunctionType(
         *(function.__code__, function.__globals__ | names, function.__name__),

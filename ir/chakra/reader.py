@@ -8,9 +8,7 @@ import msgspec
 import numpy as np
 
 from onerank.ir.arrays import I64, Mask
-from onerank.ir.chakra.attributes import (
-    whole_micros,
-)
+from onerank.ir.chakra.attributes import whole_micros
 from onerank.ir.chakra.decode_nodes import Decoded, decode
 from onerank.ir.chakra.dependencies import Dependencies, dependencies
 from onerank.ir.chakra.encode import Encoder

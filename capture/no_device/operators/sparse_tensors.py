@@ -97,7 +97,7 @@ class SparseTensors:
         indices, values = sparse_parts(tensor)
         numbers: Tensor | None = getattr(tensor, _INDICES, None)
         if numbers is None:
-            self._unknown.refuse("aten::_coalesce")
+            self._unknown.refuse(COALESCE)
         with unset_fake_temporarily():
             distinct = torch.unique(numbers, dim=1)
         with self._mode:

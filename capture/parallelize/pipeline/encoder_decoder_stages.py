@@ -311,7 +311,7 @@ def stage_encoder_decoder(
         dropped += _record_stage_output(stack, boundary, last_encoder_stage=stage == split - 1)
     norms = [getattr(stack.module, name) for name in stack.norms]
     refuse_early_norm(model, stack.layers, norms, "--pp")
-    tied = tuple(share_weights(holders, stage, ranks, new_group))
+    tied = share_weights(holders, stage, ranks, new_group)
     free_parameters(dropped, model)
     after = sum(p.numel() for p in model.parameters())
     return PipelineStage(Pipeline(stage, counts), work_keys, list_name, before, after, tied)

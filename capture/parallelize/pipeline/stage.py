@@ -14,7 +14,7 @@ optimizer steps, as in Megatron-LM's embedding group
 import copy
 import functools
 import itertools
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -194,7 +194,7 @@ def stage_model(
     holders: dict[str, dict[int, Any]] = {}
     if parts.tied:
         holders[EMBEDDING_GROUP] = {0: model.get_input_embeddings(), stages - 1: parts.head}
-    tied = tuple(share_weights(holders, stage, ranks, new_group))
+    tied = share_weights(holders, stage, ranks, new_group)
     free_parameters(dropped, model)
     after = sum(p.numel() for p in model.parameters())
     return PipelineStage(Pipeline(stage, counts), work_keys, list_name, before, after, tied)
@@ -205,8 +205,8 @@ def share_weights(
     stage: int,
     ranks: Sequence[int],
     new_group: NewGroup,
-) -> Iterator[TiedEmbedding]:
-    """Create a group for each shared weight; yield those of this stage.
+) -> tuple[TiedEmbedding, ...]:
+    """Create a group for each shared weight; return the weights of this stage.
 
     Args:
         holders: name of the group -> stage -> the module that has the weight there.
@@ -214,12 +214,14 @@ def share_weights(
         ranks: as for `stage_model`.
         new_group: as for `stage_model`.
     """
+    tied: list[TiedEmbedding] = []
     for name, by_stage in holders.items():
         members = [ranks[at] for at in by_stage] if stage in by_stage else [ranks[stage]]
-        # Every stage creates a group, because torch numbers them.
+        # Every stage creates a group, because torch numbers groups per process.
         group = new_group(name, members)
         if stage in by_stage:
-            yield TiedEmbedding(by_stage[stage], group)
+            tied.append(TiedEmbedding(by_stage[stage], group))
+    return tuple(tied)
 
 
 def _note_inference(

@@ -344,12 +344,15 @@ class _Slicer:
         proportions = self._rules.get(name, ModuleRule()).proportions
         blocks = parts_of(name, columns, proportions, "input")
         cut_module(module, name, self._group, output=False, blocks=blocks, cut=self._cut)
-        scatters = self._stack and style != SUMMED
-        reduce = scatter_sum_to_sequence if scatters else reduce_from_group
-        reduce = _sum_both_ways if style == SUMMED else reduce
-        row_linear(module, self._group, split=style in SPLIT, reduce=reduce)
-        if scatters:
+        if style == SUMMED:
+            # The layer has the whole sequence already, with sequence parallelism too.
+            reduce = _sum_both_ways
+        elif self._stack:
+            reduce = scatter_sum_to_sequence
             sum_gradients(module, self._group, ["bias"])
+        else:
+            reduce = reduce_from_group
+        row_linear(module, self._group, split=style in SPLIT, reduce=reduce)
 
     def _cut_embedding(self, module: nn.Module, name: str, style: str) -> None:
         if not isinstance(module, nn.Embedding):

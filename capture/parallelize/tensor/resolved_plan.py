@@ -71,13 +71,14 @@ _SINKS = {"sinks"}
 
 _SHARED = ("shared_expert", "shared_experts", "shared_mlp")
 
-# Narrow layers of Gemma-3n and Gemma-4, of which vLLM replicates the first and slices the others:
-# per-layer inputs, AltUp, and the low-rank residual (LAuReL).
+# Narrow layers of Gemma-3n and Gemma-4, for per-layer inputs and AltUp. They stay whole, as in
+# vLLM.
 _NARROW = (
     *("per_layer_input_gate", "per_layer_projection"),
     *("correction_coefs", "prediction_coefs", "modality_router"),
 )
-# Their block also adds its input, whose gradient is whole.
+# The low-rank residual of Gemma-3n (LAuReL), which vLLM slices. The block also adds its input,
+# whose gradient is whole, so the boundary is at the projection and not at the block.
 _LOW_RANK = {"linear_left": UP[0], "linear_right": "rowwise"}
 
 _MLP = {
@@ -202,9 +203,9 @@ def _attention_styles(
     heads = [count for name in names for count in of_layers(config, name)]
     width = getattr(module, "head_dim", None)
     styles = dict(_ATTENTION)
+    factors = (module.q_proj.out_features, *of_layers(config, names[0]))
     for key in _GATES:
         gate = children.get(key)
-        factors = (module.q_proj.out_features, *of_layers(config, names[0]))
         if isinstance(gate, nn.Linear) and gate.out_features in factors:
             styles[key] = "colwise"
     direct = {key for key, _ in module.named_parameters(recurse=False)}

@@ -186,6 +186,11 @@ def _kind_of(module: nn.Module) -> _Layer | None:
     return None
 
 
+def is_lightning_attention(module: nn.Module) -> bool:
+    """Whether a module is a layer of MiniMax's lightning attention."""
+    return _kind_of(module) is _LIGHTNING
+
+
 def _has(module: nn.Module, path: str) -> bool:
     owner, _, name = path.rpartition(".")
     return hasattr(getattr(module, owner, None) if owner else module, name)

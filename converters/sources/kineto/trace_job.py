@@ -71,9 +71,10 @@ def with_host_overhead(graph: Graph) -> Graph:
     return with_kernel_factor(replay.with_step_time(replace(graph, job=job), step_ns))
 
 
-# Share of a step that a GPU may wait for launches, and median distance of the timed steps from
-# their median, as its share, up to which the GPU sets the pace. Of eleven slices on H100s three
-# wait for none and vary by 0.2 to 1.5%. Others wait for 1% and more, or vary by 2% and more
+# The GPU sets the pace of a step if it waits for launches for at most the first share of the step,
+# and if the median absolute deviation of the timed steps is at most the second share of their
+# median. Of eleven slices on H100s three wait for no launch and vary by 0.2 to 1.5%. Others wait
+# for 1% and more, or vary by 2% and more
 # (benchmarks/results/2026-11-27-four-gpu-jobs-4xh100.txt and 2026-11-27-two-gpu-jobs-2xh100.txt).
 _WAITING, _SPREAD = 0.01, 0.02
 
@@ -91,7 +92,8 @@ def with_kernel_factor(graph: Graph) -> Graph:
     ran = graph.nodes.evidence[graph.communication] != Evidence.NONE
     if overhead is None or step is None or ran.any():
         return graph
-    if replay.waits_for_launches_ns(graph, step) > _WAITING * step.step_ns:
+    waits_ns = replay.launch_waits_ns(graph, step.times, step.device_begin_ns(graph))
+    if waits_ns > _WAITING * step.step_ns:
         return graph
     steps = np.array(measurement.step_ns)
     if np.median(np.abs(steps - np.median(steps))) > _SPREAD * np.median(steps):

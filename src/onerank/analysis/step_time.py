@@ -132,9 +132,8 @@ def _steady_state(graph: Graph) -> StepBreakdown | None:
     step = steady_state_step(graph)
     if step is None:
         return None
-    # The host runs ahead into the next step, so the device's last operation ends the step.
-    ended_ns = int(step.times.end_ns[graph.compute | graph.communication].max(initial=0))
-    return _parts(graph, step.times, ended_ns - step.step_ns, step.step_ns + step.residual_ns)
+    step_ns = step.step_ns + step.residual_ns
+    return _parts(graph, step.times, step.device_begin_ns(graph), step_ns)
 
 
 def _parts(graph: Graph, times: ReplayTimes, begun_ns: int, step_ns: int) -> StepBreakdown:
