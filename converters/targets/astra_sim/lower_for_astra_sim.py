@@ -60,7 +60,8 @@ _FALLBACKS = {
 def substitute(graph: Graph, ranks: int) -> tuple[Graph, list[Note]]:
     """Return the graph without collectives that ASTRA-sim lacks, and a note on each replacement.
 
-    All-to-alls whose parts differ become even ones that move as many bytes of this rank.
+    All-to-alls of unequal parts become even ones in which this rank sends or receives as many
+    bytes.
 
     Args:
         graph: one rank's step.
@@ -92,9 +93,10 @@ def substitute(graph: Graph, ranks: int) -> tuple[Graph, list[Note]]:
     if uneven:
         notes.append(
             Note(
-                f"{uneven} all-to-alls have parts of different sizes, and ASTRA-sim's are equal: "
-                "each became one in which this rank sends or receives as many bytes.",
-                code="all-to-all-uneven",
+                f"{uneven} all-to-alls have unequal parts, which ASTRA-sim does not support: each "
+                "became one of equal parts in which the captured rank sends or receives as many "
+                "bytes.",
+                code="all-to-all-unequal-parts",
             )
         )
     return graph.with_columns(collective=collective, comm_bytes=size), notes

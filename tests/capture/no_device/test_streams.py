@@ -185,7 +185,7 @@ def test_an_all_to_all_takes_as_long_as_its_rank_sends_or_receives(tmp_path):
     assert replayed.nodes.exchanged_bytes[calls].tolist() == [9 * row, 27 * row, -1]
     lowered, notes = substitute(graph, 4)
     assert lowered.nodes.comm_bytes[calls].tolist() == even
-    assert [note.code for note in notes] == ["all-to-all-uneven"]
+    assert [note.code for note in notes] == ["all-to-all-unequal-parts"]
 
 
 FSDP = """
