@@ -147,7 +147,7 @@ def exchanged_bytes(
 ) -> int | None:
     """Return what a rank sends to the others, or receives from them if that is more.
 
-    None if all parts are equal, or if the input is empty, so that the size of a row is not known.
+    None if all parts are equal, or if `sent` has no rows: the size of a row is then unknown.
 
     Args:
         size_bytes: of the rank's input.

@@ -124,17 +124,17 @@ def as_subclass(tensor: Tensor, kind: type[Tensor]) -> Tensor:
     return alias
 
 
-def _created(cls: type[Tensor], alias: FakeTensor) -> Tensor:
+def _created(cls: Any, alias: FakeTensor) -> Tensor:
     """Return a new instance of a class on the memory of a fake tensor, without its history.
 
-    Python changes the class of no instance to one with slots, as torchrec's slices of a table have.
+    For classes with slots, such as torchrec's slices of a table: Python refuses to assign one to
+    the `__class__` of an existing instance.
     """
     with in_kernel_invocation_manager(alias.fake_mode):
         plain = torch.empty_strided((0,), (1,), dtype=alias.dtype, device="meta")
         place = alias.storage_offset(), alias.shape, alias.stride()
         plain.set_(alias.untyped_storage(), *place)  # pyright: ignore[reportArgumentType]
-    made: Any = cls
-    created: Tensor = FakeTensor.__new__(made, alias.fake_mode, plain, alias.fake_device)
+    created: Tensor = FakeTensor.__new__(cls, alias.fake_mode, plain, alias.fake_device)
     return created.requires_grad_(alias.requires_grad)
 
 

@@ -176,7 +176,7 @@ def _capture(
 
 @contextlib.contextmanager
 def loading_capture() -> Generator[None]:
-    """Silence torch's log in a context that imports `onerank.capture`, and nothing else.
+    """Silence torch's log, and collect no garbage, while the context imports `onerank.capture`.
 
     Raises:
         CaptureError: torch, or another library of the capture extra, is missing.

@@ -45,7 +45,7 @@ class Contention:
             may limit; 1 within a node, float64[n].
         slows: how many times as long a call takes next to this kernel if nothing but the GPU
             limits the call; 1 for other operations, float64[n].
-        multiprocessors: of the GPU.
+        multiprocessors: how many the GPU has.
         among_kernels: whether kernels of different streams share multiprocessors. False if their
             durations were measured in place, because these contain it.
     """
@@ -264,22 +264,23 @@ class SharedGpu:
         for entry, share in zip(self._running, needed, strict=True):
             if self._held[entry.node]:
                 entry.rate = min(1.0, self._spare[entry.node] / slowdown)
+            # Tiles of several kernels share waves, whose number is not known: only a product that
+            # is the only running kernel, or whose duration contains the others, has its own.
             elif self._tiles[entry.node] and (share == wanted or not self._among_kernels):
                 entry.rate = self._rate_of_waves(self._tiles[entry.node], free)
             else:
                 entry.rate = min(1.0, free / (wanted if self._among_kernels else share))
 
     def _rate_of_waves(self, tiles: int, free: float) -> float:
-        """Return the rate of a product that has a share of the multiprocessors.
+        """Return the waves of a product on all multiprocessors over its waves on the free ones.
 
         Args:
-            tiles: of the product.
-            free: share of the multiprocessors.
+            tiles: number of tiles of the product.
+            free: share of the multiprocessors that no call holds.
         """
-        whole = self._multiprocessors
-        # Channels and multiprocessors are integers, of which `free` is a rounded ratio.
-        left = max(1, floor(free * whole + 1e-6))
-        return ceil(tiles / whole) / ceil(tiles / left)
+        # `free` is a ratio of two integers. Rounding must not cost a multiprocessor.
+        usable = max(1, floor(free * self._multiprocessors + 1e-6))
+        return ceil(tiles / self._multiprocessors) / ceil(tiles / usable)
 
     def _resolve(self, node: int, edges: _Outgoing, time: int) -> list[int]:
         """Satisfy edges from a node; return the targets without open constraints.

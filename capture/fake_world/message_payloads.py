@@ -397,7 +397,8 @@ def _script_depth() -> int:
 
 def _bytes(tensor: Tensor) -> bytes:
     flat = raw(tensor).reshape(-1).cpu()
-    # Signed: without a device unknown unsigned bytes are pixels, which have a stand-in.
+    # Not uint8: a capture without a device takes unknown uint8 numbers for pixels, and returns
+    # stand-ins instead of an error.
     return flat.view(torch.int8).numpy().tobytes()
 
 

@@ -216,8 +216,8 @@ _deepcopy_of_torch: Any = Tensor.__deepcopy__
 
 def _deepcopy(tensor: Any, memo: dict[int, Any]) -> Any:
     """Return a deep copy: a tensor with memory of the GPU, or a parameter."""
-    # torch would copy the storage, which has no memory here, and all attributes, among them the
-    # mode of fake tensors, which then keeps the memory of the original.
+    # torch would copy the storage, which has no memory here. It would also copy all attributes,
+    # among them the fake mode, and the copied mode would keep the memory of the original.
     if not tensor.is_leaf:
         return _deepcopy_of_torch(tensor, memo)
     if id(tensor) in memo:
@@ -293,8 +293,8 @@ def tensor_factory(name: str) -> Callable[..., Any]:
 
     @functools.wraps(create)
     def create_on_default_device(*args: Any, **kwargs: Any) -> Any:
-        # A default device applies to functions that torch compares by identity, and finds under the
-        # name of this one.
+        # torch applies a default device to a set of functions, which it collects by name. Under
+        # this name it collects the replacement, but it looks up its own function in the set.
         if kwargs.get("device") is None and is_cuda_device(default := _default_device()):
             kwargs["device"] = default
         return create(*args, **kwargs)

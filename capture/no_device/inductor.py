@@ -541,10 +541,11 @@ def _recomputed_random_operators() -> Generator[None]:
     """Let recomputed random operators, fused attention among them, run without a CUDA generator.
 
     torch wraps each of them, so that the recomputation draws the numbers of the first run
-    (`functionalize_rng_ops`). Setting the state of a generator launches no kernel. But Inductor
-    passes a wrapped operator views of its operands, and other attention contiguous copies: kernels
-    and buffers differ, and by the sizes of buffers the order of the graph
-    (`reorder_for_peak_memory`). So the operators are wrapped here, too, without a state.
+    (`functionalize_rng_ops`). Setting the state of a generator launches no kernel, but the wrapper
+    changes the graph: Inductor copies operands of attention to contiguous buffers, and passes views
+    to a wrapped operator. Kernels and buffers differ, and so does the order of the graph, which
+    depends on the sizes of buffers (`reorder_for_peak_memory`). So this wraps the operators too,
+    without a state.
     """
     partitioners: Any = importlib.import_module(_PARTITIONERS)
     wrapper: Any = importlib.import_module(_RANDOM_PRIMS).graphsafe_run_with_rng_state

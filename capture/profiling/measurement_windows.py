@@ -93,7 +93,11 @@ class CountedSteps:
             )
 
     def _note_skipped(self, consequence: str) -> None:
-        """Add a note on skipped steps, if there are some."""
+        """Add a note if steps were skipped.
+
+        Args:
+            consequence: what the note says next, with the punctuation before it.
+        """
         if self.skipped:
             text = f"{self.skipped} of {self.steps} steps were skipped by a loss scaler"
             self.observed.notes.append(Note(f"{text}{consequence}", code="steps-skipped"))

@@ -179,7 +179,7 @@ class Power:
     """Mean power over the second half of a measured interval.
 
     Attributes:
-        updates: of the energy counter: time in seconds, energy in mJ.
+        updates: times in seconds at which the energy counter changed, and its value in mJ.
         clocks: readings of the SM clock: time in seconds, clock in MHz.
     """
 

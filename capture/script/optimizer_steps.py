@@ -118,6 +118,7 @@ class _FirstOptimizer:
         self._replaced: dict[Callable[..., Any], Callable[..., Any]] = {}
         # An optimizer may step another one.
         self._stepping: list[Any] = []
+        # Whether the first optimizer has stepped since the last call of `GradScaler.step` began.
         self._taken = False
 
     @contextlib.contextmanager

@@ -165,7 +165,7 @@ def materialise(model: Any, device: str) -> None:
                 parameter.data.fill_(0.0 if name == "bias" else 1.0)
         buffers = list(module.buffers(recurse=False))
         for buffer in buffers:
-            # Not all are computed below, and what lay in the memory before may be no number.
+            # `_init_weights` does not compute all of them, and uninitialised memory may be NaN.
             buffer.fill_(1)
         if buffers:
             # transformers computes the frequencies of rotary embeddings here.

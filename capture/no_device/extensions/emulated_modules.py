@@ -214,10 +214,9 @@ def _absent(extension: Extension, function: str, extensions: EmulatedExtensions)
     """Return what stands for a name without a counterpart: an error when it is called.
 
     It is a class, since packages use classes of extensions in annotations and base classes. A name
-    with capitals and no underscore, as `sLSTMFunc`, is taken for a class, whose instance computes
-    nothing until it is called.
+    with capitals and no underscore, such as `sLSTMFunc`, is taken for that of a class: scripts may
+    create instances of it, and the error is a call of an instance or of its methods.
     """
-    name_of_module = extension.module
 
     def attribute(name: str) -> Any:
         if name.startswith("__"):
@@ -226,17 +225,18 @@ def _absent(extension: Extension, function: str, extensions: EmulatedExtensions)
 
     class Instance:
         def __call__(self, *_: Any, **__: Any) -> Any:
-            extensions.refuse(f"{name_of_module}::{function}")
+            extensions.refuse(f"{extension.module}::{function}")
 
         def __getattr__(self, name: str) -> Any:
             return attribute(name)
 
     class Absent(type):
         def __call__(cls, *_: Any, **__: Any) -> Any:
-            # ColossalAI's optimizer creates one of C++ for parameters on the CPU, without a use.
+            # ColossalAI's optimizer always creates a C++ object for parameters on the CPU, which
+            # a job on GPUs does not use.
             name = function.rpartition(".")[2]
             if name == name.lower() or "_" in name:
-                extensions.refuse(f"{name_of_module}::{function}")
+                extensions.refuse(f"{extension.module}::{function}")
             return Instance()
 
         def __getattr__(cls, name: str) -> Any:

@@ -210,7 +210,8 @@ MULTI_TENSOR: dict[str, Function] = {
     "multi_tensor_scale": multi_tensor_scale,
     "multi_tensor_scale_tensor": multi_tensor_scale,
 }
-"""Functions on lists of tensors, which others took over from apex."""
+"""Functions of apex on lists of tensors, of which DeepSpeed, TransformerEngine and ColossalAI have
+copies."""
 
 
 EXTENSIONS = (

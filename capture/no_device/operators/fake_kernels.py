@@ -167,7 +167,8 @@ _UPDATES = re.compile(r"fbgemm::split_embedding_backward_codegen_\w+_(un)?weight
 def _pooled_rows(*args: Any) -> Tensor:
     """Return the pooled rows of batched tables, by table next to each other: (batch, columns).
 
-    The implementation for shapes is in fbgemm_gpu's build for CUDA.
+    The implementation for shapes is in fbgemm_gpu's build for CUDA. Its schema has over 18
+    arguments, which are read by their places here and in `shapes_of`.
     """
     columns_of_tables, columns, indices, offsets = args[6], args[7], args[10], args[11]
     tables = columns_of_tables.numel() - 1

@@ -45,8 +45,9 @@ def planned_styles(model: PreTrainedModel, *, has_states: bool = False) -> dict[
 
     Args:
         model: the model.
-        has_states: whether layers with states have styles, which their kind determines: a model of
-            such layers alone needs no plan, and its vocabulary is sliced.
+        has_states: whether the model has layers with states that slicing knows. Their kind
+            determines their styles, so a model of such layers alone needs no plan. Its vocabulary
+            is sliced.
     """
     plan: dict[str, str] = dict(getattr(model, "_tp_plan", None) or {})
     if not plan and not has_states:

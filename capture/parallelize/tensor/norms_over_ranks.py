@@ -64,7 +64,11 @@ def norm_over_ranks(norm: Any, group: dist.ProcessGroup) -> None:
 def _norm(
     norm: Any, group: dist.ProcessGroup, hidden_states: Tensor, gate: Tensor | None = None
 ) -> Tensor:
-    """Return the norm, of which a gated one has a gate before it, or after it."""
+    """Return this rank's features of the norm.
+
+    A gated norm multiplies by its gate before the norm, or after it if it says so by
+    `norm_before_gate`.
+    """
     gated_after = getattr(norm, "norm_before_gate", False)
     hidden = hidden_states.float()
     if gate is not None and not gated_after:

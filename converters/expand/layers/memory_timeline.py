@@ -441,7 +441,8 @@ def _nodes_of_instances(row: I64, copy: I64, number: I64) -> I64:
 
     Args:
         row: node of the block in the deepest capture, or NONE, int64[n].
-        copy: copy of that node, int64[n]; without it in the composed graph, the original counts.
+        copy: copy of that node, int64[n]. If the composed graph lacks the copy, the original node
+            is returned.
         number: as in `Copies`.
     """
     copies = number.shape[1]
