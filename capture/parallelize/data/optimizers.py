@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from onerank.capture.fake_tensors import is_fake
 from onerank.capture.patches import live, patched
 from onerank.ir.errors import SliceError
 from onerank.ir.notes import Note
@@ -211,6 +212,9 @@ def _uniform(optimizer: Optimizer, value: Any) -> Any:
     # Step counters, which do not depend on the parameter's shape.
     if not isinstance(value, Tensor) or value.ndim == 0:
         return value
+    if is_fake(value):
+        # Its numbers are unknown, and without a device they decide nothing.
+        return _Fill(0.0, value.dtype)
     first = value.flatten()[:1]
     if not bool((value == first).all()):
         raise _not_uniform(optimizer)

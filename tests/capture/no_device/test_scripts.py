@@ -271,6 +271,24 @@ def test_an_optimizer_of_sparse_gradients_updates_distinct_rows(tmp_path, optimi
     assert "aten::is_coalesced" not in ops
 
 
+def test_states_that_an_optimizer_creates_itself_are_sharded(tmp_path):
+    """Adagrad creates a whole `sum` for each parameter, whose equal numbers are unknown here."""
+    script = """
+        import torch
+        from torch import nn
+        model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256)).cuda()
+        optimizer = torch.optim.Adagrad(model.parameters())
+        for step in range(5):
+            model(torch.randn(8, 256, device="cuda")).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    """
+    graph = captured(tmp_path, script, "--dp", 4, "--fsdp")
+    # A quarter of each matrix of 32-bit numbers, and of each bias.
+    states = graph.job.measurement.resident_bytes["optimizer"]
+    assert [size for size in sorted(states) if size >= 256] == [256] * 2 + [256 * 64 * 4] * 2
+
+
 def test_how_many_rows_are_distinct_needs_known_ids(tmp_path):
     ids = "table.weight[:300, 0].long(),"
     script = SPARSE.replace("optim.SGD", "optim.SparseAdam")
