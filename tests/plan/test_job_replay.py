@@ -249,6 +249,11 @@ def test_a_step_of_inference_keeps_its_order(tmp_path: Path) -> None:
     done = replayed([graph])
     assert done.compute_ns == pytest.approx(graph.nodes.duration_ns[graph.compute].sum(), rel=1e-3)
     assert done.bubble_ns == 0
+    # The host is the slower one: its time between two steps counts.
+    host_bound = onerank.recost(graph, "H100", host_scale=100)
+    steady = onerank.replay(host_bound).steady_state
+    assert steady is not None
+    assert replayed([host_bound]).step_ns == pytest.approx(steady.step_ns, rel=0.01)
     with raises_code("pipeline-own-micro-batches", naming="--micro-batches"):
         replay_job([graph], INSTANT, PipelineSchedule.parse("gpipe"), 2)
 

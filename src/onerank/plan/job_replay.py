@@ -180,12 +180,14 @@ class _Rank:
         graph: its step, timed.
         replayed: ready for scheduling.
         floor: earliest start of each node, int64[n].
+        begin_ns: end of the step before.
         times: of the replayed step.
     """
 
     graph: Graph
     replayed: ReplayedRank
     floor: I64
+    begin_ns: int
     times: ReplayTimes
 
 
@@ -257,9 +259,9 @@ def _joint_step(job: _JointRanks, network: ClusterNetwork) -> JobReplay:
     """
     waits = [*_messages(job, network), *_shared_collectives(job)]
     ranks = [_prepared(graph, network) for graph in job.graphs]
-    begin_ns = max(int(rank.floor.max()) for rank in ranks)
+    begin_ns = max(rank.begin_ns for rank in ranks)
     for rank in ranks:
-        rank.floor += begin_ns - int(rank.floor.max())
+        rank.floor += begin_ns - rank.begin_ns
         rank.times = rank.replayed.schedule(rank.floor)
     separate = [rank.times for rank in ranks]
     _exchange(ranks, waits)
@@ -372,14 +374,15 @@ def _prepared(graph: Graph, network: ClusterNetwork) -> _Rank:
     is_host = graph.mask(Kind.HOST_OP)
     if overhead is None or not is_host.any():
         replayed = ReplayedRank(graph, contention=contention)
-        return _Rank(graph, replayed, np.zeros(len(graph), dtype=np.int64), replayed.schedule())
+        return _Rank(graph, replayed, np.zeros(len(graph), dtype=np.int64), 0, replayed.schedule())
     factor = graph.job.host_factor
     excess_ns = emulated.excess_ns * factor if emulated else 0.0
     replayed = replay_without_profiler(graph, overhead.host_factor, excess_ns, contention)
     times = replayed.schedule()
     host_ns = int(times.end_ns[is_host].max()) + round(overhead.inter_step_host_ns * factor)
-    gpu_ns = max(host_ns, int(times.end_ns.max()))
-    return _Rank(graph, replayed, np.where(is_host, host_ns, gpu_ns), times)
+    # A host that is the slower one begins its step after the GPU has ended the one before.
+    gpu_ns = int(times.end_ns.max())
+    return _Rank(graph, replayed, np.where(is_host, host_ns, gpu_ns), gpu_ns, times)
 
 
 @dataclass(frozen=True, slots=True)
