@@ -6,10 +6,10 @@ the ids, which leaves few distinct calls in a large graph.
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any, Self, cast
+from typing import Any, NamedTuple, Self, cast
 
 import msgspec
 import numpy as np
@@ -271,6 +271,136 @@ def _replaced(kind: str, shape: Any, new: Iterator[tuple[int, ...]]) -> Any:
     if not kind.startswith("Tensor(") or kind == f"Tensor({_UNDEFINED})":
         return shape
     return next(new)
+
+
+class Piece(NamedTuple):
+    """Elements of one tensor of an operator's lists of tensors.
+
+    Attributes:
+        tensor: position in the lists.
+        begin: first element.
+        end: element after the last.
+    """
+
+    tensor: int
+    begin: int
+    end: int
+
+
+def tensor_lists(inputs: Sequence[Operand]) -> list[tuple[Tensor, ...]]:
+    """Return the lists of tensors that a kernel for lists addresses, the in-place ones first."""
+    lists = [operand for operand in inputs if operand and len(operand) > 1]
+    if not lists:
+        lists = [operand for operand in inputs if operand][:1]
+    first = [tensor.shape for tensor in lists[0]] if lists else []
+    # The step counts of fused optimizers are a list of scalars, passed in another way.
+    return [operand for operand in lists if [tensor.shape for tensor in operand] == first]
+
+
+def operands_of_launches(
+    texts: Mapping[str, str], launches: Sequence[Sequence[Piece]], *, in_lists: bool
+) -> dict[str, list[str]]:
+    """Return the operand columns of launches that each take pieces of an operator's lists.
+
+    Every list as long as the operator's first list of tensors is divided. A part of a tensor is a
+    flat view at its offset. A step count or a number belongs to each launch that takes a part of
+    its tensor. Other arguments are the operator's, and so is a column that cannot be read.
+
+    Args:
+        texts: the operator's operand columns by their names in `Nodes`.
+        launches: the pieces of each launch.
+        in_lists: whether a launch takes lists; otherwise it takes the tensors of its one piece.
+
+    Returns:
+        The texts of all launches for each divided column.
+    """
+    first, *_ = tensor_lists(_operands(texts["input_shapes"], texts["input_types"]))
+    columns: dict[str, list[str]] = {}
+    for side in ("input", "output"):
+        types = operand_list(texts[f"{side}_types"])
+        shapes = operand_list(texts[f"{side}_shapes"])
+        listed = [_listed_types(kind) for kind in types]
+        divided = [len(kinds) == len(first) for kinds in listed]
+        for column in ("shapes", "types", "values", "strides"):
+            text = texts.get(f"{side}_{column}", "")
+            arguments = _arguments(text, len(types))
+            if not arguments:
+                continue
+            for place in np.flatnonzero(divided).tolist():
+                items = listed[place] if column == "types" else arguments[place]
+                if isinstance(items, list) and len(cast("list[Any]", items)) == len(first):
+                    arguments[place] = _List(column, cast("list[Any]", items), shapes[place])
+            columns[f"{side}_{column}"] = [
+                _of_pieces(arguments, first, pieces, in_lists) for pieces in launches
+            ]
+    return columns
+
+
+class _List(NamedTuple):
+    """An argument to be divided: one column's items, and the shapes of its tensors."""
+
+    column: str
+    items: list[Any]
+    shapes: list[Any]
+
+    def item(self, piece: Piece, of: Tensor) -> Any:
+        """Return the item of a piece of `of`, a tensor of the operator's first list."""
+        item: Any = self.items[piece.tensor]
+        is_whole = piece.end - piece.begin == of.numel
+        if is_whole or tuple(self.shapes[piece.tensor]) != of.shape:
+            return item
+        if self.column == "shapes":
+            return [piece.end - piece.begin]
+        if self.column == "strides":
+            return [1]
+        if self.column != "values" or not _is_record(item):
+            return item
+        tensor, storage, offset, _, *rest = item
+        return [tensor, storage, offset + piece.begin, piece.end - piece.begin, *rest]
+
+
+def _is_record(item: Any) -> bool:
+    """Return whether a value is a recorded tensor."""
+    return isinstance(item, list) and len(cast("list[Any]", item)) == _RECORD
+
+
+# Fields of a recorded tensor, `[id, storage, offset, elements, bytes, device]`.
+_RECORD = 6
+
+
+def _of_pieces(
+    arguments: Sequence[Any], first: Sequence[Tensor], pieces: Sequence[Piece], in_lists: bool
+) -> str:
+    """Return a column's text for a launch."""
+    chosen: list[Any] = []
+    for argument in arguments:
+        if not isinstance(argument, _List):
+            chosen.append(argument)
+            continue
+        items = [argument.item(piece, first[piece.tensor]) for piece in pieces]
+        if not in_lists:
+            chosen.append(items[0])
+        elif argument.column == "types":
+            chosen.append(f"GenericList[{','.join(items)}]")
+        else:
+            chosen.append(items)
+    return msgspec.json.encode(chosen).decode()
+
+
+def _listed_types(kind: str) -> list[str]:
+    """Return the types in a list; [] for another argument."""
+    is_list = kind.startswith("GenericList[")
+    return split_types(kind[len("GenericList[") : -1]) if is_list else []
+
+
+def _arguments(text: str, count: int) -> list[Any] | None:
+    """Return a column's arguments; None if it is unreadable or of another number of arguments."""
+    try:
+        arguments = operand_list(text)
+    except ValueError:
+        # Only columns that the operator's cost does not depend on get here unread.
+        return None
+    return arguments if len(arguments) == count else None
 
 
 def numbers_of(value: Any) -> list[int | float]:

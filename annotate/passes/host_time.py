@@ -76,13 +76,14 @@ class HostCalls:
         return float(self.host_ns(host, percentile).sum()) + rest_ns
 
 
-def host_calls(graph: Graph, node: I64, first: Mask) -> HostCalls:
+def host_calls(graph: Graph, node: I64, first: Mask, tensors: I64) -> HostCalls:
     """Return the calls that launch nodes.
 
     Args:
         graph: the graph.
         node: nodes on the device in the order of their launches, int64[n].
         first: whether each is the first launch of a call, bool[n]; the first one is.
+        tensors: tensors in the first input of each call, int64[c].
     """
     call = np.cumsum(first) - 1
     by_phase = np.array([_CODE[kind] for kind in _KIND_OF_PHASE])
@@ -96,7 +97,7 @@ def host_calls(graph: Graph, node: I64, first: Mask) -> HostCalls:
         # Without autograd an operator takes the host half of its time in training, or less. The
         # measured decodes give one time for all operators.
         kind[kind != _CODE["collective"]] = _CODE["inference"]
-    times = np.where(kind == _CODE["optimizer"], _tensors(graph, node[first]), np.int64(1))
+    times = np.where(kind == _CODE["optimizer"], tensors, np.int64(1))
     return HostCalls(node[first], kind, times, node, call, {})
 
 
@@ -141,7 +142,7 @@ def launched_calls(graph: Graph, called_ns: I64) -> HostCalls:
     source, node = source[order], node[order]
     first = np.diff(source, prepend=-1) != 0
     python = _python_calls(graph, called_ns, called_ns[source[first]])
-    return replace(host_calls(graph, node, first), python=python)
+    return replace(host_calls(graph, node, first, _tensors(graph, node[first])), python=python)
 
 
 def _predicted_calls(graph: Graph, captured: Graph) -> tuple[HostCalls, I64]:
@@ -163,7 +164,12 @@ def _predicted_calls(graph: Graph, captured: Graph) -> tuple[HostCalls, I64]:
     first = np.diff(owner[program], prepend=-1) != 0
     began_ns = called_ns[program[first]]
     python = _python_calls(captured, captured.nodes.start_ns, began_ns)
-    return replace(host_calls(graph, order[program], first), python=python), began_ns
+    # A launch has the tensors that it takes, its operator in the capture the whole list. A call
+    # that begins with a helper without operands, such as the fill of a norm's results, counts once.
+    tensors = _tensors(captured, place[order][owner][program[first]])
+    has_operands = graph.nodes.input_shapes[order[program[first]]] > 0
+    calls = host_calls(graph, order[program], first, np.where(has_operands, tensors, 1))
+    return replace(calls, python=python), began_ns
 
 
 def _python_calls(captured: Graph, called_ns: I64, began_ns: I64) -> dict[str, I64]:

@@ -11,7 +11,7 @@ from math import ceil, expm1, log1p
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.op_costs.memory_bound import SORTED_IN_BLOCK, selects_in_blocks
 from onerank.annotate.op_costs.op_classes import OpClass, base_name, is_generated, op_class
-from onerank.annotate.op_costs.operands import Call, Tensor, numbers_of
+from onerank.annotate.op_costs.operands import Call, Piece, Tensor, numbers_of, tensor_lists
 from onerank.annotate.op_costs.reductions import NEED_AXES, division_of
 from onerank.annotate.passes.library_launches import (
     FILL,
@@ -65,19 +65,9 @@ _MOST_TENSORS_WITH_SCALARS = (96, 64, 48, 36, 30)
 _CLEANED_TENSORS = 400
 
 
-def _lists(call: Call) -> list[tuple[Tensor, ...]]:
-    """Return the lists of tensors that the kernel addresses, the in-place ones first."""
-    lists = [operand for operand in call.inputs if operand and len(operand) > 1]
-    if not lists:
-        lists = [operand for operand in call.inputs if operand][:1]
-    first = [tensor.shape for tensor in lists[0]] if lists else []
-    # The step counts of fused optimizers are a list of scalars, passed in another way.
-    return [operand for operand in lists if [tensor.shape for tensor in operand] == first]
-
-
 def _foreach(call: Call, target: Gpu) -> Sequence[Launch]:
     """Return the launches of an operator on lists of tensors."""
-    lists = _lists(call)
+    lists = tensor_lists(call.inputs)
     if not lists:
         return ()
     depth = len(lists)
@@ -89,7 +79,15 @@ def _foreach(call: Call, target: Gpu) -> Sequence[Launch]:
         # ForeachUtils.h: operands of unequal dtypes go one by one through the plain operator.
         sizes = [tensor.numel for tensor in lists[0]]
         plain = "aten::" + call.op.removeprefix("_foreach_")
-        return [Launch("elementwise_kernel", size / max(1, sum(sizes)), op=plain) for size in sizes]
+        return [
+            Launch(
+                "elementwise_kernel",
+                size / max(1, sum(sizes)),
+                op=plain,
+                pieces=(Piece(tensor, 0, size),),
+            )
+            for tensor, size in enumerate(sizes)
+        ]
     chunks = _multi_tensor(lists[0], min(depth, 5), with_scalars=_has_scalars(call))
     if not by_tensor:
         return chunks
@@ -108,7 +106,7 @@ def _has_scalars(call: Call) -> bool:
 
 def _fused_optimizer(call: Call, target: Gpu) -> Sequence[Launch]:
     """Return the launches of a fused optimizer or of unscaling."""
-    lists = _lists(call)
+    lists = tensor_lists(call.inputs)
     return _multi_tensor(lists[0], min(len(lists), 5), with_scalars=False) if lists else ()
 
 
@@ -116,26 +114,34 @@ def _multi_tensor(tensors: Sequence[Tensor], depth: int, *, with_scalars: bool) 
     """Return one launch for every 320 chunks, or when its tensors' addresses are full."""
     limit = (_MOST_TENSORS_WITH_SCALARS if with_scalars else _MOST_TENSORS)[depth - 1]
     elements = sum(tensor.numel for tensor in tensors)
-    launches: list[tuple[int, int]] = []  # blocks, elements
-    blocks = tensor_count = done = 0
-    for tensor in tensors:
+    launches: list[tuple[int, list[Piece]]] = []  # blocks, what they take
+    blocks = tensor_count = 0
+    pieces: list[Piece] = []
+    for position, tensor in enumerate(tensors):
         left = tensor.numel
         tensor_count += left > 0
         while left > 0:
             taken = min(ceil(left / _CHUNK_ELEMENTS), _MOST_BLOCKS - blocks)
-            done += min(left, taken * _CHUNK_ELEMENTS)
+            begin = tensor.numel - left
             left -= min(left, taken * _CHUNK_ELEMENTS)
+            pieces.append(Piece(position, begin, tensor.numel - left))
             blocks += taken
             if blocks == _MOST_BLOCKS or (tensor_count == limit and not left):
-                launches.append((blocks, done))
-                blocks = done = 0
+                launches.append((blocks, pieces))
+                blocks, pieces = 0, []
                 # The next launch begins with the rest of this tensor.
                 tensor_count = int(left > 0)
     if blocks:
-        launches.append((blocks, done))
+        launches.append((blocks, pieces))
     return [
-        Launch(_MULTI_TENSOR, done / elements, grid=(blocks, 1, 1), block=(512, 1, 1))
-        for blocks, done in launches
+        Launch(
+            _MULTI_TENSOR,
+            sum(piece.end - piece.begin for piece in pieces) / elements,
+            grid=(blocks, 1, 1),
+            block=(512, 1, 1),
+            pieces=tuple(pieces),
+        )
+        for blocks, pieces in launches
     ]
 
 

@@ -13,7 +13,7 @@ from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.attention_kernels import FUSED, resolve_unmeasured
 from onerank.annotate.models.flash_mla import combination_ns
 from onerank.annotate.op_costs.node_costs import work_of_call
-from onerank.annotate.op_costs.operands import Call, Tensor, numbers_of
+from onerank.annotate.op_costs.operands import Call, Piece, Tensor, numbers_of
 from onerank.annotate.op_costs.state_operators import chunk_kernels
 from onerank.ir import Kind
 
@@ -32,6 +32,7 @@ class Launch(NamedTuple):
         fitted: whether the model of the operator's class was fitted on times that contain it.
         grid: blocks along each axis; () if not known.
         block: threads of a block along each axis; () if not known.
+        pieces: the part of the call's lists of tensors that it takes; () for all operands.
     """
 
     name: str = ""
@@ -44,6 +45,7 @@ class Launch(NamedTuple):
     fitted: bool = True
     grid: tuple[int, ...] = ()
     block: tuple[int, ...] = ()
+    pieces: tuple[Piece, ...] = ()
 
 
 Rule = Callable[[Call, Gpu], Sequence[Launch]]

@@ -1,6 +1,8 @@
 """The host of a capture without a GPU, and the host's share of a step's interval."""
 
 import gzip
+import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,8 +16,9 @@ import onerank
 from onerank.analysis.step_time import step_change
 from onerank.annotate.hosts.host import HOST_OP_KINDS, load_host
 from onerank.cli import onerank as command
-from onerank.ir import Edges, Evidence, Graph, Kind, Reason
+from onerank.ir import Device, Edges, Evidence, Graph, Job, Kind, Phase, Reason
 from onerank.ir.errors import TargetError
+from onerank.ir.graph import GraphBuilder
 from onerank.ir.job import InferenceStep
 
 TRACES = Path(__file__).parents[3] / "traces"
@@ -58,6 +61,29 @@ def test_a_small_step_takes_as_long_as_its_host(cpu: Graph, described):
     assert step.after is not None
     assert step.after.step_ns == pytest.approx(4_800_000, rel=0.01)
     assert step.after.host_bound_ns == pytest.approx(4_800_000 - 1_010_862, rel=0.01)
+
+
+@pytest.mark.parametrize("operand", [[], [9, 9, 0, 1, 4, "cuda:0"]])
+def test_an_optimizer_counts_each_tensor_however_its_launches_divide_them(operand, described):
+    """By a number, in two launches that share a tensor; by a tensor of float32, one by one."""
+    sizes = [(6000, 4000), (6000, 4000), (30, 20)]
+    listed = [[i, i, 0, math.prod(size), 2, "cuda:0"] for i, size in enumerate(sizes)]
+    kind = "Tensor(float)" if operand else "Double"
+    builder = GraphBuilder()
+    builder.add(
+        kind=Kind.HOST_OP,
+        thread=1,
+        op="aten::_foreach_mul_",
+        name="aten::_foreach_mul_",
+        phase=Phase.OPTIMIZER,
+        input_shapes=json.dumps([sizes, []]),
+        input_types=json.dumps([f"GenericList[{','.join(['Tensor(c10::BFloat16)'] * 3)}]", kind]),
+        input_values=json.dumps([listed, operand or 0.9], separators=(",", ":")),
+    )
+    graph = builder.build(Job(device=Device("cpu", "none")))
+    made = onerank.recost(graph, "H100", host=described(10_000, step=0))
+    assert made.gpu_compute.sum() == 3
+    assert made.nodes.duration_ns[made.mask(Kind.HOST_OP)].tolist() == [30_000]
 
 
 def test_operators_of_inference_have_a_figure_but_collectives_keep_theirs(cpu: Graph, described):

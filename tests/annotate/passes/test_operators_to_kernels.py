@@ -1,6 +1,7 @@
 """The launches of an operator: by rule against kept captures and an H100, and as nodes."""
 
 import gzip
+import json
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,8 @@ from onerank.annotate.op_costs.op_classes import base_name
 from onerank.annotate.op_costs.operands import Call, Tensor
 from onerank.annotate.passes.launch_rules import launches_need_values, launches_of
 from onerank.converters.sources.kineto import convert_directory
-from onerank.ir import Kind, Reason
+from onerank.ir import Device, Graph, Job, Kind, Phase, Reason
+from onerank.ir.graph import GraphBuilder
 
 TRACES = Path(__file__).parents[3] / "traces"
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "int64": 8}
@@ -232,6 +234,143 @@ def test_parts_of_a_latent_decode_are_combined_as_on_an_h100(sequences, keys, me
     assert (attention.share, combine.share) == (1, 0)
     assert combine.floors * h100.launch_floor_ns / 1000 == pytest.approx(measured_us, rel=0.2)
     assert len(launches_of("onerank_serving::latent_attention", call, load_gpu("B200"))) == 1
+
+
+# A launch takes 320 blocks of 65,536 elements or, of four lists, 36 tensors: it divides the second
+# tensor by its blocks, the small ones by their number.
+SIZES = [(3000, 2000), (9000, 7000), (0, 5), *[(400, 30)] * 80]
+
+
+def captured(op: str, shapes: list, types: list[str], values: list, **outputs) -> Graph:
+    """Return a capture on a CPU of one call of an operator."""
+    builder = GraphBuilder()
+    builder.add(
+        kind=Kind.HOST_OP, thread=1, name=op, op=op, phase=Phase.OPTIMIZER,
+        input_shapes=json.dumps(shapes, separators=(",", ":")),
+        input_types=json.dumps(types),
+        input_values=json.dumps(values, separators=(",", ":")),
+        **outputs or {"output_shapes": "[[]]", "output_types": '["None"]'},
+    )  # fmt: skip
+    return builder.build(Job(device=Device("cpu", "none")))
+
+
+def listed(first_id: int, sizes: list, item: int = 2) -> list:
+    """Return the records of a list of tensors in storages of their own."""
+    sized = enumerate(map(np.prod, sizes), first_id)
+    return [[i, i, 0, int(size), item, "cuda:0"] for i, size in sized]
+
+
+def list_type(dtype: str, sizes: list) -> str:
+    return f"GenericList[{','.join([f'Tensor({dtype})'] * len(sizes))}]"
+
+
+def adamw(sizes: list) -> Graph:
+    lists, steps = [sizes] * 4, [()] * len(sizes)
+    return captured(
+        "aten::_fused_adamw_",
+        [*lists, [], steps, [], []],
+        [*[list_type("c10::BFloat16", sizes)] * 4, "GenericList[]", list_type("float", steps),
+         "Double", "Bool"],
+        [*[listed(1000 * i, sizes) for i in range(1, 5)], [], listed(5000, steps, 4), 0.1, True],
+    )  # fmt: skip
+
+
+def launch_operands(graph: Graph) -> list[tuple[list, list, list]]:
+    """Return (shapes, types, values) of the kernels that take operands."""
+    views = [graph.node(int(index)) for index in np.flatnonzero(graph.gpu_compute)]
+    names = ("input_shapes", "input_types", "input_values")
+    texts = [[view.text(name) for name in names] for view in views]
+    return [tuple(map(json.loads, each)) for each in texts if each[0]]
+
+
+def test_a_launch_of_a_fused_optimizer_has_the_tensors_that_it_takes():
+    graph = adamw(SIZES)
+    made = recost(graph, load_gpu("H100"))
+    whole = recost(graph, load_gpu("H100"), record=TermRecord(np.zeros(0, dtype=np.int64)))
+    launches = launch_operands(made)
+    # 92 blocks of the first tensor and 228 of the second; 320 and 320; 94 of it and 35 tensors.
+    counts = [[len(shapes) for shapes in row[0]] for row in launches]
+    assert counts == [[n, n, n, n, 0, n, 0, 0] for n in (2, 1, 1, 36, 36, 9)]
+    assert [row[0][0][-1] for row in launches[:3]] == [[228 * 65536], [320 * 65536], [320 * 65536]]
+    for position in range(4):
+        # Every element once, in order, at its offset in the storage that the operator names.
+        taken: dict[int, int] = {}
+        for shapes, _, values in launches:
+            for shape, (_, storage, offset, numel, item, _) in zip(
+                shapes[position], values[position], strict=True
+            ):
+                assert offset == taken.get(storage, 0)
+                assert (numel, item) == (np.prod(shape), 2)
+                taken[storage] = offset + numel
+        expected = {
+            1000 * (position + 1) + i: np.prod(size) for i, size in enumerate(SIZES) if all(size)
+        }
+        assert taken == expected
+    for shapes, types, values in launches:
+        # A step count goes to each launch that takes a part of its tensor.
+        assert [record[0] - 5000 for record in values[5]] == [
+            record[0] - 1000 for record in values[0]
+        ]
+        assert types[5].count("Tensor(float)") == len(shapes[5])
+        assert (types[4], values[6:]) == ("GenericList[]", [0.1, True])
+    for column in ("flops", "bytes_read", "bytes_written", "duration_ns"):
+        sums = [int(getattr(g.nodes, column)[g.gpu_compute].sum()) for g in (made, whole)]
+        assert sums[0] == sums[1] > 0, column
+
+
+def test_the_operands_of_all_launches_grow_with_the_tensors():
+    """They were the operator's in each launch, so they grew with the square."""
+    length = [
+        sum(len(json.dumps(row)) for row in launch_operands(recost(adamw([(400, 30)] * n), gpu)))
+        for gpu in [load_gpu("H100")]
+        for n in (360, 1440)
+    ]
+    assert length[1] == pytest.approx(4 * length[0], rel=0.02)
+
+
+def test_operands_of_unequal_dtypes_are_launched_one_by_one_with_their_tensors():
+    sizes = [(64, 8), (32,), (5, 5)]
+    graph = captured(
+        "aten::_foreach_mul_",
+        [sizes, []],
+        [list_type("c10::BFloat16", sizes), "Tensor(float)"],
+        [listed(1, sizes), [9, 9, 0, 1, 4, "cuda:0"]],
+    )
+    launches = launch_operands(recost(graph, load_gpu("H100")))
+    assert [row[0] for row in launches] == [[list(size), []] for size in sizes]
+    assert [row[1] for row in launches] == [["Tensor(c10::BFloat16)", "Tensor(float)"]] * 3
+    assert [row[2][0][0] for row in launches] == [1, 2, 3]
+
+
+def test_results_numbers_and_strides_are_divided_as_their_lists():
+    sizes = [(6000, 4000), (3000, 2000)]
+    names = {"out_type": list_type("float", sizes), "out": listed(7, sizes, 4)}
+    graph = captured(
+        "aten::_foreach_div",
+        [sizes, [[], []]],
+        [list_type("float", sizes), "GenericList[Double,Double]"],
+        [listed(1, sizes, 4), [0.5, 0.25]],
+        input_strides="[[[1,6000],[2000,1]],[[],[]]]",
+        output_shapes=json.dumps([sizes]),
+        output_types=json.dumps([names["out_type"]]),
+        output_values=json.dumps([names["out"]], separators=(",", ":")),
+    )
+    made = recost(graph, load_gpu("H100"))
+    views = [made.node(int(index)) for index in np.flatnonzero(made.gpu_compute)]
+    columns = ("input_shapes", "input_strides", "input_values", "output_shapes", "output_values")
+    first, second = ([json.loads(view.text(name)) for name in columns] for view in views)
+    cut, rest = 320 * 65536, 6000 * 4000 - 320 * 65536
+    assert first == [
+        [[[cut]], [[]]], [[[1]], [[]]], [[[1, 1, 0, cut, 4, "cuda:0"]], [0.5]],
+        [[[cut]]], [[[7, 7, 0, cut, 4, "cuda:0"]]],
+    ]  # fmt: skip
+    last = [2, 2, 0, 6_000_000, 4, "cuda:0"]
+    assert second == [
+        [[[rest], [3000, 2000]], [[], []]], [[[1], [2000, 1]], [[], []]],
+        [[[1, 1, cut, rest, 4, "cuda:0"], last], [0.5, 0.25]],
+        [[[rest], [3000, 2000]]],
+        [[[7, 7, cut, rest, 4, "cuda:0"], [8, 8, *last[2:]]]],
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("target", ["H200", "A100", "MI300X"])
