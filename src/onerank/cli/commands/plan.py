@@ -226,12 +226,15 @@ def _plain(figure: "PredictedRange", unit: str = "") -> tuple[str, str]:
 
 
 def _notes(outcomes: "Sequence[Outcome]") -> list[str]:
-    """Return the notes of rows, each with the number of the first row that has it."""
-    rows: dict[Note, int] = {}
+    """Return the notes of rows, each with the numbers of the rows that have it."""
+    rows: dict[Note, list[str]] = {}
     for number, outcome in enumerate(outcomes, start=1):
         for note in outcome.notes:
-            rows.setdefault(note, number)
-    return [f"row {number}: {note}" for note, number in rows.items()][:_NOTES]
+            rows.setdefault(note, []).append(str(number))
+    return [
+        f"{'row' if len(numbers) == 1 else 'rows'} {', '.join(numbers)}: {note}"
+        for note, numbers in rows.items()
+    ][:_NOTES]
 
 
 # Layouts ------------------------------------------------------------------------------------------
