@@ -245,6 +245,7 @@ class EmulatedProcess:
             *self.inductor.notes(),
             *self._files.notes(),
             *self.log.memory.notes(),
+            *self.log.notes(),
         ]
 
     def fake(self, tensor: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from onerank.converters.sources.kineto import AllocatorAction, History
 from onerank.converters.sources.kineto.lowering.select_nodes import HOST_READS
 from onerank.ir import AllocatorSettings, GeneratedWork
 from onerank.ir.dtypes import TENSOR_TYPES
+from onerank.ir.notes import Note
 from onerank.ir.python_calls import python_calls_text
 
 Category = Literal["cpu_op", "user_annotation"]
@@ -58,6 +59,9 @@ GENERATED = "triton_"
 """Prefix of the kernels that Inductor generates."""
 
 _NUMBER_BYTES = 8
+
+_NOTED_BYTES = 2**20
+"""Operands on the CPU of which a note tells. Operators on fewer bytes take tens of microseconds."""
 
 _UNKNOWN_TYPE = "Tensor(unknown)"
 
@@ -295,6 +299,26 @@ class EventLog:
             tick = self._next()
             self.waits.append(RecordedWait(tick, None, awaited, tick if until is None else until))
 
+    def notes(self) -> list[Note]:
+        """Return a note on the operators that compute on the CPU, if a step on the GPU has any."""
+        if not any(event.on_device for event in self.events):
+            return []
+        names: Counter[str] = Counter()
+        for event in self.events:
+            if event.is_operator and not event.on_device:
+                taken = _operand_bytes(event.inputs[0])
+                if taken >= _NOTED_BYTES:
+                    names[event.name] += taken
+        if not names:
+            return []
+        largest = ", ".join(name for name, _ in names.most_common(3))
+        return [
+            Note(
+                f"operators on CPU tensors are no nodes, so the step lacks their time: {largest}",
+                code="no-device-cpu-operators",
+            )
+        ]
+
     def mark(self) -> int:
         """Return a place in the log for `forget_since`."""
         return len(self.events)
@@ -357,6 +381,20 @@ class EventLog:
 
     def _thread(self) -> int:
         return self._threads.setdefault(threading.get_ident(), len(self._threads) + 1)
+
+
+def _operand_bytes(values: Sequence[Any]) -> int:
+    """Return the bytes of described operands; a tensor is its place and the device."""
+    total = 0
+    for value in values:
+        match value:
+            case [_, _, _, int(elements), int(size), str()]:
+                total += elements * size
+            case list():
+                total += _operand_bytes(value)
+            case _:
+                pass
+    return total
 
 
 class Describer:

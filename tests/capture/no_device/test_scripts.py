@@ -2,6 +2,7 @@
 
 import textwrap
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from notes import has_note
@@ -17,6 +18,17 @@ def test_a_script_that_stays_on_the_cpu_is_noted(tmp_path):
     assert has_note(on_cpu.job.measurement.notes, "no-device-gpu-unused", "cuda")
     on_gpu = captured(tmp_path, script)
     assert not has_note(on_gpu.job.measurement.notes, "no-device-gpu-unused")
+
+
+@pytest.mark.parametrize(("rows", "noted"), [(4, False), (4096, True)])
+def test_operators_on_large_cpu_tensors_are_noted(tmp_path: Path, rows: int, noted: bool):
+    # An average on the CPU of weights, as of optimizers that offload their states.
+    setup = f"average = torch.zeros({rows}, 64, 64, device='cuda').cpu()"
+    script = LINEAR.format(setup=setup, statement="average.mul_(0.99)")
+    graph = captured(tmp_path, script)
+    code = "no-device-cpu-operators"
+    assert has_note(graph.job.measurement.notes, code, "aten::mul_") == noted
+    assert "aten::mul_" not in graph.text("name")
 
 
 def test_a_norm_is_the_operator_that_only_a_cuda_build_has(tmp_path):
