@@ -58,12 +58,12 @@ def from_json(source: Path, target: Path) -> int:
             metadata = _parsed(value, GlobalMetadata(), f"{source}: line {line}: the metadata")
         else:
             nodes.append(_parsed(value, Node(), f"{source}: line {line}: the node {len(nodes)}"))
-    if metadata is None:
+    if not metadata and not nodes:
         raise ChakraError(
-            f"{source}: the file is empty; expected Chakra's messages as JSON",
+            f"{source}: no metadata and no node; expected Chakra's messages as JSON",
             code="chakra-json-empty",
         )
-    replace_file(target, frame([metadata, *nodes]))
+    replace_file(target, frame([metadata or b"", *nodes]))
     return len(nodes)
 
 

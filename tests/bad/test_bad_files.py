@@ -359,6 +359,7 @@ def test_the_largest_id_is_an_id(tmp_path: Path) -> None:
         (b'{"version": "1"}\n{"attr": ' + b"[" * 100_000, "chakra-json-malformed", "line 2"),
         (b"\x00\xff" * 50, "chakra-json-malformed", "line 1"),
         (b"", "chakra-json-empty", ""),
+        (b"{}", "chakra-json-empty", ""),
     ],
 )
 def test_chakra_json(content: bytes, error: str, place: str, tmp_path: Path) -> None:
