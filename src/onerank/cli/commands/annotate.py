@@ -183,8 +183,9 @@ def annotate(trace: Path, options: AnnotateOptions, as_json: bool) -> None:
     GPUs that the model had not seen. Communication and the host stay as measured. A network
     simulator, or `onerank replay --busbw-gb-s`, times communication. A CPU capture becomes the GPU
     step that it represents, predicted from the target's datasheet, which is the weakest evidence.
-    If TRACE is a directory of several ranks' traces (`capture run --ranks`), or a bundle, the
-    directory that `capture serve` writes, every trace in it is predicted.
+    If TRACE is a directory of several ranks' traces (`capture run --ranks`), every trace in it is
+    predicted. If it is a bundle, the directory that `capture serve` writes, its tables are
+    predicted; its traces remain those of the capture, from which a later prediction starts.
     """
     from dataclasses import asdict
 
