@@ -275,7 +275,7 @@ def test_uneven_experts_meet_in_one_workload(tmp_path):
     assert [entry.ranks for entry in rank_graphs] == [(0, 2), (1, 3)]
     done = export_astra_sim_ranks(rank_graphs, tmp_path / "out")
     assert done.ranks == 4
-    assert has_note(done.notes, "uneven-all-to-alls")
+    assert has_note(done.notes, "all-to-all-unequal-parts")
     for rank in range(4):
         graph = onerank.read(done.directory / f"workload.{rank}.et")
         assert exchanged(graph) == [busy] * 8
