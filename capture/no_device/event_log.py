@@ -61,7 +61,7 @@ GENERATED = "triton_"
 _NUMBER_BYTES = 8
 
 _NOTED_BYTES = 2**20
-"""Operands on the CPU of which a note tells. Operators on fewer bytes take tens of microseconds."""
+"""Least operand bytes of an operator on the CPU that a note names; smaller ones take little time."""
 
 _UNKNOWN_TYPE = "Tensor(unknown)"
 

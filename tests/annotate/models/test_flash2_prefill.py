@@ -107,7 +107,7 @@ def test_a_step_of_training_has_the_boost_clock():
 
 def test_calls_without_cycles():
     calls = np.array([
-        [1, 32, 8, 1024, 1024, 32, 32, 1, 0],  # a kernel of its own
+        [1, 32, 8, 1024, 1024, 32, 32, 1, 0],  # heads of 32 have another kernel
         [1, 32, 8, 1024, 1024, 128, 64, 1, 0],
         [1, 32, 8, 1024, 1024, 128, 128, 1, 1],
         [1, 32, 8, 1024, 1024, 512, 512, 1, 0],
