@@ -31,7 +31,7 @@ tyro, and for float8 rows torchao at the table's commit.
   first stage's, the second's for all inner ones, and the last's.
 - Async TP: copies between GPUs take the time of copy engines, barriers 6.8 us (measured).
 - Context parallelism: all ranks of a ring are captured, because Inductor orders the graph of each
-  by its own sizes, and replayed together. The order is that of this torch.
+  by the sizes of its tensors, and replayed together. The order is that of this torch.
 - `--captures` keeps captures and uses those that are there. `--rows` names some rows.
 """
 
@@ -164,7 +164,7 @@ class Published:
         """Ranks to capture.
 
         Of a pipeline one of each stage, or of the first two and the last; of a ring all, because
-        Inductor orders the graph of each by its own sizes.
+        Inductor orders the graph of each by the sizes of its tensors.
         """
         words = self.sizes.split()
         sizes = dict(zip(words[::2], words[1::2], strict=True))

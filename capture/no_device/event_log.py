@@ -61,7 +61,7 @@ GENERATED = "triton_"
 _NUMBER_BYTES = 8
 
 _NOTED_BYTES = 2**20
-"""Least operand bytes of an operator on the CPU that a note names; smaller ones take little time."""
+"""Least operand bytes of an operator on the CPU that a note names; smaller ones are short."""
 
 _UNKNOWN_TYPE = "Tensor(unknown)"
 

@@ -2,9 +2,9 @@
 
 A schedule orders the blocks of a sliced model's stages. All other ranks are replayed in the order
 of their traces: `torch.distributed.pipelining`, Megatron-LM and hand-written loops run their own
-schedule, and Inductor orders the graph of each rank of a ring by its own sizes. A rank receives a
-message a transfer time after its sender sends it, and a collective begins when the last of its
-ranks reaches it.
+schedule, and Inductor orders the graph of each rank of a ring by the sizes of its tensors. A rank
+receives a message a transfer time after its sender sends it, and a collective begins when the last
+of its ranks reaches it.
 """
 
 from collections import defaultdict
