@@ -315,7 +315,7 @@ def _elements_s(kernels: KernelFeatures, gpu: Gpu) -> F64:
 
     0 for kernels with chains of loads, as of reductions, norms and softmaxes, which follow the
     memory: on an H100 reductions take 1.25 times as long as on an H200, which has the same SMs.
-    Norms and long softmaxes: see `memory_bound.rereads_of`.
+    Norms and long softmaxes: see `kernel_overheads.rereads_of`.
     """
     return np.where(kernels.chain > 0, 0.0, kernels.issue_s(gpu))
 

@@ -8,14 +8,18 @@ of 128,256 numbers 41 us, `cumsum` along the first dimension of 8192 x 256 3.2 m
 element at it are a chain of two loads.
 
 The chain is one of four bounds of a kernel, of which the longest counts (`roofline`): with many
-rows it is that of bytes or of SM cycles, which `memory_bound` has.
+rows it is that of bytes (`memory_bound`) or of SM cycles (`kernel_overheads`).
 """
 
 from collections.abc import Callable
 from math import ceil, log2
 from typing import Any
 
-from onerank.annotate.op_costs.memory_bound import SHARED_ROW_BYTES, STORES_BY_INDEX, VARIANCES
+from onerank.annotate.op_costs.kernel_overheads import (
+    SHARED_ROW_BYTES,
+    STORES_BY_INDEX,
+    VARIANCES,
+)
 from onerank.annotate.op_costs.operands import Call, Tensor
 from onerank.annotate.op_costs.reductions import NEED_AXES, division_of
 

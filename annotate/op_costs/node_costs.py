@@ -24,14 +24,14 @@ from onerank.annotate.op_costs import (
 from onerank.annotate.op_costs.cost_record import Work
 from onerank.annotate.op_costs.custom_operator_costs import is_registered, registered_work
 from onerank.annotate.op_costs.engine_operators import paged_cache_work, reads_paged_cache
-from onerank.annotate.op_costs.load_chains import chain_of, far_load_of
-from onerank.annotate.op_costs.memory_bound import (
+from onerank.annotate.op_costs.kernel_overheads import (
     cycles_of,
     floor_factor_of,
     has_unknown_layout,
     passes_of,
     rereads_of,
 )
+from onerank.annotate.op_costs.load_chains import chain_of, far_load_of
 from onerank.annotate.op_costs.op_classes import (
     CLASSES,
     OpClass,

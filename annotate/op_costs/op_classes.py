@@ -400,7 +400,7 @@ def device_copies(graph: Graph) -> Mask:
 # reductions: decodes on an H100, divided by 1.3, the ratio of its shortest elementwise kernels to
 # those of an H200.
 # With one floor for all, the datasheet model was 85% off for elementwise kernels under 10 us there,
-# and 156% for fills. Other kernels of a class take longer: see `memory_bound.floor_factor_of`.
+# and 156% for fills. Other kernels of a class take longer: see `kernel_overheads.floor_factor_of`.
 #
 # For NVIDIA GPUs only. On an MI300X no class is shorter than the others: in public Kineto traces
 # (AMD-AGI/TraceLens, kernels of up to 200 kB) the median trace has elementwise kernels of 4.3 us,

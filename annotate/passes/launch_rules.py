@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from math import ceil, expm1, log1p
 
 from onerank.annotate.gpus.gpu import Gpu
-from onerank.annotate.op_costs.memory_bound import SORTED_IN_BLOCK, selects_in_blocks
+from onerank.annotate.op_costs.kernel_overheads import SORTED_IN_BLOCK, selects_in_blocks
 from onerank.annotate.op_costs.op_classes import OpClass, base_name, is_generated, op_class
 from onerank.annotate.op_costs.operands import Call, Piece, Tensor, numbers_of, tensor_lists
 from onerank.annotate.op_costs.reductions import NEED_AXES, division_of

@@ -11,7 +11,7 @@ from onerank.annotate.gpus.registry import load_gpu
 from onerank.annotate.models.features import KernelFeatures
 from onerank.annotate.models.operand_reuse import OperandReuse
 from onerank.annotate.op_costs.cost_record import Scales
-from onerank.annotate.op_costs.memory_bound import PASSES
+from onerank.annotate.op_costs.kernel_overheads import PASSES
 from onerank.annotate.op_costs.op_classes import OpClass, floor_share_of
 from onerank.ir.arrays import F64
 from onerank.ir.errors import FormatError

@@ -1,4 +1,4 @@
-"""How many times over kernels stream their operator's bytes."""
+"""What kernels take beyond one pass over their operands: passes, cycles, floors."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from onerank.annotate.models import roofline, scale_measured
 from onerank.annotate.models.features import kernels_of
 from onerank.annotate.models.prediction_terms import Rule
 from onerank.annotate.op_costs.cost_record import Work
-from onerank.annotate.op_costs.memory_bound import cycles_of, passes_of, rereads_of
+from onerank.annotate.op_costs.kernel_overheads import cycles_of, passes_of, rereads_of
 from onerank.annotate.op_costs.op_classes import op_class
 from onerank.annotate.op_costs.operands import Call, Tensor
 
