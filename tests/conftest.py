@@ -2,6 +2,7 @@
 
 import gc
 import signal
+import sys
 from collections.abc import Generator
 from pathlib import Path
 
@@ -40,18 +41,27 @@ def _objects_of_tests_before() -> None:
     gc.freeze()
 
 
+_MAIN = sys.modules["__main__"]
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown() -> Generator[None]:
-    """Fail the test that leaves an alarm or its handler behind.
+    """Fail the test that leaves an alarm, its handler or a captured script as `__main__` behind.
 
     A capture's heartbeat and its eviction use SIGALRM. An alarm without their handler ends the
     process of the tests, and a handler without its alarm changes what later captures do.
+    multiprocessing runs the file of `__main__` in each process that it starts, so a script that is
+    left there would train before each capture of `own_process`.
     """
     yield
     remaining_s, _ = signal.getitimer(signal.ITIMER_REAL)
     handler = signal.getsignal(signal.SIGALRM)
+    main = sys.modules["__main__"]
+    # Reset, so that later tests do not fail as well.
+    sys.modules["__main__"] = _MAIN
+    if main is not _MAIN:
+        pytest.fail(f"left {getattr(main, '__file__', main)} as __main__")
     if remaining_s or handler != signal.SIG_DFL:
-        # Reset, so that later tests do not fail as well.
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         pytest.fail(f"left SIGALRM to {handler}, with {remaining_s:.3f} s until the next alarm")

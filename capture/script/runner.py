@@ -61,7 +61,9 @@ class Eviction:
 
     # The script's `except:` catches a single exception. Of many, one arrives while that handler
     # runs, or between two iterations of the loop around it, where nothing catches it. The handler
-    # of the alarm looks at the stack, so that it raises only while the script runs.
+    # of the alarm looks at the stack, so that it raises only while code of the script runs. In the
+    # code that restores `__main__`, the arguments and the directory behind the script, an exception
+    # would leave them as the script had them.
 
     def __init__(self, ending: Callable[[], BaseException], below: Callable[..., object]) -> None:
         self._ending = ending
@@ -78,10 +80,12 @@ class Eviction:
         signal.setitimer(signal.ITIMER_REAL, _EVICTION_INTERVAL_S, _EVICTION_INTERVAL_S)
 
     def _raise(self, _: int, frame: FrameType | None) -> None:
-        while frame is not None:
-            if frame.f_code is self._below:
-                raise self._ending()
+        in_script = False
+        while frame is not None and frame.f_code is not self._below:
+            in_script = in_script or _is_main(frame)
             frame = frame.f_back
+        if in_script and frame is not None:
+            raise self._ending()
 
     def __enter__(self) -> "Eviction":
         return self
@@ -95,6 +99,11 @@ class Eviction:
         if self.begun:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, self._before)
+
+
+def _is_main(frame: FrameType) -> bool:
+    """Return whether a frame is that of a script's or a module's statements as `__main__`."""
+    return frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == "__main__"
 
 
 # How often a script may catch the exception that ends it before it is evicted.

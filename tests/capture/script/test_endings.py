@@ -1,9 +1,13 @@
 """Scripts that close their streams, crash, are killed, or fill the disk."""
 
+import builtins
 import errno
 import os
+import runpy
 import signal
+import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +16,7 @@ from raised import raises_code
 
 from onerank.capture import Options, WindowPlan, capture
 from onerank.capture.profiling import profiled_windows
+from onerank.capture.script.runner import CaptureComplete, Eviction, Script, play_script
 from onerank.ir.errors import CaptureError, ScriptError
 
 SCRIPT = """
@@ -196,6 +201,35 @@ def test_no_alarm_is_left_behind_by_a_script_that_catches_its_end(tmp_path):
     capture(script, [], Options(windows=WindowPlan(1, 1)))
     assert signal.getsignal(signal.SIGALRM) == signal.SIG_DFL
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+CATCHES_ITS_END = """
+eviction.begin()
+while True:
+    try:
+        sum(range(9))
+    except BaseException:
+        pass
+"""
+
+
+def test_an_evicted_script_leaves_main_arguments_and_path_as_they_were(tmp_path, monkeypatch):
+    restore = runpy._TempModule.__exit__
+
+    def slowly(*args: object) -> None:
+        end = time.monotonic() + 0.02  # the alarm comes every 0.1 ms
+        while time.monotonic() < end:
+            pass
+        restore(*args)
+
+    monkeypatch.setattr(runpy._TempModule, "__exit__", slowly)
+    monkeypatch.setattr(builtins, "eviction", Eviction(CaptureComplete, play_script), raising=False)
+    script = tmp_path / "train.py"
+    script.write_text(CATCHES_ITS_END)
+    before = sys.modules["__main__"], sys.argv, list(sys.path), Path.cwd()
+    with pytest.raises(CaptureComplete), builtins.eviction:
+        play_script(Script(script, ["argument"]))
+    assert (sys.modules["__main__"], sys.argv, sys.path, Path.cwd()) == before
 
 
 @pytest.mark.parametrize("data", ["cpu", "meta"])
