@@ -251,6 +251,13 @@ _OPERATORS = (
 )
 
 
+BY_SCHEDULE = frozenset({"flash2", "flash_mla"})
+"""Families whose decodes are predicted by the schedule of their thread blocks.
+
+This schedule is known on the architectures for which `named_decode_terms` has terms.
+"""
+
+
 def family_of_operator(op: str) -> str:
     """Return the family that an operator of a CUDA GPU runs; "" for any other operator.
 

@@ -66,6 +66,8 @@ KINDS = (
     "decode_unmeasured",
     "decode_unmeasured_short",
     "decode_other",
+    "decode_flash2",
+    "decode_flash_mla",
     "latent_other",
     "product",
     "product_short",
@@ -97,12 +99,14 @@ A kind names what is known: the dtype; whether the call was measured on another 
 it was not), or on an SKU of the same die; whether attention's kernel was measured on the target's
 architecture ("other": it was not). "tensor" are 8-bit GEMMs with one scale for a tensor, "4bit" are
 GEMMs in NVFP4, to which nothing is fitted, and "decode" is attention of a few queries, "latent"
-that of a latent vector, for which Ampere and Ada run Triton's kernels. "product" are GEMMs on
-vector units or without tiles. "short" are predictions under `SHORT_NS`, which the launch
-determines, "long" those over `LONG_NS`: bandwidth alone determines memory-bound kernels, and the
-clock that the power limit allows GEMMs. "memory_same_die" has the errors of two A100s, which differ
-in their memory, and of a step on an H100 and an H200. "library" are memory-bound kernels of other
-libraries than PyTorch: on an A100 and an H100 vLLM's norms, activations and rotary embeddings take
+that of a latent vector, for which Ampere and Ada run Triton's kernels. "flash2" and "flash_mla" are
+decodes by the schedule of these kernels' thread blocks, whose errors are those of sizes that chose
+no coefficient. "product" are GEMMs on vector units or without tiles. "short" are predictions under
+`SHORT_NS`, which the launch determines, "long" those over `LONG_NS`: bandwidth alone determines
+memory-bound kernels, and the clock that the power limit allows GEMMs. "memory_same_die" has the
+errors of two A100s, which differ in their memory, and of a step on an H100 and an H200. "library"
+are memory-bound kernels of other libraries than PyTorch: on an A100 and an H100 vLLM's norms,
+activations and rotary embeddings take
 1.3 to 2.0 times as long as their bytes, and PyTorch's additions 0.8 to 1.0 times.
 
 "memory_unknown_layout" are those of three axes or more in a graph without strides: a transposed
@@ -234,7 +238,7 @@ def kinds_of(
     die = source is not None and same_die(source, target)
     by_tiles = membership_mask(rules, BY_TILES)
     attention = kernels.is_fused_attention
-    few = has_few_queries(kernels.attention)[kernels.call]
+    few, latent = (of(kernels.attention)[kernels.call] for of in (has_few_queries, is_latent))
     product, without_tiles = _product_kinds(kernels, predicted_ns, source, target)
     # Between SKUs of a die the same attention kernel runs, whose deviation carries over whole.
     attention_kind = _AT["attention_same_die" if die else "attention"]
@@ -243,9 +247,7 @@ def kinds_of(
         attention_kind = _AT["attention_unmeasured" if known else "attention_other"]
         other = np.where(
             few,
-            np.where(
-                is_latent(kernels.attention)[kernels.call], _AT["latent_other"], _AT["decode_other"]
-            ),
+            np.where(latent, _AT["latent_other"], _AT["decode_other"]),
             _AT["attention_other"],
         )
         unlike = ~is_measured_latent(target, kernels.attention)[kernels.call] & ~few
@@ -257,6 +259,8 @@ def kinds_of(
             short = _AT["decode_unmeasured_short"]
             decode_kind = np.where(predicted_ns < SHORT_NS, short, _AT["decode_unmeasured"])
         attention_kind = np.where(rules == Rule.DECODE, decode_kind, attention_kind)
+    scheduled = np.where(latent, _AT["decode_flash_mla"], _AT["decode_flash2"])
+    attention_kind = np.where(rules == Rule.SCHEDULED, scheduled, attention_kind)
     memory = _memory_kinds(kernels, predicted_ns, source, target)
     depthwise = kernels.matmul_class & ~kernels.matmul & np.isfinite(kernels.flops)
     other = np.where(kernels.matmul_class & ~depthwise, without_tiles, memory)

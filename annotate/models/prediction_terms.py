@@ -64,6 +64,7 @@ class Rule(IntEnum):
     OTHER_ATTENTION = 27
     DECODE = 28
     CHAIN = 29
+    SCHEDULED = 30
 
     @property
     def label(self) -> str:
@@ -104,6 +105,7 @@ _LABELS = {
     Rule.MISALIGNED: "GEMM whose rows begin off 16 bytes: an older generation's kernel",
     Rule.OTHER_ATTENTION: "attention by its tiles, by a kernel without figures on the architecture",
     Rule.DECODE: "attention of a few queries, by the keys and values that it reads",
+    Rule.SCHEDULED: "attention of a few queries, by the schedule of its kernel's thread blocks",
     Rule.SAME_GPU: "as measured: on this GPU",
     Rule.NO_DURATION: "kept: the trace has no duration to scale",
 }
@@ -111,7 +113,7 @@ _LABELS = {
 AS_MEASURED = (Rule.KEPT, Rule.NO_DURATION, Rule.SAME_GPU)
 """Rules that keep the measured duration, if there is one."""
 
-OF_ATTENTION = (Rule.ATTENTION_TILES, Rule.OTHER_ATTENTION, Rule.DECODE)
+OF_ATTENTION = (Rule.ATTENTION_TILES, Rule.OTHER_ATTENTION, Rule.DECODE, Rule.SCHEDULED)
 """Rules of fused attention near the fitted GPUs."""
 
 BY_TILES = (Rule.GEMM_TILES, *OF_ATTENTION, Rule.OUTSIDE, Rule.MISALIGNED)

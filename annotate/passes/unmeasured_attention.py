@@ -12,6 +12,7 @@ import numpy as np
 
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.attention_kernels import (
+    BY_SCHEDULE,
     Resolution,
     divided_prefill_terms,
     divided_prefills,
@@ -68,7 +69,7 @@ def swap_unmeasured_attention(  # noqa: PLR0917
         check_resolves(model, requested)
     elif not model.resolves_kernels:
         return unswapped_ns, rules, ()
-    unswapped_ns, decode_notes = _swap_decoding(
+    unswapped_ns, rules, decode_notes = _swap_decoding(
         (unswapped_ns, rules), shapes, target, operators, record
     )
     if usual:
@@ -210,8 +211,8 @@ def _swap_decoding(
     target: Gpu,
     operators: Sequence[str],
     record: TermRecord | None,
-) -> tuple[F64, list[Note]]:
-    """Return times with the decoding of the kernels that operators name, and notes.
+) -> tuple[F64, U8, list[Note]]:
+    """Return times with the decoding of the kernels that operators name, rules and notes.
 
     Args:
         predicted: durations in ns and rules.
@@ -227,13 +228,15 @@ def _swap_decoding(
     # Only FlashMLA has terms of latent attention, and it has no others.
     named: Mask = latent == (families == "flash_mla")
     decoded, families = decoded[named], families[named]
-    swapped_ns, notes = predicted_ns.copy(), list[Note]()
+    swapped_ns, swapped_rules, notes = predicted_ns.copy(), rules.copy(), list[Note]()
     for family in dict.fromkeys(families.tolist()):
         rows = decoded[families == family]
         terms = named_decode_terms(family, target, shapes[rows])
         if terms is None:
             continue
         swapped_ns[rows] = terms.predicted_ns
+        if family in BY_SCHEDULE:
+            swapped_rules[rows] = Rule.SCHEDULED
         if record is not None:
             record.update(rows, lambda i, _, terms=terms: terms.term(i, target.name))
         by_kernel = _mean(swapped_ns[rows] / predicted_ns[rows])
@@ -241,7 +244,7 @@ def _swap_decoding(
         notes.append(
             _attention_note(len(rows), target, Resolution("", family, by_kernel, 1.0, source))
         )
-    return swapped_ns, notes
+    return swapped_ns, swapped_rules, notes
 
 
 def _divide_prefills(

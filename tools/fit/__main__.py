@@ -65,7 +65,9 @@ _PROVENANCE = {
     "GEMMs of vidur; looked_up: captured steps of Llama-3-8B on an H200 (four layers of "
     "tp 4, eight whole ones, sequences of 2048) against rows of the same versions; "
     "composed: convolutions and recurrent layers of baidu-research/DeepBench (Apache-2.0) "
-    "on V100 and T4, by the shipped tiles",
+    "on V100 and T4, by the shipped tiles; decode_flash2, decode_flash_mla: decodes of sizes that "
+    "chose no coefficient (2026-11-27-flash2-blind-h100, 2026-11-27-flash-mla-2-hopper), times "
+    "1.04",
 }
 
 
@@ -90,8 +92,9 @@ def main() -> None:
     kinds = dict.fromkeys(case.kind for case in cases)
     # A file without these errors would not load, so those of the shipped file stay.
     kept = {kind: shipped().errors[kind] for kind in STEP_KINDS if not options.step}
-    # Measured by benchmarks/predictions/deepbench.py.
-    kept["composed"] = shipped().errors["composed"]
+    # Measured by benchmarks/predictions: deepbench.py, flash2_forward.py and latent_decode.py.
+    measured = ("composed", "decode_flash2", "decode_flash_mla")
+    kept |= {kind: shipped().errors[kind] for kind in measured}
     if missing := [kind for kind in KINDS[1:] if kind not in {**kinds, **kept}]:
         parser.error(
             f"{options.data} lacks the measurements for the errors of {', '.join(missing)}"

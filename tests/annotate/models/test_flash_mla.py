@@ -4,12 +4,18 @@ import numpy as np
 import pytest
 
 from onerank.annotate import load_gpu
+from onerank.annotate.models.coefficients import shipped
+from onerank.annotate.models.cost_model import MODELS
 from onerank.annotate.models.flash_mla import (
     _plan,
     combination_ns,
     flash_mla_terms,
     runs_flash_mla,
 )
+from onerank.annotate.models.intervals import intervals
+from onerank.annotate.models.learned import predict_from_description
+from onerank.annotate.passes.unmeasured_attention import swap_unmeasured_attention
+from tools.fit.measured_kernels import Attention, of_attention
 
 # Heads, sequences, tokens of each, and times of both kernels in us on each GPU. The coefficients
 # were fitted to other sizes.
@@ -65,3 +71,17 @@ def test_calls_that_flash_mla_does_not_compute():
     assert runs_flash_mla(h100, shapes_of(16, 4, 1024)).all()
     assert not runs_flash_mla(h100, shapes_of(16, 4, 1024, d=320)).any()
     assert not runs_flash_mla(load_gpu("B200"), shapes_of(16, 4, 1024)).any()
+
+
+def test_the_interval_is_that_of_the_schedule():
+    shapes = shapes_of(64, 12, 192)
+    kernels = of_attention(Attention(shapes, {}), np.ones(1))
+    gpu = load_gpu("H100")
+    predicted = predict_from_description(kernels, gpu)
+    durations, rules, _ = swap_unmeasured_attention(
+        *(kernels, predicted, gpu, MODELS["learned"], "usual"),
+        ["onerank_serving::latent_attention"],
+    )
+    ((low,), (high,)), _ = intervals(kernels, (durations, rules), None, gpu, shipped())
+    assert (durations[0] / low, high / durations[0]) == pytest.approx((1.1, 1.1), rel=0.01)
+    assert low < 10.1e3 < high

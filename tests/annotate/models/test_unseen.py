@@ -187,7 +187,9 @@ def test_decoding_by_the_kernel_that_an_operator_names():
     )
     assert (cudnn, flash2) == (pytest.approx(5141, rel=0.1), pytest.approx(8323, rel=0.1))
     assert usual == predicted[0][2]
-    assert (rules == Rule.DECODE).all()
+    assert rules.tolist() == [Rule.DECODE, Rule.SCHEDULED, Rule.DECODE]
+    kinds = kinds_of(kernels, (np.array([cudnn, flash2, usual]), rules), None, H100)
+    assert [KINDS[at] for at in kinds[:2]] == ["decode_unmeasured_short", "decode_flash2"]
     assert [note.code for note in notes] == ["attention-kernel-assumed"] * 2
 
 
