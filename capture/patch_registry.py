@@ -310,6 +310,13 @@ PATCHES: tuple[Patch, ...] = (
         in_cuda_builds=True,
     ),
     Patch(
+        "torch.distributed",
+        ("ProcessGroupNCCL",),
+        "Scripts create its options, which a CPU build of torch lacks.",
+        ("no_device.emulated_process",),
+        in_cuda_builds=True,
+    ),
+    Patch(
         "torch._C",
         ("_get_accelerator",),
         "FSDP2 makes its mesh of this device if it is given none.",

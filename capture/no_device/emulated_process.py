@@ -7,6 +7,7 @@ import threading
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -408,16 +409,34 @@ def _nccl() -> bool:
     return True
 
 
+_BackendOptions: Any = _torch._C._distributed_c10d.Backend.Options
+
+
+class _OptionsOfNCCL(_BackendOptions):
+    """What a script requests of NCCL; an emulated group uses the priority of its stream alone."""
+
+    def __init__(self, is_high_priority_stream: bool = False) -> None:
+        _BackendOptions.__init__(self, "nccl")
+        self.is_high_priority_stream = is_high_priority_stream
+        self.config = SimpleNamespace()
+        """Fields of NCCL's own configuration, such as `max_ctas`, that the script sets."""
+
+
 class _ProcessGroupNCCL:
     """The class of no backend: emulated groups have none of NCCL's."""
 
+    Options = _OptionsOfNCCL
+
 
 def _nccl_class() -> list[contextlib.AbstractContextManager[None]]:
-    """Return the patch that gives a CPU build the class; none for a CUDA build."""
+    """Return the patches that give a CPU build the class; none for a CUDA build."""
     owner = "torch.distributed.distributed_c10d"
     if hasattr(resolve(owner), "ProcessGroupNCCL"):
         return []
-    return [patched(owner, {"ProcessGroupNCCL": _ProcessGroupNCCL})]
+    return [
+        patched(owner, {"ProcessGroupNCCL": _ProcessGroupNCCL}),
+        patched("torch.distributed", {"ProcessGroupNCCL": _ProcessGroupNCCL}),
+    ]
 
 
 def _default_stream(_: int) -> int:

@@ -138,7 +138,8 @@ class EmulatedExtensions:
             return name in _registered
         if extension.package in sys.modules or PathFinder.find_spec(name) is not None:
             return True
-        return importlib.util.find_spec(extension.package) is not None
+        # A package that is provided as a whole is its own, and asking for it would ask here again.
+        return extension.package != name and importlib.util.find_spec(extension.package) is not None
 
     def bound(self, extension: Extension, function: Function) -> Callable[..., Any]:
         """Return a counterpart with the `Launch` of its extension."""

@@ -44,6 +44,12 @@ PROCESS = """
 INIT = """
     dist.init_process_group("cpu:gloo,cuda:nccl")
     assert dist.get_backend() == "cpu:gloo,cuda:nccl"
+    from datetime import timedelta
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout, options.config.max_ctas = timedelta(minutes=5), 8
+    urgent = dist.new_group(backend="nccl", pg_options=options)
+    mesh = dist.init_device_mesh("cuda", (4,), backend_override={0: ("nccl", options)})
+    assert urgent.size() == mesh.size() == 4
 """
 MESH = "torch.distributed.init_device_mesh('cuda', (4,))"
 
