@@ -8,14 +8,14 @@ causal within each sequence: kernels get the sequence offsets and need no mask.
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from onerank.capture.parallelize.context.partial_attention import (
-    AttentionMode,
+    AttentionCall,
     AttentionOutput,
     attend,
     attend_backward,
@@ -108,42 +108,28 @@ def packing_of(documents: Tensor, rank: int, size: int) -> Packing:
     return Packing(indices[0], max(lengths), whole, half, indices[1], indices[2])
 
 
-def attend_packed(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    mode: AttentionMode,
-    causal: bool,
-    lengths: tuple[Lengths, Lengths],
-) -> AttentionOutput:
+def attend_packed(call: AttentionCall, lengths: tuple[Lengths, Lengths]) -> AttentionOutput:
     """Attend within each packed sequence, as `partial_attention.attend` does for one.
 
     Args:
-        query: [1, heads, all queries, width].
-        key: [1, key heads, all keys, width].
-        value: [1, key heads, all keys, width].
-        mode: scale and dropout; a window is not supported.
-        causal: as for `attend`.
+        call: queries [1, heads, all queries, width] and keys [1, key heads, all keys, width]; a
+            window or a mask is not supported.
         lengths: lengths of the queries and of the keys.
 
     Raises:
         SliceError: the CUDA kernels do not support the dtype or the widths.
     """
-    if query.is_cuda:
+    if call.query.is_cuda:
         # The kernel behind torch's varlen attention; scaled_dot_product_attention has no offsets.
-        _check_flash(query, value)
+        _check_flash(call.query, call.value)
         output, sums, seed, offset, _ = _aten._flash_attention_forward(
-            *(x[0].transpose(0, 1) for x in (query, key, value)),
+            *(x[0].transpose(0, 1) for x in call.operands),
             *_kernel_lengths(lengths),
-            *(mode.dropout, causal, False),
-            scale=mode.scale,
+            *(call.mode.dropout, call.causal, False),
+            scale=call.mode.scale,
         )
         return AttentionOutput(output.transpose(0, 1)[None], sums[None], (seed, offset))
-    parts = [
-        attend(*operands, mode=mode, causal=causal)
-        for operands in zip(*_split_sequences(query, key, value, lengths=lengths), strict=True)
-    ]
+    parts = [attend(sequence) for sequence in _sequences(call, lengths)]
     return AttentionOutput(
         torch.cat([part.output for part in parts], dim=2),
         torch.cat([part.logsumexp for part in parts], dim=2),
@@ -152,79 +138,56 @@ def attend_packed(
 
 
 def attend_packed_backward(
-    grad_output: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    forward: AttentionOutput,
-    *,
-    mode: AttentionMode,
-    causal: bool,
+    call: AttentionCall,
     lengths: tuple[Lengths, Lengths],
+    forward: AttentionOutput,
+    grad_output: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value within each packed sequence.
 
     Args:
-        grad_output: gradient of the output, [1, heads, all queries, value width].
-        query: as for `attend_packed`.
-        key: as for `attend_packed`.
-        value: as for `attend_packed`.
-        forward: the output of `attend_packed`, or of a merge over several parts of the keys.
-        mode: as for `attend_packed`.
-        causal: as for `attend_packed`.
+        call: as for `attend_packed`.
         lengths: as for `attend_packed`.
+        forward: the output of `attend_packed`, or of a merge over several parts of the keys.
+        grad_output: gradient of the output, [1, heads, all queries, value width].
     """
-    if query.is_cuda:
+    if call.query.is_cuda:
         flash_gradients = _aten._flash_attention_backward(
-            *(x[0].transpose(0, 1) for x in (grad_output, query, key, value, forward.output)),
-            *(
-                forward.logsumexp[0].contiguous(),
-                *_kernel_lengths(lengths),
-                mode.dropout,
-                causal,
-                *forward.dropout_state,
-            ),
-            scale=mode.scale,
+            *(x[0].transpose(0, 1) for x in (grad_output, *call.operands, forward.output)),
+            *(forward.logsumexp[0].contiguous(), *_kernel_lengths(lengths)),
+            *(call.mode.dropout, call.causal, *forward.dropout_state),
+            scale=call.mode.scale,
         )
         grad_query, grad_key, grad_value = (grad.transpose(0, 1)[None] for grad in flash_gradients)
         return grad_query, grad_key, grad_value
-    queries = lengths[0]
-    states_per_sequence = len(forward.dropout_state) // len(queries.per_sequence)
+    queries = lengths[0].per_sequence
+    states_per_sequence = len(forward.dropout_state) // len(queries)
     gradients: list[tuple[Tensor, ...]] = []
     outputs, sums, grad_outputs = (
-        x.split(queries.per_sequence, dim=2)
-        for x in (forward.output, forward.logsumexp, grad_output)
+        x.split(queries, dim=2) for x in (forward.output, forward.logsumexp, grad_output)
     )
-    for index, (queries_of, keys, values) in enumerate(
-        zip(*_split_sequences(query, key, value, lengths=lengths), strict=True)
-    ):
+    for index, sequence in enumerate(_sequences(call, lengths)):
         dropout_state = forward.dropout_state[
             index * states_per_sequence : (index + 1) * states_per_sequence
         ]
         sequence_forward = AttentionOutput(outputs[index], sums[index], dropout_state)
-        gradients.append(
-            attend_backward(
-                grad_outputs[index],
-                queries_of,
-                keys,
-                values,
-                sequence_forward,
-                mode=mode,
-                causal=causal,
-            )
-        )
+        gradients.append(attend_backward(sequence, sequence_forward, grad_outputs[index]))
     grad_query, grad_key, grad_value = (
         torch.cat(parts, dim=2) for parts in zip(*gradients, strict=True)
     )
     return grad_query, grad_key, grad_value
 
 
-def _split_sequences(query: Tensor, *keyed: Tensor, lengths: tuple[Lengths, Lengths]) -> list[Any]:
-    """Split [1, heads, all tokens, width] of queries and of each tensor of keys by sequence."""
+def _sequences(call: AttentionCall, lengths: tuple[Lengths, Lengths]) -> list[AttentionCall]:
+    """Return the call of each sequence of a packed one."""
     queries, keys = lengths
+    split = (
+        call.query.split(queries.per_sequence, dim=2),
+        *(x.split(keys.per_sequence, dim=2) for x in (call.key, call.value)),
+    )
     return [
-        query.split(queries.per_sequence, dim=2),
-        *(x.split(keys.per_sequence, dim=2) for x in keyed),
+        replace(call, query=query, key=key, value=value)
+        for query, key, value in zip(*split, strict=True)
     ]
 
 

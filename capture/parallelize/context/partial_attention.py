@@ -10,8 +10,8 @@ Where no fused kernel applies on a CPU (dropout, values of another width), atten
 from elementary operators, like torch's `_scaled_dot_product_attention_math`.
 """
 
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,33 @@ class AttentionMode:
 
 
 @dataclass(frozen=True)
+class AttentionCall:
+    """Queries of a rank, and the keys and values that they attend to: a part, or all.
+
+    Attributes:
+        query: [batch, heads, queries, width].
+        key: [batch, key heads, keys, width].
+        value: [batch, key heads, keys, value width].
+        mode: scale, window and dropout.
+        causal: whether the queries belong to the last keys and see no later keys; else each query
+            sees all keys.
+        mask: additive mask [batch or 1, 1, queries, keys] that replaces causality and window.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mode: AttentionMode
+    causal: bool
+    mask: Tensor | None = None
+
+    @property
+    def operands(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value."""
+        return self.query, self.key, self.value
+
+
+@dataclass(frozen=True)
 class AttentionOutput:
     """Output of attention, and the data its backward needs.
 
@@ -49,52 +76,38 @@ class AttentionOutput:
     dropout_state: tuple[Tensor, ...] = ()
 
 
-def attend_eager(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    mode: AttentionMode,
-    causal: bool,
-    mask: Tensor | None,
-) -> AttentionOutput:
+def attend_eager(call: AttentionCall) -> AttentionOutput:
     """Attend to keys with elementary operators; the causal mask starts at the upper left.
 
     With dropout, the output records the mask of kept weights.
     """
-    scores = _scores(query, key, mode, mask, causal=causal)
+    scores = _scores(call)
     sums = scores.logsumexp(dim=-1)
     weights = _weights(scores, sums)
-    dropout_state: tuple[Tensor, ...] = ()
-    if mode.dropout > 0:
-        dropout_state = (torch.rand_like(weights) >= mode.dropout,)
-        weights = weights * dropout_state[0] / (1 - mode.dropout)
-    return AttentionOutput(weights @ _repeat_kv_heads(value, query), sums, dropout_state)
+    dropout, dropout_state = call.mode.dropout, tuple[Tensor, ...]()
+    if dropout > 0:
+        dropout_state = (torch.rand_like(weights) >= dropout,)
+        weights = weights * dropout_state[0] / (1 - dropout)
+    output = weights @ _repeat_kv_heads(call.value, call.query)
+    return AttentionOutput(output, sums, dropout_state)
 
 
 def attend_eager_backward(
-    grad_output: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    forward: AttentionOutput,
-    *,
-    mode: AttentionMode,
-    causal: bool,
-    mask: Tensor | None,
+    call: AttentionCall, forward: AttentionOutput, grad_output: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value, from the gradient of the output."""
-    weights = _weights(_scores(query, key, mode, mask, causal=causal), forward.logsumexp)
+    query, key, value = call.operands
+    weights = _weights(_scores(call), forward.logsumexp)
     grad_weights = grad_output @ _repeat_kv_heads(value, query).mT
     kept = weights
     # The softmax gradient uses the weights before dropout, the values' gradient those after it.
-    if mode.dropout > 0:
-        scaled = forward.dropout_state[0].to(weights.dtype) / (1 - mode.dropout)
+    if call.mode.dropout > 0:
+        scaled = forward.dropout_state[0].to(weights.dtype) / (1 - call.mode.dropout)
         kept, grad_weights = weights * scaled, grad_weights * scaled
     # The softmax gradient needs sum(weights * grad_weights) over all keys. A rank holds a part of
     # the keys; grad_output * output sums to the same number (FlashAttention, arXiv:2205.14135).
     inner = (grad_output * forward.output).sum(-1, keepdim=True)
-    grad_scores = weights * (grad_weights - inner) * mode.scale
+    grad_scores = weights * (grad_weights - inner) * call.mode.scale
     return (
         grad_scores @ _repeat_kv_heads(key, query),
         _sum_over_query_heads(grad_scores.mT @ query, key),
@@ -102,14 +115,12 @@ def attend_eager_backward(
     )
 
 
-def _scores(
-    query: Tensor, key: Tensor, mode: AttentionMode, mask: Tensor | None, *, causal: bool
-) -> Tensor:
-    scores = query @ _repeat_kv_heads(key, query).mT * mode.scale
-    if causal:
+def _scores(call: AttentionCall) -> Tensor:
+    scores = call.query @ _repeat_kv_heads(call.key, call.query).mT * call.mode.scale
+    if call.causal:
         future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         scores = scores.masked_fill(future, float("-inf"))
-    return scores if mask is None else scores + mask
+    return scores if call.mask is None else scores + call.mask
 
 
 def _weights(scores: Tensor, sums: Tensor) -> Tensor:
@@ -159,80 +170,53 @@ def check_widths(query: Tensor, value: Tensor) -> None:
             )
 
 
-class _KernelCall(NamedTuple):
-    """The kernel of a call, with the mask and the causality that it takes."""
-
-    kernel: Literal["eager", "cpu", "flash", "flash window", "efficient"]
-    mask: Tensor | None
-    causal: bool
+_Kernel = Literal["eager", "cpu", "flash", "flash window", "efficient"]
 
 
-def _kernel_call(  # noqa: PLR0917
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mode: AttentionMode,
-    causal: bool,
-    mask: Tensor | None,
-) -> _KernelCall:
-    """Return the kernel that a call runs, the same in forward and backward."""
-    same_width = query.shape[-1] == value.shape[-1]
-    if not query.is_cuda:
-        if causal and mask is None:
-            mask = _lower_right(query, key, mode.window)
+def _kernel_call(call: AttentionCall) -> tuple[_Kernel, AttentionCall]:
+    """Return the kernel of a call, the same in forward and backward, and the call that it takes."""
+    mode, mask = call.mode, call.mask
+    unmasked = call.causal and mask is None
+    same_width = call.query.shape[-1] == call.value.shape[-1]
+    if not call.query.is_cuda:
+        if unmasked:
+            mask = _lower_right(call.query, call.key, mode.window)
         # The CPU kernel needs equal widths and no dropout.
-        kernel = "cpu" if same_width and mode.dropout == 0 else "eager"
-        return _KernelCall(kernel, mask, causal and mask is None)
-    if query.dtype in _HALVES and mask is None and same_width:
-        return _KernelCall("flash" if mode.window is None else "flash window", None, causal)
-    if causal and mask is None:
-        mask = _band(query, key, mode)
-    return _KernelCall("efficient", mask, causal and mask is None)
+        kernel: _Kernel = "cpu" if same_width and mode.dropout == 0 else "eager"
+        return kernel, replace(call, mask=mask, causal=call.causal and mask is None)
+    if call.query.dtype in _HALVES and mask is None and same_width:
+        return "flash" if mode.window is None else "flash window", call
+    if unmasked:
+        mask = _band(call.query, call.key, mode)
+    return "efficient", replace(call, mask=mask, causal=call.causal and mask is None)
 
 
-def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    mode: AttentionMode,
-    causal: bool,
-    mask: Tensor | None = None,
-) -> AttentionOutput:
-    """Attend to keys.
-
-    Args:
-        query: [batch, heads, queries, width].
-        key: [batch, key heads, keys, width].
-        value: [batch, key heads, keys, value width].
-        mode: scale, window and dropout.
-        causal: whether the queries belong to the last keys and see no later keys; else each query
-            sees all keys.
-        mask: additive mask [batch or 1, 1, queries, keys] that replaces causality and window.
-    """
-    call = _kernel_call(query, key, value, mode, causal, mask)
-    if call.kernel == "eager":
-        return attend_eager(query, key, value, mode=mode, causal=call.causal, mask=call.mask)
-    if call.kernel == "cpu":
+def attend(call: AttentionCall) -> AttentionOutput:
+    """Attend to keys."""
+    kernel, call = _kernel_call(call)
+    query, key, mode = call.query, call.key, call.mode
+    if kernel == "eager":
+        return attend_eager(call)
+    if kernel == "cpu":
         output, sums = _aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, call.causal, attn_mask=call.mask, scale=mode.scale
+            *(*call.operands, 0.0, call.causal), attn_mask=call.mask, scale=mode.scale
         )
         return AttentionOutput(output, sums)
-    if call.kernel == "flash window":
+    if kernel == "flash window":
         output, sums, seed, offset, _ = _aten._flash_attention_forward(
-            *(x.transpose(1, 2) for x in (query, key, value)),
+            *(x.transpose(1, 2) for x in call.operands),
             *(None, None, query.shape[2], key.shape[2], mode.dropout, call.causal, False),
             **_flash_window(mode),
             scale=mode.scale,
         )
         return AttentionOutput(output.transpose(1, 2), sums, (seed, offset))
-    if call.kernel == "flash":
+    if kernel == "flash":
         output, sums, *_, seed, offset, _ = _aten._scaled_dot_product_flash_attention(
-            query, key, value, mode.dropout, call.causal, scale=mode.scale
+            *(*call.operands, mode.dropout, call.causal), scale=mode.scale
         )
         return AttentionOutput(output, sums, (seed, offset))
     output, sums, seed, offset, _, _ = _aten._efficient_attention_forward(
-        *(_to_kernel_layout(x, query) for x in (query, key, value)),
+        *(_to_kernel_layout(x, query) for x in call.operands),
         *(_bias(call.mask, query), None, None, None, None, mode.dropout),
         *(_LOWER_RIGHT if call.causal else 0, True),
         scale=mode.scale,
@@ -243,49 +227,32 @@ def attend(
 
 
 def attend_backward(
-    grad_output: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    forward: AttentionOutput,
-    *,
-    mode: AttentionMode,
-    causal: bool,
-    mask: Tensor | None = None,
+    call: AttentionCall, forward: AttentionOutput, grad_output: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value, each in the shape of its tensor.
 
     Args:
-        grad_output: gradient of the output, [batch, heads, queries, value width].
-        query: as for `attend`.
-        key: as for `attend`; a part of the keys that `forward` attended to, or all of them.
-        value: as for `attend`.
+        call: the call; its keys are a part of those that `forward` attended to, or all of them.
         forward: output and log-sum-exp over all keys that the queries attended to.
-        mode: as for `attend`.
-        causal: as for `attend`.
-        mask: as for `attend`.
+        grad_output: gradient of the output, [batch, heads, queries, value width].
     """
     # Kernels recompute the weights as exp(scores - log-sum-exp). With the log-sum-exp over all keys
     # a call for a part of the keys returns that part's exact share of the gradients.
-    call = _kernel_call(query, key, value, mode, causal, mask)
-    if call.kernel == "eager":
-        return attend_eager_backward(
-            *(grad_output, query, key, value, forward),
-            mode=mode,
-            causal=call.causal,
-            mask=call.mask,
-        )
+    kernel, call = _kernel_call(call)
+    query, key, mode = call.query, call.key, call.mode
+    if kernel == "eager":
+        return attend_eager_backward(call, forward, grad_output)
     lengths = query.shape[2], key.shape[2]
-    if call.kernel == "cpu":
+    tensors = grad_output, *call.operands, forward.output
+    if kernel == "cpu":
         return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *(grad_output, query, key, value, forward.output),
-            *(forward.logsumexp.contiguous(), 0.0, call.causal),
+            *(*tensors, forward.logsumexp.contiguous(), 0.0, call.causal),
             attn_mask=call.mask,
             scale=mode.scale,
         )
-    if call.kernel == "flash window":
+    if kernel == "flash window":
         gradients = _aten._flash_attention_backward(
-            *(x.transpose(1, 2) for x in (grad_output, query, key, value, forward.output)),
+            *(x.transpose(1, 2) for x in tensors),
             *(forward.logsumexp.contiguous(), None, None, *lengths),
             *(mode.dropout, call.causal, *forward.dropout_state),
             **_flash_window(mode),
@@ -293,14 +260,13 @@ def attend_backward(
         )
         grad_query, grad_key, grad_value = (x.transpose(1, 2) for x in gradients)
         return grad_query, grad_key, grad_value
-    if call.kernel == "flash":
+    if kernel == "flash":
         return _aten._scaled_dot_product_flash_attention_backward(
-            *(grad_output, query, key, value, forward.output),
-            *(forward.logsumexp.contiguous(), None, None),
+            *(*tensors, forward.logsumexp.contiguous(), None, None),
             *(*lengths, mode.dropout, call.causal, *forward.dropout_state),
             scale=mode.scale,
         )
-    rows = [_to_kernel_layout(x, query) for x in (grad_output, query, key, value, forward.output)]
+    rows = [_to_kernel_layout(x, query) for x in tensors]
     # `attend` cut the padding off, so that the log-sum-exp of several calls can be merged.
     padded_sums = nn.functional.pad(forward.logsumexp, (0, -query.shape[2] % _ROWS))
     gradients = _aten._efficient_attention_backward(
@@ -314,7 +280,7 @@ def attend_backward(
     return (
         grad_query,
         _sum_over_query_heads(grad_key, key),
-        _sum_over_query_heads(grad_value, value),
+        _sum_over_query_heads(grad_value, call.value),
     )
 
 

@@ -25,8 +25,8 @@ Unlike in TransformerEngine, the chunks or steps run on one stream, and a ring m
 fp32 one by one.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -41,6 +41,7 @@ from onerank.capture.parallelize.context.packed_sequences import (
     attend_packed_backward,
 )
 from onerank.capture.parallelize.context.partial_attention import (
+    AttentionCall,
     AttentionMode,
     AttentionOutput,
     attend,
@@ -63,17 +64,8 @@ class GatheringAttention(torch.autograd.Function):
         query, key, value, group, mode, mask = args
         ctx.group, ctx.mode = group, mode
         keys, values = (_gather_sequence(x, group) for x in (key, value))
-        parts = [
-            attend(
-                part,
-                keys[:, :, key_range],
-                values[:, :, key_range],
-                mode=mode,
-                causal=True,
-                mask=part_mask,
-            )
-            for part, key_range, part_mask in _query_parts(query, group, mode, mask)
-        ]
+        whole = AttentionCall(query, keys, values, mode, causal=True, mask=mask)
+        parts = [attend(call) for call, _ in _calls_of_chunks(whole, group)]
         saved = [[part.output, part.logsumexp, *part.dropout_state] for part in parts]
         ctx.save_for_backward(query, key, value, mask, *saved[0], *saved[1])
         return torch.cat([part.output.transpose(1, 2) for part in parts], dim=1)
@@ -88,19 +80,13 @@ class GatheringAttention(torch.autograd.Function):
         grad_keys, grad_values = torch.zeros_like(keys), torch.zeros_like(values)
         grad_query: list[Tensor] = []
         grad_outputs = grads[0].transpose(1, 2).chunk(2, dim=2)
-        for index, (part, key_range, part_mask) in enumerate(
-            _query_parts(query, group, ctx.mode, mask)
-        ):
+        whole = AttentionCall(query, keys, values, ctx.mode, causal=True, mask=mask)
+        for index, (call, key_range) in enumerate(_calls_of_chunks(whole, group)):
             output, sums, *dropout_state = saved[
                 index * states_per_part : (index + 1) * states_per_part
             ]
-            gradient_parts = attend_backward(
-                *(grad_outputs[index], part, keys[:, :, key_range], values[:, :, key_range]),
-                AttentionOutput(output, sums, tuple(dropout_state)),
-                mode=ctx.mode,
-                causal=True,
-                mask=part_mask,
-            )
+            forward = AttentionOutput(output, sums, tuple(dropout_state))
+            gradient_parts = attend_backward(call, forward, grad_outputs[index])
             grad_query.append(gradient_parts[0])
             grad_keys[:, :, key_range] += gradient_parts[1]
             grad_values[:, :, key_range] += gradient_parts[2]
@@ -149,24 +135,28 @@ class GatheredLogits(torch.autograd.Function):
         return local.mul_(size), None
 
 
-def _query_parts(
-    query: Tensor, group: dist.ProcessGroup, mode: AttentionMode, mask: Tensor | None
-) -> Sequence[tuple[Tensor, slice, Tensor | None]]:
-    """Return each chunk of the queries, the range of keys it sees, and its mask."""
-    parts = query.chunk(2, dim=2)
-    length = parts[0].shape[2]
-    starts = [chunk * length for chunk in chunks_of(group)]
-    # With a mask, from key 0 on: kernels need aligned mask rows.
-    if mask is not None:
-        return [
-            (part, slice(0, start + length), rows[..., : start + length])
-            for part, start, rows in zip(parts, starts, mask.chunk(2, dim=2), strict=True)
-        ]
-    window = mode.window
-    return [
-        (part, slice(max(0, start + 1 - window) if window else 0, start + length), None)
-        for part, start in zip(parts, starts, strict=True)
-    ]
+def _calls_of_chunks(
+    whole: AttentionCall, group: dist.ProcessGroup
+) -> list[tuple[AttentionCall, slice]]:
+    """Return the call of each chunk of the rank's queries, and the range of keys that it sees.
+
+    Args:
+        whole: the queries of this rank, and all keys and values.
+        group: the context-parallel group.
+    """
+    queries, window = whole.query.chunk(2, dim=2), whole.mode.window
+    masks = (None, None) if whole.mask is None else whole.mask.chunk(2, dim=2)
+    length = queries[0].shape[2]
+    calls: list[tuple[AttentionCall, slice]] = []
+    for query, chunk, rows in zip(queries, chunks_of(group), masks, strict=True):
+        start, end = chunk * length, (chunk + 1) * length
+        # With a mask, from key 0 on: kernels need aligned mask rows.
+        first = max(0, start + 1 - window) if window and rows is None else 0
+        seen = slice(first, end)
+        keys, values = whole.key[:, :, seen], whole.value[:, :, seen]
+        mask = None if rows is None else rows[..., :end]
+        calls.append((replace(whole, query=query, key=keys, value=values, mask=mask), seen))
+    return calls
 
 
 def _gather_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -223,12 +213,11 @@ class RingAttention(torch.autograd.Function):
             wait_incoming = _exchange(kv, group, direction=1) if step < size - 1 else None
             rows, columns = _causal_halves(query, packing, owner=(rank - step) % size, rank=rank)
             keys, values = (x[:, :, columns.indices] for x in _split_message(kv, ctx.shapes))
-            operands = query[:, :, rows.indices], keys, values
+            call = AttentionCall(query[:, :, rows.indices], keys, values, mode, causal=step == 0)
             if rows.lengths is None or columns.lengths is None:
-                part = attend(*operands, mode=mode, causal=step == 0)
+                part = attend(call)
             else:
-                lengths = rows.lengths, columns.lengths
-                part = attend_packed(*operands, mode=mode, causal=step == 0, lengths=lengths)
+                part = attend_packed(call, (rows.lengths, columns.lengths))
             dropout_state += part.dropout_state
             if step == 0:
                 # fp32, because every step of the ring adds to it and bf16 would round each time.
@@ -264,20 +253,15 @@ class RingAttention(torch.autograd.Function):
                 output[:, :, rows.indices], sums[:, :, rows.indices], tuple(state)
             )
             keys, values = (x[:, :, columns.indices] for x in _split_message(kv, ctx.shapes))
-            operands = (
-                grad_output[:, :, rows.indices],
-                query[:, :, rows.indices],
-                keys,
-                values,
-                forward_part,
+            call = AttentionCall(
+                query[:, :, rows.indices], keys, values, ctx.mode, causal=owner == rank
             )
+            grad_rows = grad_output[:, :, rows.indices]
             if rows.lengths is None or columns.lengths is None:
-                part_grads = attend_backward(*operands, mode=ctx.mode, causal=owner == rank)
+                part_grads = attend_backward(call, forward_part, grad_rows)
             else:
                 lengths = rows.lengths, columns.lengths
-                part_grads = attend_packed_backward(
-                    *operands, mode=ctx.mode, causal=owner == rank, lengths=lengths
-                )
+                part_grads = attend_packed_backward(call, lengths, forward_part, grad_rows)
             grad_query[:, :, rows.indices] += part_grads[0]
             received = wait_incoming()
             if step > 0:

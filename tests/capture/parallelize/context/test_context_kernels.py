@@ -15,6 +15,7 @@ from onerank.capture.parallelize.context.packed_sequences import (
     attend_packed_backward,
 )
 from onerank.capture.parallelize.context.partial_attention import (
+    AttentionCall,
     AttentionMode,
     attend,
     attend_backward,
@@ -76,13 +77,9 @@ def test_kernels_attend_to_a_part_of_the_keys(device, dtype, values, visibility,
         allowed = allowed & (columns >= 30 * torch.arange(2)[:, None, None, None])
         buffer = torch.zeros((2, 1, queries, 80), dtype=dtype)
         mask = buffer.to(device)[..., :keys].masked_fill_(~allowed.to(device), float("-inf"))
-    arguments = {
-        "mode": AttentionMode(0.3, visibility.window),
-        "causal": visibility.causal,
-        "mask": mask,
-    }
-    result = attend(q, k, v, **arguments)
-    gradients = attend_backward(gradient, q, k, v, result, **arguments)
+    call = AttentionCall(q, k, v, AttentionMode(0.3, visibility.window), visibility.causal, mask)
+    result = attend(call)
+    gradients = attend_backward(call, result, gradient)
 
     exact = [x.double().requires_grad_() for x in (q, k, v)]
     wide = [exact[0], *(x.repeat_interleave(heads // key_heads, 1) for x in exact[1:])]
@@ -111,25 +108,27 @@ def test_kernels_compute_attention_of_each_packed_sequence(device, dtype, causal
               for heads, each in ((4, queries), (2, keys), (2, keys), (4, queries))]  # fmt: skip
     q, k, v, gradient = (torch.randn(s, generator=generator).to(device, dtype) for s in shapes)
     lengths = Lengths.of(queries, q.device), Lengths.of(keys, q.device)
-    arguments = {"mode": AttentionMode(0.3), "causal": causal}
+    mode = AttentionMode(0.3)
+    call = AttentionCall(q, k, v, mode, causal)
     if device == "cuda" and dtype == torch.float32:
         with raises_code("cp-ring-packed-kernel", SliceError, naming="torch.float32"):
-            attend_packed(q, k, v, lengths=lengths, **arguments)
+            attend_packed(call, lengths)
         return
-    packed = attend_packed(q, k, v, lengths=lengths, **arguments)
-    gradients = attend_packed_backward(gradient, q, k, v, packed, lengths=lengths, **arguments)
+    packed = attend_packed(call, lengths)
+    gradients = attend_packed_backward(call, lengths, packed, gradient)
     split = [[x.split(each, dim=2) for x in xs]
                for each, xs in ((queries, (q, gradient)), (keys, (k, v)))]  # fmt: skip
     sequences = [*zip(*split[0], *split[1], strict=True)]
-    separate = [attend(query, *kv, **arguments) for query, _, *kv in sequences]
+    calls = [AttentionCall(query, *kv, mode, causal) for query, _, *kv in sequences]
+    separate = [attend(each) for each in calls]
     tolerance = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
     close = {"atol": tolerance, "rtol": tolerance}
     for actual, attribute in ((packed.output, "output"), (packed.logsumexp, "logsumexp")):
         expected = torch.cat([getattr(output, attribute) for output in separate], dim=2)
         torch.testing.assert_close(actual, expected, **close)
     backward = [
-        attend_backward(grad_output, query, *kv, forward, **arguments)
-        for (query, grad_output, *kv), forward in zip(sequences, separate, strict=True)
+        attend_backward(each, forward, grad_output)
+        for each, (_, grad_output, *_), forward in zip(calls, sequences, separate, strict=True)
     ]
     for actual, expected in zip(gradients, zip(*backward, strict=True), strict=True):
         torch.testing.assert_close(actual, torch.cat(expected, dim=2), **close)
@@ -173,7 +172,8 @@ def test_dropout_by_elementary_operators_has_the_gradients_of_autograd():
     mode, keys = AttentionMode(0.3, None, 0.4), 24
     q, k, v = (torch.randn(2, heads, keys, 16, dtype=torch.double, requires_grad=True)
                for heads in (4, 2, 2))  # fmt: skip
-    result = attend(*(x.detach() for x in (q, k, v)), mode=mode, causal=True)
+    call = AttentionCall(*(x.detach() for x in (q, k, v)), mode, causal=True)
+    result = attend(call)
     (kept,) = result.dropout_state
     assert 0.5 < kept.double().mean() < 0.7
     wide = [q, *(x.repeat_interleave(2, 1) for x in (k, v))]
@@ -182,9 +182,7 @@ def test_dropout_by_elementary_operators_has_the_gradients_of_autograd():
     output = (weights * kept / 0.6) @ wide[2]
     torch.testing.assert_close(result.output, output)
     gradient = torch.randn_like(output)
-    actual = attend_backward(
-        gradient, *(x.detach() for x in (q, k, v)), result, mode=mode, causal=True
-    )
+    actual = attend_backward(call, result, gradient)
     for gradient_part, expected in zip(
         actual, torch.autograd.grad(output, (q, k, v), gradient), strict=True
     ):
