@@ -301,9 +301,12 @@ def point_of(key: CallKey) -> CallPoint | None:
         return CallPoint((key.operator, dtypes), _logs(batch, m, n, k), work)
     # Packed sequences pass their lengths as int32 tensors, whose values a key does not contain.
     packed = "int32" in key.dtypes
-    if work.attention and all(work.attention.sizes) and not packed:
-        batch, heads, key_heads, rows, keys, *fixed = work.attention
-        group = (key.operator, dtypes, window_of_call(call), *fixed)
+    shape = work.attention
+    if shape and all(shape.sizes) and not packed:
+        batch, heads, key_heads, rows, keys, *fixed, window = shape
+        # Keys by which the last queries see more than the mean of a window.
+        beyond = window - keys if window else None
+        group = (key.operator, dtypes, window_of_call(call), *fixed, beyond)
         return CallPoint(group, _logs(batch, heads, key_heads, rows, keys), work)
     return None
 

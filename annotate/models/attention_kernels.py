@@ -42,7 +42,6 @@ from onerank.annotate.models.flash2_decode import (
 )
 from onerank.annotate.models.flash2_prefill import is_scheduled
 from onerank.annotate.models.flash_mla import flash_mla_terms, runs_flash_mla
-from onerank.annotate.op_costs.cost_record import WINDOWED
 from onerank.ir.arrays import F64, Mask
 from onerank.ir.errors import AnnotateError
 
@@ -184,11 +183,11 @@ class ShapeFactors:
 
         Args:
             gpu: the GPU.
-            shapes: as for `attention_time.attention_terms`, float64[d, 9].
+            shapes: as for `attention_time.attention_terms`, float64[d, 10].
             training: whether the calls are of a step of training.
         """
         columns: list[F64] = list(shapes.T)
-        batch, heads, _, rows, _, d, _, causal, back = columns
+        batch, heads, _, rows, _, d, _, causal, back, *_ = columns
         backward = back > 0
         by_head: F64 = np.where(
             backward,
@@ -198,7 +197,7 @@ class ShapeFactors:
         per_sm: F64 = batch * heads * np.ceil(rows / QUERY_TILE) / gpu.sm_count
         tail: F64 = np.where(backward, self.backward_tail, self.forward_tail)
         waiting: F64 = 1 + 2 * tail / np.maximum(per_sm, _FEW_TILES)
-        factors = np.where((causal > 0) & (causal < WINDOWED), by_head * waiting, by_head)
+        factors = np.where(causal > 0, by_head * waiting, by_head)
         return factors * self.in_training(gpu) if training else factors
 
 
@@ -278,7 +277,7 @@ def named_decode_terms(family: str, gpu: Gpu, shapes: F64) -> AttentionTerms | W
     Args:
         family: the kernel.
         gpu: the GPU.
-        shapes: as for `attention_time.attention_terms`, float64[d, 9].
+        shapes: as for `attention_time.attention_terms`, float64[d, 10].
     """
     if family == "flash_mla":
         return flash_mla_terms(gpu, shapes) if runs_flash_mla(gpu, shapes).all() else None
@@ -295,7 +294,7 @@ def divided_prefills(family: str, gpu: Gpu, shapes: F64) -> Mask:
     """
     if family != "flash2" or gpu.architecture not in FLASH2_PREFILL:
         return np.zeros(len(shapes), dtype=bool)
-    _, _, _, rows, _, _, _, _, backward = shapes.T
+    _, _, _, rows, _, _, _, _, backward, *_ = shapes.T
     return (rows > 1) & (backward == 0) & divides_keys(gpu, shapes)
 
 

@@ -43,7 +43,6 @@ from onerank.annotate.models.coefficients import (
 from onerank.annotate.models.gemm_tiles import Rates, cache_misses, p_norm
 from onerank.annotate.models.prediction_terms import Term, TermRecord, norm, quantity, total
 from onerank.annotate.op_costs.attention import QUERY_TILE
-from onerank.annotate.op_costs.cost_record import WINDOWED
 from onerank.ir.arrays import F64, Mask
 
 _WIDEST = 256  # head size up to which a tile has `QUERY_TILE` queries
@@ -164,7 +163,7 @@ _COPYING = ("ampere", "ada")
 
 def has_few_queries(shapes: F64) -> Mask:
     """Return whether calls are forward attention of less than 16 queries to a cache, bool[d]."""
-    _, _, _, rows, keys, _, _, _, backward = shapes.T
+    _, _, _, rows, keys, _, _, _, backward, *_ = shapes.T
     return (rows < _FEW_QUERIES) & (keys > rows) & (backward == 0)
 
 
@@ -301,13 +300,12 @@ def attention_terms(
         gpu: the GPU.
         rates: rates of each call's dtype. Power limits attention less than GEMMs: the geometric
             mean of sustained and peak rate counts.
-        shapes: batch, heads, key heads, query and key length, head size of query and value, causal
-            (2: the queries are those of the last keys), backward, float64[d, 9].
+        shapes: `AttentionShape` of each call, float64[d, 10].
         c: fitted coefficients.
         described: the GPU before overrides of its figures; None: no overrides.
     """
     columns: list[F64] = list(shapes.T)
-    batch, heads, key_heads, rows, keys, d, dv, causal, back = columns
+    batch, heads, key_heads, rows, keys, d, dv, causal, back, *_ = columns
     cycle, backward = 1e9 / gpu.clock_hz, back > 0
     tiles = attention_tiles(gpu, shapes)
     # Values narrower than the keys take as long as if they were as wide. Of latent attention's
@@ -321,8 +319,7 @@ def attention_terms(
     # 2 on average. Queries of the last keys also see all keys before them. Of a call with a window,
     # `keys` are those that a tile sees.
     seen = np.where(causal == 2, blocks - rows / QUERY_TILE / 2 + 1 / 2, (blocks + 1) / 2)
-    masked = (causal > 0) & (causal < WINDOWED)
-    mean: F64 = np.where(masked & (rows > QUERY_TILE), seen, blocks)
+    mean: F64 = np.where((causal > 0) & (rows > QUERY_TILE), seen, blocks)
     softmax = _softmax(gpu, rates)
     # The fitted efficiency includes the exponentials of heads of 128, so only other
     # head sizes change the time. An overridden peak must not change what was fitted.

@@ -214,7 +214,7 @@ def flash2_decode_terms(gpu: Gpu, shapes: F64, c: Flash2Decode) -> WaveTerms:
 
     Args:
         gpu: the GPU.
-        shapes: as for `attention_time.attention_terms`, float64[d, 9].
+        shapes: as for `attention_time.attention_terms`, float64[d, 10].
         c: coefficients of the architecture.
     """
     columns: list[F64] = list(shapes.T)
@@ -255,7 +255,7 @@ def flash2_prefill_terms(gpu: Gpu, shapes: F64, c: Flash2Prefill) -> WaveTerms:
 
     Args:
         gpu: the GPU.
-        shapes: as for `attention_time.attention_terms`, float64[d, 9].
+        shapes: as for `attention_time.attention_terms`, float64[d, 10].
         c: coefficients of the architecture.
     """
     columns: list[F64] = list(shapes.T)

@@ -27,7 +27,7 @@ from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.calibration import without_overrides
 from onerank.annotate.models.prediction_terms import Term, quantity, total
 from onerank.annotate.op_costs.attention import QUERY_TILE
-from onerank.annotate.op_costs.cost_record import LOWER_RIGHT, WINDOWED
+from onerank.annotate.op_costs.cost_record import LOWER_RIGHT, AttentionShape
 from onerank.ir.arrays import F64, I64, Mask
 
 # Heads up to this size -> (queries of a tile, keys of a block, thread blocks of an SM): the traits
@@ -120,7 +120,7 @@ def is_scheduled(gpu: Gpu, shapes: F64) -> Mask:
     Arguments as for `flash2_schedule_terms`.
     """
     known = FLASH2_TILES.get(gpu.architecture, {})
-    _, _, _, rows, _, d, dv, _, backward = shapes.T
+    _, _, _, rows, _, d, dv, _, backward, *_ = shapes.T
     sizes = np.array([_padded(int(width)) in known for width in d], dtype=bool)
     # Smaller heads have a kernel that was not measured.
     return sizes & (d > 32) & (d == dv) & (rows > 1) & (backward == 0)
@@ -131,7 +131,7 @@ def flash2_schedule_terms(gpu: Gpu, shapes: F64, *, training: bool) -> ScheduleT
 
     Args:
         gpu: the GPU.
-        shapes: as for `attention_time.attention_terms`, float64[d, 9].
+        shapes: as for `attention_time.attention_terms`, float64[d, 10].
         training: whether the calls are of a step of training, whose products keep the GPU at its
             power limit and its clock at the boost clock. Alone, the kernel stays below the limit.
     """
@@ -144,14 +144,14 @@ def flash2_schedule_terms(gpu: Gpu, shapes: F64, *, training: bool) -> ScheduleT
     cycles = np.empty(len(calls))
     blocks = np.empty(len(calls), dtype=np.int64)
     for i, call in enumerate(calls.astype(np.int64).tolist()):
-        batch, heads, _, rows, keys, d, _, causal, _ = call
-        size = _padded(d)
+        shape = AttentionShape(*call)
+        size = _padded(shape.d)
         of_size = FLASH2_TILES[gpu.architecture][size]
-        work = _work(of_size, of_size.alone / speed, _key_blocks(size, rows, keys, causal))
-        places = _TILES[size][2]
+        work = _work(of_size, of_size.alone / speed, _key_blocks(size, shape))
+        heads, places = shape.batch * shape.heads, _TILES[size][2]
         share = min(1.0, of_size.alone / (2 * of_size.shared)) if of_size.shared else 1.0
-        cycles[i] = _makespan(tuple(work.tolist()), batch * heads, gpu.sm_count, places, share)
-        blocks[i] = batch * heads * len(work)
+        cycles[i] = _makespan(tuple(work.tolist()), heads, gpu.sm_count, places, share)
+        blocks[i] = heads * len(work)
     return ScheduleTerms(
         floor_ns=_FLOORS * gpu.launch_floor_ns,
         blocks=blocks[place],
@@ -179,30 +179,29 @@ class _KeyBlocks:
     ragged: bool = False
 
 
-def _key_blocks(size: int, rows: int, keys: int, causal: int) -> _KeyBlocks:
+def _key_blocks(size: int, shape: AttentionShape) -> _KeyBlocks:
     """Return the blocks of keys of a head's tiles, as the kernel counts them.
 
     Args:
         size: size of heads of the kernel.
-        rows: queries.
-        keys: keys; with a window those that a tile of `QUERY_TILE` queries sees in the mean.
-        causal: as in `AttentionShape`.
+        shape: the call.
     """
     tile, block, _ = _TILES[size]
+    rows, keys = shape.rows, shape.keys
     tiles = np.arange(-(-rows // tile), dtype=np.int64)
-    if causal >= WINDOWED:
-        return _KeyBlocks(_in_window(tiles, rows, keys, causal - WINDOWED, (tile, block)))
+    if shape.window:
+        return _KeyBlocks(_in_window(tiles, shape, (tile, block)))
     seen = np.full(len(tiles), -(-keys // block), dtype=np.int64)
-    if causal:
-        before = keys - rows if causal == LOWER_RIGHT else 0
+    if shape.causal:
+        before = keys - rows if shape.causal == LOWER_RIGHT else 0
         seen = np.clip(-(-((tiles + 1) * tile + before) // block), 0, seen)
     ragged = bool(rows % tile or keys % block)
     # `n_masking_steps` of flash_fwd_kernel.h
-    steps = (-(-tile // block) if causal else 0) + ragged
+    steps = (-(-tile // block) if shape.causal else 0) + ragged
     return _KeyBlocks(seen, np.minimum(seen, steps), ragged)
 
 
-def _in_window(tiles: I64, rows: int, keys: int, beyond: int, sizes: tuple[int, int]) -> I64:
+def _in_window(tiles: I64, shape: AttentionShape, sizes: tuple[int, int]) -> I64:
     """Return the blocks of keys of tiles of a call with a window, int64[m].
 
     The first query sees `first` keys, each one after it one more, up to the window. Their mean and
@@ -210,13 +209,12 @@ def _in_window(tiles: I64, rows: int, keys: int, beyond: int, sizes: tuple[int, 
 
     Args:
         tiles: the tiles, int64[m].
-        rows: queries.
-        keys: keys that `QUERY_TILE` queries see in the mean.
-        beyond: keys by which the last queries see more than that.
+        shape: the call.
         sizes: queries of a tile, and keys of a block.
     """
-    tile, block = sizes
-    window = max(1, keys + beyond - (min(rows, QUERY_TILE) - 1))
+    (tile, block), rows = sizes, shape.rows
+    beyond = shape.window - shape.keys
+    window = max(1, shape.window - (min(rows, QUERY_TILE) - 1))
     fewer = math.sqrt(2 * rows * beyond) if 2 * beyond < rows else beyond + rows / 2
     # The rest of a prefill usually begins at a multiple of the blocks.
     first = window if not beyond else 1 + block * max(0, round((window - fewer - 1) / block))

@@ -141,7 +141,7 @@ def flash_mla_terms(gpu: Gpu, shapes: F64) -> AttentionTerms:
 
     Args:
         gpu: the GPU.
-        shapes: as for `attention_time.attention_terms`, float64[d, 9].
+        shapes: as for `attention_time.attention_terms`, float64[d, 10].
     """
     c = FLASH_MLA[gpu.architecture]
     columns: list[F64] = list(shapes.T)

@@ -162,7 +162,7 @@ def power_share(use: F64, c: PowerCoefficients) -> F64:
 def _scores_per_flop(kernels: KernelFeatures) -> F64:
     """Return the vector operations of attention per FLOP of its GEMMs, float64[n]."""
     columns: list[F64] = list(kernels.attention[kernels.call].T)
-    *_, d, dv, _, backward = columns
+    _, _, _, _, _, d, dv, _, backward, *_ = columns
     # FLOPs of the GEMMs per score: two GEMMs forward, five backward (see `attention_time`).
     forward = _PER_SCORE[0] / np.maximum(1, 2 * (d + dv))
     both = _PER_SCORE[1] / np.maximum(1, 2 * (3 * d + 2 * dv))

@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 from onerank.annotate.op_costs.cost_record import (
     LOWER_RIGHT,
-    WINDOWED,
     AttentionShape,
     Formula,
     Work,
@@ -136,10 +135,8 @@ class _Mask:
         return self.window is not None and self.window.hides(rows, keys, causal=bool(self.flag))
 
     def alignment(self, rows: int, keys: int) -> int:
-        """Return the mask as in `AttentionShape`; a window stands for it if it hides more."""
-        if self.hides_by_window(rows, keys):
-            return WINDOWED
-        if not self.flag:
+        """Return the mask as `AttentionShape.causal`: 0 if a window hides more."""
+        if not self.flag or self.hides_by_window(rows, keys):
             return 0
         shifted = keys > rows and (self.lower_right or self.flag == LOWER_RIGHT)
         return LOWER_RIGHT if shifted else 1
@@ -206,22 +203,21 @@ def attention_formula(layout: AttentionArguments) -> Formula:
         else:
             twice_pairs = 2 * scores
         flops = twice_pairs * width
-        masked, bytes_read = mask.alignment(rows, columns), None
+        masked, bytes_read, of_last_tile = mask.alignment(rows, columns), None, 0
         if mask.hides_by_window(rows, columns) and mask.window is not None:
             unread = (key.nbytes + value.nbytes) * mask.window.hidden(rows, columns) // columns
             bytes_read = call.input_bytes - unread
             # As if each query saw the keys that its tile does, without a mask.
-            last = mask.window.keys_of_last_tile(rows, columns)
+            of_last_tile = mask.window.keys_of_last_tile(rows, columns)
             columns = mask.window.keys_of_tile(rows, columns)
-            masked += last - columns
             sizes = (*sizes[:4], columns)
         batch, heads, key_heads, rows, columns = sizes
-        if heads == key_heads == 1 and d > dv and not masked and not layout.backward:
+        if heads == key_heads == 1 and d > dv and not (masked or of_last_tile or layout.backward):
             # Decode of latent attention in a kernel that shares a key among the queries of one
             # head: the queries are the heads of one token, and the value is a part of the key.
             sizes = batch, rows, 1, 1, columns
             bytes_read = call.input_bytes - value.nbytes
-        shape = AttentionShape(*sizes, d, dv, causal=masked, backward=int(layout.backward))
+        shape = AttentionShape(*sizes, d, dv, masked, int(layout.backward), of_last_tile)
         return matmul_work(call, query, flops, bytes_read, attention=shape)
 
     return formula

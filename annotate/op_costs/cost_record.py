@@ -122,9 +122,6 @@ class AttentionSizes(NamedTuple):
 
 # `CausalVariant.LOWER_RIGHT` of torch.nn.attention.bias: the mask is aligned with the last key.
 LOWER_RIGHT = 2
-# Not torch's: a window hides keys, and `keys` counts those that a tile of queries sees in the mean.
-# The last queries may see more keys than the mean; the difference is added to this value.
-WINDOWED = 3
 
 
 class AttentionShape(NamedTuple):
@@ -132,9 +129,12 @@ class AttentionShape(NamedTuple):
 
     Attributes:
         batch: as in `AttentionSizes`, like all fields up to `dv`.
-        causal: 0 without a causal mask, 1 if it is aligned with the first key, `LOWER_RIGHT`, or
-            from `WINDOWED` on with a window.
+        keys: with a window, keys that a tile of queries sees in the mean.
+        causal: 0 without a causal mask and with a window, 1 if the mask is aligned with the first
+            key, or `LOWER_RIGHT`.
         backward: 1 for the backward pass, 0 for the forward.
+        window: keys that the last tile of queries sees, if a window hides keys; 0 without one. Rows
+            of arrays may lack this column.
     """
 
     batch: int
@@ -146,6 +146,7 @@ class AttentionShape(NamedTuple):
     dv: int
     causal: int
     backward: int
+    window: int = 0
 
     @property
     def sizes(self) -> AttentionSizes:

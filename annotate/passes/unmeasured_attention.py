@@ -170,7 +170,7 @@ def _swap_to_family(  # noqa: PLR0917
 
     Args:
         family: the family; "" for calls whose operator names none.
-        shapes: `AttentionShape` of each call, float64[k, 9].
+        shapes: `AttentionShape` of each call, float64[k, 10].
         backward: whether each call is a backward pass, bool[k].
         rules: the rule that predicted each call, uint8[k].
         above_ns: time of each above the launch floor, by the usual kernel, float64[k].
@@ -216,7 +216,7 @@ def _swap_decoding(
 
     Args:
         predicted: durations in ns and rules.
-        shapes: attention of each node, as for `attention_terms`, float64[n, 9].
+        shapes: attention of each node, as for `attention_terms`, float64[n, 10].
         target: GPU they are predicted for.
         operators: operator of each node.
         record: terms of the predictions, updated in place; None to record none.

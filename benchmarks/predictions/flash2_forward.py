@@ -29,7 +29,7 @@ from onerank.annotate.models.cost_model import MODELS
 from onerank.annotate.models.intervals import intervals
 from onerank.annotate.models.learned import predict_from_description
 from onerank.annotate.op_costs.attention import KeyWindow
-from onerank.annotate.op_costs.cost_record import LOWER_RIGHT, WINDOWED, AttentionShape
+from onerank.annotate.op_costs.cost_record import LOWER_RIGHT, AttentionShape
 from onerank.annotate.passes.unmeasured_attention import swap_unmeasured_attention
 from tools.fit.measured_kernels import Attention, of_attention
 
@@ -146,12 +146,12 @@ def shape_of(case: Case) -> AttentionShape:
     """Return the shape of a call as `annotate` reads it off the arguments."""
     batch, heads, key_heads, size, tokens, keys, window = case
     causal = 0 if window < 0 or tokens == 1 else LOWER_RIGHT if keys > tokens else 1
-    seen = KeyWindow(window - 1, 0)
+    seen, of_last_tile = KeyWindow(window - 1, 0), 0
     if window > 0 and seen.hides(tokens, keys, causal=True):
-        of_tile = seen.keys_of_tile(tokens, keys)
-        causal = WINDOWED + seen.keys_of_last_tile(tokens, keys) - of_tile
-        keys = of_tile
-    return AttentionShape(batch, heads, key_heads, tokens, keys, size, size, causal, 0)
+        causal, of_last_tile = 0, seen.keys_of_last_tile(tokens, keys)
+        keys = seen.keys_of_tile(tokens, keys)
+    sizes = batch, heads, key_heads, tokens, keys, size, size
+    return AttentionShape(*sizes, causal, backward=0, window=of_last_tile)
 
 
 def compare(table: Path, name: str) -> None:

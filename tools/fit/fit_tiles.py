@@ -159,7 +159,7 @@ def stored_ns(gpu: Gpu, shapes: F64) -> F64:
         gpu: the GPU.
         shapes: as for `attention_time.attention_ns`.
     """
-    batch, heads, key_heads, rows, keys, d, dv, _, _ = shapes.T
+    batch, heads, key_heads, rows, keys, d, dv, *_ = shapes.T
     moved = 2 * 2 * batch * keys * key_heads * (d + dv)  # read and written, 16 bits
     used = moved + 2 * batch * rows * heads * (d + dv)
     missed = moved * cache_misses(gpu, used)

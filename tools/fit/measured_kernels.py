@@ -176,7 +176,7 @@ def of_products(products: Products, times_ns: F64) -> KernelFeatures:
 
 def of_attention(attention: Attention, times_ns: F64) -> KernelFeatures:
     """Return one operator per 16-bit attention, with measured `times_ns`."""
-    batch, heads, key_heads, rows, keys, d, dv, _, _ = attention.shapes.T
+    batch, heads, key_heads, rows, keys, d, dv, *_ = attention.shapes.T
     flops = batch * heads * rows * keys * (d + dv)  # causal: half of them
     moved = 2 * batch * (rows * heads + keys * key_heads) * (d + dv)
     return replace(_kernels(times_ns, flops, moved, "bfloat16"), attention=attention.shapes)

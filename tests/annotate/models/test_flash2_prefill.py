@@ -12,7 +12,7 @@ from onerank.annotate.models.flash2_prefill import (
     is_scheduled,
 )
 from onerank.annotate.op_costs.attention import KeyWindow
-from onerank.annotate.op_costs.cost_record import LOWER_RIGHT, WINDOWED
+from onerank.annotate.op_costs.cost_record import LOWER_RIGHT, AttentionShape
 
 H100 = load_gpu("H100")
 
@@ -82,9 +82,8 @@ def test_heads_that_are_not_simulated_keep_all_sms_busy():
 def test_blocks_of_a_window(rows: int, keys: int, window: int):
     """As `n_block_min` and `n_block_max` of the kernel."""
     seen = KeyWindow(window - 1, 0)
-    mean = seen.keys_of_tile(rows, keys)
-    beyond = seen.keys_of_last_tile(rows, keys) - mean
-    made = _key_blocks(128, rows, mean, WINDOWED + beyond).seen
+    mean, last = seen.keys_of_tile(rows, keys), seen.keys_of_last_tile(rows, keys)
+    made = _key_blocks(128, AttentionShape(1, 1, 1, rows, mean, 128, 128, 0, 0, last)).seen
     tile = 128 * np.arange(rows // 128)
     low = np.maximum(0, tile + keys - rows - window + 1) // 64
     high = -(-np.minimum(keys, tile + 128 + keys - rows) // 64)

@@ -8,6 +8,7 @@ import torch
 from raised import raises_code
 from torch.profiler import ExecutionTraceObserver
 
+from onerank.annotate.op_costs.cost_record import AttentionShape
 from onerank.annotate.op_costs.node_costs import work_of
 from onerank.ir import UNKNOWN
 from onerank.ir.dtypes import DTYPES
@@ -209,7 +210,7 @@ def test_decode_of_latent_attention_is_the_same_by_torchs_kernel():
     operands = queries, vectors, values, ("Double", [])
     texts = json.dumps([shape for _, shape in operands]), json.dumps([kind for kind, _ in operands])
     served = work_of("onerank_serving::latent_attention", texts, ("[[4,16,512]]", f'["{BF16}"]'))
-    assert served.attention == (b, h, 1, 1, keys, d, dv, 0, 0)
+    assert served.attention == AttentionShape(b, h, 1, 1, keys, d, dv, causal=0, backward=0)
     # Values are the leading part of the vectors.
     assert (served.flops, served.bytes_read, served.bytes_written) == (
         2 * b * h * keys * (d + dv),
