@@ -10,6 +10,7 @@ are, and a launch of a kernel records the kernel's name and what it reads and wr
 import contextlib
 import functools
 import importlib
+import inspect
 import logging
 import sys
 import threading
@@ -22,6 +23,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
@@ -39,6 +41,7 @@ from onerank.ir.notes import Note
 from onerank.ir.output_files import scratch_directory
 
 _torch: Any = torch
+_modes: Any = _python_dispatch
 
 _INTERFACE = "torch._dynamo.device_interface"
 
@@ -204,12 +207,17 @@ class InductorOnShapes:
             if not hasattr(self._configured, "done"):
                 self._configure()
             try:
-                return convert(converter, frame, *args, **kwargs)
+                # Dynamo does this itself, but not for a DDP module, whose graph it splits by
+                # buckets.
+                with _modes._disable_current_modes():
+                    return convert(converter, frame, *args, **kwargs)
             except Exception as error:
                 # After other errors Dynamo continues with the functions that this one calls, as on
                 # a GPU.
                 name = getattr(frame.f_code, "co_qualname", frame.f_code.co_name)
-                if isinstance(error, errors.Unsupported):
+                # Dynamo compiles no generator by itself; what it calls is compiled.
+                generates = frame.f_code.co_flags & inspect.CO_GENERATOR
+                if isinstance(error, errors.Unsupported) and not generates:
                     self.unbreakable[f"{name}: {_reason(error)}"] = None
                 if ends_script(error):
                     self.failed.append(f"{name}: {_reason(error)}")

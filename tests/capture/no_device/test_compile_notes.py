@@ -1,4 +1,4 @@
-"""Notes on functions under torch.compile that ran eager without a device."""
+"""Functions under torch.compile that Dynamo compiles or leaves without a device, and their notes."""
 
 from notes import has_note, note_of
 from without_device import captured
@@ -79,3 +79,36 @@ def test_properties_of_the_gpu_are_constants_of_a_graph(tmp_path):
     notes = graph.job.measurement.notes
     assert not has_note(notes, "compile-graph-unbroken")
     note_of(notes, "inductor-as-scheduled", "2 graphs")
+
+
+DDP = """
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(8))
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x).relu()
+            return x
+
+    dist.init_process_group("nccl")
+    wrapped = nn.parallel.DistributedDataParallel(Model().cuda(), bucket_cap_mb=1)
+    model = torch.compile(wrapped)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        model(torch.randn(8, 256, device="cuda")).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_a_compiled_ddp_module_has_a_graph_for_each_bucket(tmp_path):
+    """The first buckets take 1 MiB, four layers each; each has a forward and a backward graph."""
+    notes = captured(tmp_path, DDP, "--torchrun", "--dp", 2).job.measurement.notes
+    note_of(notes, "inductor-as-scheduled", "4 graphs")
+    assert not has_note(notes, "compile-failed")
+    assert not has_note(notes, "compile-graph-unbroken")
