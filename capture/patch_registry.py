@@ -96,6 +96,18 @@ PATCHES: tuple[Patch, ...] = (
         ("no_device.emulated_process",),
     ),
     Patch(
+        "torch.distributed.fsdp._flat_param.FlatParamHandle",
+        ("_all_gather_flat_param",),
+        "As above: gathers of FSDP1 and their parameters are counted.",
+        ("no_device.emulated_process",),
+    ),
+    Patch(
+        "torch.distributed.fsdp._runtime_utils",
+        ("_reduce_grad", "_reduce_grad_no_shard"),
+        "As above: reductions of FSDP1 and their parameters are counted.",
+        ("no_device.emulated_process",),
+    ),
+    Patch(
         "torch.distributed.pipelining.stage._PipelineStageBase",
         ("get_fwd_recv_ops", "get_fwd_send_ops", "get_bwd_recv_ops", "get_bwd_send_ops"),
         "Label sends and receives with the phase and micro-batch for which the stage builds them.",

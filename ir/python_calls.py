@@ -17,7 +17,7 @@ PYTHON_CALLS = {
     "redistribute": "a DTensor that changes its placement, without the collective",
     "subclass": "an operator that another subclass of Tensor dispatches in Python",
     "function": "a forward or a backward of an autograd function in Python",
-    "fsdp_group": "a gather or a reduction of a group of FSDP2, without the collective",
+    "fsdp_group": "a gather or a reduction of a group of FSDP, without the collective",
     "fsdp_parameter": "a parameter of such a group, for each gather and reduction",
 }
 """Kinds and what they are."""

@@ -1,4 +1,4 @@
-"""Host time of what Python dispatches: DTensors, tensor subclasses, autograd functions, FSDP2.
+"""Host time of what Python dispatches: DTensors, tensor subclasses, autograd functions, FSDP, DDP.
 
     torchrun --nproc-per-node 2 -m benchmarks.predictions.python_dispatch [--json FILE]
     python -m benchmarks.predictions.python_dispatch --fake
@@ -32,8 +32,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    _flat_param,
+    _runtime_utils,
+    fully_shard,
+)
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import (
     DTensor,
     Partial,
@@ -45,6 +51,7 @@ from torch.distributed.tensor import (
     distribute_tensor,
 )
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
@@ -142,6 +149,20 @@ def counts_of(call: Callable[[], object]) -> Counter[str]:
 
         return counted
 
+    def gathered(handle: Any, *args: Any) -> Any:
+        mode.counts["fsdp1_unit"] += 1
+        mode.counts["fsdp1_parameter"] += handle.flat_param._num_params
+        return handles["gather"](handle, *args)
+
+    def reduced(state: Any, handle: Any) -> None:
+        mode.counts["fsdp1_unit"] += 1
+        mode.counts["fsdp1_parameter"] += handle.flat_param._num_params
+        handles["reduce"](state, handle)
+
+    flat: Any = _flat_param.FlatParamHandle
+    runtime: Any = _runtime_utils
+    handles = {"gather": flat._all_gather_flat_param, "reduce": runtime._reduce_grad}
+
     def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
         result = apply.__func__(cls, *args, **kwargs)
         # Its backward counts too.
@@ -157,6 +178,8 @@ def counts_of(call: Callable[[], object]) -> Counter[str]:
     with contextlib.ExitStack() as undo:
         for name in ("foreach_all_gather", "foreach_reduce"):
             undo.enter_context(replaced(groups, name, counting(getattr(groups, name))))
+        undo.enter_context(replaced(flat, "_all_gather_flat_param", gathered))
+        undo.enter_context(replaced(runtime, "_reduce_grad", reduced))
         undo.enter_context(replaced(torch.autograd.Function, "apply", classmethod(applied)))
         for module in (_api, _dispatch, _redistribute):
             undo.enter_context(replaced(module, "redistribute_local_tensor", redistributed))
@@ -280,8 +303,11 @@ def optimizers(mesh: DeviceMesh) -> dict[str, Callable[[], object]]:
     return calls
 
 
-def sharded(mesh: DeviceMesh, groups: int, parameters: int, *, fsdp: bool) -> Callable[[], object]:
-    """Return forward and backward of a chain of modules, each a group of FSDP2."""
+def wrapped(mesh: DeviceMesh, groups: int, parameters: int, sort: str) -> Callable[[], object]:
+    """Return forward and backward of a chain of modules: "plain", "fsdp" (FSDP2), "fsdp1" or "ddp".
+
+    Under FSDP each module is a group. All of them are too small for a second bucket of DDP.
+    """
 
     class Many(nn.Module):
         def __init__(self) -> None:
@@ -294,11 +320,19 @@ def sharded(mesh: DeviceMesh, groups: int, parameters: int, *, fsdp: bool) -> Ca
                 x = x * weight
             return x
 
-    model = nn.Sequential(*(Many() for _ in range(groups))).to(DEVICE)
-    if fsdp:
-        for each in model:
+    model: nn.Module = nn.Sequential(*(Many() for _ in range(groups))).to(DEVICE)
+    if sort == "fsdp":
+        for each in model.children():
             fully_shard(each, mesh=mesh)
         fully_shard(model, mesh=mesh)
+    elif sort == "fsdp1":
+        policy = ModuleWrapPolicy({Many})
+        device = next(model.parameters()).device
+        model = FullyShardedDataParallel(
+            model, auto_wrap_policy=policy, use_orig_params=True, device_id=device
+        )
+    elif sort == "ddp":
+        model = DistributedDataParallel(model)
     x = torch.randn(SIZE, device=DEVICE)
 
     def call() -> None:
@@ -360,10 +394,12 @@ def main() -> None:
         call = tensor_parallel(mesh, parallel=parallel)
         times[name] = host_us(call, 3, options.samples)
         counts[name] = counts_of(call)
+    # DDP's reducer needs the futures of a process group that communicates.
+    sorts = ("plain", "fsdp", "fsdp1") if options.fake else ("plain", "fsdp", "fsdp1", "ddp")
     for groups, parameters in ((4, 2), (4, 10), (8, 2)):
-        for fsdp in (False, True):
-            name = f"{'fsdp' if fsdp else 'plain'}/{groups} groups of {parameters} parameters"
-            call = sharded(mesh, groups, parameters, fsdp=fsdp)
+        for sort in sorts:
+            name = f"{sort}/{groups} groups of {parameters} parameters"
+            call = wrapped(mesh, groups, parameters, sort)
             times[name] = host_us(call, 3, options.samples)
             counts[name] = counts_of(call)
     if rank == 0:

@@ -138,6 +138,8 @@ class EmulatedProcess:
                 self._functions(),
                 after_import(_REDISTRIBUTE, self._redistributions),
                 after_import(_FSDP_GROUPS, self._fsdp_groups),
+                after_import(_FSDP1_HANDLES, self._fsdp1_gathers),
+                after_import(_FSDP1_REDUCTIONS, self._fsdp1_reductions),
                 after_import(FUNCTIONAL_COLLECTIVES, waits_at_first_use),
                 patched(
                     "torch.nn.Parameter", {"__new__": staticmethod(creates_parameter(self.fake))}
@@ -327,6 +329,36 @@ class EmulatedProcess:
             return counted
 
         return patched(_FSDP_GROUPS, {name: counting(name) for name in _FSDP_COLLECTIVES})
+
+    def _fsdp1_gathers(self) -> contextlib.AbstractContextManager[None]:
+        """Count gathers of FSDP1, whose groups are the handles of flat parameters."""
+        owner, name = f"{_FSDP1_HANDLES}.FlatParamHandle", "_all_gather_flat_param"
+        gather = getattr(resolve(owner), name)
+
+        def counted(handle: Any, *args: Any) -> Any:
+            self._count_flat_parameter(handle)
+            return gather(handle, *args)
+
+        return patched(owner, {name: counted})
+
+    def _fsdp1_reductions(self) -> contextlib.AbstractContextManager[None]:
+        """Count reductions of FSDP1's gradients."""
+
+        def counting(name: str) -> Callable[..., Any]:
+            reduce = getattr(resolve(_FSDP1_REDUCTIONS), name)
+
+            def counted(state: Any, handle: Any) -> None:
+                self._count_flat_parameter(handle)
+                reduce(state, handle)
+
+            return counted
+
+        names = ("_reduce_grad", "_reduce_grad_no_shard")
+        return patched(_FSDP1_REDUCTIONS, {name: counting(name) for name in names})
+
+    def _count_flat_parameter(self, handle: Any) -> None:
+        self.log.call_python("fsdp_group")
+        self.log.call_python("fsdp_parameter", handle.flat_param._num_params)
 
     @contextlib.contextmanager
     def _ranges(self) -> Generator[None]:
@@ -525,6 +557,10 @@ _REDISTRIBUTE = "torch.distributed.tensor._redistribute"
 _FSDP_GROUPS = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
 
 _FSDP_COLLECTIVES = ("foreach_all_gather", "foreach_reduce")
+
+_FSDP1_HANDLES = "torch.distributed.fsdp._flat_param"
+
+_FSDP1_REDUCTIONS = "torch.distributed.fsdp._runtime_utils"
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Functions under torch.compile that Dynamo compiles or leaves without a device, and their notes."""
+"""What Dynamo compiles without a device, and notes on what ran eager under torch.compile."""
 
 from notes import has_note, note_of
 from without_device import captured

@@ -120,6 +120,34 @@ def test_gathers_and_reductions_of_fsdp2_count_their_parameters(tmp_path):
     assert (names["aten::_foreach_norm"], names["aten::_foreach_mul_"]) == (1, 1)
 
 
+FSDP1 = """
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+    dist.init_process_group("nccl")
+    model = nn.Sequential(*(nn.Linear(64, 64, device="cuda") for _ in range(3)), nn.LayerNorm(64))
+    policy = ModuleWrapPolicy({nn.Linear})
+    model = FullyShardedDataParallel(
+        model.cuda(), auto_wrap_policy=policy, use_orig_params=True, device_id=0
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        model(torch.randn(16, 64, device="cuda")).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_gathers_and_reductions_of_fsdp1_count_their_parameters(tmp_path):
+    graph = captured(tmp_path, FSDP1, "--torchrun", "--dp", 4)
+    counts = sum((python_calls_of(text) for text in graph.text("python_calls")), Counter[str]())
+    # Three linear layers and the norm, each with two parameters: four gathers in the forward, three
+    # in the backward (the root stays gathered), four reductions.
+    assert counts == {"fsdp_group": 11, "fsdp_parameter": 22}
+
+
 PLAIN = """
     import torch
     from torch import nn
