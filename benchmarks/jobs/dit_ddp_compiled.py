@@ -2,8 +2,8 @@
 
 torchrun --nproc-per-node 4 benchmarks/jobs/dit_ddp_compiled.py
 
-The shape is DiT-XL/2 (arXiv:2212.09748): latents of 32 x 32 in patches of 2 x 2, width 1152, heads
-of 72. torch.compile gets the DDP module, so it splits the graph at DDP's buckets.
+The shape is 12 of 28 blocks of DiT-XL/2 (arXiv:2212.09748): latents of 32 x 32 in patches of 2 x 2,
+width 1152, heads of 72. torch.compile gets the DDP module, so it splits the graph at DDP's buckets.
 """
 
 import argparse
@@ -78,9 +78,9 @@ def main():
     """Train."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--width", type=int, default=1152)
-    parser.add_argument("--depth", type=int, default=28)
+    parser.add_argument("--depth", type=int, default=12)
     parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--steps", type=int, default=40)
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
