@@ -606,6 +606,8 @@ def launch_waits_ns(graph: Graph, times: ReplayTimes, begun_ns: int) -> int:
 def job_step_ns(graph: Graph, ranks: int) -> int | None:
     """Return the expected step of a job of equal ranks, which wait for the slowest of them.
 
+    Calls take the host as long as real ones (`emulation_excess_ns`).
+
     None if the graph is not a slice of such a rank, or if too few of its steps were measured
     (`Measurement.slowest_step_ns`).
 
@@ -613,7 +615,19 @@ def job_step_ns(graph: Graph, ranks: int) -> int | None:
         graph: the slice.
         ranks: ranks of the job.
     """
-    return graph.job.measurement.slowest_step_ns(ranks) if _stands_for_all(graph) else None
+    slowest_ns = graph.job.measurement.slowest_step_ns(ranks) if _stands_for_all(graph) else None
+    return None if slowest_ns is None else slowest_ns - emulation_excess_ns(graph)
+
+
+def emulation_excess_ns(graph: Graph) -> int:
+    """Return by how much emulated calls lengthen a measured step, since real ones take less host.
+
+    0 if the GPU limits the step, or if their time was not measured.
+    """
+    if graph.job.measurement.emulated_calls is None:
+        return 0
+    captured, real = (steady_state_step(graph, as_captured=each) for each in (True, False))
+    return max(captured.step_ns - real.step_ns, 0) if captured and real else 0
 
 
 def slowest_rank_excess_ns(graph: Graph, ranks: int) -> int:

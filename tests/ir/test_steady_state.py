@@ -29,7 +29,7 @@ from onerank.ir import (
     Reason,
 )
 from onerank.ir.measurement import C10D_NS
-from onerank.ir.replay import schedule, steady_state_step, with_step_time
+from onerank.ir.replay import job_step_ns, schedule, steady_state_step, with_step_time
 from onerank.plan.cluster import Cluster, ClusterLink, network_of
 from onerank.plan.stage_times import with_network
 
@@ -113,6 +113,25 @@ def test_emulated_calls_keep_the_host_as_long_as_real_ones():
     assert steady_state_ns(replay(with_step_time(graph, 33_000))) == 25_000
     real = graph.with_columns(evidence=np.full(len(graph), Evidence.MEASURED))
     assert steady_state_us(real) == 30
+
+
+def test_the_step_of_a_job_has_calls_as_long_as_real_ones():
+    """Calls take 4 us more than real ones; two of three are followed by another operator."""
+    graph = launches(2, calls=True)
+    emulated = EmulatedCalls(synchronous=0, asynchronous=3, waits=3, host_ns=3 * (28_200 - C10D_NS))
+    steps = (33_000, 33_100, 33_200, 33_300)
+    measurement = msgspec.structs.replace(graph.job.measurement, step_ns=steps)
+    uncorrected = replace(graph, job=msgspec.structs.replace(graph.job, measurement=measurement))
+    measurement = msgspec.structs.replace(measurement, emulated_calls=emulated)
+    graph = replace(graph, job=msgspec.structs.replace(graph.job, measurement=measurement))
+    slowest_ns = job_step_ns(uncorrected, 1)
+    assert slowest_ns == 33_150
+    assert job_step_ns(graph, 1) == slowest_ns - 8_000
+    # A kernel of 40 us hides the host.
+    limited = graph.with_columns(
+        duration_ns=np.where(graph.mask(Kind.COLLECTIVE), 40_000, graph.nodes.duration_ns)
+    )
+    assert job_step_ns(limited, 1) == slowest_ns
 
 
 def test_a_step_that_reads_its_result_has_no_lead():
