@@ -176,3 +176,13 @@ def test_the_commands_choices_are_the_librarys():
     assert choices(PredictOptions, "dtype") == tuple(predict_ops.DTYPES)
     assert choices(PredictOptions, "function") == predict_ops.FUNCTIONS
     assert choices(PredictOptions, "collective") == predict_ops.COLLECTIVES
+
+
+@pytest.mark.parametrize("name", ["rows.csv", "rows.parquet"])
+def test_a_table_without_rows_is_refused(name, tmp_path):
+    table = pl.DataFrame({"op": [], "m": []}, schema={"op": pl.String, "m": pl.Int64})
+    path = tmp_path / name
+    path.write_bytes(b"op,m\n") if name.endswith("csv") else table.write_parquet(path)
+    output = run(path, "--target", "H100", "-o", tmp_path / "out.csv", code=2)
+    assert "error[predict-no-rows]" in output
+    assert not (tmp_path / "out.csv").exists()

@@ -171,7 +171,7 @@ def test_a_bad_configuration_exits_with_2(
 ):
     done = plan(config=CONFIG.replace(before, after))
     assert (done.exit_code, f"error[{code}]" in done.output) == (2, True), done.output
-    assert not Path("out/plan.csv").exists()
+    assert not Path("out").exists()
 
 
 def test_ray_decides_on_its_workers(plan: Callable[..., Result]):

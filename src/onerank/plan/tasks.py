@@ -86,7 +86,7 @@ class Store:
     """Results on disk, by key. Several runs may use a store at the same time.
 
     Attributes:
-        directory: where the results are.
+        directory: where the results are; the first result creates it.
         run: name of this run, which its workers share.
     """
 
@@ -95,7 +95,8 @@ class Store:
     _complete: set[str] = field(default_factory=set[str], repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        self.directory.mkdir(parents=True, exist_ok=True)
+        if not self.directory.is_dir():
+            return
         # A killed run may have left unfinished files; those of running ones are locked.
         remove_abandoned(self.directory)
         for path in self.directory.glob(f"*{_OF_ONE_RUN}"):
@@ -123,6 +124,7 @@ class Store:
         Raises:
             OSError: the file cannot be written.
         """
+        self.directory.mkdir(parents=True, exist_ok=True)
         # zlib's checksum shows damage, such as that of a machine that lost power.
         replace_file(self._path(key, lasts=lasts), zlib.compress(result, level=1))
 

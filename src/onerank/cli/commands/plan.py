@@ -7,7 +7,7 @@ import io
 import math
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -93,13 +93,13 @@ def plan(config: Path, options: PlanOptions, as_json: bool) -> None:
     library = plotly_js()
     # Absolute, because the work runs in the configuration's directory.
     output = options.output.absolute()
-    output.mkdir(exist_ok=True)
     # A table of an earlier run must not pass for one of a failed run.
     for name in _TABLES:
         (output / name).unlink(missing_ok=True)
     store = Store((options.store or output / "store").absolute())
     executor = _executor(read, options, store.directory)
-    with contextlib.chdir(read.directory), advancing_parts() as progress:
+    in_place = contextlib.chdir(read.directory)
+    with _created(output), in_place, advancing_parts() as progress:
         try:
             planned = make_plan(read, store, executor, progress)
         except KeyboardInterrupt as interrupt:
@@ -119,6 +119,21 @@ def plan(config: Path, options: PlanOptions, as_json: bool) -> None:
             ],
             "Files",
         )
+
+
+@contextlib.contextmanager
+def _created(directory: Path) -> Generator[None]:
+    """Create a directory if there is none; remove it after an error that leaves it empty."""
+    exists = directory.exists()
+    # First, so that a directory that cannot be created is reported at once.
+    directory.mkdir(exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        if not exists:
+            with contextlib.suppress(OSError):
+                directory.rmdir()
+        raise
 
 
 def _executor(config: "PlanConfig", options: PlanOptions, store: Path) -> "Executor":

@@ -165,15 +165,14 @@ def _render(predictions: "Sequence[OpPrediction]") -> None:
         for p in predictions
     ]
     columns = ("", "dtype", "time", "80% interval", "bound by", "evidence")
-    target = predictions[0].target if predictions else "no operator"
-    table(f"On {target}", columns, rows, texts=(0, 1, 4, 5))
+    table(f"On {predictions[0].target}", columns, rows, texts=(0, 1, 4, 5))
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a CSV or parquet file.
 
     Raises:
-        AnnotateError: the file is neither, or is damaged.
+        AnnotateError: the file is neither, is damaged, or has no rows.
         OSError: the file cannot be read.
     """
     import io
@@ -196,6 +195,10 @@ def _read(path: Path) -> list[dict[str, Any]]:
         raise AnnotateError(
             f"{path}: cannot be read as {path.suffix[1:]}: {error}", code="predict-file"
         ) from None
+    if table.is_empty():
+        raise AnnotateError(
+            f"{path}: has no rows\n  give a row for each operator", code="predict-no-rows"
+        )
     return table.to_dicts()
 
 
