@@ -142,28 +142,6 @@ def _rest_as_json(*values: object) -> str:
     return msgspec.json.encode(dict(zip(names, values, strict=True))).decode().removeprefix("{")
 
 
-def exchanged_bytes(
-    size_bytes: int, sent: Sequence[int], received: Sequence[int], rank: int
-) -> int | None:
-    """Return what a rank sends to the others, or receives from them if that is more.
-
-    None if all parts are equal, or if `sent` has no rows: the size of a row is then unknown.
-
-    Args:
-        size_bytes: of the rank's input.
-        sent: rows for each rank, () for equal parts.
-        received: rows from each rank, () for equal parts.
-        rank: index of the rank in the group.
-    """
-    rows = sum(sent)
-    if not rows or (len({*sent}) <= 1 and len({*received}) <= 1):
-        return None
-    most = rows - sent[rank]
-    if received:
-        most = max(most, sum(received) - received[rank])
-    return most * (size_bytes // rows)
-
-
 def payload_of(collective: str, tensors: Sequence[Tensor]) -> Payload:
     """Return the total payload of tensors.
 

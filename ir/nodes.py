@@ -205,7 +205,8 @@ class Nodes:
     """Per-rank input of a collective, or the payload of a send or receive."""
     exchanged_bytes: I64 = _column(np.int64, UNKNOWN)
     """What the rank sends to the others in an all-to-all whose parts differ, or receives from them
-    if that is more; UNKNOWN for other calls, and if the sizes of the parts are not recorded."""
+    if that is more; UNKNOWN for other calls, and if the sizes of the parts are not recorded. What
+    the rank keeps does not count."""
     group: Codes = _text()
     """Name of the process group."""
     comm_src: I32 = _column(np.int32, UNKNOWN)
@@ -296,20 +297,6 @@ class Node:
         """Global rank of a collective's root; UNKNOWN if it has none or none is recorded."""
         column = ROOT_COLUMNS.get(self.collective)
         return UNKNOWN if column is None else self.value(column)
-
-    def even_bytes(self, ranks: int) -> int:
-        """Return the per-rank input of a collective of equal parts that takes as long.
-
-        An all-to-all whose parts differ ends on a rank when the rank has sent and received all of
-        its own, so an even one that moves as many bytes between this rank and others takes as long.
-
-        Args:
-            ranks: ranks of the group.
-        """
-        exchanged = self.value("exchanged_bytes")
-        if exchanged < 0 or ranks < 2:
-            return self.value("comm_bytes")
-        return -(-exchanged * ranks // (ranks - 1))
 
     @property
     def evidence(self) -> Evidence:

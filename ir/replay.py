@@ -584,6 +584,23 @@ def steady_state_step(
     return SteadyStateStep(times, step_ns, max(overhead.residual_ns, busy_ns - step_ns))
 
 
+def with_steady_state_kernels(graph: Graph) -> Graph:
+    """Return the graph with kernels that take their time in steady state.
+
+    Of a slice whose GPU sets the pace, they take `HostOverhead.kernel_factor` times their profiled
+    time. That replaces the residual, whose rest are copies that emulate communication.
+    """
+    overhead = graph.job.measurement.host_overhead
+    if overhead is None or overhead.kernel_factor == 1:
+        return graph
+    duration = graph.nodes.duration_ns.copy()
+    duration[graph.compute] = np.rint(duration[graph.compute] * overhead.kernel_factor)
+    overhead = msgspec.structs.replace(overhead, kernel_factor=1.0, residual_ns=0)
+    measurement = msgspec.structs.replace(graph.job.measurement, host_overhead=overhead)
+    job = msgspec.structs.replace(graph.job, measurement=measurement)
+    return replace(graph.with_columns(duration_ns=duration), job=job)
+
+
 def launch_waits_ns(graph: Graph, times: ReplayTimes, begun_ns: int) -> int:
     """Return the idle time before operations of the device that waited for their launch.
 

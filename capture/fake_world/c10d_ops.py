@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import ScriptObject, Tensor
 from torch.distributed import distributed_c10d
 
+from onerank.capture.collective_record import payload_of
 from onerank.capture.fake_tensors import is_fake, is_small
 from onerank.capture.fake_world.c10d_patches import SPARSE, override
 from onerank.capture.fake_world.collective_launch import CollectiveLaunch, check_contiguous, raw
@@ -291,7 +292,10 @@ class C10dOperators:
         }
         if all(len({*sizes}) <= 1 for sizes in splits.values()):
             splits = {}
-        with self._launch("all_to_all", args, inputs, outputs, **splits) as launch:
+        size = payload_of("all_to_all", outputs).bytes
+        with self._launch(
+            "all_to_all", args, inputs, outputs, output_bytes=size, **splits
+        ) as launch:
             sources = inputs
             if _are_counts([*inputs, *outputs]):
                 # A peer with the same routing sends what this rank sends to itself.
@@ -304,7 +308,10 @@ class C10dOperators:
             "in_split_sizes": args.input_split_sizes,
             "out_split_sizes": args.output_split_sizes,
         }
-        with self._launch("all_to_all", args, [args.input], [args.output], **splits) as launch:
+        buffers = [args.input], [args.output]
+        with self._launch(
+            "all_to_all", args, *buffers, output_bytes=args.output.nbytes, **splits
+        ) as launch:
             check_contiguous(args.output)
             check_contiguous(args.input)
             source, size = args.input, launch.group.size

@@ -12,16 +12,11 @@ from torch.distributed import distributed_c10d
 
 from onerank.capture.collective_kernels import CollectiveEmulation
 from onerank.capture.collective_kernels.kernels import Engine
-from onerank.capture.collective_record import (
-    CommCall,
-    Group,
-    Payload,
-    exchanged_bytes,
-    payload_of,
-)
+from onerank.capture.collective_record import CommCall, Group, Payload, payload_of
 from onerank.capture.fake_world.async_work import EmulatedCallTimes, Pending
 from onerank.capture.fake_world.p2p_phases import Key, StagePurposes, StepPurposes
 from onerank.capture.fake_world.vocab_partial_sums import PartialSums
+from onerank.ir.all_to_all import AllToAllBuffer, exchanged_bytes
 from onerank.ir.errors import CaptureError
 
 # torch's group registry has no public names and no types.
@@ -252,6 +247,7 @@ class CallLog:
         asynchronous: bool = False,
         in_split_sizes: Sequence[int] = (),
         out_split_sizes: Sequence[int] = (),
+        output_bytes: int | None = None,
         reduction: str | None = None,
     ) -> CommCall:
         """Append a call to `calls` and return it.
@@ -265,6 +261,7 @@ class CallLog:
             asynchronous: as in `CommCall`.
             in_split_sizes: as in `CommCall`.
             out_split_sizes: as in `CommCall`.
+            output_bytes: bytes of the output of an all-to-all.
             reduction: as in `CommCall`.
 
         Raises:
@@ -287,6 +284,14 @@ class CallLog:
             # Stages of torch.distributed.pipelining know; a pipeline written by hand is classified
             # by its backwards.
             purpose = self._purposes.of(collective, tensors) or self._exchanges.of(key, tensors)
+        exchanged = None
+        if output_bytes is not None:
+            exchanged = exchanged_bytes(
+                AllToAllBuffer(total.bytes, in_split_sizes),
+                AllToAllBuffer(output_bytes, out_split_sizes),
+                group.rank,
+                group.size,
+            )
         with self._lock:
             call = CommCall(
                 sequence=len(self.calls),
@@ -305,9 +310,7 @@ class CallLog:
                 micro_batch=purpose and purpose.micro_batch,
                 reduction=reduction,
                 symmetric=_symmetric.get(),
-                exchanged_bytes=exchanged_bytes(
-                    total.bytes, in_split_sizes, out_split_sizes, group.rank
-                ),
+                exchanged_bytes=exchanged,
             )
             self.calls.append(call)
         return call

@@ -37,11 +37,11 @@ from onerank.converters.targets.goal_collectives import (
 )
 from onerank.converters.targets.lower_step import (
     IDLE_TIME_NOT_EXPORTED,
-    UNEVEN,
     LoweredStep,
     check_peers,
     count_dropped,
     equalize_all_to_alls,
+    even_all_to_alls,
     lower_workload,
     tag_of,
     timed_compute,
@@ -429,9 +429,11 @@ def export_goal(
     idle = [IDLE_TIME_NOT_EXPORTED]
     if host_time:
         graph, idle = insert_host_delays(graph, ranks=world.size)
+    graph, even_notes = even_all_to_alls(graph, world)
     lowered = lower_rank(graph, world, range(world.size))
     check_peers(graph, lowered.step, lowered.placements, world)
-    return _write([lowered], Path(path), Machine(gpus_per_node, interconnect), [*notes, *idle])
+    notes = [*notes, *even_notes, *idle]
+    return _write([lowered], Path(path), Machine(gpus_per_node, interconnect), notes)
 
 
 def export_goal_ranks(
@@ -460,13 +462,13 @@ def export_goal_ranks(
         world_of(entry.graph.job, None)
     world = rank_graphs[0].graph.job.world
     axis = unequal_axis(rank_graphs)
-    equalized, changed = equalize_all_to_alls(rank_graphs, world, unequal_along=axis)
+    equalized, even_notes = equalize_all_to_alls(rank_graphs, world, unequal_along=axis)
     lowered = [
         lower_rank(entry.graph, world, entry.ranks, unequal_along=axis) for entry in equalized
     ]
     has_delays = any(NAME in entry.graph.strings.values for entry in equalized)
     idle = [] if has_delays else [IDLE_TIME_NOT_EXPORTED]
-    notes = [*notes, *([UNEVEN] if changed else []), *idle]
+    notes = [*notes, *even_notes, *idle]
     return _write(lowered, Path(path), Machine(gpus_per_node, interconnect), notes)
 
 

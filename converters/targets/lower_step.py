@@ -3,7 +3,6 @@
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -15,56 +14,92 @@ from onerank.converters.targets.communication_placement import (
     opposite_shift,
 )
 from onerank.ir import Collective, Edges, Graph, Kind, Node, World
+from onerank.ir.all_to_all import even_bytes
 from onerank.ir.arrays import Mask
-from onerank.ir.dtypes import operand_list
 from onerank.ir.edges import topological_order
 from onerank.ir.errors import ExportError
 from onerank.ir.notes import Note
 
-UNEVEN = Note(
+_UNEVEN_BETWEEN_RANKS = Note(
     "All-to-alls of uneven sizes run as even ones: every rank sends as many bytes as the busiest "
     "rank sends or receives.",
     code="uneven-all-to-alls",
 )
 
 
+def even_all_to_alls(graph: Graph, world: World) -> tuple[Graph, list[Note]]:
+    """Return the graph with all-to-alls of equal parts that take its rank as long.
+
+    Args:
+        graph: one rank's step.
+        world: the ranks to export.
+
+    Raises:
+        GraphError: as for `even_bytes`.
+    """
+    sizes = graph.nodes.comm_bytes.copy()
+    for index in np.flatnonzero(graph.nodes.collective == Collective.ALL_TO_ALL).tolist():
+        sizes[index] = _even_bytes(graph, index, world)
+    changed = int((sizes != graph.nodes.comm_bytes).sum())
+    if not changed:
+        return graph, []
+    note = Note(
+        f"{changed} all-to-alls have unequal parts, and became ones of equal parts in which the "
+        "captured rank sends or receives as many bytes.",
+        code="all-to-all-unequal-parts",
+    )
+    return graph.with_columns(comm_bytes=sizes), [note]
+
+
+def _even_bytes(graph: Graph, index: int, world: World) -> int:
+    node = graph.node(index)
+    group = graph.job.group(node.text("group"))
+    return even_bytes(node, len(group.ranks) if group else world.size)
+
+
 def equalize_all_to_alls(
     rank_graphs: Sequence[RankGraph], world: World, *, unequal_along: str
-) -> tuple[list[RankGraph], int]:
-    """Return the graphs with equal sizes in each all-to-all, and the number of changed calls.
+) -> tuple[list[RankGraph], list[Note]]:
+    """Return the graphs with all-to-alls of equal parts and one size on all ranks, and notes.
 
-    The k-th all-to-alls that ranks issue on a group belong together. Calls that other members lack
-    are unchanged; the check of the export reports them.
+    The k-th all-to-alls that ranks issue on a group belong together. Each takes the size of its
+    busiest rank. Calls that other members lack keep their rank's size; the check of the export
+    reports them.
 
     Args:
         rank_graphs: graphs that together represent every rank of `world`.
         world: the ranks to export.
         unequal_along: as for `place_communications`.
+
+    Raises:
+        GraphError: as for `even_bytes`.
     """
+    evened = [even_all_to_alls(entry.graph, world) for entry in rank_graphs]
+    notes = [*dict.fromkeys(note for _, rank_notes in evened for note in rank_notes)]
+    rank_graphs = [
+        replace(entry, graph=graph) for entry, (graph, _) in zip(rank_graphs, evened, strict=True)
+    ]
     calls = {
         (placement, number): indices
         for number, entry in enumerate(rank_graphs)
         for placement, indices in _all_to_alls(entry.graph, world, unequal_along).items()
     }
     sizes = [entry.graph.nodes.comm_bytes.copy() for entry in rank_graphs]
-    changed = 0
+    differing = False
     for placement in dict.fromkeys(placement for placement, _ in calls):
         users = [number for other, number in calls if other == placement]
         for sharing in _sharing_groups(rank_graphs, world, placement, users):
             for indices in zip(*(calls[placement, number] for number in sharing), strict=False):
                 members = [*zip(sharing, indices, strict=True)]
-                largest = max(
-                    _busiest_bytes(rank_graphs[number].graph.node(index))
-                    for number, index in members
-                )
+                largest = max(int(sizes[number][index]) for number, index in members)
                 for number, index in members:
-                    changed += int(sizes[number][index] != largest)
+                    differing |= bool(sizes[number][index] != largest)
                     sizes[number][index] = largest
     equalized = [
         replace(entry, graph=entry.graph.with_columns(comm_bytes=size))
         for entry, size in zip(rank_graphs, sizes, strict=True)
     ]
-    return equalized, changed
+    return equalized, [*notes, *([_UNEVEN_BETWEEN_RANKS] if differing else [])]
 
 
 def _all_to_alls(graph: Graph, world: World, unequal_along: str) -> dict[Placement, list[int]]:
@@ -97,36 +132,6 @@ def _sharing_groups(
         joined = numbers.union(*(other for other in sharing if other & numbers))
         sharing = [other for other in sharing if not other & joined] + [joined]
     return [sorted(numbers) for numbers in sharing if len(numbers) > 1]
-
-
-def _busiest_bytes(node: Node) -> int:
-    """Return the larger of the bytes that a rank sends and, if recorded, the bytes it receives.
-
-    Raises:
-        ExportError: the operands are no list.
-    """
-    sent = node.value("comm_bytes")
-    try:
-        operands = operand_list(node.text("input_values"))
-    except ValueError as error:
-        raise ExportError(
-            f"node {node.id} ({node.name!r}): cannot read the values of its inputs: {error}\n"
-            "  convert the trace again",
-            code="export-bad-operands",
-        ) from None
-    sizes = [_operand_bytes(operand) for operand in operands]
-    # The sizes are compared only where the operands are one input and one output tensor; the
-    # list form of all-to-all records lists of tensors.
-    return sent if len(sizes) != 2 or None in sizes else max(sent, *filter(None, sizes))
-
-
-def _operand_bytes(value: Any) -> int | None:
-    """Return the size of a tensor by its recorded value; None for another operand."""
-    match value:
-        case [_, _, _, int(elements), int(item_bytes), *_]:
-            return elements * item_bytes
-        case _:
-            return None
 
 
 HOST = "host operations"

@@ -19,6 +19,7 @@ import numpy as np
 from onerank.converters.expand.host_delays import REMEDY
 from onerank.converters.expand.pipeline import AXIS, PipelineSchedule
 from onerank.converters.expand.pipeline.split_backward import split_backward
+from onerank.converters.targets.lower_step import even_all_to_alls
 from onerank.converters.targets.simai_rows import (
     Losses,
     ModuleRows,
@@ -489,7 +490,9 @@ def export_simai(
         GraphError: a graph has a cycle.
         OSError: the file cannot be written.
     """
-    captured = [layer_times(graph, grain) for graph in graphs]
+    evened = [even_all_to_alls(graph, graph.job.world) for graph in graphs]
+    captured = [layer_times(graph, grain) for graph, _ in evened]
+    even_notes = dict.fromkeys(note for _, rank_notes in evened for note in rank_notes)
     if not captured:
         raise ExportError("no trace is given; expected one or more", code="simai-no-trace")
     pipeline = _stages_by_rank(captured, schedule)
@@ -521,7 +524,7 @@ def export_simai(
         weight_gradient_ns=weights - updates,
         optimizer_ns=updates,
         losses=[*losses_of(stages, pipeline, sent_bytes)],
-        notes=[*notes, *notes_on(stages, rows)],
+        notes=[*notes, *even_notes, *notes_on(stages, rows)],
     )
 
 

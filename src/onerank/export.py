@@ -293,14 +293,40 @@ class _CapturedJob:
 
 
 def _job_of(traces: Traces, dp: int | None, granularity: Granularity) -> _CapturedJob:
-    """Read the traces at a granularity, and give their job `dp` replicas."""
-    from onerank.converters.expand.data_parallel import replica_notes, with_replicas
+    """Read the traces at a granularity, and give their job `dp` replicas.
 
-    graphs = [at_granularity(graph_of(trace), granularity) for trace in _each(traces)]
+    Kernels take their time in steady state, for every simulator.
+    """
+    from onerank.converters.expand.data_parallel import replica_notes, with_replicas
+    from onerank.ir.replay import with_steady_state_kernels
+
+    captured = [graph_of(trace) for trace in _each(traces)]
+    notes = _notes_on_kernels(captured)
+    graphs = [at_granularity(with_steady_state_kernels(graph), granularity) for graph in captured]
     if dp is None:
-        return _CapturedJob(graphs, [])
-    notes = replica_notes(graphs, dp)
+        return _CapturedJob(graphs, notes)
+    notes += replica_notes(graphs, dp)
     return _CapturedJob([with_replicas(graph, dp) for graph in graphs], notes)
+
+
+def _notes_on_kernels(graphs: Sequence[Graph]) -> list[Note]:
+    """Return a note on each graph whose kernels take longer in steady state than profiled."""
+    from onerank.ir.notes import Note
+
+    notes: list[Note] = []
+    for graph in graphs:
+        overhead = graph.job.measurement.host_overhead
+        if overhead is None or overhead.kernel_factor == 1:
+            continue
+        notes.append(
+            Note(
+                f"Kernels of rank {graph.job.rank} take {overhead.kernel_factor:g} times their "
+                "profiled time (kernel_factor), as in the timed steps: their GPU never waits for "
+                "the host, and lowers its clock.",
+                code="steady-state-kernels",
+            )
+        )
+    return notes
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ import msgspec
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from notes import note_of
+from notes import has_note, note_of
 
+import onerank
 from onerank import read
 from onerank.analysis.step_time import Replay, replay
 from onerank.annotate import load_gpu
@@ -288,3 +289,17 @@ def test_a_host_that_may_lengthen_the_step_changes_no_kernel():
     assert kernel_factor(launches(20), 61, 63, 65) == 1  # the host varies, kernels do not
     real = launches(20, calls=True)
     assert kernel_factor(real, 63, 63, 63) == 1
+
+
+def test_every_export_has_the_kernels_of_the_timed_steps(tmp_path: Path):
+    graph = launches(20)
+    overhead = HostOverhead(1.0, inter_step_host_ns=0, residual_ns=3_000, kernel_factor=1.05)
+    graph = replace(graph, job=Job(measurement=Measurement(host_overhead=overhead)))
+    kernels_ns = int(np.rint(graph.nodes.duration_ns[graph.compute] * 1.05).sum())
+    astra_sim = onerank.export.astra_sim(graph, tmp_path / "astra-sim", ranks=2)
+    goal = onerank.export.goal(graph, tmp_path / "job.goal", ranks=2)
+    simai = onerank.export.simai(graph, tmp_path / "simai.txt")
+    row_ns = simai.forward_ns + simai.input_gradient_ns + simai.weight_gradient_ns
+    assert [astra_sim.gpu_time_ns, goal.gpu_time_ns, row_ns] == [kernels_ns] * 3
+    for exported in (astra_sim, goal, simai):
+        assert has_note(exported.notes, "steady-state-kernels")

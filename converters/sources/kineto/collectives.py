@@ -28,6 +28,7 @@ from onerank.converters.sources.kineto.link.link_kernels import (
 from onerank.converters.sources.kineto.read.schema import MOST_RANKS, Args
 from onerank.converters.sources.kineto.read.trace_columns import NO_CALL, ExecutionTrace
 from onerank.ir import UNKNOWN, Collective, Kind, Phase
+from onerank.ir.all_to_all import AllToAllBuffer, exchanged_bytes
 from onerank.ir.arrays import I64, Mask
 from onerank.ir.errors import TraceError
 from onerank.ir.nodes import ROOT_COLUMNS
@@ -265,6 +266,7 @@ def from_kernel(
     # Checked first: `_ranks` lists the whole group, so a damaged number would take all memory.
     for field, number, most in (
         ("In msg nelems", args.in_elements, _MOST_ELEMENTS),
+        ("Out msg nelems", args.out_elements, _MOST_ELEMENTS),
         ("Group size", args.group_size, MOST_RANKS),
         ("Global rank start", args.first_rank, MOST_RANKS),
         ("Global rank stride", args.rank_stride, MOST_RANKS),
@@ -287,16 +289,44 @@ def from_kernel(
         raise TraceError(
             f"{place} communicates an unknown dtype {args.dtype!r}", code="trace-unknown-dtype"
         )
+    collective = NCCL_NAMES.get(name, Collective.NONE)
     return Communication(
         kind=kind,
-        collective=NCCL_NAMES.get(name, Collective.NONE),
+        collective=collective,
         name=kernel,
         bytes=args.in_elements * DTYPE_BYTES[args.dtype],
         group=groups[args.group_name, args.group_description],
         group_ranks=_ranks(args),
         src=args.source if kind is Kind.RECV else UNKNOWN,
         dst=args.destination if kind is Kind.SEND else UNKNOWN,
+        exchanged=_exchanged(args) if collective is Collective.ALL_TO_ALL else UNKNOWN,
     )
+
+
+def _exchanged(args: Args) -> int:
+    """Return what a rank exchanges in an all-to-all of unequal parts; UNKNOWN if not recorded."""
+    ranks, rank = args.group_size, args.group_rank
+    sent, received = _rows(args.in_splits), _rows(args.out_splits)
+    if sent is None or received is None or args.out_elements < 0 or not 0 <= rank < ranks:
+        return UNKNOWN
+    if not {len(sent), len(received)} <= {0, ranks} or min((*sent, *received), default=0) < 0:
+        return UNKNOWN
+    item = DTYPE_BYTES[args.dtype]
+    exchanged = exchanged_bytes(
+        AllToAllBuffer(args.in_elements * item, sent),
+        AllToAllBuffer(args.out_elements * item, received),
+        rank,
+        ranks,
+    )
+    return UNKNOWN if exchanged is None else exchanged
+
+
+def _rows(splits: str) -> list[int] | None:
+    """Return the rows of an all-to-all; None for a list that Kineto cut with `...`."""
+    try:
+        return msgspec.json.decode(splits or "[]", type=list[int])
+    except msgspec.DecodeError:
+        return None
 
 
 def _ranks(args: Args) -> tuple[int, ...]:
@@ -446,6 +476,8 @@ def _merge_calls(calls: list[Args]) -> list[Args]:
         before = merged.get(key)
         elements = args.in_elements + (before.in_elements if before else 0)
         merged[key] = msgspec.structs.replace(before or args, in_elements=elements)
+        if before:  # rows of several calls do not add up
+            merged[key] = msgspec.structs.replace(merged[key], out_elements=UNKNOWN)
     # Sends first: a simulator that waits for one receive at a time must not deadlock, whatever
     # order the ranks use.
     return sorted(merged.values(), key=lambda args: args.collective.lower() != "send")

@@ -37,10 +37,10 @@ from onerank.converters.targets.lower_step import (
     ADDS_HOST_TIME,
     IDLE_TIME_NOT_EXPORTED,
     NO_IDLE_TIME,
-    UNEVEN,
     check_peers,
     count_dropped,
     equalize_all_to_alls,
+    even_all_to_alls,
     timed_compute,
 )
 from onerank.display import Displayed, time
@@ -206,6 +206,7 @@ def export_astra_sim(
         graph, delay_notes = insert_host_delays(graph, one_at_a_time=True, ranks=world.size)
         target = target.with_notes(delay_notes)
     # Placements are by node index, so host delays and substitutes come before them.
+    graph, even_notes = even_all_to_alls(graph, world)
     graph, substitutions = substitute(graph, world.size)
     placements, dropped = place_communications(graph, world, SUPPORTED)
     step = lower_for_astra_sim(graph, placements)
@@ -217,7 +218,8 @@ def export_astra_sim(
     numbers = {members: number for number, members in groups.items()}
     workload = Workload(graph, step, placements, world, all_ranks, numbers)
     dropped = count_dropped(graph) | dropped
-    return _write(target.with_notes(substitutions), [workload], groups, dropped, {})
+    target = target.with_notes([*even_notes, *substitutions])
+    return _write(target, [workload], groups, dropped, {})
 
 
 def export_astra_sim_ranks(
@@ -256,7 +258,7 @@ def export_astra_sim_ranks(
     supported, substitutions = _supported(rank_graphs)
     world = rank_graphs[0].graph.job.world
     axis = unequal_axis(rank_graphs)
-    equalized, changed = equalize_all_to_alls(supported, world, unequal_along=axis)
+    equalized, even_notes = equalize_all_to_alls(supported, world, unequal_along=axis)
     all_dropped: Counter[str] = Counter()
     placed: list[tuple[RankGraph, dict[int, Placement]]] = []
     for entry in equalized:
@@ -269,7 +271,7 @@ def export_astra_sim_ranks(
     peaks = {
         entry.stages: entry.peak_memory_bytes for entry in rank_graphs if entry.peak_memory_bytes
     }
-    target = target.with_notes([*substitutions, *([UNEVEN] if changed else [])])
+    target = target.with_notes([*substitutions, *even_notes])
     return _write(target, workloads, groups, dict(all_dropped), peaks)
 
 

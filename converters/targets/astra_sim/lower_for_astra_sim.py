@@ -60,23 +60,16 @@ _FALLBACKS = {
 def substitute(graph: Graph, ranks: int) -> tuple[Graph, list[Note]]:
     """Return the graph without collectives that ASTRA-sim lacks, and a note on each replacement.
 
-    All-to-alls of unequal parts become even ones in which this rank sends or receives as many
-    bytes.
-
     Args:
         graph: one rank's step.
         ranks: number of ranks of the world, the size of a group that the job does not define.
     """
     collective, size = graph.nodes.collective.copy(), graph.nodes.comm_bytes.copy()
     counts: Counter[Collective] = Counter()
-    uneven = 0
     for index in graph.mask(Kind.COLLECTIVE).nonzero()[0].tolist():
         node = graph.node(index)
         group = graph.job.group(node.text("group"))
         members = ranks if group is None else len(group.ranks)
-        if node.value("exchanged_bytes") >= 0:
-            size[index] = node.even_bytes(members)
-            uneven += 1
         fallback = _FALLBACKS.get(node.collective)
         if fallback is None:
             continue
@@ -87,18 +80,9 @@ def substitute(graph: Graph, ranks: int) -> tuple[Graph, list[Note]]:
             size_bytes = -(-size_bytes // members)
         collective[index], size[index] = fallback.collective, size_bytes
         counts[node.collective] += 1
-    if not counts and not uneven:
+    if not counts:
         return graph, []
     notes = [_note(kind, count) for kind, count in counts.items()]
-    if uneven:
-        notes.append(
-            Note(
-                f"{uneven} all-to-alls have unequal parts, which ASTRA-sim does not support: each "
-                "became one of equal parts in which the captured rank sends or receives as many "
-                "bytes.",
-                code="all-to-all-unequal-parts",
-            )
-        )
     return graph.with_columns(collective=collective, comm_bytes=size), notes
 
 

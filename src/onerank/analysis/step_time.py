@@ -12,6 +12,7 @@ import numpy as np
 from onerank.converters.nccl import wire_bytes
 from onerank.display import Displayed
 from onerank.ir import UNKNOWN, Graph, Kind
+from onerank.ir.all_to_all import even_bytes
 from onerank.ir.arrays import Mask, union_duration_ns
 from onerank.ir.errors import GraphError
 from onerank.ir.replay import (
@@ -172,7 +173,7 @@ def with_communication(graph: Graph, bandwidth_gb_per_s: float) -> Graph:
                 f"node {node.id} ({node.name!r}) communicates, and {missing} are unknown",
                 code="replay-unknown-communication",
             )
-        size = node.even_bytes(ranks)
+        size = even_bytes(node, ranks)
         wire = wire_bytes(node.collective.name.lower(), size, max(ranks, 1))
         # Bytes over GB/s are nanoseconds.
         duration[index] = round(wire / bandwidth_gb_per_s)

@@ -23,10 +23,16 @@ from onerank.converters.expand.pipeline.stages import (
     split_into_blocks,
 )
 from onerank.ir import Graph, Kind, Measurement, Phase, World
+from onerank.ir.all_to_all import even_bytes
 from onerank.ir.arrays import I64, union_duration_ns
 from onerank.ir.contention import Contention
 from onerank.ir.nodes import SYMMETRIC_BARRIER, SYMMETRIC_COPY
-from onerank.ir.replay import ReplayTimes, schedule, steady_state_step
+from onerank.ir.replay import (
+    ReplayTimes,
+    schedule,
+    steady_state_step,
+    with_steady_state_kernels,
+)
 from onerank.plan.cluster import ClusterNetwork
 
 
@@ -249,14 +255,13 @@ class TimedStage:
 def with_network(graph: Graph, network: ClusterNetwork, world: World) -> TimedStage:
     """Return the stage with its communication timed by a network.
 
-    Kernels take their time in steady state (`HostOverhead.kernel_factor`), which also determines
-    how long they compete with the communication.
+    Kernels take their time in steady state (`with_steady_state_kernels`), which also determines how
+    long they compete with the communication.
     """
+    graph = with_steady_state_kernels(graph)
     nodes, job = graph.nodes, graph.job
     captured = job.world
     duration = nodes.duration_ns.copy()
-    if (overhead := job.measurement.host_overhead) is not None:
-        duration[graph.compute] = np.rint(duration[graph.compute] * overhead.kernel_factor)
     # The layout may have fewer stages or replicas than the capture.
     rank = world.at({axis: min(at, world.sizes.get(axis, 1) - 1)
                      for axis, at in captured.point(job.rank).items()})  # fmt: skip
@@ -287,7 +292,7 @@ def with_network(graph: Graph, network: ClusterNetwork, world: World) -> TimedSt
         if node.text("op") == SYMMETRIC_BARRIER:
             duration[index] = round(network.symmetric_barrier_ns(ranks))
             continue
-        call = node.collective.name.lower(), max(0, node.even_bytes(len(ranks))), ranks
+        call = node.collective.name.lower(), max(0, even_bytes(node, len(ranks))), ranks
         duration[index] = round(network.time_ns(*call))
         if shape := network.call_shape(*call):
             shapes[index] = shape

@@ -7,8 +7,9 @@ from without_device import captured
 import onerank
 from onerank.annotate import load_gpu
 from onerank.annotate.op_costs.node_costs import op_costs_of
-from onerank.converters.targets.astra_sim.lower_for_astra_sim import substitute
+from onerank.converters.targets.lower_step import even_all_to_alls
 from onerank.ir import Collective, Graph, Kind, Phase, Reason
+from onerank.ir.all_to_all import even_bytes
 from onerank.ir.nodes import SYMMETRIC_BARRIER, SYMMETRIC_COPY
 from onerank.plan.cluster import Cluster, ClusterLink, network_of
 from onerank.plan.stage_times import with_network
@@ -161,6 +162,11 @@ UNEVEN = """
         parts = [torch.empty(n, 1024, device="cuda") for n in (3, 9, 9, 9)]
         dist.all_to_all(parts, [rows[:1].detach().contiguous()] * 4)
         dist.all_to_all_single(torch.empty_like(rows[:8]), rows[:8].detach())
+        dist.all_to_all_single(torch.empty_like(rows), rows[:8].detach(), [2, 6, 1, 1])
+        parts = [torch.empty(3, 1024, device="cuda") for _ in range(4)]
+        dist.all_to_all(parts, [rows[:1].detach().contiguous()] * 4)
+        received = torch.empty(3, 1024, device="cuda")
+        dist.all_to_all_single(received, rows[:0].detach(), [0, 1, 1, 1], [0, 0, 0, 0])
         rows.sum().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -171,19 +177,22 @@ def test_an_all_to_all_takes_as_long_as_its_rank_sends_or_receives(tmp_path):
     graph = captured(tmp_path, UNEVEN, "--torchrun", "--dp", "4")
     calls = np.flatnonzero(graph.nodes.collective == Collective.ALL_TO_ALL)
     row = 4096
-    # Nine rows to others and five from them; one to each of three and nine from each; eight, even.
-    assert graph.nodes.comm_bytes[calls].tolist() == [10 * row, 4 * row, 8 * row]
-    assert graph.nodes.exchanged_bytes[calls].tolist() == [9 * row, 27 * row, -1]
-    even = [graph.node(call).even_bytes(4) for call in calls.tolist()]
-    assert even == [12 * row, 36 * row, 8 * row]
+    # Nine rows to others and five from them; one to each of three and nine from each; eight, even;
+    # two to each and eight from the others; one to each and three from each; none and three.
+    assert graph.nodes.comm_bytes[calls].tolist() == [rows * row for rows in (10, 4, 8, 8, 4, 0)]
+    exchanged = [9 * row, 27 * row, -1, 8 * row, 9 * row, 3 * row]
+    assert graph.nodes.exchanged_bytes[calls].tolist() == exchanged
+    even = [even_bytes(graph.node(call), 4) for call in calls.tolist()]
+    assert even == [12 * row, 36 * row, 8 * row, -(-32 * row // 3), 12 * row, 4 * row]
     slow = Cluster("H100", 1, 4, ClusterLink(1.0, 0.0), ClusterLink(1.0), 80 * 10**9)
     predicted = onerank.recost(graph, "H100")
     timed = with_network(predicted, network_of(slow, load_gpu("H100")), predicted.job.world)
-    assert timed.graph.nodes.duration_ns[calls].tolist() == [9 * row, 27 * row, 6 * row]
+    times = [9 * row, 27 * row, 6 * row, 8 * row, 9 * row, 3 * row]
+    assert timed.graph.nodes.duration_ns[calls].tolist() == pytest.approx(times, abs=1)
     graph.write(tmp_path / "again.et")
     replayed = onerank.read(tmp_path / "again.et")
-    assert replayed.nodes.exchanged_bytes[calls].tolist() == [9 * row, 27 * row, -1]
-    lowered, notes = substitute(graph, 4)
+    assert replayed.nodes.exchanged_bytes[calls].tolist() == exchanged
+    lowered, notes = even_all_to_alls(graph, graph.job.world)
     assert lowered.nodes.comm_bytes[calls].tolist() == even
     assert [note.code for note in notes] == ["all-to-all-unequal-parts"]
 

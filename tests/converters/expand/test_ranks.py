@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from notes import has_note
 from raised import raises_code
@@ -12,6 +13,8 @@ from stages import stage
 from onerank.converters.expand.pipeline import PipelineSchedule, expand
 from onerank.converters.expand.ranks import expand_ranks
 from onerank.converters.targets.astra_sim.exporter import export_astra_sim, export_astra_sim_ranks
+from onerank.converters.targets.goal import export_goal, export_goal_ranks
+from onerank.converters.targets.simai import export_simai
 from onerank.ir import (
     Collective,
     Graph,
@@ -83,6 +86,29 @@ def test_uneven_exchanges_take_the_size_of_the_busiest_rank(tmp_path):
     assert not has_note(even.notes, "uneven-all-to-alls")
 
 
+def test_what_a_rank_keeps_is_not_exchanged(tmp_path):
+    """Rank 0 keeps 90 of its 96 bytes; rank 2 gets most: 30, half of 60 of equal parts."""
+    graphs = [
+        exchange(rank, 96, 96).with_columns(exchanged_bytes=np.array([-1, exchanged, -1]))
+        for rank, exchanged in ((0, 6), (2, 30))
+    ]
+    exported = export_astra_sim_ranks(expand_ranks(graphs), tmp_path / "out")
+    assert [sizes(exported, rank) for rank in range(8)] == [[60, 512]] * 8
+    export_goal_ranks(expand_ranks(graphs), tmp_path / "job.goal")
+    goal = (tmp_path / "job.goal").read_text()
+    assert (goal.count("send 30b"), goal.count("recv 30b")) == (8, 8)
+    # One graph alone stands for all ranks: 6 bytes to and from the other.
+    export_goal(alone(graphs[0]), tmp_path / "one.goal")
+    assert (tmp_path / "one.goal").read_text().count("send 6b") == 8
+    export_simai([alone(graphs[0])], tmp_path / "simai.txt")
+    assert " ALLTOALL_EP 12 " in (tmp_path / "simai.txt").read_text()
+
+
+def alone(graph: Graph) -> Graph:
+    """Return the graph as that of a job of equal ranks."""
+    return replace(graph, job=msgspec.structs.replace(graph.job, classes=()))
+
+
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
@@ -101,7 +127,7 @@ def test_recorded_values_of_an_exchange_have_several_forms(values, expected, tmp
 
 def test_unreadable_values_of_an_exchange_are_refused(tmp_path):
     graphs = [with_values(exchange(rank, 64, 64), "[[1,") for rank in (0, 2)]
-    with raises_code("export-bad-operands", naming=("node 1", "all_to_all")):
+    with raises_code("graph-bad-operands", naming=("node 1", "all_to_all")):
         export_astra_sim_ranks(expand_ranks(graphs), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

@@ -42,6 +42,10 @@ class Args(msgspec.Struct, gc=False, frozen=True):
     memory_device_type: int = msgspec.field(name="Device Type", default=-1)
     collective: str = msgspec.field(name="Collective name", default="")
     in_elements: int = msgspec.field(name="In msg nelems", default=0)
+    out_elements: int = msgspec.field(name="Out msg nelems", default=-1)
+    in_splits: str = msgspec.field(name="In split size", default="")
+    out_splits: str = msgspec.field(name="Out split size", default="")
+    group_rank: int = msgspec.field(name="Rank", default=-1)
     dtype: str = ""
     group_name: str = msgspec.field(name="Process Group Name", default="")
     group_description: str = msgspec.field(name="Process Group Description", default="")

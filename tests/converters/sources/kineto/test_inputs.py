@@ -328,6 +328,28 @@ def test_collectives_by_their_names(tmp_path, name, collective):
 
 
 @pytest.mark.parametrize(
+    ("sent", "received", "elements", "exchanged"),
+    [
+        # Elements of 2 bytes, 20 a row. Rank 1 sends 4 rows to others and receives 9.
+        ("[3, 1, 1]", "[4, 2, 5]", 220, 9 * 40),
+        ("[]", "[0, 1, 1]", 40, 2 * 100 * 2 // 3),
+        ("[]", "[]", 100, -1),
+        ("[3, 1, ..., 1]", "[4, 2, 5]", 220, -1),
+        ("[3, 1]", "[4, 2, 5]", 220, -1),
+    ],
+)
+def test_parts_of_an_all_to_all_of_a_real_rank(tmp_path, sent, received, elements, exchanged):
+    trace = Trace()
+    op = trace.op("record_param_comms", 0, 10)
+    trace.launch(100, 5, external=op)
+    args = {"Collective name": "all_to_allv", "Group size": 3, "Rank": 1, **GROUP}
+    args |= {"In split size": sent, "Out split size": received, "Out msg nelems": elements}
+    trace.kernel(100, 20, 5, name="ncclDevKernel_SendRecv", **args)
+    node = next(node for node in trace.convert(tmp_path)[0] if node.kind is Kind.COLLECTIVE)
+    assert (node.value("comm_bytes"), node.value("exchanged_bytes")) == (200, exchanged)
+
+
+@pytest.mark.parametrize(
     ("name", "before", "ends"),
     [
         ("broadcast", ["<Object>"], (6, -1)),

@@ -4,12 +4,16 @@ import os
 import re
 import subprocess
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
+import numpy as np
 import pytest
-from notes import note_of
+from notes import has_note, note_of
 from stages import OPTIMIZER_NS, captures
 
+import onerank
 from onerank.annotate import recost
 from onerank.converters.expand.pipeline import PipelineSchedule, expand
 from onerank.converters.expand.ranks import expand_ranks
@@ -23,6 +27,7 @@ from onerank.ir import (
     Collective,
     Graph,
     GraphBuilder,
+    HostOverhead,
     Job,
     Kind,
     ProcessGroup,
@@ -223,6 +228,24 @@ def test_real_captures(raw: Path, tmp_path: Path) -> None:
     assert exact == dict.fromkeys(range(4), exported.gpu_time_ns)
     rounded, _ = run(exported, "micros")
     assert all(abs(time - exported.gpu_time_ns) < 1000 for time in rounded.values())
+
+
+def test_kernels_take_their_time_in_steady_state(tmp_path: Path) -> None:
+    """A slice whose GPU sets the pace: each kernel rounded to a nanosecond, as the replay does."""
+    raw = next(raw for raw in CAPTURES if raw.name.startswith("h200"))
+    graph = in_steady_state(convert_directory(raw)[0], 1.0538)
+    kernels = graph.nodes.duration_ns[graph.compute]
+    exported = onerank.export.astra_sim(graph, tmp_path)
+    assert has_note(exported.notes, "steady-state-kernels")
+    exact, _ = run(exported, "roofline")
+    assert exact == dict.fromkeys(range(4), int(np.rint(kernels * 1.0538).sum()))
+
+
+def in_steady_state(graph: Graph, factor: float) -> Graph:
+    """Return the graph with a factor on its kernels."""
+    overhead = HostOverhead(1.0, 0, residual_ns=1_000_000, kernel_factor=factor)
+    measurement = msgspec.structs.replace(graph.job.measurement, host_overhead=overhead)
+    return replace(graph, job=msgspec.structs.replace(graph.job, measurement=measurement))
 
 
 def test_host_time_makes_the_step_last_what_was_measured(tmp_path: Path) -> None:
