@@ -341,8 +341,8 @@ def real(output: Path, config: Path | None) -> None:
 
 def _slice(_: int, path: Path, output: Path, name: str) -> None:
     from onerank.capture.options import Options
+    from onerank.capture.serving.build_model import read_config
     from onerank.capture.serving.measure_grid import loaded_server
-    from onerank.capture.serving.served_model import read_config
 
     chosen = compositions_of_two(read_config(path))[:: 3 if name == "again" else 1]
     with loaded_server(path, Options(tp=2)) as server:
@@ -355,15 +355,10 @@ def _real_rank(rank: int, path: Path, output: Path, name: str) -> None:
     import torch
     import torch.distributed as dist
 
+    from onerank.capture.serving.build_model import build_model, materialise, read_config
     from onerank.capture.serving.compositions import Composition
+    from onerank.capture.serving.engine_step import RepeatableStep, give_attention_scopes
     from onerank.capture.serving.measure_grid import capture_earlier_graphs
-    from onerank.capture.serving.served_model import (
-        RepeatableStep,
-        build_model,
-        give_attention_scopes,
-        materialise,
-        read_config,
-    )
 
     torch.cuda.set_device(rank)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29531")

@@ -35,21 +35,23 @@ from onerank.capture.profiling.window_plan import Progress, WindowPlan
 from onerank.capture.run_as_rank import RankRun, nothing_parallel_error, slicing_to_rank
 from onerank.capture.script.runner import Script
 from onerank.capture.serving.attention_windows import CacheNeed, WindowedLayers, windowed_layers
-from onerank.capture.serving.compositions import MOST_TOKENS, Composition
-from onerank.capture.serving.latent_attention import latent_bytes_per_token
-from onerank.capture.serving.script_model import model_of_script
-from onerank.capture.serving.sequence_states import stateful_layers
-from onerank.capture.serving.served_model import (
-    RepeatableStep,
-    StepCache,
+from onerank.capture.serving.build_model import (
     adopt_model,
     build_model,
-    check_layer_types,
-    give_attention_scopes,
     materialise,
     read_config,
 )
+from onerank.capture.serving.compositions import MOST_TOKENS, Composition
+from onerank.capture.serving.engine_step import (
+    RepeatableStep,
+    check_layer_types,
+    give_attention_scopes,
+)
+from onerank.capture.serving.latent_attention import latent_bytes_per_token
+from onerank.capture.serving.script_model import model_of_script
+from onerank.capture.serving.sequence_states import stateful_layers
 from onerank.capture.serving.sparse_attention import attended_tokens
+from onerank.capture.serving.step_cache import StepCache
 from onerank.converters.sources.kineto import EXECUTION_TRACE, JOB
 from onerank.ir import Graph, Pipeline
 from onerank.ir.errors import CaptureError

@@ -12,20 +12,17 @@ from own_process import run_command
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from onerank.capture.options import Options
-from onerank.capture.serving import served_model
+from onerank.capture.serving import engine_step
 from onerank.capture.serving.attention_windows import (
     AttentionWindow,
     CacheNeed,
     WindowedLayers,
 )
+from onerank.capture.serving.build_model import build_model, materialise, read_config
 from onerank.capture.serving.compositions import Composition, parse_grid
+from onerank.capture.serving.engine_step import RepeatableStep
 from onerank.capture.serving.measure_grid import _served
-from onerank.capture.serving.served_model import (
-    RepeatableStep,
-    build_model,
-    materialise,
-    read_config,
-)
+from onerank.capture.serving.step_attention import attend
 from onerank.serving.bundle import Bundle, read_bundle
 from onerank.serving.latency_interpolation import AttentionForm, Interpolation
 from onerank.serving.serving_curves import serving_figures
@@ -134,8 +131,8 @@ def test_a_step_with_windows_computes_what_transformers_computes(
     model = build_model(read, "cpu", shapes_only=False)
     materialise(model, "cpu")
     step = RepeatableStep.of(model, composition, 128, "cpu")
-    served_model.give_attention_scopes(step)
-    with torch.no_grad(), served_model._running(step.cache):
+    engine_step.give_attention_scopes(step)
+    with torch.no_grad(), engine_step.running(step.cache):
         logits = model(**step.arguments).logits[0]
     assert step.cache.windows
     reference = AutoModelForCausalLM.from_config(read, attn_implementation="eager").eval()
@@ -257,8 +254,8 @@ def test_flash_attention_sees_the_window_that_the_mask_shows(
     cached = window.seen_before(context) + tokens
     q = torch.randn(2, 8, tokens, 64, dtype=torch.bfloat16, device="cuda")
     k, v = torch.randn(2, 2, 2, cached, 64, dtype=torch.bfloat16, device="cuda")
-    flash = served_model._attend(q, k, v, None, window)
-    exact = served_model._attend(q.float(), k.float(), v.float(), None, window)
+    flash = attend(q, k, v, None, window)
+    exact = attend(q.float(), k.float(), v.float(), None, window)
     torch.testing.assert_close(flash.float(), exact, rtol=2e-2, atol=2e-2)
 
 

@@ -16,17 +16,12 @@ import onerank
 from onerank.annotate import load_gpu
 from onerank.annotate.op_costs.state_operators import DELTA_CHUNK
 from onerank.capture.options import Options
-from onerank.capture.serving import served_model, state_operators
+from onerank.capture.serving import engine_step, state_operators
 from onerank.capture.serving.attention_windows import CacheNeed
+from onerank.capture.serving.build_model import build_model, materialise, read_config
 from onerank.capture.serving.compositions import Composition
+from onerank.capture.serving.engine_step import RepeatableStep, running
 from onerank.capture.serving.measure_grid import _served, loaded_server
-from onerank.capture.serving.served_model import (
-    RepeatableStep,
-    _running,
-    build_model,
-    materialise,
-    read_config,
-)
 from onerank.ir.errors import CaptureError
 from onerank.serving.build_bundle import recost_bundle
 from onerank.serving.bundle import Bundle, read_bundle
@@ -194,7 +189,7 @@ def step_like_transformers(
     """
     model, c = built(directory, config), composition
     step = RepeatableStep.of(model, composition, 128, "cpu")
-    served_model.give_attention_scopes(step)
+    engine_step.give_attention_scopes(step)
     other = read_config(directory / "config.json")
     reference = AutoModelForCausalLM.from_config(other, attn_implementation="eager").eval()
     reference.load_state_dict(model.state_dict(), strict=False)
@@ -234,7 +229,7 @@ def step_like_transformers(
             # Without a cache: transformers' scan of Mamba 1 does not read the state before.
             output = reference(torch.cat((before_ids, ids.view(count, new)), dim=1))
         expected.append(output.logits[:, -1])
-    with torch.no_grad(), _running(step.cache), step.cache.states.running():
+    with torch.no_grad(), running(step.cache), step.cache.states.running():
         logits = model(**step.arguments).logits[0]
     torch.testing.assert_close(logits, torch.cat(expected), rtol=1e-4, atol=1e-4)
     return step

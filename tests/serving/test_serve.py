@@ -18,15 +18,11 @@ import onerank
 from onerank.annotate import PassOptions, characterise, load_gpu
 from onerank.annotate.hosts.host import HOST_OP_KINDS
 from onerank.capture.options import Options, WindowPlan
-from onerank.capture.serving import latent_attention, served_model
+from onerank.capture.serving import engine_step, latent_attention
+from onerank.capture.serving.build_model import build_model, materialise, read_config
 from onerank.capture.serving.compositions import Composition, default_grid, parse_grid
+from onerank.capture.serving.engine_step import RepeatableStep
 from onerank.capture.serving.measure_grid import loaded_server
-from onerank.capture.serving.served_model import (
-    RepeatableStep,
-    build_model,
-    materialise,
-    read_config,
-)
 from onerank.cli import annotate
 from onerank.cli import onerank as onerank_command
 from onerank.ir import Kind, Pipeline
@@ -134,8 +130,8 @@ def test_a_step_computes_what_transformers_computes(tmp_path: Path):
     model = build_model(config, "cpu", shapes_only=False)
     materialise(model, "cpu")
     step = RepeatableStep.of(model, Composition(3, 7, 2, 5, 4), WORDS, "cpu")
-    served_model.give_attention_scopes(step)
-    with torch.no_grad(), served_model._running(step.cache):
+    engine_step.give_attention_scopes(step)
+    with torch.no_grad(), engine_step.running(step.cache):
         logits = model(**step.arguments).logits[0]
     reference = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     reference.load_state_dict(model.state_dict(), strict=False)
@@ -252,7 +248,7 @@ def test_latent_attention_computes_what_transformers_computes(tmp_path: Path, ki
     materialise(model, "cpu")
     reference.load_state_dict(model.state_dict())
     step = RepeatableStep.of(model, Composition(3, 7, 2, 5, 4), WORDS, "cpu")
-    served_model.give_attention_scopes(step)
+    engine_step.give_attention_scopes(step)
     tokens = step.arguments["input_ids"][0]
     expected: list[torch.Tensor] = []
     parts = (("prefill", 2, 5, 4, tokens[:10]), ("decode", 3, 1, 7, tokens[10:]))
@@ -267,7 +263,7 @@ def test_latent_attention_computes_what_transformers_computes(tmp_path: Path, ki
             earlier()
         for (layer, _, value), vectors in earlier.cache.tensors.items():
             step.cache.tensors[layer, part, value][:, :, :context] = vectors
-    with torch.no_grad(), served_model._running(step.cache):
+    with torch.no_grad(), engine_step.running(step.cache):
         logits = model(**step.arguments).logits[0]
     torch.testing.assert_close(logits, torch.cat(expected), rtol=1e-4, atol=1e-4)
     assert sum(tensor.nbytes for tensor in step.cache.cache_tensors()) == 2 * LATENT_BYTES * (
@@ -606,7 +602,7 @@ def test_a_model_whose_step_fails(tmp_path: Path):
     model.lm_head.register_forward_hook(fail)
     step = RepeatableStep.of(model, Composition(1, 1), WORDS, "cpu")
     with pytest.raises(CaptureError) as error:
-        served_model.give_attention_scopes(step)
+        engine_step.give_attention_scopes(step)
     assert error.value.code == "serve-step-failed"
 
 

@@ -1,0 +1,166 @@
+"""Build the transformers model that `capture serve` runs, with random weights."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+
+from onerank.capture.serving.step_attention import ATTENTION, step_attention
+from onerank.ir.errors import CaptureError
+
+
+def read_config(path: Path) -> Any:
+    """Return the configuration of a transformers model.
+
+    Args:
+        path: a `config.json`, or the directory with it.
+
+    Raises:
+        CaptureError: it is not a configuration of a causal language model that transformers knows,
+            or its weights are quantised.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        record: Any = msgspec.json.decode(file.read_bytes())
+        kind = record["model_type"]
+    except (OSError, msgspec.DecodeError, KeyError, TypeError) as error:
+        why = getattr(error, "strerror", None) or "is no JSON object with a model_type"
+        raise CaptureError(
+            f"{file}: {why}\n  expected the config.json of a transformers model",
+            code="serve-no-config",
+        ) from None
+    try:
+        config: Any = AutoConfig.for_model(**record)
+    except Exception as error:
+        # A configuration checks its values itself, with errors of many classes.
+        raise CaptureError(
+            f"{file}: transformers does not read this configuration of {kind!r}: "
+            f"{first_lines(error)}",
+            code="serve-model-unknown",
+        ) from error
+    if type(config) not in AutoModelForCausalLM._model_mapping:  # pyright: ignore[reportPrivateUsage]
+        raise CaptureError(
+            f"{file}: transformers has no causal language model for {kind!r}",
+            code="serve-model-unknown",
+        )
+    if config.get_text_config().num_hidden_layers == 0:
+        raise CaptureError(
+            f"{file}: the model has no layers (num_hidden_layers is 0)", code="serve-model-unknown"
+        )
+    if getattr(config, "quantization_config", None) is not None:
+        raise CaptureError(
+            f"{file}: quantised weights are not served\n  remove quantization_config to measure "
+            "the model in the config's dtype",
+            code="serve-quantised",
+        )
+    return config
+
+
+def build_model(config: Any, device: str, *, shapes_only: bool) -> Any:
+    """Return a causal language model with random weights in the configuration's dtype.
+
+    Its weights have no storage on `meta` yet unless they are fake, so that a model larger than the
+    device can be sliced first; `materialise` gives it storage.
+
+    Args:
+        config: configuration of the model.
+        device: where weights without a device are created.
+        shapes_only: whether tensors are fake, which need no memory.
+    """
+    from transformers import AttentionInterface, AutoModelForCausalLM
+
+    AttentionInterface.register(ATTENTION, step_attention)
+    config.use_cache = True
+    dtype = getattr(config, "dtype", None) or torch.bfloat16
+    try:
+        with torch.device(device if shapes_only else "meta"):
+            model: Any = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=ATTENTION
+            )
+    except Exception as error:
+        # Older models have a table of attention classes.
+        if isinstance(error, KeyError) and error.args == (ATTENTION,):
+            raise own_attention_error(type(config).__name__) from error
+        # Models check their configuration themselves, with errors of many classes.
+        raise CaptureError(
+            f"transformers does not build a model of this {type(config).__name__}: "
+            f"{type(error).__name__}: {first_lines(error)}\n"
+            "  check the sizes and lists of layers in the configuration",
+            code="serve-model-unknown",
+        ) from error
+    return model.eval()
+
+
+def first_lines(error: Exception) -> str:
+    """Return the first line of an error, with the next one if the first only introduces it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    introduces = bool(lines) and lines[0].endswith(":")
+    return " ".join(lines[: 2 if introduces else 1])
+
+
+def adopt_model(model: Any) -> Any:
+    """Return a model that a script built, for inference with the attention of an engine's steps."""
+    from transformers import AttentionInterface, PretrainedConfig
+
+    AttentionInterface.register(ATTENTION, step_attention)
+    # Not `set_attn_implementation`: a pipeline stage has two copies of the configuration.
+    for module in model.modules():
+        config = vars(module).get("config")
+        if isinstance(config, PretrainedConfig):
+            config._attn_implementation = ATTENTION  # pyright: ignore[reportPrivateUsage]
+    return model.eval()
+
+
+def materialise(model: Any, device: str) -> None:
+    """Give a model on `meta` random weights on a device.
+
+    Zeros would draw less power in a GPU's multipliers, and so raise its clocks.
+    """
+    tied: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            tied.setdefault(id(parameter), []).append((module, name))
+    model.to_empty(device=device)
+    # `to_empty` creates a parameter for each module that has one.
+    for (first, own), *others in tied.values():
+        for module, name in others:
+            setattr(module, name, getattr(first, own))
+    initialisers: dict[int, Any] = {}
+    for owner in model.modules():
+        if hasattr(owner, "_init_weights"):
+            # The innermost model of transformers initialises a module, as in transformers.
+            initialisers.update(dict.fromkeys(map(id, owner.modules()), owner))
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.dim() > 1:
+                parameter.data.normal_(0.0, 0.02)
+            else:
+                parameter.data.fill_(0.0 if name == "bias" else 1.0)
+        buffers = list(module.buffers(recurse=False))
+        for buffer in buffers:
+            # `_init_weights` does not compute all of them, and uninitialised memory may be NaN.
+            buffer.fill_(1)
+        if buffers:
+            # transformers computes the frequencies of rotary embeddings here.
+            initialisers[id(module)]._init_weights(module)
+
+
+def own_attention_error(name: str, error: Exception | None = None) -> CaptureError:
+    """Return the error for a model whose attention or cache is none of transformers' interface.
+
+    Args:
+        name: class of the model or of its configuration.
+        error: what the model raised.
+    """
+    cause = "" if error is None else f" ({type(error).__name__}: {first_lines(error)})"
+    return CaptureError(
+        f"{name} does not look up its attention in transformers' AttentionInterface, or needs "
+        "another cache than one of keys and values, as an indexer and linear attention do, so its "
+        f"cache cannot be composed of several sequences{cause}\n"
+        "  serve another model, such as Llama",
+        code="serve-own-attention",
+    )
