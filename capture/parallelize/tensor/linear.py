@@ -187,6 +187,7 @@ def with_hidden_states(
         return args, {**kwargs, HIDDEN_STATES: change(kwargs[HIDDEN_STATES])}
     raise SliceError(
         f"{type(module).__name__} has no tensor as first argument or as {HIDDEN_STATES}, so its "
-        "tensor-parallel boundary has no input\n  use --tp-style hf",
+        "tensor-parallel boundary has no input\n  keep it whole by a plan file (--sharding-plan), "
+        "or use capture run's --tp-style hf",
         code="tp-no-hidden-states",
     )

@@ -179,12 +179,10 @@ def check_complete(model: nn.Module, styles: dict[str, str], tp_style: TensorPar
         if whole and tp_style == "megatron":
             left_out.append(name)
     if left_out:
-        model_plan: dict[str, str] = dict(getattr(model, "_tp_plan", None) or {})
-        by_style = "use --tp-style hf, or " if {*ROW, *SPLIT} & {*model_plan.values()} else ""
         raise SliceError(
             f"{kind}: {left_out[0]} is in no tensor-parallel plan, so that every rank would "
-            f"compute it whole, unlike Megatron-LM. To keep it whole, {by_style}give "
-            "--sharding-plan FILE with these lines, which add to the model's plan:\n\n"
+            f"compute it whole, unlike Megatron-LM. To keep it whole, give --sharding-plan FILE "
+            "with these lines, which add to the model's plan:\n\n"
             f"{whole_plan(model, left_out)}",
             code="tp-unplanned-module",
         )

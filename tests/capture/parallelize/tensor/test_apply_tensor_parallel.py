@@ -249,7 +249,7 @@ REFUSED = {
         {"num_local_experts": 4, "layer_types": ["linear_attention", "full_attention"]},
         "megatron",
         "tp-unplanned-module",
-        ("self_attn.qkv_proj", "--tp-style hf"),
+        ("self_attn.qkv_proj", "--sharding-plan"),
     ),
     "norm left out": (
         *("cohere", {"use_qk_norm": True}, "hf"),
