@@ -335,6 +335,23 @@ def test_frames_mark_the_steps_of_a_recording_without_annotations(tmp_path: Path
     assert [note.code for note in unlabelled.manifest.notes] == ["engine-steps-unlabelled"]
 
 
+def test_an_empty_step_joins_no_step_of_the_bundle(tmp_path: Path) -> None:
+    """A step of vLLM without requests follows the last one; frames do not tell them apart."""
+    trace = Trace()
+    for number in range(2):
+        trace.frame("vllm/v1/worker/gpu_worker.py(263): execute_model", 100.0 * number, 80)
+    operator = trace.op("aten::mm", 10, 20)
+    trace.launch(1, 12, external=operator)
+    trace.kernel(1, 30, 10)
+    kineto, _ = trace.write(tmp_path)
+    recording = read_recording([kineto])
+    assert [row.operations for row in recording.step_rows] == [1, 0]
+    bundle, traces = bundle_of(recording, [kineto])
+    assert [(row.gpu_ns, row.step_ns) for row in bundle.rows] == [(10_000, 100_000)]
+    assert len(traces) == 1
+    assert "recording-idle-steps" in {note.code for note in bundle.manifest.notes}
+
+
 # Annotations --------------------------------------------------------------------------------------
 
 

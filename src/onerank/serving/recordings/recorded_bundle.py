@@ -76,17 +76,16 @@ def bundle_of(
     config, tp = _config(deployment.config), _tp(deployment.tp, recorded)
     paths = {path.name: path for path in files}
     names = {file.file for file in recorded}
-    # An idle step of a data-parallel engine has operations and no sequences.
-    groups = [
-        group
-        for group in _groups([row for row in recording.step_rows if row.file in names])
-        if group[0].gpu_ns and group[0].kind != "idle"
-    ]
-    if not groups:
+    steps = [row for row in recording.step_rows if row.file in names]
+    # An idle step of a data-parallel engine has operations and no sequences. vLLM's last step has
+    # neither, and no annotation where steps are known by frames alone.
+    busy = [row for row in steps if row.gpu_ns and row.kind != "idle"]
+    if not busy:
         raise TraceError(
-            f"{recorded[0].file}: no step of its {len(recording.step_rows)} runs an operation",
+            f"{recorded[0].file}: no step of its {len(steps)} runs an operation",
             code="engine-steps-empty",
         )
+    groups = _groups(busy)
     typical = [_typical(group) for group in groups]
     experts = ExpertLayer.of(config, tp)
     windows = WindowedLayers(layer_windows(config))
@@ -100,7 +99,7 @@ def bundle_of(
     )
     notes = (
         *recording.manifest.notes,
-        *_notes(recording, recorded, rows),
+        *_notes(recording, recorded, rows, steps=(len(busy), len(steps))),
         *([] if unknown is None else [unknown]),
         *windows.notes(),
     )
@@ -383,9 +382,20 @@ def part_rows(graph: Graph, kind: str | None) -> list[KernelRow]:
 
 
 def _notes(
-    recording: Recording, recorded: Sequence[RecordedFile], rows: Sequence[StepRow]
+    recording: Recording,
+    recorded: Sequence[RecordedFile],
+    rows: Sequence[StepRow],
+    *,
+    steps: tuple[int, int],
 ) -> list[Note]:
-    """Return what a reader of the bundle needs to know of the recording."""
+    """Return what a reader of the bundle needs to know of the recording.
+
+    Args:
+        recording: tables of the recording.
+        recorded: its files of the first rank.
+        rows: rows of the bundle.
+        steps: steps of that rank that compute, and all of its steps.
+    """
     notes = [
         Note(
             "times are those of an engine under a profiler, which makes the host slower; the time "
@@ -400,6 +410,15 @@ def _notes(
             Note(
                 f"the bundle has the steps of rank {rank} of {len(ranks)} recorded ranks",
                 code="recording-first-rank",
+            )
+        )
+    busy, count = steps
+    if busy < count:
+        notes.append(
+            Note(
+                f"{count - busy} of {count} steps compute nothing and have no row, such as vLLM's "
+                "after its last request",
+                code="recording-idle-steps",
             )
         )
     unknown = sum(not row.is_composed for row in rows)
