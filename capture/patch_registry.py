@@ -216,6 +216,18 @@ PATCHES: tuple[Patch, ...] = (
         ("no_device.emulated_process",),
     ),
     Patch(
+        "transformers.generation.stopping_criteria.StoppingCriteriaList",
+        ("__call__",),
+        "Sequences end at tokens that no device computed: they end at their most tokens.",
+        ("no_device.generation_ends",),
+    ),
+    Patch(
+        "transformers.generation.utils.GenerationMixin",
+        ("_beam_search_has_unfinished_sequences",),
+        "Scores that no device computed would end a beam search after its prefill.",
+        ("no_device.generation_ends",),
+    ),
+    Patch(
         "torch.distributed.utils",
         ("_verify_param_shape_across_processes",),
         "DDP reads the shapes of other ranks' parameters from a tensor; fake ones have no values.",

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import dataloader
 
 from onerank.capture.fake_world.recorder import Recorder
-from onerank.capture.no_device import cuda_stubs
+from onerank.capture.no_device import cuda_stubs, generation_ends
 from onerank.capture.no_device.attention_backends import choose_attention
 from onerank.capture.no_device.cuda_api import emulated_cuda
 from onerank.capture.no_device.device_memory import DeviceMemory
@@ -202,6 +202,14 @@ class EmulatedProcess:
                 after_import(
                     _HUGGING_FACE,
                     lambda: patched(_HUGGING_FACE, {"is_fake_tensor": _no}),
+                ),
+                after_import(
+                    generation_ends.CRITERIA,
+                    lambda: generation_ends.ends_at_length(self.operators.known.get),
+                ),
+                after_import(
+                    generation_ends.LOOPS,
+                    lambda: generation_ends.beams_end_at_length(self.operators.known.get),
                 ),
             ):
                 stack.enter_context(context)

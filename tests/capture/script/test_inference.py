@@ -225,6 +225,24 @@ def test_a_plain_loop_is_recognised_without_a_device(tmp_path):
     assert len(products) == 1
 
 
+def test_beam_search_without_a_device_lasts_to_its_length(tmp_path):
+    """Neither scores nor an end token, which no device computes, end it earlier."""
+    text = GENERATE.format(cache="None, num_beams=2")
+    script = tmp_path / "generate.py"
+    script.write_text(textwrap.dedent(text))
+    command = ("capture", "run", script, "--device", "none", "-o", tmp_path / "trace.et")
+    done = run_command(*command, "--steps", "decode,4")
+    assert done.returncode == 0, done.stderr
+    for label, number in (("decode", 2), ("4", 4)):
+        step = onerank.read(tmp_path / f"trace.{label}.et").job.inference
+        context = (PROMPT + number - 2,) * 2 * BATCH
+        assert step == InferenceStep("decode", number, 2 * BATCH, 1, context)
+    # The fifth forward of four does not occur, and the search for it ends.
+    done = run_command(*command, "--steps", "5")
+    assert done.returncode == 2
+    assert "steps-not-reached" in done.stderr
+
+
 TRAIN = """
     torch.set_grad_enabled(True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
