@@ -1115,9 +1115,16 @@ def test_wrong_sizes_write_nothing(tmp_path: Path):
     assert not (tmp_path / "b").exists()
 
 
-def test_a_rank_caches_its_heads_where_a_norm_spans_all(tmp_path: Path):
-    """The plan of transformers gathers them for the norm, so each rank would cache all."""
-    config = {**LLAMA, "model_type": "olmo3", "sliding_window": 64}
+# Of an attention that transformers' plan gathers: for a norm over all heads, for an indexer.
+GATHERED = {
+    "olmo3": {"sliding_window": 64},
+    "minimax_m3_vl_text": {"head_dim": HIDDEN // HEADS, "num_local_experts": 4},
+}
+
+
+@pytest.mark.parametrize("kind", GATHERED)
+def test_a_rank_caches_its_heads_where_the_plan_gathers_them(tmp_path: Path, kind: str):
+    config = {**LLAMA, "model_type": kind, **GATHERED[kind]}
     for tp in (1, 2):
         with loaded_server(written(tmp_path, config), Options(tp=tp)) as server:
             need = server.served.cache_need

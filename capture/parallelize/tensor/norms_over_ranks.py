@@ -1,9 +1,12 @@
-"""Norms whose features several ranks have, in inference.
+"""Attention that transformers' plans gather, in inference: engines slice its heads.
 
-OLMo 2 and 3, OLMoE and MiniMax-M2 norm queries, and keys, over all heads. transformers' plans
-gather them, so that every rank attends with all heads and caches the keys of all. Engines slice the
-heads. Each rank norms its part, and an all-reduce adds the squares, one number per token, as in
-vLLM's `MiniMaxText01RMSNormTP`. For OLMo, vLLM gathers queries and keys for the norm instead.
+With a gather, every rank attends with all heads and caches the keys of all.
+
+- OLMo 2 and 3, OLMoE and MiniMax-M2 norm queries, and keys, over all heads. Each rank norms its
+  part, and an all-reduce adds the squares, one number per token, as in vLLM's
+  `MiniMaxText01RMSNormTP`. For OLMo, vLLM gathers queries and keys for the norm instead.
+- MiniMax-M3 norms each head by itself. Its plan gathers for an indexer, which only its sparse
+  layers have.
 """
 
 import functools
@@ -15,15 +18,21 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from onerank.capture.parallelize.autograd_collectives import reduce_from_group
-from onerank.capture.parallelize.tensor.module_styles import COLUMN, GATHERED, ROW, SPLIT
+from onerank.capture.parallelize.tensor.module_styles import (
+    COLUMN,
+    GATHERED,
+    REPLICATED,
+    ROW,
+    SPLIT,
+)
 from onerank.capture.parallelize.tensor.shard_parameters import cut_heads
 
 NORM_OF_RANKS = "norm_of_ranks"
 """Style of a norm over the features of all ranks, each of which has a part."""
 
 
-def norms_of_ranks(model: nn.Module, styles: dict[str, str], size: int) -> dict[str, str]:
-    """Return module name -> style for attentions that a plan gathers for a norm over all heads.
+def gathered_attention(model: nn.Module, styles: dict[str, str], size: int) -> dict[str, str]:
+    """Return module name -> style for attentions that a plan gathers for no reason or for a norm.
 
     Args:
         model: a model whose parameters are whole.
@@ -37,17 +46,24 @@ def norms_of_ranks(model: nn.Module, styles: dict[str, str], size: int) -> dict[
         if not gathered or styles.get(f"{name}.o_proj") not in SPLIT:
             continue
         width, norms = getattr(module, "head_dim", 0), {"q_norm": "q_proj", "k_norm": "k_proj"}
-        features = {key: children[projection].out_features for key, projection in norms.items()}
-        if all(
-            isinstance(weight := getattr(children.get(key), "weight", None), Tensor)
-            and weight.shape == (count,)
-            and width
-            and count % (width * size) == 0
-            for key, count in features.items()
-        ):
-            sliced |= {f"{name}.{key}": COLUMN[0] for key in ("q_proj", "k_proj", "v_proj")}
-            sliced |= {f"{name}.{key}": NORM_OF_RANKS for key in norms} | {f"{name}.o_proj": ROW[0]}
+        features = [children[projection].out_features for projection in norms.values()]
+        if not width or any(count % (width * size) for count in features):
+            continue
+        weights = [getattr(children.get(key), "weight", None) for key in norms]
+        shapes = [weight.shape if isinstance(weight, Tensor) else None for weight in weights]
+        if shapes == [(count,) for count in features]:
+            norm_style = NORM_OF_RANKS
+        elif shapes == [(width,)] * 2 and not {*children} - {*_HEADS_ALONE, *norms}:
+            norm_style = REPLICATED[0]
+        else:
+            continue
+        sliced |= {f"{name}.{key}": COLUMN[0] for key in ("q_proj", "k_proj", "v_proj")}
+        sliced |= {f"{name}.{key}": norm_style for key in norms} | {f"{name}.o_proj": ROW[0]}
     return sliced
+
+
+# Modules of an attention in which no head reads another. An indexer reads those of a group.
+_HEADS_ALONE = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 def slice_norm(norm: nn.Module, name: str, group: dist.ProcessGroup) -> None:

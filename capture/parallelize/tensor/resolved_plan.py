@@ -48,7 +48,7 @@ from onerank.capture.parallelize.tensor.module_styles import (
     planned_styles,
     without_gathers,
 )
-from onerank.capture.parallelize.tensor.norms_over_ranks import norms_of_ranks
+from onerank.capture.parallelize.tensor.norms_over_ranks import gathered_attention
 from onerank.capture.parallelize.tensor.plan_file import KEPT_WHOLE, ModuleRule, without_plan
 from onerank.capture.parallelize.tensor.sequence_parallel import LayerInput
 from onerank.capture.parallelize.tensor.shared_heads import SharedHeads, shared_heads
@@ -289,7 +289,7 @@ def resolve_plan(
     if tp_style == "megatron":
         styles = without_gathers(model, styles)
         if replicate_heads:
-            styles |= norms_of_ranks(model, styles, group.size())
+            styles |= gathered_attention(model, styles, group.size())
     _check_tied(model, styles)
     for name in adapters:
         _check_adapted(name, styles[name], rules, sequence=sequence)
