@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from onerank.capture.serving.state_operators import define_operator
+from onerank.capture.serving.step_cache import running_step
 from onerank.ir.errors import CaptureError
 
 # torch's dispatcher has no types.
@@ -177,10 +178,12 @@ def _index(
     q_resid: Tensor,
     position_embeddings: tuple[Tensor, Tensor],
     *_: Any,
-    past_key_values: Any = None,
     **__: Any,
 ) -> dict[str, Tensor]:
     """Return the indices of the tokens that each query attends to, by part of the step."""
+    # Not the argument, which transformers 5.24 renamed.
+    cache = running_step.cache
+    assert cache is not None, "a step is running"
     plain = self.head_dim - self.qk_rope_head_dim
     q = self.wq_b(q_resid).unflatten(-1, (self.n_heads, self.head_dim))
     keys = self.k_norm(self.wk(hidden_states)).unsqueeze(2)
@@ -190,10 +193,10 @@ def _index(
     keys = torch.cat((rotated[1], of_keys[1]), dim=-1).squeeze(2)
     weights = self.weights_proj(hidden_states)
     start, indices = 0, dict[str, Tensor]()
-    for part, count, tokens in past_key_values.composition.parts():
+    for part, count, tokens in cache.composition.parts():
         end = start + count * tokens
         operands = [t[0, start:end].unflatten(0, (count, tokens)) for t in (q, keys, weights)]
-        cached = past_key_values.index_room(part, operands[1], SCALE_BYTES)
+        cached = cache.index_room(part, operands[1], SCALE_BYTES)
         indices[part] = getattr(getattr(self, PARTS), part)(*operands, cached, self.index_topk)
         start = end
     return indices

@@ -1,6 +1,5 @@
 """`capture serve` of models with a state of constant size per sequence: results, bytes, FLOPs."""
 
-import inspect
 import json
 import sys
 from pathlib import Path
@@ -205,8 +204,8 @@ def step_like_transformers(
         lightning = config["model_type"] == "minimax"
         cache = MiniMaxCache() if lightning else DynamicCache(config=other)
         before_ids = torch.randint(0, 128, (count, context))
-        named = inspect.signature(reference.forward).parameters
-        name = "cache_params" if "cache_params" in named else "past_key_values"
+        # transformers 5.24 renamed the argument, and drops that of another name.
+        name = next(key for key, value in step.arguments.items() if value is step.cache)
         with torch.no_grad():
             reference(before_ids, **{name: cache}, use_cache=True)
         for (layer, of_part, value), cached in step.cache.tensors.items():
