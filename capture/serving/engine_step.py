@@ -116,8 +116,10 @@ def give_attention_scopes(step: RepeatableStep) -> None:
     except OneRankError:  # a refusal keeps its own code
         raise
     except Exception as error:
-        # A model with another kind of cache fails before its attention, with any exception.
-        if not callers and not step.cache.states.tensors:
+        # A model with another kind of cache fails before its attention, with any exception, or asks
+        # for what this cache lacks, as the indexer of MiniMax-M3 does.
+        other_cache = isinstance(getattr(error, "obj", None), StepCache)
+        if other_cache or (not callers and not step.cache.states.tensors):
             raise own_attention_error(type(model).__name__, error) from error
         raise CaptureError(
             f"{type(model).__name__} does not run a step of an engine: {type(error).__name__}: "

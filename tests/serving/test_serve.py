@@ -568,6 +568,16 @@ def test_the_first_cuda_graph_is_as_fast_as_later_ones(tmp_path: Path):
         ({**LLAMA, "model_type": "gemma3n_text", "num_kv_shared_layers": 2}, "serve-model-unknown"),
         ({**LLAMA, "quantization_config": {"quant_method": "fp8"}}, "serve-quantised"),
         ({"model_type": "falcon", "num_hidden_layers": 1}, "serve-own-attention"),
+        (
+            {
+                **LLAMA,
+                "model_type": "minimax_m3_vl_text",
+                "head_dim": HIDDEN // HEADS,
+                "num_local_experts": 4,
+                "layer_types": ["full_attention", "minimax_m3_sparse"],
+            },
+            "serve-own-attention",
+        ),
     ],
 )
 def test_a_model_that_is_not_served(tmp_path: Path, config: dict[str, Any], code: str):
