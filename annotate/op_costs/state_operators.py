@@ -116,13 +116,17 @@ def _selective_state_update(call: Call) -> Work | None:
     of_input = 2 * (call.tensor(5) is not None) + _GATE * (call.tensor(8) is not None)
     work = _with_state(vector_work(call, of_state * state.numel + of_input * x.numel), state)
     # In 16 bits, the kernel is bound by its instructions and not by the bytes.
-    return replace(work, passes=_MAMBA_UPDATE_TIMES[0 if state.item_bytes > 2 else 1])
+    work = replace(work, passes=_MAMBA_UPDATE_TIMES[0 if state.item_bytes > 2 else 1])
+    if len(a.shape) == 1:
+        return work
+    return replace(work, cycles=_UPDATE_CYCLES * state.numel)
 
 
 def _selective_scan(call: Call) -> Work | None:
     """Return the work of Mamba 1's scan (arXiv:2312.00752), as `_selective_state_update` counts it.
 
-    For each element of the input also dt = softplus(dt + bias), 2.
+    For each element of the input also dt = softplus(dt + bias), 2. A block of threads scans all
+    tokens of a channel, in chunks that it computes whole.
     """
     operands = _tensors(call, 0, 2, 7)
     if operands is None:
@@ -130,7 +134,13 @@ def _selective_scan(call: Call) -> Work | None:
     x, a, state = operands
     skip, bias, gate = (call.tensor(place) is not None for place in (5, 6, 8))
     each = 8 * a.shape[1] + 2 * skip + 2 * bias + _GATE * gate
-    return _with_state(vector_work(call, each * x.numel), state)
+    work = _streamed(
+        _with_state(vector_work(call, each * x.numel), state), _selective_kernels(call), 0.0
+    )
+    n, t, channels = x.shape
+    chunk = next((size for size in _SCAN_CHUNKS if t <= size), _LONGEST_SCAN_CHUNK)
+    tokens = ceil(t / chunk) * chunk
+    return replace(work, cycles=_SCAN_CYCLES * n * tokens * channels * a.shape[1])
 
 
 def _lightning(call: Call) -> Work | None:
@@ -172,6 +182,18 @@ _UPDATE_TIMES = 1.18
 # (2026-11-27-state-kernels-h100).
 _CONVOLUTION_TIMES = {"causal_conv1d": 1.4, "causal_conv1d_update": 2.2}
 _MAMBA_UPDATE_TIMES = (1.07, 1.65)
+
+# SM cycles of an element of Mamba 1's state: of a token of mamba_ssm's scan, and of an update. One
+# Falcon-Mamba layer on an H100, with 8,192 channels and 16 numbers of each, in bfloat16
+# (2026-11-27-serving-blind-2-h100).
+_SCAN_CYCLES, _UPDATE_CYCLES = 0.44, 1.7
+
+# Tokens of a chunk of the scan: the shortest that holds all tokens, else the longest
+# (`selective_scan_fwd_cuda` of mamba_ssm).
+_SCAN_CHUNKS, _LONGEST_SCAN_CHUNK = (128, 256, 512, 1024), 2048
+
+# Time of a copy that transposes tokens and channels over that of its bytes, from the same layer.
+_TRANSPOSED = 4.3
 
 # Time of mamba_ssm's kernels over that of their bytes: states of chunks, their sum over the chunks
 # before, of which the cache serves a part, and the output.
@@ -273,6 +295,29 @@ def _mamba_kernels(call: Call) -> Sequence[ChunkKernel]:
     )
 
 
+def _selective_kernels(call: Call) -> Sequence[ChunkKernel]:
+    """Return the kernels of mamba_ssm's scan of Mamba 1, in order.
+
+    The scan reads contiguous tokens. Inputs, steps, gate, B and C have contiguous channels, so they
+    are copied first; vLLM's copy of the package does the same. A copy stores the last state.
+    """
+    operands = _tensors(call, 0, 1, 3, 4, 7)
+    if operands is None:
+        return ()
+    x, dt, b, c, state = operands
+    gate = call.tensor(8)
+    rows = (x, dt, b, c, *(() if gate is None else (gate,)))
+    copies = (
+        ChunkKernel("elementwise_kernel", round(_TRANSPOSED * 2 * row.nbytes), 1.0) for row in rows
+    )
+    moved = 2 * x.nbytes + sum(row.nbytes for row in rows[1:]) + state.nbytes
+    return (
+        *copies,
+        ChunkKernel("selective_scan_fwd_kernel", moved),
+        ChunkKernel("elementwise_kernel", 2 * state.nbytes, 1.0),
+    )
+
+
 def _lightning_kernels(call: Call) -> Sequence[ChunkKernel]:
     """Return the kernels of vLLM's lightning attention, in order; their times were not measured.
 
@@ -299,6 +344,7 @@ def chunk_kernels(op: str, call: Call) -> Sequence[ChunkKernel]:
         "chunk_gated_delta_rule": _delta_kernels,
         "mamba_chunk_scan": _mamba_kernels,
         "lightning_attention": _lightning_kernels,
+        "selective_scan": _selective_kernels,
     }
     return kernels[op](call) if op in kernels else ()
 

@@ -370,7 +370,8 @@ LIBRARY_RULES: dict[str, Rule] = {
     "_grouped_mm": _grouped_gemm,
     "latent_attention": _latent_attention,
     **dict.fromkeys(
-        ["chunk_gated_delta_rule", "mamba_chunk_scan", "lightning_attention"], _chunked_scan
+        ["chunk_gated_delta_rule", "mamba_chunk_scan", "selective_scan", "lightning_attention"],
+        _chunked_scan,
     ),
     "convolution": _convolution,
     "convolution_backward": _convolution_backward,

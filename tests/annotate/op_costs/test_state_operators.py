@@ -82,6 +82,27 @@ def test_times_of_mamba_2_on_an_h100():
     assert np.abs(errors).mean() < 0.05
 
 
+def selective_scan(t: int) -> Call:
+    """Return a scan of Mamba 1 with 8,192 channels and 16 numbers of each."""
+    rows, b, state = [1, t, 8192], [1, t, 16], [1, 8192, 16]
+    shapes = [rows, rows, [8192, 16], b, b, [8192], [8192], state, rows]
+    types = [BF16, BF16, F32, BF16, BF16, F32, F32, BF16, BF16]
+    inputs, outputs = (
+        (json.dumps(shapes), json.dumps(types)),
+        (json.dumps([rows]), json.dumps([BF16])),
+    )
+    return Call.parse("selective_scan", inputs, outputs)
+
+
+def test_a_scan_of_mamba_1_computes_its_chunks_whole():
+    op, h100 = "onerank_serving::selective_scan", load_gpu("H100")
+    cycles = {t: work_of_call(op, selective_scan(t)).cycles for t in (100, 700, 1024, 1025, 3000)}
+    padded = {t: round(of_t / cycles[100] * 128) for t, of_t in cycles.items()}
+    assert padded == {100: 128, 700: 1024, 1024: 1024, 1025: 2048, 3000: 4096}
+    # Copies of five operands, the scan, and a copy of the last state.
+    assert len(launches_of(op, selective_scan(100), h100)) == 7
+
+
 @pytest.mark.parametrize("t", [64, 65, 128])
 def test_a_chunk_is_computed_whole(t: int):
     work = work_of_call(
