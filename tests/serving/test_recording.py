@@ -646,7 +646,7 @@ def test_other_commands_read_the_bundle_of_a_recording(tmp_path: Path) -> None:
     # from shapes contains its gap; two layers have four each, and the head one.
     kernels = read.kernels.group_by("row").agg(pl.col("kernels").sum()).sort("row")["kernels"]
     gaps_ns = read.steps["graph_ns"] - read.steps["gpu_ns"]
-    assert gaps_ns.to_list() == [370 * (count - 9) for count in kernels.to_list()]
+    assert gaps_ns.to_list() == [250 * (count - 9) for count in kernels.to_list()]
     invoke(command, *aiconfigurator)
     (table,) = output.rglob("*.parquet")
     steps = pl.read_parquet(table)

@@ -15,9 +15,14 @@ from onerank.annotate.recost.recosting_summary import Recosting
 from onerank.ir import Evidence, Graph
 from onerank.serving.tables import StepRow
 
-# From the end of a kernel of a replayed CUDA graph to the start of the next, in ns: the median of
-# 22 decodes of a Llama-8B at TP 2 (1,439 to 1,534 kernels) on an H100, 352 to 383 in most of them.
-_GRAPH_GAP_NS = 370
+# Time of a replayed CUDA graph beyond the sum of its profiled kernels, for each kernel, in ns. The
+# median of 32 steps of seven models on H100s, 105 to 380 ns. Graphs in the fast mode, which other
+# steps have, take 50 to 450 ns less than the sum (2026-11-27-serving-blind-2-h100).
+_GRAPH_GAP_NS = 250
+
+# The longest usual gap: of 22 decodes of a Llama-8B at TP 2 (1,439 to 1,534 kernels) on an H100,
+# 352 to 383 in most of them.
+_LONGEST_GRAPH_GAP_NS = 370
 
 # Half the width of the 80% interval of the gap after a kernel, in ns. Measured gaps of decodes are
 # 173 to 303 ns on H100s (Llama-8B, Llama-1B and a Qwen3-MoE, whole) and 357 to 417 ns on an H200
@@ -84,7 +89,7 @@ class _GraphGaps:
         longer_ns = row.graph_ns - row.gpu_ns
         # A difference beyond the usual gaps has another cause, such as a lower clock, whose effect
         # grows with the kernels.
-        gaps_ns = min(max(0, longer_ns), _GRAPH_GAP_NS * count)
+        gaps_ns = min(max(0, longer_ns), _LONGEST_GRAPH_GAP_NS * count)
         stretch = (longer_ns - gaps_ns) / row.gpu_ns
         source = source_gpu(before, None)
         if not same_die(source, gpu):
