@@ -183,17 +183,17 @@ _UPDATE_TIMES = 1.18
 _CONVOLUTION_TIMES = {"causal_conv1d": 1.4, "causal_conv1d_update": 2.2}
 _MAMBA_UPDATE_TIMES = (1.07, 1.65)
 
-# SM cycles of an element of Mamba 1's state: of a token of mamba_ssm's scan, and of an update. One
-# Falcon-Mamba layer on an H100, with 8,192 channels and 16 numbers of each, in bfloat16
-# (2026-11-27-serving-blind-2-h100).
-_SCAN_CYCLES, _UPDATE_CYCLES = 0.44, 1.7
+# SM cycles of an element of Mamba 1's state: of a token of mamba_ssm's scan, and of an update. On
+# an H100, scans of Mamba 2.8B take 0.47 to 0.48, and updates 0.67; those of Falcon-Mamba take 1.5.
+# The update's is the geometric mean (2026-11-27-serving-blind-2-h100).
+_SCAN_CYCLES, _UPDATE_CYCLES = 0.475, 1.0
 
 # Tokens of a chunk of the scan: the shortest that holds all tokens, else the longest
 # (`selective_scan_fwd_cuda` of mamba_ssm).
 _SCAN_CHUNKS, _LONGEST_SCAN_CHUNK = (128, 256, 512, 1024), 2048
 
-# Time of a copy that transposes tokens and channels over that of its bytes, from the same layer.
-_TRANSPOSED = 4.3
+# Time of a copy that transposes tokens and channels over that of its bytes, from the same layers.
+_TRANSPOSED = 6.1
 
 # Time of mamba_ssm's kernels over that of their bytes: states of chunks, their sum over the chunks
 # before, of which the cache serves a part, and the output.
@@ -298,19 +298,19 @@ def _mamba_kernels(call: Call) -> Sequence[ChunkKernel]:
 def _selective_kernels(call: Call) -> Sequence[ChunkKernel]:
     """Return the kernels of mamba_ssm's scan of Mamba 1, in order.
 
-    The scan reads contiguous tokens. Inputs, steps, gate, B and C have contiguous channels, so they
-    are copied first; vLLM's copy of the package does the same. A copy stores the last state.
+    The scan reads contiguous tokens. Inputs, gate, B and C have contiguous channels, so they are
+    copied first; vLLM's copy of the package does the same. A copy stores the last state.
     """
     operands = _tensors(call, 0, 1, 3, 4, 7)
     if operands is None:
         return ()
     x, dt, b, c, state = operands
     gate = call.tensor(8)
-    rows = (x, dt, b, c, *(() if gate is None else (gate,)))
+    rows = (x, b, c, *(() if gate is None else (gate,)))
     copies = (
         ChunkKernel("elementwise_kernel", round(_TRANSPOSED * 2 * row.nbytes), 1.0) for row in rows
     )
-    moved = 2 * x.nbytes + sum(row.nbytes for row in rows[1:]) + state.nbytes
+    moved = x.nbytes + dt.nbytes + sum(row.nbytes for row in rows) + state.nbytes
     return (
         *copies,
         ChunkKernel("selective_scan_fwd_kernel", moved),
