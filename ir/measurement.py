@@ -110,11 +110,16 @@ class AllocatorSettings(msgspec.Struct, frozen=True, omit_defaults=True):
         max_split_bytes: size from which a block is not split; 0 for no limit.
         roundup_divisions: parts into which the space between two powers of two is divided to round
             sizes up, for sizes below 2 MiB, 4 MiB and so on; 0 or 1 rounds to 512 bytes.
+        large_segment_bytes: segment for a block of 1 to 10 MiB, and growth of an expandable segment
+            of blocks above 1 MiB.
+        unsplit_excess_bytes: a block that is not split serves a request up to this much smaller.
     """
 
     expandable_segments: bool = False
     max_split_bytes: int = 0
     roundup_divisions: tuple[int, ...] = ()
+    large_segment_bytes: int = 20 << 20
+    unsplit_excess_bytes: int = 20 << 20
 
 
 class MemoryLog(msgspec.Struct, frozen=True, omit_defaults=True):

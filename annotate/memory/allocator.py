@@ -1,9 +1,8 @@
 """Simulate PyTorch's caching allocator: the memory it reserves for the allocations of a step.
 
 Rules and constants are those of c10/cuda/CUDACachingAllocator.cpp and, since torch 2.8,
-c10/core/AllocatorConfig.h. Each stream has separate pools. Supported settings: expandable segments,
-the size from which blocks are not split, and rounding to fractions of powers of two. Early garbage
-collection (`garbage_collection_threshold`) is not simulated.
+c10/core/AllocatorConfig.h. Each stream has separate pools. Supported settings: those of
+`AllocatorSettings`. Early garbage collection (`garbage_collection_threshold`) is not simulated.
 """
 
 from bisect import bisect_left, insort
@@ -81,10 +80,12 @@ class Pool:
 
     Attributes:
         small: whether it holds small blocks.
+        page_bytes: size of the pages in which its expandable segments grow.
         unmapped: free addresses without memory, the lowest first.
     """
 
     small: bool
+    page_bytes: int
     unmapped: list[Block] = field(default_factory=list[Block])
     _keys: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     _blocks: dict[tuple[int, int], Block] = field(default_factory=dict[tuple[int, int], Block])
@@ -119,22 +120,12 @@ class Pool:
         return list(self._blocks.values())
 
 
-# Pages of expandable segments (`ExpandableSegment`): kSmallBuffer and kLargeBuffer.
-SMALL_PAGE_BYTES = 2 << 20
-
-LARGE_PAGE_BYTES = 20 << 20
-
-# Address range of an expandable segment. torch reserves 1.125 times the device's memory; this is
-# more than any device has, so that a segment never ends.
-RANGE_BYTES = LARGE_PAGE_BYTES << 20
+# Address range of an expandable segment, in pages. torch reserves 1.125 times the device's memory;
+# this is more than any device has, so that a segment never ends.
+RANGE_PAGES = 1 << 20
 
 TryReserve = Callable[[int], bool]
 """Takes bytes from the driver; returns False if the driver has no more."""
-
-
-def page_bytes(pool: Pool) -> int:
-    """Return the page size in which a pool's segments grow, in bytes."""
-    return SMALL_PAGE_BYTES if pool.small else LARGE_PAGE_BYTES
 
 
 def best_fit(pool: Pool, size: int) -> Block | None:
@@ -151,18 +142,19 @@ def best_fit(pool: Pool, size: int) -> Block | None:
     return best
 
 
-def grow(pool: Pool, size: int, reserve: TryReserve, address: Callable[[], int]) -> Block | None:
+def grow(pool: Pool, size: int, reserve: TryReserve, below: Callable[[int], int]) -> Block | None:
     """Map a block of `size` or more and remove it from its pool; None without memory.
 
     Args:
         pool: pool of the block.
         size: bytes.
         reserve: takes bytes from the driver.
-        address: returns the first address of a new range.
+        below: returns the first address of a new range of some bytes.
     """
     block = _lowest(pool, size)
     if block is None:
-        block = Block(RANGE_BYTES, address(), pool, mapped=False)
+        range_bytes = pool.page_bytes * RANGE_PAGES
+        block = Block(range_bytes, below(range_bytes), pool, mapped=False)
         pool.add(block)
     if not block.mapped and not _map(block, size, reserve):
         return None
@@ -184,7 +176,7 @@ def give_back(pool: Pool) -> int:
 
 def _unmap(block: Block) -> int:
     """Unmap the whole pages in a free block; return their bytes."""
-    pool, page = block.pool, page_bytes(block.pool)
+    pool, page = block.pool, block.pool.page_bytes
     # The driver unmaps whole pages only, so the ends of the block stay mapped.
     begin = -(-block.address // page) * page
     end = (block.address + block.size) // page * page
@@ -226,7 +218,7 @@ def _lowest(pool: Pool, size: int) -> Block | None:
 
 def _map(block: Block, size: int, reserve: TryReserve) -> bool:
     """Map the first `size` bytes of a block, and merge it with its neighbours."""
-    page, pool = page_bytes(block.pool), block.pool
+    pool, page = block.pool, block.pool.page_bytes
     wanted = min(block.size, -(-size // page) * page)
     if not reserve(wanted):
         return False
@@ -245,8 +237,6 @@ MIN_BLOCK_BYTES = 512  # kMinBlockSize
 SMALL_BYTES = 1 << 20  # kSmallSize
 
 SMALL_BUFFER_BYTES = 2 << 20  # kSmallBuffer
-
-LARGE_BUFFER_BYTES = 20 << 20  # kLargeBuffer
 
 MIN_LARGE_BYTES = 10 << 20  # kMinLargeAlloc
 
@@ -272,12 +262,12 @@ def round_size(size: int, divisions: tuple[int, ...] = ()) -> int:
     return max(MIN_BLOCK_BYTES, -(-size // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES)
 
 
-def segment_size(size: int) -> int:
+def segment_size(size: int, large_segment_bytes: int) -> int:
     """Return the size requested from the driver for a block of `size` (`get_allocation_size`)."""
     if size <= SMALL_BYTES:
         return SMALL_BUFFER_BYTES
     if size < MIN_LARGE_BYTES:
-        return LARGE_BUFFER_BYTES
+        return large_segment_bytes
     return -(-size // ROUND_LARGE_BYTES) * ROUND_LARGE_BYTES
 
 
@@ -317,7 +307,8 @@ class CachingAllocator:
         """
         size = round_size(request, self.settings.roundup_divisions)
         small = size <= SMALL_BYTES
-        pool = self._pools.setdefault((stream, small), Pool(small))
+        page = SMALL_BUFFER_BYTES if small else self.settings.large_segment_bytes
+        pool = self._pools.setdefault((stream, small), Pool(small, page))
         block = self._free_block(pool, size)
         if block is None:
             block = self._new_block(pool, size)
@@ -381,8 +372,8 @@ class CachingAllocator:
         # A block that must not be split serves no smaller request, which would waste its rest.
         if most and size < most <= block.size:
             return None
-        # A larger request may take such a block if it wastes less than one large buffer.
-        if most and size >= most and block.size >= size + LARGE_BUFFER_BYTES:
+        # A larger request may take such a block if it wastes little of it.
+        if most and size >= most and block.size >= size + self.settings.unsplit_excess_bytes:
             return None
         pool.remove(block)
         return block
@@ -398,21 +389,26 @@ class CachingAllocator:
 
     def _new_block(self, pool: Pool, size: int) -> Block:
         # The order of `malloc` in torch: the driver, then oversized blocks, then the whole cache.
-        for make_room in (None, self._release_oversized, self._release_all):
-            if make_room is not None:
-                make_room(pool, size)
+        block = self._from_driver(pool, size)
+        if block is None and self._release_oversized(pool, size):
             block = self._from_driver(pool, size)
-            if block is not None:
-                return block
-        raise OutOfMemoryError(
-            f"{segment_size(size)} bytes wanted, {self.reserved_bytes} of {self.capacity_bytes} "
-            "reserved"
-        )
+        if block is None:
+            self.release_cached()
+            block = self._from_driver(pool, size)
+        if block is None:
+            raise OutOfMemoryError(
+                f"{self._segment_size(size)} bytes wanted, {self.reserved_bytes} of "
+                f"{self.capacity_bytes} reserved"
+            )
+        return block
+
+    def _segment_size(self, size: int) -> int:
+        return segment_size(size, self.settings.large_segment_bytes)
 
     def _from_driver(self, pool: Pool, size: int) -> Block | None:
         if self.settings.expandable_segments:
-            return grow(pool, size, self._reserve, lambda: self._below(RANGE_BYTES))
-        wanted = segment_size(size)
+            return grow(pool, size, self._reserve, self._below)
+        wanted = self._segment_size(size)
         return Block(wanted, self._below(wanted), pool) if self._reserve(wanted) else None
 
     def _below(self, size: int) -> int:
@@ -429,29 +425,27 @@ class CachingAllocator:
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
         return True
 
-    def _release_oversized(self, pool: Pool, size: int) -> None:
-        """Release blocks too large to be split until there is enough room.
+    def _release_oversized(self, pool: Pool, size: int) -> bool:
+        """Release blocks too large to be split; return whether they have enough room.
 
         Follows `release_available_cached_blocks`.
         """
         most = self.settings.max_split_bytes
         if not most:
-            return
+            return False
         wanted = max(size, most)
         # One block that is large enough is released alone; only without one are several.
         larger = pool.fitting(wanted)
         if larger:
             self._release(larger[0])
-            return
+            return True
         released = 0
         for block in reversed(pool.fitting(most)):
             if released >= wanted:
                 break
             released += block.size
             self._release(block)
-
-    def _release_all(self, _pool: Pool, _size: int) -> None:
-        self.release_cached()
+        return released >= wanted
 
     def _release(self, block: Block) -> None:
         if block.whole:

@@ -482,10 +482,9 @@ class _Memory:
         }
 
     def set_fraction(self, fraction: float, *_: Any, **__: Any) -> None:
-        """`torch.cuda.set_per_process_memory_fraction`, whose limit is not simulated."""
+        """`torch.cuda.set_per_process_memory_fraction`."""
         self._fraction = fraction
-        if fraction < 1:
-            self._allocator.note_unsimulated(f"set_per_process_memory_fraction({fraction})")
+        self._allocator.limit(fraction)
 
     def enable_caching(self, value: bool = True) -> None:
         """`torch.cuda.caching_allocator_enable`; without the cache memory is not simulated."""

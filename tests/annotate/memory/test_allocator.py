@@ -129,6 +129,30 @@ def test_above_the_split_limit_blocks_are_whole():
     assert (allocator.reserved_bytes, allocator.allocated_bytes) == (410 * MIB, 410 * MIB)
 
 
+def test_sizes_of_segments_and_unsplit_blocks_are_settings():
+    allocator = CachingAllocator(settings=AllocatorSettings(large_segment_bytes=12 * MIB))
+    allocator.allocate(3 * MIB)
+    assert allocator.reserved_bytes == 12 * MIB
+    page = AllocatorSettings(expandable_segments=True, large_segment_bytes=12 * MIB)
+    allocator = CachingAllocator(settings=page)
+    allocator.allocate(30 * MIB)
+    assert allocator.reserved_bytes == 36 * MIB
+    limits = AllocatorSettings(max_split_bytes=100 * MIB, unsplit_excess_bytes=60 * MIB)
+    allocator = CachingAllocator(settings=limits)
+    allocator.free(allocator.allocate(200 * MIB))
+    allocator.allocate(141 * MIB)
+    assert allocator.reserved_bytes == 200 * MIB
+
+
+def test_blocks_that_do_not_make_enough_room_go_back_with_all_others():
+    allocator = CachingAllocator(400 * MIB, AllocatorSettings(max_split_bytes=100 * MIB))
+    for block in [allocator.allocate(size * MIB) for size in (100, 150, 60)]:
+        allocator.free(block)
+    # Releasing 250 MiB of oversize blocks is less than the request, so 60 MiB follow.
+    allocator.allocate(300 * MIB)
+    assert (allocator.reserved_bytes, allocator.returned) == (300 * MIB, 3)
+
+
 def test_blocks_above_the_split_limit_go_back_first():
     allocator = CachingAllocator(300 * MIB, AllocatorSettings(max_split_bytes=100 * MIB))
     large, small = allocator.allocate(200 * MIB), allocator.allocate(60 * MIB)

@@ -15,7 +15,7 @@ from own_process import run_command
 import onerank
 from onerank.annotate.op_costs.node_costs import op_costs_of
 from onerank.annotate.op_costs.op_classes import CLASSES, OpClass, classify
-from onerank.capture.no_device.device_memory import settings_in
+from onerank.capture.allocator_settings import settings_in
 from onerank.capture.no_device.inductor import InductorOnShapes
 from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import UNKNOWN, AllocatorSettings, Collective, Graph, Kind, Phase
@@ -728,6 +728,10 @@ KEPT = """
         print(torch.cuda.memory_reserved(), torch.cuda.memory_allocated())
 """
 _MIB = 1 << 20
+LIMITED = (
+    "torch.cuda.set_per_process_memory_fraction((100 << 20) / torch.cuda.mem_get_info()[1]); "
+    "torch.ones(70 << 18, device='cuda')"
+)
 
 
 @pytest.mark.parametrize(
@@ -741,8 +745,12 @@ _MIB = 1 << 20
         # The evaluation's block serves no smaller request.
         ("", "max_split_size_mb:32", (20 + 64 + 2) * _MIB),
         ("", "expandable_segments:True", (80 + 2) * _MIB),
+        ("", "large_segment_size_mb:12", (12 + 64 + 2) * _MIB),
+        # Without a limit, torch collects nothing.
         ("", "garbage_collection_threshold:0.8,backend:native", (20 + 64 + 2) * _MIB),
-        ("torch.cuda.set_per_process_memory_fraction(0.8)", "", (20 + 64 + 2) * _MIB),
+        ("", "garbage_collection_threshold:0.8,per_process_memory_fraction:0.5", 86 * _MIB),
+        # The limit has no room for 70 MiB next to the evaluation's segment, which is freed.
+        (LIMITED, "", (20 + 70 + 2) * _MIB),
         ("torch.cuda.set_per_process_memory_fraction(1.0)", "", (20 + 64 + 2) * _MIB),
     ],
 )
@@ -761,9 +769,10 @@ def test_reserved_memory_follows_the_whole_process(
     assert f"{reserved} {4 * _MIB}" in done.stderr + done.stdout
     expected = {"max_split_bytes": 32 * _MIB} if "split" in settings else {}
     expected |= {"expandable_segments": True} if "expandable" in settings else {}
+    expected |= {"large_segment_bytes": 12 * _MIB} if "large" in settings else {}
     assert (log.settings or AllocatorSettings()) == AllocatorSettings(**expected)
     noted = has_note(graph.job.measurement.notes, "alloc-conf-not-simulated", 0.8)
-    assert noted == ("0.8" in settings + before)
+    assert noted == ("fraction" in settings)
 
 
 @pytest.mark.parametrize(
@@ -779,7 +788,13 @@ def test_settings_of_the_allocator_are_those_of_the_environment(text, divisions)
 
 @pytest.mark.parametrize(
     "setting",
-    ["max_split_size_mb:many", "expandable_segments:1", "roundup_power2_divisions:[256:3]"],
+    [
+        "max_split_size_mb:many",
+        "expandable_segments:1",
+        "roundup_power2_divisions:[256:3]",
+        "large_segment_size_mb:10",
+        "per_process_memory_fraction:half",
+    ],
 )
 def test_a_malformed_setting_of_the_allocator_is_an_error(setting, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", f"backend:native,{setting}")
