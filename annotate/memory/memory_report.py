@@ -224,16 +224,19 @@ def report_memory(
 
 
 def fragmentation_of(graph: Graph) -> float:
-    """Return reserved over allocated memory at the peak of a step by the simulated allocator.
+    """Return reserved over allocated memory at the peak of a step.
 
-    1.0 if the graph has no log of its memory.
+    Of the capture, or by the simulated allocator if that is not known; 1.0 if the graph has no log
+    of its memory.
     """
     log = graph.job.measurement.memory
     if log is None:
         return 1.0
     resident, _ = resident_blocks(graph, log)
     peak = peak_of(levels_of(log, resident))
-    reserved = simulate_reserved(log, resident_pieces(graph, log, resident)).reserved_bytes
+    reserved = log.reserved_bytes
+    if not reserved:
+        reserved = simulate_reserved(log, resident_pieces(graph, log, resident)).reserved_bytes
     return max(1.0, reserved / max(1, peak.bytes))
 
 
@@ -344,6 +347,10 @@ def _with_blocks(
 
 
 def _fits(log: MemoryLog, pieces: Mapping[MemoryClass, Sequence[Piece]], capacity: int) -> bool:
+    # Where the capture's reserve has room, the allocator does there what it did in the capture. The
+    # simulation does not know what the process did before the step, which decides some percent.
+    if 0 < log.reserved_bytes <= capacity:
+        return True
     try:
         simulate_reserved(log, pieces, capacity)
     except OutOfMemoryError:

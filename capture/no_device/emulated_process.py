@@ -86,9 +86,7 @@ class EmulatedProcess:
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._collectives: dict[str, Callable[..., Any]] = {}
         self._routers = RouterChoices(routing)
-        self.operators = FakeOperators(
-            self.log, self.values, self._collectives, gpu.workspace_bytes, self._routers
-        )
+        self.operators = FakeOperators(self.log, self.values, self._collectives, gpu, self._routers)
         self.inductor = InductorOnShapes(self.operators, self.gpu)
         self._files = SavedFiles(self._fake, self.operators.known)
 

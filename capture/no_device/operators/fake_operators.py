@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from onerank.capture.fake_tensors import is_integral, mark_written
+from onerank.capture.no_device.emulated_gpu import EmulatedGpu
 from onerank.capture.no_device.event_log import (
     Describer,
     EventLog,
@@ -56,6 +57,11 @@ from onerank.capture.no_device.operators.operator_calls import (
     is_on_gpu,
     is_same_data,
     tensors_in,
+)
+from onerank.capture.no_device.operators.reduction_buffers import (
+    REDUCTIONS,
+    buffer_bytes,
+    reduced_dims,
 )
 from onerank.capture.no_device.operators.router_choices import RouterChoices
 from onerank.capture.no_device.operators.sequence_boundaries import with_lengths
@@ -151,7 +157,7 @@ class FakeOperators(TorchDispatchMode):
         log: EventLog,
         unknown: UnknownValues,
         collectives: Mapping[str, Callable[..., Any]],
-        workspace_bytes: int,
+        gpu: EmulatedGpu,
         routers: RouterChoices,
     ) -> None:
         """Create the mode; `FakeTensorMode` has to be on below it.
@@ -160,7 +166,7 @@ class FakeOperators(TorchDispatchMode):
             log: receives the operators.
             unknown: decides what a script reads from an unknown tensor.
             collectives: c10d operator without namespace -> its emulation.
-            workspace_bytes: memory that cuBLAS keeps per thread.
+            gpu: the GPU of the workspaces.
             routers: gives the choices of routers.
         """
         super().__init__()
@@ -172,7 +178,7 @@ class FakeOperators(TorchDispatchMode):
         self.zero_patterns = ZeroPatterns(self.known, self.storages, unknown)
         self.routers = routers
         self._results = KnownResults(self.known, unknown, routers)
-        self.workspaces = Workspaces(log, workspace_bytes)
+        self.workspaces = Workspaces(log, gpu.workspace_bytes, gpu.sm_count)
         self.describe = Describer(self.storages.number)
         self._functional = FunctionalCollectives(self.storages.number)
         self._sparse = SparseTensors(self, self.launch, self.known, unknown)
@@ -316,12 +322,12 @@ class FakeOperators(TorchDispatchMode):
             on_device = any(
                 is_on_gpu(tensor) and tensor.numel() for tensor in (*call.tensors, *outputs)
             ) and not (schema.base == "copy_" and is_same_data(*call.tensors[:2]))
-            if on_device and schema.base in _PRODUCTS:
-                self.workspaces.use()
             for tensor in outputs:
                 # The indices and values of a sparse tensor have storages, and it has none.
                 if isinstance(tensor, FakeTensor) and tensor.layout == torch.strided:
                     self.storages.number(tensor)
+            if on_device:
+                self._use_workspaces(call)
             if event is not None:
                 event.on_device = on_device
                 if not schema.is_view:
@@ -331,6 +337,22 @@ class FakeOperators(TorchDispatchMode):
             return result
         finally:
             self._log.end(event)
+
+    def _use_workspaces(self, call: OperatorCall) -> None:
+        """Allocate what the kernels of an operator take beyond its results."""
+        base, args = call.schema.base, call.args
+        if base in _PRODUCTS:
+            # cuBLASLt adds a bias of one dimension (`addmm_out_cuda_impl`).
+            adds_bias = base == "_scaled_mm" or (base == "addmm" and args[0].dim() == 1)
+            self.workspaces.use_cublas(adds_bias=adds_bias)
+        elif base in REDUCTIONS and call.tensors[0].layout == torch.strided:
+            gpu: Any = torch.cuda.get_device_properties(call.tensors[0].device)
+            threads, sm_count = gpu.max_threads_per_multi_processor, gpu.multi_processor_count
+            reduced = reduced_dims(base, args, call.kwargs)
+            sizes = buffer_bytes(call.tensors[0], reduced, threads, sm_count)
+            self.workspaces.take(*filter(None, sizes))
+        elif base == "_cudnn_rnn" and args[11] and args[12]:  # dropout in training
+            self.workspaces.use_dropout()
 
     def _describe_inputs(self, name: str, operands: Sequence[Any]) -> Operands:
         return self.describe(with_lengths(name, operands, self.known.get))
