@@ -27,6 +27,7 @@ from onerank.converters.targets.simai_rows import (
     SlotAssigner,
     WorkloadRow,
     all_rows,
+    leaves_stage,
 )
 from onerank.display import Displayed
 from onerank.ir import Graph, Job, Kind, Node, Phase
@@ -244,7 +245,8 @@ class _RowsOfStep:
         if (recorded := node.value("micro_batch")) >= 0:
             self._micro_batch = recorded
         slot, rows = self._slot_of(index, node), self._rows_of(index, node)
-        if node.kind is Kind.SEND and not self._evaluating[index]:
+        is_sent = node.kind is Kind.SEND and not self._evaluating[index]
+        if is_sent and leaves_stage(self._graph.job, node):
             sent_bytes = max(node.value("comm_bytes"), 0)
             self.sent_bytes[self._micro_batch, node.phase] += sent_bytes
         if not node.kind.is_communication:
@@ -321,19 +323,24 @@ def losses_of(
         sent_bytes: bytes that a micro-batch sends to the next stage.
     """
     graph = stages[0].graph
+    edges = sum(len(stage.graph.edges) for stage in stages)
+    operations = sum(int(stage.graph.gpu_compute.sum()) for stage in stages)
     yield (
-        f"dependencies ({len(graph.edges)} edges) and overlap: a row computes, then communicates, "
-        "and only weight-gradient communication can overlap compute"
+        f"dependencies ({edges} edges) and overlap: a row computes, then communicates, and only "
+        "weight-gradient communication can overlap compute"
     )
     yield (
-        f"{int(graph.gpu_compute.sum())} GPU operations become rows; host time, idle time, memory "
-        "and FLOPs are dropped"
+        f"{operations} GPU operations become rows; host time, idle time, memory and FLOPs are "
+        "dropped"
     )
-    storage = graph.mask(Kind.MEM_LOAD, Kind.MEM_STORE)
-    if storage.any():
+    storage_ns = [
+        stage.graph.nodes.duration_ns[stage.graph.mask(Kind.MEM_LOAD, Kind.MEM_STORE)]
+        for stage in stages
+    ]
+    if reads := sum(map(len, storage_ns)):
         yield (
-            f"{int(storage.sum())} reads and writes of storage, which take "
-            f"{int(graph.nodes.duration_ns[storage].sum())} ns"
+            f"{reads} reads and writes of storage, which take "
+            f"{sum(int(ns.sum()) for ns in storage_ns)} ns"
         )
     stage_losses = [stage.losses for stage in stages]
     for reason, calls in sum(
@@ -350,6 +357,11 @@ def losses_of(
         yield (
             f"{messages} sends and receives of the pipeline: pp_comm has the {sent_bytes} bytes "
             "that a micro-batch sends"
+        )
+    if within := [size for losses in stage_losses for size in losses.within_stage]:
+        yield (
+            f"{len(within)} sends and receives within a stage, as of ring attention, of "
+            f"{sum(within)} bytes: SimAI has none"
         )
     if sent_bytes > LARGEST_MESSAGE:
         yield f"pp_comm is {LARGEST_MESSAGE}, its maximum, instead of {sent_bytes} bytes"

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import zip_longest
 
-from onerank.ir import Collective, Graph, Kind, Node, ProcessGroup
+from onerank.converters.expand.pipeline import AXIS
+from onerank.ir import Collective, Graph, Job, Kind, Node, ProcessGroup
 from onerank.ir.errors import ExportError
 
 COLLECTIVE_NAMES = {
@@ -71,17 +72,32 @@ class Losses:
         calls_lost: number of these calls, by reason.
         moved: number of calls of other phases in the weight-gradient columns, by phase and group.
         messages: number of sends and receives of the pipeline.
+        within_stage: bytes of each other send and receive.
     """
 
     bytes_lost: Counter[str] = field(default_factory=Counter[str])
     calls_lost: Counter[str] = field(default_factory=Counter[str])
     moved: Counter[str] = field(default_factory=Counter[str])
     messages: int = 0
+    within_stage: list[int] = field(default_factory=list[int])
 
     def lose(self, reason: str, size_bytes: int) -> None:
         """Count a call that is not in the file."""
         self.bytes_lost[reason] += size_bytes
         self.calls_lost[reason] += 1
+
+
+def leaves_stage(job: Job, node: Node) -> bool:
+    """Return whether the other end of a send or receive is on another stage of the pipeline.
+
+    A message whose other end is not recorded is taken for one of the pipeline, if there is one.
+    """
+    if job.world.sizes.get(AXIS, 1) == 1:
+        return False
+    peer = node.value("comm_dst" if node.kind is Kind.SEND else "comm_src")
+    if not 0 <= peer < job.world.size:
+        return True
+    return job.world.point(peer)[AXIS] != job.world.point(job.rank)[AXIS]
 
 
 class SlotAssigner:
@@ -104,7 +120,10 @@ class SlotAssigner:
         """
         size, losses = node.value("comm_bytes"), self._losses
         if node.kind is not Kind.COLLECTIVE:
-            losses.messages += 1
+            if leaves_stage(self._graph.job, node):
+                losses.messages += 1
+            else:
+                losses.within_stage.append(max(size, 0))
             return None
         if size < 0:
             raise ExportError(

@@ -154,6 +154,19 @@ def test_ranks_without_a_pipeline_wait_for_each_other(tmp_path: Path) -> None:
     assert together.bubble_ns > 0.9 * (together.step_ns - max(alone))
 
 
+def test_ranks_in_trace_order_have_the_kernels_of_the_timed_steps(tmp_path: Path) -> None:
+    """A factor of 1.25 on the kernels of slices whose GPU sets the pace."""
+    graphs = tensor_parallel_ranks(tmp_path)
+    paced: list[Graph] = []
+    for graph in graphs:
+        measurement = graph.job.measurement
+        overhead = msgspec.structs.replace(measurement.host_overhead, kernel_factor=1.25)
+        measurement = msgspec.structs.replace(measurement, host_overhead=overhead)
+        job = msgspec.structs.replace(graph.job, measurement=measurement)
+        paced.append(replace(graph, job=job))
+    assert replayed(paced).compute_ns == pytest.approx(1.25 * replayed(graphs).compute_ns, rel=1e-3)
+
+
 def test_ranks_without_a_pipeline_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
     ranks = tensor_parallel_ranks(tmp_path)
     with raises_code("replay-duplicate-rank", naming="rank 1"):

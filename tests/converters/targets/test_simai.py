@@ -17,6 +17,7 @@ from onerank.annotate import characterise, recost
 from onerank.converters.expand.pipeline import PipelineSchedule
 from onerank.converters.sources.kineto import convert_directory
 from onerank.converters.targets.simai import export_simai, split_gradients
+from onerank.converters.targets.simai_rows import leaves_stage
 from onerank.ir import (
     Collective,
     Graph,
@@ -374,6 +375,26 @@ def simulated(directory: Path, gpus: int) -> dict[str, float]:
         for name, value in zip(names, matches, strict=True)
         if value is not None
     }
+
+
+@pytest.mark.parametrize(
+    ("peer", "leaves"), [(1, False), (2, True), (3, True), (-1, True), (4, True)]
+)
+def test_messages_of_the_pipeline_go_to_another_stage(peer: int, leaves: bool) -> None:
+    step = Step()
+    step.compute("m.0", Phase.FORWARD, 0, kind=Kind.SEND, comm_dst=peer, comm_bytes=9000)
+    graph = step.build(Job(world=World({"cp": 2, "pp": 2})))
+    assert leaves_stage(graph.job, graph.node(0)) is leaves
+
+
+def test_messages_of_a_ring_are_a_loss(tmp_path: Path) -> None:
+    step = Step()
+    step.compute("m.0", Phase.FORWARD, 10)
+    step.compute("m.0", Phase.FORWARD, 0, kind=Kind.SEND, comm_dst=1, comm_bytes=9000)
+    step.compute("m.0", Phase.FORWARD, 0, kind=Kind.RECV, comm_src=1, comm_bytes=9000)
+    exported = export_simai([step.build(Job(world=World({"cp": 2})))], tmp_path / "w.txt")
+    assert [loss for loss in exported.losses if "pp_comm" in loss] == []
+    assert len([loss for loss in exported.losses if "18000 bytes" in loss]) == 1
 
 
 @needs_simai
