@@ -325,8 +325,9 @@ class C10dPatches:
         return next((rank for rank in group.ranks if rank != self._call_log.rank), group.ranks[0])
 
     def _barrier(self, args: Any) -> object:
-        # Scripts pass their local rank's GPU; a capture has one GPU, with index 0.
-        if args.device_ids is not None:
+        # Scripts pass their local rank's GPU; a capture has one GPU, with index 0. torch ignores
+        # what is no list, such as the local rank itself.
+        if isinstance(args.device_ids, list):
             args.device_ids = [0 for _ in args.device_ids]
         return self._torch_barrier(**vars(args))
 
