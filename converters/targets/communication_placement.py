@@ -281,15 +281,22 @@ def _unplaceable(group: ProcessGroup, world: World) -> str:
 
 
 def _mesh_remedy(ranks: tuple[int, ...], world: World) -> list[str]:
-    """Return the sizes to capture with, if the ranks are a line of a mesh with two axes."""
-    # FSDP that reshards to a part of its ranks after forward creates such groups.
+    """Return the sizes to capture with, if the ranks are a line of a mesh that divides axis dp."""
+    # FSDP that reshards to a part of its ranks after forward creates such groups, and so do meshes
+    # of experts, which may include the axis tp.
     count, stride = len(ranks), ranks[1] - ranks[0]
     is_even = all(after - before == stride for before, after in itertools.pairwise(ranks))
-    inner = count if stride == 1 else stride
-    aligned = ranks[0] % count == 0 if stride == 1 else count * stride == world.size
-    if not is_even or not aligned or world.size % inner or not 1 < inner < world.size:
+    inside, stages = world.sizes.get("tp", 1), world.sizes.get("pp", 1)
+    replicas = world.size // inside // stages
+    borders = {stride, stride * count} - {1, inside, inside * replicas}
+    if not is_even or ranks[0] // stride % count or len(borders) != 1 or "cp" in world.sizes:
         return []
-    return [f"capture with --cp {inner} --dp {world.size // inner}, which have such groups"]
+    inner, rest = divmod(borders.pop(), inside)
+    if rest or not 1 < inner < replicas or replicas % inner:
+        return []
+    sizes = {"tp": inside, "cp": inner, "dp": replicas // inner, "pp": stages}
+    options = [f"--{axis} {size}" for axis, size in sizes.items() if size > 1]
+    return [f"capture with {' '.join(options)}, which have such groups"]
 
 
 def _peer_shift(node: Node, rank: int, world: World) -> Shift:

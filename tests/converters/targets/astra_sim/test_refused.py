@@ -111,18 +111,22 @@ def test_a_full_disk_names_the_directory_and_keeps_the_earlier_export(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("ranks", "hint"),
+    ("ranks", "world", "hint"),
     [
-        ((0, 1), "capture with --cp 2 --dp 4, which have such groups"),
-        ((0, 1, 2, 3), "capture with --cp 4 --dp 2"),
-        ((0, 4), "capture with --cp 4 --dp 2"),
-        ((0, 2), "or give the group one of the axes dp$"),  # neither a row nor a column
-        ((0, 1, 3), "or give the group one of the axes dp$"),
+        ((0, 1), {"dp": 8}, "capture with --cp 2 --dp 4, which have such groups"),
+        ((0, 1, 2, 3), {"dp": 8}, "capture with --cp 4 --dp 2"),
+        ((0, 4), {"dp": 8}, "capture with --cp 4 --dp 2"),
+        # Experts of a mesh that shares their tokens along tp and a part of dp.
+        ((0, 1, 2, 3), {"tp": 2, "dp": 4}, "capture with --tp 2 --cp 2 --dp 2, which"),
+        ((0, 4), {"tp": 2, "dp": 4, "pp": 2}, "capture with --tp 2 --cp 2 --dp 2 --pp 2"),
+        ((0, 2), {"tp": 2, "cp": 4, "dp": 2}, "or give the group one of the axes tp, cp, dp$"),
+        ((0, 2), {"dp": 8}, "or give the group one of the axes dp$"),  # neither a row nor a column
+        ((0, 1, 3), {"dp": 8}, "or give the group one of the axes dp$"),
     ],
 )
-def test_a_group_inside_an_axis_gets_the_axes_to_capture_with(ranks, hint, tmp_path) -> None:
+def test_a_group_inside_an_axis_gets_the_axes_to_capture_with(ranks, world, hint, tmp_path) -> None:
     """FSDP that reshards to a part of its ranks after forward has such groups."""
-    job = Job(world=World.of(dp=8), groups=(ProcessGroup("mesh_dim_1", ranks),))
+    job = Job(world=World.of(**world), groups=(ProcessGroup("mesh_dim_1", ranks),))
     with raises_code("export-group-not-placeable") as caught:
         export_astra_sim(one_collective(Collective.ALL_GATHER, 64, "mesh_dim_1", job), tmp_path)
     assert re.search(hint, str(caught.value))
