@@ -1,0 +1,372 @@
+"""The kernels of operators that sort, select, count or scan, and of those that sort their indices.
+
+PyTorch runs them with CUB, with kernels of its own for short rows, and reads the number of results
+on the host. Floors are medians of the kernels' times on an H100, over 2640 ns.
+"""
+
+from collections.abc import Sequence
+from math import ceil, expm1, log1p
+
+from onerank.annotate.gpus.gpu import Gpu
+from onerank.annotate.op_costs.kernel_overheads import SORTED_IN_BLOCK, selects_in_blocks
+from onerank.annotate.op_costs.operands import Call
+from onerank.annotate.passes.library_launches import FILL, MEMSET, Launch, Rule
+from onerank.ir import Kind
+
+_ARANGE, _COPY = "aten::arange", "aten::copy_"
+
+# Keys that CUB sorts in one block; measured between 2048 and 3072.
+_SINGLE_TILE = 2048
+
+_DIGIT_BITS = 8
+
+_ASSERT = Launch("_assert_async_cuda_kernel", floors=0.83, op="aten::_assert_async")
+
+_COUNT_UP = Launch("elementwise_kernel_with_index", op=_ARANGE)
+
+
+# Time of a byte that a radix sort of many keys moves over that of a byte at the memory's bandwidth.
+# On an H100 a sweep over 10.2 million keys of 4 bytes with values of 8 takes 124 us, 82 at the
+# bandwidth; the histogram of the keys 40 us, 14 at the bandwidth; of 1.6 million keys 26 and 12.
+_SWEPT, _COUNTED = 1.5, 3
+
+
+def _radix_sort(bits: int, keys_bytes: int = 0, values_bytes: int = 0) -> Sequence[Launch]:
+    """Return the launches of CUB's onesweep radix sort.
+
+    Args:
+        bits: bits of a key.
+        keys_bytes: bytes of all keys; 0 if there are few.
+        values_bytes: bytes of the values that are sorted by them.
+    """
+    swept = int(_SWEPT * 2 * (keys_bytes + values_bytes))
+    sweep = (MEMSET, Launch("DeviceRadixSortOnesweepKernel", floors=2.2, internal_bytes=swept))
+    return (
+        MEMSET,
+        MEMSET,
+        Launch("DeviceRadixSortHistogramKernel", floors=1.2, internal_bytes=_COUNTED * keys_bytes),
+        Launch("DeviceRadixSortExclusiveSumKernel", floors=0.5),
+        *sweep * ceil(bits / _DIGIT_BITS),
+    )
+
+
+_SCAN = (Launch("DeviceScanInitKernel", floors=0.35), Launch("DeviceScanKernel", floors=0.95))
+
+_FEW_INDICES = 3072
+
+# Rows of a segment (`NROWS_PER_THREAD`), and elements of partial sums that an SM handles per cycle.
+# Both kernels have threads for as many rows as there are indices. Rows without a sum take a share
+# of the time of others, 0.42 and 0.33 in blocks of 1024 threads, next to nothing in smaller ones
+# (2026-11-27-embedding-backward-h100).
+_SEGMENT_ROWS, _SUMMED_PER_CYCLE = 10, 0.495
+_WITHOUT_PARTIAL, _WITHOUT_ROW, _IN_SMALL_BLOCK = 0.42, 0.33, 0.05
+_LARGEST_BLOCK = 1024
+
+
+def _embedding_backward(call: Call, target: Gpu) -> Sequence[Launch]:
+    """Return the launches of an embedding's backward.
+
+    Source: Embedding.cu and EmbeddingBackwardKernel.cu. Up to 3072 indices are added by one kernel;
+    more are sorted, and the rows of each index are summed in segments.
+    """
+    gradient, indices = call.tensor(0), call.tensor(1)
+    if gradient is None or indices is None:
+        return ()
+    # Segments of up to ten rows of one index are summed in float32. A table's row occurs among n
+    # random indices with probability 1 - (1 - 1/rows)^n.
+    table = call.output()
+    rows = table.shape[0] if table and table.shape else indices.numel
+    distinct = rows * -expm1(indices.numel * log1p(-1 / rows)) if rows > 1 else 1.0
+    partials = distinct + (indices.numel - distinct) / _SEGMENT_ROWS
+    row_ns = gradient.shape[-1] / (_SUMMED_PER_CYCLE * target.issue_rate_hz) * 1e9
+    row = row_ns / target.launch_floor_ns
+    small = gradient.shape[-1] < _LARGEST_BLOCK
+    without_partial = _IN_SMALL_BLOCK if small else _WITHOUT_PARTIAL
+    without_row = _IN_SMALL_BLOCK if small else _WITHOUT_ROW
+    partial_sums = partials + without_partial * (indices.numel - partials)
+    row_sums = distinct + without_row * (indices.numel - distinct)
+    zero = Launch("vectorized_elementwise_kernel", op=FILL, written_bytes=call.output_bytes)
+    if indices.numel <= _FEW_INDICES:
+        # A block takes one index after another: 37 ns each for rows of 512 elements, 56 for 4096,
+        # on an H100 and on an H200.
+        floors = indices.numel * (0.0131 + 2e-6 * gradient.shape[-1])
+        return (zero, Launch("embedding_backward_feature_kernel", 1.0, floors=floors))
+    return (
+        _COUNT_UP,
+        *_radix_sort(8 * indices.item_bytes),
+        zero,
+        Launch("DeviceCompactInitKernel", floors=0.4),
+        Launch("DeviceUniqueByKeySweepKernel", floors=1.6),
+        Launch("krn_partials_per_segment", floors=0.6),
+        *_SCAN,
+        Launch("compute_num_of_partial_segments", floors=0.45),
+        Launch("krn_partial_segment_offset", floors=0.6),
+        # One writes float32 sums of segments, the other reads them.
+        Launch("compute_grad_weight", 0.5, floors=row * partial_sums),
+        Launch("sum_and_scatter", 0.5, floors=row * row_sums),
+    )
+
+
+def _index_put(call: Call, target: Gpu) -> Sequence[Launch]:
+    """Return the launches of an indexed assignment; one that accumulates sorts its indices.
+
+    Source: Indexing.cu. It checks the least and the largest index, without the host; three
+    elementwise kernels make linear indices of those given.
+    """
+    rows, indices = call.tensor(0), call.tensor(1)
+    if call.value(3) is not True or rows is None or indices is None or not rows.shape:
+        return ()
+    sort = _sorted_keys(indices.numel, max(1, (rows.shape[0] - 1).bit_length()))
+    linear = [
+        Launch("vectorized_elementwise_kernel", op=f"aten::{name}")
+        for name in ("remainder", "mul", "div_")
+    ]
+    checks = [
+        launch
+        for extreme, compares in (("max", "lt"), ("min", "ge"))
+        for launch in (
+            Launch("reduce_kernel", op=f"aten::{extreme}", floors=0.85),
+            Launch("vectorized_elementwise_kernel", op=f"aten::{compares}"),
+            _ASSERT,
+        )
+    ]
+    added = Launch("indexing_backward_kernel", 1.0)
+    return (*checks, *linear, _COUNT_UP, *sort, added)
+
+
+# Keys of a row up to which a kernel of Sort.cu runs, its name, and the floors it takes at least: a
+# block's threads sort several keys each, in passes over the bits. On an H100 64-bit keys take 3.4
+# to 4.0 us, 8.6, 25.1 to 25.7, 27.1 and 31.2 (torch 2.11); `sortKeyValueInplace` chooses by size.
+_BLOCK_SORTS = (
+    (32, "bitonicSortKVInPlace", 1.4),
+    (128, "radixSortKVInPlace", 3.25),
+    (1024, "radixSortKVInPlace", 9.6),
+    (2048, "radixSortKVInPlace", 10.3),
+    (SORTED_IN_BLOCK, "radixSortKVInPlace", 11.8),
+)
+
+# Bits of the keys with which these times were measured; radix passes are as many as bits.
+_TIMED_BITS = 64
+
+
+def _sort(call: Call, target: Gpu) -> Sequence[Launch]:
+    """Return the launches of a sort along the last dimension. Source: Sort.cu."""
+    keys = call.tensor(0)
+    if keys is None or not keys.shape or keys.numel <= 1:
+        return ()
+    copy = Launch("Memcpy DtoD (Device -> Device)", kind=Kind.MEMCPY, op=_COPY)
+    if keys.shape[-1] <= SORTED_IN_BLOCK:
+        several = keys.numel > keys.shape[-1]
+        expand = Launch("elementwise_kernel", op=_COPY) if several else copy
+        name, floors = next(
+            (kernel, floors) for most, kernel, floors in _BLOCK_SORTS if keys.shape[-1] <= most
+        )
+        if name.startswith("radix"):
+            floors *= 8 * keys.item_bytes / _TIMED_BITS
+        return (copy, _COUNT_UP, expand, copy, Launch(name, 1.0, floors=floors))
+    # Every key has a place of 8 bytes: its index, and its row if there are several.
+    places = 8 * keys.numel
+    *before, sweep = _radix_sort(8 * keys.item_bytes, keys.nbytes, places)
+    whole = sweep._replace(share=1.0)
+    if keys.numel == keys.shape[-1]:
+        fill = Launch("fill_reverse_indices_kernel", floors=0.5, internal_bytes=places)
+        return (copy, fill, *before, whole)
+    segments = keys.numel // keys.shape[-1]
+    copied = copy._replace(internal_bytes=2 * keys.nbytes)
+    return (
+        copied,
+        Launch("fill_index_and_segment_kernel", floors=0.55, internal_bytes=places),
+        *before,
+        whole,
+        # The keys of the second sort are the places.
+        *_radix_sort((segments - 1).bit_length(), places, 0),
+        # It reads a place and the key there, and writes key and index.
+        Launch(
+            "sort_postprocess_kernel",
+            floors=1.0,
+            internal_bytes=int(_SWEPT * 2 * (keys.nbytes + places)),
+        ),
+    )
+
+
+# Passes over the bits of the keys: 2 bits in one block, `RADIX_BITS` in several.
+_SHARED_BITS = 8
+
+# Time of a byte that several blocks read for a top-k over that at the bandwidth: 10.2 million keys
+# of 4 bytes take 25 to 30 us for the counts of a pass, 56 for the selection.
+_DIGITS_READ, _SELECTED_READ = 2, 4
+
+
+def _topk(call: Call, target: Gpu) -> Sequence[Launch]:
+    """Return the launches of a top-k: it selects, then sorts what it selected.
+
+    Source: TensorTopK.cu. Floors are those of an H100: a block that selects takes 7.3 us at least,
+    because each of its passes waits for the one before.
+    """
+    keys = call.tensor(0)
+    if keys is None:
+        return ()
+    if not selects_in_blocks(call):
+        # A block reads its row once for every two bits of the keys, 1024 elements in a step: 7.3 us
+        # for rows of 256, 12.4 of 1152, 21.6 of 3584 and 37.5 of 8192, in 32 bits.
+        steps = ceil(keys.shape[-1] / 1024) * keys.item_bytes / 4
+        select = Launch("gatherTopK", 1.0, floors=1.2 + 1.52 * steps)
+        return (select, Launch("bitonicSortKVInPlace", floors=1.7))
+    digits = (
+        Launch("computeBlockDigitCounts", floors=0.9, internal_bytes=_DIGITS_READ * keys.nbytes),
+        Launch("computeDigitCumSum", floors=1.2),
+        Launch("computeBlockwiseWithinKCounts", floors=0.95),
+    )
+    scan = (Launch("DeviceScanByKeyInitKernel", floors=0.35),
+            Launch("DeviceScanByKeyKernel", floors=1.3))  # fmt: skip
+    return (
+        Launch("mbtopk::fill", floors=0.35),
+        MEMSET,
+        MEMSET,
+        *digits * (8 * keys.item_bytes // _SHARED_BITS),
+        Launch("computeBlockwiseKthCounts", floors=0.8),
+        *scan,
+        *scan,
+        Launch("mbtopk::gatherTopK", 1.0, internal_bytes=_SELECTED_READ * keys.nbytes),
+        Launch("radixSortKVInPlace", floors=1.9),
+    )
+
+
+def _cumsum(call: Call, target: Gpu) -> Sequence[Launch]:
+    """Return the launches of a scan: of one row with CUB. Source: ScanKernels.cpp."""
+    tensor = call.tensor(0)
+    if tensor is None or tensor.numel <= 1 or max(tensor.shape) != tensor.numel:
+        return ()
+    init, scan = _SCAN
+    return (init, scan._replace(share=1.0))
+
+
+def _read_number(call: Call, target: Gpu) -> Sequence[Launch]:
+    """Return the launch of `.item()`: a copy to the host, which waits for it."""
+    return (_TO_HOST._replace(share=1.0),)
+
+
+_NONZERO_SINGLE = 4096
+
+_TO_HOST = Launch("Memcpy DtoH (Device -> Pinned)", kind=Kind.MEMCPY)
+
+
+def _nonzero(call: Call, target: Gpu) -> Sequence[Launch]:
+    """Return the launches of `nonzero`: it counts, copies the count to the host, and selects."""
+    tensor = call.tensor(0)
+    if tensor is None:
+        return ()
+    several = tensor.numel > _NONZERO_SINGLE
+    return (
+        *[Launch("DeviceReduceKernel", floors=0.6)] * several,
+        Launch("DeviceReduceSingleTileKernel", floors=0.55),
+        _TO_HOST,
+        Launch("DeviceCompactInitKernel", floors=0.4),
+        Launch("DeviceSelectSweepKernel", 1.0),
+    )
+
+
+def _masked_select(call: Call, target: Gpu) -> Sequence[Launch]:
+    """Return the launches of a selection by a mask: `nonzero`, then indexing."""
+    *count, select = _nonzero(call, target) or [Launch()]
+    if not count:
+        return ()
+    return (*count, select._replace(share=0.0, floors=1.1), Launch("index_elementwise_kernel", 1.0))
+
+
+def _unique(call: Call, target: Gpu) -> Sequence[Launch]:
+    """Return the launches of `unique` without counts: it sorts, selects, and copies the count."""
+    keys = call.tensor(0)
+    if keys is None or keys.numel <= 1:
+        return ()
+    return (
+        *_sorted_keys(keys.numel, 8 * keys.item_bytes),
+        Launch("DeviceCompactInitKernel", floors=0.4),
+        Launch("DeviceSelectSweepKernel", 1.0),
+        _TO_HOST,
+    )
+
+
+def _sorted_keys(count: int, bits: int) -> Sequence[Launch]:
+    """Return the launches of CUB's sort of `count` keys."""
+    if count <= _SINGLE_TILE:
+        return (Launch("DeviceRadixSortSingleTileKernel", floors=1.4),)
+    return _radix_sort(bits)
+
+
+def _bincount(call: Call, target: Gpu) -> Sequence[Launch]:
+    """Return the launches of `bincount`: it reads the least and largest value on the host."""
+    bound = Launch("reduce_kernel", floors=1.0)
+    return (bound, _TO_HOST, bound, _TO_HOST, *_histogram(call, target))
+
+
+def _histogram(call: Call, target: Gpu) -> Sequence[Launch]:
+    """Return the launches of a histogram: it zeroes the bins first."""
+    return (
+        Launch("vectorized_elementwise_kernel", op=FILL),
+        Launch("kernelHistogram1D", 1.0, floors=0.7),
+    )
+
+
+# Launch floors of a load that waits for the one before, in a reduction's block of 512 threads with
+# four values each, and the share of it that a sum takes (`load_chains`).
+_LOAD_FLOORS, _SUMMED = 0.155, 0.535
+_VALUES_OF_LOAD = 512 * 4
+
+# Values from which blocks share a reduction to one number, and its floors then.
+_SHARED_VALUES, _SHARED_FLOORS = 131072, 2.2
+
+
+def _multinomial(call: Call, target: Gpu) -> Sequence[Launch]:
+    """Return the launches of one sample of each row: the largest of weights over random numbers.
+
+    Source: `multinomial` in Distributions.cpp. It checks the weights first, without the host.
+    """
+    weights = call.tensor(0)
+    if weights is None or not weights.shape or call.value(1) != 1:
+        return ()
+    values, size = weights.numel, weights.nbytes
+    shared = values >= _SHARED_VALUES
+    bound = _SHARED_FLOORS if shared else _LOAD_FLOORS * ceil(values / _VALUES_OF_LOAD)
+    extreme = Launch("reduce_kernel", op="aten::min", floors=bound, internal_bytes=size)
+    row_floors = _LOAD_FLOORS * ceil(weights.shape[-1] / _VALUES_OF_LOAD)
+    small = Launch("vectorized_elementwise_kernel", op="aten::ge")
+    clear = (MEMSET,) * shared
+    return (
+        *clear,
+        extreme,
+        small,
+        *clear,
+        extreme._replace(op="aten::max"),
+        small._replace(op="aten::lt"),
+        small._replace(op="aten::bitwise_and"),
+        _ASSERT,
+        Launch("reduce_kernel", op="aten::sum", floors=max(0.9, _SUMMED * row_floors),
+               internal_bytes=size),
+        small._replace(op="aten::eq"),
+        Launch("reduce_kernel", op="aten::any", floors=1.0),
+        small._replace(op="aten::bitwise_not"),
+        _ASSERT,
+        Launch("distribution_elementwise_grid_stride_kernel", op="aten::exponential_", floors=1.1,
+               internal_bytes=size),
+        Launch("vectorized_elementwise_kernel", op="aten::div", internal_bytes=3 * size),
+        Launch("reduce_kernel", 1.0, op="aten::argmax", floors=max(0.9, row_floors)),
+    )  # fmt: skip
+
+
+SORT_RULES: dict[str, Rule] = {
+    "embedding_dense_backward": _embedding_backward,
+    **dict.fromkeys(["_index_put_impl_", "index_put_", "index_put"], _index_put),
+    "sort": _sort,
+    "argsort": _sort,
+    "topk": _topk,
+    "cumsum": _cumsum,
+    "multinomial": _multinomial,
+    "_local_scalar_dense": _read_number,
+    "nonzero": _nonzero,
+    "masked_select": _masked_select,
+    "_unique2": _unique,
+    "bincount": _bincount,
+    "histc": _histogram,
+}
+"""Base name of an operator -> its rule."""
