@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from onerank.capture.no_device.emulated_process import EmulatedProcess
-from onerank.capture.no_device.event_log import EventLog, write
+from onerank.capture.no_device.event_log import EventLog
 from onerank.capture.no_device.operators.fake_operators import FakeOperators
+from onerank.capture.no_device.raw_traces import write_log
 from onerank.capture.profiling.measurement_windows import CountedSteps
 from onerank.capture.profiling.module_scopes import MODEL, SCOPE, Modules
 from onerank.capture.profiling.window_observations import Observations, RepeatedForward
@@ -159,7 +160,7 @@ class StepRecorder(CountedSteps):
             directory /= f"step-{len(self.results)}"
             directory.mkdir()
         files = (directory / name for name in (STRUCTURE, EXECUTION_TRACE, history_name(0)))
-        write(log, *files)
+        write_log(log, *files)
         self.observed.generated_work = log.generated_work()
         self.results.append((directory, _of_this_step(self.observed)))
         self.complete = len(self.results) == self._recorded
