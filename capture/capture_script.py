@@ -6,27 +6,20 @@ depth. `capture_ranks` captures several ranks on one device. Each depth and each
 separate process, so that it inherits no memory, cache or tuned kernel.
 """
 
-import contextlib
-import importlib.metadata
-import os
-import platform
 import shutil
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
-import torch
 
 from onerank.annotate.op_costs.node_costs import with_generated_work, with_registered_costs
 from onerank.capture.emulate_torchrun import decide_torchrun
-from onerank.capture.fake_world.recorder import Recorder
 from onerank.capture.isolation import ProcessRunner, named_progress, run_isolated
-from onerank.capture.no_device.emulated_gpu import EmulatedGpu
+from onerank.capture.job_record import job_of
 from onerank.capture.options import Options, SeveralCaptures
 from onerank.capture.parallelize.fewer_layers import Depth, Layers
-from onerank.capture.parallelize.shard_model import ModelSlicing, classes_along
+from onerank.capture.parallelize.shard_model import classes_along
 from onerank.capture.parallelize.tensor.apply_tensor_parallel import Sliced
 from onerank.capture.profiling.profiled_windows import PLAIN_EXECUTION_TRACE, compress
 from onerank.capture.profiling.window_observations import Observations
@@ -44,23 +37,16 @@ from onerank.converters.expand.layers import extrapolate
 from onerank.converters.sources.kineto import (
     EXECUTION_TRACE,
     JOB,
-    MODEL,
     Conversion,
     convert_directory,
 )
 from onerank.ir import (
-    Device,
     Graph,
-    Job,
-    Measurement,
-    Pipeline,
-    ProcessGroup,
+    InferenceStep,
     RankClass,
     World,
-    axis_of,
 )
 from onerank.ir.errors import CaptureError, errors_at
-from onerank.ir.notes import Note
 from onerank.ir.output_files import created, scratch_directory
 
 
@@ -119,28 +105,24 @@ def capture_steps(
         script that trains, "" -> its step; with `Options.recorded_steps`, "0", "1", ... -> each.
     """
     with run_as_rank(script, args, options, progress) as rank_run:
-        raw = rank_run.raw
-        steps = [(f.label, f.raw, f.windows.observed, f.step) for f in rank_run.forwards]
-        if not steps and options.recorded_steps > 1:
-            recorded = rank_run.recorded_steps
-            steps = [(str(n), *result, None) for n, result in enumerate(recorded)]
-        elif not steps:
-            steps = [("", raw, rank_run.windows.observed, None)]
+        steps = _raw_steps(rank_run, options)
         progress("linking the traces")
-        for _, directory, observed, inference in steps:
-            job = msgspec.structs.replace(job_of(rank_run, options, observed), inference=inference)
+        for step in steps.values():
+            job = job_of(rank_run, options, step.observed)
+            job = msgspec.structs.replace(job, inference=step.inference)
             if options.emulated_gpu is None:
-                compress(directory / PLAIN_EXECUTION_TRACE, directory / EXECUTION_TRACE)
+                compress(step.directory / PLAIN_EXECUTION_TRACE, step.directory / EXECUTION_TRACE)
             # The job is a file next to the traces, so that a directory that --raw-dir kept can be
             # converted again.
-            (directory / JOB).write_bytes(msgspec.json.format(msgspec.json.encode(job)))
+            (step.directory / JOB).write_bytes(msgspec.json.format(msgspec.json.encode(job)))
         if options.raw_dir is not None:
-            keep(raw if len(steps) > 1 else steps[0][1], options.raw_dir)
+            only = next(iter(steps.values())).directory
+            keep(rank_run.raw if len(steps) > 1 else only, options.raw_dir)
         captures: dict[str, Capture] = {}
-        for label, directory, observed, _ in steps:
-            graph, conversion = convert_raw(directory)
+        for label, step in steps.items():
+            graph, conversion = convert_raw(step.directory)
             # Only this process knows what Inductor fused.
-            graph = with_generated_work(graph, observed.generated_work)
+            graph = with_generated_work(graph, step.observed.generated_work)
             captures[label] = Capture(
                 graph,
                 conversion,
@@ -148,6 +130,30 @@ def capture_steps(
                 rank_run.fewer_layers.layers,
             )
         return captures
+
+
+@dataclass(frozen=True)
+class _RawStep:
+    """The traces of a step, before their conversion.
+
+    Attributes:
+        directory: where they are.
+        observed: what was observed of it.
+        inference: the forward, of a script that infers.
+    """
+
+    directory: Path
+    observed: Observations
+    inference: InferenceStep | None = None
+
+
+def _raw_steps(rank_run: RankRun, options: Options) -> dict[str, _RawStep]:
+    """Return the steps of a run by their labels, as `capture_steps` returns them."""
+    if rank_run.forwards:
+        return {f.label: _RawStep(f.raw, f.windows.observed, f.step) for f in rank_run.forwards}
+    if options.recorded_steps > 1:
+        return {str(n): _RawStep(*step) for n, step in enumerate(rank_run.recorded_steps)}
+    return {"": _RawStep(rank_run.raw, rank_run.windows.observed)}
 
 
 def convert_raw(directory: Path) -> tuple[Graph, Conversion]:
@@ -356,137 +362,6 @@ def _with_represented(captures: dict[int, Capture], world: World) -> CapturedRan
     represented = {member for members in represents.values() for member in members}
     missing = tuple(rank for rank in range(world.size) if rank not in represented)
     return CapturedRanks(dict(sorted(captures.items())), represents, missing)
-
-
-def job_of(rank_run: RankRun, options: Options, observed: Observations) -> Job:
-    """Return the job metadata of a graph: world, groups, device, measurement, modules."""
-    peers = rank_run.peers
-    # Scripts and torch create groups that a job never uses; a graph names only those with calls.
-    used = {call.group for call in peers.calls} if isinstance(peers, Recorder) else peers.groups
-    groups = tuple(
-        ProcessGroup(name, ranks, axis=axis_of(ranks, options.world, options.rank, name))
-        for name, ranks in peers.groups.items()
-        if name in used
-    )
-    several = len(observed.profiled_step_ns) > 1
-    gpu = options.emulated_gpu
-    return Job(
-        world=options.world,
-        rank=options.rank,
-        groups=groups,
-        device=_device(observed) if gpu is None else _emulated_device(gpu),
-        measurement=Measurement(
-            step_ns=observed.step_ns,
-            host_step_ns=tuple(observed.host_step_ns),
-            emulated_calls=observed.emulated_calls,
-            timed_step_ns=observed.timed_step_ns,
-            scopes=observed.scopes,
-            profiled_step_ns=round(statistics.median(observed.profiled_step_ns)),
-            profiled_steps_ns=tuple(observed.profiled_step_ns) if several else (),
-            profiled_host_ns=tuple(observed.profiled_host_ns),
-            peak_memory_bytes=max(observed.peak_memory_bytes),
-            start_memory_bytes=observed.start_memory_bytes[0],
-            resident_bytes=observed.resident_bytes,
-            resident_pools=observed.resident_pools,
-            input_spread=observed.input_spread,
-            versions=_versions(),
-            notes=(*observed.notes, *_device_notes(options, observed)),
-        ),
-        modules=rank_run.modules.table(),
-        pipeline=pipeline_of(rank_run.models),
-        classes=_classes(rank_run, options.world),
-    )
-
-
-def _device_notes(options: Options, observed: Observations) -> list[Note]:
-    """Return notes on what the trace lacks because no GPU ran the step."""
-    gpu = options.emulated_gpu
-    if gpu is not None:
-        notes = [
-            Note(
-                f"run on no device, on shapes alone, as on a {gpu.name}: no time was measured",
-                code="captured-without-device",
-            )
-        ]
-        # A script that never moves to `cuda` runs on the CPU. Its graph looks like one of a GPU.
-        if not max(observed.peak_memory_bytes):
-            notes.append(
-                Note(
-                    "the script put no tensor on the GPU: its CPU operators count as the GPU's, "
-                    "and no memory is recorded. Create its model and batches on `cuda`.",
-                    code="no-device-gpu-unused",
-                )
-            )
-        return notes
-    if observed.on_gpu:
-        return []
-    notes = [
-        Note(
-            "measured on a CPU: its compute nodes are operators, not kernels",
-            code="captured-on-cpu",
-        )
-    ]
-    if options.emulation.network is not None:
-        notes.append(
-            Note(
-                "no kernels emulated the collectives: that needs a GPU",
-                code="collectives-not-emulated",
-            )
-        )
-    return notes
-
-
-def pipeline_of(models: ModelSlicing) -> Pipeline | None:
-    """Return the pipeline of the first model that was sliced to a stage; None without one."""
-    stages = (sliced.stage for _, sliced in models.sliced)
-    return next((stage.pipeline for stage in stages if stage is not None), None)
-
-
-def _classes(rank_run: RankRun, world: World) -> tuple[RankClass, ...]:
-    """Return the classes of equivalent ranks; () if they are unknown."""
-    classes = [sliced.classes for _, sliced in rank_run.models.sliced]
-    if classes:
-        return max(classes, key=len) if all(classes) else ()
-    # Without slices every rank has the whole model, or an equal share of it (data parallelism).
-    return () if rank_run.script_distributed or world.size == 1 else (RankClass(0),)
-
-
-def _device(observed: Observations) -> Device:
-    if observed.on_gpu:
-        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-        return Device(
-            type="cuda",
-            name=properties.name,
-            memory_bytes=properties.total_memory,
-            sm_count=properties.multi_processor_count,
-            sensors=observed.sensors,
-        )
-    pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
-    return Device(type="cpu", name=cpu_name(), memory_bytes=pages * size)
-
-
-def _emulated_device(gpu: EmulatedGpu) -> Device:
-    return Device(type=MODEL, name=gpu.name, memory_bytes=gpu.memory_bytes, sm_count=gpu.sm_count)
-
-
-def cpu_name() -> str:
-    """Return the processor's model if Linux reports it, else its architecture."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            key, _, value = line.partition(":")
-            if key.strip() == "model name":
-                return value.strip()
-    return platform.processor() or platform.machine()
-
-
-def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
-    for package in ("transformers", "onerank"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
-    if torch.version.cuda:
-        versions["cuda"] = torch.version.cuda
-    return versions
 
 
 def keep(raw: Path, directory: Path) -> None:

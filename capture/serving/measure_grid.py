@@ -12,8 +12,9 @@ import msgspec
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from onerank.capture.capture_script import convert_raw, cpu_name, job_of, pipeline_of
+from onerank.capture.capture_script import convert_raw
 from onerank.capture.fake_world.recorder import peers_of
+from onerank.capture.job_record import cpu_name, job_of, pipeline_of
 from onerank.capture.no_device.emulated_process import EmulatedProcess
 from onerank.capture.no_device.recorded_step import StepRecorder
 from onerank.capture.options import Options

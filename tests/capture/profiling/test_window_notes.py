@@ -9,8 +9,8 @@ import pytest
 import torch
 from notes import codes, note_of
 
-from onerank.capture.capture_script import job_of
 from onerank.capture.fake_world.async_work import WAIT_RANGE, EmulatedCallTimes
+from onerank.capture.job_record import job_of
 from onerank.capture.options import Options
 from onerank.capture.profiling import measurement_windows, step_memory
 from onerank.capture.profiling.allocator_snapshots import History
