@@ -41,6 +41,7 @@ from onerank.converters.nccl import wire_bytes
 from onerank.converters.targets.astra_sim.exporter import export_astra_sim, export_astra_sim_ranks
 from onerank.converters.targets.goal import export_goal, export_goal_ranks
 from onerank.ir import Graph
+from onerank.ir.replay import job_step_ns
 from onerank.plan import cluster
 from onerank.plan.job_replay import replay_job
 
@@ -122,7 +123,7 @@ def compare(directory: Path) -> None:
         # A stage's own step waits for no other stage.
         piped = "--pp" in results["forms"][owner]["slice_command"]
         simulated["slice"] = None if piped else slices[0]["step_ns"] / 1e6
-        slowest = onerank.read(paths[0]).job.measurement.slowest_step_ns(results["gpus"])
+        slowest = job_step_ns(onerank.read(paths[0]), results["gpus"])
         simulated["slowest"] = slowest / 1e6 if slowest and not piped else None
         simulated["slices"] = [record["step_ns"] / 1e6 for record in slices]
         table[name] = {"real_ms": real, "low_ms": low, "high_ms": high, **simulated}
