@@ -89,14 +89,10 @@ class Flash2Decode:
     Attributes:
         whole: of the kernel whose blocks have all keys of a sequence.
         divided: of the one whose blocks have a part of them.
-        combine_floors: launch floors of the kernel that combines the parts.
-        part_cycles: its cycles for each part.
     """
 
     whole: BlockWaves
     divided: BlockWaves
-    combine_floors: float
-    part_cycles: float
 
 
 FLASH2_DECODE = {
@@ -117,8 +113,6 @@ FLASH2_DECODE = {
             bandwidth_share=1.167,
             overlap=1.62,
         ),
-        combine_floors=1.05,
-        part_cycles=390.0,
     )
 }
 """Architecture -> coefficients.
@@ -126,10 +120,31 @@ FLASH2_DECODE = {
 Fitted to the kernels of decodes of a Llama-8B and a Llama-1B (32 heads of 128 or 64, 8 key heads; 1
 to 256 sequences of 128 to 16,384 tokens) with torch 2.11: 26 calls that do not divide their keys
 and 48 that do, on H100s and, 19 of the 74, on an H200 (2026-11-26 and 27). The fit is about 3 and
-4% off these in the mean; 11% and, behind a prefill of the same step, 18% at most. Other head sizes
-were not measured. The combining kernel of 33 parts of four sequences takes 17 us and is predicted
-at 10.
+4% off these in the mean; 11% and, behind a prefill of the same step, 18% at most. 119 decodes of
+heads of 64, 96, 128 and 256 are 7% off (2026-11-27-kernel-sweep-h100).
 """
+
+# The kernel that combines parts reads them one after another. Its floor in launches, the cycles for
+# a part, and those of a block beyond the first two on an SM. On an H100 it is 5% off in 119 decodes
+# and 9% in 48 prefills of four sizes of heads, with 2 to 128 parts (2026-11-27-kernel-sweep-h100).
+_COMBINE_FLOORS, _PART_CYCLES, _BLOCK_CYCLES, _BLOCKS_TOGETHER = 1.05, 390.0, 700.0, 2.0
+
+
+def _combine_ns(gpu: Gpu, results: F64, width: F64, parts: F64) -> F64:
+    """Return the time to combine the parts of queries' results, float64[d].
+
+    Args:
+        gpu: the GPU.
+        results: queries of all heads, of all sequences.
+        width: elements of a head.
+        parts: into which the keys are divided.
+    """
+    cycle = 1e9 / gpu.clock_hz
+    # `kBlockM` of `run_mha_fwd_splitkv_dispatch`: results of a block.
+    together = np.where(width % 128 == 0, 4, np.where(width % 64 == 0, 8, 16))
+    blocks = np.ceil(results / together) / gpu.sm_count
+    further = _BLOCK_CYCLES * np.maximum(0, blocks - _BLOCKS_TOGETHER)
+    return _COMBINE_FLOORS * gpu.launch_floor_ns + (_PART_CYCLES * parts + further) * cycle
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,18 +155,13 @@ class Flash2Prefill:
         floor: launch floors of a call.
         prologue_cycles: of a wave.
         key_cycles: of a block for each key, with heads of 128.
-        combine_floors: launch floors of the kernel that combines the parts.
-        combine_bytes: bytes that the kernel that combines the parts moves for each element of the
-            result, without the 4 of each part.
-        bandwidth_share: share of the described bandwidth that it reaches.
+        overlap: exponent of how the products of all blocks overlap with reading keys and values.
     """
 
     floor: float
     prologue_cycles: float
     key_cycles: float
-    combine_floors: float
-    combine_bytes: float
-    bandwidth_share: float
+    overlap: float
 
 
 FLASH2_PREFILL = {
@@ -159,16 +169,14 @@ FLASH2_PREFILL = {
         floor=1.313,
         prologue_cycles=3870.0,
         key_cycles=48.2,
-        combine_floors=0.466,
-        combine_bytes=10,
-        bandwidth_share=0.935,
+        overlap=2.5,
     )
 }
 """Architecture -> coefficients.
 
 Fitted to five prefills of a Llama-8B (32 heads of 128, 8 key heads; 64 and 256 tokens after 0 to
-8,192) on two H100s with torch 2.11: 3% off in the mean, 5% at most. Other head sizes follow by
-their width, and were not measured.
+8,192) on two H100s with torch 2.11. The overlap was chosen on 48 prefills of heads of 64 to 256, of
+which 24 are without groups, so that memory limits them (2026-11-27-kernel-sweep-h100).
 """
 
 
@@ -232,8 +240,8 @@ def flash2_decode_terms(gpu: Gpu, shapes: F64, c: Flash2Decode) -> WaveTerms:
         last = kernel.wave_ns(gpu, rest, longest, read, width)
         return full * whole_wave + np.where(rest > 0, last, 0.0)
 
-    cycle = 1e9 / gpu.clock_hz
-    combine = c.combine_floors * gpu.launch_floor_ns + c.part_cycles * cycle * parts
+    batch, heads, _, rows, *_ = columns
+    combine = _combine_ns(gpu, batch * heads * rows, width, parts)
     return WaveTerms(
         floor_ns=np.where(divided, c.divided.floor, c.whole.floor) * gpu.launch_floor_ns,
         waves=(full + (rest > 0)).astype(np.int64),
@@ -259,19 +267,19 @@ def flash2_prefill_terms(gpu: Gpu, shapes: F64, c: Flash2Prefill) -> WaveTerms:
         c: coefficients of the architecture.
     """
     columns: list[F64] = list(shapes.T)
-    batch, heads, _, rows, _, d, dv, *_ = columns
+    batch, heads, key_heads, rows, keys, d, dv, *_ = columns
     units, blocks, block_keys, parts = _division(gpu, shapes)
     cycle = 1e9 / gpu.clock_hz
     longest = np.ceil(blocks / parts) * block_keys * c.key_cycles * (d + dv) / 256
     waves = np.ceil(units * parts / (BLOCKS_PER_SM * gpu.sm_count))
-    combined_bytes = batch * heads * rows * dv * (4 * parts + c.combine_bytes)
-    bandwidth = c.bandwidth_share * gpu.bandwidth_bytes_per_s
-    combine = c.combine_floors * gpu.launch_floor_ns + combined_bytes / bandwidth * 1e9
+    by_products = waves * (c.prologue_cycles + longest) * cycle
+    read_bytes = 2 * batch * key_heads * keys * (d + dv)  # of 16 bits
+    by_memory = read_bytes / gpu.bandwidth_bytes_per_s * 1e9
     return WaveTerms(
         floor_ns=np.full(len(shapes), c.floor * gpu.launch_floor_ns),
         waves=waves.astype(np.int64),
-        waves_ns=waves * (c.prologue_cycles + longest) * cycle,
-        combine_ns=combine,
+        waves_ns=p_norm(c.overlap, by_products, by_memory),
+        combine_ns=_combine_ns(gpu, batch * heads * rows, (d + dv) / 2, parts),
     )
 
 

@@ -118,9 +118,10 @@ _ELEMENTWISE_PER_CYCLE, _REDUCED_PER_CYCLE, _CONCATENATED_PER_CYCLE = 1.34, 2.5,
 _EXPANDED_PER_CYCLE, _ROLLED_PER_CYCLE = 2.0, 0.9
 
 # The same of elementwise kernels and copies whose operands have different innermost axes: each
-# thread of a warp reads another sector. 0.47 to 0.54 for 16 bits and 116 to 231 MB each, on an H100
-# (2026-11-27-two-gpu-jobs-2xh100). Smaller tensors, which the cache holds, were not measured so.
-_TRANSPOSED_PER_CYCLE, _TRANSPOSED_BYTES = 0.49, 50e6
+# thread of a warp reads another sector. 0.47 to 0.53 in 16 and 32 bits, from 1 to 151 million
+# elements, on an H100 (2026-11-27-kernel-sweep-h100). A block writes 512 adjacent elements: if they
+# are several rows, as of results with fewer columns, it uses more of a sector.
+_TRANSPOSED_PER_CYCLE, _UNTRANSPOSED_PER_CYCLE, _WIDE_ROW = 0.5, 1.34, 256
 
 # Kernels with long arithmetic for each element (an H100, 12 million numbers,
 # 2026-11-27-small-operators-blind-h100): variances by Welford's algorithm, `normal_`, `softplus`;
@@ -192,7 +193,7 @@ def cycles_of(call: Call, operator_class: OpClass) -> float:
         (operator_class is OpClass.REDUCTION, read, _REDUCED_PER_CYCLE),
         (op == "roll", read, _ROLLED_PER_CYCLE),
         (stored is not None, stored.numel if stored else 0, _ELEMENTWISE_PER_CYCLE),
-        (computes and _transposes(call), widest, _TRANSPOSED_PER_CYCLE),
+        (computes and _transposes(call), widest, _transposed_per_cycle(call)),
         (computes, widest, _ELEMENTWISE_PER_CYCLE),
         (_is_expanded(call, operator_class), widest, _EXPANDED_PER_CYCLE),
         (_concatenates_strided(call), read, _CONCATENATED_PER_CYCLE),
@@ -355,19 +356,33 @@ def _is_expanded(call: Call, operator_class: OpClass) -> bool:
 
 
 def _transposes(call: Call) -> bool:
-    """Return whether large operands of one shape differ in the axis of adjacent elements."""
+    """Return whether operands of one shape differ in the axis of adjacent elements."""
+    return len({*_innermost_sizes(call)}) > 1
+
+
+def _transposed_per_cycle(call: Call) -> float:
+    """Return the elements per SM and cycle of a kernel whose operands are transposed."""
+    sizes = _innermost_sizes(call)
+    if not sizes:
+        return _TRANSPOSED_PER_CYCLE
+    # The first operand, which a copy writes, determines the order of the elements.
+    _, row = next(iter(sizes))
+    wide = min(1.0, row / _WIDE_ROW)
+    return 1 / (wide / _TRANSPOSED_PER_CYCLE + (1 - wide) / _UNTRANSPOSED_PER_CYCLE)
+
+
+def _innermost_sizes(call: Call) -> list[tuple[int, int]]:
+    """Return axis and size of the adjacent elements of each operand of the largest shape."""
     operands = [operand[0] for operand in call.inputs if operand and len(operand) == 1]
     shape = max((operand.shape for operand in operands), key=prod, default=())
     axes = [axis for axis, size in enumerate(shape) if size > 1]
-    innermost = {
+    innermost = [
         min(axes, key=operand.strides.__getitem__)
         for operand in operands
         # An expanded operand has no adjacent elements.
-        if operand.shape == shape
-        and operand.nbytes > _TRANSPOSED_BYTES
-        and all(operand.strides[axis] for axis in axes)
-    }
-    return len(innermost) > 1
+        if operand.shape == shape and axes and all(operand.strides[axis] for axis in axes)
+    ]
+    return [(axis, shape[axis]) for axis in innermost]
 
 
 def _strides_differ(call: Call) -> bool:

@@ -47,8 +47,17 @@ _SUMMED_FROM_MEMORY = 1.46
 _SUMS = ("sum", "nansum", "mean", "linalg_vector_norm", "norm", "amax", "amin", "any", "all")
 # Welford's algorithm loads two values at a time and divides for each: 0.33 us for such a load from
 # the cache and 0.48 from memory, whether 2 or 1500 rows wait (`std` of rows of 896 to 8192 numbers
-# on an H100), and as often as a thread has columns.
+# on an H100).
 _WELFORD_TOGETHER, _WELFORD = 2, 0.8
+
+# Variances of columns: 0.05 us for each value of each of a thread's columns, and 0.2 us to combine
+# two partial results, which the threads of a column have, and the blocks that share it. 16, 128 and
+# 512 rows take an H100 5.3, 9.6 and 29.4 us, 300 rows of 1000, 1002 and 1001 columns, of which a
+# thread has four, two and one, 19, 8.4 and 4.9 (2026-11-27-kernel-sweep-h100).
+_WELFORD_VALUE, _COMBINED = 0.122, 0.49
+
+# Blocks that an H100 has room for decide how many share a column.
+_SM_COUNT = 132
 
 _EXTREMES = ("argmax", "argmin", "max", "min")
 _LARGEST = 1.05
@@ -92,15 +101,14 @@ def _reduction(call: Call) -> float:
     division = division_of(call)
     if division is None:
         return 0.0
+    if call.op in VARIANCES and division.along_input:
+        return division.values_read / _WELFORD_TOGETHER * _WELFORD
     if call.op in VARIANCES:
-        loads = division.values_read / _WELFORD_TOGETHER
-        # The columns of a thread wait together for its loads, and about half of their divisions
-        # overlap: 3 and 40 rows of three widths are then 27% too short to 36% too long, instead of
-        # up to 153% too long (2026-11-27-small-operators-again-h100). If blocks share a column, a
-        # thread reads more values than these, so all columns count.
-        shared = division.values_read < division.values
-        columns = division.vector if shared else max(1.0, division.vector / 2)
-        return loads * columns * _WELFORD
+        blocks, threads = division.rows(_SM_COUNT), division.block[1]
+        combined = log2(threads) if division.across_warps else 0
+        combined += ceil(blocks / threads) if blocks > 1 else 0
+        values = ceil(division.values / blocks)
+        return division.vector * (_WELFORD_VALUE * values + _COMBINED * combined)
     return division.loads * (_SUMMED if call.op in _SUMS else _LARGEST)
 
 
@@ -179,7 +187,8 @@ def _added(call: Call) -> float:
     return _of_rows(index.numel, _ADDED) if index else _INDEXED
 
 
-# Of 1152 to 8192 bounds: 3.5 to 4.0 us from the cache, 4.7 to 5.7 from memory.
+# Of 1152 to 8192 bounds: 3.5 to 4.0 us from the cache, 4.7 to 5.7 from memory. A power of two of
+# bounds takes up to twice as long: its comparisons share few sets of the SM's cache.
 _COMPARED = 0.52
 
 

@@ -37,6 +37,7 @@ class Division:
         columns: blocks that have different outputs.
         values: values that a thread reads if no other block shares its output.
         across_warps: whether the warps of a block share an output.
+        along_input: whether adjacent threads read adjacent values of an output.
         vector: outputs of a thread.
     """
 
@@ -44,6 +45,7 @@ class Division:
     columns: int
     values: int
     across_warps: bool
+    along_input: bool = True
     vector: int = 1
 
     @property
@@ -112,7 +114,8 @@ def division_of(call: Call) -> Division | None:
     else:
         output_step *= height
     columns = ceil(outputs // vector / output_step)
-    return Division((width, height), columns, ceil(inputs / input_step), across_warps, vector)
+    values = ceil(inputs / input_step)
+    return Division((width, height), columns, values, across_warps, along_input, vector)
 
 
 def _power_of_two(size: int) -> int:

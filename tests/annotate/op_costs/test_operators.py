@@ -1,6 +1,7 @@
 """FLOPs and bytes of single calls, with the arithmetic next to them."""
 
 import json
+from math import prod
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from raised import raises_code
 from torch.profiler import ExecutionTraceObserver
 
+from onerank.annotate import load_gpu
 from onerank.annotate.op_costs.cost_record import AttentionShape
 from onerank.annotate.op_costs.node_costs import work_of
 from onerank.ir import UNKNOWN
@@ -62,11 +64,11 @@ ROWS, COLUMNS, HALF_ROWS = [4096, 1], [1, 4096], [8192, 1]
     ("op", "strides", "per_cycle"),
     [
         ("copy_", [ROWS, ROWS], None),
-        ("copy_", [ROWS, COLUMNS], 1.34),  # a transposition
+        ("copy_", [ROWS, COLUMNS], 0.5),  # a transposition
         ("copy_", [COLUMNS, COLUMNS], None),  # both are dense in the same order
         ("copy_", [ROWS, HALF_ROWS], 1.34),  # from half of each row
         ("mul", [COLUMNS, COLUMNS], None),
-        ("mul", [ROWS, COLUMNS], 1.34),
+        ("mul", [ROWS, COLUMNS], 0.5),
         ("neg", [COLUMNS], None),  # the result has the operand's order
         ("neg", [HALF_ROWS], 1.34),
         ("neg", [[0, 1]], 2.0),  # expanded
@@ -87,7 +89,7 @@ LONG_ROWS, LONG_COLUMNS = [8192, 1], [1, 8192]
 @pytest.mark.parametrize(
     ("strides", "per_cycle"),
     [
-        ([LONG_ROWS, LONG_COLUMNS], 0.49),
+        ([LONG_ROWS, LONG_COLUMNS], 0.5),
         ([LONG_ROWS, [16384, 1]], 1.34),  # from half of each row: the same innermost axis
         ([LONG_COLUMNS, [0, 1]], 2.0),  # expanded: one row
     ],
@@ -522,3 +524,21 @@ def test_index_put_adds_by_its_flag(source, accumulates, expected):
     results = json.dumps([[10_000, 64]]), json.dumps([F32])
     cost = work_of("_index_put_impl_", (inputs, types), results, values)
     assert (cost.flops, cost.bytes_read, cost.bytes_written) == expected
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "measured_us"),
+    [
+        ([768, 3072], [1, 768], 20.4),
+        ([6000, 10000], [1, 6000], 498.8),
+        ([24, 300, 300], [90000, 1, 300], 17.5),
+    ],
+)
+def test_transposed_copies_of_any_size(shape: list[int], strides: list[int], measured_us: float):
+    """Copies of an H100 that chose no constant (2026-11-27-kernel-sweep-h100)."""
+    dense = [prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    operands = json.dumps([shape] * 2), json.dumps([BF16] * 2)
+    result = json.dumps([shape]), json.dumps([BF16])
+    cycles = work_of("aten::copy_", operands, result, strides=json.dumps([dense, strides])).cycles
+    gpu = load_gpu("H100")
+    assert cycles / gpu.issue_rate_hz * 1e6 == pytest.approx(measured_us, rel=0.2)
