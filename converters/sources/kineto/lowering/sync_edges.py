@@ -282,6 +282,44 @@ class _DeviceWideWaits:
         return -self._ends[0][0]
 
 
+_StreamKey = tuple[int, int]
+"""Device and number of a stream."""
+
+_NEVER_NS = np.iinfo(np.int64).min
+"""Earlier than every launch."""
+
+
+class _StreamWaits:
+    """The waits of a stream for others, in the order of their calls.
+
+    An event that is recorded on the stream after such a wait includes what it waits for, even if
+    the stream launched nothing in between. Asynchronous tensor parallelism needs this: its copies
+    run on a third stream, which waits for the second, which waits for the first.
+    """
+
+    def __init__(self) -> None:
+        self._start_ns: list[int] = []
+        self._awaited: list[dict[_StreamKey, int]] = []
+        self._keys: set[_StreamKey] = set()
+
+    def add(self, start_ns: int, awaited: dict[_StreamKey, int]) -> None:
+        """Add the last operation of each stream that a wait awaits."""
+        self._start_ns.append(start_ns)
+        self._awaited.append(awaited)
+        self._keys.update(awaited)
+
+    def between(self, after_ns: int, until_ns: int) -> dict[_StreamKey, int]:
+        """Return the last operation of each stream that waits in (after_ns, until_ns] await."""
+        first = bisect_right(self._start_ns, after_ns)
+        last = bisect_right(self._start_ns, until_ns)
+        found: dict[_StreamKey, int] = {}
+        for place in range(last - 1, first - 1, -1):
+            found = {**self._awaited[place], **found}
+            if len(found) == len(self._keys):
+                break  # earlier waits name earlier operations of the same streams
+        return found
+
+
 class SyncEdges:
     """Adds the edges of waits and keeps how long calls and operations waited.
 
@@ -301,7 +339,7 @@ class SyncEdges:
             builder.gpu_rows,
             len(builder.kept),
         )
-        self._by_stream: defaultdict[int, list[NodeSequence]] = defaultdict(list)
+        self._by_stream: defaultdict[int, dict[_StreamKey, NodeSequence]] = defaultdict(dict)
         self._calls: NodeSequence | None = None
         """Without a device: the operators that the host called, in order."""
         if not len(self._gpu_rows):
@@ -313,9 +351,10 @@ class SyncEdges:
             self._calls = NodeSequence(builder.times, array("q", members))
             # Operators on the default stream alone have no sequence of a stream.
             self._streams = streams or {(0, 0): self._calls}
-        for (_, stream), sequence in self._streams.items():
-            self._by_stream[stream].append(sequence)
+        for key, sequence in self._streams.items():
+            self._by_stream[key[1]][key] = sequence
         self._device_wide: dict[int, _DeviceWideWaits] = {}
+        self._stream_waits: defaultdict[int, _StreamWaits] = defaultdict(_StreamWaits)
         self.blocked: dict[tuple[int, int], int] = {}
         self.queued: list[QueueWait] = []
         self.blocked_ns = np.zeros(len(builder.kept), dtype=np.int64)
@@ -441,7 +480,8 @@ class SyncEdges:
     def _awaited(self, wait: Wait) -> tuple[list[int], int, int]:
         """Return the sources of a wait's edges, the number of streams awaited, and their last end.
 
-        A stream is awaited by the last operation launched on it before the wait's horizon.
+        A stream is awaited by the last operation launched on it before the wait's horizon, and by
+        the operations of other streams that it has waited for since.
         """
         if (
             wait.stream is None
@@ -454,17 +494,22 @@ class SyncEdges:
                 waits = self._device_wide[wait.thread] = _DeviceWideWaits(self._streams)
             sources = waits.advance(wait.horizon_ns)
             return sources, waits.count, waits.last_end_ns if waits.count else 0
-        streams = self._by_stream.get(wait.stream, []) if wait.stream is not None else []
-        if wait.stream is None:
-            streams = [
-                sequence
-                for (_, stream), sequence in self._streams.items()
-                if stream != wait.waiting_stream
-            ]
-        elif wait.stream == wait.waiting_stream:
-            streams = []
-        last = [sequence.last_launched(wait.horizon_ns) for sequence in streams]
-        sources = [number for number in last if number is not None]
+        awaited: dict[_StreamKey, int] = {}
+        if wait.stream is None or wait.stream != wait.waiting_stream:
+            streams = self._streams if wait.stream is None else self._by_stream[wait.stream]
+            for key, sequence in streams.items():
+                number = sequence.last_launched(wait.horizon_ns)
+                if number is not None and key[1] != wait.waiting_stream:
+                    awaited[key] = number
+        if wait.stream is not None and wait.stream in self._stream_waits:
+            launched = (self._times.launch[number] for number in awaited.values())
+            since_ns = max(launched, default=_NEVER_NS)
+            earlier = self._stream_waits[wait.stream].between(since_ns, wait.horizon_ns)
+            earlier = {key: earlier[key] for key in earlier if key[1] != wait.waiting_stream}
+            awaited = {**earlier, **awaited}
+        if wait.waiting_stream is not None:
+            self._stream_waits[wait.waiting_stream].add(wait.start_ns, awaited)
+        sources = list(awaited.values())
         return sources, len(sources), max((self._times.end[n] for n in sources), default=0)
 
     def _waiters(self, wait: Wait) -> list[int]:
@@ -474,7 +519,7 @@ class SyncEdges:
         and without a device the next call of any thread, since one thread runs at a time.
         """
         if wait.waiting_stream is not None:
-            waiting = self._by_stream.get(wait.waiting_stream, [])
+            waiting = list(self._by_stream[wait.waiting_stream].values())
             first = [sequence.first_launched(wait.start_ns) for sequence in waiting[:1]]
         elif self._calls is not None:
             first = [self._calls.first_launched(wait.end_ns)]
