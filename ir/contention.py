@@ -59,10 +59,16 @@ class Contention:
     multiprocessors: int
     among_kernels: bool
 
-    @property
-    def matters(self) -> bool:
-        """Whether any operation can slow another one."""
-        return bool((self.held > 0).any()) and bool((self.needed > 0).any())
+    def matters(self, stream: I64) -> bool:
+        """Return whether any operation can slow another one.
+
+        Args:
+            stream: of each operation, int64[n].
+        """
+        kernels = self.needed > 0
+        if self.among_kernels and len(np.unique(stream[kernels])) > 1:
+            return True
+        return bool(kernels.any()) and bool((self.held > 0).any())
 
 
 _Outgoing = list[tuple[int, int, int]]

@@ -121,6 +121,11 @@ def test_kernels_of_two_streams_share_unless_they_were_measured_so() -> None:
     assert ends_us(measured)[1] == 60
 
 
+def test_kernels_of_two_streams_share_without_calls() -> None:
+    """Asynchronous tensor parallelism multiplies on two streams, and copy engines communicate."""
+    assert ends_us(operations((KERNEL, 7, 100), (KERNEL, 8, 60))) == [160, 120]
+
+
 def test_captured_overlaps_on_a_stream_stay() -> None:
     """A successor that began 5 us before the end still does; both then run slower."""
     graph = operations((KERNEL, 7, 100), (KERNEL, 7, 100), (CALL, 8, 1000))

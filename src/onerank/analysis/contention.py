@@ -75,7 +75,7 @@ def contention_of(graph: Graph, calls: Mapping[int, CallShape]) -> Contention | 
     """
     nodes, sm_count = graph.nodes, graph.job.device.sm_count
     ran = nodes.evidence[graph.communication] != Evidence.NONE
-    if not calls or not sm_count or ran.any():
+    if not sm_count or ran.any():
         return None
     kernels = graph.gpu_compute & (nodes.duration_ns > 0)
     blocks = _blocks(graph)
@@ -97,7 +97,7 @@ def contention_of(graph: Graph, calls: Mapping[int, CallShape]) -> Contention | 
         multiprocessors=sm_count,
         among_kernels=not np.isin(nodes.evidence[kernels], _IN_PLACE).any(),
     )
-    return contention if contention.matters else None
+    return contention if contention.matters(nodes.stream) else None
 
 
 def _slows(graph: Graph) -> F64:

@@ -11,7 +11,6 @@ from onerank.converters.targets.lower_step import even_all_to_alls
 from onerank.ir import Collective, Graph, Kind, Phase, Reason
 from onerank.ir.all_to_all import even_bytes
 from onerank.ir.nodes import SYMMETRIC_BARRIER, SYMMETRIC_COPY
-from onerank.ir.replay import schedule
 from onerank.plan.cluster import Cluster, ClusterLink, network_of
 from onerank.plan.stage_times import with_network
 
@@ -141,12 +140,6 @@ def test_asynchronous_tensor_parallelism_multiplies_rows_while_others_arrive(tmp
     assert timed.graph.nodes.duration_ns[copies] == pytest.approx(expected, abs=1)
     waits = [node for node in calls if operators[node] == SYMMETRIC_BARRIER]
     assert timed.graph.nodes.duration_ns[waits].tolist() == [6_800] * len(barriers)
-    # A round copies what all ranks have written: it follows the barrier issued before it, which in a
-    # gather is on the first stream while the second stream, empty so far, issues the copy.
-    times = schedule(timed.graph)
-    for copy in copies:
-        barrier = max(node for node in waits if node < copy)
-        assert times.end_ns[barrier] <= times.start_ns[copy]
     assert timed.contention is not None
     assert not timed.contention.held[copies + waits].any()
     assert timed.contention.held[timed.graph.communication].any()

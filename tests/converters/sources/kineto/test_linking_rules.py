@@ -140,6 +140,38 @@ def test_a_stream_waits_for_an_event_of_another(tmp_path):
     assert edges(graph, Reason.SYNC) == {("producer", "consumer")}
 
 
+@pytest.mark.parametrize("launched", [False, True])
+def test_an_event_includes_what_its_stream_waits_for(tmp_path, launched):
+    """Stream 20 waits for 7, and 30 for 20, which has launched something since or has not."""
+    trace = Trace()
+    op = trace.op("aten::mm", 0, 80)
+
+    def kernel(correlation: int, name: str, stream: int) -> None:
+        trace.launch(correlation, correlation, external=op)
+        trace.kernel(correlation, correlation + 5, 1, name=name, stream=stream)
+
+    def wait(correlation: int, *, stream: int, on: int) -> None:
+        trace.runtime("cudaEventRecord", correlation, correlation)
+        trace.runtime("cudaStreamWaitEvent", correlation + 1, correlation + 1)
+        ids = {"wait_on_stream": on, "wait_on_cuda_event_record_corr_id": correlation}
+        time, waits = correlation + 1, {"correlation": correlation + 1, "stream": stream}
+        trace.sync("Stream Wait Event", time, **waits, **ids)
+
+    kernel(1, "older", 20)
+    kernel(3, "producer", 7)
+    wait(5, stream=20, on=7)
+    if launched:
+        kernel(8, "between", 20)
+    wait(10, stream=30, on=20)
+    kernel(13, "consumer", 30)
+    graph, _ = trace.convert(tmp_path)
+    if launched:
+        expected = {("producer", "between"), ("between", "consumer")}
+    else:
+        expected = {("producer", "consumer"), ("older", "consumer")}
+    assert edges(graph, Reason.SYNC) == expected
+
+
 def test_backward_on_its_own_thread_is_handed_over_and_back(tmp_path):
     trace = Trace()
     op = trace.op("aten::mm", 0, 10)
