@@ -5,6 +5,7 @@ and edges form a cycle, the edges that point back in time are dropped and counte
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,7 +19,7 @@ from onerank.converters.sources.kineto.gloo import GlooCalls
 from onerank.converters.sources.kineto.link.host_timeline import HostTimeline
 from onerank.converters.sources.kineto.link.launch_queue import LaunchQueue
 from onerank.converters.sources.kineto.link.link_kernels import GpuOps
-from onerank.converters.sources.kineto.link.sync_events import Synchronizations
+from onerank.converters.sources.kineto.link.sync_events import Synchronizations, Wait
 from onerank.converters.sources.kineto.lowering import diagnostics as notes
 from onerank.converters.sources.kineto.lowering.dependency_edges import (
     Columns,
@@ -189,7 +190,9 @@ def _connect(events: _NodeEvents) -> _Connected:
     else:
         unplaced = placement.on_threads(events.recorded, trace.gloo.calls)
     sync_edges = SyncEdges(builder, streams, threads)
-    syncs, without_edge = _add_order_and_waits(trace, builder, sync_edges, (streams, threads))
+    syncs, without_edge = _add_order_and_waits(
+        trace, builder, sync_edges, (streams, threads), placement.waits
+    )
     self_times_ns, gaps = builder.self_times(sync_edges.blocked), UnexplainedGaps()
     # Kernels that emulate collectives delay others by times that mean nothing: no gaps then.
     if not events.recorded and len(selected.gpu) == len(gpu):
@@ -212,6 +215,7 @@ def _add_order_and_waits(
     builder: DependencyEdges,
     sync_edges: SyncEdges,
     sequences: tuple[StreamSequences, ThreadSequences],
+    of_calls: Sequence[Wait],
 ) -> tuple[int, Counter[str]]:
     """Add the order of streams and threads, and the waits; return what `add_waits` returns."""
     if len(builder.gpu_rows):
@@ -219,7 +223,7 @@ def _add_order_and_waits(
         return sync_edges.add_waits(trace.waits, trace.queue.waits)
     # An edge keeps its first reason. Without a device the waits come first, because re-costing
     # drops the order of calls and keeps waits.
-    counts = sync_edges.add_waits(trace.waits, trace.queue.waits)
+    counts = sync_edges.add_waits(trace.waits, trace.queue.waits, of_calls)
     builder.add_order(*sequences)
     return counts
 

@@ -22,6 +22,7 @@ from onerank.converters.sources.kineto.gloo import (
 )
 from onerank.converters.sources.kineto.link.host_timeline import NONE, HostTimeline
 from onerank.converters.sources.kineto.link.link_kernels import GpuOps
+from onerank.converters.sources.kineto.link.sync_events import NO_THREAD, Wait
 from onerank.converters.sources.kineto.lowering.dependency_edges import (
     Columns,
     DependencyEdges,
@@ -151,7 +152,12 @@ class _Placement:
 
 
 class CallPlacement:
-    """Puts calls into the sequences of streams and threads, and adds their edges."""
+    """Puts calls into the sequences of streams and threads, and adds their edges.
+
+    Attributes:
+        waits: of the streams of asynchronous calls for those of their callers, and back, in a
+            capture without a device.
+    """
 
     def __init__(
         self, builder: DependencyEdges, streams: StreamSequences, threads: ThreadSequences
@@ -164,6 +170,7 @@ class CallPlacement:
         self._handovers = _Handovers(builder)
         self._asynchronous: dict[str, int] = {}
         self._placed: list[_Placement] = []
+        self.waits: list[Wait] = []
 
     def on_streams(self, calls: list[RecordedCall]) -> list[RecordedCall]:
         """Add recorded calls where their emulating kernels ran; return the calls without kernels.
@@ -252,7 +259,7 @@ class CallPlacement:
         last = max(stream for _, stream in self._streams)
         groups: dict[str, int] = {}
         unplaced: list[RecordedCall] = []
-        asynchronous: list[tuple[RecordedCall, int]] = []
+        asynchronous: list[tuple[RecordedCall, int, int]] = []
         for call in calls:
             number = self._add_call(call)
             placed, caller = self._placed[-1], (0, int(rows.stream[call.op]))
@@ -261,37 +268,45 @@ class CallPlacement:
             if sequence is None:
                 sequence = self._streams[caller] = NodeSequence(self._times)
             if call.communication.asynchronous and wait_is_known(call, self._timeline):
-                before = sequence.last_launched(self._times.launch[number])
-                if before is not None:
-                    self._edges.add(before, number, Reason.SYNC)
                 group = call.communication.group
                 placed.stream = groups.setdefault(group, last + 1 + len(groups))
+                issued_ns = self._times.launch[number]
+                self._wait(placed.stream, caller[1], issued_ns, issued_ns)
                 of_group = self._streams.setdefault((0, placed.stream), NodeSequence(self._times))
                 of_group.members.append(number)
-                asynchronous.append((call, number))
+                asynchronous.append((call, number, placed.stream))
             else:
                 placed.stream = caller[1]
                 sequence.insert_by_launch(number)
                 unplaced.append(call)
         # After all calls are placed: the first node after a wait may be a later call.
-        for call, number in asynchronous:
-            self._await_on_stream(call, number, operators)
+        for call, number, stream in asynchronous:
+            self._await_on_stream(call, number, stream, operators)
         return unplaced
 
     def _await_on_stream(
-        self, call: RecordedCall, number: int, operators: OperatorsByStart
+        self, call: RecordedCall, number: int, stream: int, operators: OperatorsByStart
     ) -> None:
-        """Let the stream that is current at the wait for an asynchronous call wait for it."""
+        """Let the stream that is current at the wait for an asynchronous call wait for it.
+
+        Args:
+            call: an asynchronous call.
+            number: of its node.
+            stream: of its group.
+            operators: the operators that are nodes.
+        """
         if not call.waits:
             waiter = end_of_wait(call, operators)
             if waiter >= 0:
                 self._edges.add(number, int(self._node[waiter]), Reason.SYNC)
             return
         rows, wait = self._timeline.rows, call.waits[0]
-        sequence = self._streams.get((0, int(rows.stream[wait])))
-        first = sequence.first_launched(int(rows.start_ns[wait])) if sequence else None
-        if first is not None:
-            self._edges.add(number, first, Reason.SYNC)
+        issued_ns = self._times.launch[number]
+        self._wait(int(rows.stream[wait]), stream, issued_ns, int(rows.start_ns[wait]))
+
+    def _wait(self, stream: int, awaited: int, horizon_ns: int, start_ns: int) -> None:
+        """Let a stream wait for what another one was given up to a time."""
+        self.waits.append(Wait(awaited, horizon_ns, stream, NO_THREAD, start_ns, start_ns))
 
     def _add_gloo_calls(self, gloo_calls: list[GlooCall], operators: OperatorsByStart) -> None:
         """Add the calls that Gloo ran, after their issuers and earlier work of their threads."""

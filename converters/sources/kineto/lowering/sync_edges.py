@@ -360,12 +360,19 @@ class SyncEdges:
         self.blocked_ns = np.zeros(len(builder.kept), dtype=np.int64)
 
     def add_waits(
-        self, waits: Synchronizations, queue: Sequence[QueueWait]
+        self, waits: Synchronizations, queue: Sequence[QueueWait], of_calls: Sequence[Wait] = ()
     ) -> tuple[int, Counter[str]]:
-        """Add edges of synchronisations; return their number, and waits without edges by reason."""
+        """Add edges of synchronisations; return their number, and waits without edges by reason.
+
+        Args:
+            waits: of the trace.
+            queue: waits for room in the launch queue.
+            of_calls: waits of communication calls and for them, which are not counted.
+        """
         added = 0
         without_edge = Counter[str]()
-        for wait in waits.used:
+        uncounted = set(map(id, of_calls))
+        for wait in sorted([*waits.used, *of_calls], key=lambda wait: wait.start_ns):
             # `count` exceeds the number of sources where earlier waits already imply some edges.
             awaited, count, last_end_ns = self._awaited(wait)
             waiters = self._waiters(wait)
@@ -377,13 +384,15 @@ class SyncEdges:
                     # Ticks show that the host waits, not for how long.
                     waited_ns = wait.end_ns - wait.start_ns
                 self._block(wait.thread, wait.start_ns, wait.end_ns, waited_ns, waiters)
-            if not waiters:
-                without_edge["no node follows the wait"] += 1
-                continue
             for source in awaited:
                 for waiter in waiters:
                     if waiter != source:
                         self._edges.add(source, waiter, Reason.SYNC)
+            if id(wait) in uncounted:
+                continue
+            if not waiters:
+                without_edge["no node follows the wait"] += 1
+                continue
             added += count
             if not count:
                 without_edge["the awaited stream had no earlier launch"] += 1
