@@ -140,6 +140,13 @@ def test_asynchronous_tensor_parallelism_multiplies_rows_while_others_arrive(tmp
     assert timed.graph.nodes.duration_ns[copies] == pytest.approx(expected, abs=1)
     waits = [node for node in calls if operators[node] == SYMMETRIC_BARRIER]
     assert timed.graph.nodes.duration_ns[waits].tolist() == [6_800] * len(barriers)
+    # Copies that follow a barrier on the first stream: the second of three of a scatter, the
+    # first of a gather. The second stream issues that one, and has run nothing since it waited.
+    edges = timed.graph.edges
+    synced = edges.reason == Reason.SYNC
+    pairs = {*zip(edges.source[synced].tolist(), edges.target[synced].tolist(), strict=True)}
+    first = [node for node in waits if timed.graph.nodes.stream[node] == 0]
+    assert sum(any((node, copy) in pairs for node in first) for copy in copies) == 2 + 2
     assert timed.contention is not None
     assert not timed.contention.held[copies + waits].any()
     assert timed.contention.held[timed.graph.communication].any()
