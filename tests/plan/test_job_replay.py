@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from own_process import run_command
 from raised import raises_code
-from stages import captures
+from stages import captures, stage
 
 import onerank
 from onerank.converters.expand.pipeline import PipelineSchedule, expand
 from onerank.converters.expand.ranks import RankGraph
-from onerank.ir import Graph, Kind, Phase
+from onerank.ir import Graph, Kind, Phase, World
 from onerank.ir.arrays import Mask
 from onerank.plan.cluster import ClusterLink, ClusterNetwork
 from onerank.plan.job_replay import JobReplay, replay_job
@@ -106,6 +106,84 @@ def test_a_collective_of_several_stages_begins_when_the_last_has_come() -> None:
     assert step.step_ns == pytest.approx(before - 500_000 + 50_000_000, abs=10)
 
 
+def two_pipelines(axis: str) -> list[Graph]:
+    """Return all ranks of two pipelines along `axis`, whose script runs its own schedule.
+
+    The stages of the first pipeline come first.
+    """
+    world = World.of(pp=4, **{axis: 2})
+    graphs = [stage(n, world=world, at={axis: lane}) for lane in range(2) for n in range(4)]
+    return [
+        replace(graph, job=msgspec.structs.replace(graph.job, pipeline=None, classes=()))
+        for graph in graphs
+    ]
+
+
+@pytest.mark.parametrize("axis", ["dp", "tp"])
+def test_all_ranks_of_several_pipelines_are_replayed_together(axis: str) -> None:
+    graphs = two_pipelines(axis)
+    first, second = graphs[:4], graphs[4:]
+    equal = replayed(graphs)
+    assert (equal.step_ns, equal.ranks) == (replayed(first).step_ns, 8)
+    every = np.ones(len(second[1]), dtype=np.bool_)
+    second[1] = slowed(second[1], every)
+    slow = replayed([*first, *second])
+    assert slow.step_ns == replayed(second).step_ns > equal.step_ns
+    assert slow == replayed([*reversed(second), *first])
+    # The slowest rank does not wait for the other pipeline, so the breakdown is that of a rank
+    # that computes.
+    assert slow.compute_ns == replayed(second).compute_ns
+
+
+def test_ranks_of_a_stage_wait_for_each_other_in_their_collectives() -> None:
+    graphs = two_pipelines("dp")
+    first, second = graphs[:4], graphs[4:]
+    second[1] = slowed(second[1], second[1].nodes.phase != Phase.OPTIMIZER)
+
+    def with_long_optimizer(graph: Graph) -> Graph:
+        durations = graph.nodes.duration_ns.copy()
+        durations[(graph.nodes.phase == Phase.OPTIMIZER) & (durations > 0)] = 50_000_000
+        return graph.with_columns(duration_ns=durations)
+
+    # The optimizer follows the gradients' all-reduce, which begins when the slower rank comes.
+    first_has_it = [first[0], with_long_optimizer(first[1]), *first[2:]]
+    second_has_it = [second[0], with_long_optimizer(second[1]), *second[2:]]
+    together = replayed([*first_has_it, *second])
+    assert together.step_ns == replayed(second_has_it).step_ns > replayed(first_has_it).step_ns
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        # Stages are 0-1, 2-3, 4-5 and 6-7.
+        ([0, 1], "[2, 3, 4, 5, 6, 7], or keep"),
+        ([0, 2, 4, 6, 1], "[3, 5, 7], or remove those of the ranks [1]"),
+        ([1, 3, 5, 7, 0, 4], "[2, 6], or remove those of the ranks [0, 4]"),
+        ([0, 2, 3, 5, 7], "[1, 4, 6], or keep"),
+    ],
+)
+def test_incomplete_pipelines_with_several_ranks_of_a_stage_are_refused(
+    given: list[int], named: str
+) -> None:
+    by_rank = {graph.job.rank: graph for graph in two_pipelines("dp")}
+    with raises_code("pipeline-duplicate-rank", naming=named):
+        replayed([by_rank[rank] for rank in given])
+
+
+def test_the_messages_of_several_ranks_of_a_stage_decide_whether_a_pipeline_is_complete() -> None:
+    """A script whose stages are adjacent ranks, unlike those of the captured world."""
+    graphs = own_order()
+    world = World.of(pp=4, dp=2)
+    adjacent = [
+        replace(graph, job=msgspec.structs.replace(graph.job, world=world, pipeline=None))
+        for graph in graphs
+    ]
+    assert [graph.job.rank for graph in adjacent] == [0, 1, 2, 3]
+    assert replayed(adjacent).step_ns == replayed(graphs).step_ns
+    with raises_code("pipeline-duplicate-rank", naming="ranks [3], or keep"):
+        replayed(adjacent[:3])
+
+
 def without_last(graph: Graph, kind: Kind) -> Graph:
     """Turn the last call of a kind into a kernel."""
     kinds = graph.nodes.kind.copy()
@@ -181,7 +259,7 @@ def test_ranks_that_do_not_belong_together_are_refused() -> None:
         replay_job(own_order(), INSTANT, PipelineSchedule.parse("1f1b"), 4)
     with raises_code("pipeline-missing-stage", naming="[2]"):
         replayed([*graphs[:2], graphs[3]])
-    with raises_code("pipeline-duplicate-rank", naming="ranks 1 and 1"):
+    with raises_code("replay-duplicate-rank", naming="rank 1"):
         replayed([*graphs, graphs[1]])
     with raises_code("pipeline-unmatched-message", naming=("7", "rank 1", "8")):
         replayed([without_last(graphs[0], Kind.SEND), *graphs[1:]])

@@ -63,8 +63,9 @@ def replay_job(
 
     Args:
         graphs: one per class of equivalent ranks. Several ranks without a pipeline wait for each
-            other in the collectives of groups that they share. Ranks of inference, which has no
-            backward, keep the order of their traces.
+            other in the collectives of groups that they share; so do those of a script that runs
+            its own pipeline, if a stage has several. Ranks of inference, which has no backward,
+            keep the order of their traces.
         network: times the communication.
         schedule: order of forwards and backwards. Ranks whose script runs its own pipeline keep
             the order of their trace instead.
@@ -206,33 +207,84 @@ class _JointRanks:
 
 
 def _pipeline(graphs: Sequence[Graph]) -> _JointRanks:
-    """Return the ranks of a pipeline, by their stage; each represents all ranks of its stage."""
+    """Return the ranks of a job with a pipeline.
+
+    The only rank of a stage represents all ranks of it. If a stage has several, each rank
+    represents itself.
+
+    Raises:
+        ExportError: a stage has no trace, a rank has two, or a rank that represents itself
+            exchanges messages with a rank without a trace.
+    """
     world = graphs[0].job.world
-    by_place: dict[int, Graph] = {}
+    by_stage: dict[int, list[Graph]] = defaultdict(list)
     for graph in graphs:
-        place = world.point(graph.job.rank)[AXIS]
-        if place in by_place:
-            raise ExportError(
-                f"ranks {by_place[place].job.rank} and {graph.job.rank} are both on stage {place} "
-                "of a pipeline whose script runs its own schedule\n  give one rank of each stage",
-                code="pipeline-duplicate-rank",
-            )
-        by_place[place] = graph
-    missing = [place for place in range(world.sizes[AXIS]) if place not in by_place]
+        by_stage[world.point(graph.job.rank)[AXIS]].append(graph)
+    shared = next((stage for stage, found in by_stage.items() if len(found) > 1), None)
+    if shared is not None:
+        job = _separate_ranks(graphs)
+        _check_peers(job, shared)
+        return job
+    missing = [stage for stage in range(world.sizes[AXIS]) if stage not in by_stage]
     if missing:
         first = graphs[0].job.rank
-        ranks = [world.at({**world.point(first), AXIS: place}) for place in missing]
+        ranks = [world.at({**world.point(first), AXIS: stage}) for stage in missing]
         raise ExportError(
             f"stages {missing} of the pipeline's {world.sizes[AXIS]} have no trace, and its script "
             f"runs its own schedule\n  capture one rank of each stage: the ranks {ranks} too",
             code="pipeline-missing-stage",
         )
     places = {rank: world.point(rank)[AXIS] for rank in range(world.size)}
-    return _JointRanks([by_place[place] for place in sorted(by_place)], places)
+    return _JointRanks([by_stage[stage][0] for stage in sorted(by_stage)], places)
+
+
+def _check_peers(job: _JointRanks, stage: int) -> None:
+    """Check that ranks of pipelines, several of which run `stage`, have all their peers.
+
+    The messages decide, not the axes of the world: picotron's stages are adjacent ranks.
+    """
+    world, given = job.graphs[0].job.world, {*job.places}
+    # Peer without a trace -> a rank that exchanges messages with it.
+    absent = {
+        peer: graph.job.rank
+        for graph in job.graphs
+        for peer in _message_peers(graph)
+        if peer not in given
+    }
+    if not absent:
+        return
+    # Messages name only the next stage. Along the axis of the world all stages are known.
+    lines = {world.line(AXIS, rank) for rank in given}
+    incomplete = {rank for line in lines if not given.issuperset(line) for rank in line}
+    along_axis = all(peer in world.line(AXIS, rank) for peer, rank in absent.items())
+    added = sorted(incomplete - given if along_axis else absent)
+    removed = sorted(incomplete & given)
+    remedy = (
+        f"remove those of the ranks {removed}"
+        if along_axis and len(removed) < len(given)
+        else "keep one rank of each stage"
+    )
+    peer = min(absent)
+    on_stage = sorted(other for other in given if world.point(other)[AXIS] == stage)
+    raise ExportError(
+        f"the ranks {on_stage} are all on stage {stage} of a pipeline whose script runs its own "
+        f"schedule, so each represents itself; but rank {peer}, with which "
+        f"rank {absent[peer]} exchanges messages, has no trace\n"
+        f"  add the traces of the ranks {added}, or {remedy}",
+        code="pipeline-duplicate-rank",
+    )
+
+
+def _message_peers(graph: Graph) -> set[int]:
+    """Return the ranks to which a rank sends, or from which it receives."""
+    nodes = graph.nodes
+    sent = nodes.comm_dst[nodes.kind == Kind.SEND]
+    received = nodes.comm_src[nodes.kind == Kind.RECV]
+    return {rank for rank in np.concatenate([sent, received]).tolist() if rank >= 0}
 
 
 def _separate_ranks(graphs: Sequence[Graph]) -> _JointRanks:
-    """Return ranks of a job without a pipeline, each of which represents itself."""
+    """Return ranks each of which represents itself."""
     places: dict[int, int] = {}
     for place, graph in enumerate(graphs):
         if graph.job.rank in places:
@@ -265,7 +317,14 @@ def _joint_step(job: _JointRanks, network: ClusterNetwork) -> JobReplay:
         rank.times = rank.replayed.schedule(rank.floor)
     separate = [rank.times for rank in ranks]
     _exchange(ranks, waits)
-    last = max(range(len(ranks)), key=lambda place: int(ranks[place].times.end_ns.max()))
+
+    def end_and_compute_ns(place: int) -> tuple[int, int]:
+        # Ranks that leave a last collective together end together. The one for which the others
+        # waited computes most.
+        times = ranks[place].times
+        return int(times.end_ns.max()), _busy_ns(times, ranks[place].graph.compute, begin_ns)
+
+    last = max(range(len(ranks)), key=end_and_compute_ns)
     slowest = ranks[last]
     step_ns = int(slowest.times.end_ns.max()) - begin_ns
     compute, communication = slowest.graph.compute, slowest.graph.communication
