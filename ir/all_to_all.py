@@ -53,12 +53,13 @@ def exchanged_bytes(
 
 
 def even_bytes(node: Node, ranks: int) -> int:
-    """Return the per-rank input of a collective of equal parts that takes the rank as long.
+    """Return the per-rank input of a call of equal parts that takes the rank as long as this one.
 
-    For an all-to-all: it ends on a rank when the rank has sent and received all of its parts, so
-    an even one that moves as many bytes between this rank and the others takes as long. What a rank
-    keeps is a copy in its own memory and does not count (NCCL). If the parts are not recorded, the
-    larger of the input and the recorded output. For other communication: `comm_bytes`.
+    An all-to-all ends on a rank when the rank has sent and received all of its parts, so an even
+    one that moves as many bytes between this rank and the others takes as long. What a rank keeps
+    is a copy in its own memory, which NCCL does not send, and does not count. If the parts are not
+    recorded, the result is the larger of the input and the recorded output. For other communication
+    it is `comm_bytes`.
 
     Args:
         node: the communication.

@@ -587,8 +587,9 @@ def steady_state_step(
 def with_steady_state_kernels(graph: Graph) -> Graph:
     """Return the graph with kernels that take their time in steady state.
 
-    Of a slice whose GPU sets the pace, they take `HostOverhead.kernel_factor` times their profiled
-    time. That replaces the residual, whose rest are copies that emulate communication.
+    In a slice whose GPU sets the pace, kernels take `HostOverhead.kernel_factor` times their
+    profiled time. The factor replaces the residual: what remains of it is the time of copies that
+    emulate communication.
     """
     overhead = graph.job.measurement.host_overhead
     if overhead is None or overhead.kernel_factor == 1:
@@ -623,9 +624,8 @@ def launch_waits_ns(graph: Graph, times: ReplayTimes, begun_ns: int) -> int:
 def job_step_ns(graph: Graph, ranks: int) -> int | None:
     """Return the expected step of a job of equal ranks, which wait for the slowest of them.
 
-    Calls take the host as long as real ones (`emulation_excess_ns`).
-
-    None if the graph is not a slice of such a rank, or if too few of its steps were measured
+    Emulated calls take the host as long as real ones (`emulation_excess_ns`). None if the graph is
+    not a slice of such a rank, or if too few of its steps were measured
     (`Measurement.slowest_step_ns`).
 
     Args:
@@ -637,9 +637,10 @@ def job_step_ns(graph: Graph, ranks: int) -> int | None:
 
 
 def emulation_excess_ns(graph: Graph) -> int:
-    """Return by how much emulated calls lengthen a measured step, since real ones take less host.
+    """Return by how much a measured step is longer because calls were emulated.
 
-    0 if the GPU limits the step, or if their time was not measured.
+    Emulated calls keep the host longer than real ones. 0 if the GPU limits the step, or if the time
+    of emulated calls was not measured.
     """
     if graph.job.measurement.emulated_calls is None:
         return 0

@@ -372,7 +372,7 @@ class CachingAllocator:
         # A block that must not be split serves no smaller request, which would waste its rest.
         if most and size < most <= block.size:
             return None
-        # A larger request may take such a block if it wastes little of it.
+        # A larger request takes such a block unless too much of it would be wasted.
         if most and size >= most and block.size >= size + self.settings.unsplit_excess_bytes:
             return None
         pool.remove(block)

@@ -165,7 +165,8 @@ class MemoryReport(Displayed, msgspec.Struct, frozen=True):
         target: name of the device that it should fit.
         capacity_bytes: memory of that device, 0 if not known.
         non_allocator: memory outside the allocator; empty on a CPU.
-        fits: whether it fits, including `non_allocator`; None if the capacity is not known.
+        fits: whether it fits, including `non_allocator`, by `reserved_bytes` or else by simulation;
+            None if the capacity is not known.
         fits_without_overhead: whether it would fit without `non_allocator`; None if the
             capacity is not known.
         mitigations: changes that make it fit; empty if it fits, or if `non_allocator` alone does
@@ -226,8 +227,8 @@ def report_memory(
 def fragmentation_of(graph: Graph) -> float:
     """Return reserved over allocated memory at the peak of a step.
 
-    Of the capture, or by the simulated allocator if that is not known; 1.0 if the graph has no log
-    of its memory.
+    The reserve is that of the capture, or else of the simulated allocator. 1.0 if the graph has no
+    log of its memory.
     """
     log = graph.job.measurement.memory
     if log is None:
@@ -347,8 +348,9 @@ def _with_blocks(
 
 
 def _fits(log: MemoryLog, pieces: Mapping[MemoryClass, Sequence[Piece]], capacity: int) -> bool:
-    # Where the capture's reserve has room, the allocator does there what it did in the capture. The
-    # simulation does not know what the process did before the step, which decides some percent.
+    # If the capture's reserve fits, the allocator behaves on the device as it did in the capture.
+    # The simulation starts from an empty device, and its reserve may be some percent off, because
+    # it does not know what the process did before the step.
     if 0 < log.reserved_bytes <= capacity:
         return True
     try:

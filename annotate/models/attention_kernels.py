@@ -253,7 +253,7 @@ _OPERATORS = (
 BY_SCHEDULE = frozenset({"flash2", "flash_mla"})
 """Families whose decodes are predicted by the schedule of their thread blocks.
 
-This schedule is known on the architectures for which `named_decode_terms` has terms.
+`named_decode_terms` has terms only on the architectures on which this schedule is known.
 """
 
 

@@ -126,7 +126,8 @@ heads of 64, 96, 128 and 256 are 7% off (2026-11-27-kernel-sweep-h100).
 
 # The kernel that combines parts reads them one after another. Its floor in launches, the cycles for
 # a part, and those of a block beyond the first two on an SM. On an H100 it is 5% off in 119 decodes
-# and 9% in 48 prefills of four sizes of heads, with 2 to 128 parts (2026-11-27-kernel-sweep-h100).
+# and 8% in 48 prefills, with which the figures were chosen, 8 and 10% in 9 and 8 others
+# (2026-11-27-kernel-sweep-h100).
 _COMBINE_FLOORS, _PART_CYCLES, _BLOCK_CYCLES, _BLOCKS_TOGETHER = 1.05, 390.0, 700.0, 2.0
 
 
@@ -176,7 +177,8 @@ FLASH2_PREFILL = {
 
 Fitted to five prefills of a Llama-8B (32 heads of 128, 8 key heads; 64 and 256 tokens after 0 to
 8,192) on two H100s with torch 2.11. The overlap was chosen on 48 prefills of heads of 64 to 256, of
-which 24 are without groups, so that memory limits them (2026-11-27-kernel-sweep-h100).
+which 24 have a key head for each head, so that memory limits them. With the combining kernel these
+are 7% off in the mean, and eight others 8% (2026-11-27-kernel-sweep-h100).
 """
 
 

@@ -106,8 +106,8 @@ no coefficient. "product" are GEMMs on vector units or without tiles. "short" ar
 memory-bound kernels, and the clock that the power limit allows GEMMs. "memory_same_die" has the
 errors of two A100s, which differ in their memory, and of a step on an H100 and an H200. "library"
 are memory-bound kernels of other libraries than PyTorch: on an A100 and an H100 vLLM's norms,
-activations and rotary embeddings take
-1.3 to 2.0 times as long as their bytes, and PyTorch's additions 0.8 to 1.0 times.
+activations and rotary embeddings take 1.3 to 2.0 times as long as their bytes, and PyTorch's
+additions 0.8 to 1.0 times.
 
 "memory_unknown_layout" are those of three axes or more in a graph without strides: a transposed
 operand takes 1.8 to 2.7 times as long as a contiguous one.

@@ -133,8 +133,8 @@ class AttentionShape(NamedTuple):
         causal: 0 without a causal mask and with a window, 1 if the mask is aligned with the first
             key, or `LOWER_RIGHT`.
         backward: 1 for the backward pass, 0 for the forward.
-        window: keys that the last tile of queries sees, if a window hides keys; 0 without one. Rows
-            of arrays may lack this column.
+        window: keys that the last tile of queries sees, if a window hides keys; 0 without one.
+            Arrays of calls without a window may lack this column.
     """
 
     batch: int

@@ -118,9 +118,10 @@ _ELEMENTWISE_PER_CYCLE, _REDUCED_PER_CYCLE, _CONCATENATED_PER_CYCLE = 1.34, 2.5,
 _EXPANDED_PER_CYCLE, _ROLLED_PER_CYCLE = 2.0, 0.9
 
 # The same of elementwise kernels and copies whose operands have different innermost axes: each
-# thread of a warp reads another sector. 0.47 to 0.53 in 16 and 32 bits, from 1 to 151 million
-# elements, on an H100 (2026-11-27-kernel-sweep-h100). A block writes 512 adjacent elements: if they
-# are several rows, as of results with fewer columns, it uses more of a sector.
+# thread of a warp reads another sector. In 16 and 32 bits on an H100 0.44 to 0.53 for 8 to 151
+# million elements, 0.40 to 0.54 for 1 to 7 million (2026-11-27-kernel-sweep-h100). A block writes
+# 512 adjacent elements. If they span several rows of a narrow result, the block uses more of each
+# sector.
 _TRANSPOSED_PER_CYCLE, _UNTRANSPOSED_PER_CYCLE, _WIDE_ROW = 0.5, 1.34, 256
 
 # Kernels with long arithmetic for each element (an H100, 12 million numbers,
@@ -366,7 +367,7 @@ def _transposed_per_cycle(call: Call) -> float:
     if not sizes:
         return _TRANSPOSED_PER_CYCLE
     # The first operand, which a copy writes, determines the order of the elements.
-    _, row = next(iter(sizes))
+    _, row = sizes[0]
     wide = min(1.0, row / _WIDE_ROW)
     return 1 / (wide / _TRANSPOSED_PER_CYCLE + (1 - wide) / _UNTRANSPOSED_PER_CYCLE)
 

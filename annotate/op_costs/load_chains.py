@@ -51,12 +51,12 @@ _SUMS = ("sum", "nansum", "mean", "linalg_vector_norm", "norm", "amax", "amin", 
 _WELFORD_TOGETHER, _WELFORD = 2, 0.8
 
 # Variances of columns: 0.05 us for each value of each of a thread's columns, and 0.2 us to combine
-# two partial results, which the threads of a column have, and the blocks that share it. 16, 128 and
+# two partial results, of the threads of a column and of the blocks that share it. 16, 128 and
 # 512 rows take an H100 5.3, 9.6 and 29.4 us, 300 rows of 1000, 1002 and 1001 columns, of which a
 # thread has four, two and one, 19, 8.4 and 4.9 (2026-11-27-kernel-sweep-h100).
 _WELFORD_VALUE, _COMBINED = 0.122, 0.49
 
-# Blocks that an H100 has room for decide how many share a column.
+# SMs of an H100, with which chains were measured: they determine how many blocks share a column.
 _SM_COUNT = 132
 
 _EXTREMES = ("argmax", "argmin", "max", "min")

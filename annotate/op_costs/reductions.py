@@ -33,7 +33,8 @@ class Division:
     """The division of a reduction.
 
     Attributes:
-        block: threads of a block along the input and along the output.
+        block: threads of a block in x and in y. x is along the input if `along_input`, else along
+            the output.
         columns: blocks that have different outputs.
         values: values that a thread reads if no other block shares its output.
         across_warps: whether the warps of a block share an output.

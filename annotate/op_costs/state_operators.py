@@ -192,7 +192,8 @@ _SCAN_CYCLES, _UPDATE_CYCLES = 0.475, 1.0
 # (`selective_scan_fwd_cuda` of mamba_ssm).
 _SCAN_CHUNKS, _LONGEST_SCAN_CHUNK = (128, 256, 512, 1024), 2048
 
-# Time of a copy that transposes tokens and channels over that of its bytes, from the same layers.
+# Time of a copy that transposes tokens and channels over that of its bytes, in the layers of both
+# models.
 _TRANSPOSED = 6.1
 
 # Time of mamba_ssm's kernels over that of their bytes: states of chunks, their sum over the chunks

@@ -28,7 +28,9 @@ _UNEVEN_BETWEEN_RANKS = Note(
 
 
 def even_all_to_alls(graph: Graph, world: World) -> tuple[Graph, list[Note]]:
-    """Return the graph with all-to-alls of equal parts that take its rank as long.
+    """Return the graph with all-to-alls of equal parts, and a note if sizes changed.
+
+    Each takes its rank as long as the captured call (`even_bytes`).
 
     Args:
         graph: one rank's step.

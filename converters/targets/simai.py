@@ -361,7 +361,7 @@ def losses_of(
     if within := [size for losses in stage_losses for size in losses.within_stage]:
         yield (
             f"{len(within)} sends and receives within a stage, as of ring attention, of "
-            f"{sum(within)} bytes: SimAI has none"
+            f"{sum(within)} bytes: SimAI has no such messages"
         )
     if sent_bytes > LARGEST_MESSAGE:
         yield f"pp_comm is {LARGEST_MESSAGE}, its maximum, instead of {sent_bytes} bytes"

@@ -90,7 +90,7 @@ class Losses:
 def leaves_stage(job: Job, node: Node) -> bool:
     """Return whether the other end of a send or receive is on another stage of the pipeline.
 
-    A message whose other end is not recorded is taken for one of the pipeline, if there is one.
+    If the job has a pipeline, a message whose other end is not recorded counts as one of it.
     """
     if job.world.sizes.get(AXIS, 1) == 1:
         return False

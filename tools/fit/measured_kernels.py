@@ -50,7 +50,7 @@ class Attention:
     """Causal forward attention by one kernel family, the same shapes on each GPU.
 
     Attributes:
-        shapes: as `attention_time.attention_ns` takes them, float64[d, 9].
+        shapes: `AttentionShape` of each call without a window, float64[d, 9].
         times_ns: name of a description -> measured times, float64[d].
     """
 

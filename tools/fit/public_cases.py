@@ -289,7 +289,7 @@ class _Calls:
     Attributes:
         gpu: the GPU.
         usual: whether libraries run this kernel on the architecture.
-        shapes: as `attention_time.attention_ns` takes them, float64[d, 9].
+        shapes: `AttentionShape` of each call without a window, float64[d, 9].
         times_ns: times with the write of keys and values, float64[d].
     """
 
@@ -323,7 +323,7 @@ def _read_attention(folder: Path) -> pl.DataFrame:
 
 
 def forward_shapes(table: pl.DataFrame, *, causal: bool) -> F64:
-    """Return the shapes of forward attention as `attention_ns` takes them, float64[d, 9]."""
+    """Return `AttentionShape` of forward attention without a window, float64[d, 9]."""
     batch, queries, keys, heads, key_heads, d = (
         table[column].to_numpy().astype(np.float64) for column in ATTENTION_SIZES
     )
@@ -338,7 +338,7 @@ class Decodes:
     Attributes:
         gpu: the GPU.
         dataset: framework and version.
-        shapes: as `attention_time.attention_ns` takes them, float64[d, 9].
+        shapes: `AttentionShape` of each call without a window, float64[d, 9].
         times_ns: times with the write of a key and a value per sequence, float64[d].
         usual: whether libraries run the kernel on the architecture.
         latent: whether it is latent attention.

@@ -322,7 +322,7 @@ def _exchanged(args: Args) -> int:
 
 
 def _rows(splits: str) -> list[int] | None:
-    """Return the rows of an all-to-all; None for a list that Kineto cut with `...`."""
+    """Return the rows for each rank, [] for equal parts; None if Kineto cut the list with `...`."""
     try:
         return msgspec.json.decode(splits or "[]", type=list[int])
     except msgspec.DecodeError:
@@ -476,7 +476,8 @@ def _merge_calls(calls: list[Args]) -> list[Args]:
         before = merged.get(key)
         elements = args.in_elements + (before.in_elements if before else 0)
         merged[key] = msgspec.structs.replace(before or args, in_elements=elements)
-        if before:  # rows of several calls do not add up
+        if before:
+            # The splits are those of one call, so what all calls exchange is not known.
             merged[key] = msgspec.structs.replace(merged[key], out_elements=UNKNOWN)
     # Sends first: a simulator that waits for one receive at a time must not deadlock, whatever
     # order the ranks use.

@@ -72,6 +72,7 @@ ROWS, COLUMNS, HALF_ROWS = [4096, 1], [1, 4096], [8192, 1]
         ("neg", [COLUMNS], None),  # the result has the operand's order
         ("neg", [HALF_ROWS], 1.34),
         ("neg", [[0, 1]], 2.0),  # expanded
+        ("copy_", [COLUMNS, [0, 1]], 2.0),
         ("neg", [[1]], None),  # not the strides of this shape: ignored
     ],
 )
@@ -83,22 +84,15 @@ def test_operands_of_unequal_strides_are_addressed_one_by_one(op, strides, per_c
     assert cycles == pytest.approx(4096 * 4096 / per_cycle if per_cycle else 0)
 
 
-LONG_ROWS, LONG_COLUMNS = [8192, 1], [1, 8192]
-
-
 @pytest.mark.parametrize(
-    ("strides", "per_cycle"),
-    [
-        ([LONG_ROWS, LONG_COLUMNS], 0.5),
-        ([LONG_ROWS, [16384, 1]], 1.34),  # from half of each row: the same innermost axis
-        ([LONG_COLUMNS, [0, 1]], 2.0),  # expanded: one row
-    ],
+    ("columns", "per_cycle"), [(4, 1.3056), (64, 0.9437), (256, 0.5), (1024, 0.5)]
 )
-def test_large_operands_that_are_transposed_to_each_other_read_a_sector_each(strides, per_cycle):
-    shapes, types = json.dumps([[8192, 8192]] * 2), json.dumps([BF16] * 2)
-    result = (json.dumps([[8192, 8192]]), json.dumps([BF16]))
-    cycles = work_of("aten::copy_", (shapes, types), result, strides=json.dumps(strides)).cycles
-    assert cycles == pytest.approx(8192 * 8192 / per_cycle)
+def test_transposed_copies_into_narrow_rows_use_more_of_a_sector(columns, per_cycle):
+    shape = [4096, columns]
+    operands = json.dumps([shape] * 2), json.dumps([BF16] * 2)
+    result, strides = (json.dumps([shape]), json.dumps([BF16])), [[columns, 1], [1, 4096]]
+    cycles = work_of("aten::copy_", operands, result, strides=json.dumps(strides)).cycles
+    assert cycles == pytest.approx(4096 * columns / per_cycle, rel=1e-4)
 
 
 def test_a_copy_of_three_axes_without_strides_permutes_and_elementwise_kernels_may():

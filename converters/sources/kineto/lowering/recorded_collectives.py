@@ -155,8 +155,8 @@ class CallPlacement:
     """Puts calls into the sequences of streams and threads, and adds their edges.
 
     Attributes:
-        waits: of the streams of asynchronous calls for those of their callers, and back, in a
-            capture without a device.
+        waits: without a device, two waits of each asynchronous call: its group's stream waits for
+            the caller's, and the stream that is current at the wait waits for the group's.
     """
 
     def __init__(
@@ -291,8 +291,8 @@ class CallPlacement:
 
         Args:
             call: an asynchronous call.
-            number: of its node.
-            stream: of its group.
+            number: the number of its node.
+            stream: the stream of its group.
             operators: the operators that are nodes.
         """
         if not call.waits:
@@ -305,7 +305,14 @@ class CallPlacement:
         self._wait(int(rows.stream[wait]), stream, issued_ns, int(rows.start_ns[wait]))
 
     def _wait(self, stream: int, awaited: int, horizon_ns: int, start_ns: int) -> None:
-        """Let a stream wait for what another one was given up to a time."""
+        """Let a stream wait for what was launched on another one.
+
+        Args:
+            stream: the stream that waits.
+            awaited: the stream that it waits for.
+            horizon_ns: host time up to which launches are awaited.
+            start_ns: host time of the wait.
+        """
         self.waits.append(Wait(awaited, horizon_ns, stream, NO_THREAD, start_ns, start_ns))
 
     def _add_gloo_calls(self, gloo_calls: list[GlooCall], operators: OperatorsByStart) -> None:

@@ -309,7 +309,7 @@ class _StreamWaits:
         self._keys.update(awaited)
 
     def between(self, after_ns: int, until_ns: int) -> dict[_StreamKey, int]:
-        """Return the last operation of each stream that waits in (after_ns, until_ns] await."""
+        """Return the last operation awaited of each stream, by waits in (after_ns, until_ns]."""
         first = bisect_right(self._start_ns, after_ns)
         last = bisect_right(self._start_ns, until_ns)
         found: dict[_StreamKey, int] = {}
@@ -365,9 +365,9 @@ class SyncEdges:
         """Add edges of synchronisations; return their number, and waits without edges by reason.
 
         Args:
-            waits: of the trace.
+            waits: the synchronisations of the trace.
             queue: waits for room in the launch queue.
-            of_calls: waits of communication calls and for them, which are not counted.
+            of_calls: waits of and for communication calls, which do not count in the result.
         """
         added = 0
         without_edge = Counter[str]()
