@@ -220,9 +220,10 @@ def test_a_capture_without_its_job_takes_the_world_from_the_trace():
 
 
 def test_raw_folders_are_found():
-    """All other folders contain only graphs, except those of test_graph_replays and recordings."""
+    """All other folders contain only graphs, except those of three other kinds of recordings."""
+    recordings = ("h100-cuda-graphs", "cpu-vllm-2l", "h100-allocator")
     others = {path for path in TRACES.iterdir() if path.is_dir()} - {
-        TRACES / n for n in (*RAW_FOLDERS, "h100-cuda-graphs", "cpu-vllm-2l")
+        TRACES / name for name in (*RAW_FOLDERS, *recordings)
     }
     assert len(RAW_FOLDERS) == 5
     assert all(path.name.endswith(".et.gz") for folder in others for path in folder.iterdir())
