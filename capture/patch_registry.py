@@ -218,13 +218,13 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "transformers.generation.stopping_criteria.StoppingCriteriaList",
         ("__call__",),
-        "Sequences end at tokens that no device computed: they end at their most tokens.",
+        "No device computes the tokens that end sequences: they end at their largest length.",
         ("no_device.generation_ends",),
     ),
     Patch(
         "transformers.generation.utils.GenerationMixin",
         ("_beam_search_has_unfinished_sequences",),
-        "Scores that no device computed would end a beam search after its prefill.",
+        "Beam search ends by scores, which no device computes: it would end after its prefill.",
         ("no_device.generation_ends",),
     ),
     Patch(

@@ -58,10 +58,10 @@ def pytest_runtest_teardown() -> Generator[None]:
     handler = signal.getsignal(signal.SIGALRM)
     main = sys.modules["__main__"]
     # Reset, so that later tests do not fail as well.
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
     sys.modules["__main__"] = _MAIN
     if main is not _MAIN:
         pytest.fail(f"left {getattr(main, '__file__', main)} as __main__")
     if remaining_s or handler != signal.SIG_DFL:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
         pytest.fail(f"left SIGALRM to {handler}, with {remaining_s:.3f} s until the next alarm")

@@ -1,7 +1,7 @@
-"""When transformers' `generate` ends, without a device: at the length that was asked for.
+"""When transformers' `generate` ends, without a device: at the largest length.
 
-Sequences end at a token, and beams at scores, which no device computed. The number of tokens is
-known, so generation computes as many as it may at most.
+Sequences end at a token, and beams end by their scores; without a device, both are unknown. The
+largest number of tokens is known, so generation computes that many.
 """
 
 import inspect
@@ -25,7 +25,7 @@ Numbers = Callable[[Tensor], Tensor | None]
 
 
 def ends_at_length(numbers: Numbers) -> AbstractContextManager[None]:
-    """Let sequences end at their most tokens where a criterion reads unknown ones."""
+    """Let sequences end at their largest length where a criterion reads unknown tokens."""
     owner = f"{CRITERIA}.StoppingCriteriaList"
     original = resolve(owner).__call__
 

@@ -78,10 +78,11 @@ class Storages:
             self._log.free(number, taken)
 
 
-# Numbers of blocks that no storage of a tensor has: of blocks that stay, and of others.
+# First numbers of blocks that a library keeps, and of those that an operator takes while it runs:
+# larger than the number of any storage.
 _KEPT, _TAKEN = 1 << 61, 1 << 62
 
-# Of cuBLASLt, which adds the bias of a product (`parseCUDABlasLtWorkspaceSize`).
+# The workspace of cuBLASLt, which adds the bias of a product (`parseCUDABlasLtWorkspaceSize`).
 _LT_BYTES = 1 << 20
 
 # cuDNN's random numbers of dropout, bytes per multiprocessor: 1,024 states of 48 bytes, as measured
@@ -93,8 +94,8 @@ class Workspaces:
     """Memory that libraries keep, and what an operator takes while it runs.
 
     torch has a cuBLAS handle per thread and stream, and allocates the workspace of each from its
-    own caching allocator, another for cuBLASLt (aten/src/ATen/cuda/CublasHandlePool.cpp). cuDNN's
-    dropout in recurrent layers has one state.
+    own caching allocator, and another one for cuBLASLt (aten/src/ATen/cuda/CublasHandlePool.cpp).
+    cuDNN's dropout in recurrent layers has one state per process.
     """
 
     def __init__(self, log: EventLog, cublas_bytes: int, sm_count: int) -> None:
@@ -108,10 +109,10 @@ class Workspaces:
         """Bytes of each kept block, the largest first."""
         return tuple(sorted(self._kept.values(), reverse=True))
 
-    def use_cublas(self, *, adds_bias: bool = False) -> None:
-        """Allocate the blocks of this thread at its first product."""
+    def use_cublas(self, *, with_lt: bool = False) -> None:
+        """Allocate the workspace of this thread at its first product, and cuBLASLt's if it runs."""
         self._keep("cublas", self._cublas_bytes, threading.get_ident())
-        if adds_bias:
+        if with_lt:
             self._keep("cublaslt", _LT_BYTES, threading.get_ident())
 
     def use_dropout(self) -> None:

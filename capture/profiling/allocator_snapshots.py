@@ -277,14 +277,14 @@ def settings_of(snapshot: Snapshot) -> AllocatorSettings | None:
     parts = tuple(int(divisions[key]) for key in sorted(divisions, key=int))
     split_limit = int(reported.get("max_split_size", -1))
     # torch reports these sizes as text only.
-    text = settings_in(reported.get("last_allocator_settings") or settings_text())
+    from_text = settings_in(reported.get("last_allocator_settings") or settings_text())
     settings = AllocatorSettings(
         expandable_segments=bool(reported.get("expandable_segments", False)),
         # torch reports "no limit" as the largest value of the type.
         max_split_bytes=split_limit if 0 < split_limit < 1 << 62 else 0,
         roundup_divisions=parts if any(part > 1 for part in parts) else (),
-        large_segment_bytes=text.large_segment_bytes,
-        unsplit_excess_bytes=text.unsplit_excess_bytes,
+        large_segment_bytes=from_text.large_segment_bytes,
+        unsplit_excess_bytes=from_text.unsplit_excess_bytes,
     )
     return None if settings == AllocatorSettings() else settings
 

@@ -61,8 +61,8 @@ class Eviction:
 
     # The script's `except:` catches a single exception. Of many, one arrives while that handler
     # runs, or between two iterations of the loop around it, where nothing catches it. The handler
-    # of the alarm looks at the stack, so that it raises only while code of the script runs. In the
-    # code that restores `__main__`, the arguments and the directory behind the script, an exception
+    # of the alarm looks at the stack, so that it raises only while code of the script runs. An
+    # exception in the code that restores `__main__`, the arguments and the directory afterwards
     # would leave them as the script had them.
 
     def __init__(self, ending: Callable[[], BaseException], below: Callable[..., object]) -> None:

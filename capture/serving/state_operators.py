@@ -276,8 +276,8 @@ def _lightning(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, state: Tensor) -
 def _lightning_fla(name: str) -> Callable[..., Tensor]:
     def run(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, state: Tensor) -> Tensor:
         attend = _package("fla.ops.simple_gla", name, "flash-linear-attention")
-        # As for a convolution, the state that fla returns is not copied back, and fla reads one of
-        # 16 bits. Copies of a decode's states would take five times as long as engines' kernel.
+        # As for a convolution, the state that fla returns is not copied back; fla also reads states
+        # of 16 bits. Copies of a decode's states would take five times as long as engines' kernel.
         out, _ = attend(
             *(q, k, v),
             g_gamma=-slopes.float(),

@@ -1125,7 +1125,7 @@ def test_wrong_sizes_write_nothing(tmp_path: Path):
     assert not (tmp_path / "b").exists()
 
 
-# Of an attention that transformers' plan gathers: for a norm over all heads, for an indexer.
+# Models whose plan in transformers gathers attention: for a norm over all heads, for an indexer.
 GATHERED = {
     "olmo3": {"sliding_window": 64},
     "minimax_m3_vl_text": {"head_dim": HIDDEN // HEADS, "num_local_experts": 4},

@@ -138,7 +138,7 @@ class EmulatedExtensions:
             return name in _registered
         if extension.package in sys.modules or PathFinder.find_spec(name) is not None:
             return True
-        # A package that is provided as a whole is its own, and asking for it would ask here again.
+        # If the whole package is emulated, `find_spec` would call this function again.
         return extension.package != name and importlib.util.find_spec(extension.package) is not None
 
     def bound(self, extension: Extension, function: Function) -> Callable[..., Any]:

@@ -166,7 +166,7 @@ class FakeOperators(TorchDispatchMode):
             log: receives the operators.
             unknown: decides what a script reads from an unknown tensor.
             collectives: c10d operator without namespace -> its emulation.
-            gpu: the GPU of the workspaces.
+            gpu: the emulated GPU, which decides the sizes of workspaces.
             routers: gives the choices of routers.
         """
         super().__init__()
@@ -343,8 +343,8 @@ class FakeOperators(TorchDispatchMode):
         base, args = call.schema.base, call.args
         if base in _PRODUCTS:
             # cuBLASLt adds a bias of one dimension (`addmm_out_cuda_impl`).
-            adds_bias = base == "_scaled_mm" or (base == "addmm" and args[0].dim() == 1)
-            self.workspaces.use_cublas(adds_bias=adds_bias)
+            with_lt = base == "_scaled_mm" or (base == "addmm" and args[0].dim() == 1)
+            self.workspaces.use_cublas(with_lt=with_lt)
         elif base in REDUCTIONS and call.tensors[0].layout == torch.strided:
             gpu: Any = torch.cuda.get_device_properties(call.tensors[0].device)
             threads, sm_count = gpu.max_threads_per_multi_processor, gpu.multi_processor_count

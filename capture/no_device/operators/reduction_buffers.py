@@ -1,10 +1,10 @@
 """Memory that a reduction takes while it runs, to add what its thread blocks reduced.
 
 Where few outputs have many inputs each, such as in the gradient of a bias, several thread blocks
-share an output. They write their results to a buffer of the caching allocator: for a bias of 2,048
-elements and 4,096 tokens it takes 64 MiB on an H100. The rules are those of
-`setReduceConfig` and `ReduceConfig` in aten/src/ATen/native/cuda/Reduce.cuh; sizes of an H100 with
-torch 2.11 are in benchmarks/results/2026-11-27-allocator-recordings-h100.txt.
+share an output. They write their results to a buffer of the caching allocator, which takes 64 MiB
+on an H100 for a bias of 2,048 elements and 4,096 tokens. The rules are those of `setReduceConfig`
+and `ReduceConfig` in aten/src/ATen/native/cuda/Reduce.cuh; sizes on an H100 with torch 2.11 are in
+benchmarks/results/2026-11-27-allocator-recordings-h100.txt.
 """
 
 import math
@@ -51,7 +51,7 @@ def buffer_bytes(
     Args:
         source: what is reduced.
         reduced: its dimensions that are reduced, from 0.
-        threads: that a multiprocessor runs at once.
+        threads: threads that a multiprocessor runs at once.
         sm_count: multiprocessors of the GPU.
     """
     shape = _sizes(source, reduced)

@@ -176,17 +176,17 @@ _Kernel = Literal["eager", "cpu", "flash", "flash window", "efficient"]
 def _kernel_call(call: AttentionCall) -> tuple[_Kernel, AttentionCall]:
     """Return the kernel of a call, the same in forward and backward, and the call that it takes."""
     mode, mask = call.mode, call.mask
-    unmasked = call.causal and mask is None
+    causal = call.causal and mask is None
     same_width = call.query.shape[-1] == call.value.shape[-1]
     if not call.query.is_cuda:
-        if unmasked:
+        if causal:
             mask = _lower_right(call.query, call.key, mode.window)
         # The CPU kernel needs equal widths and no dropout.
         kernel: _Kernel = "cpu" if same_width and mode.dropout == 0 else "eager"
         return kernel, replace(call, mask=mask, causal=call.causal and mask is None)
     if call.query.dtype in _HALVES and mask is None and same_width:
         return "flash" if mode.window is None else "flash window", call
-    if unmasked:
+    if causal:
         mask = _band(call.query, call.key, mode)
     return "efficient", replace(call, mask=mask, causal=call.causal and mask is None)
 

@@ -32,6 +32,7 @@ from onerank.capture.parallelize.autograd_collectives import (
 )
 from onerank.capture.parallelize.hugging_face import Conv1D, PreTrainedModel
 from onerank.capture.parallelize.pipeline.stage import PipelineStage
+from onerank.capture.parallelize.tensor.gathered_attention import NORM_OF_RANKS, slice_norm
 from onerank.capture.parallelize.tensor.layer_stack import (
     TwoStacks,
     shard_sequence,
@@ -65,7 +66,6 @@ from onerank.capture.parallelize.tensor.module_styles import (
     parts_of,
 )
 from onerank.capture.parallelize.tensor.moe import cut_experts
-from onerank.capture.parallelize.tensor.norms_over_ranks import NORM_OF_RANKS, slice_norm
 from onerank.capture.parallelize.tensor.plan_file import ModuleRule, ShardingPlan, rules_for
 from onerank.capture.parallelize.tensor.replicated_grads import sum_gradients
 from onerank.capture.parallelize.tensor.resolved_plan import ResolvedPlan, resolve_plan

@@ -181,7 +181,7 @@ def check_complete(model: nn.Module, styles: dict[str, str], tp_style: TensorPar
     if left_out:
         raise SliceError(
             f"{kind}: {left_out[0]} is in no tensor-parallel plan, so that every rank would "
-            f"compute it whole, unlike Megatron-LM. To keep it whole, give --sharding-plan FILE "
+            "compute it whole, unlike Megatron-LM. To keep it whole, give --sharding-plan FILE "
             "with these lines, which add to the model's plan:\n\n"
             f"{whole_plan(model, left_out)}",
             code="tp-unplanned-module",

@@ -16,6 +16,7 @@ from torch import nn
 from onerank.capture.parallelize.experts.expert_parallel import dense_layers, expert_layers
 from onerank.capture.parallelize.hugging_face import Conv1D, PreTrainedModel
 from onerank.capture.parallelize.model_structure import ROUTERS, is_encoder_decoder
+from onerank.capture.parallelize.tensor.gathered_attention import gathered_attention
 from onerank.capture.parallelize.tensor.layer_stack import (
     Stack,
     TwoStacks,
@@ -48,7 +49,6 @@ from onerank.capture.parallelize.tensor.module_styles import (
     planned_styles,
     without_gathers,
 )
-from onerank.capture.parallelize.tensor.norms_over_ranks import gathered_attention
 from onerank.capture.parallelize.tensor.plan_file import KEPT_WHOLE, ModuleRule, without_plan
 from onerank.capture.parallelize.tensor.sequence_parallel import LayerInput
 from onerank.capture.parallelize.tensor.shared_heads import SharedHeads, shared_heads

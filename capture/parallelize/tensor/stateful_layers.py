@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from onerank.capture.parallelize.tensor.gathered_attention import NORM_OF_RANKS, norm_over_ranks
 from onerank.capture.parallelize.tensor.module_styles import COLUMN, HEADS, REPLICATED, ROW
-from onerank.capture.parallelize.tensor.norms_over_ranks import NORM_OF_RANKS, norm_over_ranks
 from onerank.capture.parallelize.tensor.shard_parameters import (
     cut_blocks,
     cut_parameter,

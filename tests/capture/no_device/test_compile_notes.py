@@ -107,7 +107,7 @@ DDP = """
 
 
 def test_a_compiled_ddp_module_has_a_graph_for_each_bucket(tmp_path):
-    """The first buckets take 1 MiB, four layers each; each has a forward and a backward graph."""
+    """Buckets of 1 MiB have four of the eight layers; each has a forward and a backward graph."""
     notes = captured(tmp_path, DDP, "--torchrun", "--dp", 2).job.measurement.notes
     note_of(notes, "inductor-as-scheduled", "4 graphs")
     assert not has_note(notes, "compile-failed")

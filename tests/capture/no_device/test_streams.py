@@ -140,8 +140,8 @@ def test_asynchronous_tensor_parallelism_multiplies_rows_while_others_arrive(tmp
     assert timed.graph.nodes.duration_ns[copies] == pytest.approx(expected, abs=1)
     waits = [node for node in calls if operators[node] == SYMMETRIC_BARRIER]
     assert timed.graph.nodes.duration_ns[waits].tolist() == [6_800] * len(barriers)
-    # Copies that follow a barrier on the first stream: the second of three of a scatter, the
-    # first of a gather. The second stream issues that one, and has run nothing since it waited.
+    # Copies that follow a barrier on the first stream: the second of a scatter's three, and the
+    # first of a gather's, since the second stream, which issues it, has run nothing since its wait.
     edges = timed.graph.edges
     synced = edges.reason == Reason.SYNC
     pairs = {*zip(edges.source[synced].tolist(), edges.target[synced].tolist(), strict=True)}

@@ -394,7 +394,7 @@ def _notes(
         recording: tables of the recording.
         recorded: its files of the first rank.
         rows: rows of the bundle.
-        steps: steps of that rank that compute, and all of its steps.
+        steps: number of steps of that rank that compute, and of all its steps.
     """
     notes = [
         Note(

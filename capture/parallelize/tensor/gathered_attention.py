@@ -32,7 +32,7 @@ NORM_OF_RANKS = "norm_of_ranks"
 
 
 def gathered_attention(model: nn.Module, styles: dict[str, str], size: int) -> dict[str, str]:
-    """Return module name -> style for attentions that a plan gathers for no reason or for a norm.
+    """Return module name -> style, to slice attention that a plan gathers but engines do not.
 
     Args:
         model: a model whose parameters are whole.
