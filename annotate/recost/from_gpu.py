@@ -1,8 +1,6 @@
 """Re-cost a graph measured on a GPU: predict compute nodes, query the databases, write columns."""
 
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +10,6 @@ from onerank.annotate.kernel_db.database import library_for
 from onerank.annotate.kernel_db.interpolate import Basis
 from onerank.annotate.kernel_db.node_durations import Best, Size, best_of, best_resized, evidence_of
 from onerank.annotate.models.coefficients import shipped
-from onerank.annotate.models.cost_model import CostModel
 from onerank.annotate.models.intervals import Interval, OverrideEffect, Uncertainty, intervals
 from onerank.annotate.models.prediction_terms import (
     AS_MEASURED,
@@ -30,6 +27,7 @@ from onerank.annotate.passes.change_dtype import (
 from onerank.annotate.passes.pass_options import PassOptions
 from onerank.annotate.passes.swap_kernels import ComputePrediction
 from onerank.annotate.recost.predict_nodes import (
+    MeasuredRequest,
     SizedGraphs,
     apply_overrides,
     details_of,
@@ -45,16 +43,8 @@ from onerank.ir.errors import AnnotateError
 from onerank.ir.notes import Note
 
 
-def recost_measured(
-    graph: Graph,
-    gpus: tuple[Gpu, Gpu],
-    model: CostModel,
-    passes: PassOptions,
-    *,
-    databases: Sequence[str | Path] = (),
-    record: TermRecord | None = None,
-) -> Graph:
-    """Return the graph with compute nodes as `model` and the kernel databases predict them.
+def recost_measured(graph: Graph, request: MeasuredRequest) -> Graph:
+    """Return the graph with compute nodes as the model and the kernel databases predict them.
 
     Kernels, memsets and copies inside the device get new durations (evidence SCALED; CALIBRATED for
     a target on which a large GEMM and the memory were measured; LOOKED_UP and INTERPOLATED from the
@@ -62,7 +52,7 @@ def recost_measured(
     includes; host operators; and all communication, which a network simulator times. Nodes of
     another tool's graph without a duration keep none. Start times also stay as measured: they only
     keep the order, and edges determine the times. If the target is the source, all durations stay
-    (evidence MEASURED), except for changes by `passes`. With overridden figures of the target
+    (evidence MEASURED), except for requested changes. With overridden figures of the target
     (`with_figures`), measured or looked-up times on it are multiplied by the model's ratio with and
     without overrides (EXTRAPOLATED).
 
@@ -70,11 +60,7 @@ def recost_measured(
 
     Args:
         graph: measured.
-        gpus: source and target.
-        model: the cost model.
-        passes: the requested changes.
-        databases: kernel databases in addition to the shipped ones.
-        record: takes the terms of compute nodes, as positions among them.
+        request: GPUs, cost model and changes.
 
     Raises:
         AnnotateError: the graph has no GPU compute, a requested change is impossible, or a database
@@ -90,60 +76,56 @@ def recost_measured(
             code="recost-no-compute",
         )
     captured, notes = costs, ()
-    in_float16 = keeps_times_in_float16(costs, passes.dtype, gpus[0])
+    in_float16 = keeps_times_in_float16(costs, request.passes.dtype, request.source)
     if in_float16:
-        captured, note = run_in_float16(costs, gpus)
-        passes, notes = replace(passes, dtype=None), (note,)
+        captured, note = run_in_float16(costs, request.gpus)
+        request = replace(request, passes=replace(request.passes, dtype=None))
+        notes = (note,)
     step = SizedGraphs.as_captured(graph, captured)
-    if passes.sizes is not None:
-        resized, shaped, resize_notes = passes.sizes.apply(graph)
+    sizes = request.passes.sizes
+    if sizes is not None:
+        resized, shaped, resize_notes = sizes.apply(graph)
         resized_costs = op_costs_of(resized)
         if in_float16:
-            resized_costs, _ = run_in_float16(resized_costs, gpus)
+            resized_costs, _ = run_in_float16(resized_costs, request.gpus)
         # A node without a measured time has nothing that a ratio of sizes could scale.
         reshaped = shaped[costs.index] & (graph.nodes.duration_ns[costs.index] > 0)
         step = SizedGraphs(graph, captured, resized, resized_costs, reshaped)
         notes += resize_notes
-    prediction, overrides = predict_compute(step, gpus, model, passes, record)
-    notes += missing_units_notes(prediction.costs, gpus[1])
+    prediction, overrides = predict_compute(step, request)
+    notes += missing_units_notes(prediction.costs, request.target)
     prediction = prediction._replace(notes=(*notes, *prediction.notes))
     prediction, uncertainty, overrides = _with_database_durations(
-        step, (prediction, overrides), gpus, model, passes, databases, record
+        step, (prediction, overrides), request
     )
-    prediction = _drop_missing_durations(step.resized, prediction, record)
+    prediction = _drop_missing_durations(step.resized, prediction, request.record)
     prediction = prediction._replace(
-        notes=(*prediction.notes, *override_notes(gpus[1], prediction.rules))
+        notes=(*prediction.notes, *override_notes(request.target, prediction.rules))
     )
-    return _write_prediction(step, prediction, (uncertainty, overrides), gpus, model, record)
+    return _write_prediction(step, prediction, (uncertainty, overrides), request)
 
 
-def _with_database_durations(  # noqa: PLR0917
+def _with_database_durations(
     step: SizedGraphs,
     model_result: tuple[ComputePrediction, OverrideEffect],
-    gpus: tuple[Gpu, Gpu],
-    model: CostModel,
-    passes: PassOptions,
-    databases: Sequence[str | Path],
-    record: TermRecord | None,
+    request: MeasuredRequest,
 ) -> tuple[ComputePrediction, Uncertainty, OverrideEffect]:
     """Return a model's predictions, or better ones from the databases, and their uncertainty.
 
     Args:
         step: the measured step.
         model_result: the model's predictions, and the effect of overridden figures.
-        gpus: source and target.
-        model: the cost model.
-        passes: the requested changes; `run_in_float16` handles 16-bit dtypes.
-        databases: kernel databases in addition to the shipped ones.
-        record: the model's terms; takes those of the databases.
+        request: GPUs, model, databases and changes; `run_in_float16` handles 16-bit dtypes. Its
+            record has the model's terms, and takes those of the databases.
     """
     prediction, overrides = model_result
-    source, target = gpus
+    source, target, passes = request.source, request.target, request.passes
+    model, record = request.model, request.record
     uncertainty, target_as_described = Uncertainty.none(len(step.costs.index)), target.as_described
     # On the source itself the databases serve only for other sizes. `library_for` returns nothing
     # for equal GPUs, so such a step is passed as one without a source.
     measured_on = None if source == target_as_described and passes.sizes is not None else source
-    library = library_for(model, databases, (measured_on, target), step.captured)
+    library = library_for(model, request.databases, (measured_on, target), step.captured)
     if library is None or not model.has_intervals:
         return prediction, uncertainty, overrides
     without_overrides = prediction
@@ -154,7 +136,8 @@ def _with_database_durations(  # noqa: PLR0917
         without_dtype = replace(passes, dtype=None)
         before = None if record is None else TermRecord(record.rows)
         without_overrides, _ = predict_compute(
-            step, (source, target_as_described), model, without_dtype, before
+            step,
+            replace(request, target=target_as_described, passes=without_dtype, record=before),
         )
     basis = Basis(library, source, target_as_described, model.from_description, shipped())
     best = _replace_weaker_predictions(
@@ -241,20 +224,19 @@ def _drop_missing_durations(
     )
 
 
-def _write_prediction(  # noqa: PLR0917
+def _write_prediction(
     step: SizedGraphs,
     prediction: ComputePrediction,
     errors: tuple[Uncertainty, OverrideEffect],
-    gpus: tuple[Gpu, Gpu],
-    model: CostModel,
-    record: TermRecord | None,
+    request: MeasuredRequest,
 ) -> Graph:
     """Return the graph with the predictions in its columns and its job."""
     graph, reshaped = step.resized, step.reshaped
+    source, target = request.gpus
+    model, record = request.model, request.record
     if record is not None:
         record.rules = {row: Rule(int(prediction.rules[row])) for row in record.rows.tolist()}
     costs, kernels, predicted_ns, rules, changed, pass_notes = prediction
-    source, target = gpus
     # Overridden figures do not make it another GPU.
     same_gpu = source == target.as_described
     differs = changed | reshaped | ((rules != Rule.SAME_GPU) & (kernels.duration_ns > 0))

@@ -131,12 +131,34 @@ class SizedGraphs:
         return cls(graph, costs, graph, costs, np.zeros(len(costs.index), dtype=bool))
 
 
+@dataclass(frozen=True, slots=True)
+class MeasuredRequest:
+    """The inputs of a re-costing of a graph that a GPU measured, besides the graph.
+
+    Attributes:
+        source: GPU that measured the graph.
+        target: GPU to predict durations for, perhaps with overridden figures.
+        model: cost model.
+        passes: the requested changes.
+        databases: kernel databases in addition to the shipped ones.
+        record: takes the terms of compute nodes, as positions among them; None: no terms are kept.
+    """
+
+    source: Gpu
+    target: Gpu
+    model: CostModel
+    passes: PassOptions
+    databases: Sequence[str | Path] = ()
+    record: TermRecord | None = None
+
+    @property
+    def gpus(self) -> tuple[Gpu, Gpu]:
+        """Source and target."""
+        return self.source, self.target
+
+
 def predict_compute(
-    step: SizedGraphs,
-    gpus: tuple[Gpu, Gpu],
-    model: CostModel,
-    passes: PassOptions,
-    record: TermRecord | None = None,
+    step: SizedGraphs, request: MeasuredRequest
 ) -> tuple[ComputePrediction, OverrideEffect]:
     """Return the model's predictions for a target after all passes, and the effect of overrides.
 
@@ -145,12 +167,10 @@ def predict_compute(
 
     Args:
         step: the measured step.
-        gpus: source and target.
-        model: the cost model.
-        passes: the requested changes; its sizes are those of `step`.
-        record: takes the terms of its kernels.
+        request: GPUs, model and changes, whose sizes are those of `step`. The databases are unused.
     """
-    source, target = gpus
+    source, target, passes = request.source, request.target, request.passes
+    model, record = request.model, request.record
     kernels = KernelFeatures.of(step.captured, step.costs)
     predicted_ns, rules = model.predict(kernels, source, target, record=record)
     overrides = OverrideEffect.none(rules)
@@ -183,7 +203,9 @@ def predict_compute(
             model.from_description,
             record,
         )
-    prediction = swap_kernels(step.resized, prediction, gpus, passes, model=model, record=record)
+    prediction = swap_kernels(
+        step.resized, prediction, request.gpus, passes, model=model, record=record
+    )
     # A changed kernel has no measured time that the ratio could correct.
     return prediction, overrides._replace(known=overrides.known & ~prediction.changed)
 

@@ -28,7 +28,7 @@ from onerank.annotate.passes.pass_options import NO_PASSES, PassOptions
 from onerank.annotate.passes.swap_kernels import check_resolves
 from onerank.annotate.recost.from_datasheet import recost_counts, recost_cpu_capture
 from onerank.annotate.recost.from_gpu import recost_measured
-from onerank.annotate.recost.predict_nodes import database_look_up
+from onerank.annotate.recost.predict_nodes import MeasuredRequest, database_look_up
 from onerank.ir import UNKNOWN, Evidence, Graph
 from onerank.ir.arrays import membership_mask
 from onerank.ir.chakra.third_party_traces import is_counted
@@ -283,9 +283,10 @@ class PredictDurations:
                     code="recost-counts-no-target",
                 )
             return recost_counts(graph, target)
-        gpus = source_gpu(graph, source), target
+        measured_on = source_gpu(graph, source)
         return recost_measured(
-            graph, gpus, model, requested, databases=databases, record=request.record
+            graph,
+            MeasuredRequest(measured_on, target, model, requested, databases, request.record),
         )
 
 
