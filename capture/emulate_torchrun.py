@@ -1,9 +1,9 @@
 """Run a script that uses torch.distributed as one rank, as torchrun would start it.
 
 Some scripts start one process per rank themselves. A capture runs one rank, so
-torch.multiprocessing.spawn calls the function in this process, as this rank. A launcher that runs
-the script again for each rank, such as Lightning's, is an error: its processes would wait for each
-other.
+torch.multiprocessing.spawn and start_processes call the function in this process, as this rank. A
+launcher that runs the script again for each rank, such as Lightning's, or that waits for its
+processes, such as torch.distributed.elastic, is an error: its processes would wait for each other.
 """
 
 import contextlib
@@ -154,8 +154,8 @@ def sender_runner(script: Path, args: Sequence[str], options: Options) -> RunAsR
 def emulated_launch(options: Options, rank: int) -> Generator[None]:
     """Run the script as a rank that torchrun started.
 
-    The script sees the environment and GPU count of its node. `torch.multiprocessing.spawn` runs
-    in this process, and starting another rank as a process is an error.
+    The script sees the environment and GPU count of its node. `torch.multiprocessing.spawn` and
+    `start_processes` run in this process, and starting another rank as a process is an error.
     """
     size = options.world.size
     per_node = ranks_per_node(size, options.nproc_per_node)
@@ -214,8 +214,9 @@ class _EndedProcesses:
 
 @contextlib.contextmanager
 def spawn_in_process() -> Generator[None]:
-    """Replace torch.multiprocessing.spawn by a call of this process's rank (RANK)."""
-    with patched("torch.multiprocessing", {"spawn": _spawn_in_process}):
+    """Replace torch.multiprocessing's functions that start ranks by a call of this rank (RANK)."""
+    names = ("spawn", "start_processes")
+    with patched("torch.multiprocessing", dict.fromkeys(names, _spawn_in_process)):
         yield
 
 
@@ -249,13 +250,26 @@ def _spawn_in_process(
     *_: Any,
     **__: Any,
 ) -> _EndedProcesses | None:
-    """Call `fn` with this rank's index among the `nprocs` processes of its host."""
+    """Call `fn` with this rank's index among the `nprocs` processes of its host.
+
+    The parameters are those that torch's `spawn` and `start_processes` share.
+
+    Raises:
+        CaptureError: `nprocs` does not divide the world, or `fn` is torch.distributed.elastic's.
+    """
+    # Its wrapper waits until another process has read the function's result.
+    if (fn.__module__ or "").startswith("torch.distributed.elastic"):
+        raise CaptureError(
+            "the script starts its ranks by torch.distributed.elastic; a capture runs one rank: "
+            "call the function that trains, and use --torchrun for the environment of a launch",
+            code="spawn-launcher",
+        )
     # A capture of a world of one rank does not set torchrun's variables.
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if nprocs < 1 or size % nprocs:
         raise CaptureError(
-            f"torch.multiprocessing.spawn: the script starts {nprocs} processes on each host, "
-            f"which do not divide the world of {size} ranks: use --dp {nprocs}, or start {size}",
+            f"torch.multiprocessing: the script starts {nprocs} processes on each host, which "
+            f"do not divide the world of {size} ranks: use --dp {nprocs}, or start {size}",
             code="spawn-rank-count",
         )
     fn(rank % nprocs, *args)

@@ -629,7 +629,7 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         "torch.multiprocessing",
-        ("spawn",),
+        ("spawn", "start_processes"),
         "A script that spawns its ranks runs the captured one in this process.",
         ("emulate_torchrun",),
     ),

@@ -331,6 +331,27 @@ def test_a_script_that_starts_its_ranks_is_run_as_one(tmp_path):
     assert "--dp 2" in str(caught.value)
 
 
+def test_start_processes_runs_one_rank(tmp_path):
+    launch = 'mp.start_processes(work, args=(2,), nprocs=2, start_method="spawn")'
+    script = SPAWNS.replace("mp.spawn(work, args=(2,), nprocs=2)", launch)
+    graph = run(tmp_path, script, World.of(dp=2))
+    assert [n.value("comm_bytes") for n in graph if n.kind.is_communication] == [8 * 8 * 4]
+
+
+def test_ranks_started_by_elastic_are_an_error(tmp_path):
+    script = """
+        from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+        def work():
+            raise SystemExit("a rank ran")
+        if __name__ == "__main__":
+            config = LaunchConfig(1, 1, 2, rdzv_backend="static", rdzv_endpoint="localhost:29513",
+                                  rdzv_configs={"rank": 0}, max_restarts=0)
+            elastic_launch(config, work)()
+    """
+    with raises_code("spawn-launcher"):
+        run(tmp_path, script, World.of(dp=2))
+
+
 def test_objects_of_the_first_rank_are_those_it_broadcasts(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run").mkdir()
