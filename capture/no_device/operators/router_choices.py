@@ -7,9 +7,10 @@ static routing. Weights and losses stay unknown.
 
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from types import FrameType
 from typing import Any
 
 import torch
@@ -27,6 +28,9 @@ CHOICES = ("topk", "argmax")
 # As many as Qwen3-Next has. A choice among more counts as one of something else, such as tokens of
 # a vocabulary or boxes of an image.
 _MOST_EXPERTS = 512
+
+# Its functions choose tokens and beams, which may be as few as experts.
+_GENERATION = "transformers.generation."
 
 
 class ChoiceForm(Enum):
@@ -128,7 +132,7 @@ class RouterChoices:
         if not scores.dtype.is_floating_point or not 1 <= top_k <= experts or not scores.numel():
             return None
         table = self._routing.table
-        if any(len(line) != experts for line in table):
+        if any(len(line) != experts for line in table) or _generation_calls():
             return None
         layer = 0
         if len(table) > 1:
@@ -198,11 +202,31 @@ class RouterChoices:
         ]
 
 
+def _generation_calls() -> bool:
+    """Return whether transformers' generation calls, and no module that it runs."""
+    for frame in _frames_outward():
+        if frame.f_globals.get("__name__", "").startswith(_GENERATION):
+            return True
+        if _module_of(frame) is not None:
+            return False
+    return False
+
+
 def _calling_module() -> nn.Module | None:
     """Return the innermost module of which a method runs, None outside of modules."""
-    frame: Any = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    modules = (_module_of(frame) for frame in _frames_outward())
+    return next((module for module in modules if module is not None), None)
+
+
+def _frames_outward() -> Iterator[FrameType]:
+    """Yield the running functions of this thread, innermost first."""
+    frame: FrameType | None = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
     while frame is not None:
-        if frame.f_code.co_argcount and isinstance(instance := self_of(frame), nn.Module):
-            return instance
+        yield frame
         frame = frame.f_back
-    return None
+
+
+def _module_of(frame: FrameType) -> nn.Module | None:
+    """Return the module of which a frame runs a method, None for other functions."""
+    instance = self_of(frame) if frame.f_code.co_argcount else None
+    return instance if isinstance(instance, nn.Module) else None

@@ -282,3 +282,22 @@ def shapes_of(graph: Graph, operator: str, chosen: Any = None) -> list[Any]:
     rows = [i for i in rows if chosen is None or chosen[i]]
     shapes = graph.text("input_shapes")
     return [json.loads(shapes[row]) for row in rows]
+
+
+GENERATES = """
+    import torch
+    from transformers import MixtralConfig, MixtralForCausalLM
+    sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_local_experts=8)
+    heads = dict(num_attention_heads=2, num_key_value_heads=2)
+    model = MixtralForCausalLM(MixtralConfig(vocab_size=8, **sizes, **heads)).cuda().eval()
+    tokens = torch.ones(2, 4, dtype=torch.long, device="cuda")
+    model.generate(tokens, max_new_tokens=2, pad_token_id=0, num_beams=4)
+"""
+
+
+def test_beams_that_generation_chooses_are_no_experts(tmp_path):
+    """The search chooses among 8, as the two layers' routers do."""
+    (tmp_path / "lines.csv").write_text("1,1,1,1,1,1,1,1\n2,2,2,2,0,0,0,0\n")
+    options = ("--moe-routing", tmp_path / "lines.csv", "--steps", "decode")
+    graph = captured(tmp_path, GENERATES, *options)
+    assert has_note(graph.job.measurement.notes, "no-device-routers")
