@@ -569,6 +569,12 @@ PATCHES: tuple[Patch, ...] = (
         everywhere=True,
     ),
     Patch(
+        "torch.nn.attention._fa3",
+        ("_fa3_import_module",),
+        "FlashAttention 3 needs CUDA to build and to import; its operators are recorded.",
+        ("no_device.operators.flash_attention_3",),
+    ),
+    Patch(
         "torch.backends.cuda",
         ("can_use_cudnn_attention", "can_use_flash_attention", "can_use_efficient_attention"),
         "torch's choice for nested tensors calls them, and scripts do; their C++ queries a device.",

@@ -244,6 +244,7 @@ _DECODE = {("cudnn", "hopper"): Decode(1.574, 1305.0, 369.7, 1.189, 1.389, copy_
 # values of another width. No request names it, so no table but `_BY_SHAPE` has it.
 _OPERATORS = (
     ("flash2", "_flash_attention_"),
+    ("flash3", "flash_attn_3::"),
     ("cudnn", "_cudnn_attention_"),
     ("efficient", "_efficient_attention_"),
     ("flash_mla", "onerank_serving::latent_attention"),

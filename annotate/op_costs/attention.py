@@ -322,6 +322,13 @@ _LAYOUTS = {
 }
 
 LIBRARY_LAYOUTS = {
+    # The operators that launch the kernels, at 0251105a (hopper/flash_api.cpp).
+    "flash_attn_3::fwd": AttentionArguments(
+        0, 24, heads_first=False, lengths=7, longest=12, lower_right=True, window=25
+    ),
+    "flash_attn_3::bwd": AttentionArguments(
+        1, 16, heads_first=False, lengths=9, longest=13, backward=True, lower_right=True, window=17
+    ),
     "flash_attn_3::_flash_attn_forward": AttentionArguments(
         0, 24, heads_first=False, lengths=7, longest=12, lower_right=True, window=25
     ),

@@ -619,7 +619,7 @@ FORMULAS: dict[str, Formula] = {
 """Full name without overload -> formula."""
 
 NEED_VALUES = frozenset(
-    "fused_attn_fwd fused_attn_bwd optimizer_update_32bit optimizer_update_8bit_blockwise "
+    "fwd bwd fused_attn_fwd fused_attn_bwd optimizer_update_32bit optimizer_update_8bit_blockwise "
     "fused_topk_with_score_function_fwd fused_topk_with_score_function_bwd "
     "fused_score_for_moe_aux_loss_fwd fused_score_for_moe_aux_loss_bwd".split()
 )

@@ -98,7 +98,8 @@ _OPERATORS = {
         _efficient_attention_backward _cudnn_attention_forward _cudnn_attention_backward
         _native_multi_head_attention flex_attention flex_attention_backward
         _flash_attn_forward _flash_attn_backward _flash_attn_varlen_forward
-        _flash_attn_varlen_backward fused_attn_fwd fused_attn_bwd""",
+        _flash_attn_varlen_backward fused_attn_fwd fused_attn_bwd
+        flash_attn_3::fwd flash_attn_3::bwd""",
     OpClass.NORM: """
         layer_norm native_layer_norm native_layer_norm_backward rms_norm _fused_rms_norm
         _fused_rms_norm_backward batch_norm native_batch_norm native_batch_norm_backward
@@ -363,7 +364,9 @@ def _of_operator(op: str) -> OpClass:
         return OpClass.EMBEDDING
     # The exact name first: `fill_` and `copy_` have entries, and only others fall back to the form
     # that is not in place.
-    return _TABLE.get(name) or _TABLE.get(name.removesuffix("_")) or OpClass.UNKNOWN
+    full_name = op.split(".", 1)[0]
+    entries = (_TABLE.get(each) for each in (full_name, name, name.removesuffix("_")))
+    return next(filter(None, entries), OpClass.UNKNOWN)
 
 
 def _of_kernel(name: str) -> OpClass:

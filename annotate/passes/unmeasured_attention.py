@@ -107,7 +107,7 @@ def swap_unmeasured_attention(  # noqa: PLR0917
         if swap.without_figure:
             rules[rows[rules[rows] == Rule.ATTENTION_TILES]] = Rule.OTHER_ATTENTION
             notes.append(_without_figure(len(rows), target, swap.kernel))
-        elif not usual or (swap.factors != 1).any():
+        elif not usual or (swap.factors != 1).any() or _is_replaced(family, swap.kernel):
             notes.append(_attention_note(len(rows), target, swap.kernel))
     if record is not None:
         record.update_where(
@@ -126,6 +126,11 @@ def swap_unmeasured_attention(  # noqa: PLR0917
         if record is not None:
             record.update(scheduled, lambda i, _, terms=terms: terms.term(i, target.name))
     return swapped_ns, rules, tuple(notes)
+
+
+def _is_replaced(family: str, kernel: Resolution) -> bool:
+    """Return whether another known kernel runs in the place of the one that an operator names."""
+    return bool(family and kernel.runs) and kernel.runs != family
 
 
 def _rows_by_family(families: list[str], chosen: Mask) -> Iterator[tuple[str, I64]]:
@@ -193,8 +198,9 @@ def _swap_to_family(  # noqa: PLR0917
     kernel, without_figure = requested_kernel, False
     if slowdown := slowdown_of(family, target):
         kernel = Resolution("", family, slowdown.forward, slowdown.backward, slowdown.source)
-    # Operators name kernels of NVIDIA's GPUs; other vendors' GPUs run none of them.
-    elif family and target.is_nvidia and len(shapes):
+    # Operators name kernels of NVIDIA's GPUs; other vendors' GPUs run none of them. Nor does a GPU
+    # other than Hopper, which has a figure, run FlashAttention-3. They run their usual kernel.
+    elif family and family != "flash3" and target.is_nvidia and len(shapes):
         # On an architecture without a measured kernel, the model's time has this factor.
         near = bool((rules == Rule.ATTENTION_TILES).any())
         slower = shipped().other_attention if near else 1.0

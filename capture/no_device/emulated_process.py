@@ -44,6 +44,7 @@ from onerank.capture.no_device.nested_tensors import (
 from onerank.capture.no_device.operators import recurrent_layers, triton_kernels
 from onerank.capture.no_device.operators.cuda_kernels import CudaSourceKernel
 from onerank.capture.no_device.operators.fake_operators import FakeOperators
+from onerank.capture.no_device.operators.flash_attention_3 import flash_attention_3
 from onerank.capture.no_device.operators.functional_collectives import (
     FUNCTIONAL_COLLECTIVES,
     SYMMETRIC_MEMORY,
@@ -132,6 +133,7 @@ class EmulatedProcess:
             for context in (
                 emulated_cuda(self.gpu, self.log),
                 choose_attention(self.gpu),
+                flash_attention_3(),
                 self._ranges(),
                 self._functions(),
                 after_import(_REDISTRIBUTE, self._redistributions),

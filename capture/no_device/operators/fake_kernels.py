@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import (
     in_kernel_invocation_manager,
 )
 
+from onerank.capture.no_device.operators import flash_attention_3
 from onerank.capture.no_device.operators.recurrent_layers import (
     packed_sequence,
     results_of_backward,
@@ -203,6 +204,8 @@ SHAPES: dict[str, Callable[..., Any]] = {
     "_thnn_fused_gru_cell": results_of_gru_cell,
     "_thnn_fused_gru_cell_backward": results_of_gru_cell_backward,
     "_efficient_attention_backward": _attention_gradients,
+    "flash_attn_3::fwd": flash_attention_3.results_of_forward,
+    "flash_attn_3::bwd": flash_attention_3.results_of_backward,
     "batch_norm_stats": _statistics,
     "batch_norm_gather_stats_with_counts": _gathered_statistics,
     "batch_norm_elemt": _like_first,

@@ -42,6 +42,7 @@ from onerank.capture.no_device.event_log import (
 )
 from onerank.capture.no_device.operators.block_masks import FLEX_ATTENTION, BlockMasks
 from onerank.capture.no_device.operators.fake_kernels import RepeatedCalls, lacks_fake, shapes_of
+from onerank.capture.no_device.operators.flash_attention_3 import python_kernel
 from onerank.capture.no_device.operators.functional_collectives import FunctionalCollectives
 from onerank.capture.no_device.operators.gpu_operators import (
     inner_of,
@@ -310,12 +311,18 @@ class FakeOperators(TorchDispatchMode):
         """Run an operator with fake operands, and record it."""
         schema = call.schema
         in_place = schema.base in _IN_PLACE_OF_AUTOGRAD and self._is_in_place(call)
-        prepared = self._prepare(call)
+        kernel = python_kernel(call)
+        prepared = self._prepare(call) if kernel is None else None
         event = self._begin(f"{schema.name}_" if in_place else schema.name)
         if event is not None and not schema.is_view:
             event.inputs = self._describe_inputs(schema.name, call.operands)
         try:
-            result = self._write_in_place(call) if in_place else self._run(call)
+            if kernel is not None:
+                # A profile shows the operators that it calls inside this one.
+                with self:
+                    result = kernel(*call.args, **call.kwargs)
+            else:
+                result = self._write_in_place(call) if in_place else self._run(call)
             del prepared
             outputs = [*tensors_in((result,))]
             # An operator on empty tensors launches nothing.
@@ -330,7 +337,7 @@ class FakeOperators(TorchDispatchMode):
                 self._use_workspaces(call)
             if event is not None:
                 event.on_device = on_device
-                if not schema.is_view:
+                if kernel is None and not schema.is_view:
                     self._describe_results(call, result, event)
                 if on_device and blocks_host(call, event.name.removeprefix("aten::")):
                     self._log.wait_on_host(event.stream)

@@ -138,6 +138,26 @@ def test_a_named_kernel_without_a_figure_is_noted():
     assert "1 times" not in note_of(notes, "attention-kernel-without-figure", 1, "efficient").text
 
 
+def test_flash_attention_3_runs_on_hopper_alone():
+    """Its time is that of Hopper's usual kernel; any other GPU runs its own usual kernel."""
+    operators, kernels = ["flash_attn_3::fwd"], attention(4096)
+    for gpu, runs in ((H100, None), (load_gpu("A100"), "flash2"), (B200, "cudnn")):
+        predicted = predict_from_description(kernels, gpu)
+        swapped, rules, notes = swap_unmeasured_attention(
+            kernels, predicted, gpu, MODELS["learned"], "usual", operators
+        )
+        assert (swapped, rules) == predicted
+        if runs is None:
+            assert not notes
+        else:
+            note_of(notes, "attention-kernel-assumed", 1, runs)
+    flash2, _, _ = swap_unmeasured_attention(
+        *(kernels, predict_from_description(kernels, H100), H100, MODELS["learned"], "usual"),
+        ["aten::_flash_attention_forward"],
+    )
+    assert flash2 > 1.3 * predict_from_description(kernels, H100)[0]
+
+
 def test_kernels_of_an_architecture_left_out_of_the_fit_are_unknown():
     """Blackwell's kernels are not FlashAttention, which other architectures run too."""
     c = shipped()

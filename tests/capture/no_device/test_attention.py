@@ -1,12 +1,13 @@
 """`capture run --device none`: the kernel of an attention, and the blocks that its mask leaves."""
 
+import json
 import textwrap
 from pathlib import Path
 
 import pytest
 import torch
 from notes import has_note
-from without_device import captured
+from without_device import captured, run
 
 from onerank.annotate.op_costs.node_costs import op_costs_of
 from onerank.capture.no_device.operators import block_masks
@@ -53,6 +54,61 @@ def test_attention_runs_by_the_backends_that_a_script_enables(tmp_path, monkeypa
     assert attention_operators(tmp_path) == [cudnn, flash, "softmax", flash, cudnn]
     monkeypatch.setenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
     assert attention_operators(tmp_path) == [flash, flash, "softmax", flash, flash]
+
+
+FLASH_3 = """
+    import importlib.util
+    import torch
+    from torch import nn
+    from torch.nn.attention import SDPBackend, activate_flash_attention_impl, sdpa_kernel
+    from torch.nn.attention.varlen import varlen_attn
+    from torch.nn.functional import scaled_dot_product_attention
+    activate_flash_attention_impl("FA3")
+    assert importlib.util.find_spec("flash_attn_interface") is None
+    mixed = nn.Linear(64, 256, device="cuda", dtype=torch.bfloat16)
+    optimizer = torch.optim.SGD(mixed.parameters(), lr=0.1)
+    for step in range(4):
+        ends = torch.tensor([0, 30, 42, 47, 98], device="cuda").int()
+        x = torch.randn(98, 64, device="cuda", dtype=torch.bfloat16)
+        heads = mixed(x).view(98, 8, 32).split((4, 2, 2), 1)
+        y = varlen_attn(*heads, ends, ends, 51, 51, window_size=(-1, 0), enable_gqa=True)
+        y = y + varlen_attn(*heads, ends, ends, 51, 51, window_size=(9, 0), enable_gqa=True)
+        padded = [tensor.transpose(0, 1)[None] for tensor in heads]
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            z = scaled_dot_product_attention(*padded, enable_gqa=True)
+        (y.sum() + z.sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_flash_attention_3_that_a_script_activates(tmp_path):
+    """Its package is absent: torch's own code calls its operators, 4 query heads of 32 and 2."""
+    graph = captured(tmp_path, FLASH_3, "--like", "H100")
+    costs = op_costs_of(graph)
+    ops = [graph.strings[int(op)] for op in graph.nodes.op[costs.index]]
+    lengths = (30, 12, 5, 51)
+    causal = 4 * sum(length * length for length in lengths) * (32 + 32)
+    near = 4 * 2 * sum(min(at + 1, 10) for n in lengths for at in range(n)) * (32 + 32)
+    every = 4 * 2 * 98 * 98 * (32 + 32)
+    found = sorted(pair for pair in zip(ops, costs.flops.tolist(), strict=True) if "fla" in pair[0])
+    forward = [("flash_attn_3::fwd", flops) for flops in (near, causal, every)]
+    backward = [("flash_attn_3::bwd", flops * 5 // 2) for flops in (near, causal, every)]
+    assert found == [*backward, *forward]
+    # Of the padded call: dq, and dk and dv of fewer heads, in float32 and rounded up to tiles.
+    shapes = [
+        json.loads(graph.strings[int(shapes)])
+        for op, shapes in zip(graph.nodes.op, graph.nodes.output_shapes, strict=True)
+        if graph.strings[int(op)] == "flash_attn_3::bwd"
+    ]
+    sums = [[1, 4, 128], [1, 4, 128], [1, 4, 128 * 64], [1, 2, 128 * 64], [1, 2, 128 * 64]]
+    assert sums in shapes
+
+
+def test_flash_attention_3_is_refused_as_on_an_a100(tmp_path):
+    done = run(tmp_path, FLASH_3, "--like", "A100-SXM-80GB")
+    assert done.returncode == 2
+    assert "FA3 requires compute capability 9.0" in done.stderr
 
 
 FLEX = """
