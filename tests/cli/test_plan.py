@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from onerank.cli import onerank
+from onerank.cli.common import interrupted
 from onerank.ir.errors import OneRankError
 from onerank.ir.notes import Note
 from onerank.plan import make_plan
@@ -182,3 +183,12 @@ def test_ray_decides_on_its_workers(plan: Callable[..., Result]):
 
 def test_the_front_has_what_no_other_point_beats():
     assert pareto_front([(3, 1), (1, 5), (2, 5), (2, 2), (4, 1)]) == [1, 3, 0]
+
+
+def test_an_interrupt_names_stored_results_only_if_there_are_some(tmp_path):
+    store = tmp_path / "store"
+    assert not str(interrupted(store))
+    store.mkdir()
+    assert not str(interrupted(store))
+    (store / "result").touch()
+    assert str(interrupted(store))

@@ -248,6 +248,17 @@ def exit_on_errors(arguments: Mapping[str, Any]) -> Generator[None]:
         sys.exit(130)  # as a shell reports SIGINT: 128 + 2
 
 
+def interrupted(store: Path) -> KeyboardInterrupt:
+    """Return the interrupt of a command that stores results, which says whether there are any.
+
+    Args:
+        store: directory of the results, which the first one creates.
+    """
+    if not store.is_dir() or not any(store.iterdir()):
+        return KeyboardInterrupt()
+    return KeyboardInterrupt("results so far are stored: the same command goes on from there")
+
+
 def _inputs(arguments: Mapping[str, Any]) -> list[Path]:
     """Return the existing files among a command's arguments: its inputs, not its output."""
     files: list[Path] = []

@@ -20,6 +20,7 @@ from onerank.cli.common import (
     OUTPUT_DIRECTORY,
     UsageError,
     as_json,
+    interrupted,
     reports_errors,
 )
 from onerank.cli.dataclass_to_click import SIZE, with_options
@@ -103,9 +104,7 @@ def plan(config: Path, options: PlanOptions, as_json: bool) -> None:
         try:
             planned = make_plan(read, store, executor, progress)
         except KeyboardInterrupt as interrupt:
-            raise KeyboardInterrupt(
-                "results so far are stored: the same command goes on from there"
-            ) from interrupt
+            raise interrupted(store.directory) from interrupt
     commands = _write(planned, output, options.rows, library)
     if as_json:
         print_json(planned.record())

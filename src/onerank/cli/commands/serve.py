@@ -17,6 +17,7 @@ from onerank.cli.common import (
     UsageError,
     as_json,
     ends_despite_threads,
+    interrupted,
     reports_errors,
 )
 from onerank.cli.dataclass_to_click import Fraction, SectionedCommand, headings, with_options
@@ -180,9 +181,7 @@ def serve(source: Path, args: tuple[str, ...], options: ServeOptions, as_json: b
                 progress=progress,
             )
         except KeyboardInterrupt as interrupt:
-            raise KeyboardInterrupt(
-                "results so far are stored: the same command goes on from there"
-            ) from interrupt
+            raise interrupted(results) from interrupt
         except Exception:
             # Empty if the model could not be built.
             with contextlib.suppress(OSError):
