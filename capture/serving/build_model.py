@@ -150,7 +150,7 @@ def materialise(model: Any, device: str) -> None:
 
 
 def own_attention_error(name: str, error: Exception | None = None) -> CaptureError:
-    """Return the error for a model whose attention or cache is none of transformers' interface.
+    """Return the error for a model without transformers' attention interface or caches.
 
     Args:
         name: class of the model or of its configuration.

@@ -73,13 +73,37 @@ class _LatentWrite(nn.Module):
         torch.cat((latents, rotary), dim=-1, out=cached)
 
 
-class _LatentPart(nn.Module):
-    """Latent attention of the prefills, or of the decodes, of a step; a module, to have a scope."""
+class _LatentAttention(nn.Module):
+    """Attention to latent vectors in one part of a step; a module, to have a scope."""
 
     def __init__(self, part: str) -> None:
         super().__init__()
         self.part = part
         self.cache_write = _LatentWrite()
+
+    def _cached(self, new: tuple[Tensor, Tensor]) -> Tensor:
+        """Write the part's new vectors to the cache; return all vectors of its sequences.
+
+        Args:
+            new: latent vectors and rotary parts, [1, 1, tokens, width] each.
+
+        Returns:
+            [sequences, 1, context with the new tokens, width of both].
+        """
+        cache = running_step.cache
+        assert cache is not None, "a step is running"
+        count, _ = cache.sequences(self.part)
+        # [1, 1, sequences * tokens, width] -> [sequences, 1, tokens, width]
+        latents, rotary = (t[0].unflatten(1, (count, -1)).transpose(0, 1) for t in new)
+        width = latents.shape[-1] + rotary.shape[-1]
+        cached = cache.room(self.part, latents, width=width)
+        before = cache.cached_before(self.part, running_step.layer)
+        self.cache_write(cached[:, :, before:], latents, rotary)
+        return cached
+
+
+class _LatentPart(_LatentAttention):
+    """Latent attention of the prefills, or of the decodes, of a step."""
 
     def forward(
         self,
@@ -98,30 +122,17 @@ class _LatentPart(nn.Module):
             scale: as in transformers.
             window: tokens that a query sees; None for all up to itself.
         """
-        cache = running_step.cache
-        assert cache is not None, "a step is running"
-        count, _ = cache.sequences(self.part)
-        # [1, 1, sequences * tokens, width] -> [sequences, 1, tokens, width]
-        latents, rotary = (t[0].unflatten(1, (count, -1)).transpose(0, 1) for t in new)
-        width = latents.shape[-1] + rotary.shape[-1]
-        cached = cache.room(self.part, latents, width=width)
-        before = cache.cached_before(self.part, running_step.layer)
-        self.cache_write(cached[:, :, before:], latents, rotary)
+        cached = self._cached(new)
         if self.part == "decode":
             return latent_attention.decode(cached[:, 0], weight, query[0], scale).unsqueeze(0)
-        queries = query[0].unflatten(1, (count, -1)).transpose(0, 1)
+        queries = query[0].unflatten(1, (cached.shape[0], -1)).transpose(0, 1)
         keys, values = latent_attention.expand(cached[:, 0], weight, queries)
         out = attend(queries, keys, values, scale, window)
         return out.transpose(1, 2).flatten(0, 1).unsqueeze(0)
 
 
-class _SparsePart(nn.Module):
-    """Sparse latent attention of a part of a step; a module, to have a scope."""
-
-    def __init__(self, part: str) -> None:
-        super().__init__()
-        self.part = part
-        self.cache_write = _LatentWrite()
+class _SparsePart(_LatentAttention):
+    """Sparse latent attention of a part of a step."""
 
     def forward(
         self,
@@ -135,25 +146,18 @@ class _SparsePart(nn.Module):
 
         `indices` are the tokens that each query attends to, [sequences, new tokens, count].
         """
-        cache = running_step.cache
-        assert cache is not None, "a step is running"
-        count, _ = cache.sequences(self.part)
-        latents, rotary = (t[0].unflatten(1, (count, -1)).transpose(0, 1) for t in new)
-        rank, width = latents.shape[-1], latents.shape[-1] + rotary.shape[-1]
-        cached = cache.room(self.part, latents, width=width)
-        self.cache_write(
-            cached[:, :, cache.cached_before(self.part, running_step.layer) :], latents, rotary
-        )
+        cached = self._cached(new)
+        rank, rotary_width = new[0].shape[-1], new[1].shape[-1]
 
         def attend(joined: Tensor) -> Tensor:
             result: Tensor = _ops.onerank_serving.sparse_latent_attention(
-                joined.unflatten(0, (count, -1)).contiguous(),
+                joined.unflatten(0, (cached.shape[0], -1)).contiguous(),
                 *(cached[:, 0], indices, rank),
                 query.shape[-1] ** -0.5 if scale is None else scale,
             )
             return result.flatten(0, 1)
 
-        attended = latent_attention.absorbed_attention(query[0], weight, width - rank, attend)
+        attended = latent_attention.absorbed_attention(query[0], weight, rotary_width, attend)
         return attended.unsqueeze(0)
 
 
@@ -206,7 +210,7 @@ def step_attention(
         if start < end:
             q, k, v = (t[:, :, start:end] for t in (query, key, value))
             operands, seen = (q, k, v), window
-            if isinstance(part, _LatentPart | _SparsePart):
+            if isinstance(part, _LatentAttention):
                 operands = q, (k, v), latent_attention.up_weight(module)
             if isinstance(part, _SparsePart):
                 assert indices is not None, "the layer's first call had some"

@@ -122,7 +122,7 @@ def plan(config: Path, options: PlanOptions, as_json: bool) -> None:
 
 @contextlib.contextmanager
 def _created(directory: Path) -> Generator[None]:
-    """Create a directory if there is none; remove it after an error that leaves it empty."""
+    """Create the directory if it is missing; remove a new one that an error leaves empty."""
     exists = directory.exists()
     # First, so that a directory that cannot be created is reported at once.
     directory.mkdir(exist_ok=True)
