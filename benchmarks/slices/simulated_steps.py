@@ -38,6 +38,7 @@ from onerank.converters.expand.host_delays import insert_host_delays_by_rank
 from onerank.converters.expand.pipeline import PipelineSchedule, expand
 from onerank.converters.expand.ranks import RankGraph, expand_ranks
 from onerank.converters.nccl import wire_bytes
+from onerank.converters.targets.astra_sim.config_files import SimulatedNetwork
 from onerank.converters.targets.astra_sim.exporter import export_astra_sim, export_astra_sim_ranks
 from onerank.converters.targets.goal import export_goal, export_goal_ranks
 from onerank.ir import Graph
@@ -323,16 +324,12 @@ def astra_sim(job: Job, *, host_time: bool) -> int | None:
     if not binary:
         return None
     with tempfile.TemporaryDirectory() as scratch:
-        network = {
-            "bandwidth_gb_per_s": job.bandwidth_gb_per_s,
-            "latency_ns": job.latency_ns,
-            "memory_gb_per_s": None,
-        }
+        network = SimulatedNetwork(job.bandwidth_gb_per_s, job.latency_ns, memory_gb_per_s=None)
         rank_graphs = job.ranks(host_time=host_time, one_at_a_time=True)
         if rank_graphs is None:
-            export_astra_sim(job.graphs[0], scratch, host_time=host_time, **network)
+            export_astra_sim(job.graphs[0], scratch, host_time=host_time, network=network)
         else:
-            export_astra_sim_ranks(rank_graphs, scratch, **network)
+            export_astra_sim_ranks(rank_graphs, scratch, network=network)
         output = _said([f"{scratch}/run.sh", "roofline", str(Path(binary).resolve())])
     return max(int(cycles) for cycles in re.findall(r"finished, (\d+) cycles", output))
 

@@ -30,6 +30,7 @@ from onerank.converters.expand.host_delays import insert_host_delays_by_rank
 from onerank.converters.expand.ranks import expand_ranks
 from onerank.converters.sources.kineto import convert_directory
 from onerank.converters.sources.kineto.rank_directory import convert_ranks, ranks_in
+from onerank.converters.targets.astra_sim.config_files import SimulatedNetwork
 from onerank.converters.targets.astra_sim.exporter import export_astra_sim, export_astra_sim_ranks
 from onerank.ir import Graph
 from onerank.ir.errors import OneRankError
@@ -100,18 +101,14 @@ def _simulate(
     graphs: Sequence[Graph], binary: Path, encoding: str, *, host_time: bool
 ) -> tuple[int, int, int]:
     """Return ranks, nodes of the largest rank, and the slowest rank's time in ns."""
-    network = {
-        "bandwidth_gb_per_s": BANDWIDTH_GB_PER_S,
-        "latency_ns": 0,
-        "memory_gb_per_s": None,
-    }
+    network = SimulatedNetwork(BANDWIDTH_GB_PER_S, latency_ns=0, memory_gb_per_s=None)
     with tempfile.TemporaryDirectory() as scratch:
         if len(graphs) == 1:
-            exported = export_astra_sim(graphs[0], scratch, host_time=host_time, **network)
+            exported = export_astra_sim(graphs[0], scratch, host_time=host_time, network=network)
         else:
             if host_time:
                 graphs, _ = insert_host_delays_by_rank(graphs, one_at_a_time=True)
-            exported = export_astra_sim_ranks(expand_ranks(graphs), scratch, **network)
+            exported = export_astra_sim_ranks(expand_ranks(graphs), scratch, network=network)
         command = [f"{scratch}/run.sh", encoding, str(binary)]
         run = subprocess.run(command, capture_output=True, text=True, check=False)
     if run.returncode:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from onerank.annotate import Gpu
     from onerank.converters.expand.ranks import RankGraph
     from onerank.converters.nccl import Interconnect
+    from onerank.converters.targets.astra_sim.config_files import SimulatedNetwork
     from onerank.converters.targets.astra_sim.exporter import AstraSimExport
     from onerank.converters.targets.goal import GoalExport
     from onerank.converters.targets.simai import SimaiExport
@@ -72,19 +73,20 @@ def astra_sim(
         export_astra_sim,
         export_astra_sim_ranks,
     )
-    from onerank.converters.targets.disaggregated_pair import disaggregated_pair
     from onerank.ir.errors import ExportError
 
     output = Path(output)
     # An export replaces the directory, and with it a trace that was read from there.
     job = _job_of(_refused_in(output, traces), dp, granularity)
-    network = {**_network(job.graphs[0], bandwidth_gb_s, busbw_gb_s), "latency_ns": latency_ns}
+    network = _network(job.graphs[0], bandwidth_gb_s, busbw_gb_s, latency_ns)
     expansion = _Expansion(schedule, micro_batches, ranks, include_host_delays)
     if (decode is None) != (kv_bytes is None):
         raise ExportError(
             "give --decode and --kv-bytes together, or neither", code="disaggregated-kv-bytes"
         )
     if decode is not None and kv_bytes is not None:
+        from onerank.converters.targets.disaggregated_pair import disaggregated_pair
+
         if dp is not None or expansion != _Expansion():
             raise ExportError(
                 "--decode excludes --dp, --schedule, --micro-batches, --ranks and "
@@ -92,19 +94,27 @@ def astra_sim(
                 code="disaggregated-options",
             )
         decoding = _job_of(_refused_in(output, decode), None, granularity)
-        rank_graphs, notes = disaggregated_pair(job.graphs, decoding.graphs, kv_bytes), job.notes
-        shared, rate_notes = _shared_rates(
-            job.graphs[0], decoding.graphs[0], bandwidth_gb_s, busbw_gb_s
-        )
-        network, notes = {**network, **shared}, [*notes, *rate_notes]
+        if bandwidth_gb_s is None and busbw_gb_s is None:
+            _check_equal_links(job.graphs[0], decoding.graphs[0])
+        rank_graphs = disaggregated_pair(job.graphs, decoding.graphs, kv_bytes)
+        network, rate_notes = _shared_network(network, job.graphs[0], decoding.graphs[0])
+        notes = [*job.notes, *rate_notes]
     else:
         # ASTRA-sim runs one compute node and one communication node of a rank at a time.
         rank_graphs, notes = expansion.ranks_of(job, one_at_a_time=True)
-    common: dict[str, Any] = {"name": name, "notes": notes, "overwrite": overwrite, **network}
     if rank_graphs is not None:
-        return export_astra_sim_ranks(rank_graphs, output, **common)
+        return export_astra_sim_ranks(
+            rank_graphs, output, network=network, name=name, notes=notes, overwrite=overwrite
+        )
     return export_astra_sim(
-        job.graphs[0], output, ranks=ranks, host_time=include_host_delays, **common
+        job.graphs[0],
+        output,
+        network=network,
+        name=name,
+        ranks=ranks,
+        host_time=include_host_delays,
+        notes=notes,
+        overwrite=overwrite,
     )
 
 
@@ -384,76 +394,97 @@ class _Expansion:
 
 
 def _network(
-    graph: Graph, bandwidth_gb_s: float | None, busbw_gb_s: float | None
-) -> dict[str, Any]:
-    """Return the rates of links and memory: the given ones, else those of the graph's GPU.
+    graph: Graph, bandwidth_gb_s: float | None, busbw_gb_s: float | None, latency_ns: float
+) -> SimulatedNetwork:
+    """Return the network to simulate: of the given rates, else of those of the graph's GPU.
 
     Raises:
         ExportError: both rates of links are given.
     """
+    from onerank.converters.targets.astra_sim.config_files import SimulatedNetwork
     from onerank.ir.errors import ExportError
 
     if bandwidth_gb_s is not None and busbw_gb_s is not None:
         raise ExportError(
             "give --bandwidth-gb-s or --busbw-gb-s, not both", code="export-two-bandwidths"
         )
-    rates = _links_of(graph)
-    if busbw_gb_s is not None:
-        # A measured bus bandwidth includes reductions, so ASTRA-sim must not add memory time.
-        return {**rates, "bandwidth_gb_per_s": busbw_gb_s, "memory_gb_per_s": None}
-    if bandwidth_gb_s is not None:
-        return {**rates, "bandwidth_gb_per_s": bandwidth_gb_s}
-    return rates
+    default = SimulatedNetwork()
+    rates = _rates_of(graph)
+    # A measured bus bandwidth includes reductions, so ASTRA-sim must not add memory time.
+    memory = None if busbw_gb_s is not None else rates.memory or default.memory_gb_per_s
+    given = bandwidth_gb_s if busbw_gb_s is None else busbw_gb_s
+    link = rates.link or default.bandwidth_gb_per_s
+    return SimulatedNetwork(link if given is None else given, latency_ns, memory)
 
 
-def _links_of(graph: Graph) -> dict[str, Any]:
-    """Return the link and memory rates of the graph's GPU."""
+@dataclass(frozen=True)
+class _Rates:
+    """Rates of a GPU's links and memory in 1e9 bytes per second; None where they are not known."""
+
+    link: float | None = None
+    memory: float | None = None
+
+
+def _rates_of(graph: Graph) -> _Rates:
+    """Return the rates of the graph's GPU."""
     gpu = _described(graph)
     if gpu is None:
-        return {}
-    rates = {"memory_gb_per_s": gpu.peak_bandwidth_bytes_per_s / 1e9}
-    if link := gpu.figures.get("link_bandwidth_gb_per_s"):
-        rates["bandwidth_gb_per_s"] = link.value
-    return rates
+        return _Rates()
+    link = gpu.figures.get("link_bandwidth_gb_per_s")
+    return _Rates(link.value if link else None, gpu.peak_bandwidth_bytes_per_s / 1e9)
 
 
-def _shared_rates(
-    prefill: Graph, decode: Graph, bandwidth_gb_s: float | None, busbw_gb_s: float | None
-) -> tuple[dict[str, Any], list[Note]]:
-    """Return the rates of a network of a prefill's and a decode's GPUs, as far as not given.
+def _shared_network(
+    network: SimulatedNetwork, prefill: Graph, decode: Graph
+) -> tuple[SimulatedNetwork, list[Note]]:
+    """Return the network of a prefill's and a decode's GPUs, with a note if their memories differ.
 
-    ASTRA-sim has one network file with one rate of all links, and one system file with one rate of
-    all memories.
+    ASTRA-sim has one system file with one rate of all memories.
 
-    Raises:
-        ExportError: the GPUs' links have different rates, and none is given.
+    Args:
+        network: that of the prefill's GPU.
+        prefill: a graph of the prefill.
+        decode: a graph of the decode.
     """
-    from onerank.ir.errors import ExportError
     from onerank.ir.notes import Note
 
-    sides = _links_of(prefill), _links_of(decode)
-    names = [graph.job.device.name or "an unnamed GPU" for graph in (prefill, decode)]
-    links, memories = (
-        [side.get(rate) for side in sides] for rate in ("bandwidth_gb_per_s", "memory_gb_per_s")
-    )
-    if bandwidth_gb_s is None and busbw_gb_s is None and links[0] != links[1]:
-        rates = [f"{link:g} GB/s" if link else "a rate that is not known" for link in links]
-        raise ExportError(
-            f"the links of the prefill's {names[0]} have {rates[0]}, those of the decode's "
-            f"{names[1]} {rates[1]}, and ASTRA-sim has one rate for all\n"
-            "  give it: --bandwidth-gb-s, or --busbw-gb-s as measured",
-            code="disaggregated-link-rates",
-        )
+    names = _device_names(prefill, decode)
+    memories = [_rates_of(graph).memory for graph in (prefill, decode)]
     known = [(memory, name) for memory, name in zip(memories, names, strict=True) if memory]
-    if busbw_gb_s is not None or memories[0] == memories[1] or not known:
-        return {}, []
+    if network.memory_gb_per_s is None or memories[0] == memories[1] or not known:
+        return network, []
     lowest, slower = min(known)
     note = Note(
         f"ASTRA-sim has one memory rate for all GPUs, so reductions on {names[0]} and {names[1]} "
         f"have {lowest:g} GB/s, the rate of {slower}",
         code="disaggregated-memory-rates",
     )
-    return {"memory_gb_per_s": lowest}, [note]
+    return replace(network, memory_gb_per_s=lowest), [note]
+
+
+def _check_equal_links(prefill: Graph, decode: Graph) -> None:
+    """Check that the links of two sides have one rate, as ASTRA-sim's network file does.
+
+    Raises:
+        ExportError: the rates of the GPUs' links differ.
+    """
+    from onerank.ir.errors import ExportError
+
+    links = [_rates_of(graph).link for graph in (prefill, decode)]
+    if links[0] == links[1]:
+        return
+    names = _device_names(prefill, decode)
+    rates = [f"{link:g} GB/s" if link else "a rate that is not known" for link in links]
+    raise ExportError(
+        f"the links of the prefill's {names[0]} have {rates[0]}, those of the decode's "
+        f"{names[1]} {rates[1]}, and ASTRA-sim has one rate for all\n"
+        "  give it: --bandwidth-gb-s, or --busbw-gb-s as measured",
+        code="disaggregated-link-rates",
+    )
+
+
+def _device_names(*graphs: Graph) -> list[str]:
+    return [graph.job.device.name or "an unnamed GPU" for graph in graphs]
 
 
 def _interconnect(graph: Graph, requested: int | None) -> tuple[Interconnect, list[Note]]:

@@ -1,21 +1,65 @@
 """Configuration files of an ASTRA-sim run: system, network, memory, groups and run script."""
 
 import json
+from dataclasses import dataclass
+from math import inf
 
-BANDWIDTH_GB_PER_S = 450.0
-"""Gigabytes (10**9 bytes) per second and direction: NVLink of an H100 or H200."""
-
-LATENCY_NS = 500.0
-"""Latency from one rank to another through the switch."""
-
-MEMORY_GB_PER_S = 3350.0
-"""Gigabytes (10**9 bytes) per second: memory of an H100 SXM."""
+from onerank.ir.errors import ExportError
+from onerank.ir.notes import Note
 
 # Memory so fast that reductions take no time: a gigabyte in a nanosecond.
 _FREE_MEMORY_GB_PER_S = 1e9
 
 GROUPS = "comm_groups.json"
 SCRIPT = "run.sh"
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedNetwork:
+    """The network that ASTRA-sim simulates: one switch between all ranks.
+
+    Attributes:
+        bandwidth_gb_per_s: 1e9 bytes per second, per rank and direction; by default NVLink of an
+            H100 or H200.
+        latency_ns: from one rank to another through the switch.
+        memory_gb_per_s: 1e9 bytes per second of a GPU's memory, for the reductions of collectives;
+            by default that of an H100 SXM. None if the bandwidth is a measured bus bandwidth, which
+            includes them.
+    """
+
+    bandwidth_gb_per_s: float = 450.0
+    latency_ns: float = 500.0
+    memory_gb_per_s: float | None = 3350.0
+
+    def check(self) -> None:
+        """Check the figures.
+
+        Raises:
+            ExportError: a figure is out of range.
+        """
+        memory = self.memory_gb_per_s
+        if not 0 < self.bandwidth_gb_per_s < inf or not (memory is None or 0 < memory < inf):
+            raise ExportError(
+                f"the bandwidths are {self.bandwidth_gb_per_s} GB/s between ranks and "
+                f"{memory} GB/s of memory; both must be more than 0",
+                code="export-bandwidth",
+            )
+        if not 0 <= self.latency_ns < inf:
+            raise ExportError(
+                f"the latency is {self.latency_ns} ns; it must be 0 or more", code="export-latency"
+            )
+
+    @property
+    def assumptions(self) -> Note:
+        """The network as a note."""
+        memory = f"{self.memory_gb_per_s} GB/s of memory"
+        if self.memory_gb_per_s is None:
+            memory = "reductions included"
+        return Note(
+            f"Assumed: one switch, {self.bandwidth_gb_per_s} GB/s and {self.latency_ns} ns between "
+            f"any two ranks, {memory}.",
+            code="assumed-network",
+        )
 
 
 def system_json(memory_gb_per_s: float | None, *, roofline: bool) -> str:
@@ -48,8 +92,9 @@ def system_json(memory_gb_per_s: float | None, *, roofline: bool) -> str:
     return json.dumps(settings, indent=2) + "\n"
 
 
-def network_yml(ranks: int, bandwidth_gb_per_s: float, latency_ns: float) -> str:
+def network_yml(ranks: int, network: SimulatedNetwork) -> str:
     """Return the network file: one switch between all ranks."""
+    bandwidth_gb_per_s, latency_ns = network.bandwidth_gb_per_s, network.latency_ns
     # ASTRA-sim reads a "GB" of bandwidth as 2**30 bytes, and adds the latencies of both links of a
     # path.
     return (

@@ -4,7 +4,6 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from math import inf
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +18,7 @@ from onerank.converters.expand.host_delays import (
 from onerank.converters.expand.ranks import RankGraph, check_all_equal
 from onerank.converters.targets.astra_sim import config_files
 from onerank.converters.targets.astra_sim.check import Finding, check_workload
+from onerank.converters.targets.astra_sim.config_files import SimulatedNetwork
 from onerank.converters.targets.astra_sim.lower_for_astra_sim import (
     SUPPORTED,
     lower_for_astra_sim,
@@ -61,19 +61,14 @@ class _Target:
     Attributes:
         directory: output directory.
         name: prefix of the traces.
-        bandwidth_gb_per_s: 1e9 bytes per second, per rank and direction.
-        latency_ns: from one rank to another.
-        memory_gb_per_s: 1e9 bytes per second of a GPU's memory, for reductions; None if the
-            bandwidth includes them.
+        network: the simulated network.
         notes: caveats for the reader of the simulator's figures.
         overwrite: allow other files in the directory; they stay.
     """
 
     directory: Path
     name: str
-    bandwidth_gb_per_s: float
-    latency_ns: float
-    memory_gb_per_s: float | None
+    network: SimulatedNetwork
     notes: list[Note]
     overwrite: bool = False
 
@@ -98,30 +93,8 @@ class _Target:
                 "traces\n  give another name",
                 code="export-reserved-name",
             )
-        memory = self.memory_gb_per_s
-        if not 0 < self.bandwidth_gb_per_s < inf or not (memory is None or 0 < memory < inf):
-            raise ExportError(
-                f"the bandwidths are {self.bandwidth_gb_per_s} GB/s between ranks and "
-                f"{memory} GB/s of memory; both must be more than 0",
-                code="export-bandwidth",
-            )
-        if not 0 <= self.latency_ns < inf:
-            raise ExportError(
-                f"the latency is {self.latency_ns} ns; it must be 0 or more", code="export-latency"
-            )
+        self.network.check()
         check_target(self.directory, overwrite=self.overwrite)
-
-    @property
-    def assumptions(self) -> Note:
-        """The simulated network as a note."""
-        memory = f"{self.memory_gb_per_s} GB/s of memory"
-        if self.memory_gb_per_s is None:
-            memory = "reductions included"
-        return Note(
-            f"Assumed: one switch, {self.bandwidth_gb_per_s} GB/s and {self.latency_ns} ns between "
-            f"any two ranks, {memory}.",
-            code="assumed-network",
-        )
 
 
 # Export ------------------------------------------------------------------------------------------
@@ -157,15 +130,16 @@ class AstraSimExport(Displayed):
     )
 
 
+_DEFAULT_NETWORK = SimulatedNetwork()
+
+
 def export_astra_sim(
     graph: Graph,
     directory: str | Path,
     *,
     name: str = "workload",
     ranks: int | None = None,
-    bandwidth_gb_per_s: float = config_files.BANDWIDTH_GB_PER_S,
-    latency_ns: float = config_files.LATENCY_NS,
-    memory_gb_per_s: float | None = config_files.MEMORY_GB_PER_S,
+    network: SimulatedNetwork = _DEFAULT_NETWORK,
     host_time: bool = False,
     notes: Sequence[Note] = (),
     overwrite: bool = False,
@@ -181,10 +155,7 @@ def export_astra_sim(
         directory: output directory.
         name: prefix of the traces.
         ranks: number of ranks; needed only for a graph whose job has no world.
-        bandwidth_gb_per_s: 1e9 bytes per second, per rank and direction.
-        latency_ns: from one rank to another.
-        memory_gb_per_s: 1e9 bytes per second of a GPU's memory, for the reductions of collectives;
-            None if `bandwidth_gb_per_s` is a measured bus bandwidth, which includes them.
+        network: the network to simulate.
         host_time: insert host delays, see `insert_host_delays`.
         notes: caveats on how the graph was made.
         overwrite: allow files in the directory that no export wrote. They stay, unless the export
@@ -196,8 +167,7 @@ def export_astra_sim(
         GraphError: the graph has a cycle.
         OSError: the directory cannot be written.
     """
-    network = bandwidth_gb_per_s, latency_ns, memory_gb_per_s
-    target = _Target(Path(directory), name, *network, notes=[*notes], overwrite=overwrite)
+    target = _Target(Path(directory), name, network, notes=[*notes], overwrite=overwrite)
     target.check()
     _check_nodes(graph)
     check_all_equal(graph.job)
@@ -227,9 +197,7 @@ def export_astra_sim_ranks(
     directory: str | Path,
     *,
     name: str = "workload",
-    bandwidth_gb_per_s: float = config_files.BANDWIDTH_GB_PER_S,
-    latency_ns: float = config_files.LATENCY_NS,
-    memory_gb_per_s: float | None = config_files.MEMORY_GB_PER_S,
+    network: SimulatedNetwork = _DEFAULT_NETWORK,
     notes: Sequence[Note] = (),
     overwrite: bool = False,
 ) -> AstraSimExport:
@@ -241,9 +209,7 @@ def export_astra_sim_ranks(
         rank_graphs: graphs that together represent every rank of one world.
         directory: output directory.
         name: prefix of the traces.
-        bandwidth_gb_per_s: as for `export_astra_sim`.
-        latency_ns: as for `export_astra_sim`.
-        memory_gb_per_s: as for `export_astra_sim`.
+        network: as for `export_astra_sim`.
         notes: as for `export_astra_sim`.
         overwrite: as for `export_astra_sim`.
 
@@ -252,8 +218,7 @@ def export_astra_sim_ranks(
         GraphError: a graph has a cycle.
         OSError: the directory cannot be written.
     """
-    network = bandwidth_gb_per_s, latency_ns, memory_gb_per_s
-    target = _Target(Path(directory), name, *network, notes=[*notes], overwrite=overwrite)
+    target = _Target(Path(directory), name, network, notes=[*notes], overwrite=overwrite)
     target.check()
     supported, substitutions = _supported(rank_graphs)
     world = rank_graphs[0].graph.job.world
@@ -332,6 +297,7 @@ def _write(
     peaks: dict[tuple[int, ...], int],
 ) -> AstraSimExport:
     directory, name = target.directory, target.name
+    memory_gb_per_s = target.network.memory_gb_per_s
     ranks = workloads[0].world.size
     read_back = _ranks_to_read_back(workloads)
 
@@ -354,11 +320,9 @@ def _write(
             write_ranks(workload, scratch / f"{name}_roofline", roofline=True)
         for file, text in {
             config_files.GROUPS: config_files.groups_json(groups),
-            "system.json": config_files.system_json(target.memory_gb_per_s, roofline=False),
-            "system_roofline.json": config_files.system_json(target.memory_gb_per_s, roofline=True),
-            "network.yml": config_files.network_yml(
-                ranks, target.bandwidth_gb_per_s, target.latency_ns
-            ),
+            "system.json": config_files.system_json(memory_gb_per_s, roofline=False),
+            "system_roofline.json": config_files.system_json(memory_gb_per_s, roofline=True),
+            "network.yml": config_files.network_yml(ranks, target.network),
             "memory.json": config_files.memory_json(),
             "logging.toml": config_files.logging_toml(),
             config_files.SCRIPT: config_files.run_script(name, ranks),
@@ -374,7 +338,7 @@ def _write(
         gpu_time_ns=max(_gpu_time_ns(workload.graph) for workload in workloads),
         groups=groups,
         dropped={reason: count for reason, count in dropped.items() if count},
-        notes=[*_notes(workloads), *target.notes, target.assumptions],
+        notes=[*_notes(workloads), *target.notes, target.network.assumptions],
         peak_memory_bytes=[*peaks.items()],
     )
 

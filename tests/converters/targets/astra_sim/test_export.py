@@ -10,6 +10,7 @@ from astra_sim_steps import TP2_DP2, TP4, Step, one_collective, small_step, step
 from notes import codes, has_note, note_of
 from raised import raises_code
 
+from onerank.converters.targets.astra_sim.config_files import SimulatedNetwork
 from onerank.converters.targets.astra_sim.exporter import export_astra_sim
 from onerank.converters.targets.astra_sim.write_traces import Workload, micros
 from onerank.ir import (
@@ -168,7 +169,9 @@ def test_messages_are_shifted_along_the_ring(tmp_path: Path) -> None:
 
 def test_network_and_system(tmp_path: Path) -> None:
     export_astra_sim(
-        small_step(), tmp_path, bandwidth_gb_per_s=1.073741824, latency_ns=600, memory_gb_per_s=4800
+        small_step(),
+        tmp_path,
+        network=SimulatedNetwork(1.073741824, latency_ns=600, memory_gb_per_s=4800),
     )
     assert (tmp_path / "network.yml").read_text().splitlines()[::2] == [
         "topology: [ Switch ]",

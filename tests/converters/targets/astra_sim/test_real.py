@@ -18,6 +18,7 @@ from onerank.annotate import recost
 from onerank.converters.expand.pipeline import PipelineSchedule, expand
 from onerank.converters.expand.ranks import expand_ranks
 from onerank.converters.sources.kineto import convert_directory
+from onerank.converters.targets.astra_sim.config_files import SimulatedNetwork
 from onerank.converters.targets.astra_sim.exporter import (
     AstraSimExport,
     export_astra_sim,
@@ -144,7 +145,7 @@ def test_bandwidth_and_latency_are_those_of_the_options(tmp_path: Path) -> None:
     columns = {"kind": Kind.COLLECTIVE, "collective": Collective.ALL_GATHER}
     builder.add(name="all_gather", comm_bytes=45_000_000, **columns)
     exported = export_astra_sim(
-        builder.build(Job()), tmp_path, ranks=4, bandwidth_gb_per_s=450, latency_ns=500
+        builder.build(Job()), tmp_path, ranks=4, network=SimulatedNetwork(450, 500)
     )
     _, cycles = run(exported, "micros")
     # 3 steps of a ring: 45 MB at 450 GB/s are 100,000 ns, and 500 ns of latency;
@@ -157,10 +158,8 @@ def test_a_measured_bus_bandwidth_has_the_reductions_in_it(tmp_path: Path) -> No
     builder = GraphBuilder()
     columns = {"kind": Kind.COLLECTIVE, "collective": Collective.ALL_REDUCE}
     builder.add(name="all_reduce", comm_bytes=40_000_000, **columns)
-    network = {"bandwidth_gb_per_s": 300, "latency_ns": 1000}
-    exported = export_astra_sim(
-        builder.build(Job()), tmp_path, ranks=4, memory_gb_per_s=None, **network
-    )
+    network = SimulatedNetwork(300, 1000, memory_gb_per_s=None)
+    exported = export_astra_sim(builder.build(Job()), tmp_path, ranks=4, network=network)
     _, cycles = run(exported, "micros")
     # 60 MB at 300 GB/s, 6 messages of 1 us latency and ASTRA-sim's own 10 ns
     assert set(cycles.values()) <= set(range(200_000 + 6 * 1000, 200_000 + 6 * 1000 + 150))
@@ -185,7 +184,7 @@ def test_a_pipeline_s_step_is_the_closed_form(schedule, micro_batches, step_ns, 
     parsed = PipelineSchedule.parse(schedule)
     graphs = captures(4 * parsed.chunks, scale=parsed.chunks)
     ranks = expand(graphs, parsed, micro_batches)
-    exported = export_astra_sim_ranks(ranks, tmp_path, bandwidth_gb_per_s=1000, latency_ns=0)
+    exported = export_astra_sim_ranks(ranks, tmp_path, network=SimulatedNetwork(1000, 0))
     gpu_time, cycles = run(exported, "roofline")
     assert gpu_time[1] == micro_batches * 3_000_000 + OPTIMIZER_NS
     assert max(cycles.values()) == pytest.approx(step_ns + OPTIMIZER_NS, abs=20_000)
@@ -209,7 +208,7 @@ def test_an_uneven_exchange_takes_as_long_as_its_busiest_rank(tmp_path: Path) ->
         group = ProcessGroup("ep", world.line("ep", rank), "ep")
         graphs.append(builder.build(Job(world, rank, groups=(group,), classes=classes)))
     exported = export_astra_sim_ranks(
-        expand_ranks(graphs), tmp_path, bandwidth_gb_per_s=450, latency_ns=500
+        expand_ranks(graphs), tmp_path, network=SimulatedNetwork(450, 500)
     )
     gpu_time, cycles = run(exported, "roofline")
     assert gpu_time == {0: 1_000_000, 1: 2_000_000, 2: 1_000_000, 3: 2_000_000}
@@ -252,7 +251,7 @@ def test_host_time_makes_the_step_last_what_was_measured(tmp_path: Path) -> None
     """On a network that takes next to no time, the H200 capture's step without the profiler."""
     graph, _ = convert_directory(next(raw for raw in CAPTURES if raw.name.startswith("h200")))
     exported = export_astra_sim(
-        graph, tmp_path, host_time=True, bandwidth_gb_per_s=1e6, latency_ns=0, memory_gb_per_s=1e6
+        graph, tmp_path, host_time=True, network=SimulatedNetwork(1e6, 0, 1e6)
     )
     _, cycles = run(exported, "roofline")
     step_ns = graph.job.measurement.median_step_ns

@@ -13,6 +13,7 @@ from raised import raises_code
 
 from onerank.annotate.passes.storage_nodes import StorageTraffic, with_storage
 from onerank.converters.expand.ranks import expand_ranks
+from onerank.converters.targets.astra_sim.config_files import SimulatedNetwork
 from onerank.converters.targets.astra_sim.exporter import export_astra_sim, export_astra_sim_ranks
 from onerank.ir import (
     Annotation,
@@ -272,8 +273,8 @@ def test_a_message_needs_another_rank(peer: int, code: str, tmp_path: Path) -> N
     [
         ({"name": "a/b"}, "export-bad-name"),
         ({"name": "step_roofline"}, "export-reserved-name"),
-        ({"bandwidth_gb_per_s": 0}, "export-bandwidth"),
-        ({"latency_ns": -1}, "export-latency"),
+        ({"network": SimulatedNetwork(0)}, "export-bandwidth"),
+        ({"network": SimulatedNetwork(latency_ns=-1)}, "export-latency"),
     ],
 )
 def test_arguments(arguments: dict[str, Any], code: str, tmp_path: Path) -> None:

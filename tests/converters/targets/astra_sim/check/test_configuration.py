@@ -9,7 +9,12 @@ from typing import Any
 import pytest
 
 from onerank.converters.targets.astra_sim.check import check
-from onerank.converters.targets.astra_sim.config_files import logging_toml, network_yml, run_script
+from onerank.converters.targets.astra_sim.config_files import (
+    SimulatedNetwork,
+    logging_toml,
+    network_yml,
+    run_script,
+)
 
 Build = Callable[..., Path]
 
@@ -349,7 +354,7 @@ def test_algorithms_serve_the_groups_that_use_them(  # noqa: PLR0917
         {
             **{f"w.{rank}.et": call if rank < ranks else "0 comp us=1" for rank in range(4)},
             "comm_groups.json": {"1": list(range(ranks))},
-            "network.yml": network_yml(4, 450, 500),
+            "network.yml": network_yml(4, SimulatedNetwork()),
             "system.json": {
                 **make.system,
                 **{f"{name}-implementation": [algorithm] for name in COLLECTIVES},
