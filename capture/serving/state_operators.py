@@ -104,19 +104,44 @@ def _state_of_fla(state: Tensor) -> Tensor:
     return state.as_strided((n, channels, inputs + 1), state.stride(), state.storage_offset() - 1)
 
 
+# Triton tunes a convolution of fla at its first call, and keeps the configuration for all calls
+# with as many channels. Engines' kernels have one configuration, so the first call has a usual
+# size. One sequence would choose blocks of few channels, with which many take longer.
+_TUNED_ROWS = {"prefill": (1, 2048), "decode": (128,)}
+_tuned: set[tuple[str, torch.Size]] = set()
+
+
+def _tune(
+    part: str, convolve: Callable[[Tensor, Tensor], Tensor], rows: Tensor, weight: Tensor
+) -> None:
+    """Let Triton tune a convolution, given rows and a state, unless it has done so."""
+    if (part, weight.shape) in _tuned:
+        return
+    _tuned.add((part, weight.shape))
+    count, *_ = shape = _TUNED_ROWS[part]
+    channels, width = weight.shape
+    state = convolution_state(rows, (count, channels, width - 1))
+    convolve(rows.new_zeros(*shape, channels), state)
+
+
 def _convolve_fla(
     rows: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, silu: bool
 ) -> Tensor:
-    convolve = _package("fla.modules.causal_conv1d", "causal_conv1d", "flash-linear-attention")
-    # Engines' kernel writes the new state over the old one. fla's writes it elsewhere, in as long a
-    # time; copying it back would take another.
-    out, _ = convolve(
-        *(rows, weight, bias),
-        initial_state=_state_of_fla(state),
-        output_final_state=True,
-        activation="silu" if silu else None,
-    )
-    return out
+    package = _package("fla.modules.causal_conv1d", "causal_conv1d", "flash-linear-attention")
+
+    def convolve(rows: Tensor, state: Tensor) -> Tensor:
+        # Engines' kernel writes the new state over the old one. fla's writes it elsewhere, in as
+        # long a time; copying it back would take another.
+        out, _ = package(
+            *(rows, weight, bias),
+            initial_state=_state_of_fla(state),
+            output_final_state=True,
+            activation="silu" if silu else None,
+        )
+        return out
+
+    _tune("prefill", convolve, rows, weight)
+    return convolve(rows, state)
 
 
 def _convolve_update(
@@ -129,13 +154,18 @@ def _convolve_update_fla(
     rows: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, silu: bool
 ) -> Tensor:
     update = _package("fla.modules.causal_conv1d", "causal_conv1d_update", "flash-linear-attention")
-    out, _ = update(
-        *(rows, _state_of_fla(state)),
-        weight=weight,
-        bias=bias,
-        activation="silu" if silu else None,
-    )
-    return out
+
+    def convolve(rows: Tensor, state: Tensor) -> Tensor:
+        out, _ = update(
+            *(rows, _state_of_fla(state)),
+            weight=weight,
+            bias=bias,
+            activation="silu" if silu else None,
+        )
+        return out
+
+    _tune("decode", convolve, rows, weight)
+    return convolve(rows, state)
 
 
 def _like_rows(rows: Tensor, *_: Any) -> Tensor:
