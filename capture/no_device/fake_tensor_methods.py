@@ -256,7 +256,11 @@ _data = property(_tensor_data.__get__, _set_data)
 
 def _format(tensor: Any, specification: str) -> str:
     """Format the number of a 0-d tensor, as torch does for tensors of no subclass."""
-    return format(tensor.item() if tensor.dim() == 0 else repr(tensor), specification)
+    # A tensor that is traced has no number. AOTAutograd of torch 2.11 formats the metadata of a
+    # graph for its log, with the tensors in the subclasses among the graph's inputs.
+    traced = _torch._guards.TracingContext.try_get() is not None
+    number = tensor.dim() == 0 and not traced
+    return format(tensor.item() if number else repr(tensor), specification)
 
 
 def _repr(tensor: Any, **_: Any) -> str:

@@ -99,6 +99,10 @@ _FLEX_ATTENTION = "torch.nn.attention.flex_attention"
 _CHECKPOINT_FILE = "torch/utils/checkpoint.py"
 _COMPILED_CALL_FILE = "torch/_dynamo/eval_frame.py"
 
+_BACKEND_BREAK = "Backend compiler exception"
+"""Dynamo's name for a graph break at an error in AOTAutograd or Inductor, such as a missing number
+of a fake tensor. The emulation can cause one."""
+
 _LONGEST_REASON = 120
 """Characters of an error's first line in a note."""
 
@@ -218,7 +222,10 @@ class InductorOnShapes:
                 # Dynamo compiles no generator by itself; what it calls is compiled.
                 generates = frame.f_code.co_flags & inspect.CO_GENERATOR
                 if isinstance(error, errors.Unsupported) and not generates:
-                    self.unbreakable[f"{name}: {_reason(error)}"] = None
+                    if error.gb_type == _BACKEND_BREAK:
+                        self.failed.append(f"{name}: {_reason(error.__cause__ or error)}")
+                    else:
+                        self.unbreakable[f"{name}: {_reason(error)}"] = None
                 if ends_script(error):
                     self.failed.append(f"{name}: {_reason(error)}")
                     # Otherwise Dynamo traces every function below the failed one, which for a T5

@@ -112,3 +112,59 @@ def test_a_compiled_ddp_module_has_a_graph_for_each_bucket(tmp_path):
     note_of(notes, "inductor-as-scheduled", "4 graphs")
     assert not has_note(notes, "compile-failed")
     assert not has_note(notes, "compile-graph-unbroken")
+
+
+SCALED = """
+    import torch
+    from torch import nn
+    from torch._functorch._aot_autograd import graph_compile
+
+    class Scaled(torch.Tensor):
+        "A tensor in float8 with a scale."
+        @staticmethod
+        def __new__(cls, data, scale):
+            return torch.Tensor._make_wrapper_subclass(
+                cls, data.shape, dtype=torch.bfloat16, device=data.device
+            )
+        def __init__(self, data, scale):
+            self.data_of, self.scale = data, scale
+        def __repr__(self):
+            return f"Scaled({self.scale})"
+        def __tensor_flatten__(self):
+            return ["data_of", "scale"], None
+        @staticmethod
+        def __tensor_unflatten__(tensors, _, *__):
+            return Scaled(tensors["data_of"], tensors["scale"])
+        @classmethod
+        def __torch_dispatch__(cls, operator, types, args, kwargs=None):
+            args = [a.data_of.bfloat16() * a.scale if isinstance(a, Scaled) else a for a in args]
+            return operator(*args, **(kwargs or {}))
+
+    log_graphs = graph_compile._log_fw_bw_graphs
+
+    def log_formatted(forward, backward, subclasses, metadata, *rest):
+        str(metadata)  # torch 2.11 does this itself
+        return log_graphs(forward, backward, subclasses, metadata, *rest)
+
+    graph_compile._log_fw_bw_graphs = log_formatted
+    data = torch.zeros(64, 64, device="cuda").to(torch.float8_e4m3fn)
+    scaled = Scaled(data, torch.ones((), device="cuda", dtype=torch.bfloat16))
+    model = nn.Linear(64, 64, device="cuda", dtype=torch.bfloat16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @torch.compile
+    def run(x, weight):
+        return torch.mm(model(x).relu(), weight).sum()
+
+    print(f"the scale is {scaled.scale:.1f}")
+    for step in range(3):
+        run(torch.randn(8, 64, device="cuda", dtype=torch.bfloat16), scaled).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_a_compiled_function_of_a_subclass_that_formats_its_scale(tmp_path):
+    notes = captured(tmp_path, SCALED).job.measurement.notes
+    note_of(notes, "inductor-as-scheduled", "2 graphs")
+    assert not has_note(notes, "compile-failed")
