@@ -1,5 +1,6 @@
 """`capture serve` of models with a state of constant size per sequence: results, bytes, FLOPs."""
 
+import functools
 import json
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ from onerank.capture.serving.attention_windows import CacheNeed
 from onerank.capture.serving.build_model import build_model, materialise, read_config
 from onerank.capture.serving.compositions import Composition
 from onerank.capture.serving.engine_step import RepeatableStep, running
+from onerank.capture.serving.latent_attention import latent_modules
 from onerank.capture.serving.measure_grid import _served, loaded_server
 from onerank.ir.errors import CaptureError
 from onerank.serving.build_bundle import recost_bundle
@@ -179,6 +181,23 @@ FEW_FALCON_H1 = {
 FEW_LFM2 = {**FEW, "model_type": "lfm2", "layer_types": ["conv", "full_attention"] * 2}
 
 
+def recorded_latents(model: Any) -> dict[int, torch.Tensor]:
+    """Return a dictionary that receives what each layer of latent attention expands.
+
+    By layer, the latent vectors with the rotary parts. Not from the cache: in transformers 5.17,
+    layers with an indexer cache expanded keys.
+    """
+    latents: dict[int, torch.Tensor] = {}
+
+    def record(layer: int, expand: Any, *parts: torch.Tensor) -> Any:
+        latents[layer] = torch.cat(parts, dim=-1)
+        return expand(*parts)
+
+    for module in latent_modules(model):
+        module.expand_kv = functools.partial(record, module.layer_idx, module.expand_kv)
+    return latents
+
+
 def step_like_transformers(
     directory: Path, config: dict[str, Any], composition: Composition
 ) -> RepeatableStep:
@@ -192,6 +211,7 @@ def step_like_transformers(
     other = read_config(directory / "config.json")
     reference = AutoModelForCausalLM.from_config(other, attn_implementation="eager").eval()
     reference.load_state_dict(model.state_dict(), strict=False)
+    latents = recorded_latents(reference)
     expected: list[torch.Tensor] = []
     tokens = step.arguments["input_ids"][0]
     chunk = c.prefills * c.prefill_tokens
@@ -212,10 +232,7 @@ def step_like_transformers(
             if of_part == part:
                 held = cache.layers[layer]
                 before = held.values if value else held.keys
-                # Of latent attention, the rotary part follows the latent vector.
-                latent = cached.shape[-1] > before.shape[-1]
-                before = torch.cat((held.keys, held.values), dim=-1) if latent else before
-                cached[:, :, :context] = before
+                cached[:, :, :context] = latents.get(layer, before)
         for (layer, of_part, kind), state in step.cache.states.tensors.items():
             if of_part == part and lightning:
                 state.copy_(cache.linear_cache[layer])
