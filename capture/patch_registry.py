@@ -792,10 +792,17 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         "safetensors.torch",
-        ("save_file", "save"),
+        ("save_file", "save", "load"),
         "safetensors knows plain tensors only: save this rank's shard of a DTensor. It copies a "
-        "tensor from its address, and a fake one has none.",
+        "tensor from its address, and a fake one has none. Loaded weights are fake.",
         ("no_device.saved_files", "parallelize.data.apply_data_parallel"),
+        everywhere=True,
+    ),
+    Patch(
+        "safetensors",
+        ("safe_open",),
+        "Weights that a script loads are fake: a conversion would read the whole file.",
+        ("no_device.saved_files",),
         everywhere=True,
     ),
     # torch.compile.

@@ -1,8 +1,9 @@
 """What a script saves and loads in a capture without a device, by torch or by safetensors.
 
 Files with the numbers of a data set are read, since those decide about shapes. Weights become fake
-tensors. A tensor that no device computed is saved by its shape, in a file of safetensors as zeros,
-so that a script can load what it has saved. A file with numbers is not overwritten by one without.
+tensors. Their files are mapped into memory, and their numbers are not read. A tensor that no device
+computed is saved by its shape, in a file of safetensors as zeros, so that a script can load what it
+has saved. A file with numbers is not overwritten by one without.
 """
 
 import contextlib
@@ -31,6 +32,8 @@ _modes: Any = _python_dispatch
 _FAKE_TENSOR = "torch._subclasses.fake_tensor.FakeTensor"
 
 _SAFETENSORS = "safetensors.torch"
+
+_SAFE_OPEN = "safetensors"
 
 _STAGER = "torch.distributed.checkpoint._state_dict_stager"
 
@@ -104,6 +107,45 @@ def tensor_of_shape(*saved: Any) -> Tensor:
     return _emulations[-1].create(SavedTensor(*saved))
 
 
+class _OpenFile:
+    """An open file of safetensors whose large tensors are fake.
+
+    A conversion of a mapped tensor to another dtype would read the file, and take memory for it.
+    """
+
+    def __init__(self, opened: Any, shaped: Callable[[Any], Any]) -> None:
+        """Create the file.
+
+        Args:
+            opened: a `safe_open`, or a slice that it returned.
+            shaped: replaces large tensors by fake ones.
+        """
+        self._opened = opened
+        self._shaped = shaped
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._opened, name)
+
+    def __enter__(self) -> "_OpenFile":
+        self._opened.__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self._opened.__exit__(*raised)
+
+    def __getitem__(self, at: Any) -> Any:
+        return self._shaped(self._opened[at])
+
+    def get_tensor(self, name: str) -> Any:
+        return self._shaped(self._opened.get_tensor(name))
+
+    def get_tensors(self) -> Any:
+        return self._shaped(self._opened.get_tensors())
+
+    def get_slice(self, name: str) -> "_OpenFile":
+        return _OpenFile(self._opened.get_slice(name), self._shaped)
+
+
 class SavedFiles:
     """The files that a script saves and loads."""
 
@@ -127,7 +169,8 @@ class SavedFiles:
             patched("torch", functions),
             patched(_FAKE_TENSOR, {"__reduce_ex__": self._reduce_function()}),
             after_import(_STAGER, _staged),
-            after_import(_SAFETENSORS, self._zeros_for_fakes),
+            after_import(_SAFETENSORS, self._safetensors),
+            after_import(_SAFE_OPEN, self._opened_safetensors),
         ):
             _emulations.append(self)
             try:
@@ -181,10 +224,33 @@ class SavedFiles:
 
         return reduce
 
-    def _zeros_for_fakes(self) -> contextlib.AbstractContextManager[None]:
-        """Replace the functions of safetensors, which copy a tensor from its address."""
+    def _opened_safetensors(self) -> contextlib.AbstractContextManager[None]:
+        """Replace the class that opens a file of safetensors, which transformers loads with."""
+        opened = resolve(_SAFE_OPEN).safe_open
+
+        def open_file(*args: Any, **kwargs: Any) -> Any:
+            if "backend" in kwargs:
+                kwargs["backend"] = "mmap"  # the other backend reads the numbers
+            return _OpenFile(opened(*args, **kwargs), self._without_weights)
+
+        return rebound(_SAFE_OPEN, {"safe_open": open_file})
+
+    def _without_weights(self, value: Any) -> Any:
+        """Replace large tensors of floating-point numbers, such as weights, by fake ones."""
+
+        def shaped(tensor: Any) -> Any:
+            large = type(tensor) is Tensor and tensor.numel() > REAL_ELEMENTS
+            if not large or not tensor.is_floating_point():
+                return tensor
+            with _modes._disable_current_modes():
+                return self._mode.from_tensor(tensor)
+
+        return tree_map_only(Tensor, shaped, value)
+
+    def _safetensors(self) -> contextlib.AbstractContextManager[None]:
+        """Replace the functions of safetensors, which copy a tensor from or to its address."""
         module = resolve(_SAFETENSORS)
-        save_file, save = module.save_file, module.save
+        save_file, save, load = module.save_file, module.save, module.load
 
         def file_of_zeros(
             tensors: dict[str, Tensor], filename: Any, metadata: dict[str, str] | None = None
@@ -210,7 +276,11 @@ class SavedFiles:
             self._write_numbers(tensors, file)
             return file.getvalue()
 
-        return rebound(_SAFETENSORS, {"save_file": file_of_zeros, "save": bytes_of_zeros})
+        def load_shapes(data: bytes) -> dict[str, Tensor]:
+            return self._without_weights(load(data))
+
+        functions = {"save_file": file_of_zeros, "save": bytes_of_zeros, "load": load_shapes}
+        return rebound(_SAFETENSORS, functions)
 
     def _write_numbers(self, tensors: dict[str, Tensor], file: BinaryIO) -> None:
         """Write the numbers that are known, one tensor after another; pass over the others."""
@@ -294,15 +364,7 @@ class SavedFiles:
             if opened is not None:
                 opened.seek(start)
             raise
-
-        def shaped(tensor: Any) -> Any:
-            large = type(tensor) is Tensor and tensor.numel() > REAL_ELEMENTS
-            if not large or not tensor.is_floating_point():
-                return tensor
-            with _modes._disable_current_modes():
-                return self._mode.from_tensor(tensor)
-
-        return tree_map_only(Tensor, shaped, value)
+        return self._without_weights(value)
 
 
 # In the metadata of a file of safetensors that has zeros for numbers.

@@ -88,6 +88,7 @@ def test_an_asynchronous_save_stages_shards_on_the_host(tmp_path, monkeypatch):
 SAFETENSORS = """
     import torch
     from pathlib import Path
+    from safetensors import safe_open
     from safetensors.torch import load_file, save, save_file
     model = torch.nn.Linear(64, 32, device="cuda")
     large = torch.nn.Linear(2048, 1024)
@@ -100,6 +101,14 @@ SAFETENSORS = """
         save_file(model.state_dict(), kept)
         loaded = load_file("DIRECTORY/saved.safetensors")
         assert loaded["large"].shape == (1024, 2048)
+        with safe_open("DIRECTORY/saved.safetensors", "pt", backend="pread") as file:
+            part = file.get_slice("large")
+            assert part.get_shape() == [1024, 2048]
+            columns = part[:, :1536]
+            assert columns.shape == (1024, 1536) and not columns.is_cuda
+            # Nobody reads the numbers of weights.
+            assert type(columns) is type(file.get_tensor("large")) is type(model.weight.data)
+            assert file.get_tensor("step").tolist() == step
         Path("DIRECTORY/bytes.safetensors").write_bytes(save(state))
         model.load_state_dict({name: loaded[name] for name in ("weight", "bias")})
         model(torch.randn(4, 64, device="cuda")).sum().backward()
