@@ -1,6 +1,7 @@
 """Which step of a script is recorded without a device."""
 
 import gc
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,54 @@ class _Scopes:
             return
         for event in reversed(self._open.pop()):
             self._log.end(event)
+
+
+class _StepProgress:
+    """Reports the steps, and the operators so far within a long one after the first.
+
+    `BeforeFirstStep` reports the script's line during the first.
+
+    Args:
+        report: receives a short description.
+        operators: count what the script runs.
+        steps: number of steps.
+    """
+
+    INTERVAL_S = 10.0
+    """Time between two reports within a step."""
+
+    def __init__(self, report: Progress, operators: FakeOperators, steps: int) -> None:
+        self._report = report
+        self._operators = operators
+        self._steps = steps
+        self._begun = operators.count
+        self._message = ""
+        self._expected = 0  # operators of the step before
+        self._next_s = 0.0
+
+    def begin(self, step: int) -> None:
+        """Report that a step begins, counted from 1."""
+        count = self._operators.count
+        # During the first step the script also builds its model and optimizer states.
+        self._expected = count - self._begun if step > 2 else 0
+        self._begun = count
+        self._message = f"step {step} of {self._steps} on shapes alone"
+        self._report(self._message)
+        self._next_s = time.monotonic() + self.INTERVAL_S
+        self._operators.listener = self._report_count if step > 1 else None
+
+    def end(self) -> None:
+        """Report no more operators."""
+        self._operators.listener = None
+
+    def _report_count(self) -> None:
+        now_s = time.monotonic()
+        if now_s < self._next_s:
+            return
+        self._next_s = now_s + self.INTERVAL_S
+        expected = f" of about {self._expected:,}" if self._expected else ""
+        count = self._operators.count - self._begun
+        self._report(f"{self._message}, {count:,}{expected} operators")
 
 
 class StepRecorder(CountedSteps):
@@ -94,7 +143,8 @@ class StepRecorder(CountedSteps):
         self._recorded = recorded
         self.results: list[tuple[Path, Observations]] = []
         self._forward = forward
-        self._progress(f"step 1 of {self._unrecorded + recorded} on shapes alone")
+        self._step_progress = _StepProgress(progress, process.operators, unrecorded + recorded)
+        self._step_progress.begin(1)
 
     @property
     def optimizer_steps(self) -> int:
@@ -128,8 +178,7 @@ class StepRecorder(CountedSteps):
             self._end_recorded()
             if self.complete:
                 return
-        steps = self._unrecorded + self._recorded
-        self._progress(f"step {self._taken + 1} of {steps} on shapes alone")
+        self._step_progress.begin(self._taken + 1)
         if self._forward is not None:
             self._forward.restore()
         if self._taken >= self._unrecorded:  # again, if the recorded step was skipped
@@ -150,6 +199,7 @@ class StepRecorder(CountedSteps):
     def _end_recorded(self) -> None:
         log = self._process.log
         log.end_step()
+        self._step_progress.end()
         self._modules.listener = None
         self._process.check()
         self.observed.peak_memory_bytes[:] = [log.peak_bytes]

@@ -90,6 +90,9 @@ ones are weights of a model that is built on the CPU, and are fake."""
 # reads the tokens of a data set into one, up to 200 MB in fineweb's files.
 _REAL_INTEGER_BYTES = 1 << 30
 
+# Operators between two calls of the listener: less than a second.
+_LISTENED = 512
+
 _COMPOSITE = _torch._C.DispatchKey.CompositeExplicitAutograd
 
 _CUDA = _torch._C.DispatchKey.CUDA
@@ -144,6 +147,8 @@ class FakeOperators(TorchDispatchMode):
         block_masks: counts what flex attention computes.
         zero_patterns: which elements of tensors with unknown numbers are zero.
         routers: gives the choices of routers.
+        count: operators so far.
+        listener: called every few hundred operators, for progress within a step.
     """
 
     supports_higher_order_operators = True
@@ -187,6 +192,8 @@ class FakeOperators(TorchDispatchMode):
         self._repeated = RepeatedCalls()
         self._factories = _Factories()
         self.block_masks = BlockMasks(self.known.get)
+        self.count = 0
+        self.listener: Callable[[], None] | None = None
         # Reentrant, since an operator's parts come back to this mode on the same thread.
         self._lock = threading.RLock()
         self._numbered = threading.local()  # autograd numbers the nodes of each thread from 0
@@ -198,6 +205,9 @@ class FakeOperators(TorchDispatchMode):
     ) -> Any:
         # FakeTensorMode keeps the state of a call in the mode, for one thread at a time.
         with self._lock, self._factories.of_torch():
+            self.count += 1
+            if self.count % _LISTENED == 0 and self.listener is not None:
+                self.listener()
             return self._dispatch(func, types, args, kwargs)
 
     def _dispatch(  # noqa: PLR0911  one line per kind of operator

@@ -137,7 +137,7 @@ def job_options(*, without: Collection[str] = ()) -> Callable[[Command], Command
 _CLEAR_LINE = "\r\x1b[K"
 
 # Ends a message that replaces its predecessor on a terminal.
-_COUNTER = re.compile(r", step \d+ of \d+$")
+_COUNTER = re.compile(r", (step \d+ of \d+|[\d,]+( of about [\d,]+)? operators)$")
 
 
 @contextlib.contextmanager
@@ -218,7 +218,7 @@ def _restore(name: str, number: int) -> None:
 def _progress(shown: TextIO | None) -> Generator[Callable[[str], None]]:
     """Yield the function that shows a message.
 
-    Each message is a line. On a terminal a counted step replaces the line of the step before it.
+    Each message is a line. On a terminal a counter replaces the line of the count before it.
     """
     if shown is None:
         yield lambda _: None
