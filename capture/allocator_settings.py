@@ -42,11 +42,11 @@ def settings_in(text: str) -> AllocatorSettings:
     return settings
 
 
-def number_in(text: str, name: str, default: float) -> float:
-    """Return the value of a setting that is a number, or its default.
+def fraction_in(text: str, name: str, default: float) -> float:
+    """Return the value of a setting that is a number from 0 to 1, or its default.
 
     Raises:
-        CaptureError: the value is malformed.
+        CaptureError: the value is malformed, or outside this range, as torch refuses it.
     """
     value = default
     for setting in split_settings(text):
@@ -54,6 +54,8 @@ def number_in(text: str, name: str, default: float) -> float:
         if key == name:
             try:
                 value = float(digits)
+                if not 0 <= value <= 1:
+                    raise ValueError("expected a number from 0 to 1")
             except ValueError as error:
                 raise _malformed(setting, error) from error
     return value

@@ -482,7 +482,11 @@ class _Memory:
         }
 
     def set_fraction(self, fraction: float, *_: Any, **__: Any) -> None:
-        """`torch.cuda.set_per_process_memory_fraction`."""
+        """`torch.cuda.set_per_process_memory_fraction`, which raises these errors."""
+        if not isinstance(fraction, float):
+            raise TypeError("Invalid type for fraction argument, must be `float`")
+        if fraction < 0 or fraction > 1:
+            raise ValueError(f"Invalid fraction value: {fraction}. Allowed range: 0~1")
         self._fraction = fraction
         self._allocator.limit(fraction)
 

@@ -10,7 +10,7 @@ from collections import deque
 
 from onerank.annotate.memory.allocator import Block, CachingAllocator, OutOfMemoryError
 from onerank.capture.allocator_settings import (
-    number_in,
+    fraction_in,
     settings_in,
     settings_text,
     split_settings,
@@ -39,8 +39,8 @@ class DeviceMemory:
         self._unsimulated = dict.fromkeys(
             setting for setting in backends if setting != "backend:native"
         )  # keys, in order
-        self._threshold = number_in(text, "garbage_collection_threshold", 0.0)
-        self.limit(number_in(text, "per_process_memory_fraction", 1.0))
+        self._threshold = fraction_in(text, "garbage_collection_threshold", 0.0)
+        self.limit(fraction_in(text, "per_process_memory_fraction", 1.0))
         self._blocks: dict[int, Block] = {}
         self._freed: deque[int] = deque()
         # Reentrant: the garbage collector may free a storage within any line of an allocation.

@@ -794,6 +794,7 @@ def test_settings_of_the_allocator_are_those_of_the_environment(text, divisions)
         "roundup_power2_divisions:[256:3]",
         "large_segment_size_mb:10",
         "per_process_memory_fraction:half",
+        "per_process_memory_fraction:1.5",
     ],
 )
 def test_a_malformed_setting_of_the_allocator_is_an_error(setting, tmp_path, monkeypatch):
