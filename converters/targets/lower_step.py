@@ -101,7 +101,8 @@ def equalize_all_to_alls(
         replace(entry, graph=entry.graph.with_columns(comm_bytes=size))
         for entry, size in zip(rank_graphs, sizes, strict=True)
     ]
-    return equalized, [*notes, *([_UNEVEN_BETWEEN_RANKS] if differing else [])]
+    # The notes on single ranks hold for the busiest rank alone.
+    return equalized, [_UNEVEN_BETWEEN_RANKS] if differing else notes
 
 
 def _all_to_alls(graph: Graph, world: World, unequal_along: str) -> dict[Placement, list[int]]:

@@ -545,10 +545,17 @@ def _stages_by_rank(
 ) -> list[list[LayerTimes]]:
     """Return the stages of each pipeline rank; without a pipeline, of the captured rank."""
     first = captured[0].graph.job
-    if len(captured) > 1 and (first.pipeline is None or schedule is None):
+    if len(captured) > 1 and first.pipeline is None:
+        raise ExportError(
+            f"{len(captured)} traces are given, and that of rank {first.rank} is of no stage that "
+            "`capture run --pp` made: a workload of SimAI describes one rank\n"
+            "  give the trace of the slowest rank alone",
+            code="simai-several-ranks",
+        )
+    if len(captured) > 1 and schedule is None:
         raise ExportError(
             f"{len(captured)} traces are given without --schedule\n"
-            "  add --schedule for the stages of a pipeline, or give one trace for all ranks",
+            "  add the --schedule of the pipeline, or give one trace for all ranks",
             code="simai-schedule-missing",
         )
     if schedule is not None and first.pipeline is None:

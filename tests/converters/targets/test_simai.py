@@ -3,10 +3,12 @@
 import os
 import re
 import subprocess
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from notes import codes, note_of
@@ -289,6 +291,13 @@ def test_an_evaluation_runs_once(captured: int, tmp_path: Path) -> None:
 def test_stages_need_a_schedule(tmp_path: Path) -> None:
     with raises_code("simai-schedule-missing"):
         export_simai(captures(), tmp_path / "w.txt")
+    # A script that runs its own pipeline has no stages of ours to schedule.
+    own = [
+        replace(graph, job=msgspec.structs.replace(graph.job, pipeline=None))
+        for graph in captures()
+    ]
+    with raises_code("simai-several-ranks"):
+        export_simai(own, tmp_path / "w.txt")
     with raises_code("simai-same-rank"):
         export_simai(
             [*captures(), captures()[0]],
