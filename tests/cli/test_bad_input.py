@@ -10,6 +10,7 @@ import pytest
 from invoke_cli import ROOT, TRACES, invoke, refused
 
 from onerank.cli import annotate, onerank
+from onerank.cli.common import exit_on_errors
 
 
 @pytest.mark.parametrize(
@@ -284,3 +285,12 @@ def test_what_a_capture_cannot_do_is_refused_before_the_script_runs(
 def test_a_directory_is_no_file_to_write(traces, tmp_path):
     args = ("export", "goal", traces / "gpu.et", "-o", f"{tmp_path}/new/")
     refused(onerank, *args, error="output-is-directory")
+
+
+def test_an_error_that_an_interrupt_caused_is_an_interrupt(capsys):
+    error = ImportError("initialization failed")
+    error.__cause__ = KeyboardInterrupt()  # as pybind11 does while a module is imported
+    with pytest.raises(SystemExit) as ended, exit_on_errors({}):
+        raise error
+    assert ended.value.code == 130
+    assert "initialization" not in capsys.readouterr().err

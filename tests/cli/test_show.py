@@ -5,10 +5,12 @@ import re
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from invoke_cli import GPU_NS, ROOT, invoke, refused
 from rich.console import Console
 
+from onerank import read
 from onerank.cli import annotate, capture, onerank
 from onerank.cli import terminal as render
 
@@ -62,6 +64,12 @@ def test_diff(traces):
     assert "(x1.000)" in same
     different = invoke(onerank, "diff", traces / "gpu.et", traces / "cpu.et").stdout
     assert "names and counts DIFFERENT" in different
+    graph = read(traces / "gpu.et")
+    untimed = graph.with_columns(duration_ns=np.zeros_like(graph.nodes.duration_ns))
+    untimed.write(traces / "untimed.et")
+    lacking = invoke(onerank, "diff", traces / "untimed.et", traces / "gpu.et").stdout
+    assert "0 ns" not in lacking
+    assert "new" not in lacking
 
 
 @pytest.mark.parametrize("option", ["--json", "--text"])

@@ -214,7 +214,8 @@ def exit_on_errors(arguments: Mapping[str, Any]) -> Generator[None]:
         arguments: the command's arguments; the message of a MemoryError lists their files.
     """
     try:
-        yield
+        with _interrupts_unwrapped():
+            yield
     except Exception as error:
         # Imported only here, because `onerank.ir` imports numpy, which delays every command.
         from onerank.ir.errors import (
@@ -246,6 +247,22 @@ def exit_on_errors(arguments: Mapping[str, Any]) -> Generator[None]:
         # A command that has stored something says so as the text of the exception.
         say(f"interrupted: {str(interrupt) or 'nothing was written'}", err=True)
         sys.exit(130)  # as a shell reports SIGINT: 128 + 2
+
+
+@contextlib.contextmanager
+def _interrupts_unwrapped() -> Generator[None]:
+    """Raise KeyboardInterrupt in place of an error that one caused."""
+    try:
+        yield
+    except Exception as error:
+        # An extension module that is interrupted while it is imported raises ImportError from it
+        # (pybind11), and a function in C that returns in spite of one SystemError.
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, KeyboardInterrupt):
+            cause = cause.__cause__ or cause.__context__
+        if cause is None:
+            raise
+        raise KeyboardInterrupt(*cause.args) from error
 
 
 def interrupted(store: Path) -> KeyboardInterrupt:

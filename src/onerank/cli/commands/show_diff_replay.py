@@ -361,8 +361,8 @@ def render_difference(difference: "TraceDiff", before: str, after: str) -> None:
                 short_kernel(change.name) or "(none)",
                 change.count_before,
                 change.count_after,
-                time(change.time_before_ns),
-                time(change.time_after_ns),
+                _time(change.time_before_ns),
+                _time(change.time_after_ns),
                 _ratio(change),
             )
             for change in changes
@@ -375,13 +375,13 @@ def render_difference(difference: "TraceDiff", before: str, after: str) -> None:
 
 def _pair(change: "NameDiff") -> str:
     return (
-        f"{time(change.time_before_ns)} in {counted(change.count_before, 'node')} -> "
-        f"{time(change.time_after_ns)} in {change.count_after} ({_ratio(change)})"
+        f"{_time(change.time_before_ns)} in {counted(change.count_before, 'node')} -> "
+        f"{_time(change.time_after_ns)} in {change.count_after} ({_ratio(change)})"
     )
 
 
 def _ratio(change: "NameDiff") -> str:
-    if change.time_after_ns and not change.time_before_ns:
+    if change.count_after and not change.count_before:
         return "new"
     return ratio(change.time_after_ns, change.time_before_ns)
 
