@@ -182,7 +182,7 @@ _OPERATORS = {
         _geglu_tanh_backward_kernel _triton_rope rotary_kernel element_mul_kernel
         _causal_conv1d_fwd_cpp _causal_conv1d_bwd_cpp selective_scan_fwd selective_scan_bwd
         causal_conv1d causal_conv1d_update recurrent_gated_delta_rule selective_state_update
-        selective_scan lightning_attention_update
+        selective_scan lightning_attention_update linear_recurrence
         store_index_keys scale_index_queries
         quantize dequantize bgrad_quantize multi_tensor_scale fused_rope_forward
         fused_rope_backward qgelu srelu geglu qgeglu reglu sreglu swiglu clamped_swiglu situglu

@@ -172,6 +172,18 @@ def _lightning_update(call: Call) -> Work | None:
     return state and _with_state(vector_work(call, 5 * state.numel), state)
 
 
+def _linear_recurrence(call: Call) -> Work | None:
+    """Return the work of Griffin's recurrence (arXiv:2402.19427).
+
+    For each element of the input: decay times state, 1; sum, 1.
+    """
+    operands = _tensors(call, 0, 2)
+    if operands is None:
+        return None
+    x, state = operands
+    return _with_state(vector_work(call, 2 * x.numel), state)
+
+
 # Time of fla's update over that of its bytes at the achievable bandwidth of an H100: 8 to 256
 # sequences with 32 heads of 128 x 128 in float32, which it updates with 2.35 to 2.45 TB/s.
 _UPDATE_TIMES = 1.18
@@ -366,6 +378,7 @@ FORMULAS: Mapping[str, Formula] = {
         "recurrent_gated_delta_rule": _recurrent_delta_rule,
         "lightning_attention": _lightning,
         "lightning_attention_update": _lightning_update,
+        "linear_recurrence": _linear_recurrence,
         "mamba_chunk_scan": _mamba_scan,
         "selective_scan": _selective_scan,
         "selective_state_update": _selective_state_update,

@@ -361,6 +361,51 @@ class _StatefulLayer:
         gate = torch.sigmoid(module.output_gate(hidden_states))
         return module.out_proj((gate * module.norm(out)).to(hidden_states.dtype)), None
 
+    def recurrent_block(
+        self,
+        module: Any,
+        layer: int,
+        input_states: Tensor,
+        position_ids: Tensor,
+        *_: Any,
+        **__: Any,
+    ) -> tuple[Tensor, None]:
+        """Compute a recurrent block of RecurrentGemma.
+
+        Args:
+            module: the block, a `RecurrentGemmaRecurrentBlock`.
+            layer: its index.
+            input_states: [1, tokens, hidden].
+            position_ids: [1, tokens].
+        """
+        states = _running()
+        states.layer, states.convolution = layer, 0
+        convolution = module.conv_1d
+        rows = module.linear_x(input_states).transpose(1, 2)
+        rows = self.convolve(rows, convolution.weight.squeeze(1), convolution.bias)
+        # Its gates are transformers'; it scans by `linear_recurrence`.
+        scanned = module.rg_lru(rows.transpose(1, 2), position_ids)
+        return module.linear_out(scanned * module.act_fn(module.linear_y(input_states))), None
+
+    def linear_recurrence(
+        self, hidden_states: Tensor, recurrent_gate: Tensor, reset: Tensor, **_: Any
+    ) -> tuple[Tensor, UpdatedState]:
+        """Compute the scan of RecurrentGemma, as its `_rnn_scan`.
+
+        Args:
+            hidden_states: [1, tokens, channels].
+            recurrent_gate: the decay, as hidden_states.
+            reset: whether a token is the first of its sequence, [1, tokens, 1].
+        """
+        states = _running()
+
+        def update(part: str, x: Tensor, decay: Tensor) -> Tensor:
+            # transformers keeps it in float32, too.
+            state = states.room(part, _RECURRENCE, x, (x.shape[0], x.shape[2]), torch.float32)
+            return _ops.onerank_serving.linear_recurrence(x.contiguous(), decay.contiguous(), state)
+
+        return self.by_part(update, hidden_states, recurrent_gate * ~reset), UpdatedState()
+
 
 @contextlib.contextmanager
 def _scratch(like: Tensor, size: int) -> Generator[None]:
@@ -388,13 +433,26 @@ _REPLACED = {
 _OWN_CACHE = "MiniMaxCache"
 
 
+def is_recurrent_block(module: nn.Module) -> bool:
+    """Whether a module is a recurrent block of RecurrentGemma, which keeps its states itself."""
+    return all(hasattr(module, name) for name in ("rg_lru", "conv_1d", "linear_x", "linear_y"))
+
+
 def keep_states(model: nn.Module) -> None:
     """Let the layers with a state per sequence update the states of an engine's step."""
     config: Any = getattr(model, "config", None)
     settings = (getattr(config and config.get_text_config(), name, None) for name in _STATE_DTYPES)
     named = next((setting for setting in settings if setting), None)
     dtype = named if isinstance(named, torch.dtype) else getattr(torch, named or "", None)
-    for module in list(model.modules()):
+    for name, module in list(model.named_modules()):
+        if is_recurrent_block(module) and not hasattr(module, PARTS):
+            layer = _StatefulLayer(_Parts(), None)
+            setattr(module, PARTS, layer.parts)
+            # The block does not know its layer.
+            index = int(next(part for part in name.split(".") if part.isdigit()))
+            module.forward = functools.partial(layer.recurrent_block, module, index)
+            module.rg_lru._rnn_scan = layer.linear_recurrence
+            continue
         # Its forward contains the scan, so there is no name to replace.
         if is_lightning_attention(module) and not hasattr(module, PARTS):
             layer = _StatefulLayer(_Parts(), dtype)

@@ -467,3 +467,30 @@ define_operator(
     f"selective_scan{_MAMBA}Tensor(a!) state, Tensor? z) -> Tensor",
     *(_like_rows, _selective_scan, _selective_scan_gpu),
 )
+
+
+# The gated linear recurrence of Griffin (arXiv:2402.19427), state = decay * state + x: x and decay
+# [n, t, channels], state [n, channels] in float32.
+
+
+def _recurrence(x: Tensor, decay: Tensor, state: Tensor) -> Tensor:
+    current, outputs = state.float(), list[Tensor]()
+    for token in range(x.shape[1]):
+        current = decay[:, token].float() * current + x[:, token].float()
+        outputs.append(current)
+    state.copy_(current)
+    return torch.stack(outputs, dim=1).to(x.dtype)
+
+
+def _recurrence_fla(x: Tensor, decay: Tensor, state: Tensor) -> Tensor:
+    scan = _package("fla.ops.hgrn", "fused_recurrent_hgrn", "flash-linear-attention")
+    # As for a convolution, the state that fla returns is not copied back. It takes the logarithm,
+    # which the layer has before it computes the decay.
+    out, _ = scan(x, decay.log(), initial_state=state, output_final_state=True)
+    return out
+
+
+define_operator(
+    "linear_recurrence(Tensor x, Tensor decay, Tensor(a!) state) -> Tensor",
+    *(_like_rows, _recurrence, _recurrence_fla),
+)

@@ -16,7 +16,7 @@ import onerank
 from onerank.annotate import load_gpu
 from onerank.annotate.op_costs.state_operators import DELTA_CHUNK
 from onerank.capture.options import Options
-from onerank.capture.serving import engine_step, state_operators
+from onerank.capture.serving import engine_step, sequence_states, state_operators
 from onerank.capture.serving.attention_windows import CacheNeed
 from onerank.capture.serving.build_model import build_model, materialise, read_config
 from onerank.capture.serving.compositions import Composition
@@ -174,6 +174,10 @@ FEW_MINIMAX = {
     **FEW, "model_type": "minimax", "layer_types": ["linear_attention", "full_attention"] * 2,
     "block_size": 4,
 }  # fmt: skip
+FEW_RECURRENT_GEMMA = {
+    **FEW, "model_type": "recurrent_gemma", "lru_width": 64, "num_key_value_heads": 1,
+    "block_types": ["recurrent", "attention"], "attention_window_size": 16,
+}  # fmt: skip
 FEW_FALCON_H1 = {
     **FEW, "model_type": "falcon_h1", "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_ssm": 128,
     "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_rms_norm": True,
@@ -236,6 +240,10 @@ def step_like_transformers(
         for (layer, of_part, kind), state in step.cache.states.tensors.items():
             if of_part == part and lightning:
                 state.copy_(cache.linear_cache[layer])
+            elif of_part == part and config["model_type"] == "recurrent_gemma":
+                block = reference.model.layers[layer].temporal_block
+                convolution = kind == "convolution"
+                state.copy_(block.conv1d_state if convolution else block.rg_lru.recurrent_states)
             elif of_part == part:
                 held = cache.layers[layer]
                 before = held.conv_states if kind == "convolution" else held.recurrent_states
@@ -253,9 +261,11 @@ def step_like_transformers(
 
 @pytest.mark.parametrize(
     "config",
-    [FEW_QWEN, FEW_BAMBA, FEW_JAMBA, FEW_FALCON_MAMBA, FEW_KIMI, FEW_LFM2, FEW_MINIMAX],
-    ids=["delta rule", "Mamba 2", "Jamba", "Mamba 1", "KDA", "short convolution", "lightning"],
-)
+    [FEW_QWEN, FEW_BAMBA, FEW_JAMBA, FEW_FALCON_MAMBA, FEW_KIMI, FEW_LFM2, FEW_MINIMAX,
+     FEW_RECURRENT_GEMMA],
+    ids=["delta rule", "Mamba 2", "Jamba", "Mamba 1", "KDA", "short convolution", "lightning",
+         "RecurrentGemma"],
+)  # fmt: skip
 @pytest.mark.parametrize("composition", [Composition(3, 7, 2, 5, 4), Composition(2, 6)], ids=str)
 def test_a_step_computes_what_transformers_computes(
     tmp_path: Path, config: dict[str, Any], composition: Composition
@@ -459,16 +469,14 @@ def test_states_limit_the_batch(qwen: Bundle, tmp_path: Path):
     assert [note.code for note in written.notes] == ["export-sequence-states"]
 
 
-def test_a_layer_that_keeps_its_states_itself_is_refused(tmp_path: Path):
-    """RecurrentGemma's modules hold the states of one batch, so a step would be one sequence."""
-    config = {**FEW, "model_type": "recurrent_gemma", "lru_width": 64, "num_key_value_heads": 1}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    done = run_command(
-        "capture", "serve", tmp_path / "config.json", "--device", "none", "-o", tmp_path / "b",
-    )  # fmt: skip
-    assert done.returncode == 2
-    assert "error[serve-state-unsupported]" in done.stderr
-    assert not (tmp_path / "b").exists()
+def test_a_layer_that_keeps_its_states_itself_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Modules hold the states of one batch, so a step would be one sequence."""
+    monkeypatch.setattr(sequence_states, "is_recurrent_block", lambda module: False)
+    with pytest.raises(CaptureError) as error:
+        _served(built(tmp_path, FEW_RECURRENT_GEMMA), Options(), "cpu", None, None)
+    assert error.value.code == "serve-state-unsupported"
 
 
 def test_a_cpu_runs_a_reference_and_says_so(tmp_path: Path):
