@@ -126,7 +126,8 @@ def _selective_scan(call: Call) -> Work | None:
     """Return the work of Mamba 1's scan (arXiv:2312.00752), as `_selective_state_update` counts it.
 
     For each element of the input also dt = softplus(dt + bias), 2. A block of threads scans all
-    tokens of a channel, in chunks that it computes whole.
+    tokens of a channel, in chunks that it computes whole. If the tokens fill all chunks, it loads
+    them without masks, which takes fewer cycles.
     """
     operands = _tensors(call, 0, 2, 7)
     if operands is None:
@@ -140,7 +141,8 @@ def _selective_scan(call: Call) -> Work | None:
     n, t, channels = x.shape
     chunk = next((size for size in _SCAN_CHUNKS if t <= size), _LONGEST_SCAN_CHUNK)
     tokens = ceil(t / chunk) * chunk
-    return replace(work, cycles=_SCAN_CYCLES * n * tokens * channels * a.shape[1])
+    cycles = _SCAN_CYCLES[t % chunk == 0]
+    return replace(work, cycles=cycles * n * tokens * channels * a.shape[1])
 
 
 def _lightning(call: Call) -> Work | None:
@@ -195,10 +197,12 @@ _UPDATE_TIMES = 1.18
 _CONVOLUTION_TIMES = {"causal_conv1d": 1.4, "causal_conv1d_update": 2.2}
 _MAMBA_UPDATE_TIMES = (1.07, 1.65)
 
-# SM cycles of an element of Mamba 1's state: of a token of mamba_ssm's scan, and of an update. On
-# an H100, scans of Mamba 2.8B take 0.47 to 0.48, and updates 0.67; those of Falcon-Mamba take 1.5.
-# The update's is the geometric mean (2026-11-27-serving-blind-2-h100).
-_SCAN_CYCLES, _UPDATE_CYCLES = 0.475, 1.0
+# SM cycles of an element of Mamba 1's state: of a token of mamba_ssm's scan, if tokens do not and
+# do fill its chunks, and of an update. On an H100, scans of Mamba 2.8B and Jamba take 0.46 to 0.48,
+# and those of filled chunks, which the kernel loads without masks, 0.29 to 0.30. Updates of 16 to
+# 200 sequences with 5,120 and 8,192 channels take 0.62 to 0.70
+# (2026-11-27-serving-blind-2-h100, 2026-11-28-serving-blind-3-h100).
+_SCAN_CYCLES, _UPDATE_CYCLES = (0.475, 0.295), 0.65
 
 # Tokens of a chunk of the scan: the shortest that holds all tokens, else the longest
 # (`selective_scan_fwd_cuda` of mamba_ssm).
@@ -206,7 +210,7 @@ _SCAN_CHUNKS, _LONGEST_SCAN_CHUNK = (128, 256, 512, 1024), 2048
 
 # Time of a copy that transposes tokens and channels over that of its bytes, in the layers of both
 # models.
-_TRANSPOSED = 6.1
+_TRANSPOSED = 5.8
 
 # Time of mamba_ssm's kernels over that of their bytes: states of chunks, their sum over the chunks
 # before, of which the cache serves a part, and the output.
