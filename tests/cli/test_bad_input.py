@@ -282,6 +282,11 @@ def test_what_a_capture_cannot_do_is_refused_before_the_script_runs(
     assert list(Path.cwd().iterdir()) == []
 
 
+def test_a_bundle_is_no_trace(tmp_path):
+    (tmp_path / "bundle.json").write_text("{}")
+    refused(onerank, "show", tmp_path, error="input-is-bundle", naming="traces/1.et")
+
+
 def test_a_directory_is_no_file_to_write(traces, tmp_path):
     args = ("export", "goal", traces / "gpu.et", "-o", f"{tmp_path}/new/")
     refused(onerank, *args, error="output-is-directory")

@@ -80,6 +80,16 @@ class _Input(click.Path):
         super().__init__(exists=True, dir_okay=dir_okay, path_type=Path)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        bundle = Path(os.fsdecode(value))
+        # Not `serving.bundle.MANIFEST`: its module takes long to load.
+        if not self.dir_okay and (bundle / "bundle.json").is_file():
+            raise InvalidValue(
+                f"'{bundle}' is a bundle; name a trace of one step, such as {bundle}/traces/1.et, "
+                f"or draw it: onerank report {bundle}",
+                param,
+                ctx,
+                code="input-is-bundle",
+            )
         path = Path(os.fsdecode(super().convert(value, param, ctx)))
         if not path.is_file() and not path.is_dir():
             raise InvalidValue(

@@ -374,8 +374,8 @@ class _StepFit:
         """
         if len(rows) < _LEAST_POINTS:
             raise AnnotateError(
-                f"the bundle has {len(rows)} steps that fit into memory, and interpolation needs "
-                f"{_LEAST_POINTS}\n  measure a larger grid",
+                f"interpolation needs {_LEAST_POINTS} steps that fit into memory, and the bundle "
+                f"has {len(rows)}\n  measure a larger grid",
                 code="bundle-too-few-points",
             )
         compositions = [row.composition for row in rows]

@@ -254,7 +254,10 @@ def _recording_hint(source: Path) -> str:
 
     kind = kind_of(beginning(source)) if source.name.endswith((".json", ".json.gz")) else None
     if kind == "kineto":
-        return f"{source} is a Kineto trace: --kineto {source}, with --et where there is one"
+        return (
+            f"{source} is a Kineto trace: --kineto {source}, with --et where there is one; of vLLM "
+            f"or SGLang, {source} --engine-steps"
+        )
     if kind == "et":
         return (
             f"{source} is an execution trace, which has no times: --et {source}, and the Kineto "
