@@ -96,7 +96,7 @@ def mean_rates(gpu: Gpu, rates: Rates, shapes: F64, c: GemmCoefficients) -> Mean
         c: fitted coefficients.
     """
     repeated = Rates(*(np.repeat(rate, len(shapes)) for rate in rates))
-    return rates_in(shapes, gemm_ns(gpu, repeated, shapes, c))
+    return rates_in(shapes, gemm_ns(gpu, repeated, shapes, c, per_call=True))
 
 
 def rates_in(shapes: F64, times_ns: F64) -> MeanRates:

@@ -55,6 +55,8 @@ class GemmCoefficients(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         split_ns: cost of dividing the inner size among SMs.
         burst: position of short kernels between sustained and peak rate, in ln.
         floor: launch floors in addition to the tiles.
+        call_gap: launch floors between the end of a kernel and that of the call in a benchmark that
+            replays a CUDA graph. It is measured, not fitted.
         choice: spread, in ln of time, of the tilings that a library picks.
         ramp_cycles: cycles until memory streams at full bandwidth.
     """
@@ -71,6 +73,7 @@ class GemmCoefficients(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     split_ns: float
     burst: float
     floor: float
+    call_gap: float
     choice: float
     ramp_cycles: float
 

@@ -159,7 +159,6 @@ class KernelFeatures:
         gemm: `GemmShape` of the distinct calls, or zeros, float64[d, 6].
         scales: the `Scales` of each call, uint8[d].
         attention: `AttentionShape` of the distinct calls, or zeros, float64[d, 10].
-        parts: component GEMMs of composite calls, in the order of their calls.
         operator_ns: time of all kernels of the operator instance, float64[n].
         floor_share: shortest kernel of its class as a share of the description's launch floor,
             float64[n].
@@ -173,6 +172,9 @@ class KernelFeatures:
             less of the bandwidth.
         instructions: instructions, summed over its threads; 0 if not known, float64[n].
         reuse: the operands that each reads, and how long ago they were last used.
+        parts: component GEMMs of composite calls, in the order of their calls.
+        per_call: whether the times of GEMMs are those of calls in a benchmark, see `gemm_tiles`,
+            instead of kernels in a step.
     """
 
     duration_ns: F64
@@ -201,6 +203,7 @@ class KernelFeatures:
     instructions: F64
     reuse: OperandReuse
     parts: ComponentGemms = field(default_factory=lambda: ComponentGemms.of([]))
+    per_call: bool = False
 
     @classmethod
     def of(cls, graph: Graph, costs: OpCosts) -> "KernelFeatures":
@@ -244,7 +247,7 @@ class KernelFeatures:
     def select(self, rows: slice | I64) -> "KernelFeatures":
         """Return the features of the nodes at `rows`."""
         # Indexed by call or dtype, not by node.
-        shared = ("dtypes", "gemm", "scales", "attention", "parts", "reuse")
+        shared = ("dtypes", "gemm", "scales", "attention", "parts", "reuse", "per_call")
         columns = {
             f.name: getattr(self, f.name)[rows] for f in fields(self) if f.name not in shared
         }

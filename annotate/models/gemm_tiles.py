@@ -22,8 +22,12 @@ therefore run between the sustained and the peak rate, and the whole GEMM at the
 Short kernels finish before the cap takes effect.
 
 Libraries choose a good tiling, not always the best: the time is the mean over tilings, weighted by
-exp(-ln(time / best) / choice). Operands come from memory unless six GEMMs' operands fit into the
-cache, as in the measurements of the fit; results may stay in the cache.
+exp(-ln(time / best) / choice). Results may stay in the cache.
+
+The time is that of a kernel in a step, where a weight comes from memory: since its last use the
+step has read all others. The measurements of the fit are times per call of a replayed CUDA graph,
+`per_call`. They contain the gap to the next kernel, and six copies of the operands take turns, so
+small ones stay in the cache.
 
 cuBLAS multiplies 8 bits with one scale for a tensor by the same tiles. With scales of rows or
 blocks, and in 4 bits, other libraries' kernels run (see `tile_kernels`). The last wave and a step
@@ -159,7 +163,8 @@ _CHUNK = 512
 # Elements in 16 bits of the inner size that a tile loads at once, 128 bytes of a row.
 _STEP = 64
 
-# Operands are reread after about six other GEMMs, so six must fit into the cache.
+# Copies of the operands that take turns in the measurements of the fit; all must fit into the cache
+# to be read from it. In a step, this holds for activations, which are read soon after.
 _COLD_COPIES = 6
 
 _MISSES = 8  # exponent: how sharply misses set in as the working set fills the cache
@@ -212,11 +217,13 @@ class GemmTarget(NamedTuple):
         gpu: the GPU.
         rates: of each GEMM's dtype.
         vector: whether they run on the vector units.
+        per_call: whether their times are those of calls in a benchmark; see the module's docstring.
     """
 
     gpu: Gpu
     rates: Rates
     vector: bool = False
+    per_call: bool = False
 
     def part(self, where: slice) -> "GemmTarget":
         """Return the target of the GEMMs at `where`."""
@@ -243,6 +250,7 @@ def gemm_ns(
     described: GemmTarget | None = None,
     *,
     vector: bool = False,
+    per_call: bool = False,
     kernel: TileKernel | None = None,
     record: TermRecord | None = None,
 ) -> F64:
@@ -256,13 +264,16 @@ def gemm_ns(
         coefficients: fitted coefficients.
         described: the GPU without overrides of its figures; None: no overrides.
         vector: whether they run on the vector units.
+        per_call: as in `GemmTarget`.
         kernel: the one that runs all of them; None: cuBLAS chooses.
         record: takes the terms of GEMMs, as positions among the d.
     """
-    predicted_ns, run = np.empty(len(shapes)), GemmTarget(gpu, rates, vector)
-    floor_ns = coefficients.floor * gpu.launch_floor_ns
+    predicted_ns, run = np.empty(len(shapes)), GemmTarget(gpu, rates, vector, per_call)
+    floors = coefficients.floor + (coefficients.call_gap if per_call else 0.0)
+    floor_ns = floors * gpu.launch_floor_ns
     if kernel is not None:
-        floor_ns, coefficients = kernel.floor_ns, kernel.coefficients
+        coefficients = kernel.coefficients
+        floor_ns = floor_ns if kernel.floor_ns is None else kernel.floor_ns
         run = run.with_rate(kernel.rate)
         described = described and described.with_rate(kernel.rate)
     for start in range(0, len(shapes), _CHUNK):
@@ -406,7 +417,10 @@ def _tiling_times(
 
     size = (gpu.l2_bytes or 1) / gpu.l2_partitions
     occupancy = (left + right + out) / size
-    missed = (left + right) * _miss((_COLD_COPIES * (left + right) + out) / size)
+    cold = _miss((_COLD_COPIES * (left + right) + out) / size)
+    # A batch multiplies two activations, not an activation and a weight.
+    weights_cold = cold if run.per_call else np.where(batch == 1, 1.0, cold)
+    missed = left * cold + right * weights_cold
     filled_by_results = (left + right + out + partial) / size / _WRITE_BACK_SHARE
     written = (out + partial) * _miss(filled_by_results, _WRITE_MISSES)
     # Tiles in flight form a square block of sm^0.5 tiles per edge, which shares

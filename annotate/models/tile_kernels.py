@@ -33,7 +33,8 @@ class TileKernel(NamedTuple):
 
     Attributes:
         coefficients: of its tiles.
-        floor_ns: shortest time, in addition to the tiles.
+        floor_ns: shortest time, in addition to the tiles; None: that of cuBLAS's kernels. A given
+            one is fitted to times per call and contains the gap to the next kernel.
         rate: factor on the sustained rate.
         epilogue: time of a tile that no other tile hides, in epilogues of cuBLAS's tiles.
         tilings: rows, columns and splits of the tilings that it has, float64[3, t].
@@ -41,7 +42,7 @@ class TileKernel(NamedTuple):
     """
 
     coefficients: GemmCoefficients
-    floor_ns: float
+    floor_ns: float | None
     rate: float
     epilogue: float
     tilings: F64
@@ -80,7 +81,7 @@ def batched_vector_kernel(gpu: Gpu, c: GemmCoefficients) -> TileKernel | None:
     """Return the kernel of batched GEMMs on the vector units; None if it is that of single ones."""
     if gpu.architecture != "ampere":
         return None
-    return TileKernel(c, c.floor * gpu.launch_floor_ns, 1.0, 0.0, _BATCHED_VECTOR)
+    return TileKernel(c, None, 1.0, 0.0, _BATCHED_VECTOR)
 
 
 def experts_kernels(gpu: Gpu, kernels: U8, c: Coefficients) -> Iterator[tuple[I64, TileKernel]]:
@@ -89,7 +90,8 @@ def experts_kernels(gpu: Gpu, kernels: U8, c: Coefficients) -> Iterator[tuple[I6
         rows = np.flatnonzero(kernels == code)
         if len(rows):
             experts = c.experts[library]
-            floor_ns = experts.other_ns + c.gemm.floor * gpu.launch_floor_ns
+            floors = c.gemm.floor + c.gemm.call_gap
+            floor_ns = experts.other_ns + floors * gpu.launch_floor_ns
             yield rows, TileKernel(c.gemm, floor_ns, experts.rate, experts.epilogue, tilings)
 
 

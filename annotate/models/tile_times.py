@@ -197,20 +197,20 @@ def _products_ns(  # noqa: PLR0917
     rates, before = kernels.rates(gpu), without_overrides(gpu)
     for group in _product_groups(kernels, gpu, products, c, measured, part_kernels):
         chosen = group.chosen
+        on = group.on_vector, kernels.per_call
         described = None
         if before.figures != gpu.figures:
-            described = _run(
-                group.before, kernels.rates(before), rows[chosen], vector=group.on_vector
-            )
+            described = _run(group.before, kernels.rates(before), rows[chosen], on)
         scratch = None if record is None else record.within(chosen)
-        run = _run(group.now, rates, rows[chosen], vector=group.on_vector)
+        run = _run(group.now, rates, rows[chosen], on)
         times[chosen] = gemm_ns(
             run.gpu,
             run.rates,
             shapes[chosen],
             c.gemm,
             described,
-            vector=group.on_vector,
+            vector=run.vector,
+            per_call=run.per_call,
             kernel=group.kernel,
             record=scratch,
         )
@@ -278,10 +278,19 @@ def _product_groups(  # noqa: PLR0917
         yield _ProductGroup(chosen, *as_described, kernel=kernel)
 
 
-def _run(at: Calibration, rates: KernelRates, rows: I64, *, vector: bool) -> GemmTarget:
-    """Return the run of the GEMMs at `rows` on a calibrated GPU."""
+def _run(at: Calibration, rates: KernelRates, rows: I64, on: tuple[bool, bool]) -> GemmTarget:
+    """Return the run of the GEMMs at `rows` on a calibrated GPU.
+
+    Args:
+        at: the GPU.
+        rates: rates of all nodes.
+        rows: the GEMMs' nodes.
+        on: `vector` and `per_call` of `GemmTarget`.
+    """
+    vector, per_call = on
     sustained = rates.sustained[rows]
     # No power cap limits vector units: their sustained rate is that of the kernels' code.
     peak = sustained if vector else rates.peak[rows]
     # No calibration may lift the sustained rate above the datasheet's peak.
-    return GemmTarget(at.gpu, Rates(np.minimum(peak, sustained * at.compute), peak), vector)
+    rates_at = Rates(np.minimum(peak, sustained * at.compute), peak)
+    return GemmTarget(at.gpu, rates_at, vector, per_call)

@@ -259,7 +259,9 @@ def layers(folder: Path, fits: dict[str, Coefficients]) -> None:
                     sizes = [part[c].to_numpy().astype(np.float64) for c in ("m", "n", "k")]
                     ones = np.ones(len(part))
                     shapes = np.stack([ones, *sizes, 2 * ones, 2 * ones], axis=1)
-                    kernels = of_products(Products("float16", shapes, {}), times)
+                    # vidur's times are sums of the profiler's durations.
+                    profiled = Products("float16", shapes, {}, per_call=False)
+                    kernels = of_products(profiled, times)
                 else:
                     kernels = of_layers(times, part)
                 predicted, _ = model(family(gpus[1]))(kernels, *gpus)

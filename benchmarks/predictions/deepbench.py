@@ -69,7 +69,9 @@ def report_class(sort: str, to: tuple[str, Calls], source: tuple[str, Calls]) ->
     gpu, other = load_gpu(to[0]), load_gpu(source[0])
     works, times = [work for work, _ in to[1].values()], np.array([ns for _, ns in to[1].values()])
     single_gemm = kernels_of([replace(work, parts=()) for work in works], np.zeros(len(works)))
-    predicted, _ = learned.predict_from_description(kernels_of(works, np.zeros(len(works))), gpu)
+    # DeepBench times a loop of calls.
+    calls = replace(kernels_of(works, np.zeros(len(works))), per_call=True)
+    predicted, _ = learned.predict_from_description(calls, gpu)
     cells = [
         figures(roofline.predict_from_datasheet(single_gemm, gpu)[0], times),
         figures(predicted, times),
@@ -77,6 +79,7 @@ def report_class(sort: str, to: tuple[str, Calls], source: tuple[str, Calls]) ->
     if shared_keys := [key for key in to[1] if key in source[1]]:
         before = np.array([source[1][key][1] for key in shared_keys])
         kernels = kernels_of([to[1][key][0] for key in shared_keys], before)
+        kernels = replace(kernels, per_call=True)
         after = np.array([to[1][key][1] for key in shared_keys])
         for model in (scale_measured.predict_by_residual, learned.predict_learned):
             cells.append(figures(model(kernels, other, gpu)[0], after))

@@ -120,7 +120,8 @@ def predicted_ns(model: Model, shapes: F64) -> F64:
     bandwidth = min(model.bandwidth, gpu.peak_bandwidth_bytes_per_s) / 1e9
     figure = Figure(bandwidth, next(iter(gpu.sources)), "measured")
     gpu = msgspec.structs.replace(gpu, figures={**gpu.figures, "measured_copy_gb_per_s": figure})
-    return gemm_ns(gpu, Rates(np.minimum(peak, model.rate), peak), shapes, model.c)
+    rates = Rates(np.minimum(peak, model.rate), peak)
+    return gemm_ns(gpu, rates, shapes, model.c, per_call=True)
 
 
 def mean_error(model: Model, shapes: F64, times: F64) -> float:

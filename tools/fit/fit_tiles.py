@@ -81,6 +81,7 @@ START = GemmCoefficients(
     split_ns=2000,
     burst=0.5,
     floor=1.0,
+    call_gap=0.32,
     choice=0.1,
     ramp_cycles=500,
 )
@@ -92,7 +93,9 @@ _SEED = 2  # of the drawn shapes; `provenance.gemm` in the coefficients' file na
 
 _GENERATIONS = ("synchronous", "asynchronous")
 
-_SHARED = tuple(name for name in GemmCoefficients.__struct_fields__ if name not in _GENERATIONS)
+_SHARED = tuple(
+    name for name in GemmCoefficients.__struct_fields__ if name not in (*_GENERATIONS, "call_gap")
+)
 
 
 def fit_gemm(products: Products, gpus: Sequence[Gpu], *, shapes: int = 1500) -> GemmCoefficients:
@@ -119,7 +122,10 @@ def fit_gemm(products: Products, gpus: Sequence[Gpu], *, shapes: int = 1500) -> 
     def residuals(x: F64) -> F64:
         coefficients = from_vector(x)
         return np.concatenate(
-            [w * (np.log(gemm_ns(g, r, shapes_drawn, coefficients)) - t) for g, r, t, w in parts]
+            [
+                w * (np.log(gemm_ns(g, r, shapes_drawn, coefficients, per_call=True)) - t)
+                for g, r, t, w in parts
+            ]
         )
 
     return from_vector(fit_robustly(residuals, to_vector(START)))
@@ -181,11 +187,11 @@ def hull_of(gpus: Sequence[Gpu]) -> dict[str, tuple[float, float]]:
 
 
 def to_vector(c: GemmCoefficients) -> F64:
-    """Return the logarithms of all coefficients, float64[p]."""
+    """Return the logarithms of all fitted coefficients, float64[p]."""
     pipelines = [
         getattr(getattr(c, g), n) for g in _GENERATIONS for n in TilePipeline.__struct_fields__
     ]
-    # All coefficients are positive, and in logarithms no step of the solver can change that.
+    # All fitted coefficients are positive, and in logarithms no step of the solver can change that.
     return np.log([*(getattr(c, n) for n in _SHARED), *pipelines])
 
 
@@ -195,4 +201,5 @@ def from_vector(x: F64) -> GemmCoefficients:
     # The values of the pipelines follow the shared ones.
     shared = dict(zip(_SHARED, values, strict=False))
     rest = values[len(_SHARED) :]
-    return GemmCoefficients(TilePipeline(*rest[:2]), TilePipeline(*rest[2:]), **shared)
+    pipelines = TilePipeline(*rest[:2]), TilePipeline(*rest[2:])
+    return GemmCoefficients(*pipelines, call_gap=START.call_gap, **shared)

@@ -37,12 +37,15 @@ class Products:
         shapes: batch, m, n, k, bytes of an operand's and of a result's element, float64[d, 6].
         times_ns: name of a description -> measured times, float64[d].
         scales: of operands in 8 or 4 bits.
+        per_call: whether times are those of calls, of replayed CUDA graphs or between events, and
+            not durations of kernels.
     """
 
     dtype: str
     shapes: F64
     times_ns: dict[str, F64]
     scales: Scales = Scales.TENSOR
+    per_call: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +174,7 @@ def of_products(products: Products, times_ns: F64) -> KernelFeatures:
     moved = batch * (item * (m * k + k * n) + result * m * n)
     kernels = _kernels(times_ns, 2 * batch * m * n * k, moved, products.dtype)
     scales = np.full(len(times_ns), products.scales, dtype=np.uint8)
-    return replace(kernels, gemm=products.shapes, scales=scales)
+    return replace(kernels, gemm=products.shapes, scales=scales, per_call=products.per_call)
 
 
 def of_attention(attention: Attention, times_ns: F64) -> KernelFeatures:

@@ -287,7 +287,7 @@ def finely_scaled_ns(
     scales = np.full(len(shapes), products.scales, dtype=np.uint8)
     for rows, kernel in scaled_kernels(gpu, shapes, scales, c, scaled):
         chosen = Rates(rates.sustained[rows], rates.peak[rows])
-        times_ns[rows] = gemm_ns(gpu, chosen, shapes[rows], c, kernel=kernel)
+        times_ns[rows] = gemm_ns(gpu, chosen, shapes[rows], c, per_call=True, kernel=kernel)
     return times_ns
 
 

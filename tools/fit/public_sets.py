@@ -5,6 +5,12 @@
 SYSTEMS is `systems/data` of the package aiconfigurator-core (Apache-2.0), NEUSIGHT the folder
 `scripts/asplos/data/dataset/test` of sitar-lab/NeuSight. The tables are not part of the project.
 
+Rows of aiconfigurator are times per call: replays of a CUDA graph between two events, divided by
+the calls in the graph (collector/helper.py there, August 2026). They contain the gap to the next
+kernel and a share of the start of the graph. A graph has six calls of linear layers with copies of
+the operands (vLLM's with scales of blocks and TensorRT-LLM's one to five), five of experts and of
+kernels that quantise, and one of attention. NeuSight times one eager call between two events.
+
 What a row times:
   linears.parquet     a linear layer in 8 or 4 bits: the kernel that quantises the activations, then
                       the GEMM; "bfloat16": the GEMM alone. Rows of frameworks that time the host's

@@ -8,8 +8,8 @@ import numpy as np
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.features import KernelFeatures
 from onerank.annotate.models.gpu_distance import same_die
+from onerank.annotate.op_costs.cost_record import Scales
 from onerank.annotate.op_costs.node_costs import op_costs_of
-from onerank.annotate.op_costs.op_classes import CLASSES, OpClass, classify
 from onerank.annotate.recost.recost import source_gpu
 from onerank.annotate.recost.recosting_summary import Recosting
 from onerank.ir import Evidence, Graph
@@ -122,9 +122,13 @@ class _GraphGaps:
 def _kernels_without_gap(graph: Graph) -> int:
     """Return the number of kernels whose predicted time does not contain the gap after it.
 
-    The time of a GEMM from shapes contains it: the tile model was fitted to the time per call of
-    replayed graphs.
+    The times of 8-bit GEMMs with scales of rows or blocks, and of experts, from shapes contain it:
+    they are fitted to the time per call of replayed graphs.
     """
-    index = np.flatnonzero(graph.gpu_compute)
-    gemm = classify(graph, index) == CLASSES.index(OpClass.GEMM)
-    return int((~gemm | (graph.nodes.evidence[index] != Evidence.DATASHEET)).sum())
+    costs = op_costs_of(graph)
+    kernels = KernelFeatures.of(graph, costs)
+    finely_scaled = kernels.has_narrow_operands & (kernels.scales[kernels.call] != Scales.TENSOR)
+    experts = np.isin(kernels.call, kernels.parts.expert_calls)
+    from_shapes = graph.nodes.evidence[costs.index] == Evidence.DATASHEET
+    with_gap = (finely_scaled | experts) & from_shapes
+    return int((graph.gpu_compute[costs.index] & ~with_gap).sum())

@@ -41,7 +41,7 @@ def test_a_gpu_is_as_its_products_have_it_whatever_its_description_tells() -> No
     measured = {"bf16_sustained_fraction": 0.8, "memory_achievable_fraction": 0.8}
     true = described(load_gpu("B200"), measured)
     every, c = gemm_shapes([*LARGE_SHAPES, *SKINNY_SHAPES]), shipped().gemm
-    times = gemm_ns(true, rates_of(true, "bfloat16", len(every)), every, c)
+    times = gemm_ns(true, rates_of(true, "bfloat16", len(every)), every, c, per_call=True)
     assert calibrated(true, c) == (true, 1)  # nothing of it was measured
     large, skinny = len(LARGE_SHAPES), len(SKINNY_SHAPES)
     measured = {

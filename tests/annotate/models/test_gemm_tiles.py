@@ -17,10 +17,10 @@ from onerank.annotate.models.learned import predict_from_description
 from onerank.annotate.op_costs.cost_record import AttentionShape, Work
 
 
-def gemm(gpu: Gpu, *sizes: tuple[int, int, int, int]) -> list[float]:
+def gemm(gpu: Gpu, *sizes: tuple[int, int, int, int], per_call: bool = False) -> list[float]:
     rates = Rates(*(np.full(len(sizes), 100e12),) * 2)
     shapes = np.array([(*size, 2, 2) for size in sizes], dtype=np.float64)
-    return gemm_ns(gpu, rates, shapes, shipped().gemm).tolist()
+    return gemm_ns(gpu, rates, shapes, shipped().gemm, per_call=per_call).tolist()
 
 
 def test_a_large_product_takes_its_flops(gpu_file):
@@ -53,8 +53,21 @@ def test_operands_of_six_products_that_fit_the_cache_are_not_read_again(gpu_file
         cached = msgspec.structs.replace(
             gpu, figures={**gpu.figures, "l2_mb": Figure(size, "made")}
         )
-        (times[size],) = gemm(cached, (1, 8, 512, 4096))
+        (times[size],) = gemm(cached, (1, 8, 512, 4096), per_call=True)
     assert times[13] - times[50] > 0.3 * 4.2e6 / 1e12 * 1e9
+
+
+def test_a_kernel_in_a_step_reads_its_weights_from_memory_and_has_no_gap(gpu_file):
+    # Six copies of 4.2 MB of weights fit into the cache, of 67 MB they do not.
+    gpu = load_gpu(gpu_file())
+    gpu = msgspec.structs.replace(gpu, figures={**gpu.figures, "l2_mb": Figure(50, "made")})
+    sizes = (1, 8, 512, 4096), (1, 8, 4096, 8192), (64, 8, 64, 128)
+    calls, kernels = (np.array(gemm(gpu, *sizes, per_call=of)) for of in (True, False))
+    gap_ns = shipped().gemm.call_gap * gpu.launch_floor_ns
+    small, large, batch = calls - kernels
+    # A batch multiplies two activations.
+    assert [large, batch] == pytest.approx([gap_ns] * 2, rel=1e-3)
+    assert small < gap_ns - 0.3 * 4.2e6 / 1e12 * 1e9
 
 
 def test_the_power_cap_holds_back_work_not_waiting(gpu_file):
