@@ -478,6 +478,12 @@ PATCHES: tuple[Patch, ...] = (
         ("no_device.inductor",),
     ),
     Patch(
+        "torch._inductor.codegen.triton_split_scan.TritonSplitScanKernel",
+        ("scan",),
+        "It asks Triton for the size of a data type.",
+        ("no_device.inductor",),
+    ),
+    Patch(
         "deep_gemm",
         DEEP_GEMM,
         "A function of a C++ extension is recorded by its operands; nothing can run it.",

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextvars import ContextVar
 from math import prod
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -86,6 +86,7 @@ _SETTINGS = {
 
 
 _CONVERT_FRAME = "torch._dynamo.convert_frame"
+_SPLIT_SCAN = "torch._inductor.codegen.triton_split_scan"
 _PROXY_TENSOR = "torch.fx.experimental.proxy_tensor"
 
 _ANSWERS = (
@@ -155,6 +156,7 @@ class InductorOnShapes:
             after_import(_PARTITIONERS, _recomputed_random_operators),
             after_import(_PADDING, self._padding),
             after_import("torch._inductor.async_compile", self._kernels),
+            after_import(_SPLIT_SCAN, _scans),
             after_import("torch._inductor.codecache", self._wrappers),
             after_import(_FLEX_ATTENTION, self._flex_attention_apart),
         ):
@@ -645,6 +647,31 @@ def _text() -> str:
     return ""
 
 
+def _scans() -> contextlib.AbstractContextManager[None]:
+    """Let Inductor write kernels of long sums along a dimension without Triton's data types."""
+    kernel = resolve(_SPLIT_SCAN).TritonSplitScanKernel
+    write = kernel.scan
+
+    def scan(*args: Any) -> Any:
+        with mock.patch.dict(sys.modules, _triton_modules()):
+            return write(*args)
+
+    return patched(f"{_SPLIT_SCAN}.TritonSplitScanKernel", {"scan": scan})
+
+
+def _triton_modules() -> dict[str, ModuleType]:
+    """Return modules for imports of Triton, whose data types know their size; {} if it is there."""
+    if "triton" in sys.modules:
+        return {}
+    language: Any = ModuleType("triton.language")
+    for kind, sizes in (("float", (16, 32, 64)), ("int", (8, 16, 32, 64)), ("uint", (32, 64))):
+        for bits in sizes:
+            setattr(language, f"{kind}{bits}", SimpleNamespace(primitive_bitwidth=bits))
+    triton: Any = ModuleType("triton")
+    triton.language = language
+    return {"triton": triton, "triton.language": language}
+
+
 def _nothing(*_: Any, **__: Any) -> None:
     """Do nothing."""
 
@@ -664,12 +691,8 @@ def _load(key: str, path: str, numbers: GraphNumbers) -> ModuleType:
     source = source.replace(raw_stream, "get_raw_stream = None")
     if numbers.decides:
         source = numbers.extended(source)
-    stubs: dict[str, Any] = {}
     # The wrapper imports triton, and does not use it.
-    if "triton" not in sys.modules:
-        stubs = {name: ModuleType(name) for name in ("triton", "triton.language")}
-        stubs["triton"].language = stubs["triton.language"]
-    with mock.patch.dict(sys.modules, stubs):
+    with mock.patch.dict(sys.modules, _triton_modules()):
         exec(compile(source, path, "exec"), vars(wrapper))
     vars(wrapper).update(
         get_raw_stream=_first_stream,
