@@ -4,8 +4,9 @@ Every operation has its time alone on the GPU and progresses at a rate of at mos
 sharing):
 
 - Communication holds multiprocessors: NCCL's channels are thread blocks that stay until the call
-  is done. Kernels share the rest. A kernel that needs fewer runs at its full rate. A product has
-  whole waves of tiles: one of 128 tiles takes one wave on 132 multiprocessors, and two on 108.
+  is done, also while it waits for other ranks. Kernels share the rest. A kernel that needs fewer
+  runs at its full rate. A product has whole waves of tiles: one of 128 tiles takes one wave on 132
+  multiprocessors, and two on 108.
 - A call progresses slower next to kernels, which compete for caches, memory and power.
 - A call starts when enough multiprocessors are free. A running kernel frees its multiprocessors
   after each round of its thread blocks; a persistent kernel has one round.
@@ -13,6 +14,7 @@ sharing):
 Rates change when an operation starts or ends, so the schedule is computed in the order of time.
 """
 
+import functools
 import heapq
 from dataclasses import dataclass
 from math import ceil, floor
@@ -28,6 +30,11 @@ LEAST_RATE = 0.05
 """Rate of a kernel if communication holds all multiprocessors: assumed, not measured. Calls of
 several groups may together have more channels than a GPU has multiprocessors. Their blocks then
 share some, so that a kernel still makes progress."""
+
+LATE_WAVE = 0.86
+"""Time of a wave of the few blocks that begin late, over that of a wave of all: products of 1 to 8
+waves next to 8 to 24 waiting blocks of NCCL on an H100, 0.82 to 0.88
+(benchmarks/results/2026-11-28-waiting-calls-2xh100.txt)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +53,8 @@ class Contention:
         slows: how many times as long a call takes next to this kernel if nothing but the GPU
             limits the call; 1 for other operations, float64[n].
         multiprocessors: how many the GPU has.
+        persistent: whether a product is one block for each multiprocessor, which takes tiles until
+            none is left.
         among_kernels: whether kernels of different streams share multiprocessors. False if their
             durations were measured in place, because these contain it.
     """
@@ -57,6 +66,7 @@ class Contention:
     spare: F64
     slows: F64
     multiprocessors: int
+    persistent: bool
     among_kernels: bool
 
     def matters(self, stream: I64) -> bool:
@@ -120,6 +130,22 @@ class Constraints:
         return cls(after_start, before_end, after_end, lead.tolist(), count.tolist())
 
 
+@dataclass(frozen=True, slots=True)
+class TimeLimits:
+    """Limits on when nodes run, by node, in ns.
+
+    Attributes:
+        earliest: start of a node without constraints.
+        floors: earliest start.
+        arrivals: time before which a node makes no progress although it may have started, because
+            it waits for other ranks.
+    """
+
+    earliest: list[int]
+    floors: list[int]
+    arrivals: list[int]
+
+
 @dataclass(slots=True)
 class _Running:
     """An operation that runs; times in ns.
@@ -129,17 +155,21 @@ class _Running:
         left: its remaining time at a rate of 1.
         rate: its rate.
         lead: time before the end at which successors that overlap it are released; 0 after that.
+        waits: whether it waits for other ranks, so that it makes no progress.
+        wait: for how long.
     """
 
     node: int
     left: float
     rate: float
     lead: float
+    waits: bool
+    wait: float
 
     @property
     def until_event(self) -> float:
-        """Time until it releases successors or ends, at its rate."""
-        return max(self.left - self.lead, 0.0) / self.rate
+        """Time until its wait ends, or until it releases successors or ends, at its rate."""
+        return self.wait if self.waits else max(self.left - self.lead, 0.0) / self.rate
 
 
 class SharedGpu:
@@ -147,8 +177,7 @@ class SharedGpu:
 
     Args:
         constraints: of the graph.
-        earliest: start of each node without constraints, in ns.
-        floors: earliest start of each node, in ns.
+        limits: of its nodes.
         duration: time of each node alone, in ns.
         contention: of the same graph.
     """
@@ -156,16 +185,17 @@ class SharedGpu:
     def __init__(
         self,
         constraints: Constraints,
-        earliest: list[int],
-        floors: list[int],
+        limits: TimeLimits,
         duration: list[int],
         contention: Contention,
     ) -> None:
         count = len(duration)
-        self._of, self._floors, self._duration = constraints, floors, duration
+        self._of, self._duration = constraints, duration
+        self._floors, self._arrivals = limits.floors, limits.arrivals
         self._needed: list[float] = contention.needed.tolist()
         self._tiles: list[int] = contention.tiles.tolist()
         self._multiprocessors = contention.multiprocessors
+        self._persistent = contention.persistent
         self._rounds: list[int] = contention.rounds.tolist()
         self._held: list[float] = contention.held.tolist()
         self._spare: list[float] = contention.spare.tolist()
@@ -176,7 +206,7 @@ class SharedGpu:
         self.end: list[int] = [0] * count
         self.blocker: list[int] = [UNKNOWN] * count
         self.released_by: list[int] = [UNKNOWN] * count
-        self._ready = earliest.copy()
+        self._ready = limits.earliest.copy()
         self._running: list[_Running] = []
         # (time, order, node, whether it waited for multiprocessors)
         self._starts: list[tuple[float, int, int, bool]] = []
@@ -203,6 +233,9 @@ class SharedGpu:
     def _advance(self, time: float) -> None:
         elapsed, self._now = time - self._now, time
         for entry in self._running:
+            if entry.waits:
+                entry.wait = max(0.0, entry.wait - elapsed)
+                continue
             entry.left -= elapsed * entry.rate
             # Rounding leaves less than a thousandth of a nanosecond.
             if entry.left - entry.lead < 1e-3:
@@ -216,9 +249,9 @@ class SharedGpu:
                 self._push(self._now + wait_ns, node, waited=True)
                 return
         self.start[node] = round(self._now)
-        self._running.append(
-            _Running(node, float(self._duration[node]), 1.0, float(self._of.lead[node]))
-        )
+        length, lead = float(self._duration[node]), float(self._of.lead[node])
+        wait = max(0.0, self._arrivals[node] - self._now)
+        self._running.append(_Running(node, length, 1.0, lead, wait > 0, wait))
         self._set_rates()
         self._release(self._resolve(node, self._of.after_start[node], self.start[node]))
 
@@ -245,8 +278,12 @@ class SharedGpu:
         return min(waits, default=(0.0, UNKNOWN))
 
     def _reach(self, entry: _Running) -> None:
-        """Release what may overlap an operation's end, or end the operation."""
+        """End an operation's wait, release what may overlap its end, or end it."""
         node = entry.node
+        if entry.waits:
+            entry.waits = False
+            if entry.until_event > 0:
+                return
         if entry.left > 0:
             entry.lead = 0.0
             self.end[node] = round(self._now + entry.left / entry.rate)
@@ -261,6 +298,7 @@ class SharedGpu:
         if len(self._running) == 1:
             self._running[0].rate = 1.0
             return
+        # A call that waits holds multiprocessors as one that moves bytes does.
         held = sum(self._held[entry.node] for entry in self._running)
         needed = [self._needed[entry.node] for entry in self._running]
         free, wanted = max(LEAST_RATE, 1.0 - held), sum(needed)
@@ -286,7 +324,10 @@ class SharedGpu:
         """
         # `free` is a ratio of two integers. Rounding must not cost a multiprocessor.
         usable = max(1, floor(free * self._multiprocessors + 1e-6))
-        return ceil(tiles / self._multiprocessors) / ceil(tiles / usable)
+        alone = ceil(tiles / self._multiprocessors)
+        if self._persistent:
+            return alone / persistent_waves(tiles, self._multiprocessors, usable)
+        return alone / ceil(tiles / usable)
 
     def _resolve(self, node: int, edges: _Outgoing, time: int) -> list[int]:
         """Satisfy edges from a node; return the targets without open constraints.
@@ -315,11 +356,13 @@ class SharedGpu:
         while nodes:
             node = nodes.pop()
             begin = max(self._ready[node], self._floors[node])
-            if self._duration[node] and (self._needed[node] or self._held[node]):
+            moves = max(begin, self._arrivals[node])
+            lasts = self._duration[node] or moves > begin
+            if lasts and (self._needed[node] or self._held[node]):
                 self._push(begin, node, waited=False)
                 continue
             # Others take nothing of the GPU, so their end is known.
-            self.start[node], self.end[node] = begin, begin + self._duration[node]
+            self.start[node], self.end[node] = begin, moves + self._duration[node]
             of, end = self._of, self.end[node]
             for edges, time in (
                 (of.after_start[node], begin),
@@ -332,3 +375,29 @@ class SharedGpu:
     def _push(self, time: float, node: int, *, waited: bool) -> None:
         heapq.heappush(self._starts, (time, self._pushed, node, waited))
         self._pushed += 1
+
+
+@functools.lru_cache(maxsize=4096)
+def persistent_waves(tiles: int, multiprocessors: int, usable: int) -> float:
+    """Return the waves of a product whose blocks take tiles until none is left.
+
+    A product has a block for each multiprocessor. The first two tiles of a block are fixed, the
+    others go to whichever block is free. Blocks without a multiprocessor begin when others end,
+    which is when no free tile is left, and then do their own tiles: up to two more waves.
+
+    Args:
+        tiles: of the product.
+        multiprocessors: of the GPU.
+        usable: those that are free.
+    """
+    blocks = min(tiles, multiprocessors)
+    if usable >= blocks:
+        return ceil(tiles / multiprocessors)
+    waiting = blocks - usable
+    second = max(0, min(tiles - blocks, blocks) - usable)
+    rounds, rest = divmod(tiles - waiting - second, usable)
+    own = LATE_WAVE * (2 if second else 1)
+    # In the last round some blocks have no tile, and end one round before the others.
+    later = max(0, waiting - (usable - rest))
+    waves = rounds + own if not later else rounds + 1 + own * ceil(later / usable)
+    return max(waves, ceil(tiles / multiprocessors))

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from onerank.ir.arrays import I64, Mask, union_duration_ns
-from onerank.ir.contention import Constraints, Contention, SharedGpu
+from onerank.ir.contention import Constraints, Contention, SharedGpu, TimeLimits
 from onerank.ir.edges import Edges
 from onerank.ir.enums import LAUNCH_NS, Evidence, Kind, Reason
 from onerank.ir.errors import GraphError
@@ -401,10 +401,16 @@ class ReplayedRank:
         replayed._graph = self._graph.with_columns(duration_ns=duration)
         return replayed
 
-    def schedule(self, floor: I64 | None = None) -> ReplayTimes:
-        """Return the start and end of each node; none starts before `floor`, int64[n]."""
+    def schedule(self, floor: I64 | None = None, arrival: I64 | None = None) -> ReplayTimes:
+        """Return the start and end of each node.
+
+        Args:
+            floor: earliest start of each node, int64[n].
+            arrival: time before which a node makes no progress although it may have started,
+                because it waits for other ranks, int64[n].
+        """
         if self._contention is not None:
-            return self._contended_schedule(self._contention, floor)
+            return self._contended_schedule(self._contention, floor, arrival)
         graph = self._graph
         # Lists, because the loop reads single elements, which is slow on numpy arrays.
         offsets: list[int] = graph.edges.offsets.tolist()
@@ -417,6 +423,7 @@ class ReplayedRank:
         launched: list[bool] = [False] * len(graph)
         earliest: list[int] = (self._earliest + (0 if floor is None else floor)).tolist()
         floors: list[int] = [0] * len(graph) if floor is None else floor.tolist()
+        arrivals: list[int] = [0] * len(graph) if arrival is None else arrival.tolist()
         for node in self._order:
             ready, last_source, by_launch = earliest[node], UNKNOWN, False
             for edge in range(offsets[node], offsets[node + 1]):
@@ -431,24 +438,26 @@ class ReplayedRank:
                 if time > ready or last_source == UNKNOWN:
                     ready, last_source, by_launch = time, source, is_launch[edge]
             ready = max(ready, floors[node])
-            start[node], end[node] = ready, ready + duration[node]
+            start[node], end[node] = ready, max(ready, arrivals[node]) + duration[node]
             blocker[node], launched[node] = last_source, by_launch
         return ReplayTimes(np.array(start), np.array(end), np.array(blocker), np.array(launched))
 
-    def _contended_schedule(self, contention: Contention, floor: I64 | None) -> ReplayTimes:
+    def _contended_schedule(
+        self, contention: Contention, floor: I64 | None, arrival: I64 | None
+    ) -> ReplayTimes:
         graph = self._graph
         if self._constraints is None:
             delay = np.array(self._delay, dtype=np.int64)
             self._constraints = Constraints.of(
                 graph.edges, delay, np.array(self._from_start, dtype=np.bool_), delay == NO_DELAY
             )
-        done = SharedGpu(
-            self._constraints,
+        limits = TimeLimits(
             (self._earliest + (0 if floor is None else floor)).tolist(),
             [0] * len(graph) if floor is None else floor.tolist(),
-            graph.nodes.duration_ns.tolist(),
-            contention,
+            [0] * len(graph) if arrival is None else arrival.tolist(),
         )
+        duration: list[int] = graph.nodes.duration_ns.tolist()
+        done = SharedGpu(self._constraints, limits, duration, contention)
         # Edge UNKNOWN, -1, is the appended one.
         is_launch = np.array([*self._is_launch, False])
         return ReplayTimes(

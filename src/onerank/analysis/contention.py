@@ -62,7 +62,9 @@ class CallShape:
     spare: float
 
 
-def contention_of(graph: Graph, calls: Mapping[int, CallShape]) -> Contention | None:
+def contention_of(
+    graph: Graph, calls: Mapping[int, CallShape], *, persistent: bool = False
+) -> Contention | None:
     """Return the share of the GPU that each operation of a graph occupies.
 
     None if durations contain the contention already, because the collectives of the capture (or
@@ -72,6 +74,7 @@ def contention_of(graph: Graph, calls: Mapping[int, CallShape]) -> Contention | 
     Args:
         graph: with times of kernels and of communication.
         calls: the shape of each communication node that runs on the GPU.
+        persistent: whether the GPU's matrix products are persistent kernels (`Contention`).
     """
     nodes, sm_count = graph.nodes, graph.job.device.sm_count
     ran = nodes.evidence[graph.communication] != Evidence.NONE
@@ -95,6 +98,7 @@ def contention_of(graph: Graph, calls: Mapping[int, CallShape]) -> Contention | 
         spare=spare,
         slows=np.where(kernels, _slows(graph), 1.0),
         multiprocessors=sm_count,
+        persistent=persistent,
         among_kernels=not np.isin(nodes.evidence[kernels], _IN_PLACE).any(),
     )
     return contention if contention.matters(nodes.stream) else None

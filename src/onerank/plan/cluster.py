@@ -185,6 +185,11 @@ class ClusterNetwork:
         launch = self._launch(self.capability, collective, size_bytes, ranks)
         return CallShape(launch.channels, self.intra_node.busbw_gb_per_s / self._link(ranks)[1])
 
+    @property
+    def has_persistent_products(self) -> bool:
+        """Whether cuBLAS's products on the GPUs are persistent kernels, as measured on Hopper's."""
+        return self.capability is not None and 90 <= self.capability < 100
+
     def _link(self, ranks: tuple[int, ...]) -> tuple[ClusterLink, float]:
         """Return the link that limits a group, and its bus bandwidth in GB/s."""
         nodes = self._nodes(ranks)

@@ -183,6 +183,7 @@ class _Rank:
         floor: earliest start of each node, int64[n].
         begin_ns: end of the step before.
         times: of the replayed step.
+        arrival: time until which each node waits for other ranks, int64[n]; 0 for no wait.
     """
 
     graph: Graph
@@ -190,6 +191,11 @@ class _Rank:
     floor: I64
     begin_ns: int
     times: ReplayTimes
+    arrival: I64
+
+    def busy_ns(self, chosen: Mask, begin_ns: int) -> int:
+        """Return the time since a moment in which a chosen node runs and does not wait."""
+        return _busy_ns(self.times, chosen, np.maximum(self.arrival, begin_ns))
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,18 +327,19 @@ def _joint_step(job: _JointRanks, network: ClusterNetwork) -> JobReplay:
     def end_and_compute_ns(place: int) -> tuple[int, int]:
         # Ranks that leave a last collective together end together. The one for which the others
         # waited computes most.
-        times = ranks[place].times
-        return int(times.end_ns.max()), _busy_ns(times, ranks[place].graph.compute, begin_ns)
+        rank = ranks[place]
+        return int(rank.times.end_ns.max()), rank.busy_ns(rank.graph.compute, begin_ns)
 
     last = max(range(len(ranks)), key=end_and_compute_ns)
     slowest = ranks[last]
     step_ns = int(slowest.times.end_ns.max()) - begin_ns
     compute, communication = slowest.graph.compute, slowest.graph.communication
-    compute_ns = _busy_ns(slowest.times, compute, begin_ns)
-    busy_ns = _busy_ns(slowest.times, compute | communication, begin_ns)
+    compute_ns = slowest.busy_ns(compute, begin_ns)
+    busy_ns = slowest.busy_ns(compute | communication, begin_ns)
     # Replayed without the others, a rank is idle only where it waits for its host.
     separate_ns = int(separate[last].end_ns.max()) - begin_ns
-    idle_ns = separate_ns - _busy_ns(separate[last], compute | communication, begin_ns)
+    since_begin = np.full(len(slowest.graph), begin_ns)
+    idle_ns = separate_ns - _busy_ns(separate[last], compute | communication, since_begin)
     idle_ns = min(idle_ns, step_ns - busy_ns)
     return JobReplay(
         step_ns=step_ns,
@@ -427,13 +434,13 @@ def _ordered(graph: Graph, *kinds: Kind) -> list[int]:
 
 def _prepared(graph: Graph, network: ClusterNetwork) -> _Rank:
     """Return a rank whose floor is the end of the step before, replayed without the other ranks."""
-    timed = with_network(graph, network, graph.job.world)
+    timed = with_network(graph, network, graph.job.world, receives_wait=True)
     graph, contention = timed.graph, timed.contention
     overhead, emulated = graph.job.measurement.host_overhead, graph.job.measurement.emulated_calls
-    is_host = graph.mask(Kind.HOST_OP)
+    is_host, none = graph.mask(Kind.HOST_OP), np.zeros(len(graph), dtype=np.int64)
     if overhead is None or not is_host.any():
         replayed = ReplayedRank(graph, contention=contention)
-        return _Rank(graph, replayed, np.zeros(len(graph), dtype=np.int64), 0, replayed.schedule())
+        return _Rank(graph, replayed, none, 0, replayed.schedule(), none)
     factor = graph.job.host_factor
     excess_ns = emulated.excess_ns * factor if emulated else 0.0
     replayed = replay_without_profiler(graph, overhead.host_factor, excess_ns, contention)
@@ -441,7 +448,7 @@ def _prepared(graph: Graph, network: ClusterNetwork) -> _Rank:
     host_ns = int(times.end_ns[is_host].max()) + round(overhead.inter_step_host_ns * factor)
     # A host that is the slower one begins its step after the GPU has ended the one before.
     gpu_ns = int(times.end_ns.max())
-    return _Rank(graph, replayed, np.where(is_host, host_ns, gpu_ns), gpu_ns, times)
+    return _Rank(graph, replayed, np.where(is_host, host_ns, gpu_ns), gpu_ns, times, none)
 
 
 @dataclass(frozen=True, slots=True)
@@ -462,10 +469,11 @@ class _Awaited:
 
 
 def _exchange(ranks: Sequence[_Rank], waits: Sequence[_Wait]) -> None:
-    """Replay the ranks until every waiting node starts after the node that it waits for.
+    """Replay the ranks until every waiting node ends after the node that it waits for.
 
-    Each round replays the ranks whose nodes must start later than in the round before. Starts grow
-    from round to round, and settle from the first call of the step to the last.
+    A node that waits has started: it holds its stream, and multiprocessors of its GPU. Each round
+    replays the ranks whose nodes must wait longer than in the round before. Waits grow from round
+    to round, and settle from the first call of the step to the last.
     """
     awaited = [_awaited_by(place, waits) for place in range(len(ranks))]
     for number in range(MAX_ROUNDS):
@@ -474,17 +482,17 @@ def _exchange(ranks: Sequence[_Rank], waits: Sequence[_Wait]) -> None:
         places = range(len(ranks)) if number % 2 == 0 else reversed(range(len(ranks)))
         for place in places:
             rank = ranks[place]
-            floor = rank.floor.copy()
+            arrival = rank.arrival.copy()
             for other in awaited[place]:
                 starts = ranks[other.source].times.start_ns[other.nodes] + other.duration_ns
-                np.maximum.at(floor, other.waiting, starts)
-            if (floor > rank.floor).any():
-                late = (floor > rank.floor) & (floor > rank.times.start_ns)
-                # A floor never falls, although a kernel that starts later can let others start
+                np.maximum.at(arrival, other.waiting, starts)
+            if (arrival > rank.arrival).any():
+                late = (arrival > rank.arrival) & (arrival > rank.times.start_ns)
+                # An arrival never falls, although a kernel that starts later can let others start
                 # earlier: otherwise rounds could alternate.
-                rank.floor = floor
+                rank.arrival = arrival
                 if late.any():
-                    rank.times = rank.replayed.schedule(floor)
+                    rank.times = rank.replayed.schedule(rank.floor, arrival)
                     changed = True
         if not changed:
             return
@@ -511,7 +519,8 @@ def _awaited_by(place: int, waits: Sequence[_Wait]) -> list[_Awaited]:
     ]
 
 
-def _busy_ns(times: ReplayTimes, chosen: Mask, begin_ns: int) -> int:
-    """Return the time since a moment in which at least one of the chosen nodes runs."""
+def _busy_ns(times: ReplayTimes, chosen: Mask, since_ns: I64) -> int:
+    """Return the time in which at least one of the chosen nodes runs, each since a time of it."""
+    since = since_ns[chosen]
     starts, ends = times.start_ns[chosen], times.end_ns[chosen]
-    return union_duration_ns(np.maximum(starts, begin_ns), np.maximum(ends, begin_ns))
+    return union_duration_ns(np.maximum(starts, since), np.maximum(ends, since))

@@ -252,11 +252,19 @@ class TimedStage:
     contention: Contention | None
 
 
-def with_network(graph: Graph, network: ClusterNetwork, world: World) -> TimedStage:
+def with_network(
+    graph: Graph, network: ClusterNetwork, world: World, *, receives_wait: bool = False
+) -> TimedStage:
     """Return the stage with its communication timed by a network.
 
     Kernels take their time in steady state (`with_steady_state_kernels`), which also determines how
     long they compete with the communication.
+
+    Args:
+        graph: the re-costed stage.
+        network: times its communication.
+        world: the ranks that its groups lie in.
+        receives_wait: whether receives from other stages occupy the GPU while they wait.
     """
     graph = with_steady_state_kernels(graph)
     nodes, job = graph.nodes, graph.job
@@ -274,13 +282,15 @@ def with_network(graph: Graph, network: ClusterNetwork, world: World) -> TimedSt
         if node.kind in (Kind.SEND, Kind.RECV):
             peer = node.value("comm_dst" if node.kind is Kind.SEND else "comm_src")
             step = captured.point(peer).get(AXIS, 0) - captured.point(job.rank).get(AXIS, 0)
+            ranks = (rank, rank + peer - job.rank)
             if step:
                 duration[index] = 0
                 if node.kind is Kind.SEND:
                     phase = Phase.FORWARD if step > 0 else Phase.BACKWARD
                     sent[phase] = max(sent[phase], size)
+                elif receives_wait and (shape := network.call_shape("recv", size, ranks)):
+                    shapes[index] = shape
                 continue
-            ranks = (rank, rank + peer - job.rank)
         else:
             name = node.text("group")
             if name not in groups:
@@ -298,7 +308,9 @@ def with_network(graph: Graph, network: ClusterNetwork, world: World) -> TimedSt
             shapes[index] = shape
     timed = graph.with_columns(duration_ns=duration)
     return TimedStage(
-        timed, (sent[Phase.FORWARD], sent[Phase.BACKWARD]), contention_of(timed, shapes)
+        timed,
+        (sent[Phase.FORWARD], sent[Phase.BACKWARD]),
+        contention_of(timed, shapes, persistent=network.has_persistent_products),
     )
 
 
