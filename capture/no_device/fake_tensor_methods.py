@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
@@ -347,15 +348,22 @@ def _is_below_autograd() -> bool:
 
 _swap_real = torch.utils.swap_tensors
 
+_move_module: Any = nn.Module._apply
+
 
 def swap(first: Any, second: Any) -> None:
     """Exchange two tensors, as `torch.utils.swap_tensors` does, weak references or not."""
     if not isinstance(first, FakeTensor):
         _swap_real(first, second)
         return
-    # torch moves a fake parameter by a swap, and refuses one with weak references. Those of this
-    # process (of modules, optimizers) mean the object, which stays the parameter. It keeps its
-    # attributes too, as a real parameter does, whose data torch replaces.
+    caller: Any = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    if caller.f_code is _move_module.__code__:
+        # torch moves a fake parameter by a swap, and a real one by its data. A swap would lose the
+        # hooks of the parameter: DDP and ZeRO reduce gradients in them.
+        first.data = second.data
+        return
+    # torch refuses to swap a tensor with weak references. Those of this process (of modules,
+    # optimizers) mean the object, which stays the parameter. It keeps its attributes, too.
     fresh, replaced = dict(vars(second)), dict(vars(first))
     vars(first).pop(Known.ATTRIBUTE, None)
     vars(first).update(fresh)

@@ -3,6 +3,8 @@
 import pytest
 from without_device import captured, run
 
+from onerank.ir import Kind
+
 PROCESS = """
     import torch
     import torch.distributed as dist
@@ -122,3 +124,28 @@ def test_a_deep_copy_takes_memory_until_it_is_deleted(tmp_path):
         optimizer.step()
     """
     assert len(captured(tmp_path, script))
+
+
+MOVED = """
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    dist.init_process_group("nccl")
+    model = nn.Linear(64, 64)
+    hooked = []
+    model.weight.register_hook(hooked.append)
+    model = nn.parallel.DistributedDataParallel(model.cuda()).to("cuda:0").cuda()
+    optimizer = torch.optim.SGD(model.parameters())
+    for step in range(3):
+        if step:
+            assert len(hooked) == step
+        model(torch.randn(2, 64, device="cuda")).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_a_module_that_moves_keeps_the_hooks_of_its_parameters(tmp_path):
+    graph = captured(tmp_path, MOVED, "--dp", 2, "--torchrun")
+    sent = [node.value("comm_bytes") for node in graph if node.kind is Kind.COLLECTIVE]
+    assert sent == [4 * 64 * 65]
