@@ -5,8 +5,7 @@
 
 The published tables are in benchmarks/ of pytorch/torchtitan. TORCHTITAN is a checkout at the
 table's commit. It runs in this interpreter, which needs torchdata, tiktoken, datasets, triton, tyro
-and tensorboard, and for float8 rows torchao at the table's commit. Torch 2.11 without a GPU runs
-most float8 rows eager; torch 2.13 compiles them.
+and tensorboard, and for float8 rows torchao at the table's commit.
 
     --table     file                                     torchtitan  torchao
     2024-12     llama3_h100_202412_torchtitan.md         9dec370     eab345c
