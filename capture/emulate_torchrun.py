@@ -34,7 +34,7 @@ from onerank.capture.no_device.emulated_process import emulated
 from onerank.capture.options import Options, ranks_per_node
 from onerank.capture.parallelize.experts.routing import parse_routing
 from onerank.capture.parallelize.fewer_layers import FewerLayers
-from onerank.capture.patches import patched, rebound
+from onerank.capture.patches import after_import, patched, rebound
 from onerank.capture.profiling.window_plan import Progress
 from onerank.capture.script.optimizer_steps import after_step
 from onerank.capture.script.runner import Script, environment, play_script
@@ -145,9 +145,17 @@ def sender_runner(script: Path, args: Sequence[str], options: Options) -> RunAsR
             stack.enter_context(skip_checkpoints())
             stack.enter_context(fewer_layers.installed())
             stack.enter_context(after_step(count_step))
+            if options.emulated_gpu is not None:
+                # Messages do not depend on how kernels are fused, and compiling takes longest.
+                stack.enter_context(after_import("torch._dynamo", _eager))
             play_script(Script(script, args, options.module))
 
     return run_rank
+
+
+def _eager() -> contextlib.AbstractContextManager[None]:
+    """Run compiled functions eager inside the context."""
+    return torch.compiler.set_stance("force_eager")
 
 
 @contextlib.contextmanager

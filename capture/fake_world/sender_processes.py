@@ -4,8 +4,8 @@ A stage of torch.distributed.pipelining learns the shapes of its inputs and grad
 neighbours through `send_object_list`. Often the first rank broadcasts what it read from a file.
 Other scripts exchange shapes and token ids as tensors (`messages`). Only the sender's code
 knows these values. So a child process runs the script as the sending rank, up to the send. If that
-rank itself waits for a message, another child runs the script as its sender. The captured rank
-reports its own messages.
+rank itself waits for a message, it pauses while another child runs the script as its sender. The
+captured rank reports its own messages.
 
 Each missing message costs one run of the script, and no run may start in a timed step. So the
 messages of the second step are reused in every later step.
@@ -105,54 +105,77 @@ def _resolve(
     *,
     captured: int,
 ) -> bytes:
-    """Run the script as the sender, and as the ranks it waits for, until the message is logged."""
-    while (message := log.find(request)) is None:
-        if request in waiting or request.src == captured:
-            raise CaptureError(
-                f"rank {request.receiver} waits for rank {request.src}, which waits for rank "
-                f"{request.receiver}",
-                code="sender-cycle",
-            )
-        sent, needs = _run_sender(request, log, run_as_rank, senders)
-        for to, messages in sent.items():
-            # Each run repeats the messages of earlier runs, so the longest list has them all.
-            log.sent[request.src, to] = max(log.sent.get((request.src, to), []), messages, key=len)
-        if log.find(request) is not None:
-            continue
-        if needs is not None:
-            _resolve(needs, log, run_as_rank, senders, [*waiting, request], captured=captured)
-        else:
-            raise CaptureError(
-                f"rank {request.src} ran to its end without sending them",
-                code="sender-sent-nothing",
-            )
+    """Return a message; for an unknown one, run the script as its sender."""
+    message = log.find(request)
+    if message is not None:
+        return message
+    if request in waiting or request.src == captured:
+        raise CaptureError(
+            f"rank {request.receiver} waits for rank {request.src}, which waits for rank "
+            f"{request.receiver}",
+            code="sender-cycle",
+        )
+
+    def resolve(needs: MessageRequest) -> bytes:
+        return _resolve(needs, log, run_as_rank, senders, [*waiting, request], captured=captured)
+
+    _run_sender(request, log, run_as_rank, senders, resolve)
+    message = log.find(request)
+    if message is None:
+        raise CaptureError(
+            f"rank {request.src} ran to its end without sending them",
+            code="sender-sent-nothing",
+        )
     return message
 
 
 def _run_sender(
-    request: MessageRequest, log: _MessageLog, run_as_rank: RunAsRank, senders: list[Any]
-) -> tuple[dict[Address, list[bytes]], MessageRequest | None]:
-    """Run the script as the sender in a child; return what it sent and what it waits for."""
-    receiving_end, sending_end = _FORK.Pipe(duplex=False)
+    request: MessageRequest,
+    log: _MessageLog,
+    run_as_rank: RunAsRank,
+    senders: list[Any],
+    resolve: Callable[[MessageRequest], bytes],
+) -> None:
+    """Run the script as the sender in a child, and log what it sends.
+
+    The child waits for the messages that it lacks. So each stage of a pipeline runs once, however
+    many stages there are before it.
+    """
+    connection, of_child = _FORK.Pipe()
     with tempfile.TemporaryFile() as output:
         child = _FORK.Process(
-            target=_run_as_sender, args=(request, log, run_as_rank, sending_end, output.fileno())
+            target=_run_as_sender, args=(request, log, run_as_rank, of_child, output.fileno())
         )
         child.start()
         senders.append(child)
-        sending_end.close()
+        of_child.close()
         try:
-            return receiving_end.recv()
+            needs = _log_report(connection, request.src, log)
+            while needs is not None:
+                connection.send(resolve(needs))
+                needs = _log_report(connection, request.src, log)
         except EOFError:
             output.seek(0)
             tail = output.read().decode(errors="replace").strip()[-_OUTPUT_TAIL:]
             raise CaptureError(
                 f"as rank {request.src} it failed:\n{tail}", code="sender-failed"
             ) from None
+        except CaptureError:
+            child.kill()  # it waits for a message that there is not
+            raise
         finally:
-            receiving_end.close()
+            connection.close()
             child.join()
-            senders.clear()
+            senders.remove(child)
+
+
+def _log_report(connection: Connection, src: int, log: _MessageLog) -> MessageRequest | None:
+    """Log the messages that a sender reports; return the one it waits for."""
+    sent, needs = connection.recv()
+    for to, messages in sent.items():
+        # Each run repeats the messages of earlier runs, so the longest list has them all.
+        log.sent[src, to] = max(log.sent.get((src, to), []), messages, key=len)
+    return needs
 
 
 def _run_as_sender(
@@ -172,10 +195,10 @@ def _run_as_sender(
     messages = _SenderMessages(request, log, report)
     try:
         run_as_rank(request.src, messages)
-        messages.leave(None)
+        messages.leave()
     except BaseException:  # noqa: BLE001  its traceback becomes the parent's error message
         if messages.reached:
-            messages.leave(None)
+            messages.leave()
         traceback.print_exc()
         sys.stderr.flush()
         sys.stdout.flush()
@@ -183,7 +206,7 @@ def _run_as_sender(
 
 
 class _SenderMessages:
-    """Messages of an absent rank, which runs until it sends the requested one or lacks another.
+    """Messages of an absent rank, which runs until it sends the requested one.
 
     A run goes on until the channel has twice as many messages as were known before it, so that the
     number of runs grows with the logarithm of the number of messages. It ends after the last step
@@ -209,33 +232,36 @@ class _SenderMessages:
         """Count a step; end the process after the last step that is learned."""
         self._steps += 1
         if self._steps >= LEARNED_STEPS and self.reached:
-            self.leave(None)
+            self.leave()
 
     def send(self, to: Address, objects: list[Any]) -> None:
         """Log a message; end the process once the channel has twice the known messages."""
         messages = self._sent.setdefault(to, [])
         messages.append(pickle.dumps(objects))
         if to == self._request.to and len(messages) > 2 * self._request.index:
-            self.leave(None)
+            self.leave()
 
     def receive(self, src: int, to: Address | None = None) -> list[Any]:
-        """Return a known message; for an unknown one, report it and end the process."""
+        """Return a message; wait for an unknown one, or end if the requested one has been sent."""
         rank = self._request.src
         channel = src, rank if to is None else to
         needs = MessageRequest(*channel, self._received.get(channel, 0), rank)
         self._received[channel] = needs.index + 1
         message = self._log.find(needs)
         if message is None:
-            self.leave(needs)
+            if self.reached:
+                self.leave()
+            self._report.send((self._sent, needs))
+            message = self._report.recv()
         return pickle.loads(message)
 
     def skip(self, src: int, to: Address) -> None:
         """Count a message whose content is not needed."""
         self._received[src, to] = self._received.get((src, to), 0) + 1
 
-    def leave(self, needs: MessageRequest | None) -> NoReturn:
-        """Report the sent messages and the missing one, and end this process."""
-        self._report.send((self._sent, needs))
+    def leave(self) -> NoReturn:
+        """Report the sent messages, and end this process."""
+        self._report.send((self._sent, None))
         self._report.close()
         _exit(0)
 
