@@ -357,7 +357,8 @@ def swap(first: Any, second: Any) -> None:
         _swap_real(first, second)
         return
     caller: Any = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
-    if caller.f_code is _move_module.__code__:
+    moves = caller.f_code is _move_module.__code__
+    if moves and _torch._has_compatible_shallow_copy_type(first, second):
         # torch moves a fake parameter by a swap, and a real one by its data. A swap would lose the
         # hooks of the parameter: DDP and ZeRO reduce gradients in them.
         first.data = second.data
