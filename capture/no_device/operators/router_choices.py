@@ -33,6 +33,10 @@ _MOST_EXPERTS = 512
 _GENERATION = "transformers.generation."
 
 
+# They run what torch.compile has compiled.
+_COMPILED = ("torch._functorch.", "torch._inductor.")
+
+
 class ChoiceForm(Enum):
     """How a fused router writes the experts of a token, of which there are E, k chosen."""
 
@@ -132,7 +136,7 @@ class RouterChoices:
         if not scores.dtype.is_floating_point or not 1 <= top_k <= experts or not scores.numel():
             return None
         table = self._routing.table
-        if any(len(line) != experts for line in table) or _generation_calls():
+        if any(len(line) != experts for line in table) or _generation_calls() or _evaluates():
             return None
         layer = 0
         if len(table) > 1:
@@ -210,6 +214,17 @@ def _generation_calls() -> bool:
         if _module_of(frame) is not None:
             return False
     return False
+
+
+def _evaluates() -> bool:
+    """Return whether the script chooses outside of modules without gradients: its predictions."""
+    # A graph that torch.compile runs has no gradients either.
+    return not torch.is_grad_enabled() and _calling_module() is None and not _compiled_calls()
+
+
+def _compiled_calls() -> bool:
+    names = (str(frame.f_globals.get("__name__", "")) for frame in _frames_outward())
+    return any(name.startswith(_COMPILED) for name in names)
 
 
 def _calling_module() -> nn.Module | None:

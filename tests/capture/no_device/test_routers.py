@@ -53,6 +53,12 @@ def test_a_router_with_one_expert_a_token_chooses_by_argmax(tmp_path):
     assert [n for n in rows if n != 32] == [30] * 4
 
 
+def test_a_script_that_counts_right_predictions_has_no_router(tmp_path):
+    count = "with torch.no_grad(): right = (output[:, :4].argmax(-1) == 0).sum().item()"
+    graph = captured(tmp_path, LINEAR.format(setup="", statement=count))
+    assert not has_note(graph.job.measurement.notes, "no-device-routers")
+
+
 @pytest.mark.parametrize("routing", ["two.csv", "three.csv", "model"])
 def test_a_choice_of_experts_needs_one_distribution_of_these_experts(routing, tmp_path):
     (tmp_path / "two.csv").write_text("1,1,1,1\n2,1,1,0\n")
