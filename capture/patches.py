@@ -245,7 +245,7 @@ _originals: dict[int, object] = {}  # functions of libraries that `rebound` repl
 
 _rebindable: set[int] = set()  # identities of these functions and of what replaces them now
 
-_bindings: dict[str, tuple[int, int, list[str]]] = {}
+_known: dict[str, tuple[int, int, list[str]]] = {}
 """Module of a library -> identity and size of its namespace, names bound to such functions."""
 
 
@@ -255,7 +255,7 @@ def index_bindings() -> None:
     A process that forks calls this first. The search changes the reference count of every object in
     a module, so in each fork it would copy the memory of all modules: 0.1 s of CPU.
     """
-    _bindings.clear()
+    _known.clear()
     for patch in PATCHES:
         owner = sys.modules.get(patch.owner)
         for name in patch.names if patch.everywhere and owner is not None else ():
@@ -263,25 +263,88 @@ def index_bindings() -> None:
             if id(function) not in _rebindable:
                 _originals[id(function)] = function
                 _rebindable.add(id(function))
-    for name, module in list(sys.modules.items()):
-        _bound_names(name, module)
+    _imported.search()
 
 
 def _bound_names(module_name: str, module: Any) -> list[str]:
     """Return the names of a module that may be bound to functions that `rebound` replaces."""
     namespace: dict[str, object] = getattr(module, "__dict__", {})
     state = id(namespace), len(namespace)
-    known = _bindings.get(module_name)
+    known = _known.pop(module_name, None)
     if known is not None and known[:2] == state:
+        _known[module_name] = known
         return known[2]
     names = [name for name, value in list(namespace.items()) if id(value) in _rebindable]
     # A library binds what it imports once: its namespace grows, or stays as it is. A module of the
     # user may bind an existing name anew, so it is searched each time.
-    file, spec = getattr(module, "__file__", None), getattr(module, "__spec__", None)
-    is_library = isinstance(file, str) and file.startswith(_LIBRARIES)
-    if is_library and not getattr(spec, "_initializing", False):
-        _bindings[module_name] = (*state, names)
+    is_initializing = getattr(getattr(module, "__spec__", None), "_initializing", False)
+    if _is_library(module_name) and not is_initializing:
+        _known[module_name] = (*state, names)
     return names
+
+
+def _is_library(module_name: str) -> bool:
+    """Whether a module is Python's or of an installed package, also one made by an extension."""
+    if module_name in sys.builtin_module_names:
+        return True
+    for name in (module_name, module_name.partition(".")[0]):
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if isinstance(file, str):
+            return file.startswith(_LIBRARIES)
+    return False
+
+
+class _Imported:
+    """The imported modules, and those that bind such functions, as last searched.
+
+    A capture rebinds dozens of times among 3000 modules. It compares all of them with the last
+    search by lists, in C: a loop takes longer than the rest of the capture of a small model.
+    """
+
+    def __init__(self) -> None:
+        self._identities: dict[str, int] = {}  # of all modules
+        self._settled: list[str] = []  # modules in `_known`
+        self._namespaces: list[dict[str, object]] = []  # theirs
+        self._sizes: list[int] = []
+        self._others: list[str] = []
+        self._binding: dict[str, tuple[Any, list[str]]] = {}  # settled modules that bind a function
+
+    def binding(self) -> list[tuple[Any, list[str]]]:
+        """Return the modules, each with the names that may be bound to such a function."""
+        sizes = [*map(len, self._namespaces)]
+        if dict(zip(sys.modules, map(id, sys.modules.values()), strict=True)) != self._identities:
+            self.search()
+        elif sizes != self._sizes:
+            # Patches add names too, so this occurs in each capture.
+            pairs = zip(self._settled, sizes, self._sizes, strict=True)
+            for name in [name for name, size, before in pairs if size != before]:
+                self._search(name, sys.modules[name])
+            self._sizes = sizes
+        others = ((sys.modules[name], name) for name in self._others)
+        return [
+            *self._binding.values(),
+            *((module, _bound_names(name, module)) for module, name in others),
+        ]
+
+    def search(self) -> None:
+        """Search the modules that have changed, among all."""
+        modules = dict(sys.modules)
+        self._identities = {name: id(module) for name, module in modules.items()}
+        self._binding = {}
+        for name, module in modules.items():
+            self._search(name, module)
+        self._settled = [name for name in modules if name in _known]
+        self._others = [name for name in modules if name not in _known]
+        self._namespaces = [modules[name].__dict__ for name in self._settled]
+        self._sizes = [*map(len, self._namespaces)]
+
+    def _search(self, name: str, module: Any) -> None:
+        names = _bound_names(name, module)
+        if names and name in _known:
+            self._binding[name] = module, names
+
+
+_imported = _Imported()
 
 
 def _rebind(old: list[Any], new: list[Any]) -> None:
@@ -294,17 +357,9 @@ def _rebind(old: list[Any], new: list[Any]) -> None:
         index_bindings()
     replacements = set(map(id, new)) - _rebindable
     _rebindable.update(replacements)
-    for module_name, module in list(sys.modules.items()):
-        namespace: dict[str, object] = getattr(module, "__dict__", {})
-        known = _bindings.get(module_name)
-        # `_bound_names` makes this comparison too. A call of it for each of 3000 modules takes
-        # longer than the swaps, and a capture rebinds eight times.
-        if known is not None and known[0] == id(namespace) and known[1] == len(namespace):
-            names = known[2]
-        else:
-            names = _bound_names(module_name, module)
+    for module, names in _imported.binding():
         for name in names:
-            value = namespace.get(name)
+            value = module.__dict__.get(name)
             if id(value) in swaps:
                 setattr(module, name, swaps[id(value)])
     # A replacement that is gone may be freed, and its identity given to another object.
