@@ -358,7 +358,6 @@ def _real_rank(rank: int, path: Path, output: Path, name: str) -> None:
     from onerank.capture.serving.build_model import build_model, materialise, read_config
     from onerank.capture.serving.compositions import Composition
     from onerank.capture.serving.engine_step import RepeatableStep, give_attention_scopes
-    from onerank.capture.serving.measure_grid import capture_earlier_graphs
 
     torch.cuda.set_device(rank)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29531")
@@ -368,7 +367,6 @@ def _real_rank(rank: int, path: Path, output: Path, name: str) -> None:
     shard(model, rank, 2)
     materialise(model, "cuda")
 
-    capture_earlier_graphs()
     first = RepeatableStep.of(model, Composition(1, 1), model.config.vocab_size, "cuda")
     give_attention_scopes(first)
 

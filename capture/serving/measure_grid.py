@@ -264,26 +264,13 @@ def time_step(step: RepeatableStep, repetitions: int) -> TimedStep:
     return TimedStep(eager, _graph_replays(step), peak)
 
 
-# On an H100 (driver 580), the first three CUDA graphs of a process replay a decode of a Llama-1B in
-# 2.33 ms, and all later ones in 2.56. From the fourth on, the first three take 2.56 ms too. Engines
-# capture dozens (benchmarks/results/2026-11-27-cuda-graph-count-h100.txt).
-_EARLIER_GRAPHS = 6
-
-
-def capture_earlier_graphs() -> None:
-    """Capture a few CUDA graphs, so that all measured ones replay at the pace of an engine's."""
-    operand = torch.ones(1024, device="cuda")
-    for _ in range(_EARLIER_GRAPHS):
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            operand.add(1)
-        for _ in range(_REPLAYS):
-            graph.replay()
-        torch.cuda.synchronize()
-
-
 # Replays of a CUDA graph that are timed, after as many that are not.
 _REPLAYS = 5
+
+# Graphs of a step that are alive while one of them is timed. Engines keep dozens, and all of them
+# replay at the same pace. Alone, half of a process's graphs replay up to 10% faster on an H100
+# (driver 580), whatever the step (benchmarks/results/2026-11-28-serving-blind-3-h100.txt).
+_GRAPHS = 6
 
 
 def _graph_replays(step: RepeatableStep) -> tuple[int, ...]:
@@ -293,10 +280,14 @@ def _graph_replays(step: RepeatableStep) -> tuple[int, ...]:
     the graph's pool of memory does not fit. A note of the bundle counts these steps
     (`serve-no-cuda-graph`).
     """
-    graph = torch.cuda.CUDAGraph()
+    graphs: list[torch.cuda.CUDAGraph] = []
     try:
-        with torch.cuda.graph(graph):
-            step()
+        for _ in range(_GRAPHS):
+            graph = torch.cuda.CUDAGraph()
+            # One pool, as in engines: the graphs use the same memory.
+            with torch.cuda.graph(graph, pool=graphs[0].pool() if graphs else None):
+                step()
+            graphs.append(graph)
     except torch.cuda.OutOfMemoryError:
         return ()
     except RuntimeError:
@@ -305,6 +296,7 @@ def _graph_replays(step: RepeatableStep) -> tuple[int, ...]:
         # stream until the host has waited for it.
         torch.cuda.synchronize()
         return ()
+    graph = graphs[0]
     for _ in range(_REPLAYS):
         graph.replay()
     timer = StepTimer(on_gpu=True)
@@ -379,8 +371,6 @@ def loaded_server(
             FewerLayers(None, None),
             False,
         )
-        if device == "cuda" and emulated is None:
-            capture_earlier_graphs()
         yield Server(
             *(rank_run, options, model, served),
             first=first,

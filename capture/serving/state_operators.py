@@ -105,9 +105,10 @@ def _state_of_fla(state: Tensor) -> Tensor:
 
 
 # Triton tunes a convolution of fla at its first call, and keeps the configuration for all calls
-# with as many channels. Engines' kernels have one configuration, so the first call has a usual
-# size. One sequence would choose blocks of few channels, with which many take longer.
-_TUNED_ROWS = {"prefill": (1, 2048), "decode": (128,)}
+# with as many channels. With few rows it would measure the host that launches the kernel, and often
+# choose blocks of few channels, with which many sequences take up to eight times as long. Engines'
+# kernels have one configuration. With 8,192 channels, these rows take 100 us or more.
+_TUNED_ROWS = {"prefill": (1, 8192), "decode": (2048,)}
 _tuned: set[tuple[str, torch.Size]] = set()
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from own_process import run_command
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache
 from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
 import onerank
@@ -349,9 +349,9 @@ def test_the_work_of_the_delta_rule_by_hand(qwen: Bundle):
         # and the update have queries and keys of 2 x 16, values of 4 x 8, a decay in float32 and a
         # rate, and the states read and written.
         rows = decodes * 2 * (2 * 96 + 2 * 3 * 96) + 2 * 96 * 4
-        copies = decodes * 2 * 2 * (2 * 32 + 32)
         states = decodes * (2 * (2 * 32 + 2 * 32 + 4) + 4 * 4 + 2 * 2 * 4 * 16 * 8)
-        assert moved == rows + copies + states
+        # In transformers 5.17, values are contiguous.
+        assert (moved - rows - states) / (decodes * 2 * 2) in {2 * 32 + 32, 2 * 32}
     for row, tokens in ((4, 128), (5, 128), (6, 512), (7, 64)):
         assert summed(qwen, row, ".step_state.prefill")[0] == tokens * (convolution + scan)
     # Projections: queries, keys, values and gates of 32 features, and 2 for each of 4 heads.
@@ -557,6 +557,8 @@ def test_heads_that_ranks_do_not_divide_are_whole_on_each(tmp_path: Path, qwen: 
     ids=["Kimi Linear", "Bailing", "LFM2", "LFM2-MoE", "LFM3", "MiniMax", "Jamba"],
 )
 def test_ranks_have_half_of_the_states(tmp_path: Path, config: dict[str, Any], whole_bytes: int):
+    if config["model_type"] not in CONFIG_MAPPING:
+        pytest.skip("this version of transformers has no such model")
     file = tmp_path / "config.json"
     file.write_text(json.dumps(config))
     step = Composition(decodes=2, decode_context=4, prefills=1, prefill_tokens=8)

@@ -15,9 +15,9 @@ from onerank.annotate.recost.recosting_summary import Recosting
 from onerank.ir import Evidence, Graph
 from onerank.serving.tables import StepRow
 
-# Time of a replayed CUDA graph beyond the sum of its profiled kernels, for each kernel, in ns. The
-# median of 32 steps of seven models on H100s, 105 to 380 ns. Graphs in the fast mode, which other
-# steps have, take 50 to 450 ns less than the sum (2026-11-27-serving-blind-2-h100).
+# Time of a replayed CUDA graph beyond the sum of its profiled kernels, for each kernel, in ns.
+# Beside other graphs, as in engines, decodes of four models on H100s have 180 to 290 ns; prefills
+# have fewer, but their kernels are long (2026-11-28-serving-blind-3-h100).
 _GRAPH_GAP_NS = 250
 
 # The longest usual gap: of 22 decodes of a Llama-8B at TP 2 (1,439 to 1,534 kernels) on an H100,

@@ -5,6 +5,7 @@ The kernels of a step fall into parts, most of them once for the prefills and on
 - attention;
 - scores of the indexers of sparse attention, over all cached tokens;
 - updates of states of constant size, such as those of linear attention, whatever the context;
+- writes to the KV cache, two in a mixed step;
 - the head, by the number of sequences;
 - all other modules, by new tokens.
 
@@ -153,6 +154,11 @@ def _of_decode_state(c: Composition, _: AttentionForm) -> tuple[list[float], lis
     return [1.0, c.decodes], [c.decodes]
 
 
+def _of_cache_write(c: Composition, _: AttentionForm) -> tuple[list[float], list[float]]:
+    writes = float(c.prefills > 0) + float(c.decodes > 0)
+    return [writes, c.new_tokens], [c.new_tokens]
+
+
 def _of_head(c: Composition, _: AttentionForm) -> tuple[list[float], list[float]]:
     return [1.0, c.sequences], [c.sequences]
 
@@ -171,6 +177,7 @@ _SIZES: dict[Part, Sizes] = {
     "decode_index": _of_decode_index,
     "prefill_state": _of_prefill_state,
     "decode_state": _of_decode_state,
+    "cache_write": _of_cache_write,
     "head": _of_head,
     "tokens": _of_tokens,
 }

@@ -305,6 +305,7 @@ _PARTS: Mapping[str, Part] = {
     ".step_index.decode": "decode_index",
     ".step_state.prefill": "prefill_state",
     ".step_state.decode": "decode_state",
+    ".cache_write": "cache_write",
 }
 
 

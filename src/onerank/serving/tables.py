@@ -27,13 +27,14 @@ Part = Literal[
     "decode_index",
     "prefill_state",
     "decode_state",
+    "cache_write",
     "head",
     "tokens",
 ]
 """What the time of a module depends on: the prefills or the decodes with their contexts (attention,
 and the scores of an indexer of sparse attention), the prefills or the decodes without them (layers
-with a state of constant size per sequence), the number of sequences, or the number of new
-tokens."""
+with a state of constant size per sequence), the new tokens of prefills and of decodes (writes to
+the KV cache, one for each of the two), the number of sequences, or the number of new tokens."""
 
 
 def fits(device_bytes: int, peak_bytes: int | None, outside_bytes: int | None) -> bool:
