@@ -74,6 +74,19 @@ def rows_of(
     return steps, kernels
 
 
+def test_a_mixed_step_writes_to_the_cache_twice():
+    """Also where the grid has no mixed step."""
+
+    def times(c: Composition) -> dict[Part, float]:
+        writes = int(c.prefills > 0) + int(c.decodes > 0)
+        return {**parts_of(c), "cache_write": 3e5 * writes + 100 * c.new_tokens}
+
+    grid = tuple(c for c in default_grid(8192) if c.kind != "mixed")
+    time = Interpolation.of(*rows_of(grid, times), FORM).module(["cache_write"])
+    for mixed in (Composition(16, 1024, 1, 256, 0), Composition(2, 500, 1, 1500, 0)):
+        assert time(mixed) == pytest.approx(times(mixed)["cache_write"], rel=0.03)
+
+
 def test_compositions_between_the_points_of_the_default_grid():
     interpolation = Interpolation.of(*rows_of(default_grid(32768)), FORM)
     draw = np.random.default_rng(7)
