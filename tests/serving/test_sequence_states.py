@@ -474,8 +474,11 @@ def test_a_layer_that_keeps_its_states_itself_is_refused(
 ):
     """Modules hold the states of one batch, so a step would be one sequence."""
     monkeypatch.setattr(sequence_states, "is_recurrent_block", lambda module: False)
+    model = built(tmp_path, FEW_RECURRENT_GEMMA)
+    if not hasattr(model.config, "layer_types"):
+        pytest.skip("this version of transformers does not name the model's types of layers")
     with pytest.raises(CaptureError) as error:
-        _served(built(tmp_path, FEW_RECURRENT_GEMMA), Options(), "cpu", None, None)
+        _served(model, Options(), "cpu", None, None)
     assert error.value.code == "serve-state-unsupported"
 
 
