@@ -19,6 +19,7 @@ from math import prod
 from onerank.annotate.op_costs.memory_bound import changed_elements
 from onerank.annotate.op_costs.op_classes import OpClass, is_generated
 from onerank.annotate.op_costs.operands import Call
+from onerank.annotate.op_costs.reductions import division_of
 
 # Longest row that PyTorch's softmax keeps in registers, in elements; longer ones take
 # `_LONG_SOFTMAX` passes.
@@ -111,6 +112,13 @@ def _computes_sums(call: Call) -> bool:
 # 67 MB), by a kernel that divides each element's index.
 _ELEMENTWISE_PER_CYCLE, _REDUCED_PER_CYCLE, _CONCATENATED_PER_CYCLE = 1.34, 2.5, 0.95
 
+# Sums and means over leading axes, of which a thread has four outputs: cycles of an output, of four
+# of its values, which are loaded at once, and of each value beyond a multiple of four. Chosen on
+# parts of 50 million numbers in bf16 on an H100, of which 2, 3, 4, 6 and 8 take 208, 253, 211, 323
+# and 314 us (2026-11-28-sums-h100). With fewer outputs, blocks share them.
+_SUMS, _TOGETHER, _FILLING_OUTPUTS = frozenset(("sum", "mean")), 4, 1 << 18
+_OUTPUT_CYCLES, _FOUR_CYCLES, _OTHER_CYCLES = 0.54, 0.55, 0.27
+
 # Kernels that compute an address for each element in other ways (an H100, rows of 896 to 6144
 # numbers in 16 bits, 2026-11-27-small-operators-unseen-h100): copies of an expanded operand, as
 # `repeat` makes them, 2.0 to 2.2; `roll_cuda_kernel` 0.86 to 0.95; `index_elementwise_kernel` (flip
@@ -180,6 +188,7 @@ def cycles_of(call: Call, operator_class: OpClass) -> float:
     computes = _computes_addresses(call, operator_class) or (op == "copy_" and _casts(call))
     long_softmax = op in ("_softmax", "_log_softmax") and passes_of(call) > 1
     short_rows = _short_rows(call)
+    sums = _leading_sum_cycles(call)
     # Elements and their rate by the first rule that applies.
     rules = (
         (op in _PER_CYCLE, read, _PER_CYCLE.get(op, 1.0)),
@@ -191,6 +200,7 @@ def cycles_of(call: Call, operator_class: OpClass) -> float:
         (short_rows > 0, short_rows, _NORM_ROWS_PER_CYCLE),
         (op == "native_layer_norm", read, _NORMED_PER_CYCLE),
         (long_softmax, read, _LONG_SOFTMAX_PER_CYCLE),
+        (sums > 0, sums, 1.0),
         (operator_class is OpClass.REDUCTION, read, _REDUCED_PER_CYCLE),
         (op == "roll", read, _ROLLED_PER_CYCLE),
         (stored is not None, stored.numel if stored else 0, _ELEMENTWISE_PER_CYCLE),
@@ -200,6 +210,18 @@ def cycles_of(call: Call, operator_class: OpClass) -> float:
         (_concatenates_strided(call), read, _CONCATENATED_PER_CYCLE),
     )
     return next((elements / rate for applies, elements, rate in rules if applies), 0.0)
+
+
+def _leading_sum_cycles(call: Call) -> float:
+    """Return the SM cycles of a sum over leading axes, with outputs for all SMs; 0 for others."""
+    tensor = call.tensor(0)
+    if call.op not in _SUMS or tensor is None or not tensor.contiguous:
+        return 0.0
+    division, outputs = division_of(call), call.output_numel
+    if division is None or division.vector < _TOGETHER or outputs < _FILLING_OUTPUTS:
+        return 0.0
+    fours, others = divmod(tensor.numel // outputs, _TOGETHER)
+    return outputs * (_OUTPUT_CYCLES + fours * _FOUR_CYCLES + others * _OTHER_CYCLES)
 
 
 def _group_norm_cycles(call: Call) -> float:

@@ -93,6 +93,26 @@ def test_sums_add_one_by_one():
     assert cycles_of(call("sum", 64, 100), op_class("aten::sum")) == pytest.approx(6400 / 2.5)
 
 
+def sum_of_parts(parts: int, outputs: int) -> Call:
+    x, total = Tensor((parts, outputs), "bfloat16", 2), Tensor((outputs,), "bfloat16", 2)
+    return Call("sum", ((x,),), ((total,),), (None, [0], False, None))
+
+
+# Parts and outputs that chose no constant, and us on an H100: 2026-11-28-sums-h100.
+@pytest.mark.parametrize(
+    ("parts", "outputs", "measured_us"),
+    [(2, 33_554_432, 142.0), (4, 7_340_032, 33.3), (7, 20_000_000, 150.1), (8, 16_777_216, 107.8)],
+)
+def test_a_sum_of_parts_has_a_thread_for_four_outputs(parts: int, outputs: int, measured_us: float):
+    made = sum_of_parts(parts, outputs)
+    h100, cycles = load_gpu("H100"), cycles_of(made, op_class("aten::sum"))
+    by_cycles = cycles / h100.sm_count / h100.max_clock_hz * 1e6
+    by_bytes = 2 * (parts + 1) * outputs / h100.bandwidth_bytes_per_s * 1e6
+    assert max(by_cycles, by_bytes) == pytest.approx(measured_us, rel=0.1)
+    few = sum_of_parts(8192, 4096)  # blocks share few outputs
+    assert cycles_of(few, op_class("aten::sum")) == pytest.approx(8192 * 4096 / 2.5)
+
+
 @pytest.mark.parametrize(
     ("made", "cycles"),
     [
