@@ -197,6 +197,18 @@ PATCHES: tuple[Patch, ...] = (
         ("no_device.cuda_api",),
     ),
     Patch(
+        "torch.Tensor",
+        ("type",),
+        "A legacy type of the GPU, such as torch.cuda.FloatTensor, needs a CUDA build.",
+        ("no_device.cuda_api",),
+    ),
+    Patch(
+        "torch",
+        ("set_default_tensor_type",),
+        "A legacy type of the GPU, such as torch.cuda.FloatTensor, needs a CUDA build.",
+        ("no_device.cuda_api",),
+    ),
+    Patch(
         "torch.random",
         ("set_rng_state",),
         "A state that another rank sent has no numbers.",
@@ -258,7 +270,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "torch._subclasses.fake_tensor.FakeTensor",
         (
-            *("__new__", "__deepcopy__", "as_subclass", "data", "set_"),
+            *("__new__", "__deepcopy__", "__setattr__", "as_subclass", "data", "set_"),
             *("numpy", "tolist", "new_tensor", "__format__", "__repr__"),
         ),
         "A deep copy takes memory of the GPU. "
@@ -266,7 +278,8 @@ PATCHES: tuple[Patch, ...] = (
         "moves a parameter by its data, which leaves a fake tensor's device as it was. Scripts "
         "log a loss by way of NumPy, and read counts as a list. torchao takes a tensor that "
         "prints as FakeTensor for one of a compiler, and skips what a GPU would run. nanotron "
-        "gives a tensor a part of a storage. C++ makes no instance of a subclass of a fake tensor.",
+        "gives a tensor a part of a storage. C++ makes no instance of a subclass of a fake tensor. "
+        "Megatron-LM sets a number under the name of a method, which torch calls.",
         ("no_device.emulated_process",),
     ),
     Patch(

@@ -12,6 +12,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from onerank.capture.no_device.emulated_gpu import EmulatedGpu
 from onerank.capture.no_device.event_log import EventLog
+from onerank.capture.no_device.legacy_types import (
+    default_tensor_type,
+    legacy_types,
+    tensor_type,
+)
 from onerank.capture.patches import patched, rebound
 from onerank.ir.errors import CaptureError
 
@@ -208,36 +213,6 @@ class CudaGraph:
         )
 
 
-_LEGACY_DTYPES = {
-    "FloatTensor": torch.float32,
-    "DoubleTensor": torch.float64,
-    "HalfTensor": torch.float16,
-    "BFloat16Tensor": torch.bfloat16,
-    "LongTensor": torch.int64,
-    "IntTensor": torch.int32,
-    "ShortTensor": torch.int16,
-    "CharTensor": torch.int8,
-    "ByteTensor": torch.uint8,
-    "BoolTensor": torch.bool,
-}
-
-
-class _LegacyType(type):
-    """Type of `torch.cuda.FloatTensor` and other legacy types, for `isinstance`; calls raise."""
-
-    def __instancecheck__(cls, instance: object) -> bool:
-        is_tensor = isinstance(instance, torch.Tensor)
-        return is_tensor and instance.is_cuda and instance.dtype == _LEGACY_DTYPES[cls.__name__]
-
-    def __call__(cls, *_: Any, **__: Any) -> Any:
-        dtype = _LEGACY_DTYPES[cls.__name__]
-        raise CaptureError(
-            f"torch.cuda.{cls.__name__} allocates GPU memory, and there is no GPU\n"
-            f'  create them with torch.tensor or torch.empty, dtype={dtype}, device="cuda"',
-            code="no-device-legacy-tensor",
-        )
-
-
 def _is_capturing() -> bool:
     """Whether a CUDA graph is captured: False, except for SyncBatchNorm.
 
@@ -378,7 +353,9 @@ def emulated_cuda(gpu: EmulatedGpu, log: EventLog) -> Generator[None]:
             # A CUDA build keeps its version: torchvision refuses a torch of another CUDA version.
             ("torch.version", {"cuda": torch.version.cuda or _CUDA_VERSION}),
             ("torch.Tensor", {"pin_memory": _same, **_functions(_TENSOR_ANSWERS)}),
+            ("torch.Tensor", {"type": tensor_type()}),
             ("torch", {"Generator": RandomGenerator, "Stream": Stream, "Event": Event}),
+            ("torch", {"set_default_tensor_type": default_tensor_type()}),
         ):
             undo.enter_context(patched(owner, {n: v for n, v in names.items() if _has(owner, n)}))
         undo.enter_context(rebound("torch.random", {"set_rng_state": _set_rng_state}))
@@ -411,7 +388,7 @@ def _cuda_functions(gpu: EmulatedGpu, log: EventLog) -> dict[str, Any]:
         "graph": CudaGraph,
         "is_current_stream_capturing": _is_capturing,
         "default_generators": _DefaultGenerators(),
-        **{name: _LegacyType(name, (), {}) for name in _LEGACY_DTYPES},
+        **legacy_types(),
     }
 
 

@@ -3,6 +3,7 @@
 import copy
 import functools
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
@@ -194,9 +195,37 @@ def fake_tensor_methods(operators: FakeOperators, values: UnknownValues) -> dict
         "data": _data,
         "set_": _set,
         "__deepcopy__": _deepcopy,
+        "__setattr__": _set_attribute,
     }
     return {**attributes, **of_numbers, **methods}
 
+
+class _CallableNumber(int):
+    """A number that a script gives a tensor under the name of a method, which it calls.
+
+    Megatron-LM and libraries that descend from it set `bias.stride = 1`. On a GPU C++ reads the
+    strides, but of a fake tensor torch's Python code does, by the method.
+    """
+
+    tensor: "weakref.ref[Any]"
+    name: str
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return getattr(Tensor, self.name)(self.tensor(), *args, **kwargs)
+
+    def __reduce_ex__(self, _: object) -> Any:
+        return int, (int(self),)
+
+
+def _set_attribute(tensor: Any, name: str, value: Any) -> None:
+    """Set an attribute; a number in place of a method of tensors stays callable."""
+    if type(value) in (int, _CallableNumber) and callable(getattr(Tensor, name, None)):
+        value = _CallableNumber(value)
+        value.tensor, value.name = weakref.ref(tensor), name
+    _set_attribute_of_torch(tensor, name, value)
+
+
+_set_attribute_of_torch: Any = FakeTensor.__setattr__
 
 _new_fake_of_torch: Any = FakeTensor.__new__
 

@@ -4,6 +4,7 @@ import sys
 
 import pytest
 from own_process import run_code
+from without_device import run
 
 DDP_ON_A_CPU = """
 import os, sys, torch
@@ -52,3 +53,31 @@ for _ in range(2):
 def test_stubs_are_refused_after_a_backward():
     done = run_code(AFTER_BACKWARD)
     assert done.stdout.split() == ["no-device-after-backward"] * 2, done.stderr
+
+
+LEGACY = """
+    import torch
+    model = torch.nn.Linear(8, 8, device="cuda")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert torch.cuda.LongTensor([1, 2, 3]).tolist() == [1, 2, 3]
+    assert torch.cuda.HalfTensor(2, 3).shape == (2, 3) and not torch.cuda.FloatTensor().numel()
+    try:
+        torch.cuda.LongTensor(model.weight)
+    except TypeError as error:
+        assert "got torch.cuda.FloatTensor" in str(error)
+    for kind in (torch.cuda.HalfTensor, "torch.cuda.HalfTensor", model.weight.half().type()):
+        rows = torch.randn(4, 8).type(kind)
+        assert isinstance(rows, torch.cuda.HalfTensor) and rows.is_cuda
+    torch.set_default_tensor_type(torch.cuda.HalfTensor)
+    assert torch.zeros(2).is_cuda and torch.zeros(2).dtype == torch.float16
+    torch.set_default_tensor_type(torch.FloatTensor)
+    assert not torch.zeros(2).is_cuda
+    for _ in range(3):
+        model(rows.float()).sum().backward()
+        optimizer.step()
+"""
+
+
+def test_legacy_types_of_the_gpu_create_and_convert_tensors(tmp_path):
+    done = run(tmp_path, LEGACY)
+    assert done.returncode == 0, done.stderr

@@ -614,11 +614,6 @@ NESTED_ON_GPU = NESTED.replace(").cuda()", ", device='cuda')")
         (DATA_DEPENDENT, (), "no-device-value"),
         (STEP.replace("INPUT", NESTED), (), "no-device-nested"),
         (STEP.replace("INPUT", NESTED_ON_GPU), (), "no-device-nested"),
-        (
-            STEP.replace("INPUT", "rows = torch.cuda.FloatTensor(4, 8)"),
-            (),
-            "no-device-legacy-tensor",
-        ),
         (DATA_DEPENDENT, ("--like", "H1000"), "gpu-unknown"),
         (DATA_DEPENDENT, ("--dp", 2, "--busbw-gb-s", 300), "no-device-network"),
         (DATA_DEPENDENT, ("--ep", 2, "--moe-routing", "model"), "no-device-routing"),
