@@ -140,7 +140,13 @@ _PER_CYCLE = {
     "normal_": 1.55,
     "softplus": 1.9,
 }
-_SORTED_PER_CYCLE, _COMPARED_PER_CYCLE = 0.12, 3.6
+_SORTED_PER_CYCLE, _COMPARED_PER_CYCLE = 0.12, 3.3
+
+# The first comparisons of a search among a power of two of bounds read addresses that share few
+# sets of an SM's cache: 8,192 and 32,768 bounds take an H100 1.5 and 1.8 times as long as others of
+# about that size, 512 as long (2026-11-28-sums-h100). Each bit beyond those of 512 counts as this
+# number of comparisons more.
+_CONFLICTS, _SPREAD_BITS = 2, 10
 
 # Group norms whose groups have fewer than 512 numbers: a warp each (`RowwiseMomentsCUDAKernel`), of
 # which an SM has 32 at a time. Cycles of a group at least, and numbers in a cycle by Welford's
@@ -264,9 +270,15 @@ def _short_rows(call: Call) -> int:
 
 
 def _compared(call: Call) -> int:
-    """Return the comparisons of binary searches."""
+    """Return the comparisons of binary searches, and more for conflicts in the cache."""
     bounds = call.tensor(0)
-    return call.numel(1) * bounds.shape[-1].bit_length() if bounds and bounds.shape else 0
+    if bounds is None or not bounds.shape:
+        return 0
+    length = bounds.shape[-1]
+    compared = length.bit_length()
+    if length and not length & (length - 1):
+        compared += _CONFLICTS * max(0, compared - _SPREAD_BITS)
+    return call.numel(1) * compared
 
 
 def _concatenates_strided(call: Call) -> bool:

@@ -126,6 +126,18 @@ def test_rows_that_are_read_more_than_once_take_cycles(made: Call, cycles: float
     assert cycles_of(made, op_class(f"aten::{made.op}")) == pytest.approx(cycles)
 
 
+def test_a_search_among_a_power_of_two_of_bounds_waits_for_the_cache():
+    """4.2 million values among 8,192 and 10,000 bounds: 99.3 and 65.8 us on an H100."""
+    values, found = Tensor((1 << 22,), "float32", 4), Tensor((1 << 22,), "int64", 8)
+    h100 = load_gpu("H100")
+    for bounds, measured_us in ((8192, 99.3), (10_000, 65.8)):
+        sorted_bounds = Tensor((bounds,), "float32", 4)
+        made = Call("searchsorted", ((sorted_bounds,), (values,)), ((found,),), ())
+        cycles = cycles_of(made, op_class("aten::searchsorted"))
+        us = cycles / h100.sm_count / h100.max_clock_hz * 1e6
+        assert us == pytest.approx(measured_us, rel=0.1)
+
+
 # Numbers of a group, and us of both kernels on an H100: 2026-11-27-small-operators-blind-h100.
 @pytest.mark.parametrize(
     ("size", "measured_us"), [(36, 37.0), (112, 50.2), (256, 97.6)], ids=["36", "112", "256"]
