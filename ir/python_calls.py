@@ -1,6 +1,7 @@
 """Calls of Python that the host makes before an operator, besides the operator: kinds and counts.
 
-A capture without a device counts them; the text of their counts is a column of the nodes.
+A capture without a device counts them; the text of their counts is a column of the nodes. It also
+marks the operators of DDP's reducer (`REDUCER`).
 """
 
 from collections import Counter
@@ -21,6 +22,9 @@ PYTHON_CALLS = {
     "fsdp_parameter": "a parameter of such a group, for each gather and reduction",
 }
 """Kinds and what they are."""
+
+REDUCER = "reducer"
+"""Mark of an operator that DDP's reducer runs in C++, with neither Python nor an autograd node."""
 
 _decode = msgspec.json.Decoder(dict[str, int]).decode
 
@@ -45,11 +49,11 @@ def python_calls_of(text: str) -> Counter[str]:
             f"the Python calls of a node are {text!r}; expected counts by kind ({error})",
             code="python-calls-malformed",
         ) from None
-    unknown = counts.keys() - PYTHON_CALLS.keys()
+    unknown = counts.keys() - PYTHON_CALLS.keys() - {REDUCER}
     if unknown or any(count < 0 for count in counts.values()):
         raise GraphError(
             f"the Python calls of a node are {text!r}; expected counts from 0 of the kinds "
-            f"{', '.join(PYTHON_CALLS)}",
+            f"{', '.join([*PYTHON_CALLS, REDUCER])}",
             code="python-calls-malformed",
         )
     return Counter(counts)

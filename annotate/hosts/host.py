@@ -9,8 +9,9 @@ A description is a TOML file. Some ship with this package; a user passes the pat
     gemm = { p10_ns = 18000, p50_ns = 22000, p90_ns = 30000, source = "captures" }
 
 A figure is the host time from one launching operator to the next. It includes all launches of the
-operator, and what a capture without a GPU does not record: views, allocation, autograd nodes, calls
-of modules. Each kind of `PYTHON_CALLS` has a figure, which adds to that of operators.
+operator, except for an optimizer's operators on lists, and what a capture without a GPU does not
+record: views, allocation, autograd nodes, calls of modules. Each kind of `PYTHON_CALLS` has a
+figure, which adds to that of operators.
 """
 
 from pathlib import Path
@@ -26,9 +27,14 @@ HOST_OP_KINDS = {
     "attention": "fused attention",
     "collective": "a call of a collective, a send or a receive",
     "optimizer": "an operator of the optimizer, for each tensor of its list",
+    "optimizer_launch": "such an operator, for each of its launches",
+    "optimizer_step": "the rest of an optimizer's step: from the launch before it to its first "
+    "operator with a list",
     "forward": "another operator of the forward pass",
     "backward": "another operator of the backward pass",
-    "inference": "an operator, other than a collective, of a script that only infers",
+    "reducer": "an operator that moves a gradient into DDP's bucket, or back",
+    "inference": "an operator, other than a collective, of a script that only infers, or one of an "
+    "optimizer without a list",
     "step": "the rest of a step: from its last launch to the first operator of the next step",
     **PYTHON_CALLS,
 }

@@ -16,7 +16,7 @@ from onerank.ir.dtypes import operand_list
 from onerank.ir.errors import AnnotateError, TargetError
 from onerank.ir.measurement import HostOverhead
 from onerank.ir.notes import Note
-from onerank.ir.python_calls import PYTHON_CALLS, autograd_functions, python_calls_of
+from onerank.ir.python_calls import PYTHON_CALLS, REDUCER, autograd_functions, python_calls_of
 from onerank.ir.replay import launches, with_host_factor
 
 # Classes that decide the kind of an operator with several launches, the strongest first.
@@ -37,8 +37,8 @@ class HostCalls:
     Attributes:
         first: the first node that each call launches, int64[c].
         kind: position of its kind in `HOST_OP_KINDS`, int64[c].
-        times: how often the time of the kind counts, int64[c]: for each tensor of an optimizer's
-            operator, else once.
+        times: how often the time of the kind counts, int64[c]: for each tensor in the list of an
+            optimizer's operator, else once.
         node: nodes on the device, int64[n].
         call: the call that launches each of them, int64[n].
         python: kind of `PYTHON_CALLS` -> calls of Python before each call, int64[c]. A GPU capture
@@ -59,9 +59,21 @@ class HostCalls:
             host: the description.
             percentile: "p10_ns", "p50_ns" or "p90_ns"; over hosts.
         """
+        own_ns = self.own_ns(host, percentile) + self.python_ns(host, percentile)
+        step_ns: float = getattr(host.figures["optimizer_step"], percentile)
+        own_ns[np.flatnonzero(self.kind == _CODE["optimizer"])[:1]] += step_ns
+        return own_ns
+
+    def own_ns(self, host: Host, percentile: str) -> F64:
+        """Return the time of each call's tensors and launches, float64[c]; see `host_ns`."""
         figures = [getattr(host.figures[kind], percentile) for kind in HOST_OP_KINDS]
         each_ns: F64 = np.array(figures, dtype=np.float64)[self.kind]
-        return each_ns * self.times.astype(np.float64) + self.python_ns(host, percentile)
+        # A kernel takes up to 320 chunks of 65,536 elements, so the launches of an operator on a
+        # list follow from its bytes. Those of other operators are in their figures.
+        launches = np.bincount(self.call, minlength=len(self.first))
+        launch_ns: float = getattr(host.figures["optimizer_launch"], percentile)
+        with_list = (self.kind == _CODE["optimizer"]) & (self.times > 1)
+        return each_ns * self.times.astype(np.float64) + with_list * launches * launch_ns
 
     def python_ns(self, host: Host, percentile: str) -> F64:
         """Return what calls of Python add to the time of each call, float64[c]; see `host_ns`."""
@@ -76,7 +88,9 @@ class HostCalls:
         return float(self.host_ns(host, percentile).sum()) + rest_ns
 
 
-def host_calls(graph: Graph, node: I64, first: Mask, tensors: I64) -> HostCalls:
+def host_calls(
+    graph: Graph, node: I64, first: Mask, tensors: I64, *, with_lists: bool = True
+) -> HostCalls:
     """Return the calls that launch nodes.
 
     Args:
@@ -84,6 +98,8 @@ def host_calls(graph: Graph, node: I64, first: Mask, tensors: I64) -> HostCalls:
         node: nodes on the device in the order of their launches, int64[n].
         first: whether each is the first launch of a call, bool[n]; the first one is.
         tensors: tensors in the first input of each call, int64[c].
+        with_lists: whether the optimizer's operators take lists if those on the GPU do. On a CPU
+            optimizers take tensors one by one by default; each then counts as one of a list.
     """
     call = np.cumsum(first) - 1
     by_phase = np.array([_CODE[kind] for kind in _KIND_OF_PHASE])
@@ -97,6 +113,9 @@ def host_calls(graph: Graph, node: I64, first: Mask, tensors: I64) -> HostCalls:
         # Without autograd an operator takes the host half of its time in training, or less. The
         # measured decodes give one time for all operators.
         kind[kind != _CODE["collective"]] = _CODE["inference"]
+    if with_lists:
+        # A tensor that is not in a list costs as much as any operator without autograd.
+        kind[(kind == _CODE["optimizer"]) & (tensors == 1)] = _CODE["inference"]
     times = np.where(kind == _CODE["optimizer"], tensors, np.int64(1))
     return HostCalls(node[first], kind, times, node, call, {})
 
@@ -168,8 +187,12 @@ def _predicted_calls(graph: Graph, captured: Graph) -> tuple[HostCalls, I64]:
     # that begins with a helper without operands, such as the fill of a norm's results, counts once.
     tensors = _tensors(captured, place[order][owner][program[first]])
     has_operands = graph.nodes.input_shapes[order[program[first]]] > 0
-    calls = host_calls(graph, order[program], first, np.where(has_operands, tensors, 1))
-    return replace(calls, python=python), began_ns
+    with_lists = captured.job.device.type != "cpu"
+    tensors = np.where(has_operands, tensors, 1)
+    calls = host_calls(graph, order[program], first, tensors, with_lists=with_lists)
+    of_reducer = python.pop(REDUCER, np.zeros(len(began_ns), dtype=np.int64)) > 0
+    kind = np.where(of_reducer, _CODE["reducer"], calls.kind)
+    return replace(calls, kind=kind, python=python), began_ns
 
 
 def _python_calls(captured: Graph, called_ns: I64, began_ns: I64) -> dict[str, I64]:

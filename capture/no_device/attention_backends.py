@@ -176,6 +176,17 @@ class _Attention:
         """Whether the dtype is one that cuDNN and FlashAttention take."""
         return self.query.dtype in (torch.float16, torch.bfloat16)
 
+    @property
+    def _has_contiguous_rows(self) -> bool:
+        """Whether elements of a head, and of a row of the mask, are adjacent.
+
+        All kernels but the math need it (`check_last_dim_stride_equals_1_dense` in
+        sdp_utils_cpp.h). T5's bias has its heads last and is transposed, so it runs as math.
+        """
+        tensors = (self.query, self.key, self.value)
+        adjacent = self.head == 1 or all(tensor.stride(-1) == 1 for tensor in tensors)
+        return adjacent and (self.mask is None or self.mask.stride(-1) == 1)
+
     def additive_mask(self) -> Tensor | None:
         """Return the mask as numbers that are added to the scores."""
         if self.mask is None or self.mask.dtype != torch.bool:
@@ -191,12 +202,14 @@ class _Attention:
         most = _MOST_CUDNN_HEAD_ON_HOPPER if hopper else _MOST_CUDNN_HEAD
         fits = self.head <= most and self.head % 8 == 0
         constant = self.mask is None or not self.mask.requires_grad
-        return self._is_16_bit and constant and fits and gpu.capability >= (8, 0)
+        taken = self._is_16_bit and self._has_contiguous_rows
+        return taken and constant and fits and gpu.capability >= (8, 0)
 
     def fits_flash(self, gpu: EmulatedGpu) -> bool:
         """Return whether FlashAttention 2 takes the call on `gpu`."""
         fits = self.head <= MOST_FLASH_HEAD and self.head == self.value.shape[-1]
-        return self._is_16_bit and self.mask is None and fits and gpu.capability >= (8, 0)
+        taken = self._is_16_bit and self._has_contiguous_rows
+        return taken and self.mask is None and fits and gpu.capability >= (8, 0)
 
     def fits_efficient(self) -> bool:
         """Return whether the memory-efficient kernel takes the call.
@@ -204,7 +217,8 @@ class _Attention:
         It needs a key for each head of the queries (`check_batch_size_and_num_heads_dense` in
         sdp_utils.cpp).
         """
-        return self.key.shape[1] == self.query.shape[1] == self.value.shape[1]
+        has_all_heads = self.key.shape[1] == self.query.shape[1] == self.value.shape[1]
+        return has_all_heads and self._has_contiguous_rows
 
     def with_all_heads(self) -> "_Attention":
         """Return the call with a key and a value for each head of the queries."""

@@ -112,7 +112,9 @@ class RecordedEvent:
         sequence: autograd's number of a forward operator's node, or of a backward's; -1 for none.
         forward_thread: of a backward, the thread of its forward; else 0.
         on_device: whether it reads or writes memory of the device.
-        node: autograd node that it stands for, else None.
+        of_autograd: whether it is the range of an autograd node.
+        node: that node while the event is open, else None. A node holds the tensors that it saved,
+            and schedules that split a backward run it twice.
         stream: number of the stream that was current when it began, 0 for the default stream.
         work: of a kernel that Inductor generated.
         python_calls: calls of Python since the event before, by kind.
@@ -128,6 +130,7 @@ class RecordedEvent:
     sequence: int = -1
     forward_thread: int = 0
     on_device: bool = False
+    of_autograd: bool = False
     node: object = None
     stream: int = 0
     work: GeneratedWork = field(default_factory=GeneratedWork)
@@ -137,7 +140,7 @@ class RecordedEvent:
     def is_operator(self) -> bool:
         """Whether the event is an operator, and no annotation, autograd node or function."""
         named = "::" in self.name or self.name.startswith(GENERATED)
-        return self.category == "cpu_op" and self.node is None and named
+        return self.category == "cpu_op" and not self.of_autograd and named
 
 
 @dataclass(slots=True)
@@ -363,7 +366,7 @@ class EventLog:
             )
 
     def _end(self, event: RecordedEvent) -> None:
-        event.end = self._next()
+        event.end, event.node = self._next(), None
 
     def _next(self) -> int:
         self._tick += 1

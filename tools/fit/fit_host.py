@@ -76,9 +76,34 @@ def host_times(graph: Graph) -> tuple[HostCalls, dict[str, float]]:
         for kind, total, count in zip(HOST_OP_KINDS, sums, counts, strict=True)
         if count
     }
+    means |= _optimizer_times(calls, of_call * scale, shipped)
     # Time between steps, which a captured step does not contain.
     means["step"] += overhead.inter_step_host_ns
     return calls, means
+
+
+def _optimizer_times(calls: HostCalls, of_call: F64, shipped: Host) -> dict[str, float]:
+    """Return the figures of an optimizer whose operators take lists.
+
+    One capture cannot tell what a tensor takes and what a launch does, so both are those of the
+    shipped description times a factor. What remains of the first call is the rest of the step.
+
+    Args:
+        calls: the calls.
+        of_call: measured time of each in ns, float64[c].
+        shipped: the shipped description.
+    """
+    listed = np.flatnonzero(calls.kind == list(HOST_OP_KINDS).index("optimizer"))
+    if not len(listed):
+        return {}
+    own_ns = calls.own_ns(shipped, "p50_ns")[listed]
+    further_ns = float(of_call[listed][1:].sum())
+    factor = further_ns / own_ns[1:].sum() if further_ns > 0 else 1.0
+    figures = {
+        kind: factor * shipped.figures[kind].p50_ns for kind in ("optimizer", "optimizer_launch")
+    }
+    step_ns = float(of_call[listed[0]] - factor * own_ns[0])
+    return figures | {"optimizer_step": max(step_ns, 0.0)}
 
 
 # 90th percentile of Student's t by the degrees of freedom, from 1 on. More have that of 10, which

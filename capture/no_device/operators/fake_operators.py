@@ -77,6 +77,7 @@ from onerank.capture.no_device.tensor_values import (
 )
 from onerank.capture.patches import replaced
 from onerank.ir import GeneratedWork
+from onerank.ir.python_calls import REDUCER
 
 # torch's dispatcher and autograd's nodes have no public names and no types.
 _modes: Any = _python_dispatch
@@ -485,7 +486,8 @@ class FakeOperators(TorchDispatchMode):
     def _begin(self, name: str) -> RecordedEvent | None:
         if self._emulating or not self._log.recording:
             return None
-        self.follow_backward()
+        if _is_of_reducer(self.follow_backward(), name):
+            self._log.call_python(REDUCER)
         sequence = -1
         if torch.is_grad_enabled():
             latest = _torch.autograd._get_sequence_nr() - 1
@@ -517,6 +519,7 @@ class FakeOperators(TorchDispatchMode):
             f"autograd::engine::evaluate_function: {node.name()}",
             sequence=sequence,
             forward_thread=1 if sequence >= 0 else 0,
+            of_autograd=True,
             node=node,
         )
         return node
@@ -672,6 +675,24 @@ def _is_of_script(function: Any) -> bool:
     return module.partition(".")[0] not in ("torch", "onerank")
 
 
+def _is_of_reducer(node: Any, name: str) -> bool:
+    """Whether an operator is one of DDP's reducer.
+
+    It moves each gradient into its bucket when it is ready, in a hook of the node that accumulates
+    it, and the sums back after the last node.
+
+    Args:
+        node: autograd node that runs, or None.
+        name: of the operator.
+    """
+    if _torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
+        return False
+    if node is not None:
+        accumulates = node.name() == "torch::autograd::AccumulateGrad"
+        return accumulates and name in _REDUCER_OPERATORS
+    return name in _REDUCER_OPERATORS and not _is_called_by_python()
+
+
 def _is_called_by_python() -> bool:
     """Whether Python code called the running operator, not autograd's engine.
 
@@ -685,6 +706,9 @@ def _is_called_by_python() -> bool:
         frame = frame.f_back
     return False
 
+
+_REDUCER_OPERATORS = frozenset({"aten::mul", "aten::div_", "aten::copy_"})
+"""What the reducer runs for each gradient; accumulating itself adds, or clones."""
 
 _local = threading.local()
 

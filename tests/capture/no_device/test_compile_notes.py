@@ -62,7 +62,7 @@ PROPERTIES = """
         for _ in range(2):
             multiprocessors = torch.cuda.get_device_properties("cuda").multi_processor_count
             x = (model(x) * multiprocessors).relu()
-        return x
+        return x.flatten().repeat(1 << 10).cumsum(0)  # long enough for a kernel of its own
 
     run = torch.compile(run, fullgraph=True)
     for step in range(5):

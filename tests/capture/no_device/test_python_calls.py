@@ -211,3 +211,38 @@ def dispatches(graph: Graph) -> int:
     """Return how many operators DTensor dispatches in a step."""
     counts = [python_calls_of(text) for text in graph.text("python_calls")]
     return sum(count["dtensor"] + count["dtensor_untracked"] for count in counts)
+
+
+SPLIT_BACKWARD = """
+    import torch
+    from torch import nn
+    import torch.distributed as dist
+    dist.init_process_group("nccl")
+    layers = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(2))).cuda()
+    model = nn.parallel.DistributedDataParallel(layers)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(5):
+        for _ in range(4):
+            x = torch.randn(4096, 256, device="cuda", requires_grad=True)
+            y = x.exp().exp().sum()
+            torch.autograd.grad(y, x, retain_graph=True)
+            del x, y
+        model(torch.randn(64, 256, device="cuda")).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_operators_of_ddps_reducer_are_marked_and_nodes_that_ran_are_freed(tmp_path):
+    """A gradient is scaled into its bucket and copied back; a retained graph goes with its loss."""
+    graph = captured(tmp_path, SPLIT_BACKWARD, "--torchrun", "--dp", 2, "--like", "H100")
+    nodes = graph.nodes
+    marked = [
+        graph.strings[int(nodes.op[index])]
+        for index, code in enumerate(nodes.python_calls.tolist())
+        if "reducer" in python_calls_of(graph.strings[code])
+    ]
+    assert marked == ["aten::mul"] * 2 + ["aten::copy_"] * 2
+    # x, its two exponentials and their gradients, of 4 MiB each: those of one of the four.
+    measured = graph.job.measurement
+    assert measured.peak_memory_bytes - measured.start_memory_bytes < 6 * (4 << 20)

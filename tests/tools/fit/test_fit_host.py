@@ -5,10 +5,11 @@ import math
 import statistics
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from onerank import read
-from onerank.annotate.hosts.host import HOST_OP_KINDS, load_host
+from onerank.annotate.hosts.host import HostTime, load_host
 from onerank.ir import Graph
 from onerank.ir.chakra import write
 from tools.fit import fit_host
@@ -36,15 +37,16 @@ def test_the_times_by_kind_add_up_to_the_measured_host(capture: Graph):
     calls, means = host_times(capture)
     measurement = capture.job.measurement
     assert measurement.host_overhead is not None
-    kinds = list(HOST_OP_KINDS)
-    total_ns = sum(
-        means[kinds[kind]] * count for kind, count in zip(calls.kind, calls.times, strict=True)
-    ) + (means["step"] - measurement.host_overhead.inter_step_host_ns)
     # 19 or 20 autograd functions of the slicing, forward and backward, have their own figure.
     assert 38 <= calls.python["function"].sum() <= 40
     shipped = load_host("typical")
     assert shipped is not None
-    total_ns += calls.python_ns(shipped, "p50_ns").sum()
+    fitted = {
+        kind: HostTime(ns, ns, ns, "captures") for kind, ns in means.items() if kind != "step"
+    }
+    host = msgspec.structs.replace(shipped, figures=shipped.figures | fitted)
+    total_ns = calls.host_ns(host, "p50_ns").sum()
+    total_ns += means["step"] - measurement.host_overhead.inter_step_host_ns
     assert total_ns == pytest.approx(statistics.median(measurement.host_step_ns), rel=1e-6)
     assert 577 <= len(calls.first) <= 583
     assert calls.times.sum() - len(calls.first) in (8 * 38, 9 * 38)  # lists of 39 tensors
@@ -58,9 +60,9 @@ def test_the_shipped_host_holds_the_hosts_that_it_was_fitted_to(capture: Graph):
     ratios = [calls.step_ns(host, name) / measured_ns for name in ("p10_ns", "p50_ns", "p90_ns")]
     # Five hosts took 19.4 to 31.6 ms: the fastest and the slowest are just outside of 80%.
     # The p10 of autograd functions, half of their p50, is another host's.
-    assert 0.61 < ratios[0] < 1.03
-    assert 0.75 < ratios[1] < 1.23
-    assert 0.97 < ratios[2] < 1.59
+    assert 0.6 < ratios[0] < 1.03
+    assert 0.74 < ratios[1] < 1.25
+    assert 0.95 < ratios[2] < 1.61
 
 
 def test_kinds_that_the_captures_lack_keep_their_figures(tmp_path, monkeypatch, capture: Graph):
