@@ -193,8 +193,8 @@ _UPDATE_TIMES = 1.18
 
 # The same of the convolutions of fla, with 8,192 channels, and of mamba_ssm's update, with 128
 # heads of 64 and 128 numbers of the state in float32 and in bfloat16
-# (2026-11-27-state-kernels-h100).
-_CONVOLUTION_TIMES = {"causal_conv1d": 1.4, "causal_conv1d_update": 2.2}
+# (2026-11-27-state-kernels-h100; the convolution of decodes 2026-11-28-serving-blind-3-h100).
+_CONVOLUTION_TIMES = {"causal_conv1d": 1.4, "causal_conv1d_update": 1.3}
 _MAMBA_UPDATE_TIMES = (1.07, 1.65)
 
 # SM cycles of an element of Mamba 1's state: of a token of mamba_ssm's scan, if tokens do not and
