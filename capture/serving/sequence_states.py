@@ -444,14 +444,17 @@ def keep_states(model: nn.Module) -> None:
     settings = (getattr(config and config.get_text_config(), name, None) for name in _STATE_DTYPES)
     named = next((setting for setting in settings if setting), None)
     dtype = named if isinstance(named, torch.dtype) else getattr(torch, named or "", None)
-    for name, module in list(model.named_modules()):
+    for module in list(model.modules()):
         if is_recurrent_block(module) and not hasattr(module, PARTS):
             layer = _StatefulLayer(_Parts(), None)
             setattr(module, PARTS, layer.parts)
             # The block does not know its layer.
+            whole: Any = model
+            name: str = next(name for name, found in whole.named_modules() if found is module)
             index = int(next(part for part in name.split(".") if part.isdigit()))
             module.forward = functools.partial(layer.recurrent_block, module, index)
-            module.rg_lru._rnn_scan = layer.linear_recurrence
+            block: Any = module
+            block.rg_lru._rnn_scan = layer.linear_recurrence
             continue
         # Its forward contains the scan, so there is no name to replace.
         if is_lightning_attention(module) and not hasattr(module, PARTS):
