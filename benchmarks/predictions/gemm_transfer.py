@@ -8,6 +8,7 @@ the public API: a graph of aten::mm kernels with the source's times, re-costed f
 compared with the target's times. "datasheet" uses the target's description alone, no measurement.
 The descriptions' floors and sustained fractions were measured on the same dataset, so absolute
 errors are those of a well described GPU; the models' formulas hold no coefficient fitted to it.
+The set's times are of calls, with the gap to the next kernel, and "datasheet" predicts kernels.
 """
 
 import itertools
