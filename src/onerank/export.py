@@ -73,30 +73,19 @@ def astra_sim(
         export_astra_sim,
         export_astra_sim_ranks,
     )
-    from onerank.ir.errors import ExportError
+    from onerank.converters.targets.disaggregated_pair import disaggregated_pair
 
     output = Path(output)
     # An export replaces the directory, and with it a trace that was read from there.
     job = _job_of(_refused_in(output, traces), dp, granularity)
     network = _network(job.graphs[0], bandwidth_gb_s, busbw_gb_s, latency_ns)
     expansion = _Expansion(schedule, micro_batches, ranks, include_host_delays)
-    if (decode is None) != (kv_bytes is None):
-        raise ExportError(
-            "give --decode and --kv-bytes together, or neither", code="disaggregated-kv-bytes"
-        )
-    if decode is not None and kv_bytes is not None:
-        from onerank.converters.targets.disaggregated_pair import disaggregated_pair
-
-        if dp is not None or expansion != _Expansion():
-            raise ExportError(
-                "--decode excludes --dp, --schedule, --micro-batches, --ranks and "
-                "--include-host-delays",
-                code="disaggregated-options",
-            )
-        decoding = _job_of(_refused_in(output, decode), None, granularity)
+    if decode is not None or kv_bytes is not None:
+        _check_pair_options(decode, kv_bytes, expands=dp is not None or expansion != _Expansion())
+        decoding = _job_of(_refused_in(output, decode or []), None, granularity)
         if bandwidth_gb_s is None and busbw_gb_s is None:
             _check_equal_links(job.graphs[0], decoding.graphs[0])
-        rank_graphs = disaggregated_pair(job.graphs, decoding.graphs, kv_bytes)
+        rank_graphs = disaggregated_pair(job.graphs, decoding.graphs, kv_bytes or 0)
         network, rate_notes = _shared_network(network, job.graphs[0], decoding.graphs[0])
         notes = [*job.notes, *rate_notes]
     else:
@@ -460,6 +449,26 @@ def _shared_network(
         code="disaggregated-memory-rates",
     )
     return replace(network, memory_gb_per_s=lowest), [note]
+
+
+def _check_pair_options(decode: Traces | None, kv_bytes: int | None, *, expands: bool) -> None:
+    """Check the options of a disaggregated pair.
+
+    Raises:
+        ExportError: one of the pair's options is missing, or others expand the prefill.
+    """
+    from onerank.ir.errors import ExportError
+
+    if decode is None or kv_bytes is None:
+        raise ExportError(
+            "give --decode and --kv-bytes together, or neither", code="disaggregated-kv-bytes"
+        )
+    if expands:
+        raise ExportError(
+            "--decode excludes --dp, --schedule, --micro-batches, --ranks and "
+            "--include-host-delays",
+            code="disaggregated-options",
+        )
 
 
 def _check_equal_links(prefill: Graph, decode: Graph) -> None:
