@@ -21,6 +21,7 @@ time.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
 from typing import NamedTuple
 
@@ -328,11 +329,26 @@ def _sizes(x: Tensor, weight: Tensor, out: Tensor, *, transposed: bool) -> _Size
     return _Sizes(groups, large, small, weight.shape[1], max(1, few), prod(weight.shape[2:]))
 
 
+_CUDNN_CYCLES = {"down": 0.045, "up": 0.095, "filter": 0.036}
+_OWN_CYCLES = {"down": 0.69, "up": 0.60, "filter": 0.37}
+"""SM cycles of a multiply-add of a depthwise convolution, by cuDNN for images with their channels
+last, and by torch's own kernel for others.
+
+Measured on H100s (benchmarks/results/2026-11-28-four-gpu-jobs-3-4xh100.txt): filters of 7 x 7 in
+float16 with 128 to 1,024 channels (0.036 to 0.051, 0.095 to 0.148, 0.026 to 0.043), and filters of
+4 in bfloat16 with 6,144 channels. They say nothing of filters of 3 and 5 taps, which have kernels of
+their own.
+"""
+
+
 def _work(call: Call, x: Tensor, sizes: _Sizes, *kinds: str) -> Work:
     flops = sizes.flops * len(kinds)
     if sizes.large_channels == 1 and sizes.groups > 1:
         # Depthwise: one input channel per group leaves no inner size for tensor cores.
-        return vector_work(call, flops)
+        channels_last = len(x.shape) == 4 and x.strides[1] == 1
+        each = _CUDNN_CYCLES if channels_last else _OWN_CYCLES
+        cycles = sizes.flops / 2 * sum(each[kind] for kind in kinds)
+        return replace(vector_work(call, flops), cycles=cycles)
     return matmul_work(call, allowing_tf32(x), flops, parts=sizes.parts(*kinds))
 
 

@@ -321,6 +321,27 @@ def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [tensor.contiguous() for tensor in tensors if not tensor.is_contiguous()]
 
 
+def _depthwise_contiguous(args: Sequence[Any]) -> list[Tensor]:
+    """A depthwise convolution by torch's own kernel copies its input (Convolution.cpp)."""
+    return _copies(args[:1]) if _is_own_depthwise(args[0], args[1]) else []
+
+
+def _depthwise_backward_contiguous(args: Sequence[Any]) -> list[Tensor]:
+    """Its backward copies the gradient for each of its kernels, and the input for one."""
+    gradient, image, weight = args[:3]
+    if not _is_own_depthwise(image, weight):
+        return []
+    of_image, of_weight = args[-1][:2]
+    return _copies([gradient] * of_image + [gradient, image] * of_weight)
+
+
+def _is_own_depthwise(image: Tensor, weight: Tensor) -> bool:
+    """Whether a convolution is depthwise and runs by torch's kernel; cuDNN takes channels last."""
+    depthwise = weight.shape[1] == 1 and image.shape[1] == weight.shape[0] > 1
+    channels_last = image.dim() == 4 and image.is_contiguous(memory_format=torch.channels_last)
+    return depthwise and not channels_last
+
+
 def _ends(args: Sequence[Any]) -> Tensor:
     """`repeat_interleave` sums up the repeats (Repeat.h)."""
     return args[0].cumsum(0)
@@ -381,6 +402,8 @@ _BEFORE: dict[str, Callable[[Sequence[Any]], Any]] = {
     "_softmax": _first_contiguous,
     "_log_softmax": _first_contiguous,
     "_softmax_backward_data": _weighted,
+    "convolution": _depthwise_contiguous,
+    "convolution_backward": _depthwise_backward_contiguous,
     "repeat_interleave": _ends,
     "torch_attn::_varlen_attn": _random_state,
     "fsdp::split_with_sizes_copy": _split_plan,
