@@ -361,6 +361,12 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         "torch._C",
+        ("_conv_determine_backend_memory_format",),
+        "A build without cuDNN has backends whose results never have their channels last.",
+        ("no_device.torch_without_gpu",),
+    ),
+    Patch(
+        "torch._C",
         ("_cuda_getCurrentRawStream",),
         "Libraries with kernels in C (bitsandbytes) read it when they are imported.",
         ("no_device.torch_without_gpu",),

@@ -336,28 +336,33 @@ last, and by torch's own kernel for others.
 
 Measured on H100s (benchmarks/results/2026-11-28-four-gpu-jobs-3-4xh100.txt): filters of 7 x 7 in
 float16 with 128 to 1,024 channels (0.036 to 0.051, 0.095 to 0.148, 0.026 to 0.043), and filters of
-4 in bfloat16 with 6,144 channels. They say nothing of filters of 3 and 5 taps, which have kernels of
-their own.
+4 in bfloat16 with 6,144 channels. Filters of 3 and 5 taps, which have other kernels, were not
+measured.
 """
 
 
-def _work(call: Call, x: Tensor, sizes: _Sizes, *kinds: str) -> Work:
+def _work(call: Call, x: Tensor, sizes: _Sizes, *kinds: str, own: bool | None = None) -> Work:
     flops = sizes.flops * len(kinds)
     if sizes.large_channels == 1 and sizes.groups > 1:
         # Depthwise: one input channel per group leaves no inner size for tensor cores.
-        channels_last = len(x.shape) == 4 and x.strides[1] == 1
-        each = _CUDNN_CYCLES if channels_last else _OWN_CYCLES
+        # cuDNN gets images with their channels last; `own` is known from the operator's name.
+        if own is None:
+            own = len(x.shape) != 4 or x.strides[1] != 1
+        each = _OWN_CYCLES if own else _CUDNN_CYCLES
         cycles = sizes.flops / 2 * sum(each[kind] for kind in kinds)
         return replace(vector_work(call, flops), cycles=cycles)
     return matmul_work(call, allowing_tf32(x), flops, parts=sizes.parts(*kinds))
 
 
-def _convolution(transposed_at: int | None, *, transposed: bool = False) -> Formula:
+def _convolution(
+    transposed_at: int | None, *, transposed: bool = False, own: bool | None = None
+) -> Formula:
     """Return the formula of a forward convolution.
 
     Args:
         transposed_at: position of the argument `transposed`; None: no such argument.
         transposed: whether the operator itself is a transposed convolution.
+        own: whether torch's kernel runs, not a library's; None: not known from the operator.
     """
 
     def formula(call: Call) -> Work | None:
@@ -366,7 +371,7 @@ def _convolution(transposed_at: int | None, *, transposed: bool = False) -> Form
             return None
         turned = transposed or (transposed_at is not None and call.value(transposed_at) is True)
         sizes = _sizes(x, weight, out, transposed=turned)
-        return sizes and _work(call, x, sizes, "up" if turned else "down")
+        return sizes and _work(call, x, sizes, "up" if turned else "down", own=own)
 
     return formula
 
@@ -395,11 +400,12 @@ _BY_ARGUMENT = ("convolution", "_convolution", "convolution_overrideable")
 _FORWARD = """
     cudnn_convolution cudnn_convolution_relu cudnn_convolution_add_relu miopen_convolution
     mkldnn_convolution _slow_conv2d_forward thnn_conv2d slow_conv_dilated2d slow_conv_dilated3d
-    slow_conv3d_forward _conv_depthwise2d conv_depthwise3d"""
+    slow_conv3d_forward"""
 
 CONVOLUTIONS: dict[str, Formula] = {
     **dict.fromkeys(_BY_ARGUMENT, _convolution(6)),
-    **dict.fromkeys(_FORWARD.split(), _convolution(None)),
+    **dict.fromkeys(_FORWARD.split(), _convolution(None, own=False)),
+    **dict.fromkeys(("_conv_depthwise2d", "conv_depthwise3d"), _convolution(None, own=True)),
     **dict.fromkeys(
         ("slow_conv_transpose2d", "slow_conv_transpose3d"), _convolution(None, transposed=True)
     ),
@@ -408,6 +414,9 @@ CONVOLUTIONS: dict[str, Formula] = {
 
 NEED_VALUES = frozenset({*_BY_ARGUMENT, "convolution_backward"})
 """Operators whose cost depends on argument values in addition to shapes."""
+
+NEED_STRIDES = NEED_VALUES
+"""Operators whose cost depends on the layout of their images, if they are depthwise."""
 
 
 STEP_LAUNCHES = 6

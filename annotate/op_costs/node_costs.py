@@ -84,8 +84,8 @@ def needs_values(op: str) -> bool:
 def needs_strides(op: str) -> bool:
     """Return whether `work_of` must be given the strides of the operator's inputs."""
     name = base_name(op)
-    indexed = name in memory_bound.NEED_STRIDES
-    return name in ("copy_", "cat") or indexed or op_class(op) is OpClass.ELEMENTWISE
+    listed = name in memory_bound.NEED_STRIDES or name in gemm.NEED_STRIDES
+    return name in ("copy_", "cat") or listed or op_class(op) is OpClass.ELEMENTWISE
 
 
 def work_of(

@@ -23,6 +23,7 @@ from onerank.capture.no_device.operators.functional_collectives import (
 from onerank.capture.patches import after_import, patched, rebound, resolve
 
 _torch: Any = torch
+_determine_layout: Any = _torch._C._conv_determine_backend_memory_format
 _dataloader: Any = dataloader
 _distributed: Any = torch.distributed
 _modes: Any = _python_dispatch
@@ -54,6 +55,7 @@ def _dispatch() -> list[contextlib.AbstractContextManager[None]]:
         ),
         patched("torch._C", {"_get_accelerator": _accelerator}),
         patched("torch._C", {"_cuda_getCurrentRawStream": _default_stream}),
+        patched("torch._C", {"_conv_determine_backend_memory_format": _layout_of_convolution}),
         _gpu_kernels(),
     ]
 
@@ -224,6 +226,24 @@ def _nccl_class() -> list[contextlib.AbstractContextManager[None]]:
         patched(owner, {"ProcessGroupNCCL": _ProcessGroupNCCL}),
         patched("torch.distributed", {"ProcessGroupNCCL": _ProcessGroupNCCL}),
     ]
+
+
+def _layout_of_convolution(image: Tensor, weight: Tensor, backend: Any) -> torch.memory_format:
+    """Return the layout of a convolution's result, as `cudnn_conv_suggest_memory_format` does.
+
+    A build without cuDNN has other backends, whose results are contiguous.
+    """
+    if not image.is_cuda:
+        return _determine_layout(image, weight, backend)
+    axes = weight.dim()
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(axes)
+    if last is None or image.dtype == torch.float64:
+        return torch.contiguous_format
+    either = any(
+        each.is_contiguous(memory_format=last) and not each.is_contiguous()
+        for each in (image, weight)
+    )
+    return last if either else torch.contiguous_format
 
 
 def _default_stream(_: int) -> int:

@@ -382,6 +382,44 @@ def test_a_norm_copies_an_operand_that_is_not_contiguous(tmp_path, norm: str, op
     assert operators[operators.index("_softmax") - 1] == operator  # contiguous
 
 
+CONVOLUTIONS = """
+    import torch
+    from torch import nn
+    images = nn.Sequential(nn.Conv2d(8, 16, 2, 2), nn.Conv2d(16, 16, 7, padding=3, groups=16))
+    images = images.cuda().to(memory_format=torch.channels_last)
+    tokens = nn.Conv1d(64, 64, 4, groups=64, padding=3).cuda()
+    optimizer = torch.optim.SGD([*images.parameters(), *tokens.parameters()], lr=0.1)
+    for step in range(5):
+        x = torch.randn(4, 8, 8, 8, device="cuda").to(memory_format=torch.channels_last)
+        y = torch.randn(2, 32, 64, device="cuda", requires_grad=True)
+        images(x).sum().backward()
+        tokens(y.transpose(1, 2)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_convolutions_keep_their_channels_last_and_depthwise_ones_of_torch_copy(tmp_path):
+    """Of ConvNeXt by cuDNN, and of gated linear attention by torch's kernel, on H100s."""
+    graph = capture(script(tmp_path, CONVOLUTIONS), tmp_path / "trace.et", "--like", "H100")
+    nodes = graph.nodes
+    order = np.argsort(nodes.start_ns, kind="stable")
+    operators = [graph.strings[int(code)].removeprefix("aten::") for code in nodes.op[order]]
+    at = [place for place, name in enumerate(operators) if name == "convolution"]
+    strides = [graph.strings[int(nodes.input_strides[order[place]])] for place in at]
+    assert strides[1].startswith("[[256,1,64,16],")
+    assert operators[at[2] - 1] == "copy_"
+    # The input for the filter's gradient; the gradient of a sum is expanded, for both.
+    backward = len(operators) - 1 - operators[::-1].index("convolution_backward")
+    assert operators[backward - 3 : backward] == ["copy_"] * 3
+    costs = op_costs_of(graph)
+    pairs = zip(costs.index.tolist(), costs.call.tolist(), strict=True)
+    cycles = {node: costs.works[call].cycles for node, call in pairs}
+    by_cudnn, by_torch = (cycles[int(order[place])] for place in at[1:])
+    assert by_cudnn == pytest.approx(0.045 * 4 * 16 * 16 * 49)
+    assert by_torch == pytest.approx(0.69 * 2 * 64 * 35 * 4)
+
+
 COMPILED = """
     import torch
     from torch import nn
