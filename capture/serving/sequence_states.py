@@ -163,7 +163,15 @@ class _StatefulLayer:
             out: Tensor = getattr(self.parts, part)(update, *of_part)
             outputs.append(out.flatten(0, 1))
             start = end
-        joined = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+        first = outputs[0]
+        if len(outputs) == 1:
+            joined = first
+        elif first.dim() == 2 and first.stride(-1) != 1:
+            # Mamba 1's scan writes channels first. As in vLLM (`MambaMixer`), the results stay so:
+            # rows would be a transposing copy, which takes several times as long.
+            joined = torch.cat([output.T for output in outputs], dim=1).T
+        else:
+            joined = torch.cat(outputs)
         return joined.unsqueeze(0)
 
     def convolve(

@@ -273,6 +273,20 @@ def test_a_step_computes_what_transformers_computes(
     assert step_like_transformers(tmp_path, config, composition).cache.states.tensors
 
 
+def test_parts_of_a_step_are_joined_in_the_layout_of_the_scan():
+    layer = sequence_states._StatefulLayer(sequence_states._Parts(), None)
+    rows = torch.randn(1, 8, 6)
+
+    def update(part: str, x: torch.Tensor) -> torch.Tensor:
+        return x.transpose(1, 2).contiguous().transpose(1, 2) if part == "prefill" else x
+
+    with sequence_states.SequenceStates(Composition(3, 7, 1, 5, 4)).running():
+        out = layer.by_part(update, rows)
+        whole = layer.by_part(lambda _, x: x, rows)
+    torch.testing.assert_close(out, rows)
+    assert (out.stride()[1:], whole.stride()[1:]) == ((1, 8), (6, 1))
+
+
 def test_layers_that_share_keys_cache_none(tmp_path: Path):
     """The last two of Gemma-3n's layers attend to the keys of the last layer of their type."""
     config = {
