@@ -377,7 +377,9 @@ def _is_below_autograd() -> bool:
 
 _swap_real = torch.utils.swap_tensors
 
-_move_module: Any = nn.Module._apply
+_module: Any = nn.Module
+
+_move_module = _module._apply
 
 
 def swap(first: Any, second: Any) -> None:

@@ -224,8 +224,9 @@ class InductorOnShapes:
                 # Dynamo compiles no generator by itself; what it calls is compiled.
                 generates = frame.f_code.co_flags & inspect.CO_GENERATOR
                 if isinstance(error, errors.Unsupported) and not generates:
-                    if error.gb_type == _BACKEND_BREAK:
-                        self.failed.append(f"{name}: {_reason(error.__cause__ or error)}")
+                    unsupported: Any = error
+                    if unsupported.gb_type == _BACKEND_BREAK:
+                        self.failed.append(f"{name}: {_reason(unsupported.__cause__ or error)}")
                     else:
                         self.unbreakable[f"{name}: {_reason(error)}"] = None
                 if ends_script(error):
