@@ -36,7 +36,11 @@ KNOWN_ELEMENTS = 1 << 20
 65,536 the mask of 16 sequences of 8,192 tokens was unknown, and the model built one of all pairs of
 tokens."""
 
-_KNOWN_FLOATS = 1 << 16  # of tensors of floats; no script decides by larger ones
+_KNOWN_FLOATS = 1 << 16  # of tensors of floats
+
+_COMPUTED_FLOATS = 1 << 22
+"""Largest tensor of floats that is computed from known numbers. A detector matches 190,000 anchors
+with the boxes of an image, up to 20, and the result decides about shapes."""
 
 MOST_KNOWN_BOOLS = 1 << 22
 """Largest tensor of bools whose numbers are kept. Routers mark the experts of each token: 16,384
@@ -48,6 +52,16 @@ def is_small(tensor: Tensor) -> bool:
     if tensor.dtype.is_floating_point:
         return tensor.numel() <= _KNOWN_FLOATS
     return tensor.numel() <= (MOST_KNOWN_BOOLS if tensor.dtype == torch.bool else KNOWN_ELEMENTS)
+
+
+def is_computable(tensor: Tensor) -> bool:
+    """Return whether the numbers of a tensor may be computed from known ones.
+
+    Constants have a lower limit, `is_small`: zeros are mostly states of optimizers.
+    """
+    if tensor.dtype.is_floating_point:
+        return tensor.numel() <= _COMPUTED_FLOATS
+    return is_small(tensor)
 
 
 def sparse_parts(tensor: Tensor) -> tuple[Tensor, Tensor]:

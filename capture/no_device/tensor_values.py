@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from onerank.capture.fake_tensors import is_integral, is_small
+from onerank.capture.fake_tensors import is_computable, is_integral
 from onerank.capture.no_device.event_log import EventLog
 from onerank.ir.errors import CaptureError
 from onerank.ir.notes import Note
@@ -160,7 +160,7 @@ class Known:
         elif (
             isinstance(tensor, FakeTensor)
             and isinstance(value, Tensor)
-            and is_small(value)
+            and is_computable(value)
             and value.shape == tensor.shape
         ):
             setattr(tensor, self.ATTRIBUTE, value)

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._pytree import tree_map_only
 
-from onerank.capture.fake_tensors import KNOWN_ELEMENTS, is_small
+from onerank.capture.fake_tensors import KNOWN_ELEMENTS, is_computable, is_small
 from onerank.capture.no_device.operators.operator_calls import OperatorCall, tensors_in
 from onerank.capture.no_device.operators.router_choices import CHOICES, RouterChoices
 from onerank.capture.no_device.tensor_values import Known, UnknownValues
@@ -47,7 +47,7 @@ class KnownResults:
     def _computed(self, call: OperatorCall) -> Any:
         """Return the results computed from known numbers, else None."""
         # Numbers of large tensors would make the capture as slow as a real step on the CPU.
-        small = all(map(is_small, call.tensors))
+        small = all(map(is_computable, call.tensors))
         if not small or call.schema.namespace != "aten":
             return None
         if call.schema.is_random:
@@ -68,7 +68,8 @@ class KnownResults:
             Tensor, lambda tensor: numbers[id(tensor)], (call.args, dict(call.kwargs))
         )
         results = _run_with_numbers(call, args, kwargs)
-        fits = all(map(is_small, tensors_in((results,))))
+        limit = is_computable if numbers else is_small
+        fits = all(map(limit, tensors_in((results,))))
         return results if fits else None
 
     def _permutation(self, call: OperatorCall) -> Any:

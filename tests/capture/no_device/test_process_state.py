@@ -1,5 +1,7 @@
 """Process groups, generators and streams of scripts without a device."""
 
+import json
+
 import pytest
 from without_device import captured, run
 
@@ -150,3 +152,27 @@ def test_a_module_that_moves_keeps_the_hooks_of_its_parameters(tmp_path):
     graph = captured(tmp_path, MOVED, "--dp", 2, "--torchrun")
     sent = [node.value("comm_bytes") for node in graph if node.kind is Kind.COLLECTIVE]
     assert sent == [4 * 64 * 65]
+
+
+MATCHED = """
+    import torch
+    from torch import nn
+    model = nn.Linear(2, 8, device="cuda")
+    optimizer = torch.optim.SGD(model.parameters())
+    boxes = torch.tensor([[3.0, 4.0], [40.0, 60.0], [250.0, 3.0], [9.0, 9.0]], device="cuda")
+    y, x = torch.meshgrid(*2 * [torch.arange(400, device="cuda")], indexing="ij")
+    anchors = torch.stack([x, y], -1).view(-1, 2).float()  # of 160,000 positions
+    for _ in range(3):
+        distance = (boxes[:, None] - anchors).abs().sum(-1)
+        near = (distance <= 1).any(0).nonzero().squeeze(1)
+        assert near.numel() == 4 * 5
+        model(anchors[near]).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_a_detector_matches_its_anchors_with_boxes(tmp_path):
+    graph = captured(tmp_path, MATCHED)
+    operators = zip(graph.text("op"), graph.text("input_shapes"), strict=True)
+    assert [json.loads(shapes)[1] for op, shapes in operators if op == "aten::addmm"] == [[20, 2]]
