@@ -39,7 +39,7 @@ tokens."""
 _KNOWN_FLOATS = 1 << 16  # of tensors of floats
 
 _COMPUTED_FLOATS = 1 << 22
-"""Largest tensor of floats that is computed from known numbers. A detector matches 190,000 anchors
+"""Largest tensor of floats that is computed from known numbers. A detector matches 160,000 anchors
 with the boxes of an image, up to 20, and the result decides about shapes."""
 
 MOST_KNOWN_BOOLS = 1 << 22

@@ -3,6 +3,7 @@
 import itertools
 import linecache
 import sys
+import sysconfig
 import threading
 import weakref
 from collections import Counter
@@ -315,8 +316,7 @@ class UnknownValues:
         """
         frame: Any = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
         while frame is not None and frame.f_code.co_filename != self._script:
-            _, in_library, path = frame.f_code.co_filename.rpartition("/site-packages/")
-            if in_library and not path.startswith(_PASSED):
+            if path := _path_in_library(frame.f_code.co_filename):
                 return f"{self.place()} ({path}:{frame.f_lineno})"
             frame = frame.f_back
         return self.place()
@@ -329,6 +329,23 @@ class UnknownValues:
                 return f"{Path(self._script).name}:{frame.f_lineno}"
             frame = frame.f_back
         return Path(self._script).name
+
+
+def _path_in_library(file: str) -> str:
+    """Return a file of a library or of a checkout, as Python imports it; "" for other files."""
+    root = next((each for each in _import_roots() if file.startswith(each)), None)
+    if root is None or root == _STANDARD_LIBRARY:
+        return ""
+    path = file.removeprefix(root)
+    return "" if path.startswith(_PASSED) else path
+
+
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib") + "/"
+
+
+def _import_roots() -> list[str]:
+    """Return the directories from which modules are imported, a nested one before its parent."""
+    return sorted((f"{each.rstrip('/')}/" for each in sys.path if each), key=len, reverse=True)
 
 
 def _is_asserted() -> bool:

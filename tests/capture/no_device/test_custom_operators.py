@@ -79,7 +79,7 @@ def test_what_cannot_be_captured_is_an_error(case, tmp_path):
 
 
 def test_an_operator_without_fake_implementation_is_named_with_its_lines(tmp_path):
-    library = tmp_path / "site-packages" / "trainer"
+    library = tmp_path / "checkout" / "trainer"
     library.mkdir(parents=True)
     (library / "__init__.py").write_text("def call(function, *args):\n    function(*args)\n")
     call = "trainer.call(torch.ops.mylib.product, output.detach(), matrix)"
