@@ -6,7 +6,7 @@ sharing):
 - Communication holds multiprocessors: NCCL's channels are thread blocks that stay until the call
   is done, also while it waits for other ranks. Kernels share the rest. A kernel that needs fewer
   runs at its full rate. A product has whole waves of tiles: one of 128 tiles takes one wave on 132
-  multiprocessors, and two on 108.
+  multiprocessors, and two on 108. A persistent one has up to two more (`persistent_waves`).
 - A call progresses slower next to kernels, which compete for caches, memory and power.
 - A call starts when enough multiprocessors are free. A running kernel frees its multiprocessors
   after each round of its thread blocks; a persistent kernel has one round.

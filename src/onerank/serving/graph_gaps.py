@@ -16,8 +16,9 @@ from onerank.ir import Evidence, Graph
 from onerank.serving.tables import StepRow
 
 # Time of a replayed CUDA graph beyond the sum of its profiled kernels, for each kernel, in ns.
-# Beside other graphs, as in engines, decodes of four models on H100s have 180 to 290 ns; prefills
-# have fewer, but their kernels are long (2026-11-28-serving-blind-3-h100).
+# Beside other graphs, as in engines, decodes of Gemma 3 and Qwen2.5-1.5B on H100s have 170 to 310
+# ns. Solar Open and prefills have less, but their kernels are long
+# (2026-11-28-serving-blind-3-h100).
 _GRAPH_GAP_NS = 250
 
 # The longest usual gap: of 22 decodes of a Llama-8B at TP 2 (1,439 to 1,534 kernels) on an H100,
