@@ -245,7 +245,7 @@ _originals: dict[int, object] = {}  # functions of libraries that `rebound` repl
 
 _rebindable: set[int] = set()  # identities of these functions and of what replaces them now
 
-_known: dict[str, tuple[int, int, list[str]]] = {}
+_indexed: dict[str, tuple[int, int, list[str]]] = {}
 """Module of a library -> identity and size of its namespace, names bound to such functions."""
 
 
@@ -255,7 +255,7 @@ def index_bindings() -> None:
     A process that forks calls this first. The search changes the reference count of every object in
     a module, so in each fork it would copy the memory of all modules: 0.1 s of CPU.
     """
-    _known.clear()
+    _indexed.clear()
     for patch in PATCHES:
         owner = sys.modules.get(patch.owner)
         for name in patch.names if patch.everywhere and owner is not None else ():
@@ -263,23 +263,25 @@ def index_bindings() -> None:
             if id(function) not in _rebindable:
                 _originals[id(function)] = function
                 _rebindable.add(id(function))
-    _imported.search()
+    _modules.search()
 
 
 def _bound_names(module_name: str, module: Any) -> list[str]:
     """Return the names of a module that may be bound to functions that `rebound` replaces."""
-    namespace: dict[str, object] = getattr(module, "__dict__", {})
+    before = _indexed.pop(module_name, None)
+    namespace: dict[str, object] | None = getattr(module, "__dict__", None)
+    if namespace is None:  # a script sets a module to None to prevent its import
+        return []
     state = id(namespace), len(namespace)
-    known = _known.pop(module_name, None)
-    if known is not None and known[:2] == state:
-        _known[module_name] = known
-        return known[2]
+    if before is not None and before[:2] == state:
+        _indexed[module_name] = before
+        return before[2]
     names = [name for name, value in list(namespace.items()) if id(value) in _rebindable]
     # A library binds what it imports once: its namespace grows, or stays as it is. A module of the
     # user may bind an existing name anew, so it is searched each time.
     is_initializing = getattr(getattr(module, "__spec__", None), "_initializing", False)
     if _is_library(module_name) and not is_initializing:
-        _known[module_name] = (*state, names)
+        _indexed[module_name] = (*state, names)
     return names
 
 
@@ -294,20 +296,21 @@ def _is_library(module_name: str) -> bool:
     return False
 
 
-class _Imported:
-    """The imported modules, and those that bind such functions, as last searched.
+class _ModuleIndex:
+    """The imported modules as last searched, and which bind functions that `rebound` replaces.
 
-    A capture rebinds dozens of times among 3000 modules. It compares all of them with the last
-    search by lists, in C: a loop takes longer than the rest of the capture of a small model.
+    A capture rebinds dozens of times among thousands of modules. Modules that have changed are
+    found by comparisons of whole lists, which run in C: a loop in Python took a third of the CPU
+    time of a small capture.
     """
 
     def __init__(self) -> None:
         self._identities: dict[str, int] = {}  # of all modules
-        self._settled: list[str] = []  # modules in `_known`
-        self._namespaces: list[dict[str, object]] = []  # theirs
-        self._sizes: list[int] = []
-        self._others: list[str] = []
-        self._binding: dict[str, tuple[Any, list[str]]] = {}  # settled modules that bind a function
+        self._libraries: list[str] = []  # modules in `_indexed`
+        self._namespaces: list[dict[str, object]] = []  # of the libraries
+        self._sizes: list[int] = []  # of these namespaces
+        self._others: list[str] = []  # modules that are searched each time
+        self._binding: dict[str, tuple[Any, list[str]]] = {}  # libraries that bind a function
 
     def binding(self) -> list[tuple[Any, list[str]]]:
         """Return the modules, each with the names that may be bound to such a function."""
@@ -316,35 +319,35 @@ class _Imported:
             self.search()
         elif sizes != self._sizes:
             # Patches add names too, so this occurs in each capture.
-            pairs = zip(self._settled, sizes, self._sizes, strict=True)
-            for name in [name for name, size, before in pairs if size != before]:
-                self._search(name, sys.modules[name])
+            changes = zip(self._libraries, sizes, self._sizes, strict=True)
+            for name in [name for name, size, before in changes if size != before]:
+                self._search_library(name, sys.modules[name])
             self._sizes = sizes
-        others = ((sys.modules[name], name) for name in self._others)
+        others = [(sys.modules[name], name) for name in self._others]
         return [
             *self._binding.values(),
             *((module, _bound_names(name, module)) for module, name in others),
         ]
 
     def search(self) -> None:
-        """Search the modules that have changed, among all."""
+        """Search all modules that have changed or are new."""
         modules = dict(sys.modules)
         self._identities = {name: id(module) for name, module in modules.items()}
         self._binding = {}
         for name, module in modules.items():
-            self._search(name, module)
-        self._settled = [name for name in modules if name in _known]
-        self._others = [name for name in modules if name not in _known]
-        self._namespaces = [modules[name].__dict__ for name in self._settled]
+            self._search_library(name, module)
+        self._libraries = [name for name in modules if name in _indexed]
+        self._others = [name for name in modules if name not in _indexed]
+        self._namespaces = [modules[name].__dict__ for name in self._libraries]
         self._sizes = [*map(len, self._namespaces)]
 
-    def _search(self, name: str, module: Any) -> None:
+    def _search_library(self, name: str, module: Any) -> None:
         names = _bound_names(name, module)
-        if names and name in _known:
+        if names and name in _indexed:
             self._binding[name] = module, names
 
 
-_imported = _Imported()
+_modules = _ModuleIndex()
 
 
 def _rebind(old: list[Any], new: list[Any]) -> None:
@@ -357,7 +360,7 @@ def _rebind(old: list[Any], new: list[Any]) -> None:
         index_bindings()
     replacements = set(map(id, new)) - _rebindable
     _rebindable.update(replacements)
-    for module, names in _imported.binding():
+    for module, names in _modules.binding():
         for name in names:
             value = module.__dict__.get(name)
             if id(value) in swaps:

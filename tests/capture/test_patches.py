@@ -109,9 +109,10 @@ def test_methods_of_classes_are_put_back_as_they_were():
 def test_functions_are_rebound_wherever_modules_bound_them(monkeypatch):
     """Also in modules of libraries, whose names are searched once for as long as none is added."""
     library, user = ModuleType("some_library"), ModuleType("some_script")
+    part = ModuleType("some_library.part")
     library.__file__ = f"{sysconfig.get_path('purelib')}/some_library.py"
     user.__file__ = "/home/user/some_script.py"
-    for module in (library, user):
+    for module in (library, part, user):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     first, second = (lambda: True), (lambda: True)
     owner, original = "torch.distributed.distributed_c10d", torch.distributed.is_initialized
@@ -129,6 +130,7 @@ def test_functions_are_rebound_wherever_modules_bound_them(monkeypatch):
                 assert library.renamed is second
             assert library.renamed is first
         assert library.renamed is torch.distributed.is_initialized is original
+    monkeypatch.setitem(sys.modules, part.__name__, None)  # prevents its import
     library.added, user.renamed = original, original
     with install("first", first):
         assert library.added is user.renamed is first
