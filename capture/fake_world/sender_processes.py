@@ -161,7 +161,7 @@ def _run_sender(
                 f"as rank {request.src} it failed:\n{tail}", code="sender-failed"
             ) from None
         except CaptureError:
-            child.kill()  # it waits for a message that there is not
+            child.kill()  # it waits for a message that never arrives
             raise
         finally:
             connection.close()

@@ -1,7 +1,6 @@
 """Emulate a CUDA device in this process: operators run on fake tensors, and a log records them."""
 
 import contextlib
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Generator, Sequence
@@ -11,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
-from torch.utils import _foreach_utils, _python_dispatch
-from torch.utils.data import dataloader
+from torch.utils import _python_dispatch
 
 from onerank.capture.fake_world.recorder import Recorder
 from onerank.capture.no_device import cuda_stubs, generation_ends
@@ -54,13 +52,7 @@ from onerank.capture.profiling.step_memory import resident_storages
 from onerank.ir.notes import Note
 
 _torch: Any = torch
-_dataloader: Any = dataloader
-_distributed: Any = torch.distributed
 _modes: Any = _python_dispatch
-_foreach: Any = _foreach_utils
-# torch.optim hides the name of this module.
-_optimizers: Any = sys.modules[torch.optim.Optimizer.__module__]
-
 
 _FAKE_TENSORS = "torch._subclasses.fake_tensor.FakeTensor"
 

@@ -289,8 +289,8 @@ def _format(tensor: Any, specification: str) -> str:
     # A tensor that is traced has no number. AOTAutograd of torch 2.11 formats the metadata of a
     # graph for its log, with the tensors in the subclasses among the graph's inputs.
     traced = _torch._guards.TracingContext.try_get() is not None
-    number = tensor.dim() == 0 and not traced
-    return format(tensor.item() if number else repr(tensor), specification)
+    has_number = tensor.dim() == 0 and not traced
+    return format(tensor.item() if has_number else repr(tensor), specification)
 
 
 def _repr(tensor: Any, **_: Any) -> str:

@@ -31,7 +31,7 @@ class _LegacyType(type):
         return is_tensor and instance.is_cuda and instance.dtype == _dtype(cls.__name__)
 
     def __call__(cls, *given: Any, device: Any = "cuda") -> Any:
-        """Return a tensor of a sequence's numbers, of another tensor, or of a size unfilled."""
+        """Return a tensor of given numbers, a view of a tensor, or one of a size, not filled."""
         if len(given) == 1 and isinstance(given[0], torch.Tensor):
             if not isinstance(given[0], cls):
                 raise TypeError(f"expected {cls.__name__} (got {given[0].type()})")

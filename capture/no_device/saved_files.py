@@ -31,9 +31,9 @@ _modes: Any = _python_dispatch
 
 _FAKE_TENSOR = "torch._subclasses.fake_tensor.FakeTensor"
 
-_SAFETENSORS = "safetensors.torch"
+_SAFETENSORS_TORCH = "safetensors.torch"
 
-_SAFE_OPEN = "safetensors"
+_SAFETENSORS = "safetensors"
 
 _STAGER = "torch.distributed.checkpoint._state_dict_stager"
 
@@ -111,15 +111,13 @@ class _OpenFile:
     """An open file of safetensors whose large tensors are fake.
 
     A conversion of a mapped tensor to another dtype would read the file, and take memory for it.
+
+    Args:
+        opened: a `safe_open`, or a slice that it returned.
+        shaped: replaces large tensors by fake ones.
     """
 
     def __init__(self, opened: Any, shaped: Callable[[Any], Any]) -> None:
-        """Create the file.
-
-        Args:
-            opened: a `safe_open`, or a slice that it returned.
-            shaped: replaces large tensors by fake ones.
-        """
         self._opened = opened
         self._shaped = shaped
 
@@ -169,8 +167,8 @@ class SavedFiles:
             patched("torch", functions),
             patched(_FAKE_TENSOR, {"__reduce_ex__": self._reduce_function()}),
             after_import(_STAGER, _staged),
-            after_import(_SAFETENSORS, self._safetensors),
-            after_import(_SAFE_OPEN, self._opened_safetensors),
+            after_import(_SAFETENSORS_TORCH, self._safetensors),
+            after_import(_SAFETENSORS, self._opened_safetensors),
         ):
             _emulations.append(self)
             try:
@@ -226,14 +224,14 @@ class SavedFiles:
 
     def _opened_safetensors(self) -> contextlib.AbstractContextManager[None]:
         """Replace the class that opens a file of safetensors, which transformers loads with."""
-        opened = resolve(_SAFE_OPEN).safe_open
+        opened = resolve(_SAFETENSORS).safe_open
 
         def open_file(*args: Any, **kwargs: Any) -> Any:
             if "backend" in kwargs:
                 kwargs["backend"] = "mmap"  # the other backend reads the numbers
             return _OpenFile(opened(*args, **kwargs), self._without_weights)
 
-        return rebound(_SAFE_OPEN, {"safe_open": open_file})
+        return rebound(_SAFETENSORS, {"safe_open": open_file})
 
     def _without_weights(self, value: Any) -> Any:
         """Replace large tensors of floating-point numbers, such as weights, by fake ones."""
@@ -249,7 +247,7 @@ class SavedFiles:
 
     def _safetensors(self) -> contextlib.AbstractContextManager[None]:
         """Replace the functions of safetensors, which copy a tensor from or to its address."""
-        module = resolve(_SAFETENSORS)
+        module = resolve(_SAFETENSORS_TORCH)
         save_file, save, load = module.save_file, module.save, module.load
 
         def file_of_zeros(
@@ -280,7 +278,7 @@ class SavedFiles:
             return self._without_weights(load(data))
 
         functions = {"save_file": file_of_zeros, "save": bytes_of_zeros, "load": load_shapes}
-        return rebound(_SAFETENSORS, functions)
+        return rebound(_SAFETENSORS_TORCH, functions)
 
     def _write_numbers(self, tensors: dict[str, Tensor], file: BinaryIO) -> None:
         """Write the numbers that are known, one tensor after another; pass over the others."""
@@ -385,7 +383,7 @@ def _check_savable(tensors: dict[str, Tensor]) -> None:
         raise ValueError(f"safetensors saves no sparse tensors: {sparse}")
     for tensor in tensors.values():
         tensor.data_ptr()  # numbers its storage: one without a number has the address 0
-    groups: list[set[str]] = resolve(_SAFETENSORS)._find_shared_tensors(tensors)
+    groups: list[set[str]] = resolve(_SAFETENSORS_TORCH)._find_shared_tensors(tensors)
     shared = [sorted(names) for names in groups if len(names) > 1]
     if shared:
         raise RuntimeError(f"Some tensors share memory: {shared}; save_model saves each once")
@@ -399,7 +397,7 @@ def _header_of(tensors: dict[str, Tensor], metadata: dict[str, str] | None) -> t
 
     The format: the header's length in 8 bytes, the header as JSON, the tensors one after another.
     """
-    types = {dtype: name for name, dtype in resolve(_SAFETENSORS)._TYPES.items()}
+    types = {dtype: name for name, dtype in resolve(_SAFETENSORS_TORCH)._TYPES.items()}
     header: dict[str, Any] = {"__metadata__": {**(metadata or {}), _ZEROS: "true"}}
     end = 0
     for name, tensor in tensors.items():

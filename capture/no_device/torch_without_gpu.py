@@ -33,6 +33,10 @@ _optimizers: Any = sys.modules[torch.optim.Optimizer.__module__]
 
 _SHARDING = "torch.distributed.tensor._sharding_prop"
 
+_TRACED_STAGE = "torch.distributed.pipelining.stage._PipelineStage"
+
+_TRANSFORMERS_IMPORTS = "transformers.utils.import_utils"
+
 
 @contextlib.contextmanager
 def torch_without_gpu() -> Generator[None]:
@@ -44,6 +48,7 @@ def torch_without_gpu() -> Generator[None]:
 
 
 def _dispatch() -> list[contextlib.AbstractContextManager[None]]:
+    """Return patches that decide which kernel runs an operator, and on which device."""
     return [
         # torch decides this by `torch.cuda.is_available`, which answers as on the GPU.
         patched(
@@ -61,18 +66,24 @@ def _dispatch() -> list[contextlib.AbstractContextManager[None]]:
 
 
 def _modules() -> list[contextlib.AbstractContextManager[None]]:
+    """Return patches of modules, data loaders and distributions."""
     return [
         patched("torch.nn.DataParallel", {"scatter": _moved}),
         patched("torch.utils.data.DataLoader", {"_get_iterator": _load_in_this_process}),
-        # The checks of its arguments compare numbers.
+        # Distributions check their arguments by comparing numbers.
         patched("torch.distributions.Distribution", {"_validate_args": False}),
-        # It moves the weights into one buffer for cuDNN, by addresses.
+        # torch moves the weights of recurrent layers into one buffer for cuDNN, by addresses.
         patched("torch", {"_use_cudnn_rnn_flatten_weight": _never}),
-        after_import(_HUGGING_FACE, lambda: patched(_HUGGING_FACE, {"is_fake_tensor": _no})),
+        # transformers builds masks for fake tensors, which it cannot read, and none on a device.
+        after_import(
+            _TRANSFORMERS_IMPORTS,
+            lambda: patched(_TRANSFORMERS_IMPORTS, {"is_fake_tensor": _no}),
+        ),
     ]
 
 
 def _distributed_jobs() -> list[contextlib.AbstractContextManager[None]]:
+    """Return patches of process groups, DDP, DTensor and pipeline stages."""
     return [
         rebound("torch.distributed.distributed_c10d", {"is_nccl_available": _nccl}),
         *_nccl_class(),
@@ -86,6 +97,7 @@ def _distributed_jobs() -> list[contextlib.AbstractContextManager[None]]:
 
 
 def _optimizer_steps() -> list[contextlib.AbstractContextManager[None]]:
+    """Return patches that let optimizers use foreach kernels for fake tensors."""
     return [
         rebound("torch.utils._foreach_utils", {"_has_foreach_support": _has_foreach}),
         _multi_tensor_optimizers(),
@@ -148,18 +160,11 @@ def _not_here(*_: object, **__: object) -> None:
     raise NotImplementedError("an operator ran on a GPU that is not there")
 
 
-# It builds masks for fake tensors that it leaves out on a device, as it cannot read them.
-_HUGGING_FACE = "transformers.utils.import_utils"
-
-
 def _moved(_: Any, inputs: Any, kwargs: Any, device_ids: Sequence[Any]) -> Any:
     """Move the inputs of `DataParallel` to the one GPU of a rank, as its C++ code does."""
     device = torch.device("cuda", device_ids[0])
     moved = tree_map_only(Tensor, lambda tensor: tensor.to(device), (inputs, kwargs or {}))
     return (moved[0],), (moved[1],)
-
-
-_TRACED_STAGE = "torch.distributed.pipelining.stage._PipelineStage"
 
 
 def _stage_moved(stage: Any) -> None:

@@ -119,9 +119,9 @@ def _tune(
     if (part, weight.shape) in _tuned:
         return
     _tuned.add((part, weight.shape))
-    count, *_ = shape = _TUNED_ROWS[part]
+    shape = _TUNED_ROWS[part]
     channels, width = weight.shape
-    state = convolution_state(rows, (count, channels, width - 1))
+    state = convolution_state(rows, (shape[0], channels, width - 1))
     convolve(rows.new_zeros(*shape, channels), state)
 
 

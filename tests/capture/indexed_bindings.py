@@ -1,4 +1,4 @@
-"""The last import of the process that test processes are forked from: what each would do anew."""
+"""Imported last by the process that tests fork from: does once what each fork would repeat."""
 
 from onerank.annotate.gpus.registry import gpu_names
 from onerank.annotate.models.coefficients import shipped

@@ -22,8 +22,8 @@ def test_a_long_step_reports_operators_and_a_short_one_does_not(monkeypatch: pyt
             now_s[0] += seconds / 6
             if operators.listener is not None:
                 operators.listener()
-        return [[int(part.replace(",", "")) for part in re.findall(r"[\d,]*\d", message)]
-                for message in messages]  # fmt: skip
+        numbers = (re.findall(r"\d+", message.replace(",", "")) for message in messages)
+        return [[int(number) for number in of_message] for of_message in numbers]
 
     progress.begin(1)
     assert run(60) == []

@@ -255,8 +255,8 @@ def _recording_hint(source: Path) -> str:
     kind = kind_of(beginning(source)) if source.name.endswith((".json", ".json.gz")) else None
     if kind == "kineto":
         return (
-            f"{source} is a Kineto trace: --kineto {source}, with --et where there is one; of vLLM "
-            f"or SGLang, {source} --engine-steps"
+            f"{source} is a Kineto trace: --kineto {source}, with --et where there is one; for a "
+            f"recording of vLLM or SGLang, {source} --engine-steps"
         )
     if kind == "et":
         return (
