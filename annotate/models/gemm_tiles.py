@@ -44,7 +44,8 @@ start at any even byte, but kernels of the GPU's generation need 16-byte alignme
 run a kernel of an older generation at a fraction of the rate, whatever the size.
 """
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -225,6 +226,11 @@ class GemmTarget(NamedTuple):
     vector: bool = False
     per_call: bool = False
 
+    @property
+    def cycle_ns(self) -> float:
+        """Time of a clock cycle."""
+        return 1e9 / self.gpu.clock_hz
+
     def part(self, where: slice) -> "GemmTarget":
         """Return the target of the GEMMs at `where`."""
         return self._replace(rates=Rates(self.rates.sustained[where], self.rates.peak[where]))
@@ -371,27 +377,97 @@ class _GemmTerms(NamedTuple):
         return total(floor, product(body, tilings), name="by tiles", value=value, note=on)
 
 
+@dataclass(frozen=True, slots=True)
+class _TiledGemms:
+    """The tiles of d GEMMs under each tiling; columns broadcast to float64[d, tilings].
+
+    Attributes:
+        batch: GEMMs in a batch, float64[d, 1].
+        m: rows of the result, float64[d, 1].
+        n: columns of the result, float64[d, 1].
+        k: inner size, float64[d, 1].
+        item: bytes of an operand's element, float64[d, 1].
+        result: bytes of a result's element, float64[d, 1].
+        reuse: elements of [m, k] per element in memory, float64[d, 1], or 1.
+        rows: rows of a tile, float64[1, tilings].
+        columns: columns of a tile, float64[1, tilings].
+        split: SMs among which the inner loop of a tile is split, float64[1, tilings].
+        steps: steps along the inner size of a tile.
+        inner: inner size of a tile in whole steps.
+        tiles: number of tiles.
+        exposed_epilogue: share of an epilogue that no other tile hides.
+    """
+
+    batch: F64
+    m: F64
+    n: F64
+    k: F64
+    item: F64
+    result: F64
+    reuse: F64 | float
+    rows: F64
+    columns: F64
+    split: F64
+    steps: F64
+    inner: F64
+    tiles: F64
+    exposed_epilogue: float
+
+    @classmethod
+    def of(cls, shapes: F64, kernel: TileKernel | None) -> Self:
+        """Divide GEMMs of the shapes of `gemm_ns` into the tiles of a kernel; None: cuBLAS's."""
+        batch, m, n, k, item, result, *more = shapes.T[:, :, None]
+        tilings, epilogue, cluster = TILINGS, 0.0, 1
+        if kernel is not None:
+            tilings, epilogue, cluster = kernel.tilings, kernel.epilogue, kernel.cluster
+        rows, columns, split = tilings[:, None, :]
+        step = _STEP * np.where(item < 1, 4, np.where(item < 2, 2, 1))
+        steps = np.ceil(k / split / step)
+        return cls(
+            *(batch, m, n, k, item, result),
+            reuse=more[0] if more else 1.0,
+            rows=rows,
+            columns=columns,
+            split=split,
+            steps=steps,
+            inner=steps * step,
+            tiles=batch * np.ceil(m / rows / cluster) * cluster * np.ceil(n / columns) * split,
+            exposed_epilogue=epilogue,
+        )
+
+    @property
+    def operand_bytes(self) -> tuple[F64, F64]:
+        """Bytes of [m, k] and of [k, n] in memory, float64[d, 1] each."""
+        left = self.item * self.batch * self.m * self.k / self.reuse
+        return left, self.item * self.batch * self.k * self.n
+
+    @property
+    def result_bytes(self) -> F64:
+        """Bytes of the result, float64[d, 1]."""
+        return self.result * self.batch * self.m * self.n
+
+
 def _tiling_times(
     run: GemmTarget, shapes: F64, c: GemmCoefficients, kernel: TileKernel | None
 ) -> _TilingTimes:
     """Return the times of each tiling of each GEMM; the module's docstring has the formulas."""
-    gpu, rates = run.gpu, run.rates
-    batch, m, n, k, item, result, *more = shapes.T[:, :, None]
-    reuse = more[0] if more else 1.0
-    tilings, epilogue, cluster = TILINGS, 0.0, 1
-    if kernel is not None:
-        tilings, epilogue, cluster = kernel.tilings, kernel.epilogue, kernel.cluster
-    rows, columns, split = tilings[:, None, :]
-    pipe, sm = run.pipeline(c), gpu.sm_count
-    cycle = 1e9 / gpu.clock_hz  # in ns, as all times here
-    step = _STEP * np.where(item < 1, 4, np.where(item < 2, 2, 1))
-    steps = np.ceil(k / split / step)
-    inner = steps * step
-    tiles = batch * np.ceil(m / rows / cluster) * cluster * np.ceil(n / columns) * split
+    gemms = _TiledGemms.of(shapes, kernel)
+    compute = _compute_ns(gemms, run, c)
+    cache = _cache_ns(gemms, run, c)
+    read, write = _memory_ns(gemms, run, c)
+    body = p_norm(c.overlap, compute, cache, read)
+    split_ns = np.where(gemms.split > 1, c.split_ns, 0.0)
+    body = p_norm(c.write_overlap, body, write) + split_ns
+    return _TilingTimes(body, compute, cache, read, write, split_ns)
 
-    sustained, peak = rates.sustained[:, None], rates.peak[:, None]
+
+def _compute_ns(gemms: _TiledGemms, run: GemmTarget, c: GemmCoefficients) -> F64:
+    """Return the time of the waves of tiles, or of all work under the power cap."""
+    rows, columns, tiles = gemms.rows, gemms.columns, gemms.tiles
+    pipe, sm, cycle = run.pipeline(c), run.gpu.sm_count, run.cycle_ns
+    sustained, peak = run.rates.sustained[:, None], run.rates.peak[:, None]
     # The factor 1e9 makes FLOPs over FLOP/s a time in ns.
-    work = 2e9 * batch * m * n * k
+    work = 2e9 * gemms.batch * gemms.m * gemms.n * gemms.k
     short = 1 / (1 + (work / sustained / _BURST_NS) ** 2)
     capped = sustained * (peak / sustained) ** (c.burst * short)
     # Relative to a tile of 256 x 128: smaller ones load more operand bytes per FLOP.
@@ -401,20 +477,31 @@ def _tiling_times(
     resident = np.clip(np.floor(128 * 128 / (rows * columns)), 1, 4)
     filled = np.maximum(tiles / sm, 1)
     waves = filled * (np.ceil(filled) / filled) ** pipe.tail
-    compute = waves * 2e9 * rows * columns * inner / rate
+    compute = waves * 2e9 * rows * columns * gemms.inner / rate
     compute += np.ceil(tiles / (sm * resident)) * c.prologue_cycles * cycle
     # Once, not per wave: other tiles on the SM hide this latency for all but the last tile.
-    compute += (steps * c.step_cycles + c.epilogue_cycles * rows * columns / 128**2) * cycle
+    compute += (gemms.steps * c.step_cycles + c.epilogue_cycles * rows * columns / 128**2) * cycle
     compute = p_norm(_CAP, compute, np.broadcast_to(work / capped, compute.shape))
     # Tiles that are stored draw little power, so the power cap does not hide this time.
-    compute = compute + epilogue * waves * c.epilogue_cycles * rows * columns / 128**2 * cycle
+    exposed = gemms.exposed_epilogue * waves
+    return compute + exposed * c.epilogue_cycles * rows * columns / 128**2 * cycle
 
-    left, right, out = item * batch * m * k / reuse, item * batch * k * n, result * batch * m * n
+
+def _cache_ns(gemms: _TiledGemms, run: GemmTarget, c: GemmCoefficients) -> F64:
+    """Return the time of the operands of all tiles from the last-level cache."""
+    tile_bytes = gemms.tiles * (gemms.rows + gemms.columns) * gemms.inner * gemms.item
+    staged = tile_bytes + gemms.result_bytes * gemms.split
+    bytes_per_cycle = c.l2_bytes_per_cycle * np.minimum(gemms.tiles, run.gpu.sm_count)
+    return staged * run.cycle_ns / bytes_per_cycle
+
+
+def _memory_ns(gemms: _TiledGemms, run: GemmTarget, c: GemmCoefficients) -> tuple[F64, F64]:
+    """Return the time of the operands from memory, and of the results to memory."""
+    gpu, sm = run.gpu, run.gpu.sm_count
+    batch, m, n, split = gemms.batch, gemms.m, gemms.n, gemms.split
+    (left, right), out = gemms.operand_bytes, gemms.result_bytes
     # Partial sums of split-K are float32, whatever the dtype of the result.
     partial = np.where(split > 1, 4 * batch * m * n * split, 0.0)
-    staged = tiles * (rows + columns) * inner * item + out * split
-    cache = staged * cycle / (c.l2_bytes_per_cycle * np.minimum(tiles, sm))
-
     size = (gpu.l2_bytes or 1) / gpu.l2_partitions
     occupancy = (left + right + out) / size
     cold = _miss((_COLD_COPIES * (left + right) + out) / size)
@@ -425,21 +512,14 @@ def _tiling_times(
     written = (out + partial) * _miss(filled_by_results, _WRITE_MISSES)
     # Tiles in flight form a square block of sm^0.5 tiles per edge, which shares
     # its operands. The first read of each operand already counts in `missed`.
-    reread_bytes = (
-        item * batch * m * n * k * (1 / rows + 1 / columns) / sm**0.5 - left * reuse - right
-    )
-    requesting = np.minimum(1, tiles / (_FILL * sm))
+    tile_reads = gemms.item * batch * m * n * gemms.k * (1 / gemms.rows + 1 / gemms.columns)
+    reread_bytes = tile_reads / sm**0.5 - left * gemms.reuse - right
+    requesting = np.minimum(1, gemms.tiles / (_FILL * sm))
     bandwidth = gpu.bandwidth_bytes_per_s / 1e9 * requesting
-    read = (
-        missed + _REREAD * np.maximum(reread_bytes, 0) * occupancy / (1 + occupancy)
-    ) / bandwidth
-    read += c.ramp_cycles * cycle * np.minimum(1, (missed + written) / _RAMP_BYTES)
-
-    body = p_norm(c.overlap, compute, cache, read)
-    write = written / bandwidth
-    split_ns = np.where(split > 1, c.split_ns, 0.0)
-    body = p_norm(c.write_overlap, body, write) + split_ns
-    return _TilingTimes(body, compute, cache, read, write, split_ns)
+    reread = _REREAD * np.maximum(reread_bytes, 0) * occupancy / (1 + occupancy)
+    read = (missed + reread) / bandwidth
+    read += c.ramp_cycles * run.cycle_ns * np.minimum(1, (missed + written) / _RAMP_BYTES)
+    return read, written / bandwidth
 
 
 def cache_misses(gpu: Gpu, used: F64) -> F64:
