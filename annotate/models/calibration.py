@@ -16,7 +16,7 @@ import numpy as np
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.gpus.spec_schema import Figure, measured_of
 from onerank.annotate.models.coefficients import GemmCoefficients
-from onerank.annotate.models.gemm_tiles import Rates, gemm_ns
+from onerank.annotate.models.gemm_tiles import GemmTarget, Rates, gemm_ns
 from onerank.annotate.models.gpu_distance import same_die
 from onerank.ir.arrays import F64
 from onerank.ir.measurement import LARGE_SHAPES, SKINNY_SHAPES
@@ -96,7 +96,7 @@ def mean_rates(gpu: Gpu, rates: Rates, shapes: F64, c: GemmCoefficients) -> Mean
         c: fitted coefficients.
     """
     repeated = Rates(*(np.repeat(rate, len(shapes)) for rate in rates))
-    return rates_in(shapes, gemm_ns(gpu, repeated, shapes, c, per_call=True))
+    return rates_in(shapes, gemm_ns(GemmTarget(gpu, repeated, per_call=True), shapes, c))
 
 
 def rates_in(shapes: F64, times_ns: F64) -> MeanRates:

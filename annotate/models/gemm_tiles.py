@@ -249,34 +249,28 @@ class GemmTarget(NamedTuple):
 
 
 def gemm_ns(
-    gpu: Gpu,
-    rates: Rates,
+    run: GemmTarget,
     shapes: F64,
     coefficients: GemmCoefficients,
     described: GemmTarget | None = None,
     *,
-    vector: bool = False,
-    per_call: bool = False,
     kernel: TileKernel | None = None,
     record: TermRecord | None = None,
 ) -> F64:
     """Return the time of GEMMs in ns, float64[d].
 
     Args:
-        gpu: where they run.
-        rates: rates of each GEMM's dtype.
+        run: where they run.
         shapes: batch, m, n, k, bytes of an operand's and of a result's element and, as an optional
             seventh column, elements of [m, k] per element in memory, float64[d, 6 or 7].
         coefficients: fitted coefficients.
-        described: the GPU without overrides of its figures; None: no overrides.
-        vector: whether they run on the vector units.
-        per_call: as in `GemmTarget`.
+        described: `run` on the GPU without overrides of its figures; None: no overrides.
         kernel: the one that runs all of them; None: cuBLAS chooses.
         record: takes the terms of GEMMs, as positions among the d.
     """
-    predicted_ns, run = np.empty(len(shapes)), GemmTarget(gpu, rates, vector, per_call)
-    floors = coefficients.floor + (coefficients.call_gap if per_call else 0.0)
-    floor_ns = floors * gpu.launch_floor_ns
+    predicted_ns = np.empty(len(shapes))
+    floors = coefficients.floor + (coefficients.call_gap if run.per_call else 0.0)
+    floor_ns = floors * run.gpu.launch_floor_ns
     if kernel is not None:
         coefficients = kernel.coefficients
         floor_ns = floor_ns if kernel.floor_ns is None else kernel.floor_ns
@@ -295,7 +289,7 @@ def gemm_ns(
             body *= _power_mean(tilings.body, coefficients) / _power_mean(before, coefficients)
         predicted_ns[chunk] = floor_ns + body
         if record is not None:
-            terms = _GemmTerms(gpu.name, floor_ns, tilings, body, coefficients)
+            terms = _GemmTerms(run.gpu.name, floor_ns, tilings, body, coefficients)
             record.update(chunk, terms.term)
     return predicted_ns
 

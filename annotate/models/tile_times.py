@@ -204,15 +204,7 @@ def _products_ns(  # noqa: PLR0917
         scratch = None if record is None else record.within(chosen)
         run = _run(group.now, rates, rows[chosen], on)
         times[chosen] = gemm_ns(
-            run.gpu,
-            run.rates,
-            shapes[chosen],
-            c.gemm,
-            described,
-            vector=run.vector,
-            per_call=run.per_call,
-            kernel=group.kernel,
-            record=scratch,
+            run, shapes[chosen], c.gemm, described, kernel=group.kernel, record=scratch
         )
         if record is not None and scratch is not None:
             record.take(chosen, scratch)

@@ -25,7 +25,7 @@ from onerank.annotate import Gpu, load_gpu
 from onerank.annotate.gpus.spec_schema import Figure
 from onerank.annotate.models.calibration import calibrated
 from onerank.annotate.models.coefficients import GemmCoefficients
-from onerank.annotate.models.gemm_tiles import Rates, gemm_ns
+from onerank.annotate.models.gemm_tiles import GemmTarget, Rates, gemm_ns
 from onerank.ir.arrays import F64, I64
 from onerank.ir.measurement import LARGE_SHAPES, SKINNY_SHAPES
 from tools.fit.evaluate_fit import as_calibrated
@@ -121,7 +121,7 @@ def predicted_ns(model: Model, shapes: F64) -> F64:
     figure = Figure(bandwidth, next(iter(gpu.sources)), "measured")
     gpu = msgspec.structs.replace(gpu, figures={**gpu.figures, "measured_copy_gb_per_s": figure})
     rates = Rates(np.minimum(peak, model.rate), peak)
-    return gemm_ns(gpu, rates, shapes, model.c, per_call=True)
+    return gemm_ns(GemmTarget(gpu, rates, per_call=True), shapes, model.c)
 
 
 def mean_error(model: Model, shapes: F64, times: F64) -> float:

@@ -13,7 +13,7 @@ from onerank.annotate.models.coefficients import (
     GemmCoefficients,
     TilePipeline,
 )
-from onerank.annotate.models.gemm_tiles import Rates, cache_misses, gemm_ns
+from onerank.annotate.models.gemm_tiles import GemmTarget, Rates, cache_misses, gemm_ns
 from onerank.annotate.models.gpu_distance import properties
 from onerank.ir.arrays import F64
 from tools.fit.measured_kernels import Attention, Products, family
@@ -111,20 +111,21 @@ def fit_gemm(products: Products, gpus: Sequence[Gpu], *, shapes: int = 1500) -> 
     rng = np.random.default_rng(_SEED)
     drawn = rng.permutation(len(products.shapes))[:shapes]
     families = [family(gpu) for gpu in gpus]
-    parts: list[tuple[Gpu, Rates, F64, float]] = []
+    parts: list[tuple[GemmTarget, F64, float]] = []
     for gpu, name in zip(gpus, families, strict=True):
         rates = rates_of(gpu, products.dtype, len(drawn))
         # Residuals are squared, so the root gives each family the weight of one GPU.
         weight = families.count(name) ** -0.5
-        parts.append((gpu, rates, np.log(products.times_ns[gpu.name][drawn]), weight))
+        run = GemmTarget(gpu, rates, per_call=True)
+        parts.append((run, np.log(products.times_ns[gpu.name][drawn]), weight))
     shapes_drawn = products.shapes[drawn]
 
     def residuals(x: F64) -> F64:
         coefficients = from_vector(x)
         return np.concatenate(
             [
-                w * (np.log(gemm_ns(g, r, shapes_drawn, coefficients, per_call=True)) - t)
-                for g, r, t, w in parts
+                weight * (np.log(gemm_ns(run, shapes_drawn, coefficients)) - measured)
+                for run, measured, weight in parts
             ]
         )
 

@@ -17,7 +17,7 @@ from onerank.annotate.gpus.registry import load_gpu
 from onerank.annotate.kernel_db.database import SHIPPED, read_database, rows_of
 from onerank.annotate.models.coefficients import FinelyScaled, GemmCoefficients
 from onerank.annotate.models.cost_model import Predict, PredictFromDescription
-from onerank.annotate.models.gemm_tiles import Rates, gemm_ns
+from onerank.annotate.models.gemm_tiles import GemmTarget, Rates, gemm_ns
 from onerank.annotate.models.gpu_distance import same_die
 from onerank.annotate.models.tile_kernels import scaled_kernels
 from onerank.annotate.op_costs.cost_record import Scales
@@ -287,7 +287,8 @@ def finely_scaled_ns(
     scales = np.full(len(shapes), products.scales, dtype=np.uint8)
     for rows, kernel in scaled_kernels(gpu, shapes, scales, c, scaled):
         chosen = Rates(rates.sustained[rows], rates.peak[rows])
-        times_ns[rows] = gemm_ns(gpu, chosen, shapes[rows], c, per_call=True, kernel=kernel)
+        run = GemmTarget(gpu, chosen, per_call=True)
+        times_ns[rows] = gemm_ns(run, shapes[rows], c, kernel=kernel)
     return times_ns
 
 

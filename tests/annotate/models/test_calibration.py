@@ -13,7 +13,7 @@ from onerank.annotate.models.calibration import (
     rates_in,
 )
 from onerank.annotate.models.coefficients import shipped
-from onerank.annotate.models.gemm_tiles import gemm_ns
+from onerank.annotate.models.gemm_tiles import GemmTarget, gemm_ns
 from onerank.annotate.models.learned import predict_from_description
 from onerank.ir.measurement import LARGE_SHAPES, SKINNY_SHAPES
 from tools.fit import Products
@@ -41,7 +41,8 @@ def test_a_gpu_is_as_its_products_have_it_whatever_its_description_tells() -> No
     measured = {"bf16_sustained_fraction": 0.8, "memory_achievable_fraction": 0.8}
     true = described(load_gpu("B200"), measured)
     every, c = gemm_shapes([*LARGE_SHAPES, *SKINNY_SHAPES]), shipped().gemm
-    times = gemm_ns(true, rates_of(true, "bfloat16", len(every)), every, c, per_call=True)
+    run = GemmTarget(true, rates_of(true, "bfloat16", len(every)), per_call=True)
+    times = gemm_ns(run, every, c)
     assert calibrated(true, c) == (true, 1)  # nothing of it was measured
     large, skinny = len(LARGE_SHAPES), len(SKINNY_SHAPES)
     measured = {

@@ -12,7 +12,7 @@ from onerank.annotate.models.attention_kernels import shape_factors
 from onerank.annotate.models.attention_time import attention_ns
 from onerank.annotate.models.coefficients import AttentionCoefficients, shipped
 from onerank.annotate.models.features import kernels_of
-from onerank.annotate.models.gemm_tiles import Rates, gemm_ns, pipeline_of
+from onerank.annotate.models.gemm_tiles import GemmTarget, Rates, gemm_ns, pipeline_of
 from onerank.annotate.models.learned import predict_from_description
 from onerank.annotate.op_costs.cost_record import AttentionShape, Work
 
@@ -20,7 +20,7 @@ from onerank.annotate.op_costs.cost_record import AttentionShape, Work
 def gemm(gpu: Gpu, *sizes: tuple[int, int, int, int], per_call: bool = False) -> list[float]:
     rates = Rates(*(np.full(len(sizes), 100e12),) * 2)
     shapes = np.array([(*size, 2, 2) for size in sizes], dtype=np.float64)
-    return gemm_ns(gpu, rates, shapes, shipped().gemm, per_call=per_call).tolist()
+    return gemm_ns(GemmTarget(gpu, rates, per_call=per_call), shapes, shipped().gemm).tolist()
 
 
 def test_a_large_product_takes_its_flops(gpu_file):
@@ -75,8 +75,8 @@ def test_the_power_cap_holds_back_work_not_waiting(gpu_file):
     gpu = load_gpu(gpu_file())
     shapes = np.array([[1, 128 * tiles, 256, 16384, 2, 2] for tiles in (50, 100)], dtype=np.float64)
     slow, fast = (
-        gemm_ns(gpu, Rates(np.full(2, sustained), np.full(2, 100e12)), shapes, shipped().gemm)
-        for sustained in (50e12, 100e12)
+        gemm_ns(GemmTarget(gpu, Rates(sustained, np.full(2, 100e12))), shapes, shipped().gemm)
+        for sustained in (np.full(2, 50e12), np.full(2, 100e12))
     )
     assert (slow > fast).all()
     assert (slow < 2 * fast).all()
@@ -85,7 +85,7 @@ def test_the_power_cap_holds_back_work_not_waiting(gpu_file):
 def with_coefficients(gpu: Gpu, size: tuple[int, int, int, int], **changed: float) -> float:
     c = msgspec.structs.replace(shipped().gemm, **changed)
     shape = np.array([(*size, 2, 2)], dtype=np.float64)
-    return float(gemm_ns(gpu, Rates(*(np.array([100e12]),) * 2), shape, c)[0])
+    return float(gemm_ns(GemmTarget(gpu, Rates(*(np.array([100e12]),) * 2)), shape, c)[0])
 
 
 def test_the_chain_of_steps_counts_once_however_many_waves(gpu_file):
@@ -125,7 +125,7 @@ def test_more_of_a_resource_slows_no_product(gpu_file, figure):
     rates = [100e12, 250e12] if figure == "bf16" else [100e12] * 2
     shapes = np.array([(*size, 2, 2) for size in sizes], dtype=np.float64)
     before, after = (
-        gemm_ns(gpu, Rates(*(np.full(len(sizes), rate),) * 2), shapes, shipped().gemm)
+        gemm_ns(GemmTarget(gpu, Rates(*(np.full(len(sizes), rate),) * 2)), shapes, shipped().gemm)
         for gpu, rate in zip(gpus, rates, strict=True)
     )
     assert (after <= before * 1.001).all()

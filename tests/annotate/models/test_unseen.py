@@ -13,7 +13,7 @@ from onerank.annotate.models.attention_kernels import has_figure, is_known_by_sh
 from onerank.annotate.models.attention_time import attention_tiles, decode_terms
 from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.cost_model import MODELS
-from onerank.annotate.models.gemm_tiles import Rates, gemm_ns
+from onerank.annotate.models.gemm_tiles import GemmTarget, Rates, gemm_ns
 from onerank.annotate.models.gpu_distance import distance_from_fitted, tile_model_weight
 from onerank.annotate.models.intervals import KINDS, kinds_of, widening
 from onerank.annotate.models.learned import predict_from_description, predict_learned
@@ -417,7 +417,10 @@ def test_an_empty_tile_of_a_cluster_takes_an_sm():
     by_two = tiles_of(H100, shapes, Scales.ROW)[0]
     rates = Rates(*(np.full(2, rate) for rate in (1.3e15, 2e15)))
     alone, in_clusters = (
-        gemm_ns(H100, rates, shapes, shipped().gemm, kernel=by_two._replace(cluster=cluster))
+        gemm_ns(
+            *(GemmTarget(H100, rates), shapes, shipped().gemm),
+            kernel=by_two._replace(cluster=cluster),
+        )
         for cluster in (1, 2)
     )
     assert in_clusters[0] > 1.1 * alone[0]

@@ -12,7 +12,7 @@ from onerank.annotate import load_gpu, with_figures
 from onerank.annotate.gpus.datasheet_estimates import sustained_fraction
 from onerank.annotate.models.attention_time import attention_ns
 from onerank.annotate.models.coefficients import AttentionCoefficients, load, shipped
-from onerank.annotate.models.gemm_tiles import gemm_ns
+from onerank.annotate.models.gemm_tiles import GemmTarget, gemm_ns
 from onerank.ir.errors import FormatError
 from tools.fit import Attention, Products, fit_gemm, read_products
 from tools.fit.__main__ import to_toml
@@ -41,18 +41,13 @@ def test_known_coefficients_are_found_again():
     shapes = np.concatenate([np.ones((400, 1)), np.rint(sizes), np.full((400, 2), 2.0)], axis=1)
     gpus = [load_gpu("A100"), load_gpu("H100")]
     truth = shipped().gemm
-    products = Products(
-        "bfloat16",
-        shapes,
-        {
-            g.name: gemm_ns(g, rates_of(g, "bfloat16", 400), shapes, truth, per_call=True)
-            for g in gpus
-        },
-    )
+    runs = [GemmTarget(g, rates_of(g, "bfloat16", 400), per_call=True) for g in gpus]
+    measured_ns = {run.gpu.name: gemm_ns(run, shapes, truth) for run in runs}
+    products = Products("bfloat16", shapes, measured_ns)
     made = fit_gemm(products, gpus, shapes=400)
-    for gpu in gpus:
-        times = gemm_ns(gpu, rates_of(gpu, "bfloat16", 400), shapes, made, per_call=True)
-        assert np.abs(times / products.times_ns[gpu.name] - 1).mean() < 0.03
+    for run in runs:
+        times = gemm_ns(run, shapes, made)
+        assert np.abs(times / products.times_ns[run.gpu.name] - 1).mean() < 0.03
 
 
 def test_gemms_are_fitted_at_the_rate_of_their_own_set():
