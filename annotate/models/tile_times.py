@@ -6,6 +6,7 @@ convolutions, recurrent layers and experts. `learned` makes predictions of these
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -85,8 +86,8 @@ def tile_times(
         decode=(c.decode_on(gpu), c.latent_decode),
         record=fused_calls,
     )
-    shapes = gemms, kernels.gemm[call[gemms]]
-    aligned_ns = _products_ns(kernels, gpu, shapes, c, measured, gemm_calls)
+    products = _Products(kernels, gemms, kernels.gemm[call[gemms]])
+    aligned_ns = _products_ns(products, gpu, c, measured, gemm_calls)
     least_ns = gemm_tiles.misaligned_lower_bound_ns(gpu, kernels.gemm)[call[gemms]]
     times[gemms] = np.maximum(aligned_ns, least_ns)
     operator_ns[where] = times[inverse]
@@ -120,8 +121,8 @@ def part_times(
     able = _able(kernels, gpu) & ~_in_type(kernels, (_VECTOR_TYPE,))
     known = np.flatnonzero(able)
     parts, owner = kernels.parts.of_calls(kernels.call[known])
-    shapes = known[owner], parts.shapes
-    single_ns = _products_ns(kernels, gpu, shapes, c, part_kernels=parts.kernels)
+    products = _Products(kernels, known[owner], parts.shapes, parts.kernels)
+    single_ns = _products_ns(products, gpu, c)
     part_times = PartTimes(parts, owner, single_ns, gpu, len(known))
     times = np.full(len(first), np.nan)
     times[known] = part_times.operator_ns
@@ -172,39 +173,52 @@ def _in_type(kernels: KernelFeatures, names: tuple[str, ...]) -> Mask:
     return np.array([name in names for name in kernels.dtypes], dtype=bool)[kernels.dtype]
 
 
-def _products_ns(  # noqa: PLR0917
-    kernels: KernelFeatures,
+@dataclass(frozen=True, slots=True)
+class _Products:
+    """The d GEMMs that some nodes compute.
+
+    Attributes:
+        kernels: the nodes.
+        rows: node of each GEMM, int64[d].
+        shapes: as for `gemm_tiles.gemm_ns`, float64[d, 6 or 7].
+        part_kernels: a `PartKernel` for each, uint8[d]; None: the library's.
+    """
+
+    kernels: KernelFeatures
+    rows: I64
+    shapes: F64
+    part_kernels: U8 | None = None
+
+
+def _products_ns(
+    products: _Products,
     gpu: Gpu,
-    products: tuple[I64, F64],
     c: Coefficients,
     measured: Calibration | None = None,
     record: TermRecord | None = None,
-    part_kernels: U8 | None = None,
 ) -> F64:
     """Return the times of GEMMs, float64[d].
 
     Args:
-        kernels: the nodes.
+        products: the GEMMs.
         gpu: where they run.
-        products: row in `kernels` of each GEMM, int64[d]; their shapes, see `gemm_tiles.gemm_ns`.
         c: fitted coefficients.
         measured: calibration of `gpu`; None: that of its description.
         record: takes the times as terms.
-        part_kernels: a `PartKernel` for each; None: the library's.
     """
-    rows, shapes = products
-    times = np.empty(len(rows))
-    rates, before = kernels.rates(gpu), without_overrides(gpu)
-    for group in _product_groups(kernels, gpu, products, c, measured, part_kernels):
+    times = np.empty(len(products.rows))
+    described_gpu = without_overrides(gpu)
+    rates = products.kernels.rates(gpu)
+    for group in _product_groups(products, gpu, c, measured):
         chosen = group.chosen
-        on = group.on_vector, kernels.per_call
         described = None
-        if before.figures != gpu.figures:
-            described = _run(group.before, kernels.rates(before), rows[chosen], on)
+        if described_gpu.figures != gpu.figures:
+            described_rates = products.kernels.rates(described_gpu)
+            described = _run(products, group, group.as_described, described_rates)
         scratch = None if record is None else record.within(chosen)
-        run = _run(group.now, rates, rows[chosen], on)
+        run = _run(products, group, group.calibration, rates)
         times[chosen] = gemm_ns(
-            run, shapes[chosen], c.gemm, described, kernel=group.kernel, record=scratch
+            run, products.shapes[chosen], c.gemm, described, kernel=group.kernel, record=scratch
         )
         if record is not None and scratch is not None:
             record.take(chosen, scratch)
@@ -216,73 +230,70 @@ class _ProductGroup(NamedTuple):
 
     Attributes:
         chosen: the GEMMs, int64[k].
-        now: calibration of the GPU.
-        before: calibration of the GPU without overridden figures.
+        calibration: calibration of the GPU.
+        as_described: calibration of the GPU without overridden figures.
         on_vector: whether they run on vector units.
         kernel: the tile kernel; None: the library's.
     """
 
     chosen: I64
-    now: Calibration
-    before: Calibration
+    calibration: Calibration
+    as_described: Calibration
     on_vector: bool = False
     kernel: TileKernel | None = None
 
 
-def _product_groups(  # noqa: PLR0917
-    kernels: KernelFeatures,
-    gpu: Gpu,
-    products: tuple[I64, F64],
-    c: Coefficients,
-    measured: Calibration | None,
-    part_kernels: U8 | None,
+def _product_groups(
+    products: _Products, gpu: Gpu, c: Coefficients, measured: Calibration | None
 ) -> Iterator[_ProductGroup]:
-    """Yield the GEMMs of `_products_ns`, with its arguments, by the kernels that compute them."""
-    rows, shapes = products
-    before = without_overrides(gpu)
+    """Yield the GEMMs by the kernels that compute them; arguments as for `_products_ns`."""
+    kernels, rows, shapes = products.kernels, products.rows, products.shapes
+    described_gpu = without_overrides(gpu)
     # The calibration is of 16-bit GEMMs; with its rates, 8-bit ones were less accurate.
     operand_bytes = shapes[:, GemmShape._fields.index("operand_bytes")]
     sixteen_bit: Mask = operand_bytes == _ITEM_BYTES
     vector = _in_type(kernels, (_VECTOR_TYPE,))[rows]
     batched: Mask = shapes[:, GemmShape._fields.index("batch")] > 1
-    as_described = Calibration(gpu, 1.0), Calibration(before, 1.0)
+    uncalibrated = Calibration(gpu, 1.0), Calibration(described_gpu, 1.0)
     # With one scale for a tensor cuBLAS multiplies 8 bits as it does 16.
     scales = kernels.scales[kernels.call[rows]]
     fine = np.flatnonzero((operand_bytes <= 1) & (scales != Scales.TENSOR))
-    others = [
+    special = [
         (fine[chosen], kernel)
         for chosen, kernel in scaled_kernels(
             gpu, shapes[fine], scales[fine], c.gemm, c.finely_scaled_on(gpu)
         )
     ]
-    if part_kernels is not None:
-        others += experts_kernels(gpu, part_kernels, c)
+    if products.part_kernels is not None:
+        special += experts_kernels(gpu, products.part_kernels, c)
     of_library = np.ones(len(rows), dtype=bool)
-    for chosen, _ in others:
+    for chosen, _ in special:
         of_library[chosen] = False
-    by_calibration = measured or calibrated(gpu, c.gemm), calibrated(before, c.gemm)
+    by_calibration = measured or calibrated(gpu, c.gemm), calibrated(described_gpu, c.gemm)
     of_batches = batched_vector_kernel(gpu, c.gemm)
     yield _ProductGroup(np.flatnonzero(sixteen_bit & of_library), *by_calibration)
-    yield _ProductGroup(np.flatnonzero(vector & ~batched), *as_described, on_vector=True)
-    yield _ProductGroup(np.flatnonzero(vector & batched), *as_described, True, of_batches)
-    yield _ProductGroup(np.flatnonzero(~sixteen_bit & of_library & ~vector), *as_described)
-    for chosen, kernel in others:
-        yield _ProductGroup(chosen, *as_described, kernel=kernel)
+    yield _ProductGroup(np.flatnonzero(vector & ~batched), *uncalibrated, on_vector=True)
+    yield _ProductGroup(np.flatnonzero(vector & batched), *uncalibrated, True, of_batches)
+    yield _ProductGroup(np.flatnonzero(~sixteen_bit & of_library & ~vector), *uncalibrated)
+    for chosen, kernel in special:
+        yield _ProductGroup(chosen, *uncalibrated, kernel=kernel)
 
 
-def _run(at: Calibration, rates: KernelRates, rows: I64, on: tuple[bool, bool]) -> GemmTarget:
-    """Return the run of the GEMMs at `rows` on a calibrated GPU.
+def _run(
+    products: _Products, group: _ProductGroup, at: Calibration, rates: KernelRates
+) -> GemmTarget:
+    """Return where the GEMMs of a group run.
 
     Args:
-        at: the GPU.
-        rates: rates of all nodes.
-        rows: the GEMMs' nodes.
-        on: `vector` and `per_call` of `GemmTarget`.
+        products: the GEMMs.
+        group: the group.
+        at: calibration of the GPU, with or without overridden figures.
+        rates: rates of all nodes on that GPU.
     """
-    vector, per_call = on
+    rows = products.rows[group.chosen]
     sustained = rates.sustained[rows]
     # No power cap limits vector units: their sustained rate is that of the kernels' code.
-    peak = sustained if vector else rates.peak[rows]
+    peak = sustained if group.on_vector else rates.peak[rows]
     # No calibration may lift the sustained rate above the datasheet's peak.
-    rates_at = Rates(np.minimum(peak, sustained * at.compute), peak)
-    return GemmTarget(at.gpu, rates_at, vector, per_call)
+    calibrated_rates = Rates(np.minimum(peak, sustained * at.compute), peak)
+    return GemmTarget(at.gpu, calibrated_rates, group.on_vector, products.kernels.per_call)
