@@ -1,8 +1,10 @@
 """The residual model: each part of a kernel's time scales with its own resource."""
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.features import KernelFeatures, matmul_ratio
@@ -75,6 +77,71 @@ def predict_by_residual(
     return predicted_ns, rules
 
 
+@dataclass(frozen=True, slots=True)
+class _Rooflines:
+    """Memory and compute time of n kernels on the source and on the target.
+
+    Attributes:
+        memory_s: bytes at the bandwidth, or elements handled one by one, on the source, float64[n].
+        compute_s: FLOPs at the sustained rate of the source, float64[n].
+        new_memory_s: as `memory_s`, on the target.
+        new_compute_s: as `compute_s`, on the target.
+        by_peak: uncapped peak of the source over that of the target, float64[n].
+        rated: whether both GPUs have a rate for the dtype, bool[n].
+        wider: whether one of the rates is that of a wider dtype, bool[n].
+        without_work: whether neither bytes nor FLOPs with a rate are known, bool[n].
+    """
+
+    memory_s: F64
+    compute_s: F64
+    new_memory_s: F64
+    new_compute_s: F64
+    by_peak: F64
+    rated: Mask
+    wider: Mask
+    without_work: Mask
+
+    @classmethod
+    def of(cls, kernels: KernelFeatures, source: Gpu, target: Gpu) -> Self:
+        """Return the rooflines of kernels on two GPUs."""
+        rates, new_rates = kernels.rates(source), kernels.rates(target)
+        rated = np.isfinite(rates.sustained / new_rates.sustained)
+        # Without a rate on both GPUs there is no ratio of FLOPs, so only the bytes scale.
+        flops = np.where(rated, np.nan_to_num(kernels.flops), 0.0)
+        streamed_bytes = np.nan_to_num(kernels.bytes * kernels.rereads)
+        memory_s, new_memory_s = (
+            np.maximum(streamed_bytes * kernels.s_per_byte(gpu), _elements_s(kernels, gpu))
+            for gpu in (source, target)
+        )
+        compute_s, new_compute_s = (
+            np.divide(flops, sustained, out=np.zeros_like(flops), where=rated)
+            for sustained in (rates.sustained, new_rates.sustained)
+        )
+        return cls(
+            *(memory_s, compute_s, new_memory_s, new_compute_s),
+            by_peak=np.where(rated, rates.peak / new_rates.peak, 1.0),
+            rated=rated,
+            wider=rates.wider | new_rates.wider,
+            without_work=np.isnan(kernels.bytes) & (np.isnan(kernels.flops) | ~rated),
+        )
+
+    @property
+    def bound(self) -> Mask:
+        """Whether compute takes longer than memory on the source, bool[n]."""
+        return self.compute_s > self.memory_s
+
+    @property
+    def roof_ns(self) -> F64:
+        """Roofline time on the source, float64[n]."""
+        return np.maximum(self.compute_s, self.memory_s) * 1e9
+
+    @property
+    def by_roof(self) -> F64:
+        """Roofline of the target over that of the source, float64[n]."""
+        new_roof_ns, roof_ns = np.maximum(self.new_compute_s, self.new_memory_s) * 1e9, self.roof_ns
+        return np.divide(new_roof_ns, roof_ns, out=np.ones_like(roof_ns), where=roof_ns > 0)
+
+
 class Terms(NamedTuple):
     """Terms of the prediction of n kernels.
 
@@ -84,8 +151,7 @@ class Terms(NamedTuple):
         above_ns: time above it, float64[n].
         roof_ns: roofline time on the source, float64[n].
         by_roof: roofline of the target over that of the source, float64[n].
-        roofs_s: memory and compute time on the source, and on the target, float64[n] each; None
-            unless terms are recorded.
+        roofs: memory and compute time on both GPUs; None unless terms are recorded.
         by_issue: SMs x clock of the source over those of the target.
         by_peak: uncapped peak of the source over that of the target, float64[n].
         part: share of the time above the floor that the roofline explains; for cached data, the
@@ -103,7 +169,7 @@ class Terms(NamedTuple):
     above_ns: F64
     roof_ns: F64
     by_roof: F64
-    roofs_s: tuple[F64, F64, F64, F64] | None
+    roofs: _Rooflines | None
     by_issue: float
     by_peak: F64
     part: F64
@@ -180,10 +246,12 @@ class Terms(NamedTuple):
 
     def _roofline_term(self, i: int, gpus: tuple[Gpu, Gpu]) -> Term:
         """Return the roofline of the target over that of the source."""
-        if not self.roof_ns[i] or self.roofs_s is None:
+        if not self.roof_ns[i] or self.roofs is None:
             return factor(self.by_roof[i], "roofline", "neither bytes nor FLOPs count")
         roofs: list[Term] = []
-        for gpu, (memory, compute) in zip(gpus, (self.roofs_s[:2], self.roofs_s[2:]), strict=True):
+        on_source = self.roofs.memory_s, self.roofs.compute_s
+        on_target = self.roofs.new_memory_s, self.roofs.new_compute_s
+        for gpu, (memory, compute) in zip(gpus, (on_source, on_target), strict=True):
             note = f"on {gpu.name}"
             what = f"bytes at the bandwidth, or elements handled one by one, {note}"
             times = [quantity("memory", memory[i] * 1e9, note=what)]
@@ -225,31 +293,13 @@ def scaling_terms(
     """Return the terms of each kernel's prediction; `recorded`: they become a `TermRecord`'s."""
     # A kernel shorter than its class's floor has nothing
     # above it, so it scales with the floor as a whole.
-    floor = np.minimum(kernels.duration_ns, kernels.floor_ns(source))
-    above = kernels.duration_ns - floor
-    rates, new_rates = kernels.rates(source), kernels.rates(target)
-    by_bandwidth = source.bandwidth_bytes_per_s / target.bandwidth_bytes_per_s
+    floor_ns = np.minimum(kernels.duration_ns, kernels.floor_ns(source))
+    above_ns = kernels.duration_ns - floor_ns
+    roofs = _Rooflines.of(kernels, source, target)
+    bound, roof_ns, by_roof = roofs.bound, roofs.roof_ns, roofs.by_roof
     by_issue = source.issue_rate_hz / target.issue_rate_hz
 
-    rated = np.isfinite(rates.sustained / new_rates.sustained)
-    # Without a rate on both GPUs there is no ratio of FLOPs, so only the bytes scale.
-    flops = np.where(rated, np.nan_to_num(kernels.flops), 0.0)
-    streamed_bytes = np.nan_to_num(kernels.bytes * kernels.rereads)
-    memory = np.maximum(streamed_bytes * kernels.s_per_byte(source), _elements_s(kernels, source))
-    compute = np.divide(flops, rates.sustained, out=np.zeros_like(flops), where=rated)
-    elements = _elements_s(kernels, target)
-    new_memory = np.maximum(streamed_bytes * kernels.s_per_byte(target), elements)
-    new_compute = np.divide(flops, new_rates.sustained, out=np.zeros_like(flops), where=rated)
-    bound = compute > memory
-    roof = np.maximum(compute, memory) * 1e9
-    by_roof = np.divide(
-        np.maximum(new_compute, new_memory) * 1e9, roof, out=np.ones_like(roof), where=roof > 0
-    )
-    # The rest of a compute-bound kernel is in tiles, waves and pipelines
-    # below the power cap, so it scales with the uncapped peak.
-    by_peak = np.where(rated, rates.peak / new_rates.peak, 1.0)
-
-    share = np.divide(roof, above, out=np.ones_like(roof), where=above > 0)
+    share = np.divide(roof_ns, above_ns, out=np.ones_like(roof_ns), where=above_ns > 0)
     explained = np.minimum(share, 1.0)
     # Faster than its memory time, a kernel found its data in a cache: memory takes 1 / share.
     cached = (share > 1) & ~bound
@@ -263,43 +313,60 @@ def scaling_terms(
     overlapped = _overlapped(explained, by_roof, by_issue)
     overlaps = issue_overlaps_memory(kernels, source, target)
     memory_bound = np.where(overlaps, overlapped, separate)
-    compute_bound = explained * by_roof + (1 - explained) * by_peak
+    # The rest of a compute-bound kernel is in tiles, waves and pipelines
+    # below the power cap, so it scales with the uncapped peak.
+    compute_bound = explained * by_roof + (1 - explained) * roofs.by_peak
     factors = np.where(bound, compute_bound, np.where(cached, mixed, memory_bound))
-    rule = np.where(bound, Rule.COMPUTE, Rule.MEMORY)
-    rule = np.where(bound & (rates.wider | new_rates.wider), Rule.WIDER_RATE, rule)
-
-    # The order matters: each of these rules overrides those above it.
-    # Copy engines issue no instructions, so neither SMs nor clock count.
-    factors = np.where(kernels.transfer, by_bandwidth, factors)
-    work_unknown = np.isnan(kernels.bytes) & (np.isnan(kernels.flops) | ~rated)
-    factors = np.where(work_unknown, by_bandwidth, factors)
-    rule = np.where(work_unknown, Rule.BANDWIDTH_ONLY, rule)
-    rule = np.where(kernels.matmul & ~rated, Rule.NO_RATE, rule)
-    by_matmul = matmul_ratio(source, target, sustained=True)
-    if by_matmul is not None:
-        unknown = kernels.matmul_class & np.isnan(kernels.flops)
-        factors = np.where(unknown, by_matmul, factors)
-        rule = np.where(unknown, Rule.MATMUL_WITHOUT_FLOPS, rule)
-    rule = np.where(above <= 0, Rule.FLOOR, rule)
-    rule = np.where(kernels.over_link, Rule.KEPT, rule).astype(np.uint8)
+    factors, rules = _special_cases(kernels, roofs, factors, source, target)
+    rules = np.where(above_ns <= 0, Rule.FLOOR, rules)
+    rules = np.where(kernels.over_link, Rule.KEPT, rules).astype(np.uint8)
     return Terms(
-        floor_ns=floor,
-        new_floor_ns=_floor_on(kernels, floor, source, target),
-        above_ns=above,
-        roof_ns=roof,
+        floor_ns=floor_ns,
+        new_floor_ns=_floor_on(kernels, floor_ns, source, target),
+        above_ns=above_ns,
+        roof_ns=roof_ns,
         by_roof=by_roof,
         # Columns that stay alive evict those in use from a core's cache: 2 to 4% of a re-costing.
-        roofs_s=(memory, compute, new_memory, new_compute) if recorded else None,
+        roofs=roofs if recorded else None,
         by_issue=by_issue,
-        by_peak=by_peak,
+        by_peak=roofs.by_peak,
         part=part,
         bound=bound,
         cached=cached,
         overlaps=overlaps,
-        streams=kernels.transfer | work_unknown,
+        streams=kernels.transfer | roofs.without_work,
         factor=factors,
-        rule=rule,
+        rule=rules,
     )
+
+
+def _special_cases(
+    kernels: KernelFeatures, roofs: _Rooflines, factors: F64, source: Gpu, target: Gpu
+) -> tuple[F64, NDArray[np.int_]]:
+    """Return the factors and rules, with those of copies and of kernels without work or a rate.
+
+    Args:
+        kernels: n kernels.
+        roofs: their rooflines.
+        factors: factor of each by its roofline, float64[n].
+        source: GPU that measured them.
+        target: GPU they are predicted for.
+    """
+    by_bandwidth = source.bandwidth_bytes_per_s / target.bandwidth_bytes_per_s
+    rules = np.where(roofs.bound, Rule.COMPUTE, Rule.MEMORY)
+    rules = np.where(roofs.bound & roofs.wider, Rule.WIDER_RATE, rules)
+    # The order matters: each of these rules overrides those above it.
+    # Copy engines issue no instructions, so neither SMs nor clock count.
+    factors = np.where(kernels.transfer, by_bandwidth, factors)
+    factors = np.where(roofs.without_work, by_bandwidth, factors)
+    rules = np.where(roofs.without_work, Rule.BANDWIDTH_ONLY, rules)
+    rules = np.where(kernels.matmul & ~roofs.rated, Rule.NO_RATE, rules)
+    by_matmul = matmul_ratio(source, target, sustained=True)
+    if by_matmul is not None:
+        unknown = kernels.matmul_class & np.isnan(kernels.flops)
+        factors = np.where(unknown, by_matmul, factors)
+        rules = np.where(unknown, Rule.MATMUL_WITHOUT_FLOPS, rules)
+    return factors, rules
 
 
 def _floor_on(kernels: KernelFeatures, floor_ns: F64, source: Gpu, target: Gpu) -> F64:
