@@ -29,7 +29,11 @@ from onerank.annotate.passes.change_dtype import (
 )
 from onerank.annotate.passes.operators_to_kernels import add_launches
 from onerank.annotate.passes.pass_options import PassOptions
-from onerank.annotate.passes.unmeasured_attention import swap_unmeasured_attention
+from onerank.annotate.passes.swap_kernels import check_resolves
+from onerank.annotate.passes.unmeasured_attention import (
+    names_no_kernel,
+    swap_unmeasured_attention,
+)
 from onerank.annotate.recost.predict_nodes import (
     apply_overrides,
     details_of,
@@ -209,14 +213,7 @@ def recost_cpu_capture(
     graph = _resize(graph, passes)
     work = _operator_work(graph, target, passes.dtype)
     predicted = _predict(graph, work, target, model, library, record)
-    times = predicted.duration_ns, predicted.rules
-    operators = [graph.strings[code] for code in graph.nodes.op[work.costs.index].tolist()]
-    swapped_ns, rules, attention_notes = swap_unmeasured_attention(
-        predicted.kernels, times, target, model, passes.attention, operators, record
-    )
-    predicted = predicted._replace(
-        duration_ns=swapped_ns, rules=rules, notes=(*predicted.notes, *attention_notes)
-    )
+    predicted = _swap_attention(graph, work, predicted, target, model, passes.attention, record)
     # A looked-up time is of the whole call and includes all its launches.
     measured = membership_mask(predicted.rules, (*BY_DATABASE, Rule.DROPPED))
     predicted_ns = add_launches(
@@ -309,6 +306,33 @@ def _predict(  # noqa: PLR0917
         overrides,
         (*notes, *override_notes(target, rules)),
     )
+
+
+def _swap_attention(  # noqa: PLR0917
+    graph: Graph,
+    work: _OperatorWork,
+    predicted: _OperatorDurations,
+    target: Gpu,
+    model: CostModel,
+    requested: str,
+    record: TermRecord | None,
+) -> _OperatorDurations:
+    """Return the durations with the attention kernels that are requested or that operators name.
+
+    Raises:
+        AnnotateError: the kernel does not run on the target, or the model does not distinguish
+            attention kernels.
+    """
+    if not names_no_kernel(requested):
+        check_resolves(model, requested)
+    elif not model.resolves_kernels:
+        return predicted
+    operators = [graph.strings[code] for code in graph.nodes.op[work.costs.index].tolist()]
+    by_usual = predicted.duration_ns, predicted.rules
+    swapped_ns, rules, notes = swap_unmeasured_attention(
+        predicted.kernels, by_usual, target, requested, operators, record=record
+    )
+    return predicted._replace(duration_ns=swapped_ns, rules=rules, notes=(*predicted.notes, *notes))
 
 
 def _write_prediction(  # noqa: PLR0917

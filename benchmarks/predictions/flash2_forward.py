@@ -25,7 +25,6 @@ import polars as pl
 from benchmarks.harness import gpus_and_torch, parser_of, print_conditions, print_errors
 from onerank.annotate import load_gpu
 from onerank.annotate.models.coefficients import shipped
-from onerank.annotate.models.cost_model import MODELS
 from onerank.annotate.models.intervals import intervals
 from onerank.annotate.models.learned import predict_from_description
 from onerank.annotate.op_costs.attention import KeyWindow
@@ -163,7 +162,7 @@ def compare(table: Path, name: str) -> None:
     shapes = np.array([shape_of(case) for case in calls], dtype=np.float64)
     kernels = of_attention(Attention(shapes, {}), measured_ns)
     predicted_ns, rules, _ = swap_unmeasured_attention(
-        *(kernels, predict_from_description(kernels, gpu), gpu, MODELS["learned"], "usual"),
+        *(kernels, predict_from_description(kernels, gpu), gpu, "usual"),
         [_OPERATOR] * len(calls),
     )
     (low, high), _ = intervals(kernels, (predicted_ns, rules), None, gpu, shipped())

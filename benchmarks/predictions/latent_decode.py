@@ -26,7 +26,6 @@ from benchmarks.harness import gpus_and_torch, parser_of, print_conditions, prin
 from onerank.annotate import load_gpu
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.coefficients import shipped
-from onerank.annotate.models.cost_model import MODELS
 from onerank.annotate.models.intervals import intervals
 from onerank.annotate.models.learned import predict_from_description
 from onerank.annotate.op_costs.operands import Call, Tensor
@@ -141,7 +140,7 @@ def compare(table: Path, name: str) -> None:
     measured_ns = attention_ns + combine_ns
     kernels = of_attention(Attention(np.stack(sizes, axis=1), {}), measured_ns)
     attention_only_ns, rules, _ = swap_unmeasured_attention(
-        *(kernels, predict_from_description(kernels, gpu), gpu, MODELS["learned"], "usual"),
+        *(kernels, predict_from_description(kernels, gpu), gpu, "usual"),
         ["onerank_serving::latent_attention"] * len(rows),
     )
     combined_ns = [_combination_ns(gpu, *row) for row in rows.select(COLUMNS[:3]).iter_rows()]

@@ -5,7 +5,6 @@ import pytest
 
 from onerank.annotate import load_gpu
 from onerank.annotate.models.coefficients import shipped
-from onerank.annotate.models.cost_model import MODELS
 from onerank.annotate.models.flash_mla import (
     _plan,
     combination_ns,
@@ -79,7 +78,7 @@ def test_the_interval_is_that_of_the_schedule():
     gpu = load_gpu("H100")
     predicted = predict_from_description(kernels, gpu)
     durations, rules, _ = swap_unmeasured_attention(
-        *(kernels, predicted, gpu, MODELS["learned"], "usual"),
+        *(kernels, predicted, gpu, "usual"),
         ["onerank_serving::latent_attention"],
     )
     ((low,), (high,)), _ = intervals(kernels, (durations, rules), None, gpu, shipped())

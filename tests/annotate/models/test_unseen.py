@@ -12,7 +12,6 @@ from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.attention_kernels import has_figure, is_known_by_shape
 from onerank.annotate.models.attention_time import attention_tiles, decode_terms
 from onerank.annotate.models.coefficients import shipped
-from onerank.annotate.models.cost_model import MODELS
 from onerank.annotate.models.gemm_tiles import GemmTarget, Rates, gemm_ns
 from onerank.annotate.models.gpu_distance import distance_from_fitted, tile_model_weight
 from onerank.annotate.models.intervals import KINDS, kinds_of, widening
@@ -121,7 +120,7 @@ def test_a_named_kernel_without_a_figure_is_noted():
     def swapped(gpu):
         times, rules = predict_from_description(attention(4096), gpu)
         slower, of_swap, notes = swap_unmeasured_attention(
-            attention(4096), (times, rules), gpu, MODELS["learned"], "usual", operators
+            attention(4096), (times, rules), gpu, "usual", operators
         )
         kinds = kinds_of(attention(4096), (slower, of_swap), None, gpu)
         return (slower / times).item(), KINDS[kinds[0]], notes
@@ -144,7 +143,7 @@ def test_flash_attention_3_runs_on_hopper_alone():
     for gpu, runs in ((H100, None), (load_gpu("A100"), "flash2"), (B200, "cudnn")):
         predicted = predict_from_description(kernels, gpu)
         swapped, rules, notes = swap_unmeasured_attention(
-            kernels, predicted, gpu, MODELS["learned"], "usual", operators
+            kernels, predicted, gpu, "usual", operators
         )
         assert (swapped, rules) == predicted
         if runs is None:
@@ -152,7 +151,7 @@ def test_flash_attention_3_runs_on_hopper_alone():
         else:
             note_of(notes, "attention-kernel-assumed", 1, runs)
     flash2, _, _ = swap_unmeasured_attention(
-        *(kernels, predict_from_description(kernels, H100), H100, MODELS["learned"], "usual"),
+        *(kernels, predict_from_description(kernels, H100), H100, "usual"),
         ["aten::_flash_attention_forward"],
     )
     assert flash2 > 1.3 * predict_from_description(kernels, H100)[0]
@@ -203,7 +202,7 @@ def test_decoding_by_the_kernel_that_an_operator_names():
     operators = ["aten::_cudnn_attention_forward", "aten::_flash_attention_forward", "aten::other"]
     predicted = predict_from_description(kernels, H100)
     (cudnn, flash2, usual), rules, notes = swap_unmeasured_attention(
-        kernels, predicted, H100, MODELS["learned"], "usual", operators
+        kernels, predicted, H100, "usual", operators
     )
     assert (cudnn, flash2) == (pytest.approx(5141, rel=0.1), pytest.approx(8323, rel=0.1))
     assert usual == predicted[0][2]
@@ -229,7 +228,7 @@ def test_windowed_prefills_of_flash_attention_2():
     kernels = of_attention(Attention(shapes, {}), np.ones(4))
     predicted = predict_from_description(kernels, H100)
     durations, _, _ = swap_unmeasured_attention(
-        *(kernels, predicted, H100, MODELS["learned"], "usual"),
+        *(kernels, predicted, H100, "usual"),
         ["aten::_flash_attention_forward"] * 4,
     )
     assert durations == pytest.approx(np.multiply(measured_us, 1e3), rel=0.1)
