@@ -1,7 +1,7 @@
 """Cost a graph that no GPU measured: a CPU capture, or a generated workload with work counts."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -178,16 +178,27 @@ class _OperatorDurations(NamedTuple):
     notes: tuple[Note, ...]
 
 
-def recost_cpu_capture(
-    graph: Graph,
-    target: Gpu,
-    model: CostModel,
-    passes: PassOptions,
-    *,
-    databases: Sequence[str | Path] = (),
-    record: TermRecord | None = None,
-) -> Graph:
-    """Return the graph of the kernels that a CPU capture's operators would launch on `target`.
+@dataclass(frozen=True, slots=True)
+class UnmeasuredRequest:
+    """The inputs of a re-costing of a CPU capture, besides the graph.
+
+    Attributes:
+        target: GPU to predict durations for, perhaps with overridden figures.
+        model: cost model.
+        passes: the requested changes.
+        databases: kernel databases in addition to the shipped ones.
+        record: takes the terms of compute nodes, as positions among them; None: no terms are kept.
+    """
+
+    target: Gpu
+    model: CostModel
+    passes: PassOptions
+    databases: Sequence[str | Path] = ()
+    record: TermRecord | None = None
+
+
+def recost_cpu_capture(graph: Graph, request: UnmeasuredRequest) -> Graph:
+    """Return the graph of the kernels that a CPU capture's operators would launch on a GPU.
 
     Every operator becomes one KERNEL of stream 0, which `OperatorsToKernels` divides later.
     STREAM_ORDER edges in program order replace the PROGRAM_ORDER edges among operators. A kernel's
@@ -201,7 +212,6 @@ def recost_cpu_capture(
     GEMMs run at the float32 rate, as TF32 is off by default. If another dtype is requested, GEMMs
     run in it (see `change_dtype`). Operators with rows in the kernel databases, in that dtype, take
     the measured time (evidence LOOKED_UP and INTERPOLATED).
-    `record` takes the terms of compute nodes, as positions among them.
 
     Raises:
         AnnotateError: no operator has shapes, a requested pass is impossible on the target, or a
@@ -209,11 +219,12 @@ def recost_cpu_capture(
         DatabaseError: a file is no kernel database.
         OSError: a database cannot be read.
     """
-    library = library_for(model, databases, (None, target), graph)
-    graph = _resize(graph, passes)
-    work = _operator_work(graph, target, passes.dtype)
-    predicted = _predict(graph, work, target, model, library, record)
-    predicted = _swap_attention(graph, work, predicted, target, model, passes.attention, record)
+    target, record = request.target, request.record
+    library = library_for(request.model, request.databases, (None, target), graph)
+    graph = _resize(graph, request.passes)
+    work = _operator_work(graph, target, request.passes.dtype)
+    predicted = _predict(graph, work, request, library)
+    predicted = _swap_attention(graph, work, predicted, request)
     # A looked-up time is of the whole call and includes all its launches.
     measured = membership_mask(predicted.rules, (*BY_DATABASE, Rule.DROPPED))
     predicted_ns = add_launches(
@@ -222,11 +233,11 @@ def recost_cpu_capture(
         predicted.duration_ns,
         measured,
         target,
-        passes.attention,
+        request.passes.attention,
         record,
     )
     predicted = predicted._replace(duration_ns=predicted_ns)
-    return _write_prediction(graph, work, predicted, target, model, record)
+    return _write_prediction(graph, work, predicted, request)
 
 
 def _resize(graph: Graph, passes: PassOptions) -> Graph:
@@ -259,63 +270,57 @@ def _operator_work(graph: Graph, target: Gpu, dtype: str | None) -> _OperatorWor
     )
 
 
-def _predict(  # noqa: PLR0917
-    graph: Graph,
-    work: _OperatorWork,
-    target: Gpu,
-    model: CostModel,
-    library: Library | None,
-    record: TermRecord | None,
+def _predict(
+    graph: Graph, work: _OperatorWork, request: UnmeasuredRequest, library: Library | None
 ) -> _OperatorDurations:
     """Return the operators' durations: from the kernel databases, else from the model."""
+    target, model = request.target, request.model
     kernels = KernelFeatures.of(graph, work.costs)
-    predicted_ns, rules = model.from_description(kernels, target, record=record)
+    predicted_ns, rules = model.from_description(kernels, target, record=request.record)
     rules = np.where(work.removed, np.uint8(Rule.DROPPED), rules)
-    uncertainty, overrides, notes = (
-        Uncertainty.none(len(predicted_ns)),
-        OverrideEffect.none(rules),
-        tuple[Note, ...](),
-    )
+    uncertainty, overrides = Uncertainty.none(len(rules)), OverrideEffect.none(rules)
+    predicted = _OperatorDurations(kernels, predicted_ns, rules, uncertainty, overrides, ())
     # The choice between model and database compares intervals, so the model must have them.
     if library is not None and model.has_intervals:
-        # Rows were measured on the target as described: they are looked up for that, and the
-        # model's ratio with and without overrides is applied afterwards.
-        target_as_described = target.as_described
-        model_result = without_overrides = predicted_ns, rules
-        with_terms, before = {} if record is None else dict(record.roots), None
-        if target != target_as_described:
-            before = None if record is None else TermRecord(record.rows)
-            described_ns, _ = model.from_description(kernels, target_as_described, record=before)
-            without_overrides = described_ns, rules
-        basis = Basis(library, None, target_as_described, model.from_description, shipped())
-        where = ~work.removed & work.has_dtype
-        best = best_of(
-            work.graph, work.costs, kernels, without_overrides, basis, where=where, record=record
+        predicted = _look_up(work, predicted, request, library)
+    notes = (*predicted.notes, *override_notes(target, predicted.rules))
+    return predicted._replace(notes=notes)
+
+
+def _look_up(
+    work: _OperatorWork, modelled: _OperatorDurations, request: UnmeasuredRequest, library: Library
+) -> _OperatorDurations:
+    """Return the model's durations, or those of database rows where these are more certain.
+
+    Rows were measured on the target as described: they are looked up for that, and the model's
+    ratio with and without overrides is applied afterwards.
+    """
+    target, model, record = request.target, request.model, request.record
+    target_as_described, kernels = target.as_described, modelled.kernels
+    model_result = without_overrides = modelled.duration_ns, modelled.rules
+    terms_with_overrides = {} if record is None else dict(record.roots)
+    described_record = None
+    if target != target_as_described:
+        described_record = None if record is None else TermRecord(record.rows)
+        described_ns, _ = model.from_description(
+            kernels, target_as_described, record=described_record
         )
-        if record is not None and before is not None:
-            record_overrides(record, with_terms, before.roots, best.rules, target)
-        predicted_ns, rules, overrides = apply_overrides(
-            (best.moved_ns, best.rules), without_overrides[0], model_result
-        )
-        uncertainty, notes = best.uncertainty, best.notes
-    return _OperatorDurations(
-        kernels,
-        predicted_ns,
-        rules,
-        uncertainty,
-        overrides,
-        (*notes, *override_notes(target, rules)),
+        without_overrides = described_ns, modelled.rules
+    basis = Basis(library, None, target_as_described, model.from_description, shipped())
+    where = ~work.removed & work.has_dtype
+    best = best_of(
+        work.graph, work.costs, kernels, without_overrides, basis, where=where, record=record
     )
+    if record is not None and described_record is not None:
+        record_overrides(record, terms_with_overrides, described_record.roots, best.rules, target)
+    predicted_ns, rules, overrides = apply_overrides(
+        (best.moved_ns, best.rules), without_overrides[0], model_result
+    )
+    return _OperatorDurations(kernels, predicted_ns, rules, best.uncertainty, overrides, best.notes)
 
 
-def _swap_attention(  # noqa: PLR0917
-    graph: Graph,
-    work: _OperatorWork,
-    predicted: _OperatorDurations,
-    target: Gpu,
-    model: CostModel,
-    requested: str,
-    record: TermRecord | None,
+def _swap_attention(
+    graph: Graph, work: _OperatorWork, predicted: _OperatorDurations, request: UnmeasuredRequest
 ) -> _OperatorDurations:
     """Return the durations with the attention kernels that are requested or that operators name.
 
@@ -323,27 +328,24 @@ def _swap_attention(  # noqa: PLR0917
         AnnotateError: the kernel does not run on the target, or the model does not distinguish
             attention kernels.
     """
+    requested = request.passes.attention
     if not names_no_kernel(requested):
-        check_resolves(model, requested)
-    elif not model.resolves_kernels:
+        check_resolves(request.model, requested)
+    elif not request.model.resolves_kernels:
         return predicted
     operators = [graph.strings[code] for code in graph.nodes.op[work.costs.index].tolist()]
     by_usual = predicted.duration_ns, predicted.rules
     swapped_ns, rules, notes = swap_unmeasured_attention(
-        predicted.kernels, by_usual, target, requested, operators, record=record
+        predicted.kernels, by_usual, request.target, requested, operators, record=request.record
     )
     return predicted._replace(duration_ns=swapped_ns, rules=rules, notes=(*predicted.notes, *notes))
 
 
-def _write_prediction(  # noqa: PLR0917
-    graph: Graph,
-    work: _OperatorWork,
-    predicted: _OperatorDurations,
-    target: Gpu,
-    model: CostModel,
-    record: TermRecord | None,
+def _write_prediction(
+    graph: Graph, work: _OperatorWork, predicted: _OperatorDurations, request: UnmeasuredRequest
 ) -> Graph:
     """Return the graph of the kernels, with the predictions in its columns and its job."""
+    target, record = request.target, request.record
     costs, removed, rules = work.costs, work.removed, predicted.rules
     if record is not None:
         record.rules = {row: Rule(int(rules[row])) for row in record.rows.tolist()}
@@ -351,7 +353,7 @@ def _write_prediction(  # noqa: PLR0917
     nodes.duration_ns[costs.index] = np.rint(predicted.duration_ns).astype(np.int64)
     nodes.evidence[costs.index] = evidence_of(rules, nodes.evidence[costs.index])
     interval: Interval | None = None
-    if model.has_intervals:
+    if request.model.has_intervals:
         ends, interval = intervals(
             predicted.kernels,
             (np.where(removed, 0, predicted.duration_ns), rules),

@@ -26,7 +26,11 @@ from onerank.annotate.passes.operators_to_kernels import OperatorsToKernels
 from onerank.annotate.passes.overlap import CHOICES, MaximizeOverlap, SerializeOverlap
 from onerank.annotate.passes.pass_options import NO_PASSES, PassOptions
 from onerank.annotate.passes.swap_kernels import check_resolves
-from onerank.annotate.recost.from_datasheet import recost_counts, recost_cpu_capture
+from onerank.annotate.recost.from_datasheet import (
+    UnmeasuredRequest,
+    recost_counts,
+    recost_cpu_capture,
+)
 from onerank.annotate.recost.from_gpu import recost_measured
 from onerank.annotate.recost.predict_nodes import MeasuredRequest, database_look_up
 from onerank.ir import UNKNOWN, Evidence, Graph
@@ -273,7 +277,8 @@ class PredictDurations:
         if request.from_cpu:
             check_capture_on_cpu(source)
             return recost_cpu_capture(
-                graph, target, model, requested, databases=databases, record=request.record
+                graph,
+                UnmeasuredRequest(target, model, requested, databases, request.record),
             )
         if is_counted(graph):
             if source is not None or requested != NO_PASSES or databases:
