@@ -527,23 +527,27 @@ def print_ranks_by_cause(
     for name, factor in cases.items():
         changed = [ms * factor(shape_of(row.job)) for ms, row in zip(predicted, rows, strict=True)]
         lost = losses(changed, rows)
-        print(f"  {name:26}tau of the worst model {min(taus(changed, rows)):.3f}, best one loses "
+        print(f"  {name:26}mean error {mean_error(changed, rows):.1%}, "
+              f"tau of the worst model {min(taus(changed, rows)):.3f}, best one loses "
               f"{statistics.mean(lost):.1%} in the mean, {max(lost):.1%} at worst; tau of the "
               f"alternatives of 24 layers {tau_of_alternatives(changed, rows):.3f}")  # fmt: skip
     # What another profile of the same machine would score against this one: each layer that waits
     # draws its deviation anew from those of all that wait.
-    drawn: dict[str, list[float]] = {"tau": [], "loses": []}
+    drawn: dict[str, list[float]] = {"error": [], "tau": [], "loses": []}
     generator = np.random.default_rng(0)
     deviations = [exact[shape] for shape in waits]
     for _ in range(DRAWS):
         again = dict(zip(waits, generator.choice(deviations, len(waits)).tolist(), strict=True))
         factors = [again.get(shape_of(row.job), exact[shape_of(row.job)]) for row in rows]
         times = [ms * factor for ms, factor in zip(predicted, factors, strict=True)]
+        drawn["error"].append(mean_error(times, rows))
         drawn["tau"].append(tau_of_alternatives(times, rows))
         drawn["loses"].append(statistics.mean(losses(times, rows)))
     low, middle, high = np.quantile(drawn["tau"], (0.1, 0.5, 0.9))
-    print(f"profiles drawn anew, {DRAWS} times: tau of the alternatives of 24 layers {middle:.3f} "
-          f"(80% of draws: {low:.3f} to {high:.3f}), best one loses "
+    error = statistics.median(drawn["error"])
+    print(f"profiles drawn anew, {DRAWS} times: mean error {error:.1%}, "
+          f"tau of the alternatives of 24 layers {middle:.3f} (80% of draws: {low:.3f} to "
+          f"{high:.3f}), best one loses "
           f"{statistics.median(drawn['loses']):.1%} in the mean")  # fmt: skip
 
 
