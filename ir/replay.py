@@ -55,16 +55,15 @@ def edge_delays(graph: Graph, call_excess_ns: float = 0.0) -> tuple[list[int], l
     """
     measured = _MeasuredTimes.of(graph)
     delay, from_start = _delays_to_host(measured, call_excess_ns)
-    launch = measured.launch
-    start_limit_ns = _start_limits(graph, launch, measured.start_ns, measured.end_ns)
-    delay = np.where(launch, _launch_delays(measured, start_limit_ns), delay)
+    start_limit_ns = _start_limits(measured)
+    delay = np.where(measured.launch, _launch_delays(measured, start_limit_ns), delay)
     delay = _with_gpu_gaps(measured, delay, start_limit_ns)
     # A negative value is the measured overlap of two kernels on one stream; a replay keeps it.
     on_host, reason = measured.is_host[graph.edges.target], graph.edges.reason
     waited = np.where(on_host, 0, graph.nodes.blocked_ns[graph.edges.target])
     follows_stream = (reason == Reason.STREAM_ORDER) | (reason == Reason.ROOM)
     delay = np.where(follows_stream & (waited < 0), waited, delay + np.maximum(waited, 0))
-    return delay.tolist(), (from_start | launch).tolist()
+    return delay.tolist(), (from_start | measured.launch).tolist()
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +112,7 @@ def _delays_to_host(measured: _MeasuredTimes, call_excess_ns: float) -> tuple[I6
     program &= on_host | is_host_call[edges.target]
     after_call = (reason == Reason.PROGRAM_ORDER) & is_host_call[edges.source] & ~program
     after_call &= on_host | is_host_call[edges.target]
-    between, wakeup = _host_delays(graph, is_host, measured.start_ns, measured.end_ns)
+    between, wakeup = _host_delays(measured)
     delay = np.where(on_host, wakeup, 0)
     delay = np.where(program | after_call, np.rint(between * factor).astype(np.int64), delay)
     if call_excess_ns:
@@ -124,9 +123,8 @@ def _delays_to_host(measured: _MeasuredTimes, call_excess_ns: float) -> tuple[I6
 
 def _launch_delays(measured: _MeasuredTimes, start_limit_ns: I64) -> I64:
     """Return the latency of each launch from its operator's start, in ns; int64[e]."""
-    graph, start, end = measured.graph, measured.start_ns, measured.end_ns
-    recorded = start - unrecorded_waits(graph)
-    latency = _launch_latencies(graph, measured.launch, recorded, start, end, start_limit_ns)
+    graph = measured.graph
+    latency = _launch_latencies(measured, start_limit_ns)
     # Latency after the operator belongs to the driver and the GPU: the host factor does not scale
     # it.
     host_part = np.minimum(latency, measured.duration_ns[graph.edges.source])
@@ -136,16 +134,14 @@ def _launch_delays(measured: _MeasuredTimes, start_limit_ns: I64) -> I64:
 def _with_gpu_gaps(measured: _MeasuredTimes, delay: I64, start_limit_ns: I64) -> I64:
     """Return the delays with the gaps between GPU operations, by stream order and by waits."""
     graph, start, end = measured.graph, measured.start_ns, measured.end_ns
-    edges, reason, launch = graph.edges, graph.edges.reason, measured.launch
+    edges, reason = graph.edges, graph.edges.reason
     gpu_to_gpu = ~measured.is_host[edges.target] & ~measured.is_host[edges.source]
     gap = start[edges.target] - end[edges.source]
-    queued = (
-        _waits_for_source_alone(graph, launch, start, end, start_limit_ns)
-        & (gap >= 0)
-        & (gap <= RELEASE_NS)
-    )
-    source_end = end[edges.source]
-    last = _latest_release(graph, ~launch, source_end)[edges.target] == source_end
+    last = _ended_last(measured)
+    # These waited in the queue of their stream, for the source alone.
+    queued = _launched_before_source_ended(measured, start_limit_ns) & last
+    queued &= graph.nodes.evidence[edges.source] == Evidence.MEASURED
+    queued &= (gap >= 0) & (gap <= RELEASE_NS)
     # The source released the target only if it ended last and the gap is short. Other gaps contain
     # kernels, or have a cause that the trace does not record. As the delay of a wait they added
     # 6 us each in a re-costed CPU capture with context parallelism, 2% of the step.
@@ -209,7 +205,7 @@ def unrecorded_waits(graph: Graph) -> I64:
     return np.where(graph.nodes.kind == Kind.HOST_OP, 0, np.maximum(graph.nodes.blocked_ns, 0))
 
 
-def _host_delays(graph: Graph, is_host: Mask, begun: I64, ended: I64) -> tuple[I64, I64]:
+def _host_delays(measured: _MeasuredTimes) -> tuple[I64, I64]:
     """Return two times for each edge to a host operator: the thread's own time, and its wake-up.
 
     Between two starts, a thread runs the first operator, may be blocked until the GPU or another
@@ -218,25 +214,27 @@ def _host_delays(graph: Graph, is_host: Mask, begun: I64, ended: I64) -> tuple[I
     """
     # With the wait for the GPU counted as host time, a TimesFormer step of 163 ms (158 ms on the
     # GPU) stayed at 162.8 ms on a GPU of twice the speed; without it, it takes 87.1 ms.
+    graph, is_host = measured.graph, measured.is_host
+    start, end = measured.start_ns, measured.end_ns
     edges, evidence = graph.edges, graph.nodes.evidence
     queued, woken = edges.reason == Reason.LAUNCH_QUEUE, edges.reason == Reason.SYNC
     is_end_known = evidence[edges.source] == Evidence.MEASURED
     # `edge_delays` restores the measured ends of host operators, except for a factor of 0.
     is_end_known |= is_host[edges.source] & (graph.job.host_factor != 0)
-    next_start = _next_starts(graph, Reason.STREAM_ORDER, begun)
-    released = np.where(queued, next_start[edges.source], begun[edges.target])
-    released = np.where(is_end_known, ended[edges.source], released)
-    released = np.minimum(released, begun[edges.target])
+    next_start = _next_starts(graph, Reason.STREAM_ORDER, start)
+    released = np.where(queued, next_start[edges.source], start[edges.target])
+    released = np.where(is_end_known, end[edges.source], released)
+    released = np.minimum(released, start[edges.target])
     last_release = _latest_release(graph, woken, released)[edges.target]
     recorded = graph.nodes.blocked_ns[edges.target]
     by_host = _latest_release(graph, woken & is_host[edges.source], released)[edges.target]
-    before = np.minimum(ended[edges.source], begun[edges.target])
+    before = np.minimum(end[edges.source], start[edges.target])
     blocked = np.maximum(np.where(recorded > 0, by_host, last_release) - before, 0)
     blocked = np.maximum(blocked, recorded)
-    between = np.maximum(begun[edges.target] - begun[edges.source], 0) - blocked
+    between = np.maximum(start[edges.target] - start[edges.source], 0) - blocked
     last_room = _latest_release(graph, queued, released)[edges.target]
     last = (woken & (released == last_release)) | (queued & (released == last_room))
-    return between, np.where(last, begun[edges.target] - released, 0)
+    return between, np.where(last, start[edges.target] - released, 0)
 
 
 def _latest_release(graph: Graph, chosen: Mask, release_ns: I64) -> I64:
@@ -249,64 +247,69 @@ def _latest_release(graph: Graph, chosen: Mask, release_ns: I64) -> I64:
     return latest
 
 
-def _next_starts(graph: Graph, order: Reason, begun: I64) -> I64:
+def _next_starts(graph: Graph, order: Reason, start: I64) -> I64:
     """Return the start of the next node on each node's stream or thread; `_NEVER` for the last."""
     edges = graph.edges
     on_host = (graph.nodes.kind == Kind.HOST_OP)[edges.target]
     follows = (edges.reason == order) & (on_host | (order == Reason.STREAM_ORDER))
     next_start = np.full(len(graph), _NEVER)
-    np.minimum.at(next_start, edges.source[follows], begun[edges.target[follows]])
+    np.minimum.at(next_start, edges.source[follows], start[edges.target[follows]])
     return next_start
 
 
-def _waits_for_source_alone(
-    graph: Graph, launch: Mask, begun: I64, ended: I64, within_ns: I64
-) -> Mask:
-    """Return the edges whose source was the only cause of the target's start, bool[m].
+def _ended_last(measured: _MeasuredTimes) -> Mask:
+    """Return the edges whose source ended last of all that the target waited for, bool[e].
 
-    The target was launched before the source ended, the source ended last, and its duration was
-    measured.
+    Launches do not count: their operators may end later than what they launch begins.
     """
-    edges = graph.edges
-    launched_at = np.full(len(graph), UNKNOWN)
-    np.maximum.at(launched_at, edges.target[launch], (begun[edges.source] + within_ns)[launch])
-    before = launched_at[edges.target] <= ended[edges.source]
-    last = _latest_release(graph, ~launch, ended[edges.source])[edges.target] == ended[edges.source]
-    return before & last & (graph.nodes.evidence[edges.source] == Evidence.MEASURED)
+    source_end = measured.end_ns[measured.graph.edges.source]
+    latest = _latest_release(measured.graph, ~measured.launch, source_end)
+    return latest[measured.graph.edges.target] == source_end
 
 
-def _start_limits(graph: Graph, is_launch: Mask, begun: I64, ended: I64) -> I64:
+def _launched_before_source_ended(measured: _MeasuredTimes, start_limit_ns: I64) -> Mask:
+    """Return the edges whose target was launched when the source ended, bool[e]."""
+    edges, launch = measured.graph.edges, measured.launch
+    launched_at = np.full(len(measured.graph), UNKNOWN)
+    ready = measured.start_ns[edges.source] + start_limit_ns
+    np.maximum.at(launched_at, edges.target[launch], ready[launch])
+    return launched_at[edges.target] <= measured.end_ns[edges.source]
+
+
+def _start_limits(measured: _MeasuredTimes) -> I64:
     """Return for each edge the longest time from the source's start to a launch on an idle GPU.
 
     The limit is LAUNCH_NS after the end of the source. If the launching operator had called the
     source before, the limit is LAUNCH_NS after the start of the thread's next operator.
     """
+    graph, start = measured.graph, measured.start_ns
     edges = graph.edges
-    within_ns = (ended - begun)[edges.source] + LAUNCH_NS
+    limit_ns = (measured.end_ns - start)[edges.source] + LAUNCH_NS
     # Without this limit such an operation kept its measured queueing time on a faster GPU.
-    called = is_launch & (edges.reason == Reason.PROGRAM_ORDER)
-    following = _next_starts(graph, Reason.PROGRAM_ORDER, begun) - begun
-    within_ns[called] = following[edges.source[called]] + LAUNCH_NS
-    return within_ns
+    called = measured.launch & (edges.reason == Reason.PROGRAM_ORDER)
+    following = _next_starts(graph, Reason.PROGRAM_ORDER, start) - start
+    limit_ns[called] = following[edges.source[called]] + LAUNCH_NS
+    return limit_ns
 
 
-def _launch_latencies(  # noqa: PLR0917
-    graph: Graph, is_launch: Mask, ready: I64, begun: I64, ended: I64, within_ns: I64
-) -> I64:
+def _launch_latencies(measured: _MeasuredTimes, start_limit_ns: I64) -> I64:
     """Return per edge the time from an operator's start until its GPU operation can start.
 
     Only operations that waited for nothing else show their latency. The others get the shorter of
     their observed time and the median latency of the former.
     """
-    edges = graph.edges
+    graph, is_launch = measured.graph, measured.launch
+    edges, start = graph.edges, measured.start_ns
+    ready = start - unrecorded_waits(graph)
+    other = ~is_launch
     blocked_until = np.full(len(graph), np.iinfo(np.int64).min)
-    np.maximum.at(blocked_until, edges.target[~is_launch], ended[edges.source[~is_launch]])
+    np.maximum.at(blocked_until, edges.target[other], measured.end_ns[edges.source[other]])
     # An operation that started long after its operator waited for something, even if the graph
     # does not record it. There is no limit for a thread that wakes up or for a recorded wait.
-    limit = within_ns.copy()
+    limit = start_limit_ns.copy()
     limit[graph.nodes.stream[edges.target] == UNKNOWN] = np.iinfo(np.int64).max
-    limit[ready[edges.target] < begun[edges.target]] = np.iinfo(np.int64).max
-    observed = np.clip(ready[edges.target] - begun[edges.source], 0, limit)
+    limit[ready[edges.target] < start[edges.target]] = np.iinfo(np.int64).max
+    observed = np.clip(ready[edges.target] - start[edges.source], 0, limit)
     unblocked = is_launch & (ready[edges.target] > blocked_until[edges.target] + QUEUED_NS)
     # The median, since a few launches wait for locks or page faults.
     median_latency = int(np.median(observed[unblocked])) if unblocked.any() else 0
