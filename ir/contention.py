@@ -48,10 +48,10 @@ class Contention:
         rounds: rounds of thread blocks in which a kernel uses all of them; 0 if some are free or
             become free often, int64[n].
         held: share that a communication call holds, 0 for other operations, float64[n].
-        spare: the rate that a call could reach on its GPUs over its rate alone, which the network
-            may limit; 1 within a node, float64[n].
-        slows: how many times as long a call takes next to this kernel if nothing but the GPU
-            limits the call; 1 for other operations, float64[n].
+        headroom: rate at which its GPUs could run a call, divided by its uncontended rate. Above 1
+            if the network limits the call, 1 within a node, float64[n].
+        call_slowdown: how many times as long a call takes next to this kernel if its GPUs limit it;
+            1 for other operations, float64[n].
         multiprocessors: how many the GPU has.
         persistent: whether a product is one block for each multiprocessor, which takes tiles until
             none is left.
@@ -63,8 +63,8 @@ class Contention:
     tiles: I64
     rounds: I64
     held: F64
-    spare: F64
-    slows: F64
+    headroom: F64
+    call_slowdown: F64
     multiprocessors: int
     persistent: bool
     among_kernels: bool
@@ -135,10 +135,10 @@ class TimeLimits:
     """Limits on when nodes run, by node, in ns.
 
     Attributes:
-        earliest: start of a node without constraints.
-        floors: earliest start.
-        arrivals: time before which a node makes no progress although it may have started, because
-            it waits for other ranks.
+        earliest: start of a node, unless an edge constrains it.
+        floors: time before which a node never starts, whatever its edges.
+        arrivals: time when the last other rank reaches a node's call. A node may start before, and
+            then holds its stream and its multiprocessors, but makes no progress until then.
     """
 
     earliest: list[int]
@@ -172,8 +172,15 @@ class _Running:
         return self.wait if self.waits else max(self.left - self.lead, 0.0) / self.rate
 
 
-class SharedGpu:
-    """The state of a schedule: nodes whose constraints are open, and operations that run.
+class ContendedSchedule:
+    """A schedule of nodes that share one GPU, computed on construction.
+
+    Attributes:
+        start: start of each node in ns.
+        end: end of each node in ns.
+        blocker: node that each node waited for last, UNKNOWN for none.
+        released_by: edge of that wait; UNKNOWN for none, or if the node waited for
+            multiprocessors.
 
     Args:
         constraints: of the graph.
@@ -190,7 +197,7 @@ class SharedGpu:
         contention: Contention,
     ) -> None:
         count = len(duration)
-        self._of, self._duration = constraints, duration
+        self._constraints, self._duration = constraints, duration
         self._floors, self._arrivals = limits.floors, limits.arrivals
         self._needed: list[float] = contention.needed.tolist()
         self._tiles: list[int] = contention.tiles.tolist()
@@ -198,8 +205,8 @@ class SharedGpu:
         self._persistent = contention.persistent
         self._rounds: list[int] = contention.rounds.tolist()
         self._held: list[float] = contention.held.tolist()
-        self._spare: list[float] = contention.spare.tolist()
-        self._slows: list[float] = contention.slows.tolist()
+        self._headroom: list[float] = contention.headroom.tolist()
+        self._call_slowdown: list[float] = contention.call_slowdown.tolist()
         self._among_kernels = contention.among_kernels
         self._open = constraints.count.copy()
         self.start: list[int] = [0] * count
@@ -227,7 +234,7 @@ class SharedGpu:
                 continue
             self._advance(self._now + event)
             for entry in [entry for entry in running if entry.until_event <= 0]:
-                self._reach(entry)
+                self._handle_event(entry)
             self._set_rates()
 
     def _advance(self, time: float) -> None:
@@ -243,19 +250,19 @@ class SharedGpu:
 
     def _begin(self, node: int, *, waited: bool) -> None:
         if self._held[node] and not waited:
-            wait_ns, kernel = self._wait_for_multiprocessors(self._held[node])
+            wait_ns, kernel = self._until_multiprocessors_free(self._held[node])
             if wait_ns:
                 self.blocker[node], self.released_by[node] = kernel, UNKNOWN
                 self._push(self._now + wait_ns, node, waited=True)
                 return
         self.start[node] = round(self._now)
-        length, lead = float(self._duration[node]), float(self._of.lead[node])
+        length, lead = float(self._duration[node]), float(self._constraints.lead[node])
         wait = max(0.0, self._arrivals[node] - self._now)
         self._running.append(_Running(node, length, 1.0, lead, wait > 0, wait))
         self._set_rates()
-        self._release(self._resolve(node, self._of.after_start[node], self.start[node]))
+        self._release(self._satisfy(node, self._constraints.after_start[node], self.start[node]))
 
-    def _wait_for_multiprocessors(self, held: float) -> tuple[float, int]:
+    def _until_multiprocessors_free(self, held: float) -> tuple[float, int]:
         """Return the time until a running kernel ends a round of blocks, and the kernel.
 
         Args:
@@ -277,7 +284,7 @@ class SharedGpu:
             waits.append(((round_ns - done % round_ns) / entry.rate, entry.node))
         return min(waits, default=(0.0, UNKNOWN))
 
-    def _reach(self, entry: _Running) -> None:
+    def _handle_event(self, entry: _Running) -> None:
         """End an operation's wait, release what may overlap its end, or end it."""
         node = entry.node
         if entry.waits:
@@ -287,11 +294,11 @@ class SharedGpu:
         if entry.left > 0:
             entry.lead = 0.0
             self.end[node] = round(self._now + entry.left / entry.rate)
-            self._release(self._resolve(node, self._of.before_end[node], self.end[node]))
+            self._release(self._satisfy(node, self._constraints.before_end[node], self.end[node]))
             return
         self._running.remove(entry)
         self.end[node] = round(self._now)
-        self._release(self._resolve(node, self._of.after_end[node], self.end[node]))
+        self._release(self._satisfy(node, self._constraints.after_end[node], self.end[node]))
 
     def _set_rates(self) -> None:
         # Most of a step has one operation at a time.
@@ -304,10 +311,10 @@ class SharedGpu:
         free, wanted = max(LEAST_RATE, 1.0 - held), sum(needed)
         slowdown = 1.0
         for entry, share in zip(self._running, needed, strict=True):
-            slowdown = max(slowdown, 1.0 + (self._slows[entry.node] - 1.0) * share)
+            slowdown = max(slowdown, 1.0 + (self._call_slowdown[entry.node] - 1.0) * share)
         for entry, share in zip(self._running, needed, strict=True):
             if self._held[entry.node]:
-                entry.rate = min(1.0, self._spare[entry.node] / slowdown)
+                entry.rate = min(1.0, self._headroom[entry.node] / slowdown)
             # Tiles of several kernels share waves, whose number is not known: only a product that
             # is the only running kernel, or whose duration contains the others, has its own.
             elif self._tiles[entry.node] and (share == wanted or not self._among_kernels):
@@ -329,7 +336,7 @@ class SharedGpu:
             return alone / persistent_waves(tiles, self._multiprocessors, usable)
         return alone / ceil(tiles / usable)
 
-    def _resolve(self, node: int, edges: _Outgoing, time: int) -> list[int]:
+    def _satisfy(self, node: int, edges: _Outgoing, time: int) -> list[int]:
         """Satisfy edges from a node; return the targets without open constraints.
 
         Args:
@@ -352,25 +359,28 @@ class SharedGpu:
         return satisfied
 
     def _release(self, nodes: list[int]) -> None:
-        """Start nodes that nothing constrains any more, or set the time of their start."""
+        """Queue the starts of nodes without open constraints, and set the times of others at once.
+
+        Only operations that take time on the GPU are queued. The others end at a known time, so
+        the nodes that wait for them follow in the same loop.
+        """
         while nodes:
             node = nodes.pop()
             begin = max(self._ready[node], self._floors[node])
-            moves = max(begin, self._arrivals[node])
-            lasts = self._duration[node] or moves > begin
-            if lasts and (self._needed[node] or self._held[node]):
+            progress = max(begin, self._arrivals[node])
+            takes_time = self._duration[node] or progress > begin
+            if takes_time and (self._needed[node] or self._held[node]):
                 self._push(begin, node, waited=False)
                 continue
-            # Others take nothing of the GPU, so their end is known.
-            self.start[node], self.end[node] = begin, moves + self._duration[node]
-            of, end = self._of, self.end[node]
+            self.start[node], self.end[node] = begin, progress + self._duration[node]
+            constraints, end = self._constraints, self.end[node]
             for edges, time in (
-                (of.after_start[node], begin),
-                (of.before_end[node], end),
-                (of.after_end[node], end),
+                (constraints.after_start[node], begin),
+                (constraints.before_end[node], end),
+                (constraints.after_end[node], end),
             ):
                 if edges:
-                    nodes += self._resolve(node, edges, time)
+                    nodes += self._satisfy(node, edges, time)
 
     def _push(self, time: float, node: int, *, waited: bool) -> None:
         heapq.heappush(self._starts, (time, self._pushed, node, waited))
@@ -393,11 +403,14 @@ def persistent_waves(tiles: int, multiprocessors: int, usable: int) -> float:
     blocks = min(tiles, multiprocessors)
     if usable >= blocks:
         return ceil(tiles / multiprocessors)
-    waiting = blocks - usable
-    second = max(0, min(tiles - blocks, blocks) - usable)
-    rounds, rest = divmod(tiles - waiting - second, usable)
-    own = LATE_WAVE * (2 if second else 1)
-    # In the last round some blocks have no tile, and end one round before the others.
-    later = max(0, waiting - (usable - rest))
-    waves = rounds + own if not later else rounds + 1 + own * ceil(later / usable)
+    late_blocks = blocks - usable
+    late_second_tiles = max(0, min(tiles - blocks, blocks) - usable)
+    rounds, in_last_round = divmod(tiles - late_blocks - late_second_tiles, usable)
+    late_waves = LATE_WAVE * (2 if late_second_tiles else 1)
+    # Blocks without a tile in the last round end one round before the others, and make room.
+    after_last_round = max(0, late_blocks - (usable - in_last_round))
+    if after_last_round:
+        waves = rounds + 1 + late_waves * ceil(after_last_round / usable)
+    else:
+        waves = rounds + late_waves
     return max(waves, ceil(tiles / multiprocessors))

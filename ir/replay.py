@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from onerank.ir.arrays import I64, Mask, union_duration_ns
-from onerank.ir.contention import Constraints, Contention, SharedGpu, TimeLimits
+from onerank.ir.contention import Constraints, ContendedSchedule, Contention, TimeLimits
 from onerank.ir.edges import Edges
 from onerank.ir.enums import LAUNCH_NS, Evidence, Kind, Reason
 from onerank.ir.errors import GraphError
@@ -409,11 +409,20 @@ class ReplayedRank:
 
         Args:
             floor: earliest start of each node, int64[n].
-            arrival: time before which a node makes no progress although it may have started,
-                because it waits for other ranks, int64[n].
+            arrival: time when the last other rank reaches a node's call, before which a node that
+                has started makes no progress, int64[n].
         """
-        if self._contention is not None:
-            return self._contended_schedule(self._contention, floor, arrival)
+        none = [0] * len(self._graph)
+        limits = TimeLimits(
+            (self._earliest + (0 if floor is None else floor)).tolist(),
+            none if floor is None else floor.tolist(),
+            none if arrival is None else arrival.tolist(),
+        )
+        if self._contention is None:
+            return self._uncontended_schedule(limits)
+        return self._contended_schedule(self._contention, limits)
+
+    def _uncontended_schedule(self, limits: TimeLimits) -> ReplayTimes:
         graph = self._graph
         # Lists, because the loop reads single elements, which is slow on numpy arrays.
         offsets: list[int] = graph.edges.offsets.tolist()
@@ -424,9 +433,7 @@ class ReplayedRank:
         end: list[int] = [0] * len(graph)
         blocker: list[int] = [UNKNOWN] * len(graph)
         launched: list[bool] = [False] * len(graph)
-        earliest: list[int] = (self._earliest + (0 if floor is None else floor)).tolist()
-        floors: list[int] = [0] * len(graph) if floor is None else floor.tolist()
-        arrivals: list[int] = [0] * len(graph) if arrival is None else arrival.tolist()
+        earliest, floors, arrivals = limits.earliest, limits.floors, limits.arrivals
         for node in self._order:
             ready, last_source, by_launch = earliest[node], UNKNOWN, False
             for edge in range(offsets[node], offsets[node + 1]):
@@ -445,29 +452,22 @@ class ReplayedRank:
             blocker[node], launched[node] = last_source, by_launch
         return ReplayTimes(np.array(start), np.array(end), np.array(blocker), np.array(launched))
 
-    def _contended_schedule(
-        self, contention: Contention, floor: I64 | None, arrival: I64 | None
-    ) -> ReplayTimes:
+    def _contended_schedule(self, contention: Contention, limits: TimeLimits) -> ReplayTimes:
         graph = self._graph
         if self._constraints is None:
             delay = np.array(self._delay, dtype=np.int64)
             self._constraints = Constraints.of(
                 graph.edges, delay, np.array(self._from_start, dtype=np.bool_), delay == NO_DELAY
             )
-        limits = TimeLimits(
-            (self._earliest + (0 if floor is None else floor)).tolist(),
-            [0] * len(graph) if floor is None else floor.tolist(),
-            [0] * len(graph) if arrival is None else arrival.tolist(),
-        )
         duration: list[int] = graph.nodes.duration_ns.tolist()
-        done = SharedGpu(self._constraints, limits, duration, contention)
+        shared = ContendedSchedule(self._constraints, limits, duration, contention)
         # Edge UNKNOWN, -1, is the appended one.
         is_launch = np.array([*self._is_launch, False])
         return ReplayTimes(
-            np.array(done.start),
-            np.array(done.end),
-            np.array(done.blocker),
-            is_launch[np.array(done.released_by)],
+            np.array(shared.start),
+            np.array(shared.end),
+            np.array(shared.blocker),
+            is_launch[np.array(shared.released_by)],
         )
 
     def steady_state(self, inter_step_host_ns: int) -> tuple[ReplayTimes, int]:

@@ -52,9 +52,10 @@ def with_grids(graph: Graph, *blocks: int) -> Graph:
     return graph.with_columns(grid=[f"[{count}, 1, 1]" if count else "" for count in blocks])
 
 
-def ends_us(graph: Graph, *, channels: int = 20, spare: float = 1.0) -> list[float]:
+def ends_us(graph: Graph, *, channels: int = 20, headroom: float = 1.0) -> list[float]:
     calls = {
-        index: CallShape(channels, spare) for index in np.flatnonzero(graph.communication).tolist()
+        index: CallShape(channels, headroom)
+        for index in np.flatnonzero(graph.communication).tolist()
     }
     return (schedule(graph, contention_of(graph, calls)).end_ns / US).tolist()
 
@@ -156,9 +157,9 @@ def test_a_call_waits_for_a_round_of_blocks(blocks: int, starts_us: float) -> No
 def test_a_network_that_limits_a_call_leaves_it_its_rate() -> None:
     """GPUs that reach 4 times the network's rate still do so next to kernels."""
     graph = operations((KERNEL, 7, 200), (CALL, 8, 100))
-    assert ends_us(graph, spare=4.0)[1] == 100
+    assert ends_us(graph, headroom=4.0)[1] == 100
     limited = 100 * SLOWDOWN_BY_ARITHMETIC / 1.2
-    assert ends_us(graph, spare=1.2)[1] == pytest.approx(limited, abs=1e-3)
+    assert ends_us(graph, headroom=1.2)[1] == pytest.approx(limited, abs=1e-3)
 
 
 def test_kernels_of_two_streams_share_unless_they_were_measured_so() -> None:
@@ -199,8 +200,8 @@ def test_without_competition_it_is_the_same_schedule(bandwidth: float | None) ->
         tiles=np.zeros(count, dtype=np.int64),
         rounds=np.zeros(count, dtype=np.int64),
         held=np.where(graph.communication, 1e-12, 0.0),
-        spare=np.full(count, 1e9),
-        slows=np.where(kernels, 1.5, 1.0),
+        headroom=np.full(count, 1e9),
+        call_slowdown=np.where(kernels, 1.5, 1.0),
         multiprocessors=132,
         persistent=False,
         among_kernels=False,
@@ -256,7 +257,7 @@ def test_half_of_what_is_predicted_is_slower_calls_and_shared_kernels(fsdp: Time
     assert contention is not None
     whole = step_ms(fsdp, contention)
     for weaker in (
-        replace(contention, slows=np.ones_like(contention.slows)),
+        replace(contention, call_slowdown=np.ones_like(contention.call_slowdown)),
         replace(contention, among_kernels=False),
         replace(contention, held=np.where(contention.held > 0, 1e-9, 0.0)),
     ):
@@ -282,7 +283,7 @@ def test_without_a_compute_capability_nothing_competes() -> None:
     assert known.call_shape("all_reduce", 1 << 30, tuple(range(4))) == CallShape(24, 1.0)
     across = known.call_shape("all_reduce", 1 << 30, (0, 8))
     assert across is not None
-    assert across.spare == 8
+    assert across.headroom == 8
     assert known.call_shape("all_reduce", 1 << 30, (3,)) is None
     unknown = ClusterNetwork(8, ClusterLink(400, 10), ClusterLink(50, 20))
     assert unknown.call_shape("all_reduce", 1 << 30, tuple(range(4))) is None

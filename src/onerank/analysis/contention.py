@@ -55,11 +55,12 @@ class CallShape:
 
     Attributes:
         channels: thread blocks of its kernel, each of which occupies a multiprocessor.
-        spare: the rate that its GPUs could reach over the network's rate; 1 if the GPUs limit it.
+        headroom: rate at which its GPUs could run it, divided by the network's; 1 if the GPUs limit
+            it.
     """
 
     channels: int
-    spare: float
+    headroom: float
 
 
 def contention_of(
@@ -87,16 +88,16 @@ def contention_of(
     tiles = np.where(kernels, _tiles(graph, sm_count), 0)
     parts = np.where(blocks > 0, blocks, tiles)
     rounds = np.where(parts > 0, np.maximum(1, parts // sm_count), 0)
-    held, spare = np.zeros(len(graph)), np.ones(len(graph))
+    held, headroom = np.zeros(len(graph)), np.ones(len(graph))
     for index, call in calls.items():
-        held[index], spare[index] = call.channels / sm_count, call.spare
+        held[index], headroom[index] = call.channels / sm_count, call.headroom
     contention = Contention(
         needed=np.where(kernels, needed, 0.0),
         tiles=tiles,
         rounds=np.where(kernels, rounds, 0),
         held=held,
-        spare=spare,
-        slows=np.where(kernels, _slows(graph), 1.0),
+        headroom=headroom,
+        call_slowdown=np.where(kernels, _call_slowdown(graph), 1.0),
         multiprocessors=sm_count,
         persistent=persistent,
         among_kernels=not np.isin(nodes.evidence[kernels], _IN_PLACE).any(),
@@ -104,7 +105,8 @@ def contention_of(
     return contention if contention.matters(nodes.stream) else None
 
 
-def _slows(graph: Graph) -> F64:
+def _call_slowdown(graph: Graph) -> F64:
+    """Return the slowdown of a call next to each node, if the node is a kernel, float64[n]."""
     nodes = graph.nodes
     moved = np.maximum(nodes.bytes_read, 0) + np.maximum(nodes.bytes_written, 0)
     bound_by_memory = (moved > 0) & (nodes.flops < _MEMORY_BOUND_FLOPS_PER_BYTE * moved)
