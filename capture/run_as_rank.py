@@ -33,7 +33,7 @@ from onerank.capture.parallelize.experts.routing import BALANCED, parse_routing
 from onerank.capture.parallelize.fewer_layers import FewerLayers, StageLayers
 from onerank.capture.parallelize.shard_model import ModelSlicing, SlicingOptions, slice_to_rank
 from onerank.capture.parallelize.tensor.apply_tensor_parallel import REPLICATED_HEADS, Sliced
-from onerank.capture.parallelize.tensor.plan_file import without_plan
+from onerank.capture.parallelize.tensor.plan_file import class_name, without_plan
 from onerank.capture.profiling.cuda_graphs import GraphRecorder, recorded_graphs
 from onerank.capture.profiling.measurement_windows import Windows
 from onerank.capture.profiling.module_scopes import Modules
@@ -478,7 +478,7 @@ def nothing_parallel_error(
     else:
         why = (
             f"The plan slices the class {' or '.join(options.plan.classes)}; the script called "
-            f"a {type(passed_over).__name__}"
+            f"a {class_name(passed_over)}"
         )
     return CaptureError(
         f"{script}: in its first steps in a world of {options.world} {finding}\n"

@@ -240,11 +240,10 @@ def rules_for(model: "nn.Module", plan: ShardingPlan | None) -> dict[str, Module
 
 def without_plan(model: "nn.Module") -> str:
     """Return the error message for a model without a plan, with a skeleton plan to fill in."""
-    kind = type(model).__name__
     return (
-        f"{kind} has no tensor-parallel plan, neither transformers' nor onerank's, so what to "
-        "slice is not known. Models with one are, for example, Llama, Qwen, Mistral, Gemma and "
-        f"GPT-2. For others, fill in a plan (styles: {', '.join(PLAN_STYLES)}), leave out what "
+        f"{class_name(model)} has no tensor-parallel plan, neither transformers' nor onerank's, so "
+        "what to slice is not known. Models with one are, for example, Llama, Qwen, Mistral, Gemma "
+        f"and GPT-2. For others, fill in a plan (styles: {', '.join(PLAN_STYLES)}), leave out what "
         f"stays whole, and give it with --sharding-plan FILE:\n\n{skeleton(model)}"
     )
 
@@ -253,7 +252,7 @@ def whole_plan(model: "nn.Module", names: Iterable[str]) -> str:
     """Return, as text, a plan that keeps modules whole and adds to the model's own plan."""
     patterns = dict.fromkeys(_pattern(name) for name in names)
     lines = [f'{pattern} = {{ style = "{KEPT_WHOLE[0]}" }}' for pattern in patterns]
-    return "\n".join([f'model = "{type(model).__name__}"', "[modules]", *lines])
+    return "\n".join([f'model = "{class_name(model)}"', "[modules]", *lines])
 
 
 def skeleton(model: "nn.Module") -> str:
@@ -271,7 +270,17 @@ def skeleton(model: "nn.Module") -> str:
     if len(shown) > _SKELETON_LINES:
         left_out = len(shown) - _SKELETON_LINES
         shown = [*shown[:_SKELETON_LINES], f"# and {left_out} more"]
-    return "\n".join([f'model = "{type(model).__name__}"', "[modules]", *shown])
+    return "\n".join([f'model = "{class_name(model)}"', "[modules]", *shown])
+
+
+def class_name(model: "nn.Module") -> str:
+    """Return the name of the class as the script wrote it.
+
+    `fully_shard` gives a module a class of its own, FSDPName of FSDPModule and Name.
+    """
+    kind, *bases = type(model).__mro__
+    sharded = bases[0].__name__ == "FSDPModule"
+    return (bases[1] if sharded else kind).__name__
 
 
 def _pattern(name: str) -> str:

@@ -14,6 +14,7 @@ from own_process import run_command
 from raised import raises_code
 from real_ranks import run_ranks
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
 
 from onerank.capture.fake_world.recorder import Recorder
@@ -438,6 +439,14 @@ def test_a_skeleton_becomes_a_plan_when_filled_in(tmp_path):
     plan = read_plan(path)
     assert plan.model == "GPT"
     assert set(plan.modules) == set(read_plan(NANOGPT).modules) | {"transformer.wpe"}
+
+
+def test_a_skeleton_names_the_class_that_fully_shard_replaces(tmp_path):
+    model = gpt()
+    model.__class__ = type("FSDPGPT", (FSDPModule, type(model)), {})  # as `fully_shard` does
+    path = tmp_path / "plan.toml"
+    path.write_text(skeleton(model))
+    assert read_plan(path).model == "GPT"
 
 
 SCRIPT = """
