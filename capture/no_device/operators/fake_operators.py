@@ -687,9 +687,9 @@ def _is_of_reducer(node: Any, name: str) -> bool:
     """
     if _torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
         return False
-    if node is not None:
-        accumulates = node.name() == "torch::autograd::AccumulateGrad"
-        return accumulates and name in _REDUCER_OPERATORS
+    if node is not None and node.name() != "torch::autograd::AccumulateGrad":
+        return False
+    # FSDP1's hooks of these nodes run the same operators from Python.
     return name in _REDUCER_OPERATORS and not _is_called_by_python()
 
 
