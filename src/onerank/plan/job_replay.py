@@ -159,18 +159,18 @@ class _Wait:
     """A node of a rank that waits for a node of another: a message, or a collective of both.
 
     Attributes:
-        source: place of the rank that is waited for.
-        node: its node, whose start counts.
-        target: place of the waiting rank.
-        waiting: its node.
-        duration_ns: time from the one start to the other.
+        awaited_place: place in `_JointRanks` of the rank that is waited for.
+        awaited_node: its node, which must have started.
+        place: place of the waiting rank.
+        node: its node.
+        transfer_ns: time from the start of the awaited node until the wait can end.
     """
 
-    source: int
+    awaited_place: int
+    awaited_node: int
+    place: int
     node: int
-    target: int
-    waiting: int
-    duration_ns: int = 0
+    transfer_ns: int = 0
 
 
 @dataclass(slots=True)
@@ -183,7 +183,8 @@ class _Rank:
         floor: earliest start of each node, int64[n].
         begin_ns: end of the step before.
         times: of the replayed step.
-        arrival: time until which each node waits for other ranks, int64[n]; 0 for no wait.
+        arrival: time when the last other rank reaches each node's call, or its message arrives,
+            int64[n]; 0 for a node that waits for no other rank.
     """
 
     graph: Graph
@@ -322,7 +323,7 @@ def _joint_step(job: _JointRanks, network: ClusterNetwork) -> JobReplay:
         rank.floor += begin_ns - rank.begin_ns
         rank.times = rank.replayed.schedule(rank.floor)
     separate = [rank.times for rank in ranks]
-    _exchange(ranks, waits)
+    _settle_waits(ranks, waits)
 
     def end_and_compute_ns(place: int) -> tuple[int, int]:
         # Ranks that leave a last collective together end together. The one for which the others
@@ -385,8 +386,8 @@ def _messages(job: _JointRanks, network: ClusterNetwork) -> list[_Wait]:
                 code="pipeline-unmatched-message",
             )
         messages += [
-            _Wait(sender, source, receiver, target, round(network.time_ns("send", size, ends)))
-            for (source, size), (target, _) in zip(sent, received, strict=True)
+            _Wait(sender, send, receiver, receive, round(network.time_ns("send", size, ends)))
+            for (send, size), (receive, _) in zip(sent, received, strict=True)
         ]
     return messages
 
@@ -420,9 +421,14 @@ def _shared_collectives(job: _JointRanks) -> list[_Wait]:
                 f"{list(ranks)}: {listed}\n  give traces of one job and one step",
                 code="pipeline-unmatched-collective",
             )
-        for together in zip(*(by_place[place] for place in places), strict=True):
-            met = [*zip(places, together, strict=True)]
-            waits += [_Wait(*one, *other) for one in met for other in met if one != other]
+        for nodes in zip(*(by_place[place] for place in places), strict=True):
+            # Every rank of a call waits for every other one.
+            waits += [
+                _Wait(awaited_place, awaited_node, place, node)
+                for awaited_place, awaited_node in zip(places, nodes, strict=True)
+                for place, node in zip(places, nodes, strict=True)
+                if place != awaited_place
+            ]
     return waits
 
 
@@ -452,30 +458,29 @@ def _prepared(graph: Graph, network: ClusterNetwork) -> _Rank:
 
 
 @dataclass(frozen=True, slots=True)
-class _Awaited:
-    """What the nodes of one rank wait for in another, as arrays.
+class _WaitColumns:
+    """The w waits of one rank for another, as columns; see `_Wait`.
 
     Attributes:
-        source: place of the rank that is waited for.
-        nodes: its nodes, whose starts count, int64[n].
-        waiting: the nodes that wait for them, int64[n].
-        duration_ns: time from the one start to the other, int64[n].
+        awaited_place: place of the rank that is waited for.
+        awaited_nodes: its nodes, int64[w].
+        nodes: the nodes that wait for them, int64[w].
+        transfer_ns: int64[w].
     """
 
-    source: int
+    awaited_place: int
+    awaited_nodes: I64
     nodes: I64
-    waiting: I64
-    duration_ns: I64
+    transfer_ns: I64
 
 
-def _exchange(ranks: Sequence[_Rank], waits: Sequence[_Wait]) -> None:
-    """Replay the ranks until every waiting node ends after the node that it waits for.
+def _settle_waits(ranks: Sequence[_Rank], waits: Sequence[_Wait]) -> None:
+    """Replay the ranks until no node waits longer than in the round before.
 
-    A node that waits has started: it holds its stream, and multiprocessors of its GPU. Each round
-    replays the ranks whose nodes must wait longer than in the round before. Waits grow from round
-    to round, and settle from the first call of the step to the last.
+    A node that waits has started: it holds its stream, and multiprocessors of its GPU. Waits grow
+    from round to round, and settle from the first call of the step to the last.
     """
-    awaited = [_awaited_by(place, waits) for place in range(len(ranks))]
+    waits_of = [_waits_of(place, waits) for place in range(len(ranks))]
     for number in range(MAX_ROUNDS):
         changed = False
         # Activations pass from the first rank to the last and gradients the other way.
@@ -483,17 +488,17 @@ def _exchange(ranks: Sequence[_Rank], waits: Sequence[_Wait]) -> None:
         for place in places:
             rank = ranks[place]
             arrival = rank.arrival.copy()
-            for other in awaited[place]:
-                starts = ranks[other.source].times.start_ns[other.nodes] + other.duration_ns
-                np.maximum.at(arrival, other.waiting, starts)
-            if (arrival > rank.arrival).any():
-                late = (arrival > rank.arrival) & (arrival > rank.times.start_ns)
-                # An arrival never falls, although a kernel that starts later can let others start
-                # earlier: otherwise rounds could alternate.
-                rank.arrival = arrival
-                if late.any():
-                    rank.times = rank.replayed.schedule(rank.floor, arrival)
-                    changed = True
+            for columns in waits_of[place]:
+                awaited_ns = ranks[columns.awaited_place].times.start_ns[columns.awaited_nodes]
+                np.maximum.at(arrival, columns.nodes, awaited_ns + columns.transfer_ns)
+            later = arrival > rank.arrival
+            # An arrival never falls, although a kernel that starts later can let others start
+            # earlier: otherwise rounds could alternate.
+            rank.arrival = arrival
+            # An arrival before the node's own start delays nothing.
+            if (later & (arrival > rank.times.start_ns)).any():
+                rank.times = rank.replayed.schedule(rank.floor, arrival)
+                changed = True
         if not changed:
             return
     raise ExportError(
@@ -503,19 +508,20 @@ def _exchange(ranks: Sequence[_Rank], waits: Sequence[_Wait]) -> None:
     )
 
 
-def _awaited_by(place: int, waits: Sequence[_Wait]) -> list[_Awaited]:
-    by_source: dict[int, list[_Wait]] = defaultdict(list)
+def _waits_of(place: int, waits: Sequence[_Wait]) -> list[_WaitColumns]:
+    """Return the waits of the rank at `place`, by the rank that it waits for."""
+    by_awaited: dict[int, list[_Wait]] = defaultdict(list)
     for wait in waits:
-        if wait.target == place:
-            by_source[wait.source].append(wait)
+        if wait.place == place:
+            by_awaited[wait.awaited_place].append(wait)
     return [
-        _Awaited(
-            source,
+        _WaitColumns(
+            awaited_place,
+            np.array([wait.awaited_node for wait in listed], dtype=np.int64),
             np.array([wait.node for wait in listed], dtype=np.int64),
-            np.array([wait.waiting for wait in listed], dtype=np.int64),
-            np.array([wait.duration_ns for wait in listed], dtype=np.int64),
+            np.array([wait.transfer_ns for wait in listed], dtype=np.int64),
         )
-        for source, listed in by_source.items()
+        for awaited_place, listed in by_awaited.items()
     ]
 
 
