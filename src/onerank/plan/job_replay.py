@@ -443,10 +443,12 @@ def _prepared(graph: Graph, network: ClusterNetwork) -> _Rank:
     timed = with_network(graph, network, graph.job.world, receives_wait=True)
     graph, contention = timed.graph, timed.contention
     overhead, emulated = graph.job.measurement.host_overhead, graph.job.measurement.emulated_calls
-    is_host, none = graph.mask(Kind.HOST_OP), np.zeros(len(graph), dtype=np.int64)
+    is_host = graph.mask(Kind.HOST_OP)
+    # Two arrays: the floor is moved in place.
+    floor, arrival = (np.zeros(len(graph), dtype=np.int64) for _ in range(2))
     if overhead is None or not is_host.any():
         replayed = ReplayedRank(graph, contention=contention)
-        return _Rank(graph, replayed, none, 0, replayed.schedule(), none)
+        return _Rank(graph, replayed, floor, 0, replayed.schedule(), arrival)
     factor = graph.job.host_factor
     excess_ns = emulated.excess_ns * factor if emulated else 0.0
     replayed = replay_without_profiler(graph, overhead.host_factor, excess_ns, contention)
@@ -454,7 +456,7 @@ def _prepared(graph: Graph, network: ClusterNetwork) -> _Rank:
     host_ns = int(times.end_ns[is_host].max()) + round(overhead.inter_step_host_ns * factor)
     # A host that is the slower one begins its step after the GPU has ended the one before.
     gpu_ns = int(times.end_ns.max())
-    return _Rank(graph, replayed, np.where(is_host, host_ns, gpu_ns), gpu_ns, times, none)
+    return _Rank(graph, replayed, np.where(is_host, host_ns, gpu_ns), gpu_ns, times, arrival)
 
 
 @dataclass(frozen=True, slots=True)
