@@ -213,19 +213,19 @@ def annotate(trace: Path, options: AnnotateOptions, as_json: bool) -> None:
 
 @dataclass(frozen=True)
 class _Prediction:
-    """How traces are predicted.
+    """How traces are predicted: the target, and the arguments of `onerank.recost` by topic.
 
     Attributes:
         gpu: the target, with the figures that `--override` sets.
         what_if: changes of the step.
-        inputs: what the model reads.
-        others: further arguments of `onerank.recost`.
+        model_inputs: the model, and what it reads; also arguments of `explain`.
+        machine: the GPU and the host that the step is predicted for.
     """
 
     gpu: "Gpu"
     what_if: Mapping[str, Any]
-    inputs: Mapping[str, Any]
-    others: Mapping[str, Any]
+    model_inputs: Mapping[str, Any]
+    machine: Mapping[str, Any]
 
     @classmethod
     def of(cls, options: AnnotateOptions) -> "_Prediction":
@@ -245,12 +245,12 @@ class _Prediction:
                 "overlap": options.overlap,
                 "nvlink_active": options.nvlink_active,
             },
-            inputs={
+            model_inputs={
                 "model": options.model,
                 "source": options.source,
                 "databases": options.database,
             },
-            others={
+            machine={
                 "target": options.target,
                 "override": override,
                 "host": options.host,
@@ -267,7 +267,7 @@ class _Prediction:
         from onerank.annotate import summarise
         from onerank.annotate.passes.nvlink_power import nvlink_idle_note
 
-        after = onerank.recost(before, **self.others, **self.what_if, **self.inputs)
+        after = onerank.recost(before, **self.machine, **self.what_if, **self.model_inputs)
         recosting = summarise(before, after)
         # Replay refuses a graph with a cycle, so it runs before anything is written.
         step = step_change(before, after, recosting.interval)
@@ -285,7 +285,9 @@ def _explain(
 
     assert options.explain is not None
     _check_explains(options, prediction.what_if)
-    explanation = explain(read_trace(trace), prediction.gpu, options.explain, **prediction.inputs)
+    explanation = explain(
+        read_trace(trace), prediction.gpu, options.explain, **prediction.model_inputs
+    )
     print_json(explanation) if as_json else render_explanation(explanation)
 
 
