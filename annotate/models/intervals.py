@@ -237,37 +237,15 @@ def kinds_of(
     predicted_ns, rules = predicted
     die = source is not None and same_die(source, target)
     by_tiles = membership_mask(rules, BY_TILES)
-    attention = kernels.is_fused_attention
-    few, latent = (of(kernels.attention)[kernels.call] for of in (has_few_queries, is_latent))
     product, without_tiles = _product_kinds(kernels, predicted_ns, source, target)
-    # Between SKUs of a die the same attention kernel runs, whose deviation carries over whole.
-    attention_kind = _AT["attention_same_die" if die else "attention"]
-    if source is None:
-        known = is_known_by_shape(target)
-        attention_kind = _AT["attention_unmeasured" if known else "attention_other"]
-        other = np.where(
-            few,
-            np.where(latent, _AT["latent_other"], _AT["decode_other"]),
-            _AT["attention_other"],
-        )
-        unlike = ~is_measured_latent(target, kernels.attention)[kernels.call] & ~few
-        unlike |= rules == Rule.OTHER_ATTENTION
-        attention_kind = np.where(unlike, other, attention_kind)
-    if not die:
-        decode_kind = _AT["decode"]
-        if source is None:
-            short = _AT["decode_unmeasured_short"]
-            decode_kind = np.where(predicted_ns < SHORT_NS, short, _AT["decode_unmeasured"])
-        attention_kind = np.where(rules == Rule.DECODE, decode_kind, attention_kind)
-    scheduled = np.where(latent, _AT["decode_flash_mla"], _AT["decode_flash2"])
-    attention_kind = np.where(rules == Rule.SCHEDULED, scheduled, attention_kind)
     memory = _memory_kinds(kernels, predicted_ns, source, target)
     depthwise = kernels.matmul_class & ~kernels.matmul & np.isfinite(kernels.flops)
     other = np.where(kernels.matmul_class & ~depthwise, without_tiles, memory)
     # Eight misaligned GEMMs were measured, up to 1.5 times off.
     if not die:
         product = np.where(rules == Rule.MISALIGNED, _AT["memory_library_unmeasured"], product)
-    kind = np.where(by_tiles, np.where(attention, attention_kind, product), other)
+    attention = _attention_kinds(kernels, predicted, source, target)
+    kind = np.where(by_tiles, np.where(kernels.is_fused_attention, attention, product), other)
     if source is None:
         kind = np.where(rules == Rule.PARTS, _AT["composed"], kind)
     retyped = np.where(kernels.has_four_bit_operands, _AT["gemm_4bit_unmeasured"], _AT["retyped"])
@@ -283,6 +261,36 @@ def kinds_of(
         rules, [*AS_MEASURED, Rule.DROPPED, Rule.RESIZED, Rule.MEASURED_WITH_OVERRIDES]
     )
     return np.where(kept, _AT["kept"], kind).astype(np.uint8)
+
+
+def _attention_kinds(
+    kernels: KernelFeatures, predicted: tuple[F64, U8], source: Gpu | None, target: Gpu
+) -> U8:
+    """Return the kinds of attention, uint8[n]; arguments as for `kinds_of`."""
+    predicted_ns, rules = predicted
+    die = source is not None and same_die(source, target)
+    few, latent = (of(kernels.attention)[kernels.call] for of in (has_few_queries, is_latent))
+    # Between SKUs of a die the same attention kernel runs, whose deviation carries over whole.
+    kind = _AT["attention_same_die" if die else "attention"]
+    if source is None:
+        known = is_known_by_shape(target)
+        kind = _AT["attention_unmeasured" if known else "attention_other"]
+        other = np.where(
+            few,
+            np.where(latent, _AT["latent_other"], _AT["decode_other"]),
+            _AT["attention_other"],
+        )
+        without_figure = ~is_measured_latent(target, kernels.attention)[kernels.call] & ~few
+        without_figure |= rules == Rule.OTHER_ATTENTION
+        kind = np.where(without_figure, other, kind)
+    if not die:
+        decode_kind = _AT["decode"]
+        if source is None:
+            short = _AT["decode_unmeasured_short"]
+            decode_kind = np.where(predicted_ns < SHORT_NS, short, _AT["decode_unmeasured"])
+        kind = np.where(rules == Rule.DECODE, decode_kind, kind)
+    scheduled = np.where(latent, _AT["decode_flash_mla"], _AT["decode_flash2"])
+    return np.where(rules == Rule.SCHEDULED, scheduled, kind)
 
 
 def _product_kinds(
