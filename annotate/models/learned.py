@@ -380,26 +380,15 @@ def predict_from_description(
     scratch = None if record is None else TermRecord(record.rows)
     tiles_ns, attention = tile_times(kernels, target, c, record=scratch)
     few = has_few_queries(kernels.attention)[kernels.call]
-    # The fit has only kernels written for their architecture. A kernel without a figure is slower.
     # AMD's kernels have figures, which `swap_unmeasured_attention` applies.
     known = has_figure(target, c)
     if not known:
-        slow = attention & ~few
-        floor_ns = c.attention_on(target).floor * target.launch_floor_ns
-        slower_ns = floor_ns + (tiles_ns - floor_ns) * c.other_attention
-        if scratch is not None:
-            scratch.update_where(
-                slow,
-                lambda i, root: (
-                    root and slower_attention(root, floor_ns, c.other_attention, slower_ns[i])
-                ),
-            )
-        tiles_ns = np.where(slow, slower_ns, tiles_ns)
+        tiles_ns = _slower_attention_ns(tiles_ns, attention & ~few, target, c, scratch)
     by_tiles = np.isfinite(tiles_ns)
     misaligned = _is_misaligned(kernels, target, tiles_ns)[by_tiles]
     trust = tile_model_weight(target, c)
     tiles_ns = _divide_among_kernels(tiles_ns, kernels.share_of_operator, scratch)
-    _mix(predicted_ns, tiles_ns, trust, record, scratch)
+    _mix_with_tiles(predicted_ns, tiles_ns, trust, record, scratch)
     rules[by_tiles] = _rules(attention[by_tiles], misaligned, trust)
     near = attention & (rules == Rule.ATTENTION_TILES)
     rules[near & ~few & (not known)] = Rule.OTHER_ATTENTION
@@ -410,7 +399,7 @@ def predict_from_description(
     scratch = None if record is None else TermRecord(record.rows)
     parts_ns = part_times(kernels, target, c, scratch)
     parts_ns = _divide_among_kernels(parts_ns, kernels.share_of_operator, scratch)
-    _mix(predicted_ns, parts_ns, composite_tile_weight(target, c), record, scratch)
+    _mix_with_tiles(predicted_ns, parts_ns, composite_tile_weight(target, c), record, scratch)
     rules[np.isfinite(parts_ns)] = Rule.PARTS
     return predicted_ns, rules
 
@@ -434,7 +423,33 @@ def _divide_among_kernels(operator_ns: F64, share: F64, record: TermRecord | Non
     return operator_ns * share
 
 
-def slower_attention(root: Term, floor_ns: float, by_kernel: float, value_ns: float) -> Term:
+def _slower_attention_ns(
+    tiles_ns: F64, slow: Mask, target: Gpu, c: Coefficients, record: TermRecord | None
+) -> F64:
+    """Return times by tiles with slower attention where its kernel has no figure, float64[n].
+
+    The fit has only kernels written for their architecture, which are faster than others.
+
+    Args:
+        tiles_ns: times by tiles, float64[n].
+        slow: the calls of attention by such kernels, bool[n].
+        target: GPU to predict.
+        c: fitted coefficients.
+        record: terms of `tiles_ns`, updated in place.
+    """
+    floor_ns = c.attention_on(target).floor * target.launch_floor_ns
+    slower_ns = floor_ns + (tiles_ns - floor_ns) * c.other_attention
+    if record is not None:
+        record.update_where(
+            slow,
+            lambda i, root: (
+                root and _slower_attention_term(root, floor_ns, c.other_attention, slower_ns[i])
+            ),
+        )
+    return np.where(slow, slower_ns, tiles_ns)
+
+
+def _slower_attention_term(root: Term, floor_ns: float, by_kernel: float, value_ns: float) -> Term:
     """Return the time of attention by a kernel without figures as a term.
 
     Args:
@@ -449,7 +464,7 @@ def slower_attention(root: Term, floor_ns: float, by_kernel: float, value_ns: fl
     return total(floor, product(above, slower), name="by tiles", value=value_ns)
 
 
-def _mix(
+def _mix_with_tiles(
     predicted_ns: F64,
     by_tiles_ns: F64,
     trust: float,
@@ -462,8 +477,8 @@ def _mix(
         predicted_ns: times by the datasheet, float64[n].
         by_tiles_ns: times by tiles; nan keeps the datasheet's, float64[n].
         trust: weight of the tiles.
-        record: terms of the first.
-        by_tiles: terms of the second.
+        record: terms of the datasheet times, updated in place.
+        by_tiles: terms of the times by tiles.
     """
     rows = np.flatnonzero(np.isfinite(by_tiles_ns))
     predicted_ns[rows] = by_tiles_ns[rows] ** trust * predicted_ns[rows] ** (1 - trust)
@@ -478,6 +493,13 @@ def _mix(
 
 
 def _rules(attention: Mask, misaligned: Mask, trust: float) -> U8:
+    """Return the `Rule` of GEMMs and attention by tiles, uint8[n].
+
+    Args:
+        attention: whether each is attention, bool[n].
+        misaligned: whether misaligned rows determine the time of a GEMM, bool[n].
+        trust: weight of the tiles against the residual model or the roofline.
+    """
     # Above this weight the tiles decide the prediction; below, a report calls it a mixture.
     if trust < 0.75:
         return np.full(len(attention), Rule.OUTSIDE, dtype=np.uint8)
