@@ -10,6 +10,7 @@ fitted (`coefficients.toml`). For a GPU far from those of the fit (`gpu_distance
 prediction is that of the residual model (`scale_measured`) or of the roofline.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -24,9 +25,7 @@ from onerank.annotate.models.attention_time import (
     has_few_queries,
     is_latent,
 )
-from onerank.annotate.models.calibration import (
-    calibrated_source,
-)
+from onerank.annotate.models.calibration import calibrated_source
 from onerank.annotate.models.coefficients import Coefficients, shipped
 from onerank.annotate.models.features import KernelFeatures
 from onerank.annotate.models.gpu_distance import composite_tile_weight, same_die, tile_model_weight
@@ -91,11 +90,11 @@ def predict_learned(
     predicted_ns, rules = scale_measured.predict_by_residual(kernels, source, target, record=record)
     if source.is_nvidia and target.is_nvidia and not same_die(source, target):
         predicted_ns = scale_by_shape(kernels, source, target, (predicted_ns, rules), record)
-    tiles = tile_terms(kernels, source, target, predicted_ns, c, record)
+    tiles = tile_terms(kernels, source, target, predicted_ns, c, record=record)
     predicted_ns[tiles.rows] = kernels.duration_ns[tiles.rows] * tiles.factor
     rules[tiles.rows] = tiles.rule
     if len(kernels.parts.call):
-        parts = part_terms(kernels, source, target, predicted_ns, c, record)
+        parts = part_terms(kernels, source, target, predicted_ns, c, record=record)
         predicted_ns[parts.rows] = parts.predicted_ns
         rules[parts.rows] = Rule.PARTS
     # The residual model already clamped its predictions, but tiles and parts replaced some of them.
@@ -174,12 +173,13 @@ class TileTerms:
         )
 
 
-def tile_terms(  # noqa: PLR0917
+def tile_terms(
     kernels: KernelFeatures,
     source: Gpu,
     target: Gpu,
     residual_ns: F64,
     c: Coefficients,
+    *,
     record: TermRecord | None = None,
 ) -> TileTerms:
     """Return the terms of all kernels whose tiles are known on both GPUs.
@@ -222,11 +222,7 @@ def tile_terms(  # noqa: PLR0917
         trust=trust,
         rule=rule,
     )
-    target_terms, source_terms = scratch
-    if record is not None and target_terms is not None and source_terms is not None:
-        for row, i in record.among(rows):
-            by_tiles = source_terms.roots[row], target_terms.roots[row]
-            record.roots[row] = terms.term(i, *by_tiles, record.roots[row])
+    _record_terms(terms, record, scratch)
     return terms
 
 
@@ -277,12 +273,13 @@ class PartTerms:
         return self.proportional_ns**self.trust * self.residual_ns ** (1 - self.trust)
 
 
-def part_terms(  # noqa: PLR0917
+def part_terms(
     kernels: KernelFeatures,
     source: Gpu,
     target: Gpu,
     residual_ns: F64,
     c: Coefficients,
+    *,
     record: TermRecord | None = None,
 ) -> PartTerms:
     """Return the terms of all operators that are several GEMMs; arguments as for `tile_terms`."""
@@ -306,12 +303,27 @@ def part_terms(  # noqa: PLR0917
         residual_ns=residual_ns[rows],
         trust=composite_tile_weight(target, c),
     )
-    target_terms, source_terms = scratch
-    if record is not None and target_terms is not None and source_terms is not None:
-        for row, i in record.among(rows):
-            by_tiles = source_terms.roots[row], target_terms.roots[row]
-            record.roots[row] = terms.term(i, *by_tiles, record.roots[row])
+    _record_terms(terms, record, scratch)
     return terms
+
+
+def _record_terms(
+    terms: TileTerms | PartTerms, record: TermRecord | None, by_tiles: Sequence[TermRecord | None]
+) -> None:
+    """Replace the residual model's terms by those of measured kernels with known tiles.
+
+    Args:
+        terms: the predictions of these kernels.
+        record: terms of the residual model, updated in place; None to record none.
+        by_tiles: terms of the times by tiles on the target, and on the source.
+    """
+    on_target, on_source = by_tiles
+    if record is None or on_target is None or on_source is None:
+        return
+    for row, i in record.among(terms.rows):
+        record.roots[row] = terms.term(
+            i, on_source.roots[row], on_target.roots[row], record.roots[row]
+        )
 
 
 class DeviationKind(IntEnum):
