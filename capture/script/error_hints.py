@@ -26,7 +26,9 @@ _GPU_ONLY = re.compile(
     r"_for_cpu\S* does not have a sharding strategy registered|"
     r"FlexAttention does not support backward on CPU|module 'torch\.cpu' has no attribute"
 )
-_ON_TWO_DEVICES = "Expected all tensors to be on the same device"
+_ON_TWO_DEVICES = re.compile(  # on a device; on shapes, in torch 2.11
+    r"Expected all tensors to be on the same device|found two different devices"
+)
 _MIXED = re.compile(r"got mixed torch\.Tensor and DTensor")
 _UNSUPPORTED_ON_SHARDS = re.compile(  # wording of torch.distributed.tensor
     r"in-place operations that require placement changes|"
@@ -117,7 +119,7 @@ def explained(  # noqa: PLR0911  one cause after another
             "  a real job on CPUs fails too: capture on a machine with a GPU",
             "script-gpu-only",
         )
-    if _ON_TWO_DEVICES in text:
+    if _ON_TWO_DEVICES.search(text):
         return FailureReason(
             f"{script_line(error, script)}: {first_line(error)}\n"
             "  move modules, parameters and batches to one device: what is added after "
