@@ -314,16 +314,21 @@ class _ModuleIndex:
 
     def binding(self) -> list[tuple[Any, list[str]]]:
         """Return the modules, each with the names that may be bound to such a function."""
-        sizes = [*map(len, self._namespaces)]
-        if dict(zip(sys.modules, map(id, sys.modules.values()), strict=True)) != self._identities:
+        # A copy, since other threads may import.
+        modules, sizes = sys.modules.copy(), [*map(len, self._namespaces)]
+        if dict(zip(modules, map(id, modules.values()), strict=True)) != self._identities:
             self.search()
         elif sizes != self._sizes:
             # Patches add names too, so this occurs in each capture.
-            changes = zip(self._libraries, sizes, self._sizes, strict=True)
-            for name in [name for name, size, before in changes if size != before]:
-                self._search_library(name, sys.modules[name])
+            pairs = zip(self._libraries, sizes, self._sizes, strict=True)
+            grown = [name for name, size, before in pairs if size != before]
+            for name in grown:
+                self._search_library(name, modules[name])
             self._sizes = sizes
-        others = [(sys.modules[name], name) for name in self._others]
+            # A library that is imported again is searched each time until its import ends.
+            if any(name not in _indexed for name in grown):
+                self.search()
+        others = [(sys.modules.get(name), name) for name in self._others]
         return [
             *self._binding.values(),
             *((module, _bound_names(name, module)) for module, name in others),
@@ -331,7 +336,7 @@ class _ModuleIndex:
 
     def search(self) -> None:
         """Search all modules that have changed or are new."""
-        modules = dict(sys.modules)
+        modules = sys.modules.copy()
         self._identities = {name: id(module) for name, module in modules.items()}
         self._binding = {}
         for name, module in modules.items():
