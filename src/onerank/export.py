@@ -81,11 +81,12 @@ def astra_sim(
     network = _network(job.graphs[0], bandwidth_gb_s, busbw_gb_s, latency_ns)
     expansion = _Expansion(schedule, micro_batches, ranks, include_host_delays)
     if decode is not None or kv_bytes is not None:
-        _check_pair_options(decode, kv_bytes, expands=dp is not None or expansion != _Expansion())
-        decoding = _job_of(_refused_in(output, decode or []), None, granularity)
+        expands = dp is not None or expansion != _Expansion()
+        decode, kv_bytes = _pair_options(decode, kv_bytes, expands=expands)
+        decoding = _job_of(_refused_in(output, decode), None, granularity)
         if bandwidth_gb_s is None and busbw_gb_s is None:
             _check_equal_links(job.graphs[0], decoding.graphs[0])
-        rank_graphs = disaggregated_pair(job.graphs, decoding.graphs, kv_bytes or 0)
+        rank_graphs = disaggregated_pair(job.graphs, decoding.graphs, kv_bytes)
         network, rate_notes = _shared_network(network, job.graphs[0], decoding.graphs[0])
         notes = [*job.notes, *rate_notes]
     else:
@@ -451,8 +452,10 @@ def _shared_network(
     return replace(network, memory_gb_per_s=lowest), [note]
 
 
-def _check_pair_options(decode: Traces | None, kv_bytes: int | None, *, expands: bool) -> None:
-    """Check the options of a disaggregated pair.
+def _pair_options(
+    decode: Traces | None, kv_bytes: int | None, *, expands: bool
+) -> tuple[Traces, int]:
+    """Return the traces of the decode and the bytes of the KV cache.
 
     Raises:
         ExportError: one of the pair's options is missing, or others expand the prefill.
@@ -469,6 +472,7 @@ def _check_pair_options(decode: Traces | None, kv_bytes: int | None, *, expands:
             "--include-host-delays",
             code="disaggregated-options",
         )
+    return decode, kv_bytes
 
 
 def _check_equal_links(prefill: Graph, decode: Graph) -> None:
