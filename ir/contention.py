@@ -156,7 +156,7 @@ class _Running:
         rate: its rate.
         lead: time before the end at which successors that overlap it are released; 0 after that.
         waits: whether it waits for other ranks, so that it makes no progress.
-        wait: for how long.
+        wait: the rest of that wait.
     """
 
     node: int

@@ -165,7 +165,8 @@ _CHUNK = 512
 _STEP = 64
 
 # Copies of the operands that take turns in the measurements of the fit; all must fit into the cache
-# to be read from it. In a step, this holds for activations, which are read soon after.
+# to be read from it. In a step, the same holds for activations, which are read soon after they are
+# written.
 _COLD_COPIES = 6
 
 _MISSES = 8  # exponent: how sharply misses set in as the working set fills the cache
@@ -484,9 +485,9 @@ def _compute_ns(gemms: _TiledGemms, run: GemmTarget, c: GemmCoefficients) -> F64
 def _cache_ns(gemms: _TiledGemms, run: GemmTarget, c: GemmCoefficients) -> F64:
     """Return the time of the operands of all tiles from the last-level cache."""
     tile_bytes = gemms.tiles * (gemms.rows + gemms.columns) * gemms.inner * gemms.item
-    staged = tile_bytes + gemms.result_bytes * gemms.split
+    staged_bytes = tile_bytes + gemms.result_bytes * gemms.split
     bytes_per_cycle = c.l2_bytes_per_cycle * np.minimum(gemms.tiles, run.gpu.sm_count)
-    return staged * run.cycle_ns / bytes_per_cycle
+    return staged_bytes * run.cycle_ns / bytes_per_cycle
 
 
 def _memory_ns(gemms: _TiledGemms, run: GemmTarget, c: GemmCoefficients) -> tuple[F64, F64]:
@@ -506,8 +507,8 @@ def _memory_ns(gemms: _TiledGemms, run: GemmTarget, c: GemmCoefficients) -> tupl
     written = (out + partial) * _miss(filled_by_results, _WRITE_MISSES)
     # Tiles in flight form a square block of sm^0.5 tiles per edge, which shares
     # its operands. The first read of each operand already counts in `missed`.
-    tile_reads = gemms.item * batch * m * n * gemms.k * (1 / gemms.rows + 1 / gemms.columns)
-    reread_bytes = tile_reads / sm**0.5 - left * gemms.reuse - right
+    tile_bytes = gemms.item * batch * m * n * gemms.k * (1 / gemms.rows + 1 / gemms.columns)
+    reread_bytes = tile_bytes / sm**0.5 - left * gemms.reuse - right
     requesting = np.minimum(1, gemms.tiles / (_FILL * sm))
     bandwidth = gpu.bandwidth_bytes_per_s / 1e9 * requesting
     reread = _REREAD * np.maximum(reread_bytes, 0) * occupancy / (1 + occupancy)

@@ -348,8 +348,8 @@ def _work(call: Call, x: Tensor, sizes: _Sizes, *kinds: str, own: bool | None = 
         # cuDNN gets images with their channels last; `own` is known from the operator's name.
         if own is None:
             own = len(x.shape) != 4 or x.strides[1] != 1
-        each = _OWN_CYCLES if own else _CUDNN_CYCLES
-        cycles = sizes.flops / 2 * sum(each[kind] for kind in kinds)
+        per_multiply_add = _OWN_CYCLES if own else _CUDNN_CYCLES
+        cycles = sizes.flops / 2 * sum(per_multiply_add[kind] for kind in kinds)
         return replace(vector_work(call, flops), cycles=cycles)
     return matmul_work(call, allowing_tf32(x), flops, parts=sizes.parts(*kinds))
 
@@ -362,7 +362,8 @@ def _convolution(
     Args:
         transposed_at: position of the argument `transposed`; None: no such argument.
         transposed: whether the operator itself is a transposed convolution.
-        own: whether torch's kernel runs, not a library's; None: not known from the operator.
+        own: whether torch's own kernel runs if the convolution is depthwise; None: the layout of
+            the images decides.
     """
 
     def formula(call: Call) -> Work | None:

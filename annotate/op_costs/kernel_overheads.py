@@ -144,8 +144,8 @@ _SORTED_PER_CYCLE, _COMPARED_PER_CYCLE = 0.12, 3.3
 
 # The first comparisons of a search among a power of two of bounds read addresses that share few
 # sets of an SM's cache: 8,192 and 32,768 bounds take an H100 1.5 and 1.8 times as long as others of
-# about that size, 512 as long (2026-11-28-sums-h100). Each bit beyond those of 512 counts as this
-# number of comparisons more.
+# about that size, and 512 bounds as long (2026-11-28-sums-h100). Each bit of the number of bounds
+# beyond the 10 bits of 512 counts as `_CONFLICTS` more comparisons.
 _CONFLICTS, _SPREAD_BITS = 2, 10
 
 # Group norms whose groups have fewer than 512 numbers: a warp each (`RowwiseMomentsCUDAKernel`), of
@@ -275,10 +275,11 @@ def _compared(call: Call) -> int:
     if bounds is None or not bounds.shape:
         return 0
     length = bounds.shape[-1]
-    compared = length.bit_length()
+    bits = length.bit_length()
+    comparisons = bits
     if length and not length & (length - 1):
-        compared += _CONFLICTS * max(0, compared - _SPREAD_BITS)
-    return call.numel(1) * compared
+        comparisons += _CONFLICTS * max(0, bits - _SPREAD_BITS)
+    return call.numel(1) * comparisons
 
 
 def _concatenates_strided(call: Call) -> bool:

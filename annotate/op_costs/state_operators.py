@@ -141,7 +141,7 @@ def _selective_scan(call: Call) -> Work | None:
     n, t, channels = x.shape
     chunk = next((size for size in _SCAN_CHUNKS if t <= size), _LONGEST_SCAN_CHUNK)
     tokens = ceil(t / chunk) * chunk
-    cycles = _SCAN_CYCLES[t % chunk == 0]
+    cycles = _MASKED_SCAN_CYCLES if t % chunk else _UNMASKED_SCAN_CYCLES
     return replace(work, cycles=cycles * n * tokens * channels * a.shape[1])
 
 
@@ -197,12 +197,12 @@ _UPDATE_TIMES = 1.18
 _CONVOLUTION_TIMES = {"causal_conv1d": 1.4, "causal_conv1d_update": 1.3}
 _MAMBA_UPDATE_TIMES = (1.07, 1.65)
 
-# SM cycles of an element of Mamba 1's state: of a token of mamba_ssm's scan, if tokens do not and
-# do fill its chunks, and of an update. On an H100, scans of Mamba 2.8B and Jamba take 0.46 to 0.48,
-# and those of filled chunks, which the kernel loads without masks, 0.29 to 0.30. Updates of 16 to
-# 200 sequences with 5,120 and 8,192 channels take 0.62 to 0.70
+# SM cycles of an element of Mamba 1's state: for each token of mamba_ssm's scan, and for an update.
+# On an H100, scans of Mamba 2.8B and Jamba take 0.46 to 0.48 cycles. If the tokens fill all chunks,
+# which the kernel then loads without masks, they take 0.29 to 0.30. Updates of 16 to 200 sequences
+# with 5,120 and 8,192 channels take 0.62 to 0.70
 # (2026-11-27-serving-blind-2-h100, 2026-11-28-serving-blind-3-h100).
-_SCAN_CYCLES, _UPDATE_CYCLES = (0.475, 0.295), 0.65
+_MASKED_SCAN_CYCLES, _UNMASKED_SCAN_CYCLES, _UPDATE_CYCLES = 0.475, 0.295, 0.65
 
 # Tokens of a chunk of the scan: the shortest that holds all tokens, else the longest
 # (`selective_scan_fwd_cuda` of mamba_ssm).

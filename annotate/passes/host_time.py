@@ -59,17 +59,17 @@ class HostCalls:
             host: the description.
             percentile: "p10_ns", "p50_ns" or "p90_ns"; over hosts.
         """
-        own_ns = self.own_ns(host, percentile) + self.python_ns(host, percentile)
+        host_ns = self.own_ns(host, percentile) + self.python_ns(host, percentile)
         step_ns: float = getattr(host.figures["optimizer_step"], percentile)
-        own_ns[np.flatnonzero(self.kind == _CODE["optimizer"])[:1]] += step_ns
-        return own_ns
+        host_ns[np.flatnonzero(self.kind == _CODE["optimizer"])[:1]] += step_ns
+        return host_ns
 
     def own_ns(self, host: Host, percentile: str) -> F64:
         """Return the time of each call's tensors and launches, float64[c]; see `host_ns`."""
         figures = [getattr(host.figures[kind], percentile) for kind in HOST_OP_KINDS]
         each_ns: F64 = np.array(figures, dtype=np.float64)[self.kind]
         # A kernel takes up to 320 chunks of 65,536 elements, so the launches of an operator on a
-        # list follow from its bytes. Those of other operators are in their figures.
+        # list follow from the sizes of its tensors. Figures of other operators include launches.
         launches = np.bincount(self.call, minlength=len(self.first))
         launch_ns: float = getattr(host.figures["optimizer_launch"], percentile)
         with_list = (self.kind == _CODE["optimizer"]) & (self.times > 1)
@@ -98,8 +98,8 @@ def host_calls(
         node: nodes on the device in the order of their launches, int64[n].
         first: whether each is the first launch of a call, bool[n]; the first one is.
         tensors: tensors in the first input of each call, int64[c].
-        with_lists: whether the optimizer's operators take lists if those on the GPU do. On a CPU
-            optimizers take tensors one by one by default; each then counts as one of a list.
+        with_lists: whether the capture shows which operators of the optimizer take lists. On a CPU
+            optimizers take tensors one by one by default, so each tensor counts as one of a list.
     """
     call = np.cumsum(first) - 1
     by_phase = np.array([_CODE[kind] for kind in _KIND_OF_PHASE])

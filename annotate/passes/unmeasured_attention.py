@@ -247,8 +247,8 @@ def _family_swap(
     kernel, without_figure = requested_kernel, False
     if slowdown := slowdown_of(family, target):
         kernel = Resolution("", family, slowdown.forward, slowdown.backward, slowdown.source)
-    # Operators name kernels of NVIDIA's GPUs; other vendors' GPUs run none of them. Nor does a GPU
-    # other than Hopper, which has a figure, run FlashAttention-3. They run their usual kernel.
+    # Operators name kernels of NVIDIA's GPUs, and FlashAttention-3 runs only on Hopper, which has a
+    # figure. A GPU that cannot run the named kernel runs its usual one.
     elif family and family != "flash3" and target.is_nvidia and len(rows):
         # On an architecture without a measured kernel, the model's time has this factor.
         near = bool((calls.rules[rows] == Rule.ATTENTION_TILES).any())

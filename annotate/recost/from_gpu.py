@@ -129,23 +129,28 @@ def _with_database_durations(
     if library is None or not model.has_intervals:
         return prediction, uncertainty, overrides
     without_overrides = prediction
-    with_terms = {} if record is None else dict(record.roots)
-    before = None
+    terms_with_overrides = {} if record is None else dict(record.roots)
+    described_record = None
     if target != target_as_described:
         # The databases are queried for captured dtypes only, so the baseline needs no dtype change.
         without_dtype = replace(passes, dtype=None)
-        before = None if record is None else TermRecord(record.rows)
+        described_record = None if record is None else TermRecord(record.rows)
         without_overrides, _ = predict_compute(
             step,
-            replace(request, target=target_as_described, passes=without_dtype, record=before),
+            replace(
+                request,
+                target=target_as_described,
+                passes=without_dtype,
+                record=described_record,
+            ),
         )
     basis = Basis(library, source, target_as_described, model.from_description, shipped())
     best = _replace_weaker_predictions(
         step, without_overrides, basis, _can_look_up(prediction, passes), record
     )
     looked_up = best.moved_ns, best.rules
-    if record is not None and before is not None:
-        record_overrides(record, with_terms, before.roots, best.rules, target)
+    if record is not None and described_record is not None:
+        record_overrides(record, terms_with_overrides, described_record.roots, best.rules, target)
     predicted_ns, rules, overrides = apply_overrides(
         looked_up, without_overrides.predicted_ns, prediction.predicted, overrides
     )

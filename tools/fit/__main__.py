@@ -137,8 +137,8 @@ def main() -> None:
 def _few_text(few: dict[str, float]) -> str:
     """Return the provenance of the factors of `few_families`."""
     usual = min(few.values())
-    others = ", ".join(f"{factor:.3f} for {kind}" for kind, factor in sorted(few.items())
-                       if factor > usual)  # fmt: skip
+    larger = {kind: factor for kind, factor in sorted(few.items()) if factor > usual}
+    others = ", ".join(f"{factor:.3f} for {kind}" for kind, factor in larger.items())
     return (
         "bounds and shared parts of the measured die families are multiplied by a factor, because "
         "a bound of few families is too narrow for a further one: with each family left out in "

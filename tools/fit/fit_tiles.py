@@ -81,7 +81,7 @@ START = GemmCoefficients(
     split_ns=2000,
     burst=0.5,
     floor=1.0,
-    call_gap=0.32,
+    call_gap=0.32,  # measured, not fitted: `provenance.call_gap` in the coefficients' file
     choice=0.1,
     ramp_cycles=500,
 )

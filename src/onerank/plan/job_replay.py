@@ -195,7 +195,7 @@ class _Rank:
     arrival: I64
 
     def busy_ns(self, chosen: Mask, begin_ns: int) -> int:
-        """Return the time since a moment in which a chosen node runs and does not wait."""
+        """Return how long, from `begin_ns` on, a chosen node runs and does not wait."""
         return _busy_ns(self.times, chosen, np.maximum(self.arrival, begin_ns))
 
 
@@ -528,7 +528,7 @@ def _waits_of(place: int, waits: Sequence[_Wait]) -> list[_WaitColumns]:
 
 
 def _busy_ns(times: ReplayTimes, chosen: Mask, since_ns: I64) -> int:
-    """Return the time in which at least one of the chosen nodes runs, each since a time of it."""
+    """Return how long at least one chosen node runs; of each, the time from its `since_ns` on."""
     since = since_ns[chosen]
     starts, ends = times.start_ns[chosen], times.end_ns[chosen]
     return union_duration_ns(np.maximum(starts, since), np.maximum(ends, since))
