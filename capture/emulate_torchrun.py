@@ -265,7 +265,7 @@ def _spawn_in_process(
     Raises:
         CaptureError: `nprocs` does not divide the world, or `fn` is torch.distributed.elastic's.
     """
-    # Its wrapper waits until another process has read the function's result.
+    # Elastic wraps the script's function, and waits until another process has read the result.
     if (fn.__module__ or "").startswith("torch.distributed.elastic"):
         raise CaptureError(
             "the script starts its ranks by torch.distributed.elastic; a capture runs one rank: "

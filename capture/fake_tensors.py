@@ -36,7 +36,7 @@ KNOWN_ELEMENTS = 1 << 20
 65,536 the mask of 16 sequences of 8,192 tokens was unknown, and the model built one of all pairs of
 tokens."""
 
-_KNOWN_FLOATS = 1 << 16  # of tensors of floats
+_KNOWN_FLOATS = 1 << 16  # largest such tensor of floats, unless it is computed
 
 _COMPUTED_FLOATS = 1 << 22
 """Largest tensor of floats that is computed from known numbers. A detector matches 160,000 anchors

@@ -54,7 +54,9 @@ from onerank.ir.notes import Note
 _torch: Any = torch
 _modes: Any = _python_dispatch
 
-_FAKE_TENSORS = "torch._subclasses.fake_tensor.FakeTensor"
+_FAKE_TENSOR = "torch._subclasses.fake_tensor.FakeTensor"
+
+_FAKE_TENSOR_MODE = "torch._subclasses.fake_tensor.FakeTensorMode"
 
 
 class EmulatedProcess:
@@ -141,8 +143,8 @@ class EmulatedProcess:
             patched("torch.nn.Parameter", {"__new__": staticmethod(creates_parameter(self.fake))}),
             patched("torch.Tensor", {"data_ptr": tensor_address, "_make_subclass": subclass}),
             patched("torch.UntypedStorage", of_storage),
-            patched(_FAKE_TENSORS, fake_tensor_methods(self.operators, self.values)),
-            patched(f"{_FAKE_TENSORS}Mode", {"create_symbolic_nested_int": create_nested_int}),
+            patched(_FAKE_TENSOR, fake_tensor_methods(self.operators, self.values)),
+            patched(_FAKE_TENSOR_MODE, {"create_symbolic_nested_int": create_nested_int}),
             patched(NESTED, {"get_tensor_symint": keeps_ragged_size()}),
             patched("torch", {name: tensor_factory(name) for name in TENSOR_FACTORIES}),
             patched("torch.utils", {"swap_tensors": swap}),

@@ -168,7 +168,7 @@ def _moved(_: Any, inputs: Any, kwargs: Any, device_ids: Sequence[Any]) -> Any:
 
 
 def _stage_moved(stage: Any) -> None:
-    """Move a stage that `torch.distributed.pipelining.pipeline` cut to the GPU."""
+    """Move to the GPU a stage that `torch.distributed.pipelining.pipeline` cut."""
     # torch leaves a stage with fake parameters where it is, as one on the meta device.
     if not any(parameter.is_meta for parameter in stage.submod.parameters()):
         stage.submod.to(stage.device)

@@ -115,7 +115,14 @@ _tuned: set[tuple[str, torch.Size]] = set()
 def _tune(
     part: str, convolve: Callable[[Tensor, Tensor], Tensor], rows: Tensor, weight: Tensor
 ) -> None:
-    """Let Triton tune a convolution, given rows and a state, unless it has done so."""
+    """Let Triton tune a convolution, unless it has done so.
+
+    Args:
+        part: whether the convolution is that of prefills or of decodes.
+        convolve: computes it from rows and a state.
+        rows: the rows of a call, which give the data type and the device.
+        weight: its filters, [channels, width].
+    """
     if (part, weight.shape) in _tuned:
         return
     _tuned.add((part, weight.shape))
@@ -128,12 +135,12 @@ def _tune(
 def _convolve_fla(
     rows: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, silu: bool
 ) -> Tensor:
-    package = _package("fla.modules.causal_conv1d", "causal_conv1d", "flash-linear-attention")
+    kernel = _package("fla.modules.causal_conv1d", "causal_conv1d", "flash-linear-attention")
 
     def convolve(rows: Tensor, state: Tensor) -> Tensor:
         # Engines' kernel writes the new state over the old one. fla's writes it elsewhere, in as
         # long a time; copying it back would take another.
-        out, _ = package(
+        out, _ = kernel(
             *(rows, weight, bias),
             initial_state=_state_of_fla(state),
             output_final_state=True,
@@ -485,8 +492,8 @@ def _recurrence(x: Tensor, decay: Tensor, state: Tensor) -> Tensor:
 
 def _recurrence_fla(x: Tensor, decay: Tensor, state: Tensor) -> Tensor:
     scan = _package("fla.ops.hgrn", "fused_recurrent_hgrn", "flash-linear-attention")
-    # As for a convolution, the state that fla returns is not copied back. It takes the logarithm,
-    # which the layer has before it computes the decay.
+    # As for a convolution, the state that fla returns is not copied back. fla's scan takes the
+    # logarithm, from which the layer has computed the decay.
     out, _ = scan(x, decay.log(), initial_state=state, output_final_state=True)
     return out
 

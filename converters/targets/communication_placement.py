@@ -288,7 +288,7 @@ def _mesh_remedy(ranks: tuple[int, ...], world: World) -> list[str]:
     is_even = all(after - before == stride for before, after in itertools.pairwise(ranks))
     inside, stages = world.sizes.get("tp", 1), world.sizes.get("pp", 1)
     replicas = world.size // inside // stages
-    # Strides of the mesh that are not those of the axes tp and dp: the one that divides dp.
+    # Without the strides of tp, dp and pp, the one that remains divides dp.
     borders = {stride, stride * count} - {1, inside, inside * replicas}
     if not is_even or ranks[0] // stride % count or len(borders) != 1 or "cp" in world.sizes:
         return []

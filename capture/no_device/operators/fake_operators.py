@@ -91,7 +91,7 @@ ones are weights of a model that is built on the CPU, and are fake."""
 # reads the tokens of a data set into one, up to 200 MB in fineweb's files.
 _REAL_INTEGER_BYTES = 1 << 30
 
-# Operators between two calls of the listener: less than a second.
+# Operators between two calls of the listener. They take less than a second.
 _LISTENED = 512
 
 _COMPOSITE = _torch._C.DispatchKey.CompositeExplicitAutograd

@@ -78,7 +78,7 @@ def flash_attention_3() -> Generator[None]:
     finally:
         if _attention.current_flash_attention_impl() != active:
             _attention.restore_flash_attention_impl()
-        # It remembers the capability of the emulated GPU.
+        # This function caches the capability of the emulated GPU.
         resolve(_OWNER)._get_device_major.cache_clear()
         library._destroy()
 
@@ -96,7 +96,7 @@ def python_kernel(call: OperatorCall) -> Callable[..., Any] | None:
     if name in _CALLERS:
         # A call through its dispatch key would come back to the mode that runs it.
         return _custom.OPDEFS[name]._init_fn
-    # Versions of torch replace other overloads.
+    # Which overloads are replaced depends on the version of torch.
     if f"{name.replace('::', '/')}/CUDA" not in active[1].library._op_impls:
         return None
     return partial(call.func._op_dk, _torch._C.DispatchKey.CUDA)

@@ -47,8 +47,8 @@ class KnownResults:
     def _computed(self, call: OperatorCall) -> Any:
         """Return the results computed from known numbers, else None."""
         # Numbers of large tensors would make the capture as slow as a real step on the CPU.
-        small = all(map(is_computable, call.tensors))
-        if not small or call.schema.namespace != "aten":
+        computable = all(map(is_computable, call.tensors))
+        if not computable or call.schema.namespace != "aten":
             return None
         if call.schema.is_random:
             return self._permutation(call)

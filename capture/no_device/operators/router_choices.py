@@ -29,11 +29,10 @@ CHOICES = ("topk", "argmax")
 # a vocabulary or boxes of an image.
 _MOST_EXPERTS = 512
 
-# Its functions choose tokens and beams, which may be as few as experts.
+# Functions of these modules choose among tokens and beams, which may be as few as experts.
 _GENERATION = "transformers.generation."
 
-
-# They run what torch.compile has compiled.
+# Functions of these modules run what torch.compile has compiled.
 _COMPILED = ("torch._functorch.", "torch._inductor.")
 
 
@@ -209,7 +208,7 @@ class RouterChoices:
 def _generation_calls() -> bool:
     """Return whether transformers' generation calls, and no module that it runs."""
     for frame in _frames_outward():
-        if frame.f_globals.get("__name__", "").startswith(_GENERATION):
+        if _module_name(frame).startswith(_GENERATION):
             return True
         if _module_of(frame) is not None:
             return False
@@ -217,14 +216,19 @@ def _generation_calls() -> bool:
 
 
 def _evaluates() -> bool:
-    """Return whether the script chooses outside of modules without gradients: its predictions."""
+    """Return whether the script counts predictions: outside modules, without gradients."""
     # A graph that torch.compile runs has no gradients either.
     return not torch.is_grad_enabled() and _calling_module() is None and not _compiled_calls()
 
 
 def _compiled_calls() -> bool:
-    names = (str(frame.f_globals.get("__name__", "")) for frame in _frames_outward())
-    return any(name.startswith(_COMPILED) for name in names)
+    """Return whether a graph of torch.compile runs."""
+    return any(_module_name(frame).startswith(_COMPILED) for frame in _frames_outward())
+
+
+def _module_name(frame: FrameType) -> str:
+    """Return the name of the Python module whose code a frame runs, "" without one."""
+    return str(frame.f_globals.get("__name__", ""))
 
 
 def _calling_module() -> nn.Module | None:

@@ -266,7 +266,7 @@ def _interrupts_unwrapped() -> Generator[None]:
         yield
     except Exception as error:
         # An extension module that is interrupted while it is imported raises ImportError from it
-        # (pybind11), and a function in C that returns in spite of one SystemError.
+        # (pybind11). A function in C that ignores the interrupt and returns raises SystemError.
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, KeyboardInterrupt):
             cause = cause.__cause__ or cause.__context__

@@ -309,7 +309,7 @@ class _StreamWaits:
         self._keys.update(awaited)
 
     def between(self, after_ns: int, until_ns: int) -> dict[_StreamKey, int]:
-        """Return the last operation awaited of each stream, by waits in (after_ns, until_ns]."""
+        """Return, for each stream, the last operation that waits in (after_ns, until_ns] await."""
         first = bisect_right(self._start_ns, after_ns)
         last = bisect_right(self._start_ns, until_ns)
         found: dict[_StreamKey, int] = {}
