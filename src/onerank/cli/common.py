@@ -268,11 +268,14 @@ def _interrupts_unwrapped() -> Generator[None]:
         # An extension module that is interrupted while it is imported raises ImportError from it
         # (pybind11). A function in C that ignores the interrupt and returns raises SystemError.
         cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, KeyboardInterrupt):
+        seen: set[int] = set()
+        # `raise error from error` makes an error its own cause.
+        while cause is not None and id(cause) not in seen:
+            if isinstance(cause, KeyboardInterrupt):
+                raise KeyboardInterrupt(*cause.args) from error
+            seen.add(id(cause))
             cause = cause.__cause__ or cause.__context__
-        if cause is None:
-            raise
-        raise KeyboardInterrupt(*cause.args) from error
+        raise
 
 
 def interrupted(store: Path) -> KeyboardInterrupt:
