@@ -11,6 +11,7 @@ from invoke_cli import ROOT, TRACES, invoke, refused
 
 from onerank.cli import annotate, onerank
 from onerank.cli.common import exit_on_errors
+from onerank.ir.errors import OneRankError
 
 
 @pytest.mark.parametrize(
@@ -299,3 +300,10 @@ def test_an_error_that_an_interrupt_caused_is_an_interrupt(capsys):
         raise error
     assert ended.value.code == 130
     assert "initialization" not in capsys.readouterr().err
+
+
+def test_an_error_that_is_its_own_cause_ends_the_command():
+    error = OneRankError("of the script", code="script-raised")
+    with pytest.raises(SystemExit) as ended, exit_on_errors({}):
+        raise error from error
+    assert ended.value.code == 2
