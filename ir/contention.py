@@ -393,7 +393,9 @@ def persistent_waves(tiles: int, multiprocessors: int, usable: int) -> float:
 
     A product has a block for each multiprocessor. The first two tiles of a block are fixed, the
     others go to whichever block is free. Blocks without a multiprocessor begin when others end,
-    which is when no free tile is left, and then do their own tiles: up to two more waves.
+    which is when no free tile is left, and then do their own tiles: up to two more waves. Two waves
+    next to 8 held multiprocessors took 1.9 times as long on an H100, 1.43 by this rule, for no
+    known reason (benchmarks/results/2026-11-28-waiting-calls-2xh100.txt).
 
     Args:
         tiles: of the product.
