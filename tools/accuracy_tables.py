@@ -290,7 +290,6 @@ def _markdown(
     headings: dict[str, str],
     right: set[str],
     files: list[str],
-    links: str,
 ) -> str:
     """Return a table, and below it what all its lines share.
 
@@ -299,12 +298,8 @@ def _markdown(
         headings: of the columns, in order.
         right: columns that are aligned to the right.
         files: the file of each line, or the one file of all.
-        links: path from the page to `benchmarks/results`; "" for no links.
     """
     numbers = {file: str(number) for number, file in enumerate(dict.fromkeys(files), start=1)}
-
-    def named(file: str, text: str) -> str:
-        return f"[{text}]({links}/{file})" if links else text
 
     below: list[str] = []
     for column, heading in list(headings.items()):
@@ -327,27 +322,27 @@ def _markdown(
     if len(numbers) > 1:
         headings["file"] = "file"
         for line, file in zip(lines, files, strict=True):
-            line["file"] = named(file, numbers[file])
+            line["file"] = numbers[file]
     text = [
         f"| {' | '.join(headings.values())} |",
         "|" + "".join("---:|" if column in right else "---|" for column in headings),
         *(f"| {' | '.join(line.get(column, '') for column in headings)} |" for line in lines),
     ]
-    names = [named(file, f"`{file.rsplit('.', 1)[0]}`") for file in numbers]
+    # Names, not links: the site has only the pages, so a link to a result file would be broken there.
+    names = [f"`{file.rsplit('.', 1)[0]}`" for file in numbers]
     if len(names) == 1:
         below.append(f"File: {names[0]}.")
-    elif not links:
+    else:
         below.append(f"Files: {', '.join(f'{n} {name}' for n, name in enumerate(names, start=1))}.")
     return "\n".join(text) + (f"\n\n{' '.join(below)}" if below else "")
 
 
-def filled(page: str, rows: list[Row], to_results: str) -> str:
+def filled(page: str, rows: list[Row]) -> str:
     """Return the text of a page with its tables filled.
 
     Args:
         page: text of the page.
         rows: of the CSV.
-        to_results: path from the page to `benchmarks/results`, for links; "" for no links.
 
     Raises:
         KeyError: the page names a table without rows.
@@ -373,7 +368,7 @@ def filled(page: str, rows: list[Row], to_results: str) -> str:
             right = {str(column) for column in _FIGURES}
             files = [row["file"] for row in selected]
         headings = {c: _HEADINGS.get(name, {}).get(c, c) for c in columns} | figures
-        return f"{match[1]}\n{_markdown(lines, headings, right, files, to_results)}\n\n{match[3]}"
+        return f"{match[1]}\n{_markdown(lines, headings, right, files)}\n\n{match[3]}"
 
     return _TABLE.sub(table, page)
 
@@ -382,11 +377,9 @@ def main() -> None:
     """Fill the tables of all pages, or check them."""
     rows = read_rows()
     problems = missing_figures(rows)
-    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
+    for path in sorted((ROOT / "docs").rglob("*.md")):
         text = path.read_text()
-        # The site has only the pages, so a link to a result file would be broken there.
-        links = "benchmarks/results" if path.parent == ROOT else ""
-        new = filled(text, rows, links)
+        new = filled(text, rows)
         if new != text and "--check" in sys.argv[1:]:
             problems.append(f"{path.relative_to(ROOT)}: run python tools/accuracy_tables.py")
         elif new != text:
