@@ -328,7 +328,7 @@ def _markdown(
         "|" + "".join("---:|" if column in right else "---|" for column in headings),
         *(f"| {' | '.join(line.get(column, '') for column in headings)} |" for line in lines),
     ]
-    # Names, not links: the site has only the pages, so a link to a result file would be broken there.
+    # Names, not links: the site has no result files.
     names = [f"`{file.rsplit('.', 1)[0]}`" for file in numbers]
     if len(names) == 1:
         below.append(f"File: {names[0]}.")
