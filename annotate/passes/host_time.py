@@ -17,7 +17,8 @@ from onerank.ir.errors import AnnotateError, TargetError
 from onerank.ir.measurement import HostOverhead
 from onerank.ir.notes import Note
 from onerank.ir.python_calls import PYTHON_CALLS, REDUCER, autograd_functions, python_calls_of
-from onerank.ir.replay import launches, with_host_factor
+from onerank.ir.start_delays import launches
+from onerank.ir.steady_state import with_host_factor
 
 # Classes that decide the kind of an operator with several launches, the strongest first.
 _PRIORITY = (OpClass.COMMUNICATION, OpClass.ATTENTION, OpClass.GEMM, OpClass.OPTIMIZER)

@@ -22,7 +22,7 @@ from onerank.ir.arrays import I64, Mask
 from onerank.ir.edges import one_per_pair, topological_order
 from onerank.ir.errors import AnnotateError
 from onerank.ir.notes import Note
-from onerank.ir.replay import launches
+from onerank.ir.start_delays import launches
 
 CHOICES = ("as-captured", "on", "off")
 """Overlap of communication and compute: as captured, as far as data allow, or none."""

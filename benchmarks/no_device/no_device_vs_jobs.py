@@ -56,7 +56,7 @@ def predict(directory: Path) -> None:
 
     import onerank
     from onerank.annotate import load_gpu
-    from onerank.ir.replay import steady_state_step
+    from onerank.ir.steady_state import steady_state_step
     from onerank.plan.cluster import Cluster, ClusterLink, network_of
     from onerank.plan.stage_times import with_network
 

@@ -42,7 +42,7 @@ from onerank.converters.targets.astra_sim.config_files import SimulatedNetwork
 from onerank.converters.targets.astra_sim.exporter import export_astra_sim, export_astra_sim_ranks
 from onerank.converters.targets.goal import export_goal, export_goal_ranks
 from onerank.ir import Graph
-from onerank.ir.replay import job_step_ns
+from onerank.ir.steady_state import job_step_ns
 from onerank.plan import cluster
 from onerank.plan.job_replay import replay_job
 

@@ -15,7 +15,7 @@ from onerank.ir.arrays import I64, Mask
 from onerank.ir.chakra.third_party_traces import is_counted
 from onerank.ir.errors import ExportError
 from onerank.ir.notes import Note
-from onerank.ir.replay import slowest_rank_excess_ns, steady_state_step
+from onerank.ir.steady_state import slowest_rank_excess_ns, steady_state_step
 
 NAME = "idle: waiting for the host"
 REMEDY = "if no GPU was captured, predict the trace for one first: annotate --target H100 ..."

@@ -298,7 +298,7 @@ def _job_of(traces: Traces, dp: int | None, granularity: Granularity) -> _Captur
     Kernels take their time in steady state, for every simulator.
     """
     from onerank.converters.expand.data_parallel import replica_notes, with_replicas
-    from onerank.ir.replay import with_steady_state_kernels
+    from onerank.ir.steady_state import with_steady_state_kernels
 
     captured = [graph_of(trace) for trace in _each(traces)]
     notes = _notes_on_kernels(captured)

@@ -17,7 +17,7 @@ import onerank
 from onerank.capture.collective_kernels import CollectiveEmulation, uniform
 from onerank.capture.fake_world.recorder import Recorder
 from onerank.ir import Collective, Graph, Kind, Phase
-from onerank.ir.replay import steady_state_step
+from onerank.ir.steady_state import steady_state_step
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_llama.py"
 

@@ -30,7 +30,8 @@ from onerank.ir import (
     Reason,
 )
 from onerank.ir.measurement import C10D_NS
-from onerank.ir.replay import job_step_ns, schedule, steady_state_step, with_step_time
+from onerank.ir.replay import schedule
+from onerank.ir.steady_state import job_step_ns, steady_state_step, with_step_time
 from onerank.plan.cluster import Cluster, ClusterLink, network_of
 from onerank.plan.stage_times import with_network
 

@@ -17,7 +17,8 @@ from onerank.annotate import load_gpu
 from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import Device, Evidence, Graph, GraphBuilder, Job, Kind, Reason
 from onerank.ir.contention import Contention, persistent_waves
-from onerank.ir.replay import ReplayedRank, ReplayTimes, schedule, steady_state_step
+from onerank.ir.replay import ReplayedRank, ReplayTimes, schedule
+from onerank.ir.steady_state import steady_state_step
 from onerank.plan.cluster import Cluster, ClusterLink, ClusterNetwork, network_of
 from onerank.plan.stage_times import TimedStage, stage_times, with_network
 

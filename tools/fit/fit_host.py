@@ -33,7 +33,7 @@ from onerank.annotate.passes.host_time import HostCalls, launched_calls
 from onerank.ir import Graph, Kind
 from onerank.ir.arrays import F64, I64
 from onerank.ir.chakra import read
-from onerank.ir.replay import replay_without_profiler
+from onerank.ir.steady_state import replay_without_profiler
 
 
 def host_times(graph: Graph) -> tuple[HostCalls, dict[str, float]]:

@@ -50,7 +50,7 @@ from onerank.converters.expand.layers.nonlayer_nodes import (
 from onerank.ir import UNKNOWN, Graph, Kind, LayerExtrapolation, Line, Measurement, MemoryLog
 from onerank.ir.errors import DepthError
 from onerank.ir.notes import Note
-from onerank.ir.replay import with_step_time
+from onerank.ir.steady_state import with_step_time
 
 
 def line(depths: Sequence[int], values: Sequence[int], depth: int) -> Line:

@@ -29,10 +29,15 @@ from onerank.ir import (
     MemoryLog,
     ProcessGroup,
     World,
-    replay,
 )
 from onerank.ir.arrays import I64, union_duration_ns
 from onerank.ir.notes import Note
+from onerank.ir.steady_state import (
+    launch_waits_ns,
+    replay_without_profiler,
+    steady_state_step,
+    with_step_time,
+)
 from onerank.ir.world import axis_of
 
 # Range in which the factor on host times is searched.
@@ -68,7 +73,7 @@ def with_host_overhead(graph: Graph) -> Graph:
         )
     measurement = msgspec.structs.replace(measurement, host_overhead=overhead, notes=notes)
     job = msgspec.structs.replace(graph.job, measurement=measurement)
-    return with_kernel_factor(replay.with_step_time(replace(graph, job=job), step_ns))
+    return with_kernel_factor(with_step_time(replace(graph, job=job), step_ns))
 
 
 # The GPU sets the pace of a step if it waits for launches for at most the first share of the step,
@@ -87,12 +92,12 @@ def with_kernel_factor(graph: Graph) -> Graph:
     """
     measurement = graph.job.measurement
     overhead = measurement.host_overhead
-    step = replay.steady_state_step(graph, as_captured=True)
+    step = steady_state_step(graph, as_captured=True)
     # Real ranks wait for each other, which lengthens their steps too.
     ran = graph.nodes.evidence[graph.communication] != Evidence.NONE
     if overhead is None or step is None or ran.any():
         return graph
-    waits_ns = replay.launch_waits_ns(graph, step.times, step.device_begin_ns(graph))
+    waits_ns = launch_waits_ns(graph, step.times, step.device_begin_ns(graph))
     if waits_ns > _WAITING * step.step_ns:
         return graph
     steps = np.array(measurement.step_ns)
@@ -154,7 +159,7 @@ def _find_factor(
 
 def _host_span(graph: Graph, factor: float) -> int:
     """Return the replayed time from the start of the first operator to the end of the last."""
-    times = replay.replay_without_profiler(graph, factor).schedule()
+    times = replay_without_profiler(graph, factor).schedule()
     host = graph.mask(Kind.HOST_OP)
     return int(times.end_ns[host].max() - times.start_ns[host].min())
 

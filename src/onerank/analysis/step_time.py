@@ -15,14 +15,12 @@ from onerank.ir import UNKNOWN, Graph, Kind
 from onerank.ir.all_to_all import even_bytes
 from onerank.ir.arrays import Mask, union_duration_ns
 from onerank.ir.errors import GraphError
-from onerank.ir.replay import (
-    ReplayedRank,
-    ReplayTimes,
+from onerank.ir.replay import ReplayedRank, ReplayTimes, schedule
+from onerank.ir.start_delays import unrecorded_waits
+from onerank.ir.steady_state import (
     job_step_ns,
     launch_waits_ns,
-    schedule,
     steady_state_step,
-    unrecorded_waits,
     with_host_factor,
 )
 

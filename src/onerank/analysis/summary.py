@@ -30,7 +30,7 @@ from onerank.ir import (
 )
 from onerank.ir.arrays import I64
 from onerank.ir.notes import Note
-from onerank.ir.replay import job_step_ns
+from onerank.ir.steady_state import job_step_ns
 
 
 class CollectiveUse(msgspec.Struct, frozen=True):

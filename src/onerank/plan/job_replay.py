@@ -21,7 +21,8 @@ from onerank.display import Displayed
 from onerank.ir import Graph, Kind, World
 from onerank.ir.arrays import I64, Mask, union_duration_ns
 from onerank.ir.errors import ExportError, GraphError
-from onerank.ir.replay import ReplayedRank, ReplayTimes, replay_without_profiler
+from onerank.ir.replay import ReplayedRank, ReplayTimes
+from onerank.ir.steady_state import replay_without_profiler
 from onerank.plan.cluster import ClusterNetwork
 from onerank.plan.pipeline_step import step_of
 from onerank.plan.stage_times import StageTimes, stage_times, with_network

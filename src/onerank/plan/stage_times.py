@@ -27,12 +27,8 @@ from onerank.ir.all_to_all import even_bytes
 from onerank.ir.arrays import I64, union_duration_ns
 from onerank.ir.contention import Contention
 from onerank.ir.nodes import SYMMETRIC_BARRIER, SYMMETRIC_COPY
-from onerank.ir.replay import (
-    ReplayTimes,
-    schedule,
-    steady_state_step,
-    with_steady_state_kernels,
-)
+from onerank.ir.replay import ReplayTimes, schedule
+from onerank.ir.steady_state import steady_state_step, with_steady_state_kernels
 from onerank.plan.cluster import ClusterNetwork
 
 

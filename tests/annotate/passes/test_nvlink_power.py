@@ -27,7 +27,7 @@ from onerank.annotate.passes.pass_options import parse_sizes
 from onerank.cli.commands.annotate import annotate
 from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import UNKNOWN, Evidence, Graph, Kind
-from onerank.ir.replay import slowest_rank_excess_ns
+from onerank.ir.steady_state import slowest_rank_excess_ns
 
 ACTIVE = PassOptions(nvlink_active=True)
 TRACES = Path(__file__).parents[3] / "traces" / "h200-llama-8b-4l-tp2-real"

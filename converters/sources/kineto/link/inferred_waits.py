@@ -24,7 +24,7 @@ from onerank.converters.sources.kineto.link.host_timeline import groups
 from onerank.converters.sources.kineto.link.link_kernels import CLOCK_NS, launch_times
 from onerank.converters.sources.kineto.read.trace_columns import KinetoTrace, last_of
 from onerank.ir.arrays import I64
-from onerank.ir.replay import RELEASE_NS
+from onerank.ir.start_delays import RELEASE_NS
 
 # Checked against a trace that has synchronisation events: without this bound, and without the rule
 # for streams that are already awaited, 3 of 5 inferred waits named a wrong stream. With both there

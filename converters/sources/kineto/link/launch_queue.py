@@ -17,7 +17,7 @@ from onerank.converters.sources.kineto.link.link_kernels import CLOCK_NS
 from onerank.converters.sources.kineto.read.trace_columns import KinetoTrace, last_of
 from onerank.ir.arrays import I32, I64, Mask
 from onerank.ir.notes import Note
-from onerank.ir.replay import RELEASE_NS
+from onerank.ir.start_delays import RELEASE_NS
 
 LEAST_PENDING = 256
 """A queue is not known to be full with fewer."""

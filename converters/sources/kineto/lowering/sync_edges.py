@@ -33,7 +33,7 @@ from onerank.converters.sources.kineto.read.trace_columns import GpuRows
 from onerank.ir import Reason, StringTable
 from onerank.ir.arrays import I64
 from onerank.ir.notes import Note
-from onerank.ir.replay import RELEASE_NS
+from onerank.ir.start_delays import RELEASE_NS
 
 LATE_NS = 20_000
 """An operation that begins this soon after all that it waits for is not late."""
