@@ -1,7 +1,7 @@
 """Install patches of torch and other libraries: one way, for the symbols in the registry.
 
 `patched` replaces a symbol where it is defined, for the duration of a context; `rebound` also where
-modules have imported it. They refuse a symbol or a module that `patch_registry.py` does not list,
+modules have imported it. They refuse a symbol or a module that `patch_registry` does not list,
 and modules that patch one symbol in another order than it says. `replaced` changes an object that
 the script defines, and `after_import` patches a module once the script imports it.
 

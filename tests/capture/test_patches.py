@@ -31,6 +31,13 @@ def test_every_symbol_exists_in_this_version(patch: Patch):
     assert patch.why.endswith(".")
 
 
+def test_entries_for_all_names_of_an_owner_come_last():
+    """`patched` takes the first entry that matches."""
+    for place, patch in enumerate(PATCHES):
+        later = [other.names for other in PATCHES[place + 1 :] if other.owner == patch.owner]
+        assert patch.names or later == [], patch.owner
+
+
 def test_subscribers_are_modules_that_patch():
     for patch in PATCHES:
         for module in patch.by:
