@@ -270,6 +270,18 @@ class UnknownValues:
             code="no-device-nested",
         )
 
+    def refuse_gpu(self, device: torch.device) -> NoReturn:
+        """Refuse a tensor on a GPU that the rank does not have.
+
+        Raises:
+            CaptureError: always; it names the GPU and the script's line.
+        """
+        raise CaptureError(
+            f"{self._places()}: {device} does not exist, since a rank has one GPU, cuda:0\n"
+            "  keep the model on one GPU, and split it by --tp, --pp or torch.distributed",
+            code="no-device-second-gpu",
+        )
+
     def refuse_extension(self, function: str) -> NoReturn:
         """Refuse a function of a C++ extension of which nothing says what it computes.
 

@@ -43,6 +43,12 @@ SCRIPT: tuple[Patch, ...] = (
         ("script.optimizer_steps",),
     ),
     Patch(
+        "torch.optim.Optimizer",
+        ("_patch_step_function",),
+        "torch calls it once per optimizer: one that does not step is known too.",
+        ("script.optimizer_steps",),
+    ),
+    Patch(
         "torch.amp.GradScaler",
         ("step",),
         "A loss scaler skips steps; both the step's end and gradient sums must know.",

@@ -31,8 +31,41 @@ from torch.optim import Optimizer
 from onerank.capture.patches import live, patched, replaced
 
 
+class OptimizerSteps:
+    """The script's optimizers of torch.optim, and which of them stepped in the current step."""
+
+    def __init__(self) -> None:
+        self._created: WeakSet[Optimizer] = WeakSet()
+        self._stepped: WeakSet[Optimizer] = WeakSet()
+
+    def created(self, optimizer: Optimizer) -> None:
+        """Count an optimizer that the script creates."""
+        self._created.add(optimizer)
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """Count a step."""
+        self._stepped.add(optimizer)
+
+    def begin(self) -> None:
+        """Begin a step of the capture."""
+        self._stepped.clear()
+
+    def idle(self) -> list[Optimizer]:
+        """Return the optimizers that did not step, and none of whose parameters another updated."""
+        updated = {id(each) for optimizer in self._stepped for each in _parameters(optimizer)}
+        return [
+            optimizer
+            for optimizer in self._created
+            if updated and updated.isdisjoint(map(id, _parameters(optimizer)))
+        ]
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [each for group in optimizer.param_groups for each in group["params"]]
+
+
 @contextlib.contextmanager
-def after_step(boundary: Callable[..., None]) -> Generator[None]:
+def after_step(boundary: Callable[..., None]) -> Generator[OptimizerSteps]:
     """Call `boundary` after every step of the script's first optimizer.
 
     `boundary` gets `skipped`: whether infinite gradients made a loss scaler skip the update. A
@@ -45,13 +78,14 @@ def after_step(boundary: Callable[..., None]) -> Generator[None]:
     # torch's post-hook is no alternative: it runs inside the profiler range of the step, so the
     # next window would begin inside a range whose begin it has not recorded.
     first: list[Any] = []
+    steps = OptimizerSteps()
     with (
         _postponed(boundary) as end,
-        _FirstOptimizer(first, end).watched(),
+        _FirstOptimizer(first, end, steps).watched(),
         CustomOptimizers(first, functools.partial(end, skipped=False)) as custom,
         after_backward(custom.after_backward),
     ):
-        yield
+        yield steps
 
 
 def after_backward(then: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
@@ -110,11 +144,13 @@ class _FirstOptimizer:
             the script already, that optimizer marks the iterations.
         end: called after every step of the first optimizer, with `skipped`: whether a GradScaler
             skipped it.
+        steps: counts the optimizers and their steps.
     """
 
-    def __init__(self, first: list[Any], end: Callable[..., None]) -> None:
+    def __init__(self, first: list[Any], end: Callable[..., None], steps: OptimizerSteps) -> None:
         self._first = first
         self._end = end
+        self._steps = steps
         self._replaced: dict[Callable[..., Any], Callable[..., Any]] = {}
         # An optimizer may step another one.
         self._stepping: list[Any] = []
@@ -132,7 +168,10 @@ class _FirstOptimizer:
         hook = staticmethod(lambda func: self._watched_step(original(func)))  # pyright: ignore
         try:
             with (
-                patched("torch.optim.Optimizer", {"profile_hook_step": hook}),
+                patched(
+                    "torch.optim.Optimizer",
+                    {"profile_hook_step": hook, "_patch_step_function": self._watched_creation()},
+                ),
                 patched("torch.amp.GradScaler", {"step": self._watched_scaler_step()}),
             ):
                 yield
@@ -142,6 +181,17 @@ class _FirstOptimizer:
                 if step in self._replaced:
                     kind.step = self._replaced[step]
 
+    def _watched_creation(self) -> Callable[[Optimizer], None]:
+        # torch calls it at the end of each optimizer's creation, also of one that is unpickled.
+        created: Any = Optimizer._patch_step_function  # pyright: ignore[reportPrivateUsage]
+
+        @functools.wraps(created)
+        def patch_step(optimizer: Optimizer) -> None:
+            created(optimizer)
+            self._steps.created(optimizer)
+
+        return patch_step
+
     def _watched_step(self, profiled: Any) -> Callable[..., Any]:
         @functools.wraps(profiled)
         def stepped(*args: Any, **kwargs: Any) -> Any:
@@ -150,6 +200,7 @@ class _FirstOptimizer:
                 result = profiled(*args, **kwargs)
             finally:
                 self._stepping.pop()
+            self._steps.stepped(args[0])
             if not self._first and not self._stepping:
                 self._first.append(args[0])
             if self._first and args[0] is self._first[0]:

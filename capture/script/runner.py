@@ -29,7 +29,7 @@ from onerank.capture.script.error_hints import (
     script_line,
 )
 from onerank.capture.script.inference_steps import MeasuredForward
-from onerank.capture.script.optimizer_steps import after_step
+from onerank.capture.script.optimizer_steps import OptimizerSteps, after_step
 from onerank.ir.errors import CaptureError, OneRankError, ScriptError
 from onerank.ir.notes import Note
 
@@ -181,7 +181,7 @@ def run_script(
     watched = before.observing(boundary.fail) if before else contextlib.nullcontext()
     try:
         with (
-            after_step(boundary),
+            after_step(boundary) as boundary.optimizers,
             boundary.watching_forwards(),
             _exits_seen(),
             _ending_children(),
@@ -230,7 +230,10 @@ class _Boundary:
     Attributes:
         failure: the error that ended the script, kept because the script may catch it; else None.
         taken: optimizer steps so far.
+        optimizers: the script's optimizers.
     """
+
+    optimizers: OptimizerSteps
 
     def __init__(
         self,
@@ -269,6 +272,9 @@ class _Boundary:
         skipped, self._skipped = self._skipped, False
         if not self._windows.complete and self.failure is None:
             self._end_step(self._windows, skipped=skipped)
+            if self._windows.complete:
+                self._note_idle_optimizers()
+            self.optimizers.begin()
         if self.failure is not None or self._windows.complete:
             self._leave_script()
 
@@ -282,6 +288,18 @@ class _Boundary:
             self.failure = error
         except OSError as error:  # from writing traces: the script does not run here
             self.failure = _unwritten(error)
+
+    def _note_idle_optimizers(self) -> None:
+        for idle in self.optimizers.idle():
+            count = sum(each.numel() for group in idle.param_groups for each in group["params"])
+            self._windows.observed.notes.append(
+                Note(
+                    f"the captured step has no step of {type(idle).__name__} of {count:,} "
+                    "parameters; if it steps once in N steps of the first optimizer, "
+                    "--optimizer-steps N captures those as one",
+                    code="optimizer-idle",
+                )
+            )
 
     @property
     def complete(self) -> bool:

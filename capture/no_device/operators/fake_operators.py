@@ -251,10 +251,28 @@ class FakeOperators(TorchDispatchMode):
             return func(*args, **kwargs)
         tensors = tuple(tensors_in((*args, *kwargs.values())))
         call = OperatorCall(func, schema, args, kwargs, tensors)
+        names_gpu = self._names_gpu(args, kwargs)
         fakes = any(isinstance(tensor, FakeTensor) for tensor in tensors)
-        if not fakes and not schema.communicates and not _names_gpu(args, kwargs):
+        if not fakes and not schema.communicates and not names_gpu:
             return self._run_on_cpu(call)
         return self._record(call)
+
+    def _names_gpu(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Return whether an operator creates its result on the GPU.
+
+        Raises:
+            CaptureError: the arguments name a GPU that the rank does not have.
+        """
+        # Nested tensors name it by position.
+        given = [each for each in args if isinstance(each, torch.device)]
+        gpus = [
+            torch.device(each) for each in (*given, kwargs.get("device")) if is_cuda_device(each)
+        ]
+        for gpu in gpus:
+            # Without this check, the autograd engine would fail on an assertion of torch.
+            if gpu.index:
+                self._unknown.refuse_gpu(gpu)
+        return bool(gpus)
 
     def _count_dispatch(self, func: Any, subclasses: Sequence[type], args: Any) -> None:
         """Count an operator that a subclass of Tensor dispatches in Python."""
@@ -720,12 +738,6 @@ def _is_large(tensor: Tensor) -> bool:
     if is_integral(tensor.dtype):
         return tensor.nbytes > _REAL_INTEGER_BYTES
     return tensor.numel() > REAL_ELEMENTS
-
-
-def _names_gpu(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an operator creates its result on the GPU; nested tensors name it by position."""
-    given = [each for each in args if isinstance(each, torch.device)]
-    return any(map(is_cuda_device, (*given, kwargs.get("device"))))
 
 
 def _like(numbers: Tensor) -> Tensor:

@@ -621,6 +621,29 @@ def test_a_skipped_step_is_not_recorded(tmp_path):
     assert str(note).startswith("3 of 6 steps")
 
 
+CRITIC_AND_GENERATOR = """
+    import torch
+    critic, generator = (torch.nn.Linear(8, 8, device="cuda") for _ in range(2))
+    optimizers = [torch.optim.SGD(m.parameters()) for m in (critic, generator)]
+    for step in range(12):
+        critic(generator(torch.randn(2, 8, device="cuda"))).sum().backward()
+        optimizers[step % 4 == 3].step()
+"""
+
+
+@pytest.mark.parametrize(("together", "products"), [(1, 5), (3, 20)])
+def test_an_optimizer_without_a_step_is_noted(together, products, tmp_path):
+    """The critic's optimizer takes all of the three steps, or three of four within each."""
+    path = script(tmp_path, CRITIC_AND_GENERATOR)
+    graph = capture(path, tmp_path / "trace.et", "--optimizer-steps", together)
+    notes = graph.job.measurement.notes
+    assert sum(name in ("aten::mm", "aten::addmm") for name in graph.text("op")) == products
+    if together == 1:
+        note_of(notes, "optimizer-idle", "SGD of 72 parameters")
+    else:
+        assert not has_note(notes, "optimizer-idle")
+
+
 DATA_DEPENDENT = """
     import torch
     model = torch.nn.Linear(8, 8, device="cuda")
@@ -652,6 +675,11 @@ NESTED_ON_GPU = NESTED.replace(").cuda()", ", device='cuda')")
         (DATA_DEPENDENT, (), "no-device-value"),
         (STEP.replace("INPUT", NESTED), (), "no-device-nested"),
         (STEP.replace("INPUT", NESTED_ON_GPU), (), "no-device-nested"),
+        (
+            STEP.replace("INPUT", "rows = torch.randn(4, 8).to('cuda:1')"),
+            (),
+            "no-device-second-gpu",
+        ),
         (DATA_DEPENDENT, ("--like", "H1000"), "gpu-unknown"),
         (DATA_DEPENDENT, ("--dp", 2, "--busbw-gb-s", 300), "no-device-network"),
         (DATA_DEPENDENT, ("--ep", 2, "--moe-routing", "model"), "no-device-routing"),
@@ -667,7 +695,7 @@ def test_bad_input_names_its_place(text, options, code, tmp_path):
     assert not (tmp_path / "t.et").exists()
     if code == "no-device-value":
         assert "train.py:7" in done.stderr
-    if code == "no-device-nested":
+    if code in ("no-device-nested", "no-device-second-gpu"):
         assert "train.py:5" in done.stderr
 
 
