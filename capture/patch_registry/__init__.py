@@ -27,14 +27,14 @@ INSTALLED_ELSEWHERE: tuple[Patch, ...] = (
         "The loss of a sharded head. Forward hooks of the model set and undo it: torch.compile "
         "traces their assignments, but not a context manager. Verification runs a rank per thread "
         "and swaps the attribute whenever another thread continues.",
-        ("parallelize.tensor.vocab_parallel", "verify.threaded_world"),
+        ("parallelize.tensor.lm_head", "verify.threaded_world"),
     ),
     Patch(
         "torch.nn",
         ("CrossEntropyLoss",),
         "As cross_entropy, while torch.compile traces: it recognises the class by identity and "
         "calls torch's own function for it.",
-        ("parallelize.tensor.vocab_parallel",),
+        ("parallelize.tensor.lm_head",),
     ),
     Patch(
         "torch.distributed._shard.sharded_tensor.api",

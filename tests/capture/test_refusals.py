@@ -50,10 +50,10 @@ from onerank.capture.parallelize.tensor import (
     sequence_parallel,
 )
 from onerank.capture.parallelize.tensor.linear import with_hidden_states
+from onerank.capture.parallelize.tensor.lm_head import parallel_head
 from onerank.capture.parallelize.tensor.moe import cut_experts
 from onerank.capture.parallelize.tensor.plan_file import ModuleRule
 from onerank.capture.parallelize.tensor.shard_parameters import origin_of
-from onerank.capture.parallelize.tensor.vocab_parallel import parallel_head
 from onerank.capture.script.runner import Script
 from onerank.capture.verify import threaded_world
 from onerank.ir import RankClass

@@ -44,6 +44,12 @@ from onerank.capture.parallelize.tensor.linear import (
     matrix_of,
     row_linear,
 )
+from onerank.capture.parallelize.tensor.lm_head import (
+    computes_loss_in_forward,
+    cross_entropy_head,
+    parallel_head,
+    refuse_unused_head,
+)
 from onerank.capture.parallelize.tensor.mla import rotary_width, sum_rotary_gradient
 from onerank.capture.parallelize.tensor.module_styles import (
     COLUMN,
@@ -89,13 +95,7 @@ from onerank.capture.parallelize.tensor.stateful_layers import (
     mark_as_cut,
     repeat_only_group,
 )
-from onerank.capture.parallelize.tensor.vocab_parallel import (
-    computes_loss_in_forward,
-    cross_entropy_head,
-    parallel_embedding,
-    parallel_head,
-    refuse_unused_head,
-)
+from onerank.capture.parallelize.tensor.vocab_parallel import parallel_embedding
 from onerank.ir import RankClass
 from onerank.ir.errors import SliceError
 
