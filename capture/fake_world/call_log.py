@@ -14,7 +14,7 @@ from onerank.capture.collective_kernels import CollectiveEmulation
 from onerank.capture.collective_kernels.kernels import Engine
 from onerank.capture.collective_record import CommCall, Group, Payload, payload_of
 from onerank.capture.fake_world.async_work import EmulatedCallTimes, Pending
-from onerank.capture.fake_world.p2p_phases import Key, StagePurposes, StepPurposes
+from onerank.capture.fake_world.p2p_phases import Key, Purpose, StagePurposes, StepPurposes
 from onerank.capture.fake_world.vocab_partial_sums import PartialSums
 from onerank.ir.all_to_all import AllToAllBuffer, exchanged_bytes
 from onerank.ir.errors import CaptureError
@@ -267,12 +267,7 @@ class CallLog:
         Raises:
             CaptureError: the group has no such peer, or a dtype is unknown.
         """
-        if peer is not None and not 0 <= peer < group.size:
-            raise CaptureError(
-                f"{collective} with rank {peer} of group {group.name!r}, whose ranks are 0 to "
-                f"{group.size - 1}",
-                code="peer-out-of-range",
-            )
+        _check_peer(collective, group, peer)
         tensors = None if isinstance(payload, Payload) else payload
         total = payload if isinstance(payload, Payload) else payload_of(collective, payload)
         # NCCL counts the parts of all ranks, on every rank.
@@ -280,10 +275,7 @@ class CallLog:
             total = total.times(group.size)
         purpose = None
         if collective in ("send", "recv") and tensors is not None:
-            key = Key(collective, group.name, peer, total.bytes)
-            # Stages of torch.distributed.pipelining know; a pipeline written by hand is classified
-            # by its backwards.
-            purpose = self._purposes.of(collective, tensors) or self._exchanges.of(key, tensors)
+            purpose = self._purpose(Key(collective, group.name, peer, total.bytes), tensors)
         exchanged = None
         if output_bytes is not None:
             exchanged = exchanged_bytes(
@@ -314,3 +306,18 @@ class CallLog:
             )
             self.calls.append(call)
         return call
+
+    def _purpose(self, key: Key, tensors: Sequence[Tensor]) -> Purpose | None:
+        """Return what a send or receive that is issued now transfers; None if unknown."""
+        # Stages of torch.distributed.pipelining know; a pipeline written by hand is classified by
+        # its backwards.
+        return self._purposes.of(key.collective, tensors) or self._exchanges.of(key, tensors)
+
+
+def _check_peer(collective: str, group: Group, peer: int | None) -> None:
+    if peer is not None and not 0 <= peer < group.size:
+        raise CaptureError(
+            f"{collective} with rank {peer} of group {group.name!r}, whose ranks are 0 to "
+            f"{group.size - 1}",
+            code="peer-out-of-range",
+        )

@@ -353,7 +353,7 @@ def _output_for_script(
     *,
     has_loss: bool,
 ) -> Any:
-    """Return a forward's output, whose logits are shards of `width` where only the loss reads them."""
+    """Return a forward's output; its logits stay shards of `width` if only the loss reads them."""
     if isinstance(output, ModelOutput) and logits:
         if has_loss and torch.is_grad_enabled():
             change_when_read(output, gather)
