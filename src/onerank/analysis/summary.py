@@ -24,6 +24,7 @@ from onerank.ir import (
     Job,
     Kind,
     LayerExtrapolation,
+    Measurement,
     Phase,
     RankClass,
     Sensors,
@@ -237,7 +238,6 @@ def summarise(graph: Graph) -> Summary:
     total = share_of_all(graph)
     measured = job.measurement
     step_ns = measured.median_step_ns
-    evidence, counts = np.unique(nodes.evidence[compute], return_counts=True)
     return Summary(
         nodes=len(graph),
         edges=len(graph.edges),
@@ -263,11 +263,7 @@ def summarise(graph: Graph) -> Summary:
         data_loading_ns=int(nodes.duration_ns[graph.data_loading].sum()),
         gpu_busy_ns=measured.gpu_busy_ns,
         gap_ns=step_ns - measured.gpu_busy_ns if step_ns and measured.gpu_busy_ns else None,
-        profiler_overhead=(
-            measured.profiled_step_ns / step_ns - 1
-            if step_ns and measured.profiled_step_ns
-            else None
-        ),
+        profiler_overhead=_profiler_overhead(measured),
         # Merged steps can lack a node in some of them; the minimum promises no more than all have.
         samples=int(nodes.samples[compute].min()) if len(compute) else 0,
         spread_ns=int(nodes.spread_ns[compute].sum()),
@@ -280,10 +276,7 @@ def summarise(graph: Graph) -> Summary:
         by_class=_by_time(shares_by_class(graph)),
         by_phase=shares_by_phase(graph),
         by_module=_by_time(shares_by_module(graph)),
-        evidence={
-            Evidence(code).name.lower(): count
-            for code, count in zip(evidence.tolist(), counts.tolist(), strict=True)
-        },
+        evidence=_evidence_counts(graph, compute),
         collectives=_collectives(graph),
         annotations=[f"{done.model} for {done.target}" for done in job.annotations],
         versions=measured.versions,
@@ -294,6 +287,17 @@ def summarise(graph: Graph) -> Summary:
         classes=job.classes,
         inference=job.inference,
     )
+
+
+def _profiler_overhead(measured: Measurement) -> float | None:
+    profiled_ns, step_ns = measured.profiled_step_ns, measured.median_step_ns
+    return profiled_ns / step_ns - 1 if profiled_ns and step_ns else None
+
+
+def _evidence_counts(graph: Graph, compute: I64) -> dict[str, int]:
+    evidence, counts = np.unique(graph.nodes.evidence[compute], return_counts=True)
+    names = [Evidence(code).name.lower() for code in evidence.tolist()]
+    return dict(zip(names, counts.tolist(), strict=True))
 
 
 def _share_without_flops(graph: Graph, compute: I64) -> float:
