@@ -44,7 +44,7 @@ from onerank.converters.sources.onnx import OnnxConversion
 from onerank.converters.targets.astra_sim.check import Finding
 from onerank.converters.targets.astra_sim.exporter import AstraSimExport
 from onerank.converters.targets.goal import GoalExport
-from onerank.converters.targets.simai import SimaiExport
+from onerank.converters.targets.simai.exporter import SimaiExport
 from onerank.ir.chakra import Repairs
 from onerank.ir.chakra.attributes import FIELDS, IO_COLUMNS, NODE_TYPES
 from onerank.ir.chakra.et_def_pb2 import NodeType

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from onerank.converters.targets.astra_sim.config_files import SimulatedNetwork
     from onerank.converters.targets.astra_sim.exporter import AstraSimExport
     from onerank.converters.targets.goal import GoalExport
-    from onerank.converters.targets.simai import SimaiExport
+    from onerank.converters.targets.simai.exporter import SimaiExport
     from onerank.ir import Graph
     from onerank.ir.notes import Note
 
@@ -132,7 +132,7 @@ def simai(
         ExportError: the format does not support the job.
     """
     from onerank.converters.expand.pipeline import PipelineSchedule
-    from onerank.converters.targets.simai import export_simai
+    from onerank.converters.targets.simai.exporter import export_simai
 
     # Always kernels: the exporter sums them into rows itself.
     job = _job_of(traces, dp, "kernel")

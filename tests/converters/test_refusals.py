@@ -22,8 +22,10 @@ from onerank.converters.sources.kineto import collectives, rank_directory
 from onerank.converters.sources.kineto.memory_events import read_history
 from onerank.converters.sources.kineto.read.json_stream import decode_raw
 from onerank.converters.sources.onnx import model as onnx_model
-from onerank.converters.targets import goal, simai, simai_rows
+from onerank.converters.targets import goal
 from onerank.converters.targets.goal_collectives import CollectiveCall
+from onerank.converters.targets.simai import rows as simai_rows
+from onerank.converters.targets.simai.exporter import export_simai
 from onerank.ir import Collective, Graph, GraphBuilder, Job, Kind, Phase, RankClass, World
 
 EMPTY = GraphBuilder().build(Job())
@@ -72,8 +74,8 @@ GOAL: dict[str, Callable[[Path], Any]] = {
 }
 
 SIMAI: dict[str, Callable[[Path], Any]] = {
-    "simai-no-trace": lambda path: simai.export_simai([], path),
-    "simai-other-job": lambda path: simai.export_simai(
+    "simai-no-trace": lambda path: export_simai([], path),
+    "simai-other-job": lambda path: export_simai(
         [stage(0, 2), stage(1, 2, world=World.of(pp=2, dp=2))],
         path,
         schedule=PipelineSchedule.parse("1f1b"),
@@ -81,7 +83,7 @@ SIMAI: dict[str, Callable[[Path], Any]] = {
     "simai-row-too-long": lambda _: simai_rows._split(
         simai_rows.WorkloadRow("layer", forward_ns=10_001 * simai_rows.LARGEST_NS)
     ),
-    "simai-too-many-bytes": lambda path: simai.export_simai([moving(2**50)], path),
+    "simai-too-many-bytes": lambda path: export_simai([moving(2**50)], path),
 }
 
 

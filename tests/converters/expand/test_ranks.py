@@ -14,7 +14,7 @@ from onerank.converters.expand.pipeline import PipelineSchedule, expand
 from onerank.converters.expand.ranks import expand_ranks
 from onerank.converters.targets.astra_sim.exporter import export_astra_sim, export_astra_sim_ranks
 from onerank.converters.targets.goal import export_goal, export_goal_ranks
-from onerank.converters.targets.simai import export_simai
+from onerank.converters.targets.simai.exporter import export_simai
 from onerank.ir import (
     Collective,
     Graph,

@@ -18,8 +18,9 @@ from stages import FORWARD_NS, INPUT_NS, OPTIMIZER_NS, WEIGHT_NS, captures
 from onerank.annotate import characterise, recost
 from onerank.converters.expand.pipeline import PipelineSchedule
 from onerank.converters.sources.kineto import convert_directory
-from onerank.converters.targets.simai import export_simai, split_gradients
-from onerank.converters.targets.simai_rows import leaves_stage
+from onerank.converters.targets.simai.exporter import export_simai
+from onerank.converters.targets.simai.gradients import split_gradients
+from onerank.converters.targets.simai.rows import leaves_stage
 from onerank.ir import (
     Collective,
     Graph,

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from onerank.converters.targets.astra_sim.check import Finding
     from onerank.converters.targets.astra_sim.exporter import AstraSimExport
     from onerank.converters.targets.goal import GoalExport
-    from onerank.converters.targets.simai import SimaiExport
+    from onerank.converters.targets.simai.exporter import SimaiExport
     from onerank.ir import Graph
     from onerank.ir.notes import Note
 
