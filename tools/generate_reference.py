@@ -10,6 +10,7 @@ import dataclasses
 import inspect
 import re
 import sys
+import textwrap
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -132,7 +133,8 @@ def _unwrapped(text: str) -> str:
     for paragraph in text.split("\n\n"):
         # click's mark of a paragraph whose lines it must keep.
         if paragraph.lstrip().startswith("\b"):
-            paragraphs.append("```text\n" + paragraph.replace("\b", "").strip("\n") + "\n```")
+            block = textwrap.dedent(paragraph.replace("\b", "")).strip()
+            paragraphs.append(f"```text\n{block}\n```")
         else:
             paragraphs.append(" ".join(paragraph.split()))
     return "\n\n".join(paragraphs)

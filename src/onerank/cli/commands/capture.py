@@ -183,7 +183,7 @@ def _write_step(captured: "Capture", output: Path, *, as_json: bool) -> None:
     """Write the trace of one step, and show its summary."""
     # Imported after the script has run: they import polars, whose threads would run next to it.
     from onerank.analysis.summary import summarise
-    from onerank.cli.commands.convert import render_conversion
+    from onerank.cli.conversion_tables import render_conversion
     from onerank.cli.summary_tables import render_summary
 
     captured.graph.write(output)
@@ -225,7 +225,7 @@ def _launched_rank() -> int:
 def _write_steps(steps: "Mapping[str, Capture]", output: Path, *, as_json: bool) -> None:
     """Write `NAME.STEP.et` next to `output` for each captured forward, and show a table of them."""
     from onerank.analysis.summary import StepSummaries, StepSummary, summarise
-    from onerank.cli.commands.convert import render_conversion
+    from onerank.cli.conversion_tables import render_conversion
     from onerank.cli.summary_tables import context_text
 
     traces = {label: output.with_suffix(f".{label}{output.suffix}") for label in steps}
@@ -274,7 +274,7 @@ def _write_ranks(done: "CapturedRanks", world: str, output: Path, *, as_json: bo
         as_json: whether to print JSON.
     """
     from onerank.analysis.summary import RankSummaries, rank_summary
-    from onerank.cli.commands.convert import render_conversion
+    from onerank.cli.conversion_tables import render_conversion
 
     traces = {rank: output.with_suffix(f".{rank}{output.suffix}") for rank in done.captures}
     _write_all({traces[rank]: capture.graph for rank, capture in done.captures.items()})
