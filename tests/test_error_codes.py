@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from onerank.cli import report_charts
+from onerank.cli.charts import plotly_figure
 from onerank.ir import errors
 from onerank.ir.chakra import framing
 from onerank.ir.errors import CaptureError, OneRankError
@@ -18,7 +18,7 @@ PACKAGES = ("ir", "capture", "converters", "annotate", "src/onerank")
 
 CLASSES = {
     name
-    for module in (errors, framing, report_charts, layouts, shard_memory)
+    for module in (errors, framing, plotly_figure, layouts, shard_memory)
     for name, value in vars(module).items()
     if isinstance(value, type) and issubclass(value, OneRankError)
 }

@@ -24,7 +24,7 @@ from onerank.analysis.summary import summarise
 from onerank.annotate import recost
 from onerank.annotate.memory.memory_report import report_memory
 from onerank.cli import onerank
-from onerank.cli import report_charts as charts
+from onerank.cli.charts import trace_charts as charts
 from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import Graph
 from onerank.ir.chakra import read

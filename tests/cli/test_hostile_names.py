@@ -15,7 +15,7 @@ from own_process import run_command
 
 import onerank as package
 from onerank.cli import annotate, onerank
-from onerank.cli.report_charts import plotly_js
+from onerank.cli.charts.plotly_figure import plotly_js
 from onerank.cli.terminal import visible, visible_line
 
 ESCAPE = "\x1b]0;title\x07\x1b[31m"

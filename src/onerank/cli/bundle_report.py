@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from onerank.cli import report_charts as charts
 from onerank.cli.bundle_tables import parallel_sizes, show_bundle, tokens_that_fit
+from onerank.cli.charts import bundle_charts as charts
+from onerank.cli.charts.trace_charts import roofline_chart
 from onerank.cli.report_page import Reported, Section
 from onerank.display import size
 from onerank.serving.bundle import Bundle, read_bundle
@@ -151,7 +152,7 @@ def _sections(bundle: Bundle, figures: ServingFigures, colours: _Colours) -> Ite
         if figures.without_work:
             caption += f" Not drawn: {figures.without_work} decodes with unknown FLOPs or bytes."
         chosen = charts.curve_colours([points.name for points in figures.roofline])
-        figure = charts.roofline_chart(figures.roofline, figures.gpu, dtype, chosen)
+        figure = roofline_chart(figures.roofline, figures.gpu, dtype, chosen)
         yield Section("Roofline of decodes", caption, figure, chosen)
 
 

@@ -8,7 +8,7 @@ from importlib.resources import files
 from string import Template
 from typing import Any
 
-from onerank.cli.report_charts import plotly_js
+from onerank.cli.charts.plotly_figure import plotly_js
 from onerank.cli.terminal import visible_line
 
 

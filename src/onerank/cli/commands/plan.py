@@ -84,7 +84,7 @@ def plan(config: Path, options: PlanOptions, as_json: bool) -> None:
     captured without a device; each layout is laid out from them. Results are stored as they come:
     after a kill, the same command goes on from there.
     """
-    from onerank.cli.report_charts import plotly_js
+    from onerank.cli.charts.plotly_figure import plotly_js
     from onerank.plan.config import read_config
     from onerank.plan.make_plan import make_plan
     from onerank.plan.tasks import Store
@@ -367,7 +367,7 @@ def _page(planned: "Plan", library: str) -> str:
     from importlib.resources import files
     from string import Template
 
-    from onerank.cli.report_charts import pareto_chart
+    from onerank.cli.charts.plan_chart import LayoutPoints, pareto_chart
     from onerank.plan.make_plan import pareto_front
 
     varied = _varied(planned.outcomes)
@@ -393,15 +393,11 @@ def _page(planned: "Plan", library: str) -> str:
         memory_bytes = planned.config.job.cluster.memory_bytes
         limit = (memory_bytes / 1e9, f"memory of a GPU, {size(memory_bytes)}")
         front = pareto_front([(steps[i].value, values[i].value) for i in range(len(fitting))])
+        # Energy and price are of the layouts that fit, which come first.
+        shown = len(values)
+        points = LayoutPoints(steps[:shown], values, names[:shown], len(fitting), front)
         figures[f"figure-{place}"] = pareto_chart(
-            # Layouts that fit come first, and energy and price are of those only.
-            title,
-            steps[: len(values)],
-            values,
-            names[: len(values)],
-            len(fitting),
-            front,
-            limit if title == _MEMORY else None,
+            title, points, limit if title == _MEMORY else None
         )
         parts.append(f'<h2>Step time and {title}</h2><div id="figure-{place}"></div>')
     template = files("onerank.cli").joinpath("report_page.html").read_text("utf-8")

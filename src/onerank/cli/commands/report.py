@@ -49,7 +49,7 @@ def report(inputs: tuple[Path, ...], options: ReportOptions) -> None:
     shows TTFT and TPOT by batch and context, tokens per second and per joule, the largest batch
     that fits, and the roofline of decodes. The page is one file, and works without a network.
     """
-    from onerank.cli.report_charts import plotly_js
+    from onerank.cli.charts.plotly_figure import plotly_js
     from onerank.cli.report_page import page_of
     from onerank.ir.output_files import replace_file
 
@@ -136,7 +136,7 @@ def _sections(graph: "Graph", summary: "Summary", replayed: "Replay | None") -> 
     """Return the sections that the trace has the data for."""
     from onerank.analysis import report_data
     from onerank.annotate import find_gpu
-    from onerank.cli import report_charts as charts
+    from onerank.cli.charts import trace_charts as charts
     from onerank.cli.report_page import Section
     from onerank.ir.replay import schedule
 
