@@ -36,8 +36,8 @@ from onerank.capture.verify.numerics import Verification
 from onerank.cli import annotate, capture, onerank
 from onerank.cli.commands.annotate import RecostedTraces
 from onerank.cli.commands.bench import Benched, Described, MergedFiles, StoredOperator
-from onerank.cli.commands.coarsen_storage import StorageAdded
 from onerank.cli.commands.convert import EtConverted, JsonConverted
+from onerank.cli.commands.storage import StorageAdded
 from onerank.cli.dataclass_to_click import SectionedCommand, SectionedGroup
 from onerank.converters.sources.kineto import Conversion
 from onerank.converters.sources.kineto.rank_directory import Converted

@@ -17,37 +17,18 @@ if TYPE_CHECKING:
 __all__ = ["annotate", "capture", "onerank", "verify"]
 
 SECTIONS = {
-    "Make a trace": {
-        "capture": "capture",
-        "convert": "convert",
-        "coarsen": "coarsen_storage",
-        "storage": "coarsen_storage",
-    },
-    "Predict it for another GPU": {
-        "annotate": "annotate",
-        "predict": "predict",
-        "gpus": "gpus",
-        "bench": "bench",
-        "plan": "plan",
-    },
-    "Read it": {
-        "show": "show_diff_replay",
-        "report": "report",
-        "replay": "show_diff_replay",
-        "diff": "show_diff_replay",
-        "memory": "memory_energy_cost",
-        "energy": "memory_energy_cost",
-        "cost": "memory_energy_cost",
-    },
-    "Hand it on": {"export": "export_check", "check": "export_check"},
+    "Make a trace": ("capture", "convert", "coarsen", "storage"),
+    "Predict it for another GPU": ("annotate", "predict", "gpus", "bench", "plan"),
+    "Read it": ("show", "report", "replay", "diff", "memory", "energy", "cost"),
+    "Hand it on": ("export", "check"),
 }
-"""Heading of the help -> command -> module of `onerank.cli.commands` that defines it."""
+"""Heading of the help -> its commands. Each is in the module of its name in `commands`."""
 
 
 @click.group(
     cls=SectionedGroup,
-    sections={heading: tuple(modules) for heading, modules in SECTIONS.items()},
-    modules={name: module for modules in SECTIONS.values() for name, module in modules.items()},
+    sections=SECTIONS,
+    modules={name: name for names in SECTIONS.values() for name in names},
 )
 @click.version_option(__version__, prog_name="onerank")
 def onerank() -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from onerank.display import HIDDEN, visible, visible_line
+from onerank.display import HIDDEN, time, visible, visible_line
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -144,6 +144,11 @@ def lines(pairs: Sequence[tuple[str, str]], title: str = "") -> None:
     width = max((len(label) for label, _ in pairs), default=0)
     for label, value in pairs:
         out.print(visible(f"  {label.ljust(width)}  {value}"), soft_wrap=True)
+
+
+def time_or_dash(ns: int) -> str:
+    """Return a time as text; a dash for 0."""
+    return time(ns) if ns else "-"
 
 
 def ratio(after: float, before: float) -> str:

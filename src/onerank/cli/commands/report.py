@@ -120,7 +120,7 @@ def _cards(summary: "Summary", replayed: "Replay | None") -> dict[str, str]:
 
 
 def _tables(summary: "Summary", replayed: "Replay | None") -> str:
-    from onerank.cli.commands.show_diff_replay import render_replay
+    from onerank.cli.commands.replay import render_replay
     from onerank.cli.summary_tables import render_summary
 
     # rich writes to stdout; a page takes the tables as the text of a pipe, 120 columns wide.

@@ -1,7 +1,6 @@
-"""`onerank export` writes workloads and files for other tools; `onerank check` checks them."""
+"""`onerank export`: workloads of simulators, and files for other tools."""
 
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,13 +27,12 @@ from onerank.cli.dataclass_to_click import (
     headings,
     with_options,
 )
-from onerank.cli.terminal import counted, counting_files, lines, print_json, rank_list, say, table
+from onerank.cli.terminal import lines, print_json, rank_list, say
 from onerank.display import size, time
 from onerank.export import Granularity
 from onerank.option_fields import option
 
 if TYPE_CHECKING:
-    from onerank.converters.targets.astra_sim.check import Finding
     from onerank.converters.targets.astra_sim.exporter import AstraSimExport
     from onerank.converters.targets.goal import GoalExport
     from onerank.converters.targets.simai.exporter import SimaiExport
@@ -365,26 +363,6 @@ for _command in (astra_sim, simai, goal, perfetto, parquet, dot, chakra_json):
     export.add_command(_command)
 
 
-@click.command()
-@click.argument("path", type=INPUT_OR_DIRECTORY)
-@as_json
-@reports_errors
-def check(path: Path, as_json: bool) -> None:
-    """Check a directory as an ASTRA-sim workload, or the structure of one `.et` file.
-
-    Exit code 1: there are findings. Notes on what ASTRA-sim ignores or converts do not count.
-    """
-    from onerank.converters.targets.astra_sim.check import check as check_path
-
-    with counting_files() as progress:
-        findings = check_path(path, progress=progress)
-    if as_json:
-        print_json(findings)
-    else:
-        render_findings(findings, str(path), is_file=not path.is_dir())
-    sys.exit(1 if any(not finding.is_note for finding in findings) else 0)
-
-
 # Process groups that a line lists; --json has all.
 _GROUPS = 16
 
@@ -452,32 +430,3 @@ def render_goal(done: "GoalExport") -> None:
     # message is so large (-S) that LogGOPSim starts its rendezvous protocol.
     pairs.append(("run it", f"LogGOPSim -f {name}.bin -L 500 -o 0 -g 0 -G 0.0022 -S {2**31 - 1}"))
     lines(pairs, f"{done.path}: GOAL schedule")
-
-
-def render_findings(findings: "Sequence[Finding]", path: str, *, is_file: bool) -> None:
-    """Print the findings of a check.
-
-    Args:
-        findings: the findings.
-        path: file or directory that was checked.
-        is_file: whether it is a single file, of which only the structure is checked.
-    """
-    if not findings:
-        scope = " in its structure; give the directory to check a workload" if is_file else ""
-        lines([("checked", f"no findings{scope}")], path)
-        return
-    rows = [
-        (
-            f"{finding.rule} (note)" if finding.is_note else finding.rule,
-            finding.file,
-            "" if finding.node is None else finding.node,
-            finding.message,
-        )
-        for finding in findings
-    ]
-    notes = sum(finding.is_note for finding in findings)
-    counts = [counted(len(findings) - notes, "finding")]
-    if notes:
-        counts.append(counted(notes, "note"))
-    columns = ("rule", "file", "node", "message")
-    table(f"{path}: {', '.join(counts)}", columns, rows, texts=(0, 1, 3))
