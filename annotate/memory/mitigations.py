@@ -78,7 +78,7 @@ def mitigations(need: Need) -> tuple[Mitigation, ...]:
         cap = int(recomputed[MemoryClass.ACTIVATIONS].max())
         rest = left - int(recomputed[MemoryClass.ACTIVATIONS, moment])
         changes.append(
-            _remedy(
+            _mitigation(
                 need,
                 f"recompute {need.layers} layers",
                 left,
@@ -131,7 +131,7 @@ def _micro_batch(need: Need) -> list[Mitigation]:
     else:
         change, share = f"{_part(of)} of the captured micro-batch", f"/ {of}"
     return [
-        _remedy(
+        _mitigation(
             need,
             change,
             stays + shrinks * part // of,
@@ -153,7 +153,7 @@ def _sharded(
     moment = int((fixed + shared // ranks).argmax())
     stays, shrinks = int(fixed[moment]), int(shared[moment])
     return [
-        _remedy(
+        _mitigation(
             need,
             f"{also}shard {what} over {ranks} data-parallel ranks",
             stays + shrinks // ranks,
@@ -168,7 +168,7 @@ def _highest(levels: I64) -> tuple[int, int]:
     return moment, int(total[moment])
 
 
-def _remedy(need: Need, change: str, left: int, sum_of: str) -> Mitigation:
+def _mitigation(need: Need, change: str, left: int, sum_of: str) -> Mitigation:
     suffices = left <= need.budget
     verdict = "fits" if suffices else "exceeds"
     arithmetic = f"{sum_of} = {_gb(left)}; {verdict} the budget of {_gb(need.budget)}"

@@ -13,7 +13,7 @@ from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.kernel_db.database import library_for
 from onerank.annotate.kernel_db.interpolate import Basis
 from onerank.annotate.kernel_db.node_durations import best_of, evidence_of
-from onerank.annotate.memory.memory_report import non_allocator_bytes
+from onerank.annotate.memory.non_allocator import non_allocator_bytes
 from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.cost_model import CostModel
 from onerank.annotate.models.features import KernelFeatures

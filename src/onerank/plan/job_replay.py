@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from onerank.annotate.memory.memory_report import non_allocator_bytes
+from onerank.annotate.memory.non_allocator import non_allocator_bytes
 from onerank.converters.expand.pipeline import AXIS, PipelineSchedule
 from onerank.converters.expand.pipeline.stages import group_stages
 from onerank.display import Displayed

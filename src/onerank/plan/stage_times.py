@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from onerank.analysis.contention import CallShape, contention_of
-from onerank.annotate.memory.memory_report import non_allocator_bytes
+from onerank.annotate.memory.non_allocator import non_allocator_bytes
 from onerank.converters.expand.pipeline.schedules import BACKWARD, FORWARD, INPUT, WEIGHT
 from onerank.converters.expand.pipeline.split_backward import split_backward
 from onerank.converters.expand.pipeline.stages import (

@@ -13,7 +13,8 @@ from onerank.analysis.step_time import step_change
 from onerank.annotate import PassOptions, characterise, recost, summarise
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.hosts.host import Host
-from onerank.annotate.memory.memory_report import non_allocator_bytes, report_memory
+from onerank.annotate.memory.memory_report import report_memory
+from onerank.annotate.memory.non_allocator import non_allocator_bytes
 from onerank.annotate.models.attention_kernels import family_of, family_of_operator, resolve
 from onerank.annotate.op_costs.op_classes import OpClass, op_class
 from onerank.annotate.passes.host_time import with_host

@@ -17,8 +17,9 @@ from onerank.annotate.memory.allocator import (
     segment_size,
     simulate_reserved,
 )
-from onerank.annotate.memory.memory_report import non_allocator_memory, report_memory
+from onerank.annotate.memory.memory_report import report_memory
 from onerank.annotate.memory.mitigations import Need, mitigations
+from onerank.annotate.memory.non_allocator import non_allocator_memory
 from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import (
     Blocks,
