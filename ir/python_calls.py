@@ -20,6 +20,8 @@ PYTHON_CALLS = {
     "function": "a forward or a backward of an autograd function in Python",
     "fsdp_group": "a gather or a reduction of a group of FSDP, without the collective",
     "fsdp_parameter": "a parameter of such a group, for each gather and reduction",
+    "split_group": "weights whose gradients a split backward of `torch.distributed.pipelining` "
+    "computes by a call of autograd of their own",
 }
 """Kinds and what they are."""
 

@@ -14,6 +14,8 @@ record: views, allocation, autograd nodes, calls of modules. Each kind of `PYTHO
 figure, which adds to that of operators.
 """
 
+import math
+import statistics
 from pathlib import Path
 
 import msgspec
@@ -88,12 +90,35 @@ class Host(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         sources: where the figures come from, with dates.
         figures: time by kind, a key of `HOST_OP_KINDS`.
         further: interval of a further host; None: the percentiles of `figures`.
+        rank_spread: standard deviation of the logarithm of a rank's host time, over the ranks of a
+            job and over steps; 0: all ranks have the same host. The ranks of four H100s, of ten
+            jobs: benchmarks/results/2026-11-28-slowest-host-4xh100.txt.
     """
 
     name: str
     sources: dict[str, str]
     figures: dict[str, HostTime]
     further: FurtherHost | None = None
+    rank_spread: float = 0.0
+
+    def slowest_factor(self, ranks: int) -> float:
+        """Return the host time of the slowest of some ranks in a step, over that of one.
+
+        It is the median of the slowest, as in `Measurement.slowest_step_ns`.
+        """
+        quantile = statistics.NormalDist().inv_cdf(0.5 ** (1 / ranks))
+        return math.exp(self.rank_spread * quantile)
+
+    def slowest_of(self, ranks: int) -> "Host":
+        """Return the host as the slowest of some ranks, for which the others wait."""
+        factor = self.slowest_factor(ranks)
+        figures = {
+            kind: HostTime(
+                time.p10_ns * factor, time.p50_ns * factor, time.p90_ns * factor, time.source
+            )
+            for kind, time in self.figures.items()
+        }
+        return msgspec.structs.replace(self, figures=figures)
 
 
 def load_host(name_or_path: str | Path) -> Host | None:
@@ -153,6 +178,11 @@ def _read(path: Path) -> Host:
                 f"{path}: {kind} has the source {time.source!r}, which [sources] lacks",
                 code="host-file-malformed",
             )
+    if not 0 <= host.rank_spread <= 1:
+        raise TargetError(
+            f"{path}: rank_spread is {host.rank_spread:g}; expected 0 to 1",
+            code="host-file-malformed",
+        )
     further = host.further
     if further is not None and not (
         0 < further.p10 <= 1 <= further.p90 <= 100

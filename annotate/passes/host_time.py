@@ -337,6 +337,8 @@ def add_host(graph: Graph, captured: Graph, host: Host) -> Graph:
     called its operator and the stream is free. Where the script reads a value from the GPU, the
     host waits. The step's time is then replayed in steady state.
 
+    The ranks of a job wait for the slowest of their hosts, so the rank gets the time of that one.
+
     Args:
         graph: kernels and communication, predicted from a CPU capture.
         captured: that capture.
@@ -345,6 +347,7 @@ def add_host(graph: Graph, captured: Graph, host: Host) -> Graph:
     calls, began_ns = _predicted_calls(graph, captured)
     if not len(calls.first):
         return graph
+    host = host.slowest_of(graph.job.world.size)
     awaited, delayed, late = _host_waits(captured, calls, began_ns)
     added = _host_operators(graph, calls, host)
     edges, host_op = graph.edges, len(graph) + np.arange(len(added))
@@ -406,9 +409,12 @@ def _job_with_host(job: Job, calls: HostCalls, host: Host, calls_ns: int, late: 
     python_ns = calls.python_ns(host, "p50_ns").sum()
     # Python's share is what differs most between hosts and versions of torch.
     share = f", of which {python_ns / 1e6:.3f} ms in {_python_text(calls)}" if python_ns else ""
+    ranks = job.world.size
+    factor = host.slowest_factor(ranks)
+    slowest = f"; {factor:.3f} times as long for the slowest of {ranks} ranks" if factor > 1 else ""
     note = Note(
         f"{len(calls.first)} calls take {(calls_ns + rest_ns) / 1e6:.3f} ms of the host in a "
-        f'step{share}, by the description "{host.name}"; no host was measured.',
+        f'step{share}, by the description "{host.name}"{slowest}; no host was measured.',
         code="host-described",
     )
     notes = [*job.measurement.notes, note]

@@ -1,6 +1,7 @@
 """Log the calls of Python that take the host's time besides operators.
 
-Autograd functions, ranges of the profiler, redistributions of DTensors, and groups of FSDP.
+Autograd functions, ranges of the profiler, redistributions of DTensors, groups of FSDP, and those
+of weights in a split backward.
 """
 
 import contextlib
@@ -24,6 +25,8 @@ _FSDP1_HANDLES = "torch.distributed.fsdp._flat_param"
 
 _FSDP1_REDUCTIONS = "torch.distributed.fsdp._runtime_utils"
 
+_SPLIT_BACKWARD = "torch.distributed.pipelining._backward"
+
 
 @contextlib.contextmanager
 def logged_python_calls(operators: FakeOperators, log: EventLog) -> Generator[None]:
@@ -40,6 +43,7 @@ def logged_python_calls(operators: FakeOperators, log: EventLog) -> Generator[No
         after_import(_FSDP_GROUPS, lambda: _fsdp_groups(log)),
         after_import(_FSDP1_HANDLES, lambda: _fsdp1_gathers(log)),
         after_import(_FSDP1_REDUCTIONS, lambda: _fsdp1_reductions(log)),
+        after_import(_SPLIT_BACKWARD, lambda: _split_backwards(log)),
     ):
         yield
 
@@ -144,3 +148,18 @@ def _fsdp1_reductions(log: EventLog) -> contextlib.AbstractContextManager[None]:
 def _count_flat_parameter(log: EventLog, handle: Any) -> None:
     log.call_python("fsdp_group")
     log.call_python("fsdp_parameter", handle.flat_param._num_params)
+
+
+def _split_backwards(log: EventLog) -> contextlib.AbstractContextManager[None]:
+    """Count the groups of weights of split backwards.
+
+    `stage_backward_input` searches the autograd graph in Python for each group, and
+    `stage_backward_weight` calls autograd for each.
+    """
+    backward = resolve(_SPLIT_BACKWARD).stage_backward_weight
+
+    def counted(weights: Any, param_groups: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        log.call_python("split_group", len(param_groups))
+        return backward(weights, param_groups, *args, **kwargs)
+
+    return rebound(_SPLIT_BACKWARD, {"stage_backward_weight": counted})

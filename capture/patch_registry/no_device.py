@@ -54,6 +54,13 @@ NO_DEVICE: tuple[Patch, ...] = (
         ("no_device.python_calls",),
     ),
     Patch(
+        "torch.distributed.pipelining._backward",
+        ("stage_backward_weight",),
+        "As above: groups of weights are counted, for each of which it calls autograd.",
+        ("no_device.python_calls",),
+        everywhere=True,
+    ),
+    Patch(
         "torch.distributed.pipelining.stage._PipelineStage",
         ("_move_submod_to_device",),
         "It leaves fake parameters where they are, as parameters without memory.",

@@ -173,7 +173,7 @@ def main() -> None:
         else:
             low, mid, high = map(round, np.percentile(each, (10, 50, 90)).tolist())
             figures[kind] = HostTime(low, mid, high, "captures")
-    host = Host(options.name, sources, figures)
+    host = Host(options.name, sources, figures, rank_spread=shipped.rank_spread)
     steps = [_of_step(graph, calls, host) for graph, (calls, _) in zip(graphs, fitted, strict=True)]
     further = further_host([ratio for ratio, _ in steps], [rest_ns for _, rest_ns in steps])
     host = msgspec.structs.replace(host, further=further)
@@ -189,6 +189,7 @@ def host_toml(host: Host, *comments: str) -> str:
     lines = [
         *(f"# {comment}" for comment in comments),
         f'name = "{host.name}"',
+        f"rank_spread = {host.rank_spread:g}",
         "",
         "[sources]",
         *(f'{name} = "{source}"' for name, source in host.sources.items()),

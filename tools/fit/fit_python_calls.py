@@ -1,7 +1,8 @@
 """`python -m tools.fit.fit_python_calls JSON -o FILE`: figures of a host for what Python does.
 
 JSON is the result of `benchmarks.predictions.python_dispatch --json`. FILE is a description of the
-host in which the figures of `PYTHON_CALLS` are replaced.
+host in which the figures of `PYTHON_CALLS` are replaced, but `split_group`, which the benchmark
+does not measure.
 
 The time of a kind is the mean over the benchmark's cases of the time of a call with it minus that
 of the same call on plain tensors, for each time that the kind counts. Operators that DTensor
@@ -24,7 +25,6 @@ import msgspec
 import numpy as np
 
 from onerank.annotate.hosts.host import TYPICAL, Host, HostTime, load_host
-from onerank.ir.python_calls import PYTHON_CALLS
 from tools.fit.fit_host import host_toml
 
 # The benchmark's case of layers that `parallelize_module` divides.
@@ -67,7 +67,7 @@ class Measured(msgspec.Struct):
 
 
 def python_call_times_us(measured: Measured, host: Host) -> dict[str, float]:
-    """Return the time of each kind of `PYTHON_CALLS` in us; noise can make it negative.
+    """Return the time of each measured kind of `PYTHON_CALLS` in us; noise can make it negative.
 
     Args:
         measured: the benchmark's result.
@@ -138,10 +138,10 @@ def main() -> None:
         )
     low, high = (host.further.p10, host.further.p90) if host.further else (1.0, 1.0)
     figures = dict(host.figures)
-    for kind in PYTHON_CALLS:
-        ns = times[kind] * 1e3
+    for kind, us in times.items():
+        ns = us * 1e3
         figures[kind] = HostTime(round(ns * low), round(ns), round(ns * high), "python")
-        sys.stdout.write(f"{kind}: {times[kind]:.1f} us\n")
+        sys.stdout.write(f"{kind}: {us:.1f} us\n")
     sources = {**host.sources, "python": options.source}
     host = msgspec.structs.replace(host, figures=figures, sources=sources)
     written_by = (

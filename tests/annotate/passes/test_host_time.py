@@ -198,10 +198,30 @@ def test_the_typical_host_and_its_interval(cpu: Graph):
     low, high = graph.job.annotations[-1].details["host_interval"]
     step = step_change(cpu, graph, ())
     assert step.after is not None
-    assert step.after.step_ns == pytest.approx(11_901_376, rel=0.002)
+    # Four ranks: 11.901 ms times the 1.0886 of the slowest.
+    assert step.after.step_ns == pytest.approx(12_955_296, rel=0.002)
     assert step.p10_ns == pytest.approx(low * step.after.step_ns, rel=0.002)
     assert step.p90_ns == pytest.approx(high * step.after.step_ns, rel=0.002)
     assert (round(low, 2), round(high, 2)) == (0.82, 1.29)
+
+
+def test_ranks_wait_for_the_slowest_host(cpu: Graph, described, tmp_path: Path):
+    spread = tmp_path / "spread.toml"
+    spread.write_text(f"rank_spread = 0.1\n{described(20_000).read_text()}")
+    host = load_host(spread)
+    assert host is not None
+    # The median of the slowest of 2 and 8 is the quantile 0.7071 and 0.9170: 0.545 and 1.385
+    # standard deviations.
+    factors = [host.slowest_factor(ranks) for ranks in (1, 2, 8)]
+    assert factors == pytest.approx([1, np.exp(0.0545), np.exp(0.1385)], rel=1e-3)
+    assert cpu.job.world.size == 4
+    alone, slowest = (
+        onerank.recost(cpu, "H100", host=path) for path in (described(20_000), spread)
+    )
+    durations = [graph.nodes.duration_ns[graph.mask(Kind.HOST_OP)] for graph in (alone, slowest)]
+    assert durations[1] == pytest.approx(durations[0] * host.slowest_factor(4), abs=1)
+    compute = [graph.nodes.duration_ns[graph.compute].sum() for graph in (alone, slowest)]
+    assert compute[0] == compute[1]
 
 
 def test_two_causes_of_an_interval_add_in_squares(cpu: Graph, described):
@@ -325,6 +345,7 @@ def test_a_wrong_host_is_refused(described, tmp_path: Path):
         "further": f"{text}\n[further]\n{FURTHER.replace('p10 = 0.8', 'p10 = 1.1')}",
         "further-order": f"{text}\n[further]\n{FURTHER.replace('= 2', '= -9')}",
         "further-part": f"{text}\n[further]\np10 = 0.8",
+        "rank-spread": f"rank_spread = -0.1\n{text}",
     }
     right = tmp_path / "right.toml"
     right.write_text(f"{text}\n[further]\n{FURTHER}")

@@ -246,3 +246,30 @@ def test_operators_of_ddps_reducer_are_marked_and_nodes_that_ran_are_freed(tmp_p
     # x, its two exponentials and their gradients, of 4 MiB each: those of one of the four.
     measured = graph.job.measurement
     assert measured.peak_memory_bytes - measured.start_memory_bytes < 6 * (4 << 20)
+
+
+SPLIT_GROUPS = """
+    import torch
+    from torch import nn
+    from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+    with torch.device("cuda"):
+        model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(5)))
+        given = torch.randn(16, 64, requires_grad=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(5):
+        result = model(given)
+        weights = list(model.parameters())
+        _, groups = stage_backward_input(
+            [result], [torch.ones_like(result)], [given], iter(weights)
+        )
+        stage_backward_weight(iter(weights), groups)
+        optimizer.step()
+        optimizer.zero_grad()
+        given.grad = None
+"""
+
+
+def test_weights_of_a_split_backward_count_by_group(tmp_path):
+    graph = captured(tmp_path, SPLIT_GROUPS)
+    counts = sum((python_calls_of(text) for text in graph.text("python_calls")), Counter[str]())
+    assert counts == {"split_group": 5}
