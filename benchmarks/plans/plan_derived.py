@@ -14,10 +14,11 @@ import msgspec
 
 from benchmarks.harness import parser_of, print_conditions, version_of
 from benchmarks.plans.plan_scale import CONFIG, MODEL, VARY
-from onerank.plan.captures import capture_stage, plan_captures
+from onerank.plan.captures import plan_captures
 from onerank.plan.config import read_config
 from onerank.plan.evaluate import evaluate
 from onerank.plan.layouts import Layout, enumerate_layouts
+from onerank.plan.run_captures import capture_stage
 
 # tp, pp, schedule, sharding, micro-batch, recompute
 ROWS = (

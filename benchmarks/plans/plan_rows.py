@@ -13,10 +13,11 @@ import time
 from pathlib import Path
 
 from benchmarks.harness import parser_of, print_conditions, version_of
-from onerank.plan.captures import capture_stage, plan_captures
+from onerank.plan.captures import plan_captures
 from onerank.plan.config import read_config
 from onerank.plan.evaluate import evaluate
 from onerank.plan.layouts import Layout
+from onerank.plan.run_captures import capture_stage
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "train_llama.py"
 LAYERS = 16

@@ -13,12 +13,13 @@ from onerank.annotate.op_costs.node_costs import op_costs_of
 from onerank.converters.expand.layers import extrapolate
 from onerank.ir import Graph, GraphBuilder, Job, ProcessGroup, World
 from onerank.ir.replay import schedule
-from onerank.plan.captures import StageCapture, capture_stage
+from onerank.plan.captures import StageCapture
 from onerank.plan.micro_batches import (
     MicroBatchError,
     captured_sizes,
     with_micro_batch,
 )
+from onerank.plan.run_captures import capture_stage
 from onerank.plan.shard_memory import ShardError
 from onerank.plan.shards import with_shards
 

@@ -8,8 +8,9 @@ import pytest
 from own_process import call
 
 import onerank
-from onerank.plan.captures import CaptureResult, StageCapture, capture_stage
+from onerank.plan.captures import StageCapture
 from onerank.plan.config import RECOMPUTATIONS
+from onerank.plan.run_captures import CaptureResult, capture_stage
 from onerank.plan.train_model import RECOMPUTE
 
 MODEL = """{

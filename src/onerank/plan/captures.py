@@ -1,4 +1,4 @@
-"""The distinct captures without a device that layouts need, and the commands that repeat them.
+"""The distinct captures without a device that layouts need; `run_captures.py` runs them.
 
 Work of a stage depends on the axes within a replica, the micro-batch and the kind of the stage:
 first, inner, last, or a whole model. A deep stage is captured with 2 and with 4 layers, once for
@@ -8,39 +8,27 @@ capture with two. Onerank's own loop runs all micro-batches and recomputations o
 process, as successive steps. A script that distributes itself is captured whole for each layout.
 """
 
-import ast
-import contextlib
-import functools
 import hashlib
-import importlib
-import os
 import re
 import shlex
-import tempfile
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
-from onerank.annotate.hosts.host import TYPICAL
-from onerank.converters.expand.pipeline import PipelineSchedule
 from onerank.ir import World
-from onerank.ir.errors import DepthError, OneRankError, SliceError
 from onerank.plan.cluster import (
     CAPTURED_MICRO_BATCHES,
     PLACEHOLDERS,
     TORCHRUN_PLACEHOLDERS,
-    Cluster,
     PlannedJob,
 )
 from onerank.plan.layouts import Layout, PlanError
 from onerank.plan.micro_batches import captured_sizes
-from onerank.plan.tasks import Task, TaskResult, content_key
+from onerank.plan.tasks import Task, content_key
 
 if TYPE_CHECKING:
-    from onerank.capture.capture_script import Capture
+    pass
 
 TRAIN_MODEL = Path(__file__).with_name("train_model.py")
 """The training loop for a transformers configuration."""
@@ -351,259 +339,7 @@ def _task(job: PlannedJob, captures: Sequence[StageCapture], label: str) -> Task
     return Task(
         content_key(group, steps),
         label,
-        f"{__name__}:capture_stage",
+        "onerank.plan.run_captures:capture_stage",
         arguments,
         amount=len(captures),
     )
-
-
-class CaptureResult(TaskResult):
-    """Captures that differ in their step. It lasts unless a later run should try a capture again.
-
-    Attributes:
-        group: `group_key` of the captures.
-        layers: layers of the model or of the stage.
-        traces: step -> the `.et` file.
-        refused: step -> code and message of the error if the model or the script does not allow
-            the capture.
-    """
-
-    group: str
-    layers: int = 0
-    traces: dict[str, bytes] = msgspec.field(default_factory=dict[str, bytes])
-    refused: dict[str, tuple[str, str]] = msgspec.field(default_factory=dict[str, tuple[str, str]])
-
-
-def layers_of(result: CaptureResult) -> int:
-    """Return the layers of the model, by the result of the probe.
-
-    Raises:
-        PlanError: the script cannot be captured.
-    """
-    trace_of(result, "")
-    return result.layers
-
-
-def trace_of(result: CaptureResult, step: str) -> bytes:
-    """Return the `.et` file of a recorded step.
-
-    Raises:
-        PlanError: the model or the script does not allow the capture.
-    """
-    if step in result.refused:
-        code, message = result.refused[step]
-        raise PlanError(message, code=code)
-    return result.traces[step]
-
-
-def recorded_step(result: CaptureResult, step: str) -> str:
-    """Return the step from which a step is derived, or itself."""
-    recorded = {**result.traces, **result.refused}
-    if step in recorded:
-        return step
-    count, _, recompute = parse_step(step)
-    same = [each for each in recorded if parse_step(each)[::2] == (count, recompute)]
-    return max(same, key=lambda each: parse_step(each)[1])
-
-
-def capture_stage(
-    script: str, gpu: str, captures: Sequence[StageCapture], group: str = ""
-) -> CaptureResult:
-    """Run captures that differ in their step, in one fork of this process.
-
-    Args:
-        script: the script; "" for `TRAIN_MODEL`.
-        gpu: the GPU that it sees.
-        captures: what to capture.
-        group: their `group_key`.
-    """
-    result = CaptureResult(group=group)
-    steps = [capture.step for capture in captures]
-    try:
-        captured = _captured(script, gpu, captures)
-    except OneRankError as error:
-        # A refusal is a result, too. Whether a model can be sliced follows from what the key
-        # contains; other causes may be gone in a later run, such as a missing file or module.
-        if len(captures) == 1:
-            result.lasts = isinstance(error, SliceError | DepthError)
-            result.refused[steps[0]] = error.code, str(error)
-            return result
-        # One step may be the cause, such as a recomputation that the model does not support.
-        for capture in captures:
-            alone = capture_stage(script, gpu, [capture], group)
-            result.traces |= alone.traces
-            result.refused |= alone.refused
-            result.layers = max(result.layers, alone.layers)
-            result.lasts &= alone.lasts
-        return result
-    with tempfile.TemporaryDirectory(prefix="onerank-") as directory:
-        trace = Path(directory) / "trace.et"
-        for step, each in zip(steps, captured, strict=True):
-            each.graph.write(trace)
-            result.traces[step] = trace.read_bytes()
-            result.layers = each.layers.depth if each.layers else 0
-    return result
-
-
-def _captured(script: str, gpu: str, captures: Sequence[StageCapture]) -> "list[Capture]":
-    """Return captures that differ in their step.
-
-    Raises:
-        OneRankError: the model or the script does not allow them.
-    """
-    from onerank.capture.isolated_capture import loading_capture
-
-    with loading_capture():
-        from onerank.capture.capture_script import capture_steps
-    from onerank.capture.isolation import forked_processes
-    from onerank.capture.options import Options
-    from onerank.capture.parallelize.fewer_layers import Depth
-    from onerank.capture.run_as_rank import unrecorded_steps
-
-    capture = captures[0]
-    path = Path(script) if script else TRAIN_MODEL
-    _import_libraries(path, capture.arguments)
-    _index_once()
-    counts = [parse_step(each.step)[0] for each in captures if each.step]
-    depth = Depth(capture.layers, tuple(sorted({capture.layers, *DEPTHS})), any_depth=True)
-    options = Options(
-        device="none",
-        like=gpu,
-        depth=depth if capture.layers else None,
-        # Empty for a user's script: its third step is recorded, as by the commands of a row. With
-        # micro-batches, the second step would be recorded. It begins with the work of a script
-        # after its first step: a read of the loss made a row 4% too long.
-        micro_batches=tuple(counts),
-        recorded_steps=len(captures),
-        **capture.options(),
-    )
-    arguments = [*capture.arguments]
-    if counts:
-        # The first steps only create optimizer states and settle, so they are the cheapest ones.
-        unrecorded = unrecorded_steps(options)
-        options = replace(options, micro_batches=(*[1] * (unrecorded - 1), *counts))
-        arguments += ["--vary", *["1:1:none"] * unrecorded, *(each.step for each in captures)]
-    with _quiet(), forked_processes() as run:
-        by_step = run(capture_steps, path, arguments, options, progress=lambda _: None)
-    return [*by_step.values()]
-
-
-@functools.cache
-def _index_once() -> None:
-    """Index the bindings of patched functions before the first fork, for all forks to share."""
-    from onerank.capture.patches import index_bindings
-
-    index_bindings()
-
-
-@contextlib.contextmanager
-def _quiet() -> Generator[None]:
-    """Drop what a script and its libraries print, in this process and its forks."""
-    # Descriptors and not `sys.stdout`: forks and C++ code write to them.
-    kept = {stream: os.dup(stream) for stream in (1, 2)}
-    null = os.open(os.devnull, os.O_WRONLY)
-    try:
-        for stream in kept:
-            os.dup2(null, stream)
-        yield
-    finally:
-        for stream, copy in kept.items():
-            os.dup2(copy, stream)
-            os.close(copy)
-        os.close(null)
-
-
-def _import_libraries(script: Path, arguments: Sequence[str]) -> None:
-    """Import what the script imports from transformers, so that forks need not.
-
-    transformers loads a model's module when its name is first looked up, which takes 3 s.
-    """
-    import transformers
-
-    tree = ast.parse(script.read_bytes())
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module == "transformers":
-            for name in node.names:
-                getattr(transformers, name.name, None)
-    if script == TRAIN_MODEL:
-        # A wrong path or model is an error of the script, which the capture reports.
-        with contextlib.suppress(OSError, msgspec.DecodeError, KeyError, ModuleNotFoundError):
-            config = msgspec.json.decode(Path(arguments[0]).read_bytes(), type=dict[str, Any])
-            kind = config["model_type"]
-            importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
-
-
-def schedule_of(layout: Layout) -> PipelineSchedule:
-    """Return the schedule of a layout."""
-    return PipelineSchedule.parse(layout.schedule if layout.pp > 1 else "1f1b")
-
-
-def commands_of(
-    job: PlannedJob, layout: Layout, layers: int, *, links_active: bool
-) -> tuple[str, ...]:
-    """Return shell commands: capture each stage, re-cost them, replay the step, export it.
-
-    Args:
-        job: the job.
-        layout: the layout.
-        layers: layers of the model.
-        links_active: whether the re-costing counts the power of active links.
-    """
-    name = _directory(layout)
-    gpu = shlex.quote(job.cluster.gpu)
-    pipelined = layout.pp > 1
-    several = pipelined and layout.micro_batches > 1
-    micro_batches = CAPTURED_MICRO_BATCHES if several else layout.micro_batches
-    axes = {"tp": layout.tp, "cp": layout.cp, "pp": layout.stages, "ep": layout.ep,
-            "dp": layout.dp}  # fmt: skip
-    options = [f"--{axis} {size}" for axis, size in axes.items() if size > 1]
-    options += ["--sp"] if layout.sp else []
-    if job.model.torchrun:
-        options.append("--torchrun")
-    elif layout.dp > 1:
-        options.append({"ddp": "--ddp", "fsdp": "--fsdp"}.get(layout.sharding, ""))
-        options[-1] = options[-1] or f"--zero {layout.sharding.removeprefix('zero')}"
-    # A script that distributes itself is captured whole. Calls of ZeRO 1 and 2 span layers:
-    # `--capture-layers` refuses them.
-    composed = not job.model.torchrun and (layout.dp == 1 or layout.sharding in ("ddp", "fsdp"))
-    if composed and min(stage_layers(layers, layout.stages)) > DEPTHS[-1]:
-        options.append(f"--capture-layers {','.join(map(str, DEPTHS))}")
-    arguments = " ".join(map(shlex.quote, arguments_of(job, layout, micro_batches)))
-    script = shlex.quote(str(job.model.script))
-    schedule = f" --schedule {layout.schedule} --micro-batches {layout.micro_batches}"
-    # One GPU has neither links nor other ranks, and the commands refuse options on these.
-    several_gpus = layout.gpus > 1
-    recost = " --nvlink-active" if links_active and several_gpus else ""
-    if job.cluster.host != TYPICAL:
-        recost += f" --host {shlex.quote(job.cluster.host)}"
-    # A script that distributes itself has no pipeline stages: rank 0 stands for all ranks.
-    options += ["--ranks distinct"] if several_gpus and not job.model.torchrun else []
-    commands = (
-        f"mkdir -p {name} {name}.target",
-        f"capture run {script} --device none --like {gpu} {' '.join(options)} "
-        f"-o {name}/trace.et -- {arguments}",
-        f"for t in {name}/*.et; do annotate --target {gpu}{recost} $t "
-        f"-o {name}.target/$(basename $t); done",
-        f"onerank replay {name}.target --cluster CONFIG{schedule}",
-    )
-    export = (
-        f"onerank export astra-sim {name}.target{schedule if pipelined else ''} "
-        f"--busbw-gb-s {_bandwidth(layout, job.cluster):g} -o {name}.astra-sim"
-    )
-    return (*commands, export) if several_gpus else commands
-
-
-def _directory(layout: Layout) -> str:
-    parts = [f"tp{layout.tp}", f"cp{layout.cp}", f"ep{layout.ep}", f"pp{layout.pp}",
-             layout.schedule.replace(":", ""), f"dp{layout.dp}", layout.sharding,
-             f"mb{layout.micro_batch}", layout.recompute, f"seq{layout.seq}"]  # fmt: skip
-    parts += ["sp"] if layout.sp else []
-    parts += [re.sub(r"[^a-zA-Z0-9.]+", "-", layout.variant).strip("-")] if layout.variant else []
-    return "-".join(parts)
-
-
-def _bandwidth(layout: Layout, cluster: Cluster) -> float:
-    """Return the bus bandwidth of the slowest link; the export has one switch for all groups."""
-    if layout.gpus <= cluster.gpus_per_node:
-        return cluster.intra_node.busbw_gb_per_s
-    return min(cluster.intra_node.busbw_gb_per_s, cluster.inter_node.busbw_gb_per_s)

@@ -16,6 +16,7 @@ from onerank.annotate.memory.memory_report import fragmentation_of
 from onerank.annotate.models.power import base_share, power_model
 from onerank.annotate.passes.nvlink_power import lacking_figures
 from onerank.converters.expand.layers import DepthCaptures
+from onerank.converters.expand.pipeline import PipelineSchedule
 from onerank.converters.expand.pipeline.schedules import FORWARD
 from onerank.converters.expand.pipeline.stages import StageBlock
 from onerank.display import size
@@ -24,22 +25,19 @@ from onerank.ir.arrays import I64
 from onerank.ir.errors import DepthError, OneRankError
 from onerank.ir.notes import Note
 from onerank.plan.captures import (
-    CaptureResult,
     StageCapture,
     StageSource,
-    commands_of,
     described,
     group_key,
     parse_step,
-    recorded_step,
-    schedule_of,
     stage_sources,
-    trace_of,
 )
 from onerank.plan.cluster import ClusterNetwork, PlannedJob, network_of
+from onerank.plan.layout_commands import commands_of
 from onerank.plan.layouts import Dropped, Layout, Outcome, PredictedRange, Underived
 from onerank.plan.micro_batches import MicroBatchError, with_micro_batch
 from onerank.plan.pipeline_step import PipelineStep, step_of
+from onerank.plan.run_captures import CaptureResult, recorded_step, trace_of
 from onerank.plan.shard_memory import ShardError
 from onerank.plan.shards import with_shards
 from onerank.plan.stage_times import Figures, StageTimes, at_depth, memory_of, stage_times
@@ -213,7 +211,7 @@ class _Evaluator:
         sources = stage_sources(self.job, layout, self.layers, exact=self.exact)
         network = self.network
         stages = [self._stage(source, layout, network) for source in sources]
-        schedule = schedule_of(layout)
+        schedule = PipelineSchedule.parse(layout.schedule if layout.pp > 1 else "1f1b")
         step = step_of(stages, layout.world, network, schedule, layout.micro_batches)
         return self._summary(layout, sources, stages, step)
 

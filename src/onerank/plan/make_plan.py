@@ -6,7 +6,7 @@ from shlex import quote
 
 from onerank.display import size
 from onerank.ir.notes import Note
-from onerank.plan.captures import layers_of, plan_captures, probe_task
+from onerank.plan.captures import plan_captures, probe_task
 from onerank.plan.config import PlanConfig
 from onerank.plan.evaluate import plan_evaluations
 from onerank.plan.layouts import (
@@ -17,6 +17,7 @@ from onerank.plan.layouts import (
     Underived,
     enumerate_layouts,
 )
+from onerank.plan.run_captures import layers_of
 from onerank.plan.tasks import Executor, Store, Task, complete_tasks, run_tasks
 
 PRELOAD = ("onerank.capture.capture_script", "onerank.plan.evaluate")
