@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from onerank.annotate.gpus.gpu import Gpu
-from onerank.annotate.memory.allocator import OutOfMemoryError, Piece, simulate_reserved
+from onerank.annotate.memory.allocator import OutOfMemoryError
 from onerank.annotate.memory.mitigations import Mitigation, Need, mitigations
 from onerank.annotate.memory.non_allocator import NonAllocatorMemory, non_allocator_memory
 from onerank.annotate.memory.peak import (
@@ -23,8 +23,9 @@ from onerank.annotate.memory.peak import (
     peak_of,
     recomputable,
     resident_blocks,
-    resident_pieces,
+    resident_requests,
 )
+from onerank.annotate.memory.reserved_memory import AllocationRequest, simulate_reserved
 from onerank.annotate.token_count import micro_batch_of
 from onerank.display import Displayed
 from onerank.ir import Graph, MemoryClass, MemoryLog, Phase
@@ -136,7 +137,7 @@ def fragmentation_of(graph: Graph) -> float:
     peak = peak_of(levels_of(log, resident))
     reserved = log.reserved_bytes
     if not reserved:
-        reserved = simulate_reserved(log, resident_pieces(graph, log, resident)).reserved_bytes
+        reserved = simulate_reserved(log, resident_requests(graph, log, resident)).reserved_bytes
     return max(1.0, reserved / max(1, peak.bytes))
 
 
@@ -204,12 +205,12 @@ def _with_blocks(
     resident, source = resident_blocks(graph, log)
     levels = levels_of(log, resident)
     peak = peak_of(levels)
-    pieces = resident_pieces(graph, log, resident)
-    simulated = simulate_reserved(log, pieces)
+    requests = resident_requests(graph, log, resident)
+    simulated = simulate_reserved(log, requests)
     # A simulated step stands in for allocators that report no
     # reserved memory, such as that of a trace without snapshots.
     reserved = log.reserved_bytes or simulated.reserved_bytes
-    fits = _fits(log, pieces, room) if capacity else None
+    fits = _fits(log, requests, room) if capacity else None
     changes, notes = tuple[Mitigation, ...](), tuple[Note, ...]()
     if fits is False and room <= 0:
         notes = (
@@ -240,20 +241,22 @@ def _with_blocks(
         capacity_bytes=capacity,
         non_allocator=device.non_allocator,
         fits=fits,
-        fits_without_overhead=(fits or _fits(log, pieces, capacity)) if capacity else None,
+        fits_without_overhead=(fits or _fits(log, requests, capacity)) if capacity else None,
         mitigations=changes,
         notes=notes,
     )
 
 
-def _fits(log: MemoryLog, pieces: Mapping[MemoryClass, Sequence[Piece]], capacity: int) -> bool:
+def _fits(
+    log: MemoryLog, requests: Mapping[MemoryClass, Sequence[AllocationRequest]], capacity: int
+) -> bool:
     # If the capture's reserve fits, the allocator behaves on the device as it did in the capture.
     # The simulation starts from an empty device, and its reserve may be some percent off, because
     # it does not know what the process did before the step.
     if 0 < log.reserved_bytes <= capacity:
         return True
     try:
-        simulate_reserved(log, pieces, capacity)
+        simulate_reserved(log, requests, capacity)
     except OutOfMemoryError:
         return False
     return True

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from onerank.annotate.memory.allocator import Piece, round_size
+from onerank.annotate.memory.allocator import round_size
 from onerank.annotate.memory.mitigations import STEP_ROW
+from onerank.annotate.memory.reserved_memory import AllocationRequest
 from onerank.ir import Graph, MemoryClass, MemoryLog, Phase
 from onerank.ir.arrays import I64
 
@@ -64,9 +65,9 @@ def resident_blocks(graph: Graph, log: MemoryLog) -> tuple[Resident, str]:
     }, "inferred from the gradients"
 
 
-def resident_pieces(
+def resident_requests(
     graph: Graph, log: MemoryLog, resident: Resident
-) -> dict[MemoryClass, tuple[Piece, ...]]:
+) -> dict[MemoryClass, tuple[AllocationRequest, ...]]:
     """Return the requests to an allocator for memory allocated before the step, by class.
 
     Each uses its recorded pool, else that of the default stream. If the log records requested
@@ -75,15 +76,15 @@ def resident_pieces(
     """
     pools = graph.job.measurement.resident_pools
     has_requests = bool(log.blocks.spare_bytes)
-    pieces: dict[MemoryClass, tuple[Piece, ...]] = {}
+    requests: dict[MemoryClass, tuple[AllocationRequest, ...]] = {}
     for memory_class, sizes in resident.items():
         name = memory_class.name.lower()
         known = (
             len(graph.job.measurement.resident_bytes.get(name, ())) if has_requests else len(sizes)
         )
         numbers = (*pools.get(name, ()), *(0 for _ in sizes))
-        pieces[memory_class] = tuple(map(Piece, sizes[:known], numbers[:known]))
-    return pieces
+        requests[memory_class] = tuple(map(AllocationRequest, sizes[:known], numbers[:known]))
+    return requests
 
 
 def levels_of(log: MemoryLog, resident: Resident) -> I64:

@@ -5,10 +5,9 @@ import pytest
 from onerank.annotate.memory.allocator import (
     CachingAllocator,
     OutOfMemoryError,
-    Piece,
     round_size,
-    simulate_reserved,
 )
+from onerank.annotate.memory.reserved_memory import AllocationRequest, simulate_reserved
 from onerank.ir import AllocatorSettings, Blocks, MemoryClass, MemoryLog, Phase
 
 MIB = 1 << 20
@@ -34,7 +33,7 @@ def test_a_streams_memory_is_not_anothers():
 
 def test_what_is_held_is_of_its_own_pool():
     log = log_of((30 * MIB, 0, 1, 0))
-    held = {MemoryClass.PARAMETERS: (Piece(3 * MIB), Piece(3 * MIB, 1))}
+    held = {MemoryClass.PARAMETERS: (AllocationRequest(3 * MIB), AllocationRequest(3 * MIB, 1))}
     assert simulate_reserved(log, held).reserved_bytes == (20 + 20 + 30) * MIB
 
 

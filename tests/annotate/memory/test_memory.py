@@ -12,14 +12,13 @@ from onerank.annotate.gpus.registry import with_figures
 from onerank.annotate.memory.allocator import (
     CachingAllocator,
     OutOfMemoryError,
-    Piece,
     round_size,
     segment_size,
-    simulate_reserved,
 )
 from onerank.annotate.memory.memory_report import report_memory
 from onerank.annotate.memory.mitigations import Need, mitigations
 from onerank.annotate.memory.non_allocator import non_allocator_memory
+from onerank.annotate.memory.reserved_memory import AllocationRequest, simulate_reserved
 from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import (
     Blocks,
@@ -197,7 +196,9 @@ def test_the_optimizers_state_is_allocated_before_its_first_step_takes_memory():
     """It takes the activations' segment: the step's memory, and the next forward's, need others."""
     forward, optimizer = int(Phase.FORWARD), int(Phase.OPTIMIZER)
     blocks = Blocks((40 * MIB, 30 * MIB), (3, 7), (0, 2), (1, 3), (0, 0), (forward, optimizer))
-    found = simulate_reserved(MemoryLog(blocks, 4), {MemoryClass.OPTIMIZER: (Piece(30 * MIB),)})
+    found = simulate_reserved(
+        MemoryLog(blocks, 4), {MemoryClass.OPTIMIZER: (AllocationRequest(30 * MIB),)}
+    )
     assert found.reserved_bytes == (40 + 30 + 40) * MIB
 
 
