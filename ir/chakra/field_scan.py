@@ -4,7 +4,7 @@ The scan requires fields in ascending order, each once. Protobuf libraries write
 format allows any order (protobuf, "Encoding", "Field Order"); `reader` parses other messages with
 protobuf. Attributes must follow onerank's writing order: some that hardly differ between nodes,
 then numbers that mostly differ, then others that hardly differ. The scan reads the numbers.
-`decode_columns` parses each distinct run of attributes before and after them, and each distinct run
+`decode_runs` parses each distinct run of attributes before and after them, and each distinct run
 of operand shapes and types.
 """
 
@@ -213,7 +213,7 @@ class Cursor:
     def skip(self, beginning: "_Beginning") -> None:
         """Skip an attribute with this beginning.
 
-        Only the first 8 bytes are compared; `decode_columns` checks the whole attribute.
+        Only the first 8 bytes are compared; `decode_runs` checks the whole attribute.
         """
         word = self.buffer.words(self.at)
         is_present = (word & beginning.mask) == beginning.word
