@@ -30,7 +30,7 @@ from onerank.capture.isolation import named_progress, run_isolated
 from onerank.capture.options import CompileMode, Options
 from onerank.capture.patches import patched, rebound
 from onerank.capture.profiling.module_roles import WRAPPED
-from onerank.capture.profiling.module_scopes import SCOPE, profiler_on
+from onerank.capture.profiling.module_scopes import SCOPE_PREFIX, profiler_on
 from onerank.capture.profiling.window_plan import Progress
 from onerank.ir import (
     COMPILED_GRAPH,
@@ -240,7 +240,7 @@ class InductorObserver:
             number = getattr(code, "_onerank_graph", None)
             if number is None or not profiler_on():
                 return call(code, inputs)
-            with record_function(f"{SCOPE}{COMPILED_GRAPH}{number}"):
+            with record_function(f"{SCOPE_PREFIX}{COMPILED_GRAPH}{number}"):
                 return call(code, inputs)
 
         with (

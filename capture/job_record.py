@@ -18,7 +18,7 @@ from onerank.capture.options import Options
 from onerank.capture.parallelize.shard_model import ModelSlicing
 from onerank.capture.profiling.window_observations import Observations
 from onerank.capture.run_as_rank import RankRun
-from onerank.converters.sources.kineto import MODEL
+from onerank.converters.sources.kineto import SHAPES_ONLY
 from onerank.ir import (
     Device,
     Job,
@@ -140,7 +140,9 @@ def _device(observed: Observations) -> Device:
 
 
 def _emulated_device(gpu: EmulatedGpu) -> Device:
-    return Device(type=MODEL, name=gpu.name, memory_bytes=gpu.memory_bytes, sm_count=gpu.sm_count)
+    return Device(
+        type=SHAPES_ONLY, name=gpu.name, memory_bytes=gpu.memory_bytes, sm_count=gpu.sm_count
+    )
 
 
 def cpu_name() -> str:

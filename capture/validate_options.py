@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from onerank.capture.options import Options, SeveralCaptures, ranks_per_node
-from onerank.capture.parallelize.experts.routing import MODEL, parse_routing
+from onerank.capture.parallelize.experts.routing import BY_MODEL, parse_routing
 from onerank.ir import World
 from onerank.ir.errors import CaptureError, DepthError
 
@@ -203,9 +203,9 @@ def _check_device(script: Path, options: Options, distributed: bool | None) -> N
             "time of a collective\n  leave the network out; a simulator gets it later",
             code="no-device-network",
         )
-    if options.moe_routing == MODEL and options.world.ep > 1 and not distributed:
+    if options.moe_routing == BY_MODEL and options.world.ep > 1 and not distributed:
         raise CaptureError(
-            f"--device none with --moe-routing {MODEL}: the router's choice depends on numbers "
+            f"--device none with --moe-routing {BY_MODEL}: the router's choice depends on numbers "
             f"that no device computes ({script.name})\n"
             "  route by balanced, zipf:S or a FILE",
             code="no-device-routing",
@@ -310,10 +310,10 @@ def _check_distinct(script: Path, options: Options, *, distributed: bool | None)
             f"determines which ranks do the same work: {_ranks_to_name(world)}",
             code="ranks-classes-unknown",
         )
-    if world.ep > 1 and options.moe_routing == MODEL:
+    if world.ep > 1 and options.moe_routing == BY_MODEL:
         raise CaptureError(
-            f"--ranks distinct: with --moe-routing {MODEL} the model's router decides which ranks "
-            "receive how many tokens, so equivalent ranks are not known\n"
+            f"--ranks distinct: with --moe-routing {BY_MODEL} the model's router decides which "
+            "ranks receive how many tokens, so equivalent ranks are not known\n"
             "  name the ranks, as --ranks 0,1, or route by balanced, zipf:S or a FILE",
             code="ranks-model-routing",
         )

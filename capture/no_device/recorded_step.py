@@ -11,7 +11,7 @@ from onerank.capture.no_device.event_log import EventLog
 from onerank.capture.no_device.operators.fake_operators import FakeOperators
 from onerank.capture.no_device.raw_traces import write_log
 from onerank.capture.profiling.measurement_windows import CountedSteps
-from onerank.capture.profiling.module_scopes import MODEL, SCOPE, Modules
+from onerank.capture.profiling.module_scopes import MODEL_PREFIX, SCOPE_PREFIX, Modules
 from onerank.capture.profiling.window_observations import Observations, RepeatedForward
 from onerank.capture.profiling.window_plan import Progress, WindowPlan, more_steps
 from onerank.converters.sources.kineto import EXECUTION_TRACE, STRUCTURE, history_name
@@ -34,8 +34,8 @@ class _Scopes:
         """Begin a module's forward."""
         # A checkpoint calls modules within a node.
         self._operators.follow_backward()
-        names = [f"{MODEL}{model}"] if model else []
-        names.append(SCOPE + path)
+        names = [f"{MODEL_PREFIX}{model}"] if model else []
+        names.append(SCOPE_PREFIX + path)
         self._open.append([self._log.begin(name, "user_annotation") for name in names])
 
     def leave(self) -> None:

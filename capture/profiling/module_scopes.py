@@ -153,10 +153,10 @@ def _in_step_range(optimizer: Optimizer, compiled: Callable[..., Any]) -> Callab
     return step
 
 
-SCOPE = "onerank::module::"
+SCOPE_PREFIX = "onerank::module::"
 """Prefix of the profiler range of a module's forward; the module's path follows."""
 
-MODEL = "onerank::model::"
+MODEL_PREFIX = "onerank::model::"
 """Prefix of the range around calls of the second and later models of one name; their number
 follows."""
 
@@ -424,8 +424,8 @@ class ProfilerScopes:
         """Open the scope of a module."""
         scopes = contextlib.ExitStack()
         if model:
-            scopes.enter_context(record_function(f"{MODEL}{model}"))
-        scopes.enter_context(record_function(SCOPE + path))
+            scopes.enter_context(record_function(f"{MODEL_PREFIX}{model}"))
+        scopes.enter_context(record_function(SCOPE_PREFIX + path))
         self._open.append(scopes)
 
     def leave(self) -> None:

@@ -23,7 +23,7 @@ from onerank.capture.parallelize.experts.expert_parallel import (
     expert_layers,
     routes_itself,
 )
-from onerank.capture.parallelize.experts.routing import MODEL, parse_routing
+from onerank.capture.parallelize.experts.routing import BY_MODEL, parse_routing
 from onerank.capture.parallelize.fewer_layers import FewerLayers
 from onerank.capture.parallelize.shard_model import ModelSlicing
 from onerank.capture.parallelize.tensor.stateful_layers import has_heads_of_rank
@@ -451,12 +451,12 @@ def _routing_of(model: Any, options: Options, pipeline: Pipeline | None) -> str 
         return None
     if options.emulated_gpu is not None and routing is None:
         raise CaptureError(
-            f"--device none with --moe-routing {MODEL}: the router's choice depends on numbers "
+            f"--device none with --moe-routing {BY_MODEL}: the router's choice depends on numbers "
             "that no device computes\n  route by balanced, zipf:S or a FILE",
             code="no-device-routing",
         )
     # Without a device, every router chooses by the option.
-    return MODEL if own and options.emulated_gpu is None else options.moe_routing
+    return BY_MODEL if own and options.emulated_gpu is None else options.moe_routing
 
 
 def _served(

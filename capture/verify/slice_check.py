@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from onerank.capture.options import Options
 from onerank.capture.parallelize.experts.expert_parallel import apply_static_routing, expert_layers
-from onerank.capture.parallelize.experts.routing import MODEL, parse_routing
+from onerank.capture.parallelize.experts.routing import BY_MODEL, parse_routing
 from onerank.capture.parallelize.tensor.replicated_grads import partial_gradients, reduce_deferred
 from onerank.capture.parallelize.tensor.shard_parameters import fill_with_positions, origin_of
 from onerank.capture.profiling.window_plan import Progress
@@ -254,7 +254,7 @@ def compare_slices(
 def _with_equal_routing(options: Options) -> Options:
     """Use the model's routers if each rank routes a part of the sequence: tables are per rank."""
     if options.sp or "cp" in options.world.sizes:
-        return replace(options, moe_routing=MODEL)
+        return replace(options, moe_routing=BY_MODEL)
     return options
 
 

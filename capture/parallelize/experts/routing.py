@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BALANCED = "balanced"
-MODEL = "model"  # the model's own router decides
+BY_MODEL = "model"  # the model's own router decides
 _SEED = 0
 # Times that a slot of a token changes places with another's. The mean number of ranks that a token
 # visits is then within 0.6% of that of independent experts, and 51% above it without exchanges (256
@@ -121,7 +121,7 @@ def parse_routing(text: str) -> Routing | None:
         CaptureError: the text is no known routing and no file.
         FormatError: the file is malformed.
     """
-    if text == MODEL:
+    if text == BY_MODEL:
         return None
     if text == BALANCED:
         return Routing(text)
@@ -132,7 +132,7 @@ def parse_routing(text: str) -> Routing | None:
     if not path.is_file():
         raise CaptureError(
             f"--moe-routing {text}: no such file; expected a file, {BALANCED}, zipf:S (S = 1 is "
-            f"Zipf's law, 0 is balanced) or {MODEL} (the model's router)",
+            f"Zipf's law, 0 is balanced) or {BY_MODEL} (the model's router)",
             code="routing-unknown",
         )
     return Routing(text, table=_load_table(path))

@@ -1,19 +1,17 @@
 """Convert PyTorch's Kineto trace and execution trace to a graph."""
 
-from onerank.converters.sources.kineto.convert_rank import (
+from onerank.converters.sources.kineto.capture_directory import (
     EXECUTION_TRACE,
     JOB,
-    MODEL,
     PROFILE,
     STRUCTURE,
     UNCONTENDED,
-    Sources,
-    convert,
     convert_directory,
     history_name,
     is_capture,
     profile_name,
 )
+from onerank.converters.sources.kineto.convert_rank import SHAPES_ONLY, Sources, convert
 from onerank.converters.sources.kineto.link.graph_replays import (
     GRAPH_REPLAY,
     graph_et_name,
@@ -27,8 +25,8 @@ __all__ = [
     "EXECUTION_TRACE",
     "GRAPH_REPLAY",
     "JOB",
-    "MODEL",
     "PROFILE",
+    "SHAPES_ONLY",
     "STRUCTURE",
     "UNCONTENDED",
     "AllocatorAction",

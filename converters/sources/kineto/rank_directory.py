@@ -8,13 +8,8 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 
-from onerank.converters.sources.kineto.convert_rank import (
-    JOB,
-    Sources,
-    convert,
-    convert_directory,
-    is_capture,
-)
+from onerank.converters.sources.kineto.capture_directory import JOB, convert_directory, is_capture
+from onerank.converters.sources.kineto.convert_rank import Sources, convert
 from onerank.converters.sources.kineto.lowering.diagnostics import Conversion
 from onerank.converters.sources.kineto.read.json_stream import beginning, kind_of
 from onerank.converters.sources.kineto.read.kineto_trace import ALL

@@ -13,7 +13,7 @@ from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.hosts.host import load_host
 from onerank.annotate.passes.pass_options import NO_PASSES
 from onerank.capture.options import Options
-from onerank.capture.parallelize.experts.routing import MODEL, parse_routing
+from onerank.capture.parallelize.experts.routing import BY_MODEL, parse_routing
 from onerank.capture.serving.attention_windows import WindowedLayers
 from onerank.capture.serving.compositions import Composition, default_grid
 from onerank.ir import Pipeline
@@ -484,7 +484,7 @@ def _notes(
 ) -> Iterator[Note]:
     """Yield what the tables leave out, and where the steps are not those of engines."""
     yield from _cache_notes(model, memory)
-    if model.moe_routing == MODEL:
+    if model.moe_routing == BY_MODEL:
         yield Note(
             "the model's own router chose the experts: with random weights it sends the tokens of "
             "a prefill to few of them, and its steps differ from those of trained weights",

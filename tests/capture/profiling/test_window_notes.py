@@ -20,7 +20,7 @@ from onerank.capture.profiling.step_memory import StepMemory
 from onerank.capture.profiling.step_variance import StepWork, note_of_drift
 from onerank.capture.profiling.window_observations import Observations, WindowContext
 from onerank.capture.profiling.window_plan import HOST, WindowPlan
-from onerank.converters.sources.kineto.convert_rank import STRUCTURE, UNCONTENDED
+from onerank.converters.sources.kineto.capture_directory import STRUCTURE, UNCONTENDED
 from onerank.ir import EmulatedCalls
 
 
