@@ -1,19 +1,23 @@
 # Everything runs in .venv; nothing is assumed but Python 3.11+ and make.
 PYTHON ?= python3
 BIN := .venv/bin
+PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --no-compile -c constraints.txt
 DEMO ?= demo
 
 .PHONY: setup test tests demo reference docs lint clean
 
 setup: .venv/installed
 
+# pip would compile on one core, for half of the CPU time of the installation; compileall takes all
+# cores. It fails on files that are templates, or for another version of Python.
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' \
 	  || { echo "onerank needs Python 3.11 to 3.13; try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	$(PYTHON) -m venv .venv
 	@echo "installing into .venv (torch is the large one; minutes on a slow line)"
-	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[capture,dev]'
+	$(PIP_INSTALL) torch
+	$(PIP_INSTALL) -e '.[capture,dev]'
+	@$(BIN)/python -m compileall -q -j 0 .venv/lib > .venv/compile.log || true
 	@touch $@
 
 test: lint tests docs
