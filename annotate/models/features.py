@@ -81,6 +81,12 @@ class ComponentGemms(NamedTuple):
     @property
     def expert_calls(self) -> I64:
         """Calls that run the experts of an MoE layer by an inference engine's kernels."""
+        engines = ~np.isin(self.kernels, (PartKernel.LIBRARY, PartKernel.GROUPED))
+        return np.unique(self.call[engines])
+
+    @property
+    def grouped_calls(self) -> I64:
+        """Calls whose GEMMs are grouped by expert, of any library."""
         return np.unique(self.call[self.kernels != PartKernel.LIBRARY])
 
     @property

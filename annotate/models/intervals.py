@@ -3,7 +3,8 @@
 An interval contains four of five measured times on GPUs whose die family the fit had not seen. An
 error has a part that all kernels of a class share on a GPU (libraries, clock under load) and a part
 of each distinct call. The shared part does not average out over a class; that of GEMMs is measured
-over those with as many rows, as a step has them. Between classes it is independent: over the GPUs
+over those with as many rows, as a step has them. On a GPU of which whole steps were measured it is
+at most that of the steps (`shared_in_steps`). Between classes it is independent: over the GPUs
 left out, mean errors of GEMMs, attention and memory-bound kernels do not go together. The other
 part averages over distinct calls, not over repetitions. Both grow with the distance of a GPU from
 the fitted dies (`gpu_distance`).
@@ -92,6 +93,7 @@ KINDS = (
     "looked_up_short_or_data_dependent",
     "looked_up_other_versions",
     "composed",
+    "experts_unmeasured",
 )
 """Kinds of prediction with separate errors; "kept" has none.
 
@@ -116,7 +118,8 @@ operand takes 1.8 to 2.7 times as long as a contiguous one.
 without a measurement ("memory_unmeasured") are much less certain than measured ones. So are GEMMs
 with misaligned rows, of which eight were measured, up to 1.5 times off. Unmeasured convolutions and
 recurrent layers ("composed") have errors from DeepBench, of two GPUs that differ from the fitted
-ones (benchmarks/predictions/deepbench.py), so they are not widened.
+ones (benchmarks/predictions/deepbench.py), so they are not widened. Unmeasured experts of an MoE
+layer are GEMMs by the tiles of a known kernel, whose errors were measured on four die families.
 """
 
 _AT = {kind: np.uint8(at) for at, kind in enumerate(KINDS)}
@@ -124,6 +127,18 @@ _AT = {kind: np.uint8(at) for at, kind in enumerate(KINDS)}
 # Class of each of `KINDS`, whose kernels share an error on a GPU: the first word of its name.
 _CLASSES = [kind.split("_", 1)[0] for kind in KINDS]
 _CLASS = np.array([_CLASSES.index(name) for name in _CLASSES])
+
+# Kind of a prediction from shapes -> its class in `Coefficients.shared_in_steps`. Kernels of other
+# libraries and of unknown layout are not among them: served steps have few.
+_IN_STEPS = {
+    **dict.fromkeys(("gemm_unmeasured", "gemm_unmeasured_short"), "gemm"),
+    "attention_unmeasured": "attention",
+    **dict.fromkeys(("decode_unmeasured", "decode_unmeasured_short", "decode_flash2"), "attention"),
+    **dict.fromkeys(
+        ("memory_unmeasured", "memory_unmeasured_short", "memory_unmeasured_long"), "memory"
+    ),
+    "experts_unmeasured": "experts",
+}
 
 # Kinds of GEMM predictions by rules without fitted coefficients.
 _UNFITTED = ("retyped",)
@@ -247,7 +262,9 @@ def kinds_of(
     attention = _attention_kinds(kernels, predicted, source, target)
     kind = np.where(by_tiles, np.where(kernels.is_fused_attention, attention, product), other)
     if source is None:
-        kind = np.where(rules == Rule.PARTS, _AT["composed"], kind)
+        experts = np.isin(kernels.call, kernels.parts.grouped_calls)
+        composed = np.where(experts, _AT["experts_unmeasured"], _AT["composed"])
+        kind = np.where(rules == Rule.PARTS, composed, kind)
     retyped = np.where(kernels.has_four_bit_operands, _AT["gemm_4bit_unmeasured"], _AT["retyped"])
     kind = np.where(rules == Rule.RETYPED, retyped, kind)
     looked_up = membership_mask(rules, BY_DATABASE)
@@ -636,7 +653,7 @@ def compute_interval(
     if not total:
         return Interval(0, 0)
     lookup = uncertainty.spread if uncertainty is not None and uncertainty.spread.any() else 0.0
-    shared, independent = (_widened(part, target, c) for part in ("shared", "independent"))
+    independent, shared = _widened("independent", target, c), _shared(target, c)
     variance = 0.0
     for (kinds, part), more in zip(errors.each, (lookup, 0.0, 0.0), strict=True):
         if not (kinds.any() or np.any(more)):  # all are "kept"
@@ -651,6 +668,22 @@ def compute_interval(
         variance += float((in_class**2).sum()) + float((each**2).sum())
     factor = float(np.exp(HALF_WIDTH * np.sqrt(variance) / total))
     return Interval(round(total / factor), round(total * factor))
+
+
+def _shared(target: Gpu, c: Coefficients) -> F64:
+    """Return the shared part of the errors of each of `KINDS`.
+
+    The errors of a left-out die family also contain what the fit knows about a GPU of a family that
+    it has seen. Where whole steps were measured, the part that a class of kernels shares is at most
+    that of the steps. A description with a figure outside those of the fitted GPUs is another GPU.
+    """
+    shared = _widened("shared", target, c)
+    of_class = c.shared_in_steps.get(target.architecture)
+    if of_class is None or target.by_datasheet or distance_from_fitted(target, c):
+        return shared
+    for kind, name in _IN_STEPS.items():
+        shared[_AT[kind]] = min(shared[_AT[kind]], of_class[name])
+    return shared
 
 
 def _widened(part: str, target: Gpu, c: Coefficients) -> F64:

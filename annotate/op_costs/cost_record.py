@@ -13,7 +13,7 @@ class PartKernel(IntEnum):
     """The kernel of a component GEMM."""
 
     LIBRARY = 0
-    """The kernel of a plain GEMM, or torch's grouped one, which runs as long."""
+    """The kernel of a plain GEMM."""
     CUTLASS_EXPERTS = 1
     """TensorRT-LLM's grouped kernel."""
     VLLM_EXPERTS = 2
@@ -24,6 +24,8 @@ class PartKernel(IntEnum):
     """SGLang's grouped kernel in Triton, in tiles for more tokens than experts."""
     SGLANG_FEW_TOKENS = 5
     """The same in tiles for up to as many tokens as experts."""
+    GROUPED = 6
+    """torch's grouped kernel, which runs as long as a plain GEMM of each expert."""
 
     @property
     def for_few_tokens(self) -> "PartKernel":

@@ -29,6 +29,7 @@ from onerank.annotate.op_costs.cost_record import (
     ComponentGemm,
     Formula,
     GemmShape,
+    PartKernel,
     Scales,
     Work,
     matmul_work,
@@ -184,7 +185,7 @@ def _grouped_mm(call: Call) -> Work | None:
             result = call.output()
             groups = max(1, result.shape[0]) if result and len(result.shape) == 3 else 1
             sizes = (groups, m, n, -(-k // groups))
-    part = ComponentGemm(*sizes, left.item_bytes)
+    part = ComponentGemm(*sizes, left.item_bytes, kernel=PartKernel.GROUPED)
     # Parts, not `gemm`: recosting multiplies a measured time by the ratio of the parts' predicted
     # times, in which the deviation of the call's routing from equal shares cancels.
     return matmul_work(call, left, 2 * batch * m * k * n, read, parts=(part,))

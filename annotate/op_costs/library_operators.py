@@ -18,6 +18,7 @@ from onerank.annotate.op_costs.attention import LIBRARY_LAYOUTS, attention_formu
 from onerank.annotate.op_costs.cost_record import (
     ComponentGemm,
     Formula,
+    PartKernel,
     Work,
     matmul_work,
     vector_work,
@@ -198,7 +199,8 @@ def _extension_product(call: Call) -> Work | None:
         groups = b.shape[0] if len(b.shape) == 3 else 1
         m = -(-d.shape[0] // max(1, groups))
         k = a.numel // d.shape[0]
-    part = ComponentGemm(groups, m, n, k, a.item_bytes)
+    kernel = PartKernel.GROUPED if groups > 1 else PartKernel.LIBRARY
+    part = ComponentGemm(groups, m, n, k, a.item_bytes, kernel=kernel)
     return matmul_work(call, a, 2 * a.numel * n, parts=(part,))
 
 

@@ -17,7 +17,7 @@ choosing the experts from the router's scores, sorting the tokens, two grouped G
 activation and the sum over experts. The coefficients are those of the other die families, "plain"
 has the tiles of cuBLAS and one launch for the rest. Layers whose active weights fit into the
 last-level cache are omitted: a row repeats one layer. "inside" is the share in the interval of
-composite calls. Kernels that quantise are counted over 10 us and under; calls that a cache serves
+experts from shapes. Kernels that quantise are counted over 10 us and under; calls that a cache serves
 are omitted. Latent attention over whole prompts includes the kernels that rotate positions and
 write the cache; "inside" is the share in the interval of its kind, and "seen" the error with the
 shipped coefficients, which know the family. "residual" is the residual model. `roofline` changes
@@ -155,7 +155,7 @@ def latent_prefill(folder: Path, fits: dict[str, Coefficients]) -> None:
 
 def experts(measured: list[ExpertLayers], fits: dict[str, Coefficients]) -> None:
     """Print the errors of MoE layers by shape, and from another GPU."""
-    interval = shipped().errors["composed"].high
+    interval = shipped().errors["experts_unmeasured"].high
     print("\nexperts of an MoE layer, by shape, family left out")
     print(f"{'target':15}{'dataset':18}{'kernel':36}{'calls':>6}", end="")
     print(f"{'mean':>7}{'bias':>7}{'inside':>8}{'plain':>7}{'roofline':>10}")

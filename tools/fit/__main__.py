@@ -67,9 +67,14 @@ _PROVENANCE = {
     "GEMMs of vidur; looked_up: captured steps of Llama-3-8B on an H200 (four layers of "
     "tp 4, eight whole ones, sequences of 2048) against rows of the same versions; "
     "composed: convolutions and recurrent layers of baidu-research/DeepBench (Apache-2.0) "
-    "on V100 and T4, by the shipped tiles; decode_flash2, decode_flash_mla: decodes of sizes that "
+    "on V100 and T4, by the shipped tiles; experts_unmeasured: the experts' layers by the kernels "
+    "that the fit has, the target's family left out; decode_flash2, decode_flash_mla: decodes of sizes that "
     "chose no coefficient (2026-11-27-flash2-blind-h100, 2026-11-27-flash-mla-2-hopper), low and "
     "high 1.04 times the error that 80% of them do not exceed: the factor of most kinds in `few`",
+    "shared_in_steps": "classes of kernels in 104 steps of twelve models on an H100, predicted from "
+    "shapes before they were measured: the root mean square over models of a class's median error, "
+    "the larger of the two sets that were measured on different days "
+    "(2026-11-28-serving-intervals-h100)",
 }
 
 
@@ -130,6 +135,8 @@ def main() -> None:
         provenance=provenance,
         errors=errors,
         datasheet_errors=datasheet_errors,
+        # Measured by benchmarks/serving/step_intervals.py.
+        shared_in_steps=shipped().shared_in_steps,
     )
     options.output.write_text(to_toml(coefficients), encoding="utf-8")
 

@@ -215,13 +215,15 @@ def _fit_libraries(measured: Sequence[ExpertLayers], gemm: GemmCoefficients) -> 
 def expert_cases(
     measured: Sequence[ExpertLayers], by_shape: Callable[[str], PredictFromDescription]
 ) -> Iterator[Case]:
-    """Yield the experts of MoE layers by their shapes.
+    """Yield the experts of MoE layers by their shapes, of the kernels that a fit has.
 
     Args:
         measured: the layers.
         by_shape: family that is left out -> the model of unmeasured kernels.
     """
     for each in measured:
+        if not each.library or each.kernel == UNTUNED:
+            continue
         predicted_ns, _ = by_shape(family(each.gpu))(each.features(), each.gpu)
         tokens = np.array([sizes.tokens for sizes in each.layers], dtype=np.float64)
-        yield Case("composed", each.gpu, each.gpu, each.times_ns, predicted_ns, tokens)
+        yield Case("experts_unmeasured", each.gpu, each.gpu, each.times_ns, predicted_ns, tokens)

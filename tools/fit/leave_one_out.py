@@ -37,7 +37,7 @@ from tools.fit.evaluate_fit import (
 )
 from tools.fit.evaluate_fit import attention_cases as attention_unmeasured
 from tools.fit.evaluate_fit import database_cases as database_attention
-from tools.fit.expert_cases import fit_experts, read_experts
+from tools.fit.expert_cases import expert_cases, fit_experts, read_experts
 from tools.fit.fit_tiles import ATTENTION_START, fit_attention, fit_gemm, hull_of, stored_ns
 from tools.fit.measured_kernels import (
     Attention,
@@ -600,6 +600,7 @@ def every_case(folder: Path, fits: dict[str, Coefficients] | None = None) -> lis
         *database_attention(from_description),
         *kernel_cases(folder, from_description),
         *decode_cases(read_decodes(folder), from_description, learned),
+        *expert_cases(read_experts(folder), from_description),
         *unmeasured_cases(folder),
         *step_cases(),
     ]
