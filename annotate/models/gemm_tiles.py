@@ -37,7 +37,8 @@ of a tile's epilogue:
     tiles + epilogue's share * waves * epilogue
 
 The grouped GEMMs of experts in inference engines do not hide it either. Rows of different experts
-share no tile, so a tile of an expert with few tokens is mostly empty.
+share no tile, so a tile of an expert with few tokens is mostly empty. torch's grouped GEMMs hide it,
+and have a time of each wave instead.
 
 Misaligned GEMMs are slower from Ampere on. With a vocabulary of 50257 in 16 bits, rows of logits
 start at any even byte, but kernels of the GPU's generation need 16-byte alignment. Libraries then
@@ -317,6 +318,7 @@ class _TilingTimes(NamedTuple):
         read: operands from memory.
         write: results to memory.
         split: dividing the inner size among SMs.
+        wave: what no wave of tiles hides.
     """
 
     body: F64
@@ -325,6 +327,7 @@ class _TilingTimes(NamedTuple):
     read: F64
     write: F64
     split: F64
+    wave: F64
 
 
 class _GemmTerms(NamedTuple):
@@ -348,9 +351,9 @@ class _GemmTerms(NamedTuple):
         """Return the time of GEMM `i` as a term: its fastest tiling, times the mean over that."""
         on, fastest = f"on {self.gpu}", int(self.tilings.body[i].argmin())
         times = self.tilings._asdict()
-        compute, cache, read, write, split = (
+        compute, cache, read, write, split, wave = (
             float(np.broadcast_to(times[name], self.tilings.body.shape)[i, fastest])
-            for name in ("compute", "cache", "read", "write", "split")
+            for name in ("compute", "cache", "read", "write", "split", "wave")
         )
         body = norm(
             self.c.write_overlap,
@@ -365,6 +368,8 @@ class _GemmTerms(NamedTuple):
         if split:
             note = f"dividing the inner size among SMs {on}"
             body = total(body, quantity("split", split, note=note))
+        if wave:
+            body = total(body, quantity("wave", wave, note=f"before each wave of tiles {on}"))
         note = f"of the tilings that libraries pick over the fastest {on}"
         tilings = factor(float(self.body_ns[i]) / body.value, "tilings", note)
         floor = quantity("floor", self.floor_ns, note=f"launch floor {on}")
@@ -452,8 +457,9 @@ def _tiling_times(
     read, write = _memory_ns(gemms, run, c)
     body = p_norm(c.overlap, compute, cache, read)
     split_ns = np.where(gemms.split > 1, c.split_ns, 0.0)
-    body = p_norm(c.write_overlap, body, write) + split_ns
-    return _TilingTimes(body, compute, cache, read, write, split_ns)
+    wave_ns = np.ceil(gemms.tiles / run.gpu.sm_count) * (0.0 if kernel is None else kernel.wave_ns)
+    body = p_norm(c.write_overlap, body, write) + split_ns + wave_ns
+    return _TilingTimes(body, compute, cache, read, write, split_ns, wave_ns)
 
 
 def _compute_ns(gemms: _TiledGemms, run: GemmTarget, c: GemmCoefficients) -> F64:

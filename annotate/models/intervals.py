@@ -35,6 +35,7 @@ from onerank.annotate.models.prediction_terms import (
     Rule,
     TermRecord,
 )
+from onerank.annotate.models.tile_kernels import has_grouped_kernels
 from onerank.annotate.op_costs.cost_record import Scales
 from onerank.ir.arrays import F64, I64, U8, Mask, deduplicate, membership_mask
 
@@ -94,6 +95,7 @@ KINDS = (
     "looked_up_other_versions",
     "composed",
     "experts_unmeasured",
+    "grouped_unmeasured",
 )
 """Kinds of prediction with separate errors; "kept" has none.
 
@@ -120,6 +122,7 @@ with misaligned rows, of which eight were measured, up to 1.5 times off. Unmeasu
 recurrent layers ("composed") have errors from DeepBench, of two GPUs that differ from the fitted
 ones (benchmarks/predictions/deepbench.py), so they are not widened. Unmeasured experts of an MoE
 layer are GEMMs by the tiles of a known kernel, whose errors were measured on four die families.
+"grouped" are torch's grouped GEMMs where their tiles are known and were measured.
 """
 
 _AT = {kind: np.uint8(at) for at, kind in enumerate(KINDS)}
@@ -138,6 +141,7 @@ _IN_STEPS = {
         ("memory_unmeasured", "memory_unmeasured_short", "memory_unmeasured_long"), "memory"
     ),
     "experts_unmeasured": "experts",
+    "grouped_unmeasured": "experts",
 }
 
 # Kinds of GEMM predictions by rules without fitted coefficients.
@@ -262,9 +266,7 @@ def kinds_of(
     attention = _attention_kinds(kernels, predicted, source, target)
     kind = np.where(by_tiles, np.where(kernels.is_fused_attention, attention, product), other)
     if source is None:
-        experts = np.isin(kernels.call, kernels.parts.grouped_calls)
-        composed = np.where(experts, _AT["experts_unmeasured"], _AT["composed"])
-        kind = np.where(rules == Rule.PARTS, composed, kind)
+        kind = np.where(rules == Rule.PARTS, _composed_kinds(kernels, target), kind)
     retyped = np.where(kernels.has_four_bit_operands, _AT["gemm_4bit_unmeasured"], _AT["retyped"])
     kind = np.where(rules == Rule.RETYPED, retyped, kind)
     looked_up = membership_mask(rules, BY_DATABASE)
@@ -278,6 +280,20 @@ def kinds_of(
         rules, [*AS_MEASURED, Rule.DROPPED, Rule.RESIZED, Rule.MEASURED_WITH_OVERRIDES]
     )
     return np.where(kept, _AT["kept"], kind).astype(np.uint8)
+
+
+def _composed_kinds(kernels: KernelFeatures, target: Gpu) -> U8:
+    """Return the kinds of calls that are several GEMMs, without a source, uint8[n]."""
+    parts = kernels.parts
+    experts, engines = (
+        np.isin(kernels.call, calls) for calls in (parts.grouped_calls, parts.expert_calls)
+    )
+    by_expert = np.where(
+        engines | (not has_grouped_kernels(target)),
+        _AT["experts_unmeasured"],
+        _AT["grouped_unmeasured"],
+    )
+    return np.where(experts, by_expert, _AT["composed"])
 
 
 def _attention_kinds(

@@ -24,6 +24,7 @@ from onerank.annotate.models.tile_kernels import (
     TileKernel,
     batched_vector_kernel,
     experts_kernels,
+    grouped_kernels,
     scaled_kernels,
 )
 from onerank.annotate.op_costs.cost_record import AttentionSizes, GemmShape, Scales
@@ -264,10 +265,12 @@ def _product_groups(
             gpu, shapes[fine], scales[fine], c.gemm, c.finely_scaled_on(gpu)
         )
     ]
+    grouped: list[tuple[I64, TileKernel]] = []
     if products.part_kernels is not None:
         special += experts_kernels(gpu, products.part_kernels, c)
+        grouped += grouped_kernels(gpu, shapes, products.part_kernels, c.gemm)
     of_library = np.ones(len(rows), dtype=bool)
-    for chosen, _ in special:
+    for chosen, _ in (*special, *grouped):
         of_library[chosen] = False
     by_calibration = measured or calibrated(gpu, c.gemm), calibrated(described_gpu, c.gemm)
     of_batches = batched_vector_kernel(gpu, c.gemm)
@@ -277,6 +280,8 @@ def _product_groups(
     yield _ProductGroup(np.flatnonzero(~sixteen_bit & of_library & ~vector), *uncalibrated)
     for chosen, kernel in special:
         yield _ProductGroup(chosen, *uncalibrated, kernel=kernel)
+    for chosen, kernel in grouped:
+        yield _ProductGroup(chosen, *by_calibration, kernel=kernel)
 
 
 def _run(

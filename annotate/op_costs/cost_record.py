@@ -25,7 +25,7 @@ class PartKernel(IntEnum):
     SGLANG_FEW_TOKENS = 5
     """The same in tiles for up to as many tokens as experts."""
     GROUPED = 6
-    """torch's grouped kernel, which runs as long as a plain GEMM of each expert."""
+    """torch's grouped kernel."""
 
     @property
     def for_few_tokens(self) -> "PartKernel":

@@ -11,9 +11,9 @@ version. SET names the models that were measured together.
   80% of      |ln(predicted / measured)| that 80% of the steps do not exceed
 
 Then, for each class of modules, the median of ln(predicted / measured) of its summed kernels over
-the steps of a model, and for each set the root mean square over its models: `shared_in_steps` of the
-coefficients is the larger over the sets. Shorter classes than a fiftieth of a step are left out, and
-states, whose kernels are those of other libraries.
+the steps of a model, and for each set the root mean square over its models: `shared_in_steps` of
+the coefficients is the larger over the sets. Classes of less than a fiftieth of a step are left
+out, and states, whose kernels are those of other libraries.
 """
 
 import math

@@ -49,6 +49,7 @@ class SequenceStates:
         tensors: states by layer, part of the step, and kind; the first axis are the sequences.
         layer: index of the layer that runs.
         convolution: number of the convolution that runs, in a layer with several.
+        part: the part of the step that runs alone; "" for all.
     """
 
     composition: Composition
@@ -57,6 +58,12 @@ class SequenceStates:
     )
     layer: int = 0
     convolution: int = 0
+    part: str = ""
+
+    @property
+    def parts(self) -> list[tuple[str, int, int]]:
+        """The parts that run, as in `Composition.parts`."""
+        return [each for each in self.composition.parts() if self.part in ("", each[0])]
 
     def room(
         self, part: str, kind: str, like: Tensor, shape: tuple[int, ...], dtype: Any
@@ -157,21 +164,13 @@ class _StatefulLayer:
             operands: [1, tokens of the step, ...], prefills first.
         """
         start, outputs = 0, list[Tensor]()
-        for part, count, tokens in _running().composition.parts():
+        for part, count, tokens in _running().parts:
             end = start + count * tokens
             of_part = [t[0, start:end].unflatten(0, (count, tokens)) for t in operands]
             out: Tensor = getattr(self.parts, part)(update, *of_part)
             outputs.append(out.flatten(0, 1))
             start = end
-        first = outputs[0]
-        if len(outputs) == 1:
-            joined = first
-        elif first.dim() == 2 and first.stride(-1) != 1:
-            # Mamba 1's scan writes channels first. As in vLLM (`MambaMixer`), the results stay so:
-            # rows would be a transposing copy, which takes several times as long.
-            joined = torch.cat([output.T for output in outputs], dim=1).T
-        else:
-            joined = torch.cat(outputs)
+        joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return joined.unsqueeze(0)
 
     def convolve(
@@ -338,6 +337,36 @@ class _StatefulLayer:
         out = self.by_part(update, *(tensor.transpose(1, 2) for tensor in rows))
         return out.transpose(1, 2), UpdatedState()
 
+    def mamba_mixer(
+        self, module: Any, forward: FunctionType, hidden_states: Tensor, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """Compute a layer of Mamba 1 as vLLM's `MambaMixer` does.
+
+        Only the projections into and out of the layer run for all tokens. The step, B and C depend
+        on the convolution, and vLLM computes them for prefills and decodes apart.
+
+        Args:
+            module: the layer.
+            forward: its forward, with this class's functions.
+            hidden_states: [1, tokens, hidden].
+            args: other arguments of the forward.
+            kwargs: the same by name.
+        """
+        states = _running()
+        if len(states.parts) == 1:
+            return forward(module, hidden_states, *args, **kwargs)
+        projected, start, outputs = module.in_proj(hidden_states), 0, list[Tensor]()
+        for part, count, tokens in states.parts:
+            rows = slice(start, start + count * tokens)
+            of_part = _PartOfMixer(module, projected[:, rows])
+            states.part = part
+            outputs.append(forward(of_part, hidden_states[:, rows], *args, **kwargs))
+            states.part, start = "", rows.stop
+        # The scan writes channels first. As in vLLM, the joined results stay so: rows would be a
+        # transposing copy, which takes several times as long.
+        joined = torch.cat([output.transpose(1, 2) for output in outputs], dim=2)
+        return module.out_proj(joined.transpose(1, 2))
+
     def lightning_attention(
         self, module: Any, hidden_states: Tensor, *_: Any, **__: Any
     ) -> tuple[Tensor, None]:
@@ -415,6 +444,26 @@ class _StatefulLayer:
         return self.by_part(update, hidden_states, recurrent_gate * ~reset), UpdatedState()
 
 
+class _PartOfMixer:
+    """A layer of Mamba 1 between its projections, for a part of a step."""
+
+    def __init__(self, module: nn.Module, projected: Tensor) -> None:
+        self._module = module
+        self._projected = projected
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the layer."""
+        return getattr(self._module, name)
+
+    def in_proj(self, _: Tensor) -> Tensor:
+        """Return the projection, which was computed for all tokens."""
+        return self._projected
+
+    def out_proj(self, scanned: Tensor) -> Tensor:
+        """Return the results of the scan; the projection is computed for all tokens."""
+        return scanned
+
+
 @contextlib.contextmanager
 def _scratch(like: Tensor, size: int) -> Generator[None]:
     """Hold the memory that an operator's kernels allocate, where it runs on shapes alone.
@@ -484,7 +533,10 @@ def keep_states(model: nn.Module) -> None:
         layer = _StatefulLayer(parts, dtype)
         setattr(module, PARTS, parts)
         own = _copy(forward, {name: getattr(layer, _REPLACED[name]) for name in names})
-        module.forward = MethodType(own, module)
+        if "mamba_selective_scan" in names:
+            module.forward = functools.partial(layer.mamba_mixer, module, own)
+        else:
+            module.forward = MethodType(own, module)
 
 
 def _copy(function: FunctionType, names: dict[str, Any]) -> FunctionType:

@@ -4,6 +4,7 @@ import functools
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -275,18 +276,21 @@ def test_a_step_computes_what_transformers_computes(
     assert step_like_transformers(tmp_path, config, composition).cache.states.tensors
 
 
-def test_parts_of_a_step_are_joined_in_the_layout_of_the_scan():
+def test_parts_of_mamba_1_run_apart_and_are_joined_in_the_layout_of_the_scan():
+    """Between the projections of a layer, each part is alone; the scan writes channels first."""
     layer = sequence_states._StatefulLayer(sequence_states._Parts(), None)
-    rows = torch.randn(1, 8, 6)
+    rows, projected, seen = torch.randn(1, 8, 6), [], []
+    mixer = SimpleNamespace(in_proj=lambda x: x, out_proj=lambda x: projected.append(x) or x)
 
-    def update(part: str, x: torch.Tensor) -> torch.Tensor:
-        return x.transpose(1, 2).contiguous().transpose(1, 2) if part == "prefill" else x
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        seen.append(x.shape[1])
+        scanned = layer.by_part(lambda _, part: part, self.in_proj(x))
+        return self.out_proj(scanned.transpose(1, 2).contiguous().transpose(1, 2))
 
     with sequence_states.SequenceStates(Composition(3, 7, 1, 5, 4)).running():
-        out = layer.by_part(update, rows)
-        whole = layer.by_part(lambda _, x: x, rows)
+        out = layer.mamba_mixer(mixer, forward, rows)
     torch.testing.assert_close(out, rows)
-    assert (out.stride()[1:], whole.stride()[1:]) == ((1, 8), (6, 1))
+    assert (seen, len(projected), projected[0].stride()[1:]) == ([5, 3], 1, (1, 8))
 
 
 def test_layers_that_share_keys_cache_none(tmp_path: Path):
@@ -428,9 +432,13 @@ def test_the_work_of_mamba_1_by_hand(tmp_path: Path, tp: int):
         assert summed(bundle, row, ".mamba.in_proj")[0] == 2 * tokens * 64 * 2 * channels
         assert summed(bundle, row, ".mamba.x_proj")[0] == 2 * tokens * channels * (8 + 16)
         assert summed(bundle, row, ".mamba.out_proj")[0] == 2 * tokens * channels * 64
-    # Sums after the embedding, x_proj, Mamba, attention and two MLPs, and the gathered logits.
-    collectives = onerank.read(dict(bundle.traces())[1]).communication.sum()
-    assert collectives == (7 if tp > 1 else 0)
+    # Sums after the embedding, x_proj, Mamba, attention and two MLPs, and the gathered logits. In a
+    # mixed step, x_proj runs for the prefills and for the decodes, as in vLLM.
+    of_decode, of_both = (
+        onerank.read(dict(bundle.traces())[row]).communication.sum() for row in (1, 7)
+    )
+    assert (of_decode, of_both) == ((7, 8) if tp > 1 else (0, 0))
+    assert summed(bundle, 7, ".mamba.x_proj")[0] == 2 * (64 + 4) * channels * (8 + 16)
 
 
 def test_the_work_of_mamba_2_by_hand(bamba: Bundle):
