@@ -37,8 +37,8 @@ of a tile's epilogue:
     tiles + epilogue's share * waves * epilogue
 
 The grouped GEMMs of experts in inference engines do not hide it either. Rows of different experts
-share no tile, so a tile of an expert with few tokens is mostly empty. torch's grouped GEMMs hide it,
-and have a time of each wave instead.
+share no tile, so a tile of an expert with few tokens is mostly empty. torch's grouped GEMMs hide
+it, and have a time of each wave instead.
 
 Misaligned GEMMs are slower from Ampere on. With a vocabulary of 50257 in 16 bits, rows of logits
 start at any even byte, but kernels of the GPU's generation need 16-byte alignment. Libraries then
