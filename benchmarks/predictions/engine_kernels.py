@@ -18,10 +18,11 @@ activation and the sum over experts. The coefficients are those of the other die
 has the tiles of cuBLAS and one launch for the rest. Layers whose active weights fit into the
 last-level cache are omitted: a row repeats one layer. "inside" is the share in the interval of
 experts from shapes. Kernels that quantise are counted over 10 us and under; calls that a cache
-serves are omitted. Latent attention over whole prompts includes the kernels that rotate positions and
-write the cache; "inside" is the share in the interval of its kind, and "seen" the error with the
-shipped coefficients, which know the family. "residual" is the residual model. `roofline` changes
-from the shape to the residual model at deviations that were chosen on these pairs, among others.
+serves are omitted. Latent attention over whole prompts includes the kernels that rotate positions
+and write the cache; "inside" is the share in the interval of its kind, and "seen" the error with
+the shipped coefficients, which know the family. "residual" is the residual model. `roofline`
+changes from the shape to the residual model at deviations that were chosen on these pairs, among
+others.
 """
 
 from dataclasses import replace
