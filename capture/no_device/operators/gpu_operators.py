@@ -49,12 +49,11 @@ def inner_of(name: str, args: Sequence[Any], result: Any) -> Inner | None:
     return call(args, result) if call is not None else None
 
 
-def _gathered_in(args: Sequence[Any], _: Any) -> Inner:
+def _gathered_in(args: Sequence[Any], result: Any) -> Inner:
     """`fsdp::all_gather_copy_in` copies the shards into views of its flat buffer."""
-    shards = args[0]
-    return Inner(
-        "aten::_foreach_copy_", ([Shaped(t, t.dtype) for t in shards], [*shards], False), ()
-    )
+    shards, buffer = args[0], result[0]
+    views = [Shaped(buffer, buffer.dtype, shard.shape) for shard in shards]
+    return Inner("aten::_foreach_copy_", (views, [*shards], False), ())
 
 
 def _split(args: Sequence[Any], _: Any) -> Inner:
@@ -111,7 +110,7 @@ def _gathered(args: Sequence[Any], result: Any) -> Inner | None:
     strides = [0] * result.dim()
     if strides:
         strides[dimension] = index.stride(0) if index.dim() else 1
-    expanded = Shaped(result, index.dtype, strides=strides)
+    expanded = Shaped(index, index.dtype, result.shape, strides)
     return Inner("aten::gather", (tensor, dimension, expanded, False, result))
 
 

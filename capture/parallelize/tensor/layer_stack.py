@@ -182,7 +182,8 @@ def begin_sequence(
     )
 
     def scatter(x: Tensor) -> Tensor:
-        return scatter_sum_to_sequence(x, group, None if x.is_meta else substitute)
+        fills = substitute is not None and substitute.applies_to(x)
+        return scatter_sum_to_sequence(x, group, substitute if fills else None)
 
     def split(x: Tensor) -> Tensor:
         return split_to_sequence(x, group)

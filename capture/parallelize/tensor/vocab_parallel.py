@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from onerank.capture.fake_tensors import is_fake
 from onerank.capture.parallelize.autograd_collectives import reduce_from_group
 from onerank.capture.parallelize.tensor.linear import replace_forward
 
@@ -53,6 +54,10 @@ class RandomFill:
         self._embedding = embedding
         self._seed = seed
         self._random_values: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+
+    def applies_to(self, summed: Tensor) -> bool:
+        """Return whether a sum needs a substitute: one on shapes alone has no values."""
+        return not summed.is_meta and not is_fake(summed)
 
     def __call__(self, like: Tensor) -> Tensor:
         """Return values with the shape and dtype of `like`, which stays unchanged."""
@@ -98,9 +103,8 @@ def parallel_embedding(
         # Any valid row will do: the mask below zeroes its result.
         local[outside_shard] = 0
         embedded = look_up(self, local)
-        substitute = (
-            fill(embedded.detach()) if peers_absent and reduce and not embedded.is_meta else None
-        )
+        fills = peers_absent and reduce and fill.applies_to(embedded)
+        substitute = fill(embedded.detach()) if fills else None
         embedded = embedded.masked_fill(outside_shard.unsqueeze(-1), 0.0)
         if not reduce:
             return embedded
