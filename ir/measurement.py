@@ -152,6 +152,14 @@ class MemoryLog(msgspec.Struct, frozen=True, omit_defaults=True):
                 f"a block is allocated or freed at event {last}; the step has {self.events} events"
             )
 
+    @property
+    def is_rounded(self) -> bool:
+        """Whether blocks have the sizes of the CUDA caching allocator, multiples of 512 bytes.
+
+        Blocks of a CPU capture have the bytes of their tensors, also after it is re-costed.
+        """
+        return all(size % 512 == 0 for size in self.blocks.bytes)
+
     def renumbered(self, ids: Sequence[int]) -> "MemoryLog":
         """Return the log for a graph whose nodes have other ids.
 

@@ -29,11 +29,11 @@ def resident_blocks(graph: Graph, log: MemoryLog) -> tuple[Resident, str]:
     start = measured.start_memory_bytes
     if measured.resident_bytes:
         named = {memory_class.name.lower(): memory_class for memory_class in MemoryClass}
-        on_gpu = graph.job.device.type == "cuda"
+        rounded = log.is_rounded
         resident = {
             # Recorded sizes are those of tensors; the CUDA allocator
             # hands out multiples of 512 bytes, a CPU's none.
-            named[name]: tuple(round_size(size) if on_gpu else size for size in sizes)
+            named[name]: tuple(round_size(size) if rounded else size for size in sizes)
             for name, sizes in measured.resident_bytes.items()
             if name in named and sizes
         }

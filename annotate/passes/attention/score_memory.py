@@ -71,8 +71,7 @@ def without_scores(
         unknown = msgspec.structs.replace(measurement, peak_memory_bytes=0, activation_bytes=())
         return unknown, "peak memory is unknown."
     block_of = _blocks_by_content(graph, flow, log)
-    on_gpu = graph.job.device.type == "cuda"
-    rounded: Callable[[int], int] = round_size if on_gpu else int
+    rounded: Callable[[int], int] = round_size if log.is_rounded else int
     change = _BlockChange(set(), {}, {}, [])
     for index in unused:
         change.removed.update(
