@@ -23,7 +23,7 @@ Shape = tuple[int, ...]
 
 NEED_VALUES = frozenset(
     "sum mean amax amin prod norm linalg_vector_norm std var any all argmax argmin logsumexp "
-    "max min cat stack index_select".split()
+    "max min cat stack index_select gather".split()
 )
 """Operators whose results depend on argument values."""
 
@@ -162,6 +162,8 @@ def _attention(
     query = by_argument[0][0]
     if result_index == 0:
         return query
+    if len(shape) == 4 and shape[-1] == 1:
+        return (*query[:3], CONSTANT)  # cuDNN's log-sums
     # The other results are seeds and offsets of dropout, whose sizes are constant.
     return query[: len(shape)] if len(shape) in (3, 4) and shape[-1] != 1 else None
 
@@ -349,6 +351,10 @@ _ROW_AXES: dict[tuple[int, ...], tuple[int | None, int | None]] = {
 
 _RESULT_ROW_AXIS: dict[tuple[int, ...], int] = {(2, 3): 0, (3, 2): 1}
 
+# A script's token ids and labels; their shape says how they grow. In a micro-batch of one, the
+# first call that reads them may take [1, sequence] for a sequence.
+DRAWN = ("random_", "randint")
+
 MASKS = frozenset({"triu", "triu_", "tril", "tril_"})
 
 BROADCASTS = (OpClass.ELEMENTWISE, OpClass.COPY, OpClass.RANDOM, OpClass.MEMSET)
@@ -372,11 +378,17 @@ def infer_powers(call: Call, growths: Sequence[Growth], sizing: Sizing) -> CallP
         powers = _grouped_matmul(call, tensors, growths, sizing)
         if powers is not None:
             return powers
+    if call.op in DRAWN:
+        shapes = [tensor.shape for tensor in tensors], results
+        ids = (tuple(cheapest_reading(shape, sizing, None) for shape in side) for side in shapes)
+        return CallPowers(*ids, ruled=True)
     # `triu` and `tril` of a new matrix make a causal mask, which has no batch.
     if call.op in MASKS and growths[0] is None:
         mask = tuple(SEQ if size in sizing.lengths else CONSTANT for size in tensors[0].shape)
         return CallPowers((mask,), (mask,) * len(results), ruled=True)
     inputs = _inputs_powers(call, tensors, growths, sizing)
+    if call.op == "gather":
+        inputs = _gathered(call, inputs, growths, sizing)
     # A channel count may equal the sequence length, but weights fix it.
     if call.op in CONVOLUTIONS:
         inputs = [
@@ -528,6 +540,33 @@ def _inputs_powers(
             best = cost, chosen
     assert best is not None, "a tensor has at least one reading"
     return best[1]
+
+
+def _gathered(
+    call: Call, inputs: list[Powers], growths: Sequence[Growth], sizing: Sizing
+) -> list[Powers]:
+    """Return the readings of a `gather` whose indices agree with the table beside its axis."""
+    # An embedding expands its indices over the table's columns, whose number may equal the tokens.
+    table, axis, index = call.tensor(0), call.value(1), call.tensor(2)
+    if table is None or index is None or not isinstance(axis, int):
+        return inputs
+    if not index.shape or len(index.shape) != len(table.shape):
+        return inputs
+    axis %= len(index.shape)
+    positions = _first_tensor_indices(call)
+    table_powers = inputs[positions[0]]
+
+    def cost(reading: tuple[float, Powers]) -> float:
+        pairs = zip(table.shape, table_powers, index.shape, reading[1], strict=True)
+        return reading[0] + _MISMATCH_COST * sum(
+            size == other and power != other_power
+            for at, (size, power, other, other_power) in enumerate(pairs)
+            if at != axis
+        )
+
+    best = min(_readings(index.shape, sizing, growths[positions[2]]), key=cost)[1]
+    # The result and, as an operand, the memory that it is written to have the shape of the indices.
+    return [best if at >= positions[2] else powers for at, powers in enumerate(inputs)]
 
 
 def _constant_channels(tensor: Tensor, powers: Powers, growth: Growth, sizing: Sizing) -> Powers:

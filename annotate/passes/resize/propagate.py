@@ -13,6 +13,7 @@ from onerank.annotate.op_costs.operands import Call, Tensor
 from onerank.annotate.passes.resize.operand_growth import (
     BAGS,
     BROADCASTS,
+    DRAWN,
     MASKS,
     NEED_VALUES,
     CallPowers,
@@ -49,7 +50,7 @@ class CallSignature:
         outputs: its results, lists flattened.
         communicates: whether it is communication.
         collective: whether it is a collective.
-        optimizer: whether it belongs to the optimizer's phase.
+        constant: whether none of its tensors grows: of the optimizer, or metadata of a kernel.
     """
 
     number: int
@@ -58,7 +59,7 @@ class CallSignature:
     outputs: tuple[Tensor, ...]
     communicates: bool
     collective: bool
-    optimizer: bool
+    constant: bool = False
 
     @property
     def writes_operands(self) -> bool:
@@ -123,7 +124,7 @@ def covers_storage(storages: Storages, location: TensorLocation, tensor: Tensor)
 
 # Ids, positions and masks: without a known writer they grow as their shape reads, while a float may
 # then be a parameter.
-_INTEGERS = frozenset({"int64", "int32", "int16", "int8", "uint8", "bool"})
+INTEGERS = frozenset({"int64", "int32", "int16", "int8", "uint8", "bool"})
 
 _INDEXED_WRITES = frozenset({"index_put", "index_put_", "_index_put_impl_"})
 
@@ -193,7 +194,7 @@ def input_growth(instance: CallInstance, storages: Storages, sizing: Sizing) -> 
     elif call.op in BAGS:
         growths = _growth_of_bags(signature.inputs, growths, sizing)
     # Parameters, gradients and states do not grow, even if a size equals the sequence length.
-    if signature.optimizer:
+    if signature.constant:
         growths = [CONSTANT] * len(growths)
     return InputGrowth(tuple(growths), tuple(overwritten))
 
@@ -245,14 +246,18 @@ def _input_growth_of(
     """Return the growth of an input; for an unwritten one, the growth that its shape implies."""
     storage = storages.get(location.storage) if location is not None else None
     if storage is not None:
-        if storage.growth is None or numel(tensor.shape) == storage.elements:
-            return storage.growth
+        if storage.growth is None:
+            return None
+        if numel(tensor.shape) == storage.elements:
+            is_another = location is not None and storage.tensor != location.tensor
+            if not (is_another and _is_assumed_parameter(storage)):
+                return storage.growth
         return _view_growth(tensor, storage, storage.growth, sizing)
     # The buffer of a collective is filled by other ranks; its other tensors show how it grows.
     if communicates and location is not None:
         return None
     powers = cheapest_reading(tensor.shape, sizing, None)
-    if tensor.dtype in _INTEGERS:
+    if tensor.dtype in INTEGERS:
         return total(powers)
     return None if location is None else _growth_of_unwritten(powers)
 
@@ -266,7 +271,7 @@ def _view_growth(tensor: Tensor, storage: StorageGrowth, whole: Power, sizing: S
         if whole == CONSTANT:
             return None
         return _growth_of_expanded(tensor, storage, whole, sizing) or growth
-    if tensor.dtype in _INTEGERS and not (storage.written and whole == CONSTANT):
+    if tensor.dtype in INTEGERS and not (storage.written and whole == CONSTANT):
         return growth
     if whole == CONSTANT:
         return _growth_of_unwritten(powers)
@@ -371,7 +376,7 @@ def _growth_of_indices(call: Call, growths: list[Growth]) -> list[Growth]:
 
 _UNINITIALIZED = frozenset(
     "empty empty_strided empty_permuted zeros ones full new_empty new_zeros new_ones new_full "
-    "new_empty_strided resize_ randn rand randint arange range linspace".split()
+    "new_empty_strided resize_ randn rand arange range linspace".split()
 )
 
 Sides = tuple[tuple[Powers, ...], tuple[Powers, ...]]
@@ -517,11 +522,11 @@ class Propagator:
                 shard_powers if len(shard_powers) == len(dimension_powers) else dimension_powers
                 for dimension_powers in inputs
             )
-        if signature.optimizer:
+        if signature.constant:
             outputs = tuple((CONSTANT,) * len(t.shape) for t in signature.outputs)
         self.inputs[instance.node], self.outputs[instance.node] = inputs, outputs
         self._write(instance, growths)
-        return signature.optimizer or powers.ruled or _is_determined_elsewhere(instance)
+        return signature.constant or powers.ruled or _is_determined_elsewhere(instance)
 
     def _powers(
         self, signature: CallSignature, values: tuple[Any, ...], growths: tuple[Growth, ...]
@@ -545,6 +550,7 @@ class Propagator:
         in_place = op.endswith("_") and op not in MASKS and bool(known_or_none)
         is_unknown = op in _UNINITIALIZED or (op in OVERWRITES and op != "copy_")
         is_unknown |= in_place and all(growth is None for growth in known_or_none)
+        is_unknown &= op not in DRAWN
         input_storages = {
             location.storage for location in instance.input_locations if location is not None
         }
@@ -570,16 +576,15 @@ class Propagator:
                     location,
                     input_storages=input_storages,
                 )
-        for position, (tensor, location) in enumerate(
-            zip(signature.inputs, instance.input_locations, strict=True)
-        ):
+        for position, location in enumerate(instance.input_locations):
             if location is None:
                 continue
             storage = self.storages.get(location.storage)
             tensor_growth = total(self.inputs[instance.node][position])
             if storage is None:
+                elements = _elements_seen(instance, position)
                 self._record_effect(
-                    instance, _StorageEffect("create", position, tensor_growth, numel(tensor.shape))
+                    instance, _StorageEffect("create", position, tensor_growth, elements)
                 )
             elif storage.growth is None and not is_unknown:
                 self._record_effect(instance, _StorageEffect("define", position, tensor_growth))
@@ -674,6 +679,18 @@ def _tensor_ref(instance: CallInstance, slot: int) -> TensorRef:
     return TensorRef(
         instance.node, False, slot - input_count, instance.signature.outputs[slot - input_count]
     )
+
+
+def _elements_seen(instance: CallInstance, position: int) -> int:
+    """Return the elements of a new storage, of which an input may be a part."""
+    signature, locations = instance.signature, instance.input_locations
+    elements = [
+        numel(tensor.shape)
+        for tensor, location in zip(signature.inputs, locations, strict=True)
+        if location is not None and location.storage == cast(Any, locations[position]).storage
+    ]
+    # FSDP copies the shards of a layer side by side into one buffer, which the all-gather sends.
+    return sum(elements) if signature.call.op == "_foreach_copy_" else max(elements)
 
 
 def _is_determined_elsewhere(instance: CallInstance) -> bool:

@@ -29,7 +29,17 @@ from onerank.annotate.passes.resize.size_change import (
     numel,
 )
 from onerank.annotate.passes.resize.tensor_growth import Operands, StepGrowth, step_growth
-from onerank.ir import UNKNOWN, Graph, Measurement, MemoryClass, MemoryLog, Phase, StringTable
+from onerank.annotate.passes.tensor_locations import execution_order
+from onerank.ir import (
+    UNKNOWN,
+    Graph,
+    Kind,
+    Measurement,
+    MemoryClass,
+    MemoryLog,
+    Phase,
+    StringTable,
+)
 from onerank.ir.arrays import I32, I64, Mask, deduplicate
 from onerank.ir.errors import AnnotateError
 from onerank.ir.notes import Note
@@ -375,9 +385,7 @@ def resized_memory(graph: Graph, growth: StepGrowth, sizing: Sizing) -> ResizedM
         round(size * saved[1] / saved[0]) if saved[0] else size
         for size in measurement.activation_bytes
     )
-    resident_growth, resident = _resident_growth(
-        measurement, log, sizes, rounded=graph.job.device.type == "cuda"
-    )
+    resident_growth, resident = _resident_growth(measurement, log, sizes, rounded=log.is_rounded)
     measurement = msgspec.structs.replace(
         measurement, memory=resized, activation_bytes=activations, resident_bytes=resident,
         start_memory_bytes=measurement.start_memory_bytes + resident_growth,
@@ -406,9 +414,10 @@ def _block_sizes(
     graph: Graph, log: MemoryLog, growth: StepGrowth, sizing: Sizing
 ) -> tuple[I64, int]:
     """Return the new size of each block, and the bytes of blocks that match no operand."""
-    rounded = graph.job.device.type == "cuda"
+    rounded = log.is_rounded
     rows = {int(id_): row for row, id_ in enumerate(graph.nodes.id)}
     by_node, by_size = dict[int, dict[int, int]](), dict[int, Counter[int]]()
+    writes = _Writes(graph, log, growth, sizing)
     new_sizes = np.array(log.blocks.bytes, dtype=np.int64)
     missing: list[int] = []
     for block, (size, node) in enumerate(zip(log.blocks.bytes, log.blocks.node, strict=True)):
@@ -417,10 +426,17 @@ def _block_sizes(
             by_node[row] = _operand_bytes(
                 growth.at(row) if row >= 0 else None, sizing, rounded=rounded
             )
-        if log.blocks.memory_class[block] in _FIXED_CLASSES:
+        memory_class = log.blocks.memory_class[block]
+        if memory_class in _FIXED_CLASSES:
             continue
-        workspace = log.blocks.memory_class[block] == MemoryClass.WORKSPACE
-        new = _new_block_size(size, by_node[row], workspace=workspace, rounded=rounded)
+        workspace = memory_class == MemoryClass.WORKSPACE
+        # FSDP allocates its buffers between two calls, of which the log names the first; that has
+        # other operands. The call that fills a buffer comes later.
+        new = writes.new_size(block, row) if memory_class == MemoryClass.COMMUNICATION else None
+        if new is None:
+            new = _new_block_size(size, by_node[row], workspace=workspace, rounded=rounded)
+        if new is None:
+            new = writes.new_size(block, row)
         if new is None:
             missing.append(block)
         else:
@@ -439,6 +455,57 @@ def _block_sizes(
         elif size > _SMALL:
             unmatched += size
     return new_sizes, unmatched
+
+
+class _Writes:
+    """Finds the call that first writes a block."""
+
+    def __init__(self, graph: Graph, log: MemoryLog, growth: StepGrowth, sizing: Sizing) -> None:
+        order = execution_order(graph)
+        self._order, self._log = order, log
+        self._operands = growth.of[order]
+        self._position = np.full(len(graph), -1, dtype=np.int64)
+        self._position[order] = np.arange(len(order))
+        self._freed_by = _freeing_nodes(graph, log)
+        codes, first = np.unique(self._operands, return_index=True)
+        self._written = {
+            int(code): _written_bytes(graph, row, growth, sizing, rounded=log.is_rounded)
+            for code, row in zip(codes, order[first].tolist(), strict=True)
+            if code >= 0
+        }
+        self._calls = dict[int, I64]()
+
+    def new_size(self, block: int, row: int) -> int | None:
+        """Return the new size of a block that the node at `row` allocated; None if not known."""
+        log, size = self._log, self._log.blocks.bytes[block]
+        if row < 0 or self._position[row] < 0 or log.blocks.allocated_at[block] < 0:
+            return None
+        if size not in self._calls:
+            codes = [code for code in self._written if self._new(size, code) is not None]
+            self._calls[size] = np.flatnonzero(np.isin(self._operands, codes))
+        calls = self._calls[size]
+        at = int(np.searchsorted(calls, self._position[row]))
+        if at == len(calls):
+            return None
+        freed_by = int(self._freed_by[block])
+        if freed_by >= 0 and calls[at] > self._position[freed_by] >= 0:
+            return None
+        return self._new(size, int(self._operands[calls[at]]))
+
+    def _new(self, size: int, code: int) -> int | None:
+        known = self._written[code]
+        return _new_block_size(size, known, workspace=False, rounded=self._log.is_rounded)
+
+
+def _written_bytes(
+    graph: Graph, row: int, growth: StepGrowth, sizing: Sizing, *, rounded: bool
+) -> dict[int, int]:
+    """Return bytes -> new bytes of the tensors that a call writes."""
+    operands, nodes = growth.at(row), graph.nodes
+    is_communication = Kind(int(nodes.kind[row])).is_communication
+    if operands is not None and not is_communication:
+        operands = operands._replace(inputs=())
+    return _operand_bytes(operands, sizing, rounded=rounded)
 
 
 def _blocks_outliving_step(log: MemoryLog, sizes: I64) -> dict[int, list[int]]:
@@ -525,29 +592,35 @@ def _columns(graph: Graph, log: MemoryLog, sizes: I64) -> tuple[dict[str, I64], 
     # Not `+=`, which would count only one of several blocks of a node.
     np.add.at(allocated, allocator_node, growth[in_step])
     freed = nodes.bytes_freed.copy()
-    freed_at = np.array(blocks.freed_at, dtype=np.int64)
-    freed_blocks = np.flatnonzero(freed_at >= 0)
-    freed_blocks = freed_blocks[np.argsort(freed_at[freed_blocks])]
-    freed_by = _freeing_nodes(graph, np.array(blocks.bytes, dtype=np.int64)[freed_blocks])
+    freed_by = _freeing_nodes(graph, log)
     known = freed_by >= 0
-    np.add.at(freed, freed_by[known], growth[freed_blocks[known]])
+    np.add.at(freed, freed_by[known], growth[known])
     columns = {"bytes_allocated": np.maximum(allocated, 0), "bytes_freed": np.maximum(freed, 0)}
-    return columns, int(np.abs(growth[freed_blocks[~known]]).sum())
+    unattributed = ~known & (np.array(blocks.freed_at) >= 0)
+    return columns, int(np.abs(growth[unattributed]).sum())
 
 
-def _freeing_nodes(graph: Graph, sizes: I64) -> I64:
-    """Return the node that freed each block, -1 for none; blocks are in the order of their frees.
+def _freeing_nodes(graph: Graph, log: MemoryLog) -> I64:
+    """Return the node that freed each block; -1 for none, and for a block that is not freed.
 
     The log names no freeing node. Nodes free in start order, so the cumulative bytes of blocks and
     of nodes match: a block belongs to the node whose range of freed bytes contains its middle.
     """
     nodes = graph.nodes
+    freed_at = np.array(log.blocks.freed_at, dtype=np.int64)
+    freed = np.flatnonzero(freed_at >= 0)
+    freed = freed[np.argsort(freed_at[freed])]
+    sizes = np.array(log.blocks.bytes, dtype=np.int64)[freed]
     order = np.argsort(nodes.start_ns, kind="stable")
     freed_until = np.cumsum(nodes.bytes_freed[order])
     # The middle of a block tolerates rounding at both of its ends.
     middle = np.cumsum(sizes) - (sizes + 1) // 2
     position = np.searchsorted(freed_until, middle, side="right")
-    return np.where(position < len(order), order[np.minimum(position, len(order) - 1)], -1)
+    freed_by = np.full(len(freed_at), -1, dtype=np.int64)
+    freed_by[freed] = np.where(
+        position < len(order), order[np.minimum(position, len(order) - 1)], -1
+    )
+    return freed_by
 
 
 def _by_results(graph: Graph, growth: StepGrowth, sizing: Sizing) -> dict[str, I64]:

@@ -7,7 +7,7 @@ of these are analysed once. For 1,000,000 nodes a resize takes 2.4 s, and 5.7 s 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
@@ -19,6 +19,7 @@ from onerank.annotate.op_costs.op_classes import OpClass, op_class
 from onerank.annotate.op_costs.operands import Call, Tensor, flatten
 from onerank.annotate.passes.resize.operand_growth import NEED_VALUES
 from onerank.annotate.passes.resize.propagate import (
+    INTEGERS,
     CallInstance,
     CallSignature,
     Propagator,
@@ -40,7 +41,7 @@ from onerank.annotate.passes.tensor_locations import (
     tensor_accesses,
 )
 from onerank.ir import Graph, Kind, Phase
-from onerank.ir.arrays import I32, I64, deduplicate
+from onerank.ir.arrays import I32, I64, Mask, deduplicate
 
 SEGMENT_LENGTH = 64
 """Average number of calls in a segment."""
@@ -392,14 +393,17 @@ def step_growth(graph: Graph, sizing: Sizing) -> StepGrowth:
     launched = (by[rows] >= 0) & has_operands[by[rows]] & have_same_operands(graph, rows, by[rows])
     calls = rows[~launched]
     columns = [getattr(nodes, name)[calls] for name in _SIGNATURE_COLUMNS]
-    first, number = deduplicate([*columns, nodes.phase[calls] == Phase.OPTIMIZER])
+    first, number = deduplicate(columns)
     call_of = call_of_node(graph)
     signature_rows = cast("list[int]", calls[first].tolist())
     signatures = [
         _call_signature(graph, row, call_of(row), at) for at, row in enumerate(signature_rows)
     ]
+    of_optimizer = nodes.phase[calls] == Phase.OPTIMIZER
+    all_calls = _calls(graph, calls, number, signatures)
     propagator = Propagator(sizing)
-    result = propagate_calls(_calls(graph, calls, number, signatures), propagator)
+    constant = of_optimizer | _copies_metadata(all_calls)
+    result = propagate_calls(_with_constant(all_calls, constant), propagator)
     of = np.full(len(graph), -1, dtype=np.int64)
     of[calls] = result.of
     of[rows[launched]] = of[by[rows[launched]]]
@@ -442,6 +446,52 @@ def _calls(
     return Calls(number, signatures, value, values, accesses)
 
 
+def _with_constant(calls: Calls, constant: Mask) -> Calls:
+    """Return the calls with signatures that show which of them have constant tensors."""
+    first, number = deduplicate([calls.signature, constant])
+    signatures: list[CallSignature | None] = []
+    for at, call in enumerate(first.tolist()):
+        signature = calls.signatures[int(calls.signature[call])]
+        if signature is not None:
+            signature = replace(signature, number=at, constant=bool(constant[call]))
+        signatures.append(signature)
+    return calls._replace(signature=number, signatures=signatures)
+
+
+def _copies_metadata(calls: Calls) -> Mask:
+    """Return which calls copy a vector of integers that no call reads, bool[n].
+
+    Kernels for lists of tensors, such as FSDP's, get addresses and sizes in such vectors. Their
+    length may equal the tokens by chance.
+    """
+    accesses = calls.accesses
+    is_vector = np.array(
+        [
+            signature is not None
+            and signature.call.op == "copy_"
+            and all(len(t.shape) == 1 and t.dtype in INTEGERS for t in signature.inputs)
+            for signature in calls.signatures
+        ]
+    )
+    found = np.zeros(len(calls.signature), dtype=bool)
+    copies = np.flatnonzero(is_vector[calls.signature])
+    if not len(copies):
+        return found
+    order = np.argsort(accesses.storage, kind="stable")
+    following = np.full(len(order), -1, dtype=np.int64)
+    same = accesses.storage[order[1:]] == accesses.storage[order[:-1]]
+    following[order[:-1]] = np.where(same, order[1:], -1)
+    # The tensors of a copy are its target, its source, and the target again as its result. What is
+    # written again was not read.
+    source, result = accesses.first[copies] + 1, accesses.first[copies + 1] - 1
+    later = following[result]
+    unread = (later < 0) | accesses.result[later]
+    # No call computed the metadata.
+    unread &= ~np.isin(accesses.storage[source], accesses.storage[accesses.result])
+    found[copies] = unread & (accesses.storage[result] != UNKNOWN_STORAGE)
+    return found
+
+
 def _values(
     signatures: Sequence[CallSignature | None], number: I64, texts: ValueTexts
 ) -> tuple[I64, list[tuple[Any, ...]]]:
@@ -482,7 +532,6 @@ def _call_signature(
         outputs=tuple(flatten(call.outputs)),
         communicates=kind.is_communication or sort is OpClass.COMMUNICATION,
         collective=kind == Kind.COLLECTIVE,
-        optimizer=int(nodes.phase[node]) == Phase.OPTIMIZER,
     )
 
 
