@@ -346,14 +346,17 @@ def chakra_json(trace: Path, options: FileOptions) -> None:
     say(f"{options.output}: the messages of {trace}")
 
 
+_OF_SERVING = ("vidur", "llmservingsim", "sglang-sim", "aiconfigurator")
+
+
 @click.group(
     cls=SectionedGroup,
     sections={
         "Simulators": ("astra-sim", "simai", "goal"),
-        "Simulators of serving": ("vidur", "llmservingsim", "sglang-sim", "aiconfigurator"),
+        "Simulators of serving": _OF_SERVING,
         "Other tools": ("perfetto", "parquet", "dot", "chakra-json"),
     },
-    modules=dict.fromkeys(("vidur", "llmservingsim", "sglang-sim", "aiconfigurator"), "serve"),
+    modules=dict.fromkeys(_OF_SERVING, "export_serving"),
 )
 def export() -> None:
     """Write a trace in the format of a simulator or of another tool."""

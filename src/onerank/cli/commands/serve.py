@@ -1,11 +1,10 @@
-"""`capture serve` measures a rank of an engine; `export` writes bundles for simulators."""
+"""`capture serve` measures the steps of an inference engine's rank."""
 
 import contextlib
 import shutil
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import click
 
@@ -20,15 +19,14 @@ from onerank.cli.common import (
     interrupted,
     reports_errors,
 )
-from onerank.cli.dataclass_to_click import Fraction, SectionedCommand, headings, with_options
+from onerank.cli.dataclass_to_click import Fraction, headings, with_options
 from onerank.cli.script import ScriptCommand, script_streams
-from onerank.cli.terminal import advancing_parts, lines, print_json
+from onerank.cli.terminal import advancing_parts
 from onerank.option_fields import option, shared_option
-from onerank.serving.simulators.options import (
-    AiconfiguratorOptions,
-    LinkedSimulatorOptions,
-    VidurOptions,
-)
+
+if TYPE_CHECKING:
+    from onerank.capture.serving.compositions import Composition
+    from onerank.serving.bundle import Bundle
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,17 +129,12 @@ def serve(source: Path, args: tuple[str, ...], options: ServeOptions, as_json: b
     kernels per module and memory, and a trace of each step. After a kill, the same command
     continues where it stopped.
     """
-    from onerank.capture.isolation import sigterm_interrupts
     from onerank.capture.serving.compositions import parse_grid
     from onerank.capture.validate_options import check_job, unused_plan_error
     from onerank.cli.bundle_tables import show_bundle
-    from onerank.plan.tasks import Store
-    from onerank.serving.adaptive_grid import WantedError
-    from onerank.serving.build_bundle import measure_bundle
     from onerank.serving.bundle import check_replaceable
 
-    is_script = source.suffix == ".py"
-    if args and not is_script:
+    if args and not _is_script(source):
         raise UsageError(
             f"{source} is no script (.py), so it takes no arguments: {' '.join(args)}\n"
             "  leave them out",
@@ -149,8 +142,22 @@ def serve(source: Path, args: tuple[str, ...], options: ServeOptions, as_json: b
         )
     grid = parse_grid(options.grid) if options.grid is not None else None
     check_replaceable(options.output)
-    windows = WindowPlan(warm_up=2, timed_steps=options.timed_steps)
-    job = Options(
+    job = _job(options)
+    check_job(job)
+    # A model of transformers needs no plan to become a stage, or to have its experts divided.
+    if options.sharding_plan is not None and options.tp == 1:
+        raise unused_plan_error(job)
+    bundle = _measured(source, args, job, grid, options, as_json=as_json)
+    show_bundle(bundle, options.output, as_json=as_json)
+
+
+def _is_script(source: Path) -> bool:
+    return source.suffix == ".py"
+
+
+def _job(options: ServeOptions) -> Options:
+    """Return the options of a capture of the rank that is measured."""
+    return Options(
         tp=options.tp,
         sharding_plan=options.sharding_plan,
         pp=options.pp,
@@ -160,17 +167,41 @@ def serve(source: Path, args: tuple[str, ...], options: ServeOptions, as_json: b
         rank=options.rank,
         device=options.device,
         like=options.like,
-        windows=windows,
+        windows=WindowPlan(warm_up=2, timed_steps=options.timed_steps),
     )
-    check_job(job)
-    # A model of transformers needs no plan to become a stage, or to have its experts divided.
-    if options.sharding_plan is not None and options.tp == 1:
-        raise unused_plan_error(job)
+
+
+def _measured(
+    source: Path,
+    args: tuple[str, ...],
+    job: Options,
+    grid: "tuple[Composition, ...] | None",
+    options: ServeOptions,
+    *,
+    as_json: bool,
+) -> "Bundle":
+    """Measure the grid, and write the bundle; the results of an interrupted run stay.
+
+    Args:
+        source: configuration of a model, or a script.
+        args: arguments of the script.
+        job: the rank to measure.
+        grid: the compositions; None for the usual ones.
+        options: of the command.
+        as_json: whether stdout is for JSON alone.
+    """
+    from onerank.capture.isolation import sigterm_interrupts
+    from onerank.plan.tasks import Store
+    from onerank.serving.adaptive_grid import WantedError
+    from onerank.serving.build_bundle import measure_bundle
+
     name = options.output.absolute().name
     results = options.store or options.output.absolute().with_name(f".{name}.results")
     store = Store(results)
     wanted = None if options.error is None else WantedError(options.error)
-    streams = script_streams(stdout_to_stderr=as_json) if is_script else contextlib.nullcontext()
+    streams = (
+        script_streams(stdout_to_stderr=as_json) if _is_script(source) else contextlib.nullcontext()
+    )
     with sigterm_interrupts(), advancing_parts() as progress, streams:
         try:
             bundle, traces = measure_bundle(
@@ -190,116 +221,4 @@ def serve(source: Path, args: tuple[str, ...], options: ServeOptions, as_json: b
     bundle.write(options.output, traces)
     if options.store is None:
         shutil.rmtree(results)
-    show_bundle(bundle, options.output, as_json=as_json)
-
-
-def _show_export(
-    written: Any, pairs: Sequence[tuple[str, str]], title: str, *, as_json: bool
-) -> None:
-    """Print what an export wrote: as JSON, or as lines of names and values under a title."""
-    if as_json:
-        print_json(written)
-    else:
-        lines([*pairs, *(("note", str(note)) for note in written.notes)], title)
-
-
-@click.command(cls=SectionedCommand, sections=headings(VidurOptions))
-@click.argument("bundle", type=INPUT_OR_DIRECTORY)
-@with_options(VidurOptions)
-@as_json
-@reports_errors
-def vidur(bundle: Path, options: VidurOptions, as_json: bool) -> None:
-    """Write the profiles that Vidur, a simulator of inference clusters, reads.
-
-    BUNDLE is the directory of `capture serve`. Times are those of kernels, per layer, interpolated
-    to the rows that Vidur trains on. Network profiles are Vidur's. The output may be Vidur's
-    directory data/profiling.
-    """
-    from onerank.serving.bundle import read_bundle
-    from onerank.serving.simulators.vidur import export_vidur
-
-    written = export_vidur(read_bundle(bundle), options)
-    pairs = [
-        ("files", f"{written.mlp}, {written.attention}"),
-        ("rows", str(written.rows)),
-        ("run", "python -m vidur.main " + " ".join(written.options)),
-    ]
-    _show_export(written, pairs, f"{written.model} on {written.device}, for Vidur", as_json=as_json)
-
-
-@click.command(cls=SectionedCommand, sections=headings(LinkedSimulatorOptions))
-@click.argument("bundle", type=INPUT_OR_DIRECTORY)
-@with_options(LinkedSimulatorOptions)
-@as_json
-@reports_errors
-def llmservingsim(bundle: Path, options: LinkedSimulatorOptions, as_json: bool) -> None:
-    """Write the profile that LLMServingSim 2, a simulator of serving clusters, reads.
-
-    BUNDLE is the directory of `capture serve`. The layers of a step take as long as the step
-    replayed as a CUDA graph. Collectives are ASTRA-sim's. The output has the layout of a checkout
-    of LLMServingSim and a cluster with one instance for each rank of --ep; exports of other bundles
-    to the same directory add to it. The model is named after its class unless --model names it.
-    """
-    from onerank.serving.bundle import read_bundle
-    from onerank.serving.simulators.llmservingsim import export_llmservingsim
-
-    written = export_llmservingsim(read_bundle(bundle), options)
-    pairs = [
-        ("cluster", str(written.cluster)),
-        ("model", str(written.model_config)),
-        ("rows", str(written.rows)),
-        ("run", "python -m serving " + " ".join(written.options)),
-    ]
-    _show_export(written, pairs, f"{written.profile}, for LLMServingSim", as_json=as_json)
-
-
-@click.command(cls=SectionedCommand, sections=headings(LinkedSimulatorOptions))
-@click.argument("bundle", type=INPUT_OR_DIRECTORY)
-@with_options(LinkedSimulatorOptions)
-@as_json
-@reports_errors
-def sglang_sim(bundle: Path, options: LinkedSimulatorOptions, as_json: bool) -> None:
-    """Write the steps as a replay table of SGLang Simulator, which runs SGLang's scheduler.
-
-    BUNDLE is the directory of `capture serve` or `convert --engine-steps`. The table has whole
-    steps, replayed as CUDA graphs, with collectives that take NCCL's latency and the time of their
-    bytes on the link; recorded steps contain theirs. --model is a local directory with the model's
-    configuration and tokenizer; by default the export writes one without a tokenizer.
-    """
-    from onerank.serving.bundle import read_bundle
-    from onerank.serving.simulators.sglang_sim import export_sglang_sim
-
-    written = export_sglang_sim(read_bundle(bundle), options)
-    server = "python -m sglang_simulator.simulation.sglang.launch_server "
-    pairs = [
-        ("config", str(written.config)),
-        ("rows", str(written.rows)),
-        ("run", server + " ".join(written.options)),
-    ]
-    _show_export(written, pairs, f"{written.table}, for SGLang Simulator", as_json=as_json)
-
-
-@click.command(cls=SectionedCommand, sections=headings(AiconfiguratorOptions))
-@click.argument("bundle", type=INPUT_OR_DIRECTORY)
-@with_options(AiconfiguratorOptions)
-@as_json
-@reports_errors
-def aiconfigurator(bundle: Path, options: AiconfiguratorOptions, as_json: bool) -> None:
-    """Write the steps as forward-pass data of aiconfigurator, which compares deployments.
-
-    BUNDLE is the directory of `capture serve` or `convert --engine-steps`. The table has whole
-    steps, replayed as CUDA graphs, with collectives that take NCCL's latency and the time of their
-    bytes on the link; recorded steps contain theirs. The output is a directory
-    for aiconfigurator's --systems-paths. --model is a name, or a directory with a config.json; by
-    default the export writes such a directory.
-    """
-    from onerank.serving.bundle import read_bundle
-    from onerank.serving.simulators.aiconfigurator import export_aiconfigurator
-
-    written = export_aiconfigurator(read_bundle(bundle), options)
-    pairs = [
-        ("system", str(written.system)),
-        ("rows", str(written.rows)),
-        ("run", "aiconfigurator cli estimate " + " ".join(written.options)),
-    ]
-    _show_export(written, pairs, f"{written.table}, for aiconfigurator", as_json=as_json)
+    return bundle
