@@ -116,62 +116,77 @@ def export_aiconfigurator(bundle: Bundle, options: AiconfiguratorOptions) -> Aic
         _check_version(options.checkout)
     name, tp = deployment(bundle, "aiconfigurator")
     _check_model(bundle)
-    output, model = options.output, options.model
-    backend, version = options.backend, options.version
-    system = bundle.manifest.device.lower().replace(" ", "_").replace("-", "_") + "_onerank"
+    output = options.output
+    device = bundle.manifest.device.lower().replace(" ", "_").replace("-", "_")
+    names = _Names(f"{device}_onerank", options.backend, options.version)
     model_directory = output.absolute() / "model"
-    model_path = model or str(model_directory)
+    model_path = options.model or str(model_directory)
+    collectives = StepCollectives.of(bundle, tp, described, options.link_gb_per_s)
     shared = {
         "cell_id": f"onerank-{name}",
         "model_path": model_path,
-        "system": system,
-        "backend": backend,
-        "backend_version": version,
+        **names.columns,
         "weight_quantization": _IDENTITY["gemm_quant_mode"],
         **_IDENTITY,
         **_parallelism(bundle, tp),
         "partition_policy": "balanced_v1",
     }
-    collectives = StepCollectives.of(bundle, tp, described, options.link_gb_per_s)
-    rows: list[dict[str, Any]] = []
-    for step in _steps(extent):
-        latency_ns = step_ns(bundle, step) + collectives.time_ns(step)
-        rows.append(shared | _coordinates(step) | {"latency_ms": latency_ns / 1e6})
+    rows = [shared | row for row in _timed_steps(bundle, extent, collectives)]
     table = _parquet(rows)
-    directory = Path("data") / system / backend / version
-    table_file = output / directory / f"{_TABLE}.parquet"
-    system_file = output / f"{system}.yaml"
-    metadata = _metadata(bundle, (system, backend, version), table, len(rows))
-    description = yaml.safe_dump(_system(bundle, described, system), sort_keys=False)
+    table_file = output / names.directory / f"{_TABLE}.parquet"
+    system_file = output / f"{names.system}.yaml"
+    description = yaml.safe_dump(_system(bundle, described, names.system), sort_keys=False)
     files = {
         table_file: table,
-        table_file.with_suffix(".metadata.json"): _json(metadata),
+        table_file.with_suffix(".metadata.json"): _json(_metadata(bundle, names, table, len(rows))),
         system_file: description.encode(),
     }
-    if model is None:
+    if options.model is None:
         # The reader selects its model by `architectures`, which configurations need not have.
         config = {"architectures": [name], **bundle.manifest.config}
         files[model_directory / "config.json"] = _json(config)
     replace_files(files)
     run_options = (
-        *("--systems-paths", str(output.absolute()), "--system", system),
-        *("--backend", backend, "--backend-version", version),
+        *("--systems-paths", str(output.absolute()), "--system", names.system),
+        *("--backend", names.backend, "--backend-version", names.version),
         *("--forward-model", "fpm", "--model-path", model_path),
         *_parallel_options(bundle, tp),
     )
-    return AiconfiguratorExport(
-        table_file,
-        system_file,
-        len(rows),
-        run_options,
-        notes=(
-            *cache_notes(
-                bundle,
-                "aiconfigurator sizes the KV cache by the model's configuration and the memory of "
-                "the GPU",
-            ),
-        ),
-    )
+    sized_by = "the model's configuration and the memory of the GPU"
+    notes = cache_notes(bundle, f"aiconfigurator sizes the KV cache by {sized_by}")
+    return AiconfiguratorExport(table_file, system_file, len(rows), run_options, tuple(notes))
+
+
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """Names by which aiconfigurator finds the data: GPU, engine and the engine's version."""
+
+    system: str
+    backend: str
+    version: str
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """The columns of the table that have them."""
+        return {
+            "system": self.system,
+            "backend": self.backend,
+            "backend_version": self.version,
+        }
+
+    @property
+    def directory(self) -> Path:
+        """Directory of the data, below that of the systems."""
+        return Path("data") / self.system / self.backend / self.version
+
+
+def _timed_steps(
+    bundle: Bundle, extent: Extent, collectives: StepCollectives
+) -> Iterator[dict[str, Any]]:
+    """Yield the coordinates and the time of each step of the table."""
+    for step in _steps(extent):
+        latency_ns = step_ns(bundle, step) + collectives.time_ns(step)
+        yield _coordinates(step) | {"latency_ms": latency_ns / 1e6}
 
 
 def _parallelism(bundle: Bundle, tp: int) -> dict[str, int]:
@@ -195,16 +210,11 @@ def _parallel_options(bundle: Bundle, tp: int) -> tuple[str, ...]:
     )
 
 
-def _metadata(
-    bundle: Bundle, names: tuple[str, str, str], table: bytes, rows: int
-) -> dict[str, Any]:
-    """Return the content of the file next to a table; `names`: system, backend and its version."""
-    system, backend, version = names
+def _metadata(bundle: Bundle, names: _Names, table: bytes, rows: int) -> dict[str, Any]:
+    """Return the content of the file next to a table."""
     return {
         **_FORMAT,
-        "system": system,
-        "backend": backend,
-        "backend_version": version,
+        **names.columns,
         "row_count": rows,
         "parquet_sha256": hashlib.sha256(table).hexdigest(),
         "onerank": {
