@@ -33,7 +33,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.harness import print_conditions
-from benchmarks.speed.workload_mutants import Mutant, mutants
+from benchmarks.speed.mutant_edits import Mutant
+from benchmarks.speed.workload_mutants import mutants
 from onerank.converters.targets.astra_sim.check import check_workload
 from onerank.converters.targets.astra_sim.exporter import export_astra_sim
 from onerank.ir import Collective, Graph, GraphBuilder, Job, Kind, ProcessGroup, Reason, World
