@@ -1,7 +1,7 @@
 """Functions of the extensions of apex, DeepSpeed and Mamba 1.
 
 Signatures are those of apex's csrc at 6424da3 (2026-07), DeepSpeed 0.19 (csrc/adam) and mamba_ssm
-2.3 (csrc/selective_scan). FLOPs: `annotate/op_costs/library_operators.py`.
+2.3 (csrc/selective_scan). FLOPs: `annotate/op_costs/library_operators/`.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """Products of grouped_gemm and DeepGEMM, which write a result that their caller allocated.
 
 Signatures are those of grouped_gemm 1.1.4 (`gmm` in csrc/grouped_gemm.cu) and DeepGEMM 2.6.1
-(csrc/apis/gemm.hpp); FLOPs: `annotate/op_costs/library_operators.py`.
+(csrc/apis/gemm.hpp); FLOPs: `annotate/op_costs/library_operators/`.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """The functions of TransformerEngine's extension, `transformer_engine_torch`.
 
 Signatures, results and their order are those of version 2.20 (pytorch/csrc/extensions). FLOPs:
-`annotate/op_costs/library_operators.py`.
+`annotate/op_costs/library_operators/`.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,7 +1,7 @@
 """cuDNN's attention, as TransformerEngine's extension calls it.
 
 Signatures are those of version 2.20 (pytorch/csrc/extensions/attention.cpp). FLOPs:
-`annotate/op_costs/library_operators.py`.
+`annotate/op_costs/library_operators/`.
 """
 
 from collections.abc import Sequence

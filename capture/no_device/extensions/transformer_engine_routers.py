@@ -1,7 +1,7 @@
 """TransformerEngine's fused routers: scores, choice and weights of experts in one kernel.
 
 Signatures and results are those of version 2.20 (pytorch/csrc/extensions/router.cpp).
-`--moe-routing` chooses the experts. FLOPs: `annotate/op_costs/library_operators.py`.
+`--moe-routing` chooses the experts. FLOPs: `annotate/op_costs/library_operators/`.
 """
 
 from typing import Any
