@@ -29,12 +29,17 @@ from onerank.annotate.memory.reserved_memory import AllocationRequest, simulate_
 from onerank.annotate.token_count import micro_batch_of
 from onerank.display import Displayed
 from onerank.ir import Graph, MemoryClass, MemoryLog, Phase
+from onerank.ir.arrays import I64
 from onerank.ir.errors import AnnotateError
 from onerank.ir.notes import Note
 
 
 class NodeMemory(msgspec.Struct, frozen=True):
-    """Bytes that a node allocated and freed, and bytes live after it."""
+    """Bytes that a node allocated and freed, and bytes live after it.
+
+    Attributes:
+        peak_bytes: the most bytes live at one of its allocations, or after it.
+    """
 
     id: int
     name: str
@@ -43,6 +48,7 @@ class NodeMemory(msgspec.Struct, frozen=True):
     allocated_bytes: int
     freed_bytes: int
     live_bytes: int
+    peak_bytes: int
 
 
 class MemoryReport(Displayed, msgspec.Struct, frozen=True):
@@ -236,7 +242,7 @@ def _with_blocks(
         simulated_reserved_bytes=simulated.reserved_bytes,
         fragmentation_bytes=max(0, reserved - peak.bytes),
         modules=modules_at(graph, log, peak.at),
-        nodes=nodes,
+        nodes=_with_peaks(nodes, log, levels),
         target=device.name,
         capacity_bytes=capacity,
         non_allocator=device.non_allocator,
@@ -262,6 +268,21 @@ def _fits(
     return True
 
 
+def _with_peaks(
+    nodes: tuple[NodeMemory, ...], log: MemoryLog, levels: I64
+) -> tuple[NodeMemory, ...]:
+    """Return the nodes with the peaks that blocks show; `levels` are as in `levels_of`."""
+    in_use = levels.sum(axis=0)[1:].tolist()
+    peaks = dict[int, int]()
+    for node, event in zip(log.blocks.node, log.blocks.allocated_at, strict=True):
+        if event >= 0:
+            peaks[node] = max(peaks.get(node, 0), in_use[event])
+    return tuple(
+        msgspec.structs.replace(node, peak_bytes=max(node.live_bytes, peaks.get(node.id, 0)))
+        for node in nodes
+    )
+
+
 def _nodes(graph: Graph) -> tuple[NodeMemory, ...]:
     nodes = graph.nodes
     touched = np.flatnonzero((nodes.bytes_allocated != 0) | (nodes.bytes_freed != 0))
@@ -283,6 +304,7 @@ def _nodes(graph: Graph) -> tuple[NodeMemory, ...]:
             nodes.bytes_allocated[order].tolist(),
             nodes.bytes_freed[order].tolist(),
             live.tolist(),
+            live.tolist(),  # unless blocks show more
             strict=True,
         )
     )

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from onerank.converters.sources.kineto.link.host_timeline import NONE, HostTimeline
+from onerank.converters.sources.kineto.link.module_phase import ACCUMULATES
 from onerank.converters.sources.kineto.read.trace_columns import MemoryRows, pick
 from onerank.ir import AllocatorSettings, Blocks, MemoryClass, MemoryLog, Phase
 from onerank.ir.arrays import I64, Mask
@@ -241,21 +242,29 @@ def blocks(
     )
     size = np.abs(rows.bytes[event])
     began, ended = pick(phase, allocated, int(Phase.NONE)), pick(phase, freed, int(Phase.NONE))
-    gradient = (allocated >= 0) & (began == Phase.BACKWARD) & (ended != Phase.BACKWARD)
+    in_backward = (allocated >= 0) & (began == Phase.BACKWARD)
+    outlives_backward = in_backward & (ended != Phase.BACKWARD)
     optimizer = began == Phase.OPTIMIZER
+    # The sums of a reduce-scatter are gradients: the optimizer reads them.
+    reduced = outlives_backward & ((freed < 0) | (ended == Phase.OPTIMIZER))
+    # Sums over micro-batches outlive the forward of the next one, even if FSDP then reduces and
+    # frees them. The next one's own gradients end where they are added.
+    forwards = np.cumsum(phase == Phase.FORWARD)
+    summed = (forwards[freed] > forwards[allocated]) | _accumulates(timeline, around)[freed]
+    gradient = outlives_backward | (in_backward & (freed >= 0) & summed & ~within_operator)
     # The first condition that holds decides. A collective's buffer in backward is communication,
     # although it looks like a gradient; a temporary of one operator is workspace in any phase.
     kind = np.select(
         [
             allocated < 0,
-            communicates[allocated],
+            communicates[allocated] & ~reduced,
             gradient,
             within_operator | (optimizer & (freed >= 0)),
             optimizer,
             began == Phase.NONE,
         ],
         [
-            np.where(_gradients_before(allocated, gradient, size), GRADIENTS, OTHER),
+            np.where(_gradients_before(allocated, outlives_backward, size), GRADIENTS, OTHER),
             int(MemoryClass.COMMUNICATION),
             GRADIENTS,
             int(MemoryClass.WORKSPACE),
@@ -296,6 +305,13 @@ def _find_roots(timeline: HostTimeline, around: I64) -> tuple[I64, Mask]:
     inside = marks | (timeline.nearest(marks) >= 0)
     roots = timeline.outermost(timeline.rows.is_operator)
     return pick(roots, around, NONE), pick(inside, around, default=False)
+
+
+def _accumulates(timeline: HostTimeline, around: I64) -> Mask:
+    """Return which events are inside autograd's accumulation of a gradient, bool[n]."""
+    accumulating = timeline.named(lambda name: name.endswith(ACCUMULATES))
+    inside = accumulating | (timeline.nearest(accumulating) >= 0)
+    return pick(inside, around, default=False)
 
 
 def _gradients_before(allocated: I64, gradient: Mask, size: I64) -> Mask:

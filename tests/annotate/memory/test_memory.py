@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from notes import note_of
 from raised import raises_code
+from without_device import captured
 
 from onerank.annotate import load_gpu
 from onerank.annotate.gpus.registry import with_figures
@@ -200,6 +201,32 @@ def test_the_optimizers_state_is_allocated_before_its_first_step_takes_memory():
         MemoryLog(blocks, 4), {MemoryClass.OPTIMIZER: (AllocationRequest(30 * MIB),)}
     )
     assert found.reserved_bytes == (40 + 30 + 40) * MIB
+
+
+ACCUMULATES = """
+    import torch
+    from torch import nn
+    layers = (nn.Linear(256, 1024, bias=False), nn.Linear(1024, 256, bias=False))
+    model = nn.Sequential(*layers).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(8):
+        for half in range(2):
+            model(torch.randn(512, 256, device="cuda")).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("options", [(), ("--dp", 4, "--fsdp")], ids=["one", "fsdp"])
+def test_gradients_that_micro_batches_sum_are_gradients(tmp_path, options):
+    """Two sums of 1 MiB, which FSDP then reduces, and the one to be added next."""
+    found = report_memory(captured(tmp_path, ACCUMULATES, *options))
+    assert found.classes["gradients"] == 3 * MIB
+    # The hidden values of 2 MiB and their gradient, and the loss.
+    assert found.classes["activations"] == 4 * MIB + 512
+    at_peak = max(found.nodes, key=lambda node: node.peak_bytes)
+    assert (at_peak.id, at_peak.peak_bytes) == (found.peak_node, found.peak_bytes)
+    assert at_peak.peak_bytes > at_peak.live_bytes
 
 
 def test_a_graph_without_memory_is_an_error():

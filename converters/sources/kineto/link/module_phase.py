@@ -99,7 +99,7 @@ def _exclude_nonforward(timeline: HostTimeline, is_scope: Mask, et_threads: I64)
 
 _BACKWARD = "autograd::engine::evaluate_function"
 
-_ACCUMULATES = "::AccumulateGrad"
+ACCUMULATES = "::AccumulateGrad"
 
 # Before torch 1.10, backward functions are not inside an evaluate_function event.
 _FUNCTION = re.compile(r"(\w*Backward\d*|torch::autograd::\w+)$")
@@ -218,7 +218,7 @@ def _classify_names(timeline: HostTimeline) -> tuple[list[int], dict[int, int]]:
             kinds.append(_FINISH)
         elif name.startswith(_BACKWARD):
             # `AccumulateGrad` runs as a separate function, without a forward operator.
-            kinds.append(_GRADIENT if name.endswith(_ACCUMULATES) else _GRAD_FUNCTION)
+            kinds.append(_GRADIENT if name.endswith(ACCUMULATES) else _GRAD_FUNCTION)
         elif _FUNCTION.match(name):
             kinds.append(_UNWRAPPED)
         else:

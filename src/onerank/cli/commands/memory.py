@@ -76,14 +76,15 @@ def render_memory(report: "MemoryReport", title: str, rows: int) -> None:
             ],
             texts=(0, 1),
         )
-    nodes = sorted(report.nodes, key=lambda node: -node.live_bytes)
+    nodes = sorted(report.nodes, key=lambda node: -node.peak_bytes)
     table(
         f"Nodes with the most live memory ({_shown(nodes, rows)})",
-        ("node", "name", "module", "phase", "allocated", "freed", "live after"),
+        ("node", "name", "module", "phase", "allocated", "freed", "peak", "live after"),
         [
             (
                 *(node.id, node.name, node.module, node.phase),
-                *(size(node.allocated_bytes), size(node.freed_bytes), size(node.live_bytes)),
+                *(size(node.allocated_bytes), size(node.freed_bytes)),
+                *(size(node.peak_bytes), size(node.live_bytes)),
             )
             for node in nodes[:rows]
         ],
