@@ -10,7 +10,7 @@ from onerank.annotate.models import learned, roofline
 from onerank.annotate.models.features import kernels_of
 from onerank.annotate.models.intervals import KINDS, kinds_of
 from onerank.annotate.models.prediction_terms import Rule, TermRecord
-from onerank.annotate.op_costs.cost_record import Work
+from onerank.annotate.op_costs.cost_record import PartKernel, Work
 from onerank.annotate.op_costs.node_costs import work_of_call
 from onerank.annotate.op_costs.operands import Call, Tensor
 
@@ -171,3 +171,34 @@ def test_kernels_of_an_operator_share_the_roofline_of_its_steps():
     )
     whole, _ = roofline.predict_from_datasheet(kernels_of([layer], np.zeros(1)), load_gpu("H200"))
     assert shared == pytest.approx(whole * [0.75, 0.25])
+
+
+# torch._grouped_mm on an H100, us by rows of each expert (2026-11-28-grouped-gemms-h100).
+GROUPED_US = {
+    (32, 5760, 2880): {1: 416.3, 8: 429.9, 32: 409.4, 256: 474},
+    (128, 2048, 768): {1: 175.9, 8: 167.2},
+    (16, 4096, 14336): {1: 705.5, 8: 693.5, 64: 697},
+}
+
+
+@pytest.mark.parametrize("experts", GROUPED_US, ids=str)
+def test_grouped_products_by_the_tiles_of_torch(experts: tuple[int, int, int]):
+    """Pairs of tiles along the rows; each wave of tiles begins with other experts."""
+    number, n, k = experts
+    for rows, measured_us in GROUPED_US[experts].items():
+        x, weights = tensor(number * rows, k), tensor(number, k, n)
+        call = Call("_grouped_mm", (x, weights), (tensor(number * rows, n),), ())
+        work = work_of_call("_grouped_mm", call)
+        predicted_ns, rule = alone(work, "H100")
+        assert (predicted_ns / 1000, rule) == (pytest.approx(measured_us, rel=0.09), Rule.PARTS)
+        # As the tiles of cuBLAS where torch's were not measured.
+        plain = replace(work, parts=(work.parts[0]._replace(kernel=PartKernel.LIBRARY),))
+        assert alone(work, "A100") == alone(plain, "A100")
+        kinds = {
+            gpu: KINDS[
+                int(kinds_of(kernels, learned.predict_from_description(kernels, to), None, to)[0])
+            ]
+            for gpu in ("H100", "A100")
+            for kernels, to in [(kernels_of([work], np.zeros(1)), load_gpu(gpu))]
+        }
+        assert kinds == {"H100": "grouped_unmeasured", "A100": "experts_unmeasured"}
