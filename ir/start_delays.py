@@ -24,6 +24,12 @@ RELEASE_NS = 20_000
 Measured: 2 to 15 us; 4 to 8 us for the return of a launch that waited for room in the queue.
 """
 
+# Gap between two kernels of a stream that the host launches, where both times are predicted: an
+# H100 takes 0.9 us after kernels of 1 us, 1.1 after GEMMs, 1.5 to 2.1 after kernels that stream 50
+# MB and more, with and without the profiler (2026-11-28-norms-sums-h100). Kernels of a CUDA graph
+# have other gaps, see `serving.graph_gaps`.
+_PREDICTED_GAP_NS = 1_300
+
 # Half the range, so that adding a duration does not overflow.
 _NEVER = np.iinfo(np.int64).max // 2
 
@@ -40,7 +46,7 @@ def edge_delays(graph: Graph, call_excess_ns: float = 0.0) -> tuple[list[int], l
     1. to a host operator: its wake-up, or along the program the thread's time between two starts.
     2. a launch: the latency from the operator's start.
     3. from one GPU operation to another: the median gap of its kind of order; the measured gap if
-       the target waited for the source alone.
+       the target waited for the source alone; a usual gap between predicted kernels of a stream.
     4. a measured overlap on one stream replaces the delay; a wait for causes that the trace does
        not record is added to it.
 
@@ -147,6 +153,10 @@ def _with_gpu_gaps(measured: _MeasuredTimes, delay: I64, start_limit_ns: I64) ->
         # A queued operation keeps its measured gap: with the median for all, a step of 15,000
         # operations replayed 1% too short.
         delay = np.where(has_order, np.where(queued, gap, median_gap), delay)
+    if measured.is_host.any():
+        predicted = graph.compute & (graph.nodes.evidence == Evidence.DATASHEET)
+        between = predicted[edges.source] & predicted[edges.target]
+        delay = np.where(between & (reason == Reason.STREAM_ORDER), _PREDICTED_GAP_NS, delay)
     return delay
 
 

@@ -173,6 +173,7 @@ class KernelFeatures:
         cycles: least SM cycles for its elements, float64[n].
         chain: loads that wait for each other, float64[n].
         far_load: time of such a load from memory over one from the cache, float64[n].
+        tail: loads from the cache that follow all other work, float64[n].
         unknown_layout: whether the time depends on strides that are not known, bool[n].
         from_torch: whether PyTorch's operator launches it, bool[n]. Other libraries' kernels reach
             less of the bandwidth.
@@ -204,6 +205,7 @@ class KernelFeatures:
     cycles: F64
     chain: F64
     far_load: F64
+    tail: F64
     unknown_layout: Mask
     from_torch: Mask
     instructions: F64
@@ -243,6 +245,7 @@ class KernelFeatures:
             cycles=np.array([work.cycles for work in costs.works])[costs.call],
             chain=np.array([work.chain for work in costs.works])[costs.call],
             far_load=np.array([work.far_load for work in costs.works])[costs.call],
+            tail=np.array([work.tail for work in costs.works])[costs.call],
             unknown_layout=np.array([w.unknown_layout for w in costs.works], bool)[costs.call],
             from_torch=_from_torch(graph, index),
             instructions=np.maximum(nodes.instructions[index], 0).astype(np.float64),
@@ -466,6 +469,7 @@ def kernels_of(works: Sequence[Work], duration_ns: F64) -> KernelFeatures:
         cycles=np.array([work.cycles for work in works]),
         chain=np.array([work.chain for work in works]),
         far_load=np.array([work.far_load for work in works]),
+        tail=np.array([work.tail for work in works]),
         unknown_layout=np.array([work.unknown_layout for work in works], dtype=bool),
         from_torch=np.ones(count, dtype=bool),
         instructions=np.zeros(count),

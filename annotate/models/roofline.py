@@ -77,7 +77,13 @@ def predict_by_roofline(
     """
     count = len(kernels.passes)
     # The roofline of the literature streams each byte once and has no cost per element or row.
-    plain = replace(kernels, passes=np.ones(count), cycles=np.zeros(count), chain=np.zeros(count))
+    plain = replace(
+        kernels,
+        passes=np.ones(count),
+        cycles=np.zeros(count),
+        chain=np.zeros(count),
+        tail=np.zeros(count),
+    )
     predicted_ns, rules = predict_from_datasheet(plain, target, record=record)
     if record is not None:
         durations_ns = kernels.duration_ns
@@ -231,6 +237,7 @@ class DatasheetTerms:
         memory_s: the p-norm of `bytes_s` and `instructions_s`, float64[n].
         issue_s: SM cycles of elements handled one by one, float64[n].
         chain_s: latency of loads that wait for each other, float64[n].
+        tail_s: latency of loads that follow all other work, float64[n].
         rule: a `Rule` for each, uint8[n].
     """
 
@@ -242,13 +249,14 @@ class DatasheetTerms:
     memory_s: F64
     issue_s: F64
     chain_s: F64
+    tail_s: F64
     rule: U8
 
     @property
     def predicted_ns(self) -> F64:
-        """Launch floor plus the longest of the four times, float64[n]."""
+        """Launch floor and tail plus the longest of the four other times, float64[n]."""
         slowest = np.maximum.reduce([self.compute_s, self.memory_s, self.issue_s, self.chain_s])
-        return self.floor_ns + slowest * 1e9
+        return self.floor_ns + (slowest + self.tail_s) * 1e9
 
     def term(self, i: int) -> Term:
         """Return the prediction of kernel `i` as a term."""
@@ -268,8 +276,11 @@ class DatasheetTerms:
         if self.chain_s[i]:
             note = "loads that wait for each other: few rows, or an index and its row"
             times.append(quantity("chain", self.chain_s[i] * 1e9, note=note))
-        floor = quantity("floor", self.floor_ns[i], note="launch floor")
-        return total(floor, longest(*times), name="datasheet", value=self.predicted_ns[i])
+        parts = [quantity("floor", self.floor_ns[i], note="launch floor"), longest(*times)]
+        if self.tail_s[i]:
+            note = "loads of the partial results of blocks, after all of them"
+            parts.append(quantity("tail", self.tail_s[i] * 1e9, note=note))
+        return total(*parts, name="datasheet", value=self.predicted_ns[i])
 
 
 # A load of a chain (`load_chains`): an H100 takes 0.387 us for each number of a column that
@@ -315,6 +326,7 @@ def datasheet_terms(kernels: KernelFeatures, target: Gpu) -> DatasheetTerms:
         memory_s=memory,
         issue_s=issue,
         chain_s=chain,
+        tail_s=kernels.tail * kernels.share_of_operator * latency_s,
         rule=rule.astype(np.uint8),
     )
 

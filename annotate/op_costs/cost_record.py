@@ -176,6 +176,7 @@ class Work:
         cycles: least SM cycles for its elements.
         chain: loads that wait for each other, see `load_chains`.
         far_load: time of such a load from memory over one from the cache.
+        tail: loads from the cache that follow all other work, one after another.
         floor_factor: time of the shortest such call over that of the shortest of its class.
         unknown_layout: whether its time depends on strides that the graph does not have.
     """
@@ -195,6 +196,7 @@ class Work:
     cycles: float = 0.0
     chain: float = 0.0
     far_load: float = 1.0
+    tail: float = 0.0
     floor_factor: float = 1.0
     unknown_layout: bool = False
 

@@ -19,7 +19,7 @@ from math import prod
 from onerank.annotate.op_costs.memory_bound import changed_elements
 from onerank.annotate.op_costs.op_classes import OpClass, is_generated
 from onerank.annotate.op_costs.operands import Call
-from onerank.annotate.op_costs.reductions import division_of
+from onerank.annotate.op_costs.reductions import SM_COUNT, division_of
 
 # Longest row that PyTorch's softmax keeps in registers, in elements; longer ones take
 # `_LONG_SOFTMAX` passes.
@@ -30,8 +30,6 @@ SHARED_ROW_BYTES = 48 * 1024
 opt-in."""
 
 PASSES = {
-    "native_layer_norm": 1.5,
-    "_fused_rms_norm": 1.45,
     "native_layer_norm_backward": 2.7,
     "_fused_rms_norm_backward": 2.7,
     "native_dropout": 1.13,
@@ -39,11 +37,20 @@ PASSES = {
 """Passes over the bytes: time times achievable bandwidth, over the bytes.
 
 Measured on calls of 30 us and more in the shipped database of the H200. Dropout: 1.15 in 16 bits
-and 1.12 in 32, for 67 and 134 million elements on an H100 with torch 2.11 (2026-11-26). Layer norm
-reads once for the sums and again for the result: in NeuSight's set it takes 1.53 passes on a V100,
-1.46 on a T4 and 1.35 on an A100 (medians, 32 bits). The 1.64 to 1.99 of the H200's database, in 16
-bits, are the SMs' (`_NORMED_PER_CYCLE`).
+and 1.12 in 32, for 67 and 134 million elements on an H100 with torch 2.11 (2026-11-26).
 """
+
+# Layer and RMS norms read a row for the sums and again for the result; the SM's cache keeps short
+# rows of all its blocks. Passes over the bytes of rows up to the first length and from the second
+# on, in bytes: an H100 takes 0.97 to 1.09 for rows of 2 to 5 kB, 1.07 to 1.31 for 8 kB, 1.3 for 12
+# kB, 1.4 to 1.5 for 16 kB and 1.45 to 1.55 for 32 kB (2026-11-28-norms-sums-h100). In NeuSight's
+# set a layer norm takes 1.53 passes on a V100, 1.46 on a T4 and 1.35 on an A100 (medians, 32 bits).
+_NORMS = ("native_layer_norm", "_fused_rms_norm")
+_CACHED_ROW, _CACHED_PASSES, _REREAD_ROW, _REREAD_PASSES = 4096, 1.05, 16384, 1.45
+
+# A sum over leading axes whose outputs several blocks share takes as long as if its rows had this
+# many bytes more: rows of 256 B to 16 kB on an H100 (the same file).
+_SHARED_ROW_BYTES = 500
 
 # Passes by the kernels' code: one for the sums, one for the result. Not measured.
 _COUNTED = {
@@ -80,12 +87,19 @@ def passes_of(call: Call) -> float:
     tensor = call.tensor(0)
     if tensor is None or not tensor.shape:
         return 1.0
-    if name in ("_softmax", "_log_softmax"):
-        return _LONG_SOFTMAX if tensor.shape[-1] > _REGISTER_ROW else 1.0
-    if name in ("_softmax_backward_data", "_log_softmax_backward_data"):
-        fits = tensor.shape[-1] * tensor.item_bytes <= SHARED_ROW_BYTES
-        return 1.0 if fits else _LONG_SOFTMAX_BACKWARD
-    return _ADDED_IN_16_BITS if name in _ADDS and tensor.item_bytes == 2 else 1.0
+    row_bytes = tensor.shape[-1] * tensor.item_bytes
+    if name in _NORMS:
+        share = (row_bytes - _CACHED_ROW) / (_REREAD_ROW - _CACHED_ROW)
+        passes = _CACHED_PASSES + min(max(share, 0.0), 1.0) * (_REREAD_PASSES - _CACHED_PASSES)
+    elif name in _SUMS and shares_outputs(call):
+        passes = 1 + _SHARED_ROW_BYTES / max(call.output_numel * tensor.item_bytes, 1)
+    elif name in ("_softmax", "_log_softmax"):
+        passes = _LONG_SOFTMAX if tensor.shape[-1] > _REGISTER_ROW else 1.0
+    elif name in ("_softmax_backward_data", "_log_softmax_backward_data"):
+        passes = 1.0 if row_bytes <= SHARED_ROW_BYTES else _LONG_SOFTMAX_BACKWARD
+    else:
+        passes = _ADDED_IN_16_BITS if name in _ADDS and tensor.item_bytes == 2 else 1.0
+    return passes
 
 
 def rereads_of(call: Call) -> float:
@@ -111,6 +125,11 @@ def _computes_sums(call: Call) -> bool:
 # `reduce_kernel`. Concatenations with a strided operand: 0.93 on an H100 and 0.96 on an H200 (2 to
 # 67 MB), by a kernel that divides each element's index.
 _ELEMENTWISE_PER_CYCLE, _REDUCED_PER_CYCLE, _CONCATENATED_PER_CYCLE = 1.34, 2.5, 0.95
+
+# On an H100 kernels with operands of 4 bytes take 1.09 to 1.15, since their bytes take about as
+# long. Kernels that load each operand by a switch of its dtype take 0.84 to 0.90; sums over leading
+# axes about 4.5 of 16 bits (2026-11-28-norms-sums-h100).
+_WIDE_PER_CYCLE, _MIXED_PER_CYCLE, _LEADING_PER_CYCLE = 1.15, 0.87, 4.5
 
 # Sums and means over leading axes, of which a thread has four outputs: cycles of an output, of four
 # of its values, which are loaded at once, and of each value beyond a multiple of four. Chosen on
@@ -156,14 +175,19 @@ _CONFLICTS, _SPREAD_BITS = 2, 10
 _WARP_NUMBERS = 512
 _GROUP_CYCLES, _GROUPED_PER_CYCLE, _NORMED_GROUPS_PER_CYCLE = 150.0, 0.93, 1.27
 
-# The same of layer norms, and of softmax of long rows: 2.0 to 2.4 and 1.0 to 1.2 in the shipped
-# database of the H200.
-_NORMED_PER_CYCLE, _LONG_SOFTMAX_PER_CYCLE = 2.2, 1.1
+# The same of softmax of long rows: 1.0 to 1.2 in the shipped database of the H200.
+_LONG_SOFTMAX_PER_CYCLE = 1.1
 
-# Rows of layer and RMS norms. A block of 128 threads takes one row, however short it is: 131,072
-# rows of 128 in bf16 take an H100 91 us (torch 2.11, 2026-11-27-four-gpu-jobs-4xh100).
-_NORM_ROWS_PER_CYCLE = 1 / 161
-_SHORT_ROW = _NORMED_PER_CYCLE / _NORM_ROWS_PER_CYCLE
+# Layer and RMS norms: SM cycles of a row and of each of its elements, by bytes of an element. A
+# block of 128 threads takes one row, and a warp's first load has 128 elements, however short the
+# row is. Rows of 32 to 4096 on an H100, within 9% (2026-11-28-norms-sums-h100).
+_NORM_CYCLES = {
+    ("native_layer_norm", 2): (250, 0.38),
+    ("native_layer_norm", 4): (331, 0.516),
+    ("_fused_rms_norm", 2): (148, 0.177),
+    ("_fused_rms_norm", 4): (165, 0.37),
+}
+_NORM_LOAD = 128
 
 # The same of `topk`, which reads a row once for every two bits of its numbers: 8 of 256 numbers in
 # 8192 rows take an H100 120 us (2026-11-27-small-operators-h100).
@@ -193,7 +217,6 @@ def cycles_of(call: Call, operator_class: OpClass) -> float:
     stored = call.tensor(2 if "put" in op else 3) if op in STORES_BY_INDEX else None
     computes = _computes_addresses(call, operator_class) or (op == "copy_" and _casts(call))
     long_softmax = op in ("_softmax", "_log_softmax") and passes_of(call) > 1
-    short_rows = _short_rows(call)
     sums = _leading_sum_cycles(call)
     # Elements and their rate by the first rule that applies.
     rules = (
@@ -203,14 +226,16 @@ def cycles_of(call: Call, operator_class: OpClass) -> float:
         (op in ("sort", "argsort"), _sorted_in_blocks(call), _SORTED_PER_CYCLE),
         (op == "searchsorted", _compared(call), _COMPARED_PER_CYCLE),
         (op == "topk" and not selects_in_blocks(call), read, _TOPK_PER_CYCLE),
-        (short_rows > 0, short_rows, _NORM_ROWS_PER_CYCLE),
-        (op == "native_layer_norm", read, _NORMED_PER_CYCLE),
+        (op in _NORMS, _norm_cycles(call), 1.0),
         (long_softmax, read, _LONG_SOFTMAX_PER_CYCLE),
         (sums > 0, sums, 1.0),
+        (op in _SUMS and shares_outputs(call), read, _LEADING_PER_CYCLE),
         (operator_class is OpClass.REDUCTION, read, _REDUCED_PER_CYCLE),
         (op == "roll", read, _ROLLED_PER_CYCLE),
         (stored is not None, stored.numel if stored else 0, _ELEMENTWISE_PER_CYCLE),
         (computes and _transposes(call), widest, _transposed_per_cycle(call)),
+        (op != "copy_" and _mixes_dtypes(call, operator_class), widest, _MIXED_PER_CYCLE),
+        (computes and op != "copy_" and _is_wide(call), widest, _WIDE_PER_CYCLE),
         (computes, widest, _ELEMENTWISE_PER_CYCLE),
         (_is_expanded(call, operator_class), widest, _EXPANDED_PER_CYCLE),
         (_concatenates_strided(call), read, _CONCATENATED_PER_CYCLE),
@@ -260,13 +285,33 @@ def _sorted_in_blocks(call: Call) -> int:
     return keys.numel // row * 2 ** (row - 1).bit_length()
 
 
-def _short_rows(call: Call) -> int:
-    """Return the rows of a norm that are so short that their number determines its time."""
+def _norm_cycles(call: Call) -> float:
+    """Return the SM cycles of a layer or RMS norm; 0 for other operators."""
     tensor = call.tensor(0)
-    norm = call.op in ("native_layer_norm", "_fused_rms_norm")
-    if not norm or tensor is None or not tensor.shape or not 0 < tensor.shape[-1] < _SHORT_ROW:
-        return 0
-    return tensor.numel // tensor.shape[-1]
+    if call.op not in _NORMS or tensor is None or not tensor.shape or not tensor.shape[-1]:
+        return 0.0
+    width = tensor.shape[-1]
+    of_row, of_element = _NORM_CYCLES[call.op, 2 if tensor.item_bytes <= 2 else 4]
+    return tensor.numel // width * (of_row + of_element * max(width, _NORM_LOAD))
+
+
+def shares_outputs(call: Call) -> bool:
+    """Return whether several blocks share each output of a sum over leading axes."""
+    division = division_of(call)
+    return division is not None and not division.along_input and division.rows(SM_COUNT) > 1
+
+
+def _mixes_dtypes(call: Call, operator_class: OpClass) -> bool:
+    """Return whether tensors of an elementwise operator have different floating-point dtypes."""
+    operands = (operand[0] for operand in call.inputs if operand and len(operand) == 1)
+    dtypes = {each.dtype for each in operands if each.numel > 1 and "float" in each.dtype}
+    return operator_class is OpClass.ELEMENTWISE and len(dtypes) > 1
+
+
+def _is_wide(call: Call) -> bool:
+    """Return whether the operands have 4 bytes or more."""
+    tensor = call.tensor(0)
+    return tensor is not None and tensor.item_bytes >= 4
 
 
 def _compared(call: Call) -> int:

@@ -21,7 +21,7 @@ from onerank.annotate.op_costs.kernel_overheads import (
     VARIANCES,
 )
 from onerank.annotate.op_costs.operands import Call, Tensor
-from onerank.annotate.op_costs.reductions import NEED_AXES, division_of
+from onerank.annotate.op_costs.reductions import NEED_AXES, SM_COUNT, division_of
 
 _SCANS = frozenset({"cumsum", "cumprod", "logcumsumexp"})
 
@@ -56,8 +56,10 @@ _WELFORD_TOGETHER, _WELFORD = 2, 0.8
 # thread has four, two and one, 19, 8.4 and 4.9 (2026-11-27-kernel-sweep-h100).
 _WELFORD_VALUE, _COMBINED = 0.122, 0.49
 
-# SMs of an H100, with which chains were measured: they determine how many blocks share a column.
-_SM_COUNT = 132
+# Of sums whose outputs several blocks share: the last block waits 4 us for the others, and then
+# loads their partial results, 0.17 to 0.19 us for each load of a thread (4 to 528 of them on an
+# H100, 2026-11-28-norms-sums-h100).
+_LAST_BLOCK, _PARTIAL = 9.5, 0.43
 
 _EXTREMES = ("argmax", "argmin", "max", "min")
 _LARGEST = 1.05
@@ -104,7 +106,7 @@ def _reduction(call: Call) -> float:
     if call.op in VARIANCES and division.along_input:
         return division.values_read / _WELFORD_TOGETHER * _WELFORD
     if call.op in VARIANCES:
-        blocks, threads = division.rows(_SM_COUNT), division.block[1]
+        blocks, threads = division.rows(SM_COUNT), division.block[1]
         combined = log2(threads) if division.across_warps else 0
         combined += ceil(blocks / threads) if blocks > 1 else 0
         values = ceil(division.values / blocks)
@@ -242,3 +244,15 @@ def far_load_of(call: Call) -> float:
     of_rows = call.op in _SCANS and not _is_before_last(axis, call.tensor(0))
     whole_rows = _CHAINS.get(call.op) is _scattered and _is_before_last(axis, call.tensor(2))
     return 1.0 if of_rows or whole_rows else _FAR_LOADS.get(call.op, 1.0)
+
+
+def tail_of(call: Call) -> float:
+    """Return the loads that follow the rest of a sum: of the partial results of its blocks.
+
+    If blocks share an output, the last of them to finish adds the partial results of all.
+    """
+    division = division_of(call) if call.op in ("sum", "mean") else None
+    if division is None or division.along_input:
+        return 0.0
+    blocks = division.rows(SM_COUNT)
+    return _LAST_BLOCK + _PARTIAL * ceil(blocks / division.block[1]) if blocks > 1 else 0.0

@@ -31,7 +31,7 @@ from onerank.annotate.op_costs.kernel_overheads import (
     passes_of,
     rereads_of,
 )
-from onerank.annotate.op_costs.load_chains import chain_of, far_load_of
+from onerank.annotate.op_costs.load_chains import chain_of, far_load_of, tail_of
 from onerank.annotate.op_costs.op_classes import (
     CLASSES,
     OpClass,
@@ -150,9 +150,9 @@ def work_of_call(op: str, call: Call) -> Work:
     work = (formula(call) if formula else None) or memory_bound.bytes_only(call)
     passes, cycles, chain = passes_of(call), cycles_of(call, op_class(op)), chain_of(call)
     floor_factor = floor_factor_of(op, call, op_class(op))
-    unknown_layout = has_unknown_layout(call, op_class(op))
+    unknown_layout, tail = has_unknown_layout(call, op_class(op)), tail_of(call)
     # Most calls end here, which spares them a copy of the record.
-    if passes == floor_factor == 1 and not cycles and not chain and not unknown_layout:
+    if passes == floor_factor == 1 and not (cycles or chain or tail or unknown_layout):
         return work
     return replace(
         work,
@@ -161,6 +161,7 @@ def work_of_call(op: str, call: Call) -> Work:
         cycles=cycles,
         chain=chain,
         far_load=far_load_of(call),
+        tail=tail,
         floor_factor=floor_factor,
         unknown_layout=unknown_layout,
     )

@@ -23,6 +23,10 @@ _THREADS, _LEAST_VALUES, _MOST_VALUES = 512, 16, 256
 # Values that a thread loads at a time: a vector, or `vt0` independent ones.
 _LOADED_TOGETHER = 4
 
+SM_COUNT = 132
+"""SMs of an H100, with which reductions were measured: they determine how many blocks share an
+output."""
+
 # Resident threads of an SM of a data-centre GPU. An SM of other GPUs has 1536, which would change
 # the number of blocks that share an output on those GPUs; that is not modelled.
 _THREADS_OF_SM = 2048

@@ -9,9 +9,13 @@ from collections.abc import Callable, Sequence
 from math import ceil, prod
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.attention_kernels import FUSED, resolve_unmeasured
+from onerank.annotate.models.features import kernels_of
 from onerank.annotate.models.flash_mla import combination_ns
+from onerank.annotate.models.roofline import predict_from_datasheet
 from onerank.annotate.op_costs.node_costs import work_of_call
 from onerank.annotate.op_costs.operands import Call, Piece, Tensor, numbers_of
 from onerank.annotate.op_costs.state_operators import chunk_kernels
@@ -147,7 +151,7 @@ def _convolution(call: Call, target: Gpu) -> Sequence[Launch]:
         return ()
     if not _is_covered(weight, call.value(6), target):
         return ()
-    add = (Launch("vectorized_elementwise_kernel", op="aten::add_"),) if bias is not None else ()
+    add = (_bias_added(out, bias, target),) if bias is not None else ()
     if image.shape[1] != weight.shape[1]:  # grouped
         return (WHOLE, *add)
     gemm = _ImplicitGemm(image, weight, _is_pointwise(call, weight, 3), target)
@@ -179,8 +183,34 @@ def _convolution_backward(call: Call, target: Gpu) -> Sequence[Launch]:
         launches += whole if grouped else gemm.filter_gradient(name, grad, 1 / products)
     if of_bias is not None:
         launches += [MEMSET] * gemm.channels_last
-        launches.append(Launch("reduce_kernel", op="aten::sum", internal_bytes=grad.nbytes))
+        launches.append(_bias_gradient(grad, target, gemm.channels_last))
     return launches
+
+
+def _bias_added(out: Tensor, bias: Tensor, target: Gpu) -> Launch:
+    """Return the launch that adds the bias, which computes the address of each element's bias."""
+    column = Tensor((1, bias.numel, *(1 for _ in out.shape[2:])), bias.dtype, bias.item_bytes)
+    call = Call("add_", ((out,), (column,)), ((out,),))
+    floors = _floors_of("aten::add_", call, target)
+    return Launch("elementwise_kernel", op="aten::add_", floors=floors, fitted=False)
+
+
+def _bias_gradient(grad: Tensor, target: Gpu, channels_last: bool) -> Launch:
+    """Return the launch that sums the gradient over images and their points."""
+    if not channels_last:
+        return Launch("reduce_kernel", op="aten::sum", internal_bytes=grad.nbytes, fitted=False)
+    channels = grad.shape[1]
+    points = Tensor((grad.numel // channels, channels), grad.dtype, grad.item_bytes)
+    result = Tensor((1, channels), grad.dtype, grad.item_bytes)
+    floors = _floors_of("aten::sum", Call("sum", ((points,),), ((result,),)), target)
+    return Launch("reduce_kernel", op="aten::sum", floors=floors, fitted=False)
+
+
+def _floors_of(op: str, call: Call, target: Gpu) -> float:
+    """Return the time of an operator that a call launches from within, in launch floors."""
+    kernel = kernels_of([work_of_call(op, call)], np.ones(1))
+    predicted_ns, _ = predict_from_datasheet(kernel, target)
+    return float(predicted_ns[0]) / target.launch_floor_ns
 
 
 def _is_covered(weight: Tensor, transposed: Any, target: Gpu) -> bool:

@@ -229,6 +229,7 @@ def _kernels(times_ns: F64, flops: F64, moved: F64, dtype: str) -> KernelFeature
         cycles=np.zeros(count),
         chain=np.zeros(count),
         far_load=np.ones(count),
+        tail=np.zeros(count),
         unknown_layout=np.zeros(count, dtype=bool),
         from_torch=every,
         instructions=np.zeros(count),

@@ -187,7 +187,11 @@ def test_a_fast_host_leaves_the_step_of_the_kernels(cpu: Graph, described):
     steps = [step_change(cpu, changed, ()).after for changed in (without, graph)]
     assert steps[0] is not None
     assert steps[1] is not None
-    assert steps[1].step_ns == pytest.approx(steps[0].step_ns, rel=0.005)
+    # Kernels that a host launches have gaps, which a sum of kernels lacks.
+    in_order = graph.edges.reason == Reason.STREAM_ORDER
+    between = graph.compute[graph.edges.source] & graph.compute[graph.edges.target]
+    gaps_ns = 1300 * int((in_order & between).sum())
+    assert steps[1].step_ns == pytest.approx(steps[0].step_ns + gaps_ns, rel=0.005)
 
 
 def test_the_typical_host_and_its_interval(cpu: Graph):
@@ -230,8 +234,9 @@ def test_two_causes_of_an_interval_add_in_squares(cpu: Graph, described):
     step = step_change(cpu, graph, (compute, 13 * compute))
     assert step.after is not None
     assert step.p10_ns == pytest.approx(step.after.step_ns / 2, rel=0.01)
-    # Compute alone gives 12.9 ms, the host 9.6 ms: ln 2.68 and ln 2 are 1.21 in squares.
-    assert step.p90_ns == pytest.approx(step.after.step_ns * np.exp(1.21), rel=0.02)
+    # Compute alone gives 13.5 ms with its gaps, the host 9.6 ms: ln 2.79 and ln 2 are 1.24 in
+    # squares.
+    assert step.p90_ns == pytest.approx(step.after.step_ns * np.exp(1.24), rel=0.02)
 
 
 def test_a_call_comes_before_its_launches_in_program_order(cpu: Graph):
