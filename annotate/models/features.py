@@ -121,6 +121,8 @@ _FASTER_IN_CACHE = 1.25
 # where the kernel before wrote the operand.
 _MISS_S = 0.27e-6
 
+_HOPPER = 90
+
 # Threads whose instructions an SM issues per cycle: four warps, on NVIDIA GPUs since Volta.
 _LANES = 128
 
@@ -169,6 +171,7 @@ class KernelFeatures:
         floor_share: shortest kernel of its class as a share of the description's launch floor,
             float64[n].
         passes: number of times that the operator's kernels stream the bytes, float64[n].
+        cached_passes: the same where an SM's cache keeps the rows of its blocks, float64[n].
         rereads: number of times that memory, not the cache, serves them, float64[n].
         cycles: least SM cycles for its elements, float64[n].
         chain: loads that wait for each other, float64[n].
@@ -201,6 +204,7 @@ class KernelFeatures:
     operator_ns: F64
     floor_share: F64
     passes: F64
+    cached_passes: F64
     rereads: F64
     cycles: F64
     chain: F64
@@ -241,6 +245,7 @@ class KernelFeatures:
             floor_share=np.array([floor_share_of(name) for name in CLASSES])[costs.op_class]
             * np.where(transfer, 1, np.array([w.floor_factor for w in costs.works])[costs.call]),
             passes=np.array([work.passes for work in costs.works])[costs.call],
+            cached_passes=_cached_passes(costs.works)[costs.call],
             rereads=np.array([work.rereads for work in costs.works])[costs.call],
             cycles=np.array([work.cycles for work in costs.works])[costs.call],
             chain=np.array([work.chain for work in costs.works])[costs.call],
@@ -341,6 +346,11 @@ class KernelFeatures:
         if not gpu.is_nvidia or not self.instructions.any():
             return np.zeros(len(self.instructions))
         return self.instructions / (_LANES * gpu.sm_count * gpu.clock_hz)
+
+    def passes_on(self, gpu: Gpu) -> F64:
+        """Return the number of times that the operator's kernels stream the bytes, float64[n]."""
+        cached = gpu.is_nvidia and (gpu.capability or 0) >= _HOPPER
+        return self.cached_passes if cached else self.passes
 
     def chain_loads(self, gpu: Gpu) -> F64:
         """Return the loads that wait for each other, in loads from the cache, float64[n].
@@ -465,6 +475,7 @@ def kernels_of(works: Sequence[Work], duration_ns: F64) -> KernelFeatures:
         operator_ns=duration_ns,
         floor_share=np.array([work.floor_share for work in works]),
         passes=np.array([work.passes for work in works]),
+        cached_passes=_cached_passes(works),
         rereads=np.array([work.rereads for work in works]),
         cycles=np.array([work.cycles for work in works]),
         chain=np.array([work.chain for work in works]),
@@ -476,6 +487,10 @@ def kernels_of(works: Sequence[Work], duration_ns: F64) -> KernelFeatures:
         reuse=OperandReuse.unknown(count),
         parts=ComponentGemms.of(works),
     )
+
+
+def _cached_passes(works: Sequence[Work]) -> F64:
+    return np.array([work.cached_passes or work.passes for work in works])
 
 
 def _result_bytes(work: Work) -> int:

@@ -77,13 +77,8 @@ def predict_by_roofline(
     """
     count = len(kernels.passes)
     # The roofline of the literature streams each byte once and has no cost per element or row.
-    plain = replace(
-        kernels,
-        passes=np.ones(count),
-        cycles=np.zeros(count),
-        chain=np.zeros(count),
-        tail=np.zeros(count),
-    )
+    once, none = np.ones(count), np.zeros(count)
+    plain = replace(kernels, passes=once, cached_passes=once, cycles=none, chain=none, tail=none)
     predicted_ns, rules = predict_from_datasheet(plain, target, record=record)
     if record is not None:
         durations_ns = kernels.duration_ns
@@ -302,7 +297,7 @@ def datasheet_terms(kernels: KernelFeatures, target: Gpu) -> DatasheetTerms:
     rates = kernels.rates(target)
     rate = rates.sustained
     compute = np.nan_to_num(kernels.flops / rate)
-    streamed = np.nan_to_num(kernels.bytes * kernels.passes) * kernels.s_per_byte(target)
+    streamed = np.nan_to_num(kernels.bytes * kernels.passes_on(target)) * kernels.s_per_byte(target)
     instructions = kernels.instructions_s(target)
     both = (streamed**_SMOOTH + instructions**_SMOOTH) ** (1 / _SMOOTH)
     memory = np.where(instructions > 0, both, streamed)

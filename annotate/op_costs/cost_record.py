@@ -172,6 +172,7 @@ class Work:
         scales: granularity of the scales of 8-bit or 4-bit operands.
         floor_share: shortest such call as a share of the description's launch floor.
         passes: number of times that its kernels stream the bytes.
+        cached_passes: the same where an SM's cache keeps the rows of its blocks; 0: as `passes`.
         rereads: number of times that memory, not the cache, serves them.
         cycles: least SM cycles for its elements.
         chain: loads that wait for each other, see `load_chains`.
@@ -192,6 +193,7 @@ class Work:
     scales: Scales = Scales.TENSOR
     floor_share: float = 1.0
     passes: float = 1.0
+    cached_passes: float = 0.0
     rereads: float = 1.0
     cycles: float = 0.0
     chain: float = 0.0

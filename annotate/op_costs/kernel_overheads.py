@@ -30,6 +30,8 @@ SHARED_ROW_BYTES = 48 * 1024
 opt-in."""
 
 PASSES = {
+    "native_layer_norm": 1.5,
+    "_fused_rms_norm": 1.45,
     "native_layer_norm_backward": 2.7,
     "_fused_rms_norm_backward": 2.7,
     "native_dropout": 1.13,
@@ -37,14 +39,15 @@ PASSES = {
 """Passes over the bytes: time times achievable bandwidth, over the bytes.
 
 Measured on calls of 30 us and more in the shipped database of the H200. Dropout: 1.15 in 16 bits
-and 1.12 in 32, for 67 and 134 million elements on an H100 with torch 2.11 (2026-11-26).
+and 1.12 in 32, for 67 and 134 million elements on an H100 with torch 2.11 (2026-11-26). Layer norm
+reads once for the sums and again for the result: in NeuSight's set it takes 1.53 passes on a V100,
+1.46 on a T4 and 1.35 on an A100 (medians, 32 bits).
 """
 
-# Layer and RMS norms read a row for the sums and again for the result; the SM's cache keeps short
-# rows of all its blocks. Passes over the bytes of rows up to the first length and from the second
-# on, in bytes: an H100 takes 0.97 to 1.09 for rows of 2 to 5 kB, 1.07 to 1.31 for 8 kB, 1.3 for 12
-# kB, 1.4 to 1.5 for 16 kB and 1.45 to 1.55 for 32 kB (2026-11-28-norms-sums-h100). In NeuSight's
-# set a layer norm takes 1.53 passes on a V100, 1.46 on a T4 and 1.35 on an A100 (medians, 32 bits).
+# On a Hopper GPU the SM's cache keeps short rows of all its blocks between the two. Passes over the
+# bytes of rows up to the first length and from the second on, in bytes: an H100 takes 0.97 to 1.09
+# for rows of 2 to 5 kB, 1.07 to 1.31 for 8 kB, 1.3 for 12 kB, 1.4 to 1.5 for 16 kB and 1.45 to 1.55
+# for 32 kB (2026-11-28-norms-sums-h100). A V100 takes 1.6 to 1.7 for 4 to 10 kB.
 _NORMS = ("native_layer_norm", "_fused_rms_norm")
 _CACHED_ROW, _CACHED_PASSES, _REREAD_ROW, _REREAD_PASSES = 4096, 1.05, 16384, 1.45
 
@@ -88,10 +91,7 @@ def passes_of(call: Call) -> float:
     if tensor is None or not tensor.shape:
         return 1.0
     row_bytes = tensor.shape[-1] * tensor.item_bytes
-    if name in _NORMS:
-        share = (row_bytes - _CACHED_ROW) / (_REREAD_ROW - _CACHED_ROW)
-        passes = _CACHED_PASSES + min(max(share, 0.0), 1.0) * (_REREAD_PASSES - _CACHED_PASSES)
-    elif name in _SUMS and shares_outputs(call):
+    if name in _SUMS and shares_outputs(call):
         passes = 1 + _SHARED_ROW_BYTES / max(call.output_numel * tensor.item_bytes, 1)
     elif name in ("_softmax", "_log_softmax"):
         passes = _LONG_SOFTMAX if tensor.shape[-1] > _REGISTER_ROW else 1.0
@@ -100,6 +100,16 @@ def passes_of(call: Call) -> float:
     else:
         passes = _ADDED_IN_16_BITS if name in _ADDS and tensor.item_bytes == 2 else 1.0
     return passes
+
+
+def cached_passes_of(call: Call) -> float:
+    """Return `passes_of` where an SM's cache keeps the rows of its blocks, as on Hopper GPUs."""
+    tensor = call.tensor(0)
+    if call.op not in _NORMS or tensor is None or not tensor.shape:
+        return passes_of(call)
+    row_bytes = tensor.shape[-1] * tensor.item_bytes
+    share = (row_bytes - _CACHED_ROW) / (_REREAD_ROW - _CACHED_ROW)
+    return _CACHED_PASSES + min(max(share, 0.0), 1.0) * (_REREAD_PASSES - _CACHED_PASSES)
 
 
 def rereads_of(call: Call) -> float:

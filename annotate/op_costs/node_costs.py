@@ -25,6 +25,7 @@ from onerank.annotate.op_costs.cost_record import Work
 from onerank.annotate.op_costs.custom_operator_costs import is_registered, registered_work
 from onerank.annotate.op_costs.engine_operators import paged_cache_work, reads_paged_cache
 from onerank.annotate.op_costs.kernel_overheads import (
+    cached_passes_of,
     cycles_of,
     floor_factor_of,
     has_unknown_layout,
@@ -157,6 +158,7 @@ def work_of_call(op: str, call: Call) -> Work:
     return replace(
         work,
         passes=passes,
+        cached_passes=cached_passes_of(call),
         rereads=rereads_of(call),
         cycles=cycles,
         chain=chain,

@@ -225,6 +225,7 @@ def _kernels(times_ns: F64, flops: F64, moved: F64, dtype: str) -> KernelFeature
         operator_ns=times_ns,
         floor_share=np.ones(count),
         passes=np.ones(count),
+        cached_passes=np.ones(count),
         rereads=np.ones(count),
         cycles=np.zeros(count),
         chain=np.zeros(count),

@@ -123,13 +123,13 @@ class _GraphGaps:
 def _kernels_without_gap(graph: Graph) -> int:
     """Return the number of kernels whose predicted time does not contain the gap after it.
 
-    The times of 8-bit GEMMs with scales of rows or blocks, and of experts, from shapes contain it:
-    they are fitted to the time per call of replayed graphs.
+    The times of 8-bit GEMMs with scales of rows or blocks, of experts and of attention from shapes
+    contain it: they are fitted to the time per call of replayed graphs.
     """
     costs = op_costs_of(graph)
     kernels = KernelFeatures.of(graph, costs)
     finely_scaled = kernels.has_narrow_operands & (kernels.scales[kernels.call] != Scales.TENSOR)
     experts = np.isin(kernels.call, kernels.parts.expert_calls)
     from_shapes = graph.nodes.evidence[costs.index] == Evidence.DATASHEET
-    with_gap = (finely_scaled | experts) & from_shapes
+    with_gap = (finely_scaled | experts | kernels.is_fused_attention) & from_shapes
     return int((graph.gpu_compute[costs.index] & ~with_gap).sum())

@@ -8,7 +8,12 @@ from onerank.annotate.models import roofline, scale_measured
 from onerank.annotate.models.features import kernels_of
 from onerank.annotate.models.prediction_terms import Rule
 from onerank.annotate.op_costs.cost_record import Work
-from onerank.annotate.op_costs.kernel_overheads import cycles_of, passes_of, rereads_of
+from onerank.annotate.op_costs.kernel_overheads import (
+    cached_passes_of,
+    cycles_of,
+    passes_of,
+    rereads_of,
+)
 from onerank.annotate.op_costs.node_costs import work_of_call
 from onerank.annotate.op_costs.op_classes import op_class
 from onerank.annotate.op_costs.operands import Call, Tensor
@@ -23,8 +28,7 @@ def call(op: str, *shape: int, item: int = 2, saved: int = 8) -> Call:
 @pytest.mark.parametrize(
     ("made", "passes"),
     [
-        (call("native_layer_norm", 4096, 2048), 1.05),
-        (call("native_layer_norm", 4096, 8192), 1.45),
+        (call("native_layer_norm", 4096, 4096), 1.5),
         (call("native_layer_norm_backward", 4096, 4096), 2.7),
         (call("native_batch_norm", 32, 8, 56, 56), 1.5),
         (call("native_batch_norm", 32, 8, 56, 56, saved=0), 1.0),  # by running sums
@@ -40,6 +44,20 @@ def call(op: str, *shape: int, item: int = 2, saved: int = 8) -> Call:
 )
 def test_passes(made: Call, passes: float):
     assert passes_of(made) == passes
+
+
+def test_a_hopper_gpu_keeps_short_rows_of_norms():
+    passes = [cached_passes_of(call("_fused_rms_norm", 4096, width)) for width in (2048, 8192)]
+    assert passes == [1.05, 1.45]
+    made = call("_fused_rms_norm", 1 << 17, 2048, item=4)
+    work = work_of_call("aten::_fused_rms_norm", made)
+    bytes_moved = [
+        roofline.datasheet_terms(kernels_of([work], np.ones(1)), gpu).memory_s[0]
+        * gpu.bandwidth_bytes_per_s
+        for gpu in map(load_gpu, ("H100", "A100"))
+    ]
+    moved = work.bytes_read + work.bytes_written
+    assert bytes_moved == pytest.approx([moved * (1.05 + 0.4 / 3), moved * 1.45], rel=1e-3)
 
 
 def test_what_the_memory_sees_again():
