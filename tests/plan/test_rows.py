@@ -134,6 +134,35 @@ def test_a_row_is_what_its_commands_give(tmp_path: Path, monkeypatch: pytest.Mon
     check_commands(tmp_path, row)
 
 
+PLAIN = """
+import sys, torch
+model = torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.Linear(512, 512)).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+for _ in range(5):
+    model(torch.randn(int(sys.argv[1]), 512, device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_rows_of_a_script_without_a_transformers_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    pytest.importorskip("plotly")
+    (tmp_path / "own.py").write_text(PLAIN)
+    monkeypatch.chdir(tmp_path)
+    config = OWN.replace("torchrun = true\n", "").replace(
+        '["--replicas", "{dp}", "--batch", "{micro_batch}", "{variant}"]', '["{micro_batch}"]'
+    )
+    config = config.replace('variant = ["", "--wide 2"]', "pp = [1, 2]")
+    config = config.replace('host = "fast.toml"', "")
+    plan = plan_of(tmp_path, config)
+    assert plan["layers"] is None
+    (row,) = plan["fitting"]
+    assert (row["layout"]["pp"], row["layout"]["dp"]) == (1, 4)
+    assert {dropped["code"] for dropped in plan["dropped"]} == {"pp-too-many-stages"}
+
+
 def test_rows_of_a_script_that_distributes_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("plotly")
     (tmp_path / "own.py").write_text(SCRIPT)

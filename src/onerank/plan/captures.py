@@ -143,15 +143,32 @@ def arguments_of(job: PlannedJob, layout: Layout, micro_batches: int) -> tuple[s
 def stage_layers(layers: int, stages: int) -> tuple[int, ...]:
     """Return the layers of each stage: an even split, with the remainder first.
 
+    Args:
+        layers: layers of the model; 0 if not known, and the model then counts as one.
+        stages: stages of the pipeline.
+
     Raises:
         PlanError: there are fewer layers than stages.
     """
+    if not layers and stages == 1:
+        return (1,)
+    if not layers:
+        raise PlanError(
+            f"{stages} stages of a model whose layers cannot be counted: --pp splits the repeated "
+            "layers of transformers models",
+            code="pp-too-many-stages",
+        )
     if layers < stages:
         raise PlanError(
             f"{stages} stages of a model of {layers} layers: {stages - layers} would be empty",
             code="pp-too-many-stages",
         )
     return tuple(layers // stages + (stage < layers % stages) for stage in range(stages))
+
+
+def has_layers(layout: Layout, layers: int) -> bool:
+    """Return whether the model has a layer for each stage; `layers` is as for `stage_layers`."""
+    return layout.stages <= max(layers, 1)
 
 
 def stage_sources(
@@ -324,7 +341,7 @@ def _captures_of(
     captures: dict[StageCapture, None] = {}
     for layout in layouts:
         # Other layouts are refused, with a reason, when they are evaluated.
-        if layout.stages <= layers:
+        if has_layers(layout, layers):
             for source in stage_sources(job, layout, layers, exact=exact):
                 captures |= dict.fromkeys(source.captures)
     return captures

@@ -29,6 +29,7 @@ from onerank.plan.captures import (
     StageSource,
     described,
     group_key,
+    has_layers,
     parse_step,
     stage_sources,
 )
@@ -90,7 +91,7 @@ def plan_evaluations(
     for batch in batches.values():
         keys: dict[str, None] = {}
         for layout in batch:
-            if layout.stages <= layers:
+            if has_layers(layout, layers):
                 for source in stage_sources(job, layout, layers, exact=exact):
                     keys |= dict.fromkeys(key_of[group_key(job, c)] for c in source.captures)
         tasks.append(

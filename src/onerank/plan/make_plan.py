@@ -36,7 +36,8 @@ class Plan:
 
     Attributes:
         config: what was planned.
-        layers: layers of the model; None if its script distributes itself, and is captured whole.
+        layers: layers of the model; None if it is captured whole: its script distributes itself, or
+            builds no transformers model with repeated layers.
         fitting: outcomes that fit into memory, the shortest step first.
         misfits: outcomes that do not, the nearest first.
         dropped: combinations of choices without figures: no layouts of this cluster or this model,
@@ -70,7 +71,8 @@ class PlanRecord:
     Attributes:
         gpu: the cluster's GPU.
         gpus: number of its GPUs.
-        layers: layers of the model; None if its script distributes itself, and is captured whole.
+        layers: layers of the model; None if it is captured whole: its script distributes itself, or
+            builds no transformers model with repeated layers.
         fitting: outcomes that fit into memory, by step time.
         misfits: outcomes that do not, by the bytes that are missing.
         dropped: combinations without figures: no layouts, or ruled out by a misfit.
@@ -140,7 +142,7 @@ def make_plan(config: PlanConfig, store: Store, executor: Executor, progress: Pr
         # A capture with a layout's own number of replicas needs no derivation.
         assert not pending, pending
     plan = replace(
-        sorted_plan(config, None if job.model.torchrun else layers, outcomes, dropped),
+        sorted_plan(config, None if job.model.torchrun else layers or None, outcomes, dropped),
         notes=notes_on_captures(underived),
     )
     check_fits(plan)

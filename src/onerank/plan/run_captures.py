@@ -39,12 +39,21 @@ class CaptureResult(TaskResult):
     refused: dict[str, tuple[str, str]] = msgspec.field(default_factory=dict[str, tuple[str, str]])
 
 
+# Errors of captures with fewer layers, for models that can be captured whole.
+_WITHOUT_LAYERS = ("layers-no-model", "layers-not-repeating")
+
+
 def layers_of(result: CaptureResult) -> int:
     """Return the layers of the model, by the result of the probe.
+
+    0 if the capture finds no layers that it could leave out: the script builds no transformers
+    model, or its layers do not repeat. Such a model is captured whole.
 
     Raises:
         PlanError: the script cannot be captured.
     """
+    if result.refused.get("", ("", ""))[0] in _WITHOUT_LAYERS:
+        return 0
     trace_of(result, "")
     return result.layers
 

@@ -69,7 +69,7 @@ class Task:
             `TaskResult`.
         arguments: its arguments, which pickle. Paths are relative to the plan's directory.
         needs: keys of stored results. The function takes them before its arguments, in a dict by
-            key, decoded as the annotation of its first parameter says.
+            key, decoded as the annotation of its first parameter says; None: it takes no dict.
         amount: what it adds to the progress bar.
     """
 
@@ -77,7 +77,7 @@ class Task:
     label: str
     function: str
     arguments: tuple[Any, ...]
-    needs: tuple[str, ...] = ()
+    needs: tuple[str, ...] | None = None
     amount: int = 1
 
 
@@ -271,7 +271,7 @@ def _call(task: Task, needed: Sequence[bytes]) -> tuple[bytes, bool]:
         needed: encoded results of the keys in `task.needs`.
     """
     function, arguments = _function(task.function), task.arguments
-    if task.needs:
+    if task.needs is not None:
         by_key = zip(task.needs, needed, strict=True)
         arguments = (_needed_results(function, by_key), *arguments)
     result = function(*arguments)
@@ -430,7 +430,7 @@ def _work(run: _Run, connection: "Connection[Any, Any]") -> None:
             error: Exception | None = None
             try:
                 os.chdir(run.directory)
-                needed = [_stored(results, key) for key in task.needs]
+                needed = [_stored(results, key) for key in task.needs or ()]
                 _check_unchanged(run.code)
                 try:
                     result, lasts = _call(task, needed)
@@ -491,10 +491,10 @@ class RayCluster:
         ray = self._connected()
         call = ray.remote(num_cpus=1, max_retries=ATTEMPTS - 1)(_call_on_ray)
         # Put once, because several tasks need the same capture.
-        needs = {key: ray.put(_stored(store, key)) for task in tasks for key in task.needs}
+        needs = {key: ray.put(_stored(store, key)) for task in tasks for key in task.needs or ()}
         waiting: dict[Any, Task] = {}
         for task in tasks:
-            waiting[call.remote(task, _code(), *(needs[key] for key in task.needs))] = task
+            waiting[call.remote(task, _code(), *(needs[key] for key in task.needs or ()))] = task
         while waiting:
             (done, *_), _ = ray.wait([*waiting], num_returns=1)
             task = waiting.pop(done)

@@ -169,9 +169,7 @@ def render_plan(planned: "Plan", rows: int, title: str) -> None:
         ("cluster", f"{cluster.gpus} x {cluster.gpu}, {counted(cluster.nodes, 'node')}"),
         (
             "model",
-            "a script that distributes itself"
-            if planned.layers is None
-            else f"{counted(planned.layers, 'layer')}",
+            "captured whole" if planned.layers is None else f"{counted(planned.layers, 'layer')}",
         ),
     ]
     if common:
