@@ -12,12 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._library import custom_ops, utils
-from torch._subclasses.fake_tensor import (
-    FakeTensor,
-    FakeTensorMode,
-    in_kernel_invocation_manager,
-)
+from torch._subclasses.fake_tensor import FakeTensor
 
+from onerank.capture.fake_tensors import fake_on
 from onerank.capture.no_device.operators import flash_attention_3
 from onerank.capture.no_device.operators.recurrent_layers import (
     packed_sequence,
@@ -261,6 +258,7 @@ class _Result:
         dtype: its dtype.
         device: its fake device.
         shares: index of the call's tensor whose storage it shares; None: a new storage.
+        state: the attributes that torch gave it.
     """
 
     shape: tuple[int, ...]
@@ -269,29 +267,28 @@ class _Result:
     dtype: torch.dtype
     device: torch.device
     shares: int | None
+    state: dict[str, Any]
 
     def build(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return a new tensor for a call with these tensors."""
-        first: Any = next(tensor for tensor in tensors if isinstance(tensor, FakeTensor))
         base = None if self.shares is None else tensors[self.shares]
         if base is not None and torch.is_inference_mode_enabled() and not base.is_inference():
             # In inference mode too a view of such a tensor shares its version counter.
             with torch.inference_mode(mode=False):
-                return self._build(first.fake_mode, base)
-        return self._build(first.fake_mode, base)
+                return self._build(base)
+        return self._build(base)
 
-    def _build(self, mode: FakeTensorMode, base: Tensor | None) -> Tensor:
-        shared = None if base is None else base.untyped_storage()
-        with in_kernel_invocation_manager(mode):
-            if shared is None:
-                result = torch.empty_strided(
+    def _build(self, base: Tensor | None) -> Tensor:
+        with _torch._C._DisableTorchDispatch():
+            if base is None:
+                plain = torch.empty_strided(
                     self.shape, self.stride, dtype=self.dtype, device="meta"
                 )
             else:
                 # Not `torch.empty`: nanotron replaces it while a model is built.
-                result = torch.empty_strided((0,), (1,), dtype=self.dtype, device="meta")
-                result.set_(shared, self.offset, self.shape, self.stride)
-        return FakeTensor(mode, result, self.device)
+                plain = torch.empty_strided((0,), (1,), dtype=self.dtype, device="meta")
+                plain.set_(base.untyped_storage(), self.offset, self.shape, self.stride)
+            return fake_on(plain, self.device, self.state)
 
 
 class RepeatedCalls:
@@ -325,11 +322,14 @@ class RepeatedCalls:
         repeatable = self._repeatable.get(func)
         if repeatable is None:
             repeatable = self._repeatable[func] = _is_repeatable(func)
-        if not repeatable or not tensors:
+        if not repeatable:
             return function(*args, **kwargs)
         try:
-            # The dtype of a division of integers is the default one.
-            key = func, _key(args), _key(kwargs.items()), torch.get_default_dtype()
+            # The dtype of a division of integers is the default one. A factory may name a GPU
+            # without its index.
+            device = None if tensors else torch.cuda.current_device()
+            defaults = torch.get_default_dtype(), device
+            key = func, _key(args), _key(kwargs.items()), *defaults
             known = self._results.get(key)
         except TypeError:  # also of symbolic sizes, which have no hash
             return function(*args, **kwargs)
@@ -372,8 +372,8 @@ def _key(values: Any) -> Any:
         if kind is FakeTensor:
             if value.constant is not None or not _is_plain(value):
                 raise TypeError
-            place = value.stride(), value.storage_offset()
-            parts.append((value.shape, *place, value.dtype, value.fake_device))
+            place = value.stride(), value.storage_offset(), value.fake_device
+            parts.append((value.shape, *place, value.dtype, value.fake_mode))
         elif kind in _PLAIN_VALUES:
             # With its type, because 1, 1.0 and True are equal.
             parts.append((kind, value))
@@ -389,7 +389,7 @@ def _results(tensors: Sequence[Tensor], results: Sequence[Any]) -> tuple[_Result
     storages = [_storage(tensor) for tensor in tensors]
     built: list[_Result] = []
     for result in results:
-        if type(result) is not FakeTensor or not _is_plain(result):
+        if type(result) is not FakeTensor or not _is_plain(result) or result.constant is not None:
             return None
         if result.requires_grad or any(result is tensor for tensor in tensors):
             return None
@@ -410,6 +410,7 @@ def _results(tensors: Sequence[Tensor], results: Sequence[Any]) -> tuple[_Result
                 result.dtype,
                 result.fake_device,
                 shares,
+                dict(vars(result)),
             )
         )
     new = [_storage(r) for r, each in zip(results, built, strict=True) if each.shares is None]

@@ -11,6 +11,7 @@ long as they do not depend on parameters.
 
 import contextlib
 import itertools
+import operator
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -98,6 +99,8 @@ _COMPOSITE = _torch._C.DispatchKey.CompositeExplicitAutograd
 
 _CUDA = _torch._C.DispatchKey.CUDA
 
+_DEVICE = _torch.ops.prim.device.default
+
 _UNRECORDED = ("prim", "inductor")
 
 _DTENSORS = "torch.distributed.tensor"
@@ -124,6 +127,9 @@ _IN_PLACE_OF_AUTOGRAD = ("add", "index_put", "scatter", "scatter_add", "index_ad
 # Functions between the caller of an operator and its record.
 _PASSES_ON = "__torch_dispatch__"
 _BETWEEN = ("onerank.capture.no_device.", "torch._compile", "torch._dynamo.", "torch._ops")
+
+# Composite operators that copy a tensor into a new one.
+_COPIES = ("clone", "_to_copy")
 
 # Above the sequence numbers of autograd: nodes such as AccumulateGrad have the largest integer.
 _UNNUMBERED = 1 << 62
@@ -191,6 +197,7 @@ class FakeOperators(TorchDispatchMode):
         self._sparse = SparseTensors(self, self.launch, self.known, unknown)
         self._schemas: dict[Any, OperatorSchema] = {}
         self._repeated = RepeatedCalls()
+        self._unimplemented: set[Any] = set()  # out-variants without a fake implementation
         self._factories = _Factories()
         self.block_masks = BlockMasks(self.known.get)
         self.count = 0
@@ -204,6 +211,10 @@ class FakeOperators(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
+        # C++ asks for the device, several times in each operator. torch's own answer would be the
+        # meta device, on which fake tensors are.
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].fake_device
         # FakeTensorMode keeps the state of a call in the mode, for one thread at a time.
         with self._lock, self._factories.of_torch():
             self.count += 1
@@ -214,9 +225,6 @@ class FakeOperators(TorchDispatchMode):
     def _dispatch(  # noqa: PLR0911  one line per kind of operator
         self, func: Any, types: Sequence[type], args: Any, kwargs: Any
     ) -> Any:
-        # torch's own answer would be the meta device, on which fake tensors are.
-        if func is _torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
-            return args[0].fake_device
         subclasses = [
             each for each in types if each not in _PLAIN and not issubclass(each, FakeTensor)
         ]
@@ -300,9 +308,9 @@ class FakeOperators(TorchDispatchMode):
         """Run an operator that takes functions: DTensor's random numbers, flex attention."""
         # Around the operator only the generator's state changes.
         if func.name() == "run_dtensor_rng_op":
-            _, _, operator, *rest = args
+            _, _, drawing, *rest = args
             with self:
-                return operator(*rest, **kwargs)
+                return drawing(*rest, **kwargs)
         if func is out_dtype:
             # A matrix product of integers on a GPU runs as `_int_mm`, and a profile shows that.
             with self:
@@ -563,7 +571,7 @@ class FakeOperators(TorchDispatchMode):
         if numbers is None:
             numbers = self.zero_patterns.numbers(call)
         masks = self.zero_patterns.of_results(call) if numbers is None else None
-        result = self._run_parts(call) if schema.is_composite else _FAILED
+        result = self._run_parts(call) if self._has_parts(call) else _FAILED
         # Without results no shape is needed: not all fused optimizers have a fake implementation.
         if result is _FAILED:
             returns = call.func._schema.returns
@@ -578,11 +586,25 @@ class FakeOperators(TorchDispatchMode):
         self._sparse.follow(call, result)
         return result
 
+    def _has_parts(self, call: OperatorCall) -> bool:
+        """Whether the operators that an operator calls run one by one."""
+        if not call.schema.is_composite:
+            return False
+        # Only a recorded step shows the parts of a copy, which allocate nothing but its result.
+        copies = call.schema.base in _COPIES and call.is_fake
+        return self._log.recording or not copies
+
     def _run_on_shapes(self, call: OperatorCall, numbers: Any) -> Any:
         """Return the results of an operator by its fake implementation, or by known numbers."""
         first = call.args[0] if call.args else None
-        if call.schema.writes_first and isinstance(first, FakeTensor) and first.is_cuda:
-            return first  # its shape stays, and its numbers have no meaning
+        if call.schema.writes_first and isinstance(first, FakeTensor):
+            # Its shape stays, and its numbers have no meaning. torch checks other operands.
+            alone = len(call.tensors) == 1 and first.constant is None
+            if alone or is_on_gpu(first):
+                return first
+        given = call.given_results() if call.func in self._unimplemented else ()
+        if given and is_on_gpu(given[0]):
+            return given[0] if len(given) == 1 else given
         name = call.schema.name
         shapes = shapes_of(name.removeprefix("aten::"), call.args)
         try:
@@ -605,6 +627,9 @@ class FakeOperators(TorchDispatchMode):
             if lacks_fake(call.func) or (sparse and isinstance(error, NotImplementedError)):
                 # Inductor calls `_scaled_mm.out`, which has no fake implementation.
                 given = call.given_results() or self._unknown.refuse_operator(name)
+                # Each attempt of torch takes some milliseconds.
+                if call.schema.namespace == "aten" and is_on_gpu(given[0]):
+                    self._unimplemented.add(call.func)
                 return given[0] if len(given) == 1 else given
             raise
 
@@ -664,14 +689,15 @@ class _Factories:
 
     _NAMES = ("empty", "empty_like", "empty_strided", "zeros", "ones", "full", "arange")
     _TORCH: ClassVar = {name: getattr(torch, name) for name in _NAMES}
+    _current = staticmethod(operator.attrgetter(*_NAMES))
 
     def __init__(self) -> None:
-        self._seen: list[Any] = []
+        self._seen: tuple[Any, ...] = ()
         self._replaced: tuple[str, ...] = ()
 
     def of_torch(self) -> contextlib.AbstractContextManager[object]:
         """Return a context in which the functions are torch's."""
-        current = [getattr(torch, name) for name in self._NAMES]
+        current = self._current(torch)
         if current != self._seen:
             self._seen = current
             pairs = zip(self._NAMES, current, strict=True)

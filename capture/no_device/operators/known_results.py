@@ -8,13 +8,16 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._pytree import tree_map_only
 
-from onerank.capture.fake_tensors import KNOWN_ELEMENTS, is_computable, is_small
+from onerank.capture.fake_tensors import KNOWN_ELEMENTS, is_computable, is_small, most_known
 from onerank.capture.no_device.operators.operator_calls import OperatorCall, tensors_in
 from onerank.capture.no_device.operators.router_choices import CHOICES, RouterChoices
 from onerank.capture.no_device.tensor_values import Known, UnknownValues
 
 # Operators that create constants in the shape or the dtype of a tensor.
 _CONSTANTS = frozenset("zeros_like ones_like full_like new_zeros new_ones new_full".split())
+
+# Operators that are given nothing but the sizes of a result, whose dtype has a default.
+_OF_SIZES = ("empty", "zeros", "ones")
 
 
 class KnownResults:
@@ -62,7 +65,7 @@ class KnownResults:
             with unset_fake_temporarily():
                 answer = self._unknown.answer()
                 return torch.full(call.tensors[0].shape, answer, device="cpu")
-        if not known or (not numbers and not _is_small_factory(call.args)):
+        if not known or (not numbers and not _is_small_factory(call)):
             return None
         args, kwargs = tree_map_only(
             Tensor, lambda tensor: numbers[id(tensor)], (call.args, dict(call.kwargs))
@@ -74,7 +77,7 @@ class KnownResults:
 
     def _permutation(self, call: OperatorCall) -> Any:
         """Return a small random permutation, by which scripts shuffle data; None otherwise."""
-        if call.schema.base != "randperm" or not _is_small_factory(call.args):
+        if call.schema.base != "randperm" or not _is_small_factory(call):
             return None
         with unset_fake_temporarily():
             # A generator of the GPU has no state here, and the CPU's is the script's.
@@ -164,13 +167,15 @@ def _run_with_numbers(call: OperatorCall, args: Any, kwargs: dict[str, Any]) -> 
         return () if results is None else results
 
 
-def _is_small_factory(args: Any) -> bool:
+def _is_small_factory(call: OperatorCall) -> bool:
     """Whether the sizes that a factory is given are small, so that its numbers may be computed."""
     total = 1
-    for value in args:
+    for value in call.args:
         if isinstance(value, list | tuple):
             for size in value:
                 total *= size if isinstance(size, int) else KNOWN_ELEMENTS + 1
         elif isinstance(value, int) and not isinstance(value, bool):
             total = max(total, value)
+    if call.schema.base in _OF_SIZES:
+        return total <= most_known(call.kwargs.get("dtype") or torch.get_default_dtype())
     return total <= KNOWN_ELEMENTS

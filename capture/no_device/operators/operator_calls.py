@@ -160,6 +160,14 @@ class OperatorCall:
     tensors: tuple[Tensor, ...]
 
     @property
+    def is_fake(self) -> bool:
+        """Whether all its tensors are fake and dense."""
+        return all(
+            isinstance(tensor, FakeTensor) and tensor.layout == torch.strided
+            for tensor in self.tensors
+        )
+
+    @property
     def operands(self) -> list[Any]:
         """All arguments in the schema's order, defaults included."""
         rest = self.schema.arguments[len(self.args) :]

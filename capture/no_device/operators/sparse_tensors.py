@@ -68,8 +68,9 @@ class SparseTensors:
         """
         if base == "sparse_mask" and len(args) == 2 and not are_sparse(args[:1]):
             return self._taken if args[1].sparse_dim() == 1 else None
-        runs = {"_coalesce": self._coalesced, "add_": self._add, "clone": self._clone}
-        return runs[base] if base in runs and are_sparse(args[:2]) else None
+        if base not in ("_coalesce", "add_", "clone") or not are_sparse(args[:2]):
+            return None
+        return {"_coalesce": self._coalesced, "add_": self._add, "clone": self._clone}[base]
 
     def follow(self, call: OperatorCall, result: Any) -> None:
         """Keep the numbers of indices that a new sparse tensor takes or that an operator reads."""
