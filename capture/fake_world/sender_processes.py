@@ -7,8 +7,9 @@ knows these values. So a child process runs the script as the sending rank, up t
 rank itself waits for a message, it pauses while another child runs the script as its sender. The
 captured rank reports its own messages.
 
-Each missing message costs one run of the script, and no run may start in a timed step. So the
-messages of the second step are reused in every later step.
+A child pauses at the send until another message of its rank is missing, so each rank runs once, and
+no further than its last message that is needed. No run may go on in a timed step. So the messages
+of the second step are reused in every later step.
 """
 
 import contextlib
@@ -19,10 +20,11 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 from onerank.capture.fake_world.call_log import Address
 from onerank.capture.fake_world.message_payloads import LEARNED_STEPS, MessageRequest, RunAsRank
@@ -42,17 +44,6 @@ _FORK = multiprocessing.get_context("fork")
 _OUTPUT_TAIL = 1500  # characters of a failed sender's output that its error repeats
 
 
-@dataclass
-class _MessageLog:
-    """Pickled messages that are known so far, by (sender, address), in sending order."""
-
-    sent: dict[tuple[int, Address], list[bytes]] = field(default_factory=dict[Any, Any])
-
-    def find(self, request: MessageRequest) -> bytes | None:
-        messages = self.sent.get((request.src, request.to), [])
-        return messages[request.index] if request.index < len(messages) else None
-
-
 def _serve_at(server_end: Connection, client_end: Connection, run_as_rank: RunAsRank) -> NoReturn:
     # While this process keeps the client's end open, it gets no end-of-file from the client.
     client_end.close()
@@ -63,22 +54,20 @@ def answer_requests(connection: Connection, run_as_rank: RunAsRank) -> NoReturn:
     """Answer the message requests of the captured rank until it closes the connection."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     indexed = False
-    senders: list[Any] = []
+    senders = _Senders(run_as_rank)
 
     def leave(*_: object) -> NoReturn:
-        for sender in senders:
-            sender.kill()
+        senders.kill()
         _exit(0)
 
     signal.signal(signal.SIGTERM, leave)
-    log = _MessageLog()
     # Each sender is a fork of this process.
     with frozen_objects(), contextlib.suppress(EOFError, OSError):
         while True:
             request = connection.recv()
             if not isinstance(request, MessageRequest):
                 src, to, message = request
-                log.sent.setdefault((src, to), []).append(message)
+                senders.log(src, {to: [message]})
                 continue
             if not indexed:
                 # A search in each sender would copy the pages of all modules. Most scripts request
@@ -86,104 +75,146 @@ def answer_requests(connection: Connection, run_as_rank: RunAsRank) -> NoReturn:
                 index_bindings()
                 indexed = True
             try:
-                message = _resolve(
-                    request, log, run_as_rank, senders, [], captured=request.receiver
-                )
-                connection.send(message)
+                connection.send(senders.resolve(request, []))
             except CaptureError as error:
                 # Text, which the receiver distinguishes from the bytes of a message.
                 connection.send(str(error))
     leave()
 
 
-def _resolve(
-    request: MessageRequest,
-    log: _MessageLog,
-    run_as_rank: RunAsRank,
-    senders: list[Any],
-    waiting: list[MessageRequest],
-    *,
-    captured: int,
-) -> bytes:
-    """Return a message; for an unknown one, run the script as its sender."""
-    message = log.find(request)
-    if message is not None:
-        return message
-    if request in waiting or request.src == captured:
-        raise CaptureError(
-            f"rank {request.receiver} waits for rank {request.src}, which waits for rank "
-            f"{request.receiver}",
-            code="sender-cycle",
-        )
+@dataclass(frozen=True)
+class _Report:
+    """What a sender has sent since its last report, and why it stops.
 
-    def resolve(needs: MessageRequest) -> bytes:
-        return _resolve(needs, log, run_as_rank, senders, [*waiting, request], captured=captured)
-
-    _run_sender(request, log, run_as_rank, senders, resolve)
-    message = log.find(request)
-    if message is None:
-        raise CaptureError(
-            f"rank {request.src} ran to its end without sending them",
-            code="sender-sent-nothing",
-        )
-    return message
-
-
-def _run_sender(
-    request: MessageRequest,
-    log: _MessageLog,
-    run_as_rank: RunAsRank,
-    senders: list[Any],
-    resolve: Callable[[MessageRequest], bytes],
-) -> None:
-    """Run the script as the sender in a child, and log what it sends.
-
-    The child waits for the messages that it lacks. So each stage of a pipeline runs once, however
-    many stages there are before it.
+    Attributes:
+        sent: messages by address, in sending order.
+        needs: message that it waits for; None if it sent the requested one, or ended.
+        ended: whether its process ends.
     """
-    connection, of_child = _FORK.Pipe()
-    with tempfile.TemporaryFile() as output:
-        child = _FORK.Process(
-            target=_run_as_sender, args=(request, log, run_as_rank, of_child, output.fileno())
-        )
-        child.start()
-        senders.append(child)
-        of_child.close()
+
+    sent: dict[Address, list[bytes]]
+    needs: MessageRequest | None = None
+    ended: bool = False
+
+
+@dataclass(frozen=True)
+class _Sender:
+    """A child that runs the script as a rank, with its standard output and error in a file."""
+
+    process: Any
+    connection: Connection
+    output: IO[bytes]
+
+    def close(self) -> None:
+        """Wait for the end of the child."""
+        self.connection.close()
+        self.process.join()
+        self.output.close()
+
+
+class _Senders:
+    """The ranks whose messages were requested, each in a child, and the messages known so far.
+
+    Args:
+        run_as_rank: runs the script as a rank.
+    """
+
+    def __init__(self, run_as_rank: RunAsRank) -> None:
+        self._run_as_rank = run_as_rank
+        self._sent: dict[tuple[int, Address], list[bytes]] = {}
+        self._senders: dict[int, _Sender] = {}
+        self._ended: set[int] = set()
+
+    def log(self, src: int, sent: Mapping[Address, list[bytes]]) -> None:
+        """Add pickled messages of a rank, in sending order."""
+        for to, messages in sent.items():
+            self._sent.setdefault((src, to), []).extend(messages)
+
+    def resolve(self, request: MessageRequest, waiting: Sequence[MessageRequest]) -> bytes:
+        """Return a message; for an unknown one, run the script as its sender.
+
+        Args:
+            request: of the captured rank, or of the last sender of `waiting`.
+            waiting: requests to whose senders the message is missing; the first is of the captured
+                rank.
+
+        Raises:
+            CaptureError: the message is never sent, or its sender fails.
+        """
+        message = self._find(request)
+        if message is not None:
+            return message
+        captured = (waiting[0] if waiting else request).receiver
+        if request.src in (captured, *(each.src for each in waiting)):
+            raise CaptureError(
+                f"rank {request.receiver} waits for rank {request.src}, which waits for rank "
+                f"{request.receiver}",
+                code="sender-cycle",
+            )
+        if request.src not in self._ended:
+            self._run(request, waiting)
+        message = self._find(request)
+        if message is None:
+            raise CaptureError(
+                f"rank {request.src} ran to its end without sending them",
+                code="sender-sent-nothing",
+            )
+        return message
+
+    def kill(self) -> None:
+        """End all children."""
+        for sender in self._senders.values():
+            sender.process.kill()
+        for sender in self._senders.values():
+            sender.process.join()
+
+    def _find(self, request: MessageRequest) -> bytes | None:
+        messages = self._sent.get((request.src, request.to), [])
+        return messages[request.index] if request.index < len(messages) else None
+
+    def _run(self, request: MessageRequest, waiting: Sequence[MessageRequest]) -> None:
+        """Run a sender until it has sent a message or has ended; give it what it waits for."""
+        sender = self._senders.get(request.src)
+        runs = sender is not None
+        if sender is None:
+            sender = self._senders[request.src] = self._started(request)
         try:
-            needs = _log_report(connection, request.src, log)
-            while needs is not None:
-                connection.send(resolve(needs))
-                needs = _log_report(connection, request.src, log)
-        except EOFError:
-            output.seek(0)
-            tail = output.read().decode(errors="replace").strip()[-_OUTPUT_TAIL:]
+            if runs:
+                sender.connection.send(request)
+            while True:
+                report: _Report = sender.connection.recv()
+                self.log(request.src, report.sent)
+                if report.needs is None:
+                    break
+                sender.connection.send(self.resolve(report.needs, [*waiting, request]))
+            if report.ended:
+                self._ended.add(request.src)
+                self._senders.pop(request.src).close()
+        except (EOFError, OSError):
+            sender.output.seek(0)
+            tail = sender.output.read().decode(errors="replace").strip()[-_OUTPUT_TAIL:]
+            self._senders.pop(request.src).close()
             raise CaptureError(
                 f"as rank {request.src} it failed:\n{tail}", code="sender-failed"
             ) from None
         except CaptureError:
-            child.kill()  # it waits for a message that never arrives
+            sender.process.kill()  # it waits for a message that never arrives
+            self._senders.pop(request.src).close()
             raise
-        finally:
-            connection.close()
-            child.join()
-            senders.remove(child)
 
-
-def _log_report(connection: Connection, src: int, log: _MessageLog) -> MessageRequest | None:
-    """Log the messages that a sender reports; return the one it waits for."""
-    sent, needs = connection.recv()
-    for to, messages in sent.items():
-        # Each run repeats the messages of earlier runs, so the longest list has them all.
-        log.sent[src, to] = max(log.sent.get((src, to), []), messages, key=len)
-    return needs
+    def _started(self, request: MessageRequest) -> _Sender:
+        connection, of_child = _FORK.Pipe()
+        output = tempfile.TemporaryFile()  # noqa: SIM115  open as long as the child runs
+        process = _FORK.Process(
+            target=_run_as_sender, args=(request, self._run_as_rank, of_child, output.fileno())
+        )
+        process.start()
+        of_child.close()
+        return _Sender(process, connection, output)
 
 
 def _run_as_sender(
-    request: MessageRequest,
-    log: _MessageLog,
-    run_as_rank: RunAsRank,
-    report: Connection,
-    output: int,
+    request: MessageRequest, run_as_rank: RunAsRank, reports: Connection, output: int
 ) -> NoReturn:
     """Run the script as a rank with its output in file descriptor `output`, report, and exit."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -192,13 +223,11 @@ def _run_as_sender(
     # The parent's replacements of the streams, inherited by the fork, do not work in this process.
     sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    messages = _SenderMessages(request, log, report)
+    messages = _SenderMessages(request, reports)
     try:
         run_as_rank(request.src, messages)
         messages.leave()
     except BaseException:  # noqa: BLE001  its traceback becomes the parent's error message
-        if messages.reached:
-            messages.leave()
         traceback.print_exc()
         sys.stderr.flush()
         sys.stdout.flush()
@@ -206,64 +235,49 @@ def _run_as_sender(
 
 
 class _SenderMessages:
-    """Messages of an absent rank, which runs until it sends the requested one.
-
-    A run goes on until the channel has twice as many messages as were known before it, so that the
-    number of runs grows with the logarithm of the number of messages. It ends after the last step
-    that is learned.
-    """
+    """Messages of an absent rank, which runs until it sends the requested one."""
 
     collects_sends = True
 
-    def __init__(self, request: MessageRequest, log: _MessageLog, report: Connection) -> None:
+    def __init__(self, request: MessageRequest, reports: Connection) -> None:
         self._request = request
-        self._log = log
-        self._report = report
-        self._sent: dict[Address, list[bytes]] = {}
-        self._received: dict[tuple[int, Address], int] = {}  # messages so far
-        self._steps = 0
-
-    @property
-    def reached(self) -> bool:
-        """Whether the requested message has been sent."""
-        return len(self._sent.get(self._request.to, [])) > self._request.index
+        self._reports = reports
+        self._sent: dict[Address, list[bytes]] = {}  # since the last report
+        self._sent_counts: Counter[Address] = Counter()
+        self._received: Counter[tuple[int, Address]] = Counter()
 
     def next_step(self) -> None:
-        """Count a step; end the process after the last step that is learned."""
-        self._steps += 1
-        if self._steps >= LEARNED_STEPS and self.reached:
-            self.leave()
+        """Do nothing: a step of an absent rank ends like any other code."""
 
     def send(self, to: Address, objects: list[Any]) -> None:
-        """Log a message; end the process once the channel has twice the known messages."""
-        messages = self._sent.setdefault(to, [])
-        messages.append(pickle.dumps(objects))
-        if to == self._request.to and len(messages) > 2 * self._request.index:
-            self.leave()
+        """Log a message; after the requested one, wait for the next request."""
+        self._sent.setdefault(to, []).append(pickle.dumps(objects))
+        self._sent_counts[to] += 1
+        if self._sent_counts[self._request.to] > self._request.index:
+            self._report()
+            self._request = self._reports.recv()
 
     def receive(self, src: int, to: Address | None = None) -> list[Any]:
-        """Return a message; wait for an unknown one, or end if the requested one has been sent."""
+        """Return a message, for which this process may have to wait."""
         rank = self._request.src
         channel = src, rank if to is None else to
-        needs = MessageRequest(*channel, self._received.get(channel, 0), rank)
-        self._received[channel] = needs.index + 1
-        message = self._log.find(needs)
-        if message is None:
-            if self.reached:
-                self.leave()
-            self._report.send((self._sent, needs))
-            message = self._report.recv()
-        return pickle.loads(message)
+        self._report(MessageRequest(*channel, self._received[channel], rank))
+        self._received[channel] += 1
+        return pickle.loads(self._reports.recv())
 
     def skip(self, src: int, to: Address) -> None:
         """Count a message whose content is not needed."""
-        self._received[src, to] = self._received.get((src, to), 0) + 1
+        self._received[src, to] += 1
 
     def leave(self) -> NoReturn:
         """Report the sent messages, and end this process."""
-        self._report.send((self._sent, None))
-        self._report.close()
+        self._report(ended=True)
+        self._reports.close()
         _exit(0)
+
+    def _report(self, needs: MessageRequest | None = None, *, ended: bool = False) -> None:
+        self._reports.send(_Report(self._sent, needs, ended))
+        self._sent = {}
 
 
 class SenderProcesses:
@@ -310,6 +324,7 @@ class SenderProcesses:
         elif self._steps == LEARNED_STEPS:
             for channel, start in self._in_step.items():
                 del self._received[channel][:start]
+            self._connection.close()  # no message is requested from here on: the senders end
         if self._steps >= LEARNED_STEPS:
             self._in_step = {}
 

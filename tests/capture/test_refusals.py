@@ -340,12 +340,16 @@ def test_a_machine_that_runs_no_fake_cuda_tensors(monkeypatch: pytest.MonkeyPatc
 REQUEST = MessageRequest(src=1, to=0, index=0, receiver=0)
 
 
-@pytest.mark.parametrize(("captured", "code"), [(1, "sender-cycle"), (0, "sender-sent-nothing")])
-def test_senders_that_never_send(captured: int, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sender_processes, "_run_sender", lambda *_: ({}, None))
-    log = sender_processes._MessageLog()
+@pytest.mark.parametrize(
+    ("waiting", "code"),
+    [([MessageRequest(0, 1, 0, 1)], "sender-cycle"), ([], "sender-sent-nothing")],
+)
+def test_senders_that_never_send(
+    waiting: list[MessageRequest], code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sender_processes._Senders, "_run", lambda *_: None)
     with raises_code(code, naming="rank 1"):
-        sender_processes._resolve(REQUEST, log, None, [], [], captured=captured)  # type: ignore[arg-type]
+        sender_processes._Senders(lambda *_: None).resolve(REQUEST, waiting)
 
 
 def test_a_message_more_than_in_the_step_that_repeats() -> None:

@@ -62,7 +62,7 @@ SCRIPT = """
 """
 
 # Runs the script under each schedule as each rank of three; prints what its second step
-# communicates. A fourth rank would add another pair of neighbours and twice the runs of senders.
+# communicates, and which other ranks ran. A fourth rank would add another pair of neighbours.
 ALL_RANKS = """
     import collections, json, sys
     from pathlib import Path
@@ -81,8 +81,13 @@ ALL_RANKS = """
     for schedule in schedules:
         for rank in range(3):
             options = Options(pp=3, rank=rank)
-            run = sender_runner(script, [schedule], options)
-            messages = SenderProcesses(rank, run, lambda _: None)
+            run, runs = sender_runner(script, [schedule], options), Path("runs")
+            runs.write_text("")
+            def noted(sender, messages):
+                with runs.open("a") as file:
+                    print(sender, file=file)
+                run(sender, messages)
+            messages = SenderProcesses(rank, noted, lambda _: None)
             with messages.ready():
                 recorder = Recorder(rank, 3, messages)
                 recorder.start()
@@ -96,7 +101,8 @@ ALL_RANKS = """
                 recorder.stop()
             calls = recorder.calls[steps[0]:]
             counts = collections.Counter((call.collective, call.peer, call.bytes) for call in calls)
-            print(json.dumps([schedule, rank, sorted(map(list, counts.items()))]))
+            senders = sorted(map(int, runs.read_text().split()))
+            print(json.dumps([schedule, rank, sorted(map(list, counts.items())), senders]))
 """
 
 STATES = 2 * 12 * 24 * 4  # bytes of one micro-batch's hidden states
@@ -132,18 +138,20 @@ def write(directory: Path, steps: int) -> Path:
 
 @pytest.fixture(scope="module")
 def exchanged(tmp_path_factory):
-    """What a step communicates, by schedule and rank."""
+    """What a step communicates, and the ranks that ran as senders, by schedule and rank."""
     script = write(tmp_path_factory.mktemp("pipelining"), steps=2)
     done = run_code(textwrap.dedent(ALL_RANKS), script, *SCHEDULES)
     assert done.returncode == 0, done.stderr
     lines = map(json.loads, done.stdout.splitlines())
-    return {(schedule, rank): counts for schedule, rank, counts in lines}
+    return {(schedule, rank): (counts, senders) for schedule, rank, counts, senders in lines}
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_first_middle_and_last_rank(exchanged, schedule, rank):
-    assert exchanged[schedule, rank] == SCHEDULES[schedule][rank]
+    counts, senders = exchanged[schedule, rank]
+    assert counts == SCHEDULES[schedule][rank]
+    assert senders == sorted({0, 1, 2} - {rank})  # each ran once
 
 
 def test_a_middle_rank_is_captured(tmp_path):
