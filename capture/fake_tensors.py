@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils import _python_dispatch
 
 _modes: Any = _python_dispatch
-_private: Any = torch._C  # its names have no types
+_torch: Any = torch  # private names have no types
 
 
 def is_fake(tensor: Tensor) -> bool:
@@ -98,7 +98,7 @@ def is_zero(tensor: Tensor) -> bool:
     return hasattr(tensor, _ZERO) if isinstance(tensor, FakeTensor) else not tensor.any()
 
 
-_subclass_of: Any = _private.TensorBase._make_subclass
+_subclass_of: Any = _torch._C.TensorBase._make_subclass
 
 
 def fake_on(plain: Tensor, device: torch.device, state: Mapping[str, Any]) -> Tensor:
@@ -113,9 +113,9 @@ def fake_on(plain: Tensor, device: torch.device, state: Mapping[str, Any]) -> Te
         FakeTensor, plain, False, dispatch_device=True, device_for_backend_keys=device
     )
     if state["fake_mode"]._allow_unsafe_data_ptr_access:
-        _private._set_warn_deprecated_on_mutable_data_ptr(fake)
+        _torch._C._set_warn_deprecated_on_mutable_data_ptr(fake)
     else:
-        _private._set_throw_on_mutable_data_ptr(fake)
+        _torch._C._set_throw_on_mutable_data_ptr(fake)
     vars(fake).update(state)
     return fake
 

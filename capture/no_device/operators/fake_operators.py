@@ -596,15 +596,8 @@ class FakeOperators(TorchDispatchMode):
 
     def _run_on_shapes(self, call: OperatorCall, numbers: Any) -> Any:
         """Return the results of an operator by its fake implementation, or by known numbers."""
-        first = call.args[0] if call.args else None
-        if call.schema.writes_first and isinstance(first, FakeTensor):
-            # Its shape stays, and its numbers have no meaning. torch checks other operands.
-            alone = len(call.tensors) == 1 and first.constant is None
-            if alone or is_on_gpu(first):
-                return first
-        given = call.given_results() if call.func in self._unimplemented else ()
-        if given and is_on_gpu(given[0]):
-            return given[0] if len(given) == 1 else given
+        if (result := self._given(call)) is not None:
+            return result
         name = call.schema.name
         shapes = shapes_of(name.removeprefix("aten::"), call.args)
         try:
@@ -632,6 +625,18 @@ class FakeOperators(TorchDispatchMode):
                     self._unimplemented.add(call.func)
                 return given[0] if len(given) == 1 else given
             raise
+
+    def _given(self, call: OperatorCall) -> Any:
+        """Return the results that an operator is given to write; None if torch has to infer any."""
+        first = call.args[0] if call.args else None
+        if call.schema.writes_first and isinstance(first, FakeTensor):
+            # Its shape stays, and its numbers have no meaning. torch checks other operands.
+            alone = len(call.tensors) == 1 and first.constant is None
+            return first if alone or is_on_gpu(first) else None
+        given = call.given_results() if call.func in self._unimplemented else ()
+        if not given or not is_on_gpu(given[0]):
+            return None
+        return given[0] if len(given) == 1 else given
 
     def _emulate(self, emulation: Callable[..., Any], call: OperatorCall) -> Any:
         """Emulate a communication call: known numbers move, and no operator is recorded."""
