@@ -397,24 +397,37 @@ def main() -> None:
             print_several_nodes(on_several, folder)
 
 
-def print_one_node(rows: Sequence[Row], folder: Path) -> None:
-    """Print predictions of what vTrain simulates."""
-    graphs: dict[tuple[int, ...], Graph] = {}
-    for row in rows:
-        hidden, heads, sequence, size, tp = shape_of(row.job)
-        if shape_of(row.job) not in graphs:
-            job = Job(hidden, heads, 0, sequence, size, 0, tp, recompute="none")
-            graph = captured(job, folder, layers=1, extra=("--vtrain",))
-            graphs[shape_of(row.job)] = onerank.recost(graph, GPU)
-    launches = {shape: launches_of(graph) for shape, graph in graphs.items()}
+@dataclass(frozen=True)
+class Predictor:
+    """Predicts vTrain's iterations from captures of one layer.
 
-    def predicted(rows: Iterable[Row], host: float, end: int | None = None) -> list[float]:
+    Attributes:
+        graphs: shape of a job -> its re-costed capture.
+        launches: shape of a job -> the launches of that capture.
+    """
+
+    graphs: Mapping[tuple[int, ...], Graph]
+    launches: Mapping[tuple[int, ...], Launches]
+
+    @classmethod
+    def of(cls, rows: Sequence[Row], folder: Path) -> "Predictor":
+        """Capture the shapes of some rows, on shapes alone."""
+        graphs: dict[tuple[int, ...], Graph] = {}
+        for row in rows:
+            hidden, heads, sequence, size, tp = shape_of(row.job)
+            if shape_of(row.job) not in graphs:
+                job = Job(hidden, heads, 0, sequence, size, 0, tp, recompute="none")
+                graph = captured(job, folder, layers=1, extra=("--vtrain",))
+                graphs[shape_of(row.job)] = onerank.recost(graph, GPU)
+        return cls(graphs, {shape: launches_of(graph) for shape, graph in graphs.items()})
+
+    def times_ms(self, rows: Iterable[Row], host: float, end: int | None = None) -> list[float]:
         """Predict rows; at an end of their 80% interval, the host's and the kernels' combined."""
         middle, by_host, by_kernels = {}, {}, {}
-        for shape, step in launches.items():
+        for shape, step in self.launches.items():
             middle[shape] = profile_of(step, host=host)
             if end is not None:
-                details = graphs[shape].job.annotations[-1].details
+                details = self.graphs[shape].job.annotations[-1].details
                 kernels = details["interval"][end] / step.duration_ns.sum()
                 by_host[shape] = profile_of(step, host=host * details["host_interval"][end])
                 by_kernels[shape] = profile_of(step, host=host, kernels=kernels)
@@ -429,40 +442,44 @@ def print_one_node(rows: Sequence[Row], folder: Path) -> None:
             times.append(ns / 1e6)
         return times
 
-    choosing = [row for row in rows if row.job.hidden == CHOSEN_ON]
-    if choosing:
-        factors = np.arange(1.0, 2.55, 0.1).round(1).tolist()
-        best = min(factors, key=lambda factor: mean_error(predicted(choosing, factor), choosing))
-        print(
-            f"best factor on the typical host for hidden {CHOSEN_ON}: {best}; used: {PROFILED_HOST}"
-        )
-
-    def by_launches(rows: Iterable[Row], launch_ns: float) -> list[float]:
+    def long_launches_ms(self, rows: Iterable[Row], launch_ns: float) -> list[float]:
         """Predict rows of a profiler that makes each launch longer."""
         profiles = {
             shape: profile_of(step, host=1.0, launch_ns=launch_ns, zeros=ZEROS)
-            for shape, step in launches.items()
+            for shape, step in self.launches.items()
         }
         return [vtrain_ns(row.job, profiles[shape_of(row.job)]) / 1e6 for row in rows]
 
-    if choosing:
-        tried = range(0, 65_000, 5_000)
-        best = min(tried, key=lambda ns: mean_error(by_launches(choosing, ns), choosing))
-        print(f"best time of a launch under the profiler for hidden {CHOSEN_ON}: {best / 1e3:.0f} "
-              f"us; used: {PROFILED_LAUNCH_NS / 1e3:.0f} us")  # fmt: skip
-    long_launches = by_launches(rows, PROFILED_LAUNCH_NS)
+
+def print_choices(predictor: Predictor, choosing: Sequence[Row]) -> None:
+    """Print the host factor and the time of a launch that fit some rows best, and those used."""
+    factors = np.arange(1.0, 2.55, 0.1).round(1).tolist()
+    best = min(factors, key=lambda f: mean_error(predictor.times_ms(choosing, f), choosing))
+    print(f"best factor on the typical host for hidden {CHOSEN_ON}: {best}; used: {PROFILED_HOST}")
+    tried = range(0, 65_000, 5_000)
+    best = min(tried, key=lambda ns: mean_error(predictor.long_launches_ms(choosing, ns), choosing))
+    print(f"best time of a launch under the profiler for hidden {CHOSEN_ON}: {best / 1e3:.0f} us; "
+          f"used: {PROFILED_LAUNCH_NS / 1e3:.0f} us")  # fmt: skip
+
+
+def print_one_node(rows: Sequence[Row], folder: Path) -> None:
+    """Print predictions of what vTrain simulates."""
+    predictor = Predictor.of(rows, folder)
+    if choosing := [row for row in rows if row.job.hidden == CHOSEN_ON]:
+        print_choices(predictor, choosing)
     cases = {
-        "kernels only": predicted(rows, 0.0),
-        "longer launches, zeros": long_launches,
-        "typical host": predicted(rows, 1.0),
-        "typical host, factor": predicted(rows, PROFILED_HOST),
+        "kernels only": predictor.times_ms(rows, 0.0),
+        "longer launches, zeros": predictor.long_launches_ms(rows, PROFILED_LAUNCH_NS),
+        "typical host": predictor.times_ms(rows, 1.0),
+        "typical host, factor": predictor.times_ms(rows, PROFILED_HOST),
     }
+    launches = predictor.launches
     print_cases(cases, rows)
     print_large_kernels({name: cases[name] for name in list(cases)[1:]}, rows, launches)
     profiles = {shape: profile_of(step, host=PROFILED_HOST) for shape, step in launches.items()}
     layer_ns = {shape: sum(profile.layer) for shape, profile in profiles.items()}
     print_ranks_by_cause(cases["typical host, factor"], rows, layer_ns)
-    low, high = (predicted(rows, PROFILED_HOST, end) for end in (0, 1))
+    low, high = (predictor.times_ms(rows, PROFILED_HOST, end) for end in (0, 1))
     held = sum(a <= row.measured_ms <= b for a, row, b in zip(low, rows, high, strict=True))
     print(f"{held} of {len(rows)} in the 80% interval")
 

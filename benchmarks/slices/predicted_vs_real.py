@@ -66,69 +66,96 @@ class Form:
     windows: tuple[str, ...] = WINDOWS
 
 
-def forms(n: int, *, tiny: bool) -> dict[str, Form]:
-    """Return the forms for `n` GPUs, the most informative first."""
+@dataclass(frozen=True)
+class _Sizes:
+    """Models for `n` GPUs, and their forms; `tiny` ones run on a CPU."""
 
-    def shaped(shape: str, layers: int, seq: int) -> list[str]:
+    n: int
+    tiny: bool
+
+    def shaped(self, shape: str, layers: int, seq: int) -> list[str]:
+        """Return the arguments of a script for a model."""
         small = ["--layers", str(layers), "--seq", "32"]
         large = ["--shape", shape, "--layers", str(layers), "--seq", str(seq)]
         # The windows end the script.
-        return [*(small if tiny else large), "--batch", "1", "--steps", "200"]
+        return [*(small if self.tiny else large), "--batch", "1", "--steps", "200"]
 
-    llama, long = shaped("8b", 4, 4096), shaped("8b", 4, 16384)
-    deep = shaped("8b", (2 if tiny else 4) * n, 4096)
-    mixtral = shaped("8x7b", 1 if tiny else 2, 4096)
+    @property
+    def llama(self) -> list[str]:
+        """Four layers of Llama."""
+        return self.shaped("8b", 4, 4096)
 
-    def symmetric(script: str, shape: list[str], *options: str) -> Form:
+    @property
+    def deep(self) -> list[str]:
+        """A Llama with four layers for each GPU."""
+        return self.shaped("8b", (2 if self.tiny else 4) * self.n, 4096)
+
+    def symmetric(self, script: str, shape: list[str], *options: str) -> Form:
         """Return a form whose ranks all do the same work."""
         run = [script, *options, "--", *shape]
-        return Form(run, run, range(n))
+        return Form(run, run, range(self.n))
 
-    def parallel(sizes: str, shape: list[str], *arguments: str) -> Form:
+    def parallel(self, sizes: str, shape: list[str], *arguments: str) -> Form:
         """Return a form of a script that uses torch's own parallelism."""
         run = ["../benchmarks/jobs/llama_parallel.py", *sizes.split(), "--", *shape, *arguments]
         windows = LONG_STEPS if "--pp" in arguments else WINDOWS
-        return Form(run, run, range(n), one_job=True, windows=windows)
+        return Form(run, run, range(self.n), one_job=True, windows=windows)
 
-    def piped(*args: str) -> list[str]:
-        script_options = ["--micro-batches", str(MICRO_BATCHES), *args]
-        return ["train_llama_pp.py", "--pp", str(n), "--", *deep, *script_options]
+    def piped(self, *args: str) -> list[str]:
+        """Return the real job of a pipeline."""
+        options = ["--micro-batches", str(MICRO_BATCHES), *args]
+        return ["train_llama_pp.py", "--pp", str(self.n), "--", *self.deep, *options]
 
-    def stages(chunks: int) -> list[str]:
-        return ["train_llama.py", "--pp", str(n * chunks), "--", *deep, "--accumulate", "3"]
+    def stages(self, chunks: int) -> list[str]:
+        """Return the slices of a pipeline with `chunks` stages of each rank."""
+        pp = ("--pp", str(self.n * chunks))
+        return ["train_llama.py", *pp, "--", *self.deep, "--accumulate", "3"]
 
-    tp, fsdp = ("--tp", str(n)), ("--dp", str(n), "--fsdp")
-    recomputed = [*llama, "--mixed", "--recompute", "--compile"]
-    one_axis = {
-        "sp": symmetric("train_llama.py", llama, *tp, "--sp"),
-        "fsdp": symmetric("train_llama.py", llama, *fsdp),
-        "pp-interleaved": Form(
-            *(piped("--chunks", "2"), stages(2), range(2 * n), "interleaved:2"),
-            windows=LONG_STEPS,
-        ),
-        "ep": symmetric("train_mixtral.py", mixtral, "--ep", str(n)),
-        "cp": symmetric("train_llama.py", llama, "--cp", str(n)),
-        "fsdp-compiled": symmetric("train_llama_fsdp.py", recomputed, "--dp", str(n)),
-        "sp-16k": symmetric("train_llama.py", long, *tp, "--sp"),
-        "fsdp-16k": symmetric("train_llama.py", long, *fsdp),
-        "cp-16k": symmetric("train_llama.py", long, "--cp", str(n)),
-        "pp-1f1b": Form(piped(), stages(1), range(n), "1f1b", windows=LONG_STEPS),
-        "tp": symmetric("train_llama.py", llama, *tp),
-        "ddp": symmetric("train_llama.py", llama, "--dp", str(n)),
-        "pp-gpipe": Form(piped("--schedule", "gpipe"), "pp-1f1b", range(n), "gpipe"),
-        "pp-script": Form("pp-1f1b", piped(), range(n), one_job=True, windows=LONG_STEPS),
-    }
+
+def forms(n: int, *, tiny: bool) -> dict[str, Form]:
+    """Return the forms for `n` GPUs, the most informative first."""
+    by = _Sizes(n, tiny)
+    one_axis = _forms_of_one_axis(by)
     if n < 4:
         return one_axis
-    half = n // 2
-    two_axes = {
-        "tp-dp": symmetric("train_llama.py", llama, "--tp", str(half), "--dp", "2"),
-        "hsdp": parallel(f"--dp {n}", llama, "--shard", str(half)),
-        "tp-pp": parallel(
-            *(f"--tp {half} --pp 2", shaped("8b", 4 if tiny else 8, 4096)),
-            *("--tp", str(half), "--pp", "2"),
+    first = ("sp", "fsdp")
+    return {name: one_axis[name] for name in first} | _forms_of_several_axes(by) | one_axis
+
+
+def _forms_of_one_axis(by: _Sizes) -> dict[str, Form]:
+    n, llama, long = by.n, by.llama, by.shaped("8b", 4, 16384)
+    mixtral = by.shaped("8x7b", 1 if by.tiny else 2, 4096)
+    tp, fsdp = ("--tp", str(n)), ("--dp", str(n), "--fsdp")
+    recomputed = [*llama, "--mixed", "--recompute", "--compile"]
+    return {
+        "sp": by.symmetric("train_llama.py", llama, *tp, "--sp"),
+        "fsdp": by.symmetric("train_llama.py", llama, *fsdp),
+        "pp-interleaved": Form(
+            *(by.piped("--chunks", "2"), by.stages(2), range(2 * n), "interleaved:2"),
+            windows=LONG_STEPS,
         ),
-        "tp-fsdp-compiled": parallel(
+        "ep": by.symmetric("train_mixtral.py", mixtral, "--ep", str(n)),
+        "cp": by.symmetric("train_llama.py", llama, "--cp", str(n)),
+        "fsdp-compiled": by.symmetric("train_llama_fsdp.py", recomputed, "--dp", str(n)),
+        "sp-16k": by.symmetric("train_llama.py", long, *tp, "--sp"),
+        "fsdp-16k": by.symmetric("train_llama.py", long, *fsdp),
+        "cp-16k": by.symmetric("train_llama.py", long, "--cp", str(n)),
+        "pp-1f1b": Form(by.piped(), by.stages(1), range(n), "1f1b", windows=LONG_STEPS),
+        "tp": by.symmetric("train_llama.py", llama, *tp),
+        "ddp": by.symmetric("train_llama.py", llama, "--dp", str(n)),
+        "pp-gpipe": Form(by.piped("--schedule", "gpipe"), "pp-1f1b", range(n), "gpipe"),
+        "pp-script": Form("pp-1f1b", by.piped(), range(n), one_job=True, windows=LONG_STEPS),
+    }
+
+
+def _forms_of_several_axes(by: _Sizes) -> dict[str, Form]:
+    n, llama, half = by.n, by.llama, by.n // 2
+    pipelined = by.shaped("8b", 4 if by.tiny else 8, 4096)
+    several = {
+        "tp-dp": by.symmetric("train_llama.py", llama, "--tp", str(half), "--dp", "2"),
+        "hsdp": by.parallel(f"--dp {n}", llama, "--shard", str(half)),
+        "tp-pp": by.parallel(f"--tp {half} --pp 2", pipelined, *("--tp", str(half), "--pp", "2")),
+        "tp-fsdp-compiled": by.parallel(
             f"--tp {half} --dp 2",
             llama,
             *("--tp", str(half), "--shard", "2", "--recompute", "--compile"),
@@ -136,12 +163,12 @@ def forms(n: int, *, tiny: bool) -> dict[str, Form]:
     }
     if n >= 8:
         quarter = n // 4
-        two_axes["tp-pp-dp"] = parallel(
-            *(f"--tp {quarter} --pp 2 --dp 2", shaped("8b", 4 if tiny else 8, 4096)),
+        several["tp-pp-dp"] = by.parallel(
+            f"--tp {quarter} --pp 2 --dp 2",
+            pipelined,
             *("--tp", str(quarter), "--pp", "2", "--shard", "2"),
         )
-    first = ("sp", "fsdp")
-    return {name: one_axis[name] for name in first} | two_axes | one_axis
+    return several
 
 
 def torchtitan_forms(n: int, checkout: Path, work: Path) -> dict[str, Form]:
