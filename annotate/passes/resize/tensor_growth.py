@@ -17,17 +17,16 @@ import numpy.typing as npt
 
 from onerank.annotate.op_costs.op_classes import OpClass, op_class
 from onerank.annotate.op_costs.operands import Call, Tensor, flatten
-from onerank.annotate.passes.resize.operand_growth import NEED_VALUES
-from onerank.annotate.passes.resize.propagate import (
-    INTEGERS,
+from onerank.annotate.passes.resize.input_growth import INTEGERS
+from onerank.annotate.passes.resize.propagate import Propagator, Sides
+from onerank.annotate.passes.resize.result_growth import NEED_VALUES
+from onerank.annotate.passes.resize.size_change import Powers, Sizing
+from onerank.annotate.passes.resize.storage_growth import (
     CallInstance,
     CallSignature,
-    Propagator,
-    Sides,
     StorageGrowth,
     TensorRef,
 )
-from onerank.annotate.passes.resize.size_change import Powers, Sizing
 from onerank.annotate.passes.tensor_locations import (
     UNKNOWN_STORAGE,
     TensorAccesses,

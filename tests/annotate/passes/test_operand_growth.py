@@ -1,14 +1,9 @@
 """Growth of the results of single operators."""
 
 from onerank.annotate.op_costs.operands import Call, Tensor
-from onerank.annotate.passes.resize.operand_growth import NEED_VALUES, RULES, infer_powers
-from onerank.annotate.passes.resize.propagate import (
-    CallInstance,
-    CallSignature,
-    StorageGrowth,
-    Storages,
-    input_growth,
-)
+from onerank.annotate.passes.resize.input_growth import input_growth
+from onerank.annotate.passes.resize.operand_growth import infer_powers
+from onerank.annotate.passes.resize.result_growth import NEED_VALUES, RULES
 from onerank.annotate.passes.resize.size_change import (
     BATCH,
     CONSTANT,
@@ -18,6 +13,12 @@ from onerank.annotate.passes.resize.size_change import (
     Change,
     Sizing,
     readings,
+)
+from onerank.annotate.passes.resize.storage_growth import (
+    CallInstance,
+    CallSignature,
+    StorageGrowth,
+    Storages,
 )
 from onerank.annotate.passes.tensor_locations import TensorLocation
 
