@@ -232,8 +232,8 @@ class Coefficients(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         errors: kind of prediction -> its errors.
         datasheet_errors: the same for a target whose description has only datasheet figures (see
             `Gpu.by_datasheet`); kinds without an entry use `errors`.
-        shared_in_steps: architecture -> class of kernels -> standard deviation, in ln, of the part
-            of the errors from shapes that the kernels of a class share in a served step.
+        shared_in_steps: GPU -> class of kernels -> standard deviation, in ln, of the part of the
+            errors from shapes that the kernels of a class share in a served step.
     """
 
     provenance: dict[str, str]

@@ -38,7 +38,7 @@ of a tile's epilogue:
 
 The grouped GEMMs of experts in inference engines do not hide it either. Rows of different experts
 share no tile, so a tile of an expert with few tokens is mostly empty. torch's grouped GEMMs hide
-it, and have a time of each wave instead.
+it, and have times of the start and of each wave instead (`ExposedTimes`).
 
 Misaligned GEMMs are slower from Ampere on. With a vocabulary of 50257 in 16 bits, rows of logits
 start at any even byte, but kernels of the GPU's generation need 16-byte alignment. Libraries then
@@ -318,7 +318,7 @@ class _TilingTimes(NamedTuple):
         read: operands from memory.
         write: results to memory.
         split: dividing the inner size among SMs.
-        wave: what no wave of tiles hides.
+        exposed: what no tile hides.
     """
 
     body: F64
@@ -327,7 +327,7 @@ class _TilingTimes(NamedTuple):
     read: F64
     write: F64
     split: F64
-    wave: F64
+    exposed: F64
 
 
 class _GemmTerms(NamedTuple):
@@ -351,9 +351,9 @@ class _GemmTerms(NamedTuple):
         """Return the time of GEMM `i` as a term: its fastest tiling, times the mean over that."""
         on, fastest = f"on {self.gpu}", int(self.tilings.body[i].argmin())
         times = self.tilings._asdict()
-        compute, cache, read, write, split, wave = (
+        compute, cache, read, write, split, exposed = (
             float(np.broadcast_to(times[name], self.tilings.body.shape)[i, fastest])
-            for name in ("compute", "cache", "read", "write", "split", "wave")
+            for name in ("compute", "cache", "read", "write", "split", "exposed")
         )
         body = norm(
             self.c.write_overlap,
@@ -368,8 +368,9 @@ class _GemmTerms(NamedTuple):
         if split:
             note = f"dividing the inner size among SMs {on}"
             body = total(body, quantity("split", split, note=note))
-        if wave:
-            body = total(body, quantity("wave", wave, note=f"before each wave of tiles {on}"))
+        if exposed:
+            note = f"before the first tile and each wave of tiles {on}"
+            body = total(body, quantity("exposed", exposed, note=note))
         note = f"of the tilings that libraries pick over the fastest {on}"
         tilings = factor(float(self.body_ns[i]) / body.value, "tilings", note)
         floor = quantity("floor", self.floor_ns, note=f"launch floor {on}")
@@ -457,9 +458,17 @@ def _tiling_times(
     read, write = _memory_ns(gemms, run, c)
     body = p_norm(c.overlap, compute, cache, read)
     split_ns = np.where(gemms.split > 1, c.split_ns, 0.0)
-    wave_ns = np.ceil(gemms.tiles / run.gpu.sm_count) * (0.0 if kernel is None else kernel.wave_ns)
-    body = p_norm(c.write_overlap, body, write) + split_ns + wave_ns
-    return _TilingTimes(body, compute, cache, read, write, split_ns, wave_ns)
+    exposed_ns = _exposed_ns(gemms, run.gpu, kernel)
+    body = p_norm(c.write_overlap, body, write) + split_ns + exposed_ns
+    return _TilingTimes(body, compute, cache, read, write, split_ns, exposed_ns)
+
+
+def _exposed_ns(gemms: _TiledGemms, gpu: Gpu, kernel: TileKernel | None) -> F64:
+    """Return the time that no tile hides."""
+    if kernel is None or kernel.exposed is None:
+        return np.zeros_like(gemms.tiles)
+    times, waves = kernel.exposed, np.ceil(gemms.tiles / gpu.sm_count)
+    return times.start + times.step * gemms.steps + times.wave * waves
 
 
 def _compute_ns(gemms: _TiledGemms, run: GemmTarget, c: GemmCoefficients) -> F64:

@@ -691,10 +691,10 @@ def _shared(target: Gpu, c: Coefficients) -> F64:
 
     The errors of a left-out die family also contain what the fit knows about a GPU of a family that
     it has seen. Where whole steps were measured, the part that a class of kernels shares is at most
-    that of the steps. A description with a figure outside those of the fitted GPUs is another GPU.
+    that of the steps. With overridden figures outside the range of the fit it is another GPU.
     """
     shared = _widened("shared", target, c)
-    of_class = c.shared_in_steps.get(target.architecture)
+    of_class = c.shared_in_steps.get(target.board)
     if of_class is None or target.by_datasheet or distance_from_fitted(target, c):
         return shared
     for kind, name in _IN_STEPS.items():
