@@ -99,7 +99,9 @@ def _mamba_scan(call: Call) -> Work | None:
     chunks = ceil(t / chunk)
     of_token = 2 * chunk * s * groups + h * p * (4 * s + chunk)
     work = _with_state(matmul_work(call, x, n * chunks * chunk * of_token), state)
-    return _streamed(work, _mamba_kernels(call), 0.0)
+    heads = n * t * h
+    cycles = heads * (p * (2 * s + chunk) / _SCAN_FLOPS_PER_CYCLE + _SCORE_CYCLES * chunk / 2)
+    return replace(_streamed(work, _mamba_kernels(call), 0.0), cycles=cycles)
 
 
 def _selective_state_update(call: Call) -> Work | None:
@@ -216,6 +218,12 @@ _TRANSPOSED = 5.8
 # before, of which the cache serves a part, and the output.
 _STATES, _PASSING, _SCAN = 1.2, 0.8, 1.5
 
+# The kernels that multiply: FLOPs of an SM in a cycle and cycles of each score of a head in the
+# scan of the chunks, and FLOPs in the time of a byte in that of their states. From the scan above
+# (chunks of 128, heads of 64, states of 128), which its bytes limit as well, and from Falcon-H1's
+# (chunks of 256, heads of 128, states of 256; 2026-11-28-serving-blind-4-h100), which they do not.
+_SCAN_FLOPS_PER_CYCLE, _SCORE_CYCLES, _STATE_FLOPS_PER_BYTE = 604.0, 0.48, 34.5
+
 
 class ChunkKernel(NamedTuple):
     """A kernel of a chunked scan.
@@ -300,7 +308,10 @@ def _mamba_kernels(call: Call) -> Sequence[ChunkKernel]:
         ChunkKernel("_chunk_cumsum_fwd_kernel", dt.nbytes + 2 * steps, _CUMSUM),
         ChunkKernel(
             "_chunk_state_fwd_kernel",
-            round(_STATES * (x.nbytes + b.nbytes + 2 * steps + states)),
+            max(
+                round(_STATES * (x.nbytes + b.nbytes + 2 * steps + states)),
+                round(2 * n * t * h * p * s / _STATE_FLOPS_PER_BYTE),
+            ),
             1.0,
         ),
         ChunkKernel("_state_passing_fwd_kernel", round(_PASSING * 2 * states), 1.0),

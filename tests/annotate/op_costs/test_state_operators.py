@@ -52,24 +52,30 @@ def test_times_of_the_delta_rule_on_an_h100():
     assert np.abs(errors).mean() < 0.08
 
 
-# The same of mamba_ssm's scan, with 128 heads of 64, 8 groups and states of 128, by sequences and
-# tokens.
+# The same of mamba_ssm's scan: heads and their size, groups, size of states and of chunks; then by
+# sequences and tokens. The second is Falcon-H1's (2026-11-28-serving-blind-4-h100).
 MEASURED_SCANS = {
-    (1, 64): 19.2, (1, 256): 33.6, (1, 1024): 95.0, (1, 4096): 341.2, (1, 16384): 1321.5,
-    (16, 256): 390.0,
+    (128, 64, 8, 128, 128): {
+        (1, 64): 19.2, (1, 256): 33.6, (1, 1024): 95.0, (1, 4096): 341.2, (1, 16384): 1321.5,
+        (16, 256): 390.0,
+    },
+    (24, 128, 1, 256, 256): {(1, 2048): 103.5, (1, 512): 35.8},
 }  # fmt: skip
 
 
-def test_times_of_mamba_2_on_an_h100():
+@pytest.mark.parametrize("sizes", MEASURED_SCANS, ids=str)
+def test_times_of_mamba_2_on_an_h100(sizes: tuple[int, int, int, int, int]):
     h100, op, errors = load_gpu("H100"), "onerank_serving::mamba_chunk_scan", list[float]()
-    for (n, t), measured_us in MEASURED_SCANS.items():
-        x, b, state = [n, t, 128, 64], [n, t, 8, 128], [n, 128, 64, 128]
+    heads, size, groups, of_state, chunk = sizes
+    for (n, t), measured_us in MEASURED_SCANS[sizes].items():
+        x, b, state = [n, t, heads, size], [n, t, groups, of_state], [n, heads, size, of_state]
+        of_heads = [[n, t, heads], [heads], b, b, [heads], [heads]]
         call = Call.parse(
             "mamba_chunk_scan",
-            (json.dumps([x, [n, t, 128], [128], b, b, [128], [128], state, []]),
+            (json.dumps([x, *of_heads, state, []]),
              json.dumps([BF16, BF16, F32, BF16, BF16, BF16, F32, F32, "Int"])),
             (json.dumps([x, state]), json.dumps([BF16, F32])),
-            json.dumps([*[None] * 8, 128]), "",
+            json.dumps([*[None] * 8, chunk]), "",
         )  # fmt: skip
         kernel_ns, _ = predict_from_datasheet(
             kernels_of([work_of_call(op, call)], np.zeros(1)), h100
