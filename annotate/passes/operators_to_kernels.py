@@ -178,7 +178,8 @@ class OperatorsToKernels:
         changed[index] |= other_kind
         rows = np.flatnonzero(changed[owner])
         which = template[owner[rows]] + rows - first[owner[rows]]
-        nodes = _with_launches(graph, owner, rows, templates, which, target_as_described)
+        new = _NewLaunches(rows, owner[rows], templates, which)
+        nodes = _with_launches(graph, owner, new, target_as_described)
         edges = _chained(graph, first, first + counts - 1, rows, owner)
         expanded = replace(graph, nodes=nodes, edges=edges)
         return _noted(graph, expanded, len(index), int(launches.sum()), target)
@@ -261,23 +262,45 @@ def _floor_ns(op: str, launch: Launch, target: Gpu) -> float:
     return floors * target.launch_floor_ns
 
 
-def _with_launches(  # noqa: PLR0917
-    graph: Graph, owner: I64, rows: I64, templates: _Templates, which: I64, target: Gpu
-) -> Nodes:
+@dataclass(frozen=True, slots=True)
+class _NewLaunches:
+    """The r new nodes of operators whose node changes.
+
+    Attributes:
+        rows: their positions among all new nodes, int64[r].
+        operator: the operator of each, int64[r]; those of one operator are adjacent.
+        templates: launches of the distinct calls.
+        which: position of each among the templates' launches, int64[r].
+    """
+
+    rows: I64
+    operator: I64
+    templates: _Templates
+    which: I64
+
+    @property
+    def share(self) -> F64:
+        """Share of the operator's work of each; 0 for helpers, float64[r]."""
+        return self.templates.share[self.which]
+
+    @property
+    def main(self) -> Mask:
+        """Which is the first of its operator that does a part of the work, bool[r]."""
+        return _first_of_each(self.operator, self.share > 0)
+
+
+def _with_launches(graph: Graph, owner: I64, new: _NewLaunches, target: Gpu) -> Nodes:
     """Return the nodes of all launches.
 
     Args:
         graph: with one node per operator.
         owner: the operator of each new node, int64[m].
-        rows: new nodes of operators with several launches, int64[r].
-        templates: launches of the distinct calls.
-        which: their position among the templates' launches, int64[r].
+        new: the nodes that differ from those of their operators.
         target: where they run.
     """
     nodes = graph.nodes.take(owner)
-    of_rows = owner[rows]
-    share = templates.share[which]
-    main = _first_of_each(of_rows, share > 0)
+    rows, templates, which = new.rows, new.templates, new.which
+    share, main = new.share, new.main
     changed: dict[str, npt.NDArray[Any]] = {
         spec.name: getattr(nodes, spec.name).copy()
         for spec in fields(Nodes)
@@ -297,18 +320,18 @@ def _with_launches(  # noqa: PLR0917
     # A helper with the operands of attention would count as one more call of it.
     for name in _OPERANDS:
         changed[name][rows[share == 0]] = empty
-    _divide_operands(changed, graph, rows, of_rows, templates, which)
-    _divide_work(changed, rows, of_rows, share, templates.written[which])
-    duration_ns = _durations(graph, of_rows, share, templates.helper_ns[which], target)
-    before_ns = graph.nodes.duration_ns[of_rows].astype(np.float64)
+    _divide_operands(changed, graph, new)
+    _divide_work(changed, new)
+    duration_ns = _durations(graph, new, target)
+    before_ns = graph.nodes.duration_ns[new.operator].astype(np.float64)
     for name in ("p10_ns", "p90_ns"):
-        bound = getattr(graph.nodes, name)[of_rows]
+        bound = getattr(graph.nodes, name)[new.operator]
         scaled = bound * np.divide(
             duration_ns, before_ns, out=np.zeros(len(rows)), where=before_ns > 0
         )
         changed[name][rows] = np.where(bound == UNKNOWN, UNKNOWN, np.rint(scaled))
     changed["duration_ns"][rows] = _rounded_parts(
-        of_rows, main, duration_ns, graph.nodes.duration_ns
+        new.operator, main, duration_ns, graph.nodes.duration_ns
     )
     # A helper's time follows from the description, even if that of its operator was looked up.
     changed["evidence"][rows[share == 0]] = Evidence.DATASHEET
@@ -345,23 +368,17 @@ def _first_of_each(group: I64, chosen: Mask) -> Mask:
     return first
 
 
-def _divide_operands(  # noqa: PLR0917
-    columns: dict[str, npt.NDArray[Any]],
-    graph: Graph,
-    rows: I64,
-    group: I64,
-    templates: _Templates,
-    which: I64,
-) -> None:
+def _divide_operands(columns: dict[str, npt.NDArray[Any]], graph: Graph, new: _NewLaunches) -> None:
     """Give each launch of an operator on lists of tensors the tensors that it takes.
 
     An optimizer of a 70B model has 27,000 launches; with the whole lists each would take 90 kB.
     """
-    is_piece = np.array([bool(pieces) for pieces in templates.pieces], dtype=bool)[which]
+    templates, operator = new.templates, new.operator
+    is_piece = np.array([bool(pieces) for pieces in templates.pieces], dtype=bool)[new.which]
     places = np.flatnonzero(is_piece)
-    starts = np.flatnonzero(np.diff(group[places], prepend=-1))
+    starts = np.flatnonzero(np.diff(operator[places], prepend=-1))
     for of_operator in np.split(places, starts[1:]) if len(places) else ():
-        owner, template = int(group[of_operator[0]]), which[of_operator]
+        owner, template = int(operator[of_operator[0]]), new.which[of_operator]
         texts = {name: graph.strings[int(getattr(graph.nodes, name)[owner])] for name in _OPERANDS}
         # An operator within the call, such as `mul` of `_foreach_mul`, takes single tensors.
         divided = operands_of_launches(
@@ -370,13 +387,13 @@ def _divide_operands(  # noqa: PLR0917
             in_lists=int(templates.texts["op"][template[0]]) < 0,
         )
         for name, of_launches in divided.items():
-            columns[name][rows[of_operator]] = graph.strings.encode(of_launches)
+            columns[name][new.rows[of_operator]] = graph.strings.encode(of_launches)
 
 
-def _divide_work(
-    columns: dict[str, npt.NDArray[Any]], rows: I64, group: I64, share: F64, written: I64
-) -> None:
-    """Divide FLOPs and bytes of each group by its shares, exactly in sum."""
+def _divide_work(columns: dict[str, npt.NDArray[Any]], new: _NewLaunches) -> None:
+    """Divide FLOPs and bytes of each operator by the shares of its launches, exactly in sum."""
+    rows, group, share = new.rows, new.operator, new.share
+    written = new.templates.written[new.which]
     for name in ("flops", "bytes_read", "bytes_written"):
         total = columns[name][rows].astype(np.int64)
         fixed = np.minimum(written, total) if name == "bytes_written" else np.zeros_like(written)
@@ -408,8 +425,9 @@ def _exact(group: I64, share: F64, parts: F64, total: I64) -> I64:
     return whole
 
 
-def _durations(graph: Graph, group: I64, share: F64, helper_ns: F64, target: Gpu) -> F64:
-    """Return the time of each launch in ns, float64[r]; each group's sum is its operator's time."""
+def _durations(graph: Graph, new: _NewLaunches, target: Gpu) -> F64:
+    """Return the time of each launch in ns, float64[r]; they sum to their operators' times."""
+    group, share, helper_ns = new.operator, new.share, new.templates.helper_ns[new.which]
     total_ns = graph.nodes.duration_ns[group].astype(np.float64)
     classes = np.zeros(len(graph), dtype=np.uint8)
     distinct = np.unique(group)

@@ -294,7 +294,8 @@ def _compare(
     starts, total = dict[str, int](), 1
     for name, parameter in whole_model.named_parameters():
         starts[name], total = total, total + parameter.numel()
-    slices = _run_slices(whole_model, starts, (batch, keywords), world, options, progress)
+    call = (batch, keywords)
+    slices = _run_slices(whole_model, starts, call, world=world, options=options, progress=progress)
     progress("the whole model")
     reference = copy.deepcopy(whole_model)
     routing = parse_routing(options.moe_routing)
@@ -330,10 +331,11 @@ def _compare(
     return rows, notes
 
 
-def _run_slices(  # noqa: PLR0917
+def _run_slices(
     whole_model: nn.Module,
     starts: dict[str, int],
     call: tuple[Any, Any],
+    *,
     world: World,
     options: Options,
     progress: Progress,

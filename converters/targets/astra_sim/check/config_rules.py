@@ -132,7 +132,8 @@ def check_custom_algorithms(
         ranks = max((use.ranks for use in uses if use.collective == collective), default=0)
         paths = as_list(system.values.get(f"{key}-custom")) or []
         for path in paths if len(paths) == 1 else []:
-            _require_custom(directory, system, f"{key}-custom", path, ranks, report)
+            if missing := _missing_traces(directory, path, ranks):
+                report.add("algorithms", system.file, None, f"{key}-custom is {missing}")
     per_node = system.values.get(_PER_NODE_ALGORITHMS)
     if not isinstance(per_node, str):
         return
@@ -143,20 +144,18 @@ def check_custom_algorithms(
         report.add("algorithms", system.file, None, message)
     ranks = max((use.ranks for use in uses), default=0)
     for path in sorted(set((paths_by_node or {}).values())):
-        _require_custom(directory, system, _PER_NODE_ALGORITHMS, path, min(ranks, 1), report)
+        if missing := _missing_traces(directory, path, min(ranks, 1)):
+            report.add("algorithms", system.file, None, f"{_PER_NODE_ALGORITHMS} is {missing}")
 
 
 _PER_NODE_ALGORITHMS = "per-node-custom-implementation"
 
 
-def _require_custom(  # noqa: PLR0917
-    directory: Path, system: System, key: str, path: object, ranks: int, report: Report
-) -> None:
+def _missing_traces(directory: Path, path: object, ranks: int) -> str:
+    """Return which trace of a custom algorithm is missing; "" for none."""
     names = [f"{path}.{rank}.et" for rank in range(ranks)]
     missing = [name for name in names if not (directory / name).is_file()]
-    if missing:
-        message = f"{key} is {shown(path)}, and there is no {missing[0]}: ASTRA-sim ends"
-        report.add("algorithms", system.file, None, message)
+    return f"{shown(path)}, and there is no {missing[0]}: ASTRA-sim ends" if missing else ""
 
 
 def check_algorithms(
