@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -95,10 +95,9 @@ def swap_kernels(
     """
     costs, features, predicted_ns, rules, changed, notes = predicted
     if model.resolves_kernels:
-        predicted_ns = _carry_by_named_kernel(graph, predicted, gpus, passes.attention, record)
-        predicted_ns, changed, notes = _swap_attention(
-            graph, costs, predicted_ns, gpus, passes.attention, record
-        )
+        swap = _AttentionSwap(*gpus, passes.attention, record)
+        predicted_ns = _carry_by_named_kernel(graph, predicted, swap)
+        predicted_ns, changed, notes = _swap_attention(graph, costs, predicted_ns, swap)
         # A measured time of another kernel is no longer as measured.
         is_measured = membership_mask(rules, [Rule.SAME_GPU, Rule.MEASURED_WITH_OVERRIDES])
         rules = np.where(changed & is_measured, np.uint8(Rule.ATTENTION_TILES), rules)
@@ -225,13 +224,28 @@ def other_kernel_term(
     return total(floor, product(above, factor(by_kernel, "kernel", note)), name="attention")
 
 
-def _carry_by_named_kernel(
-    graph: Graph,
-    predicted: ComputePrediction,
-    gpus: tuple[Gpu, Gpu],
-    requested: str,
-    record: TermRecord | None,
-) -> F64:
+@dataclass(frozen=True, slots=True)
+class _AttentionSwap:
+    """From which kernels of attention to which.
+
+    Attributes:
+        source: GPU that was measured.
+        target: GPU to predict.
+        requested: the attention kernel that is requested of the target.
+        record: terms of the predictions, updated in place; None to record none.
+    """
+
+    source: Gpu
+    target: Gpu
+    requested: str
+    record: TermRecord | None
+
+    def resolve(self, family: str) -> Resolution:
+        """Return the kernel that runs on the target instead of one of `family`."""
+        return resolve(family, self.source, self.target, self.requested)
+
+
+def _carry_by_named_kernel(graph: Graph, predicted: ComputePrediction, swap: _AttentionSwap) -> F64:
     """Return times in which measured attention of few queries scales by its own kernel's model.
 
     The cost model scales it by the tiles of an average kernel. Where the same kernel runs on both
@@ -242,11 +256,9 @@ def _carry_by_named_kernel(
     Args:
         graph: as captured.
         predicted: for kernels as captured.
-        gpus: source and target.
-        requested: the attention kernel that is requested of the target.
-        record: terms of the predictions, updated in place; None to record none.
+        swap: the GPUs and the request.
     """
-    source, target = gpus
+    source, target = swap.source, swap.target
     costs, kernels, before_ns, rules, *_ = predicted
     shapes = kernels.attention[kernels.call]
     by_tiles = membership_mask(rules, OF_ATTENTION) & (kernels.duration_ns > 0)
@@ -255,7 +267,7 @@ def _carry_by_named_kernel(
     families = np.array([family_of(name) for name in names])
     carried_ns = before_ns.copy()
     for family in sorted({*families.tolist()} - {""}):
-        if resolve(family, source, target, requested).runs != family:
+        if swap.resolve(family).runs != family:
             continue
         of_family = rows[families == family]
         decodes = of_family[has_few_queries(shapes[of_family])]
@@ -269,13 +281,13 @@ def _carry_by_named_kernel(
         ):
             if not len(calls):
                 continue
-            here, there = (terms_on(gpu, shapes[calls]) for gpu in gpus)
+            here, there = (terms_on(gpu, shapes[calls]) for gpu in (source, target))
             if here is None or there is None:
                 continue
             measured_ns = kernels.duration_ns[calls]
             carried_ns[calls] = measured_ns * there.predicted_ns / here.predicted_ns
-            if record is not None:
-                record.update(
+            if swap.record is not None:
+                swap.record.update(
                     calls,
                     lambda i, _, now=measured_ns, h=here, t=there: _by_kernel_term(
                         float(now[i]), h.term(i, source.name), t.term(i, target.name)
@@ -289,26 +301,18 @@ def _by_kernel_term(measured_ns: float, here: Term, there: Term) -> Term:
     return product(quantity("measured", measured_ns), quotient(there, here), name="by kernel")
 
 
-def _swap_attention(  # noqa: PLR0917
-    graph: Graph,
-    costs: OpCosts,
-    predicted_ns: F64,
-    gpus: tuple[Gpu, Gpu],
-    requested: str,
-    record: TermRecord | None = None,
+def _swap_attention(
+    graph: Graph, costs: OpCosts, predicted_ns: F64, swap: _AttentionSwap
 ) -> tuple[F64, Mask, tuple[Note, ...]]:
     """Return times with the target's attention kernels, which nodes changed, and notes.
 
     A note names a kernel that becomes another one, or that was requested.
     """
-    source, target = gpus
     names, name_index = np.unique(graph.nodes.name[costs.index], return_inverse=True)
     families = [family_of(graph.strings[int(code)]) for code in names]
-    resolutions = {
-        family: resolve(family, source, target, requested) for family in sorted({*families} - {""})
-    }
+    resolutions = {family: swap.resolve(family) for family in sorted({*families} - {""})}
     per_name = [resolutions.get(name, UNRESOLVED) for name in families]
-    share = attention_share(source, target, shipped())
+    share = attention_share(swap.source, swap.target, shipped())
     backward = np.array(
         [w.attention.backward if w.attention else 0 for w in costs.works], dtype=bool
     )
@@ -318,11 +322,11 @@ def _swap_attention(  # noqa: PLR0917
         np.array([resolution.forward_with(share) for resolution in per_name])[name_index],
     )
     # The launch floor does not depend on the kernel: only the time above it changes.
-    above = np.maximum(predicted_ns - target.launch_floor_ns, 0)
+    above = np.maximum(predicted_ns - swap.target.launch_floor_ns, 0)
     swapped = predicted_ns + above * (by_kernel - 1)
-    if record is not None:
+    if swap.record is not None:
         every = slice(0, len(swapped))
-        record.update(
+        swap.record.update(
             every,
             lambda i, root: other_kernel_term(
                 root, above[i], by_kernel[i], per_name[int(name_index[i])]
@@ -333,37 +337,32 @@ def _swap_attention(  # noqa: PLR0917
     for count, family in zip(occurrences.tolist(), families, strict=True):
         if family:
             counts[family] += count
-    notes = _swap_notes(resolutions, counts, gpus, requested)
+    notes = _swap_notes(resolutions, counts, swap)
     return swapped, swapped != predicted_ns, tuple(notes)
 
 
 def _swap_notes(
-    resolutions: Mapping[str, Resolution],
-    counts: Mapping[str, int],
-    gpus: tuple[Gpu, Gpu],
-    requested: str,
+    resolutions: Mapping[str, Resolution], counts: Mapping[str, int], swap: _AttentionSwap
 ) -> Iterator[Note]:
     """Yield a note for each family of attention kernels that becomes another or was requested.
 
     Args:
         resolutions: family -> the kernel that runs on the target instead.
         counts: family -> its nodes.
-        gpus: source and target.
-        requested: as for `_swap_attention`.
+        swap: the GPUs and the request.
     """
-    source, target = gpus
-    by_request = requested not in ("usual", "eager")
+    by_request = swap.requested not in ("usual", "eager")
     for name, resolution in resolutions.items():
         if by_request or resolution.runs != name:
             yield Note(
-                f"Attention: {counts[name]} {name} kernels on {source.name} -> "
-                f"{resolution.runs} on {target.name}, forward x{resolution.forward:.2f}, "
+                f"Attention: {counts[name]} {name} kernels on {swap.source.name} -> "
+                f"{resolution.runs} on {swap.target.name}, forward x{resolution.forward:.2f}, "
                 f"backward x{resolution.backward:.2f} ({resolution.reason}).",
                 code="attention-kernel-swapped",
             )
     if by_request and not resolutions:
         yield Note(
-            f"Attention: no kernel belongs to a known family, so none became {requested}.",
+            f"Attention: no kernel belongs to a known family, so none became {swap.requested}.",
             code="attention-not-swapped",
         )
 

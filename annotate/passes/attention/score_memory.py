@@ -1,6 +1,6 @@
 """Memory of a step whose attention is fused or made eager: without or with score matrices."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import count
 from typing import NamedTuple
 
@@ -70,15 +70,12 @@ def without_scores(
         # 0 stands for unknown: the captured peak includes the scores.
         unknown = msgspec.structs.replace(measurement, peak_memory_bytes=0, activation_bytes=())
         return unknown, "peak memory is unknown."
-    block_of = _blocks_by_content(graph, flow, log)
-    rounded: Callable[[int], int] = round_size if log.is_rounded else int
+    captured = _CapturedBlocks(flow, log, _blocks_by_content(graph, flow, log))
     change = _BlockChange(set(), {}, {}, [])
     for index in unused:
-        change.removed.update(
-            _blocks_of(block_of, (operand.content for operand in flow.calls[index].writes))
-        )
+        change.removed.update(captured.of(operand.content for operand in flow.calls[index].writes))
     for call in calls:
-        _change_blocks(flow, log, call, block_of, change, rounded)
+        _change_blocks(captured, call, change)
     new_log = _apply_change(log, change)
     peak_drop = most_in_use(log) - most_in_use(new_log)
     added_bytes = [_added_activations(log, change, start) for start in _backward_starts(log)]
@@ -97,27 +94,39 @@ def without_scores(
     return changed, f"peak memory falls by {peak_drop / 1e9:.3f} GB."
 
 
-def _blocks_of(block_of: dict[int, list[int]], contents: Iterable[int]) -> list[int]:
-    return [block for content in contents for block in block_of.get(content, ())]
+class _CapturedBlocks(NamedTuple):
+    """The memory of a captured step.
+
+    Attributes:
+        flow: data flow of the step.
+        log: its memory log.
+        by_content: content of a tensor -> its blocks.
+    """
+
+    flow: Flow
+    log: MemoryLog
+    by_content: dict[int, list[int]]
+
+    def of(self, contents: Iterable[int]) -> list[int]:
+        """Return the blocks of some contents."""
+        return [block for content in contents for block in self.by_content.get(content, ())]
+
+    def internal(self, members: Iterable[int], outputs: Collection[int]) -> list[int]:
+        """Return the blocks that some calls write, except those of `outputs`."""
+        writes = (operand for index in members for operand in self.flow.calls[index].writes)
+        return self.of(operand.content for operand in writes if operand.content not in outputs)
+
+    def rounded(self, size: int) -> int:
+        """Return the bytes of a block for a request of `size` bytes."""
+        return round_size(size) if self.log.is_rounded else size
 
 
-def _change_blocks(  # noqa: PLR0917
-    flow: Flow,
-    log: MemoryLog,
-    call: EagerCall,
-    block_of: dict[int, list[int]],
-    change: _BlockChange,
-    rounded: Callable[[int], int],
-) -> None:
+def _change_blocks(captured: _CapturedBlocks, call: EagerCall, change: _BlockChange) -> None:
     """Record the changes of the blocks of a call, in place, in `change`."""
-    blocks = log.blocks
-    outputs = call.outputs
-    forward_blocks, backward_blocks = (
-        _blocks_of(block_of, (operand.content for index in members
-                              for operand in flow.calls[index].writes
-                              if operand.content not in outputs))
-        for members in (call.forward.members, call.backward.members if call.backward else ())
-    )  # fmt: skip
+    log, blocks = captured.log, captured.log.blocks
+    forward_blocks = captured.internal(call.forward.members, call.outputs)
+    of_backward = call.backward.members if call.backward else ()
+    backward_blocks = captured.internal(of_backward, call.outputs)
     change.removed.update(forward_blocks, backward_blocks)
     if call.backward is None or call.gradients is None or not backward_blocks:
         return
@@ -126,24 +135,26 @@ def _change_blocks(  # noqa: PLR0917
     saved_blocks = [block for block in forward_blocks if blocks.freed_at[block] >= backward_begin]
     frees = _in_step(blocks.freed_at[block] for block in (*saved_blocks, *backward_blocks))
     backward_end = float(max(frees, default=backward_begin))
-    row_sums_bytes = rounded(call.sizes.batch * call.sizes.heads * call.sizes.rows * _FLOAT_BYTES)
-    for block in _blocks_of(block_of, {operand.content for operand in call.tensors}):
+    row_sums_bytes = captured.rounded(
+        call.sizes.batch * call.sizes.heads * call.sizes.rows * _FLOAT_BYTES
+    )
+    for block in captured.of({operand.content for operand in call.tensors}):
         freed_at = change.freed_at.get(block, float(blocks.freed_at[block]))
         if 0 <= freed_at < backward_end:
             change.freed_at[block] = backward_end
-    for block in _blocks_of(block_of, {operand.content for operand in call.gradients[1:]}):
+    for block in captured.of({operand.content for operand in call.gradients[1:]}):
         if blocks.allocated_at[block] > backward_begin:
             change.allocated_at[block] = backward_begin
     allocations = _in_step(blocks.allocated_at[block] for block in forward_blocks)
     allocated = float(min(allocations, default=backward_begin))
-    out_blocks = _blocks_of(block_of, [call.tensors.out.content])
+    out_blocks = captured.of([call.tensors.out.content])
     allocated = max([allocated, *(float(blocks.allocated_at[block]) for block in out_blocks)])
     lifetime = (allocated, backward_end)
     change.new.append(_NewBlock(row_sums_bytes, MemoryClass.ACTIVATIONS, Phase.FORWARD, *lifetime))
     for size in _workspace(call.sizes, call.gradients.key):
         lifetime = (backward_begin, backward_begin + _JUST_AFTER)
         change.new.append(
-            _NewBlock(rounded(size), MemoryClass.WORKSPACE, Phase.BACKWARD, *lifetime)
+            _NewBlock(captured.rounded(size), MemoryClass.WORKSPACE, Phase.BACKWARD, *lifetime)
         )
 
 
