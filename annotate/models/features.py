@@ -254,7 +254,7 @@ class KernelFeatures:
             unknown_layout=np.array([w.unknown_layout for w in costs.works], bool)[costs.call],
             from_torch=_from_torch(graph, index),
             instructions=np.maximum(nodes.instructions[index], 0).astype(np.float64),
-            reuse=OperandReuse.of(graph, index, _moved_by_operator(costs)),
+            reuse=OperandReuse.of(graph, costs),
             parts=ComponentGemms.of(costs.works),
         )
 
@@ -416,12 +416,6 @@ def _launches_ns(gpu: Gpu) -> tuple[float, float]:
     """Return the time of the shortest GEMMs and of the shortest elementwise kernels."""
     elementwise = shares_on(np.array([floor_share_of(OpClass.ELEMENTWISE)]), gpu)
     return gpu.launch_floor_ns, float(elementwise[0]) * gpu.launch_floor_ns
-
-
-def _moved_by_operator(costs: OpCosts) -> F64:
-    """Return the bytes that each node's operator moves; 0 if not known, float64[n]."""
-    moved = [max(work.bytes_read, 0) + max(work.bytes_written, 0) for work in costs.works]
-    return np.array(moved, dtype=np.float64)[costs.call]
 
 
 _TORCH = "aten::"

@@ -11,12 +11,13 @@ import numpy as np
 import polars as pl
 
 from onerank.annotate.op_costs.memory_bound import WRITE_ONLY
-from onerank.annotate.op_costs.op_classes import base_name
+from onerank.annotate.op_costs.node_costs import OpCosts
+from onerank.annotate.op_costs.op_classes import OpClass, base_name
 from onerank.ir import Graph
 from onerank.ir.arrays import F64, I32, I64, Mask
 
 READS = 3
-"""Operands of a node that are followed: the largest ones."""
+"""Operands of a node that are followed: the largest ones, which stand for all."""
 
 # Of a tensor in a column of values: id, storage, offset, elements, bytes of an element, device. A
 # tensor on the CPU, as a Python number is, has a device without a number. A number with more digits
@@ -28,8 +29,8 @@ class OperandReuse(NamedTuple):
     """The largest operands that each of n nodes reads.
 
     Attributes:
-        share: their share of the bytes that the node moves; 0 without a recorded place,
-            float64[n, READS].
+        share: their share of the bytes that the node moves, with a part of those that are not
+            followed; 0 without a recorded place, float64[n, READS].
         between: bytes that other nodes moved since an operand was last read or written,
             float64[n, READS].
     """
@@ -43,17 +44,19 @@ class OperandReuse(NamedTuple):
         return cls(np.zeros((count, READS)), np.zeros((count, READS)))
 
     @classmethod
-    def of(cls, graph: Graph, index: I64, moved: F64) -> "OperandReuse":
+    def of(cls, graph: Graph, costs: OpCosts) -> "OperandReuse":
         """Follow the storages of a step in the order of execution.
 
-        An operand that the step uses once was last used by the step before.
+        An operand that the step uses once was last used by the step before. The kernels of an
+        optimizer's operator divide its lists of tensors among them, and each is recorded with whole
+        lists: they count as one use, by the first of them.
 
         Args:
             graph: one step.
-            index: its compute nodes, int64[n].
-            moved: bytes that each reads and writes; 0 if not known, float64[n].
+            costs: of its n compute nodes.
         """
-        nodes, count = graph.nodes, len(index)
+        nodes, index, count = graph.nodes, costs.index, len(costs.index)
+        moved = _moved_by_operator(costs)
         reads = _places(graph, nodes.input_values[index])
         if not len(reads.node):
             return cls.unknown(count)
@@ -62,8 +65,9 @@ class OperandReuse(NamedTuple):
         rank = np.empty(count, dtype=np.int64)
         rank[np.argsort(nodes.start_ns[index], kind="stable")] = np.arange(count)
         before = np.zeros(count + 1)
-        before[rank + 1] = moved
+        before[rank + 1] = np.maximum(costs.bytes_read, 0) + np.maximum(costs.bytes_written, 0)
         before = np.cumsum(before)
+        rank = _rank_of_first(rank, costs)
         uses = _Places(*(np.concatenate(pair) for pair in zip(reads, writes, strict=True)))
         order = np.lexsort((rank[uses.node], uses.storage))
         at, storage = rank[uses.node][order], uses.storage[order]
@@ -90,7 +94,14 @@ class OperandReuse(NamedTuple):
         kept = place < READS
         order, at = order[kept], (node[kept], place[kept])
         reuse = cls.unknown(len(moved))
-        reuse.share[at] = reads.nbytes[order] / np.maximum(moved[at[0]], 1)
+        # The largest stand for all: an optimizer's kernel reads some hundred tensors of a list, all
+        # of them last used as long ago as these.
+        every, largest = (
+            np.bincount(reads.node[rows], reads.nbytes[rows], len(moved))
+            for rows in (slice(None), order)
+        )
+        nbytes = reads.nbytes[order] * (every / np.maximum(largest, 1))[at[0]]
+        reuse.share[at] = nbytes / np.maximum(moved[at[0]], 1)
         reuse.between[at] = between[order]
         # A lookup reads some rows of its table, so operands may be larger than what a node moves.
         reuse.share[:] /= np.maximum(reuse.share.sum(axis=1, keepdims=True), 1)
@@ -122,6 +133,19 @@ class OperandReuse(NamedTuple):
 
     def _of_reads(self, moved: F64, cache_bytes: float) -> F64:
         return _kept(self.between + moved[:, None], cache_bytes)
+
+
+def _moved_by_operator(costs: OpCosts) -> F64:
+    """Return the bytes that each node's operator moves; 0 if not known, float64[n]."""
+    moved = [max(work.bytes_read, 0) + max(work.bytes_written, 0) for work in costs.works]
+    return np.array(moved, dtype=np.float64)[costs.call]
+
+
+def _rank_of_first(rank: I64, costs: OpCosts) -> I64:
+    """Return ranks with those of an optimizer's operator replaced by its first, int64[n]."""
+    first = np.full(int(costs.instance.max(initial=-1)) + 1, len(rank))
+    np.minimum.at(first, costs.instance, rank)
+    return np.where(costs.is_class(OpClass.OPTIMIZER), first[costs.instance], rank)
 
 
 def _kept(distance: F64, cache_bytes: float) -> F64:

@@ -187,6 +187,7 @@ class OpCosts:
         dtypes: dtypes of GEMM operands; "" for none.
         call: positions in `works`, int64[n].
         works: the work of each distinct call.
+        instance: the operator instance that launched it, a number for each, int64[n].
         operator_ns: time of all kernels that the node's operator instance launched, float64[n].
         auxiliary: whether it is a copy or fill of an operator instance whose other kernels do its
             work, bool[n].
@@ -202,6 +203,7 @@ class OpCosts:
     dtypes: tuple[str, ...]
     call: I64
     works: tuple[Work, ...]
+    instance: I64
     operator_ns: F64
     auxiliary: Mask
 
@@ -316,6 +318,7 @@ def op_costs_of(graph: Graph) -> OpCosts:
         dtypes=dtypes,
         call=call,
         works=tuple(works),
+        instance=share.instance,
         operator_ns=share.total_ns,
         auxiliary=~share.takes,
         **figures,
@@ -386,6 +389,7 @@ class _Shares:
         before: share of the instance's time before each of them, float64[s].
         until: the same, including the node, float64[s]; exactly 1 for the last.
         takes: whether a node, in the graph's order, has a share, bool[n].
+        instance: the instance of each node, int64[n].
         total_ns: time of each node's instance, float64[n].
     """
 
@@ -393,6 +397,7 @@ class _Shares:
     before: F64
     until: F64
     takes: Mask
+    instance: I64
     total_ns: F64
 
     def of(self, total: I64) -> I64:
@@ -441,7 +446,7 @@ def _shares(graph: Graph, index: I64, call: I64) -> _Shares:
     until[starts + sizes - 1] = 1.0
     before = np.concatenate([[0.0], until[:-1]])[: len(until)]
     before[starts] = 0.0
-    return _Shares(order.astype(np.int64), before, until, takes, total[instance])
+    return _Shares(order.astype(np.int64), before, until, takes, instance, total[instance])
 
 
 def _runs_tf32(graph: Graph, index: I64) -> Mask:

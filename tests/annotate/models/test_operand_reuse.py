@@ -69,6 +69,21 @@ def test_an_operand_of_long_ago_comes_from_memory(step):
     assert cold == pytest.approx((fresh + 1 / H100.bandwidth_bytes_per_s) / 2)
 
 
+def test_kernels_of_an_optimizer_divide_its_lists(trace):
+    """Two operators update the same list of four tensors of 4 MB, in four kernels each."""
+    numel = SMALL * 2
+    lists = {
+        "inputs": [(f"GenericList[{','.join([BF16] * 4)}]", [[numel]] * 4)],
+        "values": [[place(storage, numel) for storage in range(1, 5)]],
+        "kernels": [(f"multi_tensor_apply_{part}", 10_000) for part in range(4)],
+    }
+    graph = trace(*({"op": "aten::_foreach_mul_"} | lists for _ in range(2)), device="H100")
+    kernels = KernelFeatures.of(graph, op_costs_of(graph))
+    # A part was last used before the other three parts, which are read and written.
+    assert kernels.reuse.share.sum(axis=1) == pytest.approx(np.full(8, 0.5))
+    assert kernels.reuse.between.max(axis=1) == pytest.approx(np.full(8, 3 * 4 * numel))
+
+
 def test_numbers_on_the_cpu_and_operands_without_a_place_are_not_followed(step):
     on_cpu = exp(1, 2, SMALL) | {"values": [place(1, SMALL, "cpu")]}
     unknown = exp(1, 2, SMALL) | {"values": [None]}
