@@ -68,11 +68,17 @@ class ComponentGemm(NamedTuple):
 
 
 class Scales(IntEnum):
-    """Granularity of the scales of 8-bit or 4-bit operands of a GEMM: one for each of these."""
+    """Granularity of the scales of 8-bit or 4-bit operands of a GEMM: one for each of these.
+
+    ROW and BLOCK are of an inference engine's kernels, the others of torch's operators, which run
+    cuBLASLt's kernels on Hopper.
+    """
 
     TENSOR = 0
     ROW = 1
     BLOCK = 2
+    TORCH_ROW = 3
+    TORCH_BLOCK = 4
 
 
 class GemmShape(NamedTuple):

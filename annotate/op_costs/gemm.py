@@ -90,6 +90,7 @@ class _Scaled(NamedTuple):
     Attributes:
         also: positions of other operands that are read, such as a bias.
         result: position of the argument that receives the result; None: the call returns it.
+        of_torch: whether the operator is torch's.
     """
 
     left: int
@@ -98,6 +99,7 @@ class _Scaled(NamedTuple):
     right_scale: int
     also: tuple[int, ...] = ()
     result: int | None = None
+    of_torch: bool = False
 
 
 def _scaled(at: _Scaled) -> Formula:
@@ -127,18 +129,22 @@ def _scaled(at: _Scaled) -> Formula:
             matmul=True,
             dtype=dtype,
             gemm=GemmShape(batch, m, n, k, item, result.item_bytes if result else 2),
-            scales=_scales_of(scales, m, n),
+            scales=_scales_of(scales, m, n, of_torch=at.of_torch),
         )
 
     return formula
 
 
-def _scales_of(scales: tuple[Tensor | None, Tensor | None], m: int, n: int) -> Scales:
+def _scales_of(
+    scales: tuple[Tensor | None, Tensor | None], m: int, n: int, *, of_torch: bool
+) -> Scales:
     """Return the granularity of the scales of operands with m rows and n columns."""
     counts = tuple(scale.numel if scale else 1 for scale in scales)
     if counts == (1, 1):
         return Scales.TENSOR
-    return Scales.ROW if counts == (m, n) else Scales.BLOCK
+    if counts == (m, n):
+        return Scales.TORCH_ROW if of_torch else Scales.ROW
+    return Scales.TORCH_BLOCK if of_torch else Scales.BLOCK
 
 
 def _linear(call: Call) -> Work | None:
@@ -239,8 +245,8 @@ GEMMS: dict[str, Formula] = {
     "addbmm": _at(1, 2, 0),
     "addmv": _at(1, 2, 0),
     "_int_mm": _at(0, 1),
-    "_scaled_mm": _scaled(_Scaled(0, 1, 2, 3, also=(4, 5))),
-    "_scaled_mm_v2": _scaled(_Scaled(0, 1, 2, 5, also=(8,))),
+    "_scaled_mm": _scaled(_Scaled(0, 1, 2, 3, also=(4, 5), of_torch=True)),
+    "_scaled_mm_v2": _scaled(_Scaled(0, 1, 2, 5, also=(8,), of_torch=True)),
     # SGLang's and vLLM's kernels.
     "fp8_scaled_mm": _scaled(_Scaled(0, 1, 2, 3, also=(5,))),
     "cutlass_scaled_mm": _scaled(_Scaled(1, 2, 3, 4, also=(5,), result=0)),

@@ -32,9 +32,9 @@ def scales(left: Tensor, right: Tensor) -> Scales:
 
 def test_what_has_a_scale_follows_from_the_number_of_scales():
     assert scales(float32(), float32()) is Scales.TENSOR
-    assert scales(float32(M, 1), float32(1, N)) is Scales.ROW
+    assert scales(float32(M, 1), float32(1, N)) is Scales.TORCH_ROW
     # DeepSeek's: 1 x 128 of the activations and 128 x 128 of the weights.
-    assert scales(float32(M, K // 128), float32(K // 128, N // 128)) is Scales.BLOCK
+    assert scales(float32(M, K // 128), float32(K // 128, N // 128)) is Scales.TORCH_BLOCK
 
 
 def test_four_bits_are_packed_in_pairs_and_have_a_scale_per_16_elements():
@@ -44,7 +44,7 @@ def test_four_bits_are_packed_in_pairs_and_have_a_scale_per_16_elements():
     assert cost.bytes_read == (M + N) * K // 2 + (M + N) * K // 16
     assert cost.bytes_written == 2 * M * N
     assert cost.gemm == GemmShape(1, M, N, K, 0.5625, 2)
-    assert (cost.dtype, cost.scales) == ("float4_e2m1fn_x2", Scales.BLOCK)
+    assert (cost.dtype, cost.scales) == ("float4_e2m1fn_x2", Scales.TORCH_BLOCK)
 
 
 def test_mxfp8_has_a_scale_per_32_elements():
@@ -53,7 +53,7 @@ def test_mxfp8_has_a_scale_per_32_elements():
     cost = work("aten::_scaled_mm", fp8(M, K), fp8(K, N), scale, other)
     assert cost.flops == 2 * M * N * K
     assert cost.bytes_read == (M + N) * (K + K // 32)
-    assert cost.scales is Scales.BLOCK
+    assert cost.scales is Scales.TORCH_BLOCK
 
 
 def test_the_second_version_of_torchs_operator_takes_lists_of_scales():
@@ -61,7 +61,7 @@ def test_the_second_version_of_torchs_operator_takes_lists_of_scales():
     cost = work(
         "aten::_scaled_mm_v2", fp8(M, K), fp8(K, N), float32(M, 1), recipe, recipe, float32(1, N)
     )
-    assert (cost.flops, cost.scales) == (2 * M * N * K, Scales.ROW)
+    assert (cost.flops, cost.scales) == (2 * M * N * K, Scales.TORCH_ROW)
 
 
 def test_serving_frameworks_write_into_an_argument():
