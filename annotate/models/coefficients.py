@@ -7,10 +7,12 @@ import functools
 import tomllib
 from pathlib import Path
 from statistics import geometric_mean
+from typing import TypeVar
 
 import msgspec
 
 from onerank.annotate.gpus.gpu import Gpu
+from onerank.annotate.models.call_gaps import ATTENTION_GAP
 
 __all__ = [
     "AttentionCoefficients",
@@ -21,30 +23,18 @@ __all__ = [
     "FinelyScaled",
     "GemmCoefficients",
     "LatentDecode",
-    "TilePipeline",
 ]
 
 _SHIPPED = Path(__file__).with_name("coefficients.toml")
-
-
-class TilePipeline(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How the SMs of a generation, and the libraries for it, process the tiles of a GEMM.
-
-    Attributes:
-        tail: cost of the idle part of the last wave: 0 is none, 1 the whole wave.
-        issue: rate of tiles over the geometric mean of sustained and peak rate.
-    """
-
-    tail: float
-    issue: float
 
 
 class GemmCoefficients(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Coefficients of the time of a GEMM, in addition to shapes and the GPU's description.
 
     Attributes:
-        synchronous: of architectures in `spec_schema.SYNCHRONOUS`.
-        asynchronous: of architectures in `spec_schema.ASYNCHRONOUS`.
+        synchronous: rate of tiles over the geometric mean of sustained and peak rate, on
+            architectures in `spec_schema.SYNCHRONOUS`.
+        asynchronous: the same on architectures in `spec_schema.ASYNCHRONOUS`.
         tile: edge of the square tile, in elements, whose operands cost as much as its products.
         prologue_cycles: clock cycles before the first product of a tile.
         step_cycles: latency of 64 elements along the inner size of a single tile.
@@ -61,8 +51,8 @@ class GemmCoefficients(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ramp_cycles: cycles until memory streams at full bandwidth.
     """
 
-    synchronous: TilePipeline
-    asynchronous: TilePipeline
+    synchronous: float
+    asynchronous: float
     tile: float
     prologue_cycles: float
     step_cycles: float
@@ -90,7 +80,6 @@ class FinelyScaled(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             to 5.1 us on every GPU, and the shortest bf16 GEMM 1.7 us on an L40S and 2.5 on an H100.
         rate: factor on the sustained rate; the result is at most the peak.
         epilogue: share of a tile's epilogue that no other tile hides.
-        tail: as in `TilePipeline`.
         step_cycles: as in `GemmCoefficients`: a step has as many bytes, twice the elements, and
             the multiplication of its partial sums with the scales.
     """
@@ -98,17 +87,11 @@ class FinelyScaled(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     floor_ns: float
     rate: float
     epilogue: float
-    tail: float
     step_cycles: float
 
     def applied(self, gemm: GemmCoefficients) -> GemmCoefficients:
         """Return cuBLAS's coefficients with those of these kernels in their place."""
-        return msgspec.structs.replace(
-            gemm,
-            step_cycles=self.step_cycles,
-            synchronous=msgspec.structs.replace(gemm.synchronous, tail=self.tail),
-            asynchronous=msgspec.structs.replace(gemm.asynchronous, tail=self.tail),
-        )
+        return msgspec.structs.replace(gemm, step_cycles=self.step_cycles)
 
 
 class Experts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -261,23 +244,45 @@ class Coefficients(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Return finely scaled GEMMs on a GPU."""
         return self.finely_scaled.get(gpu.architecture, self.finely_scaled_elsewhere)
 
-    def decode_on(self, gpu: Gpu) -> Decode:
-        """Return attention of a few queries on a GPU; for others than measured, the mean in ln."""
-        if gpu.architecture in self.decode:
-            return self.decode[gpu.architecture]
-        every = (msgspec.structs.astuple(each) for each in self.decode.values())
-        return Decode(*(geometric_mean(column) for column in zip(*every, strict=True)))
+    def decode_on(self, gpu: Gpu, *, per_call: bool = True) -> Decode:
+        """Return attention of a few queries on a GPU; for others than measured, the mean in ln.
 
-    def attention_on(self, gpu: Gpu) -> AttentionCoefficients:
-        """Return the coefficients of fused attention by the usual kernels of a GPU."""
+        `per_call` as for `attention_on`.
+        """
+        decode = self.decode.get(gpu.architecture)
+        if decode is None:
+            every = (msgspec.structs.astuple(each) for each in self.decode.values())
+            decode = Decode(*(geometric_mean(column) for column in zip(*every, strict=True)))
+        return decode if per_call else _without_gap(decode)
+
+    def latent_decode_on(self, *, per_call: bool) -> LatentDecode:
+        """Return latent attention of a few queries; `per_call` as for `attention_on`."""
+        return self.latent_decode if per_call else _without_gap(self.latent_decode)
+
+    def attention_on(self, gpu: Gpu, *, per_call: bool = True) -> AttentionCoefficients:
+        """Return the coefficients of fused attention by the usual kernels of a GPU.
+
+        Args:
+            gpu: the GPU.
+            per_call: of times per call, which the coefficients are fitted to; else of kernels.
+        """
         floor = self.attention.floor * self.attention_floor.get(gpu.architecture, 1.0)
-        return msgspec.structs.replace(self.attention, floor=floor)
+        attention = msgspec.structs.replace(self.attention, floor=floor)
+        return attention if per_call else _without_gap(attention)
 
     def for_gpus(self, source: Gpu | None, target: Gpu) -> "Coefficients":
         """Return the coefficients with the errors that apply to these descriptions."""
         if not (target.by_datasheet or (source is not None and source.by_datasheet)):
             return self
         return msgspec.structs.replace(self, errors={**self.errors, **self.datasheet_errors})
+
+
+_OfAttention = TypeVar("_OfAttention", AttentionCoefficients, Decode, LatentDecode)
+
+
+def _without_gap(c: _OfAttention) -> _OfAttention:
+    """Return coefficients of the durations of kernels from those of times per call."""
+    return msgspec.structs.replace(c, floor=max(0.0, c.floor - ATTENTION_GAP))
 
 
 def load(path: Path = _SHIPPED) -> Coefficients:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
+from enum import Enum
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -19,6 +20,22 @@ from onerank.annotate.op_costs.op_classes import (
 )
 from onerank.ir import Graph, Kind
 from onerank.ir.arrays import F64, I64, U8, Mask
+
+
+class Timing(Enum):
+    """What predicted times are of.
+
+    STEP: kernels of one step, as a profiler records them. Operands that the step read long ago come
+        from memory.
+    KERNEL: the same of calls that belong to no step.
+    CALL: calls of a benchmark that replays them in a CUDA graph, from the start of one to the start
+        of the next: the kernels and the gap after them. Six copies of a GEMM's operands take turns,
+        so that small ones stay in the cache.
+    """
+
+    STEP = "step"
+    KERNEL = "kernel"
+    CALL = "call"
 
 
 class ComponentGemms(NamedTuple):
@@ -183,8 +200,7 @@ class KernelFeatures:
         instructions: instructions, summed over its threads; 0 if not known, float64[n].
         reuse: the operands that each reads, and how long ago they were last used.
         parts: component GEMMs of composite calls, in the order of their calls.
-        per_call: whether the times of GEMMs are those of calls in a benchmark, see `gemm_tiles`,
-            instead of kernels in a step.
+        timing: what predicted times are of, and measured ones.
     """
 
     duration_ns: F64
@@ -215,7 +231,7 @@ class KernelFeatures:
     instructions: F64
     reuse: OperandReuse
     parts: ComponentGemms = field(default_factory=lambda: ComponentGemms.of([]))
-    per_call: bool = False
+    timing: Timing = Timing.STEP
 
     @classmethod
     def of(cls, graph: Graph, costs: OpCosts) -> "KernelFeatures":
@@ -261,7 +277,7 @@ class KernelFeatures:
     def select(self, rows: slice | I64) -> "KernelFeatures":
         """Return the features of the nodes at `rows`."""
         # Indexed by call or dtype, not by node.
-        shared = ("dtypes", "gemm", "scales", "attention", "parts", "reuse", "per_call")
+        shared = ("dtypes", "gemm", "scales", "attention", "parts", "reuse", "timing")
         columns = {
             f.name: getattr(self, f.name)[rows] for f in fields(self) if f.name not in shared
         }
@@ -272,6 +288,11 @@ class KernelFeatures:
         for start in range(0, len(self.call), _BLOCK):
             rows = slice(start, start + _BLOCK)
             yield rows, self.select(rows)
+
+    @property
+    def per_call(self) -> bool:
+        """Whether times are those of calls in a benchmark."""
+        return self.timing is Timing.CALL
 
     @property
     def is_fused_attention(self) -> Mask:

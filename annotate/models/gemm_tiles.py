@@ -3,8 +3,7 @@
 The result of [m, k] x [k, n] is cut into tiles, one SM per tile; the inner loop of a tile may be
 split among SMs (split-K). For each of sixty tilings:
 
-    filled  = tiles / SMs, at least 1
-    waves   = filled * (ceil(filled) / filled)^tail
+    waves   = ceil(tiles / SMs)
     chain   = steps of 64 along the inner size * latency of one + epilogue
     tiles   = waves * FLOPs of a tile / SM rate + prologues + chain
     compute = (tiles^6 + (FLOPs / rate under the power cap)^6)^(1/6)
@@ -30,9 +29,9 @@ step has read all others. The measurements of the fit are times per call of a re
 small ones stay in the cache.
 
 cuBLAS multiplies 8 bits with one scale for a tensor by the same tiles. With scales of rows or
-blocks, and in 4 bits, other libraries' kernels run (see `tile_kernels`). The last wave and a step
-cost them more or less than cuBLAS. They never divide the inner size, and no other tile hides part
-of a tile's epilogue:
+blocks, and in 4 bits, other libraries' kernels run (see `tile_kernels`). A step costs them more or
+less than cuBLAS. They never divide the inner size, and no other tile hides part of a tile's
+epilogue:
 
     tiles + epilogue's share * waves * epilogue
 
@@ -52,7 +51,7 @@ import numpy as np
 
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.gpus.spec_schema import ASYNCHRONOUS, SYNCHRONOUS
-from onerank.annotate.models.coefficients import GemmCoefficients, TilePipeline
+from onerank.annotate.models.coefficients import GemmCoefficients
 from onerank.annotate.models.prediction_terms import (
     Term,
     TermRecord,
@@ -94,25 +93,26 @@ _WORD_ALIGNED = 957.0
 _COPYING_THROUGH_REGISTERS = ("volta", "turing")
 
 
-def has_misaligned_rows(gemm: F64) -> tuple[Mask, Mask]:
+def has_misaligned_rows(gemm: F64, *, of_step: bool = True) -> tuple[Mask, Mask]:
     """Return whether the rows of an operand, and of the result, are misaligned.
 
     Rows of the result have n elements; rows of an operand: see `_operand_row_elements`.
 
     Args:
         gemm: shapes of all GEMMs of a step, as for `gemm_ns`, or zeros, float64[d, 6].
+        of_step: whether they belong to one step, in which a GEMM may be the gradient of another.
 
     Returns:
         Two masks, bool[d].
     """
-    rows = np.stack([_operand_row_elements(gemm), gemm[:, 2]])
+    rows = np.stack([_operand_row_elements(gemm, of_step=of_step), gemm[:, 2]])
     item = gemm[:, 4]
     off: Mask = (rows * item) % _BOUNDARY_BYTES != 0
     operands, results = off & (item == _ITEM_BYTES)
     return operands, results
 
 
-def _operand_row_elements(gemm: F64) -> F64:
+def _operand_row_elements(gemm: F64, *, of_step: bool) -> F64:
     """Return the elements of a row of an operand, float64[d].
 
     An operand that is not transposed has rows of k elements. The gradient of a weight,
@@ -121,8 +121,11 @@ def _operand_row_elements(gemm: F64) -> F64:
 
     Args:
         gemm: as for `has_misaligned_rows`.
+        of_step: as for `has_misaligned_rows`.
     """
     batch, m, n, k, item, _ = gemm.T
+    if not of_step:
+        return k.copy()
     # Inductor pads GPT-2's vocabulary in two of its three products, so the third, the weight's
     # gradient, meets the padded width there (50264 for 50257, on an H100).
     padded = np.ceil(m * item / _BOUNDARY_BYTES) * _BOUNDARY_BYTES / np.maximum(item, 1)
@@ -135,21 +138,23 @@ def _operand_row_elements(gemm: F64) -> F64:
     return elements
 
 
-def misaligned_lower_bound_ns(gpu: Gpu, gemm: F64) -> F64:
+def misaligned_lower_bound_ns(gpu: Gpu, gemm: F64, *, of_step: bool = True) -> F64:
     """Return the least time of misaligned GEMMs in ns; 0 for all others, float64[d].
 
     0 on GPUs of other vendors, whose misaligned GEMMs were not measured, and on GPUs before Ampere.
+    `of_step` as for `has_misaligned_rows`.
     """
     least = np.zeros(len(gemm))
     if not gpu.is_nvidia or gpu.architecture in _COPYING_THROUGH_REGISTERS:
         return least
-    operands, results = has_misaligned_rows(gemm)
+    operands, results = has_misaligned_rows(gemm, of_step=of_step)
     flops = 2 * gemm[:, :4].prod(axis=1)
     cycles_per_ns = gpu.sm_count * gpu.max_clock_hz * 1e-9
     item = gemm[:, 4]
     batched = gemm[:, 0] > 1
+    elements = _operand_row_elements(gemm, of_step=of_step)
     for rows, row, single, of_batch in (
-        (operands, _operand_row_elements(gemm) * item, _MISALIGNED_OPERANDS, _BATCHED_OPERANDS),
+        (operands, elements * item, _MISALIGNED_OPERANDS, _BATCHED_OPERANDS),
         (results, gemm[:, 2] * item, _MISALIGNED_RESULTS, _BATCHED_RESULTS),
     ):
         rate = np.where(batched, of_batch, np.where(row % _WORD_BYTES == 0, _WORD_ALIGNED, single))
@@ -199,18 +204,13 @@ class Rates(NamedTuple):
     peak: F64
 
 
-def pipeline_of(gpu: Gpu, coefficients: GemmCoefficients) -> TilePipeline:
-    """Return the coefficients of a GPU's generation; the geometric mean for an unknown one."""
-    both = coefficients.synchronous, coefficients.asynchronous
+def _issue_on(gpu: Gpu, coefficients: GemmCoefficients) -> float:
+    """Return the rate of tiles for a GPU's generation; the geometric mean for an unknown one."""
     if gpu.architecture in SYNCHRONOUS:
-        return both[0]
+        return coefficients.synchronous
     if gpu.architecture in ASYNCHRONOUS:
-        return both[1]
-    means = {
-        n: (getattr(both[0], n) * getattr(both[1], n)) ** 0.5
-        for n in TilePipeline.__struct_fields__
-    }
-    return TilePipeline(**means)
+        return coefficients.asynchronous
+    return (coefficients.synchronous * coefficients.asynchronous) ** 0.5
 
 
 class GemmTarget(NamedTuple):
@@ -242,12 +242,12 @@ class GemmTarget(NamedTuple):
         sustained = np.minimum(self.rates.peak, self.rates.sustained * rate)
         return self._replace(rates=Rates(sustained, self.rates.peak))
 
-    def pipeline(self, coefficients: GemmCoefficients) -> TilePipeline:
-        """Return the coefficients of the SMs' pipeline."""
+    def issue(self, coefficients: GemmCoefficients) -> float:
+        """Return the rate of tiles over the geometric mean of sustained and peak rate."""
         # On an H100, cuBLAS multiplies float32 with Ampere's kernels ("ampere_sgemm_128x64_tn"):
         # a copy engine feeds tensor cores only. With the pipeline of its tensor cores 1,040 linear
         # layers of NeuSight's set were 1.22 times off there, in the median.
-        return coefficients.synchronous if self.vector else pipeline_of(self.gpu, coefficients)
+        return coefficients.synchronous if self.vector else _issue_on(self.gpu, coefficients)
 
 
 def gemm_ns(
@@ -271,13 +271,15 @@ def gemm_ns(
         record: takes the terms of GEMMs, as positions among the d.
     """
     predicted_ns = np.empty(len(shapes))
-    floors = coefficients.floor + (coefficients.call_gap if run.per_call else 0.0)
-    floor_ns = floors * run.gpu.launch_floor_ns
+    gap_ns = coefficients.call_gap * run.gpu.launch_floor_ns
+    floor_ns = coefficients.floor * run.gpu.launch_floor_ns + gap_ns
     if kernel is not None:
         coefficients = kernel.coefficients
         floor_ns = floor_ns if kernel.floor_ns is None else kernel.floor_ns
         run = run.with_rate(kernel.rate)
         described = described and described.with_rate(kernel.rate)
+    if not run.per_call:
+        floor_ns = max(0.0, floor_ns - gap_ns)
     for start in range(0, len(shapes), _CHUNK):
         chunk = slice(start, start + _CHUNK)
         tilings = _tiling_times(run.part(chunk), shapes[chunk], coefficients, kernel)
@@ -474,7 +476,7 @@ def _exposed_ns(gemms: _TiledGemms, gpu: Gpu, kernel: TileKernel | None) -> F64:
 def _compute_ns(gemms: _TiledGemms, run: GemmTarget, c: GemmCoefficients) -> F64:
     """Return the time of the waves of tiles, or of all work under the power cap."""
     rows, columns, tiles = gemms.rows, gemms.columns, gemms.tiles
-    pipe, sm, cycle = run.pipeline(c), run.gpu.sm_count, run.cycle_ns
+    sm, cycle = run.gpu.sm_count, run.cycle_ns
     sustained, peak = run.rates.sustained[:, None], run.rates.peak[:, None]
     # The factor 1e9 makes FLOPs over FLOP/s a time in ns.
     work = 2e9 * gemms.batch * gemms.m * gemms.n * gemms.k
@@ -482,11 +484,12 @@ def _compute_ns(gemms: _TiledGemms, run: GemmTarget, c: GemmCoefficients) -> F64
     capped = sustained * (peak / sustained) ** (c.burst * short)
     # Relative to a tile of 256 x 128: smaller ones load more operand bytes per FLOP.
     feeding = (1 + c.tile * (1 / 256 + 1 / 128) / 2) / (1 + c.tile * (1 / rows + 1 / columns) / 2)
-    rate = pipe.issue * (sustained * peak) ** 0.5 * feeding / sm
+    rate = run.issue(c) * (sustained * peak) ** 0.5 * feeding / sm
     # Smaller tiles share an SM, up to four, so their prologues overlap.
     resident = np.clip(np.floor(128 * 128 / (rows * columns)), 1, 4)
-    filled = np.maximum(tiles / sm, 1)
-    waves = filled * (np.ceil(filled) / filled) ** pipe.tail
+    # A coefficient for the idle part of the last wave, once fitted, made a few tiles in a second
+    # wave cost up to four waves, and predicted left-out families no better (8.2 and 8.3% off).
+    waves = np.ceil(tiles / sm)
     compute = waves * 2e9 * rows * columns * gemms.inner / rate
     compute += np.ceil(tiles / (sm * resident)) * c.prologue_cycles * cycle
     # Once, not per wave: other tiles on the SM hide this latency for all but the last tile.

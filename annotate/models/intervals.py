@@ -25,6 +25,7 @@ from onerank.annotate.models.attention_time import (
     is_latent,
     is_measured_latent,
 )
+from onerank.annotate.models.call_gaps import ATTENTION_GAP, has_uncertain_gap
 from onerank.annotate.models.coefficients import Coefficients
 from onerank.annotate.models.features import KernelFeatures
 from onerank.annotate.models.gpu_distance import distance_from_fitted, same_die
@@ -167,6 +168,14 @@ _OTHER_VENDORS = {
 # shapes and 26 GEMMs; by shape alone, 46 memory-bound shapes over 10 us and 107 under. With the fit
 # of 2026-11-26 they contain 88% of the GEMMs, and all three shapes of attention.
 _FARTHER = 2.0
+
+# The largest widening: that of GEMMs on an MI300X is 4.1, and nothing farther was measured. Far
+# from the fitted GPUs a prediction is a roofline, whose error does not grow with the distance.
+_WIDEST = 4.5
+
+# Part of the time at the datasheet's peak below which no interval of a GEMM reaches. Boards clock
+# up to 5% above the boost clock of the datasheet.
+_LEAST_OF_PEAK = 0.9
 
 # Errors that are no larger on a V100 and a T4, far outside the fitted GPUs, than on an A100.
 _ON_ANY_NVIDIA = (
@@ -421,7 +430,7 @@ def widening(target: Gpu, c: Coefficients, kind: str) -> float:
     distance += 0.0 if target.is_nvidia else _FARTHER
     # A quarter per unit is measured as far as 1.3 outside; both branches meet at
     # 4/3. Faster growth beyond is an assumption, since nothing was measured there.
-    return max(1 + distance / 4, distance)
+    return min(_WIDEST, max(1 + distance / 4, distance))
 
 
 HALF_WIDTH = 1.2816
@@ -514,7 +523,13 @@ def intervals(
     if overrides is not None:
         errors = errors.with_overrides(kernels, predicted_ns, overrides, target, c)
     less_known = less_known_gpu(source, target)
-    ends = node_intervals(predicted_ns, errors, less_known, c, uncertainty)
+    low_ns, high_ns = node_intervals(predicted_ns, errors, less_known, c, uncertainty)
+    if source is None and not kernels.per_call:
+        # The gap may be none there: then the duration is the time per call.
+        floors = np.where(kernels.is_fused_attention, ATTENTION_GAP, c.gemm.call_gap)
+        gap_ns = has_uncertain_gap(rules, target) * floors * target.launch_floor_ns
+        high_ns = high_ns * (1 + gap_ns / np.maximum(predicted_ns, 1.0))
+    ends = np.maximum(low_ns, _least_ns(kernels, predicted_ns, target)), high_ns
     if record is not None:
         for row in record.rows.tolist():
             text = _interval_text(
@@ -530,6 +545,17 @@ def intervals(
     # The error of the sum is at most the sum of the errors.
     least, most = (round(float(end.sum())) for end in ends)
     return ends, Interval(max(compute.p10_ns, least), min(compute.p90_ns, most))
+
+
+def _least_ns(kernels: KernelFeatures, predicted_ns: F64, target: Gpu) -> F64:
+    """Return the time below which no interval reaches in ns, float64[n]; 0 except for GEMMs.
+
+    FLOPs of attention count whole tiles of a mask, and kernels skip a part of them. A prediction
+    below that time is of a kernel that was measured below it.
+    """
+    least_ns = _LEAST_OF_PEAK * 1e9 * kernels.flops / kernels.rates(target).peak
+    gemm = kernels.matmul & ~kernels.is_fused_attention & (least_ns < predicted_ns)
+    return np.where(gemm, least_ns, 0.0)
 
 
 _MEASURED_BY = {

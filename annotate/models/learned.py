@@ -27,7 +27,7 @@ from onerank.annotate.models.attention_time import (
 )
 from onerank.annotate.models.calibration import calibrated_source
 from onerank.annotate.models.coefficients import Coefficients, shipped
-from onerank.annotate.models.features import KernelFeatures
+from onerank.annotate.models.features import KernelFeatures, Timing
 from onerank.annotate.models.gpu_distance import composite_tile_weight, same_die, tile_model_weight
 from onerank.annotate.models.prediction_terms import (
     Rule,
@@ -395,7 +395,11 @@ def predict_from_description(
     # AMD's kernels have figures, which `swap_unmeasured_attention` applies.
     known = has_figure(target, c)
     if not known:
-        tiles_ns = _slower_attention_ns(tiles_ns, attention & ~few, target, c, scratch)
+        floor = c.attention_on(target, per_call=kernels.per_call).floor
+        floor_ns = floor * target.launch_floor_ns
+        tiles_ns = _slower_attention_ns(
+            tiles_ns, attention & ~few, floor_ns, c.other_attention, scratch
+        )
     by_tiles = np.isfinite(tiles_ns)
     misaligned = _is_misaligned(kernels, target, tiles_ns)[by_tiles]
     trust = tile_model_weight(target, c)
@@ -436,7 +440,7 @@ def _divide_among_kernels(operator_ns: F64, share: F64, record: TermRecord | Non
 
 
 def _slower_attention_ns(
-    tiles_ns: F64, slow: Mask, target: Gpu, c: Coefficients, record: TermRecord | None
+    tiles_ns: F64, slow: Mask, floor_ns: float, other: float, record: TermRecord | None
 ) -> F64:
     """Return times by tiles with slower attention where its kernel has no figure, float64[n].
 
@@ -445,18 +449,15 @@ def _slower_attention_ns(
     Args:
         tiles_ns: times by tiles, float64[n].
         slow: the calls of attention by such kernels, bool[n].
-        target: GPU to predict.
-        c: fitted coefficients.
+        floor_ns: the part of `tiles_ns` that every kernel takes.
+        other: factor on the rest.
         record: terms of `tiles_ns`, updated in place.
     """
-    floor_ns = c.attention_on(target).floor * target.launch_floor_ns
-    slower_ns = floor_ns + (tiles_ns - floor_ns) * c.other_attention
+    slower_ns = floor_ns + (tiles_ns - floor_ns) * other
     if record is not None:
         record.update_where(
             slow,
-            lambda i, root: (
-                root and _slower_attention_term(root, floor_ns, c.other_attention, slower_ns[i])
-            ),
+            lambda i, root: root and _slower_attention_term(root, floor_ns, other, slower_ns[i]),
         )
     return np.where(slow, slower_ns, tiles_ns)
 
@@ -521,5 +522,7 @@ def _rules(attention: Mask, misaligned: Mask, trust: float) -> U8:
 
 def _is_misaligned(kernels: KernelFeatures, gpu: Gpu, tiles_ns: F64) -> Mask:
     """Return whether misaligned rows determine a GEMM's time, bool[n]."""
-    bound_ns = gemm_tiles.misaligned_lower_bound_ns(gpu, kernels.gemm)[kernels.call]
+    of_step = kernels.timing is Timing.STEP
+    of_calls_ns = gemm_tiles.misaligned_lower_bound_ns(gpu, kernels.gemm, of_step=of_step)
+    bound_ns = of_calls_ns[kernels.call]
     return (bound_ns > 0) & (bound_ns >= tiles_ns)

@@ -16,7 +16,7 @@ from onerank.annotate.models import gemm_tiles
 from onerank.annotate.models.attention_time import attention_ns
 from onerank.annotate.models.calibration import Calibration, calibrated, without_overrides
 from onerank.annotate.models.coefficients import Coefficients
-from onerank.annotate.models.features import KernelFeatures, KernelRates
+from onerank.annotate.models.features import KernelFeatures, KernelRates, Timing
 from onerank.annotate.models.gemm_tiles import GemmTarget, Rates, gemm_ns
 from onerank.annotate.models.prediction_terms import Term, TermRecord, longest, quantity
 from onerank.annotate.models.roofline import PartTimes
@@ -71,7 +71,7 @@ def tile_times(
     in_vector = _in_type(kernels, (_VECTOR_TYPE,))
     gemms = np.flatnonzero(known & ~attention)
     fused = np.flatnonzero(known & attention & ~in_vector)
-    before = without_overrides(gpu)
+    before, per_call = without_overrides(gpu), kernels.per_call
     rates_before = kernels.rates(before)
     described = before, Rates(rates_before.sustained[fused], rates_before.peak[fused])
     calls = fused_calls = gemm_calls = None
@@ -82,14 +82,15 @@ def tile_times(
         gpu,
         Rates(rates.sustained[fused], rates.peak[fused]),
         kernels.attention[call[fused]],
-        c.attention_on(gpu),
+        c.attention_on(gpu, per_call=per_call),
         described,
-        decode=(c.decode_on(gpu), c.latent_decode),
+        decode=(c.decode_on(gpu, per_call=per_call), c.latent_decode_on(per_call=per_call)),
         record=fused_calls,
     )
     products = _Products(kernels, gemms, kernels.gemm[call[gemms]])
     aligned_ns = _products_ns(products, gpu, c, measured, gemm_calls)
-    least_ns = gemm_tiles.misaligned_lower_bound_ns(gpu, kernels.gemm)[call[gemms]]
+    of_step = kernels.timing is Timing.STEP
+    least_ns = gemm_tiles.misaligned_lower_bound_ns(gpu, kernels.gemm, of_step=of_step)[call[gemms]]
     times[gemms] = np.maximum(aligned_ns, least_ns)
     operator_ns[where] = times[inverse]
     if record is not None and calls is not None and fused_calls is not None and gemm_calls:

@@ -12,11 +12,19 @@ from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.kernel_db.database import Library, library_for
 from onerank.annotate.kernel_db.interpolate import Basis
 from onerank.annotate.kernel_db.node_durations import best_of, evidence_of
+from onerank.annotate.models.call_gaps import gap_after_kernels_ns
 from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.cost_model import CostModel
-from onerank.annotate.models.features import KernelFeatures
+from onerank.annotate.models.features import KernelFeatures, Timing
 from onerank.annotate.models.intervals import Interval, OverrideEffect, Uncertainty, intervals
-from onerank.annotate.models.prediction_terms import BY_DATABASE, BY_TILES, Rule, TermRecord
+from onerank.annotate.models.prediction_terms import (
+    BY_DATABASE,
+    BY_TILES,
+    Rule,
+    TermRecord,
+    quantity,
+    total,
+)
 from onerank.annotate.models.roofline import MODEL
 from onerank.annotate.op_costs.node_costs import OpCosts, compute_mask, op_costs_of
 from onerank.annotate.op_costs.op_classes import OpClass
@@ -188,6 +196,7 @@ class UnmeasuredRequest:
         passes: the requested changes.
         databases: kernel databases in addition to the shipped ones.
         record: takes the terms of compute nodes, as positions among them; None: no terms are kept.
+        timing: what the durations are of; other than `STEP` for calls without a step.
     """
 
     target: Gpu
@@ -195,6 +204,7 @@ class UnmeasuredRequest:
     passes: PassOptions
     databases: Sequence[str | Path] = ()
     record: TermRecord | None = None
+    timing: Timing = Timing.STEP
 
 
 def recost_cpu_capture(graph: Graph, request: UnmeasuredRequest) -> Graph:
@@ -236,6 +246,13 @@ def recost_cpu_capture(graph: Graph, request: UnmeasuredRequest) -> Graph:
         request.passes.attention,
         record,
     )
+    if request.timing is Timing.CALL:
+        gaps_ns = gap_after_kernels_ns(predicted.rules, target)
+        predicted_ns = predicted_ns + gaps_ns
+        if record is not None:
+            record.update_where(
+                gaps_ns > 0, lambda i, root: root and total(root, quantity("gap", gaps_ns[i]))
+            )
     predicted = predicted._replace(duration_ns=predicted_ns)
     return _write_prediction(graph, work, predicted, request)
 
@@ -275,7 +292,7 @@ def _predict(
 ) -> _OperatorDurations:
     """Return the operators' durations: from the kernel databases, else from the model."""
     target, model = request.target, request.model
-    kernels = KernelFeatures.of(graph, work.costs)
+    kernels = replace(KernelFeatures.of(graph, work.costs), timing=request.timing)
     predicted_ns, rules = model.from_description(kernels, target, record=request.record)
     rules = np.where(work.removed, np.uint8(Rule.DROPPED), rules)
     uncertainty, overrides = Uncertainty.none(len(rules)), OverrideEffect.none(rules)

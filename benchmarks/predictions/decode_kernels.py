@@ -31,7 +31,7 @@ from benchmarks.harness import gpus_and_torch, parser_of, print_conditions
 from onerank.annotate import load_gpu
 from onerank.annotate.models import roofline
 from onerank.annotate.models.coefficients import shipped
-from onerank.annotate.models.features import KernelFeatures
+from onerank.annotate.models.features import KernelFeatures, Timing
 from onerank.annotate.models.intervals import intervals
 from onerank.annotate.models.learned import predict_from_description
 from onerank.annotate.op_costs.cost_record import Scales
@@ -210,7 +210,7 @@ def compare(options: argparse.Namespace) -> None:
         if kernels is None:
             continue
         predicted = predict_from_description(kernels, gpu)
-        of_call, _ = predict_from_description(replace(kernels, per_call=True), gpu)
+        of_call, _ = predict_from_description(replace(kernels, timing=Timing.CALL), gpu)
         (low, high), _ = intervals(kernels, predicted, None, gpu, shipped())
         by_roofline, _ = roofline.predict_from_datasheet(kernels, gpu)
         kernel_ns, graph_ns = (
@@ -242,7 +242,7 @@ def features(op: str, table: pl.DataFrame) -> KernelFeatures | None:
     a, b, c, d, e = (table[name].to_numpy().astype(np.float64) for name in "abcde")
     if op.startswith("sdpa"):
         shapes = np.stack([a, d, e, ones, b, c, c, 0 * ones, 0 * ones], axis=1)
-        return of_attention(Attention(shapes, {}), times_ns)
+        return of_attention(Attention(shapes, {}, per_call=False), times_ns)
     if not op.startswith(("linear", "scaled_mm")):
         return None
     item = 2 if op == "linear_bf16" else 1

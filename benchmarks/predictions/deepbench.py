@@ -30,7 +30,7 @@ import numpy as np
 from benchmarks.harness import parser_of, print_conditions
 from onerank.annotate import load_gpu
 from onerank.annotate.models import learned, roofline, scale_measured
-from onerank.annotate.models.features import kernels_of
+from onerank.annotate.models.features import Timing, kernels_of
 from onerank.annotate.op_costs.cost_record import Work
 from onerank.annotate.op_costs.node_costs import work_of_call
 from onerank.annotate.op_costs.operands import Call, Tensor
@@ -70,7 +70,7 @@ def report_class(sort: str, to: tuple[str, Calls], source: tuple[str, Calls]) ->
     works, times = [work for work, _ in to[1].values()], np.array([ns for _, ns in to[1].values()])
     single_gemm = kernels_of([replace(work, parts=()) for work in works], np.zeros(len(works)))
     # DeepBench times a loop of calls.
-    calls = replace(kernels_of(works, np.zeros(len(works))), per_call=True)
+    calls = replace(kernels_of(works, np.zeros(len(works))), timing=Timing.CALL)
     predicted, _ = learned.predict_from_description(calls, gpu)
     cells = [
         figures(roofline.predict_from_datasheet(single_gemm, gpu)[0], times),
@@ -79,7 +79,7 @@ def report_class(sort: str, to: tuple[str, Calls], source: tuple[str, Calls]) ->
     if shared_keys := [key for key in to[1] if key in source[1]]:
         before = np.array([source[1][key][1] for key in shared_keys])
         kernels = kernels_of([to[1][key][0] for key in shared_keys], before)
-        kernels = replace(kernels, per_call=True)
+        kernels = replace(kernels, timing=Timing.CALL)
         after = np.array([to[1][key][1] for key in shared_keys])
         for model in (scale_measured.predict_by_residual, learned.predict_learned):
             cells.append(figures(model(kernels, other, gpu)[0], after))

@@ -23,7 +23,7 @@ import numpy as np
 import polars as pl
 
 from benchmarks.harness import parser_of, print_conditions
-from onerank.annotate.models.features import KernelFeatures
+from onerank.annotate.models.features import KernelFeatures, Timing
 from onerank.annotate.models.learned import predict_from_description
 from onerank.annotate.op_costs.node_costs import op_costs_of
 from onerank.annotate.recost.recost import source_gpu
@@ -82,7 +82,7 @@ def cases_of(graph: Graph, name: str) -> pl.DataFrame:
             "call": kernels.call,
             "measured": kernels.duration_ns,
             "kernel": predict_from_description(kernels, gpu)[0],
-            "per_call": predict_from_description(replace(kernels, per_call=True), gpu)[0],
+            "per_call": predict_from_description(replace(kernels, timing=Timing.CALL), gpu)[0],
         }
     )
     times = pl.col("measured", "kernel", "per_call").median()

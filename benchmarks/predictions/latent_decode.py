@@ -138,7 +138,8 @@ def compare(table: Path, name: str) -> None:
     ones = np.ones(len(rows))
     sizes = (batch, heads, ones, ones, context, _WIDTH * ones, _VALUE * ones, 0 * ones, 0 * ones)
     measured_ns = attention_ns + combine_ns
-    kernels = of_attention(Attention(np.stack(sizes, axis=1), {}), measured_ns)
+    attention = Attention(np.stack(sizes, axis=1), {}, per_call=False)
+    kernels = of_attention(attention, measured_ns)
     attention_only_ns, rules, _ = swap_unmeasured_attention(
         *(kernels, predict_from_description(kernels, gpu), gpu, "usual"),
         ["onerank_serving::latent_attention"] * len(rows),

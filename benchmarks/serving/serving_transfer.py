@@ -270,7 +270,8 @@ def _features(
         [batch, heads, kv_heads, queries, keys, HEAD_SIZE, HEAD_SIZE, float(queries > 1), 0]
         for batch, queries, keys, heads, kv_heads in sizes
     ]
-    return of_attention(Attention(np.array(rows, dtype=np.float64), {}), times_ns)
+    shapes = np.array(rows, dtype=np.float64)
+    return of_attention(Attention(shapes, {}, per_call=False), times_ns)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from onerank.annotate.models.attention_time import attention_ns
 from onerank.annotate.models.coefficients import (
     AttentionCoefficients,
     GemmCoefficients,
-    TilePipeline,
 )
 from onerank.annotate.models.gemm_tiles import GemmTarget, Rates, cache_misses, gemm_ns
 from onerank.annotate.models.gpu_distance import properties
@@ -69,8 +68,8 @@ def robust_loss(error: F64) -> float:
 
 
 START = GemmCoefficients(
-    synchronous=TilePipeline(tail=1, issue=1.2),
-    asynchronous=TilePipeline(tail=1, issue=1.2),
+    synchronous=1.2,
+    asynchronous=1.2,
     tile=20,
     prologue_cycles=1000,
     step_cycles=50,
@@ -91,11 +90,7 @@ ATTENTION_START = AttentionCoefficients(floor=2, efficiency=0.7, prologue_cycles
 
 _SEED = 2  # of the drawn shapes; `provenance.gemm` in the coefficients' file names it
 
-_GENERATIONS = ("synchronous", "asynchronous")
-
-_SHARED = tuple(
-    name for name in GemmCoefficients.__struct_fields__ if name not in (*_GENERATIONS, "call_gap")
-)
+_FITTED = tuple(name for name in GemmCoefficients.__struct_fields__ if name != "call_gap")
 
 
 def fit_gemm(products: Products, gpus: Sequence[Gpu], *, shapes: int = 1500) -> GemmCoefficients:
@@ -189,18 +184,11 @@ def hull_of(gpus: Sequence[Gpu]) -> dict[str, tuple[float, float]]:
 
 def to_vector(c: GemmCoefficients) -> F64:
     """Return the logarithms of all fitted coefficients, float64[p]."""
-    pipelines = [
-        getattr(getattr(c, g), n) for g in _GENERATIONS for n in TilePipeline.__struct_fields__
-    ]
     # All fitted coefficients are positive, and in logarithms no step of the solver can change that.
-    return np.log([*(getattr(c, n) for n in _SHARED), *pipelines])
+    return np.log([getattr(c, name) for name in _FITTED])
 
 
 def from_vector(x: F64) -> GemmCoefficients:
     """Return the coefficients of their logarithms, see `to_vector`."""
-    values = np.exp(x).tolist()
-    # The values of the pipelines follow the shared ones.
-    shared = dict(zip(_SHARED, values, strict=False))
-    rest = values[len(_SHARED) :]
-    pipelines = TilePipeline(*rest[:2]), TilePipeline(*rest[2:])
-    return GemmCoefficients(*pipelines, call_gap=START.call_gap, **shared)
+    fitted = dict(zip(_FITTED, np.exp(x).tolist(), strict=True))
+    return GemmCoefficients(call_gap=START.call_gap, **fitted)

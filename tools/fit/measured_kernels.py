@@ -8,7 +8,7 @@ import polars as pl
 
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.gpus.registry import load_gpu
-from onerank.annotate.models.features import KernelFeatures
+from onerank.annotate.models.features import KernelFeatures, Timing
 from onerank.annotate.models.operand_reuse import OperandReuse
 from onerank.annotate.op_costs.cost_record import Scales
 from onerank.annotate.op_costs.kernel_overheads import PASSES
@@ -55,10 +55,12 @@ class Attention:
     Attributes:
         shapes: `AttentionShape` of each call without a window, float64[d, 9].
         times_ns: name of a description -> measured times, float64[d].
+        per_call: as for `Products`.
     """
 
     shapes: F64
     times_ns: dict[str, F64]
+    per_call: bool = True
 
 
 def family(gpu: Gpu) -> str:
@@ -174,7 +176,7 @@ def of_products(products: Products, times_ns: F64) -> KernelFeatures:
     moved = batch * (item * (m * k + k * n) + result * m * n)
     kernels = _kernels(times_ns, 2 * batch * m * n * k, moved, products.dtype)
     scales = np.full(len(times_ns), products.scales, dtype=np.uint8)
-    return replace(kernels, gemm=products.shapes, scales=scales, per_call=products.per_call)
+    return replace(kernels, gemm=products.shapes, scales=scales, timing=_timing(products.per_call))
 
 
 def of_attention(attention: Attention, times_ns: F64) -> KernelFeatures:
@@ -182,7 +184,13 @@ def of_attention(attention: Attention, times_ns: F64) -> KernelFeatures:
     batch, heads, key_heads, rows, keys, d, dv, *_ = attention.shapes.T
     flops = batch * heads * rows * keys * (d + dv)  # causal: half of them
     moved = 2 * batch * (rows * heads + keys * key_heads) * (d + dv)
-    return replace(_kernels(times_ns, flops, moved, "bfloat16"), attention=attention.shapes)
+    kernels = _kernels(times_ns, flops, moved, "bfloat16")
+    timing = _timing(attention.per_call)
+    return replace(kernels, attention=attention.shapes, timing=timing)
+
+
+def _timing(per_call: bool) -> Timing:
+    return Timing.CALL if per_call else Timing.STEP
 
 
 def of_memory(times_ns: F64, moved: F64) -> KernelFeatures:

@@ -253,8 +253,8 @@ def fit_finely_scaled(
     }, every
 
 
-# Start of the fit: a tail and a step as those of cuBLAS.
-_START = FinelyScaled(floor_ns=2000.0, rate=0.8, epilogue=0.3, tail=0.6, step_cycles=87.0)
+# Start of the fit: a step as that of cuBLAS.
+_START = FinelyScaled(floor_ns=2000.0, rate=0.8, epilogue=0.3, step_cycles=87.0)
 
 
 def _fit_together(

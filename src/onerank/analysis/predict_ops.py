@@ -1,14 +1,15 @@
 """Predict single operators on a GPU, without a trace.
 
-The calls become a CPU capture of one operator each, and `recost` predicts it: the models, kernel
-databases and intervals are those of `annotate`. Collectives have no model of a GPU: they take their
-wire bytes over a bus bandwidth, as in `onerank replay --busbw-gb-s`.
+The calls become a CPU capture of one operator each, which is predicted twice: as kernels, with the
+models, kernel databases and intervals of `annotate`, and as calls of a benchmark. Collectives have
+no model of a GPU: they take their wire bytes over a bus bandwidth, as in `onerank replay
+--busbw-gb-s`.
 """
 
 import json
 import numbers
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,11 @@ import numpy as np
 
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.gpus.registry import load_gpu
+from onerank.annotate.models.cost_model import MODELS
+from onerank.annotate.models.features import Timing
 from onerank.annotate.models.prediction_terms import Operation, Term, TermRecord, quantity, quotient
-from onerank.annotate.recost.recost import recost
+from onerank.annotate.passes.pass_options import NO_PASSES
+from onerank.annotate.recost.from_datasheet import UnmeasuredRequest, recost_cpu_capture
 from onerank.converters.nccl import wire_bytes
 from onerank.display import Displayed
 from onerank.ir import Device, Evidence, Graph, GraphBuilder, Job, Kind
@@ -185,14 +189,18 @@ _OPTIONAL = {
 
 @dataclass(frozen=True, slots=True, repr=False)
 class OpPrediction(Displayed):
-    """The predicted duration of one call.
+    """The predicted times of one call.
 
     Attributes:
         call: the call.
         target: name of the GPU.
-        duration_ns: predicted duration.
-        p10_ns: lower end of the 80% interval; None without one.
+        duration_ns: duration of the call's kernel, as a profiler records it.
+        p10_ns: lower end of its 80% interval; None without one.
         p90_ns: upper end.
+        call_ns: time of the call in a benchmark that replays such calls in a CUDA graph, from the
+            start of one to the start of the next; None for collectives.
+        call_p10_ns: lower end of its 80% interval.
+        call_p90_ns: upper end.
         bound: the part of the time that is longest: "compute", "memory", "cache", "launch",
             "issue", "alignment" or "link".
         evidence: source of the duration, as in a re-costed trace; "bandwidth" for collectives.
@@ -204,6 +212,9 @@ class OpPrediction(Displayed):
     duration_ns: int
     p10_ns: int | None
     p90_ns: int | None
+    call_ns: int | None
+    call_p10_ns: int | None
+    call_p90_ns: int | None
     bound: str
     evidence: str
     terms: Term
@@ -212,10 +223,9 @@ class OpPrediction(Displayed):
 def predict_calls(
     calls: Sequence[OpCall], target: str | Gpu, *, databases: Sequence[str | Path] = ()
 ) -> list[OpPrediction]:
-    """Return the predicted durations of calls on a GPU, in their order.
+    """Return the predicted times of calls on a GPU, in their order.
 
-    The calls count as calls of one step: a GEMM whose misaligned m is the n of another GEMM is
-    taken for the weight gradient of that GEMM (see `gemm_tiles.has_misaligned_rows`).
+    Each call is predicted on its own; none counts as the gradient of another.
 
     Args:
         calls: the calls to predict.
@@ -235,7 +245,12 @@ def predict_calls(
     if on_gpu:
         record = TermRecord(np.arange(len(on_gpu)))
         graph = _cpu_capture([calls[index] for index in on_gpu])
-        nodes = recost(graph, gpu, databases=databases, record=record).nodes
+        kernels = UnmeasuredRequest(
+            gpu, MODELS["auto"], NO_PASSES, databases, record, Timing.KERNEL
+        )
+        nodes = recost_cpu_capture(graph, kernels).nodes
+        per_call = replace(kernels, record=None, timing=Timing.CALL)
+        nodes_per_call = recost_cpu_capture(graph, per_call).nodes
         # Rows of the predictions are matched with calls by place.
         assert len(nodes.id) == len(on_gpu), "an operator was dropped"
         for row, index in enumerate(on_gpu):
@@ -245,6 +260,9 @@ def predict_calls(
                 int(nodes.duration_ns[row]),
                 int(nodes.p10_ns[row]),
                 int(nodes.p90_ns[row]),
+                int(nodes_per_call.duration_ns[row]),
+                int(nodes_per_call.p10_ns[row]),
+                int(nodes_per_call.p90_ns[row]),
                 # A time from a database has no parts; the model's time, which it replaced, has.
                 _bound(record.modelled.get(row, record.roots[row])),
                 Evidence(int(nodes.evidence[row])).name.lower(),
@@ -396,7 +414,12 @@ def _collective(call: OpCall, gpu: Gpu) -> OpPrediction:
     # Bytes over GB/s are nanoseconds.
     ratio = quotient(quantity("wire bytes", wire, "bytes"), rate, "collective")
     terms = Term("collective", ratio.value, "ns", ratio.operation, ratio.operands)
-    return OpPrediction(call, gpu.name, round(terms.value), None, None, "link", "bandwidth", terms)
+    return OpPrediction(
+        *(call, gpu.name, round(terms.value), None, None, None, None, None),
+        bound="link",
+        evidence="bandwidth",
+        terms=terms,
+    )
 
 
 _BOUNDS = {

@@ -3,16 +3,13 @@
 import math
 from dataclasses import dataclass
 
-import numpy as np
-
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.features import KernelFeatures
 from onerank.annotate.models.gpu_distance import same_die
-from onerank.annotate.op_costs.cost_record import Scales
 from onerank.annotate.op_costs.node_costs import op_costs_of
 from onerank.annotate.recost.recost import source_gpu
 from onerank.annotate.recost.recosting_summary import Recosting
-from onerank.ir import Evidence, Graph
+from onerank.ir import Graph
 from onerank.serving.tables import StepRow
 
 # Time of a replayed CUDA graph beyond the sum of its profiled kernels, for each kernel, in ns.
@@ -78,8 +75,8 @@ class _GraphGaps:
     @classmethod
     def predicted(cls, after: Graph) -> "_GraphGaps":
         """Return the gaps of a step that was not measured as a CUDA graph."""
-        width_ns = _GRAPH_GAP_HALF_WIDTH_NS * int(after.gpu_compute.sum())
-        return cls(_GRAPH_GAP_NS * _kernels_without_gap(after), 0.0, width_ns)
+        count = int(after.gpu_compute.sum())
+        return cls(_GRAPH_GAP_NS * count, 0.0, _GRAPH_GAP_HALF_WIDTH_NS * count)
 
     @classmethod
     def transferred(cls, row: StepRow, before: Graph, gpu: Gpu) -> "_GraphGaps | None":
@@ -118,18 +115,3 @@ class _GraphGaps:
             for end_ns in recosting.interval
         )
         return round(graph_ns), round(graph_ns - below), round(graph_ns + above)
-
-
-def _kernels_without_gap(graph: Graph) -> int:
-    """Return the number of kernels whose predicted time does not contain the gap after it.
-
-    The times of 8-bit GEMMs with scales of rows or blocks, of experts and of attention from shapes
-    contain it: they are fitted to the time per call of replayed graphs.
-    """
-    costs = op_costs_of(graph)
-    kernels = KernelFeatures.of(graph, costs)
-    finely_scaled = kernels.has_narrow_operands & (kernels.scales[kernels.call] != Scales.TENSOR)
-    experts = np.isin(kernels.call, kernels.parts.expert_calls)
-    from_shapes = graph.nodes.evidence[costs.index] == Evidence.DATASHEET
-    with_gap = (finely_scaled | experts | kernels.is_fused_attention) & from_shapes
-    return int((graph.gpu_compute[costs.index] & ~with_gap).sum())

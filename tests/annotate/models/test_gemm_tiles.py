@@ -12,7 +12,7 @@ from onerank.annotate.models.attention_kernels import shape_factors
 from onerank.annotate.models.attention_time import attention_ns
 from onerank.annotate.models.coefficients import AttentionCoefficients, shipped
 from onerank.annotate.models.features import kernels_of
-from onerank.annotate.models.gemm_tiles import GemmTarget, Rates, gemm_ns, pipeline_of
+from onerank.annotate.models.gemm_tiles import GemmTarget, Rates, gemm_ns
 from onerank.annotate.models.learned import predict_from_description
 from onerank.annotate.op_costs.cost_record import AttentionShape, Work
 
@@ -132,11 +132,21 @@ def test_more_of_a_resource_slows_no_product(gpu_file, figure):
 
 
 def test_an_unknown_generation_is_between_the_known_ones(gpu_file):
-    c = shipped().gemm
-    made = pipeline_of(load_gpu(gpu_file()), c)
-    assert made.issue == pytest.approx((c.synchronous.issue * c.asynchronous.issue) ** 0.5)
-    assert pipeline_of(load_gpu("H100"), c) == c.asynchronous
-    assert pipeline_of(load_gpu("L40S"), c) == c.synchronous
+    c, rates = shipped().gemm, Rates(np.ones(1), np.ones(1))
+    unknown, hopper, ada = (
+        GemmTarget(load_gpu(name), rates).issue(c) for name in (gpu_file(), "H100", "L40S")
+    )
+    assert (hopper, ada) == (c.asynchronous, c.synchronous)
+    assert unknown == pytest.approx((hopper * ada) ** 0.5)
+
+
+@pytest.mark.parametrize("name", ["L40S", "A100", "RTX-5090"])
+def test_one_more_row_never_saves_much(name):
+    """A few tiles in one more wave cost at most that wave."""
+    rows = [512, 513, 1024, 1025, 1144, 1355, 2048, 2049]
+    sizes = [(1, m, n, 4096) for n in (4096, 14336) for m in rows]
+    times = np.array(gemm(load_gpu(name), *sizes)).reshape(2, -1)
+    assert (times[:, 1:] / times[:, :-1]).min() > 0.97
 
 
 class TestAttention:

@@ -200,11 +200,11 @@ def test_products_in_fp4_have_four_bits_and_a_scale_for_16_elements(trace, mm):
     plain, changed = (recost_with(graph, "B200", **options) for options in ({}, {"dtype": "fp4"}))
     before, after = kernels(plain), kernels(changed)
     assert after[1] == before[1]  # k = 48 is no multiple of 32
-    # By shape 90.3 us in bf16 and 34.4 in fp4, in tiles of 128 rows; the peaks differ by 4.
-    assert before[0] / after[0] == pytest.approx(2.63, abs=0.01)
+    # By shape 90.2 us in bf16 and 32.5 in fp4, in tiles of 128 rows; the peaks differ by 4.
+    assert before[0] / after[0] == pytest.approx(2.77, abs=0.01)
     assert kernels(changed, "bytes_read")[0] == 2 * 4096 * 4096 * 0.5625
     # The errors of 4 bits; 1.16 for fp8.
-    assert kernels(changed, "p90_ns")[0] / after[0] == pytest.approx(1.297, abs=0.01)
+    assert kernels(changed, "p90_ns")[0] / after[0] == pytest.approx(1.309, abs=0.01)
     note_of(changed.job.measurement.notes, "what-if-dtype", "fp4", "4.5 bits")
 
 

@@ -8,7 +8,7 @@ import click
 
 from onerank.cli.common import GB_PER_S, OUTPUT, UsageError, as_json, keep_inputs, reports_errors
 from onerank.cli.dataclass_to_click import SIZE, SectionedCommand, headings, with_options
-from onerank.cli.terminal import evidence, print_json, table
+from onerank.cli.terminal import evidence, lines, print_json, table
 from onerank.display import time
 from onerank.option_fields import option
 
@@ -97,6 +97,11 @@ class PredictOptions:
     )
 
 
+_TIMED = (
+    ("kernel", "its duration, as a profiler records it"),
+    ("call", "from one call to the next in a replayed CUDA graph, as benchmarks time it"),
+)
+
 _NOT_SIZES = ("target", "database", "output")
 
 
@@ -139,7 +144,8 @@ def predict(what: str, options: PredictOptions, as_json: bool) -> None:
         keep_inputs(options.output, path, *options.database)
     predictions = predict_calls(op_calls(rows), options.target, databases=options.database)
     if options.output is not None:
-        columns = ("duration_ns", "p10_ns", "p90_ns", "bound", "evidence")
+        times = ("duration_ns", "p10_ns", "p90_ns", "call_ns", "call_p10_ns", "call_p90_ns")
+        columns = (*times, "bound", "evidence")
         predicted_rows = [
             {**row, **{name: getattr(prediction, name) for name in columns}}
             for row, prediction in zip(rows, predictions, strict=True)
@@ -159,13 +165,15 @@ def _render(predictions: "Sequence[OpPrediction]") -> None:
             p.call.dtype,
             time(p.duration_ns),
             "-" if p.p10_ns is None else f"{time(p.p10_ns)} to {time(p.p90_ns)}",
+            "-" if p.call_ns is None else time(p.call_ns),
             p.bound,
             evidence(p.evidence),
         )
         for p in predictions
     ]
-    columns = ("", "dtype", "time", "80% interval", "bound by", "evidence")
-    table(f"On {predictions[0].target}", columns, rows, texts=(0, 1, 4, 5))
+    columns = ("", "dtype", "kernel", "80% interval", "call", "bound by", "evidence")
+    table(f"On {predictions[0].target}", columns, rows, texts=(0, 1, 5, 6))
+    lines(_TIMED)
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
