@@ -7,7 +7,7 @@ its input comes from dP = dO V^T, its result reaches dQ and dK, and the product 
 with dO is dV.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ _COMPARES = frozenset("le lt ge gt".split())
 _TRIANGLES = frozenset("tril triu tril_ triu_".split())
 
 
-def classify_masks(flow: Flow, masks: list[Operand], sizes: AttentionSizes) -> tuple[str, bool]:
+def classify_masks(flow: Flow, masks: Sequence[Operand], sizes: AttentionSizes) -> tuple[str, bool]:
     """Return the evidence of causality (see `EagerCall`), and whether another mask exists."""
     causal, padded = "", False
     for mask in masks:
@@ -254,8 +254,9 @@ def _match_call(flow: Flow, softmax: int) -> EagerCall | None:
     path_reads = [operand for index in path[:-1] for operand in flow.calls[index].reads]
     dropout = any(flow.calls[index].op in _DROPS for index in path)
     dropout |= any(operand.op in _DROPS for operand in producers(flow, path_reads, since=softmax))
-    members = {*scores.members, softmax, *path}
-    return _complete(flow, scores, path, members, backward, sizes, masks, dropout=dropout)
+    members = frozenset({*scores.members, softmax, *path})
+    forward = _ForwardMatch(members, scores.product, path[-1])
+    return _complete(flow, _Match(forward, backward, sizes, tuple(masks), dropout))
 
 
 def _path_to_product(flow: Flow, operand: Operand, after: int) -> tuple[int, ...] | None:
@@ -310,6 +311,38 @@ class _BackwardMatch(NamedTuple):
     query: int
     key: int
     value: int
+
+
+class _ForwardMatch(NamedTuple):
+    """Indices of the calls of forward, and of its products.
+
+    Attributes:
+        members: all calls.
+        scores: product of queries and keys.
+        output: product of probabilities and values.
+    """
+
+    members: frozenset[int]
+    scores: int
+    output: int
+
+
+class _Match(NamedTuple):
+    """The attention around a softmax, without the copies of its tensors.
+
+    Attributes:
+        forward: calls of forward.
+        backward: calls of backward; None without any.
+        sizes: heads, rows, keys and widths.
+        masks: what is added to the scores or replaces them.
+        dropout: whether dropout applies to the probabilities.
+    """
+
+    forward: _ForwardMatch
+    backward: _BackwardMatch | None
+    sizes: AttentionSizes
+    masks: tuple[Operand, ...]
+    dropout: bool
 
 
 def _match_backward(
@@ -381,57 +414,37 @@ def _path_to_gradients(flow: Flow, operand: Operand) -> tuple[tuple[int, ...], t
         operand = flow.calls[readers[0]].writes[0]
 
 
-def _complete(  # noqa: PLR0917
-    flow: Flow,
-    scores: _Scores,
-    path: tuple[int, ...],
-    forward_members: set[int],
-    backward: _BackwardMatch | None,
-    sizes: AttentionSizes,
-    masks: list[Operand],
-    *,
-    dropout: bool,
-) -> EagerCall | None:
+def _complete(flow: Flow, match: _Match) -> EagerCall | None:
     """Return the call with the copies around it; None if other calls read its internal tensors."""
+    forward, backward = match.forward, match.backward
+    forward_members = set(forward.members)
     backward_members = set(backward.members) if backward else set[int]()
-    query, key = _factors(flow.calls[scores.product])
-    _, value = _factors(flow.calls[path[-1]])
+    query, key = _factors(flow.calls[forward.scores])
+    _, value = _factors(flow.calls[forward.output])
     backward_members |= _unread_results(flow, forward_members | backward_members)
     members = forward_members | backward_members
     query, copies_q, _ = _uncopied(flow, query, members)
     key, copies_k, shared_k = _uncopied(flow, key, members | copies_q)
     value, copies_v, shared_v = _uncopied(flow, value, members | copies_q | copies_k)
     forward_members |= copies_q | copies_k | copies_v
-    out, copies = _final_result(flow, flow.calls[path[-1]].writes[0], 1)
+    out, copies = _final_result(flow, flow.calls[forward.output].writes[0], 1)
     forward_members |= copies
+    group = max(shared_k, shared_v)
     gradients = None
     if backward is not None:
-        factors = _factors(flow.calls[backward.scores])
-        out_gradient = next(
-            gradient
-            for gradient in factors
-            if not _is_same_view(gradient, _factors(flow.calls[path[-1]])[1])
-        )
-        out_gradient, copies, _ = _uncopied(flow, out_gradient, forward_members | backward_members)
+        others = forward_members | backward_members
+        gradients, copies = _gradients(flow, forward, backward, others, group)
         backward_members |= copies
-        operand_gradients = list[Operand]()
-        for product in (backward.query, backward.key, backward.value):
-            repeats = 1 if product == backward.query else max(shared_k, shared_v)
-            gradient, copies = _final_result(flow, flow.calls[product].writes[0], repeats)
-            backward_members |= copies
-            operand_gradients.append(gradient)
-        gradients = Gradients(out_gradient, *operand_gradients)
-    group = max(shared_k, shared_v)
     # Keys and values of grouped heads are repeated equally often, or it is another attention.
-    if shared_k != shared_v or sizes.heads % group:
+    if shared_k != shared_v or match.sizes.heads % group:
         return None
-    causal, padded = classify_masks(flow, masks, sizes)
+    causal, padded = classify_masks(flow, match.masks, match.sizes)
     call = EagerCall(
-        sizes._replace(key_heads=sizes.heads // group),
+        match.sizes._replace(key_heads=match.sizes.heads // group),
         causal,
         padded,
-        dropout,
-        AttentionPass(tuple(sorted(forward_members)), path[-1]),
+        match.dropout,
+        AttentionPass(tuple(sorted(forward_members)), forward.output),
         Forward(query, key, value, out),
         AttentionPass(tuple(sorted(backward_members)), min(backward.scores, backward.value))
         if backward
@@ -439,6 +452,31 @@ def _complete(  # noqa: PLR0917
         gradients,
     )
     return call if _is_self_contained(flow, call) else None
+
+
+def _gradients(
+    flow: Flow, forward: _ForwardMatch, backward: _BackwardMatch, others: set[int], group: int
+) -> tuple[Gradients, set[int]]:
+    """Return the gradients of an attention, and the calls that copy them.
+
+    Args:
+        flow: data flow of the step.
+        forward: its calls of forward.
+        backward: its calls of backward.
+        others: its calls so far.
+        group: queries' heads that share a head of keys.
+    """
+    _, value = _factors(flow.calls[forward.output])
+    factors = _factors(flow.calls[backward.scores])
+    out_gradient = next(factor for factor in factors if not _is_same_view(factor, value))
+    out_gradient, copies, _ = _uncopied(flow, out_gradient, others)
+    operand_gradients = list[Operand]()
+    for product in (backward.query, backward.key, backward.value):
+        repeats = 1 if product == backward.query else group
+        gradient, copies_after = _final_result(flow, flow.calls[product].writes[0], repeats)
+        copies = copies | copies_after
+        operand_gradients.append(gradient)
+    return Gradients(out_gradient, *operand_gradients), copies
 
 
 def _is_self_contained(flow: Flow, call: EagerCall) -> bool:
