@@ -19,14 +19,7 @@ from enum import IntEnum
 
 from onerank.ir.enums import Collective, Evidence, Kind, Phase, Reason
 from onerank.ir.graph import Graph
-from onerank.ir.measurement import (
-    Device,
-    LayerExtrapolation,
-    Line,
-    Measurement,
-    Reading,
-    Sensors,
-)
+from onerank.ir.measurement import Device, LayerExtrapolation, Line, Measurement, Reading, Sensors
 from onerank.ir.nodes import TEXT_COLUMNS, Nodes, default_of
 
 # Column -> its label, in the order within a line.

@@ -8,7 +8,7 @@ import numpy as np
 
 from onerank.annotate.kernel_db.calls import CallKey
 from onerank.annotate.kernel_db.database import KernelRow, Library, release
-from onerank.annotate.kernel_db.interpolate import Basis, Lookups, look_up
+from onerank.annotate.kernel_db.look_up import Basis, Lookups, look_up
 from onerank.annotate.models.features import KernelFeatures
 from onerank.annotate.models.intervals import (
     ErrorKinds,

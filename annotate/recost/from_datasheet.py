@@ -10,7 +10,7 @@ import numpy as np
 
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.kernel_db.database import Library, library_for
-from onerank.annotate.kernel_db.interpolate import Basis
+from onerank.annotate.kernel_db.look_up import Basis
 from onerank.annotate.kernel_db.node_durations import best_of, evidence_of
 from onerank.annotate.models.call_gaps import gap_after_kernels_ns
 from onerank.annotate.models.coefficients import shipped

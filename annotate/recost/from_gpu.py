@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.kernel_db.database import library_for
-from onerank.annotate.kernel_db.interpolate import Basis
+from onerank.annotate.kernel_db.look_up import Basis
 from onerank.annotate.kernel_db.node_durations import Best, Size, best_of, best_resized, evidence_of
 from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.intervals import Interval, OverrideEffect, Uncertainty, intervals

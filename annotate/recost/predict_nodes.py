@@ -11,7 +11,7 @@ import numpy as np
 from onerank.annotate.gpus.datasheet_estimates import estimate_notes
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.kernel_db.database import library_for
-from onerank.annotate.kernel_db.interpolate import Basis
+from onerank.annotate.kernel_db.look_up import Basis
 from onerank.annotate.kernel_db.node_durations import best_of, evidence_of
 from onerank.annotate.memory.non_allocator import non_allocator_bytes
 from onerank.annotate.models.coefficients import shipped

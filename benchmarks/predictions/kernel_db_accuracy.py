@@ -32,7 +32,8 @@ from benchmarks.harness import parser_of, print_conditions
 from onerank.annotate import load_gpu
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.kernel_db.database import COLD, SHIPPED, WARM, Library, open_library
-from onerank.annotate.kernel_db.interpolate import SOURCE_SHARE, Basis, interpolate, look_up
+from onerank.annotate.kernel_db.interpolate import interpolate
+from onerank.annotate.kernel_db.look_up import SOURCE_SHARE, Basis, look_up
 from onerank.annotate.kernel_db.node_durations import best_of
 from onerank.annotate.models.coefficients import Coefficients, shipped
 from onerank.annotate.models.features import KernelFeatures

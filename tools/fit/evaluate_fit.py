@@ -19,7 +19,7 @@ from onerank.annotate.gpus.registry import load_gpu
 from onerank.annotate.gpus.spec_schema import Figure
 from onerank.annotate.kernel_db.calls import CallKey, call_of, modelled_ns
 from onerank.annotate.kernel_db.database import SHIPPED, Library, read_database, rows_of
-from onerank.annotate.kernel_db.interpolate import SOURCE_SHARE, Basis, look_up
+from onerank.annotate.kernel_db.look_up import SOURCE_SHARE, Basis, look_up
 from onerank.annotate.models.calibration import MeanRates, gemm_shapes, rates_in
 from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.cost_model import Predict, PredictFromDescription

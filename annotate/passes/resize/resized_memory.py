@@ -141,7 +141,7 @@ class _Writes:
         order = execution_order(graph)
         self._order, self._log = order, log
         self._operands = growth.of[order]
-        self._position = np.full(len(graph), -1, dtype=np.int64)
+        self._position: I64 = np.full(len(graph), -1, dtype=np.int64)
         self._position[order] = np.arange(len(order))
         self._freed_by = _freeing_nodes(graph, log)
         codes, first = np.unique(self._operands, return_index=True)
@@ -161,7 +161,7 @@ class _Writes:
             codes = [code for code in self._written if self._new(size, code) is not None]
             self._calls[size] = np.flatnonzero(np.isin(self._operands, codes))
         calls = self._calls[size]
-        at = int(np.searchsorted(calls, self._position[row]))
+        at = int(np.searchsorted(calls, int(self._position[row])))
         if at == len(calls):
             return None
         freed_by = int(self._freed_by[block])
