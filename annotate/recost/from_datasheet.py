@@ -1,8 +1,6 @@
 """Cost a graph that no GPU measured: a CPU capture, or a generated workload with work counts."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -14,7 +12,6 @@ from onerank.annotate.kernel_db.look_up import Basis
 from onerank.annotate.kernel_db.node_durations import best_of, evidence_of
 from onerank.annotate.models.call_gaps import gap_after_kernels_ns
 from onerank.annotate.models.coefficients import shipped
-from onerank.annotate.models.cost_model import CostModel
 from onerank.annotate.models.features import KernelFeatures, Timing
 from onerank.annotate.models.intervals import Interval, OverrideEffect, Uncertainty, intervals
 from onerank.annotate.models.prediction_terms import (
@@ -43,6 +40,7 @@ from onerank.annotate.passes.unmeasured_attention import (
     swap_unmeasured_attention,
 )
 from onerank.annotate.recost.predict_nodes import (
+    PredictionRequest,
     apply_overrides,
     details_of,
     job_for,
@@ -186,24 +184,14 @@ class _OperatorDurations(NamedTuple):
     notes: tuple[Note, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class UnmeasuredRequest:
-    """The inputs of a re-costing of a CPU capture, besides the graph.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnmeasuredRequest(PredictionRequest):
+    """The inputs for a CPU capture.
 
     Attributes:
-        target: GPU to predict durations for, perhaps with overridden figures.
-        model: cost model.
-        passes: the requested changes.
-        databases: kernel databases in addition to the shipped ones.
-        record: takes the terms of compute nodes, as positions among them; None: no terms are kept.
         timing: what the durations are of; other than `STEP` for calls without a step.
     """
 
-    target: Gpu
-    model: CostModel
-    passes: PassOptions
-    databases: Sequence[str | Path] = ()
-    record: TermRecord | None = None
     timing: Timing = Timing.STEP
 
 

@@ -131,12 +131,11 @@ class SizedGraphs:
         return cls(graph, costs, graph, costs, np.zeros(len(costs.index), dtype=bool))
 
 
-@dataclass(frozen=True, slots=True)
-class MeasuredRequest:
-    """The inputs of a re-costing of a graph that a GPU measured, besides the graph.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictionRequest:
+    """The inputs of a prediction of a graph's compute nodes, besides the graph.
 
     Attributes:
-        source: GPU that measured the graph.
         target: GPU to predict durations for, perhaps with overridden figures.
         model: cost model.
         passes: the requested changes.
@@ -144,12 +143,22 @@ class MeasuredRequest:
         record: takes the terms of compute nodes, as positions among them; None: no terms are kept.
     """
 
-    source: Gpu
     target: Gpu
     model: CostModel
     passes: PassOptions
     databases: Sequence[str | Path] = ()
     record: TermRecord | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredRequest(PredictionRequest):
+    """The inputs for a graph that a GPU measured.
+
+    Attributes:
+        source: that GPU.
+    """
+
+    source: Gpu
 
     @property
     def gpus(self) -> tuple[Gpu, Gpu]:

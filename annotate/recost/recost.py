@@ -276,10 +276,14 @@ class PredictDurations:
         requested = _for_captured_attention(graph, request.passes)
         if request.from_cpu:
             check_capture_on_cpu(source)
-            return recost_cpu_capture(
-                graph,
-                UnmeasuredRequest(target, model, requested, databases, request.record),
+            unmeasured = UnmeasuredRequest(
+                target=target,
+                model=model,
+                passes=requested,
+                databases=databases,
+                record=request.record,
             )
+            return recost_cpu_capture(graph, unmeasured)
         if is_counted(graph):
             if source is not None or requested != NO_PASSES or databases:
                 raise AnnotateError(
@@ -289,10 +293,15 @@ class PredictDurations:
                 )
             return recost_counts(graph, target)
         measured_on = source_gpu(graph, source)
-        return recost_measured(
-            graph,
-            MeasuredRequest(measured_on, target, model, requested, databases, request.record),
+        measured = MeasuredRequest(
+            source=measured_on,
+            target=target,
+            model=model,
+            passes=requested,
+            databases=databases,
+            record=request.record,
         )
+        return recost_measured(graph, measured)
 
 
 @dataclass(frozen=True, slots=True)

@@ -246,7 +246,12 @@ def predict_calls(
         record = TermRecord(np.arange(len(on_gpu)))
         graph = _cpu_capture([calls[index] for index in on_gpu])
         kernels = UnmeasuredRequest(
-            gpu, MODELS["auto"], NO_PASSES, databases, record, Timing.KERNEL
+            target=gpu,
+            model=MODELS["auto"],
+            passes=NO_PASSES,
+            databases=databases,
+            record=record,
+            timing=Timing.KERNEL,
         )
         nodes = recost_cpu_capture(graph, kernels).nodes
         per_call = replace(kernels, record=None, timing=Timing.CALL)
