@@ -12,6 +12,7 @@ of a replacement.
 import contextlib
 import gc
 import importlib
+import itertools
 import sys
 import sysconfig
 from collections.abc import Callable, Generator, Mapping
@@ -398,7 +399,16 @@ T = TypeVar("T")
 
 def live(kind: type[T]) -> list[T]:
     """Return all objects of a class and its subclasses that the garbage collector tracks."""
+    return live_where(lambda candidate: issubclass(candidate, kind))
+
+
+def live_where(wanted: Callable[[type], bool]) -> list[Any]:
+    """Return all objects that the garbage collector tracks whose class is wanted."""
     objects: list[Any] = gc.get_objects()
-    # A process holds hundreds of thousands of objects: check each class once, not each object.
-    kinds = {candidate for candidate in set(map(type, objects)) if issubclass(candidate, kind)}
-    return [candidate for candidate in objects if type(candidate) in kinds]
+    # A process holds hundreds of thousands of objects: check each class once, and compare classes
+    # in C.
+    kinds = [*map(type, objects)]
+    chosen = {kind for kind in set(kinds) if wanted(kind)}
+    if not chosen:
+        return []
+    return [*itertools.compress(objects, map(chosen.__contains__, kinds))]

@@ -13,7 +13,6 @@ Three kinds of objects end a step:
 
 import contextlib
 import functools
-import gc
 import sys
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack
@@ -28,7 +27,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.autograd.profiler import record_function
 from torch.optim import Optimizer
 
-from onerank.capture.patches import live, patched, replaced
+from onerank.capture.patches import live, live_where, patched, replaced
 
 
 class OptimizerSteps:
@@ -454,12 +453,8 @@ def optimizer_exists(earlier: WeakSet[Optimizer]) -> bool:
 
 def _training_objects() -> Iterator[object]:
     """Yield the objects with a method `step` that refer to tensors that get gradients."""
-    objects: list[object] = gc.get_objects()
-    # A process holds hundreds of thousands of objects: check each class once, not each object.
-    kinds = {kind for kind in set(map(type, objects)) if _may_train(kind)}
-    for value in objects:
-        attributes = getattr(value, "__dict__", None) if type(value) in kinds else None
-        if _contains_trainable(attributes, _CONTAINER_DEPTH):
+    for value in live_where(_may_train):
+        if _contains_trainable(getattr(value, "__dict__", None), _CONTAINER_DEPTH):
             yield value
 
 

@@ -273,9 +273,8 @@ class FakeOperators(TorchDispatchMode):
         """
         # Nested tensors name it by position.
         given = [each for each in args if isinstance(each, torch.device)]
-        gpus = [
-            torch.device(each) for each in (*given, kwargs.get("device")) if is_cuda_device(each)
-        ]
+        named = (*given, kwargs.get("device"))
+        gpus = [torch.device(each) for each in named if each is not None and is_cuda_device(each)]
         for gpu in gpus:
             # Without this check, the autograd engine would fail on an assertion of torch.
             if gpu.index:
@@ -336,7 +335,7 @@ class FakeOperators(TorchDispatchMode):
     def _run_on_cpu(self, call: OperatorCall) -> Any:
         """Run an operator on real tensors; a large result of a factory is fake."""
         if not call.tensors and call.schema.base != _MAPPED_FILE:
-            result = call.func(*call.args, **call.kwargs)
+            result = self._repeated.run(call.func, call.func, (), call.args, call.kwargs)
             results = [*tensors_in((result,))]
             large = any(map(_is_large, results))
             if large or self._composites or any(tensor.is_meta for tensor in results):
