@@ -18,7 +18,7 @@ from math import prod
 
 from onerank.annotate.op_costs.memory_bound import changed_elements
 from onerank.annotate.op_costs.op_classes import OpClass, is_generated
-from onerank.annotate.op_costs.operands import Call
+from onerank.annotate.op_costs.operands import Call, Tensor
 from onerank.annotate.op_costs.reductions import SM_COUNT, division_of
 
 # Longest row that PyTorch's softmax keeps in registers, in elements; longer ones take
@@ -50,6 +50,20 @@ reads once for the sums and again for the result: in NeuSight's set it takes 1.5
 # for 32 kB (2026-11-28-norms-sums-h100). A V100 takes 1.6 to 1.7 for 4 to 10 kB.
 _NORMS = ("native_layer_norm", "_fused_rms_norm")
 _CACHED_ROW, _CACHED_PASSES, _REREAD_ROW, _REREAD_PASSES = 4096, 1.05, 16384, 1.45
+
+# Their backward on a Hopper GPU: 1.15 passes for the gradient of the operand; a second kernel sums
+# those of the weights, and reads two of the three tensors again. It takes at least 4.3 ns for a row
+# on an H100, in which memory moves 12.3 kB, since each of its blocks goes through all rows. More
+# than 65,536 rows of less than 2,112 elements are divided among blocks (layer_norm_kernel.cu).
+# Chosen on eight shapes of training steps on H100s (2026-11-28-norms-sums-h100).
+_NORM_BACKWARDS = ("native_layer_norm_backward", "_fused_rms_norm_backward")
+_OPERAND_PASSES, _WEIGHT_PASSES, _ROW_BYTES = 1.15, 0.7, 12_300
+_DIVIDED_ROWS, _DIVIDED_WIDTH = 65_536, 2112
+
+# SM cycles of a row and of each of its elements in the kernel for the gradient of the operand, and
+# bytes that memory gives an SM in a cycle while the other kernel reads its two tensors.
+_BACKWARD_ROW = {"native_layer_norm_backward": 170, "_fused_rms_norm_backward": 139}
+_BACKWARD_ELEMENT, _BYTES_PER_CYCLE = 0.294, 10.9
 
 # A sum over leading axes whose outputs several blocks share takes as long as if its rows had this
 # many bytes more: rows of 256 B to 16 kB on an H100 (the same file).
@@ -105,11 +119,21 @@ def passes_of(call: Call) -> float:
 def cached_passes_of(call: Call) -> float:
     """Return `passes_of` where an SM's cache keeps the rows of its blocks, as on Hopper GPUs."""
     tensor = call.tensor(0)
-    if call.op not in _NORMS or tensor is None or not tensor.shape:
+    if call.op not in (*_NORMS, *_NORM_BACKWARDS) or tensor is None or not tensor.numel:
         return passes_of(call)
-    row_bytes = tensor.shape[-1] * tensor.item_bytes
+    width = tensor.shape[-1] if tensor.shape else 1
+    row_bytes = width * tensor.item_bytes
+    if call.op in _NORM_BACKWARDS:
+        least = 0.0 if _divides_rows(tensor) else _ROW_BYTES / (3 * row_bytes)
+        return _OPERAND_PASSES + max(_WEIGHT_PASSES, least)
     share = (row_bytes - _CACHED_ROW) / (_REREAD_ROW - _CACHED_ROW)
     return _CACHED_PASSES + min(max(share, 0.0), 1.0) * (_REREAD_PASSES - _CACHED_PASSES)
+
+
+def _divides_rows(tensor: Tensor) -> bool:
+    """Return whether blocks share the rows of which a norm's backward sums weight gradients."""
+    width = tensor.shape[-1] if tensor.shape else 1
+    return tensor.numel // width > _DIVIDED_ROWS and width < _DIVIDED_WIDTH
 
 
 def rereads_of(call: Call) -> float:
@@ -237,6 +261,7 @@ def cycles_of(call: Call, operator_class: OpClass) -> float:
         (op == "searchsorted", _compared(call), _COMPARED_PER_CYCLE),
         (op == "topk" and not selects_in_blocks(call), read, _TOPK_PER_CYCLE),
         (op in _NORMS, _norm_cycles(call), 1.0),
+        (op in _NORM_BACKWARDS, _norm_backward_cycles(call), 1.0),
         (long_softmax, read, _LONG_SOFTMAX_PER_CYCLE),
         (sums > 0, sums, 1.0),
         (op in _SUMS and shares_outputs(call), read, _LEADING_PER_CYCLE),
@@ -303,6 +328,18 @@ def _norm_cycles(call: Call) -> float:
     width = tensor.shape[-1]
     of_row, of_element = _NORM_CYCLES[call.op, 2 if tensor.item_bytes <= 2 else 4]
     return tensor.numel // width * (of_row + of_element * max(width, _NORM_LOAD))
+
+
+def _norm_backward_cycles(call: Call) -> float:
+    """Return the SM cycles of a norm's backward whose rows are narrow; 0 for other operators."""
+    tensor = call.tensor(0)
+    if call.op not in _NORM_BACKWARDS or tensor is None or not tensor.numel:
+        return 0.0
+    width = tensor.shape[-1] if tensor.shape else 1
+    row = _BACKWARD_ROW[call.op] + _BACKWARD_ELEMENT * max(width, _NORM_LOAD)
+    if _divides_rows(tensor):
+        row += 2 * width * tensor.item_bytes / _BYTES_PER_CYCLE
+    return tensor.numel // width * row
 
 
 def shares_outputs(call: Call) -> bool:

@@ -234,3 +234,24 @@ def test_operands_of_two_dtypes_are_loaded_singly():
     assert cycles_of(mixed, op_class("aten::mul")) == pytest.approx(96 * 784 * 256 / 0.87)
     alone = two("mul", (96, 784, 256), (96, 784, 256), "44")
     assert cycles_of(alone, op_class("aten::mul")) == 0
+
+
+# Backwards of norms in training steps on H100s, both kernels, us, on which the constants were
+# chosen: 2026-11-28-four-gpu-jobs-3-4xh100 and -4.
+@pytest.mark.parametrize(
+    ("op", "rows", "width", "item", "measured_us"),
+    [
+        ("native_layer_norm_backward", 18_912, 1024, 4, 177.5),  # one block has all rows
+        ("native_layer_norm_backward", 150_528, 256, 4, 312.0),  # blocks divide the rows
+        ("native_layer_norm_backward", 602_112, 128, 4, 764.0),  # narrow rows
+        ("_fused_rms_norm_backward", 16_384, 2048, 2, 148.0),
+    ],
+)
+def test_the_backward_of_a_norm(op: str, rows: int, width: int, item: int, measured_us: float):
+    x = Tensor((rows, width), {2: "bfloat16", 4: "float32"}[item], item)
+    weight, mean = Tensor((width,), x.dtype, item), Tensor((rows, 1), "float32", 4)
+    inputs = ((x,), (x,), None, (mean,), (mean,), (weight,), (weight,))
+    made = Call(op, inputs, ((x,), (weight,), (weight,)))
+    kernel = kernels_of([work_of_call(f"aten::{op}", made)], np.ones(1))
+    predicted_ns, _ = roofline.predict_from_datasheet(kernel, load_gpu("H100"))
+    assert predicted_ns[0] / 1e3 == pytest.approx(measured_us, rel=0.1)
