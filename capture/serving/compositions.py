@@ -75,6 +75,12 @@ class Composition(msgspec.Struct, frozen=True, order=True):
         """Tokens of each sequence in the KV cache before the step: prefills first."""
         return (*(self.prefill_context,) * self.prefills, *(self.decode_context,) * self.decodes)
 
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest sequence after the step."""
+        pairs = zip(self.context_lengths, self.query_lengths, strict=True)
+        return max((before + new for before, new in pairs), default=0)
+
     def parts(self) -> Iterator[tuple[str, int, int]]:
         """Yield name, sequences and new tokens of each, for prefills and decodes of the step."""
         if self.prefills:

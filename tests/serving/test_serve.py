@@ -11,6 +11,7 @@ import numpy as np
 import polars as pl
 import pytest
 import torch
+from notes import has_note
 from own_process import run_code, run_command
 from transformers import AutoModelForCausalLM, DynamicCache
 
@@ -587,6 +588,16 @@ def test_a_model_that_is_not_served(tmp_path: Path, config: dict[str, Any], code
     assert done.returncode == 2
     assert f"error[{code}]: " in done.stderr
     assert not output.exists()
+
+
+def test_compositions_beyond_the_context_of_the_model_are_noted(tmp_path: Path):
+    path = written(tmp_path, {**LLAMA, "max_position_embeddings": 64})
+    grid, output = "prefill: tokens=32,33 context=32", tmp_path / "bundle"
+    options = ("--device", "none", "--grid", grid, "-o", output)
+    done = run_command("capture", "serve", path, *options)
+    assert done.returncode == 0, done.stderr
+    notes = onerank.read_bundle(output).manifest.notes
+    assert has_note(notes, "grid-beyond-context", 1, 2, 64, 65)
 
 
 @pytest.mark.parametrize(

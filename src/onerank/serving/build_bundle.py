@@ -518,6 +518,16 @@ def _notes(
             f"{misfits} of {len(points)} compositions do not fit into memory",
             code="serve-misfits",
         )
+    compositions = [point.row.composition for point in fitting]
+    beyond = [each for each in compositions if each.longest_sequence > model.longest]
+    if beyond:
+        longest = max(beyond, key=lambda each: each.longest_sequence)
+        yield Note(
+            f"{len(beyond)} of {len(points)} compositions have longer sequences than the model's "
+            f"{model.longest} tokens (max_position_embeddings), up to {longest.longest_sequence} "
+            f"in {longest}: engines refuse these, unless the model is configured for them",
+            code="grid-beyond-context",
+        )
     # A CPU has no CUDA graphs.
     eager = sum(point.row.graph_ns is None for point in on_gpu)
     if eager:
