@@ -56,10 +56,10 @@ NEED_VALUES = (
     | attention.NEED_VALUES
     | memory_bound.NEED_VALUES
     | load_chains.NEED_VALUES
-    | library_operators.NEED_VALUES
     | state_operators.NEED_VALUES
 )
-"""Operators, by base name, whose cost depends on argument values in addition to shapes."""
+"""Operators, by base name, whose cost depends on argument values in addition to shapes; those of
+libraries are in `library_operators.NEED_VALUES`, by full name."""
 
 # Limit on FLOPs or bytes of a call, so that sums of reads and writes fit into int64.
 _MOST = 2**61
@@ -79,7 +79,7 @@ _BY_FULL_NAME = {
 
 def needs_values(op: str) -> bool:
     """Return whether `work_of` must be given the operator's input values."""
-    return base_name(op) in NEED_VALUES
+    return base_name(op) in NEED_VALUES or op.split(".", 1)[0] in library_operators.NEED_VALUES
 
 
 def needs_strides(op: str) -> bool:

@@ -73,8 +73,17 @@ FORMULAS: dict[str, Formula] = {
 """Full name without overload -> formula."""
 
 NEED_VALUES = frozenset(
-    "fwd bwd fused_attn_fwd fused_attn_bwd optimizer_update_32bit optimizer_update_8bit_blockwise "
-    "fused_topk_with_score_function_fwd fused_topk_with_score_function_bwd "
-    "fused_score_for_moe_aux_loss_fwd fused_score_for_moe_aux_loss_bwd".split()
+    f"{library}::{name}"
+    for library, names in (
+        ("flash_attn_3", "fwd bwd"),
+        ("bitsandbytes", "optimizer_update_32bit optimizer_update_8bit_blockwise"),
+        (
+            "transformer_engine",
+            "fused_attn_fwd fused_attn_bwd fused_topk_with_score_function_fwd "
+            "fused_topk_with_score_function_bwd fused_score_for_moe_aux_loss_fwd "
+            "fused_score_for_moe_aux_loss_bwd",
+        ),
+    )
+    for name in names.split()
 )
-"""Operators, by base name, whose formula reads argument values."""
+"""Operators, by full name without overload, whose formula reads argument values."""

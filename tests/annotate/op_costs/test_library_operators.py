@@ -157,6 +157,8 @@ def test_flash_attention_3_counts_what_version_2_counts():
     assert (inner.flops, needs_values("flash_attn_3::fwd")) == (expected, True)
     inner = work("flash_attn_3::bwd", gradients, [(2, 8, 64)], [None] * 16 + [True])
     assert (inner.flops, needs_values("flash_attn_3::bwd")) == (expected * 5 // 2, True)
+    assert needs_values("flash_attn_3::fwd.default")
+    assert not needs_values("another_library::fwd")
     # 8 keys before each query's own: 9 queries see less, and the own key counts as a half.
     windowed = round(2 * 2 * 8 * (9 * 4.5 + 55 * 8.5) * (32 + 32))
     limits = [*values, 8, 0]
