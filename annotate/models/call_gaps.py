@@ -6,7 +6,7 @@ no gap. The gaps of a step are counted elsewhere: by the replay of a capture, an
 `serving.graph_gaps`.
 
 On an H100, in graphs of 24 calls, the gap is 0.69 us after GEMMs, 0.68 after norms and elementwise
-kernels and 0.76 after FlashAttention 2, in the median; 0.5 to 1.2 us for four of five calls of all
+kernels and 0.76 after FlashAttention 2, in the median; 0.5 to 1.1 us for four of five calls of all
 these (2026-11-28-fine-scales-h100). Other GPUs were not measured: the gap is the same part of their
 launch floor.
 """
@@ -45,7 +45,7 @@ def gap_after_kernels_ns(rules: U8, gpu: Gpu) -> F64:
 
 
 def has_uncertain_gap(rules: U8, gpu: Gpu) -> Mask:
-    """Return whether durations follow from times per call by a gap that no GPU measured, bool[n].
+    """Return whether durations lack a gap not measured on the GPU's architecture, bool[n].
 
     Arguments as for `gap_after_kernels_ns`.
     """

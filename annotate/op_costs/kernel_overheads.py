@@ -216,7 +216,8 @@ _LONG_SOFTMAX_PER_CYCLE = 1.1
 
 # Layer and RMS norms: SM cycles of a row and of each of its elements, by bytes of an element. A
 # block of 128 threads takes one row, and a warp's first load has 128 elements, however short the
-# row is. Rows of 32 to 4096 on an H100, within 9% (2026-11-28-norms-sums-h100).
+# row is. Rows of 32 to 8192 on an H100, 3 to 6% off in the mean and 16% at most
+# (2026-11-28-norms-sums-h100).
 _NORM_CYCLES = {
     ("native_layer_norm", 2): (250, 0.38),
     ("native_layer_norm", 4): (331, 0.516),

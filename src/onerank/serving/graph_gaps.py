@@ -13,8 +13,8 @@ from onerank.ir import Graph
 from onerank.serving.tables import StepRow
 
 # Time of a replayed CUDA graph beyond the sum of its profiled kernels, for each kernel, in ns.
-# Beside other graphs, as in engines, decodes of Gemma 3 and Qwen2.5-1.5B on H100s have 170 to 310
-# ns. Solar Open and prefills have less, but their kernels are long
+# While other graphs exist, as in engines, decodes of Gemma 3 and Qwen2.5-1.5B on H100s have 170 to
+# 310 ns. Solar Open and prefills have less, but their kernels are long
 # (2026-11-28-serving-blind-3-h100).
 _GRAPH_GAP_NS = 250
 
