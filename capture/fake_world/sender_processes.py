@@ -193,14 +193,19 @@ class _Senders:
         except (EOFError, OSError):
             sender.output.seek(0)
             tail = sender.output.read().decode(errors="replace").strip()[-_OUTPUT_TAIL:]
-            self._senders.pop(request.src).close()
+            self._drop(request.src)
             raise CaptureError(
                 f"as rank {request.src} it failed:\n{tail}", code="sender-failed"
             ) from None
         except CaptureError:
             sender.process.kill()  # it waits for a message that never arrives
-            self._senders.pop(request.src).close()
+            self._drop(request.src)
             raise
+
+    def _drop(self, src: int) -> None:
+        """Forget a failed sender and its messages: its next run sends them again."""
+        self._senders.pop(src).close()
+        self._sent = {channel: sent for channel, sent in self._sent.items() if channel[0] != src}
 
     def _started(self, request: MessageRequest) -> _Sender:
         connection, of_child = _FORK.Pipe()
