@@ -260,7 +260,7 @@ def _run(sender: Connection, call: _Call) -> None:
             sender.send((_EVENT, event))
 
     try:
-        _end_with_parent()
+        end_with_parent()
         with frozen_objects():
             outcome = _RETURNED, call.function(*call.args, report)
     except KeyboardInterrupt:  # the command reports the interruption
@@ -275,7 +275,7 @@ def _run(sender: Connection, call: _Call) -> None:
     exit_handlers._run_exitfuncs()  # a fork ends without them
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """Interrupt this process when the process that started it ends, even by a kill; Linux only.
 
     Raises:

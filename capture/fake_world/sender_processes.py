@@ -28,7 +28,7 @@ from typing import IO, Any, NoReturn
 
 from onerank.capture.fake_world.call_log import Address
 from onerank.capture.fake_world.message_payloads import LEARNED_STEPS, MessageRequest, RunAsRank
-from onerank.capture.isolation import frozen_objects
+from onerank.capture.isolation import end_with_parent, frozen_objects
 from onerank.capture.patches import index_bindings
 from onerank.ir.errors import CaptureError
 
@@ -230,6 +230,8 @@ def _run_as_sender(
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     messages = _SenderMessages(request, reports)
     try:
+        # One that lived on would keep its copy of the captured rank's connection open.
+        end_with_parent()
         run_as_rank(request.src, messages)
         messages.leave()
     except BaseException:  # noqa: BLE001  its traceback becomes the parent's error message
@@ -384,10 +386,10 @@ class SenderProcesses:
         if src not in self._announced:
             self._announced.add(src)
             self._progress(f"running as rank {src}, to learn what it sends")
-        self._connection.send(MessageRequest(src, to, index, self._rank))
         try:
+            self._connection.send(MessageRequest(src, to, index, self._rank))
             answer = self._connection.recv()
-        except EOFError:
+        except (EOFError, OSError):
             answer = "the process that runs the senders has ended"
         if isinstance(answer, str):
             self._failed[src, to] = CaptureError(

@@ -1,7 +1,10 @@
 """Children that run the script as an absent rank."""
 
+import multiprocessing
 import pickle
+import sys
 
+import pytest
 from raised import raises_code
 
 from onerank.capture.fake_world import sender_processes
@@ -31,3 +34,16 @@ def test_a_second_run_after_a_failure_counts_no_message_twice():
         assert request(0, 1) == ["second"]
     finally:
         senders.kill()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG")
+def test_senders_end_with_the_process_that_started_them():
+    messages = sender_processes.SenderProcesses(0, script, lambda _: None)
+    with messages.ready():
+        assert messages.receive(1) == ["first"]
+        (server,) = multiprocessing.active_children()
+        server.kill()
+        server.join()
+        # A sender that lived on would hold the connection open.
+        with raises_code("sender-failed", naming="rank 1"):
+            messages.receive(1)
