@@ -9,7 +9,8 @@ from raised import raises_code
 from small_job import capture_small
 
 from onerank.converters.expand.pipeline import PipelineSchedule, expand
-from onerank.converters.targets import goal, simai
+from onerank.converters.targets import goal
+from onerank.converters.targets.simai.exporter import export_simai
 from onerank.ir import Graph, World
 
 FORMS: dict[str, tuple[str, World, int, dict[str, Any]]] = {
@@ -32,7 +33,7 @@ def compute_ns(graph: Graph) -> int:
 
 
 def test_simai_conserves_compute(captured: Graph, tmp_path: Path) -> None:
-    made = simai.export_simai([captured], tmp_path / "w.txt")
+    made = export_simai([captured], tmp_path / "w.txt")
     lines = (tmp_path / "w.txt").read_text().splitlines()[2:]
     rows = [line.split() for line in lines]
     assert sum(int(row[at]) for row in rows for at in (2, 5, 8)) == compute_ns(captured)
@@ -46,9 +47,7 @@ def test_simai_conserves_compute(captured: Graph, tmp_path: Path) -> None:
 
 
 def test_simai_repeats_micro_batches(captured: Graph, tmp_path: Path) -> None:
-    few, many = (
-        simai.export_simai([captured], tmp_path / "w.txt", micro_batches=m) for m in (2, 5)
-    )
+    few, many = (export_simai([captured], tmp_path / "w.txt", micro_batches=m) for m in (2, 5))
     assert many.optimizer_ns == few.optimizer_ns
     assert many.input_gradient_ns > 2.3 * few.input_gradient_ns
 
