@@ -14,7 +14,7 @@ from onerank.plan.tasks import LocalPool, RayCluster, Store, Task, content_key, 
 ray: Any = pytest.importorskip("ray", reason="needs the extra onerank[ray]")
 
 
-def task(function: str, *arguments: Any, needs: tuple[str, ...] = ()) -> Task:
+def task(function: str, *arguments: Any, needs: tuple[str, ...] | None = None) -> Task:
     key = content_key(function, arguments, needs)
     return Task(key, function, f"plan_tasks:{function}", arguments, needs)
 

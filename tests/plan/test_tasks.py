@@ -28,7 +28,7 @@ from onerank.plan.tasks import (
 )
 
 
-def task(function: str, *arguments: Any, needs: tuple[str, ...] = ()) -> Task:
+def task(function: str, *arguments: Any, needs: tuple[str, ...] | None = None) -> Task:
     key = content_key(function, arguments, needs)
     return Task(key, function, f"plan_tasks:{function}", arguments, needs)
 
