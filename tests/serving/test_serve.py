@@ -597,7 +597,7 @@ def test_compositions_beyond_the_context_of_the_model_are_noted(tmp_path: Path):
     done = run_command("capture", "serve", path, *options)
     assert done.returncode == 0, done.stderr
     notes = onerank.read_bundle(output).manifest.notes
-    assert has_note(notes, "grid-beyond-context", 1, 2, 64, 65)
+    assert has_note(notes, "sequences-beyond-context", 1, 2, 64, 65)
 
 
 @pytest.mark.parametrize(

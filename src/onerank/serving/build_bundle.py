@@ -526,7 +526,7 @@ def _notes(
             f"{len(beyond)} of {len(points)} compositions have longer sequences than the model's "
             f"{model.longest} tokens (max_position_embeddings), up to {longest.longest_sequence} "
             f"in {longest}: engines refuse these, unless the model is configured for them",
-            code="grid-beyond-context",
+            code="sequences-beyond-context",
         )
     # A CPU has no CUDA graphs.
     eager = sum(point.row.graph_ns is None for point in on_gpu)
