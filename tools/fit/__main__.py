@@ -77,8 +77,7 @@ _PROVENANCE = {
     "from shapes before they were measured: the root mean square over models of a class's median "
     "error, the larger of the two sets that were measured on different days "
     "(2026-11-28-serving-intervals-h100); an H200 has those of the H100, whose die and kernels it "
-    "has; its experts have the median error of those of ERNIE-4.5 in nine steps on an H200 "
-    "(2026-11-28-serving-blind-h200)",
+    "has",
 }
 
 
