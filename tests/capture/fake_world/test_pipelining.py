@@ -81,7 +81,8 @@ ALL_RANKS = """
     for schedule in schedules:
         for rank in range(3):
             options = Options(pp=3, rank=rank)
-            run, runs = sender_runner(script, [schedule], options), Path("runs")
+            run = sender_runner(script, [schedule], options)
+            runs = script.parent / "runs"
             runs.write_text("")
             def noted(sender, messages):
                 with runs.open("a") as file:

@@ -1,7 +1,7 @@
 """`onerank export`: workloads of simulators, and files for other tools."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -41,8 +41,6 @@ if TYPE_CHECKING:
 
 
 DIRECTORY = click.Path(file_okay=False, path_type=Path)
-
-TRACES = click.argument("traces", nargs=-1, required=True, type=INPUT_OR_DIRECTORY)
 
 JOB = "The job"
 NETWORK = "Its network"
@@ -198,6 +196,17 @@ class GoalOptions(RankOptions):
     )
 
 
+def _workload_command(name: str, options: type) -> Callable[[Callable[..., None]], click.Command]:
+    """Return a decorator for a command that writes a workload from TRACES."""
+
+    def decorate(function: Callable[..., None]) -> click.Command:
+        traces = click.argument("traces", nargs=-1, required=True, type=INPUT_OR_DIRECTORY)
+        command = click.command(name, cls=SectionedCommand, sections=headings(options))
+        return command(traces(with_options(options)(as_json(reports_errors(function)))))
+
+    return decorate
+
+
 def _graphs(files: Sequence[Path]) -> "Iterator[Graph]":
     """Read the traces one at a time; print a note of several traces once."""
     # One set for all files, since traces of one job repeat each other's notes.
@@ -205,11 +214,7 @@ def _graphs(files: Sequence[Path]) -> "Iterator[Graph]":
     return (read_trace(file, seen=seen) for file in files)
 
 
-@click.command("astra-sim", cls=SectionedCommand, sections=headings(AstraSimOptions))
-@TRACES
-@with_options(AstraSimOptions)
-@as_json
-@reports_errors
+@_workload_command("astra-sim", AstraSimOptions)
 def astra_sim(traces: tuple[Path, ...], options: AstraSimOptions, as_json: bool) -> None:
     """Write an ASTRA-sim workload: every rank's trace, groups, configuration, run.sh.
 
@@ -224,17 +229,10 @@ def astra_sim(traces: tuple[Path, ...], options: AstraSimOptions, as_json: bool)
         # The library gets graphs here, whose paths it cannot check.
         export.refuse_input_in(options.output, file)
     done = export.astra_sim(_graphs(files), **vars(options))
-    if as_json:
-        print_json(done)
-    else:
-        render_export(done)
+    print_json(done) if as_json else render_export(done)
 
 
-@click.command(cls=SectionedCommand, sections=headings(SimaiOptions))
-@TRACES
-@with_options(SimaiOptions)
-@as_json
-@reports_errors
+@_workload_command("simai", SimaiOptions)
 def simai(traces: tuple[Path, ...], options: SimaiOptions, as_json: bool) -> None:
     """Write a SimAI workload, and report what the format cannot express.
 
@@ -246,17 +244,10 @@ def simai(traces: tuple[Path, ...], options: SimaiOptions, as_json: bool) -> Non
     files = export.trace_files(traces)
     keep_inputs(options.output, *files)
     done = export.simai(_graphs(files), **vars(options))
-    if as_json:
-        print_json(done)
-    else:
-        render_simai(done)
+    print_json(done) if as_json else render_simai(done)
 
 
-@click.command(cls=SectionedCommand, sections=headings(GoalOptions))
-@TRACES
-@with_options(GoalOptions)
-@as_json
-@reports_errors
+@_workload_command("goal", GoalOptions)
 def goal(traces: tuple[Path, ...], options: GoalOptions, as_json: bool) -> None:
     """Write a GOAL schedule: every rank's operations, collectives as messages.
 
@@ -268,10 +259,7 @@ def goal(traces: tuple[Path, ...], options: GoalOptions, as_json: bool) -> None:
     files = export.trace_files(traces)
     keep_inputs(options.output, *files)
     done = export.goal(_graphs(files), **vars(options))
-    if as_json:
-        print_json(done)
-    else:
-        render_goal(done)
+    print_json(done) if as_json else render_goal(done)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
 """`onerank export` of a bundle to simulators of serving."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,17 @@ from onerank.serving.simulators.options import (
 )
 
 
+def _bundle_command(options: type) -> Callable[[Callable[..., None]], click.Command]:
+    """Return a decorator for a command that exports BUNDLE."""
+
+    def decorate(function: Callable[..., None]) -> click.Command:
+        bundle = click.argument("bundle", type=INPUT_OR_DIRECTORY)
+        command = click.command(cls=SectionedCommand, sections=headings(options))
+        return command(bundle(with_options(options)(as_json(reports_errors(function)))))
+
+    return decorate
+
+
 def _show_export(
     written: Any, pairs: Sequence[tuple[str, str]], title: str, *, as_json: bool
 ) -> None:
@@ -26,11 +37,7 @@ def _show_export(
         lines([*pairs, *(("note", str(note)) for note in written.notes)], title)
 
 
-@click.command(cls=SectionedCommand, sections=headings(VidurOptions))
-@click.argument("bundle", type=INPUT_OR_DIRECTORY)
-@with_options(VidurOptions)
-@as_json
-@reports_errors
+@_bundle_command(VidurOptions)
 def vidur(bundle: Path, options: VidurOptions, as_json: bool) -> None:
     """Write the profiles that Vidur, a simulator of inference clusters, reads.
 
@@ -50,11 +57,7 @@ def vidur(bundle: Path, options: VidurOptions, as_json: bool) -> None:
     _show_export(written, pairs, f"{written.model} on {written.device}, for Vidur", as_json=as_json)
 
 
-@click.command(cls=SectionedCommand, sections=headings(LinkedSimulatorOptions))
-@click.argument("bundle", type=INPUT_OR_DIRECTORY)
-@with_options(LinkedSimulatorOptions)
-@as_json
-@reports_errors
+@_bundle_command(LinkedSimulatorOptions)
 def llmservingsim(bundle: Path, options: LinkedSimulatorOptions, as_json: bool) -> None:
     """Write the profile that LLMServingSim 2, a simulator of serving clusters, reads.
 
@@ -76,11 +79,7 @@ def llmservingsim(bundle: Path, options: LinkedSimulatorOptions, as_json: bool) 
     _show_export(written, pairs, f"{written.profile}, for LLMServingSim", as_json=as_json)
 
 
-@click.command(cls=SectionedCommand, sections=headings(LinkedSimulatorOptions))
-@click.argument("bundle", type=INPUT_OR_DIRECTORY)
-@with_options(LinkedSimulatorOptions)
-@as_json
-@reports_errors
+@_bundle_command(LinkedSimulatorOptions)
 def sglang_sim(bundle: Path, options: LinkedSimulatorOptions, as_json: bool) -> None:
     """Write the steps as a replay table of SGLang Simulator, which runs SGLang's scheduler.
 
@@ -102,11 +101,7 @@ def sglang_sim(bundle: Path, options: LinkedSimulatorOptions, as_json: bool) -> 
     _show_export(written, pairs, f"{written.table}, for SGLang Simulator", as_json=as_json)
 
 
-@click.command(cls=SectionedCommand, sections=headings(AiconfiguratorOptions))
-@click.argument("bundle", type=INPUT_OR_DIRECTORY)
-@with_options(AiconfiguratorOptions)
-@as_json
-@reports_errors
+@_bundle_command(AiconfiguratorOptions)
 def aiconfigurator(bundle: Path, options: AiconfiguratorOptions, as_json: bool) -> None:
     """Write the steps as forward-pass data of aiconfigurator, which compares deployments.
 
