@@ -17,7 +17,14 @@ from onerank.annotate.models.intervals import (
     kinds_of,
     resize_kinds_of,
 )
-from onerank.annotate.models.prediction_terms import Rule, TermRecord, product, quantity, quotient
+from onerank.annotate.models.prediction_terms import (
+    PredictedDurations,
+    Rule,
+    TermRecord,
+    product,
+    quantity,
+    quotient,
+)
 from onerank.annotate.op_costs.node_costs import OpCosts
 from onerank.annotate.op_costs.op_classes import OpClass, op_class
 from onerank.ir import Evidence, Graph
@@ -29,25 +36,25 @@ class Best(NamedTuple):
     """Predictions, with the database's durations in place of less certain ones.
 
     Attributes:
-        moved_ns: durations, float64[n].
-        rules: a `Rule` for each, uint8[n].
+        durations: of n nodes.
         uncertainty: uncertainty of look-ups.
         notes: statements on the quality of the result.
     """
 
-    moved_ns: F64
-    rules: U8
+    durations: PredictedDurations
     uncertainty: Uncertainty
     notes: tuple[Note, ...]
 
     @classmethod
     def of(
-        cls, lookups: Lookups, better: Mask, predicted: tuple[F64, U8], notes: tuple[Note, ...]
+        cls, lookups: Lookups, better: Mask, predicted: PredictedDurations, notes: tuple[Note, ...]
     ) -> Self:
-        """Return the database's durations at `better`, else the model's (durations, rules)."""
+        """Return the database's durations at `better`, else the model's."""
         return cls(
-            np.where(better, lookups.time_ns, predicted[0]),
-            np.where(better, lookups.rules, predicted[1]).astype(np.uint8),
+            PredictedDurations(
+                np.where(better, lookups.time_ns, predicted.duration_ns),
+                np.where(better, lookups.rules, predicted.rules).astype(np.uint8),
+            ),
             Uncertainty(
                 np.where(better, lookups.uncertainty.spread, 0.0),
                 lookups.uncertainty.other_versions & better,
@@ -61,7 +68,7 @@ def best_of(
     graph: Graph,
     costs: OpCosts,
     kernels: KernelFeatures,
-    predicted: tuple[F64, U8],
+    predicted: PredictedDurations,
     basis: Basis,
     *,
     where: Mask,
@@ -80,7 +87,7 @@ def best_of(
         graph: the measured graph.
         costs: work of its nodes.
         kernels: features of its nodes.
-        predicted: durations in ns and rules of a model, n of each.
+        predicted: durations of a model.
         basis: rows, GPUs and a model.
         where: nodes that may be looked up, bool[n].
         record: terms of the model's predictions; takes those of the database.
@@ -189,7 +196,7 @@ class Size(NamedTuple):
 def best_resized(
     sizes: tuple[Size, Size],
     kernels: KernelFeatures,
-    predicted: tuple[F64, U8],
+    predicted: PredictedDurations,
     basis: Basis,
     *,
     where: Mask,
@@ -203,7 +210,7 @@ def best_resized(
     Args:
         sizes: the step as captured, and as requested.
         kernels: features at the requested size, with measured durations.
-        predicted: durations in ns and rules for the requested size, n of each.
+        predicted: durations of a model at the requested size.
         basis: rows, GPUs and a model.
         where: nodes with changed shapes, bool[n].
         record: terms of the model's predictions; takes those of the database.

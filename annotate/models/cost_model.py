@@ -7,14 +7,13 @@ from typing import Protocol
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models import learned, roofline, scale_by_ratio, scale_measured
 from onerank.annotate.models.features import KernelFeatures
-from onerank.annotate.models.prediction_terms import TermRecord
-from onerank.ir.arrays import F64, U8
+from onerank.annotate.models.prediction_terms import PredictedDurations, TermRecord
 
-Predict = Callable[[KernelFeatures, Gpu, Gpu], tuple[F64, U8]]
-"""(kernels, source, target) -> (new durations in ns, a `Rule` for each)."""
+Predict = Callable[[KernelFeatures, Gpu, Gpu], PredictedDurations]
+"""(kernels, source, target) -> the kernels' durations on the target."""
 
-PredictFromDescription = Callable[[KernelFeatures, Gpu], tuple[F64, U8]]
-"""(kernels, target) -> (durations in ns of unmeasured kernels, a `Rule` for each)."""
+PredictFromDescription = Callable[[KernelFeatures, Gpu], PredictedDurations]
+"""(kernels, target) -> durations of kernels that were not measured."""
 
 
 class _Transfer(Protocol):
@@ -22,7 +21,7 @@ class _Transfer(Protocol):
 
     def __call__(
         self, kernels: KernelFeatures, source: Gpu, target: Gpu, *, record: TermRecord | None = None
-    ) -> tuple[F64, U8]: ...
+    ) -> PredictedDurations: ...
 
 
 class _FromDescription(Protocol):
@@ -30,7 +29,7 @@ class _FromDescription(Protocol):
 
     def __call__(
         self, kernels: KernelFeatures, target: Gpu, *, record: TermRecord | None = None
-    ) -> tuple[F64, U8]: ...
+    ) -> PredictedDurations: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ from onerank.annotate.models.coefficients import Coefficients, shipped
 from onerank.annotate.models.features import KernelFeatures, Timing
 from onerank.annotate.models.gpu_distance import composite_tile_weight, same_die, tile_model_weight
 from onerank.annotate.models.prediction_terms import (
+    PredictedDurations,
     Rule,
     Term,
     TermRecord,
@@ -59,8 +60,8 @@ def predict_learned(
     coefficients: Coefficients | None = None,
     *,
     record: TermRecord | None = None,
-) -> tuple[F64, U8]:
-    """Return (new durations in ns, rules) of the kernels.
+) -> PredictedDurations:
+    """Return the kernels' durations on `target`.
 
     A GEMM's time on the target follows from its shape (see `gemm_tiles`) with fitted coefficients
     (see `coefficients`). The measurement on the source also counts, as ln(measured / predicted on
@@ -87,9 +88,10 @@ def predict_learned(
     than the target's lower bound (see `scale_measured.lower_bound_ns`).
     """
     c = coefficients or shipped()
-    predicted_ns, rules = scale_measured.predict_by_residual(kernels, source, target, record=record)
+    by_residual = scale_measured.predict_by_residual(kernels, source, target, record=record)
+    predicted_ns, rules = by_residual
     if source.is_nvidia and target.is_nvidia and not same_die(source, target):
-        predicted_ns = scale_by_shape(kernels, source, target, (predicted_ns, rules), record)
+        predicted_ns = scale_by_shape(kernels, source, target, by_residual, record)
     tiles = tile_terms(kernels, source, target, predicted_ns, c, record=record)
     predicted_ns[tiles.rows] = kernels.duration_ns[tiles.rows] * tiles.factor
     rules[tiles.rows] = tiles.rule
@@ -103,7 +105,7 @@ def predict_learned(
         predicted_ns[rows] = clamp_to_lower_bound(
             predicted_ns[rows], block, source, block, target, record=recorded
         )
-    return predicted_ns, rules
+    return PredictedDurations(predicted_ns, rules)
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,8 +384,8 @@ def predict_from_description(
     coefficients: Coefficients | None = None,
     *,
     record: TermRecord | None = None,
-) -> tuple[F64, U8]:
-    """Return (durations in ns, rules) of unmeasured kernels, from shapes only.
+) -> PredictedDurations:
+    """Return durations of unmeasured kernels, from shapes only.
 
     Measured durations only divide the time of an operator among its kernels.
     """
@@ -417,7 +419,7 @@ def predict_from_description(
     parts_ns = _divide_among_kernels(parts_ns, kernels.share_of_operator, scratch)
     _mix_with_tiles(predicted_ns, parts_ns, composite_tile_weight(target, c), record, scratch)
     rules[np.isfinite(parts_ns)] = Rule.PARTS
-    return predicted_ns, rules
+    return PredictedDurations(predicted_ns, rules)
 
 
 def _divide_among_kernels(operator_ns: F64, share: F64, record: TermRecord | None) -> F64:

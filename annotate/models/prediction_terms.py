@@ -10,11 +10,12 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum
+from typing import NamedTuple
 
 import numpy as np
 
 from onerank.ir import Evidence, Graph
-from onerank.ir.arrays import I64, Mask
+from onerank.ir.arrays import F64, I64, U8, Mask
 
 
 def by_evidence(graph: Graph, index: I64, amounts: I64 | None = None) -> dict[str, int]:
@@ -70,6 +71,18 @@ class Rule(IntEnum):
     def label(self) -> str:
         """The rule as text for a report."""
         return _LABELS[self]
+
+
+class PredictedDurations(NamedTuple):
+    """Predicted durations of n kernels.
+
+    Attributes:
+        duration_ns: durations, float64[n].
+        rules: the `Rule` that predicted each, uint8[n].
+    """
+
+    duration_ns: F64
+    rules: U8
 
 
 # The labels are keys of the "rules" object in the JSON output: rewording one breaks its readers.

@@ -11,6 +11,7 @@ import numpy as np
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.features import ComponentGemms, KernelFeatures
 from onerank.annotate.models.prediction_terms import (
+    PredictedDurations,
     Rule,
     Term,
     TermRecord,
@@ -31,8 +32,8 @@ MODEL = "datasheet"
 
 def predict_from_datasheet(
     kernels: KernelFeatures, target: Gpu, *, record: TermRecord | None = None
-) -> tuple[F64, U8]:
-    """Return (durations in ns, rules): launch floor plus the longest of memory and compute time.
+) -> PredictedDurations:
+    """Return durations by shape: launch floor plus the longest of memory and compute time.
 
     The floor depends on the operator's class (see `features`). Memory time is the bytes, as often
     as the operator's kernels stream them (`Work.passes`), at the achievable bandwidth, or at that
@@ -62,13 +63,13 @@ def predict_from_datasheet(
                 name="datasheet",
             ),
         )
-    return predicted_ns, terms.rule
+    return PredictedDurations(predicted_ns, terms.rule)
 
 
 def predict_by_roofline(
     kernels: KernelFeatures, source: Gpu, target: Gpu, *, record: TermRecord | None = None
-) -> tuple[F64, U8]:
-    """Return (new durations in ns, rules): a launch floor plus the target's roofline.
+) -> PredictedDurations:
+    """Return durations on `target`: a launch floor plus the target's roofline.
 
     The roofline is the longer of bytes / achievable bandwidth and FLOPs / sustained rate, whatever
     the source; operands in the last-level cache have its bandwidth, as in `predict_from_datasheet`.
@@ -86,7 +87,8 @@ def predict_by_roofline(
             kernels.over_link, lambda i, _: quantity("measured", float(durations_ns[i]))
         )
     predicted_ns = np.where(kernels.over_link, kernels.duration_ns, predicted_ns)
-    return predicted_ns, np.where(kernels.over_link, np.uint8(Rule.KEPT), rules)
+    rules = np.where(kernels.over_link, np.uint8(Rule.KEPT), rules)
+    return PredictedDurations(predicted_ns, rules)
 
 
 # Of a kernel's deviation from its time by shape, ln(measured / predicted), half of the first 0.1
@@ -118,7 +120,7 @@ def scale_by_shape(
     kernels: KernelFeatures,
     source: Gpu,
     target: Gpu,
-    predicted: tuple[F64, U8],
+    predicted: PredictedDurations,
     record: TermRecord | None = None,
 ) -> F64:
     """Return predictions with the ratio of rooflines for memory-bound kernels, float64[n].
@@ -131,7 +133,7 @@ def scale_by_shape(
         kernels: n measured kernels.
         source: NVIDIA GPU that measured them.
         target: NVIDIA GPU of another die.
-        predicted: durations in ns and rules of the residual model.
+        predicted: durations of the residual model.
         record: terms of the predictions, updated in place; None to record none.
     """
     predicted_ns, rules = predicted

@@ -4,14 +4,20 @@ import numpy as np
 
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.features import KernelFeatures, matmul_ratio
-from onerank.annotate.models.prediction_terms import Rule, TermRecord, factor, product, quantity
-from onerank.ir.arrays import F64, U8
+from onerank.annotate.models.prediction_terms import (
+    PredictedDurations,
+    Rule,
+    TermRecord,
+    factor,
+    product,
+    quantity,
+)
 
 
 def predict_by_ratio(
     kernels: KernelFeatures, source: Gpu, target: Gpu, *, record: TermRecord | None = None
-) -> tuple[F64, U8]:
-    """Return (new durations in ns, rules) of the kernels by the ratio rule.
+) -> PredictedDurations:
+    """Return the kernels' durations on `target` by the ratio rule.
 
     T_new = T * FLOPS_known / FLOPS_new if compute-bound, T * BW_known / BW_new if memory-bound.
 
@@ -51,4 +57,4 @@ def predict_by_ratio(
                 name="by ratio",
             ),
         )
-    return kernels.duration_ns * factors, rule.astype(np.uint8)
+    return PredictedDurations(kernels.duration_ns * factors, rule.astype(np.uint8))

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.features import KernelFeatures, matmul_ratio
 from onerank.annotate.models.prediction_terms import (
+    PredictedDurations,
     Rule,
     Term,
     TermRecord,
@@ -25,8 +26,8 @@ from onerank.ir.arrays import F64, I64, U8, Mask
 
 def predict_by_residual(
     kernels: KernelFeatures, source: Gpu, target: Gpu, *, record: TermRecord | None = None
-) -> tuple[F64, U8]:
-    """Return (new durations in ns, rules) of the kernels by floor, roofline and residual.
+) -> PredictedDurations:
+    """Return the kernels' durations on `target` by floor, roofline and residual.
 
     The measured time is split, and each part scales with the resource that it uses.
 
@@ -74,7 +75,7 @@ def predict_by_residual(
             block_ns, block, source, block, target, record=recorded
         )
         rules[rows] = terms.rule
-    return predicted_ns, rules
+    return PredictedDurations(predicted_ns, rules)
 
 
 @dataclass(frozen=True, slots=True)

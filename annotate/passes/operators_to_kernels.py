@@ -8,7 +8,6 @@ import numpy as np
 import numpy.typing as npt
 
 from onerank.annotate.gpus.gpu import Gpu
-from onerank.annotate.models.prediction_terms import TermRecord, quantity, total
 from onerank.annotate.op_costs.node_costs import OpCosts, compute_mask
 from onerank.annotate.op_costs.op_classes import (
     CLASSES,
@@ -54,16 +53,10 @@ _OPERANDS = (
 _TIMED_WHOLE = (OpClass.GEMM, OpClass.ATTENTION, OpClass.NORM)
 
 
-def add_launches(  # noqa: PLR0917
-    graph: Graph,
-    costs: OpCosts,
-    predicted_ns: F64,
-    measured: Mask,
-    target: Gpu,
-    attention: str,
-    record: TermRecord | None,
+def further_launches_ns(
+    graph: Graph, costs: OpCosts, predicted_ns: F64, target: Gpu, attention: str
 ) -> F64:
-    """Return the operators' times with the launches that the models leave out, float64[n].
+    """Return the time of the operators' launches that the models leave out, float64[n].
 
     The models of products, attention and norms were fitted on the time of whole operators, which
     take at least the floors of their launches. Every other operator was predicted as one kernel:
@@ -73,14 +66,12 @@ def add_launches(  # noqa: PLR0917
         graph: with one node per operator.
         costs: work of the n operators.
         predicted_ns: times of the operators, float64[n].
-        measured: operators whose time was looked up, and those that launch nothing, bool[n].
-        target: the GPU; nothing is added for other vendors' GPUs than NVIDIA's.
+        target: the GPU; the time is 0 for other vendors' GPUs than NVIDIA's.
         attention: requested kernel for attention that was captured on a CPU.
-        record: takes the added time as a term.
     """
     # The rules for launches are those of PyTorch's kernels, cuBLAS and cuDNN on NVIDIA's GPUs.
     if not target.is_nvidia:
-        return predicted_ns
+        return np.zeros_like(predicted_ns)
     calls, call = _distinct_calls(graph, costs.index, target, attention)
     least, more = np.array([launch_times(*item, target) for item in calls]).reshape(-1, 2).T
     # Their floors are in the fitted time, so only a time below the sum of floors grows.
@@ -88,19 +79,7 @@ def add_launches(  # noqa: PLR0917
     whole = costs.is_class(*_TIMED_WHOLE) & fitted[call]
     added = np.where(whole, np.maximum(least[call] - predicted_ns, 0), more[call])
     several = np.array([len(launches) > 1 for _, launches in calls], dtype=bool)
-    added = np.where(several[call] & ~measured, added, 0.0)
-    if record is not None:
-        record.update(
-            slice(0, len(added)),
-            lambda i, root: (
-                total(
-                    root, quantity("launches", added[i], note=f"further launches on {target.name}")
-                )
-                if root is not None and added[i] > 0
-                else root
-            ),
-        )
-    return predicted_ns + added
+    return np.where(several[call], added, 0.0)
 
 
 def launch_times(op: str, launches: list[Launch], target: Gpu) -> tuple[float, float]:

@@ -27,6 +27,7 @@ from onerank.annotate.models.features import KernelFeatures
 from onerank.annotate.models.learned import attention_share
 from onerank.annotate.models.prediction_terms import (
     OF_ATTENTION,
+    PredictedDurations,
     Rule,
     Term,
     TermRecord,
@@ -66,9 +67,9 @@ class ComputePrediction(NamedTuple):
     notes: tuple[Note, ...]
 
     @property
-    def predicted(self) -> tuple[F64, U8]:
+    def durations(self) -> PredictedDurations:
         """The predicted durations and their rules."""
-        return self.predicted_ns, self.rules
+        return PredictedDurations(self.predicted_ns, self.rules)
 
 
 def swap_kernels(

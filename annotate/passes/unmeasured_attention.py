@@ -30,7 +30,7 @@ from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.features import KernelFeatures
 from onerank.annotate.models.flash2_decode import WaveTerms
 from onerank.annotate.models.flash2_prefill import ScheduleTerms, flash2_schedule_terms
-from onerank.annotate.models.prediction_terms import Rule, TermRecord
+from onerank.annotate.models.prediction_terms import PredictedDurations, Rule, TermRecord
 from onerank.annotate.passes.swap_kernels import other_kernel_term
 from onerank.ir.arrays import F64, I64, U8, Mask, membership_mask
 from onerank.ir.notes import Note
@@ -63,14 +63,14 @@ class _Nodes:
 
 def swap_unmeasured_attention(
     kernels: KernelFeatures,
-    predicted: tuple[F64, U8],
+    predicted: PredictedDurations,
     target: Gpu,
     requested: str,
     operators: Sequence[str],
     *,
     record: TermRecord | None = None,
-) -> tuple[F64, U8, tuple[Note, ...]]:
-    """Return times with the kernels that unmeasured attention runs, rules and notes.
+) -> tuple[PredictedDurations, tuple[Note, ...]]:
+    """Return durations with the kernels that unmeasured attention runs, and notes.
 
     Without a request, operators that name a kernel, such as `_flash_attention_forward` of a capture
     without a device, run that one. One without a figure on the target is slower than the usual
@@ -78,8 +78,8 @@ def swap_unmeasured_attention(
 
     Args:
         kernels: of a CPU capture.
-        predicted: durations in ns and rules, of the kernel that the target usually runs, by a
-            model that distinguishes attention kernels.
+        predicted: durations of the kernel that the target usually runs, by a model that
+            distinguishes attention kernels.
         target: GPU they are predicted for.
         requested: one of `attention_kernels.CHOICES`.
         operators: operator of each node.
@@ -95,7 +95,7 @@ def swap_unmeasured_attention(
     if names_no_kernel(requested):
         predicted = _divide_prefills(predicted, nodes)
     predicted, notes = _swap_fused(predicted, nodes, kernels, requested)
-    return *predicted, (*decode_notes, *notes)
+    return predicted, (*decode_notes, *notes)
 
 
 def names_no_kernel(requested: str) -> bool:
@@ -104,9 +104,9 @@ def names_no_kernel(requested: str) -> bool:
 
 
 def _swap_fused(
-    predicted: tuple[F64, U8], nodes: _Nodes, kernels: KernelFeatures, requested: str
-) -> tuple[tuple[F64, U8], list[Note]]:
-    """Return times and rules with the kernels of attention of many queries, and notes.
+    predicted: PredictedDurations, nodes: _Nodes, kernels: KernelFeatures, requested: str
+) -> tuple[PredictedDurations, list[Note]]:
+    """Return durations with the kernels of attention of many queries, and notes.
 
     Arguments as for `swap_unmeasured_attention`.
     """
@@ -134,7 +134,8 @@ def _swap_fused(
             notes.append(_without_figure(len(swap.rows), target, swap.kernel))
         elif not by_operator or (swap.factors != 1).any() or swap.replaces_family:
             notes.append(_attention_note(len(swap.rows), target, swap.kernel))
-    return (_swapped_ns(swaps, unswapped_ns, above_ns, nodes), rules), notes
+    swapped_ns = _swapped_ns(swaps, unswapped_ns, above_ns, nodes)
+    return PredictedDurations(swapped_ns, rules), notes
 
 
 def _swapped_ns(
@@ -278,8 +279,10 @@ def _swap_by_shape(
     return _FamilySwap(family, rows, kernel, factors, scheduled, terms)
 
 
-def _swap_decoding(predicted: tuple[F64, U8], nodes: _Nodes) -> tuple[tuple[F64, U8], list[Note]]:
-    """Return times and rules with the decoding of the kernels that operators name, and notes."""
+def _swap_decoding(
+    predicted: PredictedDurations, nodes: _Nodes
+) -> tuple[PredictedDurations, list[Note]]:
+    """Return durations with the decoding of the kernels that operators name, and notes."""
     predicted_ns, rules = predicted
     decoded = np.flatnonzero(rules == Rule.DECODE)
     # Only FlashMLA has terms of latent attention, and it has no others.
@@ -298,11 +301,11 @@ def _swap_decoding(predicted: tuple[F64, U8], nodes: _Nodes) -> tuple[tuple[F64,
         source = "measured on an H100 SXM, one query per sequence"
         kernel = Resolution("", family, by_kernel, 1.0, source)
         notes.append(_attention_note(len(rows), nodes.target, kernel))
-    return (swapped_ns, swapped_rules), notes
+    return PredictedDurations(swapped_ns, swapped_rules), notes
 
 
-def _divide_prefills(predicted: tuple[F64, U8], nodes: _Nodes) -> tuple[F64, U8]:
-    """Return times and rules with prefills of few tokens by a kernel that divides their keys."""
+def _divide_prefills(predicted: PredictedDurations, nodes: _Nodes) -> PredictedDurations:
+    """Return durations with prefills of few tokens by a kernel that divides their keys."""
     predicted_ns, rules = predicted
     fused = np.flatnonzero(membership_mask(rules, (Rule.ATTENTION_TILES, Rule.OTHER_ATTENTION)))
     divided_ns, divided_rules = predicted_ns.copy(), rules.copy()
@@ -312,7 +315,7 @@ def _divide_prefills(predicted: tuple[F64, U8], nodes: _Nodes) -> tuple[F64, U8]
             terms = divided_prefill_terms(nodes.target, nodes.shapes[rows])
             divided_ns[rows], divided_rules[rows] = terms.predicted_ns, Rule.DECODE
             nodes.record_terms(rows, terms)
-    return divided_ns, divided_rules
+    return PredictedDurations(divided_ns, divided_rules)
 
 
 def _mean(values: F64) -> float:

@@ -17,6 +17,7 @@ from onerank.annotate.models.intervals import Interval, OverrideEffect, Uncertai
 from onerank.annotate.models.prediction_terms import (
     BY_DATABASE,
     BY_TILES,
+    PredictedDurations,
     Rule,
     TermRecord,
     quantity,
@@ -32,7 +33,7 @@ from onerank.annotate.passes.change_dtype import (
     run_in_float16,
     with_operands,
 )
-from onerank.annotate.passes.operators_to_kernels import add_launches
+from onerank.annotate.passes.operators_to_kernels import further_launches_ns
 from onerank.annotate.passes.pass_options import PassOptions
 from onerank.annotate.passes.swap_kernels import check_resolves
 from onerank.annotate.passes.unmeasured_attention import (
@@ -169,16 +170,14 @@ class _OperatorDurations(NamedTuple):
 
     Attributes:
         kernels: features for the cost models.
-        duration_ns: durations, float64[n].
-        rules: a `Rule` for each, uint8[n].
+        durations: of the operators.
         uncertainty: uncertainty of look-ups.
         overrides: effect of overridden figures on look-ups.
         notes: statements on the quality of the result.
     """
 
     kernels: KernelFeatures
-    duration_ns: F64
-    rules: U8
+    durations: PredictedDurations
     uncertainty: Uncertainty
     overrides: OverrideEffect
     notes: tuple[Note, ...]
@@ -217,32 +216,44 @@ def recost_cpu_capture(graph: Graph, request: UnmeasuredRequest) -> Graph:
         DatabaseError: a file is no kernel database.
         OSError: a database cannot be read.
     """
-    target, record = request.target, request.record
+    target = request.target
     library = library_for(request.model, request.databases, (None, target), graph)
     graph = _resize(graph, request.passes)
     work = _operator_work(graph, target, request.passes.dtype)
     predicted = _predict(graph, work, request, library)
     predicted = _swap_attention(graph, work, predicted, request)
-    # A looked-up time is of the whole call and includes all its launches.
-    measured = membership_mask(predicted.rules, (*BY_DATABASE, Rule.DROPPED))
-    predicted_ns = add_launches(
-        work.graph,
-        work.costs,
-        predicted.duration_ns,
-        measured,
-        target,
-        request.passes.attention,
-        record,
-    )
-    if request.timing is Timing.CALL:
-        gaps_ns = gap_after_kernels_ns(predicted.rules, target)
-        predicted_ns = predicted_ns + gaps_ns
-        if record is not None:
-            record.update_where(
-                gaps_ns > 0, lambda i, root: root and total(root, quantity("gap", gaps_ns[i]))
-            )
-    predicted = predicted._replace(duration_ns=predicted_ns)
+    predicted = predicted._replace(durations=_add_overheads(work, predicted.durations, request))
     return _write_prediction(graph, work, predicted, request)
+
+
+def _add_overheads(
+    work: _OperatorWork, predicted: PredictedDurations, request: UnmeasuredRequest
+) -> PredictedDurations:
+    """Return the durations with the operators' further launches, and of calls with their gaps."""
+    target, (predicted_ns, rules) = request.target, predicted
+    launches_ns = further_launches_ns(
+        work.graph, work.costs, predicted_ns, target, request.passes.attention
+    )
+    # A looked-up time is of the whole call and includes all its launches.
+    is_whole = membership_mask(rules, (*BY_DATABASE, Rule.DROPPED))
+    launches_ns = np.where(is_whole, 0.0, launches_ns)
+    predicted_ns = predicted_ns + launches_ns
+    note = f"further launches on {target.name}"
+    _record_added(request.record, "launches", launches_ns, note)
+    if request.timing is Timing.CALL:
+        gaps_ns = gap_after_kernels_ns(rules, target)
+        predicted_ns = predicted_ns + gaps_ns
+        _record_added(request.record, "gap", gaps_ns)
+    return PredictedDurations(predicted_ns, rules)
+
+
+def _record_added(record: TermRecord | None, name: str, added_ns: F64, note: str = "") -> None:
+    """Add a time, float64[n], to the recorded terms of the operators that it lengthens."""
+    if record is not None:
+        record.update_where(
+            added_ns > 0,
+            lambda i, root: root and total(root, quantity(name, added_ns[i], note=note)),
+        )
 
 
 def _resize(graph: Graph, passes: PassOptions) -> Graph:
@@ -284,11 +295,12 @@ def _predict(
     predicted_ns, rules = model.from_description(kernels, target, record=request.record)
     rules = np.where(work.removed, np.uint8(Rule.DROPPED), rules)
     uncertainty, overrides = Uncertainty.none(len(rules)), OverrideEffect.none(rules)
-    predicted = _OperatorDurations(kernels, predicted_ns, rules, uncertainty, overrides, ())
+    durations = PredictedDurations(predicted_ns, rules)
+    predicted = _OperatorDurations(kernels, durations, uncertainty, overrides, ())
     # The choice between model and database compares intervals, so the model must have them.
     if library is not None and model.has_intervals:
         predicted = _look_up(work, predicted, request, library)
-    notes = (*predicted.notes, *override_notes(target, predicted.rules))
+    notes = (*predicted.notes, *override_notes(target, predicted.durations.rules))
     return predicted._replace(notes=notes)
 
 
@@ -302,26 +314,25 @@ def _look_up(
     """
     target, model, record = request.target, request.model, request.record
     target_as_described, kernels = target.as_described, modelled.kernels
-    model_result = without_overrides = modelled.duration_ns, modelled.rules
+    without_overrides = modelled.durations
     terms_with_overrides = {} if record is None else dict(record.roots)
     described_record = None
     if target != target_as_described:
         described_record = None if record is None else TermRecord(record.rows)
-        described_ns, _ = model.from_description(
-            kernels, target_as_described, record=described_record
-        )
-        without_overrides = described_ns, modelled.rules
+        described = model.from_description(kernels, target_as_described, record=described_record)
+        without_overrides = modelled.durations._replace(duration_ns=described.duration_ns)
     basis = Basis(library, None, target_as_described, model.from_description, shipped())
     where = ~work.removed & work.has_dtype
     best = best_of(
         work.graph, work.costs, kernels, without_overrides, basis, where=where, record=record
     )
     if record is not None and described_record is not None:
-        record_overrides(record, terms_with_overrides, described_record.roots, best.rules, target)
-    predicted_ns, rules, overrides = apply_overrides(
-        (best.moved_ns, best.rules), without_overrides[0], model_result
+        roots, rules = described_record.roots, best.durations.rules
+        record_overrides(record, terms_with_overrides, roots, rules, target)
+    durations, overrides = apply_overrides(
+        best.durations, without_overrides.duration_ns, modelled.durations
     )
-    return _OperatorDurations(kernels, predicted_ns, rules, best.uncertainty, overrides, best.notes)
+    return _OperatorDurations(kernels, durations, best.uncertainty, overrides, best.notes)
 
 
 def _swap_attention(
@@ -339,11 +350,15 @@ def _swap_attention(
     elif not request.model.resolves_kernels:
         return predicted
     operators = [graph.strings[code] for code in graph.nodes.op[work.costs.index].tolist()]
-    by_usual = predicted.duration_ns, predicted.rules
-    swapped_ns, rules, notes = swap_unmeasured_attention(
-        predicted.kernels, by_usual, request.target, requested, operators, record=request.record
+    durations, notes = swap_unmeasured_attention(
+        predicted.kernels,
+        predicted.durations,
+        request.target,
+        requested,
+        operators,
+        record=request.record,
     )
-    return predicted._replace(duration_ns=swapped_ns, rules=rules, notes=(*predicted.notes, *notes))
+    return predicted._replace(durations=durations, notes=(*predicted.notes, *notes))
 
 
 def _write_prediction(
@@ -351,17 +366,18 @@ def _write_prediction(
 ) -> Graph:
     """Return the graph of the kernels, with the predictions in its columns and its job."""
     target, record = request.target, request.record
-    costs, removed, rules = work.costs, work.removed, predicted.rules
+    costs, removed = work.costs, work.removed
+    predicted_ns, rules = predicted.durations
     if record is not None:
         record.rules = {row: Rule(int(rules[row])) for row in record.rows.tolist()}
     nodes = as_kernels(graph.nodes, costs.index)
-    nodes.duration_ns[costs.index] = np.rint(predicted.duration_ns).astype(np.int64)
+    nodes.duration_ns[costs.index] = np.rint(predicted_ns).astype(np.int64)
     nodes.evidence[costs.index] = evidence_of(rules, nodes.evidence[costs.index])
     interval: Interval | None = None
     if request.model.has_intervals:
         ends, interval = intervals(
             predicted.kernels,
-            (np.where(removed, 0, predicted.duration_ns), rules),
+            PredictedDurations(np.where(removed, 0, predicted_ns), rules),
             None,
             target,
             shipped(),

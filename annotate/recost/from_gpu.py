@@ -148,11 +148,12 @@ def _with_database_durations(
     best = _replace_weaker_predictions(
         step, without_overrides, basis, _can_look_up(prediction, passes), record
     )
-    looked_up = best.moved_ns, best.rules
+    looked_up = best.durations
     if record is not None and described_record is not None:
-        record_overrides(record, terms_with_overrides, described_record.roots, best.rules, target)
-    predicted_ns, rules, overrides = apply_overrides(
-        looked_up, without_overrides.predicted_ns, prediction.predicted, overrides
+        roots = described_record.roots
+        record_overrides(record, terms_with_overrides, roots, looked_up.rules, target)
+    (predicted_ns, rules), overrides = apply_overrides(
+        looked_up, without_overrides.predicted_ns, prediction.durations, overrides
     )
     notes = (*prediction.notes, *best.notes)
     return (
@@ -178,23 +179,23 @@ def _replace_weaker_predictions(
         where: nodes that may be looked up, bool[n].
         record: the model's terms; takes those of the databases.
     """
-    best = Best(*prediction.predicted, Uncertainty.none(len(where)), ())
+    best = Best(prediction.durations, Uncertainty.none(len(where)), ())
     if basis.source != basis.target:
         same_size = where & ~step.reshaped
         best = best_of(
             step.resized,
             prediction.costs,
             prediction.kernels,
-            prediction.predicted,
+            prediction.durations,
             basis,
             where=same_size,
             record=record,
         )
     if step.reshaped.any():
         sizes = Size(step.captured, step.costs), Size(step.resized, prediction.costs)
-        predicted, new_size = (best.moved_ns, best.rules), where & step.reshaped
+        new_size = where & step.reshaped
         resized = best_resized(
-            sizes, prediction.kernels, predicted, basis, where=new_size, record=record
+            sizes, prediction.kernels, best.durations, basis, where=new_size, record=record
         )
         uncertainty, notes = (
             best.uncertainty.merge(resized.uncertainty),
@@ -258,7 +259,7 @@ def _write_prediction(
     if model.has_intervals and not unchanged:
         ends, interval = intervals(
             kernels,
-            (predicted_ns, rules),
+            prediction.durations,
             source,
             target,
             shipped(),

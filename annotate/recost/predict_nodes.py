@@ -20,6 +20,7 @@ from onerank.annotate.models.features import KernelFeatures
 from onerank.annotate.models.intervals import Interval, OverrideEffect
 from onerank.annotate.models.prediction_terms import (
     BY_DATABASE,
+    PredictedDurations,
     Rule,
     Term,
     TermRecord,
@@ -50,29 +51,31 @@ def ratio(after: F64, before: F64) -> F64:
 
 
 def apply_overrides(
-    looked_up_values: tuple[F64, U8],
+    looked_up: PredictedDurations,
     before_ns: F64,
-    overridden: tuple[F64, U8],
+    overridden: PredictedDurations,
     overrides: OverrideEffect | None = None,
-) -> tuple[F64, U8, OverrideEffect]:
-    """Return times and rules for a target with overridden figures, after look-ups.
+) -> tuple[PredictedDurations, OverrideEffect]:
+    """Return durations on a target with overridden figures, after look-ups, and their effect.
 
     A looked-up time is multiplied by the model's ratio with and without overrides; all others are
     the model's.
 
     Args:
-        looked_up_values: times and rules for the target as described, n of each.
+        looked_up: durations on the target as described, of n nodes.
         before_ns: the model's predictions without overrides, float64[n].
-        overridden: times and rules of the model with overrides.
+        overridden: durations of the model with overrides.
         overrides: effect of overrides on measured times; None if not measured.
     """
-    overrides = overrides or OverrideEffect.none(overridden[1])
-    is_looked_up = membership_mask(looked_up_values[1], BY_DATABASE)
-    factor = ratio(overridden[0], before_ns)
-    rules = np.where(factor == 1, looked_up_values[1], np.uint8(Rule.LOOKED_UP_WITH_OVERRIDES))
+    overrides = overrides or OverrideEffect.none(overridden.rules)
+    is_looked_up = membership_mask(looked_up.rules, BY_DATABASE)
+    factor = ratio(overridden.duration_ns, before_ns)
+    rules = np.where(factor == 1, looked_up.rules, np.uint8(Rule.LOOKED_UP_WITH_OVERRIDES))
     return (
-        np.where(is_looked_up, looked_up_values[0] * factor, overridden[0]),
-        np.where(is_looked_up, rules, overridden[1]).astype(np.uint8),
+        PredictedDurations(
+            np.where(is_looked_up, looked_up.duration_ns * factor, overridden.duration_ns),
+            np.where(is_looked_up, rules, overridden.rules).astype(np.uint8),
+        ),
         overrides._replace(
             factor=np.where(is_looked_up, factor, overrides.factor),
             known=overrides.known | is_looked_up,
@@ -281,13 +284,13 @@ def database_look_up(
         changed: Graph,
         costs: OpCosts,
         kernels: KernelFeatures,
-        predicted: tuple[F64, U8],
+        predicted: PredictedDurations,
         where: Mask,
     ) -> LookedUpDurations:
         best = best_of(changed, costs, kernels, predicted, basis, where=where)
-        datasheet = np.full(len(best.rules), Evidence.DATASHEET, dtype=np.uint8)
-        evidence = evidence_of(best.rules, datasheet)
-        return LookedUpDurations(best.moved_ns, best.rules, evidence, best.uncertainty, best.notes)
+        rules = best.durations.rules
+        evidence = evidence_of(rules, np.full(len(rules), Evidence.DATASHEET, dtype=np.uint8))
+        return LookedUpDurations(best.durations, evidence, best.uncertainty, best.notes)
 
     return look_up
 

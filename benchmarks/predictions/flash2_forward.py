@@ -161,7 +161,7 @@ def compare(table: Path, name: str) -> None:
     measured_ns = rows["time_ns"].to_numpy().astype(np.float64)
     shapes = np.array([shape_of(case) for case in calls], dtype=np.float64)
     kernels = of_attention(Attention(shapes, {}, per_call=False), measured_ns)
-    predicted_ns, rules, _ = swap_unmeasured_attention(
+    (predicted_ns, rules), _ = swap_unmeasured_attention(
         *(kernels, predict_from_description(kernels, gpu), gpu, "usual"),
         [_OPERATOR] * len(calls),
     )

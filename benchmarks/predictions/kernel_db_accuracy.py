@@ -255,18 +255,19 @@ def step(graph: Graph, name: str) -> None:
         return
     costs = op_costs_of(graph)
     kernels = KernelFeatures.of(graph, costs)
-    modelled, rules = predict_from_description(kernels, gpu)
+    by_model = predict_from_description(kernels, gpu)
+    modelled = by_model.duration_ns
     basis = Basis(library, None, gpu, predict_from_description, shipped())
     every = np.ones(len(modelled), dtype=bool)
-    best = best_of(graph, costs, kernels, (modelled, rules), basis, where=every)
+    best = best_of(graph, costs, kernels, by_model, basis, where=every)
     true = kernels.duration_ns
-    predicted = best.moved_ns, best.rules
+    predicted_ns, rules = best.durations
     (low, high), total = intervals(
-        kernels, predicted, None, gpu, shipped(), uncertainty=best.uncertainty
+        kernels, best.durations, None, gpu, shipped(), uncertainty=best.uncertainty
     )
     heads = f"{'time':>10}{'looked up':>11}{'between':>9}{'inside':>8}{'sum':>8}   nodes{'':23}"
     print(f"{'':18}{heads}{'the model alone: sum':>22}   nodes")
-    exact, between = best.rules == Rule.LOOKED_UP, best.rules == Rule.BETWEEN
+    exact, between = rules == Rule.LOOKED_UP, rules == Rule.BETWEEN
     classes = {op_class.value: costs.is_class(op_class) for op_class in CLASSES}
     for label, in_class in (*classes.items(), ("all", every)):
         rows = in_class & ~kernels.over_link & (true > 0)
@@ -276,8 +277,8 @@ def step(graph: Graph, name: str) -> None:
         inside = (low <= true) & (true <= high)
         print(f"{label:18}{part / 1e6:7.2f} ms{true[rows & exact].sum() / part:11.1%}"
               f"{true[rows & between].sum() / part:9.1%}{inside[rows].mean():8.1%}"
-              f"{best.moved_ns[rows].sum() / part - 1:+8.1%}   "
-              f"{figures(best.moved_ns[rows], true[rows])}   "
+              f"{predicted_ns[rows].sum() / part - 1:+8.1%}   "
+              f"{figures(predicted_ns[rows], true[rows])}   "
               f"{modelled[rows].sum() / part - 1:+19.1%}   "
               f"{figures(modelled[rows], true[rows])}")  # fmt: skip
     print(f"80% interval of the sum {total.p10_ns / 1e6:.2f} to {total.p90_ns / 1e6:.2f} ms")

@@ -140,7 +140,7 @@ def compare(table: Path, name: str) -> None:
     measured_ns = attention_ns + combine_ns
     attention = Attention(np.stack(sizes, axis=1), {}, per_call=False)
     kernels = of_attention(attention, measured_ns)
-    attention_only_ns, rules, _ = swap_unmeasured_attention(
+    (attention_only_ns, rules), _ = swap_unmeasured_attention(
         *(kernels, predict_from_description(kernels, gpu), gpu, "usual"),
         ["onerank_serving::latent_attention"] * len(rows),
     )

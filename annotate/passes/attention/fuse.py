@@ -17,6 +17,7 @@ from onerank.annotate.models.cost_model import PredictFromDescription
 from onerank.annotate.models.features import KernelFeatures
 from onerank.annotate.models.intervals import Uncertainty, intervals
 from onerank.annotate.models.learned import predict_from_description
+from onerank.annotate.models.prediction_terms import PredictedDurations
 from onerank.annotate.op_costs.node_costs import OpCosts, op_costs_of
 from onerank.annotate.passes.attention.fused_columns import backward_columns, forward_columns
 from onerank.annotate.passes.attention.match_eager import EagerCall, eager_calls, softmaxes
@@ -24,7 +25,7 @@ from onerank.annotate.passes.attention.remove_eager import find_removal, remove_
 from onerank.annotate.passes.attention.score_memory import without_scores
 from onerank.annotate.passes.dataflow import TEXTS, Flow
 from onerank.ir import UNKNOWN, Evidence, Graph, Kind, Measurement
-from onerank.ir.arrays import F64, I64, U8, Mask
+from onerank.ir.arrays import I64, U8, Mask
 from onerank.ir.errors import AnnotateError
 from onerank.ir.notes import Note
 
@@ -36,21 +37,19 @@ class LookedUpDurations(NamedTuple):
     """Durations from a kernel database, in addition to a model's.
 
     Attributes:
-        moved_ns: durations, float64[n].
-        rules: a `Rule` for each, uint8[n].
+        durations: of n nodes.
         evidence: of each duration, `DATASHEET` if the database has no row, uint8[n].
         uncertainty: of the look-ups.
         notes: statements on the quality of the result.
     """
 
-    moved_ns: F64
-    rules: U8
+    durations: PredictedDurations
     evidence: U8
     uncertainty: Uncertainty
     notes: tuple[Note, ...]
 
 
-LookUp = Callable[[Graph, OpCosts, KernelFeatures, tuple[F64, U8], Mask], LookedUpDurations]
+LookUp = Callable[[Graph, OpCosts, KernelFeatures, PredictedDurations, Mask], LookedUpDurations]
 """(graph, costs of its nodes, their features, the model's prediction, nodes to look up)."""
 
 
@@ -132,30 +131,30 @@ class FusedAttention:
         """Return the graph with times of the new kernels, and notes on them."""
         costs = op_costs_of(graph)
         kernels = KernelFeatures.of(graph, costs)
-        predicted_ns, rules = self.from_description(kernels, target)
-        evidence = np.full(len(rules), Evidence.DATASHEET, dtype=np.uint8)
+        predicted = self.from_description(kernels, target)
+        count = len(predicted.rules)
+        evidence = np.full(count, Evidence.DATASHEET, dtype=np.uint8)
         is_fused = np.isin(costs.index, fused_nodes)
-        durations = LookedUpDurations(
-            predicted_ns, rules, evidence, Uncertainty.none(len(rules)), ()
-        )
+        looked_up = LookedUpDurations(predicted, evidence, Uncertainty.none(count), ())
         # The databases have times of the kernels that PyTorch's operators launch. Another family,
         # such as FlashAttention 3, has the same operator here and would get their times.
         if self.look_up is not None and kernel.runs in BY_TORCH:
-            durations = self.look_up(graph, costs, kernels, (predicted_ns, rules), is_fused)
+            looked_up = self.look_up(graph, costs, kernels, predicted, is_fused)
         backward = kernels.is_attention_backward
         factor = np.where(backward, kernel.backward, kernel.forward)
         # A looked-up time is of the kernel itself and already includes its slowdown.
-        factor = np.where(durations.evidence == Evidence.DATASHEET, factor, 1.0)
+        factor = np.where(looked_up.evidence == Evidence.DATASHEET, factor, 1.0)
         # The launch floor does not depend on the kernel: only the time above it changes.
-        above = np.maximum(durations.moved_ns - target.launch_floor_ns, 0)
-        predicted_ns = durations.moved_ns + above * (factor - 1)
+        usual_ns, rules = looked_up.durations
+        above = np.maximum(usual_ns - target.launch_floor_ns, 0)
+        predicted_ns = usual_ns + above * (factor - 1)
         ends, _ = intervals(
             kernels,
-            (predicted_ns, durations.rules),
+            PredictedDurations(predicted_ns, rules),
             None,
             target,
             shipped(),
-            uncertainty=durations.uncertainty,
+            uncertainty=looked_up.uncertainty,
         )
         counts = ("flops", "bytes_read", "bytes_written")
         names = ("duration_ns", "p10_ns", "p90_ns", "evidence", *counts)
@@ -164,10 +163,10 @@ class FusedAttention:
             ("duration_ns", "p10_ns", "p90_ns"), (predicted_ns, *ends), strict=True
         ):
             columns[name][costs.index[is_fused]] = np.rint(values[is_fused]).astype(np.int64)
-        columns["evidence"][costs.index[is_fused]] = durations.evidence[is_fused]
+        columns["evidence"][costs.index[is_fused]] = looked_up.evidence[is_fused]
         for name in counts:
             columns[name][costs.index[is_fused]] = getattr(costs, name)[is_fused]
-        return graph.with_columns(**columns), durations.notes
+        return graph.with_columns(**columns), looked_up.notes
 
 
 def has_eager_attention(graph: Graph) -> bool:

@@ -220,13 +220,17 @@ class EagerAttention:
     def _predict(self, graph: Graph, new: I64, target: Gpu) -> Graph:
         costs = op_costs_of(graph)
         kernels = KernelFeatures.of(graph, costs)
-        predicted_ns, rules = self.from_description(kernels, target)
-        (low, high), _ = intervals(kernels, (predicted_ns, rules), None, target, shipped())
+        predicted = self.from_description(kernels, target)
+        (low, high), _ = intervals(kernels, predicted, None, target, shipped())
         is_new = np.isin(costs.index, new)
         counts = ("flops", "bytes_read", "bytes_written")
         columns = {name: getattr(graph.nodes, name).copy()
                    for name in ("duration_ns", "p10_ns", "p90_ns", *counts)}  # fmt: skip
-        for name, values in (("duration_ns", predicted_ns), ("p10_ns", low), ("p90_ns", high)):
+        for name, values in (
+            ("duration_ns", predicted.duration_ns),
+            ("p10_ns", low),
+            ("p90_ns", high),
+        ):
             columns[name][costs.index[is_new]] = np.rint(values[is_new]).astype(np.int64)
         for name in counts:
             columns[name][costs.index[is_new]] = getattr(costs, name)[is_new]

@@ -77,7 +77,7 @@ def test_the_interval_is_that_of_the_schedule():
     kernels = of_attention(Attention(shapes, {}), np.ones(1))
     gpu = load_gpu("H100")
     predicted = predict_from_description(kernels, gpu)
-    durations, rules, _ = swap_unmeasured_attention(
+    (durations, rules), _ = swap_unmeasured_attention(
         *(kernels, predicted, gpu, "usual"),
         ["onerank_serving::latent_attention"],
     )

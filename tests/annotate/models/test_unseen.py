@@ -119,7 +119,7 @@ def test_a_named_kernel_without_a_figure_is_noted():
 
     def swapped(gpu):
         times, rules = predict_from_description(attention(4096), gpu)
-        slower, of_swap, notes = swap_unmeasured_attention(
+        (slower, of_swap), notes = swap_unmeasured_attention(
             attention(4096), (times, rules), gpu, "usual", operators
         )
         kinds = kinds_of(attention(4096), (slower, of_swap), None, gpu)
@@ -142,7 +142,7 @@ def test_flash_attention_3_runs_on_hopper_alone():
     operators, kernels = ["flash_attn_3::fwd"], attention(4096)
     for gpu, runs in ((H100, None), (load_gpu("A100"), "flash2"), (B200, "cudnn")):
         predicted = predict_from_description(kernels, gpu)
-        swapped, rules, notes = swap_unmeasured_attention(
+        (swapped, rules), notes = swap_unmeasured_attention(
             kernels, predicted, gpu, "usual", operators
         )
         assert (swapped, rules) == predicted
@@ -150,7 +150,7 @@ def test_flash_attention_3_runs_on_hopper_alone():
             assert not notes
         else:
             note_of(notes, "attention-kernel-assumed", 1, runs)
-    flash2, _, _ = swap_unmeasured_attention(
+    (flash2, _), _ = swap_unmeasured_attention(
         *(kernels, predict_from_description(kernels, H100), H100, "usual"),
         ["aten::_flash_attention_forward"],
     )
@@ -201,7 +201,7 @@ def test_decoding_by_the_kernel_that_an_operator_names():
     kernels = of_attention(Attention(shapes, {}), np.ones(3))
     operators = ["aten::_cudnn_attention_forward", "aten::_flash_attention_forward", "aten::other"]
     predicted = predict_from_description(kernels, H100)
-    (cudnn, flash2, usual), rules, notes = swap_unmeasured_attention(
+    ((cudnn, flash2, usual), rules), notes = swap_unmeasured_attention(
         kernels, predicted, H100, "usual", operators
     )
     assert (cudnn, flash2) == (pytest.approx(5141, rel=0.1), pytest.approx(8323, rel=0.1))
@@ -227,7 +227,7 @@ def test_windowed_prefills_of_flash_attention_2():
     ], dtype=float)  # fmt: skip
     kernels = of_attention(Attention(shapes, {}), np.ones(4))
     predicted = predict_from_description(kernels, H100)
-    durations, _, _ = swap_unmeasured_attention(
+    (durations, _), _ = swap_unmeasured_attention(
         *(kernels, predicted, H100, "usual"),
         ["aten::_flash_attention_forward"] * 4,
     )
