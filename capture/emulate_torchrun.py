@@ -1,17 +1,9 @@
-"""Run a script that uses torch.distributed as one rank, as torchrun would start it.
-
-Some scripts start one process per rank themselves. A capture runs one rank, so
-torch.multiprocessing.spawn and start_processes call the function in this process, as this rank. A
-launcher that runs the script again for each rank, such as Lightning's, or that waits for its
-processes, such as torch.distributed.elastic, is an error: its processes would wait for each other.
-"""
+"""Run a script that uses torch.distributed as one rank, as torchrun would start it."""
 
 import contextlib
 import os
-import shlex
-import subprocess
 import sys
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -34,12 +26,12 @@ from onerank.capture.no_device.emulated_process import emulated
 from onerank.capture.options import Options, ranks_per_node
 from onerank.capture.parallelize.experts.routing import parse_routing
 from onerank.capture.parallelize.fewer_layers import FewerLayers
-from onerank.capture.patches import after_import, patched, rebound
+from onerank.capture.patches import after_import, rebound
 from onerank.capture.profiling.window_plan import Progress
 from onerank.capture.script.optimizer_steps import after_step
 from onerank.capture.script.runner import Script, environment, play_script
+from onerank.capture.start_ranks import block_launchers, start_in_process
 from onerank.capture.validate_options import names_torch_distributed
-from onerank.ir.errors import CaptureError
 
 
 def decide_torchrun(
@@ -162,8 +154,8 @@ def _eager() -> contextlib.AbstractContextManager[None]:
 def emulated_launch(options: Options, rank: int) -> Generator[None]:
     """Run the script as a rank that torchrun started.
 
-    The script sees the environment and GPU count of its node. `torch.multiprocessing.spawn` and
-    `start_processes` run in this process, and starting another rank as a process is an error.
+    The script sees the environment and GPU count of its node. Where it starts one process per
+    rank, this rank runs in this process, and the others do not run.
     """
     size = options.world.size
     per_node = ranks_per_node(size, options.nproc_per_node)
@@ -177,7 +169,7 @@ def emulated_launch(options: Options, rank: int) -> Generator[None]:
             environment(variables),
             node_sized_groups(per_node),
             report_node_gpus(per_node, rank % per_node),
-            spawn_in_process(),
+            start_in_process(),
             block_launchers(),
             group_from_init(),
         ):
@@ -208,77 +200,3 @@ def torchrun_variables(rank: int, size: int, per_node: int, local: int = 0) -> d
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
     }
-
-
-_RANKS = ("RANK", "LOCAL_RANK")
-
-
-class _EndedProcesses:
-    """The return value of `spawn(join=False)`: a context of processes that have ended."""
-
-    def join(self, *_: Any, **__: Any) -> bool:
-        return True
-
-
-@contextlib.contextmanager
-def spawn_in_process() -> Generator[None]:
-    """Replace torch.multiprocessing's functions that start ranks by a call of this rank (RANK)."""
-    names = ("spawn", "start_processes")
-    with patched("torch.multiprocessing", dict.fromkeys(names, _spawn_in_process)):
-        yield
-
-
-@contextlib.contextmanager
-def block_launchers() -> Generator[None]:
-    """Raise `CaptureError` for a subprocess whose environment names another rank."""
-    original = subprocess.Popen.__init__
-
-    def start(self: Any, args: Any, *more: Any, **named: Any) -> None:
-        environment: Mapping[str, str] = named.get("env") or {}
-        for name in _RANKS:
-            if name in environment and environment[name] != os.environ.get(name):
-                command = args if isinstance(args, str) else shlex.join(str(arg) for arg in args)
-                raise CaptureError(
-                    f"the script starts a process with {name}={environment[name]} ({command}); a "
-                    "capture runs one rank: use --torchrun, so that the script finds the "
-                    "environment of a launch and starts no ranks",
-                    code="spawn-launcher",
-                )
-        original(self, args, *more, **named)
-
-    with patched("subprocess.Popen", {"__init__": start}):
-        yield
-
-
-def _spawn_in_process(
-    fn: Callable[..., Any],
-    args: Sequence[Any] = (),
-    nprocs: int = 1,
-    join: bool = True,
-    *_: Any,
-    **__: Any,
-) -> _EndedProcesses | None:
-    """Call `fn` with this rank's index among the `nprocs` processes of its host.
-
-    The parameters are those that torch's `spawn` and `start_processes` share.
-
-    Raises:
-        CaptureError: `nprocs` does not divide the world, or `fn` is torch.distributed.elastic's.
-    """
-    # Elastic wraps the script's function, and waits until another process has read the result.
-    if (fn.__module__ or "").startswith("torch.distributed.elastic"):
-        raise CaptureError(
-            "the script starts its ranks by torch.distributed.elastic; a capture runs one rank: "
-            "call the function that trains, and use --torchrun for the environment of a launch",
-            code="spawn-launcher",
-        )
-    # A capture of a world of one rank does not set torchrun's variables.
-    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    if nprocs < 1 or size % nprocs:
-        raise CaptureError(
-            f"torch.multiprocessing: the script starts {nprocs} processes on each host, which "
-            f"do not divide the world of {size} ranks: use --dp {nprocs}, or start {size}",
-            code="spawn-rank-count",
-        )
-    fn(rank % nprocs, *args)
-    return None if join else _EndedProcesses()

@@ -281,12 +281,12 @@ def _bound_names(module_name: str, module: Any) -> list[str]:
     # A library binds what it imports once: its namespace grows, or stays as it is. A module of the
     # user may bind an existing name anew, so it is searched each time.
     is_initializing = getattr(getattr(module, "__spec__", None), "_initializing", False)
-    if _is_library(module_name) and not is_initializing:
+    if is_library(module_name) and not is_initializing:
         _indexed[module_name] = (*state, names)
     return names
 
 
-def _is_library(module_name: str) -> bool:
+def is_library(module_name: str) -> bool:
     """Whether a module is Python's or of an installed package, also one made by an extension."""
     if module_name in sys.builtin_module_names:
         return True

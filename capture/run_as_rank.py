@@ -11,12 +11,7 @@ import torch
 from torch import nn
 
 from onerank.capture.checkpoints import SkippedCheckpoints, skip_checkpoints
-from onerank.capture.emulate_torchrun import (
-    block_launchers,
-    decide_torchrun,
-    emulated_launch,
-    sender_runner,
-)
+from onerank.capture.emulate_torchrun import decide_torchrun, emulated_launch, sender_runner
 from onerank.capture.fake_world.c10d_patches import hidden_group
 from onerank.capture.fake_world.recorder import Peers, RealPeers, Recorder, peers_of
 from onerank.capture.fake_world.sender_processes import SenderProcesses
@@ -48,6 +43,7 @@ from onerank.capture.script.inference_steps import (
 )
 from onerank.capture.script.repeatable_call import RepeatableCall
 from onerank.capture.script.runner import Script, run_script
+from onerank.capture.start_ranks import block_launchers
 from onerank.capture.validate_options import names_training, validate
 from onerank.ir.errors import CaptureError
 from onerank.ir.notes import Note

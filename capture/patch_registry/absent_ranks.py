@@ -94,13 +94,19 @@ ABSENT_RANKS: tuple[Patch, ...] = (
         "torch.multiprocessing",
         ("spawn", "start_processes"),
         "A script that spawns its ranks runs the captured one in this process.",
-        ("emulate_torchrun",),
+        ("start_ranks",),
+    ),
+    Patch(
+        "multiprocessing.process.BaseProcess",
+        ("start",),
+        "The same for a script that starts a process for each rank.",
+        ("start_ranks",),
     ),
     Patch(
         "subprocess.Popen",
         ("__init__",),
         "Refuse a process that a launcher starts as another rank: it would wait for its peers.",
-        ("emulate_torchrun",),
+        ("start_ranks",),
     ),
     # Checkpoints and FSDP1 states, which gather from absent ranks.
     Patch(

@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import nn
 
-from onerank.capture.emulate_torchrun import block_launchers
 from onerank.capture.fake_world.c10d_patches import hidden_group
 from onerank.capture.options import Options
 from onerank.capture.parallelize.hugging_face import PreTrainedModel
@@ -23,6 +22,7 @@ from onerank.capture.profiling.measurement_windows import Windows
 from onerank.capture.profiling.module_scopes import Arguments, Modules
 from onerank.capture.script.inference_steps import MeasuredForward
 from onerank.capture.script.runner import Script, run_script
+from onerank.capture.start_ranks import block_launchers
 from onerank.capture.validate_options import names_torch_distributed
 from onerank.ir.errors import CaptureError, OneRankError, ScriptError
 

@@ -338,6 +338,21 @@ def test_start_processes_runs_one_rank(tmp_path):
     assert [n.value("comm_bytes") for n in graph if n.kind.is_communication] == [8 * 8 * 4]
 
 
+def test_processes_that_create_a_group_run_as_one_rank(tmp_path):
+    launch = """
+        others = mp.Process(target=print)  # no rank
+        others.start()
+        ranks = [mp.Process(target=work, args=(rank, 2)) for rank in range(2)]
+        for process in ranks:
+            process.start()
+        for process in (others, *ranks):
+            process.join()
+    """
+    script = SPAWNS.replace("        mp.spawn(work, args=(2,), nprocs=2)", launch[1:])
+    graph = run(tmp_path, script, World.of(dp=2))
+    assert [n.value("comm_bytes") for n in graph if n.kind.is_communication] == [8 * 8 * 4]
+
+
 def test_ranks_started_by_elastic_are_an_error(tmp_path):
     script = """
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch

@@ -1,0 +1,174 @@
+"""Run the captured rank in this process, where a script starts one process per rank.
+
+`torch.multiprocessing.spawn` and `start_processes` call the function as this rank, and so does
+`multiprocessing.Process` if its function creates a process group. The other ranks do not run. A
+launcher that runs the script again for each rank, such as Lightning's, or that waits for its
+processes, such as torch.distributed.elastic, is an error: its processes would wait for each other.
+"""
+
+import contextlib
+import os
+import shlex
+import subprocess
+from collections.abc import Callable, Generator, Mapping, Sequence
+from multiprocessing.process import BaseProcess
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+from onerank.capture.patches import is_library, patched
+from onerank.ir.errors import CaptureError
+
+_RANKS = ("RANK", "LOCAL_RANK")
+
+
+class _EndedProcesses:
+    """The return value of `spawn(join=False)`: a context of processes that have ended."""
+
+    def join(self, *_: Any, **__: Any) -> bool:
+        return True
+
+
+class _EndedPopen:
+    """What a `multiprocessing.Process` knows of its operating-system process, which has ended."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self.returncode = 0
+        self.sentinel = os.open(os.devnull, os.O_RDONLY)  # readable, as that of an ended process
+
+    def poll(self, *_: Any) -> int:
+        return self.returncode
+
+    wait = poll
+
+    def terminate(self) -> None:
+        """Do nothing, as for an ended process."""
+
+    kill = terminate
+
+    def close(self) -> None:
+        os.close(self.sentinel)
+
+
+@contextlib.contextmanager
+def start_in_process() -> Generator[None]:
+    """Replace what starts a script's ranks by a call of this rank (RANK)."""
+    names = ("spawn", "start_processes")
+    start = _start_in_process(BaseProcess.start)
+    with (
+        patched("torch.multiprocessing", dict.fromkeys(names, _spawn_in_process)),
+        patched("multiprocessing.process.BaseProcess", {"start": start}),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def block_launchers() -> Generator[None]:
+    """Raise `CaptureError` for a subprocess whose environment names another rank."""
+    original = subprocess.Popen.__init__
+
+    def start(self: Any, args: Any, *more: Any, **named: Any) -> None:
+        environment: Mapping[str, str] = named.get("env") or {}
+        for name in _RANKS:
+            if name in environment and environment[name] != os.environ.get(name):
+                command = args if isinstance(args, str) else shlex.join(str(arg) for arg in args)
+                raise CaptureError(
+                    f"the script starts a process with {name}={environment[name]} ({command}); a "
+                    "capture runs one rank: use --torchrun, so that the script finds the "
+                    "environment of a launch and starts no ranks",
+                    code="spawn-launcher",
+                )
+        original(self, args, *more, **named)
+
+    with patched("subprocess.Popen", {"__init__": start}):
+        yield
+
+
+def _spawn_in_process(
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    nprocs: int = 1,
+    join: bool = True,
+    *_: Any,
+    **__: Any,
+) -> _EndedProcesses | None:
+    """Call `fn` with this rank's index among the `nprocs` processes of its host.
+
+    The parameters are those that torch's `spawn` and `start_processes` share.
+
+    Raises:
+        CaptureError: `nprocs` does not divide the world, or `fn` is torch.distributed.elastic's.
+    """
+    # Elastic wraps the script's function, and waits until another process has read the result.
+    if (fn.__module__ or "").startswith("torch.distributed.elastic"):
+        raise CaptureError(
+            "the script starts its ranks by torch.distributed.elastic; a capture runs one rank: "
+            "call the function that trains, and use --torchrun for the environment of a launch",
+            code="spawn-launcher",
+        )
+    # A capture of a world of one rank does not set torchrun's variables.
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if nprocs < 1 or size % nprocs:
+        raise CaptureError(
+            f"torch.multiprocessing: the script starts {nprocs} processes on each host, which "
+            f"do not divide the world of {size} ranks: use --dp {nprocs}, or start {size}",
+            code="spawn-rank-count",
+        )
+    fn(rank % nprocs, *args)
+    return None if join else _EndedProcesses()
+
+
+def _start_in_process(original: Callable[[BaseProcess], None]) -> Callable[[BaseProcess], None]:
+    """Return `BaseProcess.start` for a script that starts its ranks one by one.
+
+    The n-th process that creates a process group is the rank n of this host, as in a loop over
+    the ranks. Other processes, such as those that load data, start as usual.
+    """
+    count = 0
+
+    def start(process: Any) -> None:
+        nonlocal count
+        if not _creates_group(process._target or type(process).run):
+            original(process)
+            return
+        rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        current, count = count % ranks, count + 1
+        if current == rank % ranks:
+            process.run()
+        process._popen = _EndedPopen()
+        process._sentinel = process._popen.sentinel
+
+    return start
+
+
+def _creates_group(function: Any) -> bool:
+    """Return whether a function names `init_process_group`, or one of the script that it names."""
+    pending, seen = [function], set[int]()
+    while pending:
+        value: Any = pending.pop()
+        value = getattr(value, "func", value)  # of a partial
+        value = getattr(value, "__func__", value)
+        if id(value) in seen or is_library(getattr(value, "__module__", None) or ""):
+            continue
+        seen.add(id(value))
+        if isinstance(value, type):
+            pending += vars(value).values()
+        elif isinstance(value, FunctionType):
+            names = set(_names(value.__code__))
+            if "init_process_group" in names:
+                return True
+            named = [value.__globals__[name] for name in names if name in value.__globals__]
+            modules = [item for item in named if isinstance(item, ModuleType)]
+            pending += named
+            pending += [
+                vars(module)[name] for module in modules for name in names & vars(module).keys()
+            ]
+    return False
+
+
+def _names(code: CodeType) -> Generator[str]:
+    """Yield the global names and attributes in a function's code and in that of nested ones."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
