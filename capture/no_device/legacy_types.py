@@ -88,14 +88,28 @@ def default_tensor_type() -> Callable[[Any], None]:
     def set_default_tensor_type(t: Any, /) -> None:
         nonlocal changed
         name = _of_gpu(t)
-        if name is not None:
-            torch.set_default_dtype(_dtype(name))
-            _torch.set_default_device("cuda")
-            changed = True
-            return
-        original(t)
         if changed:
             _torch.set_default_device(None)
-            changed = False
+            # `torch.Tensor` inherits it again.
+            del _torch.Tensor.__new__
+        changed = name is not None
+        if name is None:
+            original(t)
+            return
+        torch.set_default_dtype(_dtype(name))
+        _torch.set_default_device("cuda")
+        # `torch.Tensor(...)` is a constructor of the default type, which no default device changes.
+        _torch.Tensor.__new__ = staticmethod(_constructor(name))
 
     return set_default_tensor_type
+
+
+def _constructor(name: str) -> Callable[..., Any]:
+    """Return `torch.Tensor.__new__` for a default type, by its full name."""
+    original: Any = torch.Tensor.__new__
+    default = getattr(torch.cuda, name.removeprefix(_PREFIX))
+
+    def new(cls: Any, *given: Any, **named: Any) -> Any:
+        return default(*given, **named) if cls is torch.Tensor else original(cls, *given, **named)
+
+    return new

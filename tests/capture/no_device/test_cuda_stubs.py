@@ -72,8 +72,9 @@ LEGACY = """
         assert isinstance(rows, torch.cuda.HalfTensor) and rows.is_cuda
     torch.set_default_tensor_type(torch.cuda.HalfTensor)
     assert torch.zeros(2).is_cuda and torch.zeros(2).dtype == torch.float16
+    assert torch.Tensor([2.0]).tolist() == [2] and torch.Tensor([2.0]).is_cuda
     torch.set_default_tensor_type(torch.FloatTensor)
-    assert not torch.zeros(2).is_cuda
+    assert not torch.zeros(2).is_cuda and not torch.Tensor([2.0]).is_cuda
     for _ in range(3):
         model(rows.float()).sum().backward()
         optimizer.step()
