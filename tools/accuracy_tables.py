@@ -11,7 +11,8 @@ A page has a table between `<!-- claim: NAME -->` and `<!-- end -->`. NAME is on
 
 - a claim: a line for each of its rows,
 - a table of `_WIDE_TABLES`: a line for each case, and a column for each kind of figure,
-- `headline`: the rows that are marked as headline.
+- `headline`: the rows that are marked as headline,
+- `summary`: the median and the largest error of each kind of prediction.
 
 Columns with the same value in all lines, and the names of the files, stand below the table.
 """
@@ -19,12 +20,15 @@ Columns with the same value in all lines, and the names of the files, stand belo
 import csv
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 ROWS = RESULTS / "accuracy.csv"
+README = ROOT / "README.md"
 
 COLUMNS = ("case", "hardware", "conditions", "predicted", "measured", "error")
 _FIGURES = ("predicted", "measured", "error")
@@ -213,6 +217,96 @@ _WIDE_TABLES: dict[str, _WideTable] = {
     ),
 }
 
+
+@dataclass(frozen=True)
+class _SummaryLine:
+    """A line of the summary: the rows of one claim.
+
+    Attributes:
+        prediction: what is predicted.
+        page: page of `docs/accuracy` that has the rows.
+        claim: of the rows.
+        where: column -> regular expression that the row's value contains.
+    """
+
+    prediction: str
+    page: str
+    claim: str
+    where: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    def rows(self, rows: list[Row]) -> list[Row]:
+        """Return the rows that the line sums up."""
+        return [
+            row
+            for row in rows
+            if row["claim"] == self.claim
+            and all(re.search(pattern, row[column]) for column, pattern in self.where.items())
+        ]
+
+
+_SUMMARY = (
+    _SummaryLine(
+        "step of a job on 2 or 4 GPUs in ASTRA-sim, from slices on one GPU",
+        "job-steps.md",
+        "step-in-astra-sim",
+        {"conditions": "^NVLink active"},
+    ),
+    _SummaryLine(
+        "the same from one slice, without a simulator",
+        "job-steps.md",
+        "step-of-slice",
+        {"conditions": "^slowest of 4"},
+    ),
+    _SummaryLine(
+        "step of a slice, against the rank that it stands for",
+        "slices.md",
+        "slice-step",
+        {"conditions": f"^{_ONE}"},
+    ),
+    _SummaryLine("peak memory of a slice", "slices.md", "slice-memory"),
+    _SummaryLine("captured step on another GPU", "other-gpus.md", "another-gpu-step"),
+    _SummaryLine("its compute", "other-gpus.md", "another-gpu-compute"),
+    _SummaryLine(
+        "kernels over 10 us on a GPU family outside the fit, mean of a class",
+        "kernels.md",
+        "held-out",
+        {"conditions": "^over 10 us"},
+    ),
+    _SummaryLine(
+        "training captured without a device: jobs that torchtitan published, bf16",
+        "training-speeds.md",
+        "torchtitan",
+        {"case": "^(?!.*(float8|rowwise))"},
+    ),
+    _SummaryLine(
+        "the same in float8", "training-speeds.md", "torchtitan", {"case": "float8|rowwise"}
+    ),
+    _SummaryLine(
+        "the same of new scripts, before they ran on 2 or 4 GPUs",
+        "training-speeds.md",
+        "new-scripts",
+    ),
+    _SummaryLine(
+        "step of a served model between measured points, median of its steps",
+        "serving.md",
+        "serving",
+        {"case": "^(interpolated|measured with)", "conditions": "^replay; (40|20 steps; median)"},
+    ),
+    _SummaryLine(
+        "step of a served model from shapes alone, mean of its steps",
+        "serving.md",
+        "serving",
+        {"case": "^from shapes alone,", "conditions": "mean$"},
+    ),
+    _SummaryLine(
+        "summed energy of a class of kernels",
+        "energy.md",
+        "power",
+        {"case": "summed energy"},
+    ),
+)
+
+
 _NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
 # The word of a comparison in a cell, such as `(baseline 16.3%)`. If all cells of a column have the
 # same, the heading shows it instead.
@@ -257,6 +351,37 @@ def rows_of_table(name: str, rows: list[Row]) -> list[Row]:
         for row in rows
         if row["claim"] in wide.claims and row["hardware"].startswith(wide.hardware)
     ]
+
+
+def _summary(rows: list[Row], folder: str) -> str:
+    """Return the summary.
+
+    Args:
+        rows: of the CSV.
+        folder: where links find `docs/accuracy`.
+    """
+    text = [
+        "| prediction | cases | median error | largest | where |",
+        "|---|---:|---:|---:|---|",
+    ]
+    for line in _SUMMARY:
+        chosen = line.rows(rows)
+        errors = {index: _percent(row) for index, row in enumerate(chosen)}
+        largest = chosen[max(errors, key=errors.__getitem__)]
+        error = largest["error"].partition("%")[0] + "%"
+        place = ", ".join(filter(None, (largest["case"], largest["hardware"])))
+        if not any(errors.values()):
+            error, place = "0.0%", ""
+        text.append(
+            f"| [{line.prediction}]({folder}{line.page}) | {len(chosen)} "
+            f"| {median(errors.values()):.1f}% | {error} | {place} |"
+        )
+    return "\n".join(text)
+
+
+def _percent(row: Row) -> float:
+    """Return the size of a row's error, without a figure that it is compared with."""
+    return abs(float(row["error"].partition("%")[0]))
 
 
 def _wide_lines(wide: _WideTable, rows: list[Row]) -> list[dict[str, str]]:
@@ -337,12 +462,13 @@ def _markdown(
     return "\n".join(text) + (f"\n\n{' '.join(below)}" if below else "")
 
 
-def filled(page: str, rows: list[Row]) -> str:
+def filled(page: str, rows: list[Row], folder: str = "") -> str:
     """Return the text of a page with its tables filled.
 
     Args:
         page: text of the page.
         rows: of the CSV.
+        folder: where links of the page find `docs/accuracy`.
 
     Raises:
         KeyError: the page names a table without rows.
@@ -351,6 +477,8 @@ def filled(page: str, rows: list[Row]) -> str:
 
     def table(match: re.Match[str]) -> str:
         name = match[2]
+        if name == "summary":
+            return f"{match[1]}\n{_summary(rows, folder)}\n\n{match[3]}"
         selected = rows_of_table(name, rows)
         if not selected:
             raise KeyError(name)
@@ -377,9 +505,9 @@ def main() -> None:
     """Fill the tables of all pages, or check them."""
     rows = read_rows()
     problems = missing_figures(rows)
-    for path in sorted((ROOT / "docs").rglob("*.md")):
+    for path in (README, *sorted((ROOT / "docs").rglob("*.md"))):
         text = path.read_text()
-        new = filled(text, rows)
+        new = filled(text, rows, "docs/accuracy/" if path == README else "")
         if new != text and "--check" in sys.argv[1:]:
             problems.append(f"{path.relative_to(ROOT)}: run python tools/accuracy_tables.py")
         elif new != text:
