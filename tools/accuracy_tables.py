@@ -14,7 +14,8 @@ A page has a table between `<!-- claim: NAME -->` and `<!-- end -->`. NAME is on
 - `headline`: the rows that are marked as headline,
 - `summary`: the median and the largest error of each kind of prediction.
 
-Columns with the same value in all lines, and the names of the files, stand below the table.
+Columns with the same value in all lines, and the names of the files, stand below the table. The
+times of a column have one unit.
 """
 
 import csv
@@ -22,8 +23,9 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from decimal import Decimal
 from pathlib import Path
-from statistics import median
+from statistics import median, mode
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -49,6 +51,7 @@ _TITLES = {
 # Headings of columns by claim, where a more specific one than the column's name fits.
 _HEADINGS: dict[str, dict[str, str]] = {
     "replay-in-astra-sim": {"case": "trace", "conditions": "compared", "measured": "replayed"},
+    "conversion": {"measured": "kept"},
     "checker": {"case": "ASTRA-sim", "conditions": "onerank check", "measured": "workloads"},
     "another-gpu-compute": {"conditions": "measured time"},
     "published-speeds": {"conditions": "80% interval"},
@@ -410,6 +413,22 @@ def _wide_lines(wide: _WideTable, rows: list[Row]) -> list[dict[str, str]]:
     return list(lines.values())
 
 
+_TIME = re.compile(r"([\d,.]+) (s|ms|us)")
+_NS = {"s": 10**9, "ms": 10**6, "us": 10**3}
+
+
+def _in_one_unit(lines: list[dict[str, str]], column: str) -> None:
+    """Convert the times of a column to the unit that most of its lines have."""
+    times = [(line, match) for line in lines if (match := _TIME.fullmatch(line.get(column, "")))]
+    if not times:
+        return
+    unit = mode(match[2] for _, match in times)
+    for line, match in times:
+        if match[2] != unit:
+            factor = Decimal(_NS[match[2]]) / _NS[unit]
+            line[column] = f"{(Decimal(match[1].replace(',', '')) * factor).normalize():,f} {unit}"
+
+
 def _markdown(
     lines: list[dict[str, str]],
     headings: dict[str, str],
@@ -425,7 +444,8 @@ def _markdown(
         files: the file of each line, or the one file of all.
     """
     numbers = {file: str(number) for number, file in enumerate(dict.fromkeys(files), start=1)}
-
+    for column in right:
+        _in_one_unit(lines, column)
     below: list[str] = []
     for column, heading in list(headings.items()):
         values = {line.get(column, "") for line in lines} - {""}
