@@ -194,8 +194,9 @@ class RunDecoder:
         exact: runs encoded exactly as onerank writes them, bool[runs].
         operand_bytes: size of the encoded shapes and types, int64[runs].
         has_attributes: runs with any attribute, bool[runs].
-        lowest: position of the first onerank attribute in writing order, int64[runs].
-        highest: position of the last one, int64[runs]; -1 if there is none.
+        lowest: position of a run's first onerank attribute in writing order, `len(_HEADS)` if it
+            has none, int64[runs].
+        highest: position of its last onerank attribute, -1 if it has none, int64[runs].
         values: column -> (runs that have it, int64[m]; their values, int64[m]). A value is a
             number, a text code, an index into `GPU_OPS`, or for `data_dep_reasons` an index into
             `reasons`.

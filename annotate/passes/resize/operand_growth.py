@@ -261,7 +261,10 @@ def _inputs_powers(
 def _gathered(
     call: Call, inputs: list[Powers], growths: Sequence[Growth], sizing: Sizing
 ) -> list[Powers]:
-    """Return the readings of a `gather` whose indices agree with the table beside its axis."""
+    """Return the inputs' readings, with the one of the indices that agrees with the table's.
+
+    Indices and table of a `gather` have equal dimensions except along the axis that it gathers.
+    """
     # An embedding expands its indices over the table's columns, whose number may equal the tokens.
     table, axis, index = call.tensor(0), call.value(1), call.tensor(2)
     if table is None or index is None or not isinstance(axis, int):
