@@ -536,6 +536,24 @@ def test_fla_gets_the_states_of_a_convolution_without_a_copy(monkeypatch: pytest
     assert state.nbytes == 4 * 2 * 6 * 3
 
 
+def test_fla_writes_the_states_of_decodes_over_the_old_ones(monkeypatch: pytest.MonkeyPatch):
+    """In the states' own type: engines have no second copy, in float32, at the peak of a step."""
+
+    def kernel(q: torch.Tensor, *_: Any, initial_state: torch.Tensor, **__: Any) -> Any:
+        n, heads, width = q.shape[0], q.shape[2], q.shape[3]
+        after = q.new_empty(n, heads, width, 8, dtype=torch.float32)
+        after.copy_(2 * initial_state)
+        return q.new_empty((n, 1, heads, 8)), after
+
+    monkeypatch.setattr(state_operators, "_package", lambda *_: kernel)
+    state = torch.ones(3, 2, 4, 8, dtype=torch.bfloat16)
+    q, v, rate = torch.ones(3, 1, 2, 4), torch.ones(3, 1, 2, 8), torch.ones(3, 1, 2)
+    out = state_operators._recurrent(True)(q, q, v, rate, rate, state)
+    assert out.shape == v.shape
+    assert (state == 2).all()
+    assert "new_empty" not in vars(torch.Tensor)
+
+
 @pytest.mark.parametrize("by_channel", [False, True])
 def test_a_gpu_without_the_kernels_of_engines_is_refused(
     monkeypatch: pytest.MonkeyPatch, by_channel: bool

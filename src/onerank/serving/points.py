@@ -217,8 +217,8 @@ def _gaps_bytes(graph: Graph) -> int:
     one, nothing is measured. For a prefill of 8,192 tokens of a Llama-8B on an H100, the simulation
     gives 0.33 GB, and a process that ran only this step measured 0.33 GB.
     """
-    report = report_memory(graph)
-    return max(0, (report.simulated_reserved_bytes or 0) - report.peak_bytes)
+    reserved_bytes = report_memory(graph).simulated_reserved_bytes or 0
+    return max(0, reserved_bytes - graph.job.measurement.peak_memory_bytes)
 
 
 def _attention_families(graph: Graph) -> set[str]:
