@@ -1,6 +1,7 @@
 """How the results of a call grow, by rules of operators, shapes and sizes of the operands."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 from onerank.annotate.op_costs.gemm import CONVOLUTIONS
@@ -15,15 +16,38 @@ NEED_VALUES = frozenset(
 )
 """Operators whose results depend on argument values."""
 
-Rule = Callable[[Call, list[tuple[Powers, ...]], int, Shape], Powers | None]
-"""(call, powers by argument, index of the result, its shape) -> its powers; None: no rule."""
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One result of a call, and the powers of the call's operands.
+
+    Attributes:
+        call: the call.
+        by_argument: for each argument, the powers of its tensors; () for other arguments.
+        index: index of the result.
+        shape: its captured shape.
+    """
+
+    call: Call
+    by_argument: Sequence[tuple[Powers, ...]]
+    index: int
+    shape: Shape
+
+    def powers_of(self, argument: int) -> Powers | None:
+        """Return the powers of an argument's first tensor; None if it has none."""
+        if argument >= len(self.by_argument):
+            return None
+        return next(iter(self.by_argument[argument]), None)
 
 
-def _reduction(
-    call: Call, by_argument: list[tuple[Powers, ...]], _: int, shape: Shape
-) -> Powers | None:
+Rule = Callable[[Result], Powers | None]
+"""Returns the powers of a result; None if the rule does not apply."""
+
+
+def _reduction(result: Result) -> Powers | None:
     """Rule for reductions: drop the reduced dimensions, or make them constant."""
-    x, (powers, *_rest) = call.tensor(0), by_argument[0] or ((),)
+    call, shape = result.call, result.shape
+    x, powers = call.tensor(0), result.powers_of(0) or ()
     if x is None or not shape:
         return ()
     axis_lists = [cast("list[Any]", value) for value in call.values[1:] if isinstance(value, list)]
@@ -37,118 +61,86 @@ def _reduction(
             power if a == b and axis not in reduced_axes else CONSTANT
             for axis, (a, b, power) in pairs
         )
-    kept = tuple(power for axis, power in enumerate(powers) if axis not in reduced_axes)
-    return kept if len(kept) == len(shape) else None
+    return tuple(power for axis, power in enumerate(powers) if axis not in reduced_axes)
 
 
-def _cat(call: Call, by_argument: list[tuple[Powers, ...]], _: int, shape: Shape) -> Powers | None:
+def _cat(result: Result) -> Powers | None:
     """Rule for `cat`: the largest power of any part per dimension."""
-    parts = [powers for powers in by_argument[0] if len(powers) == len(shape)]
-    return (
-        # A constant part, such as a class token, joins one that grows.
-        tuple(max(powers[axis] for powers in parts) for axis in range(len(shape)))
-        if parts
-        else None
-    )
-
-
-def _stack(
-    call: Call, by_argument: list[tuple[Powers, ...]], _: int, shape: Shape
-) -> Powers | None:
-    axis = call.value(1)
-    if not by_argument[0] or not isinstance(axis, int):
+    parts = [powers for powers in result.by_argument[0] if len(powers) == len(result.shape)]
+    if not parts:
         return None
-    powers = list(by_argument[0][0])
-    powers.insert(axis % len(shape), CONSTANT)
-    return tuple(powers)
+    # A constant part, such as a class token, joins one that grows.
+    return tuple(max(powers[axis] for powers in parts) for axis in range(len(result.shape)))
 
 
-def _embedding(
-    _: Call, by_argument: list[tuple[Powers, ...]], __: int, ___: Shape
-) -> Powers | None:
+def _stack(result: Result) -> Powers | None:
+    """Rule for `stack`: one more dimension, which is constant."""
+    axis, powers = result.call.value(1), result.powers_of(0)
+    if powers is None or not isinstance(axis, int):
+        return None
+    at = axis % len(result.shape)
+    return (*powers[:at], CONSTANT, *powers[at:])
+
+
+def _embedding(result: Result) -> Powers | None:
     """Rule for `embedding`: one row of the table per index."""
-    return (
-        (*by_argument[1][0], *by_argument[0][0][1:]) if by_argument[0] and by_argument[1] else None
-    )
+    table, indices = result.powers_of(0), result.powers_of(1)
+    return None if table is None or indices is None else (*indices, *table[1:])
 
 
-def _index_select(
-    call: Call, by_argument: list[tuple[Powers, ...]], _: int, ___: Shape
-) -> Powers | None:
+def _index_select(result: Result) -> Powers | None:
     """Rule for `index_select`: the axis has the powers of the indices."""
-    axis = call.value(1)
-    if not isinstance(axis, int) or len(by_argument) < 3:
+    axis, powers, indices = result.call.value(1), result.powers_of(0), result.powers_of(2)
+    if not isinstance(axis, int) or powers is None or not indices:
         return None
-    if not by_argument[0] or not by_argument[2] or not by_argument[2][0]:
-        return None
-    powers = list(by_argument[0][0])
-    powers[axis % len(powers)] = by_argument[2][0][0]
-    return tuple(powers)
+    at = axis % len(powers)
+    return (*powers[:at], indices[0], *powers[at + 1 :])
 
 
-def _index(
-    call: Call, by_argument: list[tuple[Powers, ...]], _: int, shape: Shape
-) -> Powers | None:
+def _index(result: Result) -> Powers | None:
     """Rule for `index` by integers: their dimensions replace the indexed ones.
 
     Sizes show which dimensions are indexed, because a call does not record omitted indices.
     """
+    call, shape = result.call, result.shape
     x, indices = call.tensor(0), call.inputs[1] if len(call.inputs) > 1 else None
+    powers = result.powers_of(0)
     if (
         x is None
         or not indices
-        or not by_argument[0]
+        or powers is None
         or any(index.dtype == "bool" for index in indices)
     ):
         return None
-    powers, index_powers, count = by_argument[0][0], by_argument[1][0], len(indices)
+    index_powers, count = result.by_argument[1][0], len(indices)
     for first_axis in range(len(powers) - count + 1):
         if (*x.shape[:first_axis], *indices[0].shape, *x.shape[first_axis + count :]) == shape:
             return (*powers[:first_axis], *index_powers, *powers[first_axis + count :])
-    result = (*index_powers, *powers[count:])
-    return result if len(result) == len(shape) else None
+    return (*index_powers, *powers[count:])
 
 
-def _like_indices(
-    _: Call, by_argument: list[tuple[Powers, ...]], __: int, ___: Shape
-) -> Powers | None:
-    """Rule for `gather`: the powers of the indices."""
-    return by_argument[2][0] if len(by_argument) > 2 and by_argument[2] else None
+def _like_argument(argument: int) -> Rule:
+    """Return the rule for a result that grows like an argument."""
+    return lambda result: result.powers_of(argument)
 
 
-def _constant(_: Call, __: list[tuple[Powers, ...]], ___: int, shape: Shape) -> Powers:
+def _constant(result: Result) -> Powers:
     """Rule for an embedding's gradient: weights do not grow."""
-    return (CONSTANT,) * len(shape)
+    return (CONSTANT,) * len(result.shape)
 
 
-def _embedding_bag(
-    _: Call, by_argument: list[tuple[Powers, ...]], result_index: int, shape: Shape
-) -> Powers | None:
+def _embedding_bag(result: Result) -> Powers | None:
     """Rule for `_embedding_bag`: one row per bag; further results are per index or per bag."""
-    indices, bags = by_argument[1], by_argument[2]
-    if not indices or not bags:
+    indices, bags = result.powers_of(1), result.powers_of(2)
+    if not indices or not bags or result.index > 2:
         return None
-    return ((bags[0][0], CONSTANT), indices[0], bags[0])[result_index] if result_index < 3 else None
+    return ((bags[0], CONSTANT), indices, bags)[result.index]
 
 
-def _like_second_input(
-    _: Call, by_argument: list[tuple[Powers, ...]], __: int, ___: Shape
-) -> Powers | None:
-    return by_argument[1][0] if len(by_argument) > 1 and by_argument[1] else None
-
-
-def _like_first_input(
-    _: Call, by_argument: list[tuple[Powers, ...]], __: int, ___: Shape
-) -> Powers | None:
-    return by_argument[0][0] if by_argument and by_argument[0] else None
-
-
-def _attention(
-    _: Call, by_argument: list[tuple[Powers, ...]], result_index: int, shape: Shape
-) -> Powers | None:
+def _attention(result: Result) -> Powers | None:
     """Rule for attention: results have the query's powers, log-sums its first three."""
-    query = by_argument[0][0]
-    if result_index == 0:
+    query, shape = result.powers_of(0), result.shape
+    if query is None or result.index == 0:
         return query
     if len(shape) == 4 and shape[-1] == 1:
         return (*query[:3], CONSTANT)  # cuDNN's log-sums
@@ -156,51 +148,52 @@ def _attention(
     return query[: len(shape)] if len(shape) in (3, 4) and shape[-1] != 1 else None
 
 
-def _convolution(
-    _: Call, by_argument: list[tuple[Powers, ...]], __: int, shape: Shape
-) -> Powers | None:
+def _convolution(result: Result) -> Powers | None:
     """Rule for convolutions: batch and spatial dimensions keep their powers."""
     # Sizes without rules lose the sequence behind a padded convolution, as a Mamba has.
-    x = by_argument[0][0]
-    return (x[0], CONSTANT, *x[2:]) if len(x) == len(shape) else None
+    x = result.powers_of(0)
+    return (x[0], CONSTANT, *x[2:]) if x else None
 
 
-def _recurrent_layer(
-    _: Call, by_argument: list[tuple[Powers, ...]], result_index: int, shape: Shape
-) -> Powers | None:
+def _recurrent_layer(result: Result) -> Powers | None:
     """Rule for recurrent layers: one state per token, and a workspace for backward."""
-    x = by_argument[0][0]
-    if result_index == 0 and len(x) == len(shape):
+    x = result.powers_of(0)
+    if x is None:
+        return None
+    if result.index == 0:
         return (*x[:-1], CONSTANT)
-    return (total(x),) if result_index == 3 and len(shape) == 1 else None
+    return (total(x),) if result.index == 3 and len(result.shape) == 1 else None
 
 
-def _topk(_: Call, by_argument: list[tuple[Powers, ...]], __: int, shape: Shape) -> Powers | None:
+def _topk(result: Result) -> Powers | None:
     """Rule for `topk`: a constant number of elements in the last dimension."""
-    x = by_argument[0][0] if by_argument and by_argument[0] else ()
-    return (*x[:-1], CONSTANT) if len(x) == len(shape) > 0 else None
+    x = result.powers_of(0)
+    return (*x[:-1], CONSTANT) if x else None
 
 
 BAGS = ("_embedding_bag", "_embedding_bag_forward_only")
 
 FORWARD_CONVOLUTIONS = CONVOLUTIONS.keys() - {"convolution_backward"}
 
+# A rule may return powers of another number of dimensions than the result has; they are not used.
 RULES: dict[str, Rule] = {
     **dict.fromkeys(NEED_VALUES, _reduction),
     "cat": _cat,
     "stack": _stack,
     "embedding": _embedding,
     "index_select": _index_select,
-    "gather": _like_indices,
+    "gather": _like_argument(2),
     "index": _index,
     **dict.fromkeys(BAGS, _embedding_bag),
     "_embedding_bag_dense_backward": _constant,
     "embedding_dense_backward": _constant,
     "embedding_backward": _constant,
     # Its first input is the gradient of the loss, mostly a scalar.
-    "nll_loss_backward": _like_second_input,
+    "nll_loss_backward": _like_argument(1),
     **dict.fromkeys(FORWARD_CONVOLUTIONS, _convolution),
-    **dict.fromkeys(("copy_", "constant_pad_nd", "pad", "sort", "scatter_add_"), _like_first_input),
+    **dict.fromkeys(
+        ("copy_", "constant_pad_nd", "pad", "sort", "scatter_add_"), _like_argument(0)
+    ),
     "topk": _topk,
     "mkldnn_rnn_layer": _recurrent_layer,
     **dict.fromkeys(
@@ -227,8 +220,8 @@ def powers_of_results(
     rule = RULES.get(call.op)
     outputs: list[Powers] = []
     ruled = True
-    for result_index, shape in enumerate(results):
-        powers = rule(call, by_argument, result_index, shape) if rule else None
+    for index, shape in enumerate(results):
+        powers = rule(Result(call, by_argument, index, shape)) if rule else None
         if powers is None or len(powers) != len(shape):
             powers = _same_shape(tensors, inputs, shape) or _broadcast_powers(
                 tensors, inputs, shape

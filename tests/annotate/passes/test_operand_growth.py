@@ -3,7 +3,7 @@
 from onerank.annotate.op_costs.operands import Call, Tensor
 from onerank.annotate.passes.resize.input_growth import input_growth
 from onerank.annotate.passes.resize.operand_growth import infer_powers
-from onerank.annotate.passes.resize.result_growth import NEED_VALUES, RULES
+from onerank.annotate.passes.resize.result_growth import NEED_VALUES, RULES, Result
 from onerank.annotate.passes.resize.size_change import (
     BATCH,
     CONSTANT,
@@ -29,7 +29,9 @@ def test_what_index_select_takes_goes_by_its_axis():
     types = '["Tensor(float)","Int","Tensor(long int)"]'
     call = Call.parse("index_select", (shapes, types), ("", ""), "[null,1,null]")
     growths, fixed = (1, 0), (0, 0)
-    powers = RULES["index_select"](call, [((growths, fixed),), (), ((fixed,),)], 0, (512, 70))
+    powers = RULES["index_select"](
+        Result(call, [((growths, fixed),), (), ((fixed,),)], 0, (512, 70))
+    )
     assert powers == (growths, fixed)
     assert "index_select" in NEED_VALUES  # else its axis is not read
 
@@ -50,8 +52,8 @@ def test_a_padded_convolution_goes_over_the_sequence_and_keeps_its_channels():
 def test_what_a_recurrent_layer_keeps_for_backward_grows_with_the_tokens():
     call = Call("mkldnn_rnn_layer", (), ())
     tokens = [((SEQ, BATCH, CONSTANT),)]
-    assert RULES["mkldnn_rnn_layer"](call, tokens, 0, (40, 3, 64)) == (SEQ, BATCH, CONSTANT)
-    assert RULES["mkldnn_rnn_layer"](call, tokens, 3, (491_520,)) == (TOKENS,)
+    assert RULES["mkldnn_rnn_layer"](Result(call, tokens, 0, (40, 3, 64))) == (SEQ, BATCH, CONSTANT)
+    assert RULES["mkldnn_rnn_layer"](Result(call, tokens, 3, (491_520,))) == (TOKENS,)
 
 
 def test_relative_positions_are_looked_up_for_each_pair():
@@ -93,7 +95,7 @@ def test_integers_may_index_later_dimensions():
     types = '["Tensor(float)","GenericList[None,Tensor(long int),Tensor(long int)]"]'
     call = Call.parse("index", ("[[64,4,4],[[],[6],[6]]]", types), ("", ""))
     by_place = [((BATCH, CONSTANT, CONSTANT),), ((CONSTANT,), (CONSTANT,))]
-    assert RULES["index"](call, by_place, 0, (64, 6)) == (BATCH, CONSTANT)
+    assert RULES["index"](Result(call, by_place, 0, (64, 6))) == (BATCH, CONSTANT)
 
 
 def test_bags_hold_as_many_indices_each():
