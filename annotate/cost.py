@@ -229,8 +229,8 @@ def report_cost(
         )
     notes = [
         Note(
-            "the step is as long as this rank's; time for a slower rank or the network is not "
-            "included",
+            "the step of the job is assumed to be as long as this rank's; waits for a slower rank "
+            "or the network are not included",
             code="cost-of-this-rank",
         )
     ]

@@ -78,7 +78,8 @@ def _device_notes(options: Options, observed: Observations) -> list[Note]:
     if gpu is not None:
         notes = [
             Note(
-                f"run on no device, on shapes alone, as on a {gpu.name}: no time was measured",
+                f"captured without a device, as on a {gpu.name}: operators ran on shapes, and "
+                "no time was measured",
                 code="captured-without-device",
             )
         ]

@@ -398,7 +398,7 @@ def _script_depth() -> int:
 def _bytes(tensor: Tensor) -> bytes:
     flat = raw(tensor).reshape(-1).cpu()
     # Not uint8: a capture without a device takes unknown uint8 numbers for pixels, and returns
-    # stand-ins instead of an error.
+    # placeholders instead of an error.
     return flat.view(torch.int8).numpy().tobytes()
 
 

@@ -196,7 +196,7 @@ class UnknownValues:
         self._reads: Counter[tuple[str, str]] = Counter()
 
     def scalar(self, tensor: Tensor) -> bool | int | float:
-        """Return the stand-in for the number in a tensor of one element."""
+        """Return the placeholder for the number in a tensor of one element."""
         if not is_integral(tensor.dtype):
             value: bool | int | float = 1.0
         elif str(tensor.dtype) == "torch.bool":
@@ -207,7 +207,7 @@ class UnknownValues:
         return value
 
     def numbers(self, tensor: Tensor) -> Tensor:
-        """Return the stand-in for the numbers of a tensor that the script converts to NumPy.
+        """Return the placeholder for the numbers of a tensor that the script converts to NumPy.
 
         Raises:
             CaptureError: the tensor has several integers of more than 8 bits or many elements.
@@ -222,7 +222,7 @@ class UnknownValues:
         return torch.full(tensor.shape, value, dtype=tensor.dtype, device="cpu")
 
     def answer(self) -> bool:
-        """Return the stand-in for the answer to a question about numbers, such as torch.equal."""
+        """Return the placeholder for an answer about numbers, such as that of torch.equal."""
         self._reads[self.place(), "False"] += 1
         return False
 
@@ -316,7 +316,7 @@ class UnknownValues:
         places = ", ".join(f"{place} read {value}" for place, value in sorted(self._reads))
         return [
             Note(
-                f"no device computed these numbers, so the script got stand-ins: {places}",
+                f"no device computed these numbers, so the script got placeholders: {places}",
                 code="no-device-stand-ins",
             )
         ]

@@ -294,9 +294,9 @@ class _Boundary:
             count = sum(each.numel() for group in idle.param_groups for each in group["params"])
             self._windows.observed.notes.append(
                 Note(
-                    f"the captured step has no step of {type(idle).__name__} of {count:,} "
-                    "parameters; if it steps once in N steps of the first optimizer, "
-                    "--optimizer-steps N captures those as one",
+                    f"{type(idle).__name__} of {count:,} parameters takes no step in the captured "
+                    "step; if it steps once in N steps of the first optimizer, "
+                    "--optimizer-steps N captures these N as one",
                     code="optimizer-idle",
                 )
             )

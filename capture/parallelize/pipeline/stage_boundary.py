@@ -202,10 +202,10 @@ class StageBoundary:
             self._inferred = first
 
     def send_inferred(self, selected: Tensor, vocabulary: int) -> Tensor:
-        """Send the last layer's output; return stand-ins for logits [..., vocabulary].
+        """Send the last layer's output; return placeholders for logits [..., vocabulary].
 
         The last stage computes the logits, and sends the chosen tokens back, which no forward
-        shows. The stand-ins let a generation continue; they take no memory per token.
+        shows. The placeholders let a generation continue; they take no memory per token.
 
         Args:
             selected: the hidden states whose logits the model wants: those of the last token.

@@ -136,8 +136,9 @@ class ShardingPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             rules[name] = self.modules[pattern]
             if rules[name].head_bias and not rules[name].divide:
                 raise SliceError(
-                    f"the plan slices {', '.join(rules[name].head_bias)} of {name} by heads, and "
-                    "divides no number of its heads: name it in divide, the first",
+                    f"the plan slices {', '.join(rules[name].head_bias)} of {name} by heads, but "
+                    "does not say which attribute has the number of heads\n  "
+                    "name that attribute first in divide",
                     code="plan-no-heads",
                 )
             for attribute in rules[name].divide:
@@ -152,8 +153,9 @@ class ShardingPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             block = name.rpartition(".")[0]
             if rule.kv_heads and rule.kv_heads not in rules.get(block, ModuleRule()).divide:
                 raise SliceError(
-                    f"the plan gives {rule.kv_heads} as kv_heads of {name}, but does not divide\n  "
-                    f"name it in divide of {block or 'its parent'}, after the query heads",
+                    f"the plan gives {rule.kv_heads} as kv_heads of {name}, but does not divide "
+                    f"that attribute\n  name it in divide of {block or 'its parent'}, after the "
+                    "query heads",
                     code="plan-kv-heads",
                 )
         needed = [pattern for pattern, rule in self.modules.items() if not rule.optional]

@@ -256,7 +256,7 @@ def group_stages(graphs: Sequence[Graph]) -> list[StageGroup]:
 def _check(job: Job, first: Job) -> None:
     if first.pipeline is None or AXIS not in first.world.sizes:
         raise ExportError(
-            "the trace is of no pipeline stage, so there is nothing to schedule\n"
+            "the trace is not that of a pipeline stage, so there is nothing to schedule\n"
             "  capture a script without pipeline parallelism with `capture run --pp P`, or leave "
             "--schedule out",
             code="pipeline-no-stage",

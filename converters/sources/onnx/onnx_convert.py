@@ -307,7 +307,8 @@ def _convert(model: OnnxModel, path: Path, *, train: bool) -> tuple[Graph, OnnxC
     unknown_shapes = Counter(shapes.problems.values())
     notes = [
         Note(
-            "never run: the operators of an ONNX model, in the model's order", code="onnx-never-run"
+            "not run: the graph has the operators of an ONNX model, in the model's order",
+            code="onnx-never-run",
         )
     ]
     if train:

@@ -128,8 +128,8 @@ def _stages_by_rank(
     first = captured[0].graph.job
     if len(captured) > 1 and first.pipeline is None:
         raise ExportError(
-            f"{len(captured)} traces are given, and that of rank {first.rank} is of no stage that "
-            "`capture run --pp` made: a workload of SimAI describes one rank\n"
+            f"{len(captured)} traces are given, but a workload of SimAI describes one rank, and "
+            f"the trace of rank {first.rank} is not that of a stage of `capture run --pp`\n"
             "  give the trace of the slowest rank alone",
             code="simai-several-ranks",
         )
@@ -141,8 +141,8 @@ def _stages_by_rank(
         )
     if schedule is not None and first.pipeline is None:
         raise ExportError(
-            f"--schedule {schedule} is for a pipeline, and the trace of rank {first.rank} is of no "
-            "stage\n  leave out --schedule",
+            f"--schedule {schedule} is for a pipeline, but the trace of rank {first.rank} is not "
+            "that of a stage\n  leave out --schedule",
             code="simai-no-pipeline",
         )
     if schedule is None or first.pipeline is None:

@@ -62,9 +62,9 @@ class LaunchQueue:
         total_ms = sum(wait.waited_ns for wait in self.waits) / 1e6
         return [
             Note(
-                f"{len(self.waits)} launches waited {total_ms:.3f} ms in all for queue room, up "
-                f"to {self.depth} others pending on their stream: they wait for the operation "
-                "whose end made room; the wait is no part of their operators' times",
+                f"the launch queue was full: {len(self.waits)} launches waited {total_ms:.3f} ms "
+                f"in all, with up to {self.depth} others pending on their stream. Each waits for "
+                "the operation whose end made room; the wait is not part of its operator's time",
                 code="launch-queue-full",
             )
         ]

@@ -79,10 +79,10 @@ class UnexplainedGaps:
             room = sum(reason is Reason.ROOM for _, _, reason in self.explained)
             notes.append(
                 Note(
-                    f"{count} GPU operations began long after their launch and the end of "
-                    f"their stream's previous operation: {count - room} as an operation of "
-                    f"another stream ended, {room} as one ran its last blocks; "
-                    "they wait for that operation",
+                    f"{count} GPU operations began late, although they were launched and their "
+                    f"stream was free: {count - room} began as an operation of another stream "
+                    f"ended, {room} as one ran its last blocks. The graph makes each wait for "
+                    "that operation",
                     code="gaps-explained",
                 )
             )
