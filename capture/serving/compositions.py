@@ -21,6 +21,10 @@ StepKind = Literal["prefill", "decode", "mixed"]
 MOST_TOKENS = 1 << 24
 """Tokens and context that a composition may have at most: 16 million, above any engine's."""
 
+VOCABULARY_MULTIPLE = 64
+"""Engines pad the tokens of the vocabulary to a multiple of this: DEFAULT_VOCAB_PADDING_SIZE of
+vLLM and SGLang."""
+
 MOST_POINTS = 4096
 """Compositions that a grid may have at most."""
 

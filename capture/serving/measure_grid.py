@@ -4,7 +4,7 @@ import contextlib
 import functools
 import gc
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ from onerank.capture.serving.build_model import (
     adopt_model,
     build_model,
     materialise,
+    pad_vocabulary,
     read_config,
 )
 from onerank.capture.serving.compositions import MOST_TOKENS, Composition
@@ -118,6 +119,7 @@ class ServedModel:
         state_bytes_per_sequence: states of constant size of a sequence, in all layers of this rank.
         whole_state_layers: layers with such states that tensor parallelism did not slice.
         moe_routing: how tokens were distributed over the experts, as in `Manifest`.
+        padded_vocabulary: as in `Manifest`.
     """
 
     name: str
@@ -135,6 +137,7 @@ class ServedModel:
     whole_state_layers: int
     attended_tokens: int | None
     moe_routing: str | None
+    padded_vocabulary: int | None
 
     @property
     def cache_need(self) -> CacheNeed:
@@ -333,6 +336,7 @@ def loaded_server(
     """
     path = source.path if isinstance(source, Script) else source
     config = None if isinstance(source, Script) else read_config(source)
+    padded = None if config is None else pad_vocabulary(config)
     emulated = EmulatedProcess.of(options.emulated_gpu, path, parse_routing(options.moe_routing))
     with contextlib.ExitStack() as stack:
         raw = stack.enter_context(scratch_directory())
@@ -369,6 +373,7 @@ def loaded_server(
         pipeline = pipeline_of(models)
         moe_routing = _routing_of(model, options, pipeline)
         served, first = _served(model, options, device, pipeline, moe_routing)
+        served = replace(served, padded_vocabulary=padded)
         # After `_served`, whose step adds the scopes of attention: `Modules` reads the modules of a
         # model at the first call that it sees.
         stack.enter_context(modules.installed())
@@ -509,6 +514,7 @@ def _served(
         ),
         attended_tokens=attended_tokens(model),
         moe_routing=moe_routing,
+        padded_vocabulary=None,
     )
     return served, step.cache
 

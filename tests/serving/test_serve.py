@@ -1078,6 +1078,26 @@ def test_whole_models_route_as_the_option_states(
         assert any(count != counts[0] for count in counts)
 
 
+@pytest.mark.parametrize("from_script", [False, True])
+def test_the_vocabulary_is_padded_as_in_engines(tmp_path: Path, from_script: bool):
+    """That of a configuration, to a multiple of 64; a script's model stays as it is."""
+    source = config = written(tmp_path, {**LLAMA, "vocab_size": 1000})
+    args: list[str] = []
+    if from_script:
+        source, args = scripted(tmp_path, CALLS["a plain forward"]), [str(config)]
+    options = Options(windows=WindowPlan(warm_up=1, timed_steps=1))
+    grid = parse_grid("decode: batch=2 context=4")
+    bundle, _ = measure_bundle(source, options, grid, Store(tmp_path / "store"), args=args)
+    manifest, head = bundle.manifest, HIDDEN // HEADS
+    of_layer = HIDDEN * (2 * HEADS + 2 * KV_HEADS) * head + 3 * HIDDEN * MLP + 2 * HIDDEN
+    rows = 1000 if from_script else 1024
+    assert manifest.memory.weights_bytes == 2 * (2 * rows * HIDDEN + LAYERS * of_layer + HIDDEN)
+    assert manifest.padded_vocabulary == (None if from_script else 1024)
+    assert manifest.config["vocab_size"] == 1000
+    codes = {note.code for note in manifest.notes}
+    assert f"serve-vocabulary-{'unpadded' if from_script else 'padded'}" in codes
+
+
 def test_a_router_outside_of_transformers_interface_is_stated(tmp_path: Path):
     config = {"model_type": "jetmoe", "hidden_size": 64, "intermediate_size": 64,
               "num_hidden_layers": 1, "num_key_value_heads": 2, "kv_channels": 16,

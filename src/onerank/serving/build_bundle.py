@@ -15,7 +15,7 @@ from onerank.annotate.passes.pass_options import NO_PASSES
 from onerank.capture.options import Options
 from onerank.capture.parallelize.experts.routing import BY_MODEL, parse_routing
 from onerank.capture.serving.attention_windows import WindowedLayers
-from onerank.capture.serving.compositions import Composition, default_grid
+from onerank.capture.serving.compositions import VOCABULARY_MULTIPLE, Composition, default_grid
 from onerank.ir import Pipeline
 from onerank.ir.chakra import read
 from onerank.ir.errors import CaptureError
@@ -71,6 +71,7 @@ class Model:
     state_bytes_per_sequence: int = 0
     whole_state_layers: int = 0
     attended_tokens: int | None = None
+    padded_vocabulary: int | None = None
 
     @classmethod
     def of(cls, manifest: Manifest, gpu: Gpu) -> "Model":
@@ -95,6 +96,7 @@ class Model:
             state_bytes_per_sequence=memory.state_bytes_per_sequence,
             whole_state_layers=memory.whole_state_layers,
             attended_tokens=manifest.attended_tokens,
+            padded_vocabulary=manifest.padded_vocabulary,
         )
 
 
@@ -335,6 +337,7 @@ def _model(served: Any, config: dict[str, Any], options: Options) -> Model:
         served.state_bytes_per_sequence,
         served.whole_state_layers,
         served.attended_tokens,
+        served.padded_vocabulary,
     )
 
 
@@ -473,6 +476,7 @@ def _bundle(
         rank=model.rank,
         pipeline=model.pipeline,
         attended_tokens=model.attended_tokens,
+        padded_vocabulary=model.padded_vocabulary,
         attention_kernels=tuple(sorted({name for point in fitting for name in point.attention})),
     )
     traces = {number: point.trace for number, point in enumerate(points, start=1) if point.trace}
@@ -484,6 +488,7 @@ def _notes(
 ) -> Iterator[Note]:
     """Yield what the tables leave out, and where the steps are not those of engines."""
     yield from _cache_notes(model, memory)
+    yield from _vocabulary_notes(model)
     if model.moe_routing == BY_MODEL:
         yield Note(
             "the model's own router chose the experts: with random weights it sends the tokens of "
@@ -561,6 +566,24 @@ def _cache_notes(model: Model, memory: RankMemory) -> Iterator[Note]:
             f"keep the latent vectors, {latent} B, so {cached / latent:.1f} times as many tokens "
             "fit, and a decode reads less of the cache by the same factor",
             code="serve-expanded-latents",
+        )
+
+
+def _vocabulary_notes(model: Model) -> Iterator[Note]:
+    """Yield how the rows of the embedding and the head differ from the model's tokens."""
+    if model.padded_vocabulary is not None:
+        yield Note(
+            f"the embedding and the head have {model.padded_vocabulary:,} rows: vLLM and SGLang "
+            f"pad the vocabulary to a multiple of {VOCABULARY_MULTIPLE}",
+            code="serve-vocabulary-padded",
+        )
+        return
+    tokens = model.config.get("text_config", model.config).get("vocab_size") or 0
+    if tokens % VOCABULARY_MULTIPLE:
+        yield Note(
+            f"the head has {tokens:,} rows, as the script built it: vLLM and SGLang pad the "
+            f"vocabulary to a multiple of {VOCABULARY_MULTIPLE}, and such a product is faster",
+            code="serve-vocabulary-unpadded",
         )
 
 

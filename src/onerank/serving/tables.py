@@ -217,6 +217,8 @@ class Manifest(msgspec.Struct, frozen=True):
         adaptive_grid: how far the grid was measured with `--error`; None if all of it was. The rows
             are in the order of the measurement.
         attended_tokens: most tokens that a query of sparse attention reads; None of other models.
+        padded_vocabulary: rows of the embedding and the head of all ranks, padded as engines do;
+            None if they have the model's own number.
         format: version of the format.
     """
 
@@ -240,6 +242,7 @@ class Manifest(msgspec.Struct, frozen=True):
     attention_kernels: tuple[str, ...] | None = None
     adaptive_grid: AdaptiveGrid | None = None
     attended_tokens: int | None = None
+    padded_vocabulary: int | None = None
     format: int = FORMAT
 
     @property
