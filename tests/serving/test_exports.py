@@ -459,6 +459,9 @@ def test_aiconfigurator_gets_whole_steps(bundle: Path, tmp_path: Path):
     assert system["data_dir"] == "data/h100_sxm_onerank"
     assert system["gpu"]["mem_capacity"] == read.manifest.memory.device_bytes
     assert system["gpu"]["sm_version"] == 90
+    # NVIDIA's datasheet, dense.
+    rates = [system["gpu"][f"{name}_tc_flops"] for name in ("bfloat16", "fp8", "int8")]
+    assert rates == [989e12, 1979e12, 1979e12]
 
 
 def test_an_aiconfigurator_of_another_format(bundle: Path, tmp_path: Path):
@@ -581,6 +584,8 @@ def test_sglang_simulator_finds_the_steps_of_a_bundle(bundle: Path, tmp_path: Pa
     config = json.loads((tmp_path / "o/simulator.json").read_text())
     assert config["scheduler"]["data_type"] == "BF16"
     assert [config["scheduler"][f"{name}_size"] for name in ("tp", "ep", "dp", "pp")] == [1] * 4
+    rates = config["platform"]["accelerator"]["tflops"]
+    assert rates == {"BF16_TENSOR": 989.0, "FP16_TENSOR": 989.0, "FP8_TENSOR": 1979.0}
     predictor = config["predictor"]
     assert (predictor["name"], predictor["miss_strategy"]) == ("replay", "knn")
     table = json.loads((tmp_path / "o" / predictor["database_path"]).read_text())

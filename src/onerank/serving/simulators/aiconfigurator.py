@@ -267,7 +267,7 @@ def _system(bundle: Bundle, gpu: Gpu, system: str) -> dict[str, Any]:
     link = described.value * 1e9 if described else gpu.peak_bandwidth_bytes_per_s
     flops = {
         f"{name}_tc_flops": round(rate)
-        for name, dtype in (("bfloat16", "bf16"), ("fp8", "fp8"), ("int8", "int8"))
+        for name, dtype in (("bfloat16", "bfloat16"), ("fp8", "float8_e4m3fn"), ("int8", "int8"))
         if (rate := gpu.peak_tensor_flops_per_s(dtype))
     }
     return {

@@ -175,8 +175,8 @@ def _config(bundle: Bundle, gpu: Gpu, tp: int) -> dict[str, Any]:
         "intra_node_bandwidth_gb": None if link is None else link.value,
         "tflops": {
             f"{name}_TENSOR": rate / 1e12
-            for name, peak in (("BF16", "bf16"), ("FP16", "fp16"), ("FP8", "fp8"))
-            if (rate := gpu.peak_tensor_flops_per_s(peak))
+            for name, dtype in (("BF16", "bfloat16"), ("FP16", "float16"), ("FP8", "float8_e4m3fn"))
+            if (rate := gpu.peak_tensor_flops_per_s(dtype))
         },
     }
     return {
