@@ -41,6 +41,7 @@ from onerank.capture.no_device.event_log import (
     RecordedEvent,
     Shaped,
 )
+from onerank.capture.no_device.operators.autograd_ranges import AutogradRanges, is_of_reducer
 from onerank.capture.no_device.operators.block_masks import FLEX_ATTENTION, BlockMasks
 from onerank.capture.no_device.operators.fake_kernels import RepeatedCalls, lacks_fake, shapes_of
 from onerank.capture.no_device.operators.flash_attention_3 import python_kernel
@@ -121,18 +122,8 @@ _CHECKS = ("_amp_foreach_non_finite_check_and_unscale_",)
 
 _ZEROS = ("zero_", "_foreach_zero_")
 
-# What autograd writes into a tensor of zeros, or adds to a gradient.
-_IN_PLACE_OF_AUTOGRAD = ("add", "index_put", "scatter", "scatter_add", "index_add")
-
-# Functions between the caller of an operator and its record.
-_PASSES_ON = "__torch_dispatch__"
-_BETWEEN = ("onerank.capture.no_device.", "torch._compile", "torch._dynamo.", "torch._ops")
-
 # Composite operators that copy a tensor into a new one.
 _COPIES = ("clone", "_to_copy")
-
-# Above the sequence numbers of autograd: nodes such as AccumulateGrad have the largest integer.
-_UNNUMBERED = 1 << 62
 
 _PLAIN = (Tensor, nn.Parameter, FakeTensor)
 
@@ -184,6 +175,7 @@ class FakeOperators(TorchDispatchMode):
         """
         super().__init__()
         self._log = log
+        self._autograd = AutogradRanges(log)
         self._unknown = unknown
         self._collectives = collectives
         self.storages = Storages(log)
@@ -204,7 +196,6 @@ class FakeOperators(TorchDispatchMode):
         self.listener: Callable[[], None] | None = None
         # Reentrant, since an operator's parts come back to this mode on the same thread.
         self._lock = threading.RLock()
-        self._numbered = threading.local()  # autograd numbers the nodes of each thread from 0
         self._emulating = 0  # communication calls that run: their operators are no work of the job
         self._composites = 0  # operators that run whose parts belong to fake tensors
 
@@ -346,7 +337,7 @@ class FakeOperators(TorchDispatchMode):
     def _record(self, call: OperatorCall) -> Any:
         """Run an operator with fake operands, and record it."""
         schema = call.schema
-        in_place = schema.base in _IN_PLACE_OF_AUTOGRAD and self._is_in_place(call)
+        in_place = self._autograd.writes_in_place(call)
         kernel = python_kernel(call)
         prepared = self._prepare(call) if kernel is None else None
         event = self._begin(f"{schema.name}_" if in_place else schema.name)
@@ -423,34 +414,6 @@ class FakeOperators(TorchDispatchMode):
         with self:
             return run_before(schema.name, call.operands)
 
-    def _is_in_place(self, call: OperatorCall) -> bool:
-        """Whether autograd would write an operator's result into its first operand.
-
-        It adds two gradients of one tensor in place if nothing else has the first one's memory
-        (`accumulate` in torch/csrc/autograd/input_buffer.cpp), and writes the gradient of an
-        indexed tensor into zeros that it creates (`index_backward` and others in
-        FunctionsManual.cpp). It never does so for tensors of a subclass, such as fake ones. Python
-        code that runs in the backward, as that of DTensors or of an autograd function, has a new
-        result.
-        """
-        if _torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
-            return False
-        if _is_called_by_python():
-            return False
-        innermost = self._log.innermost()
-        if innermost is not None and innermost.category == "cpu_op" and innermost.node is None:
-            return False  # a part of another operator
-        first = call.tensors[0]
-        if call.schema.base == "add":
-            if len(call.tensors) != 2 or len(call.args) != 2 or call.kwargs:
-                return False
-            second = call.tensors[1]
-            if (first.shape, first.dtype) != (second.shape, second.dtype):
-                return False
-        storage: Any = first.untyped_storage()
-        holders = 2  # the tensor, and the Python object of its storage
-        return _torch._C._storage_Use_Count(storage._cdata) <= holders
-
     def _write_in_place(self, call: OperatorCall) -> Any:
         """Return the first operand of an operator that autograd runs in place."""
         self._forget_numbers(call.args[0])
@@ -466,12 +429,9 @@ class FakeOperators(TorchDispatchMode):
         """Begin the forward of an autograd function, with the number that its node will get."""
         if self._emulating or not self._log.recording:
             return None
-        self.follow_backward()
+        self._autograd.follow()
         self._log.call_python("function")
-        sequence = -1
-        if torch.is_grad_enabled():
-            sequence = self._numbered.last = _torch.autograd._get_sequence_nr()
-        return self._log.begin(name, sequence=sequence)
+        return self._log.begin(name, sequence=self._autograd.number_of_function())
 
     def launch(self, launch: KernelLaunch) -> None:
         """Record a kernel that Python launches without an operator."""
@@ -511,43 +471,13 @@ class FakeOperators(TorchDispatchMode):
     def _begin(self, name: str) -> RecordedEvent | None:
         if self._emulating or not self._log.recording:
             return None
-        if _is_of_reducer(self.follow_backward(), name):
+        if is_of_reducer(self._autograd.follow(), name):
             self._log.call_python(REDUCER)
-        sequence = -1
-        if torch.is_grad_enabled():
-            latest = _torch.autograd._get_sequence_nr() - 1
-            # The node of a differentiable operator is numbered before the operator runs here; an
-            # operator without a node repeats the number of the one before.
-            if latest != getattr(self._numbered, "last", -1):
-                sequence = self._numbered.last = latest
-        return self._log.begin(name, sequence=sequence)
+        return self._log.begin(name, sequence=self._autograd.number_of_operator())
 
-    def follow_backward(self) -> Any:
-        """Open the range of the autograd node that runs on this thread, as torch's engine does.
-
-        Returns:
-            The node; None outside of backward.
-        """
-        node = _torch._C._current_autograd_node()
-        if not self._log.recording or node == self._log.innermost_node():
-            return node
-        innermost = self._log.innermost()
-        if innermost is not None and innermost.node is not None:
-            self._log.end(innermost)
-        if node is None:
-            return None
-        if isinstance(node, _torch._C._FunctionBase):
-            self._log.call_python("function")  # the backward of a function in Python
-        number: int = node._sequence_nr()
-        sequence = number if number < _UNNUMBERED else -1
-        self._log.begin(
-            f"autograd::engine::evaluate_function: {node.name()}",
-            sequence=sequence,
-            forward_thread=1 if sequence >= 0 else 0,
-            of_autograd=True,
-            node=node,
-        )
-        return node
+    def follow_backward(self) -> None:
+        """Open the range of the autograd node that runs on this thread."""
+        self._autograd.follow()
 
     def _run(self, call: OperatorCall) -> Any:
         schema = call.schema
@@ -673,7 +603,7 @@ class FakeOperators(TorchDispatchMode):
         """Record a `record_function` range that Python opens or closes."""
         open_ranges: list[RecordedEvent | None] = _local.__dict__.setdefault("open_ranges", [])
         if schema.base.startswith("_record_function_enter"):
-            self.follow_backward()
+            self._autograd.follow()
             open_ranges.append(self._log.begin(args[0], "user_annotation"))
             with unset_fake_temporarily():
                 return _torch.ops.profiler._record_function_enter_new(args[0], None)
@@ -722,41 +652,6 @@ def _is_of_script(function: Any) -> bool:
     module = getattr(function, "__globals__", {}).get("__name__", "torch")
     return module.partition(".")[0] not in ("torch", "onerank")
 
-
-def _is_of_reducer(node: Any, name: str) -> bool:
-    """Whether an operator is one of DDP's reducer.
-
-    It moves each gradient into its bucket when it is ready, in a hook of the node that accumulates
-    it, and the sums back after the last node.
-
-    Args:
-        node: autograd node that runs, or None.
-        name: of the operator.
-    """
-    if _torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
-        return False
-    if node is not None and node.name() != "torch::autograd::AccumulateGrad":
-        return False
-    # FSDP1's hooks of these nodes run the same operators from Python.
-    return name in _REDUCER_OPERATORS and not _is_called_by_python()
-
-
-def _is_called_by_python() -> bool:
-    """Whether Python code called the running operator, not autograd's engine.
-
-    The engine calls operators from a thread without Python frames, or from `torch.autograd.graph`.
-    """
-    frame: Any = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
-    while frame is not None:
-        module = str(frame.f_globals.get("__name__", ""))
-        if frame.f_code.co_name != _PASSES_ON and not module.startswith(_BETWEEN):
-            return module != "torch.autograd.graph"
-        frame = frame.f_back
-    return False
-
-
-_REDUCER_OPERATORS = frozenset({"aten::mul", "aten::div_", "aten::copy_"})
-"""What the reducer runs for each gradient; accumulating itself adds, or clones."""
 
 _local = threading.local()
 
