@@ -17,15 +17,13 @@ import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextvars import ContextVar
 from math import prod
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.utils import _python_dispatch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
 from onerank.capture.no_device.emulated_gpu import EmulatedGpu
 from onerank.capture.no_device.generated_kernels import (
@@ -33,7 +31,21 @@ from onerank.capture.no_device.generated_kernels import (
     GeneratedKernel,
     KernelAccesses,
 )
-from onerank.capture.no_device.graph_numbers import NUMBERS, GraphNumbers
+from onerank.capture.no_device.generated_wrappers import (
+    first_stream,
+    load_wrapper,
+    nothing,
+    triton_modules,
+)
+from onerank.capture.no_device.graph_numbers import GraphNumbers
+from onerank.capture.no_device.graph_transforms import (
+    JOINT_GRAPH,
+    PARTITIONERS,
+    PROXY_TENSOR,
+    folded_constants,
+    propagated_constants,
+    recomputed_random_operators,
+)
 from onerank.capture.no_device.operators.fake_operators import FakeOperators
 from onerank.capture.patches import after_import, patched, rebound, resolve
 from onerank.capture.script.runner import environment
@@ -87,7 +99,6 @@ _SETTINGS = {
 
 _CONVERT_FRAME = "torch._dynamo.convert_frame"
 _SPLIT_SCAN = "torch._inductor.codegen.triton_split_scan"
-_PROXY_TENSOR = "torch.fx.experimental.proxy_tensor"
 
 _ANSWERS = (
     *("get_device_properties", "get_device_capability", "get_device_name", "current_device"),
@@ -145,15 +156,15 @@ class InductorOnShapes:
             environment({"TORCHINDUCTOR_CACHE_DIR": str(sources)}),
             self._settings,
             after_import(_CONVERT_FRAME, self._skipping_failures),
-            after_import(_PROXY_TENSOR, _propagated_constants),
+            after_import(PROXY_TENSOR, propagated_constants),
             patched("torch", {"compile": self._compiled}),
             after_import(_INTERFACE, _interface),
             after_import("torch._inductor.scheduler", _scheduler),
             after_import(triton, lambda: patched(triton, {"gen_attr_descriptor_import": _text})),
             after_import(triton, _counted),
             patched("torch.utils._triton", {"triton_hash_with_backend": _text}),
-            after_import(_JOINT_GRAPH, _constants),
-            after_import(_PARTITIONERS, _recomputed_random_operators),
+            after_import(JOINT_GRAPH, folded_constants),
+            after_import(PARTITIONERS, recomputed_random_operators),
             after_import(_PADDING, self._padding),
             after_import("torch._inductor.async_compile", self._kernels),
             after_import(_SPLIT_SCAN, _scans),
@@ -311,7 +322,7 @@ class InductorOnShapes:
         ) -> ModuleType:
             self.graphs += 1
             virtualized: Any = importlib.import_module("torch._inductor.virtualized")
-            wrapper = _load(key, path, GraphNumbers(virtualized.V.graph, self._operators))
+            wrapper = load_wrapper(key, path, GraphNumbers(virtualized.V.graph, self._operators))
             vars(wrapper).update(attrs or {})
             return wrapper
 
@@ -435,8 +446,8 @@ def _interface() -> contextlib.AbstractContextManager[None]:
     answers: dict[str, Any] = {
         name: staticmethod(_ask_cuda(name)) for name in _CUDA_NAMES if hasattr(interface, name)
     }
-    answers["get_raw_stream"] = staticmethod(_first_stream)
-    answers["raise_if_triton_unavailable"] = staticmethod(_nothing)
+    answers["get_raw_stream"] = staticmethod(first_stream)
+    answers["raise_if_triton_unavailable"] = staticmethod(nothing)
     return patched(owner, {n: v for n, v in answers.items() if hasattr(interface, n)})
 
 
@@ -500,110 +511,6 @@ def _flops_of(schedule: Sequence[Any]) -> int | None:
     return total
 
 
-_JOINT_GRAPH = "torch._inductor.fx_passes.joint_graph"
-
-
-class _OnCpu(TorchDispatchMode):
-    """Creates on the CPU what is to be created on the GPU."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
-    ) -> Any:
-        args, kwargs = tree_map_only(torch.device, _cpu, (args, kwargs or {}))
-        return func(*args, **kwargs)
-
-
-def _cpu(_: torch.device) -> torch.device:
-    return torch.device("cpu")
-
-
-def _constants() -> contextlib.AbstractContextManager[None]:
-    """Let Inductor compute constants of one value, which it folds, on the CPU."""
-    owner = f"{_JOINT_GRAPH}.UniformValueConstantFolder"
-
-    def on_cpu(method: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(method)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with _OnCpu():
-                return method(*args, **kwargs)
-
-        return run
-
-    # The constructor folds products with 0 into zeros on the device; torchao's rowwise recipe has
-    # such products.
-    names = ("__init__", "run")
-    return patched(owner, {name: on_cpu(getattr(resolve(owner), name)) for name in names})
-
-
-def _propagated_constants() -> contextlib.AbstractContextManager[None]:
-    """Let AOTAutograd compute on the CPU what follows from constants, as from `torch.tensor(0.5)`.
-
-    It computes their values without fake tensors, on the constants' device.
-    """
-    unset = resolve(_PROXY_TENSOR).unset_fake_temporarily
-
-    @contextlib.contextmanager
-    def on_cpu() -> Generator[Any]:
-        with unset() as fake_mode, _OnCpu():
-            yield fake_mode
-
-    return patched(_PROXY_TENSOR, {"unset_fake_temporarily": on_cpu})
-
-
-_PARTITIONERS = "torch._functorch.partitioners"
-_RANDOM_PRIMS = "torch._prims.rng_prims"
-
-
-@contextlib.contextmanager
-def _recomputed_random_operators() -> Generator[None]:
-    """Let recomputed random operators, fused attention among them, run without a CUDA generator.
-
-    torch wraps each of them, so that the recomputation draws the numbers of the first run
-    (`functionalize_rng_ops`). Setting the state of a generator launches no kernel, but the wrapper
-    changes the graph: Inductor copies operands of attention to contiguous buffers, and passes views
-    to a wrapped operator. Kernels and buffers differ, and so does the order of the graph, which
-    depends on the sizes of buffers (`reorder_for_peak_memory`). So this wraps the operators too,
-    without a state.
-    """
-    partitioners: Any = importlib.import_module(_PARTITIONERS)
-    wrapper: Any = importlib.import_module(_RANDOM_PRIMS).graphsafe_run_with_rng_state
-
-    def wrapped(joint: Any, forward: Any, backward: Any, _: int) -> tuple[Any, Any]:
-        graphs = forward.graph, backward.graph
-        found = [{node.name: node for node in graph.nodes} for graph in graphs]
-        for node in joint.graph.nodes:
-            tags = getattr(node.target, "tags", ())
-            is_random = torch.Tag.nondeterministic_seeded in tags
-            # An operator whose result no gradient needs is not in the backward.
-            if not (is_random and partitioners.must_recompute(node)):
-                continue
-            if not all(node.name in nodes for nodes in found):
-                continue
-            for graph, nodes in zip(graphs, found, strict=True):
-                random = nodes[node.name]
-                with graph.inserting_before(random):
-                    call = graph.create_node(
-                        "call_function",
-                        wrapper,
-                        args=(random.target, *random.args),
-                        kwargs={**random.kwargs, "rng_state": None},
-                    )
-                random.replace_all_uses_with(call)
-                graph.erase_node(random)
-        forward.recompile()
-        backward.recompile()
-        return forward, backward
-
-    def run(_: Any, operator: Any, *args: Any, rng_state: None, **kwargs: Any) -> Any:
-        return operator(*args, **kwargs)
-
-    with (
-        patched(_PARTITIONERS, {"functionalize_rng_ops": wrapped}),
-        patched(f"{_RANDOM_PRIMS}.graphsafe_run_with_rng_state.__class__", {"__call__": run}),
-    ):
-        yield
-
-
 _PADDING = "torch._inductor.fx_passes.pad_mm"
 
 # A bf16 product of GPT-2, (8192 x 768) x (768 x 50264), took 0.88 ms on an H100; with 50257
@@ -654,71 +561,7 @@ def _scans() -> contextlib.AbstractContextManager[None]:
     write = kernel.scan
 
     def scan(*args: Any) -> Any:
-        with mock.patch.dict(sys.modules, _triton_modules()):
+        with mock.patch.dict(sys.modules, triton_modules()):
             return write(*args)
 
     return patched(f"{_SPLIT_SCAN}.TritonSplitScanKernel", {"scan": scan})
-
-
-def _triton_modules() -> dict[str, ModuleType]:
-    """Return modules for imports of Triton, whose data types know their size; {} if it is there."""
-    if "triton" in sys.modules:
-        return {}
-    language: Any = ModuleType("triton.language")
-    for kind, sizes in (("float", (16, 32, 64)), ("int", (8, 16, 32, 64)), ("uint", (32, 64))):
-        for bits in sizes:
-            setattr(language, f"{kind}{bits}", SimpleNamespace(primitive_bitwidth=bits))
-    triton: Any = ModuleType("triton")
-    triton.language = language
-    return {"triton": triton, "triton.language": language}
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    """Do nothing."""
-
-
-def _first_stream(_: int) -> int:
-    return 0
-
-
-def _load(key: str, path: str, numbers: GraphNumbers) -> ModuleType:
-    """Run a wrapper's source, with fake tensors in the place of the device's."""
-    wrapper = ModuleType(f"onerank_inductor_{key}")
-    wrapper.__file__ = path
-    with open(path, encoding="utf-8") as file:
-        source = file.read()
-    # Only a CUDA build of torch has this function.
-    raw_stream = "from torch._C import _cuda_getCurrentRawStream as get_raw_stream"
-    source = source.replace(raw_stream, "get_raw_stream = None")
-    if numbers.decides:
-        source = numbers.extended(source)
-    # The wrapper imports triton, and does not use it.
-    with mock.patch.dict(sys.modules, _triton_modules()):
-        exec(compile(source, path, "exec"), vars(wrapper))
-    vars(wrapper).update(
-        get_raw_stream=_first_stream,
-        empty_strided_cuda=_empty,
-        reinterpret_tensor=_reinterpret,
-        # Addresses of fake tensors are made up, so their alignment means nothing.
-        copy_if_misaligned=_same,
-        assert_size_stride=_nothing,
-        assert_alignment=_nothing,
-    )
-    if numbers.decides:
-        call = vars(wrapper)["call"]
-        vars(wrapper).update(
-            {"call": functools.partial(numbers.run, call), NUMBERS: numbers.report}
-        )
-    return wrapper
-
-
-def _empty(size: Any, stride: Any, dtype: torch.dtype) -> Tensor:
-    return torch.empty_strided(size, stride, dtype=dtype, device="cuda")
-
-
-def _reinterpret(tensor: Tensor, size: Any, stride: Any, offset: int = 0) -> Tensor:
-    return torch.as_strided(tensor, size, stride, int(tensor.storage_offset()) + offset)
-
-
-def _same(tensor: Any) -> Any:
-    return tensor
