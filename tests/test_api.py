@@ -1,6 +1,5 @@
 """The public names, and the library as a user would call it."""
 
-import gzip
 import re
 import subprocess
 import sys
@@ -9,6 +8,7 @@ from pathlib import Path
 import msgspec
 import networkx as nx
 import pytest
+from kept_traces import unpack
 from own_process import call
 from raised import raises_code
 
@@ -42,10 +42,7 @@ def trace(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def slice_trace(tmp_path_factory) -> Path:
     """Rank 0 of TP=2 of four Llama-8B layers, captured on one H200."""
-    path = tmp_path_factory.mktemp("slice") / "slice.et"
-    kept = TRACES / "h200-llama-8b-4l-tp2-real" / "slice.0.et.gz"
-    path.write_bytes(gzip.decompress(kept.read_bytes()))
-    return path
+    return unpack("h200-llama-8b-4l-tp2-real/slice.0", tmp_path_factory.mktemp("slice"))
 
 
 def test_public_names():

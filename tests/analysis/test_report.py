@@ -1,6 +1,5 @@
 """The interactive report: its charts show the trace's own figures, and a browser draws them."""
 
-import gzip
 import json
 import re
 import shutil
@@ -11,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from kept_traces import kept_graph
 
 from onerank.analysis.report_data import (
     memory_chart,
@@ -27,7 +27,6 @@ from onerank.cli import onerank
 from onerank.cli.charts import trace_charts as charts
 from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import Graph
-from onerank.ir.chakra import read
 from onerank.ir.replay import schedule
 
 TRACES = Path(__file__).parents[2] / "traces"
@@ -45,10 +44,7 @@ def cpu() -> Graph:
 
 def test_parts_add_up_to_the_steady_state_step(tmp_path):
     # Its host was timed without a profiler, so its steady-state step is known.
-    trace = tmp_path / "slice.et"
-    stored = TRACES / "h200-llama-8b-4l-tp2-real" / "slice.0.et.gz"
-    trace.write_bytes(gzip.decompress(stored.read_bytes()))
-    graph = read(trace)
+    graph = kept_graph("h200-llama-8b-4l-tp2-real/slice.0", tmp_path)
     done = replay(graph)
     assert done.steady_state is not None
     parts = {part.name: part.time_ns for part in step_parts(summarise(graph).by_class, done)}

@@ -1,10 +1,10 @@
 """The arithmetic of one node."""
 
-import gzip
 from pathlib import Path
 
 import numpy as np
 import pytest
+from kept_traces import kept_graph
 from raised import raises_code
 
 from onerank.annotate import Explanation, explain, load_gpu, recost, with_figures
@@ -13,7 +13,6 @@ from onerank.annotate.models.prediction_terms import Term, TermRecord
 from onerank.annotate.op_costs.node_costs import op_costs_of
 from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import Graph
-from onerank.ir.chakra import read
 
 TRACES = Path(__file__).parents[2] / "traces"
 
@@ -68,9 +67,7 @@ def captured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Graph]:
     """Return kept traces of three kinds: kernels of two GPUs, and operators of a CPU."""
     graphs = {"cpu": convert_directory(TRACES / "cpu-llama-2l-tp4")[0]}
     for name in ("h100-llama-8b-4l-tp4/trace", "h200-llama-8b-4l-tp2-real/real.0"):
-        path = tmp_path_factory.mktemp("traces") / "trace.et"
-        path.write_bytes(gzip.decompress((TRACES / f"{name}.et.gz").read_bytes()))
-        graphs[name] = read(path)
+        graphs[name] = kept_graph(name, tmp_path_factory.mktemp("traces"))
     return graphs
 
 

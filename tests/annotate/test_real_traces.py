@@ -1,14 +1,13 @@
 """The captures of the repository: Llama-3-8B's shapes, 4 layers, tensor-parallel 4, on an H200."""
 
-import gzip
 from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
+from kept_traces import kept_graph
 
-from onerank import read
 from onerank.annotate import MODELS, Gpu, OpClass, gpu_names, load_gpu, recost, summarise
 from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.features import KernelFeatures
@@ -40,10 +39,8 @@ def test_every_kernel_has_a_class_and_a_formula(h200: Graph):
 
 def test_a_step_predicted_for_an_h100_is_what_an_h100_takes(h200: Graph, tmp_path: Path):
     """By the datasheet: 34.1 ms there; the ratio rule is 9.5% off, the roofline 6.6%."""
-    path = tmp_path / "h100.et"
-    kept = TRACES / "h100-llama-8b-4l-tp4" / "trace.et.gz"
-    path.write_bytes(gzip.decompress(kept.read_bytes()))
-    h100, predicted = read(path), recost(h200, "H100")
+    h100 = kept_graph("h100-llama-8b-4l-tp4/trace", tmp_path)
+    predicted = recost(h200, "H100")
     measured_ns, predicted_ns = (
         graph.nodes.duration_ns[graph.gpu_compute] for graph in (h100, predicted)
     )

@@ -1,12 +1,12 @@
 """`annotate`: output file, report, targets and overridden figures."""
 
-import gzip
 import json
 import shutil
 from pathlib import Path
 
 import pytest
-from invoke_cli import GPU_NS, TRACES, invoke, refused
+from invoke_cli import GPU_NS, invoke, refused
+from kept_traces import unpack
 
 from onerank.annotate import MODELS
 from onerank.cli import annotate, onerank
@@ -90,9 +90,7 @@ def test_the_step_before_and_after_as_replay_tells_it(traces, tmp_path):
 
 
 def test_the_step_in_a_row_where_the_host_was_timed_without_the_profiler(tmp_path):
-    path = tmp_path / "2048.et"
-    stored = TRACES / "h200-llama-8b-4l-tp2-graphs" / "2048.et.gz"
-    path.write_bytes(gzip.decompress(stored.read_bytes()))
+    path = unpack("h200-llama-8b-4l-tp2-graphs/2048", tmp_path)
     args = ("--target", "H200", "--override", "memory_bandwidth_gb_per_s=9600", path)
     step = json.loads(invoke(annotate, *args, "-o", tmp_path / "o.et", "--json").stdout)["step"]
     assert step["source"] == "steady_state"

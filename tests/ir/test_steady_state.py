@@ -1,6 +1,5 @@
 """The steady-state step without a profiler, by hand and from captures on an H200."""
 
-import gzip
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,6 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from kept_traces import unpack
 from notes import has_note, note_of
 
 import onerank
@@ -35,16 +35,12 @@ from onerank.ir.steady_state import job_step_ns, steady_state_step, with_step_ti
 from onerank.plan.cluster import Cluster, ClusterLink, network_of
 from onerank.plan.stage_times import with_network
 
-GRAPHS = Path(__file__).parents[2] / "traces" / "h200-llama-8b-4l-tp2-graphs"
-
 
 @pytest.fixture(scope="module")
 def captured(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     directory = tmp_path_factory.mktemp("graphs")
-    paths = {tokens: directory / f"{tokens}.et" for tokens in (1024, 2048)}
-    for tokens, path in paths.items():
-        path.write_bytes(gzip.decompress((GRAPHS / f"{tokens}.et.gz").read_bytes()))
-    return paths
+    name = "h200-llama-8b-4l-tp2-graphs"
+    return {tokens: unpack(f"{name}/{tokens}", directory) for tokens in (1024, 2048)}
 
 
 def launches(kernel_us: int, *, reads: bool = False, calls: bool = False) -> Graph:

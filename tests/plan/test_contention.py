@@ -1,6 +1,5 @@
 """Kernels and collectives that share a GPU: by hand, and a real job on four H100s."""
 
-import gzip
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from kept_traces import kept_graph
 from stages import stage
 
 import onerank
@@ -24,12 +24,6 @@ from onerank.plan.stage_times import TimedStage, stage_times, with_network
 
 TRACES = Path(__file__).parents[2] / "traces"
 US = 1_000
-
-
-def unpacked(path: str, directory: Path) -> Graph:
-    file = directory / "trace.et"
-    file.write_bytes(gzip.decompress((TRACES / path).read_bytes()))
-    return onerank.read(file)
 
 
 def operations(*rows: tuple[Kind, int, int], sm_count: int = 100) -> Graph:
@@ -218,7 +212,7 @@ H100 = Cluster("H100", 1, 4, ClusterLink(338.0), ClusterLink(37.6), 80 * 10**9)
 @pytest.fixture(scope="module")
 def fsdp(tmp_path_factory: pytest.TempPathFactory) -> TimedStage:
     """FSDP 4 of Llama 3.1 8B by torchtitan, captured without a device, on four H100s."""
-    graph = unpacked("h100-torchtitan-fsdp4/trace.et.gz", tmp_path_factory.mktemp("fsdp"))
+    graph = kept_graph("h100-torchtitan-fsdp4/trace", tmp_path_factory.mktemp("fsdp"))
     costed = onerank.recost(graph, "H100", nvlink_active=True)
     return with_network(costed, network_of(H100, load_gpu("H100")), costed.job.world)
 
@@ -268,7 +262,7 @@ def test_half_of_what_is_predicted_is_slower_calls_and_shared_kernels(fsdp: Time
 @pytest.mark.parametrize("rank", ["real", "slice"])
 def test_durations_that_contain_contention_get_none(rank: str, tmp_path: Path) -> None:
     """NCCL, or kernels in its place, ran during these captures on H200s."""
-    graph = unpacked(f"h200-llama-8b-4l-tp2-real/{rank}.0.et.gz", tmp_path)
+    graph = kept_graph(f"h200-llama-8b-4l-tp2-real/{rank}.0", tmp_path)
     gpu = load_gpu("H200")
     network = network_of(
         Cluster("H200", 1, 8, ClusterLink(338.0), ClusterLink(37.6), 141 * 10**9), gpu

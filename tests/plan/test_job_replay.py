@@ -1,6 +1,5 @@
 """A replayed job takes as long as the expanded graphs of all its ranks."""
 
-import gzip
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from kept_traces import kept_graph
 from own_process import run_command
 from raised import raises_code
 from stages import captures, stage
@@ -193,10 +193,7 @@ def without_last(graph: Graph, kind: Kind) -> Graph:
 
 def tensor_parallel_ranks(tmp_path: Path) -> list[Graph]:
     """Return equal graphs of both ranks of a group."""
-    traces = Path(__file__).parents[2] / "traces" / "h200-llama-8b-4l-tp2-real"
-    file = tmp_path / "slice.et"
-    file.write_bytes(gzip.decompress((traces / "slice.0.et.gz").read_bytes()))
-    graph = onerank.read(file)
+    graph = kept_graph("h200-llama-8b-4l-tp2-real/slice.0", tmp_path)
     return [replace(graph, job=msgspec.structs.replace(graph.job, rank=rank)) for rank in (0, 1)]
 
 
@@ -329,14 +326,8 @@ def test_gradients_leave_a_captured_stage_after_its_backward(tmp_path: Path) -> 
     assert step.bubble_ns > 0.1 * step.step_ns
 
 
-def kept_trace(name: str, directory: Path) -> Graph:
-    file = directory / "trace.et"
-    file.write_bytes(gzip.decompress((Path(__file__).parents[2] / "traces" / name).read_bytes()))
-    return onerank.read(file)
-
-
 def test_a_step_of_inference_keeps_its_order(tmp_path: Path) -> None:
-    graph = kept_trace("h100-llama-8b-prefill/8192.et.gz", tmp_path)
+    graph = kept_graph("h100-llama-8b-prefill/8192", tmp_path)
     done = replayed([graph])
     assert done.compute_ns == pytest.approx(graph.nodes.duration_ns[graph.compute].sum(), rel=1e-3)
     assert done.bubble_ns == 0
@@ -351,7 +342,7 @@ def test_a_step_of_inference_keeps_its_order(tmp_path: Path) -> None:
 
 def test_a_capture_without_times_is_refused(tmp_path: Path) -> None:
     with raises_code("replay-no-durations", naming="rank 0"):
-        replayed([kept_trace("h100-torchtitan-fsdp4/trace.et.gz", tmp_path)])
+        replayed([kept_graph("h100-torchtitan-fsdp4/trace", tmp_path)])
 
 
 def test_a_cluster_with_fewer_gpus_than_the_job_is_refused(tmp_path: Path) -> None:

@@ -1,30 +1,22 @@
 """Gaps between the kernels of a replayed CUDA graph, predicted for another GPU."""
 
-import gzip
-from pathlib import Path
-
 import msgspec
 import numpy as np
 import pytest
+from kept_traces import kept_graph
 
 from onerank.annotate import load_gpu
 from onerank.annotate.models.features import KernelFeatures
 from onerank.annotate.op_costs.node_costs import op_costs_of
 from onerank.capture.serving.compositions import Composition
 from onerank.ir import Graph
-from onerank.ir.chakra import read
 from onerank.serving.points import Target, measured, predicted
-
-TRACES = Path(__file__).parents[2] / "traces"
 
 
 @pytest.fixture(scope="module")
 def step(tmp_path_factory: pytest.TempPathFactory) -> Graph:
     """Return a prefill of 8,192 tokens that an H100 ran."""
-    path = tmp_path_factory.mktemp("step") / "step.et"
-    packed = TRACES / "h100-llama-8b-prefill" / "8192.et.gz"
-    path.write_bytes(gzip.decompress(packed.read_bytes()))
-    return read(path)
+    return kept_graph("h100-llama-8b-prefill/8192", tmp_path_factory.mktemp("step"))
 
 
 def longer_ns(step: Graph, gap_ns: int, gpu: str) -> tuple[float, float, float]:

@@ -1,7 +1,6 @@
 """`capture serve`: the steps of an engine, their figures, and what a run leaves behind."""
 
 import copy
-import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import numpy as np
 import polars as pl
 import pytest
 import torch
+from kept_traces import kept_graph
 from notes import has_note
 from own_process import run_code, run_command
 from transformers import AutoModelForCausalLM, DynamicCache
@@ -35,7 +35,7 @@ from onerank.serving.bundle import read_bundle
 from onerank.serving.points import Point, PointMemory, Target, measured
 from onerank.serving.simulators.options import VidurOptions
 from onerank.serving.simulators.vidur import export_vidur
-from tests.cli.invoke_cli import TRACES, invoke, refused
+from tests.cli.invoke_cli import invoke, refused
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, MLP, WORDS = 2, 256, 8, 4, 512, 1024
 
@@ -165,11 +165,8 @@ def test_memory_follows_from_the_configuration(bundle: Path):
 
 
 def test_gaps_of_a_prefill_are_those_of_the_allocator(tmp_path: Path):
-    trace = tmp_path / "8192.et"
-    kept = TRACES / "h100-llama-8b-prefill" / "8192.et.gz"
-    trace.write_bytes(gzip.decompress(kept.read_bytes()))
     composition = Composition(prefills=1, prefill_tokens=8192)
-    point = measured(composition, onerank.read(trace), ())
+    point = measured(composition, kept_graph("h100-llama-8b-prefill/8192", tmp_path), ())
     assert point.memory is not None
     # On the H100: `max_memory_reserved` minus `max_memory_allocated` of the step in a new process.
     assert point.memory.gaps_bytes == pytest.approx(334_617_088, rel=0.01)
@@ -200,11 +197,10 @@ def test_the_kernels_of_attention_are_named(bundle: Path, tmp_path: Path):
 def test_the_kernels_of_attention_on_another_gpu(
     tmp_path: Path, gpu: str, requested: str, families: set[str]
 ):
-    trace = tmp_path / "8192.et"
-    kept = TRACES / "h100-llama-8b-prefill" / "8192.et.gz"
-    trace.write_bytes(gzip.decompress(kept.read_bytes()))
     target = Target(load_gpu(gpu), None, passes=PassOptions(attention=requested))
-    assert points._families_on(onerank.read(trace), target) == families
+    assert (
+        points._families_on(kept_graph("h100-llama-8b-prefill/8192", tmp_path), target) == families
+    )
 
 
 def test_a_step_that_does_not_fit_is_named(bundle: Path):

@@ -1,11 +1,11 @@
 """The time of kernels whose instructions are known."""
 
-import gzip
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from kept_traces import unpack
 
 import onerank
 from onerank.annotate import explain, load_gpu
@@ -104,8 +104,6 @@ def test_instructions_survive_a_file_and_a_table(counted, tmp_path):
 
 def test_a_trace_without_the_column_has_unknown_instructions(tmp_path):
     # Written before the column existed.
-    packed = TRACES / "h100-llama-8b-4l-tp4" / "trace.et.gz"
-    path = tmp_path / "trace.et"
-    path.write_bytes(gzip.decompress(packed.read_bytes()))
+    path = unpack("h100-llama-8b-4l-tp4/trace", tmp_path)
     assert b"instructions" not in path.read_bytes()
     assert (onerank.read(path).nodes.instructions == UNKNOWN).all()

@@ -1,6 +1,5 @@
 """The host of a capture without a GPU, and the host's share of a step's interval."""
 
-import gzip
 import json
 import math
 from dataclasses import replace
@@ -10,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from kept_traces import kept_graph
 from notes import has_note
 
 import onerank
@@ -285,10 +285,7 @@ def test_a_scaled_host_multiplies_the_described_one(cpu: Graph, described):
 
 
 def test_another_gpu_than_the_captured_one_has_another_host(tmp_path: Path):
-    path = tmp_path / "trace.et"
-    packed = TRACES / "h200-llama-8b-4l-tp2-graphs" / "1024.et.gz"
-    path.write_bytes(gzip.decompress(packed.read_bytes()))
-    h200 = onerank.read(path)
+    h200 = kept_graph("h200-llama-8b-4l-tp2-graphs/1024", tmp_path)
     h100, kernels = (onerank.recost(h200, "H100", host=host) for host in ("typical", "none"))
     assert (h100.nodes.duration_ns == kernels.nodes.duration_ns).all()
     low, high = h100.job.annotations[-1].details["host_interval"]
@@ -308,10 +305,7 @@ def test_another_gpu_than_the_captured_one_has_another_host(tmp_path: Path):
 
 def test_an_interval_of_unexplained_time_is_that_of_further_hosts(tmp_path: Path):
     """A step of an H100 at another H200's: its host has 2.4 ms that no operator explains."""
-    path = tmp_path / "trace.et"
-    packed = TRACES / "h100-llama-8b-4l-tp4" / "trace.et.gz"
-    path.write_bytes(gzip.decompress(packed.read_bytes()))
-    h100 = onerank.read(path)
+    h100 = kept_graph("h100-llama-8b-4l-tp4/trace", tmp_path)
     h200 = onerank.recost(h100, "H200")
     step = step_change(h100, h200, h200.job.annotations[-1].details["interval"])
     assert step.p10_ns is not None

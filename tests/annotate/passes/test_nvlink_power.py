@@ -1,6 +1,5 @@
 """Re-costing with active NVLinks, compared with a rank of a real job."""
 
-import gzip
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -8,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from kept_traces import kept_graph
 from notes import note_of
 from raised import raises_code
 
-import onerank
 from onerank.analysis.step_time import step_change
 from onerank.annotate import (
     OpClass,
@@ -37,12 +36,10 @@ TRACES = Path(__file__).parents[3] / "traces" / "h200-llama-8b-4l-tp2-real"
 def ranks(tmp_path_factory) -> dict[str, Graph]:
     """Rank 0 of TP=2 on two H200s, and its slice on the same GPU."""
     directory = tmp_path_factory.mktemp("ranks")
-    graphs = {}
-    for name in ("slice", "real"):
-        path = directory / f"{name}.et"
-        path.write_bytes(gzip.decompress((TRACES / f"{name}.0.et.gz").read_bytes()))
-        graphs[name] = onerank.read(path)
-    return graphs
+    return {
+        name: kept_graph(f"h200-llama-8b-4l-tp2-real/{name}.0", directory)
+        for name in ("slice", "real")
+    }
 
 
 def time_ns(graph: Graph, *classes: OpClass) -> int:

@@ -1,13 +1,12 @@
 """The launches of an operator: by rule against kept captures and an H100, and as nodes."""
 
-import gzip
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+from kept_traces import kept_graph
 
-import onerank
 from onerank.annotate import load_gpu, recost
 from onerank.annotate.models.prediction_terms import TermRecord
 from onerank.annotate.op_costs.op_classes import base_name
@@ -25,9 +24,7 @@ def read(name, directory):
     """Return a kept capture: raw traces, or a compressed graph."""
     if (TRACES / name).is_dir():
         return convert_directory(TRACES / name)[0]
-    path = directory / "trace.et"
-    path.write_bytes(gzip.decompress((TRACES / f"{name}.et.gz").read_bytes()))
-    return onerank.read(path)
+    return kept_graph(name, directory)
 
 
 def instances(graph):

@@ -1,14 +1,11 @@
 """Resizes: times of short kernels, the captured sizes, and sizes that cannot be followed."""
 
-import gzip
-from pathlib import Path
-
 import numpy as np
 import pytest
+from kept_traces import kept_graph
 from notes import has_note, note_of
 from raised import raises_code
 
-import onerank
 from onerank.annotate import PassOptions, Resize, load_gpu, recost
 from onerank.annotate.models.features import KernelFeatures
 from onerank.annotate.models.roofline import predict_from_datasheet
@@ -23,8 +20,6 @@ from onerank.annotate.passes.resize.size_change import (
 )
 from onerank.annotate.passes.swap_kernels import scale_to_size
 from onerank.ir import Phase
-
-TRACES = Path(__file__).parents[3] / "traces"
 
 
 def kernels_of(graph):
@@ -93,10 +88,8 @@ def test_no_sequence_misaligns_linear_layers(tmp_path, seq):
     1024 and 1025 tokens take an H100 45.3 and 45.2 us forward, 45.2 and 44.4 for the gradient of
     the input, 48.8 and 50.5 for that of the weight (n and k of 4096, 2026-11-27).
     """
-    kept = TRACES / "h100-llama-8b-4l-tp4" / "trace.et.gz"
-    (tmp_path / "trace.et").write_bytes(gzip.decompress(kept.read_bytes()))
     resize = PassOptions(sizes=Resize(Change(4096, seq)))
-    resized = recost(onerank.read(tmp_path / "trace.et"), "H100", passes=resize)
+    resized = recost(kept_graph("h100-llama-8b-4l-tp4/trace", tmp_path), "H100", passes=resize)
     assert not has_note(resized.job.measurement.notes, "resize-misaligned-rows")
 
 

@@ -1,21 +1,17 @@
 """The fit of a host: each kept capture's host time, by kind and in sum."""
 
-import gzip
 import math
 import statistics
-from pathlib import Path
 
 import msgspec
 import pytest
+from kept_traces import kept_graph
 
-from onerank import read
 from onerank.annotate.hosts.host import HostTime, load_host
 from onerank.ir import Graph
 from onerank.ir.chakra import write
 from tools.fit import fit_host
 from tools.fit.fit_host import further_host, host_times
-
-TRACES = Path(__file__).parents[3] / "traces"
 
 CAPTURES = (
     "h100-llama-8b-4l-tp4/trace",
@@ -28,9 +24,7 @@ CAPTURES = (
 
 @pytest.fixture(params=CAPTURES, scope="module")
 def capture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Graph:
-    path = tmp_path_factory.mktemp("host") / "trace.et"
-    path.write_bytes(gzip.decompress((TRACES / f"{request.param}.et.gz").read_bytes()))
-    return read(path)
+    return kept_graph(request.param, tmp_path_factory.mktemp("host"))
 
 
 def test_the_times_by_kind_add_up_to_the_measured_host(capture: Graph):
