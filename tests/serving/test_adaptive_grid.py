@@ -16,7 +16,8 @@ from onerank.plan.tasks import Store
 from onerank.serving import build_bundle
 from onerank.serving.adaptive_grid import BATCH, WantedError, measurement_order
 from onerank.serving.build_bundle import measure_bundle
-from onerank.serving.latency_interpolation import AttentionForm, AttentionWaves, Interpolation
+from onerank.serving.latency_interpolation import Interpolation
+from onerank.serving.part_sizes import AttentionForm, AttentionWaves
 from onerank.serving.points import Point, PointMemory, misfit
 from onerank.serving.tables import CrossValidation
 from tests.cli.invoke_cli import refused

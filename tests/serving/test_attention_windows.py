@@ -24,7 +24,8 @@ from onerank.capture.serving.engine_step import RepeatableStep
 from onerank.capture.serving.measure_grid import _served
 from onerank.capture.serving.step_attention import attend
 from onerank.serving.bundle import Bundle, read_bundle
-from onerank.serving.latency_interpolation import AttentionForm, Interpolation
+from onerank.serving.latency_interpolation import Interpolation
+from onerank.serving.part_sizes import AttentionForm
 from onerank.serving.serving_curves import serving_figures
 from onerank.serving.simulators.aiconfigurator import export_aiconfigurator
 from onerank.serving.simulators.operator_times import Extent

@@ -10,13 +10,8 @@ import pytest
 from onerank.capture.serving.compositions import Composition, default_grid, parse_grid
 from onerank.ir.errors import AnnotateError
 from onerank.serving.bundle import Bundle
-from onerank.serving.latency_interpolation import (
-    AttentionForm,
-    AttentionWaves,
-    Interpolation,
-    cross_validate,
-    interval_of,
-)
+from onerank.serving.latency_interpolation import Interpolation, cross_validate, interval_of
+from onerank.serving.part_sizes import AttentionForm, AttentionWaves
 from onerank.serving.tables import KernelRow, Manifest, Part, RankMemory, StepRow
 
 

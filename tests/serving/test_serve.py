@@ -29,7 +29,7 @@ from onerank.cli import onerank as onerank_command
 from onerank.ir import Kind, Pipeline
 from onerank.ir.errors import CaptureError, ExportError, FormatError, OneRankError
 from onerank.plan.tasks import Store
-from onerank.serving import build_bundle, points
+from onerank.serving import assemble_bundle, build_bundle, points
 from onerank.serving.build_bundle import measure_bundle
 from onerank.serving.bundle import read_bundle
 from onerank.serving.points import Point, PointMemory, Target, measured
@@ -364,12 +364,12 @@ def notes_on_a_gpu(bundle: Path, *, latent_bytes: int | None = None, **changes: 
         )
         for number, row in enumerate(read.rows, start=1)
     ]
-    model = build_bundle.Model(
+    model = assemble_bundle.Model(
         manifest.model, manifest.config, manifest.tp, manifest.layers, manifest.longest,
         memory.weights_bytes, memory.kv_bytes_per_token, memory.device_bytes,
         latent_bytes_per_token=latent_bytes,
     )  # fmt: skip
-    rebuilt, _ = build_bundle._bundle(model, changed)
+    rebuilt, _ = assemble_bundle.bundle_of_points(model, changed)
     return {note.code: note.text for note in rebuilt.manifest.notes}
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from onerank.capture.serving.compositions import Composition
 from onerank.ir.arrays import F64
-from onerank.serving.latency_interpolation import BLOCK
+from onerank.serving.part_sizes import BLOCK
 from onerank.serving.tables import CrossValidation
 
 BATCH = 4

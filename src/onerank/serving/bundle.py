@@ -27,12 +27,8 @@ from onerank.display import Displayed
 from onerank.ir import Graph
 from onerank.ir.errors import FormatError
 from onerank.ir.output_files import is_replaceable, replacing_directory, write_tables
-from onerank.serving.latency_interpolation import (
-    AttentionForm,
-    AttentionWaves,
-    Interpolation,
-    cross_validate,
-)
+from onerank.serving.latency_interpolation import Interpolation, cross_validate
+from onerank.serving.part_sizes import AttentionForm, AttentionWaves
 from onerank.serving.tables import FORMAT, KernelRow, Manifest, StepRow, data_frame
 
 if TYPE_CHECKING:
