@@ -92,7 +92,7 @@ class _Engine:
             name="LlamaForCausalLM", layers=1, longest=32768, weights_bytes=1, memory_bytes=1 << 40,
             kv_bytes_per_token=1, pipeline=None, latent_bytes_per_token=None,
             kv_windows=(), state_bytes_per_sequence=0, whole_state_layers=0, attended_tokens=None,
-            moe_routing=None,
+            moe_routing=None, padded_vocabulary=None,
         )  # fmt: skip
         yield SimpleNamespace(served=served)
 
