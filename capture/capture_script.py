@@ -209,7 +209,9 @@ def capture_at_depths(
             with errors_at(f"at {label}"):
                 captures[count] = run(
                     capture,
-                    *(script, list(args), depth_options),
+                    script,
+                    list(args),
+                    depth_options,
                     progress=named_progress(label, progress),
                 )
         deepest = captures[layers[-1]]

@@ -90,13 +90,18 @@ def capture_compiled(
     eager_raw = None if raw is None else raw.with_name(f"{raw.name}.eager")
     eager = run_isolated(
         capture,
-        *(script, list(args), replace(options, raw_dir=eager_raw)),
+        script,
+        list(args),
+        replace(options, raw_dir=eager_raw),
         progress=named_progress("eager", progress),
         environment=_EAGER,
     )
     compiled, kernels, by_script, roots = run_isolated(
         _capture_compiled,
-        *(script, list(args), options, mode),
+        script,
+        list(args),
+        options,
+        mode,
         progress=named_progress("compiled", progress),
         environment=_COMPILED,
     )

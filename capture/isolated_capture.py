@@ -156,7 +156,10 @@ def _capture(
     with frozen_objects(), forked_processes() as run_process:
         if in_turn.ranks is not None:
             several = capture_ranks(
-                *(script, args, options, in_turn.named_ranks),
+                script,
+                args,
+                options,
+                in_turn.named_ranks,
                 layers=layers,
                 progress=progress,
                 run=run_process,

@@ -128,7 +128,9 @@ def run_as_rank(
         progress(f"running {script.name}")
         with emulated.running(rank.peers) if emulated else contextlib.nullcontext():
             run_script(
-                *(job.script, training, _StepChecks(job, rank, training, emulated).at_step),
+                job.script,
+                training,
+                _StepChecks(job, rank, training, emulated).at_step,
                 changes=ModelChanges(
                     fsdp_shards=options.data_parallel == "fsdp",
                     partial_sequence=job.slices and options.world.sizes.get("cp", 1) > 1,
@@ -140,7 +142,12 @@ def run_as_rank(
             for done in [forward.windows for forward in forwards] or [training]:
                 done.observed.notes += rank.notes(done.steps)
             yield RankRun(
-                *(raw, rank.peers, rank.models, rank.modules, training, forwards),
+                raw,
+                rank.peers,
+                rank.models,
+                rank.modules,
+                training,
+                forwards,
                 rank.fewer_layers,
                 job.distributed,
                 recorded_steps=tuple(training.results) if options.recorded_steps > 1 else (),
@@ -296,7 +303,10 @@ def _windows_of_forwards(
     def windows_of_forward(directory: Path, *, forward: RepeatableCall, on_gpu: bool) -> Any:
         rank.graphs.directory = directory
         return make_windows(
-            *(directory, rank.modules, named_progress(directory.name, progress), rank.peers),
+            directory,
+            rank.modules,
+            named_progress(directory.name, progress),
+            rank.peers,
             forward=forward,
             on_gpu=on_gpu,
         )

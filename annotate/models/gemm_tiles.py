@@ -427,7 +427,12 @@ class _TiledGemms:
         step = _STEP * np.where(item < 1, 4, np.where(item < 2, 2, 1))
         steps = np.ceil(k / split / step)
         return cls(
-            *(batch, m, n, k, item, result),
+            batch,
+            m,
+            n,
+            k,
+            item,
+            result,
             reuse=more[0] if more else 1.0,
             rows=rows,
             columns=columns,

@@ -119,7 +119,10 @@ class _Rooflines:
             for sustained in (rates.sustained, new_rates.sustained)
         )
         return cls(
-            *(memory_s, compute_s, new_memory_s, new_compute_s),
+            memory_s,
+            compute_s,
+            new_memory_s,
+            new_compute_s,
             by_peak=np.where(rated, rates.peak / new_rates.peak, 1.0),
             rated=rated,
             wider=rates.wider | new_rates.wider,

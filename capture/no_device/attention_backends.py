@@ -266,8 +266,14 @@ def _cudnn_is_deprioritized() -> bool:
 
 def _cudnn(attention: _Attention) -> Tensor:
     return _torch.ops.aten._scaled_dot_product_cudnn_attention(
-        *(attention.query, attention.key, attention.value, attention.additive_mask()),
-        *(attention.needs_gradient, attention.dropout, attention.is_causal, False),
+        attention.query,
+        attention.key,
+        attention.value,
+        attention.additive_mask(),
+        attention.needs_gradient,
+        attention.dropout,
+        attention.is_causal,
+        False,
         scale=attention.scale,
     )[0]
 
@@ -281,7 +287,7 @@ def _flash(attention: _Attention) -> Tensor:
         tensors = tuple(functional.pad(tensor, (0, padding)) for tensor in tensors)
     # Called directly: without a GPU torch's dispatcher never picks it.
     output: Tensor = _torch.ops.aten._scaled_dot_product_flash_attention(
-        *(*tensors, attention.dropout, attention.is_causal, False), scale=scale
+        *tensors, attention.dropout, attention.is_causal, False, scale=scale
     )[0]
     return output[..., : attention.head] if padding else output
 
@@ -293,8 +299,13 @@ def _efficient(attention: _Attention) -> Tensor:
         # torch expands a broadcast mask before this operator too.
         mask = mask.expand(sizes)
     return _torch.ops.aten._scaled_dot_product_efficient_attention(
-        *(attention.query, attention.key, attention.value, mask, attention.needs_gradient),
-        *(attention.dropout, attention.is_causal),
+        attention.query,
+        attention.key,
+        attention.value,
+        mask,
+        attention.needs_gradient,
+        attention.dropout,
+        attention.is_causal,
         scale=attention.scale,
     )[0]
 
@@ -302,8 +313,12 @@ def _efficient(attention: _Attention) -> Tensor:
 def _math(attention: _Attention) -> Tensor:
     attention = attention.with_all_heads()
     return _torch.ops.aten._scaled_dot_product_attention_math(
-        *(attention.query, attention.key, attention.value, attention.mask),
-        *(attention.dropout, attention.is_causal),
+        attention.query,
+        attention.key,
+        attention.value,
+        attention.mask,
+        attention.dropout,
+        attention.is_causal,
         scale=attention.scale,
     )[0]
 

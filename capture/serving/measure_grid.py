@@ -233,7 +233,7 @@ class Server:
         """Return the step of a composition, which can be repeated."""
         vocabulary = self._model.config.get_text_config().vocab_size
         step = RepeatableStep.of(
-            *(self._model, composition, vocabulary, self._device), has_head=self.served.has_head
+            self._model, composition, vocabulary, self._device, has_head=self.served.has_head
         )
         step.cache.allocate(self._first)
         return step
@@ -342,7 +342,8 @@ def loaded_server(
         raw = stack.enter_context(scratch_directory())
         stack.enter_context(emulated.installed() if emulated else contextlib.nullcontext())
         peers = peers_of(
-            *(options.rank, options.world.size),
+            options.rank,
+            options.world.size,
             real=False,
             messages=None,
             emulation=options.emulation,
@@ -379,12 +380,20 @@ def loaded_server(
         stack.enter_context(modules.installed())
         make_windows = functools.partial(windows.make, on_gpu=device == "cuda")
         rank_run = RankRun(
-            *(raw, peers, models, modules, make_windows(raw, None), ()),
+            raw,
+            peers,
+            models,
+            modules,
+            make_windows(raw, None),
+            (),
             FewerLayers(None, None),
             False,
         )
         yield Server(
-            *(rank_run, options, model, served),
+            rank_run,
+            options,
+            model,
+            served,
             first=first,
             make_windows=make_windows,
             device=device,
@@ -421,7 +430,11 @@ class _WindowMaker:
         if self.emulated is not None:
             make = functools.partial(StepRecorder, self.emulated, unrecorded=_UNRECORDED)
         return make(
-            *(self.plan, directory, self.modules, self.progress, self.peers),
+            self.plan,
+            directory,
+            self.modules,
+            self.progress,
+            self.peers,
             forward=forward,
             on_gpu=on_gpu,
         )

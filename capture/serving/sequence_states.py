@@ -545,8 +545,11 @@ def _copy(function: FunctionType, names: dict[str, Any]) -> FunctionType:
     The module of the function stays as it is, since other models call the same functions.
     """
     copy = FunctionType(
-        *(function.__code__, function.__globals__ | names, function.__name__),
-        *(function.__defaults__, function.__closure__),
+        function.__code__,
+        function.__globals__ | names,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
     )
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy

@@ -142,7 +142,9 @@ def _convolve_fla(
         # Engines' kernel writes the new state over the old one. fla's writes it elsewhere, in as
         # long a time; copying it back would take another.
         out, _ = kernel(
-            *(rows, weight, bias),
+            rows,
+            weight,
+            bias,
             initial_state=_state_of_fla(state),
             output_final_state=True,
             activation="silu" if silu else None,
@@ -166,7 +168,8 @@ def _convolve_update_fla(
 
     def convolve(rows: Tensor, state: Tensor) -> Tensor:
         out, _ = update(
-            *(rows, _state_of_fla(state)),
+            rows,
+            _state_of_fla(state),
             weight=weight,
             bias=bias,
             activation="silu" if silu else None,
@@ -250,7 +253,9 @@ def _delta_rule(prefill: bool, gpu: bool) -> Callable[..., tuple[Tensor, Tensor]
         q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
     ) -> tuple[Tensor, Tensor]:
         out, after = _delta(prefill, gpu, g.dim() == 4)(
-            *(q, k, v),
+            q,
+            k,
+            v,
             g=g,
             beta=beta,
             initial_state=state,
@@ -324,11 +329,15 @@ def _fake_recurrent(  # noqa: PLR0917
 _DELTA = "(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor"
 define_operator(
     f"chunk_gated_delta_rule{_DELTA} state) -> (Tensor, Tensor)",
-    *(_fake_delta_rule, _chunked(False), _chunked(True)),
+    _fake_delta_rule,
+    _chunked(False),
+    _chunked(True),
 )
 define_operator(
     f"recurrent_gated_delta_rule{_DELTA}(a!) state) -> Tensor",
-    *(_fake_recurrent, _recurrent(False), _recurrent(True)),
+    _fake_recurrent,
+    _recurrent(False),
+    _recurrent(True),
 )
 
 
@@ -353,7 +362,9 @@ def _lightning_fla(name: str, *, in_place: bool) -> Callable[..., Tensor]:
         # As for a convolution, the state that a prefill returns is not copied back.
         with _written_over(state) if in_place else contextlib.nullcontext():
             out, _ = attend(
-                *(q, k, v),
+                q,
+                k,
+                v,
                 g_gamma=-slopes.float(),
                 scale=1.0,
                 initial_state=state,
@@ -371,11 +382,15 @@ def _like_values(_: Tensor, __: Tensor, v: Tensor, *___: Any) -> Tensor:
 _LIGHTNING = "(Tensor q, Tensor k, Tensor v, Tensor slopes, Tensor(a!) state) -> Tensor"
 define_operator(
     f"lightning_attention{_LIGHTNING}",
-    *(_like_values, _lightning, _lightning_fla("chunk_simple_gla", in_place=False)),
+    _like_values,
+    _lightning,
+    _lightning_fla("chunk_simple_gla", in_place=False),
 )
 define_operator(
     f"lightning_attention_update{_LIGHTNING}",
-    *(_like_values, _lightning, _lightning_fla("fused_recurrent_simple_gla", in_place=True)),
+    _like_values,
+    _lightning,
+    _lightning_fla("fused_recurrent_simple_gla", in_place=True),
 )
 
 
@@ -411,7 +426,11 @@ def _mamba_scan(gpu: bool) -> Callable[..., tuple[Tensor, Tensor]]:
         else:
             scan = _reference("bamba.modeling_bamba", "mamba2_chunk_scan")
         out, after = scan(
-            *(x, dt, a, b, c),
+            x,
+            dt,
+            a,
+            b,
+            c,
             chunk_size=chunk,
             D=d,
             dt_bias=dt_bias,
@@ -451,7 +470,11 @@ def _selective_scan_gpu(  # noqa: PLR0917
     # The package's kernel starts with a state of zeros and returns the last one. That of engines
     # reads the state of the sequence and writes it in place: as many bytes.
     out, after = scan(
-        *(u, delta, a, keys, queries),
+        u,
+        delta,
+        a,
+        keys,
+        queries,
         D=None if d is None else d.float(),
         z=None if z is None else z.transpose(1, 2),
         delta_bias=None if dt_bias is None else dt_bias.float(),
@@ -482,8 +505,12 @@ def _state_update(gpu: bool) -> Callable[..., Tensor]:
         size, width = x.shape[-1], b.shape[-1]
         # One number of a head is a view of stride 0: the kernel reads it once.
         return update(
-            *(state, x, dt[..., None].expand(-1, -1, size)),
-            *(a[:, None, None].expand(-1, size, width), b, c),
+            state,
+            x,
+            dt[..., None].expand(-1, -1, size),
+            a[:, None, None].expand(-1, size, width),
+            b,
+            c,
             None if d is None else d[:, None].expand(-1, size),
             z=None,
             dt_bias=None if dt_bias is None else dt_bias[:, None].expand(-1, size),
@@ -501,15 +528,21 @@ def _fake_mamba_scan(x: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
 _MAMBA = "(Tensor x, Tensor dt, Tensor a, Tensor b, Tensor c, Tensor? d, Tensor? dt_bias, "
 define_operator(
     f"mamba_chunk_scan{_MAMBA}Tensor state, int chunk) -> (Tensor, Tensor)",
-    *(_fake_mamba_scan, _mamba_scan(False), _mamba_scan(True)),
+    _fake_mamba_scan,
+    _mamba_scan(False),
+    _mamba_scan(True),
 )
 define_operator(
     f"selective_state_update{_MAMBA}Tensor(a!) state, Tensor? z=None) -> Tensor",
-    *(_like_rows, _state_update(False), _state_update(True)),
+    _like_rows,
+    _state_update(False),
+    _state_update(True),
 )
 define_operator(
     f"selective_scan{_MAMBA}Tensor(a!) state, Tensor? z) -> Tensor",
-    *(_like_rows, _selective_scan, _selective_scan_gpu),
+    _like_rows,
+    _selective_scan,
+    _selective_scan_gpu,
 )
 
 
@@ -536,5 +569,7 @@ def _recurrence_fla(x: Tensor, decay: Tensor, state: Tensor) -> Tensor:
 
 define_operator(
     "linear_recurrence(Tensor x, Tensor decay, Tensor(a!) state) -> Tensor",
-    *(_like_rows, _recurrence, _recurrence_fla),
+    _like_rows,
+    _recurrence,
+    _recurrence_fla,
 )

@@ -152,7 +152,9 @@ class _SparsePart(_LatentAttention):
         def attend(joined: Tensor) -> Tensor:
             result: Tensor = _ops.onerank_serving.sparse_latent_attention(
                 joined.unflatten(0, (cached.shape[0], -1)).contiguous(),
-                *(cached[:, 0], indices, rank),
+                cached[:, 0],
+                indices,
+                rank,
                 query.shape[-1] ** -0.5 if scale is None else scale,
             )
             return result.flatten(0, 1)
@@ -258,7 +260,13 @@ def attend(
         left = hiding.tokens - 1
         out = torch.ops.aten._flash_attention_forward(
             *(t.transpose(1, 2) for t in (q, k, v)),
-            *(None, None, tokens, cached, 0.0, True, False),
+            None,
+            None,
+            tokens,
+            cached,
+            0.0,
+            True,
+            False,
             scale=scale,
             window_size_left=left,
             window_size_right=0,

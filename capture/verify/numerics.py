@@ -301,13 +301,19 @@ def _instruments(
         instrumented, plain = directory / "instrumented", directory / "plain"
         count, kernels = run_isolated(
             _instrumented_run,
-            *(script, list(args), options, instrumented),
+            script,
+            list(args),
+            options,
+            instrumented,
             progress=progress,
             environment=_ENVIRONMENT,
         )
         run_isolated(
             _plain_run,
-            *(script, list(args), options, (plain, count)),
+            script,
+            list(args),
+            options,
+            (plain, count),
             progress=progress,
             environment=_ENVIRONMENT,
         )

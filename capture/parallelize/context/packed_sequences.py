@@ -125,7 +125,9 @@ def attend_packed(call: AttentionCall, lengths: tuple[Lengths, Lengths]) -> Atte
         output, sums, seed, offset, _ = _aten._flash_attention_forward(
             *(x[0].transpose(0, 1) for x in call.operands),
             *_kernel_lengths(lengths),
-            *(call.mode.dropout, call.causal, False),
+            call.mode.dropout,
+            call.causal,
+            False,
             scale=call.mode.scale,
         )
         return AttentionOutput(output.transpose(0, 1)[None], sums[None], (seed, offset))
@@ -154,8 +156,11 @@ def attend_packed_backward(
     if call.query.is_cuda:
         flash_gradients = _aten._flash_attention_backward(
             *(x[0].transpose(0, 1) for x in (grad_output, *call.operands, forward.output)),
-            *(forward.logsumexp[0].contiguous(), *_kernel_lengths(lengths)),
-            *(call.mode.dropout, call.causal, *forward.dropout_state),
+            forward.logsumexp[0].contiguous(),
+            *_kernel_lengths(lengths),
+            call.mode.dropout,
+            call.causal,
+            *forward.dropout_state,
             scale=call.mode.scale,
         )
         grad_query, grad_key, grad_value = (grad.transpose(0, 1)[None] for grad in flash_gradients)

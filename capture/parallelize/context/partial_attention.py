@@ -199,26 +199,38 @@ def attend(call: AttentionCall) -> AttentionOutput:
         return attend_eager(call)
     if kernel == "cpu":
         output, sums = _aten._scaled_dot_product_flash_attention_for_cpu(
-            *(*call.operands, 0.0, call.causal), attn_mask=call.mask, scale=mode.scale
+            *call.operands, 0.0, call.causal, attn_mask=call.mask, scale=mode.scale
         )
         return AttentionOutput(output, sums)
     if kernel == "flash window":
         output, sums, seed, offset, _ = _aten._flash_attention_forward(
             *(x.transpose(1, 2) for x in call.operands),
-            *(None, None, query.shape[2], key.shape[2], mode.dropout, call.causal, False),
+            None,
+            None,
+            query.shape[2],
+            key.shape[2],
+            mode.dropout,
+            call.causal,
+            False,
             **_flash_window(mode),
             scale=mode.scale,
         )
         return AttentionOutput(output.transpose(1, 2), sums, (seed, offset))
     if kernel == "flash":
         output, sums, *_, seed, offset, _ = _aten._scaled_dot_product_flash_attention(
-            *(*call.operands, mode.dropout, call.causal), scale=mode.scale
+            *call.operands, mode.dropout, call.causal, scale=mode.scale
         )
         return AttentionOutput(output, sums, (seed, offset))
     output, sums, seed, offset, _, _ = _aten._efficient_attention_forward(
         *(_to_kernel_layout(x, query) for x in call.operands),
-        *(_bias(call.mask, query), None, None, None, None, mode.dropout),
-        *(_LOWER_RIGHT if call.causal else 0, True),
+        _bias(call.mask, query),
+        None,
+        None,
+        None,
+        None,
+        mode.dropout,
+        _LOWER_RIGHT if call.causal else 0,
+        True,
         scale=mode.scale,
         window_size=mode.window if call.mask is None else None,
     )
@@ -246,15 +258,23 @@ def attend_backward(
     tensors = grad_output, *call.operands, forward.output
     if kernel == "cpu":
         return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *(*tensors, forward.logsumexp.contiguous(), 0.0, call.causal),
+            *tensors,
+            forward.logsumexp.contiguous(),
+            0.0,
+            call.causal,
             attn_mask=call.mask,
             scale=mode.scale,
         )
     if kernel == "flash window":
         gradients = _aten._flash_attention_backward(
             *(x.transpose(1, 2) for x in tensors),
-            *(forward.logsumexp.contiguous(), None, None, *lengths),
-            *(mode.dropout, call.causal, *forward.dropout_state),
+            forward.logsumexp.contiguous(),
+            None,
+            None,
+            *lengths,
+            mode.dropout,
+            call.causal,
+            *forward.dropout_state,
             **_flash_window(mode),
             scale=mode.scale,
         )
@@ -262,17 +282,31 @@ def attend_backward(
         return grad_query, grad_key, grad_value
     if kernel == "flash":
         return _aten._scaled_dot_product_flash_attention_backward(
-            *(*tensors, forward.logsumexp.contiguous(), None, None),
-            *(*lengths, mode.dropout, call.causal, *forward.dropout_state),
+            *tensors,
+            forward.logsumexp.contiguous(),
+            None,
+            None,
+            *lengths,
+            mode.dropout,
+            call.causal,
+            *forward.dropout_state,
             scale=mode.scale,
         )
     rows = [_to_kernel_layout(x, query) for x in tensors]
     # `attend` cut the padding off, so that the log-sum-exp of several calls can be merged.
     padded_sums = nn.functional.pad(forward.logsumexp, (0, -query.shape[2] % _ROWS))
     gradients = _aten._efficient_attention_backward(
-        *(*rows[:4], _bias(call.mask, query), rows[4], None, None, *lengths),
-        *(padded_sums, mode.dropout, *forward.dropout_state),
-        *(_LOWER_RIGHT if call.causal else 0, False),
+        *rows[:4],
+        _bias(call.mask, query),
+        rows[4],
+        None,
+        None,
+        *lengths,
+        padded_sums,
+        mode.dropout,
+        *forward.dropout_state,
+        _LOWER_RIGHT if call.causal else 0,
+        False,
         scale=mode.scale,
         window_size=mode.window if call.mask is None else None,
     )

@@ -317,8 +317,10 @@ def part_mask(
     batch = next((len(x) for x in (token_mask, documents) if x is not None), 1)
     batch_indices = torch.arange(batch, device=query_positions.device)
     allowed: Tensor = mask_function(
-        *(batch_indices[:, None, None, None], batch_indices[None, :1, None, None]),
-        *(query_positions[None, None, :, None], key_positions[None, None, None, :]),
+        batch_indices[:, None, None, None],
+        batch_indices[None, :1, None, None],
+        query_positions[None, None, :, None],
+        key_positions[None, None, None, :],
     )
     if token_mask is not None:
         allowed = allowed & token_mask[:, None, None, :]

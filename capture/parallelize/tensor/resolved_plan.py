@@ -298,7 +298,10 @@ def resolve_plan(
     boundaries = _boundaries(styles, rules, group, tp_style, head, sequence=sequence)
     layer_inputs = _layer_inputs(model, styles, group) if stack else {}
     shared = shared_heads(
-        *(model, styles, rules, adapters),
+        model,
+        styles,
+        rules,
+        adapters,
         group=group,
         tp_style=tp_style,
         replicated=replicate_heads,
@@ -324,7 +327,9 @@ def _styles(
         complete = tp_style == "megatron"
         states = complete and bool(stateful_styles(model, size, shares_group=shares_group))
         defaults = add_megatron_styles(
-            *(model, planned_styles(model, has_states=states), size),
+            model,
+            planned_styles(model, has_states=states),
+            size,
             complete=complete,
             shares_group=shares_group,
         )

@@ -420,7 +420,14 @@ def _collective(call: OpCall, gpu: Gpu) -> OpPrediction:
     ratio = quotient(quantity("wire bytes", wire, "bytes"), rate, "collective")
     terms = Term("collective", ratio.value, "ns", ratio.operation, ratio.operands)
     return OpPrediction(
-        *(call, gpu.name, round(terms.value), None, None, None, None, None),
+        call,
+        gpu.name,
+        round(terms.value),
+        None,
+        None,
+        None,
+        None,
+        None,
         bound="link",
         evidence="bandwidth",
         terms=terms,

@@ -39,28 +39,38 @@ _CHARTS = (
         "Time to first token (TTFT)",
         "A prefill, the step before the first token, by its new tokens and its context; a longer "
         "prompt takes several. The time of a request also contains its wait.",
-        *("ttft", "new tokens of each prompt", "ms"),
+        "ttft",
+        "new tokens of each prompt",
+        "ms",
     ),
     _Chart(
         "Time per output token (TPOT) by batch",
         "A decode, the step between two tokens of a sequence. Bars are 80% intervals.",
-        *("tpot_by_batch", "sequences", "ms"),
+        "tpot_by_batch",
+        "sequences",
+        "ms",
     ),
     _Chart(
         "Time per output token (TPOT) by context",
         "The same decodes by the context of their sequences.",
-        *("tpot_by_context", "context of each sequence (tokens)", "ms"),
+        "tpot_by_context",
+        "context of each sequence (tokens)",
+        "ms",
     ),
     _Chart(
         "Tokens per second and GPU",
         "Decodes one after the other; the rate of the group divided by its GPUs.",
-        *("throughput", "sequences", "tokens/s per GPU"),
+        "throughput",
+        "sequences",
+        "tokens/s per GPU",
     ),
     _Chart(
         "Tokens per joule",
         "Energy of all GPUs of the group, of kernels and of the gaps between them, by the power "
         "model of onerank energy.",
-        *("per_joule", "sequences", "tokens/J"),
+        "per_joule",
+        "sequences",
+        "tokens/J",
     ),
 )
 

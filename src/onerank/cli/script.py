@@ -100,7 +100,8 @@ class ScriptOptions:
 
     module: bool = option(
         "SCRIPT is a module's name, as in python -m.",
-        *("-m", "--module"),
+        "-m",
+        "--module",
         heading=SCRIPT,
         default=False,
         is_eager=True,  # parsed before SCRIPT, whose type depends on it

@@ -194,7 +194,8 @@ def predicted_recording(row: StepRow, before: Graph, target: Target) -> tuple[St
 
 def _recosted(before: Graph, target: Target) -> tuple[Graph, Recosting]:
     after = recost(
-        *(before, target.gpu),
+        before,
+        target.gpu,
         model=target.model,
         passes=target.passes,
         databases=target.databases,

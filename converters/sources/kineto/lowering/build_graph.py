@@ -256,7 +256,7 @@ def _node_columns(events: _NodeEvents, connected: _Connected) -> _NodeColumns:
         on_cpu = not len(selected.gpu)
         lost_bytes = connected.builder.add_memory(trace.memory, host, cpu_only=on_cpu)
     kernels, measured = gpu_columns(
-        *(timeline, events.kernels.gpu, selected.gpu, events.kernels.call, et), file=trace.timing
+        timeline, events.kernels.gpu, selected.gpu, events.kernels.call, et, file=trace.timing
     )
     kernels["blocked_ns"] = sync_edges.gpu_waits(
         connected.gaps if events.with_operators else UnexplainedGaps()

@@ -162,7 +162,8 @@ class AnnotateOptions:
     )
     output: Path | None = option(
         "Default: TRACE with the target before its suffix.",
-        *("-o", "--output"),
+        "-o",
+        "--output",
         heading=OUTPUT,
         default=None,
         # A trace needs a file and a bundle a directory, so the command checks the type.

@@ -46,7 +46,8 @@ class CaptureOptions(SeveralCaptures):
 
     output: Path | None = option(
         "Chakra trace to write.  [default: the script's name with .et, in this directory]",
-        *("-o", "--output"),
+        "-o",
+        "--output",
         heading=OUTPUT,
         default=None,
         type=TRACE_OUTPUT,
@@ -138,7 +139,10 @@ def _capture_ranks(
         forked_processes() as run_process,
     ):
         return capture_ranks(
-            *(script, args, options, how.named_ranks),
+            script,
+            args,
+            options,
+            how.named_ranks,
             layers=how.capture_layers,
             progress=progress,
             run=run_process,
@@ -166,7 +170,10 @@ def _capture_one_rank(
         if how.capture_layers is not None:
             with forked_processes() as run_process:
                 captured = capture_at_depths(
-                    *(script, args, options, how.capture_layers),
+                    script,
+                    args,
+                    options,
+                    how.capture_layers,
                     progress=progress,
                     run=run_process,
                 )

@@ -111,7 +111,8 @@ class ConvertOptions:
     )
     output: Path = option(
         "Chakra trace to write; of several ranks, the directory of their traces.",
-        *("-o", "--output"),
+        "-o",
+        "--output",
         heading=OUTPUT,
         type=OUTPUT_OR_DIRECTORY,
     )

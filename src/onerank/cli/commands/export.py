@@ -138,7 +138,8 @@ class AstraSimOptions(RankOptions):
     )
     output: Path = option(
         "Directory to write; replaces the files of an earlier export.",
-        *("-o", "--output"),
+        "-o",
+        "--output",
         heading=WRITTEN,
         type=DIRECTORY,
     )
@@ -162,7 +163,7 @@ class AstraSimOptions(RankOptions):
 class SimaiOptions(PipelineOptions):
     """The job, and what is written."""
 
-    output: Path = option("Workload text to write.", *("-o", "--output"), type=OUTPUT)
+    output: Path = option("Workload text to write.", "-o", "--output", type=OUTPUT)
     granularity: Literal["layer", "submodule"] = option(
         "Scope of a row.", default="submodule", show_default=True
     )
@@ -187,7 +188,7 @@ class GoalOptions(RankOptions):
         type=_Capability(),
         metavar="M.N",
     )
-    output: Path = option("GOAL text to write.", *("-o", "--output"), heading=WRITTEN, type=OUTPUT)
+    output: Path = option("GOAL text to write.", "-o", "--output", heading=WRITTEN, type=OUTPUT)
     granularity: Granularity = option(
         "Write one calc per layer or sub-module between communications.",
         heading=WRITTEN,

@@ -40,7 +40,8 @@ class PredictOptions:
     )
     output: Path | None = option(
         "Table to write (.csv or .parquet): the rows of FILE and their predictions.",
-        *("-o", "--output"),
+        "-o",
+        "--output",
         default=None,
         type=OUTPUT,
     )

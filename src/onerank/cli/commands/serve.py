@@ -205,7 +205,10 @@ def _measured(
     with sigterm_interrupts(), advancing_parts() as progress, streams:
         try:
             bundle, traces = measure_bundle(
-                *(source, job, grid, store),
+                source,
+                job,
+                grid,
+                store,
                 args=args,
                 host=options.host,
                 wanted=wanted,
