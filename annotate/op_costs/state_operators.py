@@ -33,6 +33,11 @@ def _tensors(call: Call, *places: int) -> list[Tensor] | None:
     return tensors if len(tensors) == len(places) else None
 
 
+def _power_of_two(size: int) -> int:
+    """Return the smallest power of two that is at least `size`: Triton's blocks."""
+    return 1 << max(0, size - 1).bit_length()
+
+
 def _with_state(work: Work, state: Tensor) -> Work:
     """Return work that also writes a state, which it reads as an operand."""
     return replace(work, bytes_written=work.bytes_written + state.nbytes)
@@ -75,11 +80,15 @@ def _recurrent_delta_rule(call: Call) -> Work | None:
     """Return the work of the delta rule for one token of each sequence.
 
     For each element of the state: decay, 1; product with the key, 2; update, 2; product with the
-    query, 2.
+    query, 2. The kernel computes a power of two of elements of the key.
     """
     state = call.tensor(5)
-    work = state and _with_state(vector_work(call, 7 * state.numel), state)
-    return work and replace(work, passes=_UPDATE_TIMES)
+    if state is None:
+        return None
+    n, h, key, value = state.shape
+    work = _with_state(vector_work(call, 7 * state.numel), state)
+    cycles = _DELTA_UPDATE_CYCLES * n * h * _power_of_two(key) * value
+    return replace(work, passes=_UPDATE_TIMES, cycles=cycles)
 
 
 def _mamba_scan(call: Call) -> Work | None:
@@ -117,11 +126,10 @@ def _selective_state_update(call: Call) -> Work | None:
     of_state = 6 if len(a.shape) == 1 else 8
     of_input = 2 * (call.tensor(5) is not None) + _GATE * (call.tensor(8) is not None)
     work = _with_state(vector_work(call, of_state * state.numel + of_input * x.numel), state)
-    # In 16 bits, the kernel is bound by its instructions and not by the bytes.
-    work = replace(work, passes=_MAMBA_UPDATE_TIMES[0 if state.item_bytes > 2 else 1])
-    if len(a.shape) == 1:
-        return work
-    return replace(work, cycles=_UPDATE_CYCLES * state.numel)
+    each = _MAMBA_2_UPDATE_CYCLES if len(a.shape) == 1 else _UPDATE_CYCLES
+    size = state.shape[-1]
+    cycles = each * state.numel * _power_of_two(size) / max(1, size)
+    return replace(work, passes=_MAMBA_UPDATE_TIMES, cycles=cycles)
 
 
 def _selective_scan(call: Call) -> Work | None:
@@ -194,10 +202,17 @@ _UPDATE_TIMES = 1.18
 
 
 # The same of the convolutions of fla, with 8,192 channels, and of mamba_ssm's update, with 128
-# heads of 64 and 128 numbers of the state in float32 and in bfloat16
+# heads of 64 and 128 numbers of the state in float32
 # (2026-11-27-state-kernels-h100; the convolution of decodes 2026-11-28-serving-blind-3-h100).
 _CONVOLUTION_TIMES = {"causal_conv1d": 1.4, "causal_conv1d_update": 1.3}
-_MAMBA_UPDATE_TIMES = (1.07, 1.65)
+_MAMBA_UPDATE_TIMES = 1.07
+
+# SM cycles of an element of the state in the updates of decodes. In 16 bits they limit the kernels
+# and not the bytes: mamba_ssm's update of Falcon-H1 takes as long on an H200 as on an H100, 0.65
+# cycles; with 128 heads of 64 it takes 0.59. fla's update takes 0.50 to 0.53 with heads of
+# 96 x 192, which count as 128 x 192
+# (2026-11-28-serving-blind-2-h200, 2026-11-27-state-kernels-h100).
+_MAMBA_2_UPDATE_CYCLES, _DELTA_UPDATE_CYCLES = 0.62, 0.50
 
 # SM cycles of an element of Mamba 1's state: for each token of mamba_ssm's scan, and for an update.
 # On an H100, scans of Mamba 2.8B and Jamba take 0.46 to 0.48 cycles. If the tokens fill all chunks,

@@ -70,3 +70,13 @@ def test_a_difference_beyond_the_gaps_is_proportional_to_the_kernels(step: Graph
         longer, *_ = longer_ns(step, gap_ns, "B200")
         share = rest_ns * count / before_ns
         assert longer == pytest.approx(gaps_ns * count + share * there.gpu_ns, rel=1e-3)
+
+
+def test_gaps_that_were_never_measured_are_longer_on_an_h200(step: Graph):
+    """A capture without a device has no graph: 0.25 us after each kernel are an H100's."""
+    composition, count = Composition(0, 0, 1, 8192, 0), int(step.gpu_compute.sum())
+    h100, h200 = load_gpu("H100"), load_gpu("H200")
+    change = KernelFeatures.of(step, op_costs_of(step)).launch_change_ns(h100, h200)
+    for gpu, longer in ((h100, 0.0), (h200, -50 * count - change.sum())):
+        row = predicted(composition, step, Target(gpu, None)).row
+        assert row.graph_ns - row.gpu_ns == pytest.approx(250 * count + longer, abs=count)

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+from onerank.annotate import load_gpu
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.features import KernelFeatures
 from onerank.annotate.models.gpu_distance import same_die
@@ -16,7 +17,7 @@ from onerank.serving.tables import StepRow
 # While other graphs exist, as in engines, decodes of Gemma 3 and Qwen2.5-1.5B on H100s have 170 to
 # 310 ns. Solar Open and prefills have less, but their kernels are long
 # (2026-11-28-serving-blind-3-h100).
-_GRAPH_GAP_NS = 250
+_GRAPH_GAP_NS, _GRAPH_GAP_GPU = 250, "H100"
 
 # The longest usual gap: of 22 decodes of a Llama-8B at TP 2 (1,439 to 1,534 kernels) on an H100,
 # 352 to 383 in most of them.
@@ -47,13 +48,27 @@ def graph_times(
         gpu: what the step is predicted for.
     """
     gaps = None if measured_row is None else _GraphGaps.transferred(measured_row, before, gpu)
-    graph_ns, low, high = (gaps or _GraphGaps.predicted(after)).step(recosting)
+    graph_ns, low, high = (gaps or _GraphGaps.predicted(after, gpu)).step(recosting)
     return {
         "graph_ns": graph_ns,
         "graph_low_ns": low,
         "graph_high_ns": high,
         "gpu_ns": recosting.after_ns,
     }
+
+
+def _longer_gaps_ns(graph: Graph, source: Gpu, target: Gpu) -> float:
+    """Return how much longer the gaps of a step are on another GPU of the same die.
+
+    `launch_floor_ns` is the time from the start of one of the shortest GEMMs in a replayed graph to
+    the start of the next. If kernels become shorter by more than this period does, the gaps become
+    longer: an H200's short kernels are 0.2 us shorter than an H100's, and its period is only 0.05
+    us shorter. Measured gaps of decodes are 0.31 to 0.44 us on an H200, and 0.16 to 0.27 on an H100
+    for the same models (2026-11-28-serving-blind-2-h200).
+    """
+    kernels = KernelFeatures.of(graph, op_costs_of(graph))
+    longer_period_ns = target.launch_floor_ns - source.launch_floor_ns
+    return float((longer_period_ns - kernels.launch_change_ns(source, target)).sum())
 
 
 @dataclass(frozen=True)
@@ -73,10 +88,14 @@ class _GraphGaps:
     half_width_ns: float
 
     @classmethod
-    def predicted(cls, after: Graph) -> "_GraphGaps":
+    def predicted(cls, after: Graph, gpu: Gpu) -> "_GraphGaps":
         """Return the gaps of a step that was not measured as a CUDA graph."""
         count = int(after.gpu_compute.sum())
-        return cls(_GRAPH_GAP_NS * count, 0.0, _GRAPH_GAP_HALF_WIDTH_NS * count)
+        gaps_ns = _GRAPH_GAP_NS * count
+        measured_on = load_gpu(_GRAPH_GAP_GPU)
+        if same_die(measured_on, gpu):
+            gaps_ns += _longer_gaps_ns(after, measured_on, gpu)
+        return cls(gaps_ns, 0.0, _GRAPH_GAP_HALF_WIDTH_NS * count)
 
     @classmethod
     def transferred(cls, row: StepRow, before: Graph, gpu: Gpu) -> "_GraphGaps | None":
@@ -92,13 +111,7 @@ class _GraphGaps:
         source = source_gpu(before, None)
         if not same_die(source, gpu):
             return cls(gaps_ns, stretch, _GRAPH_GAP_HALF_WIDTH_NS * count)
-        # `launch_floor_ns` is the time from the start of one of the shortest GEMMs in a replayed
-        # graph to the start of the next. If kernels become shorter by more than this period does,
-        # the gaps become longer: an H200's short kernels are 0.2 us shorter than an H100's, and its
-        # period is only 0.05 us shorter.
-        kernels = KernelFeatures.of(before, op_costs_of(before))
-        longer_period_ns = gpu.launch_floor_ns - source.launch_floor_ns
-        change_ns = float((longer_period_ns - kernels.launch_change_ns(source, gpu)).sum())
+        change_ns = _longer_gaps_ns(before, source, gpu)
         width_ns = _GRAPH_GAP_SAME_DIE_HALF_WIDTH_NS * count
         return cls(max(0.0, gaps_ns + change_ns), stretch, width_ns)
 
