@@ -42,7 +42,7 @@ docs: setup
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright
+	$(BIN)/pyrefly check
 	$(BIN)/lint-imports
 
 # A small Llama as rank 0 of four, on this machine's CPU, re-costed for an H100, exported.

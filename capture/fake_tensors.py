@@ -150,7 +150,7 @@ def as_subclass(tensor: Tensor, kind: type[Tensor]) -> Tensor:
     """
     if not isinstance(tensor, FakeTensor):
         return tensor.as_subclass(kind)
-    disabled: Any = torch._C.DisableTorchFunctionSubclass  # pyright: ignore[reportPrivateUsage]
+    disabled: Any = torch._C.DisableTorchFunctionSubclass
     # A subclass must not see this view in its `__torch_function__`.
     with disabled():
         alias: Any = tensor.view_as(tensor)
@@ -175,7 +175,7 @@ def _created(cls: Any, alias: FakeTensor) -> Tensor:
     with in_kernel_invocation_manager(alias.fake_mode):
         plain = torch.empty_strided((0,), (1,), dtype=alias.dtype, device="meta")
         place = alias.storage_offset(), alias.shape, alias.stride()
-        plain.set_(alias.untyped_storage(), *place)  # pyright: ignore[reportArgumentType]
+        plain.set_(alias.untyped_storage(), *place)
     created: Tensor = FakeTensor.__new__(cls, alias.fake_mode, plain, alias.fake_device)
     return created.requires_grad_(alias.requires_grad)
 

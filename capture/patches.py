@@ -39,7 +39,7 @@ def patched(
         replacements: attribute -> what replaces it.
         by: name of the installing module; None is the caller's.
     """
-    caller = str(sys._getframe(1).f_globals["__name__"])  # pyright: ignore[reportPrivateUsage]
+    caller = str(sys._getframe(1).f_globals["__name__"])
     return _patched(owner, replacements, by or caller)
 
 
@@ -58,7 +58,7 @@ def _patched(owner: str, replacements: Mapping[str, Any], module: str) -> Genera
 
 def rebound(owner: str, replacements: Mapping[str, Any]) -> AbstractContextManager[None]:
     """Return a context in which functions are replaced wherever a module has imported them."""
-    module = str(sys._getframe(1).f_globals["__name__"])  # pyright: ignore[reportPrivateUsage]
+    module = str(sys._getframe(1).f_globals["__name__"])
     return _rebound(owner, replacements, module)
 
 

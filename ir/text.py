@@ -221,7 +221,7 @@ def _column(graph: Graph, name: str, label: str) -> list[str]:
     hidden = None if name in _ALWAYS else _DEFAULTS[name]
     words = _ENUMS.get(name)
     return [
-        "" if value == hidden else f"{label}={_name(words, value) if words else value}"
+        "" if value == hidden else f"{label}={value if words is None else _name(words, value)}"
         for value in getattr(graph.nodes, name).tolist()
     ]
 

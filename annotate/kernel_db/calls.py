@@ -182,7 +182,7 @@ def _ids(value: Any) -> tuple[int, ...]:
         return ()
     items = cast("list[Any]", value)
     tensors = cast("list[list[Any]]", items if isinstance(items[0], list) else [items])
-    ids = tuple(tensor[0] if isinstance(tensor, list) and tensor else 0 for tensor in tensors)  # pyright: ignore
+    ids = tuple(tensor[0] if isinstance(tensor, list) and tensor else 0 for tensor in tensors)
     return ids if all(ids) else ()
 
 
@@ -204,7 +204,7 @@ def _picking(op: str, call: Call) -> dict[str, Any]:
 def _whole(value: Any) -> bool:
     """Return whether a value is an integer, a flag, or a list of integers."""
     if isinstance(value, list):
-        return bool(value) and all(isinstance(item, int) for item in value)  # pyright: ignore
+        return bool(value) and all(isinstance(item, int) for item in value)
     return isinstance(value, int)
 
 

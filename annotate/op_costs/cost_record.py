@@ -59,7 +59,7 @@ class ComponentGemm(NamedTuple):
     m: int
     n: int
     k: int
-    item_bytes: int
+    item_bytes: float
     reuse: float = 1.0
     times: float = 1.0
     launches: int = 0

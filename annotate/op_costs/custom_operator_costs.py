@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import SupportsIndex
+from typing import Any, SupportsIndex
 
 from onerank.annotate.op_costs.cost_record import Work
 from onerank.annotate.op_costs.operands import Call, Operand
@@ -71,7 +71,7 @@ def registered_work(op: str, call: Call, otherwise: Work) -> Work:
     """
     cost = _registered[op.split(".", 1)[0]]
     inputs, outputs = _shapes(call.inputs), _shapes(call.outputs)
-    counts: dict[str, int] = {}
+    counts: dict[str, Any] = {}
     for name in ("flops", "bytes_read", "bytes_written"):
         formula: Count | None = getattr(cost, name)
         if formula is not None:

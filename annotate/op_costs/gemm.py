@@ -379,7 +379,7 @@ def _convolution(
             return None
         turned = transposed or (transposed_at is not None and call.value(transposed_at) is True)
         sizes = _sizes(x, weight, out, transposed=turned)
-        return sizes and _work(call, x, sizes, "up" if turned else "down", own=own)
+        return None if sizes is None else _work(call, x, sizes, "up" if turned else "down", own=own)
 
     return formula
 
@@ -394,7 +394,7 @@ def _convolution_backward(call: Call) -> Work | None:
     sizes = _sizes(x, weight, grad, transposed=turned)
     kinds = ("down" if turned else "up", "filter")
     requested = [kind for position, kind in enumerate(kinds) if call.output(position) is not None]
-    return sizes and _work(call, x, sizes, *requested)
+    return None if sizes is None else _work(call, x, sizes, *requested)
 
 
 def allowing_tf32(x: Tensor) -> Tensor:

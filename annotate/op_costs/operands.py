@@ -208,7 +208,7 @@ def _strided(operand: Operand, given: Any) -> Operand:
         return operand
     if len(operand) == 1 and _are_strides(given, operand[0]):
         return (replace(operand[0], recorded_strides=tuple(given)),)
-    if not isinstance(given, list) or len(given) != len(operand):  # pyright: ignore[reportUnknownArgumentType]
+    if not isinstance(given, list) or len(given) != len(operand):
         return operand
     of_each = zip(operand, cast("list[Any]", given), strict=True)
     return tuple(
@@ -219,9 +219,9 @@ def _strided(operand: Operand, given: Any) -> Operand:
 
 def _are_strides(given: Any, tensor: Tensor) -> bool:
     """Return whether a value is a stride for each dimension of a tensor."""
-    if not isinstance(given, list) or len(given) != len(tensor.shape):  # pyright: ignore[reportUnknownArgumentType]
+    if not isinstance(given, list) or len(given) != len(tensor.shape):
         return False
-    return all(isinstance(stride, int) and stride >= 0 for stride in given)  # pyright: ignore[reportUnknownVariableType]
+    return all(isinstance(stride, int) and stride >= 0 for stride in given)
 
 
 # Characters of a column that an error shows; a list of 300 tensors has 20,000.

@@ -181,7 +181,7 @@ def _lightning_update(call: Call) -> Work | None:
     For each element of the state: decay, 1; key times value, 1; sum, 1; product with the query, 2.
     """
     state = call.tensor(4)
-    return state and _with_state(vector_work(call, 5 * state.numel), state)
+    return None if state is None else _with_state(vector_work(call, 5 * state.numel), state)
 
 
 def _linear_recurrence(call: Call) -> Work | None:

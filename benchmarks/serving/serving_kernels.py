@@ -243,7 +243,7 @@ def _use_flash_mla(library: Path, composition: Any) -> None:
         return out[:, 0]
 
     operators = SimpleNamespace(onerank_serving=SimpleNamespace(latent_attention=attend))
-    latent_attention._torch = SimpleNamespace(ops=operators)  # pyright: ignore[reportPrivateUsage]
+    latent_attention._torch = SimpleNamespace(ops=operators)
 
 
 def _use_own_kernel() -> None:
@@ -252,7 +252,7 @@ def _use_own_kernel() -> None:
 
     from onerank.capture.serving import latent_attention
 
-    latent_attention._torch = torch  # pyright: ignore[reportPrivateUsage]
+    latent_attention._torch = torch
 
 
 # Compared -----------------------------------------------------------------------------------------

@@ -71,7 +71,7 @@ def _set(name: str, variant: str, value: object) -> Callable[[Node], None]:
             return
         added = node.attr.add(name=name)
         if variant == "bool_list":
-            added.bool_list.values.extend(value)  # pyright: ignore[reportArgumentType]
+            added.bool_list.values.extend(value)
         else:
             setattr(added, variant, value)
 
@@ -128,7 +128,7 @@ def _nodes() -> Iterator[Mutant]:
                 continue
 
             def becomes(node: Node, number: int = number) -> None:
-                node.type = number  # pyright: ignore[reportAttributeAccessIssue]
+                node.type = number
 
             for ranks in ((1,), ALL):
                 where = "all ranks" if len(ranks) > 1 else "rank 1"
@@ -437,7 +437,7 @@ def _late_step(rank: int, calls: dict[str, str], *, ordered: bool) -> list[Node]
 
 def _node(number: int, kind: int, duration_ns: int = 0, *, after: int = 0, **values: int) -> Node:
     node = Node(id=number, name=f"node {number}", duration_micros=duration_ns // 1000)
-    node.type = kind  # pyright: ignore[reportAttributeAccessIssue]
+    node.type = kind
     if after:
         node.data_deps.append(after)
     if kind == COMP:

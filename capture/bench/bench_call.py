@@ -113,8 +113,10 @@ class BenchCall:
         for position, argument in enumerate(self.arguments):
             again = position in earlier
             rows.append(rows[earlier[position]] if again else _texts(argument, ids))
-        return tuple(json.dumps([row[column] for row in rows], separators=(",", ":"))
-                     for column in range(3))  # pyright: ignore[reportReturnType]  # fmt: skip
+        shapes, types, values = (
+            json.dumps([row[column] for row in rows], separators=(",", ":")) for column in range(3)
+        )
+        return shapes, types, values
 
     def layout(self) -> dict[str, Any]:
         """Return the properties that a node does not record: strides, host operands, TF32."""

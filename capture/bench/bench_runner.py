@@ -239,7 +239,7 @@ class Bench:
             if self.on_gpu:
                 torch.cuda.synchronize()
                 _refuse_waiting(runnable.function)
-        except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError) as error:
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
             self._refuse_broken(error)
             raise CaptureError(
                 f"{call.op}: {first_line(error)}", code="bench-call-failed"

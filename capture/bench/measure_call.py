@@ -294,7 +294,7 @@ class Replays:
         if self._queued:
             count = max(1, min(count, _MAX_QUEUED // self.calls_per_replay))
         if self._on_gpu and self._host_bound:
-            wait: Any = torch.cuda._sleep  # pyright: ignore[reportPrivateUsage]
+            wait: Any = torch.cuda._sleep
             wait(_WAIT_CYCLES * self.calls_per_replay * count)
         marks = [self._watch.mark()]
         for _ in range(count):

@@ -296,7 +296,7 @@ def _window_ns(call: Callable[[], Any], calls: int, device: torch.device) -> flo
         return (time.perf_counter_ns() - start_ns) / calls
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
-    torch.cuda._sleep(_AHEAD_CYCLES)  # pyright: ignore[reportPrivateUsage]
+    torch.cuda._sleep(_AHEAD_CYCLES)
     call()  # untimed: the ranks of a group leave it together
     begin.record()
     for _ in range(calls):

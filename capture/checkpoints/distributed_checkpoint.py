@@ -148,7 +148,7 @@ class _LocalDistWrapper(_loader._DistWrapper):
         except BaseException as error:  # torch wraps every error of a step in this exception
             raise api_dcp.CheckpointException(
                 step,
-                {self.rank: api_dcp._wrap_exception(error)},  # pyright: ignore
+                {self.rank: api_dcp._wrap_exception(error)},
             ) from error
 
 

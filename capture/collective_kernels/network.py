@@ -170,7 +170,7 @@ def _table(path: Path, entry_name: str, value: Any) -> dict[str, Any]:
             f"--network {path}: {entry_name} is {value!r}; expected a table",
             code="network-not-a-table",
         )
-    return value  # pyright: ignore[reportUnknownVariableType]
+    return value
 
 
 def _link(path: Path, entry_name: str, value: Any) -> Link:
@@ -200,12 +200,12 @@ def _curve(entry_name: str, value: Any) -> Curve:
         raise CaptureError(
             f"{entry_name} is {value!r}; expected [bytes, us] pairs", code="network-bad-times"
         )
-    for pair in value:  # pyright: ignore[reportUnknownVariableType]
-        if not isinstance(pair, list) or len(pair) != 2:  # pyright: ignore[reportUnknownArgumentType]
+    for pair in value:
+        if not isinstance(pair, list) or len(pair) != 2:
             raise CaptureError(
                 f"{entry_name} has {pair!r}; expected [bytes, us]", code="network-bad-times"
             )
-        size, time = (_positive(f"{entry_name} {pair}", figure) for figure in pair)  # pyright: ignore[reportUnknownVariableType]
+        size, time = (_positive(f"{entry_name} {pair}", figure) for figure in pair)
         if points and size <= points[-1][0]:
             raise CaptureError(
                 f"{entry_name}: {size:g} bytes after {points[-1][0]}; expected ascending sizes",

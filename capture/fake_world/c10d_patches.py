@@ -118,13 +118,11 @@ class FakeStore(_Store):
 
 
 def _bytes(value: str | bytes) -> bytes:
-    return value.encode() if isinstance(value, str) else bytes(value)
+    return value.encode() if isinstance(value, str) else value
 
 
 # torch's dispatcher has no public names and no types.
 _torch: Any = torch
-
-_namedtuple: Any = collections.namedtuple  # of fields that only a schema knows
 
 SPARSE = "the size of a sparse tensor depends on its data; use dense gradients (sparse=False)"
 
@@ -189,11 +187,9 @@ def _group_operators() -> Iterator[tuple[str, Any]]:
 def _with_schema_names(schema: Any, kernel: Kernel) -> Callable[..., object]:
     # Arguments with defaults are always the last ones.
     optional = [a for a in schema.arguments if a.has_default_value()]
-    arguments = _namedtuple(
-        "Arguments",
-        [argument.name for argument in schema.arguments],
-        defaults=[argument.default_value for argument in optional],
-    )
+    names = [argument.name for argument in schema.arguments]
+    defaults = [argument.default_value for argument in optional]
+    arguments = collections.namedtuple("arguments", names, defaults=defaults)  # pyrefly: ignore
     return untraced(lambda *args: kernel(arguments(*args)))
 
 
@@ -414,5 +410,5 @@ def group_from_init() -> Generator[None]:
 
 def _caller() -> str:
     """Return the name of the module that called the caller of this function."""
-    frame = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
+    frame = sys._getframe(2)
     return str(frame.f_globals.get("__name__", ""))

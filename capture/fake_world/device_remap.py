@@ -176,7 +176,7 @@ def report_node_gpus(ranks: int, local_rank: int = 0) -> Generator[None]:
         def device_count() -> int:
             # Keep no frame in a local variable: the reference cycle would keep the callers'
             # tensors alive until the garbage collector runs.
-            caller = str(sys._getframe(1).f_globals.get("__name__", ""))  # pyright: ignore
+            caller = str(sys._getframe(1).f_globals.get("__name__", ""))
             package = caller.partition(".")[0]
             count = original()
             if count == 0 or package in _SEES_PRESENT_GPUS:

@@ -385,7 +385,7 @@ def _script_depth() -> int:
 
     Returns 0 if torch made the call for itself, or from an autograd thread.
     """
-    frame: FrameType | None = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    frame: FrameType | None = sys._getframe(1)
     depth = 1
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))

@@ -153,7 +153,7 @@ class RealPeers:
         """
         if not dist.is_initialized():
             return True
-        store = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
+        store = dist.distributed_c10d._get_default_store()
         self._rendezvous_count += 1
         key = f"onerank/rendezvous/{self._rendezvous_count}"
         latest = time.monotonic() + RENDEZVOUS_S

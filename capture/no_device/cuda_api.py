@@ -218,7 +218,7 @@ def _is_capturing() -> bool:
 
     It drops ranks without samples by comparing numbers, but not within a CUDA graph.
     """
-    frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    frame = sys._getframe(1)
     return frame.f_globals.get("__name__") == "torch.nn.modules._functions"
 
 

@@ -179,7 +179,7 @@ def _find_is_built(methods: _Methods, code: _MachineCode) -> int:
 
 
 def _has_accelerator() -> bool:
-    private: Any = torch._C  # pyright: ignore[reportPrivateUsage]
+    private: Any = torch._C
     device = private._accelerator_getAccelerator()
     return device is not None and device.type == "cuda"
 

@@ -387,7 +387,7 @@ def swap(first: Any, second: Any) -> None:
     if not isinstance(first, FakeTensor):
         _swap_real(first, second)
         return
-    caller: Any = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    caller: Any = sys._getframe(1)
     moves = caller.f_code is _move_module.__code__
     if moves and _torch._has_compatible_shallow_copy_type(first, second):
         # torch moves a fake parameter by a swap, and a real one by its data. A swap would lose the

@@ -422,7 +422,7 @@ class InductorOnShapes:
 
 def _in_compiled_checkpoint() -> bool:
     """Whether an activation checkpoint runs within a compiled function."""
-    frame: Any = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    frame: Any = sys._getframe(1)
     checkpointed = False
     while frame is not None:
         path = frame.f_code.co_filename

@@ -33,7 +33,7 @@ class _LegacyType(type):
     def __call__(cls, *given: Any, device: Any = "cuda") -> Any:
         """Return a tensor of given numbers, a view of a tensor, or one of a size, not filled."""
         if len(given) == 1 and isinstance(given[0], torch.Tensor):
-            if not isinstance(given[0], cls):
+            if not cls.__instancecheck__(given[0]):
                 raise TypeError(f"expected {cls.__name__} (got {given[0].type()})")
             return given[0].detach()
         dtype = _dtype(cls.__name__)

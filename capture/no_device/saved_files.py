@@ -65,7 +65,7 @@ def _is_on_cpu(storage: Any, tag: str, map_location: Any) -> bool:
         map_location: argument of `torch.load`.
     """
     if isinstance(map_location, dict):
-        places: dict[str, Any] = dict(map_location)  # pyright: ignore[reportUnknownArgumentType]
+        places: dict[str, Any] = dict(map_location)
         map_location = places.get(tag, tag)
     if callable(map_location):
         return map_location(storage, tag) is storage

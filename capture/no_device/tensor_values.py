@@ -326,7 +326,7 @@ class UnknownValues:
 
         A script that calls a trainer has one line for all that the trainer does.
         """
-        frame: Any = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+        frame: Any = sys._getframe(1)
         while frame is not None and frame.f_code.co_filename != self._script:
             if path := _path_in_library(frame.f_code.co_filename):
                 return f"{self.place()} ({path}:{frame.f_lineno})"
@@ -335,7 +335,7 @@ class UnknownValues:
 
     def place(self) -> str:
         """Return the innermost line of the script that runs, else the script's name."""
-        frame: Any = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+        frame: Any = sys._getframe(1)
         while frame is not None:
             if frame.f_code.co_filename == self._script:
                 return f"{Path(self._script).name}:{frame.f_lineno}"
@@ -362,7 +362,7 @@ def _import_roots() -> list[str]:
 
 def _is_asserted() -> bool:
     """Whether an assertion reads the value, as those of DETR on its boxes do."""
-    frame: Any = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    frame: Any = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename
         if not any(f"/{name}" in path for name in _PASSED):

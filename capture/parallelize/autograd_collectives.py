@@ -97,31 +97,31 @@ class AllGatherLastDim(torch.autograd.Function):
 
 def copy_to_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Enter a tensor-parallel region with a replicated tensor of any shape."""
-    result: Tensor = CopyToGroup.apply(x, group)  # pyright: ignore[reportAssignmentType]
+    result: Tensor = CopyToGroup.apply(x, group)
     return result
 
 
 def reduce_from_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Leave a tensor-parallel region with partial sums of any shape."""
-    result: Tensor = ReduceFromGroup.apply(x, group)  # pyright: ignore[reportAssignmentType]
+    result: Tensor = ReduceFromGroup.apply(x, group)
     return result
 
 
 def gather_from_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Leave a tensor-parallel region with shards [..., n / size]; return [..., n]."""
-    result: Tensor = GatherFromGroup.apply(x, group)  # pyright: ignore[reportAssignmentType]
+    result: Tensor = GatherFromGroup.apply(x, group)
     return result
 
 
 def split_to_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Enter a tensor-parallel region with a replicated tensor [..., n]; return [..., n / size]."""
-    result: Tensor = SplitToGroup.apply(x, group)  # pyright: ignore[reportAssignmentType]
+    result: Tensor = SplitToGroup.apply(x, group)
     return result
 
 
 def all_gather_last_dim(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Gather shards [..., n / size] that ranks go on to use differently; return [..., n]."""
-    result: Tensor = AllGatherLastDim.apply(x, group)  # pyright: ignore[reportAssignmentType]
+    result: Tensor = AllGatherLastDim.apply(x, group)
     return result
 
 

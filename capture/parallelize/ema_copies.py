@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable
 import torch
 from torch import Tensor, nn
 
+from onerank.capture.parallelize.model_structure import uncompiled
 from onerank.capture.patches import live
 
 Fits = Callable[[nn.Module, nn.Module, list[nn.Module]], bool]
@@ -54,7 +55,7 @@ class LateReferences:
 
 
 def _kind(module: nn.Module) -> Hashable:
-    root = getattr(module, "_orig_mod", module)  # what torch.compile wraps
+    root = uncompiled(module)
     return type(root), tuple((name, parameter.shape) for name, parameter in root.named_parameters())
 
 

@@ -21,6 +21,12 @@ def by_name(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     return {**bound, **bound.pop("kwargs", {})}
 
 
+def uncompiled(module: nn.Module) -> nn.Module:
+    """Return the module that a wrapper of torch.compile wraps; another module as it is."""
+    wrapped = module._modules.get("_orig_mod")
+    return module if wrapped is None else wrapped
+
+
 _SHOWN = 3  # unknown parts that an error names; an encoder has hundreds
 
 

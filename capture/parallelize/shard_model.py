@@ -10,7 +10,7 @@ import functools
 import weakref
 from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -39,6 +39,8 @@ from onerank.capture.parallelize.tensor.plan_file import ShardingPlan
 from onerank.capture.patches import after_import, live, patched, resolve
 from onerank.ir import RankClass, World
 from onerank.ir.errors import SliceError
+
+_Key = TypeVar("_Key", bound=Hashable)
 
 Loads = Mapping[str, Sequence[Hashable]]
 """Name of each module of experts -> for each rank of the expert-parallel group, a key. Ranks with
@@ -92,12 +94,12 @@ def _stage_work(
     return tuple((key, *(keys[place] for keys in stage_loads)) for place in range(world.ep))
 
 
-def _grouped(keys: Iterable[Hashable]) -> list[tuple[tuple[Hashable, ...], tuple[int, ...]]]:
+def _grouped(keys: Iterable[_Key]) -> list[tuple[_Key, tuple[int, ...]]]:
     """Return each distinct key with the positions that have it."""
-    positions: dict[Hashable, list[int]] = {}
+    positions: dict[_Key, list[int]] = {}
     for place, key in enumerate(keys):
         positions.setdefault(key, []).append(place)
-    return [(key, tuple(places)) for key, places in positions.items()]  # pyright: ignore[reportReturnType]
+    return [(key, tuple(places)) for key, places in positions.items()]
 
 
 @dataclass(frozen=True)
@@ -256,7 +258,7 @@ class ModelSlicing:
     @contextlib.contextmanager
     def installed(self) -> Generator[None]:
         """Patch module calls and moves for the duration of the context."""
-        apply, call = nn.Module._apply, nn.Module.__call__  # pyright: ignore[reportPrivateUsage]
+        apply, call = nn.Module._apply, nn.Module.__call__
 
         def apply_sliced(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             self._visit_all(module)
@@ -287,7 +289,7 @@ class ModelSlicing:
         """Slice no model while transformers loads its weights."""
         from transformers.modeling_utils import PreTrainedModel
 
-        load = PreTrainedModel.from_pretrained.__func__  # pyright: ignore
+        load = PreTrainedModel.from_pretrained.__func__
 
         def load_whole(kind: Any, *args: Any, **kwargs: Any) -> Any:
             self._loading += 1

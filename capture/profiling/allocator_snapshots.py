@@ -142,7 +142,7 @@ def last_step_recorded(*, on_gpu: bool) -> Generator[LastStepHistory | None]:
 
 
 def _records() -> bool:
-    private: Any = torch._C  # pyright: ignore[reportPrivateUsage]
+    private: Any = torch._C
     return private._cuda_isHistoryEnabled()
 
 

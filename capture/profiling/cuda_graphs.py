@@ -188,7 +188,7 @@ def _kernels_of_capture() -> list[str]:
     empty.
     """
     try:
-        from cuda.bindings import driver, runtime  # pyright: ignore
+        from cuda.bindings import driver, runtime
     except ImportError:
         return []
     api: Any = runtime

@@ -30,9 +30,9 @@ import re
 from collections.abc import Iterator
 
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
-from torch.nn.modules.conv import _ConvNd  # pyright: ignore[reportPrivateUsage]
-from torch.nn.modules.loss import _Loss  # pyright: ignore[reportPrivateUsage]
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.loss import _Loss
 
 from onerank.ir import Module
 

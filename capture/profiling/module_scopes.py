@@ -23,8 +23,8 @@ from torch import nn
 from torch.autograd.profiler import record_function
 from torch.fx import GraphModule
 from torch.nn.modules.module import (
-    _global_forward_hooks,  # pyright: ignore[reportPrivateUsage]
-    _global_forward_pre_hooks,  # pyright: ignore[reportPrivateUsage]
+    _global_forward_hooks,
+    _global_forward_pre_hooks,
     register_module_forward_hook,
     register_module_forward_pre_hook,
 )
@@ -309,7 +309,7 @@ class Modules:
         """
         if not self._called or module in self._called:
             return False
-        return not torch._dynamo.utils.counters["graph_break"]  # pyright: ignore[reportPrivateUsage]
+        return not torch._dynamo.utils.counters["graph_break"]
 
     def _compile_function(self) -> Callable[..., Any]:
         """Return torch.compile; a compiled `model.__call__` gets hooks outside of compiled code."""
@@ -363,7 +363,7 @@ class Modules:
             self.calls += 1
             if self.on_model_call:
                 # Read here: in a function called from here, the caller's frame is another one.
-                named = kwargs if kwargs is not None else _keywords(sys._getframe(1))  # pyright: ignore
+                named = kwargs if kwargs is not None else _keywords(sys._getframe(1))
                 for observe in self.on_model_call:
                     observe(module, (args, named))
         self._inside.append(module)

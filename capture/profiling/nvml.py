@@ -70,7 +70,7 @@ def _current_device(nvml: Any) -> Any:
     """Return NVML's handle of the current CUDA device."""
     # NVML numbers all devices of the machine, CUDA those in CUDA_VISIBLE_DEVICES. The UUID is the
     # same for both.
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    properties: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
     try:
         return nvml.nvmlDeviceGetHandleByUUID(f"GPU-{properties.uuid}")
     except nvml.NVMLError:  # a slice of a GPU has another UUID than its GPU

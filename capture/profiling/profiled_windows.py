@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._profiler import _ExperimentalConfig  # pyright: ignore
+from torch._C._profiler import _ExperimentalConfig
 from torch.autograd.profiler import record_function
 from torch.profiler import ExecutionTraceObserver, ProfilerActivity, profile
 
@@ -77,7 +77,7 @@ def push_placeholders(count: int, *, on_gpu: bool) -> None:
     if on_gpu:
         with torch.enable_grad():
             on_device = torch.zeros((), device="cuda", requires_grad=True)
-            _PushInBackward.apply(on_device, count).backward()  # pyright: ignore
+            _PushInBackward.apply(on_device, count).backward()
 
 
 class _PushInBackward(torch.autograd.Function):

@@ -249,10 +249,10 @@ def _values(state: Any) -> Iterator[torch.Tensor]:
     if isinstance(state, torch.Tensor):
         yield state
     elif isinstance(state, dict):
-        for value in state.values():  # pyright: ignore[reportUnknownVariableType]
+        for value in state.values():
             yield from _values(value)
     elif isinstance(state, list | tuple):
-        for value in state:  # pyright: ignore[reportUnknownVariableType]
+        for value in state:
             yield from _values(value)
 
 

@@ -213,7 +213,7 @@ class ModuleTimer:
             self._open.append((path, None))
             return None
         # -1 outside of backward: a forward within backward recomputes a checkpoint.
-        recomputes = torch._C._current_graph_task_id() != -1  # pyright: ignore
+        recomputes = torch._C._current_graph_task_id() != -1
         call = _Call(self._begin(path, "backward" if recomputes else "forward"))
         self._open.append((path, call))
         if recomputes or not torch.is_grad_enabled():

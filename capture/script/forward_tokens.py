@@ -185,7 +185,7 @@ def _keys(value: Any) -> Iterator[Tensor]:
         if value.dim() >= _KEY_DIMS and value.is_floating_point():
             yield value
     elif isinstance(value, list | tuple):
-        for part in value:  # pyright: ignore[reportUnknownVariableType]
+        for part in value:
             yield from _keys(part)
 
 

@@ -254,7 +254,7 @@ class InferenceSteps:
                 type(model).__name__
                 for model in live(nn.Module)
                 if model is not target
-                and (can_generate := getattr(model, "can_generate", None)) is not None
+                and callable(can_generate := getattr(model, "can_generate", None))
                 and can_generate()
                 and any(part is target for part in model.modules())
             )
@@ -343,7 +343,7 @@ def _speculative_role() -> Literal["draft", "verify"] | None:
 
     The stack shows it: models and arguments are the same in any other generation.
     """
-    frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    frame = sys._getframe(1)
     while frame is not None:
         role = _SPECULATIVE.get(frame.f_code.co_name)
         if role and frame.f_globals.get("__name__", "").startswith("transformers.generation"):

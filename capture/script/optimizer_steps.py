@@ -90,8 +90,8 @@ def after_step(boundary: Callable[..., None]) -> Generator[OptimizerSteps]:
 def after_backward(then: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
     """Return a context in which `then` is called after every outermost backward pass."""
     # The registry of patches lists the caller of this function, not this module.
-    caller = str(sys._getframe(1).f_globals["__name__"])  # pyright: ignore[reportPrivateUsage]
-    backward = torch.autograd._engine_run_backward  # pyright: ignore
+    caller = str(sys._getframe(1).f_globals["__name__"])
+    backward = torch.autograd._engine_run_backward
 
     @functools.wraps(backward)
     def run_backward(*args: Any, **kwargs: Any) -> Any:
@@ -164,7 +164,7 @@ class _FirstOptimizer:
         for kind in _optimizer_classes():
             if getattr(kind.__dict__.get("step"), "hooked", False):
                 kind.step = self._watched_step(kind.step)
-        hook = staticmethod(lambda func: self._watched_step(original(func)))  # pyright: ignore
+        hook = staticmethod(lambda func: self._watched_step(original(func)))
         try:
             with (
                 patched(
@@ -182,7 +182,7 @@ class _FirstOptimizer:
 
     def _watched_creation(self) -> Callable[[Optimizer], None]:
         # torch calls it at the end of each optimizer's creation, also of one that is unpickled.
-        created: Any = Optimizer._patch_step_function  # pyright: ignore[reportPrivateUsage]
+        created: Any = Optimizer._patch_step_function
 
         @functools.wraps(created)
         def patch_step(optimizer: Optimizer) -> None:
@@ -232,7 +232,7 @@ class _FirstOptimizer:
 
 def in_backward() -> bool:
     """Return whether the caller runs inside a backward pass."""
-    return torch._C._current_graph_task_id() != -1  # pyright: ignore
+    return torch._C._current_graph_task_id() != -1
 
 
 def is_traced() -> bool:
@@ -287,7 +287,7 @@ class WrapperSteps:
         """
         known, self._first_frame = self._first_frame, None
         outermost = None
-        frame: FrameType | None = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+        frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             if frame is known:
                 self._first_frame = known

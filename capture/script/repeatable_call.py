@@ -439,9 +439,9 @@ def _is_container(value: Any) -> bool:
 def _contents(container: Any) -> dict[Any, Any]:
     """Return what a container holds, by index, key or attribute."""
     if isinstance(container, list | deque):
-        return dict(enumerate(container))  # pyright: ignore[reportUnknownVariableType]
+        return dict(enumerate(container))
     if isinstance(container, dict):
-        return dict(container)  # pyright: ignore[reportUnknownVariableType]
+        return dict(container)
     if isinstance(container, nn.Module):
         attributes = vars(container)
         return {name: attributes[name] for name in attributes.keys() - _MODULE_INTERNALS}
@@ -474,8 +474,8 @@ def _change(state: _State, values: dict[Any, Any]) -> None:
         contents: dict[int, Any] = {**_contents(container), **values}
         kept = [value for _, value in sorted(contents.items(), key=lambda item: item[0])]
         kept = [value for value in kept if value is not _MISSING]
-        container.clear()  # pyright: ignore[reportUnknownMemberType]
-        container.extend(kept)  # pyright: ignore[reportUnknownMemberType]
+        container.clear()
+        container.extend(kept)
         return
     if isinstance(container, dict):
         entries: dict[Any, Any] = container

@@ -43,7 +43,7 @@ def read_config(path: Path) -> Any:
             f"{first_lines(error)}",
             code="serve-model-unknown",
         ) from error
-    if type(config) not in AutoModelForCausalLM._model_mapping:  # pyright: ignore[reportPrivateUsage]
+    if type(config) not in AutoModelForCausalLM._model_mapping:
         raise CaptureError(
             f"{file}: transformers has no causal language model for {kind!r}",
             code="serve-model-unknown",
@@ -128,7 +128,7 @@ def adopt_model(model: Any) -> Any:
     for module in model.modules():
         config = vars(module).get("config")
         if isinstance(config, PretrainedConfig):
-            config._attn_implementation = ATTENTION  # pyright: ignore[reportPrivateUsage]
+            config._attn_implementation = ATTENTION
     return model.eval()
 
 

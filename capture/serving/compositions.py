@@ -184,13 +184,13 @@ def _product(kind: str, table: Any) -> Iterable[Composition]:
     if fields is None or not isinstance(table, dict):
         raise _malformed(f"{kind!r} is not one of {', '.join(_FIELDS)}")
     values: dict[str, list[int]] = {}
-    for key, given in table.items():  # pyright: ignore[reportUnknownVariableType]
+    for key, given in table.items():
         if key not in fields:
             raise _malformed(f"{kind} has no {key!r}: expected {', '.join(fields)}")
-        numbers = given if isinstance(given, list) else [given]  # pyright: ignore[reportUnknownVariableType]
+        numbers = given if isinstance(given, list) else [given]
         least = 0 if key in _CONTEXTS else 1
-        for number in numbers:  # pyright: ignore[reportUnknownVariableType]
-            if type(number) is not int or not least <= number <= MOST_TOKENS:  # pyright: ignore[reportUnknownArgumentType]
+        for number in numbers:
+            if type(number) is not int or not least <= number <= MOST_TOKENS:
                 raise CaptureError(
                     f"--grid: {kind} {key}={number} is not a whole number from {least} to "
                     f"{MOST_TOKENS}",

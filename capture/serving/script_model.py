@@ -149,7 +149,7 @@ def _without_model(script: Path, others: Sequence[str]) -> ScriptError:
 
 def _generates(module: nn.Module) -> bool:
     """Return whether a module is a model of transformers that generates text."""
-    return isinstance(module, PreTrainedModel) and bool(module.can_generate())
+    return isinstance(module, PreTrainedModel) and module.can_generate()
 
 
 def _check(outer: nn.Module, model: Any, *, compiled: bool) -> None:

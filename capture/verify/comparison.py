@@ -126,7 +126,7 @@ def compare_reordered(
     allowed = min(noise, SLICES_RELATIVE * largest + floor)
     # Not `error > allowed`: NaN must be a breach.
     breach = not error <= allowed
-    equal = bool(torch.equal(actual, expected))
+    equal = torch.equal(actual, expected)
     return _difference(what, module, name, actual, expected, equal=equal, breach=breach)
 
 

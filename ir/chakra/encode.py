@@ -372,7 +372,7 @@ def _numbers(chosen: Columns, micros: I64) -> Iterator[NumberField]:
 @cache
 def _word_attributes(field: Field) -> list[bytes]:
     """Return the attribute of each member of an enum."""
-    words = [member.name.lower() for member in field.words or ()]
+    words = [] if field.words is None else [member.name.lower() for member in field.words]
     return [nested(encode_attribute(field.attribute, field.variant, word)) for word in words]
 
 

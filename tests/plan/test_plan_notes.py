@@ -15,5 +15,5 @@ def test_a_note_names_all_its_rows() -> None:
         SimpleNamespace(notes=()),
         SimpleNamespace(notes=(shared,)),
     ]
-    notes = plan._notes(outcomes)  # pyright: ignore[reportPrivateUsage]
+    notes = plan._notes(outcomes)
     assert [text.split(":")[0] for text in notes] == ["rows 1, 2, 4", "row 2"]

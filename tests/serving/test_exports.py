@@ -146,7 +146,7 @@ def test_vidur_gets_times_of_layers(bundle: Path, tmp_path: Path):
     decodes = attention.filter(~pl.col("is_prefill"))
     assert decodes["prefill_chunk_size"].sum() == 0
     assert attention.filter(pl.col("is_prefill"))["time_stats.attn_decode.median"].null_count() > 0
-    assert attention["time_stats.attn_kv_cache_save.median"].min() > 0  # pyright: ignore
+    assert attention["time_stats.attn_kv_cache_save.median"].min() > 0
     # The million sequences of the grid do not fit, and so are no batch that Vidur may form.
     assert decodes["batch_size"].max() == 64
     assert mlp["num_tokens"].max() == max(row.new_tokens for row in read.rows if row.fits)
@@ -164,7 +164,7 @@ def test_vidur_gets_contexts_as_long_as_a_sequence(bundle: Path, tmp_path: Path)
     )
     attention = pl.read_csv(written.attention)
     cached = attention["batch_size"] * attention["kv_cache_size"]
-    assert 900 < (cached + attention["prefill_chunk_size"]).max() <= 1000  # pyright: ignore
+    assert 900 < (cached + attention["prefill_chunk_size"]).max() <= 1000
 
 
 def test_a_vidur_of_another_format(bundle: Path, tmp_path: Path):

@@ -112,7 +112,7 @@ class ExpertLayers:
         plain = [[1, s.rows, s.first + s.inner, s.hidden, 2, 2] for s in self.layers]
         products = Products("bfloat16", np.array(plain, dtype=np.float64), {})
         kernels = of_products(products, self.times_ns)
-        moved = np.bincount(parts.call, weights=parts.bytes + parts.also_moved)
+        moved: F64 = np.bincount(parts.call, weights=parts.bytes + parts.also_moved).astype(float)
         return replace(kernels, gemm=0 * kernels.gemm, bytes=moved, parts=parts)
 
     def _kernel(self, sizes: ExpertSizes) -> PartKernel:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import scipy.optimize  # pyright: ignore[reportMissingTypeStubs]
+import scipy.optimize
 
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.attention_time import attention_ns

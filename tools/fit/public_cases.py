@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import polars as pl
-import scipy.optimize  # pyright: ignore[reportMissingTypeStubs]
+import scipy.optimize
 
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.gpus.registry import load_gpu
@@ -269,7 +269,8 @@ def _vector_kernels(op: str, table: pl.DataFrame, gpu: str) -> KernelFeatures:
     works = [_row_work(op, *sizes) for sizes in table.select("m", "n").iter_rows()]
     # Arrays of the works' attributes of the same names.
     columns = ("passes", "rereads", "cycles", "chain", "far_load")
-    return replace(kernels, **{c: np.array([getattr(w, c) for w in works]) for c in columns})
+    values: dict[str, Any] = {c: np.array([getattr(w, c) for w in works]) for c in columns}
+    return replace(kernels, **values)
 
 
 # Operators that read rows more than once -> their names in PyTorch.

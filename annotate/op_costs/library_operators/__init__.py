@@ -41,7 +41,7 @@ from onerank.annotate.op_costs.operands import Call
 def _summed_rows(call: Call) -> Work | None:
     """Return the work of a kernel that sums the rows of a token: those beyond one row each."""
     result = call.output()
-    return result and vector_work(call, max(0, call.numel(0) - result.numel))
+    return vector_work(call, max(0, call.numel(0) - result.numel)) if result else None
 
 
 FORMULAS: dict[str, Formula] = {

@@ -54,7 +54,7 @@ def matrix_products(flops: Callable[[_Shapes], int], operand: int = 0) -> Formul
             count = flops(shape)
         except (_AbsentError, IndexError, ZeroDivisionError, ValueError):
             return None
-        return given and matmul_work(call, given, count)
+        return matmul_work(call, given, count) if given else None
 
     return formula
 
@@ -68,7 +68,7 @@ def per_result(flops: int) -> Formula:
 
     def formula(call: Call) -> Work | None:
         result = call.output()
-        return result and vector_work(call, flops * result.numel)
+        return vector_work(call, flops * result.numel) if result else None
 
     return formula
 

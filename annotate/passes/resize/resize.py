@@ -168,7 +168,7 @@ def _grown_strides(strides: Any, before: Any, after: Any) -> Any:
     """
     if not isinstance(strides, list) or not isinstance(before, list):
         return cast("Any", strides)
-    axes: list[tuple[Any, Any, Any]] = [*zip(strides, before, after, strict=False)]  # pyright: ignore[reportUnknownArgumentType]
+    axes: list[tuple[Any, Any, Any]] = [*zip(strides, before, after, strict=False)]
     if any(isinstance(size, list) for _, size, _ in axes):
         return [_grown_strides(*each) for each in axes]
     grown: list[int] = []

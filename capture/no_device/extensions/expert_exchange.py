@@ -287,7 +287,9 @@ class _Buffer(_Communicator):
         event = _EventOverlap(_Work(work) if later else None)
         return result, choice, weights, per_expert, (layout, allocated), event
 
-    def combine(self, x: Tensor, handle: Any, topk_weights: Tensor | None = None, **given: Any):
+    def combine(
+        self, x: Tensor, handle: Any, topk_weights: Tensor | None = None, **given: Any
+    ) -> tuple[Tensor, Tensor | None, _EventOverlap]:
         """Send rows back, and sum those of a token.
 
         Returns:

@@ -138,7 +138,7 @@ def _is_called_by_python() -> bool:
 
     The engine calls operators from a thread without Python frames, or from `torch.autograd.graph`.
     """
-    frame: Any = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    frame: Any = sys._getframe(1)
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))
         if frame.f_code.co_name != _PASSES_ON and not module.startswith(_BETWEEN):

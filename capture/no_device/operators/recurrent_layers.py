@@ -40,7 +40,7 @@ _TYPES = (torch.float16, torch.float32, torch.float64)
 
 def recurrent_functions() -> dict[str, Callable[..., Any]]:
     """Return replacements of the functions in `OWNER`, by name."""
-    return {name: _layer(getattr(torch._VF, name), mode) for name, mode in _MODES.items()}  # pyright: ignore[reportPrivateUsage]
+    return {name: _layer(getattr(torch._VF, name), mode) for name, mode in _MODES.items()}
 
 
 def _layer(original: Callable[..., Any], mode: int) -> Callable[..., Any]:

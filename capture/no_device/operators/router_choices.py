@@ -239,7 +239,7 @@ def _calling_module() -> nn.Module | None:
 
 def _frames_outward() -> Iterator[FrameType]:
     """Yield the running functions of this thread, innermost first."""
-    frame: FrameType | None = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         yield frame
         frame = frame.f_back

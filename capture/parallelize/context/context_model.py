@@ -253,7 +253,7 @@ def _check(model: nn.Module, size: int) -> Any:
             f"{', '.join(_KNOWN_LAYERS)}: leave --cp out",
             code="cp-layer-type",
         )
-    of_interface = type(model)._can_set_attn_implementation()  # pyright: ignore[reportPrivateUsage]
+    of_interface = type(model)._can_set_attn_implementation()
     if config._attn_implementation not in _KNOWN_ATTENTION or not of_interface:
         raise SliceError(
             f"--cp {size}: {kind} runs its attention as {config._attn_implementation!r}"

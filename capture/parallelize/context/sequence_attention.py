@@ -111,7 +111,7 @@ class GatheredKeys(torch.autograd.Function):
 
 def gather_keys(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """All-gather keys or values of the whole sequence; the backward reduce-scatters gradients."""
-    result: Tensor = GatheredKeys.apply(x, group)  # pyright: ignore[reportAssignmentType]
+    result: Tensor = GatheredKeys.apply(x, group)
     return result
 
 

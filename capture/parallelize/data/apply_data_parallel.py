@@ -43,6 +43,7 @@ from onerank.capture.parallelize.data.grad_accumulation import AccumulationRound
 from onerank.capture.parallelize.data.optimizers import scaled_steps, with_closure_hook
 from onerank.capture.parallelize.data.zero import ShardedOptimizers
 from onerank.capture.parallelize.ema_copies import LateReferences, copies_of, references_of
+from onerank.capture.parallelize.model_structure import uncompiled
 from onerank.capture.patches import live, rebound
 from onerank.capture.script.optimizer_steps import after_backward
 from onerank.ir.errors import OneRankError, SliceError
@@ -314,9 +315,8 @@ class DataParallelism:
             distributed = ReplicatedModel(module, self._groups)
         else:
             copies = [replica for replica in copies_of(module) if replica not in self._managed]
-            # torch.compile's wrapper has the module as `_orig_mod`.
-            root = getattr(module, "_orig_mod", module)
-            copies += [replica for replica in references_of(root) if replica not in copies]
+            references = references_of(uncompiled(module))
+            copies += [replica for replica in references if replica not in copies]
             self._references.follow(module)
             sharded = FullyShardedModel(module, self._groups, called=called)
             sharded.replace_in(optimizers)

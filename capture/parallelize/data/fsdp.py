@@ -23,6 +23,7 @@ from onerank.capture.fake_tensors import script_attributes
 from onerank.capture.parallelize.data.data_groups import DENSE, EXPERT, DataGroups, group_kind_of
 from onerank.capture.parallelize.data.optimizers import expand_state, pop_uniform_state
 from onerank.capture.parallelize.hugging_face import MODELING, PreTrainedModel
+from onerank.capture.parallelize.model_structure import uncompiled
 from onerank.capture.parallelize.pipeline.stage import move_before_fsdp
 from onerank.capture.patches import after_import, patched
 from onerank.ir.errors import SliceError
@@ -220,13 +221,12 @@ class FullyShardedModel:
     def __init__(self, module: nn.Module, groups: DataGroups, *, called: bool = True) -> None:
         self._called_before_sharding = called
         self._called = module
-        # torch.compile's wrapper has the module as _orig_mod.
-        self._root: Any = getattr(module, "_orig_mod", module)
+        self._root = uncompiled(module)
         device = device_of(self._root)
         whole_parameters = _parameters_by_owner(self._root)
         meshes: dict[str, DeviceMesh] = {}
 
-        def shard(module_part: nn.Module, kind: str) -> None:
+        def shard(module_part: nn.Module, kind: str) -> Any:
             if kind not in meshes:
                 group = groups.of(kind)
                 meshes[kind] = DeviceMesh.from_group(group, device.type, mesh_dim_names=("dp",))
@@ -237,16 +237,19 @@ class FullyShardedModel:
                 # By all data-parallel ranks, not only those with the same experts: the experts get
                 # the tokens of all.
                 sharded.set_gradient_divide_factor(float(groups.size))
+            return sharded
 
         # Inner modules come first: fully_shard skips parameters that an earlier call shards.
         for experts in _expert_modules(self._root):
             shard(experts, EXPERT)
-        for block in [*_blocks(self._root), self._root]:
+        for block in _blocks(self._root):
             shard(block, DENSE)
+        # The module, which now has the methods of FSDPModule.
+        self._sharded = shard(self._root, DENSE)
         # FSDP's hook reads every output tensor, so it must run before the hook that makes logits
         # gather, or raise an error, when read.
-        handle = self._root._get_fsdp_state()._post_forward_hook_handle
-        self._root._forward_hooks.move_to_end(handle.id, last=False)
+        handle = self._sharded._get_fsdp_state()._post_forward_hook_handle
+        self._sharded._forward_hooks.move_to_end(handle.id, last=False)
         for (owner, name), whole in whole_parameters.items():
             replacement = getattr(owner, name)
             if replacement is not whole and not hasattr(whole, _REPLACED):
@@ -270,12 +273,12 @@ class FullyShardedModel:
 
     def before_forward(self, args: tuple[Any, ...], *, communicates: bool) -> None:
         """Set whether FSDP communicates in this backward."""
-        self._root.set_requires_gradient_sync(communicates)
+        self._sharded.set_requires_gradient_sync(communicates)
         missed_by_hooks = self._called_before_sharding and self._called is self._root
-        if missed_by_hooks and not self._root._get_fsdp_state()._is_root:
+        if missed_by_hooks and not self._sharded._get_fsdp_state()._is_root:
             # FSDP's hooks were registered while torch ran those of the first call, so this call
             # misses them. On CUDA FSDP moves the inputs and fails without any.
-            self._root._get_fsdp_state()._pre_forward(self._root, args or (None,), {})
+            self._sharded._get_fsdp_state()._pre_forward(self._root, args or (None,), {})
 
     def prepare_repeated_reduction(self) -> None:
         """Do nothing: FSDP adds each backward's reduced gradients to its shards."""

@@ -32,6 +32,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from onerank.capture.fake_tensors import is_zero
 from onerank.capture.parallelize.data.optimizers import scaled_steps, with_closure_hook
+from onerank.capture.parallelize.model_structure import uncompiled
 from onerank.capture.parallelize.tensor.replicated_grads import partial_gradients, reduce_deferred
 from onerank.capture.patches import patched
 from onerank.capture.script.optimizer_steps import after_backward, in_backward
@@ -198,7 +199,7 @@ class DeferredGradSync:
             undo.callback(register_optimizer_step_pre_hook(self._before_step).remove)
             undo.enter_context(scaled_steps(self._end_step, lambda _: None))
             undo.enter_context(after_backward(self._end_backward))
-            engine = torch.autograd._engine_run_backward  # pyright: ignore
+            engine = torch.autograd._engine_run_backward
             undo.enter_context(
                 patched(
                     "torch.autograd", {"_engine_run_backward": self._sum_at_once_in_grad(engine)}
@@ -209,8 +210,7 @@ class DeferredGradSync:
     def _before_forward(self, module: nn.Module, _: Any) -> None:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
-        # torch.compile's wrapper has the module as `_orig_mod`.
-        model = getattr(module, "_orig_mod", module)
+        model = uncompiled(module)
         if model in self._slices:
             if model not in self._models:
                 self._models[model] = _Model(model, self._micro_batches)

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.utils import _sync_module_states  # pyright: ignore
+from torch.distributed.utils import _sync_module_states
 from torch.optim import Optimizer
 
 from onerank.capture.parallelize.autograd_collectives import all_gather, reduce_scatter
@@ -297,7 +297,7 @@ class ShardedOptimizers:
         self._finish_reduction()  # so that at most one bucket is in flight
         bucket.start_reduction()
         self._bucket_in_flight = bucket
-        engine: Any = torch.autograd.Variable._execution_engine  # pyright: ignore
+        engine: Any = torch.autograd.Variable._execution_engine
         # The last bucket of a backward is in flight when the backward ends; the engine runs queued
         # callbacks there.
         engine.queue_callback(self._finish_reduction)

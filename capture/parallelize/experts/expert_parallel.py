@@ -52,7 +52,7 @@ def exchange_rows(
     x: Tensor, receives: list[int], sends: list[int], group: dist.ProcessGroup
 ) -> Tensor:
     """Send `sends[r]` rows to each rank r and return the `receives[r]` rows from each, in order."""
-    result: Tensor = ExchangeRows.apply(x, receives, sends, group)  # pyright: ignore[reportAssignmentType]
+    result: Tensor = ExchangeRows.apply(x, receives, sends, group)
     return result
 
 
@@ -90,13 +90,13 @@ class ScatterRows(torch.autograd.Function):
 
 def gather_rows(x: Tensor, lengths: list[int], group: dist.ProcessGroup) -> Tensor:
     """Return the `lengths[r]` rows of each rank r, in order."""
-    result: Tensor = GatherRows.apply(x, lengths, group)  # pyright: ignore[reportAssignmentType]
+    result: Tensor = GatherRows.apply(x, lengths, group)
     return result
 
 
 def scatter_rows(x: Tensor, lengths: list[int], group: dist.ProcessGroup) -> Tensor:
     """Sum rows over the ranks and return this rank's `lengths[rank]` of them."""
-    result: Tensor = ScatterRows.apply(x, lengths, group)  # pyright: ignore[reportAssignmentType]
+    result: Tensor = ScatterRows.apply(x, lengths, group)
     return result
 
 

@@ -118,7 +118,7 @@ class EncoderDecoderInputs:
             (self.hidden,) = hidden
             self.boundary.received_address = hidden[0].data_ptr()
         self.boundary.encoder_output = None if self._last_stage else encoder_output
-        return BaseModelOutput(last_hidden_state=encoder_output)  # pyright: ignore[reportArgumentType]
+        return BaseModelOutput(last_hidden_state=encoder_output)
 
 
 class SendingDecoder(nn.Module):
@@ -134,7 +134,7 @@ class SendingDecoder(nn.Module):
         loss = PassthroughTensor.of(
             self._boundary.send(PassthroughTensor.plain(encoder_hidden_states))
         )
-        return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=loss)  # pyright: ignore
+        return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=loss)
 
 
 class ReceivedEmbedding(nn.Module):

@@ -82,7 +82,7 @@ def _call_on_loss(func: Callable[..., Any], loss: Tensor, *args: Any) -> Any:
     return loss if func in _VIEWS[:2] and len(args) > 1 else None  # [tokens, vocabulary]
 
 
-_DISABLED: Any = torch._C.DisableTorchFunctionSubclass  # pyright: ignore[reportPrivateUsage]
+_DISABLED: Any = torch._C.DisableTorchFunctionSubclass
 
 _VIEWS: tuple[Any, ...] = (Tensor.view, Tensor.reshape, Tensor.__getitem__)
 

@@ -45,7 +45,8 @@ def gathered_attention(model: nn.Module, styles: dict[str, str], size: int) -> d
         gathered = all(styles.get(f"{name}.{key}") in GATHERED for key in ("q_proj", "k_proj"))
         if not gathered or styles.get(f"{name}.o_proj") not in SPLIT:
             continue
-        width, norms = getattr(module, "head_dim", 0), {"q_norm": "q_proj", "k_norm": "k_proj"}
+        width: Any = getattr(module, "head_dim", 0)
+        norms = {"q_norm": "q_proj", "k_norm": "k_proj"}
         features = [children[projection].out_features for projection in norms.values()]
         if not width or any(count % (width * size) for count in features):
             continue

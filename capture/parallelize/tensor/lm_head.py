@@ -90,7 +90,7 @@ def parallel_head(
 
     model.loss_function = loss_function
     model.register_forward_pre_hook(before)
-    model.register_forward_hook(after, always_call=True)  # pyright: ignore[reportArgumentType]
+    model.register_forward_hook(after, always_call=True)
     head_linear(
         head,
         group,

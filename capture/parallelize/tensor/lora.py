@@ -229,7 +229,7 @@ def _reduce_hook(group: dist.ProcessGroup, inner: str) -> Callable[..., Tensor]:
     def hook(module: nn.Module, _: Any, output: Tensor) -> Tensor:
         total = reduce_from_group(output, group)
         # `_without_bias` left the bias out of the partial results, so it is added once here.
-        bias: Tensor | None = getattr(module.get_submodule(inner), "bias", None)
+        bias: Any = getattr(module.get_submodule(inner), "bias", None)
         return total if bias is None else total + bias
 
     return hook

@@ -62,11 +62,13 @@ class SequencePlaceholder(Tensor):
             return func(*args, **(kwargs or {}))
 
 
-_DISABLED: Any = torch._C.DisableTorchFunctionSubclass  # pyright: ignore[reportPrivateUsage]
+_DISABLED: Any = torch._C.DisableTorchFunctionSubclass
+
+_of_class: Any = Tensor  # its attributes as those of a class: properties
 
 _METADATA_FUNCTIONS: tuple[Any, ...] = (
-    *(Tensor.shape.__get__, Tensor.device.__get__, Tensor.dtype.__get__),  # pyright: ignore
-    *(Tensor.size, Tensor.dim, Tensor.requires_grad.__get__),  # pyright: ignore
+    *(_of_class.shape.__get__, _of_class.device.__get__, _of_class.dtype.__get__),
+    *(Tensor.size, Tensor.dim, _of_class.requires_grad.__get__),
 )
 
 
@@ -172,7 +174,7 @@ class SequenceInput:
         # block share one cast.
         if torch.is_autocast_enabled(shard.device.type):
             shard = shard.to(torch.get_autocast_dtype(shard.device.type))
-        self.whole: Tensor = GatherSequence.apply(shard, group)  # pyright: ignore
+        self.whole: Tensor = GatherSequence.apply(shard, group)
         # torch counts in-place writes to a tensor here.
         self._version = self.whole._version
         self._shard = shard
@@ -187,7 +189,7 @@ class SequenceInput:
             weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
         result: Tensor = _LinearOnSequence.apply(
             self.whole, self._shard, weight, bias, self._source
-        )  # pyright: ignore
+        )
         return result.view(*x.shape[:-1], -1)
 
     def matches(self, x: Tensor) -> bool:
@@ -240,13 +242,13 @@ def scatter_sum_to_sequence(
 
 def gather_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Gather shards of the sequence, [batch, part, hidden] or [tokens, hidden]."""
-    result: Tensor = GatherSequence.apply(x, group)  # pyright: ignore[reportAssignmentType]
+    result: Tensor = GatherSequence.apply(x, group)
     return result
 
 
 def split_to_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return this rank's shard of replicated hidden states [batch, sequence, hidden]."""
-    result: Tensor = SplitToSequence.apply(x, group)  # pyright: ignore[reportAssignmentType]
+    result: Tensor = SplitToSequence.apply(x, group)
     return result
 
 

@@ -21,7 +21,7 @@ IGNORED_LABEL = -100
 
 # Whether the running backward retains its graph, so that a second one may follow. torch offers no
 # public name for it.
-_retains_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph  # pyright: ignore
+_retains_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 
 
 class _ReduceWithAbsentPeers(torch.autograd.Function):
@@ -189,7 +189,7 @@ def causal_loss(
     flat = shift_labels.reshape(-1).to(logits.device)
     # A copy also of logits that are in fp32 already, because the function overwrites its input.
     scores = logits.reshape(flat.shape[0], -1).to(torch.float32, copy=True)
-    losses: Tensor = VocabularyParallelCrossEntropy.apply(scores, flat, group, peers_absent)  # pyright: ignore[reportAssignmentType]
+    losses: Tensor = VocabularyParallelCrossEntropy.apply(scores, flat, group, peers_absent)
     has_label = flat != ignore_index
     total = (losses * has_label).sum()
     if isinstance(num_items_in_batch, Tensor):

@@ -179,8 +179,9 @@ def fit_depths(captured: Captured, graph: Graph) -> LayerExtrapolation:
         comm_bytes=captured.line([comm_bytes(graph) for graph in graphs]),
         composed_compute_ns=compute_ns(graph),
         replayed_peak_bytes=replayed_peak_bytes(graph, captured.start_memory_bytes),
-        layer_mismatch=captured.plan
-        and _layer_mismatch(captured.shallow, captured.deep, captured.plan),
+        layer_mismatch=_layer_mismatch(captured.shallow, captured.deep, captured.plan)
+        if captured.plan
+        else None,
     )
 
 

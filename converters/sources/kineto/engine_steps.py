@@ -6,7 +6,7 @@ with stacks; the frames show where a step begins, and not which sequences it has
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
@@ -83,12 +83,16 @@ class StepContent:
     @property
     def new_tokens(self) -> int | None:
         """Tokens that the step computes, None if not recorded."""
-        return _sum([group and group.new_tokens for group in (self.prefills, self.decodes)])
+        return self._sum_of(lambda group: group.new_tokens)
 
     @property
     def context_tokens(self) -> int | None:
         """Tokens in the KV cache before the step, None if not recorded."""
-        return _sum([group and group.context_tokens for group in (self.prefills, self.decodes)])
+        return self._sum_of(lambda group: group.context_tokens)
+
+    def _sum_of(self, count: Callable[[SequenceGroup], int | None]) -> int | None:
+        groups = [group for group in (self.prefills, self.decodes) if group]
+        return _sum([count(group) for group in groups]) if len(groups) == 2 else None
 
     def inference(self, number: int) -> InferenceStep | None:
         """Return the label of a graph of the step; None if the annotation decides no kind.
@@ -110,9 +114,7 @@ class StepContent:
             () if context is None else (context,),
             lengths if len({*lengths}) > 1 else (),
             attention_keys=_sum([self.context_tokens, self.new_tokens]),
-            attention_pairs=_sum(
-                [group and group.pairs for group in (self.prefills, self.decodes)]
-            ),
+            attention_pairs=self._sum_of(lambda group: group.pairs),
         )
 
 

@@ -5,7 +5,7 @@ have the same costs. An operator without a rule keeps its operands and its ONNX 
 counted.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -44,7 +44,7 @@ class AtenCall:
         return {name: msgspec.json.encode(value).decode() for name, value in text.items()}
 
 
-def call(op: str, inputs: list[Argument], *outputs: OnnxTensor | None) -> AtenCall:
+def call(op: str, inputs: Sequence[Argument], *outputs: OnnxTensor | None) -> AtenCall:
     """Return a call of an `aten` operator."""
     return AtenCall(f"aten::{op}", tuple(inputs), outputs)
 

@@ -80,7 +80,7 @@ def _by_text(graph: Graph, compute: I64, column: str, key: Callable[[str], str])
 def shares_by_phase(graph: Graph) -> list[Share]:
     """Return the compute of a characterised graph by phase, in the order of a step."""
     compute = np.flatnonzero(graph.compute)
-    names = ["" if phase is Phase.NONE else phase.name.lower() for phase in Phase]
+    names: list[str] = ["" if phase is Phase.NONE else phase.name.lower() for phase in Phase]
     shares = _shares(graph, compute, graph.nodes.phase[compute].astype(np.int64), names)
     # Work outside all phases comes last, although its code is the lowest.
     return sorted(shares, key=lambda share: (not share.name, names.index(share.name)))

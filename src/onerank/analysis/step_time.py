@@ -344,7 +344,7 @@ def _replayed(graph: Graph) -> Replay | None:
 
 def _replayed_parts(replayed: Replay | None, *, in_steady_state: bool) -> StepBreakdown | None:
     if replayed is None or in_steady_state:
-        return replayed and replayed.steady_state
+        return replayed.steady_state if replayed else None
     return StepBreakdown(
         replayed.step_time_ns,
         replayed.compute_ns,

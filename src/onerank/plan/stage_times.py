@@ -7,6 +7,7 @@ overlaps the next block therefore counts where it delays something.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -221,7 +222,7 @@ def _input_share(graph: Graph, stage: Stage) -> float:
     return inputs_ns / max(1, inputs_ns + weights_ns)
 
 
-def memory_of(measured: Measurement) -> dict[str, int]:
+def memory_of(measured: Measurement) -> dict[str, Any]:
     """Return the memory of a stage, by the names of fields of `StageTimes`."""
     activation = max(measured.activation_bytes, default=0)
     start = measured.start_memory_bytes

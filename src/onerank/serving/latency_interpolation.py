@@ -171,7 +171,7 @@ class _Fit:
         terms, values = np.array([s[0] for s in sizes]), np.maximum(1.0, np.array(times_ns))
         coefficients = _nonnegative(terms, values)
         ratio = np.log(values / np.maximum(1e-9, terms @ coefficients))
-        smooth = _Smooth.of(_logs([s[1] for s in sizes]), ratio, like and like.factor)
+        smooth = _Smooth.of(_logs([s[1] for s in sizes]), ratio, like.factor if like else None)
         return cls(part, coefficients, smooth, form)
 
     def __call__(self, c: Composition) -> float:
@@ -253,7 +253,7 @@ class _StepFit:
         if eager:
             steps = [math.log(step_ns / max(k, h)) for step_ns, k, h in eager]
             ratios = np.array([[_ratio(k, h)] for _, k, h in eager])
-            step = _Smooth.of(ratios, np.array(steps), like and like.step)
+            step = _Smooth.of(ratios, np.array(steps), like.step if like else None)
         return cls(tuple(parts), graph, step, host)
 
     def __call__(self, c: Composition) -> "_Times":

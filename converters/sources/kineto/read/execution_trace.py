@@ -205,9 +205,9 @@ def _are_contiguous(shapes: Any, strides: Any) -> bool:
     """Return whether every tensor among nested shapes is contiguous, or its strides unreadable."""
     if not isinstance(shapes, list) or not isinstance(strides, list):
         return True
-    if len(shapes) != len(strides):  # pyright: ignore[reportUnknownArgumentType]
+    if len(shapes) != len(strides):
         return True
-    pairs: list[tuple[Any, Any]] = list(zip(shapes, strides, strict=True))  # pyright: ignore[reportUnknownArgumentType]
+    pairs: list[tuple[Any, Any]] = list(zip(shapes, strides, strict=True))
     if any(isinstance(size, list) for size, _ in pairs):
         return all(_are_contiguous(*pair) for pair in pairs)
     dense = 1

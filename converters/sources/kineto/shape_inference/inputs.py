@@ -1,5 +1,6 @@
 """Inputs of a call, and dtype promotion (torch.result_type)."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple, cast
@@ -78,6 +79,10 @@ class Inputs:
         if values is None or any(type(value) is not int for value in values):
             return None
         return values
+
+
+Rule = Callable[[Inputs], tuple[Result, ...] | None]
+"""Infers the results of a call; None if its inputs do not determine them."""
 
 
 # The profiler records a dtype argument as its number.
@@ -171,7 +176,7 @@ def broadcast(shapes: list[Shape]) -> Shape | None:
     return tuple(reversed(reversed_shape))
 
 
-def like(position: int, *, also: int = 0):
+def like(position: int, *, also: int = 0) -> Rule:
     """Return a rule: the first result has the shape and type of the input at `position`.
 
     Args:

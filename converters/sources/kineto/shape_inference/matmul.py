@@ -3,6 +3,7 @@
 from onerank.converters.sources.kineto.shape_inference.inputs import (
     Inputs,
     Result,
+    Rule,
     Shape,
     TensorShape,
     broadcast,
@@ -11,7 +12,7 @@ from onerank.converters.sources.kineto.shape_inference.inputs import (
 )
 
 
-def _product(first: int, second: int, *, types: int | None = None, name: str = ""):
+def _product(first: int, second: int, *, types: int | None = None, name: str = "") -> Rule:
     """Return the rule of `[..., m, k] x [..., k, n]`.
 
     Args:
@@ -68,7 +69,7 @@ def _grouped(inputs: Inputs) -> tuple[Result, ...] | None:
     )
 
 
-def _attention(*, heads_first: bool):
+def _attention(*, heads_first: bool) -> Rule:
     """Return the rule of fused attention: the output, and a log-sum-exp per row and head.
 
     Args:
@@ -146,7 +147,7 @@ def _convolution(
     transposed: int | None = None,
     output_padding: int | None = None,
     groups: int | None = None,
-):
+) -> Rule:
     """Return the rule of a convolution, its arguments at these positions.
 
     Args:
@@ -205,7 +206,7 @@ def _convolution_backward(inputs: Inputs) -> tuple[Result, ...] | None:
     return tuple(result if is_requested else None for result, is_requested in pairs)
 
 
-def _pooling(*, dilated: bool, indices: bool):
+def _pooling(*, dilated: bool, indices: bool) -> Rule:
     """Return the rule of pooling: kernel, stride, padding, then dilation, whether to round up."""
 
     def rule(inputs: Inputs) -> tuple[Result, ...] | None:

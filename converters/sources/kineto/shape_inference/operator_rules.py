@@ -3,11 +3,10 @@
 Rules of matrix products, attention, convolutions and pooling are in `matmul`.
 """
 
-from collections.abc import Callable
-
 from onerank.converters.sources.kineto.shape_inference.inputs import (
     Inputs,
     Result,
+    Rule,
     Shape,
     TensorShape,
     broadcast,
@@ -59,7 +58,7 @@ def _floating(inputs: Inputs) -> tuple[Result, ...] | None:
     return (operand if type_category(operand.type) > 1 else TensorShape(operand.shape, "float"),)
 
 
-def _broadcast_rule(count: int, *, truth: bool = False, floating: bool = False):
+def _broadcast_rule(count: int, *, truth: bool = False, floating: bool = False) -> Rule:
     def rule(inputs: Inputs) -> tuple[Result, ...] | None:
         tensors = [tensor for at in range(count) if (tensor := inputs.tensor(at)) is not None]
         shape = broadcast([tensor.shape for tensor in tensors])
@@ -189,7 +188,7 @@ def _reduce(inputs: Inputs, at: int) -> tuple[TensorShape, Shape] | None:
     return None if shape is None else (operand, shape)
 
 
-def _reduction(at: int, *, types: int | None, counts: bool = False):
+def _reduction(at: int, *, types: int | None, counts: bool = False) -> Rule:
     """Return the rule of a reduction.
 
     Args:
@@ -211,7 +210,7 @@ def _reduction(at: int, *, types: int | None, counts: bool = False):
     return rule
 
 
-def _reduction_to(name: str):
+def _reduction_to(name: str) -> Rule:
     """Return the rule of a reduction whose result has the type `name`."""
 
     def rule(inputs: Inputs) -> tuple[Result, ...] | None:
@@ -260,7 +259,7 @@ def _rms_norm(inputs: Inputs) -> tuple[Result, ...] | None:
     return results and results[:2]
 
 
-def _gradients(operands: tuple[int, ...], mask: int | None):
+def _gradients(operands: tuple[int, ...], mask: int | None) -> Rule:
     """Return the rule of a backward whose gradients are like the inputs at these positions.
 
     Args:
@@ -318,7 +317,7 @@ def _softmax_backward(inputs: Inputs) -> tuple[Result, ...] | None:
     )
 
 
-def _loss(reduction: int):
+def _loss(reduction: int) -> Rule:
     """Return the rule of a loss of two tensors: a scalar, or per element without reduction."""
 
     def rule(inputs: Inputs) -> tuple[Result, ...] | None:
@@ -356,7 +355,7 @@ def _embedding(inputs: Inputs) -> tuple[Result, ...] | None:
     return (TensorShape((*index.shape, *table.shape[1:]), table.type),)
 
 
-def _embedding_backward(count: int):
+def _embedding_backward(count: int) -> Rule:
     def rule(inputs: Inputs) -> tuple[Result, ...] | None:
         grad, rows = inputs.tensor(0), inputs.value(count)
         if grad is None or not grad.shape or type(rows) is not int:
@@ -499,7 +498,7 @@ _ON_LISTS_RULES = {
     **dict.fromkeys(("_foreach_norm", "_foreach_max"), _scalar_per_tensor),
 }
 
-_RULES: dict[str, Callable[[Inputs], tuple[Result, ...] | None]] = {
+_RULES: dict[str, Rule] = {
     **_POINTWISE_RULES,
     **_REDUCING_RULES,
     **PRODUCT_RULES,

@@ -327,8 +327,8 @@ def _kernels(
                 part,
                 count,
                 time_ns,
-                known and known.flops,
-                known and known.bytes,
+                known.flops if known else None,
+                known.bytes if known else None,
             )
         )
     return rows
