@@ -117,14 +117,8 @@ def run_as_rank(
         )
     with scratch_directory() as raw, _as_one_rank(job, emulated, raw, progress) as rank:
         training: Any = make_windows(options.windows, raw, rank.modules, progress, rank.peers)
-        inference = InferenceSteps(
-            rank.modules,
-            options.steps or (),
-            raw,
-            _windows_of_forwards(functools.partial(make_windows, options.windows), rank, progress),
-            recognise=job.infers,
-            step_of=options.step_of,
-        )
+        make_windows_of = functools.partial(make_windows, options.windows)
+        inference = _inference_steps(job, rank, raw, make_windows_of, progress)
         progress(f"running {script.name}")
         with emulated.running(rank.peers) if emulated else contextlib.nullcontext():
             run_script(
@@ -142,14 +136,14 @@ def run_as_rank(
             for done in [forward.windows for forward in forwards] or [training]:
                 done.observed.notes += rank.notes(done.steps)
             yield RankRun(
-                raw,
-                rank.peers,
-                rank.models,
-                rank.modules,
-                training,
-                forwards,
-                rank.fewer_layers,
-                job.distributed,
+                raw=raw,
+                peers=rank.peers,
+                models=rank.models,
+                modules=rank.modules,
+                windows=training,
+                forwards=forwards,
+                fewer_layers=rank.fewer_layers,
+                script_distributed=job.distributed,
                 recorded_steps=tuple(training.results) if options.recorded_steps > 1 else (),
             )
 
@@ -293,6 +287,24 @@ def _single_process() -> Generator[None]:
     """Show the script a job of one process, for which it was written."""
     with block_launchers(), hidden_group():
         yield
+
+
+def _inference_steps(
+    job: _RankJob,
+    rank: _EmulatedRank,
+    raw: Path,
+    make_windows: Callable[..., Any],
+    progress: Progress,
+) -> InferenceSteps:
+    """Return what measures the forwards of a script that infers, in directories of `raw`."""
+    return InferenceSteps(
+        rank.modules,
+        job.options.steps or (),
+        raw,
+        _windows_of_forwards(make_windows, rank, progress),
+        recognise=job.infers,
+        step_of=job.options.step_of,
+    )
 
 
 def _windows_of_forwards(

@@ -365,10 +365,7 @@ def loaded_server(
             device = next(model.parameters()).device.type
         else:
             model = build_model(config, device, shapes_only=emulated is not None)
-            if options.world.size > 1:
-                if not models.slices(model):
-                    raise nothing_parallel_error(path, options, "no model was sliced", model)
-                models.sliced.append((type(model).__name__, models.slice_one(model)))
+            _slice(model, models, options, path)
             if emulated is None:
                 materialise(model, device)
         pipeline = pipeline_of(models)
@@ -380,14 +377,14 @@ def loaded_server(
         stack.enter_context(modules.installed())
         make_windows = functools.partial(windows.make, on_gpu=device == "cuda")
         rank_run = RankRun(
-            raw,
-            peers,
-            models,
-            modules,
-            make_windows(raw, None),
-            (),
-            FewerLayers(None, None),
-            False,
+            raw=raw,
+            peers=peers,
+            models=models,
+            modules=modules,
+            windows=make_windows(raw, None),
+            forwards=(),
+            fewer_layers=FewerLayers(None, None),
+            script_distributed=False,
         )
         yield Server(
             rank_run,
@@ -398,6 +395,19 @@ def loaded_server(
             make_windows=make_windows,
             device=device,
         )
+
+
+def _slice(model: Any, models: ModelSlicing, options: Options, path: Path) -> None:
+    """Slice a model to the rank, if the world has several.
+
+    Raises:
+        CaptureError: the model does not support the sizes.
+    """
+    if options.world.size == 1:
+        return
+    if not models.slices(model):
+        raise nothing_parallel_error(path, options, "no model was sliced", model)
+    models.sliced.append((type(model).__name__, models.slice_one(model)))
 
 
 @dataclass(frozen=True)

@@ -292,6 +292,20 @@ def attend_backward(
             *forward.dropout_state,
             scale=mode.scale,
         )
+    return _efficient_backward(call, forward, tensors)
+
+
+def _efficient_backward(
+    call: AttentionCall, forward: AttentionOutput, tensors: tuple[Tensor, ...]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients by the memory-efficient kernel.
+
+    Args:
+        call: as for `attend_backward`.
+        forward: as for `attend_backward`.
+        tensors: gradient of the output, query, key, value and output.
+    """
+    query, key, mode = call.query, call.key, call.mode
     rows = [_to_kernel_layout(x, query) for x in tensors]
     # `attend` cut the padding off, so that the log-sum-exp of several calls can be merged.
     padded_sums = nn.functional.pad(forward.logsumexp, (0, -query.shape[2] % _ROWS))
@@ -301,7 +315,8 @@ def attend_backward(
         rows[4],
         None,
         None,
-        *lengths,
+        query.shape[2],
+        key.shape[2],
         padded_sums,
         mode.dropout,
         *forward.dropout_state,
