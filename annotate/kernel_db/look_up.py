@@ -13,6 +13,7 @@ from onerank.annotate.models.coefficients import Coefficients
 from onerank.annotate.models.cost_model import PredictFromDescription
 from onerank.annotate.models.intervals import HALF_WIDTH, Uncertainty
 from onerank.annotate.models.prediction_terms import (
+    PredictedDurations,
     Rule,
     Term,
     TermRecord,
@@ -72,6 +73,11 @@ class Lookups(NamedTuple):
     time_ns: F64
     rules: U8
     uncertainty: Uncertainty
+
+    @property
+    def durations(self) -> PredictedDurations:
+        """The durations and their rules."""
+        return PredictedDurations(self.time_ns, self.rules)
 
     @classmethod
     def nothing(cls, count: int) -> Self:

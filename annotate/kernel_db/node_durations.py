@@ -97,9 +97,7 @@ def best_of(
     lookups = look_up(graph, costs, where & ~kernels.over_link, basis, scratch)
     kinds = kinds_of(kernels, predicted, basis.source, target)
     _, model_width = half_widths(ErrorKinds.of(kinds), target, errors)
-    kinds = kinds_of(
-        kernels, (lookups.time_ns, lookups.rules), basis.source, target, lookups.uncertainty
-    )
+    kinds = kinds_of(kernels, lookups.durations, basis.source, target, lookups.uncertainty)
     _, lookup_width = half_widths(ErrorKinds.of(kinds), target, errors, lookups.uncertainty)
     known = np.isfinite(lookups.time_ns)
     better = known if basis.source is None else known & (lookup_width <= model_width)
@@ -233,9 +231,7 @@ def best_resized(
     _, model_width = half_widths(
         ErrorKinds.of(kinds, resize_kinds_of(kernels, where)), target, errors
     )
-    kinds = kinds_of(
-        kernels, (lookups.time_ns, lookups.rules), basis.source, target, lookups.uncertainty
-    )
+    kinds = kinds_of(kernels, lookups.durations, basis.source, target, lookups.uncertainty)
     _, lookup_width = half_widths(ErrorKinds.of(kinds), target, errors, lookups.uncertainty)
     known = np.isfinite(lookups.time_ns)
     better = known & (lookup_width <= model_width)

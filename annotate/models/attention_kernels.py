@@ -92,6 +92,9 @@ _SUPPORTED = {
     "ck": ("cdna2", "cdna3", "cdna4"),
     "aiter": ("cdna3", "cdna4"),
 }
+# Families whose code is of one architecture. `_SUPPORTED` lists what a user may request, and leaves
+# out architectures on which nobody measured a family, such as those of V100 and T4.
+_ONLY_ON = {"flash3": "hopper"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,6 +387,11 @@ def family_of(name: str) -> str:
 def slowdown_of(family: str, gpu: Gpu) -> Slowdown | None:
     """Return the slowdown of a family on a GPU's architecture; None if unknown."""
     return _SLOWDOWNS.get((family, gpu.architecture))
+
+
+def runs_on(family: str, gpu: Gpu) -> bool:
+    """Return whether a GPU can run a family of kernels; also true of families without figures."""
+    return _ONLY_ON.get(family, gpu.architecture) == gpu.architecture
 
 
 def resolve(ran: str, source: Gpu, target: Gpu, requested: str = "usual") -> Resolution:

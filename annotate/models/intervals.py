@@ -33,6 +33,7 @@ from onerank.annotate.models.prediction_terms import (
     AS_MEASURED,
     BY_DATABASE,
     BY_TILES,
+    PredictedDurations,
     Rule,
     TermRecord,
 )
@@ -256,7 +257,7 @@ def resize_kinds_of(kernels: KernelFeatures, resized: Mask) -> U8:
 
 def kinds_of(
     kernels: KernelFeatures,
-    predicted: tuple[F64, U8],
+    predicted: PredictedDurations,
     source: Gpu | None,
     target: Gpu,
     uncertainty: Uncertainty | None = None,
@@ -306,7 +307,7 @@ def _composed_kinds(kernels: KernelFeatures, target: Gpu) -> U8:
 
 
 def _attention_kinds(
-    kernels: KernelFeatures, predicted: tuple[F64, U8], source: Gpu | None, target: Gpu
+    kernels: KernelFeatures, predicted: PredictedDurations, source: Gpu | None, target: Gpu
 ) -> U8:
     """Return the kinds of attention, uint8[n]; arguments as for `kinds_of`."""
     predicted_ns, rules = predicted
@@ -484,7 +485,7 @@ class Interval(NamedTuple):
 
 def intervals(
     kernels: KernelFeatures,
-    predicted: tuple[F64, U8],
+    predicted: PredictedDurations,
     source: Gpu | None,
     target: Gpu,
     c: Coefficients,
@@ -501,7 +502,7 @@ def intervals(
 
     Args:
         kernels: the re-costed kernels.
-        predicted: predicted durations in ns and their rules, n of each.
+        predicted: their predicted durations.
         source: GPU they were measured on; None: not measured.
         target: GPU they are predicted for.
         c: coefficients with errors.
@@ -639,7 +640,8 @@ class ErrorKinds(NamedTuple):
         """
         if not overrides.known.any():
             return self
-        kinds = kinds_of(kernels, (predicted_ns, overrides.rules), target.as_described, target)
+        by_model = PredictedDurations(predicted_ns, overrides.rules)
+        kinds = kinds_of(kernels, by_model, target.as_described, target)
         matters = overrides.known & (overrides.factor != 1)
         # A factor of exactly 1 means that no overridden figure
         # acts on the kernel, so its time stays certain.

@@ -21,6 +21,7 @@ from onerank.annotate.models.attention_kernels import (
     family_of_operator,
     named_decode_terms,
     resolve_unmeasured,
+    runs_on,
     scheduled_forwards,
     shape_factors,
     slowdown_of,
@@ -248,9 +249,9 @@ def _family_swap(
     kernel, without_figure = requested_kernel, False
     if slowdown := slowdown_of(family, target):
         kernel = Resolution("", family, slowdown.forward, slowdown.backward, slowdown.source)
-    # Operators name kernels of NVIDIA's GPUs, and FlashAttention-3 runs only on Hopper, which has a
-    # figure. A GPU that cannot run the named kernel runs its usual one.
-    elif family and family != "flash3" and target.is_nvidia and len(rows):
+    # Operators name kernels of NVIDIA's GPUs. A GPU that cannot run the named kernel runs its usual
+    # one.
+    elif family and target.is_nvidia and runs_on(family, target) and len(rows):
         # On an architecture without a measured kernel, the model's time has this factor.
         near = bool((calls.rules[rows] == Rule.ATTENTION_TILES).any())
         slower = shipped().other_attention if near else 1.0

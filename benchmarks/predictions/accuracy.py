@@ -37,6 +37,7 @@ from onerank.annotate.models.cost_model import Predict, PredictFromDescription
 from onerank.annotate.models.learned import (
     predict_learned,
 )
+from onerank.annotate.models.prediction_terms import PredictedDurations
 from onerank.annotate.models.scale_by_ratio import predict_by_ratio
 from onerank.annotate.op_costs.cost_record import GemmShape
 from onerank.ir import Device, Edges, Evidence, Graph, Job, Kind, Nodes, StringTable
@@ -204,9 +205,9 @@ def fp8(folder: Path, fits: dict[str, Coefficients]) -> None:
         "tiles of both": by_shape,
         # The ratio of the bytes of their operands.
         "half the time": lambda _: (
-            lambda kernels, _: (
+            lambda kernels, _: PredictedDurations(
                 kernels.gemm[kernels.call, GemmShape._fields.index("operand_bytes")],
-                None,
+                np.zeros(len(kernels.call), dtype=np.uint8),
             )
         ),
     }

@@ -161,11 +161,12 @@ def compare(table: Path, name: str) -> None:
     measured_ns = rows["time_ns"].to_numpy().astype(np.float64)
     shapes = np.array([shape_of(case) for case in calls], dtype=np.float64)
     kernels = of_attention(Attention(shapes, {}, per_call=False), measured_ns)
-    (predicted_ns, rules), _ = swap_unmeasured_attention(
-        *(kernels, predict_from_description(kernels, gpu), gpu, "usual"),
-        [_OPERATOR] * len(calls),
+    by_usual = predict_from_description(kernels, gpu)
+    predicted, _ = swap_unmeasured_attention(
+        kernels, by_usual, gpu, "usual", [_OPERATOR] * len(calls)
     )
-    (low, high), _ = intervals(kernels, (predicted_ns, rules), None, gpu, shipped())
+    (low, high), _ = intervals(kernels, predicted, None, gpu, shipped())
+    predicted_ns = predicted.duration_ns
     inside = (low <= measured_ns) & (measured_ns <= high)
     error = 100 * (predicted_ns / measured_ns - 1)
     print_conditions()

@@ -140,14 +140,13 @@ def compare(table: Path, name: str) -> None:
     measured_ns = attention_ns + combine_ns
     attention = Attention(np.stack(sizes, axis=1), {}, per_call=False)
     kernels = of_attention(attention, measured_ns)
-    (attention_only_ns, rules), _ = swap_unmeasured_attention(
-        *(kernels, predict_from_description(kernels, gpu), gpu, "usual"),
-        ["onerank_serving::latent_attention"] * len(rows),
-    )
+    by_usual = predict_from_description(kernels, gpu)
+    operators = ["onerank_serving::latent_attention"] * len(rows)
+    attention_only, _ = swap_unmeasured_attention(kernels, by_usual, gpu, "usual", operators)
     combined_ns = [_combination_ns(gpu, *row) for row in rows.select(COLUMNS[:3]).iter_rows()]
-    predicted = attention_only_ns + combined_ns, rules
+    predicted_ns = attention_only.duration_ns + combined_ns
+    predicted = attention_only._replace(duration_ns=predicted_ns)
     (low, high), _ = intervals(kernels, predicted, None, gpu, shipped())
-    predicted_ns = predicted[0]
     error = 100 * (predicted_ns / measured_ns - 1)
     print_conditions()
     print(f"{gpu.name}, {table.name}")
