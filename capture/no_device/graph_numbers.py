@@ -182,8 +182,12 @@ class GraphNumbers:
         results = None
         if _has_known_sizes(operands[0]):
             results = self._operators.routers.results(name, operands)
+        use = self._operators.routers.take_use()
         if results is None:
             return _UNKNOWN
+        if use is not None:
+            # Generated kernels use the indices.
+            use()
         if isinstance(results, Tensor):
             return results
         return tuple(_UNKNOWN if result is None else result for result in results)

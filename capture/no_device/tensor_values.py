@@ -19,6 +19,9 @@ from onerank.capture.no_device.event_log import EventLog
 from onerank.ir.errors import CaptureError
 from onerank.ir.notes import Note
 
+CHOSEN = "_onerank_chosen"
+"""Attribute of a fake tensor of indices that a model chose: a function to call at their use."""
+
 # Largest array that a script gets in place of unknown numbers: a grid of images, predictions.
 _MOST_CONVERTED_BYTES = 1 << 26
 
@@ -210,11 +213,13 @@ class UnknownValues:
         """Return the placeholder for the numbers of a tensor that the script converts to NumPy.
 
         Raises:
-            CaptureError: the tensor has several integers of more than 8 bits or many elements.
+            CaptureError: the tensor has many elements, or several integers of more than 8 bits
+                that are no choices of a model.
         """
-        # Metrics and matchings take arrays of predictions, and a saved image consists of bytes.
-        # Other integers are counts and indices, which decide about shapes.
+        # Metrics and matchings take arrays of predictions, environments take actions, and a saved
+        # image consists of bytes. Other integers are counts, which decide about shapes.
         convertible = tensor.dtype.is_floating_point or tensor.dtype == torch.uint8
+        convertible = convertible or hasattr(tensor, CHOSEN)
         convertible = convertible and tensor.nbytes <= _MOST_CONVERTED_BYTES
         if tensor.numel() != 1 and not convertible:
             self.refuse("Tensor.numpy()")

@@ -43,6 +43,7 @@ from onerank.capture.no_device.event_log import (
 )
 from onerank.capture.no_device.operators.autograd_ranges import AutogradRanges, is_of_reducer
 from onerank.capture.no_device.operators.block_masks import FLEX_ATTENTION, BlockMasks
+from onerank.capture.no_device.operators.chosen_indices import ChosenIndices
 from onerank.capture.no_device.operators.fake_kernels import RepeatedCalls, lacks_fake, shapes_of
 from onerank.capture.no_device.operators.flash_attention_3 import python_kernel
 from onerank.capture.no_device.operators.functional_collectives import FunctionalCollectives
@@ -182,6 +183,7 @@ class FakeOperators(TorchDispatchMode):
         self.known = Known(self.storages)
         self.zero_patterns = ZeroPatterns(self.known, self.storages, unknown)
         self.routers = routers
+        self._chosen = ChosenIndices()
         self._results = KnownResults(self.known, unknown, routers)
         self.workspaces = Workspaces(log, gpu.workspace_bytes, gpu.sm_count)
         self.describe = Describer(self.storages.number)
@@ -512,6 +514,7 @@ class FakeOperators(TorchDispatchMode):
                 self.known.spoil(tensor)
                 mark_written(tensor, zero=schema.base in _ZEROS)
         self.zero_patterns.follow(call, result, masks)
+        self._chosen.follow(call, result, self.routers.take_use())
         self._sparse.follow(call, result)
         return result
 

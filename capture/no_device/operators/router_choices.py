@@ -7,7 +7,7 @@ static routing. Weights and losses stay unknown.
 
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from types import FrameType
@@ -77,7 +77,7 @@ class RouterChoices:
     """Numbers of the indices that `topk` or `argmax` returns for unknown scores.
 
     Attributes:
-        calls: calls of `topk`, `argmax` and fused routers whose indices are known.
+        calls: calls of `topk`, `argmax` and fused routers whose indices are known and used.
     """
 
     def __init__(self, routing: Routing | None) -> None:
@@ -91,6 +91,16 @@ class RouterChoices:
         self._indices: dict[tuple[int, int, int, int], Tensor] = {}
         # The modules that chose, in the order of their first choice: the layers.
         self._layers: list[weakref.ref[nn.Module]] = []
+        self._used_layers: set[int] = set()
+        self._use: Callable[[], None] | None = None
+
+    def take_use(self) -> Callable[[], None] | None:
+        """Return what counts the latest choice once its indices are used; None without a new one.
+
+        Metrics choose classes, too, but only compare them with labels.
+        """
+        use, self._use = self._use, None
+        return use
 
     def results(self, operator: str, operands: Sequence[Any]) -> Any:
         """Return the numbers of a choice's results, None for values; None if no router chooses.
@@ -115,8 +125,10 @@ class RouterChoices:
     def fused(self, choice: FusedChoice) -> Tensor | None:
         """Return the numbers that a fused router writes; None if they stay unknown."""
         indices = self._chosen(choice.scores, choice.top_k, -1)
-        if indices is None:
+        use = self.take_use()
+        if indices is None or use is None:
             return None
+        use()
         with unset_fake_temporarily():
             return choice.written(indices)
 
@@ -143,27 +155,42 @@ class RouterChoices:
             if module is None:
                 return None  # nothing says which layer calls
             layer = self._layer(module)
-        self.calls += 1
+        self._use = self._count(layer)
         tokens = scores.numel() // experts
         key = layer, experts, tokens, top_k
         with unset_fake_temporarily():
             if key not in self._indices:
-                counts = self._routing.tokens_per_expert(layer, experts, tokens, top_k)
+                line = min(layer, max(len(table) - 1, 0))
+                counts = self._routing.tokens_per_expert(line, experts, tokens, top_k)
                 self._indices[key] = chosen_experts(counts, top_k)
             return self._indices[key].view(*scores.shape[:-1], top_k)
 
-    def _layer(self, module: nn.Module) -> int:
-        """Return the number of a layer by the module that chooses in it.
+    def _count(self, layer: int) -> Callable[[], None]:
+        """Return a function that counts a choice of a layer, the first time it is called.
 
-        Raises:
-            SliceError: more modules choose than the table has lines.
+        The function raises `SliceError` if more layers choose than the table has lines.
         """
+        counted = False
+
+        def count() -> None:
+            nonlocal counted
+            if counted:
+                return
+            counted = True
+            self.calls += 1
+            self._used_layers.add(layer)
+            if self._lines > 1:
+                self._check_count(len(self._used_layers) <= self._lines)
+
+        return count
+
+    def _layer(self, module: nn.Module) -> int:
+        """Return the number of a layer by the module that chooses in it."""
         known = [reference() for reference in self._layers]
         for number, other in enumerate(known):
             if other is module:
                 return number
         self._layers.append(weakref.ref(module))
-        self._check_count(len(self._layers) <= self._lines)
         return len(self._layers) - 1
 
     def check(self) -> None:
@@ -173,7 +200,7 @@ class RouterChoices:
             SliceError: a table has more lines than modules chose.
         """
         if self._lines > 1 and self.calls:
-            self._check_count(len(self._layers) == self._lines)
+            self._check_count(len(self._used_layers) == self._lines)
 
     @property
     def _lines(self) -> int:
@@ -185,7 +212,8 @@ class RouterChoices:
         assert self._routing is not None, "only a table has lines"
         raise SliceError(
             f"--moe-routing {self._routing.name}: {self._lines} lines, but "
-            f"{'at least ' if len(self._layers) > self._lines else ''}{len(self._layers)} modules "
+            f"{'at least ' if len(self._used_layers) > self._lines else ''}"
+            f"{len(self._used_layers)} modules "
             "of the script choose experts\n"
             "  give a line for each of them, in the order of their first choice on this rank, or "
             "1 for all",
@@ -247,5 +275,7 @@ def _frames_outward() -> Iterator[FrameType]:
 
 def _module_of(frame: FrameType) -> nn.Module | None:
     """Return the module of which a frame runs a method, None for other functions."""
-    instance = self_of(frame) if frame.f_code.co_argcount else None
+    # A function such as `evaluate(model, batch)` has a module as its first argument, too.
+    is_method = frame.f_code.co_varnames[:1] == ("self",)
+    instance = self_of(frame) if is_method else None
     return instance if isinstance(instance, nn.Module) else None

@@ -28,11 +28,11 @@ The storage's number is kept because `tensor.data = other` changes the storage, 
 
 _ZEROS = frozenset("zeros zeros_like new_zeros zero".split())
 
-# Operators that move elements: of a mask they make the mask of their result.
-_MOVES = frozenset(
+MOVES = frozenset(
     "alias detach clone expand permute transpose t select slice unsqueeze squeeze unbind split "
     "split_with_sizes index index_select gather cat stack flip roll".split()
 )
+"""Operators that move elements: of a mask they make the mask of their result."""
 
 # The mask may have other strides than the tensor, so that it has no such view.
 _RESHAPES = frozenset("view _unsafe_view _reshape_alias".split())
@@ -240,7 +240,7 @@ class ZeroPatterns:
                 mask = self._mask(call.tensors[0]) | self._mask(call.tensors[1])
             elif base in _RESHAPES and not isinstance(call.args[1], torch.dtype):
                 mask = self._mask(call.args[0]).reshape(call.args[1])
-            elif base in _MOVES:
+            elif base in MOVES:
                 mask = self._moved(call)
         return mask
 

@@ -59,7 +59,7 @@ REFUSED = {
         "no-device-value",
     ),
     "an array of integers": (
-        LINEAR.format(setup="", statement="output.argmax(1).cpu().numpy()"),
+        LINEAR.format(setup="", statement="(output > 0).sum(1).cpu().numpy()"),
         "no-device-value",
     ),
     "a CUDA graph": (

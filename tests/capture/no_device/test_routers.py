@@ -53,10 +53,22 @@ def test_a_router_with_one_expert_a_token_chooses_by_argmax(tmp_path):
     assert [n for n in rows if n != 32] == [30] * 4
 
 
-def test_a_script_that_counts_right_predictions_has_no_router(tmp_path):
-    count = "with torch.no_grad(): right = (output[:, :4].argmax(-1) == 0).sum().item()"
+@pytest.mark.parametrize(
+    "count",
+    [
+        "with torch.no_grad(): right = (output[:, :4].argmax(-1) == 0).sum().item()",
+        "labels = output[:, :2].long(); right = labels == output[:, :4].topk(2)[1].cpu().cuda()",
+    ],
+)
+def test_a_script_that_counts_right_predictions_has_no_router(count, tmp_path):
     graph = captured(tmp_path, LINEAR.format(setup="", statement=count))
     assert not has_note(graph.job.measurement.notes, "no-device-routers")
+
+
+def test_a_script_reads_actions_that_it_drew(tmp_path):
+    act = "assert output.softmax(-1).multinomial(1).T.cpu().numpy().shape == (1, len(output))"
+    graph = captured(tmp_path, LINEAR.format(setup="", statement=act))
+    assert has_note(graph.job.measurement.notes, "no-device-stand-ins", "train.py")
 
 
 @pytest.mark.parametrize("routing", ["two.csv", "three.csv", "model"])
