@@ -1,6 +1,7 @@
 """Provide the extensions that have counterparts, and let their packages import without a GPU."""
 
 import contextlib
+import sys
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -79,7 +80,9 @@ def recorded_extensions(
     def compiled(name: str, *_: Any, is_python_module: bool = True, **__: Any) -> Any:
         if not is_python_module:
             unknown.refuse_library(name)
-        return extensions.module(name)
+        # Python keeps a loaded extension under its name: StyleGAN compiles one, and imports it.
+        sys.modules[name] = extensions.module(name)
+        return sys.modules[name]
 
     def deepspeed() -> AbstractContextManager[None]:
         def load(builder: Any, verbose: bool = True) -> Any:

@@ -367,7 +367,9 @@ METHOD = """
     import onerank
     from torch.utils import cpp_extension
     onerank.register_extension_function("my_kernels::sCell.forward", lambda x: x.new_empty(3, 5))
-    cell = cpp_extension.load(name="my_kernels", sources=["k.cu"]).sCell(True, 64)
+    cpp_extension.load(name="my_kernels", sources=["k.cu"])
+    import my_kernels
+    cell = my_kernels.sCell(True, 64)
 """
 
 
