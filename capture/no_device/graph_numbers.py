@@ -186,7 +186,6 @@ class GraphNumbers:
         if results is None:
             return _UNKNOWN
         if use is not None:
-            # Generated kernels use the indices.
             use()
         if isinstance(results, Tensor):
             return results

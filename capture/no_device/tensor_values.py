@@ -23,7 +23,7 @@ CHOSEN = "_onerank_chosen"
 """Attribute of a fake tensor of indices that a model chose: a function to call at their use."""
 
 # Largest array that a script gets in place of unknown numbers: a grid of images, predictions.
-_MOST_CONVERTED_BYTES = 1 << 26
+_MOST_CONVERTED_BYTES = 1 << 29
 
 # Distance of two made-up addresses: above the size of any storage.
 _APART = 1 << 40

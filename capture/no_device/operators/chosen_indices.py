@@ -5,7 +5,7 @@ and gets its numbers by `--moe-routing`. A choice that the script only compares 
 reads, decides no shape: it is no router's, and any index may stand for it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
@@ -51,8 +51,13 @@ class ChosenIndices:
         if self._moves(call, len(chosen)):
             self._mark(result, getattr(chosen[0], CHOSEN))
             return
-        for tensor in chosen:
-            getattr(tensor, CHOSEN)()
+        self.use(chosen)
+
+    def use(self, operands: Iterable[Any]) -> None:
+        """Report the choices among the operands of an operator or a kernel."""
+        if self._any:
+            for operand in operands:
+                getattr(operand, CHOSEN, _is_used)()
 
     def _moves(self, call: OperatorCall, count: int) -> bool:
         """Return whether an operator moves the elements of the `count` chosen among its tensors."""

@@ -437,6 +437,7 @@ class FakeOperators(TorchDispatchMode):
 
     def launch(self, launch: KernelLaunch) -> None:
         """Record a kernel that Python launches without an operator."""
+        self._chosen.use(launch.reads)
         event = self._begin(launch.name)
         if event is not None:
             event.inputs = self._describe_inputs(launch.name, launch.reads)

@@ -156,6 +156,9 @@ class RouterChoices:
                 return None  # nothing says which layer calls
             layer = self._layer(module)
         self._use = self._count(layer)
+        if _compiled_calls():
+            # Generated kernels use the indices, which no operator shows.
+            self._use()
         tokens = scores.numel() // experts
         key = layer, experts, tokens, top_k
         with unset_fake_temporarily():
