@@ -43,6 +43,7 @@ from onerank.annotate.models.flash2_decode import (
 )
 from onerank.annotate.models.flash2_prefill import is_scheduled
 from onerank.annotate.models.flash_mla import flash_mla_terms, runs_flash_mla
+from onerank.annotate.op_costs.cost_record import AttentionShape
 from onerank.ir.arrays import F64, Mask
 from onerank.ir.errors import AnnotateError
 
@@ -167,6 +168,8 @@ class ShapeFactors:
     backward_tail: float
     source: str
     sustained: float | None = None
+    masked_forward: tuple[float, ...] | None = None
+    masked_backward: tuple[float, ...] | None = None
 
     def in_training(self, gpu: Gpu) -> float:
         """Return the time in a step of training over the time alone.
@@ -187,7 +190,7 @@ class ShapeFactors:
 
         Args:
             gpu: the GPU.
-            shapes: as for `attention_time.attention_terms`, float64[d, 10].
+            shapes: as for `attention_time.attention_terms`, float64[d, 11].
             training: whether the calls are of a step of training.
         """
         columns: list[F64] = list(shapes.T)
@@ -201,8 +204,22 @@ class ShapeFactors:
         per_sm: F64 = batch * heads * np.ceil(rows / QUERY_TILE) / gpu.sm_count
         tail: F64 = np.where(backward, self.backward_tail, self.forward_tail)
         waiting: F64 = 1 + 2 * tail / np.maximum(per_sm, _FEW_TILES)
-        factors = np.where(causal > 0, by_head * waiting, by_head)
+        factors = np.where(causal > 0, by_head * waiting, by_head) * self._of_masks(shapes)
         return factors * self.in_training(gpu) if training else factors
+
+    def _of_masks(self, shapes: F64) -> F64:
+        """Return the time with the mask of each call over that without one, float64[d]."""
+        place = AttentionShape._fields.index("mask")
+        ones = np.ones(len(shapes))
+        if shapes.shape[1] <= place or self.masked_forward is None or self.masked_backward is None:
+            return ones
+        columns = dict(zip(AttentionShape._fields, shapes.T, strict=True))
+        factors = np.where(
+            columns["backward"] > 0,
+            np.interp(columns["dv"], self.heads, self.masked_backward),
+            np.interp(columns["dv"], self.heads, self.masked_forward),
+        )
+        return np.where(columns["mask"] > 0, factors, ones)
 
 
 # Tiles per SM below which the wait grows no further: the model's time is that of the longest tile.
@@ -232,6 +249,10 @@ _BY_SHAPE = {
         0.4,
         0.3,
         _H100,
+        # benchmarks/results/2026-11-28-masked-attention-h200.txt: geometric means over 512 to 4096
+        # tokens of masks, bool or added, of one or each sequence.
+        masked_forward=(1.85, 1.95, 1.91, 3.94, 2.72),
+        masked_backward=(1.45, 1.65, 1.89, 1.86, 1.78),
     ),
     # Causal calls alone were measured, so their figures hold the wait for the last tiles.
     ("efficient", "hopper"): ShapeFactors(

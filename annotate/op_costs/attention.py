@@ -51,6 +51,8 @@ class AttentionArguments:
         window: position of the number of keys that a query sees before its own; the number of those
             after its own follows. Only of operators that are `lower_right`. None: no argument has
             them.
+        mask: position of the tensor that masks the scores or adds to them. None: no argument has
+            it, or its time was not measured.
     """
 
     query: int
@@ -63,6 +65,7 @@ class AttentionArguments:
     lower_right: bool = False
     pairs: int | None = None
     window: int | None = None
+    mask: int | None = None
 
 
 class KeyWindow(NamedTuple):
@@ -217,7 +220,10 @@ def attention_formula(layout: AttentionArguments) -> Formula:
             # head: the queries are the heads of one token, and the value is a part of the key.
             sizes = batch, rows, 1, 1, columns
             bytes_read = call.input_bytes - value.nbytes
-        shape = AttentionShape(*sizes, d, dv, masked, int(layout.backward), of_last_tile)
+        mask_tensor = None if layout.mask is None else call.tensor(layout.mask)
+        has_mask = mask_tensor is not None and len(mask_tensor.shape) > 1
+        flags = masked, int(layout.backward), of_last_tile, int(has_mask)
+        shape = AttentionShape(*sizes, d, dv, *flags)
         return matmul_work(call, query, flops, bytes_read, attention=shape)
 
     return formula
@@ -281,7 +287,7 @@ _LAYOUTS = {
     "_scaled_dot_product_flash_attention": AttentionArguments(0, 4, lower_right=True),
     "_scaled_dot_product_flash_attention_for_cpu": AttentionArguments(0, 4),
     "_scaled_dot_product_efficient_attention": AttentionArguments(0, 6),
-    "_scaled_dot_product_cudnn_attention": AttentionArguments(0, 6),
+    "_scaled_dot_product_cudnn_attention": AttentionArguments(0, 6, mask=3),
     "_scaled_dot_product_fused_attention_overrideable": AttentionArguments(0, 5),
     "_scaled_dot_product_attention_math": AttentionArguments(0, 5),
     "scaled_dot_product_attention": AttentionArguments(0, 5),
@@ -290,7 +296,9 @@ _LAYOUTS = {
     ),
     "_scaled_dot_product_flash_attention_for_cpu_backward": AttentionArguments(1, 7, backward=True),
     "_scaled_dot_product_efficient_attention_backward": AttentionArguments(1, 11, backward=True),
-    "_scaled_dot_product_cudnn_attention_backward": AttentionArguments(1, 14, backward=True),
+    "_scaled_dot_product_cudnn_attention_backward": AttentionArguments(
+        1, 14, backward=True, mask=8
+    ),
     "_flash_attention_forward": AttentionArguments(
         0, 8, heads_first=False, lengths=3, longest=5, lower_right=True, window=11
     ),
@@ -303,8 +311,10 @@ _LAYOUTS = {
     "_efficient_attention_backward": AttentionArguments(
         1, 14, heads_first=False, lengths=6, longest=8, backward=True
     ),
-    "_cudnn_attention_forward": AttentionArguments(0, 10, lengths=4, longest=6),
-    "_cudnn_attention_backward": AttentionArguments(1, 14, lengths=9, longest=11, backward=True),
+    "_cudnn_attention_forward": AttentionArguments(0, 10, lengths=4, longest=6, mask=3),
+    "_cudnn_attention_backward": AttentionArguments(
+        1, 14, lengths=9, longest=11, backward=True, mask=8
+    ),
     # Higher-order operators; a capture without a device adds the number of pairs.
     "flex_attention": AttentionArguments(0, None, pairs=9),
     "flex_attention_backward": AttentionArguments(0, None, backward=True, pairs=14),

@@ -142,7 +142,9 @@ class AttentionShape(NamedTuple):
             key, or `LOWER_RIGHT`.
         backward: 1 for the backward pass, 0 for the forward.
         window: keys that the last tile of queries sees, if a window hides keys; 0 without one.
-            Arrays of calls without a window may lack this column.
+        mask: 1 if a tensor masks the scores or adds to them, else 0.
+
+    Arrays of calls without a window or a mask may lack the last columns.
     """
 
     batch: int
@@ -155,6 +157,7 @@ class AttentionShape(NamedTuple):
     causal: int
     backward: int
     window: int = 0
+    mask: int = 0
 
     @property
     def sizes(self) -> AttentionSizes:

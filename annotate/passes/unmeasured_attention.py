@@ -45,7 +45,7 @@ class _Nodes:
     """The n operators of a capture, with the attention kernels that they name.
 
     Attributes:
-        shapes: `AttentionShape` of each node, zeros for other operators, float64[n, 10].
+        shapes: `AttentionShape` of each node, zeros for other operators, float64[n, 11].
         families: `family_of_operator` of each node.
         target: GPU they are predicted for.
         record: terms of the predictions, updated in place; None to record none.
@@ -185,7 +185,7 @@ class _FusedCalls:
     """The calls of attention among n nodes, as the target's usual kernel computes them.
 
     Attributes:
-        shapes: `AttentionShape` of each node, float64[n, 10].
+        shapes: `AttentionShape` of each node, float64[n, 11].
         backward: whether it is a backward pass, bool[n].
         rules: the rule that predicted it, uint8[n].
         above_ns: its time above the launch floor, float64[n].

@@ -234,6 +234,23 @@ def test_windowed_prefills_of_flash_attention_2():
     assert durations == pytest.approx(np.multiply(measured_us, 1e3), rel=0.1)
 
 
+def test_attention_of_cudnn_with_a_mask():
+    """Measured on an H200, alone: heads of 80, which chose no figure, without and with a mask."""
+    measured_us = np.array([87.1, 162.0, 282.6, 460.0])
+    shapes = np.array([
+        [8, 12, 12, 1024, 1024, 80, 80, 0, backward, 0, mask]
+        for backward in (0, 1)
+        for mask in (0, 1)
+    ], dtype=float)  # fmt: skip
+    operators = ["aten::_cudnn_attention_forward"] * 2 + ["aten::_cudnn_attention_backward"] * 2
+    kernels, gpu = of_attention(Attention(shapes, {}), np.ones(4)), load_gpu("H200")
+    predicted = predict_from_description(kernels, gpu)
+    (durations, _), _ = swap_unmeasured_attention(kernels, predicted, gpu, "usual", operators)
+    assert durations[1::2] / durations[::2] == pytest.approx(
+        measured_us[1::2] / measured_us[::2], rel=0.08
+    )
+
+
 def test_decoding_divides_the_keys_of_few_heads_among_sms():
     """One sequence of 8 key heads: 16 parts each occupy 128 of 132 SMs, which halves their keys."""
     c = shipped().decode_on(H100)
