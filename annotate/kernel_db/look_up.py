@@ -11,7 +11,8 @@ from onerank.annotate.kernel_db.database import VERSIONS, KernelRow, Library, Ma
 from onerank.annotate.kernel_db.interpolate import Between, between
 from onerank.annotate.models.coefficients import Coefficients
 from onerank.annotate.models.cost_model import PredictFromDescription
-from onerank.annotate.models.intervals import HALF_WIDTH, Uncertainty
+from onerank.annotate.models.error_kinds import Uncertainty
+from onerank.annotate.models.intervals import HALF_WIDTH
 from onerank.annotate.models.prediction_terms import (
     PredictedDurations,
     Rule,

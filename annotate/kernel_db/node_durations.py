@@ -9,14 +9,9 @@ import numpy as np
 from onerank.annotate.kernel_db.calls import CallKey
 from onerank.annotate.kernel_db.database import KernelRow, Library, release
 from onerank.annotate.kernel_db.look_up import Basis, Lookups, look_up
+from onerank.annotate.models.error_kinds import Uncertainty, kinds_of, resize_kinds_of
 from onerank.annotate.models.features import KernelFeatures
-from onerank.annotate.models.intervals import (
-    ErrorKinds,
-    Uncertainty,
-    half_widths,
-    kinds_of,
-    resize_kinds_of,
-)
+from onerank.annotate.models.intervals import ErrorKinds, half_widths
 from onerank.annotate.models.prediction_terms import (
     PredictedDurations,
     Rule,

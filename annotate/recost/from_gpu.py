@@ -10,7 +10,8 @@ from onerank.annotate.kernel_db.database import library_for
 from onerank.annotate.kernel_db.look_up import Basis
 from onerank.annotate.kernel_db.node_durations import Best, Size, best_of, best_resized, evidence_of
 from onerank.annotate.models.coefficients import shipped
-from onerank.annotate.models.intervals import Interval, OverrideEffect, Uncertainty, intervals
+from onerank.annotate.models.error_kinds import Uncertainty
+from onerank.annotate.models.intervals import Interval, OverrideEffect, intervals
 from onerank.annotate.models.prediction_terms import (
     AS_MEASURED,
     BY_DATABASE,

@@ -10,8 +10,9 @@ from kept_traces import kept_graph
 
 from onerank.annotate import MODELS, Gpu, OpClass, gpu_names, load_gpu, recost, summarise
 from onerank.annotate.models.coefficients import shipped
+from onerank.annotate.models.error_kinds import KINDS, kinds_of
 from onerank.annotate.models.features import KernelFeatures
-from onerank.annotate.models.intervals import KINDS, intervals, kinds_of
+from onerank.annotate.models.intervals import intervals
 from onerank.annotate.models.learned import predict_from_description
 from onerank.annotate.models.prediction_terms import Rule
 from onerank.annotate.models.scale_by_ratio import predict_by_ratio as by_ratio

@@ -12,7 +12,7 @@ import numpy as np
 from onerank.annotate.gpus.registry import load_gpu
 from onerank.annotate.kernel_db.database import open_library
 from onerank.annotate.models.coefficients import Coefficients, shipped
-from onerank.annotate.models.intervals import KINDS
+from onerank.annotate.models.error_kinds import KINDS
 from onerank.annotate.recost.recost import source_gpu
 from onerank.ir.chakra import read
 from onerank.ir.errors import AnnotateError

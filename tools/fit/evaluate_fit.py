@@ -23,8 +23,8 @@ from onerank.annotate.kernel_db.look_up import SOURCE_SHARE, Basis, look_up
 from onerank.annotate.models.calibration import MeanRates, gemm_shapes, rates_in
 from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.cost_model import Predict, PredictFromDescription
+from onerank.annotate.models.error_kinds import TINY_NS
 from onerank.annotate.models.features import KernelFeatures
-from onerank.annotate.models.intervals import TINY_NS
 from onerank.annotate.models.learned import predict_from_description
 from onerank.annotate.models.prediction_terms import Rule
 from onerank.annotate.models.roofline import predict_from_datasheet
@@ -58,7 +58,7 @@ class Case:
     """Predictions for one ordered pair of GPUs.
 
     Attributes:
-        kind: kind of prediction, as in `intervals.KINDS`.
+        kind: kind of prediction, as in `error_kinds.KINDS`.
         source: GPU whose measurement was used.
         target: GPU predicted, its family left out of the fit.
         measured_ns: float64[d].

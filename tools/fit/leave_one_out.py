@@ -16,8 +16,9 @@ from onerank.annotate.gpus.registry import load_gpu
 from onerank.annotate.models import scale_measured
 from onerank.annotate.models.coefficients import Coefficients, Error, shipped
 from onerank.annotate.models.cost_model import Predict, PredictFromDescription
+from onerank.annotate.models.error_kinds import LONG_NS, SHORT_NS
 from onerank.annotate.models.gpu_distance import same_die
-from onerank.annotate.models.intervals import LONG_NS, SHORT_NS, widening
+from onerank.annotate.models.intervals import widening
 from onerank.annotate.models.learned import predict_from_description, predict_learned
 from onerank.annotate.op_costs.cost_record import GemmShape
 from onerank.ir.arrays import F64, Mask

@@ -14,8 +14,9 @@ from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.attention_kernels import Resolution, resolve_unmeasured
 from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.cost_model import PredictFromDescription
+from onerank.annotate.models.error_kinds import Uncertainty
 from onerank.annotate.models.features import KernelFeatures
-from onerank.annotate.models.intervals import Uncertainty, intervals
+from onerank.annotate.models.intervals import intervals
 from onerank.annotate.models.learned import predict_from_description
 from onerank.annotate.models.prediction_terms import PredictedDurations
 from onerank.annotate.op_costs.node_costs import OpCosts, op_costs_of

@@ -6,9 +6,10 @@ import pytest
 
 from onerank.annotate import load_gpu, recost, with_figures
 from onerank.annotate.models.coefficients import shipped
+from onerank.annotate.models.error_kinds import KINDS
 from onerank.annotate.models.features import KernelFeatures
 from onerank.annotate.models.gpu_distance import distance_from_fitted, same_die, tile_model_weight
-from onerank.annotate.models.intervals import KINDS, ErrorKinds, compute_interval, widening
+from onerank.annotate.models.intervals import ErrorKinds, compute_interval, widening
 from onerank.annotate.models.tile_times import tile_times
 from onerank.annotate.op_costs.node_costs import op_costs_of
 from onerank.ir import UNKNOWN, Evidence, Graph, Kind

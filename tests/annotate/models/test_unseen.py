@@ -12,9 +12,10 @@ from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.attention_kernels import has_figure, is_known_by_shape
 from onerank.annotate.models.attention_time import attention_tiles, decode_terms
 from onerank.annotate.models.coefficients import shipped
+from onerank.annotate.models.error_kinds import KINDS, kinds_of
 from onerank.annotate.models.gemm_tiles import GemmTarget, Rates, gemm_ns
 from onerank.annotate.models.gpu_distance import distance_from_fitted, tile_model_weight
-from onerank.annotate.models.intervals import KINDS, kinds_of, widening
+from onerank.annotate.models.intervals import widening
 from onerank.annotate.models.learned import predict_from_description, predict_learned
 from onerank.annotate.models.prediction_terms import Rule, TermRecord
 from onerank.annotate.models.scale_measured import predict_by_residual

@@ -7,8 +7,8 @@ import pytest
 
 from onerank.annotate import load_gpu
 from onerank.annotate.models import learned, roofline
+from onerank.annotate.models.error_kinds import KINDS, kinds_of
 from onerank.annotate.models.features import kernels_of
-from onerank.annotate.models.intervals import KINDS, kinds_of
 from onerank.annotate.models.prediction_terms import Rule, TermRecord
 from onerank.annotate.op_costs.cost_record import PartKernel, Work
 from onerank.annotate.op_costs.node_costs import work_of_call
