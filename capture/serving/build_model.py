@@ -48,10 +48,14 @@ def read_config(path: Path) -> Any:
             f"{file}: transformers has no causal language model for {kind!r}",
             code="serve-model-unknown",
         )
-    if config.get_text_config().num_hidden_layers == 0:
-        raise CaptureError(
-            f"{file}: the model has no layers (num_hidden_layers is 0)", code="serve-model-unknown"
-        )
+    text = config.get_text_config()
+    for name, what in (("num_hidden_layers", "layers"), ("vocab_size", "tokens")):
+        if getattr(text, name) < 1:
+            raise CaptureError(
+                f"{file}: the model has no {what} ({name} is {getattr(text, name)})",
+                code="serve-model-unknown",
+            )
+    _check_heads(file, text)
     if getattr(config, "quantization_config", None) is not None:
         raise CaptureError(
             f"{file}: quantised weights are not served\n  remove quantization_config to measure "
@@ -59,6 +63,25 @@ def read_config(path: Path) -> Any:
             code="serve-quantised",
         )
     return config
+
+
+def _check_heads(file: Path, config: Any) -> None:
+    """Raise if key-value heads do not divide the attention heads; on shapes alone no kernel would.
+
+    Models whose layers differ have lists, and latent attention does not read its number.
+    """
+    heads, kv_heads, latent = (
+        getattr(config, name, None)
+        for name in ("num_attention_heads", "num_key_value_heads", "kv_lora_rank")
+    )
+    if latent or not isinstance(heads, int) or not isinstance(kv_heads, int) or not kv_heads:
+        return
+    if heads % kv_heads:
+        raise CaptureError(
+            f"{file}: {kv_heads} key-value heads do not divide {heads} attention heads "
+            f"({heads} = {heads // kv_heads} x {kv_heads} + {heads % kv_heads})",
+            code="serve-model-unknown",
+        )
 
 
 def pad_vocabulary(config: Any) -> int | None:

@@ -561,6 +561,8 @@ def test_the_first_cuda_graph_is_as_fast_as_later_ones(tmp_path: Path):
         ({"model_type": "no-such-model"}, "serve-model-unknown"),
         ({"model_type": "vit"}, "serve-model-unknown"),
         ({**LLAMA, "num_hidden_layers": 0}, "serve-model-unknown"),
+        ({**LLAMA, "vocab_size": 0}, "serve-model-unknown"),
+        ({**LLAMA, "num_key_value_heads": 3}, "serve-model-unknown"),
         ({**LLAMA, "max_position_embeddings": 1}, "grid-beyond-context"),
         # Layers that share keys, and none that has them; the model's constructor raises.
         ({**LLAMA, "model_type": "gemma3n_text", "num_kv_shared_layers": 2}, "serve-model-unknown"),
