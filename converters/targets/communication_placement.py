@@ -18,6 +18,24 @@ Shift = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
+class MeshLine:
+    """The groups of one dimension of a mesh over all ranks, in the order of their numbers.
+
+    Attributes:
+        stride: distance between neighbours.
+        count: ranks of a group.
+    """
+
+    stride: int
+    count: int
+
+    def through(self, rank: int) -> tuple[int, ...]:
+        """Return the group of a rank, ascending."""
+        first = rank - rank // self.stride % self.count * self.stride
+        return tuple(range(first, first + self.stride * self.count, self.stride))
+
+
+@dataclass(frozen=True, slots=True)
 class Placement:
     """The peers of a communication, relative to the rank that issues it.
 
@@ -27,16 +45,20 @@ class Placement:
         axis: axis whose line through the rank is the group, or "world".
         shift: distance to the peer of a send or receive.
         member_shifts: distances to all members of a group that is not a whole line of an axis.
+        line: a dimension of a script's mesh of ranks.
     """
 
     axis: str = ""
     shift: Shift = ()
     member_shifts: tuple[Shift, ...] = ()
+    line: MeshLine | None = None
 
     def group_ranks(self, world: World, rank: int) -> tuple[int, ...]:
         """Return the ranks of the group that `rank` belongs to, ascending."""
         if self.member_shifts:
             return tuple(sorted(shift_rank(world, rank, shift) for shift in self.member_shifts))
+        if self.line is not None:
+            return self.line.through(rank)
         return _line(world, self.axis, rank)
 
 
@@ -248,6 +270,8 @@ def group_placement(name: str, job: Job, world: World, unequal_along: str) -> Pl
         if set(ranks) <= set(line):
             shifts = (shift_between(world, job.rank, rank) for rank in ranks)
             return Placement(member_shifts=tuple(shifts))
+    if not has_axis and (mesh_line := _mesh_line(group, world)) is not None:
+        return Placement(line=mesh_line)
     if not has_axis:
         raise ExportError(_unplaceable(group, world), code="export-group-not-placeable")
     line = _line(world, group.axis, job.rank)
@@ -264,6 +288,22 @@ def _has_axis(world: World, axis: str) -> bool:
     # Experts divide dp and cp, so these two axes are lines of a world without being among its
     # sizes.
     return axis in ("ep", "edp") or all(name in world.sizes for name in axis.split("+"))
+
+
+def _mesh_line(group: ProcessGroup, world: World) -> MeshLine | None:
+    """Return the dimension of the script's mesh that a group belongs to; None if unknown.
+
+    torch describes the groups of a `DeviceMesh` as "mesh_" and the dimension's name, and the
+    capture names them so. Ranks of a mesh over the world in the order of their numbers have equal
+    distances. Groups of other names may differ from rank to rank.
+    """
+    ranks = sorted(group.ranks)
+    line = MeshLine(ranks[1] - ranks[0], len(ranks))
+    stage = world.size // world.sizes.get("pp", 1)
+    is_whole = stage % (line.stride * line.count) == 0
+    if not group.name.startswith("mesh_") or not is_whole or line.through(ranks[0]) != (*ranks,):
+        return None
+    return line
 
 
 def _unplaceable(group: ProcessGroup, world: World) -> str:

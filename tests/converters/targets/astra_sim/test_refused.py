@@ -127,10 +127,32 @@ def test_a_full_disk_names_the_directory_and_keeps_the_earlier_export(tmp_path: 
 )
 def test_a_group_inside_an_axis_gets_the_axes_to_capture_with(ranks, world, hint, tmp_path) -> None:
     """FSDP that reshards to a part of its ranks after forward has such groups."""
-    job = Job(world=World.of(**world), groups=(ProcessGroup("mesh_dim_1", ranks),))
+    job = Job(world=World.of(**world), groups=(ProcessGroup("shards", ranks),))
     with raises_code("export-group-not-placeable") as caught:
-        export_astra_sim(one_collective(Collective.ALL_GATHER, 64, "mesh_dim_1", job), tmp_path)
+        export_astra_sim(one_collective(Collective.ALL_GATHER, 64, "shards", job), tmp_path)
     assert re.search(hint, str(caught.value))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "groups"),
+    [
+        ((0, 1), [[0, 1], [2, 3], [4, 5], [6, 7]]),
+        ((0, 4), [[0, 4], [1, 5], [2, 6], [3, 7]]),
+        ((4, 6), [[0, 2], [1, 3], [4, 6], [5, 7]]),
+    ],
+)
+def test_a_group_of_a_mesh_is_placed_by_its_dimension(ranks, groups, tmp_path) -> None:
+    """HSDP of a script, exported from one rank: the mesh has a group of each rank."""
+    job = Job(rank=ranks[0], world=World.of(dp=8), groups=(ProcessGroup("mesh_shard", ranks),))
+    export_astra_sim(one_collective(Collective.ALL_GATHER, 64, "mesh_shard", job), tmp_path / "out")
+    written = json.loads((tmp_path / "out" / "comm_groups.json").read_text())
+    assert sorted(group for group in written.values() if len(group) == 2) == groups
+
+
+def test_an_irregular_group_of_a_mesh_is_refused(tmp_path) -> None:
+    job = Job(world=World.of(dp=8), groups=(ProcessGroup("mesh_shard", (0, 1, 3)),))
+    with raises_code("export-group-not-placeable"):
+        export_astra_sim(one_collective(Collective.ALL_GATHER, 64, "mesh_shard", job), tmp_path)
 
 
 def test_a_group_inside_an_axis_is_placed_by_the_traces_of_all_ranks(tmp_path) -> None:
