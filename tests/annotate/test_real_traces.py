@@ -153,14 +153,26 @@ def test_what_another_vendors_gpu_measured_is_as_unsure_as_what_is_told_of_it(h2
     assert widths[0] > 1.5 * widths[2]
 
 
+@pytest.fixture(scope="module")
+def kernels_of_h200(h200: Graph) -> dict[str, KernelFeatures]:
+    """Its kernels by the type of their products; of a V100 or a T4, that is float16."""
+    source, found = load_gpu("H200"), op_costs_of(h200)
+    assert keeps_times_in_float16(found, "fp16", source)
+    in_float16, _ = run_in_float16(found, (source, load_gpu("V100")))
+    return {
+        "bf16": KernelFeatures.of(h200, found),
+        "fp16": KernelFeatures.of(h200, in_float16),
+    }
+
+
 @pytest.mark.parametrize("model", ["ratio", "residual"])
 class TestScaling:
     @pytest.mark.parametrize("target", gpu_names())
     def test_no_node_changes_by_more_than_some_resource_does(
-        self, h200: Graph, model: str, target: str
+        self, h200: Graph, kernels_of_h200: dict[str, KernelFeatures], model: str, target: str
     ):
         source, gpu = load_gpu("H200"), load_gpu(target)
-        kernels = KernelFeatures.of(h200, op_costs_of(h200))
+        kernels = kernels_of_h200["bf16"]
         here, there = kernels.rates(source), kernels.rates(gpu)
         shared = [
             source.peak_bandwidth_bytes_per_s / gpu.peak_bandwidth_bytes_per_s,
@@ -197,16 +209,14 @@ class TestScaling:
         "figure", ["memory_bandwidth_gb_per_s", "boost_clock_mhz", "sm_count", "bf16_tensor_tflops"]
     )
     def test_more_of_a_resource_slows_no_node(
-        self, h200: Graph, model: str, target: str, figure: str
+        self, kernels_of_h200: dict[str, KernelFeatures], model: str, target: str, figure: str
     ):
         source, gpu = load_gpu("H200"), load_gpu(target)
-        found = op_costs_of(h200)
+        dtype = "bf16"
         if figure not in gpu.figures:  # a V100 or a T4: training is in float16 there
-            figure = "fp16_tensor_tflops"
-            assert keeps_times_in_float16(found, "fp16", source)
-            found, _ = run_in_float16(found, (source, gpu))
+            figure, dtype = "fp16_tensor_tflops", "fp16"
         predict = {"ratio": by_ratio, "residual": by_residual}[model]
-        kernels = KernelFeatures.of(h200, found)
+        kernels = kernels_of_h200[dtype]
         before = predict(kernels, source, gpu)[0]
         after = predict(kernels, source, doubled(gpu, figure))[0]
         assert (after <= before * (1 + 1e-12)).all()

@@ -9,7 +9,7 @@ import torch
 import transformers
 from job_options import axes
 from notes import has_note
-from own_process import run_command
+from own_process import call, run_command
 from raised import raises_code
 
 import onerank
@@ -321,7 +321,7 @@ def test_named_ranks_of_a_script_that_distributes_itself(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(ITSELF.replace("rank != 2", "True"))
     options = Options(dp=2, pp=2, windows=WindowPlan(1, 1))
-    done = capture_ranks(script, [], options, [2, 0])
+    done = call(capture_ranks, script, [], options, [2, 0])
     assert done.represents == {0: (0, 1), 2: (2, 3)}
     assert done.missing == ()
     on_h100 = [recost(captured_rank.graph, "H100") for captured_rank in done.captures.values()]
