@@ -169,9 +169,9 @@ def fake_tensor_methods(operators: FakeOperators, values: UnknownValues) -> dict
 
     def numpy(tensor: Any, **_: Any) -> Any:
         numbers = operators.known.get(tensor)
-        if numbers is None:
-            numbers = values.numbers(tensor)
         with unset_fake_temporarily():
+            if numbers is None:
+                numbers = values.numbers(tensor)
             return numbers.detach().numpy()
 
     def tolist(tensor: Any) -> Any:

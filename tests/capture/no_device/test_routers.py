@@ -65,9 +65,10 @@ def test_a_script_that_counts_right_predictions_has_no_router(count, tmp_path):
     assert not has_note(graph.job.measurement.notes, "no-device-routers")
 
 
-def test_a_script_reads_actions_that_it_drew(tmp_path):
+def test_a_script_reads_actions_and_a_large_image(tmp_path):
     act = "assert output.softmax(-1).multinomial(1).T.cpu().numpy().shape == (1, len(output))"
-    graph = captured(tmp_path, LINEAR.format(setup="", statement=act))
+    image = "assert (output.mean() + torch.ones(17 << 20, device='cuda')).cpu().numpy()[-1] == 1"
+    graph = captured(tmp_path, LINEAR.format(setup="", statement=f"{act}; {image}"))
     assert has_note(graph.job.measurement.notes, "no-device-stand-ins", "train.py")
 
 
