@@ -12,12 +12,12 @@ differ: a kernel that computes less than the masked product, and one that recomp
 from onerank.annotate.op_costs.attention import LIBRARY_LAYOUTS, attention_formula
 from onerank.annotate.op_costs.cost_record import Formula, Work, vector_work
 from onerank.annotate.op_costs.library_operators.embedding_tables import EMBEDDING_TABLES
-from onerank.annotate.op_costs.library_operators.extension_products import (
-    DEEP_GEMM,
-    extension_product,
-)
 from onerank.annotate.op_costs.library_operators.formulas import per_element
-from onerank.annotate.op_costs.library_operators.quantisation import BITSANDBYTES, TORCHAO
+from onerank.annotate.op_costs.library_operators.low_precision import (
+    BITSANDBYTES,
+    GEMM_LIBRARIES,
+    TORCHAO,
+)
 from onerank.annotate.op_costs.library_operators.sequence_mixing import (
     causal_convolution,
     selective_scan,
@@ -53,8 +53,7 @@ FORMULAS: dict[str, Formula] = {
     "flash_attn::layer_norm_fwd_impl": per_element(NORM_FORWARD, (4, 14)),
     "flash_attn::layer_norm_bwd_impl": per_element(NORM_BACKWARD),
     **{name: attention_formula(layout) for name, layout in LIBRARY_LAYOUTS.items()},
-    "grouped_gemm::gmm": extension_product,
-    **DEEP_GEMM,
+    **GEMM_LIBRARIES,
     **TRANSFORMER_ENGINE,
     **SCALED_SOFTMAX,
     **APEX,
