@@ -1,5 +1,7 @@
 """Mitigations that make a step fit: recomputation, smaller micro-batches, sharding."""
 
+from bisect import bisect_left
+from collections.abc import Callable
 from typing import NamedTuple
 
 import msgspec
@@ -12,7 +14,6 @@ MOST_RANKS = 1024
 
 MOST_PARTS = 64
 
-_PARTS = [(1, parts) for parts in range(2, MOST_PARTS + 1)]
 
 STEP_ROW = len(MemoryClass)
 """Row of `Need.levels` for the workspace of the optimizer's step, which is sharded with its state.
@@ -111,16 +112,19 @@ def _micro_batch(need: Need) -> list[Mitigation]:
         return []
     fixed = need.levels.sum(axis=0) - row
     whole = need.micro_batch if need.micro_batch and need.micro_batch > 1 else None
-    # The least change comes first, since the first that fits is proposed.
-    candidates = [(n, whole) for n in range(whole - 1, 0, -1)] if whole else _PARTS
-    part, of = next(
-        (
-            candidate
-            for candidate in candidates
-            if (fixed + row * candidate[0] // candidate[1]).max() <= need.budget
-        ),
-        candidates[-1],
+    # (part, of), the least change first: a batch of one is cut into equal parts.
+    change_of: Callable[[int], tuple[int, int]] = (
+        (lambda removed: (whole - removed, whole)) if whole else (lambda removed: (1, removed + 1))
     )
+    changes = range(1, whole or MOST_PARTS)
+
+    def fits(number: int) -> bool:
+        part, of = change_of(number)
+        return bool((fixed + row * part // of).max() <= need.budget)
+
+    # The least change that fits, else the largest. A larger one takes less memory, so halving finds
+    # it among the millions of a large batch.
+    part, of = change_of(changes[min(bisect_left(changes, True, key=fits), len(changes) - 1)])
     moment = int((fixed + row * part // of).argmax())
     stays, shrinks = int(fixed[moment]), int(row[moment])
     if whole:

@@ -104,6 +104,24 @@ def _optimizer_steps() -> list[contextlib.AbstractContextManager[None]]:
     ]
 
 
+@functools.cache
+def operators_of_a_gpu() -> tuple[str, ...]:
+    """Return the operators of aten with a formula that a CUDA build has a kernel for as well."""
+    private = _torch._C
+    names: set[str] = {*private._dispatch_get_all_op_names()}
+
+    def has_kernel_of_a_gpu(name: str) -> bool:
+        has_kernel = functools.partial(private._dispatch_has_kernel_for_dispatch_key, name)
+        # The only operator (torch 2.11) that a CUDA build has a kernel for and a CPU build has not.
+        # torch 2.9 added its backward; before that, a GPU ran the formula.
+        on_gpu_only = name == "aten::_fused_rms_norm" and f"{name}_backward" in names
+        runs_on_gpu = has_kernel("CPU") or on_gpu_only
+        return runs_on_gpu and has_kernel("CompositeImplicitAutograd") and not has_kernel("CUDA")
+
+    of_aten = (name for name in names if name.startswith("aten::"))
+    return tuple(name.removeprefix("aten::") for name in of_aten if has_kernel_of_a_gpu(name))
+
+
 @contextlib.contextmanager
 def _gpu_kernels() -> Generator[None]:
     """Let operators count as kernels of a GPU that only a CUDA build has.
@@ -111,19 +129,9 @@ def _gpu_kernels() -> Generator[None]:
     Without a CUDA kernel the dispatcher takes the operator's formula instead (for `silu_backward`
     five operators), before it asks the mode.
     """
-    private = _torch._C
     library: Any = _torch.library.Library("aten", "IMPL")
-    names: set[str] = {*private._dispatch_get_all_op_names()}
-    for name in names:
-        if not name.startswith("aten::"):
-            continue
-        has_kernel = functools.partial(private._dispatch_has_kernel_for_dispatch_key, name)
-        # The only operator (torch 2.11) that a CUDA build has a kernel for and a CPU build has not.
-        # torch 2.9 added its backward; before that, a GPU ran the formula.
-        on_gpu_only = name == "aten::_fused_rms_norm" and f"{name}_backward" in names
-        runs_on_gpu = has_kernel("CPU") or on_gpu_only
-        if runs_on_gpu and has_kernel("CompositeImplicitAutograd") and not has_kernel("CUDA"):
-            library.impl(name.removeprefix("aten::"), _not_here, "CUDA")
+    for name in operators_of_a_gpu():
+        library.impl(name, _not_here, "CUDA")
     try:
         yield
     finally:
