@@ -1027,23 +1027,28 @@ def test_experts_are_shared_by_ranks(tmp_path: Path, rank: int, parts: int):
     assert sizes == [sent, received] * LAYERS
 
 
-@pytest.mark.parametrize("from_script", [False, True])
+# 64 tokens x 2 experts, by 1/1 : 1/2 : ... : 1/8; an expert gets each token at most once.
+ZIPF_TOKENS = [47, 23, 16, 12, 9, 8, 7, 6]
+
+
 @pytest.mark.parametrize(
-    ("routing", "tokens"),
+    ("from_script", "routing", "tokens"),
     [
-        ("balanced", [16] * 8),
-        # 64 tokens x 2 experts, by 1/1 : 1/2 : ... : 1/8; an expert gets each token at most once.
-        ("zipf:1", [47, 23, 16, 12, 9, 8, 7, 6]),
-        ("4,4,2,2,1,1,1,1", [32, 32, 16, 16, 8, 8, 8, 8]),
-        ("model", None),
+        (False, "balanced", [16] * 8),
+        (False, "zipf:1", ZIPF_TOKENS),
+        (False, "4,4,2,2,1,1,1,1", [32, 32, 16, 16, 8, 8, 8, 8]),
+        (False, "model", None),
+        # Where the model is from decides nothing about how loads are read.
+        (True, "zipf:1", ZIPF_TOKENS),
+        (True, "model", None),
     ],
 )
 def test_whole_models_route_as_the_option_states(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    from_script: bool,
     routing: str,
     tokens: list[int] | None,
-    from_script: bool,
 ):
     from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
