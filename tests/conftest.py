@@ -29,6 +29,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.relative_to(_HERE).parts[0] not in _LONG)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None]:
+    """Import the tests without the collector, which finds nothing in what imports leave."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _objects_of_tests_before() -> None:
     """Hide what imports and modules before left, up to a million objects, from the collector.
