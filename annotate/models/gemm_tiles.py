@@ -192,6 +192,8 @@ _BURST_NS = 1.2e6  # the power cap takes effect in kernels longer than this
 
 _REREAD = 1.5  # rereads of operands from memory, over those of a square block of tiles in flight
 
+_STREAM = 20  # exponent: how sharply the limit of SMs with rows replaces that of memory
+
 _RAMP_BYTES = 8e6  # traffic with which memory reaches its full bandwidth
 
 _FILL = 0.2  # share of the SMs whose requests saturate the memory bandwidth
@@ -463,6 +465,8 @@ def _tiling_times(
     compute = _compute_ns(gemms, run, c)
     cache = _cache_ns(gemms, run, c)
     read, write = _memory_ns(gemms, run, c)
+    if kernel is not None and kernel.stream is not None:
+        read = p_norm(_STREAM, read, _streamed_ns(gemms, run, kernel.cluster, kernel.stream))
     body = p_norm(c.overlap, compute, cache, read)
     split_ns = np.where(gemms.split > 1, c.split_ns, 0.0)
     exposed_ns = _exposed_ns(gemms, run.gpu, kernel)
@@ -538,6 +542,21 @@ def _memory_ns(gemms: _TiledGemms, run: GemmTarget, c: GemmCoefficients) -> tupl
     read = (missed + reread) / bandwidth
     read += c.ramp_cycles * run.cycle_ns * np.minimum(1, (missed + written) / _RAMP_BYTES)
     return read, written / bandwidth
+
+
+def _streamed_ns(gemms: _TiledGemms, run: GemmTarget, cluster: int, bytes_per_cycle: float) -> F64:
+    """Return the time in which the SMs whose tiles have rows take [k, n] from memory.
+
+    Args:
+        gemms: the GEMMs.
+        run: where they run.
+        cluster: tiles along the rows that run together, on an SM each, also where one is empty.
+        bytes_per_cycle: of each SM with rows.
+    """
+    clusters = np.minimum(run.gpu.sm_count / cluster, gemms.tiles / cluster)
+    with_rows = np.minimum(cluster, np.ceil(gemms.m / gemms.rows))
+    _, weights = gemms.operand_bytes
+    return weights * run.cycle_ns / (clusters * with_rows * bytes_per_cycle)
 
 
 def cache_misses(gpu: Gpu, used: F64) -> F64:
