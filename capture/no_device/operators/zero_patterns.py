@@ -207,7 +207,7 @@ class ZeroPatterns:
                 return None
             if torch.broadcast_shapes(*shapes).numel() > MOST_KNOWN_BOOLS:
                 return None
-            first, second = map(self._mask, operands)
+            first, second = (_without_repeats(self._mask(operand)) for operand in operands)
             if condition is None:
                 mask = first & second
             else:
@@ -237,7 +237,8 @@ class ZeroPatterns:
                 kwargs = {name: value for name, value in call.kwargs.items() if name != "dtype"}
                 mask = call.func(numbers, *call.args[1:], **kwargs) != 0
             elif base == "add" and len(call.tensors) == 2:
-                mask = self._mask(call.tensors[0]) | self._mask(call.tensors[1])
+                first, second = (_without_repeats(self._mask(one)) for one in call.tensors)
+                mask = first | second
             elif base in _RESHAPES and not isinstance(call.args[1], torch.dtype):
                 mask = self._mask(call.args[0]).reshape(call.args[1])
             elif base in MOVES:
@@ -254,6 +255,18 @@ class ZeroPatterns:
         others: Any = tree_map_only(Tensor, lambda one: numbers[id(one)], rest)
         kwargs = {name: value for name, value in call.kwargs.items() if name != "memory_format"}
         return call.func(mask, *others, **kwargs)
+
+
+def _without_repeats(mask: Tensor) -> Tensor:
+    """Return one element of each dimension along which a mask repeats; `follow` expands it again.
+
+    A rotary embedding multiplies the heads of all tokens by sines, of which the first are 0: masks
+    of each head took a seventh of the CPU time of a capture.
+    """
+    for dim, (size, stride) in enumerate(zip(mask.shape, mask.stride(), strict=True)):
+        if size > 1 and stride == 0:
+            mask = mask.narrow(dim, 0, 1)
+    return mask
 
 
 def _is_zero(operand: Any) -> bool:
