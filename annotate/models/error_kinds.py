@@ -20,7 +20,7 @@ from onerank.annotate.models.prediction_terms import (
     PredictedDurations,
     Rule,
 )
-from onerank.annotate.models.tile_kernels import has_grouped_kernels
+from onerank.annotate.models.tile_kernels import has_measured_grouped_kernels
 from onerank.annotate.op_costs.cost_record import Scales
 from onerank.ir.arrays import F64, I64, U8, Mask, membership_mask
 
@@ -211,7 +211,7 @@ def _composed_kinds(kernels: KernelFeatures, target: Gpu) -> U8:
         np.isin(kernels.call, calls) for calls in (parts.grouped_calls, parts.expert_calls)
     )
     by_expert = np.where(
-        engines | (not has_grouped_kernels(target)),
+        engines | (not has_measured_grouped_kernels(target)),
         KIND_AT["experts_unmeasured"],
         KIND_AT["grouped_unmeasured"],
     )

@@ -192,7 +192,7 @@ _BURST_NS = 1.2e6  # the power cap takes effect in kernels longer than this
 
 _REREAD = 1.5  # rereads of operands from memory, over those of a square block of tiles in flight
 
-_STREAM = 20  # exponent: how sharply the limit of SMs with rows replaces that of memory
+_STREAM = 8  # exponent: how sharply the limit of SMs with rows replaces that of memory
 
 _RAMP_BYTES = 8e6  # traffic with which memory reaches its full bandwidth
 
@@ -373,7 +373,7 @@ class _GemmTerms(NamedTuple):
             note = f"dividing the inner size among SMs {on}"
             body = total(body, quantity("split", split, note=note))
         if exposed:
-            note = f"before the first tile and each wave of tiles {on}"
+            note = f"before the first and each wave of tiles {on}"
             body = total(body, quantity("exposed", exposed, note=note))
         note = f"of the tilings that libraries pick over the fastest {on}"
         tilings = factor(float(self.body_ns[i]) / body.value, "tilings", note)
@@ -479,7 +479,7 @@ def _exposed_ns(gemms: _TiledGemms, gpu: Gpu, kernel: TileKernel | None) -> F64:
     if kernel is None or kernel.exposed is None:
         return np.zeros_like(gemms.tiles)
     times, waves = kernel.exposed, np.ceil(gemms.tiles / gpu.sm_count)
-    return times.start + times.step * gemms.steps + times.wave * waves
+    return times.start + times.wave * waves
 
 
 def _compute_ns(gemms: _TiledGemms, run: GemmTarget, c: GemmCoefficients) -> F64:
@@ -547,16 +547,18 @@ def _memory_ns(gemms: _TiledGemms, run: GemmTarget, c: GemmCoefficients) -> tupl
 def _streamed_ns(gemms: _TiledGemms, run: GemmTarget, cluster: int, bytes_per_cycle: float) -> F64:
     """Return the time in which the SMs whose tiles have rows take [k, n] from memory.
 
+    Each cluster takes the columns of a tile, so those of a last wave leave the others idle.
+
     Args:
         gemms: the GEMMs.
         run: where they run.
         cluster: tiles along the rows that run together, on an SM each, also where one is empty.
         bytes_per_cycle: of each SM with rows.
     """
-    clusters = np.minimum(run.gpu.sm_count / cluster, gemms.tiles / cluster)
+    waves = np.ceil(gemms.tiles / run.gpu.sm_count)
     with_rows = np.minimum(cluster, np.ceil(gemms.m / gemms.rows))
-    _, weights = gemms.operand_bytes
-    return weights * run.cycle_ns / (clusters * with_rows * bytes_per_cycle)
+    of_tile = gemms.item * gemms.inner * gemms.columns
+    return waves * of_tile * run.cycle_ns / (with_rows * bytes_per_cycle)
 
 
 def cache_misses(gpu: Gpu, used: F64) -> F64:

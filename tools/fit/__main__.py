@@ -69,15 +69,15 @@ _PROVENANCE = {
     "composed: convolutions and recurrent layers of baidu-research/DeepBench (Apache-2.0) "
     "on V100 and T4, by the shipped tiles; experts_unmeasured: the experts' layers by the kernels "
     "that the fit has, the target's family left out; grouped_unmeasured: torch's grouped GEMMs of "
-    "eleven sizes on an H100, sizes left out (2026-11-28-grouped-gemms-h100); decode_flash2, "
-    "decode_flash_mla: decodes of sizes that chose no coefficient (2026-11-27-flash2-blind-h100, "
-    "2026-11-27-flash-mla-2-hopper), low and high 1.04 times the error that 80% of them do not "
-    "exceed: the factor of most kinds in `few`",
+    "eleven sizes on an H100 and an H200, sizes left out (2026-11-28-grouped-gemms-h200); "
+    "decode_flash2, decode_flash_mla: decodes of sizes that chose no coefficient "
+    "(2026-11-27-flash2-blind-h100, 2026-11-27-flash-mla-2-hopper), low and high 1.04 "
+    "times the error that 80% of them do not exceed: the factor of most kinds in `few`",
     "shared_in_steps": "classes of kernels in 104 steps of twelve models on an H100, predicted "
     "from shapes before they were measured: the root mean square over models of a class's median "
     "error, the larger of the two sets that were measured on different days "
-    "(2026-11-28-serving-intervals-h100); an H200 has those of the H100, whose die and kernels it "
-    "has",
+    "(2026-11-28-serving-intervals-h100); an H200 has those of the H100, with which 58 of 62 steps "
+    "of seven models on H200s are inside their intervals (2026-11-28-grouped-gemms-h200)",
 }
 
 

@@ -198,7 +198,8 @@ def test_grouped_products_by_the_tiles_of_torch(experts: tuple[int, int, int]):
             gpu: KINDS[
                 int(kinds_of(kernels, learned.predict_from_description(kernels, to), None, to)[0])
             ]
-            for gpu in ("H100", "A100")
+            for gpu in ("H100", "H200", "H20", "A100")
             for kernels, to in [(kernels_of([work], np.zeros(1)), load_gpu(gpu))]
         }
-        assert kinds == {"H100": "grouped_unmeasured", "A100": "experts_unmeasured"}
+        measured, other = "grouped_unmeasured", "experts_unmeasured"
+        assert kinds == {"H100": measured, "H200": measured, "H20": other, "A100": other}
