@@ -229,7 +229,8 @@ class _SummaryLine:
         prediction: what is predicted.
         page: page of `docs/accuracy` that has the rows.
         claim: of the rows.
-        where: column -> regular expression that the row's value contains.
+        where: column -> regular expression that the row's value contains. A case may have a row
+            for each of several conditions; the line takes one, so that no case counts twice.
     """
 
     prediction: str
@@ -249,7 +250,7 @@ class _SummaryLine:
 
 _SUMMARY = (
     _SummaryLine(
-        "step of a job on 2 or 4 GPUs in ASTRA-sim, from slices on one GPU",
+        "step of a job on 2 or 4 GPUs in ASTRA-sim, from slices on one GPU, `--nvlink-active`",
         "job-steps.md",
         "step-in-astra-sim",
         {"conditions": "^NVLink active"},
@@ -290,7 +291,7 @@ _SUMMARY = (
         "new-scripts",
     ),
     _SummaryLine(
-        "step of a served model between measured points, median of its steps",
+        "step of a served model between measured points, CUDA graphs, median of its steps",
         "serving.md",
         "serving",
         {"case": "^(interpolated|measured with)", "conditions": "^replay; (40|20 steps; median)"},

@@ -93,8 +93,8 @@ _SUPPORTED = {
     "ck": ("cdna2", "cdna3", "cdna4"),
     "aiter": ("cdna3", "cdna4"),
 }
-# Families whose code is of one architecture. `_SUPPORTED` lists what a user may request, and leaves
-# out architectures on which nobody measured a family, such as those of V100 and T4.
+# Families whose code is for one architecture. `_SUPPORTED` is narrower: it lists what a user may
+# request, without architectures on which a family was not measured, such as those of V100 and T4.
 _ONLY_ON = {"flash3": "hopper"}
 
 

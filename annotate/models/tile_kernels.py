@@ -148,7 +148,7 @@ def has_measured_grouped_kernels(gpu: Gpu) -> bool:
 def grouped_kernels(
     gpu: Gpu, shapes: F64, kernels: U8, c: GemmCoefficients
 ) -> Iterator[tuple[I64, TileKernel]]:
-    """Yield the rows of torch's grouped GEMMs, and their kernel; none where it was not measured.
+    """Yield the rows of torch's grouped GEMMs, and their kernel; none where its tiles are unknown.
 
     Args:
         gpu: where they run.

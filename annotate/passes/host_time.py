@@ -91,8 +91,8 @@ class HostCalls:
     def interval_ns(self, host: Host) -> tuple[float, float]:
         """Return the 80% interval of the host's time for the whole step, in ns.
 
-        The host of a job is none of those that were measured. The percentiles of a few hosts are
-        too close for it, so all but Python's calls have the interval of a further host.
+        The job runs on a host that was not measured. The percentiles of a few measured hosts are
+        too narrow for it, so the interval is that of a further host, except for Python's calls.
         """
         low_ns, high_ns = (self.step_ns(host, name) for name in ("p10_ns", "p90_ns"))
         if host.further is None:

@@ -148,5 +148,5 @@ def _is_called_by_python() -> bool:
 
 
 def _is_backward() -> bool:
-    """Return whether autograd runs a backward that records no graph of its own."""
+    """Return whether autograd runs a backward, without `create_graph`."""
     return _torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()

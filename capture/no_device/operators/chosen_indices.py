@@ -1,8 +1,8 @@
 """Which tensors hold indices that a model chose: experts, actions, predicted classes, beams.
 
 The scores are unknown without a device. A choice of experts decides how many tokens each computes,
-and gets its numbers by `--moe-routing`. A choice that the script only compares with labels, or
-reads, decides no shape: it is no router's, and any index may stand for it.
+and gets its numbers by `--moe-routing`. A choice that the script only reads, or compares with
+labels, decides no shape, so it needs no numbers and counts as no router's.
 """
 
 from collections.abc import Callable, Iterable
@@ -20,7 +20,7 @@ _CHOOSE = frozenset("topk argmax argmin max min multinomial sort argsort".split(
 _COMPARE = frozenset(("eq", "ne"))
 
 
-def _is_used() -> None:
+def _no_router() -> None:
     """Do nothing: no router made the choice."""
 
 
@@ -41,7 +41,7 @@ class ChosenIndices:
         base = call.schema.base
         if base in _CHOOSE and call.tensors and call.tensors[0].dtype.is_floating_point:
             self._any = True
-            self._mark(result, use or _is_used)
+            self._mark(result, use or _no_router)
             return
         if not self._any:
             return
@@ -57,7 +57,7 @@ class ChosenIndices:
         """Report the choices among the operands of an operator or a kernel."""
         if self._any:
             for operand in operands:
-                getattr(operand, CHOSEN, _is_used)()
+                getattr(operand, CHOSEN, _no_router)()
 
     def _moves(self, call: OperatorCall, count: int) -> bool:
         """Return whether an operator moves the elements of the `count` chosen among its tensors."""

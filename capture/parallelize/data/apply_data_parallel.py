@@ -286,9 +286,9 @@ class DataParallelism:
         managed_ids = managed_ids.union(*(trained.parameters for trained in self._models.values()))
         # no parameters, or a separately called part of a managed model
         if trained_ids <= managed_ids:
-            wrapped = getattr(module, "_orig_mod", None)
-            if wrapped in self._models:
-                self._models[module] = self._models[wrapped]
+            inner = uncompiled(module)
+            if inner in self._models:
+                self._models[module] = self._models[inner]
             return
         overlaps = bool(trained_ids & managed_ids) or not submodules.isdisjoint(self._models)
         # ZeRO's optimizers own the parameters, so models may share them; DDP's and FSDP's hooks are
