@@ -63,6 +63,8 @@ def job_of(rank_run: RankRun, options: Options, observed: Observations) -> Job:
             resident_bytes=observed.resident_bytes,
             resident_pools=observed.resident_pools,
             input_spread=observed.input_spread,
+            # `allow_tf32` raises once a script has set `fp32_precision`, which shows both.
+            tf32_gemms=torch.backends.cuda.matmul.fp32_precision == "tf32",
             versions=_versions(),
             notes=(*observed.notes, *_device_notes(options, observed)),
         ),

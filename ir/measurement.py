@@ -410,6 +410,8 @@ class Measurement(msgspec.Struct, frozen=True, omit_defaults=True):
         emulated_calls: host time of the step's emulated communication calls; None if not measured.
         step_deviations_ns: of a graph whose kernels were slowed a little since it was timed, each
             step minus the median step; empty for a timed graph.
+        tf32_gemms: whether the script allowed TF32 in GEMMs of float32, by
+            `torch.set_float32_matmul_precision` or `torch.backends.cuda.matmul`.
     """
 
     step_ns: tuple[int, ...] = ()
@@ -434,6 +436,7 @@ class Measurement(msgspec.Struct, frozen=True, omit_defaults=True):
     emulated_calls: EmulatedCalls | None = None
     step_deviations_ns: tuple[int, ...] = ()
     input_spread: float = 0.0
+    tf32_gemms: bool = False
 
     @property
     def median_step_ns(self) -> int | None:

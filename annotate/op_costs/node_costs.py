@@ -309,10 +309,11 @@ def op_costs_of(graph: Graph) -> OpCosts:
     figures["flops"] = np.where(transfers, 0, figures["flops"])
     matmul = np.array([work.matmul for work in works], dtype=bool)[call] & ~transfers
     float32 = matmul & (code == (dtypes.index("float32") if "float32" in dtypes else -1))
-    tf32 = float32 & _runs_tf32(graph, index)
+    classes = classify(graph, index)
+    tf32 = float32 & _runs_tf32(graph, index, classes)
     return OpCosts(
         index=index,
-        op_class=classify(graph, index),
+        op_class=classes,
         matmul=matmul,
         dtype=np.where(tf32, dtypes.index("tfloat32"), code),
         dtypes=dtypes,
@@ -449,11 +450,17 @@ def _shares(graph: Graph, index: I64, call: I64) -> _Shares:
     return _Shares(order.astype(np.int64), before, until, takes, instance, total[instance])
 
 
-def _runs_tf32(graph: Graph, index: I64) -> Mask:
-    """Return which nodes are kernels with TF32 in their name, bool[n].
+def _runs_tf32(graph: Graph, index: I64, classes: U8) -> Mask:
+    """Return which nodes multiply float32 operands in TF32, bool[n].
 
-    The operands' recorded dtype is float32 with or without TF32; only the kernel's name shows it.
+    The operands' recorded dtype is float32 with or without TF32. Names of kernels show it. An
+    operator that no GPU ran has no kernel: its GEMMs are in TF32 if the script allowed that.
     """
-    names = np.unique(graph.nodes.name[index])
+    nodes = graph.nodes
+    names = np.unique(nodes.name[index])
     tf32 = names[["tf32" in graph.strings[int(name)].lower() for name in names]]
-    return np.isin(graph.nodes.name[index], tf32)
+    by_name: Mask = np.isin(nodes.name[index], tf32)
+    if not graph.job.measurement.tf32_gemms:
+        return by_name
+    has_kernel = nodes.name[index] != nodes.op[index]
+    return by_name | (~has_kernel & (classes == CLASSES.index(OpClass.GEMM)))

@@ -357,7 +357,10 @@ def _live_bytes() -> int:
         # ValueError, have no storage.
         with contextlib.suppress(RuntimeError, NotImplementedError, ValueError):
             storage: Any = tensor.untyped_storage()
-            sizes[storage._cdata] = storage.nbytes()
+            size = storage.nbytes()
+            # Fake tensors that Dynamo keeps may have a symbolic size; they hold no memory.
+            if isinstance(size, int):
+                sizes[storage._cdata] = size
     return sum(sizes.values())
 
 

@@ -214,6 +214,7 @@ GROUPED_HEADS = """
     import contextlib
     import torch
     from torch.nn.functional import scaled_dot_product_attention
+    torch.set_float32_matmul_precision("high")
     query = torch.nn.Parameter(torch.ones(2, 4, 64, 32, device="cuda"))
     key = torch.ones(2, 2, 64, 32, device="cuda")
     optimizer = torch.optim.SGD([query], lr=0.1)
@@ -227,16 +228,21 @@ GROUPED_HEADS = """
 
 
 @pytest.mark.parametrize(
-    ("context", "operator", "calls"),
+    ("context", "operator", "calls", "unit"),
     [
-        ("contextlib.nullcontext()", "aten::bmm", 2),
-        ("torch.autocast('cuda', torch.bfloat16)", "aten::_cudnn_attention_forward", 1),
+        ("contextlib.nullcontext()", "aten::bmm", 2, "tfloat32"),
+        ("torch.autocast('cuda', torch.bfloat16)", "aten::_cudnn_attention_forward", 1, "bfloat16"),
     ],
 )
-def test_attention_of_32_bits_with_grouped_heads(context, operator, calls, tmp_path):
-    """The memory-efficient kernel takes no groups; autocast converts the operands."""
+def test_attention_of_32_bits_with_grouped_heads(context, operator, calls, unit, tmp_path):
+    """The memory-efficient kernel takes no groups; autocast converts the operands.
+
+    Products of float32 are in TF32, as the script allows.
+    """
     graph = captured(tmp_path, GROUPED_HEADS.format(context=context), "--like", "H100")
     forward = graph.nodes.phase == Phase.FORWARD
     operators = [op for op, kept in zip(graph.text("op"), forward, strict=True) if kept]
     assert operators.count(operator) == calls
     assert "aten::_efficient_attention_forward" not in operators
+    costs = op_costs_of(graph)
+    assert {costs.dtypes[code] for code in costs.dtype[costs.matmul]} == {unit}
