@@ -14,6 +14,8 @@ from notes import note_of
 from own_process import run_command
 from raised import raises_code
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
 import onerank
@@ -22,7 +24,7 @@ from onerank.capture import Options, WindowPlan
 from onerank.capture.capture_script import Capture, capture, capture_steps
 from onerank.capture.parallelize.shard_model import key_value_heads
 from onerank.capture.script.forward_tokens import ForwardTokens, forward_tokens
-from onerank.capture.script.repeatable_call import RepeatableCall
+from onerank.capture.script.repeatable_call import Growth, RepeatableCall
 from onerank.ir import Graph, InferenceStep, Kind, MemoryClass, Phase, World
 
 BATCH, PROMPT, HIDDEN, HEADS, KV_HEADS, LAYERS, VOCABULARY = 3, 16, 64, 4, 2, 2, 256
@@ -774,3 +776,11 @@ def test_continuous_batching_of_a_slice(tmp_path):
 def test_continuous_batching_of_a_model_with_other_projections():
     with raises_code("slice-paged-heads", naming=("Linear",)):
         key_value_heads(nn.Linear(2, 2))
+
+
+def test_a_tensor_of_symbolic_size_holds_no_memory():
+    """Dynamo keeps such tensors of the code that it compiles."""
+    kept = FakeTensorMode(shape_env=ShapeEnv()).from_tensor(torch.ones(7, 3))
+    assert isinstance(kept.untyped_storage().nbytes(), torch.SymInt)
+    growth = Growth(on_gpu=False)
+    assert [growth.after_repetition() for _ in range(3)] == [0, 0, 0]
