@@ -1,4 +1,4 @@
-"""Schedule a graph whose kernels and collectives compete for one GPU.
+"""The progress of kernels and collectives that compete for one GPU.
 
 Every operation has its time alone on the GPU and progresses at a rate of at most 1 (processor
 sharing):
@@ -11,19 +11,18 @@ sharing):
 - A call starts when enough multiprocessors are free. A running kernel frees its multiprocessors
   after each round of its thread blocks; a persistent kernel has one round.
 
-Rates change when an operation starts or ends, so the schedule is computed in the order of time.
+Rates change when an operation starts or ends, so a schedule is computed in the order of time
+(`rank_schedule.py`).
 """
 
 import functools
-import heapq
 from dataclasses import dataclass
 from math import ceil, floor
 from typing import Self
 
 import numpy as np
 
-from onerank.ir.arrays import F64, I64, Mask
-from onerank.ir.edges import Edges
+from onerank.ir.arrays import F64, I64
 from onerank.ir.nodes import UNKNOWN
 
 LEAST_RATE = 0.05
@@ -69,6 +68,23 @@ class Contention:
     persistent: bool
     among_kernels: bool
 
+    @classmethod
+    def none(cls, count: int) -> Self:
+        """Return that of `count` operations that occupy nothing: each takes its duration."""
+        zeros, ones = np.zeros(count), np.ones(count)
+        whole = np.zeros(count, dtype=np.int64)
+        return cls(
+            needed=zeros,
+            tiles=whole,
+            rounds=whole,
+            held=zeros,
+            headroom=ones,
+            call_slowdown=ones,
+            multiprocessors=1,
+            persistent=False,
+            among_kernels=False,
+        )
+
     def matters(self, stream: I64) -> bool:
         """Return whether any operation can slow another one.
 
@@ -81,124 +97,49 @@ class Contention:
         return bool(kernels.any()) and bool((self.held > 0).any())
 
 
-_Outgoing = list[tuple[int, int, int]]
-"""Edges as (target, delay in ns, edge)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Constraints:
-    """Constraints on the starts of nodes, by source, as lists for loops over single elements.
-
-    Attributes:
-        after_start: per node, the edges whose delay counts from its start.
-        before_end: those whose delay is negative and counts from its end.
-        after_end: the others.
-        lead: how long before its end the first successor may start, in ns.
-        count: number of edges to each node.
-    """
-
-    after_start: list[_Outgoing]
-    before_end: list[_Outgoing]
-    after_end: list[_Outgoing]
-    lead: list[int]
-    count: list[int]
-
-    @classmethod
-    def of(cls, edges: Edges, delay: I64, from_start: Mask, ignored: Mask) -> Self:
-        """Return the constraints of a graph's edges.
-
-        Args:
-            edges: of n nodes.
-            delay: delay of each edge in ns.
-            from_start: whether it counts from the source's start, not its end.
-            ignored: edges that do not constrain their target.
-        """
-        nodes = len(edges.offsets) - 1
-        by_kind: list[list[_Outgoing]] = [[[] for _ in range(nodes)] for _ in range(3)]
-        kind = np.where(from_start, 0, np.where(delay < 0, 1, 2))
-        kept = np.flatnonzero(~ignored)
-        sources: list[int] = edges.source.tolist()
-        targets: list[int] = edges.target.tolist()
-        delays, kinds = list[int](delay.tolist()), list[int](kind.tolist())
-        for edge in kept.tolist():
-            by_kind[kinds[edge]][sources[edge]].append((targets[edge], delays[edge], edge))
-        lead = np.zeros(nodes, dtype=np.int64)
-        overlapping = kept[kind[kept] == 1]
-        np.maximum.at(lead, edges.source[overlapping], -delay[overlapping])
-        count = np.bincount(edges.target[kept], minlength=nodes)
-        after_start, before_end, after_end = by_kind
-        return cls(after_start, before_end, after_end, lead.tolist(), count.tolist())
-
-
-@dataclass(frozen=True, slots=True)
-class TimeLimits:
-    """Limits on when nodes run, by node, in ns.
-
-    Attributes:
-        earliest: start of a node, unless an edge constrains it.
-        floors: time before which a node never starts, whatever its edges.
-        arrivals: time when the last other rank reaches a node's call. A node may start before, and
-            then holds its stream and its multiprocessors, but makes no progress until then.
-    """
-
-    earliest: list[int]
-    floors: list[int]
-    arrivals: list[int]
-
-
 @dataclass(slots=True)
-class _Running:
+class RunningOperation:
     """An operation that runs; times in ns.
 
     Attributes:
         node: the node.
         left: its remaining time at a rate of 1.
-        rate: its rate.
         lead: time before the end at which successors that overlap it are released; 0 after that.
-        waits: whether it waits for other ranks, so that it makes no progress.
-        wait: the rest of that wait.
+        resumes_ns: time until which it waits for other ranks and makes no progress; infinite if not
+            known.
+        waits: whether it still waits.
+        rate: its rate.
     """
 
     node: int
     left: float
-    rate: float
     lead: float
+    resumes_ns: float
     waits: bool
-    wait: float
+    rate: float = 1.0
 
-    @property
-    def until_event(self) -> float:
-        """Time until its wait ends, or until it releases successors or ends, at its rate."""
-        return self.wait if self.waits else max(self.left - self.lead, 0.0) / self.rate
+    def event_ns(self, now_ns: float) -> float:
+        """Return when its wait ends, or when it releases successors or ends, at its rate."""
+        if self.waits:
+            return self.resumes_ns
+        return now_ns + max(self.left - self.lead, 0.0) / self.rate
 
 
-class ContendedSchedule:
-    """A schedule of nodes that share one GPU, computed on construction.
+class SharedGpu:
+    """The operations that run on a GPU, and their progress.
 
     Attributes:
-        start: start of each node in ns.
-        end: end of each node in ns.
-        blocker: node that each node waited for last, UNKNOWN for none.
-        released_by: edge of that wait; UNKNOWN for none, or if the node waited for
-            multiprocessors.
+        now_ns: the time.
+        running: operations, in the order of their starts.
 
     Args:
-        constraints: of the graph.
-        limits: of its nodes.
-        duration: time of each node alone, in ns.
-        contention: of the same graph.
+        contention: of a graph of n operations.
+        duration_ns: time of each alone, n values.
     """
 
-    def __init__(
-        self,
-        constraints: Constraints,
-        limits: TimeLimits,
-        duration: list[int],
-        contention: Contention,
-    ) -> None:
-        count = len(duration)
-        self._constraints, self._duration = constraints, duration
-        self._floors, self._arrivals = limits.floors, limits.arrivals
+    def __init__(self, contention: Contention, duration_ns: list[int]) -> None:
+        # Lists, because single elements are read, which is slow on numpy arrays.
+        self._duration_ns = duration_ns
         self._needed: list[float] = contention.needed.tolist()
         self._tiles: list[int] = contention.tiles.tolist()
         self._multiprocessors = contention.multiprocessors
@@ -208,74 +149,48 @@ class ContendedSchedule:
         self._headroom: list[float] = contention.headroom.tolist()
         self._call_slowdown: list[float] = contention.call_slowdown.tolist()
         self._among_kernels = contention.among_kernels
-        self._open = constraints.count.copy()
-        self.start: list[int] = [0] * count
-        self.end: list[int] = [0] * count
-        self.blocker: list[int] = [UNKNOWN] * count
-        self.released_by: list[int] = [UNKNOWN] * count
-        self._ready = limits.earliest.copy()
-        self._running: list[_Running] = []
-        # (time, order, node, whether it waited for multiprocessors)
-        self._starts: list[tuple[float, int, int, bool]] = []
-        self._pushed = 0
-        self._now = 0.0
-        self._run()
+        self.now_ns = 0.0
+        self.running: list[RunningOperation] = []
 
-    def _run(self) -> None:
-        self._release([node for node, count in enumerate(self._open) if not count])
-        running, starts = self._running, self._starts
-        while running or starts:
-            event = min((entry.until_event for entry in running), default=np.inf)
-            # Operations that end at the same time free their multiprocessors first.
-            if starts and starts[0][0] < self._now + event:
-                time, _, node, waited = heapq.heappop(starts)
-                self._advance(max(time, self._now))
-                self._begin(node, waited=waited)
-                continue
-            self._advance(self._now + event)
-            for entry in [entry for entry in running if entry.until_event <= 0]:
-                self._handle_event(entry)
-            self._set_rates()
+    def runs(self, node: int) -> bool:
+        """Return whether an operation occupies multiprocessors while it runs."""
+        return bool(self._needed[node] or self._held[node])
 
-    def _advance(self, time: float) -> None:
-        elapsed, self._now = time - self._now, time
-        for entry in self._running:
+    def advance(self, now_ns: float) -> None:
+        """Advance the time; no operation may have an event before `now_ns`."""
+        elapsed, self.now_ns = now_ns - self.now_ns, now_ns
+        for entry in self.running:
             if entry.waits:
-                entry.wait = max(0.0, entry.wait - elapsed)
                 continue
             entry.left -= elapsed * entry.rate
             # Rounding leaves less than a thousandth of a nanosecond.
             if entry.left - entry.lead < 1e-3:
                 entry.left = min(entry.left, entry.lead)
 
-    def _begin(self, node: int, *, waited: bool) -> None:
-        if self._held[node] and not waited:
-            wait_ns, kernel = self._until_multiprocessors_free(self._held[node])
-            if wait_ns:
-                self.blocker[node], self.released_by[node] = kernel, UNKNOWN
-                self._push(self._now + wait_ns, node, waited=True)
-                return
-        self.start[node] = round(self._now)
-        length, lead = float(self._duration[node]), float(self._constraints.lead[node])
-        wait = max(0.0, self._arrivals[node] - self._now)
-        self._running.append(_Running(node, length, 1.0, lead, wait > 0, wait))
-        self._set_rates()
-        self._release(self._satisfy(node, self._constraints.after_start[node], self.start[node]))
+    def begin(self, operation: RunningOperation) -> None:
+        """Start an operation now."""
+        self.running.append(operation)
+        self.set_rates()
 
-    def _until_multiprocessors_free(self, held: float) -> tuple[float, int]:
+    def until_multiprocessors_free(self, node: int) -> tuple[float, int]:
         """Return the time until a running kernel ends a round of blocks, and the kernel.
 
+        0 and UNKNOWN if a call can start now.
+
         Args:
-            held: share of the multiprocessors that is needed.
+            node: the call.
         """
-        used = sum(self._needed[entry.node] + self._held[entry.node] for entry in self._running)
+        held = self._held[node]
+        if not held:
+            return 0.0, UNKNOWN
+        used = sum(self._needed[entry.node] + self._held[entry.node] for entry in self.running)
         if used + held <= 1.0:
             return 0.0, UNKNOWN
         waits: list[tuple[float, int]] = []
-        for entry in self._running:
+        for entry in self.running:
             if not self._needed[entry.node]:
                 continue
-            rounds, length = self._rounds[entry.node], self._duration[entry.node]
+            rounds, length = self._rounds[entry.node], self._duration_ns[entry.node]
             done = length - entry.left
             # What starts at the same moment finds the multiprocessors free.
             if not rounds or done <= 0:
@@ -284,35 +199,20 @@ class ContendedSchedule:
             waits.append(((round_ns - done % round_ns) / entry.rate, entry.node))
         return min(waits, default=(0.0, UNKNOWN))
 
-    def _handle_event(self, entry: _Running) -> None:
-        """End an operation's wait, release what may overlap its end, or end it."""
-        node = entry.node
-        if entry.waits:
-            entry.waits = False
-            if entry.until_event > 0:
-                return
-        if entry.left > 0:
-            entry.lead = 0.0
-            self.end[node] = round(self._now + entry.left / entry.rate)
-            self._release(self._satisfy(node, self._constraints.before_end[node], self.end[node]))
-            return
-        self._running.remove(entry)
-        self.end[node] = round(self._now)
-        self._release(self._satisfy(node, self._constraints.after_end[node], self.end[node]))
-
-    def _set_rates(self) -> None:
+    def set_rates(self) -> None:
+        """Set the rates of all running operations; needed after each start, wait and end."""
         # Most of a step has one operation at a time.
-        if len(self._running) == 1:
-            self._running[0].rate = 1.0
+        if len(self.running) == 1:
+            self.running[0].rate = 1.0
             return
         # A call that waits holds multiprocessors as one that moves bytes does.
-        held = sum(self._held[entry.node] for entry in self._running)
-        needed = [self._needed[entry.node] for entry in self._running]
+        held = sum(self._held[entry.node] for entry in self.running)
+        needed = [self._needed[entry.node] for entry in self.running]
         free, wanted = max(LEAST_RATE, 1.0 - held), sum(needed)
         slowdown = 1.0
-        for entry, share in zip(self._running, needed, strict=True):
+        for entry, share in zip(self.running, needed, strict=True):
             slowdown = max(slowdown, 1.0 + (self._call_slowdown[entry.node] - 1.0) * share)
-        for entry, share in zip(self._running, needed, strict=True):
+        for entry, share in zip(self.running, needed, strict=True):
             if self._held[entry.node]:
                 entry.rate = min(1.0, self._headroom[entry.node] / slowdown)
             # Tiles of several kernels share waves, whose number is not known: only a product that
@@ -335,56 +235,6 @@ class ContendedSchedule:
         if self._persistent:
             return alone / persistent_waves(tiles, self._multiprocessors, usable)
         return alone / ceil(tiles / usable)
-
-    def _satisfy(self, node: int, edges: _Outgoing, time: int) -> list[int]:
-        """Satisfy edges from a node; return the targets without open constraints.
-
-        Args:
-            node: the node.
-            edges: some of its edges.
-            time: its start or end, from which their delays count.
-        """
-        satisfied = list[int]()
-        begun = self.start[node]
-        for target, delay, edge in edges:
-            # A negative delay lets a node overlap its predecessor, never precede its start.
-            at = max(time + delay, begun)
-            # The first constraint replaces `earliest`, even by an earlier time.
-            if at > self._ready[target] or self.released_by[target] == UNKNOWN:
-                self._ready[target], self.released_by[target] = at, edge
-                self.blocker[target] = node
-            self._open[target] -= 1
-            if not self._open[target]:
-                satisfied.append(target)
-        return satisfied
-
-    def _release(self, nodes: list[int]) -> None:
-        """Queue the starts of nodes without open constraints, and set the times of others at once.
-
-        Only operations that take time on the GPU are queued. The others end at a known time, so
-        the nodes that wait for them follow in the same loop.
-        """
-        while nodes:
-            node = nodes.pop()
-            begin = max(self._ready[node], self._floors[node])
-            progress = max(begin, self._arrivals[node])
-            takes_time = self._duration[node] or progress > begin
-            if takes_time and (self._needed[node] or self._held[node]):
-                self._push(begin, node, waited=False)
-                continue
-            self.start[node], self.end[node] = begin, progress + self._duration[node]
-            constraints, end = self._constraints, self.end[node]
-            for edges, time in (
-                (constraints.after_start[node], begin),
-                (constraints.before_end[node], end),
-                (constraints.after_end[node], end),
-            ):
-                if edges:
-                    nodes += self._satisfy(node, edges, time)
-
-    def _push(self, time: float, node: int, *, waited: bool) -> None:
-        heapq.heappush(self._starts, (time, self._pushed, node, waited))
-        self._pushed += 1
 
 
 @functools.lru_cache(maxsize=4096)

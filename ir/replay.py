@@ -4,18 +4,20 @@
 """
 
 import copy
+import math
 from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
 
 from onerank.ir.arrays import I64, Mask
-from onerank.ir.contention import Constraints, ContendedSchedule, Contention, TimeLimits
+from onerank.ir.contention import Contention
 from onerank.ir.edges import Edges
 from onerank.ir.enums import Kind, Reason
 from onerank.ir.errors import GraphError
 from onerank.ir.graph import Graph
 from onerank.ir.nodes import UNKNOWN
+from onerank.ir.rank_schedule import Constraints, RankSchedule, SharedCalls
 from onerank.ir.start_delays import earliest_starts, edge_delays, launches
 
 MAX_STEPS = 8
@@ -106,25 +108,60 @@ class ReplayedRank:
         replayed._graph = self._graph.with_columns(duration_ns=duration)
         return replayed
 
-    def schedule(self, floor: I64 | None = None, arrival: I64 | None = None) -> ReplayTimes:
+    def schedule(self, floor: I64 | None = None) -> ReplayTimes:
         """Return the start and end of each node.
 
         Args:
             floor: earliest start of each node, int64[n].
-            arrival: time when the last other rank reaches a node's call, before which a node that
-                has started makes no progress, int64[n].
         """
-        none = [0] * len(self._graph)
-        limits = TimeLimits(
-            (self._earliest + (0 if floor is None else floor)).tolist(),
-            none if floor is None else floor.tolist(),
-            none if arrival is None else arrival.tolist(),
-        )
         if self._contention is None:
-            return self._uncontended_schedule(limits)
-        return self._contended_schedule(self._contention, limits)
+            return self._uncontended_schedule(floor)
+        schedule = self.begin(floor)
+        while math.isfinite(schedule.next_event_ns):
+            schedule.handle_event()
+        return self.times_of(schedule)
 
-    def _uncontended_schedule(self, limits: TimeLimits) -> ReplayTimes:
+    def begin(self, floor: I64 | None = None, calls: SharedCalls | None = None) -> RankSchedule:
+        """Return the schedule at its begin, to be advanced with those of other ranks.
+
+        Args:
+            floor: earliest start of each node, int64[n].
+            calls: the nodes that involve other ranks; None: no node does.
+        """
+        graph = self._graph
+        if self._constraints is None:
+            delay = np.array(self._delay, dtype=np.int64)
+            self._constraints = Constraints.of(
+                graph.edges, delay, np.array(self._from_start, dtype=np.bool_), delay == NO_DELAY
+            )
+        earliest_ns, floor_ns = self._limits(floor)
+        return RankSchedule(
+            self._constraints,
+            graph.nodes.duration_ns.tolist(),
+            earliest_ns=earliest_ns,
+            floor_ns=floor_ns,
+            contention=self._contention or Contention.none(len(graph)),
+            calls=calls,
+        )
+
+    def times_of(self, schedule: RankSchedule) -> ReplayTimes:
+        """Return the times of a schedule all of whose nodes have ended."""
+        # Edge UNKNOWN, -1, is the appended one.
+        is_launch = np.array([*self._is_launch, False])
+        return ReplayTimes(
+            np.array(schedule.start_ns),
+            np.array(schedule.end_ns),
+            np.array(schedule.blocker),
+            is_launch[np.array(schedule.released_by)],
+        )
+
+    def _limits(self, floor: I64 | None) -> tuple[list[int], list[int]]:
+        """Return the start of each node that no edge constrains, and its earliest one, in ns."""
+        if floor is None:
+            return self._earliest.tolist(), [0] * len(self._graph)
+        return (self._earliest + floor).tolist(), floor.tolist()
+
+    def _uncontended_schedule(self, floor: I64 | None) -> ReplayTimes:
         graph = self._graph
         # Lists, because the loop reads single elements, which is slow on numpy arrays.
         offsets: list[int] = graph.edges.offsets.tolist()
@@ -135,7 +172,7 @@ class ReplayedRank:
         end: list[int] = [0] * len(graph)
         blocker: list[int] = [UNKNOWN] * len(graph)
         launched: list[bool] = [False] * len(graph)
-        earliest, floors, arrivals = limits.earliest, limits.floors, limits.arrivals
+        earliest, floors = self._limits(floor)
         for node in self._order:
             ready, last_source, by_launch = earliest[node], UNKNOWN, False
             for edge in range(offsets[node], offsets[node + 1]):
@@ -150,27 +187,9 @@ class ReplayedRank:
                 if time > ready or last_source == UNKNOWN:
                     ready, last_source, by_launch = time, source, is_launch[edge]
             ready = max(ready, floors[node])
-            start[node], end[node] = ready, max(ready, arrivals[node]) + duration[node]
+            start[node], end[node] = ready, ready + duration[node]
             blocker[node], launched[node] = last_source, by_launch
         return ReplayTimes(np.array(start), np.array(end), np.array(blocker), np.array(launched))
-
-    def _contended_schedule(self, contention: Contention, limits: TimeLimits) -> ReplayTimes:
-        graph = self._graph
-        if self._constraints is None:
-            delay = np.array(self._delay, dtype=np.int64)
-            self._constraints = Constraints.of(
-                graph.edges, delay, np.array(self._from_start, dtype=np.bool_), delay == NO_DELAY
-            )
-        duration: list[int] = graph.nodes.duration_ns.tolist()
-        shared = ContendedSchedule(self._constraints, limits, duration, contention)
-        # Edge UNKNOWN, -1, is the appended one.
-        is_launch = np.array([*self._is_launch, False])
-        return ReplayTimes(
-            np.array(shared.start),
-            np.array(shared.end),
-            np.array(shared.blocker),
-            is_launch[np.array(shared.released_by)],
-        )
 
     def steady_state(self, inter_step_host_ns: int) -> tuple[ReplayTimes, int]:
         """Replay consecutive steps; return the schedule of one in steady state, and its time in ns.

@@ -20,6 +20,7 @@ from onerank.ir.contention import Contention, persistent_waves
 from onerank.ir.replay import ReplayedRank, ReplayTimes, schedule
 from onerank.ir.steady_state import steady_state_step
 from onerank.plan.cluster import Cluster, ClusterLink, ClusterNetwork, network_of
+from onerank.plan.joint_replay import JointRanks, Rendezvous, replay_together
 from onerank.plan.stage_times import TimedStage, stage_times, with_network
 
 TRACES = Path(__file__).parents[2] / "traces"
@@ -110,13 +111,19 @@ def test_a_call_that_waits_for_other_ranks_holds_multiprocessors() -> None:
     """The kernel has 80 of 100 until its end; the call progresses from 150 us on."""
     graph = operations((KERNEL, 7, 200), (CALL, 8, 100))
     contention = contention_of(graph, {1: CallShape(20, 1.0)})
-    replayed = ReplayedRank(graph, contention=contention)
-    times = replayed.schedule(arrival=np.array([0, 150 * US]))
+    late = operations((KERNEL, 7, 150), (CALL, 7, 100))
+    job, both = JointRanks([graph, late], {0: 0, 1: 1}), ((0, 1), (1, 1))
+    floors = [np.zeros(2, dtype=np.int64)] * 2
+
+    def first_rank(contention: Contention | None) -> ReplayTimes:
+        ranks = [ReplayedRank(graph, contention=contention), ReplayedRank(late)]
+        return replay_together(job, ranks, floors, [Rendezvous(both, both)])[0].times
+
+    times = first_rank(contention)
     assert times.start_ns[1] == 0
     assert times.end_ns[0] == 250 * US
     assert times.end_ns[1] == pytest.approx((350 - 100 / SLOWDOWN_BY_ARITHMETIC) * US, abs=1)
-    alone = ReplayedRank(graph).schedule(arrival=np.array([0, 150 * US]))
-    assert alone.end_ns.tolist() == [200 * US, 250 * US]
+    assert first_rank(None).end_ns.tolist() == [200 * US, 250 * US]
 
 
 def test_a_receive_that_waits_holds_its_channels() -> None:

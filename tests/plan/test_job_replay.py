@@ -274,7 +274,7 @@ def test_ranks_that_wait_for_each_other_are_refused() -> None:
     from_first = np.flatnonzero((second.nodes.kind == Kind.RECV) & (second.nodes.comm_src == 0))
     received[from_first] = [8, *range(2, 8), 1]
     crossed = [first.with_columns(comm_tag=activations), second.with_columns(comm_tag=received)]
-    with raises_code("pipeline-deadlock"):
+    with raises_code("pipeline-deadlock", naming=("rank 1 waits in", "for rank 0")):
         replayed([*crossed, *others])
 
 

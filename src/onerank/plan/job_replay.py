@@ -8,7 +8,7 @@ of its ranks reaches it.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -21,15 +21,12 @@ from onerank.display import Displayed
 from onerank.ir import Graph, Kind, World
 from onerank.ir.arrays import I64, Mask, union_duration_ns
 from onerank.ir.errors import ExportError, GraphError
-from onerank.ir.replay import ReplayedRank, ReplayTimes
+from onerank.ir.replay import ReplayedRank
 from onerank.ir.steady_state import replay_without_profiler
 from onerank.plan.cluster import ClusterNetwork
+from onerank.plan.joint_replay import JointRanks, JointTimes, find_rendezvous, replay_together
 from onerank.plan.pipeline_step import step_of
 from onerank.plan.stage_times import StageTimes, stage_times, with_network
-
-MAX_ROUNDS = 1_000
-"""Rounds of replays after which ranks count as deadlocked. A step needs a few rounds for each
-message between two ranks."""
 
 
 class JobReplay(Displayed, msgspec.Struct, frozen=True):
@@ -155,66 +152,7 @@ def _scheduled_step(
 # Ranks in the order of their traces ---------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Wait:
-    """A node of a rank that waits for a node of another: a message, or a collective of both.
-
-    Attributes:
-        awaited_place: place in `_JointRanks` of the rank that is waited for.
-        awaited_node: its node, which must have started.
-        place: place of the waiting rank.
-        node: its node.
-        transfer_ns: time from the start of the awaited node until the wait can end.
-    """
-
-    awaited_place: int
-    awaited_node: int
-    place: int
-    node: int
-    transfer_ns: int = 0
-
-
-@dataclass(slots=True)
-class _Rank:
-    """A replayed rank.
-
-    Attributes:
-        graph: its step, timed.
-        replayed: ready for scheduling.
-        floor: earliest start of each node, int64[n].
-        begin_ns: end of the step before.
-        times: of the replayed step.
-        arrival: time when the last other rank reaches each node's call, or its message arrives,
-            int64[n]; 0 for a node that waits for no other rank.
-    """
-
-    graph: Graph
-    replayed: ReplayedRank
-    floor: I64
-    begin_ns: int
-    times: ReplayTimes
-    arrival: I64
-
-    def busy_ns(self, chosen: Mask, begin_ns: int) -> int:
-        """Return how long, from `begin_ns` on, a chosen node runs and does not wait."""
-        return _busy_ns(self.times, chosen, np.maximum(self.arrival, begin_ns))
-
-
-@dataclass(frozen=True, slots=True)
-class _JointRanks:
-    """Ranks that are replayed together.
-
-    Attributes:
-        graphs: of the ranks, by place.
-        places: rank of the job -> place of the graph that represents it; other ranks are not
-            waited for.
-    """
-
-    graphs: Sequence[Graph]
-    places: Mapping[int, int]
-
-
-def _pipeline(graphs: Sequence[Graph]) -> _JointRanks:
+def _pipeline(graphs: Sequence[Graph]) -> JointRanks:
     """Return the ranks of a job with a pipeline.
 
     The only rank of a stage represents all ranks of it. If a stage has several, each rank
@@ -243,10 +181,10 @@ def _pipeline(graphs: Sequence[Graph]) -> _JointRanks:
             code="pipeline-missing-stage",
         )
     places = {rank: world.point(rank)[AXIS] for rank in range(world.size)}
-    return _JointRanks([by_stage[stage][0] for stage in sorted(by_stage)], places)
+    return JointRanks([by_stage[stage][0] for stage in sorted(by_stage)], places)
 
 
-def _check_peers(job: _JointRanks, stage: int) -> None:
+def _check_peers(job: JointRanks, stage: int) -> None:
     """Check that ranks of pipelines, several of which run `stage`, have all their peers.
 
     The messages decide, not the axes of the world: picotron's stages are adjacent ranks.
@@ -291,7 +229,7 @@ def _message_peers(graph: Graph) -> set[int]:
     return {rank for rank in np.concatenate([sent, received]).tolist() if rank >= 0}
 
 
-def _separate_ranks(graphs: Sequence[Graph]) -> _JointRanks:
+def _separate_ranks(graphs: Sequence[Graph]) -> JointRanks:
     """Return ranks each of which represents itself."""
     places: dict[int, int] = {}
     for place, graph in enumerate(graphs):
@@ -301,10 +239,32 @@ def _separate_ranks(graphs: Sequence[Graph]) -> _JointRanks:
                 code="replay-duplicate-rank",
             )
         places[graph.job.rank] = place
-    return _JointRanks(graphs, places)
+    return JointRanks(graphs, places)
 
 
-def _joint_step(job: _JointRanks, network: ClusterNetwork) -> JobReplay:
+@dataclass(frozen=True, slots=True)
+class _PreparedRank:
+    """A rank that is ready for scheduling.
+
+    Attributes:
+        graph: its step, timed.
+        replayed: the same.
+        floor: earliest start of each node in ns, int64[n]: the end of the step before, replayed
+            without the other ranks.
+        begin_ns: end of that step on the GPU.
+    """
+
+    graph: Graph
+    replayed: ReplayedRank
+    floor: I64
+    begin_ns: int
+
+    def floor_from(self, begin_ns: int) -> I64:
+        """Return the floor of a step that begins at `begin_ns` with the same lead of the host."""
+        return self.floor + (begin_ns - self.begin_ns)
+
+
+def _joint_step(job: JointRanks, network: ClusterNetwork) -> JobReplay:
     """Return the step of ranks that keep the order of their traces.
 
     All ranks begin the step together, with as much lead of the host as the step before leaves.
@@ -317,31 +277,29 @@ def _joint_step(job: _JointRanks, network: ClusterNetwork) -> JobReplay:
         ExportError: the ranks make other calls than their peers, or they wait for each other.
         GraphError: a graph has a cycle, or takes no time.
     """
-    waits = [*_messages(job, network), *_shared_collectives(job)]
+    rendezvous = find_rendezvous(job, network)
     ranks = [_prepared(graph, network) for graph in job.graphs]
     begin_ns = max(rank.begin_ns for rank in ranks)
-    for rank in ranks:
-        rank.floor += begin_ns - rank.begin_ns
-        rank.times = rank.replayed.schedule(rank.floor)
-    separate = [rank.times for rank in ranks]
-    _settle_waits(ranks, waits)
+    floors = [rank.floor_from(begin_ns) for rank in ranks]
+    steps = replay_together(job, [rank.replayed for rank in ranks], floors, rendezvous)
 
     def end_and_compute_ns(place: int) -> tuple[int, int]:
         # Ranks that leave a last collective together end together. The one for which the others
         # waited computes most.
-        rank = ranks[place]
-        return int(rank.times.end_ns.max()), rank.busy_ns(rank.graph.compute, begin_ns)
+        compute = ranks[place].graph.compute
+        return int(steps[place].times.end_ns.max()), _busy_ns(steps[place], compute, begin_ns)
 
     last = max(range(len(ranks)), key=end_and_compute_ns)
-    slowest = ranks[last]
-    step_ns = int(slowest.times.end_ns.max()) - begin_ns
+    slowest, step = ranks[last], steps[last]
+    step_ns = int(step.times.end_ns.max()) - begin_ns
     compute, communication = slowest.graph.compute, slowest.graph.communication
-    compute_ns = slowest.busy_ns(compute, begin_ns)
-    busy_ns = slowest.busy_ns(compute | communication, begin_ns)
+    compute_ns = _busy_ns(step, compute, begin_ns)
+    busy_ns = _busy_ns(step, compute | communication, begin_ns)
     # Replayed without the others, a rank is idle only where it waits for its host.
-    separate_ns = int(separate[last].end_ns.max()) - begin_ns
-    since_begin = np.full(len(slowest.graph), begin_ns)
-    idle_ns = separate_ns - _busy_ns(separate[last], compute | communication, since_begin)
+    times = slowest.replayed.schedule(floors[last])
+    separate = JointTimes(times, np.zeros(len(slowest.graph), dtype=np.int64))
+    separate_ns = int(times.end_ns.max()) - begin_ns
+    idle_ns = separate_ns - _busy_ns(separate, compute | communication, begin_ns)
     idle_ns = min(idle_ns, step_ns - busy_ns)
     return JobReplay(
         step_ns=step_ns,
@@ -357,99 +315,15 @@ def _joint_step(job: _JointRanks, network: ClusterNetwork) -> JobReplay:
     )
 
 
-def _messages(job: _JointRanks, network: ClusterNetwork) -> list[_Wait]:
-    """Return the waits for messages: each receive for the send of its turn.
-
-    A send completes in the background.
-    """
-    graphs, places = job.graphs, job.places
-    # Sender, receiver and tag -> node and bytes of each call, in the order of the rank.
-    sends: dict[tuple[int, int, int], list[tuple[int, int]]] = defaultdict(list)
-    receives: dict[tuple[int, int, int], list[tuple[int, int]]] = defaultdict(list)
-    for place, graph in enumerate(graphs):
-        for index in _ordered(graph, Kind.SEND, Kind.RECV):
-            node = graph.node(index)
-            is_send = node.kind is Kind.SEND
-            peer = places.get(node.value("comm_dst" if is_send else "comm_src"), place)
-            call, tag = (index, max(0, node.value("comm_bytes"))), node.value("comm_tag")
-            if peer != place:
-                (sends[place, peer, tag] if is_send else receives[peer, place, tag]).append(call)
-    messages: list[_Wait] = []
-    for sender, receiver, tag in sorted({*sends, *receives}):
-        sent, received = sends[sender, receiver, tag], receives[sender, receiver, tag]
-        ends = graphs[sender].job.rank, graphs[receiver].job.rank
-        if [size for _, size in sent] != [size for _, size in received]:
-            raise ExportError(
-                f"rank {ends[0]} sends {len(sent)} messages of {sum(size for _, size in sent)} "
-                f"bytes to rank {ends[1]}, which receives {len(received)} of "
-                f"{sum(size for _, size in received)}, or others\n"
-                "  give traces of one job and one step",
-                code="pipeline-unmatched-message",
-            )
-        messages += [
-            _Wait(sender, send, receiver, receive, round(network.time_ns("send", size, ends)))
-            for (send, size), (receive, _) in zip(sent, received, strict=True)
-        ]
-    return messages
-
-
-def _shared_collectives(job: _JointRanks) -> list[_Wait]:
-    """Return the waits of collectives whose group contains several of the ranks.
-
-    Such a call, as of a gradient norm, begins when the last of its ranks reaches it. So does a
-    ring's exchange, although it waits for its neighbours alone.
-    """
-    calls: dict[tuple[int, ...], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
-    members: dict[tuple[int, ...], set[int]] = {}
-    for place, graph in enumerate(job.graphs):
-        for index in _ordered(graph, Kind.COLLECTIVE):
-            group = graph.job.group(graph.node(index).text("group"))
-            if group is None:
-                continue
-            ranks = group.ranks
-            if ranks not in members:
-                members[ranks] = {job.places[rank] for rank in ranks if rank in job.places}
-            if len(members[ranks]) > 1:
-                calls[ranks][place].append(index)
-    waits: list[_Wait] = []
-    for ranks, by_place in calls.items():
-        places = sorted(members[ranks])
-        counts = {job.graphs[place].job.rank: len(by_place[place]) for place in places}
-        if len({*counts.values()}) > 1:
-            listed = ", ".join(f"{count} of rank {rank}" for rank, count in counts.items())
-            raise ExportError(
-                f"ranks make different numbers of collective calls in the group of the ranks "
-                f"{list(ranks)}: {listed}\n  give traces of one job and one step",
-                code="pipeline-unmatched-collective",
-            )
-        for nodes in zip(*(by_place[place] for place in places), strict=True):
-            # Every rank of a call waits for every other one.
-            waits += [
-                _Wait(awaited_place, awaited_node, place, node)
-                for awaited_place, awaited_node in zip(places, nodes, strict=True)
-                for place, node in zip(places, nodes, strict=True)
-                if place != awaited_place
-            ]
-    return waits
-
-
-def _ordered(graph: Graph, *kinds: Kind) -> list[int]:
-    """Return the nodes of some kinds in the order of their rank."""
-    order = graph.topological_order()
-    return order[np.isin(graph.nodes.kind[order], [int(kind) for kind in kinds])].tolist()
-
-
-def _prepared(graph: Graph, network: ClusterNetwork) -> _Rank:
+def _prepared(graph: Graph, network: ClusterNetwork) -> _PreparedRank:
     """Return a rank whose floor is the end of the step before, replayed without the other ranks."""
     timed = with_network(graph, network, graph.job.world, receives_wait=True)
     graph, contention = timed.graph, timed.contention
     overhead, emulated = graph.job.measurement.host_overhead, graph.job.measurement.emulated_calls
     is_host = graph.mask(Kind.HOST_OP)
-    # Two arrays: the floor is moved in place.
-    floor, arrival = (np.zeros(len(graph), dtype=np.int64) for _ in range(2))
     if overhead is None or not is_host.any():
         replayed = ReplayedRank(graph, contention=contention)
-        return _Rank(graph, replayed, floor, 0, replayed.schedule(), arrival)
+        return _PreparedRank(graph, replayed, np.zeros(len(graph), dtype=np.int64), 0)
     factor = graph.job.host_factor
     excess_ns = emulated.excess_ns * factor if emulated else 0.0
     replayed = replay_without_profiler(graph, overhead.host_factor, excess_ns, contention)
@@ -457,79 +331,11 @@ def _prepared(graph: Graph, network: ClusterNetwork) -> _Rank:
     host_ns = int(times.end_ns[is_host].max()) + round(overhead.inter_step_host_ns * factor)
     # A host that is the slower one begins its step after the GPU has ended the one before.
     gpu_ns = int(times.end_ns.max())
-    return _Rank(graph, replayed, np.where(is_host, host_ns, gpu_ns), gpu_ns, times, arrival)
+    return _PreparedRank(graph, replayed, np.where(is_host, host_ns, gpu_ns), gpu_ns)
 
 
-@dataclass(frozen=True, slots=True)
-class _WaitColumns:
-    """The w waits of one rank for another, as columns; see `_Wait`.
-
-    Attributes:
-        awaited_place: place of the rank that is waited for.
-        awaited_nodes: its nodes, int64[w].
-        nodes: the nodes that wait for them, int64[w].
-        transfer_ns: int64[w].
-    """
-
-    awaited_place: int
-    awaited_nodes: I64
-    nodes: I64
-    transfer_ns: I64
-
-
-def _settle_waits(ranks: Sequence[_Rank], waits: Sequence[_Wait]) -> None:
-    """Replay the ranks until no node waits longer than in the round before.
-
-    A node that waits has started: it holds its stream, and multiprocessors of its GPU. Waits grow
-    from round to round, and settle from the first call of the step to the last.
-    """
-    waits_of = [_waits_of(place, waits) for place in range(len(ranks))]
-    for number in range(MAX_ROUNDS):
-        changed = False
-        # Activations pass from the first rank to the last and gradients the other way.
-        places = range(len(ranks)) if number % 2 == 0 else reversed(range(len(ranks)))
-        for place in places:
-            rank = ranks[place]
-            arrival = rank.arrival.copy()
-            for columns in waits_of[place]:
-                awaited_ns = ranks[columns.awaited_place].times.start_ns[columns.awaited_nodes]
-                np.maximum.at(arrival, columns.nodes, awaited_ns + columns.transfer_ns)
-            later = arrival > rank.arrival
-            # An arrival never falls, although a kernel that starts later can let others start
-            # earlier: otherwise rounds could alternate.
-            rank.arrival = arrival
-            # An arrival before the node's own start delays nothing.
-            if (later & (arrival > rank.times.start_ns)).any():
-                rank.times = rank.replayed.schedule(rank.floor, arrival)
-                changed = True
-        if not changed:
-            return
-    raise ExportError(
-        f"the ranks still wait for each other after {MAX_ROUNDS} replays of their calls\n"
-        "  give traces of one job and one step",
-        code="pipeline-deadlock",
-    )
-
-
-def _waits_of(place: int, waits: Sequence[_Wait]) -> list[_WaitColumns]:
-    """Return the waits of the rank at `place`, by the rank that it waits for."""
-    by_awaited: dict[int, list[_Wait]] = defaultdict(list)
-    for wait in waits:
-        if wait.place == place:
-            by_awaited[wait.awaited_place].append(wait)
-    return [
-        _WaitColumns(
-            awaited_place,
-            np.array([wait.awaited_node for wait in listed], dtype=np.int64),
-            np.array([wait.node for wait in listed], dtype=np.int64),
-            np.array([wait.transfer_ns for wait in listed], dtype=np.int64),
-        )
-        for awaited_place, listed in by_awaited.items()
-    ]
-
-
-def _busy_ns(times: ReplayTimes, chosen: Mask, since_ns: I64) -> int:
-    """Return how long at least one chosen node runs; of each, the time from its `since_ns` on."""
-    since = since_ns[chosen]
-    starts, ends = times.start_ns[chosen], times.end_ns[chosen]
-    return union_duration_ns(np.maximum(starts, since), np.maximum(ends, since))
+def _busy_ns(step: JointTimes, chosen: Mask, begin_ns: int) -> int:
+    """Return how long, from `begin_ns` on, a chosen node runs and does not wait."""
+    since_ns = np.maximum(step.arrival_ns[chosen], begin_ns)
+    starts, ends = step.times.start_ns[chosen], step.times.end_ns[chosen]
+    return union_duration_ns(np.maximum(starts, since_ns), np.maximum(ends, since_ns))
