@@ -42,12 +42,11 @@ from onerank.annotate.models.scale_by_ratio import predict_by_ratio
 from onerank.annotate.op_costs.cost_record import GemmShape
 from onerank.ir import Device, Edges, Evidence, Graph, Job, Kind, Nodes, StringTable
 from onerank.ir.arrays import F64, Mask
+from tools.fit.case_errors import errors_of, few_families
 from tools.fit.evaluate_fit import POWER_FILE, Case, as_by_datasheet, as_calibrated, looked_up_cases
 from tools.fit.leave_one_out import (
     attention_cases,
-    errors_of,
     every_case,
-    few_families,
     fits_without,
     fitted,
     gemm_cases,

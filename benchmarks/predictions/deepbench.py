@@ -35,8 +35,8 @@ from onerank.annotate.op_costs.cost_record import Work
 from onerank.annotate.op_costs.node_costs import work_of_call
 from onerank.annotate.op_costs.operands import Call, Tensor
 from onerank.ir.arrays import F64
+from tools.fit.case_errors import errors_of
 from tools.fit.evaluate_fit import Case
-from tools.fit.leave_one_out import errors_of
 
 GPUS = "V100", "T4"
 SHEET = "Results - FP16 ip, Mixed math"

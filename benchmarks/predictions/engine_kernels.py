@@ -45,6 +45,14 @@ from onerank.annotate.models.roofline import predict_from_datasheet
 from onerank.annotate.models.scale_by_ratio import predict_by_ratio
 from onerank.annotate.models.scale_measured import predict_by_residual
 from onerank.ir.arrays import F64
+from tools.fit.decode_cases import (
+    Decodes,
+    decode_cases,
+    elsewhere,
+    fit_decode,
+    fit_latent,
+    read_decodes,
+)
 from tools.fit.expert_cases import (
     EXPERT_LIBRARIES,
     UNTUNED,
@@ -55,15 +63,7 @@ from tools.fit.expert_cases import (
 from tools.fit.latent_prefill_cases import latent_prefill_cases, read_latent_prefills
 from tools.fit.leave_one_out import fits_without, models_without
 from tools.fit.measured_kernels import family, read_attention, read_products
-from tools.fit.public_cases import (
-    Decodes,
-    decode_cases,
-    elsewhere,
-    fit_decode,
-    fit_latent,
-    quantisation_cases,
-    read_decodes,
-)
+from tools.fit.vector_cases import quantisation_cases
 
 _PLAIN = dict.fromkeys(EXPERT_LIBRARIES, Experts(0.0, 1.0, 0.0))
 

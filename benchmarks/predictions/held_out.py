@@ -36,6 +36,9 @@ from onerank.annotate.models.cost_model import Predict, PredictFromDescription
 from onerank.annotate.models.intervals import widening
 from onerank.annotate.models.scale_by_ratio import predict_by_ratio
 from onerank.ir.arrays import F64, Mask
+from tools.fit.attention_kernel_cases import kernel_cases
+from tools.fit.case_errors import errors_of, few_families, parted
+from tools.fit.decode_cases import decode_cases, read_decodes
 from tools.fit.evaluate_fit import (
     Case,
     Described,
@@ -48,15 +51,12 @@ from tools.fit.evaluate_fit import attention_cases as attention_by_shape
 from tools.fit.leave_one_out import (
     attention_cases,
     drawn,
-    errors_of,
-    few_families,
     fits_of,
     fits_without,
     gemm_by_shape,
     gemm_cases,
     memory_cases,
     models_without,
-    parted,
 )
 from tools.fit.measured_kernels import family, read_attention, read_products, read_table
 from tools.fit.narrow_gemm_cases import (
@@ -65,7 +65,7 @@ from tools.fit.narrow_gemm_cases import (
     read_linears,
     tensor_scaled_cases,
 )
-from tools.fit.public_cases import decode_cases, kernel_cases, read_decodes, vector_cases
+from tools.fit.vector_cases import vector_cases
 
 LONG_NS = 10_000
 

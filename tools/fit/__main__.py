@@ -16,20 +16,14 @@ from onerank.annotate.models.error_kinds import KINDS
 from onerank.annotate.recost.recost import source_gpu
 from onerank.ir.chakra import read
 from onerank.ir.errors import AnnotateError
+from tools.fit.case_errors import errors_of, few_families
 from tools.fit.evaluate_fit import (
     STEP_KINDS,
     Case,
     captured_cases,
     looked_up_cases,
 )
-from tools.fit.leave_one_out import (
-    datasheet_cases,
-    errors_of,
-    every_case,
-    few_families,
-    fits_without,
-    fitted,
-)
+from tools.fit.leave_one_out import datasheet_cases, every_case, fits_without, fitted
 from tools.fit.measured_kernels import read_attention, read_products
 from tools.fit.narrow_gemm_cases import read_linears
 

@@ -31,9 +31,9 @@ from onerank.annotate.models.features import KernelFeatures
 from onerank.annotate.models.power import utilization, utilization_of
 from onerank.ir.arrays import F64, Mask
 from onerank.ir.errors import TargetError
+from tools.fit.attention_kernel_cases import ATTENTION_SIZES, forward_shapes
 from tools.fit.expert_cases import LAYER, ExpertLayers, layers_of
 from tools.fit.measured_kernels import GEMM_FILE, Attention, of_attention, read_table
-from tools.fit.public_cases import ATTENTION_SIZES, forward_shapes
 
 EXPERTS_POWER_FILE, ATTENTION_POWER_FILE = "experts_power.parquet", "attention_power.parquet"
 

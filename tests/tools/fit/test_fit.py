@@ -16,6 +16,7 @@ from onerank.annotate.models.gemm_tiles import GemmTarget, gemm_ns
 from onerank.ir.errors import FormatError
 from tools.fit import Attention, Products, fit_gemm, read_products
 from tools.fit.__main__ import to_toml
+from tools.fit.case_errors import errors_of
 from tools.fit.evaluate_fit import (
     VIDUR_FILE,
     Case,
@@ -24,7 +25,7 @@ from tools.fit.evaluate_fit import (
     unmeasured_cases,
 )
 from tools.fit.fit_tiles import fit_attention, fit_robustly, rates_of, stored_ns
-from tools.fit.leave_one_out import at_rate_of, errors_of, memory_cases
+from tools.fit.leave_one_out import at_rate_of, memory_cases
 
 
 def test_fit_robustly_bears_outliers():

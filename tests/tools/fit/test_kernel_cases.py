@@ -10,9 +10,11 @@ from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.learned import predict_from_description
 from onerank.annotate.models.prediction_terms import Rule
 from onerank.annotate.op_costs.cost_record import Scales
+from tools.fit.attention_kernel_cases import kernel_cases, other_attention
+from tools.fit.case_errors import errors_of, few_families, parted
+from tools.fit.decode_cases import decode_cases, fit_decode, fit_latent, read_decodes
 from tools.fit.evaluate_fit import Case
 from tools.fit.fit_tiles import rates_of
-from tools.fit.leave_one_out import errors_of, few_families, parted
 from tools.fit.measured_kernels import Products
 from tools.fit.narrow_gemm_cases import (
     finely_scaled_ns,
@@ -22,15 +24,7 @@ from tools.fit.narrow_gemm_cases import (
     read_linears,
     tensor_scaled_cases,
 )
-from tools.fit.public_cases import (
-    decode_cases,
-    fit_decode,
-    fit_latent,
-    kernel_cases,
-    other_attention,
-    read_decodes,
-    vector_cases,
-)
+from tools.fit.vector_cases import vector_cases
 
 A100, H100, L40S, B200 = (load_gpu(name) for name in ("A100", "H100", "L40S", "B200"))
 
