@@ -12,7 +12,8 @@ A page has a table between `<!-- claim: NAME -->` and `<!-- end -->`. NAME is on
 - a claim: a line for each of its rows,
 - a table of `_WIDE_TABLES`: a line for each case, and a column for each kind of figure,
 - `headline`: the rows that are marked as headline,
-- `summary`: the median and the largest error of each kind of prediction.
+- a summary of `_SUMMARIES`: a line for each of several sets of rows, with the number of cases, the
+  median, the mean and the largest error.
 
 Columns with the same value in all lines, and the names of the files, stand below the table. The
 times of a column have one unit.
@@ -21,11 +22,11 @@ times of a column have one unit.
 import csv
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from pathlib import Path
-from statistics import median, mode
+from statistics import mean, median, mode
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -218,6 +219,23 @@ _WIDE_TABLES: dict[str, _WideTable] = {
         hardware="4 x",
         omits=("predicted",),
     ),
+    "new-scripts": _WideTable(
+        (
+            *("new-scripts", "new-scripts-astra-sim", "new-scripts-mended"),
+            *("new-scripts-memory", "new-scripts-memory-mended"),
+        ),
+        ("case", "hardware", "file"),
+        (
+            _Column("measured", "measured", {"claim": "new-scripts"}),
+            _Column("predicted", "predicted", {"claim": "new-scripts"}),
+            _Column("error", "error", {"claim": "new-scripts"}),
+            _Column("ASTRA-sim", "error", {"claim": "new-scripts-astra-sim"}),
+            _Column("after mends", "error", {"claim": "new-scripts-mended"}),
+            _Column("peak memory", "error", {"claim": "new-scripts-memory"}),
+            _Column("after mends", "error", {"claim": "new-scripts-memory-mended"}),
+        ),
+        omits=("predicted", "measured"),
+    ),
 }
 
 
@@ -227,7 +245,7 @@ class _SummaryLine:
 
     Attributes:
         prediction: what is predicted.
-        page: page of `docs/accuracy` that has the rows.
+        page: page of `docs/accuracy` that has the rows, or a heading of the same page.
         claim: of the rows.
         where: column -> regular expression that the row's value contains. A case may have a row
             for each of several conditions; the line takes one, so that no case counts twice.
@@ -248,67 +266,106 @@ class _SummaryLine:
         ]
 
 
-_SUMMARY = (
-    _SummaryLine(
-        "step of a job on 2 or 4 GPUs in ASTRA-sim, from slices on one GPU, `--nvlink-active`",
-        "job-steps.md",
-        "step-in-astra-sim",
-        {"conditions": "^NVLink active"},
+_FLOAT8 = {"case": "float8|rowwise"}
+
+# Tables of the pages by name. Lines of the second one link to headings of its page.
+_SUMMARIES: dict[str, tuple[_SummaryLine, ...]] = {
+    "training-summary": (
+        _SummaryLine(
+            "torchtitan, published, bf16",
+            "#torchtitan-published",
+            "torchtitan",
+            {"case": "^(?!.*(float8|rowwise))"},
+        ),
+        _SummaryLine(
+            "torchtitan, published, float8", "#torchtitan-published", "torchtitan", _FLOAT8
+        ),
+        _SummaryLine(
+            "float8 without context parallelism of 4 and 8",
+            "#torchtitan-published",
+            "torchtitan",
+            {"case": r"^(?!.*CP [48]).*(float8|rowwise)"},
+        ),
+        _SummaryLine(
+            "float8 on H100s, without those and asynchronous TP",
+            "#torchtitan-published",
+            "torchtitan",
+            {"case": r"^(?!.*(CP [48]|async|405B)).*(float8|rowwise)", "hardware": "H100"},
+        ),
+        _SummaryLine(
+            "Megatron-LM, published", "#megatron-published-and-simulated", "megatron-published"
+        ),
+        _SummaryLine(
+            "torchtitan and examples on four H100s",
+            "#jobs-measured-on-four-h100s",
+            "torchtitan-no-device",
+        ),
+        _SummaryLine(
+            "new scripts on two and four H100s, before they ran",
+            "#new-scripts-predicted-before-they-ran",
+            "new-scripts",
+        ),
     ),
-    _SummaryLine(
-        "the same from one slice, without a simulator",
-        "job-steps.md",
-        "step-of-slice",
-        {"conditions": "^slowest of 4"},
+    "summary": (
+        _SummaryLine(
+            "step of a job on 2 or 4 GPUs in ASTRA-sim, from slices on one GPU, `--nvlink-active`",
+            "job-steps.md",
+            "step-in-astra-sim",
+            {"conditions": "^NVLink active"},
+        ),
+        _SummaryLine(
+            "the same from one slice, without a simulator",
+            "job-steps.md",
+            "step-of-slice",
+            {"conditions": "^slowest of 4"},
+        ),
+        _SummaryLine(
+            "step of a slice, against the rank that it stands for",
+            "slices.md",
+            "slice-step",
+            {"conditions": f"^{_ONE}"},
+        ),
+        _SummaryLine("peak memory of a slice", "slices.md", "slice-memory"),
+        _SummaryLine("captured step on another GPU", "other-gpus.md", "another-gpu-step"),
+        _SummaryLine("its compute", "other-gpus.md", "another-gpu-compute"),
+        _SummaryLine(
+            "kernels over 10 us on a GPU family outside the fit, mean of a class",
+            "kernels.md",
+            "held-out",
+            {"conditions": "^over 10 us"},
+        ),
+        _SummaryLine(
+            "training captured without a device: jobs that torchtitan published, bf16",
+            "training-speeds.md",
+            "torchtitan",
+            {"case": "^(?!.*(float8|rowwise))"},
+        ),
+        _SummaryLine("the same in float8", "training-speeds.md", "torchtitan", _FLOAT8),
+        _SummaryLine(
+            "the same of new scripts, before they ran on 2 or 4 GPUs",
+            "training-speeds.md",
+            "new-scripts",
+        ),
+        _SummaryLine(
+            "step of a served model between measured points, CUDA graphs, median of its steps",
+            "serving.md",
+            "serving",
+            {
+                "case": "^(interpolated|measured with)",
+                "conditions": "^replay; (40|20 steps; median)",
+            },
+        ),
+        _SummaryLine(
+            "step of a served model from shapes alone, mean of its steps",
+            "serving.md",
+            "serving",
+            {"case": "^from shapes alone,", "conditions": "mean$"},
+        ),
+        _SummaryLine(
+            "summed energy of a class of kernels", "energy.md", "power", {"case": "summed energy"}
+        ),
     ),
-    _SummaryLine(
-        "step of a slice, against the rank that it stands for",
-        "slices.md",
-        "slice-step",
-        {"conditions": f"^{_ONE}"},
-    ),
-    _SummaryLine("peak memory of a slice", "slices.md", "slice-memory"),
-    _SummaryLine("captured step on another GPU", "other-gpus.md", "another-gpu-step"),
-    _SummaryLine("its compute", "other-gpus.md", "another-gpu-compute"),
-    _SummaryLine(
-        "kernels over 10 us on a GPU family outside the fit, mean of a class",
-        "kernels.md",
-        "held-out",
-        {"conditions": "^over 10 us"},
-    ),
-    _SummaryLine(
-        "training captured without a device: jobs that torchtitan published, bf16",
-        "training-speeds.md",
-        "torchtitan",
-        {"case": "^(?!.*(float8|rowwise))"},
-    ),
-    _SummaryLine(
-        "the same in float8", "training-speeds.md", "torchtitan", {"case": "float8|rowwise"}
-    ),
-    _SummaryLine(
-        "the same of new scripts, before they ran on 2 or 4 GPUs",
-        "training-speeds.md",
-        "new-scripts",
-    ),
-    _SummaryLine(
-        "step of a served model between measured points, CUDA graphs, median of its steps",
-        "serving.md",
-        "serving",
-        {"case": "^(interpolated|measured with)", "conditions": "^replay; (40|20 steps; median)"},
-    ),
-    _SummaryLine(
-        "step of a served model from shapes alone, mean of its steps",
-        "serving.md",
-        "serving",
-        {"case": "^from shapes alone,", "conditions": "mean$"},
-    ),
-    _SummaryLine(
-        "summed energy of a class of kernels",
-        "energy.md",
-        "power",
-        {"case": "summed energy"},
-    ),
-)
+}
 
 
 _NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
@@ -357,18 +414,19 @@ def rows_of_table(name: str, rows: list[Row]) -> list[Row]:
     ]
 
 
-def _summary(rows: list[Row], folder: str) -> str:
-    """Return the summary.
+def _summary(lines: Sequence[_SummaryLine], rows: list[Row], folder: str) -> str:
+    """Return a summary.
 
     Args:
+        lines: of the summary.
         rows: of the CSV.
         folder: where links find `docs/accuracy`.
     """
     text = [
-        "| prediction | cases | median error | largest | where |",
-        "|---|---:|---:|---:|---|",
+        "| prediction | cases | median error | mean | largest | where |",
+        "|---|---:|---:|---:|---:|---|",
     ]
-    for line in _SUMMARY:
+    for line in lines:
         chosen = line.rows(rows)
         errors = {index: _percent(row) for index, row in enumerate(chosen)}
         largest = chosen[max(errors, key=errors.__getitem__)]
@@ -376,9 +434,10 @@ def _summary(rows: list[Row], folder: str) -> str:
         place = ", ".join(filter(None, (largest["case"], largest["hardware"])))
         if not any(errors.values()):
             error, place = "0.0%", ""
+        page = line.page if line.page.startswith("#") else folder + line.page
         text.append(
-            f"| [{line.prediction}]({folder}{line.page}) | {len(chosen)} "
-            f"| {median(errors.values()):.1f}% | {error} | {place} |"
+            f"| [{line.prediction}]({page}) | {len(chosen)} "
+            f"| {median(errors.values()):.1f}% | {mean(errors.values()):.1f}% | {error} | {place} |"
         )
     return "\n".join(text)
 
@@ -498,8 +557,8 @@ def filled(page: str, rows: list[Row], folder: str = "") -> str:
 
     def table(match: re.Match[str]) -> str:
         name = match[2]
-        if name == "summary":
-            return f"{match[1]}\n{_summary(rows, folder)}\n\n{match[3]}"
+        if summary := _SUMMARIES.get(name):
+            return f"{match[1]}\n{_summary(summary, rows, folder)}\n\n{match[3]}"
         selected = rows_of_table(name, rows)
         if not selected:
             raise KeyError(name)
