@@ -20,7 +20,7 @@ from onerank.annotate.op_costs.node_costs import compute_mask, op_costs_of
 from onerank.annotate.op_costs.op_classes import CLASSES
 from onerank.display import Displayed
 from onerank.ir import Evidence, Graph
-from onerank.ir.arrays import F64, I64, U8
+from onerank.ir.arrays import F64, I64, U8, Mask
 from onerank.ir.errors import AnnotateError
 from onerank.ir.notes import Note
 
@@ -227,34 +227,19 @@ def report_energy(
     links = _nvlink_active_w(graph)
     costs = op_costs_of(graph)
     kernels = KernelFeatures.of(graph, costs)
-    timed = kernels.duration_ns > 0
-    if not timed.any():
-        raise AnnotateError(
-            "no compute node has a duration, so its energy is unknown\n"
-            "  annotate the trace for a GPU first",
-            code="energy-no-durations",
-        )
-    c = coefficients_of(gpu, model)
-    floor = base_share(gpu, model)
-    # Active links draw power in every busy moment, like the base; gaps below add it to idle power.
-    base = floor + links / tdp
-    above = np.maximum(0, power_share(utilization_of(kernels, gpu), c) - floor) * (
-        tdp * kernels.duration_ns * 1e-3
-    )
-    busy = _energy_under_limit(kernels.duration_ns, above, (base, model.at_limit), tdp, durations)
+    timed = _timed(kernels)
+    busy = _busy_energy(kernels, gpu, model, links, durations)
     idle_ns = max(0, durations.step_ns - durations.busy_ns)
     idle_uj = (idle + links) * idle_ns * 1e-3
     step = busy.uj + idle_uj
-    shorter, longer = time_ends(graph)
-    # Both errors are independent, so they add in squares.
-    less, more = (float(np.hypot(model.step_error, end)) for end in (1 - shorter, longer - 1))
+    less, more = _step_errors(graph, model)
     unknown = int((timed & np.isnan(kernels.bytes) & np.isnan(kernels.flops)).sum())
     wanted_w = busy.wanted_uj / durations.busy_ns * 1e3 if busy.wanted_uj > busy.uj else None
     index, energy = costs.index[timed], busy.each_uj[timed]
     low, high = _node_ends(graph, index, model)
     return EnergyReport(
         gpu=gpu.name,
-        coefficients=c,
+        coefficients=coefficients_of(gpu, model),
         source=_source_of_coefficients(gpu, model),
         step_ns=durations.step_ns,
         step_source=durations.source,
@@ -281,6 +266,30 @@ def report_energy(
     )
 
 
+def _timed(kernels: KernelFeatures) -> Mask:
+    """Return which kernels have a duration.
+
+    Raises:
+        AnnotateError: none has.
+    """
+    timed = kernels.duration_ns > 0
+    if not timed.any():
+        raise AnnotateError(
+            "no compute node has a duration, so its energy is unknown\n"
+            "  annotate the trace for a GPU first",
+            code="energy-no-durations",
+        )
+    return timed
+
+
+def _step_errors(graph: Graph, model: PowerModel) -> tuple[float, float]:
+    """Return the relative errors of the step's energy, downwards and upwards."""
+    shorter, longer = time_ends(graph)
+    # The errors of power and of time are independent, so they add in squares.
+    less, more = (float(np.hypot(model.step_error, end)) for end in (1 - shorter, longer - 1))
+    return less, more
+
+
 class _Busy(NamedTuple):
     """Energy of the busy time of a GPU.
 
@@ -295,33 +304,39 @@ class _Busy(NamedTuple):
     wanted_uj: float
 
 
-def _energy_under_limit(
-    duration_ns: F64,
-    above_uj: F64,
-    ends: tuple[float, float],
-    tdp: float,
+def _busy_energy(
+    kernels: KernelFeatures,
+    gpu: Gpu,
+    model: PowerModel,
+    links_w: float,
     durations: StepDurations,
 ) -> _Busy:
-    """Return the energy of nodes under the power limit, which applies to the busy time's mean.
+    """Return the energy of kernels under the power limit, which applies to the busy time's mean.
 
     The limit applies to a mean over hundredths of a second, far longer than a kernel, so single
     kernels may exceed it (see `power.power_share`).
 
     Args:
-        duration_ns: duration of each node, float64[n].
-        above_uj: energy of each above the base, float64[n].
-        ends: least and largest mean power, as shares of the limit.
-        tdp: the limit in W.
+        kernels: the compute nodes.
+        gpu: the GPU, whose limits are known.
+        model: the power model.
+        links_w: power of active links.
         durations: busy time of the GPU.
     """
-    least, limit = (share * tdp * durations.busy_ns * 1e-3 for share in ends)
+    tdp, _ = _limits(gpu)
+    floor = base_share(gpu, model)
+    # Active links draw power in every busy moment, like the base; in gaps it adds to idle power.
+    base = floor + links_w / tdp
+    share = power_share(utilization_of(kernels, gpu), coefficients_of(gpu, model))
+    at_limit_uj = tdp * kernels.duration_ns * 1e-3  # W x ns = nJ; in uJ
+    above_uj = np.maximum(0, share - floor) * at_limit_uj
+    least, limit = (part * tdp * durations.busy_ns * 1e-3 for part in (base, model.at_limit))
     wanted = used = least + above_uj.sum()
     if wanted > limit > 0:
         # Only the part above the base slows down with the clock.
         used = limit
         above_uj = above_uj * ((limit - least) / above_uj.sum())
-    base_uj = ends[0] * (tdp * duration_ns * 1e-3)  # W x ns = nJ; in uJ
-    return _Busy(base_uj + above_uj, used, wanted)
+    return _Busy(base * at_limit_uj + above_uj, used, wanted)
 
 
 def _nvlink_active_w(graph: Graph) -> float:

@@ -284,17 +284,12 @@ def capture_ranks(
             raw.mkdir()
         # The loop extends its list: only the capture of rank 0 reports the classes.
         for rank in pending:
-            rank_options = replace(
-                options, rank=rank, raw_dir=options.raw_dir and raw / f"rank-{rank}"
-            )
-            captures[rank] = _capture_rank(
-                script, args, rank_options, layers, progress=progress, run=run
-            )
-            classes = captures[rank].graph.job.classes
+            raw_dir = options.raw_dir and raw / f"rank-{rank}"
+            of_rank = replace(options, rank=rank, raw_dir=raw_dir)
+            capture = _capture_rank(script, args, of_rank, layers, progress=progress, run=run)
+            captures[rank], classes = capture, capture.graph.job.classes
             if ranks is None and rank == 0:
-                pending += [
-                    rank_class.representative for rank_class in classes if rank_class.representative
-                ]
+                pending += [each.representative for each in classes if each.representative]
                 representatives = ", ".join(map(str, pending))
                 progress(f"one rank of each class of equivalent ranks: {representatives}")
             _check_classes(rank, classes, pending[0], captures[pending[0]].graph.job.classes)

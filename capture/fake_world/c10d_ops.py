@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch import ScriptObject, Tensor
 from torch.distributed import distributed_c10d
 
-from onerank.capture.collective_record import payload_of
 from onerank.capture.fake_tensors import is_fake, is_small
 from onerank.capture.fake_world.c10d_patches import SPARSE, override
 from onerank.capture.fake_world.collective_launch import CollectiveLaunch, check_contiguous, raw
 from onerank.capture.fake_world.message_payloads import IntegerPayloads
+from onerank.ir.all_to_all import AllToAllBuffer
 from onerank.ir.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -96,6 +96,10 @@ def _check_multiple(collective: str, large: Tensor, small: Tensor, world: int) -
             f"{world} x {small.numel()} = {world * small.numel()}",
             code="collective-sizes",
         )
+
+
+def _buffer(tensors: Sequence[Tensor], rows: Sequence[int]) -> AllToAllBuffer:
+    return AllToAllBuffer(sum(each.numel() * each.element_size() for each in tensors), rows)
 
 
 def _are_counts(tensors: Sequence[Tensor]) -> bool:
@@ -286,16 +290,11 @@ class C10dOperators:
 
     def _all_to_all(self, args: Any) -> object:
         outputs, inputs = args.output_tensors, args.input_tensors
-        splits = {
-            "in_split_sizes": [tensor.numel() for tensor in inputs],
-            "out_split_sizes": [tensor.numel() for tensor in outputs],
-        }
-        if all(len({*sizes}) <= 1 for sizes in splits.values()):
-            splits = {}
-        size = payload_of("all_to_all", outputs).bytes
-        with self._launch(
-            "all_to_all", args, inputs, outputs, output_bytes=size, **splits
-        ) as launch:
+        rows = [[tensor.numel() for tensor in tensors] for tensors in (inputs, outputs)]
+        if all(len({*parts}) <= 1 for parts in rows):
+            rows = [[], []]
+        exchange = _buffer(inputs, rows[0]), _buffer(outputs, rows[1])
+        with self._launch("all_to_all", args, inputs, outputs, exchange=exchange) as launch:
             sources = inputs
             if _are_counts([*inputs, *outputs]):
                 # A peer with the same routing sends what this rank sends to itself.
@@ -304,19 +303,17 @@ class C10dOperators:
             return outputs, launch.finish(outputs)
 
     def _all_to_all_base(self, args: Any) -> object:
-        splits = {
-            "in_split_sizes": args.input_split_sizes,
-            "out_split_sizes": args.output_split_sizes,
-        }
-        buffers = [args.input], [args.output]
-        with self._launch(
-            "all_to_all", args, *buffers, output_bytes=args.output.nbytes, **splits
-        ) as launch:
+        inputs, outputs = [args.input], [args.output]
+        exchange = (
+            _buffer(inputs, args.input_split_sizes),
+            _buffer(outputs, args.output_split_sizes),
+        )
+        with self._launch("all_to_all", args, inputs, outputs, exchange=exchange) as launch:
             check_contiguous(args.output)
             check_contiguous(args.input)
             source, size = args.input, launch.group.size
             # Functional collectives pass equal split sizes; callers of c10d leave them empty.
-            equal = all(len({*sizes}) <= 1 for sizes in splits.values())
+            equal = all(len({*buffer.rows}) <= 1 for buffer in exchange)
             if _are_counts([source, args.output]) and equal:
                 source = source.view(-1).chunk(size)[launch.group.rank]
             launch.fill([(args.output, source)])

@@ -245,9 +245,7 @@ class CallLog:
         peer: int | None = None,
         tag: int | None = None,
         asynchronous: bool = False,
-        in_split_sizes: Sequence[int] = (),
-        out_split_sizes: Sequence[int] = (),
-        output_bytes: int | None = None,
+        exchange: tuple[AllToAllBuffer, AllToAllBuffer] | None = None,
         reduction: str | None = None,
     ) -> CommCall:
         """Append a call to `calls` and return it.
@@ -259,9 +257,7 @@ class CallLog:
             peer: rank of the peer or root within the group.
             tag: as in `CommCall`.
             asynchronous: as in `CommCall`.
-            in_split_sizes: as in `CommCall`.
-            out_split_sizes: as in `CommCall`.
-            output_bytes: bytes of the output of an all-to-all.
+            exchange: input and output of an all-to-all.
             reduction: as in `CommCall`.
 
         Raises:
@@ -276,14 +272,8 @@ class CallLog:
         purpose = None
         if collective in ("send", "recv") and tensors is not None:
             purpose = self._purpose(Key(collective, group.name, peer, total.bytes), tensors)
-        exchanged = None
-        if output_bytes is not None:
-            exchanged = exchanged_bytes(
-                AllToAllBuffer(total.bytes, in_split_sizes),
-                AllToAllBuffer(output_bytes, out_split_sizes),
-                group.rank,
-                group.size,
-            )
+        sent_rows, received_rows = (buffer.rows for buffer in exchange) if exchange else ((), ())
+        exchanged = exchanged_bytes(*exchange, group.rank, group.size) if exchange else None
         with self._lock:
             call = CommCall(
                 sequence=len(self.calls),
@@ -296,8 +286,8 @@ class CallLog:
                 peer=None if peer is None else group.ranks[peer],
                 tag=tag,
                 asynchronous=asynchronous,
-                in_split_sizes=tuple(in_split_sizes),
-                out_split_sizes=tuple(out_split_sizes),
+                in_split_sizes=tuple(sent_rows),
+                out_split_sizes=tuple(received_rows),
                 phase=purpose.phase if purpose else None,
                 micro_batch=purpose.micro_batch if purpose else None,
                 reduction=reduction,

@@ -305,7 +305,10 @@ class SenderProcesses:
         self._received: dict[tuple[int, Address], list[bytes | None]] = {}
         self._failed: dict[tuple[int, Address], CaptureError] = {}
         self._announced: set[int] = set()  # ranks whose run was reported as progress
-        self._in_step: dict[tuple[int, Address], int] = {}
+        # Where the messages of the step begin, until the last learned step.
+        self._step_begins: dict[tuple[int, Address], int] = {}
+        # Messages that a later step has repeated.
+        self._repeated_counts: Counter[tuple[int, Address]] = Counter()
 
     @contextlib.contextmanager
     def ready(self) -> Generator["SenderProcesses"]:
@@ -327,13 +330,12 @@ class SenderProcesses:
         """Count a step of the script; after the last learned step, keep only its messages."""
         self._steps += 1
         if self._steps < LEARNED_STEPS:
-            self._in_step = {channel: len(known) for channel, known in self._received.items()}
+            self._step_begins = {channel: len(known) for channel, known in self._received.items()}
         elif self._steps == LEARNED_STEPS:
-            for channel, start in self._in_step.items():
+            for channel, start in self._step_begins.items():
                 del self._received[channel][:start]
             self._connection.close()  # no message is requested from here on: the senders end
-        if self._steps >= LEARNED_STEPS:
-            self._in_step = {}
+        self._repeated_counts.clear()
 
     @property
     def collects_sends(self) -> bool:
@@ -364,14 +366,15 @@ class SenderProcesses:
         """Count a message from rank `src` to a whole group whose content is not needed."""
         channel = src, to
         if self._steps >= LEARNED_STEPS:
-            self._in_step[channel] = self._in_step.get(channel, 0) + 1
+            self._repeated_counts[channel] += 1
         else:
             self._received.setdefault(channel, []).append(None)
 
     def _repeated(self, channel: tuple[int, Address]) -> list[Any]:
-        index = self._in_step.get(channel, 0)
-        self._in_step[channel] = index + 1
-        message = next(iter(self._received.get(channel, [])[index:]), None)
+        index = self._repeated_counts[channel]
+        self._repeated_counts[channel] += 1
+        learned = self._received.get(channel, [])
+        message = learned[index] if index < len(learned) else None
         if message is None:
             raise CaptureError(
                 f"rank {self._rank} receives more objects from rank {channel[0]} in this step "

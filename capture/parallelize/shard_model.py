@@ -183,12 +183,10 @@ def slice_to_rank(
     if "cp" in world.sizes:
         # After the stage, which decides whether this rank computes a loss. Its hook goes before
         # those of the other axes (`prepend`), which see this rank's part of the batch.
+        group = new_group("cp", world.line("cp", rank))
+        has_loss = stage is None or stage.pipeline.stage == len(stage.pipeline.layers) - 1
         apply_context_parallel(
-            model,
-            new_group("cp", world.line("cp", rank)),
-            comm=options.cp_comm,
-            has_loss=stage is None or stage.pipeline.stage == len(stage.pipeline.layers) - 1,
-            peers_absent=options.peers_absent,
+            model, group, comm=options.cp_comm, has_loss=has_loss, peers_absent=options.peers_absent
         )
     # With the model's own router (`loads` is None) a rank's work depends on data: no classes.
     classes = () if loads is None else rank_classes(world, stage, loads)

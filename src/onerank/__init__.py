@@ -106,19 +106,9 @@ def convert(
         TraceError: the traces cannot be read or linked.
         OnnxError: the model cannot be read, or leaves sizes open.
     """
-    from onerank.ir.errors import FormatError
-
     path = Path(source)
     if path.is_dir():
-        from onerank.converters.sources.kineto import convert_directory, is_capture
-
-        if not is_capture(path):
-            raise FormatError(
-                f"{path} is not the directory of one capture\n"
-                f"  `onerank convert {path} -o DIRECTORY` converts the traces of several ranks",
-                code="convert-not-a-capture",
-            )
-        return convert_directory(path)[0]
+        return _convert_capture(path)
     if path.suffix == ".onnx":
         from onerank.annotate import characterise
         from onerank.converters.sources.onnx import convert_onnx
@@ -132,19 +122,38 @@ def convert(
 
     # Traces of the profiler and Chakra's JSON share a suffix; the first bytes differ.
     if path.suffix == ".json" and kind_of(beginning(path)) is None:
-        import tempfile
-
-        from onerank.ir.chakra import from_json
-
-        with tempfile.TemporaryDirectory(prefix="onerank-") as directory:
-            trace = Path(directory) / "trace.et"
-            from_json(path, trace)
-            # The file of groups is next to the JSON, not in the temporary directory.
-            return _read(trace, path, repair=repair)
+        return _read_json(path, repair=repair)
     execution_trace = None if et is None else Path(et)
     profiled = tuple(map(Path, profiles))
     sources = Sources(path, execution_trace, profiled, operators=operators)
     return convert_traces(sources, step=step)[0]
+
+
+def _convert_capture(directory: Path) -> Graph:
+    """Convert a directory of `capture run --raw-dir`."""
+    from onerank.converters.sources.kineto import convert_directory, is_capture
+    from onerank.ir.errors import FormatError
+
+    if not is_capture(directory):
+        raise FormatError(
+            f"{directory} is not the directory of one capture\n"
+            f"  `onerank convert {directory} -o DIRECTORY` converts the traces of several ranks",
+            code="convert-not-a-capture",
+        )
+    return convert_directory(directory)[0]
+
+
+def _read_json(source: Path, *, repair: bool) -> Graph:
+    """Read a Chakra trace in JSON."""
+    import tempfile
+
+    from onerank.ir.chakra import from_json
+
+    with tempfile.TemporaryDirectory(prefix="onerank-") as directory:
+        trace = Path(directory) / "trace.et"
+        from_json(source, trace)
+        # The file of groups is next to the JSON, not in the temporary directory.
+        return _read(trace, source, repair=repair)
 
 
 def _read(trace: Path, source: Path, *, repair: bool) -> Graph:
@@ -191,8 +200,8 @@ def recost(
         fuse: what if neighbouring elementwise kernels were fused; "norm": reductions, too.
         overlap: whether communication overlaps compute.
         nvlink_active: count the power of active NVLinks.
-        host: a description of a host, its name or its path, for a capture without a GPU, and for
-            the interval of a step on another GPU; "none": kernels only.
+        host: a description of a host, its name or its path, for captures without a GPU and for
+            intervals on another one; "none": kernels only.
         host_scale: factor on the durations of host operators.
 
     Raises:

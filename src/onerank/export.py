@@ -73,7 +73,6 @@ def astra_sim(
         export_astra_sim,
         export_astra_sim_ranks,
     )
-    from onerank.converters.targets.disaggregated_pair import disaggregated_pair
 
     output = Path(output)
     # An export replaces the directory, and with it a trace that was read from there.
@@ -86,9 +85,7 @@ def astra_sim(
         decoding = _job_of(_refused_in(output, decode), None, granularity)
         if bandwidth_gb_s is None and busbw_gb_s is None:
             _check_equal_links(job.graphs[0], decoding.graphs[0])
-        rank_graphs = disaggregated_pair(job.graphs, decoding.graphs, kv_bytes)
-        network, rate_notes = _shared_network(network, job.graphs[0], decoding.graphs[0])
-        notes = [*job.notes, *rate_notes]
+        rank_graphs, network, notes = _pair(job, decoding, kv_bytes, network)
     else:
         # ASTRA-sim runs one compute node and one communication node of a rank at a time.
         rank_graphs, notes = expansion.ranks_of(job, one_at_a_time=True)
@@ -450,6 +447,17 @@ def _shared_network(
         code="disaggregated-memory-rates",
     )
     return replace(network, memory_gb_per_s=lowest), [note]
+
+
+def _pair(
+    prefill: _CapturedJob, decode: _CapturedJob, kv_bytes: int, network: SimulatedNetwork
+) -> tuple[list[RankGraph], SimulatedNetwork, list[Note]]:
+    """Return the ranks of a prefill and of the decode that follows it, their network, and notes."""
+    from onerank.converters.targets.disaggregated_pair import disaggregated_pair
+
+    network, notes = _shared_network(network, prefill.graphs[0], decode.graphs[0])
+    rank_graphs = disaggregated_pair(prefill.graphs, decode.graphs, kv_bytes)
+    return rank_graphs, network, [*prefill.notes, *notes]
 
 
 def _pair_options(

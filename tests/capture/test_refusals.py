@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
@@ -50,7 +51,7 @@ from onerank.capture.parallelize.tensor import (
     sequence_parallel,
 )
 from onerank.capture.parallelize.tensor.linear import with_hidden_states
-from onerank.capture.parallelize.tensor.lm_head import parallel_head
+from onerank.capture.parallelize.tensor.lm_head import HeadSharding, parallel_head
 from onerank.capture.parallelize.tensor.moe import cut_experts
 from onerank.capture.parallelize.tensor.plan_file import ModuleRule
 from onerank.capture.parallelize.tensor.shard_parameters import origin_of
@@ -224,7 +225,7 @@ def test_a_loss_that_passes_by_the_loss_function() -> None:
             return SimpleNamespace(logits=logits, loss=logits.sum())
 
     model = OwnLoss(LlamaConfig(**TINY))
-    parallel_head(model, model.lm_head, TWO, peers_absent=True)
+    parallel_head(model, model.lm_head, HeadSharding(TWO, peers_absent=True))
     with raises_code("tp-loss-from-logits", naming="OwnLoss"):
         model(torch.zeros(1, 4, dtype=torch.long))
 
@@ -353,7 +354,9 @@ def test_senders_that_never_send(
 
 
 def test_a_message_more_than_in_the_step_that_repeats() -> None:
-    senders = bare(sender_processes.SenderProcesses, _rank=0, _in_step={}, _received={})
+    senders = bare(
+        sender_processes.SenderProcesses, _rank=0, _repeated_counts=Counter(), _received={}
+    )
     with raises_code("sender-not-repeated", naming=("rank 0", "rank 1")):
         senders._repeated((1, 0))
 

@@ -181,9 +181,7 @@ def stage_model(
     dtype = next(parts.layers.parameters()).dtype
     current_dtype = functools.partial(dtype_of, parts.layers, dtype)
     boundary = StageBoundary(group, parts.hidden, current_dtype, shards)
-    dropped = [
-        child for index, child in enumerate(parts.layers) if not kept.start <= index < kept.stop
-    ]
+    dropped = [*parts.layers[: kept.start], *parts.layers[kept.stop :]]
     _keep_layers(model, parts, kept)
     if stage > 0:
         dropped += _replace_embeddings(model, parts, boundary)

@@ -39,12 +39,12 @@ from onerank.capture.parallelize.tensor.layer_stack import (
     shard_sequences,
 )
 from onerank.capture.parallelize.tensor.linear import (
-    BlockBoundary,
     column_linear,
     matrix_of,
     row_linear,
 )
 from onerank.capture.parallelize.tensor.lm_head import (
+    HeadSharding,
     computes_loss_in_forward,
     cross_entropy_head,
     parallel_head,
@@ -179,18 +179,12 @@ def slice_model(
     modules = Counter(s for s in resolved.styles.values() if s not in WHOLE)
     if copies := sum(heads.replicated for heads in resolved.shared_heads.values()):
         modules[REPLICATED_HEADS] = copies
-    return Sliced(
-        dict(modules),
-        sum(whole_sizes.values()),
-        sum(p.numel() for p in model.parameters()),
-        duplicates=frozenset(
-            name
-            for name, p in model.named_parameters()
-            # Rank 0 of the group owns what all of them hold, so that a count over ranks has it
-            # once.
-            if group.rank() > 0 and p.numel() == whole_sizes[name]
-        ),
-    )
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    whole = (name for name, size in sizes.items() if size == whole_sizes[name])
+    # Rank 0 of the group owns what all of them hold, so that a count over ranks has it once.
+    duplicates = frozenset(whole if group.rank() > 0 else ())
+    before, after = sum(whole_sizes.values()), sum(sizes.values())
+    return Sliced(dict(modules), before, after, duplicates=duplicates)
 
 
 class _Slicer:
@@ -238,13 +232,8 @@ class _Slicer:
             refuse_unused_head(self._model, module, name)
         if name == self._resolved.head and self._parallel_loss:
             cut_module(_checked_linear(module, name), name, self._group, output=True, cut=self._cut)
-            _place_head(
-                self._model,
-                module,
-                self._group,
-                peers_absent=self._peers_absent,
-                boundary=self._head_boundary,
-            )
+            sharding = HeadSharding(self._group, self._peers_absent, self._head_boundary)
+            _place_head(self._model, module, sharding)
         elif style in (*COLUMN, *GATHERED, *UP, HEAD):
             self._cut_column(module, name, style)
         elif style in (*ROW, *SPLIT, SUMMED):
@@ -408,20 +397,13 @@ def _divide_hook(group: dist.ProcessGroup) -> Callable[..., Tensor]:
     return hook
 
 
-def _place_head(
-    model: nn.Module,
-    head: nn.Module,
-    group: dist.ProcessGroup,
-    *,
-    peers_absent: bool,
-    boundary: BlockBoundary | None,
-) -> None:
+def _place_head(model: nn.Module, head: nn.Module, sharding: HeadSharding) -> None:
     if isinstance(model, PreTrainedModel) and not computes_loss_in_forward(model):
-        parallel_head(model, head, group, peers_absent=peers_absent, boundary=boundary)
+        parallel_head(model, head, sharding)
     else:
-        cross_entropy_head(model, head, group, peers_absent=peers_absent, boundary=boundary)
-    if boundary is not None:
-        boundary.leave_after(head)
+        cross_entropy_head(model, head, sharding)
+    if sharding.boundary is not None:
+        sharding.boundary.leave_after(head)
 
 
 def _qualified_class(module: nn.Module) -> str:

@@ -7,6 +7,7 @@ in their forward (`cross_entropy_head`). Both get the vocabulary-parallel loss.
 import inspect
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -23,14 +24,30 @@ from onerank.capture.patches import untraced
 from onerank.ir.errors import SliceError
 
 
-def parallel_head(
-    model: PreTrainedModel,
-    head: nn.Module,
-    group: dist.ProcessGroup,
-    *,
-    peers_absent: bool,
-    boundary: BlockBoundary | None = None,
-) -> None:
+@dataclass(frozen=True)
+class HeadSharding:
+    """How a head is sharded over the vocabulary.
+
+    Attributes:
+        group: the tensor-parallel group.
+        peers_absent: whether the group's other ranks do not run.
+        boundary: the block boundary that precedes the head; None if the head copies its input.
+    """
+
+    group: dist.ProcessGroup
+    peers_absent: bool
+    boundary: BlockBoundary | None = None
+
+    def gather(self, logits: Tensor) -> Tensor:
+        """Return the logits of the whole vocabulary."""
+        return gather_from_group(logits, self.group)
+
+    def loss(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the loss from sharded logits; takes the further arguments of `causal_loss`."""
+        return causal_loss(self.group, self.peers_absent, *args, **kwargs)
+
+
+def parallel_head(model: PreTrainedModel, head: nn.Module, sharding: HeadSharding) -> None:
     """Keep the logits sharded from the head to the loss of a causal language model.
 
     A script that reads the logits gets them gathered; so does every other loss function. Only a
@@ -39,9 +56,7 @@ def parallel_head(
     Args:
         model: the model.
         head: its head, whose weight already has this rank's rows only.
-        group: the tensor-parallel group.
-        peers_absent: whether the group's other ranks do not run.
-        boundary: the block boundary that precedes the head; None if the head copies its input.
+        sharding: how it is sharded.
 
     Raises:
         SliceError: in a forward, if the model computes its loss without its loss function.
@@ -49,12 +64,9 @@ def parallel_head(
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     if model.loss_function is not ForCausalLMLoss:
-        head_linear(head, group, gathers=lambda: True, boundary=boundary)
+        head_linear(head, sharding, gathers=lambda: True)
         return
     running = has_loss = False
-
-    def gather(logits: Tensor) -> Tensor:
-        return gather_from_group(logits, group)
 
     def loss_function(*args: Any, **kwargs: Any) -> Tensor:
         nonlocal has_loss
@@ -62,7 +74,7 @@ def parallel_head(
         if not running:
             return ForCausalLMLoss(*args, **kwargs)
         has_loss = True
-        return causal_loss(group, peers_absent, *args, **kwargs)
+        return sharding.loss(*args, **kwargs)
 
     def before(*_: Any) -> None:
         nonlocal running, has_loss
@@ -84,36 +96,28 @@ def parallel_head(
                 code="tp-loss-from-logits",
             )
         if not has_loss or not torch.is_grad_enabled():
-            output.logits = gather(logits)
+            output.logits = sharding.gather(logits)
         else:
-            change_when_read(output, gather)
+            change_when_read(output, sharding.gather)
 
     model.loss_function = loss_function
     model.register_forward_pre_hook(before)
     model.register_forward_hook(after, always_call=True)
+    # A script may call the head outside the model, or set another loss function later.
     head_linear(
-        head,
-        group,
-        boundary=boundary,
-        # A script may call the head outside the model, or set another loss function later.
-        gathers=lambda: not running or model.loss_function is not loss_function,
+        head, sharding, gathers=lambda: not running or model.loss_function is not loss_function
     )
 
 
-def head_linear(
-    head: nn.Module,
-    group: dist.ProcessGroup,
-    *,
-    gathers: Callable[[], bool],
-    boundary: BlockBoundary | None,
-) -> None:
-    """Make a head column-parallel; without a boundary before it, the head copies its input."""
+def head_linear(head: nn.Module, sharding: HeadSharding, *, gathers: Callable[[], bool]) -> None:
+    """Make a head column-parallel, which returns all logits whenever `gathers` is true."""
+    boundary = sharding.boundary
     multiply = nn.functional.linear if boundary is None else boundary.linear
 
     def finish(logits: Tensor) -> Tensor:
-        return gather_from_group(logits, group) if gathers() else logits
+        return sharding.gather(logits) if gathers() else logits
 
-    column_linear(head, group, copy=boundary is None, linear=multiply, finish=finish)
+    column_linear(head, sharding.group, copy=boundary is None, linear=multiply, finish=finish)
 
 
 def refuse_unused_head(model: nn.Module, head: nn.Module, name: str) -> None:
@@ -164,14 +168,7 @@ def computes_loss_in_forward(model: PreTrainedModel) -> bool:
     return "loss_function" not in names and bool(names & {"CrossEntropyLoss", "cross_entropy"})
 
 
-def cross_entropy_head(
-    model: nn.Module,
-    head: nn.Module,
-    group: dist.ProcessGroup,
-    *,
-    peers_absent: bool,
-    boundary: BlockBoundary | None = None,
-) -> None:
+def cross_entropy_head(model: nn.Module, head: nn.Module, sharding: HeadSharding) -> None:
     """Keep the logits sharded up to torch.nn.functional.cross_entropy in the model's forward.
 
     A forward without such a loss returns gathered logits. A forward with one returns the shard; a
@@ -180,9 +177,7 @@ def cross_entropy_head(
     Args:
         model: the model.
         head: its head, whose weight already has this rank's rows only.
-        group: the tensor-parallel group.
-        peers_absent: whether the group's other ranks do not run.
-        boundary: the block boundary that precedes the head; None if the head copies its input.
+        sharding: how it is sharded.
     """
     _call_by_attribute(type(model).forward)
     width = head.get_parameter("weight").shape[0]
@@ -192,9 +187,6 @@ def cross_entropy_head(
     loss_classes = _loss_class_attributes(model)
     patches = _AttributePatches()
 
-    def gather(logits: Tensor) -> Tensor:
-        return gather_from_group(logits, group)
-
     def cross_entropy(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # noqa: A002
         nonlocal has_loss
         if not sharded or input.shape[-1] != width:
@@ -202,9 +194,7 @@ def cross_entropy_head(
         has_loss = True
         options = dict(zip(_CROSS_ENTROPY_ARGUMENTS, args, strict=False)) | kwargs
         ignored = _ignored_label(type(model).__name__, input, target, options)
-        return causal_loss(
-            group, peers_absent, input, target, width, ignore_index=ignored, shift_labels=target
-        )
+        return sharding.loss(input, target, width, ignore_index=ignored, shift_labels=target)
 
     def before(module: nn.Module, _: Any) -> None:
         nonlocal running, has_loss
@@ -223,19 +213,19 @@ def cross_entropy_head(
         running = None
         logits = list(sharded)
         sharded.clear()
-        return _output_for_script(output, logits, gather, width, has_loss=has_loss)
+        return _output_for_script(output, logits, sharding.gather, width, has_loss=has_loss)
 
     def record_logits(_: nn.Module, __: Any, output: Tensor) -> None:
         if running is not None:
             # once per forward: a model may call its head several times
             if not sharded:
-                _set_shard_vocabulary(running, group, width, patches)
+                _set_shard_vocabulary(running, sharding.group, width, patches)
             sharded.append(output)
 
     model.register_forward_pre_hook(before)
     model.register_forward_hook(after, always_call=True)
     head.register_forward_hook(record_logits)
-    head_linear(head, group, gathers=lambda: running is None, boundary=boundary)
+    head_linear(head, sharding, gathers=lambda: running is None)
 
 
 def _ignored_label(model: str, logits: Tensor, target: Tensor, options: dict[str, Any]) -> int:

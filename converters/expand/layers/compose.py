@@ -138,6 +138,22 @@ class _Composition:
     number: dict[Instance, int] = field(default_factory=dict[Instance, int])
 
 
+def _composition(deep: LayeredGraph, plan: LayerPlan, changes: NonlayerChanges) -> _Composition:
+    """Return the sections of the deepest capture that are copied, and the lanes with the copies."""
+    sections = [
+        *_layer_sections(deep, plan),
+        *(Section(nodes, copies) for nodes, copies in changes.units),
+    ]
+    sections = [section for section in sections if section.copies]
+    section_of = np.full(len(deep.graph), -1, dtype=np.int64)
+    for number, section in enumerate(sections):
+        section_of[section.nodes] = number
+    work = _Composition(deep, plan, changes, sections, section_of)
+    for (kind, _), members in deep.lanes.items():
+        work.lanes.append((kind, _lane_with_copies(work, members)))
+    return work
+
+
 def compose(
     shallow: LayeredGraph,
     deep: LayeredGraph,
@@ -162,17 +178,7 @@ def compose(
     Raises:
         DepthError: the nodes to repeat are not consecutive in a thread or stream.
     """
-    sections = [
-        *_layer_sections(deep, plan),
-        *(Section(nodes, copies) for nodes, copies in changes.units),
-    ]
-    sections = [section for section in sections if section.copies]
-    section_of = np.full(len(deep.graph), -1, dtype=np.int64)
-    for number, section in enumerate(sections):
-        section_of[section.nodes] = number
-    work = _Composition(deep, plan, changes, sections, section_of)
-    for (kind, _), members in deep.lanes.items():
-        work.lanes.append((kind, _lane_with_copies(work, members)))
+    work = _composition(deep, plan, changes)
     old, copy, start, duration = _instances_by_start(work)
     # Only edges read these numbers.
     if linked:
@@ -194,7 +200,7 @@ def compose(
     )
     graph = _with_changes(graph, changes, old)
     graph.topological_order()  # raises if the spliced edges have a cycle
-    copying = [Copying(section.nodes, section.copies, section.before) for section in sections]
+    copying = [Copying(part.nodes, part.copies, part.before) for part in work.sections]
     number = np.full((len(deep.graph), 1 + int(copy.max(initial=0))), UNKNOWN, dtype=np.int64)
     number[old, copy] = np.arange(len(old))
     log = compose_memory_log(shallow, deep, plan, changes, Copies(copying, number))

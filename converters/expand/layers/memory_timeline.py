@@ -402,12 +402,7 @@ def _composed(
     # A block that a neighbouring layer frees may move before its allocation at an end of the model.
     early = (allocated[ends] >= 0) & _precedes(ended_at, begun_at[ends])
     ended_at[early] = begun_at[ends][early]
-    at = np.concatenate([begins, ends])
-    kind = np.repeat([0, 1], [len(begins), len(ends)])
-    moments = np.concatenate([begun_at[begins], ended_at])
-    order = np.lexsort((at, kind, *moments.T[::-1]))
-    place = np.full((len(of), 2), NONE, dtype=np.int64)
-    place[at[order], kind[order]] = np.arange(len(order))
+    place = _event_numbers(len(of), (begins, ends), (begun_at[begins], ended_at))
     # A block from before the step is recorded at the node that frees it.
     node = _nodes_of_instances(row, np.where(allocated >= 0, first, last), number)
     # A block from before the step has no allocation, so its free places it.
@@ -431,9 +426,25 @@ def _composed(
             spare_bytes=unless_zero(column("spare")),
             lingers=unless_zero(column("lingers")),
         ),
-        events=len(moments),
+        events=len(begins) + len(ends),
         settings=log.settings,
     )
+
+
+def _event_numbers(count: int, instances: tuple[I64, I64], moments: tuple[I64, I64]) -> I64:
+    """Return the numbers of each instance's allocation and free; NONE for none, int64[count, 2].
+
+    Args:
+        count: instances.
+        instances: those that are allocated, and those that are freed.
+        moments: when, as from `_Places`, of each.
+    """
+    at = np.concatenate(instances)
+    kind = np.repeat([0, 1], [len(part) for part in instances])
+    order = np.lexsort((at, kind, *np.concatenate(moments).T[::-1]))
+    number = np.full((count, 2), NONE, dtype=np.int64)
+    number[at[order], kind[order]] = np.arange(len(order))
+    return number
 
 
 def _nodes_of_instances(row: I64, copy: I64, number: I64) -> I64:

@@ -234,13 +234,37 @@ def blocks(
     allocated, freed = _pairs(rows)
     event = np.where(allocated >= 0, allocated, freed)
     # Python code between operators continues the phase of the operator before.
-    scope = np.where(around >= 0, around, op)
-    phase = pick(timeline.phase, scope, int(Phase.NONE))
+    phase = pick(timeline.phase, np.where(around >= 0, around, op), int(Phase.NONE))
+    size = np.abs(rows.bytes[event])
+    kind = _classes((allocated, freed), size, phase, timeline, around)
+    pool, spare, lingers = (np.zeros(len(size), dtype=np.int64) for _ in range(3))
+    if history is not None:
+        pool, spare = history.pool[event], size - history.requested[event]
+        lingers = np.where(freed >= 0, history.lingers[freed], 0)
+    elif rows.stream.max(initial=0) > 0:
+        pool = rows.stream[event]
+    settings = history.settings if history is not None else None
+    began = pick(phase, allocated, int(Phase.NONE))
+    return BlockRows(size, kind, allocated, freed, op[event], began, pool, spare, lingers, settings)
+
+
+def _classes(
+    pairs: tuple[I64, I64], size: I64, phase: I64, timeline: HostTimeline, around: I64
+) -> I64:
+    """Return the `MemoryClass` of each block, int64[m].
+
+    Args:
+        pairs: as from `_pairs`.
+        size: bytes of each block, int64[m].
+        phase: phase at the time of each event, int64[n].
+        timeline: the host events.
+        around: as for `blocks`.
+    """
+    allocated, freed = pairs
     root, communicates = _find_roots(timeline, around)
     within_operator = (
         (allocated >= 0) & (freed >= 0) & (root[allocated] >= 0) & (root[allocated] == root[freed])
     )
-    size = np.abs(rows.bytes[event])
     began, ended = pick(phase, allocated, int(Phase.NONE)), pick(phase, freed, int(Phase.NONE))
     in_backward = (allocated >= 0) & (began == Phase.BACKWARD)
     outlives_backward = in_backward & (ended != Phase.BACKWARD)
@@ -254,7 +278,7 @@ def blocks(
     gradient = outlives_backward | (in_backward & (freed >= 0) & summed & ~within_operator)
     # The first condition that holds decides. A collective's buffer in backward is communication,
     # although it looks like a gradient; a temporary of one operator is workspace in any phase.
-    kind = np.select(
+    return np.select(
         [
             allocated < 0,
             communicates[allocated] & ~reduced,
@@ -273,14 +297,6 @@ def blocks(
         ],
         int(MemoryClass.ACTIVATIONS),
     )
-    pool, spare, lingers = (np.zeros(len(size), dtype=np.int64) for _ in range(3))
-    if history is not None:
-        pool, spare = history.pool[event], size - history.requested[event]
-        lingers = np.where(freed >= 0, history.lingers[freed], 0)
-    elif rows.stream.max(initial=0) > 0:
-        pool = rows.stream[event]
-    settings = history.settings if history is not None else None
-    return BlockRows(size, kind, allocated, freed, op[event], began, pool, spare, lingers, settings)
 
 
 def _pairs(rows: MemoryRows) -> tuple[I64, I64]:

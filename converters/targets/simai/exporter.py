@@ -83,11 +83,11 @@ def export_simai(
         GraphError: a graph has a cycle.
         OSError: the file cannot be written.
     """
+    if not graphs:
+        raise ExportError("no trace is given; expected one or more", code="simai-no-trace")
     evened = [even_all_to_alls(graph, graph.job.world) for graph in graphs]
     captured = [layer_times(graph, grain) for graph, _ in evened]
     even_notes = dict.fromkeys(note for _, rank_notes in evened for note in rank_notes)
-    if not captured:
-        raise ExportError("no trace is given; expected one or more", code="simai-no-trace")
     pipeline = _stages_by_rank(captured, schedule)
     # SimAI has one generic stage. Its step time is that of the slowest rank.
     stages = max(pipeline, key=lambda of_rank: sum(stage.total_ns for stage in of_rank))
@@ -96,11 +96,12 @@ def export_simai(
     # A capture has one stage per rank of its world; with chunks a rank runs several.
     ranks, chunks = world.sizes.get(AXIS, 1) // len(stages), len(stages)
     sent_bytes = max(stage.sent_bytes for stage in captured)
+    pp_comm = min(sent_bytes, LARGEST_MESSAGE) if ranks > 1 else 0
     # SimAI crashes (SIGFPE) if the header lacks ep, pp, vpp or ga.
     header = (
         f"{POLICY} model_parallel_NPU_group: {world.sizes.get('tp', 1)} ep: {world.ep} "
         f"pp: {ranks} vpp: {chunks} ga: {count} all_gpus: {world.size // chunks} checkpoints: 0 "
-        f"checkpoint_initiates: 0 pp_comm: {min(sent_bytes, LARGEST_MESSAGE) if ranks > 1 else 0}"
+        f"checkpoint_initiates: 0 pp_comm: {pp_comm}"
     )
     lines = [header, str(len(rows)), *(row.text() for row in rows)]
     replace_file(Path(path), ("\n".join(lines) + "\n").encode())

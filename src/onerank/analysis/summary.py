@@ -233,10 +233,8 @@ def summarise(graph: Graph) -> Summary:
     """
     graph = characterise(graph)
     nodes, job = graph.nodes, graph.job
-    gpu = graph.gpu_compute
-    compute = np.flatnonzero(graph.compute)
-    total = share_of_all(graph)
-    measured = job.measurement
+    gpu, compute = graph.gpu_compute, np.flatnonzero(graph.compute)
+    total, measured = share_of_all(graph), job.measurement
     step_ns = measured.median_step_ns
     return Summary(
         nodes=len(graph),
@@ -271,7 +269,7 @@ def summarise(graph: Graph) -> Summary:
         device=job.device.name,
         device_type=job.device.type,
         # `ep` divides cp * dp, so it is no axis of the world.
-        world={**job.world.sizes, **({"ep": job.world.ep} if job.world.ep > 1 else {})},
+        world=job.world.sizes | ({"ep": job.world.ep} if job.world.ep > 1 else {}),
         rank=job.rank,
         by_class=_by_time(shares_by_class(graph)),
         by_phase=shares_by_phase(graph),

@@ -1,5 +1,13 @@
 """The module and the phase (forward, backward, optimizer) of each host event.
 
+- A forward event has the module of its enclosing module scope.
+- A backward function has the module of its forward operator: the last operator with the same
+  thread and sequence number.
+- A gradient accumulation has no sequence number. It has the module of the function before it.
+- A callback at the end of backward has no module.
+- A module scope within backward recomputes a checkpoint. Its phase is backward, and its operators
+  may have a backward function themselves.
+
 Module scopes decide first. Autograd sequence numbers link a backward function to its forward
 operator and therefore to its module. They do not prove forward work: anything that runs with
 gradients enabled has one, also manual gradient reductions, parameter gathers and logging between
@@ -111,15 +119,7 @@ _FINISHES = ("FSDP::root_post_backward", "torch.distributed.ddp.reducer::copy_bu
 
 
 def attribute(timeline: HostTimeline, et_threads: I64) -> None:
-    """Set module and phase of every host event.
-
-    - A forward event has the module of its enclosing module scope.
-    - A backward function has the module of its forward operator: the last operator with the same
-      thread and sequence number.
-    - A gradient accumulation has no sequence number. It has the module of the function before it.
-    - A callback at the end of backward has no module.
-    - A module scope within backward recomputes a checkpoint. Its phase is backward, and its
-      operators may have a backward function themselves.
+    """Set module and phase of every host event, by the rules above.
 
     Args:
         timeline: the host events, joined with the execution trace.

@@ -243,16 +243,10 @@ def synchronizations(trace: KinetoTrace) -> Synchronizations:
     record_of = last_of(calls.correlation, np.maximum(syncs.wait_on_record, 0)).tolist()
     queries = named(calls.name, trace.strings, QUERIES.__contains__)
     records: EventRecords | None = None
-    for place, (name, sync_stream, waited_for, event) in enumerate(
-        zip(
-            trace.strings.decode(syncs.name),
-            syncs.stream.tolist(),
-            syncs.wait_on_stream.tolist(),
-            syncs.wait_on_event.tolist(),
-            strict=True,
-        )
-    ):
-        call = call_of[place]
+    names = trace.strings.decode(syncs.name)
+    columns = (syncs.stream, syncs.wait_on_stream, syncs.wait_on_event)
+    rows = zip(call_of, names, *(column.tolist() for column in columns), strict=True)
+    for place, (call, name, sync_stream, waited_for, event) in enumerate(rows):
         if call < 0:
             result.unused["the call that waits is not in the trace"] += 1
             continue

@@ -94,6 +94,11 @@ class AiconfiguratorExport:
     notes: tuple[Note, ...] = ()
 
 
+_SIZED_BY = (
+    "aiconfigurator sizes the KV cache by the model's configuration and the memory of the GPU"
+)
+
+
 def export_aiconfigurator(bundle: Bundle, options: AiconfiguratorOptions) -> AiconfiguratorExport:
     """Write the steps of a bundle for aiconfigurator.
 
@@ -152,8 +157,7 @@ def export_aiconfigurator(bundle: Bundle, options: AiconfiguratorOptions) -> Aic
         *("--forward-model", "fpm", "--model-path", model_path),
         *_parallel_options(bundle, tp),
     )
-    sized_by = "the model's configuration and the memory of the GPU"
-    notes = cache_notes(bundle, f"aiconfigurator sizes the KV cache by {sized_by}")
+    notes = cache_notes(bundle, _SIZED_BY)
     return AiconfiguratorExport(table_file, system_file, len(rows), run_options, tuple(notes))
 
 

@@ -103,6 +103,9 @@ class LLMServingSimExport:
     notes: tuple[Note, ...] = ()
 
 
+_SIZED_BY = "mem_util leaves room for the tokens that fit if all layers keep all tokens"
+
+
 def export_llmservingsim(bundle: Bundle, options: LinkedSimulatorOptions) -> LLMServingSimExport:
     """Write the tables of a bundle for LLMServingSim.
 
@@ -158,12 +161,7 @@ def export_llmservingsim(bundle: Bundle, options: LinkedSimulatorOptions) -> LLM
         output / cluster,
         rows,
         run_options,
-        notes=(
-            *cache_notes(
-                bundle,
-                "mem_util leaves room for the tokens that fit if all layers keep all tokens",
-            ),
-        ),
+        notes=tuple(cache_notes(bundle, _SIZED_BY)),
     )
 
 
