@@ -20,52 +20,8 @@ DEEP_GEMM = (
 """Functions of DeepGEMM 2.6.1 that multiply matrices (csrc/apis/gemm.hpp)."""
 
 
-NO_DEVICE: tuple[Patch, ...] = (
-    Patch(
-        "torch.distributed._functional_collectives",
-        ("_are_we_tracing", "_wrap_tensor_autograd"),
-        "torch takes fake tensors for those of a compiler, and waits for each collective at once.",
-        ("no_device.operators.functional_collectives",),
-        everywhere=True,
-    ),
-    Patch(
-        "torch.distributed.tensor._redistribute",
-        ("redistribute_local_tensor",),
-        "Without a device the host's time is predicted from counts of what it does in Python.",
-        ("no_device.python_calls",),
-        everywhere=True,
-    ),
-    Patch(
-        "torch.distributed.fsdp._fully_shard._fsdp_param_group",
-        ("foreach_all_gather", "foreach_reduce"),
-        "As above: gathers and reductions of FSDP2 and their parameters are counted.",
-        ("no_device.python_calls",),
-    ),
-    Patch(
-        "torch.distributed.fsdp._flat_param.FlatParamHandle",
-        ("_all_gather_flat_param",),
-        "As above: gathers of FSDP1 and their parameters are counted.",
-        ("no_device.python_calls",),
-    ),
-    Patch(
-        "torch.distributed.fsdp._runtime_utils",
-        ("_reduce_grad", "_reduce_grad_no_shard"),
-        "As above: reductions of FSDP1 and their parameters are counted.",
-        ("no_device.python_calls",),
-    ),
-    Patch(
-        "torch.distributed.pipelining._backward",
-        ("stage_backward_weight",),
-        "As above: groups of weights are counted, for each of which it calls autograd.",
-        ("no_device.python_calls",),
-        everywhere=True,
-    ),
-    Patch(
-        "torch.distributed.pipelining.stage._PipelineStage",
-        ("_move_submod_to_device",),
-        "It leaves fake parameters where they are, as parameters without memory.",
-        ("no_device.torch_without_gpu",),
-    ),
+# The GPU, which torch and scripts query, and which a CPU build lacks.
+_GPU: tuple[Patch, ...] = (
     Patch(
         "torch.cuda",
         ("device_count",),
@@ -138,6 +94,48 @@ NO_DEVICE: tuple[Patch, ...] = (
         everywhere=True,
     ),
     Patch(
+        "torch._VF",
+        ("lstm", "gru", "rnn_tanh", "rnn_relu"),
+        "C++ decides whether cuDNN runs recurrent layers; a build for the CPU has none, and one "
+        "for CUDA needs a GPU.",
+        ("no_device.emulated_process",),
+    ),
+    Patch(
+        "torch",
+        ("_use_cudnn_rnn_flatten_weight",),
+        "cuDNN's flat buffer of weights is made by addresses.",
+        ("no_device.torch_without_gpu",),
+    ),
+    Patch(
+        "torch.nn.DataParallel",
+        ("scatter",),
+        "It moves inputs to the GPU by C++ code that a CPU build lacks.",
+        ("no_device.torch_without_gpu",),
+    ),
+    Patch(
+        "torch._C",
+        ("_get_accelerator",),
+        "FSDP2 makes its mesh of this device if it is given none.",
+        ("no_device.torch_without_gpu",),
+    ),
+    Patch(
+        "torch._C",
+        ("_conv_determine_backend_memory_format",),
+        "A build without cuDNN has backends whose results never have their channels last.",
+        ("no_device.torch_without_gpu",),
+    ),
+    Patch(
+        "torch._C",
+        ("_cuda_getCurrentRawStream",),
+        "Libraries with kernels in C (bitsandbytes) read it when they are imported.",
+        ("no_device.torch_without_gpu",),
+        in_cuda_builds=True,
+    ),
+)
+
+# Tensors that have shapes and no memory.
+_FAKE_TENSORS: tuple[Patch, ...] = (
+    Patch(
         "torch.nn.Parameter",
         ("__new__",),
         "Parameters have shapes alone, so that large models fit and none is trained.",
@@ -148,25 +146,6 @@ NO_DEVICE: tuple[Patch, ...] = (
         ("is_fake_tensor",),
         "transformers builds masks for fake tensors that it leaves out on a device.",
         ("no_device.torch_without_gpu",),
-    ),
-    Patch(
-        "transformers.generation.stopping_criteria.StoppingCriteriaList",
-        ("__call__",),
-        "No device computes the tokens that end sequences: they end at their largest length.",
-        ("no_device.generation_ends",),
-    ),
-    Patch(
-        "transformers.generation.utils.GenerationMixin",
-        ("_beam_search_has_unfinished_sequences",),
-        "Beam search ends by scores, which no device computes: it would end after its prefill.",
-        ("no_device.generation_ends",),
-    ),
-    Patch(
-        "torch.distributed.utils",
-        ("_verify_param_shape_across_processes",),
-        "DDP reads the shapes of other ranks' parameters from a tensor; fake ones have no values.",
-        ("no_device.torch_without_gpu",),
-        everywhere=True,
     ),
     Patch(
         "torch.Tensor",
@@ -205,6 +184,78 @@ NO_DEVICE: tuple[Patch, ...] = (
         ("no_device.emulated_process",),
     ),
     Patch(
+        "torch.utils.data.DataLoader",
+        ("_get_iterator",),
+        "Worker processes cannot send fake tensors.",
+        ("no_device.torch_without_gpu",),
+    ),
+    Patch(
+        "torch",
+        ("tensor", "as_tensor"),
+        "In a thread of the backward C++ copies the new tensor to its device past every mode. "
+        "Pinned memory needs a driver. A device may be another GPU of the node.",
+        ("no_device.emulated_process", "fake_world.device_remap"),
+    ),
+    Patch(
+        "threading.Thread",
+        ("start",),
+        "transformers moves weights to the device in threads, where no mode would be on.",
+        ("no_device.emulated_process",),
+    ),
+    Patch(
+        "torch.utils._foreach_utils",
+        ("_has_foreach_support",),
+        "Fake gradients are clipped by foreach kernels too.",
+        ("no_device.torch_without_gpu",),
+        everywhere=True,
+    ),
+    Patch(
+        "torch.utils",
+        ("swap_tensors",),
+        "torch moves a fake parameter by a swap, which weak references to it forbid.",
+        ("no_device.emulated_process",),
+    ),
+    Patch(
+        "torch.UntypedStorage",
+        ("resize_", "data_ptr", "__getitem__"),
+        "FSDP frees and allocates gathered parameters by resizing their storage, and compares "
+        "addresses. nanotron gives gradients parts of a storage.",
+        ("no_device.emulated_process",),
+    ),
+    Patch(
+        "torch.nn.functional",
+        ("one_hot",),
+        "torch compares a fake tensor with every class; on a GPU it writes ones into zeros.",
+        ("no_device.emulated_process",),
+        everywhere=True,
+    ),
+)
+
+# Numbers that no device computes.
+_VALUES: tuple[Patch, ...] = (
+    Patch(
+        "transformers.generation.stopping_criteria.StoppingCriteriaList",
+        ("__call__",),
+        "No device computes the tokens that end sequences: they end at their largest length.",
+        ("no_device.generation_ends",),
+    ),
+    Patch(
+        "transformers.generation.utils.GenerationMixin",
+        ("_beam_search_has_unfinished_sequences",),
+        "Beam search ends by scores, which no device computes: it would end after its prefill.",
+        ("no_device.generation_ends",),
+    ),
+    Patch(
+        "torch.distributions.Distribution",
+        ("_validate_args",),
+        "Distributions compare the values of samples with their support; fake tensors have none.",
+        ("no_device.torch_without_gpu",),
+    ),
+)
+
+# Files of weights and checkpoints, whose tensors have no numbers.
+_FILES: tuple[Patch, ...] = (
+    Patch(
         "torch._subclasses.fake_tensor.FakeTensor",
         ("__reduce_ex__",),
         "A tensor without numbers is saved by its shape.",
@@ -217,42 +268,49 @@ NO_DEVICE: tuple[Patch, ...] = (
         ("no_device.saved_files",),
     ),
     Patch(
-        "torch._VF",
-        ("lstm", "gru", "rnn_tanh", "rnn_relu"),
-        "C++ decides whether cuDNN runs recurrent layers; a build for the CPU has none, and one "
-        "for CUDA needs a GPU.",
-        ("no_device.emulated_process",),
-    ),
-    Patch(
-        "torch",
-        ("_use_cudnn_rnn_flatten_weight",),
-        "cuDNN's flat buffer of weights is made by addresses.",
-        ("no_device.torch_without_gpu",),
-    ),
-    Patch(
-        "torch.nn.DataParallel",
-        ("scatter",),
-        "It moves inputs to the GPU by C++ code that a CPU build lacks.",
-        ("no_device.torch_without_gpu",),
-    ),
-    Patch(
-        "torch.utils.data.DataLoader",
-        ("_get_iterator",),
-        "Worker processes cannot send fake tensors.",
-        ("no_device.torch_without_gpu",),
-    ),
-    Patch(
         "torch",
         ("save", "load"),
         "There are no values to save. A data set that is loaded keeps its values.",
         ("no_device.saved_files",),
     ),
     Patch(
-        "torch",
-        ("tensor", "as_tensor"),
-        "In a thread of the backward C++ copies the new tensor to its device past every mode. "
-        "Pinned memory needs a driver. A device may be another GPU of the node.",
-        ("no_device.emulated_process", "fake_world.device_remap"),
+        "safetensors.torch",
+        ("save_file", "save", "load"),
+        "safetensors knows plain tensors only: save this rank's shard of a DTensor. It copies a "
+        "tensor from its address, and a fake one has none. Loaded weights are fake.",
+        ("no_device.saved_files", "parallelize.data.apply_data_parallel"),
+        everywhere=True,
+    ),
+    Patch(
+        "safetensors",
+        ("safe_open",),
+        "Weights that a script loads are fake: a conversion would read the whole file.",
+        ("no_device.saved_files",),
+        everywhere=True,
+    ),
+)
+
+# torch.distributed, where it is written for a GPU or for tensors with values.
+_COMMUNICATION: tuple[Patch, ...] = (
+    Patch(
+        "torch.distributed._functional_collectives",
+        ("_are_we_tracing", "_wrap_tensor_autograd"),
+        "torch takes fake tensors for those of a compiler, and waits for each collective at once.",
+        ("no_device.operators.functional_collectives",),
+        everywhere=True,
+    ),
+    Patch(
+        "torch.distributed.pipelining.stage._PipelineStage",
+        ("_move_submod_to_device",),
+        "It leaves fake parameters where they are, as parameters without memory.",
+        ("no_device.torch_without_gpu",),
+    ),
+    Patch(
+        "torch.distributed.utils",
+        ("_verify_param_shape_across_processes",),
+        "DDP reads the shapes of other ranks' parameters from a tensor; fake ones have no values.",
+        ("no_device.torch_without_gpu",),
+        everywhere=True,
     ),
     Patch(
         "torch.distributed.distributed_c10d",
@@ -276,30 +334,54 @@ NO_DEVICE: tuple[Patch, ...] = (
         in_cuda_builds=True,
     ),
     Patch(
-        "torch._C",
-        ("_get_accelerator",),
-        "FSDP2 makes its mesh of this device if it is given none.",
+        "torch.distributed._symmetric_memory",
+        (
+            *("_pipelined_multi_all_gather_and_consume", "_pipelined_produce_and_all2all"),
+            "_should_use_multimem_all_gather_matmul",
+        ),
+        "GEMMs fused with a collective read the memory of other GPUs.",
         ("no_device.torch_without_gpu",),
     ),
     Patch(
-        "torch._C",
-        ("_conv_determine_backend_memory_format",),
-        "A build without cuDNN has backends whose results never have their channels last.",
+        "torch.distributed.tensor._sharding_prop.ShardingPropagator",
+        ("_propagate_tensor_meta_non_cached",),
+        "DTensor infers global shapes by running operators on fake tensors: no work of the rank.",
         ("no_device.torch_without_gpu",),
     ),
     Patch(
-        "torch._C",
-        ("_cuda_getCurrentRawStream",),
-        "Libraries with kernels in C (bitsandbytes) read it when they are imported.",
+        "torch.distributed",
+        ("Logger",),
+        "DDP times CUDA steps by a timer that only a CUDA build has, and that needs a GPU.",
         ("no_device.torch_without_gpu",),
-        in_cuda_builds=True,
+    ),
+)
+
+# Attention kernels, which torch chooses in C++ that only a CUDA build has.
+_ATTENTION: tuple[Patch, ...] = (
+    Patch(
+        "torch.nn.functional",
+        ("scaled_dot_product_attention",),
+        "torch chooses the attention kernel in C++ that only a CUDA build has.",
+        ("no_device.attention_backends",),
+        everywhere=True,
     ),
     Patch(
-        "torch.distributions.Distribution",
-        ("_validate_args",),
-        "Distributions compare the values of samples with their support; fake tensors have none.",
-        ("no_device.torch_without_gpu",),
+        "torch.nn.attention._fa3",
+        ("_fa3_import_module",),
+        "FlashAttention 3 needs CUDA to build and to import; its operators are recorded.",
+        ("no_device.operators.flash_attention_3",),
     ),
+    Patch(
+        "torch.backends.cuda",
+        ("can_use_cudnn_attention", "can_use_flash_attention", "can_use_efficient_attention"),
+        "torch's choice for nested tensors calls them, and scripts do; their C++ queries a device.",
+        ("no_device.attention_backends",),
+        everywhere=True,
+    ),
+)
+
+# Kernels that nothing can compile or run: Triton, CUDA source and C++ extensions.
+_EXTENSIONS: tuple[Patch, ...] = (
     Patch(
         "triton.runtime.jit.JITFunction",
         ("run",),
@@ -311,34 +393,6 @@ NO_DEVICE: tuple[Patch, ...] = (
         ("run",),
         "Triton's tuner times configurations on the device.",
         ("no_device.operators.triton_kernels",),
-    ),
-    Patch(
-        "threading.Thread",
-        ("start",),
-        "transformers moves weights to the device in threads, where no mode would be on.",
-        ("no_device.emulated_process",),
-    ),
-    Patch(
-        "torch.autograd.Function",
-        ("apply",),
-        "The log needs the number of the function's node to find its module in backward.",
-        ("no_device.python_calls",),
-    ),
-    Patch(
-        "torch.utils._foreach_utils",
-        ("_has_foreach_support",),
-        "Fake gradients are clipped by foreach kernels too.",
-        ("no_device.torch_without_gpu",),
-        everywhere=True,
-    ),
-    Patch(
-        "torch.distributed._symmetric_memory",
-        (
-            *("_pipelined_multi_all_gather_and_consume", "_pipelined_produce_and_all2all"),
-            "_should_use_multimem_all_gather_matmul",
-        ),
-        "GEMMs fused with a collective read the memory of other GPUs.",
-        ("no_device.torch_without_gpu",),
     ),
     Patch(
         "deep_gemm",
@@ -370,30 +424,47 @@ NO_DEVICE: tuple[Patch, ...] = (
         "Nothing can compile or run an extension; its functions are recorded or refused by name.",
         ("no_device.extensions.install",),
     ),
+)
+
+# Python calls that are counted, since the host's time is predicted from them.
+_COUNTED: tuple[Patch, ...] = (
     Patch(
-        "torch.distributed.tensor._sharding_prop.ShardingPropagator",
-        ("_propagate_tensor_meta_non_cached",),
-        "DTensor infers global shapes by running operators on fake tensors: no work of the rank.",
-        ("no_device.torch_without_gpu",),
+        "torch.distributed.tensor._redistribute",
+        ("redistribute_local_tensor",),
+        "DTensors that change their placement.",
+        ("no_device.python_calls",),
+        everywhere=True,
     ),
     Patch(
-        "torch.distributed",
-        ("Logger",),
-        "DDP times CUDA steps by a timer that only a CUDA build has, and that needs a GPU.",
-        ("no_device.torch_without_gpu",),
+        "torch.distributed.fsdp._fully_shard._fsdp_param_group",
+        ("foreach_all_gather", "foreach_reduce"),
+        "Gathers and reductions of FSDP2, and their parameters.",
+        ("no_device.python_calls",),
     ),
     Patch(
-        "torch.utils",
-        ("swap_tensors",),
-        "torch moves a fake parameter by a swap, which weak references to it forbid.",
-        ("no_device.emulated_process",),
+        "torch.distributed.fsdp._flat_param.FlatParamHandle",
+        ("_all_gather_flat_param",),
+        "Gathers of FSDP1, and their parameters.",
+        ("no_device.python_calls",),
     ),
     Patch(
-        "torch.UntypedStorage",
-        ("resize_", "data_ptr", "__getitem__"),
-        "FSDP frees and allocates gathered parameters by resizing their storage, and compares "
-        "addresses. nanotron gives gradients parts of a storage.",
-        ("no_device.emulated_process",),
+        "torch.distributed.fsdp._runtime_utils",
+        ("_reduce_grad", "_reduce_grad_no_shard"),
+        "Reductions of FSDP1, and their parameters.",
+        ("no_device.python_calls",),
+    ),
+    Patch(
+        "torch.distributed.pipelining._backward",
+        ("stage_backward_weight",),
+        "Groups of weights in a split backward, for each of which it calls autograd.",
+        ("no_device.python_calls",),
+        everywhere=True,
+    ),
+    Patch(
+        "torch.autograd.Function",
+        ("apply",),
+        "The log needs the number of the function's node to find its module in backward.",
+        ("no_device.python_calls",),
     ),
     Patch(
         "torch.autograd",
@@ -405,46 +476,15 @@ NO_DEVICE: tuple[Patch, ...] = (
         "The ranges of communication calls go to the log of operators; no profiler runs.",
         ("no_device.python_calls",),
     ),
-    Patch(
-        "torch.nn.functional",
-        ("scaled_dot_product_attention",),
-        "torch chooses the attention kernel in C++ that only a CUDA build has.",
-        ("no_device.attention_backends",),
-        everywhere=True,
-    ),
-    Patch(
-        "torch.nn.attention._fa3",
-        ("_fa3_import_module",),
-        "FlashAttention 3 needs CUDA to build and to import; its operators are recorded.",
-        ("no_device.operators.flash_attention_3",),
-    ),
-    Patch(
-        "torch.backends.cuda",
-        ("can_use_cudnn_attention", "can_use_flash_attention", "can_use_efficient_attention"),
-        "torch's choice for nested tensors calls them, and scripts do; their C++ queries a device.",
-        ("no_device.attention_backends",),
-        everywhere=True,
-    ),
-    Patch(
-        "torch.nn.functional",
-        ("one_hot",),
-        "torch compares a fake tensor with every class; on a GPU it writes ones into zeros.",
-        ("no_device.emulated_process",),
-        everywhere=True,
-    ),
-    Patch(
-        "safetensors.torch",
-        ("save_file", "save", "load"),
-        "safetensors knows plain tensors only: save this rank's shard of a DTensor. It copies a "
-        "tensor from its address, and a fake one has none. Loaded weights are fake.",
-        ("no_device.saved_files", "parallelize.data.apply_data_parallel"),
-        everywhere=True,
-    ),
-    Patch(
-        "safetensors",
-        ("safe_open",),
-        "Weights that a script loads are fake: a conversion would read the whole file.",
-        ("no_device.saved_files",),
-        everywhere=True,
-    ),
+)
+
+NO_DEVICE: tuple[Patch, ...] = (
+    *_GPU,
+    *_FAKE_TENSORS,
+    *_VALUES,
+    *_FILES,
+    *_COMMUNICATION,
+    *_ATTENTION,
+    *_EXTENSIONS,
+    *_COUNTED,
 )
