@@ -19,8 +19,6 @@ from onerank.ir.python_calls import python_calls_of, python_calls_text
 
 Grain = Literal["layer", "submodule"]
 
-GRAINS: tuple[Grain, ...] = ("layer", "submodule")
-
 # Roles of modules that are not sub-modules of a layer.
 _NO_ROLE = ("layer", "other")
 
@@ -121,8 +119,6 @@ def _loss(graph: Graph, roles: npt.NDArray[np.str_]) -> Mask:
 _SUMMED = ("duration_ns", "spread_ns", "bytes_allocated", "bytes_freed")
 
 _SUMMED_WHERE_KNOWN = ("flops", "bytes_read", "bytes_written", "instructions")
-
-_Lane = tuple[str, int]
 
 
 @dataclass(slots=True)

@@ -10,10 +10,11 @@ be empty.
 A page has a table between `<!-- claim: NAME -->` and `<!-- end -->`. NAME is one of
 
 - a claim: a line for each of its rows,
-- a table of `_WIDE_TABLES`: a line for each case, and a column for each kind of figure,
+- a table of `WIDE_TABLES` in `accuracy_layouts`: a line for each case, and a column for each kind
+  of figure,
 - `headline`: the rows that are marked as headline,
-- a summary of `_SUMMARIES`: a line for each of several sets of rows, with the number of cases, the
-  median, the mean and the largest error.
+- a summary of `SUMMARIES` in `accuracy_layouts`: a line for each of several sets of rows, with the
+  number of cases, the median, the mean and the largest error.
 
 Columns with the same value in all lines, and the names of the files, stand below the table. The
 times of a column have one unit.
@@ -22,11 +23,12 @@ times of a column have one unit.
 import csv
 import re
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from decimal import Decimal
 from pathlib import Path
 from statistics import mean, median, mode
+
+from accuracy_layouts import HEADINGS, SUMMARIES, TITLES, WIDE_TABLES, Row, SummaryLine, WideTable
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -36,337 +38,8 @@ README = ROOT / "README.md"
 COLUMNS = ("case", "hardware", "conditions", "predicted", "measured", "error")
 _FIGURES = ("predicted", "measured", "error")
 
-Row = dict[str, str]
 
 _TABLE = re.compile(r"(<!-- claim: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
-
-# What a headline row predicts; in the table of a claim the page's heading says it.
-_TITLES = {
-    "step-of-slice": "step of the job, from one slice",
-    "step-in-astra-sim": "step in ASTRA-sim, from slices on one GPU",
-    "slice-memory": "peak memory of a slice",
-    "another-gpu-compute": "compute of a step on another GPU",
-    "held-out-datasheet": "single kernels from the datasheet, GPU family not in the fit",
-}
-
-# Headings of columns by claim, where a more specific one than the column's name fits.
-_HEADINGS: dict[str, dict[str, str]] = {
-    "replay-in-astra-sim": {"case": "trace", "conditions": "compared", "measured": "replayed"},
-    "conversion": {"measured": "kept"},
-    "checker": {"case": "ASTRA-sim", "conditions": "onerank check", "measured": "workloads"},
-    "another-gpu-compute": {"conditions": "measured time"},
-    "published-speeds": {"conditions": "80% interval"},
-    "torchtitan": {"predicted": "predicted tokens/s", "measured": "published tokens/s"},
-    "intervals-within-a-gpu": {"predicted": "interval"},
-    "fp8-from-bf16": {"error": "mean / median / p90"},
-    "step-in-astra-sim-host-bound": {"conditions": "captured on"},
-}
-
-
-@dataclass(frozen=True)
-class _Column:
-    """A column of a wide table: one cell of the rows that `where` selects."""
-
-    heading: str
-    cell: str
-    where: dict[str, str] = field(default_factory=dict[str, str])
-    with_hardware: bool = False
-    """Whether the hardware of the row follows the cell."""
-
-
-@dataclass(frozen=True)
-class _WideTable:
-    """A table with a line for each case: rows with equal `keys` share a line."""
-
-    claims: tuple[str, ...]
-    keys: tuple[str, ...]
-    columns: tuple[_Column, ...]
-    hardware: str = ""
-    """Prefix of the hardware of the rows that the table shows."""
-    omits: tuple[str, ...] = ()
-    """Figures that follow from others of the line, such as predicted from measured and error."""
-
-
-def _of_lengths(suffix: str = "") -> _WideTable:
-    """Return the table of errors and of interval coverage over and under 10 us."""
-    columns: list[_Column] = []
-    for length in ("over 10 us", "under 10 us"):
-        errors = {"claim": f"held-out{suffix}", "conditions": length}
-        inside = {"claim": f"intervals{suffix}", "conditions": length}
-        lowest = {"claim": f"intervals{suffix}", "conditions": f"{length}, lowest"}
-        columns += [
-            _Column(f"{length}: error", "error", errors),
-            _Column("inside", "measured", inside),
-            _Column("lowest", "measured", lowest, with_hardware=True),
-        ]
-    return _WideTable((f"held-out{suffix}", f"intervals{suffix}"), ("case",), tuple(columns))
-
-
-_ONE, _EACH = "one slice, the median rank", "each slice, the rank of its GPU"
-_ACTIVE = "the same, NVLink active"
-
-
-def _of_slices(claim: str, what: str) -> _WideTable:
-    """Return the table of a time of the slices, compared in three ways."""
-    return _WideTable(
-        (claim,),
-        ("case", "hardware", "file"),
-        (
-            _Column(what, "predicted", {"conditions": _ONE}),
-            _Column("one slice", "error", {"conditions": _ONE}),
-            _Column("each slice", "error", {"conditions": _EACH}),
-            _Column("NVLink active", "error", {"conditions": _ACTIVE}),
-        ),
-    )
-
-
-def _in_astra_sim(conditions: str, heading: str = "") -> _Column:
-    where = {"claim": "step-in-astra-sim", "conditions": conditions}
-    return _Column(f"ASTRA-sim, {heading or conditions}", "error", where)
-
-
-_WIDE_TABLES: dict[str, _WideTable] = {
-    "held-out": _of_lengths(),
-    "held-out-datasheet": _of_lengths("-datasheet"),
-    "intervals-within-a-gpu": _WideTable(
-        ("intervals-within-a-gpu",),
-        ("case", "predicted"),
-        (
-            *(
-                _Column(gpu.partition("-")[0], "measured", {"hardware": gpu})
-                for gpu in ("A100-SXM-80GB", "H100-SXM", "H200", "L40S", "B200", "all")
-            ),
-            _Column("in all", "conditions", {"hardware": "all"}),
-        ),
-    ),
-    "decode": _WideTable(
-        ("decode",),
-        ("case", "hardware"),
-        (
-            _Column("kernels", "error", {"conditions": "kernels"}),
-            _Column("CUDA graph", "error", {"conditions": "CUDA graph"}),
-        ),
-    ),
-    "quantising-kernels": _WideTable(
-        ("quantising-kernels",),
-        ("case", "hardware"),
-        (
-            _Column("over 10 us", "error", {"conditions": "over 10 us"}),
-            _Column("under 10 us", "error", {"conditions": "under 10 us"}),
-        ),
-    ),
-    "unlike-gpus": _WideTable(
-        ("unlike-gpus",),
-        ("case",),
-        tuple(
-            column
-            for gpu in ("V100", "T4")
-            for column in (
-                _Column(f"{gpu}: predicted / measured", "conditions", {"hardware": gpu}),
-                _Column("error", "error", {"hardware": gpu}),
-            )
-        ),
-    ),
-    "another-vendor": _WideTable(
-        ("another-vendor",),
-        ("case",),
-        tuple(
-            column
-            for pair in ("H100 to MI300X", "MI300X to H100")
-            for column in (
-                _Column(f"{pair}: predicted / measured", "error", {"hardware": pair}),
-                _Column("80% interval", "conditions", {"hardware": pair}),
-            )
-        ),
-    ),
-    "slice-step": _of_slices("slice-step", "step of the slice"),
-    "slice-compute": _of_slices("slice-compute", "compute of the slice"),
-    "slice-counts": _WideTable(
-        ("slice-kernels", "slice-memory"),
-        ("case", "hardware", "file"),
-        (
-            _Column("operations: slice", "predicted", {"claim": "slice-kernels"}),
-            _Column("real rank", "measured", {"claim": "slice-kernels"}),
-            _Column("peak memory: slice", "predicted", {"claim": "slice-memory"}),
-            _Column("real rank", "measured", {"claim": "slice-memory"}),
-            _Column("error", "error", {"claim": "slice-memory"}),
-        ),
-    ),
-    "step-of-two-gpus": _WideTable(
-        ("step-in-astra-sim", "step-in-astra-sim-no-host", "step-in-loggopsim"),
-        ("case", "hardware", "measured", "file"),
-        (
-            _in_astra_sim("NVLink active"),
-            _in_astra_sim("as captured"),
-            _Column("without host delays", "error", {"claim": "step-in-astra-sim-no-host"}),
-            _Column("LogGOPSim, as captured", "error", {"claim": "step-in-loggopsim"}),
-        ),
-        hardware="2 x",
-        omits=("predicted",),
-    ),
-    "step-of-four-gpus": _WideTable(
-        ("step-of-slice", "step-in-astra-sim"),
-        ("case", "hardware", "measured", "file"),
-        (
-            *(
-                _Column(f"slice, {what}", "error", {"claim": "step-of-slice", "conditions": what})
-                for what in ("slowest of 4", "median")
-            ),
-            _in_astra_sim("NVLink active"),
-            _in_astra_sim("as captured"),
-            _in_astra_sim("as captured, slowest of 4", "slowest of 4"),
-        ),
-        hardware="4 x",
-        omits=("predicted",),
-    ),
-    "new-scripts": _WideTable(
-        (
-            *("new-scripts", "new-scripts-astra-sim", "new-scripts-mended"),
-            *("new-scripts-memory", "new-scripts-memory-mended"),
-        ),
-        ("case", "hardware", "file"),
-        (
-            _Column("measured", "measured", {"claim": "new-scripts"}),
-            _Column("predicted", "predicted", {"claim": "new-scripts"}),
-            _Column("error", "error", {"claim": "new-scripts"}),
-            _Column("ASTRA-sim", "error", {"claim": "new-scripts-astra-sim"}),
-            _Column("after mends", "error", {"claim": "new-scripts-mended"}),
-            _Column("peak memory", "error", {"claim": "new-scripts-memory"}),
-            _Column("after mends", "error", {"claim": "new-scripts-memory-mended"}),
-        ),
-        omits=("predicted", "measured"),
-    ),
-}
-
-
-@dataclass(frozen=True)
-class _SummaryLine:
-    """A line of the summary: the rows of one claim.
-
-    Attributes:
-        prediction: what is predicted.
-        page: page of `docs/accuracy` that has the rows, or a heading of the same page.
-        claim: of the rows.
-        where: column -> regular expression that the row's value contains. A case may have a row
-            for each of several conditions; the line takes one, so that no case counts twice.
-    """
-
-    prediction: str
-    page: str
-    claim: str
-    where: Mapping[str, str] = field(default_factory=dict[str, str])
-
-    def rows(self, rows: list[Row]) -> list[Row]:
-        """Return the rows that the line sums up."""
-        return [
-            row
-            for row in rows
-            if row["claim"] == self.claim
-            and all(re.search(pattern, row[column]) for column, pattern in self.where.items())
-        ]
-
-
-_FLOAT8 = {"case": "float8|rowwise"}
-
-# Tables of the pages by name. Lines of the second one link to headings of its page.
-_SUMMARIES: dict[str, tuple[_SummaryLine, ...]] = {
-    "training-summary": (
-        _SummaryLine(
-            "torchtitan, published, bf16",
-            "#torchtitan-published",
-            "torchtitan",
-            {"case": "^(?!.*(float8|rowwise))"},
-        ),
-        _SummaryLine(
-            "torchtitan, published, float8", "#torchtitan-published", "torchtitan", _FLOAT8
-        ),
-        _SummaryLine(
-            "float8 without context parallelism of 4 and 8",
-            "#torchtitan-published",
-            "torchtitan",
-            {"case": r"^(?!.*CP [48]).*(float8|rowwise)"},
-        ),
-        _SummaryLine(
-            "float8 on H100s, without those and asynchronous TP",
-            "#torchtitan-published",
-            "torchtitan",
-            {"case": r"^(?!.*(CP [48]|async|405B)).*(float8|rowwise)", "hardware": "H100"},
-        ),
-        _SummaryLine(
-            "Megatron-LM, published", "#megatron-published-and-simulated", "megatron-published"
-        ),
-        _SummaryLine(
-            "torchtitan and examples on four H100s",
-            "#jobs-measured-on-four-h100s",
-            "torchtitan-no-device",
-        ),
-        _SummaryLine(
-            "new scripts on two and four H100s, before they ran",
-            "#new-scripts-predicted-before-they-ran",
-            "new-scripts",
-        ),
-    ),
-    "summary": (
-        _SummaryLine(
-            "step of a job on 2 or 4 GPUs in ASTRA-sim, from slices on one GPU, `--nvlink-active`",
-            "job-steps.md",
-            "step-in-astra-sim",
-            {"conditions": "^NVLink active"},
-        ),
-        _SummaryLine(
-            "the same from one slice, without a simulator",
-            "job-steps.md",
-            "step-of-slice",
-            {"conditions": "^slowest of 4"},
-        ),
-        _SummaryLine(
-            "step of a slice, against the rank that it stands for",
-            "slices.md",
-            "slice-step",
-            {"conditions": f"^{_ONE}"},
-        ),
-        _SummaryLine("peak memory of a slice", "slices.md", "slice-memory"),
-        _SummaryLine("captured step on another GPU", "other-gpus.md", "another-gpu-step"),
-        _SummaryLine("its compute", "other-gpus.md", "another-gpu-compute"),
-        _SummaryLine(
-            "kernels over 10 us on a GPU family outside the fit, mean of a class",
-            "kernels.md",
-            "held-out",
-            {"conditions": "^over 10 us"},
-        ),
-        _SummaryLine(
-            "training captured without a device: jobs that torchtitan published, bf16",
-            "training-speeds.md",
-            "torchtitan",
-            {"case": "^(?!.*(float8|rowwise))"},
-        ),
-        _SummaryLine("the same in float8", "training-speeds.md", "torchtitan", _FLOAT8),
-        _SummaryLine(
-            "the same of new scripts, before they ran on 2 or 4 GPUs",
-            "training-speeds.md",
-            "new-scripts",
-        ),
-        _SummaryLine(
-            "step of a served model between measured points, CUDA graphs, median of its steps",
-            "serving.md",
-            "serving",
-            {
-                "case": "^(interpolated|measured with)",
-                "conditions": "^replay; (40|20 steps; median)",
-            },
-        ),
-        _SummaryLine(
-            "step of a served model from shapes alone, mean of its steps",
-            "serving.md",
-            "serving",
-            {"case": "^from shapes alone,", "conditions": "mean$"},
-        ),
-        _SummaryLine(
-            "summed energy of a class of kernels", "energy.md", "power", {"case": "summed energy"}
-        ),
-    ),
-}
-
 
 _NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
 # The word of a comparison in a cell, such as `(baseline 16.3%)`. If all cells of a column have the
@@ -403,8 +76,8 @@ def missing_figures(rows: list[Row]) -> list[str]:
 def rows_of_table(name: str, rows: list[Row]) -> list[Row]:
     """Return the rows that the table of a page shows."""
     if name == "headline":
-        return [{**row, "prediction": _TITLES[row["claim"]]} for row in rows if row["headline"]]
-    wide = _WIDE_TABLES.get(name)
+        return [{**row, "prediction": TITLES[row["claim"]]} for row in rows if row["headline"]]
+    wide = WIDE_TABLES.get(name)
     if wide is None:
         return [row for row in rows if row["claim"] == name]
     return [
@@ -414,7 +87,7 @@ def rows_of_table(name: str, rows: list[Row]) -> list[Row]:
     ]
 
 
-def _summary(lines: Sequence[_SummaryLine], rows: list[Row], folder: str) -> str:
+def _summary(lines: Sequence[SummaryLine], rows: list[Row], folder: str) -> str:
     """Return a summary.
 
     Args:
@@ -447,7 +120,7 @@ def _percent(row: Row) -> float:
     return abs(float(row["error"].partition("%")[0]))
 
 
-def _wide_lines(wide: _WideTable, rows: list[Row]) -> list[dict[str, str]]:
+def _wide_lines(wide: WideTable, rows: list[Row]) -> list[dict[str, str]]:
     """Return the lines of a wide table, by column.
 
     Raises:
@@ -557,12 +230,12 @@ def filled(page: str, rows: list[Row], folder: str = "") -> str:
 
     def table(match: re.Match[str]) -> str:
         name = match[2]
-        if summary := _SUMMARIES.get(name):
+        if summary := SUMMARIES.get(name):
             return f"{match[1]}\n{_summary(summary, rows, folder)}\n\n{match[3]}"
         selected = rows_of_table(name, rows)
         if not selected:
             raise KeyError(name)
-        if wide := _WIDE_TABLES.get(name):
+        if wide := WIDE_TABLES.get(name):
             lines = _wide_lines(wide, selected)
             columns = [key for key in wide.keys if key != "file"]
             figures = {str(number): column.heading for number, column in enumerate(wide.columns)}
@@ -575,7 +248,7 @@ def filled(page: str, rows: list[Row], folder: str = "") -> str:
             figures: dict[str, str] = {}
             right = {str(column) for column in _FIGURES}
             files = [row["file"] for row in selected]
-        headings = {c: _HEADINGS.get(name, {}).get(c, c) for c in columns} | figures
+        headings = {c: HEADINGS.get(name, {}).get(c, c) for c in columns} | figures
         return f"{match[1]}\n{_markdown(lines, headings, right, files)}\n\n{match[3]}"
 
     return _TABLE.sub(table, page)

@@ -1,0 +1,377 @@
+"""Which rows of `accuracy.csv` each table of the documentation shows, and in which columns."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+Row = dict[str, str]
+"""A row of `accuracy.csv`, by column."""
+
+# What a headline row predicts; in the table of a claim the page's heading says it.
+TITLES = {
+    "step-of-slice": "step of the job, from one slice",
+    "step-in-astra-sim": "step in ASTRA-sim, from slices on one GPU",
+    "slice-memory": "peak memory of a slice",
+    "another-gpu-compute": "compute of a step on another GPU",
+    "held-out-datasheet": "single kernels from the datasheet, GPU family not in the fit",
+}
+
+# Headings of columns by claim, where a more specific one than the column's name fits.
+HEADINGS: dict[str, dict[str, str]] = {
+    "replay-in-astra-sim": {"case": "trace", "conditions": "compared", "measured": "replayed"},
+    "conversion": {"measured": "kept"},
+    "checker": {"case": "ASTRA-sim", "conditions": "onerank check", "measured": "workloads"},
+    "another-gpu-compute": {"conditions": "measured time"},
+    "published-speeds": {"conditions": "80% interval"},
+    "torchtitan": {"predicted": "predicted tokens/s", "measured": "published tokens/s"},
+    "intervals-within-a-gpu": {"predicted": "interval"},
+    "fp8-from-bf16": {"error": "mean / median / p90"},
+    "step-in-astra-sim-host-bound": {"conditions": "captured on"},
+}
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a wide table: one cell of the rows that `where` selects."""
+
+    heading: str
+    cell: str
+    where: dict[str, str] = field(default_factory=dict[str, str])
+    with_hardware: bool = False
+    """Whether the hardware of the row follows the cell."""
+
+
+@dataclass(frozen=True)
+class WideTable:
+    """A table with a line for each case: rows with equal `keys` share a line."""
+
+    claims: tuple[str, ...]
+    keys: tuple[str, ...]
+    columns: tuple[Column, ...]
+    hardware: str = ""
+    """Prefix of the hardware of the rows that the table shows."""
+    omits: tuple[str, ...] = ()
+    """Figures that follow from others of the line, such as predicted from measured and error."""
+
+
+def _of_lengths(suffix: str = "") -> WideTable:
+    """Return the table of errors and of interval coverage over and under 10 us."""
+    columns: list[Column] = []
+    for length in ("over 10 us", "under 10 us"):
+        errors = {"claim": f"held-out{suffix}", "conditions": length}
+        inside = {"claim": f"intervals{suffix}", "conditions": length}
+        lowest = {"claim": f"intervals{suffix}", "conditions": f"{length}, lowest"}
+        columns += [
+            Column(f"{length}: error", "error", errors),
+            Column("inside", "measured", inside),
+            Column("lowest", "measured", lowest, with_hardware=True),
+        ]
+    return WideTable((f"held-out{suffix}", f"intervals{suffix}"), ("case",), tuple(columns))
+
+
+_ONE, _EACH = "one slice, the median rank", "each slice, the rank of its GPU"
+_ACTIVE = "the same, NVLink active"
+
+
+def _of_slices(claim: str, what: str) -> WideTable:
+    """Return the table of a time of the slices, compared in three ways."""
+    return WideTable(
+        (claim,),
+        ("case", "hardware", "file"),
+        (
+            Column(what, "predicted", {"conditions": _ONE}),
+            Column("one slice", "error", {"conditions": _ONE}),
+            Column("each slice", "error", {"conditions": _EACH}),
+            Column("NVLink active", "error", {"conditions": _ACTIVE}),
+        ),
+    )
+
+
+def _in_astra_sim(conditions: str, heading: str = "") -> Column:
+    where = {"claim": "step-in-astra-sim", "conditions": conditions}
+    return Column(f"ASTRA-sim, {heading or conditions}", "error", where)
+
+
+WIDE_TABLES: dict[str, WideTable] = {
+    "held-out": _of_lengths(),
+    "held-out-datasheet": _of_lengths("-datasheet"),
+    "intervals-within-a-gpu": WideTable(
+        ("intervals-within-a-gpu",),
+        ("case", "predicted"),
+        (
+            *(
+                Column(gpu.partition("-")[0], "measured", {"hardware": gpu})
+                for gpu in ("A100-SXM-80GB", "H100-SXM", "H200", "L40S", "B200", "all")
+            ),
+            Column("in all", "conditions", {"hardware": "all"}),
+        ),
+    ),
+    "decode": WideTable(
+        ("decode",),
+        ("case", "hardware"),
+        (
+            Column("kernels", "error", {"conditions": "kernels"}),
+            Column("CUDA graph", "error", {"conditions": "CUDA graph"}),
+        ),
+    ),
+    "quantising-kernels": WideTable(
+        ("quantising-kernels",),
+        ("case", "hardware"),
+        (
+            Column("over 10 us", "error", {"conditions": "over 10 us"}),
+            Column("under 10 us", "error", {"conditions": "under 10 us"}),
+        ),
+    ),
+    "unlike-gpus": WideTable(
+        ("unlike-gpus",),
+        ("case",),
+        tuple(
+            column
+            for gpu in ("V100", "T4")
+            for column in (
+                Column(f"{gpu}: predicted / measured", "conditions", {"hardware": gpu}),
+                Column("error", "error", {"hardware": gpu}),
+            )
+        ),
+    ),
+    "another-vendor": WideTable(
+        ("another-vendor",),
+        ("case",),
+        tuple(
+            column
+            for pair in ("H100 to MI300X", "MI300X to H100")
+            for column in (
+                Column(f"{pair}: predicted / measured", "error", {"hardware": pair}),
+                Column("80% interval", "conditions", {"hardware": pair}),
+            )
+        ),
+    ),
+    "slice-step": _of_slices("slice-step", "step of the slice"),
+    "slice-compute": _of_slices("slice-compute", "compute of the slice"),
+    "slice-counts": WideTable(
+        ("slice-kernels", "slice-memory"),
+        ("case", "hardware", "file"),
+        (
+            Column("operations: slice", "predicted", {"claim": "slice-kernels"}),
+            Column("real rank", "measured", {"claim": "slice-kernels"}),
+            Column("peak memory: slice", "predicted", {"claim": "slice-memory"}),
+            Column("real rank", "measured", {"claim": "slice-memory"}),
+            Column("error", "error", {"claim": "slice-memory"}),
+        ),
+    ),
+    "step-of-two-gpus": WideTable(
+        ("step-in-astra-sim", "step-in-astra-sim-no-host", "step-in-loggopsim"),
+        ("case", "hardware", "measured", "file"),
+        (
+            _in_astra_sim("NVLink active"),
+            _in_astra_sim("as captured"),
+            Column("without host delays", "error", {"claim": "step-in-astra-sim-no-host"}),
+            Column("LogGOPSim, as captured", "error", {"claim": "step-in-loggopsim"}),
+        ),
+        hardware="2 x",
+        omits=("predicted",),
+    ),
+    "step-of-four-gpus": WideTable(
+        ("step-of-slice", "step-in-astra-sim"),
+        ("case", "hardware", "measured", "file"),
+        (
+            *(
+                Column(f"slice, {what}", "error", {"claim": "step-of-slice", "conditions": what})
+                for what in ("slowest of 4", "median")
+            ),
+            _in_astra_sim("NVLink active"),
+            _in_astra_sim("as captured"),
+            _in_astra_sim("as captured, slowest of 4", "slowest of 4"),
+        ),
+        hardware="4 x",
+        omits=("predicted",),
+    ),
+    "new-scripts": WideTable(
+        (
+            *("new-scripts", "new-scripts-astra-sim", "new-scripts-mended"),
+            *("new-scripts-memory", "new-scripts-memory-mended"),
+        ),
+        ("case", "hardware", "file"),
+        (
+            Column("measured", "measured", {"claim": "new-scripts"}),
+            Column("predicted", "predicted", {"claim": "new-scripts"}),
+            Column("error", "error", {"claim": "new-scripts"}),
+            Column("ASTRA-sim", "error", {"claim": "new-scripts-astra-sim"}),
+            Column("after mends", "error", {"claim": "new-scripts-mended"}),
+            Column("peak memory", "error", {"claim": "new-scripts-memory"}),
+            Column("after mends", "error", {"claim": "new-scripts-memory-mended"}),
+        ),
+        omits=("predicted", "measured"),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class SummaryLine:
+    """A line of the summary: the rows of one claim.
+
+    Attributes:
+        prediction: what is predicted.
+        page: page of `docs/accuracy` that has the rows, or a heading of the same page.
+        claim: of the rows.
+        where: column -> regular expression that the row's value contains. A case may have a row
+            for each of several conditions; the line takes one, so that no case counts twice.
+    """
+
+    prediction: str
+    page: str
+    claim: str
+    where: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    def rows(self, rows: list[Row]) -> list[Row]:
+        """Return the rows that the line sums up."""
+        return [
+            row
+            for row in rows
+            if row["claim"] == self.claim
+            and all(re.search(pattern, row[column]) for column, pattern in self.where.items())
+        ]
+
+
+_FLOAT8 = {"case": "float8|rowwise"}
+
+# Tables of the pages by name.
+SUMMARIES: dict[str, tuple[SummaryLine, ...]] = {
+    "job-summary": (
+        SummaryLine(
+            "ASTRA-sim, two GPUs",
+            "#two-gpus",
+            "step-in-astra-sim",
+            {"hardware": "^2 x", "conditions": "^NVLink active"},
+        ),
+        SummaryLine(
+            "the same without `--include-host-delays`", "#two-gpus", "step-in-astra-sim-no-host"
+        ),
+        SummaryLine("LogGOPSim, two GPUs, NVLink idle", "#two-gpus", "step-in-loggopsim"),
+        SummaryLine(
+            "ASTRA-sim, four H200s",
+            "#four-gpus",
+            "step-in-astra-sim",
+            {"hardware": "^4 x H200", "conditions": "^NVLink active"},
+        ),
+        SummaryLine(
+            "ASTRA-sim, four H100s of three hosts",
+            "#four-gpus",
+            "step-in-astra-sim",
+            {"hardware": "^4 x H100", "conditions": "^NVLink active"},
+        ),
+        SummaryLine(
+            "one slice, four H200s",
+            "#four-gpus",
+            "step-of-slice",
+            {"hardware": "^4 x H200", "conditions": "^slowest of 4"},
+        ),
+        SummaryLine(
+            "one slice, four H100s of three hosts",
+            "#four-gpus",
+            "step-of-slice",
+            {"hardware": "^4 x H100", "conditions": "^slowest of 4"},
+        ),
+    ),
+    "another-gpu-summary": (
+        SummaryLine("compute", "#compute", "another-gpu-compute"),
+        SummaryLine("step", "#step", "another-gpu-step"),
+        SummaryLine("energy of a step", "#energy", "another-gpu-energy"),
+        SummaryLine("what-if options", "#what-if-options", "what-if"),
+    ),
+    "training-summary": (
+        SummaryLine(
+            "torchtitan, published, bf16",
+            "#torchtitan-published",
+            "torchtitan",
+            {"case": "^(?!.*(float8|rowwise))"},
+        ),
+        SummaryLine(
+            "torchtitan, published, float8", "#torchtitan-published", "torchtitan", _FLOAT8
+        ),
+        SummaryLine(
+            "float8 without context parallelism of 4 and 8",
+            "#torchtitan-published",
+            "torchtitan",
+            {"case": r"^(?!.*CP [48]).*(float8|rowwise)"},
+        ),
+        SummaryLine(
+            "float8 on H100s, without those and asynchronous TP",
+            "#torchtitan-published",
+            "torchtitan",
+            {"case": r"^(?!.*(CP [48]|async|405B)).*(float8|rowwise)", "hardware": "H100"},
+        ),
+        SummaryLine(
+            "Megatron-LM, published", "#megatron-published-and-simulated", "megatron-published"
+        ),
+        SummaryLine(
+            "torchtitan and examples on four H100s",
+            "#jobs-measured-on-four-h100s",
+            "torchtitan-no-device",
+        ),
+        SummaryLine(
+            "new scripts on two and four H100s, before they ran",
+            "#new-scripts-predicted-before-they-ran",
+            "new-scripts",
+        ),
+    ),
+    "summary": (
+        SummaryLine(
+            "step of a job on 2 or 4 GPUs in ASTRA-sim, from slices on one GPU, `--nvlink-active`",
+            "job-steps.md",
+            "step-in-astra-sim",
+            {"conditions": "^NVLink active"},
+        ),
+        SummaryLine(
+            "the same from one slice, without a simulator",
+            "job-steps.md",
+            "step-of-slice",
+            {"conditions": "^slowest of 4"},
+        ),
+        SummaryLine(
+            "step of a slice, against the rank that it stands for",
+            "slices.md",
+            "slice-step",
+            {"conditions": f"^{_ONE}"},
+        ),
+        SummaryLine("peak memory of a slice", "slices.md", "slice-memory"),
+        SummaryLine("captured step on another GPU", "other-gpus.md", "another-gpu-step"),
+        SummaryLine("its compute", "other-gpus.md", "another-gpu-compute"),
+        SummaryLine(
+            "kernels over 10 us on a GPU family outside the fit, mean of a class",
+            "kernels.md",
+            "held-out",
+            {"conditions": "^over 10 us"},
+        ),
+        SummaryLine(
+            "training captured without a device: jobs that torchtitan published, bf16",
+            "training-speeds.md",
+            "torchtitan",
+            {"case": "^(?!.*(float8|rowwise))"},
+        ),
+        SummaryLine("the same in float8", "training-speeds.md", "torchtitan", _FLOAT8),
+        SummaryLine(
+            "the same of new scripts, before they ran on 2 or 4 GPUs",
+            "training-speeds.md",
+            "new-scripts",
+        ),
+        SummaryLine(
+            "step of a served model between measured points, CUDA graphs, median of its steps",
+            "serving.md",
+            "serving",
+            {
+                "case": "^(interpolated|measured with)",
+                "conditions": "^replay; (40|20 steps; median)",
+            },
+        ),
+        SummaryLine(
+            "step of a served model from shapes alone, mean of its steps",
+            "serving.md",
+            "serving",
+            {"case": "^from shapes alone,", "conditions": "mean$"},
+        ),
+        SummaryLine(
+            "summed energy of a class of kernels", "energy.md", "power", {"case": "summed energy"}
+        ),
+    ),
+}
