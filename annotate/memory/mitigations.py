@@ -19,6 +19,12 @@ STEP_ROW = len(MemoryClass)
 """Row of `Need.levels` for the workspace of the optimizer's step, which is sharded with its state.
 """
 
+WHOLE_ROW = STEP_ROW + 1
+"""Row of `Need.levels` for gradients that the backward frees once they are summed or reduced.
+
+Each rank needs them whole, whatever is sharded.
+"""
+
 _STATE = (MemoryClass.OPTIMIZER, STEP_ROW)
 
 _STAGES = (
@@ -35,8 +41,8 @@ class Need(NamedTuple):
     """A step that does not fit.
 
     Attributes:
-        levels: bytes in use by class at every moment of the step, int64[9, moments]: a row per
-            `MemoryClass`, then that of `STEP_ROW`.
+        levels: bytes in use by class at every moment of the step, int64[10, moments]: a row per
+            `MemoryClass`, then `STEP_ROW` and `WHOLE_ROW`.
         capacity_bytes: of the device, minus memory outside the allocator.
         reserved_per_allocated: reserved bytes per byte in use.
         recomputed_bytes: activations that full recomputation does not keep; 0 without layers.

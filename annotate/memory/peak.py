@@ -7,10 +7,10 @@ import msgspec
 import numpy as np
 
 from onerank.annotate.memory.allocator import round_size
-from onerank.annotate.memory.mitigations import STEP_ROW
+from onerank.annotate.memory.mitigations import STEP_ROW, WHOLE_ROW
 from onerank.annotate.memory.reserved_memory import AllocationRequest
 from onerank.ir import Graph, MemoryClass, MemoryLog, Phase
-from onerank.ir.arrays import I64
+from onerank.ir.arrays import I64, Mask
 
 Resident = dict[MemoryClass, tuple[int, ...]]
 """Sizes of the blocks allocated before the step, by class."""
@@ -90,21 +90,45 @@ def resident_requests(
 def levels_of(log: MemoryLog, resident: Resident) -> I64:
     """Return the bytes in use by class after every event, the start first.
 
-    int64[9, events + 1]: a row per class, and one for the workspace of the optimizer's step.
+    int64[10, events + 1]: a row per class, one for the workspace of the optimizer's step, and one
+    for gradients that the backward frees.
     """
     size, kind, allocated, freed = columns_of(log)
     step = (kind == MemoryClass.WORKSPACE) & (np.array(log.blocks.phase) == Phase.OPTIMIZER)
     row = np.where(step, STEP_ROW, kind)
-    levels = np.zeros((STEP_ROW + 1, log.events + 1), dtype=np.int64)
+    row = np.where(_freed_by_backward(log), WHOLE_ROW, row)
+    levels = np.zeros((WHOLE_ROW + 1, log.events + 1), dtype=np.int64)
     np.add.at(levels, (row[allocated >= 0], allocated[allocated >= 0] + 1), size[allocated >= 0])
     np.add.at(levels, (row[freed >= 0], freed[freed >= 0] + 1), -size[freed >= 0])
-    levels[:, 0] += [sum(resident.get(memory_class, ())) for memory_class in MemoryClass] + [0]
+    levels[:, 0] += [sum(resident.get(memory_class, ())) for memory_class in MemoryClass] + [0, 0]
     levels = np.cumsum(levels, axis=1)
     # Negative where the step frees a resident block that was counted in another class.
     below = np.minimum(levels, 0)
     levels -= below
     levels[MemoryClass.OTHER] += below.sum(axis=0)
     return levels
+
+
+def levels_by_class(levels: I64) -> I64:
+    """Return `levels` with one row per class, int64[8, moments]."""
+    rows = levels[: len(MemoryClass)].copy()
+    rows[MemoryClass.WORKSPACE] += levels[STEP_ROW]
+    rows[MemoryClass.GRADIENTS] += levels[WHOLE_ROW]
+    return rows
+
+
+def _freed_by_backward(log: MemoryLog) -> Mask:
+    """Return which blocks are gradients that the backward frees itself, bool[n]."""
+    _, kind, allocated, freed = columns_of(log)
+    phase = np.array(log.blocks.phase, dtype=np.int64)
+    backward = allocated[(phase == Phase.BACKWARD) & (allocated >= 0)]
+    # Forward allocations before each event: a gradient that outlives one is a sum of micro-batches.
+    forward = np.zeros(log.events + 1, dtype=np.int64)
+    forward[allocated[(phase == Phase.FORWARD) & (allocated >= 0)]] = 1
+    forward = np.cumsum(forward)
+    ends = (kind == _GRADIENTS) & (allocated >= 0) & (freed >= 0)
+    ends &= freed < backward.max(initial=-1)
+    return ends & (forward[freed] == forward[allocated])
 
 
 def columns_of(log: MemoryLog) -> tuple[I64, I64, I64, I64]:
@@ -153,11 +177,11 @@ class ModuleMemory(msgspec.Struct, frozen=True):
 
 
 def peak_of(levels: I64) -> Peak:
-    """Return the peak of `levels`, int64[9, moments], see `levels_of`."""
+    """Return the peak of `levels`, int64[10, moments], see `levels_of`."""
     total = levels.sum(axis=0)
     moment = int(total.argmax())
-    classes = {memory_class: int(levels[memory_class, moment]) for memory_class in MemoryClass}
-    classes[MemoryClass.WORKSPACE] += int(levels[STEP_ROW, moment])
+    at_peak = levels_by_class(levels)[:, moment]
+    classes = {memory_class: int(at_peak[memory_class]) for memory_class in MemoryClass}
     shown = {memory_class: size for memory_class, size in classes.items() if size}
     return Peak(moment - 1, int(total[moment]), shown)
 

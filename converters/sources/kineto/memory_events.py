@@ -165,6 +165,9 @@ GRADIENTS, OTHER = int(MemoryClass.GRADIENTS), int(MemoryClass.OTHER)
 
 _COMMUNICATES = ("c10d::", "_c10d_functional::", "_dtensor::", "fsdp::", "FSDP::", "onerank::comm")
 
+# Ranges in which FSDP2 and FSDP1 reduce gradients; FSDP2 appends the module.
+_REDUCES = ("FSDP::post_backward_reduce", "FullyShardedDataParallel._post_backward_hook")
+
 
 @dataclass(frozen=True, slots=True)
 class BlockRows:
@@ -274,7 +277,8 @@ def _classes(
     # Sums over micro-batches outlive the forward of the next one, even if FSDP then reduces and
     # frees them. The next one's own gradients end where they are added.
     forwards = np.cumsum(phase == Phase.FORWARD)
-    summed = (forwards[freed] > forwards[allocated]) | _accumulates(timeline, around)[freed]
+    # FSDP frees whole gradients once it has copied them into the input of the reduce-scatter.
+    summed = (forwards[freed] > forwards[allocated]) | _takes_gradients(timeline, around)[freed]
     gradient = outlives_backward | (in_backward & (freed >= 0) & summed & ~within_operator)
     # The first condition that holds decides. A collective's buffer in backward is communication,
     # although it looks like a gradient; a temporary of one operator is workspace in any phase.
@@ -323,10 +327,10 @@ def _find_roots(timeline: HostTimeline, around: I64) -> tuple[I64, Mask]:
     return pick(roots, around, NONE), pick(inside, around, default=False)
 
 
-def _accumulates(timeline: HostTimeline, around: I64) -> Mask:
-    """Return which events are inside autograd's accumulation of a gradient, bool[n]."""
-    accumulating = timeline.named(lambda name: name.endswith(ACCUMULATES))
-    inside = accumulating | (timeline.nearest(accumulating) >= 0)
+def _takes_gradients(timeline: HostTimeline, around: I64) -> Mask:
+    """Return which events are inside autograd's accumulation or FSDP's reduction, bool[n]."""
+    taking = timeline.named(lambda name: name.endswith(ACCUMULATES) or name.startswith(_REDUCES))
+    inside = taking | (timeline.nearest(taking) >= 0)
     return pick(inside, around, default=False)
 
 

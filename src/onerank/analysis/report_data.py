@@ -10,7 +10,12 @@ from onerank.analysis.breakdown import Share
 from onerank.analysis.step_time import Replay
 from onerank.annotate import CLASSES, classify
 from onerank.annotate.memory.memory_report import report_memory
-from onerank.annotate.memory.peak import ModuleMemory, levels_of, resident_blocks
+from onerank.annotate.memory.peak import (
+    ModuleMemory,
+    levels_by_class,
+    levels_of,
+    resident_blocks,
+)
 from onerank.annotate.op_costs.node_costs import op_costs_of
 from onerank.ir import UNKNOWN, Graph, Kind, MemoryClass, Phase
 from onerank.ir.arrays import F64, I64
@@ -222,9 +227,7 @@ def memory_chart(graph: Graph) -> MemoryChart | None:
     if log is None or not log.events:
         return None
     resident, _ = resident_blocks(graph, log)
-    levels = levels_of(log, resident)
-    # The last row of `levels_of` is the workspace of the optimizer's step.
-    levels[MemoryClass.WORKSPACE] += levels[-1]
+    levels = levels_by_class(levels_of(log, resident))
     classes = [kind for kind in MemoryClass if levels[kind].any()]
     phases: dict[str, int] = {}
     for event, phase in sorted(zip(log.blocks.allocated_at, log.blocks.phase, strict=True)):

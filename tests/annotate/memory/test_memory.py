@@ -17,7 +17,7 @@ from onerank.annotate.memory.allocator import (
     segment_size,
 )
 from onerank.annotate.memory.memory_report import report_memory
-from onerank.annotate.memory.mitigations import Need, mitigations
+from onerank.annotate.memory.mitigations import WHOLE_ROW, Need, mitigations
 from onerank.annotate.memory.non_allocator import non_allocator_memory
 from onerank.annotate.memory.reserved_memory import AllocationRequest, simulate_reserved
 from onerank.converters.sources.kineto import convert_directory
@@ -159,7 +159,7 @@ def test_peers_and_groups_take_memory_outside_the_allocator():
 )
 def test_a_smaller_micro_batch_is_one_of_whole_sequences(captured, change, peak):
     """4000 bytes of activations and 1000 of parameters, for a device of 3500."""
-    levels = np.zeros((len(MemoryClass) + 1, 2), dtype=np.int64)
+    levels = np.zeros((WHOLE_ROW + 1, 2), dtype=np.int64)
     levels[MemoryClass.PARAMETERS], levels[MemoryClass.ACTIVATIONS, 1] = 1000, 4000
     found = mitigations(Need(levels, 3500, 1.0, 0, 0, captured))[0]
     assert (found.change, found.peak_bytes, found.suffices) == (change, peak, True)

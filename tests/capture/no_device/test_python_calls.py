@@ -8,7 +8,7 @@ from own_process import run_command
 from without_device import captured
 
 import onerank
-from onerank.ir import Graph, Phase
+from onerank.ir import Graph, MemoryClass, Phase
 from onerank.ir.python_calls import python_calls_of
 
 DTENSORS = """
@@ -118,6 +118,11 @@ def test_gathers_and_reductions_of_fsdp2_count_their_parameters(tmp_path):
     # As on an H100 (torch 2.11), one operator computes the norms of all gradients, one scales them.
     names = Counter(graph.text("name"))
     assert (names["aten::_foreach_norm"], names["aten::_foreach_mul_"]) == (1, 1)
+    # The whole gradients of four weights, which FSDP frees once it has reduced them.
+    memory = graph.job.measurement.memory
+    assert memory is not None
+    classes = zip(memory.blocks.bytes, memory.blocks.memory_class, strict=True)
+    assert [size for size, kind in classes if kind == MemoryClass.GRADIENTS].count(16_384) == 4
 
 
 FSDP1 = """
