@@ -4,7 +4,6 @@ import itertools
 import linecache
 import sys
 import sysconfig
-import threading
 import weakref
 from collections import Counter
 from pathlib import Path
@@ -80,61 +79,6 @@ class Storages:
         number, taken, _ = self._live.pop(key)
         if taken:
             self._log.free(number, taken)
-
-
-# First numbers of blocks that a library keeps, and of those that an operator takes while it runs:
-# larger than the number of any storage.
-_KEPT, _TAKEN = 1 << 61, 1 << 62
-
-# The workspace of cuBLASLt, which adds the bias of a product (`parseCUDABlasLtWorkspaceSize`).
-_LT_BYTES = 1 << 20
-
-# cuDNN's random numbers of dropout, bytes per multiprocessor: 1,024 states of 48 bytes, as measured
-# on an H100 with torch 2.11 (benchmarks/results/2026-11-27-allocator-recordings-h100.txt).
-_DROPOUT_STATE_BYTES = 1024 * 48
-
-
-class Workspaces:
-    """Memory that libraries keep, and what an operator takes while it runs.
-
-    torch has a cuBLAS handle per thread and stream, and allocates the workspace of each from its
-    own caching allocator, and another one for cuBLASLt (aten/src/ATen/cuda/CublasHandlePool.cpp).
-    cuDNN's dropout in recurrent layers has one state per process.
-    """
-
-    def __init__(self, log: EventLog, cublas_bytes: int, sm_count: int) -> None:
-        self._log = log
-        self._cublas_bytes = cublas_bytes
-        self._dropout_bytes = sm_count * _DROPOUT_STATE_BYTES
-        self._kept: dict[tuple[str, int], int] = {}
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Bytes of each kept block, the largest first."""
-        return tuple(sorted(self._kept.values(), reverse=True))
-
-    def use_cublas(self, *, with_lt: bool = False) -> None:
-        """Allocate the workspace of this thread at its first product, and cuBLASLt's if it runs."""
-        self._keep("cublas", self._cublas_bytes, threading.get_ident())
-        if with_lt:
-            self._keep("cublaslt", _LT_BYTES, threading.get_ident())
-
-    def use_dropout(self) -> None:
-        """Allocate the state of cuDNN's dropout at its first use."""
-        self._keep("dropout", self._dropout_bytes, 0)
-
-    def take(self, *sizes: int) -> None:
-        """Allocate blocks, and free them in the reverse order."""
-        numbers = [_TAKEN + place for place in range(len(sizes))]
-        taken = [*map(self._log.allocate, numbers, sizes)]
-        for number, size in reversed([*zip(numbers, taken, strict=True)]):
-            if size:
-                self._log.free(number, size)
-
-    def _keep(self, library: str, size: int, thread: int) -> None:
-        if (library, thread) not in self._kept:
-            self._kept[library, thread] = size
-            self._log.allocate(_KEPT + len(self._kept), size)
 
 
 class Known:

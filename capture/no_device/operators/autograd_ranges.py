@@ -1,4 +1,4 @@
-"""The autograd node around an operator: its range, its number, and who called the operator.
+"""Ranges around an operator: the autograd node with its number, and those that a script opens.
 
 torch's engine opens a range for each node of a backward, and numbers nodes and operators. A mode of
 Python sees only the operators, so the ranges and numbers are made here as the engine makes them.
@@ -9,8 +9,9 @@ import threading
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from onerank.capture.no_device.event_log import EventLog
+from onerank.capture.no_device.event_log import EventLog, RecordedEvent
 from onerank.capture.no_device.operators.operator_calls import OperatorCall
 
 _torch: Any = torch
@@ -30,7 +31,7 @@ _REDUCER_OPERATORS = frozenset({"aten::mul", "aten::div_", "aten::copy_"})
 
 
 class AutogradRanges:
-    """Records the ranges of autograd nodes, and numbers operators as autograd does.
+    """Records the ranges of autograd nodes and scripts, and numbers operators as autograd does.
 
     Args:
         log: receives the ranges.
@@ -39,6 +40,7 @@ class AutogradRanges:
     def __init__(self, log: EventLog) -> None:
         self._log = log
         self._numbered = threading.local()  # autograd numbers the nodes of each thread from 0
+        self._open = threading.local()  # ranges of each thread that are open
 
     def follow(self) -> Any:
         """Open the range of the autograd node that runs on this thread, as torch's engine does.
@@ -66,6 +68,25 @@ class AutogradRanges:
             node=node,
         )
         return node
+
+    def annotate(self, operator: str, args: Any) -> Any:
+        """Record a `record_function` range that Python opens or closes.
+
+        Args:
+            operator: name of the operator that does it, without namespace.
+            args: its arguments.
+        """
+        open_ranges: list[RecordedEvent | None] = self._open.__dict__.setdefault("ranges", [])
+        if operator.startswith("_record_function_enter"):
+            self.follow()
+            open_ranges.append(self._log.begin(args[0], "user_annotation"))
+            with unset_fake_temporarily():
+                return _torch.ops.profiler._record_function_enter_new(args[0], None)
+        # Each access makes a new Python object of the record, so nesting identifies the range.
+        if open_ranges:
+            self._log.end(open_ranges.pop())
+        with unset_fake_temporarily():
+            return _torch.ops.profiler._record_function_exit._RecordFunction(args[0])
 
     def number_of_function(self) -> int:
         """Return the number that the node of an autograd function will get; -1 for no node."""

@@ -9,14 +9,12 @@ CPU too (`Known`). Token counts and loss scales that a script reads back are the
 long as they do not depend on parameters.
 """
 
-import contextlib
 import itertools
-import operator
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -62,23 +60,18 @@ from onerank.capture.no_device.operators.operator_calls import (
     is_same_data,
     tensors_in,
 )
-from onerank.capture.no_device.operators.reduction_buffers import (
-    REDUCTIONS,
-    buffer_bytes,
-    reduced_dims,
-)
 from onerank.capture.no_device.operators.router_choices import RouterChoices
 from onerank.capture.no_device.operators.sequence_boundaries import with_lengths
 from onerank.capture.no_device.operators.sparse_tensors import SparseTensors, loses_elements
+from onerank.capture.no_device.operators.torch_factories import TorchFactories
 from onerank.capture.no_device.operators.triton_kernels import WRAPPED, KernelLaunch, wrapped_launch
+from onerank.capture.no_device.operators.workspaces import Workspaces
 from onerank.capture.no_device.operators.zero_patterns import ZeroPatterns
 from onerank.capture.no_device.tensor_values import (
     Known,
     Storages,
     UnknownValues,
-    Workspaces,
 )
-from onerank.capture.patches import replaced
 from onerank.ir import GeneratedWork
 from onerank.ir.python_calls import REDUCER
 
@@ -130,9 +123,6 @@ _PLAIN = (Tensor, nn.Parameter, FakeTensor)
 
 # Operators of nested tensors of the strided layout, which C++ implements.
 _NESTED = "_nested_tensor"
-
-# Operators that run in cuBLAS, which keeps a workspace.
-_PRODUCTS = frozenset("mm addmm bmm baddbmm addmv mv dot _scaled_mm".split())
 
 
 class FakeOperators(TorchDispatchMode):
@@ -192,7 +182,7 @@ class FakeOperators(TorchDispatchMode):
         self._schemas: dict[Any, OperatorSchema] = {}
         self._repeated = RepeatedCalls()
         self._unimplemented: set[Any] = set()  # out-variants without a fake implementation
-        self._factories = _Factories()
+        self._factories = TorchFactories()
         self.block_masks = BlockMasks(self.known.get)
         self.count = 0
         self.listener: Callable[[], None] | None = None
@@ -241,7 +231,7 @@ class FakeOperators(TorchDispatchMode):
         if kwargs.get("pin_memory"):
             kwargs["pin_memory"] = False  # pinned memory needs a driver
         if schema.namespace == "profiler":
-            return self._annotate(schema, args)
+            return self._autograd.annotate(schema.base, args)
         # DDP's reducer insists on True for a tensor that it pinned.
         if schema.base == "is_pinned":
             return True
@@ -363,7 +353,7 @@ class FakeOperators(TorchDispatchMode):
                 if isinstance(tensor, FakeTensor) and tensor.layout == torch.strided:
                     self.storages.number(tensor)
             if on_device:
-                self._use_workspaces(call)
+                self.workspaces.use(call)
             if event is not None:
                 event.on_device = on_device
                 if kernel is None and not schema.is_view:
@@ -373,22 +363,6 @@ class FakeOperators(TorchDispatchMode):
             return result
         finally:
             self._log.end(event)
-
-    def _use_workspaces(self, call: OperatorCall) -> None:
-        """Allocate what the kernels of an operator take beyond its results."""
-        base, args = call.schema.base, call.args
-        if base in _PRODUCTS:
-            # cuBLASLt adds a bias of one dimension (`addmm_out_cuda_impl`).
-            with_lt = base == "_scaled_mm" or (base == "addmm" and args[0].dim() == 1)
-            self.workspaces.use_cublas(with_lt=with_lt)
-        elif base in REDUCTIONS and call.tensors[0].layout == torch.strided:
-            gpu: Any = torch.cuda.get_device_properties(call.tensors[0].device)
-            threads, sm_count = gpu.max_threads_per_multi_processor, gpu.multi_processor_count
-            reduced = reduced_dims(base, args, call.kwargs)
-            sizes = buffer_bytes(call.tensors[0], reduced, threads, sm_count)
-            self.workspaces.take(*filter(None, sizes))
-        elif base == "_cudnn_rnn" and args[11] and args[12]:  # dropout in training
-            self.workspaces.use_dropout()
 
     def _describe_inputs(self, name: str, operands: Sequence[Any]) -> Operands:
         return self.describe(with_lengths(name, operands, self.known.get))
@@ -603,61 +577,6 @@ class FakeOperators(TorchDispatchMode):
         with unset_fake_temporarily():
             return numbers.item()
 
-    def _annotate(self, schema: OperatorSchema, args: Any) -> Any:
-        """Record a `record_function` range that Python opens or closes."""
-        open_ranges: list[RecordedEvent | None] = _local.__dict__.setdefault("open_ranges", [])
-        if schema.base.startswith("_record_function_enter"):
-            self._autograd.follow()
-            open_ranges.append(self._log.begin(args[0], "user_annotation"))
-            with unset_fake_temporarily():
-                return _torch.ops.profiler._record_function_enter_new(args[0], None)
-        # Each access makes a new Python object of the record, so nesting identifies the range.
-        if open_ranges:
-            self._log.end(open_ranges.pop())
-        with unset_fake_temporarily():
-            return _torch.ops.profiler._record_function_exit._RecordFunction(args[0])
-
-
-class _Factories:
-    """Functions of torch that create tensors, some of which the script may have replaced.
-
-    nanotron replaces `torch.empty` while it builds a model. On a GPU operators do not notice that,
-    but here torch runs their implementations in Python, which call these functions too.
-    """
-
-    _NAMES = ("empty", "empty_like", "empty_strided", "zeros", "ones", "full", "arange")
-    _TORCH: ClassVar = {name: getattr(torch, name) for name in _NAMES}
-    _current = staticmethod(operator.attrgetter(*_NAMES))
-
-    def __init__(self) -> None:
-        self._seen: tuple[Any, ...] = ()
-        self._replaced: tuple[str, ...] = ()
-
-    def of_torch(self) -> contextlib.AbstractContextManager[object]:
-        """Return a context in which the functions are torch's."""
-        current = self._current(torch)
-        if current != self._seen:
-            self._seen = current
-            pairs = zip(self._NAMES, current, strict=True)
-            self._replaced = tuple(name for name, function in pairs if _is_of_script(function))
-        if not self._replaced:
-            return _UNCHANGED
-        stack = contextlib.ExitStack()
-        for name in self._replaced:
-            stack.enter_context(replaced(torch, name, self._TORCH[name]))
-        return stack
-
-
-_UNCHANGED = contextlib.nullcontext()
-
-
-def _is_of_script(function: Any) -> bool:
-    """Whether a function is neither torch's nor a replacement by this package."""
-    module = getattr(function, "__globals__", {}).get("__name__", "torch")
-    return module.partition(".")[0] not in ("torch", "onerank")
-
-
-_local = threading.local()
 
 _FAILED = object()
 
