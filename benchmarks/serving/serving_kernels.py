@@ -136,7 +136,7 @@ def measure(directory: Path, models: list[str], grid: str, flash_mla: Path | Non
     """Write traces and lists of kernels of each model's steps."""
     import torch
 
-    from benchmarks.serving.serving import conditions
+    from benchmarks.serving.serving_one_gpu import conditions
     from onerank.capture.options import Options
     from onerank.capture.profiling.window_plan import WindowPlan
     from onerank.capture.serving.compositions import parse_grid
