@@ -2,6 +2,7 @@
 
 import argparse
 import platform
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
@@ -11,7 +12,7 @@ import numpy as np
 
 from onerank.annotate.gpus.registry import load_gpu
 from onerank.annotate.kernel_db.database import open_library
-from onerank.annotate.models.coefficients import Coefficients, shipped
+from onerank.annotate.models.coefficients import Coefficients, Error, shipped
 from onerank.annotate.models.error_kinds import KINDS
 from onerank.annotate.recost.recost import source_gpu
 from onerank.ir.chakra import read
@@ -75,6 +76,12 @@ _PROVENANCE = {
 }
 
 
+def _errors_by_kind(cases: Sequence[Case], few: Mapping[str, float]) -> dict[str, Error]:
+    """Return the errors of each kind of case; `few` as from `few_families`."""
+    kinds = dict.fromkeys(case.kind for case in cases)
+    return {kind: errors_of((c for c in cases if c.kind == kind), few[kind]) for kind in kinds}
+
+
 def main() -> None:
     """Write the file."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
@@ -104,21 +111,12 @@ def main() -> None:
             f"{options.data} lacks the measurements for the errors of {', '.join(missing)}"
         )
     few = few_families(cases)
-    errors = {
-        kind: errors_of((c for c in cases if c.kind == kind), few[kind]) for kind in kinds
-    } | kept
-    cases_by_datasheet = [*datasheet_cases(options.data, fits)]
-    few_by_datasheet = few_families(cases_by_datasheet)
+    errors = _errors_by_kind(cases, few) | kept
+    described = [*datasheet_cases(options.data, fits)]
+    by_datasheet = _errors_by_kind(described, few_families(described))
+    # Estimates that happen to be better than a description do not narrow an interval.
     datasheet_errors = {
-        kind: error
-        for kind in dict.fromkeys(case.kind for case in cases_by_datasheet)
-        # Estimates that happen to be better than a description do not narrow an interval.
-        if (
-            error := errors_of(
-                (c for c in cases_by_datasheet if c.kind == kind), few_by_datasheet[kind]
-            )
-        ).high
-        > errors[kind].high
+        k: error for k, error in by_datasheet.items() if error.high > errors[k].high
     }
     provenance = {
         "fitted": f"{datetime.now(UTC):%Y-%m-%d}, Python {platform.python_version()}, "
