@@ -54,13 +54,16 @@ def predict_from_datasheet(
     share = kernels.share_of_operator[composed]
     predicted_ns[composed] = parts.operator_ns * share
     if record is not None:
-        record.update(slice(0, len(predicted_ns)), lambda i, _: terms.term(i))
+        # A prediction can have a time on the source, too.
+        place = f"on {target.name}"
+        record.update(slice(0, len(predicted_ns)), lambda i, _: replace(terms.term(i), note=place))
         record.update(
             composed,
             lambda i, _: product(
                 parts.term(i, "by roofline"),
                 factor(share[i], "share of operator"),
                 name="datasheet",
+                note=place,
             ),
         )
     return PredictedDurations(predicted_ns, terms.rule)
