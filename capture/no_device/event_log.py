@@ -192,9 +192,9 @@ class EventLog:
         events: in the order of their begin.
         allocations: of the device, in order.
         live_bytes: requested at present, as the allocator rounds requests.
-        peak_bytes: most since `begin_step`.
         memory: the device's memory. Its blocks may be larger than what was requested: how much
-            depends on all sizes, so a plan could not derive it for another size.
+            depends on all sizes, so `allocations` have the requests, from which a plan derives
+            those of another size.
         stream: number of the current stream, 0 for the default stream.
         waits: of streams for each other and of the host, in order.
     """
@@ -203,7 +203,6 @@ class EventLog:
     events: list[RecordedEvent] = field(default_factory=list[RecordedEvent])
     allocations: list[Allocation] = field(default_factory=list[Allocation])
     live_bytes: int = 0
-    peak_bytes: int = 0
     memory: DeviceMemory = field(default_factory=DeviceMemory)
     stream: int = 0
     waits: list[RecordedWait] = field(default_factory=list[RecordedWait])
@@ -221,7 +220,6 @@ class EventLog:
         self._python_calls = Counter()
         self._open.clear()
         self._tick = 0
-        self.peak_bytes = self.live_bytes
         self.memory.reset_peaks()
         self.recording = True
 
@@ -358,7 +356,6 @@ class EventLog:
 
     def _account(self, storage: int, change: int, stream: int) -> None:
         self.live_bytes += change
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         if self.recording:
             totals = self.live_bytes, self.memory.reserved_bytes
             self.allocations.append(

@@ -193,7 +193,7 @@ class StepRecorder(CountedSteps):
         caches = self._forward.cache_tensors() if self._forward is not None else ()
         # Before recording begins: what lives now is resident throughout the step.
         self.observed.resident_bytes = self._process.resident_bytes(caches)
-        self.observed.start_memory_bytes[:] = [self._allocated()]
+        self.observed.start_memory_bytes[:] = [log.memory.allocated_bytes]
         log.begin_step()
 
     def _end_recorded(self) -> None:
@@ -202,7 +202,7 @@ class StepRecorder(CountedSteps):
         self._step_progress.end()
         self._modules.listener = None
         self._process.check()
-        self.observed.peak_memory_bytes[:] = [self._peak_allocated()]
+        self.observed.peak_memory_bytes[:] = [log.memory.peak_allocated_bytes]
         self.observed.profiled_step_ns[:] = [0]
         self._progress("writing the recorded step")
         directory = self._directory
@@ -219,17 +219,6 @@ class StepRecorder(CountedSteps):
         # All steps share the list of notes.
         self.observed.notes += self._process.notes()
         self._note_skipped("; no skipped step was recorded")
-
-    # An engine's step is never resized, so its memory is that of the allocator's blocks, as torch
-    # reports it: 18 MB above the requests for the weights of 8 layers of OLMo-Hybrid. A training
-    # step counts requests: see `EventLog.memory`.
-    def _allocated(self) -> int:
-        log = self._process.log
-        return log.memory.allocated_bytes if self._forward is not None else log.live_bytes
-
-    def _peak_allocated(self) -> int:
-        log = self._process.log
-        return log.memory.peak_allocated_bytes if self._forward is not None else log.peak_bytes
 
     def close(self) -> None:
         """Do nothing: an incomplete step is no capture."""

@@ -11,7 +11,7 @@ from own_process import call
 import onerank
 from onerank.annotate.op_costs.node_costs import op_costs_of
 from onerank.converters.expand.layers import extrapolate
-from onerank.ir import Graph, GraphBuilder, Job, ProcessGroup, World
+from onerank.ir import Graph, GraphBuilder, Job, Measurement, ProcessGroup, World
 from onerank.ir.replay import schedule
 from onerank.plan.captures import StageCapture
 from onerank.plan.micro_batches import (
@@ -105,13 +105,18 @@ def test_shards_of_two_replicas_give_those_of_more(captured, sharding, dp):
     assert derived.job.world == real.job.world
     assert derived.job.groups == real.job.groups
     before, after = derived.job.measurement, real.job.measurement
-    assert before.peak_memory_bytes == after.peak_memory_bytes
-    assert before.start_memory_bytes == after.start_memory_bytes
+    assert_peaks_agree(before, after)
     assert before.activation_bytes == after.activation_bytes
     assert before.memory.blocks == after.memory.blocks
     assert {name: sorted(sizes) for name, sizes in before.resident_bytes.items()} == {
         name: sorted(sizes) for name, sizes in after.resident_bytes.items()
     }
+
+
+def assert_peaks_agree(derived: Measurement, real: Measurement) -> None:
+    """Ends of blocks that the allocator leaves unsplit, under 1 MiB each, stay as captured."""
+    assert derived.start_memory_bytes == pytest.approx(real.start_memory_bytes, abs=1 << 20)
+    assert derived.peak_memory_bytes == pytest.approx(real.peak_memory_bytes, abs=1 << 20)
 
 
 def test_kernels_of_a_stream_do_not_overlap_at_another_depth(captured):
@@ -140,8 +145,7 @@ def test_a_micro_batch_of_a_prime_gives_others(captured):
         re.sub(r"\[\d+,\d+,", "[", text) for text in values[1]
     ]
     before, after = derived.job.measurement, real.job.measurement
-    assert before.peak_memory_bytes == after.peak_memory_bytes
-    assert before.start_memory_bytes == after.start_memory_bytes
+    assert_peaks_agree(before, after)
     assert before.activation_bytes == after.activation_bytes
     assert before.memory.blocks == after.memory.blocks
     assert before.resident_bytes == after.resident_bytes
