@@ -22,7 +22,7 @@ def read_config(path: Path) -> Any:
         CaptureError: it is not a configuration of a causal language model that transformers knows,
             or its weights are quantised.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     file = path / "config.json" if path.is_dir() else path
     try:
@@ -43,7 +43,7 @@ def read_config(path: Path) -> Any:
             f"{first_lines(error)}",
             code="serve-model-unknown",
         ) from error
-    if type(config) not in AutoModelForCausalLM._model_mapping:
+    if _auto_class(config) is None:
         raise CaptureError(
             f"{file}: transformers has no causal language model for {kind!r}",
             code="serve-model-unknown",
@@ -63,6 +63,18 @@ def read_config(path: Path) -> Any:
             code="serve-quantised",
         )
     return config
+
+
+def _auto_class(config: Any) -> Any:
+    """Return the class of transformers that builds a causal language model; None if there is none.
+
+    Most vision-language models are listed as models of images and text alone. Called with tokens,
+    they compute their language model. Their vision tower is a part of the weights, as in engines.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    classes = (AutoModelForCausalLM, AutoModelForImageTextToText)
+    return next((c for c in classes if type(config) in c._model_mapping), None)
 
 
 def _check_heads(file: Path, config: Any) -> None:
@@ -111,14 +123,14 @@ def build_model(config: Any, device: str, *, shapes_only: bool) -> Any:
         device: where weights without a device are created.
         shapes_only: whether tensors are fake, which need no memory.
     """
-    from transformers import AttentionInterface, AutoModelForCausalLM
+    from transformers import AttentionInterface
 
     AttentionInterface.register(ATTENTION, step_attention)
     config.use_cache = True
     dtype = getattr(config, "dtype", None) or torch.bfloat16
     try:
         with torch.device(device if shapes_only else "meta"):
-            model: Any = AutoModelForCausalLM.from_config(
+            model: Any = _auto_class(config).from_config(
                 config, dtype=dtype, attn_implementation=ATTENTION
             )
     except Exception as error:
