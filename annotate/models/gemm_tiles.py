@@ -80,6 +80,14 @@ _ITEM_BYTES = 2
 _MISALIGNED_OPERANDS, _MISALIGNED_RESULTS = 550.0, 362.0
 _BATCHED_OPERANDS, _BATCHED_RESULTS = 264.0, 218.0
 
+# What their tiles load limits them, on an H100 as on an H200. The rates above are those of full
+# tiles of 128 x 128. Up to 32 rows of the result run tiles of 64 x 64; rows that a tile lacks save
+# a part of its time. Granite 3.3's head, 49,159 columns of 4096 in bf16: 8, 32, 33, 65 and 128 rows
+# take 389, 508, 404, 454 and 547 us on an H100, and 367, 444, 395, 446 and 546 us here
+# (2026-11-28-serving-blind-4-h100); 32 rows take 510 us on an H200. A single row runs a product of
+# a matrix and a vector, 132 to 139 us on an H200, as long as this many FLOPs of each element.
+_SIDE, _SMALL_SIDE, _SMALL_SIDE_ROWS, _ROW_SHARE, _FLOPS_OF_VECTOR = 128, 64, 32, 0.6, 63
+
 # Rows that begin at multiples of 4 or 8 bytes run kernels of Ampere ("cutlass_80_tensorop"), whose
 # asynchronous copies take 4, 8 or 16 bytes. fp16 on an H100, torch 2.11 (2026-11-26), forward and
 # two gradients of 4096 tokens and a hidden size of 2048: 1057, 944 and 1057 with a vocabulary of
@@ -153,13 +161,26 @@ def misaligned_lower_bound_ns(gpu: Gpu, gemm: F64, *, of_step: bool = True) -> F
     item = gemm[:, 4]
     batched = gemm[:, 0] > 1
     elements = _operand_row_elements(gemm, of_step=of_step)
-    for rows, row, single, of_batch in (
-        (operands, elements * item, _MISALIGNED_OPERANDS, _BATCHED_OPERANDS),
-        (results, gemm[:, 2] * item, _MISALIGNED_RESULTS, _BATCHED_RESULTS),
+    of_results = _flops_of_full_tiles(gemm)
+    for rows, work, row, single, of_batch in (
+        (operands, flops, elements * item, _MISALIGNED_OPERANDS, _BATCHED_OPERANDS),
+        (results, of_results, gemm[:, 2] * item, _MISALIGNED_RESULTS, _BATCHED_RESULTS),
     ):
         rate = np.where(batched, of_batch, np.where(row % _WORD_BYTES == 0, _WORD_ALIGNED, single))
-        least[rows] = np.maximum(least, flops / rate / cycles_per_ns)[rows]
+        least[rows] = np.maximum(least, work / rate / cycles_per_ns)[rows]
     return least
+
+
+def _flops_of_full_tiles(gemm: F64) -> F64:
+    """Return the FLOPs of misaligned results that tiles of 128 x 128 compute in the same time."""
+    batch, m, n, k, _, _ = gemm.T
+    flops = 2 * batch * m * n * k
+    side = np.where(m <= _SMALL_SIDE_ROWS, _SMALL_SIDE, _SIDE)
+    rows = np.minimum(m, side)
+    share = (side + _ROW_SHARE * rows) / (1 + _ROW_SHARE)
+    of_tiles = 2 * np.ceil(m / side) * (n / side) * share * _SIDE * k
+    of_call = np.where(m > 1, of_tiles, _FLOPS_OF_VECTOR * n * k)
+    return np.where(batch > 1, flops, np.maximum(flops, of_call))
 
 
 # GEMMs per block of the arithmetic, which bounds its temporaries to [512, 60] elements.
