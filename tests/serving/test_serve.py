@@ -551,7 +551,9 @@ def test_the_first_cuda_graph_is_as_fast_as_later_ones(tmp_path: Path):
     sizes = {"num_hidden_layers": 16, "hidden_size": 2048, "intermediate_size": 8192}
     with loaded_server(written(tmp_path, {**LLAMA, **sizes}), Options()) as server:
         times = [min(server.time(Composition(2, 264), 3).graph_ns) for _ in range(5)]
-    assert times[0] == pytest.approx(times[-1], rel=0.03)
+    # A graph that is alone in its process replays in 2,098 us on an H200, with five others in 2,331
+    # (2026-11-28-serving-blind-5-h200). Other processes on the same GPU change times by 4%.
+    assert times[0] == pytest.approx(times[-1], rel=0.06)
 
 
 @pytest.mark.parametrize(
@@ -609,6 +611,27 @@ def test_the_value_that_a_configuration_refuses_is_named(
         read_config(written(tmp_path, {**LLAMA, size: value}))
     assert error.value.code == "serve-model-unknown"
     assert named in str(error.value)
+
+
+def test_vision_language_models_compute_their_text(tmp_path: Path):
+    vision = {"hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 32, "head_dim": 16,
+              "num_attention_heads": 2}  # fmt: skip
+    record = {"model_type": "mistral3", "text_config": LLAMA, "tie_word_embeddings": False,
+              "vision_config": {"model_type": "pixtral", **vision}}  # fmt: skip
+    models, logits = [], list[torch.Tensor]()
+    for config in (LLAMA, record):
+        model = build_model(read_config(written(tmp_path, config)), "cpu", shapes_only=False)
+        materialise(model, "cpu")
+        model.lm_head.register_forward_hook(lambda *call: logits.append(call[-1]))
+        models.append(model)
+    text, of_both = models
+    of_both.model.language_model.load_state_dict(text.model.state_dict())
+    of_both.lm_head.load_state_dict(text.lm_head.state_dict())
+    for model in models:
+        torch.manual_seed(0)
+        step = RepeatableStep.of(model, Composition(prefills=2, prefill_tokens=7), WORDS, "cpu")
+        engine_step.give_attention_scopes(step)
+    assert torch.equal(*logits)
 
 
 def test_a_model_whose_step_fails(tmp_path: Path):

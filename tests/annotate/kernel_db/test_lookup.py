@@ -341,6 +341,22 @@ def test_the_strides_of_an_operator_select_the_layout(mm, columns, database):
     assert times(unknown) == [round((20_000 * 22_050 * 24_200) ** (1 / 3))] * 3
 
 
+def test_strided_elementwise_calls_do_not_lie_between_contiguous_ones(add, columns, database):
+    path = database(*off_by([add(10**6 * n) for n in (1, 2, 4, 8, 16)], 1.1))
+    shape = [1, 32, 732, 128]
+    inputs = [("Tensor(c10::BFloat16)", shape), ("Tensor(c10::BFloat16)", shape), ("Int", [])]
+    contiguous, strided = "[2998272,93696,128,1]", "[2998272,128,4096,1]"
+    builder = GraphBuilder()
+    for start, other in enumerate((contiguous, strided)):
+        call = columns({"op": "aten::add", "inputs": inputs, "outputs": inputs[:1]})
+        call["input_strides"] = f"[{contiguous},{other},[]]"
+        builder.add(kind=Kind.HOST_OP, thread=1, start_ns=start, **call)
+    graph = builder.build(Job(device=Device("cpu", "cpu")))
+    made = recost(graph, "A100", databases=[path])
+    assert evidence(made) == [Evidence.INTERPOLATED, Evidence.DATASHEET]
+    assert times(made)[1] == times(recost(graph, "A100", model="learned"))[1]
+
+
 def strings_with(graph: Graph, old: str, new: str) -> Graph:
     texts = [text.replace(old, new) for text in graph.strings.values]
     return replace(graph, strings=StringTable(texts))
