@@ -341,13 +341,8 @@ def loaded_server(
     with contextlib.ExitStack() as stack:
         raw = stack.enter_context(scratch_directory())
         stack.enter_context(emulated.installed() if emulated else contextlib.nullcontext())
-        peers = peers_of(
-            options.rank,
-            options.world.size,
-            real=False,
-            messages=None,
-            emulation=options.emulation,
-        )
+        rank, ranks, emulation = options.rank, options.world.size, options.emulation
+        peers = peers_of(rank, ranks, real=False, messages=None, emulation=emulation)
         peers.start()
         stack.callback(peers.stop)
         models = slicing_to_rank(peers, options, infers=True)
@@ -387,13 +382,7 @@ def loaded_server(
             script_distributed=False,
         )
         yield Server(
-            rank_run,
-            options,
-            model,
-            served,
-            first=first,
-            make_windows=make_windows,
-            device=device,
+            rank_run, options, model, served, first=first, make_windows=make_windows, device=device
         )
 
 
