@@ -268,7 +268,9 @@ class KernelFeatures:
             far_load=np.array([work.far_load for work in costs.works])[costs.call],
             tail=np.array([work.tail for work in costs.works])[costs.call],
             unknown_layout=np.array([w.unknown_layout for w in costs.works], bool)[costs.call],
-            from_torch=_from_torch(graph, index),
+            # cuSOLVER and cuFFT launch several kernels for a call.
+            from_torch=_from_torch(graph, index)
+            & ~costs.is_class(OpClass.DECOMPOSITION, OpClass.FFT),
             instructions=np.maximum(nodes.instructions[index], 0).astype(np.float64),
             reuse=OperandReuse.of(graph, costs),
             parts=ComponentGemms.of(costs.works),

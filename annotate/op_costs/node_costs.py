@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from onerank.annotate.op_costs import (
     attention,
+    decompositions,
     engine_operators,
     gemm,
     library_operators,
@@ -56,6 +57,7 @@ NEED_VALUES = (
     | attention.NEED_VALUES
     | memory_bound.NEED_VALUES
     | load_chains.NEED_VALUES
+    | decompositions.NEED_VALUES
     | state_operators.NEED_VALUES
 )
 """Operators, by base name, whose cost depends on argument values in addition to shapes; those of
@@ -74,6 +76,7 @@ _BY_FULL_NAME = {
     **library_operators.FORMULAS,
     **engine_operators.FORMULAS,
     **state_operators.FORMULAS,
+    **decompositions.FORMULAS,
 }
 
 

@@ -35,6 +35,8 @@ class OpClass(Enum):
     MEMSET = "memset"
     RANDOM = "random"
     INDEX = "scan/sort/index"
+    DECOMPOSITION = "decomposition"
+    FFT = "fft"
     COMMUNICATION = "communication"
     NOTHING = "launches nothing"
     """Views, allocation, queries and annotations: no kernel on a GPU."""
@@ -221,6 +223,7 @@ _OPERATORS = {
         replication_pad2d_backward replication_pad3d_backward reflection_pad1d reflection_pad3d
         reflection_pad1d_backward reflection_pad2d_backward reflection_pad3d_backward
         pixel_unshuffle native_channel_shuffle channel_shuffle tile fp8_transpose permute_rows
+        lu_unpack diag_embed
         _jagged_to_padded_dense_forward _padded_dense_to_jagged_forward""",
     OpClass.MEMSET: """
         fill fill_ zero zero_ zeros ones full zeros_like ones_like full_like new_zeros new_ones
@@ -243,6 +246,12 @@ _OPERATORS = {
         masked_scatter_backward index_select_backward value_selecting_reduction_backward nms
         get_dispatch_layout unpermute_rows _coalesce
         permute_2D_sparse_data asynchronous_complete_cumsum bounds_check_indices""",
+    OpClass.DECOMPOSITION: """
+        _linalg_svd _linalg_eigh linalg_qr geqrf linalg_householder_product linalg_cholesky_ex
+        cholesky_inverse _cholesky_solve_helper linalg_lu_factor_ex linalg_lu linalg_lu_solve
+        _linalg_det _linalg_slogdet linalg_inv_ex _linalg_solve_ex linalg_lstsq linalg_matrix_exp
+        linalg_eig _linalg_eigvals linalg_eigvals ormqr linalg_ldl_factor_ex linalg_ldl_solve""",
+    OpClass.FFT: "_fft_c2c _fft_r2c _fft_c2r",
     OpClass.NOTHING: """
         view _unsafe_view reshape _reshape_alias view_as resolve_conj resolve_neg alias detach
         detach_ expand expand_as as_strided as_strided_ transpose t permute movedim swapaxes select
@@ -258,6 +267,7 @@ _OPERATORS = {
         _cast_Float _assert_async _functional_assert_async sym_constrain_range _nnpack_available
         _fused_sdp_choice _async_error _backward _use_cudnn_ctc_loss
         to type_as contiguous item pin_memory set_data output_nr _shape_as_tensor AccumulateGrad
+        _linalg_check_errors linalg_pinv
         tensor_split search_unused_parameters _indices _values _sparse_coo_tensor_unsafe
         _sparse_coo_tensor_with_dims_and_tensors _coalesced_""",
 }

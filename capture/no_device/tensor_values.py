@@ -1,7 +1,6 @@
 """The storages of fake tensors, whose sizes are the memory, and the tensors' known numbers."""
 
 import itertools
-import linecache
 import sys
 import sysconfig
 import weakref
@@ -14,6 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from onerank.capture.fake_tensors import is_computable, is_integral
+from onerank.capture.no_device.checks import passing_value
 from onerank.capture.no_device.event_log import EventLog
 from onerank.ir.errors import CaptureError
 from onerank.ir.notes import Note
@@ -134,8 +134,9 @@ _PASSED = ("torch/", "onerank/")
 class UnknownValues:
     """Stands in for scalars that depend on parameters, and refuses what needs more.
 
-    A bool is False, since scripts check whether a loss is infinite; in an assertion it is True. An
-    integer or a float is 1, since scripts log a loss or divide by a norm.
+    A bool is False, since scripts check whether a loss is infinite; a check that would raise gets
+    the value with which it passes. An integer or a float is 1, since scripts log a loss or divide
+    by a norm.
     """
 
     def __init__(self, script: Path) -> None:
@@ -147,7 +148,7 @@ class UnknownValues:
         if not is_integral(tensor.dtype):
             value: bool | int | float = 1.0
         elif str(tensor.dtype) == "torch.bool":
-            value = _is_asserted()
+            value = _passing_value()
         else:
             value = 1
         self._reads[self.place(), str(value)] += 1
@@ -172,8 +173,9 @@ class UnknownValues:
 
     def answer(self) -> bool:
         """Return the placeholder for an answer about numbers, such as that of torch.equal."""
-        self._reads[self.place(), "False"] += 1
-        return False
+        value = _passing_value()
+        self._reads[self.place(), str(value)] += 1
+        return value
 
     def refuse(self, operator: str) -> NoReturn:
         """Refuse an operator whose result has a size that depends on numbers.
@@ -309,12 +311,22 @@ def _import_roots() -> list[str]:
     return sorted((f"{each.rstrip('/')}/" for each in sys.path if each), key=len, reverse=True)
 
 
-def _is_asserted() -> bool:
-    """Whether an assertion reads the value, as those of DETR on its boxes do."""
+# Modules between an operator and the line that reads its result, which check only arguments.
+_DISPATCH = ("onerank/", "torch/_subclasses/", "torch/utils/", "torch/_ops.py", "torch/_tensor.py")
+
+
+def _passing_value() -> bool:
+    """Return the value of a bool with which the check that reads it passes; else False.
+
+    Checks are those of the innermost line outside torch, as DETR's on its boxes, and of torch's
+    modules that it calls, as `torch.distributions` checks parameters.
+    """
     frame: Any = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename
-        if not any(f"/{name}" in path for name in _PASSED):
-            return linecache.getline(path, frame.f_lineno).lstrip().startswith("assert ")
+        if not any(f"/{name}" in path for name in _DISPATCH):
+            value = passing_value(frame)
+            if value is not None or not any(f"/{name}" in path for name in _PASSED):
+                return bool(value)
         frame = frame.f_back
     return False

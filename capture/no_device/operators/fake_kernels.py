@@ -102,6 +102,31 @@ def _attention_gradients(
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), like_bias
 
 
+def _least_squares(
+    matrix: Tensor,
+    right: Tensor,
+    rcond: float | None = None,
+    *,
+    driver: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return solution, residuals, rank and singular values of systems [..., m, n].
+
+    A GPU has the driver `gels`, which returns no rank and no singular values. torch's fake
+    implementation refuses, because other drivers return residuals by rank.
+    """
+    del rcond, driver
+    rows, columns = matrix.shape[-2:]
+    is_vector = right.dim() == matrix.dim() - 1
+    sides = () if is_vector else right.shape[-1:]
+    batch = matrix.shape[:-2]
+    return (
+        matrix.new_empty((*batch, columns, *sides)),
+        matrix.new_empty((*batch, *sides) if rows > columns else (0,)),
+        matrix.new_empty(0, dtype=torch.int64),
+        matrix.new_empty(0),
+    )
+
+
 # cuBLAS's products of 8-bit integers: more rows than these, and sizes that are multiples.
 _INT_ROWS, _INT_MULTIPLE = 16, 8
 
@@ -219,6 +244,13 @@ _SHIFTS: dict[str, Callable[..., Any]] = {
 }
 
 
+# Operators that do less on a GPU than torch's fake implementation allows for.
+_ON_GPU: dict[str, Callable[..., Any]] = {
+    "_int_mm": _int_product,
+    "linalg_lstsq": _least_squares,
+}
+
+
 def shapes_of(base: str, args: tuple[Any, ...]) -> Callable[..., Any] | None:
     """Return the function that gives the results of an operator; None if torch has one.
 
@@ -228,8 +260,8 @@ def shapes_of(base: str, args: tuple[Any, ...]) -> Callable[..., Any] | None:
     """
     if base == "_grouped_mm" and args[0].dtype != torch.bfloat16:
         return _grouped_product
-    if base == "_int_mm" and args[0].is_cuda:
-        return _int_product
+    if base in _ON_GPU and args[0].is_cuda:
+        return _ON_GPU[base]
     if _LOOKUPS.fullmatch(base) and args[17] in _TABLE_TYPES:
         return _pooled_rows
     if _UPDATES.fullmatch(base):

@@ -32,7 +32,7 @@ _RESHAPES_IN_PLACE = frozenset(
 # (`cudaStreamSynchronize` in their CUDA implementations).
 _READ_BY_HOST = frozenset(
     "_local_scalar_dense nonzero masked_select _unique2 unique_dim unique_consecutive "
-    "unique_dim_consecutive bincount equal".split()
+    "unique_dim_consecutive bincount equal _linalg_check_errors".split()
 )
 
 # Prefixes of operators with a CUDA kernel: a GPU does not run their composite kernel.
@@ -48,6 +48,7 @@ _OF_A_GPU = (
     "_scaled_dot_product",
     "_grid_sampler",
     "_pin_memory",
+    "linalg_lstsq",
     "copy_",
     "lift",
     "detach",

@@ -409,3 +409,38 @@ def test_a_saved_image_has_made_up_bytes(tmp_path):
     statement = "pixels = output.mul(255).to('cpu', torch.uint8).numpy(); assert pixels.max() == 1"
     graph = captured(tmp_path, LINEAR.format(setup="", statement=statement))
     assert has_note(graph.job.measurement.notes, "no-device-stand-ins")
+
+
+CHECKS = """
+    import torch
+
+    def check(x):
+        if not (x >= 0).all():
+            raise ValueError
+        if (x < 0).any() or not bool((x < 9).all()):
+            raise ValueError
+        if torch.equal(x, x + 1):
+            pass
+        else:
+            raise ValueError
+        assert not (
+            torch.isnan(x).any()
+        )
+        torch.distributions.Normal(x, x)
+        return bool((x > 0).all())
+
+    model = torch.nn.Linear(8, 8, device="cuda")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(5):
+        output = model(torch.randn(2, 8, device="cuda"))
+        assert not check(output)
+        solved = torch.linalg.lstsq(output.T, output.T[:, :1])
+        assert [tuple(each.shape) for each in solved] == [(2, 1), (1,), (0,), (0,)]
+        output.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_checks_of_unknown_numbers_pass_and_least_squares_have_shapes(tmp_path):
+    captured(tmp_path, CHECKS)

@@ -1,0 +1,256 @@
+"""FLOPs and time of matrix decompositions and of Fourier transforms.
+
+FLOPs of decompositions are those of LAPACK's algorithms for real matrices (Golub and Van Loan,
+Matrix Computations; LAPACK Working Note 41). A GPU is far from its rate there: cuSOLVER eliminates
+or reflects one column after another, and each waits for the one before. The chain of these columns
+decides the time, not the FLOPs.
+
+A Fourier transform of n complex numbers counts 5 n log2 n FLOPs, of real ones half of that (the
+convention of FFTW). cuFFT streams the data once or more for each dimension.
+
+Times were measured on an H200 with torch 2.11 (benchmarks/results/2026-11-28-decompositions-h200).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import log2, prod
+
+from onerank.annotate.op_costs.cost_record import Formula, Work, matmul_work, vector_work
+from onerank.annotate.op_costs.operands import Call, numbers_of
+
+# Microseconds of a load of a chain (`roofline`), in which `Work.chain` is counted.
+_LOAD_US = 0.41
+
+# Largest matrix that cuSOLVER's batched SVD and eigenvalue kernels take.
+_SMALL = 32
+
+# Largest matrix whose eigenvalues come from Jacobi's method, which torch chooses up to this size.
+_JACOBI = 512
+
+_Microseconds = Callable[[int, int, int], float]
+"""(batch, rows, columns) -> time of a decomposition on an H200; rows >= columns."""
+
+
+def _by_column(fixed: float, growing: float, *, by_rows: bool = False) -> _Microseconds:
+    """Return the time of columns that take `fixed` microseconds, and `growing` for each column.
+
+    Args:
+        fixed: microseconds of a column.
+        growing: more microseconds of a column, for each column or row of the matrix.
+        by_rows: whether it grows with the rows.
+    """
+
+    def time(batch: int, rows: int, columns: int) -> float:
+        return batch * columns * (fixed + growing * (rows if by_rows else columns))
+
+    return time
+
+
+_SVD = _by_column(10.4, 0.0433)
+_EIGH_JACOBI, _EIGH = _by_column(6.4, 0.0365), _by_column(5.56, 0.004)
+_QR, _QR_BATCHED = _by_column(3.2, 0.00086, by_rows=True), _by_column(1.0, 0.0)
+_LU, _SUBSTITUTION = _by_column(1.4, 0.00039), _by_column(0.25, 0.00024)
+_CHOLESKY = _by_column(0.30, 0.00004)
+
+# Time of the nine kernels of a small Cholesky factor; a matrix of three columns in a large batch.
+_SHORTEST_US, _MATRIX_US = 20, 0.0016
+
+
+def _svd(batch: int, rows: int, columns: int) -> float:
+    if columns <= _SMALL:
+        return max(6.3 * columns, batch * (0.076 + 0.0355 * columns))
+    return _SVD(batch, rows, columns)
+
+
+def _eigh(batch: int, rows: int, columns: int) -> float:
+    if columns <= _SMALL:
+        return 80 + 5 * columns
+    return (_EIGH_JACOBI if columns <= _JACOBI else _EIGH)(batch, rows, columns)
+
+
+def _qr(batch: int, rows: int, columns: int) -> float:
+    batched = batch > 1 and 16 <= columns <= 128
+    return (_QR_BATCHED if batched else _QR)(batch, rows, columns)
+
+
+def _lu(batch: int, rows: int, columns: int) -> float:
+    if batch > 1:
+        # One kernel for all matrices.
+        return 10 + 0.4 * columns if columns <= _SMALL else 5.0 * columns
+    return _LU(1, rows, columns)
+
+
+def _lu_and_solve(batch: int, rows: int, columns: int) -> float:
+    if batch > 1:
+        small = 15 + 2.4 * columns + _MATRIX_US * batch
+        return small if columns <= _SMALL else 6.5 * columns
+    return _LU(1, rows, columns) + _SUBSTITUTION(1, rows, columns)
+
+
+def _cholesky(batch: int, rows: int, columns: int) -> float:
+    if batch > 1:
+        return 10 + 0.9 * columns + _MATRIX_US * batch
+    return max(_SHORTEST_US, _CHOLESKY(1, rows, columns))
+
+
+def _least_squares(batch: int, rows: int, columns: int) -> float:
+    return _qr(batch, rows, columns) + 1.5 * batch * columns
+
+
+def _cholesky_inverse(batch: int, rows: int, columns: int) -> float:
+    del rows
+    return batch * columns * (0.45 + 0.00018 * columns)
+
+
+def _substitution(batch: int, rows: int, columns: int) -> float:
+    return (1 if batch > 1 else batch) * _SUBSTITUTION(1, rows, columns)
+
+
+@dataclass(frozen=True, slots=True)
+class _Decomposition:
+    """A decomposition of matrices [..., m, n], where m >= n after a transposition.
+
+    Attributes:
+        flops: FLOPs by (m, n), for a matrix.
+        microseconds: its time.
+        right: position of right sides, each column of which is solved for.
+        flops_of_column: FLOPs by (m, n) of such a column.
+        operand: position of the matrix.
+    """
+
+    flops: Callable[[int, int], float]
+    microseconds: _Microseconds
+    right: int | None = None
+    flops_of_column: Callable[[int, int], float] = lambda m, n: 0.0
+    operand: int = 0
+
+    def __call__(self, call: Call) -> Work | None:
+        """Return the work of a call; None without a matrix."""
+        matrix = call.tensor(self.operand)
+        if matrix is None or len(matrix.shape) < 2 or not matrix.numel:
+            return None
+        rows, columns = sorted(matrix.shape[-2:], reverse=True)
+        batch = matrix.numel // (rows * columns)
+        flops = batch * self.flops(rows, columns)
+        right = None if self.right is None else call.tensor(self.right)
+        if right is not None:
+            # A right side is a column of as many numbers as the matrix has rows.
+            sides = right.numel // matrix.shape[-2]
+            flops += sides * self.flops_of_column(rows, columns)
+        work = matmul_work(call, matrix, round(flops))
+        return replace(work, chain=self.microseconds(batch, rows, columns) / _LOAD_US)
+
+
+def _singular_vectors(m: int, n: int) -> float:
+    return min(14 * m * n**2 + 8 * n**3, 6 * m * n**2 + 20 * n**3)
+
+
+def _reflections(m: int, n: int) -> float:
+    return 2 * m * n**2 - 2 * n**3 / 3
+
+
+_INVERSE = _Decomposition(lambda m, n: 2 * n**3, _lu_and_solve)
+_FACTORS = _Decomposition(lambda m, n: m * n**2 - n**3 / 3, _lu)
+_BY_FACTORS: Callable[[int, int], float] = lambda m, n: 2 * n**2  # noqa: E731  of a table's column
+
+_DECOMPOSITIONS: dict[str, Formula] = {
+    # With vectors; those of values alone take as long.
+    "_linalg_svd": _Decomposition(_singular_vectors, _svd),
+    "_linalg_eigh": _Decomposition(lambda m, n: 9 * n**3, _eigh),
+    # Both the reflections and the product of them, Q.
+    "linalg_qr": _Decomposition(lambda m, n: 2 * _reflections(m, n), _qr),
+    "geqrf": _Decomposition(_reflections, lambda *sizes: _qr(*sizes) / 2),
+    "linalg_householder_product": _Decomposition(_reflections, lambda *sizes: _qr(*sizes) / 2),
+    "linalg_cholesky_ex": _Decomposition(lambda m, n: n**3 / 3, _cholesky),
+    "cholesky_inverse": _Decomposition(lambda m, n: 2 * n**3 / 3, _cholesky_inverse),
+    "_cholesky_solve_helper": _Decomposition(
+        lambda m, n: 0.0, lambda *s: 2 * _substitution(*s), 0, _BY_FACTORS, operand=1
+    ),
+    "linalg_lu_factor_ex": _FACTORS,
+    "linalg_lu": _FACTORS,
+    "_linalg_det": _FACTORS,
+    "_linalg_slogdet": _FACTORS,
+    "linalg_lu_solve": _Decomposition(
+        lambda m, n: 0.0, lambda *s: 2 * _substitution(*s), 2, _BY_FACTORS
+    ),
+    "linalg_inv_ex": _INVERSE,
+    "_linalg_solve_ex": _Decomposition(lambda m, n: 2 * n**3 / 3, _lu_and_solve, 1, _BY_FACTORS),
+    "linalg_lstsq": _Decomposition(_reflections, _least_squares, 1, lambda m, n: 4 * m * n - n**2),
+}
+
+
+# Time of its 70 kernels for matrices of 32 and 128; larger ones are bound by their products.
+_EXPONENTIAL_US = 110
+
+
+def _matrix_exponential(call: Call) -> Work | None:
+    """Return five products, the approximation of degree 18; squarings depend on the norm."""
+    matrix = call.tensor(0)
+    if matrix is None or len(matrix.shape) < 2:
+        return None
+    work = matmul_work(call, matrix, 5 * 2 * matrix.numel * matrix.shape[-1])
+    return replace(work, chain=_EXPONENTIAL_US / _LOAD_US)
+
+
+# Fourier transforms -------------------------------------------------------------------------------
+
+# Longest transform of one kernel, and passes over the data of a longer one.
+_ONE_KERNEL, _LONG_PASSES = 16384, 3.2
+
+# Passes for a length that is no power of two. A prime factor up to the first takes no time of its
+# own; up to the second it takes a pass for every 25 numbers. A larger one is a convolution by
+# Bluestein's method.
+_UNEVEN_PASSES = 1.3
+_SMALL_PRIME, _LARGEST_PRIME, _NUMBERS_OF_PASS, _BLUESTEIN_PASSES = 13, 127, 25, 4.7
+
+
+def _passes(length: int) -> float:
+    """Return how often cuFFT streams the data for a dimension of this length."""
+    prime, rest = 1, length
+    factor = 2
+    while factor * factor <= rest:
+        if rest % factor:
+            factor += 1
+        else:
+            prime, rest = max(prime, factor), rest // factor
+    prime = max(prime, rest)
+    if prime > _LARGEST_PRIME:
+        return _BLUESTEIN_PASSES
+    passes = 1.0 if _is_power_of_two(length) else _UNEVEN_PASSES
+    passes = _LONG_PASSES if length > _ONE_KERNEL else passes
+    return passes if prime <= _SMALL_PRIME else passes + prime / _NUMBERS_OF_PASS
+
+
+def _is_power_of_two(length: int) -> bool:
+    return length & (length - 1) == 0
+
+
+def _transform(call: Call) -> Work | None:
+    """Return the work of `_fft_c2c`, `_fft_r2c` and `_fft_c2r`, whose dimensions are argument 1."""
+    given, result = call.tensor(0), call.output()
+    if given is None or result is None or not given.shape or not result.numel:
+        return None
+    # The longer one of two shapes has all numbers of a real transform.
+    shape = max(given.shape, result.shape, key=prod)
+    axes = numbers_of(call.value(1)) or [-1]
+    lengths = [shape[int(axis)] for axis in axes if -len(shape) <= axis < len(shape)]
+    each = 5.0 if call.op == "_fft_c2c" else 2.5
+    flops = each * prod(shape) * sum(log2(length) for length in lengths)
+    passes = sum(_passes(length) for length in lengths)
+    if call.value(2) not in (None, 0):
+        passes += 1  # another kernel normalises
+    if call.op == "_fft_c2r":
+        # cuFFT overwrites its operand, a copy, and rearranges it for most lengths.
+        passes += 1 if _is_power_of_two(lengths[-1]) else 2
+    return replace(vector_work(call, round(flops)), passes=passes)
+
+
+FORMULAS: dict[str, Formula] = {
+    **{f"aten::{name}": formula for name, formula in _DECOMPOSITIONS.items()},
+    "aten::linalg_matrix_exp": _matrix_exponential,
+    **{f"aten::_fft_{name}": _transform for name in ("c2c", "r2c", "c2r")},
+}
+"""Full name without overload -> formula."""
+
+NEED_VALUES = frozenset({"_fft_c2c", "_fft_r2c", "_fft_c2r"})
+"""Operators whose cost depends on argument values in addition to shapes."""
