@@ -41,6 +41,7 @@ _FIGURES = ("predicted", "measured", "error")
 
 _TABLE = re.compile(r"(<!-- claim: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
+_THOUSANDS = re.compile(r"(?<![\w.,])\d{4,}(?!\w)")
 _NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
 # The word of a comparison in a cell, such as `(baseline 16.3%)`. If all cells of a column have the
 # same, the heading shows it instead.
@@ -179,6 +180,8 @@ def _markdown(
     numbers = {file: str(number) for number, file in enumerate(dict.fromkeys(files), start=1)}
     for column in right:
         _in_one_unit(lines, column)
+        for line in lines:
+            line[column] = _THOUSANDS.sub(lambda m: f"{int(m[0]):,}", line.get(column, ""))
     below: list[str] = []
     for column, heading in list(headings.items()):
         values = {line.get(column, "") for line in lines} - {""}
