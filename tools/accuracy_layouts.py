@@ -273,6 +273,20 @@ SUMMARIES: dict[str, tuple[SummaryLine, ...]] = {
             {"hardware": "^4 x H100", "conditions": "^slowest of 4"},
         ),
     ),
+    "slice-summary": (
+        SummaryLine("step", "#step-time", "slice-step", {"conditions": f"^{_ONE}"}),
+        SummaryLine(
+            "compute",
+            "#compute-that-overlaps-no-communication",
+            "slice-compute",
+            {"conditions": f"^{_ONE}"},
+        ),
+        SummaryLine("peak memory", "#gpu-operations-and-peak-memory", "slice-memory"),
+        SummaryLine("reserved memory, simulated", "#reserved-memory", "reserved-memory"),
+        SummaryLine(
+            "step or compute of 8 layers from 2 and 4", "#fewer-layers", "extrapolated-layers"
+        ),
+    ),
     "another-gpu-summary": (
         SummaryLine("compute", "#compute", "another-gpu-compute"),
         SummaryLine("step", "#step", "another-gpu-step"),
