@@ -186,6 +186,16 @@ WIDE_TABLES: dict[str, WideTable] = {
         hardware="4 x",
         omits=("predicted",),
     ),
+    "serving": WideTable(
+        ("serving", "serving-inside"),
+        ("case", "hardware", "conditions", "file"),
+        (
+            Column("predicted", "predicted", {"claim": "serving"}),
+            Column("measured", "measured", {"claim": "serving"}),
+            Column("error", "error", {"claim": "serving"}),
+            Column("in the 80% interval", "measured", {"claim": "serving-inside"}),
+        ),
+    ),
     "new-scripts": WideTable(
         (
             *("new-scripts", "new-scripts-astra-sim", "new-scripts-mended"),
@@ -216,12 +226,14 @@ class SummaryLine:
         claim: of the rows.
         where: column -> regular expression that the row's value contains. A case may have a row
             for each of several conditions; the line takes one, so that no case counts twice.
+        inside: claim whose rows say how many steps of a case are inside their interval.
     """
 
     prediction: str
     page: str
     claim: str
     where: Mapping[str, str] = field(default_factory=dict[str, str])
+    inside: str = ""
 
     def rows(self, rows: list[Row]) -> list[Row]:
         """Return the rows that the line sums up."""
@@ -271,6 +283,55 @@ SUMMARIES: dict[str, tuple[SummaryLine, ...]] = {
             "#four-gpus",
             "step-of-slice",
             {"hardware": "^4 x H100", "conditions": "^slowest of 4"},
+        ),
+    ),
+    "serving-summary": (
+        SummaryLine(
+            "slice of TP 2, kernels of its real rank",
+            "#slices",
+            "serving",
+            {"case": "^slice of TP 2", "conditions": "^kernels"},
+        ),
+        SummaryLine(
+            "interpolated between measured points",
+            "#interpolation",
+            "serving",
+            {
+                "case": "^(interpolated|measured with)",
+                "conditions": "^replay; (40|20 steps; median)",
+            },
+            "serving-inside",
+        ),
+        SummaryLine(
+            "from shapes alone, H100, mean of a model's steps",
+            "#from-shapes",
+            "serving",
+            {
+                "case": "^from shapes alone(?!.*other graphs)",
+                "conditions": "^replay;.*mean$",
+                "hardware": "H100",
+            },
+            "serving-inside",
+        ),
+        SummaryLine(
+            "from shapes alone, H200, mean of a model's steps",
+            "#from-shapes",
+            "serving",
+            {"case": "^from shapes alone", "conditions": "mean$", "hardware": "H200"},
+            "serving-inside",
+        ),
+        SummaryLine(
+            "a bundle for an H200 from an H100, or back, mean of its steps",
+            "#another-gpu",
+            "serving",
+            {"case": " for an H[12]00, from", "conditions": "mean$"},
+            "serving-inside",
+        ),
+        SummaryLine(
+            "peak memory from shapes alone, largest of a model",
+            "#from-shapes",
+            "serving",
+            {"case": "^peak memory from shapes"},
         ),
     ),
     "slice-summary": (

@@ -96,10 +96,13 @@ def _summary(lines: Sequence[SummaryLine], rows: list[Row], folder: str) -> str:
         rows: of the CSV.
         folder: where links find `docs/accuracy`.
     """
-    text = [
-        "| prediction | cases | median error | mean | largest | where |",
-        "|---|---:|---:|---:|---:|---|",
-    ]
+    with_intervals = any(line.inside for line in lines)
+    headings = ["prediction", "cases", "median error", "mean", "largest", "where"]
+    marks = ["---", *["---:"] * 4, "---"]
+    if with_intervals:
+        headings.insert(5, "in the 80% interval")
+        marks.insert(5, "---:")
+    text = [f"| {' | '.join(headings)} |", f"|{'|'.join(marks)}|"]
     for line in lines:
         chosen = line.rows(rows)
         errors = {index: _percent(row) for index, row in enumerate(chosen)}
@@ -109,11 +112,25 @@ def _summary(lines: Sequence[SummaryLine], rows: list[Row], folder: str) -> str:
         if not any(errors.values()):
             error, place = "0.0%", ""
         page = line.page if line.page.startswith("#") else folder + line.page
-        text.append(
-            f"| [{line.prediction}]({page}) | {len(chosen)} "
-            f"| {median(errors.values()):.1f}% | {mean(errors.values()):.1f}% | {error} | {place} |"
-        )
+        middle, average = median(errors.values()), mean(errors.values())
+        cells = [f"[{line.prediction}]({page})", str(len(chosen))]
+        cells += [f"{middle:.1f}%", f"{average:.1f}%", error, place]
+        if with_intervals:
+            cells.insert(5, _inside(line, chosen, rows))
+        text.append(f"| {' | '.join(cells)} |")
     return "\n".join(text)
+
+
+def _inside(line: SummaryLine, chosen: list[Row], rows: list[Row]) -> str:
+    """Return how many steps of the chosen cases are inside their intervals; "" if not recorded."""
+    keys = ("case", "hardware", "conditions", "file")
+    wanted = {tuple(row[key] for key in keys) for row in chosen}
+    counts = [
+        [int(number) for number in row["measured"].split(" of ")]
+        for row in rows
+        if row["claim"] == line.inside and tuple(row[key] for key in keys) in wanted
+    ]
+    return " of ".join(str(sum(column)) for column in zip(*counts, strict=True))
 
 
 def _percent(row: Row) -> float:
