@@ -293,8 +293,13 @@ def is_library(module_name: str) -> bool:
     for name in (module_name, module_name.partition(".")[0]):
         file = getattr(sys.modules.get(name), "__file__", None)
         if isinstance(file, str):
-            return file.startswith(_LIBRARIES)
+            return is_library_file(file)
     return False
+
+
+def is_library_file(file: str) -> bool:
+    """Whether a file belongs to Python or to an installed package."""
+    return file.startswith(_LIBRARIES)
 
 
 class _ModuleIndex:

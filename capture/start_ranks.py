@@ -12,10 +12,10 @@ import shlex
 import subprocess
 from collections.abc import Callable, Generator, Mapping, Sequence
 from multiprocessing.process import BaseProcess
-from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-from onerank.capture.patches import is_library, patched
+from onerank.capture.group_creation import creates_group
+from onerank.capture.patches import patched
 from onerank.ir.errors import CaptureError
 
 _RANKS = ("RANK", "LOCAL_RANK")
@@ -128,7 +128,7 @@ def _start_in_process(original: Callable[[BaseProcess], None]) -> Callable[[Base
 
     def start(process: Any) -> None:
         nonlocal count
-        if not _creates_group(process._target or type(process).run):
+        if not creates_group(process._target or type(process).run):
             original(process)
             return
         rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -139,36 +139,3 @@ def _start_in_process(original: Callable[[BaseProcess], None]) -> Callable[[Base
         process._sentinel = process._popen.sentinel
 
     return start
-
-
-def _creates_group(function: Any) -> bool:
-    """Return whether a function names `init_process_group`, or one of the script that it names."""
-    pending, seen = [function], set[int]()
-    while pending:
-        value: Any = pending.pop()
-        value = getattr(value, "func", value)  # of a partial
-        value = getattr(value, "__func__", value)
-        if id(value) in seen or is_library(getattr(value, "__module__", None) or ""):
-            continue
-        seen.add(id(value))
-        if isinstance(value, type):
-            pending += vars(value).values()
-        elif isinstance(value, FunctionType):
-            names = set(_names(value.__code__))
-            if "init_process_group" in names:
-                return True
-            named = [value.__globals__[name] for name in names if name in value.__globals__]
-            modules = [item for item in named if isinstance(item, ModuleType)]
-            pending += named
-            pending += [
-                vars(module)[name] for module in modules for name in names & vars(module).keys()
-            ]
-    return False
-
-
-def _names(code: CodeType) -> Generator[str]:
-    """Yield the global names and attributes in a function's code and in that of nested ones."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names(constant)

@@ -247,11 +247,20 @@ class C10dPatches:
 
     def _init_process_group(self, args: Any) -> None:
         rank, size = self._call_log.rank, self._call_log.world_size
-        if args.rank not in (-1, rank) or args.world_size not in (-1, size):
+        if args.world_size not in (-1, size):
+            # The script divided its work by this size, so its graph would be that of no job.
+            raise CaptureError(
+                f"init_process_group(world_size={args.world_size}): the script creates a world of "
+                f"{args.world_size} ranks, and the capture is of a job of {size}: use "
+                f"--dp {args.world_size} or other options with this product, or let the script "
+                "read WORLD_SIZE",
+                code="script-world-size",
+            )
+        if args.rank not in (-1, rank):
             warnings.warn(
                 CaptureWarning(
-                    f"init_process_group(rank={args.rank}, world_size={args.world_size}): ignored; "
-                    f"this process is captured as rank {rank} of {size}",
+                    f"init_process_group(rank={args.rank}): ignored; this process is captured as "
+                    f"rank {rank} of {size}",
                     code="rank-ignored",
                 ),
                 stacklevel=3,

@@ -34,9 +34,11 @@ def test_a_script_may_initialise_any_backend(recorder: Recorder):
 
 def test_a_script_that_names_another_rank_is_warned(recorder: Recorder):
     with warns_code("rank-ignored", naming="rank 1 of 4") as caught:
-        dist.init_process_group("gloo", rank=0, world_size=8)
+        dist.init_process_group("gloo", rank=0, world_size=4)
     assert caught[0].filename == __file__
     assert dist.get_rank() == 1
+    with raises_code("script-world-size"):
+        dist.init_process_group("gloo", rank=0, world_size=8)
 
 
 def test_split_group(recorder: Recorder):
