@@ -198,8 +198,8 @@ WIDE_TABLES: dict[str, WideTable] = {
     ),
     "new-scripts": WideTable(
         (
-            *("new-scripts", "new-scripts-astra-sim", "new-scripts-mended"),
-            *("new-scripts-memory", "new-scripts-memory-mended"),
+            *("new-scripts", "new-scripts-astra-sim", "new-scripts-fixed"),
+            *("new-scripts-memory", "new-scripts-memory-fixed"),
         ),
         ("case", "hardware", "file"),
         (
@@ -207,9 +207,9 @@ WIDE_TABLES: dict[str, WideTable] = {
             Column("predicted", "predicted", {"claim": "new-scripts"}),
             Column("error", "error", {"claim": "new-scripts"}),
             Column("ASTRA-sim", "error", {"claim": "new-scripts-astra-sim"}),
-            Column("after mends", "error", {"claim": "new-scripts-mended"}),
+            Column("after fixes", "error", {"claim": "new-scripts-fixed"}),
             Column("peak memory", "error", {"claim": "new-scripts-memory"}),
-            Column("after mends", "error", {"claim": "new-scripts-memory-mended"}),
+            Column("after fixes", "error", {"claim": "new-scripts-memory-fixed"}),
         ),
         omits=("predicted", "measured"),
     ),

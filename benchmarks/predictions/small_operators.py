@@ -8,7 +8,7 @@ backward, indexing, sorting, scans, small norms, rotary embeddings and gated act
 times. Cold cases have other operands each time, which come from memory; the operands of the others
 are those of the call before. `compare` captures the same forward without a device, predicts it for
 that GPU, and prints the sum of the kernels of each case: the median of the three calls. The rules
-of `annotate` were mended with the first, the held-out and the unseen sizes in view. The blind sizes
+of `annotate` were fixed with the first, the held-out and the unseen sizes in view. The blind sizes
 lie between and beyond, with operators that the others have not. Their calls of a case follow each
 other in `blind-repeated`, so that the cache has the operands; in all others the calls take turns.
 """
