@@ -1,5 +1,7 @@
 """Steps of pipelines from blocks, against formulas of the papers that define the schedules."""
 
+from dataclasses import replace
+
 import pytest
 
 from onerank.converters.expand.pipeline import PipelineSchedule
@@ -83,6 +85,29 @@ def test_messages_delay_only_what_waits_for_them() -> None:
     # Rank 0 waits for a gradient's and an activation's message in each of its steady rounds.
     assert step.slowest.end_ns > (micro_batches + 1) * each + OPTIMIZER_NS
     assert step.slowest.end_ns <= (micro_batches + 1) * (each + 60) + OPTIMIZER_NS
+
+
+def test_a_message_can_leave_before_its_block_ends() -> None:
+    """The last reduce-scatters of a backward delay no other stage."""
+    stage = _stage()
+    blocks = dict(stage.blocks)
+    last = StageBlock(BACKWARD, 2)
+    blocks[last] = replace(blocks[last], send_lead_ns=60)
+    stage = replace(stage, blocks=blocks)
+    step = pipeline_step([stage] * 3, PipelineSchedule("1f1b"), 1, _no_message)
+    assert step.slowest.end_ns == 3 * (FORWARD_NS + BACKWARD_NS) - 2 * 60 + OPTIMIZER_NS
+
+
+def test_captured_micro_batches_between_the_first_and_the_last_take_turns() -> None:
+    stage = _stage()
+    blocks = {**stage.blocks, StageBlock(FORWARD, 3): Figures(FORWARD_NS)}
+    blocks[StageBlock(BACKWARD, 3)] = Figures(BACKWARD_NS)
+    blocks[StageBlock(FORWARD, 1)] = Figures(FORWARD_NS + 40)
+    stage = replace(stage, blocks=blocks, micro_batches=4)
+    # 1, 2, 1, 2, 1 stand between.
+    (rank,) = pipeline_step([stage], PipelineSchedule("1f1b"), 7, _no_message).ranks
+    assert rank.end_ns == 7 * (FORWARD_NS + BACKWARD_NS) + 3 * 40 + OPTIMIZER_NS
+    assert rank.busy.elapsed_ns == rank.end_ns
 
 
 def test_the_slowest_stage_sets_the_pace() -> None:

@@ -48,18 +48,23 @@ class Stage:
     micro_batches: int
 
     def source(self, micro_batch: int, count: int) -> int:
-        """Return the captured micro-batch to copy for one of `count`.
+        """Return the captured micro-batch to copy for one of `count`."""
+        return captured_micro_batch(micro_batch, count, self.micro_batches)
 
-        The first and the last are copied once; those between are repeated in turn.
-        """
-        # The first micro-batch writes gradients where the others add to them. The last one may
-        # synchronise them.
-        last = self.micro_batches - 1
-        if micro_batch == count - 1:
-            return last
-        if micro_batch == 0 or last == 0:
-            return 0
-        return 1 + (micro_batch - 1) % (last - 1) if last > 1 else last
+
+def captured_micro_batch(micro_batch: int, count: int, captured: int) -> int:
+    """Return which of `captured` micro-batches represents one of `count`.
+
+    The first and the last represent themselves; those between are repeated in turn.
+    """
+    # The first micro-batch writes gradients where the others add to them. The last one may
+    # synchronise them.
+    last = captured - 1
+    if micro_batch == count - 1:
+        return last
+    if micro_batch == 0 or last == 0:
+        return 0
+    return 1 + (micro_batch - 1) % (last - 1) if last > 1 else last
 
 
 def split_into_blocks(graph: Graph) -> Stage:

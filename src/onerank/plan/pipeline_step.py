@@ -11,6 +11,7 @@ from onerank.converters.expand.pipeline.stages import (
     BEFORE,
     EVALUATION,
     StageBlock,
+    captured_micro_batch,
 )
 from onerank.ir import World
 from onerank.plan.cluster import ClusterNetwork
@@ -59,8 +60,8 @@ def pipeline_step(
 ) -> PipelineStep:
     """Return the step of a pipeline.
 
-    A block begins when its rank has ended the block before and its message has arrived. A send
-    completes in the background.
+    A block begins when its rank has ended the block before and its message has arrived. It sends
+    its own message when that is ready (`Figures.send_lead_ns`). A send completes in the background.
 
     Args:
         stages: times of each stage.
@@ -128,11 +129,11 @@ class _RankClocks:
             _sum(stages[n].blocks.get(before, NO_FIGURES) for n in of_rank).elapsed_ns
             for of_rank in numbers
         ]
-        # When the activation or the gradient that a stage computes exists:
+        # When the activation or the gradient that a stage computes is sent:
         # (stage, micro-batch) -> ns.
         self._forward: dict[tuple[int, int], float] = {}
         self._backward: dict[tuple[int, int], float] = {}
-        self._elapsed: dict[tuple[int, str, int], float] = {}
+        self._block: dict[tuple[int, str, int], Figures] = {}
 
     def run(self, rank: int, action: Action) -> bool:
         """Run the next action of a rank; return False if its message has not been sent yet."""
@@ -141,11 +142,13 @@ class _RankClocks:
         arrival_ns = self._arrival_ns(phase, stage, micro_batch)
         if arrival_ns is None:
             return False
-        self.ns[rank] = max(self.ns[rank], arrival_ns) + self._elapsed_ns(phase, stage, micro_batch)
+        figures = self._figures(phase, stage, micro_batch)
+        self.ns[rank] = max(self.ns[rank], arrival_ns) + figures.elapsed_ns
+        sent_ns = self.ns[rank] - figures.send_lead_ns
         if phase == FORWARD:
-            self._forward[stage, micro_batch] = self.ns[rank]
+            self._forward[stage, micro_batch] = sent_ns
         elif phase != WEIGHT:
-            self._backward[stage, micro_batch] = self.ns[rank]
+            self._backward[stage, micro_batch] = sent_ns
         return True
 
     def _arrival_ns(self, phase: str, stage: int, micro_batch: int) -> float | None:
@@ -158,18 +161,13 @@ class _RankClocks:
             return None if ready is None else ready + self._messages[stage + 1][1]
         return 0.0
 
-    def _elapsed_ns(self, phase: str, stage: int, micro_batch: int) -> float:
-        # Three positions serve all micro-batches of a phase.
-        key = stage, phase, _position(micro_batch, self._micro_batches)
-        if key not in self._elapsed:
-            block = self._stages[stage].block(phase, micro_batch, self._micro_batches)
-            self._elapsed[key] = block.elapsed_ns
-        return self._elapsed[key]
-
-
-def _position(micro_batch: int, micro_batches: int) -> int:
-    """Return 0 for the first micro-batch, 2 for the last, 1 for those between, which are equal."""
-    return 2 if micro_batch == micro_batches - 1 else min(micro_batch, 1)
+    def _figures(self, phase: str, stage: int, micro_batch: int) -> Figures:
+        # A few captured micro-batches represent all.
+        times, count = self._stages[stage], self._micro_batches
+        key = stage, phase, captured_micro_batch(micro_batch, count, times.micro_batches)
+        if key not in self._block:
+            self._block[key] = times.block(phase, micro_batch, count)
+        return self._block[key]
 
 
 def _messages(
@@ -195,13 +193,14 @@ def _rank_step(
 ) -> RankStep:
     outside = (StageBlock(BEFORE), StageBlock(EVALUATION), StageBlock(AFTER))
     after = _sum(chunk.blocks.get(block, NO_FIGURES) for chunk in chunks for block in outside[1:])
-    calls = defaultdict[tuple[int, str, int], int](int)
+    # Chunk, phase, captured micro-batch -> micro-batches that it represents.
+    represented = defaultdict[tuple[int, str, int], list[int]](list)
     for phase, micro_batch, chunk in actions:
-        calls[chunk, phase, _position(micro_batch, micro_batches)] += 1
+        captured = captured_micro_batch(micro_batch, micro_batches, chunks[chunk].micro_batches)
+        represented[chunk, phase, captured].append(micro_batch)
     busy = _sum(chunk.blocks.get(block, NO_FIGURES) for chunk in chunks for block in outside)
-    for (chunk, phase, position), times in calls.items():
-        micro_batch = (0, 1, micro_batches - 1)[position]
-        busy += chunks[chunk].block(phase, micro_batch, micro_batches) * times
+    for (chunk, phase, _), numbers in represented.items():
+        busy += chunks[chunk].block(phase, numbers[0], micro_batches) * len(numbers)
     activations = {n: round(chunk.activation_bytes) for n, chunk in enumerate(chunks)}
     peak = sum(chunk.start_bytes for chunk in chunks)
     # A rank runs one block at a time, so temporaries of two chunks never coexist.

@@ -2,7 +2,8 @@
 
 A stage is replayed once, with its micro-batches one after another. The time of a block lasts from
 the end of the previous block's compute to the end of the block's compute. Communication that
-overlaps the next block therefore counts where it delays something.
+overlaps the next block therefore counts where it delays something. A block's message can leave
+before its end: a gradient does before the last reduce-scatters of FSDP.
 """
 
 from collections.abc import Mapping
@@ -21,11 +22,12 @@ from onerank.converters.expand.pipeline.stages import (
     BEFORE,
     Stage,
     StageBlock,
+    captured_micro_batch,
     split_into_blocks,
 )
 from onerank.ir import Graph, Kind, Measurement, Phase, World
 from onerank.ir.all_to_all import even_bytes
-from onerank.ir.arrays import I64, union_duration_ns
+from onerank.ir.arrays import I64, Mask, union_duration_ns
 from onerank.ir.contention import Contention
 from onerank.ir.nodes import SYMMETRIC_BARRIER, SYMMETRIC_COPY
 from onerank.ir.replay import ReplayTimes, schedule
@@ -43,6 +45,8 @@ class Figures:
         exposed_ns: part in which it communicates and computes nothing.
         energy_uj: energy of its kernels.
         flops: FLOPs of its kernels.
+        send_lead_ns: how long before the block's end its message is sent; negative if after, 0
+            without a message.
     """
 
     elapsed_ns: float = 0.0
@@ -50,6 +54,7 @@ class Figures:
     exposed_ns: float = 0.0
     energy_uj: float = 0.0
     flops: float = 0.0
+    send_lead_ns: float = 0.0
 
     def __add__(self, other: "Figures") -> "Figures":
         return Figures(
@@ -58,6 +63,7 @@ class Figures:
             self.exposed_ns + other.exposed_ns,
             self.energy_uj + other.energy_uj,
             self.flops + other.flops,
+            self.send_lead_ns + other.send_lead_ns,
         )
 
     def __mul__(self, factor: float) -> "Figures":
@@ -67,6 +73,7 @@ class Figures:
             self.exposed_ns * factor,
             self.energy_uj * factor,
             self.flops * factor,
+            self.send_lead_ns * factor,
         )
 
 
@@ -115,17 +122,29 @@ class StageTimes:
 
         The phases "I" and "W" are the parts of a split backward.
         """
-        last = self.micro_batches - 1
-        # As `Stage.source`: the first and the last captured micro-batch stand for themselves.
-        captured = 0
-        if micro_batch == count - 1:
-            captured = last
-        elif micro_batch and last:
-            captured = 1 + (micro_batch - 1) % (last - 1) if last > 1 else last
+        captured = captured_micro_batch(micro_batch, count, self.micro_batches)
         figures = self.blocks[StageBlock(FORWARD if phase == FORWARD else BACKWARD, captured)]
         if phase == INPUT:
             return figures * self.input_share
         return figures * (1 - self.input_share) if phase == WEIGHT else figures
+
+
+@dataclass(frozen=True, slots=True)
+class TimedStage:
+    """A stage on a network.
+
+    Attributes:
+        graph: the stage with its communication timed. Messages between stages take no time: the
+            schedule adds it.
+        sends: whether a node is a message to another stage, bool[n].
+        sent_bytes: bytes of an activation and of a gradient that the stage sends, 0 for none.
+        contention: shares of the GPU that its operations occupy; None if `contention_of` has none.
+    """
+
+    graph: Graph
+    sends: Mask
+    sent_bytes: tuple[int, int]
+    contention: Contention | None
 
 
 def stage_times(
@@ -154,7 +173,7 @@ def stage_times(
     stage = split_into_blocks(graph)
     times, begin_ns, host_bound_share = _replayed(timed)
     nodes = graph.nodes
-    blocks = _block_figures(graph, stage.blocks, times, begin_ns, energy_uj)
+    blocks = _block_figures(timed, stage.blocks, times, begin_ns, energy_uj)
     details = graph.job.annotations[-1].details if graph.job.annotations else {}
     low, high = details.get("interval", (1, 1))
     total = int(nodes.duration_ns[graph.compute].sum())
@@ -175,7 +194,7 @@ def stage_times(
 
 
 def _block_figures(
-    graph: Graph,
+    timed: TimedStage,
     members: Mapping[StageBlock, list[int]],
     times: ReplayTimes,
     begin_ns: int,
@@ -185,6 +204,7 @@ def _block_figures(
 
     A block ends with its last compute node; the time until then counts as its time.
     """
+    graph = timed.graph
     nodes = graph.nodes
     device = graph.compute | graph.communication
     blocks: dict[StageBlock, Figures] = {}
@@ -203,12 +223,15 @@ def _block_figures(
         compute_ns = _within(times, graph.compute, begin, end)
         busy_ns = _within(times, device, begin, end)
         flops = nodes.flops[indices]
+        sends = indices[timed.sends[indices]]
+        sent_ns = int(times.start_ns[sends].max(initial=0)) if len(sends) else end
         blocks[block] = Figures(
             elapsed_ns=end - begin,
             compute_ns=compute_ns,
             exposed_ns=busy_ns - compute_ns,
             energy_uj=0.0 if energy_uj is None else float(energy_uj[indices].sum()),
             flops=float(flops[(flops > 0) & graph.compute[indices]].sum()),
+            send_lead_ns=end - sent_ns,
         )
         previous_ns = end
     return blocks
@@ -233,22 +256,6 @@ def memory_of(measured: Measurement) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True, slots=True)
-class TimedStage:
-    """A stage on a network.
-
-    Attributes:
-        graph: the stage with its communication timed. Messages between stages take no time: the
-            schedule adds it.
-        sent_bytes: bytes of an activation and of a gradient that the stage sends, 0 for none.
-        contention: shares of the GPU that its operations occupy; None if `contention_of` has none.
-    """
-
-    graph: Graph
-    sent_bytes: tuple[int, int]
-    contention: Contention | None
-
-
 def with_network(
     graph: Graph, network: ClusterNetwork, world: World, *, receives_wait: bool = False
 ) -> TimedStage:
@@ -271,6 +278,7 @@ def with_network(
     rank = world.at({axis: min(at, world.sizes.get(axis, 1) - 1)
                      for axis, at in captured.point(job.rank).items()})  # fmt: skip
     sent = {Phase.FORWARD: 0, Phase.BACKWARD: 0}
+    sends = np.zeros(len(graph), dtype=np.bool_)
     groups: dict[str, tuple[int, ...]] = {}
     shapes: dict[int, CallShape] = {}
     for index in np.flatnonzero(graph.communication).tolist():
@@ -285,6 +293,7 @@ def with_network(
                 if node.kind is Kind.SEND:
                     phase = Phase.FORWARD if step > 0 else Phase.BACKWARD
                     sent[phase] = max(sent[phase], size)
+                    sends[index] = True
                 elif receives_wait and (shape := network.call_shape("recv", size, ranks)):
                     shapes[index] = shape
                 continue
@@ -306,6 +315,7 @@ def with_network(
     timed = graph.with_columns(duration_ns=duration)
     return TimedStage(
         timed,
+        sends,
         (sent[Phase.FORWARD], sent[Phase.BACKWARD]),
         contention_of(timed, shapes, persistent=network.has_persistent_products),
     )
