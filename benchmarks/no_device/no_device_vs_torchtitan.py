@@ -28,7 +28,9 @@ and tensorboard, and for float8 rows torchao at the table's commit.
   for one host sets: with them the four rows are within 0.4%, without them two are 2.8 and 5.4%
   short. The other rows of one host are within 0.3% without them, and 2 to 4% short with them.
 - Pipelines of 405B: 8 micro-batches, torchtitan's own number. Of 1F1B three ranks are captured: the
-  first stage's, the second's for all inner ones, and the last's.
+  first stage's, the second's for all inner ones, and the last's. Of the interleaved schedule all
+  eight are, and replayed together. It runs as in torch of 2024, where ranks exchange all messages
+  of a time step at once (`IN_TIME_STEPS`).
 - Async TP: copies between GPUs take the time of copy engines, barriers 6.8 us (measured).
 - Context parallelism: all ranks of a ring are captured, because Inductor orders the graph of each
   by the sizes of its tensors, and replayed together. The order is that of this torch.
@@ -76,6 +78,17 @@ OLDER_TORCH = {
     "TORCHINDUCTOR_LOOP_ORDERING_AFTER_FUSION": "0",
     "TORCHINDUCTOR_MIX_ORDER_REDUCTION": "0",
 }
+
+# In torch of 2024 interleaved schedules were of the class PipelineScheduleMulti: after each action
+# a rank exchanges the messages of that time step in one batch. Newer torch posts each message when
+# its sender has computed it, in an order in which a receive can hold back later sends.
+IN_TIME_STEPS = """\
+import runpy
+from torch.distributed.pipelining import schedules
+in_time_steps = schedules.PipelineScheduleMulti._step_microbatches
+schedules.ScheduleInterleaved1F1B._step_microbatches = in_time_steps
+runpy.run_path("train.py", run_name="__main__")
+"""
 
 # torchtitan's run_llama_train.sh, which starts one host.
 EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
@@ -160,6 +173,11 @@ class Published:
         return self.model == "405b" or "float8" in " ".join(self.options)
 
     @property
+    def interleaved(self) -> bool:
+        """Whether each rank of the pipeline has two stages."""
+        return "Interleaved1F1B" in self.options
+
+    @property
     def ranks(self) -> tuple[int, ...]:
         """Ranks to capture.
 
@@ -170,7 +188,7 @@ class Published:
         sizes = dict(zip(words[::2], words[1::2], strict=True))
         if "--pp" not in sizes:
             return tuple(range(int(sizes.get("--cp", 1))))
-        stages = range(8) if "Interleaved1F1B" in self.options else (0, 1, 7)
+        stages = range(8) if self.interleaved else (0, 1, 7)
         return tuple(stage * self.gpus // len(LAYERS_OF_STAGES) for stage in stages)
 
     def traces(self, directory: Path) -> list[Path]:
@@ -412,7 +430,11 @@ def capture(torchtitan: Path, row: Published, captures: Path, work: Path) -> Non
         *(("--training.compile",) if row.compiled else ()),
         *row.options,
     ]
-    command = ["capture", "run", table.script, "--torchrun", "--device", "none"]
+    program = table.script
+    if row.interleaved:
+        program = str(work / "train_in_time_steps.py")
+        Path(program).write_text(IN_TIME_STEPS, encoding="utf-8")
+    command = ["capture", "run", program, "--torchrun", "--device", "none"]
     command += ["--like", table.gpu]
     if len(row.ranks) > 1:
         command += ["--ranks", ",".join(map(str, row.ranks))]
