@@ -262,6 +262,10 @@ _STREAMING = (
     OpClass.MEMSET,
     OpClass.RANDOM,
 )
+BY_LAYOUT = OpClass.ELEMENTWISE, OpClass.COPY
+"""Classes whose kernels take longer if their operands are not contiguous: twice as long in the
+cache, as the sum of a rotary embedding (2026-11-28-serving-blind-2-h200)."""
+
 # Their time depends on the length of a row, and not only on the number of elements.
 _BY_ROW = (OpClass.NORM, OpClass.SOFTMAX, OpClass.REDUCTION)
 # Most operands whose forms distinguish calls; more operands are the lists of an optimizer.

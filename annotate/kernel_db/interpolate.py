@@ -15,10 +15,19 @@ from typing import NamedTuple
 import numpy as np
 
 from onerank.annotate.gpus.gpu import Gpu
-from onerank.annotate.kernel_db.calls import CallKey, CallPoint, modelled_ns, point_of
+from onerank.annotate.kernel_db.calls import (
+    BY_LAYOUT,
+    CallKey,
+    CallPoint,
+    Layout,
+    layout_of_row,
+    modelled_ns,
+    point_of,
+)
 from onerank.annotate.kernel_db.database import Library
 from onerank.annotate.models.cost_model import PredictFromDescription
 from onerank.annotate.models.prediction_terms import Term, exponential, factor, product, quantity
+from onerank.annotate.op_costs.op_classes import op_class
 from onerank.ir.arrays import F64, I64, Mask
 
 FEWEST = 5
@@ -200,7 +209,8 @@ def between(
 ) -> list[Between | None]:
     """Return predictions for calls without rows on `gpu`; None where interpolation is impossible.
 
-    Only rows of the same group are compared (see `calls.point_of`). The module's docstring
+    Only rows of the same group are compared (see `calls.point_of`), in elementwise kernels and
+    copies those of contiguous operands. The module's docstring
     gives the range of interpolation.
     """
     predictions: list[Between | None] = [None] * len(keys)
@@ -211,7 +221,9 @@ def between(
     operators = {keys[position].operator for calls in unmeasured.values() for position, _ in calls}
     measured: dict[tuple[object, ...], list[tuple[CallKey, CallPoint]]] = {}
     for key in library.target:
-        if key.operator in operators and (point := point_of(key)) and point.group in unmeasured:
+        if key.operator not in operators or not _comparable(library, key):
+            continue
+        if (point := point_of(key)) and point.group in unmeasured:
             measured.setdefault(point.group, []).append((key, point))
     for group, rows in measured.items():
         if len(rows) >= FEWEST:
@@ -222,6 +234,18 @@ def between(
     return predictions
 
 
+def _compared_layout(key: CallKey) -> Layout | None:
+    """Return the layout of the rows that are compared; None for all."""
+    return {} if op_class(key.operator) in BY_LAYOUT else None
+
+
+def _comparable(library: Library, key: CallKey) -> bool:
+    """Return whether a call has a row with contiguous operands, if its time depends on them."""
+    return _compared_layout(key) is None or any(
+        not layout_of_row(row.layout, row.shapes) for row in library.target[key]
+    )
+
+
 def _interpolate_group(
     library: Library,
     rows: list[tuple[CallKey, CallPoint]],
@@ -230,7 +254,7 @@ def _interpolate_group(
     from_description: PredictFromDescription,
 ) -> list[Between | None]:
     """Return predictions for unmeasured points of one group, from its measured rows."""
-    matches = [library.match(key) for key, _ in rows]
+    matches = [library.match(key, layout=_compared_layout(key)) for key, _ in rows]
     # Without a kernel's name all kernels but copies and
     # fills count, which are separate nodes in a trace.
     times_ns = np.array([match.rest_ns if match else np.nan for match in matches])

@@ -6,7 +6,7 @@ from typing import NamedTuple, Self
 import numpy as np
 
 from onerank.annotate.gpus.gpu import Gpu
-from onerank.annotate.kernel_db.calls import CallKey, Keyed, Layout, keys_of, layout_of
+from onerank.annotate.kernel_db.calls import BY_LAYOUT, CallKey, Keyed, Layout, keys_of, layout_of
 from onerank.annotate.kernel_db.database import VERSIONS, KernelRow, Library, Match
 from onerank.annotate.kernel_db.interpolate import Between, between
 from onerank.annotate.models.coefficients import Coefficients
@@ -160,7 +160,7 @@ class _Nodes:
             graph.nodes.name[index],
             graph.nodes.duration_ns[index].astype(np.float64),
             np.where(has_time, operator, np.nan),
-            costs.is_class(OpClass.ELEMENTWISE, OpClass.COPY)[rows] & _is_strided(graph, index),
+            costs.is_class(*BY_LAYOUT)[rows] & _is_strided(graph, index),
         )
 
     def layout_at(self, graph: Graph, row: int) -> Layout | None:
@@ -333,8 +333,7 @@ def _between(nodes: _Nodes, keyed: Keyed, basis: Basis, record: TermRecord | Non
             other_versions[position] = not all(library.ran_with(row) for row in rows)
     # An interpolated time is of the whole operator; its kernels share it as they were measured.
     part = np.ones(len(keyed.key)) if nodes.whole else nodes.duration_ns / nodes.operator_ns
-    # The neighbours are contiguous. Strided operands take up to twice as long in the cache: the sum
-    # of a rotary embedding, 131,072 numbers, 2.8 us on an H200 (2026-11-28-serving-blind-2-h200).
+    # The neighbours are contiguous.
     part = np.where(nodes.streams_strided, np.nan, part)
     if record is not None:
         by_key = dict(zip(missing, predictions, strict=True))

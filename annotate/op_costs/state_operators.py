@@ -51,7 +51,8 @@ def _convolution(call: Call) -> Work | None:
     rows, weight, state = operands
     each = 2 * weight.shape[-1] + _SILU * (call.value(4) is not False)
     work = _with_state(vector_work(call, each * rows.numel), state)
-    return replace(work, passes=_CONVOLUTION_TIMES[call.op])
+    cycles = _CONVOLUTION_CYCLES * rows.numel if call.op == "causal_conv1d" else 0.0
+    return replace(work, passes=_CONVOLUTION_TIMES[call.op], cycles=cycles)
 
 
 def _chunked_delta_rule(call: Call) -> Work | None:
@@ -73,7 +74,8 @@ def _chunked_delta_rule(call: Call) -> Work | None:
     c, chunks = DELTA_CHUNK, ceil(t / DELTA_CHUNK)
     of_token = 6 * c * key + 4 * c * value + 6 * key * value + c * c // 3
     work = _with_state(matmul_work(call, v, n * h * chunks * c * of_token), state)
-    return _streamed(work, _delta_kernels(call), _DELTA_STEPS * chunks)
+    steps = _KDA_STEPS if _is_kda(call) else _DELTA_STEPS
+    return _streamed(work, _delta_kernels(call), steps * chunks)
 
 
 def _recurrent_delta_rule(call: Call) -> Work | None:
@@ -205,6 +207,12 @@ _UPDATE_TIMES = 1.18
 # heads of 64 and 128 numbers of the state in float32
 # (2026-11-27-state-kernels-h100; the convolution of decodes 2026-11-28-serving-blind-3-h100).
 _CONVOLUTION_TIMES = {"causal_conv1d": 1.4, "causal_conv1d_update": 1.3}
+
+# SM cycles of an element in the convolution of prefills, which its bytes do not limit on an H200:
+# 0.52 to 0.59 with Triton's choice among all configurations (8,192 channels, H100), 0.66 to 0.74
+# among three (3,584 to 12,288 channels, three models on H100s and H200s,
+# 2026-11-28-serving-blind-5-h200).
+_CONVOLUTION_CYCLES = 0.6
 _MAMBA_UPDATE_TIMES = 1.07
 
 # SM cycles of an element of the state in the updates of decodes. In 16 bits they limit the kernels
@@ -247,11 +255,13 @@ class ChunkKernel(NamedTuple):
         name: its name.
         moved: bytes that it streams, multiplied by its time over that of its bytes.
         floors: its shortest time in launch floors; 0 for the kernel that has the FLOPs.
+        cycles: SM cycles that it takes at least.
     """
 
     name: str
     moved: int
     floors: float = 0.0
+    cycles: float = 0.0
 
 
 # A chunk of the scan over the states of the delta rule, in loads that wait for each other: an H100
@@ -302,6 +312,48 @@ def _delta_kernels(call: Call) -> Sequence[ChunkKernel]:
             q.nbytes + keys + 2 * values + states,
         ),
         ChunkKernel("chunk_fwd_kernel_o", *slower(_OUTPUT, 2 * (q.nbytes + values) + states)),
+    )
+
+
+# The same of Kimi's delta attention, whose decays differ by element of a key: loads of a chunk of
+# the scan; launch floors of two kernels; and the least SM cycles of an element of the keys in the
+# four others, which multiply. Chosen on 300, 512 and 2,048 tokens of 32 heads of 128 on an H200
+# (2026-11-28-serving-blind-5-h200).
+_KDA_STEPS, _KDA_INVERSE, _KDA_OUTPUT = 6.5, 11.8, 0.6
+_KDA_CYCLES = {"intra": 2.6, "inter": 4.8, "vectors": 1.2, "output": 1.6}
+
+
+def _is_kda(call: Call) -> bool:
+    """Return whether the decays of a delta rule differ by element of a key, as Kimi's do."""
+    keys, decay = call.tensor(1), call.tensor(3)
+    return keys is not None and decay is not None and len(decay.shape) == len(keys.shape)
+
+
+def _kda_kernels(call: Call) -> Sequence[ChunkKernel]:
+    """Return the kernels of fla's Kimi delta attention, in order.
+
+    They are those of the delta rule but for the inverse of a chunk, which two kernels compute: of
+    parts of 16 tokens, and of the whole chunk.
+    """
+    operands, kernels = _tensors(call, 0, 2), _delta_kernels(call)
+    if operands is None or not kernels:
+        return ()
+    queries, keys, sums, fill, _, vectors, scan, output = kernels
+    q, v = operands
+    n, t, h, _ = v.shape
+    elements = n * ceil(t / DELTA_CHUNK) * DELTA_CHUNK * h * q.shape[3]
+    cycles = {part: each * elements for part, each in _KDA_CYCLES.items()}
+    return (
+        queries,
+        keys,
+        sums._replace(name="chunk_local_cumsum_vector_kernel"),
+        fill,
+        fill._replace(moved=q.nbytes),
+        ChunkKernel("chunk_kda_fwd_kernel_intra_token_parallel", 0, _CUMSUM, cycles["intra"]),
+        ChunkKernel("chunk_kda_fwd_kernel_inter_solve_fused", 0, _KDA_INVERSE, cycles["inter"]),
+        vectors._replace(name="recompute_w_u_fwd_kda_kernel", cycles=cycles["vectors"]),
+        scan,
+        output._replace(name="chunk_gla_fwd_kernel_o", floors=_KDA_OUTPUT, cycles=cycles["output"]),
     )
 
 
@@ -384,7 +436,7 @@ def _lightning_kernels(call: Call) -> Sequence[ChunkKernel]:
 def chunk_kernels(op: str, call: Call) -> Sequence[ChunkKernel]:
     """Return the kernels of a chunked scan, by base name; () for another operator."""
     kernels = {
-        "chunk_gated_delta_rule": _delta_kernels,
+        "chunk_gated_delta_rule": _kda_kernels if _is_kda(call) else _delta_kernels,
         "mamba_chunk_scan": _mamba_kernels,
         "lightning_attention": _lightning_kernels,
         "selective_scan": _selective_kernels,

@@ -275,7 +275,7 @@ def _reduction(call: Call, target: Gpu) -> Sequence[Launch]:
 _NEED_VALUES = NEED_AXES | frozenset(
     (
         "_index_put_impl_ index_put_ index_put _cudnn_attention_forward mamba_chunk_scan "
-        "multinomial"
+        "multinomial topk"
     ).split()
 )
 

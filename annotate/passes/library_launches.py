@@ -33,6 +33,7 @@ class Launch(NamedTuple):
         written_bytes: bytes of the call's results that a helper writes.
         internal_bytes: bytes that it reads and writes of buffers within the call.
         floors: least time in launch floors; 0: the floor of its class.
+        cycles: SM cycles that a helper takes at least.
         fitted: whether the model of the operator's class was fitted on times that contain it.
         grid: blocks along each axis; () if not known.
         block: threads of a block along each axis; () if not known.
@@ -46,6 +47,7 @@ class Launch(NamedTuple):
     written_bytes: int = 0
     internal_bytes: int = 0
     floors: float = 0.0
+    cycles: float = 0.0
     fitted: bool = True
     grid: tuple[int, ...] = ()
     block: tuple[int, ...] = ()
@@ -375,6 +377,7 @@ def _chunked_scan(call: Call, target: Gpu) -> Sequence[Launch]:
             share=0.0 if kernel.floors else 1.0,
             internal_bytes=kernel.moved if kernel.floors else 0,
             floors=kernel.floors,
+            cycles=kernel.cycles,
             fitted=False,
         )
         for kernel in chunk_kernels(call.op, call)

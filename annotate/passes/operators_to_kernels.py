@@ -78,15 +78,13 @@ def further_launches_ns(
     fitted = np.array([all(launch.fitted for launch in item[1]) for item in calls], dtype=bool)
     whole = costs.is_class(*_TIMED_WHOLE) & fitted[call]
     added = np.where(whole, np.maximum(least[call] - predicted_ns, 0), more[call])
-    several = np.array([len(launches) > 1 for _, launches in calls], dtype=bool)
-    return np.where(several[call], added, 0.0)
+    further = [len(launches) > 1 or launches[0].floors > 0 for _, launches in calls]
+    return np.where(np.array(further, dtype=bool)[call], added, 0.0)
 
 
 def launch_times(op: str, launches: list[Launch], target: Gpu) -> tuple[float, float]:
     """Return (least time of all launches of an operator, the same without one floor) in ns."""
-    floors_ns = [_floor_ns(op, launch, target) for launch in launches]
-    buffer_bytes = sum(launch.internal_bytes for launch in launches)
-    least_ns = sum(floors_ns) + buffer_bytes / target.bandwidth_bytes_per_s * 1e9
+    least_ns = sum(_least_ns(op, launch, launch.internal_bytes, target) for launch in launches)
     return least_ns, least_ns - _floor_ns(op, Launch(share=1.0), target)
 
 
@@ -227,11 +225,17 @@ def _columns_of(calls: _Calls, graph: Graph, target: Gpu) -> _Templates:
 
 
 def _helper_ns(op: str, launch: Launch, target: Gpu) -> float:
-    """Return a helper's time on `target` in ns: its floor, and its bytes at memory bandwidth."""
+    """Return a helper's time on `target` in ns: its floor and its bytes, or its cycles."""
     if launch.share:
         return 0.0
     moved = launch.written_bytes + launch.internal_bytes
-    return _floor_ns(op, launch, target) + moved / target.bandwidth_bytes_per_s * 1e9
+    return _least_ns(op, launch, moved, target)
+
+
+def _least_ns(op: str, launch: Launch, moved: int, target: Gpu) -> float:
+    """Return the time of a launch in ns that moves so many bytes, without its operator's work."""
+    moved_ns = _floor_ns(op, launch, target) + moved / target.bandwidth_bytes_per_s * 1e9
+    return max(moved_ns, launch.cycles / (target.sm_count * target.max_clock_hz) * 1e9)
 
 
 def _floor_ns(op: str, launch: Launch, target: Gpu) -> float:

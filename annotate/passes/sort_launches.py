@@ -198,20 +198,22 @@ _DIGITS_READ, _SELECTED_READ = 2, 4
 
 
 def _topk(call: Call, target: Gpu) -> Sequence[Launch]:
-    """Return the launches of a top-k: it selects, then sorts what it selected.
+    """Return the launches of a top-k: it selects, and sorts what it selected if requested.
 
-    Source: TensorTopK.cu. Floors are those of an H100: a block that selects takes 7.3 us at least,
-    because each of its passes waits for the one before.
+    Routers of experts leave their choice unsorted. Source: TensorTopK.cu. Floors are those of an
+    H100: a block that selects takes 7.3 us at least, because each of its passes waits for the one
+    before.
     """
     keys = call.tensor(0)
     if keys is None:
         return ()
+    unsorted = call.value(4) is False
     if not selects_in_blocks(call):
         # A block reads its row once for every two bits of the keys, 1024 elements in a step: 7.3 us
         # for rows of 256, 12.4 of 1152, 21.6 of 3584 and 37.5 of 8192, in 32 bits.
         steps = ceil(keys.shape[-1] / 1024) * keys.item_bytes / 4
         select = Launch("gatherTopK", 1.0, floors=1.2 + 1.52 * steps)
-        return (select, Launch("bitonicSortKVInPlace", floors=1.7))
+        return (select,) if unsorted else (select, Launch("bitonicSortKVInPlace", floors=1.7))
     digits = (
         Launch("computeBlockDigitCounts", floors=0.9, internal_bytes=_DIGITS_READ * keys.nbytes),
         Launch("computeDigitCumSum", floors=1.2),
@@ -228,7 +230,7 @@ def _topk(call: Call, target: Gpu) -> Sequence[Launch]:
         *scan,
         *scan,
         Launch("mbtopk::gatherTopK", 1.0, internal_bytes=_SELECTED_READ * keys.nbytes),
-        Launch("radixSortKVInPlace", floors=1.9),
+        *(() if unsorted else (Launch("radixSortKVInPlace", floors=1.9),)),
     )
 
 

@@ -52,6 +52,25 @@ def test_times_of_the_delta_rule_on_an_h100():
     assert np.abs(errors).mean() < 0.08
 
 
+def test_times_of_kimi_delta_attention_on_an_h200():
+    """Summed kernels of fla 0.6.0 with 32 heads of 128 (2026-11-28-serving-blind-5-h200)."""
+    h200, op = load_gpu("H200"), "onerank_serving::chunk_gated_delta_rule"
+    for tokens, measured_us in ((300, 87.0), (512, 117.3), (2048, 465.2)):
+        rows, state = [1, tokens, 32, 128], [1, 32, 128, 128]
+        inputs = (
+            json.dumps([rows] * 4 + [rows[:3], state]),
+            json.dumps([BF16] * 3 + [F32, BF16, BF16]),
+        )
+        call = Call.parse(
+            op.partition("::")[2], inputs, (json.dumps([rows, state]), json.dumps([BF16] * 2))
+        )
+        main_ns, _ = predict_from_datasheet(kernels_of([work_of_call(op, call)], np.zeros(1)), h200)
+        launches = list(launches_of(op, call, h200))
+        assert len(launches) == 10
+        _, others_ns = launch_times(op, launches, h200)
+        assert (main_ns[0] + others_ns) / 1e3 == pytest.approx(measured_us, rel=0.08)
+
+
 # The same of mamba_ssm's scan: heads and their size, groups, size of states and of chunks; then by
 # sequences and tokens. The second is Falcon-H1's (2026-11-28-serving-blind-4-h100).
 MEASURED_SCANS = {

@@ -146,6 +146,8 @@ def test_a_top_k_of_long_rows_is_shared_among_blocks_as_on_an_h100():
         launches = launched("topk", tensor(rows, columns, dtype="float32"))
         assert len(launches) == kernels
         assert sum(launch.share for launch in launches) == 1
+    router = tensor(1, 256, dtype="float32")
+    assert len(launched("topk", router, values=(None, 8, -1, True, False))) == 1
 
 
 @pytest.mark.parametrize(
