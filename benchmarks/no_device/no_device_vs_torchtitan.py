@@ -80,13 +80,21 @@ OLDER_TORCH = {
 }
 
 # In torch of 2024 interleaved schedules were of the class PipelineScheduleMulti: after each action
-# a rank exchanges the messages of that time step in one batch. Newer torch posts each message when
-# its sender has computed it, in an order in which a receive can hold back later sends.
+# a rank exchanges the messages of that time step in one batch, and a stage's last backward reduces
+# its gradients. Newer torch posts each message when its sender has computed it, in an order in
+# which a receive can hold back later sends.
 IN_TIME_STEPS = """\
 import runpy
 from torch.distributed.pipelining import schedules
+from torch.distributed.pipelining.stage import _PipelineStageBase
 in_time_steps = schedules.PipelineScheduleMulti._step_microbatches
 schedules.ScheduleInterleaved1F1B._step_microbatches = in_time_steps
+backward = _PipelineStageBase.backward_one_chunk
+def backward_one_chunk(self, *args, last_backward=False, **options):
+    backward(self, *args, last_backward=last_backward, **options)
+    if last_backward:
+        self.perform_reduce_grad(1)
+_PipelineStageBase.backward_one_chunk = backward_one_chunk
 runpy.run_path("train.py", run_name="__main__")
 """
 

@@ -385,8 +385,13 @@ FUNCTIONAL = """
     dist.init_process_group("nccl")
     weight = torch.nn.Parameter(torch.zeros(64, 64, device="cuda"))
     optimizer = torch.optim.SGD([weight], lr=0.1)
+    computing, communicating = torch.cuda.Stream(), torch.cuda.Stream()
     for step in range(5):
         x = torch.ones(8, 64, device="cuda")
+        with torch.cuda.stream(computing):
+            x.neg()
+        with torch.cuda.stream(communicating):
+            dist.broadcast(x, 0)
         reduced = functional.all_reduce(x, "sum", dist.group.WORLD)
         assert type(reduced) is functional.AsyncCollectiveTensor
         other = x.exp()
@@ -403,7 +408,9 @@ FUNCTIONAL = """
 def test_a_functional_collective_waits_at_its_first_use(tmp_path):
     graph = captured(tmp_path, FUNCTIONAL, "--dp", 2, "--torchrun")
     operators = graph.text("op")
-    collective = int(np.flatnonzero(graph.nodes.kind == Kind.COLLECTIVE)[0])
+    broadcast, collective = np.flatnonzero(graph.nodes.kind == Kind.COLLECTIVE).tolist()
+    # The asynchronous call has its group's stream, not one where the script only communicates.
+    assert graph.nodes.stream[[broadcast, collective]].tolist() == [2, 3]
     edges = graph.edges
     users = [operators[node] for node in edges.target[edges.source == collective].tolist()]
     assert users == ["aten::sin"]

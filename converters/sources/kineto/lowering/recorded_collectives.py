@@ -255,8 +255,10 @@ class CallPlacement:
         """
         rows = self._timeline.rows
         operators = OperatorsByStart(self._timeline, self._kept)
-        # Groups get stream numbers above those of the script.
-        last = max(stream for _, stream in self._streams)
+        # Groups get stream numbers above those of the script. Some of these run blocking calls
+        # alone: FSDP2 gathers on one.
+        callers = rows.stream[[call.op for call in calls]].tolist()
+        last = max([*callers, *(stream for _, stream in self._streams)])
         groups: dict[str, int] = {}
         unplaced: list[RecordedCall] = []
         asynchronous: list[tuple[RecordedCall, int, int]] = []
