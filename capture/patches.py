@@ -13,6 +13,7 @@ import contextlib
 import gc
 import importlib
 import itertools
+import operator
 import sys
 import sysconfig
 from collections.abc import Callable, Generator, Mapping
@@ -306,56 +307,75 @@ class _ModuleIndex:
     """The imported modules as last searched, and which bind functions that `rebound` replaces.
 
     A capture rebinds dozens of times among thousands of modules. Modules that have changed are
-    found by comparisons of whole lists, which run in C: a loop in Python took a third of the CPU
-    time of a small capture.
+    found by comparisons of whole tables, which run in C, and only those are searched: a loop in
+    Python took a third of the CPU time of a small capture.
     """
 
     def __init__(self) -> None:
-        self._identities: dict[str, int] = {}  # of all modules
+        self._modules: dict[str, Any] = {}  # a copy of `sys.modules`
         self._libraries: list[str] = []  # modules in `_indexed`
         self._namespaces: list[dict[str, object]] = []  # of the libraries
         self._sizes: list[int] = []  # of these namespaces
-        self._others: list[str] = []  # modules that are searched each time
+        self._others: list[str] = []  # the user's, and those being imported: searched each time
         self._binding: dict[str, tuple[Any, list[str]]] = {}  # libraries that bind a function
 
     def binding(self) -> list[tuple[Any, list[str]]]:
         """Return the modules, each with the names that may be bound to such a function."""
         # A copy, since other threads may import.
         modules, sizes = sys.modules.copy(), [*map(len, self._namespaces)]
-        if dict(zip(modules, map(id, modules.values()), strict=True)) != self._identities:
-            self.search()
-        elif sizes != self._sizes:
+        if sizes != self._sizes:
             # Patches add names too, so this occurs in each capture.
             pairs = zip(self._libraries, sizes, self._sizes, strict=True)
             grown = [name for name, size, before in pairs if size != before]
             for name in grown:
-                self._search_library(name, modules[name])
+                self._search_module(name, self._modules[name])
             self._sizes = sizes
             # A library that is imported again is searched each time until its import ends.
             if any(name not in _indexed for name in grown):
-                self.search()
-        others = [(sys.modules.get(name), name) for name in self._others]
-        return [
-            *self._binding.values(),
-            *((module, _bound_names(name, module)) for module, name in others),
-        ]
+                self._list_libraries()
+        if not _hold_the_same(modules, self._modules):
+            self._search_changed(modules)
+        others = {name: (modules[name], _bound_names(name, modules[name])) for name in self._others}
+        binding = [*self._binding.values(), *others.values()]
+        imported = {name: found for name, found in others.items() if name in _indexed}
+        if imported:
+            self._binding.update(imported)
+            self._list_libraries()
+        return binding
 
     def search(self) -> None:
-        """Search all modules that have changed or are new."""
-        modules = sys.modules.copy()
-        self._identities = {name: id(module) for name, module in modules.items()}
-        self._binding = {}
-        for name, module in modules.items():
-            self._search_library(name, module)
-        self._libraries = [name for name in modules if name in _indexed]
-        self._others = [name for name in modules if name not in _indexed]
-        self._namespaces = [modules[name].__dict__ for name in self._libraries]
-        self._sizes = [*map(len, self._namespaces)]
+        """Search all modules, for functions that became rebindable."""
+        self._modules = {}
+        self._search_changed(sys.modules.copy())
 
-    def _search_library(self, name: str, module: Any) -> None:
+    def _search_changed(self, modules: dict[str, Any]) -> None:
+        """Search the modules that are new, replaced or gone."""
+        before, self._modules = self._modules, modules
+        for name in before.keys() - modules.keys():
+            self._binding.pop(name, None)
+            _indexed.pop(name, None)
+        for name, module in modules.items():
+            if name not in before or before[name] is not module:
+                self._search_module(name, module)
+        self._list_libraries()
+
+    def _search_module(self, name: str, module: Any) -> None:
         names = _bound_names(name, module)
+        self._binding.pop(name, None)
         if names and name in _indexed:
             self._binding[name] = module, names
+
+    def _list_libraries(self) -> None:
+        self._libraries = [name for name in self._modules if name in _indexed]
+        self._others = [name for name in self._modules if name not in _indexed]
+        self._namespaces = [self._modules[name].__dict__ for name in self._libraries]
+        self._sizes = [*map(len, self._namespaces)]
+
+
+def _hold_the_same(left: dict[str, Any], right: dict[str, Any]) -> bool:
+    """Whether two tables have the same entries in order; `==` would call methods of the values."""
+    same = all(map(operator.is_, left.values(), right.values()))
+    return same and list(left) == list(right)
 
 
 _modules = _ModuleIndex()
