@@ -75,15 +75,16 @@ NEMOTRON_H_8B = {
     "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
 }  # fmt: skip
 JAMBA_52B = {
-    # huggingface.co/ai21labs/Jamba-v0.1: a layer of attention in eight; 2 x 4,096 channels
-    **SMALL, **EXPERTS, "model_type": "jamba", "num_hidden_layers": 32, "hidden_size": 4096,
+    # huggingface.co/ai21labs/Jamba-v0.1: a layer of attention in eight; 2 x 4,096 channels. The
+    # first 8 of its 32 layers, which the others repeat.
+    **SMALL, **EXPERTS, "model_type": "jamba", "num_hidden_layers": 8, "hidden_size": 4096,
     "num_attention_heads": 32, "num_key_value_heads": 8, "attn_layer_period": 8,
     "attn_layer_offset": 4, "mamba_d_state": 16, "mamba_dt_rank": 8, "mamba_d_conv": 4,
     "mamba_expand": 2,
 }  # fmt: skip
 FALCON_MAMBA_7B = {
-    # huggingface.co/tiiuae/falcon-mamba-7b
-    **SMALL, "model_type": "falcon_mamba", "num_hidden_layers": 64, "hidden_size": 4096,
+    # huggingface.co/tiiuae/falcon-mamba-7b, 2 of its 64 equal layers
+    **SMALL, "model_type": "falcon_mamba", "num_hidden_layers": 2, "hidden_size": 4096,
     "intermediate_size": 8192, "state_size": 16, "conv_kernel": 4, "time_step_rank": 8,
 }  # fmt: skip
 
@@ -129,10 +130,10 @@ def test_the_cache_of_published_models(
 @pytest.mark.parametrize(
     ("config", "per_token", "state_bytes"),
     [
-        # 4 layers of 8 key-value heads of 128. 28 layers: the last 3 inputs of a convolution and 16
+        # A layer of 8 key-value heads of 128. 7 layers: the last 3 inputs of a convolution and 16
         # numbers for each of 8,192 channels; 2 bytes each.
-        (JAMBA_52B, 4 * 2 * 8 * 128 * 2, 28 * 2 * 8192 * (3 + 16)),
-        (FALCON_MAMBA_7B, 0, 64 * 2 * 8192 * (3 + 16)),
+        (JAMBA_52B, 2 * 8 * 128 * 2, 7 * 2 * 8192 * (3 + 16)),
+        (FALCON_MAMBA_7B, 0, 2 * 2 * 8192 * (3 + 16)),
     ],
     ids=["Jamba", "Falcon-Mamba"],
 )
@@ -313,15 +314,28 @@ def test_layers_that_share_keys_cache_none(tmp_path: Path):
         ]
 
 
-def served_bundle(directory: Path, config: dict[str, Any], *options: str) -> Bundle:
+GRID = (
+    "decode: batch=2 context=100; decode: batch=32 context=100; prefill: tokens=128 context=0; "
+    "prefill: tokens=512 context=0; mixed: tokens=64 context=0 batch=4 decode_context=100"
+)
+"""Two steps of decodes, two of a prefill, and a mixed one: points 1 to 5."""
+
+CONTEXTS = (
+    "decode: batch=2 context=100,1000; decode: batch=32 context=100; "
+    "prefill: tokens=128 context=0,1000; prefill: tokens=512 context=0; "
+    "mixed: tokens=64 context=0 batch=4 decode_context=100"
+)
+"""Also a decode and a prefill after more tokens: points 2 and 5 of 7."""
+
+
+def served_bundle(
+    directory: Path, config: dict[str, Any], *options: str, grid: str = GRID
+) -> Bundle:
     """Return the bundle of a model without a device."""
     (directory / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
     done = run_command(
         "capture", "serve", directory / "config.json", "--device", "none", "-o",
-        directory / "bundle", *options, "--grid",
-        "decode: batch=2 context=100,1000; decode: batch=32 context=100; "
-        "prefill: tokens=128 context=0,1000; prefill: tokens=512 context=0; "
-        "mixed: tokens=64 context=0 batch=4 decode_context=100",
+        directory / "bundle", *options, "--grid", grid,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return read_bundle(directory / "bundle")
@@ -344,7 +358,7 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     config = {
         **FEW_QWEN, "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"],
     }  # fmt: skip
-    return served_bundle(tmp_path_factory.mktemp("qwen"), config)
+    return served_bundle(tmp_path_factory.mktemp("qwen"), config, grid=CONTEXTS)
 
 
 @pytest.fixture(scope="module")
@@ -353,7 +367,7 @@ def bamba(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     config = {
         **FEW_BAMBA, "num_hidden_layers": 2, "attn_layer_indices": [1], "mamba_chunk_size": 64,
     }  # fmt: skip
-    return served_bundle(tmp_path_factory.mktemp("bamba"), config)
+    return served_bundle(tmp_path_factory.mktemp("bamba"), config, grid=CONTEXTS)
 
 
 def test_the_work_of_the_delta_rule_by_hand(qwen: Bundle):
@@ -390,16 +404,16 @@ def test_the_work_of_lightning_attention_by_hand(tmp_path: Path):
     # Two heads of 16 x 16, and one key-value head of 16, of a rank.
     assert memory.state_bytes_per_sequence == 2 * 2 * 16 * 16
     assert memory.kv_bytes_per_token == 2 * 2 * 16
-    for row, decodes in ((1, 2), (3, 32), (7, 4)):
+    for row, decodes in ((1, 2), (2, 32), (5, 4)):
         flops, moved = summed(bundle, row, ".step_state.decode")
         assert flops == decodes * 2 * 5 * 16 * 16
         # Queries, keys, values and results in float32; slopes, and states read and written.
         assert moved == decodes * 4 * 4 * 2 * 16 + 2 * 2 + decodes * 2 * 2 * 2 * 16 * 16
     # Blocks of 256 are computed whole, in parts of 32 up to a query's own.
     of_token = 2 * 144 * 32 + 4 * 16 * 16
-    for row, tokens in ((4, 256), (6, 512), (7, 256)):
+    for row, tokens in ((3, 256), (4, 512), (5, 256)):
         assert summed(bundle, row, ".step_state.prefill")[0] == 2 * tokens * of_token
-    for row, tokens in ((1, 2), (6, 512)):
+    for row, tokens in ((1, 2), (4, 512)):
         assert summed(bundle, row, ".self_attn.qkv_proj")[0] == 2 * tokens * 64 * 3 * 32
         assert summed(bundle, row, ".self_attn.output_gate")[0] == 2 * tokens * 64 * 32
     # Sums after the embedding, two attentions, a norm and two mixtures; and the gathered logits.
@@ -414,7 +428,7 @@ def test_the_work_of_mamba_1_by_hand(tmp_path: Path, tp: int):
     channels = 128 // tp
     convolution, update = (2 * 4 + 3) * channels, channels * (8 * 8 + 2 + 4)
     scan = channels * (8 * 8 + 2 + 4 + 2)
-    for row, decodes in ((1, 2), (3, 32), (7, 4)):
+    for row, decodes in ((1, 2), (2, 32), (5, 4)):
         flops, moved = summed(bundle, row, ".step_state.decode")
         assert flops == decodes * (convolution + update)
         # The convolution has its rows, of which a copy is made, because they are half of a
@@ -426,19 +440,19 @@ def test_the_work_of_mamba_1_by_hand(tmp_path: Path, tp: int):
         # and states.
         operands = decodes * 2 * (4 * channels + 2 * 8) + channels * (4 * 8 + 4 + 4)
         assert moved == rows + operands + decodes * 2 * 2 * 8 * channels
-    for row, tokens in ((4, 128), (6, 512), (7, 64)):
+    for row, tokens in ((3, 128), (4, 512), (5, 64)):
         assert summed(bundle, row, ".step_state.prefill")[0] == tokens * (convolution + scan)
-    for row, tokens in ((1, 2), (6, 512)):
+    for row, tokens in ((1, 2), (4, 512)):
         assert summed(bundle, row, ".mamba.in_proj")[0] == 2 * tokens * 64 * 2 * channels
         assert summed(bundle, row, ".mamba.x_proj")[0] == 2 * tokens * channels * (8 + 16)
         assert summed(bundle, row, ".mamba.out_proj")[0] == 2 * tokens * channels * 64
     # Sums after the embedding, x_proj, Mamba, attention and two MLPs, and the gathered logits. In a
     # mixed step, x_proj runs for the prefills and for the decodes, as in vLLM.
     of_decode, of_both = (
-        onerank.read(dict(bundle.traces())[row]).communication.sum() for row in (1, 7)
+        onerank.read(dict(bundle.traces())[row]).communication.sum() for row in (1, 5)
     )
     assert (of_decode, of_both) == ((7, 8) if tp > 1 else (0, 0))
-    assert summed(bundle, 7, ".mamba.x_proj")[0] == 2 * (64 + 4) * channels * (8 + 16)
+    assert summed(bundle, 5, ".mamba.x_proj")[0] == 2 * (64 + 4) * channels * (8 + 16)
 
 
 def test_the_work_of_mamba_2_by_hand(bamba: Bundle):
@@ -573,7 +587,8 @@ def test_heads_that_ranks_do_not_divide_are_whole_on_each(tmp_path: Path, qwen: 
     config = {
         **FEW_QWEN, "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"],
     }  # fmt: skip
-    whole = served_bundle(tmp_path, config, "--tp", "4").manifest
+    point = "decode: batch=2 context=100"
+    whole = served_bundle(tmp_path, config, "--tp", "4", grid=point).manifest
     assert whole.memory.state_bytes_per_sequence == qwen.manifest.memory.state_bytes_per_sequence
     assert whole.memory.whole_state_layers == 1
     assert "serve-whole-states" in {note.code for note in whole.notes}
@@ -671,9 +686,10 @@ def test_ranks_have_the_states_of_their_heads(tmp_path: Path, qwen: Bundle):
     assert 2 * half.state_bytes_per_sequence == whole.state_bytes_per_sequence
     assert half.whole_state_layers == 0
     assert "serve-whole-states" not in {note.code for note in sliced.manifest.notes}
-    for row in (1, 3, 4, 6):
-        for part in ("decode" if row < 4 else "prefill",):
-            of_whole, _ = summed(qwen, row, f".step_state.{part}")
-            assert 2 * summed(sliced, row, f".step_state.{part}")[0] == of_whole
-        for projection in (".in_proj_qkvz", ".in_proj_ba", ".linear_attn.out_proj"):
-            assert 2 * summed(sliced, row, projection)[0] == summed(qwen, row, projection)[0]
+    for row, of_whole in ((1, 1), (2, 3), (3, 4), (4, 6)):
+        part = "decode" if row < 3 else "prefill"
+        assert sliced.rows[row - 1].composition == qwen.rows[of_whole - 1].composition
+        for module in (
+            f".step_state.{part}", ".in_proj_qkvz", ".in_proj_ba", ".linear_attn.out_proj"
+        ):  # fmt: skip
+            assert 2 * summed(sliced, row, module)[0] == summed(qwen, of_whole, module)[0]
