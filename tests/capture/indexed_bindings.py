@@ -1,5 +1,7 @@
 """Imported last by the process that tests fork from: does once what each fork would repeat."""
 
+import gc
+
 from onerank.annotate.gpus.registry import gpu_names
 from onerank.annotate.models.coefficients import shipped
 from onerank.capture.no_device.torch_without_gpu import operators_of_a_gpu
@@ -10,3 +12,4 @@ operators_of_a_gpu()
 # Both read TOML files once per process.
 gpu_names()
 shipped()
+gc.enable()

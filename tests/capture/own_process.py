@@ -107,6 +107,7 @@ def forkserver_context() -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
         [
+            "without_collector",
             "torch._dynamo",
             "torch._functorch.aot_autograd",
             "torch._inductor.compile_fx",

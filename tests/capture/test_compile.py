@@ -1,9 +1,11 @@
 """`capture run --compile`: eager and compiled side by side, on a CPU with kernels in C++."""
 
 import json
+import shutil
 import subprocess
 import textwrap
 from collections import Counter
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -39,6 +41,20 @@ def run(*args: str | Path) -> subprocess.CompletedProcess[str]:
     """Run the command, which forks; `tests/test_api.py` compiles in fresh interpreters."""
     environment = {**COMPILED_IN_TURN, **PLAIN_LOOPS}
     return run_command("capture", "run", *args, environment=environment, forks=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick_linker(tmp_path_factory: pytest.TempPathFactory) -> Generator[None]:
+    """Let g++ link with gold, if it is there: a kernel takes 0.9 s of CPU instead of 1.3 s."""
+    gold = shutil.which("ld.gold")
+    if gold is None:
+        yield
+        return
+    directory = tmp_path_factory.mktemp("linker")
+    (directory / "ld").symlink_to(gold)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COMPILER_PATH", str(directory))  # where g++ looks for `ld`
+        yield
 
 
 @pytest.fixture(scope="module")
