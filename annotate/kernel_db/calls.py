@@ -8,6 +8,7 @@ comparable calls share, and the sizes in which they differ.
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple, cast
 
@@ -23,7 +24,7 @@ from onerank.annotate.op_costs.node_costs import work_of_call
 from onerank.annotate.op_costs.op_classes import OpClass, base_name, floor_share_of, op_class
 from onerank.annotate.op_costs.operands import Call, Tensor, UnknownDtypeError, without_tensors
 from onerank.ir import Graph
-from onerank.ir.arrays import F64, I64, deduplicate
+from onerank.ir.arrays import F64, I64, Mask, deduplicate
 from onerank.ir.dtypes import ITEM_BYTES
 
 # Classes whose kernels do not depend on scalar arguments: alpha, a learning rate, a fill value.
@@ -49,15 +50,19 @@ class CallKey(NamedTuple):
         dtypes: their dtypes, as torch names them without `torch.`.
         attributes: JSON object, position of an argument -> its value, or "=P" if it repeats the
             tensors of argument P; sorted, no spaces.
+        tf32: whether its kernel multiplies float32 operands in TF32.
     """
 
     operator: str
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]
     attributes: str
+    tf32: bool = False
 
 
-def call_key(op: str, shapes: str, types: str, values: str = "") -> CallKey | None:
+def call_key(
+    op: str, shapes: str, types: str, values: str = "", *, tf32: bool = False
+) -> CallKey | None:
     """Return the key of a call; None if it has no tensors or one of an unknown dtype.
 
     Args:
@@ -65,6 +70,7 @@ def call_key(op: str, shapes: str, types: str, values: str = "") -> CallKey | No
         shapes: JSON text as in the column `input_shapes` of `Nodes`.
         types: the same for `input_types`.
         values: the same for `input_values`.
+        tf32: whether the call multiplies float32 operands in TF32.
 
     Raises:
         AnnotateError: the text cannot be read.
@@ -81,6 +87,7 @@ def call_key(op: str, shapes: str, types: str, values: str = "") -> CallKey | No
         shapes=tuple(tensor.shape for tensor in tensors),
         dtypes=tuple(tensor.dtype for tensor in tensors),
         attributes=canonical(_attributes(op, call)),
+        tf32=tf32,
     )
 
 
@@ -220,14 +227,21 @@ class Keyed(NamedTuple):
     keys: tuple[CallKey, ...]
 
 
-def keys_of(graph: Graph, index: I64, operators: Collection[str]) -> Keyed:
+def keys_of(graph: Graph, index: I64, operators: Collection[str], tf32: Mask) -> Keyed:
     """Return the keys of the nodes at `index` whose operator is one of `operators`.
+
+    Args:
+        graph: the graph.
+        index: the nodes, int64[n].
+        operators: operators that have rows.
+        tf32: which nodes multiply float32 operands in TF32, bool[n].
 
     Raises:
         AnnotateError: the text of an operand column cannot be read.
     """
     nodes, strings = graph.nodes, graph.strings
-    first, form = deduplicate([c[index] for c in (nodes.op, nodes.input_shapes, nodes.input_types)])
+    columns = (nodes.op, nodes.input_shapes, nodes.input_types)
+    first, form = deduplicate([*(column[index] for column in columns), tf32])
     rows = index[first]
     ops = [strings[int(op)] for op in nodes.op[rows]]
     wanted = [op.split(".", 1)[0] in operators for op in ops]
@@ -244,10 +258,8 @@ def keys_of(graph: Graph, index: I64, operators: Collection[str]) -> Keyed:
         if not wanted[form[row]]:
             continue
         node = index[row]
-        op, shapes, types = (
-            strings[int(c[node])] for c in (nodes.op, nodes.input_shapes, nodes.input_types)
-        )
-        if key := call_key(op, shapes, types, texts[values[row]]):
+        op, shapes, types = (strings[int(column[node])] for column in columns)
+        if key := call_key(op, shapes, types, texts[values[row]], tf32=bool(tf32[row])):
             key_of_call[position] = positions.setdefault(key, len(positions))
     return Keyed(key_of_call[call], tuple(positions))
 
@@ -302,7 +314,9 @@ def point_of(key: CallKey) -> CallPoint | None:
     work = work_of_call(key.operator, call)
     if work.gemm and all(work.gemm):
         batch, m, n, k, _, _ = work.gemm
-        return CallPoint((key.operator, dtypes), _logs(batch, m, n, k), work)
+        if key.tf32:
+            work = replace(work, dtype="tfloat32")
+        return CallPoint((key.operator, dtypes, key.tf32), _logs(batch, m, n, k), work)
     # Packed sequences pass their lengths as int32 tensors, whose values a key does not contain.
     packed = "int32" in key.dtypes
     shape = work.attention

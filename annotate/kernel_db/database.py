@@ -85,6 +85,13 @@ class KernelRow(msgspec.Struct, frozen=True):
     triton: str
     date: str
 
+    @property
+    def key(self) -> CallKey:
+        """The key of the call."""
+        record: dict[str, Any] = msgspec.json.decode(self.layout) if self.layout else {}
+        tf32 = bool(record.get("tf32"))
+        return CallKey(self.operator, self.shapes, self.dtypes, self.attributes, tf32)
+
 
 SCHEMA = pl.Schema(
     {
@@ -537,6 +544,5 @@ def _by_call(table: pl.DataFrame, gpu: Gpu | None) -> dict[CallKey, list[KernelR
     names = [name for name in table["gpu"].unique() if gpu is not None and is_called(gpu, name)]
     by_call: dict[CallKey, list[KernelRow]] = {}
     for row in rows_of(table.filter(pl.col("gpu").is_in(names))):
-        key = CallKey(row.operator, row.shapes, row.dtypes, row.attributes)
-        by_call.setdefault(key, []).append(row)
+        by_call.setdefault(row.key, []).append(row)
     return by_call

@@ -109,7 +109,8 @@ def look_up(
     # Rows are of dense GEMMs; a sparse one has the same shapes and dtypes, and unknown FLOPs.
     sparse = costs.is_class(OpClass.GEMM) & (costs.flops == UNKNOWN)
     rows = np.flatnonzero(where & ~sparse)
-    keyed = keys_of(graph, costs.index[rows], basis.library.operators)
+    tf32 = costs.tf32_by_choice[rows]
+    keyed = keys_of(graph, costs.index[rows], basis.library.operators, tf32)
     rows, keyed = rows[keyed.key >= 0], Keyed(keyed.key[keyed.key >= 0], keyed.keys)
     if len(rows):
         nodes = _Nodes.of(graph, costs, rows)

@@ -5,6 +5,7 @@
 this package, or the bytes of its operands.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -213,6 +214,15 @@ class OpCosts:
     def is_class(self, *classes: OpClass) -> Mask:
         """Return which nodes are of one of `classes`, bool[n]."""
         return membership_mask(self.op_class, (CLASSES.index(op_class) for op_class in classes))
+
+    @property
+    def tf32_by_choice(self) -> Mask:
+        """Which nodes run in TF32 by the script's choice, not as convolutions do, bool[n]."""
+        by_default = np.array([work.dtype == "tfloat32" for work in self.works], dtype=bool)
+        tf32: Mask = self.dtype == (
+            self.dtypes.index("tfloat32") if "tfloat32" in self.dtypes else -1
+        )
+        return tf32 & ~by_default[self.call]
 
     def only(self, rows: Mask) -> "OpCosts":
         """Return the costs of the nodes in `rows`, bool[n]."""
@@ -453,6 +463,10 @@ def _shares(graph: Graph, index: I64, call: I64) -> _Shares:
     return _Shares(order.astype(np.int64), before, until, takes, instance, total[instance])
 
 
+# CUTLASS names its kernels by the instruction of the tensor cores: for float32 operands m16n8k8.
+_TF32_KERNEL = re.compile(r"tf32|tensorop_s1688", re.IGNORECASE)
+
+
 def _runs_tf32(graph: Graph, index: I64, classes: U8) -> Mask:
     """Return which nodes multiply float32 operands in TF32, bool[n].
 
@@ -461,7 +475,7 @@ def _runs_tf32(graph: Graph, index: I64, classes: U8) -> Mask:
     """
     nodes = graph.nodes
     names = np.unique(nodes.name[index])
-    tf32 = names[["tf32" in graph.strings[int(name)].lower() for name in names]]
+    tf32 = names[[bool(_TF32_KERNEL.search(graph.strings[int(name)])) for name in names]]
     by_name: Mask = np.isin(nodes.name[index], tf32)
     if not graph.job.measurement.tf32_gemms:
         return by_name

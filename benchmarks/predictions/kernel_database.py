@@ -45,7 +45,7 @@ def main() -> None:
     _rates(table)
     rows: dict[CallKey, list[KernelRow]] = defaultdict(list)
     for row in rows_of(table):
-        rows[CallKey(row.operator, row.shapes, row.dtypes, row.attributes)].append(row)
+        rows[row.key].append(row)
     for path in arguments.traces:
         _against_a_step(onerank.read(path), rows, path.name)
 

@@ -17,7 +17,7 @@ from onerank.annotate.gpus.datasheet_estimates import with_estimates
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.gpus.registry import load_gpu
 from onerank.annotate.gpus.spec_schema import Figure
-from onerank.annotate.kernel_db.calls import CallKey, call_of, modelled_ns
+from onerank.annotate.kernel_db.calls import call_of, modelled_ns
 from onerank.annotate.kernel_db.database import SHIPPED, Library, read_database, rows_of
 from onerank.annotate.kernel_db.look_up import SOURCE_SHARE, Basis, look_up
 from onerank.annotate.models.calibration import MeanRates, gemm_shapes, rates_in
@@ -306,7 +306,7 @@ def database_cases(
         # The kernel of torch on an H200; the dataset has only flash-attention's.
         if "_cudnn_attention" not in row.operator:
             continue
-        call = call_of(CallKey(row.operator, row.shapes, row.dtypes, row.attributes))
+        call = call_of(row.key)
         assert call is not None, "attention's types are known"
         works.append(work_of_call(row.operator, call))
         times.append(sum(row.kernel_ns))

@@ -21,7 +21,7 @@ import numpy as np
 from onerank.annotate.describe_gpu import Powers, fit
 from onerank.annotate.energy import SETTLED_S, StepDurations, report_energy
 from onerank.annotate.gpus.registry import find_gpu, load_gpu
-from onerank.annotate.kernel_db.calls import CallKey, call_of
+from onerank.annotate.kernel_db.calls import call_of
 from onerank.annotate.kernel_db.database import KernelRow, read_database, rows_of
 from onerank.annotate.models.features import kernels_of
 from onerank.annotate.models.power import (
@@ -97,7 +97,7 @@ def _powers_of(name: str, rows: list[KernelRow]) -> Powers:
 
 def _work(row: KernelRow) -> Work:
     """Return the work of a row's call, assuming results like its operands."""
-    call = call_of(CallKey(row.operator, row.shapes, row.dtypes, row.attributes))
+    call = call_of(row.key)
     if call is None:
         raise FormatError(
             f"{row.operator}: an operand of {', '.join(row.dtypes)} has no size",
@@ -105,7 +105,7 @@ def _work(row: KernelRow) -> Work:
         )
     work = work_of_call(row.operator, with_results(call))
     # TF32 is a setting and not a type: operands are float32.
-    if work.dtype == "float32" and "tf32" in row.layout:
+    if work.dtype == "float32" and row.key.tf32:
         return replace(work, dtype="tfloat32")
     return work
 

@@ -145,7 +145,7 @@ BF16 = '"Tensor(c10::BFloat16)"'
 
 def test_the_key_of_a_call() -> None:
     product = call_key("aten::mm", "[[8,4],[4,2]]", f"[{BF16},{BF16}]", '[[1,2,0,32,2,"cuda:0"]]')
-    assert product == ("aten::mm", ((8, 4), (4, 2)), ("bfloat16", "bfloat16"), "{}")
+    assert product == ("aten::mm", ((8, 4), (4, 2)), ("bfloat16", "bfloat16"), "{}", False)
     joined = call_key(
         "aten::cat",
         "[[[1,2,64],[1,2,64]],[]]",
@@ -153,14 +153,14 @@ def test_the_key_of_a_call() -> None:
         '[[[1,2,0,128,4,"cuda:0"],[3,4,0,128,4,"cuda:0"]],-1]',
     )
     shapes = ((1, 2, 64), (1, 2, 64))
-    assert joined == ("aten::cat", shapes, ("float32", "float32"), '{"1":-1}')
+    assert joined == ("aten::cat", shapes, ("float32", "float32"), '{"1":-1}', False)
     mean = call_key(
         "aten::mean.dim",
         "[[4,8],[[]],[],[]]",
         '["Tensor(float)","GenericList[Int]","Bool","None"]',
         '[[1,2,0,32,4,"cuda:0"],[-1],true,"<None>"]',
     )
-    assert mean == ("aten::mean", ((4, 8),), ("float32",), '{"1":[-1],"2":true}')
+    assert mean == ("aten::mean", ((4, 8),), ("float32",), '{"1":[-1],"2":true}', False)
 
 
 def test_the_key_of_attention_tells_dropout_but_no_scale() -> None:

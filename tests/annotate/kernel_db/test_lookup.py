@@ -20,8 +20,14 @@ from raised import raises_code
 
 from onerank.annotate import PassOptions, explain, load_gpu, recost, summarise
 from onerank.annotate.kernel_db import database as library
-from onerank.annotate.kernel_db.calls import CallKey, call_key, modelled_ns, point_of
-from onerank.annotate.kernel_db.database import KernelRow, read_database, table_of, write_database
+from onerank.annotate.kernel_db.calls import call_key, modelled_ns, point_of
+from onerank.annotate.kernel_db.database import (
+    CALL,
+    KernelRow,
+    read_database,
+    table_of,
+    write_database,
+)
 from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.learned import predict_from_description
 from onerank.cli import annotate
@@ -59,7 +65,8 @@ def row(operator: dict[str, Any], **fields: Any) -> KernelRow:
     assert key is not None
     if "median_ns" in fields:
         fields = {"kernel_ns": (fields["median_ns"],), **ends(fields["median_ns"]), **fields}
-    return msgspec.structs.replace(ROW, **key._asdict(), **fields)
+    columns = {name: getattr(key, name) for name in CALL}
+    return msgspec.structs.replace(ROW, **columns, **fields)
 
 
 @pytest.fixture
@@ -227,10 +234,7 @@ def test_calls_that_differ_in_tensors_alone_are_one_and_flags_count(trace, datab
 def off_by(operators: list[dict[str, Any]], factor: float) -> list[KernelRow]:
     """Return rows that take `factor` as long as the model says."""
     gpu = load_gpu("A100")
-    keys = [
-        CallKey(one.operator, one.shapes, one.dtypes, one.attributes) for one in map(row, operators)
-    ]
-    points = [point_of(key) for key in keys]
+    points = [point_of(row(one).key) for one in operators]
     modelled = modelled_ns([point.work for point in points if point], gpu, predict_from_description)
     return [
         row(one, median_ns=round(ns * factor)) for one, ns in zip(operators, modelled, strict=True)
@@ -319,11 +323,31 @@ def test_a_cpu_captures_operators_are_looked_up_whole(mm, columns, database):
     assert evidence(narrow) == evidence(made)
 
 
+def test_rows_in_tf32_are_of_calls_in_tf32(mm, columns, database):
+    product = mm(512, 512, 512)
+    product["inputs"] = [("Tensor(float)", shape) for _, shape in product["inputs"]]
+    builder = GraphBuilder()
+    builder.add(kind=Kind.HOST_OP, thread=1, **columns(product))
+    graph = builder.build(Job(device=Device("cpu", "cpu")))
+    measurement = msgspec.structs.replace(graph.job.measurement, tf32_gemms=True)
+    allowing = replace(graph, job=msgspec.structs.replace(graph.job, measurement=measurement))
+    path = database(row(product, median_ns=40_000), row(product, median_ns=8_000, layout=TF32))
+    for each, ns in ((graph, 40_000), (allowing, 8_000)):
+        assert times(recost(each, "A100", databases=[path])) == [ns]
+    # A kernel of the other unit is modelled, not taken.
+    path = database(row(product, median_ns=8_000, layout=TF32))
+    made = recost(graph, "A100", databases=[path])
+    assert evidence(made) == [Evidence.DATASHEET]
+
+
+TF32 = '{"tf32":true}'
+
+
 def test_the_strides_of_an_operator_select_the_layout(mm, columns, database):
     path = database(
         row(mm(512, 512, 512), median_ns=20_000),
         row(mm(512, 512, 512), median_ns=22_050, layout='{"1":[1,512]}'),
-        row(mm(512, 512, 512), median_ns=24_200, layout='{"0":[1,512],"tf32":true}'),
+        row(mm(512, 512, 512), median_ns=24_200, layout='{"0":[1,512]}'),
     )
     strides = ["", "[[512,1],[1,512],[]]", "[[1,512],[512,1],[]]"]
     builder = GraphBuilder()

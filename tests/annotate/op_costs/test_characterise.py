@@ -67,9 +67,13 @@ def test_unknown_stays_unknown(trace):
 def test_tf32_is_recognised_by_the_kernel(trace, mm):
     product = mm(8, 8, 8)
     product["inputs"] = [("Tensor(float)", [8, 8])] * 2
-    names = [("ampere_sgemm_128x64_tn", 10), ("sm80_xmma_gemm_f32f32_tf32f32_f32_nn", 10)]
-    found = op_costs_of(trace(*({**product, "kernels": [name]} for name in names)))
-    assert [found.dtypes[code] for code in found.dtype] == ["float32", "tfloat32"]
+    names = (
+        "ampere_sgemm_128x64_tn",
+        "sm80_xmma_gemm_f32f32_tf32f32_f32_nn",
+        "Kernel2<cutlass_80_tensorop_s1688gemm_64x64_16x6_tn_align4>",
+    )
+    found = op_costs_of(trace(*({**product, "kernels": [(name, 10)]} for name in names)))
+    assert [found.dtypes[code] for code in found.dtype] == ["float32", "tfloat32", "tfloat32"]
 
 
 def test_no_compute_nodes(trace):
