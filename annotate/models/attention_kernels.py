@@ -254,6 +254,12 @@ _BY_SHAPE = {
         masked_forward=(1.85, 1.95, 1.91, 3.94, 2.72),
         masked_backward=(1.45, 1.65, 1.89, 1.86, 1.78),
     ),
+    # Triton's kernels, which Inductor generates without autotuning: seven calls on an H200, full,
+    # causal, with a window and of documents, without the sum of the gradient's products
+    # (2026-11-28-hopper-kernels-h200).
+    ("flex", "hopper"): ShapeFactors(
+        (64, 128), (1.12, 1.4), (1.52, 1.45), 0.5, 0.0, "measured on an H200, torch 2.11"
+    ),
     # Causal calls alone were measured, so their figures hold the wait for the last tiles.
     ("efficient", "hopper"): ShapeFactors(
         (64, 96, 128, 192, 256),
@@ -281,6 +287,7 @@ _OPERATORS = (
     ("cudnn", "_cudnn_attention_"),
     ("efficient", "_efficient_attention_"),
     ("flash_mla", "onerank_serving::latent_attention"),
+    ("flex", "flex_attention"),
 )
 
 

@@ -62,7 +62,10 @@ class ComponentGemms(NamedTuple):
         """Collect the component GEMMs of distinct calls."""
         call = [at for at, work in enumerate(works) for _ in work.parts]
         parts = [part for work in works for part in work.parts]
-        shapes = [(p.batch, p.m, p.n, p.k, p.item_bytes, p.item_bytes, p.reuse) for p in parts]
+        shapes = [
+            (p.batch, p.m, p.n, p.k, p.item_bytes, p.result_bytes or p.item_bytes, p.reuse)
+            for p in parts
+        ]
         return cls(
             np.array(call, dtype=np.int64),
             np.array([p.times for p in parts], dtype=np.float64),

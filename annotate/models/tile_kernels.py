@@ -102,6 +102,25 @@ def batched_vector_kernel(gpu: Gpu, c: GemmCoefficients) -> TileKernel | None:
     return TileKernel(c, None, 1.0, 0.0, _BATCHED_VECTOR)
 
 
+# Tiles of cuBLAS for TF32 on Hopper, of the kernels' names. Steps of 32 elements take a fourth of a
+# microsecond at least. Figures are fitted to 27 products of an H200, with operands as in a linear
+# layer or in a batch: 10% off (2026-11-28-hopper-kernels-h200). Gradients of weights, whose
+# operands are both transposed, take 1.4 to 1.6 times as long, which is not modelled.
+_TF32_EDGES = ((64, 64), (64, 128), (64, 256), (128, 128), (128, 256), (256, 128))
+_TF32_TILINGS = np.array(
+    [(*edges, split) for edges in _TF32_EDGES for split in _SPLITS], dtype=np.float64
+).T
+_TF32_STEP_CYCLES, _TF32_RATE = 600.0, 0.85
+
+
+def tf32_kernel(gpu: Gpu, c: GemmCoefficients) -> TileKernel | None:
+    """Return the kernel of GEMMs in TF32; None if it is that of other types."""
+    if gpu.architecture != "hopper":
+        return None
+    coefficients = msgspec.structs.replace(c, step_cycles=_TF32_STEP_CYCLES)
+    return TileKernel(coefficients, None, _TF32_RATE, 0.0, _TF32_TILINGS)
+
+
 def experts_kernels(gpu: Gpu, kernels: U8, c: Coefficients) -> Iterator[tuple[I64, TileKernel]]:
     """Yield the rows of experts' GEMMs in `kernels`, a `PartKernel` for each, and their kernel."""
     for code, (library, tilings) in _EXPERT_KERNELS.items():
@@ -129,6 +148,10 @@ _GROUPED_STREAM = 26.1
 
 # Tiles, and the rate over that of cuBLAS, of both kernels.
 _GROUPED_TILES = (_undivided([(64, 128)]), 1.0), (_undivided([(128, 256)]), 1.2)
+
+# Rate of both kernels in 8 bits with a scale for each row, and their epilogues, by 42 products of
+# an H200 (2026-11-28-hopper-kernels-h200).
+_GROUPED_8_BIT = 0.85, 0.3
 
 # Costs that were chosen on an H100 alone, without a limit of SMs, were 20% short on an H200. Errors
 # on other Hopper GPUs are therefore those of experts on a die family that a fit has not seen.
@@ -159,15 +182,21 @@ def grouped_kernels(
     if not has_grouped_kernels(gpu):
         return
     m, n = (shapes[:, GemmShape._fields.index(name)] for name in ("m", "n"))
-    sixteen_bit: Mask = shapes[:, GemmShape._fields.index("operand_bytes")] == 2
-    grouped: Mask = (kernels == PartKernel.GROUPED) & sixteen_bit
+    grouped: Mask = kernels == PartKernel.GROUPED
+    eight_bit: Mask = shapes[:, GemmShape._fields.index("operand_bytes")] == 1
     few: Mask = (m <= _GROUPED_FEW) | (n <= _GROUPED_FEW)
-    for rows, (tilings, rate) in zip((grouped & few, grouped & ~few), _GROUPED_TILES, strict=True):
+    kinds = (
+        (grouped & few & ~eight_bit, *_GROUPED_TILES[0], 0.0),
+        (grouped & ~few & ~eight_bit, *_GROUPED_TILES[1], 0.0),
+        (grouped & few & eight_bit, _GROUPED_TILES[0][0], *_GROUPED_8_BIT),
+        (grouped & ~few & eight_bit, _GROUPED_TILES[1][0], *_GROUPED_8_BIT),
+    )
+    for rows, tilings, rate, epilogue in kinds:
         kernel = TileKernel(
             c,
             floor_ns=None,
             rate=rate,
-            epilogue=0.0,
+            epilogue=epilogue,
             tilings=tilings,
             cluster=_GROUPED_CLUSTER,
             exposed=_GROUPED_EXPOSED,

@@ -26,6 +26,7 @@ from onerank.annotate.models.tile_kernels import (
     experts_kernels,
     grouped_kernels,
     scaled_kernels,
+    tf32_kernel,
 )
 from onerank.annotate.op_costs.cost_record import AttentionSizes, GemmShape, Scales
 from onerank.ir.arrays import F64, I64, U8, Mask, deduplicate
@@ -37,6 +38,8 @@ _FITTED_TYPES = ("bfloat16", "float16", "tfloat32", "int8", "float8_e4m3fn", "fl
 # linear layers on V100, T4, A100 and H100 (torch 2.1) are 7 to 11% off by their shapes, in the
 # mean, and its batched products 9 to 22%.
 _VECTOR_TYPE = "float32"
+
+_SIDES = [GemmShape._fields.index(name) for name in ("m", "n")]
 
 _ITEM_BYTES = 2  # of the GEMMs that two microbenchmarks calibrate
 
@@ -69,7 +72,9 @@ def tile_times(
     known, attention = _able(kernels, gpu), has_attention[call]
     # No kernel of attention in float32 was measured.
     in_vector = _in_type(kernels, (_VECTOR_TYPE,))
-    gemms = np.flatnonzero(known & ~attention)
+    # One row or column in float32 runs a kernel of vectors (`gemv2T`), which memory alone limits.
+    single: Mask = (kernels.gemm[:, _SIDES] == 1).any(axis=1)
+    gemms = np.flatnonzero(known & ~attention & ~(in_vector & single[call]))
     fused = np.flatnonzero(known & attention & ~in_vector)
     before, per_call = without_overrides(gpu), kernels.per_call
     rates_before = kernels.rates(before)
@@ -278,7 +283,11 @@ def _product_groups(
     yield _ProductGroup(np.flatnonzero(sixteen_bit & of_library), *by_calibration)
     yield _ProductGroup(np.flatnonzero(vector & ~batched), *uncalibrated, on_vector=True)
     yield _ProductGroup(np.flatnonzero(vector & batched), *uncalibrated, True, of_batches)
-    yield _ProductGroup(np.flatnonzero(~sixteen_bit & of_library & ~vector), *uncalibrated)
+    others: Mask = ~sixteen_bit & of_library & ~vector
+    # Convolutions have kernels of their own.
+    tf32: Mask = others & _in_type(kernels, ("tfloat32",))[rows] & (products.part_kernels is None)
+    yield _ProductGroup(np.flatnonzero(others & ~tf32), *uncalibrated)
+    yield _ProductGroup(np.flatnonzero(tf32), *uncalibrated, kernel=tf32_kernel(gpu, c.gemm))
     for chosen, kernel in special:
         yield _ProductGroup(chosen, *uncalibrated, kernel=kernel)
     for chosen, kernel in grouped:

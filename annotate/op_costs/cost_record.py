@@ -47,12 +47,13 @@ class ComponentGemm(NamedTuple):
         m: rows of the result.
         n: columns of the result.
         k: inner size.
-        item_bytes: bytes of an element of operands and result.
+        item_bytes: bytes of an element of the operands.
         reuse: elements of [m, k] per element in memory, above 1 for a convolution's image.
         times: repetitions, or the time relative to a plain GEMM of these sizes.
         launches: additional launch floors per repetition.
         kernel: its kernel.
         also_moved: bytes that other kernels of the call move per repetition.
+        result_bytes: bytes of an element of the result; 0: as of the operands.
     """
 
     batch: int
@@ -65,6 +66,7 @@ class ComponentGemm(NamedTuple):
     launches: int = 0
     kernel: PartKernel = PartKernel.LIBRARY
     also_moved: int = 0
+    result_bytes: int = 0
 
 
 class Scales(IntEnum):

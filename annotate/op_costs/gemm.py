@@ -191,7 +191,13 @@ def _grouped_mm(call: Call) -> Work | None:
             result = call.output()
             groups = max(1, result.shape[0]) if result and len(result.shape) == 3 else 1
             sizes = (groups, m, n, -(-k // groups))
-    part = ComponentGemm(*sizes, left.item_bytes, kernel=PartKernel.GROUPED)
+    result = call.output()
+    part = ComponentGemm(
+        *sizes,
+        left.item_bytes,
+        kernel=PartKernel.GROUPED,
+        result_bytes=result.item_bytes if result else 0,
+    )
     # Parts, not `gemm`: recosting multiplies a measured time by the ratio of the parts' predicted
     # times, in which the deviation of the call's routing from equal shares cancels.
     return matmul_work(call, left, 2 * batch * m * k * n, read, parts=(part,))

@@ -21,9 +21,9 @@ from onerank.annotate.op_costs.op_classes import OpClass, is_generated
 from onerank.annotate.op_costs.operands import Call, Tensor
 from onerank.annotate.op_costs.reductions import SM_COUNT, division_of
 
-# Longest row that PyTorch's softmax keeps in registers, in elements; longer ones take
-# `_LONG_SOFTMAX` passes.
-_REGISTER_ROW = 1024
+# Longest row that PyTorch's softmax keeps in the registers of a warp, in elements, in torch 2.11.
+# Longer ones take `_LONG_SOFTMAX` passes.
+_REGISTER_ROW = 2048
 
 SHARED_ROW_BYTES = 48 * 1024
 """Longest row that a softmax or its backward keeps in shared memory: the limit of a block without
@@ -119,7 +119,12 @@ def passes_of(call: Call) -> float:
 def cached_passes_of(call: Call) -> float:
     """Return `passes_of` where an SM's cache keeps the rows of its blocks, as on Hopper GPUs."""
     tensor = call.tensor(0)
-    if call.op not in (*_NORMS, *_NORM_BACKWARDS) or tensor is None or not tensor.numel:
+    if tensor is None or not tensor.numel:
+        return passes_of(call)
+    if call.op in ("_softmax", "_log_softmax"):
+        row = tensor.shape[-1] * tensor.item_bytes if tensor.shape else 0
+        return _UNCACHED_SOFTMAX if row > _UNCACHED_ROW_BYTES else passes_of(call)
+    if call.op not in (*_NORMS, *_NORM_BACKWARDS):
         return passes_of(call)
     width = tensor.shape[-1] if tensor.shape else 1
     row_bytes = width * tensor.item_bytes
@@ -165,6 +170,10 @@ _ELEMENTWISE_PER_CYCLE, _REDUCED_PER_CYCLE, _CONCATENATED_PER_CYCLE = 1.34, 2.5,
 # axes about 4.5 of 16 bits (2026-11-28-norms-sums-h100).
 _WIDE_PER_CYCLE, _MIXED_PER_CYCLE, _LEADING_PER_CYCLE = 1.15, 0.87, 4.5
 
+# Sums, means and extremes of rows of 768 to 1536 numbers, by bytes of an element, on an H200
+# (2026-11-28-hopper-kernels-h200).
+_ROWS_PER_CYCLE = {2: 6.0, 4: 3.5}
+
 # Sums and means over leading axes, of which a thread has four outputs: cycles of an output, of four
 # of its values, which are loaded at once, and of each value beyond a multiple of four. Chosen on
 # parts of 50 million numbers in bf16 on an H100, of which 2, 3, 4, 6 and 8 take 208, 253, 211, 323
@@ -191,7 +200,7 @@ _TRANSPOSED_PER_CYCLE, _UNTRANSPOSED_PER_CYCLE, _WIDE_ROW = 0.5, 1.34, 256
 # 2026-11-27-small-operators-blind-h100): variances by Welford's algorithm, `normal_`, `softplus`;
 # sorts of rows in one block, of numbers up to a power of two; comparisons of a binary search.
 _PER_CYCLE = {
-    **dict.fromkeys(("var", "std", "var_mean", "std_mean"), 1.7),
+    **dict.fromkeys(("var", "std", "var_mean", "std_mean"), 2.4),
     "normal_": 1.55,
     "softplus": 1.9,
 }
@@ -211,8 +220,14 @@ _CONFLICTS, _SPREAD_BITS = 2, 10
 _WARP_NUMBERS = 512
 _GROUP_CYCLES, _GROUPED_PER_CYCLE, _NORMED_GROUPS_PER_CYCLE = 150.0, 0.93, 1.27
 
-# The same of softmax of long rows: 1.0 to 1.2 in the shipped database of the H200.
-_LONG_SOFTMAX_PER_CYCLE = 1.1
+# The same of softmax of long rows, by bytes of an element: in 32 bits 1.0 to 1.2 in the shipped
+# database of the H200, in 16 bits 1.9 to 2.8 there (2026-11-28-hopper-kernels-h200).
+_LONG_SOFTMAX_PER_CYCLE = {2: 2.3, 4: 1.15}
+
+# On a Hopper GPU rows of this length, of two blocks for each SM, exceed the cache, and memory
+# serves all three reads: 2.0 passes of a read and a write (128,256 numbers in 16 and 32 bits, and
+# 151,936, on an H200). Shorter rows are in the cache.
+_UNCACHED_ROW_BYTES, _UNCACHED_SOFTMAX = 190_000, 2.0
 
 # Layer and RMS norms: SM cycles of a row and of each of its elements, by bytes of an element. A
 # block of 128 threads takes one row, and a warp's first load has 128 elements, however short the
@@ -265,14 +280,15 @@ def cycles_of(call: Call, operator_class: OpClass) -> float:
         (op == "topk" and not selects_in_blocks(call), read, _TOPK_PER_CYCLE),
         (op in _NORMS, _norm_cycles(call), 1.0),
         (op in _NORM_BACKWARDS, _norm_backward_cycles(call), 1.0),
-        (long_softmax, read, _LONG_SOFTMAX_PER_CYCLE),
+        (long_softmax, read, _LONG_SOFTMAX_PER_CYCLE[4 if _is_wide(call) else 2]),
         (sums > 0, sums, 1.0),
         (op in _SUMS and shares_outputs(call), read, _LEADING_PER_CYCLE),
+        (_reduces_rows(call), read, _ROWS_PER_CYCLE[4 if _is_wide(call) else 2]),
         (operator_class is OpClass.REDUCTION, read, _REDUCED_PER_CYCLE),
         (op == "roll", read, _ROLLED_PER_CYCLE),
         (stored is not None, stored.numel if stored else 0, _ELEMENTWISE_PER_CYCLE),
         (computes and _transposes(call), widest, _transposed_per_cycle(call)),
-        (op != "copy_" and _mixes_dtypes(call, operator_class), widest, _MIXED_PER_CYCLE),
+        (op != "copy_" and mixes_dtypes(call, operator_class), widest, _MIXED_PER_CYCLE),
         (computes and op != "copy_" and _is_wide(call), widest, _WIDE_PER_CYCLE),
         (computes, widest, _ELEMENTWISE_PER_CYCLE),
         (_is_expanded(call, operator_class), widest, _EXPANDED_PER_CYCLE),
@@ -351,7 +367,16 @@ def shares_outputs(call: Call) -> bool:
     return division is not None and not division.along_input and division.rows(SM_COUNT) > 1
 
 
-def _mixes_dtypes(call: Call, operator_class: OpClass) -> bool:
+_OF_ROWS = ("sum", "mean", "amax", "amin")
+
+
+def _reduces_rows(call: Call) -> bool:
+    """Return whether a kernel reduces rows of adjacent numbers, which it loads as vectors."""
+    tensor, division = call.tensor(0), division_of(call) if call.op in _OF_ROWS else None
+    return division is not None and division.along_input and bool(tensor and tensor.contiguous)
+
+
+def mixes_dtypes(call: Call, operator_class: OpClass) -> bool:
     """Return whether tensors of an elementwise operator have different floating-point dtypes."""
     operands = (operand[0] for operand in call.inputs if operand and len(operand) == 1)
     dtypes = {each.dtype for each in operands if each.numel > 1 and "float" in each.dtype}

@@ -19,7 +19,9 @@ from onerank.annotate.op_costs.kernel_overheads import (
     SHARED_ROW_BYTES,
     STORES_BY_INDEX,
     VARIANCES,
+    mixes_dtypes,
 )
+from onerank.annotate.op_costs.op_classes import op_class
 from onerank.annotate.op_costs.operands import Call, Tensor
 from onerank.annotate.op_costs.reductions import NEED_AXES, SM_COUNT, division_of
 
@@ -201,6 +203,34 @@ def _bisected(call: Call) -> float:
     return _COMPARED * log2(bounds.shape[-1] + 1) if bounds and bounds.shape else 0.0
 
 
+# Negative log-likelihood: one block, of which a thread takes about 16 rows one after another, of a
+# target, and of the score at it in the forward (NLLLoss.cu). A row takes 1.1 us forward and 0.56
+# backward, for 512 to 16,384 rows of an H200 (2026-11-28-hopper-kernels-h200).
+_LOSS_ROWS, _LEAST_THREADS, _MOST_THREADS = 16, 32, 1024
+_SCORE_LOADS, _TARGET_LOADS = 2.6, 1.25
+
+
+def _nll_loss(call: Call) -> float:
+    target = call.tensor(2 if "backward" in call.op else 1)
+    rows = target.numel if target else 0
+    if not rows:
+        return 0.0
+    threads = 2 ** round(log2(max(rows / _LOSS_ROWS, 1)))
+    threads = min(max(threads, _LEAST_THREADS), _MOST_THREADS)
+    each = _TARGET_LOADS if "backward" in call.op else _SCORE_LOADS
+    return each * ceil(rows / threads)
+
+
+# An elementwise kernel whose operands differ in dtype loads by a switch of the dtype, so a thread's
+# four elements wait for each other. One takes an H200 1.35 us, four 2.6
+# (2026-11-28-hopper-kernels-h200).
+_CAST_BY_THREAD, _CAST_THREADS, _CAST_LOADS = 4, 128, 0.8
+
+
+def _mixed(call: Call) -> float:
+    return _CAST_LOADS * min(_CAST_BY_THREAD, ceil(call.output_numel / _CAST_THREADS))
+
+
 _CHAINS: dict[str, Callable[[Call], float]] = {
     **dict.fromkeys(("gather", "scatter", "scatter_", "scatter_add", "scatter_add_"), _scattered),
     **dict.fromkeys(("embedding", "index_select"), _selected),
@@ -213,12 +243,15 @@ _CHAINS: dict[str, Callable[[Call], float]] = {
     **dict.fromkeys((*_SUMS, *VARIANCES, *_EXTREMES), _reduction),
     **dict.fromkeys(_SCANS, _scan),
     **dict.fromkeys(("searchsorted", "bucketize"), _bisected),
+    **dict.fromkeys(("nll_loss_forward", "nll_loss_backward"), _nll_loss),
 }
 
 
 def chain_of(call: Call) -> float:
     """Return the number of loads of a call's longest chain; 0 if none bounds its time."""
     chain = _CHAINS.get(call.op)
+    if chain is None and mixes_dtypes(call, op_class(call.op)):
+        return _mixed(call)
     return chain(call) if chain else 0.0
 
 
