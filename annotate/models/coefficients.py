@@ -12,7 +12,7 @@ from typing import TypeVar
 import msgspec
 
 from onerank.annotate.gpus.gpu import Gpu
-from onerank.annotate.models.call_gaps import ATTENTION_GAP
+from onerank.annotate.models.kernel_gaps import ATTENTION_GAP
 
 __all__ = [
     "AttentionCoefficients",

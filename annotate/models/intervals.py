@@ -19,7 +19,6 @@ from typing import NamedTuple, Self
 import numpy as np
 
 from onerank.annotate.gpus.gpu import Gpu
-from onerank.annotate.models.call_gaps import ATTENTION_GAP, has_uncertain_gap
 from onerank.annotate.models.coefficients import Coefficients
 from onerank.annotate.models.error_kinds import (
     KIND_AT,
@@ -30,6 +29,7 @@ from onerank.annotate.models.error_kinds import (
 )
 from onerank.annotate.models.features import KernelFeatures
 from onerank.annotate.models.gpu_distance import distance_from_fitted
+from onerank.annotate.models.kernel_gaps import ATTENTION_GAP, has_uncertain_gap
 from onerank.annotate.models.prediction_terms import (
     BY_DATABASE,
     PredictedDurations,

@@ -10,11 +10,11 @@ from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.kernel_db.database import Library, library_for
 from onerank.annotate.kernel_db.look_up import Basis
 from onerank.annotate.kernel_db.node_durations import best_of, evidence_of
-from onerank.annotate.models.call_gaps import gap_after_kernels_ns
 from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.error_kinds import Uncertainty
 from onerank.annotate.models.features import KernelFeatures, Timing
 from onerank.annotate.models.intervals import Interval, OverrideEffect, intervals
+from onerank.annotate.models.kernel_gaps import gap_after_kernels_ns
 from onerank.annotate.models.prediction_terms import (
     BY_DATABASE,
     BY_TILES,

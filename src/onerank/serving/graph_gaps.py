@@ -7,28 +7,18 @@ from onerank.annotate import load_gpu
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.features import KernelFeatures
 from onerank.annotate.models.gpu_distance import same_die
+from onerank.annotate.models.kernel_gaps import (
+    LONGEST_STEP_GAP_NS,
+    SAME_DIE_HALF_WIDTH_NS,
+    STEP_GAP_GPU,
+    STEP_GAP_HALF_WIDTH_NS,
+    STEP_GAP_NS,
+)
 from onerank.annotate.op_costs.node_costs import op_costs_of
 from onerank.annotate.recost.recost import source_gpu
 from onerank.annotate.recost.recosting_summary import Recosting
 from onerank.ir import Graph
 from onerank.serving.tables import StepRow
-
-# Time of a replayed CUDA graph beyond the sum of its profiled kernels, for each kernel, in ns.
-# While other graphs exist, as in engines, decodes of Gemma 3 and Qwen2.5-1.5B on H100s have 170 to
-# 310 ns. Solar Open and prefills have less, but their kernels are long
-# (2026-11-28-serving-blind-3-h100).
-_GRAPH_GAP_NS, _GRAPH_GAP_GPU = 250, "H100"
-
-# The longest usual gap: of 22 decodes of a Llama-8B at TP 2 (1,439 to 1,534 kernels) on an H100,
-# 352 to 383 in most of them.
-_LONGEST_GRAPH_GAP_NS = 370
-
-# Half the width of the 80% interval of the gap after a kernel, in ns. Measured gaps of decodes are
-# 173 to 303 ns on H100s (Llama-8B, Llama-1B and a Qwen3-MoE, whole) and 357 to 417 ns on an H200
-# (the two Llamas). Gaps predicted for another GPU of the same die differ by up to 90 ns from the
-# measured ones. Measured gaps of one composition differ by up to 41 ns between two H100s.
-_GRAPH_GAP_HALF_WIDTH_NS = 150
-_GRAPH_GAP_SAME_DIE_HALF_WIDTH_NS = 75
 
 # Half the width of the 80% interval of `_GraphGaps.stretch`. That of a prefill changes by 0.001 to
 # 0.006 between two H100s, and by 0.007 to 0.009 from an H100 to an H200.
@@ -91,11 +81,11 @@ class _GraphGaps:
     def predicted(cls, after: Graph, gpu: Gpu) -> "_GraphGaps":
         """Return the gaps of a step that was not measured as a CUDA graph."""
         count = int(after.gpu_compute.sum())
-        gaps_ns = _GRAPH_GAP_NS * count
-        measured_on = load_gpu(_GRAPH_GAP_GPU)
+        gaps_ns = STEP_GAP_NS * count
+        measured_on = load_gpu(STEP_GAP_GPU)
         if same_die(measured_on, gpu):
             gaps_ns += _longer_gaps_ns(after, measured_on, gpu)
-        return cls(gaps_ns, 0.0, _GRAPH_GAP_HALF_WIDTH_NS * count)
+        return cls(gaps_ns, 0.0, STEP_GAP_HALF_WIDTH_NS * count)
 
     @classmethod
     def transferred(cls, row: StepRow, before: Graph, gpu: Gpu) -> "_GraphGaps | None":
@@ -106,13 +96,13 @@ class _GraphGaps:
         longer_ns = row.graph_ns - row.gpu_ns
         # A difference beyond the usual gaps has another cause, such as a lower clock, whose effect
         # grows with the kernels.
-        gaps_ns = min(max(0, longer_ns), _LONGEST_GRAPH_GAP_NS * count)
+        gaps_ns = min(max(0, longer_ns), LONGEST_STEP_GAP_NS * count)
         stretch = (longer_ns - gaps_ns) / row.gpu_ns
         source = source_gpu(before, None)
         if not same_die(source, gpu):
-            return cls(gaps_ns, stretch, _GRAPH_GAP_HALF_WIDTH_NS * count)
+            return cls(gaps_ns, stretch, STEP_GAP_HALF_WIDTH_NS * count)
         change_ns = _longer_gaps_ns(before, source, gpu)
-        width_ns = _GRAPH_GAP_SAME_DIE_HALF_WIDTH_NS * count
+        width_ns = SAME_DIE_HALF_WIDTH_NS * count
         return cls(max(0.0, gaps_ns + change_ns), stretch, width_ns)
 
     def step(self, recosting: Recosting) -> tuple[int, int | None, int | None]:
