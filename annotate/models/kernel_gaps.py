@@ -40,7 +40,7 @@ median of FlashAttention 2's calls of 8 to 21 us; on an H200 1.47 us longer than
 KERNEL_GAP = 0.09
 """Launch floors from the end of a memory-bound kernel to the next in a graph of 24 such calls.
 
-0.21 us in the median of 16 kernels of an H200, 0.16 to 0.25; 0.35 us from 1 million elements on.
+0.22 us in the median of 20 kernels of an H200, 0.18 to 0.35 for four of five.
 """
 
 STEP_GAP_NS, STEP_GAP_GPU = 250, "H100"

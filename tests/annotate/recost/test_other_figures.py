@@ -13,7 +13,7 @@ from notes import has_note, note_of
 
 from onerank.annotate import Gpu, PassOptions, explain, load_gpu, recost, with_figures
 from onerank.annotate.kernel_db.calls import call_key
-from onerank.annotate.kernel_db.database import table_of, write_database
+from onerank.annotate.kernel_db.database import CALL, table_of, write_database
 from onerank.annotate.models.coefficients import shipped
 from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import UNKNOWN, Evidence, Graph
@@ -45,7 +45,12 @@ def rows(tmp_path: Path) -> Callable[..., Path]:
             row = msgspec.structs.replace(
                 database_row.ROW, gpu="NVIDIA A100-SXM4-80GB", layout="{}"
             )
-            about = {**key._asdict(), **times, "kernels": ("kernel",), "kernel_ns": (ns,)}
+            about = {
+                **{name: getattr(key, name) for name in CALL},
+                **times,
+                "kernels": ("kernel",),
+                "kernel_ns": (ns,),
+            }
             made.append(msgspec.structs.replace(row, **about))
         write_database(table_of(made), tmp_path / "a100.parquet")
         return tmp_path / "a100.parquet"
