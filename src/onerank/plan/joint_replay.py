@@ -239,11 +239,10 @@ class _JointEvents:
             schedule = schedules[place]
             if event_ns != schedule.next_event_ns:
                 continue
-            schedule.handle_event()
             # Most events concern one rank, which goes on while no other has an earlier event.
-            while not schedule.started and (not queue or schedule.next_event_ns < queue[0][0]):
-                if math.isinf(schedule.next_event_ns):
-                    break
+            until_ns = queue[0][0] if queue else math.inf
+            schedule.handle_event()
+            while not schedule.started and schedule.next_event_ns < until_ns:
                 schedule.handle_event()
             self._follow_starts(place)
             self._queue_next(place)
