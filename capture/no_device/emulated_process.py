@@ -213,6 +213,7 @@ class EmulatedProcess:
             *self.values.notes(),
             *self._routers.notes(),
             *self.operators.zero_patterns.notes(),
+            *self.operators.detections.notes(),
             *self.operators.block_masks.notes(),
             *self.inductor.notes(),
             *self._files.notes(),

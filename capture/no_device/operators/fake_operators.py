@@ -42,6 +42,7 @@ from onerank.capture.no_device.event_log import (
 from onerank.capture.no_device.operators.autograd_ranges import AutogradRanges, is_of_reducer
 from onerank.capture.no_device.operators.block_masks import FLEX_ATTENTION, BlockMasks
 from onerank.capture.no_device.operators.chosen_indices import ChosenIndices
+from onerank.capture.no_device.operators.detections import Detections
 from onerank.capture.no_device.operators.fake_kernels import RepeatedCalls, lacks_fake, shapes_of
 from onerank.capture.no_device.operators.flash_attention_3 import python_kernel
 from onerank.capture.no_device.operators.functional_collectives import FunctionalCollectives
@@ -136,6 +137,7 @@ class FakeOperators(TorchDispatchMode):
         block_masks: counts what flex attention computes.
         zero_patterns: which elements of tensors with unknown numbers are zero.
         routers: gives the choices of routers.
+        detections: gives the sizes of a detector's selections.
         count: operators so far.
         listener: called every few hundred operators, for progress within a step.
     """
@@ -174,6 +176,7 @@ class FakeOperators(TorchDispatchMode):
         self.zero_patterns = ZeroPatterns(self.known, self.storages, unknown)
         self.routers = routers
         self._chosen = ChosenIndices()
+        self.detections = Detections()
         self._results = KnownResults(self.known, unknown, routers)
         self.workspaces = Workspaces(log, gpu.workspace_bytes, gpu.sm_count)
         self.describe = Describer(self.storages.number)
@@ -490,6 +493,7 @@ class FakeOperators(TorchDispatchMode):
                 mark_written(tensor, zero=schema.base in _ZEROS)
         self.zero_patterns.follow(call, result, masks)
         self._chosen.follow(call, result, self.routers.take_use())
+        self.detections.follow(call, result)
         self._sparse.follow(call, result)
         return result
 
@@ -515,6 +519,8 @@ class FakeOperators(TorchDispatchMode):
             if numbers is not None:
                 return tree_map_only(Tensor, _like, numbers)
             selected = self._results.selected_by_masks(call)
+            if selected is None:
+                selected = self.detections.selected(call)
             return self._unknown.refuse(name) if selected is None else selected
         except DataDependentOutputException:
             return self._unknown.answer() if numbers is None else numbers
