@@ -1,7 +1,7 @@
 """Commands of ours and Python code in a separate process, on the CPU.
 
 The process is forked from one that has imported what a capture needs and done nothing else: a fresh
-interpreter takes seconds for that. What a user calls, a fresh one, is in `test_run`.
+interpreter takes seconds for that. What a user calls, a fresh one, is in `test_imports`.
 """
 
 import functools

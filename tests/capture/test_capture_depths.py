@@ -88,12 +88,6 @@ def at(script: Path, layers: tuple[int, ...], count: int, **options: Any) -> Any
 
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, ...], tuple[int, int]]] = {
-    "tensor parallel, accumulating gradients": (
-        {"batches": 2},
-        {"tp": 2},
-        (2, 4),
-        (0, 1),
-    ),
     "transformers' flavour, checkpointed, foreach": (
         {"prepare": CHECKPOINT, "optimizer": {"foreach": True}},
         {"tp": 2, "tp_style": "hf"},
@@ -212,13 +206,6 @@ STAGES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, ...], int, tu
         (2, 4),
         5,
         (0, 1),
-    ),
-    "a dense layer before the experts of the stage": (
-        {"kind": "DeepseekV3", "changes": {**LATENT, "num_hidden_layers": 7}},
-        {"pp": 2, "rank": 0, "pp_layers": (5, 2)},
-        (2, 4),
-        5,
-        (1, 1),
     ),
 }  # fmt: skip
 

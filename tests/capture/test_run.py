@@ -48,11 +48,9 @@ def script(directory: Path, text: str) -> Path:
 def test_the_example_as_rank_2_of_4(tmp_path):
     trace = tmp_path / "trace.et"
     raw = tmp_path / "raw"
-    # In a fresh interpreter, as a user calls it; the other tests fork, which saves their imports.
-    arguments = ["--tp", "4", "--rank", "2", "-o", trace, "--raw-dir", raw, "--json", "--", *TINY]
-    done = subprocess.run(
-        [*CAPTURE, EXAMPLE, *arguments], capture_output=True, text=True, check=False, env=CPU_ONLY
-    )
+    # A fork, which saves imports; `test_imports` captures in a fresh interpreter, as a user does.
+    options = ["--tp", "4", "--rank", "2", "-o", trace, "--raw-dir", raw, "--json"]
+    done = run_command("capture", "run", EXAMPLE, *options, "--", *TINY, forks=True)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     graph = onerank.read(trace)
