@@ -325,8 +325,8 @@ class _ModuleIndex:
         modules, sizes = sys.modules.copy(), [*map(len, self._namespaces)]
         if sizes != self._sizes:
             # Patches add names too, so this occurs in each capture.
-            pairs = zip(self._libraries, sizes, self._sizes, strict=True)
-            grown = [name for name, size, before in pairs if size != before]
+            changed = map(operator.ne, sizes, self._sizes)
+            grown = [*itertools.compress(self._libraries, changed)]
             for name in grown:
                 self._search_module(name, self._modules[name])
             self._sizes = sizes
