@@ -11,7 +11,7 @@ import functools
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -154,12 +154,12 @@ def override(
     with warnings.catch_warnings():
         # torch warns although `allow_override=True` states the intent.
         warnings.filterwarnings("ignore", r"(?s).*Overriding a previously registered kernel")
-        for name, schema in _group_operators():
+        for name, arguments in group_operators():
             emulated = kernels.get(name)
             if emulated is None:
                 kernel = _refusing(refusal, name, _UNKNOWN)
             else:
-                kernel = _with_schema_names(schema, emulated)
+                kernel = _with_schema_names(arguments, emulated)
             functions[name] = kernel
             for key in ("CPU", "CUDA", "Meta"):
                 library.impl(name, kernel, key, allow_override=True)
@@ -175,21 +175,27 @@ def _refusing(refusal: Refusal, operator: str, reason: str) -> Callable[..., NoR
     return refuse
 
 
-def _group_operators() -> Iterator[tuple[str, Any]]:
-    """Yield (name, schema) of every c10d operator that takes a process group."""
+@functools.cache
+def group_operators() -> tuple[tuple[str, Callable[..., Any]], ...]:
+    """Return the name, and the class of arguments, of each c10d operator that takes a group."""
+    operators: list[tuple[str, Callable[..., Any]]] = []
     for name in _torch._C._dispatch_get_all_op_names():
         if name.startswith("c10d::"):
             schema = _torch._C._get_schema(*name.partition(".")[::2])
             if any("ProcessGroup" in str(argument.type) for argument in schema.arguments):
-                yield name.removeprefix("c10d::"), schema
+                operators.append((name.removeprefix("c10d::"), _class_of_arguments(schema)))
+    return tuple(operators)
 
 
-def _with_schema_names(schema: Any, kernel: Kernel) -> Callable[..., object]:
+def _class_of_arguments(schema: Any) -> Callable[..., Any]:
     # Arguments with defaults are always the last ones.
     optional = [a for a in schema.arguments if a.has_default_value()]
     names = [argument.name for argument in schema.arguments]
     defaults = [argument.default_value for argument in optional]
-    arguments = collections.namedtuple("arguments", names, defaults=defaults)  # pyrefly: ignore
+    return collections.namedtuple("arguments", names, defaults=defaults)  # pyrefly: ignore
+
+
+def _with_schema_names(arguments: Callable[..., Any], kernel: Kernel) -> Callable[..., object]:
     return untraced(lambda *args: kernel(arguments(*args)))
 
 
