@@ -161,7 +161,8 @@ _OPERATORS = {
         sigmoid_backward logit_backward leaky_relu_backward elu_backward softplus_backward
         hardswish_backward hardtanh_backward hardsigmoid_backward _prelu_kernel
         _prelu_kernel_backward _weight_norm_interface _weight_norm_interface_backward
-        _amp_update_scale_ native_dropout_backward _masked_scale avg_pool2d avg_pool2d_backward
+        _amp_update_scale_ _assert_async
+        native_dropout_backward _masked_scale avg_pool2d avg_pool2d_backward
         max_pool2d_with_indices max_pool2d_with_indices_backward _adaptive_avg_pool2d
         _adaptive_avg_pool2d_backward upsample_nearest2d upsample_nearest2d_backward
         upsample_bilinear2d upsample_bilinear2d_backward
@@ -264,7 +265,7 @@ _OPERATORS = {
         numel dim sym_size sym_stride sym_numel _has_compatible_shallow_copy_type
         _debug_has_internal_overlap _version record_stream requires_grad_ retain_grad _fw_primal
         _nested_tensor_size is_floating_point is_complex is_pinned _efficientzerotensor
-        _cast_Float _assert_async _functional_assert_async sym_constrain_range _nnpack_available
+        _cast_Float _functional_assert_async sym_constrain_range _nnpack_available
         _fused_sdp_choice _async_error _backward _use_cudnn_ctc_loss
         to type_as contiguous item pin_memory set_data output_nr _shape_as_tensor AccumulateGrad
         _linalg_check_errors linalg_pinv

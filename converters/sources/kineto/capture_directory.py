@@ -38,7 +38,13 @@ def _numbered(name: str, number: int) -> str:
 
 def is_capture(directory: Path) -> bool:
     """Whether a directory holds the files of one rank's capture, with or without its job."""
-    return (directory / JOB).exists() or (directory / STRUCTURE).exists()
+    return (directory / JOB).exists() or _file(directory, STRUCTURE).exists()
+
+
+def _file(directory: Path, name: str) -> Path:
+    """Return the path of a trace, which a user may have unzipped."""
+    plain = directory / name.removesuffix(".gz")
+    return plain if plain.exists() and not (directory / name).exists() else directory / name
 
 
 def convert_directory(directory: Path) -> tuple[Graph, Conversion]:
@@ -49,13 +55,14 @@ def convert_directory(directory: Path) -> tuple[Graph, Conversion]:
     """
     job, missing_job = _read_job(directory)
     profiles = 0 if job.device.type == SHAPES_ONLY else _count_profiles(directory)
+    uncontended = _file(directory, UNCONTENDED)
     sources = Sources(
-        kineto=directory / STRUCTURE,
-        et=directory / EXECUTION_TRACE,
-        profiles=tuple(directory / profile_name(number) for number in range(profiles)),
+        kineto=_file(directory, STRUCTURE),
+        et=_file(directory, EXECUTION_TRACE),
+        profiles=tuple(_file(directory, profile_name(number)) for number in range(profiles)),
         # A step on shapes alone has no profile, and the history is that of its structure.
         histories=tuple(directory / history_name(number) for number in range(max(1, profiles))),
-        uncontended=directory / UNCONTENDED if (directory / UNCONTENDED).exists() else None,
+        uncontended=uncontended if uncontended.exists() else None,
         graphs=directory,
     )
     graph, report = convert(sources, job)
@@ -99,4 +106,4 @@ def _count_profiles(directory: Path) -> int:
 
     At least 1: if the first is missing, reading it gives the error that names its file.
     """
-    return next(n for n in count(1) if not (directory / profile_name(n)).exists())
+    return next(n for n in count(1) if not _file(directory, profile_name(n)).exists())

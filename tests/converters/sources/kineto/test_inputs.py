@@ -500,3 +500,12 @@ def test_the_step_is_measured_from_the_first_start_to_the_last_end(tmp_path):
     graph, _ = trace.convert(tmp_path)
     assert graph.job.measurement.profiled_step_ns == 35_000
     assert np.all(graph.nodes.start_ns == [0, 30_000])
+
+
+def test_a_directory_of_unzipped_traces_gives_the_same_graph(tmp_path):
+    for file in CPU.iterdir():
+        opener = gzip.open if file.suffix == ".gz" else Path.open
+        with opener(file, "rb") as data:
+            (tmp_path / file.name.removesuffix(".gz")).write_bytes(data.read())
+    assert convert_directory(tmp_path)[0].job == convert_directory(CPU)[0].job
+    assert len(convert_directory(tmp_path)[0]) == len(convert_directory(CPU)[0])
