@@ -53,7 +53,7 @@ class Detections:
 
     def follow(self, call: OperatorCall, result: Any) -> None:
         """Mark what an operator of a detector makes of masks and samples."""
-        if _DETECTION not in sys.modules or not isinstance(result, Tensor | tuple | list):
+        if _DETECTION not in sys.modules or not call.tensors:
             return
         base, tensors = call.schema.base, call.tensors
         if base == "index_put_" and tensors[0].dim() == 1:
@@ -75,9 +75,9 @@ class Detections:
                     _mark(result, name, sum(getattr(tensor, name) for tensor in tensors))
         elif base == "index" and len(tensors) == 2:
             _mark(result, _POSITIVE, getattr(tensors[1], _POSITIVE, None))
-        elif base == "gt" and call.args[1] == 0 and hasattr(tensors[0], _POSITIVE):
+        elif base == "gt" and len(tensors) == 1 and hasattr(tensors[0], _POSITIVE):
             _mark(result, _SELECTED, getattr(tensors[0], _POSITIVE))
-        elif base in _MOVES and tensors:
+        elif base in _MOVES:
             for tensor in tensors_in((result,)):
                 _copy_counts(tensors[0], tensor)
 

@@ -43,6 +43,7 @@ SCRIPT = """
         rows = model(torch.randn(100, 8, device="cuda"))
         sampled, positive = select(rows.sum(1), rows)
         assert (len(sampled), len(positive)) == (16, 8), (len(sampled), len(positive))
+        assert torch.gt(sampled, rows[:16]).shape == sampled.shape
         sampled.sum().backward()
         optimizer.step()
         optimizer.zero_grad()
