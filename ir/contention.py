@@ -202,8 +202,9 @@ class SharedGpu:
     def set_rates(self) -> None:
         """Set the rates of all running operations; needed after each start, wait and end."""
         # Most of a step has one operation at a time.
-        if len(self.running) == 1:
-            self.running[0].rate = 1.0
+        if len(self.running) < 2:
+            for entry in self.running:
+                entry.rate = 1.0
             return
         # A call that waits holds multiprocessors as one that moves bytes does.
         held = sum(self._held[entry.node] for entry in self.running)

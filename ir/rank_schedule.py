@@ -177,7 +177,9 @@ class RankSchedule:
 
     def _find_next_event(self) -> None:
         now_ns = self._gpu.now_ns
-        event_ns = min((entry.event_ns(now_ns) for entry in self._gpu.running), default=math.inf)
+        event_ns = math.inf
+        for entry in self._gpu.running:
+            event_ns = min(event_ns, entry.event_ns(now_ns))
         # Operations that end at the same time free their multiprocessors first.
         self._next_is_start = bool(self._starts) and self._starts[0][0] < event_ns
         self.next_event_ns = max(self._starts[0][0], now_ns) if self._next_is_start else event_ns
@@ -188,7 +190,7 @@ class RankSchedule:
         begin_ns = round(gpu.now_ns)
         arrived = not self._waits[node] and self.arrival_ns[node] <= gpu.now_ns
         if arrived and not self._duration_ns[node]:
-            self._release(self._begin_and_end(node, begin_ns, begin_ns))
+            self._release([*self._start(node, begin_ns), *self._end(node, begin_ns)])
             return
         if not waited:
             wait_ns, kernel = gpu.until_multiprocessors_free(node)
@@ -230,17 +232,18 @@ class RankSchedule:
         self.start_ns[node] = start_ns
         if self._awaited[node]:
             self.started.append(node)
-        return self._satisfy(node, self._constraints.after_start[node], start_ns)
+        edges = self._constraints.after_start[node]
+        return self._satisfy(node, edges, start_ns) if edges else []
 
     def _end(self, node: int, end_ns: int) -> list[int]:
         """Set a node's end; return the nodes that are now without open constraints."""
         self.end_ns[node] = end_ns
         self.unfinished -= 1
-        released = self._satisfy(node, self._constraints.before_end[node], end_ns)
-        return released + self._satisfy(node, self._constraints.after_end[node], end_ns)
-
-    def _begin_and_end(self, node: int, start_ns: int, end_ns: int) -> list[int]:
-        return self._start(node, start_ns) + self._end(node, end_ns)
+        released = self._satisfy(node, self._constraints.after_end[node], end_ns)
+        # Few nodes have successors that overlap them.
+        if before_end := self._constraints.before_end[node]:
+            return self._satisfy(node, before_end, end_ns) + released
+        return released
 
     def _satisfy(self, node: int, edges: _Outgoing, time_ns: int) -> list[int]:
         """Satisfy edges from a node; return the targets without open constraints.
@@ -282,8 +285,8 @@ class RankSchedule:
                 self._suspended.add(node)
                 nodes += self._start(node, begin_ns)
             else:
-                end_ns = progress_ns + self._duration_ns[node]
-                nodes += self._begin_and_end(node, begin_ns, end_ns)
+                nodes += self._start(node, begin_ns)
+                nodes += self._end(node, progress_ns + self._duration_ns[node])
 
     def _push(self, time_ns: float, node: int, *, waited: bool) -> None:
         heapq.heappush(self._starts, (time_ns, self._pushed, node, waited))
