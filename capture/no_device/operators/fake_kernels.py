@@ -7,12 +7,14 @@ that repeats an earlier one has results of the same shapes.
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._library import custom_ops, utils
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from onerank.capture.fake_tensors import fake_on
 from onerank.capture.no_device.operators import flash_attention_3
@@ -180,6 +182,44 @@ def _mixed_product(source: Tensor, rows: Tensor, weight: Tensor, *_: Any) -> tup
     return source.new_empty((*rows.shape[:-1], weight.shape[0])), source.new_empty(0)
 
 
+def _runs_cudnn_loss(log_probs: Tensor, targets: Tensor, lengths: Any, _: Any, blank: int) -> bool:
+    """Whether cuDNN computes a CTC loss (`_use_cudnn_ctc_loss` in aten's cudnn/LossCTC.cpp).
+
+    cuDNN takes labels of up to 255 per sequence; whether they are fewer is not known here.
+    """
+    packed = targets.dim() == 1 and targets.dtype == torch.int32
+    plain = log_probs.dim() == 3 and log_probs.dtype == torch.float32
+    # Lengths in a list need their labels on the CPU; in a tensor they are 32-bit integers, too.
+    placed = lengths.dtype == torch.int32 if isinstance(lengths, Tensor) else not targets.is_cuda
+    return torch.backends.cudnn.enabled and blank == 0 and packed and plain and placed
+
+
+def _runs_miopen_loss(*_: Any) -> bool:
+    """Whether AMD's library computes a CTC loss: never on the emulated GPUs."""
+    return False
+
+
+def _cudnn_loss(log_probs: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    """Return the loss of each sequence and the gradient, which cuDNN computes with it."""
+    return log_probs.new_empty(log_probs.shape[1]), torch.empty_like(log_probs)
+
+
+def _sequence_loss(
+    log_probs: Tensor, targets: Tensor, _: Any, lengths: Any, *__: Any
+) -> tuple[Tensor, Tensor]:
+    """Return the CTC loss of each sequence, and the state of each label and time step.
+
+    A state stands before, between and after the labels of the longest sequence. Lengths in a tensor
+    are taken as the widest that the labels' shape allows, or as even if the labels are packed.
+    """
+    times, batch = log_probs.shape[:2]
+    if not isinstance(lengths, Tensor):
+        labels = max(lengths)
+    else:
+        labels = targets.shape[1] if targets.dim() == 2 else ceil(targets.shape[0] / batch)
+    return log_probs.new_empty(batch), log_probs.new_empty((batch, times, 2 * labels + 1))
+
+
 # fbgemm_gpu's numbers of dtypes (SparseType in split_embedding_configs.py).
 _TABLE_TYPES = {0: torch.float32, 1: torch.float16, 5: torch.bfloat16}
 
@@ -221,6 +261,11 @@ SHAPES: dict[str, Callable[..., Any]] = {
     "bitsandbytes::int8_vectorwise_quant": _quantised_rows,
     "bitsandbytes::int8_double_quant": _quantised_rows_and_columns,
     "_pack_padded_sequence": packed_sequence,
+    "_use_cudnn_ctc_loss": _runs_cudnn_loss,
+    "_use_miopen_ctc_loss": _runs_miopen_loss,
+    "_cudnn_ctc_loss": _cudnn_loss,
+    "_ctc_loss": _sequence_loss,
+    "_ctc_loss_backward": _like_second,
     "_cudnn_rnn": results_of_forward,
     "_cudnn_rnn_backward": results_of_backward,
     "_thnn_fused_gru_cell": results_of_gru_cell,
@@ -271,14 +316,53 @@ def shapes_of(base: str, args: tuple[Any, ...]) -> Callable[..., Any] | None:
     return SHAPES.get(base)
 
 
+_CPU = _torch._C.DispatchKey.CPU
+
+_DECIDED_BY_NUMBERS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+
+
+def shapes_by_cpu(func: Any) -> Callable[..., Any] | None:
+    """Return a function that gives the results of torch's operator by running it on the CPU.
+
+    The operands are zeros. The function returns None if a result is sparse.
+
+    Returns:
+        None if the CPU has no implementation, if the operator writes to its operands, and if the
+        numbers of operands decide the shapes of its results.
+    """
+    schema = func._schema
+    decided = set(_DECIDED_BY_NUMBERS) & set(func.tags)
+    on_cpu = _torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _CPU)
+    if not schema.name.startswith("aten::") or schema.is_mutable or decided or not on_cpu:
+        return None
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        operands = args, kwargs
+        device = next(each.device for each in tree_leaves(operands) if isinstance(each, Tensor))
+        with unset_fake_temporarily():
+            args, kwargs = tree_map_only(Tensor, _zeros_on_cpu, operands)
+            results = func(*args, **kwargs)
+        if any(each.layout != torch.strided for each in tree_leaves(results)):
+            return None
+        return tree_map_only(Tensor, lambda result: _empty_like(result, device), results)
+
+    return run
+
+
+def _zeros_on_cpu(tensor: Tensor) -> Tensor:
+    return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
+
+
+def _empty_like(result: Tensor, device: torch.device) -> Tensor:
+    return torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device=device)
+
+
 # Repeated calls ---------------------------------------------------------------------------------
 
 _PLAIN_VALUES = (
     *(int, float, complex, bool, str, type(None)),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
-
-_DECIDED_BY_NUMBERS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
 @dataclass(frozen=True, slots=True)

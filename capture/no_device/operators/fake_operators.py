@@ -43,7 +43,13 @@ from onerank.capture.no_device.operators.autograd_ranges import AutogradRanges, 
 from onerank.capture.no_device.operators.block_masks import FLEX_ATTENTION, BlockMasks
 from onerank.capture.no_device.operators.chosen_indices import ChosenIndices
 from onerank.capture.no_device.operators.detections import Detections
-from onerank.capture.no_device.operators.fake_kernels import RepeatedCalls, lacks_fake, shapes_of
+from onerank.capture.no_device.operators.encoder_layers import parts_of_encoder
+from onerank.capture.no_device.operators.fake_kernels import (
+    RepeatedCalls,
+    lacks_fake,
+    shapes_by_cpu,
+    shapes_of,
+)
 from onerank.capture.no_device.operators.flash_attention_3 import python_kernel
 from onerank.capture.no_device.operators.functional_collectives import FunctionalCollectives
 from onerank.capture.no_device.operators.gpu_operators import (
@@ -333,7 +339,7 @@ class FakeOperators(TorchDispatchMode):
         """Run an operator with fake operands, and record it."""
         schema = call.schema
         in_place = self._autograd.writes_in_place(call)
-        kernel = python_kernel(call)
+        kernel = parts_of_encoder(call) or python_kernel(call)
         prepared = self._prepare(call) if kernel is None else None
         event = self._begin(f"{schema.name}_" if in_place else schema.name)
         if event is not None and not schema.is_view:
@@ -531,13 +537,23 @@ class FakeOperators(TorchDispatchMode):
             # Few operators have a fake implementation for sparse tensors.
             sparse = any(each.layout == torch.sparse_coo for each in call.tensors)
             if lacks_fake(call.func) or (sparse and isinstance(error, NotImplementedError)):
-                # Inductor calls `_scaled_mm.out`, which has no fake implementation.
-                given = call.given_results() or self._unknown.refuse_operator(name)
-                # Each attempt of torch takes some milliseconds.
-                if call.schema.namespace == "aten" and is_on_gpu(given[0]):
-                    self._unimplemented.add(call.func)
-                return given[0] if len(given) == 1 else given
+                return self._without_fake(call)
             raise
+
+    def _without_fake(self, call: OperatorCall) -> Any:
+        """Return the results of an operator of which torch has no fake implementation."""
+        # Inductor calls `_scaled_mm.out`.
+        given = call.given_results()
+        run = None if given else shapes_by_cpu(call.func)
+        results = None
+        if run is not None:
+            results = self._repeated.run(run, call.func, call.tensors, call.args, call.kwargs)
+        if not given:
+            return self._unknown.refuse_operator(call.schema.name) if results is None else results
+        # Each attempt of torch takes some milliseconds.
+        if call.schema.namespace == "aten" and is_on_gpu(given[0]):
+            self._unimplemented.add(call.func)
+        return given[0] if len(given) == 1 else given
 
     def _given(self, call: OperatorCall) -> Any:
         """Return the results that an operator is given to write; None if torch has to infer any."""

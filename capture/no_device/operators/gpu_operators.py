@@ -64,6 +64,15 @@ def _concatenated(args: Sequence[Any], _: Any) -> Inner:
     return Inner("aten::_chunk_cat", args, args[-1:])
 
 
+def _dense_bag(args: Sequence[Any], _: Any) -> Inner | None:
+    """A dense gradient of an embedding bag does not need the offsets (EmbeddingBag.cpp)."""
+    gradient, indices, _offsets, *sizes, scales, mode, sparse, weights, padding = args
+    if sparse:
+        return None
+    rest = (*sizes, scales, mode, weights, padding)
+    return Inner("aten::_embedding_bag_dense_backward", (gradient, indices, *rest))
+
+
 def _filled(args: Sequence[Any], _: Any) -> Inner:
     return Inner("aten::fill_", (args[0], 0))
 
@@ -236,6 +245,7 @@ _INNER: dict[str, _Call] = {
     "fsdp::all_gather_copy_in": _gathered_in,
     "fsdp::split_with_sizes_copy": _split,
     "fsdp::chunk_cat": _concatenated,
+    "_embedding_bag_backward": _dense_bag,
     "zero_": _filled,
     "randint": _drawn,
     "randint_like": _drawn,
@@ -341,6 +351,12 @@ def _is_own_depthwise(image: Tensor, weight: Tensor) -> bool:
     return depthwise and not channels_last
 
 
+def _lengths_on_host(args: Sequence[Any]) -> list[Tensor]:
+    """`ctc_loss` copies both lengths to the host, where its kernels' arguments are computed."""
+    lengths = [each for each in args[2:4] if isinstance(each, Tensor)]
+    return [each.to(device="cpu", dtype=torch.int64) for each in lengths]
+
+
 def _ends(args: Sequence[Any]) -> Tensor:
     """`repeat_interleave` sums up the repeats (Repeat.h)."""
     return args[0].cumsum(0)
@@ -403,6 +419,7 @@ _BEFORE: dict[str, Callable[[Sequence[Any]], Any]] = {
     "_softmax_backward_data": _weighted,
     "convolution": _depthwise_contiguous,
     "convolution_backward": _depthwise_backward_contiguous,
+    "_ctc_loss": _lengths_on_host,
     "repeat_interleave": _ends,
     "torch_attn::_varlen_attn": _random_state,
     "fsdp::split_with_sizes_copy": _split_plan,

@@ -1,6 +1,7 @@
 """Numbers of results, computed on the CPU from the known numbers of an operator's operands."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +16,9 @@ from onerank.capture.no_device.tensor_values import Known, UnknownValues
 
 # Operators that create constants in the shape or the dtype of a tensor.
 _CONSTANTS = frozenset("zeros_like ones_like full_like new_zeros new_ones new_full".split())
+
+# Operators that draw integers, and the functions by which they are drawn.
+_DRAWN: dict[str, Callable[..., Tensor]] = {"randperm": torch.randperm, "randint": torch.randint}
 
 # Operators that are given nothing but the sizes of a result, whose dtype has a default.
 _OF_SIZES = ("empty", "zeros", "ones")
@@ -34,7 +38,7 @@ class KnownResults:
         self._known = known
         self._unknown = unknown
         self._routers = routers
-        self._shuffles = torch.Generator(device="cpu").manual_seed(0)
+        self._draws = torch.Generator(device="cpu").manual_seed(0)
 
     def numbers(self, call: OperatorCall) -> Any:
         """Return the numbers of the results; None if they are not known or not small.
@@ -54,7 +58,7 @@ class KnownResults:
         if not computable or call.schema.namespace != "aten":
             return None
         if call.schema.is_random:
-            return self._permutation(call)
+            return self._drawn(call)
         if (answer := _answer_on_finiteness(call)) is not None:
             with unset_fake_temporarily():
                 return torch.full(call.tensors[0].shape, answer, device="cpu")
@@ -75,13 +79,20 @@ class KnownResults:
         fits = all(map(limit, tensors_in((results,))))
         return results if fits else None
 
-    def _permutation(self, call: OperatorCall) -> Any:
-        """Return a small random permutation, by which scripts shuffle data; None otherwise."""
-        if call.schema.base != "randperm" or not _is_small_factory(call):
+    def _drawn(self, call: OperatorCall) -> Any:
+        """Return a few random integers; None of other random operators.
+
+        A permutation shuffles data, and integers stand for labels and for steps of noise. Any draw
+        is as good as another, but a model that selects the valid labels needs one.
+        """
+        draw = _DRAWN.get(call.schema.base)
+        if draw is None or not _is_small_factory(call):
             return None
+        kept = {name: call.kwargs[name] for name in ("dtype",) if call.kwargs.get(name) is not None}
         with unset_fake_temporarily():
             # A generator of the GPU has no state here, and the CPU's is the script's.
-            return torch.randperm(call.args[0], generator=self._shuffles, device="cpu")
+            numbers = [value for value in call.args if not isinstance(value, torch.Generator)]
+            return draw(*numbers, generator=self._draws, device="cpu", **kept)
 
     def _constants(self, call: OperatorCall) -> Any:
         """Return what is created like a tensor whose numbers do not matter; None if it is large."""
