@@ -16,6 +16,7 @@ instead: see `load_chains`.
 
 from math import prod
 
+from onerank.annotate.op_costs.block_cycles import block_cycles_of, computes_sums
 from onerank.annotate.op_costs.memory_bound import changed_elements
 from onerank.annotate.op_costs.op_classes import OpClass, is_generated
 from onerank.annotate.op_costs.operands import Call, Tensor
@@ -88,10 +89,6 @@ _COUNTED = {
 # NeuSight's set. On an H200 the SMs bound the forward (`_LONG_SOFTMAX_PER_CYCLE`); its backward is
 # measured in the same way as `PASSES`.
 _LONG_SOFTMAX, _LONG_SOFTMAX_BACKWARD = 1.5, 1.4
-# Measured on `index_add_` of rows of 4 and 8 kB in the same database; in 16 bits the additions
-# retry a compare-and-swap.
-_ADDED_IN_16_BITS = 5.7
-_ADDS = frozenset(("index_add", "index_add_", "scatter_add", "scatter_add_"))
 
 
 def passes_of(call: Call) -> float:
@@ -100,7 +97,7 @@ def passes_of(call: Call) -> float:
     if name in PASSES:
         return PASSES[name]
     if name in _COUNTED:
-        return _COUNTED[name] if _computes_sums(call) else 1.0
+        return _COUNTED[name] if computes_sums(call) else 1.0
     tensor = call.tensor(0)
     if tensor is None or not tensor.shape:
         return 1.0
@@ -114,7 +111,7 @@ def passes_of(call: Call) -> float:
     elif name in ("_softmax_backward_data", "_log_softmax_backward_data"):
         passes = 1.0 if row_bytes <= SHARED_ROW_BYTES else _LONG_SOFTMAX_BACKWARD
     else:
-        passes = _ADDED_IN_16_BITS if name in _ADDS and tensor.item_bytes == 2 else 1.0
+        passes = 1.0
     return passes
 
 
@@ -151,13 +148,6 @@ def rereads_of(call: Call) -> float:
     long softmax take 1.34 times as long (2026-11-23).
     """
     return passes_of(call) if "softmax" in call.op else 1.0
-
-
-def _computes_sums(call: Call) -> bool:
-    """Return whether a norm computes its sums: a batch norm that uses running ones saves none."""
-    forward_of_batch = "batch_norm" in call.op and "backward" not in call.op
-    saved = call.outputs[1:2]
-    return not (forward_of_batch and saved and not sum(result.numel for result in saved[0] or ()))
 
 
 # Elements per SM and cycle of `max_clock_mhz`: of elementwise kernels without vector loads, and of
@@ -267,6 +257,8 @@ def selects_in_blocks(call: Call) -> bool:
 
 def cycles_of(call: Call, operator_class: OpClass) -> float:
     """Return the SM cycles of a call's elements; 0 if its bytes determine its time."""
+    if cycles := block_cycles_of(call):
+        return cycles
     op = call.op
     read, widest = call.numel(0), max(call.output_numel, call.numel(0))
     stored = call.tensor(2 if "put" in op else 3) if op in STORES_BY_INDEX else None

@@ -15,17 +15,19 @@ from collections.abc import Callable
 from math import ceil, log2
 from typing import Any
 
+from onerank.annotate.op_costs.block_cycles import ALIGNED_BYTES
 from onerank.annotate.op_costs.kernel_overheads import (
     SHARED_ROW_BYTES,
     STORES_BY_INDEX,
     VARIANCES,
     mixes_dtypes,
 )
+from onerank.annotate.op_costs.memory_bound import row_elements
 from onerank.annotate.op_costs.op_classes import op_class
 from onerank.annotate.op_costs.operands import Call, Tensor
 from onerank.annotate.op_costs.reductions import NEED_AXES, SM_COUNT, division_of
 
-_SCANS = frozenset({"cumsum", "cumprod", "logcumsumexp"})
+_SCANS = frozenset({"cumsum", "cumprod", "logcumsumexp", "_logcumsumexp"})
 
 NEED_VALUES = _SCANS | NEED_AXES
 """Scans and reductions, whose chain depends on the dimensions."""
@@ -158,13 +160,15 @@ _FEW_ROWS, _SELECTED, _ADDED = 16, 1.5, 1.8
 def _scattered(call: Call) -> float:
     """Return the loads of a gather or scatter of single elements along a dimension.
 
-    Along another dimension than the last, a gather takes whole rows: `index_select` and `embedding`
-    are recorded so without a device.
+    Along another dimension than the last, a gather takes whole rows that are aligned:
+    `index_select` and `embedding` are recorded so without a device.
     """
     index = call.tensor(2)
     if index is None:
         return 0.0
-    if _is_before_last(call.value(1), index):
+    table = call.tensor(0)
+    aligned = table is not None and not row_elements(call, table) * table.item_bytes % ALIGNED_BYTES
+    if call.op == "gather" and aligned and _is_before_last(call.value(1), index):
         return _INDEXED
     return _SCATTERED * min(_SCATTERED_BY_THREAD, ceil(index.numel / _SCATTER_THREADS))
 

@@ -294,11 +294,16 @@ def _index_bytes(call: Call, table: Tensor, index: Tensor) -> int:
     """
     if index.recorded_strides:
         return index.stored_bytes
-    return index.nbytes // _row_elements(call, table)
+    return index.nbytes // row_elements(call, table)
 
 
-def _row_elements(call: Call, table: Tensor) -> int:
-    """Return how many elements share an entry of an expanded index: a row's, or 1."""
+def row_elements(call: Call, table: Tensor) -> int:
+    """Return how many elements share an entry of an expanded index: a row's, or 1.
+
+    Args:
+        call: a gather or a scatter.
+        table: its first operand.
+    """
     dim, index = call.value(1), call.tensor(2)
     if not isinstance(dim, int) or index is None or len(index.shape) != len(table.shape):
         return 1

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from onerank.annotate.op_costs import (
     attention,
+    block_cycles,
     decompositions,
     engine_operators,
     gemm,
@@ -60,6 +61,7 @@ NEED_VALUES = (
     | load_chains.NEED_VALUES
     | decompositions.NEED_VALUES
     | state_operators.NEED_VALUES
+    | block_cycles.NEED_VALUES
 )
 """Operators, by base name, whose cost depends on argument values in addition to shapes; those of
 libraries are in `library_operators.NEED_VALUES`, by full name."""
@@ -89,7 +91,8 @@ def needs_values(op: str) -> bool:
 def needs_strides(op: str) -> bool:
     """Return whether `work_of` must be given the strides of the operator's inputs."""
     name = base_name(op)
-    listed = name in memory_bound.NEED_STRIDES or name in gemm.NEED_STRIDES
+    groups = memory_bound.NEED_STRIDES, gemm.NEED_STRIDES, block_cycles.NEED_STRIDES
+    listed = any(name in group for group in groups)
     return name in ("copy_", "cat") or listed or op_class(op) is OpClass.ELEMENTWISE
 
 

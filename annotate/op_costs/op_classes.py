@@ -140,13 +140,13 @@ _OPERATORS = {
         cross_entropy_loss mse_loss mse_loss_backward l1_loss binary_cross_entropy
         binary_cross_entropy_backward binary_cross_entropy_with_logits smooth_l1_loss
         smooth_l1_loss_backward huber_loss huber_loss_backward kl_div _ctc_loss
-        _ctc_loss_backward
+        _ctc_loss_backward _cudnn_ctc_loss
         multi_margin_loss multi_margin_loss_backward soft_margin_loss soft_margin_loss_backward
         multilabel_margin_loss_forward multilabel_margin_loss_backward
         liger_cross_entropy_kernel cross_entropy_fwd_kernel cross_entropy_bwd_kernel
         cross_entropy_fwd_out cross_entropy_bwd_out _indexed_neg_dot_forward_kernel""",
     OpClass.ELEMENTWISE: """
-        fused_elementwise
+        fused_elementwise _assert_async
         add sub rsub mul div true_divide floor_divide remainder fmod neg abs sign reciprocal square
         sqrt rsqrt pow float_power exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan
         atan2 sinh cosh tanh sigmoid logit erf erfc erfinv lgamma digamma ceil floor round trunc
@@ -187,6 +187,21 @@ _OPERATORS = {
         causal_conv1d causal_conv1d_update recurrent_gated_delta_rule selective_state_update
         selective_scan lightning_attention_update linear_recurrence
         store_index_keys scale_index_queries
+        fake_quantize_per_tensor_affine_cachemask fake_quantize_per_channel_affine_cachemask
+        _fake_quantize_per_tensor_affine_cachemask_tensor_qparams
+        _fake_quantize_learnable_per_tensor_affine _fake_quantize_learnable_per_channel_affine
+        _fake_quantize_learnable_per_tensor_affine_backward
+        _fake_quantize_learnable_per_channel_affine_backward
+        quantize_per_tensor quantize_per_channel quantize_per_tensor_dynamic
+        igamma igammac i0 polygamma mvlgamma gcd lcm frexp nextafter ldexp renorm
+        special_entr special_erfcx special_i0e special_i1 special_i1e special_log_ndtr
+        special_ndtri special_xlog1py special_zeta rrelu_with_noise_backward
+        max_unpool2d max_unpool3d fractional_max_pool2d fractional_max_pool2d_backward
+        fractional_max_pool3d fractional_max_pool3d_backward affine_grid_generator
+        cudnn_affine_grid_generator cudnn_affine_grid_generator_backward cudnn_grid_sampler
+        cudnn_grid_sampler_backward _cdist_forward _cdist_backward _pdist_forward _pdist_backward
+        linalg_cross _upsample_nearest_exact1d _upsample_nearest_exact1d_backward
+        _upsample_nearest_exact3d _upsample_nearest_exact3d_backward
         quantize dequantize bgrad_quantize multi_tensor_scale fused_rope_forward
         fused_rope_backward qgelu srelu geglu qgeglu reglu sreglu swiglu clamped_swiglu situglu
         dgelu dqgelu drelu dsrelu dsilu dglu dgeglu dqgeglu dreglu dsreglu dswiglu clamped_dswiglu
@@ -200,7 +215,8 @@ _OPERATORS = {
         sum nansum mean prod max min amax amin aminmax argmax argmin norm linalg_vector_norm
         linalg_norm var var_mean std std_mean any all logsumexp count_nonzero median nanmedian
         equal allclose _is_all_true trace
-        _is_any_true nanmean _aminmax segment_reduce compute_amax compute_dbias
+        _is_any_true nanmean _aminmax segment_reduce _segment_reduce_backward
+        compute_amax compute_dbias
         multi_tensor_l2norm fused_amax_and_scale_update fused_moe_aux_loss_fwd
         fused_moe_aux_loss_bwd""",
     OpClass.EMBEDDING: """
@@ -224,7 +240,7 @@ _OPERATORS = {
         replication_pad2d_backward replication_pad3d_backward reflection_pad1d reflection_pad3d
         reflection_pad1d_backward reflection_pad2d_backward reflection_pad3d_backward
         pixel_unshuffle native_channel_shuffle channel_shuffle tile fp8_transpose permute_rows
-        lu_unpack diag_embed
+        lu_unpack diag_embed diagonal_copy trace_backward unbind_copy unfold_copy alias_copy
         _jagged_to_padded_dense_forward _padded_dense_to_jagged_forward""",
     OpClass.MEMSET: """
         fill fill_ zero zero_ zeros ones full zeros_like ones_like full_like new_zeros new_ones
@@ -234,15 +250,17 @@ _OPERATORS = {
         normal normal_ uniform uniform_ bernoulli bernoulli_ random random_ rand randn randint
         rand_like randn_like randint_like randperm exponential_ log_normal_ cauchy_ geometric_
         multinomial dropout native_dropout poisson rrelu_with_noise _fused_dropout trunc_normal_
-        _standard_gamma philox_rand""",
+        _standard_gamma _standard_gamma_grad _sample_dirichlet _dirichlet_grad binomial
+        philox_rand""",
     OpClass.INDEX: """
         largest_scores
         index index_put _index_put_impl_ _unsafe_index _unsafe_index_put index_select index_add
         index_copy index_fill index_reduce gather scatter scatter_add scatter_reduce masked_select
         masked_scatter take take_along_dim put nonzero nonzero_static argwhere sort argsort topk
-        kthvalue mode cumsum cumprod cummax cummin _cummax_helper _cummin_helper logcumsumexp unique
-        _unique2 unique_consecutive unique_dim searchsorted bucketize bincount histc one_hot arange
-        range linspace logspace tril_indices triu_indices meshgrid _index_put_impl
+        kthvalue mode cumsum cumprod cummax cummin _cummax_helper _cummin_helper logcumsumexp
+        _logcumsumexp unique _unique2 unique_consecutive unique_dim searchsorted bucketize
+        bincount histc one_hot arange range linspace logspace tril_indices triu_indices meshgrid
+        _index_put_impl
         masked_select_backward gather_backward _grouped_mm_offsets
         masked_scatter_backward index_select_backward value_selecting_reduction_backward nms
         get_dispatch_layout unpermute_rows _coalesce
@@ -267,6 +285,7 @@ _OPERATORS = {
         _nested_tensor_size is_floating_point is_complex is_pinned _efficientzerotensor
         _cast_Float _functional_assert_async sym_constrain_range _nnpack_available
         _fused_sdp_choice _async_error _backward _use_cudnn_ctc_loss
+        _use_miopen_ctc_loss
         to type_as contiguous item pin_memory set_data output_nr _shape_as_tensor AccumulateGrad
         _linalg_check_errors linalg_pinv
         tensor_split search_unused_parameters _indices _values _sparse_coo_tensor_unsafe

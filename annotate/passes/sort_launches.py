@@ -72,6 +72,20 @@ def _embedding_backward(call: Call, target: Gpu) -> Sequence[Launch]:
     gradient, indices = call.tensor(0), call.tensor(1)
     if gradient is None or indices is None:
         return ()
+    if indices.numel <= _FEW_INDICES:
+        # A block takes one index after another: 37 ns each for rows of 512 elements, 56 for 4096,
+        # on an H100 and on an H200.
+        floors = indices.numel * (0.0131 + 2e-6 * gradient.shape[-1])
+        zero = Launch("vectorized_elementwise_kernel", op=FILL, written_bytes=call.output_bytes)
+        return (zero, Launch("embedding_backward_feature_kernel", 1.0, floors=floors))
+    return _summed_by_row(call, target)
+
+
+def _summed_by_row(call: Call, target: Gpu) -> Sequence[Launch]:
+    """Return the launches that sort the indices of a gradient, and sum its rows for each index."""
+    gradient, indices = call.tensor(0), call.tensor(1)
+    if gradient is None or indices is None:
+        return ()
     # Segments of up to ten rows of one index are summed in float32. A table's row occurs among n
     # random indices with probability 1 - (1 - 1/rows)^n.
     table = call.output()
@@ -85,16 +99,10 @@ def _embedding_backward(call: Call, target: Gpu) -> Sequence[Launch]:
     without_row = _IN_SMALL_BLOCK if small else _WITHOUT_ROW
     partial_sums = partials + without_partial * (indices.numel - partials)
     row_sums = distinct + without_row * (indices.numel - distinct)
-    zero = Launch("vectorized_elementwise_kernel", op=FILL, written_bytes=call.output_bytes)
-    if indices.numel <= _FEW_INDICES:
-        # A block takes one index after another: 37 ns each for rows of 512 elements, 56 for 4096,
-        # on an H100 and on an H200.
-        floors = indices.numel * (0.0131 + 2e-6 * gradient.shape[-1])
-        return (zero, Launch("embedding_backward_feature_kernel", 1.0, floors=floors))
     return (
         _COUNT_UP,
         *_radix_sort(8 * indices.item_bytes),
-        zero,
+        Launch("vectorized_elementwise_kernel", op=FILL, written_bytes=call.output_bytes),
         Launch("DeviceCompactInitKernel", floors=0.4),
         Launch("DeviceUniqueByKeySweepKernel", floors=1.6),
         Launch("krn_partials_per_segment", floors=0.6),
@@ -105,6 +113,42 @@ def _embedding_backward(call: Call, target: Gpu) -> Sequence[Launch]:
         Launch("compute_grad_weight", 0.5, floors=row * partial_sums),
         Launch("sum_and_scatter", 0.5, floors=row * row_sums),
     )
+
+
+# SM cycles of an element that is added alone, by `indexing_backward_kernel_stride_1`: 46 to 60 for
+# 262,144 to 2,900,000 of them on an H200 (2026-11-28-block-cycles-h200).
+_SINGLE_PUT = 54
+
+
+def _adds_single(call: Call) -> bool:
+    """Return whether a store by index adds single elements, as its last axis is indexed.
+
+    Undefined indices, which stand for whole axes, are not recorded: the values have the shape of
+    the first axes, and then of an index.
+    """
+    rows, index, values = call.tensor(0), call.tensor(1), call.tensor(2)
+    if rows is None or index is None or values is None:
+        return False
+    whole = len(rows.shape) - len(call.inputs[1] or ())
+    return values.shape == (*rows.shape[:whole], *index.shape)
+
+
+# The mode of `EmbeddingBag` among the arguments, and that of the largest element, which adds
+# without sorting.
+_BAG_MODE, _LARGEST_OF_BAG = 7, 2
+
+
+def _bag_backward(call: Call, target: Gpu) -> Sequence[Launch]:
+    """Return the launches of an embedding bag's backward. Source: EmbeddingBag.cu.
+
+    Sums and means sort the indices and sum up the rows of each, whatever their number.
+    """
+    zero = Launch("vectorized_elementwise_kernel", op=FILL, written_bytes=call.output_bytes)
+    if call.value(_BAG_MODE) == _LARGEST_OF_BAG:
+        return (zero, Launch("EmbeddingBag_accGradParametersKernel_max", 1.0))
+    renamed = {"compute_grad_weight": "compute_grad_weight_bags"}
+    launches = _summed_by_row(call, target)
+    return [each._replace(name=renamed.get(each.name, each.name)) for each in launches]
 
 
 def _index_put(call: Call, target: Gpu) -> Sequence[Launch]:
@@ -130,7 +174,13 @@ def _index_put(call: Call, target: Gpu) -> Sequence[Launch]:
             _ASSERT,
         )
     ]
-    added = Launch("indexing_backward_kernel", 1.0)
+    name, floors = "indexing_backward_kernel", 0.0
+    if _adds_single(call):
+        values = call.tensor(2)
+        cycles = _SINGLE_PUT * (values.numel if values else 0)
+        name = f"{name}_stride_1"
+        floors = cycles / target.issue_rate_hz * 1e9 / target.launch_floor_ns
+    added = Launch(name, 1.0, floors=floors)
     return (*checks, *linear, _COUNT_UP, *sort, added)
 
 
@@ -358,6 +408,7 @@ def _multinomial(call: Call, target: Gpu) -> Sequence[Launch]:
 
 SORT_RULES: dict[str, Rule] = {
     "embedding_dense_backward": _embedding_backward,
+    "_embedding_bag_dense_backward": _bag_backward,
     **dict.fromkeys(["_index_put_impl_", "index_put_", "index_put"], _index_put),
     "sort": _sort,
     "argsort": _sort,

@@ -37,8 +37,6 @@ def call(op: str, *shape: int, item: int = 2, saved: int = 8) -> Call:
         (call("_log_softmax", 4096, 32000, item=4), 1.5),
         (call("_log_softmax_backward_data", 4096, 8000, item=4), 1.0),
         (call("_log_softmax_backward_data", 4096, 32000, item=4), 1.4),
-        (call("index_add_", 4096, 2048), 5.7),
-        (call("index_add_", 4096, 2048, item=4), 1.0),
         (call("add", 4096, 4096), 1.0),
     ],
 )

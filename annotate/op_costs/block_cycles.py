@@ -1,0 +1,209 @@
+"""SM cycles of kernels that the work of their warps and blocks limits, not their bytes.
+
+Their blocks wait for a few loads, or for each other at one address, and an SM has room for a
+limited number of them. So a short row, a gathered row, an added element or a value of a channel
+takes a number of cycles that hardly depends on the bytes: one million gathered rows take as long
+with 16 bytes each as with 1 kB. Constants are fitted to an H200 with torch 2.11
+(benchmarks/results, 2026-11-28-block-cycles-h200.txt), in cycles of `max_clock_mhz`.
+"""
+
+from math import ceil, log2
+
+from onerank.annotate.op_costs.memory_bound import row_elements
+from onerank.annotate.op_costs.operands import Call, Tensor
+from onerank.annotate.op_costs.reductions import SM_COUNT, division_of
+
+NEED_VALUES = frozenset(("index_select",))
+"""Operators, by base name, whose cycles depend on an argument that is no tensor; sums and gathers,
+too, which other costs need."""
+
+NEED_STRIDES = frozenset(
+    """native_batch_norm cudnn_batch_norm _batch_norm_with_update _native_batch_norm_legit
+    native_batch_norm_backward cudnn_batch_norm_backward batch_norm_backward""".split()
+)
+"""Batch norms, whose kernels depend on the strides."""
+
+
+def block_cycles_of(call: Call) -> float:
+    """Return the SM cycles of a call, summed over all SMs; 0 for kernels of other kinds."""
+    rules = (_short_rows, _gathered_rows, _gathered_elements, _added, _batch_norm)
+    return next(filter(None, (rule(call) for rule in rules)), 0.0)
+
+
+# Short rows ---------------------------------------------------------------------------------------
+
+# A warp reduces one row, or several if the row has fewer than 32 values: cycles of a warp, of each
+# step by which its threads combine their values, and of each value that a thread reads. Rows of at
+# least `_VECTOR_ROW` values are read as vectors of 16 bytes. Extremes take longer to combine, and
+# variances divide.
+_WARP, _WARP_CYCLES, _COMBINED = 32, 44.9, 1.27
+_VALUE, _VECTOR_VALUE = 6.2, {2: 2.35, 4: 3.6}
+_VECTOR_ROW, _VECTOR_BYTES = 128, 16
+_LONGEST_ROW = 512
+_SHARES = {
+    **dict.fromkeys(("sum", "mean", "nansum", "norm", "linalg_vector_norm"), 1.0),
+    **dict.fromkeys(("amax", "amin"), 1.17),
+    **dict.fromkeys(("var", "std", "var_mean", "std_mean"), 1.95),
+}
+
+
+def _short_rows(call: Call) -> float:
+    """Return the cycles of a reduction of short rows of adjacent values."""
+    tensor, division = call.tensor(0), division_of(call) if call.op in _SHARES else None
+    if tensor is None or division is None or not division.along_input or division.across_warps:
+        return 0.0
+    results = max(call.output_numel, 1)
+    row = tensor.numel // results
+    if not 1 < row < _LONGEST_ROW or not tensor.contiguous:
+        return 0.0
+    vectors = row >= _VECTOR_ROW and tensor.item_bytes in _VECTOR_VALUE
+    together = _VECTOR_BYTES // tensor.item_bytes if vectors else 1
+    each = _VECTOR_VALUE[tensor.item_bytes] if vectors else _VALUE
+    threads = min(2 ** int(log2(row // together)), _WARP)
+    values = together * ceil(row / together / threads)
+    cycles = _WARP_CYCLES + _COMBINED * log2(threads) + each * values
+    return _SHARES[call.op] * results * threads / _WARP * cycles
+
+
+# Gathered rows ------------------------------------------------------------------------------------
+
+# `vectorized_gather_kernel` (torch 2.8 and later) has a block for each row, and for every 4 kB of
+# it, which waits for the index and then for the row. It takes rows whose bytes are a multiple of
+# 16. 20,000 to 1,200,000 rows of 16 B to 1 kB take 157 to 175 cycles each.
+_ROW_CYCLES, _ROW_BYTES = 157.5, 4096
+
+ALIGNED_BYTES = 16
+"""The bytes of such a row are a multiple of it."""
+
+# Fewer rows have their own kernel: see `load_chains`.
+_FEW_ROWS = 16
+
+
+def _gathered_rows(call: Call) -> float:
+    """Return the cycles of a gather of whole rows."""
+    table = call.tensor(0)
+    rows = _rows_of_gather(call, table) if table is not None and table.numel else 0
+    if table is None or rows <= _FEW_ROWS:
+        return 0.0
+    row_bytes = call.output_numel // rows * table.item_bytes
+    if row_bytes % ALIGNED_BYTES or not row_bytes:
+        return 0.0
+    return rows * ceil(row_bytes / _ROW_BYTES) * _ROW_CYCLES
+
+
+def _rows_of_gather(call: Call, table: Tensor) -> int:
+    """Return the number of rows that a call gathers; 0 if it gathers elements, or is no gather."""
+    if call.op == "gather":
+        index = call.tensor(2)
+        row = row_elements(call, table)
+        return index.numel // row if index is not None and row > 1 else 0
+    if call.op == "embedding":
+        return call.numel(1)
+    if call.op == "index_select":
+        return call.numel(2) if call.value(1) == 0 else 0
+    if call.op == "index":
+        indices = (call.inputs[1] if len(call.inputs) > 1 else None) or ()
+        return indices[0].numel if len(indices) == 1 and indices[0].item_bytes > 1 else 0
+    return 0
+
+
+# Additions by index -------------------------------------------------------------------------------
+
+# Cycles of an element that is added in memory, by bytes of an element: of whole rows by `index_add`
+# (`indexFuncLargeIndex`) and by `scatter_add` with an index that is expanded over the row, of
+# single elements of a row, and of elements at random places of memory. Of 16 bits two neighbours
+# are swapped together. Extremes are swapped in a loop. 20,000 to 1,200,000 rows of 32 to 512
+# elements are within 20%. Elements of a row in 16 bits are those of DeBERTa's relative positions,
+# rows of 512; in 32 bits they were not measured, and have the ratio of whole rows.
+_INDEX_ADDED = {2: 2.2, 4: 1.9}
+_ROWS_ADDED, _IN_ROWS_ADDED, _SINGLE_ADDED = {2: 1.0, 4: 0.85}, {2: 2.7, 4: 2.3}, {2: 4.9, 4: 3.7}
+_ROWS_COMPARED, _SINGLE_COMPARED = 1.2, 7.4
+
+# The same of elements that are gathered one by one.
+_IN_ROWS_GATHERED, _SINGLE_GATHERED = 0.81, {2: 1.84, 4: 2.3}
+
+
+def _added(call: Call) -> float:
+    """Return the cycles of additions, or of extremes, at given places in memory."""
+    name, source, table = call.op.removesuffix("_"), call.tensor(3), call.tensor(0)
+    if table is None or source is None or table.item_bytes not in _INDEX_ADDED:
+        return 0.0
+    width = table.item_bytes
+    if name == "index_add":
+        single = len(source.shape) < 2 or source.shape[-1] == 1
+        return source.numel * (_SINGLE_ADDED if single else _INDEX_ADDED)[width]
+    index = call.tensor(2)
+    if name not in ("scatter_add", "scatter_reduce") or index is None:
+        return 0.0
+    whole = row_elements(call, table) > 1
+    if name == "scatter_add":
+        by_width = _ROWS_ADDED if whole else _IN_ROWS_ADDED if _in_rows(index) else _SINGLE_ADDED
+        return index.numel * by_width[width]
+    return index.numel * (_ROWS_COMPARED if whole else _SINGLE_COMPARED)
+
+
+def _gathered_elements(call: Call) -> float:
+    """Return the cycles of a gather of single elements, as of rows that are not aligned."""
+    table, index = call.tensor(0), call.tensor(2)
+    if call.op != "gather" or table is None or index is None:
+        return 0.0
+    row = row_elements(call, table)
+    if row > 1 and not row * table.item_bytes % ALIGNED_BYTES:
+        return 0.0
+    if _in_rows(index):
+        return index.numel * _IN_ROWS_GATHERED
+    return index.numel * _SINGLE_GATHERED.get(table.item_bytes, 0.0)
+
+
+def _in_rows(index: Tensor) -> bool:
+    """Return whether adjacent elements of an index belong to one row."""
+    return bool(index.shape) and index.shape[-1] > 1
+
+
+# Batch norms --------------------------------------------------------------------------------------
+
+# A block normalises a channel: values of a channel per cycle. cuDNN runs 16 and 32 bits; torch's
+# own kernels run bfloat16, where another one, with blocks for each image and channel, writes the
+# result. With more channels than SMs, the blocks of an SM slow each other down: by these powers of
+# the channels for each SM, in cuDNN's forward and in the other kernels.
+# cuDNN keeps a channel of up to `_KEPT_BYTES` in the SM; then bytes limit it. Channels last have
+# other kernels, which bytes limit in cuDNN.
+_FORWARD, _BACKWARD = {2: 0.72, 4: 0.9}, 0.355
+_OWN_STATISTICS, _OWN_RESULT, _OWN_BACKWARD = 0.6, 0.65, 0.28
+_SHARED_FORWARD, _SHARED, _KEPT_BYTES = 0.57, 0.25, 101_000
+
+# Cycles of an element of torch's own kernels with channels last.
+_LAST_FORWARD, _LAST_BACKWARD = 1.4, 1.1
+
+_CHANNEL_AXIS, _LEAST_AXES = 1, 3
+
+
+def _batch_norm(call: Call) -> float:
+    """Return the cycles of a batch norm that computes its statistics, or of its backward."""
+    tensor = call.tensor(0)
+    if call.op not in NEED_STRIDES or not computes_sums(call):
+        return 0.0
+    if tensor is None or len(tensor.shape) < _LEAST_AXES or tensor.item_bytes not in _FORWARD:
+        return 0.0
+    own, backward = tensor.dtype == "bfloat16", "backward" in call.op
+    channels = tensor.shape[_CHANNEL_AXIS]
+    values = tensor.numel // max(channels, 1)
+    if channels > 1 and tensor.recorded_strides and tensor.strides[_CHANNEL_AXIS] == 1:
+        return tensor.numel * (_LAST_BACKWARD if backward else _LAST_FORWARD) if own else 0.0
+    if not own and values * tensor.item_bytes <= _KEPT_BYTES:
+        return 0.0
+    if not own:
+        cycles = values / (_BACKWARD if backward else _FORWARD[tensor.item_bytes])
+    elif backward:
+        cycles = values / _OWN_BACKWARD
+    else:
+        cycles = values / _OWN_STATISTICS + values / _OWN_RESULT / tensor.shape[0]
+    shared = _SHARED if own or backward else _SHARED_FORWARD
+    return SM_COUNT * cycles * max(1.0, channels / SM_COUNT) ** shared
+
+
+def computes_sums(call: Call) -> bool:
+    """Return whether a norm computes its sums: a batch norm that uses running ones saves none."""
+    forward_of_batch = "batch_norm" in call.op and "backward" not in call.op
+    saved = call.outputs[1:2]
+    return not (forward_of_batch and saved and not sum(result.numel for result in saved[0] or ()))

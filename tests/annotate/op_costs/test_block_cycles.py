@@ -1,0 +1,111 @@
+"""Kernels that their warps and blocks limit, against kernels on an H200 (torch 2.11)."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from onerank.annotate import load_gpu
+from onerank.annotate.models.features import kernels_of
+from onerank.annotate.models.roofline import predict_from_datasheet
+from onerank.annotate.op_costs.node_costs import work_of_call
+from onerank.annotate.op_costs.op_classes import floor_share_of, op_class
+from onerank.annotate.op_costs.operands import Call, Tensor
+
+F32, F16, BF16, I64 = ("float32", 4), ("float16", 2), ("bfloat16", 2), ("int64", 8)
+
+
+def predicted_us(call: Call) -> float:
+    """Return the time of a call on an H200 from shapes, in us."""
+    op = f"aten::{call.op}"
+    record = work_of_call(op, call)
+    share = floor_share_of(op_class(op)) * record.floor_factor
+    kernels = kernels_of([replace(record, floor_share=share)], np.zeros(1))
+    times_ns, _ = predict_from_datasheet(kernels, load_gpu("H200"))
+    return times_ns[0] / 1000
+
+
+def call(op: str, *operands: Tensor | None, result: Tensor, values: tuple = ()) -> Call:
+    inputs = tuple(None if operand is None else (operand,) for operand in operands)
+    return Call(op, inputs, ((result,),), values)
+
+
+@pytest.mark.parametrize(
+    ("op", "rows", "width", "dtype", "measured_us"),
+    [
+        ("sum", 37_500_000, 4, F32, 969.5),
+        ("sum", 9_375_000, 16, BF16, 989.9),
+        ("sum", 4_687_500, 32, F32, 1029.0),
+        ("amax", 4_687_500, 32, F32, 1175.2),
+        ("var", 4_687_500, 32, F32, 1916.0),
+        ("sum", 3_191_489, 47, F32, 748.7),
+        ("mean", 1_171_875, 128, F32, 291.6),
+        ("sum", 1_171_875, 128, BF16, 154.7),
+        ("sum", 585_937, 256, BF16, 158.1),
+    ],
+)
+def test_sums_of_short_rows(op, rows, width, dtype, measured_us):
+    made = call(
+        op, Tensor((rows, width), *dtype), result=Tensor((rows,), *dtype), values=("", [-1])
+    )
+    assert predicted_us(made) == pytest.approx(measured_us, rel=0.12)
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "dtype", "measured_us"),
+    [
+        (1_200_000, 4, F32, 723.1),
+        (1_200_000, 128, BF16, 722.9),
+        (200_000, 32, F32, 121.7),
+        (200_000, 512, F32, 205.6),
+        (20_000, 128, F32, 13.4),
+        (1_200_000, 4, BF16, 15.5),  # rows of 8 bytes have another kernel
+    ],
+)
+def test_a_gathered_row_takes_a_block(rows, width, dtype, measured_us):
+    table, index = Tensor((100_000, width), *dtype), Tensor((rows, width), *I64)
+    index = replace(index, recorded_strides=(1, 0))
+    made = call("gather", table, None, index, result=Tensor((rows, width), *dtype), values=("", 0))
+    assert predicted_us(made) == pytest.approx(measured_us, rel=0.22)
+
+
+@pytest.mark.parametrize(
+    ("op", "rows", "width", "dtype", "measured_us"),
+    [
+        ("index_add_", 1_200_000, 128, F32, 1121.7),
+        ("index_add_", 200_000, 512, BF16, 846.6),
+        ("scatter_add_", 1_200_000, 128, F32, 466.5),
+        ("scatter_add_", 200_000, 32, BF16, 26.6),
+        ("scatter_add_", 1_200_000, 1, F32, 17.2),
+        ("scatter_reduce_", 1_200_000, 128, F32, 705.4),
+    ],
+)
+def test_elements_that_are_added_by_index(op, rows, width, dtype, measured_us):
+    table, source = Tensor((100_000, width), *dtype), Tensor((rows, width), *dtype)
+    whole = "scatter" in op
+    index = Tensor((rows, width) if whole else (rows,), *I64)
+    made = call(op, table, None, index, source, result=table, values=("", 0))
+    assert predicted_us(made) == pytest.approx(measured_us, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("op", "shape", "dtype", "channels_last", "measured_us"),
+    [
+        ("cudnn_batch_norm", (1, 64, 1448, 1448), F16, False, 1348.6),
+        ("cudnn_batch_norm", (256, 64, 56, 56), F32, False, 457.8),
+        ("cudnn_batch_norm", (32, 256, 56, 56), F16, False, 105.7),
+        ("cudnn_batch_norm", (256, 64, 56, 56), F32, True, 158.4),
+        ("native_batch_norm", (256, 64, 56, 56), BF16, False, 857.8),
+        ("native_batch_norm", (256, 64, 56, 56), BF16, True, 299.6),
+        ("cudnn_batch_norm_backward", (64, 32, 112, 112), F16, False, 1100.7),
+        ("cudnn_batch_norm_backward", (1, 128, 512, 512), F32, False, 410.1),
+        ("native_batch_norm_backward", (64, 32, 112, 112), BF16, False, 1395.2),
+        ("native_batch_norm_backward", (256, 64, 56, 56), BF16, True, 225.1),
+    ],
+)
+def test_a_block_normalises_a_channel(op, shape, dtype, channels_last, measured_us):
+    _, channels, height, width = shape
+    strides = (channels * height * width, 1, width * channels, channels)
+    image = Tensor(shape, *dtype, recorded_strides=strides if channels_last else ())
+    operands = (image, image) if "backward" in op else (image,)
+    assert predicted_us(call(op, *operands, result=image)) == pytest.approx(measured_us, rel=0.25)
