@@ -385,7 +385,7 @@ SUMMARIES: dict[str, tuple[SummaryLine, ...]] = {
             "torchtitan-no-device",
         ),
         SummaryLine(
-            "new scripts on two and four H100s, before they ran",
+            "new scripts on one to four GPUs, before they ran",
             "#new-scripts-predicted-before-they-ran",
             "new-scripts",
         ),
@@ -426,7 +426,7 @@ SUMMARIES: dict[str, tuple[SummaryLine, ...]] = {
         ),
         SummaryLine("the same in float8", "training-speeds.md", "torchtitan", _FLOAT8),
         SummaryLine(
-            "the same of new scripts, before they ran on 2 or 4 GPUs",
+            "the same of new scripts, before they ran on 1 to 4 GPUs",
             "training-speeds.md",
             "new-scripts",
         ),
