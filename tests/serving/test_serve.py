@@ -268,6 +268,19 @@ def test_latent_attention_computes_what_transformers_computes(tmp_path: Path, ki
     )
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_parts_of_a_context_attend_as_the_whole():
+    """The tokens do not divide into equal parts."""
+    query = torch.randn(3, 16, 576, device="cuda", dtype=torch.bfloat16)
+    cached = torch.randn(3, 4407, 576, device="cuda", dtype=torch.bfloat16)
+    operands = query, cached, cached[..., :512], 576**-0.5
+    parts = torch.ops.onerank_serving.latent_attention(*operands)
+    whole = torch.ops.onerank_serving.latent_attention(
+        *(t.cpu() for t in operands[:3]), operands[3]
+    )
+    torch.testing.assert_close(parts.cpu(), whole, atol=2e-3, rtol=0.02)
+
+
 def test_ranks_decode_the_heads_of_latent_attention():
     torch.manual_seed(0)
     cached, query = torch.randn(3, 5, 24 + 8), torch.randn(4, 3, 16 + 8)
