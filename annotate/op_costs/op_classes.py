@@ -463,7 +463,7 @@ def floor_share_of(work_class: OpClass) -> float:
 _BY_ARCHITECTURE = {"volta": 1.35, "turing": 1.35, "ampere": 1.35, "blackwell": 1.8}
 
 
-# Shortest kernels of an H100 over the shares. Those of an H200 are 0.15 to 0.25 us shorter, whatever
+# Shortest kernels of an H100 over the shares. Those of an H200 are 0.1 to 0.26 us shorter, whatever
 # they compute: in decodes of OLMo-Hybrid and Falcon-H1 vectorised ones take 1.32 to 1.50 and 1.13
 # to 1.28 us, those that compute addresses 1.76 to 2.52 and 1.55 to 2.34, casts 2.47 to 3.16 and
 # 2.27 to 2.98 (2026-11-28-serving-blind-5-h200).
