@@ -146,6 +146,19 @@ def _operand_row_elements(gemm: F64, *, of_step: bool) -> F64:
     return elements
 
 
+def is_weight_gradient(gemm: F64) -> Mask:
+    """Return which GEMMs of a step are the gradients of weights, by its other GEMMs, bool[d].
+
+    The gradient [m, k] x [k, n] of a weight belongs to the forward [k, n] x [n, m]. A GEMM of one
+    size in all dimensions counts as a forward. `gemm` as for `has_misaligned_rows`.
+    """
+    _, m, n, k, *_ = gemm.T
+    sizes = {*zip(m.tolist(), n.tolist(), k.tolist(), strict=True)}
+    forward = zip(k.tolist(), m.tolist(), n.tolist(), strict=True)
+    found = np.array([each in sizes for each in forward], dtype=bool)
+    return found & ~((m == n) & (n == k))
+
+
 def misaligned_lower_bound_ns(gpu: Gpu, gemm: F64, *, of_step: bool = True) -> F64:
     """Return the least time of misaligned GEMMs in ns; 0 for all others, float64[d].
 

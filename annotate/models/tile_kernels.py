@@ -104,8 +104,7 @@ def batched_vector_kernel(gpu: Gpu, c: GemmCoefficients) -> TileKernel | None:
 
 # Tiles of cuBLAS for TF32 on Hopper, of the kernels' names. Steps of 32 elements take a fourth of a
 # microsecond at least. Figures are fitted to 27 products of an H200, with operands as in a linear
-# layer or in a batch: 10% off (2026-11-28-hopper-kernels-h200). Gradients of weights, whose
-# operands are both transposed, take 1.4 to 1.6 times as long, which is not modelled.
+# layer or in a batch: 10% off (2026-11-28-hopper-kernels-h200).
 _TF32_EDGES = ((64, 64), (64, 128), (64, 256), (128, 128), (128, 256), (256, 128))
 _TF32_TILINGS = np.array(
     [(*edges, split) for edges in _TF32_EDGES for split in _SPLITS], dtype=np.float64

@@ -18,7 +18,14 @@ from onerank.annotate.models.calibration import Calibration, calibrated, without
 from onerank.annotate.models.coefficients import Coefficients
 from onerank.annotate.models.features import KernelFeatures, KernelRates, Timing
 from onerank.annotate.models.gemm_tiles import GemmTarget, Rates, gemm_ns
-from onerank.annotate.models.prediction_terms import Term, TermRecord, longest, quantity
+from onerank.annotate.models.prediction_terms import (
+    Term,
+    TermRecord,
+    factor,
+    longest,
+    product,
+    quantity,
+)
 from onerank.annotate.models.roofline import PartTimes
 from onerank.annotate.models.tile_kernels import (
     TileKernel,
@@ -96,6 +103,12 @@ def tile_times(
     aligned_ns = _products_ns(products, gpu, c, measured, gemm_calls)
     of_step = kernels.timing is Timing.STEP
     least_ns = gemm_tiles.misaligned_lower_bound_ns(gpu, kernels.gemm, of_step=of_step)[call[gemms]]
+    if of_step and gpu.architecture == "hopper":
+        slow = _in_type(kernels, ("tfloat32",))[gemms]
+        slow &= gemm_tiles.is_weight_gradient(kernels.gemm)[call[gemms]]
+        aligned_ns = np.where(slow, _TF32_GRADIENT * aligned_ns, aligned_ns)
+        if gemm_calls is not None:
+            gemm_calls.update_where(slow, _transposed_term)
     times[gemms] = np.maximum(aligned_ns, least_ns)
     operator_ns[where] = times[inverse]
     if record is not None and calls is not None and fused_calls is not None and gemm_calls:
@@ -107,6 +120,19 @@ def tile_times(
             if root is not None:
                 record.roots[row] = root
     return operator_ns, is_attention
+
+
+# Time of a GEMM in TF32 on Hopper whose operands are both transposed over that of a plain one: the
+# gradient of a weight. 1.4 to 1.6 for three sizes (2026-11-28-hopper-kernels-h200), 1.3 to 1.7 for
+# four of five of the shipped H200's rows.
+_TF32_GRADIENT = 1.5
+
+
+def _transposed_term(_: int, root: Term | None) -> Term | None:
+    if root is None:
+        return None
+    slower = factor(_TF32_GRADIENT, "transposed", "both operands, in TF32")
+    return product(root, slower, name="by tiles")
 
 
 def part_times(

@@ -12,7 +12,7 @@ from onerank.annotate.models.attention_kernels import shape_factors
 from onerank.annotate.models.attention_time import attention_ns
 from onerank.annotate.models.coefficients import AttentionCoefficients, shipped
 from onerank.annotate.models.features import kernels_of
-from onerank.annotate.models.gemm_tiles import GemmTarget, Rates, gemm_ns
+from onerank.annotate.models.gemm_tiles import GemmTarget, Rates, gemm_ns, is_weight_gradient
 from onerank.annotate.models.learned import predict_from_description
 from onerank.annotate.op_costs.cost_record import AttentionShape, Work
 
@@ -129,6 +129,14 @@ def test_more_of_a_resource_slows_no_product(gpu_file, figure):
         for gpu, rate in zip(gpus, rates, strict=True)
     )
     assert (after <= before * 1.001).all()
+
+
+def test_a_weights_gradient_is_found_by_its_forward():
+    tokens, inner, outer = 8192, 4096, 1024
+    forward, of_input = (tokens, outer, inner), (tokens, inner, outer)
+    of_weight, square = (outer, inner, tokens), (512, 512, 512)
+    calls = np.array([(1, *s, 4, 4) for s in (forward, of_input, of_weight, square)], dtype=float)
+    assert is_weight_gradient(calls).tolist() == [False, False, True, False]
 
 
 def test_an_unknown_generation_is_between_the_known_ones(gpu_file):
