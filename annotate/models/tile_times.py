@@ -46,6 +46,8 @@ _FITTED_TYPES = ("bfloat16", "float16", "tfloat32", "int8", "float8_e4m3fn", "fl
 # mean, and its batched products 9 to 22%.
 _VECTOR_TYPE = "float32"
 
+# cuBLAS runs `gemv2T` for one row of an H200 and `gemmSN` for two.
+_VECTOR_ROWS = 2
 _SIDES = [GemmShape._fields.index(name) for name in ("m", "n")]
 
 _ITEM_BYTES = 2  # of the GEMMs that two microbenchmarks calibrate
@@ -79,8 +81,8 @@ def tile_times(
     known, attention = _able(kernels, gpu), has_attention[call]
     # No kernel of attention in float32 was measured.
     in_vector = _in_type(kernels, (_VECTOR_TYPE,))
-    # One row or column in float32 runs a kernel of vectors (`gemv2T`), which memory alone limits.
-    single: Mask = (kernels.gemm[:, _SIDES] == 1).any(axis=1)
+    # Up to two rows or columns in float32 run kernels of vectors, which memory alone limits.
+    single: Mask = (kernels.gemm[:, _SIDES] <= _VECTOR_ROWS).any(axis=1)
     gemms = np.flatnonzero(known & ~attention & ~(in_vector & single[call]))
     fused = np.flatnonzero(known & attention & ~in_vector)
     before, per_call = without_overrides(gpu), kernels.per_call

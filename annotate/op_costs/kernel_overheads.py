@@ -213,9 +213,10 @@ _CONFLICTS, _SPREAD_BITS = 2, 10
 _WARP_NUMBERS = 512
 _GROUP_CYCLES, _GROUPED_PER_CYCLE, _NORMED_GROUPS_PER_CYCLE = 150.0, 0.93, 1.27
 
-# The same of softmax of long rows, by bytes of an element: in 32 bits 1.0 to 1.2 in the shipped
-# database of the H200, in 16 bits 1.9 to 2.8 there (2026-11-28-hopper-kernels-h200).
-_LONG_SOFTMAX_PER_CYCLE = {2: 2.3, 4: 1.15}
+# SM cycles of a row and of each of its elements in a softmax of long rows, by bytes of an element:
+# rows of 4,096 to 262,144 numbers on an H200, -20 to +8% off (2026-11-28-hopper-kernels-h200 and
+# its second file). In 32 bits the shipped database of the H200 has 0.8 to 1.0 cycles.
+_LONG_SOFTMAX_CYCLES = {2: (1500, 0.35), 4: (1500, 0.8)}
 
 # On a Hopper GPU rows of this length, of two blocks for each SM, exceed the cache, and memory
 # serves all three reads: 2.0 passes of a read and a write (128,256 numbers in 16 and 32 bits, and
@@ -263,8 +264,7 @@ def cycles_of(call: Call, operator_class: OpClass) -> float:
     read, widest = call.numel(0), max(call.output_numel, call.numel(0))
     stored = call.tensor(2 if "put" in op else 3) if op in STORES_BY_INDEX else None
     computes = _computes_addresses(call, operator_class) or (op == "copy_" and _casts(call))
-    long_softmax = op in ("_softmax", "_log_softmax") and passes_of(call) > 1
-    sums = _leading_sum_cycles(call)
+    sums, long_softmax = _leading_sum_cycles(call), _long_softmax_cycles(call)
     # Elements and their rate by the first rule that applies.
     rules = (
         (op in _PER_CYCLE, read, _PER_CYCLE.get(op, 1.0)),
@@ -275,7 +275,7 @@ def cycles_of(call: Call, operator_class: OpClass) -> float:
         (op == "topk" and not selects_in_blocks(call), read, _TOPK_PER_CYCLE),
         (op in _NORMS, _norm_cycles(call), 1.0),
         (op in _NORM_BACKWARDS, _norm_backward_cycles(call), 1.0),
-        (long_softmax, read, _LONG_SOFTMAX_PER_CYCLE[4 if _is_wide(call) else 2]),
+        (long_softmax > 0, long_softmax, 1.0),
         (sums > 0, sums, 1.0),
         (op in _SUMS and shares_outputs(call), read, _LEADING_PER_CYCLE),
         (_reduces_rows(call), read, _ROWS_PER_CYCLE[4 if _is_wide(call) else 2]),
@@ -360,6 +360,15 @@ def shares_outputs(call: Call) -> bool:
     """Return whether several blocks share each output of a sum over leading axes."""
     division = division_of(call)
     return division is not None and not division.along_input and division.rows(SM_COUNT) > 1
+
+
+def _long_softmax_cycles(call: Call) -> float:
+    """Return the SM cycles of a softmax that reads its rows more than once; 0 for others."""
+    tensor = call.tensor(0)
+    if call.op not in ("_softmax", "_log_softmax") or tensor is None or passes_of(call) == 1:
+        return 0.0
+    of_row, of_element = _LONG_SOFTMAX_CYCLES[4 if _is_wide(call) else 2]
+    return tensor.numel // tensor.shape[-1] * of_row + tensor.numel * of_element
 
 
 _OF_ROWS = ("sum", "mean", "amax", "amin")

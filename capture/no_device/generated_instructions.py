@@ -30,6 +30,9 @@ _WEIGHTS = {
     "cast": 1.5,
     "double": 4.0,
     "double quotient": 70.0,
+    # A maximum, two exponentials, four selections with their comparisons and four sums and
+    # products of `triton_helpers.online_softmax_combine`.
+    "softmax step": 36.0,
 }
 
 _ELEMENTS_OF_A_THREAD = 16
@@ -96,6 +99,9 @@ class _Reading:
         """Count the operation of a line."""
         if store := _STORE.match(line):
             self._address(store[1], self._axes_of(store[1]))
+            return
+        if "online_softmax_combine(" in line:
+            self.counts["softmax step"] += 1
             return
         if not (assigned := _ASSIGNED.match(line)):
             return
