@@ -152,11 +152,12 @@ def is_weight_gradient(gemm: F64) -> Mask:
     The gradient [m, k] x [k, n] of a weight belongs to the forward [k, n] x [n, m]. A GEMM of one
     size in all dimensions counts as a forward. `gemm` as for `has_misaligned_rows`.
     """
-    _, m, n, k, *_ = gemm.T
-    sizes = {*zip(m.tolist(), n.tolist(), k.tolist(), strict=True)}
+    batch, m, n, k, *_ = gemm.T
+    single: Mask = batch == 1
+    sizes = {*zip(*(size[single].tolist() for size in (m, n, k)), strict=True)}
     forward = zip(k.tolist(), m.tolist(), n.tolist(), strict=True)
     found = np.array([each in sizes for each in forward], dtype=bool)
-    return found & ~((m == n) & (n == k))
+    return single & found & ~((m == n) & (n == k))
 
 
 def misaligned_lower_bound_ns(gpu: Gpu, gemm: F64, *, of_step: bool = True) -> F64:
