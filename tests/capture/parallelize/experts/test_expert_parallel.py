@@ -106,6 +106,12 @@ def model(kind: str, experts: str = "grouped_mm", **changes: Any) -> Any:
     return whole
 
 
+def small(kind: str, experts: str) -> Any:
+    """Return a model with one layer of experts."""
+    dense = KINDS[kind][1].get("first_k_dense_replace", 0)
+    return model(kind, experts, num_hidden_layers=dense + 1)
+
+
 def tokens(data: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(data)
     return torch.randint(0, VOCABULARY, (BATCH, SEQUENCE), generator=generator)
@@ -123,7 +129,7 @@ def train_rank(rank: int, results: Any) -> None:
             if line not in groups:
                 groups[line] = dist.new_group(list(line))
     for kind, world, implementation, tp_style in CASES:
-        sliced = model(kind, implementation)
+        sliced = small(kind, implementation)
         slice_to_rank(
             sliced,
             WORLDS[world],
@@ -168,7 +174,7 @@ def test_slices_match_the_whole_model(slices, case):
     kind, name, implementation, _ = case
     world = WORLDS[name]
     tp, dp = world.sizes.get("tp", 1), world.sizes["dp"]
-    whole = model(kind, implementation)
+    whole = small(kind, implementation)
     losses = [loss_of(whole, data) for data in range(dp)]
     (sum(losses) / dp).backward()
     for rank in range(RANKS):
