@@ -393,8 +393,12 @@ def uses_torch_distributed(script: Path, options: Options) -> bool:
     return distributes_itself(script, options) is not False
 
 
-# Names in the text of a script that trains.
-_TRAINS = re.compile(r"\.backward\(|\boptim\b|Optimizer\b|Trainer\b|\.fit\(")
+# Names in the text of a script that trains. `model.train()` and `model.train(False)` only set a
+# flag, and `YOLO(...).train(data=...)` trains.
+_TRAINS = re.compile(
+    r"\.backward\(|\boptim\b|Optimizer\b|Trainer\b|\.(fit|learn)\("
+    r"|\.train\((?!\s*(\)|True\b|False\b|mode\b))"
+)
 
 
 def names_training(script: Path, options: Options) -> bool:

@@ -209,7 +209,7 @@ class InferenceSteps:
         if self.stopped or self._repeating:
             return
         self.forwards += 1
-        if not self.is_explicit and torch.is_grad_enabled():
+        if not self.is_explicit and (torch.is_grad_enabled() or _is_in_constructor()):
             return
         owner = self._generating_owner(step.target)
         tokens = forward_tokens(step.target, step.arguments, by_name_only=bool(owner))
@@ -318,6 +318,18 @@ class InferenceSteps:
         if by_word and (note := _note_of_larger_model(step.target)) is not None:
             windows.observed.notes.append(note)
         self.measured.append(MeasuredForward(label, raw, windows, inference))
+
+
+def _is_in_constructor() -> bool:
+    """Return whether a module is being created: detectors find their strides by a forward."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "__init__":
+            created = frame.f_locals.get("self")
+            if isinstance(created, nn.Module):
+                return True
+        frame = frame.f_back
+    return False
 
 
 def _kind_of(tokens: ForwardTokens) -> InferenceKind:

@@ -25,6 +25,7 @@ from onerank.capture.capture_script import Capture, capture, capture_steps
 from onerank.capture.parallelize.shard_model import key_value_heads
 from onerank.capture.script.forward_tokens import ForwardTokens, forward_tokens
 from onerank.capture.script.repeatable_call import Growth, RepeatableCall
+from onerank.capture.validate_options import names_training
 from onerank.ir import Graph, InferenceStep, Kind, MemoryClass, Phase, World
 
 BATCH, PROMPT, HIDDEN, HEADS, KV_HEADS, LAYERS, VOCABULARY = 3, 16, 64, 4, 2, 2, 256
@@ -135,12 +136,20 @@ LOOP = """
 INFERENCE = "torch.set_grad_enabled(False)"
 
 
+SIZED = """class Sized(nn.Module):
+        def __init__(self):
+            super().__init__()
+            with torch.no_grad():
+                model(tokens, None)
+    Sized()"""
+
+
 def test_a_plain_loop_is_recognised(tmp_path):
-    """A forward with gradients is no step, but it has a number, as it has for `--steps`."""
-    mode = f"model(tokens, None); {INFERENCE}"
+    """Forwards with gradients or in a constructor are no steps, but have numbers for `--steps`."""
+    mode = f"{SIZED}; model(tokens, None); {INFERENCE}"
     done = captured(tmp_path, LOOP.format(mode=mode, then=""))
-    assert done["prefill"].graph.job.inference == InferenceStep("prefill", 2, 2, 5, (0, 0))
-    assert done["decode"].graph.job.inference == InferenceStep("decode", 3, 2, 1, (5, 5))
+    assert done["prefill"].graph.job.inference == InferenceStep("prefill", 3, 2, 5, (0, 0))
+    assert done["decode"].graph.job.inference == InferenceStep("decode", 4, 2, 1, (5, 5))
     codes = [note.code for note in done["decode"].graph.job.measurement.notes]
     assert "inference-recognised" in codes
 
@@ -784,3 +793,16 @@ def test_a_tensor_of_symbolic_size_holds_no_memory():
     assert isinstance(kept.untyped_storage().nbytes(), torch.SymInt)
     growth = Growth(on_gpu=False)
     assert [growth.after_repetition() for _ in range(3)] == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("text", "trains"),
+    [
+        ("model.train(); model.train( False )", False),
+        ("YOLO('n.yaml').train(data='d.yaml')", True),
+        ("PPO('MlpPolicy', env).learn(1000)", True),
+    ],
+)
+def test_the_text_of_a_script_says_whether_it_trains(tmp_path, text, trains):
+    (tmp_path / "script.py").write_text(text)
+    assert names_training(tmp_path / "script.py", Options()) is trains
