@@ -1,9 +1,10 @@
-"""How many boxes a detector of torchvision selects, where no device computed their scores.
+"""How many boxes a detector selects, where no device computed their scores.
 
-A detector selects boxes by their scores, by non-maximum suppression, and by how well they match the
-labels. Each step has a limit in the model's configuration: 2,000 proposals for an image, of which
-512 are trained on, a quarter of them positive. Enough boxes are assumed to reach these limits, as
-in a model that is trained. Boxes spread evenly over the levels of a feature pyramid.
+A detector of torchvision selects boxes by their scores, by non-maximum suppression, and by how well
+they match the labels. Each step has a limit in the model's configuration: 2,000 proposals for an
+image, of which 512 are trained on, a quarter of them positive. Enough boxes are assumed to reach
+these limits, as in a model that is trained. Boxes spread evenly over the levels of a feature
+pyramid.
 """
 
 import sys
@@ -17,6 +18,10 @@ from onerank.capture.no_device.operators.operator_calls import OperatorCall, ten
 from onerank.ir.notes import Note
 
 _DETECTION = "torchvision.models.detection"
+
+# Modules that select boxes. The loss of Ultralytics takes the anchors that match a label, whose
+# number has no limit but that of all anchors; little of the step depends on it.
+_DETECTORS = (_DETECTION, "ultralytics.utils")
 
 _POOLING = "torchvision.ops.poolers"
 
@@ -37,7 +42,7 @@ class Detections:
 
     def selected(self, call: OperatorCall) -> Any:
         """Return the result of a selection by unknown numbers; None outside a detector."""
-        if not _runs(_DETECTION):
+        if not any(map(_runs, _DETECTORS)):
             return None
         if call.schema.name == "torchvision::nms":
             boxes = call.tensors[0]
