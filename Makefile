@@ -9,7 +9,7 @@ DEMO ?= demo
 setup: .venv/installed
 
 # pip works on one core. So the four packages with most files are unpacked beside torch, and what is
-# there is compiled beside the rest: a quarter of the time on two cores. The compiler leaves out large
+# there is compiled beside the rest: a quarter less time on two cores. The compiler leaves out large
 # packages of which little is imported. It fails on files that are templates, or for another version
 # of Python.
 COMPILE = $(BIN)/python -m compileall -q -x '/(ray|scipy|plotly|onnx|transformers/models)/' .venv/lib
