@@ -175,19 +175,19 @@ def _refusing(refusal: Refusal, operator: str, reason: str) -> Callable[..., NoR
     return refuse
 
 
-@functools.cache
-def group_operators() -> tuple[tuple[str, Callable[..., Any]], ...]:
+def group_operators() -> list[tuple[str, Callable[..., Any]]]:
     """Return the name, and the class of arguments, of each c10d operator that takes a group."""
-    operators: list[tuple[str, Callable[..., Any]]] = []
-    for name in _torch._C._dispatch_get_all_op_names():
-        if name.startswith("c10d::"):
-            schema = _torch._C._get_schema(*name.partition(".")[::2])
-            if any("ProcessGroup" in str(argument.type) for argument in schema.arguments):
-                operators.append((name.removeprefix("c10d::"), _class_of_arguments(schema)))
-    return tuple(operators)
+    names = [n for n in _torch._C._dispatch_get_all_op_names() if n.startswith("c10d::")]
+    classes = ((name.removeprefix("c10d::"), _class_of_arguments(name)) for name in names)
+    return [(name, arguments) for name, arguments in classes if arguments is not None]
 
 
-def _class_of_arguments(schema: Any) -> Callable[..., Any]:
+@functools.cache
+def _class_of_arguments(name: str) -> Callable[..., Any] | None:
+    """Return a class with the arguments of an operator by name; None if none is a group."""
+    schema = _torch._C._get_schema(*name.partition(".")[::2])
+    if not any("ProcessGroup" in str(argument.type) for argument in schema.arguments):
+        return None
     # Arguments with defaults are always the last ones.
     optional = [a for a in schema.arguments if a.has_default_value()]
     names = [argument.name for argument in schema.arguments]
