@@ -82,7 +82,7 @@ def tile_times(
     # No kernel of attention in float32 was measured.
     in_vector = _in_type(kernels, (_VECTOR_TYPE,))
     # Up to two rows or columns in float32 run kernels of vectors, which memory alone limits.
-    single: Mask = (kernels.gemm[:, _SIDES] <= _VECTOR_ROWS).any(axis=1)
+    single: Mask = kernels.gemm[:, _SIDES].min(axis=1) <= _VECTOR_ROWS
     gemms = np.flatnonzero(known & ~attention & ~(in_vector & single[call]))
     fused = np.flatnonzero(known & attention & ~in_vector)
     before, per_call = without_overrides(gpu), kernels.per_call
