@@ -32,6 +32,7 @@ from onerank.annotate.models.features import KernelFeatures
 from onerank.annotate.models.flash2_decode import WaveTerms
 from onerank.annotate.models.flash2_prefill import ScheduleTerms, flash2_schedule_terms
 from onerank.annotate.models.prediction_terms import PredictedDurations, Rule, TermRecord
+from onerank.annotate.op_costs.cost_record import AttentionShape
 from onerank.annotate.passes.swap_kernels import other_kernel_term
 from onerank.ir.arrays import F64, I64, U8, Mask, membership_mask
 from onerank.ir.notes import Note
@@ -123,7 +124,9 @@ def _swap_fused(
         return predicted, [] if by_operator else [_attention_note(0, target, requested_kernel)]
     families = nodes.families if by_operator else np.full(len(fused), requested_kernel.runs)
     above_ns = np.maximum(unswapped_ns - target.launch_floor_ns, 0)
-    calls = _FusedCalls(nodes.shapes, kernels.is_attention_backward, rules, above_ns, target)
+    half = np.isin(np.array(kernels.dtypes)[kernels.dtype], ("float16", "bfloat16"))
+    backward = kernels.is_attention_backward
+    calls = _FusedCalls(nodes.shapes, backward, rules, above_ns, target, half)
     swaps = [
         _family_swap(family, rows, calls, requested_kernel)
         for family, rows in sorted(_rows_by_family(np.flatnonzero(fused), families))
@@ -190,6 +193,7 @@ class _FusedCalls:
         rules: the rule that predicted it, uint8[n].
         above_ns: its time above the launch floor, float64[n].
         target: GPU they are predicted for.
+        half: whether its operands have 16 bits, bool[n].
     """
 
     shapes: F64
@@ -197,6 +201,7 @@ class _FusedCalls:
     rules: U8
     above_ns: F64
     target: Gpu
+    half: Mask
 
     @property
     def training(self) -> bool:
@@ -262,12 +267,19 @@ def _family_swap(
     return _FamilySwap(family, rows, kernel, factors, none, without_figure=without_figure)
 
 
+_WIDTHS = [AttentionShape._fields.index(name) for name in ("d", "dv")]
+
+
 def _swap_by_shape(
     family: str, rows: I64, calls: _FusedCalls, by_shape: ShapeFactors
 ) -> _FamilySwap:
     """Return a family's kernel that was measured by shape; other arguments as `_family_swap`."""
     target, shapes, backward = calls.target, calls.shapes[rows], calls.backward[rows]
     factors = by_shape.of(target, shapes, training=calls.training)
+    if (blocks := by_shape.blocks) is not None:
+        small = calls.half[rows] & (shapes[:, _WIDTHS].max(axis=1) <= blocks.widest)
+        of_blocks = blocks.above_floor_ns(target, shapes[small], training=calls.training)
+        factors[small] = of_blocks / np.maximum(calls.above_ns[rows][small], 1.0)
     scheduled = scheduled_forwards(family, target, shapes)
     terms = None
     if scheduled.any():
