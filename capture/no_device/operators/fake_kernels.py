@@ -324,7 +324,7 @@ _DECIDED_BY_NUMBERS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output
 def shapes_by_cpu(func: Any) -> Callable[..., Any] | None:
     """Return a function that gives the results of torch's operator by running it on the CPU.
 
-    The operands are zeros. The function returns None if a result is sparse.
+    The operands are zeros. The function returns None if an operand or a result is sparse.
 
     Returns:
         None if the CPU has no implementation, if the operator writes to its operands, and if the
@@ -338,7 +338,10 @@ def shapes_by_cpu(func: Any) -> Callable[..., Any] | None:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         operands = args, kwargs
-        device = next(each.device for each in tree_leaves(operands) if isinstance(each, Tensor))
+        tensors = [each for each in tree_leaves(operands) if isinstance(each, Tensor)]
+        if any(each.layout != torch.strided for each in tensors):
+            return None
+        device = tensors[0].device
         with unset_fake_temporarily():
             args, kwargs = tree_map_only(Tensor, _zeros_on_cpu, operands)
             results = func(*args, **kwargs)

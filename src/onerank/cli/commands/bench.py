@@ -429,22 +429,21 @@ def lacking(
     """Return the requests without a row in the database for this GPU and these versions."""
     import polars
 
-    from onerank.annotate.kernel_db.calls import call_key, canonical
+    from onerank.annotate.kernel_db.calls import CallKey, call_key, canonical
     from onerank.annotate.kernel_db.database import rows_of
 
     # Another version of a library runs another kernel for the same call.
     same = [polars.col(name) == value for name, value in {"gpu": gpu, **versions}.items()]
-    measured_kernels: dict[tuple[Any, ...], set[str]] = {}
+    measured_kernels: dict[tuple[CallKey | None, str], set[str]] = {}
     for row in rows_of(database.filter(same)):
-        key = row.operator, row.shapes, row.dtypes, row.attributes, row.layout
-        measured_kernels.setdefault(key, set()).update(row.kernels)
+        measured_kernels.setdefault((row.key, row.layout), set()).update(row.kernels)
 
     # The trace does not record layouts, which decide between kernels: a call is known only if a row
     # ran a kernel of the trace.
     def is_known(request: "BenchRequest") -> bool:
         kernel_sets = (
             measured_kernels.get(
-                (*(call_key(call.op, *call.texts()) or ()), canonical(call.layout()))
+                (call_key(call.op, *call.texts(), tf32=call.tf32), canonical(call.layout()))
             )
             for call in request.layouts
         )
