@@ -544,11 +544,10 @@ class FakeOperators(TorchDispatchMode):
         """Return the results of an operator of which torch has no fake implementation."""
         # Inductor calls `_scaled_mm.out`.
         given = call.given_results()
-        run = None if given else shapes_by_cpu(call.func)
-        results = None
-        if run is not None:
-            results = self._repeated.run(run, call.func, call.tensors, call.args, call.kwargs)
         if not given:
+            run = shapes_by_cpu(call.func)
+            operands = call.tensors, call.args, call.kwargs
+            results = self._repeated.run(run, call.func, *operands) if run is not None else None
             return self._unknown.refuse_operator(call.schema.name) if results is None else results
         # Each attempt of torch takes some milliseconds.
         if call.schema.namespace == "aten" and is_on_gpu(given[0]):
