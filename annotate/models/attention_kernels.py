@@ -141,6 +141,9 @@ _SLOWDOWNS = {
 }
 
 
+_SCORE_ROWS = 64  # `fmha_cutlassF_..._64x64` and its backward
+
+
 @dataclass(frozen=True, slots=True)
 class ScoreBlocks:
     """SM cycles of a kernel whose thread blocks take 64 queries each, and 64 keys at a time.
@@ -149,9 +152,9 @@ class ScoreBlocks:
     windows of an image, takes mostly the starts of its blocks.
 
     Attributes:
-        widest: largest head that has these cycles.
-        forward: cycles of a block's start, and of 64 keys of heads of `widest`. Those of smaller
-            heads are fewer by the root of the ratio.
+        widest: largest size of a head that has these cycles.
+        forward: cycles of a block's start, and of 64 keys of heads of `widest`. The cycles of 64
+            keys are proportional to the root of a head's size.
         backward: the same of the backward pass, whose blocks take 64 keys each.
     """
 
@@ -167,9 +170,8 @@ class ScoreBlocks:
         columns: list[F64] = list(shapes.T)
         batch, heads, _, rows, keys, d, _, causal, back, *_ = columns
         backward = back > 0
-        of_start, of_keys = (
-            np.where(backward, self.backward[at], self.forward[at]) for at in range(2)
-        )
+        of_start = np.where(backward, self.backward[0], self.forward[0])
+        of_keys = np.where(backward, self.backward[1], self.forward[1])
         blocks: F64 = batch * heads * np.ceil(rows / _SCORE_ROWS)
         tiles = np.ceil(keys / _SCORE_ROWS)
         # A causal mask leaves a block half of the keys, and its own.
@@ -177,9 +179,6 @@ class ScoreBlocks:
         cycles = of_start + tiles * of_keys * np.sqrt(d / self.widest)
         clock_hz = gpu.clock_hz if training else gpu.max_clock_hz
         return np.maximum(blocks / gpu.sm_count, 1.0) * cycles / clock_hz * 1e9
-
-
-_SCORE_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)

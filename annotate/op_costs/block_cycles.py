@@ -14,8 +14,8 @@ from onerank.annotate.op_costs.operands import Call, Tensor
 from onerank.annotate.op_costs.reductions import SM_COUNT, division_of
 
 NEED_VALUES = frozenset(("index_select",))
-"""Operators, by base name, whose cycles depend on an argument that is no tensor; sums and gathers,
-too, which other costs need."""
+"""Operators, by base name, whose cycles depend on an argument that is no tensor. Those of sums and
+gathers do, too; `load_chains` and `memory_bound` list them."""
 
 NEED_STRIDES = frozenset(
     """native_batch_norm cudnn_batch_norm _batch_norm_with_update _native_batch_norm_legit
@@ -26,6 +26,7 @@ NEED_STRIDES = frozenset(
 
 def block_cycles_of(call: Call) -> float:
     """Return the SM cycles of a call, summed over all SMs; 0 for kernels of other kinds."""
+    # Each rule has operators of its own, so their order does not matter.
     rules = (_short_rows, _gathered_rows, _gathered_elements, _added, _batch_norm)
     return next(filter(None, (rule(call) for rule in rules)), 0.0)
 
@@ -69,7 +70,7 @@ def _short_rows(call: Call) -> float:
 
 # `vectorized_gather_kernel` (torch 2.8 and later) has a block for each row, and for every 4 kB of
 # it, which waits for the index and then for the row. It takes rows whose bytes are a multiple of
-# 16. 20,000 to 1,200,000 rows of 16 B to 1 kB take 157 to 175 cycles each.
+# 16. 20,000 rows of 16 B to 1 kB take 175 cycles each, 200,000 and 1,200,000 rows 157 to 159.
 _ROW_CYCLES, _ROW_BYTES = 157.5, 4096
 
 ALIGNED_BYTES = 16
@@ -111,10 +112,11 @@ def _rows_of_gather(call: Call, table: Tensor) -> int:
 
 # Cycles of an element that is added in memory, by bytes of an element: of whole rows by `index_add`
 # (`indexFuncLargeIndex`) and by `scatter_add` with an index that is expanded over the row, of
-# single elements of a row, and of elements at random places of memory. Of 16 bits two neighbours
-# are swapped together. Extremes are swapped in a loop. 20,000 to 1,200,000 rows of 32 to 512
-# elements are within 20%. Elements of a row in 16 bits are those of DeBERTa's relative positions,
-# rows of 512; in 32 bits they were not measured, and have the ratio of whole rows.
+# single elements of a row, and of elements at random places of memory. An addition in 16 bits swaps
+# two neighbours, and an extreme swaps in a loop. Of 200,000 rows and more of 32 to 512 elements,
+# one call is 26% too long and the others are within 15%; 20,000 rows are up to 57% too short.
+# Elements of a row in 16 bits are those of DeBERTa's relative positions, rows of 512; in 32 bits
+# they were not measured, and have the ratio of whole rows.
 _INDEX_ADDED = {2: 2.2, 4: 1.9}
 _ROWS_ADDED, _IN_ROWS_ADDED, _SINGLE_ADDED = {2: 1.0, 4: 0.85}, {2: 2.7, 4: 2.3}, {2: 4.9, 4: 3.7}
 _ROWS_COMPARED, _SINGLE_COMPARED = 1.2, 7.4
@@ -165,9 +167,9 @@ def _in_rows(index: Tensor) -> bool:
 # A block normalises a channel: values of a channel per cycle. cuDNN runs 16 and 32 bits; torch's
 # own kernels run bfloat16, where another one, with blocks for each image and channel, writes the
 # result. With more channels than SMs, the blocks of an SM slow each other down: by these powers of
-# the channels for each SM, in cuDNN's forward and in the other kernels.
-# cuDNN keeps a channel of up to `_KEPT_BYTES` in the SM; then bytes limit it. Channels last have
-# other kernels, which bytes limit in cuDNN.
+# the channels for each SM, in cuDNN's forward and in the other kernels. cuDNN keeps a channel of up
+# to `_KEPT_BYTES` in the SM, and then memory limits it: it kept 100 kB, and not 131 kB. Images with
+# channels last run other kernels; memory limits those of cuDNN.
 _FORWARD, _BACKWARD = {2: 0.72, 4: 0.9}, 0.355
 _OWN_STATISTICS, _OWN_RESULT, _OWN_BACKWARD = 0.6, 0.65, 0.28
 _SHARED_FORWARD, _SHARED, _KEPT_BYTES = 0.57, 0.25, 101_000

@@ -57,6 +57,12 @@ class Launch(NamedTuple):
 Rule = Callable[[Call, Gpu], Sequence[Launch]]
 """(call, target) -> its launches; none where the rule does not cover the call."""
 
+
+def floors_of_cycles(cycles: float, target: Gpu) -> float:
+    """Return SM cycles, summed over all SMs, as launch floors."""
+    return cycles / target.issue_rate_hz * 1e9 / target.launch_floor_ns
+
+
 WHOLE = Launch(share=1.0)
 
 MEMSET = Launch("Memset (Device)", kind=Kind.MEMSET)
@@ -292,7 +298,7 @@ class _ImplicitGemm:
     def _copied(self, name: str, tensor: Tensor) -> Launch:
         small = prod(tensor.shape[2:]) < _SMALL_WINDOW
         cycles = tensor.numel * (_COPIED_WINDOW if small else _COPIED_POINT)
-        floors = cycles / self._target.issue_rate_hz * 1e9 / self._target.launch_floor_ns
+        floors = floors_of_cycles(cycles, self._target)
         return Launch(name, internal_bytes=2 * tensor.nbytes, floors=floors)
 
 

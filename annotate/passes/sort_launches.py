@@ -10,7 +10,7 @@ from math import ceil, expm1, log1p
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.op_costs.kernel_overheads import SORTED_IN_BLOCK, selects_in_blocks
 from onerank.annotate.op_costs.operands import Call
-from onerank.annotate.passes.library_launches import FILL, MEMSET, Launch, Rule
+from onerank.annotate.passes.library_launches import FILL, MEMSET, Launch, Rule, floors_of_cycles
 from onerank.ir import Kind
 
 _ARANGE, _COPY = "aten::arange", "aten::copy_"
@@ -123,8 +123,8 @@ _SINGLE_PUT = 54
 def _adds_single(call: Call) -> bool:
     """Return whether a store by index adds single elements, as its last axis is indexed.
 
-    Undefined indices, which stand for whole axes, are not recorded: the values have the shape of
-    the first axes, and then of an index.
+    A trace does not record undefined indices, which stand for whole axes. So the shape of the
+    values decides: it is that of the first axes, followed by that of an index.
     """
     rows, index, values = call.tensor(0), call.tensor(1), call.tensor(2)
     if rows is None or index is None or values is None:
@@ -179,7 +179,7 @@ def _index_put(call: Call, target: Gpu) -> Sequence[Launch]:
         values = call.tensor(2)
         cycles = _SINGLE_PUT * (values.numel if values else 0)
         name = f"{name}_stride_1"
-        floors = cycles / target.issue_rate_hz * 1e9 / target.launch_floor_ns
+        floors = floors_of_cycles(cycles, target)
     added = Launch(name, 1.0, floors=floors)
     return (*checks, *linear, _COUNT_UP, *sort, added)
 

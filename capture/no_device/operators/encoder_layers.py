@@ -52,9 +52,8 @@ def _attention(
         if mask is not None:
             # A mask of sequences has (batch, keys), one of positions (queries, keys).
             of_sequences = mask.dim() == 2 and mask.shape[0] == query.shape[0]
-            scores = scores.masked_fill(
-                mask[:, None, None] if of_sequences else mask, float("-inf")
-            )
+            hidden = mask[:, None, None] if of_sequences else mask
+            scores = scores.masked_fill(hidden, float("-inf"))
         weights = scores.softmax(-1)
         attended = weights @ v
     output = functional.linear(attended.transpose(1, 2).flatten(2), out_weight, out_bias)
@@ -68,11 +67,8 @@ def _encoder_layer(
     source: Tensor, width: int, heads: int, *parameters: Any, **masks: Any
 ) -> Tensor:
     """Return the output of a layer, (batch, tokens, width); its norms come first or last."""
-    attention, (gelu, norm_first, epsilon), norms = (
-        parameters[:4],
-        parameters[4:7],
-        (parameters[7:9], parameters[9:11]),
-    )
+    attention, norms = parameters[:4], (parameters[7:9], parameters[9:11])
+    gelu, norm_first, epsilon = parameters[4:7]
     up, up_bias, down, down_bias, *mask = parameters[11:]
     given = mask[0] if mask else masks.get("mask")
 

@@ -182,7 +182,7 @@ def _mixed_product(source: Tensor, rows: Tensor, weight: Tensor, *_: Any) -> tup
     return source.new_empty((*rows.shape[:-1], weight.shape[0])), source.new_empty(0)
 
 
-def _runs_cudnn_loss(log_probs: Tensor, targets: Tensor, lengths: Any, _: Any, blank: int) -> bool:
+def _runs_cudnn_ctc(log_probs: Tensor, targets: Tensor, lengths: Any, _: Any, blank: int) -> bool:
     """Whether cuDNN computes a CTC loss (`_use_cudnn_ctc_loss` in aten's cudnn/LossCTC.cpp).
 
     cuDNN takes labels of up to 255 per sequence; whether they are fewer is not known here.
@@ -194,23 +194,24 @@ def _runs_cudnn_loss(log_probs: Tensor, targets: Tensor, lengths: Any, _: Any, b
     return torch.backends.cudnn.enabled and blank == 0 and packed and plain and placed
 
 
-def _runs_miopen_loss(*_: Any) -> bool:
+def _runs_miopen_ctc(*_: Any) -> bool:
     """Whether AMD's library computes a CTC loss: never on the emulated GPUs."""
     return False
 
 
-def _cudnn_loss(log_probs: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _cudnn_ctc(log_probs: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     """Return the loss of each sequence and the gradient, which cuDNN computes with it."""
     return log_probs.new_empty(log_probs.shape[1]), torch.empty_like(log_probs)
 
 
-def _sequence_loss(
+def _ctc_loss(
     log_probs: Tensor, targets: Tensor, _: Any, lengths: Any, *__: Any
 ) -> tuple[Tensor, Tensor]:
     """Return the CTC loss of each sequence, and the state of each label and time step.
 
-    A state stands before, between and after the labels of the longest sequence. Lengths in a tensor
-    are taken as the widest that the labels' shape allows, or as even if the labels are packed.
+    A sequence has a state for each label, one between two labels, and one at each end. If the
+    lengths are in a tensor, the longest sequence has as many labels as their shape allows, or, if
+    labels are packed, as all sequences have in the mean.
     """
     times, batch = log_probs.shape[:2]
     if not isinstance(lengths, Tensor):
@@ -261,10 +262,10 @@ SHAPES: dict[str, Callable[..., Any]] = {
     "bitsandbytes::int8_vectorwise_quant": _quantised_rows,
     "bitsandbytes::int8_double_quant": _quantised_rows_and_columns,
     "_pack_padded_sequence": packed_sequence,
-    "_use_cudnn_ctc_loss": _runs_cudnn_loss,
-    "_use_miopen_ctc_loss": _runs_miopen_loss,
-    "_cudnn_ctc_loss": _cudnn_loss,
-    "_ctc_loss": _sequence_loss,
+    "_use_cudnn_ctc_loss": _runs_cudnn_ctc,
+    "_use_miopen_ctc_loss": _runs_miopen_ctc,
+    "_cudnn_ctc_loss": _cudnn_ctc,
+    "_ctc_loss": _ctc_loss,
     "_ctc_loss_backward": _like_second,
     "_cudnn_rnn": results_of_forward,
     "_cudnn_rnn_backward": results_of_backward,

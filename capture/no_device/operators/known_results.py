@@ -88,11 +88,11 @@ class KnownResults:
         draw = _DRAWN.get(call.schema.base)
         if draw is None or not _is_small_factory(call):
             return None
-        kept = {name: call.kwargs[name] for name in ("dtype",) if call.kwargs.get(name) is not None}
         with unset_fake_temporarily():
             # A generator of the GPU has no state here, and the CPU's is the script's.
             numbers = [value for value in call.args if not isinstance(value, torch.Generator)]
-            return draw(*numbers, generator=self._draws, device="cpu", **kept)
+            dtype = call.kwargs.get("dtype")
+            return draw(*numbers, generator=self._draws, dtype=dtype, device="cpu")
 
     def _constants(self, call: OperatorCall) -> Any:
         """Return what is created like a tensor whose numbers do not matter; None if it is large."""
