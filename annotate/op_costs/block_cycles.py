@@ -76,15 +76,15 @@ _ROW_CYCLES, _ROW_BYTES = 157.5, 4096
 ALIGNED_BYTES = 16
 """The bytes of such a row are a multiple of it."""
 
-# Fewer rows have their own kernel: see `load_chains`.
-_FEW_ROWS = 16
+FEW_ROWS = 16
+"""Most rows that a kernel takes one after another; `load_chains` has its time."""
 
 
 def _gathered_rows(call: Call) -> float:
     """Return the cycles of a gather of whole rows."""
     table = call.tensor(0)
     rows = _rows_of_gather(call, table) if table is not None and table.numel else 0
-    if table is None or rows <= _FEW_ROWS:
+    if table is None or rows <= FEW_ROWS:
         return 0.0
     row_bytes = call.output_numel // rows * table.item_bytes
     if row_bytes % ALIGNED_BYTES or not row_bytes:

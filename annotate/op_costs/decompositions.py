@@ -50,7 +50,7 @@ _SVD = _by_column(10.4, 0.0433)
 _EIGH_JACOBI, _EIGH = _by_column(6.4, 0.0365), _by_column(5.56, 0.004)
 _QR, _QR_BATCHED = _by_column(3.2, 0.00086, by_rows=True), _by_column(1.0, 0.0)
 _LU, _SUBSTITUTION = _by_column(1.4, 0.00039), _by_column(0.25, 0.00024)
-_CHOLESKY = _by_column(0.30, 0.00004)
+_CHOLESKY, _CHOLESKY_INVERSE = _by_column(0.30, 0.00004), _by_column(0.45, 0.00018)
 
 # Time of the nine kernels of a small Cholesky factor; a matrix of three columns in a large batch.
 _SHORTEST_US, _MATRIX_US = 20, 0.0016
@@ -95,11 +95,6 @@ def _cholesky(batch: int, rows: int, columns: int) -> float:
 
 def _least_squares(batch: int, rows: int, columns: int) -> float:
     return _qr(batch, rows, columns) + 1.5 * batch * columns
-
-
-def _cholesky_inverse(batch: int, rows: int, columns: int) -> float:
-    del rows
-    return batch * columns * (0.45 + 0.00018 * columns)
 
 
 def _substitution(batch: int, rows: int, columns: int) -> float:
@@ -162,7 +157,7 @@ _DECOMPOSITIONS: dict[str, Formula] = {
     "geqrf": _Decomposition(_reflections, lambda *sizes: _qr(*sizes) / 2),
     "linalg_householder_product": _Decomposition(_reflections, lambda *sizes: _qr(*sizes) / 2),
     "linalg_cholesky_ex": _Decomposition(lambda m, n: n**3 / 3, _cholesky),
-    "cholesky_inverse": _Decomposition(lambda m, n: 2 * n**3 / 3, _cholesky_inverse),
+    "cholesky_inverse": _Decomposition(lambda m, n: 2 * n**3 / 3, _CHOLESKY_INVERSE),
     "_cholesky_solve_helper": _Decomposition(
         lambda m, n: 0.0, lambda *s: 2 * _substitution(*s), 0, _BY_FACTORS, operand=1
     ),

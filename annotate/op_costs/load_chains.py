@@ -15,7 +15,7 @@ from collections.abc import Callable
 from math import ceil, log2
 from typing import Any
 
-from onerank.annotate.op_costs.block_cycles import ALIGNED_BYTES
+from onerank.annotate.op_costs.block_cycles import ALIGNED_BYTES, FEW_ROWS
 from onerank.annotate.op_costs.kernel_overheads import (
     SHARED_ROW_BYTES,
     STORES_BY_INDEX,
@@ -154,7 +154,7 @@ _SCATTERED_BY_THREAD, _SCATTER_THREADS, _SCATTERED = 8, 128, 1.3
 # Up to 16 rows `indexSelectSmallIndex` and `indexFuncSmallIndex` take one row after another (their
 # sources: Indexing.cu). Of 1 to 16 rows `embedding` and `index_select` take 2.2 to 11.5 us,
 # `index_add`, which reads and writes the row, 2.3 to 13.6; 32 rows take 2.1 and 3.1.
-_FEW_ROWS, _SELECTED, _ADDED = 16, 1.5, 1.8
+_SELECTED, _ADDED = 1.5, 1.8
 
 
 def _scattered(call: Call) -> float:
@@ -181,7 +181,7 @@ def _is_before_last(axis: Any, tensor: Tensor | None) -> bool:
 
 def _of_rows(rows: int, each: float) -> float:
     """Return the loads of a kernel that selects rows, of which it takes a few one by one."""
-    return max(_INDEXED, 0.5 + each * rows) if rows <= _FEW_ROWS else _INDEXED
+    return max(_INDEXED, 0.5 + each * rows) if rows <= FEW_ROWS else _INDEXED
 
 
 def _selected(call: Call) -> float:

@@ -146,7 +146,7 @@ _OPERATORS = {
         liger_cross_entropy_kernel cross_entropy_fwd_kernel cross_entropy_bwd_kernel
         cross_entropy_fwd_out cross_entropy_bwd_out _indexed_neg_dot_forward_kernel""",
     OpClass.ELEMENTWISE: """
-        fused_elementwise _assert_async
+        fused_elementwise
         add sub rsub mul div true_divide floor_divide remainder fmod neg abs sign reciprocal square
         sqrt rsqrt pow float_power exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan
         atan2 sinh cosh tanh sigmoid logit erf erfc erfinv lgamma digamma ceil floor round trunc

@@ -176,10 +176,8 @@ def _index_put(call: Call, target: Gpu) -> Sequence[Launch]:
     ]
     name, floors = "indexing_backward_kernel", 0.0
     if _adds_single(call):
-        values = call.tensor(2)
-        cycles = _SINGLE_PUT * (values.numel if values else 0)
         name = f"{name}_stride_1"
-        floors = floors_of_cycles(cycles, target)
+        floors = floors_of_cycles(_SINGLE_PUT * call.numel(2), target)
     added = Launch(name, 1.0, floors=floors)
     return (*checks, *linear, _COUNT_UP, *sort, added)
 

@@ -42,7 +42,7 @@ def is_capture(directory: Path) -> bool:
 
 
 def _file(directory: Path, name: str) -> Path:
-    """Return the path of a trace, which a user may have unzipped."""
+    """Return the path of a trace; if only the unzipped file exists, the path of that."""
     plain = directory / name.removesuffix(".gz")
     return plain if plain.exists() and not (directory / name).exists() else directory / name
 

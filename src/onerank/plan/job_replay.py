@@ -248,7 +248,7 @@ class _PreparedRank:
 
     Attributes:
         graph: its step, timed.
-        replayed: the same.
+        replayed: that step, ready for scheduling.
         floor: earliest start of each node in ns, int64[n]: the end of the step before, replayed
             without the other ranks.
         begin_ns: end of that step on the GPU.

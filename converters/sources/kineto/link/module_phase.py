@@ -119,7 +119,7 @@ _FINISHES = ("FSDP::root_post_backward", "torch.distributed.ddp.reducer::copy_bu
 
 
 def attribute(timeline: HostTimeline, et_threads: I64) -> None:
-    """Set module and phase of every host event, by the rules above.
+    """Set module and phase of every host event, by the rules of the module's docstring.
 
     Args:
         timeline: the host events, joined with the execution trace.
