@@ -32,18 +32,37 @@ def profiler_runs() -> bool:
     return _torch.autograd._profiler_enabled()
 
 
-def completed_future(tensors: Sequence[Tensor], *, asynchronous: bool) -> Any:
-    """Return a future of `tensors` that completes with the current streams' work so far.
-
-    Waiting for the future of an asynchronous call makes the waiting stream wait for it.
-    """
-    # DDP's reducer and `work.get_future().value()` read the tensors from the future. Without the
-    # devices the future would not make the waiting stream wait.
-    devices = {tensor.device for tensor in tensors if on_gpu(tensor)} if asynchronous else ()
+def completed_future(tensors: Sequence[Tensor]) -> Any:
+    """Return a future of the tensors of a blocking call, which completes at once."""
     # The class of torch.futures only adds Python methods to this one, for which the host waits.
-    future = _torch._C.Future(list(devices))
+    future = _torch._C.Future([])
     future.set_result(tensors)
     return future
+
+
+class CallFuture(_torch._C.Future):
+    """The future of an asynchronous call: who waits for it waits for the call.
+
+    DDP's reducer waits in C++, which calls no method of this class.
+    """
+
+    def __init__(self, work: AsyncWork, tensors: Sequence[Tensor]) -> None:
+        """Create the future of `tensors`, which completes with the current streams' work so far.
+
+        Args:
+            work: the handle of the call.
+            tensors: its outputs, which the reducer and `value()` read.
+        """
+        # Without the devices the future would not make the waiting stream wait.
+        super().__init__(list({tensor.device for tensor in tensors if on_gpu(tensor)}))
+        self._work = work
+        self.set_result(tensors)
+
+    @untraced
+    def wait(self) -> Any:
+        """Make the current stream wait for the call, and return its outputs."""
+        self._work.wait()
+        return super().wait()
 
 
 class AsyncWork(_c10d.Work):
@@ -115,12 +134,12 @@ class AsyncWork(_c10d.Work):
         self.wait()
 
     def get_future(self) -> Any:
-        """Return the call's future; waiting for the future records no range."""
+        """Return the call's future."""
         # A CPU has no streams: the call has completed.
         if self._stream is None:
-            return completed_future(self.result(), asynchronous=True)
+            return CallFuture(self, self.result())
         with torch.cuda.stream(self._stream):
-            return completed_future(self.result(), asynchronous=True)
+            return CallFuture(self, self.result())
 
     def result(self) -> list[Tensor]:
         """Return the call's outputs.

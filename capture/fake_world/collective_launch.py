@@ -229,7 +229,7 @@ class CollectiveLaunch:
         if call.asynchronous:
             pending = self._recorder.pending
             return AsyncWork(call.sequence, outputs, self._tensors, self._stream, pending).boxed()
-        return _c10d._create_work_from_future(completed_future(outputs, asynchronous=False)).boxed()
+        return _c10d._create_work_from_future(completed_future(outputs)).boxed()
 
 
 def _device_of(tensors: Sequence[Tensor]) -> torch.device | None:

@@ -38,6 +38,18 @@ def test_waits_are_marked_with_the_call_they_are_for(recorder, tmp_path):
     assert waits(tmp_path / "et.json", run) == [1, 0]
 
 
+def test_a_wait_for_the_future_is_a_wait_for_the_call(recorder, tmp_path):
+    tensor = torch.ones(4)
+
+    def run():
+        first = dist.all_reduce(tensor, async_op=True).get_future()
+        second = dist.all_reduce(tensor, async_op=True).get_future()
+        assert torch.equal(second.wait()[0], torch.ones(4))
+        first.wait()
+
+    assert waits(tmp_path / "et.json", run) == [1, 0]
+
+
 def test_cpp_waits_through_the_handle(recorder, tmp_path):
     """Functional collectives keep the handle in C++ alone, and wait when the result is used."""
 
