@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from onerank.capture.fake_tensors import is_computable, is_integral
 from onerank.capture.no_device.checks import passing_value
+from onerank.capture.no_device.endless_loops import endless_loop
 from onerank.capture.no_device.event_log import EventLog
 from onerank.ir.errors import CaptureError
 from onerank.ir.notes import Note
@@ -144,14 +145,18 @@ class UnknownValues:
         self._reads: Counter[tuple[str, str]] = Counter()
 
     def scalar(self, tensor: Tensor) -> bool | int | float:
-        """Return the placeholder for the number in a tensor of one element."""
+        """Return the placeholder for the number in a tensor of one element.
+
+        Raises:
+            CaptureError: a loop reads it again and again, so it would never end.
+        """
         if not is_integral(tensor.dtype):
             value: bool | int | float = 1.0
         elif str(tensor.dtype) == "torch.bool":
             value = _passing_value()
         else:
             value = 1
-        self._reads[self.place(), str(value)] += 1
+        self._add_read(value)
         return value
 
     def numbers(self, tensor: Tensor) -> Tensor:
@@ -172,10 +177,29 @@ class UnknownValues:
         return torch.full(tensor.shape, value, dtype=tensor.dtype, device="cpu")
 
     def answer(self) -> bool:
-        """Return the placeholder for an answer about numbers, such as that of torch.equal."""
+        """Return the placeholder for an answer about numbers, such as that of torch.equal.
+
+        Raises:
+            CaptureError: a loop asks again and again, so it would never end.
+        """
         value = _passing_value()
-        self._reads[self.place(), str(value)] += 1
+        self._add_read(value)
         return value
+
+    def _add_read(self, value: bool | int | float) -> None:
+        place = self.place()
+        self._reads[place, str(value)] += 1
+        loop = endless_loop()
+        if loop is None:
+            return
+        path = _path_in_library(loop.file) or Path(loop.file).name
+        raise CaptureError(
+            f"{place}: the loop at {path}:{loop.line} read a placeholder {loop.reads} times and "
+            "does not end: it waits for a number that no device computed\n"
+            "  give it a number of iterations, such as a solver's fixed steps, or capture on a GPU "
+            "or a CPU",
+            code="no-device-endless-loop",
+        )
 
     def refuse(self, operator: str) -> NoReturn:
         """Refuse an operator whose result has a size that depends on numbers.

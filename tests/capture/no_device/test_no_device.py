@@ -669,10 +669,16 @@ NESTED = "rows = torch.nested.nested_tensor([torch.randn(n, 8) for n in (3, 5)])
 NESTED_ON_GPU = NESTED.replace(").cuda()", ", device='cuda')")
 
 
+SOLVER = """rows = torch.randn(4, 8, device='cuda')
+    while not model(rows).norm() < 1e-3:
+        rows = rows / 2"""
+
+
 @pytest.mark.parametrize(
     ("text", "options", "code"),
     [
         (DATA_DEPENDENT, (), "no-device-value"),
+        (STEP.replace("INPUT", SOLVER), (), "no-device-endless-loop"),
         (STEP.replace("INPUT", NESTED), (), "no-device-nested"),
         (STEP.replace("INPUT", NESTED_ON_GPU), (), "no-device-nested"),
         (
@@ -697,6 +703,8 @@ def test_bad_input_names_its_place(text, options, code, tmp_path):
         assert "train.py:7" in done.stderr
     if code in ("no-device-nested", "no-device-second-gpu"):
         assert "train.py:5" in done.stderr
+    if code == "no-device-endless-loop":
+        assert "train.py:6" in done.stderr
 
 
 def test_too_few_steps_are_counted_without_windows(tmp_path):
