@@ -65,6 +65,7 @@ def job_of(rank_run: RankRun, options: Options, observed: Observations) -> Job:
             input_spread=observed.input_spread,
             # `allow_tf32` raises once a script has set `fp32_precision`, which shows both.
             tf32_gemms=torch.backends.cuda.matmul.fp32_precision == "tf32",
+            tf32_convolutions=torch.backends.cudnn.conv.fp32_precision == "tf32",
             versions=_versions(),
             notes=(*observed.notes, *_device_notes(options, observed)),
         ),

@@ -412,6 +412,8 @@ class Measurement(msgspec.Struct, frozen=True, omit_defaults=True):
             step minus the median step; empty for a timed graph.
         tf32_gemms: whether the script allowed TF32 in GEMMs of float32, by
             `torch.set_float32_matmul_precision` or `torch.backends.cuda.matmul`.
+        tf32_convolutions: whether cuDNN may multiply float32 in TF32, in convolutions and recurrent
+            layers. It may by default; `torch.backends.cudnn.allow_tf32` forbids it.
     """
 
     step_ns: tuple[int, ...] = ()
@@ -437,6 +439,7 @@ class Measurement(msgspec.Struct, frozen=True, omit_defaults=True):
     step_deviations_ns: tuple[int, ...] = ()
     input_spread: float = 0.0
     tf32_gemms: bool = False
+    tf32_convolutions: bool = True
 
     @property
     def median_step_ns(self) -> int | None:

@@ -108,7 +108,8 @@ def look_up(
     lookups = Lookups.nothing(len(where))
     # Rows are of dense GEMMs; a sparse one has the same shapes and dtypes, and unknown FLOPs.
     sparse = costs.is_class(OpClass.GEMM) & (costs.flops == UNKNOWN)
-    rows = np.flatnonzero(where & ~sparse)
+    # Convolutions were measured with TF32 allowed, as by default.
+    rows = np.flatnonzero(where & ~sparse & ~costs.exact_by_cudnn)
     tf32 = costs.tf32_by_choice[rows]
     keyed = keys_of(graph, costs.index[rows], basis.library.operators, tf32)
     rows, keyed = rows[keyed.key >= 0], Keyed(keyed.key[keyed.key >= 0], keyed.keys)

@@ -186,7 +186,9 @@ def kinds_of(
     attention = _attention_kinds(kernels, predicted, source, target)
     kind = np.where(by_tiles, np.where(kernels.is_fused_attention, attention, product), other)
     if source is None:
-        kind = np.where(rules == Rule.PARTS, _composed_kinds(kernels, target), kind)
+        # Convolutions in float32 have no tiles, but are no more certain than others.
+        composed = (rules == Rule.PARTS) | np.isin(kernels.call, kernels.parts.call)
+        kind = np.where(composed, _composed_kinds(kernels, target), kind)
     retyped = np.where(
         kernels.has_four_bit_operands, KIND_AT["gemm_4bit_unmeasured"], KIND_AT["retyped"]
     )
@@ -258,7 +260,7 @@ def _product_kinds(
         return np.where(short, KIND_AT[f"{kind}_short"], KIND_AT[kind])
 
     # The errors of 16-bit GEMMs are not those of vector units, whose tiles have no fit.
-    vector = np.array([name == "float32" for name in kernels.dtypes], dtype=bool)[kernels.dtype]
+    vector = kernels.has_dtype("float32")
     without_tiles = by_length("product")
     if source is None:
         without_tiles = np.full(len(short), KIND_AT["product_unmeasured"])

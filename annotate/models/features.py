@@ -309,6 +309,10 @@ class KernelFeatures:
         """Whether each node is the backward pass of fused attention, bool[n]."""
         return (self.attention[:, _BACKWARD] > 0)[self.call]
 
+    def has_dtype(self, *names: str) -> Mask:
+        """Return whether each node's operands have one of the dtypes, bool[n]."""
+        return np.array([name in names for name in self.dtypes], dtype=bool)[self.dtype]
+
     @property
     def has_narrow_operands(self) -> Mask:
         """Whether each node is a GEMM of operands in 8 or 4 bits, bool[n]."""

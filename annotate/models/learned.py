@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from onerank.annotate.gpus.gpu import Gpu
-from onerank.annotate.models import gemm_tiles, scale_measured
+from onerank.annotate.models import scale_measured
 from onerank.annotate.models.attention_kernels import has_figure
 from onerank.annotate.models.attention_time import (
     LATENT_ARCHITECTURES,
@@ -29,6 +29,7 @@ from onerank.annotate.models.calibration import calibrated_source
 from onerank.annotate.models.coefficients import Coefficients, shipped
 from onerank.annotate.models.features import KernelFeatures, Timing
 from onerank.annotate.models.gpu_distance import composite_tile_weight, same_die, tile_model_weight
+from onerank.annotate.models.misaligned_gemms import misaligned_lower_bound_ns
 from onerank.annotate.models.prediction_terms import (
     PredictedDurations,
     Rule,
@@ -525,6 +526,6 @@ def _rules(attention: Mask, misaligned: Mask, trust: float) -> U8:
 def _is_misaligned(kernels: KernelFeatures, gpu: Gpu, tiles_ns: F64) -> Mask:
     """Return whether misaligned rows determine a GEMM's time, bool[n]."""
     of_step = kernels.timing is Timing.STEP
-    of_calls_ns = gemm_tiles.misaligned_lower_bound_ns(gpu, kernels.gemm, of_step=of_step)
+    of_calls_ns = misaligned_lower_bound_ns(gpu, kernels.gemm, of_step=of_step)
     bound_ns = of_calls_ns[kernels.call]
     return (bound_ns > 0) & (bound_ns >= tiles_ns)

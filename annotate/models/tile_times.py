@@ -12,12 +12,12 @@ from typing import NamedTuple
 import numpy as np
 
 from onerank.annotate.gpus.gpu import Gpu
-from onerank.annotate.models import gemm_tiles
 from onerank.annotate.models.attention_time import attention_ns
 from onerank.annotate.models.calibration import Calibration, calibrated, without_overrides
 from onerank.annotate.models.coefficients import Coefficients
 from onerank.annotate.models.features import KernelFeatures, KernelRates, Timing
 from onerank.annotate.models.gemm_tiles import GemmTarget, Rates, gemm_ns
+from onerank.annotate.models.misaligned_gemms import misaligned_lower_bound_ns
 from onerank.annotate.models.prediction_terms import (
     Term,
     TermRecord,
@@ -80,7 +80,7 @@ def tile_times(
     rates, call = kernels.rates(gpu), kernels.call
     known, attention = _able(kernels, gpu), has_attention[call]
     # No kernel of attention in float32 was measured.
-    in_vector = _in_type(kernels, (_VECTOR_TYPE,))
+    in_vector = kernels.has_dtype(_VECTOR_TYPE)
     # Up to two rows or columns in float32 run kernels of vectors, which memory alone limits.
     single: Mask = kernels.gemm[:, _SIDES].min(axis=1) <= _VECTOR_ROWS
     gemms = np.flatnonzero(known & ~attention & ~(in_vector & single[call]))
@@ -104,10 +104,10 @@ def tile_times(
     products = _Products(kernels, gemms, kernels.gemm[call[gemms]])
     aligned_ns = _products_ns(products, gpu, c, measured, gemm_calls)
     of_step = kernels.timing is Timing.STEP
-    least_ns = gemm_tiles.misaligned_lower_bound_ns(gpu, kernels.gemm, of_step=of_step)[call[gemms]]
+    least_ns = misaligned_lower_bound_ns(gpu, kernels.gemm, of_step=of_step)[call[gemms]]
     if of_step and gpu.architecture == "hopper":
-        slow = _in_type(kernels, ("tfloat32",))[gemms]
-        slow &= gemm_tiles.is_weight_gradient(kernels.gemm)[call[gemms]]
+        slow = kernels.has_dtype("tfloat32")[gemms]
+        slow &= is_weight_gradient(kernels.gemm)[call[gemms]]
         aligned_ns = np.where(slow, _TF32_GRADIENT * aligned_ns, aligned_ns)
         if gemm_calls is not None:
             gemm_calls.update_where(slow, _transposed_term)
@@ -128,6 +128,20 @@ def tile_times(
 # gradient of a weight. 1.4 to 1.6 for three sizes (2026-11-28-hopper-kernels-h200), 1.3 to 1.7 for
 # four of five of the shipped H200's rows.
 _TF32_GRADIENT = 1.5
+
+
+def is_weight_gradient(gemm: F64) -> Mask:
+    """Return which GEMMs of a step are the gradients of weights, by its other GEMMs, bool[d].
+
+    The gradient [m, k] x [k, n] of a weight belongs to the forward [k, n] x [n, m]. A GEMM of one
+    size in all dimensions counts as a forward. `gemm` as for `misaligned_lower_bound_ns`.
+    """
+    batch, m, n, k, *_ = gemm.T
+    single: Mask = batch == 1
+    sizes = {*zip(*(size[single].tolist() for size in (m, n, k)), strict=True)}
+    forward = zip(k.tolist(), m.tolist(), n.tolist(), strict=True)
+    found = np.array([each in sizes for each in forward], dtype=bool)
+    return single & found & ~((m == n) & (n == k))
 
 
 def _transposed_term(_: int, root: Term | None) -> Term | None:
@@ -153,7 +167,7 @@ def part_times(
         return operator_ns
     kernels = kernels.select(where[first])
     # Convolutions in float32 have kernels that are no GEMM (Winograd), so tiles do not apply.
-    able = _able(kernels, gpu) & ~_in_type(kernels, (_VECTOR_TYPE,))
+    able = _able(kernels, gpu) & ~kernels.has_dtype(_VECTOR_TYPE)
     known = np.flatnonzero(able)
     parts, owner = kernels.parts.of_calls(kernels.call[known])
     products = _Products(kernels, known[owner], parts.shapes, parts.kernels)
@@ -199,13 +213,8 @@ def _able(kernels: KernelFeatures, gpu: Gpu) -> Mask:
     rates = kernels.rates(gpu)
     # Other vendors multiply float32 in matrix cores, whose kernels were not measured.
     vector = (_VECTOR_TYPE,) if gpu.is_nvidia else ()
-    typed = _in_type(kernels, (*_FITTED_TYPES, *vector))
+    typed = kernels.has_dtype(*_FITTED_TYPES, *vector)
     return kernels.matmul & typed & ~rates.wider & np.isfinite(rates.sustained)
-
-
-def _in_type(kernels: KernelFeatures, names: tuple[str, ...]) -> Mask:
-    """Return whether a node's operands have one of the dtypes, bool[n]."""
-    return np.array([name in names for name in kernels.dtypes], dtype=bool)[kernels.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +296,7 @@ def _product_groups(
     # The calibration is of 16-bit GEMMs; with its rates, 8-bit ones were less accurate.
     operand_bytes = shapes[:, GemmShape._fields.index("operand_bytes")]
     sixteen_bit: Mask = operand_bytes == _ITEM_BYTES
-    vector = _in_type(kernels, (_VECTOR_TYPE,))[rows]
+    vector = kernels.has_dtype(_VECTOR_TYPE)[rows]
     batched: Mask = shapes[:, GemmShape._fields.index("batch")] > 1
     uncalibrated = Calibration(gpu, 1.0), Calibration(described_gpu, 1.0)
     # With one scale for a tensor cuBLAS multiplies 8 bits as it does 16.
@@ -313,7 +322,7 @@ def _product_groups(
     yield _ProductGroup(np.flatnonzero(vector & batched), *uncalibrated, True, of_batches)
     others: Mask = ~sixteen_bit & of_library & ~vector
     # Convolutions have kernels of their own.
-    tf32: Mask = others & _in_type(kernels, ("tfloat32",))[rows] & (products.part_kernels is None)
+    tf32: Mask = others & kernels.has_dtype("tfloat32")[rows] & (products.part_kernels is None)
     yield _ProductGroup(np.flatnonzero(others & ~tf32), *uncalibrated)
     yield _ProductGroup(np.flatnonzero(tf32), *uncalibrated, kernel=tf32_kernel(gpu, c.gemm))
     for chosen, kernel in special:

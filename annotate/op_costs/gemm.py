@@ -537,6 +537,9 @@ def _triangular_solve(call: Call) -> Work | None:
     return matmul_work(call, a, b.numel * a.shape[-1])
 
 
+BY_CUDNN = frozenset({*CONVOLUTIONS, *_RECURRENT})
+"""Operators of cuDNN, which multiplies float32 in TF32 by default."""
+
 FORMULAS = {
     **GEMMS,
     **CONVOLUTIONS,

@@ -227,6 +227,12 @@ class OpCosts:
         )
         return tf32 & ~by_default[self.call]
 
+    @property
+    def exact_by_cudnn(self) -> Mask:
+        """Which nodes cuDNN multiplies in float32, since the script forbids TF32, bool[n]."""
+        exact = [work.dtype == "float32" and bool(work.parts) for work in self.works]
+        return np.array(exact, dtype=bool)[self.call]
+
     def only(self, rows: Mask) -> "OpCosts":
         """Return the costs of the nodes in `rows`, bool[n]."""
         values: dict[str, Any] = {spec.name: getattr(self, spec.name) for spec in fields(self)}
@@ -359,6 +365,7 @@ def _distinct_works(graph: Graph, index: I64) -> tuple[list[Work], I64]:
     rows: list[list[int]] = np.stack([column[first] for column in columns], axis=1).tolist()
     works: list[Work] = []
     fills = graph.job.device.runs_operators
+    exact = not graph.job.measurement.tf32_convolutions
     # A graph with strides leaves out those of contiguous operands.
     unstated = DENSE if nodes.input_strides.any() else ""
     for row in rows:
@@ -372,6 +379,8 @@ def _distinct_works(graph: Graph, index: I64) -> tuple[list[Work], I64]:
             works.append(paged_cache_work(op, inputs, graph.job.inference))
             continue
         work = work_of(op, inputs, outputs, texts[row[1]], strided or unstated, fills=fills)
+        if work.dtype == "tfloat32" and exact and base_name(op) in gemm.BY_CUDNN:
+            work = replace(work, dtype="float32")
         # Some traces record no results, and shape inference has no rule for every operator.
         no_results = types and not out_types
         works.append(replace(work, bytes_written=UNKNOWN) if no_results else work)

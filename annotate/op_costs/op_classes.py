@@ -467,7 +467,7 @@ _BY_ARCHITECTURE = {"volta": 1.35, "turing": 1.35, "ampere": 1.35, "blackwell": 
 # they compute: in decodes of OLMo-Hybrid and Falcon-H1 vectorised ones take 1.32 to 1.50 and 1.13
 # to 1.28 us, those that compute addresses 1.76 to 2.52 and 1.55 to 2.34, casts 2.47 to 3.16 and
 # 2.27 to 2.98 (2026-11-28-serving-blind-5-h200).
-_HOPPER = 1.296
+_H100_SHORTEST = 1.296
 
 
 def shares_on(shares: F64, gpu: Gpu) -> F64:
@@ -476,8 +476,8 @@ def shares_on(shares: F64, gpu: Gpu) -> F64:
     Shares below 1 become 1 at most; shares above 1 stay.
     """
     if gpu.elementwise_floor_ns is not None:
-        shortest = _HOPPER * _FLOOR_SHARES[OpClass.ELEMENTWISE]
-        scaled = shares * _HOPPER + gpu.elementwise_floor_ns / gpu.launch_floor_ns - shortest
+        shortest = _H100_SHORTEST * _FLOOR_SHARES[OpClass.ELEMENTWISE]
+        scaled = shares * _H100_SHORTEST + gpu.elementwise_floor_ns / gpu.launch_floor_ns - shortest
     else:
         scaled = shares * _BY_ARCHITECTURE.get(gpu.architecture, 1.0)
     return np.maximum(shares, np.minimum(scaled, 1))

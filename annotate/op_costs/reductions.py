@@ -107,7 +107,7 @@ def division_of(call: Call) -> Division | None:
         vector = next(width for width in (4, 2, 1) if inner % width == 0)
         first, second, along_input = outputs // vector, inputs, False
     most = _THREADS // vector
-    first, second = (min(_power_of_two(size), most) for size in (first, second))
+    first, second = (min(_power_of_two_below(size), most) for size in (first, second))
     width = min(first, 32)
     height = min(second, most // width)
     width = min(first, most // height)
@@ -123,7 +123,8 @@ def division_of(call: Call) -> Division | None:
     return Division((width, height), columns, values, across_warps, along_input, vector)
 
 
-def _power_of_two(size: int) -> int:
+def _power_of_two_below(size: int) -> int:
+    """Return the largest power of two that is at most `size`, or 1."""
     return 1 << (max(1, size).bit_length() - 1)
 
 

@@ -33,7 +33,7 @@ def _tensors(call: Call, *places: int) -> list[Tensor] | None:
     return tensors if len(tensors) == len(places) else None
 
 
-def _power_of_two(size: int) -> int:
+def _power_of_two_above(size: int) -> int:
     """Return the smallest power of two that is at least `size`: Triton's blocks."""
     return 1 << max(0, size - 1).bit_length()
 
@@ -89,7 +89,7 @@ def _recurrent_delta_rule(call: Call) -> Work | None:
         return None
     n, h, key, value = state.shape
     work = _with_state(vector_work(call, 7 * state.numel), state)
-    cycles = _DELTA_UPDATE_CYCLES * n * h * _power_of_two(key) * value
+    cycles = _DELTA_UPDATE_CYCLES * n * h * _power_of_two_above(key) * value
     return replace(work, passes=_UPDATE_TIMES, cycles=cycles)
 
 
@@ -130,7 +130,7 @@ def _selective_state_update(call: Call) -> Work | None:
     work = _with_state(vector_work(call, of_state * state.numel + of_input * x.numel), state)
     each = _MAMBA_2_UPDATE_CYCLES if len(a.shape) == 1 else _UPDATE_CYCLES
     size = state.shape[-1]
-    cycles = each * state.numel * _power_of_two(size) / max(1, size)
+    cycles = each * state.numel * _power_of_two_above(size) / max(1, size)
     return replace(work, passes=_MAMBA_UPDATE_TIMES, cycles=cycles)
 
 

@@ -235,7 +235,7 @@ def _helper_ns(op: str, launch: Launch, target: Gpu) -> float:
 def _least_ns(op: str, launch: Launch, moved: int, target: Gpu) -> float:
     """Return the time of a launch in ns that moves so many bytes, without its operator's work."""
     moved_ns = _floor_ns(op, launch, target) + moved / target.bandwidth_bytes_per_s * 1e9
-    return max(moved_ns, launch.cycles / (target.sm_count * target.max_clock_hz) * 1e9)
+    return max(moved_ns, launch.cycles / target.issue_rate_hz * 1e9)
 
 
 def _floor_ns(op: str, launch: Launch, target: Gpu) -> float:

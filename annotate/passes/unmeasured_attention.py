@@ -124,7 +124,7 @@ def _swap_fused(
         return predicted, [] if by_operator else [_attention_note(0, target, requested_kernel)]
     families = nodes.families if by_operator else np.full(len(fused), requested_kernel.runs)
     above_ns = np.maximum(unswapped_ns - target.launch_floor_ns, 0)
-    half = np.isin(np.array(kernels.dtypes)[kernels.dtype], ("float16", "bfloat16"))
+    half = kernels.has_dtype("float16", "bfloat16")
     backward = kernels.is_attention_backward
     calls = _FusedCalls(nodes.shapes, backward, rules, above_ns, target, half)
     swaps = [

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from onerank.annotate.models.features import KernelFeatures
-from onerank.annotate.models.gemm_tiles import has_misaligned_rows
+from onerank.annotate.models.misaligned_gemms import has_misaligned_rows
 from onerank.annotate.op_costs.cost_record import GemmShape
 from onerank.annotate.op_costs.node_costs import compute_mask, op_costs_of
 from onerank.annotate.op_costs.op_classes import OpClass, op_class

@@ -12,8 +12,9 @@ from onerank.annotate.models.attention_kernels import shape_factors
 from onerank.annotate.models.attention_time import attention_ns
 from onerank.annotate.models.coefficients import AttentionCoefficients, shipped
 from onerank.annotate.models.features import kernels_of
-from onerank.annotate.models.gemm_tiles import GemmTarget, Rates, gemm_ns, is_weight_gradient
+from onerank.annotate.models.gemm_tiles import GemmTarget, Rates, gemm_ns
 from onerank.annotate.models.learned import predict_from_description
+from onerank.annotate.models.tile_times import is_weight_gradient
 from onerank.annotate.op_costs.cost_record import AttentionShape, Work
 
 

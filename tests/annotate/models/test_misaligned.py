@@ -6,8 +6,11 @@ import pytest
 from onerank.annotate import explain, load_gpu, recost
 from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.features import kernels_of
-from onerank.annotate.models.gemm_tiles import has_misaligned_rows, misaligned_lower_bound_ns
 from onerank.annotate.models.learned import predict_from_description
+from onerank.annotate.models.misaligned_gemms import (
+    has_misaligned_rows,
+    misaligned_lower_bound_ns,
+)
 from onerank.annotate.models.prediction_terms import Rule
 from onerank.annotate.op_costs.cost_record import GemmShape, Work
 from onerank.ir import Graph

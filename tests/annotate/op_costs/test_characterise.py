@@ -1,3 +1,6 @@
+from dataclasses import replace
+
+import msgspec
 import numpy as np
 
 from onerank.annotate import characterise
@@ -74,6 +77,23 @@ def test_tf32_is_recognised_by_the_kernel(trace, mm):
     )
     found = op_costs_of(trace(*({**product, "kernels": [(name, 10)]} for name in names)))
     assert [found.dtypes[code] for code in found.dtype] == ["float32", "tfloat32", "tfloat32"]
+
+
+def test_convolutions_run_in_tf32_unless_the_script_forbids_it(trace):
+    shapes = [2, 16, 8, 8], [32, 16, 3, 3]
+    convolution = {
+        "op": "aten::cudnn_convolution",
+        "inputs": [("Tensor(float)", list(shape)) for shape in shapes],
+        "outputs": [("Tensor(float)", [2, 32, 6, 6])],
+        "kernels": [("implicit_convolve_sgemm", 10)],
+    }
+    graph = trace(convolution)
+    measurement = msgspec.structs.replace(graph.job.measurement, tf32_convolutions=False)
+    exact = replace(graph, job=msgspec.structs.replace(graph.job, measurement=measurement))
+    for each, dtype in ((graph, "tfloat32"), (exact, "float32")):
+        costs = op_costs_of(each)
+        assert [costs.dtypes[code] for code in costs.dtype] == [dtype]
+        assert costs.exact_by_cudnn.tolist() == [dtype == "float32"]
 
 
 def test_no_compute_nodes(trace):

@@ -145,16 +145,25 @@ def test_an_uncontended_step_of_other_shapes(observed, tmp_path):
     assert not (tmp_path / UNCONTENDED).exists()
 
 
-def test_a_capture_names_the_device_that_it_lacked(observed):
-    peers = SimpleNamespace(calls=[], groups={})
-    models: Any = SimpleNamespace(sliced=[])
-    rank_run: Any = SimpleNamespace(
-        peers=peers,
-        models=models,
+@pytest.fixture
+def rank_run() -> Any:
+    return SimpleNamespace(
+        peers=SimpleNamespace(calls=[], groups={}),
+        models=SimpleNamespace(sliced=[]),
         modules=SimpleNamespace(table=tuple),
         script_distributed=False,
     )
+
+
+def test_a_capture_names_the_device_that_it_lacked(observed, rank_run):
     on_cpu = job_of(rank_run, Options(tp=2, collective_kernels=True, busbw_gb_s=100), observed)
     assert codes(on_cpu.measurement.notes) == ["captured-on-cpu", "collectives-not-emulated"]
     emulated = job_of(rank_run, Options(device="none"), observed)
     note_of(emulated.measurement.notes, "captured-without-device", "H100")
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_a_capture_records_whether_cudnn_may_use_tf32(observed, rank_run, monkeypatch, allowed):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", allowed)
+    job = job_of(rank_run, Options(device="none"), observed)
+    assert job.measurement.tf32_convolutions is allowed
