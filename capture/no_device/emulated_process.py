@@ -23,6 +23,7 @@ from onerank.capture.no_device.extensions.install import recorded_extensions
 from onerank.capture.no_device.fake_tensor_methods import (
     TENSOR_FACTORIES,
     creates_parameter,
+    ctc_loss_with_lengths,
     fake_tensor_methods,
     makes_subclass,
     one_hot_on_gpu,
@@ -147,6 +148,7 @@ class EmulatedProcess:
             patched(_FAKE_TENSOR_MODE, {"create_symbolic_nested_int": create_nested_int}),
             patched(NESTED, {"get_tensor_symint": keeps_ragged_size()}),
             patched("torch", {name: tensor_factory(name) for name in TENSOR_FACTORIES}),
+            patched("torch", {"ctc_loss": ctc_loss_with_lengths(self.operators.known)}),
             patched("torch.utils", {"swap_tensors": swap}),
             rebound("torch.nn.functional", {"one_hot": one_hot_on_gpu()}),
             patched(recurrent_layers.OWNER, recurrent_layers.recurrent_functions()),

@@ -317,6 +317,30 @@ def one_hot_on_gpu() -> Callable[..., Tensor]:
     return one_hot
 
 
+def ctc_loss_with_lengths(known: Known) -> Callable[..., Tensor]:
+    """Return a replacement of `torch.ctc_loss` that takes lengths on the host as numbers.
+
+    C++ does that too (`ctc_loss` in LossCTC.cpp), but not under a dispatch mode: there it divides
+    losses on the GPU by lengths on the host.
+    """
+    by_torch: Any = _torch.ctc_loss
+
+    @functools.wraps(by_torch)
+    def ctc_loss(
+        log_probs: Tensor, targets: Tensor, input_lengths: Any, target_lengths: Any, *args: Any
+    ) -> Tensor:
+        lengths: list[Any] = [input_lengths, target_lengths]
+        if all(isinstance(each, Tensor) and each.device.type == "cpu" for each in lengths):
+            numbers = [known.get(each) for each in lengths]
+            if all(each is not None for each in numbers):
+                lengths = [each.tolist() for each in numbers if each is not None]
+            else:
+                lengths = [each.to(log_probs.device) for each in lengths]
+        return by_torch(log_probs, targets, *lengths, *args)
+
+    return ctc_loss
+
+
 def tensor_factory(name: str) -> Callable[..., Any]:
     """Return a replacement of a function of torch that creates tensors from Python's numbers.
 

@@ -213,8 +213,12 @@ class UnknownValues:
             code="no-device-value",
         )
 
-    def refuse_operator(self, operator: str) -> NoReturn:
+    def refuse_operator(self, operator: str, reason: str = "") -> NoReturn:
         """Refuse an operator that does not say which shapes its results have.
+
+        Args:
+            operator: its name.
+            reason: why it does not run on the CPU either.
 
         Raises:
             CaptureError: always; it names the operator and the script's line.
@@ -227,7 +231,7 @@ class UnknownValues:
             )
         raise CaptureError(
             f"{self._places()}: {operator} has no fake implementation, which would "
-            f"give the shapes of its results\n  {remedy}",
+            f"give the shapes of its results{reason}\n  {remedy}",
             code="no-device-operator",
         )
 

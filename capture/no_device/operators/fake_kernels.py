@@ -245,6 +245,11 @@ def _updated_tables(gradient: Tensor, *_: Any) -> Tensor:
     return gradient.new_empty(0, dtype=torch.float32)
 
 
+def _quantised_as_is(values: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    """Return values rounded as a quantisation does, and which of them it does not clamp."""
+    return torch.empty_like(values), torch.empty_like(values, dtype=torch.bool)
+
+
 def _shifted(operator: Callable[..., Any]) -> Callable[..., Tensor]:
     """Return the shift of flags, which torch's fake implementation refuses.
 
@@ -274,6 +279,12 @@ SHAPES: dict[str, Callable[..., Any]] = {
     "_efficient_attention_backward": _attention_gradients,
     "flash_attn_3::fwd": flash_attention_3.results_of_forward,
     "flash_attn_3::bwd": flash_attention_3.results_of_backward,
+    "fake_quantize_per_tensor_affine_cachemask": _quantised_as_is,
+    "fake_quantize_per_channel_affine_cachemask": _quantised_as_is,
+    "_fake_quantize_per_tensor_affine_cachemask_tensor_qparams": _quantised_as_is,
+    "_fake_quantize_learnable_per_tensor_affine": _like_first,
+    "_fake_quantize_learnable_per_channel_affine": _like_first,
+    "_logcumsumexp": _like_first,
     "batch_norm_stats": _statistics,
     "batch_norm_gather_stats_with_counts": _gathered_statistics,
     "batch_norm_elemt": _like_first,
@@ -320,6 +331,10 @@ def shapes_of(base: str, args: tuple[Any, ...]) -> Callable[..., Any] | None:
 _CPU = _torch._C.DispatchKey.CPU
 
 _DECIDED_BY_NUMBERS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+
+
+CPU_OPERAND_BYTES = 1 << 30
+"""Most bytes of operands with which an operator runs on the CPU for the shapes of its results."""
 
 
 def shapes_by_cpu(func: Any) -> Callable[..., Any] | None:

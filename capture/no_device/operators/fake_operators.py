@@ -45,6 +45,7 @@ from onerank.capture.no_device.operators.chosen_indices import ChosenIndices
 from onerank.capture.no_device.operators.detections import Detections
 from onerank.capture.no_device.operators.encoder_layers import parts_of_encoder
 from onerank.capture.no_device.operators.fake_kernels import (
+    CPU_OPERAND_BYTES,
     RepeatedCalls,
     lacks_fake,
     shapes_by_cpu,
@@ -546,6 +547,10 @@ class FakeOperators(TorchDispatchMode):
         given = call.given_results()
         if not given:
             run = shapes_by_cpu(call.func)
+            size = sum(tensor.nbytes for tensor in call.tensors)
+            if run is not None and size > CPU_OPERAND_BYTES:
+                reason = f", and {size / 1e9:.1f} GB of operands are too many to run it on the CPU"
+                self._unknown.refuse_operator(call.schema.name, reason)
             operands = call.tensors, call.args, call.kwargs
             results = self._repeated.run(run, call.func, *operands) if run is not None else None
             return self._unknown.refuse_operator(call.schema.name) if results is None else results

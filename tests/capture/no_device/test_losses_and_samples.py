@@ -26,6 +26,8 @@ SCRIPT = """
         loss = functional.ctc_loss(scores, targets, *lengths)
         packed = [each.int() for each in (targets.flatten(), *lengths)]
         loss = loss + functional.ctc_loss(scores, *packed)
+        on_host = [each.cpu() for each in lengths]
+        loss = loss + functional.ctc_loss(scores, targets, *on_host)
         loss = loss + torch.distributions.Beta(scores.exp(), 1.0).rsample().mean()
         loss = loss + scores.logcumsumexp(0).mean()
         loss.backward()
@@ -38,7 +40,7 @@ def test_operators_without_a_fake_implementation(tmp_path):
     graph = captured(tmp_path, SCRIPT, "--like", "H100-SXM")
     names = graph.text("op")
     operators = Counter(names)
-    assert operators["aten::_ctc_loss"] == operators["aten::_ctc_loss_backward"] == 1
+    assert operators["aten::_ctc_loss"] == operators["aten::_ctc_loss_backward"] == 2
     assert operators["aten::_cudnn_ctc_loss"] == 1
     # The backward of the sum scans twice.
     assert (operators["aten::_sample_dirichlet"], operators["aten::_logcumsumexp"]) == (1, 3)

@@ -669,6 +669,8 @@ NESTED = "rows = torch.nested.nested_tensor([torch.randn(n, 8) for n in (3, 5)])
 NESTED_ON_GPU = NESTED.replace(").cuda()", ", device='cuda')")
 
 
+TOO_LARGE_FOR_CPU = "torch._aminmax(torch.ones(1 << 29, device='cuda'), 0)"
+
 SOLVER = """rows = torch.randn(4, 8, device='cuda')
     while not model(rows).norm() < 1e-3:
         rows = rows / 2"""
@@ -679,6 +681,7 @@ SOLVER = """rows = torch.randn(4, 8, device='cuda')
     [
         (DATA_DEPENDENT, (), "no-device-value"),
         (STEP.replace("INPUT", SOLVER), (), "no-device-endless-loop"),
+        (STEP.replace("INPUT", TOO_LARGE_FOR_CPU), (), "no-device-operator"),
         (STEP.replace("INPUT", NESTED), (), "no-device-nested"),
         (STEP.replace("INPUT", NESTED_ON_GPU), (), "no-device-nested"),
         (
