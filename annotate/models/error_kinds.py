@@ -77,6 +77,7 @@ KINDS = (
     "composed",
     "experts_unmeasured",
     "grouped_unmeasured",
+    "state_unmeasured",
 )
 """Kinds of prediction with separate errors; "kept" has none.
 
@@ -103,7 +104,8 @@ with misaligned rows, of which eight were measured, up to 1.5 times off. Unmeasu
 recurrent layers ("composed") have errors from DeepBench, of two GPUs that differ from the fitted
 ones (benchmarks/predictions/deepbench.py), so they are not widened. Unmeasured experts of an MoE
 layer are GEMMs by the tiles of a known kernel, whose errors were measured on four die families.
-"grouped" are torch's grouped GEMMs where their tiles are known and were measured.
+"grouped" are torch's grouped GEMMs where their tiles are known and were measured. "state" are
+operators of layers with a state per sequence on Hopper, by the kernels of fla and mamba_ssm.
 """
 
 KIND_AT = {kind: np.uint8(at) for at, kind in enumerate(KINDS)}
@@ -189,6 +191,8 @@ def kinds_of(
         # Convolutions in float32 have no tiles, but are no more certain than others.
         composed = (rules == Rule.PARTS) | np.isin(kernels.call, kernels.parts.call)
         kind = np.where(composed, _composed_kinds(kernels, target), kind)
+        known = kernels.sequence_state & (target.architecture == "hopper")
+        kind = np.where(known, KIND_AT["state_unmeasured"], kind)
     retyped = np.where(
         kernels.has_four_bit_operands, KIND_AT["gemm_4bit_unmeasured"], KIND_AT["retyped"]
     )

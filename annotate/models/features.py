@@ -18,6 +18,7 @@ from onerank.annotate.op_costs.op_classes import (
     floor_share_of,
     shares_on,
 )
+from onerank.annotate.op_costs.state_operators import MEASURED
 from onerank.ir import Graph, Kind
 from onerank.ir.arrays import F64, I64, U8, Mask
 
@@ -200,6 +201,8 @@ class KernelFeatures:
         unknown_layout: whether the time depends on strides that are not known, bool[n].
         from_torch: whether PyTorch's operator launches it, bool[n]. Other libraries' kernels reach
             less of the bandwidth.
+        sequence_state: whether it is an operator of layers with a state per sequence whose kernels
+            were measured on Hopper, bool[n].
         instructions: instructions, summed over its threads; 0 if not known, float64[n].
         reuse: the operands that each reads, and how long ago they were last used.
         parts: component GEMMs of composite calls, in the order of their calls.
@@ -231,6 +234,7 @@ class KernelFeatures:
     tail: F64
     unknown_layout: Mask
     from_torch: Mask
+    sequence_state: Mask
     instructions: F64
     reuse: OperandReuse
     parts: ComponentGemms = field(default_factory=lambda: ComponentGemms.of([]))
@@ -272,8 +276,9 @@ class KernelFeatures:
             tail=np.array([work.tail for work in costs.works])[costs.call],
             unknown_layout=np.array([w.unknown_layout for w in costs.works], bool)[costs.call],
             # cuSOLVER and cuFFT launch several kernels for a call.
-            from_torch=_from_torch(graph, index)
+            from_torch=_of_operators(graph, index, lambda name: name.startswith(_TORCH))
             & ~costs.is_class(OpClass.DECOMPOSITION, OpClass.FFT),
+            sequence_state=_of_operators(graph, index, MEASURED.__contains__),
             instructions=np.maximum(nodes.instructions[index], 0).astype(np.float64),
             reuse=OperandReuse.of(graph, costs),
             parts=ComponentGemms.of(costs.works),
@@ -451,11 +456,10 @@ def _launches_ns(gpu: Gpu) -> tuple[float, float]:
 _TORCH = "aten::"
 
 
-def _from_torch(graph: Graph, index: I64) -> Mask:
-    """Return whether the nodes at `index` belong to operators of PyTorch, bool[n]."""
+def _of_operators(graph: Graph, index: I64, selected: Callable[[str], bool]) -> Mask:
+    """Return whether the nodes at `index` belong to operators of selected names, bool[n]."""
     codes, code_index = np.unique(graph.nodes.op[index], return_inverse=True)
-    named = [graph.strings[int(code)].startswith(_TORCH) for code in codes]
-    return np.array(named, dtype=bool)[code_index]
+    return np.array([selected(graph.strings[int(code)]) for code in codes], dtype=bool)[code_index]
 
 
 def _shape_rows(
@@ -507,6 +511,7 @@ def kernels_of(works: Sequence[Work], duration_ns: F64) -> KernelFeatures:
         tail=np.array([work.tail for work in works]),
         unknown_layout=np.array([work.unknown_layout for work in works], dtype=bool),
         from_torch=np.ones(count, dtype=bool),
+        sequence_state=no_kernel,
         instructions=np.zeros(count),
         reuse=OperandReuse.unknown(count),
         parts=ComponentGemms.of(works),

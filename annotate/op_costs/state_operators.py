@@ -51,8 +51,8 @@ def _convolution(call: Call) -> Work | None:
     rows, weight, state = operands
     each = 2 * weight.shape[-1] + _SILU * (call.value(4) is not False)
     work = _with_state(vector_work(call, each * rows.numel), state)
-    cycles = _CONVOLUTION_CYCLES * rows.numel if call.op == "causal_conv1d" else 0.0
-    return replace(work, passes=_CONVOLUTION_TIMES[call.op], cycles=cycles)
+    times, cycles = _CONVOLUTIONS[call.op]
+    return replace(work, passes=times, cycles=cycles * rows.numel)
 
 
 def _chunked_delta_rule(call: Call) -> Work | None:
@@ -112,7 +112,8 @@ def _mamba_scan(call: Call) -> Work | None:
     work = _with_state(matmul_work(call, x, n * chunks * chunk * of_token), state)
     heads = n * t * h
     cycles = heads * (p * (2 * s + chunk) / _SCAN_FLOPS_PER_CYCLE + _SCORE_CYCLES * chunk / 2)
-    return replace(_streamed(work, _mamba_kernels(call), 0.0), cycles=cycles)
+    loads = _SCAN_LOADS * (s + chunk)
+    return replace(_streamed(work, _mamba_kernels(call), loads), cycles=cycles)
 
 
 def _selective_state_update(call: Call) -> Work | None:
@@ -203,16 +204,16 @@ def _linear_recurrence(call: Call) -> Work | None:
 _UPDATE_TIMES = 1.18
 
 
-# The same of the convolutions of fla, with 8,192 channels, and of mamba_ssm's update, with 128
-# heads of 64 and 128 numbers of the state in float32
-# (2026-11-27-state-kernels-h100; the convolution of decodes 2026-11-28-serving-blind-3-h100).
-_CONVOLUTION_TIMES = {"causal_conv1d": 1.4, "causal_conv1d_update": 1.3}
+# fla's convolutions: time over that of their bytes, with 8,192 channels on an H100, and SM cycles
+# of an element. Cycles limit the convolution of prefills on an H200: 0.52 to 0.59 with Triton's
+# choice among all configurations (8,192 channels, H100), 0.66 to 0.74 among three (3,584 to 12,288
+# channels, three models on H100s and H200s). They limit that of decodes on both GPUs: 1.2 to 1.4 of
+# 0.1 to 3.1 million elements beyond its shortest time, in the same models
+# (2026-11-27-state-kernels-h100, 2026-11-28-serving-blind-5-h200).
+_CONVOLUTIONS = {"causal_conv1d": (1.4, 0.6), "causal_conv1d_update": (1.0, 1.3)}
 
-# SM cycles of an element in the convolution of prefills, which its bytes do not limit on an H200:
-# 0.52 to 0.59 with Triton's choice among all configurations (8,192 channels, H100), 0.66 to 0.74
-# among three (3,584 to 12,288 channels, three models on H100s and H200s,
-# 2026-11-28-serving-blind-5-h200).
-_CONVOLUTION_CYCLES = 0.6
+# The same as `_UPDATE_TIMES` of mamba_ssm's update, with 128 heads of 64 and 128 numbers of the
+# state in float32 (2026-11-27-state-kernels-h100).
 _MAMBA_UPDATE_TIMES = 1.07
 
 # SM cycles of an element of the state in the updates of decodes. In 16 bits they limit the kernels
@@ -242,10 +243,18 @@ _TRANSPOSED = 5.8
 _STATES, _PASSING, _SCAN = 1.2, 0.8, 1.5
 
 # The kernels that multiply: FLOPs of an SM in a cycle and cycles of each score of a head in the
-# scan of the chunks, and FLOPs in the time of a byte in that of their states. From the scan above
-# (chunks of 128, heads of 64, states of 128), which its bytes limit as well, and from Falcon-H1's
-# (chunks of 256, heads of 128, states of 256; 2026-11-28-serving-blind-4-h100), which they do not.
-_SCAN_FLOPS_PER_CYCLE, _SCORE_CYCLES, _STATE_FLOPS_PER_BYTE = 604.0, 0.48, 34.5
+# scan of the chunks, and FLOPs in that of their states. From the scan above (chunks of 128, heads
+# of 64, states of 128), which its bytes limit as well, and from Falcon-H1's (chunks of 256, heads
+# of 128, states of 256), which they do not: it takes as long on an H200 as on an H100
+# (2026-11-28-serving-blind-4-h100, 2026-11-28-serving-blind-2-h200).
+_SCAN_FLOPS_PER_CYCLE, _SCORE_CYCLES, _STATE_FLOPS_PER_CYCLE = 604.0, 0.48, 404.0
+
+# Loads that wait for each other in a block of the scan, for each number of a state and each score.
+# Falcon-H1's takes 16 us for one and for two chunks, whose blocks all run at once.
+_SCAN_LOADS = 0.067
+
+# Launch floors of mamba_ssm's sums and of its pass over the states, of Falcon-H1.
+_MAMBA_CUMSUM, _MAMBA_PASSING = 0.9, 0.6
 
 
 class ChunkKernel(NamedTuple):
@@ -372,16 +381,14 @@ def _mamba_kernels(call: Call) -> Sequence[ChunkKernel]:
     steps, states = 4 * n * t * h, 4 * n * chunks * h * p * s
     scores = 4 * n * chunks * groups * chunk * chunk
     return (
-        ChunkKernel("_chunk_cumsum_fwd_kernel", dt.nbytes + 2 * steps, _CUMSUM),
+        ChunkKernel("_chunk_cumsum_fwd_kernel", dt.nbytes + 2 * steps, _MAMBA_CUMSUM),
         ChunkKernel(
             "_chunk_state_fwd_kernel",
-            max(
-                round(_STATES * (x.nbytes + b.nbytes + 2 * steps + states)),
-                round(2 * n * t * h * p * s / _STATE_FLOPS_PER_BYTE),
-            ),
+            round(_STATES * (x.nbytes + b.nbytes + 2 * steps + states)),
             1.0,
+            2 * n * t * h * p * s / _STATE_FLOPS_PER_CYCLE,
         ),
-        ChunkKernel("_state_passing_fwd_kernel", round(_PASSING * 2 * states), 1.0),
+        ChunkKernel("_state_passing_fwd_kernel", round(_PASSING * 2 * states), _MAMBA_PASSING),
         ChunkKernel("_bmm_chunk_fwd_kernel", 2 * b.nbytes + scores, 1.0),
         ChunkKernel(
             "_chunk_scan_fwd_kernel",
@@ -467,6 +474,12 @@ FORMULAS: Mapping[str, Formula] = {
     }.items()
 }
 """Full name -> formula."""
+
+MEASURED = frozenset(FORMULAS) - {
+    f"onerank_serving::{name}"
+    for name in ("lightning_attention", "lightning_attention_update", "linear_recurrence")
+}
+"""Operators, by full name, whose kernels were measured on Hopper GPUs."""
 
 NEED_VALUES = frozenset({"mamba_chunk_scan", "causal_conv1d", "causal_conv1d_update"})
 """Operators, by base name, whose formula reads argument values."""

@@ -401,6 +401,29 @@ def _chunked_scan(call: Call, target: Gpu) -> Sequence[Launch]:
     ]
 
 
+# Shortest times in launch floors: of the updates of states in decodes, which load a state before
+# they can compute, and of the kernel that keeps the last rows of a prefill's convolution. On an
+# H100 and an H200 alike, in OLMo-Hybrid, Falcon-H1 and Kimi-Linear with one sequence, they take 1.4
+# to 1.6, 3.8 to 3.9, 3.7 and 1.3 to 1.4 us (2026-11-28-state-errors-hopper).
+_UPDATE_FLOORS = {
+    "causal_conv1d_update": 0.52,
+    "recurrent_gated_delta_rule": 0.96,
+    "selective_state_update": 0.65,
+}
+_LAST_ROWS_FLOORS = 0.52
+
+
+def _state_update(call: Call, _: Gpu) -> Sequence[Launch]:
+    """Return the launch of the update of a state by one token of each sequence."""
+    return (Launch(share=1.0, floors=_UPDATE_FLOORS[call.op], fitted=False),)
+
+
+def _convolution(_: Call, __: Gpu) -> Sequence[Launch]:
+    """Return the launches of fla's convolution of a prefill: it, and the state that it leaves."""
+    states = Launch("causal_conv1d_states_fwd_kernel", floors=_LAST_ROWS_FLOORS, fitted=False)
+    return (WHOLE, states)
+
+
 def _reduce_heads(call: Call, name: str, op: str = "") -> Sequence[Launch]:
     """Return sums of the gradients of key and value over query heads that share them."""
     query, key = call.tensor(1), call.tensor(2)
@@ -423,6 +446,8 @@ LIBRARY_RULES: dict[str, Rule] = {
         ["chunk_gated_delta_rule", "mamba_chunk_scan", "selective_scan", "lightning_attention"],
         _chunked_scan,
     ),
+    **dict.fromkeys(_UPDATE_FLOORS, _state_update),
+    "causal_conv1d": _convolution,
     "convolution": _convolution,
     "convolution_backward": _convolution_backward,
     **dict.fromkeys(

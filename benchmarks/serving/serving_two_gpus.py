@@ -78,6 +78,8 @@ def _real_rank(rank: int, path: Path, output: Path, name: str) -> None:
     import torch
     import torch.distributed as dist
 
+    from onerank.capture.parallelize.experts.expert_parallel import apply_static_routing
+    from onerank.capture.parallelize.experts.routing import BALANCED, Routing
     from onerank.capture.serving.build_model import build_model, materialise, read_config
     from onerank.capture.serving.compositions import Composition
     from onerank.capture.serving.engine_step import RepeatableStep, give_attention_scopes
@@ -87,6 +89,8 @@ def _real_rank(rank: int, path: Path, output: Path, name: str) -> None:
     dist.init_process_group("nccl", rank=rank, world_size=2)
     config = read_config(path)
     model = build_model(config, "cuda", shapes_only=False)
+    # As `capture serve` routes the tokens of the slice.
+    apply_static_routing(model, Routing(BALANCED))
     shard(model, rank, 2)
     materialise(model, "cuda")
 
@@ -105,10 +109,12 @@ def _real_rank(rank: int, path: Path, output: Path, name: str) -> None:
 
 
 def shard(model: Any, rank: int, ranks: int) -> None:
-    """Shard a Llama or Qwen3 on `meta`: heads and features of the layers, and the vocabulary.
+    """Shard a Llama, a Qwen3 or a Qwen3 mixture on `meta`.
+
+    Heads, features of the layers and of each expert, and the vocabulary are divided.
 
     Args:
-        model: a `LlamaForCausalLM` or `Qwen3ForCausalLM` of transformers.
+        model: a `LlamaForCausalLM`, `Qwen3ForCausalLM` or `Qwen3MoeForCausalLM` of transformers.
         rank: this process.
         ranks: processes of the default group.
     """
@@ -117,11 +123,12 @@ def shard(model: Any, rank: int, ranks: int) -> None:
     from torch import nn
     from torch.nn import functional
 
-    def keep(module: Any, dim: int) -> None:
-        shape = [*module.weight.shape]
+    def keep(module: Any, dim: int, name: str = "weight") -> None:
+        whole = getattr(module, name)
+        shape = [*whole.shape]
         shape[dim] //= ranks
-        weight = torch.empty(shape, dtype=module.weight.dtype, device=module.weight.device)
-        module.weight = nn.Parameter(weight, requires_grad=False)
+        part = torch.empty(shape, dtype=whole.dtype, device=whole.device)
+        setattr(module, name, nn.Parameter(part, requires_grad=False))
 
     def reduced(_module: Any, _args: Any, output: Any) -> Any:
         dist.all_reduce(output)
@@ -134,10 +141,19 @@ def shard(model: Any, rank: int, ranks: int) -> None:
 
     for layer in model.model.layers:
         attention, mlp = layer.self_attn, layer.mlp
-        columns = (attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj)
+        columns, rows = [attention.q_proj, attention.k_proj, attention.v_proj], [attention.o_proj]
+        experts = getattr(mlp, "experts", None)
+        if experts is None:
+            columns += [mlp.gate_proj, mlp.up_proj]
+            rows.append(mlp.down_proj)
+        else:
+            # [experts, 2 * features, hidden] and [experts, hidden, features].
+            keep(experts, 1, "gate_up_proj")
+            keep(experts, 2, "down_proj")
+            experts.register_forward_hook(reduced)
         for linear in columns:
             keep(linear, 0)
-        for linear in (attention.o_proj, mlp.down_proj):
+        for linear in rows:
             keep(linear, 1)
             linear.register_forward_hook(reduced)
     keep(model.lm_head, 0)

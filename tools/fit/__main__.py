@@ -65,6 +65,8 @@ _PROVENANCE = {
     "on V100 and T4, by the shipped tiles; experts_unmeasured: the experts' layers by the kernels "
     "that the fit has, the target's family left out; grouped_unmeasured: torch's grouped GEMMs of "
     "eleven sizes on an H100 and an H200, sizes left out (2026-11-28-grouped-gemms-h200); "
+    "state_unmeasured: operators of layers with states in five models on H100s and H200s, each "
+    "kernel left out (2026-11-28-state-errors-hopper); "
     "decode_flash2, decode_flash_mla: decodes of sizes that chose no coefficient "
     "(2026-11-27-flash2-blind-h100, 2026-11-27-flash-mla-2-hopper), low and high 1.04 "
     "times the error that 80% of them do not exceed: the factor of most kinds in `few`",
@@ -104,7 +106,10 @@ def main() -> None:
     # A file without these errors would not load, so those of the shipped file stay.
     kept = {kind: shipped().errors[kind] for kind in STEP_KINDS if not options.step}
     # Measured by benchmarks/predictions: deepbench.py, flash2_forward.py and latent_decode.py.
-    measured = ("composed", "grouped_unmeasured", "decode_flash2", "decode_flash_mla")
+    measured = (
+        *("composed", "grouped_unmeasured", "state_unmeasured"),
+        *("decode_flash2", "decode_flash_mla"),
+    )
     kept |= {kind: shipped().errors[kind] for kind in measured}
     if missing := [kind for kind in KINDS[1:] if kind not in {**kinds, **kept}]:
         parser.error(

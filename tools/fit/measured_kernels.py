@@ -247,6 +247,7 @@ def _kernels(times_ns: F64, flops: F64, moved: F64, dtype: str) -> KernelFeature
         tail=np.zeros(count),
         unknown_layout=np.zeros(count, dtype=bool),
         from_torch=every,
+        sequence_state=none,
         instructions=np.zeros(count),
         reuse=OperandReuse.unknown(count),
     )
