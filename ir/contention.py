@@ -152,7 +152,7 @@ class SharedGpu:
         self.now_ns = 0.0
         self.running: list[RunningOperation] = []
 
-    def runs(self, node: int) -> bool:
+    def is_occupied_by(self, node: int) -> bool:
         """Return whether an operation occupies multiprocessors while it runs."""
         return bool(self._needed[node] or self._held[node])
 

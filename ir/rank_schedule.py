@@ -279,7 +279,7 @@ class RankSchedule:
             waits = self._waits[node]
             progress_ns = max(begin_ns, self.arrival_ns[node])
             takes_time = waits or self._duration_ns[node] or progress_ns > begin_ns
-            if takes_time and self._gpu.runs(node):
+            if takes_time and self._gpu.is_occupied_by(node):
                 self._push(begin_ns, node, waited=False)
             elif waits:
                 self._suspended.add(node)

@@ -126,9 +126,9 @@ def _freed_by_backward(log: MemoryLog) -> Mask:
     forward = np.zeros(log.events + 1, dtype=np.int64)
     forward[allocated[(phase == Phase.FORWARD) & (allocated >= 0)]] = 1
     forward = np.cumsum(forward)
-    ends = (kind == _GRADIENTS) & (allocated >= 0) & (freed >= 0)
-    ends &= freed < backward.max(initial=-1)
-    return ends & (forward[freed] == forward[allocated])
+    gradients = (kind == _GRADIENTS) & (allocated >= 0) & (freed >= 0)
+    gradients &= freed < backward.max(initial=-1)
+    return gradients & (forward[freed] == forward[allocated])
 
 
 def columns_of(log: MemoryLog) -> tuple[I64, I64, I64, I64]:

@@ -97,8 +97,9 @@ def _least_squares(batch: int, rows: int, columns: int) -> float:
     return _qr(batch, rows, columns) + 1.5 * batch * columns
 
 
-def _substitution(batch: int, rows: int, columns: int) -> float:
-    return (1 if batch > 1 else batch) * _SUBSTITUTION(1, rows, columns)
+def _two_substitutions(_batch: int, rows: int, columns: int) -> float:
+    # One kernel for all matrices of a batch.
+    return 2 * _SUBSTITUTION(1, rows, columns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,15 +160,13 @@ _DECOMPOSITIONS: dict[str, Formula] = {
     "linalg_cholesky_ex": _Decomposition(lambda m, n: n**3 / 3, _cholesky),
     "cholesky_inverse": _Decomposition(lambda m, n: 2 * n**3 / 3, _CHOLESKY_INVERSE),
     "_cholesky_solve_helper": _Decomposition(
-        lambda m, n: 0.0, lambda *s: 2 * _substitution(*s), 0, _BY_FACTORS, operand=1
+        lambda m, n: 0.0, _two_substitutions, 0, _BY_FACTORS, operand=1
     ),
     "linalg_lu_factor_ex": _FACTORS,
     "linalg_lu": _FACTORS,
     "_linalg_det": _FACTORS,
     "_linalg_slogdet": _FACTORS,
-    "linalg_lu_solve": _Decomposition(
-        lambda m, n: 0.0, lambda *s: 2 * _substitution(*s), 2, _BY_FACTORS
-    ),
+    "linalg_lu_solve": _Decomposition(lambda m, n: 0.0, _two_substitutions, 2, _BY_FACTORS),
     "linalg_inv_ex": _INVERSE,
     "_linalg_solve_ex": _Decomposition(lambda m, n: 2 * n**3 / 3, _lu_and_solve, 1, _BY_FACTORS),
     "linalg_lstsq": _Decomposition(_reflections, _least_squares, 1, lambda m, n: 4 * m * n - n**2),

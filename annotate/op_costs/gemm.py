@@ -191,6 +191,7 @@ def _grouped_mm(call: Call) -> Work | None:
         return None
     m, k, n = left.shape[-2], left.shape[-1], right.shape[-1]
     by_expert = [tensor for tensor in (left, right) if len(tensor.shape) == 3]
+    result = call.output()
     read, batch = call.input_bytes, 1
     match by_expert:
         case [experts]:
@@ -205,10 +206,8 @@ def _grouped_mm(call: Call) -> Work | None:
             batch = left.shape[0]
             sizes = (batch, m, n, k)
         case _:
-            result = call.output()
             groups = max(1, result.shape[0]) if result and len(result.shape) == 3 else 1
             sizes = (groups, m, n, -(-k // groups))
-    result = call.output()
     part = ComponentGemm(
         *sizes,
         left.item_bytes,

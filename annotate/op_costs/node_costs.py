@@ -222,10 +222,8 @@ class OpCosts:
     def tf32_by_choice(self) -> Mask:
         """Which nodes run in TF32 by the script's choice, not as convolutions do, bool[n]."""
         by_default = np.array([work.dtype == "tfloat32" for work in self.works], dtype=bool)
-        tf32: Mask = self.dtype == (
-            self.dtypes.index("tfloat32") if "tfloat32" in self.dtypes else -1
-        )
-        return tf32 & ~by_default[self.call]
+        tf32 = np.array([dtype == "tfloat32" for dtype in self.dtypes], dtype=bool)
+        return tf32[self.dtype] & ~by_default[self.call]
 
     @property
     def exact_by_cudnn(self) -> Mask:

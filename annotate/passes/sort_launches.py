@@ -146,9 +146,12 @@ def _bag_backward(call: Call, target: Gpu) -> Sequence[Launch]:
     zero = Launch("vectorized_elementwise_kernel", op=FILL, written_bytes=call.output_bytes)
     if call.value(_BAG_MODE) == _LARGEST_OF_BAG:
         return (zero, Launch("EmbeddingBag_accGradParametersKernel_max", 1.0))
-    renamed = {"compute_grad_weight": "compute_grad_weight_bags"}
-    launches = _summed_by_row(call, target)
-    return [each._replace(name=renamed.get(each.name, each.name)) for each in launches]
+    return [
+        each._replace(name="compute_grad_weight_bags")
+        if each.name == "compute_grad_weight"
+        else each
+        for each in _summed_by_row(call, target)
+    ]
 
 
 def _index_put(call: Call, target: Gpu) -> Sequence[Launch]:

@@ -15,24 +15,14 @@ import scipy.optimize
 
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.gpus.registry import load_gpu
-from onerank.annotate.models.attention_time import (
-    attention_ns,
-)
-from onerank.annotate.models.coefficients import (
-    AttentionCoefficients,
-    shipped,
-)
+from onerank.annotate.models.attention_time import attention_ns
+from onerank.annotate.models.coefficients import AttentionCoefficients, shipped
 from onerank.annotate.models.cost_model import PredictFromDescription
 from onerank.annotate.models.prediction_terms import Rule
 from onerank.ir.arrays import F64
 from tools.fit.evaluate_fit import Case, Described, as_shipped
 from tools.fit.fit_tiles import rates_of, robust_loss, stored_ns
-from tools.fit.measured_kernels import (
-    Attention,
-    family,
-    of_attention,
-    read_table,
-)
+from tools.fit.measured_kernels import Attention, family, of_attention, read_table
 
 _optimize: Any = scipy.optimize  # it has no types
 
