@@ -48,10 +48,10 @@ class ChosenIndices:
         chosen = [tensor for tensor in call.tensors if hasattr(tensor, CHOSEN)]
         if not chosen or (base in _COMPARE and _have_one_shape(call.tensors)):
             return
-        if self._moves(call, len(chosen)):
-            self._mark(result, getattr(chosen[0], CHOSEN))
-            return
-        self.use(chosen)
+        if not self._moves(call, len(chosen)):
+            self.use(chosen)
+        else:
+            self._mark(result, _all_of([getattr(tensor, CHOSEN) for tensor in chosen]))
 
     def use(self, operands: Iterable[Any]) -> None:
         """Report the choices among the operands of an operator or a kernel."""
@@ -67,6 +67,9 @@ class ChosenIndices:
             return hasattr(call.args[1], CHOSEN)
         if base in _JOIN:
             return count == len(call.tensors)
+        if base in _TAKE and is_integral(call.tensors[0].dtype):
+            # A token by its rank among the candidates that `topk` chose, or by its place in a list.
+            return True
         moves = base == "_to_copy" or base in MOVES or call.schema.is_view
         return moves and count == 1 and hasattr(call.tensors[0], CHOSEN)
 
@@ -76,8 +79,23 @@ class ChosenIndices:
                 setattr(tensor, CHOSEN, use)
 
 
+def _all_of(uses: list[Callable[[], None]]) -> Callable[[], None]:
+    """Return a function that calls all of these."""
+    if len(uses) == 1:
+        return uses[0]
+
+    def use() -> None:
+        for each in uses:
+            each()
+
+    return use
+
+
 # Operators that move the elements of all their tensors.
 _JOIN = frozenset(("cat", "stack"))
+
+# Operators that take elements of their first tensor by indices.
+_TAKE = frozenset(("gather", "index_select", "index", "take"))
 
 
 def _have_one_shape(tensors: tuple[Tensor, ...]) -> bool:

@@ -92,6 +92,7 @@ class RouterChoices:
         # The modules that chose, in the order of their first choice: the layers.
         self._layers: list[weakref.ref[nn.Module]] = []
         self._used_layers: set[int] = set()
+        self._classes: set[str] = set()  # of the modules whose choices are used
         self._use: Callable[[], None] | None = None
 
     def take_use(self) -> Callable[[], None] | None:
@@ -149,13 +150,12 @@ class RouterChoices:
         table = self._routing.table
         if any(len(line) != experts for line in table) or _generation_calls() or _evaluates():
             return None
-        layer = 0
+        layer, module = 0, _calling_module()
         if len(table) > 1:
-            module = _calling_module()
             if module is None:
                 return None  # nothing says which layer calls
             layer = self._layer(module)
-        self._use = self._count(layer)
+        self._use = self._count(layer, type(module).__name__ if module is not None else None)
         if _compiled_calls():
             # Generated kernels use the indices, which no operator shows.
             self._use()
@@ -168,8 +168,12 @@ class RouterChoices:
                 self._indices[key] = chosen_experts(counts, top_k)
             return self._indices[key].view(*scores.shape[:-1], top_k)
 
-    def _count(self, layer: int) -> Callable[[], None]:
+    def _count(self, layer: int, module: str | None) -> Callable[[], None]:
         """Return a function that counts a choice of a layer, the first time it is called.
+
+        Args:
+            layer: its number.
+            module: the class of the module that chooses, if one does.
 
         The function raises `SliceError` if more layers choose than the table has lines.
         """
@@ -181,6 +185,8 @@ class RouterChoices:
                 return
             counted = True
             self.calls += 1
+            if module is not None:
+                self._classes.add(module)
             self._used_layers.add(layer)
             if self._lines > 1:
                 self._check_count(len(self._used_layers) <= self._lines)
@@ -227,10 +233,12 @@ class RouterChoices:
         """Return a note on the choices, if any."""
         if not self.calls or self._routing is None:
             return []
+        # A codebook chooses, too: only the class of its module says that it is no router.
+        classes = ", ".join(sorted(self._classes)) or "the script"
         return [
             Note(
-                f"no device computed the scores of routers, so {self.calls} calls of topk, "
-                f"argmax or fused routers chose experts by --moe-routing {self._routing.name}",
+                f"no device computed the scores of {classes}, so {self.calls} calls of topk, "
+                f"argmax or fused routers chose by --moe-routing {self._routing.name}",
                 code="no-device-routers",
             )
         ]

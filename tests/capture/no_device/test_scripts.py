@@ -405,8 +405,13 @@ def test_a_thread_reads_the_device_while_another_computes(tmp_path):
     captured(tmp_path, LOADS_IN_A_THREAD)
 
 
-def test_a_saved_image_has_made_up_bytes(tmp_path):
-    statement = "pixels = output.mul(255).to('cpu', torch.uint8).numpy(); assert pixels.max() == 1"
+def test_a_saved_image_and_a_token_have_made_up_numbers(tmp_path):
+    statement = (
+        "pixels = output.mul(255).to('cpu', torch.uint8).numpy(); assert pixels.max() == 1; "
+        # A token that was drawn among the best ones.
+        "best = output.topk(2)[1]; token = best.gather(-1, output.argmax(-1, keepdim=True)); "
+        "assert token.tolist() == [[1]] * 16"
+    )
     graph = captured(tmp_path, LINEAR.format(setup="", statement=statement))
     assert has_note(graph.job.measurement.notes, "no-device-stand-ins")
 
