@@ -14,7 +14,7 @@ import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from onerank.ir import World
 from onerank.plan.cluster import (
@@ -26,9 +26,6 @@ from onerank.plan.cluster import (
 from onerank.plan.layouts import Layout, PlanError
 from onerank.plan.micro_batches import captured_sizes
 from onerank.plan.tasks import Task, content_key
-
-if TYPE_CHECKING:
-    pass
 
 TRAIN_MODEL = Path(__file__).with_name("train_model.py")
 """The training loop for a transformers configuration."""

@@ -1,7 +1,7 @@
 """The outcome of layouts: their captures re-costed, laid out by the schedule, and summed up."""
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from onerank.converters.expand.pipeline import PipelineSchedule
 from onerank.converters.expand.pipeline.schedules import FORWARD
 from onerank.converters.expand.pipeline.stages import StageBlock
 from onerank.display import size
-from onerank.ir import Graph, Measurement
+from onerank.ir import Graph, Measurement, World
 from onerank.ir.arrays import I64
 from onerank.ir.errors import DepthError, OneRankError
 from onerank.ir.notes import Note
@@ -172,6 +172,37 @@ class _Costed:
     energy_factors: tuple[float, float]
 
 
+@dataclass(frozen=True, slots=True)
+class _JobRanks:
+    """What decides the times of a captured stage: the sizes of the job's axes, and the schedule.
+
+    Attributes:
+        tp: as in `Layout`; so are `cp`, `dp`, `pp` and `ep`.
+        splits_backward: whether the schedule splits backwards.
+    """
+
+    tp: int
+    cp: int
+    dp: int
+    pp: int
+    ep: int
+    splits_backward: bool
+
+    @classmethod
+    def of(cls, layout: Layout) -> "_JobRanks":
+        """Return the ranks of a layout."""
+        splits = layout.schedule == "zbv" and layout.pp > 1
+        return cls(layout.tp, layout.cp, layout.dp, layout.pp, layout.ep, splits)
+
+    @property
+    def world(self) -> World:
+        """The ranks as points of a grid."""
+        return World.of(tp=self.tp, cp=self.cp, dp=self.dp, pp=self.pp, ep=self.ep)
+
+
+_Captures = tuple[StageCapture, ...]
+
+
 @dataclass(slots=True)
 class _Evaluator:
     """Evaluates layouts, and keeps what several of them need."""
@@ -186,17 +217,24 @@ class _Evaluator:
     costed: dict[tuple[StageCapture, int], _Costed] = field(
         default_factory=dict[tuple[StageCapture, int], _Costed]
     )
-    times: dict[Any, StageTimes] = field(default_factory=dict[Any, StageTimes])
+    times: dict[tuple[StageSource, _JobRanks], StageTimes] = field(
+        default_factory=dict[tuple[StageSource, _JobRanks], StageTimes]
+    )
+    capture_times: dict[tuple[StageCapture, _JobRanks], StageTimes] = field(
+        default_factory=dict[tuple[StageCapture, _JobRanks], StageTimes]
+    )
+    longer_times: dict[tuple[_Captures, _JobRanks], StageTimes | None] = field(
+        default_factory=dict[tuple[_Captures, _JobRanks], "StageTimes | None"]
+    )
     memory: dict[tuple[StageSource, int], Measurement | None] = field(
         default_factory=dict[tuple[StageSource, int], Measurement | None]
     )
     fragmentation: dict[StageCapture, float] = field(default_factory=dict[StageCapture, float])
-    longer: dict[Any, tuple[Graph, I64 | None] | None] = field(
-        default_factory=dict[Any, tuple[Graph, "I64 | None"] | None]
+    longer: dict[tuple[_Captures, int], tuple[Graph, I64 | None] | None] = field(
+        default_factory=dict[tuple[_Captures, int], "tuple[Graph, I64 | None] | None"]
     )
-
-    depths: dict[tuple[tuple[StageCapture, ...], int], DepthCaptures] = field(
-        default_factory=dict[tuple[tuple[StageCapture, ...], int], DepthCaptures]
+    depths: dict[tuple[_Captures, int], DepthCaptures] = field(
+        default_factory=dict[tuple[_Captures, int], DepthCaptures]
     )
 
     def __post_init__(self) -> None:
@@ -210,73 +248,77 @@ class _Evaluator:
             OneRankError: a capture was refused, or the layout does not fit the model.
         """
         sources = stage_sources(self.job, layout, self.layers, exact=self.exact)
-        network = self.network
-        stages = [self._stage(source, layout, network) for source in sources]
+        stages = [self._stage(source, layout) for source in sources]
         schedule = PipelineSchedule.parse(layout.schedule if layout.pp > 1 else "1f1b")
-        step = step_of(stages, layout.world, network, schedule, layout.micro_batches)
+        step = step_of(stages, layout.world, self.network, schedule, layout.micro_batches)
         return self._summary(layout, sources, stages, step)
 
-    def _stage(self, source: StageSource, layout: Layout, network: ClusterNetwork) -> StageTimes:
-        world = layout.world
-        splits = layout.schedule == "zbv" and layout.pp > 1
-        ranks = tuple(world.sizes.items()), world.ep
-        key = source, ranks, splits
+    def _stage(self, source: StageSource, layout: Layout) -> StageTimes:
+        """Return the times and the memory of a stage with its layers."""
+        ranks = _JobRanks.of(layout)
+        key = source, ranks
         if key not in self.times:
-
-            def times_of(graph: Graph, energy_uj: I64 | None) -> StageTimes:
-                return stage_times(
-                    graph, network, world, energy_uj=energy_uj, splits_backward=splits
-                )
-
-            def of_capture(capture: StageCapture) -> StageTimes:
-                if (capture, ranks, splits) not in self.times:
-                    costed = self._costed(capture, layout.dp)
-                    times = times_of(costed.graph, costed.energy_uj)
-                    self.times[capture, ranks, splits] = times
-                return self.times[capture, ranks, splits]
-
-            def of_longer() -> StageTimes | None:
-                if (source.captures, ranks, splits) not in self.times:
-                    longer = self._longer(source, layout.dp)
-                    if longer is None:
-                        return None
-                    self.times[source.captures, ranks, splits] = times_of(*longer)
-                return self.times[source.captures, ranks, splits]
-
             if len(source.captures) == 1:
-                self.times[key] = of_capture(source.captures[0])
+                self.times[key] = self._of_capture(source.captures[0], ranks)
             else:
-                longer = of_longer() if source.layers > source.depths[-1] else None
-                captures = source.captures if longer is None else source.captures[1:]
-                each = [*map(of_capture, captures), *([] if longer is None else [longer])]
-                less, more = source.depths
-                depths = (less, more) if longer is None else (more, _LONGER)
-                stage = at_depth(each[0], each[1], depths, source.layers)
-                self.times[key] = self._deepened(source, layout.dp, stage, times_of)
+                self.times[key] = self._of_depths(source, ranks)
         return self.times[key]
 
-    def _deepened(
-        self,
-        source: StageSource,
-        dp: int,
-        stage: StageTimes,
-        times_of: Callable[[Graph, I64 | None], StageTimes],
-    ) -> StageTimes:
+    def _of_capture(self, capture: StageCapture, ranks: _JobRanks) -> StageTimes:
+        """Return the times of a captured stage as it is."""
+        key = capture, ranks
+        if key not in self.capture_times:
+            costed = self._costed(capture, ranks.dp)
+            self.capture_times[key] = self._times_of(costed.graph, costed.energy_uj, ranks)
+        return self.capture_times[key]
+
+    def _of_depths(self, source: StageSource, ranks: _JobRanks) -> StageTimes:
+        """Return the times of a stage with more or fewer layers than its two captures."""
+        longer = self._of_longer(source, ranks) if source.layers > source.depths[-1] else None
+        deep = self._of_capture(source.captures[1], ranks)
+        if longer is None:
+            shallow = self._of_capture(source.captures[0], ranks)
+            less, more = source.depths
+            stage = at_depth(shallow, deep, (less, more), source.layers)
+        else:
+            stage = at_depth(deep, longer, (source.depths[-1], _LONGER), source.layers)
+        return self._deepened(source, stage, ranks)
+
+    def _of_longer(self, source: StageSource, ranks: _JobRanks) -> StageTimes | None:
+        """Return the times of a stage composed to `_LONGER` layers; None if it has none."""
+        key = source.captures, ranks
+        if key not in self.longer_times:
+            longer = self._longer(source, ranks.dp)
+            times = None if longer is None else self._times_of(*longer, ranks)
+            self.longer_times[key] = times
+        return self.longer_times[key]
+
+    def _times_of(self, graph: Graph, energy_uj: I64 | None, ranks: _JobRanks) -> StageTimes:
+        """Return the times of a re-costed graph with the energy of its nodes."""
+        return stage_times(
+            graph,
+            self.network,
+            ranks.world,
+            energy_uj=energy_uj,
+            splits_backward=ranks.splits_backward,
+        )
+
+    def _deepened(self, source: StageSource, stage: StageTimes, ranks: _JobRanks) -> StageTimes:
         """Return a stage with its memory; its times, too, if its host is the limit.
 
         Args:
             source: where its figures come from.
-            dp: replicas of the job.
             stage: its times on a line through two depths.
-            times_of: returns the times of a re-costed graph with the energy of its nodes.
+            ranks: the ranks of the job.
         """
+        dp = ranks.dp
         # A step is no shorter than its host's time. In a shallow stage the GPU may never wait,
         # because the host begins ahead; a deep stage whose host is the slower one uses that up.
         if stage.host_ns > _HOST_NEAR_STEP * stage.elapsed_ns:
             deep = self._composed(source, dp, source.layers)
             if deep is not None:
                 graph = self._recosted(deep)
-                return times_of(graph, _energy(graph, self.gpu)[0])
+                return self._times_of(graph, _energy(graph, self.gpu)[0], ranks)
         if (source, dp) not in self.memory:
             # The peak lies on no line: at another depth another moment of the step is the highest.
             # With a line the peak of a Llama of 16 layers was 8% low.
