@@ -1,7 +1,7 @@
 """Hold captures without a device against torchtitan's published throughput and memory.
 
     python -m benchmarks.no_device.no_device_vs_torchtitan TORCHTITAN [--table NAME]
-        [--captures DIRECTORY] [--rows NAME ...]
+        [--captures DIRECTORY] [--rows NAME ...] [--order FILE]
 
 The published tables are in benchmarks/ of pytorch/torchtitan. TORCHTITAN is a checkout at the
 table's commit. It runs in this interpreter, which needs torchdata, tiktoken, datasets, triton, tyro
@@ -27,13 +27,16 @@ and tensorboard, and for float8 rows torchao at the table's commit.
   job's streams. The rows of context parallelism have expandable segments, which torchtitan's script
   for one host sets: with them the four rows are within 0.4%, without them two are 2.8 and 5.4%
   short. The other rows of one host are within 0.3% without them, and 2 to 4% short with them.
+  Published is the fullest rank of a pipeline, and otherwise rank 0, which the scripts print.
 - Pipelines of 405B: 8 micro-batches, torchtitan's own number. Of 1F1B three ranks are captured: the
   first stage's, the second's for all inner ones, and the last's. Of the interleaved schedule all
   eight are, and replayed together. It runs as in torch of 2024, where ranks exchange all messages
   of a time step at once (`IN_TIME_STEPS`).
 - Async TP: copies between GPUs take the time of copy engines, barriers 6.8 us (measured).
 - Context parallelism: all ranks of a ring are captured, because Inductor orders the graph of each
-  by the sizes of its tensors, and replayed together. The order is that of this torch.
+  by the sizes of its tensors, and replayed together. The order is that of this torch, or by
+  `--order`, the torch/_inductor/memory.py of another one. Runs of December 2024 had that of torch
+  2.6, which is in its wheel.
 - `--captures` keeps captures and uses those that are there. `--rows` names some rows.
 """
 
@@ -84,7 +87,6 @@ OLDER_TORCH = {
 # its gradients. Newer torch posts each message when its sender has computed it, in an order in
 # which a receive can hold back later sends.
 IN_TIME_STEPS = """\
-import runpy
 from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining.stage import _PipelineStageBase
 in_time_steps = schedules.PipelineScheduleMulti._step_microbatches
@@ -95,7 +97,23 @@ def backward_one_chunk(self, *args, last_backward=False, **options):
     if last_backward:
         self.perform_reduce_grad(1)
 _PipelineStageBase.backward_one_chunk = backward_one_chunk
-runpy.run_path("train.py", run_name="__main__")
+"""
+
+# Inductor orders a graph by the function of another torch, whose file replaces {file}.
+IN_ORDER = """\
+import importlib.util
+import sys
+from torch._inductor import memory
+spec = importlib.util.spec_from_file_location("memory_of_another_torch", {file!r})
+of_file = importlib.util.module_from_spec(spec)
+sys.modules[spec.name] = of_file
+spec.loader.exec_module(of_file)
+memory.reorder_for_peak_memory = of_file.reorder_for_peak_memory
+"""
+
+RUN = """\
+import runpy
+runpy.run_path({script!r}, run_name="__main__")
 """
 
 # torchtitan's run_llama_train.sh, which starts one host.
@@ -378,6 +396,7 @@ def main() -> None:
     parser.add_argument("--table", choices=TABLES, default="2024-12")
     parser.add_argument("--captures", type=Path)
     parser.add_argument("--rows", nargs="*", default=[])
+    parser.add_argument("--order", type=Path)
     args = parser.parse_args()
     print_conditions(version_of("torch"))
     print((__doc__ or "").split("\n\n", 2)[2])
@@ -395,7 +414,7 @@ def main() -> None:
         for row in rows:
             traces = row.traces(captures.resolve())
             if not all(trace.exists() for trace in traces):
-                capture(args.torchtitan.resolve(), row, captures.resolve(), work)
+                capture(args.torchtitan.resolve(), row, captures.resolve(), work, args.order)
             tokens_per_s = row.tokens / step_s(traces, row, work)
             error = tokens_per_s / row.tokens_per_s - 1
             # Only rows of one model, length and number of GPUs are layouts to choose from.
@@ -406,8 +425,10 @@ def main() -> None:
             line = (
                 f"{row.name:36s}{row.tokens_per_s:9,.0f}{tokens_per_s:10,.{digits}f}{error:+8.1%}"
             )
-            # Published is that of the fullest rank.
-            memory_gib = max(map(reserved_gib, traces))
+            # Footnote 1 of the page of December 2024: "We take the maximum across all GPUs", of
+            # pipelines. Other runs print rank 0.
+            of_ranks = traces if "--pp" in row.sizes else traces[:1]
+            memory_gib = max(map(reserved_gib, of_ranks))
             if row.memory_gib is not None:
                 errors["memory"].append(memory_gib / row.memory_gib - 1)
                 line += f"{row.memory_gib:9.1f}{memory_gib:10.1f}{errors['memory'][-1]:+8.1%}"
@@ -423,8 +444,18 @@ def main() -> None:
             print(f"order of {len(pairs)} rows of {kind}: {order_agreement(pairs)}")
 
 
-def capture(torchtitan: Path, row: Published, captures: Path, work: Path) -> None:
-    """Capture torchtitan's train.py in a row's configuration; several ranks get their numbers."""
+def capture(
+    torchtitan: Path, row: Published, captures: Path, work: Path, order: Path | None = None
+) -> None:
+    """Capture torchtitan's train.py in a row's configuration; several ranks get their numbers.
+
+    Args:
+        torchtitan: the checkout.
+        row: the row.
+        captures: directory of the captures.
+        work: directory of other files.
+        order: Inductor's memory.py of another torch, which orders the graphs.
+    """
     inputs = work / "inputs"
     if not inputs.exists():
         write_inputs(inputs)
@@ -439,9 +470,13 @@ def capture(torchtitan: Path, row: Published, captures: Path, work: Path) -> Non
         *row.options,
     ]
     program = table.script
-    if row.interleaved:
-        program = str(work / "train_in_time_steps.py")
-        Path(program).write_text(IN_TIME_STEPS, encoding="utf-8")
+    changes = [IN_TIME_STEPS] if row.interleaved else []
+    if order is not None:
+        changes.append(IN_ORDER.format(file=str(order.resolve())))
+    if changes:
+        changed = work / f"{row.capture}.py"
+        changed.write_text("".join([*changes, RUN.format(script=program)]), encoding="utf-8")
+        program = str(changed)
     command = ["capture", "run", program, "--torchrun", "--device", "none"]
     command += ["--like", table.gpu]
     if len(row.ranks) > 1:
