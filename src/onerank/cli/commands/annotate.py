@@ -58,7 +58,7 @@ class AnnotateOptions:
     """What `annotate` predicts, for which GPU, by which model."""
 
     target: str = option(
-        "A name of `onerank gpus`, or a description.",
+        "GPU to predict: a name of `onerank gpus`, or a description.",
         heading=TARGET,
         metavar="GPU|FILE",
     )
@@ -79,8 +79,9 @@ class AnnotateOptions:
     )
     # Choices are spelled out, so that --help loads no model. Tests compare them with the library's.
     model: Literal["auto", "learned", "residual", "roofline", "ratio"] = option(
-        "auto: looked up in kernel databases of the target, else learned; for a CPU capture the "
-        "datasheet's roofline.",
+        "Cost model. auto: looked up in kernel databases of the target, else learned. learned: "
+        "GEMMs and attention by their tiles, other kernels as residual. residual: each part of a "
+        "kernel's time by its own resource. roofline, ratio: by peak rates, for comparison.",
         heading=TARGET,
         default="auto",
         show_default=True,
@@ -161,7 +162,7 @@ class AnnotateOptions:
         metavar="F",
     )
     output: Path | None = option(
-        "Default: TRACE with the target before its suffix.",
+        "Trace or directory to write.  [default: TRACE with the target before its suffix]",
         "-o",
         "--output",
         heading=OUTPUT,
@@ -182,11 +183,14 @@ def annotate(trace: Path, options: AnnotateOptions, as_json: bool) -> None:
     Writes the trace with the new durations and prints the step before and after. Every predicted
     node records how it was predicted, and an 80% interval: it held four of five measured times on
     GPUs that the model had not seen. Communication and the host stay as measured. A network
-    simulator, or `onerank replay --busbw-gb-s`, times communication. A CPU capture becomes the GPU
-    step that it represents, predicted from the target's datasheet, which is the weakest evidence.
-    If TRACE is a directory of several ranks' traces (`capture run --ranks`), every trace in it is
-    predicted. If it is a bundle, the directory that `capture serve` writes, its tables are
-    predicted; its traces remain those of the capture, from which a later prediction starts.
+    simulator, or `onerank replay --busbw-gb-s`, times communication.
+
+    A CPU capture becomes the GPU step that it represents, predicted from the target's datasheet,
+    which is the weakest evidence.
+
+    TRACE may be a directory of several ranks' traces (`capture run --ranks`): every trace in it is
+    predicted. It may be a bundle, the directory that `capture serve` writes: its tables are
+    predicted, and its traces remain those of the capture, from which a later prediction starts.
     """
     from dataclasses import asdict
 

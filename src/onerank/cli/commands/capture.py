@@ -54,9 +54,13 @@ class CaptureOptions(SeveralCaptures):
     )
 
 
-@click.group(cls=SectionedGroup, modules={"serve": "serve"})
+@click.group(
+    cls=SectionedGroup,
+    sections={"Commands": ("run", "verify", "serve")},
+    modules={"serve": "serve"},
+)
 def capture() -> None:
-    """Capture what one rank of a training job does, on one GPU or on a CPU."""
+    """Capture what one rank of a job does, on one GPU, on a CPU, or on no device."""
 
 
 @capture.command(

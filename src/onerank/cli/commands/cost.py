@@ -23,10 +23,10 @@ class CostOptions(TargetOptions):
 
     prices: Path = option("Price list (TOML); examples/prices.toml is an example.", type=TRACE)
     gpus: int | None = option(
-        "GPUs to pay for. Default: the ranks of the trace's world.", default=None, type=SIZE
+        "GPUs to pay for.  [default: the ranks of the trace's world]", default=None, type=SIZE
     )
     tokens: int | None = option(
-        "Tokens that a step trains. Default: those that the embedding looks up.",
+        "Tokens that a step trains.  [default: those that the embedding looks up]",
         default=None,
         type=SIZE,
     )

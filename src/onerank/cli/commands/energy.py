@@ -21,7 +21,7 @@ class TargetOptions:
     """The GPU that energy and cost are for."""
 
     target: str | None = option(
-        "Re-cost for this GPU first. Default: the GPU of the trace's durations.",
+        "Re-cost for this GPU first.  [default: the GPU of the trace's durations]",
         default=None,
         metavar="GPU|FILE",
     )

@@ -22,7 +22,8 @@ class MemoryOptions:
     """The GPU whose memory the step should fit, and the length of the tables."""
 
     target: str | None = option(
-        "A name of `onerank gpus`, or a description. Default: the device of the trace.",
+        "GPU that the step should fit: a name of `onerank gpus`, or a description.  [default: the "
+        "device of the trace]",
         default=None,
         metavar="GPU|FILE",
     )

@@ -54,12 +54,12 @@ class PlanOptions:
 
     output: Path = option("Directory to write.", "-o", "--output", type=OUTPUT_DIRECTORY)
     store: Path | None = option(
-        "Directory of results, which later runs reuse. Default: store in the output.",
+        "Directory of results, which later runs reuse.  [default: OUTPUT/store]",
         default=None,
         type=OUTPUT_DIRECTORY,
     )
     workers: int | None = option(
-        "Processes of this machine. Default: one per core.", default=None, type=SIZE
+        "Processes of this machine.  [default: one per core]", default=None, type=SIZE
     )
     ray: str | None = option(
         "Run on a Ray cluster: that of ADDRESS or RAY_ADDRESS, else a new one on this machine.",

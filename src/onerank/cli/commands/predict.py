@@ -30,7 +30,9 @@ COLLECTIVE = "Collective"
 class PredictOptions:
     """The operator that `predict` predicts, and the GPU. Each operator needs its own sizes."""
 
-    target: str = option("A name of `onerank gpus`, or a description.", metavar="GPU|FILE")
+    target: str = option(
+        "GPU to predict: a name of `onerank gpus`, or a description.", metavar="GPU|FILE"
+    )
     database: tuple[Path, ...] = option(
         "Kernel database of the target, in addition to the shipped ones; may be repeated.",
         default=(),
@@ -47,7 +49,7 @@ class PredictOptions:
     )
     # Choices are spelled out, so that --help loads no model. Tests compare them with the library's.
     dtype: Literal["bf16", "fp16", "fp32", "fp8", "fp4"] | None = option(
-        "Data type of the operands; fp8 and fp4 only for GEMMs. Default: bf16.", default=None
+        "Data type of the operands; fp8 and fp4 only for GEMMs.  [default: bf16]", default=None
     )
     batch: int | None = option(
         "GEMMs in a batch, or sequences of attention.", default=None, type=SIZE
@@ -56,18 +58,18 @@ class PredictOptions:
     n: int | None = option("Columns of the result.", heading=GEMM, default=None, type=SIZE)
     k: int | None = option("Inner size of a GEMM.", heading=GEMM, default=None, type=SIZE)
     scales: Literal["tensor", "row", "block"] | None = option(
-        "Granularity of fp8 scales. Default: tensor.", heading=GEMM, default=None
+        "Granularity of fp8 scales.  [default: tensor]", heading=GEMM, default=None
     )
     norm: Literal["rms", "layer"] | None = option(
-        "Kind of norm. Default: rms.", heading=GEMM, default=None
+        "Kind of norm.  [default: rms]", heading=GEMM, default=None
     )
     heads: int | None = option("Query heads.", heading=ATTENTION, default=None, type=SIZE)
     kv_heads: int | None = option(
-        "Key and value heads. Default: as --heads.", heading=ATTENTION, default=None, type=SIZE
+        "Key and value heads.  [default: as --heads]", heading=ATTENTION, default=None, type=SIZE
     )
     seq: int | None = option("Query length.", heading=ATTENTION, default=None, type=SIZE)
     kv_seq: int | None = option(
-        "Key length. Default: as --seq.", heading=ATTENTION, default=None, type=SIZE
+        "Key length.  [default: as --seq]", heading=ATTENTION, default=None, type=SIZE
     )
     head_dim: int | None = option("Size of a head.", heading=ATTENTION, default=None, type=SIZE)
     causal: bool = option(
@@ -80,17 +82,17 @@ class PredictOptions:
         "Elements of the result.", heading=ELEMENTWISE, default=None, type=SIZE
     )
     function: Literal["add", "mul", "silu", "gelu", "exp", "copy_"] | None = option(
-        "PyTorch's operator. Default: add.", heading=ELEMENTWISE, default=None
+        "PyTorch's operator.  [default: add]", heading=ELEMENTWISE, default=None
     )
     collective: (
         Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"] | None
-    ) = option("Default: all_reduce.", heading=COLLECTIVE, default=None)
+    ) = option("Kind of collective.  [default: all_reduce]", heading=COLLECTIVE, default=None)
     nbytes: int | None = option(
         "Input bytes of one rank.", heading=COLLECTIVE, default=None, type=SIZE
     )
     ranks: int | None = option("Ranks of the group.", heading=COLLECTIVE, default=None, type=SIZE)
     busbw_gb_s: float | None = option(
-        "Bus bandwidth, as nccl-tests reports it. Default: the link bandwidth of the description.",
+        "Bus bandwidth, as nccl-tests reports it.  [default: the link bandwidth of the description]",
         heading=COLLECTIVE,
         default=None,
         type=GB_PER_S,

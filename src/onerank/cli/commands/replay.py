@@ -33,7 +33,7 @@ class ReplayOptions:
     """How communication is timed, and the timeline to write."""
 
     busbw_gb_s: float | None = option(
-        "Time communication with this bus bandwidth. Default: the times in the trace.",
+        "Time communication with this bus bandwidth.  [default: the times in the trace]",
         default=None,
         type=GB_PER_S,
         metavar="GB/S",

@@ -32,12 +32,18 @@ class StorageOptions:
 
     output: Path = option("Chakra trace to write.", "-o", "--output", type=TRACE_OUTPUT)
     storage_gb_s: float = option("Storage bandwidth of a rank.", type=GB_PER_S, metavar="GB/S")
-    batch_bytes: int = option("Bytes that a rank loads for each step.", default=0, type=BYTES)
+    batch_bytes: int = option(
+        "Bytes that a rank loads for each step.", default=0, type=BYTES, show_default=True
+    )
     checkpoint_every: int | None = option(
-        "Steps between two checkpoints.", default=None, type=click.IntRange(1, 2**62)
+        "Steps between two checkpoints.  [default: no checkpoint]",
+        default=None,
+        type=click.IntRange(1, 2**62),
     )
     checkpoint_bytes: int | None = option(
-        "Default: parameters and optimizer state of the capture.", default=None, type=BYTES
+        "Bytes of a rank's checkpoint.  [default: parameters and optimizer state of the capture]",
+        default=None,
+        type=BYTES,
     )
     prefetch: bool = option("Let the step wait for its batch.", "--no-prefetch", default=True)
 
