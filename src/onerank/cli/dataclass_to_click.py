@@ -268,10 +268,18 @@ def choices(kind: type, name: str) -> tuple[Any, ...]:
 
 
 def headings(*kinds: type) -> Sections:
-    """Return heading -> names of the options under it, in the order of declaration."""
+    """Return heading -> names of the options under it, in the order of declaration.
+
+    --json and --help, which no dataclass declares, stand with the output, or with the options
+    that have no heading of their own.
+    """
     sections: dict[str, list[str]] = {}
     for option in declared_options(*kinds):
         sections.setdefault(option.spec.heading, []).append(option.name)
+    for heading in ("Output", "Options"):
+        if heading in sections:
+            sections[heading] += ["as_json", "help"]
+            break
     return sections
 
 
@@ -346,7 +354,6 @@ def _write_lists(
     listed = {name for names in sections.values() for name in names}
     last = list(sections)[-1]
     for heading, names in sections.items():
-        # --json and --help are declared under no heading.
         unlisted = [name for name in records if name not in listed] if heading == last else []
         rows = [record for name in (*names, *unlisted) if (record := records.get(name))]
         if rows:
