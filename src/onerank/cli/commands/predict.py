@@ -92,7 +92,8 @@ class PredictOptions:
     )
     ranks: int | None = option("Ranks of the group.", heading=COLLECTIVE, default=None, type=SIZE)
     busbw_gb_s: float | None = option(
-        "Bus bandwidth, as nccl-tests reports it.  [default: the link bandwidth of the description]",
+        "Bus bandwidth, as nccl-tests reports it.  [default: the link bandwidth of the "
+        "description]",
         heading=COLLECTIVE,
         default=None,
         type=GB_PER_S,
