@@ -9,6 +9,7 @@ import os
 import platform
 import statistics
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -30,6 +31,8 @@ from onerank.ir import (
     axis_of,
 )
 from onerank.ir.notes import Note
+
+_cudnn: Any = torch.backends.cudnn  # its `conv` has no types
 
 
 def job_of(rank_run: RankRun, options: Options, observed: Observations) -> Job:
@@ -65,7 +68,7 @@ def job_of(rank_run: RankRun, options: Options, observed: Observations) -> Job:
             input_spread=observed.input_spread,
             # `allow_tf32` raises once a script has set `fp32_precision`, which shows both.
             tf32_gemms=torch.backends.cuda.matmul.fp32_precision == "tf32",
-            tf32_convolutions=torch.backends.cudnn.conv.fp32_precision == "tf32",
+            tf32_convolutions=_cudnn.conv.fp32_precision == "tf32",
             versions=_versions(),
             notes=(*observed.notes, *_device_notes(options, observed)),
         ),
