@@ -109,12 +109,7 @@ def run_as_rank(
     )
     emulated = EmulatedProcess.of(options.emulated_gpu, script, parse_routing(options.moe_routing))
     if emulated is not None:
-        make_windows = functools.partial(
-            StepRecorder,
-            emulated,
-            unrecorded=unrecorded_steps(options),
-            recorded=options.recorded_steps,
-        )
+        make_windows = _step_recorders(emulated, options)
     with scratch_directory() as raw, _as_one_rank(job, emulated, raw, progress) as rank:
         training: Any = make_windows(options.windows, raw, rank.modules, progress, rank.peers)
         make_windows_of = functools.partial(make_windows, options.windows)
@@ -125,10 +120,7 @@ def run_as_rank(
                 job.script,
                 training,
                 _StepChecks(job, rank, training, emulated).at_step,
-                changes=ModelChanges(
-                    fsdp_shards=options.data_parallel == "fsdp",
-                    partial_sequence=job.slices and options.world.sizes.get("cp", 1) > 1,
-                ),
+                changes=job.changes,
                 before=BeforeFirstStep(script, progress, rank.modules),
                 inference=inference,
             )
@@ -173,6 +165,14 @@ class _RankJob:
         world = self.options.world
         splits = world.size > self.copies or world.ep > 1 or "cp" in world.sizes
         return splits and not self.distributed
+
+    @property
+    def changes(self) -> ModelChanges:
+        """What the capture changes in the script's models."""
+        return ModelChanges(
+            fsdp_shards=self.options.data_parallel == "fsdp",
+            partial_sequence=self.slices and self.options.world.sizes.get("cp", 1) > 1,
+        )
 
     @property
     def infers(self) -> bool:
@@ -287,6 +287,16 @@ def _single_process() -> Generator[None]:
     """Show the script a job of one process, for which it was written."""
     with block_launchers(), hidden_group():
         yield
+
+
+def _step_recorders(emulated: EmulatedProcess, options: Options) -> Callable[..., Any]:
+    """Return what creates the windows of a capture without a device."""
+    return functools.partial(
+        StepRecorder,
+        emulated,
+        unrecorded=unrecorded_steps(options),
+        recorded=options.recorded_steps,
+    )
 
 
 def _inference_steps(

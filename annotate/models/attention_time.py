@@ -30,6 +30,7 @@ Time relative to the forward pass with heads of 128, against FlashAttention-3's 
     this model         0.67   1.67       2.75      1.62
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -315,9 +316,8 @@ def attention_terms(
     width = np.maximum(d, dv)
     tile = queries_of_tile(width)
     blocks = np.maximum(keys, QUERY_TILE / 2) / QUERY_TILE
-    # Query tile i of n sees i blocks of keys under a causal mask, (n + 1) /
-    # 2 on average. Queries of the last keys also see all keys before them. Of a call with a window,
-    # `keys` are those that a tile sees.
+    # Under a causal mask query tile i of n sees i blocks of keys, (n + 1) / 2 in the mean. Queries
+    # of the last keys also see all keys before them. With a window, `keys` has what a tile sees.
     seen = np.where(causal == 2, blocks - rows / QUERY_TILE / 2 + 1 / 2, (blocks + 1) / 2)
     mean: F64 = np.where((causal > 0) & (rows > QUERY_TILE), seen, blocks)
     softmax = _softmax(gpu, rates)
@@ -340,21 +340,12 @@ def attention_terms(
     # The backward also reads and writes gradients.
     tensors = np.where(backward, 2.0, 1.0) * 2
     moved = tensors * batch * (rows * heads + keys * key_heads) * (d + dv)
-    shared = heads > key_heads
-    sums = np.where(shared, (keys * (heads + key_heads)) * (d + dv), 0.0)
-    # The backward's helper kernels: sums of gradient products, zero fill and rounding of the query
-    # gradient, and sums of the gradients of shared keys and values.
-    # In elements of 2 bytes: the float32 query gradient is filled and read (2d each)
-    # and written rounded (d); the output and its gradient are read once (dv each).
-    helper_bytes = 2 * batch * (heads * rows * (5 * d + 2 * dv) + sums)
-    helper_ns = helper_bytes * cache_misses(gpu, helper_bytes) * 1e9 / gpu.bandwidth_bytes_per_s
-    helper_ns += np.where(shared, 4, 2) * gpu.launch_floor_ns
     memory = moved * cache_misses(gpu, moved) * 1e9 / gpu.bandwidth_bytes_per_s
     return AttentionTerms(
         floor_ns=c.floor * gpu.launch_floor_ns,
         compute_ns=compute,
         memory_ns=memory,
-        helper_ns=np.where(backward, helper_ns, 0.0),
+        helper_ns=np.where(backward, _backward_helpers_ns(gpu, columns), 0.0),
         overlap=c.overlap,
     )
 
@@ -365,6 +356,26 @@ def _softmax(gpu: Gpu, rates: Rates) -> F64:
     # Cores that are few and wide have fewer "SMs" than exponential units.
     exponentials_per_s = max(exponentials_per_s, (gpu.vector_flops_per_s or 0) / _VECTOR_FLOPS)
     return rates.peak / 2 / exponentials_per_s
+
+
+def _backward_helpers_ns(gpu: Gpu, columns: Sequence[F64]) -> F64:
+    """Return the time of the helper kernels of attention's backward, in ns, float64[d].
+
+    They sum the products of gradients, fill the query gradient with zeros and round it, and sum
+    the gradients of keys and values that heads share.
+
+    Args:
+        gpu: the GPU.
+        columns: fields of `AttentionShape`, float64[d] each.
+    """
+    batch, heads, key_heads, rows, keys, d, dv, *_ = columns
+    shared = heads > key_heads
+    sums = np.where(shared, (keys * (heads + key_heads)) * (d + dv), 0.0)
+    # In elements of 2 bytes: the float32 query gradient is filled and read (2d each)
+    # and written rounded (d); the output and its gradient are read once (dv each).
+    moved = 2 * batch * (heads * rows * (5 * d + 2 * dv) + sums)
+    memory_ns = moved * cache_misses(gpu, moved) * 1e9 / gpu.bandwidth_bytes_per_s
+    return memory_ns + np.where(shared, 4, 2) * gpu.launch_floor_ns
 
 
 def queries_of_tile(width: F64) -> F64:

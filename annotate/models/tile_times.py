@@ -101,20 +101,9 @@ def tile_times(
         decode=(c.decode_on(gpu, per_call=per_call), c.latent_decode_on(per_call=per_call)),
         record=fused_calls,
     )
-    products = _Products(kernels, gemms, kernels.gemm[call[gemms]])
-    aligned_ns = _products_ns(products, gpu, c, measured, gemm_calls)
-    of_step = kernels.timing is Timing.STEP
-    least_ns = misaligned_lower_bound_ns(gpu, kernels.gemm, of_step=of_step)[call[gemms]]
-    if of_step and gpu.architecture == "hopper":
-        slow = kernels.has_dtype("tfloat32")[gemms]
-        slow &= is_weight_gradient(kernels.gemm)[call[gemms]]
-        aligned_ns = np.where(slow, _TF32_GRADIENT * aligned_ns, aligned_ns)
-        if gemm_calls is not None:
-            gemm_calls.update_where(slow, _transposed_term)
-    times[gemms] = np.maximum(aligned_ns, least_ns)
+    times[gemms] = _gemm_operators_ns(kernels, gemms, gpu, c, measured, record=gemm_calls)
     operator_ns[where] = times[inverse]
     if record is not None and calls is not None and fused_calls is not None and gemm_calls:
-        _record_misaligned(gemm_calls, aligned_ns, least_ns, gpu)
         calls.take(fused, fused_calls)
         calls.take(gemms, gemm_calls)
         for row, position in record.among(where):
@@ -122,6 +111,40 @@ def tile_times(
             if root is not None:
                 record.roots[row] = root
     return operator_ns, is_attention
+
+
+def _gemm_operators_ns(
+    kernels: KernelFeatures,
+    gemms: I64,
+    gpu: Gpu,
+    c: Coefficients,
+    measured: Calibration | None,
+    *,
+    record: TermRecord | None,
+) -> F64:
+    """Return the times of operators that run one GEMM, float64[d].
+
+    Args:
+        kernels: operators of a step.
+        gemms: those that run a GEMM, int64[d].
+        gpu: where they run.
+        c: fitted coefficients.
+        measured: as for `tile_times`.
+        record: takes the times as terms.
+    """
+    call = kernels.call[gemms]
+    products = _Products(kernels, gemms, kernels.gemm[call])
+    aligned_ns = _products_ns(products, gpu, c, measured, record)
+    of_step = kernels.timing is Timing.STEP
+    least_ns = misaligned_lower_bound_ns(gpu, kernels.gemm, of_step=of_step)[call]
+    if of_step and gpu.architecture == "hopper":
+        slow = kernels.has_dtype("tfloat32")[gemms] & is_weight_gradient(kernels.gemm)[call]
+        aligned_ns = np.where(slow, _TF32_GRADIENT * aligned_ns, aligned_ns)
+        if record is not None:
+            record.update_where(slow, _transposed_term)
+    if record is not None:
+        _record_misaligned(record, aligned_ns, least_ns, gpu)
+    return np.maximum(aligned_ns, least_ns)
 
 
 # Time of a GEMM in TF32 on Hopper whose operands are both transposed over that of a plain one: the

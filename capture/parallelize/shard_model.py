@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from onerank.capture.parallelize.context.context_model import apply_context_parallel
@@ -183,11 +184,7 @@ def slice_to_rank(
     if "cp" in world.sizes:
         # After the stage, which decides whether this rank computes a loss. Its hook goes before
         # those of the other axes (`prepend`), which see this rank's part of the batch.
-        group = new_group("cp", world.line("cp", rank))
-        has_loss = stage is None or stage.pipeline.stage == len(stage.pipeline.layers) - 1
-        apply_context_parallel(
-            model, group, comm=options.cp_comm, has_loss=has_loss, peers_absent=options.peers_absent
-        )
+        _divide_sequence(model, new_group("cp", world.line("cp", rank)), stage, options)
     # With the model's own router (`loads` is None) a rank's work depends on data: no classes.
     classes = () if loads is None else rank_classes(world, stage, loads)
     return Sliced(modules, before, _elements(model), stage, classes, duplicates)
@@ -212,6 +209,19 @@ def _reduce_to_stage(
     )
     group = new_group("pp", ranks)
     return reduce_model(model, group, ranks, new_group, options.pp_layers, shards=shards)
+
+
+def _divide_sequence(
+    model: nn.Module,
+    group: dist.ProcessGroup,
+    stage: PipelineStage | None,
+    options: SlicingOptions,
+) -> None:
+    """Give a model this rank's part of each sequence, over a context-parallel group."""
+    has_loss = stage is None or stage.pipeline.stage == len(stage.pipeline.layers) - 1
+    apply_context_parallel(
+        model, group, comm=options.cp_comm, has_loss=has_loss, peers_absent=options.peers_absent
+    )
 
 
 def _tied_copies(model: nn.Module, stage: PipelineStage) -> set[str]:

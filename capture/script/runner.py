@@ -35,6 +35,9 @@ from onerank.ir.notes import Note
 
 _EVICTION_INTERVAL_S = 1e-4
 
+# How often a script may catch the exception that ends it before it is evicted.
+_MAX_CAUGHT_ENDS = 3
+
 
 @dataclass(frozen=True)
 class Script:
@@ -79,6 +82,11 @@ class Eviction:
         self._before = signal.signal(signal.SIGALRM, self._raise)
         signal.setitimer(signal.ITIMER_REAL, _EVICTION_INTERVAL_S, _EVICTION_INTERVAL_S)
 
+    def notes(self) -> list[Note]:
+        """Return the note that the script did not end by itself, if so."""
+        text = f"the script caught its end {_MAX_CAUGHT_ENDS} times and continued, so it was "
+        return [Note(f"{text}interrupted", code="script-caught-end")] if self.begun else []
+
     def _raise(self, _: int, frame: FrameType | None) -> None:
         in_script = False
         while frame is not None and frame.f_code is not self._below:
@@ -104,10 +112,6 @@ class Eviction:
 def _is_main(frame: FrameType) -> bool:
     """Return whether a frame is that of a script's or a module's statements as `__main__`."""
     return frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == "__main__"
-
-
-# How often a script may catch the exception that ends it before it is evicted.
-_MAX_CAUGHT_ENDS = 3
 
 
 class WatchedForwards(Protocol):
@@ -193,15 +197,13 @@ def run_script(
             play_script(script)
     except CaptureComplete:
         pass
-    except OneRankError:
+    except (OneRankError, KeyboardInterrupt, GeneratorExit):
         raise
     except SystemExit as exit_:
         # A script that exits after the first structure step has shown all that is needed.
         windows.close()
         if not boundary.ended(script.path) and boundary.failure is None:
             raise _exited(exit_, script, windows, boundary.taken) from exit_
-    except (KeyboardInterrupt, GeneratorExit):
-        raise
     except BaseException as error:  # CheckpointException of torch.distributed is no Exception
         # An error while the script ends does not affect a complete capture.
         if boundary.complete:
@@ -211,14 +213,7 @@ def run_script(
         windows.close()
     if boundary.failure is not None:
         raise boundary.failure
-    if eviction.begun:
-        boundary.observed.notes.append(
-            Note(
-                f"the script caught its end {_MAX_CAUGHT_ENDS} times and continued, so it was "
-                "interrupted",
-                code="script-caught-end",
-            )
-        )
+    boundary.observed.notes += eviction.notes()
     # Also after a normal return: a script may catch the exit, or step in another thread.
     if not boundary.ended(script.path):
         raise _too_few_steps(script.path, windows, boundary.taken)

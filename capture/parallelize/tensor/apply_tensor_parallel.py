@@ -176,15 +176,20 @@ def slice_model(
         _divide_heads(model.get_submodule(name), name, rule, group, shared)
     for name, ranks in resolved.ranks_per_head.items():
         count_one_head(model.get_submodule(name), ranks)
-    modules = Counter(s for s in resolved.styles.values() if s not in WHOLE)
-    if copies := sum(heads.replicated for heads in resolved.shared_heads.values()):
-        modules[REPLICATED_HEADS] = copies
     sizes = {name: p.numel() for name, p in model.named_parameters()}
     whole = (name for name, size in sizes.items() if size == whole_sizes[name])
     # Rank 0 of the group owns what all of them hold, so that a count over ranks has it once.
     duplicates = frozenset(whole if group.rank() > 0 else ())
     before, after = sum(whole_sizes.values()), sum(sizes.values())
-    return Sliced(dict(modules), before, after, duplicates=duplicates)
+    return Sliced(_sliced_modules(resolved), before, after, duplicates=duplicates)
+
+
+def _sliced_modules(resolved: ResolvedPlan) -> dict[str, int]:
+    """Return the number of modules by the style of their slices."""
+    modules = Counter(style for style in resolved.styles.values() if style not in WHOLE)
+    if copies := sum(heads.replicated for heads in resolved.shared_heads.values()):
+        modules[REPLICATED_HEADS] = copies
+    return dict(modules)
 
 
 class _Slicer:

@@ -16,7 +16,7 @@ from onerank.converters.targets.simai.layer_times import LayerTimes, layer_times
 from onerank.converters.targets.simai.limitations import LARGEST_MESSAGE, losses_of, notes_on
 from onerank.converters.targets.simai.rows import ModuleRows, WorkloadRow, all_rows
 from onerank.display import Displayed
-from onerank.ir import Graph, Job
+from onerank.ir import Graph, Job, World
 from onerank.ir.coarsen import Grain
 from onerank.ir.errors import ExportError
 from onerank.ir.notes import Note
@@ -97,12 +97,7 @@ def export_simai(
     ranks, chunks = world.sizes.get(AXIS, 1) // len(stages), len(stages)
     sent_bytes = max(stage.sent_bytes for stage in captured)
     pp_comm = min(sent_bytes, LARGEST_MESSAGE) if ranks > 1 else 0
-    # SimAI crashes (SIGFPE) if the header lacks ep, pp, vpp or ga.
-    header = (
-        f"{POLICY} model_parallel_NPU_group: {world.sizes.get('tp', 1)} ep: {world.ep} "
-        f"pp: {ranks} vpp: {chunks} ga: {count} all_gpus: {world.size // chunks} checkpoints: 0 "
-        f"checkpoint_initiates: 0 pp_comm: {pp_comm}"
-    )
+    header = f"{_header(world, ranks, chunks, count)} pp_comm: {pp_comm}"
     lines = [header, str(len(rows)), *(row.text() for row in rows)]
     replace_file(Path(path), ("\n".join(lines) + "\n").encode())
     updates = sum(row.weight_ns for stage in stages for row in stage.updates.rows())
@@ -119,6 +114,23 @@ def export_simai(
         optimizer_ns=updates,
         losses=[*losses_of(stages, pipeline, sent_bytes)],
         notes=[*notes, *even_notes, *notes_on(stages, rows)],
+    )
+
+
+def _header(world: World, ranks: int, chunks: int, micro_batches: int) -> str:
+    """Return the first line of a workload, without the bytes that stages send.
+
+    Args:
+        world: of the capture, in which each chunk is a stage.
+        ranks: ranks of a pipeline.
+        chunks: stages of a rank.
+        micro_batches: micro-batches of a step.
+    """
+    # SimAI crashes (SIGFPE) if the header lacks ep, pp, vpp or ga.
+    return (
+        f"{POLICY} model_parallel_NPU_group: {world.sizes.get('tp', 1)} ep: {world.ep} "
+        f"pp: {ranks} vpp: {chunks} ga: {micro_batches} all_gpus: {world.size // chunks} "
+        "checkpoints: 0 checkpoint_initiates: 0"
     )
 
 
