@@ -21,7 +21,7 @@ def render_conversion(
     pairs: list[tuple[str, str]] = []
     for model, slicing in sliced:
         counts = ", ".join(f"{count} {style}" for style, count in slicing.modules.items())
-        change = f"{model}: {slicing.elements_before} to {slicing.elements_after} parameters"
+        change = f"{model}: {slicing.elements_before:,} to {slicing.elements_after:,} parameters"
         pairs.append(("sliced", f"{change} ({counts})" if counts else f"{change}, none cut"))
     gpu = {**report.gpu_ops_linked, **report.gpu_ops_unlinked}
     count, ns = report.gpu_ops_dropped

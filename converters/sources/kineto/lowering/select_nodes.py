@@ -203,7 +203,9 @@ def _count_dropped(
     unselected = timeline.rows.is_operator.copy()
     unselected[kept] = unselected[interrupted] = False
     recorder = unselected & ((timeline.in_mark >= 0) | timeline.is_wait)
-    other = "not a leaf, a view or free" if with_operators else "no execution trace given"
+    other = "no execution trace given"
+    if with_operators:
+        other = "they call other operators, or do no work, as views"
     counts = {
         other: int((unselected & ~recorder & ~in_gloo).sum()),
         "emulates communication": int(recorder.sum()),

@@ -479,6 +479,6 @@ def test_a_script_with_a_plan_is_captured(tmp_path):
         tmp_path, "--tp", "2", "--sp", "--sharding-plan", NANOGPT, "-o", tmp_path / "t.et"
     )
     assert done.returncode == 0, done.stderr
-    assert "GPT: 29312 to 15264 parameters (1 embedding_rowwise, 4 colwise" in " ".join(
+    assert "GPT: 29,312 to 15,264 parameters (1 embedding_rowwise, 4 colwise" in " ".join(
         done.stdout.split()
     )
