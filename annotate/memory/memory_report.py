@@ -130,18 +130,23 @@ def report_memory(
     return _with_blocks(graph, measured.memory, nodes, device)
 
 
-def fragmentation_of(graph: Graph) -> float:
+def fragmentation_of(graph: Graph, *, own_process: bool = True) -> float:
     """Return reserved over allocated memory at the peak of a step.
 
     The reserve is that of the capture, or else of the simulated allocator. 1.0 if the graph has no
     log of its memory.
+
+    Args:
+        graph: the step.
+        own_process: whether no unlike step ran before it in its process. The allocator keeps what a
+            larger one reserved, so the reserve of the capture is not that of the step.
     """
     log = graph.job.measurement.memory
     if log is None:
         return 1.0
     resident, _ = resident_blocks(graph, log)
     peak = peak_of(levels_of(log, resident))
-    reserved = log.reserved_bytes
+    reserved = log.reserved_bytes if own_process else 0
     if not reserved:
         reserved = simulate_reserved(log, resident_requests(graph, log, resident)).reserved_bytes
     return max(1.0, reserved / max(1, peak.bytes))

@@ -9,6 +9,7 @@ import pytest
 from own_process import call
 
 import onerank
+from onerank.annotate.memory.memory_report import fragmentation_of
 from onerank.annotate.op_costs.node_costs import op_costs_of
 from onerank.converters.expand.layers import extrapolate
 from onerank.ir import Graph, GraphBuilder, Job, Measurement, ProcessGroup, World
@@ -157,6 +158,16 @@ def test_steps_of_one_process_start_with_the_same_memory(captured):
     none, full = steps[2:]
     assert len(full) > len(none)
     assert max(full.job.measurement.activation_bytes) < max(none.job.measurement.activation_bytes)
+
+
+def test_memory_that_a_larger_step_reserved_is_no_fragmentation(captured):
+    """The step with 3 sequences runs after that with 13, whose segments the allocator keeps."""
+    larger, smaller = (captured("fsdp", 2, steps=STEPS, step=step) for step in (1, 2))
+    reserved = [step.job.measurement.memory.reserved_bytes for step in (larger, smaller)]
+    assert reserved[0] == reserved[1]
+    own = fragmentation_of(larger, own_process=False)
+    assert 1 < fragmentation_of(smaller, own_process=False) < 1.2 * own
+    assert fragmentation_of(smaller) > 1.5 * own
 
 
 def test_a_micro_batch_without_a_memory_log_is_not_derived():

@@ -397,7 +397,9 @@ class _Evaluator:
         # The simulated allocator takes as long as the rest of the evaluation, and the ratio only
         # raises the upper end of an interval: other numbers of replicas have that of the capture.
         if capture not in self.fragmentation:
-            self.fragmentation[capture] = fragmentation_of(self._captured(capture))
+            # Captures that differ in their step run one after another in a process.
+            graph, own_process = self._captured(capture), not capture.step
+            self.fragmentation[capture] = fragmentation_of(graph, own_process=own_process)
         return self.fragmentation[capture]
 
     def _summary(
