@@ -17,3 +17,5 @@ def test_a_note_names_all_its_rows() -> None:
     ]
     notes = plan._notes(outcomes)
     assert [text.split(":")[0] for text in notes] == ["rows 1, 2, 4", "row 2"]
+    del outcomes[2]
+    assert plan._notes(outcomes)[0].startswith("all rows:")

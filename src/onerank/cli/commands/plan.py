@@ -243,10 +243,17 @@ def _notes(outcomes: "Sequence[Outcome]") -> list[str]:
     for number, outcome in enumerate(outcomes, start=1):
         for note in outcome.notes:
             rows.setdefault(note, []).append(str(number))
-    return [
-        f"{'row' if len(numbers) == 1 else 'rows'} {', '.join(numbers)}: {note}"
-        for note, numbers in rows.items()
-    ][:_NOTES]
+    return [f"{_rows_text(numbers, len(outcomes))}: {note}" for note, numbers in rows.items()][
+        :_NOTES
+    ]
+
+
+def _rows_text(numbers: "Sequence[str]", count: int) -> str:
+    """Return the numbers of some of `count` rows as text."""
+    # A note on the GPU concerns every row.
+    if len(numbers) == count > 1:
+        return "all rows"
+    return f"{'row' if len(numbers) == 1 else 'rows'} {', '.join(numbers)}"
 
 
 # Layouts ------------------------------------------------------------------------------------------
