@@ -8,6 +8,7 @@ sharing):
   runs at its full rate. A product has whole waves of tiles: one of 128 tiles takes one wave on 132
   multiprocessors, and two on 108. A persistent one has up to two more (`persistent_waves`).
 - A call progresses slower next to kernels, which compete for caches, memory and power.
+- Copies from other GPUs hold no multiprocessors. Those that run at once share the link.
 - A call starts when enough multiprocessors are free. A running kernel frees its multiprocessors
   after each round of its thread blocks; a persistent kernel has one round.
 
@@ -22,7 +23,7 @@ from typing import Self
 
 import numpy as np
 
-from onerank.ir.arrays import F64, I64
+from onerank.ir.arrays import F64, I64, Mask
 from onerank.ir.nodes import UNKNOWN
 
 LEAST_RATE = 0.05
@@ -51,6 +52,7 @@ class Contention:
             if the network limits the call, 1 within a node, float64[n].
         call_slowdown: how many times as long a call takes next to this kernel if its GPUs limit it;
             1 for other operations, float64[n].
+        copies: whether an operation is a copy from another GPU, bool[n].
         multiprocessors: how many the GPU has.
         persistent: whether a product is one block for each multiprocessor, which takes tiles until
             none is left.
@@ -64,6 +66,7 @@ class Contention:
     held: F64
     headroom: F64
     call_slowdown: F64
+    copies: Mask
     multiprocessors: int
     persistent: bool
     among_kernels: bool
@@ -80,6 +83,7 @@ class Contention:
             held=zeros,
             headroom=ones,
             call_slowdown=ones,
+            copies=zeros > 0,
             multiprocessors=1,
             persistent=False,
             among_kernels=False,
@@ -93,6 +97,8 @@ class Contention:
         """
         kernels = self.needed > 0
         if self.among_kernels and len(np.unique(stream[kernels])) > 1:
+            return True
+        if len(np.unique(stream[self.copies])) > 1:
             return True
         return bool(kernels.any()) and bool((self.held > 0).any())
 
@@ -148,13 +154,14 @@ class SharedGpu:
         self._held: list[float] = contention.held.tolist()
         self._headroom: list[float] = contention.headroom.tolist()
         self._call_slowdown: list[float] = contention.call_slowdown.tolist()
+        self._copies: list[bool] = contention.copies.tolist()
         self._among_kernels = contention.among_kernels
         self.now_ns = 0.0
         self.running: list[RunningOperation] = []
 
     def is_occupied_by(self, node: int) -> bool:
-        """Return whether an operation occupies multiprocessors while it runs."""
-        return bool(self._needed[node] or self._held[node])
+        """Return whether an operation occupies multiprocessors or a link while it runs."""
+        return bool(self._needed[node] or self._held[node] or self._copies[node])
 
     def advance(self, now_ns: float) -> None:
         """Advance the time; no operation may have an event before `now_ns`."""
@@ -210,11 +217,14 @@ class SharedGpu:
         held = sum(self._held[entry.node] for entry in self.running)
         needed = [self._needed[entry.node] for entry in self.running]
         free, wanted = max(LEAST_RATE, 1.0 - held), sum(needed)
+        copies = sum(self._copies[entry.node] for entry in self.running)
         slowdown = 1.0
         for entry, share in zip(self.running, needed, strict=True):
             slowdown = max(slowdown, 1.0 + (self._call_slowdown[entry.node] - 1.0) * share)
         for entry, share in zip(self.running, needed, strict=True):
-            if self._held[entry.node]:
+            if self._copies[entry.node]:
+                entry.rate = 1.0 / copies
+            elif self._held[entry.node]:
                 entry.rate = min(1.0, self._headroom[entry.node] / slowdown)
             # Tiles of several kernels share waves, whose number is not known: only a product that
             # is the only running kernel, or whose duration contains the others, has its own.

@@ -17,6 +17,7 @@ from onerank.annotate import load_gpu
 from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import Device, Evidence, Graph, GraphBuilder, Job, Kind, Reason
 from onerank.ir.contention import Contention, persistent_waves
+from onerank.ir.nodes import SYMMETRIC_COPY
 from onerank.ir.replay import ReplayedRank, ReplayTimes, schedule
 from onerank.ir.steady_state import steady_state_step
 from onerank.plan.cluster import Cluster, ClusterLink, ClusterNetwork, network_of
@@ -72,6 +73,14 @@ def test_what_overlaps_nothing_keeps_its_time() -> None:
         300,
         350,
     ]
+
+
+def test_copies_that_run_at_once_share_the_link() -> None:
+    """The second begins after 60 us: both have half of the link until the first ends at 140."""
+    graph = operations((CALL, 7, 100), (KERNEL, 8, 60), (CALL, 8, 100), (KERNEL, 7, 50))
+    copies = [SYMMETRIC_COPY if is_call else "" for is_call in graph.communication.tolist()]
+    ends = schedule(graph := graph.with_columns(op=copies), contention_of(graph, {})).end_ns / US
+    assert ends.tolist() == [140, 60, 200, 190]
 
 
 def test_a_small_kernel_loses_nothing() -> None:
@@ -204,6 +213,7 @@ def test_without_competition_it_is_the_same_schedule(bandwidth: float | None) ->
         held=np.where(graph.communication, 1e-12, 0.0),
         headroom=np.full(count, 1e9),
         call_slowdown=np.where(kernels, 1.5, 1.0),
+        copies=np.zeros(count, dtype=np.bool_),
         multiprocessors=132,
         persistent=False,
         among_kernels=False,

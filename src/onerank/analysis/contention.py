@@ -24,6 +24,7 @@ from onerank.annotate.op_costs.node_costs import op_costs_of
 from onerank.ir import Evidence, Graph
 from onerank.ir.arrays import F64, I64
 from onerank.ir.contention import Contention
+from onerank.ir.nodes import SYMMETRIC_COPY
 
 SLOWDOWN_BY_ARITHMETIC = 1.63
 """Slowdown of a collective next to matrix products: the mean of 1.51 to 1.68, four slopes."""
@@ -98,6 +99,7 @@ def contention_of(
         held=held,
         headroom=headroom,
         call_slowdown=np.where(kernels, _call_slowdown(graph), 1.0),
+        copies=np.array([op == SYMMETRIC_COPY for op in graph.text("op")], dtype=np.bool_),
         multiprocessors=sm_count,
         persistent=persistent,
         among_kernels=not np.isin(nodes.evidence[kernels], _IN_PLACE).any(),
