@@ -18,7 +18,7 @@ from onerank.serving.points import Point
 from onerank.serving.tables import Manifest, RankMemory
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Model:
     """What the points of a bundle share; fields as in `Manifest`."""
 

@@ -73,11 +73,20 @@ def misfit(composition: Composition, needed_bytes: int, source: Source) -> Point
         needed_bytes: memory that it needs at least.
         source: source of the other points.
     """
-    nothing = dict.fromkeys(
-        (*("step_ns", "p10_ns", "p90_ns", "graph_ns"),
-         *("graph_low_ns", "graph_high_ns", "gpu_ns", "host_ns"))
-    )  # fmt: skip
-    row = StepRow.of(composition, **nothing, peak_bytes=needed_bytes, fits=False, source=source)
+    row = StepRow.of(
+        composition,
+        step_ns=None,
+        p10_ns=None,
+        p90_ns=None,
+        graph_ns=None,
+        graph_low_ns=None,
+        graph_high_ns=None,
+        gpu_ns=None,
+        host_ns=None,
+        peak_bytes=needed_bytes,
+        fits=False,
+        source=source,
+    )
     return Point(row)
 
 

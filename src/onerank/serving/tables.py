@@ -191,7 +191,8 @@ class Manifest(msgspec.Struct, frozen=True):
     """What a bundle describes.
 
     Attributes:
-        model: class of the model, as `layers` and `longest` None for a recording without --config.
+        model: class of the model; None, like `layers` and `longest`, of a recording without
+            --config.
         config: its configuration, as transformers reads it; empty if not known.
         tp: tensor-parallel size; None for a recording of several ranks without --tp.
         layers: decoder layers.
