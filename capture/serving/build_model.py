@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from onerank.capture.serving.compositions import VOCABULARY_MULTIPLE
+from onerank.capture.serving.routed_experts import route_tokens
 from onerank.capture.serving.step_attention import ATTENTION, step_attention
 from onerank.ir.errors import CaptureError
 
@@ -144,6 +145,7 @@ def build_model(config: Any, device: str, *, shapes_only: bool) -> Any:
             "  check the sizes and lists of layers in the configuration",
             code="serve-model-unknown",
         ) from error
+    route_tokens(model)
     return model.eval()
 
 

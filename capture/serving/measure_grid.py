@@ -50,6 +50,7 @@ from onerank.capture.serving.engine_step import (
     give_attention_scopes,
 )
 from onerank.capture.serving.latent_attention import latent_bytes_per_token
+from onerank.capture.serving.routed_experts import route_tokens
 from onerank.capture.serving.script_model import model_of_script
 from onerank.capture.serving.sequence_states import stateful_layers
 from onerank.capture.serving.sparse_attention import attended_tokens
@@ -354,6 +355,9 @@ def loaded_server(
         if isinstance(source, Script):
             observed = windows.make(raw, None, on_gpu=device == "cuda")
             model = adopt_model(_model_of_script(source, options, observed, models))
+            if options.world.size == 1:
+                # A slice has the routing and the exchange of the experts that it was sliced with.
+                route_tokens(model)
             if emulated is not None:
                 # Fake weights may be on the CPU, where the script left them.
                 model.to(device)

@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from onerank.capture.fake_tensors import on_gpu
 from onerank.capture.parallelize.autograd_collectives import all_gather, reduce_scatter
 from onerank.capture.parallelize.experts.routing import BALANCED, Routing, StaticRouting
 from onerank.ir.errors import SliceError
@@ -353,6 +354,8 @@ def _dispatching_forward(
     [tokens, top_k], like the forward that it replaces; the result is [tokens, hidden].
     """
     size = group.size()
+    # Shape of the indices -> counts of the last eager call.
+    eager_counts: dict[torch.Size, list[int]] = {}
 
     def forward(self: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         local, top_k = self.num_experts, index.shape[-1]
@@ -373,10 +376,16 @@ def _dispatching_forward(
             )
             all_gather(counts_per_tp_rank.view(-1), receive_counts.view(-1), group=gathered_over)
         lengths = counts_per_tp_rank.sum((1, 2))
-        # one device-to-host copy for all counts: each .tolist() waits for the GPU
-        host_counts = torch.cat(
-            [send_counts.view(size, local).sum(1), receive_counts.sum(1), lengths]
-        ).tolist()
+        if index.shape in eager_counts and _is_capturing(index):
+            # The host cannot wait for the GPU here. The same step has run eagerly before, with the
+            # same tokens. Engines' steps in a graph have constant counts, too.
+            host_counts = eager_counts[index.shape]
+        else:
+            # one device-to-host copy for all counts: each .tolist() waits for the GPU
+            host_counts = torch.cat(
+                [send_counts.view(size, local).sum(1), receive_counts.sum(1), lengths]
+            ).tolist()
+            eager_counts[index.shape] = host_counts
         sends, receives = host_counts[:size], host_counts[size : 2 * size]
         lengths = host_counts[2 * size :]
         # Entry i of the flat indices belongs to token i // top_k.
@@ -399,6 +408,11 @@ def _dispatching_forward(
         return weighted.sum(dim=1).to(hidden.dtype)
 
     return forward
+
+
+def _is_capturing(tensor: Tensor) -> bool:
+    """Return whether the current stream is being captured into a CUDA graph."""
+    return on_gpu(tensor) and torch.cuda.is_current_stream_capturing()
 
 
 def _run_experts(experts: Any, rows: Tensor, local_experts: Tensor) -> Tensor:
