@@ -254,7 +254,7 @@ def _packed(call: Call) -> Work | None:
 
 # torch's products of bf16 rows with weights of 4 bits (`tinygemm`): SM cycles to load a packed
 # byte, multiplications in a cycle, further rows above 16, and loads that wait for each other for
-# each element of a row. An H100's times of 277 calls of 1 to 4,096 rows and twelve layers, with
+# each element of a row. An H100's times of 276 calls of 1 to 4,096 rows and twelve layers, with
 # scales of 32 to 256 elements, are 5% off in the mean; they chose the figures
 # (2026-11-28-four-bit-products-h100).
 _BYTE_CYCLES, _PRODUCTS_PER_CYCLE, _FURTHER_ROWS, _LOADS = 0.141, 58.2, (16, 2), 2 / 1024

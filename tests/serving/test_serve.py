@@ -378,10 +378,16 @@ def notes_on_a_gpu(bundle: Path, *, latent_bytes: int | None = None, **changes: 
         for number, row in enumerate(read.rows, start=1)
     ]
     model = assemble_bundle.Model(
-        manifest.model, manifest.config, manifest.tp, manifest.layers, manifest.longest,
-        memory.weights_bytes, memory.kv_bytes_per_token, memory.device_bytes,
+        name=manifest.model,
+        config=manifest.config,
+        tp=manifest.tp,
+        layers=manifest.layers,
+        longest=manifest.longest,
+        weights_bytes=memory.weights_bytes,
+        kv_bytes_per_token=memory.kv_bytes_per_token,
+        memory_bytes=memory.device_bytes,
         latent_bytes_per_token=latent_bytes,
-    )  # fmt: skip
+    )
     rebuilt, _ = assemble_bundle.bundle_of_points(model, changed)
     return {note.code: note.text for note in rebuilt.manifest.notes}
 
