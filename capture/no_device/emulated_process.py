@@ -21,6 +21,7 @@ from onerank.capture.no_device.emulated_gpu import EmulatedGpu
 from onerank.capture.no_device.event_log import EventLog
 from onerank.capture.no_device.extensions.install import recorded_extensions
 from onerank.capture.no_device.fake_tensor_methods import (
+    DATA_OF_PLAIN,
     TENSOR_FACTORIES,
     creates_parameter,
     ctc_loss_with_lengths,
@@ -143,6 +144,7 @@ class EmulatedProcess:
         with (
             patched("torch.nn.Parameter", {"__new__": staticmethod(creates_parameter(self.fake))}),
             patched("torch.Tensor", {"data_ptr": tensor_address, "_make_subclass": subclass}),
+            patched("torch.Tensor", {"data": DATA_OF_PLAIN}),
             patched("torch.UntypedStorage", of_storage),
             patched(_FAKE_TENSOR, fake_tensor_methods(self.operators, self.values)),
             patched(_FAKE_TENSOR_MODE, {"create_symbolic_nested_int": create_nested_int}),

@@ -222,6 +222,9 @@ def _set_attribute(tensor: Any, name: str, value: Any) -> None:
     if type(value) in (int, _CallableNumber) and callable(getattr(Tensor, name, None)):
         value = _CallableNumber(value)
         value.tensor, value.name = weakref.ref(tensor), name
+    if name == "__class__" and not issubclass(value, FakeTensor):
+        # A fake tensor that is given the class of a library's tensors stays a fake one.
+        value = type(as_subclass(tensor, value))
     _set_attribute_of_torch(tensor, name, value)
 
 
@@ -282,6 +285,23 @@ def _set_data(tensor: Any, value: Any) -> None:
 
 
 _data = property(_tensor_data.__get__, _set_data)
+
+
+def _set_data_of_plain(tensor: Any, value: Any) -> None:
+    """Set the data of a tensor that is not fake; with fake data it becomes a fake tensor."""
+    if not isinstance(value, FakeTensor) or isinstance(tensor, FakeTensor):
+        _tensor_data.__set__(tensor, value)
+        return
+    fresh: Any = value.detach()
+    if isinstance(tensor, nn.Parameter):
+        fresh = nn.Parameter(fresh, requires_grad=tensor.requires_grad)
+    tensor.__class__ = type(fresh)
+    vars(tensor).update(vars(fresh))
+    _torch._C._swap_tensor_impl(tensor, fresh)
+
+
+DATA_OF_PLAIN = property(_tensor_data.__get__, _set_data_of_plain)
+"""A replacement of `Tensor.data`: ColossalAI creates parameters without memory, and sets it."""
 
 
 def _format(tensor: Any, specification: str) -> str:

@@ -149,6 +149,12 @@ _FAKE_TENSORS: tuple[Patch, ...] = (
     ),
     Patch(
         "torch.Tensor",
+        ("data",),
+        "A tensor without memory that is given that of a fake tensor becomes one.",
+        ("no_device.emulated_process",),
+    ),
+    Patch(
+        "torch.Tensor",
         ("data_ptr", "_make_subclass"),
         "torch and our slices identify tensors by their address. Weights of bitsandbytes "
         "are of a subclass, and C++ makes none of a fake tensor.",

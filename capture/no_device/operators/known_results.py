@@ -17,11 +17,16 @@ from onerank.capture.no_device.tensor_values import Known, UnknownValues
 # Operators that create constants in the shape or the dtype of a tensor.
 _CONSTANTS = frozenset("zeros_like ones_like full_like new_zeros new_ones new_full".split())
 
-# Operators that draw integers, and the functions by which they are drawn.
-_DRAWN: dict[str, Callable[..., Tensor]] = {"randperm": torch.randperm, "randint": torch.randint}
+# Operators that draw numbers, and the functions by which they are drawn. Normal numbers stand for
+# inputs and noise, which choose nothing.
+_DRAWN: dict[str, Callable[..., Tensor]] = {
+    "randperm": torch.randperm,
+    "randint": torch.randint,
+    "rand": torch.rand,
+}
 
 # Operators that are given nothing but the sizes of a result, whose dtype has a default.
-_OF_SIZES = ("empty", "zeros", "ones")
+_OF_SIZES = ("empty", "zeros", "ones", "rand")
 
 
 class KnownResults:
@@ -80,10 +85,11 @@ class KnownResults:
         return results if fits else None
 
     def _drawn(self, call: OperatorCall) -> Any:
-        """Return a few random integers; None of other random operators.
+        """Return a few random integers or uniform numbers; None of other random operators.
 
-        A permutation shuffles data, and integers stand for labels and for steps of noise. Any draw
-        is as good as another, but a model that selects the valid labels needs one.
+        A permutation shuffles data, integers stand for labels and for steps of noise, and uniform
+        numbers choose masked tokens or where a segment begins. Any draw is as good as another, but
+        a model that selects the valid labels, or cuts the segment out, needs one.
         """
         draw = _DRAWN.get(call.schema.base)
         if draw is None or not _is_small_factory(call):

@@ -22,6 +22,8 @@ SCRIPT = """
         targets = torch.randint(1, classes, (batch, labels), device="cuda")
         valid = (targets >= 0).nonzero()  # of drawn numbers, all
         assert len(valid) == batch * labels
+        masked = torch.rand(batch, times, device="cuda") < 0.5  # of drawn numbers, too
+        assert 0 < x[masked].shape[0] < batch * times
         lengths = [torch.full((batch,), n, device="cuda") for n in (times, labels)]
         loss = functional.ctc_loss(scores, targets, *lengths)
         packed = [each.int() for each in (targets.flatten(), *lengths)]

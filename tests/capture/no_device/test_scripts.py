@@ -353,10 +353,19 @@ SUBCLASSES = """
     assert rows.untyped_storage().data_ptr() == table.untyped_storage().data_ptr()
     empty = torch.Tensor._make_subclass(Image, torch.zeros(0), require_grad=True)
     assert isinstance(empty, Image) and empty.requires_grad
+    # ColossalAI changes classes, and gives tensors without memory that of others.
+    model.bias.__class__ = Image
+    model.bias.data = model.bias.data + 1
+    empty.__class__ = nn.Parameter
+    empty.data = torch.randn(8, device="cuda")
+    model.register_parameter("scale", empty)
+    assert isinstance(model.bias, Image) and type(empty + 1) is type(empty.data)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(5):
         image = torch.randn(2, 8, device="cuda").as_subclass(Image)
         assert isinstance(image, Image)
-        model(image).sum().backward()
+        (model(image) * model.scale).sum().backward()
+        assert model.scale.grad.shape == (8,)
         optimizer.step()
         optimizer.zero_grad()
 """
