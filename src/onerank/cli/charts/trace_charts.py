@@ -198,7 +198,8 @@ def roofline_chart(
         [*data, _roof(gpu, dtype, lowest, highest)],
         470,
         xaxis={**powers, "title": {"text": "FLOPs per byte of the operands"}},
-        yaxis={**powers, "title": {"text": "TFLOP/s"}},
+        # Plotly enlarges the labels of powers after it has reserved room for them.
+        yaxis={**powers, "title": {"text": "TFLOP/s", "standoff": 16}},
     )
 
 
