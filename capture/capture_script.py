@@ -25,6 +25,7 @@ from onerank.capture.profiling.profiled_windows import PLAIN_EXECUTION_TRACE, co
 from onerank.capture.profiling.window_observations import Observations
 from onerank.capture.profiling.window_plan import Progress
 from onerank.capture.run_as_rank import RankRun, run_as_rank
+from onerank.capture.script.runner import Script
 from onerank.capture.validate_options import (
     check_in_turn,
     check_layers,
@@ -104,7 +105,7 @@ def capture_steps(
         "prefill", "decode" or the number of a forward -> its capture, if the script infers. Of a
         script that trains, "" -> its step; with `Options.recorded_steps`, "0", "1", ... -> each.
     """
-    with run_as_rank(script, args, options, progress) as rank_run:
+    with run_as_rank(Script(script, args, options.module), options, progress) as rank_run:
         steps = _raw_steps(rank_run, options)
         progress("linking the traces")
         for step in steps.values():
@@ -273,7 +274,7 @@ def capture_ranks(
     )
     check_in_turn(options, in_turn, names_rank=False)
     validate_early(script, options, in_turn)
-    options = decide_torchrun(script, args, options, progress)
+    options = decide_torchrun(Script(script, args, options.module), options, progress)
     is_distributed = uses_torch_distributed(script, options)
     check_ranks(script, options, ranks, distributed=is_distributed)
     pending = [0] if ranks is None else sorted(ranks)

@@ -3,9 +3,8 @@
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -34,9 +33,7 @@ from onerank.capture.start_ranks import block_launchers, start_in_process
 from onerank.capture.validate_options import names_torch_distributed
 
 
-def decide_torchrun(
-    script: Path, args: Sequence[str], options: Options, progress: Progress
-) -> Options:
+def decide_torchrun(script: Script, options: Options, progress: Progress) -> Options:
     """Return the options with `torchrun` decided: whether the script distributes itself.
 
     A text that names torch.distributed does not decide: the branch that uses it may be off. A
@@ -47,21 +44,20 @@ def decide_torchrun(
     world = options.world
     if options.torchrun is not None or options.plan is not None or world.size == 1:
         return options
-    if options.record_real_job or not names_torch_distributed(script, options):
+    if options.record_real_job or not names_torch_distributed(script.path, options):
         return options
-    progress(f"running {script.name} until it creates a process group or trains")
-    created = _creates_process_group(script, args, options)
+    progress(f"running {script.path.name} until it creates a process group or trains")
+    created = _creates_process_group(script, options)
     # A script that fails or ends before either does so again in the capture, which reports it.
     return replace(options, torchrun=created is not False)
 
 
-def _creates_process_group(script: Path, args: Sequence[str], options: Options) -> bool | None:
+def _creates_process_group(script: Script, options: Options) -> bool | None:
     """Return whether the script creates a process group before it trains; None if neither."""
     methods: tuple[Literal["fork", "spawn"], ...] = ("fork", "spawn")
     # A fork has imported torch already, but a GPU's driver does not work in a fork of its caller.
     for method in methods:
-        call = (script, list(args), options)
-        with process_events(_probe, call, method=method) as events:
+        with process_events(_probe, (script, options), method=method) as events:
             try:
                 return next(value for _, value in events)
             except BadForkError:
@@ -71,9 +67,7 @@ def _creates_process_group(script: Path, args: Sequence[str], options: Options) 
     return None
 
 
-def _probe(
-    script: Path, args: Sequence[str], options: Options, report: Callable[[object], None]
-) -> None:
+def _probe(script: Script, options: Options, report: Callable[[object], None]) -> None:
     """Run the script up to its first process group or training forward, and report which."""
     end_process = os._exit  # the script may replace os._exit
 
@@ -99,7 +93,7 @@ def _probe(
     register_module_forward_pre_hook(before_forward)
     routing = parse_routing(options.moe_routing)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(emulated(options.emulated_gpu, script, routing))
+        stack.enter_context(emulated(options.emulated_gpu, script.path, routing))
         # Before the launch, whose `group_from_init` wraps the function that is in place by then.
         stack.enter_context(
             rebound("torch.distributed.distributed_c10d", {"init_process_group": create_group})
@@ -107,10 +101,10 @@ def _probe(
         stack.enter_context(emulated_launch(options, options.rank))
         stack.enter_context(skip_checkpoints())
         stack.enter_context(FewerLayers(options.depth).installed())
-        play_script(Script(script, args, options.module))
+        play_script(script)
 
 
-def sender_runner(script: Path, args: Sequence[str], options: Options) -> RunAsRank:
+def sender_runner(script: Script, options: Options) -> RunAsRank:
     """Return a function that runs the script as a given rank, to learn what that rank sends.
 
     The function runs in a forked process and never profiles.
@@ -132,7 +126,7 @@ def sender_runner(script: Path, args: Sequence[str], options: Options) -> RunAsR
         fewer_layers = FewerLayers(options.depth)
         with contextlib.ExitStack() as stack:
             routing = parse_routing(options.moe_routing)
-            stack.enter_context(emulated(options.emulated_gpu, script, routing, recorder))
+            stack.enter_context(emulated(options.emulated_gpu, script.path, routing, recorder))
             stack.enter_context(emulated_launch(options, rank))
             stack.enter_context(skip_checkpoints())
             stack.enter_context(fewer_layers.installed())
@@ -140,7 +134,7 @@ def sender_runner(script: Path, args: Sequence[str], options: Options) -> RunAsR
             if options.emulated_gpu is not None:
                 # Messages do not depend on how kernels are fused, and compiling takes longest.
                 stack.enter_context(after_import("torch._dynamo", _eager))
-            play_script(Script(script, args, options.module))
+            play_script(script)
 
     return run_rank
 

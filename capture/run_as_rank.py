@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,8 +80,7 @@ class RankRun:
 
 @contextlib.contextmanager
 def run_as_rank(
-    script: Path,
-    args: Sequence[str],
+    script: Script,
     options: Options,
     progress: Progress = lambda _: None,
     make_windows: Callable[..., Any] = Windows,
@@ -93,35 +92,33 @@ def run_as_rank(
     script. The world exists while the context lasts.
 
     Args:
-        script: as for `capture`.
-        args: as for `capture`.
-        options: as for `capture`.
-        progress: as for `capture`.
+        script: a script that trains or infers.
+        options: what to capture.
+        progress: receives a short description of each phase.
         make_windows: creates the windows; takes the arguments of `Windows`.
 
     Raises:
         CaptureError: the script cannot run with these options.
     """
-    if script.is_file():
-        options = decide_torchrun(script, args, options, progress)
-    job = _RankJob(
-        Script(script, args, options.module), options, distributed=validate(script, options)
-    )
-    emulated = EmulatedProcess.of(options.emulated_gpu, script, parse_routing(options.moe_routing))
+    path = script.path
+    if path.is_file():
+        options = decide_torchrun(script, options, progress)
+    job = _RankJob(script, options, distributed=validate(path, options))
+    emulated = EmulatedProcess.of(options.emulated_gpu, path, parse_routing(options.moe_routing))
     if emulated is not None:
         make_windows = _step_recorders(emulated, options)
     with scratch_directory() as raw, _as_one_rank(job, emulated, raw, progress) as rank:
         training: Any = make_windows(options.windows, raw, rank.modules, progress, rank.peers)
         make_windows_of = functools.partial(make_windows, options.windows)
         inference = _inference_steps(job, rank, raw, make_windows_of, progress)
-        progress(f"running {script.name}")
+        progress(f"running {path.name}")
         with emulated.running(rank.peers) if emulated else contextlib.nullcontext():
             run_script(
-                job.script,
+                script,
                 training,
                 _StepChecks(job, rank, training, emulated).at_step,
                 changes=job.changes,
-                before=BeforeFirstStep(script, progress, rank.modules),
+                before=BeforeFirstStep(path, progress, rank.modules),
                 inference=inference,
             )
             forwards = tuple(inference.measured)
@@ -249,7 +246,7 @@ def _running_peers(
         if job.distributed and not options.record_real_job:
             # Before the script can initialise CUDA: senders are forks, and CUDA works in no fork
             # of a process that has initialised it.
-            run_sender = sender_runner(job.script.path, job.script.args, options)
+            run_sender = sender_runner(job.script, options)
             senders = SenderProcesses(options.rank, run_sender, progress)
             messages = stack.enter_context(senders.ready())
         peers = peers_of(

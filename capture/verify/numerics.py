@@ -259,8 +259,9 @@ def verify_script(
     Raises:
         CaptureError: the script cannot run with these options, or its two runs differ in inputs.
     """
-    options = decide_torchrun(script, args, options, progress)
-    rows, notes = _instruments(script, args, options, progress)
+    called = Script(script, list(args), options.module)
+    options = decide_torchrun(called, options, progress)
+    rows, notes = _instruments(called, options, progress)
     skip_reason = ""
     if uses_torch_distributed(script, options):
         skip_reason = "the script uses torch.distributed, so no model was sliced"
@@ -269,8 +270,7 @@ def verify_script(
     if not skip_reason:
         slice_rows, skip_reason, slice_notes = run_isolated(
             _slices,
-            script,
-            list(args),
+            called,
             options,
             progress=progress,
             environment=_ENVIRONMENT | _EAGER,
@@ -282,7 +282,7 @@ def verify_script(
 
 
 def _instruments(
-    script: Path, args: Sequence[str], options: Options, progress: Progress
+    script: Script, options: Options, progress: Progress
 ) -> tuple[list[Comparison], list[Note]]:
     # The shortest plan: both runs write the tensors of every step to disk.
     options = replace(
@@ -302,7 +302,6 @@ def _instruments(
         count, kernels = run_isolated(
             _instrumented_run,
             script,
-            list(args),
             options,
             instrumented,
             progress=progress,
@@ -311,9 +310,9 @@ def _instruments(
         run_isolated(
             _plain_run,
             script,
-            list(args),
             options,
-            (plain, count),
+            plain,
+            count,
             progress=progress,
             environment=_ENVIRONMENT,
         )
@@ -392,7 +391,7 @@ class _PlainSteps(_ProbedWindows):
 
 
 def _instrumented_run(
-    script: Path, args: list[str], options: Options, directory: Path, progress: Progress
+    script: Script, options: Options, directory: Path, progress: Progress
 ) -> tuple[int, list[str]]:
     """Run the script through a capture's windows; return (steps, nondeterministic operators)."""
 
@@ -407,7 +406,7 @@ def _instrumented_run(
         warnings.simplefilter("always")
         with (
             probe.installed(),
-            run_as_rank(script, args, options, progress, make_windows) as rank_run,
+            run_as_rank(script, options, progress, make_windows) as rank_run,
         ):
             count = rank_run.windows.steps
     messages = [str(warning.message) for warning in caught]
@@ -416,10 +415,9 @@ def _instrumented_run(
 
 
 def _plain_run(
-    script: Path, args: list[str], options: Options, to: tuple[Path, int], progress: Progress
+    script: Script, options: Options, directory: Path, count: int, progress: Progress
 ) -> None:
-    """Run the script without profilers; `to` is (directory of the records, number of steps)."""
-    directory, count = to
+    """Record `count` steps of the script in a directory, without profilers."""
 
     def make_windows(*arguments: Any) -> Windows:
         windows = _PlainSteps(*arguments)
@@ -431,7 +429,7 @@ def _plain_run(
     with (
         _repeatable(),
         probe.installed(),
-        run_as_rank(script, args, options, progress, make_windows),
+        run_as_rank(script, options, progress, make_windows),
     ):
         pass
 
@@ -453,7 +451,7 @@ def _repeatable() -> Generator[None]:
 
 
 def _slices(
-    script: Path, args: list[str], options: Options, progress: Progress
+    script: Script, options: Options, progress: Progress
 ) -> tuple[list[Comparison], str, list[Note]]:
     """Run the script up to its first batch, and run that through the whole model and its slices.
 
@@ -483,7 +481,7 @@ def _slices(
     windows = _PlainSteps(options.windows, Path(os.devnull), Modules(), progress)
     # Not a global forward hook: those get no keyword arguments.
     with patched("torch.nn.Module", {"__call__": compare_first_call}), _repeatable():
-        run_script(Script(script, args, options.module), windows, lambda _: None)
+        run_script(script, windows, lambda _: None)
     if failures:
         raise failures[0]
     if results:

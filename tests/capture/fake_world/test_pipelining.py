@@ -81,7 +81,7 @@ ALL_RANKS = """
     for schedule in schedules:
         for rank in range(3):
             options = Options(pp=3, rank=rank)
-            run = sender_runner(script, [schedule], options)
+            run = sender_runner(Script(script, [schedule]), options)
             runs = script.parent / "runs"
             runs.write_text("")
             def noted(sender, messages):

@@ -18,6 +18,7 @@ from raised import raises_code
 from onerank.capture import Options
 from onerank.capture.parallelize import autograd_collectives as regions
 from onerank.capture.parallelize.tensor import linear
+from onerank.capture.script.runner import Script
 from onerank.capture.verify import numerics
 from onerank.capture.verify.comparison import compare_reordered
 from onerank.capture.verify.slice_check import compare_slices, rounding_noise, run_step
@@ -35,7 +36,7 @@ def test_notes_of_the_comparison_of_steps(tmp_path, monkeypatch):
     """Both runs of the script are replaced; the first reports a nondeterministic kernel."""
     monkeypatch.setattr(numerics, "run_isolated", lambda *_, **__: (1, ["index_put"]))
     monkeypatch.setattr(numerics, "load_steps", lambda _: [])
-    _, notes = numerics._instruments(tmp_path / "train.py", [], Options(), lambda _: None)
+    _, notes = numerics._instruments(Script(tmp_path / "train.py"), Options(), lambda _: None)
     note_of(notes, "verify-tolerance", f"atol {numerics.ABSOLUTE:g}")
     note_of(notes, "verify-nondeterministic", "index_put")
 
