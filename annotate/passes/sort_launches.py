@@ -9,7 +9,7 @@ from math import ceil, expm1, log1p
 
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.op_costs.kernel_overheads import SORTED_IN_BLOCK, selects_in_blocks
-from onerank.annotate.op_costs.operands import Call
+from onerank.annotate.op_costs.operands import Call, Tensor
 from onerank.annotate.passes.library_launches import FILL, MEMSET, Launch, Rule, floors_of_cycles
 from onerank.ir import Kind
 
@@ -162,7 +162,8 @@ def _index_put(call: Call, target: Gpu) -> Sequence[Launch]:
     """
     rows, indices = call.tensor(0), call.tensor(1)
     if call.value(3) is not True or rows is None or indices is None or not rows.shape:
-        return ()
+        masks = _of_masks(call)
+        return (*masks, Launch("index_elementwise_kernel", 1.0)) if masks else ()
     sort = _sorted_keys(indices.numel, max(1, (rows.shape[0] - 1).bit_length()))
     linear = [
         Launch("vectorized_elementwise_kernel", op=f"aten::{name}")
@@ -303,28 +304,49 @@ _NONZERO_SINGLE = 4096
 
 _TO_HOST = Launch("Memcpy DtoH (Device -> Pinned)", kind=Kind.MEMCPY)
 
+_SELECT = Launch("DeviceSelectSweepKernel", floors=1.1)
+
 
 def _nonzero(call: Call, target: Gpu) -> Sequence[Launch]:
-    """Return the launches of `nonzero`: it counts, copies the count to the host, and selects."""
+    """Return the launches of `nonzero`."""
+    tensor = call.tensor(0)
+    return () if tensor is None else (*_counted(tensor), Launch("DeviceSelectSweepKernel", 1.0))
+
+
+def _masked_select(call: Call, target: Gpu) -> Sequence[Launch]:
+    """Return the launches of a selection by a mask: `nonzero`, then indexing."""
     tensor = call.tensor(0)
     if tensor is None:
         return ()
+    return (*_counted(tensor), _SELECT, Launch("index_elementwise_kernel", 1.0))
+
+
+def _index(call: Call, target: Gpu) -> Sequence[Launch]:
+    """Return the launches of indexing with masks: `nonzero` of each, then the usual kernel."""
+    masks = _of_masks(call)
+    return (*masks, Launch("index_elementwise_kernel", 1.0)) if masks else ()
+
+
+def _of_masks(call: Call) -> Sequence[Launch]:
+    """Return the launches that make indices of the masks among a call's indices."""
+    indices = call.inputs[1] if len(call.inputs) > 1 else None
+    return [
+        launch._replace(op="aten::nonzero")
+        for index in indices or ()
+        if index.dtype in ("bool", "uint8")
+        for launch in (*_counted(index), _SELECT._replace(internal_bytes=index.nbytes))
+    ]
+
+
+def _counted(tensor: Tensor) -> Sequence[Launch]:
+    """Return the launches that count elements, and copy their number to the host."""
     several = tensor.numel > _NONZERO_SINGLE
     return (
         *[Launch("DeviceReduceKernel", floors=0.6)] * several,
         Launch("DeviceReduceSingleTileKernel", floors=0.55),
         _TO_HOST,
         Launch("DeviceCompactInitKernel", floors=0.4),
-        Launch("DeviceSelectSweepKernel", 1.0),
     )
-
-
-def _masked_select(call: Call, target: Gpu) -> Sequence[Launch]:
-    """Return the launches of a selection by a mask: `nonzero`, then indexing."""
-    *count, select = _nonzero(call, target) or [Launch()]
-    if not count:
-        return ()
-    return (*count, select._replace(share=0.0, floors=1.1), Launch("index_elementwise_kernel", 1.0))
 
 
 def _unique(call: Call, target: Gpu) -> Sequence[Launch]:
@@ -417,6 +439,7 @@ SORT_RULES: dict[str, Rule] = {
     "cumsum": _cumsum,
     "multinomial": _multinomial,
     "_local_scalar_dense": _read_number,
+    "index": _index,
     "nonzero": _nonzero,
     "masked_select": _masked_select,
     "_unique2": _unique,

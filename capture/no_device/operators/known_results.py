@@ -1,12 +1,14 @@
 """Numbers of results, computed on the CPU from the known numbers of an operator's operands."""
 
 import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.nn.modules._functions import SyncBatchNorm
 from torch.utils._pytree import tree_map_only
 
 from onerank.capture.fake_tensors import KNOWN_ELEMENTS, is_computable, is_small, most_known
@@ -117,7 +119,8 @@ class KnownResults:
 
         None if a mask is unknown, and for operators other than `index` and `masked_select`.
 
-        A loss often takes the rows of hidden states whose labels are not padding.
+        A loss often takes the rows of hidden states whose labels are not padding. SyncBatchNorm takes
+        the statistics of the ranks that have samples: all of them.
         """
         if call.schema.base == "masked_select":
             mask = self._known.get(call.operands[1])
@@ -136,14 +139,27 @@ class KnownResults:
                 positions.append(index)
                 continue
             mask = self._known.get(index)
-            if mask is None:
+            if mask is not None:
+                with unset_fake_temporarily():
+                    count = int(mask.count_nonzero())
+            elif _selects_ranks():
+                count = index.numel()
+            else:
                 return None
-            with unset_fake_temporarily():
-                count = int(mask.count_nonzero())
             # A mask of n dimensions stands for n indices, one for each of them.
             selected = tensor.new_empty(count, dtype=torch.int64)
             positions += [selected] * index.dim()
         return call.func(tensor, positions)
+
+
+def _selects_ranks() -> bool:
+    """Whether the forward pass of SyncBatchNorm runs, which selects only among ranks."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is SyncBatchNorm.forward.__code__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _answer_on_finiteness(call: OperatorCall) -> bool | None:

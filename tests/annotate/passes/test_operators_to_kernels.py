@@ -153,11 +153,11 @@ def test_a_top_k_of_long_rows_is_shared_among_blocks_as_on_an_h100():
 @pytest.mark.parametrize(
     ("tokens", "expected"),
     # of embedding_dense_backward, _index_put_impl_, sort of one row and of eight, nonzero,
-    # masked_select, _unique2, bincount and histc
+    # masked_select, index by a mask, _unique2, bincount and histc
     [
-        (2048, (2, 12, 5, 5, 4, 5, 4, 6, 2)),
-        (4096, (31, 19, 5, 5, 4, 5, 23, 6, 2)),
-        (16384, (31, 19, 22, 17, 5, 6, 23, 6, 2)),
+        (2048, (2, 12, 5, 5, 4, 5, 5, 4, 6, 2)),
+        (4096, (31, 19, 5, 5, 4, 5, 5, 23, 6, 2)),
+        (16384, (31, 19, 22, 17, 5, 6, 6, 23, 6, 2)),
     ],
 )
 def test_sorts_and_selections_as_on_an_h100(tokens, expected):
@@ -170,6 +170,7 @@ def test_sorts_and_selections_as_on_an_h100(tokens, expected):
         launched("sort", tensor(8, tokens)),
         launched("nonzero", index),
         launched("masked_select", index, index),
+        launched("index", rows, tensor(tokens, dtype="bool")),
         launched("_unique2", index),
         launched("bincount", index),
         launched("histc", rows),
