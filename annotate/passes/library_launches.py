@@ -418,7 +418,7 @@ def _state_update(call: Call, _: Gpu) -> Sequence[Launch]:
     return (Launch(share=1.0, floors=_UPDATE_FLOORS[call.op], fitted=False),)
 
 
-def _convolution(_: Call, __: Gpu) -> Sequence[Launch]:
+def _prefill_convolution(_: Call, __: Gpu) -> Sequence[Launch]:
     """Return the launches of fla's convolution of a prefill: it, and the state that it leaves."""
     states = Launch("causal_conv1d_states_fwd_kernel", floors=_LAST_ROWS_FLOORS, fitted=False)
     return (WHOLE, states)
@@ -447,7 +447,7 @@ LIBRARY_RULES: dict[str, Rule] = {
         _chunked_scan,
     ),
     **dict.fromkeys(_UPDATE_FLOORS, _state_update),
-    "causal_conv1d": _convolution,
+    "causal_conv1d": _prefill_convolution,
     "convolution": _convolution,
     "convolution_backward": _convolution_backward,
     **dict.fromkeys(

@@ -170,7 +170,7 @@ def test_sorts_and_selections_as_on_an_h100(tokens, expected):
         launched("sort", tensor(8, tokens)),
         launched("nonzero", index),
         launched("masked_select", index, index),
-        launched("index", rows, tensor(tokens, dtype="bool")),
+        launched("index", rows, Tensor((tokens,), "bool", 1)),
         launched("_unique2", index),
         launched("bincount", index),
         launched("histc", rows),
