@@ -119,8 +119,8 @@ class KnownResults:
 
         None if a mask is unknown, and for operators other than `index` and `masked_select`.
 
-        A loss often takes the rows of hidden states whose labels are not padding. SyncBatchNorm takes
-        the statistics of the ranks that have samples: all of them.
+        A loss often takes the rows of hidden states whose labels are not padding. SyncBatchNorm
+        takes the statistics of the ranks that have samples: all of them.
         """
         if call.schema.base == "masked_select":
             mask = self._known.get(call.operands[1])

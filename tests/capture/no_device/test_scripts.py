@@ -458,3 +458,30 @@ CHECKS = """
 
 def test_checks_of_unknown_numbers_pass_and_least_squares_have_shapes(tmp_path):
     captured(tmp_path, CHECKS)
+
+
+SYNCHRONIZED = """
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    dist.init_process_group("nccl")
+    norms = nn.BatchNorm2d(8), nn.BatchNorm2d(4)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), norms[0], nn.Conv2d(8, 4, 3), norms[1])
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(model).cuda()
+    model = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(5):
+        model(torch.randn(2, 3, 16, 16, device="cuda")).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_a_synchronized_norm_waits_for_the_ranks_that_have_samples(tmp_path):
+    graph = captured(tmp_path, SYNCHRONIZED, "--dp", 4)
+    names = graph.text("op")
+    selections = [i for i, name in enumerate(names) if name == "aten::index"]
+    shapes = graph.text("output_shapes")
+    # The counts, means and deviations of the ranks, in each of two layers.
+    expected = [f"[[4,{columns}]]" for channels in (8, 4) for columns in (1, channels, channels)]
+    assert [shapes[i] for i in selections] == expected
