@@ -297,9 +297,15 @@ _BY_SHAPE = {
     ),
     # Triton's kernels, which Inductor generates without autotuning: seven calls on an H200, full,
     # causal, with a window and of documents, without the sum of the gradient's products
-    # (2026-11-28-hopper-kernels-h200).
+    # (2026-11-28-hopper-kernels-h200). Triton's tiles have a power of two of elements of a head, so
+    # heads of 96 take as long as those of 128.
     ("flex", "hopper"): ShapeFactors(
-        (64, 128), (1.12, 1.4), (1.52, 1.45), 0.5, 0.0, "measured on an H200, torch 2.11"
+        (64, 96, 128),
+        (1.12, 1.4 * 128 / 96, 1.4),
+        (1.52, 1.45 * 128 / 96, 1.45),
+        0.5,
+        0.0,
+        "measured on an H200, torch 2.11",
     ),
     # Causal calls alone were measured, so their figures hold the wait for the last tiles. Blocks:
     # six calls of 512 to 8192 tokens by heads of 64 are 9% off at most. Of 4,096 windows of 49

@@ -301,6 +301,7 @@ class _TiledGemms:
         inner: inner size of a tile in whole steps.
         tiles: number of tiles.
         exposed_epilogue: share of an epilogue that no other tile hides.
+        fills_tiles: as in `TileKernel`.
     """
 
     batch: F64
@@ -317,6 +318,7 @@ class _TiledGemms:
     inner: F64
     tiles: F64
     exposed_epilogue: float
+    fills_tiles: bool
 
     @classmethod
     def of(cls, shapes: F64, kernel: TileKernel | None) -> Self:
@@ -343,7 +345,15 @@ class _TiledGemms:
             inner=steps * step,
             tiles=batch * np.ceil(m / rows / cluster) * cluster * np.ceil(n / columns) * split,
             exposed_epilogue=epilogue,
+            fills_tiles=kernel is not None and kernel.fills_tiles,
         )
+
+    @property
+    def flops(self) -> F64:
+        """FLOPs of the products, or of all tiles if those that they lack count, float64[d, 1]."""
+        if self.fills_tiles:
+            return 2 * self.tiles * self.rows * self.columns * self.k / self.split
+        return 2 * self.batch * self.m * self.n * self.k
 
     @property
     def operand_bytes(self) -> tuple[F64, F64]:
@@ -388,7 +398,7 @@ def _compute_ns(gemms: _TiledGemms, run: GemmTarget, c: GemmCoefficients) -> F64
     sm, cycle = run.gpu.sm_count, run.cycle_ns
     sustained, peak = run.rates.sustained[:, None], run.rates.peak[:, None]
     # The factor 1e9 makes FLOPs over FLOP/s a time in ns.
-    work = 2e9 * gemms.batch * gemms.m * gemms.n * gemms.k
+    work = 1e9 * gemms.flops
     short = 1 / (1 + (work / sustained / _BURST_NS) ** 2)
     capped = sustained * (peak / sustained) ** (c.burst * short)
     # Relative to a tile of 256 x 128: smaller ones load more operand bytes per FLOP.

@@ -43,6 +43,7 @@ class TileKernel(NamedTuple):
         exposed: times that nothing hides.
         stream: bytes of [k, n] per cycle of an SM whose tile has rows; None: memory alone limits
             them.
+        fills_tiles: whether rows and columns that tiles lack count as work under the power cap.
     """
 
     coefficients: GemmCoefficients
@@ -53,6 +54,7 @@ class TileKernel(NamedTuple):
     cluster: int = 1
     exposed: "ExposedTimes | None" = None
     stream: float | None = None
+    fills_tiles: bool = False
 
 
 class ExposedTimes(NamedTuple):
@@ -145,12 +147,17 @@ _GROUPED_CLUSTER = 2
 _GROUPED_EXPOSED = ExposedTimes(start=5_580.0, wave=257.0)
 _GROUPED_STREAM = 26.1
 
-# Tiles, and the rate over that of cuBLAS, of both kernels.
-_GROUPED_TILES = (_undivided([(64, 128)]), 1.0), (_undivided([(128, 256)]), 1.2)
+# Tiles of both kernels. Their rate is cuBLAS's: single launches of more than 128 rows on a cool GPU
+# are 1.1 times as fast, replays for tens of ms as fast (2026-11-28-hopper-kernels-3-h100).
+_GROUPED_TILES = _undivided([(64, 128)]), _undivided([(128, 256)])
 
-# Rate of both kernels in 8 bits with a scale for each row, and their epilogues, by 42 products of
-# an H200 (2026-11-28-hopper-kernels-h200).
-_GROUPED_8_BIT = 0.85, 0.3
+# The cooperative kernel in 8 bits has higher tiles if two of m, n and k are at least this large
+# (ScaledGroupMM.cu of torch 2.11).
+_GROUPED_LARGE, _GROUPED_LARGE_TILES = 2048, _undivided([(256, 128)])
+
+# Rate of the kernels in 8 bits with a scale for each row, and their epilogues, by 42 products of
+# an H200 and 18 of an H100 (2026-11-28-hopper-kernels-h200, 2026-11-28-hopper-kernels-3-h100).
+_GROUPED_8_BIT = 0.75, 0.15
 
 # Costs that were chosen on an H100 alone, without a limit of SMs, were 20% short on an H200. Errors
 # on other Hopper GPUs are therefore those of experts on a die family that a fit has not seen.
@@ -180,15 +187,18 @@ def grouped_kernels(
     """
     if not has_grouped_kernels(gpu):
         return
-    m, n = (shapes[:, GemmShape._fields.index(name)] for name in ("m", "n"))
+    m, n, k = (shapes[:, GemmShape._fields.index(name)] for name in ("m", "n", "k"))
     grouped: Mask = kernels == PartKernel.GROUPED
     eight_bit: Mask = shapes[:, GemmShape._fields.index("operand_bytes")] == 1
     few: Mask = (m <= _GROUPED_FEW) | (n <= _GROUPED_FEW)
+    large: Mask = np.sum([size >= _GROUPED_LARGE for size in (m, n, k)], axis=0) >= 2
+    large &= ~few & eight_bit
     kinds = (
-        (grouped & few & ~eight_bit, *_GROUPED_TILES[0], 0.0),
-        (grouped & ~few & ~eight_bit, *_GROUPED_TILES[1], 0.0),
-        (grouped & few & eight_bit, _GROUPED_TILES[0][0], *_GROUPED_8_BIT),
-        (grouped & ~few & eight_bit, _GROUPED_TILES[1][0], *_GROUPED_8_BIT),
+        (grouped & few & ~eight_bit, _GROUPED_TILES[0], 1.0, 0.0),
+        (grouped & ~few & ~eight_bit, _GROUPED_TILES[1], 1.0, 0.0),
+        (grouped & few & eight_bit, _GROUPED_TILES[0], *_GROUPED_8_BIT),
+        (grouped & ~few & ~large & eight_bit, _GROUPED_TILES[1], *_GROUPED_8_BIT),
+        (grouped & large, _GROUPED_LARGE_TILES, *_GROUPED_8_BIT),
     )
     for rows, tilings, rate, epilogue in kinds:
         kernel = TileKernel(
@@ -200,6 +210,8 @@ def grouped_kernels(
             cluster=_GROUPED_CLUSTER,
             exposed=_GROUPED_EXPOSED,
             stream=_GROUPED_STREAM,
+            # The pingpong kernels' few rows leave the power limit free.
+            fills_tiles=tilings is not _GROUPED_TILES[0],
         )
         yield np.flatnonzero(rows), kernel
 

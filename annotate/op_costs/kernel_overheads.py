@@ -102,9 +102,7 @@ def passes_of(call: Call) -> float:
     if tensor is None or not tensor.shape:
         return 1.0
     row_bytes = tensor.shape[-1] * tensor.item_bytes
-    if _reduces_rows(call):
-        passes = _ROW_PASSES
-    elif name in _SUMS and shares_outputs(call):
+    if name in _SUMS and shares_outputs(call):
         passes = 1 + _SHARED_ROW_BYTES / max(call.output_numel * tensor.item_bytes, 1)
     elif name in ("_softmax", "_log_softmax"):
         passes = _LONG_SOFTMAX if tensor.shape[-1] > _REGISTER_ROW else 1.0
@@ -162,10 +160,12 @@ _ELEMENTWISE_PER_CYCLE, _REDUCED_PER_CYCLE, _CONCATENATED_PER_CYCLE = 1.34, 2.5,
 # axes about 4.5 of 16 bits (2026-11-28-norms-sums-h100).
 _WIDE_PER_CYCLE, _MIXED_PER_CYCLE, _LEADING_PER_CYCLE = 1.15, 0.87, 4.5
 
-# Sums, means and extremes of rows: passes over their bytes, and numbers in a cycle by bytes of an
-# element. Rows of 768 to 1536 numbers on an H200 (2026-11-28-hopper-kernels-h200) and of 4096 on an
-# H100 take 1.13 times as long as memory needs for their bytes.
-_ROW_PASSES, _ROWS_PER_CYCLE = 1.13, {2: 6.0, 4: 4.0}
+# Sums, means and extremes of rows: numbers in a cycle by bytes of an element. Rows of 1000 to 1536
+# numbers keep an H200 at 3.1 TB/s in 16 bits and 3.6 in 32 (2026-11-28-hopper-kernels-h200), so its
+# SMs limit it. Memory limits an H100, which reads rows of 4,096 and more at 2.8 to 2.9 TB/s
+# (2026-11-28-hopper-kernels-3-h100). After writes of 512 MB, which the cache still has to store, it
+# took 1.13 times as long.
+_ROWS_PER_CYCLE = {2: 5.9, 4: 3.5}
 
 # Sums and means over leading axes, of which a thread has four outputs: cycles of an output, of four
 # of its values, which are loaded at once, and of each value beyond a multiple of four. Chosen on
