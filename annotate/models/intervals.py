@@ -99,10 +99,15 @@ _ON_ANY_NVIDIA = (
     "memory_other_die_short",
     "memory_same_die",
     "memory_same_die_short",
-    "product",
-    "product_short",
-    "product_unmeasured",
 )
+
+# Errors of GEMMs on vector units, which do not grow with the distance, but with how far a board
+# sustains less than at its boost clock.
+_ON_VECTOR_UNITS = ("product", "product_short", "product_unmeasured")
+
+# Part of the peak that float32 GEMMs reach at the boost clock: up to 0.82 on an H100, 0.80 on a
+# V100, and 0.87 on a T4, which sustains 0.51 within its 70 W (NeuSight's batched GEMMs).
+_AT_BOOST = 0.85
 
 # Errors of measured times or of bytes, which do not grow with the distance from the fitted GPUs.
 _WITHOUT_MODEL = (
@@ -135,14 +140,17 @@ def widening(target: Gpu, c: Coefficients, kind: str) -> float:
     as far as those families were in the mean: its specs may be within their range, its kernels are
     not. None was more than 1.3 outside, so errors grow faster beyond. `_UNFITTED` kinds are
     widened only beyond a distance of 1, since no fit favours a GPU. Look-ups on the GPU itself, and
-    changes of size by bytes, are not widened. Nor are memory-bound kernels and fp32 GEMMs on
-    NVIDIA GPUs: on a V100 and a T4, 2.3 and 3.3 outside, norms, softmax and elementwise kernels of
-    30 us and more are as close to their roofline as on an A100, and fp32 GEMMs to their tiles.
+    changes of size by bytes, are not widened. Nor are memory-bound kernels on NVIDIA GPUs: on a
+    V100 and a T4, 2.3 and 3.3 outside, norms, softmax and elementwise kernels of 30 us and more are
+    as close to their roofline as on an A100. So are fp32 GEMMs to their tiles on a V100, but not on
+    a T4, whose power limit holds some kernels more than others (see `_below_boost`).
     """
     if kind in _WITHOUT_MODEL:
         return 1.0
     if target.is_nvidia and kind in _ON_ANY_NVIDIA:
         return 1.0
+    if target.is_nvidia and kind in _ON_VECTOR_UNITS:
+        return 1 + _below_boost(target)
     if kind in _OTHER_VENDORS:
         return _OTHER_VENDORS[kind]
     distance = distance_from_fitted(target, c)
@@ -154,6 +162,18 @@ def widening(target: Gpu, c: Coefficients, kind: str) -> float:
     # A quarter per unit is measured as far as 1.3 outside; both branches meet at
     # 4/3. Faster growth beyond is an assumption, since nothing was measured there.
     return min(_WIDEST, max(1 + distance / 4, distance))
+
+
+def _below_boost(target: Gpu) -> float:
+    """Return how far the float32 GEMMs of a board are from those at its boost clock, in ln.
+
+    A board that its power limit holds below the boost clock runs each kernel at a rate between the
+    two: kernels that draw less power, or that ran on a cool board, are nearer to the boost clock.
+    """
+    rate, peak = (
+        of("float32") for of in (target.tensor_flops_per_s, target.peak_tensor_flops_per_s)
+    )
+    return max(0.0, math.log(_AT_BOOST * peak / rate)) if rate and peak else 0.0
 
 
 HALF_WIDTH = 1.2816

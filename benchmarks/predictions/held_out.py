@@ -207,6 +207,9 @@ def groups_of(folder: Path) -> tuple[dict[str, Cases], dict[str, Coefficients]]:
         "attention of one query, described": lambda by_shape, measured: decode_cases(
             decodes, by_shape, measured
         ),
+        "fp32 operators, datasheet": lambda by_shape, measured: vector_cases(
+            folder, measured(""), by_shape(""), by_datasheet
+        ),
         "fp32 operators, described": lambda by_shape, measured: vector_cases(
             folder, measured(""), by_shape("")
         ),

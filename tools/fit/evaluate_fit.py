@@ -333,7 +333,7 @@ def as_by_datasheet(gpus: Sequence[Gpu]) -> Described:
             for name, figure in target.figures.items()
             if name not in _ESTIMATED
             and not name.startswith("measured")
-            and not (name.endswith("_sustained_fraction") and not name.startswith("vector"))
+            and not name.endswith("_sustained_fraction")
         }
         others = [gpu for gpu in gpus if family(gpu) != family(target)]
         return with_estimates(msgspec.structs.replace(target, figures=known), lambda: others)

@@ -342,10 +342,7 @@ def datasheet_cases(folder: Path, fits: dict[str, Coefficients]) -> Iterator[Cas
     for model in (predict_learned, scale_measured.predict_by_residual):
         cases += memory_cases(folder, model, described)
     cases += [*unmeasured_cases(folder, described), *step_cases(described)]
-    by_sheet = vector_cases(
-        folder, lambda k, source, gpu: predict_learned(k, source, described(gpu))
-    )
-    cases += [case for case in by_sheet if case.kind == "memory_same_die"]
+    cases += vector_cases(folder, described=described)
     cases += attention_unmeasured(attention, from_description, described)
     cases += database_attention(from_description, described)
     cases += kernel_cases(folder, from_description, described)

@@ -40,6 +40,7 @@ def vector_cases(
     folder: Path,
     model: Predict = predict_learned,
     by_shape: PredictFromDescription = predict_from_description,
+    described: Described = as_shipped,
 ) -> Iterator[Case]:
     """Yield fp32 operators by shape, and from another GPU's time.
 
@@ -50,6 +51,7 @@ def vector_cases(
         folder: has `vector.parquet`.
         model: of measured kernels.
         by_shape: of unmeasured kernels.
+        described: returns the description of a target that the prediction may use.
 
     Raises:
         FormatError: `vector.parquet` is missing or lacks a column.
@@ -66,13 +68,14 @@ def vector_cases(
         for name in names:
             measured = times.drop_nulls([name])
             gpu, kernels = load_gpu(name), _vector_kernels(str(op), measured, name)
-            predicted_ns, _ = by_shape(kernels, gpu)
+            target = described(gpu)
+            predicted_ns, _ = by_shape(kernels, target)
             times_ns = kernels.duration_ns
-            case = Case(f"{kind}_unmeasured", gpu, gpu, times_ns, predicted_ns, kernels.bytes)
+            case = Case(f"{kind}_unmeasured", gpu, target, times_ns, predicted_ns, kernels.bytes)
             cases.setdefault((case.kind, name, name), []).append(case)
         for source, target in permutations(names, 2):
             both = times.drop_nulls([source, target])
-            gpus = load_gpu(source), load_gpu(target)
+            gpus = load_gpu(source), described(load_gpu(target))
             is_same_die = same_die(*gpus)
             # The two A100s differ in memory alone, so their products say little about other pairs.
             if len(both) < 30 or (is_same_die and kind == "product"):
@@ -201,7 +204,8 @@ def _vector_kernels(op: str, table: pl.DataFrame, gpu: str) -> KernelFeatures:
     # Arrays of the works' attributes of the same names.
     columns = ("passes", "rereads", "cycles", "chain", "far_load")
     values: dict[str, Any] = {c: np.array([getattr(w, c) for w in works]) for c in columns}
-    return replace(kernels, **values)
+    cached = np.array([work.cached_passes or work.passes for work in works])
+    return replace(kernels, cached_passes=cached, **values)
 
 
 # Operators that read rows more than once -> their names in PyTorch.

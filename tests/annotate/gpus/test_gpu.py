@@ -392,9 +392,9 @@ class TestDatasheetAlone:
 
     def test_measured_figures_are_estimated_from_measured_gpus(self, tmp_path: Path):
         gpu = self.load(tmp_path, BF16, TDP)
-        # means over ampere, ada, hopper (of H100 and H200) and blackwell
+        # means over ampere, hopper (of H100 and H200) and blackwell
         assert gpu.bandwidth_bytes_per_s / 4e12 == pytest.approx(
-            (0.86 + 0.843 + (0.865 + 0.856) / 2 + 0.904) / 4
+            (0.86 + (0.865 + 0.856) / 2 + 0.904) / 3
         )
         # The floor is that of Hopper, at another clock.
         assert gpu.launch_floor_ns == round((2690 + 2640) / 2 * (1.83 / 2.0) ** (2 / 3))
@@ -421,8 +421,15 @@ class TestDatasheetAlone:
         assert gpu.by_datasheet  # bandwidth and floor are
         override = {"fp32_vector_tflops": 60.0}
         assert with_figures(gpu, override).vector_flops_per_s == pytest.approx(
-            60e12 * (0.95 + 0.637 + 0.759 * 2) / 4
+            60e12 * (0.95 + 0.759 * 2) / 3
         )
+
+    def test_fractions_are_those_of_the_sort_of_die(self, tmp_path: Path):
+        """Dies for graphics have GDDR memory and other vector units."""
+        gpu = self.load(tmp_path, BF16, TDP, architecture="turing")
+        assert gpu.figures["memory_achievable_fraction"].value == 0.843
+        override = {"fp32_vector_tflops": 60.0}
+        assert with_figures(gpu, override).vector_flops_per_s == pytest.approx(60e12 * 0.637)
 
     def test_an_unknown_architecture_is_refused(self, tmp_path: Path):
         with raises_code("gpu-architecture-unknown", naming=('"hoper"', "hopper?")):

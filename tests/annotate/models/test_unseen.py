@@ -86,7 +86,7 @@ def test_long_memory_bound_kernels_are_surer_on_nvidias_gpus():
     short, usual, long = (
         errors[f"memory_unmeasured{length}"].high for length in ("_short", "", "_long")
     )
-    assert long < min(short, usual) / 3
+    assert long < min(short, usual) / 2.5
 
 
 def test_attention_without_a_measured_kernel_is_slower_and_less_certain():
@@ -313,7 +313,9 @@ def test_an_unseen_architecture_is_no_nearer_than_a_left_out_family():
     assert distance_from_fitted(RTX, c) < 0.3  # each figure is near those of some fitted GPU
     assert widening(RTX, c, "gemm") == pytest.approx(1.2)
     assert widening(B200, c, "gemm") == 1
-    assert widening(V100, c, "product") == 1  # fp32 products are as near as on an H100
+    assert widening(V100, c, "product") == 1  # fp32 products are as near as on an A100
+    # A T4 holds half of its boost clock within 70 W.
+    assert widening(load_gpu("T4"), c, "product") == pytest.approx(1 + np.log(0.85 / 0.514))
 
 
 def test_kinds_name_what_is_known():
