@@ -25,6 +25,10 @@ HEADINGS: dict[str, dict[str, str]] = {
     "published-speeds": {"conditions": "80% interval"},
     "torchtitan": {"predicted": "predicted tokens/s", "measured": "published tokens/s"},
     "intervals-within-a-gpu": {"predicted": "interval"},
+    "block-cycles": {"measured": "calls", "error": "median error"},
+    "decompositions": {"measured": "calls", "error": "mean error"},
+    "gemm-durations": {"case": "duration"},
+    "fine-scales": {"case": "scales"},
     "fp8-from-bf16": {"error": "mean / median / p90"},
     "step-in-astra-sim-host-bound": {"conditions": "captured on"},
 }
@@ -52,10 +56,12 @@ class WideTable:
     """Prefix of the hardware of the rows that the table shows."""
     omits: tuple[str, ...] = ()
     """Figures that follow from others of the line, such as predicted from measured and error."""
+    cases: str = ""
+    """Regular expression of the cases that the table shows, from their start."""
 
 
-def _of_lengths(suffix: str = "") -> WideTable:
-    """Return the table of errors and of interval coverage over and under 10 us."""
+def _of_lengths(cases: str, suffix: str = "") -> WideTable:
+    """Return the table of errors and of interval coverage over and under 10 us, of some cases."""
     columns: list[Column] = []
     for length in ("over 10 us", "under 10 us"):
         errors = {"claim": f"held-out{suffix}", "conditions": length}
@@ -66,7 +72,23 @@ def _of_lengths(suffix: str = "") -> WideTable:
             Column("inside", "measured", inside),
             Column("lowest", "measured", lowest, with_hardware=True),
         ]
-    return WideTable((f"held-out{suffix}", f"intervals{suffix}"), ("case",), tuple(columns))
+    claims = f"held-out{suffix}", f"intervals{suffix}"
+    return WideTable(claims, ("case",), tuple(columns), cases=cases)
+
+
+_GEMMS = "bf16 GEMMs|8-bit|linear layers|fp32 GEMMs"
+_ATTENTION = "attention"
+_OTHER_KERNELS = f"(?!{_GEMMS}|{_ATTENTION})"
+
+
+def _before_and_after(claim: str) -> WideTable:
+    """Return the table of kernels predicted before they ran, and after what they showed."""
+    columns = [
+        Column(heading, cell, {"conditions": when})
+        for when in ("before", "after")
+        for heading, cell in ((f"error {when}", "error"), ("inside", "measured"))
+    ]
+    return WideTable((claim,), ("case", "hardware", "file"), tuple(columns))
 
 
 _ONE, _EACH = "one slice, the median rank", "each slice, the rank of its GPU"
@@ -93,8 +115,66 @@ def _in_astra_sim(conditions: str, heading: str = "") -> Column:
 
 
 WIDE_TABLES: dict[str, WideTable] = {
-    "held-out": _of_lengths(),
-    "held-out-datasheet": _of_lengths("-datasheet"),
+    "held-out-gemms": _of_lengths(_GEMMS),
+    "held-out-attention": _of_lengths(_ATTENTION),
+    "held-out-other": _of_lengths(_OTHER_KERNELS),
+    "held-out-gemms-datasheet": _of_lengths(_GEMMS, "-datasheet"),
+    "held-out-other-datasheet": _of_lengths(_OTHER_KERNELS, "-datasheet"),
+    **{
+        name: _before_and_after(name)
+        for name in ("hopper-gemms", "hopper-losses", "hopper-attention", "hopper-vectors")
+    },
+    "engine-attention": WideTable(
+        ("engine-kernels",),
+        ("case", "hardware", "conditions", "file"),
+        (Column("error", "error"),),
+        cases="decode|latent",
+    ),
+    "engine-experts": WideTable(
+        ("engine-kernels",),
+        ("case", "hardware", "conditions", "file"),
+        (Column("error", "error"),),
+        cases="MoE|torch",
+    ),
+    "gemm-durations": WideTable(
+        ("gemm-durations",),
+        ("case",),
+        tuple(
+            column
+            for sizes in ("all other sizes", "blind sizes")
+            for column in (
+                Column(sizes, "measured", {"conditions": sizes}),
+                Column("error", "error", {"conditions": sizes}),
+                Column("as a call", "error", {"conditions": f"{sizes}, as a call"}),
+            )
+        ),
+    ),
+    "fine-scales": WideTable(
+        ("fine-scales",),
+        ("case",),
+        (
+            Column("GEMMs", "measured"),
+            Column("error", "error", {"conditions": "by torch's kernel"}),
+            Column("by the tiles of engines", "error", {"conditions": "by those of engines"}),
+        ),
+    ),
+    "norms-sums": WideTable(
+        ("norms-sums",),
+        ("case",),
+        tuple(
+            Column(heading, "error", {"conditions": heading})
+            for dtype in ("float32", "float16", "bfloat16")
+            for heading in (dtype, f"{dtype}, before")
+        ),
+    ),
+    "library-disagreement": WideTable(
+        ("library-disagreement",),
+        ("case",),
+        tuple(
+            Column(gpu.partition("-")[0], "error", {"hardware": gpu})
+            for gpu in ("A100-SXM-80GB", "H100-SXM", "H200", "L40S", "B200")
+        ),
+    ),
     "intervals-within-a-gpu": WideTable(
         ("intervals-within-a-gpu",),
         ("case", "predicted"),
@@ -353,6 +433,49 @@ SUMMARIES: dict[str, tuple[SummaryLine, ...]] = {
         SummaryLine("step", "#step", "another-gpu-step"),
         SummaryLine("energy of a step", "#energy", "another-gpu-energy"),
         SummaryLine("what-if options", "#what-if-options", "what-if"),
+    ),
+    "kernel-summary": tuple(
+        SummaryLine(name, page, "held-out", {"case": cases, "conditions": "^over 10 us"})
+        for name, page, cases in (
+            ("bf16 GEMMs", "kernel-gemms.md", "^bf16"),
+            ("8-bit GEMMs and layers", "kernel-gemms.md", "^8-bit"),
+            ("NVFP4 layers, B200 only", "kernel-gemms.md", "NVFP4"),
+            ("float32 GEMMs", "kernel-gemms.md", "^fp32 GEMMs"),
+            ("attention over prompts", "kernel-attention.md", "^attention, "),
+            ("attention of one query", "kernel-attention.md", "^attention of one query"),
+            ("norms, softmax and elementwise of PyTorch", "kernel-other.md", "^fp32 norms|torch"),
+            ("norms and activations of vLLM", "kernel-other.md", "vLLM|^fp16 norms and"),
+            ("PyTorch kernels of captured steps", "kernel-other.md", "^PyTorch"),
+        )
+    ),
+    "power-summary": (
+        SummaryLine("mean power of a step", "#figures", "power", {"conditions": "^whole step"}),
+        SummaryLine(
+            "mean power of bf16 GEMMs with random weights, another GPU",
+            "#figures",
+            "power",
+            {"case": "^bf16 GEMMs, mean power"},
+        ),
+        SummaryLine(
+            "their summed energy",
+            "#figures",
+            "power",
+            {"case": "summed energy", "conditions": "random weights"},
+        ),
+        SummaryLine(
+            "summed energy of all GEMMs, of which some multiply zeros",
+            "#figures",
+            "power",
+            {"conditions": "^all "},
+        ),
+        SummaryLine("summed energy of experts", "#figures", "power", {"case": "^experts"}),
+        SummaryLine("summed energy of decodes", "#figures", "power", {"case": "^decode"}),
+        SummaryLine(
+            "summed energy of attention over prompts", "#figures", "power", {"case": "^attention"}
+        ),
+        SummaryLine(
+            "mean power, a class of kernels left out", "#figures", "power", {"case": "^each class"}
+        ),
     ),
     "training-summary": (
         SummaryLine(

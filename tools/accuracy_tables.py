@@ -84,7 +84,9 @@ def rows_of_table(name: str, rows: list[Row]) -> list[Row]:
     return [
         row
         for row in rows
-        if row["claim"] in wide.claims and row["hardware"].startswith(wide.hardware)
+        if row["claim"] in wide.claims
+        and row["hardware"].startswith(wide.hardware)
+        and re.match(wide.cases, row["case"])
     ]
 
 
