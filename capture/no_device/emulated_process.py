@@ -51,6 +51,7 @@ from onerank.capture.parallelize.experts.routing import Routing
 from onerank.capture.patches import after_import, patched, rebound
 from onerank.capture.profiling.allocator_snapshots import ByMemoryClass, sizes_of
 from onerank.capture.profiling.step_memory import resident_storages
+from onerank.ir.errors import ScriptError
 from onerank.ir.notes import Note
 
 _torch: Any = torch
@@ -186,6 +187,9 @@ class EmulatedProcess:
 
         Args:
             peers: a started `Recorder` emulates the collectives.
+
+        Raises:
+            ScriptError: the script failed; it names the last placeholder, which may be the cause.
         """
         if isinstance(peers, Recorder):
             self._collectives.update(peers.operators.functions)
@@ -209,7 +213,14 @@ class EmulatedProcess:
             self.operators,
             patched("threading.Thread", {"start": start_thread}),
         ):
-            yield
+            try:
+                yield
+            except ScriptError as error:
+                hint = self.values.hint()
+                if error.code != "script-raised" or not hint:
+                    raise
+                text, traceback = f"{error}\n  {hint}", error.script_traceback
+                raise ScriptError(text, traceback, code=error.code) from error
 
     def notes(self) -> list[Note]:
         """Return notes on where the recorded step differs from the job's."""

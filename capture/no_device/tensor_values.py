@@ -143,6 +143,8 @@ class UnknownValues:
     def __init__(self, script: Path) -> None:
         self._script = str(script)
         self._reads: Counter[tuple[str, str]] = Counter()
+        # File and line of the last read, and what it got.
+        self._last: tuple[str, int, bool | int | float] | None = None
 
     def scalar(self, tensor: Tensor) -> bool | int | float:
         """Return the placeholder for the number in a tensor of one element.
@@ -189,6 +191,7 @@ class UnknownValues:
     def _add_read(self, value: bool | int | float) -> None:
         place = self.place()
         self._reads[place, str(value)] += 1
+        self._last = (*_innermost_line(), value)
         loop = endless_loop()
         if loop is None:
             return
@@ -288,6 +291,16 @@ class UnknownValues:
             code="no-device-extension",
         )
 
+    def hint(self) -> str:
+        """Return what a script that failed read last; "" if all its numbers were known."""
+        if self._last is None:
+            return ""
+        file, line, value = self._last
+        path = _path_in_library(file) or Path(file).name
+        return (
+            f"perhaps because of a number that no device computed: {path}:{line} read {value} last"
+        )
+
     def notes(self) -> list[Note]:
         """Return a note on the numbers that the script read, if any."""
         if not self._reads:
@@ -329,6 +342,16 @@ def _path_in_library(file: str) -> str:
         return ""
     path = file.removeprefix(root)
     return "" if path.startswith(_PASSED) else path
+
+
+def _innermost_line() -> tuple[str, int]:
+    """Return the file and the line that run, of the script or of a library that it calls."""
+    frame: Any = sys._getframe(1)
+    while frame.f_back is not None and any(
+        f"/{name}" in frame.f_code.co_filename for name in _PASSED
+    ):
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno
 
 
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib") + "/"

@@ -669,6 +669,8 @@ NESTED = "rows = torch.nested.nested_tensor([torch.randn(n, 8) for n in (3, 5)])
 NESTED_ON_GPU = NESTED.replace(").cuda()", ", device='cuda')")
 
 
+FAILS_BY_PLACEHOLDER = "rows = torch.ones(4, 8)[:, int(model.weight.max()) :].cuda()"
+
 TOO_LARGE_FOR_CPU = "torch._aminmax(torch.ones(1 << 29, device='cuda'), 0)"
 
 SOLVER = """rows = torch.randn(4, 8, device='cuda')
@@ -681,6 +683,7 @@ SOLVER = """rows = torch.randn(4, 8, device='cuda')
     [
         (DATA_DEPENDENT, (), "no-device-value"),
         (STEP.replace("INPUT", SOLVER), (), "no-device-endless-loop"),
+        (STEP.replace("INPUT", FAILS_BY_PLACEHOLDER), (), "script-raised"),
         (STEP.replace("INPUT", TOO_LARGE_FOR_CPU), (), "no-device-operator"),
         (STEP.replace("INPUT", NESTED), (), "no-device-nested"),
         (STEP.replace("INPUT", NESTED_ON_GPU), (), "no-device-nested"),
@@ -706,6 +709,8 @@ def test_bad_input_names_its_place(text, options, code, tmp_path):
         assert "train.py:7" in done.stderr
     if code in ("no-device-nested", "no-device-second-gpu"):
         assert "train.py:5" in done.stderr
+    if code == "script-raised":
+        assert "train.py:5 read 1" in done.stderr
     if code == "no-device-endless-loop":
         assert "train.py:6" in done.stderr
 
