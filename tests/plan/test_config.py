@@ -87,6 +87,7 @@ def test_a_model_is_trained_by_the_loop_of_onerank(read: Read):
         ("[vary]", "[cary]", "plan-unknown-field", '"cary"; did you mean vary?'),
         ("nodes = 2", 'nodes = "two"', "plan-wrong-type", "[cluster] nodes"),
         ("tp = [1, 2]", 'tp = [1, "2"]', "plan-wrong-type", "[vary] tp[1]"),
+        ("pp = 2", 'dp = "all"', "plan-wrong-type", '"rest"'),
         ("nodes = 2", "nodes = 0", "plan-out-of-range", "[cluster] nodes is 0"),
         ("= 45", "= nan", "plan-out-of-range", "[cluster] inter_node busbw_gb_per_s is nan"),
         ("= 45", "= -45", "plan-out-of-range", "[cluster] inter_node busbw_gb_per_s is -45"),

@@ -202,6 +202,12 @@ def _choices(where: str, table: object, seq: int) -> Choices:
     # A `seq` of [vary] replaces that of [job].
     values: dict[str, Any] = {"seq": [seq]}
     for name, value in cast("dict[str, Any]", table).items():
+        if name == "dp" and isinstance(value, str) and value != REST:
+            raise PlanError(
+                f'{where} dp is "{value}"; expected sizes, or "{REST}" for the GPUs that the other '
+                "axes leave",
+                code="plan-wrong-type",
+            )
         # "rest" is all of `dp`, not a member of its list.
         single = not isinstance(value, list) and (name, value) != ("dp", REST)
         values[name] = [value] if single else value
@@ -332,8 +338,7 @@ def _model(path: Path, model: _Model, choices: Choices) -> TrainingScript:
             if recompute not in RECOMPUTATIONS:
                 raise PlanError(
                     f'{path}: [vary] recompute "{recompute}" is unknown'
-                    f"{did_you_mean(recompute, RECOMPUTATIONS)}\n"
-                    f"  onerank's own loop offers {', '.join(RECOMPUTATIONS)}",
+                    f"{did_you_mean(recompute, RECOMPUTATIONS)}",
                     code="plan-unknown-recomputation",
                 )
         return TrainingScript(TRAIN_MODEL, (name, *_LOOP_ARGUMENTS), _digest([path.parent / name]))
