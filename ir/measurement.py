@@ -83,6 +83,9 @@ class Blocks(msgspec.Struct, frozen=True, omit_defaults=True):
     def __len__(self) -> int:
         return len(self.bytes)
 
+    def __repr__(self) -> str:
+        return f"Blocks(<{len(self)} blocks>)"
+
 
 _LARGEST = (1 << 63) - 1
 

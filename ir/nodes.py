@@ -131,7 +131,7 @@ def _text() -> Any:
     return field(metadata={"dtype": np.int32, "default": 0, "text": True})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Nodes:
     """All nodes of a graph as columns of equal length n.
 
@@ -218,6 +218,9 @@ class Nodes:
     def __len__(self) -> int:
         return len(self.id)
 
+    def __repr__(self) -> str:
+        return f"Nodes(<{len(self)} nodes>)"
+
     def take(self, index: npt.NDArray[Any]) -> Self:
         """Return the nodes at `index` (integers or a mask), in that order."""
         return replace(self, **{f.name: getattr(self, f.name)[index] for f in fields(self)})
@@ -269,13 +272,16 @@ def is_text(spec: Field[Any]) -> bool:
 TEXT_COLUMNS = tuple(spec.name for spec in fields(Nodes) if is_text(spec))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Node:
     """One node, read from the columns; read-only."""
 
     columns: Nodes
     strings: StringTable
     index: int
+
+    def __repr__(self) -> str:
+        return f"Node(id={self.id}, kind={self.kind.name}, name={self.name!r})"
 
     @property
     def kind(self) -> Kind:

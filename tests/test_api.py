@@ -277,6 +277,11 @@ def test_every_result_prints_as_tables(slice_trace):
     assert re.search(r"peak_bytes +11\.662 GB", repr(report))
     assert re.search(r"activations +3\.896 GB", repr(report))
     assert re.search(r"step_ns +56\.351 ms", str(graph))
+    # A node does not print the columns that it is read from, nor a job each block of memory.
+    assert len(repr(graph.node(int(graph.nodes.id[0])))) < 200
+    assert str(len(graph.nodes)) in repr(graph.nodes)
+    memory = graph.job.measurement.memory
+    assert str(len(memory.blocks)) in repr(memory)
     page = report._repr_html_()
     assert page.count("<table>") == page.count("</table>") == 5
     assert '<td style="text-align: left">11.662 GB</td>' in page

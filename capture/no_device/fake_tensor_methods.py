@@ -73,6 +73,7 @@ def storage_functions(storages: Storages) -> tuple[Callable[..., Any], dict[str,
         storages: storages of fake tensors, with their addresses and sizes.
     """
     resize, item = torch.UntypedStorage.resize_, torch.UntypedStorage.__getitem__
+    from_buffer = torch.UntypedStorage.from_buffer
     tensor_address, storage_address = Tensor.data_ptr, torch.UntypedStorage.data_ptr
 
     def address_of_tensor(tensor: Tensor) -> int:
@@ -95,7 +96,14 @@ def storage_functions(storages: Storages) -> tuple[Callable[..., Any], dict[str,
             return item(storage, at)
         return _StoragePart(storages, storage, range(storage.nbytes())[at])
 
+    def storage_of_buffer(*args: Any, **kwargs: Any) -> Any:
+        # Under a fake mode torch would create a storage without memory. ColossalAI sends objects
+        # by torch's `_object_to_tensor`, which makes a tensor of their bytes so.
+        with unset_fake_temporarily():
+            return from_buffer(*args, **kwargs)
+
     return address_of_tensor, {
+        "from_buffer": staticmethod(storage_of_buffer),
         "resize_": resize_storage,
         "data_ptr": address_of_storage,
         "__getitem__": item_of_storage,

@@ -108,6 +108,7 @@ class Known:
                 self.set(item, number)
         elif (
             isinstance(tensor, FakeTensor)
+            and tensor.layout == torch.strided
             and isinstance(value, Tensor)
             and is_computable(value)
             and value.shape == tensor.shape

@@ -535,9 +535,12 @@ class FakeOperators(TorchDispatchMode):
             nested = any(each.is_nested and each.layout == torch.strided for each in call.tensors)
             if nested or call.schema.base.startswith(_NESTED):
                 self._unknown.refuse_nested(name)
-            # Few operators have a fake implementation for sparse tensors.
-            sparse = any(each.layout == torch.sparse_coo for each in call.tensors)
-            if lacks_fake(call.func) or (sparse and isinstance(error, NotImplementedError)):
+            # Few operators have a fake implementation for sparse tensors, and none for CSR.
+            layouts = {each.layout for each in call.tensors} - {torch.strided, torch.jagged}
+            untyped = layouts and (
+                isinstance(error, NotImplementedError) or layouts != {torch.sparse_coo}
+            )
+            if lacks_fake(call.func) or untyped:
                 return self._without_fake(call)
             raise
 
@@ -547,7 +550,7 @@ class FakeOperators(TorchDispatchMode):
         given = call.given_results()
         if not given:
             run = shapes_by_cpu(call.func)
-            size = sum(tensor.nbytes for tensor in call.tensors)
+            size = sum(t.nbytes for t in call.tensors if t.layout == torch.strided)
             if run is not None and size > CPU_OPERAND_BYTES:
                 reason = f", and {size / 1e9:.1f} GB of operands are too many to run it on the CPU"
                 self._unknown.refuse_operator(call.schema.name, reason)

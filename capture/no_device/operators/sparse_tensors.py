@@ -66,6 +66,8 @@ class SparseTensors:
             base: its name without `aten::`.
             args: its positional arguments.
         """
+        if not any(isinstance(each, FakeTensor) for each in args[:2]):
+            return None  # a real tensor on the CPU, which is computed
         if base == "sparse_mask" and len(args) == 2 and not are_sparse(args[:1]):
             return self._taken if args[1].sparse_dim() == 1 else None
         if base not in ("_coalesce", "add_", "clone") or not are_sparse(args[:2]):
