@@ -2,7 +2,8 @@
 
 - `fake_operators`: the dispatch mode through which every operator of the script goes.
 - `operator_calls`: properties of operators, and their calls.
-- `fake_kernels`: shapes of results; operators without a fake implementation.
+- `fake_results`: results of operators on fake tensors, and which are refused.
+- `fake_kernels`: shapes of results where torch has no fake implementation, or a wrong one.
 - `gpu_operators`: operators that a CUDA implementation calls inside another one.
 - `known_results`: small numbers, computed from known operands.
 - `router_choices`: experts that a script's router chooses.

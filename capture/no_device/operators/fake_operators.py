@@ -20,15 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch._higher_order_ops.out_dtype import out_dtype, out_dtype_dense
 from torch._ops import HigherOrderOperator
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    unset_fake_temporarily,
-)
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
 from onerank.capture.fake_tensors import is_integral, mark_written
 from onerank.capture.no_device.emulated_gpu import EmulatedGpu
@@ -44,13 +38,7 @@ from onerank.capture.no_device.operators.block_masks import FLEX_ATTENTION, Bloc
 from onerank.capture.no_device.operators.chosen_indices import ChosenIndices
 from onerank.capture.no_device.operators.detections import Detections
 from onerank.capture.no_device.operators.encoder_layers import parts_of_encoder
-from onerank.capture.no_device.operators.fake_kernels import (
-    CPU_OPERAND_BYTES,
-    RepeatedCalls,
-    lacks_fake,
-    shapes_by_cpu,
-    shapes_of,
-)
+from onerank.capture.no_device.operators.fake_results import FakeResults
 from onerank.capture.no_device.operators.flash_attention_3 import python_kernel
 from onerank.capture.no_device.operators.functional_collectives import FunctionalCollectives
 from onerank.capture.no_device.operators.gpu_operators import (
@@ -70,7 +58,7 @@ from onerank.capture.no_device.operators.operator_calls import (
 )
 from onerank.capture.no_device.operators.router_choices import RouterChoices
 from onerank.capture.no_device.operators.sequence_boundaries import with_lengths
-from onerank.capture.no_device.operators.sparse_tensors import SparseTensors, loses_elements
+from onerank.capture.no_device.operators.sparse_tensors import SparseTensors
 from onerank.capture.no_device.operators.torch_factories import TorchFactories
 from onerank.capture.no_device.operators.triton_kernels import WRAPPED, KernelLaunch, wrapped_launch
 from onerank.capture.no_device.operators.workspaces import Workspaces
@@ -129,9 +117,6 @@ _COPIES = ("clone", "_to_copy")
 
 _PLAIN = (Tensor, nn.Parameter, FakeTensor)
 
-# Operators of nested tensors of the strided layout, which C++ implements.
-_NESTED = "_nested_tensor"
-
 
 class FakeOperators(TorchDispatchMode):
     """The dispatch mode of a capture without a device.
@@ -184,14 +169,13 @@ class FakeOperators(TorchDispatchMode):
         self.routers = routers
         self._chosen = ChosenIndices()
         self.detections = Detections()
-        self._results = KnownResults(self.known, unknown, routers)
+        self._known_results = KnownResults(self.known, unknown, routers)
+        self._results = FakeResults(unknown, self._known_results, self.detections)
         self.workspaces = Workspaces(log, gpu.workspace_bytes, gpu.sm_count)
         self.describe = Describer(self.storages.number)
         self._functional = FunctionalCollectives(self.storages.number)
         self._sparse = SparseTensors(self, self.launch, self.known, unknown)
         self._schemas: dict[Any, OperatorSchema] = {}
-        self._repeated = RepeatedCalls()
-        self._unimplemented: set[Any] = set()  # out-variants without a fake implementation
         self._factories = TorchFactories()
         self.block_masks = BlockMasks(self.known.get)
         self.count = 0
@@ -328,7 +312,7 @@ class FakeOperators(TorchDispatchMode):
     def _run_on_cpu(self, call: OperatorCall) -> Any:
         """Run an operator on real tensors; a large result of a factory is fake."""
         if not call.tensors and call.schema.base != _MAPPED_FILE:
-            result = self._repeated.run(call.func, call.func, (), call.args, call.kwargs)
+            result = self._results.of_factory(call)
             results = [*tensors_in((result,))]
             large = any(map(_is_large, results))
             if large or self._composites or any(tensor.is_meta for tensor in results):
@@ -483,7 +467,7 @@ class FakeOperators(TorchDispatchMode):
         if schema.namespace == _FUSED_WITH_COLLECTIVES:
             with self:
                 return call.func._op_dk(_CUDA, *call.args, **call.kwargs)
-        numbers = self._results.numbers(call)
+        numbers = self._known_results.numbers(call)
         if numbers is None:
             numbers = self.zero_patterns.numbers(call)
         masks = self.zero_patterns.of_results(call) if numbers is None else None
@@ -491,7 +475,7 @@ class FakeOperators(TorchDispatchMode):
         # Without results no shape is needed: not all fused optimizers have a fake implementation.
         if result is _FAILED:
             returns = call.func._schema.returns
-            result = self._run_on_shapes(call, numbers) if returns else None
+            result = self._results.of(call, numbers) if returns else None
         if numbers is not None:
             self.known.set(result, numbers)
         elif not schema.is_view and schema.base not in _CHECKS:
@@ -511,68 +495,6 @@ class FakeOperators(TorchDispatchMode):
         # Only a recorded step shows the parts of a copy, which allocate nothing but its result.
         copies = call.schema.base in _COPIES and call.is_fake
         return self._log.recording or not copies
-
-    def _run_on_shapes(self, call: OperatorCall, numbers: Any) -> Any:
-        """Return the results of an operator by its fake implementation, or by known numbers."""
-        if (result := self._given(call)) is not None:
-            return result
-        name = call.schema.name
-        shapes = shapes_of(name.removeprefix("aten::"), call.args)
-        try:
-            run = shapes or call.func
-            result = self._repeated.run(run, call.func, call.tensors, call.args, call.kwargs)
-            return self._unknown.refuse_operator(name) if loses_elements(call, result) else result
-        except DynamicOutputShapeException:
-            if numbers is not None:
-                return tree_map_only(Tensor, _like, numbers)
-            selected = self._results.selected_by_masks(call)
-            if selected is None:
-                selected = self.detections.selected(call)
-            return self._unknown.refuse(name) if selected is None else selected
-        except DataDependentOutputException:
-            return self._unknown.answer() if numbers is None else numbers
-        except RuntimeError as error:
-            nested = any(each.is_nested and each.layout == torch.strided for each in call.tensors)
-            if nested or call.schema.base.startswith(_NESTED):
-                self._unknown.refuse_nested(name)
-            # Few operators have a fake implementation for sparse tensors, and none for CSR.
-            layouts = {each.layout for each in call.tensors} - {torch.strided, torch.jagged}
-            untyped = layouts and (
-                isinstance(error, NotImplementedError) or layouts != {torch.sparse_coo}
-            )
-            if lacks_fake(call.func) or untyped:
-                return self._without_fake(call)
-            raise
-
-    def _without_fake(self, call: OperatorCall) -> Any:
-        """Return the results of an operator of which torch has no fake implementation."""
-        # Inductor calls `_scaled_mm.out`.
-        given = call.given_results()
-        if not given:
-            run = shapes_by_cpu(call.func)
-            size = sum(t.nbytes for t in call.tensors if t.layout == torch.strided)
-            if run is not None and size > CPU_OPERAND_BYTES:
-                reason = f", and {size / 1e9:.1f} GB of operands are too many to run it on the CPU"
-                self._unknown.refuse_operator(call.schema.name, reason)
-            operands = call.tensors, call.args, call.kwargs
-            results = self._repeated.run(run, call.func, *operands) if run is not None else None
-            return self._unknown.refuse_operator(call.schema.name) if results is None else results
-        # Each attempt of torch takes some milliseconds.
-        if call.schema.namespace == "aten" and is_on_gpu(given[0]):
-            self._unimplemented.add(call.func)
-        return given[0] if len(given) == 1 else given
-
-    def _given(self, call: OperatorCall) -> Any:
-        """Return the results that an operator is given to write; None if torch has to infer any."""
-        first = call.args[0] if call.args else None
-        if call.schema.writes_first and isinstance(first, FakeTensor):
-            # Its shape stays, and its numbers have no meaning. torch checks other operands.
-            alone = len(call.tensors) == 1 and first.constant is None
-            return first if alone or is_on_gpu(first) else None
-        given = call.given_results() if call.func in self._unimplemented else ()
-        if not given or not is_on_gpu(given[0]):
-            return None
-        return given[0] if len(given) == 1 else given
 
     def _emulate(self, emulation: Callable[..., Any], call: OperatorCall) -> Any:
         """Emulate a communication call: known numbers move, and no operator is recorded."""
@@ -615,8 +537,3 @@ def _is_large(tensor: Tensor) -> bool:
     if is_integral(tensor.dtype):
         return tensor.nbytes > _REAL_INTEGER_BYTES
     return tensor.numel() > REAL_ELEMENTS
-
-
-def _like(numbers: Tensor) -> Tensor:
-    """Return a fake tensor on the device with the shape of known numbers."""
-    return torch.empty(numbers.shape, dtype=numbers.dtype, device="cuda")
