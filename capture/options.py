@@ -121,6 +121,7 @@ class Options:
         "Shard optimizer states (1), also gradients (2), or all (3, as --fsdp).",
         heading=JOB,
         default=None,
+        metavar="1|2|3",
     )
     rank: int = option("Rank to capture.  [default: 0]", heading=CAPTURED, default=0, minimum=0)
     steps: tuple[StepChoice, ...] | None = option(

@@ -191,7 +191,12 @@ class DeclaredOption:
                 "default": self.default,
                 "flag_value": not self.default,
             }
-        keywords["type"] = self.spec.click_type(self.annotation)
+        kind = keywords["type"] = self.spec.click_type(self.annotation)
+        # click's own are "INTEGER RANGE" and "FLOAT RANGE".
+        if kind is int or isinstance(kind, click.IntRange):
+            keywords.setdefault("metavar", "N")
+        elif kind is float or isinstance(kind, click.FloatRange):
+            keywords.setdefault("metavar", "X")
         if self.default is dataclasses.MISSING:
             keywords["required"] = True
         # click gives an absent repeated option an empty tuple.
