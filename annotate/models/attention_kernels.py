@@ -198,6 +198,9 @@ class ShapeFactors:
         source: where the figures are from.
         sustained: sustained over peak rate of the GPU on which the kernel alone was measured and
             stayed below the power limit; None if it reached the limit.
+        masked_forward: time with a mask over that without one for each head size, forward.
+        masked_backward: the same of the backward pass.
+        masked_narrow: the same, forward, of values that are narrower than keys; None: as of others.
         blocks: cycles of small heads in 16 bits, in the place of factors; None if it has none.
     """
 
@@ -210,6 +213,7 @@ class ShapeFactors:
     sustained: float | None = None
     masked_forward: tuple[float, ...] | None = None
     masked_backward: tuple[float, ...] | None = None
+    masked_narrow: float | None = None
     blocks: ScoreBlocks | None = None
 
     def in_training(self, gpu: Gpu) -> float:
@@ -255,11 +259,11 @@ class ShapeFactors:
         if shapes.shape[1] <= place or self.masked_forward is None or self.masked_backward is None:
             return ones
         columns = dict(zip(AttentionShape._fields, shapes.T, strict=True))
-        factors = np.where(
-            columns["backward"] > 0,
-            np.interp(columns["dv"], self.heads, self.masked_backward),
-            np.interp(columns["dv"], self.heads, self.masked_forward),
-        )
+        forward = np.interp(columns["dv"], self.heads, self.masked_forward)
+        if self.masked_narrow is not None:
+            forward = np.where(columns["d"] > columns["dv"], self.masked_narrow, forward)
+        backward = np.interp(columns["dv"], self.heads, self.masked_backward)
+        factors = np.where(columns["backward"] > 0, backward, forward)
         return np.where(columns["mask"] > 0, factors, ones)
 
 
@@ -294,6 +298,9 @@ _BY_SHAPE = {
         # tokens of masks, bool or added, of one or each sequence.
         masked_forward=(1.85, 1.95, 1.91, 3.94, 2.72),
         masked_backward=(1.45, 1.65, 1.89, 1.86, 1.78),
+        # Keys of 192 and values of 128, 512 queries after 1,024 and 8,192 keys, of DeepSeek-V3,
+        # DeepSeek-V2-Lite and Kimi-Linear: 1.26 to 1.51 (2026-11-28-serving-blind-6-h100).
+        masked_narrow=1.4,
     ),
     # Triton's kernels, which Inductor generates without autotuning: seven calls on an H200, full,
     # causal, with a window and of documents, without the sum of the gradient's products
