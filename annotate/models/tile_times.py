@@ -16,7 +16,7 @@ from onerank.annotate.models.attention_time import attention_ns
 from onerank.annotate.models.calibration import Calibration, calibrated, without_overrides
 from onerank.annotate.models.coefficients import Coefficients
 from onerank.annotate.models.features import KernelFeatures, KernelRates, Timing
-from onerank.annotate.models.gemm_tiles import GemmTarget, Rates, gemm_ns
+from onerank.annotate.models.gemm_tiles import GemmTarget, Rates, gemm_ns, p_norm
 from onerank.annotate.models.misaligned_gemms import misaligned_lower_bound_ns
 from onerank.annotate.models.prediction_terms import (
     Term,
@@ -46,8 +46,12 @@ _FITTED_TYPES = ("bfloat16", "float16", "tfloat32", "int8", "float8_e4m3fn", "fl
 # mean, and its batched products 9 to 22%.
 _VECTOR_TYPE = "float32"
 
-# cuBLAS runs `gemv2T` for one row of an H200 and `gemmSN` for two.
-_VECTOR_ROWS = 2
+# cuBLAS multiplies few rows in float32 by `gemmSN_TN_kernel`. A block takes eight columns and waits
+# for each step of the inner size: SM cycles of a step by rows, and passes over the bytes, of which
+# each row adds some. Nine calls of 2 to 8 rows on an H100, which chose the figures, are 5% off in
+# the mean, and one of an H200 5% (2026-11-28-hopper-kernels-3-h100).
+_FEW_ROWS, _STEP_CYCLES = 8, ((4, 10.8), (8, 19.2))
+_FEW_PASSES, _PASSES_OF_ROW, _FEW_OVERLAP = 1.05, 0.075, 4.0
 _SIDES = [GemmShape._fields.index(name) for name in ("m", "n")]
 
 _ITEM_BYTES = 2  # of the GEMMs that two microbenchmarks calibrate
@@ -81,8 +85,8 @@ def tile_times(
     known, attention = _able(kernels, gpu), has_attention[call]
     # No kernel of attention in float32 was measured.
     in_vector = kernels.has_dtype(_VECTOR_TYPE)
-    # Up to two rows or columns in float32 run kernels of vectors, which memory alone limits.
-    single: Mask = kernels.gemm[:, _SIDES].min(axis=1) <= _VECTOR_ROWS
+    # One row or column in float32 runs a kernel of vectors, which memory alone limits.
+    single: Mask = kernels.gemm[:, _SIDES].min(axis=1) <= 1
     gemms = np.flatnonzero(known & ~attention & ~(in_vector & single[call]))
     fused = np.flatnonzero(known & attention & ~in_vector)
     before, per_call = without_overrides(gpu), kernels.per_call
@@ -136,6 +140,13 @@ def _gemm_operators_ns(
     products = _Products(kernels, gemms, kernels.gemm[call])
     aligned_ns = _products_ns(products, gpu, c, measured, record)
     of_step = kernels.timing is Timing.STEP
+    few = kernels.has_dtype(_VECTOR_TYPE)[gemms] & _has_few_rows(products.shapes)
+    if few.any():
+        few_ns = _few_rows_ns(products.shapes, gpu, c, per_call=kernels.per_call)
+        aligned_ns = np.where(few, few_ns, aligned_ns)
+        if record is not None:
+            note = f"columns of a block on {gpu.name}"
+            record.update_where(few, lambda i, _: quantity("few rows", few_ns[i], note=note))
     least_ns = misaligned_lower_bound_ns(gpu, kernels.gemm, of_step=of_step)[call]
     if of_step and gpu.architecture == "hopper":
         slow = kernels.has_dtype("tfloat32")[gemms] & is_weight_gradient(kernels.gemm)[call]
@@ -145,6 +156,25 @@ def _gemm_operators_ns(
     if record is not None:
         _record_misaligned(record, aligned_ns, least_ns, gpu)
     return np.maximum(aligned_ns, least_ns)
+
+
+def _has_few_rows(shapes: F64) -> Mask:
+    """Return which GEMMs have up to `_FEW_ROWS` rows or columns and are in no batch, bool[d]."""
+    single: Mask = shapes[:, GemmShape._fields.index("batch")] == 1
+    return single & (shapes[:, _SIDES].min(axis=1) <= _FEW_ROWS)
+
+
+def _few_rows_ns(shapes: F64, gpu: Gpu, c: Coefficients, *, per_call: bool) -> F64:
+    """Return the time of float32 GEMMs of few rows, float64[d]; `shapes` as in `_Products`."""
+    _, m, n, k, item, result, *_ = shapes.T
+    rows = np.minimum(m, n)
+    moved = item * (m * k + k * n) + result * m * n
+    passes = _FEW_PASSES + _PASSES_OF_ROW * rows
+    steps = np.select([rows <= most for most, _ in _STEP_CYCLES], [s for _, s in _STEP_CYCLES])
+    floors = c.gemm.floor + (c.gemm.call_gap if per_call else 0.0)
+    waited_ns = k * steps / gpu.max_clock_hz * 1e9
+    streamed_ns = passes * moved / gpu.bandwidth_bytes_per_s * 1e9
+    return floors * gpu.launch_floor_ns + p_norm(_FEW_OVERLAP, streamed_ns, waited_ns)
 
 
 # Time of a GEMM in TF32 on Hopper whose operands are both transposed over that of a plain one: the

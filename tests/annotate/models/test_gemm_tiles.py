@@ -1,5 +1,7 @@
 """The time of products and attention by their tiles, on a GPU with round figures."""
 
+import json
+
 import msgspec
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from onerank.annotate.models.gemm_tiles import GemmTarget, Rates, gemm_ns
 from onerank.annotate.models.learned import predict_from_description
 from onerank.annotate.models.tile_times import is_weight_gradient
 from onerank.annotate.op_costs.cost_record import AttentionShape, Work
+from onerank.annotate.op_costs.node_costs import work_of
 
 
 def gemm(gpu: Gpu, *sizes: tuple[int, int, int, int], per_call: bool = False) -> list[float]:
@@ -130,6 +133,18 @@ def test_more_of_a_resource_slows_no_product(gpu_file, figure):
         for gpu, rate in zip(gpus, rates, strict=True)
     )
     assert (after <= before * 1.001).all()
+
+
+@pytest.mark.parametrize(
+    ("gpu", "rows", "n", "k", "measured_us"),
+    [("H100", 2, 2048, 8192, 44.8), ("H100", 8, 5120, 5120, 62.8), ("H200", 2, 5120, 5120, 38.1)],
+)
+def test_few_rows_in_float32_wait_for_each_step(gpu, rows, n, k, measured_us):
+    shape = json.dumps([[rows, k], [n, k]]), json.dumps(["Tensor(float)"] * 2)
+    work = work_of("aten::linear", shape, (json.dumps([[rows, n]]), json.dumps(["Tensor(float)"])))
+    kernels = kernels_of([work], np.zeros(1))
+    ns, _ = predict_from_description(kernels, load_gpu(gpu), shipped())
+    assert ns[0] == pytest.approx(measured_us * 1e3, rel=0.08)
 
 
 def test_a_weights_gradient_is_found_by_its_forward():
