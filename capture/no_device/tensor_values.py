@@ -13,9 +13,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from onerank.capture.fake_tensors import is_computable, is_integral
-from onerank.capture.no_device.checks import passing_value
 from onerank.capture.no_device.endless_loops import endless_loop
 from onerank.capture.no_device.event_log import EventLog
+from onerank.capture.no_device.passing_checks import passing_value
 from onerank.ir.errors import CaptureError
 from onerank.ir.notes import Note
 

@@ -1,4 +1,4 @@
-"""Bools that a check in the running code waits for.
+"""The value of an unknown bool with which a check in the running code passes.
 
 Scripts and libraries check numbers: `assert boxes.min() >= 0`, `if not valid.all(): raise ...`. A
 job that trains passes its checks, so a bool that no device computed has the value that does not
