@@ -104,7 +104,7 @@ IN_ORDER = """\
 import importlib.util
 import sys
 from torch._inductor import memory
-spec = importlib.util.spec_from_file_location("memory_of_another_torch", {file!r})
+spec = importlib.util.spec_from_file_location("torch._inductor.another_memory", {file!r})
 of_file = importlib.util.module_from_spec(spec)
 sys.modules[spec.name] = of_file
 spec.loader.exec_module(of_file)
