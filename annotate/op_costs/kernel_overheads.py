@@ -160,12 +160,14 @@ _ELEMENTWISE_PER_CYCLE, _REDUCED_PER_CYCLE, _CONCATENATED_PER_CYCLE = 1.34, 2.5,
 # axes about 4.5 of 16 bits (2026-11-28-norms-sums-h100).
 _WIDE_PER_CYCLE, _MIXED_PER_CYCLE, _LEADING_PER_CYCLE = 1.15, 0.87, 4.5
 
-# Sums, means and extremes of rows: numbers in a cycle by bytes of an element. Rows of 1000 to 1536
-# numbers keep an H200 at 3.1 TB/s in 16 bits and 3.6 in 32 (2026-11-28-hopper-kernels-h200), so its
-# SMs limit it. Memory limits an H100, which reads rows of 4,096 and more at 2.8 to 2.9 TB/s
-# (2026-11-28-hopper-kernels-3-h100). After writes of 512 MB, which the cache still has to store, it
-# took 1.13 times as long.
-_ROWS_PER_CYCLE = {2: 5.9, 4: 3.5}
+# Sums, means and extremes of rows: SM cycles of a row, and bytes in a cycle. Rows of 1,000, 1,536
+# and 64,128 numbers in 16 and 32 bits on an H200 are 0 to 5% off (2026-11-28-hopper-kernels-h200,
+# and a captured step). Memory limits an H100 (2026-11-28-hopper-kernels-3-h100). After writes of
+# 512 MB, which the cache still has to store, it took 1.13 times as long.
+_ROW_CYCLES, _ROW_BYTES_PER_CYCLE = 40, 16
+
+# Largest values with their positions: 3.0 to 3.5 of 32 bits on an H200, rows of 64,128 in a step.
+_FOUND_PER_CYCLE = 3.3
 
 # Sums and means over leading axes, of which a thread has four outputs: cycles of an output, of four
 # of its values, which are loaded at once, and of each value beyond a multiple of four. Chosen on
@@ -278,7 +280,8 @@ def cycles_of(call: Call, operator_class: OpClass) -> float:
         (long_softmax > 0, long_softmax, 1.0),
         (sums > 0, sums, 1.0),
         (op in _SUMS and shares_outputs(call), read, _LEADING_PER_CYCLE),
-        (_reduces_rows(call), read, _ROWS_PER_CYCLE[4 if _is_wide(call) else 2]),
+        (_reduces_rows(call), _reduced_row_cycles(call), 1.0),
+        (op in ("max", "min"), read, _FOUND_PER_CYCLE),
         (operator_class is OpClass.REDUCTION, read, _REDUCED_PER_CYCLE),
         (op == "roll", read, _ROLLED_PER_CYCLE),
         (stored is not None, stored.numel if stored else 0, _ELEMENTWISE_PER_CYCLE),
@@ -372,6 +375,11 @@ def _long_softmax_cycles(call: Call) -> float:
 
 
 _OF_ROWS = ("sum", "mean", "amax", "amin")
+
+
+def _reduced_row_cycles(call: Call) -> float:
+    """Return the SM cycles of a sum, a mean or an extreme of rows of adjacent numbers."""
+    return _ROW_CYCLES * call.output_numel + call.input_bytes / _ROW_BYTES_PER_CYCLE
 
 
 def _reduces_rows(call: Call) -> bool:
