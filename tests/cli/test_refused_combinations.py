@@ -63,3 +63,13 @@ def test_is_refused_and_nothing_is_written(args, error, traces, tmp_path, monkey
     before = sorted(path.name for path in tmp_path.iterdir())
     refused(onerank, *args, error=error)
     assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_mistyped_captures_are_named_as_they_were_meant(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("pass\n")
+    refused(onerank, "capture", "train.py", error="usage-error", naming="capture run train.py")
+    run = ("capture", "run", "train.py")
+    refused(onerank, *run, "-tp", 4, error="usage-unknown-option", naming=("-tp", "'--tp'"))
+    # What comes after -- is the script's.
+    refused(onerank, *run, "-q", "--", "-tp", error="script-arguments-unseparated", naming="-- -q")

@@ -147,7 +147,7 @@ class OpCall:
         if missing := [name for name in sizes if getattr(self, name) < 1]:
             raise AnnotateError(
                 f"{self.op} needs {', '.join(sizes[:-1])}, each at least 1; "
-                f"{', '.join(missing)} is missing or smaller",
+                f"missing or smaller: {', '.join(missing)}",
                 code="predict-size",
             )
         # The dataclass is frozen, so defaults that depend on other fields need this.

@@ -69,9 +69,15 @@ class ScriptCommand(SectionedCommand):
         """Parse; an unknown option may be one of the script's."""
         # The arguments are not parsed when click finds the unknown option.
         script = next((arg for arg in args if arg.endswith(".py")), "SCRIPT")
+        spellings = {name for option in self.params for name in option.opts}
+        own = args[: args.index("--") if "--" in args else len(args)]
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
+            # click reads -tp as -t with the value p.
+            for arg in own:
+                if f"-{arg}" in spellings:
+                    raise click.NoSuchOption(arg, possibilities=[f"-{arg}"], ctx=ctx) from None
             raise UsageError(
                 f"{error.format_message()}\nA script's own arguments come after --: "
                 f"{ctx.command_path} {script} ... -- {error.option_name} ...",

@@ -54,8 +54,22 @@ class CaptureOptions(SeveralCaptures):
     )
 
 
+class _CaptureGroup(SectionedGroup):
+    """A group that knows what `capture train.py` means."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the command; refuse a script in its place."""
+        if args[0].endswith(".py"):
+            ctx.fail(
+                f"No such command '{args[0]}'. Did you mean '{ctx.command_path} run {args[0]}'?"
+            )
+        return super().resolve_command(ctx, args)
+
+
 @click.group(
-    cls=SectionedGroup,
+    cls=_CaptureGroup,
     sections={"Commands": ("run", "verify", "serve")},
     modules={"serve": "serve"},
 )
