@@ -195,6 +195,7 @@ class KernelFeatures:
         cached_passes: the same where an SM's cache keeps the rows of its blocks, float64[n].
         rereads: number of times that memory, not the cache, serves them, float64[n].
         cycles: least SM cycles for its elements, float64[n].
+        arithmetic: whether these are of arithmetic, not of loads that a cache shortens, bool[n].
         chain: loads that wait for each other, float64[n].
         far_load: time of such a load from memory over one from the cache, float64[n].
         tail: loads from the cache that follow all other work, float64[n].
@@ -229,6 +230,7 @@ class KernelFeatures:
     cached_passes: F64
     rereads: F64
     cycles: F64
+    arithmetic: Mask
     chain: F64
     far_load: F64
     tail: F64
@@ -271,6 +273,7 @@ class KernelFeatures:
             cached_passes=_cached_passes(costs.works)[costs.call],
             rereads=np.array([work.rereads for work in costs.works])[costs.call],
             cycles=np.array([work.cycles for work in costs.works])[costs.call],
+            arithmetic=np.array([work.arithmetic for work in costs.works], bool)[costs.call],
             chain=np.array([work.chain for work in costs.works])[costs.call],
             far_load=np.array([work.far_load for work in costs.works])[costs.call],
             tail=np.array([work.tail for work in costs.works])[costs.call],
@@ -370,7 +373,8 @@ class KernelFeatures:
         # `cycles` is of the whole operator, unlike FLOPs and
         # bytes, which `node_costs` divides among its kernels.
         issue = self.cycles * self.share_of_operator / gpu.issue_rate_hz
-        return issue / (1 + (_FASTER_IN_CACHE - 1) * self.cached_share(gpu))
+        cached = np.where(self.arithmetic, 0.0, self.cached_share(gpu))
+        return issue / (1 + (_FASTER_IN_CACHE - 1) * cached)
 
     def instructions_s(self, gpu: Gpu) -> F64:
         """Return the time to issue a kernel's instructions, in seconds, float64[n].
@@ -506,6 +510,7 @@ def kernels_of(works: Sequence[Work], duration_ns: F64) -> KernelFeatures:
         cached_passes=_cached_passes(works),
         rereads=np.array([work.rereads for work in works]),
         cycles=np.array([work.cycles for work in works]),
+        arithmetic=np.array([work.arithmetic for work in works], dtype=bool),
         chain=np.array([work.chain for work in works]),
         far_load=np.array([work.far_load for work in works]),
         tail=np.array([work.tail for work in works]),

@@ -27,7 +27,7 @@ NEED_STRIDES = frozenset(
 def block_cycles_of(call: Call) -> float:
     """Return the SM cycles of a call, summed over all SMs; 0 for kernels of other kinds."""
     # Each rule has operators of its own, so their order does not matter.
-    rules = (_short_rows, _gathered_rows, _gathered_elements, _added, _batch_norm)
+    rules = (_short_rows, _gathered_rows, _gathered_elements, _added, _batch_norm, _distances)
     return next(filter(None, (rule(call) for rule in rules)), 0.0)
 
 
@@ -209,3 +209,21 @@ def computes_sums(call: Call) -> bool:
     forward_of_batch = "batch_norm" in call.op and "backward" not in call.op
     saved = call.outputs[1:2]
     return not (forward_of_batch and saved and not sum(result.numel for result in saved[0] or ()))
+
+
+# Distances ----------------------------------------------------------------------------------------
+
+# `cdist_kernel_cuda_impl` has a block of 256 threads for each distance between two rows, which
+# combine their sums: cycles of a block, and of a number of a row. 4 to 268 million distances with
+# p = 1 take an H200 339, 348 and 363 cycles each, of rows of 3, 64 and 128 numbers
+# (2026-11-28-fourier-distances-h200). Euclidean distances between more than 25 rows are a product,
+# which is recorded as such.
+_DISTANCE_CYCLES, _NUMBER_CYCLES = 339.0, 0.19
+
+
+def _distances(call: Call) -> float:
+    """Return the cycles of distances between all pairs of rows."""
+    rows = call.tensor(0)
+    if call.op != "_cdist_forward" or rows is None or not rows.shape:
+        return 0.0
+    return call.output_numel * (_DISTANCE_CYCLES + _NUMBER_CYCLES * rows.shape[-1])

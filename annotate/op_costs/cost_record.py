@@ -186,6 +186,7 @@ class Work:
         cached_passes: the same where an SM's cache keeps the rows of its blocks; 0: as `passes`.
         rereads: number of times that memory, not the cache, serves them.
         cycles: least SM cycles for its elements.
+        arithmetic: whether these are of arithmetic, not of loads that a cache shortens.
         chain: loads that wait for each other, see `load_chains`.
         far_load: time of such a load from memory over one from the cache.
         tail: loads from the cache that follow all other work, one after another.
@@ -207,6 +208,7 @@ class Work:
     cached_passes: float = 0.0
     rereads: float = 1.0
     cycles: float = 0.0
+    arithmetic: bool = False
     chain: float = 0.0
     far_load: float = 1.0
     tail: float = 0.0

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from math import log2, prod
 
 from onerank.annotate.op_costs.cost_record import Formula, Work, matmul_work, vector_work
-from onerank.annotate.op_costs.operands import Call, numbers_of
+from onerank.annotate.op_costs.operands import Call, Tensor, numbers_of
 
 # Microseconds of a load of a chain (`roofline`), in which `Work.chain` is counted.
 _LOAD_US = 0.41
@@ -188,31 +188,62 @@ def _matrix_exponential(call: Call) -> Work | None:
 
 # Fourier transforms -------------------------------------------------------------------------------
 
-# Longest transform of one kernel, and passes over the data of a longer one.
-_ONE_KERNEL, _LONG_PASSES = 16384, 3.2
+# Longest transform of one kernel, and passes over the data of a longer one, complex and real.
+_ONE_KERNEL, _LONG_PASSES, _LONG_REAL_PASSES = 16384, 3.2, 3.8
 
 # Passes for a length that is no power of two. A prime factor up to the first takes no time of its
-# own; up to the second it takes a pass for every 25 numbers. A larger one is a convolution by
-# Bluestein's method.
+# own; up to the last it takes a pass for every 25 numbers. A larger one is a convolution by
+# Bluestein's method. If a prime factor exceeds the second, each of more than the first has a kernel
+# of its own, and one kernel does the rest.
 _UNEVEN_PASSES = 1.3
-_SMALL_PRIME, _LARGEST_PRIME, _NUMBERS_OF_PASS, _BLUESTEIN_PASSES = 13, 127, 25, 4.7
+_SMALL_PRIME, _SHARED_PRIME, _LARGEST_PRIME = 13, 37, 127
+_NUMBERS_OF_PASS, _BLUESTEIN_PASSES = 25, 4.7
+
+# Passes of a kernel over its numbers: of complex transforms 1.02 to 1.2; of the rows of real ones
+# 1.06 to 1.5, and of their inverses, which take another pass to rearrange them, 1.0; of the other
+# dimensions of a real one, whose rows have n / 2 + 1 numbers and are not aligned, 1.2 to 1.4; of
+# the rows of a real one that also returns the other half 1.54 to 1.7.
+_COMPLEX, _REAL_COLUMNS, _REAL_WHOLE = 1.1, 1.4, 1.6
+_ROWS = {"_fft_c2c": _COMPLEX, "_fft_r2c": 1.25, "_fft_c2r": 1.0}
+
+# That half has the conjugates of the first, which another kernel (`_fft_conjugate_copy_kernel`)
+# copies: SM cycles of a number, 4.1 to 4.3 for 3 to 34 million. Bytes that memory gives an SM in a
+# cycle while the transform runs.
+_CONJUGATE_CYCLES, _BYTES_PER_CYCLE = 4.2, 16.6
 
 
-def _passes(length: int) -> float:
-    """Return how often cuFFT streams the data for a dimension of this length."""
-    prime, rest = 1, length
+def _prime_factors(length: int) -> list[int]:
+    """Return the distinct prime factors of a number, ascending."""
+    factors: list[int] = []
     factor = 2
-    while factor * factor <= rest:
-        if rest % factor:
+    while length > 1:
+        if factor * factor > length:
+            factor = length
+        if length % factor:
             factor += 1
-        else:
-            prime, rest = max(prime, factor), rest // factor
-    prime = max(prime, rest)
-    if prime > _LARGEST_PRIME:
+            continue
+        factors.append(factor)
+        while length % factor == 0:
+            length //= factor
+    return factors
+
+
+def _passes(length: int, *, real: bool = False) -> float:
+    """Return how often cuFFT streams the data for a dimension of this length."""
+    primes = _prime_factors(length)
+    largest = max(primes, default=1)
+    if largest > _LARGEST_PRIME:
         return _BLUESTEIN_PASSES
     passes = 1.0 if _is_power_of_two(length) else _UNEVEN_PASSES
-    passes = _LONG_PASSES if length > _ONE_KERNEL else passes
-    return passes if prime <= _SMALL_PRIME else passes + prime / _NUMBERS_OF_PASS
+    if length > _ONE_KERNEL:
+        passes = _LONG_REAL_PASSES if real else _LONG_PASSES
+    if largest <= _SMALL_PRIME:
+        return passes
+    if largest <= _SHARED_PRIME:
+        return passes + largest / _NUMBERS_OF_PASS
+    own = [prime for prime in primes if prime > _SMALL_PRIME]
+    others = 1.0 if len(own) < len(primes) else 0.0
+    return sum(_UNEVEN_PASSES + prime / _NUMBERS_OF_PASS for prime in own) + others
 
 
 def _is_power_of_two(length: int) -> bool:
@@ -228,15 +259,33 @@ def _transform(call: Call) -> Work | None:
     shape = max(given.shape, result.shape, key=prod)
     axes = numbers_of(call.value(1)) or [-1]
     lengths = [shape[int(axis)] for axis in axes if -len(shape) <= axis < len(shape)]
-    each = 5.0 if call.op == "_fft_c2c" else 2.5
+    if not lengths:
+        return None
+    real = call.op != "_fft_c2c"
+    each = 2.5 if real else 5.0
     flops = each * prod(shape) * sum(log2(length) for length in lengths)
-    passes = sum(_passes(length) for length in lengths)
+    # The last dimension of a real transform is the one with half of its numbers.
+    factors = [_REAL_COLUMNS if real else _COMPLEX] * (len(lengths) - 1)
+    factors.append(_ROWS[call.op])
+    each_passes = [_passes(length, real=real) for length in lengths]
+    passes = sum(p * factor for p, factor in zip(each_passes, factors, strict=True))
     if call.value(2) not in (None, 0):
         passes += 1  # another kernel normalises
     if call.op == "_fft_c2r":
         # cuFFT overwrites its operand, a copy, and rearranges it for most lengths.
         passes += 1 if _is_power_of_two(lengths[-1]) else 2
-    return replace(vector_work(call, round(flops)), passes=passes)
+    work = replace(vector_work(call, round(flops)), passes=passes)
+    # The argument `onesided`.
+    if call.op == "_fft_r2c" and call.value(3) is False:
+        cycles = _cycles_of_both_halves(given.nbytes, result, each_passes)
+        return replace(work, cycles=cycles, arithmetic=True)
+    return work
+
+
+def _cycles_of_both_halves(real_bytes: int, result: Tensor, passes: list[float]) -> float:
+    """Return the SM cycles of a real transform that returns both halves of its numbers."""
+    streamed = (real_bytes + result.nbytes // 2) * _REAL_WHOLE * sum(passes)
+    return result.numel // 2 * _CONJUGATE_CYCLES + streamed / _BYTES_PER_CYCLE
 
 
 FORMULAS: dict[str, Formula] = {

@@ -198,8 +198,15 @@ _PER_CYCLE = {
     **dict.fromkeys(("var", "std", "var_mean", "std_mean"), 2.4),
     "normal_": 1.55,
     "softplus": 1.9,
+    # 4 million draws on an H200; binomial ones of at most about 20 trials each
+    # (2026-11-28-fourier-distances-h200).
+    "_standard_gamma": 0.18,
+    "binomial": 0.0226,
 }
 _SORTED_PER_CYCLE, _COMPARED_PER_CYCLE = 0.12, 3.3
+
+ARITHMETIC = frozenset(("_cdist_forward", "_standard_gamma", "binomial"))
+"""Operators whose cycles are of arithmetic: operands in a cache do not shorten them."""
 
 # The first comparisons of a search among a power of two of bounds read addresses that share few
 # sets of an SM's cache: 8,192 and 32,768 bounds take an H100 1.5 and 1.8 times as long as others of

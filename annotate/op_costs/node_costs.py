@@ -28,6 +28,7 @@ from onerank.annotate.op_costs.cost_record import Work
 from onerank.annotate.op_costs.custom_operator_costs import is_registered, registered_work
 from onerank.annotate.op_costs.engine_operators import paged_cache_work, reads_paged_cache
 from onerank.annotate.op_costs.kernel_overheads import (
+    ARITHMETIC,
     cached_passes_of,
     cycles_of,
     floor_factor_of,
@@ -168,6 +169,7 @@ def work_of_call(op: str, call: Call) -> Work:
         cached_passes=cached_passes_of(call),
         rereads=rereads_of(call),
         cycles=cycles,
+        arithmetic=call.op in ARITHMETIC,
         chain=chain,
         far_load=far_load_of(call),
         tail=tail,

@@ -242,6 +242,7 @@ def _kernels(times_ns: F64, flops: F64, moved: F64, dtype: str) -> KernelFeature
         cached_passes=np.ones(count),
         rereads=np.ones(count),
         cycles=np.zeros(count),
+        arithmetic=np.zeros(count, dtype=bool),
         chain=np.zeros(count),
         far_load=np.ones(count),
         tail=np.zeros(count),

@@ -109,3 +109,19 @@ def test_a_block_normalises_a_channel(op, shape, dtype, channels_last, measured_
     image = Tensor(shape, *dtype, recorded_strides=strides if channels_last else ())
     operands = (image, image) if "backward" in op else (image,)
     assert predicted_us(call(op, *operands, result=image)) == pytest.approx(measured_us, rel=0.25)
+
+
+@pytest.mark.parametrize(
+    ("rows", "numbers", "measured_us"),
+    [(1024, 64, 5584.0), (4096, 3, 87122.7), (8192, 128, 372406)],
+)
+def test_a_block_computes_a_distance(rows, numbers, measured_us):
+    x = Tensor((4, rows, numbers), *F32)
+    made = call("_cdist_forward", x, x, result=Tensor((4, rows, rows), *F32))
+    assert predicted_us(made) == pytest.approx(measured_us, rel=0.02)
+
+
+@pytest.mark.parametrize(("op", "measured_us"), [("_standard_gamma", 89.6), ("binomial", 710.9)])
+def test_draws_that_take_longer_than_their_bytes(op, measured_us):
+    x = Tensor((1 << 22,), *F32)
+    assert predicted_us(call(op, x, result=x)) == pytest.approx(measured_us, rel=0.05)
