@@ -454,10 +454,11 @@ def _memory_ns(gemms: _TiledGemms, run: GemmTarget, c: GemmCoefficients) -> tupl
     return read, written / bandwidth
 
 
-# How much faster an SM takes [k, n] with a full tile of rows than with one row, if the other tiles
-# of its cluster are empty: 32 and 64 rows of each expert, on an H200 2.9 and 6.4% too long without,
-# are 1.0 and 0.9% short with it (2026-11-28-grouped-gemms-h200).
-_FULL_TILE = 0.1
+# Rows of a tile, and how fast an SM takes [k, n] with them, if the other tiles of its cluster are
+# empty. With the same rate for all, one row of each of some experts is 3.4% short in the mean on an
+# H100 and 3.2% on an H200, of all experts 2.6 and 7.4%, and 64 rows are 1.7 and 6.4% long
+# (2026-11-28-grouped-gemms-h100, 2026-11-28-grouped-gemms-h200).
+_FILLED_ROWS, _FILLED_RATES = (1.0, 2.0, 64.0), (0.92, 1.0, 1.1)
 
 
 def _streamed_ns(gemms: _TiledGemms, run: GemmTarget, cluster: int, bytes_per_cycle: float) -> F64:
@@ -474,10 +475,9 @@ def _streamed_ns(gemms: _TiledGemms, run: GemmTarget, cluster: int, bytes_per_cy
     """
     waves = np.ceil(gemms.tiles / run.gpu.sm_count)
     with_rows = np.minimum(cluster, np.ceil(gemms.m / gemms.rows))
-    filled = np.where(with_rows > 1, 0.0, gemms.m / gemms.rows)
+    filled = np.where(with_rows > 1, 1.0, np.interp(gemms.m, _FILLED_ROWS, _FILLED_RATES))
     of_tile = gemms.item * gemms.inner * gemms.columns
-    rate = with_rows * bytes_per_cycle * (1 + _FULL_TILE * filled)
-    return waves * of_tile * run.cycle_ns / rate
+    return waves * of_tile * run.cycle_ns / (with_rows * bytes_per_cycle * filled)
 
 
 def cache_misses(gpu: Gpu, used: F64) -> F64:
