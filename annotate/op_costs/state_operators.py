@@ -112,7 +112,7 @@ def _mamba_scan(call: Call) -> Work | None:
     work = _with_state(matmul_work(call, x, n * chunks * chunk * of_token), state)
     heads = n * t * h
     cycles = heads * (p * (2 * s + chunk) / _SCAN_FLOPS_PER_CYCLE + _SCORE_CYCLES * chunk / 2)
-    loads = _SCAN_LOADS * (s + chunk)
+    loads = _SCAN_LOADS * (s + min(t, chunk))
     return replace(_streamed(work, _mamba_kernels(call), loads), cycles=cycles)
 
 
