@@ -18,6 +18,7 @@ from onerank.annotate.models.features import KernelFeatures
 from onerank.annotate.models.power import coefficients_of, power_model, power_share, utilization_of
 from onerank.annotate.models.prediction_terms import by_evidence
 from onerank.annotate.op_costs.node_costs import op_costs_of
+from onerank.display import time
 from onerank.ir import UNKNOWN, Evidence, Graph
 from onerank.ir.arrays import F64, I64
 from onerank.ir.errors import AnnotateError
@@ -53,7 +54,7 @@ class NvlinkActive:
         note = Note(
             f"NVLink active: links draw {target.nvlink_active_w:g} W of the {target.tdp_w:g} W "
             f"limit, so {len(index)} kernels at the limit take up to "
-            f"{factor.max(initial=1) - 1:.1%} longer, {added_ns / 1e6:.3f} ms in all.",
+            f"{factor.max(initial=1) - 1:.1%} longer, {time(added_ns)} in all.",
             code="nvlink-active",
         )
         measurement = graph.job.measurement
@@ -75,13 +76,14 @@ def nvlink_idle_note(graph: Graph, target: Gpu) -> tuple[Note, ...]:
     except AnnotateError:
         return ()
     _, index, factor = _slowed_nodes(graph, target)
-    if not len(index):
+    added_ns = _added_ns(graph, index, factor)
+    if not added_ns:
         return ()
     return (
         Note(
             "NVLink was idle during this capture. In the job the links are active, and kernels "
-            f"at the power limit take {_added_ns(graph, index, factor) / 1e6:.3f} ms longer in "
-            "total; `--nvlink-active` adds that.",
+            f"at the power limit take {time(added_ns)} longer in total; `--nvlink-active` adds "
+            "that.",
             code="nvlink-idle",
         ),
     )
