@@ -367,8 +367,23 @@ def keep(raw: Path, directory: Path) -> None:
     # The scratch directory is next to the target: a rename across file systems would fail.
     parent = directory.absolute().parent
     with created(parent), scratch_directory(parent) as scratch:
-        copy = shutil.copytree(raw, scratch / "raw")
+        copy = scratch / "raw"
+        try:
+            _copy_files(raw, copy)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(directory)) from error
         # It is empty: `check_raw_dir` refuses any other.
         if directory.exists():
             directory.rmdir()
         copy.rename(directory)
+
+
+def _copy_files(source: Path, target: Path) -> None:
+    """Copy a directory; unlike `shutil.copytree`, end at the first error and keep its number."""
+    target.mkdir()
+    for each in source.iterdir():
+        copy = target / each.name
+        if each.is_dir():
+            _copy_files(each, copy)
+        else:
+            shutil.copyfile(each, copy)
