@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     in_kernel_invocation_manager,
 )
+from torch.nn.parameter import UninitializedTensorMixin
 from torch.utils import _python_dispatch
 
 _modes: Any = _python_dispatch
@@ -138,6 +139,12 @@ def script_attributes(tensor: Tensor) -> dict[str, Any]:
 
 _COMBINED: dict[type[Tensor], type[Tensor]] = {}
 
+# A lazy module's parameter refuses its shape and most functions, which a fake mode reads and calls.
+_OF_UNINITIALIZED: dict[str, Any] = {
+    "shape": property(lambda tensor: tensor.size()),
+    "__torch_function__": _torch._C._disabled_torch_function_impl,
+}
+
 
 def as_subclass(tensor: Tensor, kind: type[Tensor]) -> Tensor:
     """Return a tensor as an instance of a subclass, with the same memory and autograd history.
@@ -159,7 +166,8 @@ def as_subclass(tensor: Tensor, kind: type[Tensor]) -> Tensor:
         return alias
     if kind not in _COMBINED:
         bases: Any = (kind, FakeTensor)
-        _COMBINED[kind] = _equal_to(kind)(kind.__name__, bases, {})
+        added = _OF_UNINITIALIZED if issubclass(kind, UninitializedTensorMixin) else {}
+        _COMBINED[kind] = _equal_to(kind)(kind.__name__, bases, added)
     if any(vars(base).get("__slots__") for base in kind.__mro__):
         return _created(_COMBINED[kind], alias)
     alias.__class__ = _COMBINED[kind]

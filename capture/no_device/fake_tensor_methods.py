@@ -22,6 +22,9 @@ from onerank.capture.patches import untraced
 
 _torch: Any = torch
 
+# The `__torch_function__` of a subclass is not called: a lazy module's parameter refuses most.
+_without_function: Any = _torch._C.DisableTorchFunctionSubclass
+
 TENSOR_FACTORIES = ("tensor", "as_tensor")
 """Functions of torch that create tensors from Python's numbers."""
 
@@ -41,7 +44,8 @@ def creates_parameter(fake: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
         elif is_combined(data):
             # A module that moves makes one of a parameter of a subclass, whose `detach` has
             # not its class (bitsandbytes' `Params4bit`). On a GPU it sets the data instead.
-            data = as_subclass(data.detach(), Tensor)
+            with _without_function():
+                data = as_subclass(data.detach(), Tensor)
         if cls is not nn.Parameter and type(data) is FakeTensor:
             # torch keeps the class of a tensor's subclass, which a fake one is, and drops `cls`.
             return as_subclass(data.detach(), cls).requires_grad_(requires_grad)
@@ -61,7 +65,9 @@ def makes_subclass(fake: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
             data = fake(data)
         if not isinstance(data, FakeTensor):
             return subclass_of(cls, data, require_grad, **options)
-        return as_subclass(data.detach(), cls).requires_grad_(require_grad)
+        made = as_subclass(data.detach(), cls)
+        with _without_function():
+            return made.requires_grad_(require_grad)
 
     return make_subclass
 
@@ -232,7 +238,10 @@ def _set_attribute(tensor: Any, name: str, value: Any) -> None:
         value.tensor, value.name = weakref.ref(tensor), name
     if name == "__class__" and not issubclass(value, FakeTensor):
         # A fake tensor that is given the class of a library's tensors stays a fake one.
-        value = type(as_subclass(tensor, value))
+        if value is nn.Parameter:
+            tensor._is_param = True
+        plain = value in (Tensor, nn.Parameter)
+        value = FakeTensor if plain else type(as_subclass(tensor, value))
     _set_attribute_of_torch(tensor, name, value)
 
 

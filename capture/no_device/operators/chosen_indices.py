@@ -66,7 +66,7 @@ class ChosenIndices:
             # Also what `_to_copy` calls, of its result and its operand.
             return hasattr(call.args[1], CHOSEN)
         if base in _JOIN:
-            return count == len(call.tensors)
+            return True  # a sequence of a prompt and generated tokens, too
         if base in _TAKE and is_integral(call.tensors[0].dtype):
             # A token by its rank among the candidates that `topk` chose, or by its place in a list.
             return True
@@ -91,8 +91,8 @@ def _all_of(uses: list[Callable[[], None]]) -> Callable[[], None]:
     return use
 
 
-# Operators that move the elements of all their tensors.
-_JOIN = frozenset(("cat", "stack"))
+# Operators whose results have elements of several operands.
+_JOIN = frozenset(("cat", "stack", "where", "masked_fill"))
 
 # Operators that take elements of their first tensor by indices.
 _TAKE = frozenset(("gather", "index_select", "index", "take"))

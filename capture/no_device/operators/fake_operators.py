@@ -369,7 +369,9 @@ class FakeOperators(TorchDispatchMode):
         event.outputs = self.describe(results)
         if not event.on_device:
             return
-        inner = inner_of(event.name, call.operands, result)
+        operands = call.operands
+        # The arguments that an operator writes are the last ones.
+        inner = inner_of(event.name, operands[: len(operands) - len(call.given_results())], result)
         if inner is not None:
             event.name = inner.name
             event.inputs = self._describe_inputs(inner.name, inner.args)

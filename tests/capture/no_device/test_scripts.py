@@ -360,11 +360,16 @@ SUBCLASSES = """
     empty.data = torch.randn(8, device="cuda")
     model.register_parameter("scale", empty)
     assert isinstance(model.bias, Image) and type(empty + 1) is type(empty.data)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    lazy = nn.Sequential(nn.LazyLinear(8, device="cuda"), nn.LazyLinear(8)).cuda()
+    lazy(torch.randn(2, 8, device="cuda"))
+    assert isinstance(lazy[1].weight, nn.Parameter) and lazy[0].weight.shape == (8, 8)
+    optimizer = torch.optim.SGD([*model.parameters(), *lazy.parameters()], lr=0.1)
+    picked = torch.empty(32, 2, device="cuda")
     for step in range(5):
+        torch.index_select(table.view(32, 2), 0, torch.arange(32, device="cuda"), out=picked)
         image = torch.randn(2, 8, device="cuda").as_subclass(Image)
         assert isinstance(image, Image)
-        (model(image) * model.scale).sum().backward()
+        (lazy(model(image)) * model.scale).sum().backward()
         assert model.scale.grad.shape == (8,)
         optimizer.step()
         optimizer.zero_grad()
@@ -419,7 +424,8 @@ def test_a_saved_image_and_a_token_have_made_up_numbers(tmp_path):
         "pixels = output.mul(255).to('cpu', torch.uint8).numpy(); assert pixels.max() == 1; "
         # A token that was drawn among the best ones.
         "best = output.topk(2)[1]; token = best.gather(-1, output.argmax(-1, keepdim=True)); "
-        "assert token.tolist() == [[1]] * 16"
+        "prompt = torch.zeros_like(token); "
+        "assert torch.cat([prompt, token], 1).tolist() == [[1, 1]] * 16"
     )
     graph = captured(tmp_path, LINEAR.format(setup="", statement=statement))
     assert has_note(graph.job.measurement.notes, "no-device-stand-ins")
