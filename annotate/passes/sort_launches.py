@@ -162,7 +162,11 @@ def _index_put(call: Call, target: Gpu) -> Sequence[Launch]:
     """
     rows, indices = call.tensor(0), call.tensor(1)
     if call.value(3) is not True or rows is None or indices is None or not rows.shape:
-        masks = _of_masks(call)
+        # torch fills by the mask where a number is stored (`canDispatchToMaskedFill`): one kernel.
+        # A CPU capture has `index_put_` there, one without a device `masked_fill_`.
+        stored = call.tensor(2)
+        fills = call.op != "_index_put_impl_" and stored is not None and stored.numel == 1
+        masks = () if fills else _of_masks(call)
         return (*masks, Launch("index_elementwise_kernel", 1.0)) if masks else ()
     sort = _sorted_keys(indices.numel, max(1, (rows.shape[0] - 1).bit_length()))
     linear = [
