@@ -53,12 +53,13 @@ _NORMS = ("native_layer_norm", "_fused_rms_norm")
 _CACHED_ROW, _CACHED_PASSES, _REREAD_ROW, _REREAD_PASSES = 4096, 1.05, 16384, 1.45
 
 # Their backward on a Hopper GPU: 1.15 passes for the gradient of the operand; a second kernel sums
-# those of the weights, and reads two of the three tensors again. It takes at least 4.3 ns for a row
-# on an H100, in which memory moves 12.3 kB, since each of its blocks goes through all rows. More
-# than 65,536 rows of less than 2,112 elements are divided among blocks (layer_norm_kernel.cu).
-# Chosen on eight shapes of training steps on H100s (2026-11-28-norms-sums-h100).
+# those of the weights, and reads two of the three tensors again. Each of its blocks goes through
+# all rows, which takes 4.3 ns for a row on an H100 and on an H200, whatever its length up to about
+# 6 kB (`load_chains.tail_of`). More than 65,536 rows of less than 2,112 elements are divided among
+# blocks (layer_norm_kernel.cu). Chosen on eight shapes of training steps on H100s
+# (2026-11-28-norms-sums-h100).
 _NORM_BACKWARDS = ("native_layer_norm_backward", "_fused_rms_norm_backward")
-_OPERAND_PASSES, _WEIGHT_PASSES, _ROW_BYTES = 1.15, 0.7, 12_300
+_OPERAND_PASSES, _WEIGHT_PASSES, _CHAINED_ROW_BYTES = 1.15, 0.7, 5860
 _DIVIDED_ROWS, _DIVIDED_WIDTH = 65_536, 2112
 
 # SM cycles of a row and of each of its elements in the kernel for the gradient of the operand, and
@@ -94,6 +95,8 @@ _LONG_SOFTMAX, _LONG_SOFTMAX_BACKWARD = 1.5, 1.4
 def passes_of(call: Call) -> float:
     """Return the number of times that a call's kernels stream its bytes."""
     name = call.op
+    if name in _NORM_BACKWARDS and (chained_rows_of(call) or not _sums_weights(call)):
+        return _OPERAND_PASSES
     if name in PASSES:
         return PASSES[name]
     if name in _COUNTED:
@@ -126,10 +129,32 @@ def cached_passes_of(call: Call) -> float:
     width = tensor.shape[-1] if tensor.shape else 1
     row_bytes = width * tensor.item_bytes
     if call.op in _NORM_BACKWARDS:
-        least = 0.0 if _divides_rows(tensor) else _ROW_BYTES / (3 * row_bytes)
-        return _OPERAND_PASSES + max(_WEIGHT_PASSES, least)
+        streams_weights = _sums_weights(call) and not chained_rows_of(call)
+        return _OPERAND_PASSES + (_WEIGHT_PASSES if streams_weights else 0.0)
     share = (row_bytes - _CACHED_ROW) / (_REREAD_ROW - _CACHED_ROW)
     return _CACHED_PASSES + min(max(share, 0.0), 1.0) * (_REREAD_PASSES - _CACHED_PASSES)
+
+
+def chained_rows_of(call: Call) -> int:
+    """Return the short rows that each block of a norm's backward sums one after another.
+
+    0 if blocks divide the rows, if bytes limit the kernel, without weights, and for other
+    operators.
+    """
+    tensor = call.tensor(0)
+    if call.op not in _NORM_BACKWARDS or tensor is None or not tensor.shape or not tensor.numel:
+        return 0
+    if not _sums_weights(call):
+        return 0
+    width = tensor.shape[-1]
+    short = width * tensor.item_bytes < _CHAINED_ROW_BYTES
+    return tensor.numel // width if short and not _divides_rows(tensor) else 0
+
+
+def _sums_weights(call: Call) -> bool:
+    """Return whether a norm's backward has gradients of weights; true if results are not known."""
+    weights = call.outputs[1:]
+    return not weights or any(each.numel for result in weights for each in result or ())
 
 
 def _divides_rows(tensor: Tensor) -> bool:
@@ -361,7 +386,7 @@ def _norm_backward_cycles(call: Call) -> float:
         return 0.0
     width = tensor.shape[-1] if tensor.shape else 1
     row = _BACKWARD_ROW[call.op] + _BACKWARD_ELEMENT * max(width, _NORM_LOAD)
-    if _divides_rows(tensor):
+    if _divides_rows(tensor) and _sums_weights(call):
         row += 2 * width * tensor.item_bytes / _BYTES_PER_CYCLE
     return tensor.numel // width * row
 

@@ -20,6 +20,7 @@ from onerank.annotate.op_costs.kernel_overheads import (
     SHARED_ROW_BYTES,
     STORES_BY_INDEX,
     VARIANCES,
+    chained_rows_of,
     mixes_dtypes,
 )
 from onerank.annotate.op_costs.memory_bound import row_elements
@@ -64,6 +65,10 @@ _WELFORD_VALUE, _COMBINED = 0.122, 0.49
 # loads their partial results, 0.17 to 0.19 us for each load of a thread (4 to 528 of them on an
 # H100, 2026-11-28-norms-sums-h100).
 _LAST_BLOCK, _PARTIAL = 9.5, 0.43
+
+# A row of the gradients of a norm's weights: 4.2 to 5.1 ns for 8,192 to 50,176 rows of 256 to 1024
+# numbers on an H200 (2026-11-28-norm-weights-h200), 4.3 on an H100.
+_CHAINED_ROW = 0.0105
 
 _EXTREMES = ("argmax", "argmin", "max", "min")
 _LARGEST = 1.05
@@ -286,8 +291,11 @@ def far_load_of(call: Call) -> float:
 def tail_of(call: Call) -> float:
     """Return the loads that follow the rest of a sum: of the partial results of its blocks.
 
-    If blocks share an output, the last of them to finish adds the partial results of all.
+    If blocks share an output, the last of them to finish adds the partial results of all. The
+    kernel for the weights of a norm's backward follows that for its operand.
     """
+    if rows := chained_rows_of(call):
+        return _CHAINED_ROW * rows
     division = division_of(call) if call.op in ("sum", "mean") else None
     if division is None or division.along_input:
         return 0.0

@@ -234,22 +234,38 @@ def test_operands_of_two_dtypes_are_loaded_singly():
     assert cycles_of(alone, op_class("aten::mul")) == 0
 
 
-# Backwards of norms in training steps on H100s, both kernels, us, on which the constants were
-# chosen: 2026-11-28-four-gpu-jobs-3-4xh100 and -4.
+# Backwards of norms in training steps, both kernels, us: on H100s, on which the constants were
+# chosen (2026-11-28-four-gpu-jobs-3-4xh100 and -4), and on an H200 (2026-11-28-norm-weights-h200).
 @pytest.mark.parametrize(
-    ("op", "rows", "width", "item", "measured_us"),
+    ("op", "gpu", "shape", "item", "measured_us"),
     [
-        ("native_layer_norm_backward", 18_912, 1024, 4, 177.5),  # one block has all rows
-        ("native_layer_norm_backward", 150_528, 256, 4, 312.0),  # blocks divide the rows
-        ("native_layer_norm_backward", 602_112, 128, 4, 764.0),  # narrow rows
-        ("_fused_rms_norm_backward", 16_384, 2048, 2, 148.0),
+        ("native_layer_norm_backward", "H100", (18_912, 1024), 4, 177.5),  # a block has all rows
+        ("native_layer_norm_backward", "H100", (150_528, 256), 4, 312.0),  # blocks divide the rows
+        ("native_layer_norm_backward", "H100", (602_112, 128), 4, 764.0),  # narrow rows
+        ("_fused_rms_norm_backward", "H100", (16_384, 2048), 2, 148.0),
+        ("native_layer_norm_backward", "H200", (50_176, 256), 4, 261.9),
+        ("native_layer_norm_backward", "H200", (12_544, 512), 4, 81.1),
     ],
 )
-def test_the_backward_of_a_norm(op: str, rows: int, width: int, item: int, measured_us: float):
+def test_the_backward_of_a_norm(
+    op: str, gpu: str, shape: tuple[int, int], item: int, measured_us: float
+):
+    rows, width = shape
     x = Tensor((rows, width), {2: "bfloat16", 4: "float32"}[item], item)
     weight, mean = Tensor((width,), x.dtype, item), Tensor((rows, 1), "float32", 4)
     inputs = ((x,), (x,), None, (mean,), (mean,), (weight,), (weight,))
     made = Call(op, inputs, ((x,), (weight,), (weight,)))
     kernel = kernels_of([work_of_call(f"aten::{op}", made)], np.ones(1))
-    predicted_ns, _ = roofline.predict_from_datasheet(kernel, load_gpu("H100"))
+    predicted_ns, _ = roofline.predict_from_datasheet(kernel, load_gpu(gpu))
     assert predicted_ns[0] / 1e3 == pytest.approx(measured_us, rel=0.1)
+
+
+def test_a_norm_without_weights_has_no_sums_of_them():
+    x, mean = Tensor((12_544, 512), "float32", 4), Tensor((12_544, 1), "float32", 4)
+    without = Call(
+        "native_layer_norm_backward",
+        ((x,), (x,), None, (mean,), (mean,), None, None),
+        ((x,), None, None),
+    )
+    assert cached_passes_of(without) == passes_of(without) == 1.15
+    assert work_of_call("aten::native_layer_norm_backward", without).tail == 0
