@@ -11,10 +11,11 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     in_kernel_invocation_manager,
 )
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn import parameter
 from torch.utils import _python_dispatch
 
 _modes: Any = _python_dispatch
+_parameters: Any = parameter
 _torch: Any = torch  # private names have no types
 
 
@@ -166,7 +167,7 @@ def as_subclass(tensor: Tensor, kind: type[Tensor]) -> Tensor:
         return alias
     if kind not in _COMBINED:
         bases: Any = (kind, FakeTensor)
-        added = _OF_UNINITIALIZED if issubclass(kind, UninitializedTensorMixin) else {}
+        added = _OF_UNINITIALIZED if issubclass(kind, _parameters.UninitializedTensorMixin) else {}
         _COMBINED[kind] = _equal_to(kind)(kind.__name__, bases, added)
     if any(vars(base).get("__slots__") for base in kind.__mro__):
         return _created(_COMBINED[kind], alias)

@@ -133,7 +133,8 @@ class _RankClocks:
         # (stage, micro-batch) -> ns.
         self._forward: dict[tuple[int, int], float] = {}
         self._backward: dict[tuple[int, int], float] = {}
-        self._block: dict[tuple[int, str, int], Figures] = {}
+        # (stage, phase, captured micro-batch) -> figures.
+        self._figures_by_block: dict[tuple[int, str, int], Figures] = {}
 
     def run(self, rank: int, action: Action) -> bool:
         """Run the next action of a rank; return False if its message has not been sent yet."""
@@ -165,9 +166,9 @@ class _RankClocks:
         # A few captured micro-batches represent all.
         times, count = self._stages[stage], self._micro_batches
         key = stage, phase, captured_micro_batch(micro_batch, count, times.micro_batches)
-        if key not in self._block:
-            self._block[key] = times.block(phase, micro_batch, count)
-        return self._block[key]
+        if key not in self._figures_by_block:
+            self._figures_by_block[key] = times.block(phase, micro_batch, count)
+        return self._figures_by_block[key]
 
 
 def _messages(
