@@ -347,7 +347,7 @@ class FakeOperators(TorchDispatchMode):
                 if isinstance(tensor, FakeTensor) and tensor.layout == torch.strided:
                     self.storages.number(tensor)
             if on_device:
-                self.workspaces.use(call)
+                self.workspaces.use(call, outputs)
             if event is not None:
                 event.on_device = on_device
                 if kernel is None and not schema.is_view:

@@ -1,9 +1,11 @@
 """Memory that an operator's kernels take beyond its results: workspaces of libraries, buffers."""
 
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from onerank.capture.no_device.event_log import EventLog
 from onerank.capture.no_device.operators.operator_calls import OperatorCall
@@ -12,6 +14,7 @@ from onerank.capture.no_device.operators.reduction_buffers import (
     buffer_bytes,
     reduced_dims,
 )
+from onerank.capture.no_device.operators.workspace_sizes import workspace_bytes
 
 # Operators that run in cuBLAS, which keeps a workspace.
 _PRODUCTS = frozenset("mm addmm bmm baddbmm addmv mv dot _scaled_mm".split())
@@ -47,7 +50,7 @@ class Workspaces:
         """Bytes of each kept block, the largest first."""
         return tuple(sorted(self._kept.values(), reverse=True))
 
-    def use(self, call: OperatorCall) -> None:
+    def use(self, call: OperatorCall, results: Sequence[Tensor]) -> None:
         """Allocate what the kernels of an operator take beyond its results."""
         base, args = call.schema.base, call.args
         if base in _PRODUCTS:
@@ -61,8 +64,9 @@ class Workspaces:
             reduced = reduced_dims(base, args, call.kwargs)
             sizes = buffer_bytes(call.tensors[0], reduced, threads, sm_count)
             self._take(*filter(None, sizes))
-        elif base == "_cudnn_rnn" and args[11] and args[12]:  # dropout in training
+        if base == "_cudnn_rnn" and args[11] and args[12]:  # dropout in training
             self._keep("dropout", self._dropout_bytes, 0)
+        self._take(*workspace_bytes(base, args, results))
 
     def _take(self, *sizes: int) -> None:
         """Allocate blocks, and free them in the reverse order."""
