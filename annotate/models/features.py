@@ -9,7 +9,13 @@ import numpy as np
 
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.operand_reuse import OperandReuse
-from onerank.annotate.op_costs.cost_record import AttentionShape, GemmShape, PartKernel, Work
+from onerank.annotate.op_costs.cost_record import (
+    EXPERT_KERNELS,
+    AttentionShape,
+    GemmShape,
+    PartKernel,
+    Work,
+)
 from onerank.annotate.op_costs.node_costs import OpCosts
 from onerank.annotate.op_costs.op_classes import (
     CLASSES,
@@ -102,13 +108,14 @@ class ComponentGemms(NamedTuple):
     @property
     def expert_calls(self) -> I64:
         """Calls that run the experts of an MoE layer by an inference engine's kernels."""
-        engines = ~np.isin(self.kernels, (PartKernel.LIBRARY, PartKernel.GROUPED))
+        engines = np.isin(self.kernels, EXPERT_KERNELS)
         return np.unique(self.call[engines])
 
     @property
     def grouped_calls(self) -> I64:
         """Calls whose GEMMs are grouped by expert, of any library."""
-        return np.unique(self.call[self.kernels != PartKernel.LIBRARY])
+        grouped = np.isin(self.kernels, (*EXPERT_KERNELS, PartKernel.GROUPED))
+        return np.unique(self.call[grouped])
 
     @property
     def flops(self) -> F64:

@@ -21,6 +21,8 @@ _EDGES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64), (6
 
 _SPLITS = (1, 2, 4, 8, 16)
 
+_HALF_BYTES = 2
+
 TILINGS = np.array([(*edges, split) for edges in _EDGES for split in _SPLITS], dtype=np.float64).T
 """Rows, columns and splits of the tilings from which cuBLAS chooses, float64[3, 60]."""
 
@@ -214,6 +216,101 @@ def grouped_kernels(
             fills_tiles=tilings is not _GROUPED_TILES[0],
         )
         yield np.flatnonzero(rows), kernel
+
+
+# Tiles of cuDNN's implicit GEMMs on Hopper, which the names of its kernels have. Only the sums of a
+# filter's gradient are divided.
+_CONVOLUTION_EDGES = ((256, 128), (128, 256), (128, 192), (256, 96), (128, 128), (256, 64),
+                      (128, 64), (64, 128), (64, 64), (256, 32), (128, 32))  # fmt: skip
+_CONVOLUTION_TILINGS = _undivided(_CONVOLUTION_EDGES)
+_FILTER_TILINGS = np.array(
+    [(*edges, split) for edges in _CONVOLUTION_EDGES for split in _SPLITS], dtype=np.float64
+).T
+
+# An SM loads this many bytes in a cycle of their tiles, a gathered image and a filter; cuBLAS sends
+# a tile to the SMs of a cluster at once. Chosen on convolutions with windows on an H200
+# (2026-11-28-convolutions-h200).
+_CONVOLUTION_LOADS, _CONVOLUTION_PROLOGUE, _CONVOLUTION_RATE = 42.0, 11_000.0, 1.07
+
+_WINDOWED = (
+    PartKernel.CONVOLUTION,
+    PartKernel.IMAGE_GRADIENT,
+    PartKernel.NARROW_CONVOLUTION,
+    PartKernel.NARROW_IMAGE_GRADIENT,
+)
+_FILTER_GRADIENTS = (PartKernel.FILTER_GRADIENT, PartKernel.NARROW_FILTER_GRADIENT)
+
+# Time of a convolution, or of a product of a recurrent layer, over that of its tiles on Hopper, in
+# 16 bits and in TF32, from the same.
+_OF_TILES = {
+    PartKernel.CONVOLUTION: (0.92, 0.92),
+    PartKernel.IMAGE_GRADIENT: (0.92, 1.0),
+    PartKernel.FILTER_GRADIENT: (1.03, 1.77),
+    PartKernel.NARROW_CONVOLUTION: (1.7, 2.0),
+    PartKernel.NARROW_IMAGE_GRADIENT: (1.4, 1.2),
+    PartKernel.NARROW_FILTER_GRADIENT: (1.9, 3.2),
+    PartKernel.POINT_CONVOLUTION: (1.0, 1.2),
+    PartKernel.POINT_IMAGE_GRADIENT: (1.0, 1.2),
+    PartKernel.POINT_FILTER_GRADIENT: (1.0, 1.0),
+    PartKernel.RECURRENT_STEP: (1.0, 1.5),
+    PartKernel.RECURRENT_STEP_GRADIENT: (1.0, 1.8),
+    PartKernel.RECURRENT_WEIGHT_GRADIENT: (1.0, 1.7),
+}
+
+# Share of the launch floors of a recurrent layer's step (`gemm.STEP_LAUNCHES`) that its kernels of
+# gates take on Hopper, 1.7 to 3.7 us on an H200.
+_STEP_SHARE = 1 / 6
+
+# The same over a GEMM of cuBLAS on other GPUs. Measured on DeepBench's 16-bit convolutions of 32
+# channels and more with cuDNN 7.6; medians on a V100 and a T4: 1.13 and 1.15 (convolutions), 1.34
+# and 1.24 (gradients of images), 1.31 and 1.78 (of filters); see benchmarks/predictions/deepbench.
+_OVER_GEMM = {
+    **dict.fromkeys((kernel for kernel in _OF_TILES if "CONVOLUTION" in kernel.name), 1.14),
+    **dict.fromkeys((kernel for kernel in _OF_TILES if "IMAGE" in kernel.name), 1.3),
+    **dict.fromkeys((kernel for kernel in _OF_TILES if "FILTER" in kernel.name), 1.4),
+}
+
+
+def convolution_kernels(
+    gpu: Gpu, kernels: U8, c: GemmCoefficients
+) -> Iterator[tuple[I64, TileKernel]]:
+    """Yield the rows of convolutions with windows in `kernels`, and their kernel on Hopper."""
+    if gpu.architecture != "hopper":
+        return
+    changed = msgspec.structs.replace(
+        c, l2_bytes_per_cycle=_CONVOLUTION_LOADS, prologue_cycles=_CONVOLUTION_PROLOGUE
+    )
+    for codes, tilings in (
+        (_WINDOWED, _CONVOLUTION_TILINGS),
+        (_FILTER_GRADIENTS, _FILTER_TILINGS),
+    ):
+        rows = np.flatnonzero(np.isin(kernels, codes))
+        if len(rows):
+            yield rows, TileKernel(changed, None, _CONVOLUTION_RATE, 0.0, tilings)
+
+
+def launches_on(gpu: Gpu, parts: ComponentGemms) -> F64:
+    """Return the additional launch floors of each component GEMM on a GPU, float64[p]."""
+    steps = (PartKernel.RECURRENT_STEP, PartKernel.RECURRENT_STEP_GRADIENT)
+    on_hopper = gpu.architecture == "hopper"
+    share = np.where(np.isin(parts.kernels, steps) & on_hopper, _STEP_SHARE, 1.0)
+    return parts.launches * share
+
+
+def library_factors(gpu: Gpu, kernels: U8, operand_bytes: F64) -> F64:
+    """Return the times of cuDNN's products over those of their tiles, 1 for others, float64[d].
+
+    Args:
+        gpu: where they run.
+        kernels: a `PartKernel` for each, uint8[d].
+        operand_bytes: of an element, float64[d].
+    """
+    factors = np.ones(len(kernels))
+    for kernel, (narrow, wide) in _OF_TILES.items():
+        on_hopper = np.where(operand_bytes <= _HALF_BYTES, narrow, wide)
+        factor = on_hopper if gpu.architecture == "hopper" else _OVER_GEMM.get(kernel, 1.0)
+        factors = np.where(kernels == kernel, factor, factors)
+    return factors
 
 
 def executed_over_counted(parts: ComponentGemms, calls: int) -> F64:

@@ -30,8 +30,11 @@ from onerank.annotate.models.roofline import PartTimes
 from onerank.annotate.models.tile_kernels import (
     TileKernel,
     batched_vector_kernel,
+    convolution_kernels,
     experts_kernels,
     grouped_kernels,
+    launches_on,
+    library_factors,
     scaled_kernels,
     tf32_kernel,
 )
@@ -225,6 +228,9 @@ def part_times(
     parts, owner = kernels.parts.of_calls(kernels.call[known])
     products = _Products(kernels, known[owner], parts.shapes, parts.kernels)
     single_ns = _products_ns(products, gpu, c)
+    operand_bytes = parts.shapes[:, GemmShape._fields.index("operand_bytes")]
+    single_ns *= library_factors(gpu, parts.kernels, operand_bytes)
+    parts = parts._replace(launches=launches_on(gpu, parts))
     part_times = PartTimes(parts, owner, single_ns, gpu, len(known))
     times = np.full(len(first), np.nan)
     times[known] = part_times.operator_ns
@@ -364,6 +370,7 @@ def _product_groups(
     grouped: list[tuple[I64, TileKernel]] = []
     if products.part_kernels is not None:
         special += experts_kernels(gpu, products.part_kernels, c)
+        special += convolution_kernels(gpu, products.part_kernels, c.gemm)
         grouped += grouped_kernels(gpu, shapes, products.part_kernels, c.gemm)
     of_library = np.ones(len(rows), dtype=bool)
     for chosen, _ in (*special, *grouped):

@@ -13,7 +13,7 @@ from onerank.annotate.op_costs.memory_bound import row_elements
 from onerank.annotate.op_costs.operands import Call, Tensor
 from onerank.annotate.op_costs.reductions import SM_COUNT, division_of
 
-NEED_VALUES = frozenset(("index_select",))
+NEED_VALUES = frozenset(("index_select", "roll", "_cummax_helper", "_cummin_helper"))
 """Operators, by base name, whose cycles depend on an argument that is no tensor. Those of sums and
 gathers do, too; `load_chains` and `memory_bound` list them."""
 
@@ -27,7 +27,8 @@ NEED_STRIDES = frozenset(
 def block_cycles_of(call: Call) -> float:
     """Return the SM cycles of a call, summed over all SMs; 0 for kernels of other kinds."""
     # Each rule has operators of its own, so their order does not matter.
-    rules = (_short_rows, _gathered_rows, _gathered_elements, _added, _batch_norm, _distances)
+    rules = (_short_rows, _scan, _gathered_rows, _gathered_elements, _added)
+    rules = (*rules, _batch_norm, _group_norm, _distances)
     return next(filter(None, (rule(call) for rule in rules)), 0.0)
 
 
@@ -64,6 +65,59 @@ def _short_rows(call: Call) -> float:
     values = together * ceil(row / together / threads)
     cycles = _WARP_CYCLES + _COMBINED * log2(threads) + each * values
     return _SHARES[call.op] * results * threads / _WARP * cycles
+
+
+# Scans --------------------------------------------------------------------------------------------
+
+SCANS = {
+    **dict.fromkeys(("cumsum", "cumprod"), 1.0),
+    **dict.fromkeys(("logcumsumexp", "_logcumsumexp"), 1.8),
+    **dict.fromkeys(("_cummax_helper", "_cummin_helper"), 1.75),
+}
+"""Time of a step of a scan over that of a sum's, by operator."""
+
+_SCAN_LOG2_THREADS, _SCAN_LEAST_LOG2, _WRAPPED = 9, 4, 1 << 32
+
+# SM cycles of a step of a block of 512 threads, in which each thread has two elements, and of each
+# level of its tree of additions; integers of 64 bits take longer. Rows of 4 to 1,024 numbers.
+_SCAN_STEP, _SCAN_LEVEL, _SCAN_WIDE, _BLOCK_THREADS = 1050.0, 48.0, 1.11, 512
+
+
+def threads_of_scan(rows: int, size: int) -> int:
+    """Return the threads that scan a row along the last dimension, out of 512 of a block.
+
+    Source: `get_log_num_threads_x_inner_scan` in ScanUtils.cuh, which keeps the ratio of threads
+    near that of sizes. Its numbers are unsigned, so with very many short rows the exponent wraps
+    around, and all 512 threads of a block take one row.
+    """
+    spare = _SCAN_LOG2_THREADS + (size - 1).bit_length() - (rows - 1).bit_length()
+    exponent = spare % _WRAPPED // 2
+    return 1 << min(max(exponent, _SCAN_LEAST_LOG2), _SCAN_LOG2_THREADS)
+
+
+def scanned(call: Call) -> tuple[Tensor, int] | None:
+    """Return a scan's operand and its dimension; None for other calls, and if it is not known."""
+    tensor = call.tensor(0)
+    axis = call.value(3 if "helper" in call.op else 1)
+    if call.op not in SCANS or tensor is None or not tensor.shape or not isinstance(axis, int):
+        return None
+    return tensor, axis % len(tensor.shape)
+
+
+def _scan(call: Call) -> float:
+    """Return the cycles of a scan along the last dimension of several rows."""
+    known = scanned(call)
+    if known is None or known[1] != len(known[0].shape) - 1:
+        return 0.0
+    tensor, size = known[0], known[0].shape[-1]
+    if tensor.numel <= size:
+        return 0.0
+    rows = tensor.numel // size
+    threads = threads_of_scan(rows, size)
+    blocks = ceil(rows * threads / _BLOCK_THREADS)
+    step = (_SCAN_STEP + _SCAN_LEVEL * log2(2 * threads)) * SCANS[call.op]
+    step *= _SCAN_WIDE if tensor.item_bytes > 4 else 1.0
+    return blocks * ceil(size / (2 * threads)) * step
 
 
 # Gathered rows ------------------------------------------------------------------------------------
@@ -115,10 +169,10 @@ def _rows_of_gather(call: Call, table: Tensor) -> int:
 # single elements of a row, and of elements at random places of memory. An addition in 16 bits swaps
 # two neighbours, and an extreme swaps in a loop. Of 200,000 rows and more of 32 to 512 elements,
 # one call is 26% too long and the others are within 15%; 20,000 rows are up to 57% too short.
-# Elements of a row in 16 bits are those of DeBERTa's relative positions, rows of 512; in 32 bits
-# they were not measured, and have the ratio of whole rows.
+# Elements of a row in 16 bits are those of DeBERTa's relative positions, rows of 512; in 32 bits of
+# rows of 32 and 512 (2026-11-28-convolutions-h200).
 _INDEX_ADDED = {2: 2.2, 4: 1.9}
-_ROWS_ADDED, _IN_ROWS_ADDED, _SINGLE_ADDED = {2: 1.0, 4: 0.85}, {2: 2.7, 4: 2.3}, {2: 4.9, 4: 3.7}
+_ROWS_ADDED, _IN_ROWS_ADDED, _SINGLE_ADDED = {2: 1.0, 4: 0.85}, {2: 2.7, 4: 3.1}, {2: 4.9, 4: 3.7}
 _ROWS_COMPARED, _SINGLE_COMPARED = 1.2, 7.4
 
 # The same of elements that are gathered one by one.
@@ -137,11 +191,18 @@ def _added(call: Call) -> float:
     index = call.tensor(2)
     if name not in ("scatter_add", "scatter_reduce") or index is None:
         return 0.0
-    whole = row_elements(call, table) > 1
-    if name == "scatter_add":
+    whole, additions = row_elements(call, table) > 1, additions_of(call)
+    if additions:
         by_width = _ROWS_ADDED if whole else _IN_ROWS_ADDED if _in_rows(index) else _SINGLE_ADDED
-        return index.numel * by_width[width]
+        return additions * index.numel * by_width[width]
     return index.numel * (_ROWS_COMPARED if whole else _SINGLE_COMPARED)
+
+
+def additions_of(call: Call) -> int:
+    """Return how often a scatter adds: twice for a mean, which counts, too; 0 for extremes."""
+    if call.op.removesuffix("_") != "scatter_reduce":
+        return 1
+    return {"sum": 1, "mean": 2}.get(call.value(4), 0)
 
 
 def _gathered_elements(call: Call) -> float:
@@ -227,3 +288,61 @@ def _distances(call: Call) -> float:
     if call.op != "_cdist_forward" or rows is None or not rows.shape:
         return 0.0
     return call.output_numel * (_DISTANCE_CYCLES + _NUMBER_CYCLES * rows.shape[-1])
+
+
+# Group norms --------------------------------------------------------------------------------------
+
+# Kernels of group_norm_kernel.cu. Groups with fewer than 512 numbers have a warp each for their
+# sums, of which an SM has 32 at a time: cycles of a group at least, and numbers in a cycle. 48,000
+# groups of 36, 112 and 256 numbers take an H100 31, 34 and 56 us, and 6, 16 and 41
+# (2026-11-27-small-operators-blind-h100).
+_WARP_NUMBERS, _GROUP_CYCLES, _GROUPED_PER_CYCLE = 512, 150.0, 0.93
+
+# Larger ones have a block of 512 threads each, four on an SM, whose threads load one number after
+# another: cycles of a load. The gradients have a block for each channel of an image, or a warp for
+# fewer than 512 points: cycles of a block, and of each load, by bytes of an element.
+_NORM_THREADS, _NORM_BLOCKS, _LOAD_CYCLES = 512, 4, 890.0
+_CHANNEL_CYCLES, _CHANNEL_LOAD = 600.0, {2: 242.0, 4: 289.0}
+_CHANNEL_WARP = 190.0
+
+# Numbers in a cycle of the elementwise kernels that follow, with operands of three shapes; those of
+# groups of channels without points are of the H100's rows above.
+_NORMED_PER_CYCLE, _NORMED_BACKWARD_PER_CYCLE = {2: 1.53, 4: 1.28}, {2: 1.12, 4: 1.02}
+_NORMED_ROWS_PER_CYCLE = 1.27
+
+
+def group_norm_cycles(call: Call) -> tuple[float, float]:
+    """Return the SM cycles of a group norm's sums, and of its elementwise kernel.
+
+    Of its backward, too. Zeros for other operators.
+    """
+    tensor = call.tensor(0)
+    if tensor is None or not tensor.numel or tensor.item_bytes not in _NORMED_PER_CYCLE:
+        return 0.0, 0.0
+    width, numbers = tensor.item_bytes, tensor.numel
+    if call.op == "native_group_norm":
+        moments = call.output(1)
+        sums = _moments_cycles(numbers, moments.numel if moments else 0)
+        images = len(tensor.shape) > 2
+        return sums, numbers / (_NORMED_PER_CYCLE[width] if images else _NORMED_ROWS_PER_CYCLE)
+    if call.op == "native_group_norm_backward" and len(tensor.shape) > 1:
+        channels = tensor.shape[0] * tensor.shape[1]
+        points = numbers // channels
+        each = _CHANNEL_CYCLES + _CHANNEL_LOAD[width] * ceil(points / _NORM_THREADS)
+        sums = channels * (each if points >= _NORM_THREADS else _CHANNEL_WARP)
+        return sums, numbers / _NORMED_BACKWARD_PER_CYCLE[width]
+    return 0.0, 0.0
+
+
+def _moments_cycles(numbers: int, groups: int) -> float:
+    if not groups:
+        return 0.0
+    if numbers < groups * _WARP_NUMBERS:
+        return max(groups * _GROUP_CYCLES, numbers / _GROUPED_PER_CYCLE)
+    waves = ceil(groups / (_NORM_BLOCKS * SM_COUNT))
+    loads = ceil(numbers / groups / _NORM_THREADS)
+    return SM_COUNT * waves * loads * _LOAD_CYCLES
+
+
+def _group_norm(call: Call) -> float:
+    return sum(group_norm_cycles(call))

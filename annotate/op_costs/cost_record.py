@@ -26,6 +26,24 @@ class PartKernel(IntEnum):
     """The same in tiles for up to as many tokens as experts."""
     GROUPED = 6
     """torch's grouped kernel."""
+    CONVOLUTION = 7
+    """A convolution from a larger image to a smaller one."""
+    IMAGE_GRADIENT = 8
+    """The gradient of its image, or a transposed convolution."""
+    FILTER_GRADIENT = 9
+    """The gradient of its filter."""
+    NARROW_CONVOLUTION = 10
+    """A convolution whose channels are no multiple of those that tensor cores load at once."""
+    NARROW_IMAGE_GRADIENT = 11
+    NARROW_FILTER_GRADIENT = 12
+    POINT_CONVOLUTION = 13
+    """A convolution that multiplies each point by one matrix."""
+    POINT_IMAGE_GRADIENT = 14
+    POINT_FILTER_GRADIENT = 15
+    RECURRENT_STEP = 16
+    """A time step of a recurrent layer."""
+    RECURRENT_STEP_GRADIENT = 17
+    RECURRENT_WEIGHT_GRADIENT = 18
 
     @property
     def for_few_tokens(self) -> "PartKernel":
@@ -37,6 +55,9 @@ _FOR_FEW_TOKENS = {
     PartKernel.VLLM_EXPERTS: PartKernel.VLLM_FEW_TOKENS,
     PartKernel.SGLANG_EXPERTS: PartKernel.SGLANG_FEW_TOKENS,
 }
+
+EXPERT_KERNELS = (PartKernel.CUTLASS_EXPERTS, *_FOR_FEW_TOKENS, *_FOR_FEW_TOKENS.values())
+"""Kernels of an inference engine for the experts of an MoE layer."""
 
 
 class ComponentGemm(NamedTuple):

@@ -35,6 +35,7 @@ from onerank.annotate.op_costs.cost_record import (
     matmul_work,
     vector_work,
 )
+from onerank.annotate.op_costs.depthwise import DepthwiseSizes
 from onerank.annotate.op_costs.operands import Call, Tensor
 
 
@@ -330,24 +331,44 @@ _CHANNEL_BYTES = 16
 # its inner size is divided further than `gemm_tiles` splits it.
 _INNER = 32768
 
-SLOWER = {"down": 1.14, "up": 1.3, "filter": 1.4}
-"""Time of a convolution over that of a GEMM of its sizes by `gemm_tiles`.
-
-Measured on DeepBench's 16-bit convolutions of 32 channels and more with cuDNN 7.6; medians on a
-V100 and a T4: 1.13 and 1.15 (down), 1.34 and 1.24 (up), 1.31 and 1.78 (filter); see
-benchmarks/predictions/deepbench.py.
-"""
+# The kernel of each kind of product: of a plain convolution, of one whose channels are not aligned,
+# and of one that is a plain GEMM for each point.
+_KERNELS = {
+    "down": (
+        PartKernel.CONVOLUTION,
+        PartKernel.NARROW_CONVOLUTION,
+        PartKernel.POINT_CONVOLUTION,
+    ),
+    "up": (
+        PartKernel.IMAGE_GRADIENT,
+        PartKernel.NARROW_IMAGE_GRADIENT,
+        PartKernel.POINT_IMAGE_GRADIENT,
+    ),
+    "filter": (
+        PartKernel.FILTER_GRADIENT,
+        PartKernel.NARROW_FILTER_GRADIENT,
+        PartKernel.POINT_FILTER_GRADIENT,
+    ),
+}
 
 
 class _Sizes(NamedTuple):
-    """Sizes of a convolution between a larger image and a smaller one, per group of channels."""
+    """Sizes of a convolution between a larger image and a smaller one, per group of channels.
+
+    `window` has the sizes of the filter's window.
+    """
 
     groups: int
     large: Tensor
     small: Tensor
     large_channels: int
     small_channels: int
-    kernel: int
+    window: tuple[int, ...]
+
+    @property
+    def kernel(self) -> int:
+        """Points of the window."""
+        return prod(self.window)
 
     @property
     def flops(self) -> int:
@@ -355,7 +376,7 @@ class _Sizes(NamedTuple):
         return 2 * self.small.numel * self.large_channels * self.kernel
 
     def parts(self, *kinds: str) -> tuple[ComponentGemm, ...]:
-        """Return the GEMMs of the kinds in `SLOWER`."""
+        """Return the GEMMs of the kinds in `_KERNELS`."""
         return tuple(self._part(kind) for kind in kinds)
 
     def _part(self, kind: str) -> ComponentGemm:
@@ -366,7 +387,7 @@ class _Sizes(NamedTuple):
         padded_small = -(-self.small_channels // lanes) * lanes
         points = self.small.numel // (self.groups * self.small_channels)
         large_points = self.large.numel // (self.groups * self.large_channels)
-        slower = SLOWER[kind]
+        kernel = _KERNELS[kind][self._form]
         if kind == "down":
             sizes, image = (points, self.small_channels, padded_large * self.kernel), self.large
         elif kind == "up":
@@ -381,9 +402,21 @@ class _Sizes(NamedTuple):
                 self.large,
             )
             reuse = self.groups * padded_large * self.kernel * points / max(1, image.numel)
-            return ComponentGemm(self.groups * divided, *sizes, item, max(1.0, reuse), slower)
+            return ComponentGemm(
+                self.groups * divided, *sizes, item, max(1.0, reuse), kernel=kernel
+            )
         reuse = self.groups * sizes[0] * sizes[2] / max(1, image.numel)
-        return ComponentGemm(self.groups, *sizes, item, max(1.0, reuse), slower)
+        return ComponentGemm(self.groups, *sizes, item, max(1.0, reuse), kernel=kernel)
+
+    @property
+    def _form(self) -> int:
+        """Place in `_KERNELS` of the convolution's kernels."""
+        lanes = max(1, _CHANNEL_BYTES // self.large.item_bytes)
+        if self.large_channels % lanes or self.small_channels % lanes:
+            return 1
+        is_pointwise = self.kernel == 1 and self.groups == 1
+        strided = prod(self.large.shape[2:]) != prod(self.small.shape[2:])
+        return 2 if is_pointwise and not strided else 0
 
 
 def _sizes(x: Tensor, weight: Tensor, out: Tensor, *, transposed: bool) -> _Sizes | None:
@@ -395,30 +428,17 @@ def _sizes(x: Tensor, weight: Tensor, out: Tensor, *, transposed: bool) -> _Size
         return None
     groups = max(1, large.shape[axis] // weight.shape[1])
     few = weight.shape[0] // groups
-    return _Sizes(groups, large, small, weight.shape[1], max(1, few), prod(weight.shape[2:]))
-
-
-_CUDNN_CYCLES = {"down": 0.045, "up": 0.095, "filter": 0.036}
-_OWN_CYCLES = {"down": 0.69, "up": 0.60, "filter": 0.37}
-"""SM cycles of a multiply-add of a depthwise convolution, by cuDNN for images with their channels
-last, and by torch's own kernel for others.
-
-Measured on H100s (benchmarks/results/2026-11-28-four-gpu-jobs-3-4xh100.txt): filters of 7 x 7 in
-float16 with 128 to 1,024 channels (0.036 to 0.051, 0.095 to 0.148, 0.026 to 0.043), and filters of
-4 in bfloat16 with 6,144 channels. Filters of 3 and 5 taps, which have other kernels, were not
-measured.
-"""
+    return _Sizes(groups, large, small, weight.shape[1], max(1, few), weight.shape[2:])
 
 
 def _work(call: Call, x: Tensor, sizes: _Sizes, *kinds: str, own: bool | None = None) -> Work:
     flops = sizes.flops * len(kinds)
     if sizes.large_channels == 1 and sizes.groups > 1:
         # Depthwise: one input channel per group leaves no inner size for tensor cores.
-        # cuDNN gets images with their channels last; `own` is known from the operator's name.
-        if own is None:
-            own = len(x.shape) != 4 or x.strides[1] != 1
-        per_multiply_add = _OWN_CYCLES if own else _CUDNN_CYCLES
-        cycles = sizes.flops / 2 * sum(per_multiply_add[kind] for kind in kinds)
+        images = len(x.shape) == len(sizes.window) + 2
+        last = images and bool(x.recorded_strides) and x.strides[1] == 1
+        depthwise = DepthwiseSizes(sizes.large, sizes.small, sizes.window, last, own)
+        cycles = sum(map(depthwise.cycles, kinds)) if images else 0.0
         return replace(vector_work(call, flops), cycles=cycles)
     return matmul_work(call, allowing_tf32(x), flops, parts=sizes.parts(*kinds))
 
@@ -498,6 +518,12 @@ benchmarks/predictions/deepbench.py.
 """
 
 
+# cuDNN runs steps of several layers and directions at once where they take longer than their host
+# needs to launch them, as in 32 bits: power of the layers by which steps take less. Two layers
+# take an H200 1 / 1.6 to 1 / 1.7 of the sum of their kernels, three 1 / 1.9.
+_TOGETHER, _NARROW_BYTES = 0.62, 2
+
+
 def _recurrent(weights: Sequence[int], state: int, times: int) -> Formula:
     """Return the formula of an LSTM, a GRU or a plain recurrent layer.
 
@@ -541,6 +567,7 @@ def _parts(
     # Packed sequences have fewer rows in their last steps; the steps here are those of full
     # batches.
     steps = -(-tokens // max(1, batch))
+    step_kernel = PartKernel.RECURRENT_STEP_GRADIENT if backward else PartKernel.RECURRENT_STEP
     parts: list[ComponentGemm] = []
     for of_input, _ in pairs:
         gates, features = of_input.shape
@@ -548,12 +575,13 @@ def _parts(
         of_step, of_tokens = (
             (width, gates) if backward else (gates, width) for width in (size, features)
         )
-        parts += [
-            ComponentGemm(1, batch, *of_step, item, times=steps, launches=STEP_LAUNCHES),
-            ComponentGemm(1, tokens, *of_tokens, item),
-        ]
+        step = ComponentGemm(1, batch, *of_step, item, launches=STEP_LAUNCHES, kernel=step_kernel)
+        layers = len(pairs) ** _TOGETHER if item > _NARROW_BYTES else 1.0
+        parts += [step._replace(times=steps / layers), ComponentGemm(1, tokens, *of_tokens, item)]
         if backward:
-            parts += [ComponentGemm(1, gates, rows, tokens, item) for rows in (size, features)]
+            of_weights = ComponentGemm(1, gates, size, tokens, item)
+            of_weights = of_weights._replace(kernel=PartKernel.RECURRENT_WEIGHT_GRADIENT)
+            parts += [of_weights, of_weights._replace(n=features)]
     return tuple(parts)
 
 

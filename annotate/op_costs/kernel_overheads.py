@@ -19,7 +19,7 @@ from math import prod
 from onerank.annotate.op_costs.block_cycles import block_cycles_of, computes_sums
 from onerank.annotate.op_costs.memory_bound import changed_elements
 from onerank.annotate.op_costs.op_classes import OpClass, is_generated
-from onerank.annotate.op_costs.operands import Call, Tensor
+from onerank.annotate.op_costs.operands import Call, Tensor, numbers_of
 from onerank.annotate.op_costs.reductions import SM_COUNT, division_of
 
 # Longest row that PyTorch's softmax keeps in the registers of a warp, in elements, in torch 2.11.
@@ -92,6 +92,12 @@ _COUNTED = {
 _LONG_SOFTMAX, _LONG_SOFTMAX_BACKWARD = 1.5, 1.4
 
 
+# Elementwise kernels on one list of tensors (`multi_tensor_apply`), whose blocks take 65,536
+# elements each: `_foreach_sqrt` and `_foreach_mul` of 60 to 600 MB take an H200 1.15 to 1.3 times
+# as long as memory needs (2026-11-28-convolutions-h200).
+_LIST_PASSES = 1.2
+
+
 def passes_of(call: Call) -> float:
     """Return the number of times that a call's kernels stream its bytes."""
     name = call.op
@@ -105,7 +111,11 @@ def passes_of(call: Call) -> float:
     if tensor is None or not tensor.shape:
         return 1.0
     row_bytes = tensor.shape[-1] * tensor.item_bytes
-    if name in _SUMS and shares_outputs(call):
+    if name == "roll":
+        passes = float(rolled_dimensions(call))
+    elif name.startswith("_foreach_") and sum(map(bool, call.inputs)) == 1:
+        passes = _LIST_PASSES
+    elif name in _SUMS and shares_outputs(call):
         passes = 1 + _SHARED_ROW_BYTES / max(call.output_numel * tensor.item_bytes, 1)
     elif name in ("_softmax", "_log_softmax"):
         passes = _LONG_SOFTMAX if tensor.shape[-1] > _REGISTER_ROW else 1.0
@@ -239,14 +249,6 @@ ARITHMETIC = frozenset(("_cdist_forward", "_standard_gamma", "binomial"))
 # beyond the 10 bits of 512 counts as `_CONFLICTS` more comparisons.
 _CONFLICTS, _SPREAD_BITS = 2, 10
 
-# Group norms whose groups have fewer than 512 numbers: a warp each (`RowwiseMomentsCUDAKernel`), of
-# which an SM has 32 at a time. Cycles of a group at least, and numbers in a cycle by Welford's
-# algorithm; then those of the elementwise kernel, with operands of three shapes. 48,000 groups of
-# 36, 112 and 256 numbers take an H100 31, 34 and 56 us, and 6, 16 and 41
-# (2026-11-27-small-operators-blind-h100).
-_WARP_NUMBERS = 512
-_GROUP_CYCLES, _GROUPED_PER_CYCLE, _NORMED_GROUPS_PER_CYCLE = 150.0, 0.93, 1.27
-
 # SM cycles of a row and of each of its elements in a softmax of long rows, by bytes of an element:
 # rows of 4,096 to 262,144 numbers on an H200, -20 to +8% off (2026-11-28-hopper-kernels-h200 and
 # its second file). In 32 bits the shipped database of the H200 has 0.8 to 1.0 cycles.
@@ -302,7 +304,6 @@ def cycles_of(call: Call, operator_class: OpClass) -> float:
     # Elements and their rate by the first rule that applies.
     rules = (
         (op in _PER_CYCLE, read, _PER_CYCLE.get(op, 1.0)),
-        (op == "native_group_norm", _group_norm_cycles(call), 1.0),
         (op in ("index_fill", "index_fill_"), _filled(call), _ELEMENTWISE_PER_CYCLE),
         (op in ("sort", "argsort"), _sorted_in_blocks(call), _SORTED_PER_CYCLE),
         (op == "searchsorted", _compared(call), _COMPARED_PER_CYCLE),
@@ -315,7 +316,7 @@ def cycles_of(call: Call, operator_class: OpClass) -> float:
         (_reduces_rows(call), _reduced_row_cycles(call), 1.0),
         (op in ("max", "min"), read, _FOUND_PER_CYCLE),
         (operator_class is OpClass.REDUCTION, read, _REDUCED_PER_CYCLE),
-        (op == "roll", read, _ROLLED_PER_CYCLE),
+        (op == "roll", read * rolled_dimensions(call), _ROLLED_PER_CYCLE),
         (stored is not None, stored.numel if stored else 0, _ELEMENTWISE_PER_CYCLE),
         (computes and _transposes(call), widest, _transposed_per_cycle(call)),
         (op != "copy_" and mixes_dtypes(call, operator_class), widest, _MIXED_PER_CYCLE),
@@ -325,6 +326,11 @@ def cycles_of(call: Call, operator_class: OpClass) -> float:
         (_concatenates_strided(call), read, _CONCATENATED_PER_CYCLE),
     )
     return next((elements / rate for applies, elements, rate in rules if applies), 0.0)
+
+
+def rolled_dimensions(call: Call) -> int:
+    """Return the dimensions of `roll`; a kernel shifts each (`roll_common` in Roll.cpp)."""
+    return max(1, len(numbers_of(call.value(1))))
 
 
 def _leading_sum_cycles(call: Call) -> float:
@@ -337,17 +343,6 @@ def _leading_sum_cycles(call: Call) -> float:
         return 0.0
     fours, others = divmod(tensor.numel // outputs, _TOGETHER)
     return outputs * (_OUTPUT_CYCLES + fours * _FOUR_CYCLES + others * _OTHER_CYCLES)
-
-
-def _group_norm_cycles(call: Call) -> float:
-    """Return the SM cycles of both kernels of a group norm; 0 if a group has more than a warp."""
-    moments = call.output(1)
-    groups = moments.numel if moments else 0
-    if not groups or call.numel(0) >= groups * _WARP_NUMBERS:
-        return 0.0
-    numbers = call.numel(0)
-    sums = max(groups * _GROUP_CYCLES, numbers / _GROUPED_PER_CYCLE)
-    return sums + numbers / _NORMED_GROUPS_PER_CYCLE
 
 
 def _filled(call: Call) -> int:

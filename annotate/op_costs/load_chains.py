@@ -15,7 +15,14 @@ from collections.abc import Callable
 from math import ceil, log2
 from typing import Any
 
-from onerank.annotate.op_costs.block_cycles import ALIGNED_BYTES, FEW_ROWS
+from onerank.annotate.op_costs.block_cycles import (
+    ALIGNED_BYTES,
+    FEW_ROWS,
+    SCANS,
+    additions_of,
+    scanned,
+    threads_of_scan,
+)
 from onerank.annotate.op_costs.kernel_overheads import (
     SHARED_ROW_BYTES,
     STORES_BY_INDEX,
@@ -28,9 +35,7 @@ from onerank.annotate.op_costs.op_classes import op_class
 from onerank.annotate.op_costs.operands import Call, Tensor
 from onerank.annotate.op_costs.reductions import NEED_AXES, SM_COUNT, division_of
 
-_SCANS = frozenset({"cumsum", "cumprod", "logcumsumexp", "_logcumsumexp"})
-
-NEED_VALUES = _SCANS | NEED_AXES
+NEED_VALUES = frozenset(SCANS) | NEED_AXES
 """Scans and reductions, whose chain depends on the dimensions."""
 
 # Elements that a block of PyTorch's kernels reads in a step, and its steps over a row. Layer norm
@@ -80,8 +85,6 @@ _TREE = 3.5
 # A number of a column takes 0.16 us from the cache and 0.38 from memory (1500 x 256 int64).
 _COLUMN = 0.386
 
-_LOG2_THREADS = 9  # of a block of that scan, at most
-
 
 def _norm(call: Call) -> float:
     tensor = call.tensor(0)
@@ -124,24 +127,22 @@ def _reduction(call: Call) -> float:
 
 
 def _scan(call: Call) -> float:
-    """Return the loads of a scan; a single row is divided among blocks.
+    """Return the loads of a scan; CUB divides a single row of a sum among blocks.
 
     Along another dimension than the last, a thread adds the numbers of a column one by one. Along
-    the last, a block scans as many rows as leave it 16 threads or more for each (PyTorch's
-    `get_log_num_threads_x_inner_scan`), and a thread has two elements.
+    the last, a thread has two elements of each step of a row.
     """
-    tensor, axis = call.tensor(0), call.value(1)
-    if tensor is None or not tensor.shape or not isinstance(axis, int):
+    known = scanned(call)
+    if known is None:
         return 0.0
+    (tensor, axis), slower = known, SCANS[call.op]
     size = tensor.shape[axis]
-    if not tensor.numel or tensor.numel == size:
+    if not tensor.numel or (tensor.numel == size and "helper" not in call.op):
         return 0.0
-    if _is_before_last(axis, tensor):
+    if axis != len(tensor.shape) - 1:
         return _COLUMN * size
-    rows = tensor.numel // size
-    spare = ceil(log2(size)) - ceil(log2(rows))
-    threads = 2 ** min(max((_LOG2_THREADS + spare) // 2, 4), _LOG2_THREADS)
-    return _TREE * ceil(size / (2 * threads))
+    threads = threads_of_scan(tensor.numel // size, size)
+    return slower * _TREE * ceil(size / (2 * threads))
 
 
 # An index, and the element or row at it: 2.05 us for one row of `embedding`, `index_select` and
@@ -155,6 +156,8 @@ _INDEXED, _PUT, _FLIPPED = 2.0, 4.0, 2.2
 # a block, and loads for an element: 128 elements take 2.2 us, 256 3.1, 512 4.8, 768 6.8, and 1024
 # or more 8.6, from memory; 1.7 to 5.4 from the cache.
 _SCATTERED_BY_THREAD, _SCATTER_THREADS, _SCATTERED = 8, 128, 1.3
+# Extremes swap in a loop: 7.0 to 8.2 us where additions take 4.2 to 4.6 (H200).
+_COMPARED_BY_SWAPS = 1.75
 
 # Up to 16 rows `indexSelectSmallIndex` and `indexFuncSmallIndex` take one row after another (their
 # sources: Indexing.cu). Of 1 to 16 rows `embedding` and `index_select` take 2.2 to 11.5 us,
@@ -175,7 +178,8 @@ def _scattered(call: Call) -> float:
     aligned = table is not None and not row_elements(call, table) * table.item_bytes % ALIGNED_BYTES
     if call.op == "gather" and aligned and _is_before_last(call.value(1), index):
         return _INDEXED
-    return _SCATTERED * min(_SCATTERED_BY_THREAD, ceil(index.numel / _SCATTER_THREADS))
+    each = additions_of(call) or _COMPARED_BY_SWAPS
+    return each * _SCATTERED * min(_SCATTERED_BY_THREAD, ceil(index.numel / _SCATTER_THREADS))
 
 
 def _is_before_last(axis: Any, tensor: Tensor | None) -> bool:
@@ -240,8 +244,12 @@ def _mixed(call: Call) -> float:
     return _CAST_LOADS * min(_CAST_BY_THREAD, ceil(call.output_numel / _CAST_THREADS))
 
 
+_SCATTERS = (
+    "gather scatter scatter_ scatter_add scatter_add_ scatter_reduce scatter_reduce_".split()
+)
+
 _CHAINS: dict[str, Callable[[Call], float]] = {
-    **dict.fromkeys(("gather", "scatter", "scatter_", "scatter_add", "scatter_add_"), _scattered),
+    **dict.fromkeys(_SCATTERS, _scattered),
     **dict.fromkeys(("embedding", "index_select"), _selected),
     **dict.fromkeys(("index_add", "index_add_"), _added),
     "index": lambda _: _INDEXED,
@@ -250,7 +258,7 @@ _CHAINS: dict[str, Callable[[Call], float]] = {
     **dict.fromkeys(("native_layer_norm", "_fused_rms_norm"), _norm),
     **dict.fromkeys(("_softmax", "_log_softmax"), _softmax),
     **dict.fromkeys((*_SUMS, *VARIANCES, *_EXTREMES), _reduction),
-    **dict.fromkeys(_SCANS, _scan),
+    **dict.fromkeys(SCANS, _scan),
     **dict.fromkeys(("searchsorted", "bucketize"), _bisected),
     **dict.fromkeys(("nll_loss_forward", "nll_loss_backward"), _nll_loss),
 }
@@ -271,10 +279,10 @@ _FAR_LOADS = {
     **dict.fromkeys(VARIANCES, 1.47),
     "_fused_rms_norm": 1.95,
     "native_layer_norm": 1.67,
-    **dict.fromkeys(("gather", "scatter", "scatter_", "scatter_add", "scatter_add_"), 1.78),
+    **dict.fromkeys(_SCATTERS, 1.78),
     **dict.fromkeys(STORES_BY_INDEX, 1.75),
     "flip": 1.9,
-    **dict.fromkeys(_SCANS, 2.4),
+    **dict.fromkeys(SCANS, 2.4),
     **dict.fromkeys(("searchsorted", "bucketize"), 1.4),
 }
 
@@ -283,7 +291,7 @@ def far_load_of(call: Call) -> float:
     """Return the time of a chain's load from memory over one from the cache; 1 if not measured."""
     axis = call.value(1)
     # Scans of columns were measured, and gathers and scatters of single elements.
-    of_rows = call.op in _SCANS and not _is_before_last(axis, call.tensor(0))
+    of_rows = call.op in SCANS and not _is_before_last(axis, call.tensor(0))
     whole_rows = _CHAINS.get(call.op) is _scattered and _is_before_last(axis, call.tensor(2))
     return 1.0 if of_rows or whole_rows else _FAR_LOADS.get(call.op, 1.0)
 

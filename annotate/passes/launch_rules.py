@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from math import ceil
 
 from onerank.annotate.gpus.gpu import Gpu
+from onerank.annotate.op_costs.block_cycles import additions_of, group_norm_cycles
+from onerank.annotate.op_costs.kernel_overheads import rolled_dimensions
 from onerank.annotate.op_costs.op_classes import OpClass, base_name, is_generated, op_class
 from onerank.annotate.op_costs.operands import Call, Piece, Tensor, numbers_of, tensor_lists
 from onerank.annotate.op_costs.reductions import NEED_AXES, division_of
@@ -160,6 +162,36 @@ def _cat(call: Call, target: Gpu) -> Sequence[Launch]:
     return [Launch("CatArrayBatchedCopy", sum(batch) / total) for batch in batches]
 
 
+def _roll(call: Call, target: Gpu) -> Sequence[Launch]:
+    """Return the launches of `roll`, one for each dimension."""
+    shifted = rolled_dimensions(call)
+    return (Launch("roll_cuda_kernel", 1 / shifted),) * shifted if shifted > 1 else ()
+
+
+def _scatter_reduce(call: Call, target: Gpu) -> Sequence[Launch]:
+    """Return the launches of a scattered mean: sums, and counts by which it divides them."""
+    table = call.tensor(0)
+    if additions_of(call) < 2 or table is None:
+        return ()
+    kernel = Launch("_scatter_gather_elementwise_kernel", 0.5)
+    fill = Launch("vectorized_elementwise_kernel", op=FILL, internal_bytes=table.nbytes)
+    others = ("clamp_min_", 2), ("div_", 3)
+    return (
+        kernel,
+        fill,
+        fill,
+        kernel,
+        *(
+            Launch(
+                "vectorized_elementwise_kernel",
+                op=f"aten::{name}",
+                internal_bytes=times * table.nbytes,
+            )
+            for name, times in others
+        ),
+    )
+
+
 # Kernels of `logsumexp` before and after its sum: `logsumexp_out_impl` in ReduceOps.cpp takes the
 # largest of each row, replaces infinite ones, and adds it to the logarithm of the sum.
 _BEFORE_SUM = ("abs", "eq", "masked_fill_")
@@ -202,18 +234,36 @@ def _results(call: Call) -> list[Tensor | None]:
     return [call.output(position) for position in range(len(call.outputs))]
 
 
+# Helpers of group norms, in launch floors: the constants of each channel, and the gradients of its
+# weight and bias.
+_CONSTANTS, _CHANNEL_GRADIENTS = 0.9, 1.9
+
+
 def _group_norm(call: Call, target: Gpu) -> Sequence[Launch]:
     """Return the launches of a group norm, moments first. Source: group_norm_kernel.cu."""
-    return (Launch("RowwiseMomentsCUDAKernel", 0.5), Launch("elementwise_kernel", 0.5))
+    share = _share_of_sums(call)
+    return (
+        Launch("RowwiseMomentsCUDAKernel", share),
+        Launch("ComputeFusedParamsCUDAKernel", floors=_CONSTANTS),
+        Launch("elementwise_kernel", 1 - share),
+    )
 
 
 def _group_norm_backward(call: Call, target: Gpu) -> Sequence[Launch]:
     """Return the launches of its backward. Source: group_norm_kernel.cu."""
+    share = _share_of_sums(call)
     return (
-        Launch("ComputeInternalGradientsCUDAKernel", 0.3),
-        Launch("ComputeBackwardFusedParamsCUDAKernel", floors=0.7),
-        Launch("elementwise_kernel", 0.7),
+        Launch("ComputeInternalGradientsCUDAKernel", share),
+        Launch("elementwise_kernel", floors=_CONSTANTS),
+        Launch("ComputeBackwardFusedParamsCUDAKernel", floors=_CONSTANTS),
+        Launch("elementwise_kernel", 1 - share),
+        Launch("GammaBetaBackwardCUDAKernel1", floors=_CHANNEL_GRADIENTS),
     )
+
+
+def _share_of_sums(call: Call) -> float:
+    sums, elementwise = group_norm_cycles(call)
+    return sums / (sums + elementwise) if sums else 0.5
 
 
 def _loss_backward(call: Call, target: Gpu) -> Sequence[Launch]:
@@ -314,7 +364,7 @@ def _reduction(call: Call, target: Gpu) -> Sequence[Launch]:
 _NEED_VALUES = NEED_AXES | frozenset(
     (
         "_index_put_impl_ index_put_ index_put _cudnn_attention_forward mamba_chunk_scan "
-        "multinomial topk _embedding_bag_dense_backward"
+        "multinomial topk _embedding_bag_dense_backward roll scatter_reduce scatter_reduce_"
     ).split()
 )
 
@@ -347,6 +397,9 @@ _RULES: dict[str, Rule] = {
     "_ctc_loss_backward": _ctc_loss_backward,
     "_cudnn_ctc_loss": _cudnn_ctc_loss,
     "cat": _cat,
+    "roll": _roll,
+    "scatter_reduce": _scatter_reduce,
+    "scatter_reduce_": _scatter_reduce,
     "logsumexp": _logsumexp,
     **dict.fromkeys(["mse_loss", "smooth_l1_loss", "huber_loss"], _mean_loss),
     "native_layer_norm_backward": _norm_backward,

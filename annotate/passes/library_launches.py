@@ -7,7 +7,7 @@ database of the H200, and 1,400 calls profiled on an H100 (2026-11-25, torch 2.1
 
 from collections.abc import Callable, Sequence
 from math import ceil, prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -157,18 +157,26 @@ _CONVOLUTION_TILES_FROM_COUNTER = 1.7
 _SPLIT_POINTS_PER_TILE = 500
 
 
+# Names of the products: of the smaller image, of the larger one, and of the filter.
+_FORWARD, _GRADIENT, _OF_FILTER = (
+    f"sm90_xmma_{name}_implicit_gemm" for name in ("fprop", "dgrad", "wgrad")
+)
+
+
 def _convolution(call: Call, target: Gpu) -> Sequence[Launch]:
     """Return the launches of a convolution: copies to and from channels-last, and its bias."""
     image, weight, bias, out = call.tensor(0), call.tensor(1), call.tensor(2), call.output()
     if image is None or weight is None or out is None:
         return ()
-    if not _is_covered(weight, call.value(6), target):
+    if not _is_covered(weight, target):
         return ()
     add = (_bias_added(out, bias, target),) if bias is not None else ()
-    if image.shape[1] != weight.shape[1]:  # grouped
+    transposed = call.value(6) is True
+    if _is_depthwise(image if transposed else out, weight):
         return (WHOLE, *add)
-    gemm = _ImplicitGemm(image, weight, _is_pointwise(call, weight, 3), target)
-    return (*gemm.product("sm90_xmma_fprop_implicit_gemm", (image, weight), out, 1.0), *add)
+    gemm = _ImplicitGemm(image, weight, out, _is_pointwise(call, weight, 3), target)
+    name = _GRADIENT if transposed else _FORWARD
+    return (*gemm.product(name, (image, weight), out, 1.0), *add)
 
 
 def _convolution_backward(call: Call, target: Gpu) -> Sequence[Launch]:
@@ -176,28 +184,33 @@ def _convolution_backward(call: Call, target: Gpu) -> Sequence[Launch]:
     grad, image, weight = (call.tensor(position) for position in range(3))
     if grad is None or image is None or weight is None:
         return ()
-    if not _is_covered(weight, call.value(7), target):
+    if not _is_covered(weight, target):
         return ()
     of_image, of_weight, of_bias = (call.output(position) for position in range(3))
     products = sum(result is not None for result in (of_image, of_weight))
     if not products:
         return ()
-    gemm = _ImplicitGemm(image, weight, _is_pointwise(call, weight, 4), target)
-    grouped = image.shape[1] != weight.shape[1]
+    transposed = call.value(7) is True
+    gemm = _ImplicitGemm(image, weight, grad, _is_pointwise(call, weight, 4), target)
+    depthwise = _is_depthwise(image if transposed else grad, weight)
     launches: list[Launch] = []
     if of_image is not None:
-        name = "sm90_xmma_dgrad_implicit_gemm"
+        name = _FORWARD if transposed else _GRADIENT
         whole = (Launch(name, 1 / products),)
         parts = gemm.product(name, (grad, weight), of_image, 1 / products)
-        launches += whole if grouped else parts
+        launches += whole if depthwise else parts
     if of_weight is not None:
-        name = "sm90_xmma_wgrad_implicit_gemm"
-        whole = (Launch(name, 1 / products),)
-        launches += whole if grouped else gemm.filter_gradient(name, grad, 1 / products)
+        whole = (Launch(_OF_FILTER, 1 / products),)
+        launches += whole if depthwise else gemm.filter_gradient(_OF_FILTER, grad, 1 / products)
     if of_bias is not None:
         launches += [MEMSET] * gemm.channels_last
         launches.append(_bias_gradient(grad, target, gemm.channels_last))
     return launches
+
+
+def _is_depthwise(many: Tensor, weight: Tensor) -> bool:
+    """Return whether each channel has a filter of its own; `many` has weight.shape[0] channels."""
+    return weight.shape[1] == 1 and weight.shape[0] > 1 and many.shape[1] >= weight.shape[0]
 
 
 def _bias_added(out: Tensor, bias: Tensor, target: Gpu) -> Launch:
@@ -226,9 +239,9 @@ def _floors_of(op: str, call: Call, target: Gpu) -> float:
     return float(predicted_ns[0]) / target.launch_floor_ns
 
 
-def _is_covered(weight: Tensor, transposed: Any, target: Gpu) -> bool:
-    """Return whether a convolution is of a measured kind: of images or volumes, not transposed."""
-    return len(weight.shape) in (4, 5) and transposed is False and target.capability == _HOPPER
+def _is_covered(weight: Tensor, target: Gpu) -> bool:
+    """Return whether a convolution is of a measured kind: of sequences, images or volumes."""
+    return len(weight.shape) in (3, 4, 5) and target.capability == _HOPPER
 
 
 def _is_pointwise(call: Call, weight: Tensor, stride_at: int) -> bool:
@@ -239,14 +252,18 @@ def _is_pointwise(call: Call, weight: Tensor, stride_at: int) -> bool:
 class _ImplicitGemm:
     """The launches of a convolution as GEMMs, by the layout of its image."""
 
-    def __init__(self, image: Tensor, weight: Tensor, pointwise: bool, target: Gpu) -> None:
-        self.channels_last = image.strides[1] == 1 and image.shape[1] > 1
+    def __init__(
+        self, image: Tensor, weight: Tensor, result: Tensor, pointwise: bool, target: Gpu
+    ) -> None:
+        # A sequence counts as an image of one row.
+        images = len(weight.shape) > 3
+        self.channels_last = images and image.strides[1] == 1 and image.shape[1] > 1
         self._image = image
         self._weight = weight
         self._pointwise = pointwise
         self._target = target
         # Tensor cores load eight channels of 16 bits: fewer are padded in a zeroed buffer.
-        narrow = any(size % _CHANNELS for size in weight.shape[:2])
+        narrow = any(each.shape[1] % _CHANNELS for each in (image, result))
         self._padded = narrow and image.item_bytes == 2
         self._has_window = prod(weight.shape[2:]) > 1
 
@@ -298,8 +315,8 @@ class _ImplicitGemm:
     def _copied(self, name: str, tensor: Tensor) -> Launch:
         small = prod(tensor.shape[2:]) < _SMALL_WINDOW
         cycles = tensor.numel * (_COPIED_WINDOW if small else _COPIED_POINT)
-        floors = floors_of_cycles(cycles, self._target)
-        return Launch(name, internal_bytes=2 * tensor.nbytes, floors=floors)
+        moved = 2 * tensor.nbytes
+        return Launch(name, internal_bytes=moved, cycles=cycles, fitted=False)
 
 
 # Attention.

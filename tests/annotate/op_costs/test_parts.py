@@ -80,7 +80,7 @@ def test_channels_are_filled_up_and_long_sums_divided():
 
 
 def test_filters_of_one_channel_have_no_product():
-    image = tensor(8, 64, 56, 56)
+    image = tensor(64, 64, 56, 56)
     work = forward(image, tensor(64, 1, 7, 7), image)
     assert (work.matmul, work.parts, work.flops) == (False, (), 2 * image[0].numel * 49)
     assert backward(image, tensor(64, 1, 7, 7), image).flops == 2 * work.flops
