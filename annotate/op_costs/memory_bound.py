@@ -308,7 +308,12 @@ def row_elements(call: Call, table: Tensor) -> int:
     if not isinstance(dim, int) or index is None or len(index.shape) != len(table.shape):
         return 1
     inner = table.shape[dim % len(table.shape) + 1 :] if table.shape else ()
-    return max(1, prod(inner)) if inner and index.shape[-len(inner) :] == inner else 1
+    if not inner or index.shape[-len(inner) :] != inner:
+        return 1
+    # An index with strides of its own has an entry for each element.
+    if index.recorded_strides and all(index.strides[-len(inner) :]):
+        return 1
+    return max(1, prod(inner))
 
 
 BY_CLASS: dict[OpClass, Formula] = {
