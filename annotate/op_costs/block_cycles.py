@@ -27,8 +27,16 @@ NEED_STRIDES = frozenset(
 def block_cycles_of(call: Call) -> float:
     """Return the SM cycles of a call, summed over all SMs; 0 for kernels of other kinds."""
     # Each rule has operators of its own, so their order does not matter.
-    rules = (_short_rows, _scan, _gathered_rows, _gathered_elements, _added)
-    rules = (*rules, _batch_norm, _group_norm, _distances)
+    rules = (
+        _short_rows,
+        _scan,
+        _gathered_rows,
+        _gathered_elements,
+        _added,
+        _batch_norm,
+        _group_norm,
+        _distances,
+    )
     return next(filter(None, (rule(call) for rule in rules)), 0.0)
 
 

@@ -35,15 +35,21 @@ class PartKernel(IntEnum):
     NARROW_CONVOLUTION = 10
     """A convolution whose channels are no multiple of those that tensor cores load at once."""
     NARROW_IMAGE_GRADIENT = 11
+    """The gradient of its image."""
     NARROW_FILTER_GRADIENT = 12
+    """The gradient of its filter."""
     POINT_CONVOLUTION = 13
     """A convolution that multiplies each point by one matrix."""
     POINT_IMAGE_GRADIENT = 14
+    """The gradient of its image."""
     POINT_FILTER_GRADIENT = 15
+    """The gradient of its filter."""
     RECURRENT_STEP = 16
     """A time step of a recurrent layer."""
     RECURRENT_STEP_GRADIENT = 17
+    """The gradient of a time step."""
     RECURRENT_WEIGHT_GRADIENT = 18
+    """The gradient of a weight over all time steps."""
 
     @property
     def for_few_tokens(self) -> "PartKernel":
