@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from onerank.capture.fake_tensors import fake_on
 from onerank.capture.no_device.operators import flash_attention_3
+from onerank.capture.no_device.operators.operator_calls import is_same_data
 from onerank.capture.no_device.operators.recurrent_layers import (
     packed_sequence,
     results_of_backward,
@@ -263,6 +264,7 @@ def _shifted(operator: Callable[..., Any]) -> Callable[..., Tensor]:
 
 
 SHAPES: dict[str, Callable[..., Any]] = {
+    "is_set_to": is_same_data,
     "bitsandbytes::int8_mixed_scaled_mm": _mixed_product,
     "bitsandbytes::int8_vectorwise_quant": _quantised_rows,
     "bitsandbytes::int8_double_quant": _quantised_rows_and_columns,
@@ -340,7 +342,8 @@ CPU_OPERAND_BYTES = 1 << 30
 def shapes_by_cpu(func: Any) -> Callable[..., Any] | None:
     """Return a function that gives the results of torch's operator by running it on the CPU.
 
-    The operands are zeros. The function returns None if an operand or a result is sparse.
+    The operands are zeros. The function returns None if an operand or a result is sparse, or a
+    result is a number.
 
     Returns:
         None if the CPU has no implementation, if the operator writes to its operands, and if the
@@ -361,7 +364,9 @@ def shapes_by_cpu(func: Any) -> Callable[..., Any] | None:
         with unset_fake_temporarily():
             args, kwargs = tree_map_only(Tensor, _zeros_on_cpu, operands)
             results = func(*args, **kwargs)
-        if any(each.layout != torch.strided for each in tree_leaves(results)):
+        # A number would be that of zeros.
+        leaves = tree_leaves(results)
+        if not all(isinstance(each, Tensor) and each.layout == torch.strided for each in leaves):
             return None
         return tree_map_only(Tensor, lambda result: _empty_like(result, device), results)
 
