@@ -370,8 +370,10 @@ class FakeOperators(TorchDispatchMode):
         if not event.on_device:
             return
         operands = call.operands
-        # The arguments that an operator writes are the last ones.
-        inner = inner_of(event.name, operands[: len(operands) - len(call.given_results())], result)
+        # The arguments that an operator writes are the last ones. Those of FSDP pass them on.
+        if event.name.startswith("aten::"):
+            operands = operands[: len(operands) - len(call.given_results())]
+        inner = inner_of(event.name, operands, result)
         if inner is not None:
             event.name = inner.name
             event.inputs = self._describe_inputs(inner.name, inner.args)
