@@ -30,6 +30,9 @@ LARGEST_KNOWN = 1 << 20
 """Tokens of a micro-batch up to which a capture without a device knows its masks: `KNOWN_ELEMENTS`
 of `capture.fake_tensors`, which this process need not import with torch."""
 
+# What cuDNN adds to the workspace of attention's backward, as the allocator rounds it.
+_PADDING = 512
+
 _PRIMES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83)
 
 _DECODE = msgspec.json.Decoder(Any)
@@ -163,6 +166,14 @@ class _Growth:
         new = [self.number(value) if value > 0 else value for value in distinct.tolist()]
         return np.array(new, dtype=np.int64)[inverse.reshape(-1)]
 
+    def blocks(self, sizes: I64) -> I64:
+        """Return the new sizes of blocks; a workspace may have a constant part."""
+        new = self.numbers(sizes)
+        constant = np.isin(sizes, list(self.constants)) | (sizes % self.captured == 0)
+        padded = ~constant & ((sizes - _PADDING) % self.captured == 0)
+        new[padded] = self.numbers(sizes[padded] - _PADDING) + _PADDING
+        return new
+
     def text(self, graph: Graph, name: str) -> tuple[StringTable, npt.NDArray[np.int32]]:
         """Return the graph's strings with those of a column's new texts, and the new column."""
         codes, inverse = np.unique(getattr(graph.nodes, name), return_inverse=True)
@@ -203,7 +214,7 @@ def _with_memory(graph: Graph, growth: _Growth, log: MemoryLog) -> Graph:
     measured = graph.job.measurement
     rows = {number: row for row, number in enumerate(graph.nodes.id.tolist())}
     before = np.array(log.blocks.bytes, dtype=np.int64)
-    sizes = growth.numbers(before)
+    sizes = growth.blocks(before)
     _grow_rounded(graph, growth, log, rows, sizes)
     changed = np.flatnonzero(sizes != before).tolist()
     blocks = msgspec.structs.replace(log.blocks, bytes=tuple(sizes.tolist()))
