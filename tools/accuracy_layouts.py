@@ -4,6 +4,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+_FIGURES = ("predicted", "measured", "error")
+
 Row = dict[str, str]
 """A row of `accuracy.csv`, by column."""
 
@@ -112,6 +114,14 @@ def _of_slices(claim: str, what: str) -> WideTable:
 def _in_astra_sim(conditions: str, heading: str = "") -> Column:
     where = {"claim": "step-in-astra-sim", "conditions": conditions}
     return Column(f"ASTRA-sim, {heading or conditions}", "error", where)
+
+
+def _serving(cases: str) -> WideTable:
+    """Return the table of the steps of engines whose case begins so."""
+    figures = (Column(name, name, {"claim": "serving"}) for name in _FIGURES)
+    inside = Column("in the 80% interval", "measured", {"claim": "serving-inside"})
+    keys = ("case", "hardware", "conditions", "file")
+    return WideTable(("serving", "serving-inside"), keys, (*figures, inside), cases=cases)
 
 
 WIDE_TABLES: dict[str, WideTable] = {
@@ -266,16 +276,11 @@ WIDE_TABLES: dict[str, WideTable] = {
         hardware="4 x",
         omits=("predicted",),
     ),
-    "serving": WideTable(
-        ("serving", "serving-inside"),
-        ("case", "hardware", "conditions", "file"),
-        (
-            Column("predicted", "predicted", {"claim": "serving"}),
-            Column("measured", "measured", {"claim": "serving"}),
-            Column("error", "error", {"claim": "serving"}),
-            Column("in the 80% interval", "measured", {"claim": "serving-inside"}),
-        ),
-    ),
+    "serving-slices": _serving("slice of TP"),
+    "serving-interpolation": _serving("interpolated|measured with"),
+    "serving-shapes": _serving("from shapes alone"),
+    "serving-another-gpu": _serving(".*(for an|operators of) H[12]00|H[12]00, from"),
+    "serving-memory": _serving("peak memory|tokens in|reserved|kernels of a CUDA graph"),
     "new-scripts": WideTable(
         (
             *("new-scripts", "new-scripts-astra-sim", "new-scripts-fixed"),
@@ -509,7 +514,7 @@ SUMMARIES: dict[str, tuple[SummaryLine, ...]] = {
         ),
         SummaryLine(
             "new scripts on one to four GPUs, before they ran",
-            "#new-scripts-predicted-before-they-ran",
+            "new-scripts.md",
             "new-scripts",
         ),
     ),
@@ -550,7 +555,7 @@ SUMMARIES: dict[str, tuple[SummaryLine, ...]] = {
         SummaryLine("the same in float8", "training-speeds.md", "torchtitan", _FLOAT8),
         SummaryLine(
             "the same of new scripts, before they ran on 1 to 4 GPUs",
-            "training-speeds.md",
+            "new-scripts.md",
             "new-scripts",
         ),
         SummaryLine(
