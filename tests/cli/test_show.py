@@ -135,7 +135,7 @@ def test_a_description_is_checked_against_its_schema():
 
 def test_verify_takes_the_options_of_a_job_and_none_of_its_output():
     text = invoke(capture, "verify", "--help").stdout
-    assert "--tp INTEGER" in text
+    assert "--tp N" in text
     assert "--raw-dir" not in text
     assert "--record-real-job" not in text
 
