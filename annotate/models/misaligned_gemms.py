@@ -29,7 +29,7 @@ _BATCHED_OPERANDS, _BATCHED_RESULTS = 264.0, 218.0
 # What their tiles load limits them, on an H100 as on an H200. The rates above are those of full
 # tiles of 128 x 128. Up to 32 rows of the result run tiles of 64 x 64; rows that a tile lacks save
 # a part of its time. Granite 3.3's head, 49,159 columns of 4096 in bf16: 8, 32, 33, 65 and 128 rows
-# take 389, 508, 404, 454 and 547 us on an H100, and 367, 444, 395, 446 and 546 us here
+# take 389, 508, 404, 454 and 547 us on an H100; these figures give 367, 444, 395, 446 and 546
 # (2026-11-28-serving-blind-4-h100); 32 rows take 510 us on an H200. A single row runs a product of
 # a matrix and a vector, 132 to 139 us on an H200, as long as this many FLOPs of each element.
 _SIDE, _SMALL_SIDE, _SMALL_SIDE_ROWS, _ROW_SHARE, _FLOPS_OF_VECTOR = 128, 64, 32, 0.6, 63

@@ -191,10 +191,10 @@ def _matrix_exponential(call: Call) -> Work | None:
 # Longest transform of one kernel, and passes over the data of a longer one, complex and real.
 _ONE_KERNEL, _LONG_PASSES, _LONG_REAL_PASSES = 16384, 3.2, 3.8
 
-# Passes for a length that is no power of two. A prime factor up to the first takes no time of its
-# own; up to the last it takes a pass for every 25 numbers. A larger one is a convolution by
-# Bluestein's method. If a prime factor exceeds the second, each of more than the first has a kernel
-# of its own, and one kernel does the rest.
+# Passes for a length that is no power of two. Prime factors up to `_SMALL_PRIME` add none. Larger
+# ones add a pass for every 25 numbers. If one exceeds `_SHARED_PRIME`, cuFFT runs a kernel for each
+# of these larger factors, and one for the others. If one exceeds `_LARGEST_PRIME`, the transform is
+# a convolution by Bluestein's method.
 _UNEVEN_PASSES = 1.3
 _SMALL_PRIME, _SHARED_PRIME, _LARGEST_PRIME = 13, 37, 127
 _NUMBERS_OF_PASS, _BLUESTEIN_PASSES = 25, 4.7

@@ -1,10 +1,10 @@
 """SM cycles of depthwise convolutions, which have no GEMM: vector units multiply.
 
-torch has kernels of its own (DepthwiseConv2d.cu, DepthwiseConv3d.cu). cuDNN runs images with the
+torch's kernels are in DepthwiseConv2d.cu and DepthwiseConv3d.cu. cuDNN runs images with the
 channels last and, of others, those in float16 with windows of 3 x 3 and 5 x 5 and of one row
-(`use_cudnn_depthwise` in Convolution.cpp). A thread computes one point, so a point costs cycles of
-its own and cycles for each point of its window. Measured on an H200 with torch 2.11 and cuDNN 9.19
-(benchmarks/results, 2026-11-28-convolutions-h200.txt), windows of 3 to 49 points.
+(`use_cudnn_depthwise` in Convolution.cpp). A thread computes one point, which costs a constant
+number of cycles and a number for each point of the window. Measured on an H200 with torch 2.11 and
+cuDNN 9.19 (benchmarks/results, 2026-11-28-convolutions-h200.txt), windows of 3 to 49 points.
 """
 
 from math import prod

@@ -310,7 +310,7 @@ def row_elements(call: Call, table: Tensor) -> int:
     inner = table.shape[dim % len(table.shape) + 1 :] if table.shape else ()
     if not inner or index.shape[-len(inner) :] != inner:
         return 1
-    # An index with strides of its own has an entry for each element.
+    # An index that is not expanded along the row has an entry for each of its elements.
     if index.recorded_strides and all(index.strides[-len(inner) :]):
         return 1
     return max(1, prod(inner))

@@ -209,7 +209,10 @@ def _convolution_backward(call: Call, target: Gpu) -> Sequence[Launch]:
 
 
 def _is_depthwise(many: Tensor, weight: Tensor) -> bool:
-    """Return whether each channel has a filter of its own; `many` has weight.shape[0] channels."""
+    """Return whether each channel has its own filter.
+
+    `many` is the image with `weight.shape[0]` channels.
+    """
     return weight.shape[1] == 1 and weight.shape[0] > 1 and many.shape[1] >= weight.shape[0]
 
 
@@ -420,8 +423,8 @@ def _chunked_scan(call: Call, target: Gpu) -> Sequence[Launch]:
 
 # Shortest times in launch floors: of the updates of states in decodes, which load a state before
 # they can compute, and of the kernel that keeps the last rows of a prefill's convolution. On an
-# H100 and an H200 alike, in OLMo-Hybrid, Falcon-H1 and Kimi-Linear with one sequence, they take 1.4
-# to 1.6, 3.8 to 3.9, 3.7 and 1.3 to 1.4 us (2026-11-28-state-errors-hopper).
+# H100 and an H200, in OLMo-Hybrid, Falcon-H1 and Kimi-Linear with one sequence, they take 1.4 to
+# 1.6, 3.8 to 3.9, 3.7 and 1.3 to 1.4 us (2026-11-28-state-errors-hopper).
 _UPDATE_FLOORS = {
     "causal_conv1d_update": 0.52,
     "recurrent_gated_delta_rule": 0.96,

@@ -1,7 +1,7 @@
 """Loops that wait for a number that no device computes, such as a solver's error below a tolerance.
 
-A placeholder never changes, so such a loop never ends. Nothing but the number of its reads tells it
-from a loop that ends.
+A placeholder never changes, so such a loop never ends. Only the number of its reads distinguishes
+it from a loop that ends.
 """
 
 import ast

@@ -54,7 +54,7 @@ def route_tokens(model: nn.Module) -> None:
 
 
 def _routed(block: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute a block of Llama 4; the result is that of its own forward."""
+    """Compute a block of Llama 4, with the result of its `forward` in transformers."""
     hidden = hidden_states.reshape(-1, hidden_states.shape[-1])
     logits = functional.linear(hidden, block.router.weight, block.router.bias)
     chosen, index = torch.topk(logits, block.top_k, dim=-1)

@@ -42,7 +42,7 @@ class Detections:
 
     def selected(self, call: OperatorCall) -> Any:
         """Return the result of a selection by unknown numbers; None outside a detector."""
-        if not any(map(_runs, _DETECTORS)):
+        if not any(map(frame_of, _DETECTORS)):
             return None
         if call.schema.name == "torchvision::nms":
             boxes = call.tensors[0]
@@ -71,7 +71,7 @@ class Detections:
         elif base == "eq" and len(tensors) == 2 and tensors[0].dim() == tensors[1].dim() == 2:
             # The best box of each label: one in each row.
             _mark(result, _SELECTED, min(tensor.numel() for tensor in tensors))
-        elif base == "eq" and (frame := _runs(_POOLING)):
+        elif base == "eq" and (frame := frame_of(_POOLING)):
             levels = len(frame.f_locals.get("x_filtered") or [None])
             _mark(result, _SELECTED, -(-tensors[0].numel() // levels))
         elif base == "cat":
@@ -99,7 +99,7 @@ class Detections:
         ]
 
 
-def _runs(module: str) -> Any:
+def frame_of(module: str) -> Any:
     """Return the innermost frame that runs a module, or one in it; None without one."""
     if module not in sys.modules:
         return None

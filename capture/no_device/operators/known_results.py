@@ -1,17 +1,16 @@
 """Numbers of results, computed on the CPU from the known numbers of an operator's operands."""
 
 import math
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.nn.modules._functions import SyncBatchNorm
 from torch.utils._pytree import tree_map_only
 
 from onerank.capture.fake_tensors import KNOWN_ELEMENTS, is_computable, is_small, most_known
+from onerank.capture.no_device.operators.detections import frame_of
 from onerank.capture.no_device.operators.operator_calls import OperatorCall, tensors_in
 from onerank.capture.no_device.operators.router_choices import CHOICES, RouterChoices
 from onerank.capture.no_device.tensor_values import Known, UnknownValues
@@ -26,6 +25,9 @@ _DRAWN: dict[str, Callable[..., Tensor]] = {
     "randint": torch.randint,
     "rand": torch.rand,
 }
+
+# The module of SyncBatchNorm's autograd function, whose masks select among ranks.
+_SYNC_BATCH_NORM = "torch.nn.modules._functions"
 
 # Operators that are given nothing but the sizes of a result, whose dtype has a default.
 _OF_SIZES = ("empty", "zeros", "ones", "rand")
@@ -142,7 +144,7 @@ class KnownResults:
             if mask is not None:
                 with unset_fake_temporarily():
                     count = int(mask.count_nonzero())
-            elif _selects_ranks():
+            elif frame_of(_SYNC_BATCH_NORM) is not None:
                 count = index.numel()
             else:
                 return None
@@ -150,16 +152,6 @@ class KnownResults:
             selected = tensor.new_empty(count, dtype=torch.int64)
             positions += [selected] * index.dim()
         return call.func(tensor, positions)
-
-
-def _selects_ranks() -> bool:
-    """Whether the forward pass of SyncBatchNorm runs, which selects only among ranks."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is SyncBatchNorm.forward.__code__:
-            return True
-        frame = frame.f_back
-    return False
 
 
 def _answer_on_finiteness(call: OperatorCall) -> bool | None:

@@ -167,7 +167,11 @@ class _Growth:
         return np.array(new, dtype=np.int64)[inverse.reshape(-1)]
 
     def blocks(self, sizes: I64) -> I64:
-        """Return the new sizes of blocks; a workspace may have a constant part."""
+        """Return the new sizes of blocks.
+
+        A size that the smaller micro-batch has, too, is constant. Another one that the prime does
+        not divide is a workspace that grows, with a constant part.
+        """
         new = self.numbers(sizes)
         constant = np.isin(sizes, list(self.constants)) | (sizes % self.captured == 0)
         padded = ~constant & ((sizes - _PADDING) % self.captured == 0)

@@ -285,7 +285,8 @@ class StepRow(msgspec.Struct, frozen=True):
         p90_ns: 90th percentile of the step.
         graph_ns: the step replayed as a CUDA graph; None on a CPU. Predicted: its kernels plus the
             gaps between them. Gaps are those of the measured CUDA graph, adjusted for the launch
-            times of another GPU of the same die; without one, those of `kernel_gaps`.
+            times of another GPU of the same die; without one, that of the
+            cost model after each kernel, such as 0.25 us on an H100.
             Recorded: of a step that replayed CUDA graphs, the spans of the replays plus its other
             kernels.
         graph_low_ns: 10th percentile of the replay.

@@ -1,4 +1,4 @@
-"""Loops that read placeholders: those that never end are told from those that do."""
+"""Loops that read placeholders: those that never end are refused, and others are not."""
 
 import itertools
 

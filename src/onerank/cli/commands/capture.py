@@ -55,7 +55,7 @@ class CaptureOptions(SeveralCaptures):
 
 
 class _CaptureGroup(SectionedGroup):
-    """A group that knows what `capture train.py` means."""
+    """A group that suggests `capture run train.py` for `capture train.py`."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
