@@ -28,6 +28,7 @@ HEADINGS: dict[str, dict[str, str]] = {
     "torchtitan": {"predicted": "predicted tokens/s", "measured": "published tokens/s"},
     "intervals-within-a-gpu": {"predicted": "interval"},
     "block-cycles": {"measured": "calls", "error": "median error"},
+    "shares-below-65": {"conditions": "cause", "measured": "inside"},
     "decompositions": {"measured": "calls", "error": "mean error"},
     "gemm-durations": {"case": "duration"},
     "fine-scales": {"case": "scales"},
@@ -175,6 +176,19 @@ WIDE_TABLES: dict[str, WideTable] = {
             Column(heading, "error", {"conditions": heading})
             for dtype in ("float32", "float16", "bfloat16")
             for heading in (dtype, f"{dtype}, before")
+        ),
+    ),
+    "single-calls": WideTable(
+        ("single-calls",),
+        ("case", "hardware"),
+        tuple(
+            column
+            for calls in ("chosen", "held out")
+            for column in (
+                Column(calls, "measured", {"conditions": f"{calls}, after"}),
+                Column("error before", "error", {"conditions": f"{calls}, before"}),
+                Column("after", "error", {"conditions": f"{calls}, after"}),
+            )
         ),
     ),
     "library-disagreement": WideTable(
