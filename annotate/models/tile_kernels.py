@@ -240,35 +240,43 @@ _WINDOWED = (
 )
 _FILTER_GRADIENTS = (PartKernel.FILTER_GRADIENT, PartKernel.NARROW_FILTER_GRADIENT)
 
-# Time of a convolution, or of a product of a recurrent layer, over that of its tiles on Hopper, in
-# 16 bits and in TF32, from the same.
-_OF_TILES = {
-    PartKernel.CONVOLUTION: (0.92, 0.92),
-    PartKernel.IMAGE_GRADIENT: (0.92, 1.0),
-    PartKernel.FILTER_GRADIENT: (1.03, 1.77),
-    PartKernel.NARROW_CONVOLUTION: (1.7, 2.0),
-    PartKernel.NARROW_IMAGE_GRADIENT: (1.4, 1.2),
-    PartKernel.NARROW_FILTER_GRADIENT: (1.9, 3.2),
-    PartKernel.POINT_CONVOLUTION: (1.0, 1.2),
-    PartKernel.POINT_IMAGE_GRADIENT: (1.0, 1.2),
-    PartKernel.POINT_FILTER_GRADIENT: (1.0, 1.0),
-    PartKernel.RECURRENT_STEP: (1.0, 1.5),
-    PartKernel.RECURRENT_STEP_GRADIENT: (1.0, 1.8),
-    PartKernel.RECURRENT_WEIGHT_GRADIENT: (1.0, 1.7),
+
+class _LibraryFactors(NamedTuple):
+    """Time of a product of cuDNN over that of a GEMM of the same tiles.
+
+    Attributes:
+        hopper_16_bit: on Hopper with operands of up to 16 bits.
+        hopper_tf32: on Hopper in TF32.
+        other: on other GPUs, over cuBLAS's GEMM of the same sizes.
+    """
+
+    hopper_16_bit: float
+    hopper_tf32: float
+    other: float = 1.0
+
+
+# On Hopper from convolutions and recurrent layers on an H200 (2026-11-28-convolutions-h200). On
+# other GPUs from DeepBench's 16-bit convolutions of 32 channels and more with cuDNN 7.6; medians on
+# a V100 and a T4: 1.13 and 1.15 (convolutions), 1.34 and 1.24 (gradients of images), 1.31 and 1.78
+# (of filters); see benchmarks/predictions/deepbench. Recurrent layers were not measured there.
+_LIBRARY_FACTORS = {
+    PartKernel.CONVOLUTION: _LibraryFactors(0.92, 0.92, 1.14),
+    PartKernel.IMAGE_GRADIENT: _LibraryFactors(0.92, 1.0, 1.3),
+    PartKernel.FILTER_GRADIENT: _LibraryFactors(1.03, 1.77, 1.4),
+    PartKernel.NARROW_CONVOLUTION: _LibraryFactors(1.7, 2.0, 1.14),
+    PartKernel.NARROW_IMAGE_GRADIENT: _LibraryFactors(1.4, 1.2, 1.3),
+    PartKernel.NARROW_FILTER_GRADIENT: _LibraryFactors(1.9, 3.2, 1.4),
+    PartKernel.POINT_CONVOLUTION: _LibraryFactors(1.0, 1.2, 1.14),
+    PartKernel.POINT_IMAGE_GRADIENT: _LibraryFactors(1.0, 1.2, 1.3),
+    PartKernel.POINT_FILTER_GRADIENT: _LibraryFactors(1.0, 1.0, 1.4),
+    PartKernel.RECURRENT_STEP: _LibraryFactors(1.0, 1.5),
+    PartKernel.RECURRENT_STEP_GRADIENT: _LibraryFactors(1.0, 1.8),
+    PartKernel.RECURRENT_WEIGHT_GRADIENT: _LibraryFactors(1.0, 1.7),
 }
 
 # Share of the launch floors of a recurrent layer's step (`gemm.STEP_LAUNCHES`) that its kernels of
 # gates take on Hopper, 1.7 to 3.7 us on an H200.
 _STEP_SHARE = 1 / 6
-
-# The same over a GEMM of cuBLAS on other GPUs. Measured on DeepBench's 16-bit convolutions of 32
-# channels and more with cuDNN 7.6; medians on a V100 and a T4: 1.13 and 1.15 (convolutions), 1.34
-# and 1.24 (gradients of images), 1.31 and 1.78 (of filters); see benchmarks/predictions/deepbench.
-_OVER_GEMM = {
-    **dict.fromkeys((kernel for kernel in _OF_TILES if "CONVOLUTION" in kernel.name), 1.14),
-    **dict.fromkeys((kernel for kernel in _OF_TILES if "IMAGE" in kernel.name), 1.3),
-    **dict.fromkeys((kernel for kernel in _OF_TILES if "FILTER" in kernel.name), 1.4),
-}
 
 
 def convolution_kernels(
@@ -306,10 +314,13 @@ def library_factors(gpu: Gpu, kernels: U8, operand_bytes: F64) -> F64:
         operand_bytes: of an element, float64[d].
     """
     factors = np.ones(len(kernels))
-    for kernel, (narrow, wide) in _OF_TILES.items():
-        on_hopper = np.where(operand_bytes <= _HALF_BYTES, narrow, wide)
-        factor = on_hopper if gpu.architecture == "hopper" else _OVER_GEMM.get(kernel, 1.0)
-        factors = np.where(kernels == kernel, factor, factors)
+    for kernel, of_kernel in _LIBRARY_FACTORS.items():
+        rows = kernels == kernel
+        if gpu.architecture != "hopper":
+            factors[rows] = of_kernel.other
+            continue
+        is_16_bit = operand_bytes[rows] <= _HALF_BYTES
+        factors[rows] = np.where(is_16_bit, of_kernel.hopper_16_bit, of_kernel.hopper_tf32)
     return factors
 
 
