@@ -1,6 +1,7 @@
 """Memory in use over time, and the contents of its peak."""
 
 import re
+from collections import Counter
 from dataclasses import dataclass
 
 import msgspec
@@ -93,7 +94,8 @@ def levels_of(log: MemoryLog, resident: Resident) -> I64:
     int64[10, events + 1]: a row per class, one for the workspace of the optimizer's step, and one
     for gradients that the backward frees.
     """
-    size, kind, allocated, freed = columns_of(log)
+    size, _, allocated, freed = columns_of(log)
+    kind = _resident_classes(log, resident)
     step = (kind == MemoryClass.WORKSPACE) & (np.array(log.blocks.phase) == Phase.OPTIMIZER)
     row = np.where(step, STEP_ROW, kind)
     row = np.where(_freed_by_backward(log), WHOLE_ROW, row)
@@ -102,11 +104,31 @@ def levels_of(log: MemoryLog, resident: Resident) -> I64:
     np.add.at(levels, (row[freed >= 0], freed[freed >= 0] + 1), -size[freed >= 0])
     levels[:, 0] += [sum(resident.get(memory_class, ())) for memory_class in MemoryClass] + [0, 0]
     levels = np.cumsum(levels, axis=1)
-    # Negative where the step frees a resident block that was counted in another class.
+    # Negative where the step frees a resident block that has no size in common with its class.
     below = np.minimum(levels, 0)
     levels -= below
     levels[MemoryClass.OTHER] += below.sum(axis=0)
     return levels
+
+
+def _resident_classes(log: MemoryLog, resident: Resident) -> I64:
+    """Return the class of each block, int64[n], of those allocated before the step by `resident`.
+
+    The log knows a block that the step frees but did not allocate by its size alone. If its logged
+    class has no resident block of this size, the block belongs to a class that has one. Gradients
+    come first: a step frees them far more often than parameters, which have the same sizes.
+    """
+    size, kind, allocated, freed = columns_of(log)
+    remaining = {memory_class: Counter(sizes) for memory_class, sizes in resident.items()}
+    kind = kind.copy()
+    for row in np.flatnonzero((allocated < 0) & (freed >= 0)).tolist():
+        block = int(size[row])
+        classes = (MemoryClass(kind[row]), MemoryClass.GRADIENTS, *remaining)
+        owner = next((c for c in classes if c in remaining and remaining[c][block]), None)
+        if owner is not None:
+            remaining[owner][block] -= 1
+            kind[row] = owner
+    return kind
 
 
 def levels_by_class(levels: I64) -> I64:

@@ -19,6 +19,7 @@ from onerank.annotate.memory.allocator import (
 from onerank.annotate.memory.memory_report import report_memory
 from onerank.annotate.memory.mitigations import WHOLE_ROW, Need, mitigations
 from onerank.annotate.memory.non_allocator import non_allocator_memory
+from onerank.annotate.memory.peak import levels_of
 from onerank.annotate.memory.reserved_memory import AllocationRequest, simulate_reserved
 from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import (
@@ -191,6 +192,28 @@ def test_held_classes_come_from_the_capture_and_the_rest_is_workspace():
         "workspace": 2048,
     }
     assert found.source == "captured"
+
+
+def test_a_freed_resident_block_belongs_to_the_class_that_has_its_size():
+    # Two gradients of the last step, in no class of the log, between blocks of known classes.
+    blocks = Blocks(
+        bytes=(512, 2048, 2048, 512),
+        memory_class=(int(MemoryClass.ACTIVATIONS), *(int(MemoryClass.OTHER),) * 3),
+        allocated_at=(0, -1, -1, -1),
+        freed_at=(4, 1, 2, 3),
+        node=(0,) * 4,
+        phase=(int(Phase.FORWARD),) * 4,
+    )
+    resident = {
+        MemoryClass.PARAMETERS: (2048, 2048),
+        MemoryClass.GRADIENTS: (2048, 2048),
+        MemoryClass.OTHER: (512,),
+    }
+    levels = levels_of(MemoryLog(blocks, events=5), resident)
+    assert levels[MemoryClass.GRADIENTS].tolist() == [4096, 4096, 2048, 0, 0, 0]
+    assert levels[MemoryClass.OTHER].tolist() == [512, 512, 512, 512, 0, 0]
+    assert levels[MemoryClass.PARAMETERS].tolist() == [4096] * 6
+    assert levels.min() == 0
 
 
 def test_the_optimizers_state_is_allocated_before_its_first_step_takes_memory():
