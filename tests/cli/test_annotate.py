@@ -70,6 +70,9 @@ def test_a_directory_of_traces_is_annotated_whole_or_not_at_all(stages, tmp_path
     cut = stages / "gpu.et"
     cut.write_bytes(cut.read_bytes()[:-7])
     refused(annotate, *to_h100, "-o", tmp_path / "out", error="chakra-truncated", naming="gpu.et")
+    cut.unlink()
+    (stages / "cpu.et").unlink()
+    refused(annotate, *to_h100, error="annotate-no-traces", naming=str(stages))
     assert not (tmp_path / "out").exists()
 
 

@@ -159,6 +159,6 @@ def test_inputs_of_a_report(predicted: Path, tmp_path: Path) -> None:
     refused(command, *mixed, error="report-mixed-kinds", naming=(str(predicted), str(trace)))
     three = ("report", predicted, predicted, predicted, "-o", page)
     refused(command, *three, error="report-trace-count", naming="3")
-    refused(command, "report", tmp_path, "-o", page, error="bundle-incomplete")
+    refused(command, "report", tmp_path, "-o", page, error="bundle-missing")
     refused(command, "report", predicted, "-o", predicted, error="usage-invalid-value")
     assert not page.exists()

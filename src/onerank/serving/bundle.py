@@ -232,6 +232,11 @@ def check_replaceable(directory: Path) -> None:
         )
 
 
+def holds_bundle(directory: Path) -> bool:
+    """Return whether a directory holds a bundle, or some of its files."""
+    return any((directory / name).exists() for name in (MANIFEST, STEPS, KERNELS))
+
+
 def read_bundle(path: str | Path) -> Bundle:
     """Read the bundle that `capture serve` or `convert --engine-steps` wrote.
 
@@ -241,6 +246,12 @@ def read_bundle(path: str | Path) -> Bundle:
     import polars as pl
 
     directory = Path(path)
+    if not holds_bundle(directory):
+        raise FormatError(
+            f"{directory} holds no bundle\n  name a directory that `capture serve` or "
+            "`convert --engine-steps` wrote",
+            code="bundle-missing",
+        )
     try:
         manifest = _read_manifest(directory)
         steps, kernels = (pl.read_parquet(directory / name).to_dicts() for name in (STEPS, KERNELS))

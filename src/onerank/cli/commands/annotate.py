@@ -197,8 +197,10 @@ def annotate(trace: Path, options: AnnotateOptions, as_json: bool) -> None:
     import onerank
 
     if trace.is_dir():
-        annotate_all = _annotate_traces if any(trace.glob("*.et")) else _annotate_bundle
-        annotate_all(trace, options, as_json=as_json)
+        if any(trace.glob("*.et")):
+            _annotate_traces(trace, options, as_json=as_json)
+        else:
+            _annotate_bundle(trace, options, as_json=as_json)
         return
     prediction = _Prediction.of(options)
     if options.explain is not None:
@@ -376,8 +378,14 @@ def _annotate_bundle(directory: Path, options: AnnotateOptions, *, as_json: bool
     from onerank.annotate.passes.pass_options import parse_kernels
     from onerank.cli.bundle_tables import show_bundle
     from onerank.serving.build_bundle import recost_bundle
-    from onerank.serving.bundle import check_replaceable, read_bundle
+    from onerank.serving.bundle import check_replaceable, holds_bundle, read_bundle
 
+    if not holds_bundle(directory):
+        raise UsageError(
+            f"{directory} holds no .et file and no bundle\n  name a trace, a directory of traces, or "
+            "one that `capture serve` wrote",
+            code="annotate-no-traces",
+        )
     single = ("explain", "seq", "micro_batch", "source", "overlap", "host_scale")
     refused = [
         declared.spellings[0]
