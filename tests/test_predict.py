@@ -149,7 +149,8 @@ def test_attention_that_is_not_causal_takes_longer():
 
 def test_a_collective_takes_its_wire_bytes_over_the_bus_bandwidth():
     call = {"nbytes": 100_000_000, "ranks": 8}
-    made = onerank.predict("collective", "H100", busbw_gb_s=300, **call)
+    made = onerank.predict("collective", "H100", busbw_gb_per_s=300, **call)
+    assert onerank.predict("collective", "H100", busbw_gb_s=300, **call) == made
     assert made.duration_ns == round(2 * 7 / 8 * 1e8 / 300)  # all-reduce
     assert (made.p10_ns, made.evidence) == (None, "bandwidth")
     gathered = onerank.predict("collective", "H100", collective="all_gather", **call)

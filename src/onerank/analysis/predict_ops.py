@@ -58,7 +58,7 @@ _TYPES: dict[type, tuple[type, str]] = {
     str: (str, "a name"),
 }
 
-_BUS_BANDWIDTH_NOTE = "link_bandwidth_gb_per_s of the description: give a measured busbw_gb_s"
+_BUS_BANDWIDTH_NOTE = "link_bandwidth_gb_per_s of the description: give a measured busbw_gb_per_s"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +86,7 @@ class OpCall:
         collective: one of `COLLECTIVES`.
         nbytes: input of one rank of a collective.
         ranks: of a collective.
-        busbw_gb_s: bus bandwidth of a collective in GB/s; 0: the description's link bandwidth.
+        busbw_gb_per_s: bus bandwidth of a collective in GB/s; 0: the description's link bandwidth.
     """
 
     op: str
@@ -108,7 +108,7 @@ class OpCall:
     collective: str = "all_reduce"
     nbytes: int = 0
     ranks: int = 0
-    busbw_gb_s: float = 0.0
+    busbw_gb_per_s: float = 0.0
 
     def __post_init__(self) -> None:
         """Check the call.
@@ -276,6 +276,10 @@ def predict_calls(
     return [predictions[index] for index in range(len(calls))]
 
 
+# The option --busbw-gb-s, and tables of earlier versions.
+_OTHER_NAMES = {"busbw_gb_s": "busbw_gb_per_s"}
+
+
 def op_calls(rows: Sequence[Mapping[str, Any]]) -> list[OpCall]:
     """Return calls from rows of a table; empty cells take the default.
 
@@ -285,7 +289,8 @@ def op_calls(rows: Sequence[Mapping[str, Any]]) -> list[OpCall]:
     columns = {field.name for field in fields(OpCall)}
     sizes = {field.name for field in fields(OpCall) if type(field.default) is int}
     calls: list[OpCall] = []
-    for number, row in enumerate(rows, 1):
+    for number, given in enumerate(rows, 1):
+        row = {_OTHER_NAMES.get(name, name): value for name, value in given.items()}
         if unknown := [name for name in row if name not in columns]:
             raise AnnotateError(
                 f"unknown column {unknown[0]!r}\n  known are {', '.join(sorted(columns))}",
@@ -406,15 +411,15 @@ def _collective(call: OpCall, gpu: Gpu) -> OpPrediction:
         AnnotateError: neither the call nor the description has a bandwidth.
     """
     link = gpu.figures.get("link_bandwidth_gb_per_s")
-    if not call.busbw_gb_s and link is None:
+    if not call.busbw_gb_per_s and link is None:
         raise AnnotateError(
             f"the description of {gpu.name} has no link_bandwidth_gb_per_s\n"
             "  give the bus bandwidth with --busbw-gb-s",
             code="predict-no-bandwidth",
         )
-    bandwidth = call.busbw_gb_s or (link.value if link else 0.0)
+    bandwidth = call.busbw_gb_per_s or (link.value if link else 0.0)
     wire = wire_bytes(call.collective, call.nbytes, call.ranks)
-    note = "as given" if call.busbw_gb_s else _BUS_BANDWIDTH_NOTE
+    note = "as given" if call.busbw_gb_per_s else _BUS_BANDWIDTH_NOTE
     rate = Term("bus bandwidth", bandwidth, "bytes per ns", note=note)
     # Bytes over GB/s are nanoseconds.
     ratio = quotient(quantity("wire bytes", wire, "bytes"), rate, "collective")
