@@ -382,8 +382,8 @@ def _annotate_bundle(directory: Path, options: AnnotateOptions, *, as_json: bool
 
     if not holds_bundle(directory):
         raise UsageError(
-            f"{directory} holds no .et file and no bundle\n  name a trace, a directory of traces, or "
-            "one that `capture serve` wrote",
+            f"{directory} holds no .et file and no bundle\n  name a trace, a directory of "
+            "traces, or one that `capture serve` wrote",
             code="annotate-no-traces",
         )
     single = ("explain", "seq", "micro_batch", "source", "overlap", "host_scale")
