@@ -62,7 +62,7 @@ class Reason(IntEnum):
 
 DATA_LOADING = "enumerate(DataLoader)#"
 """Prefix of the host operation in which a script waits for its next batch."""
-ASKS_TO_COMMUNICATE = "c10d::"
+COMMUNICATION_CALL = "c10d::"
 """Prefix of host operators that issue a collective, a send or a receive."""
 
 

@@ -14,8 +14,8 @@ from onerank.display import Displayed
 from onerank.ir.arrays import I64, Mask, membership_mask
 from onerank.ir.edges import Edges, topological_order
 from onerank.ir.enums import (
-    ASKS_TO_COMMUNICATE,
     COMMUNICATION,
+    COMMUNICATION_CALL,
     DATA_LOADING,
     GPU_COMPUTE,
     Collective,
@@ -97,7 +97,7 @@ class Graph(Displayed):
         Operators that wait for a batch or issue communication do not compute.
         """
         if self.job.device.runs_operators:
-            others = self.named(DATA_LOADING, ASKS_TO_COMMUNICATE)
+            others = self.named(DATA_LOADING, COMMUNICATION_CALL)
             return self.gpu_compute | (self.mask(Kind.HOST_OP) & ~others)
         return self.gpu_compute
 

@@ -1,9 +1,9 @@
 """Scan the protobuf wire format of many node messages at once.
 
 The scan requires fields in ascending order, each once. Protobuf libraries write them so, but the
-format allows any order (protobuf, "Encoding", "Field Order"); `reader` parses other messages with
-protobuf. Attributes must follow onerank's writing order: some that hardly differ between nodes,
-then numbers that mostly differ, then others that hardly differ. The scan reads the numbers.
+format allows any order (protobuf, "Encoding", "Field Order"); `decode_nodes` parses other messages
+with protobuf. Attributes must follow onerank's writing order: some that hardly differ between
+nodes, then numbers that mostly differ, then others that hardly differ. The scan reads the numbers.
 `decode_runs` parses each distinct run of attributes before and after them, and each distinct run
 of operand shapes and types.
 """
@@ -15,7 +15,7 @@ import numpy as np
 
 from onerank.ir.arrays import I64, U64, Mask
 from onerank.ir.chakra.attributes import FRONT, NUMBERS, SPECS, Field
-from onerank.ir.chakra.bytes_columns import ATTRIBUTE, inner_of
+from onerank.ir.chakra.bytes_columns import ATTRIBUTE, inner_of, slices
 from onerank.ir.nodes import default_of, largest_of
 
 PADDING = 24
@@ -120,8 +120,7 @@ class Spans(NamedTuple):
 
 def cut(buffer: Buffer, spans: Spans) -> list[bytes]:
     """Return the bytes at each span."""
-    octets = buffer.octets
-    return [octets[a:b] for a, b in zip(spans.first.tolist(), spans.last.tolist(), strict=True)]
+    return slices(buffer.octets, spans.first, spans.last)
 
 
 def packed(strings: list[bytes]) -> tuple[Buffer, Spans]:

@@ -20,6 +20,7 @@ from google.protobuf.message import DecodeError
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from onerank.ir.arrays import I64
+from onerank.ir.chakra.bytes_columns import varint
 from onerank.ir.chakra.et_def_pb2 import GlobalMetadata, Node
 from onerank.ir.chakra.field_scan import PADDING, Buffer, Spans, cut, packed
 from onerank.ir.errors import ChakraError
@@ -43,19 +44,7 @@ class MissingMetadataError(ChakraError):
 
 def frame(messages: Iterable[bytes]) -> bytes:
     """Return the bytes of a file of `messages`: each after its length as a varint."""
-    parts: list[bytes] = []
-    for message in messages:
-        length = len(message)
-        # Varints: seven bits per byte, the lowest first, the top bit set on all but the last.
-        while length > 0x7F:
-            parts.append(_BYTES[length & 0x7F | 0x80])
-            length >>= 7
-        parts.append(_BYTES[length])
-        parts.append(message)
-    return b"".join(parts)
-
-
-_BYTES = [bytes((value,)) for value in range(256)]
+    return b"".join(part for message in messages for part in (varint(len(message)), message))
 
 
 class RawNode(Protocol):
@@ -116,7 +105,7 @@ BLOCK = 4096
 
 
 class MessageSource(Protocol):
-    """A source of node messages for `reader.decode`."""
+    """A source of node messages for `decode_nodes.decode`."""
 
     def blocks(self) -> Iterator[tuple[Buffer, Spans]]:
         """Yield all messages in blocks."""
