@@ -403,7 +403,7 @@ SUMMARIES: dict[str, tuple[SummaryLine, ...]] = {
         ),
         SummaryLine(
             "from shapes alone, H100, mean of a model's steps",
-            "#from-shapes",
+            "serving-shapes.md",
             "serving",
             {
                 "case": "^from shapes alone(?!.*other graphs)",
@@ -414,7 +414,7 @@ SUMMARIES: dict[str, tuple[SummaryLine, ...]] = {
         ),
         SummaryLine(
             "from shapes alone, H200, mean of a model's steps",
-            "#from-shapes",
+            "serving-shapes.md",
             "serving",
             {"case": "^from shapes alone", "conditions": "mean$", "hardware": "H200"},
             "serving-inside",
@@ -428,7 +428,7 @@ SUMMARIES: dict[str, tuple[SummaryLine, ...]] = {
         ),
         SummaryLine(
             "peak memory from shapes alone, largest of a model",
-            "#from-shapes",
+            "serving-shapes.md",
             "serving",
             {"case": "^peak memory from shapes"},
         ),
@@ -441,8 +441,10 @@ SUMMARIES: dict[str, tuple[SummaryLine, ...]] = {
             "slice-compute",
             {"conditions": f"^{_ONE}"},
         ),
-        SummaryLine("peak memory", "#gpu-operations-and-peak-memory", "slice-memory"),
-        SummaryLine("reserved memory, simulated", "#reserved-memory", "reserved-memory"),
+        SummaryLine("peak memory", "slice-memory.md", "slice-memory"),
+        SummaryLine(
+            "reserved memory, simulated", "slice-memory.md#reserved-memory", "reserved-memory"
+        ),
         SummaryLine(
             "step or compute of 8 layers from 2 and 4", "#fewer-layers", "extrapolated-layers"
         ),
@@ -499,27 +501,30 @@ SUMMARIES: dict[str, tuple[SummaryLine, ...]] = {
     "training-summary": (
         SummaryLine(
             "torchtitan, published, bf16",
-            "#torchtitan-published",
+            "training-published.md#torchtitan",
             "torchtitan",
             {"case": "^(?!.*(float8|rowwise))"},
         ),
         SummaryLine(
-            "torchtitan, published, float8", "#torchtitan-published", "torchtitan", _FLOAT8
+            "torchtitan, published, float8",
+            "training-published.md#torchtitan",
+            "torchtitan",
+            _FLOAT8,
         ),
         SummaryLine(
             "float8 without context parallelism of 4 and 8",
-            "#torchtitan-published",
+            "training-published.md#torchtitan",
             "torchtitan",
             {"case": r"^(?!.*CP [48]).*(float8|rowwise)"},
         ),
         SummaryLine(
             "float8 on H100s, without those and asynchronous TP",
-            "#torchtitan-published",
+            "training-published.md#torchtitan",
             "torchtitan",
             {"case": r"^(?!.*(CP [48]|async|405B)).*(float8|rowwise)", "hardware": "H100"},
         ),
         SummaryLine(
-            "Megatron-LM, published", "#megatron-published-and-simulated", "megatron-published"
+            "Megatron-LM, published", "training-published.md#megatron-lm", "megatron-published"
         ),
         SummaryLine(
             "torchtitan and examples on four H100s",
@@ -551,7 +556,7 @@ SUMMARIES: dict[str, tuple[SummaryLine, ...]] = {
             "slice-step",
             {"conditions": f"^{_ONE}"},
         ),
-        SummaryLine("peak memory of a slice", "slices.md", "slice-memory"),
+        SummaryLine("peak memory of a slice", "slice-memory.md", "slice-memory"),
         SummaryLine("captured step on another GPU", "other-gpus.md", "another-gpu-step"),
         SummaryLine("its compute", "other-gpus.md", "another-gpu-compute"),
         SummaryLine(
@@ -562,11 +567,11 @@ SUMMARIES: dict[str, tuple[SummaryLine, ...]] = {
         ),
         SummaryLine(
             "training captured without a device: jobs that torchtitan published, bf16",
-            "training-speeds.md",
+            "training-published.md",
             "torchtitan",
             {"case": "^(?!.*(float8|rowwise))"},
         ),
-        SummaryLine("the same in float8", "training-speeds.md", "torchtitan", _FLOAT8),
+        SummaryLine("the same in float8", "training-published.md", "torchtitan", _FLOAT8),
         SummaryLine(
             "the same of new scripts, before they ran on 1 to 4 GPUs",
             "new-scripts.md",
@@ -583,7 +588,7 @@ SUMMARIES: dict[str, tuple[SummaryLine, ...]] = {
         ),
         SummaryLine(
             "step of a served model from shapes alone, mean of its steps",
-            "serving.md",
+            "serving-shapes.md",
             "serving",
             {"case": "^from shapes alone,", "conditions": "mean$"},
         ),
