@@ -156,6 +156,7 @@ class Options:
         "With --device none: the GPU that the script sees, a name of `onerank gpus` or a file.",
         heading=CAPTURED,
         default="H100",
+        needs="device",
         show_default=True,
         metavar="GPU",
     )

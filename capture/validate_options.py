@@ -6,6 +6,7 @@ within a second. This module and its imports use torch only in annotations.
 
 import ast
 import re
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -30,17 +31,40 @@ def validate_early(
         in_turn: what to capture in turn.
 
     Raises:
-        CaptureError: there is no such script, or options contradict each other, the world or the
-            script.
+        CaptureError: there is no such script, it is not Python, or options contradict each other,
+            the world or the script.
         DepthError: the depths cannot be extrapolated from.
     """
     distributed = distributes_itself(script, options)
+    _check_language(script)
     _check(script, options, distributed)
     if in_turn.ranks is not None:
         check_ranks(script, options, in_turn.named_ranks, distributed=distributed)
     if in_turn.capture_layers is not None:
         check_layers(in_turn.capture_layers, options)
         _check_stages(script, options, distributed)
+
+
+def _check_language(script: Path) -> None:
+    """Refuse a file that Python cannot compile, before torch is imported."""
+    if script.suffix == ".ipynb":
+        raise CaptureError(
+            f"{script}: a notebook is no script\n"
+            f"  convert it first: jupyter nbconvert --to script {script}",
+            code="script-notebook",
+        )
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Python repeats them when it runs the script
+            compile(script.read_bytes(), script, "exec")
+    except (SyntaxError, ValueError) as error:
+        place, line = f"{script}", ""
+        if isinstance(error, SyntaxError) and error.lineno:
+            place, line = f"{script} line {error.lineno}", f"\n  {(error.text or '').strip()}"
+        reason = error.msg if isinstance(error, SyntaxError) else str(error)
+        raise CaptureError(
+            f"{place} is not Python: {reason}{line.rstrip()}", code="script-not-python"
+        ) from None
 
 
 def check_in_turn(options: Options, in_turn: SeveralCaptures, *, names_rank: bool) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from own_process import run_command
 
 import onerank
 from onerank.analysis.summary import summarise
+from onerank.capture.capture_script import keep
 from onerank.ir import Kind, Phase
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_llama.py"
@@ -197,7 +199,7 @@ FAILURES = {
         [],
         ["error[script-too-few-steps]", "4 optimizer steps", "at least 14", "--warm-up"],
     ),
-    "syntax": ("def (:", [], ["error[script-raised]", "SyntaxError"]),
+    "syntax": ("def (:", [], ["error[script-not-python]", "line 1", "def (:"]),
     "rank out of range": (
         LOOP,
         ["--tp", "4", "--rank", "4"],
@@ -243,6 +245,21 @@ def test_a_filled_directory_for_the_raw_traces_is_refused_before_the_script_runs
     assert "error[raw-directory-not-empty]" in done.stderr
     assert "the script ran" not in done.stderr
     assert (tmp_path / "raw" / "mine.txt").read_text() == "kept"
+
+
+def test_raw_traces_on_a_full_disk_leave_nothing(tmp_path):
+    scratch, raw = tmp_path / "scratch", tmp_path / "kept" / "raw"
+    scratch.mkdir()
+    (scratch / "profile.json").write_bytes(bytes(8192))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as failed:
+            keep(scratch, raw)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert failed.value.filename == str(raw)
+    assert list(tmp_path.iterdir()) == [scratch]
 
 
 def interrupted(process):

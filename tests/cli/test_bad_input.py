@@ -268,6 +268,7 @@ def test_real_ranks_need_torchrun(tmp_path, monkeypatch):
         (("--pp-layers", "2,2", "--tp", "2"), "pp-layers-unused", "--pp-layers"),
         (("--raw-dir", "."), "raw-directory-is-cwd", "--raw-dir ."),
         (("--raw-dir", "no/raw"), "output-no-directory", "'no'"),
+        (("--like", "H200"), "option-unused", ("--like H200", "--device none")),
     ],
     ids=lambda given: given[0] if isinstance(given, tuple) else "",
 )

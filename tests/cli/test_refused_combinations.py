@@ -49,6 +49,9 @@ REFUSED = {
         *("capture", "run", "train.py", "--device", "none", "--like", "H100"),
         *("--compile", "-o", "t.et"),
     ): "no-device-compile",
+    ("capture", "run", "train.ipynb", "-o", "t.et"): "script-notebook",
+    ("capture", "run", "gpu.et", "-o", "t.et"): "script-not-python",
+    ("capture", "serve", "config.json", "--host", "typical", "-o", "bundle"): "option-unused",
 }
 
 
@@ -56,7 +59,7 @@ REFUSED = {
 def test_is_refused_and_nothing_is_written(args, error, traces, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "gpu.et").write_bytes((traces / "gpu.et").read_bytes())
-    for name in ("notes.txt", "model.onnx", "rows.csv"):
+    for name in ("notes.txt", "model.onnx", "rows.csv", "train.ipynb", "config.json"):
         (tmp_path / name).write_text("op\ngemm\n")
     (tmp_path / "train.py").write_text("raise AssertionError('the script ran')")
     os.mkfifo(tmp_path / "pipe")

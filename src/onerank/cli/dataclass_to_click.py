@@ -31,6 +31,7 @@ from onerank.cli.common import (
     POSITIVE,
     InvalidValue,
     ReportingMain,
+    UsageError,
 )
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -109,6 +110,7 @@ class OptionSpec:
         input_file: whether the value names a file, which must exist.
         input_directory: whether the value names a directory, which must exist.
         output_directory: whether the value names a directory to write.
+        needs: field of the option without which this one has no effect, and is refused.
         type: click's type; None derives it from the field's type and the five above.
         settings: further keywords of `click.option`.
     """
@@ -121,6 +123,7 @@ class OptionSpec:
     input_file: bool = False
     input_directory: bool = False
     output_directory: bool = False
+    needs: str = ""
     type: Any = None
     settings: dict[str, Any]
 
@@ -253,6 +256,7 @@ def with_options(
         @functools.wraps(command)
         def called(*args: Any, **values: Any) -> Any:
             fields = {option.name: values.pop(option.name) for option in options}
+            _refuse_unused(options, fields)
             return command(*args, **{parameter: kind(**fields)}, **values)
 
         decorated: Any = called
@@ -264,6 +268,31 @@ def with_options(
         return decorated
 
     return decorate
+
+
+def _refuse_unused(options: Sequence[DeclaredOption], fields: Mapping[str, Any]) -> None:
+    """Refuse an option on the command line that has no effect without another."""
+    by_name = {option.name: option for option in options}
+    context = click.get_current_context()
+    for option in options:
+        needs = option.spec.needs
+        # Such an option may have a default, so only click knows whether it was given.
+        if (
+            needs
+            and fields[needs] is None
+            and context.get_parameter_source(option.name) is click.core.ParameterSource.COMMANDLINE
+        ):
+            given = f"{option.spellings[-1]} {fields[option.name]}"
+            missing = by_name[needs].spellings[-1]
+            values = getattr(
+                by_name[needs].spec.click_type(by_name[needs].annotation), "choices", ()
+            )
+            value = f" {values[0]}" if len(values) == 1 else ""
+            raise UsageError(
+                f"{given} has no effect without {missing}{value}: give both, or leave it out",
+                context,
+                code="option-unused",
+            )
 
 
 def choices(kind: type, name: str) -> tuple[Any, ...]:

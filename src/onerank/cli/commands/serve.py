@@ -96,6 +96,7 @@ class ServeOptions:
         "With --device none: the host, typical or a description.",
         heading=CAPTURED,
         default="typical",
+        needs="device",
         show_default=True,
         metavar="HOST|FILE",
     )
