@@ -97,7 +97,12 @@ def load_prices(path: Path) -> Prices:
     try:
         prices = msgspec.convert(load_toml(path), Prices)
     except msgspec.ValidationError as error:
-        raise FormatError(f"{path}: {error}", code="prices-malformed") from None
+        raise FormatError(
+            f"{path}: {error}\n"
+            "  expected date, currency, and tables [rent.GPU] and [own.GPU], as in "
+            "examples/prices.toml",
+            code="prices-malformed",
+        ) from None
     for way, table in (("rent", prices.rent), ("own", prices.own)):
         for gpu, entry in table.items():
             for name, value in msgspec.structs.asdict(entry).items():

@@ -36,6 +36,7 @@ REFUSED = {
     ("replay", "gpu.et", "--schedule", "1f1b"): "replay-needs-cluster",
     ("replay", ".", "--cluster", "gpu.et", "--busbw-gb-s", 9): "replay-cluster-alone",
     ("report", "gpu.et", "gpu.et", "gpu.et", "-o", "r.html"): "report-trace-count",
+    ("report", "gpu.et", "-o", "r.png"): "output-not-html",
     ("predict", "rows.csv", *H100, "--m", 8): "predict-file-and-sizes",
     ("export", "goal", "gpu.et", "-o", "g", "--schedule", "1f1b"): "export-schedule-micro-batches",
     ("export", "goal", "gpu.et", "-o", "g", "--micro-batches", 4): "export-micro-batches-schedule",

@@ -11,6 +11,7 @@ import click
 from onerank.cli.common import (
     INPUT_OR_DIRECTORY,
     OUTPUT,
+    InvalidValue,
     UsageError,
     keep_inputs,
     reports_errors,
@@ -65,6 +66,15 @@ def report(inputs: tuple[Path, ...], options: ReportOptions) -> None:
             code="report-mixed-kinds",
         )
     keep_inputs(options.output, *inputs)
+    output = options.output
+    # A browser shows a file of another name as text, or not at all. A device has any name.
+    if output.suffix not in {".html", ".htm"} and (output.is_file() or not output.exists()):
+        raise InvalidValue(
+            f"'{output}': the name of a page ends in .html, such as "
+            f"'{output.with_suffix('.html')}'.",
+            param_hint="'-o' / '--output'",
+            code="output-not-html",
+        )
     # First, so that a missing Plotly is reported at once.
     plotly_js()
     if any(bundles):
