@@ -56,8 +56,8 @@ def launched(
     On a CPU, which launches nothing, a call's operator counts as its kernel.
 
     Args:
-        calls: functions that have run once. Each runs `REPEATS` times after a flush of the cache
-            and `REPEATS` times without.
+        calls: functions that have run once. Each runs `REPEATS` times after a flush of the cache,
+            and each time once more with the cache that this run left.
         op: operator of each call.
         on_gpu: whether they run on a CUDA device.
         flush: evicts the cache.
@@ -65,17 +65,19 @@ def launched(
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu
     recorded = profile(activities=activities, acc_events=True)
     with unparsed(recorded):
-        for number, call in enumerate(calls):
-            for repeat in range(2 * REPEATS):
-                cold = repeat < REPEATS
-                # Within the profile and outside of the label: the copy that flushes the cache is no
-                # kernel of the call.
-                if cold:
-                    flush()
-                with record_function(f"{_LABEL}{2 * number + (not cold)}"):
-                    call()
-                if on_gpu:
-                    torch.cuda.synchronize()
+        # All calls take turns. A GPU that was at its power limit lowers its clock for a while, and
+        # repetitions in a row would all run in that time.
+        for _ in range(REPEATS):
+            for number, call in enumerate(calls):
+                for cold in (True, False):
+                    # Within the profile and outside of the label: the copy that flushes the cache
+                    # is no kernel of the call.
+                    if cold:
+                        flush()
+                    with record_function(f"{_LABEL}{2 * number + (not cold)}"):
+                        call()
+                    if on_gpu:
+                        torch.cuda.synchronize()
     results: Any = recorded.profiler
     events = list(results.kineto_results.events())
     runs = _device(events) if on_gpu else _host(events, op)
