@@ -35,12 +35,13 @@ PASSES = {
     "_fused_rms_norm": 1.45,
     "native_layer_norm_backward": 2.7,
     "_fused_rms_norm_backward": 2.7,
-    "native_dropout": 1.13,
+    "native_dropout": 1.2,
 }
 """Passes over the bytes: time times achievable bandwidth, over the bytes.
 
-Measured on calls of 30 us and more in the shipped database of the H200. Dropout: 1.15 in 16 bits
-and 1.12 in 32, for 67 and 134 million elements on an H100 with torch 2.11 (2026-11-26). Layer norm
+Measured on calls of 30 us and more in the shipped database of the H200. Dropout in 32 bits:
+1.12 on an H100 (134 million elements, 2026-11-26), 1.27 to 1.3 on an H200 (6 to 67 million); in 16
+bits its random numbers take longer (`_PER_CYCLE`). Layer norm
 reads once for the sums and again for the result: in NeuSight's set it takes 1.53 passes on a V100,
 1.46 on a T4 and 1.35 on an A100 (medians, 32 bits).
 """
@@ -213,6 +214,13 @@ _FOUND_PER_CYCLE = 3.3
 _SUMS, _TOGETHER, _FILLING_OUTPUTS = frozenset(("sum", "mean")), 4, 1 << 18
 _OUTPUT_CYCLES, _FOUR_CYCLES, _OTHER_CYCLES = 0.54, 0.55, 0.27
 
+# A 0-d operand on the GPU has an address, too, but its index is divided by nothing: 1.39 to 1.55
+# elements of 32 bits and 2.1 to 2.6 of 16 in captured steps on an H200 (gradient clipping by a norm
+# on the GPU, attention scaled by a tensor), 590 thousand to 41 million elements. Shortest calls
+# take 1.5 times as long as of vectorised kernels.
+_SCALAR_PER_CYCLE = {2: 2.1, 4: 1.4}
+_OF_SCALARS = 1.5
+
 # Kernels that compute an address for each element in other ways (an H100, rows of 896 to 6144
 # numbers in 16 bits, 2026-11-27-small-operators-unseen-h100): copies of an expanded operand, as
 # `repeat` makes them, 2.0 to 2.2; `roll_cuda_kernel` 0.86 to 0.95; `index_elementwise_kernel` (flip
@@ -233,6 +241,8 @@ _PER_CYCLE = {
     **dict.fromkeys(("var", "std", "var_mean", "std_mean"), 2.4),
     "normal_": 1.55,
     "softplus": 1.9,
+    # 2.12 to 2.39 for 1.6 to 25 million elements of 16 bits in captured steps on an H200.
+    "native_dropout": 2.28,
     # 4 million draws on an H200; binomial ones of at most about 20 trials each
     # (2026-11-28-fourier-distances-h200).
     "_standard_gamma": 0.18,
@@ -240,7 +250,7 @@ _PER_CYCLE = {
 }
 _SORTED_PER_CYCLE, _COMPARED_PER_CYCLE = 0.12, 3.3
 
-ARITHMETIC = frozenset(("_cdist_forward", "_standard_gamma", "binomial"))
+ARITHMETIC = frozenset(("_cdist_forward", "_standard_gamma", "binomial", "native_dropout"))
 """Operators whose cycles are of arithmetic: operands in a cache do not shorten them."""
 
 # The first comparisons of a search among a power of two of bounds read addresses that share few
@@ -323,6 +333,7 @@ def cycles_of(call: Call, operator_class: OpClass) -> float:
         (computes and op != "copy_" and _is_wide(call), widest, _WIDE_PER_CYCLE),
         (computes, widest, _ELEMENTWISE_PER_CYCLE),
         (_is_expanded(call, operator_class), widest, _EXPANDED_PER_CYCLE),
+        (_reads_device_scalar(call, operator_class), widest, _scalar_per_cycle(call)),
         (_concatenates_strided(call), read, _CONCATENATED_PER_CYCLE),
     )
     return next((elements / rate for applies, elements, rate in rules if applies), 0.0)
@@ -468,7 +479,7 @@ def _computes_addresses(call: Call, operator_class: OpClass) -> bool:
     operands = (
         operand for operand in (*call.inputs, *call.outputs) if operand and len(operand) == 1
     )
-    # An operand of one element is a scalar of the kernel, which needs no address.
+    # Operands of one element: see `_reads_device_scalar`.
     spread = any(1 < operand[0].numel < elements for operand in operands)
     return spread or _strides_differ(call)
 
@@ -517,6 +528,8 @@ def floor_factor_of(op: str, call: Call, operator_class: OpClass) -> float:
     # The divisions of `flip` are a chain, see `load_chains`.
     if call.op != "flip" and (addresses or _concatenates_strided(call)):
         return _OF_ADDRESSES
+    if _reads_device_scalar(call, operator_class):
+        return _OF_SCALARS
     return _FLOOR_FACTORS.get(call.op.removesuffix("_"), 1.0)
 
 
@@ -548,6 +561,32 @@ def _is_expanded(call: Call, operator_class: OpClass) -> bool:
         if operand.numel > 1 and operand.recorded_strides
         for size, stride in zip(operand.shape, operand.strides, strict=True)
     )
+
+
+# Dtypes that Python's numbers have as operands.
+_OF_NUMBERS = frozenset({"bool", "int64", "float64", "complex128"})
+
+
+def _reads_device_scalar(call: Call, operator_class: OpClass) -> bool:
+    """Return whether an elementwise kernel reads a 0-d tensor on the GPU.
+
+    `gpu_kernel_with_scalars` passes a 0-d tensor on the CPU, such as a number, as a parameter; one
+    on the GPU is an operand with stride 0, so the kernel has no vector loads. `where` moves its
+    scalars to the GPU. Whether a 0-d tensor is on the CPU is not recorded; the dtypes of numbers
+    are taken to be.
+    """
+    if operator_class is not OpClass.ELEMENTWISE:
+        return False
+    operands = [operand[0] for operand in call.inputs if operand and len(operand) == 1]
+    scalars = [each for each in operands if not each.shape]
+    if not scalars or max(each.numel for each in operands) == 1:
+        return False
+    return call.op == "where" or any(each.dtype not in _OF_NUMBERS for each in scalars)
+
+
+def _scalar_per_cycle(call: Call) -> float:
+    widths = [operand[0].item_bytes for operand in call.inputs if operand and operand[0].shape]
+    return _SCALAR_PER_CYCLE[2 if max(widths, default=4) <= 2 else 4]
 
 
 def _transposes(call: Call) -> bool:

@@ -84,7 +84,7 @@ def test_what_is_read_again_goes_by_bandwidth():
 
 
 def two(op: str, left: tuple[int, ...], right: tuple[int, ...], items: str = "22") -> Call:
-    names = {"2": "bfloat16", "4": "float32"}
+    names = {"2": "bfloat16", "4": "float32", "8": "float64"}
     pair = zip((left, right), items, strict=True)
     x, y = (Tensor(shape, names[item], int(item)) for shape, item in pair)
     return Call(op, ((x,), (y,)), ((x,),), ())
@@ -94,7 +94,7 @@ def two(op: str, left: tuple[int, ...], right: tuple[int, ...], items: str = "22
     ("made", "elements"),
     [
         (two("mul", (64, 100), (64, 100)), 0),
-        (two("mul", (64, 100), ()), 0),  # one number
+        (two("mul", (64, 100), (), "28"), 0),  # one number
         (two("mul", (64, 100), (100,)), 6400),
         (two("mul_", (64, 100), (64, 1)), 6400),
         (two("mul", (1, 64, 100), (64, 100)), 0),
@@ -266,3 +266,41 @@ def test_a_norm_without_weights_has_no_sums_of_them():
     )
     assert cached_passes_of(without) == passes_of(without) == 1.15
     assert work_of_call("aten::native_layer_norm_backward", without).tail == 0
+
+
+def _elementwise_us(op: str, item: int, elements: int, scalar: Tensor | None) -> float:
+    """Return the predicted time on an H200 of a call with a 0-d operand."""
+    x = Tensor((elements,), {2: "bfloat16", 4: "float32"}[item], item)
+    operands = ((x,),) if scalar is None else ((x,), (scalar,))
+    outputs = ((x,), (Tensor((elements,), "bool", 1),)) if op == "native_dropout" else ((x,),)
+    works = [work_of_call(f"aten::{op}", Call(op, operands, outputs, ()))]
+    kernels = kernels_of(works, np.ones(1))
+    (ns,), _ = roofline.predict_from_datasheet(kernels, load_gpu("H200"))
+    return ns / 1e3
+
+
+# (operator, bytes of an element, elements, us): kernels of steps captured on an H200, torch 2.11.
+@pytest.mark.parametrize(
+    ("op", "item", "elements", "measured"),
+    [
+        ("mul_", 4, 2_560_000, 9.12),
+        ("mul_", 4, 7_680_000, 23.6),
+        ("mul_", 4, 41_026_400, 114.8),
+        ("div_", 2, 1_769_472, 5.41),
+    ],
+)
+def test_a_scalar_on_the_gpu_is_an_operand(op: str, item: int, elements: int, measured: float):
+    scalar = Tensor((), {2: "bfloat16", 4: "float32"}[item], item)
+    assert _elementwise_us(op, item, elements, scalar) == pytest.approx(measured, rel=0.12)
+    number = Tensor((), "float64", 8)
+    assert _elementwise_us(op, item, elements, number) < 0.9 * measured
+
+
+@pytest.mark.parametrize(
+    ("item", "elements", "measured"),
+    [(2, 6_553_600, 13.1), (2, 16_777_216, 29.5), (2, 25_165_824, 43.9), (4, 25_165_824, 72.1)],
+)
+def test_dropout_takes_the_time_of_its_random_numbers(item: int, elements: int, measured: float):
+    assert _elementwise_us("native_dropout", item, elements, None) == pytest.approx(
+        measured, rel=0.1
+    )
