@@ -42,6 +42,7 @@ Read = Callable[[str], PlanConfig]
 def read(tmp_path: Path) -> Read:
     """Return a function that reads the text of a configuration next to a script."""
     (tmp_path / "train.py").write_text("import local\n")
+    (tmp_path / "model.json").write_text('{"model_type": "llama"}')
 
     def read_text(text: str) -> PlanConfig:
         path = tmp_path / "plan.toml"
@@ -69,9 +70,9 @@ def test_one_node_needs_no_network_between_nodes(read: Read):
 
 def test_a_model_is_trained_by_the_loop_of_onerank(read: Read):
     script = CONFIG[: CONFIG.index("[cluster]")]
-    config = read(CONFIG.replace(script, '[model]\nconfig = "train.py"\n'))
+    config = read(CONFIG.replace(script, '[model]\nconfig = "model.json"\n'))
     assert config.job.model.script == TRAIN_MODEL
-    assert config.job.model.arguments[:3] == ("train.py", "--seq", "{seq}")
+    assert config.job.model.arguments[:3] == ("model.json", "--seq", "{seq}")
 
 
 @pytest.mark.parametrize(
@@ -170,6 +171,15 @@ def test_the_digest_follows_what_the_script_may_import(read: Read, tmp_path: Pat
     (tmp_path / ".venv").mkdir()
     (tmp_path / ".venv" / "library.py").write_text("VALUE = 2\n")
     assert read(CONFIG.replace("2.5", "3.5")).job.model.digest == digests[-1]
+
+
+@pytest.mark.parametrize("text", ['{"model_type": ', "[]", '{"hidden_size": 8}'])
+def test_a_file_that_configures_no_model_is_refused(read: Read, tmp_path: Path, text: str):
+    (tmp_path / "model.json").write_text(text)
+    script = CONFIG[: CONFIG.index("[cluster]")]
+    with pytest.raises(OneRankError, match=r"\[model\] model.json: ") as caught:
+        read(CONFIG.replace(script, '[model]\nconfig = "model.json"\n'))
+    assert caught.value.code == "plan-no-model-type"
 
 
 def test_a_recomputation_is_one_of_the_loop_or_of_the_script(read: Read, tmp_path: Path):

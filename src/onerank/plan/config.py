@@ -308,6 +308,20 @@ def _check_ranges(where: str, values: Mapping[str, object]) -> None:
                 )
 
 
+def _check_model_type(where: str, file: Path) -> None:
+    """Refuse a file that is no configuration of transformers, before torch is imported."""
+    try:
+        record: Any = msgspec.json.decode(file.read_bytes())
+    except msgspec.DecodeError:
+        record = None
+    if not isinstance(record, dict) or "model_type" not in record:
+        raise PlanError(
+            f"{where} {file.name}: is no JSON object with a model_type\n"
+            "  expected the config.json of a transformers model",
+            code="plan-no-model-type",
+        )
+
+
 def _model(path: Path, model: _Model, choices: Choices) -> TrainingScript:
     """Return the model; check that its file exists, and that the script takes what varies."""
     where = f"{path}: [model]"
@@ -341,6 +355,7 @@ def _model(path: Path, model: _Model, choices: Choices) -> TrainingScript:
                     f"{did_you_mean(recompute, RECOMPUTATIONS)}",
                     code="plan-unknown-recomputation",
                 )
+        _check_model_type(where, path.parent / name)
         return TrainingScript(TRAIN_MODEL, (name, *_LOOP_ARGUMENTS), _digest([path.parent / name]))
     placeholders = _PLACEHOLDER.findall(" ".join(model.arguments))
     known = PLACEHOLDERS + (TORCHRUN_PLACEHOLDERS if model.torchrun else ())
