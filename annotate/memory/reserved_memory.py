@@ -1,5 +1,6 @@
 """Simulate what the caching allocator reserves over a few steps, from the log of one step."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from enum import Enum, auto
 from typing import NamedTuple
@@ -53,6 +54,7 @@ def simulate_reserved(
         OutOfMemoryError: the step exceeds the capacity.
     """
     allocator = CachingAllocator(capacity_bytes, log.settings or AllocatorSettings())
+    resident = _without_renewed(log.blocks, resident)
     # The order is that of a script: the model, then what `cuBLAS` and NCCL
     # take at first use. It decides which segments fragments end up in.
     first = (MemoryClass.PARAMETERS, MemoryClass.OTHER, MemoryClass.WORKSPACE)
@@ -68,6 +70,36 @@ def simulate_reserved(
         allocator.segments,
         allocator.returned,
     )
+
+
+# Memory before a step that the step may free and allocate again. Parameters and optimizer states
+# have the sizes of gradients, and stay.
+_RENEWED = (MemoryClass.GRADIENTS, MemoryClass.OTHER)
+
+
+def _without_renewed(
+    blocks: Blocks, resident: Mapping[MemoryClass, Sequence[AllocationRequest]]
+) -> dict[MemoryClass, list[AllocationRequest]]:
+    """Return the resident memory without blocks that each step frees and allocates again.
+
+    Examples are gradients, and the outputs of a pipeline's micro-batches until the next step. The
+    first step has none of them. A log may give them another class than the list of resident memory.
+    """
+    sizes = zip(blocks.bytes, blocks.allocated_at, blocks.freed_at, strict=True)
+    crossing = [(size, at < 0) for size, at, freed in sizes if (at < 0) != (freed < 0)]
+    freed = Counter(size for size, before in crossing if before)
+    renewed = freed & Counter(size for size, before in crossing if not before)
+    kept = {kind: list(requests) for kind, requests in resident.items()}
+    for kind in _RENEWED:
+        stays = list[AllocationRequest]()
+        for request in kept.get(kind, ()):
+            if renewed[request.bytes] > 0:
+                renewed[request.bytes] -= 1
+            else:
+                stays.append(request)
+        if kind in kept:
+            kept[kind] = stays
+    return kept
 
 
 def _allocated_in_first_step(

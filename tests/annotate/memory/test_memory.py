@@ -226,6 +226,16 @@ def test_the_optimizers_state_is_allocated_before_its_first_step_takes_memory():
     assert found.reserved_bytes == (40 + 30 + 40) * MIB
 
 
+def test_memory_that_each_step_allocates_again_counts_once():
+    """The last step's outputs, or gradients, are resident memory that the step frees."""
+    other, activations = int(MemoryClass.OTHER), int(MemoryClass.ACTIVATIONS)
+    blocks = Blocks((40 * MIB,) * 2, (other, activations), (-1, 1), (0, -1), (0, 0), (0, 0))
+    request = AllocationRequest(40 * MIB)
+    resident = {MemoryClass.PARAMETERS: (request,), MemoryClass.OTHER: (request,)}
+    found = simulate_reserved(MemoryLog(blocks, 2), resident)
+    assert found.allocated_bytes == found.reserved_bytes == (40 + 40) * MIB
+
+
 ACCUMULATES = """
     import torch
     from torch import nn
