@@ -79,7 +79,7 @@ def storage_functions(storages: Storages) -> tuple[Callable[..., Any], dict[str,
         storages: storages of fake tensors, with their addresses and sizes.
     """
     resize, item = torch.UntypedStorage.resize_, torch.UntypedStorage.__getitem__
-    from_buffer = torch.UntypedStorage.from_buffer
+    from_buffer, share_memory = torch.UntypedStorage.from_buffer, torch.UntypedStorage.share_memory_
     tensor_address, storage_address = Tensor.data_ptr, torch.UntypedStorage.data_ptr
 
     def address_of_tensor(tensor: Tensor) -> int:
@@ -102,6 +102,10 @@ def storage_functions(storages: Storages) -> tuple[Callable[..., Any], dict[str,
             return item(storage, at)
         return _StoragePart(storages, storage, range(storage.nbytes())[at])
 
+    def share_storage(storage: Any) -> Any:
+        # A fake tensor's storage has no memory to share. Of a GPU's storage torch moves none either.
+        return storage if storage.device.type == "meta" else share_memory(storage)
+
     def storage_of_buffer(*args: Any, **kwargs: Any) -> Any:
         # Under a fake mode torch would create a storage without memory. ColossalAI sends objects
         # by torch's `_object_to_tensor`, which makes a tensor of their bytes so.
@@ -112,6 +116,7 @@ def storage_functions(storages: Storages) -> tuple[Callable[..., Any], dict[str,
         "from_buffer": staticmethod(storage_of_buffer),
         "resize_": resize_storage,
         "data_ptr": address_of_storage,
+        "share_memory_": share_storage,
         "__getitem__": item_of_storage,
     }
 

@@ -223,9 +223,10 @@ _FAKE_TENSORS: tuple[Patch, ...] = (
     ),
     Patch(
         "torch.UntypedStorage",
-        ("resize_", "data_ptr", "from_buffer", "__getitem__"),
+        ("resize_", "data_ptr", "from_buffer", "share_memory_", "__getitem__"),
         "FSDP frees and allocates gathered parameters by resizing their storage, and compares "
-        "addresses. nanotron gives gradients parts of a storage. A storage of bytes has memory.",
+        "addresses. nanotron gives gradients parts of a storage. A storage of bytes has memory. "
+        "Only memory of the CPU is shared.",
         ("no_device.emulated_process",),
     ),
     Patch(

@@ -179,6 +179,13 @@ def _notes_on_waits(
     return notes
 
 
+def has_timed_host(graph: Graph) -> bool:
+    """Return whether the graph's host was timed without the profiler, or has a described time."""
+    measurement = graph.job.measurement
+    has_captured_times = not graph.job.annotations and measurement.median_step_ns is not None
+    return has_captured_times or measurement.host_overhead is not None
+
+
 def _target_duration(graph: Graph) -> tuple[Graph, _TargetDuration]:
     """Return the graph with steady-state start times, and the duration its step must have."""
     if not (graph.gpu_compute & (graph.nodes.duration_ns > 0)).any():
@@ -212,7 +219,7 @@ def _measured_duration(graph: Graph) -> _TargetDuration:
     """Return the duration of the median step, for a graph that still has its captured times."""
     measurement = graph.job.measurement
     step_ns = measurement.median_step_ns
-    if step_ns is None or graph.job.annotations:
+    if step_ns is None or not has_timed_host(graph):
         raise ExportError(
             "host delays need a host that was timed without the profiler; this trace has none\n"
             "  capture again on a GPU, or leave --include-host-delays out (`onerank replay` shows "

@@ -36,12 +36,12 @@ from onerank.converters.targets.goal_collectives import (
     messages,
 )
 from onerank.converters.targets.lower_step import (
-    IDLE_TIME_NOT_EXPORTED,
     LoweredStep,
     check_peers,
     count_dropped,
     equalize_all_to_alls,
     even_all_to_alls,
+    idle_time_note,
     lower_workload,
     tag_of,
     timed_compute,
@@ -426,7 +426,7 @@ def export_goal(
     """
     check_all_equal(graph.job)
     world = world_of(graph.job, ranks)
-    idle = [IDLE_TIME_NOT_EXPORTED]
+    idle = [idle_time_note([graph])]
     if host_time:
         graph, idle = insert_host_delays(graph, ranks=world.size)
     graph, even_notes = even_all_to_alls(graph, world)
@@ -467,7 +467,7 @@ def export_goal_ranks(
         lower_rank(entry.graph, world, entry.ranks, unequal_along=axis) for entry in equalized
     ]
     has_delays = any(NAME in entry.graph.strings.values for entry in equalized)
-    idle = [] if has_delays else [IDLE_TIME_NOT_EXPORTED]
+    idle = [] if has_delays else [idle_time_note([entry.graph for entry in equalized])]
     notes = [*notes, *even_notes, *idle]
     return _write(lowered, Path(path), Machine(gpus_per_node, interconnect), notes)
 

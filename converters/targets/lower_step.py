@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from onerank.converters.expand.host_delays import has_timed_host
 from onerank.converters.expand.ranks import RankGraph, check_messages
 from onerank.converters.targets.communication_placement import (
     Placement,
@@ -141,9 +142,18 @@ HOST = "host operations"
 NO_TIME = "GPU nodes of 0 ns"
 METADATA = "metadata nodes"
 INVALID = "invalid nodes"
-NO_IDLE_TIME = "Host time and GPU idle time are not in the workload"
-ADDS_HOST_TIME = "--include-host-delays adds them."
-IDLE_TIME_NOT_EXPORTED = Note(f"{NO_IDLE_TIME}. {ADDS_HOST_TIME}", code="idle-time-not-exported")
+
+
+def idle_time_note(graphs: Sequence[Graph], details: str = "") -> Note:
+    """Return the note that a workload lacks host time, and how to add it where that is possible.
+
+    Args:
+        graphs: the exported graphs.
+        details: what follows the first clause, such as ": the median step is 2 ms".
+    """
+    added = " --include-host-delays adds them." if all(map(has_timed_host, graphs)) else ""
+    text = f"Host time and GPU idle time are not in the workload{details}.{added}"
+    return Note(text, code="idle-time-not-exported")
 
 
 def timed_compute(graph: Graph) -> Mask:

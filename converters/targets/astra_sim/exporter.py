@@ -34,13 +34,11 @@ from onerank.converters.targets.communication_placement import (
     world_of,
 )
 from onerank.converters.targets.lower_step import (
-    ADDS_HOST_TIME,
-    IDLE_TIME_NOT_EXPORTED,
-    NO_IDLE_TIME,
     check_peers,
     count_dropped,
     equalize_all_to_alls,
     even_all_to_alls,
+    idle_time_note,
     timed_compute,
 )
 from onerank.display import Displayed, time
@@ -387,17 +385,14 @@ def _note_on_check(read_back: set[int], ranks: int) -> Note:
 def _note_on_idle_time(graphs: Sequence[Graph]) -> Note:
     """Return the note that idle time is dropped; for a single graph, with its share of the step."""
     if len(graphs) > 1:
-        return IDLE_TIME_NOT_EXPORTED
+        return idle_time_note(graphs)
     (graph,) = graphs
     compute_ns = _gpu_time_ns(graph)
     measurement = graph.job.measurement
     if graph.job.annotations:
         # The capture's step is that of another GPU, so only the predicted compute is stated.
         target = graph.job.annotations[-1].target
-        return Note(
-            f"{NO_IDLE_TIME}, only GPU compute, {time(compute_ns)} on {target}. {ADDS_HOST_TIME}",
-            code="idle-time-not-exported",
-        )
+        return idle_time_note(graphs, f", only GPU compute, {time(compute_ns)} on {target}")
     step_ns, source = measurement.median_step_ns, "the median step without the profiler"
     if step_ns is None and measurement.profiled_step_ns:
         step_ns, source = measurement.profiled_step_ns, "the profiled step"
@@ -406,19 +401,15 @@ def _note_on_idle_time(graphs: Sequence[Graph]) -> Note:
         ends = graph.nodes.start_ns + graph.nodes.duration_ns
         step_ns, source = int(ends.max() - graph.nodes.start_ns.min()), "the span of the trace"
     if step_ns is None:
-        return Note(
-            f"{NO_IDLE_TIME}, only GPU compute, {time(compute_ns)}; the duration of the step is "
-            "not known.",
-            code="idle-time-not-exported",
-        )
+        compute = f", only GPU compute, {time(compute_ns)}; the duration of the step is not known"
+        return idle_time_note(graphs, compute)
     idle_ns = step_ns - compute_ns
     difference = (
         f"the difference {time(idle_ns)}" if idle_ns >= 0 else "which is more, as streams overlap"
     )
-    return Note(
-        f"{NO_IDLE_TIME}: {source} is {time(step_ns)}, GPU compute {time(compute_ns)}, "
-        f"{difference}. {ADDS_HOST_TIME}",
-        code="idle-time-not-exported",
+    return idle_time_note(
+        graphs,
+        f": {source} is {time(step_ns)}, GPU compute {time(compute_ns)}, {difference}",
     )
 
 

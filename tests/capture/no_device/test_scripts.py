@@ -151,7 +151,7 @@ def test_what_scripts_log_draw_and_save(tmp_path):
 SHUFFLED = """
     import torch
     torch.set_default_device("cuda")
-    model = torch.nn.Linear(8, 4)
+    model = torch.nn.Linear(8, 4).share_memory()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     assert torch.tensor(1.0).is_cuda and torch.as_tensor([1.0]).is_cuda
     assert not torch.tensor(1.0, device="cpu").is_cuda

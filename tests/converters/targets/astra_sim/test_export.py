@@ -196,7 +196,8 @@ def test_notes_on_the_measured_step(tmp_path: Path) -> None:
     step.kernel("two", 3000, start_ns=2000, stream=8)
     measured = Job(world=World({"tp": 2}), measurement=Measurement(step_ns=(9000, 11_000, 10_000)))
     notes = export_astra_sim(step.build(measured), tmp_path).notes
-    note_of(notes, "idle-time-not-exported", "median step", "10.000 us", "7.000 us", "3.000 us")
+    told = "median step", "10.000 us", "7.000 us", "3.000 us", "--include-host-delays"
+    note_of(notes, "idle-time-not-exported", *told)
     note_of(notes, "compute-on-several-streams", 2, "2.000 us")
     assert not has_note(notes, "nodes-without-stream")
     step.kernel("three", 1000, stream=-1)
@@ -206,7 +207,8 @@ def test_notes_on_the_measured_step(tmp_path: Path) -> None:
     step.kernel("two", 3000, start_ns=2000, stream=8)
     annotated = Job(world=World({"tp": 2}), annotations=(Annotation("B200", "roofline", "H100"),))
     notes = export_astra_sim(step.build(annotated), tmp_path).notes
-    note_of(notes, "idle-time-not-exported", "B200", "7.000 us")
+    note = note_of(notes, "idle-time-not-exported", "B200", "7.000 us")
+    assert "--include-host-delays" not in note.text  # it would refuse a host that was not timed
     assert "overlap" not in note_of(notes, "compute-on-several-streams", 2).text
 
 
