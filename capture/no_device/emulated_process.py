@@ -15,6 +15,7 @@ from torch.utils import _python_dispatch
 from onerank.capture.fake_world.recorder import Recorder
 from onerank.capture.no_device import cuda_stubs, generation_ends
 from onerank.capture.no_device.attention_backends import choose_attention
+from onerank.capture.no_device.bucket_rebuilds import BucketRebuilds
 from onerank.capture.no_device.cuda_api import emulated_cuda
 from onerank.capture.no_device.device_memory import DeviceMemory
 from onerank.capture.no_device.emulated_gpu import EmulatedGpu
@@ -71,6 +72,7 @@ class EmulatedProcess:
         values: decides what a script reads.
         operators: the dispatch mode.
         inductor: compiles what the script compiles.
+        rebuilds: counts how often DDP ordered its buckets anew.
     """
 
     def __init__(self, gpu: EmulatedGpu, script: Path, routing: Routing | None) -> None:
@@ -83,6 +85,7 @@ class EmulatedProcess:
         self.operators = FakeOperators(self.log, self.values, self._collectives, gpu, self._routers)
         self.inductor = InductorOnShapes(self.operators, self.gpu)
         self._files = SavedFiles(self._fake, self.operators.known)
+        self.rebuilds = BucketRebuilds()
 
     @classmethod
     def of(
@@ -130,6 +133,7 @@ class EmulatedProcess:
                 logged_python_calls(self.operators, self.log),
                 self.inductor.installed(),
                 self._files.installed(),
+                self.rebuilds.counted(),
                 self._fake_tensors(),
                 self._kernels_of_scripts(),
                 self._lengths_of_generation(),

@@ -19,7 +19,8 @@ from onerank.converters.sources.kineto import EXECUTION_TRACE, STRUCTURE, histor
 UNRECORDED = 2
 """Steps before the recorded one: the first creates optimizer states, and in the second DDP orders
 its buckets by the first's backward, and ZeRO still computes a checksum of its weights. Two equal
-steps also show the rounds of micro-batches."""
+steps also show the rounds of micro-batches. A DDP of a static graph orders its buckets in the
+third, so there the fourth is recorded."""
 
 
 class _Scopes:
@@ -63,7 +64,7 @@ class _StepProgress:
     def __init__(self, report: Progress, operators: FakeOperators, steps: int) -> None:
         self._report = report
         self._operators = operators
-        self._steps = steps
+        self.steps = steps
         self._begun = operators.count
         self._message = ""
         self._expected = 0  # operators of the step before
@@ -75,7 +76,7 @@ class _StepProgress:
         # During the first step the script also builds its model and optimizer states.
         self._expected = count - self._begun if step > 2 else 0
         self._begun = count
-        self._message = f"step {step} of {self._steps} on shapes alone"
+        self._message = f"step {step} of {self.steps} on shapes alone"
         self._report(self._message)
         self._next_s = time.monotonic() + self.INTERVAL_S
         self._operators.listener = self._report_count if step > 1 else None
@@ -139,6 +140,7 @@ class StepRecorder(CountedSteps):
         self._modules = modules
         self._progress = progress
         self._taken = 0
+        self._rebuilds = 0
         self._unrecorded = unrecorded
         self._recorded = recorded
         self.results: list[tuple[Path, Observations]] = []
@@ -173,6 +175,10 @@ class StepRecorder(CountedSteps):
             ScriptError: a loss scaler skipped more than 100 consecutive steps.
         """
         self._count_step(skipped=skipped)
+        if self._taken >= self._unrecorded and self._process.rebuilds.count > self._rebuilds:
+            # The next step is recorded instead: in a long run none rebuilds buckets.
+            self._unrecorded = self._taken + 1
+            self._step_progress.steps += 1
         self._taken += not skipped
         if self._taken > self._unrecorded and not skipped:
             self._end_recorded()
@@ -181,7 +187,7 @@ class StepRecorder(CountedSteps):
         self._step_progress.begin(self._taken + 1)
         if self._forward is not None:
             self._forward.restore()
-        if self._taken >= self._unrecorded:  # again, if the recorded step was skipped
+        if self._taken >= self._unrecorded:  # again, if the recorded step was skipped or dropped
             self._begin_recorded()
 
     def _begin_recorded(self) -> None:
@@ -194,6 +200,7 @@ class StepRecorder(CountedSteps):
         # Before recording begins: what lives now is resident throughout the step.
         self.observed.resident_bytes = self._process.resident_bytes(caches)
         self.observed.start_memory_bytes[:] = [log.memory.allocated_bytes]
+        self._rebuilds = self._process.rebuilds.count
         log.begin_step()
 
     def _end_recorded(self) -> None:

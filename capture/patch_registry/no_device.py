@@ -222,6 +222,12 @@ _FAKE_TENSORS: tuple[Patch, ...] = (
         ("no_device.emulated_process",),
     ),
     Patch(
+        "torch._C._distributed_c10d.Reducer",
+        ("_rebuild_buckets",),
+        "The step in which DDP orders its buckets anew is no step of a long run.",
+        ("no_device.bucket_rebuilds",),
+    ),
+    Patch(
         "torch.UntypedStorage",
         ("resize_", "data_ptr", "from_buffer", "share_memory_", "__getitem__"),
         "FSDP frees and allocates gathered parameters by resizing their storage, and compares "
