@@ -4,6 +4,7 @@
 `multiprocessing.Process` if its function creates a process group. The other ranks do not run. A
 launcher that runs the script again for each rank, such as Lightning's, or that waits for its
 processes, such as torch.distributed.elastic, is an error: its processes would wait for each other.
+So is torch.distributed.rpc.
 """
 
 import contextlib
@@ -64,7 +65,10 @@ def start_in_process() -> Generator[None]:
 
 @contextlib.contextmanager
 def block_launchers() -> Generator[None]:
-    """Raise `CaptureError` for a subprocess whose environment names another rank."""
+    """Raise `CaptureError` where a script would wait for another rank outside of collectives.
+
+    That is a subprocess whose environment names another rank, and torch.distributed.rpc.
+    """
     original = subprocess.Popen.__init__
 
     def start(self: Any, args: Any, *more: Any, **named: Any) -> None:
@@ -80,8 +84,20 @@ def block_launchers() -> Generator[None]:
                 )
         original(self, args, *more, **named)
 
-    with patched("subprocess.Popen", {"__init__": start}):
+    with (
+        patched("subprocess.Popen", {"__init__": start}),
+        patched("torch.distributed.rpc", {"init_rpc": _refuse_rpc}),
+    ):
         yield
+
+
+def _refuse_rpc(*_: Any, **__: Any) -> None:
+    raise CaptureError(
+        "the script calls functions on other ranks by torch.distributed.rpc (init_rpc); a capture "
+        "runs one rank, and nobody would answer: capture a script whose ranks communicate by "
+        "collectives or by send and recv",
+        code="script-rpc",
+    )
 
 
 def _spawn_in_process(

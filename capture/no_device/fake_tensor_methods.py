@@ -103,7 +103,7 @@ def storage_functions(storages: Storages) -> tuple[Callable[..., Any], dict[str,
         return _StoragePart(storages, storage, range(storage.nbytes())[at])
 
     def share_storage(storage: Any) -> Any:
-        # A fake tensor's storage has no memory to share. Of a GPU's storage torch moves none either.
+        # A fake tensor's storage has no memory to share. torch shares none of a GPU's either.
         return storage if storage.device.type == "meta" else share_memory(storage)
 
     def storage_of_buffer(*args: Any, **kwargs: Any) -> Any:

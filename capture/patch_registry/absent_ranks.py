@@ -108,6 +108,12 @@ ABSENT_RANKS: tuple[Patch, ...] = (
         "Refuse a process that a launcher starts as another rank: it would wait for its peers.",
         ("start_ranks",),
     ),
+    Patch(
+        "torch.distributed.rpc",
+        ("init_rpc",),
+        "Refuse calls of functions on absent ranks: they would wait for ever.",
+        ("start_ranks",),
+    ),
     # Checkpoints and FSDP1 states, which gather from absent ranks.
     Patch(
         "torch.distributed._shard.sharded_tensor.api",

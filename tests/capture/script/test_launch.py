@@ -191,6 +191,18 @@ def test_ranks_that_a_script_starts_itself_are_refused(tmp_path: Path):
     assert "--torchrun" in str(caught.value)
 
 
+def test_calls_of_functions_on_absent_ranks_are_refused(tmp_path: Path):
+    path = tmp_path / "train.py"
+    path.write_text(
+        "import torch.distributed.rpc as rpc, torch.multiprocessing as mp\n"
+        "def work(rank):\n"
+        "    rpc.init_rpc(f'worker{rank}', rank=rank, world_size=3)\n"
+        "mp.spawn(work, nprocs=3)\n"
+    )
+    with raises_code("script-rpc"):
+        capture(path, [], Options(dp=3))
+
+
 def test_a_node_has_as_many_ranks_as_torchrun_would_start_on_it(tmp_path):
     path = tmp_path / "train.py"
     start = """
