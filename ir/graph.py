@@ -153,6 +153,13 @@ class Graph(Displayed):
             encoded["input_strides"] = np.where(kept, self.nodes.input_strides, 0)
         return replace(self, nodes=replace(self.nodes, **encoded), strings=strings)
 
+    def launchers(self) -> I64:
+        """Return the index of the node that launched each node, -1 for none, int64[n]."""
+        launcher = np.full(len(self), -1, dtype=np.int64)
+        launches = self.edges.reason == Reason.LAUNCH
+        launcher[self.edges.target[launches]] = self.edges.source[launches]
+        return launcher
+
     def topological_order(self) -> I64:
         """Return the node indices in dependency order; ready nodes come by ascending index.
 

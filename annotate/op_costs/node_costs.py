@@ -51,7 +51,7 @@ from onerank.annotate.op_costs.operands import (
     UnknownDtypeError,
     without_tensors,
 )
-from onerank.ir import UNKNOWN, GeneratedWork, Graph, Kind, Reason
+from onerank.ir import UNKNOWN, GeneratedWork, Graph, Kind
 from onerank.ir.arrays import F64, I64, U8, Mask, deduplicate, membership_mask
 from onerank.ir.errors import AnnotateError
 
@@ -443,12 +443,9 @@ def _part(total: I64, fraction: F64) -> I64:
 
 def _shares(graph: Graph, index: I64, call: I64) -> _Shares:
     """Group the nodes by the operator instance that launched them and divide by duration."""
-    edges, nodes = graph.edges, graph.nodes
-    launcher = np.arange(len(graph), dtype=np.int64)
-    launches = edges.reason == Reason.LAUNCH
+    nodes, launcher = graph.nodes, graph.launchers()[index]
     # A node without a launch edge is its own instance, as in a CPU capture.
-    launcher[edges.target[launches]] = edges.source[launches]
-    _, instance = deduplicate([launcher[index], call])
+    _, instance = deduplicate([np.where(launcher >= 0, launcher, index), call])
     kernel = ~membership_mask(nodes.kind[index], [Kind.MEMCPY, Kind.MEMSET])
     count = int(instance.max(initial=-1)) + 1
     with_kernel = np.bincount(instance, weights=kernel, minlength=count) > 0

@@ -17,7 +17,6 @@ from onerank.annotate.op_costs.operands import Call, Operand, flatten
 from onerank.annotate.passes.tensor_locations import (
     OVERWRITES,
     call_of_node,
-    launchers,
     parse_locations,
 )
 from onerank.ir import UNKNOWN, Collective, Edges, Graph, Kind
@@ -487,7 +486,7 @@ class _DependencyWalk:
 
 def _issue_times(graph: Graph) -> list[int]:
     """Return the start time of each node's launching operator, or of the node without a launch."""
-    launcher, start = launchers(graph), graph.nodes.start_ns
+    launcher, start = graph.launchers(), graph.nodes.start_ns
     return np.where(launcher == UNKNOWN, start, start[launcher]).tolist()
 
 

@@ -16,7 +16,6 @@ from onerank.annotate.passes.tensor_locations import (
     OVERWRITES,
     TensorLocation,
     call_of_node,
-    launchers,
     parse_locations,
 )
 from onerank.ir import Graph
@@ -242,7 +241,7 @@ def _operator_instances(graph: Graph) -> list[tuple[list[int], int, Access]]:
     device = np.flatnonzero(compute_mask(graph) | graph.communication)
     device = device[np.argsort(graph.nodes.start_ns[device], kind="stable")]
     access = accesses_of(graph, device, scalars=True)
-    launcher = launchers(graph)
+    launcher = graph.launchers()
     groups = dict[tuple[int, int], list[int]]()
     for node in device.tolist():
         key = (int(launcher[node]), -1) if launcher[node] >= 0 else (-1, node)

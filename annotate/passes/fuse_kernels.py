@@ -21,7 +21,7 @@ from onerank.annotate.op_costs.op_classes import (
 from onerank.annotate.op_costs.operands import Tensor
 from onerank.annotate.passes.dataflow import TEXTS, Access, accesses_of, as_text
 from onerank.annotate.passes.swap_kernels import MIN_KERNEL_NS
-from onerank.annotate.passes.tensor_locations import TensorLocation, launchers
+from onerank.annotate.passes.tensor_locations import TensorLocation
 from onerank.ir import UNKNOWN, Edges, Evidence, Graph, Kind, Reason
 from onerank.ir.arrays import I64, Mask
 from onerank.ir.edges import one_per_pair
@@ -106,7 +106,7 @@ def _whole_operators(graph: Graph, classes: Sequence[OpClass]) -> Mask:
     """
     ops = np.unique(graph.nodes.op)
     ops_of_classes = ops[[op_class(graph.strings[int(code)]) in classes for code in ops]]
-    launcher = launchers(graph)
+    launcher = graph.launchers()
     device = graph.gpu_compute & (launcher >= 0)
     count = np.bincount(launcher[device], minlength=len(graph))
     # A node without a launcher is a whole operator, as in a re-costed CPU capture.

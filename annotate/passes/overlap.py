@@ -16,7 +16,6 @@ from onerank.annotate.passes.data_dependencies import (
     Lanes,
     find_dependencies,
 )
-from onerank.annotate.passes.tensor_locations import launchers
 from onerank.ir import UNKNOWN, Edges, Evidence, Graph, Kind, Reason
 from onerank.ir.arrays import I64, Mask
 from onerank.ir.edges import one_per_pair, topological_order
@@ -54,7 +53,7 @@ def issue_slots(graph: Graph, lanes: Lanes, dependencies: CommDependencies) -> d
     """
     calls = sorted([*dependencies.of, *dependencies.fixed], key=lanes.rank.__getitem__)
     stream = _assign_streams(graph, calls, lanes)
-    ordered, launcher_of = _ordered_streams(graph, stream), launchers(graph)
+    ordered, launcher_of = _ordered_streams(graph, stream), graph.launchers()
     issuing = _issuers(graph, lanes, launcher_of)
     after_rank, launcher, last_on_stream = dict[int, int](), dict[int, int](), dict[int, int]()
     for call in calls:

@@ -10,7 +10,7 @@ import numpy as np
 from onerank.annotate.op_costs.op_classes import base_name
 from onerank.annotate.op_costs.operands import Call, Operand, UnknownDtypeError
 from onerank.annotate.passes.parse_tensor_ids import parse_tensor_ids
-from onerank.ir import Graph, Reason
+from onerank.ir import Graph
 from onerank.ir.arrays import I64, Mask
 
 _DECODE = msgspec.json.Decoder(list[Any])
@@ -58,15 +58,6 @@ def call_of_node(graph: Graph) -> Callable[[int], Call | None]:
         return known[texts]
 
     return call_of
-
-
-def launchers(graph: Graph) -> I64:
-    """Return the launching node of each node, -1 for none."""
-    edges = graph.edges
-    launcher = np.full(len(graph), -1, dtype=np.int64)
-    launches = edges.reason == Reason.LAUNCH
-    launcher[edges.target[launches]] = edges.source[launches]
-    return launcher
 
 
 def has_tensor_ids(text: str) -> bool:
@@ -122,7 +113,7 @@ def execution_order(graph: Graph) -> I64:
     """Return the nodes with operands by start time, each launched node right after its launcher."""
     nodes = graph.nodes
     has = np.flatnonzero((nodes.input_shapes > 0) | (nodes.output_shapes > 0))
-    by = launchers(graph)[has]
+    by = graph.launchers()[has]
     start = nodes.start_ns[np.where(by >= 0, by, has)]
     return has[np.lexsort((by >= 0, np.where(by >= 0, by, has), start))]
 

@@ -32,7 +32,6 @@ from onerank.annotate.passes.attention.score_memory import (
     with_score_memory,
 )
 from onerank.annotate.passes.dataflow import TEXTS, as_text
-from onerank.annotate.passes.tensor_locations import launchers
 from onerank.ir import (
     UNKNOWN,
     Edges,
@@ -247,7 +246,7 @@ def _remaining(graph: Graph, calls: list[_FusedCall]) -> int:
 def _fused_calls(graph: Graph) -> list[_FusedCall]:
     """Return the calls of fused attention, each with its kernels in order."""
     costs = op_costs_of(graph)
-    launcher = launchers(graph)
+    launcher = graph.launchers()
     members: dict[tuple[int, int], list[int]] = {}
     cost_row = dict[tuple[int, int], int]()
     fused = np.array(

@@ -35,7 +35,6 @@ from onerank.annotate.passes.tensor_locations import (
     call_of_node,
     execution_order,
     have_same_operands,
-    launchers,
     parse_locations,
     tensor_accesses,
 )
@@ -386,7 +385,7 @@ def step_growth(graph: Graph, sizing: Sizing) -> StepGrowth:
     Raises:
         AnnotateError: the text of an operand column cannot be read.
     """
-    nodes, rows, by = graph.nodes, execution_order(graph), launchers(graph)
+    nodes, rows, by = graph.nodes, execution_order(graph), graph.launchers()
     has_operands = np.zeros(len(graph), dtype=bool)
     has_operands[rows] = True
     launched = (by[rows] >= 0) & has_operands[by[rows]] & have_same_operands(graph, rows, by[rows])

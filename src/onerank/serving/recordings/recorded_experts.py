@@ -18,7 +18,7 @@ import numpy as np
 from onerank.annotate.op_costs.cost_record import Work
 from onerank.annotate.op_costs.engine_operators import OPAQUE_EXPERTS
 from onerank.annotate.op_costs.operands import Call, UnknownDtypeError
-from onerank.ir import UNKNOWN, Graph, Reason
+from onerank.ir import UNKNOWN, Graph
 from onerank.ir.arrays import I64
 from onerank.ir.notes import Note
 
@@ -121,18 +121,17 @@ def with_expert_work(graph: Graph, layer: ExpertLayer | None) -> Graph:
         graph: a step of an engine, with its operators.
         layer: the experts; None leaves the work unknown.
     """
-    gemms = _opaque(graph)
+    gemms = _opaque_gemms(graph)
     if layer is None or not len(gemms):
         return graph
-    nodes, strings, edges = graph.nodes, graph.strings, graph.edges
-    launcher = np.arange(len(graph), dtype=np.int64)
-    launches = edges.reason == Reason.LAUNCH
-    launcher[edges.target[launches]] = edges.source[launches]
+    nodes, strings, launcher = graph.nodes, graph.strings, graph.launchers()[gemms]
+    # Without a launch edge, as in a recording of a CPU, an operator is its own call.
+    call_of = np.where(launcher >= 0, launcher, gemms)
     columns = {
         name: getattr(nodes, name).copy() for name in ("flops", "bytes_read", "bytes_written")
     }
-    for instance in np.unique(launcher[gemms]).tolist():
-        members = gemms[launcher[gemms] == instance]
+    for call in np.unique(call_of):
+        members = gemms[call_of == call]
         first = members[0]
         op, shapes, types = (
             strings[int(getattr(nodes, name)[first])]
@@ -153,7 +152,7 @@ def with_expert_work(graph: Graph, layer: ExpertLayer | None) -> Graph:
     return graph.with_columns(**columns)
 
 
-def _opaque(graph: Graph) -> I64:
+def _opaque_gemms(graph: Graph) -> I64:
     """Return the GEMMs of experts with unknown FLOPs whose operator has no weights, int64[n]."""
     nodes, strings = graph.nodes, graph.strings
     ops, names = np.unique(nodes.op).tolist(), np.unique(nodes.name).tolist()
@@ -167,7 +166,7 @@ def unknown_experts(graphs: Sequence[Graph]) -> Note | None:
     """Return a note that counts GEMMs of experts whose work is not known, by operator."""
     counts: Counter[str] = Counter()
     for graph in graphs:
-        counts.update(graph.strings[int(code)] for code in graph.nodes.op[_opaque(graph)])
+        counts.update(graph.strings[int(code)] for code in graph.nodes.op[_opaque_gemms(graph)])
     if not counts:
         return None
     text = ", ".join(f"{count} of {op}" for op, count in counts.most_common())

@@ -14,7 +14,7 @@ import numpy as np
 
 from onerank.annotate.op_costs.engine_operators import computes_paged_attention
 from onerank.capture.serving.attention_windows import AttentionWindow
-from onerank.ir import UNKNOWN, Graph, Reason
+from onerank.ir import UNKNOWN, Graph
 from onerank.ir.arrays import I64
 from onerank.ir.notes import Note
 from onerank.serving.recordings.recording import RecordedStep
@@ -57,8 +57,8 @@ def layer_windows(config: Mapping[str, Any]) -> tuple[AttentionWindow | None, ..
 
 
 @dataclass(frozen=True)
-class _Seen:
-    """Keys and pairs of a layer in a step, of all sequences; see `InferenceStep`.
+class _Attended:
+    """What the queries of a step attend to in one layer, of all sequences.
 
     Attributes:
         keys: tokens of the KV cache that the layer reads.
@@ -69,8 +69,8 @@ class _Seen:
     pairs: int
 
 
-def _seen(step: RecordedStep, window: AttentionWindow) -> _Seen | None:
-    """Return what a layer with a window sees in a step; None if the recording does not show it."""
+def _attended(step: RecordedStep, window: AttentionWindow) -> _Attended | None:
+    """Return what a step attends to in a layer with a window; None if it was not recorded."""
     groups = (
         (step.prefills, step.prefill_new_tokens, step.prefill_context_tokens),
         (step.decodes, step.decode_new_tokens, step.decode_context_tokens),
@@ -85,11 +85,11 @@ def _seen(step: RecordedStep, window: AttentionWindow) -> _Seen | None:
         # Where a chunk begins follows from each sequence's own context, not from the mean.
         if window.chunked and count > 1 and context + new > window.tokens:
             return None
-        held, computed = round(context), round(new)
-        keys += count * (window.seen_before(held) + new)
-        # A causal query sees its own key whole, which `products` counts as a half.
-        pairs += count * (window.products(held, computed) + computed / 2)
-    return _Seen(round(keys), round(pairs))
+        cached, computed = round(context), round(new)
+        keys += count * (window.seen_before(cached) + new)
+        # A pair of a query and its own key counts as one, and as a half in `products`.
+        pairs += count * (window.products(cached, computed) + computed / 2)
+    return _Attended(round(keys), round(pairs))
 
 
 @dataclass
@@ -100,13 +100,13 @@ class WindowedLayers:
         windows: window of each layer, () if no layer has one; None if the layers are not known.
         applied: steps whose attention has the work of the windows.
         unmatched: steps whose calls of attention are not those of the layers.
-        unseen: steps with a layer whose work does not follow from sums over sequences.
+        uneven: steps with a layer whose work does not follow from sums over sequences.
     """
 
     windows: tuple[AttentionWindow | None, ...] | None
     applied: int = 0
     unmatched: int = 0
-    unseen: int = 0
+    uneven: int = 0
 
     def with_work(self, graph: Graph, step: RecordedStep) -> Graph:
         """Return the graph with the work of attention in layers that have a window.
@@ -122,22 +122,22 @@ class WindowedLayers:
         if self.windows is None or len(calls) != len(self.windows):
             self.unmatched += 1
             return graph
-        seen = {window: _seen(step, window) for window in self.windows if window is not None}
+        by_window = {w: _attended(step, w) for w in self.windows if w is not None}
         self.applied += 1
-        self.unseen += None in seen.values()
-        every = _Seen(label.attention_keys, label.attention_pairs or 0)
+        self.uneven += None in by_window.values()
+        whole = _Attended(label.attention_keys, label.attention_pairs or 0)
         columns = {name: getattr(graph.nodes, name).copy() for name in ("flops", "bytes_read")}
         for rows, window in zip(calls, self.windows, strict=True):
-            part = None if window is None else seen[window]
+            part = None if window is None else by_window[window]
             if part is None:
                 continue
             flops, read = (column[rows] for column in columns.values())
-            if every.pairs and (flops != UNKNOWN).all():
-                columns["flops"][rows] = _scaled(flops, min(part.pairs, every.pairs), every.pairs)
+            if whole.pairs and (flops != UNKNOWN).all():
+                columns["flops"][rows] = _scaled(flops, min(part.pairs, whole.pairs), whole.pairs)
             written = graph.nodes.bytes_written[rows]
             if (read != UNKNOWN).all() and (written != UNKNOWN).all():
                 # Queries have as many bytes as results; the rest is read from the cache.
-                cached = _scaled(read - written, min(part.keys, every.keys), every.keys)
+                cached = _scaled(read - written, min(part.keys, whole.keys), whole.keys)
                 columns["bytes_read"][rows] = written + cached
         return graph.with_columns(**columns)
 
@@ -158,28 +158,30 @@ class WindowedLayers:
             )
         if not self.applied or self.windows is None:
             return
-        held = sum(window is not None for window in self.windows)
+        windowed = sum(window is not None for window in self.windows)
         text = (
-            f"{held} of {len(self.windows)} layers see a part of a sequence: FLOPs and bytes of "
-            "their attention are those of sequences of the mean length"
+            f"{windowed} of {len(self.windows)} layers see a part of a sequence: FLOPs and bytes "
+            "of their attention are those of sequences of the mean length"
         )
-        if self.unseen:
-            text += f"; in {self.unseen} rows those of all keys, since chunks begin unevenly"
+        if self.uneven:
+            text += f"; in {self.uneven} rows those of all keys, since chunks begin unevenly"
         yield Note(text, code="recording-windows-mean")
 
 
 def _scaled(values: I64, part: int, whole: int) -> I64:
+    """Return the values x part / whole, rounded down."""
+    # In Python, since a product of FLOPs and pairs can exceed 64 bits.
     return np.array([value * part // whole for value in values.tolist()], dtype=np.int64)
 
 
 def _attention_calls(graph: Graph) -> list[I64]:
     """Return the kernels of each call of attention on a paged KV cache, in the order of calls."""
-    nodes, edges = graph.nodes, graph.edges
-    names = np.unique(nodes.op).tolist()
-    codes = [code for code in names if computes_paged_attention(graph.strings[int(code)])]
+    nodes = graph.nodes
+    ops = np.unique(nodes.op).tolist()
+    codes = [code for code in ops if computes_paged_attention(graph.strings[code])]
     rows = np.flatnonzero(np.isin(nodes.op, codes) & graph.compute)
-    launcher = np.arange(len(graph), dtype=np.int64)
-    launches = edges.reason == Reason.LAUNCH
-    launcher[edges.target[launches]] = edges.source[launches]
-    calls = [rows[launcher[rows] == call] for call in np.unique(launcher[rows])]
+    launcher = graph.launchers()[rows]
+    # Without a launch edge, as in a recording of a CPU, an operator is its own call.
+    call_of = np.where(launcher >= 0, launcher, rows)
+    calls = [rows[call_of == call] for call in np.unique(call_of)]
     return sorted(calls, key=lambda call: int(nodes.start_ns[call].min()))
