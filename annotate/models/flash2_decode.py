@@ -7,11 +7,14 @@ takes the fewest parts with which the waves of blocks are at least 0.85 times as
 best number. A second kernel combines the parts. On an H100 the heuristic gives the recorded grid of
 each of the 47 decodes of a Llama-8B that were compared.
 
-Blocks run in waves of two per SM. A wave takes its prologue, and the longer of two: the keys of
-the fullest SM at the rate of its blocks, and all blocks' keys at the rate of the memory. A block
-alone on an SM waits for its own loads, so two blocks of a call that does not divide its keys take
-less than twice as long as one. Such a call reaches 2.7 TB/s at most, whatever the memory: 40
-sequences of 3,000 tokens with 8 key heads take an H100 244 us and an H200 242.
+Blocks run in waves of as many per SM as fit. A wave takes its prologue, and the longer of two: the
+keys of the fullest SM at the rate of its blocks, and all blocks' keys at the rate of the memory.
+
+A call that does not divide its keys runs the kernel of prefills, whose tile has 128 rows even if a
+sequence has one query. So a block of keys takes the cycles that it takes in a prefill
+(`flash2_prefill`), which differ between sizes of heads: 256 sequences of 1,001 tokens with heads
+of 160, in tiles of 192, take an H200 2.9 ms at 1.8 TB/s; with 8 key heads of 256 they take 0.48 ms
+at 4.3 TB/s, and memory limits them.
 
 A prefill has a block for each head and tile of 64 new tokens, and divides the keys by the same
 rule: 64 tokens of 32 heads are 32 blocks, whose keys become 6 to 8 parts. The products of a tile
@@ -25,6 +28,7 @@ from functools import cache
 import numpy as np
 
 from onerank.annotate.gpus.gpu import Gpu
+from onerank.annotate.models.flash2_prefill import FLASH2_TILES, TILES, kernel_head_size
 from onerank.annotate.models.gemm_tiles import p_norm
 from onerank.annotate.models.prediction_terms import Term, quantity, total
 from onerank.ir.arrays import F64, I64, Mask
@@ -41,8 +45,51 @@ _QUERY_TILE = 64
 
 
 @dataclass(frozen=True, slots=True)
-class BlockWaves:
-    """Coefficients of a kernel whose thread blocks run in waves.
+class WholeKeys:
+    """Coefficients of the kernel whose thread blocks have all keys of a sequence.
+
+    Attributes:
+        floor: launch floors of a call.
+        prologue_cycles: of a wave.
+        alone_key_cycles: for each key, of a block that has an SM for itself and waits for its own
+            loads; not of heads of 192, whose blocks always have one.
+        bandwidth_share: share of the described bandwidth that all blocks reach together.
+        overlap: exponent of how the SMs' own rate and the memory's overlap.
+    """
+
+    floor: float
+    prologue_cycles: float
+    alone_key_cycles: float
+    bandwidth_share: float
+    overlap: float
+
+    def wave_ns(self, gpu: Gpu, running: F64, keys: F64, width: F64) -> F64:
+        """Return the time of a wave, float64[d].
+
+        Args:
+            gpu: the GPU.
+            running: blocks of the wave, up to those that fit on all SMs.
+            keys: of a block.
+            width: elements of a head.
+        """
+        sizes = _kernel_sizes(width)
+        block_keys, per_sm = np.array([TILES[size][1:] for size in sizes], dtype=np.float64).T
+        tiles = [FLASH2_TILES[gpu.architecture][size] for size in sizes]
+        one = np.array([tile.alone for tile in tiles])
+        two = np.array([2 * (tile.shared or 0.0) for tile in tiles])
+        alone = np.where(per_sm > 1, self.alone_key_cycles * block_keys, one)
+        each = np.where((per_sm > 1) & (running > gpu.sm_count), np.maximum(alone, two), alone)
+        cycles = self.prologue_cycles + np.ceil(keys / block_keys) * each
+        key_bytes = 4 * width  # key and value, of 16 bits
+        bandwidth = self.bandwidth_share * gpu.bandwidth_bytes_per_s / 1e9
+        by_memory = np.maximum(running, 1) * keys * key_bytes / bandwidth
+        # Decodes stay below the power limit.
+        return p_norm(self.overlap, cycles / gpu.max_clock_hz * 1e9, by_memory)
+
+
+@dataclass(frozen=True, slots=True)
+class DividedKeys:
+    """Coefficients of the kernel whose thread blocks have a part of the keys of a sequence.
 
     Attributes:
         floor: launch floors of a call.
@@ -91,21 +138,20 @@ class Flash2Decode:
         divided: of the one whose blocks have a part of them.
     """
 
-    whole: BlockWaves
-    divided: BlockWaves
+    whole: WholeKeys
+    divided: DividedKeys
 
 
 FLASH2_DECODE = {
     "hopper": Flash2Decode(
-        whole=BlockWaves(
-            floor=1.56,
-            prologue_cycles=0.0,
-            block_key_cycles=47.5,
-            sm_key_cycles=(5.2, 0.301),
-            bandwidth_share=0.935,
-            overlap=11.4,
+        whole=WholeKeys(
+            floor=0.66,
+            prologue_cycles=8500.0,
+            alone_key_cycles=48.7,
+            bandwidth_share=1.09,
+            overlap=5.0,
         ),
-        divided=BlockWaves(
+        divided=DividedKeys(
             floor=1.175,
             prologue_cycles=3530.0,
             block_key_cycles=10.2,
@@ -117,11 +163,14 @@ FLASH2_DECODE = {
 }
 """Architecture -> coefficients.
 
-Fitted to the kernels of decodes of a Llama-8B and a Llama-1B (32 heads of 128 or 64, 8 key heads; 1
-to 256 sequences of 128 to 16,384 tokens) with torch 2.11: 26 calls that do not divide their keys
-and 48 that do, on H100s and, 19 of the 74, on an H200 (2026-11-26 and 27). The fit is about 3 and
-4% off these in the mean; 11% and, behind a prefill of the same step, 18% at most. 119 decodes of
-heads of 64, 96, 128 and 256 are 7% off (2026-11-27-kernel-sweep-h100).
+`whole` was fitted to 102 calls of steps of 23 models on H100s and H200s, with heads of 64 to 256:
+3.0% off in the mean. Without Zamba 2 (heads of 160) and Gemma 2 (256) in the fit, their calls are
+6.1% off on an H200 (2026-11-28-serving-blind-7-h200).
+
+`divided` was fitted to 48 decodes of a Llama-8B and a Llama-1B (32 heads of 128 or 64, 8 key heads;
+1 to 256 sequences of 128 to 16,384 tokens) with torch 2.11 on H100s and an H200 (2026-11-26 and
+27), of which it is about 4% off in the mean; behind a prefill of the same step 18% at most. 119
+decodes of heads of 64, 96, 128 and 256 are 7% off (2026-11-27-kernel-sweep-h100).
 """
 
 # The kernel that combines parts reads them one after another. Its floor in launches, the cycles for
@@ -228,28 +277,33 @@ def flash2_decode_terms(gpu: Gpu, shapes: F64, c: Flash2Decode) -> WaveTerms:
         c: coefficients of the architecture.
     """
     columns: list[F64] = list(shapes.T)
-    _, _, _, _, keys, d, dv, *_ = columns
+    batch, heads, _, rows, keys, d, dv, *_ = columns
     width = (d + dv) / 2
-    places = float(BLOCKS_PER_SM * gpu.sm_count)
     units, blocks, block_keys, parts = _division(gpu, shapes)
+    divided = parts > 1
+    per_sm = np.array([TILES[size][2] for size in _kernel_sizes(width)])
+    places = np.where(divided, BLOCKS_PER_SM, per_sm) * float(gpu.sm_count)
+    full, rest = np.divmod(units * parts, places)
     # The longest part determines a wave, but only its own keys are read.
     longest, read = np.ceil(blocks / parts) * block_keys, keys / parts
-    full, rest = np.divmod(units * parts, places)
-    divided = parts > 1
 
-    def waves_ns(kernel: BlockWaves) -> F64:
-        whole_wave = kernel.wave_ns(gpu, np.full(len(parts), places), longest, read, width)
-        last = kernel.wave_ns(gpu, rest, longest, read, width)
-        return full * whole_wave + np.where(rest > 0, last, 0.0)
+    def wave_ns(running: F64) -> F64:
+        of_parts = c.divided.wave_ns(gpu, running, longest, read, width)
+        return np.where(divided, of_parts, c.whole.wave_ns(gpu, running, keys, width))
 
-    batch, heads, _, rows, *_ = columns
+    waves_ns = full * wave_ns(places) + np.where(rest > 0, wave_ns(rest), 0.0)
     combine = _combine_ns(gpu, batch * heads * rows, width, parts)
     return WaveTerms(
         floor_ns=np.where(divided, c.divided.floor, c.whole.floor) * gpu.launch_floor_ns,
         waves=(full + (rest > 0)).astype(np.int64),
-        waves_ns=np.where(divided, waves_ns(c.divided), waves_ns(c.whole)),
+        waves_ns=waves_ns,
         combine_ns=np.where(divided, combine, 0.0),
     )
+
+
+def _kernel_sizes(width: F64) -> list[int]:
+    """Return the size of heads of each call's kernel; the largest for wider heads."""
+    return [kernel_head_size(int(each)) or max(TILES) for each in width]
 
 
 def divides_keys(gpu: Gpu, shapes: F64) -> Mask:

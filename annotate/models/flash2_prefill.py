@@ -4,7 +4,7 @@ The grid has a thread block for each tile of queries, sequence and head, tiles f
 (`flash_fwd_launch_template.h` of flash-attention 2, as in torch 2.11). Thread blocks start in this
 order as places on the SMs become free, so under a causal mask the tiles of a head start with the
 shortest. A block processes the keys that its queries see, from the last to the first; the size of
-both tiles depends on the size of heads (`_TILES`).
+both tiles depends on the size of heads (`TILES`).
 
 An SM has two blocks at a time, or one with heads of 192. Two blocks share its tensor cores: they
 take less than twice as long as one block alone, which cannot fill them. A few tiles therefore take
@@ -30,16 +30,18 @@ from onerank.annotate.op_costs.attention import QUERY_TILE
 from onerank.annotate.op_costs.cost_record import LOWER_RIGHT, AttentionShape
 from onerank.ir.arrays import F64, I64, Mask
 
-# Heads up to this size -> (queries of a tile, keys of a block, thread blocks of an SM): the traits
-# that `run_mha_fwd_hdim*` choose without dropout on a GPU with 227 KiB of shared memory. Registers
-# limit all but heads of 192 to two blocks: 128 threads with up to 255 each.
-_TILES = {
+TILES = {
     64: (128, 128, 2),
     96: (128, 64, 2),
     128: (128, 64, 2),
     192: (128, 64, 1),
     256: (64, 64, 2),
 }
+"""Heads up to this size -> (queries of a tile, keys of a block, thread blocks of an SM).
+
+The traits that `run_mha_fwd_hdim*` choose without dropout on a GPU with 227 KiB of shared memory.
+Registers limit all but heads of 192 to two blocks: 128 threads with up to 255 each.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +123,7 @@ def is_scheduled(gpu: Gpu, shapes: F64) -> Mask:
     """
     known = FLASH2_TILES.get(gpu.architecture, {})
     _, _, _, rows, _, d, dv, _, backward, *_ = shapes.T
-    sizes = np.array([_padded(int(width)) in known for width in d], dtype=bool)
+    sizes = np.array([kernel_head_size(int(width)) in known for width in d], dtype=bool)
     # Smaller heads have a kernel that was not measured.
     return sizes & (d > 32) & (d == dv) & (rows > 1) & (backward == 0)
 
@@ -145,10 +147,10 @@ def flash2_schedule_terms(gpu: Gpu, shapes: F64, *, training: bool) -> ScheduleT
     blocks = np.empty(len(calls), dtype=np.int64)
     for i, call in enumerate(calls.astype(np.int64).tolist()):
         shape = AttentionShape(*call)
-        size = _padded(shape.d)
+        size = kernel_head_size(shape.d)
         of_size = FLASH2_TILES[gpu.architecture][size]
         work = _work(of_size, of_size.alone / speed, _key_blocks(size, shape))
-        heads, places = shape.batch * shape.heads, _TILES[size][2]
+        heads, places = shape.batch * shape.heads, TILES[size][2]
         share = min(1.0, of_size.alone / (2 * of_size.shared)) if of_size.shared else 1.0
         cycles[i] = _makespan(tuple(work.tolist()), heads, gpu.sm_count, places, share)
         blocks[i] = heads * len(work)
@@ -159,9 +161,9 @@ def flash2_schedule_terms(gpu: Gpu, shapes: F64, *, training: bool) -> ScheduleT
     )
 
 
-def _padded(width: int) -> int:
+def kernel_head_size(width: int) -> int:
     """Return the size of heads of the kernel that multiplies heads of this width; 0 if none."""
-    return next((size for size in _TILES if width <= size), 0)
+    return next((size for size in TILES if width <= size), 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +188,7 @@ def _key_blocks(size: int, shape: AttentionShape) -> _KeyBlocks:
         size: size of heads of the kernel.
         shape: the call.
     """
-    tile, block, _ = _TILES[size]
+    tile, block, _ = TILES[size]
     rows, keys = shape.rows, shape.keys
     tiles = np.arange(-(-rows // tile), dtype=np.int64)
     if shape.window:

@@ -1,9 +1,9 @@
 """Build the transformers model that `capture serve` runs, with random weights."""
 
+import json
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from torch import nn
 
@@ -23,20 +23,20 @@ def read_config(path: Path) -> Any:
         CaptureError: it is not a configuration of a causal language model that transformers knows,
             or its weights are quantised.
     """
-    from transformers import AutoConfig
-
     file = path / "config.json" if path.is_dir() else path
     try:
-        record: Any = msgspec.json.decode(file.read_bytes())
+        # Not msgspec, which refuses the `Infinity` that Python writes, as in Nemotron 3's limits.
+        record: Any = json.loads(file.read_bytes())
         kind = record["model_type"]
-    except (OSError, msgspec.DecodeError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         why = getattr(error, "strerror", None) or "is no JSON object with a model_type"
         raise CaptureError(
             f"{file}: {why}\n  expected the config.json of a transformers model",
             code="serve-no-config",
         ) from None
+    config_class = _config_class(file, record)
     try:
-        config: Any = AutoConfig.for_model(**record)
+        config: Any = config_class(**{k: v for k, v in record.items() if k != "model_type"})
     except Exception as error:
         # A configuration checks its values itself, with errors of many classes.
         raise CaptureError(
@@ -66,6 +66,31 @@ def read_config(path: Path) -> Any:
     return config
 
 
+def _config_class(file: Path, record: dict[str, Any]) -> Any:
+    """Return the class of transformers for a configuration.
+
+    Some published configurations name a type of their own and a class of transformers, as that of
+    Kimi K2 names `kimi_k2` and DeepseekV3ForCausalLM. vLLM and SGLang read the class.
+    """
+    import transformers
+    from transformers import CONFIG_MAPPING
+
+    kind = str(record["model_type"])
+    if kind in CONFIG_MAPPING:
+        return CONFIG_MAPPING[kind]
+    names = [name for name in record.get("architectures") or () if isinstance(name, str)]
+    classes = (getattr(getattr(transformers, n, None), "config_class", None) for n in names)
+    config_class = next(filter(None, classes), None)
+    if config_class is None:
+        raise CaptureError(
+            f"{file}: transformers {transformers.__version__} knows neither the model_type "
+            f"{kind!r} nor a class of its architectures ({', '.join(names) or 'none'})\n"
+            "  build the model in a script, or install a version of transformers that has it",
+            code="serve-model-unknown",
+        )
+    return config_class
+
+
 def _auto_class(config: Any) -> Any:
     """Return the class of transformers that builds a causal language model; None if there is none.
 
@@ -81,20 +106,21 @@ def _auto_class(config: Any) -> Any:
 def _check_heads(file: Path, config: Any) -> None:
     """Raise if key-value heads do not divide the attention heads; on shapes alone no kernel would.
 
-    Models whose layers differ have lists, and latent attention does not read its number.
+    Some older models have lists, and latent attention does not read its number.
     """
-    heads, kv_heads, latent = (
-        getattr(config, name, None)
-        for name in ("num_attention_heads", "num_key_value_heads", "kv_lora_rank")
-    )
-    if latent or not isinstance(heads, int) or not isinstance(kv_heads, int) or not kv_heads:
-        return
-    if heads % kv_heads:
-        raise CaptureError(
-            f"{file}: {kv_heads} key-value heads do not divide {heads} attention heads "
-            f"({heads} = {heads // kv_heads} x {kv_heads} + {heads % kv_heads})",
-            code="serve-model-unknown",
-        )
+    # transformers 5.23 refuses to read a size of the whole model that differs between layers, as
+    # of Gemma 4's full and sliding attention.
+    layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else (config,)
+    names = ("num_attention_heads", "num_key_value_heads", "kv_lora_rank")
+    for heads, kv_heads, latent in {tuple(getattr(of, n, None) for n in names) for of in layers}:
+        if latent or not isinstance(heads, int) or not isinstance(kv_heads, int) or not kv_heads:
+            continue
+        if heads % kv_heads:
+            raise CaptureError(
+                f"{file}: {kv_heads} key-value heads do not divide {heads} attention heads "
+                f"({heads} = {heads // kv_heads} x {kv_heads} + {heads % kv_heads})",
+                code="serve-model-unknown",
+            )
 
 
 def pad_vocabulary(config: Any) -> int | None:

@@ -609,6 +609,12 @@ def test_a_model_that_is_not_served(tmp_path: Path, config: dict[str, Any], code
     assert not output.exists()
 
 
+def test_a_type_that_transformers_lacks_is_read_by_its_class(tmp_path: Path):
+    record = {**LLAMA, "model_type": "renamed", "architectures": ["Unknown", "LlamaForCausalLM"]}
+    config = read_config(written(tmp_path, record))
+    assert (config.model_type, config.hidden_size) == ("llama", HIDDEN)
+
+
 def test_compositions_beyond_the_context_of_the_model_are_noted(tmp_path: Path):
     path = written(tmp_path, {**LLAMA, "max_position_embeddings": 64})
     grid, output = "prefill: tokens=32,33 context=32", tmp_path / "bundle"

@@ -1,6 +1,7 @@
 """Measure a model over a grid of compositions, or re-cost a bundle, and write the tables."""
 
 import contextlib
+import json
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -103,7 +104,7 @@ def measure_bundle(
         if is_script:
             record = _Record(store, (*inputs, args, served.config, served.parameters))
         if run is None:
-            config = served.config if is_script else msgspec.json.decode(content)
+            config = served.config if is_script else json.loads(content)
             model = _model(served, config, options)
             record.add_model(model)
             run = _GridRun.of(model, record, grid, wanted, progress)

@@ -78,12 +78,25 @@ def test_the_mean_error_of_the_measured_decodes():
 
 
 @pytest.mark.parametrize(("sequences", "context", "size", "h200_us", "h100_us"), OF_AN_H200)
-def test_more_bandwidth_does_not_speed_up_whole_keys(
+def test_whole_keys_take_as_long_with_more_bandwidth(
     sequences: int, context: int, size: int, h200_us: float, h100_us: float
 ):
     for gpu, time_us in ((load_gpu("H200"), h200_us), (H100, h100_us)):
         (predicted_ns,) = terms(sequences, context, size=size, gpu=gpu).predicted_ns
         assert predicted_ns / 1000 == pytest.approx(time_us, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("sequences", "kv_heads", "size", "time_us"),
+    [(16, 32, 160, 190.8), (256, 32, 160, 2888.5), (64, 8, 256, 129.3), (256, 8, 256, 484.2)],
+)
+def test_each_size_of_heads_has_the_tiles_of_its_kernel(
+    sequences: int, kv_heads: int, size: int, time_us: float
+):
+    # Zamba 2 and Gemma 2 on an H200. The kernel of heads of 160 has one block on an SM; with heads
+    # of 256 the memory limits it.
+    decode = terms(sequences, 1000, kv_heads=kv_heads, size=size, gpu=load_gpu("H200"))
+    assert decode.predicted_ns[0] / 1000 == pytest.approx(time_us, rel=0.11)
 
 
 def test_a_wave_of_few_blocks_takes_longer_than_its_share():

@@ -3,6 +3,7 @@
 A bundle is that of one rank, so it has the steps of the first rank that was recorded.
 """
 
+import json
 import re
 import statistics
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,6 @@ from math import log2
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from onerank.annotate import CLASSES, characterise
@@ -150,9 +150,10 @@ def _config(path: Path | None) -> dict[str, Any]:
         return {}
     file = path / "config.json" if path.is_dir() else path
     try:
-        config = msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
+        # Not msgspec, which refuses the `Infinity` that Python writes.
+        config = json.loads(file.read_bytes())
         _model(config)
-    except (OSError, msgspec.MsgspecError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         why = getattr(error, "strerror", None) or "is no JSON object with a model_type"
         raise TraceError(
             f"{file}: {why}\n  expected the config.json of the model that the engine served",
