@@ -153,7 +153,8 @@ def slice_to_rank(
     loads: Loads | None = {}
     routing = options.routing
     if routing is not None:
-        apply_static_routing(model, routing)
+        absent = options.peers_absent and world.ep > 1
+        apply_static_routing(model, routing, world.line("ep", rank) if absent else (rank,), rank)
     tensor = None
     if "tp" in world.sizes or (world.ep == 1 and not {"pp", "cp"} & world.sizes.keys()):
         tensor = new_group("tp", world.line("tp", rank))

@@ -16,11 +16,12 @@ file) has the same collectives, but its experts compute only tokens routed to th
 number of tokens, as in Megatron-LM.
 
 With absent peers, the all-gathered counts repeat this rank's counts: every peer is assumed to route
-as this rank does.
+as this rank does. Static routing knows the counts of each peer.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fractions import Fraction
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -177,6 +178,9 @@ def gather_tokens(model: nn.Module, name: str, group: dist.ProcessGroup) -> None
     block.forward = MethodType(forward, block)
 
 
+_PEER_COUNTS = "_onerank_peer_counts"
+"""Attribute of experts with static routing and absent peers; see `StaticRouting.counts`."""
+
 AXIS = "_onerank_axis"
 
 _EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -243,10 +247,18 @@ def are_sharded(experts: nn.Module) -> bool:
     return any(hasattr(parameter, AXIS) for parameter in experts.parameters(recurse=False))
 
 
-def apply_static_routing(model: nn.Module, routing: Routing) -> None:
+def apply_static_routing(
+    model: nn.Module, routing: Routing, ranks: Sequence[int] = (0,), rank: int = 0
+) -> None:
     """Replace the expert indices that the model's routers choose with static ones.
 
     Call it while the experts are whole.
+
+    Args:
+        model: the model.
+        routing: the distribution of tokens over its experts.
+        ranks: the expert-parallel group, if its other ranks are absent.
+        rank: this rank of the group.
 
     Raises:
         SliceError: the routing does not fit the model.
@@ -260,9 +272,12 @@ def apply_static_routing(model: nn.Module, routing: Routing) -> None:
         )
     for module in layers:
         routing.check(len(layers), module.num_experts)
-    static = StaticRouting(routing)
+    static, place = StaticRouting(routing), ranks.index(rank)
     for layer_index, module in enumerate(layers):
-        module.register_forward_pre_hook(_rerouting(static, layer_index, module.num_experts))
+        of_layer = layer_index, module.num_experts
+        module.register_forward_pre_hook(_rerouting(static, *of_layer, place))
+        if len(ranks) > 1:
+            setattr(module, _PEER_COUNTS, partial(static.counts, *of_layer, len(ranks)))
 
 
 def expert_loads(
@@ -337,10 +352,12 @@ def _mark_expert_axis(module: nn.Module, *_: Any) -> None:
         setattr(parameter, AXIS, "edp")
 
 
-def _rerouting(static: StaticRouting, layer_index: int, experts: int) -> Callable[..., Any]:
+def _rerouting(
+    static: StaticRouting, layer_index: int, experts: int, rank: int
+) -> Callable[..., Any]:
     def hook(_: nn.Module, args: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
         hidden, index, weights = args
-        return hidden, static.indices(layer_index, experts, index), weights
+        return hidden, static.indices(layer_index, experts, index, rank), weights
 
     return hook
 
@@ -368,6 +385,8 @@ def _dispatching_forward(
             (size, size, local), dtype=torch.long, device=expert_ids.device
         )
         all_gather(counts_per_pair.view(-1), send_counts, group=group)  # [from, to, expert]
+        if (counts_of_peers := getattr(self, _PEER_COUNTS, None)) is not None:
+            counts_per_pair = counts_of_peers(index).view(size, size, local)
         receive_counts = counts_per_pair[:, group.rank()].contiguous()
         counts_per_tp_rank = receive_counts.unsqueeze(0)
         if gathered_over is not None:

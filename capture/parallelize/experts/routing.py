@@ -1,9 +1,12 @@
 """Static routing: the experts of each token, fixed before the step.
 
 The tokens that a rank receives under expert parallelism depend on the routing of its absent peers.
-With static routing every rank follows one table of tokens per expert, so every peer sends as many
-tokens to each expert as this rank does. The router still computes scores, weights and top-k; only
-the chosen indices are replaced.
+With static routing every rank follows one table of tokens per expert. The router still computes
+scores, weights and top-k; only the chosen indices are replaced.
+
+Every peer sends as many tokens to each expert as this rank does, but for the balanced tokens that
+are left over when all experts have equally many. Each rank sends those to other experts: if eight
+ranks decode a sequence each with 8 of 128 experts, no expert gets more than one token.
 """
 
 import math
@@ -64,7 +67,9 @@ class Routing:
                     code="routing-expert-count",
                 )
 
-    def tokens_per_expert(self, layer: int, experts: int, tokens: int, top_k: int) -> list[int]:
+    def tokens_per_expert(
+        self, layer: int, experts: int, tokens: int, top_k: int, rank: int = 0
+    ) -> list[int]:
         """Return how many of `tokens` go to each expert; the sum is tokens * top_k.
 
         A token goes to an expert at most once, so an expert gets at most `tokens`. Tokens of
@@ -76,10 +81,17 @@ class Routing:
             experts: experts of the layer.
             tokens: tokens that one rank routes.
             top_k: experts per token.
+            rank: of the expert-parallel group; balanced tokens that are left over go to the experts
+                after those of the ranks before.
 
         Raises:
             SliceError: the table exceeds one visit per token and expert.
         """
+        if not self.table and not self.exponent and top_k <= experts:
+            each, left_over = divmod(tokens * top_k, experts)
+            first = rank * left_over
+            extra = {expert % experts for expert in range(first, first + left_over)}
+            return [each + (expert in extra) for expert in range(experts)]
         shares = self.shares(layer, experts)
         if self.table:
             self._refuse_overfull(layer, shares, top_k)
@@ -180,18 +192,41 @@ class StaticRouting:
         self._routing = routing
         self._indices: dict[Any, Tensor] = {}
 
-    def indices(self, layer: int, experts: int, chosen: "Tensor") -> "Tensor":
+    def indices(self, layer: int, experts: int, chosen: "Tensor", rank: int = 0) -> "Tensor":
         """Return indices in place of those `chosen` by a router; both are [tokens, top_k].
 
         Layers with the same distribution share one tensor.
+
+        Args:
+            layer: index among the layers with experts.
+            experts: experts of the layer.
+            chosen: indices of the router.
+            rank: of the expert-parallel group.
         """
         line = layer if len(self._routing.table) > 1 else 0
-        key = line, experts, chosen.shape, chosen.dtype, chosen.device
+        key = line, experts, chosen.shape, chosen.dtype, chosen.device, rank
         if key not in self._indices:
-            counts = self._routing.tokens_per_expert(layer, experts, *chosen.shape)
+            counts = self._routing.tokens_per_expert(layer, experts, *chosen.shape, rank)
             index = chosen_experts(counts, chosen.shape[1])
             # Copied once, so that later steps have no copy that the job lacks.
             self._indices[key] = index.to(chosen.device, chosen.dtype)
+        return self._indices[key]
+
+    def counts(self, layer: int, experts: int, ranks: int, chosen: "Tensor") -> "Tensor":
+        """Return how many tokens each rank of a group sends to each expert, int64[ranks, experts].
+
+        Arguments as for `indices`; every rank routes as many tokens as are `chosen`.
+        """
+        import torch
+
+        line = layer if len(self._routing.table) > 1 else 0
+        key = line, experts, chosen.shape, chosen.device, "counts", ranks
+        if key not in self._indices:
+            of_rank = (
+                self._routing.tokens_per_expert(layer, experts, *chosen.shape, rank)
+                for rank in range(ranks)
+            )
+            self._indices[key] = torch.tensor([*of_rank]).to(chosen.device)
         return self._indices[key]
 
 

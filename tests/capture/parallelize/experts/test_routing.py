@@ -157,3 +157,17 @@ def test_experts_of_a_token_are_independent(experts, top_k, ranks, tokens):
     assert all(len({*row}) == top_k for row in chosen.tolist())
     visits = sum(int((chosen // each == rank).any(1).sum()) for rank in range(ranks))
     assert visits / (ranks * tokens) == pytest.approx(visited, rel=0.02)
+
+
+def test_ranks_send_balanced_tokens_that_are_left_over_to_different_experts():
+    # Eight ranks with one token of 8 among 128 experts: one token for 64 of them.
+    routing, chosen = Routing("balanced"), torch.zeros(1, 8, dtype=torch.int64)
+    static = StaticRouting(routing)
+    counts = static.counts(0, 128, 8, chosen)
+    assert counts.sum(dim=0).tolist() == [1] * 64 + [0] * 64
+    for rank in range(8):
+        index = static.indices(0, 128, chosen, rank)
+        assert torch.equal(torch.bincount(index.flatten(), minlength=128), counts[rank])
+    # 40 tokens of 3 among 8 experts divide evenly: all ranks route alike.
+    even = static.counts(0, 8, 4, torch.zeros(40, 3, dtype=torch.int64))
+    assert even.tolist() == [[15] * 8] * 4
