@@ -145,11 +145,11 @@ class Flash2Decode:
 FLASH2_DECODE = {
     "hopper": Flash2Decode(
         whole=WholeKeys(
-            floor=0.66,
+            floor=0.577,
             prologue_cycles=8500.0,
-            alone_key_cycles=48.7,
-            bandwidth_share=1.09,
-            overlap=5.0,
+            alone_key_cycles=47.8,
+            bandwidth_share=1.099,
+            overlap=4.65,
         ),
         divided=DividedKeys(
             floor=1.175,
@@ -163,8 +163,8 @@ FLASH2_DECODE = {
 }
 """Architecture -> coefficients.
 
-`whole` was fitted to 102 calls of steps of 23 models on H100s and H200s, with heads of 64 to 256:
-3.0% off in the mean. Without Zamba 2 (heads of 160) and Gemma 2 (256) in the fit, their calls are
+`whole` was fitted to 103 calls of steps of 23 models on H100s and H200s, with heads of 64 to 256:
+3.1% off in the mean. Without Zamba 2 (heads of 160) and Gemma 2 (256) in the fit, their calls are
 6.1% off on an H200 (2026-11-28-serving-blind-7-h200).
 
 `divided` was fitted to 48 decodes of a Llama-8B and a Llama-1B (32 heads of 128 or 64, 8 key heads;

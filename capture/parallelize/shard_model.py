@@ -24,7 +24,7 @@ from onerank.capture.parallelize.experts.expert_parallel import (
     expert_loads,
     shard_experts,
 )
-from onerank.capture.parallelize.experts.routing import Routing
+from onerank.capture.parallelize.experts.routing import GroupRank, Routing
 from onerank.capture.parallelize.hugging_face import (
     GENERATION,
     MODELING,
@@ -153,8 +153,10 @@ def slice_to_rank(
     loads: Loads | None = {}
     routing = options.routing
     if routing is not None:
-        absent = options.peers_absent and world.ep > 1
-        apply_static_routing(model, routing, world.line("ep", rank) if absent else (rank,), rank)
+        sender = None
+        if options.peers_absent and world.ep > 1:
+            sender = GroupRank(world.line("ep", rank).index(rank), world.ep)
+        apply_static_routing(model, routing, sender)
     tensor = None
     if "tp" in world.sizes or (world.ep == 1 and not {"pp", "cp"} & world.sizes.keys()):
         tensor = new_group("tp", world.line("tp", rank))

@@ -19,7 +19,7 @@ With absent peers, the all-gathered counts repeat this rank's counts: every peer
 as this rank does. Static routing knows the counts of each peer.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from fractions import Fraction
 from functools import partial
 from types import MethodType
@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from onerank.capture.fake_tensors import on_gpu
 from onerank.capture.parallelize.autograd_collectives import all_gather, reduce_scatter
-from onerank.capture.parallelize.experts.routing import BALANCED, Routing, StaticRouting
+from onerank.capture.parallelize.experts.routing import BALANCED, GroupRank, Routing, StaticRouting
 from onerank.ir.errors import SliceError
 
 
@@ -248,7 +248,7 @@ def are_sharded(experts: nn.Module) -> bool:
 
 
 def apply_static_routing(
-    model: nn.Module, routing: Routing, ranks: Sequence[int] = (0,), rank: int = 0
+    model: nn.Module, routing: Routing, sender: GroupRank | None = None
 ) -> None:
     """Replace the expert indices that the model's routers choose with static ones.
 
@@ -257,8 +257,7 @@ def apply_static_routing(
     Args:
         model: the model.
         routing: the distribution of tokens over its experts.
-        ranks: the expert-parallel group, if its other ranks are absent.
-        rank: this rank of the group.
+        sender: this rank of an expert-parallel group whose other ranks are absent.
 
     Raises:
         SliceError: the routing does not fit the model.
@@ -272,12 +271,12 @@ def apply_static_routing(
         )
     for module in layers:
         routing.check(len(layers), module.num_experts)
-    static, place = StaticRouting(routing), ranks.index(rank)
+    static = StaticRouting(routing)
     for layer_index, module in enumerate(layers):
         of_layer = layer_index, module.num_experts
-        module.register_forward_pre_hook(_rerouting(static, *of_layer, place))
-        if len(ranks) > 1:
-            setattr(module, _PEER_COUNTS, partial(static.counts, *of_layer, len(ranks)))
+        module.register_forward_pre_hook(_rerouting(static, *of_layer, sender or GroupRank()))
+        if sender is not None:
+            setattr(module, _PEER_COUNTS, partial(static.counts, *of_layer, sender.ranks))
 
 
 def expert_loads(
@@ -353,11 +352,11 @@ def _mark_expert_axis(module: nn.Module, *_: Any) -> None:
 
 
 def _rerouting(
-    static: StaticRouting, layer_index: int, experts: int, rank: int
+    static: StaticRouting, layer_index: int, experts: int, sender: GroupRank
 ) -> Callable[..., Any]:
     def hook(_: nn.Module, args: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
         hidden, index, weights = args
-        return hidden, static.indices(layer_index, experts, index, rank), weights
+        return hidden, static.indices(layer_index, experts, index, sender), weights
 
     return hook
 

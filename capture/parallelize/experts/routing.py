@@ -6,14 +6,15 @@ scores, weights and top-k; only the chosen indices are replaced.
 
 Every peer sends as many tokens to each expert as this rank does, but for the balanced tokens that
 are left over when all experts have equally many. Each rank sends those to other experts: if eight
-ranks decode a sequence each with 8 of 128 experts, no expert gets more than one token.
+ranks decode a sequence each with 8 of 128 experts, each of them computes eight tokens, of eight
+experts.
 """
 
 import math
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from onerank.ir.errors import CaptureError, FormatError, SliceError
 from onerank.ir.input_files import load_csv, load_json
@@ -28,6 +29,21 @@ _SEED = 0
 # visits is then within 0.6% of that of independent experts, and 51% above it without exchanges (256
 # experts on 8 ranks, 8 experts a token).
 _EXCHANGES = 4
+
+
+class GroupRank(NamedTuple):
+    """A rank of an expert-parallel group, each of which has consecutive experts.
+
+    Attributes:
+        rank: its number in the group.
+        ranks: number of ranks.
+    """
+
+    rank: int = 0
+    ranks: int = 1
+
+
+_ALONE = GroupRank()
 
 
 @dataclass(frozen=True)
@@ -68,7 +84,7 @@ class Routing:
                 )
 
     def tokens_per_expert(
-        self, layer: int, experts: int, tokens: int, top_k: int, rank: int = 0
+        self, layer: int, experts: int, tokens: int, top_k: int, sender: GroupRank = _ALONE
     ) -> list[int]:
         """Return how many of `tokens` go to each expert; the sum is tokens * top_k.
 
@@ -81,16 +97,17 @@ class Routing:
             experts: experts of the layer.
             tokens: tokens that one rank routes.
             top_k: experts per token.
-            rank: of the expert-parallel group; balanced tokens that are left over go to the experts
-                after those of the ranks before.
+            sender: the rank whose tokens these are.
 
         Raises:
             SliceError: the table exceeds one visit per token and expert.
         """
         if not self.table and not self.exponent and top_k <= experts:
             each, left_over = divmod(tokens * top_k, experts)
-            first = rank * left_over
-            extra = {expert % experts for expert in range(first, first + left_over)}
+            # In turn to an expert of each rank, after those to which the ranks before send theirs.
+            local, first = experts // sender.ranks, sender.rank * left_over
+            turns = (turn % experts for turn in range(first, first + left_over))
+            extra = {turn % sender.ranks * local + turn // sender.ranks for turn in turns}
             return [each + (expert in extra) for expert in range(experts)]
         shares = self.shares(layer, experts)
         if self.table:
@@ -192,7 +209,9 @@ class StaticRouting:
         self._routing = routing
         self._indices: dict[Any, Tensor] = {}
 
-    def indices(self, layer: int, experts: int, chosen: "Tensor", rank: int = 0) -> "Tensor":
+    def indices(
+        self, layer: int, experts: int, chosen: "Tensor", sender: GroupRank = _ALONE
+    ) -> "Tensor":
         """Return indices in place of those `chosen` by a router; both are [tokens, top_k].
 
         Layers with the same distribution share one tensor.
@@ -201,12 +220,12 @@ class StaticRouting:
             layer: index among the layers with experts.
             experts: experts of the layer.
             chosen: indices of the router.
-            rank: of the expert-parallel group.
+            sender: this rank.
         """
         line = layer if len(self._routing.table) > 1 else 0
-        key = line, experts, chosen.shape, chosen.dtype, chosen.device, rank
+        key = line, experts, chosen.shape, chosen.dtype, chosen.device, sender
         if key not in self._indices:
-            counts = self._routing.tokens_per_expert(layer, experts, *chosen.shape, rank)
+            counts = self._routing.tokens_per_expert(layer, experts, *chosen.shape, sender)
             index = chosen_experts(counts, chosen.shape[1])
             # Copied once, so that later steps have no copy that the job lacks.
             self._indices[key] = index.to(chosen.device, chosen.dtype)
@@ -223,7 +242,9 @@ class StaticRouting:
         key = line, experts, chosen.shape, chosen.device, "counts", ranks
         if key not in self._indices:
             of_rank = (
-                self._routing.tokens_per_expert(layer, experts, *chosen.shape, rank)
+                self._routing.tokens_per_expert(
+                    layer, experts, *chosen.shape, GroupRank(rank, ranks)
+                )
                 for rank in range(ranks)
             )
             self._indices[key] = torch.tensor([*of_rank]).to(chosen.device)

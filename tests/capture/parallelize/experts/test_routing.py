@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from raised import raises_code
 
 from onerank.capture.parallelize.experts.routing import (
+    GroupRank,
     Routing,
     StaticRouting,
     chosen_experts,
@@ -160,14 +161,15 @@ def test_experts_of_a_token_are_independent(experts, top_k, ranks, tokens):
 
 
 def test_ranks_send_balanced_tokens_that_are_left_over_to_different_experts():
-    # Eight ranks with one token of 8 among 128 experts: one token for 64 of them.
-    routing, chosen = Routing("balanced"), torch.zeros(1, 8, dtype=torch.int64)
-    static = StaticRouting(routing)
+    # Eight ranks with one token of 8 of 128 experts: each receives eight, for eight of its experts.
+    chosen = torch.zeros(1, 8, dtype=torch.int64)
+    static = StaticRouting(Routing("balanced"))
     counts = static.counts(0, 128, 8, chosen)
-    assert counts.sum(dim=0).tolist() == [1] * 64 + [0] * 64
+    assert counts.sum(dim=0).tolist() == ([1] * 8 + [0] * 8) * 8
+    assert counts.view(8, 8, 16).sum(dim=2).tolist() == [[1] * 8] * 8  # [from, to]
     for rank in range(8):
-        index = static.indices(0, 128, chosen, rank)
+        index = static.indices(0, 128, chosen, GroupRank(rank, 8))
         assert torch.equal(torch.bincount(index.flatten(), minlength=128), counts[rank])
-    # 40 tokens of 3 among 8 experts divide evenly: all ranks route alike.
+    # 40 tokens of 3 of 8 experts divide evenly: all ranks route alike.
     even = static.counts(0, 8, 4, torch.zeros(40, 3, dtype=torch.int64))
     assert even.tolist() == [[15] * 8] * 4
