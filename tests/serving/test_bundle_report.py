@@ -12,6 +12,7 @@ import pytest
 from onerank.annotate import load_gpu
 from onerank.cli import annotate
 from onerank.cli import onerank as command
+from onerank.cli.charts.bundle_charts import share_ranges
 from onerank.serving.bundle import Bundle, read_bundle
 from onerank.serving.serving_curves import MOST_CURVES, CurvePoint, Curves, serving_figures
 from tests.cli.invoke_cli import TRACES, invoke, refused
@@ -101,6 +102,17 @@ def test_decodes_are_below_the_roof(bundle: Bundle) -> None:
     assert sorted(drawn) == pytest.approx(intensities)
     for kind in figures.roofline:
         assert (kind.flops_per_s < gpu.peak_tensor_flops_per_s("bfloat16")).all()
+
+
+@pytest.mark.parametrize(("scale", "has_fractions"), [(1, False), (1.0, True)])
+def test_an_axis_of_counts_has_whole_ticks(scale: float, has_fractions: bool) -> None:
+    values = [scale * count for count in (2, 4, 6)]
+    layout = {axis: {"type": "log"} for axis in ("xaxis", "yaxis")}
+    figure = {"layout": layout, "data": [{"x": values, "y": values}]}
+    share_ranges([figure])
+    ticks = layout["yaxis"]["tickvals"]
+    assert len(ticks) >= 3
+    assert (not all(tick.is_integer() for tick in ticks)) is has_fractions
 
 
 def test_curves_beyond_the_most_are_counted(bundle: Bundle) -> None:

@@ -183,7 +183,7 @@ def _cards(bundle: Bundle, figures: ServingFigures) -> dict[str, str]:
         "interpolation": (
             f"median error {validation.median:.1%}, p90 {validation.p90:.1%}" if validation else ""
         ),
-        "note": "; ".join(str(note) for note in (*manifest.notes, *figures.notes)),
+        "note": "\n".join(str(note) for note in (*manifest.notes, *figures.notes)),
     }
 
 

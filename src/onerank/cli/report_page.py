@@ -37,7 +37,7 @@ class Reported:
 
     Attributes:
         name: name of the input.
-        cards: label -> key figure; empty figures are left out.
+        cards: label -> key figure, of one line or several; empty figures are left out.
         sections: its charts.
         tables: the tables as text.
     """
@@ -92,12 +92,16 @@ def page_of(inputs: Sequence[Reported]) -> tuple[bytes, int]:
 
 def _cards(reported: Reported) -> str:
     items = "".join(
-        f"<div><dt>{label}</dt><dd>{html.escape(visible_line(value))}</dd></div>"
+        f"<div><dt>{label}</dt><dd>{_escaped_lines(value)}</dd></div>"
         for label, value in reported.cards.items()
         if value
     )
     name = html.escape(visible_line(reported.name))
     return f"<section><h1>{name}</h1><dl>{items}</dl></section>"
+
+
+def _escaped_lines(text: str) -> str:
+    return "<br>".join(html.escape(visible_line(line)) for line in text.split("\n"))
 
 
 def _tables(reported: Reported) -> str:

@@ -115,12 +115,14 @@ def share_ranges(figures: Sequence[Figure]) -> None:
             if value > 0
         ]
         if drawn:
+            # Sequences and tokens are counted: an axis of them has no tick at 2.5.
+            whole = all(isinstance(value, int) for value in drawn)
             low, high = math.log10(min(drawn)), math.log10(max(drawn))
             margin = 0.03 * (high - low) + 0.03
             for figure in figures:
                 layout = figure["layout"][axis]
                 layout["range"] = [low - margin, high + margin]
-                layout |= _ticks(10 ** (low - margin), 10 ** (high + margin))
+                layout |= _ticks(10 ** (low - margin), 10 ** (high + margin), whole=whole)
 
 
 # Below these ratios of an axis' ends, it has ticks at these multiples of powers of ten: those at
@@ -131,8 +133,8 @@ _MULTIPLES = ((4, (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8)), (150, (1, 2, 5)))
 _FEWEST_TICKS = 3
 
 
-def _ticks(low: float, high: float) -> Figure:
-    """Return the ticks of a logarithmic axis."""
+def _ticks(low: float, high: float, *, whole: bool) -> Figure:
+    """Return the ticks of a logarithmic axis; `whole` leaves only whole numbers."""
     multiples = next((values for ratio, values in _MULTIPLES if high / low < ratio), None)
     if multiples is None:
         return {"dtick": 1}
@@ -145,6 +147,8 @@ def _ticks(low: float, high: float) -> Figure:
         step *= next(k for k in (5, 2, 1) if (high - low) / (k * step) >= _FEWEST_TICKS or k == 1)
         first, last = math.ceil(low / step), math.floor(high / step)
         shown = [step * k for k in range(first, last + 1)]
+    if whole:
+        shown = [tick for tick in shown if tick.is_integer()]
     return {"tickvals": shown, "ticktext": [f"{tick:,.10g}" for tick in shown]}
 
 

@@ -125,7 +125,7 @@ def _cards(summary: "Summary", replayed: "Replay | None") -> dict[str, str]:
         "compute": time(summary.compute_time_ns) if replayed else "no times; annotate the trace",
         "exposed communication": time(replayed.exposed_communication_ns) if replayed else "",
         "peak memory": size(summary.peak_memory_bytes) if summary.peak_memory_bytes else "",
-        "note": "; ".join(map(str, summary.notes)),
+        "note": "\n".join(map(str, summary.notes)),
     }
 
 
@@ -160,7 +160,7 @@ def _sections(graph: "Graph", summary: "Summary", replayed: "Replay | None") -> 
         lanes = report_data.stream_spans(graph, schedule(graph))
         figure, dropped = charts.timeline_chart(graph, lanes)
         caption = "Colours as above. Drag to zoom, double-click to reset, hover for names."
-        if replayed.steady_state is not None:
+        if replayed.steady_state is not None and summary.measured_step_ns:
             caption = f"The step under the profiler, which slows the host. {caption}"
         if dropped:
             caption += f" The shortest operations are not drawn: {dropped}."
