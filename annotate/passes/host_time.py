@@ -429,10 +429,12 @@ def _job_with_host(job: Job, calls: HostCalls, host: Host, calls_ns: int, late: 
     share = f", of which {python_ns / 1e6:.3f} ms in {_python_text(calls)}" if python_ns else ""
     ranks = job.world.size
     factor = host.slowest_factor(ranks)
-    slowest = f"; {factor:.3f} times as long for the slowest of {ranks} ranks" if factor > 1 else ""
+    slowest = (
+        f" The slowest of {ranks} ranks takes {factor:.3f} times as long." if factor > 1 else ""
+    )
     note = Note(
-        f"{len(calls.first)} calls take {(calls_ns + rest_ns) / 1e6:.3f} ms of the host in a "
-        f'step{share}, by the description "{host.name}"{slowest}; no host was measured.',
+        f"{len(calls.first)} calls take {(calls_ns + rest_ns) / 1e6:.3f} ms of host time in a "
+        f'step{share}, by the description "{host.name}"; no host was measured.{slowest}',
         code="host-described",
     )
     notes = [*job.measurement.notes, note]

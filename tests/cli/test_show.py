@@ -169,3 +169,17 @@ def test_a_description_is_checked_or_its_form_shown():
     description = ROOT / "examples" / "gpus" / "imaginary.toml"
     assert "nothing wrong" in invoke(onerank, "gpus", "--check", description).stdout
     refused(onerank, "gpus", "--check", description, "--schema", error="gpus-two-forms")
+
+
+def test_a_long_value_is_wrapped_next_to_its_label(monkeypatch, capsys):
+    pairs = [("note", "word " * 40), ("longest label", "short")]
+    render.lines(pairs)
+    assert len(capsys.readouterr().out.splitlines()) == 2  # a pipe has a value on one line
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich then writes as to a terminal
+    monkeypatch.setenv("COLUMNS", "80")
+    render.lines(pairs)
+    *wrapped, last = capsys.readouterr().out.splitlines()
+    assert len(wrapped) == 4
+    assert all(len(line) <= 80 for line in wrapped)
+    assert all(line.startswith(" " * 17 + "word") for line in wrapped[1:])
+    assert last == "  longest label  short"

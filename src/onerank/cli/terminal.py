@@ -11,6 +11,7 @@ import math
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,9 @@ MODULE_ROWS = 14
 
 RANKS = 12
 """Ranks listed on one line; --json has all."""
+
+_LEAST_VALUE = 40
+"""Columns of a terminal next to the labels below which values are not wrapped."""
 
 KERNEL_NAME = 120
 """Characters of a kernel name in a table; --json has all."""
@@ -143,7 +147,18 @@ def lines(pairs: Sequence[tuple[str, str]], title: str = "") -> None:
         out.print(visible_line(title), style="bold", soft_wrap=True)
     width = max((len(label) for label, _ in pairs), default=0)
     for label, value in pairs:
-        out.print(visible(f"  {label.ljust(width)}  {value}"), soft_wrap=True)
+        line = visible(f"  {label.ljust(width)}  {value}")
+        # A terminal would continue a long note below the labels. A pipe gets it on one line.
+        fits = len(line) <= out.width or "\n" in line
+        if out.is_terminal and not fits and out.width > width + _LEAST_VALUE:
+            line = textwrap.fill(
+                line,
+                out.width,
+                subsequent_indent=" " * (width + 4),
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+        out.print(line, soft_wrap=True)
 
 
 def time_or_dash(ns: int) -> str:
