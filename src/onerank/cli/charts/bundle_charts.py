@@ -135,9 +135,8 @@ _FEWEST_TICKS = 3
 
 def _ticks(low: float, high: float, *, whole: bool) -> Figure:
     """Return the ticks of a logarithmic axis; `whole` leaves only whole numbers."""
-    multiples = next((values for ratio, values in _MULTIPLES if high / low < ratio), None)
-    if multiples is None:
-        return {"dtick": 1}
+    # Not Plotly's own ticks, which are "1000" and "10,000" on one axis.
+    multiples = next((values for ratio, values in _MULTIPLES if high / low < ratio), (1,))
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)))
     ticks = [multiple * 10.0**power for power in powers for multiple in multiples]
     shown = [tick for tick in ticks if low <= tick <= high]
