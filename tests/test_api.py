@@ -1,5 +1,7 @@
 """The public names, and the library as a user would call it."""
 
+import doctest
+import operator
 import re
 import subprocess
 import sys
@@ -51,6 +53,24 @@ def test_public_names():
     for name in onerank.export.__all__:
         assert getattr(onerank.export, name).__doc__
     assert onerank.capture.run.__doc__
+
+
+def test_examples_of_the_reference_run(slice_trace, tmp_path, monkeypatch):
+    (tmp_path / "trace.et").symlink_to(slice_trace)
+    (tmp_path / "raw").symlink_to(TRACES / "cpu-llama-2l-tp4")
+    (tmp_path / "prices.toml").symlink_to(TRACES.parent / "examples" / "prices.toml")
+    monkeypatch.chdir(tmp_path)
+    page = (TRACES.parent / "docs" / "reference" / "python.md").read_text()
+    names = re.findall(r"^::: onerank\.((?:export\.)?[a-z_]+)$", page, re.MULTILINE)
+    parser, runner = doctest.DocTestParser(), doctest.DocTestRunner()
+    for name in names:
+        function = operator.attrgetter(name)(onerank)
+        examples = parser.get_doctest(function.__doc__, {"onerank": onerank}, name, None, None)
+        # Those that register an operator have an example whose effect lasts.
+        assert examples.examples or name.startswith("register_"), name
+        runner.run(examples)
+    assert runner.summarize(verbose=False).failed == 0
+    assert len(names) == 17
 
 
 def test_importing_it_is_light():

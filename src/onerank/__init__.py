@@ -58,6 +58,10 @@ def read(path: str | Path) -> Graph:
         FormatError: the file of groups lacks groups that the nodes name.
         GraphError: two nodes share an id, or a node waits for an absent node.
         OSError: the file cannot be read.
+
+    Examples:
+        >>> len(onerank.read("trace.et").nodes)
+        4240
     """
     return _read(Path(path), Path(path), repair=False)
 
@@ -105,6 +109,10 @@ def convert(
         FormatError: the source has another format than its name says, or holds several ranks.
         TraceError: the traces cannot be read or linked.
         OnnxError: the model cannot be read, or leaves sizes open.
+
+    Examples:
+        >>> onerank.convert("raw").job.world.sizes  # a directory of --raw-dir
+        {'tp': 4}
     """
     path = Path(source)
     if path.is_dir():
@@ -207,6 +215,11 @@ def recost(
     Raises:
         TargetError: the target or the host is unknown or its description malformed.
         AnnotateError: the graph cannot be re-costed, or its device is not known.
+
+    Examples:
+        >>> h100 = onerank.recost("trace.et", "H100", nvlink_active=True)
+        >>> onerank.replay(h100).compute_ns > onerank.replay("trace.et").compute_ns
+        True
     """
     from onerank.annotate import PassOptions, load_gpu, with_figures
     from onerank.annotate import recost as annotate_recost
@@ -243,6 +256,10 @@ def replay(trace: Trace, *, busbw_gb_s: float | None = None) -> Replay:
 
     Raises:
         GraphError: the graph has a cycle, takes no time, or has communication that cannot be timed.
+
+    Examples:
+        >>> onerank.replay("trace.et").compute_ns
+        50337401
     """
     from onerank.analysis.step_time import replay as replay_graph
 
@@ -263,6 +280,11 @@ def memory(
     Raises:
         AnnotateError: the graph has no memory information.
         TargetError: the target is unknown or its description malformed.
+
+    Examples:
+        >>> report = onerank.memory("trace.et", "A40")
+        >>> report.fits, report.peak_bytes
+        (True, 11661916160)
     """
     from onerank.annotate import load_gpu
     from onerank.annotate.memory.memory_report import report_memory
@@ -285,6 +307,11 @@ def energy(
     Raises:
         TargetError: the GPU has no description.
         AnnotateError: the graph cannot be re-costed.
+
+    Examples:
+        >>> report = onerank.energy("trace.et")
+        >>> report.step_low_uj < report.step_uj < report.step_high_uj
+        True
     """
     from onerank.analysis.step_energy import step_energy
 
@@ -312,6 +339,10 @@ def cost(
 
     Raises:
         OneRankError: as for `energy`, or the price list is malformed or lacks the GPU.
+
+    Examples:
+        >>> onerank.cost("trace.et", "prices.toml").tokens
+        4096
     """
     from onerank.analysis.step_energy import step_cost
 
@@ -319,7 +350,12 @@ def cost(
 
 
 def diff(before: Trace, after: Trace) -> TraceDiff:
-    """Compare two graphs, or their files, by class, module and kernel name."""
+    """Compare two graphs, or their files, by class, module and kernel name.
+
+    Examples:
+        >>> onerank.diff("trace.et", onerank.recost("trace.et", "H100")).same_kernels
+        True
+    """
     from onerank.analysis.trace_diff import compare_traces
 
     return compare_traces(_graph(before), _graph(after))
@@ -330,6 +366,10 @@ def check(path: str | Path) -> Records[Finding]:
 
     Raises:
         OSError: the path cannot be read.
+
+    Examples:
+        >>> list(onerank.check("trace.et"))
+        []
     """
     from onerank.converters.targets.astra_sim.check import check as check_path
     from onerank.display import Records
@@ -338,7 +378,12 @@ def check(path: str | Path) -> Records[Finding]:
 
 
 def gpus() -> Records[Gpu]:
-    """Return the GPU descriptions that ship with onerank."""
+    """Return the GPU descriptions that ship with onerank.
+
+    Examples:
+        >>> "H100-SXM" in [gpu.name for gpu in onerank.gpus()]
+        True
+    """
     from onerank.annotate import gpu_names, load_gpu
     from onerank.display import Records
 
@@ -380,6 +425,11 @@ def predict(
     Raises:
         AnnotateError: an operator or a size is unknown or missing.
         TargetError: the target is unknown or its description malformed.
+
+    Examples:
+        >>> gemm = onerank.predict("gemm", "H100", m=4096, n=4096, k=4096)
+        >>> gemm.p10_ns < gemm.duration_ns < gemm.p90_ns
+        True
     """
     from onerank.analysis.predict_ops import op_calls, predict_calls
 

@@ -68,6 +68,10 @@ def astra_sim(
 
     Raises:
         ExportError: arguments exclude each other, or the simulator does not support the job.
+
+    Examples:
+        >>> onerank.export.astra_sim("trace.et", "workload").ranks
+        2
     """
     from onerank.converters.targets.astra_sim.exporter import (
         export_astra_sim,
@@ -127,6 +131,10 @@ def simai(
 
     Raises:
         ExportError: the format does not support the job.
+
+    Examples:
+        >>> onerank.export.simai("trace.et", "simai.txt").all_gpus
+        2
     """
     from onerank.converters.expand.pipeline import PipelineSchedule
     from onerank.converters.targets.simai.exporter import export_simai
@@ -173,6 +181,10 @@ def goal(
 
     Raises:
         ExportError: arguments exclude each other, or the format does not support the job.
+
+    Examples:
+        >>> onerank.export.goal("trace.et", "job.goal").ranks
+        2
     """
     from onerank.converters.targets.goal import export_goal, export_goal_ranks
 
@@ -200,6 +212,10 @@ def perfetto(trace: Trace, output: str | Path, *, title: str | None = None) -> i
         trace: a graph, or its file.
         output: JSON file to write, with gzip if its name ends in .gz.
         title: name of the timeline; None: the name of the file, or "step".
+
+    Examples:
+        >>> onerank.export.perfetto("trace.et", "step.json.gz")
+        4240
     """
     from onerank.converters.targets.perfetto import perfetto_events, write_timeline
     from onerank.display import visible_line
