@@ -79,7 +79,7 @@ def choose_attention(gpu: EmulatedGpu) -> Generator[None]:
 
 
 def _usable_backends(gpu: EmulatedGpu) -> dict[str, Callable[..., bool]]:
-    """Return replacements of `torch.backends.cuda.can_use_*_attention`, which answer for `gpu`."""
+    """Return replacements of `torch.backends.cuda`'s questions, which answer for `gpu`."""
 
     def usable(backend: SDPBackend, fits: Callable[["_Attention"], bool]) -> Callable[..., bool]:
         def can_use(params: Any, debug: bool = False) -> bool:
@@ -106,6 +106,8 @@ def _usable_backends(gpu: EmulatedGpu) -> dict[str, Callable[..., bool]]:
         "can_use_efficient_attention": usable(
             SDPBackend.EFFICIENT_ATTENTION, _Attention.fits_efficient
         ),
+        # Whether torch was built with FlashAttention, as CUDA builds are.
+        "is_flash_attention_available": lambda: True,
     }
 
 

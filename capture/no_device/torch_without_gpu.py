@@ -37,6 +37,9 @@ _TRACED_STAGE = "torch.distributed.pipelining.stage._PipelineStage"
 
 _TRANSFORMERS_IMPORTS = "transformers.utils.import_utils"
 
+_XFORMERS = "xformers.ops.fmha.common"
+_XFORMERS_MASKED = "xformers.ops.fmha.cutlass"
+
 
 @contextlib.contextmanager
 def torch_without_gpu() -> Generator[None]:
@@ -79,7 +82,20 @@ def _modules() -> list[contextlib.AbstractContextManager[None]]:
             _TRANSFORMERS_IMPORTS,
             lambda: patched(_TRANSFORMERS_IMPORTS, {"is_fake_tensor": _no}),
         ),
+        after_import(_XFORMERS, lambda: patched(_XFORMERS, {"_built_with_cuda": True})),
+        after_import(_XFORMERS_MASKED, _masks_of_xformers),
     ]
+
+
+@contextlib.contextmanager
+def _masks_of_xformers() -> Generator[None]:
+    """Let xformers' attention take a fake tensor as a mask: it compares classes."""
+    name = "SUPPORTED_ATTN_BIAS_TYPES"
+    with contextlib.ExitStack() as stack:
+        for operator in (f"{_XFORMERS_MASKED}.FwOp", f"{_XFORMERS_MASKED}.BwOp"):
+            types = (*getattr(resolve(operator), name), FakeTensor)
+            stack.enter_context(patched(operator, {name: types}))
+        yield
 
 
 def _distributed_jobs() -> list[contextlib.AbstractContextManager[None]]:

@@ -148,6 +148,21 @@ _FAKE_TENSORS: tuple[Patch, ...] = (
         ("no_device.torch_without_gpu",),
     ),
     Patch(
+        "xformers.ops.fmha.common",
+        ("_built_with_cuda",),
+        "xformers' kernels are those of torch, and need no extension that was built with CUDA.",
+        ("no_device.torch_without_gpu",),
+    ),
+    *(
+        Patch(
+            f"xformers.ops.fmha.cutlass.{operator}",
+            ("SUPPORTED_ATTN_BIAS_TYPES",),
+            "A fake tensor is a mask as a tensor is.",
+            ("no_device.torch_without_gpu",),
+        )
+        for operator in ("FwOp", "BwOp")
+    ),
+    Patch(
         "torch.Tensor",
         ("data",),
         "A tensor without memory that is given that of a fake tensor becomes one.",
@@ -392,7 +407,10 @@ _ATTENTION: tuple[Patch, ...] = (
     ),
     Patch(
         "torch.backends.cuda",
-        ("can_use_cudnn_attention", "can_use_flash_attention", "can_use_efficient_attention"),
+        (
+            *("can_use_cudnn_attention", "can_use_flash_attention", "can_use_efficient_attention"),
+            "is_flash_attention_available",
+        ),
         "torch's choice for nested tensors calls them, and scripts do; their C++ queries a device.",
         ("no_device.attention_backends",),
         everywhere=True,

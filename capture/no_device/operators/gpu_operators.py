@@ -239,7 +239,23 @@ def _packed_backward(args: Sequence[Any], _: Any) -> Inner:
     return Inner("aten::_flash_attention_backward", (*tensors, longest_q, longest_k, *rest))
 
 
+def _xformers(args: Sequence[Any], _: Any) -> Inner:
+    """Call FlashAttention of torch, as xformers does unless flash_attn is installed."""
+    *tensors, lengths_used, longest_q, longest_k, dropout, scale, is_causal = args[:11]
+    left, right, _, block_table = args[11:15]
+    rest = dropout, is_causal, False, scale, left, right, lengths_used, None, block_table
+    return Inner("aten::_flash_attention_forward", (*tensors, longest_q, longest_k, *rest))
+
+
+def _xformers_backward(args: Sequence[Any], _: Any) -> Inner:
+    *tensors, dropout, scale, is_causal, left, right, random = args[1:]
+    rest = dropout, is_causal, random, random, scale, left, right
+    return Inner("aten::_flash_attention_backward", (*tensors, *rest))
+
+
 _INNER: dict[str, _Call] = {
+    "xformers_flash::flash_fwd": _xformers,
+    "xformers_flash::flash_bwd": _xformers_backward,
     "torch_attn::_varlen_attn": _packed,
     "torch_attn::_varlen_attn_backward": _packed_backward,
     "fsdp::all_gather_copy_in": _gathered_in,

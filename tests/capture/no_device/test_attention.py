@@ -246,3 +246,80 @@ def test_attention_of_32_bits_with_grouped_heads(context, operator, calls, unit,
     assert "aten::_efficient_attention_forward" not in operators
     costs = op_costs_of(graph)
     assert {costs.dtypes[code] for code in costs.dtype[costs.matmul]} == {unit}
+
+
+XFORMERS = {
+    # The extension of its wheel does not load beside a torch for CPUs.
+    "common.py": "_built_with_cuda = False",
+    "cutlass.py": """
+        import torch
+        class FwOp:
+            SUPPORTED_ATTN_BIAS_TYPES = (type(None), torch.Tensor)
+        class BwOp(FwOp):
+            SUPPORTED_ATTN_BIAS_TYPES = (type(None), torch.Tensor)
+    """,
+}
+"""What xformers 0.0.35 asks before it chooses a kernel, in `xformers.ops.fmha`."""
+
+ATTENTION_OF_XFORMERS = """
+    import torch
+    assert torch.backends.cuda.is_flash_attention_available()
+    from xformers.ops.fmha import common, cutlass
+    mask = torch.zeros(2, 4, 64, 64, device="cuda")
+    for operator in (cutlass.FwOp, cutlass.BwOp):
+        assert type(mask) in operator.SUPPORTED_ATTN_BIAS_TYPES
+    assert common._built_with_cuda
+
+    T = torch.Tensor
+    @torch.library.custom_op("xformers_flash::flash_fwd", mutates_args=())
+    def forward(
+        query: T, key: T, value: T, cu_seqlens_q: T | None, cu_seqlens_k: T | None,
+        seqused_k: T | None, max_seqlen_q: int, max_seqlen_k: int, p: float, softmax_scale: float,
+        is_causal: bool, window_left: int, window_right: int, return_softmax: bool,
+        block_tables: T | None,
+    ) -> tuple[T, T, T]:
+        raise NotImplementedError
+    @forward.register_fake
+    def _(query, *args):
+        batch, length, heads, _ = query.shape
+        sums = query.new_empty(batch, heads, length, dtype=torch.float32)
+        return torch.empty_like(query), sums, query.new_empty(2, dtype=torch.int64)
+    @torch.library.custom_op("xformers_flash::flash_bwd", mutates_args=())
+    def backward(
+        grads_share_storage: bool, grad: T, query: T, key: T, value: T, out: T, lse: T,
+        cu_seqlens_q: T | None, cu_seqlens_k: T | None, max_seqlen_q: int, max_seqlen_k: int,
+        p: float, softmax_scale: float, is_causal: bool, window_left: int, window_right: int,
+        rng_state: T,
+    ) -> tuple[T, T, T]:
+        raise NotImplementedError
+    @backward.register_fake
+    def _(shares, grad, query, key, value, *args):
+        return tuple(torch.empty_like(each) for each in (query, key, value))
+
+    weight = torch.nn.Parameter(torch.randn(2, 64, 4, 32, device="cuda", dtype=torch.bfloat16))
+    optimizer = torch.optim.SGD([weight])
+    for step in range(3):
+        (weight.sum()).backward()
+        packed = None, None
+        options = 64, 64, 0.0, 0.125, True, -1, 0
+        inputs = weight.detach(), weight.detach(), weight.detach()
+        out, sums, random = forward(*inputs, *packed, None, *options, False, None)
+        backward(False, out, *inputs, out, sums, *packed, *options, random)
+        optimizer.step()
+"""
+
+
+def test_attention_of_xformers_runs_torchs_flash_attention(tmp_path):
+    directory = tmp_path / "xformers" / "ops" / "fmha"
+    directory.mkdir(parents=True)
+    for package in (directory, directory.parent, directory.parent.parent):
+        (package / "__init__.py").write_text("")
+    for name, text in XFORMERS.items():
+        (directory / name).write_text(textwrap.dedent(text))
+    graph = captured(tmp_path, ATTENTION_OF_XFORMERS)
+    called = {name: flops for name, flops in flops_of(graph).items() if "flash_attention" in name}
+    half = 2 * 2 * 2 * 4 * 64 * 64 * 32 // 2  # two GEMMs of 2 x 4 heads, causal
+    assert called == {
+        "_flash_attention_forward": half,
+        "_flash_attention_backward": half * 5 // 2,
+    }
