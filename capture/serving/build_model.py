@@ -78,7 +78,8 @@ def _config_class(file: Path, record: dict[str, Any]) -> Any:
     kind = str(record["model_type"])
     if kind in CONFIG_MAPPING:
         return CONFIG_MAPPING[kind]
-    names = [name for name in record.get("architectures") or () if isinstance(name, str)]
+    named = record.get("architectures")
+    names = [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
     classes = (getattr(getattr(transformers, n, None), "config_class", None) for n in names)
     config_class = next(filter(None, classes), None)
     if config_class is None:

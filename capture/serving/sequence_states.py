@@ -113,7 +113,7 @@ class UpdatedState:
 
 
 class _Step:
-    """The step that runs: models pass no argument of ours to their functions."""
+    """The states of the running step: models pass no argument of ours to their functions."""
 
     states: SequenceStates | None = None
 
@@ -155,6 +155,13 @@ class _StatefulLayer:
 
     parts: _Parts
     recurrence_dtype: torch.dtype | None
+
+    @classmethod
+    def of(cls, module: nn.Module, recurrence_dtype: torch.dtype | None) -> "_StatefulLayer":
+        """Give a layer the modules of a step's parts; return what replaces its functions."""
+        parts = _Parts()
+        setattr(module, PARTS, parts)
+        return cls(parts, recurrence_dtype)
 
     def by_part(self, update: Callable[..., Tensor], *operands: Tensor) -> Tensor:
         """Return the results of an update of each part of a step, joined.
@@ -497,46 +504,54 @@ def is_recurrent_block(module: nn.Module) -> bool:
 
 def keep_states(model: nn.Module) -> None:
     """Let the layers with a state per sequence update the states of an engine's step."""
+    dtype = _recurrence_dtype(model)
+    for name, module in list(model.named_modules()):
+        forward = None if hasattr(module, PARTS) else _forward_with_states(name, module, dtype)
+        if forward is not None:
+            module.forward = forward
+
+
+def _recurrence_dtype(model: nn.Module) -> torch.dtype | None:
+    """Return the dtype of recurrent states that a configuration names; None if it names none."""
     config: Any = getattr(model, "config", None)
-    settings = (getattr(config and config.get_text_config(), name, None) for name in _STATE_DTYPES)
-    named = next((setting for setting in settings if setting), None)
-    dtype = named if isinstance(named, torch.dtype) else getattr(torch, named or "", None)
-    for module in list(model.modules()):
-        if is_recurrent_block(module) and not hasattr(module, PARTS):
-            layer = _StatefulLayer(_Parts(), None)
-            setattr(module, PARTS, layer.parts)
-            # The block does not know its layer.
-            whole: Any = model
-            name: str = next(name for name, found in whole.named_modules() if found is module)
-            index = int(next(part for part in name.split(".") if part.isdigit()))
-            module.forward = functools.partial(layer.recurrent_block, module, index)
-            block: Any = module
-            block.rg_lru._rnn_scan = layer.linear_recurrence
-            continue
+    text = None if config is None else config.get_text_config()
+    named = next(filter(None, (getattr(text, setting, None) for setting in _STATE_DTYPES)), None)
+    return named if isinstance(named, torch.dtype) else getattr(torch, named or "", None)
+
+
+def _forward_with_states(
+    name: str, module: Any, dtype: torch.dtype | None
+) -> Callable[..., Any] | None:
+    """Give a layer the modules of its states; return its new forward, None if it has no states.
+
+    Args:
+        name: qualified name of the module.
+        module: any module of a model.
+        dtype: of the recurrent state; None for that of the cache.
+    """
+    if is_recurrent_block(module):
+        layer = _StatefulLayer.of(module, None)
+        module.rg_lru._rnn_scan = layer.linear_recurrence
+        # The block does not know the index of its layer.
+        index = int(next(part for part in name.split(".") if part.isdigit()))
+        return functools.partial(layer.recurrent_block, module, index)
+    if is_lightning_attention(module):
         # Its forward contains the scan, so there is no name to replace.
-        if is_lightning_attention(module) and not hasattr(module, PARTS):
-            layer = _StatefulLayer(_Parts(), dtype)
-            setattr(module, PARTS, layer.parts)
-            module.forward = functools.partial(layer.lightning_attention, module)
-            continue
-        forward = inspect.unwrap(type(module).forward)
-        if not isinstance(forward, FunctionType):
-            continue
-        if _OWN_CACHE in forward.__code__.co_names:
-            # It refuses other caches by their class.
-            module.forward = MethodType(_copy(forward, {_OWN_CACHE: object}), module)
-            continue
-        names = _REPLACED.keys() & set(forward.__code__.co_names)
-        if not names or hasattr(module, PARTS):
-            continue
-        parts = _Parts()
-        layer = _StatefulLayer(parts, dtype)
-        setattr(module, PARTS, parts)
-        own = _copy(forward, {name: getattr(layer, _REPLACED[name]) for name in names})
-        if "mamba_selective_scan" in names:
-            module.forward = functools.partial(layer.mamba_mixer, module, own)
-        else:
-            module.forward = MethodType(own, module)
+        return functools.partial(_StatefulLayer.of(module, dtype).lightning_attention, module)
+    forward = inspect.unwrap(type(module).forward)
+    called = forward.__code__.co_names if isinstance(forward, FunctionType) else ()
+    if _OWN_CACHE in called:
+        # It refuses other caches by their class.
+        return MethodType(_copy(forward, {_OWN_CACHE: object}), module)
+    names = _REPLACED.keys() & set(called)
+    if not names:
+        return None
+    layer = _StatefulLayer.of(module, dtype)
+    copied = _copy(forward, {name: getattr(layer, _REPLACED[name]) for name in names})
+    if "mamba_selective_scan" not in names:
+        return MethodType(copied, module)
+    # Its projections run for the whole step.
+    return functools.partial(layer.mamba_mixer, module, copied)
 
 
 def _copy(function: FunctionType, names: dict[str, Any]) -> FunctionType:
