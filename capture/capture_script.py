@@ -44,10 +44,12 @@ from onerank.converters.sources.kineto import (
 from onerank.ir import (
     Graph,
     InferenceStep,
+    Phase,
     RankClass,
     World,
 )
 from onerank.ir.errors import CaptureError, errors_at
+from onerank.ir.notes import Note
 from onerank.ir.output_files import created, scratch_directory
 
 
@@ -124,6 +126,8 @@ def capture_steps(
             graph, conversion = convert_raw(step.directory)
             # Only this process knows what Inductor fused.
             graph = with_generated_work(graph, step.observed.generated_work)
+            if not rank_run.forwards:
+                graph = _noting_absent_backward(graph)
             captures[label] = Capture(
                 graph,
                 conversion,
@@ -131,6 +135,20 @@ def capture_steps(
                 rank_run.fewer_layers.layers,
             )
         return captures
+
+
+def _noting_absent_backward(graph: Graph) -> Graph:
+    """Return the graph; with a note if its optimizer stepped and nothing ran backward."""
+    if (graph.nodes.phase == Phase.BACKWARD).any():
+        return graph
+    note = Note(
+        "no operator of the step runs in a backward pass: the optimizer stepped without new "
+        "gradients. Does the script call loss.backward()?",
+        code="step-without-backward",
+    )
+    measured = graph.job.measurement
+    measured = msgspec.structs.replace(measured, notes=(*measured.notes, note))
+    return replace(graph, job=msgspec.structs.replace(graph.job, measurement=measured))
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ functions of `onerank.option_fields` keep plain data, with the names of `OptionS
 """
 
 import dataclasses
+import difflib
 import functools
 import importlib
 import math
@@ -364,6 +365,19 @@ class SectionedGroup(ReportingMain, click.Group):
             module = importlib.import_module(f"onerank.cli.commands.{self._modules[cmd_name]}")
             self.add_command(getattr(module, cmd_name.replace("-", "_")), cmd_name)
         return super().get_command(ctx, cmd_name)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the command; name the closest one if there is no such command."""
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            close = difflib.get_close_matches(args[0], self.list_commands(ctx), n=1)
+            # click itself suggests only commands whose modules are imported.
+            if close and not getattr(error, "possibilities", None):
+                error.message += f" Did you mean '{close[0]}'?"
+            raise
 
     def all_commands(self) -> dict[str, click.Command]:
         """Return all commands by name; imports their modules."""

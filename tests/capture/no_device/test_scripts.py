@@ -12,12 +12,15 @@ from onerank.annotate.op_costs.node_costs import op_costs_of
 from onerank.ir.nodes import UNKNOWN
 
 
-def test_a_script_that_stays_on_the_cpu_is_noted(tmp_path):
+def test_a_script_that_stays_on_the_cpu_or_runs_nothing_backward_is_noted(tmp_path):
     script = textwrap.dedent(LINEAR).format(setup="", statement="")
-    on_cpu = captured(tmp_path, script.replace(', device="cuda"', ""))
-    assert has_note(on_cpu.job.measurement.notes, "no-device-gpu-unused", "cuda")
-    on_gpu = captured(tmp_path, script)
-    assert not has_note(on_gpu.job.measurement.notes, "no-device-gpu-unused")
+    forgetful = script.replace(', device="cuda"', "").replace("loss.backward()", "pass")
+    notes = captured(tmp_path, forgetful).job.measurement.notes
+    assert has_note(notes, "no-device-gpu-unused", "cuda")
+    assert has_note(notes, "step-without-backward", "backward()")
+    notes = captured(tmp_path, script).job.measurement.notes
+    assert not has_note(notes, "no-device-gpu-unused")
+    assert not has_note(notes, "step-without-backward")
 
 
 @pytest.mark.parametrize(("rows", "noted"), [(4, False), (4096, True)])
