@@ -9,6 +9,7 @@ with 16 bytes each as with 1 kB. Constants are fitted to an H200 with torch 2.11
 
 from math import ceil, log2
 
+from onerank.annotate.op_costs.image_cycles import image_cycles
 from onerank.annotate.op_costs.memory_bound import row_elements
 from onerank.annotate.op_costs.operands import Call, Tensor
 from onerank.annotate.op_costs.reductions import SM_COUNT, division_of
@@ -36,6 +37,7 @@ def block_cycles_of(call: Call) -> float:
         _batch_norm,
         _group_norm,
         _distances,
+        image_cycles,
     )
     return next(filter(None, (rule(call) for rule in rules)), 0.0)
 

@@ -19,6 +19,7 @@ from onerank.annotate.op_costs import (
     decompositions,
     engine_operators,
     gemm,
+    image_cycles,
     library_operators,
     load_chains,
     memory_bound,
@@ -63,6 +64,7 @@ NEED_VALUES = (
     | decompositions.NEED_VALUES
     | state_operators.NEED_VALUES
     | block_cycles.NEED_VALUES
+    | image_cycles.NEED_VALUES
 )
 """Operators, by base name, whose cost depends on argument values in addition to shapes; those of
 libraries are in `library_operators.NEED_VALUES`, by full name."""
@@ -92,8 +94,8 @@ def needs_values(op: str) -> bool:
 def needs_strides(op: str) -> bool:
     """Return whether `work_of` must be given the strides of the operator's inputs."""
     name = base_name(op)
-    groups = memory_bound.NEED_STRIDES, gemm.NEED_STRIDES, block_cycles.NEED_STRIDES
-    listed = any(name in group for group in groups)
+    modules = memory_bound, gemm, block_cycles, image_cycles
+    listed = any(name in module.NEED_STRIDES for module in modules)
     return name in ("copy_", "cat") or listed or op_class(op) is OpClass.ELEMENTWISE
 
 

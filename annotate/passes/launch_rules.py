@@ -272,6 +272,25 @@ def _loss_backward(call: Call, target: Gpu) -> Sequence[Launch]:
     return (zero, Launch("nll_loss_backward_reduce_cuda_kernel_2d", 1.0))
 
 
+# Backwards on images that add gradients into a result of zeros. Sources: UpSampleBilinear2d.cu,
+# UpSampleBicubic2d.cu, DilatedMaxPool2d.cu, AdaptiveAveragePooling.cu, GridSampler.cu,
+# ReflectionPad.cu and ReplicationPadding.cu.
+_ADD_INTO_ZEROS = (
+    "upsample_bilinear2d_backward upsample_bicubic2d_backward max_pool2d_with_indices_backward "
+    "_adaptive_avg_pool2d_backward grid_sampler_2d_backward reflection_pad2d_backward "
+    "replication_pad2d_backward"
+).split()
+
+
+def _added_into_zeros(call: Call, target: Gpu) -> Sequence[Launch]:
+    """Return the launches of such a backward."""
+    result = call.output()
+    if result is None:
+        return ()
+    zero = Launch("vectorized_elementwise_kernel", op=FILL, written_bytes=result.nbytes)
+    return (zero, Launch(f"{call.op}_out_frame", 1.0))
+
+
 # A CTC loss takes the time steps one after another, with a thread for each state. These are launch
 # floors of a step, from the middle of what an H200 takes: 0.29 to 1.03 us in the forward, by
 # sequences, classes and labels, 0.30 to 1.02 in the backward, 0.20 to 1.23 in the sums over states
@@ -402,6 +421,7 @@ _RULES: dict[str, Rule] = {
     "scatter_reduce_": _scatter_reduce,
     "logsumexp": _logsumexp,
     **dict.fromkeys(["mse_loss", "smooth_l1_loss", "huber_loss"], _mean_loss),
+    **dict.fromkeys(_ADD_INTO_ZEROS, _added_into_zeros),
     "native_layer_norm_backward": _norm_backward,
     "_fused_rms_norm_backward": _norm_backward,
     "native_group_norm": _group_norm,

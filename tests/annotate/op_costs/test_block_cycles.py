@@ -125,3 +125,56 @@ def test_a_block_computes_a_distance(rows, numbers, measured_us):
 def test_draws_that_take_longer_than_their_bytes(op, measured_us):
     x = Tensor((1 << 22,), *F32)
     assert predicted_us(call(op, x, result=x)) == pytest.approx(measured_us, rel=0.05)
+
+
+def image(planes: int, size: int, dtype: tuple[str, int], last: bool) -> Tensor:
+    channels = planes // 8
+    strides = (channels * size * size, 1, size * channels, channels) if last else ()
+    return Tensor((8, channels, size, size), *dtype, recorded_strides=strides)
+
+
+@pytest.mark.parametrize(
+    ("op", "planes", "sizes", "layout", "measured_us"),
+    [
+        ("upsample_bilinear2d", 16384, (8, 4), (F32, False), 2686.5),
+        ("upsample_bilinear2d", 16384, (8, 32), (F32, False), 6187.0),
+        ("upsample_bilinear2d", 152, (128, 256), (F32, False), 69.4),
+        ("upsample_bilinear2d", 2048, (32, 128), (BF16, True), 313.0),
+        ("upsample_bilinear2d_backward", 168, (64, 512), (F32, False), 1793.7),
+        ("upsample_bilinear2d_backward", 2048, (1, 64), (F32, False), 16982.7),
+        ("upsample_bilinear2d_backward", 2048, (32, 128), (BF16, False), 1499.2),
+        ("upsample_bilinear2d_backward", 256, (128, 512), (F32, True), 575.1),
+        ("upsample_nearest2d", 768, (64, 256), (BF16, True), 311.6),
+        ("upsample_nearest2d_backward", 768, (64, 256), (BF16, True), 58.8),
+        ("upsample_bicubic2d", 168, (64, 128), (F32, False), 88.3),
+        ("upsample_bicubic2d_backward", 168, (64, 128), (F32, False), 431.3),
+    ],
+)
+def test_images_that_are_resampled(op, planes, sizes, layout, measured_us):
+    """From the first size to the second; layouts are dtypes, and whether channels come last."""
+    small, large = (image(planes, size, *layout) for size in sizes)
+    given, made = (large, small) if op.endswith("_backward") else (small, large)
+    assert predicted_us(Call(op, ((given,),), ((made,),))) == pytest.approx(measured_us, rel=0.27)
+
+
+@pytest.mark.parametrize(
+    ("op", "planes", "sizes", "layout", "measured_us"),
+    [
+        ("avg_pool2d", 4096, (112, 3, 1), (F16, False), 667.0),
+        ("avg_pool2d", 4096, (112, 3, 2), (F16, True), 360.3),
+        ("avg_pool2d_backward", 4096, (112, 2, 2), (F16, False), 926.2),
+        ("avg_pool2d_backward", 4096, (56, 3, 1), (BF16, True), 456.0),
+        ("max_pool2d_with_indices", 512, (256, 3, 2), (BF16, False), 137.5),
+        ("max_pool2d_with_indices", 16384, (28, 5, 1), (F16, False), 373.4),
+        ("max_pool2d_with_indices_backward", 98304, (14, 5, 1), (BF16, False), 522.8),
+    ],
+)
+def test_images_that_are_pooled(op, planes, sizes, layout, measured_us):
+    """Sizes are those of the image, the window and its stride, by which images shrink."""
+    size, window, stride = sizes
+    whole, pooled = (image(planes, each, *layout) for each in (size, size // stride))
+    given, made = (pooled, whole) if op.endswith("_backward") else (whole, pooled)
+    lists = ([window, window], [stride, stride])
+    values = (None, None, *lists) if op.endswith("_backward") else (None, *lists)
+    call = Call(op, ((given,),), ((made,),), values)
+    assert predicted_us(call) == pytest.approx(measured_us, rel=0.2)
