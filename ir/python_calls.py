@@ -1,7 +1,8 @@
 """Calls of Python that the host makes before an operator, besides the operator: kinds and counts.
 
 A capture without a device counts them; the text of their counts is a column of the nodes. It also
-marks the operators of DDP's reducer (`REDUCER`).
+marks the operators of DDP's reducer (`REDUCER`) and those that autograd does not record
+(`UNTRACKED`).
 """
 
 from collections import Counter
@@ -28,6 +29,12 @@ PYTHON_CALLS = {
 REDUCER = "reducer"
 """Mark of an operator that DDP's reducer runs in C++, with neither Python nor an autograd node."""
 
+UNTRACKED = "untracked"
+"""Mark of an operator where autograd records nothing, as under `no_grad`; none of a backward."""
+
+MARKS = frozenset({REDUCER, UNTRACKED})
+"""What the text of a node says of its own operator."""
+
 _decode = msgspec.json.Decoder(dict[str, int]).decode
 
 
@@ -51,11 +58,11 @@ def python_calls_of(text: str) -> Counter[str]:
             f"the Python calls of a node are {text!r}; expected counts by kind ({error})",
             code="python-calls-malformed",
         ) from None
-    unknown = counts.keys() - PYTHON_CALLS.keys() - {REDUCER}
+    unknown = counts.keys() - PYTHON_CALLS.keys() - MARKS
     if unknown or any(count < 0 for count in counts.values()):
         raise GraphError(
             f"the Python calls of a node are {text!r}; expected counts from 0 of the kinds "
-            f"{', '.join([*PYTHON_CALLS, REDUCER])}",
+            f"{', '.join([*PYTHON_CALLS, *sorted(MARKS)])}",
             code="python-calls-malformed",
         )
     return Counter(counts)

@@ -35,8 +35,8 @@ HOST_OP_KINDS = {
     "forward": "another operator of the forward pass",
     "backward": "another operator of the backward pass",
     "reducer": "an operator that moves a gradient into DDP's bucket, or back",
-    "inference": "an operator, other than a collective, of a script that only infers, or one of an "
-    "optimizer without a list",
+    "inference": "an operator, other than a collective, that autograd does not record: of a script "
+    "that only infers, under `no_grad`, or of an optimizer without a list",
     "step": "the rest of a step: from its last launch to the first operator of the next step",
     **PYTHON_CALLS,
 }

@@ -16,7 +16,13 @@ from onerank.ir.dtypes import operand_list
 from onerank.ir.errors import AnnotateError, TargetError
 from onerank.ir.measurement import HostOverhead
 from onerank.ir.notes import Note
-from onerank.ir.python_calls import PYTHON_CALLS, REDUCER, autograd_functions, python_calls_of
+from onerank.ir.python_calls import (
+    PYTHON_CALLS,
+    REDUCER,
+    UNTRACKED,
+    autograd_functions,
+    python_calls_of,
+)
 from onerank.ir.start_delays import launches
 from onerank.ir.steady_state import with_host_factor
 
@@ -29,6 +35,9 @@ _KIND_OF_CLASS = dict(zip(_PRIORITY, ("collective", "attention", "gemm", "optimi
 _KIND_OF_PHASE = ("forward", "forward", "backward", "optimizer")
 
 _CODE = {kind: code for code, kind in enumerate(HOST_OP_KINDS)}
+
+# Kinds whose figures do not depend on autograd.
+_ALWAYS_THEIRS = [_CODE[kind] for kind in ("collective", "optimizer", "reducer")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,9 +218,22 @@ def _predicted_calls(graph: Graph, captured: Graph) -> tuple[HostCalls, I64]:
     with_lists = captured.job.device.type != "cpu"
     tensors = np.where(has_operands, tensors, 1)
     calls = host_calls(graph, order[program], first, tensors, with_lists=with_lists)
+    untracked = _untracked(captured, place[order][owner][program[first]])
     of_reducer = python.pop(REDUCER, np.zeros(len(began_ns), dtype=np.int64)) > 0
     kind = np.where(of_reducer, _CODE["reducer"], calls.kind)
+    kind[untracked & ~np.isin(kind, _ALWAYS_THEIRS)] = _CODE["inference"]
     return replace(calls, kind=kind, python=python), began_ns
+
+
+def _untracked(captured: Graph, node: I64) -> Mask:
+    """Return whether autograd recorded none of these operators, bool[n]."""
+    codes = captured.nodes.python_calls[node]
+    marked = [
+        code
+        for code in np.unique(codes).tolist()
+        if UNTRACKED in python_calls_of(captured.strings[code])
+    ]
+    return np.isin(codes, marked)
 
 
 def _python_calls(captured: Graph, called_ns: I64, began_ns: I64) -> dict[str, I64]:
@@ -237,6 +259,8 @@ def _python_calls(captured: Graph, called_ns: I64, began_ns: I64) -> dict[str, I
     for code in np.unique(nodes.python_calls).tolist():
         of_code = before_calls(np.flatnonzero(nodes.python_calls == code))
         for kind, count in python_calls_of(captured.strings[code]).items():
+            if kind == UNTRACKED:
+                continue  # of the operator itself; see `_untracked`
             by_kind[kind] = by_kind.get(kind, np.int64(0)) + of_code * count
     if "function" not in by_kind:
         # A capture without a device counts autograd functions. A profiler records them by name.

@@ -118,6 +118,7 @@ class RecordedEvent:
         stream: number of the stream that was current when it began, 0 for the default stream.
         work: of a kernel that Inductor generated.
         python_calls: calls of Python since the event before, by kind.
+        untracked: whether it is an operator that autograd does not record.
     """
 
     name: str
@@ -135,6 +136,7 @@ class RecordedEvent:
     stream: int = 0
     work: GeneratedWork = field(default_factory=GeneratedWork)
     python_calls: Counter[str] = field(default_factory=Counter[str])
+    untracked: bool = False
 
     @property
     def is_operator(self) -> bool:
@@ -331,6 +333,11 @@ class EventLog:
         """Return the innermost open event of this thread."""
         stack = self._open.get(self._thread())
         return stack[-1] if stack else None
+
+    def in_function(self) -> bool:
+        """Return whether the forward of an autograd function with a node is open on this thread."""
+        stack = self._open.get(self._thread(), ())
+        return any(event.sequence >= 0 and not event.is_operator for event in stack)
 
     def innermost_node(self) -> object:
         """Return the autograd node of the innermost open range on this thread, else None."""

@@ -16,7 +16,7 @@ from onerank.capture.no_device.event_log import EventLog, RecordedEvent, Recorde
 from onerank.converters.sources.kineto import AllocatorAction, History
 from onerank.converters.sources.kineto.lowering.select_nodes import HOST_READS
 from onerank.ir import AllocatorSettings
-from onerank.ir.python_calls import python_calls_text
+from onerank.ir.python_calls import UNTRACKED, python_calls_text
 
 SCHEMA = "1.1.1-chakra.0.0.4"
 """Schema of the execution trace, as torch 2.11 and 2.13 write it."""
@@ -73,7 +73,10 @@ def _kineto_events(log: EventLog, kept: Sequence[RecordedEvent]) -> list[dict[st
             args |= {"Sequence number": event.sequence, "Fwd thread id": event.forward_thread}
         if with_streams or (event.on_device and event.name in HOST_READS):
             args["stream"] = event.stream
-        if calls := python_calls[number - 1]:
+        calls = python_calls[number - 1]
+        if event.untracked:
+            calls[UNTRACKED] = 1
+        if calls:
             args["Python calls"] = python_calls_text(calls)
         events.append(
             {

@@ -26,6 +26,8 @@ _UNNUMBERED = 1 << 62
 _PASSES_ON = "__torch_dispatch__"
 _BETWEEN = ("onerank.capture.no_device.", "torch._compile", "torch._dynamo.", "torch._ops")
 
+_FSDP = "torch.distributed.fsdp"
+
 # What DDP's reducer runs for each gradient; accumulating itself adds, or clones.
 _REDUCER_OPERATORS = frozenset({"aten::mul", "aten::div_", "aten::copy_"})
 
@@ -109,6 +111,16 @@ class AutogradRanges:
         self._numbered.last = latest
         return latest
 
+    def is_untracked(self) -> bool:
+        """Return whether autograd records no operator here: under `no_grad`, outside of a backward.
+
+        The forward of an autograd function and the copies of FSDP's groups record none either.
+        They count as other operators: figures of a host add to those (`tools/fit`).
+        """
+        if torch.is_grad_enabled() or _torch._C._current_graph_task_id() != -1:
+            return False
+        return not self._log.in_function() and not _calling_module().startswith(_FSDP)
+
     def writes_in_place(self, call: OperatorCall) -> bool:
         """Return whether autograd would write an operator's result into its first operand.
 
@@ -159,13 +171,18 @@ def _is_called_by_python() -> bool:
 
     The engine calls operators from a thread without Python frames, or from `torch.autograd.graph`.
     """
+    return _calling_module() not in ("", "torch.autograd.graph")
+
+
+def _calling_module() -> str:
+    """Return the name of the module whose code called the running operator; "" without one."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))
         if frame.f_code.co_name != _PASSES_ON and not module.startswith(_BETWEEN):
-            return module != "torch.autograd.graph"
+            return module
         frame = frame.f_back
-    return False
+    return ""
 
 
 def _is_backward() -> bool:

@@ -448,7 +448,11 @@ class FakeOperators(TorchDispatchMode):
             return None
         if is_of_reducer(self._autograd.follow(), name):
             self._log.call_python(REDUCER)
-        return self._log.begin(name, sequence=self._autograd.number_of_operator())
+        return self._log.begin(
+            name,
+            sequence=self._autograd.number_of_operator(),
+            untracked=self._autograd.is_untracked(),
+        )
 
     def follow_backward(self) -> None:
         """Open the range of the autograd node that runs on this thread."""

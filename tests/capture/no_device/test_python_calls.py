@@ -9,7 +9,7 @@ from without_device import captured
 
 import onerank
 from onerank.ir import Graph, MemoryClass, Phase
-from onerank.ir.python_calls import python_calls_of
+from onerank.ir.python_calls import MARKS, python_calls_of
 
 DTENSORS = """
     import torch
@@ -61,12 +61,17 @@ DTENSORS = """
 """
 
 
+def calls_of(text: str) -> Counter[str]:
+    """Return the counts of a text, without what it says of the operator itself."""
+    return Counter({k: n for k, n in python_calls_of(text).items() if k not in MARKS})
+
+
 def counts_by_operator(graph: Graph) -> dict[str, Counter[str]]:
     """Return the counts of the first node of each operator that has some."""
     found: dict[str, Counter[str]] = {}
     for name, code in zip(graph.text("name"), graph.nodes.python_calls.tolist(), strict=True):
-        if code:
-            found.setdefault(name.removeprefix("aten::"), python_calls_of(graph.strings[code]))
+        if calls := calls_of(graph.strings[code]):
+            found.setdefault(name.removeprefix("aten::"), calls)
     return found
 
 
@@ -82,7 +87,7 @@ def test_calls_of_python_count_for_the_operator_that_follows(tmp_path):
         "exp": {"subclass": 1},
         "add": {"function": 1},  # of the forward; the backward's is another node of that name
     }
-    total = sum((python_calls_of(text) for text in graph.text("python_calls")), Counter[str]())
+    total = sum((calls_of(text) for text in graph.text("python_calls")), Counter[str]())
     assert total["function"] == 5
 
 
@@ -109,7 +114,7 @@ def test_gathers_and_reductions_of_fsdp2_count_their_parameters(tmp_path):
     graph = captured(tmp_path, FSDP2, "--torchrun", "--dp", 4)
     by_phase = {phase: Counter[str]() for phase in Phase}
     for phase, text in zip(graph.nodes.phase.tolist(), graph.text("python_calls"), strict=True):
-        by_phase[Phase(phase)] += python_calls_of(text)
+        by_phase[Phase(phase)] += calls_of(text)
     # Each layer has a weight and a bias. The last layer is not gathered again for the backward.
     assert by_phase[Phase.FORWARD]["fsdp_group"] == 4
     assert by_phase[Phase.FORWARD]["fsdp_parameter"] == 8
@@ -147,7 +152,7 @@ FSDP1 = """
 
 def test_gathers_and_reductions_of_fsdp1_count_their_parameters(tmp_path):
     graph = captured(tmp_path, FSDP1, "--torchrun", "--dp", 4)
-    counts = sum((python_calls_of(text) for text in graph.text("python_calls")), Counter[str]())
+    counts = sum((calls_of(text) for text in graph.text("python_calls")), Counter[str]())
     # Three linear layers and the norm, each with two parameters: four gathers in the forward, three
     # in the backward (the root stays gathered), four reductions.
     assert counts == {"fsdp_group": 11, "fsdp_parameter": 22}
@@ -159,14 +164,32 @@ PLAIN = """
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).cuda()
     optimizer = torch.optim.AdamW(model.parameters())
     for step in range(5):
-        model(torch.randn(16, 64, device="cuda")).sum().backward()
+        x = torch.randn(16, 64, device="cuda")
+        with torch.no_grad():
+            target = model[0](x).t().softmax(0)
+        (model(x).t() - target).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
 """
 
 
 def test_a_plain_script_calls_python_for_nothing(tmp_path):
-    assert not captured(tmp_path, PLAIN).nodes.python_calls.any()
+    """The layer without gradients is marked, the one after it is not, though views precede both."""
+    graph = captured(tmp_path, PLAIN)
+    assert not any(map(calls_of, graph.text("python_calls")))
+    marked = ["untracked" in text for text in graph.text("python_calls")]
+    names = [name.removeprefix("aten::") for name in graph.text("name")]
+    outside = (graph.nodes.phase != Phase.OPTIMIZER) & (graph.nodes.phase != Phase.BACKWARD)
+    rows = zip(names, marked, outside.tolist(), strict=True)
+    forward = [(name, mark) for name, mark, kept in rows if kept]
+    assert [each for each in forward if each[0] in ("addmm", "_softmax", "relu", "sub")] == [
+        ("addmm", True),
+        ("_softmax", True),
+        ("addmm", False),
+        ("relu", False),
+        ("addmm", False),
+        ("sub", False),
+    ]
 
 
 TENSOR_PARALLEL = """
@@ -194,7 +217,7 @@ def test_a_sum_of_tensor_parallel_ranks_reads_nothing_for_the_script(tmp_path):
     assert not has_note(graph.job.measurement.notes, "no-device-stand-ins")
     # Each of the four parameters steps by an operator that DTensor dispatches.
     steps = [name == "aten::add_" for name in graph.text("name")]
-    counts = [python_calls_of(text) for text in graph.text("python_calls")]
+    counts = [calls_of(text) for text in graph.text("python_calls")]
     of_steps = [count for count, is_step in zip(counts, steps, strict=True) if is_step]
     assert of_steps[1:] == [{"dtensor_untracked": 1}] * 3
     # The first follows views of the backward, which launch nothing.
@@ -214,7 +237,7 @@ def test_a_cpu_capture_counts_the_operators_of_dtensors(tmp_path):
 
 def dispatches(graph: Graph) -> int:
     """Return how many operators DTensor dispatches in a step."""
-    counts = [python_calls_of(text) for text in graph.text("python_calls")]
+    counts = [calls_of(text) for text in graph.text("python_calls")]
     return sum(count["dtensor"] + count["dtensor_untracked"] for count in counts)
 
 
@@ -276,5 +299,5 @@ SPLIT_GROUPS = """
 
 def test_weights_of_a_split_backward_count_by_group(tmp_path):
     graph = captured(tmp_path, SPLIT_GROUPS)
-    counts = sum((python_calls_of(text) for text in graph.text("python_calls")), Counter[str]())
+    counts = sum((calls_of(text) for text in graph.text("python_calls")), Counter[str]())
     assert counts == {"split_group": 5}

@@ -37,7 +37,7 @@ from onerank.ir import UNKNOWN, Collective, Evidence, Kind, Nodes, Phase, String
 from onerank.ir.arrays import I32, I64
 from onerank.ir.dtypes import DTYPES, TENSOR_TYPES, split_types
 from onerank.ir.nodes import ROOT_COLUMNS, SYMMETRIC_BARRIER, SYMMETRIC_COPY, TEXT_COLUMNS
-from onerank.ir.python_calls import python_calls_of, python_calls_text
+from onerank.ir.python_calls import UNTRACKED, python_calls_of, python_calls_text
 
 _MEMCPY = GPU_CATEGORIES.index("gpu_memcpy")
 
@@ -285,9 +285,16 @@ def python_call_column(timeline: HostTimeline, start_ns: I64, kind: I64) -> I32:
     # Calls after the last node have no node that follows, and count for the last one.
     place = np.searchsorted(start_ns[nodes], rows.start_ns[counted])
     place = nodes[np.minimum(place, len(nodes) - 1)]
+    # A mark is of one operator. That of a view, which is no node, marks nothing.
+    own = start_ns[place] == rows.start_ns[counted]
     sums = defaultdict[int, Counter[str]](Counter)
-    for node, code in zip(place.tolist(), codes[counted].tolist(), strict=True):
-        sums[node] += python_calls_of(strings[code])
+    for node, code, is_own in zip(
+        place.tolist(), codes[counted].tolist(), own.tolist(), strict=True
+    ):
+        counts = python_calls_of(strings[code])
+        if not is_own:
+            del counts[UNTRACKED]
+        sums[node] += counts
     calls[list(sums)] = strings.encode(map(python_calls_text, sums.values()))
     return calls
 
