@@ -27,6 +27,7 @@ from onerank.ir.python_calls import PYTHON_CALLS
 HOST_OP_KINDS = {
     "gemm": "a GEMM or convolution",
     "attention": "fused attention",
+    "recurrent": "a recurrent layer of cuDNN, for each of its launches",
     "collective": "a call of a collective, a send or a receive",
     "optimizer": "an operator of the optimizer, for each tensor of its list",
     "optimizer_launch": "such an operator, for each of its launches",

@@ -519,9 +519,10 @@ benchmarks/predictions/deepbench.py.
 
 
 # cuDNN runs steps of several layers and directions at once where they take longer than their host
-# needs to launch them, as in 32 bits: power of the layers by which steps take less. Two layers
-# take an H200 1 / 1.6 to 1 / 1.7 of the sum of their kernels, three 1 / 1.9.
-_TOGETHER, _NARROW_BYTES = 0.62, 2
+# needs to launch them, as in 32 bits with large states: power of the layers by which steps take
+# less, and bytes of a step's weights that take as long as its launches. Two layers take an H200
+# 1 / 1.3 to 1 / 1.7 of the sum of their kernels, three 1 / 1.9.
+_TOGETHER, _LAUNCHED_BYTES, _NARROW_BYTES = 0.62, 13e6, 2
 
 
 def _recurrent(weights: Sequence[int], state: int, times: int) -> Formula:
@@ -539,34 +540,63 @@ def _recurrent(weights: Sequence[int], state: int, times: int) -> Formula:
 
     def formula(call: Call) -> Work | None:
         x = call.tensor(0)
-        given = [
-            tensor for at in weights if at < len(call.inputs) for tensor in call.inputs[at] or ()
-        ]
-        matrices = [weight for weight in given if len(weight.shape) == 2]
-        # Biases have one dimension; only matrices have products.
-        met = sum(matrix.numel for matrix in matrices)
+        met = sum(matrix.numel for matrix in _matrices(call, weights))
         if x is None or not met:
             return None
         tokens = prod(x.shape[:-1])
-        parts = _parts(tokens, matrices, call.tensor(state), backward=times == 2)
+        layers = recurrent_layers(call, weights, state)
+        parts = _parts(tokens, layers, backward=times == 2) if layers else ()
         return matmul_work(call, allowing_tf32(x), times * 2 * tokens * met, parts=parts)
 
     return formula
 
 
-def _parts(
-    tokens: int, matrices: Sequence[Tensor], state: Tensor | None, *, backward: bool
-) -> tuple[ComponentGemm, ...]:
-    """Return the GEMMs of all layers and directions; none if the steps are not known."""
+class RecurrentLayers(NamedTuple):
+    """What cuDNN steps through.
+
+    Attributes:
+        pairs: weights of the input and of the state, for each layer and direction.
+        batch: sequences.
+        size: numbers of a state.
+        steps: steps of a layer.
+    """
+
+    pairs: Sequence[tuple[Tensor, Tensor]]
+    batch: int
+    size: int
+    steps: int
+
+
+def recurrent_layers(call: Call, weights: Sequence[int], state: int) -> RecurrentLayers | None:
+    """Return the layers of a call; None if the steps are not known, as with projections.
+
+    Args:
+        call: the call.
+        weights: see `_recurrent`.
+        state: the same.
+    """
+    x, states = call.tensor(0), call.tensor(state)
+    matrices = _matrices(call, weights)
     pairs = list(zip(matrices[::2], matrices[1::2], strict=False))
     size = pairs[0][1].shape[1] if pairs else 0
     odd = len(matrices) % 2 or any(of_state.shape[1] != size for _, of_state in pairs)
-    if state is None or odd or state.numel % (len(pairs) * size):
-        return ()  # a layer with projections, or shapes that are not recorded
-    batch = state.numel // (len(pairs) * size)
+    if x is None or states is None or odd or not size or states.numel % (len(pairs) * size):
+        return None
+    batch = states.numel // (len(pairs) * size)
     # Packed sequences have fewer rows in their last steps; the steps here are those of full
     # batches.
-    steps = -(-tokens // max(1, batch))
+    return RecurrentLayers(pairs, batch, size, -(-prod(x.shape[:-1]) // max(1, batch)))
+
+
+def _matrices(call: Call, weights: Sequence[int]) -> list[Tensor]:
+    """Return the weights of a call without its biases, which have one dimension."""
+    given = [tensor for at in weights if at < len(call.inputs) for tensor in call.inputs[at] or ()]
+    return [weight for weight in given if len(weight.shape) == 2]
+
+
+def _parts(tokens: int, layers: RecurrentLayers, *, backward: bool) -> tuple[ComponentGemm, ...]:
+    """Return the GEMMs of all layers and directions."""
+    pairs, batch, size, steps = layers
     step_kernel = PartKernel.RECURRENT_STEP_GRADIENT if backward else PartKernel.RECURRENT_STEP
     parts: list[ComponentGemm] = []
     for of_input, _ in pairs:
@@ -576,8 +606,11 @@ def _parts(
             (width, gates) if backward else (gates, width) for width in (size, features)
         )
         step = ComponentGemm(1, batch, *of_step, item, launches=STEP_LAUNCHES, kernel=step_kernel)
-        layers = len(pairs) ** _TOGETHER if item > _NARROW_BYTES else 1.0
-        parts += [step._replace(times=steps / layers), ComponentGemm(1, tokens, *of_tokens, item)]
+        together = 1.0
+        if item > _NARROW_BYTES:
+            longer = max(1.0, gates * size * item / _LAUNCHED_BYTES)
+            together = min(len(pairs) ** _TOGETHER, longer)
+        parts += [step._replace(times=steps / together), ComponentGemm(1, tokens, *of_tokens, item)]
         if backward:
             of_weights = ComponentGemm(1, gates, size, tokens, item)
             of_weights = of_weights._replace(kernel=PartKernel.RECURRENT_WEIGHT_GRADIENT)

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from onerank.annotate.hosts.host import HOST_OP_KINDS, Host
-from onerank.annotate.op_costs.op_classes import CLASSES, OpClass, classify
+from onerank.annotate.op_costs.op_classes import CLASSES, OpClass, base_name, classify
 from onerank.ir import Edges, Evidence, Graph, Job, Kind, Nodes, Reason
 from onerank.ir.arrays import F64, I32, I64, Mask
 from onerank.ir.dtypes import operand_list
@@ -37,7 +37,9 @@ _KIND_OF_PHASE = ("forward", "forward", "backward", "optimizer")
 _CODE = {kind: code for code, kind in enumerate(HOST_OP_KINDS)}
 
 # Kinds whose figures do not depend on autograd.
-_ALWAYS_THEIRS = [_CODE[kind] for kind in ("collective", "optimizer", "reducer")]
+_ALWAYS_THEIRS = [_CODE[kind] for kind in ("collective", "optimizer", "recurrent", "reducer")]
+
+_RECURRENT, _FEW_LAUNCHES = ("_cudnn_rnn", "_cudnn_rnn_backward"), 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,7 @@ class HostCalls:
         first: the first node that each call launches, int64[c].
         kind: position of its kind in `HOST_OP_KINDS`, int64[c].
         times: how often the time of the kind counts, int64[c]: for each tensor in the list of an
-            optimizer's operator, else once.
+            optimizer's operator, for each launch of a recurrent layer, else once.
         node: nodes on the device, int64[n].
         call: the call that launches each of them, int64[n].
         python: kind of `PYTHON_CALLS` -> calls of Python before each call, int64[c]. A GPU capture
@@ -141,10 +143,21 @@ def host_calls(
         # Without autograd an operator takes the host half of its time in training, or less. The
         # measured decodes give one time for all operators.
         kind[kind != _CODE["collective"]] = _CODE["inference"]
+    operators = graph.nodes.op[node]
+    recurrent = [
+        code
+        for code in np.unique(operators).tolist()
+        if base_name(graph.strings[code]) in _RECURRENT
+    ]
+    count = np.bincount(call)
+    # A layer that runs as one kernel counts as a GEMM.
+    steps = np.isin(operators, recurrent) & (count[call] > _FEW_LAUNCHES)
+    kind[call[steps]] = _CODE["recurrent"]
     if with_lists:
         # A tensor that is not in a list costs as much as any operator without autograd.
         kind[(kind == _CODE["optimizer"]) & (tensors == 1)] = _CODE["inference"]
     times = np.where(kind == _CODE["optimizer"], tensors, np.int64(1))
+    times = np.where(kind == _CODE["recurrent"], count, times)
     return HostCalls(node[first], kind, times, node, call, {})
 
 

@@ -16,6 +16,7 @@ from onerank.annotate.models.attention_kernels import FUSED, resolve_unmeasured
 from onerank.annotate.models.features import kernels_of
 from onerank.annotate.models.flash_mla import combination_ns
 from onerank.annotate.models.roofline import predict_from_datasheet
+from onerank.annotate.op_costs.gemm import RecurrentLayers, recurrent_layers
 from onerank.annotate.op_costs.node_costs import work_of_call
 from onerank.annotate.op_costs.operands import Call, Piece, Tensor, numbers_of
 from onerank.annotate.op_costs.state_operators import chunk_kernels
@@ -459,7 +460,39 @@ def _reduce_heads(call: Call, name: str, op: str = "") -> Sequence[Launch]:
     return (Launch(name, op=op, internal_bytes=(sharing + 1) * key.nbytes),) * 2
 
 
+# Recurrent layers of cuDNN. A step launches its product and its gates; a backward another kernel
+# for the gradients of the gates, but for 16 bits with less than 1,024 numbers. One layer in one
+# direction runs as one kernel that keeps its weights: of float16 up to 1,024 numbers, a multiple of
+# 128, or of 384 numbers at most. From 22 layers on an H200 (2026-11-28-recurrent-layers-h200).
+_STEP, _GRADIENT_STEP, _NARROW_GRADIENT_STEP = 2, 3, 2
+_NARROW_BYTES, _NARROW_SIZE = 2, 1024
+_KEPT_SIZE, _KEPT_MULTIPLE, _KEPT_SMALL = 1024, 128, 384
+
+
+def _recurrent(call: Call, target: Gpu) -> Sequence[Launch]:
+    """Return the launches of a recurrent layer of cuDNN, or of its backward."""
+    layers, backward = recurrent_layers(call, [1], 4), call.op.endswith("_backward")
+    weight = layers.pairs[0][1] if layers else None
+    if layers is None or weight is None or _is_kept(layers, weight, backward=backward):
+        return ()
+    kernels = _GRADIENT_STEP if backward else _STEP
+    if backward and weight.item_bytes <= _NARROW_BYTES and layers.size < _NARROW_SIZE:
+        kernels = _NARROW_GRADIENT_STEP
+    count = kernels * layers.steps * len(layers.pairs)
+    return (Launch("recurrent_step", 1 / count),) * count
+
+
+def _is_kept(layers: RecurrentLayers, weight: Tensor, *, backward: bool) -> bool:
+    if len(layers.pairs) > 1:
+        return False
+    half = weight.dtype == "float16"
+    small = layers.size <= _KEPT_SMALL and not backward
+    return small or (half and layers.size <= _KEPT_SIZE and not layers.size % _KEPT_MULTIPLE)
+
+
 LIBRARY_RULES: dict[str, Rule] = {
+    "_cudnn_rnn": _recurrent,
+    "_cudnn_rnn_backward": _recurrent,
     "_grouped_mm": _grouped_gemm,
     "latent_attention": _latent_attention,
     **dict.fromkeys(

@@ -379,3 +379,33 @@ def test_a_graph_without_calls_stays_as_it_is(cpu: Graph):
     job = msgspec.structs.replace(cpu.job, measurement=measurement)
     graph = onerank.recost(replace(cpu, job=job), "H100", host="none")
     assert graph.job.measurement.host_overhead is None
+
+
+def test_a_recurrent_layer_takes_the_host_for_each_of_its_launches(described):
+    """Two layers of 8 steps, each with a product and gates."""
+    weights = [[512, 128]] * 4
+    builder = GraphBuilder()
+    builder.add(
+        kind=Kind.HOST_OP,
+        thread=1,
+        op="aten::_cudnn_rnn",
+        name="aten::_cudnn_rnn",
+        phase=Phase.FORWARD,
+        input_shapes=json.dumps([[8, 4, 128], weights, [], [], [2, 4, 128]]),
+        input_types=json.dumps(
+            [
+                "Tensor(float)",
+                f"GenericList[{','.join(['Tensor(float)'] * 4)}]",
+                "Int",
+                "None",
+                "Tensor(float)",
+            ]
+        ),
+        output_shapes="[[8, 4, 128]]",
+        output_types='["Tensor(float)"]',
+    )
+    graph = builder.build(Job(device=Device("model", "H200")))
+    host = described(10_000, step=0, recurrent=1_000)
+    made = onerank.recost(graph, "H200", host=host)
+    assert made.gpu_compute.sum() == 32
+    assert made.nodes.duration_ns[made.mask(Kind.HOST_OP)].tolist() == [32_000]

@@ -465,3 +465,25 @@ def test_one_sample_of_each_row_checks_its_weights():
     assert [base_name(launch.op) for launch in launches if launch.internal_bytes] == [
         *("min", "max", "sum", "exponential_", "div"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("op", "shape", "layers", "dtype", "measured"),
+    [
+        ("_cudnn_rnn", (150, 32, 768), 6, "float32", 1813),
+        ("_cudnn_rnn_backward", (150, 32, 768), 6, "float32", 2743),
+        ("_cudnn_rnn_backward", (400, 16, 800), 10, "float16", 8063),
+        ("_cudnn_rnn_backward", (160, 16, 1024), 6, "float16", 2923),
+        ("_cudnn_rnn", (100, 64, 1024), 1, "float16", 6),
+    ],
+)
+def test_recurrent_layers_launch_each_step_as_on_an_h200(op, shape, layers, dtype, measured):
+    """Helpers between the layers are left out."""
+    _, batch, size = shape
+    weights = tuple(tensor(3 * size, size, dtype=dtype) for _ in range(2 * layers))
+    state = (tensor(layers, batch, size, dtype=dtype),)
+    given = ((tensor(*shape, dtype=dtype),), weights, None, None, state)
+    call = Call(op, given, ((tensor(*shape, dtype=dtype),),), ())
+    launches = launches_of(f"aten::{op}", call, load_gpu("H200"))
+    assert len(launches) == pytest.approx(measured, rel=0.02, abs=5)
+    assert sum(launch.share for launch in launches) == pytest.approx(1)
