@@ -32,6 +32,7 @@ from onerank.converters.sources.kineto.link.sync_events import synchronizations
 from onerank.converters.sources.kineto.lowering.build_graph import LinkedTrace, assemble
 from onerank.converters.sources.kineto.lowering.diagnostics import (
     Conversion,
+    device_notes,
     of_unread,
     overlap_notes,
 )
@@ -380,6 +381,7 @@ def _lower(
             *_notes_of_gloo(timeline, on_gpu=on_gpu),
             *of_unread(trace, et),
             *([usage.note] if usage.note else []),
+            *device_notes(gpu),
             *overlap_notes(trace.path, timeline, gpu),
             *uncontended_notes,
         ]

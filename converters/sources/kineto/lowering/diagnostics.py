@@ -88,6 +88,23 @@ def overlap_notes(path: Path, timeline: HostTimeline, gpu: GpuOps) -> list[Note]
     return notes
 
 
+def device_notes(gpu: GpuOps) -> list[Note]:
+    """Return a note if one process used several GPUs, which a graph holds as one rank."""
+    devices, counts = np.unique(gpu.rows.device, return_counts=True)
+    if len(devices) < 2:
+        return []
+    operations = ", ".join(
+        f"{count} on GPU {device}" for device, count in zip(devices, counts, strict=True)
+    )
+    return [
+        Note(
+            f"The process used {len(devices)} GPUs ({operations}), which the graph holds as one "
+            "rank: a replay runs them at once, a simulated rank one after another.",
+            code="several-gpus",
+        )
+    ]
+
+
 def _overlaps(gpu: GpuOps) -> tuple[I64, I64, I64]:
     """Return neighbours of a stream that overlap, the earlier and the later, and by how much."""
     rows = gpu.rows

@@ -30,6 +30,17 @@ def test_amd_gives_numbers_of_runtime_calls_as_text(tmp_path):
     assert copy.value("bytes_read") == copy.value("bytes_written") == 4096
 
 
+def test_a_process_that_used_two_gpus_is_noted_and_replayed_at_once(tmp_path):
+    trace = Trace()
+    for device in (0, 1):
+        trace.op("aten::mm", 10 * device, 5)
+        trace.launch(100 + device, 10 * device + 2)
+        trace.kernel(100 + device, 20, 50, device=device)
+    graph, report = trace.convert(tmp_path)
+    note_of(report.notes, "several-gpus", "1 on GPU 0", "1 on GPU 1")
+    assert replay(graph).step_time_ns < 90_000  # two kernels of 50 us
+
+
 def foreign(name: str, category: str = "my_tool") -> dict[str, object]:
     args = {"bytes": "12 MB", "stream": ["a"]}
     return {"ph": "X", "cat": category, "name": name, "tid": 1, "ts": 1, "dur": 1, "args": args}
