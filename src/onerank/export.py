@@ -237,12 +237,19 @@ def trace_files(paths: Sequence[str | Path]) -> list[Path]:
     """Return the files; a directory stands for the `.et` files in it.
 
     Raises:
-        ExportError: a directory has no `.et` file.
+        ExportError: a directory has no `.et` file, or is a bundle.
     """
     from onerank.ir.errors import ExportError
 
     files: list[Path] = []
     for path in map(Path, paths):
+        # Not `serving.bundle.MANIFEST`: its module takes long to load.
+        if (path / "bundle.json").is_file():
+            raise ExportError(
+                f"{path} is a bundle of many steps; name the trace of one, such as "
+                f"{path}/traces/1.et",
+                code="input-is-bundle",
+            )
         in_path = sorted(path.glob("*.et")) if path.is_dir() else [path]
         if not in_path:
             raise ExportError(f"{path} holds no .et file", code="export-no-traces")

@@ -286,7 +286,9 @@ def test_what_a_capture_cannot_do_is_refused_before_the_script_runs(
 
 def test_a_bundle_is_no_trace(tmp_path):
     (tmp_path / "bundle.json").write_text("{}")
-    refused(onerank, "show", tmp_path, error="input-is-bundle", naming="traces/1.et")
+    for command in (("show", tmp_path), ("export", "astra-sim", tmp_path, "-o", tmp_path / "sim")):
+        refused(onerank, *command, error="input-is-bundle", naming="traces/1.et")
+    assert not (tmp_path / "sim").exists()
 
 
 def test_a_directory_is_no_file_to_write(traces, tmp_path):
