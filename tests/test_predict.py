@@ -201,6 +201,9 @@ def test_what_is_no_call(call, code):
 def test_what_the_command_refuses(tmp_path):
     assert "error[predict-what]" in run("gemn", "--target", "H100", code=2)
     assert "error[predict-size]" in run("gemm", "--m", 8, "--target", "H100", code=2)
+    norm = ("norm", "--m", 8, "--n", 8, "--target", "H100")
+    assert "error[predict-size-unused]" in run(*norm, "--heads", 4, code=2)
+    assert "error[predict-size-unused]" in run(*norm, "--no-causal", code=2)
     path = tmp_path / "bad.parquet"
     path.write_bytes(b"no parquet")
     assert "error[predict-file]" in run(path, "--target", "H100", code=2)

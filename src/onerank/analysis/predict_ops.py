@@ -187,6 +187,12 @@ _OPTIONAL = {
 }
 
 
+def names_of_sizes(op: str) -> set[str]:
+    """Return the fields of `OpCall` that an operator reads, as options of `onerank predict`."""
+    further = {"gemm": {"scales"}, "collective": {"busbw_gb_s"}}
+    return {*REQUIRED[op], *_OPTIONAL[op], "dtype"} | further.get(op, set())
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class OpPrediction(Displayed):
     """The predicted times of one call.

@@ -124,7 +124,7 @@ def predict(what: str, options: PredictOptions, as_json: bool) -> None:
     """
     from dataclasses import asdict
 
-    from onerank.analysis.predict_ops import OPS, op_calls, predict_calls
+    from onerank.analysis.predict_ops import OPS, names_of_sizes, op_calls, predict_calls
 
     sizes = {
         name: value
@@ -137,6 +137,14 @@ def predict(what: str, options: PredictOptions, as_json: bool) -> None:
         raise UsageError(
             "FILE has the sizes: give only --target, --database and --output",
             code="predict-file-and-sizes",
+        )
+    # A row of a table has columns of other operators; an option of another one is a mistake.
+    read = names_of_sizes(what) if path is None else set(sizes)
+    unread = [name for name, value in sizes.items() if name not in read and value is not True]
+    if unread:
+        raise UsageError(
+            f"{what} has no {', '.join(unread)}; it reads {', '.join(sorted(read))}",
+            code="predict-size-unused",
         )
     if options.output is not None and options.output.suffix not in (".csv", ".parquet"):
         raise UsageError(
