@@ -314,15 +314,18 @@ def _efficient(attention: _Attention) -> Tensor:
 
 def _math(attention: _Attention) -> Tensor:
     attention = attention.with_all_heads()
-    return _torch.ops.aten._scaled_dot_product_attention_math(
-        attention.query,
-        attention.key,
-        attention.value,
-        attention.mask,
-        attention.dropout,
-        attention.is_causal,
-        scale=attention.scale,
-    )[0]
+    # Its products are within an operator that autocast has cast, so they keep float32, in which
+    # this backend computes operands of 16 bits.
+    with torch.autocast("cuda", enabled=False):
+        return _torch.ops.aten._scaled_dot_product_attention_math(
+            attention.query,
+            attention.key,
+            attention.value,
+            attention.mask,
+            attention.dropout,
+            attention.is_causal,
+            scale=attention.scale,
+        )[0]
 
 
 _BACKENDS = {

@@ -213,7 +213,9 @@ def test_a_long_mask_is_evaluated_on_a_grid(monkeypatch):
 GROUPED_HEADS = """
     import contextlib
     import torch
+    from torch.nn.attention import SDPBackend
     from torch.nn.functional import scaled_dot_product_attention
+    MATH = SDPBackend.MATH
     torch.set_float32_matmul_precision("high")
     query = torch.nn.Parameter(torch.ones(2, 4, 64, 32, device="cuda"))
     key = torch.ones(2, 2, 64, 32, device="cuda")
@@ -232,11 +234,18 @@ GROUPED_HEADS = """
     [
         ("contextlib.nullcontext()", "aten::bmm", 2, "tfloat32"),
         ("torch.autocast('cuda', torch.bfloat16)", "aten::_cudnn_attention_forward", 1, "bfloat16"),
+        (
+            "torch.autocast('cuda', torch.bfloat16), torch.nn.attention.sdpa_kernel(MATH)",
+            "aten::bmm",
+            2,
+            "tfloat32",
+        ),
     ],
 )
 def test_attention_of_32_bits_with_grouped_heads(context, operator, calls, unit, tmp_path):
     """The memory-efficient kernel takes no groups; autocast converts the operands.
 
+    The products of the math, which computes in 32 bits, are within the operator that autocast cast.
     Products of float32 are in TF32, as the script allows.
     """
     graph = captured(tmp_path, GROUPED_HEADS.format(context=context), "--like", "H100")
