@@ -106,6 +106,23 @@ def batched_vector_kernel(gpu: Gpu, c: GemmCoefficients) -> TileKernel | None:
     return TileKernel(c, None, 1.0, 0.0, _BATCHED_VECTOR)
 
 
+# The gradient of a weight over millions of rows has few tiles and a long inner loop, which cuBLAS
+# divides further. Three float32 products over 2,097,152 rows take an H200 276, 755 and 760 us
+# (2026-11-28-seventeen-jobs-h200); in 16 bits none was measured.
+LONG_SIZE = 65536
+"""Least inner size of a float32 GEMM with these tilings."""
+
+_LONG_TILINGS = np.array(
+    [(*edges, split) for edges in _EDGES for split in (*_SPLITS, 32, 64, 128, 256)],
+    dtype=np.float64,
+).T
+
+
+def long_vector_kernel(c: GemmCoefficients) -> TileKernel:
+    """Return the kernel of GEMMs on the vector units with a long inner size."""
+    return TileKernel(c, None, 1.0, 0.0, _LONG_TILINGS)
+
+
 # Tiles of cuBLAS for TF32 on Hopper, of the kernels' names. Steps of 32 elements take a fourth of a
 # microsecond at least. Figures are fitted to 27 products of an H200, with operands as in a linear
 # layer or in a batch: 10% off (2026-11-28-hopper-kernels-h200).

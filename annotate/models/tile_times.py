@@ -28,6 +28,7 @@ from onerank.annotate.models.prediction_terms import (
 )
 from onerank.annotate.models.roofline import PartTimes
 from onerank.annotate.models.tile_kernels import (
+    LONG_SIZE,
     TileKernel,
     batched_vector_kernel,
     convolution_kernels,
@@ -35,6 +36,7 @@ from onerank.annotate.models.tile_kernels import (
     grouped_kernels,
     launches_on,
     library_factors,
+    long_vector_kernel,
     scaled_kernels,
     tf32_kernel,
 )
@@ -162,9 +164,17 @@ def _gemm_operators_ns(
 
 
 def _has_few_rows(shapes: F64) -> Mask:
-    """Return which GEMMs have up to `_FEW_ROWS` rows or columns and are in no batch, bool[d]."""
+    """Return which GEMMs have up to `_FEW_ROWS` rows or columns and are in no batch, bool[d].
+
+    A long inner size is divided among tiles, not taken by one block.
+    """
     single: Mask = shapes[:, GemmShape._fields.index("batch")] == 1
-    return single & (shapes[:, _SIDES].min(axis=1) <= _FEW_ROWS)
+    return single & (shapes[:, _SIDES].min(axis=1) <= _FEW_ROWS) & ~_is_long(shapes)
+
+
+def _is_long(shapes: F64) -> Mask:
+    is_long: Mask = shapes[:, GemmShape._fields.index("k")] >= LONG_SIZE
+    return is_long
 
 
 def _few_rows_ns(shapes: F64, gpu: Gpu, c: Coefficients, *, per_call: bool) -> F64:
@@ -378,7 +388,10 @@ def _product_groups(
     by_calibration = measured or calibrated(gpu, c.gemm), calibrated(described_gpu, c.gemm)
     of_batches = batched_vector_kernel(gpu, c.gemm)
     yield _ProductGroup(np.flatnonzero(sixteen_bit & of_library), *by_calibration)
-    yield _ProductGroup(np.flatnonzero(vector & ~batched), *uncalibrated, on_vector=True)
+    long = vector & ~batched & _is_long(shapes)
+    of_long = long_vector_kernel(c.gemm)
+    yield _ProductGroup(np.flatnonzero(vector & ~batched & ~long), *uncalibrated, on_vector=True)
+    yield _ProductGroup(np.flatnonzero(long), *uncalibrated, True, of_long)
     yield _ProductGroup(np.flatnonzero(vector & batched), *uncalibrated, True, of_batches)
     others: Mask = ~sixteen_bit & of_library & ~vector
     # Convolutions have kernels of their own.

@@ -147,6 +147,15 @@ def test_few_rows_in_float32_wait_for_each_step(gpu, rows, n, k, measured_us):
     assert ns[0] == pytest.approx(measured_us * 1e3, rel=0.08)
 
 
+@pytest.mark.parametrize(("m", "n", "measured_us"), [(128, 48, 766), (48, 3, 759)])
+def test_millions_of_rows_in_float32_are_divided_among_tiles(m, n, measured_us):
+    rows = 2_097_152
+    shape = json.dumps([[m, rows], [rows, n]]), json.dumps(["Tensor(float)"] * 2)
+    work = work_of("aten::mm", shape, (json.dumps([[m, n]]), json.dumps(["Tensor(float)"])))
+    ns, _ = predict_from_description(kernels_of([work], np.zeros(1)), load_gpu("H200"), shipped())
+    assert ns[0] == pytest.approx(measured_us * 1e3, rel=0.32)
+
+
 def test_a_weights_gradient_is_found_by_its_forward():
     tokens, inner, outer = 8192, 4096, 1024
     forward, of_input = (tokens, outer, inner), (tokens, inner, outer)
