@@ -352,6 +352,12 @@ _KERNELS = {
 }
 
 
+# cuDNN runs all groups of channels at once where the channels of a group are powers of two. Others
+# run one after another: time of a group over that of its GEMM by bytes of an element, and launch
+# floors of its copies. Kernels of fewer than eight channels take no longer.
+_ONE_BY_ONE, _OF_A_GROUP, _FEW_CHANNELS = {2: 2.2, 4: 3.6}, 1, 8
+
+
 class _Sizes(NamedTuple):
     """Sizes of a convolution between a larger image and a smaller one, per group of channels.
 
@@ -401,12 +407,26 @@ class _Sizes(NamedTuple):
                 (padded_large * self.kernel, self.small_channels, points // divided),
                 self.large,
             )
+            batch = self.groups * divided
             reuse = self.groups * padded_large * self.kernel * points / max(1, image.numel)
-            return ComponentGemm(
-                self.groups * divided, *sizes, item, max(1.0, reuse), kernel=kernel
-            )
-        reuse = self.groups * sizes[0] * sizes[2] / max(1, image.numel)
-        return ComponentGemm(self.groups, *sizes, item, max(1.0, reuse), kernel=kernel)
+        if kind != "filter":
+            batch = self.groups
+            reuse = batch * sizes[0] * sizes[2] / max(1, image.numel)
+        part = ComponentGemm(batch, *sizes, item, max(1.0, reuse), kernel=kernel)
+        if not self._runs_one_by_one:
+            return part
+        few = min(self.large_channels, self.small_channels) < _FEW_CHANNELS
+        return part._replace(
+            batch=batch // self.groups,
+            times=self.groups * (1.0 if few else _ONE_BY_ONE.get(item, 1.0)),
+            launches=_OF_A_GROUP,
+        )
+
+    @property
+    def _runs_one_by_one(self) -> bool:
+        """Whether cuDNN has no kernel for all groups."""
+        channels = self.large_channels, self.small_channels
+        return self.groups > 1 and any(number & (number - 1) for number in channels)
 
     @property
     def _form(self) -> int:
