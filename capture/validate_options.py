@@ -279,6 +279,7 @@ def _slicing_settings(options: Options) -> list[tuple[str, str, str]]:
     """Return each given setting of the slicer with its axis, and the code of its errors."""
     settings = (
         ("--sp", options.sp, "tp", "sp-unused"),
+        (f"--tp-style {options.tp_style}", options.tp_style != "megatron", "tp", "tp-style-unused"),
         (f"--cp-comm {options.cp_comm}", options.cp_comm != "all_gather", "cp", "cp-comm-unused"),
         ("--pp-layers", bool(options.pp_layers), "pp", "pp-layers-unused"),
     )

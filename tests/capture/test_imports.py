@@ -67,6 +67,7 @@ REFUSED = {
     "--rank 3": "rank-out-of-range",
     "--sp": "sp-unused",
     "--cp-comm p2p": "cp-comm-unused",
+    "--tp-style hf": "tp-style-unused",
     "--pp-layers 1,2": "pp-layers-unused",
     "--ep 3 --dp 2": "world-ep-indivisible",
     "--ddp --fsdp": "dp-strategy-twice",
