@@ -43,7 +43,7 @@ class KernelRow(msgspec.Struct, frozen=True):
         layout: JSON: properties that a graph does not record: index of an operand in `shapes` ->
             its strides if it is not contiguous, or "host".
         kernels: names of the kernels that one call launched, copies and fills included, in order.
-        kernel_ns: median uncontended time of each, by the profiler.
+        kernel_ns: median uncontended time of each, by the profiler; see also `at_settled_clock`.
         median_ns: time of one call by CUDA events around replays of a CUDA graph.
         p10_ns: 10th percentile of the samples.
         p90_ns: 90th percentile.

@@ -458,11 +458,12 @@ def lacking(
 def _row(measurement: "Measured", gpu: str, versions: dict[str, str]) -> "KernelRow":
     from onerank.annotate.kernel_db.calls import call_key, canonical
     from onerank.annotate.kernel_db.database import KernelRow as Row
+    from onerank.annotate.kernel_db.node_durations import at_settled_clock
 
     key = call_key(measurement.call.op, *measurement.call.texts())
     assert key is not None, f"{measurement.call.op} has no key"
     median = measurement.timing.median_ns
-    return Row(
+    row = Row(
         gpu=gpu,
         operator=key.operator,
         shapes=key.shapes,
@@ -484,6 +485,7 @@ def _row(measurement: "Measured", gpu: str, versions: dict[str, str]) -> "Kernel
         **versions,
         date=measurement.date,
     )
+    return at_settled_clock(row)
 
 
 @bench.command("merge")
