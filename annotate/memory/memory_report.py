@@ -28,10 +28,11 @@ from onerank.annotate.memory.peak import (
 from onerank.annotate.memory.reserved_memory import AllocationRequest, simulate_reserved
 from onerank.annotate.token_count import micro_batch_of
 from onerank.display import Displayed
-from onerank.ir import Graph, MemoryClass, MemoryLog, Phase
+from onerank.ir import Collective, Graph, MemoryClass, MemoryLog, Phase
 from onerank.ir.arrays import I64
 from onerank.ir.errors import AnnotateError
 from onerank.ir.notes import Note
+from onerank.ir.python_calls import REDUCER, python_calls_of
 
 
 class NodeMemory(msgspec.Struct, frozen=True):
@@ -57,6 +58,8 @@ class MemoryReport(Displayed, msgspec.Struct, frozen=True):
     Attributes:
         peak_bytes: maximum bytes in use, from the allocations and frees of the step.
         measured_peak_bytes: the allocator's figure, 0 if not known.
+        early_peak_bytes: what the step in which DDP allocates its buckets again can have in use at
+            most; None without operators of DDP's reducer, which captures without a device mark.
         start_bytes: bytes in use when the step began.
         peak_node: id of the node whose operator allocated up to the peak; None if not known.
         classes: class -> bytes in use at the peak; they sum to `peak_bytes`. Empty if the graph
@@ -84,6 +87,7 @@ class MemoryReport(Displayed, msgspec.Struct, frozen=True):
 
     peak_bytes: int
     measured_peak_bytes: int
+    early_peak_bytes: int | None
     start_bytes: int
     peak_node: int | None
     classes: dict[str, int]
@@ -183,6 +187,7 @@ def _without_blocks(graph: Graph, nodes: tuple[NodeMemory, ...], device: _Device
     return MemoryReport(
         peak_bytes=peak,
         measured_peak_bytes=measured.peak_memory_bytes,
+        early_peak_bytes=_early_peak(graph, peak),
         start_bytes=start,
         peak_node=None,
         classes={},
@@ -239,6 +244,7 @@ def _with_blocks(
     return MemoryReport(
         peak_bytes=peak.bytes,
         measured_peak_bytes=measured.peak_memory_bytes,
+        early_peak_bytes=_early_peak(graph, peak.bytes),
         start_bytes=measured.start_memory_bytes,
         peak_node=node_at(log, peak.at),
         classes={memory_class.label: size for memory_class, size in peak.classes.items()},
@@ -256,6 +262,28 @@ def _with_blocks(
         mitigations=changes,
         notes=notes,
     )
+
+
+def _early_peak(graph: Graph, peak_bytes: int) -> int | None:
+    """Return the most that the step in which DDP allocates its buckets again has in use.
+
+    At the start of its second step, with `static_graph` of its third, DDP orders its buckets by the
+    gradients of an earlier backward and allocates them again. NCCL still holds the first ones: DDP
+    waits for a future, so an asynchronous call keeps its tensors until the watchdog, which looks
+    every 100 ms, has seen its end and another call begins. Two H200s had exactly one copy of the
+    buckets more at the peak of that step, and often of the next (2026-11-28-early-steps-2xh200). If
+    more than 100 ms pass between a backward and the next forward, they have none.
+    """
+    nodes = graph.nodes
+    marked = [
+        code
+        for code in np.unique(nodes.python_calls).tolist()
+        if python_calls_of(graph.strings[code])[REDUCER]
+    ]
+    if not marked:
+        return None
+    reduced = (nodes.collective == Collective.ALL_REDUCE) & (nodes.phase == Phase.BACKWARD)
+    return peak_bytes + int(nodes.comm_bytes[reduced & (nodes.comm_bytes > 0)].sum())
 
 
 def _fits(

@@ -262,6 +262,13 @@ def test_gradients_that_micro_batches_sum_are_gradients(tmp_path, options):
     assert at_peak.peak_bytes > at_peak.live_bytes
 
 
+def test_ddp_has_its_buckets_twice_in_an_early_step(tmp_path):
+    """The two buckets hold the gradients of both layers, 1 MiB each."""
+    found = report_memory(captured(tmp_path, ACCUMULATES, "--dp", 4))
+    assert found.early_peak_bytes == found.peak_bytes + 2 * MIB
+    assert report_memory(captured(tmp_path, ACCUMULATES)).early_peak_bytes is None
+
+
 def test_a_graph_without_memory_is_an_error():
     builder = GraphBuilder()
     builder.add(name="x", kind=Kind.KERNEL)

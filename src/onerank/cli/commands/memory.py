@@ -113,6 +113,9 @@ def _figures(report: "MemoryReport") -> list[tuple[str, str]]:
     if report.measured_peak_bytes:
         error = report.peak_bytes / report.measured_peak_bytes - 1
         pairs.append(("peak of the capture", f"{size(report.measured_peak_bytes)} ({error:+.2%})"))
+    if report.early_peak_bytes is not None:
+        early = f"up to {size(report.early_peak_bytes)}, when DDP allocates its buckets again"
+        pairs.append(("peak of an early step", early))
     if report.peak_node is not None:
         pairs.append(("reached at", f"node {report.peak_node}"))
     if report.simulated_reserved_bytes is not None:
