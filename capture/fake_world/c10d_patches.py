@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from onerank.capture.fake_world.message_payloads import ObjectCollectives
-from onerank.capture.patches import rebound, untraced
+from onerank.capture.patches import patched, rebound, untraced
 from onerank.ir.errors import CaptureError, CaptureWarning
 
 if TYPE_CHECKING:
@@ -115,6 +115,16 @@ class FakeStore(_Store):
 
     def set_timeout(self, timeout: object) -> None:
         """Do nothing: there is no other rank to wait for."""
+
+
+def _store_class(name: str, rank: int, size: int) -> type[FakeStore]:
+    """Return a class for stores that the script creates; torch's would wait for absent ranks."""
+
+    def create(self: Any, host_name: str = "", port: int = 0, *_: Any, **__: Any) -> None:
+        FakeStore.__init__(self, rank, size)
+        self.host, self.port = host_name, port
+
+    return type(name, (FakeStore,), {"__init__": create})
 
 
 def _bytes(value: str | bytes) -> bytes:
@@ -243,6 +253,9 @@ class C10dPatches:
             for name, replacement in replacements.items()
         }
         undo.enter_context(rebound("torch.distributed.distributed_c10d", functions))
+        rank, size = self._call_log.rank, self._call_log.world_size
+        stores = {name: _store_class(name, rank, size) for name in ("TCPStore", "FileStore")}
+        undo.enter_context(patched("torch.distributed", stores))
 
     def create_world(self) -> None:
         """Initialise the default group."""

@@ -256,6 +256,18 @@ class _Counters(dict[str, int]):
         return 0
 
 
+class _CudaRuntime:
+    """CUDA's runtime, whose functions scripts call: they do nothing, and report success (0)."""
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        if not name.startswith("cuda"):
+            raise AttributeError(name)
+        return lambda *_: 0
+
+
+_CUDA_RUNTIME = _CudaRuntime()
+
+
 # What functions of `torch.cuda` return on every GPU, whatever their arguments.
 _CUDA_ANSWERS: dict[str, Callable[[], Any]] = {
     # One GPU, which is initialised.
@@ -302,7 +314,14 @@ _CUDA_ANSWERS: dict[str, Callable[[], Any]] = {
     "reset_accumulated_memory_stats": _nothing,
     "reset_accumulated_host_memory_stats": _nothing,
     "reset_peak_host_memory_stats": _nothing,
+    # A history of allocations, which trainers write for torch's viewer: an empty one.
+    "_record_memory_history": _nothing,
+    "_snapshot": lambda: {"segments": [], "device_traces": [], "allocator_settings": {}},
+    "cudart": lambda: _CUDA_RUNTIME,
 }
+
+_RANGE_OF_PROFILER = {"start": _nothing, "stop": _nothing}
+"""Functions of `torch.cuda.profiler`, which mark what Nsight Systems records."""
 
 _NCCL_ANSWERS: dict[str, Callable[[], Any]] = {
     "version": lambda: _NCCL_VERSION,
@@ -339,6 +358,7 @@ def emulated_cuda(gpu: EmulatedGpu, log: EventLog) -> Generator[None]:
             ("torch.cuda.memory", memory),
             ("torch.cuda.random", random),
             ("torch.cuda.nccl", _functions(_NCCL_ANSWERS)),
+            ("torch.cuda.profiler", _functions(_RANGE_OF_PROFILER)),
             ("torch.cuda.nvtx", {"_nvtx": _Ranges()}),
             # A CUDA build keeps its version: torchvision refuses a torch of another CUDA version.
             ("torch.version", {"cuda": torch.version.cuda or _CUDA_VERSION}),
@@ -348,6 +368,9 @@ def emulated_cuda(gpu: EmulatedGpu, log: EventLog) -> Generator[None]:
             ("torch", {"set_default_tensor_type": default_tensor_type()}),
         ):
             undo.enter_context(patched(owner, {n: v for n, v in names.items() if _has(owner, n)}))
+        # It would be called where memory runs out; a CPU build has no such function.
+        observer = {"_cuda_attach_out_of_memory_observer": _nothing}
+        undo.enter_context(patched("torch._C", _functions(observer)))
         undo.enter_context(rebound("torch.random", {"set_rng_state": _set_rng_state}))
         yield
 

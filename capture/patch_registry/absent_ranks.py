@@ -35,6 +35,12 @@ ABSENT_RANKS: tuple[Patch, ...] = (
     ),
     Patch(
         "torch.distributed",
+        ("TCPStore", "FileStore"),
+        "A store that the script creates would wait for absent ranks.",
+        ("fake_world.c10d_patches",),
+    ),
+    Patch(
+        "torch.distributed",
         ("new_subgroups",),
         "torch counts the GPUs of this host; the job's nodes have more.",
         ("fake_world.device_remap",),

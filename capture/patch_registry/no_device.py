@@ -51,6 +51,19 @@ _GPU: tuple[Patch, ...] = (
     Patch("torch.cuda.random", (), "As torch.cuda.", ("no_device.cuda_api",)),
     Patch("torch.cuda.nccl", (), "As torch.cuda.", ("no_device.cuda_api",)),
     Patch(
+        "torch.cuda.profiler",
+        ("start", "stop"),
+        "A CPU build has no CUDA runtime, whose profiler scripts start and stop.",
+        ("no_device.cuda_api",),
+    ),
+    Patch(
+        "torch._C",
+        ("_cuda_attach_out_of_memory_observer",),
+        "A CPU build has no allocator of a GPU to observe.",
+        ("no_device.cuda_api",),
+        in_cuda_builds=True,
+    ),
+    Patch(
         "torch.cuda.nvtx",
         ("_nvtx",),
         "A CPU build has no NVTX, whose ranges scripts open.",

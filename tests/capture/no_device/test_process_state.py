@@ -28,6 +28,11 @@ PROCESS = """
     assert torch.cuda.get_sync_debug_mode() == torch.cuda.utilization() == 0
     assert torch.cuda.device_memory_used() == torch.cuda.memory_reserved()
     assert torch.cuda.host_memory_stats()["allocated_bytes.current"] == 0
+    torch.cuda.memory._record_memory_history(max_entries=100)
+    torch._C._cuda_attach_out_of_memory_observer(print)
+    assert torch.cuda.cudart().cudaProfilerStart() == 0
+    torch.cuda.profiler.stop()
+    torch.cuda.memory._dump_snapshot("/dev/null")
     kept = torch.empty(1 << 20, device="cuda")
     nested = torch.cuda.memory_stats_as_nested_dict()["allocated_bytes"]["all"]["current"]
     assert nested == torch.cuda.memory_allocated() >= 4 << 20
@@ -46,6 +51,8 @@ PROCESS = """
         optimizer.zero_grad()
 """
 INIT = """
+    store = dist.TCPStore("127.0.0.1", 29511, 4, is_master=False)  # the others would not come
+    assert isinstance(store, dist.TCPStore) and store.add("arrived", 1) == 4
     dist.init_process_group("cpu:gloo,cuda:nccl")
     assert dist.get_backend() == "cpu:gloo,cuda:nccl"
     from datetime import timedelta
