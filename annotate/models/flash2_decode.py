@@ -11,10 +11,10 @@ Blocks run in waves of as many per SM as fit. A wave takes its prologue, and the
 keys of the fullest SM at the rate of its blocks, and all blocks' keys at the rate of the memory.
 
 A call that does not divide its keys runs the kernel of prefills, whose tile has 128 rows even if a
-sequence has one query. So a block of keys takes the cycles that it takes in a prefill
-(`flash2_prefill`), which differ between sizes of heads: 256 sequences of 1,001 tokens with heads
-of 160, in tiles of 192, take an H200 2.9 ms at 1.8 TB/s; with 8 key heads of 256 they take 0.48 ms
-at 4.3 TB/s, and memory limits them.
+sequence has one query. So two blocks of an SM take the cycles that they take in a prefill
+(`flash2_prefill`), which differ between sizes of heads: 256 sequences of 1,001 tokens with heads of
+160, in tiles of 192, take an H200 2.9 ms at 1.8 TB/s; with 8 key heads of 256 they take 0.48 ms at
+4.3 TB/s, and memory limits them.
 
 A prefill has a block for each head and tile of 64 new tokens, and divides the keys by the same
 rule: 64 tokens of 32 heads are 32 blocks, whose keys become 6 to 8 parts. The products of a tile
@@ -22,6 +22,7 @@ limit such a block, not its keys, which the heads of a group share in the cache.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -50,41 +51,39 @@ class WholeKeys:
 
     Attributes:
         floor: launch floors of a call.
-        prologue_cycles: of a wave.
-        alone_key_cycles: for each key, of a block that has an SM for itself and waits for its own
-            loads; not of heads of 192, whose blocks always have one.
+        prologue_cycles: of a wave with one block on each SM, and with two.
+        alone_key_cycles: size of heads -> for each key, of a block that has an SM for itself and
+            waits for its own loads.
         bandwidth_share: share of the described bandwidth that all blocks reach together.
         overlap: exponent of how the SMs' own rate and the memory's overlap.
     """
 
     floor: float
-    prologue_cycles: float
-    alone_key_cycles: float
+    prologue_cycles: tuple[float, float]
+    alone_key_cycles: Mapping[int, float]
     bandwidth_share: float
     overlap: float
 
-    def wave_ns(self, gpu: Gpu, running: F64, keys: F64, width: F64) -> F64:
+    def wave_ns(self, gpu: Gpu, running: F64, keys: F64, sizes: F64) -> F64:
         """Return the time of a wave, float64[d].
 
         Args:
             gpu: the GPU.
             running: blocks of the wave, up to those that fit on all SMs.
             keys: of a block.
-            width: elements of a head.
+            sizes: size of heads of the kernel.
         """
-        sizes = _kernel_sizes(width)
-        block_keys, per_sm = np.array([TILES[size][1:] for size in sizes], dtype=np.float64).T
-        tiles = [FLASH2_TILES[gpu.architecture][size] for size in sizes]
-        one = np.array([tile.alone for tile in tiles])
-        two = np.array([2 * (tile.shared or 0.0) for tile in tiles])
-        alone = np.where(per_sm > 1, self.alone_key_cycles * block_keys, one)
-        each = np.where((per_sm > 1) & (running > gpu.sm_count), np.maximum(alone, two), alone)
-        cycles = self.prologue_cycles + np.ceil(keys / block_keys) * each
-        key_bytes = 4 * width  # key and value, of 16 bits
-        bandwidth = self.bandwidth_share * gpu.bandwidth_bytes_per_s / 1e9
-        by_memory = np.maximum(running, 1) * keys * key_bytes / bandwidth
+        block_keys, per_sm = np.array([TILES[int(size)][1:] for size in sizes], dtype=np.float64).T
+        shared = [FLASH2_TILES[gpu.architecture][int(size)].shared for size in sizes]
+        alone = np.array([self.alone_key_cycles[int(size)] for size in sizes]) * block_keys
+        of_two = np.maximum(alone, 2 * np.array([each or 0.0 for each in shared]))
+        has_two = (per_sm > 1) & (running > gpu.sm_count)
+        one_prologue, prologue_of_two = self.prologue_cycles
+        cycles = np.where(has_two, prologue_of_two, one_prologue)
+        cycles += np.ceil(keys / block_keys) * np.where(has_two, of_two, alone)
+        read_ns = _read_ns(gpu, running, keys, sizes, self.bandwidth_share)
         # Decodes stay below the power limit.
-        return p_norm(self.overlap, cycles / gpu.max_clock_hz * 1e9, by_memory)
+        return p_norm(self.overlap, cycles / gpu.max_clock_hz * 1e9, read_ns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,39 +93,48 @@ class DividedKeys:
     Attributes:
         floor: launch floors of a call.
         prologue_cycles: of a wave.
-        block_key_cycles: of a block for each key, if it has an SM for itself.
-        sm_key_cycles: of an SM for each key of two blocks, and for each key and element of a head.
+        sm_key_cycles: of an SM with two blocks for each key of both, and for each key and element
+            of a head. Memory limits blocks that have an SM each.
         bandwidth_share: share of the described bandwidth that all blocks reach together.
-        overlap: exponent of how the SMs' own rate and the memory's overlap.
     """
 
     floor: float
     prologue_cycles: float
-    block_key_cycles: float
     sm_key_cycles: tuple[float, float]
     bandwidth_share: float
-    overlap: float
 
-    def wave_ns(self, gpu: Gpu, running: F64, keys: F64, read: F64, width: F64) -> F64:
+    def wave_ns(self, gpu: Gpu, running: F64, longest: F64, read: F64, sizes: F64) -> F64:
         """Return the time of a wave, float64[d].
 
         Args:
             gpu: the GPU.
             running: blocks of the wave, up to two per SM.
-            keys: of the block that has most.
+            longest: keys of the block that has most.
             read: keys that a block reads in the mean.
-            width: elements of a head.
+            sizes: size of heads of the kernel.
         """
+        each, by_size = self.sm_key_cycles
+        key_cycles = np.where(running > gpu.sm_count, 2 * (each + by_size * sizes), 0.0)
+        read_ns = _read_ns(gpu, running, read, sizes, self.bandwidth_share)
         cycle = 1e9 / gpu.clock_hz
-        each, by_width = self.sm_key_cycles
-        of_two = np.maximum(self.block_key_cycles, 2 * (each + by_width * width))
-        key_cycles = np.where(running > gpu.sm_count, of_two, self.block_key_cycles)
-        key_bytes = 4 * width  # key and value, of 16 bits
-        bandwidth = self.bandwidth_share * gpu.bandwidth_bytes_per_s / 1e9
-        by_memory = np.maximum(running, 1) * read * key_bytes / bandwidth
-        return self.prologue_cycles * cycle + p_norm(
-            self.overlap, keys * key_cycles * cycle, by_memory
-        )
+        return self.prologue_cycles * cycle + np.maximum(longest * key_cycles * cycle, read_ns)
+
+
+def _read_ns(gpu: Gpu, running: F64, keys: F64, sizes: F64, share: float) -> F64:
+    """Return the time to read the keys and values of a wave's blocks, float64[d].
+
+    Narrower heads take as long as those of the kernel's size: with heads of 80, 160 and 224, calls
+    that divide their keys were 16 to 21% short otherwise (2026-11-28-flash2-decodes-h200).
+
+    Args:
+        gpu: the GPU.
+        running: blocks of the wave.
+        keys: that a block reads.
+        sizes: size of heads of the kernel.
+        share: share of the described bandwidth.
+    """
+    key_bytes = 4 * sizes  # key and value, of 16 bits
+    return np.maximum(running, 1) * keys * key_bytes / (share * gpu.bandwidth_bytes_per_s) * 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,32 +153,26 @@ class Flash2Decode:
 FLASH2_DECODE = {
     "hopper": Flash2Decode(
         whole=WholeKeys(
-            floor=0.577,
-            prologue_cycles=8500.0,
-            alone_key_cycles=47.8,
-            bandwidth_share=1.099,
-            overlap=4.65,
+            floor=1.28,
+            prologue_cycles=(1500.0, 7820.0),
+            alone_key_cycles={64: 47.8, 96: 57.3, 128: 56.3, 192: 85.8, 256: 68.0},
+            bandwidth_share=1.088,
+            overlap=5.66,
         ),
         divided=DividedKeys(
-            floor=1.175,
-            prologue_cycles=3530.0,
-            block_key_cycles=10.2,
-            sm_key_cycles=(7.5, 0.0445),
-            bandwidth_share=1.167,
-            overlap=1.62,
+            floor=1.23,
+            prologue_cycles=3500.0,
+            sm_key_cycles=(3.59, 0.206),
+            bandwidth_share=1.03,
         ),
     )
 }
 """Architecture -> coefficients.
 
-`whole` was fitted to 103 calls of steps of 23 models on H100s and H200s, with heads of 64 to 256:
-3.1% off in the mean. Without Zamba 2 (heads of 160) and Gemma 2 (256) in the fit, their calls are
-6.1% off on an H200 (2026-11-28-serving-blind-7-h200).
-
-`divided` was fitted to 48 decodes of a Llama-8B and a Llama-1B (32 heads of 128 or 64, 8 key heads;
-1 to 256 sequences of 128 to 16,384 tokens) with torch 2.11 on H100s and an H200 (2026-11-26 and
-27), of which it is about 4% off in the mean; behind a prefill of the same step 18% at most. 119
-decodes of heads of 64, 96, 128 and 256 are 7% off (2026-11-27-kernel-sweep-h100).
+`whole` was fitted to 215 calls with torch 2.11, `divided` to 172: those of decodes of 24 models on
+H100s and H200s, and 192 of heads of 64 to 256 on an H200, which were predicted before. They are 4.1
+and 6.0% off in the mean. With one size of heads left out, `divided` is 4.2 to 9.4% off its calls
+(2026-11-28-flash2-decodes-h200).
 """
 
 # The kernel that combines parts reads them one after another. Its floor in launches, the cycles for
@@ -281,15 +283,16 @@ def flash2_decode_terms(gpu: Gpu, shapes: F64, c: Flash2Decode) -> WaveTerms:
     width = (d + dv) / 2
     units, blocks, block_keys, parts = _division(gpu, shapes)
     divided = parts > 1
-    per_sm = np.array([TILES[size][2] for size in _kernel_sizes(width)])
+    sizes = _kernel_sizes(width)
+    per_sm = np.array([TILES[int(size)][2] for size in sizes])
     places = np.where(divided, BLOCKS_PER_SM, per_sm) * float(gpu.sm_count)
     full, rest = np.divmod(units * parts, places)
     # The longest part determines a wave, but only its own keys are read.
     longest, read = np.ceil(blocks / parts) * block_keys, keys / parts
 
     def wave_ns(running: F64) -> F64:
-        of_parts = c.divided.wave_ns(gpu, running, longest, read, width)
-        return np.where(divided, of_parts, c.whole.wave_ns(gpu, running, keys, width))
+        of_parts = c.divided.wave_ns(gpu, running, longest, read, sizes)
+        return np.where(divided, of_parts, c.whole.wave_ns(gpu, running, keys, sizes))
 
     waves_ns = full * wave_ns(places) + np.where(rest > 0, wave_ns(rest), 0.0)
     combine = _combine_ns(gpu, batch * heads * rows, width, parts)
@@ -301,9 +304,9 @@ def flash2_decode_terms(gpu: Gpu, shapes: F64, c: Flash2Decode) -> WaveTerms:
     )
 
 
-def _kernel_sizes(width: F64) -> list[int]:
-    """Return the size of heads of each call's kernel; the largest for wider heads."""
-    return [kernel_head_size(int(each)) or max(TILES) for each in width]
+def _kernel_sizes(width: F64) -> F64:
+    """Return the size of heads of each call's kernel, float64[d]; the largest for wider heads."""
+    return np.array([float(kernel_head_size(int(each)) or max(TILES)) for each in width])
 
 
 def divides_keys(gpu: Gpu, shapes: F64) -> Mask:

@@ -74,7 +74,7 @@ def test_parts_and_time_of_a_decode(sequences: int, context: int, parts: int, ti
 
 def test_the_mean_error_of_the_measured_decodes():
     errors = [terms(n, context).predicted_ns[0] / us / 1000 - 1 for n, context, _, us in MEASURED]
-    assert np.abs(errors).mean() < 0.05
+    assert np.abs(errors).mean() < 0.06
 
 
 @pytest.mark.parametrize(("sequences", "context", "size", "h200_us", "h100_us"), OF_AN_H200)
