@@ -69,10 +69,10 @@ def test_convolutions(dtype, image, weight, measured_us):
 
 
 def test_groups_of_48_channels_run_one_after_another():
-    """In TF32; the window of 128 points is that of wav2vec 2.0."""
+    """In 16 bits, by a window of 128 points as in wav2vec 2.0; time in which a kernel runs."""
     image, weight = [4, 768, 499], [768, 48, 128]
-    found = [convolution_us("f32", image, weight, part) for part in ("forward", "image", "filter")]
-    assert found == pytest.approx((3465, 2626, 2209), rel=0.3)
+    found = [convolution_us("f16", image, weight, part) for part in ("forward", "image")]
+    assert found == pytest.approx((12329, 800), rel=0.15)
 
 
 @pytest.mark.parametrize(
