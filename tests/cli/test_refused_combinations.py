@@ -75,6 +75,6 @@ def test_mistyped_captures_are_named_as_they_were_meant(tmp_path, monkeypatch):
     refused(onerank, "capture", "train.py", error="usage-error", naming="capture run train.py")
     run = ("capture", "run", "train.py")
     refused(onerank, *run, "-tp", 4, error="usage-unknown-option", naming=("-tp", "'--tp'"))
-    refused(onerank, "anotate", "t.et", error="usage-error", naming="'annotate'")
+    refused(onerank, "anotate", "t.et", error="usage-unknown-command", naming="'annotate'")
     # What comes after -- is the script's.
     refused(onerank, *run, "-q", "--", "-tp", error="script-arguments-unseparated", naming="-- -q")

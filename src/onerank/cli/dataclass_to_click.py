@@ -372,12 +372,15 @@ class SectionedGroup(ReportingMain, click.Group):
         """Return the command; name the closest one if there is no such command."""
         try:
             return super().resolve_command(ctx, args)
-        except click.UsageError as error:
-            close = difflib.get_close_matches(args[0], self.list_commands(ctx), n=1)
-            # click itself suggests only commands whose modules are imported.
-            if close and not getattr(error, "possibilities", None):
-                error.message += f" Did you mean '{close[0]}'?"
+        except click.NoSuchOption:
             raise
+        except click.UsageError as error:
+            message = error.format_message()
+            # click itself suggests only commands whose modules are imported.
+            if not getattr(error, "possibilities", None):
+                close = difflib.get_close_matches(args[0], self.list_commands(ctx), n=1)
+                message += f" Did you mean '{close[0]}'?" if close else ""
+            raise UsageError(message, ctx, code="usage-unknown-command") from None
 
     def all_commands(self) -> dict[str, click.Command]:
         """Return all commands by name; imports their modules."""
