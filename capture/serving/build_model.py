@@ -113,7 +113,8 @@ def _check_heads(file: Path, config: Any) -> None:
     # of Gemma 4's full and sliding attention.
     layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else (config,)
     names = ("num_attention_heads", "num_key_value_heads", "kv_lora_rank")
-    for heads, kv_heads, latent in {tuple(getattr(of, n, None) for n in names) for of in layers}:
+    for layer in layers:
+        heads, kv_heads, latent = (getattr(layer, name, None) for name in names)
         if latent or not isinstance(heads, int) or not isinstance(kv_heads, int) or not kv_heads:
             continue
         if heads % kv_heads:

@@ -225,8 +225,9 @@ class StaticRouting:
         line = layer if len(self._routing.table) > 1 else 0
         key = line, experts, chosen.shape, chosen.dtype, chosen.device, sender
         if key not in self._indices:
-            counts = self._routing.tokens_per_expert(layer, experts, *chosen.shape, sender)
-            index = chosen_experts(counts, chosen.shape[1])
+            tokens, top_k = chosen.shape
+            counts = self._routing.tokens_per_expert(layer, experts, tokens, top_k, sender)
+            index = chosen_experts(counts, top_k)
             # Copied once, so that later steps have no copy that the job lacks.
             self._indices[key] = index.to(chosen.device, chosen.dtype)
         return self._indices[key]
@@ -241,13 +242,13 @@ class StaticRouting:
         line = layer if len(self._routing.table) > 1 else 0
         key = line, experts, chosen.shape, chosen.device, "counts", ranks
         if key not in self._indices:
-            of_rank = (
-                self._routing.tokens_per_expert(
-                    layer, experts, *chosen.shape, GroupRank(rank, ranks)
-                )
-                for rank in range(ranks)
-            )
-            self._indices[key] = torch.tensor([*of_rank]).to(chosen.device)
+            tokens, top_k = chosen.shape
+            senders = (GroupRank(rank, ranks) for rank in range(ranks))
+            of_senders = [
+                self._routing.tokens_per_expert(layer, experts, tokens, top_k, sender)
+                for sender in senders
+            ]
+            self._indices[key] = torch.tensor(of_senders).to(chosen.device)
         return self._indices[key]
 
 
