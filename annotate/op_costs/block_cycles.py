@@ -14,7 +14,9 @@ from onerank.annotate.op_costs.memory_bound import row_elements
 from onerank.annotate.op_costs.operands import Call, Tensor
 from onerank.annotate.op_costs.reductions import SM_COUNT, division_of
 
-NEED_VALUES = frozenset(("index_select", "roll", "_cummax_helper", "_cummin_helper"))
+NEED_VALUES = frozenset(
+    ("index_select", "roll", "_cummax_helper", "_cummin_helper", "_cdist_backward")
+)
 """Operators, by base name, whose cycles depend on an argument that is no tensor. Those of sums and
 gathers do, too; `load_chains` and `memory_bound` list them."""
 
@@ -291,13 +293,28 @@ def computes_sums(call: Call) -> bool:
 # which is recorded as such.
 _DISTANCE_CYCLES, _NUMBER_CYCLES = 339.0, 0.19
 
+# Gradients of rows: cycles of a distance, more with p = 2, and of a number of a row, with the sums
+# over the other rows (2026-11-28-images-h200).
+_GRADIENT_CYCLES, _EUCLIDEAN_CYCLES, _GRADIENT_NUMBER_CYCLES = 82.0, 9.5, 0.65
+
 
 def _distances(call: Call) -> float:
     """Return the cycles of distances between all pairs of rows."""
     rows = call.tensor(0)
+    if call.op == "_cdist_backward":
+        return _distance_gradients(call)
     if call.op != "_cdist_forward" or rows is None or not rows.shape:
         return 0.0
     return call.output_numel * (_DISTANCE_CYCLES + _NUMBER_CYCLES * rows.shape[-1])
+
+
+def _distance_gradients(call: Call) -> float:
+    gradient, rows = call.tensor(0), call.tensor(1)
+    if gradient is None or rows is None or not rows.shape:
+        return 0.0
+    euclidean = _EUCLIDEAN_CYCLES if call.value(3) not in (1, 1.0) else 0.0
+    number = _GRADIENT_NUMBER_CYCLES * rows.shape[-1]
+    return gradient.numel * (_GRADIENT_CYCLES + euclidean + number)
 
 
 # Group norms --------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""SM cycles of kernels that resample and pool images.
+"""SM cycles of kernels that resample, pool, sample, pad and classify images.
 
 Their threads compute addresses and compare or add values one by one, and that takes longer than
 the bytes. Constants are fitted to an H200 with torch 2.11
@@ -15,10 +15,18 @@ _INTERPOLATED = ("upsample_nearest2d", "upsample_bilinear2d", "upsample_bicubic2
 
 _POOLED = ("max_pool2d_with_indices", "avg_pool2d")
 
-NEED_VALUES = frozenset(name + end for name in _POOLED for end in ("", "_backward"))
-"""Poolings, by base name, whose cycles depend on the window and its stride."""
+_SOFTMAX = {
+    **dict.fromkeys(("_softmax", "_log_softmax"), 1),
+    **dict.fromkeys(("_softmax_backward_data", "_log_softmax_backward_data"), 2),
+}
+"""Operator -> position of its dimension."""
 
-NEED_STRIDES = NEED_VALUES | {name + end for name in _INTERPOLATED for end in ("", "_backward")}
+NEED_VALUES = frozenset((*(name + end for name in _POOLED for end in ("", "_backward")), *_SOFTMAX))
+"""Poolings and softmax, by base name, whose cycles depend on the window or the dimension."""
+
+NEED_STRIDES = frozenset(
+    name + end for name in (*_POOLED, *_INTERPOLATED) for end in ("", "_backward")
+)
 """Operators on images, by base name, that have another kernel for channels last."""
 
 _CHANNEL_AXIS, _AXES = 1, 4
@@ -27,6 +35,11 @@ _CHANNEL_AXIS, _AXES = 1, 4
 def image_cycles(call: Call) -> float:
     """Return the SM cycles of a call, summed over all SMs; 0 for operators of other kinds."""
     given, result = call.tensor(0), call.output()
+    if call.op in _OF_PIXELS:
+        image = call.tensor(_OF_PIXELS[call.op][0])
+        return (
+            _OF_PIXELS[call.op][1](call, image) if image is not None and _is_image(image) else 0.0
+        )
     if call.op not in NEED_STRIDES or not _is_image(given) or not _is_image(result):
         return 0.0
     assert given is not None
@@ -73,6 +86,12 @@ _BACKWARD, _SMALLER_BACKWARD = {2: 2.6, 4: 1.8}, {2: 4.4, 4: 2.9}
 _WAITING = {2: 0.68, 4: 0.14}
 
 
+def _uncached(size: int) -> float:
+    """Return the share of some bytes that the second-level cache does not hold."""
+    share = (size - _CACHED_BYTES) / (_UNCACHED_BYTES - _CACHED_BYTES)
+    return min(max(share, 0.0), 1.0)
+
+
 def _planes(large: Tensor, cycles: float) -> float:
     """Return the cycles of a kernel with a thread for each pixel of the larger image."""
     pixels = large.shape[-2] * large.shape[-1]
@@ -91,8 +110,8 @@ def _bilinear(given: Tensor, result: Tensor, last: bool) -> float:
         return result.numel * _BILINEAR_LAST.get(given.item_bytes, 0.0)
     pixels = result.shape[-2] * result.shape[-1]
     warps = min(ceil(pixels / _WARP), _BLOCK_PIXELS // _WARP)
-    uncached = (given.nbytes + result.nbytes - _CACHED_BYTES) / (_UNCACHED_BYTES - _CACHED_BYTES)
-    cycles = _PLANE + _PLANE_WARP * warps + _PLANE_FROM_MEMORY * min(max(uncached, 0.0), 1.0)
+    uncached = _uncached(given.nbytes + result.nbytes)
+    cycles = _PLANE + _PLANE_WARP * warps + _PLANE_FROM_MEMORY * uncached
     return _planes(result, cycles)
 
 
@@ -161,3 +180,78 @@ def _pooled(call: Call, result: Tensor, *, last: bool) -> float:
         met /= stride[0] * stride[-1]
     thread, each = _CYCLES[call.op.removesuffix("_backward"), backward][last]
     return result.numel * (thread + each * met)
+
+
+# Sampling and padding -----------------------------------------------------------------------------
+
+# A thread of grid_sample has a pixel and takes its channels one after another: cycles of a number,
+# and of a channel where few pixels leave the SMs idle. Gradients are added to four numbers.
+_SAMPLED, _SAMPLED_CHANNEL = 3.3, 365.0
+_SAMPLED_BACKWARD, _SAMPLED_BACKWARD_CHANNEL = {2: 17.5, 4: 14.5}, {2: 2550.0, 4: 1200.0}
+
+# Cycles of a number of a padded image, and of a plane at least.
+_PADDED, _PADDED_PLANE = {"reflection_pad2d": 1.68, "replication_pad2d": 1.42}, 330.0
+
+
+def _sampled(call: Call, image: Tensor) -> float:
+    result = call.output()
+    if result is None or not _is_image(result):
+        return 0.0
+    return max(result.numel * _SAMPLED, SM_COUNT * image.shape[1] * _SAMPLED_CHANNEL)
+
+
+def _sampled_backward(call: Call, image: Tensor) -> float:
+    each = _SAMPLED_BACKWARD.get(image.item_bytes, 0.0)
+    channel = _SAMPLED_BACKWARD_CHANNEL.get(image.item_bytes, 0.0)
+    return max(image.numel * each, SM_COUNT * image.shape[1] * channel)
+
+
+def _padded(call: Call, image: Tensor) -> float:
+    result = call.output()
+    padded = max(image.numel, result.numel if result is not None else 0)
+    planes = image.shape[0] * image.shape[1]
+    return max(padded * _PADDED[call.op.removesuffix("_backward")], planes * _PADDED_PLANE)
+
+
+# Classes of pixels --------------------------------------------------------------------------------
+
+# A softmax over channels has a thread for each pixel, which passes over its channels: cycles of a
+# number by bytes of an element, and of a channel at least, forward and backward.
+_CLASSIFIED, _CLASSIFIED_CHANNEL = {2: 0.85, 4: 1.05}, 2330.0
+_CLASSIFIED_BACKWARD, _CLASSIFIED_BACKWARD_CHANNEL = {2: 0.85, 4: 1.15}, 1160.0
+
+# The losses of an image's pixels have a block of 1,024 threads for every 128 blocks of pixels, and
+# one at least (NLLLoss2d.cu): cycles of its step, with scores from the cache and from memory.
+_LOSS_THREADS, _PIXELS_OF_BLOCK = 1024, 128
+_LOSS_STEP, _LOSS_BACKWARD_STEP = (1090.0, 1990.0), (890.0, 1640.0)
+
+
+def _classified(call: Call, image: Tensor) -> float:
+    axis = call.value(_SOFTMAX[call.op])
+    if not isinstance(axis, int) or axis % _AXES != _CHANNEL_AXIS:
+        return 0.0
+    backward = "backward" in call.op
+    each = (_CLASSIFIED_BACKWARD if backward else _CLASSIFIED).get(image.item_bytes, 0.0)
+    channel = _CLASSIFIED_BACKWARD_CHANNEL if backward else _CLASSIFIED_CHANNEL
+    return max(image.numel * each, SM_COUNT * image.shape[_CHANNEL_AXIS] * channel)
+
+
+def _losses(call: Call, image: Tensor) -> float:
+    pixels = image.shape[-2] * image.shape[-1]
+    blocks = max(1, ceil(pixels / _LOSS_THREADS) // _PIXELS_OF_BLOCK)
+    steps = ceil(pixels / (blocks * _LOSS_THREADS))
+    waves = ceil(image.shape[0] * blocks / SM_COUNT)
+    cached, uncached = _LOSS_BACKWARD_STEP if "backward" in call.op else _LOSS_STEP
+    step = cached + (uncached - cached) * _uncached(image.nbytes)
+    return SM_COUNT * waves * steps * step
+
+
+_OF_PIXELS: dict[str, tuple[int, Callable[[Call, Tensor], float]]] = {
+    "grid_sampler_2d": (0, _sampled),
+    "grid_sampler_2d_backward": (0, _sampled_backward),
+    **dict.fromkeys((name + end for name in _PADDED for end in ("", "_backward")), (0, _padded)),
+    **dict.fromkeys(_SOFTMAX, (0, _classified)),
+    "nll_loss2d_forward": (0, _losses),
+    "nll_loss2d_backward": (1, _losses),
+}
+"""Operator -> position of the image, and its rule."""

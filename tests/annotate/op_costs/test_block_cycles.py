@@ -178,3 +178,39 @@ def test_images_that_are_pooled(op, planes, sizes, layout, measured_us):
     values = (None, None, *lists) if op.endswith("_backward") else (None, *lists)
     call = Call(op, ((given,),), ((made,),), values)
     assert predicted_us(call) == pytest.approx(measured_us, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("op", "shape", "dtype", "measured_us"),
+    [
+        ("grid_sampler_2d", (64, 256, 8, 8), F32, 46.3),
+        ("grid_sampler_2d", (4, 48, 160, 160), F32, 79.2),
+        ("grid_sampler_2d_backward", (24, 32, 64, 64), F16, 186.8),
+        ("grid_sampler_2d_backward", (2, 128, 128, 128), F32, 216.0),
+        ("reflection_pad2d", (6, 150, 80, 80), F32, 37.9),
+        ("replication_pad2d_backward", (3, 512, 56, 56), F32, 26.1),
+        ("_log_softmax", (8, 1000, 64, 64), F32, 1207.5),
+        ("_log_softmax", (8, 21, 512, 512), F16, 132.2),
+        ("_log_softmax_backward_data", (8, 21, 512, 512), F32, 175.7),
+        ("nll_loss2d_forward", (4, 19, 512, 512), F32, 134.4),
+        ("nll_loss2d_forward", (32, 2, 256, 256), F32, 33.8),
+        ("nll_loss2d_backward", (8, 21, 512, 512), F32, 107.2),
+    ],
+)
+def test_pixels_that_are_sampled_padded_and_classified(op, shape, dtype, measured_us):
+    pixels = Tensor(shape, *dtype)
+    operands = (None, pixels) if op == "nll_loss2d_backward" else (pixels, pixels)
+    values = ("", "", 1) if "backward" in op else ("", 1)
+    assert predicted_us(call(op, *operands, result=pixels, values=values)) == pytest.approx(
+        measured_us, rel=0.27
+    )
+
+
+@pytest.mark.parametrize(
+    ("batch", "rows", "numbers", "power", "measured_us"),
+    [(8, 2048, 3, 1.0, 10_852), (8, 2048, 3, 2.0, 11_984), (1, 4096, 128, 2.0, 11_000)],
+)
+def test_gradients_of_distances(batch, rows, numbers, power, measured_us):
+    x, distances = Tensor((batch, rows, numbers), *F32), Tensor((batch, rows, rows), *F32)
+    made = call("_cdist_backward", distances, x, x, result=x, values=("", "", "", power))
+    assert predicted_us(made) == pytest.approx(measured_us, rel=0.1)
