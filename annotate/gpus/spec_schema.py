@@ -239,7 +239,9 @@ def refuse_unknown(table: Any, known: Collection[str], kind: str) -> None:
     for name in cast("dict[str, Any]", table):
         if name not in known:
             raise TargetError(
-                f'unknown {kind} "{name}"{did_you_mean(name, known)}', code="gpu-unknown-key"
+                f'unknown {kind} "{name}"{did_you_mean(name, known)}\n'
+                "  `onerank gpus --schema` lists all",
+                code="gpu-unknown-key",
             )
 
 
