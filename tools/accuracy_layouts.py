@@ -178,19 +178,22 @@ WIDE_TABLES: dict[str, WideTable] = {
             for heading in (dtype, f"{dtype}, before")
         ),
     ),
-    "single-calls": WideTable(
-        ("single-calls",),
-        ("case", "hardware"),
-        tuple(
-            column
-            for calls in ("chosen", "held out")
-            for column in (
-                Column(calls, "measured", {"conditions": f"{calls}, after"}),
-                Column("error before", "error", {"conditions": f"{calls}, before"}),
-                Column("after", "error", {"conditions": f"{calls}, after"}),
-            )
-        ),
-    ),
+    **{
+        claim: WideTable(
+            (claim,),
+            ("case", "hardware"),
+            tuple(
+                column
+                for calls in ("chosen", "held out")
+                for column in (
+                    Column(calls, "measured", {"conditions": f"{calls}, after"}),
+                    Column("error before", "error", {"conditions": f"{calls}, before"}),
+                    Column("after", "error", {"conditions": f"{calls}, after"}),
+                )
+            ),
+        )
+        for claim in ("single-calls", "float32-convolutions")
+    },
     "library-disagreement": WideTable(
         ("library-disagreement",),
         ("case",),

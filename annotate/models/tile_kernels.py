@@ -264,31 +264,36 @@ class _LibraryFactors(NamedTuple):
     Attributes:
         hopper_16_bit: on Hopper with operands of up to 16 bits.
         hopper_tf32: on Hopper in TF32.
+        hopper_float32: on Hopper in float32 without TF32, on vector units.
         other: on other GPUs, over cuBLAS's GEMM of the same sizes.
     """
 
     hopper_16_bit: float
     hopper_tf32: float
+    hopper_float32: float
     other: float = 1.0
 
 
-# On Hopper from convolutions and recurrent layers on an H200 (2026-11-28-convolutions-h200). On
+# On Hopper from convolutions and recurrent layers on an H200 (2026-11-28-convolutions-h200). In
+# float32 cuDNN has kernels for Ampere of small tiles, Winograd's and Fourier's transforms: medians
+# of one sweep, which another tests (2026-11-28-convolutions-float32-h200). Gradients of filters of
+# volumes take 4 to 30 times as long. On
 # other GPUs from DeepBench's 16-bit convolutions of 32 channels and more with cuDNN 7.6; medians on
 # a V100 and a T4: 1.13 and 1.15 (convolutions), 1.34 and 1.24 (gradients of images), 1.31 and 1.78
 # (of filters); see benchmarks/predictions/deepbench. Recurrent layers were not measured there.
 _LIBRARY_FACTORS = {
-    PartKernel.CONVOLUTION: _LibraryFactors(0.92, 0.92, 1.14),
-    PartKernel.IMAGE_GRADIENT: _LibraryFactors(0.92, 1.0, 1.3),
-    PartKernel.FILTER_GRADIENT: _LibraryFactors(1.03, 1.77, 1.4),
-    PartKernel.NARROW_CONVOLUTION: _LibraryFactors(1.7, 2.0, 1.14),
-    PartKernel.NARROW_IMAGE_GRADIENT: _LibraryFactors(1.4, 1.2, 1.3),
-    PartKernel.NARROW_FILTER_GRADIENT: _LibraryFactors(1.9, 3.2, 1.4),
-    PartKernel.POINT_CONVOLUTION: _LibraryFactors(1.0, 1.2, 1.14),
-    PartKernel.POINT_IMAGE_GRADIENT: _LibraryFactors(1.0, 1.2, 1.3),
-    PartKernel.POINT_FILTER_GRADIENT: _LibraryFactors(1.0, 1.0, 1.4),
-    PartKernel.RECURRENT_STEP: _LibraryFactors(1.0, 1.5),
-    PartKernel.RECURRENT_STEP_GRADIENT: _LibraryFactors(1.0, 1.8),
-    PartKernel.RECURRENT_WEIGHT_GRADIENT: _LibraryFactors(1.0, 1.7),
+    PartKernel.CONVOLUTION: _LibraryFactors(0.92, 0.92, 2.0, 1.14),
+    PartKernel.IMAGE_GRADIENT: _LibraryFactors(0.92, 1.0, 2.2, 1.3),
+    PartKernel.FILTER_GRADIENT: _LibraryFactors(1.03, 1.77, 2.0, 1.4),
+    PartKernel.NARROW_CONVOLUTION: _LibraryFactors(1.7, 2.0, 2.2, 1.14),
+    PartKernel.NARROW_IMAGE_GRADIENT: _LibraryFactors(1.4, 1.2, 1.1, 1.3),
+    PartKernel.NARROW_FILTER_GRADIENT: _LibraryFactors(1.9, 3.2, 2.8, 1.4),
+    PartKernel.POINT_CONVOLUTION: _LibraryFactors(1.0, 1.2, 1.1, 1.14),
+    PartKernel.POINT_IMAGE_GRADIENT: _LibraryFactors(1.0, 1.2, 1.3, 1.3),
+    PartKernel.POINT_FILTER_GRADIENT: _LibraryFactors(1.0, 1.0, 2.4, 1.4),
+    PartKernel.RECURRENT_STEP: _LibraryFactors(1.0, 1.5, 1.5),
+    PartKernel.RECURRENT_STEP_GRADIENT: _LibraryFactors(1.0, 1.8, 1.8),
+    PartKernel.RECURRENT_WEIGHT_GRADIENT: _LibraryFactors(1.0, 1.7, 1.7),
 }
 
 # Share of the launch floors of a recurrent layer's step (`gemm.STEP_LAUNCHES`) that its kernels of
@@ -322,13 +327,14 @@ def launches_on(gpu: Gpu, parts: ComponentGemms) -> F64:
     return parts.launches * share
 
 
-def library_factors(gpu: Gpu, kernels: U8, operand_bytes: F64) -> F64:
+def library_factors(gpu: Gpu, kernels: U8, operand_bytes: F64, vector: Mask) -> F64:
     """Return the times of cuDNN's products over those of their tiles, 1 for others, float64[d].
 
     Args:
         gpu: where they run.
         kernels: a `PartKernel` for each, uint8[d].
         operand_bytes: of an element, float64[d].
+        vector: whether vector units multiply float32, bool[d].
     """
     factors = np.ones(len(kernels))
     for kernel, of_kernel in _LIBRARY_FACTORS.items():
@@ -337,7 +343,8 @@ def library_factors(gpu: Gpu, kernels: U8, operand_bytes: F64) -> F64:
             factors[rows] = of_kernel.other
             continue
         is_16_bit = operand_bytes[rows] <= _HALF_BYTES
-        factors[rows] = np.where(is_16_bit, of_kernel.hopper_16_bit, of_kernel.hopper_tf32)
+        wide = np.where(vector[rows], of_kernel.hopper_float32, of_kernel.hopper_tf32)
+        factors[rows] = np.where(is_16_bit, of_kernel.hopper_16_bit, wide)
     return factors
 
 

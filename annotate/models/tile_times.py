@@ -232,14 +232,15 @@ def part_times(
     if not len(where):
         return operator_ns
     kernels = kernels.select(where[first])
-    # Convolutions in float32 have kernels that are no GEMM (Winograd), so tiles do not apply.
-    able = _able(kernels, gpu) & ~kernels.has_dtype(_VECTOR_TYPE)
+    # Convolutions in float32 are measured on Hopper alone.
+    vector = kernels.has_dtype(_VECTOR_TYPE)
+    able = _able(kernels, gpu) & (~vector | (gpu.architecture == "hopper"))
     known = np.flatnonzero(able)
     parts, owner = kernels.parts.of_calls(kernels.call[known])
     products = _Products(kernels, known[owner], parts.shapes, parts.kernels)
     single_ns = _products_ns(products, gpu, c)
     operand_bytes = parts.shapes[:, GemmShape._fields.index("operand_bytes")]
-    single_ns *= library_factors(gpu, parts.kernels, operand_bytes)
+    single_ns *= library_factors(gpu, parts.kernels, operand_bytes, vector[known[owner]])
     parts = parts._replace(launches=launches_on(gpu, parts))
     part_times = PartTimes(parts, owner, single_ns, gpu, len(known))
     times = np.full(len(first), np.nan)

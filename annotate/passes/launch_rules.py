@@ -15,6 +15,7 @@ from onerank.annotate.op_costs.op_classes import OpClass, base_name, is_generate
 from onerank.annotate.op_costs.operands import Call, Piece, Tensor, numbers_of, tensor_lists
 from onerank.annotate.op_costs.reductions import NEED_AXES, division_of
 from onerank.annotate.passes.library_launches import (
+    CONVOLUTIONS,
     FILL,
     LIBRARY_RULES,
     MEMSET,
@@ -23,11 +24,14 @@ from onerank.annotate.passes.library_launches import (
     Rule,
     attention_of_cpu,
     gemm_launches,
+    in_float32,
 )
 from onerank.annotate.passes.sort_launches import SORT_RULES
 
 
-def launches_of(op: str, call: Call, target: Gpu, attention: str = "usual") -> Sequence[Launch]:
+def launches_of(
+    op: str, call: Call, target: Gpu, attention: str = "usual", *, tf32: bool = True
+) -> Sequence[Launch]:
     """Return the launches of a call on `target` in order; the shares sum to 1.
 
     Args:
@@ -35,6 +39,7 @@ def launches_of(op: str, call: Call, target: Gpu, attention: str = "usual") -> S
         call: its operands; with values if it `launches_need_values`.
         target: an NVIDIA GPU.
         attention: requested kernel for attention that was captured on a CPU.
+        tf32: whether the script lets cuDNN multiply float32 in TF32.
     """
     if is_generated(op):
         return (WHOLE,)
@@ -46,7 +51,15 @@ def launches_of(op: str, call: Call, target: Gpu, attention: str = "usual") -> S
         rule = _foreach
     if rule is None:
         rule = _OF_CLASS.get(op_class(op))
-    return (rule(call, target) if rule else ()) or (WHOLE,)
+    launches = rule(call, target) if rule else ()
+    if not tf32 and rule in CONVOLUTIONS and _has_float32(call):
+        launches = in_float32(launches)
+    return launches or (WHOLE,)
+
+
+def _has_float32(call: Call) -> bool:
+    image = call.tensor(0)
+    return image is not None and image.dtype == "float32"
 
 
 # Lists of tensors. Source: aten/src/ATen/native/cuda/MultiTensorApply.cuh.

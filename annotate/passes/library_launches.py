@@ -209,6 +209,22 @@ def _convolution_backward(call: Call, target: Gpu) -> Sequence[Launch]:
     return launches
 
 
+# Launches around a product: copies to and from channels-last, and what the product's kernel needs.
+_AROUND_PRODUCT = (
+    *(_TO_CHANNELS_LAST, _FROM_CHANNELS_LAST, _ADD_PADDING, "init_device_workspace"),
+    *("splitKreduce_kernel", MEMSET.name),
+)
+
+
+def in_float32(launches: Sequence[Launch]) -> list[Launch]:
+    """Return the launches of a convolution in float32 without TF32.
+
+    cuDNN's kernels for vector units take images in either layout: 328 of 435 on an H200 ran without
+    a copy (2026-11-28-convolutions-float32-h200).
+    """
+    return [launch for launch in launches if launch.name not in _AROUND_PRODUCT]
+
+
 def _is_depthwise(many: Tensor, weight: Tensor) -> bool:
     """Return whether each channel has its own filter.
 
@@ -489,6 +505,9 @@ def _is_kept(layers: RecurrentLayers, weight: Tensor, *, backward: bool) -> bool
     small = layers.size <= _KEPT_SMALL and not backward
     return small or (half and layers.size <= _KEPT_SIZE and not layers.size % _KEPT_MULTIPLE)
 
+
+CONVOLUTIONS: tuple[Rule, ...] = (_convolution, _convolution_backward)
+"""Rules of convolutions, which cuDNN multiplies in TF32 unless the script forbids it."""
 
 LIBRARY_RULES: dict[str, Rule] = {
     "_cudnn_rnn": _recurrent,

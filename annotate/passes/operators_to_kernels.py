@@ -183,21 +183,25 @@ def _distinct_calls(graph: Graph, index: I64, target: Gpu, attention: str) -> tu
     first, call = deduplicate(columns)
     rows: list[list[int]] = np.stack([column[first] for column in columns], axis=1).tolist()
     calls: _Calls = []
+    tf32 = graph.job.measurement.tf32_convolutions
     for row in rows:
         op, *texts = strings[row[0]], *(strings[code] for code in row[2:])
-        calls.append((op, _launches(op, texts, value_texts[row[1]], target, attention)))
+        parsed = _parsed(op, texts, value_texts[row[1]])
+        launches = [Launch(share=1.0)]
+        if parsed is not None:
+            launches = list(launches_of(op, parsed, target, attention, tf32=tf32))
+        calls.append((op, launches))
     return calls, call
 
 
-def _launches(op: str, texts: list[str], values: str, target: Gpu, attention: str) -> list[Launch]:
-    """Return the launches of a call from the text of its strides and operands."""
+def _parsed(op: str, texts: list[str], values: str) -> Call | None:
+    """Return a call from the text of its strides and operands; None: it has an unknown dtype."""
     strides, *operands = texts
     inputs, outputs = (operands[0], operands[1]), (operands[2], operands[3])
     try:
-        call = Call.parse(base_name(op), inputs, outputs, values, strides)
+        return Call.parse(base_name(op), inputs, outputs, values, strides)
     except UnknownDtypeError:
-        return [Launch(share=1.0)]
-    return list(launches_of(op, call, target, attention))
+        return None
 
 
 def _columns_of(calls: _Calls, graph: Graph, target: Gpu) -> _Templates:

@@ -15,6 +15,7 @@ from onerank.annotate.passes.launch_rules import launches_need_values, launches_
 from onerank.converters.sources.kineto import convert_directory
 from onerank.ir import Device, Graph, Job, Kind, Phase, Reason
 from onerank.ir.graph import GraphBuilder
+from onerank.ir.measurement import Measurement
 
 TRACES = Path(__file__).parents[3] / "traces"
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "int64": 8}
@@ -434,6 +435,42 @@ def test_convolutions_as_on_an_h100(channels, size, window, stride, expected):
         assert tuple(map(len, launches)) == counts
         for one in launches:
             assert sum(launch.share for launch in one) == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("image", "weight", "measured_us"),
+    [
+        ([32, 64, 56, 56], [64, 64, 3, 3], 252.7),
+        ([32, 256, 14, 14], [256, 256, 3, 3], 251.0),
+        ([32, 512, 7, 7], [2048, 512, 1, 1], 108.7),
+    ],
+)
+def test_convolutions_without_tf32(image, weight, measured_us):
+    """One kernel each on an H200, without copies of its operands (torch 2.11, 2026-11-28)."""
+    tensors = [[at, 1, 0, 1, 4, "cuda:0"] for at in (1, 2)]
+    numbers = [[1, 1], [weight[2] // 2] * 2, [1, 1], False, [0, 0], 1]
+    builder = GraphBuilder()
+    builder.add(
+        kind=Kind.HOST_OP,
+        thread=1,
+        name="aten::convolution",
+        op="aten::convolution",
+        input_shapes=json.dumps([image, weight, [], *([[], []],) * 3, [], [[], []], []]),
+        input_types=json.dumps(
+            [*("Tensor(float)",) * 2, "None", *("GenericList[Int,Int]",) * 3, "Bool",
+             "GenericList[Int,Int]", "Int"]
+        ),
+        input_values=json.dumps([*tensors, "", *numbers]),
+        output_shapes=json.dumps([[image[0], weight[0], *image[2:]]]),
+        output_types=json.dumps(["Tensor(float)"]),
+    )  # fmt: skip
+    measurement = Measurement(tf32_convolutions=False)
+    graph = builder.build(Job(device=Device("cpu", "none"), measurement=measurement))
+    predicted = recost(graph, "H200")
+    assert predicted.gpu_compute.sum() == 1
+    assert predicted.nodes.duration_ns[predicted.gpu_compute][0] / 1000 == pytest.approx(
+        measured_us, rel=0.15
+    )
 
 
 @pytest.mark.parametrize(
