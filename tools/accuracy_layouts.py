@@ -202,6 +202,14 @@ WIDE_TABLES: dict[str, WideTable] = {
             for gpu in ("A100-SXM-80GB", "H100-SXM", "H200", "L40S", "B200")
         ),
     ),
+    "interval-widths": WideTable(
+        ("interval-widths",),
+        ("case",),
+        tuple(
+            Column(shares, "measured", {"conditions": shares})
+            for shares in ("under 65%", "65 to 75%", "75 to 85%", "85 to 90%", "over 90%", "mean")
+        ),
+    ),
     "intervals-within-a-gpu": WideTable(
         ("intervals-within-a-gpu",),
         ("case", "predicted"),

@@ -9,6 +9,7 @@ import numpy as np
 from onerank.annotate.kernel_db.calls import CallKey
 from onerank.annotate.kernel_db.database import KernelRow, Library, release
 from onerank.annotate.kernel_db.look_up import Basis, Lookups, look_up
+from onerank.annotate.models.coefficients import Coefficients
 from onerank.annotate.models.error_kinds import Uncertainty, kinds_of, resize_kinds_of
 from onerank.annotate.models.features import KernelFeatures
 from onerank.annotate.models.intervals import ErrorKinds, half_widths
@@ -59,6 +60,14 @@ class Best(NamedTuple):
         )
 
 
+def _of_any_die(errors: Coefficients) -> Coefficients:
+    """Return coefficients with the errors of all dies, to compare a model with a database.
+
+    The errors of the two on one die come from kernels and libraries that are not the same.
+    """
+    return msgspec.structs.replace(errors, dies={})
+
+
 def best_of(
     graph: Graph,
     costs: OpCosts,
@@ -87,13 +96,15 @@ def best_of(
         where: nodes that may be looked up, bool[n].
         record: terms of the model's predictions; takes those of the database.
     """
-    target, errors = basis.target, basis.errors
+    target, errors = basis.target, _of_any_die(basis.errors)
     scratch = None if record is None else TermRecord(record.rows)
     lookups = look_up(graph, costs, where & ~kernels.over_link, basis, scratch)
     kinds = kinds_of(kernels, predicted, basis.source, target)
-    _, model_width = half_widths(ErrorKinds.of(kinds), target, errors)
+    _, model_width = half_widths(predicted.duration_ns, ErrorKinds.of(kinds), target, errors)
     kinds = kinds_of(kernels, lookups.durations, basis.source, target, lookups.uncertainty)
-    _, lookup_width = half_widths(ErrorKinds.of(kinds), target, errors, lookups.uncertainty)
+    _, lookup_width = half_widths(
+        lookups.durations.duration_ns, ErrorKinds.of(kinds), target, errors, lookups.uncertainty
+    )
     known = np.isfinite(lookups.time_ns)
     better = known if basis.source is None else known & (lookup_width <= model_width)
     if record is not None and scratch is not None:
@@ -208,7 +219,7 @@ def best_resized(
         where: nodes with changed shapes, bool[n].
         record: terms of the model's predictions; takes those of the database.
     """
-    target, errors = basis.target, basis.errors
+    target, errors = basis.target, _of_any_die(basis.errors)
     library = basis.library
     # Only a ratio of two rows needs one clock; a looked-up time is that of the profiler's run.
     rows = at_one_clock(library.target) if basis.source == target else library.target
@@ -223,11 +234,12 @@ def best_resized(
     )
     lookups = _times(kernels.duration_ns, before, after) if basis.source == target else after
     kinds = kinds_of(kernels, predicted, basis.source, target)
-    _, model_width = half_widths(
-        ErrorKinds.of(kinds, resize_kinds_of(kernels, where)), target, errors
-    )
+    of_model = ErrorKinds.of(kinds, resize_kinds_of(kernels, where))
+    _, model_width = half_widths(predicted.duration_ns, of_model, target, errors)
     kinds = kinds_of(kernels, lookups.durations, basis.source, target, lookups.uncertainty)
-    _, lookup_width = half_widths(ErrorKinds.of(kinds), target, errors, lookups.uncertainty)
+    _, lookup_width = half_widths(
+        lookups.durations.duration_ns, ErrorKinds.of(kinds), target, errors, lookups.uncertainty
+    )
     known = np.isfinite(lookups.time_ns)
     better = known & (lookup_width <= model_width)
     if record is not None and records[0] is not None and records[1] is not None:

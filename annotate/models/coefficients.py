@@ -10,11 +10,14 @@ from statistics import geometric_mean
 from typing import TypeVar
 
 import msgspec
+import numpy as np
 
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.models.kernel_gaps import ATTENTION_GAP
+from onerank.ir.arrays import F64
 
 __all__ = [
+    "LENGTHS_NS",
     "AttentionCoefficients",
     "Coefficients",
     "Decode",
@@ -165,6 +168,15 @@ class LatentDecode(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     split_floors: float
 
 
+LENGTHS_NS = tuple(4000 * 2.5**step for step in range(7))
+"""Predicted lengths, 4 us to 1 ms, at which the errors of a kind have a factor of their own.
+
+The errors of a kind are largest where neither the launch nor the SMs or the memory alone determine
+the time: four of five predictions of attention by its shape are within 35% from 25 to 100 us on
+Ampere, Ada and Hopper, and within 8 to 11% over 1 ms.
+"""
+
+
 class Error(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """ln(measured / predicted) of GPUs whose die family was left out of the fit.
 
@@ -174,6 +186,10 @@ class Error(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         shared: standard deviation of the part that all kernels on a GPU share.
         independent: standard deviation of the rest, independent between calls.
         count: number of predictions.
+        lengths: factors on the bounds and on `independent` at predictions of
+            `LENGTHS_NS`, interpolated in the logarithms; empty: 1.
+        dies: architecture -> factor on all four figures, for GPUs of its measured die: of the
+            errors there, not of those on the other dies.
     """
 
     # Symmetric, since few GPUs do not show whether the next one is slower or faster than predicted.
@@ -182,6 +198,16 @@ class Error(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shared: float
     independent: float
     count: int
+    lengths: tuple[float, ...] = ()
+    dies: dict[str, float] = {}
+
+    def of_length(self, predicted_ns: F64) -> F64:
+        """Return the factors on the bounds at predicted times, float64[n]."""
+        if not self.lengths:
+            return np.ones(len(predicted_ns))
+        # A look-up without a row has no time; its width is not used.
+        times = np.log(np.fmax(predicted_ns, 1.0))
+        return np.exp(np.interp(times, np.log(LENGTHS_NS), np.log(self.lengths)))
 
 
 class Coefficients(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -211,6 +237,7 @@ class Coefficients(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         other_attention: factor on the time of attention by its shape where no kernel was measured
             on the architecture.
         architectures: of the fitted GPUs.
+        dies: architecture -> FLOPs per SM and cycle of the GPUs whose errors are in `Error.dies`.
         hull: property of a GPU -> its smallest and largest value among the fitted GPUs.
         errors: kind of prediction -> its errors.
         datasheet_errors: the same for a target whose description has only datasheet figures (see
@@ -237,6 +264,7 @@ class Coefficients(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     architectures: tuple[str, ...]
     hull: dict[str, tuple[float, float]]
     errors: dict[str, Error]
+    dies: dict[str, float] = {}
     datasheet_errors: dict[str, Error] = {}
     shared_in_steps: dict[str, dict[str, float]] = {}
 

@@ -45,6 +45,16 @@ def same_die(gpu: Gpu, other: Gpu) -> bool:
     return gpu.architecture == other.architecture and equal_rates
 
 
+def has_measured_die(gpu: Gpu, c: Coefficients) -> bool:
+    """Return whether the errors on a GPU's die were measured, by the rule of `same_die`.
+
+    Overridden figures do not count, as there.
+    """
+    rate = properties(gpu.as_described)["flops_per_sm_and_cycle"]
+    measured = c.dies.get(gpu.architecture)
+    return bool(measured and 0.9 < rate / measured < 1 / 0.9)
+
+
 def distance_from_fitted(gpu: Gpu, c: Coefficients) -> float:
     """Return a GPU's distance from the range of the fitted GPUs: the sum over properties, in ln."""
     distance = 0.0

@@ -10,7 +10,8 @@ part averages over distinct calls, not over repetitions. Both grow with the dist
 the fitted dies (`gpu_distance`).
 
 `intervals` is the entry point: `error_kinds` names the kind of each prediction, the fit has the
-errors of each kind, and `widening` enlarges them for a GPU far from the fitted ones.
+errors of each kind, by the predicted length and by die, and `widening` enlarges them for a GPU far
+from the fitted ones.
 """
 
 import math
@@ -28,12 +29,11 @@ from onerank.annotate.models.error_kinds import (
     resize_kinds_of,
 )
 from onerank.annotate.models.features import KernelFeatures
-from onerank.annotate.models.gpu_distance import distance_from_fitted
+from onerank.annotate.models.gpu_distance import distance_from_fitted, has_measured_die
 from onerank.annotate.models.kernel_gaps import ATTENTION_GAP, has_uncertain_gap
 from onerank.annotate.models.prediction_terms import (
     BY_DATABASE,
     PredictedDurations,
-    Rule,
     TermRecord,
 )
 from onerank.ir.arrays import F64, I64, U8, Mask, deduplicate
@@ -275,9 +275,7 @@ def intervals(
     ends = np.maximum(low_ns, _least_ns(kernels, predicted_ns, target)), high_ns
     if record is not None:
         for row in record.rows.tolist():
-            text = _interval_text(
-                row, ends, errors, Rule(int(rules[row])), less_known, c, uncertainty
-            )
+            text = _interval_text(row, ends, predicted, errors, less_known, c, uncertainty)
             if text:
                 record.facts[row].append(("80% interval", text))
     # The interval of the sum is narrower than the sum of ends, because errors of distinct calls
@@ -313,8 +311,8 @@ _MEASURED_BY = {
 def _interval_text(  # noqa: PLR0917
     row: int,
     ends: tuple[F64, F64],
+    predicted: PredictedDurations,
     errors: "ErrorKinds",
-    rule: Rule,
     gpu: Gpu,
     c: Coefficients,
     uncertainty: Uncertainty | None,
@@ -333,17 +331,20 @@ def _interval_text(  # noqa: PLR0917
     more = f", and those of {' and '.join(others)}" if others else ""
     if kind == "kept":
         kind, more = size, ""
-    error, factor = c.errors[kind], widening(gpu, c, kind)
-    if rule in BY_DATABASE:
+    error, of_die = c.errors[kind], _die_factor(gpu, c, kind)
+    at_length = float(error.of_length(predicted.duration_ns[[row]])[0])
+    factor = widening(gpu, c, kind) * of_die * at_length
+    if int(predicted.rules[row]) in BY_DATABASE:
         own_width = HALF_WIDTH * float(uncertainty.spread[row]) if uncertainty is not None else 0.0
         return (
-            f"{ends_ns}x e^+-({error.high:.4f}^2 + {own_width:.4f}^2)^0.5, of {error.count:,} "
-            f"calls {_MEASURED_BY.get(kind, 'of ' + kind)}, and of this one{more}"
+            f"{ends_ns}x e^+-({factor * error.high:.4f}^2 + {own_width:.4f}^2)^0.5, of "
+            f"{error.count:,} calls {_MEASURED_BY.get(kind, 'of ' + kind)}, and of this one{more}"
         )
+    where = "" if of_die == 1 else f", most of them {gpu.architecture} GPUs"
     return (
         f"{ends_ns}x e^({factor:.4f} x {error.low:+.4f}) to x e^({factor:.4f} x "
         f"{error.high:+.4f}), the errors of {kind} over {error.count:,} predictions for GPUs whose "
-        f"die family was left out of the fit{more}"
+        f"die family was left out of the fit{where}{more}"
     )
 
 
@@ -388,7 +389,7 @@ class ErrorKinds(NamedTuple):
         # A factor of exactly 1 means that no overridden figure
         # acts on the kernel, so its time stays certain.
         kinds = np.where(matters, kinds, np.uint8(KINDS.index("kept"))).astype(np.uint8)
-        half_width = _widened("high", target, c)[kinds]
+        half_width = _widened("high", target, c)[kinds] * length_factors(kinds, predicted_ns, c)
         change = np.abs(np.log(overrides.factor))
         part = np.divide(change, half_width, out=np.zeros(len(half_width)), where=half_width > 0)
         return self._replace(overrides=kinds, part=np.minimum(part, 1.0))
@@ -407,16 +408,23 @@ def node_intervals(
     uncertainty: Uncertainty | None = None,
 ) -> tuple[F64, F64]:
     """Return the low and the high end of each node's time in ns."""
-    low, high = half_widths(errors, target, c, uncertainty)
+    low, high = half_widths(predicted_ns, errors, target, c, uncertainty)
     return predicted_ns * np.exp(-low), predicted_ns * np.exp(high)
 
 
 def half_widths(
-    errors: ErrorKinds, target: Gpu, c: Coefficients, uncertainty: Uncertainty | None = None
+    predicted_ns: F64,
+    errors: ErrorKinds,
+    target: Gpu,
+    c: Coefficients,
+    uncertainty: Uncertainty | None = None,
 ) -> tuple[F64, F64]:
     """Return the distance in ln from each prediction down and up to the ends of its interval."""
     ends = (_widened(end, target, c) for end in ("low", "high"))
-    parts = [(kinds, part) for kinds, part in errors.each if kinds.any()] or [errors.each[0]]
+    kinds_with_error = [each for each in errors.each if each[0].any()] or [errors.each[0]]
+    parts = [
+        (kinds, part * length_factors(kinds, predicted_ns, c)) for kinds, part in kinds_with_error
+    ]
     low, high = (np.sqrt(sum((part * e[kinds]) ** 2 for kinds, part in parts)) for e in ends)
     if uncertainty is None or not uncertainty.spread.any():
         return low, high
@@ -446,9 +454,8 @@ def compute_interval(
             continue
         # A call that repeats errs by the same factor each time, so its times add up first.
         _, distinct = deduplicate([call, kinds])
-        of_each = (
-            np.hypot(part * independent[kinds], more) if np.any(more) else part * independent[kinds]
-        )
+        own = part * independent[kinds] * length_factors(kinds, predicted_ns, c)
+        of_each = np.hypot(own, more) if np.any(more) else own
         each = np.bincount(distinct, weights=of_each * predicted_ns)
         in_class = np.bincount(_CLASS[kinds], weights=part * shared[kinds] * predicted_ns)
         variance += float((in_class**2).sum()) + float((each**2).sum())
@@ -476,7 +483,25 @@ def _widened(part: str, target: Gpu, c: Coefficients) -> F64:
     """Return a field of `Error` for each of `KINDS`."""
     return np.array(
         [
-            0.0 if kind == "kept" else getattr(c.errors[kind], part) * widening(target, c, kind)
+            getattr(c.errors[kind], part) * widening(target, c, kind) * _die_factor(target, c, kind)
+            if kind != "kept"
+            else 0.0
             for kind in KINDS
         ]
     )
+
+
+def _die_factor(target: Gpu, c: Coefficients, kind: str) -> float:
+    """Return the errors of a kind on a GPU's die over those on all; 1 if none was measured."""
+    of_die = c.errors[kind].dies.get(target.architecture, 1.0)
+    return of_die if has_measured_die(target, c) else 1.0
+
+
+def length_factors(kinds: U8, predicted_ns: F64, c: Coefficients) -> F64:
+    """Return the factors on the errors of these kinds at these predicted times, float64[n]."""
+    factors = np.ones(len(kinds))
+    for kind in np.unique(kinds):
+        if kind != KIND_AT["kept"]:
+            rows = kinds == kind
+            factors[rows] = c.errors[KINDS[kind]].of_length(predicted_ns[rows])
+    return factors

@@ -275,12 +275,12 @@ class _LibraryFactors(NamedTuple):
 
 
 # On Hopper from convolutions and recurrent layers on an H200 (2026-11-28-convolutions-h200). In
-# float32 cuDNN has kernels for Ampere of small tiles, Winograd's and Fourier's transforms: medians
-# of one sweep, which another tests (2026-11-28-convolutions-float32-h200). Gradients of filters of
-# volumes take 4 to 30 times as long. On
-# other GPUs from DeepBench's 16-bit convolutions of 32 channels and more with cuDNN 7.6; medians on
-# a V100 and a T4: 1.13 and 1.15 (convolutions), 1.34 and 1.24 (gradients of images), 1.31 and 1.78
-# (of filters); see benchmarks/predictions/deepbench. Recurrent layers were not measured there.
+# float32 cuDNN has Ampere's kernels of small tiles, Winograd's and Fourier's transforms: medians of
+# one sweep, which another tests (2026-11-28-convolutions-float32-h200). Gradients of filters of
+# volumes take 4 to 30 times as long. On other GPUs from DeepBench's 16-bit convolutions of 32
+# channels and more with cuDNN 7.6; medians on a V100 and a T4: 1.13 and 1.15 (convolutions), 1.34
+# and 1.24 (gradients of images), 1.31 and 1.78 (of filters); see benchmarks/predictions/deepbench.
+# Recurrent layers were not measured there.
 _LIBRARY_FACTORS = {
     PartKernel.CONVOLUTION: _LibraryFactors(0.92, 0.92, 2.0, 1.14),
     PartKernel.IMAGE_GRADIENT: _LibraryFactors(0.92, 1.0, 2.2, 1.3),

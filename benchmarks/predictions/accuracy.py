@@ -415,7 +415,11 @@ def coverage(folder: Path, fits: dict[str, Coefficients]) -> None:
             ]
             error = errors_of(other_cases, few[kind])
             measured = np.concatenate(
-                [case.error / case.widening for case in of_kind if case.target.name == name]
+                [
+                    case.error / case.widening / error.of_length(case.predicted_ns)
+                    for case in of_kind
+                    if case.target.name == name
+                ]
             )
             below, above = measured < error.low, measured > error.high
             inside.append(~below & ~above)

@@ -8,10 +8,11 @@ target the coefficients are refitted without its die family (H100 and H200 are o
 
   mean      of |predicted / measured - 1|, over 10 us and under, in percent
   baseline  the same by ratio of the source's time; by shape, of the roofline
-  inside    measured times in the 80% interval, in percent. Its width comes from the other families,
-            with the factor for a further family. The last row of a group is the mean of its targets
-  left out  the same, if the factor comes from the other families, too. The shipped factor is fitted
-            so that two thirds of the times of each target are inside, which this column tests
+  inside    measured times in the 80% interval, in percent, as on a GPU whose die was measured: its
+            width comes from the errors of all dies, and mostly of the target's, at other sizes
+            (every second m; every second call without one). The last row of a group is the mean of
+            its targets
+  left out  the same on a further die: width and factor come from the other families alone
 
 by shape: "datasheet" has the vendor's figures alone, "described" the shipped description. 8-bit
 and NVFP4 layers include the kernel that quantises the activations. NVFP4 is a dtype left out:
@@ -22,7 +23,7 @@ of the vector units are medians over fp32 layers of the same set.
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -31,13 +32,13 @@ import polars as pl
 from benchmarks.harness import given_folder
 from onerank.annotate import Gpu, load_gpu
 from onerank.annotate.models import roofline
-from onerank.annotate.models.coefficients import Coefficients
+from onerank.annotate.models.coefficients import Coefficients, Error, shipped
 from onerank.annotate.models.cost_model import Predict, PredictFromDescription
 from onerank.annotate.models.intervals import widening
 from onerank.annotate.models.scale_by_ratio import predict_by_ratio
 from onerank.ir.arrays import F64, Mask
 from tools.fit.attention_kernel_cases import kernel_cases
-from tools.fit.case_errors import errors_of, few_families, parted
+from tools.fit.case_errors import errors_by_kind, errors_of, few_families, parted
 from tools.fit.decode_cases import decode_cases, read_decodes
 from tools.fit.evaluate_fit import (
     Case,
@@ -57,6 +58,7 @@ from tools.fit.leave_one_out import (
     gemm_cases,
     memory_cases,
     models_without,
+    other_set_cases,
 )
 from tools.fit.measured_kernels import family, read_attention, read_products, read_table
 from tools.fit.narrow_gemm_cases import (
@@ -75,7 +77,7 @@ Cases = Callable[[ByShape, Measured], Iterable[Case]]
 
 
 class Level:
-    """The predictions of all groups with one knowledge of the target, and the factors from them.
+    """The predictions of all groups with one knowledge of the target, and the errors from them.
 
     Args:
         parts: the predictions, in parts of one kind.
@@ -88,22 +90,58 @@ class Level:
             name: few_families(part for part in parts if family(part.target) != name)
             for name in {family(part.target) for part in parts}
         }
+        self.at_other_sizes: dict[bool, dict[str, Error]] = {}
+        self.without: dict[tuple[str, str], Error | None] = {}
 
-    def width(self, kind: str, target: Gpu) -> tuple[float, float] | None:
-        """Return the bound of a kind for a target, with each of the two factors.
+    def held(self, part: Case) -> tuple[Mask, Mask | None]:
+        """Return which times are inside, on a measured and on a further die; None: no other GPU."""
+        measured = np.zeros(len(part.error), dtype=bool)
+        seen = replace(part, widening=widening(part.target, shipped(), part.kind))
+        half = _every_second(part)
+        for mask, odd in ((half, True), (~half, False)):
+            error = self._other_half(part.kind, odd=odd)
+            of_die = error.dies.get(family(part.target), 1.0)
+            bound = of_die * seen.widening * error.high * error.of_length(part.predicted_ns)
+            measured[mask] = (np.abs(part.error) <= bound)[mask]
+        other = self._without(part.kind, part.target)
+        if other is None:
+            return measured, None
+        bound = part.widening * other.high * other.of_length(part.predicted_ns)
+        return measured, np.abs(part.error) <= bound
 
-        None: no other GPU has predictions of the kind.
-        """
-        of_kind = [part for part in self.parts if part.kind == kind]
-        # Kinds of one family, such as "gemm_same_die", have the width of its other GPUs.
-        others = [part for part in of_kind if family(part.target) != family(target)]
-        others = others or [part for part in of_kind if part.target.name != target.name]
-        if not others:
-            return None
-        without = self.few_without[family(target)]
-        # A kind of one family has no factor of others: that of kinds with the least one.
-        left_out = without.get(kind, min(without.values(), default=1.0))
-        return errors_of(others, self.few[kind]).high, errors_of(others, left_out).high
+    def _other_half(self, kind: str, *, odd: bool) -> Error:
+        """Return the errors of a kind over the half of the sizes that is not `odd`."""
+        if odd not in self.at_other_sizes:
+            halves = [_rows_at(part, _every_second(part) != odd) for part in self.parts]
+            cases = [part for part in halves if len(part.error)]
+            self.at_other_sizes[odd] = errors_by_kind(cases, self.few, shipped())
+        return self.at_other_sizes[odd][kind]
+
+    def _without(self, kind: str, target: Gpu) -> Error | None:
+        """Return the errors of a kind on the other dies; None: no other GPU has predictions."""
+        if (kind, target.name) not in self.without:
+            of_kind = [part for part in self.parts if part.kind == kind]
+            # Kinds of one family, such as "gemm_same_die", have the width of its other GPUs.
+            others = [part for part in of_kind if family(part.target) != family(target)]
+            others = others or [part for part in of_kind if part.target.name != target.name]
+            factors = self.few_without[family(target)]
+            # A kind of one family has no factor of others: that of kinds with the least one.
+            factor = factors.get(kind, min(factors.values(), default=1.0))
+            error = errors_of(others, factor) if others else None
+            self.without[kind, target.name] = error
+        return self.without[kind, target.name]
+
+
+def _every_second(case: Case) -> Mask:
+    """Return which predictions have every second m, or are every second one, bool[d]."""
+    sizes, at = np.unique(case.rows, return_inverse=True)
+    return (at if len(sizes) > 1 else np.arange(len(case.rows))) % 2 == 0
+
+
+def _rows_at(case: Case, mask: Mask) -> Case:
+    """Return the case at these predictions."""
+    chosen = {name: getattr(case, name)[mask] for name in ("measured_ns", "predicted_ns", "rows")}
+    return replace(case, **chosen)
 
 
 def main() -> None:
@@ -121,11 +159,27 @@ def main() -> None:
     for name, level in levels.items():
         print(f"\nfactors for a further family, {name}:")
         print(", ".join(f"{kind} {factor:.3f}" for kind, factor in level.few.items()))
+    rows: list[list[float]] = []
     for name, cases in groups.items():
         baseline = [*cases(lambda _: roofline.predict_from_datasheet, lambda _: predict_by_ratio)]
         for kind in dict.fromkeys(case.kind for case in predicted[name]):
-            table(name, kind, predicted[name], baseline, levels[_level(name)])
+            rows += table(name, kind, predicted[name], baseline, levels[_level(name)])
+    distribution(rows)
     versions_apart(folder)
+
+
+def distribution(rows: list[list[float]]) -> None:
+    """Print how many shares of the tables are in each range."""
+    edges = (0, 65, 75, 85, 90, 100)
+    print("\nshares of the tables, in percent")
+    names = "".join(f"{f'{low} to {high}':>10}" for low, high in pairwise(edges))
+    print(f"{'':10}{'shares':>8}{names}{'mean':>8}")
+    for heading, columns in (("inside", (4, 5)), ("left out", (6, 7))):
+        every = np.array([row[column] for row in rows for column in columns])
+        shares = every[~np.isnan(every)]
+        counts, _ = np.histogram(shares, edges)
+        numbers = "".join(f"{count:10}" for count in counts)
+        print(f"{heading:10}{len(shares):8}{numbers}{shares.mean():8.1f}")
 
 
 def versions_apart(folder: Path) -> None:
@@ -189,6 +243,12 @@ def groups_of(folder: Path) -> tuple[dict[str, Cases], dict[str, Coefficients]]:
     groups: dict[str, Cases] = {
         "bf16 GEMMs, datasheet": bf16(by_datasheet),
         "bf16 GEMMs, described": bf16(as_shipped),
+        "bf16 GEMMs in other sets, datasheet": lambda by_shape, measured: [
+            *other_set_cases(folder, by_datasheet, by_shape, measured)
+        ],
+        "bf16 GEMMs in other sets, described": lambda by_shape, measured: [
+            *other_set_cases(folder, as_shipped, by_shape, measured)
+        ],
         "8-bit linear layers, datasheet": lambda by_shape, measured: linear_cases(
             linears, by_shape, measured, by_datasheet
         ),
@@ -233,8 +293,8 @@ def table(
     cases: list[Case],
     baseline: list[Case],
     level: Level,
-) -> None:
-    """Print error, baseline and coverage of one kind of a group, by target.
+) -> list[list[float]]:
+    """Print error, baseline and coverage of one kind of a group by target, and return the rows.
 
     Args:
         name: the group.
@@ -261,6 +321,7 @@ def table(
     columns = np.array(rows).T
     known = [mean(column, ~np.isnan(column)) for column in columns]
     print(f"{'mean':25}{text(known)}")
+    return rows
 
 
 def text(row: list[float]) -> str:
@@ -283,25 +344,24 @@ def mean(values: F64 | Mask, where: Mask) -> float:
 
 
 def inside(cases: list[Case], level: Level) -> list[float]:
-    """Return the percentages of times in the interval over and under 10 us, for both factors.
+    """Return the percentages of times in the interval over and under 10 us.
+
+    They are those on a measured die, and those on a further one.
 
     Args:
         cases: of one target.
         level: all predictions with this knowledge of the target.
     """
     parts = [part for case in cases for part in parted(case)]
-    widths = {kind: level.width(kind, cases[0].target) for kind in {part.kind for part in parts}}
-    bounded = [(part, width) for part in parts if (width := widths[part.kind])]
-    if not bounded:
-        return [float("nan")] * 4
-    long = np.concatenate([part.measured_ns > LONG_NS for part, _ in bounded])
-    figures: list[float] = []
-    for factor in (0, 1):
-        held = np.concatenate(
-            [np.abs(part.error) <= width[factor] * part.widening for part, width in bounded]
-        )
-        figures += [mean(held, long) * 100, mean(held, ~long) * 100]
-    return figures
+    long = np.concatenate([part.measured_ns > LONG_NS for part in parts])
+    held = [level.held(part) for part in parts]
+    measured = np.concatenate([on_measured for on_measured, _ in held])
+    figures = [mean(measured, long) * 100, mean(measured, ~long) * 100]
+    others = [on_other for _, on_other in held if on_other is not None]
+    if len(others) < len(held):
+        return [*figures, float("nan"), float("nan")]
+    further = np.concatenate(others)
+    return [*figures, mean(further, long) * 100, mean(further, ~long) * 100]
 
 
 if __name__ == "__main__":

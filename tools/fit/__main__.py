@@ -2,9 +2,10 @@
 
 import argparse
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import mean
 from typing import Any, cast
 
 import msgspec
@@ -12,12 +13,13 @@ import numpy as np
 
 from onerank.annotate.gpus.registry import load_gpu
 from onerank.annotate.kernel_db.database import open_library
-from onerank.annotate.models.coefficients import Coefficients, Error, shipped
+from onerank.annotate.models.coefficients import Coefficients, shipped
 from onerank.annotate.models.error_kinds import KINDS
+from onerank.annotate.models.gpu_distance import properties
 from onerank.annotate.recost.recost import source_gpu
 from onerank.ir.chakra import read
 from onerank.ir.errors import AnnotateError
-from tools.fit.case_errors import errors_of, few_families
+from tools.fit.case_errors import errors_by_kind, few_families
 from tools.fit.evaluate_fit import (
     STEP_KINDS,
     Case,
@@ -25,7 +27,7 @@ from tools.fit.evaluate_fit import (
     looked_up_cases,
 )
 from tools.fit.leave_one_out import datasheet_cases, every_case, fits_without, fitted
-from tools.fit.measured_kernels import read_attention, read_products
+from tools.fit.measured_kernels import family, read_attention, read_products
 from tools.fit.narrow_gemm_cases import read_linears
 
 _PROVENANCE = {
@@ -78,12 +80,6 @@ _PROVENANCE = {
 }
 
 
-def _errors_by_kind(cases: Sequence[Case], few: Mapping[str, float]) -> dict[str, Error]:
-    """Return the errors of each kind of case; `few` as from `few_families`."""
-    kinds = dict.fromkeys(case.kind for case in cases)
-    return {kind: errors_of((c for c in cases if c.kind == kind), few[kind]) for kind in kinds}
-
-
 def main() -> None:
     """Write the file."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
@@ -115,10 +111,11 @@ def main() -> None:
         parser.error(
             f"{options.data} lacks the measurements for the errors of {', '.join(missing)}"
         )
+    coefficients = fitted(products, read_attention(options.data), gpus, linears, options.data)
     few = few_families(cases)
-    errors = _errors_by_kind(cases, few) | kept
+    errors = errors_by_kind(cases, few, coefficients) | kept
     described = [*datasheet_cases(options.data, fits)]
-    by_datasheet = _errors_by_kind(described, few_families(described))
+    by_datasheet = errors_by_kind(described, few_families(described), coefficients)
     # Estimates that happen to be better than a description do not narrow an interval.
     datasheet_errors = {
         k: error for k, error in by_datasheet.items() if error.high > errors[k].high
@@ -131,14 +128,24 @@ def main() -> None:
         **_PROVENANCE,
     }
     coefficients = msgspec.structs.replace(
-        fitted(products, read_attention(options.data), gpus, linears, options.data),
+        coefficients,
         provenance=provenance,
         errors=errors,
+        dies=_dies(cases),
         datasheet_errors=datasheet_errors,
         # Measured by benchmarks/serving/step_intervals.py.
         shared_in_steps=shipped().shared_in_steps,
     )
     options.output.write_text(to_toml(coefficients), encoding="utf-8")
+
+
+def _dies(cases: Sequence[Case]) -> dict[str, float]:
+    """Return `Coefficients.dies`: the mean over the boards of a die."""
+    boards = {case.target.name: case.target.as_described for case in cases}.values()
+    rates: dict[str, list[float]] = {}
+    for gpu in boards:
+        rates.setdefault(family(gpu), []).append(properties(gpu)["flops_per_sm_and_cycle"])
+    return {die: mean(each) for die, each in sorted(rates.items())}
 
 
 def _few_text(few: dict[str, float]) -> str:

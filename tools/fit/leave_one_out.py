@@ -254,18 +254,21 @@ def gemm_cases(
         yield Case(kind, source, target, times, predicted_ns, products.shapes[:, 1])
 
 
-def same_die_cases(
-    folder: Path, described: Described, model: Callable[[str], Predict]
+def other_set_cases(
+    folder: Path,
+    described: Described,
+    by_shape: Callable[[str], PredictFromDescription],
+    model: Callable[[str], Predict],
 ) -> Iterator[Case]:
-    """Yield GEMMs of two SKUs of a die in each of the other benchmark sets.
+    """Yield GEMMs in each of the other benchmark sets, by shape and from another GPU.
 
-    A description has the sustained rate of one set. In another, with other boards and operands, the
-    GPUs' rates have another ratio, and that error is the same for all GEMMs that the clock limits.
+    A description has the sustained rate of one set. In another, with other boards and operands, a
+    GPU has another rate, and that error is the same for all GEMMs that the clock limits.
     """
-    for products in read_other_products(folder):
-        for case in gemm_cases(drawn(products), described, model):
-            if case.kind == "gemm_same_die":
-                yield case
+    for every in read_other_products(folder):
+        products = drawn(every)
+        yield from gemm_by_shape(products, by_shape, described)
+        yield from gemm_cases(products, described, model)
 
 
 def gemm_by_shape(
@@ -331,7 +334,8 @@ def datasheet_cases(folder: Path, fits: dict[str, Coefficients]) -> Iterator[Cas
     from_description, learned = models_without(fits)
     # Other GPUs known by their datasheet have the kind `gemm_uncalibrated` in `every_case`.
     cases = [c for c in gemm_cases(products, described, learned) if c.kind == "gemm_same_die"]
-    cases += same_die_cases(folder, described, learned)
+    of_sets = other_set_cases(folder, described, from_description, learned)
+    cases += [c for c in of_sets if c.kind != "gemm"]
     for case in gemm_cases(products, described, lambda _: scale_measured.predict_by_residual):
         cases.append(replace(case, kind="product"))
     cases += gemm_by_shape(products, from_description, described)
@@ -360,7 +364,7 @@ def every_case(folder: Path, fits: dict[str, Coefficients] | None = None) -> lis
     every_product, products = products, drawn(products)
     from_description, learned = models_without(fits)
     cases = [*gemm_cases(products, as_shipped, learned)]
-    cases += same_die_cases(folder, as_shipped, learned)
+    cases += other_set_cases(folder, as_shipped, from_description, learned)
     cases += same_die_steps(learned)
     for case in gemm_cases(products, as_by_datasheet(gpus), learned):
         cases.append(replace(case, kind="gemm_uncalibrated"))

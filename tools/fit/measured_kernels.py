@@ -95,7 +95,7 @@ def read_products(folder: Path, dtype: str = "bfloat16") -> Products:
 
 
 def read_other_products(folder: Path) -> list[Products]:
-    """Read the bf16 GEMMs of `linears.parquet`, one entry per benchmark set with two GPUs or more.
+    """Read the bf16 GEMMs of `linears.parquet`, one entry per benchmark set.
 
     Raises:
         FormatError: the file is not there or lacks a column.
@@ -110,8 +110,6 @@ def read_other_products(folder: Path) -> list[Products]:
         table = by_gpu.sort("gpu", *sizes).pivot(on="gpu", index=sizes, values="time_us")
         table = table.drop_nulls().sort(sizes)
         times_ns = _times(table, len(sizes))
-        if len(times_ns) < 2:
-            continue
         ones = np.ones(len(table))
         columns = [table[size].to_numpy().astype(np.float64) for size in sizes]
         shapes = np.stack([ones, *columns, 2 * ones, 2 * ones], axis=1)

@@ -15,6 +15,7 @@ import numpy as np
 import polars as pl
 import pytest
 from click.testing import CliRunner
+from error_width import error_width
 from notes import has_note, note_of
 from raised import raises_code
 
@@ -28,7 +29,6 @@ from onerank.annotate.kernel_db.database import (
     table_of,
     write_database,
 )
-from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.learned import predict_from_description
 from onerank.cli import annotate
 from onerank.ir import Device, Evidence, Graph, GraphBuilder, Job, Kind, StringTable
@@ -123,7 +123,7 @@ def test_a_row_of_the_call_gives_its_time_and_the_interval_of_look_ups(
     assert evidence(made) == [Evidence.LOOKED_UP, Evidence.CALIBRATED]
     rules = made.job.annotations[-1].details["rules"]
     assert rules["looked up: this call was measured on this GPU"] == 1
-    reach = math.hypot(shipped().errors[kind].high, math.log(24 / 22) / 2)
+    reach = math.hypot(error_width(kind, "A100", 20_000), math.log(24 / 22) / 2)
     first = np.flatnonzero(made.gpu_compute)[0]
     assert made.nodes.p10_ns[first] == round(20_000 * math.exp(-reach))
     assert made.nodes.p90_ns[first] == round(20_000 * math.exp(reach))

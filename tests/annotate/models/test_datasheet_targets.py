@@ -49,8 +49,16 @@ def test_intervals_have_the_errors_of_the_estimates(trace, mm, add, datasheet):
     c, gpu = shipped(), load_gpu(datasheet)
     # The trace is of an H200, so both are from an SKU of the same die.
     gemm, memory = (c.datasheet_errors[kind] for kind in ("gemm_same_die_long", "memory_same_die"))
+    times_ns = by_sheet.nodes.duration_ns[by_sheet.gpu_compute]
+    at_length = [
+        float(error.of_length(times_ns[[at]])[0]) for at, error in enumerate((gemm, memory))
+    ]
     assert reach(by_sheet) == pytest.approx(
-        [gemm.high * widening(gpu, c, "gemm_same_die_long"), memory.high], rel=1e-3
+        [
+            gemm.high * at_length[0] * widening(gpu, c, "gemm_same_die_long"),
+            memory.high * at_length[1],
+        ],
+        rel=1e-3,
     )
     assert reach(by_sheet)[0] > reach(described)[0]
     note_of(by_sheet.job.measurement.notes, "target-figures-estimated", "launch_floor_ns")

@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
+from error_width import error_width
 
 from onerank.annotate import explain, load_gpu, recost
-from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.models.features import kernels_of
 from onerank.annotate.models.learned import predict_from_description
 from onerank.annotate.models.misaligned_gemms import (
@@ -124,8 +124,10 @@ def test_another_die_is_unsure(gpt2):
     predicted = recost(gpt2, "A100", model="learned")
     rows = np.flatnonzero(predicted.gpu_compute)
     wide = np.log(predicted.nodes.p90_ns[rows] / predicted.nodes.duration_ns[rows])
-    kinds = [shipped().errors[kind].high for kind in ("memory_library_unmeasured", "gemm")]
-    assert wide == pytest.approx([kinds[0]] * 3 + [kinds[1]], abs=1e-3)
+    kinds = [*("memory_library_unmeasured",) * 3, "gemm"]
+    times_ns = predicted.nodes.duration_ns[rows]
+    widths = [error_width(*each) for each in zip(kinds, ["A100"] * 4, times_ns, strict=True)]
+    assert wide == pytest.approx(widths, abs=1e-3)
 
 
 def test_of_unmeasured_operators():

@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from error_width import error_width
 from notes import has_note, note_of
 from raised import raises_code
 
@@ -16,7 +17,6 @@ from onerank.annotate import OpClass, PassOptions, load_gpu, recost, summarise
 from onerank.annotate.kernel_db.calls import CallKey
 from onerank.annotate.kernel_db.database import Library, open_library
 from onerank.annotate.kernel_db.node_durations import at_one_clock
-from onerank.annotate.models.coefficients import shipped
 from onerank.annotate.passes.fuse_kernels import CHOICES, FuseChains
 from onerank.annotate.passes.host_time import scale_host
 from onerank.annotate.passes.overlap import SerializeOverlap
@@ -83,7 +83,7 @@ class TestTwiceTheSequence:
         assert resized.nodes.bytes_read[node] == 2 * 8192 * 3584
         assert resized.nodes.evidence[node] == Evidence.EXTRAPOLATED
         low, high = (getattr(resized.nodes, name)[node] for name in ("p10_ns", "p90_ns"))
-        width = shipped().errors["resized_memory"].high
+        width = error_width("resized_memory", "H200", longer_ns)
         assert low / resized.nodes.duration_ns[node] == pytest.approx(np.exp(-width), abs=1e-3)
         assert high / resized.nodes.duration_ns[node] == pytest.approx(np.exp(width), abs=1e-3)
         untouched = h200.gpu_compute & (h200.nodes.phase == Phase.OPTIMIZER)
@@ -108,8 +108,14 @@ class TestTwiceTheSequence:
             np.log(g.nodes.p90_ns[silu] / g.nodes.duration_ns[silu]) for g in (recosted, both)
         ]
         # of memory on an SKU of the die, and of memory at another size on top
-        sku, size = (shipped().errors[kind].high for kind in ("memory_same_die", "resized_memory"))
-        assert widths == pytest.approx([sku, np.hypot(sku, size)], abs=1e-3)
+        sku, longer_sku, size = (
+            error_width(kind, "H100", g.nodes.duration_ns[silu])
+            for kind, g in (
+                *(("memory_same_die", each) for each in (recosted, both)),
+                ("resized_memory", both),
+            )
+        )
+        assert widths == pytest.approx([sku, np.hypot(longer_sku, size)], abs=1e-3)
         evidence = both.nodes.evidence[both.gpu_compute]
         assert set(np.unique(evidence)) == {Evidence.CALIBRATED, Evidence.MEASURED}
 
