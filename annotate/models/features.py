@@ -194,7 +194,7 @@ class KernelFeatures:
         call: positions in `gemm` and `attention`, int64[n].
         gemm: `GemmShape` of the distinct calls, or zeros, float64[d, 6].
         scales: the `Scales` of each call, uint8[d].
-        attention: `AttentionShape` of the distinct calls, or zeros, float64[d, 11].
+        attention: `AttentionShape` of the distinct calls, or zeros, float64[d, 12].
         operator_ns: time of all kernels of the operator instance, float64[n].
         floor_share: shortest kernel of its class as a share of the description's launch floor,
             float64[n].

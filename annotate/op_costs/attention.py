@@ -53,6 +53,8 @@ class AttentionArguments:
             them.
         mask: position of the tensor that masks the scores or adds to them. None: no argument has
             it, or its time was not measured.
+        dropout: position of the probability of dropping a score. None: no argument has it, or its
+            time was not measured.
     """
 
     query: int
@@ -66,6 +68,7 @@ class AttentionArguments:
     pairs: int | None = None
     window: int | None = None
     mask: int | None = None
+    dropout: int | None = None
 
 
 class KeyWindow(NamedTuple):
@@ -222,7 +225,9 @@ def attention_formula(layout: AttentionArguments) -> Formula:
             bytes_read = call.input_bytes - value.nbytes
         mask_tensor = None if layout.mask is None else call.tensor(layout.mask)
         has_mask = mask_tensor is not None and len(mask_tensor.shape) > 1
-        flags = masked, int(layout.backward), of_last_tile, int(has_mask)
+        rate = None if layout.dropout is None else call.value(layout.dropout)
+        drops = isinstance(rate, float) and rate > 0
+        flags = masked, int(layout.backward), of_last_tile, int(has_mask), int(drops)
         shape = AttentionShape(*sizes, d, dv, *flags)
         return matmul_work(call, query, flops, bytes_read, attention=shape)
 
@@ -284,36 +289,46 @@ def boundaries_of(op: str) -> tuple[int, int] | None:
 _LAYOUTS = {
     # On a GPU FlashAttention aligns a causal mask with the last key (since its version
     # 2.1); its CPU counterpart, cuDNN's and the math kernel align it with the first.
-    "_scaled_dot_product_flash_attention": AttentionArguments(0, 4, lower_right=True),
+    "_scaled_dot_product_flash_attention": AttentionArguments(0, 4, lower_right=True, dropout=3),
     "_scaled_dot_product_flash_attention_for_cpu": AttentionArguments(0, 4),
-    "_scaled_dot_product_efficient_attention": AttentionArguments(0, 6),
-    "_scaled_dot_product_cudnn_attention": AttentionArguments(0, 6, mask=3),
+    "_scaled_dot_product_efficient_attention": AttentionArguments(0, 6, dropout=5),
+    "_scaled_dot_product_cudnn_attention": AttentionArguments(0, 6, mask=3, dropout=5),
     "_scaled_dot_product_fused_attention_overrideable": AttentionArguments(0, 5),
     "_scaled_dot_product_attention_math": AttentionArguments(0, 5),
     "scaled_dot_product_attention": AttentionArguments(0, 5),
     "_scaled_dot_product_flash_attention_backward": AttentionArguments(
-        1, 11, backward=True, lower_right=True
+        1, 11, backward=True, lower_right=True, dropout=10
     ),
     "_scaled_dot_product_flash_attention_for_cpu_backward": AttentionArguments(1, 7, backward=True),
-    "_scaled_dot_product_efficient_attention_backward": AttentionArguments(1, 11, backward=True),
+    "_scaled_dot_product_efficient_attention_backward": AttentionArguments(
+        1, 11, backward=True, dropout=9
+    ),
     "_scaled_dot_product_cudnn_attention_backward": AttentionArguments(
-        1, 14, backward=True, mask=8
+        1, 14, backward=True, mask=8, dropout=13
     ),
     "_flash_attention_forward": AttentionArguments(
-        0, 8, heads_first=False, lengths=3, longest=5, lower_right=True, window=11
+        0, 8, heads_first=False, lengths=3, longest=5, lower_right=True, window=11, dropout=7
     ),
     "_flash_attention_backward": AttentionArguments(
-        1, 11, heads_first=False, lengths=6, longest=8, backward=True, lower_right=True, window=15
+        1,
+        11,
+        heads_first=False,
+        lengths=6,
+        longest=8,
+        backward=True,
+        lower_right=True,
+        window=15,
+        dropout=10,
     ),
     "_efficient_attention_forward": AttentionArguments(
-        0, 9, heads_first=False, lengths=4, longest=6
+        0, 9, heads_first=False, lengths=4, longest=6, dropout=8
     ),
     "_efficient_attention_backward": AttentionArguments(
-        1, 14, heads_first=False, lengths=6, longest=8, backward=True
+        1, 14, heads_first=False, lengths=6, longest=8, backward=True, dropout=11
     ),
-    "_cudnn_attention_forward": AttentionArguments(0, 10, lengths=4, longest=6, mask=3),
+    "_cudnn_attention_forward": AttentionArguments(0, 10, lengths=4, longest=6, mask=3, dropout=9),
     "_cudnn_attention_backward": AttentionArguments(
-        1, 14, lengths=9, longest=11, backward=True, mask=8
+        1, 14, lengths=9, longest=11, backward=True, mask=8, dropout=13
     ),
     # Higher-order operators; a capture without a device adds the number of pairs.
     "flex_attention": AttentionArguments(0, None, pairs=9),

@@ -172,8 +172,9 @@ class AttentionShape(NamedTuple):
         backward: 1 for the backward pass, 0 for the forward.
         window: keys that the last tile of queries sees, if a window hides keys; 0 without one.
         mask: 1 if a tensor masks the scores or adds to them, else 0.
+        dropout: 1 if the call drops scores at random, else 0.
 
-    Arrays of calls without a window or a mask may lack the last columns.
+    Arrays of calls without a window, a mask or dropout may lack the last columns.
     """
 
     batch: int
@@ -187,6 +188,7 @@ class AttentionShape(NamedTuple):
     backward: int
     window: int = 0
     mask: int = 0
+    dropout: int = 0
 
     @property
     def sizes(self) -> AttentionSizes:

@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onerank.annotate.gpus.gpu import Gpu
+from onerank.annotate.models.attention_factors import ShapeFactors, shape_factors
 from onerank.annotate.models.attention_kernels import (
     BY_SCHEDULE,
     Resolution,
-    ShapeFactors,
     divided_prefill_terms,
     divided_prefills,
     family_of_operator,
@@ -23,7 +23,6 @@ from onerank.annotate.models.attention_kernels import (
     resolve_unmeasured,
     runs_on,
     scheduled_forwards,
-    shape_factors,
     slowdown_of,
 )
 from onerank.annotate.models.attention_time import AttentionTerms, has_few_queries, is_latent
@@ -46,7 +45,7 @@ class _Nodes:
     """The n operators of a capture, with the attention kernels that they name.
 
     Attributes:
-        shapes: `AttentionShape` of each node, zeros for other operators, float64[n, 11].
+        shapes: `AttentionShape` of each node, zeros for other operators, float64[n, 12].
         families: `family_of_operator` of each node.
         target: GPU they are predicted for.
         record: terms of the predictions, updated in place; None to record none.
@@ -188,7 +187,7 @@ class _FusedCalls:
     """The calls of attention among n nodes, as the target's usual kernel computes them.
 
     Attributes:
-        shapes: `AttentionShape` of each node, float64[n, 11].
+        shapes: `AttentionShape` of each node, float64[n, 12].
         backward: whether it is a backward pass, bool[n].
         rules: the rule that predicted it, uint8[n].
         above_ns: its time above the launch floor, float64[n].
@@ -280,6 +279,8 @@ def _swap_by_shape(
         small = calls.half[rows] & (shapes[:, _WIDTHS].max(axis=1) <= blocks.widest)
         of_blocks = blocks.above_floor_ns(target, shapes[small], training=calls.training)
         factors[small] = of_blocks / np.maximum(calls.above_ns[rows][small], 1.0)
+    added_ns = by_shape.dropout_ns(target, shapes, training=calls.training)
+    factors += added_ns / np.maximum(calls.above_ns[rows], 1.0)
     scheduled = scheduled_forwards(family, target, shapes)
     terms = None
     if scheduled.any():

@@ -10,7 +10,7 @@ from onerank.annotate import load_gpu
 from onerank.annotate.gpus.gpu import Gpu
 from onerank.annotate.gpus.registry import with_figures
 from onerank.annotate.gpus.spec_schema import Figure
-from onerank.annotate.models.attention_kernels import shape_factors
+from onerank.annotate.models.attention_factors import shape_factors
 from onerank.annotate.models.attention_time import attention_ns
 from onerank.annotate.models.coefficients import AttentionCoefficients, shipped
 from onerank.annotate.models.features import kernels_of

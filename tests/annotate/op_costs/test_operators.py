@@ -199,12 +199,14 @@ def test_the_last_queries_of_a_sequence_see_all_keys_before_them():
     assert found == 2 * 2 * 8 * (32 * 96 + triangle) * (64 + 64)
 
 
+@pytest.mark.parametrize("rate", [0.0, 0.1])
 @pytest.mark.parametrize("mask", [NONE, (BF16, [2, 1, 128, 128])])
-def test_attention_of_cudnn_has_the_mask_that_its_operator_takes(mask):
-    values = [None] * 10 + [False]
+def test_attention_of_cudnn_has_the_mask_and_the_dropout_that_its_operator_takes(mask, rate):
+    values = [None] * 9 + [rate, False]
     found = record("_cudnn_attention_forward", [*QKV, mask], QKV[:1], values)
     assert found.attention is not None
     assert found.attention.mask == (mask is not NONE)
+    assert found.attention.dropout == (rate > 0)
 
 
 def test_decode_of_latent_attention_is_the_same_by_torchs_kernel():
