@@ -315,17 +315,17 @@ def few_families(cases: Iterable[Case]) -> dict[str, float]:
             name: errors_of(case for case in of_kind if name not in _groups_of(case))
             for name in names
         }
-        ratios: dict[str, list[F64]] = {}
+        by_family: dict[str, list[F64]] = {}
         for case in of_kind:
             name = next(name for name in _groups_of(case) if name in bounds)
             ratio = np.abs(_over(case, bounds[name]))
-            ratios.setdefault(name, []).append(ratio)
+            by_family.setdefault(name, []).append(ratio)
             gpu = case.target.name
             predicted.setdefault((kind, gpu, True), {}).setdefault(kind, []).append(ratio)
             for long in (True, False):
                 group = measured.setdefault((_any_length(kind), gpu, long), {})
                 group.setdefault(kind, []).append(ratio[(case.measured_ns > SHORT_NS) == long])
-        every += [np.concatenate(each) for each in ratios.values()]
+        every += [np.concatenate(each) for each in by_family.values()]
     # The mean of the shares grows with the factor, so the factor is a quantile in which every
     # kind and family has the same weight.
     mean = max(1.0, _bound(every)) if every else 1.0
