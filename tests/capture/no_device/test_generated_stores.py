@@ -78,3 +78,30 @@ def test_an_atomic_addition_reads_what_it_changes():
     reads, writes = kernel.operands((index, rows, table, 6400))
     moved = [[torch.Size(tensor.shape).numel() for tensor in each] for each in (reads, writes)]
     assert moved == [[100, 6400, 6400], [6400]]
+
+
+ONE_AXIS = """\
+def triton_poi_fused_cat_1(in_ptr0, in_ptr1, out_ptr0, xnumel, XBLOCK : tl.constexpr):
+    xnumel = 262144
+    xoffset = tl.program_id(0) * XBLOCK
+    xindex = xoffset + tl.arange(0, XBLOCK)[:]
+    x2 = xindex
+    x0 = (xindex % 1024)
+    x1 = xindex // 1024
+    tmp5 = tl.load(in_ptr0 + (x1 + 256*((x0 % 512)) + 65536*(x0 // 512)), tmp4, other=0.0)
+    tmp12 = tl.load(in_ptr0 + (131072 + x1 + 256*((-512) + x0)), tmp9, other=0.0)
+    tmp13 = tl.load(in_ptr1 + (x0 + 1024*((x1 % 512))), None)
+    tl.store(out_ptr0 + (x2), tmp16, None)
+"""
+
+
+def test_a_kernel_of_one_axis_waits_for_the_sectors_of_transposed_loads():
+    """Its threads take the time of 165 instructions for each element; along rows they do not."""
+    args = (*(torch.empty(1024, 256) for _ in range(2)), torch.empty(256, 1024), 262144)
+    kernel = KernelAccesses.of("triton_poi_fused_cat_1", ONE_AXIS)
+    along = ONE_AXIS.replace("x1 + 256*((x0 % 512)) + 65536*(x0 // 512)", "x2")
+    along = along.replace("131072 + x1 + 256*((-512) + x0)", "131072 + x2")
+    of_rows = KernelAccesses.of("triton_poi_fused_cat_1", along)
+    assert (kernel.gathered, of_rows.gathered) == ({"in_ptr0"}, set())
+    waits = kernel.instructions + 165 - of_rows.instructions
+    assert kernel.work(args).instructions - of_rows.work(args).instructions == round(waits * 262144)
