@@ -13,6 +13,8 @@ from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
 
+from onerank.capture.no_device.package_files import is_package_file
+
 # Reads of one place. An episode of an environment has up to 1,000 steps, and reads an action in
 # each of them.
 _MOST_READS = 1_024
@@ -23,9 +25,6 @@ _MOST_COUNTED_READS = 100_000
 
 # Iterators that never end: those of itertools.
 _ENDLESS = ("count", "cycle", "repeat")
-
-# The code of these reads on behalf of a script, and its loops end.
-_PASSED = ("/torch/", "/onerank/")
 
 _FINITE = (ast.For, ast.AsyncFor, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
@@ -96,7 +95,8 @@ def endless_loop() -> EndlessLoop | None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
-        if not any(part in code.co_filename for part in _PASSED):
+        # torch and this package read on behalf of a script, and their loops end.
+        if not is_package_file(code.co_filename):
             for loop in _loops_around(code, frame.f_lineno):
                 if loop.is_endless:
                     reads = _reads_of_endless(frame, loop, (*path,), nested)

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from onerank.capture.fake_tensors import is_computable, is_integral
 from onerank.capture.no_device.endless_loops import endless_loop
 from onerank.capture.no_device.event_log import EventLog
+from onerank.capture.no_device.package_files import ONERANK, TORCH, is_package_file
 from onerank.capture.no_device.passing_checks import passing_value
 from onerank.ir.errors import CaptureError
 from onerank.ir.notes import Note
@@ -127,10 +128,6 @@ class Known:
         if hasattr(tensor, self.ATTRIBUTE):
             # By storage, since views of the tensor have numbers of their own.
             self._spoiled.add(self._storages.number(tensor))
-
-
-# Frames of these packages lie between the line that calls an operator and the operator.
-_PASSED = ("torch/", "onerank/")
 
 
 class UnknownValues:
@@ -341,16 +338,13 @@ def _path_in_library(file: str) -> str:
     root = next((each for each in _import_roots() if file.startswith(each)), None)
     if root is None or root == _STANDARD_LIBRARY:
         return ""
-    path = file.removeprefix(root)
-    return "" if path.startswith(_PASSED) else path
+    return "" if is_package_file(file) else file.removeprefix(root)
 
 
 def _innermost_line() -> tuple[str, int]:
     """Return the file and the line that run, of the script or of a library that it calls."""
     frame: Any = sys._getframe(1)
-    while frame.f_back is not None and any(
-        f"/{name}" in frame.f_code.co_filename for name in _PASSED
-    ):
+    while frame.f_back is not None and is_package_file(frame.f_code.co_filename):
         frame = frame.f_back
     return frame.f_code.co_filename, frame.f_lineno
 
@@ -364,7 +358,10 @@ def _import_roots() -> list[str]:
 
 
 # Modules between an operator and the line that reads its result, which check only arguments.
-_DISPATCH = ("onerank/", "torch/_subclasses/", "torch/utils/", "torch/_ops.py", "torch/_tensor.py")
+_DISPATCH = (
+    ONERANK,
+    *(f"{TORCH}{name}" for name in ("_subclasses/", "utils/", "_ops.py", "_tensor.py")),
+)
 
 
 def _passing_value() -> bool:
@@ -376,9 +373,9 @@ def _passing_value() -> bool:
     frame: Any = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename
-        if not any(f"/{name}" in path for name in _DISPATCH):
+        if not path.startswith(_DISPATCH):
             value = passing_value(frame)
-            if value is not None or not any(f"/{name}" in path for name in _PASSED):
+            if value is not None or not is_package_file(path):
                 return bool(value)
         frame = frame.f_back
     return False

@@ -261,7 +261,8 @@ def library_line(error: BaseException, script: Path) -> str:
     The standard library does not count, since argparse exits for a wrong argument of the script.
     """
     # Frames of onerank below the script's are hooks, such as the replaced os._exit.
-    ours = (str(_PACKAGE), str(_PACKAGE.resolve()), sysconfig.get_path("stdlib") + os.sep, "<")
+    libraries = (str(_PACKAGE), str(_PACKAGE.resolve()), sysconfig.get_path("stdlib"))
+    ours = (*(directory + os.sep for directory in libraries), "<")
     stack = traceback.extract_tb(error.__traceback__)
     installed = sysconfig.get_path("purelib")
     frames = [

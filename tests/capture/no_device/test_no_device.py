@@ -715,6 +715,21 @@ def test_bad_input_names_its_place(text, options, code, tmp_path):
         assert "train.py:6" in done.stderr
 
 
+def test_a_script_in_a_directory_with_the_name_of_a_package(tmp_path):
+    """Its checks pass, and its endless loops end, as in any other directory."""
+    for package in ("onerank", "torch"):
+        directory = tmp_path / package
+        directory.mkdir()
+        checked = SOLVER.replace("while", "assert (model(rows) > 0).all()\n    while")
+        path = script(directory, STEP.replace("INPUT", checked))
+        done = run_command(
+            "capture", "run", path, "--device", "none", "-o", tmp_path / f"{package}.et"
+        )
+        assert done.returncode == 2
+        assert "error[no-device-endless-loop]" in done.stderr
+        assert "train.py:7" in done.stderr
+
+
 def test_too_few_steps_are_counted_without_windows(tmp_path):
     """There is no warm-up without a device; its option would not help."""
     path = script(
