@@ -3,7 +3,8 @@
 `patched` replaces a symbol where it is defined, for the duration of a context; `rebound` also where
 modules have imported it. They refuse a symbol or a module that `patch_registry` does not list,
 and modules that patch one symbol in another order than it says. `replaced` changes an object that
-the script defines, and `after_import` patches a module once the script imports it.
+the script defines, `overridden_kernels` kernels of operators, and `after_import` patches a module
+once the script imports it.
 
 `live` returns objects that exist already when a patch is installed, and `untraced` keeps Dynamo out
 of a replacement.
@@ -16,7 +17,8 @@ import itertools
 import operator
 import sys
 import sysconfig
-from collections.abc import Callable, Generator, Mapping
+import warnings
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -99,6 +101,28 @@ def replaced(owner: Any, name: str, by: Any) -> Generator[None]:
             delattr(owner, name)
         else:
             setattr(owner, name, original)
+
+
+@contextlib.contextmanager
+def overridden_kernels(
+    namespace: str, kernels: Iterable[tuple[str, str, Callable[..., Any]]]
+) -> Generator[None]:
+    """Override kernels of torch's operators while the context lasts.
+
+    Args:
+        namespace: of the operators, such as "aten".
+        kernels: operator without namespace, dispatch key, and the kernel that replaces torch's.
+    """
+    library: Any = _torch.library.Library(namespace, "IMPL")
+    try:
+        with warnings.catch_warnings():
+            # torch warns although `allow_override=True` states the intent.
+            warnings.filterwarnings("ignore", r"(?s).*Overriding a previously registered kernel")
+            for name, key, kernel in kernels:
+                library.impl(name, kernel, key, allow_override=True)
+        yield
+    finally:
+        library._destroy()
 
 
 @contextlib.contextmanager

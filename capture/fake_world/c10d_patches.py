@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from onerank.capture.fake_world.message_payloads import ObjectCollectives
-from onerank.capture.patches import patched, rebound, untraced
+from onerank.capture.patches import overridden_kernels, patched, rebound, untraced
 from onerank.ir.errors import CaptureError, CaptureWarning
 
 if TYPE_CHECKING:
@@ -159,22 +159,18 @@ def override(
         undo: restores torch's kernels.
     """
     functions: dict[str, Callable[..., Any]] = {}
-    library: Any = _torch.library.Library("c10d", "IMPL")
-    undo.callback(library._destroy)
-    with warnings.catch_warnings():
-        # torch warns although `allow_override=True` states the intent.
-        warnings.filterwarnings("ignore", r"(?s).*Overriding a previously registered kernel")
-        for name, arguments in group_operators():
-            emulated = kernels.get(name)
-            if emulated is None:
-                kernel = _refusing(refusal, name, _UNKNOWN)
-            else:
-                kernel = _with_schema_names(arguments, emulated)
-            functions[name] = kernel
-            for key in ("CPU", "CUDA", "Meta"):
-                library.impl(name, kernel, key, allow_override=True)
-            for key in ("SparseCPU", "SparseCUDA"):
-                library.impl(name, _refusing(refusal, name, SPARSE), key, allow_override=True)
+    overrides: list[tuple[str, str, Callable[..., Any]]] = []
+    for name, arguments in group_operators():
+        emulated = kernels.get(name)
+        if emulated is None:
+            kernel = _refusing(refusal, name, _UNKNOWN)
+        else:
+            kernel = _with_schema_names(arguments, emulated)
+        functions[name] = kernel
+        overrides += [(name, key, kernel) for key in ("CPU", "CUDA", "Meta")]
+        refused = _refusing(refusal, name, SPARSE)
+        overrides += [(name, key, refused) for key in ("SparseCPU", "SparseCUDA")]
+    undo.enter_context(overridden_kernels("c10d", overrides))
     return functions
 
 

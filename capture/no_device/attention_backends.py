@@ -6,7 +6,6 @@ torch chooses in C++, by a function that only a CUDA build has.
 import contextlib
 import functools
 import os
-import warnings
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +16,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend
 
 from onerank.capture.no_device.emulated_gpu import MOST_FLASH_HEAD, EmulatedGpu
-from onerank.capture.patches import rebound
+from onerank.capture.patches import overridden_kernels, rebound
 
 _torch: Any = torch
 # GPUs for which torch prefers cuDNN's attention: measured on an H100 and an H200 with torch 2.11,
@@ -62,20 +61,13 @@ def choose_attention(gpu: EmulatedGpu) -> Generator[None]:
             )
         return attention(query, *args, **kwargs)
 
-    # Graphs of torch.export call the operator, for which C++ would choose as on a CPU.
-    library: Any = _torch.library.Library("aten", "IMPL")
-    with warnings.catch_warnings():
-        # torch warns although `allow_override=True` states the intent.
-        warnings.filterwarnings("ignore", r"(?s).*Overriding a previously registered kernel")
-        library.impl("scaled_dot_product_attention", operator, "AutogradCUDA", allow_override=True)
-    try:
-        with (
-            rebound("torch.nn.functional", {"scaled_dot_product_attention": attention}),
-            rebound("torch.backends.cuda", _usable_backends(gpu)),
-        ):
-            yield
-    finally:
-        library._destroy()
+    with (
+        # Graphs of torch.export call the operator, for which C++ would choose as on a CPU.
+        overridden_kernels("aten", [("scaled_dot_product_attention", "AutogradCUDA", operator)]),
+        rebound("torch.nn.functional", {"scaled_dot_product_attention": attention}),
+        rebound("torch.backends.cuda", _usable_backends(gpu)),
+    ):
+        yield
 
 
 def _usable_backends(gpu: EmulatedGpu) -> dict[str, Callable[..., bool]]:

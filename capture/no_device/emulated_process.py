@@ -49,7 +49,7 @@ from onerank.capture.no_device.saved_files import SavedFiles
 from onerank.capture.no_device.tensor_values import UnknownValues
 from onerank.capture.no_device.torch_without_gpu import torch_without_gpu
 from onerank.capture.parallelize.experts.routing import Routing
-from onerank.capture.patches import after_import, patched, rebound
+from onerank.capture.patches import after_import, overridden_kernels, patched, rebound
 from onerank.capture.profiling.allocator_snapshots import ByMemoryClass, sizes_of
 from onerank.capture.profiling.step_memory import resident_storages
 from onerank.ir.errors import ScriptError
@@ -245,8 +245,7 @@ class EmulatedProcess:
         with unset_fake_temporarily():
             return self._fake.from_tensor(tensor)
 
-    @contextlib.contextmanager
-    def _scalar_reads(self) -> Generator[None]:
+    def _scalar_reads(self) -> contextlib.AbstractContextManager[None]:
         """Let C++ read the scalar tensors in a list that becomes a tensor.
 
         `torch.tensor([x, 1])`, `x.new_tensor([x])` and `torch.LongTensor([x])` read each element by
@@ -261,16 +260,9 @@ class EmulatedProcess:
             # `tolist` of a scalar reads memory. `item` would call this operator again.
             return read_real(tensor.reshape(()))
 
-        library: Any = _torch.library.Library("aten", "IMPL")
-        with warnings.catch_warnings():
-            # torch warns although `allow_override=True` states the intent.
-            warnings.filterwarnings("ignore", r"(?s).*Overriding a previously registered kernel")
-            for device in ("CPU", "CUDA"):
-                library.impl("_local_scalar_dense", read, device, allow_override=True)
-        try:
-            yield
-        finally:
-            library._destroy()
+        return overridden_kernels(
+            "aten", [("_local_scalar_dense", device, read) for device in ("CPU", "CUDA")]
+        )
 
     def _compile_kernel(self, kernel_source: str, kernel_name: str, *_: Any, **__: Any) -> Any:
         """Return a kernel of CUDA source, as `torch.cuda._compile_kernel` does."""

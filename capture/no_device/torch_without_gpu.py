@@ -20,7 +20,7 @@ from onerank.capture.no_device.operators.functional_collectives import (
     fused_products,
     waits_at_first_use,
 )
-from onerank.capture.patches import after_import, patched, rebound, resolve
+from onerank.capture.patches import after_import, overridden_kernels, patched, rebound, resolve
 
 _torch: Any = torch
 _determine_layout: Any = _torch._C._conv_determine_backend_memory_format
@@ -138,20 +138,13 @@ def operators_of_a_gpu() -> tuple[str, ...]:
     return tuple(name.removeprefix("aten::") for name in of_aten if has_kernel_of_a_gpu(name))
 
 
-@contextlib.contextmanager
-def _gpu_kernels() -> Generator[None]:
+def _gpu_kernels() -> contextlib.AbstractContextManager[None]:
     """Let operators count as kernels of a GPU that only a CUDA build has.
 
     Without a CUDA kernel the dispatcher takes the operator's formula instead (for `silu_backward`
     five operators), before it asks the mode.
     """
-    library: Any = _torch.library.Library("aten", "IMPL")
-    for name in operators_of_a_gpu():
-        library.impl(name, _not_here, "CUDA")
-    try:
-        yield
-    finally:
-        library._destroy()
+    return overridden_kernels("aten", [(name, "CUDA", _not_here) for name in operators_of_a_gpu()])
 
 
 def _has_foreach(tensors: Sequence[Tensor | None], device: torch.device) -> bool:
