@@ -34,6 +34,11 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:_LINE]
 
 
+def division(number: int, divisor: int) -> str:
+    """Return a division with remainder as text for an error, as in "15 = 2 x 7 + 1"."""
+    return f"{number} = {divisor} x {number // divisor} + {number % divisor}"
+
+
 class OneRankError(Exception):
     """Base of all errors that a user can cause and correct; commands exit with status 2.
 

@@ -10,7 +10,7 @@ from torch import nn
 from onerank.capture.serving.compositions import VOCABULARY_MULTIPLE
 from onerank.capture.serving.routed_experts import route_tokens
 from onerank.capture.serving.step_attention import ATTENTION, step_attention
-from onerank.ir.errors import CaptureError
+from onerank.ir.errors import CaptureError, division
 
 
 def read_config(path: Path) -> Any:
@@ -120,7 +120,7 @@ def _check_heads(file: Path, config: Any) -> None:
         if heads % kv_heads:
             raise CaptureError(
                 f"{file}: {kv_heads} key-value heads do not divide {heads} attention heads "
-                f"({heads} = {heads // kv_heads} x {kv_heads} + {heads % kv_heads})",
+                f"({division(heads, kv_heads)})",
                 code="serve-model-unknown",
             )
 

@@ -6,7 +6,7 @@ import numpy as np
 from onerank.converters.expand.ranks import with_peers, with_roots
 from onerank.ir import Collective, Graph, Job, ProcessGroup, RankClass, World, axis_of
 from onerank.ir.arrays import I64
-from onerank.ir.errors import ExportError
+from onerank.ir.errors import ExportError, division
 from onerank.ir.notes import Note
 
 AXIS = "dp"
@@ -104,7 +104,7 @@ def _check_experts(old: World, new: World) -> None:
     if old.ep > 1 and after % old.ep:
         raise ExportError(
             f"--dp {new.sizes[AXIS]}: ep {old.ep} does not divide cp * dp = {after} "
-            f"({after} = {old.ep} x {after // old.ep} + {after % old.ep})",
+            f"({division(after, old.ep)})",
             code="dp-indivisible-experts",
         )
     if old.ep > 1 and before == old.ep < after:

@@ -20,7 +20,7 @@ from onerank.capture.parallelize.context.partial_attention import (
     attend,
     attend_backward,
 )
-from onerank.ir.errors import SliceError
+from onerank.ir.errors import SliceError, division
 
 _aten: Any = torch.ops.aten
 
@@ -89,7 +89,7 @@ def packing_of(documents: Tensor, rank: int, size: int) -> Packing:
     if odd is not None:
         raise SliceError(
             f"--cp-comm p2p cuts each packed sequence into 2 x {size} = {2 * size} chunks, and one "
-            f"has {odd} tokens ({odd} = {2 * size} x {odd // (2 * size)} + {odd % (2 * size)}): "
+            f"has {odd} tokens ({division(odd, 2 * size)}): "
             "pad each, as for TransformerEngine's thd format, or use --cp-comm all_gather",
             code="cp-packed-indivisible",
         )

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from onerank.ir.errors import SliceError
+from onerank.ir.errors import SliceError, division
 
 
 @dataclass(frozen=True)
@@ -164,8 +164,8 @@ def check_widths(query: Tensor, value: Tensor) -> None:
     for what, width in (("heads", query.shape[-1]), ("values", value.shape[-1])):
         if query.is_cuda and width % 8:
             raise SliceError(
-                f"--cp: attention {what} have {width} features ({width} = 8 x {width // 8} + "
-                f"{width % 8}); the kernels on CUDA need a multiple of 8",
+                f"--cp: attention {what} have {width} features ({division(width, 8)}); "
+                "the kernels on CUDA need a multiple of 8",
                 code="cp-head-width",
             )
 

@@ -48,7 +48,7 @@ from onerank.capture.parallelize.context.partial_attention import (
     attend_backward,
     check_widths,
 )
-from onerank.ir.errors import SliceError
+from onerank.ir.errors import SliceError, division
 
 
 def chunks_of(group: dist.ProcessGroup) -> tuple[int, int]:
@@ -380,8 +380,8 @@ class Context:
         if length % (2 * size):
             raise SliceError(
                 f"--cp {size} cuts the sequence into 2 x {size} = {2 * size} chunks, and the "
-                f"sequence has {length} tokens ({length} = {2 * size} x {length // (2 * size)} + "
-                f"{length % (2 * size)}): pad or cut the batch",
+                f"sequence has {length} tokens ({division(length, 2 * size)}): "
+                "pad or cut the batch",
                 code="cp-sequence-indivisible",
             )
         parts = x.chunk(2 * size, dim=1)

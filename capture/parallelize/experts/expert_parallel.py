@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from onerank.capture.fake_tensors import on_gpu
 from onerank.capture.parallelize.autograd_collectives import all_gather, reduce_scatter
 from onerank.capture.parallelize.experts.routing import BALANCED, GroupRank, Routing, StaticRouting
-from onerank.ir.errors import SliceError
+from onerank.ir.errors import SliceError, division
 
 
 class ExchangeRows(torch.autograd.Function):
@@ -329,8 +329,7 @@ def _keep_experts(module: Any, name: str, group: dist.ProcessGroup) -> None:
     size, experts = group.size(), module.num_experts
     if experts % size:
         raise SliceError(
-            f"--ep {size} must divide {name}'s {experts} experts "
-            f"({experts} = {size} x {experts // size} + {experts % size})",
+            f"--ep {size} must divide {name}'s {experts} experts ({division(experts, size)})",
             code="ep-indivisible-experts",
         )
     # The forward of transformers reads its number of experts here.

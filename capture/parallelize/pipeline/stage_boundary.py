@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from onerank.capture.fake_tensors import as_subclass
+from onerank.capture.parallelize.tensor.sequence_parallel import shard_length
 from onerank.ir.errors import SliceError
 
 
@@ -168,19 +169,11 @@ class StageBoundary:
             SliceError: the number of shards does not divide a sequence.
         """
         anchor = self.scalar(device).requires_grad_()
-        shapes = [(*batch, self._shard_length(length), self.hidden) for *batch, length in id_shapes]
+        shapes = [
+            (*batch, shard_length(length, self.shards), self.hidden) for *batch, length in id_shapes
+        ]
         received: Any = _Receive.apply(anchor, self, *shapes)
         return received
-
-    def _shard_length(self, length: int) -> int:
-        if length % self.shards:
-            raise SliceError(
-                f"--sp: --tp {self.shards} must divide the sequence of {length} tokens ({length} = "
-                f"{self.shards} x {length // self.shards} + {length % self.shards}): pad or cut "
-                "the batch",
-                code="sp-sequence-indivisible",
-            )
-        return length // self.shards
 
     def whole_sequence_placeholder(self, hidden: Tensor) -> Tensor:
         """Return a placeholder with the shape of the whole sequence for one shard.

@@ -14,7 +14,7 @@ from onerank.capture.parallelize.hugging_face import Conv1D, PreTrainedModel
 from onerank.capture.parallelize.tensor.linear import matrix_of
 from onerank.capture.parallelize.tensor.plan_file import whole_plan, without_plan
 from onerank.capture.parallelize.tensor.shard_parameters import LARGEST_SIZE
-from onerank.ir.errors import SliceError
+from onerank.ir.errors import SliceError, division
 
 TensorParallelStyle = Literal["megatron", "hf"]
 
@@ -99,7 +99,6 @@ def check_sizes(model: PreTrainedModel, size: int) -> None:
     for attribute, value in counts:
         if _fits(attribute, value, size):
             continue
-        remainder = f"{value} = {size} x {value // size} + {value % size}"
         if attribute == "vocab_size":
             padded = -(-value // (128 * size)) * 128 * size
             remedy = (
@@ -115,7 +114,7 @@ def check_sizes(model: PreTrainedModel, size: int) -> None:
         counted, code = _DIVIDED[attribute]
         raise SliceError(
             f"--tp {size} must divide{or_multiple} the model's {value} {counted} "
-            f"({remainder})\n  {remedy}",
+            f"({division(value, size)})\n  {remedy}",
             code=code,
         )
 
@@ -169,8 +168,7 @@ def check_complete(model: nn.Module, styles: dict[str, str], tp_style: TensorPar
                 f"{kind}: {name} has parameters between the sliced layers of {block}, and the "
                 "tensor-parallel plan does not say what becomes of them: say so in a plan file "
                 '(--sharding-plan), style = "replicated_with_grad_allreduce" where each rank has a '
-                "part of "
-                'its gradient, else "replicated"; or leave --tp out',
+                'part of its gradient, else "replicated"; or leave --tp out',
                 code="tp-unplanned-parameters",
             )
         whole = isinstance(module, nn.Linear | Conv1D) and any(

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from onerank.capture.parallelize.autograd_collectives import all_gather, reduce_scatter
-from onerank.ir.errors import SliceError
+from onerank.ir.errors import SliceError, division
 
 
 class SequencePlaceholder(Tensor):
@@ -252,6 +252,21 @@ def split_to_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return result
 
 
+def shard_length(length: int, size: int) -> int:
+    """Return the tokens of each of `size` shards of a sequence.
+
+    Raises:
+        SliceError: the size does not divide the sequence.
+    """
+    if length % size:
+        raise SliceError(
+            f"--sp: --tp {size} must divide the sequence of {length} tokens "
+            f"({division(length, size)}): pad or cut the batch",
+            code="sp-sequence-indivisible",
+        )
+    return length // size
+
+
 def _shard_length(x: Tensor, group: dist.ProcessGroup) -> int:
     size = group.size()
     if x.dim() == 2:  # gathered before, so the size divides it
@@ -261,14 +276,7 @@ def _shard_length(x: Tensor, group: dist.ProcessGroup) -> int:
             f"--sp: hidden states of shape {tuple(x.shape)}; expected [batch, sequence, hidden]",
             code="sp-hidden-shape",
         )
-    if x.shape[1] % size:
-        length = x.shape[1]
-        raise SliceError(
-            f"--sp: --tp {size} must divide the sequence of {length} tokens "
-            f"({length} = {size} x {length // size} + {length % size}): pad or cut the batch",
-            code="sp-sequence-indivisible",
-        )
-    return x.shape[1] // size
+    return shard_length(x.shape[1], size)
 
 
 def _all_gather_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:

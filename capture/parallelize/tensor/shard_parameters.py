@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from onerank.capture.parallelize.hugging_face import Conv1D
-from onerank.ir.errors import SliceError
+from onerank.ir.errors import SliceError, division
 
 
 def fill_with_positions(model: nn.Module, starts: dict[str, int]) -> None:
@@ -119,8 +119,7 @@ def _check_divisible(name: str, group: dist.ProcessGroup, dim: int, parts: Seque
             raise SliceError(
                 f"--tp {group.size()} must divide {name}'s {length} "
                 f"{'rows' if dim == 0 else 'columns'} "
-                f"({length} = {group.size()} x {length // group.size()} + "
-                f"{length % group.size()})"
+                f"({division(length, group.size())})"
                 + (f", a fused part of {sum(parts)}" if len(parts) > 1 else "")
                 + f"\n  sizes that divide them: --tp {divisors_of(length)}",
                 code="tp-indivisible-rows",
@@ -201,7 +200,7 @@ def cut_parameter(
     if count % size:
         raise SliceError(
             f"--tp {size} must divide {name}'s {count} {what} "
-            f"({count} = {size} x {count // size} + {count % size})\n"
+            f"({division(count, size)})\n"
             f"  sizes that divide them: --tp {divisors_of(count)}",
             code="tp-indivisible-features",
         )
@@ -221,7 +220,7 @@ def divide_attributes(
             times = f"--tp {size} times {multiple}" if multiple > 1 else f"--tp {size}"
             raise SliceError(
                 f"{times} must divide {name}.{attribute} = {value} "
-                f"({value} = {unit} x {value // unit} + {value % unit})\n"
+                f"({division(value, unit)})\n"
                 f"  sizes that fit: --tp {divisors_of(value // multiple)}",
                 code="plan-multiple-indivisible",
             )

@@ -36,7 +36,7 @@ from onerank.capture.parallelize.tensor.module_styles import (
 from onerank.capture.parallelize.tensor.plan_file import GROUPED, ModuleRule
 from onerank.capture.parallelize.tensor.replicated_grads import sum_gradients
 from onerank.capture.parallelize.tensor.shard_parameters import divisors_of
-from onerank.ir.errors import SliceError
+from onerank.ir.errors import SliceError, division
 
 _KEY_VALUE = ("k_proj", "v_proj")
 
@@ -210,8 +210,8 @@ def shared_heads(
         if size % heads:
             raise SliceError(
                 f"--tp {size} must divide or be a multiple of the {heads} key-value heads of "
-                f"{parent_of(projection.name)} ({size} = {heads} x {size // heads} + "
-                f"{size % heads})\n  use --tp {divisors_of(heads)} or a multiple of {heads}",
+                f"{parent_of(projection.name)} ({division(size, heads)})\n"
+                f"  use --tp {divisors_of(heads)} or a multiple of {heads}",
                 code="tp-indivisible-heads",
             )
         adapted = projection.name in adapters

@@ -45,7 +45,7 @@ from onerank.ir import (
     StringTable,
     World,
 )
-from onerank.ir.errors import ExportError
+from onerank.ir.errors import ExportError, division
 from onerank.ir.nodes import TEXT_COLUMNS
 
 # Chunk, captured index and micro-batch of a node of the new graph.
@@ -363,8 +363,7 @@ def expand(
     if stages % schedule.chunks:
         raise ExportError(
             f"--schedule {schedule} puts {schedule.chunks} stages on each rank, which does not "
-            f"divide the {stages} captured stages ({stages} = {schedule.chunks} x "
-            f"{stages // schedule.chunks} + {stages % schedule.chunks})\n"
+            f"divide the {stages} captured stages ({division(stages, schedule.chunks)})\n"
             f"  capture with --pp a multiple of {schedule.chunks}",
             code="pipeline-indivisible-stages",
         )

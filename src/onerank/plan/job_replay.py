@@ -20,7 +20,7 @@ from onerank.converters.expand.pipeline.stages import group_stages
 from onerank.display import Displayed
 from onerank.ir import Graph, Kind, World
 from onerank.ir.arrays import I64, Mask, union_duration_ns
-from onerank.ir.errors import ExportError, GraphError
+from onerank.ir.errors import ExportError, GraphError, division
 from onerank.ir.replay import ReplayedRank
 from onerank.ir.steady_state import replay_without_profiler
 from onerank.plan.cluster import ClusterNetwork
@@ -115,8 +115,7 @@ def _scheduled_step(
     if stages % schedule.chunks:
         raise ExportError(
             f"--schedule {schedule} puts {schedule.chunks} stages on each rank, which does not "
-            f"divide the {stages} captured stages ({stages} = {schedule.chunks} x "
-            f"{stages // schedule.chunks} + {stages % schedule.chunks})",
+            f"divide the {stages} captured stages ({division(stages, schedule.chunks)})",
             code="pipeline-indivisible-stages",
         )
     if stages == 1:

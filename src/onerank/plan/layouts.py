@@ -11,7 +11,7 @@ from typing import Literal
 
 from onerank.converters.expand.pipeline import PipelineSchedule
 from onerank.ir import World
-from onerank.ir.errors import ExportError, JobError, OneRankError
+from onerank.ir.errors import ExportError, JobError, OneRankError, division
 from onerank.ir.notes import Note
 
 SHARDINGS = ("ddp", "zero1", "zero2", "fsdp")
@@ -284,7 +284,7 @@ def _replicas(choices: Choices, axes: _ModelAxes, gpus: int) -> Sequence[int]:
     if gpus % axes.gpus:
         raise PlanError(
             f"tp {axes.tp} x cp {axes.cp} x pp {axes.pp} = {axes.gpus} does not divide {gpus} GPUs "
-            f"({gpus} = {axes.gpus} x {gpus // axes.gpus} + {gpus % axes.gpus})",
+            f"({division(gpus, axes.gpus)})",
             code="plan-indivisible-gpus",
         )
     return (gpus // axes.gpus,)
