@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from onerank.capture.fake_tensors import on_gpu
 from onerank.capture.parallelize.autograd_collectives import all_gather, reduce_scatter
 from onerank.capture.parallelize.experts.routing import BALANCED, GroupRank, Routing, StaticRouting
+from onerank.capture.parallelize.module_names import parent_of
 from onerank.ir.errors import SliceError, division
 
 
@@ -149,7 +150,7 @@ def gather_tokens(model: nn.Module, name: str, group: dist.ProcessGroup) -> None
     Raises:
         SliceError: the block's parts differ from Llama-4's.
     """
-    block = model.get_submodule(name.rpartition(".")[0])
+    block = model.get_submodule(parent_of(name))
     children = {child for child, _ in block.named_children()}
     if children != set(_LLAMA4_PARTS):
         raise SliceError(

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from onerank.capture.parallelize.model_structure import by_name, refuse_early_norm, split_layers
+from onerank.capture.parallelize.module_names import parent_of
 from onerank.capture.parallelize.pipeline.stage import (
     EMBEDDING_GROUP,
     NewGroup,
@@ -326,7 +327,7 @@ def _keep_layers(stack: _Stack, kept: slice) -> list[nn.Module]:
         delattr(stack.layers, name)
     first = layers[kept.start][1]
     for name, bias in biases.items():
-        attention = first.get_submodule(name.rpartition(".")[0])
+        attention = first.get_submodule(parent_of(name))
         setattr(attention, _BIAS, bias)
         # T5's attention computes the bias only if this is set.
         setattr(attention, _HAS_BIAS, True)

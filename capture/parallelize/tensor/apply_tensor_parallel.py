@@ -31,6 +31,7 @@ from onerank.capture.parallelize.autograd_collectives import (
     split_to_group,
 )
 from onerank.capture.parallelize.hugging_face import Conv1D, PreTrainedModel
+from onerank.capture.parallelize.module_names import parent_of
 from onerank.capture.parallelize.pipeline.stage import PipelineStage
 from onerank.capture.parallelize.tensor.gathered_attention import NORM_OF_RANKS, slice_norm
 from onerank.capture.parallelize.tensor.layer_stack import (
@@ -68,7 +69,6 @@ from onerank.capture.parallelize.tensor.module_styles import (
     WHOLE,
     TensorParallelStyle,
     blocks_of,
-    parent_of,
     parts_of,
 )
 from onerank.capture.parallelize.tensor.moe import cut_experts

@@ -10,7 +10,6 @@ megatron/core/transformer/attention.py). The decoder sees a placeholder of the w
 models derive masks from its shape.
 """
 
-import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from onerank.capture.parallelize.experts.aux_loss import balance_over_sequence
 from onerank.capture.parallelize.hugging_face import PreTrainedModel
 from onerank.capture.parallelize.model_structure import refuse_early_norm, takes_one
+from onerank.capture.parallelize.module_names import layer_list_of, parent_of
 from onerank.capture.parallelize.sliced_outputs import change_hidden_states, unusable
 from onerank.capture.parallelize.tensor.linear import BlockBoundary, with_hidden_states
 from onerank.capture.parallelize.tensor.replicated_grads import sum_sharded_gradients
@@ -60,7 +60,7 @@ def stack_of(model: nn.Module, rows: Collection[str], embedding: str, head: str)
     Raises:
         SliceError: the model is not an embedding, one stack of layers, norm and head.
     """
-    names = {re.split(r"\.\d+\.", name)[0] for name in rows}
+    names = {layer_list_of(name) or name for name in rows}
     outside = [
         name
         for name, module in model.named_modules()
@@ -296,12 +296,12 @@ def two_stacks_of(
     """
     names = {module: name for name, module in model.named_modules()}
     modules: list[Any] = [model.get_encoder(), model.get_decoder()]
-    list_names = {re.split(r"\.\d+\.", name)[0] for name in rows}
+    list_names = {layer_list_of(name) or name for name in rows}
     stacks = [
         _stack_role(model, module, name)
         for module in modules
         for name in list_names
-        if name.rpartition(".")[0] == names.get(module)
+        if parent_of(name) == names.get(module)
     ]
     stack_prefixes = tuple(f"{names.get(module)}." for module in modules)
     outside = [

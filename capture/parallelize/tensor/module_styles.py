@@ -4,13 +4,13 @@ Styles have transformers' names. A plan is an error if it omits a module, has an
 if a size does not divide.
 """
 
-import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
 from torch import nn
 
 from onerank.capture.parallelize.hugging_face import Conv1D, PreTrainedModel
+from onerank.capture.parallelize.module_names import layer_list_of, name_pattern, parent_of
 from onerank.capture.parallelize.tensor.linear import matrix_of
 from onerank.capture.parallelize.tensor.plan_file import whole_plan, without_plan
 from onerank.capture.parallelize.tensor.shard_parameters import LARGEST_SIZE
@@ -54,10 +54,10 @@ def planned_styles(model: PreTrainedModel, *, has_states: bool = False) -> dict[
         raise SliceError(without_plan(model), code="tp-no-plan")
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = getattr(head, "weight", None) is getattr(embedding, "weight", 0)
-    patterns = {re.compile(re.escape(key).replace(r"\*", r"\d+")): plan[key] for key in plan}
+    planned = {name_pattern(key): style for key, style in plan.items()}
     styles: dict[str, str] = {}
     for name, module in model.named_modules():
-        style = next((plan for key, plan in patterns.items() if key.fullmatch(name)), None)
+        style = next((each for pattern, each in planned.items() if pattern.fullmatch(name)), None)
         if style is None and module is embedding and isinstance(module, nn.Embedding):
             # Older plans omit it; the vocabulary is sliced nevertheless.
             style = EMBEDDING[0]
@@ -156,7 +156,7 @@ def check_complete(model: nn.Module, styles: dict[str, str], tp_style: TensorPar
             "Slice them by a plan file (--sharding-plan), or leave --tp out",
             code="tp-no-rowwise",
         )
-    stacks = {re.split(r"\.\d+\.", name)[0] + "." for name in rows}
+    stacks = {f"{layer_list_of(name) or name}." for name in rows}
     blocks = {parent_of(name) for name, style in styles.items() if style in COLUMN} - {""}
     left_out: list[str] = []
     for name, module in model.named_modules():
@@ -243,7 +243,3 @@ def qkv_widths(attention: Any) -> list[int]:
     # An adapter may wrap the layer.
     fused = getattr(attention.qkv_proj, "base_layer", attention.qkv_proj)
     return widths if sum(widths) == fused.weight.shape[0] else []
-
-
-def parent_of(name: str) -> str:
-    return name.rpartition(".")[0]

@@ -39,6 +39,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 
 from onerank.capture.parallelize.hugging_face import Conv1D, PreTrainedModel
+from onerank.capture.parallelize.module_names import name_pattern, parent_of
 from onerank.ir.errors import SliceError
 from onerank.ir.input_files import load_toml
 
@@ -122,10 +123,7 @@ class ShardingPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Raises:
             SliceError: a pattern matches no module, or a module lacks an attribute to divide.
         """
-        patterns = {
-            pattern: re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
-            for pattern in self.modules
-        }
+        patterns = {pattern: name_pattern(pattern) for pattern in self.modules}
         rules: dict[str, ModuleRule] = {}
         matched: set[str] = set()
         for name, module in model.named_modules():
@@ -150,7 +148,7 @@ class ShardingPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                         code="plan-unknown-attribute",
                     )
         for name, rule in rules.items():
-            block = name.rpartition(".")[0]
+            block = parent_of(name)
             if rule.kv_heads and rule.kv_heads not in rules.get(block, ModuleRule()).divide:
                 raise SliceError(
                     f"the plan gives {rule.kv_heads} as kv_heads of {name}, but does not divide "

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from onerank.capture.parallelize.model_structure import ROUTERS
+from onerank.capture.parallelize.module_names import parent_of
 
 # flat buffers have no public names in torch
 _utils: Any = importlib.import_module("torch._utils")
@@ -106,7 +107,7 @@ def sum_sharded_gradients(
     for inner, module in model.get_submodule(name).named_modules():
         qualified = f"{name}.{inner}"
         if not any(f"{qualified}.".startswith(f"{block}.") for block in blocks):
-            parent = qualified.rpartition(".")[0]
+            parent = parent_of(qualified)
             # LongCat-Flash reads only the weight of this submodule: its parent's forward uses it.
             is_router_weight = parent.rpartition(".")[2] in ROUTERS
             sharded[module] = model.get_submodule(parent) if is_router_weight else None

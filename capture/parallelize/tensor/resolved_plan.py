@@ -5,7 +5,6 @@ experts (Qwen2-MoE), latent attention (DeepSeek-V3), attention (Phi-3.5-MoE, GPT
 between sliced projections, such as per-head norms and sinks. The styles of those are added here.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ from torch import nn
 from onerank.capture.parallelize.experts.expert_parallel import dense_layers, expert_layers
 from onerank.capture.parallelize.hugging_face import Conv1D, PreTrainedModel
 from onerank.capture.parallelize.model_structure import ROUTERS, is_encoder_decoder
+from onerank.capture.parallelize.module_names import layer_list_of, parent_of
 from onerank.capture.parallelize.tensor.gathered_attention import gathered_attention
 from onerank.capture.parallelize.tensor.layer_stack import (
     Stack,
@@ -45,7 +45,6 @@ from onerank.capture.parallelize.tensor.module_styles import (
     check_exact,
     check_sizes,
     of_layers,
-    parent_of,
     planned_styles,
     without_gathers,
 )
@@ -105,24 +104,24 @@ def add_megatron_styles(
     """
     result = dict(styles)
     if complete:
-        stacks: set[str | None] = {_stack_of(name) for name in styles} | {
-            _stack_of(f"{name}.") for name, module in model.named_modules() if _attends(module)
+        # A vision tower's list of layers may stay whole.
+        stacks = {layer_list_of(name) for name in styles} | {
+            layer_list_of(f"{name}.") for name, module in model.named_modules() if _attends(module)
         }
         for name, module in model.named_modules():
-            if _stack_of(f"{name}.") in stacks - {None}:
+            if layer_list_of(f"{name}.") in stacks - {None}:
                 gathered = result.get(f"{name}.q_proj") in GATHERED
                 for key, style in _known_styles(model, module).items():
                     # After a gathered projection every rank norms all heads: gradients are whole.
                     if not (gathered and key in _NORMS):
                         # The plan's own style takes precedence.
                         result.setdefault(f"{name}.{key}".removesuffix("."), style)
-    if complete:
         result |= stateful_styles(model, size, shares_group=shares_group)
     result |= latent_styles(model, styles, complete=complete)
     planned = (name for name, style in styles.items() if style in EXPERTS)
     for name in dict.fromkeys([*_experts(model), *planned]) if complete else ():
         result[name] = EXPERTS[0]
-        block = name.rpartition(".")[0]
+        block = parent_of(name)
         for child, module in model.get_submodule(block).named_children():
             if child not in _SHARED and isinstance(module, nn.Linear):
                 # a router, or the gate of shared experts
@@ -135,12 +134,6 @@ def add_megatron_styles(
 
 def _experts(model: nn.Module) -> list[str]:
     return [*expert_layers(model), *dense_layers(model)]
-
-
-def _stack_of(name: str) -> str | None:
-    """Return the list of layers that contains a module; a vision tower's list may stay whole."""
-    stack, *inside = re.split(r"\.\d+\.", name, maxsplit=1)
-    return stack if inside else None
 
 
 def _attends(module: nn.Module) -> bool:

@@ -24,12 +24,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from onerank.capture.parallelize.autograd_collectives import all_gather_last_dim
+from onerank.capture.parallelize.module_names import parent_of
 from onerank.capture.parallelize.tensor.linear import matrix_of
 from onerank.capture.parallelize.tensor.lora import LoraLinear
 from onerank.capture.parallelize.tensor.module_styles import (
     COLUMN,
     TensorParallelStyle,
-    parent_of,
     parts_of,
     qkv_widths,
 )
