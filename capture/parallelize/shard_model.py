@@ -10,7 +10,7 @@ import functools
 import weakref
 from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -362,13 +362,17 @@ class ModelSlicing:
         with patched(owner, {"__init__": create_of_rank}):
             yield
 
+    def _fail(self, error: SliceError) -> NoReturn:
+        """Raise an error that also ends the capture, since the script may catch it."""
+        self._failure = error
+        raise error
+
     def _slice(self, model: nn.Module) -> None:
         parts = [part for part in model.modules() if self.slices(part)]
         try:
             self.slices_of[model] = self.slice_one(model)
         except SliceError as error:
-            self._failure = error
-            raise
+            self._fail(error)
         self.sliced.append((type(model).__name__, self.slices_of[model]))
         for part in parts:
             # An attribute, so that a deep copy has it too.
@@ -418,13 +422,14 @@ class ModelSlicing:
         """Refuse parameters that the script added to a model after it was sliced."""
         for name, module in part.named_modules():
             if module not in self._inside and any(True for _ in module.parameters(recurse=False)):
-                self._failure = SliceError(
-                    f"{name or type(module).__name__} ({type(module).__name__}) was added "
-                    f"to {type(part).__name__} after the model was sliced (at its first .to(), "
-                    "cast or call)\n  add adapters and replace layers before that",
-                    code="slice-replaced-module",
+                self._fail(
+                    SliceError(
+                        f"{name or type(module).__name__} ({type(module).__name__}) was added "
+                        f"to {type(part).__name__} after the model was sliced (at its first .to(), "
+                        "cast or call)\n  add adapters and replace layers before that",
+                        code="slice-replaced-module",
+                    )
                 )
-                raise self._failure
 
     def _visit(self, part: nn.Module) -> None:
         if self._loading:
@@ -434,18 +439,20 @@ class ModelSlicing:
                 self._check_unchanged(part)
             return
         model = self._whole(part)
-        parts = [part for part in model.modules() if self.slices(part)]
         if self._failure is not None:
             raise self._failure
+        parts = (module for module in model.modules() if self.slices(module))
         if not any(hasattr(part, _SLICED) for part in parts):
-            copies = [copy for copy in copies_of(model) if not hasattr(copy, _SLICED)]
+            copies = [each for each in copies_of(model) if not hasattr(each, _SLICED)]
             for whole in (model, *copies):
                 self._slice(whole)
         elif not hasattr(model, _SLICED):
-            raise SliceError(
-                f"{type(model).__name__} contains a model that was used and sliced earlier\n  call "
-                f"the whole {type(model).__name__} first, or move it with .to()",
-                code="slice-model-used",
+            self._fail(
+                SliceError(
+                    f"{type(model).__name__} contains a model that was used and sliced earlier\n"
+                    f"  call the whole {type(model).__name__} first, or move it with .to()",
+                    code="slice-model-used",
+                )
             )
         self._done.update(model.modules())
         self._inside.update(model.modules())

@@ -192,7 +192,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "tp-no-hidden-states": lambda: with_hidden_states(nn.Identity(), (), {}, lambda x: x),
     "tp-experts-type": lambda: cut_experts(nn.Linear(2, 2), "experts", TWO),
     "lora-extra-parameters": lambda: lora.lora_linear_of(Adapted(), "layer", ("A", "B")),
-    "lora-shape": lambda: lora._with_dimension(Adapted(), "scale", 4, "layer's A"),
+    "lora-shape": lambda: lora._with_dimension(Adapted(), "scale", 4, 1, "layer's A"),
     "mla-no-rope-width": lambda: mla.rotary_width(nn.Sequential(nn.Linear(2, 2)), "0"),
     "mla-no-norm": lambda: mla.LatentSequence(nn.Module(), "attention", 2, TWO),
     "mla-split": lambda: mla._without_rotary(

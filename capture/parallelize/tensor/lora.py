@@ -162,8 +162,9 @@ def lora_linear_of(
         )
     base = bases[0]
     rows, columns = matrix_of(base).shape
-    downs = [_with_dimension(*matrix, columns, f"{name}'s A") for matrix in matrices[0]]
-    ups = [_with_dimension(*matrix, rows, f"{name}'s B") for matrix in matrices[1]]
+    # A reads the layer's input, B writes its output.
+    downs = [_with_dimension(*matrix, columns, 1, f"{name}'s A") for matrix in matrices[0]]
+    ups = [_with_dimension(*matrix, rows, 0, f"{name}'s B") for matrix in matrices[1]]
     known = [matrix.owner.get_parameter(matrix.key) for matrix in (*downs, *ups)]
     known += [p for key in ("weight", "bias") if (p := getattr(base, key)) is not None]
     known_ids = {id(parameter) for parameter in known}
@@ -188,12 +189,22 @@ def _matrices(module: nn.Module, key: str) -> list[tuple[nn.Module, str]]:
     return [(part, "weight") for part in parts if isinstance(part, nn.Linear)]
 
 
-def _with_dimension(owner: nn.Module, key: str, features: int, label: str) -> _Matrix:
-    """Return the matrix with the dimension that has `features` entries, the layer's."""
+def _with_dimension(
+    owner: nn.Module, key: str, features: int, dim_of_linear: int, label: str
+) -> _Matrix:
+    """Return a matrix with the dimension that has the layer's features.
+
+    Args:
+        owner: holds the matrix.
+        key: its name in the owner.
+        features: input features of the layer for A, output features for B.
+        dim_of_linear: the dimension if the owner is a linear layer, whose shape would not tell it
+            where it is square.
+        label: the matrix in an error.
+    """
     shape = tuple(owner.get_parameter(key).shape)
     if isinstance(owner, nn.Linear) and key == "weight":
-        # A reads the layer's input and B writes its output; a square weight's shape would not tell.
-        return _Matrix(owner, key, 1 if label.endswith("A") else 0)
+        return _Matrix(owner, key, dim_of_linear)
     if len(shape) != 2 or shape.count(features) != 1:
         raise SliceError(
             f"{label} is a parameter of shape {list(shape)}, expected two dimensions, one of them "

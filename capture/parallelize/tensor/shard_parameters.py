@@ -83,8 +83,8 @@ def cut_module(
     for key, parameter in list(module.named_parameters(recurse=False)):
         if id(parameter) in cut or (key == "bias" and not output):
             continue
-        turned = isinstance(module, Conv1D) and key == "weight"
-        dim = int(output == turned)  # weights are [out, in], turned ones [in, out]
+        transposed = isinstance(module, Conv1D) and key == "weight"
+        dim = int(output == transposed)  # weights are [out, in], transposed ones [in, out]
         parts = blocks or (parameter.shape[dim],)
         if is_quantised(parameter):
             share = _quantised_share(parameter, f"{name}.{key}", group, dim, parts)
@@ -95,8 +95,8 @@ def cut_module(
     attributes = ("out_features", "num_embeddings", "nf") if output else ("in_features", "nx")
     for attribute in attributes:
         if hasattr(module, attribute):
-            turned = isinstance(module, Conv1D)
-            setattr(module, attribute, module.get_parameter("weight").shape[int(output == turned)])
+            dim = int(output == isinstance(module, Conv1D))
+            setattr(module, attribute, module.get_parameter("weight").shape[dim])
 
 
 def cut_blocks(
@@ -104,11 +104,17 @@ def cut_blocks(
 ) -> None:
     """Cut a parameter along a dimension, each of its fused parts separately."""
     _check_divisible(name, group, dim, parts)
+    _keep_shares(parameter, parameter.data.split(list(parts), dim), group, dim)
+
+
+def _keep_shares(
+    parameter: nn.Parameter, parts: Sequence[Tensor], group: dist.ProcessGroup, dim: int
+) -> None:
+    """Keep this rank's share of each fused part of a parameter."""
     with torch.no_grad():
-        whole = parameter.data.split(list(parts), dim=dim)
-        parts_of_rank = [part.chunk(group.size(), dim=dim)[group.rank()] for part in whole]
+        shares = [part.chunk(group.size(), dim)[group.rank()] for part in parts]
         # A copy, because a view of the whole parameter would keep its memory.
-        parameter.data = torch.cat(parts_of_rank, dim=dim).contiguous()
+        parameter.data = torch.cat(shares, dim).contiguous()
         # It would have the whole parameter's shape.
         parameter.grad = None
 
@@ -179,7 +185,7 @@ def reorder_rows(parameters: Iterable[nn.Parameter], order: Tensor | None) -> No
 
 
 def cut_heads(module: nn.Module, name: str, group: dist.ProcessGroup) -> None:
-    """Cut a module's heads parameters, whose first dimension are heads."""
+    """Cut the parameters of a module, whose first dimension counts heads or channels."""
     for key, parameter in module.named_parameters(recurse=False):
         cut_parameter(parameter, f"{name}.{key}", group, "heads")
 
@@ -204,10 +210,7 @@ def cut_parameter(
             f"  sizes that divide them: --tp {divisors_of(count)}",
             code="tp-indivisible-features",
         )
-    with torch.no_grad():
-        parts = [part.chunk(size, dim)[group.rank()] for part in parameter.data.chunk(fused, dim)]
-        parameter.data = torch.cat(parts, dim).contiguous()
-        parameter.grad = None
+    _keep_shares(parameter, parameter.data.chunk(fused, dim), group, dim)
 
 
 def divide_attributes(

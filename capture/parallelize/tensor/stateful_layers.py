@@ -28,6 +28,7 @@ from onerank.capture.parallelize.tensor.gathered_attention import NORM_OF_RANKS,
 from onerank.capture.parallelize.tensor.module_styles import COLUMN, HEADS, REPLICATED, ROW
 from onerank.capture.parallelize.tensor.shard_parameters import (
     cut_blocks,
+    cut_heads,
     cut_parameter,
     divide_attributes,
 )
@@ -47,7 +48,7 @@ _CUT = "_onerank_state_heads_cut"
 _COLUMN, _ROW = COLUMN[0], ROW[0]
 
 
-class _Layer(NamedTuple):
+class _LayerKind(NamedTuple):
     """How a kind of layer is sliced.
 
     Attributes:
@@ -73,7 +74,7 @@ class _Layer(NamedTuple):
     of_heads: Mapping[str, int] = MappingProxyType({})
 
 
-_DELTA_RULE = _Layer(
+_DELTA_RULE = _LayerKind(
     known_by=("conv1d", "A_log", "num_k_heads", "num_v_heads", "key_dim", "value_dim"),
     channels=("key_dim", "key_dim", "value_dim"),
     divide=("num_k_heads", "num_v_heads", "key_dim", "value_dim", "conv_dim"),
@@ -91,7 +92,7 @@ _DELTA_RULE = _Layer(
     nested={},
 )
 
-_KIMI_DELTA = _Layer(
+_KIMI_DELTA = _LayerKind(
     known_by=("conv1d", "forget_gate", "num_heads", "qkv_dim", "conv_dim"),
     channels=("qkv_dim", "qkv_dim", "qkv_dim"),
     divide=("num_heads", "qkv_dim", "conv_dim"),
@@ -109,7 +110,7 @@ _KIMI_DELTA = _Layer(
     nested={"forget_gate": ("num_heads", "qkv_dim")},
 )
 
-_MAMBA_2 = _Layer(
+_MAMBA_2 = _LayerKind(
     known_by=(
         *("conv1d", "A_log", "D", "in_proj", "n_groups", "num_heads", "ssm_state_size"),
         # The norm has the groups of the layer: one over all features would need a sum over ranks.
@@ -134,7 +135,7 @@ _FALCON_H1 = _MAMBA_2._replace(
     buffers={"mup_vector": _MAMBA_2.parts["in_proj"]},
 )
 
-_MAMBA_1 = _Layer(
+_MAMBA_1 = _LayerKind(
     known_by=(
         *("conv1d", "A_log", "D", "in_proj", "x_proj", "dt_proj"),
         *("time_step_rank", "ssm_state_size", "intermediate_size"),
@@ -155,7 +156,7 @@ _MAMBA_1 = _Layer(
 )
 
 
-_LIGHTNING = _Layer(
+_LIGHTNING = _LayerKind(
     known_by=("qkv_proj", "output_gate", "out_proj", "slope_rate", "num_attention_heads"),
     channels=(),
     divide=("num_attention_heads",),
@@ -179,7 +180,7 @@ def _width(module: Any, name: str) -> int:
     return getattr(module, name)
 
 
-def _kind_of(module: nn.Module) -> _Layer | None:
+def _kind_of(module: nn.Module) -> _LayerKind | None:
     for kind in (_DELTA_RULE, _KIMI_DELTA, _MAMBA_2, _FALCON_H1, _MAMBA_1, _LIGHTNING):
         if all(_has(module, name) for name in kind.known_by):
             return kind
@@ -187,7 +188,7 @@ def _kind_of(module: nn.Module) -> _Layer | None:
 
 
 def is_lightning_attention(module: nn.Module) -> bool:
-    """Whether a module is a layer of MiniMax's lightning attention."""
+    """Return whether a module is a layer of MiniMax's lightning attention."""
     return _kind_of(module) is _LIGHTNING
 
 
@@ -277,8 +278,7 @@ def cut_stateful(module: Any, name: str, group: dist.ProcessGroup) -> None:
     kind = _kind_of(module)
     assert kind is not None, "a layer that `stateful_styles` knows"
     size, norm_group = group.size(), _norm_group(module)
-    for key, parameter in module.named_parameters(recurse=False):
-        cut_parameter(parameter, f"{name}.{key}", group, "heads")
+    cut_heads(module, name, group)
     if kind.channels:
         _cut_convolution(module, name, [_width(module, part) for part in kind.channels], group)
     for buffer, parts in kind.buffers.items():

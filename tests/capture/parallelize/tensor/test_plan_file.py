@@ -1,5 +1,6 @@
 """Plan files for a GPT of plain modules: two Gloo ranks against the whole model, and refusals."""
 
+import contextlib
 import subprocess
 import textwrap
 from collections import Counter
@@ -19,7 +20,7 @@ from torch.nn import functional
 
 from onerank.capture.fake_world.recorder import Recorder
 from onerank.capture.parallelize.shard_model import ModelSlicing
-from onerank.capture.parallelize.tensor.apply_tensor_parallel import slice_model
+from onerank.capture.parallelize.tensor.apply_tensor_parallel import Sliced, slice_model
 from onerank.capture.parallelize.tensor.plan_file import (
     ModuleRule,
     ShardingPlan,
@@ -28,6 +29,7 @@ from onerank.capture.parallelize.tensor.plan_file import (
     skeleton,
 )
 from onerank.capture.parallelize.tensor.shard_parameters import slice_head_bias
+from onerank.ir.errors import SliceError
 
 NANOGPT = Path(__file__).parents[4] / "examples" / "plans" / "nanogpt.toml"
 
@@ -375,6 +377,23 @@ def test_adapters_that_come_after_the_slicing_are_refused(recorder):
         with raises_code("slice-replaced-module"):
             model(tokens, targets)
         slicing._failure = None  # else raised again
+
+
+class Part(nn.Linear):
+    """A model that a script uses alone, and then in another one."""
+
+
+class Whole(nn.Sequential):
+    """The other model."""
+
+
+def test_a_refusal_that_the_script_catches_ends_the_capture():
+    slicing = ModelSlicing(lambda _: Sliced({}, 0, 0), ("Part", "Whole"))
+    with raises_code("slice-model-used"), slicing.installed():
+        part, rows = Part(2, 2), torch.zeros(1, 2)
+        part(rows)
+        with contextlib.suppress(SliceError):
+            Whole(part)(rows)
 
 
 @pytest.mark.parametrize("case", BAD)
