@@ -6,7 +6,7 @@ A capture writes these records and the cost models read them, so they stand in `
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from itertools import product
+from itertools import accumulate, product
 from typing import Self
 
 import msgspec
@@ -154,6 +154,17 @@ class MemoryLog(msgspec.Struct, frozen=True, omit_defaults=True):
             raise ValueError(
                 f"a block is allocated or freed at event {last}; the step has {self.events} events"
             )
+
+    @property
+    def most_in_use(self) -> int:
+        """Maximum bytes of the step's blocks in use, in addition to earlier memory."""
+        changes = [0] * self.events
+        blocks = self.blocks
+        for places, sign in ((blocks.allocated_at, 1), (blocks.freed_at, -1)):
+            for at, size in zip(places, blocks.bytes, strict=True):
+                if at >= 0:
+                    changes[at] += sign * size
+        return max(accumulate(changes, initial=0))
 
     @property
     def is_rounded(self) -> bool:

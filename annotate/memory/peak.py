@@ -161,15 +161,6 @@ def columns_of(log: MemoryLog) -> tuple[I64, I64, I64, I64]:
     return size, kind, allocated, freed
 
 
-def most_in_use(log: MemoryLog) -> int:
-    """Return the maximum bytes of a step's blocks in use, in addition to earlier memory."""
-    change = np.zeros(log.events, dtype=np.int64)
-    for at, sign in ((log.blocks.allocated_at, 1), (log.blocks.freed_at, -1)):
-        where = np.array(at, dtype=np.int64)
-        np.add.at(change, where[where >= 0], sign * np.array(log.blocks.bytes)[where >= 0])
-    return max(0, int(np.cumsum(change).max(initial=0)))
-
-
 # A module's path up to its first number, the index of a layer in a list of modules.
 _LAYER = re.compile(r"(?:^|.*?\.)\d+(?=\.|$)")
 

@@ -35,7 +35,7 @@ def with_replicas(graph: Graph, dp: int) -> Graph:
         return graph
     new = World({**old.sizes, AXIS: dp}, old.ep)
     _check_experts(old, new)
-    mapping = _ReplicaMapping(graph.job, new, dp)
+    mapping = _ReplicaMapping(graph.job, new)
     groups = tuple(mapping.group(group) for group in graph.job.groups)
     job = msgspec.structs.replace(
         graph.job,
@@ -119,8 +119,8 @@ def _check_experts(old: World, new: World) -> None:
 class _ReplicaMapping:
     """Maps captured ranks to their counterparts in a job with more or fewer replicas."""
 
-    def __init__(self, job: Job, world: World, dp: int) -> None:
-        self._job, self._old, self._new, self._dp = job, job.world, world, dp
+    def __init__(self, job: Job, world: World) -> None:
+        self._job, self._old, self._new, self._dp = job, job.world, world, world.sizes[AXIS]
 
     def rank(self, rank: int) -> int:
         """Return a rank's counterpart."""

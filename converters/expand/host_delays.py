@@ -17,7 +17,9 @@ from onerank.ir.errors import ExportError
 from onerank.ir.notes import Note
 from onerank.ir.steady_state import slowest_rank_excess_ns, steady_state_step
 
-NAME = "idle: waiting for the host"
+DELAY_NAME = "idle: waiting for the host"
+"""Name of the nodes of host delays."""
+
 REMEDY = "if no GPU was captured, predict the trace for one first: annotate --target H100 ..."
 
 
@@ -75,7 +77,7 @@ def insert_host_delays(
         )
         notes.append(Note(text, code="host-delays-slower-compute"))
     timed = graph.with_columns(duration_ns=durations)
-    return _insert(timed, waits.after, waits.before, waits.idle_ns), notes
+    return _insert(timed, waits), notes
 
 
 @dataclass(frozen=True)
@@ -102,15 +104,15 @@ class _HostWaits:
     """Intervals in which the GPU waits for its host.
 
     Attributes:
-        after: node of compute that ends before each, int64[n].
-        before: node that starts after each, int64[n].
+        previous: node of compute that ends before each, int64[n].
+        delayed: node that starts after each, int64[n].
         idle_ns: duration of each, int64[n].
         busy_ns: time in which the GPU is not idle.
         others_ns: part of all durations in which the rank waits for the slowest of its equal ranks.
     """
 
-    after: I64
-    before: I64
+    previous: I64
+    delayed: I64
     idle_ns: I64
     busy_ns: int
     others_ns: int
@@ -277,40 +279,41 @@ def insert_host_delays_by_rank(
 
 def host_delay_nodes(graph: Graph) -> dict[int, int]:
     """Return host-delay node -> the node that it holds back."""
-    is_delay = np.array([name == NAME for name in graph.strings.values], dtype=bool)
+    is_delay = np.array([name == DELAY_NAME for name in graph.strings.values], dtype=bool)
     delays = is_delay[graph.nodes.name] & graph.gpu_compute
     source, target = graph.edges.source, graph.edges.target
     from_delay = delays[source]
     return dict(zip(source[from_delay].tolist(), target[from_delay].tolist(), strict=True))
 
 
-def _insert(graph: Graph, before: I64, after: I64, idle_ns: I64) -> Graph:
-    """Return the graph with a delay of `idle_ns` between each pair of nodes `before`, `after`."""
-    count, added = len(graph), len(before)
+def _insert(graph: Graph, waits: _HostWaits) -> Graph:
+    """Return the graph with a node for each wait, between the nodes around it."""
+    previous, delayed = waits.previous, waits.delayed
+    count, added = len(graph), len(previous)
     strings = graph.strings.copy()
     first_id = int(graph.nodes.id.max()) + 1
     delays = Nodes.of(
         added,
         id=np.arange(first_id, first_id + added, dtype=np.uint64),
-        name=np.full(added, strings.intern(NAME)),
+        name=np.full(added, strings.intern(DELAY_NAME)),
         kind=np.full(added, Kind.KERNEL),
-        stream=graph.nodes.stream[before],
+        stream=graph.nodes.stream[previous],
         thread=np.full(added, UNKNOWN),
-        start_ns=graph.nodes.start_ns[before] + graph.nodes.duration_ns[before],
-        duration_ns=idle_ns,
+        start_ns=graph.nodes.start_ns[previous] + graph.nodes.duration_ns[previous],
+        duration_ns=waits.idle_ns,
     )
     delay_index = np.arange(count, count + added)
     # Each delay goes directly in front of the node that it holds back: simulators run the ready
     # node of the lowest index first, and communication must keep its order.
-    order = np.argsort(np.concatenate([2 * np.arange(count) + 1, 2 * after]), kind="stable")
+    order = np.argsort(np.concatenate([2 * np.arange(count) + 1, 2 * delayed]), kind="stable")
     new_index = np.empty_like(order)
     new_index[order] = np.arange(count + added)
     edges = graph.edges
     reasons = np.full(2 * added, Reason.STREAM_ORDER, dtype=np.uint8)
     joined = Edges.from_pairs(
         count + added,
-        new_index[np.concatenate([edges.source, before, delay_index])],
-        new_index[np.concatenate([edges.target, delay_index, after])],
+        new_index[np.concatenate([edges.source, previous, delay_index])],
+        new_index[np.concatenate([edges.target, delay_index, delayed])],
         np.concatenate([edges.reason, reasons]),
     )
     nodes = Nodes.joined([graph.nodes, delays]).take(order)

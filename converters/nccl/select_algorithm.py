@@ -226,6 +226,8 @@ def choose(
         scaled: whether a reduction divides or multiplies as it sums (AVG, PREMUL_SUM). Neither
             NVSwitches nor the trees of a reduce-scatter (PAT) support that.
     """
+    # Chakra has two names of this collective.
+    collective = "reduce_scatter" if collective == "reduce_scatter_block" else collective
     if topology.ranks == 1:
         return Choice("ring", "simple", 1, _MIN_THREADS, single_rank_latency_us())
     if collective in _POINT_TO_POINT:

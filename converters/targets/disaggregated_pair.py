@@ -24,7 +24,7 @@ from onerank.converters.targets.communication_placement import (
     shift_rank,
     unequal_axis,
 )
-from onerank.ir import UNKNOWN, Edges, Graph, Kind, Nodes, Reason, World
+from onerank.ir import UNKNOWN, Edges, Graph, Kind, Nodes, ProcessGroup, Reason, World
 from onerank.ir.errors import ExportError
 from onerank.ir.world import WORLD
 
@@ -92,6 +92,7 @@ def _placed(graph: Graph, rank: int, offset: int, total: int, axis: str) -> Grap
         total: ranks of both sides.
         axis: axis along which the ranks of the side differ; "" if they are equal.
     """
+    graph = _with_named_world(graph, f"ranks from {offset}")
     job, world = graph.job, graph.job.world
     members: dict[str, tuple[int, ...]] = {}
     for group in job.groups:
@@ -110,6 +111,23 @@ def _placed(graph: Graph, rank: int, offset: int, total: int, axis: str) -> Grap
         pipeline=None,
     )  # fmt: skip
     return replace(graph, job=placed)
+
+
+def _with_named_world(graph: Graph, name: str) -> Graph:
+    """Return a graph whose collectives of the default group are of one with a name.
+
+    The default group of both sides together would contain the ranks of the other side, too.
+    """
+    of_world = graph.mask(Kind.COLLECTIVE) & (np.array(graph.text("group")) == "")
+    if not of_world.any():
+        return graph
+    strings, job = graph.strings.copy(), graph.job
+    group = np.where(of_world, strings.intern(name), graph.nodes.group)
+    ranks = tuple(range(max(1, job.world.size)))
+    groups = (*job.groups, ProcessGroup(name, ranks, WORLD))
+    job = msgspec.structs.replace(job, groups=groups)
+    nodes = replace(graph.nodes, group=group.astype(graph.nodes.group.dtype))
+    return replace(graph, nodes=nodes, strings=strings, job=job)
 
 
 def _with_messages(graph: Graph, peers: Sequence[int], size: int) -> Graph:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from onerank.converters.expand.host_delays import (
-    NAME,
+    DELAY_NAME,
     insert_host_delays,
     require_gpu_work,
     storage_delays,
@@ -134,7 +134,7 @@ def _lanes(graph: Graph, communications: Iterable[int]) -> list[Hashable | None]
     lanes: list[Hashable | None] = [None] * len(graph)
     for index in timed_compute(graph).nonzero()[0].tolist():
         node = graph.node(index)
-        lanes[index] = HOST if node.name == NAME else ("compute", node.value("stream"))
+        lanes[index] = HOST if node.name == DELAY_NAME else ("compute", node.value("stream"))
     for index in storage_delays(graph).nonzero()[0].tolist():
         lanes[index] = STORAGE
     for index in communications:
@@ -466,7 +466,7 @@ def export_goal_ranks(
     lowered = [
         lower_rank(entry.graph, world, entry.ranks, unequal_along=axis) for entry in equalized
     ]
-    has_delays = any(NAME in entry.graph.strings.values for entry in equalized)
+    has_delays = any(DELAY_NAME in entry.graph.strings.values for entry in equalized)
     idle = [] if has_delays else [idle_time_note([entry.graph for entry in equalized])]
     notes = [*notes, *even_notes, *idle]
     return _write(lowered, Path(path), Machine(gpus_per_node, interconnect), notes)

@@ -33,9 +33,6 @@ _CHUNK_BYTES = 512 << 10
 # Limit on the simulated chunks; with more, filling the pipeline takes negligible time.
 _MOST_CHUNKS = 256
 
-# `nccl.choose` has torch's names, in which both spellings are one collective.
-_NAMES = {Collective.REDUCE_SCATTER_BLOCK: "reduce_scatter"}
-
 _SUMS = (Collective.REDUCE_SCATTER, Collective.REDUCE_SCATTER_BLOCK)
 
 _PAIRS = (Collective.ALL_TO_ALL, Collective.GATHER, Collective.SCATTER)
@@ -87,10 +84,8 @@ class CollectiveCall:
     @cached_property
     def choice(self) -> Choice:
         """NCCL's algorithm and channels."""
-        name = _NAMES.get(self.collective, self.collective.name.lower())
-        return choose(
-            name, self.size_bytes, Topology(self.ranks, len(self.nodes), self.interconnect)
-        )
+        topology = Topology(self.ranks, len(self.nodes), self.interconnect)
+        return choose(self.collective.name.lower(), self.size_bytes, topology)
 
 
 def count_steps(call: CollectiveCall) -> int:

@@ -8,7 +8,6 @@ import msgspec
 import numpy as np
 
 from onerank.annotate.memory.allocator import round_size
-from onerank.annotate.memory.peak import most_in_use
 from onerank.annotate.op_costs.cost_record import AttentionSizes
 from onerank.annotate.passes.attention.match_eager import EagerCall
 from onerank.annotate.passes.dataflow import Flow, Operand
@@ -77,7 +76,7 @@ def without_scores(
     for call in calls:
         _change_blocks(captured, call, change)
     new_log = _apply_change(log, change)
-    peak_drop = most_in_use(log) - most_in_use(new_log)
+    peak_drop = log.most_in_use - new_log.most_in_use
     added_bytes = [_added_activations(log, change, start) for start in _backward_starts(log)]
     activations = measurement.activation_bytes
     # The log may show fewer backwards than micro-batches; the first then stands for all.
@@ -295,10 +294,10 @@ def with_score_memory(graph: Graph, calls: Sequence[CallMemory]) -> tuple[Measur
             unknown,
             f"its calls keep {kept / 1e9:.3f} GB for backward; peak memory is unknown.",
         )
-    peak_before = most_in_use(log)
+    peak_before = log.most_in_use
     moments = _events_at(graph, log, [call.start_ns for call in calls])
     new_log = _apply_change(log, _eager_blocks(calls, moments))
-    rise = most_in_use(new_log) - peak_before
+    rise = new_log.most_in_use - peak_before
     kept = sum(call.memory.kept for call in calls if not call.is_backward)
     micro_batches = max(1, len(measurement.activation_bytes))
     changed = msgspec.structs.replace(

@@ -8,7 +8,6 @@ import msgspec
 import numpy as np
 
 from onerank.annotate.memory.allocator import SMALL_BYTES, round_size
-from onerank.annotate.memory.peak import most_in_use
 from onerank.annotate.passes.resize.size_change import Sizing, numel
 from onerank.annotate.passes.resize.tensor_growth import Operands, StepGrowth
 from onerank.annotate.passes.tensor_locations import execution_order
@@ -56,7 +55,7 @@ def resized_memory(graph: Graph, growth: StepGrowth, sizing: Sizing) -> ResizedM
     new_blocks = msgspec.structs.replace(log.blocks, bytes=tuple(sizes.tolist()))
     # What the allocator would reserve at the new size is not known; 0 says so.
     resized = msgspec.structs.replace(log, blocks=new_blocks, reserved_bytes=0)
-    peaks = [most_in_use(block_log) for block_log in (log, resized)]
+    peaks = [block_log.most_in_use for block_log in (log, resized)]
     saved = [_saved_activations(block_log) for block_log in (log, resized)]
     activations = tuple(
         round(size * saved[1] / saved[0]) if saved[0] else size

@@ -93,7 +93,7 @@ def renumber_layers(graph: Graph, module: str, shift: int) -> Graph:
     """
     if shift == 0:
         return graph
-    numbered = re.compile(_numbered_path(module))
+    numbered = _numbered_path(module)
 
     def renumbered(path: str) -> str:
         return numbered.sub(lambda match: f"{match[1]}{int(match[2]) + shift}", path, count=1)
@@ -117,9 +117,12 @@ def renumber_layers(graph: Graph, module: str, shift: int) -> Graph:
     return replace(graph, job=msgspec.structs.replace(job, modules=modules, measurement=measured))
 
 
-def _numbered_path(module: str) -> str:
-    """Return a pattern for the start of a layer's path: its lead, then its number."""
-    return "^(" + re.escape(f"{module}." if module else "") + r")(\d+)(?=\.|$)"
+def _numbered_path(module: str) -> re.Pattern[str]:
+    """Return the expression for the start of a layer's path: its lead, then its number.
+
+    Anchored, so that `sub` leaves equal parts in the middle of other paths.
+    """
+    return re.compile("^(" + re.escape(f"{module}." if module else "") + r")(\d+)(?=\.|$)")
 
 
 def layers_module(graphs: dict[int, Graph], first: int) -> str:
@@ -252,10 +255,10 @@ def _launchers(graph: Graph, lanes: dict[Lane, list[int]], concurrent: Mask) -> 
 
 def _layer_of(graph: Graph, module: str) -> I64:
     """Return per node the layer that its module is in, -1 for none."""
-    inside = re.compile(re.escape(module + "." if module else "") + r"(\d+)(?:\.|$)")
+    numbered = _numbered_path(module)
     codes, inverse = np.unique(graph.nodes.module, return_inverse=True)
     numbers = [
-        int(match[1]) if (match := inside.match(text)) else -1
+        int(match[2]) if (match := numbered.match(text)) else -1
         for text in graph.strings.decode(codes)
     ]
     return np.array(numbers, dtype=np.int64)[inverse]
@@ -396,18 +399,17 @@ class Renaming:
     """Renumbers the layers in module paths."""
 
     def __init__(self, module: str, plan: LayerPlan) -> None:
-        self._lead = f"{module}." if module else ""
-        self._numbered = re.compile(re.escape(self._lead) + r"(\d+)(?=\.|$)")
+        self._numbered = _numbered_path(module)
         self._plan = plan
 
     def layer(self, path: str) -> int | None:
         """Return the captured layer of a path, None outside the layers."""
         match = self._numbered.match(path)
-        return int(match[1]) if match else None
+        return int(match[2]) if match else None
 
     def moved(self, path: str, layer: int) -> str:
         """Return the path of the same module in another layer; unchanged outside the layers."""
-        return self._numbered.sub(f"{self._lead}{layer}", path, count=1)
+        return self._numbered.sub(lambda match: f"{match[1]}{layer}", path, count=1)
 
     def instances(self, layer: int) -> list[tuple[int, int]]:
         """Return (copy, number in the whole model) of a captured layer and its copies."""

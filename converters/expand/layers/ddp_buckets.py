@@ -21,6 +21,7 @@ import numpy as np
 
 from onerank.ir import UNKNOWN, Collective, Edges, Evidence, Graph, Job, Kind, Nodes, Phase, Reason
 from onerank.ir.arrays import I64
+from onerank.ir.dtypes import ITEM_BYTES, TENSOR_TYPES
 from onerank.ir.errors import DepthError
 
 FIRST_BYTES = 1 << 20
@@ -34,7 +35,8 @@ _COPY_IN, _CALL, _VIEW = "aten::mul", "c10d::allreduce_", "aten::as_strided"
 
 _COPY_OUT = "torch.distributed.ddp.reducer::copy_bucket_to_grad"
 
-_BYTES = {"Tensor(float)": 4, "Tensor(c10::BFloat16)": 2, "Tensor(c10::Half)": 2}
+# Type of a gradient -> bytes of an element.
+_ITEM_BYTES = {type_: ITEM_BYTES[dtype] for dtype, type_ in TENSOR_TYPES.items()}
 
 _LANES = (Reason.PROGRAM_ORDER, Reason.STREAM_ORDER)
 
@@ -142,7 +144,7 @@ def find_buckets(graph: Graph) -> DdpBuckets | None:
     if not filled:
         return None
     types = {json.loads(graph.node(node).text("input_types"))[0] for node in filled}
-    item = _BYTES.get(types.pop(), 0) if len(types) == 1 else 0
+    item = _ITEM_BYTES.get(types.pop(), 0) if len(types) == 1 else 0
     # torch fills buckets per dtype, and gradients of several threads have no common order.
     if not item or len(np.unique(graph.nodes.thread[filled])) > 1:
         return None

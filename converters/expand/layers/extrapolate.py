@@ -90,11 +90,7 @@ def replayed_peak_bytes(graph: Graph, start_bytes: int) -> int:
     """
     nodes, log = graph.nodes, graph.job.measurement.memory
     if log is not None:
-        steps = np.zeros(log.events, dtype=np.int64)
-        for places, sign in ((log.blocks.allocated_at, 1), (log.blocks.freed_at, -1)):
-            place, size = np.array(places, np.int64), np.array(log.blocks.bytes, np.int64)
-            steps[place[place >= 0]] = sign * size[place >= 0]
-        return start_bytes + max(0, int(np.cumsum(steps).max(initial=0)))
+        return start_bytes + log.most_in_use
     # Sums per operator do not say whether a free precedes an allocation: this is an upper bound.
     order = np.argsort(nodes.start_ns, kind="stable")
     allocated, freed = nodes.bytes_allocated[order], nodes.bytes_freed[order]

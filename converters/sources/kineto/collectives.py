@@ -71,9 +71,9 @@ POINT_TO_POINT = {"send": Kind.SEND, "recv": Kind.RECV}
 
 DTYPE_BYTES = {
     "Byte": 1, "Char": 1, "Bool": 1, "Float8_e4m3fn": 1, "Float8_e5m2": 1, "Float8_e4m3fnuz": 1,
-    "Float8_e5m2fnuz": 1, "Short": 2, "Half": 2,
-    "BFloat16": 2, "Int": 4, "Float": 4, "Long": 8, "Double": 8,
-    "ComplexFloat": 8, "ComplexDouble": 16,
+    "Float8_e5m2fnuz": 1, "Float8_e8m0fnu": 1, "Float4_e2m1fn_x2": 1, "Short": 2, "UInt16": 2,
+    "Half": 2, "BFloat16": 2, "Int": 4, "UInt32": 4, "Float": 4, "ComplexHalf": 4, "Long": 8,
+    "UInt64": 8, "Double": 8, "ComplexFloat": 8, "ComplexDouble": 16,
 }  # fmt: skip
 
 _MOST_ELEMENTS = 1 << 50

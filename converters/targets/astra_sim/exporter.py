@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from onerank.converters.expand.host_delays import (
-    NAME,
+    DELAY_NAME,
     insert_host_delays,
     prefetched_storage,
     require_gpu_work,
@@ -360,7 +360,7 @@ def _gpu_time_ns(graph: Graph) -> int:
 def _notes(workloads: Sequence[Workload]) -> list[Note]:
     """Return the limitations of all steps, each once."""
     graphs = [workload.graph for workload in workloads]
-    has_delays = any(NAME in graph.strings.values for graph in graphs)
+    has_delays = any(DELAY_NAME in graph.strings.values for graph in graphs)
     idle = [] if has_delays else [_note_on_idle_time(graphs)]
     limitations = (
         note
@@ -420,7 +420,7 @@ def _notes_on_streams(graph: Graph) -> list[Note]:
     if len(streams) > 1:
         text = f"GPU compute is on {len(streams)} streams; ASTRA-sim runs one node at a time"
         # With host delays, their note reports the overlap.
-        has_delays = NAME in graph.strings.values
+        has_delays = DELAY_NAME in graph.strings.values
         if graph.nodes.start_ns.any() and not graph.job.annotations and not has_delays:
             start, duration = graph.nodes.start_ns[compute], graph.nodes.duration_ns[compute]
             overlap_ns = int(duration.sum()) - union_duration_ns(start, start + duration)

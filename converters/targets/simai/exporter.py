@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from onerank.converters.expand.pipeline import AXIS, PipelineSchedule
+from onerank.converters.expand.pipeline.stages import captured_micro_batch
 from onerank.converters.targets.lower_step import even_all_to_alls
 from onerank.converters.targets.simai.layer_times import LayerTimes, layer_times
 from onerank.converters.targets.simai.limitations import LARGEST_MESSAGE, losses_of, notes_on
@@ -219,14 +220,7 @@ def _rows(stages: Sequence[LayerTimes], micro_batches: int | None) -> tuple[list
     unrolled: list[list[ModuleRows]] = []
     for number in range(count):
         for stage in stages:
-            captured = _source(number, count, len(stage.micro_batches))
+            captured = captured_micro_batch(number, count, len(stage.micro_batches))
             unrolled.append(stage.micro_batches[captured])
     once = [stage.updates for stage in reversed(stages)] + [stage.evaluation for stage in stages]
     return all_rows(once, unrolled), count
-
-
-def _source(micro_batch: int, count: int, captured: int) -> int:
-    """Return the captured micro-batch that represents one of `count`; see `Stage.source`."""
-    if micro_batch == count - 1 or captured == 1:
-        return captured - 1
-    return 0 if micro_batch == 0 else 1 + (micro_batch - 1) % max(captured - 2, 1)

@@ -20,7 +20,6 @@ import numpy as np
 import numpy.typing as npt
 
 from onerank.annotate.memory.allocator import round_size
-from onerank.annotate.memory.peak import most_in_use
 from onerank.ir import Graph, MemoryLog, StringTable
 from onerank.ir.arrays import I64
 from onerank.plan.layouts import PlanError
@@ -231,7 +230,7 @@ def _with_memory(graph: Graph, growth: _Growth, log: MemoryLog) -> Graph:
     measured = msgspec.structs.replace(
         measured,
         memory=derived,
-        peak_memory_bytes=measured.peak_memory_bytes + most_in_use(derived) - most_in_use(log),
+        peak_memory_bytes=measured.peak_memory_bytes + derived.most_in_use - log.most_in_use,
         activation_bytes=kept_activations(graph, log, rows, sizes, changed),
     )
     graph = graph.with_columns(bytes_allocated=allocated)

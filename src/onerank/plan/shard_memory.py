@@ -8,7 +8,6 @@ import msgspec
 import numpy as np
 
 from onerank.annotate.memory.allocator import round_size
-from onerank.annotate.memory.peak import most_in_use
 from onerank.ir import UNKNOWN, Graph, MemoryClass, Phase
 from onerank.ir.arrays import I64
 from onerank.ir.measurement import MemoryLog
@@ -72,7 +71,7 @@ def with_shard_memory(graph: Graph, shards: ShardMemory) -> Graph:
     allocated = graph.nodes.bytes_allocated.copy()
     for block in changed:
         allocated[rows[log.blocks.node[block]]] += sizes[block] - log.blocks.bytes[block]
-    peak = measured.peak_memory_bytes + growth + most_in_use(derived) - most_in_use(log)
+    peak = measured.peak_memory_bytes + growth + derived.most_in_use - log.most_in_use
     measured = msgspec.structs.replace(
         measured,
         memory=derived,

@@ -49,6 +49,13 @@ def test_the_launches_profiled_on_h200s(collective, size, channels, threads):
     assert (choice.channels, choice.threads) == (channels, threads)
 
 
+def test_both_names_of_a_reduce_scatter_are_one_collective():
+    topology = Topology(16, 2)
+    assert choose("reduce_scatter_block", 1 << 24, topology) == choose(
+        "reduce_scatter", 1 << 24, topology
+    )
+
+
 def test_ring_bandwidth_is_the_links():
     """18 links of 20.6 GB/s carry 6 rings of 60: 8 ranks reduce at 360 * 8 / 14."""
     hopper = Topology(8)

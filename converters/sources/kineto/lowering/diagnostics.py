@@ -11,6 +11,7 @@ from onerank.converters.sources.kineto.collectives import (
     CommunicationKernels,
 )
 from onerank.converters.sources.kineto.link.host_timeline import HostTimeline
+from onerank.converters.sources.kineto.link.inferred_waits import ROUNDING_NS
 from onerank.converters.sources.kineto.link.link_kernels import GpuOps
 from onerank.converters.sources.kineto.link.sync_events import Synchronizations
 from onerank.converters.sources.kineto.lowering.recorded_collectives import RecordedCall
@@ -20,9 +21,6 @@ from onerank.ir import UNKNOWN, Graph, Kind, Reason
 from onerank.ir.arrays import I64
 from onerank.ir.errors import TraceError
 from onerank.ir.notes import Note
-
-CLOCK_NS = 1000
-"""Overlaps up to a microsecond, the unit of older traces, are rounding."""
 
 # Number of overlapping pairs of GPU operations that a note names.
 _NAMED_PAIRS = 3
@@ -42,8 +40,8 @@ def overlap_notes(path: Path, timeline: HostTimeline, gpu: GpuOps) -> list[Note]
     inner = np.flatnonzero(rows.is_operator & (parent >= 0))
     inner = inner[rows.is_operator[parent[inner]]]
     over_ns = rows.end_ns[inner] - rows.end_ns[parent[inner]]
-    if (over_ns > CLOCK_NS).any():
-        count, operators = int((over_ns > CLOCK_NS).sum()), int(rows.is_operator.sum())
+    if (over_ns > ROUNDING_NS).any():
+        count, operators = int((over_ns > ROUNDING_NS).sum()), int(rows.is_operator.sum())
         worst = int(inner[over_ns.argmax()])
         overlap = (
             f"{count} of {operators} operators outlast their caller, by {over_ns.max()} "
@@ -76,7 +74,7 @@ def overlap_notes(path: Path, timeline: HostTimeline, gpu: GpuOps) -> list[Note]
         )
     # Real traces have both: overlaps on a stream, and starts before the launch.
     early = gpu.launch_ns - rows.start_ns
-    early = early[early > CLOCK_NS]
+    early = early[early > ROUNDING_NS]
     if len(early):
         notes.append(
             Note(
@@ -113,7 +111,7 @@ def _overlaps(gpu: GpuOps) -> tuple[I64, I64, I64]:
     same_stream = rows.device[earlier] == rows.device[later]
     same_stream &= rows.stream[earlier] == rows.stream[later]
     by_ns = rows.start_ns[earlier] + rows.duration_ns[earlier] - rows.start_ns[later]
-    overlap = same_stream & (by_ns > CLOCK_NS)
+    overlap = same_stream & (by_ns > ROUNDING_NS)
     return earlier[overlap], later[overlap], by_ns[overlap]
 
 

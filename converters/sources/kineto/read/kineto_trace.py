@@ -37,7 +37,7 @@ from onerank.converters.sources.kineto.read.trace_columns import (
     pick,
 )
 from onerank.ir import StringTable
-from onerank.ir.arrays import I32, I64, Mask, unique_values
+from onerank.ir.arrays import I32, I64, Mask, union_duration_ns, unique_values
 from onerank.ir.errors import TraceError
 from onerank.ir.notes import Note
 
@@ -534,12 +534,8 @@ def _earlier_work_ns(trace: KinetoTrace, step: ProfilerStep) -> int:
     launched_ns = np.where(launch >= 0, pick(launches.start_ns, launch, 0), gpu.start_ns)
     end = gpu.start_ns + gpu.duration_ns
     running = (launched_ns < step.start_ns) & (end > step.start_ns)
-    begin, end = np.maximum(gpu.start_ns[running], step.start_ns), end[running]
-    order = np.argsort(begin)
     # Operations of several streams overlap, and their time counts once.
-    begin, end = begin[order], np.maximum.accumulate(end[order])
-    before = np.concatenate([begin[:1], end[:-1]])
-    return int(np.maximum(end - np.maximum(begin, before), 0).sum())
+    return union_duration_ns(np.maximum(gpu.start_ns[running], step.start_ns), end[running])
 
 
 def _within(start_ns: I64, step: ProfilerStep) -> Mask:

@@ -10,6 +10,7 @@ from raised import raises_code
 
 from onerank.analysis.step_time import replay
 from onerank.converters.expand.layers import Pattern, check_depths, extrapolate
+from onerank.converters.expand.layers.captured_layers import LayerPlan, Renaming
 from onerank.converters.expand.layers.nonlayer_nodes import (
     DepthExtrapolation,
     align,
@@ -175,6 +176,12 @@ def structure(graph: Graph) -> tuple[dict[Any, Any], set[Any]]:
         for source, reason in graph.edges.of(target)
     }
     return nodes, edges
+
+
+def test_only_the_layers_of_a_module_are_renumbered():
+    names = Renaming("layers", LayerPlan(1, 1, 4, range(1, 3)))
+    assert names.moved("layers.1.mlp", 5) == "layers.5.mlp"
+    assert names.moved("vision.layers.1.mlp", 5) == "vision.layers.1.mlp"
 
 
 @pytest.mark.parametrize(
