@@ -23,7 +23,7 @@ from collections.abc import Callable
 from fractions import Fraction
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -368,57 +368,33 @@ def _dispatching_forward(
 
     It takes hidden states [tokens, hidden] and expert indices and routing weights, both
     [tokens, top_k], like the forward that it replaces; the result is [tokens, hidden].
+
+    Args:
+        group: the ranks that share the experts.
+        gathered_over: ranks among which each gathers the tokens that it received; None without.
     """
-    size = group.size()
-    # Shape of the indices -> counts of the last eager call.
-    eager_counts: dict[torch.Size, list[int]] = {}
+    count_exchange = _CountExchange(group, gathered_over)
 
     def forward(self: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         local, top_k = self.num_experts, index.shape[-1]
         expert_ids = index.reshape(-1)
         # This groups tokens by expert, and so by rank.
         order = torch.argsort(expert_ids)
-        send_counts = torch.zeros(size * local, dtype=torch.long, device=expert_ids.device)
-        send_counts = send_counts.scatter_add_(0, expert_ids, torch.ones_like(expert_ids))
-        counts_per_pair = torch.empty(
-            (size, size, local), dtype=torch.long, device=expert_ids.device
-        )
-        all_gather(counts_per_pair.view(-1), send_counts, group=group)  # [from, to, expert]
-        if (counts_of_peers := getattr(self, _PEER_COUNTS, None)) is not None:
-            counts_per_pair = counts_of_peers(index).view(size, size, local)
-        receive_counts = counts_per_pair[:, group.rank()].contiguous()
-        counts_per_tp_rank = receive_counts.unsqueeze(0)
-        if gathered_over is not None:
-            counts_per_tp_rank = receive_counts.new_empty(
-                (gathered_over.size(), *receive_counts.shape)
-            )
-            all_gather(counts_per_tp_rank.view(-1), receive_counts.view(-1), group=gathered_over)
-        lengths = counts_per_tp_rank.sum((1, 2))
-        if index.shape in eager_counts and _is_capturing(index):
-            # The host cannot wait for the GPU here. The same step has run eagerly before, with the
-            # same tokens. Engines' steps in a graph have constant counts, too.
-            host_counts = eager_counts[index.shape]
-        else:
-            # one device-to-host copy for all counts: each .tolist() waits for the GPU
-            host_counts = torch.cat(
-                [send_counts.view(size, local).sum(1), receive_counts.sum(1), lengths]
-            ).tolist()
-            eager_counts[index.shape] = host_counts
-        sends, receives = host_counts[:size], host_counts[size : 2 * size]
-        lengths = host_counts[2 * size :]
+        counts = count_exchange.run(index, local, getattr(self, _PEER_COUNTS, None))
         # Entry i of the flat indices belongs to token i // top_k.
-        rows = exchange_rows(hidden[order // top_k], receives, sends, group)
+        rows = exchange_rows(hidden[order // top_k], counts.receives, counts.sends, group)
         if gathered_over is not None:
-            rows = gather_rows(rows, lengths, gathered_over)
-        local_experts = torch.arange(local, device=expert_ids.device).repeat(len(lengths) * size)
+            rows = gather_rows(rows, counts.lengths, gathered_over)
+        local_experts = torch.arange(local, device=expert_ids.device)
+        local_experts = local_experts.repeat(len(counts.lengths) * group.size())
         # With output_size, repeat_interleave does not wait for the GPU to read the sum of counts.
         local_experts = local_experts.repeat_interleave(
-            counts_per_tp_rank.view(-1), output_size=sum(lengths)
+            counts.of_experts.view(-1), output_size=sum(counts.lengths)
         )
         results = _run_experts(self, rows, local_experts.unsqueeze(-1))
         if gathered_over is not None:
-            results = scatter_rows(results, lengths, gathered_over)
-        combined = exchange_rows(results, sends, receives, group)
+            results = scatter_rows(results, counts.lengths, gathered_over)
+        combined = exchange_rows(results, counts.sends, counts.receives, group)
         unsorted = torch.empty_like(combined)
         unsorted[order] = combined
         # The sender applies the routing weights; otherwise they and their gradients would travel.
@@ -426,6 +402,72 @@ def _dispatching_forward(
         return weighted.sum(dim=1).to(hidden.dtype)
 
     return forward
+
+
+class _TokenCounts(NamedTuple):
+    """How many tokens travel in a call.
+
+    Attributes:
+        sends: tokens that this rank sends to each rank of the group.
+        receives: tokens that it receives from each.
+        lengths: received tokens of each rank among which they are gathered; of this one without.
+        of_experts: the same by sender and expert, int64[gathered, size, local], on the device.
+    """
+
+    sends: list[int]
+    receives: list[int]
+    lengths: list[int]
+    of_experts: Tensor
+
+
+class _CountExchange:
+    """Tells the ranks of a group how many tokens each expert gets, before the tokens travel.
+
+    Args:
+        group: the ranks that share the experts.
+        gathered_over: as for `_dispatching_forward`.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, gathered_over: dist.ProcessGroup | None) -> None:
+        self._group, self._gathered_over = group, gathered_over
+        # Shape of the indices -> counts of the last eager call, on the host.
+        self._eager: dict[torch.Size, list[int]] = {}
+
+    def run(
+        self, index: Tensor, local: int, of_peers: Callable[[Tensor], Tensor] | None
+    ) -> _TokenCounts:
+        """Return the counts of a call.
+
+        Args:
+            index: experts of each token, [tokens, top_k].
+            local: experts of a rank.
+            of_peers: returns the counts of all pairs of ranks, which static routing knows; None:
+                those that the ranks exchange.
+        """
+        size, expert_ids = self._group.size(), index.reshape(-1)
+        sent = torch.zeros(size * local, dtype=torch.long, device=expert_ids.device)
+        sent = sent.scatter_add_(0, expert_ids, torch.ones_like(expert_ids))
+        per_pair = torch.empty((size, size, local), dtype=torch.long, device=expert_ids.device)
+        all_gather(per_pair.view(-1), sent, group=self._group)  # [from, to, expert]
+        if of_peers is not None:
+            per_pair = of_peers(index).view(size, size, local)
+        received = per_pair[:, self._group.rank()].contiguous()
+        of_experts = received.unsqueeze(0)
+        if self._gathered_over is not None:
+            of_experts = received.new_empty((self._gathered_over.size(), *received.shape))
+            all_gather(of_experts.view(-1), received.view(-1), group=self._gathered_over)
+        lengths = of_experts.sum((1, 2))
+        if index.shape in self._eager and _is_capturing(index):
+            # The host cannot wait for the GPU here. The same step has run eagerly before, with the
+            # same tokens. Engines' steps in a graph have constant counts, too.
+            on_host = self._eager[index.shape]
+        else:
+            # one device-to-host copy for all counts: each .tolist() waits for the GPU
+            on_host = torch.cat([sent.view(size, local).sum(1), received.sum(1), lengths]).tolist()
+            self._eager[index.shape] = on_host
+        return _TokenCounts(
+            on_host[:size], on_host[size : 2 * size], on_host[2 * size :], of_experts
+        )
 
 
 def _is_capturing(tensor: Tensor) -> bool:

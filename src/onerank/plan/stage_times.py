@@ -25,7 +25,7 @@ from onerank.converters.expand.pipeline.stages import (
     captured_micro_batch,
     split_into_blocks,
 )
-from onerank.ir import Graph, Kind, Measurement, Phase, World
+from onerank.ir import Graph, Kind, Measurement, Node, Phase, World
 from onerank.ir.all_to_all import even_bytes
 from onerank.ir.arrays import I64, Mask, union_duration_ns
 from onerank.ir.contention import Contention
@@ -271,54 +271,100 @@ def with_network(
         receives_wait: whether receives from other stages occupy the GPU while they wait.
     """
     graph = with_steady_state_kernels(graph)
-    nodes, job = graph.nodes, graph.job
-    captured = job.world
-    duration = nodes.duration_ns.copy()
-    # The layout may have fewer stages or replicas than the capture.
-    rank = world.at({axis: min(at, world.sizes.get(axis, 1) - 1)
-                     for axis, at in captured.point(job.rank).items()})  # fmt: skip
-    sent = {Phase.FORWARD: 0, Phase.BACKWARD: 0}
-    sends = np.zeros(len(graph), dtype=np.bool_)
-    groups: dict[str, tuple[int, ...]] = {}
-    shapes: dict[int, CallShape] = {}
+    communication = _StageCommunication(graph, network, world, receives_wait=receives_wait)
     for index in np.flatnonzero(graph.communication).tolist():
-        node = graph.node(index)
-        size = max(0, node.value("comm_bytes"))
-        if node.kind in (Kind.SEND, Kind.RECV):
-            peer = node.value("comm_dst" if node.kind is Kind.SEND else "comm_src")
-            step = captured.point(peer).get(AXIS, 0) - captured.point(job.rank).get(AXIS, 0)
-            ranks = (rank, rank + peer - job.rank)
-            if step:
-                duration[index] = 0
-                if node.kind is Kind.SEND:
-                    phase = Phase.FORWARD if step > 0 else Phase.BACKWARD
-                    sent[phase] = max(sent[phase], size)
-                    sends[index] = True
-                elif receives_wait and (shape := network.call_shape("recv", size, ranks)):
-                    shapes[index] = shape
-                continue
-        else:
-            name = node.text("group")
-            if name not in groups:
-                groups[name] = _ranks_of(graph, name, world, rank)
-            ranks = groups[name]
-        if node.text("op") == SYMMETRIC_COPY:
-            duration[index] = round(network.copy_ns(size, ranks))
-            continue
-        if node.text("op") == SYMMETRIC_BARRIER:
-            duration[index] = round(network.symmetric_barrier_ns(ranks))
-            continue
-        call = node.collective.name.lower(), max(0, even_bytes(node, len(ranks))), ranks
-        duration[index] = round(network.time_ns(*call))
-        if shape := network.call_shape(*call):
-            shapes[index] = shape
-    timed = graph.with_columns(duration_ns=duration)
+        communication.time(index)
+    timed = graph.with_columns(duration_ns=communication.duration_ns)
+    sent = communication.sent_bytes
     return TimedStage(
         timed,
-        sends,
+        communication.sends,
         (sent[Phase.FORWARD], sent[Phase.BACKWARD]),
-        contention_of(timed, shapes, persistent=network.has_persistent_products),
+        contention_of(timed, communication.shapes, persistent=network.has_persistent_products),
     )
+
+
+class _StageCommunication:
+    """Times the messages and collectives of a stage, node by node.
+
+    Args:
+        graph: the stage.
+        network: times its communication.
+        world: the ranks that its groups lie in.
+        receives_wait: as for `with_network`.
+
+    Attributes:
+        duration_ns: duration of each node, int64[n].
+        sends: whether a node is a message to another stage, bool[n].
+        sent_bytes: largest message to the next stage, in the forward, and to the previous one.
+        shapes: node -> what its kernel occupies.
+    """
+
+    def __init__(
+        self, graph: Graph, network: ClusterNetwork, world: World, *, receives_wait: bool
+    ) -> None:
+        self.duration_ns = graph.nodes.duration_ns.copy()
+        self.sends = np.zeros(len(graph), dtype=np.bool_)
+        self.sent_bytes = {Phase.FORWARD: 0, Phase.BACKWARD: 0}
+        self.shapes: dict[int, CallShape] = {}
+        self._graph, self._network, self._world = graph, network, world
+        self._receives_wait = receives_wait
+        self._groups: dict[str, tuple[int, ...]] = {}
+        # The layout may have fewer stages or replicas than the capture.
+        point = graph.job.world.point(graph.job.rank)
+        self._rank = world.at(
+            {axis: min(at, world.sizes.get(axis, 1) - 1) for axis, at in point.items()}
+        )
+
+    def time(self, index: int) -> None:
+        """Set the duration of a node."""
+        node, job = self._graph.node(index), self._graph.job
+        if node.kind not in (Kind.SEND, Kind.RECV):
+            self._time_call(index, node, self._ranks_of(node.text("group")))
+            return
+        peer = node.value("comm_dst" if node.kind is Kind.SEND else "comm_src")
+        ranks = (self._rank, self._rank + peer - job.rank)
+        stages_ahead = job.world.point(peer).get(AXIS, 0) - job.world.point(job.rank).get(AXIS, 0)
+        if stages_ahead:
+            self._add_message(index, node, ranks, stages_ahead)
+        else:
+            self._time_call(index, node, ranks)
+
+    def _add_message(
+        self, index: int, node: Node, ranks: tuple[int, ...], stages_ahead: int
+    ) -> None:
+        """Note a message between stages, whose time the schedule adds."""
+        self.duration_ns[index] = 0
+        size = _bytes_of(node)
+        if node.kind is Kind.SEND:
+            phase = Phase.FORWARD if stages_ahead > 0 else Phase.BACKWARD
+            self.sent_bytes[phase] = max(self.sent_bytes[phase], size)
+            self.sends[index] = True
+        elif self._receives_wait and (shape := self._network.call_shape("recv", size, ranks)):
+            self.shapes[index] = shape
+
+    def _time_call(self, index: int, node: Node, ranks: tuple[int, ...]) -> None:
+        """Set the duration of a collective, or of a message within the stage."""
+        op, network = node.text("op"), self._network
+        if op == SYMMETRIC_COPY:
+            self.duration_ns[index] = round(network.copy_ns(_bytes_of(node), ranks))
+            return
+        if op == SYMMETRIC_BARRIER:
+            self.duration_ns[index] = round(network.symmetric_barrier_ns(ranks))
+            return
+        call = node.collective.name.lower(), max(0, even_bytes(node, len(ranks))), ranks
+        self.duration_ns[index] = round(network.time_ns(*call))
+        if shape := network.call_shape(*call):
+            self.shapes[index] = shape
+
+    def _ranks_of(self, group: str) -> tuple[int, ...]:
+        if group not in self._groups:
+            self._groups[group] = _ranks_of(self._graph, group, self._world, self._rank)
+        return self._groups[group]
+
+
+def _bytes_of(node: Node) -> int:
+    return max(0, node.value("comm_bytes"))
 
 
 def _ranks_of(graph: Graph, name: str, world: World, rank: int) -> tuple[int, ...]:
