@@ -20,17 +20,17 @@ _torch: Any = torch  # private names have no types
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Whether a tensor has a shape but no numbers."""
+    """Return whether a tensor has a shape but no numbers."""
     return isinstance(tensor, FakeTensor)
 
 
 def on_gpu(tensor: Tensor) -> bool:
-    """Whether a tensor has memory on a GPU; a fake one has none."""
+    """Return whether a tensor has memory on a GPU; a fake one has none."""
     return tensor.is_cuda and not isinstance(tensor, FakeTensor)
 
 
 def is_integral(dtype: torch.dtype) -> bool:
-    """Whether a dtype holds integers or bools."""
+    """Return whether a dtype holds integers or bools."""
     return not dtype.is_floating_point and not dtype.is_complex
 
 
@@ -96,7 +96,7 @@ def mark_written(tensor: Tensor, *, zero: bool) -> None:
 
 
 def is_zero(tensor: Tensor) -> bool:
-    """Whether all numbers are zero; of a fake tensor, whether zeros were written last."""
+    """Return whether all numbers are zero; of a fake tensor, whether zeros were written last."""
     return hasattr(tensor, _ZERO) if isinstance(tensor, FakeTensor) else not tensor.any()
 
 

@@ -312,7 +312,7 @@ def _bound_names(module_name: str, module: Any) -> list[str]:
 
 
 def is_library(module_name: str) -> bool:
-    """Whether a module is Python's or of an installed package, also one made by an extension."""
+    """Return whether a module is Python's or a package's, also one made by an extension."""
     if module_name in sys.builtin_module_names:
         return True
     for name in (module_name, module_name.partition(".")[0]):
@@ -323,7 +323,7 @@ def is_library(module_name: str) -> bool:
 
 
 def is_library_file(file: str) -> bool:
-    """Whether a file belongs to Python or to an installed package."""
+    """Return whether a file belongs to Python or to an installed package."""
     return file.startswith(_LIBRARIES)
 
 
@@ -397,7 +397,7 @@ class _ModuleIndex:
 
 
 def _hold_the_same(left: dict[str, Any], right: dict[str, Any]) -> bool:
-    """Whether two tables have the same entries in order; `==` would call methods of the values."""
+    """Return whether two tables have the same entries in order; `==` would call methods."""
     same = all(map(operator.is_, left.values(), right.values()))
     return same and list(left) == list(right)
 

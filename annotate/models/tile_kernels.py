@@ -184,12 +184,12 @@ _GROUPED_MEASURED = "H100-SXM", "H200"
 
 
 def has_grouped_kernels(gpu: Gpu) -> bool:
-    """Whether the tiles of torch's grouped GEMMs on a GPU are known."""
+    """Return whether the tiles of torch's grouped GEMMs on a GPU are known."""
     return gpu.architecture == "hopper"
 
 
 def has_measured_grouped_kernels(gpu: Gpu) -> bool:
-    """Whether torch's grouped GEMMs were measured on a GPU, without its overrides."""
+    """Return whether torch's grouped GEMMs were measured on a GPU, without its overrides."""
     return gpu.board in _GROUPED_MEASURED
 
 

@@ -159,7 +159,7 @@ def _bound(signature: inspect.Signature, args: Any, kwargs: Any) -> dict[str, An
 
 
 def _has_peers(arguments: dict[str, Any]) -> bool:
-    """Whether a save or load with these arguments involves several ranks."""
+    """Return whether a save or load with these arguments involves several ranks."""
     local = arguments["no_dist"] or not dist.is_initialized()
     return not local and dist.get_world_size(arguments["process_group"]) > 1
 

@@ -158,7 +158,7 @@ class AsyncWork(_c10d.Work):
         return live
 
     def is_completed(self) -> bool:
-        """Whether the call has completed."""
+        """Return whether the call has completed."""
         return self._event is None or self._event.query()
 
     def is_success(self) -> bool:
@@ -243,5 +243,5 @@ class Pending:
 
 
 def _capturing() -> bool:
-    """Whether a CUDA graph is being captured, which forbids event queries."""
+    """Return whether a CUDA graph is being captured, which forbids event queries."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

@@ -84,7 +84,7 @@ class FakeStore(_Store):
             self.set(key, value)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all keys are present."""
+        """Return whether all keys are present."""
         return all(key in self._values for key in keys)
 
     def wait(self, keys: Sequence[str], timeout: object = None) -> None:

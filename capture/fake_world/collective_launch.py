@@ -244,7 +244,7 @@ def _device_of(tensors: Sequence[Tensor]) -> torch.device | None:
 
 
 def _same_memory(target: Tensor, source: Tensor) -> bool:
-    """Whether a plain copy of bytes fills the target: contiguous CUDA memory of equal dtype."""
+    """Return whether a copy of bytes fills the target: contiguous CUDA memory of equal dtype."""
     plain = target.is_contiguous() and source.is_contiguous() and target.dtype == source.dtype
     return plain and source.numel() > 0 and source.is_cuda and target.is_cuda
 

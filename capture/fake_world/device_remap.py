@@ -82,7 +82,7 @@ class DeviceRemap:
         return 0 if self._is_absent(device) else device
 
     def _is_absent(self, index: Any) -> bool:
-        """Whether an index names a GPU of the job's node that this host lacks."""
+        """Return whether an index names a GPU of the job's node that this host lacks."""
         # An index beyond the node's GPUs stays, so that torch reports the script's mistake.
         return isinstance(index, int) and 0 < self._present <= index < self._ranks
 

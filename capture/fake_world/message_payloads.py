@@ -186,7 +186,7 @@ class ObjectCollectives:
 
 
 def _is_placeholder(item: object) -> bool:
-    """Whether an object only reserves a place: None or empty, as torch's own callers pass {}."""
+    """Return whether an object only reserves a place: None or empty, as torch passes {}."""
     return item is None or (isinstance(item, (dict, list, tuple, set, str, bytes)) and not item)
 
 
@@ -365,17 +365,17 @@ class IntegerPayloads:
 
 
 def _are_integers(tensors: Sequence[Tensor]) -> bool:
-    """Whether tensors have elements, and all are integers or flags."""
+    """Return whether tensors have elements, and all are integers or flags."""
     return _have_values(tensors) and all(is_integral(tensor.dtype) for tensor in tensors)
 
 
 def _have_values(tensors: Sequence[Tensor]) -> bool:
-    """Whether tensors have elements, and none is a meta tensor."""
+    """Return whether tensors have elements, and none is a meta tensor."""
     return not any(t.is_meta for t in tensors) and any(tensor.numel() for tensor in tensors)
 
 
 def _are_small(tensors: Sequence[Tensor], parts: int = 1) -> bool:
-    """Whether `parts` times the tensors' bytes are at most `LARGEST_BYTES`."""
+    """Return whether `parts` times the tensors' bytes are at most `LARGEST_BYTES`."""
     size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     return parts * size <= LARGEST_BYTES
 

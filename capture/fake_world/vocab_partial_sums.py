@@ -77,7 +77,7 @@ class PartialSums:
         )
 
     def may_lack_rows(self, result: Tensor) -> bool:
-        """Whether `filled_sum` must examine a sum: a cheap test that most sums fail."""
+        """Return whether `filled_sum` must examine a sum: a cheap test that most sums fail."""
         return self._enabled and result.dim() > 1 and not in_backward()
 
     def filled_sum(self, call: CommCall, part: Tensor) -> Tensor | None:
@@ -107,7 +107,7 @@ class PartialSums:
 
 @torch.no_grad()
 def _lacks_rows(part: Tensor) -> bool:
-    """Whether some rows, but not all, are zero: other ranks may contribute these rows."""
+    """Return whether some rows, but not all, are zero: other ranks may contribute these rows."""
     # torch has no norm of float8.
     wide = part.is_floating_point() and part.element_size() > 1
     if not wide or part.is_meta or part.numel() == 0 or not part.is_contiguous():
@@ -122,7 +122,7 @@ def _lacks_rows(part: Tensor) -> bool:
 
 @torch.no_grad()
 def _is_gradient(part: Tensor) -> bool:
-    """Whether a sum is the gradient of a parameter: by memory, or by shape and zero rows."""
+    """Return whether a sum is the gradient of a parameter: by memory, or by shape and zero rows."""
     rows, storage = _nonzero_rows(part), part.untyped_storage().data_ptr()
     for parameter in live(nn.Parameter):
         grad: Any = parameter.grad

@@ -436,7 +436,7 @@ def _lifted(create: Any) -> Callable[..., Any]:
 
 
 def _is_below_autograd() -> bool:
-    """Whether the calling code is an operator's kernel, below autograd."""
+    """Return whether the calling code is an operator's kernel, below autograd."""
     key = _torch._C.DispatchKey.AutogradFunctionality
     return bool(_torch._C._dispatch_tls_is_dispatch_key_excluded(key))
 

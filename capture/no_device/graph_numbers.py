@@ -219,7 +219,7 @@ def _name(target: Any) -> str:
 
 
 def _is_computable(node: Any) -> bool:
-    """Whether the CPU can compute a node, whose result is small."""
+    """Return whether the CPU can compute a node, whose result is small."""
     target = node.target
     if isinstance(target, OpOverload):
         if _torch.Tag.nondeterministic_seeded in target.tags:
@@ -233,7 +233,7 @@ def _is_computable(node: Any) -> bool:
 
 
 def _has_known_sizes(tensor: Any) -> bool:
-    """Whether each size of a tensor is a number, and none a symbol."""
+    """Return whether each size of a tensor is a number, and none a symbol."""
     return all(isinstance(size, int) for size in tensor.shape)
 
 

@@ -215,7 +215,7 @@ class InductorOnShapes:
         log = logging.getLogger(_CONVERT_FRAME)
 
         def ends_script(error: BaseException) -> bool:
-            """Whether an error would end the script on a GPU, so that the emulation causes it."""
+            """Return whether an error, which would end the script on a GPU, is the emulation's."""
             of_dynamo = isinstance(error, errors.TorchDynamoException)
             return isinstance(error, of_emulation) or not of_dynamo
 
@@ -421,7 +421,7 @@ class InductorOnShapes:
 
 
 def _in_compiled_checkpoint() -> bool:
-    """Whether an activation checkpoint runs within a compiled function."""
+    """Return whether an activation checkpoint runs within a compiled function."""
     frame: Any = sys._getframe(1)
     checkpointed = False
     while frame is not None:

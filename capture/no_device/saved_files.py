@@ -57,7 +57,7 @@ def _size_of(file: Any) -> int:
 
 
 def _is_on_cpu(storage: Any, tag: str, map_location: Any) -> bool:
-    """Whether `torch.load` leaves a storage on the CPU.
+    """Return whether `torch.load` leaves a storage on the CPU.
 
     Args:
         storage: the storage, on the CPU.
@@ -413,7 +413,7 @@ def _header_of(tensors: dict[str, Tensor], metadata: dict[str, str] | None) -> t
 
 
 def _holds_no_numbers(path: Path) -> bool:
-    """Whether a file of zeros may replace what a path holds: nothing, or a file of zeros."""
+    """Return whether a file of zeros may replace what a path holds: nothing, or a file of zeros."""
     if not path.exists() or not path.stat().st_size:
         return True
     with path.open("rb") as file:
@@ -422,7 +422,7 @@ def _holds_no_numbers(path: Path) -> bool:
 
 
 def _is_replaceable(path: Path) -> bool:
-    """Whether a file of shapes may replace what a path holds: nothing, or a file of shapes."""
+    """Return whether a file of shapes may replace a path: nothing, or a file of shapes."""
     if not path.exists():
         return True
     if not path.is_file():

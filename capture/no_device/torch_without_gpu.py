@@ -148,7 +148,7 @@ def _gpu_kernels() -> contextlib.AbstractContextManager[None]:
 
 
 def _has_foreach(tensors: Sequence[Tensor | None], device: torch.device) -> bool:
-    """Whether torch has foreach kernels for tensors; its own check asks for their exact class."""
+    """Return whether torch has foreach kernels for tensors; its check asks for exact classes."""
     # DTensor adds itself to torch's list.
     supported = (FakeTensor, *_foreach._foreach_supported_types)
     return device.type == "cuda" and all(t is None or type(t) in supported for t in tensors)
@@ -204,7 +204,7 @@ def _load_in_this_process(loader: Any) -> Any:
 
 
 def _is_in_kernel(_: object) -> bool:
-    """Whether this thread runs a meta kernel, during which fake tensors are on the meta device."""
+    """Return whether this thread runs a meta kernel: fake tensors are on the meta device then."""
     return _torch._C._meta_in_tls_dispatch_include()
 
 

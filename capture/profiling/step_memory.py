@@ -228,7 +228,7 @@ def _unrecorded() -> Generator[None]:
 
 
 def _is_parameter(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a parameter; torch marks fake ones, which keep the class of a fake."""
+    """Return whether a tensor is a parameter; torch marks fake ones, which keep their class."""
     if isinstance(tensor, FakeTensor):
         return isinstance(tensor, nn.Parameter)
     return issubclass(type(tensor), nn.Parameter)

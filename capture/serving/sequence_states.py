@@ -498,7 +498,7 @@ _OWN_CACHE = "MiniMaxCache"
 
 
 def is_recurrent_block(module: nn.Module) -> bool:
-    """Whether a module is a recurrent block of RecurrentGemma, which keeps its states itself."""
+    """Return whether a module is a recurrent block of RecurrentGemma, which keeps its states."""
     return all(hasattr(module, name) for name in ("rg_lru", "conv_1d", "linear_x", "linear_y"))
 
 

@@ -33,7 +33,7 @@ _torch: Any = torch
 
 
 def lacks_fake(func: Any) -> bool:
-    """Whether an operator has no fake implementation, which would give its results' shapes."""
+    """Return whether an operator has no fake implementation, which gives its results' shapes."""
     definition = _custom.OPDEFS.get(func._schema.name)
     # torch gives each custom operator an implementation that may only raise.
     if definition is not None:
@@ -184,7 +184,7 @@ def _mixed_product(source: Tensor, rows: Tensor, weight: Tensor, *_: Any) -> tup
 
 
 def _runs_cudnn_ctc(log_probs: Tensor, targets: Tensor, lengths: Any, _: Any, blank: int) -> bool:
-    """Whether cuDNN computes a CTC loss (`_use_cudnn_ctc_loss` in aten's cudnn/LossCTC.cpp).
+    """Return whether cuDNN computes a CTC loss (`_use_cudnn_ctc_loss` in aten's cudnn/LossCTC.cpp).
 
     cuDNN takes labels of up to 255 per sequence; whether they are fewer is not known here.
     """
@@ -196,7 +196,7 @@ def _runs_cudnn_ctc(log_probs: Tensor, targets: Tensor, lengths: Any, _: Any, bl
 
 
 def _runs_miopen_ctc(*_: Any) -> bool:
-    """Whether AMD's library computes a CTC loss: never on the emulated GPUs."""
+    """Return whether AMD's library computes a CTC loss: never on the emulated GPUs."""
     return False
 
 
@@ -487,7 +487,7 @@ class RepeatedCalls:
 
 
 def _is_repeatable(func: Any) -> bool:
-    """Whether the shapes of an operator's operands decide its results."""
+    """Return whether the shapes of an operator's operands decide its results."""
     schema = func._schema
     implicit = _torch._C.DispatchKey.CompositeImplicitAutograd
     return (

@@ -497,7 +497,7 @@ class FakeOperators(TorchDispatchMode):
         return result
 
     def _has_parts(self, call: OperatorCall) -> bool:
-        """Whether the operators that an operator calls run one by one."""
+        """Return whether the operators that an operator calls run one by one."""
         if not call.schema.is_composite:
             return False
         # Only a recorded step shows the parts of a copy, which allocate nothing but its result.
@@ -541,7 +541,7 @@ _FAILED = object()
 
 
 def _is_large(tensor: Tensor) -> bool:
-    """Whether a tensor that is created on the CPU is too large to keep its numbers."""
+    """Return whether a tensor that is created on the CPU is too large to keep its numbers."""
     if is_integral(tensor.dtype):
         return tensor.nbytes > _REAL_INTEGER_BYTES
     return tensor.numel() > REAL_ELEMENTS

@@ -173,7 +173,7 @@ def waits_at_first_use() -> AbstractContextManager[None]:
 
 
 def _traces() -> bool:
-    """Whether torch.compile traces the running code, or proxies record it."""
+    """Return whether torch.compile traces the running code, or proxies record it."""
     return torch.compiler.is_compiling() or proxy_tensor.get_proxy_mode() is not None
 
 

@@ -361,7 +361,7 @@ def _depthwise_backward_contiguous(args: Sequence[Any]) -> list[Tensor]:
 
 
 def _is_own_depthwise(image: Tensor, weight: Tensor) -> bool:
-    """Whether a convolution is depthwise and runs by torch's kernel; cuDNN takes channels last."""
+    """Return whether torch's own kernel runs a convolution: depthwise, not channels last."""
     depthwise = weight.shape[1] == 1 and image.shape[1] == weight.shape[0] > 1
     channels_last = image.dim() == 4 and image.is_contiguous(memory_format=torch.channels_last)
     return depthwise and not channels_last

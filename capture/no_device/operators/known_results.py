@@ -193,7 +193,7 @@ def _run_with_numbers(call: OperatorCall, args: Any, kwargs: dict[str, Any]) -> 
 
 
 def _is_small_factory(call: OperatorCall) -> bool:
-    """Whether the sizes that a factory is given are small, so that its numbers may be computed."""
+    """Return whether a factory is given small sizes, so that its numbers may be computed."""
     total = 1
     for value in call.args:
         if isinstance(value, list | tuple):

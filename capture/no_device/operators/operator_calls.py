@@ -201,7 +201,7 @@ def tensors_in(operands: Sequence[Any]) -> Iterator[Tensor]:
 
 
 def is_same_data(target: Tensor, source: Tensor) -> bool:
-    """Whether two tensors are the same elements, which `copy_` leaves as they are.
+    """Return whether two tensors are the same elements, which `copy_` leaves as they are.
 
     Python copies so at the end of `x[:n] += y`.
     """

@@ -168,12 +168,12 @@ class SparseTensors:
 
 
 def are_sparse(operands: Sequence[Any]) -> bool:
-    """Whether all operands are sparse tensors."""
+    """Return whether all operands are sparse tensors."""
     return all(isinstance(each, Tensor) and each.layout == torch.sparse_coo for each in operands)
 
 
 def loses_elements(call: OperatorCall, result: Any) -> bool:
-    """Whether a fake result is sparse and empty, although an operand has elements."""
+    """Return whether a fake result is sparse and empty, although an operand has elements."""
     operands = [each for each in call.tensors if each.layout == torch.sparse_coo]
     if not any(each._nnz() for each in operands):
         return False

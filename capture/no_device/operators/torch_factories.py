@@ -43,6 +43,6 @@ _UNCHANGED = contextlib.nullcontext()
 
 
 def _is_of_script(function: Any) -> bool:
-    """Whether a function is neither torch's nor a replacement by this package."""
+    """Return whether a function is neither torch's nor a replacement by this package."""
     module = getattr(function, "__globals__", {}).get("__name__", "torch")
     return module.partition(".")[0] not in ("torch", "onerank")

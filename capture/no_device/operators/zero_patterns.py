@@ -216,7 +216,7 @@ class ZeroPatterns:
             return None if mask.all() else mask
 
     def _may_not_vanish(self, operand: Any) -> bool:
-        """Whether nothing is known of which elements of an operand are 0, or it has few."""
+        """Return whether nothing is known of which elements of an operand are 0, or it has few."""
         if not isinstance(operand, Tensor):
             return _number(operand) != 0
         if self._attached(operand) is not None:

@@ -99,7 +99,7 @@ def stack_of(model: nn.Module, rows: Collection[str], embedding: str, head: str)
 
 
 def adds_positions(model: nn.Module) -> bool:
-    """Whether a model adds sinusoidal position embeddings without weights (XGLM)."""
+    """Return whether a model adds sinusoidal position embeddings without weights (XGLM)."""
     return any("PositionalEmbedding" in type(module).__name__ for module in model.modules())
 
 

@@ -162,7 +162,7 @@ def refuse_unused_head(model: nn.Module, head: nn.Module, name: str) -> None:
 
 
 def computes_loss_in_forward(model: PreTrainedModel) -> bool:
-    """Whether a model's forward calls cross_entropy instead of its `loss_function`."""
+    """Return whether a model's forward calls cross_entropy instead of its `loss_function`."""
     code: Any = getattr(inspect.unwrap(type(model).forward), "__code__", None)
     names: set[str] = set(code.co_names) if code else set()
     return "loss_function" not in names and bool(names & {"CrossEntropyLoss", "cross_entropy"})

@@ -193,7 +193,7 @@ class SequenceInput:
         return result.view(*x.shape[:-1], -1)
 
     def matches(self, x: Tensor) -> bool:
-        """Whether `x` has the values of the gathered input, in their order."""
+        """Return whether `x` has the values of the gathered input, in their order."""
         features, size = x.shape[-1], x.numel()
         same_size = (features, size) == (self.whole.shape[-1], self.whole.numel())
         is_view = x is self.whole or (x._base is self.whole and x.is_contiguous() and same_size)

@@ -37,7 +37,7 @@ def _numbered(name: str, number: int) -> str:
 
 
 def is_capture(directory: Path) -> bool:
-    """Whether a directory holds the files of one rank's capture, with or without its job."""
+    """Return whether a directory holds the files of one rank's capture, with or without its job."""
     return (directory / JOB).exists() or _file(directory, STRUCTURE).exists()
 
 

@@ -218,7 +218,7 @@ class StepBuilder:
         return self._storage.get(name, name)
 
     def _dies(self, root: str, place: int) -> bool:
-        """Whether neither `root` nor a view of it is used after `place` or is an output."""
+        """Return whether neither `root` nor a view of it is used after `place` or is an output."""
         shared = {root, *self._views[root]}
         used = max(self._last_place.get(name, -1) for name in shared)
         return root in self._defined_by and used <= place and not shared & self._outputs

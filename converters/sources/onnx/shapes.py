@@ -146,7 +146,7 @@ class Shapes:
         return True
 
     def _is_small(self, node: Any) -> bool:
-        """Whether the results of a node fit into memory, by their inferred shapes.
+        """Return whether the results of a node fit into memory, by their inferred shapes.
 
         A small operand can demand a large result: ConstantOfShape of [2**20, 2**20] is 4 TiB. The
         reference implementation would allocate it before its size is known.

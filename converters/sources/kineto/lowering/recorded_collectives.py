@@ -98,7 +98,7 @@ def end_of_wait(call: RecordedCall, operators: OperatorsByStart) -> int:
 
 
 def wait_is_known(call: RecordedCall, timeline: HostTimeline) -> bool:
-    """Whether the wait of an asynchronous call is known, on a CPU."""
+    """Return whether the wait of an asynchronous call is known, on a CPU."""
     return bool(call.waits) or bool(timeline.in_functions[call.op])
 
 

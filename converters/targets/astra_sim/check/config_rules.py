@@ -62,7 +62,7 @@ class System:
     values: dict[str, Any]
 
     def is_on(self, switch: str) -> bool:
-        """Whether ASTRA-sim takes a switch as on: anything that is not the number 0."""
+        """Return whether ASTRA-sim takes a switch as on: anything that is not the number 0."""
         value = self.values.get(switch, 0)
         return isinstance(value, bool) or value != 0
 

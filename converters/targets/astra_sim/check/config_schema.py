@@ -288,7 +288,7 @@ def _works(value: Any, key: Setting) -> bool:
 
 
 def is_algorithm(name: str) -> bool:
-    """Whether ASTRA-sim knows an algorithm, and it ends: `direct0` never sends a message."""
+    """Return whether ASTRA-sim knows an algorithm, and it ends: `direct0` never sends a message."""
     match = _ALGORITHM.fullmatch(name)
     if match is None:
         return False

@@ -162,7 +162,7 @@ class CommRun:
         self._runnable.append(rank)
 
     def agrees(self, collective: Rendezvous) -> bool:
-        """Whether the ranks that arrived have issued the same type and size."""
+        """Return whether the ranks that arrived have issued the same type and size."""
         return len({self.shape(rank, node) for rank, node in collective.arrived.items()}) == 1
 
     def shape(self, rank: int, node: int) -> tuple[int, int]:

@@ -91,7 +91,7 @@ class _SharedRanks:
         self._known: dict[tuple[str, str], bool] = {}
 
     def between(self, first: str, second: str) -> bool:
-        """Whether two groups of a rank share another rank; the default group contains all ranks."""
+        """Return whether two groups of a rank share another rank; the default group has all."""
         if first == second or WORLD in (first, second):
             return True
         key = (first, second)
@@ -227,7 +227,7 @@ def rank_classes(
 
 
 def _cross(memberships: _Memberships, of_rank: I64) -> bool:
-    """Whether members of a group meet in other slots than members of its class."""
+    """Return whether members of a group meet in other slots than members of its class."""
     is_group = np.array([isinstance(end, str) for end in memberships.places], dtype=bool)
     in_group = is_group[memberships.place]
     rows = np.stack([memberships.place, of_rank[memberships.rank], memberships.slots], axis=1)[
@@ -347,7 +347,7 @@ def check_matching(
 
 
 def _is_sound(classes: RankClasses) -> bool:
-    """Whether one rank of each class finishes without unmatched communication."""
+    """Return whether one rank of each class finishes without unmatched communication."""
     report = Report()
     issued = [program.issued() for program in classes.programs]
     _check_sequences(classes.programs, issued, classes.members, report)
