@@ -215,7 +215,7 @@ class InductorOnShapes:
         log = logging.getLogger(_CONVERT_FRAME)
 
         def ends_script(error: BaseException) -> bool:
-            """Return whether an error, which would end the script on a GPU, is the emulation's."""
+            """Return whether an error would end a script on a GPU: then the emulation causes it."""
             of_dynamo = isinstance(error, errors.TorchDynamoException)
             return isinstance(error, of_emulation) or not of_dynamo
 

@@ -24,7 +24,7 @@ from onerank.ir.chakra.decode_runs import (
 )
 from onerank.ir.chakra.dependencies import Dependencies, DependencyCollector
 from onerank.ir.chakra.field_scan import Buffer, Spans, scan
-from onerank.ir.nodes import StringTable, default_of, dtype_of, is_text
+from onerank.ir.nodes import StringTable, default_of, dtype_of
 
 # Values that every node has, before the runs' contents are spread over the nodes.
 _DENSE: dict[str, type[np.generic]] = {
@@ -157,8 +157,8 @@ class ColumnDecoder:
         values = self.columns.get(name)
         if values is None:
             spec = SPECS[name]
-            default = 0 if is_text(spec) else default_of(spec)
-            values = self.columns[name] = np.full(self._count, default, dtype=dtype_of(spec))
+            values = np.full(self._count, default_of(spec), dtype=dtype_of(spec))
+            self.columns[name] = values
         return values
 
     def dependencies(self, unparsed: I64, unparsed_dependencies: Dependencies) -> Dependencies:

@@ -25,7 +25,7 @@ from onerank.ir.chakra.et_def_pb2 import COMP_NODE, AttributeProto, IOInfo
 from onerank.ir.chakra.framing import UNREADABLE, MessageSource, parse_raw_node
 from onerank.ir.enums import COMMUNICATION, GPU_COMPUTE, Kind, Reason
 from onerank.ir.errors import ChakraError
-from onerank.ir.nodes import Nodes, StringTable, default_of, dtype_of, is_text
+from onerank.ir.nodes import Nodes, StringTable, default_of, dtype_of
 
 # Most distinct attributes that stay decoded; further ones (exact times, counts) hardly repeat.
 _REMEMBERED = 1 << 16
@@ -253,8 +253,7 @@ class _Collected:
             if rows:
                 column = columns.get(spec.name)
                 if column is None:
-                    default = 0 if is_text(spec) else default_of(spec)
-                    column = np.full(count, default, dtype=dtype_of(spec))
+                    column = np.full(count, default_of(spec), dtype=dtype_of(spec))
                 column[list(rows)] = np.array(list(rows.values()), dtype=column.dtype)
                 columns[spec.name] = column
         return Nodes.of(count, **columns)

@@ -39,7 +39,7 @@ from onerank.ir.chakra.bytes_columns import (
 from onerank.ir.chakra.dependencies import Dependencies
 from onerank.ir.chakra.et_def_pb2 import GlobalMetadata
 from onerank.ir.enums import COMMUNICATION, GPU_COMPUTE, Kind, Reason
-from onerank.ir.nodes import Nodes, StringTable, default_of, is_text
+from onerank.ir.nodes import Nodes, StringTable, default_of
 
 
 def header(version: str) -> bytes:
@@ -105,11 +105,7 @@ class NodeWriter:
         return self._pieces.cut()
 
 
-_DEFAULTS = {
-    spec.name: 0 if is_text(spec) else default_of(spec)
-    for spec in fields(Nodes)
-    if spec.name != "foreign"
-}
+_DEFAULTS = {spec.name: default_of(spec) for spec in fields(Nodes) if spec.name != "foreign"}
 
 _ALWAYS = frozenset(("id", "name", "kind", "start_ns", "duration_ns"))
 

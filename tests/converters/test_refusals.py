@@ -203,7 +203,7 @@ def test_a_mark_without_execution_trace_node() -> None:
     timeline: Any = SimpleNamespace(et=np.array([-1]), rows=rows, name=lambda _: "wait")
     et: Any = SimpleNamespace(path=Path("et.json"))
     with raises_code("trace-mark-not-in-et", naming=("et.json", "record id 17")):
-        collectives.awaited(timeline, 0, et)
+        collectives.awaited_call(timeline, 0, et)
 
 
 def test_onnx_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

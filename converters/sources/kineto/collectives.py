@@ -139,7 +139,7 @@ class Communication:
     exchanged: int = UNKNOWN
 
 
-def awaited(timeline: HostTimeline, op: int, et: ExecutionTrace) -> int:
+def awaited_call(timeline: HostTimeline, op: int, et: ExecutionTrace) -> int:
     """Return the number of the call that a mark of a wait names.
 
     Raises:

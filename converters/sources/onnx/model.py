@@ -10,7 +10,7 @@ from typing import Any
 from onerank.converters.sources.onnx.control_flow import inline_control_flow
 from onerank.ir.errors import OnnxError
 
-DTYPES = {
+ELEMENT_TYPES = {
     "FLOAT": ("float", 4),
     "DOUBLE": ("double", 8),
     "FLOAT16": ("c10::Half", 2),
@@ -86,7 +86,7 @@ class OnnxTensor:
     @property
     def nbytes(self) -> int:
         """Bytes of all elements; 0 for a type without a fixed size."""
-        return self.numel * DTYPES.get(self.dtype, ("", 0))[1]
+        return self.numel * ELEMENT_TYPES.get(self.dtype, ("", 0))[1]
 
     @property
     def floating(self) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from onerank.converters.sources.onnx.control_flow import MOST_NODES
-from onerank.converters.sources.onnx.model import DTYPES, OnnxTensor
+from onerank.converters.sources.onnx.model import ELEMENT_TYPES, OnnxTensor
 
 Argument = OnnxTensor | tuple[OnnxTensor, ...] | int | float | bool | list[Any] | None
 
@@ -59,7 +59,7 @@ def _shape(argument: Argument) -> Any:
 
 def _type(argument: Argument) -> str:
     if isinstance(argument, OnnxTensor):
-        return f"Tensor({DTYPES.get(argument.dtype, (argument.dtype,))[0]})"
+        return f"Tensor({ELEMENT_TYPES.get(argument.dtype, (argument.dtype,))[0]})"
     if isinstance(argument, tuple):
         return f"GenericList[{','.join(_type(tensor) for tensor in argument)}]"
     if isinstance(argument, bool):

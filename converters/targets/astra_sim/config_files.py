@@ -4,14 +4,12 @@ import json
 from dataclasses import dataclass
 from math import inf
 
+from onerank.converters.targets.astra_sim.file_names import GROUPS_FILE
 from onerank.ir.errors import ExportError
 from onerank.ir.notes import Note
 
 # Memory so fast that reductions take no time: a gigabyte in a nanosecond.
 _FREE_MEMORY_GB_PER_S = 1e9
-
-GROUPS = "comm_groups.json"
-SCRIPT = "run.sh"
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +134,9 @@ def run_script(name: str, ranks: int) -> str:
     # A stalled rank exits with 0 and a correct run can exit with 134, so the script looks for one
     # "finished" line per rank.
     return (
-        _SCRIPT.replace("@NAME@", name).replace("@RANKS@", str(ranks)).replace("@GROUPS@", GROUPS)
+        _SCRIPT.replace("@NAME@", name)
+        .replace("@RANKS@", str(ranks))
+        .replace("@GROUPS@", GROUPS_FILE)
     )
 
 

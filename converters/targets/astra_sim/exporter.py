@@ -1,5 +1,6 @@
 """Export a graph as a directory that ASTRA-sim runs unchanged."""
 
+import functools
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -16,7 +17,7 @@ from onerank.converters.expand.host_delays import (
     storage_delays,
 )
 from onerank.converters.expand.ranks import RankGraph, check_all_equal
-from onerank.converters.targets.astra_sim import config_files
+from onerank.converters.targets.astra_sim import config_files, file_names
 from onerank.converters.targets.astra_sim.check import Finding, check_workload
 from onerank.converters.targets.astra_sim.config_files import SimulatedNetwork
 from onerank.converters.targets.astra_sim.lower_for_astra_sim import (
@@ -310,6 +311,7 @@ def _write(
 
     if len(read_back) < ranks:
         target = target.with_notes([_note_on_check(read_back, ranks)])
+    system_json = functools.partial(config_files.system_json, memory_gb_per_s)
     with published(directory, check) as scratch:
         # Whole microseconds run with any system file. Exact nanoseconds need the roofline with
         # peak-perf 1, which takes times from operations.
@@ -317,16 +319,16 @@ def _write(
             write_ranks(workload, scratch / name, roofline=False)
             write_ranks(workload, scratch / f"{name}_roofline", roofline=True)
         for file, text in {
-            config_files.GROUPS: config_files.groups_json(groups),
-            "system.json": config_files.system_json(memory_gb_per_s, roofline=False),
-            "system_roofline.json": config_files.system_json(memory_gb_per_s, roofline=True),
-            "network.yml": config_files.network_yml(ranks, target.network),
-            "memory.json": config_files.memory_json(),
-            "logging.toml": config_files.logging_toml(),
-            config_files.SCRIPT: config_files.run_script(name, ranks),
+            file_names.GROUPS_FILE: config_files.groups_json(groups),
+            file_names.SYSTEM_FILE: system_json(roofline=False),
+            file_names.ROOFLINE_SYSTEM_FILE: system_json(roofline=True),
+            file_names.NETWORK_FILE: config_files.network_yml(ranks, target.network),
+            file_names.MEMORY_FILE: config_files.memory_json(),
+            file_names.LOGGING_FILE: config_files.logging_toml(),
+            file_names.SCRIPT_FILE: config_files.run_script(name, ranks),
         }.items():
             (scratch / file).write_bytes(text.encode())
-        (scratch / config_files.SCRIPT).chmod(0o755)
+        (scratch / file_names.SCRIPT_FILE).chmod(0o755)
         files = sorted([*(path.name for path in scratch.iterdir()), MANIFEST])
     return AstraSimExport(
         directory=directory,

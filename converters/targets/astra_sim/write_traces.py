@@ -21,11 +21,13 @@ from onerank.converters.targets.lower_step import LoweredStep, lower, tag_of
 from onerank.ir import Edges, Graph, Job, Kind, Nodes, StringTable, World
 from onerank.ir.arrays import I64
 from onerank.ir.chakra import NodeWriter, Template, attribute, header
+from onerank.ir.chakra.metadata import VERSION
 
-VERSION = "1.0.0"
-# Chakra's NodeType numbers.
-COMP = 4
-COMM = {Kind.SEND: 5, Kind.RECV: 6, Kind.COLLECTIVE: 7}
+_COMMUNICATION = {
+    Kind.SEND: NodeType.SEND,
+    Kind.RECV: NodeType.RECV,
+    Kind.COLLECTIVE: NodeType.COLL,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +118,10 @@ def _messages(workload: Workload, *, roofline: bool) -> list[bytes]:
     graph, step = workload.graph, workload.step
     index = np.array(step.index, dtype=np.int64)
     nodes = graph.nodes.take(index)
-    types = np.full(len(index), COMP)
-    for kind, number in COMM.items():
+    types = np.full(len(index), int(NodeType.COMP))
+    for kind, number in _COMMUNICATION.items():
         types[nodes.kind == kind] = number
-    compute = np.flatnonzero(types == COMP)
+    compute = np.flatnonzero(types == NodeType.COMP)
     whole: I64 = nodes.duration_ns // 1000
     whole[compute] = micros(nodes.duration_ns[compute].tolist())
     # Ids are the numbers of the step. ASTRA-sim issues ready nodes lowest id first, so all ranks
@@ -138,13 +140,13 @@ def _messages(workload: Workload, *, roofline: bool) -> list[bytes]:
         exact = nodes.duration_ns[compute]
         writer.write_integers("num_ops", "int64_val", compute, exact * 1000 + 500)
         writer.write_integers("tensor_size", "uint64_val", compute, np.ones_like(exact))
-    communications = np.flatnonzero(types != COMP)
+    communications = np.flatnonzero(types != NodeType.COMP)
     writer.write_integers(
         "comm_size", "int64_val", communications, nodes.comm_bytes[communications]
     )
-    collectives = np.flatnonzero(types == COMM[Kind.COLLECTIVE])
+    collectives = np.flatnonzero(types == NodeType.COLL)
     writer.write_integers("comm_type", "int64_val", collectives, nodes.collective[collectives])
-    messages = np.flatnonzero((types != COMP) & (types != COMM[Kind.COLLECTIVE]))
+    messages = np.flatnonzero((types != NodeType.COMP) & (types != NodeType.COLL))
     tags = np.array([tag_of(graph.node(at)) for at in index[messages].tolist()], dtype=np.int64)
     writer.write_integers("comm_tag", "int32_val", messages, tags)
     return [header(VERSION), *writer.messages()]
@@ -238,7 +240,7 @@ def _call(graph: Graph, index: int, number: int, target: int, rank: int) -> Comm
     """Return a communication of `rank`, given its group's number or its peer."""
     node = graph.node(index)
     size = node.value("comm_bytes")
-    kind = NodeType(COMM[node.kind])
+    kind = _COMMUNICATION[node.kind]
     end = _end(node.kind, target, rank)
     if isinstance(end, str):
         return CommNode(number, kind, size, collective=int(node.collective), group=end)

@@ -6,7 +6,7 @@ a kind lacks has its default.
 
 import re
 from collections import Counter, defaultdict
-from typing import Any
+from dataclasses import fields
 
 import msgspec
 import numpy as np
@@ -33,10 +33,25 @@ from onerank.converters.sources.kineto.read.trace_columns import (
     pick,
 )
 from onerank.converters.sources.kineto.shape_inference.inputs import UNKNOWN_TYPE
-from onerank.ir import UNKNOWN, Collective, Evidence, Kind, Nodes, Phase, StringTable
+from onerank.ir import (
+    GPU_COMPUTE,
+    UNKNOWN,
+    Collective,
+    Evidence,
+    Kind,
+    Nodes,
+    Phase,
+    StringTable,
+)
 from onerank.ir.arrays import I32, I64
 from onerank.ir.dtypes import DTYPES, TENSOR_TYPES, split_types
-from onerank.ir.nodes import ROOT_COLUMNS, SYMMETRIC_BARRIER, SYMMETRIC_COPY, TEXT_COLUMNS
+from onerank.ir.nodes import (
+    ROOT_COLUMNS,
+    SYMMETRIC_BARRIER,
+    SYMMETRIC_COPY,
+    default_of,
+    dtype_of,
+)
 from onerank.ir.python_calls import UNTRACKED, python_calls_of, python_calls_text
 
 _MEMCPY = GPU_CATEGORIES.index("gpu_memcpy")
@@ -277,7 +292,7 @@ def python_call_column(timeline: HostTimeline, start_ns: I64, kind: I64) -> I32:
     subclass, one = strings.encode([_SUBCLASS, _ONE_DISPATCH])
     codes[rows.name == subclass] = one
     counted = np.flatnonzero(codes)
-    on_gpu = np.isin(kind, (Kind.KERNEL, Kind.MEMCPY, Kind.MEMSET)).any()
+    on_gpu = np.isin(kind, GPU_COMPUTE).any()
     # On a GPU, operators are the host's nodes; without a device, communication is too.
     nodes = np.flatnonzero(kind == Kind.HOST_OP) if on_gpu else np.arange(len(kind))
     if not len(counted) or not len(nodes):
@@ -307,25 +322,20 @@ def join_by_start(parts: list[Columns], start: I64) -> tuple[Columns, I64]:
     order = np.argsort(start, kind="stable")
     sizes = [len(part["kind"]) for part in parts]
     names = dict.fromkeys(name for part in parts for name in part)
-    empty = Nodes.of(0)
+    specs = {spec.name: spec for spec in fields(Nodes)}
     columns: Columns = {}
     for name in names:
-        dtype = getattr(empty, name).dtype
-        default = _default(name)
+        dtype = dtype_of(specs[name])
         pieces = [
             part.pop(name).astype(dtype, copy=False)
             if name in part
-            else np.full(size, default, dtype=dtype)
+            else np.full(size, default_of(specs[name]), dtype=dtype)
             for part, size in zip(parts, sizes, strict=True)
         ]
         columns[name] = np.concatenate(pieces)[order]
     columns["id"] = np.arange(len(order), dtype=np.uint64)
     columns["start_ns"] = start[order] - (start[order[0]] if len(order) else 0)
     return columns, order
-
-
-def _default(name: str) -> Any:
-    return 0 if name in TEXT_COLUMNS else Nodes.of(1).__getattribute__(name)[0]
 
 
 # PyTorch's list kernels are templates, and their names have the arguments: `OpaqueType<bytes>` in

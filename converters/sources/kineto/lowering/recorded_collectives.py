@@ -12,7 +12,7 @@ import numpy as np
 
 from onerank.converters.sources.kineto.collectives import (
     Communication,
-    awaited,
+    awaited_call,
     from_mark,
 )
 from onerank.converters.sources.kineto.gloo import (
@@ -75,7 +75,7 @@ def recorded_calls(timeline: HostTimeline, gpu: GpuOps, et: ExecutionTrace) -> l
         by_sequence[call.communication.sequence] = call
     waits = np.flatnonzero(timeline.is_wait)
     for op in waits[np.argsort(timeline.rows.start_ns[waits], kind="stable")].tolist():
-        if call := by_sequence.get(awaited(timeline, op, et)):
+        if call := by_sequence.get(awaited_call(timeline, op, et)):
             call.waits.append(op)
     return calls
 

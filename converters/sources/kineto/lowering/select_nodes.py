@@ -260,7 +260,9 @@ def select_nodes(
     ran = np.flatnonzero(gpu.in_mark < 0)
     ran = ran[np.argsort(gpu.rows.start_ns[ran], kind="stable")]
     cpu_only = not len(ran)
-    kept = _select_operators(timeline, cpu_only=cpu_only)[: None if with_operators else 0]
+    kept = _select_operators(timeline, cpu_only=cpu_only)
+    if not with_operators:
+        kept = kept[:0]
     interrupted = kept[_find_interrupted(timeline, kept)] if cpu_only else kept[:0]
     inside = gloo.within(timeline)
     # Callers of Gloo stay even if they are no leaves: they issue the calls.

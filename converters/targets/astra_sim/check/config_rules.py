@@ -29,16 +29,9 @@ from onerank.converters.targets.astra_sim.check.config_text import (
     yaml_real,
 )
 from onerank.converters.targets.astra_sim.check.findings import Report
+from onerank.converters.targets.astra_sim.file_names import NETWORK_FILE, SCRIPT_FILE
 from onerank.ir.chakra.third_party_traces import GROUP_FILES, group_files
 from onerank.ir.enums import Collective
-
-NETWORK_FILE = "network.yml"
-
-MEMORY_FILE = "memory.json"
-
-LOGGING_FILE = "logging.toml"
-
-SCRIPT_FILE = "run.sh"
 
 ALGORITHMS: dict[int, str] = {
     Collective.ALL_REDUCE: "all-reduce-implementation",

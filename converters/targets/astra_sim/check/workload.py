@@ -20,10 +20,6 @@ from onerank.converters.targets.astra_sim.check.comm_programs import (
     end_of,
 )
 from onerank.converters.targets.astra_sim.check.config_rules import (
-    LOGGING_FILE,
-    MEMORY_FILE,
-    NETWORK_FILE,
-    SCRIPT_FILE,
     ConfiguredGroups,
     Use,
     check_algorithms,
@@ -45,6 +41,14 @@ from onerank.converters.targets.astra_sim.check.node_rules import (
     CheckedRank,
     check_graph,
     check_nodes,
+)
+from onerank.converters.targets.astra_sim.file_names import (
+    LOGGING_FILE,
+    MEMORY_FILE,
+    NETWORK_FILE,
+    ROOFLINE_SYSTEM_FILE,
+    SCRIPT_FILE,
+    SYSTEM_FILE,
 )
 from onerank.ir.chakra import PEERS, RankDiff, Record
 from onerank.ir.chakra.third_party_traces import RANK_FILE
@@ -384,7 +388,7 @@ def _check_set(
     script, npus = extent.common
     # An export contains both encodings of one step, and run.sh distinguishes them by this suffix.
     exact = prefix.endswith("_roofline")
-    default = "system_roofline.json" if exact else "system.json"
+    default = ROOFLINE_SYSTEM_FILE if exact else SYSTEM_FILE
     name = script.system_of(prefix) or default
     _check_presence(directory, prefix, name, script, report)
     system = read_system(directory / name, report)
@@ -452,7 +456,7 @@ def _check_presence(
 ) -> None:
     """Report missing files of a directory that is to be run; bare traces need none."""
     names = [system, NETWORK_FILE, MEMORY_FILE]
-    runs = any((directory / name).exists() for name in ("system.json", SCRIPT_FILE, *names))
+    runs = any((directory / name).exists() for name in (SYSTEM_FILE, SCRIPT_FILE, *names))
     named = {file.name for option in _OPTIONS if (file := script.file_of(option, directory))}
     # A file that the script names under another name was reported with the script.
     passed = {name for option, name in _OPTIONS.items() if script.argument(option) is not None}
